@@ -1,0 +1,31 @@
+# Every target makes .venv by itself when it is missing or out of date; no environment need be activated.
+PY := .venv/bin/python
+ARGS ?= --overwrite
+
+.PHONY: train test lint type bench clean setup
+
+setup:
+	@./conf/setup_env.sh
+
+train: setup .data/digits.csv.gz ## train on the digits; `make train ARGS=--resume` goes on from the last checkpoint
+	@$(PY) jobs/train.py --config conf/train/digits.yaml --master 'local[2]' --run_dir runs/digits $(ARGS)
+
+.data/digits.csv.gz: | setup
+	@mkdir -p .data
+	@$(PY) -c "import shutil, sklearn, pathlib; shutil.copy(pathlib.Path(sklearn.__file__).parent / 'datasets/data/digits.csv.gz', '$@')"
+
+test: lint type ## lint, types, and all tests that this machine can run
+	@$(PY) -m pytest
+
+lint: setup
+	@$(PY) -m ruff check . && $(PY) -m ruff format --check .
+
+type: setup
+	@$(PY) -m mypy
+
+bench: setup ## launch and step benchmarks; see jobs/bench.py --help
+	@$(PY) jobs/bench.py launch
+	@$(PY) jobs/bench.py step
+
+clean:
+	rm -rf .venv .data runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache spark-warehouse metastore_db derby.log

@@ -1,0 +1,65 @@
+"""Trains a model; where there is a dataset `test`, evaluates on it and writes its predictions as Parquet.
+
+jobs/train.py --config conf/train/digits.yaml --master 'local[2]' --train.epochs 10
+spark-submit --properties-file conf/spark/standalone.conf jobs/train.py --config conf/train/digits.yaml
+"""
+
+import time
+from typing import Any
+
+import spark_dl
+from spark_dl import cli, plots
+
+OPTIONS: dict[str, tuple[Any, Any, str]] = {
+    "run_dir": (str | None, None, "folder for checkpoints, settings, metrics; all executors must reach it"),
+    "resume": (bool, False, "go on from the last checkpoint of run_dir"),
+    "overwrite": (bool, False, "delete what run_dir holds"),
+    "no_progress": (bool, False, "do not show a progress bar"),
+}
+
+
+def train(job: cli.Job) -> dict[str, Any]:
+    start = time.perf_counter()
+    spec = job.model.spec()
+    spark = job.session("spark_dl train")
+    datasets = cli.read_datasets(spark, job.input)
+    result = spark_dl.train(
+        cli.dataset(datasets, "train"),
+        spec,
+        job.config,
+        validation=datasets.get("validation"),
+        run_dir=job.args["run_dir"],
+        resume=job.args["resume"],
+        overwrite=job.args["overwrite"],
+        progress=not job.args["no_progress"],
+    )
+    metrics = result.metrics
+    if "test" in datasets:
+        metrics = test(job, spec, datasets["test"], result)
+    if picture := plots.plot_loss(result.run_dir):
+        cli.log.info(f"loss: {picture}")
+    names = ("run_dir", "checkpoint", "epochs", "steps", "rows", "train_loss")
+    rate = {"rows_per_s": result.rows_per_s, "seconds": time.perf_counter() - start}
+    return {**{name: getattr(result, name) for name in names}, "metrics": metrics, **rate}
+
+
+def test(job: cli.Job, spec: spark_dl.ModelSpec, data: Any, result: spark_dl.TrainResult) -> dict[str, Any]:
+    metrics = spark_dl.evaluate(data, spec, result.checkpoint, job.config)
+    metrics.pop("rows")
+    cli.log.info(f"test: {metrics}")
+    if not isinstance(data, spark_dl.ShardSet):
+        path = f"{result.run_dir}/predictions"
+        predictions = spark_dl.predict(data, spec, result.checkpoint, job.config)
+        predictions.write.mode("overwrite").parquet(path)
+        cli.log.info(f"predictions: {path}")
+        if job.model.plot:
+            picture = f"{result.run_dir}/predictions.png"
+            rows = data.sparkSession.read.parquet(path).limit(1000).collect()
+            spark_dl.import_object(job.model.plot, "model.plot")(rows, picture)
+            cli.log.info(f"a few of them: {picture}")
+    return metrics
+
+
+if __name__ == "__main__":
+    settings = cli.parse(__doc__, OPTIONS)
+    cli.run(lambda: train(settings))

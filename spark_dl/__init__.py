@@ -1,0 +1,33 @@
+"""Train PyTorch on the data that your Spark cluster already has."""
+
+__version__ = "0.1.0"
+
+from spark_dl.config import Checkpoint, Config, Data, Launch, Parallel, Train, load_config
+from spark_dl.data.shards import ShardSet, read_shards, write_shards
+from spark_dl.driver import TrainResult, evaluate, launch, train
+from spark_dl.launch.barrier import RankError
+from spark_dl.launch.rendezvous import World
+from spark_dl.predict import predict
+from spark_dl.spec import ModelSpec, import_object
+
+__all__ = [
+    "Checkpoint",
+    "Config",
+    "Data",
+    "Launch",
+    "ModelSpec",
+    "Parallel",
+    "RankError",
+    "ShardSet",
+    "Train",
+    "TrainResult",
+    "World",
+    "evaluate",
+    "import_object",
+    "launch",
+    "load_config",
+    "predict",
+    "read_shards",
+    "train",
+    "write_shards",
+]

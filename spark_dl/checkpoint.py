@@ -1,0 +1,274 @@
+"""Checkpoints: a folder of files, one part per rank, that exists only once its manifest is written.
+
+    <run_dir>/checkpoints/step-00000120.gen-0001/
+        model.pt  training.pt                   by rank 0: the same on all ranks
+        rank-00000.pt  rank-00001.pt ...        by each rank: its random number generators
+        MANIFEST.json                           by rank 0, last: sizes, SHA-256, step, generation, settings
+
+Files hold tensors and plain data, and are read with `weights_only=True`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+import json
+import posixpath
+import random
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from spark_dl import storage
+from spark_dl.config import Config, build_config
+from spark_dl.data.schema import Column
+
+MANIFEST = "MANIFEST.json"
+FORMAT = "spark_dl.checkpoint"
+VERSION = 1
+MAY_CHANGE = (
+    "train.epochs", "train.max_steps", "train.log_every", "train.metrics", "train.early_stop_*", "launch.*",
+    "checkpoint.*", "data.prefetch_batches",
+)  # fmt: skip
+"""Settings with which a run may be resumed differently: none of them changes what was trained so far."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A committed checkpoint."""
+
+    url: str
+    step: int
+    generation: int
+    manifest: Mapping[str, Any]
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """The columns that the model was trained on."""
+        return tuple(Column(**{**c, "shape": tuple(c["shape"])}) for c in self.manifest["columns"])
+
+
+def folder(run_dir: str) -> str:
+    """Where the checkpoints of a run are."""
+    return storage.join(run_dir, "checkpoints")
+
+
+def save(
+    run_dir: str,
+    *,
+    rank: int,
+    world_size: int,
+    generation: int,
+    step: int,
+    config: Config,
+    columns: Sequence[Column],
+    model: Mapping[str, Any],
+    training: Mapping[str, Any],
+) -> str:
+    """Writes a checkpoint; collective. Returns its URL once it is committed. Older ones go, save `checkpoint.keep`.
+
+    Raises RuntimeError on every rank if any rank could not write its part, and on a rank of an older attempt.
+    """
+    url = storage.join(folder(run_dir), f"step-{step:08d}.gen-{generation:04d}")
+    parts: dict[str, Any] = {f"rank-{rank:05d}.pt": _random_state()}
+    if rank == 0:
+        parts |= {"model.pt": model, "training.pt": training}
+    written, problem = [], ""
+    try:
+        written = [_write(url, name, content) for name, content in parts.items()]
+    except OSError as error:
+        problem = f"rank {rank} cannot write to {url}: {error}"
+    # Every rank must have written its part before the manifest says that the checkpoint is whole.
+    reports: list[Any] = _gather_json({"files": written, "problem": problem}, rank, world_size)
+    problems = [r["problem"] for r in reports if r["problem"]]
+    if rank == 0 and not problems:
+        manifest = {
+            "format": FORMAT,
+            "version": VERSION,
+            "step": step,
+            "generation": generation,
+            "world_size": world_size,
+            "files": {f["name"]: f for r in reports for f in r["files"]},
+            "columns": [dataclasses.asdict(c) for c in columns],
+            "config": config.to_dict(),
+        }
+        problems = [_commit(run_dir, url, manifest)]
+        if not problems[0]:
+            _delete_old(run_dir, config.checkpoint.keep)
+    outcome = _gather_json({"problem": problems[0] if problems else ""}, rank, world_size)
+    if outcome[0]["problem"]:
+        raise RuntimeError(f"checkpoint at step {step} not saved: {outcome[0]['problem']}")
+    return url
+
+
+def _commit(run_dir: str, url: str, manifest: Mapping[str, Any]) -> str:
+    """Writes the manifest, unless another attempt of the run has begun since. Returns what went wrong, or nothing."""
+    generation, newest = manifest["generation"], read_generation(run_dir)
+    if newest > generation:
+        return f"this is attempt {generation} of the run, and attempt {newest} has begun since"
+    try:
+        storage.write_bytes(storage.join(url, MANIFEST), json.dumps(manifest, indent=1).encode())
+    except OSError as error:
+        return f"cannot write the manifest: {error}"
+    return ""
+
+
+def _write(url: str, name: str, content: Any) -> dict[str, Any]:
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    data = buffer.getvalue()
+    storage.write_bytes(storage.join(url, name), data)
+    return {"name": name, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
+def _delete_old(run_dir: str, keep: int) -> None:
+    """Deletes all but the newest `keep` checkpoints. The manifest goes first: what is half deleted does not count."""
+    for saved in list_checkpoints(run_dir)[:-keep]:
+        storage.delete(storage.join(saved.url, MANIFEST))
+        storage.delete(saved.url)
+
+
+def list_checkpoints(run_dir: str) -> list[Saved]:
+    """The committed checkpoints of a run, oldest first: by attempt, then by step."""
+    found = []
+    for name in storage.list_names(folder(run_dir)):
+        match = re.fullmatch(r"step-(\d+)\.gen-(\d+)", name)
+        url = storage.join(folder(run_dir), name)
+        if match and storage.exists(storage.join(url, MANIFEST)):
+            found.append(open_checkpoint(url))
+    return sorted(found, key=lambda s: (s.step, s.generation))
+
+
+def latest(run_dir: str) -> Saved | None:
+    """The newest committed checkpoint of a run, or None."""
+    found = list_checkpoints(run_dir)
+    return found[-1] if found else None
+
+
+def open_checkpoint(url: str) -> Saved:
+    """Opens a checkpoint by its manifest. Raises ValueError if there is none, or a newer version's."""
+    path = storage.join(url, MANIFEST)
+    try:
+        manifest = json.loads(storage.read_bytes(path))
+    except FileNotFoundError:
+        raise ValueError(f"no checkpoint at {url}: it has no {MANIFEST}") from None
+    if manifest.get("format") != FORMAT or manifest["version"] > VERSION:
+        raise ValueError(f"{path} is not a checkpoint that this spark_dl can read (format {manifest.get('format')!r})")
+    return Saved(url, manifest["step"], manifest["generation"], manifest)
+
+
+def find(url: str) -> Saved:
+    """A checkpoint by its own URL, or the newest one of a run by its folder. Raises ValueError if there is none."""
+    url = storage.absolute(url)
+    if storage.exists(storage.join(url, MANIFEST)):
+        return open_checkpoint(url)
+    saved = latest(url)
+    if saved is None:
+        raise ValueError(f"no checkpoint at {url}: expected a checkpoint, or a run's folder that holds one")
+    return saved
+
+
+def run_dir_of(saved: Saved) -> str:
+    """The folder of the run that a checkpoint belongs to."""
+    return posixpath.dirname(posixpath.dirname(saved.url))
+
+
+def config_of(saved: Saved) -> Config:
+    """The settings with which a checkpoint was made."""
+    return build_config(saved.manifest["config"])
+
+
+def load(saved: Saved, name: str) -> Any:
+    """The content of one file of a checkpoint, on the CPU. Raises RuntimeError if the file is not as it was written."""
+    path = storage.join(saved.url, name)
+    entry = saved.manifest["files"].get(name)
+    if entry is None:
+        raise RuntimeError(f"the checkpoint {saved.url} has no {name}")
+    try:
+        data = storage.read_bytes(path)
+    except OSError as error:
+        raise RuntimeError(f"cannot read {path}: {error}") from error
+    if len(data) != entry["bytes"] or hashlib.sha256(data).hexdigest() != entry["sha256"]:
+        raise RuntimeError(
+            f"{path} is damaged: {len(data)} bytes, where the manifest has {entry['bytes']}, or another SHA-256; "
+            "delete this checkpoint to go on from the one before it"
+        )
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+
+def check_same_settings(saved: Saved, config: Config) -> None:
+    """Raises ValueError that lists the settings in which a run to be resumed differs from the one that was saved."""
+    before, now = _flat(saved.manifest["config"]), _flat(config.to_dict())
+    differ = [
+        f"{key}: was {before.get(key)!r}, now {now.get(key)!r}"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key) and not any(re.fullmatch(p.replace("*", ".*"), key) for p in MAY_CHANGE)
+    ]
+    if differ:
+        raise ValueError(
+            f"cannot resume from {saved.url} with other settings ({'; '.join(differ)}); set them back, or start anew "
+            "in another run_dir"
+        )
+
+
+def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"{section}.{key}": value for section, values in config.items() for key, value in values.items()}
+
+
+def restore_random_state(saved: Saved, rank: int, world_size: int) -> bool:
+    """Puts the random number generators of a rank back; False if the checkpoint was of another number of ranks."""
+    if saved.manifest["world_size"] != world_size:
+        return False
+    state = load(saved, f"rank-{rank:05d}.pt")
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    return True
+
+
+def _random_state() -> dict[str, Any]:
+    version, internal, gauss = random.getstate()
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    return {
+        "python": (version, list(internal), gauss),
+        "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None,
+    }
+
+
+def start_generation(run_dir: str) -> int:
+    """Begins a new attempt of a run: from now on no rank of an older one can commit. Called on the driver."""
+    generation = read_generation(run_dir) + 1
+    storage.write_bytes(storage.join(run_dir, "GENERATION"), str(generation).encode())
+    return generation
+
+
+def read_generation(run_dir: str) -> int:
+    """The number of the newest attempt of a run; 0 before the first."""
+    path = storage.join(run_dir, "GENERATION")
+    return int(storage.read_bytes(path)) if storage.exists(path) else 0
+
+
+def _gather_json(value: Any, rank: int, world_size: int) -> list[Any]:
+    """What every rank has to say, by rank; collective. Through tensors: object collectives would unpickle."""
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world_size)]
+    dist.all_gather(sizes, torch.tensor([len(data)], device=device))
+    longest = max(int(s) for s in sizes)
+    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    padded[: len(data)] = data.to(device)
+    parts = [torch.zeros_like(padded) for _ in range(world_size)]
+    dist.all_gather(parts, padded)
+    return [json.loads(bytes(p[: int(s)].cpu().numpy())) for p, s in zip(parts, sizes, strict=True)]

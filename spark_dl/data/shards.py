@@ -1,0 +1,431 @@
+"""Shards: a dataset on storage, written by Spark tasks, committed by its manifest.
+
+A shard is a Parquet file of row groups of an exact row count; all shards have the same number of rows, save the last.
+`_manifest.json` (the schema, the rows of every row group, sizes and checksums) is written last: a folder without it is
+not a dataset.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import posixpath
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from spark_dl import storage
+from spark_dl.config import Data, suggestion
+from spark_dl.data import schema
+from spark_dl.data.schema import Array, BadCellsError, Column, SourceColumn
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+MANIFEST = "_manifest.json"
+"""Named with an underscore, so that Spark, Petastorm and pyarrow read the folder as plain Parquet and pass it by."""
+FORMAT = "spark_dl.shards"
+VERSION = 1
+_ROW_GROUP_BYTES = 1 << 20
+_SHARD_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One data file."""
+
+    name: str
+    row_groups: tuple[int, ...]
+    """Rows of each row group."""
+    bytes: int
+    sha256: str
+
+    @property
+    def rows(self) -> int:
+        return sum(self.row_groups)
+
+
+@dataclass(frozen=True)
+class ShardSet:
+    """A committed dataset: what its manifest says."""
+
+    url: str
+    columns: tuple[Column, ...]
+    shards: tuple[Shard, ...]
+
+    @cached_property
+    def rows(self) -> int:
+        return sum(s.rows for s in self.shards)
+
+    @cached_property
+    def row_groups(self) -> tuple[tuple[int, int, int], ...]:
+        """(shard, row group of the shard, rows) of every row group, in the order of the dataset."""
+        return tuple((s, g, rows) for s, shard in enumerate(self.shards) for g, rows in enumerate(shard.row_groups))
+
+    def select(self, names: Sequence[str]) -> tuple[Column, ...]:
+        """The columns of these names. Raises ValueError for one that is missing, naming the nearest."""
+        by_name = {c.name: c for c in self.columns}
+        for name in names:
+            if name not in by_name:
+                near = suggestion(name, list(by_name))
+                raise ValueError(f"no column {name!r} in the dataset {self.url}{near} (data.features, data.label)")
+        return tuple(by_name[name] for name in names)
+
+
+def write_shards(
+    df: DataFrame, url: str, data: Data | None = None, *, columns: Sequence[str] | None = None, overwrite: bool = False
+) -> ShardSet:
+    """Writes a DataFrame as a dataset. Called on the driver; the tasks of the DataFrame's own partitions write.
+
+    `columns` are the columns to keep, by default the features and the label. The rows are read once. Where a partition
+    does not fill its last shard, a second, small job joins what is left over.
+
+    Raises ValueError for a missing column, a type that cannot become a tensor, an empty DataFrame, nulls, NaN, cells of
+    unequal shape, or a folder that holds a dataset already (unless `overwrite`); nothing is left at `url` then.
+    """
+    data = data or Data()
+    url = storage.absolute(url)
+    source = schema.source_columns(df.schema, columns or data.columns)
+    _prepare_folder(url, overwrite)
+    selected = df.select(*(f"`{c.name}`" for c in source))
+    token = uuid.uuid4().hex[:8]  # a task of an earlier, killed writer never writes a file of this one
+    try:
+        parts = _run(selected, _partition_writer(url, source, data, token))
+        written = _agreed_columns(parts)
+        shards = _join_remainders(df.sparkSession, url, written, [s for p in parts for s in p.shards], data, token)
+        shard_set = ShardSet(url, written, tuple(shards))
+        storage.write_bytes(storage.join(url, MANIFEST), json.dumps(_manifest(shard_set), indent=1).encode())
+    except BaseException:
+        _delete_files(url, keep=())
+        raise
+    _delete_files(url, keep=(MANIFEST, *(s.name for s in shards)))
+    return shard_set
+
+
+def read_shards(url: str) -> ShardSet:
+    """Opens a dataset by its manifest. Called on the driver.
+
+    Raises ValueError if there is none, or if it is not one that this version can read.
+    """
+    url = storage.absolute(url)
+    path = storage.join(url, MANIFEST)
+    try:
+        manifest = json.loads(storage.read_bytes(path))
+    except FileNotFoundError:
+        what = "a folder without a manifest" if storage.exists(url) else "nothing"
+        raise ValueError(
+            f"no dataset at {url}: found {what}; write it with spark_dl.write_shards(df, url) or jobs/prepare.py"
+        ) from None
+    except OSError as error:
+        raise ValueError(f"cannot read the dataset {url}: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not a manifest: {error}") from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise ValueError(f"{path} is not a manifest of {FORMAT}")
+    if manifest["version"] > VERSION:
+        raise ValueError(f"{path} has version {manifest['version']}; this spark_dl reads up to {VERSION}")
+    columns = tuple(Column(**{**c, "shape": tuple(c["shape"])}) for c in manifest["columns"])
+    shards = tuple(_shard(s) for s in manifest["shards"])
+    for shard in shards:
+        if shard.name != posixpath.basename(shard.name) or shard.name in ("", ".", "..") or "\0" in shard.name:
+            raise ValueError(f"{path} names a file outside its folder: {shard.name!r}")
+    return ShardSet(url, columns, shards)
+
+
+def layout(columns: Iterable[Column], data: Data) -> tuple[int, int]:
+    """Rows of a row group and of a shard: as configured, else by size."""
+    row_bytes = max(1, sum(c.row_bytes for c in columns))
+    group = data.rows_per_row_group or max(1, min(1 << 16, 1 << (_ROW_GROUP_BYTES // row_bytes).bit_length() >> 1))
+    shard = data.rows_per_shard or max(1, _SHARD_BYTES // row_bytes)
+    return group, -(-shard // group) * group
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What one task wrote."""
+
+    partition: int
+    columns: tuple[Column, ...]
+    shards: tuple[Shard, ...]
+
+
+def _manifest(shard_set: ShardSet) -> dict[str, Any]:
+    from spark_dl import __version__
+
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "spark_dl": __version__,
+        "rows": shard_set.rows,
+        "columns": [asdict(c) for c in shard_set.columns],
+        "shards": [{"rows": s.rows, **asdict(s)} for s in shard_set.shards],
+    }
+
+
+def _shard(plain: Mapping[str, Any]) -> Shard:
+    return Shard(plain["name"], tuple(plain["row_groups"]), plain["bytes"], plain["sha256"])
+
+
+def _prepare_folder(url: str, overwrite: bool) -> None:
+    manifest = storage.join(url, MANIFEST)
+    try:
+        if storage.exists(manifest):
+            if not overwrite:
+                raise ValueError(f"{url} holds a dataset already; pass overwrite=True to replace it")
+            storage.delete(manifest)
+        elif foreign := [n for n in storage.list_names(url) if not _is_ours(n)]:
+            raise ValueError(f"{url} is not empty and not a dataset: it holds {foreign[:5]}; name an empty folder")
+        _delete_files(url, keep=())
+        storage.make_folder(url)
+        storage.write_bytes(storage.join(url, "part-probe"), b"")
+        storage.delete(storage.join(url, "part-probe"))
+    except OSError as error:
+        raise ValueError(f"cannot write to {url}: {error}") from error
+
+
+def _is_ours(name: str) -> bool:
+    return name == MANIFEST or name.startswith("part-")
+
+
+def _delete_files(url: str, keep: Sequence[str]) -> None:
+    for name in storage.list_names(url):
+        if _is_ours(name) and name not in keep:
+            storage.delete(storage.join(url, name))
+
+
+def _run(df: DataFrame, task: Any) -> list[_Part]:
+    """Runs a task over a DataFrame; its errors about the data come back as the ValueError that they are."""
+    parts, errors = [], []
+    for row in df.mapInArrow(task, "part string").collect():
+        plain = json.loads(row["part"])
+        if "error" in plain:
+            errors.append(plain)
+            continue
+        columns = tuple(Column(**{**c, "shape": tuple(c["shape"])}) for c in plain["columns"])
+        parts.append(_Part(plain["partition"], columns, tuple(_shard(s) for s in plain["shards"])))
+    if errors:
+        first = min(errors, key=lambda e: e["partition"])
+        more = f" (and in {len(errors) - 1} more partitions)" if len(errors) > 1 else ""
+        raise ValueError(first["error"] + more)
+    return sorted(parts, key=lambda p: p.partition)
+
+
+def _agreed_columns(parts: Sequence[_Part]) -> tuple[Column, ...]:
+    filled = [p for p in parts if p.shards]
+    if not filled:
+        raise ValueError("the DataFrame has no rows; training needs at least one")
+    first = filled[0]
+    for part in filled[1:]:
+        for a, b in zip(first.columns, part.columns, strict=True):
+            if a != b:
+                raise ValueError(
+                    f"column {a.name!r}: cells have shape {a.shape} in partition {first.partition} and {b.shape} in "
+                    f"partition {part.partition}; all cells of a column need one shape"
+                )
+    return first.columns
+
+
+def _partition_writer(url: str, source: tuple[SourceColumn, ...], data: Data, token: str) -> Any:
+    """The task that writes one partition of the DataFrame."""
+
+    def write_partition(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        from pyspark import TaskContext
+
+        context = TaskContext.get()
+        assert context is not None
+        partition, name = context.partitionId(), f"part-{token}-{context.partitionId():05d}-{context.taskAttemptId()}"
+        writer: _Writer | None = None
+        rows = 0
+        result: dict[str, Any] = {"partition": partition, "columns": [], "shards": []}
+        try:
+            for batch in batches:
+                if batch.num_rows == 0:
+                    continue
+                arrays = [_checked(c, batch.column(i), data, partition, rows) for i, c in enumerate(source)]
+                rows += batch.num_rows
+                if writer is None:
+                    columns = tuple(
+                        Column(c.name, c.dtype, a.shape[1:], c.kind != "scalar")
+                        for c, a in zip(source, arrays, strict=True)
+                    )
+                    writer = _Writer(url, name, columns, *layout(columns, data))
+                writer.append(arrays)
+            if writer is not None:
+                shards = writer.close()
+                result["columns"] = [asdict(c) for c in writer.columns]
+                result["shards"] = [asdict(s) for s in shards]
+        except ValueError as error:
+            if writer is not None:
+                writer.abort()
+            for _ in batches:  # the task's Python process is used again only if its input is consumed
+                pass
+            result = {"partition": partition, "error": str(error)}
+        yield pa.RecordBatch.from_pydict({"part": [json.dumps(result)]})
+
+    return write_partition
+
+
+def _checked(column: SourceColumn, stored: pa.Array, data: Data, partition: int, first_row: int) -> Array:
+    try:
+        values = schema.cells(column, stored)
+        if values.dtype.kind == "f" and not data.allow_nonfinite and not np.isfinite(values).all():
+            bad = np.flatnonzero(~np.isfinite(values).reshape(len(values), -1).all(axis=1))
+            expected = "finite values; drop them in the DataFrame or set data.allow_nonfinite=true"
+            raise BadCellsError(column.name, int(bad[0]), f"NaN or Inf in {len(bad)} row(s)", expected)
+        return values
+    except BadCellsError as error:
+        raise ValueError(f"{error}; first in partition {partition}, row {first_row + error.row}") from None
+
+
+class _Writer:
+    """Cuts a sequence of rows into shards of `shard_rows` rows and row groups of `group_rows` rows."""
+
+    def __init__(self, url: str, prefix: str, columns: tuple[Column, ...], group_rows: int, shard_rows: int):
+        self.columns = columns
+        self._url, self._prefix = url, prefix
+        self._group_rows, self._shard_rows = group_rows, shard_rows
+        self._held: list[list[Array]] = []
+        self._held_rows = 0
+        self._shards: list[Shard] = []
+        self._groups: list[int] = []
+        self._file: pq.ParquetWriter | None = None
+        self._sink: _HashingSink | None = None
+
+    def append(self, arrays: list[Array]) -> None:
+        for column, array in zip(self.columns, arrays, strict=True):
+            if array.shape[1:] != column.shape:
+                raise ValueError(
+                    f"column {column.name!r}: found cells of shape {array.shape[1:]} after cells of shape "
+                    f"{column.shape} in the same partition; all cells of a column need one shape"
+                )
+        self._held.append(arrays)
+        self._held_rows += len(arrays[0])
+        if self._held_rows >= self._group_rows:
+            self._write_groups(whole_only=True)
+
+    def close(self) -> list[Shard]:
+        self._write_groups(whole_only=False)
+        self._end_shard()
+        return self._shards
+
+    def abort(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def _write_groups(self, whole_only: bool) -> None:
+        arrays = [np.concatenate([h[i] for h in self._held]) for i in range(len(self.columns))] if self._held else []
+        start, rows = 0, self._held_rows
+        while rows - start >= self._group_rows or (start < rows and not whole_only):
+            stop = min(rows, start + self._group_rows)
+            self._write_group([a[start:stop] for a in arrays])
+            start = stop
+        self._held = [[a[start:] for a in arrays]] if start < rows else []
+        self._held_rows = rows - start
+
+    def _write_group(self, arrays: list[Array]) -> None:
+        cells = [schema.encode(c, a) for c, a in zip(self.columns, arrays, strict=True)]
+        table = pa.Table.from_arrays(cells, names=[c.name for c in self.columns])
+        if self._file is None:
+            self._sink = _HashingSink(storage.join(self._url, self._next_name()))
+            scalars = [c.name for c in self.columns if not c.is_tensor]
+            self._file = pq.ParquetWriter(
+                self._sink, table.schema, compression="none", use_dictionary=False, write_statistics=scalars,
+                write_page_checksum=True,
+            )  # fmt: skip
+        self._file.write_table(table, row_group_size=len(arrays[0]))
+        self._groups.append(len(arrays[0]))
+        if sum(self._groups) >= self._shard_rows:
+            self._end_shard()
+
+    def _next_name(self) -> str:
+        return f"{self._prefix}-{len(self._shards):04d}.parquet"
+
+    def _end_shard(self) -> None:
+        if self._file is None or self._sink is None:
+            return
+        self._file.close()
+        size, digest = self._sink.finish()
+        self._shards.append(Shard(self._next_name(), tuple(self._groups), size, digest))
+        self._file, self._sink, self._groups = None, None, []
+
+
+class _HashingSink:
+    """A file that is hashed while it is written, so that the manifest's checksum costs no second read."""
+
+    def __init__(self, url: str):
+        filesystem, path = storage.resolve(url)
+        self._stream = filesystem.open_output_stream(path)
+        self._hash = hashlib.sha256()
+        self._size = 0
+        self.closed = False
+
+    def write(self, content: Any) -> int:
+        self._hash.update(content)
+        self._stream.write(content)
+        self._size += len(content)
+        return len(content)
+
+    def tell(self) -> int:
+        return self._size
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def finish(self) -> tuple[int, str]:
+        self._stream.close()
+        self.closed = True
+        return self._size, self._hash.hexdigest()
+
+
+def _join_remainders(
+    spark: SparkSession, url: str, columns: tuple[Column, ...], shards: Sequence[Shard], data: Data, token: str
+) -> list[Shard]:
+    """Rewrites the shards that are not full, so that all but the last one are, in the same order of rows."""
+    group_rows, shard_rows = layout(columns, data)
+    full = [s for s in shards if s.rows == shard_rows]
+    rest = [s for s in shards if s.rows != shard_rows]
+    if len(rest) <= 1:
+        return full + rest
+    ends = np.cumsum([s.rows for s in rest])
+    starts = ends - [s.rows for s in rest]
+    num_files = -(-int(ends[-1]) // shard_rows)
+
+    def join_file(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        from pyspark import TaskContext
+
+        context = TaskContext.get()
+        assert context is not None
+        for batch in batches:
+            for number in batch.column(0).to_pylist():
+                prefix = f"part-{token}-joined-{number:05d}-{context.taskAttemptId()}"
+                writer = _Writer(url, prefix, columns, group_rows, shard_rows)
+                for i, shard in enumerate(rest):
+                    start = max(0, number * shard_rows - int(starts[i]))
+                    stop = min(shard.rows, (number + 1) * shard_rows - int(starts[i]))
+                    if start < stop:
+                        for arrays in _read_rows(url, shard, columns, start, stop):
+                            writer.append(arrays)
+                part = {"partition": number, "columns": [], "shards": [asdict(s) for s in writer.close()]}
+                yield pa.RecordBatch.from_pydict({"part": [json.dumps(part)]})
+
+    parts = _run(spark.range(0, num_files, 1, num_files), join_file)
+    return full + [s for p in parts for s in p.shards]
+
+
+def _read_rows(url: str, shard: Shard, columns: tuple[Column, ...], start: int, stop: int) -> Iterator[list[Array]]:
+    filesystem, path = storage.resolve(storage.join(url, shard.name))
+    with filesystem.open_input_file(path) as file:
+        parquet = pq.ParquetFile(file, page_checksum_verification=True)
+        first = 0
+        for group, rows in enumerate(shard.row_groups):
+            lo, hi = max(start, first), min(stop, first + rows)
+            if lo < hi:
+                table = parquet.read_row_group(group, use_threads=False)
+                yield [schema.decode(c, table.column(c.name))[lo - first : hi - first] for c in columns]
+            first += rows

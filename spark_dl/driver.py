@@ -1,0 +1,205 @@
+"""The driver story: from a DataFrame to trained weights, in two steps.
+
+1. `write_shards`: the DataFrame becomes a dataset on storage (a dataset that exists is used as it is).
+2. `run_barrier(worker.main, run)`: one barrier task per rank trains; rank 0 commits checkpoints.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from torch import nn
+
+from spark_dl import checkpoint, metrics, storage, worker
+from spark_dl.config import Config, Launch
+from spark_dl.data.shards import ShardSet, read_shards, write_shards
+from spark_dl.evaluate import build_metric, load_model
+from spark_dl.launch import payload, preflight
+from spark_dl.launch.barrier import run_barrier
+from spark_dl.parallel import strategy
+from spark_dl.progress import ProgressBar
+from spark_dl.spec import ModelSpec, Run
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+
+_log = logging.getLogger("spark_dl")
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What training leaves."""
+
+    run_dir: str
+    checkpoint: str
+    """URL of the last checkpoint, which holds the weights."""
+    epochs: int
+    steps: int
+    """Optimizer steps, over all epochs and attempts."""
+    rows: int
+    """Rows used, over all epochs and attempts."""
+    train_loss: float | None
+    """Mean loss of the last epoch's rows, as they were trained on."""
+    metrics: dict[str, Any]
+    """Loss and metrics of the validation rows after the last epoch; empty where there are none."""
+    rows_per_s: float
+    """Rows per second of this attempt's loop, over all ranks, with evaluations and checkpoints."""
+    seconds: float
+    """Of the whole call: shards, launch, training."""
+    history: list[dict[str, Any]] = field(default_factory=list, repr=False)
+    """Per epoch: `epoch`, `train_loss`, `metrics`."""
+    stopped_early: bool = False
+
+    def load_model(self, spec: ModelSpec) -> nn.Module:
+        """The trained model, on the CPU, in evaluation mode."""
+        return load_model(spec, self.checkpoint)
+
+
+def train(
+    data: DataFrame | str | ShardSet,
+    spec: ModelSpec,
+    config: Config | None = None,
+    *,
+    validation: DataFrame | str | ShardSet | None = None,
+    run_dir: str | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    progress: bool = True,
+) -> TrainResult:
+    """Trains on a DataFrame or on a dataset by its URL. Called on the driver.
+
+    `run_dir` gets the shards (of a DataFrame), checkpoints, settings and metrics; all executors must reach it. With
+    `resume` training goes on from its last checkpoint, or starts where there is none; with `overwrite` what it holds is
+    deleted.
+
+    Raises ValueError for settings, a model or data that do not fit, before any rank starts where that can be seen;
+    RuntimeError for a cluster that cannot run the job; RankError for a rank that fails.
+    """
+    start = time.perf_counter()
+    config = config or Config()
+    spark = _session(data)
+    run_dir = storage.absolute(run_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}")
+    _check_before_start(spark, spec, config, has_validation=validation is not None)
+    saved = _prepare_run_dir(run_dir, config, resume=resume, overwrite=overwrite)
+    run = Run(
+        spec=spec,
+        config=config,
+        train=_shards(data, storage.join(run_dir, "shards", "train"), config, reuse=resume),
+        validation=_shards(validation, storage.join(run_dir, "shards", "validation"), config, reuse=resume)
+        if validation is not None
+        else None,
+        run_dir=run_dir,
+        generation=checkpoint.start_generation(run_dir),
+        checkpoint=saved.url if saved else None,
+    )
+    _log.info("%d rows in %d shards at %s", run.train.rows, len(run.train.shards), run.train.url)
+    _log.info("training on %d ranks%s", config.launch.num_ranks, f", from step {saved.step}" if saved else "")
+    with ProgressBar("train", enabled=progress) as bar:
+        results = run_barrier(
+            spark, worker.main, run, launch=config.launch, on_event=bar.show, poll=metrics.follow(run_dir)
+        )
+    result = results[0]
+    return TrainResult(**{**result, "run_dir": run_dir, "seconds": time.perf_counter() - start})
+
+
+def evaluate(
+    data: DataFrame | str | ShardSet,
+    spec: ModelSpec,
+    checkpoint_url: str,
+    config: Config | None = None,
+) -> dict[str, Any]:
+    """Loss and metrics of a checkpoint (or the last one of a run) over all rows, exact to the row. On the driver.
+
+    Without `config` the settings of the checkpoint hold. A DataFrame is written as shards to the run's folder first.
+    Returns `{"rows", "loss", <metrics>}`. Raises as `train` does.
+    """
+    saved = checkpoint.find(checkpoint_url)
+    config = config or checkpoint.config_of(saved)
+    spark = _session(data)
+    _check_before_start(spark, spec, config, has_validation=True)
+    run_dir = checkpoint.run_dir_of(saved)
+    written = storage.join(run_dir, "shards", f"evaluate-{uuid.uuid4().hex[:8]}")
+    try:
+        shards = _shards(data, written, config, reuse=False)
+        run = Run(spec=spec, config=config, train=shards, run_dir=run_dir, checkpoint=saved.url)
+        result: dict[str, Any] = run_barrier(spark, worker.main, run, task="evaluate", launch=config.launch)[0]
+    finally:
+        storage.delete(written)
+    return result
+
+
+def launch(
+    fn: Callable[..., Any], *args: Any, num_ranks: int = 1, settings: Launch | None = None, **kwargs: Any
+) -> list[Any]:
+    """Runs `fn(*args, **kwargs)` as `num_ranks` ranks in one barrier job. Called on the driver.
+
+    Returns what the ranks return (numbers, strings, arrays and tensors, in dicts, lists and tuples), by rank. Inside,
+    the environment is as under torchrun: `torch.distributed.init_process_group()` joins the others.
+    Raises as `run_barrier` does: in particular RankError with the traceback of the rank that failed first.
+    """
+    settings = dataclasses.replace(settings or Launch(), num_ranks=num_ranks)
+    return run_barrier(_session(None), worker.call, fn, args, kwargs, settings, launch=settings)
+
+
+def _session(data: Any) -> Any:
+    if hasattr(data, "sparkSession"):
+        return data.sparkSession
+    from pyspark.sql import SparkSession
+
+    spark = SparkSession.getActiveSession()
+    if spark is None:
+        raise RuntimeError("no active Spark session; make one first: SparkSession.builder.getOrCreate()")
+    return spark
+
+
+def _check_before_start(spark: Any, spec: ModelSpec, config: Config, *, has_validation: bool) -> None:
+    """What can be seen on the driver, before rows are moved or ranks started."""
+    strategy(config.parallel.strategy)
+    for name, args in config.train.metrics.items():
+        build_metric(name, args)
+    if config.train.early_stop_metric and not (has_validation or config.data.validation_fraction):
+        raise ValueError("train.early_stop_metric: needs validation rows; set data.validation_fraction or pass some")
+    payload.pack_call(spec, (), {})
+    preflight.check(spark, config.launch)
+
+
+def _prepare_run_dir(run_dir: str, config: Config, *, resume: bool, overwrite: bool) -> checkpoint.Saved | None:
+    """The checkpoint to go on from, if any."""
+    if resume and overwrite:
+        raise ValueError("resume and overwrite exclude each other")
+    saved = checkpoint.latest(run_dir)
+    if saved is not None and resume:
+        checkpoint.check_same_settings(saved, config)
+    elif saved is not None and not overwrite:
+        raise ValueError(
+            f"{run_dir} holds checkpoints already (the last is of step {saved.step}); resume to go on from there, "
+            "overwrite to delete them, or name another run_dir"
+        )
+    elif overwrite:
+        for name in ("checkpoints", "shards", metrics.FILE):
+            storage.delete(storage.join(run_dir, name))
+    try:
+        content = yaml.safe_dump(config.to_dict(), sort_keys=False)
+        storage.write_bytes(storage.join(run_dir, "config.yaml"), content.encode())
+    except OSError as error:
+        raise ValueError(f"cannot write to the run_dir {run_dir}: {error}") from error
+    return saved if resume else None
+
+
+def _shards(data: DataFrame | str | ShardSet, url: str, config: Config, *, reuse: bool) -> ShardSet:
+    """The dataset to read: as given, or written from a DataFrame; a resumed run reads what it wrote before."""
+    if isinstance(data, str):
+        data = read_shards(data)
+    elif not isinstance(data, ShardSet):
+        is_written = reuse and storage.exists(storage.join(url, "_manifest.json"))
+        data = read_shards(url) if is_written else write_shards(data, url, config.data, overwrite=True)
+    data.select(config.data.columns)
+    return data

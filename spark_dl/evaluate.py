@@ -1,0 +1,93 @@
+"""Exact distributed evaluation: sums and counts are reduced over the ranks, never means of means."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from spark_dl import checkpoint
+from spark_dl.config import Config, suggestion
+from spark_dl.data.loader import Loader
+from spark_dl.launch.rendezvous import World
+from spark_dl.spec import ModelSpec, Run, weighted_loss_sum
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
+
+_METRIC_MODULES = ("torchmetrics", "torchmetrics.classification", "torchmetrics.regression")
+
+
+def evaluate(run: Run, world: World) -> dict[str, Any]:
+    """Loads the weights of `run.checkpoint` and evaluates `run.train`'s rows. Collective; the same on all ranks."""
+    assert run.checkpoint is not None
+    model = load_model(run.spec, run.checkpoint).to(world.device)
+    loader = Loader(run.train, run.config, rank=world.rank, world_size=world.world_size, shuffle=False)
+    return {"rows": loader.plan.rows, **evaluate_model(run.spec, model, loader, run.config, world)}
+
+
+def load_model(spec: ModelSpec, checkpoint_url: str) -> nn.Module:
+    """The model with the weights of a checkpoint, on the CPU, in evaluation mode. Called on the driver or a worker."""
+    model = spec.build()
+    saved = checkpoint.open_checkpoint(checkpoint_url)
+    try:
+        model.load_state_dict(checkpoint.load(saved, "model.pt")["0"])
+    except RuntimeError as error:
+        raise ValueError(f"the weights of {checkpoint_url} do not fit the model of spec.build: {error}") from error
+    return model.eval()
+
+
+def evaluate_model(spec: ModelSpec, model: nn.Module, loader: Loader, config: Config, world: World) -> dict[str, Any]:
+    """Mean loss and metrics over the true rows of a loader. Collective; the same on all ranks."""
+    metrics = {name: build_metric(name, args).to(world.device) for name, args in config.train.metrics.items()}
+    total = torch.zeros((), dtype=torch.float64, device=world.device)
+    was_training = model.training
+    model.eval()
+    with torch.inference_mode():
+        for step in loader.epoch(0):
+            for cpu_batch in step.micro_batches:
+                batch = {name: tensor.to(world.device, non_blocking=True) for name, tensor in cpu_batch.items()}
+                output, losses = weighted_loss_sum(spec, model, batch, config)
+                total += losses
+                true_rows = batch["weight"] > 0
+                if metrics and bool(true_rows.any()):
+                    label = batch[config.data.label or ""]
+                    for metric in metrics.values():
+                        metric.update(output[true_rows].float(), label[true_rows])
+    model.train(was_training)
+    dist.all_reduce(total)
+    with warnings.catch_warnings():
+        # A rank that had no true row has nothing to add; torchmetrics warns of it.
+        warnings.filterwarnings("ignore", message=".*was called before the ``update``.*")
+        values = {name: _plain(metric.compute()) for name, metric in metrics.items()}
+    return {"loss": float(total) / loader.plan.rows, **values}
+
+
+def build_metric(name: str, args: Mapping[str, Any]) -> Metric:
+    """A metric of torchmetrics by the name of its class. Raises ValueError for an unknown one, or wrong arguments."""
+    arguments = {key: value for key, value in args.items() if key != "class"}
+    for module in _METRIC_MODULES:
+        cls = getattr(importlib.import_module(module), args["class"], None)
+        if isinstance(cls, type):
+            try:
+                metric: Metric = cls(**arguments)
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"train.metrics.{name}: {args['class']} does not take {arguments}: {error}") from error
+            return metric
+    known = sorted({n for m in _METRIC_MODULES for n in importlib.import_module(m).__all__})
+    raise ValueError(
+        f"train.metrics.{name}: no class {args['class']!r} in torchmetrics{suggestion(args['class'], known)}"
+    )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.ndim == 0 else value.tolist()
+    if isinstance(value, Mapping):
+        return {k: _plain(v) for k, v in value.items()}
+    return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,310 @@
+"""One barrier job: the same function on every rank, all at once, with all results or one error.
+
+`spark.range(0, n, 1, n).mapInArrow(task, ..., barrier=True)` is the whole launch: it works in classic Spark and over
+Spark Connect, and each task's own Python process is the rank.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import queue
+import re
+import threading
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from spark_dl.config import Launch
+from spark_dl.launch import payload, preflight
+from spark_dl.launch.watch import Address, Listener, Sender
+
+_ROOT_CAUSE_WAIT_S = 2.0
+"""How long a failure that only follows from another one waits for that other one to be known."""
+_CANCEL_WAIT_S = 30.0
+_ABORTED_BY_DRIVER_WAIT_S = 20.0
+
+Event = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """What a function that `run_barrier` runs returns: its rank, which the rendezvous dealt, and its result."""
+
+    rank: int
+    result: Any
+
+
+class RankError(RuntimeError):
+    """A rank failed, and with it the job. The message holds the rank's own traceback.
+
+    rank is None if it failed before the ranks were dealt; host and pid say where it ran.
+    """
+
+    def __init__(self, message: str, *, rank: int | None, host: str, pid: int | None):
+        super().__init__(message)
+        self.rank, self.host, self.pid = rank, host, pid
+
+    def __reduce__(self) -> Any:
+        return _rank_error, (str(self), self.rank, self.host, self.pid)
+
+
+def _rank_error(message: str, rank: int | None, host: str, pid: int | None) -> RankError:
+    return RankError(message, rank=rank, host=host, pid=pid)
+
+
+def run_barrier(
+    spark: Any,
+    fn: Callable[..., RankResult],
+    *args: Any,
+    launch: Launch,
+    on_event: Callable[[Event], None] | None = None,
+    poll: Callable[[], list[dict[str, Any]]] | None = None,
+    **kwargs: Any,
+) -> list[Any]:
+    """Runs `fn(*args, report=..., **kwargs)` on `launch.num_ranks` ranks. Called on the driver; returns by rank.
+
+    `on_event` gets what ranks report, in the driver's thread, while they run. Over Spark Connect, where ranks cannot
+    reach the driver, it gets what `poll` returns.
+    Raises ValueError for a call that cannot be sent, RuntimeError for a cluster that cannot run it or does not start it
+    within `launch.start_timeout_s`, RankError for a rank that fails. In every case the job has ended then.
+    """
+    preflight.check(spark, launch)
+    packed = payload.pack_call(fn, args, kwargs)
+    listener = None if preflight.is_connect(spark) else Listener(_driver_host(spark))
+    events: queue.Queue[Any] = listener.events if listener else queue.Queue()
+    try:
+        task = _rank_task(packed, listener.address if listener else None)
+        ranks = spark.range(0, launch.num_ranks, 1, launch.num_ranks)
+        job = _Job(spark, ranks.mapInArrow(task, "rank int, result binary", barrier=True), events)
+        try:
+            _watch(job, events, launch, on_event, None if listener else poll or (list))
+        except BaseException:
+            job.cancel()
+            raise
+    finally:
+        if listener:
+            listener.close()
+    rows = sorted(job.rows, key=lambda row: row["rank"])
+    return [payload.unpack_result(bytes(row["result"])) for row in rows]
+
+
+def _driver_host(spark: Any) -> str:
+    conf = spark.sparkContext.getConf()
+    return str(conf.get("spark.driver.bindAddress") or conf.get("spark.driver.host"))
+
+
+class _Job:
+    """A Spark job in a thread of its own, so that the driver can watch it and cancel it."""
+
+    def __init__(self, spark: Any, df: Any, events: queue.Queue[Any]):
+        self.rows: list[Any] = []
+        self.error: BaseException | None = None
+        self._spark, self._df, self._events = spark, df, events
+        self._name = f"spark_dl-{uuid.uuid4().hex}"
+        self._thread = threading.Thread(target=self._work, name="spark_dl job", daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        try:
+            self._mark()
+            self.rows = self._df.collect()
+        except BaseException as error:  # raised again by _watch
+            self.error = error
+        self._events.put({"kind": "job ended"})
+
+    def _mark(self) -> None:
+        """Names the job, so that it can be cancelled. Job groups and tags belong to the thread that starts the job."""
+        if preflight.is_connect(self._spark):
+            self._spark.addTag(self._name)
+        else:
+            # Interrupted tasks end at once; otherwise Spark leaves a Python worker that waits until it returns.
+            self._spark.sparkContext.setJobGroup(self._name, "spark_dl ranks", interruptOnCancel=True)
+
+    def cancel(self) -> None:
+        """Ends the job and waits until Spark has ended it; without effect on a job that is over."""
+        end = time.monotonic() + _CANCEL_WAIT_S
+        while self._thread.is_alive() and time.monotonic() < end:
+            with contextlib.suppress(Exception):  # the session may be gone, and the job with it
+                if preflight.is_connect(self._spark):
+                    self._spark.interruptTag(self._name)
+                else:
+                    self._spark.sparkContext.cancelJobGroup(self._name)
+            self._thread.join(0.5)  # again, in case that the job had not begun yet
+
+
+def _watch(
+    job: _Job,
+    events: queue.Queue[Any],
+    launch: Launch,
+    on_event: Callable[[Event], None] | None,
+    poll: Callable[[], list[dict[str, Any]]] | None,
+) -> None:
+    """Follows a job to its end. Raises the root cause of its failure. `poll` is given where there is no listener."""
+    known: dict[int, dict[str, Any]] = {}
+    failures: list[dict[str, Any]] = []
+    deadline = time.monotonic() + launch.start_timeout_s
+    decide_at: float | None = None
+    while True:
+        with contextlib.suppress(queue.Empty):
+            event = events.get(timeout=0.2)
+            kind = event["kind"]
+            if kind == "job ended" and job.error is None:
+                return
+            if kind in ("job ended", "failed", "lost"):
+                failures.append(event)
+                is_root = kind == "lost" or (kind == "failed" and not event["follows"])
+                # A rank that was killed and one that raised in consequence are told apart by a short wait.
+                wait = 0.2 if is_root else _ROOT_CAUSE_WAIT_S
+                decide_at = min(decide_at or float("inf"), time.monotonic() + wait)
+            elif kind in ("started", "joined"):
+                known.setdefault(event["task"], {}).update(event)
+            if on_event:
+                on_event(event)
+        if decide_at is not None and time.monotonic() >= decide_at:
+            raise _root_cause(failures, known, job.error)
+        if poll and on_event:
+            for event in poll():
+                on_event(event)
+        if poll is None and len(known) < launch.num_ranks and time.monotonic() > deadline:
+            raise RuntimeError(
+                f"{len(known)} of {launch.num_ranks} ranks started within launch.start_timeout_s="
+                f"{launch.start_timeout_s:g} s; the cluster is busy with other jobs, or its executors are not up yet"
+            )
+
+
+def _root_cause(
+    failures: list[dict[str, Any]], known: Mapping[int, Mapping[str, Any]], error: BaseException | None
+) -> BaseException:
+    """The failure that the others follow from: the first rank that raised by itself, or that was killed."""
+    raised = [f for f in failures if f["kind"] == "failed"]
+    by_spark = _failure_in(str(error)) if error else None
+    if by_spark:
+        raised.append(by_spark)
+    roots = [f for f in raised if not f["follows"]]
+    lost = [f for f in failures if f["kind"] == "lost"]
+    if roots:
+        return _error_of(roots[0])
+    if lost:
+        who = known.get(lost[0]["task"], {})
+        rank, host, pid = who.get("rank"), who.get("host", "an unknown host"), who.get("pid")
+        return RankError(
+            f"{_name(rank, lost[0]['task'])} on {host} (pid {pid}) was killed: its process ended without an error. "
+            "A SIGKILL often comes from the host running out of memory; see the executor's and the kernel's log",
+            rank=rank, host=host, pid=pid,
+        )  # fmt: skip
+    if raised:
+        return _error_of(raised[0])
+    text = str(error)
+    if "No module named" in text and "spark_dl" in text:
+        return RuntimeError(
+            "the executors' Python has no spark_dl; set PYSPARK_PYTHON to an interpreter that has it (and torch), or "
+            f"install it there. Spark's error: {_last_lines(text)}"
+        )
+    if re.search(r"Python worker (exited|terminated|failed)", text):
+        return RankError(
+            f"a rank was killed: its Python process ended without an error. Spark's error: {_last_lines(text)}",
+            rank=None, host="an unknown host", pid=None,
+        )  # fmt: skip
+    if isinstance(error, Exception):
+        return RuntimeError(f"the barrier job failed: {_last_lines(text)}").with_traceback(error.__traceback__)
+    return error or RuntimeError("the barrier job failed")
+
+
+def _error_of(failure: Mapping[str, Any]) -> RankError:
+    rank, host, pid = failure.get("rank"), failure["host"], failure["pid"]
+    return RankError(
+        f"{_name(rank, failure['task'])} on {host} (pid {pid}) failed: {failure['error']}\n\n"
+        f"Traceback on the rank:\n{failure['traceback']}",
+        rank=rank, host=host, pid=pid,
+    )  # fmt: skip
+
+
+def _name(rank: int | None, task: int) -> str:
+    return f"task {task} (which has no rank yet)" if rank is None else f"rank {rank}"
+
+
+def _last_lines(text: str, limit: int = 2000) -> str:
+    head = re.split(r"\n\s*at (?:org|java|scala)\.|JVM stacktrace|Driver stacktrace", text)[0].strip()
+    return head if len(head) <= limit else "... " + head[-limit:]
+
+
+class RankFailedError(Exception):
+    """Raised in a task, so that Spark ends the job. Its text carries the failure to a driver without a listener."""
+
+
+def _failure_in(text: str) -> dict[str, Any] | None:
+    match = re.search(r"\[spark_dl failure ([A-Za-z0-9+/=]+)\]", text)
+    if match is None:
+        return None
+    failure: dict[str, Any] = json.loads(base64.b64decode(match.group(1)))
+    return failure
+
+
+def _rank_task(packed: bytes, address: Address | None) -> Callable[[Iterator[Any]], Iterator[Any]]:
+    """The task of one rank."""
+
+    def run_rank(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        # Spark uses a Python worker again, with torch already imported, only if its input was consumed.
+        for _ in batches:
+            pass
+        from pyspark import BarrierTaskContext
+
+        context = BarrierTaskContext.get()
+        task = context.partitionId()
+        host = context.getTaskInfos()[task].address.rsplit(":", 1)[0]
+        me = {"host": host, "pid": os.getpid()}
+        sender = Sender(address, task)
+
+        def report(event: Mapping[str, Any]) -> None:
+            if event["kind"] == "joined":
+                me["rank"] = event["rank"]
+            sender.send({**event, **me})
+
+        report({"kind": "started"})
+        try:
+            fn, args, kwargs = payload.unpack_call(packed)
+            done = fn(*args, report=report, **kwargs)
+            result = payload.pack_result(done.result)
+        except BaseException as error:
+            failure = _describe(error, {**me, "task": task})
+            sender.send({"kind": "failed", **failure})
+            sender.close()
+            if address is not None:
+                # The driver has the error now and cancels the job, which kills this process without a line in Spark's
+                # log. Only if the driver does not, Spark has to learn it from here.
+                time.sleep(_ABORTED_BY_DRIVER_WAIT_S)
+            elif failure["follows"]:
+                time.sleep(_ROOT_CAUSE_WAIT_S)  # let the root cause reach Spark first
+            encoded = base64.b64encode(json.dumps(failure).encode()).decode()
+            raise RankFailedError(f"{_name(failure.get('rank'), task)} failed [spark_dl failure {encoded}]") from error
+        sender.send({"kind": "done"})
+        sender.close()
+        yield pa.RecordBatch.from_pydict(
+            {"rank": pa.array([done.rank], pa.int32()), "result": pa.array([result], pa.binary())}
+        )
+
+    return run_rank
+
+
+def _describe(error: BaseException, me: Mapping[str, Any]) -> dict[str, Any]:
+    frames = "".join(traceback.format_exception(error))
+    message = f"{type(error).__name__}: {error}"
+    return {**me, "error": message[:4000], "traceback": frames[-16000:], "follows": _follows(error)}
+
+
+def _follows(error: BaseException) -> bool:
+    """Whether an error only says that another rank has gone."""
+    import torch.distributed as dist
+
+    if isinstance(error, (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)):
+        return True
+    signs = r"Connection closed by peer|Connection reset by peer|Broken pipe|gloo/transport|Connection refused"
+    return isinstance(error, RuntimeError) and re.search(signs, str(error)) is not None

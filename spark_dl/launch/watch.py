@@ -1,0 +1,149 @@
+"""Events from the ranks to the driver: joined, progress, failed. The driver listens, each rank has a sender.
+
+Connections are authenticated by the run's secret (the challenge of `multiprocessing.connection`, HMAC); events are
+JSON, never pickle. A rank whose connection ends without a word has been killed, and is named as such.
+Where the driver has no address that executors reach (Spark Connect), there is no listener, and a rank's failure is read
+from the error that Spark brings.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from multiprocessing import connection
+from typing import Any
+
+_MAX_FRAME = 1 << 20
+_AUTH_TIMEOUT_S = 5.0
+_CONNECT_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where the driver listens, and the secret that opens it."""
+
+    host: str
+    port: int
+    secret: bytes
+
+
+class Listener:
+    """Receives events on the driver. `events` holds them as dicts, in the order of arrival, each with its `task`."""
+
+    def __init__(self, host: str):
+        self.events: queue.Queue[dict[str, Any]] = queue.Queue()
+        self._secret = os.urandom(32)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.socket(family)
+        self._socket.bind((host, 0))
+        self._socket.listen(1024)
+        self.address = Address(host, self._socket.getsockname()[1], self._secret)
+        self._connections: set[connection.Connection] = set()
+        self._thread = threading.Thread(target=self._accept, name="spark_dl listener", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stops listening and closes all connections."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        for conn in list(self._connections):
+            _shut(conn)
+        self._thread.join(_AUTH_TIMEOUT_S)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._socket.accept()
+            except OSError:
+                return
+            conn = connection.Connection(sock.detach())
+            self._connections.add(conn)
+            threading.Thread(target=self._serve, args=(conn,), name="spark_dl events", daemon=True).start()
+
+    def _serve(self, conn: connection.Connection) -> None:
+        task: int | None = None
+        try:
+            if not self._authenticate(conn):
+                return
+            while True:
+                event = json.loads(conn.recv_bytes(_MAX_FRAME))
+                task = event["task"]
+                self.events.put(event)
+                if event["kind"] in ("done", "failed"):
+                    task = None
+        except (OSError, EOFError, ValueError, KeyError, TypeError):
+            if task is not None:
+                self.events.put({"kind": "lost", "task": task, "time": time.time()})
+        finally:
+            self._connections.discard(conn)
+            conn.close()
+
+    def _authenticate(self, conn: connection.Connection) -> bool:
+        """Challenge and answer, in bounded time: a client that sends nothing is closed."""
+        timer = threading.Timer(_AUTH_TIMEOUT_S, _shut, (conn,))
+        timer.daemon = True
+        timer.start()
+        try:
+            connection.deliver_challenge(conn, self._secret)  # type: ignore[attr-defined]
+            connection.answer_challenge(conn, self._secret)  # type: ignore[attr-defined]
+        except (OSError, EOFError, connection.AuthenticationError, AssertionError, ValueError):  # type: ignore[attr-defined]
+            return False
+        finally:
+            timer.cancel()
+        return True
+
+
+def _shut(conn: connection.Connection) -> None:
+    """Ends a connection that another thread reads, so that the thread gets an end of file."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(conn.fileno())) as sock:
+        sock.shutdown(socket.SHUT_RDWR)
+
+
+class Sender:
+    """Sends a rank's events to the driver from a thread of its own: training never waits for the driver."""
+
+    def __init__(self, address: Address | None, task: int):
+        self._task = task
+        self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue(maxsize=1000)
+        self._thread: threading.Thread | None = None
+        if address is not None:
+            self._thread = threading.Thread(target=self._work, args=(address,), name="spark_dl sender", daemon=True)
+            self._thread.start()
+
+    def send(self, event: Mapping[str, Any]) -> None:
+        """Queues an event; drops it when the driver has not read the last thousand."""
+        with contextlib.suppress(queue.Full):
+            self._queue.put_nowait({**event, "task": self._task, "time": time.time()})
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Sends what is queued, but waits no longer than `timeout_s`."""
+        if self._thread is not None:
+            with contextlib.suppress(queue.Full):
+                self._queue.put(None, timeout=timeout_s)
+            self._thread.join(timeout_s)
+
+    def _work(self, address: Address) -> None:
+        try:
+            with _connect(address) as conn:
+                while (event := self._queue.get()) is not None:
+                    conn.send_bytes(json.dumps(event).encode())
+        except (OSError, EOFError, connection.AuthenticationError):  # type: ignore[attr-defined]
+            return  # the driver cannot be reached: Spark's own channel still carries results and errors
+
+
+@contextlib.contextmanager
+def _connect(address: Address) -> Iterator[connection.Connection]:
+    sock = socket.create_connection((address.host, address.port), timeout=_CONNECT_TIMEOUT_S)
+    sock.settimeout(None)
+    with connection.Connection(sock.detach()) as conn:
+        connection.answer_challenge(conn, address.secret)  # type: ignore[attr-defined]
+        connection.deliver_challenge(conn, address.secret)  # type: ignore[attr-defined]
+        yield conn

@@ -1,0 +1,267 @@
+"""The training loop of one rank. All ranks run it in step; what it decides, it decides alike on all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import random
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from spark_dl import checkpoint
+from spark_dl.data.loader import Loader, StepBatches
+from spark_dl.evaluate import evaluate_model
+from spark_dl.launch.rendezvous import World
+from spark_dl.metrics import MetricsLog, StepTimer
+from spark_dl.parallel import strategy
+from spark_dl.parallel.trainable import Trainable, lr_factor
+from spark_dl.schedule import Schedule, plain_state
+from spark_dl.spec import Run
+
+
+@dataclass
+class Progress:
+    """How far a run has come: with the weights, all that it needs to go on."""
+
+    epoch: int = 0
+    step: int = 0
+    """Steps done of the epoch."""
+    global_step: int = 0
+    rows: int = 0
+    """True rows used, over all epochs."""
+    loss_sum: float = 0.0
+    """Sum of the losses of the epoch's rows so far, over all ranks."""
+    history: list[dict[str, Any]] = field(default_factory=list)
+    """One dict per finished epoch."""
+    best: float | None = None
+    epochs_without_gain: int = 0
+    stopped_early: bool = False
+
+
+def train(run: Run, world: World) -> dict[str, Any]:
+    """Trains as one rank. Collective; every rank returns the same.
+
+    Raises RuntimeError if the loss is not finite, or a checkpoint cannot be written; ValueError for settings or a model
+    that do not fit the data.
+    """
+    return _Training(run, world).run()
+
+
+class _Training:
+    def __init__(self, run: Run, world: World):
+        self.spec, self.config, self.world = run.spec, run.config, world
+        self.run_dir, self.generation = run.run_dir, run.generation
+        _seed(self.config.train.seed)  # the same weights on all ranks
+        self.trainable: Trainable = strategy(self.config.parallel.strategy)(run.spec, world, self.config)
+        _seed(self.config.train.seed + 1 + world.rank)  # other dropout on each
+        self.schedule = Schedule(self.trainable.optimizer, self.config)
+        build_loader = functools.partial(Loader, config=self.config, rank=world.rank, world_size=world.world_size)
+        accumulation = self.config.train.accumulation_steps
+        self.loader = build_loader(run.train, part="train", micro_batches=accumulation)
+        self.validation: Loader | None = None
+        if run.validation is not None:
+            self.validation = build_loader(run.validation, shuffle=False)
+        elif self.config.data.validation_fraction:
+            self.validation = build_loader(run.train, part="validation", shuffle=False)
+        self.progress = Progress()
+        self.saved_url: str | None = None
+        self.saved_at: int | None = None
+        if run.checkpoint is not None:
+            self._restore(checkpoint.open_checkpoint(run.checkpoint))
+        self.log = MetricsLog(run.run_dir, rank=world.rank, first_step=self.progress.global_step, report=world.report)
+        self.timer = StepTimer()
+        self.pending = torch.zeros((), dtype=torch.float64, device=world.device)
+        self.pending_rows = 0
+
+    def run(self) -> dict[str, Any]:
+        """Epochs, until all are done, or `max_steps`, or all ranks stop early."""
+        start, rows_before = time.perf_counter(), self.progress.rows
+        metrics: dict[str, Any] = self.progress.history[-1]["metrics"] if self.progress.history else {}
+        while self.progress.epoch < self.config.train.epochs and not self._is_over():
+            is_whole = self._train_epoch()
+            metrics = self._validate()
+            if is_whole:
+                self._end_epoch(metrics)
+        if self.saved_at != self.progress.global_step:
+            self._save()
+        seconds = time.perf_counter() - start
+        rows = self.progress.rows - rows_before
+        return {
+            "checkpoint": self.saved_url,
+            "epochs": self.progress.epoch,
+            "steps": self.progress.global_step,
+            "rows": self.progress.rows,
+            "train_loss": self._train_loss(),
+            "metrics": metrics,
+            "rows_per_s": rows / seconds if rows else 0.0,
+            "seconds": seconds,
+            "history": self.progress.history,
+            "stopped_early": self.progress.stopped_early,
+        }
+
+    def _train_epoch(self) -> bool:
+        """The steps of an epoch that are still to be done; False if `max_steps` ended it."""
+        progress, config = self.progress, self.config
+        self.timer.reset()
+        batches = self.timer.timed(self.loader.epoch(progress.epoch, progress.step))
+        lr = 0.0
+        try:
+            for batch in batches:
+                lr = self._train_step(batch)
+                if progress.global_step % config.train.log_every == 0:
+                    self._log_steps(lr)
+                every = config.checkpoint.every_steps
+                if every and progress.global_step % every == 0 and progress.step < self.loader.plan.steps:
+                    self._save()
+                if self._is_over():
+                    break
+        finally:
+            batches.close()
+        if self.pending_rows:
+            self._log_steps(lr)
+        return progress.step == self.loader.plan.steps
+
+    def _train_step(self, batch: StepBatches) -> float:
+        """One optimizer step; returns its learning rate."""
+        trainable, progress = self.trainable, self.progress
+        self.pending += trainable.forward_backward(batch.micro_batches, batch.rows)
+        if self.config.train.clip_grad_norm is not None:
+            trainable.clip_grad_norm(self.config.train.clip_grad_norm)
+        with self.schedule.warm(progress.global_step) as lr:
+            trainable.step()
+        trainable.optimizer.zero_grad(set_to_none=True)
+        self.schedule.end_step()
+        progress.step += 1
+        progress.global_step += 1
+        progress.rows += batch.rows
+        self.pending_rows += batch.rows
+        self.timer.rows += batch.rows
+        return lr
+
+    def _log_steps(self, lr: float) -> None:
+        """Sums the losses since the last time over the ranks, and stops all of them if the sum is not finite."""
+        progress, rows = self.progress, self.pending_rows
+        total = self.pending.clone()
+        dist.all_reduce(total)
+        loss = float(total) / rows
+        progress.loss_sum += float(total)
+        self.pending.zero_()
+        self.pending_rows = 0
+        if not math.isfinite(loss):
+            raise RuntimeError(
+                f"the loss is {loss} in the steps up to step {progress.step} of epoch {progress.epoch} (step "
+                f"{progress.global_step} in all); try a lower train.lr, train.clip_grad_norm, or train.warmup_steps"
+            )
+        self.log.write(
+            "step",
+            epoch=progress.epoch,
+            step=progress.global_step,
+            steps=self._total_steps(),
+            loss=loss,
+            lr=lr,
+            rows_per_s=self.timer.rows / max(self.timer.seconds, 1e-9),
+            data_s=self.timer.data_s,
+            seconds=self.timer.seconds,
+        )
+        self.timer.reset()
+
+    def _validate(self) -> dict[str, Any]:
+        if self.validation is None:
+            return {}
+        model = self.trainable.modules[0]
+        return evaluate_model(self.spec, model, self.validation, self.config, self.world)
+
+    def _end_epoch(self, metrics: dict[str, Any]) -> None:
+        progress = self.progress
+        loss = progress.loss_sum / self.loader.plan.rows
+        entry = {"epoch": progress.epoch, "train_loss": loss, "metrics": metrics}
+        self.log.write("epoch", step=progress.global_step, steps=self._total_steps(), **entry)
+        self.log.flush()
+        progress.history.append(entry)
+        progress.epoch, progress.step, progress.loss_sum = progress.epoch + 1, 0, 0.0
+        self.schedule.end_epoch(metrics.get("loss", loss))
+        self._decide_early_stop(metrics)
+        every_steps = self.config.checkpoint.every_steps
+        is_due = every_steps and progress.global_step % every_steps == 0
+        if is_due or progress.epoch % self.config.checkpoint.every_epochs == 0:
+            self._save()
+
+    def _decide_early_stop(self, metrics: dict[str, Any]) -> None:
+        train, progress = self.config.train, self.progress
+        if train.early_stop_metric is None:
+            return
+        sign = 1 if train.early_stop_mode == "min" else -1
+        value = sign * float(metrics[train.early_stop_metric])
+        if progress.best is None or value < progress.best - train.early_stop_min_delta:
+            progress.best, progress.epochs_without_gain = value, 0
+        else:
+            progress.epochs_without_gain += 1
+        stop = torch.tensor(int(progress.epochs_without_gain >= train.early_stop_patience), device=self.world.device)
+        dist.broadcast(stop, 0)  # rank 0 decides for all, should a metric ever differ between ranks
+        progress.stopped_early = bool(stop)
+
+    def _is_over(self) -> bool:
+        limit = self.config.train.max_steps
+        return self.progress.stopped_early or (limit is not None and self.progress.global_step >= limit)
+
+    def _total_steps(self) -> int:
+        total = self.config.train.epochs * self.loader.plan.steps
+        return min(total, self.config.train.max_steps or total)
+
+    def _train_loss(self) -> float | None:
+        """Mean loss of the last epoch, or of what was done of it."""
+        if self.progress.step:
+            return self.progress.loss_sum / min(
+                self.loader.plan.rows, self.progress.step * self.config.train.global_batch_size
+            )
+        return self.progress.history[-1]["train_loss"] if self.progress.history else None
+
+    def _save(self) -> None:
+        if self.pending_rows:  # the sum of losses is part of the state
+            self._log_steps(self.trainable.optimizer.param_groups[0]["lr"])
+        self.saved_url = checkpoint.save(
+            self.run_dir,
+            rank=self.world.rank,
+            world_size=self.world.world_size,
+            generation=self.generation,
+            step=self.progress.global_step,
+            config=self.config,
+            columns=self.loader.columns,
+            model={str(i): module.state_dict() for i, module in enumerate(self.trainable.modules)},
+            training={
+                "optimizer": self.trainable.optimizer.state_dict(),
+                "scheduler": plain_state(self.schedule.state_dict()),
+                "extra": {name: part.state_dict() for name, part in self.trainable.extra_state.items()},
+                "progress": dataclasses.asdict(self.progress),
+                "lr_factor": lr_factor(self.config, self.world.world_size),
+            },
+        )
+        self.saved_at = self.progress.global_step
+
+    def _restore(self, saved: checkpoint.Saved) -> None:
+        weights = checkpoint.load(saved, "model.pt")
+        for i, module in enumerate(self.trainable.modules):
+            module.load_state_dict(weights[str(i)])
+        state = checkpoint.load(saved, "training.pt")
+        self.trainable.optimizer.load_state_dict(state["optimizer"])
+        now = lr_factor(self.config, self.world.world_size)
+        self.schedule.load_state_dict(state["scheduler"], now / state["lr_factor"])
+        for name, part in self.trainable.extra_state.items():
+            part.load_state_dict(state["extra"][name])
+        self.progress = Progress(**state["progress"])
+        self.saved_url, self.saved_at = saved.url, self.progress.global_step
+        if not checkpoint.restore_random_state(saved, self.world.rank, self.world.world_size):
+            _seed(self.config.train.seed + 1 + self.world.rank + 100_003 * self.progress.global_step)
+
+
+def _seed(seed: int) -> None:
+    """Seeds the generators of this process, which belongs to the rank alone."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)

@@ -1,0 +1,53 @@
+"""What a strategy returns, and the optimizer that all of them build in the same way."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spark_dl.config import Config
+from spark_dl.spec import Batch
+
+
+@dataclass(frozen=True)
+class Trainable:
+    """A model that can take optimizer steps on all ranks together."""
+
+    modules: list[nn.Module]
+    """What a checkpoint holds and an evaluation calls, without wrappers."""
+    optimizer: torch.optim.Optimizer
+    forward_backward: Callable[[Sequence[Batch], int], Tensor]
+    """(micro-batches of this rank, true rows of the global batch) -> sum of this rank's losses, a float32 scalar.
+    Collective. On return every `.grad` is the gradient of the mean loss over the global batch's true rows."""
+    clip_grad_norm: Callable[[float], Tensor]
+    """Scales the reduced gradients to at most this L2 norm. Collective; returns the norm before."""
+    step: Callable[[], None]
+    """Applies the gradients. With fp16 a step whose gradients overflowed is left out, on all ranks alike."""
+    extra_state: Mapping[str, Any] = field(default_factory=dict)
+    """Further objects with `state_dict` and `load_state_dict`, the same on all ranks."""
+
+
+def build_optimizer(model: nn.Module, config: Config, world_size: int) -> torch.optim.Optimizer:
+    """The configured optimizer of `torch.optim` over the parameters that require a gradient."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if not parameters:
+        raise ValueError("spec.build: no parameter of the model requires a gradient; there is nothing to train")
+    train = config.train
+    cls = getattr(torch.optim, train.optimizer)
+    try:
+        optimizer: torch.optim.Optimizer = cls(
+            parameters, lr=train.lr * lr_factor(config, world_size), **train.optimizer_args
+        )
+    except TypeError as error:
+        raise ValueError(f"train.optimizer_args: {train.optimizer} does not take them: {error}") from error
+    return optimizer
+
+
+def lr_factor(config: Config, world_size: int) -> float:
+    """What `train.lr` is multiplied by: 1 unless `train.lr_scaling` says otherwise."""
+    return {"none": 1.0, "linear": float(world_size), "sqrt": math.sqrt(world_size)}[config.train.lr_scaling]

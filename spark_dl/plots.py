@@ -1,0 +1,44 @@
+"""Pictures of a run, drawn with matplotlib on the driver."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from spark_dl import metrics, storage
+
+
+def plot_loss(run_dir: str) -> str | None:
+    """Draws `<run_dir>/loss.png`: training loss by step, validation loss by epoch. Returns its path.
+
+    None where nothing was logged, matplotlib is not installed (`pip install spark_dl[plot]`), or the run is not on a
+    local disk.
+    """
+    lines = metrics.read_metrics(run_dir)
+    steps = [line for line in lines if line["kind"] == "step"]
+    if not steps or not storage.is_local(run_dir):
+        return None
+    figure = build_figure()
+    if figure is None:
+        return None
+    axes = figure.subplots()
+    axes.plot([s["step"] for s in steps], [s["loss"] for s in steps], label="training", linewidth=1, alpha=0.5)
+    epochs = [line for line in lines if line["kind"] == "epoch"]
+    axes.plot([e["step"] for e in epochs], [e["train_loss"] for e in epochs], label="training, mean of the epoch")
+    if validated := [e for e in epochs if "loss" in e["metrics"]]:
+        losses = [e["metrics"]["loss"] for e in validated]
+        axes.plot([e["step"] for e in validated], losses, "o-", markersize=3, label="validation")
+    axes.set(xlabel="step", ylabel="loss", yscale="log" if min(s["loss"] for s in steps) > 0 else "linear")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    path = storage.join(storage.absolute(run_dir), "loss.png")
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def build_figure(width: float = 8, height: float = 4.5) -> Any:
+    """An empty figure (sizes in inches), without a display; None where matplotlib is not installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        return None
+    return Figure(figsize=(width, height), layout="constrained")

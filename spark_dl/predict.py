@@ -1,0 +1,117 @@
+"""Predictions for a DataFrame: the columns that a trained model adds to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from spark_dl import checkpoint
+from spark_dl.config import Config
+from spark_dl.data import schema
+from spark_dl.data.schema import Column, SourceColumn
+from spark_dl.evaluate import load_model
+from spark_dl.launch import gpus, payload
+from spark_dl.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+_ROWS_AT_ONCE = 1024
+
+
+def predict(df: DataFrame, spec: ModelSpec, checkpoint_url: str, config: Config | None = None) -> DataFrame:
+    """The DataFrame with the columns of `spec.predict` added, computed when it is used. Called on the driver.
+
+    Every row comes out once, in its partition and order. Each task loads the model once, and uses the GPU that Spark
+    gives it, if any. Columns: one value per row becomes a scalar column, more become (nested) arrays.
+    Raises ValueError for a missing feature, a checkpoint that does not fit, or a column that is there already.
+    """
+    saved = checkpoint.find(checkpoint_url)
+    config = config or checkpoint.config_of(saved)
+    trained = {c.name: c for c in saved.columns}
+    source = schema.source_columns(df.schema, config.data.features)
+    columns = [trained[name] for name in config.data.features]
+    added = _added_fields(spec, saved, columns, config)
+    if taken := [name for name in added if name in df.columns]:
+        raise ValueError(f"the DataFrame has a column {taken[0]!r} already, which spec.predict would add")
+    from pyspark.sql.types import StructType
+
+    out = StructType(list(df.schema.fields))
+    for name, data_type in added.items():
+        out = out.add(name, data_type)
+    packed = payload.pack_call(_predict_batches, (spec, saved.url, source, columns, config), {})
+
+    def run_predict(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        fn, args, kwargs = payload.unpack_call(packed)
+        yield from fn(batches, *args, **kwargs)
+
+    return df.mapInArrow(run_predict, out)
+
+
+def _added_fields(spec: ModelSpec, saved: checkpoint.Saved, columns: list[Column], config: Config) -> dict[str, Any]:
+    """Names and Spark types of the new columns, found by a call of the model on the driver with two rows of zeros."""
+    from pyspark.sql.pandas.types import from_arrow_type
+
+    model = load_model(spec, saved.url)
+    zeros = {c.name: torch.zeros((2, *c.shape), dtype=getattr(torch, c.dtype)) for c in columns}
+    outputs = _outputs(spec, model, zeros, config)
+    return {name: from_arrow_type(_to_arrow(value).type) for name, value in outputs.items()}
+
+
+def _predict_batches(
+    batches: Iterator[pa.RecordBatch],
+    spec: ModelSpec,
+    url: str,
+    source: tuple[SourceColumn, ...],
+    columns: list[Column],
+    config: Config,
+) -> Iterator[pa.RecordBatch]:
+    from pyspark import TaskContext
+
+    context = TaskContext.get()
+    assert context is not None
+    device = gpus.device_of_task("auto", context.resources())
+    model = load_model(spec, url).to(device)
+    for big in batches:
+        for start in range(0, big.num_rows, _ROWS_AT_ONCE):
+            batch = big.slice(start, _ROWS_AT_ONCE)
+            tensors = {}
+            for found, column in zip(source, columns, strict=True):
+                values = schema.cells(found, batch.column(batch.schema.get_field_index(found.name)))
+                if values.shape[1:] != column.shape:
+                    raise ValueError(
+                        f"column {column.name!r}: found cells of shape {values.shape[1:]}, the model was trained on "
+                        f"{column.shape}"
+                    )
+                values = np.ascontiguousarray(values, dtype=column.dtype)
+                tensors[column.name] = torch.from_numpy(values.copy()).to(device)
+            added = {name: _to_arrow(value) for name, value in _outputs(spec, model, tensors, config).items()}
+            arrays = [*batch.columns, *added.values()]
+            yield pa.RecordBatch.from_arrays(arrays, names=[*batch.schema.names, *added])
+
+
+def _outputs(spec: ModelSpec, model: Any, batch: dict[str, torch.Tensor], config: Config) -> dict[str, torch.Tensor]:
+    with torch.inference_mode():
+        output = spec.output(model, batch, config.data.features)
+        columns = dict(spec.predict(output)) if spec.predict else {"prediction": output}
+    rows = next(iter(batch.values())).shape[0]
+    for name, value in columns.items():
+        if not isinstance(value, torch.Tensor) or value.ndim == 0 or value.shape[0] != rows:
+            raise ValueError(f"spec.predict: column {name!r} must be a tensor with one entry per row")
+    return columns
+
+
+def _to_arrow(value: torch.Tensor) -> pa.Array:
+    """A tensor as a column: [rows] as scalars, [rows, n] as arrays, [rows, n, m] as arrays of arrays."""
+    if value.dtype in (torch.bfloat16, torch.float16):
+        value = value.float()
+    array = pa.array(value.detach().cpu().contiguous().reshape(-1).numpy())
+    lengths = value.shape
+    for axis in range(len(lengths) - 1, 0, -1):
+        count = int(np.prod(lengths[:axis]))
+        array = pa.ListArray.from_arrays(np.arange(count + 1, dtype=np.int32) * lengths[axis], array)
+    return array

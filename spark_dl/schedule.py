@@ -1,0 +1,82 @@
+"""The learning rate of each step: what the user wrote, times warm-up, under a scheduler of `torch.optim`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.optim import Optimizer, lr_scheduler
+
+from spark_dl.config import Config
+
+
+class Schedule:
+    """A scheduler and a linear warm-up. The warm-up is a factor at the time of the step, so it fits any scheduler."""
+
+    def __init__(self, optimizer: Optimizer, config: Config):
+        self._optimizer, self._train = optimizer, config.train
+        self.scheduler: Any = None
+        if self._train.scheduler is not None:
+            cls = getattr(lr_scheduler, self._train.scheduler)
+            try:
+                self.scheduler = cls(optimizer, **self._train.scheduler_args)
+            except TypeError as error:
+                raise ValueError(f"train.scheduler_args: {cls.__name__} does not take them: {error}") from error
+
+    @contextlib.contextmanager
+    def warm(self, global_step: int) -> Iterator[float]:
+        """Within, the learning rates are those of this step. Yields that of the first parameter group."""
+        groups = self._optimizer.param_groups
+        full = [group["lr"] for group in groups]
+        factor = min(1.0, (global_step + 1) / self._train.warmup_steps) if self._train.warmup_steps else 1.0
+        for group, lr in zip(groups, full, strict=True):
+            group["lr"] = lr * factor
+        try:
+            yield float(groups[0]["lr"])
+        finally:
+            for group, lr in zip(groups, full, strict=True):
+                group["lr"] = lr
+
+    def end_step(self) -> None:
+        """To be called after every optimizer step."""
+        if self.scheduler is not None and self._train.scheduler_interval == "step":
+            self.scheduler.step()
+
+    def end_epoch(self, loss: float) -> None:
+        """To be called after every epoch, with the validation loss (or the training loss where there is none)."""
+        if self.scheduler is None or self._train.scheduler_interval != "epoch":
+            return
+        if isinstance(self.scheduler, lr_scheduler.ReduceLROnPlateau):
+            self.scheduler.step(loss)
+        else:
+            self.scheduler.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.scheduler is None else self.scheduler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any], lr_ratio: float) -> None:
+        """Restores the scheduler. `lr_ratio` is the factor by which `train.lr_scaling` now differs from then."""
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state)
+        if lr_ratio == 1.0:
+            return
+        for group in self._optimizer.param_groups:
+            for key in ("lr", "initial_lr", "max_lr", "min_lr"):
+                if key in group:
+                    group[key] = group[key] * lr_ratio
+        for name in ("base_lrs", "_last_lr", "min_lrs"):
+            if hasattr(self.scheduler, name):
+                setattr(self.scheduler, name, [float(lr) * lr_ratio for lr in getattr(self.scheduler, name)])
+
+
+def plain_state(value: Any) -> Any:
+    """A state dict without what `torch.load(weights_only=True)` refuses: defaultdicts, counters, functions."""
+    if isinstance(value, dict):
+        return {k: plain_state(v) for k, v in value.items() if not callable(v)}
+    if isinstance(value, (list, tuple)):
+        return type(value)(plain_state(v) for v in value)
+    if isinstance(value, (torch.Tensor, int, float, str, bool)) or value is None:
+        return value
+    return value.item() if hasattr(value, "item") else str(value)

@@ -1,0 +1,151 @@
+"""What travels from the driver to a rank: the user's functions, the shards, the settings."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from spark_dl.config import Config
+    from spark_dl.data.shards import ShardSet
+
+Batch = Mapping[str, Tensor]
+"""Columns by name, each [rows, *shape of a cell] with the dtype it was stored with, and `weight`, [rows] float32:
+1 for a true row, 0 for one that only fills a batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """A model and its loss.
+
+    build: called without arguments on every rank, after seeding; returns the model on the CPU.
+    loss: called with (output, label), or with (output, batch) where `data.label` is null; returns one value per row,
+        [rows] or [rows, ...] (averaged over the further axes). The name or the class of a loss of `torch.nn` is built
+        with `reduction="none"`.
+    forward: called with (model, batch), returns the output. By default the model is called with the columns of
+        `data.features` in their order.
+    predict: called with the output, returns the columns that `predict` adds, each [rows, ...]. By default one column,
+        `prediction`, with the output itself.
+    """
+
+    build: Callable[[], nn.Module]
+    loss: str | Callable[..., Tensor] = "CrossEntropyLoss"
+    forward: Callable[[nn.Module, Batch], Tensor] | None = None
+    predict: Callable[[Tensor], Mapping[str, Tensor]] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("build", "forward", "predict"):
+            value = getattr(self, name)
+            if not callable(value) and (value is not None or name == "build"):
+                raise ValueError(f"spec.{name}: expected a function, found {value!r}")
+        if isinstance(self.build, nn.Module):
+            raise ValueError("spec.build: expected a function that returns the model, found the model itself")
+        object.__setattr__(self, "loss", build_loss(self.loss))
+
+    def output(self, model: nn.Module, batch: Batch, features: tuple[str, ...]) -> Tensor:
+        """The model's output for a batch. Called on a rank, or in a task of `predict`."""
+        return self.forward(model, batch) if self.forward else model(*(batch[name] for name in features))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One training or evaluation run, as every rank gets it."""
+
+    spec: ModelSpec
+    config: Config
+    train: ShardSet
+    """The rows to train on, or to evaluate."""
+    run_dir: str
+    validation: ShardSet | None = None
+    generation: int = 0
+    """Number of this attempt; a rank of an older one may not commit a checkpoint."""
+    checkpoint: str | None = None
+    """Checkpoint to go on from, or to evaluate."""
+
+
+def build_loss(loss: str | Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A loss with one value per row, from a function, or from the name, class or instance of a loss of `torch.nn`."""
+    if isinstance(loss, str):
+        cls = getattr(nn, loss, None)
+        if not (isinstance(cls, type) and hasattr(cls(), "reduction")):
+            known = [n for n in dir(nn) if n.endswith("Loss")]
+            raise ValueError(f"spec.loss: no loss {loss!r} in torch.nn; known are {', '.join(known)}")
+        loss = cls
+    if isinstance(loss, type) and issubclass(loss, nn.Module):
+        return cast(Callable[..., Tensor], loss(reduction="none"))
+    if isinstance(loss, nn.Module) and getattr(loss, "reduction", "none") != "none":
+        raise ValueError(
+            f"spec.loss: {type(loss).__name__} reduces the rows to one value (reduction={loss.reduction!r}); build it "
+            'with reduction="none", so that rows can be weighted and summed exactly'
+        )
+    if not callable(loss):
+        raise ValueError(f"spec.loss: expected a function or the name of a loss of torch.nn, found {loss!r}")
+    return loss
+
+
+def row_losses(spec: ModelSpec, output: Tensor, batch: Batch, label: str | None) -> Tensor:
+    """The loss of each row of a batch. # (rows,)"""
+    target: Any = batch if label is None else batch[label]
+    losses = spec.loss(output, target)  # type: ignore[operator]
+    rows = batch["weight"].shape[0]
+    if not isinstance(losses, Tensor) or losses.ndim == 0 or losses.shape[0] != rows:
+        found = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
+        raise ValueError(f"spec.loss: expected one value per row, shape ({rows},), found {found}; use reduction='none'")
+    return losses.flatten(1).mean(1) if losses.ndim > 1 else losses
+
+
+def weighted_loss_sum(spec: ModelSpec, model: nn.Module, batch: Batch, config: Config) -> tuple[Tensor, Tensor]:
+    """The model's output and the sum of the losses of the true rows, a float32 scalar.
+
+    Every way of training here goes through this function, so all of them compute the same mathematics.
+    """
+    device_type = batch["weight"].device.type
+    dtype = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[config.train.precision]
+    with torch.autocast(device_type, dtype=dtype, enabled=dtype is not None):
+        output = spec.output(model, batch, config.data.features)
+        losses = row_losses(spec, output, batch, config.data.label)
+    return output, (losses.float() * batch["weight"]).sum()
+
+
+def import_object(path: str, key: str) -> Any:
+    """The object that `package.module:name` or `folder/file.py:name` names.
+
+    What comes from a file travels to the ranks by value, so the file need not exist there. Called on the driver.
+    """
+    where, _, name = path.partition(":")
+    if not where or not name:
+        raise ValueError(f"{key}: expected 'package.module:name' or 'folder/file.py:name', found {path!r}")
+    if where.endswith(".py"):
+        module = _import_file(where, key)
+    else:
+        try:
+            module = importlib.import_module(where)
+        except ModuleNotFoundError as error:
+            raise ValueError(f"{key}: no module {error.name!r} (looked for {path!r})") from error
+    if not hasattr(module, name):
+        raise ValueError(f"{key}: {where} has no {name!r}")
+    return getattr(module, name)
+
+
+def _import_file(where: str, key: str) -> Any:
+    if not Path(where).is_file():
+        raise ValueError(f"{key}: no file {where!r} (the working directory is {Path.cwd()})")
+    name = f"_spark_dl_file_{Path(where).stem}"
+    loaded = sys.modules.get(name)
+    if loaded is not None and loaded.__file__ == str(Path(where).resolve()):
+        return loaded
+    spec = importlib.util.spec_from_file_location(name, Path(where).resolve())
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{key}: {where!r} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module

@@ -23,11 +23,11 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from spark_dl import storage
 from spark_dl.config import Config, build_config
 from spark_dl.data.schema import Column
+from spark_dl.gather import gather_json
 
 MANIFEST = "MANIFEST.json"
 FORMAT = "spark_dl.checkpoint"
@@ -85,7 +85,7 @@ def save(
     except OSError as error:
         problem = f"rank {rank} cannot write to {url}: {error}"
     # Every rank must have written its part before the manifest says that the checkpoint is whole.
-    reports: list[Any] = _gather_json({"files": written, "problem": problem}, rank, world_size)
+    reports: list[Any] = gather_json({"files": written, "problem": problem})
     problems = [r["problem"] for r in reports if r["problem"]]
     if rank == 0 and not problems:
         manifest = {
@@ -101,7 +101,7 @@ def save(
         problems = [_commit(run_dir, url, manifest)]
         if not problems[0]:
             _delete_old(run_dir, config.checkpoint.keep)
-    outcome = _gather_json({"problem": problems[0] if problems else ""}, rank, world_size)
+    outcome = gather_json({"problem": problems[0] if problems else ""})
     if outcome[0]["problem"]:
         raise RuntimeError(f"checkpoint at step {step} not saved: {outcome[0]['problem']}")
     return url
@@ -258,17 +258,3 @@ def read_generation(run_dir: str) -> int:
     """The number of the newest attempt of a run; 0 before the first."""
     path = storage.join(run_dir, "GENERATION")
     return int(storage.read_bytes(path)) if storage.exists(path) else 0
-
-
-def _gather_json(value: Any, rank: int, world_size: int) -> list[Any]:
-    """What every rank has to say, by rank; collective. Through tensors: object collectives would unpickle."""
-    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
-    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world_size)]
-    dist.all_gather(sizes, torch.tensor([len(data)], device=device))
-    longest = max(int(s) for s in sizes)
-    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
-    padded[: len(data)] = data.to(device)
-    parts = [torch.zeros_like(padded) for _ in range(world_size)]
-    dist.all_gather(parts, padded)
-    return [json.loads(bytes(p[: int(s)].cpu().numpy())) for p, s in zip(parts, sizes, strict=True)]

@@ -14,6 +14,7 @@ from torch import nn
 from spark_dl import checkpoint
 from spark_dl.config import Config, suggestion
 from spark_dl.data.loader import Loader
+from spark_dl.gather import gather_tensors
 from spark_dl.launch.rendezvous import World
 from spark_dl.spec import ModelSpec, Run, weighted_loss_sum
 
@@ -75,7 +76,7 @@ def build_metric(name: str, args: Mapping[str, Any]) -> Metric:
         cls = getattr(importlib.import_module(module), args["class"], None)
         if isinstance(cls, type):
             try:
-                metric: Metric = cls(**arguments)
+                metric: Metric = cls(**arguments, dist_sync_fn=gather_tensors)
             except (TypeError, ValueError) as error:
                 raise ValueError(f"train.metrics.{name}: {args['class']} does not take {arguments}: {error}") from error
             return metric

@@ -71,7 +71,7 @@ class Run:
     """Checkpoint to go on from, or to evaluate."""
 
 
-def build_loss(loss: str | Callable[..., Tensor]) -> Callable[..., Tensor]:
+def build_loss(loss: Any) -> Callable[..., Tensor]:
     """A loss with one value per row, from a function, or from the name, class or instance of a loss of `torch.nn`."""
     if isinstance(loss, str):
         cls = getattr(nn, loss, None)
@@ -80,7 +80,7 @@ def build_loss(loss: str | Callable[..., Tensor]) -> Callable[..., Tensor]:
             raise ValueError(f"spec.loss: no loss {loss!r} in torch.nn; known are {', '.join(known)}")
         loss = cls
     if isinstance(loss, type) and issubclass(loss, nn.Module):
-        return cast(Callable[..., Tensor], loss(reduction="none"))
+        return cast("Callable[..., Tensor]", loss(reduction="none"))
     if isinstance(loss, nn.Module) and getattr(loss, "reduction", "none") != "none":
         raise ValueError(
             f"spec.loss: {type(loss).__name__} reduces the rows to one value (reduction={loss.reduction!r}); build it "
@@ -88,7 +88,7 @@ def build_loss(loss: str | Callable[..., Tensor]) -> Callable[..., Tensor]:
         )
     if not callable(loss):
         raise ValueError(f"spec.loss: expected a function or the name of a loss of torch.nn, found {loss!r}")
-    return loss
+    return cast("Callable[..., Tensor]", loss)
 
 
 def row_losses(spec: ModelSpec, output: Tensor, batch: Batch, label: str | None) -> Tensor:

@@ -115,10 +115,27 @@ class _Job:
     def _work(self) -> None:
         try:
             self._mark()
-            self.rows = self._df.collect()
+            with self._task_counts():
+                self.rows = self._df.collect()
         except BaseException as error:  # raised again by _watch
             self.error = error
         self._events.put({"kind": "job ended"})
+
+    @contextlib.contextmanager
+    def _task_counts(self) -> Iterator[None]:
+        """Over Spark Connect, where ranks cannot say that they have started, Spark's own progress does."""
+        if not hasattr(self._spark, "registerProgressHandler") or not preflight.is_connect(self._spark):
+            yield
+            return
+
+        def on_progress(stages: Any, inflight_tasks: int, operation_id: Any, done: bool) -> None:
+            self._events.put({"kind": "tasks", "running": inflight_tasks})
+
+        self._spark.registerProgressHandler(on_progress)
+        try:
+            yield
+        finally:
+            self._spark.removeProgressHandler(on_progress)
 
     def _mark(self) -> None:
         """Names the job, so that it can be cancelled. Job groups and tags belong to the thread that starts the job."""
@@ -149,6 +166,7 @@ def _watch(
 ) -> None:
     """Follows a job to its end. Raises the root cause of its failure. `poll` is given where there is no listener."""
     known: dict[int, dict[str, Any]] = {}
+    running = 0
     failures: list[dict[str, Any]] = []
     deadline = time.monotonic() + launch.start_timeout_s
     decide_at: float | None = None
@@ -166,6 +184,9 @@ def _watch(
                 decide_at = min(decide_at or float("inf"), time.monotonic() + wait)
             elif kind in ("started", "joined"):
                 known.setdefault(event["task"], {}).update(event)
+                running = len(known)
+            elif kind == "tasks":
+                running = max(running, event["running"])
             if on_event:
                 on_event(event)
         if decide_at is not None and time.monotonic() >= decide_at:
@@ -173,9 +194,9 @@ def _watch(
         if poll and on_event:
             for event in poll():
                 on_event(event)
-        if poll is None and len(known) < launch.num_ranks and time.monotonic() > deadline:
+        if running < launch.num_ranks and time.monotonic() > deadline:
             raise RuntimeError(
-                f"{len(known)} of {launch.num_ranks} ranks started within launch.start_timeout_s="
+                f"{running} of {launch.num_ranks} ranks started within launch.start_timeout_s="
                 f"{launch.start_timeout_s:g} s; the cluster is busy with other jobs, or its executors are not up yet"
             )
 
@@ -209,8 +230,10 @@ def _root_cause(
             f"install it there. Spark's error: {_last_lines(text)}"
         )
     if re.search(r"Python worker (exited|terminated|failed)", text):
+        task = re.search(r"ResultTask\(\d+, (\d+)\)", text)
         return RankError(
-            f"a rank was killed: its Python process ended without an error. Spark's error: {_last_lines(text)}",
+            f"the rank of task {task.group(1) if task else '?'} was killed: its Python process ended without an error. "
+            f"Spark's error: {_last_lines(text)}",
             rank=None, host="an unknown host", pid=None,
         )  # fmt: skip
     if isinstance(error, Exception):

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
     """A copy of the model on every rank, with gradients averaged in buckets while backward runs. Collective."""
     model = spec.build().to(world.device)
+    optimizer = build_optimizer(model, config, world.world_size)
     parallel = config.parallel
     wrapped = DistributedDataParallel(
         model,
@@ -30,7 +31,6 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
         static_graph=parallel.static_graph,
         gradient_as_bucket_view=True,
     )
-    optimizer = build_optimizer(model, config, world.world_size)
     scaler = torch.amp.GradScaler(world.device.type, enabled=config.train.precision == "fp16")
     settled = False
 

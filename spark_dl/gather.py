@@ -1,0 +1,51 @@
+"""What every rank has to say, on every rank: JSON values and tensors of any shape.
+
+Through plain tensors: `all_gather_object` would unpickle what peers send.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def gather_json(value: Any) -> list[Any]:
+    """The values of all ranks, by rank. Collective."""
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    return [json.loads(part.numpy().tobytes()) for part in _gather_bytes(data)]
+
+
+def gather_tensors(tensor: Tensor, group: Any = None) -> list[Tensor]:
+    """The tensors of all ranks, by rank, each with its own shape. Collective.
+
+    A rank that has nothing (no elements) gets the dtype and the further axes of those that have, so that the tensors
+    can be concatenated. Fits torchmetrics' `dist_sync_fn`, whose own gathering crashes in that case.
+    """
+    about = gather_json({"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")})
+    parts = _gather_bytes(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8))
+    model = next((a for a in about if math.prod(a["shape"])), about[0])
+    out = []
+    for part, has in zip(parts, about, strict=True):
+        if not math.prod(has["shape"]) and model["shape"]:
+            has = {"shape": [0, *model["shape"][1:]], "dtype": model["dtype"]}
+        out.append(part.view(getattr(torch, has["dtype"])).reshape(has["shape"]).to(tensor.device))
+    return out
+
+
+def _gather_bytes(data: Tensor) -> list[Tensor]:
+    """uint8 tensors of any length, on the CPU. # data: (length,)"""
+    on_gpu = dist.get_backend() == "nccl"
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([len(data)], device=device))
+    longest = max(int(size) for size in sizes)
+    padded = torch.zeros(max(1, longest), dtype=torch.uint8, device=device)
+    padded[: len(data)] = data.to(device)
+    parts = [torch.zeros_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded)
+    return [part[: int(size)].cpu() for part, size in zip(parts, sizes, strict=True)]

@@ -1,0 +1,57 @@
+"""What every test must leave as it found it: environment, process group, threads, child processes, working folder."""
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from tests.ranks.launcher import pool_pids
+
+_KEPT = {
+    "PYTEST_CURRENT_TEST",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "SPARK_HOME",
+    "PYSPARK_PYTHON",
+    "PYSPARK_DRIVER_PYTHON",
+    "SPARK_LOCAL_IP",
+}
+_LEAVE_WAIT_S = 10.0
+
+
+def pytest_collection_modifyitems(items):
+    """Cheap tests first, so that a simple mistake is seen at once; the Spark modes one after another."""
+    order = {"unit": 0, "ranks": 1, "spark": 2, "hosts": 3, "gpu": 4}
+    items.sort(key=lambda item: order.get(Path(item.path).parent.name, 0))
+
+
+@pytest.fixture(autouse=True)
+def no_leaks(request, tmp_path):
+    env = dict(os.environ)
+    threads = set(threading.enumerate())
+    children = _children()
+    folder = set(os.listdir("."))
+    yield
+    changed = {k for k in env.keys() | os.environ.keys() if env.get(k) != os.environ.get(k)} - _KEPT
+    assert not changed, f"environment variables left changed: {changed}"
+    assert not dist.is_initialized(), "a process group was left"
+    assert _gone(lambda: [t.name for t in set(threading.enumerate()) - threads if t.name.startswith("spark_dl")]) == []
+    if "spark" not in request.fixturenames:  # Spark's own Python workers outlive a test
+        assert _gone(lambda: [p.cmdline() for p in _children() - children if p.pid not in pool_pids()]) == []
+    assert set(os.listdir(".")) - folder <= {"spark-warehouse", "artifacts", "__pycache__"}, "files left behind"
+
+
+def _children():
+    """Child processes, without those that Python's multiprocessing keeps for itself."""
+    found = psutil.Process().children(recursive=True)
+    return {p for p in found if "resource_tracker" not in " ".join(p.cmdline())}
+
+
+def _gone(left):
+    end = time.monotonic() + _LEAVE_WAIT_S
+    while left() and time.monotonic() < end:
+        time.sleep(0.05)
+    return left()

@@ -1,0 +1,245 @@
+"""What the training loop does on real ranks: resume, schedules, early stop, precision, errors."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from spark_dl import Checkpoint, ModelSpec, checkpoint, worker
+from spark_dl.metrics import read_metrics
+from spark_dl.spec import Run
+from tests.datasets import write_dataset
+from tests.models import DROPOUT_MLP, MLP, blobs, same_bits, small_config
+from tests.ranks.launcher import RankFailed, run_ranks
+
+
+def train_rank(run):
+    return worker.main(run).result
+
+
+def evaluate_rank(run):
+    return worker.main(run, task="evaluate").result
+
+
+def make_run(tmp_path, config, *, rows=245, spec=DROPOUT_MLP, name="run", **run):
+    url = tmp_path / "data"
+    shards = run.pop("train", None) or write_dataset(str(url), blobs(rows), group_rows=40, shard_rows=120)
+    return Run(spec=spec, config=config, train=shards, run_dir=str(tmp_path / name), **run)
+
+
+def final_state(run):
+    saved = checkpoint.latest(run.run_dir)
+    training = checkpoint.load(saved, "training.pt")
+    return checkpoint.load(saved, "model.pt")["0"], training
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("stop_at", [1, 5, 6, 8, 11])
+def test_resumed_run_equals_uninterrupted_one_bit_for_bit(tmp_path, num_ranks, stop_at):
+    """With dropout, batch norm, momentum, a scheduler and warm-up: all of their state comes back."""
+    train = {
+        "epochs": 3, "optimizer_args": {"momentum": 0.9}, "scheduler": "StepLR", "warmup_steps": 4,
+        "scheduler_args": {"step_size": 1, "gamma": 0.5}, "clip_grad_norm": 1.0,
+    }  # fmt: skip
+    config = small_config(num_ranks, train=train, data={"validation_fraction": 0.1})
+    whole = make_run(tmp_path, config, name="whole")
+    run_ranks(train_rank, num_ranks, whole)
+    cut_config = dataclasses.replace(config, train=dataclasses.replace(config.train, max_steps=stop_at))
+    cut = make_run(tmp_path, cut_config, name="cut", train=whole.train)
+    run_ranks(train_rank, num_ranks, cut)
+    saved = checkpoint.latest(cut.run_dir)
+    assert saved.step == stop_at
+    checkpoint.check_same_settings(saved, config)
+    generation = checkpoint.start_generation(cut.run_dir)
+    resumed = dataclasses.replace(cut, config=config, checkpoint=saved.url, generation=generation)
+    run_ranks(train_rank, num_ranks, resumed)
+
+    (weights, training), (weights_again, training_again) = final_state(whole), final_state(resumed)
+    assert same_bits(weights, weights_again)
+    assert training["scheduler"] == training_again["scheduler"]
+    for slot, state in training["optimizer"]["state"].items():
+        assert same_bits(state, training_again["optimizer"]["state"][slot])
+    assert training["progress"] == training_again["progress"]
+
+
+def test_resume_on_another_number_of_ranks_goes_on_exactly(tmp_path):
+    config = small_config(2, train={"epochs": 2})
+    whole = make_run(tmp_path, config, spec=MLP, name="whole")
+    run_ranks(train_rank, 2, whole)
+    cut_config = dataclasses.replace(config, train=dataclasses.replace(config.train, max_steps=7))
+    cut = make_run(tmp_path, cut_config, spec=MLP, name="cut", train=whole.train)
+    run_ranks(train_rank, 2, cut)
+    saved = checkpoint.latest(cut.run_dir)
+    generation = checkpoint.start_generation(cut.run_dir)
+    other = dataclasses.replace(config, launch=dataclasses.replace(config.launch, num_ranks=3))
+    checkpoint.check_same_settings(saved, other)
+    run_ranks(train_rank, 3, dataclasses.replace(cut, config=other, checkpoint=saved.url, generation=generation))
+    for name, expected in final_state(whole)[0].items():
+        torch.testing.assert_close(final_state(cut)[0][name], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_lr_scaling_is_explicit_and_survives_another_number_of_ranks(tmp_path):
+    """Linear scaling: 2 ranks train at 2 x lr; resumed on 4 ranks, at 4 x lr, under the same schedule."""
+    train = {"lr_scaling": "linear", "scheduler": "ExponentialLR", "scheduler_args": {"gamma": 0.5}, "max_steps": 6}
+    config = small_config(2, train=train)
+    run = make_run(tmp_path, config, spec=MLP)
+    run_ranks(train_rank, 2, run)
+    assert {line["lr"] for line in read_metrics(run.run_dir) if line["kind"] == "step"} == {0.2}
+    saved = checkpoint.latest(run.run_dir)
+    four = dataclasses.replace(
+        config,
+        train=dataclasses.replace(config.train, max_steps=8),
+        launch=dataclasses.replace(config.launch, num_ranks=4),
+    )
+    generation = checkpoint.start_generation(run.run_dir)
+    run_ranks(train_rank, 4, dataclasses.replace(run, config=four, checkpoint=saved.url, generation=generation))
+    later = [line["lr"] for line in read_metrics(run.run_dir) if line["kind"] == "step" and line["step"] > 6]
+    assert later == pytest.approx([0.2, 0.2])  # 0.1 x 4 ranks x 0.5 after the first epoch
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adagrad", "RMSprop", "Adadelta", "Adam", "AdamW", "NAdam"])
+def test_every_optimizer_learns(tmp_path, optimizer):
+    lr = {"Adadelta": 1.0, "SGD": 0.3}.get(optimizer, 0.02)
+    run = make_run(tmp_path, small_config(1, train={"optimizer": optimizer, "lr": lr, "epochs": 8}), spec=MLP)
+    result = run_ranks(train_rank, 1, run)[0]
+    assert result["history"][-1]["train_loss"] < 0.8 * result["history"][0]["train_loss"]
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "interval", "expected"),
+    [
+        ("StepLR", {"step_size": 1, "gamma": 0.1}, "epoch", [0.1] * 6 + [0.01] * 6),
+        ("OneCycleLR", {"max_lr": 0.1, "total_steps": 12}, "step", None),
+        ("ReduceLROnPlateau", {"patience": 0, "threshold": 10.0, "factor": 0.5}, "epoch", [0.1] * 6 + [0.05] * 6),
+    ],
+)
+def test_schedulers(tmp_path, name, args, interval, expected):
+    train = {"scheduler": name, "scheduler_args": args, "scheduler_interval": interval}
+    run = make_run(tmp_path, small_config(2, train=train), spec=MLP)
+    run_ranks(train_rank, 2, run)
+    rates = [line["lr"] for line in read_metrics(run.run_dir) if line["kind"] == "step"]
+    if expected is None:
+        one = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(one, **args)
+        expected = []
+        for _ in rates:
+            expected.append(one.param_groups[0]["lr"])
+            one.step()
+            if len(expected) < 12:
+                scheduler.step()
+    assert rates == pytest.approx(expected)
+
+
+def test_warmup_rises_linearly(tmp_path):
+    run = make_run(tmp_path, small_config(1, train={"warmup_steps": 4, "epochs": 1}), spec=MLP)
+    run_ranks(train_rank, 1, run)
+    rates = [line["lr"] for line in read_metrics(run.run_dir) if line["kind"] == "step"]
+    assert rates == pytest.approx([0.025, 0.05, 0.075, 0.1, 0.1, 0.1])
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_early_stop_by_all_ranks_at_once(tmp_path, num_ranks):
+    train = {
+        "epochs": 50,
+        "early_stop_metric": "loss",
+        "early_stop_patience": 2,
+        "early_stop_min_delta": 0.05,
+        "lr": 0.3,
+    }
+    run = make_run(tmp_path, small_config(num_ranks, train=train, data={"validation_fraction": 0.2}), spec=MLP)
+    results = run_ranks(train_rank, num_ranks, run)
+    assert all(r["stopped_early"] and r["epochs"] == results[0]["epochs"] < 50 for r in results)
+    losses = [entry["metrics"]["loss"] for entry in results[0]["history"]]
+    best = min(losses[:-2])
+    assert all(loss > best - 0.05 for loss in losses[-2:])
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_mixed_precision_learns_and_keeps_float32_weights(tmp_path, precision):
+    config = small_config(2, train={"precision": precision, "epochs": 6, "lr": 0.3})
+    run = make_run(tmp_path, config, spec=MLP)
+    result = run_ranks(train_rank, 2, run)[0]
+    assert result["history"][-1]["train_loss"] < 0.8 * result["history"][0]["train_loss"]
+    weights, training = final_state(run)
+    assert all(w.dtype == torch.float32 for w in weights.values())
+    assert ("scaler" in training["extra"]) == (precision == "fp16")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("rows", [2, 245])
+def test_evaluation_is_exact_to_the_row(tmp_path, num_ranks, rows):
+    metrics = {
+        "accuracy": {"class": "MulticlassAccuracy", "num_classes": 3, "average": "micro"},
+        "auroc": {"class": "MulticlassAUROC", "num_classes": 3},
+    }
+    config = small_config(num_ranks, train={"metrics": metrics})
+    run = make_run(tmp_path, config, spec=MLP)
+    run_ranks(train_rank, num_ranks, run)
+    columns = blobs(rows, seed=9)
+    test = write_dataset(str(tmp_path / "test"), columns, group_rows=16, shard_rows=64)
+    saved = checkpoint.find(run.run_dir)
+    got = run_ranks(evaluate_rank, num_ranks, dataclasses.replace(run, train=test, checkpoint=saved.url))
+    assert all(r == got[0] for r in got)
+    model = MLP.build()
+    model.load_state_dict(checkpoint.load(saved, "model.pt")["0"])
+    with torch.no_grad():
+        output = model(torch.from_numpy(columns["features"]))
+    label = torch.from_numpy(columns["label"])
+    assert got[0]["rows"] == rows
+    assert got[0]["loss"] == pytest.approx(nn.functional.cross_entropy(output, label).item(), rel=1e-5)
+    right = int((output.argmax(1) == label).sum())
+    assert round(got[0]["accuracy"] * rows) == right
+    assert got[0]["accuracy"] == pytest.approx(right / rows)
+
+
+def test_validation_rows_are_not_trained_on(tmp_path):
+    config = small_config(2, train={"epochs": 1}, data={"validation_fraction": 0.25})
+    result = run_ranks(train_rank, 2, make_run(tmp_path, config, rows=400, spec=MLP))[0]
+    assert result["rows"] == 300
+
+
+def test_checkpoints_by_steps_and_by_epochs_keep_the_newest(tmp_path):
+    config = small_config(2, train={"epochs": 3}, checkpoint=Checkpoint(every_steps=4, every_epochs=2, keep=3))
+    run = make_run(tmp_path, config, spec=MLP)
+    run_ranks(train_rank, 2, run)  # 6 steps an epoch: steps 4, 8, 12 (also an epoch's end), 16, 18 (the end)
+    assert [s.step for s in checkpoint.list_checkpoints(run.run_dir)] == [12, 16, 18]
+
+
+def _nan_loss(output, label):
+    return nn.functional.cross_entropy(output, label, reduction="none") * torch.where(output.mean() > 1e9, 1.0, np.nan)
+
+
+def test_nan_stops_all_ranks_before_a_checkpoint(tmp_path):
+    config = small_config(2, train={"epochs": 1})
+    run = make_run(tmp_path, config, spec=ModelSpec(build=MLP.build, loss=_nan_loss))
+    with pytest.raises(RankFailed, match=r"the loss is nan in the steps up to step 1 of epoch 0"):
+        run_ranks(train_rank, 2, run)
+    assert checkpoint.latest(run.run_dir) is None
+
+
+def _mean_loss(output, label):
+    return nn.functional.cross_entropy(output, label)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (ModelSpec(build=MLP.build, loss=_mean_loss), "spec.loss: expected one value per row"),
+        (ModelSpec(build=nn.Identity), "no parameter of the model requires a gradient"),
+    ],
+)
+def test_a_model_that_does_not_fit_says_why(tmp_path, spec, message):
+    with pytest.raises(RankFailed, match=message):
+        run_ranks(train_rank, 2, make_run(tmp_path, small_config(2), spec=spec))
+
+
+def test_an_older_attempt_cannot_commit(tmp_path):
+    """A rank that was cut off and comes back finds that the run has gone on without it."""
+    run = make_run(tmp_path, small_config(2), spec=MLP)
+    checkpoint.start_generation(run.run_dir)
+    checkpoint.start_generation(run.run_dir)
+    with pytest.raises(RankFailed, match="this is attempt 1 of the run, and attempt 2 has begun since"):
+        run_ranks(train_rank, 2, dataclasses.replace(run, generation=1))
+    assert checkpoint.latest(run.run_dir) is None

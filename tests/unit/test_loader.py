@@ -1,0 +1,261 @@
+"""The loader: what the plan says, with the values that were stored."""
+
+import os
+import threading
+import time
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from spark_dl import Config, Data, Train
+from spark_dl.data.loader import Loader, _read_ahead
+from tests.datasets import write_dataset
+
+BATCH, STREAMS = 12, 4
+
+
+def config(batch=BATCH, streams=STREAMS, **data):
+    settings = {"features": ("x",), "label": "id", "num_streams": streams, "shuffle_window_rows": 40, **data}
+    return Config(data=Data(**settings), train=Train(global_batch_size=batch, seed=7))
+
+
+def dataset(url, rows, group_rows=10, shard_rows=30):
+    ids = np.arange(rows, dtype=np.int64)
+    x = np.stack([ids * 0.5, -ids, ids + 0.25], axis=1).astype(np.float32)
+    return write_dataset(str(url), {"x": x, "id": ids}, group_rows, shard_rows)
+
+
+def loaders(shards, world_size, settings=None, **kwargs):
+    return [Loader(shards, settings or config(), rank=r, world_size=world_size, **kwargs) for r in range(world_size)]
+
+
+def steps(loader, epoch=0, start=0):
+    """(step, true rows, columns) of every step; the columns of all micro-batches together."""
+    return [
+        (s.step, s.rows, {name: torch.cat([m[name] for m in s.micro_batches]) for name in s.micro_batches[0]})
+        for s in loader.epoch(epoch, start)
+    ]
+
+
+def true_ids(loader, epoch=0):
+    return [int(i) for _, _, batch in steps(loader, epoch) for i in batch["id"][batch["weight"] > 0]]
+
+
+def assert_same(a, b):
+    assert [(step, rows) for step, rows, _ in a] == [(step, rows) for step, rows, _ in b]
+    for (_, _, left), (_, _, right) in zip(a, b, strict=True):
+        assert left.keys() == right.keys()
+        assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 11, 12, 13, 47, 48, 49, 100])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_the_ranks_together_read_every_row_once_and_at_the_same_step_as_one_rank(tmp_path, rows, world_size):
+    shards = dataset(tmp_path / "d", rows)
+    alone = steps(loaders(shards, 1)[0], epoch=2)
+    by_rank = [steps(loader, epoch=2) for loader in loaders(shards, world_size)]
+    together = [
+        (parts[0][0], parts[0][1], {name: torch.cat([p[2][name] for p in parts]) for name in parts[0][2]})
+        for parts in zip(*by_rank, strict=True)
+    ]
+    assert_same(together, alone)
+    ids = torch.cat([batch["id"][batch["weight"] > 0] for _, _, batch in together])
+    assert sorted(ids.tolist()) == list(range(rows))
+
+
+@pytest.mark.parametrize("rows", [1, 12, 50])
+def test_values_belong_to_their_row_and_are_in_the_plan_s_order(tmp_path, rows):
+    loader = loaders(dataset(tmp_path / "d", rows), 1)[0]
+    starts = np.cumsum([0, *loader.plan.group_rows])
+    streams = [
+        np.concatenate(
+            [
+                np.concatenate([np.arange(s.start, s.stop) + starts[s.row_group] for s in w.segments])[w.order()]
+                for w in stream.windows
+            ]
+            or [np.empty(0, dtype=np.int64)]
+        )
+        for stream in loader.plan.streams(3)
+    ]
+    b = loader.plan.stream_batch
+    for step, _, batch in steps(loader, epoch=3):
+        expected = np.concatenate([s[step * b : step * b + b] for s in streams])
+        np.testing.assert_array_equal(batch["id"][batch["weight"] > 0], expected)
+        ids = batch["id"].to(torch.float32)
+        assert torch.equal(batch["x"], torch.stack([ids * 0.5, -ids, ids + 0.25], dim=1))
+
+
+@pytest.mark.parametrize("rows", [1, 13, 48, 49])
+def test_shapes_are_fixed_and_only_the_last_step_is_filled_up(tmp_path, rows):
+    shards = dataset(tmp_path / "d", rows)
+    by_rank = [steps(loader) for loader in loaders(shards, 3)]
+    places = [3, 3, 6]  # four streams on three ranks
+    for number, parts in enumerate(zip(*by_rank, strict=True)):
+        for (step, true_rows, batch), size in zip(parts, places, strict=True):
+            assert step == number
+            assert batch["x"].shape == (size, 3)
+            assert batch["id"].shape == batch["weight"].shape == (size,)
+            assert batch["weight"].dtype == torch.float32
+            assert set(batch["weight"].tolist()) <= {0.0, 1.0}
+            if number < len(by_rank[0]) - 1:
+                assert bool((batch["weight"] == 1).all())
+            assert true_rows == min(BATCH, rows - number * BATCH)
+        assert sum(float(batch["weight"].sum()) for _, _, batch in parts) == parts[0][1]
+
+
+@pytest.mark.parametrize("rows", [3, 48, 49, 62])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_an_epoch_that_is_taken_up_at_a_step_goes_on_exactly_as_if_it_had_not_stopped(tmp_path, rows, world_size):
+    shards = dataset(tmp_path / "d", rows)
+    for rank in range(world_size):
+        whole = steps(loaders(shards, world_size)[rank], epoch=1)
+        for start in range(len(whole) + 1):
+            fresh = loaders(shards, world_size)[rank]
+            assert_same(steps(fresh, epoch=1, start=start), whole[start:])
+
+
+def test_a_loader_can_read_epochs_again_and_in_any_order(tmp_path):
+    shards = dataset(tmp_path / "d", 50)
+    loader = loaders(shards, 1)[0]
+    first = steps(loader, epoch=0)
+    assert true_ids(loader, epoch=1) != true_ids(loader, epoch=0)
+    assert_same(steps(loader, epoch=0), first)
+
+
+@pytest.mark.parametrize("parts", [2, 3, 6])
+def test_micro_batches_are_the_batch_in_pieces(tmp_path, parts):
+    shards = dataset(tmp_path / "d", 50)
+    whole, pieces = loaders(shards, 2)[1], loaders(shards, 2, micro_batches=parts)[1]
+    assert_same(steps(pieces), steps(whole))
+    for step in pieces.epoch(0):
+        assert [len(m["weight"]) for m in step.micro_batches] == [6 // parts] * parts
+
+
+@pytest.mark.parametrize(("rows", "streams"), [(50, 1), (50, 4), (3, 4)])
+def test_without_shuffle_each_stream_reads_on_in_the_order_of_the_dataset(tmp_path, rows, streams):
+    loader = loaders(dataset(tmp_path / "d", rows), 1, config(streams=streams), shuffle=False)[0]
+    b = BATCH // streams
+    by_stream = [[] for _ in range(streams)]
+    for _, _, batch in steps(loader, epoch=4):
+        for s in range(streams):
+            places = slice(s * b, s * b + b)
+            by_stream[s] += batch["id"][places][batch["weight"][places] > 0].tolist()
+    assert sum(by_stream, []) == list(range(rows))
+
+
+@pytest.mark.parametrize("fraction", [0.02, 0.25, 0.5, 0.9])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_training_and_validation_rows_are_disjoint_and_complete(tmp_path, fraction, world_size):
+    shards, settings = dataset(tmp_path / "d", 101), config(validation_fraction=fraction)
+    read = {
+        part: sum((true_ids(loader) for loader in loaders(shards, world_size, settings, part=part)), [])
+        for part in ("train", "validation", "all")
+    }
+    assert len(read["validation"]) == round(fraction * 101)
+    assert sorted(read["train"] + read["validation"]) == sorted(read["all"]) == list(range(101))
+
+
+def test_the_validation_rows_are_the_same_in_every_epoch(tmp_path):
+    shards = dataset(tmp_path / "d", 101)
+    loader = loaders(shards, 1, config(validation_fraction=0.3), part="validation")[0]
+    assert sorted(true_ids(loader, 0)) == sorted(true_ids(loader, 5))
+
+
+DTYPES = ["bool", "int8", "int16", "int32", "int64", "float32", "float64"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (2, 1, 3)])
+def test_dtypes_and_shapes_come_out_as_they_were_stored(tmp_path, dtype, shape):
+    rng = np.random.default_rng(0)
+    x = (rng.normal(size=(30, *shape)) * 50).astype(dtype)
+    if dtype.startswith("int"):
+        x.reshape(-1)[:2] = np.iinfo(dtype).min, np.iinfo(dtype).max
+    shards = write_dataset(str(tmp_path / "d"), {"x": x, "id": np.arange(30, dtype=np.int16)}, 7, 14)
+    (loader,) = loaders(shards, 1, config(batch=6, streams=2))
+    for _, _, batch in steps(loader):
+        assert batch["x"].dtype == getattr(torch, dtype)
+        assert batch["id"].dtype == torch.int16
+        np.testing.assert_array_equal(batch["x"], x[batch["id"].numpy()])
+
+
+def test_batches_do_not_share_memory_with_each_other(tmp_path):
+    loader = loaders(dataset(tmp_path / "d", 50), 1)[0]
+    expected = steps(loader)
+    for (_, _, batch), step in zip(expected, loader.epoch(0), strict=True):
+        assert torch.equal(step.micro_batches[0]["x"], batch["x"])
+        step.micro_batches[0]["x"].zero_()
+
+
+def test_an_unknown_column_is_an_error_that_names_the_nearest(tmp_path):
+    shards = dataset(tmp_path / "d", 5)
+    with pytest.raises(ValueError, match=r"no column 'iid' .*did you mean 'id'"):
+        loaders(shards, 1, config(label="iid"))
+
+
+def delete(path):
+    path.unlink()
+
+
+def truncate(path):
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def flip_bit(path):
+    """In the values of a data page: the footer stays readable."""
+    content = bytearray(path.read_bytes())
+    content[pq.ParquetFile(path).metadata.row_group(0).column(0).total_compressed_size // 2] ^= 1
+    path.write_bytes(content)
+
+
+def replace_by_fewer_rows(path):
+    pq.write_table(pa.table({"x": [b""], "id": [1]}), path)
+
+
+@pytest.mark.parametrize("damage", [delete, truncate, flip_bit, replace_by_fewer_rows])
+def test_a_damaged_shard_is_an_error_that_names_the_file(tmp_path, damage):
+    shards = dataset(tmp_path / "d", 100)
+    name = shards.shards[1].name
+    damage(tmp_path / "d" / name)
+    with pytest.raises(RuntimeError, match=rf"cannot read row group \d of .*{name}"):
+        steps(loaders(shards, 1)[0])
+    assert loader_threads() == []
+
+
+def loader_threads():
+    return [t for t in threading.enumerate() if t.name == "spark_dl loader"]
+
+
+@pytest.mark.parametrize("taken", [0, 1, 3])
+def test_closing_the_iterator_early_stops_the_thread(tmp_path, taken):
+    batches = loaders(dataset(tmp_path / "d", 500), 1, config(prefetch_batches=1))[0].epoch(0)
+    for _ in range(taken):
+        next(batches)
+    assert len(loader_threads()) == (1 if taken else 0)
+    batches.close()
+    assert loader_threads() == []
+
+
+def test_reading_ahead_is_bounded():
+    made = []
+    items = _read_ahead((made.append(i) or i for i in range(100)), 3)
+    assert next(items) == 0
+    time.sleep(0.1)
+    assert len(made) <= 1 + 3 + 1  # taken, waiting in the queue, in the hand of the thread
+    assert list(items) == list(range(1, 100))
+    assert made == list(range(100))
+
+
+def test_an_exception_comes_after_the_items_before_it():
+    def broken():
+        yield 1
+        raise KeyError("gone")
+
+    items = _read_ahead(broken(), 2)
+    assert next(items) == 1
+    with pytest.raises(KeyError, match="gone"):
+        next(items)
+    assert loader_threads() == []

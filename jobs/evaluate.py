@@ -1,6 +1,6 @@
 """Evaluates a checkpoint on a dataset, exact to the row.
 
-jobs/evaluate.py --config conf/train/digits.yaml --checkpoint runs/digits
+jobs/evaluate.py --config conf/train/digits.yaml --checkpoint_path runs/digits
 """
 
 import time
@@ -10,22 +10,22 @@ import spark_dl
 from spark_dl import cli
 
 OPTIONS: dict[str, tuple[Any, Any, str]] = {
-    "checkpoint": (str, None, "a checkpoint, or the folder of a run for its last one"),
+    "checkpoint_path": (str, None, "a checkpoint, or the folder of a run for its last one"),
     "dataset": (str, "test", "which of the input's datasets"),
 }
 
 
 def evaluate(job: cli.Job) -> dict[str, Any]:
     start = time.perf_counter()
-    if not job.args["checkpoint"]:
-        raise ValueError("checkpoint: expected a checkpoint or a run's folder, found nothing; pass --checkpoint")
+    if not job.args["checkpoint_path"]:
+        raise ValueError("checkpoint_path: expected a checkpoint or a run's folder, found nothing")
     spec = job.model.spec()
     spark = job.session("spark_dl evaluate")
     data = cli.dataset(cli.read_datasets(spark, job.input), job.args["dataset"])
-    metrics = spark_dl.evaluate(data, spec, job.args["checkpoint"], job.config)
+    metrics = spark_dl.evaluate(data, spec, job.args["checkpoint_path"], job.config)
     rows = metrics.pop("rows")
     return {
-        "checkpoint": job.args["checkpoint"],
+        "checkpoint": job.args["checkpoint_path"],
         "rows": rows,
         "metrics": metrics,
         "seconds": time.perf_counter() - start,

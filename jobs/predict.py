@@ -1,6 +1,6 @@
 """Adds a model's predictions to a dataset and writes it as Parquet.
 
-jobs/predict.py --config conf/train/digits.yaml --checkpoint runs/digits --output /data/predictions
+jobs/predict.py --config conf/train/digits.yaml --checkpoint_path runs/digits --output /data/predictions
 """
 
 import time
@@ -10,7 +10,7 @@ import spark_dl
 from spark_dl import cli
 
 OPTIONS: dict[str, tuple[Any, Any, str]] = {
-    "checkpoint": (str, None, "a checkpoint, or the folder of a run for its last one"),
+    "checkpoint_path": (str, None, "a checkpoint, or the folder of a run for its last one"),
     "dataset": (str, "test", "which of the input's datasets"),
     "output": (str, None, "folder for the Parquet files"),
     "mode": (str, "errorifexists", "Spark's save mode: errorifexists, overwrite, append, ignore"),
@@ -19,7 +19,7 @@ OPTIONS: dict[str, tuple[Any, Any, str]] = {
 
 def predict(job: cli.Job) -> dict[str, Any]:
     start = time.perf_counter()
-    for name in ("checkpoint", "output"):
+    for name in ("checkpoint_path", "output"):
         if not job.args[name]:
             raise ValueError(f"{name}: expected a path, found nothing; pass --{name}")
     spec = job.model.spec()
@@ -27,7 +27,7 @@ def predict(job: cli.Job) -> dict[str, Any]:
     data = cli.dataset(cli.read_datasets(spark, job.input), job.args["dataset"])
     if isinstance(data, spark_dl.ShardSet):
         raise ValueError("input.datasets: predictions are for DataFrames; give input.path or input.table instead")
-    predictions = spark_dl.predict(data, spec, job.args["checkpoint"], job.config)
+    predictions = spark_dl.predict(data, spec, job.args["checkpoint_path"], job.config)
     predictions.write.mode(job.args["mode"]).parquet(job.args["output"])
     rows = spark.read.parquet(job.args["output"]).count()
     return {"output": job.args["output"], "rows": rows, "seconds": time.perf_counter() - start}

@@ -12,20 +12,24 @@ import torch.distributed as dist
 from tests.ranks.launcher import pool_pids
 
 _KEPT = {
-    "PYTEST_CURRENT_TEST",
-    "TORCHINDUCTOR_CACHE_DIR",
-    "SPARK_HOME",
-    "PYSPARK_PYTHON",
-    "PYSPARK_DRIVER_PYTHON",
-    "SPARK_LOCAL_IP",
-}
+    "PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "SPARK_HOME", "PYSPARK_PYTHON", "PYSPARK_DRIVER_PYTHON",
+    "SPARK_LOCAL_IP", "PYTHONPATH",
+}  # fmt: skip
+"""Set by torch and by the Spark fixture, for the whole session."""
 _LEAVE_WAIT_S = 10.0
 
 
 def pytest_collection_modifyitems(items):
     """Cheap tests first, so that a simple mistake is seen at once; the Spark modes one after another."""
+    items[:] = [item for item in items if not _in_another_mode(item)]
     order = {"unit": 0, "ranks": 1, "spark": 2, "hosts": 3, "gpu": 4}
     items.sort(key=lambda item: order.get(Path(item.path).parent.name, 0))
+
+
+def _in_another_mode(item):
+    """Tests of what does not depend on the kind of cluster run in local mode only."""
+    mode = getattr(item, "callspec", None) and item.callspec.params.get("spark", "local")
+    return item.get_closest_marker("local_only") and mode not in (None, "local")
 
 
 @pytest.fixture(autouse=True)
@@ -46,8 +50,14 @@ def no_leaks(request, tmp_path):
 
 def _children():
     """Child processes, without those that Python's multiprocessing keeps for itself."""
-    found = psutil.Process().children(recursive=True)
-    return {p for p in found if "resource_tracker" not in " ".join(p.cmdline())}
+    return {p for p in psutil.Process().children(recursive=True) if "resource_tracker" not in _command(p)}
+
+
+def _command(process):
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:  # it has just ended
+        return "resource_tracker"
 
 
 def _gone(left):

@@ -115,6 +115,14 @@ def test_the_order_depends_on_seed_and_epoch_and_on_nothing_else():
     assert tuple(range(500)) not in orders
 
 
+def test_the_row_groups_are_dealt_anew_for_each_seed_and_epoch():
+    def dealt(seed, epoch):
+        streams = Plan((10,) * 20, 4, 2, seed=seed).streams(epoch)
+        return tuple(s.row_group for w in streams[0].windows for s in w.segments)
+
+    assert len({dealt(seed, epoch) for seed in range(3) for epoch in range(3)}) == 9
+
+
 def test_a_single_row_group_is_shuffled_too():
     orders = {tuple(rows_of(p, p.streams(e)[0])) for p in [Plan((100,), 10, 1)] for e in range(4)}
     assert len(orders) == 4

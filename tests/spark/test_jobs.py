@@ -1,0 +1,223 @@
+"""The jobs as processes: the last line of output, exit codes, kill and resume, spark-submit, a standalone cluster."""
+
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import sklearn
+import torch
+
+from spark_dl import checkpoint
+from tests.models import same_bits
+from tests.spark.conftest import CONF, REPOSITORY, SPARK_HOME, free_port, stop, wait_for_port
+
+PLAIN = [sys.executable]
+SUBMIT = [f"{SPARK_HOME}/bin/spark-submit", "--master", "local[2]"]
+KEYS = {"run_dir", "checkpoint", "epochs", "steps", "rows", "train_loss", "metrics", "rows_per_s", "seconds"}
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    path = tmp_path_factory.mktemp("digits") / "digits.csv.gz"
+    shutil.copy(pathlib.Path(sklearn.__file__).parent / "datasets/data/digits.csv.gz", path)
+    return ["--config", "conf/train/digits.yaml", "--input.path", str(path)]
+
+
+def environment():
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("SPARK_", "PYSPARK_", "VIRTUAL_ENV"))}
+    return {**env, "SPARK_LOCAL_IP": "127.0.0.1", "PYSPARK_PYTHON": sys.executable}
+
+
+def start_job(*command, **kwargs):
+    out = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=REPOSITORY, env=environment(), **out, **kwargs)
+
+
+def run_job(*command, code=0, timeout_s=110):
+    process = start_job(*command)
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    finally:
+        process.kill()
+    assert process.returncode == code, err[-4000:]
+    return out, err
+
+
+def result_of(out):
+    return json.loads(out.splitlines()[-1])
+
+
+def weights(run_dir):
+    saved = checkpoint.find(str(run_dir))
+    return {**checkpoint.load(saved, "model.pt")["0"], "step": torch.tensor(saved.step)}
+
+
+LOCAL = ["--master", "local[2]"]
+
+
+@pytest.fixture(scope="module")
+def prepared(digits, tmp_path_factory):
+    """The digits as datasets: the URL and rows of `train` and `test`."""
+    out, _ = run_job(*PLAIN, "jobs/prepare.py", *digits, *LOCAL, "--output", str(tmp_path_factory.mktemp("data")))
+    datasets = result_of(out)["datasets"]
+    assert (datasets["train"]["rows"], datasets["test"]["rows"]) == (1446, 351)
+    return datasets
+
+
+def on_prepared(prepared, *names):
+    urls = json.dumps({name: prepared[name]["url"] for name in names})
+    return ["--config", "conf/train/digits.yaml", "--input.datasets", urls]
+
+
+@pytest.mark.timeout(240)
+def test_train_killed_half_way_and_resumed_equals_an_uninterrupted_run(prepared, tmp_path):
+    settings = [*on_prepared(prepared, "train"), *LOCAL, "--train.epochs=6", "--checkpoint.every_steps=10"]
+    args = [*PLAIN, "jobs/train.py", *settings]
+    whole, _ = run_job(*args, "--run_dir", str(tmp_path / "whole"))
+    result = result_of(whole)
+    assert result.keys() >= KEYS
+    assert (result["epochs"], result["steps"], result["rows"]) == (6, 138, 6 * 1446)
+
+    process = start_job(*args, "--run_dir", str(tmp_path / "cut"), start_new_session=True)
+    try:
+        wait_for_step(tmp_path / "cut", 40, process)
+        family = psutil.Process(process.pid).children(recursive=True)
+    finally:
+        process.kill()
+        process.communicate()
+    assert psutil.wait_procs(family, timeout=20)[1] == [], "processes of the killed driver are still there"
+    assert checkpoint.latest(str(tmp_path / "cut")).step < 138
+
+    resumed, err = run_job(*args, "--run_dir", str(tmp_path / "cut"), "--resume")
+    assert "from step" in err
+    assert same_bits(weights(tmp_path / "whole"), weights(tmp_path / "cut"))
+    same = ("epochs", "steps", "rows", "train_loss", "metrics")
+    assert {k: result_of(resumed)[k] for k in same} == {k: result[k] for k in same}
+
+
+def wait_for_step(run_dir, step, process, timeout_s=90):
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        assert process.poll() is None, process.communicate()[1][-3000:]
+        saved = checkpoint.latest(str(run_dir))
+        if saved is not None and saved.step >= step:
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"step {step} was not reached within {timeout_s} s")
+
+
+@pytest.mark.timeout(180)
+def test_train_evaluate_predict_one_after_another(digits, prepared, tmp_path):
+    run_dir, out = str(tmp_path / "run"), str(tmp_path / "out")
+    datasets = [*on_prepared(prepared, "train", "test"), *LOCAL]
+    trained, _ = run_job(*PLAIN, "jobs/train.py", *datasets, "--run_dir", run_dir, "--train.epochs=2")
+    evaluated, _ = run_job(*PLAIN, "jobs/evaluate.py", *datasets, "--checkpoint_path", run_dir)
+    assert result_of(evaluated)["rows"] == 351
+    assert result_of(evaluated)["metrics"] == result_of(trained)["metrics"]
+    paths = ["--checkpoint_path", run_dir, "--output", out]
+    predicted, _ = run_job(*PLAIN, "jobs/predict.py", *digits, *LOCAL, *paths)
+    assert result_of(predicted)["rows"] == 351
+
+
+def test_the_main_job_through_spark_submit(digits, tmp_path):
+    conf = [f"--conf={k}={v}" for k, v in CONF.items()]
+    out, _ = run_job(*SUBMIT, *conf, "jobs/train.py", *digits, "--train.epochs=4", "--run_dir", str(tmp_path / "run"))
+    result = result_of(out)
+    assert (result["steps"], result["run_dir"]) == (92, str(tmp_path / "run"))
+    assert result["metrics"]["accuracy"] > 0.9
+    assert {"loss.png", "predictions.png", "predictions"} <= set(os.listdir(tmp_path / "run"))
+
+
+@pytest.mark.timeout(180)
+def test_standalone_cluster_with_two_workers(prepared, tmp_path):
+    spark_class, port = f"{SPARK_HOME}/bin/spark-class", free_port()
+    master_url = f"spark://127.0.0.1:{port}"
+    deploy = "org.apache.spark.deploy"
+    commands = [
+        ["master", f"{deploy}.master.Master", "--host", "127.0.0.1", "--port", str(port), "--webui-port", "0"],
+        *(
+            [f"worker{i}", f"{deploy}.worker.Worker", "--host", "127.0.0.1", "--cores", "1", "--memory", "1g",
+             "--webui-port", "0", "--work-dir", str(tmp_path / f"worker{i}"), master_url]
+            for i in range(2)
+        ),
+    ]  # fmt: skip
+    processes = []
+    try:
+        for name, *command in commands:
+            with open(tmp_path / f"{name}.log", "w") as log:
+                processes.append(
+                    subprocess.Popen([spark_class, *command], stdout=log, stderr=log, env=environment(), cwd=tmp_path)
+                )
+            if name == "master":
+                wait_for_port(port, processes[0], tmp_path / "master.log")
+        args = [
+            *on_prepared(prepared, "train"),
+            "--master",
+            master_url,
+            "--train.epochs=1",
+            "--run_dir",
+            str(tmp_path / "run"),
+        ]
+        out, _ = run_job(*PLAIN, "jobs/train.py", *args, "--spark_conf", json.dumps(CONF))
+        assert result_of(out)["steps"] == 23
+    finally:
+        for process in reversed(processes):
+            stop(process)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (
+            ["--train.batch_sise=3"],
+            2,
+            "error: unknown config key 'train.batch_sise'; did you mean 'train.global_batch_size'",
+        ),
+        (["--train.lr=-1"], 2, "error: train.lr: expected a finite number > 0, found -1"),
+        (["--train.global_batch_size=100"], 2, "the nearest is 96"),
+        (
+            ["--model.build=examples/digits.py:build_cnm"],
+            1,
+            "error: model.build: examples/digits.py has no 'build_cnm'",
+        ),
+        (["--input.path=/nowhere.csv"], 1, "PATH_NOT_FOUND"),
+        (["--data.label=digitt"], 1, "no column 'digitt' in the DataFrame; did you mean 'digit'"),
+    ],
+)
+def test_wrong_usage_and_failure_have_exit_codes_and_one_message(digits, tmp_path, arguments, code, message):
+    run = ["--run_dir", str(tmp_path / "run")]
+    out, err = run_job(*PLAIN, "jobs/train.py", *digits, *LOCAL, *run, *arguments, code=code)
+    assert out == ""
+    lines = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    assert message in lines[0]
+    assert "Traceback" not in err
+
+
+def test_print_config_shows_the_result(digits):
+    out, _ = run_job(*PLAIN, "jobs/train.py", *digits, "--train.lr=0.5", "--print_config")
+    assert "lr: 0.5" in out
+    assert "features:\n  - image" in out
+
+
+def test_an_interrupt_ends_the_job_and_its_processes(prepared, tmp_path):
+    settings = [*on_prepared(prepared, "train"), *LOCAL, "--train.epochs=500"]
+    args = [*PLAIN, "jobs/train.py", *settings, "--run_dir", str(tmp_path / "run")]
+    process = start_job(*args, start_new_session=True)
+    try:
+        wait_for_step(tmp_path / "run", 23, process)
+        family = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 1
+    assert "error: interrupted" in err
+    assert psutil.wait_procs(family, timeout=20)[1] == []

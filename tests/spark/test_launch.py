@@ -1,0 +1,194 @@
+"""spark_dl.launch in every mode: results of all ranks, and one error for each way to fail."""
+
+import os
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import spark_dl
+from spark_dl import Launch, RankError
+from spark_dl.launch import barrier, preflight
+
+
+def _sum_of_ranks(scale, offset=0):
+    dist.init_process_group("gloo")
+    total = torch.tensor([scale * dist.get_rank() + offset])
+    dist.all_reduce(total)
+    return {"rank": dist.get_rank(), "total": total, "pid": os.getpid(), "local": int(os.environ["LOCAL_RANK"])}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3, 4])
+def test_results_of_all_ranks_in_rank_order(spark, num_ranks):
+    results = spark_dl.launch(_sum_of_ranks, 2.0, num_ranks=num_ranks, offset=1.0)
+    assert [r["rank"] for r in results] == list(range(num_ranks))
+    assert {float(r["total"]) for r in results} == {sum(2.0 * rank + 1 for rank in range(num_ranks))}
+    assert len({r["pid"] for r in results}) == num_ranks
+    assert sorted(r["local"] for r in results) == list(range(num_ranks))  # all on this one host
+
+
+def test_python_workers_are_used_again_and_left_clean(spark):
+    def state():
+        before = dist.is_initialized(), "RANK" in os.environ
+        dist.init_process_group("gloo")
+        return {"before": list(before), "pid": os.getpid()}
+
+    first, second = spark_dl.launch(state, num_ranks=4), spark_dl.launch(state, num_ranks=4)
+    assert [r["before"] for r in first + second] == [[False, True]] * 8
+    assert {r["pid"] for r in first} == {r["pid"] for r in second}
+
+
+@pytest.mark.local_only
+def test_any_callable_and_any_data(spark):
+    class Scale:
+        def __init__(self, factor):
+            self.factor = factor
+
+        def __call__(self, values):
+            return {"values": values * self.factor, "nested": [(1, None, "ä"), {2: float("inf")}], "flag": True}
+
+    results = spark_dl.launch(Scale(3), np.arange(4, dtype=np.int16), num_ranks=2)
+    assert results[0]["values"].dtype == np.int16
+    assert results[1]["values"].tolist() == [0, 3, 6, 9]
+    assert results[0]["nested"] == [(1, None, "ä"), {2: float("inf")}]
+    assert results[0]["flag"] is True
+
+
+def test_a_rank_that_raises(spark):
+    def work():
+        if os.environ["RANK"] == "1":
+            raise KeyError("the culprit")
+        time.sleep(60)
+
+    start = time.monotonic()
+    with pytest.raises(RankError, match="rank 1 on .* failed: KeyError: 'the culprit'") as error:
+        spark_dl.launch(work, num_ranks=2)
+    assert time.monotonic() - start < 30
+    assert error.value.rank == 1
+    assert 'raise KeyError("the culprit")' in str(error.value)
+    _assert_pid_ends(error.value.pid)
+
+
+def test_the_root_cause_is_named_not_a_survivor(spark):
+    def work():
+        dist.init_process_group("gloo")
+        if dist.get_rank() == 2:
+            raise ValueError("the culprit")
+        dist.barrier()
+
+    with pytest.raises(RankError, match="ValueError: the culprit") as error:
+        spark_dl.launch(work, num_ranks=3)
+    assert error.value.rank == 2
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_is_killed(spark, mode, victim):
+    def work():
+        dist.init_process_group("gloo")
+        if dist.get_rank() == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.barrier()
+
+    start = time.monotonic()
+    with pytest.raises(RankError, match="was killed: its .*process ended without an error") as error:
+        spark_dl.launch(work, num_ranks=2)
+    assert time.monotonic() - start < 30
+    if mode != "connect":  # there the message names the task
+        assert error.value.rank == victim
+    assert spark_dl.launch(_sum_of_ranks, 1.0, num_ranks=2)[0]["rank"] == 0  # the session is as good as before
+
+
+def test_too_few_slots_is_an_error_within_seconds(spark):
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"9 ranks need 9 task slots .* the cluster has 4 .* launch.num_ranks"):
+        spark_dl.launch(_sum_of_ranks, 1.0, num_ranks=9)
+    assert time.monotonic() - start < 15
+
+
+def test_a_busy_cluster_is_an_error_after_the_start_timeout(spark, mode):
+    def sleep(batches):
+        time.sleep(25)
+        yield from batches
+
+    def occupy():
+        if mode != "connect":
+            spark.sparkContext.setJobGroup("busy", "busy", interruptOnCancel=True)
+        try:
+            spark.range(0, 4, 1, 4).mapInArrow(sleep, "id long").collect()
+        except Exception as error:
+            errors.append(error)
+
+    errors = []
+    other = threading.Thread(target=occupy)
+    other.start()
+    time.sleep(3)
+    try:
+        with pytest.raises(RuntimeError, match=r"of 2 ranks started within launch.start_timeout_s=4 s"):
+            spark_dl.launch(_sum_of_ranks, 1.0, num_ranks=2, settings=Launch(start_timeout_s=4))
+    finally:
+        if mode == "connect":
+            spark.interruptAll()
+        else:
+            spark.sparkContext.cancelJobGroup("busy")
+        other.join()
+    assert [r["rank"] for r in spark_dl.launch(_sum_of_ranks, 1.0, num_ranks=2)] == [0, 1]
+
+
+def test_what_cannot_be_pickled_is_named(spark):
+    class Model:
+        def __init__(self):
+            self.layers = {"guard": threading.Lock()}
+
+    model = Model()
+    with pytest.raises(ValueError, match=r"cannot send .*model\.layers\.guard \(a _thread.lock\) to the ranks"):
+        spark_dl.launch(lambda: model, num_ranks=2)
+
+
+@pytest.mark.local_only
+def test_what_cannot_be_returned_is_named(spark):
+    with pytest.raises(RankError, match=r"result\['model'\]: cannot return a torch.nn.modules.linear.Linear"):
+        spark_dl.launch(lambda: {"model": torch.nn.Linear(1, 1)}, num_ranks=2)
+
+
+def test_an_interrupt_on_the_driver_ends_the_ranks(spark, mode, monkeypatch):
+    pids = []
+
+    def interrupt(event):
+        if event["kind"] == "joined":
+            pids.append(event["pid"])
+        if len(pids) == 2:
+            raise KeyboardInterrupt
+
+    if mode == "connect":
+        pytest.skip("over Spark Connect ranks cannot tell the driver their process ids")
+    with pytest.raises(KeyboardInterrupt):
+        barrier.run_barrier(
+            spark, spark_dl.worker.call, lambda: time.sleep(60), (), {}, Launch(num_ranks=2),
+            launch=Launch(num_ranks=2), on_event=interrupt,
+        )  # fmt: skip
+    for pid in pids:
+        _assert_pid_ends(pid)
+
+
+@pytest.mark.local_only
+def test_settings_under_which_ranks_cannot_run_are_refused(spark, monkeypatch):
+    for key in ("spark.dynamicAllocation.enabled", "spark.python.worker.killOnIdleTimeout"):
+        conf = {key: "true"}
+        monkeypatch.setattr(preflight, "_conf", lambda spark, k, conf=conf: conf.get(k))
+        with pytest.raises(ValueError, match=f"{key} is true"):
+            spark_dl.launch(_sum_of_ranks, 1.0, num_ranks=1)
+
+
+def _assert_pid_ends(pid):
+    end = time.monotonic() + 15
+    while time.monotonic() < end:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"process {pid} of the run is still there")

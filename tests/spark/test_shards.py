@@ -1,0 +1,118 @@
+"""write_shards: exact layout, exact values, and an error that names the column for what cannot be stored."""
+
+import os
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from pyspark.ml.linalg import Vectors
+from pyspark.sql import functions as F
+
+from spark_dl import Data, read_shards, write_shards
+from spark_dl.data.loader import _Rows
+from spark_dl.data.plan import Segment, Window
+
+SMALL = Data(rows_per_row_group=16, rows_per_shard=64)
+
+
+def read_all(shards):
+    """All columns as arrays, in the order of the dataset."""
+    rows = _Rows(shards, shards.columns, 0.0, 0, "all")
+    segments = tuple(Segment(g, 0, n) for g, (_, _, n) in enumerate(shards.row_groups))
+    return dict(zip([c.name for c in shards.columns], rows.read(Window(segments, 0, None)), strict=True))
+
+
+@pytest.mark.local_only
+@pytest.mark.parametrize(("rows", "partitions"), [(1000, 3), (64, 1), (65, 4), (1, 3), (63, 7), (128, 2)])
+def test_shards_have_an_exact_layout_and_every_row_once(spark, tmp_path, rows, partitions):
+    df = spark.range(0, rows, 1, partitions).selectExpr("id", "array(id, id * 2, id * 3) AS a")
+    shards = write_shards(df, str(tmp_path / "d"), SMALL, columns=["id", "a"])
+    assert shards == read_shards(str(tmp_path / "d"))
+    assert [s.rows for s in shards.shards] == [64] * (rows // 64) + [rows % 64] * (rows % 64 > 0)
+    assert {g for s in shards.shards[:-1] for g in s.row_groups} <= {16}
+    assert set(shards.shards[-1].row_groups[:-1]) <= {16}
+    for shard in shards.shards:  # the manifest says what the files hold
+        footer = pq.ParquetFile(tmp_path / "d" / shard.name).metadata
+        assert tuple(footer.row_group(i).num_rows for i in range(footer.num_row_groups)) == shard.row_groups
+    columns = read_all(shards)
+    assert sorted(columns["id"]) == list(range(rows))
+    np.testing.assert_array_equal(columns["a"], columns["id"][:, None] * np.array([1, 2, 3]))
+    assert {n for n in os.listdir(tmp_path / "d") if n[0] not in "._"} == {s.name for s in shards.shards}
+
+
+def test_skewed_partitions_become_equal_files(spark, tmp_path):
+    df = spark.range(500).filter("id < 300 OR id >= 490").repartitionByRange(5, "id").union(spark.range(500, 507))
+    shards = write_shards(df.select("id"), str(tmp_path / "d"), SMALL, columns=["id"])
+    assert [s.rows for s in shards.shards] == [64, 64, 64, 64, 61]
+    assert sorted(read_all(shards)["id"]) == [*range(300), *range(490, 507)]
+
+
+def test_dtypes_and_shapes_are_kept(spark, tmp_path):
+    df = spark.range(0, 40, 1, 2).selectExpr(
+        "id % 2 = 0 AS flag", "CAST(id AS TINYINT) AS i8", "CAST(id AS SMALLINT) AS i16", "CAST(id AS INT) AS i32",
+        "id AS i64", "CAST(id AS FLOAT) AS f32", "CAST(id AS DOUBLE) AS f64", "array(CAST(id AS INT), 7) AS v",
+        "array(array(1.5f, CAST(id AS FLOAT)), array(2.5f, 0f), array(9f, 8f)) AS m",
+    )  # fmt: skip
+    columns = read_all(write_shards(df, str(tmp_path / "d"), columns=df.columns))
+    dtypes = {name: (str(array.dtype), array.shape[1:]) for name, array in columns.items()}
+    assert dtypes == {
+        "flag": ("bool", ()), "i8": ("int8", ()), "i16": ("int16", ()), "i32": ("int32", ()), "i64": ("int64", ()),
+        "f32": ("float32", ()), "f64": ("float64", ()), "v": ("int32", (2,)), "m": ("float32", (3, 2)),
+    }  # fmt: skip
+    order = np.argsort(columns["i64"])
+    np.testing.assert_array_equal(columns["flag"][order], np.arange(40) % 2 == 0)
+    np.testing.assert_array_equal(columns["m"][order][:, 0, 1], np.arange(40))
+
+
+def test_dense_and_sparse_vectors_mixed(spark, tmp_path):
+    rows = [(Vectors.dense([1, 2, 3]),), (Vectors.sparse(3, [0, 2], [5.0, 6.0]),), (Vectors.sparse(3, [], []),)] * 5
+    shards = write_shards(spark.createDataFrame(rows, ["v"]).coalesce(1), str(tmp_path / "d"), columns=["v"])
+    np.testing.assert_array_equal(read_all(shards)["v"], [[1, 2, 3], [5, 0, 6], [0, 0, 0]] * 5)
+
+
+BAD = {
+    "missing column": (lambda s: s.range(3).toDF("lable"), "no column 'label' .* did you mean 'lable'"),
+    "string": (lambda s: s.range(3).selectExpr("'a' AS label"), "column 'label' has type string"),
+    "null": (lambda s: s.range(30).selectExpr("nullif(id, 7) AS label"), "column 'label': found 1 null"),
+    "null in an array": (lambda s: s.range(9).selectExpr("array(id, nullif(id, 7)) AS label"), "null inside an array"),
+    "nan": (lambda s: s.range(9).selectExpr("IF(id = 5, double('NaN'), 1.0D) AS label"), "'label': found NaN or Inf"),
+    "ragged": (lambda s: s.range(9).selectExpr("sequence(0, IF(id = 5, 1, 2)) AS label"), "'label': .*(lengths|shape)"),
+    "empty": (lambda s: s.range(3).filter("id > 5").toDF("label"), "the DataFrame has no rows"),
+}
+
+
+@pytest.mark.local_only
+@pytest.mark.parametrize("case", BAD)
+def test_bad_data_is_one_error_and_leaves_nothing(spark, tmp_path, case):
+    build, message = BAD[case]
+    with pytest.raises(ValueError, match=message):
+        write_shards(build(spark), str(tmp_path / "d"), columns=["label"])
+    assert not (tmp_path / "d").exists() or os.listdir(tmp_path / "d") == []
+
+
+@pytest.mark.local_only
+def test_an_error_of_the_dataframe_itself_is_not_swallowed(spark, tmp_path):
+    df = spark.range(9).select(F.raise_error(F.lit("from the plan")).alias("label"))
+    with pytest.raises(Exception, match="from the plan|VOID|void"):
+        write_shards(df.select(F.col("label").cast("int")), str(tmp_path / "d"), columns=["label"])
+    assert os.listdir(tmp_path / "d") == []
+
+
+@pytest.mark.local_only
+def test_a_folder_in_use_is_not_overwritten_unasked(spark, tmp_path):
+    df = spark.range(5)
+    write_shards(df, str(tmp_path / "d"), columns=["id"])
+    with pytest.raises(ValueError, match="holds a dataset already"):
+        write_shards(df, str(tmp_path / "d"), columns=["id"])
+    assert write_shards(df.limit(3), str(tmp_path / "d"), columns=["id"], overwrite=True).rows == 3
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"not empty and not a dataset: it holds \['thesis.txt'\]"):
+        write_shards(df, str(tmp_path / "other"), columns=["id"], overwrite=True)
+    assert (tmp_path / "other" / "thesis.txt").read_text() == "mine"
+
+
+@pytest.mark.local_only
+def test_spark_reads_a_dataset_as_plain_parquet(spark, tmp_path):
+    write_shards(spark.range(100), str(tmp_path / "d"), SMALL, columns=["id"])
+    assert spark.read.parquet(str(tmp_path / "d")).selectExpr("sum(id)").first()[0] == 4950

@@ -1,0 +1,188 @@
+"""train, evaluate and predict from a DataFrame, in every mode."""
+
+import os
+import threading
+import time
+
+import pytest
+import torch
+
+import spark_dl
+from spark_dl import ModelSpec, RankError, checkpoint
+from tests.models import MLP, blobs, build_mlp, same_bits, small_config
+
+METRICS = {"accuracy": {"class": "MulticlassAccuracy", "num_classes": 3, "average": "micro"}}
+
+
+@pytest.fixture(scope="module")
+def points(spark):
+    columns = blobs(500)
+    rows = [(x.tolist(), int(y), f"row {i}") for i, (x, y) in enumerate(zip(*columns.values(), strict=True))]
+    return spark.createDataFrame(rows, "features array<float>, label bigint, name string").repartition(3).cache()
+
+
+def _columns(output):
+    return {"prediction": output.argmax(1), "probability": output.softmax(1)}
+
+
+def test_train_evaluate_predict(spark, points, tmp_path):
+    config = small_config(2, train={"epochs": 6, "metrics": METRICS}, data={"validation_fraction": 0.2})
+    spec = ModelSpec(build=build_mlp, predict=_columns)
+    result = spark_dl.train(points, spec, config, run_dir=str(tmp_path / "run"))
+    assert (result.epochs, result.steps, result.rows) == (6, 54, 2400)
+    assert result.metrics["accuracy"] > 0.7
+    assert result.history[0]["train_loss"] > result.train_loss
+    assert sorted(os.listdir(tmp_path / "run")) == [
+        "GENERATION",
+        "checkpoints",
+        "config.yaml",
+        "metrics.jsonl",
+        "shards",
+    ]
+    assert spark_dl.load_config(str(tmp_path / "run" / "config.yaml")) == config
+
+    found = spark_dl.evaluate(points, spec, result.run_dir)
+    assert os.listdir(tmp_path / "run" / "shards") == ["train"]
+    model = result.load_model(spec)
+    rows = points.collect()
+    with torch.no_grad():
+        expected = model(torch.tensor([row["features"] for row in rows])).softmax(1)
+    right = sum(int(p.argmax()) == row["label"] for p, row in zip(expected, rows, strict=True))
+    assert found["rows"] == 500
+    assert round(found["accuracy"] * 500) == right
+
+    predicted = {row["name"]: row for row in spark_dl.predict(points, spec, result.checkpoint).collect()}
+    assert len(predicted) == 500
+    for row, probability in zip(rows, expected, strict=True):
+        assert predicted[row["name"]]["probability"] == pytest.approx(probability.tolist(), abs=1e-5)
+        assert predicted[row["name"]]["label"] == row["label"]
+    types = dict(spark_dl.predict(points, spec, result.checkpoint).dtypes)
+    assert (types["prediction"], types["probability"]) == ("bigint", "array<float>")
+
+
+@pytest.mark.local_only
+def test_a_dataset_by_its_url_is_used_as_it_is(spark, points, tmp_path):
+    shards = spark_dl.write_shards(points, str(tmp_path / "data"))
+    before = sorted(os.listdir(tmp_path / "data"))
+    config = small_config(2, train={"epochs": 1})
+    by_url = spark_dl.train(shards.url, MLP, config, run_dir=str(tmp_path / "a"))
+    by_set = spark_dl.train(shards, MLP, config, run_dir=str(tmp_path / "b"), validation=shards)
+    assert "shards" not in os.listdir(tmp_path / "a")
+    assert sorted(os.listdir(tmp_path / "data")) == before
+    weights = [checkpoint.load(checkpoint.find(r.run_dir), "model.pt")["0"] for r in (by_url, by_set)]
+    assert same_bits(*weights)
+    assert by_set.metrics["loss"] > 0
+
+
+@pytest.mark.local_only
+@pytest.mark.parametrize("rows", [1, 3])
+def test_fewer_rows_than_ranks_train(spark, points, tmp_path, rows):
+    result = spark_dl.train(points.limit(rows), MLP, small_config(4), run_dir=str(tmp_path / "run"))
+    assert (result.rows, result.steps) == (2 * rows, 2)
+
+
+def test_progress_reaches_the_driver_while_ranks_train(spark, points, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr("spark_dl.progress.ProgressBar.show", lambda bar, event: seen.append((time.time(), event)))
+    spark_dl.train(points, MLP, small_config(2, train={"epochs": 3}), run_dir=str(tmp_path / "run"))
+    ended = time.time()
+    steps = [event for _, event in seen if event["kind"] == "metrics step"]
+    assert [event["step"] for event in steps] == list(range(1, 34))
+    assert all(event["steps"] == 33 for event in steps)
+    assert seen[0][0] < ended - 0.1
+
+
+def test_resume_goes_on_and_overwrite_starts_anew(spark, points, tmp_path):
+    run_dir = str(tmp_path / "run")
+    config = small_config(2, train={"epochs": 1})
+    spark_dl.train(points, MLP, config, run_dir=run_dir, resume=True)  # nothing to resume from: starts
+    with pytest.raises(ValueError, match=r"holds checkpoints already \(the last is of step 11\); resume"):
+        spark_dl.train(points, MLP, config, run_dir=run_dir)
+    more = small_config(2, train={"epochs": 2})
+    resumed = spark_dl.train(points, MLP, more, run_dir=run_dir, resume=True)
+    assert (resumed.epochs, resumed.steps) == (2, 22)
+    other = small_config(2, train={"epochs": 2, "lr": 0.2})
+    with pytest.raises(ValueError, match=r"other settings \(train.lr: was 0.1, now 0.2\)"):
+        spark_dl.train(points, MLP, other, run_dir=run_dir, resume=True)
+    whole = spark_dl.train(points, MLP, more, run_dir=run_dir, overwrite=True)
+    assert whole.history == resumed.history
+
+
+def _raises_on_a_rank():
+    if os.environ["RANK"] == "1":
+        raise ZeroDivisionError("in build")
+    return build_mlp()
+
+
+def test_errors_before_any_rank_starts(spark, points, tmp_path):
+    run_dir = str(tmp_path / "run")
+
+    def fails(match, data=points, spec=MLP, config=None, error=ValueError, **kwargs):
+        start = time.monotonic()
+        with pytest.raises(error, match=match):
+            spark_dl.train(data, spec, config or small_config(2), run_dir=run_dir, **kwargs)
+        assert time.monotonic() - start < 15
+
+    fails("no column 'label' .* did you mean 'labels'", data=points.withColumnRenamed("label", "labels"))
+    nulls = points.selectExpr("IF(label = 1, NULL, features) AS features", "label")
+    fails(r"column 'features': found \d+ null.* in partition \d+, row \d+", data=nulls)
+    fails("no dataset at .*/nowhere: found nothing", data=str(tmp_path / "nowhere"))
+    fails("the DataFrame has no rows", data=points.limit(0))
+    fails(
+        "unknown strategy 'dpp'; did you mean 'ddp'", config=small_config(2, parallel=spark_dl.Parallel(strategy="dpp"))
+    )
+    wrong = {"accuracy": {"class": "MulticlassAcuracy"}}
+    fails(
+        "no class 'MulticlassAcuracy' in torchmetrics; did you mean", config=small_config(2, train={"metrics": wrong})
+    )
+    fails("9 ranks need 9 task slots", config=small_config(9), error=RuntimeError)
+    lock = threading.Lock()
+    fails(r"cannot send .*lock \(a _thread.lock\)", spec=ModelSpec(build=lambda: lock and build_mlp()))
+    assert checkpoint.latest(run_dir) is None
+
+
+@pytest.mark.local_only
+def test_an_unwritable_run_dir(spark, points, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="cannot write to the run_dir"):
+        spark_dl.train(points, MLP, small_config(2), run_dir=str(tmp_path / "file" / "run"))
+
+
+def test_a_rank_that_raises_while_it_builds_the_model(spark, points, tmp_path):
+    spec = ModelSpec(build=_raises_on_a_rank)
+    with pytest.raises(RankError, match="rank 1 on .* failed: ZeroDivisionError: in build"):
+        spark_dl.train(points, spec, small_config(2), run_dir=str(tmp_path / "run"))
+
+
+@pytest.mark.local_only
+def test_a_model_that_does_not_fit_the_features(spark, points, tmp_path):
+    wrong = points.selectExpr("slice(features, 1, 3) AS features", "label")
+    with pytest.raises(RankError, match="mat1 and mat2 shapes cannot be multiplied"):
+        spark_dl.train(wrong, MLP, small_config(2), run_dir=str(tmp_path / "run"))
+
+
+@pytest.mark.local_only
+def test_a_damaged_shard_is_an_error_that_names_the_file(spark, points, tmp_path):
+    shards = spark_dl.write_shards(points, str(tmp_path / "data"))
+    path = tmp_path / "data" / shards.shards[0].name
+    content = bytearray(path.read_bytes())
+    content[len(content) // 3] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(RankError, match=f"cannot read row group 0 of .*{path.name}"):
+        spark_dl.train(shards, MLP, small_config(2), run_dir=str(tmp_path / "run"))
+
+
+@pytest.mark.local_only
+def test_predict_refuses_what_does_not_fit(spark, points, tmp_path):
+    result = spark_dl.train(points, MLP, small_config(1, train={"epochs": 1}), run_dir=str(tmp_path / "run"))
+    with pytest.raises(ValueError, match="no column 'features'"):
+        spark_dl.predict(points.drop("features"), MLP, result.run_dir)
+    with pytest.raises(ValueError, match="has a column 'prediction' already"):
+        spark_dl.predict(points.withColumnRenamed("name", "prediction"), MLP, result.run_dir)
+    with pytest.raises(ValueError, match="do not fit the model"):
+        spark_dl.predict(points, ModelSpec(build=lambda: torch.nn.Linear(4, 3)), result.run_dir)
+    with pytest.raises(ValueError, match="no checkpoint at"):
+        spark_dl.predict(points, MLP, str(tmp_path / "nowhere"))
+    wrong = points.selectExpr("slice(features, 1, 3) AS features")
+    with pytest.raises(Exception, match=r"found cells of shape \(3,\), the model was trained on \(4,\)"):
+        spark_dl.predict(wrong, MLP, result.run_dir).collect()

@@ -1,0 +1,308 @@
+"""Checkpoints: there once the manifest is, and only as they were written."""
+
+import hashlib
+import json
+import pickle
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from spark_dl import Checkpoint, Config, Data, Launch, Train, checkpoint, storage
+from spark_dl.data.schema import Column
+from spark_dl.launch.rendezvous import join
+
+COLUMNS = (Column("features", "float32", (2, 3), True), Column("label", "int64"))
+
+
+@pytest.fixture
+def group(monkeypatch):
+    """A process group of this process alone: saving is collective."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with join(Launch(device="cpu")):
+        yield
+
+
+def save(run_dir, step=1, generation=0, config=None, **parts):
+    content = {"model": {"w": torch.arange(3.0)}, "training": {"progress": {"epoch": 1}}, **parts}
+    return checkpoint.save(
+        str(run_dir),
+        rank=0,
+        world_size=1,
+        generation=generation,
+        step=step,
+        config=config or Config(),
+        columns=COLUMNS,
+        **content,
+    )
+
+
+def handmade(run_dir, step, generation=1, files=None, **manifest):
+    """A checkpoint of files with any content, with a manifest that fits them."""
+    folder = Path(run_dir) / "checkpoints" / f"step-{step:08d}.gen-{generation:04d}"
+    folder.mkdir(parents=True)
+    entries = {}
+    for name, content in (files or {}).items():
+        (folder / name).write_bytes(content)
+        entries[name] = {"name": name, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    plain = {"format": checkpoint.FORMAT, "version": checkpoint.VERSION, "step": step, "generation": generation,
+             "world_size": 1, "files": entries, "columns": [], "config": Config().to_dict(), **manifest}  # fmt: skip
+    (folder / "MANIFEST.json").write_text(json.dumps(plain))
+    return folder
+
+
+def steps(run_dir):
+    return [saved.step for saved in checkpoint.list_checkpoints(str(run_dir))]
+
+
+def test_what_is_saved_comes_back(tmp_path, group):
+    config = Config(data=Data(features=("features",)), train=Train(lr=0.25))
+    model = {"0": {"w": torch.randn(3, 4), "n": torch.tensor(7), "h": torch.ones(2, dtype=torch.bfloat16)}}
+    url = save(tmp_path / "run", step=12, generation=3, config=config, model=model, training={"a": [1, (2.5, None)]})
+    saved = checkpoint.latest(str(tmp_path / "run"))
+    assert (saved.url, saved.step, saved.generation) == (url, 12, 3)
+    assert saved.columns == COLUMNS
+    assert checkpoint.config_of(saved) == config
+    assert checkpoint.run_dir_of(saved) == str(tmp_path / "run")
+    found = checkpoint.load(saved, "model.pt")["0"]
+    assert all(torch.equal(found[k], v) and found[k].dtype == v.dtype for k, v in model["0"].items())
+    assert checkpoint.load(saved, "training.pt") == {"a": [1, (2.5, None)]}
+
+
+def test_the_manifest_is_written_last(tmp_path, group, monkeypatch):
+    written = []
+    real = storage.write_bytes
+    monkeypatch.setattr(storage, "write_bytes", lambda url, data: (written.append(Path(url).name), real(url, data))[1])
+    save(tmp_path)
+    assert sorted(written[:-1]) == ["model.pt", "rank-00000.pt", "training.pt"]
+    assert written[-1] == "MANIFEST.json"
+
+
+@pytest.mark.parametrize("broken", ["rank-00000.pt", "model.pt", "training.pt", "MANIFEST.json"])
+def test_a_part_that_cannot_be_written_is_an_error_and_no_checkpoint(tmp_path, group, monkeypatch, broken):
+    save(tmp_path, step=1)
+    real = storage.write_bytes
+
+    def write(url, data):
+        if url.endswith(f"step-00000002.gen-0000/{broken}"):
+            raise OSError(28, "No space left on device")
+        real(url, data)
+
+    monkeypatch.setattr(storage, "write_bytes", write)
+    with pytest.raises(RuntimeError, match=r"checkpoint at step 2 not saved: .*No space left"):
+        save(tmp_path, step=2)
+    assert steps(tmp_path) == [1]
+
+
+def test_the_newest_are_kept_and_the_others_deleted(tmp_path, group):
+    config = Config(checkpoint=Checkpoint(keep=2))
+    for step in (1, 2, 9, 10, 100):
+        save(tmp_path, step=step, config=config)
+    assert steps(tmp_path) == [10, 100]
+    assert len(storage.list_names(checkpoint.folder(str(tmp_path)))) == 2
+
+
+def test_deleting_begins_with_the_manifest(tmp_path, group, monkeypatch):
+    save(tmp_path, step=1)
+    deleted = []
+    monkeypatch.setattr(storage, "delete", lambda url: deleted.append(Path(url).name))
+    save(tmp_path, step=2, config=Config(checkpoint=Checkpoint(keep=1)))
+    assert deleted == ["MANIFEST.json", "step-00000001.gen-0000"]
+
+
+# What counts as a checkpoint
+
+
+def test_a_folder_without_a_manifest_does_not_exist(tmp_path):
+    folder = handmade(tmp_path, step=5, files={"model.pt": b"weights"})
+    (folder / "MANIFEST.json").unlink()
+    assert checkpoint.latest(str(tmp_path)) is None
+    for url in (str(tmp_path), str(folder)):
+        with pytest.raises(ValueError, match="no checkpoint at"):
+            checkpoint.find(url)
+    with pytest.raises(ValueError, match=r"no checkpoint at .*MANIFEST\.json"):
+        checkpoint.open_checkpoint(str(folder))
+
+
+def test_other_names_are_passed_by(tmp_path):
+    handmade(tmp_path, step=5)
+    for name in ("notes", "step-7", "step-00000009.gen-0001.tmp"):
+        other = tmp_path / "checkpoints" / name
+        other.mkdir()
+        (other / "MANIFEST.json").write_text("{}")
+    assert steps(tmp_path) == [5]
+
+
+def test_the_newest_is_that_of_the_highest_step_in_whole_numbers(tmp_path):
+    for step, generation in [(9, 1), (100_000_000, 1), (10, 1), (99_999_999, 2)]:
+        handmade(tmp_path, step, generation)
+    assert steps(tmp_path) == [9, 10, 99_999_999, 100_000_000]
+    assert checkpoint.latest(str(tmp_path)).step == 100_000_000
+
+
+def test_of_the_same_step_the_later_attempt_is_newer(tmp_path):
+    for generation in (2, 10, 1):
+        handmade(tmp_path, 5, generation)
+    assert checkpoint.latest(str(tmp_path)).generation == 10
+
+
+def test_a_run_without_checkpoints_has_none(tmp_path):
+    assert checkpoint.list_checkpoints(str(tmp_path / "nowhere")) == []
+    assert checkpoint.latest(str(tmp_path)) is None
+
+
+def test_find_takes_a_run_or_one_of_its_checkpoints(tmp_path):
+    first, second = handmade(tmp_path, 1), handmade(tmp_path, 2)
+    assert checkpoint.find(str(tmp_path)).url == str(second)
+    assert checkpoint.find(str(first)).step == 1
+    assert checkpoint.find(first.as_uri()).step == 1
+
+
+@pytest.mark.parametrize("manifest", [{"format": "other"}, {"format": None}, {"version": checkpoint.VERSION + 1}])
+def test_a_manifest_of_another_kind_or_a_newer_version_is_an_error(tmp_path, manifest):
+    folder = handmade(tmp_path, 1, **manifest)
+    with pytest.raises(ValueError, match=r"MANIFEST\.json is not a checkpoint that this spark_dl can read"):
+        checkpoint.open_checkpoint(str(folder))
+
+
+# Damage
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def cut_off(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def empty(path):
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize("damage", [flip, cut_off, empty])
+def test_a_damaged_file_is_an_error_that_names_it_and_says_what_to_do(tmp_path, group, damage):
+    url = save(tmp_path)
+    damage(Path(url) / "model.pt")
+    with pytest.raises(RuntimeError, match=r"model\.pt is damaged.*delete this checkpoint"):
+        checkpoint.load(checkpoint.open_checkpoint(url), "model.pt")
+
+
+def test_a_missing_file_is_an_error_that_names_it(tmp_path, group):
+    url = save(tmp_path)
+    (Path(url) / "model.pt").unlink()
+    saved = checkpoint.open_checkpoint(url)
+    with pytest.raises(RuntimeError, match=r"cannot read .*model\.pt"):
+        checkpoint.load(saved, "model.pt")
+    with pytest.raises(RuntimeError, match=r"has no rank-00007\.pt"):
+        checkpoint.load(saved, "rank-00007.pt")
+
+
+class Touch:
+    """Leaves a file behind when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (Path(self.path),)
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize("as_torch_file", [True, False])
+def test_a_pickle_that_would_run_code_is_refused_and_runs_nothing(tmp_path, as_torch_file):
+    path = tmp_path / "evil.pt"
+    bad = Touch(tmp_path / "was here")
+    torch.save({"w": bad}, path) if as_torch_file else path.write_bytes(pickle.dumps(bad))
+    handmade(tmp_path, 1, files={"model.pt": path.read_bytes()})
+    with pytest.raises(pickle.UnpicklingError):
+        checkpoint.load(checkpoint.latest(str(tmp_path)), "model.pt")
+    assert not (tmp_path / "was here").exists()
+
+
+# Attempts
+
+
+def test_every_attempt_has_a_higher_number(tmp_path):
+    assert checkpoint.read_generation(str(tmp_path)) == 0
+    assert [checkpoint.start_generation(str(tmp_path)) for _ in range(11)] == list(range(1, 12))
+    assert checkpoint.read_generation(str(tmp_path)) == 11
+
+
+def test_a_rank_of_an_older_attempt_cannot_commit(tmp_path, group):
+    old = checkpoint.start_generation(str(tmp_path))
+    save(tmp_path, step=1, generation=old)
+    new = checkpoint.start_generation(str(tmp_path))
+    with pytest.raises(RuntimeError, match=r"step 2 not saved: this is attempt 1 .*attempt 2 has begun"):
+        save(tmp_path, step=2, generation=old)
+    assert steps(tmp_path) == [1]
+    save(tmp_path, step=2, generation=new)
+    assert steps(tmp_path) == [1, 2]
+
+
+# Resuming
+
+BASE = {"global_batch_size": 64, "lr": 0.1}
+
+
+def resume_with(tmp_path, **sections):
+    handmade(tmp_path, 1, config=Config(train=Train(**BASE)).to_dict())
+    checkpoint.check_same_settings(checkpoint.latest(str(tmp_path)), Config(**{"train": Train(**BASE), **sections}))
+
+
+@pytest.mark.parametrize("sections", [
+    {},
+    {"train": Train(**BASE, epochs=9, max_steps=7, log_every=3)},
+    {"train": Train(**BASE, metrics={"m": {"class": "MeanMetric"}})},
+    {"train": Train(**BASE, early_stop_metric="loss", early_stop_mode="max", early_stop_patience=1)},
+    {"launch": Launch(num_ranks=4, device="cpu", start_timeout_s=1, threads=2)},
+    {"checkpoint": Checkpoint(every_steps=3, keep=9)},
+    {"data": Data(prefetch_batches=9)},
+], ids=str)  # fmt: skip
+def test_a_run_may_go_on_with_these_settings_changed(tmp_path, sections):
+    resume_with(tmp_path, **sections)
+
+
+@pytest.mark.parametrize(("sections", "differences"), [
+    ({"train": Train(**{**BASE, "lr": 0.2})}, [r"train\.lr: was 0\.1, now 0\.2"]),
+    ({"train": Train(**BASE, seed=1)}, [r"train\.seed: was 0, now 1"]),
+    ({"train": Train(**BASE, optimizer="Adam")}, [r"train\.optimizer: was 'SGD', now 'Adam'"]),
+    ({"data": Data(num_streams=8, shuffle=False)}, [r"data\.num_streams: was 16, now 8", r"data\.shuffle: was True"]),
+    ({"data": Data(features=("a", "b"))}, [r"data\.features"]),
+    ({"train": Train(**{**BASE, "global_batch_size": 32}, epochs=5)}, [r"global_batch_size: was 64, now 32"]),
+], ids=str)  # fmt: skip
+def test_a_run_does_not_go_on_with_other_settings_and_all_are_listed(tmp_path, sections, differences):
+    with pytest.raises(ValueError, match=r"cannot resume from") as caught:
+        resume_with(tmp_path, **sections)
+    assert str(caught.value).count(": was ") == len(differences)
+    for difference in differences:
+        assert caught.match(difference)
+
+
+def draw():
+    return random.random(), np.random.random(), torch.rand(1).item(), random.gauss(0, 1), np.random.normal()
+
+
+def test_random_numbers_go_on_where_they_were(tmp_path, group):
+    random.seed(5), np.random.seed(6), torch.manual_seed(7)
+    draw()
+    saved = checkpoint.open_checkpoint(save(tmp_path))
+    expected = draw()
+    draw()
+    assert checkpoint.restore_random_state(saved, rank=0, world_size=1)
+    assert draw() == expected
+
+
+def test_random_numbers_of_another_number_of_ranks_are_left_alone(tmp_path, group):
+    saved = checkpoint.open_checkpoint(save(tmp_path))
+    before = torch.get_rng_state()
+    torch.rand(1)
+    now = torch.get_rng_state()
+    assert not checkpoint.restore_random_state(saved, rank=0, world_size=2)
+    assert torch.equal(torch.get_rng_state(), now)
+    assert not torch.equal(before, now)

@@ -1,0 +1,230 @@
+"""Settings: what is accepted, and what an error says."""
+
+import dataclasses
+import math
+
+import pytest
+import yaml
+
+from spark_dl import Checkpoint, Config, Data, Launch, Parallel, Train, load_config
+from spark_dl.config import build_config, config_keys, suggestion
+
+NAN, INF = math.nan, math.inf
+
+INVALID = [
+    (Data, "data.features", [(), [], "pixels", None, 3, ("a", "a"), ("a", "label")]),
+    (Data, "data.features and data.label", [], [{"features": ("",)}, {"features": (3,)}, {"label": ""}, {"label": 3}]),
+    (Data, "data.validation_fraction", [-0.1, 1, 1.5, NAN, INF, "0.1", True, None]),
+    (Data, "data.rows_per_row_group", [-1, 1.5, "8", True, None]),
+    (Data, "data.rows_per_shard", [-1, 1.5, "8", True, None]),
+    (Data, "data.num_streams", [0, -1, 2.0, "8", True, None]),
+    (Data, "data.shuffle_window_rows", [0, -1, 2.0, None]),
+    (Data, "data.prefetch_batches", [0, -1, 2.0, None]),
+    (Data, "data.allow_nonfinite", [0, 1, "true", None]),
+    (Data, "data.shuffle", [0, 1, "true", None]),
+    (Train, "train.global_batch_size", [0, -64, 64.0, "64", True, None]),
+    (Train, "train.accumulation_steps", [0, -1, 2.0, None]),
+    (Train, "train.epochs", [0, -1, 2.0, None]),
+    (Train, "train.max_steps", [0, -1, 2.0, True]),
+    (Train, "train.optimizer", ["", "adamw", "_Sgd", None, 3, "lr_scheduler"]),
+    (Train, "train.lr", [0, -0.1, NAN, INF, "0.1", True, None]),
+    (Train, "train.scheduler", ["", "Cosine", "_LRScheduler", 3]),
+    (Train, "train.scheduler_interval", ["steps", None, 1]),
+    (Train, "train.scheduler_interval", [], [{"scheduler": "ReduceLROnPlateau", "scheduler_interval": "step"}]),
+    (Train, "train.lr_scaling", ["Linear", None, 1]),
+    (Train, "train.warmup_steps", [-1, 2.0, True, None]),
+    (Train, "train.clip_grad_norm", [0, -1, NAN, INF, "1"]),
+    (Train, "train.precision", ["float16", "fp32", None]),
+    (Train, "train.metrics.m", [], [{"metrics": {"m": bad}} for bad in ({}, "Accuracy", None, {"class": 3})]),
+    (Train, "train.metrics", [], [{"metrics": {"loss": {"class": "MeanMetric"}}}]),
+    (Train, "train.early_stop_metric", ["accuracy", 3, ""]),
+    (Train, "train.early_stop_mode", ["minimum", None]),
+    (Train, "train.early_stop_patience", [0, -1, 2.0, None]),
+    (Train, "train.early_stop_min_delta", [-0.1, NAN, INF, None]),
+    (Train, "train.seed", [-1, 1.0, True, None]),
+    (Train, "train.log_every", [0, -1, 2.0, None]),
+    (Parallel, "parallel.bucket_mib", [0, -1, NAN, INF, "25", None]),
+    (Parallel, "parallel.find_unused_parameters", [0, 1, "true", None]),
+    (Parallel, "parallel.static_graph", [0, 1, "true", None]),
+    (Launch, "launch.num_ranks", [0, -1, 2.0, "2", True, None]),
+    (Launch, "launch.device", ["gpu", "cuda:0", None]),
+    (Launch, "launch.start_timeout_s", [0, -1, NAN, INF, None]),
+    (Launch, "launch.collective_timeout_s", [0, -1, NAN, INF, None]),
+    (Launch, "launch.threads", [-1, 2.0, True, None]),
+    (Checkpoint, "checkpoint.every_steps", [-1, 2.0, True, None]),
+    (Checkpoint, "checkpoint.every_epochs", [0, -1, 2.0, None]),
+    (Checkpoint, "checkpoint.keep", [0, -1, 2.0, None]),
+]
+
+
+def invalid_cases():
+    found = []
+    for section, key, values, *more in INVALID:
+        cases = [{key.split(".")[-1]: value} for value in values] + [case for cases in more for case in cases]
+        found += [pytest.param(section, key, case, id=f"{key}={list(case.values())[-1]!r}") for case in cases]
+    return found
+
+
+@pytest.mark.parametrize(("section", "key", "values"), invalid_cases())
+def test_an_invalid_value_is_an_error_that_names_the_key(section, key, values):
+    with pytest.raises(ValueError, match=rf"^{key}: "):
+        section(**values)
+
+
+def test_the_table_of_invalid_values_knows_every_number_choice_and_flag():
+    free = {"data.label", "train.optimizer_args", "train.scheduler_args", "parallel.strategy"}
+    assert set(config_keys()) - free <= {key for _, key, *_ in INVALID}
+
+
+def test_defaults_are_valid():
+    assert Config() == Config(data=Data(), train=Train(), parallel=Parallel(), launch=Launch(), checkpoint=Checkpoint())
+
+
+def test_settings_cannot_be_changed_afterwards():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().train.lr = 1.0
+
+
+def test_without_a_label_only_the_features_are_read():
+    assert Data(features=["a", "b"]).columns == ("a", "b", "label")
+    assert Data(features=["a", "b"], label=None).columns == ("a", "b")
+
+
+@pytest.mark.parametrize(("optimizer", "near"), [("Adamm", "Adam"), ("sgd", "SGD"), ("adamw", "AdamW")])
+def test_an_unknown_optimizer_suggests_the_nearest(optimizer, near):
+    with pytest.raises(ValueError, match=rf"no class '{optimizer}' in torch.optim; did you mean '{near}'\?"):
+        Train(optimizer=optimizer)
+
+
+# Settings that must fit each other
+
+
+@pytest.mark.parametrize(("batch", "streams", "nearest"), [(60, 16, 64), (1, 16, 16), (17, 16, 16), (100, 8, 96)])
+def test_the_global_batch_must_be_a_multiple_of_the_streams(batch, streams, nearest):
+    message = rf"^train\.global_batch_size: .*num_streams={streams}, found {batch}; the nearest is {nearest}$"
+    with pytest.raises(ValueError, match=message):
+        Config(train=Train(global_batch_size=batch), data=Data(num_streams=streams))
+    Config(train=Train(global_batch_size=nearest), data=Data(num_streams=streams))
+
+
+@pytest.mark.parametrize(("ranks", "proposed"), [(17, 17), (20, 20), (32, 32), (100, 100)])
+def test_there_must_be_a_stream_for_every_rank(ranks, proposed):
+    message = rf"^data\.num_streams: .*num_ranks={ranks}, found 16.* {proposed} would do"
+    with pytest.raises(ValueError, match=message):
+        Config(launch=Launch(num_ranks=ranks))
+    settings = {"data": Data(num_streams=proposed), "train": Train(global_batch_size=2 * proposed)}
+    Config(launch=Launch(num_ranks=ranks), **settings)
+
+
+@pytest.mark.parametrize(("batch", "streams", "ranks", "most"), [
+    (64, 16, 1, 64), (64, 16, 16, 4), (64, 16, 5, 12), (64, 16, 3, 20), (64, 16, 7, 8),
+    (16, 16, 16, 1), (16, 16, 3, 5),
+])  # fmt: skip
+def test_every_micro_batch_of_every_rank_has_a_row(batch, streams, ranks, most):
+    def build(accumulation_steps):
+        train = Train(global_batch_size=batch, accumulation_steps=accumulation_steps)
+        return Config(train=train, data=Data(num_streams=streams), launch=Launch(num_ranks=ranks))
+
+    build(most)
+    with pytest.raises(ValueError, match=rf"^train\.accumulation_steps: expected at most {most},.* found {most + 1}$"):
+        build(most + 1)
+
+
+def test_arguments_must_be_plain_data():
+    with pytest.raises(ValueError, match="plain numbers, strings, lists and mappings"):
+        Config(train=Train(optimizer_args={"foreach": object()}))
+
+
+# From files and command lines
+
+
+def write(tmp_path, text):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_nothing_gives_the_defaults():
+    assert load_config() == Config()
+
+
+def test_a_file_and_then_overrides(tmp_path):
+    path = write(tmp_path, "train: {lr: 0.5, epochs: 3}\ndata: {features: [a, b], label: null}\n")
+    config = load_config(path, ["train.lr=1e-3", "launch.num_ranks=2", "train.optimizer_args={momentum: 0.9}"])
+    assert config == Config(
+        train=Train(lr=0.001, epochs=3, optimizer_args={"momentum": 0.9}),
+        data=Data(features=("a", "b"), label=None),
+        launch=Launch(num_ranks=2),
+    )
+    assert load_config(str(path)).train.lr == 0.5
+
+
+def test_overrides_as_a_mapping(tmp_path):
+    overrides = {"data.features": ["a b", "1"], "data.label": None, "train.max_steps": 5, "data.shuffle": False}
+    config = load_config(None, {**overrides, "train.metrics": {"m": {"class": "MeanMetric"}}})
+    assert config.data == Data(features=("a b", "1"), label=None, shuffle=False)
+    assert config.train == Train(max_steps=5, metrics={"m": {"class": "MeanMetric"}})
+
+
+@pytest.mark.parametrize(("text", "key", "near"), [
+    ("train: {learning_rte: 1}", "train.learning_rte", "did you mean|known are"),
+    ("train: {epoch: 1}", "train.epoch", r"did you mean 'train\.epochs'"),
+    ("data: {num_stream: 8}", "data.num_stream", r"did you mean 'data\.num_streams'"),
+    ("trian: {lr: 1}", "trian.*", "did you mean 'train"),
+    ("zzz: 1", "zzz", "known are checkpoint, data, launch, parallel, train"),
+])  # fmt: skip
+def test_an_unknown_key_in_a_file_suggests_the_nearest(tmp_path, text, key, near):
+    with pytest.raises(ValueError, match=rf"unknown config key '{key}'; {near}"):
+        load_config(write(tmp_path, text))
+
+
+@pytest.mark.parametrize(("override", "near"), [
+    ("train.epohcs=1", r"did you mean 'train\.epochs'"),
+    ("trian.lr=1", r"did you mean 'train\.lr'"),
+    ("launch.ranks=1", r"did you mean 'launch\.num_ranks'"),
+    ("zzz=1", "known are checkpoint, data, launch, parallel, train"),
+])  # fmt: skip
+def test_an_unknown_key_in_an_override_suggests_the_nearest(override, near):
+    with pytest.raises(ValueError, match=rf"unknown config key '{override.split('=')[0]}'; {near}"):
+        load_config(None, [override])
+
+
+@pytest.mark.parametrize("override", [
+    "train.lr=fast", "train.epochs=1.5", "train.epochs=0", "data.shuffle=3", "launch.device=tpu", "train.lr",
+])  # fmt: skip
+def test_a_value_that_does_not_fit_names_its_key(override):
+    with pytest.raises(ValueError, match=override.split("=")[0].replace(".", r"\.")):
+        load_config(None, [override])
+
+
+def test_a_file_that_does_not_exist_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"nowhere\.yaml"):
+        load_config(tmp_path / "nowhere.yaml")
+
+
+def test_settings_survive_yaml():
+    config = Config(
+        data=Data(features=("a",), label=None, validation_fraction=0.25, num_streams=8),
+        train=Train(optimizer_args={"betas": [0.9, 0.99]}, max_steps=7, metrics={"m": {"class": "MeanMetric"}}),
+        parallel=Parallel(static_graph=True),
+        launch=Launch(num_ranks=4, device="cpu"),
+        checkpoint=Checkpoint(keep=9),
+    )
+    assert build_config(yaml.safe_load(yaml.safe_dump(config.to_dict()))) == config
+    assert build_config({}) == Config()
+
+
+@pytest.mark.parametrize(("sections", "message"), [
+    ({"trian": {}}, "unknown config key 'trian'; did you mean 'train'"),
+    ({"train": {"lrs": 1}}, r"unknown config key 'train\.lrs'; did you mean 'train\.lr'"),
+    ({"train": None}, "^train: expected a mapping"),
+    ({"train": [1]}, "^train: expected a mapping"),
+])  # fmt: skip
+def test_plain_dicts_are_checked_like_files(sections, message):
+    with pytest.raises(ValueError, match=message):
+        build_config(sections)
+
+
+def test_a_suggestion_is_the_nearest_name_or_all_names():
+    assert suggestion("LABLE", ["label", "image"]) == "; did you mean 'label'?"
+    assert suggestion("zzz", ["label", "image"]) == "; known are image, label"

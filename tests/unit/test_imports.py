@@ -1,0 +1,212 @@
+"""Who may import whom, and which calls the package does without: the source is read, nothing is run."""
+
+import ast
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import spark_dl
+
+PACKAGE = Path(spark_dl.__file__).parent
+ROOT = PACKAGE.parent
+MODULES = {p.relative_to(PACKAGE).as_posix(): p for p in sorted(PACKAGE.rglob("*.py"))}
+SCRIPTS = {p.relative_to(ROOT).as_posix(): p for folder in ("jobs", "examples") for p in (ROOT / folder).rglob("*.py")}
+
+
+class Import(NamedTuple):
+    module: str
+    is_at_top: bool
+    is_for_types: bool
+
+
+class Imports(ast.NodeVisitor):
+    def __init__(self):
+        self.found, self._functions, self._types = [], 0, 0
+
+    def _add(self, module):
+        self.found.append(Import(module, not self._functions and not self._types, bool(self._types)))
+
+    def visit_Import(self, node):
+        for alias in node.names:
+            self._add(alias.name)
+
+    def visit_ImportFrom(self, node):
+        assert node.level == 0, "imports are absolute"
+        for alias in node.names:
+            inner = f"{node.module}.{alias.name}"
+            self._add(inner if is_module_of_ours(inner) else node.module)
+
+    def visit_FunctionDef(self, node):
+        self._functions += 1
+        self.generic_visit(node)
+        self._functions -= 1
+
+    visit_AsyncFunctionDef = visit_Lambda = visit_FunctionDef  # noqa: N815 - ast's names
+
+    def visit_If(self, node):
+        for_types = ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+        self._types += for_types
+        for child in node.body:
+            self.visit(child)
+        self._types -= for_types
+        for child in node.orelse:
+            self.visit(child)
+
+
+def is_module_of_ours(name):
+    path = ROOT / name.replace(".", "/")
+    return path.is_dir() or path.with_suffix(".py").is_file()
+
+
+def imports_of(path):
+    visitor = Imports()
+    visitor.visit(ast.parse(path.read_text()))
+    return visitor.found
+
+
+def top_name(module):
+    return module.split(".")[0]
+
+
+def ours(path):
+    """The modules of the package that a file needs when it runs, without `spark_dl.`."""
+    found = {i.module for i in imports_of(path) if top_name(i.module) == "spark_dl" and not i.is_for_types}
+    return {module.removeprefix("spark_dl").removeprefix(".") for module in found}
+
+
+def files(*prefixes):
+    return {name: path for name, path in MODULES.items() if name.startswith(prefixes)}
+
+
+def test_the_package_is_found():
+    assert {"data/plan.py", "launch/barrier.py", "parallel/ddp.py", "driver.py"} <= MODULES.keys()
+    assert "jobs/train.py" in SCRIPTS
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_pyspark_is_imported_on_the_driver_s_side_and_when_it_is_needed(name):
+    driver_side = ("cli.py", "driver.py", "predict.py", "notebook.py", "data/schema.py", "data/shards.py", "launch/",
+                   "ml/", "baselines/", "bench/")  # fmt: skip
+    for found in imports_of(MODULES[name]):
+        if top_name(found.module) == "pyspark":
+            assert name.startswith(driver_side), f"{name} imports {found.module}"
+            assert not found.is_at_top or name.startswith("ml/"), f"{name} imports {found.module} when it is imported"
+
+
+@pytest.mark.parametrize("name", [*MODULES, *SCRIPTS])
+def test_optional_packages_are_imported_when_they_are_needed(name):
+    at_top = {top_name(i.module) for i in imports_of({**MODULES, **SCRIPTS}[name]) if i.is_at_top}
+    assert not at_top & {"petastorm", "horovod", "matplotlib", "mlflow", "tensorboard"}
+
+
+@pytest.mark.parametrize("part", ["data", "launch", "parallel"])
+def test_data_launch_and_parallel_know_only_themselves_and_what_is_common(part):
+    for name, path in files(f"{part}/").items():
+        for module in ours(path):
+            assert module.split(".")[0] in ("", "config", "spec", "storage", part), f"{name} imports spark_dl.{module}"
+
+
+def test_the_plan_is_pure():
+    needed = {top_name(i.module) for i in imports_of(MODULES["data/plan.py"])}
+    assert needed <= {*sys.stdlib_module_names, "numpy"}
+    assert not needed & {"os", "io", "pathlib", "time", "random", "socket", "threading"}
+
+
+ON_RANKS = ("data/", "launch/", "parallel/", "checkpoint", "evaluate", "loop", "worker", "spec", "config", "storage",
+            "schedule", "metrics")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", files(*ON_RANKS))
+def test_what_runs_on_ranks_knows_nothing_of_the_driver_s_side(name):
+    above = {"driver", "cli", "plots", "progress", "predict", "notebook", "ml", "bench"}
+    assert not {module.split(".")[0] for module in ours(MODULES[name])} & above
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_jobs_and_examples_use_the_public_names(name):
+    open_to_jobs = {"cli", "plots", "bench"}
+    tree = ast.parse(SCRIPTS[name].read_text())
+    for node in ast.walk(tree):
+        used = set()
+        if isinstance(node, ast.ImportFrom) and top_name(node.module) == "spark_dl":
+            used = {a.name for a in node.names} if node.module == "spark_dl" else {node.module.split(".")[1]}
+        elif isinstance(node, ast.Import):
+            used = {a.name.split(".")[1] for a in node.names if a.name.startswith("spark_dl.")}
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "spark_dl":
+            used = {node.attr}
+        assert used <= {*spark_dl.__all__, *open_to_jobs}
+
+
+def dotted(node):
+    """`os.environ.get` for such an expression; nothing for a call's result."""
+    if isinstance(node, ast.Name):
+        return node.id
+    return f"{dotted(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else ""
+
+
+@pytest.mark.parametrize("name", [*MODULES, *SCRIPTS])
+def test_environment_variables_are_touched_in_launch_alone(name):
+    tree = ast.parse({**MODULES, **SCRIPTS}[name].read_text())
+    used = {dotted(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    used |= {f"{n.module}.{a.name}" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names}
+    if not name.startswith("launch/"):
+        assert not used & {"os.environ", "os.environb", "os.getenv", "os.putenv", "os.unsetenv"}
+
+
+REVIEWED = {("launch/payload.py", "pickle.loads")}
+"""The user's own code, on its way from the driver to the ranks."""
+UNPICKLE = {f"{m}.{f}" for m in ("pickle", "cloudpickle", "dill", "joblib", "marshal") for f in ("load", "loads")}
+FORBIDDEN = UNPICKLE | {
+    "eval", "exec", "os.system", "os.popen", "yaml.load", "yaml.load_all", "yaml.unsafe_load", "yaml.full_load",
+    "pickle.Unpickler", "pandas.read_pickle", "pd.read_pickle",
+}  # fmt: skip
+UNPICKLING_COLLECTIVES = ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list",
+                          "send_object_list", "recv_object_list")  # fmt: skip
+
+
+def dangers(tree):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module in ("pickle", "cloudpickle", "os", "yaml"):
+            yield from (f"{node.module}.{a.name}" for a in node.names if f"{node.module}.{a.name}" in FORBIDDEN)
+        if not isinstance(node, ast.Call):
+            continue
+        called = dotted(node.func)
+        arguments = {k.arg: getattr(k.value, "value", None) for k in node.keywords}
+        if called in FORBIDDEN or called.split(".")[-1] in UNPICKLING_COLLECTIVES:
+            yield called
+        if arguments.get("shell") is True or arguments.get("allow_pickle") is True:
+            yield f"{called} with shell or allow_pickle"
+        if called in ("torch.load", "torch.jit.load") and arguments.get("weights_only") is not True:
+            yield f"{called} without weights_only=True"
+        if isinstance(node.func, ast.Attribute) and node.func.attr == "recv" and not node.args:
+            yield f"{called}: the connections of multiprocessing unpickle, recv_bytes does not"
+
+
+@pytest.mark.parametrize("name", [*MODULES, *SCRIPTS])
+def test_nothing_is_unpickled_or_evaluated_but_what_was_reviewed(name):
+    found = {(name, danger) for danger in dangers(ast.parse({**MODULES, **SCRIPTS}[name].read_text()))}
+    assert found <= REVIEWED
+
+
+@pytest.mark.parametrize("code", [
+    "pickle.loads(b)", "from pickle import loads", "eval('1')", "exec(code)", "subprocess.run(c, shell=True)",
+    "yaml.load(f)", "torch.load(f)", "torch.load(f, weights_only=False)", "np.load(f, allow_pickle=True)",
+    "conn.recv()", "dist.all_gather_object(a, b)",
+])  # fmt: skip
+def test_a_dangerous_call_would_be_seen(code):
+    assert list(dangers(ast.parse(code)))
+
+
+@pytest.mark.parametrize(("code", "expected"), [
+    ("import pyspark", Import("pyspark", True, False)),
+    ("if TYPE_CHECKING:\n    import pyspark", Import("pyspark", False, True)),
+    ("def f():\n    from pyspark.sql import DataFrame", Import("pyspark.sql", False, False)),
+    ("try:\n    import pyspark\nexcept ImportError:\n    pass", Import("pyspark", True, False)),
+    ("class A:\n    from spark_dl import storage", Import("spark_dl.storage", True, False)),
+    ("from spark_dl import Config", Import("spark_dl", True, False)),
+])  # fmt: skip
+def test_an_import_would_be_seen(tmp_path, code, expected):
+    (tmp_path / "m.py").write_text(code)
+    assert imports_of(tmp_path / "m.py") == [expected]

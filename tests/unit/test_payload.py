@@ -1,0 +1,236 @@
+"""What travels between driver and ranks: code in one direction, only data in the other."""
+
+import functools
+import json
+import math
+import pickle
+import struct
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from spark_dl import import_object
+from spark_dl.launch import payload
+from spark_dl.launch.payload import pack_call, pack_result, unpack_call, unpack_result
+
+PLAIN = [
+    None, True, False, 0, -1, 10**30, 1.5, -0.0, math.inf, -math.inf, "", "ä\n\0'\"🙂", [], {}, (),
+    [1, [2.0, ["x", None]]], (1, (2, ()), [3]), {"a": {"b": [1, {"c": (True, None)}]}},
+    {2: "int", "2": "str", True: 0, None: 1, 2.5: 2, (1, "a"): 3},
+    {"kind": "tensor"}, [{"kind": "dict", "items": []}],
+]  # fmt: skip
+
+
+def round_trip(value):
+    return unpack_result(pack_result(value))
+
+
+def assert_same(a, b):
+    """Equal in value and in type, all the way down."""
+    assert type(a) is type(b)
+    if isinstance(a, dict):
+        assert [(type(k), k) for k in a] == [(type(k), k) for k in b]
+        a, b = list(a.values()), list(b.values())
+    if isinstance(a, (list, tuple)):
+        assert len(a) == len(b)
+        for left, right in zip(a, b, strict=True):
+            assert_same(left, right)
+    elif isinstance(a, torch.Tensor):
+        assert a.dtype == b.dtype
+        assert a.shape == b.shape
+        assert torch.equal(a, b)
+    elif isinstance(a, np.ndarray):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
+    else:
+        assert a == b
+        assert str(a) == str(b)  # tells 0.0 and -0.0 apart
+
+
+@pytest.mark.parametrize("value", PLAIN, ids=repr)
+def test_plain_values_come_back_as_they_are(value):
+    assert_same(round_trip(value), value)
+
+
+def test_nan_comes_back():
+    assert math.isnan(round_trip({"loss": math.nan})["loss"])
+
+
+NUMPY_DTYPES = ["?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16", ">f4", ">i2",
+                "M8[s]", "m8[ms]", "U5", "S3"]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0), (2, 3)])
+@pytest.mark.parametrize("dtype", NUMPY_DTYPES)
+def test_arrays_come_back_as_they_are(dtype, shape):
+    array = np.arange(math.prod(shape)).reshape(shape).astype(dtype)
+    assert_same(round_trip(array), array)
+
+
+@pytest.mark.parametrize("dtype", ["?", "i1", "i8", "u8", "f2", "f4", "c8", "M8[s]"])
+def test_numpy_scalars_come_back_as_they_are(dtype):
+    (value,) = np.ones(1, dtype="i1").astype(dtype)
+    assert_same(round_trip([value]), [value])
+
+
+@pytest.mark.parametrize("value", [np.float64(1.5), np.str_("x")])
+def test_numpy_scalars_that_are_python_s_own_types_become_these(value):
+    assert_same(round_trip(value), value.item())
+
+
+TORCH_DTYPES = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint64,
+                torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (1, 1, 4)])
+@pytest.mark.parametrize("dtype", TORCH_DTYPES, ids=str)
+def test_tensors_come_back_as_they_are(dtype, shape):
+    tensor = torch.arange(math.prod(shape)).reshape(shape).to(dtype)
+    assert_same(round_trip(tensor), tensor)
+
+
+@pytest.mark.parametrize("shape", [(0,), (2, 0)])
+@pytest.mark.parametrize("dtype", [d for d in TORCH_DTYPES if d != torch.bfloat16], ids=str)
+def test_empty_tensors_come_back_as_they_are(dtype, shape):
+    tensor = torch.empty(shape, dtype=dtype)
+    assert_same(round_trip(tensor), tensor)
+
+
+@pytest.mark.parametrize("tensor", [
+    torch.arange(6.0).reshape(2, 3).T, torch.arange(10)[::3], torch.arange(6, dtype=torch.bfloat16).reshape(2, 3).T,
+    torch.ones(1).expand(4), torch.tensor([1 + 2j]).conj(), torch.tensor([1 + 2j]).conj().imag,
+])  # fmt: skip
+def test_tensors_of_any_layout_come_back(tensor):
+    assert_same(round_trip(tensor), tensor)
+
+
+def test_the_weights_of_a_model_come_back_detached():
+    model = torch.nn.Linear(2, 3)
+    found = round_trip(dict(model.named_parameters()))
+    assert all(torch.equal(found[k], v) and not found[k].requires_grad for k, v in model.named_parameters())
+
+
+def test_many_arrays_each_find_their_place():
+    value = {"a": [np.arange(n) for n in range(5)], "b": (torch.ones(2), {"c": np.float32(3)}), 7: torch.zeros(0)}
+    assert_same(round_trip(value), value)
+
+
+class Unknown:
+    def __str__(self):
+        raise AssertionError("not to be turned into text")
+
+
+@pytest.mark.parametrize(("value", "path"), [
+    (Unknown(), "result"),
+    ({"a": [1, Unknown()]}, r"result\['a'\]\[1\]"),
+    ((1, {"x": {2, 3}}), r"result\[1\]\['x'\]"),
+    ([b"bytes"], r"result\[0\]"),
+    ({"model": torch.nn.Linear(1, 1)}, r"result\['model'\]"),
+    ({"f": len}, r"result\['f'\]"),
+    ({"z": 1j}, r"result\['z'\]"),
+    ([np.array([Unknown()])], r"result\[0\]"),
+    ({"p": Path("x")}, r"result\['p'\]"),
+    ({frozenset(): 1}, "result key"),
+])  # fmt: skip
+def test_other_objects_are_refused_with_their_path(value, path):
+    with pytest.raises(TypeError, match=rf"^{path}: cannot return"):
+        pack_result(value)
+
+
+class Touch:
+    """Leaves a file behind when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (Path(self.path),)
+
+
+def as_result(tree, *blobs):
+    text = json.dumps(tree).encode()
+    return struct.pack("<Q", len(text)) + text + b"".join(blobs)
+
+
+def npy_of_objects(value):
+    header = str({"descr": "|O", "fortran_order": False, "shape": (1,)}).encode().ljust(117) + b"\n"
+    return (
+        b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + pickle.dumps(np.array([value], dtype=object))
+    )
+
+
+@pytest.mark.parametrize("pack", [
+    lambda bad: pickle.dumps(bad),
+    lambda bad: struct.pack("<Q", len(pickle.dumps(bad))) + pickle.dumps(bad),
+    lambda bad: as_result({"kind": "array"}, pickle.dumps(bad)),
+    lambda bad: as_result({"kind": "array"}, npy_of_objects(bad)),
+    lambda bad: as_result({"kind": "tensor", "dtype": "float32", "shape": [1]}, npy_of_objects(bad)),
+], ids=["pickle", "pickle as tree", "pickle as array", "array of objects", "tensor of objects"])  # fmt: skip
+def test_nothing_that_a_rank_sends_is_unpickled(tmp_path, pack):
+    with pytest.raises(ValueError, match=r"."):
+        unpack_result(pack(Touch(tmp_path / "was here")))
+    assert list(tmp_path.iterdir()) == []
+
+
+# Code on its way to the ranks
+
+LOCK = threading.Lock()
+
+
+def test_a_call_arrives_whole():
+    offset = 10
+    fn, args, kwargs = unpack_call(pack_call(lambda a, b: a + b + offset, (1,), {"b": 2}))
+    assert fn(*args, **kwargs) == 13
+
+
+def test_code_from_a_file_needs_no_file_on_the_ranks(tmp_path):
+    (tmp_path / "code_of_test.py").write_text("FACTOR = 3\ndef triple(x):\n    return FACTOR * x\n")
+    fn = import_object(f"{tmp_path}/code_of_test.py:triple", "model.build")
+    (tmp_path / "code_of_test.py").unlink()
+    assert b"FACTOR" in pack_call(fn, (5,), {})
+
+
+class Holder:
+    def __init__(self, **values):
+        vars(self).update(values)
+
+
+def closure():
+    held = LOCK
+    return lambda: held
+
+
+def nested_closure():
+    inner = closure()
+    return lambda: inner
+
+
+@pytest.mark.parametrize(("fn", "args", "kwargs", "path"), [
+    (closure(), (), {}, r"function\.held"),
+    (nested_closure(), (), {}, r"function\.inner\.held"),
+    (functools.partial(len, LOCK), (), {}, r"function\.args\[0\]"),
+    (len, (1, LOCK), {}, r"args\.\[1\]"),
+    (len, ({"spec": Holder(deep=[0, Holder(lock=LOCK)])},), {}, r"args\.\[0\]\.spec\.deep\.\[1\]\.lock"),
+    (len, (), {"report": LOCK}, r"kwargs\.report"),
+])  # fmt: skip
+def test_what_cannot_be_pickled_is_named_by_its_path(fn, args, kwargs, path):
+    with pytest.raises(ValueError, match=rf"^cannot send {path} \(a _thread\.lock\) to the ranks: .*build it inside"):
+        pack_call(fn, args, kwargs)
+
+
+def test_a_global_that_cannot_be_pickled_is_named(tmp_path):
+    (tmp_path / "code_with_lock.py").write_text(
+        "import threading\nLOCK = threading.Lock()\ndef build():\n    return LOCK\n"
+    )
+    fn = import_object(f"{tmp_path}/code_with_lock.py:build", "model.build")
+    with pytest.raises(ValueError, match=r"^cannot send function\.LOCK \(a _thread\.lock\) to the ranks"):
+        pack_call(fn, (), {})
+
+
+def test_code_that_an_executor_lacks_is_an_error_that_names_the_module():
+    packed = pack_call(payload.pack_result, (), {}).replace(b"spark_dl.launch.payload", b"spark_dl.launch.paylood")
+    with pytest.raises(RuntimeError, match=r"no module 'spark_dl\.launch\.paylood' on this executor.*--py-files"):
+        unpack_call(packed)

@@ -1,0 +1,174 @@
+"""A model and its loss, as the user gives them."""
+
+import pytest
+import torch
+from torch import nn
+
+from spark_dl import Config, Data, ModelSpec, Train, import_object
+from spark_dl.spec import build_loss, row_losses, weighted_loss_sum
+
+OUTPUT, TARGET = torch.tensor([[2.0, 0.0], [0.0, 1.0], [3.0, 3.0]]), torch.tensor([0, 0, 1])
+PER_ROW = nn.functional.cross_entropy(OUTPUT, TARGET, reduction="none")
+
+
+def build():
+    return nn.Linear(2, 2)
+
+
+def squared(output, label):
+    return (output - label) ** 2
+
+
+@pytest.mark.parametrize("loss", [
+    "CrossEntropyLoss",
+    nn.CrossEntropyLoss,
+    nn.CrossEntropyLoss(reduction="none"),
+    lambda output, label: nn.functional.cross_entropy(output, label, reduction="none"),
+], ids=["name", "class", "instance", "function"])  # fmt: skip
+def test_a_loss_by_name_class_instance_or_function_gives_one_value_per_row(loss):
+    torch.testing.assert_close(build_loss(loss)(OUTPUT, TARGET), PER_ROW)
+
+
+@pytest.mark.parametrize("name", ["MSELoss", "L1Loss", "BCEWithLogitsLoss", "HuberLoss", "NLLLoss", "KLDivLoss"])
+def test_losses_of_torch_are_built_without_reduction(name):
+    assert build_loss(name).reduction == "none"
+
+
+def test_an_instance_of_a_module_without_reduction_is_taken_as_it_is():
+    class Own(nn.Module):
+        def forward(self, output, label):
+            return squared(output, label)
+
+    own = Own()
+    assert build_loss(own) is own
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_loss_that_reduces_the_rows_is_an_error_that_says_how_to_build_it(reduction):
+    with pytest.raises(ValueError, match=rf"MSELoss reduces.*reduction='{reduction}'.*reduction=\"none\""):
+        build_loss(nn.MSELoss(reduction=reduction))
+
+
+@pytest.mark.parametrize("name", ["CrossEntropy", "ReLU", "functional", "", "mse_loss", "Module"])
+def test_an_unknown_loss_is_an_error_that_lists_the_known_ones(name):
+    with pytest.raises(ValueError, match=rf"^spec\.loss: no loss '{name}'.*CrossEntropyLoss"):
+        build_loss(name)
+
+
+@pytest.mark.parametrize("loss", [None, 3, torch.ones(2)])
+def test_a_loss_that_cannot_be_called_is_an_error(loss):
+    with pytest.raises(ValueError, match=r"^spec\.loss: expected a function"):
+        build_loss(loss)
+
+
+@pytest.mark.parametrize(("field", "value"), [
+    ("build", None), ("build", "module:fn"), ("forward", 3), ("predict", "softmax"),
+])  # fmt: skip
+def test_what_is_not_a_function_is_an_error_that_names_the_field(field, value):
+    with pytest.raises(ValueError, match=rf"^spec\.{field}: expected a function"):
+        ModelSpec(**{"build": build, field: value})
+
+
+def test_a_model_instead_of_its_function_is_an_error():
+    with pytest.raises(ValueError, match=r"^spec\.build: .*found the model itself"):
+        ModelSpec(build=nn.Linear(1, 1))
+
+
+def batch_of(rows=3, **columns):
+    return {"label": TARGET[:rows], "weight": torch.ones(rows), **columns}
+
+
+def test_row_losses_are_one_value_per_row():
+    torch.testing.assert_close(row_losses(ModelSpec(build=build), OUTPUT, batch_of(), "label"), PER_ROW)
+
+
+@pytest.mark.parametrize("shape", [(3, 1), (3, 4), (3, 2, 5)])
+def test_further_axes_are_averaged(shape):
+    losses = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+    spec = ModelSpec(build=build, loss=lambda output, label: losses)
+    torch.testing.assert_close(row_losses(spec, OUTPUT, batch_of(), "label"), losses.reshape(3, -1).mean(1))
+
+
+def test_without_a_label_the_loss_reads_the_whole_batch():
+    spec = ModelSpec(build=build, loss=lambda output, batch: batch["a"] * batch["b"])
+    batch = batch_of(a=torch.tensor([1.0, 2.0, 3.0]), b=torch.tensor([2.0, 2.0, 2.0]))
+    assert row_losses(spec, OUTPUT, batch, None).tolist() == [2, 4, 6]
+
+
+@pytest.mark.parametrize(("losses", "found"), [
+    (torch.tensor(1.0), r"shape \(\)"), (torch.ones(1), r"shape \(1,\)"), (torch.ones(4), r"shape \(4,\)"),
+    (torch.ones(2, 3), r"shape \(2, 3\)"), (1.5, "float"), (None, "NoneType"),
+])  # fmt: skip
+def test_a_loss_of_another_shape_is_an_error_that_says_what_was_found(losses, found):
+    spec = ModelSpec(build=build, loss=lambda output, label: losses)
+    with pytest.raises(ValueError, match=rf"^spec\.loss: .*shape \(3,\), found {found}"):
+        row_losses(spec, OUTPUT, batch_of(), "label")
+
+
+def test_a_scalar_is_no_loss_of_a_batch_of_one_row():
+    spec = ModelSpec(build=build, loss=lambda output, label: squared(output, label).sum())
+    with pytest.raises(ValueError, match=r"expected one value per row, shape \(1,\), found shape \(\)"):
+        row_losses(spec, OUTPUT[:1], batch_of(1), "label")
+
+
+def test_rows_of_weight_0_add_nothing_to_the_sum():
+    spec = ModelSpec(build=build, forward=lambda model, batch: batch["x"], loss=lambda output, label: output[:, 0])
+    config = Config(data=Data(features=("x",)))
+    batch = batch_of(x=torch.tensor([[1.0], [10.0], [100.0]]), weight=torch.tensor([1.0, 0.0, 1.0]))
+    output, total = weighted_loss_sum(spec, nn.Identity(), batch, config)
+    assert output is batch["x"]
+    assert total.item() == 101
+    assert total.dtype == torch.float32
+
+
+def test_the_model_is_called_with_the_features_in_their_order():
+    class Pair(nn.Module):
+        def forward(self, first, second):
+            return first - second
+
+    batch = {"a": torch.tensor([5.0]), "b": torch.tensor([3.0]), "weight": torch.ones(1)}
+    spec = ModelSpec(build=build)
+    assert spec.output(Pair(), batch, ("a", "b")).item() == 2
+    assert spec.output(Pair(), batch, ("b", "a")).item() == -2
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("float32", torch.float32), ("bf16", torch.bfloat16)])
+def test_precision_is_that_of_the_forward_pass_and_sums_stay_float32(precision, dtype):
+    config = Config(data=Data(features=("x",)), train=Train(precision=precision))
+    batch = batch_of(x=torch.ones(3, 2))
+    output, total = weighted_loss_sum(ModelSpec(build=build), build(), batch, config)
+    assert output.dtype == dtype
+    assert total.dtype == torch.float32
+
+
+# Objects by name
+
+
+def test_an_object_of_a_module():
+    assert import_object("torch.nn:Linear", "model.build") is nn.Linear
+
+
+def test_an_object_of_a_file_is_loaded_once(tmp_path):
+    path = tmp_path / "my_model.py"
+    path.write_text("VALUE = object()\n")
+    assert import_object(f"{path}:VALUE", "model.build") is import_object(f"{path}:VALUE", "model.build")
+
+
+@pytest.mark.parametrize(("path", "message"), [
+    ("", "expected 'package.module:name'"),
+    ("torch.nn.Linear", "expected 'package.module:name'"),
+    ("torch.nn:", "expected 'package.module:name'"),
+    (":Linear", "expected 'package.module:name'"),
+    ("no_such_package.x:y", "no module 'no_such_package'"),
+    ("torch.nn:NoSuchClass", "torch.nn has no 'NoSuchClass'"),
+    ("no_such_file.py:build", "no file 'no_such_file.py'"),
+])  # fmt: skip
+def test_what_cannot_be_found_is_an_error_that_names_the_key(path, message):
+    with pytest.raises(ValueError, match=f"^model.forward: .*{message}"):
+        import_object(path, "model.forward")
+
+
+def test_a_name_that_a_file_lacks_is_an_error_that_names_the_key_and_the_file(tmp_path):
+    (tmp_path / "empty_model.py").write_text("")
+    with pytest.raises(ValueError, match=r"^model\.build: .*empty_model\.py has no 'build'"):
+        import_object(f"{tmp_path}/empty_model.py:build", "model.build")

@@ -1,0 +1,191 @@
+"""Events from ranks to the driver: in order, only from those who know the secret, and never the end of the listener."""
+
+import contextlib
+import json
+import queue
+import socket
+import threading
+import time
+from multiprocessing.connection import Connection
+
+import pytest
+
+from spark_dl.launch.watch import Address, Listener, Sender, _connect
+
+pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+
+WAIT_S = 5.0
+TOO_LARGE = (1 << 20) + 1
+
+
+@pytest.fixture
+def listener():
+    before = set(threading.enumerate())
+    listener = Listener("127.0.0.1")
+    yield listener
+    listener.close()
+    wait_until(lambda: set(threading.enumerate()) <= before)
+
+
+def wait_until(true):
+    end = time.monotonic() + WAIT_S
+    while not true() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert true()
+
+
+def take(listener, count):
+    return [listener.events.get(timeout=WAIT_S) for _ in range(count)]
+
+
+def assert_alive(listener):
+    """A rank that comes now is heard, and nothing came before it."""
+    sender = Sender(listener.address, 99)
+    sender.send({"kind": "done"})
+    sender.close()
+    (event,) = take(listener, 1)
+    assert (event["kind"], event["task"]) == ("done", 99)
+
+
+def test_events_arrive_in_order_with_their_task(listener):
+    senders = [Sender(listener.address, task) for task in range(3)]
+    for number in range(100):
+        for sender in senders:
+            sender.send({"kind": "step", "number": number})
+    for sender in senders:
+        sender.send({"kind": "done"})
+        sender.close()
+    events = take(listener, 3 * 101)
+    for task in range(3):
+        own = [e for e in events if e["task"] == task]
+        assert [e.get("number") for e in own] == [*range(100), None]
+        assert own[-1]["kind"] == "done"
+        assert all(abs(e["time"] - time.time()) < 60 for e in own)
+
+
+@pytest.mark.parametrize("last", ["done", "failed"])
+def test_a_rank_that_says_how_it_ended_is_not_lost(listener, last):
+    sender = Sender(listener.address, 1)
+    sender.send({"kind": "started"})
+    sender.send({"kind": last})
+    sender.close()
+    assert [e["kind"] for e in take(listener, 2)] == ["started", last]
+    with pytest.raises(queue.Empty):
+        listener.events.get(timeout=0.2)
+
+
+def test_a_rank_whose_connection_ends_without_a_word_is_lost(listener):
+    with _connect(listener.address) as connection:
+        connection.send_bytes(json.dumps({"kind": "started", "task": 5}).encode())
+        assert take(listener, 1)[0]["kind"] == "started"
+    (event,) = take(listener, 1)
+    assert (event["kind"], event["task"]) == ("lost", 5)
+
+
+def test_a_rank_that_talks_nonsense_is_lost(listener):
+    with _connect(listener.address) as connection:
+        for frame in (b'{"kind": "started", "task": 5}', b"{"):
+            connection.send_bytes(frame)
+        assert [e["kind"] for e in take(listener, 2)] == ["started", "lost"]
+
+
+@pytest.mark.parametrize("answer", [b'{"kind": "failed", "task": 0}', b"wrong answer", b"#WELCOME#"])
+def test_without_the_answer_to_the_challenge_nothing_gets_in(listener, answer):
+    with socket.create_connection((listener.address.host, listener.address.port)) as sock:
+        stranger = Connection(sock.detach())
+    with contextlib.suppress(OSError):
+        for frame in (answer, *[b'{"kind": "failed", "task": 0}'] * 3):
+            stranger.send_bytes(frame)
+    assert_alive(listener)
+    assert listener.events.empty()
+    stranger.close()
+
+
+@pytest.mark.parametrize("secret", [b"", b"x" * 32])
+def test_a_wrong_secret_gets_nothing_in(listener, secret):
+    sender = Sender(Address(listener.address.host, listener.address.port, secret), 1)
+    sender.send({"kind": "failed"})
+    sender.close()
+    assert_alive(listener)
+    assert listener.events.empty()
+
+
+def test_every_listener_has_a_secret_of_its_own(listener):
+    other = Listener("127.0.0.1")
+    other.close()
+    assert len(listener.address.secret) >= 32
+    assert listener.address.secret != other.address.secret
+
+
+@pytest.mark.parametrize(
+    "content", [b"\xff" * 4096, b"GET / HTTP/1.1\r\n\r\n", b"", b"\0\0\0\x04ABCD", b"\x7f\xff\xff\xff"]
+)
+def test_garbage_from_a_stranger_does_no_harm(listener, content):
+    with socket.create_connection((listener.address.host, listener.address.port)) as stranger:
+        with contextlib.suppress(OSError):
+            stranger.sendall(content)
+            stranger.shutdown(socket.SHUT_WR)
+        assert_alive(listener)
+    assert listener.events.empty()
+
+
+def test_a_stranger_that_says_nothing_keeps_no_one_waiting(listener):
+    with socket.create_connection((listener.address.host, listener.address.port)):
+        start = time.monotonic()
+        assert_alive(listener)
+        assert time.monotonic() - start < 3
+
+
+@pytest.mark.parametrize("frame", [
+    b"", b"{", b"\xff\xfe", b"[]", b"3", b'"text"', b"{}", b'{"kind": "started"}', b"\x80\x04K\x01.", b"x" * TOO_LARGE,
+], ids=lambda frame: repr(frame[:20]))  # fmt: skip
+def test_a_frame_that_is_no_event_does_no_harm(listener, frame):
+    with _connect(listener.address) as connection, contextlib.suppress(OSError):
+        connection.send_bytes(frame)
+    assert_alive(listener)
+    assert listener.events.empty()
+
+
+def test_a_frame_is_refused_by_its_length_before_it_is_read(listener):
+    with _connect(listener.address) as connection:
+        connection._send(b"\x7f\xff\xff\xff")  # announces 2 GiB
+        with pytest.raises((EOFError, OSError)):
+            connection.recv_bytes()
+    assert_alive(listener)
+
+
+def test_close_ends_all_threads_and_connections():
+    before = set(threading.enumerate())
+    listener = Listener("127.0.0.1")
+    senders = [Sender(listener.address, task) for task in range(4)]
+    for sender in senders:
+        sender.send({"kind": "started"})
+    take(listener, 4)
+    with socket.create_connection((listener.address.host, listener.address.port)):
+        start = time.monotonic()
+        listener.close()
+        listener.close()
+        wait_until(lambda: not [t for t in threading.enumerate() if t.name == "spark_dl events"])
+        assert time.monotonic() - start < 3
+        for sender in senders:
+            sender.close()
+        wait_until(lambda: set(threading.enumerate()) <= before)
+    with pytest.raises(OSError, match=r"."):
+        socket.create_connection((listener.address.host, listener.address.port), timeout=1)
+
+
+def test_a_sender_without_a_driver_does_nothing():
+    sender = Sender(None, 0)
+    sender.send({"kind": "started"})
+    sender.close()
+
+
+def test_a_sender_never_waits_for_a_driver_that_is_not_there():
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]
+    sender = Sender(Address("127.0.0.1", port, b"secret"), 0)
+    start = time.monotonic()
+    for number in range(5000):
+        sender.send({"kind": "step", "number": number})
+    sender.close(timeout_s=0.1)
+    assert time.monotonic() - start < 3

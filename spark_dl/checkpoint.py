@@ -135,7 +135,7 @@ def _delete_old(run_dir: str, keep: int) -> None:
 
 
 def list_checkpoints(run_dir: str) -> list[Saved]:
-    """The committed checkpoints of a run, oldest first: by attempt, then by step."""
+    """The committed checkpoints of a run, oldest first: by step, then by attempt."""
     found = []
     for name in storage.list_names(folder(run_dir)):
         match = re.fullmatch(r"step-(\d+)\.gen-(\d+)", name)

@@ -90,7 +90,7 @@ def parse(description: str, options: Mapping[str, tuple[Any, Any, str]]) -> Job:
 
     `options` are the job's own: name -> (type, default, help); a bool is a flag.
     """
-    parser = jsonargparse.ArgumentParser(description=description, exit_on_error=False)
+    parser = jsonargparse.ArgumentParser(description=description, exit_on_error=False, allow_abbrev=False)
     parser.add_argument("--config", action="config", help="YAML file with any of these settings; may be repeated")
     parser.add_argument("--master", type=str | None, help="Spark master URL, or sc://host:port for Spark Connect")
     parser.add_argument("--spark_conf", type=dict[str, str], default={}, help="Spark settings, as a YAML mapping")

@@ -155,9 +155,12 @@ class Train:
         _check_number(self, "lr", 0, above=True)
         _check_number(self, "early_stop_min_delta", 0)
         _check_choices(self)
-        _check_class("train.optimizer", "torch.optim", self.optimizer)
+        _check_class("train.optimizer", "torch.optim", "Optimizer", self.optimizer)
+        for name in ("optimizer_args", "scheduler_args", "metrics"):
+            value = getattr(self, name)
+            _check(isinstance(value, Mapping), f"train.{name}", "a mapping of names to values", value)
         if self.scheduler is not None:
-            _check_class("train.scheduler", "torch.optim.lr_scheduler", self.scheduler)
+            _check_class("train.scheduler", "torch.optim.lr_scheduler", "LRScheduler", self.scheduler)
             plateau = self.scheduler == "ReduceLROnPlateau" and self.scheduler_interval == "step"
             _check(not plateau, "train.scheduler_interval", "epoch for ReduceLROnPlateau", self.scheduler_interval)
         for name, args in self.metrics.items():
@@ -185,6 +188,7 @@ class Parallel:
     """Promise that every step uses the same parameters in the same way."""
 
     def __post_init__(self) -> None:
+        _check(isinstance(self.strategy, str), "parallel.strategy", "the name of a strategy", self.strategy)
         _check_number(self, "bucket_mib", 0, above=True)
         _check_bool(self, "find_unused_parameters", "static_graph")
 
@@ -270,11 +274,12 @@ class Config:
         return plain
 
 
-def _check_class(key: str, module: str, name: Any) -> None:
-    """`name` is a public class of `module`."""
-    found = getattr(importlib.import_module(module), name, None) if isinstance(name, str) else None
-    if not isinstance(found, type) or name.startswith("_"):
-        known = [n for n, v in vars(importlib.import_module(module)).items() if isinstance(v, type) and n[0] != "_"]
+def _check_class(key: str, module: str, base: str, name: Any) -> None:
+    """`name` is a public class of `module` that derives from its class `base`."""
+    classes = vars(importlib.import_module(module))
+    known = [n for n, c in classes.items() if isinstance(c, type) and issubclass(c, classes[base])]
+    known = [n for n in known if n != base and not n.startswith("_")]
+    if name not in known:
         raise ValueError(f"{key}: no class {name!r} in {module}{suggestion(str(name), known)}")
 
 
@@ -297,7 +302,7 @@ def build_config(sections: Mapping[str, Any]) -> Config:
     built: dict[str, Any] = {}
     for name, values in sections.items():
         if name not in known:
-            raise ValueError(f"unknown config key {name!r}{suggestion(name, list(known))}")
+            raise ValueError(f"unknown config key {name!r}{suggestion(str(name), list(known))}")
         _check(isinstance(values, Mapping), name, "a mapping of keys to values", values)
         for key in values:
             if f"{name}.{key}" not in config_keys():
@@ -315,7 +320,7 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] | Mappi
 
     pairs = overrides.items() if isinstance(overrides, Mapping) else [o.partition("=")[::2] for o in overrides]
     args = [f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in pairs]
-    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser = jsonargparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
     parser.add_argument("--config", action="config")
     parser.add_class_arguments(Config, None)
     try:

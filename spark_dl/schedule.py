@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch.optim import Optimizer, lr_scheduler
 
@@ -60,13 +61,14 @@ class Schedule:
         """Restores the scheduler. `lr_ratio` is the factor by which `train.lr_scaling` now differs from then."""
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state)
-        if lr_ratio == 1.0:
+        # These two go by rates of their own, which scaling never touches.
+        if lr_ratio == 1.0 or isinstance(self.scheduler, (lr_scheduler.OneCycleLR, lr_scheduler.CyclicLR)):
             return
         for group in self._optimizer.param_groups:
-            for key in ("lr", "initial_lr", "max_lr", "min_lr"):
+            for key in ("lr", "initial_lr"):
                 if key in group:
                     group[key] = group[key] * lr_ratio
-        for name in ("base_lrs", "_last_lr", "min_lrs"):
+        for name in ("base_lrs", "_last_lr"):
             if hasattr(self.scheduler, name):
                 setattr(self.scheduler, name, [float(lr) * lr_ratio for lr in getattr(self.scheduler, name)])
 
@@ -77,6 +79,6 @@ def plain_state(value: Any) -> Any:
         return {k: plain_state(v) for k, v in value.items() if not callable(v)}
     if isinstance(value, (list, tuple)):
         return type(value)(plain_state(v) for v in value)
-    if isinstance(value, (torch.Tensor, int, float, str, bool)) or value is None:
-        return value
-    return value.item() if hasattr(value, "item") else str(value)
+    if isinstance(value, np.generic):
+        return value.item()
+    return value if isinstance(value, (torch.Tensor, int, float, str)) or value is None else str(value)

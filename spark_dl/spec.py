@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+
+from spark_dl.config import suggestion
 
 if TYPE_CHECKING:
     from spark_dl.config import Config
@@ -74,13 +77,18 @@ class Run:
 def build_loss(loss: Any) -> Callable[..., Tensor]:
     """A loss with one value per row, from a function, or from the name, class or instance of a loss of `torch.nn`."""
     if isinstance(loss, str):
-        cls = getattr(nn, loss, None)
-        if not (isinstance(cls, type) and hasattr(cls(), "reduction")):
-            known = [n for n in dir(nn) if n.endswith("Loss")]
-            raise ValueError(f"spec.loss: no loss {loss!r} in torch.nn; known are {', '.join(known)}")
-        loss = cls
+        known = [
+            n for n, c in vars(nn).items() if n.endswith("Loss") and "reduction" in inspect.signature(c).parameters
+        ]
+        if loss not in known:
+            raise ValueError(f"spec.loss: no loss {loss!r} in torch.nn{suggestion(loss, known)}")
+        loss = getattr(nn, loss)
     if isinstance(loss, type) and issubclass(loss, nn.Module):
-        return cast("Callable[..., Tensor]", loss(reduction="none"))
+        arguments = {"reduction": "none"} if "reduction" in inspect.signature(loss).parameters else {}
+        try:
+            return cast("Callable[..., Tensor]", loss(**arguments))
+        except TypeError as error:
+            raise ValueError(f"spec.loss: cannot build {loss.__name__}: {error}; pass it built") from error
     if isinstance(loss, nn.Module) and getattr(loss, "reduction", "none") != "none":
         raise ValueError(
             f"spec.loss: {type(loss).__name__} reduces the rows to one value (reduction={loss.reduction!r}); build it "

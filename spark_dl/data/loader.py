@@ -116,7 +116,7 @@ class _StreamReader:
                 break
             take, self._order = self._order[: rows - done], self._order[rows - done :]
             for array, target in zip(self._arrays, out.values(), strict=True):
-                np.take(array, take, axis=0, out=target[done : done + len(take)], mode="clip")
+                target[done : done + len(take)] = array[take]  # np.take would first copy all of a strided view
             done += len(take)
         weight[:done], weight[done:] = 1, 0
         if done:

@@ -8,6 +8,7 @@ column is decoded as one strided view of the Arrow buffer, without a copy per ro
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -127,7 +128,9 @@ def cells(column: SourceColumn, array: pa.Array) -> Array:
 
 def _fixed_length(column: SourceColumn, lists: pa.Array, rows: int) -> int:
     if lists.null_count:
-        raise BadCellsError(column.name, 0, "a null inside an array", "no nulls; fill or drop them in the DataFrame")
+        position = int(np.flatnonzero(lists.is_null().to_numpy(zero_copy_only=False))[0])
+        row = position * rows // len(lists)
+        raise BadCellsError(column.name, row, "a null inside an array", "no nulls; fill or drop them in the DataFrame")
     lengths = np.diff(lists.offsets.to_numpy())
     if len(lengths) == 0:
         return 0
@@ -159,6 +162,9 @@ def _vectors(column: SourceColumn, array: pa.Array) -> Array:
     starts = np.cumsum(counts) - counts
     column_of_value = np.arange(len(values)) - starts[row_of_value]
     column_of_value[~is_dense] = array.field("indices").flatten().to_numpy(zero_copy_only=False)
+    if (bad := np.flatnonzero((column_of_value < 0) | (column_of_value >= size))).size:
+        found = f"the index {int(column_of_value[bad[0]])} in a sparse vector"
+        raise BadCellsError(column.name, int(row_of_value[bad[0]]), found, f"indices from 0 to {size - 1}")
     out[row_of_value, column_of_value] = values
     return out
 
@@ -191,8 +197,10 @@ def encode(column: Column, values: Array) -> pa.Array:
         return pa.array(values, type=arrow_type(column))
     header = np.frombuffer(npy_header(column), dtype=np.uint8)
     rows = len(values)
-    data = np.ascontiguousarray(values, dtype=np.dtype(column.dtype).newbyteorder("<")).reshape(rows, -1)
-    cell_bytes = len(header) + data.shape[1] * data.itemsize
+    data = np.ascontiguousarray(values, dtype=np.dtype(column.dtype).newbyteorder("<")).reshape(
+        rows, math.prod(column.shape)
+    )
+    cell_bytes = column.row_bytes
     if rows * cell_bytes > 2**31 - 1:
         raise ValueError(
             f"column {column.name!r}: {rows} rows of {cell_bytes} bytes do not fit into one row group of 2 GiB; "
@@ -221,19 +229,29 @@ def decode(column: Column, stored: pa.ChunkedArray | pa.Array) -> Array:
     _, offset_buffer, data_buffer = array.buffers()
     offsets = np.frombuffer(offset_buffer, dtype=np.int32, count=rows + 1, offset=4 * array.offset)
     same_size = array.null_count == 0 and bool((np.diff(offsets) == cell_bytes).all())
-    if rows and not (same_size and array[0].as_py()[: len(header)] == array[-1].as_py()[: len(header)] == header):
+    raw = (
+        np.frombuffer(data_buffer, dtype=np.uint8, count=rows * cell_bytes, offset=int(offsets[0]))
+        if same_size
+        else None
+    )
+    if raw is None or not _all_start_with(raw.reshape(rows, cell_bytes), header):
         raise ValueError(
             f"column {column.name!r}: stored cells do not all have dtype {column.dtype} and shape {column.shape}, "
             "which the manifest gives"
         )
     if rows == 0 or cell_bytes == len(header):
         return np.zeros((rows, *column.shape), dtype=column.dtype)
-    raw = np.frombuffer(data_buffer, dtype=np.uint8, count=rows * cell_bytes, offset=int(offsets[0]))
     body = raw.reshape(rows, cell_bytes)[:, len(header) :]
     dtype = np.dtype(column.dtype)
     strides = (cell_bytes, *_strides(column.shape, dtype.itemsize))
     view: Array = np.lib.stride_tricks.as_strided(body[:1].view(dtype), (rows, *column.shape), strides, writeable=False)
     return view
+
+
+def _all_start_with(cells: npt.NDArray[np.uint8], header: bytes) -> bool:
+    """Whether every cell has this header, compared eight bytes at a time. # cells: (rows, bytes of a cell)"""
+    words = cells[:, : len(header)].view(np.uint64)  # a header's length is a multiple of 64
+    return bool((words == np.frombuffer(header, dtype=np.uint64)).all())
 
 
 def _strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:

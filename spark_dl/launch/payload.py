@@ -70,13 +70,13 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((str(k), v) for k, v in value.items())
     elif isinstance(value, (list, tuple)):
         yield from ((f"[{i}]", v) for i, v in enumerate(value))
+    elif hasattr(value, "__self__") and hasattr(value, "__func__"):  # a bound method
+        yield "__self__", value.__self__
     elif hasattr(value, "__code__"):
         cells = value.__closure__ or ()
         yield from zip(value.__code__.co_freevars, (c.cell_contents for c in cells), strict=True)
         names = value.__code__.co_names
         yield from ((n, value.__globals__[n]) for n in names if n in value.__globals__)
-    elif hasattr(value, "__self__") and hasattr(value, "__func__"):
-        yield "__self__", value.__self__
     elif hasattr(value, "func") and hasattr(value, "args"):  # functools.partial
         yield from (("func", value.func), *((f"args[{i}]", a) for i, a in enumerate(value.args)))
     elif hasattr(value, "__dict__") and not isinstance(value, type):
@@ -109,6 +109,8 @@ def _to_tree(value: Any, path: str, arrays: list[np.ndarray[Any, Any]]) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value.item() if isinstance(value, np.generic) else value
     if isinstance(value, torch.Tensor):
+        if value.layout != torch.strided or value.is_quantized:
+            raise TypeError(f"{path}: cannot return a sparse or quantized tensor from a rank; make it dense")
         tensor = value.detach().cpu().resolve_conj().resolve_neg()
         dtype = str(tensor.dtype).removeprefix("torch.")
         try:
@@ -118,20 +120,29 @@ def _to_tree(value: Any, path: str, arrays: list[np.ndarray[Any, Any]]) -> Any:
         arrays.append(array)
         return {"kind": "tensor", "dtype": dtype, "shape": list(tensor.shape)}
     if isinstance(value, (np.ndarray, np.generic)):
-        if value.dtype.hasobject:
-            raise TypeError(f"{path}: cannot return an array of Python objects from a rank")
+        if value.dtype.hasobject or isinstance(value, np.ma.MaskedArray):
+            raise TypeError(f"{path}: cannot return an array of Python objects, or a masked one, from a rank")
         arrays.append(np.asarray(value))
         return {"kind": "array" if isinstance(value, np.ndarray) else "scalar"}
     if isinstance(value, (list, tuple)):
         items = [_to_tree(v, f"{path}[{i}]", arrays) for i, v in enumerate(value)]
         return items if type(value) is list else {"kind": "tuple", "items": items}
     if isinstance(value, dict):
-        pairs = [[_to_tree(k, f"{path} key", []), _to_tree(v, f"{path}[{k!r}]", arrays)] for k, v in value.items()]
+        pairs = [[_to_key(k, path), _to_tree(v, f"{path}[{k!r}]", arrays)] for k, v in value.items()]
         return {"kind": "dict", "items": pairs}
     raise TypeError(
         f"{path}: cannot return a {type(value).__module__}.{type(value).__qualname__} from a rank; return numbers, "
         "strings, NumPy arrays and tensors, in dicts, lists and tuples (of a model, its state_dict())"
     )
+
+
+def _to_key(key: Any, path: str) -> Any:
+    plain = key.item() if isinstance(key, np.generic) else key
+    if isinstance(plain, tuple):
+        return {"kind": "tuple", "items": [_to_key(k, path) for k in plain]}
+    if plain is not None and not isinstance(plain, (bool, int, float, str)):
+        raise TypeError(f"{path} key: cannot return a dict with a {type(key).__qualname__} as a key from a rank")
+    return plain
 
 
 def _from_tree(tree: Any, arrays: io.BytesIO) -> Any:
@@ -146,6 +157,8 @@ def _from_tree(tree: Any, arrays: io.BytesIO) -> Any:
     array = np.lib.format.read_array(arrays, allow_pickle=False)
     if tree["kind"] == "tensor":
         dtype = getattr(torch, tree["dtype"])
+        if array.size == 0:
+            return torch.empty(tree["shape"], dtype=dtype)
         tensor = torch.from_numpy(array)
         return (tensor if tensor.dtype == dtype else tensor.view(dtype)).reshape(tree["shape"])
     return array if tree["kind"] == "array" else array[()]

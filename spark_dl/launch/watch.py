@@ -75,9 +75,9 @@ class Listener:
                 return
             while True:
                 event = json.loads(conn.recv_bytes(_MAX_FRAME))
-                task = event["task"]
+                kind, task = event["kind"], event["task"]
                 self.events.put(event)
-                if event["kind"] in ("done", "failed"):
+                if kind in ("done", "failed"):
                     task = None
         except (OSError, EOFError, ValueError, KeyError, TypeError):
             if task is not None:
@@ -112,16 +112,18 @@ class Sender:
 
     def __init__(self, address: Address | None, task: int):
         self._task = task
-        self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue(maxsize=1000)
+        self._queue: queue.Queue[bytes | None] = queue.Queue(maxsize=1000)
         self._thread: threading.Thread | None = None
         if address is not None:
             self._thread = threading.Thread(target=self._work, args=(address,), name="spark_dl sender", daemon=True)
             self._thread.start()
 
     def send(self, event: Mapping[str, Any]) -> None:
-        """Queues an event; drops it when the driver has not read the last thousand."""
-        with contextlib.suppress(queue.Full):
-            self._queue.put_nowait({**event, "task": self._task, "time": time.time()})
+        """Queues an event. Drops one of more than 1 MiB, one that is not JSON, or what a slow driver leaves no room for."""
+        with contextlib.suppress(queue.Full, TypeError, ValueError):
+            frame = json.dumps({**event, "task": self._task, "time": time.time()}).encode()
+            if len(frame) <= _MAX_FRAME:
+                self._queue.put_nowait(frame)
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Sends what is queued, but waits no longer than `timeout_s`."""
@@ -133,8 +135,8 @@ class Sender:
     def _work(self, address: Address) -> None:
         try:
             with _connect(address) as conn:
-                while (event := self._queue.get()) is not None:
-                    conn.send_bytes(json.dumps(event).encode())
+                while (frame := self._queue.get()) is not None:
+                    conn.send_bytes(frame)
         except (OSError, EOFError, connection.AuthenticationError):  # type: ignore[attr-defined]
             return  # the driver cannot be reached: Spark's own channel still carries results and errors
 

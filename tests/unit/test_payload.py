@@ -234,3 +234,28 @@ def test_code_that_an_executor_lacks_is_an_error_that_names_the_module():
     packed = pack_call(payload.pack_result, (), {}).replace(b"spark_dl.launch.payload", b"spark_dl.launch.paylood")
     with pytest.raises(RuntimeError, match=r"no module 'spark_dl\.launch\.paylood' on this executor.*--py-files"):
         unpack_call(packed)
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (2, 0)])
+def test_empty_tensors_of_a_dtype_that_numpy_lacks_come_back(shape):
+    back = unpack_result(pack_result(torch.empty(shape, dtype=torch.bfloat16)))
+    assert (back.shape, back.dtype) == (torch.Size(shape), torch.bfloat16)
+
+
+def test_numpy_numbers_as_keys_come_back_as_plain_ones_beside_arrays():
+    back = unpack_result(pack_result({np.int64(1): np.arange(3), np.float32(0.5): np.arange(2)}))
+    assert [type(k) for k in back] == [int, float]
+    assert back[1].tolist() == [0, 1, 2]
+    assert back[0.5].tolist() == [0, 1]
+
+
+def test_a_bound_method_is_searched_for_what_cannot_be_pickled():
+    class Owner:
+        def __init__(self):
+            self.guard = threading.Lock()
+
+        def work(self):
+            return self.guard
+
+    with pytest.raises(ValueError, match=r"cannot send function\.__self__\.guard"):
+        pack_call(Owner().work, (), {})

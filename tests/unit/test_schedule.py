@@ -188,3 +188,28 @@ def test_a_model_with_nothing_to_train_is_an_error():
 def test_wrong_arguments_of_the_optimizer_are_an_error_that_names_the_key():
     with pytest.raises(ValueError, match=r"^train\.optimizer_args: SGD does not take them"):
         build_optimizer(torch.nn.Linear(1, 1), Config(train=Train(optimizer_args={"momentumm": 1})), 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [("OneCycleLR", {"max_lr": 0.3, "total_steps": 20}), ("CyclicLR", {"base_lr": 0.01, "max_lr": 0.1})],
+)
+def test_schedulers_with_rates_of_their_own_are_not_scaled_on_resume(name, args):
+    config = Config(train=Train(scheduler=name, scheduler_args=args, scheduler_interval="step", lr_scaling="linear"))
+
+    def build():
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)
+        return optimizer, Schedule(optimizer, config)
+
+    optimizer, schedule = build()
+    for _ in range(5):
+        optimizer.step()
+        schedule.end_step()
+    again, restored = build()
+    again.load_state_dict(optimizer.state_dict())
+    restored.load_state_dict(schedule.state_dict(), 2.0)
+    for _ in range(5):
+        assert again.param_groups[0]["lr"] == pytest.approx(optimizer.param_groups[0]["lr"])
+        for one, its in ((optimizer, schedule), (again, restored)):
+            one.step()
+            its.end_step()

@@ -241,3 +241,23 @@ def test_a_type_that_cannot_become_a_tensor_is_an_error_that_says_what_can(name)
 def test_a_missing_column_is_an_error_that_suggests_the_nearest():
     with pytest.raises(ValueError, match=r"no column 'imgae'.*did you mean 'image'.*data\.features"):
         schema.source_columns(FIELDS, ["imgae"])
+
+
+def test_a_cell_of_another_dtype_in_the_middle_is_found():
+    column = Column("x", "float32", (2,), True)
+    good = schema.encode(column, np.ones((1, 2), np.float32))[0].as_py()
+    other = schema.encode(Column("x", "int32", (2,), True), np.ones((1, 2), np.int32))[0].as_py()
+    with pytest.raises(ValueError, match="column 'x': stored cells do not all have dtype float32"):
+        schema.decode(column, pa.array([good, other, good], pa.binary()))
+
+
+def test_no_rows_are_encoded_and_decoded():
+    column = Column("x", "float32", (2, 3), True)
+    assert schema.decode(column, schema.encode(column, np.zeros((0, 2, 3), np.float32))).shape == (0, 2, 3)
+
+
+def test_a_null_inner_array_is_reported_with_its_row():
+    array = pa.array([[[1], [2]], [[1], None]], pa.list_(pa.list_(pa.int32())))
+    with pytest.raises(BadCellsError, match="a null inside an array") as error:
+        schema.cells(SourceColumn("x", "int32", "array", 2), array)
+    assert error.value.row == 1

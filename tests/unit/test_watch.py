@@ -189,3 +189,18 @@ def test_a_sender_never_waits_for_a_driver_that_is_not_there():
         sender.send({"kind": "step", "number": number})
     sender.close(timeout_s=0.1)
     assert time.monotonic() - start < 3
+
+
+@pytest.mark.parametrize("event", [{"kind": "x", "big": "a" * (1 << 21)}, {"kind": "x", "odd": {1, 2}}])
+def test_an_event_that_cannot_be_sent_does_not_lose_the_rank(event):
+    listener = Listener("127.0.0.1")
+    try:
+        sender = Sender(listener.address, 3)
+        sender.send(event)
+        sender.send({"kind": "done"})
+        sender.close()
+        assert listener.events.get(timeout=5)["kind"] == "done"
+        time.sleep(0.2)
+        assert listener.events.empty()
+    finally:
+        listener.close()

@@ -99,13 +99,25 @@ def write_shards(
         parts = _run(selected, _partition_writer(url, source, data, token))
         written = _agreed_columns(parts)
         shards = _join_remainders(df.sparkSession, url, written, [s for p in parts for s in p.shards], data, token)
-        shard_set = ShardSet(url, written, tuple(shards))
-        storage.write_bytes(storage.join(url, MANIFEST), json.dumps(_manifest(shard_set), indent=1).encode())
+        shard_set = _commit(ShardSet(url, written, tuple(shards)))
     except BaseException:
         _delete_files(url, keep=())
         raise
     _delete_files(url, keep=(MANIFEST, *(s.name for s in shards)))
     return shard_set
+
+
+def write_arrays(columns: Mapping[str, Array], url: str, data: Data | None = None) -> ShardSet:
+    """Writes arrays in memory as a dataset, without Spark. # each (rows, *cell); one axis makes a scalar column
+
+    Raises ValueError for a folder that is in use.
+    """
+    url = storage.absolute(url)
+    written = tuple(Column(name, str(a.dtype), a.shape[1:], a.ndim > 1) for name, a in columns.items())
+    _prepare_folder(url, overwrite=False)
+    writer = _Writer(url, f"part-{uuid.uuid4().hex[:8]}", written, *layout(written, data or Data()))
+    writer.append(list(columns.values()))
+    return _commit(ShardSet(url, written, tuple(writer.close())))
 
 
 def read_shards(url: str) -> ShardSet:
@@ -155,10 +167,11 @@ class _Part:
     shards: tuple[Shard, ...]
 
 
-def _manifest(shard_set: ShardSet) -> dict[str, Any]:
+def _commit(shard_set: ShardSet) -> ShardSet:
+    """Writes the manifest: from now on the folder is a dataset."""
     from spark_dl import __version__
 
-    return {
+    manifest = {
         "format": FORMAT,
         "version": VERSION,
         "spark_dl": __version__,
@@ -166,6 +179,8 @@ def _manifest(shard_set: ShardSet) -> dict[str, Any]:
         "columns": [asdict(c) for c in shard_set.columns],
         "shards": [{"rows": s.rows, **asdict(s)} for s in shard_set.shards],
     }
+    storage.write_bytes(storage.join(shard_set.url, MANIFEST), json.dumps(manifest, indent=1).encode())
+    return shard_set
 
 
 def _shard(plain: Mapping[str, Any]) -> Shard:

@@ -154,7 +154,9 @@ def _meet_by_env(launch: Launch, report: Any) -> World:
         is_master = rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         address, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
         store = dist.TCPStore(address, port, world_size, is_master, timeout, wait_for_workers=False)
-        store = dist.PrefixStore(f"spark_dl/{env.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        # One process may join several times, one after another: each time by keys of its own.
+        attempt = f"spark_dl/{env.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+        store = dist.PrefixStore(f"{attempt}/{store.add(f'{attempt}/joins/{rank}', 1)}", store)
     return World(
         rank=rank,
         world_size=world_size,

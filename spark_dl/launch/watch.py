@@ -119,7 +119,7 @@ class Sender:
             self._thread.start()
 
     def send(self, event: Mapping[str, Any]) -> None:
-        """Queues an event. Drops one of more than 1 MiB, one that is not JSON, or what a slow driver leaves no room for."""
+        """Queues an event; one of more than 1 MiB, or that is not JSON, or for which there is no room, is dropped."""
         with contextlib.suppress(queue.Full, TypeError, ValueError):
             frame = json.dumps({**event, "task": self._task, "time": time.time()}).encode()
             if len(frame) <= _MAX_FRAME:

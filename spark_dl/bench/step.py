@@ -1,0 +1,103 @@
+"""What the worker loop costs: its steps per second against a bare DDP loop of the same model and batches, in one run.
+
+`measure` starts this file under torchrun; there each rank runs both loops in turn. The bare loop has its batches ready
+in memory; the worker loop reads them from storage, logs, and saves a checkpoint at its end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from spark_dl.config import Checkpoint, Config, Data, Launch, Train
+from spark_dl.data.loader import Loader
+from spark_dl.data.shards import read_shards, write_arrays
+from spark_dl.launch.rendezvous import join
+from spark_dl.spec import ModelSpec, Run
+from spark_dl.worker import main as run_worker
+
+_ROWS, _BATCH, _EPOCHS = 12_800, 64, 2
+
+
+def measure(*, num_ranks: int = 2, repeats: int = 5) -> dict[str, Any]:
+    """Median steps per second of both loops. Called without Spark; ranks are processes of this machine."""
+    with tempfile.TemporaryDirectory() as folder:
+        rng = np.random.default_rng(0)
+        columns: dict[str, Any] = {
+            "image": rng.random((_ROWS, 64), dtype=np.float32),
+            "digit": rng.integers(0, 10, _ROWS),
+        }
+        write_arrays(columns, f"{folder}/data")
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+        subprocess.run([*torchrun, "-m", "spark_dl.bench.step", folder, str(repeats), str(num_ranks)], check=True)
+        result: dict[str, Any] = json.loads(Path(folder, "result.json").read_text())
+    return result
+
+
+def build_cnn() -> nn.Module:
+    """The network of the digits example: images [rows, 64] -> scores [rows, 10]."""
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3, padding=1),
+        nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(1024, 128), nn.ReLU(), nn.Linear(128, 10),
+    )  # fmt: skip
+
+
+def _bare_ddp(batches: list[dict[str, torch.Tensor]]) -> float:
+    """Steps per second of the loop that one writes by hand, inside of a process group."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(build_cnn())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    loss_of = nn.CrossEntropyLoss()
+    start = time.perf_counter()
+    for _ in range(_EPOCHS):
+        for batch in batches:
+            loss = loss_of(model(batch["image"]), batch["digit"])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    seconds = time.perf_counter() - start
+    return _EPOCHS * len(batches) / seconds
+
+
+def _rank_main(folder: str, repeats: int, num_ranks: int) -> None:
+    """One rank of the measurement, under torchrun."""
+    torch.set_num_threads(1)
+    shards = read_shards(f"{folder}/data")
+    config = Config(
+        data=Data(features=("image",), label="digit"),
+        train=Train(global_batch_size=_BATCH, epochs=_EPOCHS, lr=0.01, optimizer_args={"momentum": 0.9}),
+        launch=Launch(num_ranks=num_ranks, device="cpu"),
+        checkpoint=Checkpoint(every_epochs=_EPOCHS),
+    )
+    rates: dict[str, list[float]] = {"spark_dl": [], "bare_ddp": []}
+    run = Run(spec=ModelSpec(build=build_cnn), config=config, train=shards, run_dir="")
+    for i in range(repeats + 1):
+        done = run_worker(dataclasses.replace(run, run_dir=f"{folder}/run-{i}"))
+        loader = Loader(shards, config, rank=done.rank, world_size=config.launch.num_ranks)
+        batches = [step.micro_batches[0] for step in loader.epoch(0)]
+        with join(config.launch):
+            bare = _bare_ddp(batches)
+        if i:  # the first time warms up
+            rates["spark_dl"].append(done.result["steps"] / done.result["seconds"])
+            rates["bare_ddp"].append(bare)
+    if done.rank == 0:
+        medians = {name: statistics.median(values) for name, values in rates.items()}
+        ratio = medians["spark_dl"] / medians["bare_ddp"]
+        result = {**medians, "ratio": ratio, "steps": repeats * done.result["steps"]}
+        Path(folder, "result.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    _rank_main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

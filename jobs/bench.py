@@ -23,7 +23,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["launch", "step"])
     parser.add_argument("--ranks", type=int, default=2, help="ranks of both (default: 2)")
-    parser.add_argument("--repeats", type=int, default=5, help="counted repetitions, of which the median is taken")
+    parser.add_argument("--repeats", type=int, default=7, help="counted repetitions, of which the median is taken")
     parser.add_argument("--master", help="Spark master URL for `launch`; by default local[ranks]")
     arguments = parser.parse_args()
     cli.run(lambda: bench(arguments))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import inspect
@@ -117,7 +118,7 @@ def weighted_loss_sum(spec: ModelSpec, model: nn.Module, batch: Batch, config: C
     """
     device_type = batch["weight"].device.type
     dtype = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[config.train.precision]
-    with torch.autocast(device_type, dtype=dtype, enabled=dtype is not None):
+    with torch.autocast(device_type, dtype=dtype) if dtype else contextlib.nullcontext():
         output = spec.output(model, batch, config.data.features)
         losses = row_losses(spec, output, batch, config.data.label)
     return output, (losses.float() * batch["weight"]).sum()

@@ -31,8 +31,8 @@ from spark_dl.worker import main as run_worker
 _ROWS, _BATCH, _EPOCHS = 12_800, 64, 2
 
 
-def measure(*, num_ranks: int = 2, repeats: int = 5) -> dict[str, Any]:
-    """Median steps per second of both loops. Called without Spark; ranks are processes of this machine."""
+def measure(*, num_ranks: int = 2, repeats: int = 7) -> dict[str, Any]:
+    """Median steps per second of both loops, and the median of the ratios of neighbouring runs. Without Spark."""
     with tempfile.TemporaryDirectory() as folder:
         rng = np.random.default_rng(0)
         columns: dict[str, Any] = {
@@ -83,19 +83,22 @@ def _rank_main(folder: str, repeats: int, num_ranks: int) -> None:
     )
     rates: dict[str, list[float]] = {"spark_dl": [], "bare_ddp": []}
     run = Run(spec=ModelSpec(build=build_cnn), config=config, train=shards, run_dir="")
+    rank = 0
     for i in range(repeats + 1):
-        done = run_worker(dataclasses.replace(run, run_dir=f"{folder}/run-{i}"))
-        loader = Loader(shards, config, rank=done.rank, world_size=config.launch.num_ranks)
-        batches = [step.micro_batches[0] for step in loader.epoch(0)]
-        with join(config.launch):
-            bare = _bare_ddp(batches)
-        if i:  # the first time warms up
-            rates["spark_dl"].append(done.result["steps"] / done.result["seconds"])
-            rates["bare_ddp"].append(bare)
-    if done.rank == 0:
+        for name in sorted(rates, reverse=bool(i % 2)):  # in turn, so that neither always runs on the warmer machine
+            if name == "spark_dl":
+                done = run_worker(dataclasses.replace(run, run_dir=f"{folder}/run-{i}"))
+                rate, rank = done.result["steps"] / done.result["seconds"], done.rank
+            else:
+                with join(config.launch) as world:
+                    loader = Loader(shards, config, rank=world.rank, world_size=world.world_size)
+                    rate = _bare_ddp([step.micro_batches[0] for step in loader.epoch(0)])
+            if i:  # the first time warms up
+                rates[name].append(rate)
+    if rank == 0:
+        ratios = [ours / bare for ours, bare in zip(*rates.values(), strict=True)]
         medians = {name: statistics.median(values) for name, values in rates.items()}
-        ratio = medians["spark_dl"] / medians["bare_ddp"]
-        result = {**medians, "ratio": ratio, "steps": repeats * done.result["steps"]}
+        result = {**medians, "ratio": statistics.median(ratios), "ratios": ratios}
         Path(folder, "result.json").write_text(json.dumps(result))
 
 

@@ -23,6 +23,8 @@ from spark_dl.data.shards import ShardSet
 
 Part = Literal["all", "train", "validation"]
 _HELD_ROW_GROUPS = 4
+_STEPS_AT_ONCE = 16
+_GATHER_BYTES = 1 << 20
 _OPEN_FILES = 16
 
 
@@ -79,15 +81,20 @@ class Loader:
         batch = self.plan.stream_batch
         all_streams = self.plan.streams(epoch)
         readers = [_StreamReader(all_streams[s], self._rows, batch, start_step) for s in self._streams]
-        for step in range(start_step, self.plan.steps):
-            out = {c.name: np.empty((len(readers) * batch, *c.shape), dtype=c.dtype) for c in self.columns}
-            weight = np.empty(len(readers) * batch, dtype=np.float32)
+        step_bytes = len(readers) * batch * sum(c.row_bytes for c in self.columns)
+        # Several small steps are gathered at once: what Python costs for each stream is then paid once for all of them.
+        at_once = max(1, min(_STEPS_AT_ONCE, _GATHER_BYTES // max(1, step_bytes)))
+        for first in range(start_step, self.plan.steps, at_once):
+            steps = min(at_once, self.plan.steps - first)
+            shape = (steps, len(readers), batch)
+            out = {c.name: np.empty((*shape, *c.shape), dtype=c.dtype) for c in self.columns}
+            weight = np.empty(shape, dtype=np.float32)
             for i, reader in enumerate(readers):
-                places = slice(i * batch, (i + 1) * batch)
-                reader.fill({name: array[places] for name, array in out.items()}, weight[places])
-            tensors = {name: torch.from_numpy(array) for name, array in out.items()}
-            tensors["weight"] = torch.from_numpy(weight)
-            yield StepBatches(step, _split(tensors, self._micro_batches), self.plan.batch_rows(step))
+                reader.fill([array[:, i] for array in out.values()], weight[:, i])
+            out["weight"] = weight
+            for k in range(steps):
+                tensors = {name: torch.from_numpy(a[k].reshape(-1, *a.shape[3:])) for name, a in out.items()}
+                yield StepBatches(first + k, _split(tensors, self._micro_batches), self.plan.batch_rows(first + k))
 
 
 def _split(tensors: dict[str, Tensor], parts: int) -> list[dict[str, Tensor]]:
@@ -107,24 +114,32 @@ class _StreamReader:
         self._order = np.empty(0, dtype=np.int64)
         self._last: list[Array] | None = None
 
-    def fill(self, out: dict[str, Array], weight: Array) -> None:
-        """Writes the next rows of the stream into `out`; once they have run out, copies of its last row, weight 0."""
-        rows = len(weight)
+    def fill(self, out: list[Array], weight: Array) -> None:
+        """Writes the next rows of the stream into `out`; once they have run out, copies of its last row, weight 0.
+
+        # out: each (steps, batch, *cell), weight: (steps, batch)
+        """
+        rows = weight.size
+        in_place = len(weight) == 1
+        flat = [a[0] if in_place else np.empty((rows, *a.shape[2:]), dtype=a.dtype) for a in out]
         done = 0
         while done < rows:
             if len(self._order) == 0 and not self._next_window():
                 break
             take, self._order = self._order[: rows - done], self._order[rows - done :]
-            for array, target in zip(self._arrays, out.values(), strict=True):
+            for array, target in zip(self._arrays, flat, strict=True):
                 target[done : done + len(take)] = array[take]  # np.take would first copy all of a strided view
             done += len(take)
-        weight[:done], weight[done:] = 1, 0
         if done:
-            self._last = [target[done - 1] for target in out.values()]
+            self._last = [target[done - 1].copy() for target in flat]
         if done < rows:
             self._last = self._last or self._any_row()
-            for row, target in zip(self._last, out.values(), strict=True):
+            for row, target in zip(self._last, flat, strict=True):
                 target[done:] = row
+        weight[...] = (np.arange(rows) < done).reshape(weight.shape)
+        if not in_place:
+            for target, a in zip(flat, out, strict=True):
+                a[...] = target.reshape(a.shape)
 
     def _next_window(self) -> bool:
         found = next(self._windows, None)

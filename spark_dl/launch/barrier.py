@@ -83,7 +83,8 @@ def run_barrier(
     try:
         task = _rank_task(packed, listener.address if listener else None)
         ranks = spark.range(0, launch.num_ranks, 1, launch.num_ranks)
-        job = _Job(spark, ranks.mapInArrow(task, "rank int, result binary", barrier=True), events)
+        df = ranks.mapInArrow(task, "rank int, result binary", barrier=True)
+        job = _Job(spark, df, launch.num_ranks, events)
         try:
             _watch(job, events, launch, on_event, None if listener else poll or (list))
         except BaseException:
@@ -104,7 +105,8 @@ def _driver_host(spark: Any) -> str:
 class _Job:
     """A Spark job in a thread of its own, so that the driver can watch it and cancel it."""
 
-    def __init__(self, spark: Any, df: Any, events: queue.Queue[Any]):
+    def __init__(self, spark: Any, df: Any, num_ranks: int, events: queue.Queue[Any]):
+        self._num_ranks = num_ranks
         self.rows: list[Any] = []
         self.error: BaseException | None = None
         self._spark, self._df, self._events = spark, df, events
@@ -123,13 +125,18 @@ class _Job:
 
     @contextlib.contextmanager
     def _task_counts(self) -> Iterator[None]:
-        """Over Spark Connect, where ranks cannot say that they have started, Spark's own progress does."""
+        """Over Spark Connect, where ranks cannot say that they have started, Spark's own progress does.
+
+        NOTE: Spark reports on all operations of the session, so another one with as many tasks is taken for this job;
+        the start timeout then does not apply.
+        """
         if not hasattr(self._spark, "registerProgressHandler") or not preflight.is_connect(self._spark):
             yield
             return
 
         def on_progress(stages: Any, inflight_tasks: int, operation_id: Any, done: bool) -> None:
-            self._events.put({"kind": "tasks", "running": inflight_tasks})
+            if any(stage.num_tasks == self._num_ranks for stage in stages):
+                self._events.put({"kind": "tasks", "running": inflight_tasks})
 
         self._spark.registerProgressHandler(on_progress)
         try:

@@ -27,14 +27,17 @@ def build_session(name: str, *, master: str | None = None, conf: Mapping[str, st
         builder = builder.master(master)
         if master.startswith("local-cluster"):
             os.environ.setdefault("SPARK_HOME", _pyspark_home())
-    for key, value in {**_QUIET, **conf}.items():
+    for key, value in {**_DEFAULTS, **conf}.items():
         if not (master and master.startswith("sc://")):
             builder = builder.config(key, value)
     return builder.getOrCreate()
 
 
-_QUIET = {"spark.log.level": "ERROR", "spark.ui.showConsoleProgress": "false"}
-"""The jobs show their own progress."""
+_DEFAULTS = {
+    "spark.log.level": "ERROR",
+    "spark.ui.showConsoleProgress": "false",  # the jobs show their own
+    "spark.python.daemon.module": "spark_dl.launch.daemon",  # new ranks have torch at once
+}
 
 
 def _pyspark_home() -> str:

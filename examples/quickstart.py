@@ -3,15 +3,9 @@
 .venv/bin/python examples/quickstart.py
 """
 
-import os
-import sys
-
 import torch
-from pyspark.sql import SparkSession
 
 import spark_dl
-
-os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # executors run this Python, which has torch
 
 
 def build_model() -> torch.nn.Module:
@@ -23,7 +17,7 @@ def predict(scores: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 if __name__ == "__main__":
-    spark = SparkSession.builder.master("local[2]").appName("quickstart").getOrCreate()
+    spark = spark_dl.build_session("quickstart", master="local[2]")  # or the session that you have
 
     # Points in the plane; those inside of the unit circle are of class 1.
     points = spark.range(20_000).selectExpr("randn(1) AS x", "randn(2) AS y")

@@ -7,9 +7,8 @@ jobs/bench.py step      steps per second: the worker loop and a bare DDP loop un
 import argparse
 from typing import Any
 
-from spark_dl import cli
+from spark_dl import build_session, cli
 from spark_dl.bench import launch, step
-from spark_dl.launch.session import build_session
 
 
 def bench(args: argparse.Namespace) -> dict[str, Any]:

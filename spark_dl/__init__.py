@@ -7,6 +7,7 @@ from spark_dl.data.shards import ShardSet, read_shards, write_shards
 from spark_dl.driver import TrainResult, evaluate, launch, train
 from spark_dl.launch.barrier import RankError
 from spark_dl.launch.rendezvous import World
+from spark_dl.launch.session import build_session
 from spark_dl.predict import predict
 from spark_dl.spec import ModelSpec, import_object
 
@@ -22,6 +23,7 @@ __all__ = [
     "Train",
     "TrainResult",
     "World",
+    "build_session",
     "evaluate",
     "import_object",
     "launch",

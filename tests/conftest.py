@@ -13,7 +13,7 @@ from tests.ranks.launcher import pool_pids
 
 _KEPT = {
     "PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "SPARK_HOME", "PYSPARK_PYTHON", "PYSPARK_DRIVER_PYTHON",
-    "SPARK_LOCAL_IP", "PYTHONPATH",
+    "SPARK_LOCAL_IP", "PYTHONPATH", "JAVA_TOOL_OPTIONS",
 }  # fmt: skip
 """Set by torch and by the Spark fixture, for the whole session."""
 _LEAVE_WAIT_S = 10.0

@@ -22,6 +22,7 @@ CONF = {
     "spark.driver.host": "127.0.0.1",
     "spark.driver.bindAddress": "127.0.0.1",
 }
+FAST_JVM = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"  # short jobs: starting counts, not peak speed
 MASTERS = {"local": "local[4]", "local-cluster": "local-cluster[2,2,1024]"}
 
 
@@ -33,6 +34,7 @@ def spark(request, tmp_path_factory):
     os.environ["PYSPARK_PYTHON"] = sys.executable
     os.environ["SPARK_HOME"] = SPARK_HOME
     os.environ["SPARK_LOCAL_IP"] = "127.0.0.1"
+    os.environ["JAVA_TOOL_OPTIONS"] = FAST_JVM
     os.environ["PYTHONPATH"] = str(REPOSITORY)  # executors find the functions of these tests by name
     if request.param == "connect":
         with connect_server(tmp_path_factory.mktemp("connect")) as url:

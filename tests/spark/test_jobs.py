@@ -16,7 +16,7 @@ import torch
 
 from spark_dl import checkpoint
 from tests.models import same_bits
-from tests.spark.conftest import CONF, REPOSITORY, SPARK_HOME, free_port, stop, wait_for_port
+from tests.spark.conftest import CONF, FAST_JVM, REPOSITORY, SPARK_HOME, free_port, stop, wait_for_port
 
 PLAIN = [sys.executable]
 SUBMIT = [f"{SPARK_HOME}/bin/spark-submit", "--master", "local[2]"]
@@ -32,7 +32,7 @@ def digits(tmp_path_factory):
 
 def environment():
     env = {k: v for k, v in os.environ.items() if not k.startswith(("SPARK_", "PYSPARK_", "VIRTUAL_ENV"))}
-    return {**env, "SPARK_LOCAL_IP": "127.0.0.1", "PYSPARK_PYTHON": sys.executable}
+    return {**env, "SPARK_LOCAL_IP": "127.0.0.1", "PYSPARK_PYTHON": sys.executable, "JAVA_TOOL_OPTIONS": FAST_JVM}
 
 
 def start_job(*command, **kwargs):
@@ -82,7 +82,6 @@ def test_train_killed_half_way_and_resumed_equals_an_uninterrupted_run(prepared,
     args = [*PLAIN, "jobs/train.py", *settings]
     whole, _ = run_job(*args, "--run_dir", str(tmp_path / "whole"))
     result = result_of(whole)
-    assert result.keys() >= KEYS
     assert (result["epochs"], result["steps"], result["rows"]) == (6, 138, 6 * 1446)
 
     process = start_job(*args, "--run_dir", str(tmp_path / "cut"), start_new_session=True)
@@ -113,26 +112,36 @@ def wait_for_step(run_dir, step, process, timeout_s=90):
     raise AssertionError(f"step {step} was not reached within {timeout_s} s")
 
 
-@pytest.mark.timeout(180)
-def test_train_evaluate_predict_one_after_another(digits, prepared, tmp_path):
-    run_dir, out = str(tmp_path / "run"), str(tmp_path / "out")
-    datasets = [*on_prepared(prepared, "train", "test"), *LOCAL]
-    trained, _ = run_job(*PLAIN, "jobs/train.py", *datasets, "--run_dir", run_dir, "--train.epochs=2")
-    evaluated, _ = run_job(*PLAIN, "jobs/evaluate.py", *datasets, "--checkpoint_path", run_dir)
-    assert result_of(evaluated)["rows"] == 351
-    assert result_of(evaluated)["metrics"] == result_of(trained)["metrics"]
-    paths = ["--checkpoint_path", run_dir, "--output", out]
-    predicted, _ = run_job(*PLAIN, "jobs/predict.py", *digits, *LOCAL, *paths)
-    assert result_of(predicted)["rows"] == 351
-
-
-def test_the_main_job_through_spark_submit(digits, tmp_path):
+@pytest.fixture(scope="module")
+def main_run(digits, tmp_path_factory):
+    """The main job, with fewer epochs, through spark-submit: its folder and its result."""
+    run_dir = tmp_path_factory.mktemp("main") / "run"
     conf = [f"--conf={k}={v}" for k, v in CONF.items()]
-    out, _ = run_job(*SUBMIT, *conf, "jobs/train.py", *digits, "--train.epochs=4", "--run_dir", str(tmp_path / "run"))
-    result = result_of(out)
-    assert (result["steps"], result["run_dir"]) == (92, str(tmp_path / "run"))
+    out, _ = run_job(*SUBMIT, *conf, "jobs/train.py", *digits, "--train.epochs=4", "--run_dir", str(run_dir))
+    return run_dir, result_of(out)
+
+
+def test_the_main_job_through_spark_submit(main_run):
+    run_dir, result = main_run
+    assert result.keys() >= KEYS
+    assert (result["steps"], result["run_dir"]) == (92, str(run_dir))
     assert result["metrics"]["accuracy"] > 0.9
-    assert {"loss.png", "predictions.png", "predictions"} <= set(os.listdir(tmp_path / "run"))
+    assert {"loss.png", "predictions.png", "predictions"} <= set(os.listdir(run_dir))
+
+
+def test_evaluate_its_checkpoint(prepared, main_run):
+    run_dir, result = main_run
+    arguments = [*on_prepared(prepared, "test"), *LOCAL, "--checkpoint_path", str(run_dir)]
+    out, _ = run_job(*PLAIN, "jobs/evaluate.py", *arguments)
+    assert result_of(out)["rows"] == 351
+    assert result_of(out)["metrics"] == pytest.approx(result["metrics"])
+
+
+def test_predict_with_its_checkpoint(digits, main_run, tmp_path):
+    run_dir, _ = main_run
+    paths = ["--checkpoint_path", str(run_dir), "--output", str(tmp_path / "out")]
+    out, _ = run_job(*PLAIN, "jobs/predict.py", *digits, *LOCAL, *paths)
+    assert result_of(out)["rows"] == 351
 
 
 @pytest.mark.timeout(180)

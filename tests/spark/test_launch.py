@@ -138,6 +138,7 @@ def test_a_busy_cluster_is_an_error_after_the_start_timeout(spark, mode):
     assert [r["rank"] for r in spark_dl.launch(_sum_of_ranks, 1.0, num_ranks=2)] == [0, 1]
 
 
+@pytest.mark.local_only
 def test_what_cannot_be_pickled_is_named(spark):
     class Model:
         def __init__(self):

@@ -92,6 +92,7 @@ def test_progress_reaches_the_driver_while_ranks_train(spark, points, tmp_path, 
     assert seen[0][0] < ended - 0.1
 
 
+@pytest.mark.local_only
 def test_resume_goes_on_and_overwrite_starts_anew(spark, points, tmp_path):
     run_dir = str(tmp_path / "run")
     config = small_config(2, train={"epochs": 1})
@@ -114,6 +115,7 @@ def _raises_on_a_rank():
     return build_mlp()
 
 
+@pytest.mark.local_only
 def test_errors_before_any_rank_starts(spark, points, tmp_path):
     run_dir = str(tmp_path / "run")
 

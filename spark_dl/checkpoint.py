@@ -51,7 +51,7 @@ class Saved:
     @property
     def columns(self) -> tuple[Column, ...]:
         """The columns that the model was trained on."""
-        return tuple(Column(**{**c, "shape": tuple(c["shape"])}) for c in self.manifest["columns"])
+        return tuple(Column.from_plain(c) for c in self.manifest["columns"])
 
 
 def folder(run_dir: str) -> str:

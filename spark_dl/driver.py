@@ -19,7 +19,8 @@ from torch import nn
 
 from spark_dl import checkpoint, metrics, storage, worker
 from spark_dl.config import Config, Launch
-from spark_dl.data.shards import ShardSet, read_shards, write_shards
+from spark_dl.data.foreign import open_parquet
+from spark_dl.data.shards import MANIFEST, ShardSet, read_shards, write_shards
 from spark_dl.evaluate import build_metric, load_model
 from spark_dl.launch import payload, preflight
 from spark_dl.launch.barrier import run_barrier
@@ -197,9 +198,10 @@ def _prepare_run_dir(run_dir: str, config: Config, *, resume: bool, overwrite: b
 def _shards(data: DataFrame | str | ShardSet, url: str, config: Config, *, reuse: bool) -> ShardSet:
     """The dataset to read: as given, or written from a DataFrame; a resumed run reads what it wrote before."""
     if isinstance(data, str):
-        data = read_shards(data)
+        is_ours = storage.exists(storage.join(data, MANIFEST))
+        data = read_shards(data) if is_ours else open_parquet(data, config.data.columns)
     elif not isinstance(data, ShardSet):
-        is_written = reuse and storage.exists(storage.join(url, "_manifest.json"))
+        is_written = reuse and storage.exists(storage.join(url, MANIFEST))
         data = read_shards(url) if is_written else write_shards(data, url, config.data, overwrite=True)
     data.select(config.data.columns)
     return data

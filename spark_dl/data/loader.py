@@ -16,7 +16,7 @@ from torch import Tensor
 
 from spark_dl import storage
 from spark_dl.config import Config
-from spark_dl.data import schema
+from spark_dl.data import foreign, schema
 from spark_dl.data.plan import Plan, Stream, Window, rows_held_out, split_rows, streams_of_rank, windows_from
 from spark_dl.data.schema import Array, Column
 from spark_dl.data.shards import ShardSet
@@ -198,11 +198,16 @@ class _Rows:
     def _decode(self, number: int) -> list[Array]:
         shard, group, rows = self._shards.row_groups[number]
         url = storage.join(self._shards.url, self._shards.shards[shard].name)
+        partition = dict(self._shards.shards[shard].partition)
+        names = [c.name for c in self._columns if c.codec != "partition"]
         try:
-            table = self._file(shard, url).read_row_group(group, [c.name for c in self._columns], use_threads=False)
+            table = self._file(shard, url).read_row_group(group, names, use_threads=False)
             if table.num_rows != rows:
                 raise ValueError(f"{table.num_rows} rows, where the manifest has {rows}")
-            return [schema.decode(c, table.column(c.name)) for c in self._columns]
+            return [
+                np.full(rows, int(partition[c.name])) if c.codec == "partition" else _decode(c, table.column(c.name))
+                for c in self._columns
+            ]
         except Exception as error:
             raise RuntimeError(f"cannot read row group {group} of {url}: {error}") from error
 
@@ -215,6 +220,10 @@ class _Rows:
                 self._open.popitem(last=False)[1].close(force=True)
         self._open.move_to_end(shard)
         return self._open[shard]
+
+
+def _decode(column: Column, stored: Any) -> Array:
+    return foreign.decode(column, stored) if column.codec.startswith("petastorm.") else schema.decode(column, stored)
 
 
 def _read_ahead(steps: Iterator[StepBatches], depth: int) -> Iterator[StepBatches]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from spark_dl.config import suggestion
 
@@ -43,14 +44,20 @@ class Column:
     name: str
     dtype: str
     shape: tuple[int, ...] = ()
-    is_tensor: bool = False
-    """Whether cells are stored as `.npy` bytes; else as a Parquet scalar."""
+    codec: str = "scalar"
+    """How cells are stored: `scalar`, a Parquet type; `ndarray`, `.npy` bytes of one dtype and shape; in datasets of
+    others also `list`, Parquet lists of one length, `partition`, a value in the names of folders, and `petastorm.*`."""
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a stored cell."""
-        size = np.dtype(self.dtype).itemsize * int(np.prod(self.shape))
-        return size + len(npy_header(self)) if self.is_tensor else size
+        """Bytes of a cell as it is stored in our own shards."""
+        size = np.dtype(self.dtype).itemsize * math.prod(self.shape)
+        return size + len(npy_header(self)) if self.codec == "ndarray" else size
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Column:
+        """A column from the dict that `dataclasses.asdict` made of it, after a way through JSON."""
+        return cls(**{**plain, "shape": tuple(plain["shape"])})
 
 
 @dataclass(frozen=True)
@@ -131,7 +138,7 @@ def _fixed_length(column: SourceColumn, lists: pa.Array, rows: int) -> int:
         position = int(np.flatnonzero(lists.is_null().to_numpy(zero_copy_only=False))[0])
         row = position * rows // len(lists)
         raise BadCellsError(column.name, row, "a null inside an array", "no nulls; fill or drop them in the DataFrame")
-    lengths = np.diff(lists.offsets.to_numpy())
+    lengths = pc.list_value_length(lists).to_numpy(zero_copy_only=False)
     if len(lengths) == 0:
         return 0
     if (bad := np.flatnonzero(lengths != lengths[0])).size:
@@ -188,12 +195,12 @@ def npy_header(column: Column) -> bytes:
 
 def arrow_type(column: Column) -> pa.DataType:
     """The type of the stored column."""
-    return pa.binary() if column.is_tensor else pa.from_numpy_dtype(np.dtype(column.dtype))
+    return pa.binary() if column.codec == "ndarray" else pa.from_numpy_dtype(np.dtype(column.dtype))
 
 
 def encode(column: Column, values: Array) -> pa.Array:
     """Stored cells from an array. # values: (rows, *shape)"""
-    if not column.is_tensor:
+    if column.codec == "scalar":
         return pa.array(values, type=arrow_type(column))
     header = np.frombuffer(npy_header(column), dtype=np.uint8)
     rows = len(values)
@@ -222,7 +229,16 @@ def decode(column: Column, stored: pa.ChunkedArray | pa.Array) -> Array:
     array = stored.combine_chunks() if isinstance(stored, pa.ChunkedArray) else stored
     if isinstance(array, pa.ChunkedArray):  # combine_chunks keeps chunks that together pass 2 GiB
         raise ValueError(f"column {column.name!r}: a row group of more than 2 GiB")
-    if not column.is_tensor:
+    if column.codec == "list":
+        found = cells(SourceColumn(column.name, column.dtype, "array", len(column.shape)), array)
+        if found.shape[1:] != column.shape and len(found):
+            raise ValueError(
+                f"column {column.name!r}: lists of shape {found.shape[1:]}, after {column.shape} elsewhere"
+            )
+        return found
+    if column.codec == "scalar":
+        if array.null_count:
+            raise ValueError(f"column {column.name!r}: {array.null_count} null(s); fill or drop them")
         return np.asarray(array.to_numpy(zero_copy_only=False), dtype=column.dtype)
     header = npy_header(column)
     rows, cell_bytes = len(array), column.row_bytes

@@ -7,11 +7,11 @@ not a dataset.
 
 from __future__ import annotations
 
-import hashlib
 import json
+import logging
 import posixpath
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -22,33 +22,19 @@ import pyarrow.parquet as pq
 
 from spark_dl import storage
 from spark_dl.config import Data, suggestion
-from spark_dl.data import schema
+from spark_dl.data import petastorm, schema
 from spark_dl.data.schema import Array, BadCellsError, Column, SourceColumn
+from spark_dl.data.writer import Shard, ShardWriter, layout
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+
+_log = logging.getLogger("spark_dl")
 
 MANIFEST = "_manifest.json"
 """Named with an underscore, so that Spark, Petastorm and pyarrow read the folder as plain Parquet and pass it by."""
 FORMAT = "spark_dl.shards"
 VERSION = 1
-_ROW_GROUP_BYTES = 1 << 20
-_SHARD_BYTES = 64 << 20
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One data file."""
-
-    name: str
-    row_groups: tuple[int, ...]
-    """Rows of each row group."""
-    bytes: int
-    sha256: str
-
-    @property
-    def rows(self) -> int:
-        return sum(self.row_groups)
 
 
 @dataclass(frozen=True)
@@ -103,7 +89,7 @@ def write_shards(
     except BaseException:
         _delete_files(url, keep=())
         raise
-    _delete_files(url, keep=(MANIFEST, *(s.name for s in shards)))
+    _delete_files(url, keep=(MANIFEST, petastorm.COMMON_METADATA, *(s.name for s in shards)))
     return shard_set
 
 
@@ -113,9 +99,11 @@ def write_arrays(columns: Mapping[str, Array], url: str, data: Data | None = Non
     Raises ValueError for a folder that is in use.
     """
     url = storage.absolute(url)
-    written = tuple(Column(name, str(a.dtype), a.shape[1:], a.ndim > 1) for name, a in columns.items())
+    written = tuple(
+        Column(name, str(a.dtype), a.shape[1:], "ndarray" if a.ndim > 1 else "scalar") for name, a in columns.items()
+    )
     _prepare_folder(url, overwrite=False)
-    writer = _Writer(url, f"part-{uuid.uuid4().hex[:8]}", written, *layout(written, data or Data()))
+    writer = ShardWriter(url, f"part-{uuid.uuid4().hex[:8]}", written, *layout(written, data or Data()))
     writer.append(list(columns.values()))
     return _commit(ShardSet(url, written, tuple(writer.close())))
 
@@ -142,20 +130,12 @@ def read_shards(url: str) -> ShardSet:
         raise ValueError(f"{path} is not a manifest of {FORMAT}")
     if manifest["version"] > VERSION:
         raise ValueError(f"{path} has version {manifest['version']}; this spark_dl reads up to {VERSION}")
-    columns = tuple(Column(**{**c, "shape": tuple(c["shape"])}) for c in manifest["columns"])
+    columns = tuple(Column.from_plain(c) for c in manifest["columns"])
     shards = tuple(_shard(s) for s in manifest["shards"])
     for shard in shards:
         if shard.name != posixpath.basename(shard.name) or shard.name in ("", ".", "..") or "\0" in shard.name:
             raise ValueError(f"{path} names a file outside its folder: {shard.name!r}")
     return ShardSet(url, columns, shards)
-
-
-def layout(columns: Iterable[Column], data: Data) -> tuple[int, int]:
-    """Rows of a row group and of a shard: as configured, else by size."""
-    row_bytes = max(1, sum(c.row_bytes for c in columns))
-    group = data.rows_per_row_group or max(1, min(1 << 16, 1 << (_ROW_GROUP_BYTES // row_bytes).bit_length() >> 1))
-    shard = data.rows_per_shard or max(1, _SHARD_BYTES // row_bytes)
-    return group, -(-shard // group) * group
 
 
 @dataclass(frozen=True)
@@ -168,7 +148,7 @@ class _Part:
 
 
 def _commit(shard_set: ShardSet) -> ShardSet:
-    """Writes the manifest: from now on the folder is a dataset."""
+    """Writes Petastorm's metadata, then the manifest: from now on the folder is a dataset."""
     from spark_dl import __version__
 
     manifest = {
@@ -179,6 +159,13 @@ def _commit(shard_set: ShardSet) -> ShardSet:
         "columns": [asdict(c) for c in shard_set.columns],
         "shards": [{"rows": s.rows, **asdict(s)} for s in shard_set.shards],
     }
+    arrow = pa.schema([pa.field(c.name, schema.arrow_type(c), nullable=False) for c in shard_set.columns])
+    row_groups = {s.name: len(s.row_groups) for s in shard_set.shards}
+    try:
+        unischema = petastorm.unischema_of(shard_set.columns)
+        petastorm.write_common_metadata(shard_set.url, arrow, unischema=unischema, row_groups_per_file=row_groups)
+    except ValueError as error:  # such as a name with a space, which is no hindrance here
+        _log.warning("Petastorm's make_reader cannot open %s: %s", shard_set.url, error)
     storage.write_bytes(storage.join(shard_set.url, MANIFEST), json.dumps(manifest, indent=1).encode())
     return shard_set
 
@@ -205,7 +192,7 @@ def _prepare_folder(url: str, overwrite: bool) -> None:
 
 
 def _is_ours(name: str) -> bool:
-    return name == MANIFEST or name.startswith("part-")
+    return name in (MANIFEST, petastorm.COMMON_METADATA) or name.startswith("part-")
 
 
 def _delete_files(url: str, keep: Sequence[str]) -> None:
@@ -222,7 +209,7 @@ def _run(df: DataFrame, task: Any) -> list[_Part]:
         if "error" in plain:
             errors.append(plain)
             continue
-        columns = tuple(Column(**{**c, "shape": tuple(c["shape"])}) for c in plain["columns"])
+        columns = tuple(Column.from_plain(c) for c in plain["columns"])
         parts.append(_Part(plain["partition"], columns, tuple(_shard(s) for s in plain["shards"])))
     if errors:
         first = min(errors, key=lambda e: e["partition"])
@@ -255,7 +242,7 @@ def _partition_writer(url: str, source: tuple[SourceColumn, ...], data: Data, to
         context = TaskContext.get()
         assert context is not None
         partition, name = context.partitionId(), f"part-{token}-{context.partitionId():05d}-{context.taskAttemptId()}"
-        writer: _Writer | None = None
+        writer: ShardWriter | None = None
         rows = 0
         result: dict[str, Any] = {"partition": partition, "columns": [], "shards": []}
         try:
@@ -266,10 +253,10 @@ def _partition_writer(url: str, source: tuple[SourceColumn, ...], data: Data, to
                 rows += batch.num_rows
                 if writer is None:
                     columns = tuple(
-                        Column(c.name, c.dtype, a.shape[1:], c.kind != "scalar")
+                        Column(c.name, c.dtype, a.shape[1:], "scalar" if c.kind == "scalar" else "ndarray")
                         for c, a in zip(source, arrays, strict=True)
                     )
-                    writer = _Writer(url, name, columns, *layout(columns, data))
+                    writer = ShardWriter(url, name, columns, *layout(columns, data))
                 writer.append(arrays)
             if writer is not None:
                 shards = writer.close()
@@ -298,106 +285,6 @@ def _checked(column: SourceColumn, stored: pa.Array, data: Data, partition: int,
         raise ValueError(f"{error}; first in partition {partition}, row {first_row + error.row}") from None
 
 
-class _Writer:
-    """Cuts a sequence of rows into shards of `shard_rows` rows and row groups of `group_rows` rows."""
-
-    def __init__(self, url: str, prefix: str, columns: tuple[Column, ...], group_rows: int, shard_rows: int):
-        self.columns = columns
-        self._url, self._prefix = url, prefix
-        self._group_rows, self._shard_rows = group_rows, shard_rows
-        self._held: list[list[Array]] = []
-        self._held_rows = 0
-        self._shards: list[Shard] = []
-        self._groups: list[int] = []
-        self._file: pq.ParquetWriter | None = None
-        self._sink: _HashingSink | None = None
-
-    def append(self, arrays: list[Array]) -> None:
-        for column, array in zip(self.columns, arrays, strict=True):
-            if array.shape[1:] != column.shape:
-                raise ValueError(
-                    f"column {column.name!r}: found cells of shape {array.shape[1:]} after cells of shape "
-                    f"{column.shape} in the same partition; all cells of a column need one shape"
-                )
-        self._held.append(arrays)
-        self._held_rows += len(arrays[0])
-        if self._held_rows >= self._group_rows:
-            self._write_groups(whole_only=True)
-
-    def close(self) -> list[Shard]:
-        self._write_groups(whole_only=False)
-        self._end_shard()
-        return self._shards
-
-    def abort(self) -> None:
-        if self._file is not None:
-            self._file.close()
-
-    def _write_groups(self, whole_only: bool) -> None:
-        arrays = [np.concatenate([h[i] for h in self._held]) for i in range(len(self.columns))] if self._held else []
-        start, rows = 0, self._held_rows
-        while rows - start >= self._group_rows or (start < rows and not whole_only):
-            stop = min(rows, start + self._group_rows)
-            self._write_group([a[start:stop] for a in arrays])
-            start = stop
-        self._held = [[a[start:] for a in arrays]] if start < rows else []
-        self._held_rows = rows - start
-
-    def _write_group(self, arrays: list[Array]) -> None:
-        cells = [schema.encode(c, a) for c, a in zip(self.columns, arrays, strict=True)]
-        table = pa.Table.from_arrays(cells, names=[c.name for c in self.columns])
-        if self._file is None:
-            self._sink = _HashingSink(storage.join(self._url, self._next_name()))
-            scalars = [c.name for c in self.columns if not c.is_tensor]
-            self._file = pq.ParquetWriter(
-                self._sink, table.schema, compression="none", use_dictionary=False, write_statistics=scalars,
-                write_page_checksum=True,
-            )  # fmt: skip
-        self._file.write_table(table, row_group_size=len(arrays[0]))
-        self._groups.append(len(arrays[0]))
-        if sum(self._groups) >= self._shard_rows:
-            self._end_shard()
-
-    def _next_name(self) -> str:
-        return f"{self._prefix}-{len(self._shards):04d}.parquet"
-
-    def _end_shard(self) -> None:
-        if self._file is None or self._sink is None:
-            return
-        self._file.close()
-        size, digest = self._sink.finish()
-        self._shards.append(Shard(self._next_name(), tuple(self._groups), size, digest))
-        self._file, self._sink, self._groups = None, None, []
-
-
-class _HashingSink:
-    """A file that is hashed while it is written, so that the manifest's checksum costs no second read."""
-
-    def __init__(self, url: str):
-        filesystem, path = storage.resolve(url)
-        self._stream = filesystem.open_output_stream(path)
-        self._hash = hashlib.sha256()
-        self._size = 0
-        self.closed = False
-
-    def write(self, content: Any) -> int:
-        self._hash.update(content)
-        self._stream.write(content)
-        self._size += len(content)
-        return len(content)
-
-    def tell(self) -> int:
-        return self._size
-
-    def flush(self) -> None:
-        self._stream.flush()
-
-    def finish(self) -> tuple[int, str]:
-        self._stream.close()
-        self.closed = True
-        return self._size, self._hash.hexdigest()
-
-
 def _join_remainders(
     spark: SparkSession, url: str, columns: tuple[Column, ...], shards: Sequence[Shard], data: Data, token: str
 ) -> list[Shard]:
@@ -419,7 +306,7 @@ def _join_remainders(
         for batch in batches:
             for number in batch.column(0).to_pylist():
                 prefix = f"part-{token}-joined-{number:05d}-{context.taskAttemptId()}"
-                writer = _Writer(url, prefix, columns, group_rows, shard_rows)
+                writer = ShardWriter(url, prefix, columns, group_rows, shard_rows)
                 for i, shard in enumerate(rest):
                     start = max(0, number * shard_rows - int(starts[i]))
                     stop = min(shard.rows, (number + 1) * shard_rows - int(starts[i]))

@@ -14,7 +14,7 @@ from spark_dl import Checkpoint, Config, Data, Launch, Train, checkpoint, storag
 from spark_dl.data.schema import Column
 from spark_dl.launch.rendezvous import join
 
-COLUMNS = (Column("features", "float32", (2, 3), True), Column("label", "int64"))
+COLUMNS = (Column("features", "float32", (2, 3), "ndarray"), Column("label", "int64"))
 
 
 @pytest.fixture

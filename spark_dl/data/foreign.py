@@ -19,7 +19,7 @@ from pyarrow import fs
 
 from spark_dl import storage
 from spark_dl.config import suggestion
-from spark_dl.data import petastorm
+from spark_dl.data import codecs, petastorm
 from spark_dl.data.petastorm import Field
 from spark_dl.data.schema import Array, Column
 from spark_dl.data.shards import ShardSet
@@ -121,13 +121,15 @@ def _column(
 
 def _petastorm_column(field: Field) -> Column:
     shape = field.fixed_shape
-    if field.dtype in ("str", "bytes", "decimal") or shape is None or field.codec is None:
+    is_number = field.dtype not in ("str", "bytes", "decimal", "object", *petastorm.TIMES)
+    if shape is None or not is_number:
         raise ValueError(
             f"column {field.name!r} has dtype {field.dtype}, shape {field.shape} and codec {field.codec}, which do not "
             "make a tensor of one shape"
         )
-    image_format = f".{field.codec.image_format}" if field.codec.image_format else ""
-    return Column(field.name, field.dtype, shape, f"petastorm.{field.codec.kind}{image_format}")
+    kind = field.codec.kind if field.codec else "scalar"  # without a codec Petastorm reads what Parquet holds
+    image_format = f".{field.codec.image_format}" if field.codec and field.codec.image_format else ""
+    return Column(field.name, field.dtype, shape, f"petastorm.{kind}{image_format}")
 
 
 def decode(column: Column, stored: pa.ChunkedArray) -> Array:
@@ -138,7 +140,7 @@ def decode(column: Column, stored: pa.ChunkedArray) -> Array:
     kind, _, image_format = column.codec.removeprefix("petastorm.").partition(".")
     spark_type = "LongType" if kind == "scalar" else None  # which one it is does not matter for reading
     codec = petastorm.Codec(kind, image_format or None, spark_type=spark_type)  # type: ignore[arg-type]
-    cells = petastorm.decode(Field(column.name, column.dtype, column.shape, codec), stored)
+    cells = codecs.decode(Field(column.name, column.dtype, column.shape, codec), stored)
     assert isinstance(cells, np.ndarray)
     return cells
 

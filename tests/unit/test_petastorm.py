@@ -23,7 +23,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from spark_dl.data import petastorm, schema
+from spark_dl.data import codecs, petastorm, schema
+from spark_dl.data.codecs import decode
 from spark_dl.data.petastorm import (
     ROW_GROUPS_KEY,
     UNISCHEMA_KEY,
@@ -32,7 +33,6 @@ from spark_dl.data.petastorm import (
     Unischema,
     UnsafeMetadataError,
     common_metadata,
-    decode,
     hive_partitions,
     read_unischema,
     unischema_of,
@@ -330,8 +330,8 @@ def test_other_ways_into_pickle_are_refused(tmp_path, way):
 
 NESTED = {
     "twice": b")" + b"q\x00h\x00\x86" * 80,  # 2**80 leaves to hash
-    "deep": b")" + b"\x85" * 300_000,
-    "deep objects": b"cpetastorm.codecs\nNdarrayCodec\nq\x00" + b"h\x00" * 200_000 + b")\x81" + b"\x85\x81" * 200_000,
+    "deep": b")" + b"\x85" * 100_000,
+    "deep objects": b"cpetastorm.codecs\nNdarrayCodec\nq\x00" + b"h\x00" * 60_000 + b")\x81" + b"\x85\x81" * 60_000,
 }
 
 
@@ -553,7 +553,7 @@ def test_cells_that_promise_more_than_they_hold_are_refused(monkeypatch):
     np.lib.format.write_array_header_1_0(file, header)
     with pytest.raises(ValueError, match="row 0: .*cannot be read"):
         decode(Field("x", "float64", (None,), NDARRAY), cells(file.getvalue()))
-    monkeypatch.setattr(petastorm, "_MAX_CELL_BYTES", 10_000)
+    monkeypatch.setattr(codecs, "_MAX_CELL_BYTES", 10_000)
     with pytest.raises(ValueError, match="row 0: .*10000"):
         decode(Field("x", "float64", (None,), ZIPPED), cells(npz(np.zeros(10_000))))
     archive = io.BytesIO()

@@ -27,9 +27,10 @@ def pytest_collection_modifyitems(items):
 
 
 def _in_another_mode(item):
-    """Tests of what does not depend on the kind of cluster run in local mode only."""
-    mode = getattr(item, "callspec", None) and item.callspec.params.get("spark", "local")
-    return item.get_closest_marker("local_only") and mode not in (None, "local")
+    """Tests of what does not depend on the kind of cluster run in some modes only."""
+    mode = getattr(item, "callspec", None) and item.callspec.params.get("spark")
+    marker = item.get_closest_marker("modes")
+    return mode is not None and marker is not None and mode not in marker.args
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,7 @@ def _sum_of_ranks(scale, offset=0):
     return {"rank": dist.get_rank(), "total": total, "pid": os.getpid(), "local": int(os.environ["LOCAL_RANK"])}
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3, 4])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.modes("local")), 4])
 def test_results_of_all_ranks_in_rank_order(spark, num_ranks):
     results = spark_dl.launch(_sum_of_ranks, 2.0, num_ranks=num_ranks, offset=1.0)
     assert [r["rank"] for r in results] == list(range(num_ranks))
@@ -42,7 +42,7 @@ def test_python_workers_are_used_again_and_left_clean(spark):
     assert {r["pid"] for r in first} == {r["pid"] for r in second}
 
 
-@pytest.mark.local_only
+@pytest.mark.modes("local")
 def test_any_callable_and_any_data(spark):
     class Scale:
         def __init__(self, factor):
@@ -85,7 +85,7 @@ def test_the_root_cause_is_named_not_a_survivor(spark):
     assert error.value.rank == 2
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.modes("local"))])
 def test_a_rank_that_is_killed(spark, mode, victim):
     def work():
         dist.init_process_group("gloo")
@@ -109,6 +109,7 @@ def test_too_few_slots_is_an_error_within_seconds(spark):
     assert time.monotonic() - start < 15
 
 
+@pytest.mark.modes("local", "connect")
 def test_a_busy_cluster_is_an_error_after_the_start_timeout(spark, mode):
     def sleep(batches):
         time.sleep(25)
@@ -122,8 +123,6 @@ def test_a_busy_cluster_is_an_error_after_the_start_timeout(spark, mode):
         except Exception as error:
             errors.append(error)
 
-    if mode.startswith("local-cluster"):
-        pytest.skip("the same as in local mode, and slow")
     errors = []
     other = threading.Thread(target=occupy)
     other.start()
@@ -140,7 +139,7 @@ def test_a_busy_cluster_is_an_error_after_the_start_timeout(spark, mode):
     assert [r["rank"] for r in spark_dl.launch(_sum_of_ranks, 1.0, num_ranks=2)] == [0, 1]
 
 
-@pytest.mark.local_only
+@pytest.mark.modes("local")
 def test_what_cannot_be_pickled_is_named(spark):
     class Model:
         def __init__(self):
@@ -151,7 +150,7 @@ def test_what_cannot_be_pickled_is_named(spark):
         spark_dl.launch(lambda: model, num_ranks=2)
 
 
-@pytest.mark.local_only
+@pytest.mark.modes("local")
 def test_what_cannot_be_returned_is_named(spark):
     with pytest.raises(RankError, match=r"result\['model'\]: cannot return a torch.nn.modules.linear.Linear"):
         spark_dl.launch(lambda: {"model": torch.nn.Linear(1, 1)}, num_ranks=2)
@@ -166,8 +165,6 @@ def test_an_interrupt_on_the_driver_ends_the_ranks(spark, mode, monkeypatch):
         if len(pids) == 2:
             raise KeyboardInterrupt
 
-    if mode == "connect":
-        pytest.skip("over Spark Connect ranks cannot tell the driver their process ids")
     with pytest.raises(KeyboardInterrupt):
         barrier.run_barrier(
             spark, spark_dl.worker.call, lambda: time.sleep(60), (), {}, Launch(num_ranks=2),
@@ -177,7 +174,7 @@ def test_an_interrupt_on_the_driver_ends_the_ranks(spark, mode, monkeypatch):
         _assert_pid_ends(pid)
 
 
-@pytest.mark.local_only
+@pytest.mark.modes("local")
 def test_settings_under_which_ranks_cannot_run_are_refused(spark, monkeypatch):
     for key in ("spark.dynamicAllocation.enabled", "spark.python.worker.killOnIdleTimeout"):
         conf = {key: "true"}

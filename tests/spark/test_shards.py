@@ -22,7 +22,7 @@ def read_all(shards):
     return dict(zip([c.name for c in shards.columns], rows.read(Window(segments, 0, None)), strict=True))
 
 
-@pytest.mark.local_only
+@pytest.mark.modes("local")
 @pytest.mark.parametrize(("rows", "partitions"), [(1000, 3), (64, 1), (65, 4), (1, 3), (63, 7), (128, 2)])
 def test_shards_have_an_exact_layout_and_every_row_once(spark, tmp_path, rows, partitions):
     df = spark.range(0, rows, 1, partitions).selectExpr("id", "array(id, id * 2, id * 3) AS a")
@@ -81,7 +81,7 @@ BAD = {
 }
 
 
-@pytest.mark.local_only
+@pytest.mark.modes("local")
 @pytest.mark.parametrize("case", BAD)
 def test_bad_data_is_one_error_and_leaves_nothing(spark, tmp_path, case):
     build, message = BAD[case]
@@ -90,7 +90,7 @@ def test_bad_data_is_one_error_and_leaves_nothing(spark, tmp_path, case):
     assert not (tmp_path / "d").exists() or os.listdir(tmp_path / "d") == []
 
 
-@pytest.mark.local_only
+@pytest.mark.modes("local")
 def test_an_error_of_the_dataframe_itself_is_not_swallowed(spark, tmp_path):
     df = spark.range(9).select(F.raise_error(F.lit("from the plan")).alias("label"))
     with pytest.raises(Exception, match="from the plan|VOID|void"):
@@ -98,7 +98,7 @@ def test_an_error_of_the_dataframe_itself_is_not_swallowed(spark, tmp_path):
     assert os.listdir(tmp_path / "d") == []
 
 
-@pytest.mark.local_only
+@pytest.mark.modes("local")
 def test_a_folder_in_use_is_not_overwritten_unasked(spark, tmp_path):
     df = spark.range(5)
     write_shards(df, str(tmp_path / "d"), columns=["id"])
@@ -112,7 +112,7 @@ def test_a_folder_in_use_is_not_overwritten_unasked(spark, tmp_path):
     assert (tmp_path / "other" / "thesis.txt").read_text() == "mine"
 
 
-@pytest.mark.local_only
+@pytest.mark.modes("local")
 def test_spark_reads_a_dataset_as_plain_parquet(spark, tmp_path):
     write_shards(spark.range(100), str(tmp_path / "d"), SMALL, columns=["id"])
     assert spark.read.parquet(str(tmp_path / "d")).selectExpr("sum(id)").first()[0] == 4950

@@ -60,7 +60,7 @@ def test_train_evaluate_predict(spark, points, tmp_path):
     assert (types["prediction"], types["probability"]) == ("bigint", "array<float>")
 
 
-@pytest.mark.local_only
+@pytest.mark.modes("local")
 def test_a_dataset_by_its_url_is_used_as_it_is(spark, points, tmp_path):
     shards = spark_dl.write_shards(points, str(tmp_path / "data"))
     before = sorted(os.listdir(tmp_path / "data"))
@@ -74,7 +74,7 @@ def test_a_dataset_by_its_url_is_used_as_it_is(spark, points, tmp_path):
     assert by_set.metrics["loss"] > 0
 
 
-@pytest.mark.local_only
+@pytest.mark.modes("local")
 @pytest.mark.parametrize("rows", [1, 3])
 def test_fewer_rows_than_ranks_train(spark, points, tmp_path, rows):
     result = spark_dl.train(points.limit(rows), MLP, small_config(4), run_dir=str(tmp_path / "run"))
@@ -92,7 +92,7 @@ def test_progress_reaches_the_driver_while_ranks_train(spark, points, tmp_path, 
     assert seen[0][0] < ended - 0.1
 
 
-@pytest.mark.local_only
+@pytest.mark.modes("local")
 def test_resume_goes_on_and_overwrite_starts_anew(spark, points, tmp_path):
     run_dir = str(tmp_path / "run")
     config = small_config(2, train={"epochs": 1})
@@ -115,7 +115,7 @@ def _raises_on_a_rank():
     return build_mlp()
 
 
-@pytest.mark.local_only
+@pytest.mark.modes("local")
 def test_errors_before_any_rank_starts(spark, points, tmp_path):
     run_dir = str(tmp_path / "run")
 
@@ -143,7 +143,7 @@ def test_errors_before_any_rank_starts(spark, points, tmp_path):
     assert checkpoint.latest(run_dir) is None
 
 
-@pytest.mark.local_only
+@pytest.mark.modes("local")
 def test_an_unwritable_run_dir(spark, points, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="cannot write to the run_dir"):
@@ -156,14 +156,14 @@ def test_a_rank_that_raises_while_it_builds_the_model(spark, points, tmp_path):
         spark_dl.train(points, spec, small_config(2), run_dir=str(tmp_path / "run"))
 
 
-@pytest.mark.local_only
+@pytest.mark.modes("local")
 def test_a_model_that_does_not_fit_the_features(spark, points, tmp_path):
     wrong = points.selectExpr("slice(features, 1, 3) AS features", "label")
     with pytest.raises(RankError, match="mat1 and mat2 shapes cannot be multiplied"):
         spark_dl.train(wrong, MLP, small_config(2), run_dir=str(tmp_path / "run"))
 
 
-@pytest.mark.local_only
+@pytest.mark.modes("local")
 def test_a_damaged_shard_is_an_error_that_names_the_file(spark, points, tmp_path):
     shards = spark_dl.write_shards(points, str(tmp_path / "data"))
     path = tmp_path / "data" / shards.shards[0].name
@@ -174,7 +174,7 @@ def test_a_damaged_shard_is_an_error_that_names_the_file(spark, points, tmp_path
         spark_dl.train(shards, MLP, small_config(2), run_dir=str(tmp_path / "run"))
 
 
-@pytest.mark.local_only
+@pytest.mark.modes("local")
 def test_predict_refuses_what_does_not_fit(spark, points, tmp_path):
     result = spark_dl.train(points, MLP, small_config(1, train={"epochs": 1}), run_dir=str(tmp_path / "run"))
     with pytest.raises(ValueError, match="no column 'features'"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+import logging
 import os
 import queue
 import re
@@ -25,6 +26,8 @@ import pyarrow as pa
 from spark_dl.config import Launch
 from spark_dl.launch import payload, preflight
 from spark_dl.launch.watch import Address, Listener, Sender
+
+_log = logging.getLogger("spark_dl")
 
 _ROOT_CAUSE_WAIT_S = 2.0
 """How long a failure that only follows from another one waits for that other one to be known."""
@@ -78,7 +81,7 @@ def run_barrier(
     """
     preflight.check(spark, launch)
     packed = payload.pack_call(fn, args, kwargs)
-    listener = None if preflight.is_connect(spark) else Listener(_driver_host(spark))
+    listener = None if preflight.is_connect(spark) else _listen(spark)
     events: queue.Queue[Any] = listener.events if listener else queue.Queue()
     try:
         task = _rank_task(packed, listener.address if listener else None)
@@ -97,9 +100,11 @@ def run_barrier(
     return [payload.unpack_result(bytes(row["result"])) for row in rows]
 
 
-def _driver_host(spark: Any) -> str:
+def _listen(spark: Any) -> Listener:
+    """A listener where Spark's own driver listens, under the name by which executors know the driver."""
     conf = spark.sparkContext.getConf()
-    return str(conf.get("spark.driver.bindAddress") or conf.get("spark.driver.host"))
+    public = conf.get("spark.driver.host")
+    return Listener(conf.get("spark.driver.bindAddress") or public, public)
 
 
 class _Job:
@@ -152,6 +157,18 @@ class _Job:
             # Interrupted tasks end at once; otherwise Spark leaves a Python worker that waits until it returns.
             self._spark.sparkContext.setJobGroup(self._name, "spark_dl ranks", interruptOnCancel=True)
 
+    def has_tasks(self) -> bool:
+        """Whether Spark has started tasks of the job: of a barrier stage all, if any. False over Spark Connect.
+
+        Spark's answer may be as old as a heartbeat of the executors (10 s).
+        """
+        if preflight.is_connect(self._spark):
+            return False
+        tracker = self._spark.sparkContext.statusTracker()
+        jobs = [tracker.getJobInfo(i) for i in tracker.getJobIdsForGroup(self._name)]
+        stages = [tracker.getStageInfo(i) for job in jobs if job for i in job.stageIds]
+        return any(stage.numActiveTasks + stage.numCompletedTasks for stage in stages if stage)
+
     def cancel(self) -> None:
         """Ends the job and waits until Spark has ended it; without effect on a job that is over."""
         end = time.monotonic() + _CANCEL_WAIT_S
@@ -202,6 +219,10 @@ def _watch(
             for event in poll():
                 on_event(event)
         if running < launch.num_ranks and time.monotonic() > deadline:
+            if job.has_tasks():
+                running = launch.num_ranks
+                _log.warning("the ranks run, but cannot reach the driver to report progress; is its port closed?")
+                continue
             raise RuntimeError(
                 f"{running} of {launch.num_ranks} ranks started within launch.start_timeout_s="
                 f"{launch.start_timeout_s:g} s; the cluster is busy with other jobs, or its executors are not up yet"
@@ -307,7 +328,7 @@ def _rank_task(packed: bytes, address: Address | None) -> Callable[[Iterator[Any
             failure = _describe(error, {**me, "task": task})
             sender.send({"kind": "failed", **failure})
             sender.close()
-            if address is not None:
+            if sender.is_connected:
                 # The driver has the error now and cancels the job, which kills this process without a line in Spark's
                 # log. Only if the driver does not, Spark has to learn it from here.
                 time.sleep(_ABORTED_BY_DRIVER_WAIT_S)

@@ -37,14 +37,15 @@ class Address:
 class Listener:
     """Receives events on the driver. `events` holds them as dicts, in the order of arrival, each with its `task`."""
 
-    def __init__(self, host: str):
+    def __init__(self, bind_host: str, public_host: str | None = None):
+        """Listens on `bind_host`, at any free port; executors reach it as `public_host`, where that is another name."""
         self.events: queue.Queue[dict[str, Any]] = queue.Queue()
         self._secret = os.urandom(32)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        family = socket.AF_INET6 if ":" in bind_host else socket.AF_INET
         self._socket = socket.socket(family)
-        self._socket.bind((host, 0))
+        self._socket.bind((bind_host, 0))
         self._socket.listen(1024)
-        self.address = Address(host, self._socket.getsockname()[1], self._secret)
+        self.address = Address(public_host or bind_host, self._socket.getsockname()[1], self._secret)
         self._connections: set[connection.Connection] = set()
         self._thread = threading.Thread(target=self._accept, name="spark_dl listener", daemon=True)
         self._thread.start()
@@ -112,6 +113,8 @@ class Sender:
 
     def __init__(self, address: Address | None, task: int):
         self._task = task
+        self.is_connected = False
+        """Whether the driver knows this rank; it stays so when the connection is lost later."""
         self._queue: queue.Queue[bytes | None] = queue.Queue(maxsize=1000)
         self._thread: threading.Thread | None = None
         if address is not None:
@@ -135,6 +138,7 @@ class Sender:
     def _work(self, address: Address) -> None:
         try:
             with _connect(address) as conn:
+                self.is_connected = True
                 while (frame := self._queue.get()) is not None:
                     conn.send_bytes(frame)
         except (OSError, EOFError, connection.AuthenticationError):  # type: ignore[attr-defined]

@@ -18,6 +18,7 @@ CONF = {
     "spark.log.level": "OFF",  # faults are injected here: Spark's own account of them would hide ours
     "spark.sql.shuffle.partitions": "4",
     "spark.task.maxFailures": "1",
+    "spark.ui.liveUpdate.period": "0",  # Spark's own count of tasks, else up to a heartbeat (10 s) old
     "spark.python.daemon.module": "spark_dl.launch.daemon",
     "spark.driver.host": "127.0.0.1",
     "spark.driver.bindAddress": "127.0.0.1",

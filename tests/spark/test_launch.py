@@ -1,5 +1,6 @@
 """spark_dl.launch in every mode: results of all ranks, and one error for each way to fail."""
 
+import dataclasses
 import os
 import signal
 import threading
@@ -13,6 +14,7 @@ import torch.distributed as dist
 import spark_dl
 from spark_dl import Launch, RankError
 from spark_dl.launch import barrier, preflight
+from spark_dl.launch.watch import Listener
 
 
 def _sum_of_ranks(scale, offset=0):
@@ -140,6 +142,28 @@ def test_a_busy_cluster_is_an_error_after_the_start_timeout(spark, mode):
 
 
 @pytest.mark.modes("local")
+def test_a_driver_whose_port_is_closed_gets_results_and_errors_all_the_same(spark, monkeypatch):
+    """Executors reach Spark's own ports, but perhaps not the listener's."""
+
+    def unreachable(spark):
+        listener = Listener("127.0.0.1")
+        listener.address = dataclasses.replace(listener.address, port=1)
+        return listener
+
+    def work(fails):
+        time.sleep(5)
+        if fails and os.environ["RANK"] == "1":
+            raise KeyError("the culprit")
+        return int(os.environ["RANK"])
+
+    monkeypatch.setattr(barrier, "_listen", unreachable)
+    settings = Launch(start_timeout_s=4)
+    assert spark_dl.launch(work, False, num_ranks=2, settings=settings) == [0, 1]
+    with pytest.raises(RankError, match="rank 1 on .* failed: KeyError: 'the culprit'"):
+        spark_dl.launch(work, True, num_ranks=2, settings=settings)
+
+
+@pytest.mark.modes("local")
 def test_what_cannot_be_pickled_is_named(spark):
     class Model:
         def __init__(self):
@@ -156,7 +180,8 @@ def test_what_cannot_be_returned_is_named(spark):
         spark_dl.launch(lambda: {"model": torch.nn.Linear(1, 1)}, num_ranks=2)
 
 
-def test_an_interrupt_on_the_driver_ends_the_ranks(spark, mode, monkeypatch):
+@pytest.mark.modes("local", "local-cluster")  # over Spark Connect ranks cannot tell the driver their process ids
+def test_an_interrupt_on_the_driver_ends_the_ranks(spark):
     pids = []
 
     def interrupt(event):

@@ -47,6 +47,7 @@ def test_skewed_partitions_become_equal_files(spark, tmp_path):
     assert sorted(read_all(shards)["id"]) == [*range(300), *range(490, 507)]
 
 
+@pytest.mark.modes("local", "connect")
 def test_dtypes_and_shapes_are_kept(spark, tmp_path):
     df = spark.range(0, 40, 1, 2).selectExpr(
         "id % 2 = 0 AS flag", "CAST(id AS TINYINT) AS i8", "CAST(id AS SMALLINT) AS i16", "CAST(id AS INT) AS i32",
@@ -64,6 +65,7 @@ def test_dtypes_and_shapes_are_kept(spark, tmp_path):
     np.testing.assert_array_equal(columns["m"][order][:, 0, 1], np.arange(40))
 
 
+@pytest.mark.modes("local", "connect")
 def test_dense_and_sparse_vectors_mixed(spark, tmp_path):
     rows = [(Vectors.dense([1, 2, 3]),), (Vectors.sparse(3, [0, 2], [5.0, 6.0]),), (Vectors.sparse(3, [], []),)] * 5
     shards = write_shards(spark.createDataFrame(rows, ["v"]).coalesce(1), str(tmp_path / "d"), columns=["v"])

@@ -150,6 +150,7 @@ def test_an_unwritable_run_dir(spark, points, tmp_path):
         spark_dl.train(points, MLP, small_config(2), run_dir=str(tmp_path / "file" / "run"))
 
 
+@pytest.mark.modes("local", "connect")
 def test_a_rank_that_raises_while_it_builds_the_model(spark, points, tmp_path):
     spec = ModelSpec(build=_raises_on_a_rank)
     with pytest.raises(RankError, match="rank 1 on .* failed: ZeroDivisionError: in build"):

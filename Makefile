@@ -15,7 +15,7 @@ train: setup .data/digits.csv.gz ## train on the digits; `make train ARGS=--resu
 	@$(PY) -c "import shutil, sklearn, pathlib; shutil.copy(pathlib.Path(sklearn.__file__).parent / 'datasets/data/digits.csv.gz', '$@')"
 
 test: lint type ## lint, types, and all tests that this machine can run
-	@$(PY) -m pytest
+	@$(PY) -m pytest --numprocesses=2 --no-loadscope-reorder
 
 lint: setup
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check .

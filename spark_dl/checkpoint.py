@@ -138,10 +138,9 @@ def list_checkpoints(run_dir: str) -> list[Saved]:
     """The committed checkpoints of a run, oldest first: by step, then by attempt."""
     found = []
     for name in storage.list_names(folder(run_dir)):
-        match = re.fullmatch(r"step-(\d+)\.gen-(\d+)", name)
         url = storage.join(folder(run_dir), name)
-        if match and storage.exists(storage.join(url, MANIFEST)):
-            found.append(open_checkpoint(url))
+        if re.fullmatch(r"step-\d+\.gen-\d+", name) and (saved := _read_manifest(url)) is not None:
+            found.append(saved)
     return sorted(found, key=lambda s: (s.step, s.generation))
 
 
@@ -153,11 +152,19 @@ def latest(run_dir: str) -> Saved | None:
 
 def open_checkpoint(url: str) -> Saved:
     """Opens a checkpoint by its manifest. Raises ValueError if there is none, or a newer version's."""
+    saved = _read_manifest(url)
+    if saved is None:
+        raise ValueError(f"no checkpoint at {url}: it has no {MANIFEST}")
+    return saved
+
+
+def _read_manifest(url: str) -> Saved | None:
+    """What a checkpoint's manifest says; None without one, as of a checkpoint that is being deleted right now."""
     path = storage.join(url, MANIFEST)
     try:
         manifest = json.loads(storage.read_bytes(path))
     except FileNotFoundError:
-        raise ValueError(f"no checkpoint at {url}: it has no {MANIFEST}") from None
+        return None
     if manifest.get("format") != FORMAT or manifest["version"] > VERSION:
         raise ValueError(f"{path} is not a checkpoint that this spark_dl can read (format {manifest.get('format')!r})")
     return Saved(url, manifest["step"], manifest["generation"], manifest)

@@ -1,6 +1,7 @@
 """What every test must leave as it found it: environment, process group, threads, child processes, working folder."""
 
 import os
+import re
 import threading
 import time
 from pathlib import Path
@@ -26,9 +27,24 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: order.get(Path(item.path).parent.name, 0))
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Tests that share a costly fixture run in one process: those of a Spark mode, of the rank pool, or of a file."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFixture(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            path, _, test = nodeid.partition("::")
+            mode = re.search(r"[\[-](local-cluster|local|connect)[-\]]", test)
+            folder = Path(path).parent.name
+            return mode.group(1) if folder == "spark" and mode else folder if folder == "ranks" else path
+
+    return ByFixture(config, log)
+
+
 def _in_another_mode(item):
     """Tests of what does not depend on the kind of cluster run in some modes only."""
-    mode = getattr(item, "callspec", None) and item.callspec.params.get("spark")
+    mode = item.callspec.params.get("spark") if hasattr(item, "callspec") else None
     marker = item.get_closest_marker("modes")
     return mode is not None and marker is not None and mode not in marker.args
 

@@ -116,6 +116,20 @@ def test_deleting_begins_with_the_manifest(tmp_path, group, monkeypatch):
 # What counts as a checkpoint
 
 
+def test_a_checkpoint_that_is_deleted_while_the_run_is_listed_does_not_count(tmp_path, monkeypatch):
+    for step in (1, 2):
+        handmade(tmp_path, step)
+    read = storage.read_bytes
+
+    def delete_then_read(url):
+        if "step-00000001" in url:
+            storage.delete(url)
+        return read(url)
+
+    monkeypatch.setattr(storage, "read_bytes", delete_then_read)
+    assert [saved.step for saved in checkpoint.list_checkpoints(str(tmp_path))] == [2]
+
+
 def test_a_folder_without_a_manifest_does_not_exist(tmp_path):
     folder = handmade(tmp_path, step=5, files={"model.pt": b"weights"})
     (folder / "MANIFEST.json").unlink()

@@ -60,7 +60,7 @@ class Data:
     validation_fraction: float = 0.0
     """Part of the training rows, drawn at random, that validates instead. In [0, 1)."""
     rows_per_row_group: int = 0
-    """Rows of each row group of the shards; 0 chooses about 1 MiB."""
+    """Rows of each row group of the shards; 0 chooses about 4 MiB."""
     rows_per_shard: int = 0
     """Rows of each file, rounded up to whole row groups; 0 chooses about 64 MiB."""
     allow_nonfinite: bool = False
@@ -70,9 +70,14 @@ class Data:
     shuffle: bool = True
     """Whether each epoch has an order of its own."""
     shuffle_window_rows: int = 65536
-    """Rows that are shuffled together, shared out among the streams; bounds the memory of the loaders."""
+    """Rows that are shuffled together, shared out among the streams."""
+    memory_mib: int = 512
+    """Memory of each rank's loader, in MiB: open windows, reading ahead, batches that are ready. Where the shuffle
+    window needs more than a quarter of it, the window is smaller; a row group for each stream is held in any case."""
+    reader_threads: int = 2
+    """Threads of each rank that read and decode."""
     prefetch_batches: int = 4
-    """Batches that each rank reads ahead."""
+    """Batches that each rank has ready."""
 
     def __post_init__(self) -> None:
         is_list = isinstance(self.features, Sequence) and not isinstance(self.features, str)
@@ -86,7 +91,7 @@ class Data:
         _check(self.validation_fraction < 1, "data.validation_fraction", "a number < 1", self.validation_fraction)
         for name in ("rows_per_row_group", "rows_per_shard"):
             _check_number(self, name, 0, whole=True)
-        for name in ("num_streams", "shuffle_window_rows", "prefetch_batches"):
+        for name in ("num_streams", "shuffle_window_rows", "memory_mib", "reader_threads", "prefetch_batches"):
             _check_number(self, name, 1, whole=True)
         _check_bool(self, "allow_nonfinite", "shuffle")
 

@@ -20,6 +20,7 @@ from torch import nn
 from spark_dl import checkpoint, metrics, storage, worker
 from spark_dl.config import Config, Launch
 from spark_dl.data.foreign import open_parquet
+from spark_dl.data.loader import check_row_groups
 from spark_dl.data.shards import MANIFEST, ShardSet, read_shards, write_shards
 from spark_dl.evaluate import build_metric, load_model
 from spark_dl.launch import payload, preflight
@@ -203,5 +204,5 @@ def _shards(data: DataFrame | str | ShardSet, url: str, config: Config, *, reuse
     elif not isinstance(data, ShardSet):
         is_written = reuse and storage.exists(storage.join(url, MANIFEST))
         data = read_shards(url) if is_written else write_shards(data, url, config.data, overwrite=True)
-    data.select(config.data.columns)
+    check_row_groups(data, data.select(config.data.columns), config.data.memory_mib)
     return data

@@ -1,31 +1,33 @@
-"""The loader: follows the plan and yields the batches of one rank, step by step, read ahead by one thread."""
+"""The loader: follows the plan and yields the batches of one rank, step by step, read ahead in threads.
+
+Reader threads lay the windows of the rank's streams into an arena; one more thread gathers batches from it. The order
+of everything is the plan's, whatever thread is faster. Memory is the arena's, which is of a set size.
+"""
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections import OrderedDict
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, Literal
 
 import numpy as np
-import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from spark_dl import storage
 from spark_dl.config import Config
-from spark_dl.data import foreign, schema
-from spark_dl.data.plan import Plan, Stream, Window, rows_held_out, split_rows, streams_of_rank, windows_from
+from spark_dl.data.arena import Arena
+from spark_dl.data.plan import Ints, Plan, Stream, Window, streams_of_rank, windows_from
+from spark_dl.data.rows import Part, Rows
 from spark_dl.data.schema import Array, Column
 from spark_dl.data.shards import ShardSet
 
-Part = Literal["all", "train", "validation"]
-_HELD_ROW_GROUPS = 4
 _STEPS_AT_ONCE = 16
 _GATHER_BYTES = 1 << 20
-_OPEN_FILES = 16
+_MIB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ class Loader:
 
     `part` chooses the rows that train or validate where `data.validation_fraction` splits one dataset. With
     `shuffle=False` the rows come in the order of the dataset.
+
+    Raises ValueError if a row group does not fit into `data.memory_mib`.
     """
 
     def __init__(
@@ -60,41 +64,93 @@ class Loader:
     ):
         data, train = config.data, config.train
         self.columns = shards.select(data.columns)
-        self._rows = _Rows(shards, self.columns, data.validation_fraction, train.seed, part)
+        self._row_bytes = sum(c.value_bytes for c in self.columns)
+        self._budget = data.memory_mib * _MIB
+        check_row_groups(shards, self.columns, data.memory_mib)
+        self._rows = Rows(shards, self.columns, data.validation_fraction, train.seed, part)
         self.plan = Plan(
             group_rows=self._rows.group_rows,
             global_batch_size=train.global_batch_size,
             num_streams=data.num_streams,
-            window_rows=data.shuffle_window_rows,
+            window_rows=max(1, min(data.shuffle_window_rows, self._budget // 4 // self._row_bytes)),
             shuffle=data.shuffle and shuffle,
             seed=train.seed,
         )
         self._streams = streams_of_rank(data.num_streams, rank, world_size)
         self._micro_batches = micro_batches
-        self._prefetch = data.prefetch_batches
+        self._prefetch, self._threads = data.prefetch_batches, data.reader_threads
+        self._spare: list[Arena] = []
 
     def epoch(self, epoch: int, start_step: int = 0) -> Iterator[StepBatches]:
         """The steps of an epoch, from `start_step` on. Reading ahead stops when the iterator is closed."""
         return _read_ahead(self._steps(epoch, start_step), self._prefetch)
 
     def _steps(self, epoch: int, start_step: int) -> Iterator[StepBatches]:
-        batch = self.plan.stream_batch
+        if start_step >= self.plan.steps:
+            return
         all_streams = self.plan.streams(epoch)
-        readers = [_StreamReader(all_streams[s], self._rows, batch, start_step) for s in self._streams]
-        step_bytes = len(readers) * batch * sum(c.row_bytes for c in self.columns)
-        # Several small steps are gathered at once: what Python costs for each stream is then paid once for all of them.
-        at_once = max(1, min(_STEPS_AT_ONCE, _GATHER_BYTES // max(1, step_bytes)))
-        for first in range(start_step, self.plan.steps, at_once):
-            steps = min(at_once, self.plan.steps - first)
-            shape = (steps, len(readers), batch)
-            out = {c.name: np.empty((*shape, *c.shape), dtype=c.dtype) for c in self.columns}
-            weight = np.empty(shape, dtype=np.float32)
-            for i, reader in enumerate(readers):
-                reader.fill([array[:, i] for array in out.values()], weight[:, i])
-            out["weight"] = weight
+        reads = _schedule([all_streams[s] for s in self._streams], self.plan.stream_batch, start_step)
+        arena = self._arena(reads)
+        with closing(_Reader(self._rows, reads, arena, self._threads)) as reader:
+            yield from self._gather(arena, reader, start_step)
+        self._spare.append(arena)
+
+    def _arena(self, reads: Sequence[_Read]) -> Arena:
+        """An arena of a slot for each stream and, as far as the budget goes, another to read ahead into.
+
+        That of the epoch before is used again: fresh memory costs as much as reading does.
+        """
+        slot_rows = max(r.window.rows for r in reads)
+        streams = len(self._streams)
+        batches = (self._prefetch + 2) * max(_GATHER_BYTES, streams * self.plan.stream_batch * self._row_bytes)
+        in_hand = self._threads * max(self.plan.group_rows) * self._row_bytes  # row groups, as the threads read them
+        fits = max(0, self._budget - batches - in_hand) // (slot_rows * self._row_bytes)
+        num_slots = min(max(fits, streams), 2 * streams, len(reads))
+        while self._spare:
+            arena = self._spare.pop()
+            if arena.num_slots >= num_slots and arena.slot_rows >= slot_rows:
+                return arena
+        return Arena(
+            self.columns,
+            num_slots=num_slots,
+            slot_rows=slot_rows,
+            num_tails=streams,
+            tail_rows=self.plan.stream_batch,
+        )
+
+    def _gather(self, arena: Arena, reader: _Reader, start_step: int) -> Iterator[StepBatches]:
+        batch, streams, end = self.plan.stream_batch, len(self._streams), self.plan.steps
+        cursors = [_Cursor(i, arena, reader, batch) for i in range(streams)]
+        # Several small steps are gathered at once: what Python costs is then paid once for all of them.
+        at_once = max(1, min(_STEPS_AT_ONCE, _GATHER_BYTES // max(1, streams * batch * self._row_bytes)))
+        step = start_step
+        while step < end:
+            ahead = [cursor.fill((end - step) * batch) // batch for cursor in cursors]
+            steps = min(at_once, end - step, *ahead)
+            positions = np.empty((steps, streams, batch), dtype=np.int64)
+            weight = np.empty((steps, streams, batch), dtype=np.float32)
+            for i, cursor in enumerate(cursors):
+                taken, weights = cursor.take(steps * batch)
+                positions[:, i] = taken.reshape(steps, batch)
+                weight[:, i] = weights.reshape(steps, batch)
+            arrays = [*arena.take(positions.reshape(steps, -1)), weight.reshape(steps, -1)]
+            names = [*(c.name for c in self.columns), "weight"]
             for k in range(steps):
-                tensors = {name: torch.from_numpy(a[k].reshape(-1, *a.shape[3:])) for name, a in out.items()}
-                yield StepBatches(first + k, _split(tensors, self._micro_batches), self.plan.batch_rows(first + k))
+                tensors = {name: torch.from_numpy(a[k]) for name, a in zip(names, arrays, strict=True)}
+                yield StepBatches(step + k, _split(tensors, self._micro_batches), self.plan.batch_rows(step + k))
+            step += steps
+
+
+def check_row_groups(shards: ShardSet, columns: Sequence[Column], memory_mib: int) -> None:
+    """Raises ValueError if the largest row group of the dataset does not fit into a loader's memory."""
+    row_bytes = sum(c.value_bytes for c in columns)
+    shard, group, rows = max(shards.row_groups, key=lambda g: g[2])
+    if rows * row_bytes > memory_mib * _MIB:
+        raise ValueError(
+            f"row group {group} of {shards.shards[shard].name} in {shards.url} has {rows} rows of {row_bytes} bytes, "
+            f"{rows * row_bytes / _MIB:.0f} MiB; a row group is read as a whole, and data.memory_mib={memory_mib}: "
+            "raise it, or write the dataset with smaller row groups (data.rows_per_row_group)"
+        )
 
 
 def _split(tensors: dict[str, Tensor], parts: int) -> list[dict[str, Tensor]]:
@@ -104,126 +160,116 @@ def _split(tensors: dict[str, Tensor], parts: int) -> list[dict[str, Tensor]]:
     return [{name: p[i] for name, p in pieces.items()} for i in range(parts)]
 
 
-class _StreamReader:
-    """Walks through one stream of an epoch, from the first row of `start_step` on."""
+@dataclass(frozen=True)
+class _Read:
+    """A window that a stream needs from step `step` on, without the first `skip` rows of its order."""
 
-    def __init__(self, stream: Stream, rows: _Rows, batch: int, start_step: int):
-        self._stream, self._source = stream, rows
-        self._windows = windows_from(stream, start_step * batch)
-        self._arrays: list[Array] = []
-        self._order = np.empty(0, dtype=np.int64)
-        self._last: list[Array] | None = None
+    step: int
+    stream: int
+    """Number of the stream among those of the rank."""
+    window: Window
+    skip: int
 
-    def fill(self, out: list[Array], weight: Array) -> None:
-        """Writes the next rows of the stream into `out`; once they have run out, copies of its last row, weight 0.
 
-        # out: each (steps, batch, *cell), weight: (steps, batch)
+def _schedule(streams: Sequence[Stream], batch: int, start_step: int) -> list[_Read]:
+    """The windows that some streams need, in the order of need.
+
+    A stream that has no rows left at the start gets a window of which all is skipped: its last row fills the batches.
+    """
+    reads = []
+    for i, stream in enumerate(streams):
+        windows = list(windows_from(stream, start_step * batch))
+        if not windows:
+            last = stream.windows[-1] if stream.windows else Window((stream.filler,), 0, None)
+            windows = [(last, last.rows)]
+        for window, skip in windows:
+            reads.append(_Read(max(start_step, (window.first + skip) // batch), i, window, skip))
+    return sorted(reads, key=lambda r: (r.step, r.stream, r.window.first))
+
+
+class _Reader:
+    """Reads windows into free slots of the arena, in the order of need, in threads.
+
+    It cannot come to a halt: each stream needs one window at a time, so with a slot for each of them the window that is
+    needed next has a slot, or a stream is about to free one.
+    """
+
+    def __init__(self, rows: Rows, reads: Sequence[_Read], arena: Arena, threads: int):
+        self._rows, self._arena = rows, arena
+        self._pending = deque(reads)
+        self._free = list(range(arena.num_slots))
+        self._coming: dict[int, deque[tuple[_Read, int, Future[None]]]] = {r.stream: deque() for r in reads}
+        self._left = Counter(r.stream for r in reads)
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="spark_dl reader")
+        self._submit()
+
+    def has_more(self, stream: int) -> bool:
+        """Whether the stream has windows that it has not taken yet."""
+        return self._left[stream] > 0
+
+    def next(self, stream: int) -> tuple[_Read, int]:
+        """Waits for the next window of a stream: what it is, and its slot."""
+        read, slot, done = self._coming[stream].popleft()
+        done.result()
+        self._left[stream] -= 1
+        return read, slot
+
+    def free(self, slot: int) -> None:
+        """Gives a slot back, whose rows are not needed any more."""
+        self._free.append(slot)
+        self._submit()
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def _submit(self) -> None:
+        while self._free and self._pending:
+            read, slot = self._pending.popleft(), self._free.pop()
+            done = self._pool.submit(self._rows.read_into, read.window.segments, self._arena.slot(slot))
+            self._coming[read.stream].append((read, slot, done))
+
+
+class _Cursor:
+    """Walks through one stream: where its next rows are in the arena."""
+
+    def __init__(self, stream: int, arena: Arena, reader: _Reader, batch: int):
+        self._stream, self._arena, self._reader, self._batch = stream, arena, reader, batch
+        self._order: Ints = np.empty(0, dtype=np.int64)
+        self._last: Ints = self._order
+        """Of the row that was used last."""
+        self._true_rows = 0
+        """Of `_order`; the others fill batches and have weight 0."""
+        self._slot: int | None = None
+
+    def fill(self, rows_to_end: int) -> int:
+        """Makes at least one batch of positions ready, waiting for windows if need be, and returns how many there are.
+
+        Once the stream has run out, its last row is repeated up to the end of the epoch.
         """
-        rows = weight.size
-        in_place = len(weight) == 1
-        flat = [a[0] if in_place else np.empty((rows, *a.shape[2:]), dtype=a.dtype) for a in out]
-        done = 0
-        while done < rows:
-            if len(self._order) == 0 and not self._next_window():
+        while len(self._order) < self._batch:
+            left = self._order if len(self._order) else self._last
+            tail = self._arena.to_tail(self._stream, left)
+            if self._slot is not None:
+                self._reader.free(self._slot)
+                self._slot = None
+            if not self._reader.has_more(self._stream):
+                missing = rows_to_end - len(self._order)
+                self._order = np.concatenate([tail[: len(self._order)], np.repeat(tail[-1:], missing)])
                 break
-            take, self._order = self._order[: rows - done], self._order[rows - done :]
-            for array, target in zip(self._arrays, flat, strict=True):
-                target[done : done + len(take)] = array[take]  # np.take would first copy all of a strided view
-            done += len(take)
-        if done:
-            self._last = [target[done - 1].copy() for target in flat]
-        if done < rows:
-            self._last = self._last or self._any_row()
-            for row, target in zip(self._last, flat, strict=True):
-                target[done:] = row
-        weight[...] = (np.arange(rows) < done).reshape(weight.shape)
-        if not in_place:
-            for target, a in zip(flat, out, strict=True):
-                a[...] = target.reshape(a.shape)
+            read, self._slot = self._reader.next(self._stream)
+            order = self._arena.slot_start(self._slot) + read.window.order()
+            self._order = np.concatenate([tail[: len(self._order)], order[read.skip :]])
+            self._last = order[-1:]
+            self._true_rows = len(self._order)
+        return len(self._order)
 
-    def _next_window(self) -> bool:
-        found = next(self._windows, None)
-        if found is None:
-            return False
-        window, skip = found
-        self._arrays = self._source.read(window)
-        self._order = window.order()[skip:]
-        return True
-
-    def _any_row(self) -> list[Array]:
-        """A row to fill batches with, for a stream that has none left when a run is resumed, or has none at all."""
-        if self._stream.windows:
-            window = self._stream.windows[-1]
-            row = int(window.order()[-1])
-            return [a[row] for a in self._source.read(window)]
-        filler = Window((self._stream.filler,), 0, None)
-        return [a[0] for a in self._source.read(filler)]
-
-
-class _Rows:
-    """The rows of a dataset, or of the part of it that trains or validates, by row group."""
-
-    def __init__(self, shards: ShardSet, columns: Sequence[Column], fraction: float, seed: int, part: Part):
-        self._shards, self._columns = shards, columns
-        self._seed, self._part = seed, part
-        self._stored = [rows for _, _, rows in shards.row_groups]
-        self._held_out = rows_held_out(self._stored, 0.0 if part == "all" else fraction)
-        self._open: OrderedDict[int, pq.ParquetFile] = OrderedDict()
-        self._held: OrderedDict[int, list[Array]] = OrderedDict()
-        if part == "validation":
-            self.group_rows = self._held_out
-        else:
-            self.group_rows = tuple(n - h for n, h in zip(self._stored, self._held_out, strict=True))
-
-    def read(self, window: Window) -> list[Array]:
-        """The columns of a window's rows, unshuffled. # each (window rows, *cell)"""
-        pieces = [[a[s.start : s.stop] for a in self._row_group(s.row_group)] for s in window.segments]
-        if len(pieces) == 1:
-            return pieces[0]
-        return [np.concatenate([p[i] for p in pieces]) for i in range(len(self._columns))]
-
-    def _row_group(self, number: int) -> list[Array]:
-        """The columns of a row group, of the rows of this part. Two streams can meet in one: the last few are kept."""
-        if number not in self._held:
-            arrays = self._decode(number)
-            if self._held_out[number]:
-                kept = split_rows(self._stored[number], self._held_out[number], self._seed, number)
-                arrays = [a[kept[self._part == "validation"]] for a in arrays]
-            self._held[number] = arrays
-            while len(self._held) > _HELD_ROW_GROUPS:
-                self._held.popitem(last=False)
-        self._held.move_to_end(number)
-        return self._held[number]
-
-    def _decode(self, number: int) -> list[Array]:
-        shard, group, rows = self._shards.row_groups[number]
-        url = storage.join(self._shards.url, self._shards.shards[shard].name)
-        partition = dict(self._shards.shards[shard].partition)
-        names = [c.name for c in self._columns if c.codec != "partition"]
-        try:
-            table = self._file(shard, url).read_row_group(group, names, use_threads=False)
-            if table.num_rows != rows:
-                raise ValueError(f"{table.num_rows} rows, where the manifest has {rows}")
-            return [
-                np.full(rows, int(partition[c.name])) if c.codec == "partition" else _decode(c, table.column(c.name))
-                for c in self._columns
-            ]
-        except Exception as error:
-            raise RuntimeError(f"cannot read row group {group} of {url}: {error}") from error
-
-    def _file(self, shard: int, url: str) -> Any:
-        if shard not in self._open:
-            filesystem, path = storage.resolve(url)
-            source = filesystem.open_input_file(path)
-            self._open[shard] = pq.ParquetFile(source, page_checksum_verification=True)
-            while len(self._open) > _OPEN_FILES:
-                self._open.popitem(last=False)[1].close(force=True)
-        self._open.move_to_end(shard)
-        return self._open[shard]
-
-
-def _decode(column: Column, stored: Any) -> Array:
-    return foreign.decode(column, stored) if column.codec.startswith("petastorm.") else schema.decode(column, stored)
+    def take(self, rows: int) -> tuple[Ints, Array]:
+        """The next positions and their weights. # (rows,), (rows,)"""
+        taken, self._order = self._order[:rows], self._order[rows:]
+        weights = (np.arange(rows) < self._true_rows).astype(np.float32)
+        self._true_rows = max(0, self._true_rows - rows)
+        self._last = taken[-1:]
+        return taken, weights
 
 
 def _read_ahead(steps: Iterator[StepBatches], depth: int) -> Iterator[StepBatches]:
@@ -242,9 +288,10 @@ def _read_ahead(steps: Iterator[StepBatches], depth: int) -> Iterator[StepBatche
 
     def work() -> None:
         try:
-            for item in steps:
-                if not put(item):
-                    return
+            with closing(steps):  # type: ignore[type-var]  # a generator: its own threads end with it
+                for item in steps:
+                    if not put(item):
+                        return
             put(None)
         except BaseException as error:  # raised again by the reader of the queue
             put(error)

@@ -51,8 +51,12 @@ class Column:
     @property
     def row_bytes(self) -> int:
         """Bytes of a cell as it is stored in our own shards."""
-        size = np.dtype(self.dtype).itemsize * math.prod(self.shape)
-        return size + len(npy_header(self)) if self.codec == "ndarray" else size
+        return self.value_bytes + (len(npy_header(self)) if self.codec == "ndarray" else 0)
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of a cell in memory."""
+        return np.dtype(self.dtype).itemsize * math.prod(self.shape)
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Column:
@@ -240,28 +244,36 @@ def decode(column: Column, stored: pa.ChunkedArray | pa.Array) -> Array:
         if array.null_count:
             raise ValueError(f"column {column.name!r}: {array.null_count} null(s); fill or drop them")
         return np.asarray(array.to_numpy(zero_copy_only=False), dtype=column.dtype)
-    header = npy_header(column)
     rows, cell_bytes = len(array), column.row_bytes
     _, offset_buffer, data_buffer = array.buffers()
     offsets = np.frombuffer(offset_buffer, dtype=np.int32, count=rows + 1, offset=4 * array.offset)
-    same_size = array.null_count == 0 and bool((np.diff(offsets) == cell_bytes).all())
-    raw = (
-        np.frombuffer(data_buffer, dtype=np.uint8, count=rows * cell_bytes, offset=int(offsets[0]))
-        if same_size
-        else None
-    )
-    if raw is None or not _all_start_with(raw.reshape(rows, cell_bytes), header):
-        raise ValueError(
-            f"column {column.name!r}: stored cells do not all have dtype {column.dtype} and shape {column.shape}, "
-            "which the manifest gives"
-        )
-    if rows == 0 or cell_bytes == len(header):
-        return np.zeros((rows, *column.shape), dtype=column.dtype)
-    body = raw.reshape(rows, cell_bytes)[:, len(header) :]
-    dtype = np.dtype(column.dtype)
-    strides = (cell_bytes, *_strides(column.shape, dtype.itemsize))
-    view: Array = np.lib.stride_tricks.as_strided(body[:1].view(dtype), (rows, *column.shape), strides, writeable=False)
-    return view
+    if array.null_count or not (np.diff(offsets) == cell_bytes).all():
+        raise _other_cells(column)
+    raw = np.frombuffer(data_buffer, dtype=np.uint8, count=rows * cell_bytes, offset=int(offsets[0]))
+    return view(column, raw.reshape(rows, cell_bytes))
+
+
+def view(column: Column, cells: npt.NDArray[np.uint8]) -> Array:
+    """Stored cells as values, without a copy. # cells: (rows, column.row_bytes) -> (rows, *shape)
+
+    Raises ValueError if a cell is not of the column's dtype and shape.
+    """
+    header = npy_header(column) if column.codec == "ndarray" else b""
+    if not _all_start_with(cells, header):
+        raise _other_cells(column)
+    rows, dtype = len(cells), np.dtype(column.dtype)
+    if rows == 0 or math.prod(column.shape) == 0:
+        return np.zeros((rows, *column.shape), dtype=dtype)
+    body = cells[:, len(header) :]
+    strides = (cells.strides[0], *_strides(column.shape, dtype.itemsize))
+    first = body[:1].view(dtype)
+    values: Array = np.lib.stride_tricks.as_strided(first, (rows, *column.shape), strides, writeable=False)
+    return values
+
+
+def _other_cells(column: Column) -> ValueError:
+    expected = f"dtype {column.dtype} and shape {column.shape}, which the manifest gives"
+    return ValueError(f"column {column.name!r}: stored cells do not all have {expected}")
 
 
 def _all_start_with(cells: npt.NDArray[np.uint8], header: bytes) -> bool:

@@ -16,8 +16,10 @@ from spark_dl.config import Data
 from spark_dl.data import schema
 from spark_dl.data.schema import Array, Column
 
-_ROW_GROUP_BYTES = 1 << 20
+_ROW_GROUP_BYTES = 4 << 20
 _SHARD_BYTES = 64 << 20
+_PAGE_BYTES = 1 << 30
+"""One page for each column of a row group, which is then read without a decoder."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ class ShardWriter:
             scalars = [c.name for c in self.columns if c.codec == "scalar"]
             self._file = pq.ParquetWriter(
                 self._sink, table.schema, compression="none", use_dictionary=False, write_statistics=scalars,
-                write_page_checksum=True,
+                write_page_checksum=True, data_page_size=_PAGE_BYTES,
             )  # fmt: skip
         self._file.write_table(table, row_group_size=len(arrays[0]))
         self._groups.append(len(arrays[0]))

@@ -19,6 +19,8 @@ INVALID = [
     (Data, "data.rows_per_shard", [-1, 1.5, "8", True, None]),
     (Data, "data.num_streams", [0, -1, 2.0, "8", True, None]),
     (Data, "data.shuffle_window_rows", [0, -1, 2.0, None]),
+    (Data, "data.memory_mib", [0, -1, 2.0, None]),
+    (Data, "data.reader_threads", [0, -1, 2.0, None]),
     (Data, "data.prefetch_batches", [0, -1, 2.0, None]),
     (Data, "data.allow_nonfinite", [0, 1, "true", None]),
     (Data, "data.shuffle", [0, 1, "true", None]),

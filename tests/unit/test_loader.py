@@ -2,6 +2,8 @@
 
 import itertools
 import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -12,6 +14,7 @@ import torch
 
 from spark_dl import Config, Data, Train
 from spark_dl.data.loader import Loader, _read_ahead
+from spark_dl.data.shards import write_arrays
 from tests.datasets import write_dataset
 
 BATCH, STREAMS = 12, 4
@@ -115,6 +118,75 @@ def test_an_epoch_that_is_taken_up_at_a_step_goes_on_exactly_as_if_it_had_not_st
         for start in range(len(whole) + 1):
             fresh = loaders(shards, world_size)[rank]
             assert_same(steps(fresh, epoch=1, start=start), whole[start:])
+
+
+def test_a_ledger_of_an_epoch_that_goes_on_with_another_number_of_ranks_is_that_of_one_that_did_not_stop(tmp_path):
+    shards = dataset(tmp_path / "d", 500)
+    whole = steps(loaders(shards, 1)[0], epoch=3)
+    ledger = []
+    for start, world_size in zip(range(0, len(whole), 5), itertools.cycle([2, 3, 1, 4])):
+        by_rank = [itertools.islice(steps(ld, epoch=3, start=start), 5) for ld in loaders(shards, world_size)]
+        ledger += [
+            (parts[0][0], parts[0][1], {name: torch.cat([p[2][name] for p in parts]) for name in parts[0][2]})
+            for parts in zip(*by_rank, strict=True)
+        ]
+    assert_same(ledger, whole)
+
+
+@pytest.mark.parametrize("window_rows", [1, 40, 10_000])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_memory_for_one_window_per_stream_is_enough(tmp_path, window_rows, threads):
+    """Row groups of 640 KB, four streams, a budget of 1 MiB: nothing can be read ahead."""
+    ids = np.arange(200, dtype=np.int64)
+    x = np.repeat(ids[:, None], 8192, axis=1)
+    shards = write_dataset(str(tmp_path / "d"), {"x": x, "id": ids}, 10, 40)
+    small = config(memory_mib=1, reader_threads=threads, shuffle_window_rows=window_rows)
+    found = steps(loaders(shards, 1, small)[0])
+    assert sorted(int(i) for _, _, b in found for i in b["id"][b["weight"] > 0]) == list(range(200))
+    assert all(bool((b["x"] == b["id"][:, None]).all()) for _, _, b in found)
+
+
+def test_a_row_group_that_does_not_fit_into_memory_is_an_error_with_both_sizes(tmp_path):
+    shards = write_dataset(str(tmp_path / "d"), {"x": np.zeros((20, 1 << 17)), "id": np.arange(20)}, 10, 20)
+    with pytest.raises(ValueError, match=r"has 10 rows of 1048584 bytes, 10 MiB; .* data.memory_mib=9: raise it, or"):
+        loaders(shards, 1, config(memory_mib=9))
+    loaders(shards, 1, config(memory_mib=11))
+
+
+MEASURE = """
+import re, sys
+import psutil
+from spark_dl import Config, Data, Train, read_shards
+from spark_dl.data.loader import Loader
+
+data = Data(features=("x",), label="id", memory_mib=64)
+loader = Loader(read_shards(sys.argv[1]), Config(data=data, train=Train(global_batch_size=64)), rank=0, world_size=1)
+before = psutil.Process().memory_info().rss
+for epoch in range(20):
+    for _ in loader.epoch(epoch):
+        pass
+    if epoch in (1, 19):
+        print(psutil.Process().memory_info().rss)
+print(int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read()).group(1)) * 1024 - before)
+"""
+
+
+def test_memory_is_flat_over_epochs_and_within_its_budget(tmp_path):
+    x = np.random.default_rng(0).random((40_000, 1024), dtype=np.float32)  # 156 MiB
+    shards = write_arrays({"x": x, "id": np.arange(40_000)}, str(tmp_path / "d"))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, shards.url],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=90,
+    )
+    after_2, after_20, peak = map(int, done.stdout.split())
+    assert after_20 <= 1.05 * after_2
+    group = max(rows for _, _, rows in shards.row_groups) * sum(c.value_bytes for c in shards.columns)
+    assert peak <= (64 << 20) + 16 * group  # the budget and a row group for each stream
 
 
 def test_a_loader_can_read_epochs_again_and_in_any_order(tmp_path):
@@ -227,8 +299,22 @@ def test_a_damaged_shard_is_an_error_that_names_the_file(tmp_path, damage):
     assert loader_threads() == []
 
 
+@pytest.mark.parametrize("damage", [delete, truncate, flip_bit])
+def test_a_shard_that_is_damaged_in_the_middle_of_an_epoch_is_an_error_on_all_ranks_that_read_it(tmp_path, damage):
+    shards = dataset(tmp_path / "d", 3000, group_rows=50, shard_rows=100)
+    batches = [loader.epoch(0) for loader in loaders(shards, 2)]
+    for b in batches:
+        next(b)
+    for shard in shards.shards:
+        damage(tmp_path / "d" / shard.name)
+    for b in batches:
+        with pytest.raises(RuntimeError, match=r"cannot read row group \d of .*part-"):
+            list(b)
+    assert loader_threads() == []
+
+
 def loader_threads():
-    return [t for t in threading.enumerate() if t.name == "spark_dl loader"]
+    return [t for t in threading.enumerate() if t.name.startswith("spark_dl")]
 
 
 @pytest.mark.parametrize("taken", [0, 1, 3])
@@ -236,7 +322,7 @@ def test_closing_the_iterator_early_stops_the_thread(tmp_path, taken):
     batches = loaders(dataset(tmp_path / "d", 500), 1, config(prefetch_batches=1))[0].epoch(0)
     for _ in range(taken):
         next(batches)
-    assert len(loader_threads()) == (1 if taken else 0)
+    assert bool(loader_threads()) == bool(taken)
     batches.close()
     assert loader_threads() == []
 

@@ -1,0 +1,269 @@
+"""Rows per second of one shuffled epoch, one process: our loader and its peers on the same rows, in one run.
+
+Each peer is a process of its own, started once; epochs are then run in turn, so that no peer has a quieter machine than
+another. Peers: Petastorm's BatchedDataLoader and DataLoader (in an environment of their own), HF datasets, a DataLoader
+over tensors in memory, and the limit of Arrow: decoding list columns without any shuffle. `spark_dl_parquet` is our
+loader on the plain Parquet files (lists, snappy, dictionary) that the others read.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+BATCH = 256
+WINDOW_ROWS = 65536
+"""Rows that are shuffled together, by us and by Petastorm."""
+_EPOCH_LIMIT_S = 10.0
+_START_LIMIT_S = 300.0
+_FILES = 4
+
+LabelBatches = Iterable[Any]
+"""The labels of each batch of an epoch, in the order of use."""
+Epoch = Callable[[int], LabelBatches]
+"""From the number of an epoch to its batches."""
+
+_HERE = Path(__file__).parent
+PEERS = (
+    "spark_dl",
+    "spark_dl_parquet",
+    "petastorm_batched",
+    "petastorm_rows",
+    "hf_datasets",
+    "tensor_dataset",
+    "arrow",
+)
+
+
+def measure(
+    *, repeats: int, scale: float = 1.0, petastorm_python: str = ".venv-petastorm/bin/python"
+) -> dict[str, Any]:
+    """Median rows per second per peer, for `img` and `tab`, and how well each shuffles. Without Spark.
+
+    A peer that cannot run here has null, and a line on standard error says why. `scale` shrinks the datasets.
+    """
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, arrays in (("img", _img(round(60_000 * scale))), ("tab", _tab(round(1_000_000 * scale)))):
+            _write(f"{folder}/{name}", arrays)
+            order = np.argsort(arrays.pop("label"))  # the place of a row in the files, by its label
+            arrays.clear()
+            results[name] = _measure_peers(f"{folder}/{name}", order, repeats, petastorm_python)
+            _print_table(name, results[name])
+    return results
+
+
+def _img(rows: int) -> dict[str, np.ndarray[Any, Any]]:
+    rng = np.random.default_rng(0)
+    return {"image": rng.random((rows, 784), dtype=np.float32), "label": rng.permutation(rows)}
+
+
+def _tab(rows: int) -> dict[str, np.ndarray[Any, Any]]:
+    rng = np.random.default_rng(0)
+    dense, sparse = rng.random((rows, 13), dtype=np.float32), rng.integers(0, 1 << 40, (rows, 26))
+    return {"dense": dense, "sparse": sparse, "label": rng.permutation(rows)}
+
+
+def _write(folder: str, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
+    """The rows as our shards, as plain Parquet, and as NumPy files."""
+    from spark_dl.data.shards import write_arrays
+
+    write_arrays(arrays, f"{folder}/shards")
+    Path(folder, "parquet").mkdir()
+    rows = len(arrays["label"])
+    for i in range(_FILES):
+        part = {name: a[i * rows // _FILES : (i + 1) * rows // _FILES] for name, a in arrays.items()}
+        columns = {n: pa.array(list(a)) if a.ndim > 1 else pa.array(a) for n, a in part.items()}
+        pq.write_table(pa.table(columns), f"{folder}/parquet/part-{i}.parquet", row_group_size=len(part["label"]) // 4)
+    for name, a in arrays.items():
+        np.save(f"{folder}/{name}.npy", a)
+
+
+def _measure_peers(folder: str, order: np.ndarray[Any, Any], repeats: int, petastorm_python: str) -> dict[str, Any]:
+    peers = {name: _Peer(name, folder, petastorm_python) for name in PEERS}
+    rates: dict[str, list[float]] = {name: [] for name in PEERS}
+    try:
+        for _ in range(repeats + 1):
+            for name, peer in peers.items():
+                if (rate := peer.epoch()) is not None:
+                    rates[name].append(rate)
+        result: dict[str, Any] = {n: statistics.median(r[1:]) if r[1:] else None for n, r in rates.items()}
+        result["shuffle"] = {n: _quality(labels, order) for n, p in peers.items() if (labels := p.labels()) is not None}
+    finally:
+        for peer in peers.values():
+            peer.close()
+    return result
+
+
+class _Peer:
+    """A process that runs an epoch whenever it is asked to, over its standard input and output."""
+
+    def __init__(self, name: str, folder: str, petastorm_python: str):
+        self._name, self._folder = name, folder
+        command = [sys.executable, "-m", "spark_dl.bench.loader", name, folder]
+        if name.startswith("petastorm"):
+            command = [petastorm_python, "-W", "ignore", str(_HERE / "petastorm_peer.py"), name, folder]
+        self._process: subprocess.Popen[str] | None = None
+        try:
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        except OSError as error:
+            self._say(f"{error}")
+
+    def epoch(self) -> float | None:
+        """Rows per second of one more epoch; None if the peer does not run here."""
+        answer = self._ask("epoch")
+        return None if answer is None else answer["rows"] / answer["seconds"]
+
+    def labels(self) -> np.ndarray[Any, Any] | None:
+        """The labels of one more epoch, in the order of use."""
+        path = Path(self._folder, f"{self._name}.npy")
+        return None if self._ask(f"labels {path}") is None else np.load(path)
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+    def _ask(self, what: str) -> dict[str, Any] | None:
+        if self._process is None or self._process.stdin is None or self._process.stdout is None:
+            return None
+        try:
+            self._process.stdin.write(what + "\n")
+            self._process.stdin.flush()
+            for line in self._process.stdout:  # a peer's library may print, too
+                if line.startswith("{"):
+                    answer: dict[str, Any] = json.loads(line)
+                    return answer
+        except OSError:
+            pass
+        self._say(f"ended with exit code {self._process.wait()}")
+        self.close()
+        return None
+
+    def _say(self, what: str) -> None:
+        print(f"{self._name} is left out: {what}", file=sys.stderr)
+
+
+def serve(epoch: Epoch) -> None:
+    """A peer's process: answers `epoch` with rows and seconds, and `labels PATH` with the order of an epoch there."""
+    for number, line in enumerate(sys.stdin):
+        what, _, path = line.strip().partition(" ")
+        kept, rows, start = [], 0, time.perf_counter()
+        for labels in epoch(number):
+            rows += len(labels)
+            if what == "labels":
+                kept.append(np.asarray(labels))
+            elif time.perf_counter() - start > _EPOCH_LIMIT_S:  # the rate of a slow peer is clear by then
+                break
+        seconds = time.perf_counter() - start
+        if what == "labels":
+            np.save(path, np.concatenate(kept))
+        print(json.dumps({"rows": rows, "seconds": seconds}), flush=True)
+
+
+def _quality(labels: np.ndarray[Any, Any], order: np.ndarray[Any, Any]) -> dict[str, float]:
+    """How far an epoch's order is from that of the files.
+
+    `displacement`: mean distance between a row's place in the files and in the epoch, as a part of all rows; 1/3 is
+    what a perfect shuffle has. `neighbours`: the share of rows whose next row in the files is in the same batch (the
+    order inside of a batch does not matter); BATCH / rows is what a perfect shuffle has.
+    """
+    places = order[labels]
+    batch_of = np.full(len(order), -1)
+    batch_of[places] = np.arange(len(places)) // BATCH
+    displacement = np.abs(places - np.arange(len(places))).mean() / len(order)
+    return {"displacement": float(displacement), "neighbours": float((np.diff(batch_of) == 0).mean())}
+
+
+def _print_table(name: str, result: dict[str, Any]) -> None:
+    ours = result["spark_dl"]
+    print(f"\n{name:18} {'rows/s':>12} {'ours is':>9} {'displacement':>13} {'neighbours':>11}", file=sys.stderr)
+    for peer in PEERS:
+        if result[peer] is not None:
+            shuffle = result["shuffle"][peer]
+            times, moved, kept = ours / result[peer], shuffle["displacement"], shuffle["neighbours"]
+            print(f"{peer:18} {result[peer]:12,.0f} {times:8.2f}x {moved:13.3f} {kept:11.2%}", file=sys.stderr)
+
+
+def _names(folder: str) -> Sequence[str]:
+    return sorted(p.stem for p in Path(folder).glob("*.npy") if p.stem in ("image", "dense", "sparse"))
+
+
+def _spark_dl(folder: str, *, plain: bool) -> Epoch:
+    from spark_dl.config import Config, Data, Train
+    from spark_dl.data.foreign import open_parquet
+    from spark_dl.data.loader import Loader
+    from spark_dl.data.shards import read_shards
+
+    data = Data(features=tuple(_names(folder)), label="label", shuffle_window_rows=WINDOW_ROWS)
+    shards = open_parquet(f"{folder}/parquet", data.columns) if plain else read_shards(f"{folder}/shards")
+    loader = Loader(shards, Config(data=data, train=Train(global_batch_size=BATCH)), rank=0, world_size=1)
+
+    def epoch(number: int) -> Iterator[Any]:
+        for step in loader.epoch(number):
+            batch = step.micro_batches[0]
+            yield batch["label"] if step.rows == BATCH else batch["label"][batch["weight"] > 0]
+
+    return epoch
+
+
+def _arrow(folder: str) -> Epoch:
+    def epoch(number: int) -> Iterator[Any]:
+        for path in sorted(Path(folder, "parquet").iterdir()):
+            for batch in pq.ParquetFile(path).iter_batches(batch_size=BATCH, use_threads=False):
+                for name in _names(folder):
+                    batch.column(name).flatten().to_numpy().reshape(batch.num_rows, -1)
+                yield batch.column("label").to_numpy()
+
+    return epoch
+
+
+def _hf_datasets(folder: str) -> Epoch:
+    import datasets
+
+    files = [str(p) for p in sorted(Path(folder, "parquet").iterdir())]
+    rows = datasets.Dataset.from_parquet(files, cache_dir=f"{folder}/hf").with_format("torch")
+
+    def epoch(number: int) -> Iterator[Any]:
+        for batch in rows.shuffle(seed=number).iter(batch_size=BATCH):
+            yield batch["label"]
+
+    return epoch
+
+
+def _tensor_dataset(folder: str) -> Epoch:
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    tensors = [torch.from_numpy(np.load(f"{folder}/{name}.npy")) for name in (*_names(folder), "label")]
+    loader = DataLoader(TensorDataset(*tensors), batch_size=BATCH, shuffle=True)
+
+    def epoch(number: int) -> Iterator[Any]:
+        for *_, labels in loader:
+            yield labels
+
+    return epoch
+
+
+_BUILD: dict[str, Callable[[str], Epoch]] = {
+    "spark_dl": lambda folder: _spark_dl(folder, plain=False),
+    "spark_dl_parquet": lambda folder: _spark_dl(folder, plain=True),
+    "hf_datasets": _hf_datasets,
+    "tensor_dataset": _tensor_dataset,
+    "arrow": _arrow,
+}
+
+if __name__ == "__main__":
+    serve(_BUILD[sys.argv[1]](sys.argv[2]))

@@ -1,0 +1,130 @@
+"""The rows of a dataset by row group: read, verified, decoded, and laid where the loader wants them."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from spark_dl import storage
+from spark_dl.data import foreign, pages, schema
+from spark_dl.data.plan import Segment, rows_held_out, split_rows
+from spark_dl.data.schema import Array, Column
+from spark_dl.data.shards import ShardSet
+
+Part = Literal["all", "train", "validation"]
+_OPEN_FILES = 16
+_HELD_ROW_GROUPS = 2
+
+
+class Rows:
+    """The rows of a dataset, or of the part of it that trains or validates. Any number of threads may read."""
+
+    def __init__(self, shards: ShardSet, columns: Sequence[Column], fraction: float, seed: int, part: Part):
+        self._shards, self._columns = shards, columns
+        self._seed, self._part = seed, part
+        self._stored = [rows for _, _, rows in shards.row_groups]
+        self._held_out = rows_held_out(self._stored, 0.0 if part == "all" else fraction)
+        self._files = threading.local()  # pyarrow's readers of a file are not made for several threads
+        self._held: OrderedDict[int, list[Array]] = OrderedDict()
+        self._held_lock = threading.Lock()
+        if part == "validation":
+            self.group_rows = self._held_out
+        else:
+            self.group_rows = tuple(n - h for n, h in zip(self._stored, self._held_out, strict=True))
+
+    def read_into(self, segments: Sequence[Segment], out: Sequence[Array]) -> None:
+        """Writes the rows of some segments one after another into arrays, one per column. # out: (>= rows, *cell)
+
+        Raises RuntimeError that names the file for one that is missing, damaged or not what the dataset says.
+        """
+        done = 0
+        for segment in segments:
+            arrays = self._row_group(segment)
+            for array, target in zip(arrays, out, strict=True):
+                target[done : done + segment.rows] = array[segment.start : segment.stop]
+            done += segment.rows
+
+    def _row_group(self, segment: Segment) -> list[Array]:
+        """All rows of the segment's row group that are of this part."""
+        number = segment.row_group
+        if segment.rows == self.group_rows[number]:
+            return self._part_of(number)
+        with (
+            self._held_lock
+        ):  # streams meet in this row group, so it will be asked for again, soon if it is a large one
+            if number not in self._held:
+                self._held[number] = self._part_of(number)
+                while len(self._held) > _HELD_ROW_GROUPS:
+                    self._held.popitem(last=False)
+            return self._held[number]
+
+    def _part_of(self, number: int) -> list[Array]:
+        arrays = self._decode(number)
+        if self._held_out[number]:
+            kept = split_rows(self._stored[number], self._held_out[number], self._seed, number)
+            return [a[kept[self._part == "validation"]] for a in arrays]
+        return arrays
+
+    def _decode(self, number: int) -> list[Array]:
+        shard, group, rows = self._shards.row_groups[number]
+        url = storage.join(self._shards.url, self._shards.shards[shard].name)
+        try:
+            file = self._open(shard, url)
+            if (found := file.parquet.metadata.row_group(group).num_rows) != rows:
+                raise ValueError(f"{found} rows, where the dataset says {rows}")
+            plain = {c.name: file.plain(c, group, rows) for c in self._columns}
+            rest = [c.name for c in self._columns if c.codec != "partition" and plain[c.name] is None]
+            table = file.parquet.read_row_group(group, rest, use_threads=False) if rest else None
+            partition = dict(self._shards.shards[shard].partition)
+            arrays = []
+            for column in self._columns:
+                if (array := plain[column.name]) is not None:
+                    arrays.append(array)
+                elif column.codec == "partition":
+                    arrays.append(np.full(rows, int(partition[column.name])))
+                else:
+                    assert table is not None
+                    arrays.append(_decode(column, table.column(column.name)))
+            return arrays
+        except Exception as error:
+            raise RuntimeError(f"cannot read row group {group} of {url}: {error}") from error
+
+    def _open(self, shard: int, url: str) -> _File:
+        if not hasattr(self._files, "opened"):
+            self._files.opened = OrderedDict()
+        opened = self._files.opened
+        if shard not in opened:
+            filesystem, path = storage.resolve(url)
+            opened[shard] = _File(filesystem.open_input_file(path))
+            while len(opened) > _OPEN_FILES:
+                opened.popitem(last=False)
+        opened.move_to_end(shard)
+        return opened[shard]  # type: ignore[no-any-return]
+
+
+class _File:
+    """An open shard."""
+
+    def __init__(self, source: Any):
+        self._source = source
+        self.parquet = pq.ParquetFile(source, page_checksum_verification=True)
+        self._leaves = {self.parquet.schema.column(i).path: i for i in range(len(self.parquet.schema))}
+
+    def plain(self, column: Column, group: int, rows: int) -> Array | None:
+        """The cells without a decoder, if they are stored as the shards of this package are."""
+        if column.codec not in ("scalar", "ndarray") or column.name not in self._leaves:
+            return None
+        leaf = self._leaves[column.name]
+        levels = self.parquet.schema.column(leaf).max_definition_level
+        chunk = self.parquet.metadata.row_group(group).column(leaf)
+        cells = pages.read_plain(self._source, chunk, levels=levels, cell_bytes=column.row_bytes, rows=rows)
+        return None if cells is None else schema.view(column, cells)
+
+
+def _decode(column: Column, stored: Any) -> Array:
+    return foreign.decode(column, stored) if column.codec.startswith("petastorm.") else schema.decode(column, stored)

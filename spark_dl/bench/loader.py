@@ -8,13 +8,10 @@ loader on the plain Parquet files (lists, snappy, dictionary) that the others re
 
 from __future__ import annotations
 
-import json
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +19,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from spark_dl.bench.peer import Epoch, Peer, answers, serve
+
 BATCH = 256
-WINDOW_ROWS = 65536
+WINDOW_ROWS = 32768
 """Rows that are shuffled together, by us and by Petastorm."""
-_EPOCH_LIMIT_S = 10.0
-_START_LIMIT_S = 300.0
 _FILES = 4
 
-LabelBatches = Iterable[Any]
-"""The labels of each batch of an epoch, in the order of use."""
-Epoch = Callable[[int], LabelBatches]
-"""From the number of an epoch to its batches."""
-
-_HERE = Path(__file__).parent
 PEERS = (
     "spark_dl",
     "spark_dl_parquet",
@@ -55,7 +46,7 @@ def measure(
     """
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for name, arrays in (("img", _img(round(60_000 * scale))), ("tab", _tab(round(1_000_000 * scale)))):
+        for name, arrays in (("img", image_rows(round(60_000 * scale))), ("tab", table_rows(round(1_000_000 * scale)))):
             _write(f"{folder}/{name}", arrays)
             order = np.argsort(arrays.pop("label"))  # the place of a row in the files, by its label
             arrays.clear()
@@ -64,113 +55,66 @@ def measure(
     return results
 
 
-def _img(rows: int) -> dict[str, np.ndarray[Any, Any]]:
+Arrays = dict[str, np.ndarray[Any, Any]]
+
+
+def image_rows(rows: int) -> Arrays:
+    """`img`: 784 float32 and a label, random."""
     rng = np.random.default_rng(0)
     return {"image": rng.random((rows, 784), dtype=np.float32), "label": rng.permutation(rows)}
 
 
-def _tab(rows: int) -> dict[str, np.ndarray[Any, Any]]:
+def table_rows(rows: int) -> Arrays:
+    """`tab`: 13 float32, 26 int64 and a label, random."""
     rng = np.random.default_rng(0)
     dense, sparse = rng.random((rows, 13), dtype=np.float32), rng.integers(0, 1 << 40, (rows, 26))
     return {"dense": dense, "sparse": sparse, "label": rng.permutation(rows)}
 
 
-def _write(folder: str, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
-    """The rows as our shards, as plain Parquet, and as NumPy files."""
-    from spark_dl.data.shards import write_arrays
-
-    write_arrays(arrays, f"{folder}/shards")
-    Path(folder, "parquet").mkdir()
+def write_parquet(folder: str, arrays: Arrays) -> None:
+    """The rows as plain Parquet in `folder/parquet`: lists, snappy, dictionary."""
+    Path(folder, "parquet").mkdir(parents=True)
     rows = len(arrays["label"])
     for i in range(_FILES):
         part = {name: a[i * rows // _FILES : (i + 1) * rows // _FILES] for name, a in arrays.items()}
         columns = {n: pa.array(list(a)) if a.ndim > 1 else pa.array(a) for n, a in part.items()}
         pq.write_table(pa.table(columns), f"{folder}/parquet/part-{i}.parquet", row_group_size=len(part["label"]) // 4)
+
+
+def _write(folder: str, arrays: Arrays) -> None:
+    """The rows as plain Parquet, as our shards, and as NumPy files."""
+    from spark_dl.data.shards import write_arrays
+
+    write_parquet(folder, arrays)
+    write_arrays(arrays, f"{folder}/shards")
     for name, a in arrays.items():
         np.save(f"{folder}/{name}.npy", a)
 
 
 def _measure_peers(folder: str, order: np.ndarray[Any, Any], repeats: int, petastorm_python: str) -> dict[str, Any]:
-    peers = {name: _Peer(name, folder, petastorm_python) for name in PEERS}
+    peers = {name: Peer(name, _command(name, folder, petastorm_python)) for name in PEERS}
     rates: dict[str, list[float]] = {name: [] for name in PEERS}
     try:
         for _ in range(repeats + 1):
             for name, peer in peers.items():
-                if (rate := peer.epoch()) is not None:
-                    rates[name].append(rate)
+                if (done := peer.ask("epoch")) is not None:
+                    rates[name].append(done["rows"] / done["seconds"])
         result: dict[str, Any] = {n: statistics.median(r[1:]) if r[1:] else None for n, r in rates.items()}
-        result["shuffle"] = {n: _quality(labels, order) for n, p in peers.items() if (labels := p.labels()) is not None}
+        result["shuffle"] = {
+            name: _quality(np.load(f"{folder}/{name}.npy"), order)
+            for name, peer in peers.items()
+            if peer.ask(f"labels {folder}/{name}.npy") is not None
+        }
     finally:
         for peer in peers.values():
             peer.close()
     return result
 
 
-class _Peer:
-    """A process that runs an epoch whenever it is asked to, over its standard input and output."""
-
-    def __init__(self, name: str, folder: str, petastorm_python: str):
-        self._name, self._folder = name, folder
-        command = [sys.executable, "-m", "spark_dl.bench.loader", name, folder]
-        if name.startswith("petastorm"):
-            command = [petastorm_python, "-W", "ignore", str(_HERE / "petastorm_peer.py"), name, folder]
-        self._process: subprocess.Popen[str] | None = None
-        try:
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        except OSError as error:
-            self._say(f"{error}")
-
-    def epoch(self) -> float | None:
-        """Rows per second of one more epoch; None if the peer does not run here."""
-        answer = self._ask("epoch")
-        return None if answer is None else answer["rows"] / answer["seconds"]
-
-    def labels(self) -> np.ndarray[Any, Any] | None:
-        """The labels of one more epoch, in the order of use."""
-        path = Path(self._folder, f"{self._name}.npy")
-        return None if self._ask(f"labels {path}") is None else np.load(path)
-
-    def close(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.communicate()
-            self._process = None
-
-    def _ask(self, what: str) -> dict[str, Any] | None:
-        if self._process is None or self._process.stdin is None or self._process.stdout is None:
-            return None
-        try:
-            self._process.stdin.write(what + "\n")
-            self._process.stdin.flush()
-            for line in self._process.stdout:  # a peer's library may print, too
-                if line.startswith("{"):
-                    answer: dict[str, Any] = json.loads(line)
-                    return answer
-        except OSError:
-            pass
-        self._say(f"ended with exit code {self._process.wait()}")
-        self.close()
-        return None
-
-    def _say(self, what: str) -> None:
-        print(f"{self._name} is left out: {what}", file=sys.stderr)
-
-
-def serve(epoch: Epoch) -> None:
-    """A peer's process: answers `epoch` with rows and seconds, and `labels PATH` with the order of an epoch there."""
-    for number, line in enumerate(sys.stdin):
-        what, _, path = line.strip().partition(" ")
-        kept, rows, start = [], 0, time.perf_counter()
-        for labels in epoch(number):
-            rows += len(labels)
-            if what == "labels":
-                kept.append(np.asarray(labels))
-            elif time.perf_counter() - start > _EPOCH_LIMIT_S:  # the rate of a slow peer is clear by then
-                break
-        seconds = time.perf_counter() - start
-        if what == "labels":
-            np.save(path, np.concatenate(kept))
-        print(json.dumps({"rows": rows, "seconds": seconds}), flush=True)
+def _command(name: str, folder: str, petastorm_python: str) -> list[str]:
+    if name.startswith("petastorm"):
+        return [petastorm_python, "-W", "ignore", str(Path(__file__).with_name("petastorm_peer.py")), name, folder]
+    return [sys.executable, "-m", "spark_dl.bench.loader", name, folder]
 
 
 def _quality(labels: np.ndarray[Any, Any], order: np.ndarray[Any, Any]) -> dict[str, float]:
@@ -266,4 +210,4 @@ _BUILD: dict[str, Callable[[str], Epoch]] = {
 }
 
 if __name__ == "__main__":
-    serve(_BUILD[sys.argv[1]](sys.argv[2]))
+    serve(answers(_BUILD[sys.argv[1]](sys.argv[2])))

@@ -1,15 +1,17 @@
-"""Petastorm's loaders as peers of the loader benchmark. Started in Petastorm's own environment, without spark_dl."""
+"""Petastorm's loaders and converter as peers of the benchmarks, in Petastorm's own environment, without spark_dl."""
 
 import runpy
 import sys
-from collections.abc import Iterator
+import tempfile
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-BATCH, WINDOW_ROWS = 256, 65536
+BATCH, WINDOW_ROWS = 256, 32768
 
 
-def build(name: str, folder: str) -> Any:
+def build_loader(name: str, folder: str) -> Any:
     """The epochs of one of Petastorm's loaders over the plain Parquet files."""
     from petastorm import make_batch_reader
     from petastorm.pytorch import BatchedDataLoader, DataLoader
@@ -26,6 +28,33 @@ def build(name: str, folder: str) -> Any:
     return epoch
 
 
+def build_converter(folder: str, cores: str) -> Callable[[str], dict[str, Any]]:
+    """Writes the cached rows through `make_spark_converter` whenever it is asked to."""
+    from petastorm.spark import SparkDatasetConverter, make_spark_converter
+    from pyspark.sql import SparkSession
+    from pyspark.sql import functions as F
+
+    spark = SparkSession.builder.master(f"local[{cores}]").config("spark.ui.enabled", "false").getOrCreate()
+    spark.conf.set(SparkDatasetConverter.PARENT_CACHE_DIR_URL_CONF, Path(tempfile.mkdtemp()).as_uri())
+    df = spark.read.parquet(f"{folder}/parquet").cache()
+    df.count()
+    written = 0
+
+    def write(line: str) -> dict[str, Any]:
+        nonlocal written
+        written += 1
+        fresh = df.withColumn("run", F.lit(written))  # of the same plan it would find what it wrote before
+        start = time.perf_counter()
+        converter = make_spark_converter(fresh)
+        seconds = time.perf_counter() - start
+        converter.delete()
+        return {"seconds": seconds}
+
+    return write
+
+
 if __name__ == "__main__":
-    serve = runpy.run_path(str(Path(__file__).with_name("loader.py")))["serve"]
-    serve(build(sys.argv[1], sys.argv[2]))
+    peer = runpy.run_path(str(Path(__file__).with_name("peer.py")))
+    what, *arguments = sys.argv[1:]
+    answer = build_converter(*arguments) if what == "converter" else peer["answers"](build_loader(what, *arguments))
+    peer["serve"](answer)

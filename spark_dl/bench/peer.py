@@ -1,0 +1,86 @@
+"""A peer of a benchmark: a process that is started once and measures itself whenever it is asked to.
+
+So peers with environments of their own take turns in one run, and none has a quieter machine than another. A peer in
+another environment runs this file by its path: it needs nothing but NumPy.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+Epoch = Callable[[int], Iterable[Any]]
+"""From the number of an epoch to the labels of each of its batches, in the order of use."""
+_EPOCH_LIMIT_S = 10.0
+
+
+class Peer:
+    """The asking side. A peer that cannot run here is left out, and a line on standard error says why."""
+
+    def __init__(self, name: str, command: Sequence[str]):
+        self._name = name
+        self._process: subprocess.Popen[str] | None = None
+        try:
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        except OSError as error:
+            self._say(f"{error}")
+
+    def ask(self, what: str) -> dict[str, Any] | None:
+        """Its answer to a line of text; None if it does not run here."""
+        if self._process is None or self._process.stdin is None or self._process.stdout is None:
+            return None
+        try:
+            self._process.stdin.write(what + "\n")
+            self._process.stdin.flush()
+            for line in self._process.stdout:  # a peer's library may print, too
+                if line.startswith("{"):
+                    answer: dict[str, Any] = json.loads(line)
+                    return answer
+        except OSError:
+            pass
+        self._say(f"ended with exit code {self._process.wait()}")
+        self.close()
+        return None
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+    def _say(self, what: str) -> None:
+        print(f"{self._name} is left out: {what}", file=sys.stderr)
+
+
+def serve(answer: Callable[[str], dict[str, Any]]) -> None:
+    """The peer's side: answers each line of standard input, until it ends."""
+    for line in sys.stdin:
+        print(json.dumps(answer(line.strip())), flush=True)
+
+
+def answers(epoch: Epoch) -> Callable[[str], dict[str, Any]]:
+    """A loader's answers: to `epoch`, its rows and seconds; to `labels PATH`, the order of an epoch, there."""
+    numbers = itertools.count()
+
+    def answer(line: str) -> dict[str, Any]:
+        what, _, path = line.partition(" ")
+        kept, rows, start = [], 0, time.perf_counter()
+        for labels in epoch(next(numbers)):
+            rows += len(labels)
+            if what == "labels":
+                kept.append(np.asarray(labels))
+            elif time.perf_counter() - start > _EPOCH_LIMIT_S:  # the rate of a slow peer is clear by then
+                break
+        seconds = time.perf_counter() - start
+        if what == "labels":
+            np.save(path, np.concatenate(kept))
+        return {"rows": rows, "seconds": seconds}
+
+    return answer

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from spark_dl.data.petastorm import TIMES, Field
 from spark_dl.data.schema import Array
+from spark_dl.data.unischema import TIMES, Field
 
 _MAX_CELL_BYTES = 1 << 31
 """Most bytes that a compressed cell may unpack to."""

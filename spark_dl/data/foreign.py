@@ -20,9 +20,10 @@ from pyarrow import fs
 from spark_dl import storage
 from spark_dl.config import suggestion
 from spark_dl.data import codecs, petastorm
-from spark_dl.data.petastorm import Field
 from spark_dl.data.schema import Array, Column
 from spark_dl.data.shards import ShardSet
+from spark_dl.data.unischema import TIMES, Codec, Field
+from spark_dl.data.unischema_reader import read_unischema
 from spark_dl.data.writer import Shard
 
 _READERS = 16
@@ -94,7 +95,7 @@ def _petastorm_fields(url: str) -> Mapping[str, Field]:
         return {}
     metadata = pq.read_schema(pa.BufferReader(storage.read_bytes(path))).metadata or {}
     pickled = metadata.get(petastorm.UNISCHEMA_KEY)
-    return {f.name: f for f in petastorm.read_unischema(pickled).fields} if pickled else {}
+    return {f.name: f for f in read_unischema(pickled).fields} if pickled else {}
 
 
 def _column(
@@ -121,7 +122,7 @@ def _column(
 
 def _petastorm_column(field: Field) -> Column:
     shape = field.fixed_shape
-    is_number = field.dtype not in ("str", "bytes", "decimal", "object", *petastorm.TIMES)
+    is_number = field.dtype not in ("str", "bytes", "decimal", "object", *TIMES)
     if shape is None or not is_number:
         raise ValueError(
             f"column {field.name!r} has dtype {field.dtype}, shape {field.shape} and codec {field.codec}, which do not "
@@ -139,7 +140,7 @@ def decode(column: Column, stored: pa.ChunkedArray) -> Array:
     """
     kind, _, image_format = column.codec.removeprefix("petastorm.").partition(".")
     spark_type = "LongType" if kind == "scalar" else None  # which one it is does not matter for reading
-    codec = petastorm.Codec(kind, image_format or None, spark_type=spark_type)  # type: ignore[arg-type]
+    codec = Codec(kind, image_format or None, spark_type=spark_type)  # type: ignore[arg-type]
     cells = codecs.decode(Field(column.name, column.dtype, column.shape, codec), stored)
     assert isinstance(cells, np.ndarray)
     return cells

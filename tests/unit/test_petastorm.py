@@ -23,23 +23,21 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from spark_dl.data import codecs, petastorm, schema
+from spark_dl.data import codecs, schema
 from spark_dl.data.codecs import decode
 from spark_dl.data.petastorm import (
     ROW_GROUPS_KEY,
     UNISCHEMA_KEY,
-    Codec,
-    Field,
-    Unischema,
-    UnsafeMetadataError,
     common_metadata,
     hive_partitions,
-    read_unischema,
     unischema_of,
     write_common_metadata,
-    write_unischema,
 )
+from spark_dl.data.pickle_opcodes import UnsafeMetadataError
 from spark_dl.data.schema import Column
+from spark_dl.data.unischema import DTYPES, Codec, Field, Unischema
+from spark_dl.data.unischema_reader import read_unischema
+from spark_dl.data.unischema_writer import write_unischema
 
 NDARRAY, ZIPPED = Codec("ndarray"), Codec("compressed_ndarray")
 NUMBERS = ["bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float16", "float32",
@@ -148,7 +146,7 @@ def test_what_is_written_reads_the_same():
 def random_unischema(rng):
     spark_types = ["LongType", "StringType", "DecimalType(38,18)", "VarcharType(7)", "ArrayType(ArrayType(FloatType))"]
     codecs = [None, NDARRAY, ZIPPED, Codec("image", "png"), Codec("image", "jpg", 1), *map(scalar, spark_types)]
-    dtypes = sorted(petastorm._DTYPES)
+    dtypes = sorted(DTYPES)
     fields = []
     for i in range(int(rng.integers(0, 300))):
         shape = tuple(None if rng.random() < 0.3 else int(rng.integers(0, 2**31)) for _ in range(rng.integers(0, 4)))

@@ -2,10 +2,13 @@
 PY := .venv/bin/python
 ARGS ?= --overwrite
 
-.PHONY: train test lint type bench clean setup
+.PHONY: train test lint type bench clean setup setup-petastorm
 
 setup:
 	@./conf/setup_env.sh
+
+setup-petastorm: setup ## Petastorm in .venv-petastorm; says so where that cannot be, and what needs it is left out
+	@./conf/setup_env.sh petastorm || true
 
 train: setup .data/digits.csv.gz ## train on the digits; `make train ARGS=--resume` goes on from the last checkpoint
 	@$(PY) jobs/train.py --config conf/train/digits.yaml --master 'local[2]' --run_dir runs/digits $(ARGS)
@@ -14,7 +17,7 @@ train: setup .data/digits.csv.gz ## train on the digits; `make train ARGS=--resu
 	@mkdir -p .data
 	@$(PY) -c "import shutil, sklearn, pathlib; shutil.copy(pathlib.Path(sklearn.__file__).parent / 'datasets/data/digits.csv.gz', '$@')"
 
-test: lint type ## lint, types, and all tests that this machine can run
+test: setup-petastorm lint type ## lint, types, and all tests that this machine can run
 	@$(PY) -m pytest --numprocesses=2 --no-loadscope-reorder
 
 lint: setup
@@ -23,9 +26,9 @@ lint: setup
 type: setup
 	@$(PY) -m mypy
 
-bench: setup ## launch and step benchmarks; see jobs/bench.py --help
+bench: setup-petastorm ## launch and step benchmarks; see jobs/bench.py --help
 	@$(PY) jobs/bench.py launch
 	@$(PY) jobs/bench.py step
 
 clean:
-	rm -rf .venv .data runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache spark-warehouse metastore_db derby.log
+	rm -rf .venv .venv-petastorm .data runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache spark-warehouse metastore_db derby.log

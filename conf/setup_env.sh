@@ -1,11 +1,15 @@
 #!/usr/bin/env bash
 # Makes .venv with the pinned requirements and the package, and checks Python and Java. Called by every `make` target;
 # does nothing when .venv is already made from the requirements as they are now.
+#   conf/setup_env.sh petastorm    makes .venv-petastorm as well, in which the tests and benchmarks run Petastorm itself
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 say() { echo "set-up: $*" >&2; }
 fail() { echo "set-up failed: $*" >&2; exit 1; }
+key_of() { cat "$@" conf/setup_env.sh | sha256sum | cut -c1-16; }
+is_made() { [ "$(cat "$1/.made-from" 2>/dev/null)" = "$2 $PWD" ]; } # folder, key
+pip_of() { "$1/bin/python" -m pip --disable-pip-version-check install -q "${@:2}" >&2; } # folder, arguments
 
 if ! java -version 2>&1 | grep -qE 'version "(17|21)'; then
     found=$(java -version 2>&1 | head -n 1 || true)
@@ -20,20 +24,38 @@ if ! java -version 2>&1 | grep -qE 'version "(17|21)'; then
     fi
 fi
 
-requirements="conf/requirements/main.txt conf/requirements/dev.txt"
-key=$(cat $requirements setup.cfg conf/setup_env.sh | sha256sum | cut -c1-16)
-[ "$(cat .venv/.made-from 2>/dev/null)" = "$key $PWD" ] && exit 0
+key=$(key_of conf/requirements/main.txt conf/requirements/dev.txt setup.cfg)
+if ! is_made .venv "$key"; then
+    python=${PYTHON:-python3}
+    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null ||
+        fail "Python 3.10 or newer is needed (found: $("$python" --version 2>&1)); name another one with PYTHON=python3.11 make ..."
+    say "making .venv (the first time, and when the requirements change; takes a few minutes)"
+    [ -x .venv/bin/python ] && [ "$(cut -d' ' -f2- .venv/.made-from 2>/dev/null)" = "$PWD" ] || {
+        rm -rf .venv
+        "$python" -m venv .venv || fail "could not make .venv; on Debian or Ubuntu: sudo apt install python3-venv"
+    }
+    rm -f .venv/.made-from
+    pip_of .venv -r conf/requirements/dev.txt
+    pip_of .venv --no-deps --no-build-isolation -e .
+    echo "$key $PWD" >.venv/.made-from
+    say "done"
+fi
+[ "${1:-}" = petastorm ] || exit 0
 
-python=${PYTHON:-python3}
-"$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null ||
-    fail "Python 3.10 or newer is needed (found: $("$python" --version 2>&1)); name another one with PYTHON=python3.11 make ..."
-say "making .venv (the first time, and when the requirements change; takes a few minutes)"
-[ -x .venv/bin/python ] && [ "$(cut -d' ' -f2- .venv/.made-from 2>/dev/null)" = "$PWD" ] || {
-    rm -rf .venv
-    "$python" -m venv .venv || fail "could not make .venv; on Debian or Ubuntu: sudo apt install python3-venv"
-}
-rm -f .venv/.made-from
-.venv/bin/python -m pip install -q --disable-pip-version-check -r conf/requirements/dev.txt >&2
-.venv/bin/python -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e . >&2
-echo "$key $PWD" >.venv/.made-from
+env=.venv-petastorm
+key=$(key_of conf/requirements/petastorm.txt)
+is_made $env "$key" && exit 0
+version=$(.venv/bin/python -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+[ "$version" = 3.11 ] || fail "$env (Petastorm 0.13.1) needs Python 3.11, and .venv has $version; without it the tests that" \
+    "need Petastorm are skipped. To have it: make clean, then PYTHON=python3.11 make ..."
+say "making $env with Petastorm 0.13.1 (the first time, and when its requirements change; takes a minute)"
+rm -rf $env
+.venv/bin/python -m venv $env || fail "could not make $env"
+pip_of $env -r conf/requirements/petastorm.txt || fail "pip could not install conf/requirements/petastorm.txt into $env"
+pip_of $env --no-deps petastorm==0.13.1 || fail "pip could not install petastorm==0.13.1 into $env"
+# What it does not have itself, torch above all, comes from .venv, which stands behind it on the path.
+echo "$PWD/.venv/lib/python3.11/site-packages" >$env/lib/python3.11/site-packages/_after_own_packages.pth
+$env/bin/python -c 'import numpy, torch, petastorm.pytorch; assert numpy.__version__ < "2"; torch.from_numpy(numpy.ones(1))' ||
+    fail "$env is made, but Petastorm's loaders cannot be imported there"
+echo "$key $PWD" >$env/.made-from
 say "done"

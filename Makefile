@@ -31,4 +31,4 @@ bench: setup-petastorm ## launch and step benchmarks; see jobs/bench.py --help
 	@$(PY) jobs/bench.py step
 
 clean:
-	rm -rf .venv .venv-petastorm .data runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache spark-warehouse metastore_db derby.log
+	rm -rf .venv .venv-petastorm .data runs build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache spark-warehouse metastore_db derby.log

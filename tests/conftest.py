@@ -23,7 +23,7 @@ _LEAVE_WAIT_S = 10.0
 def pytest_collection_modifyitems(items):
     """Cheap tests first, so that a simple mistake is seen at once; the Spark modes one after another."""
     items[:] = [item for item in items if not _in_another_mode(item)]
-    order = {"unit": 0, "ranks": 1, "spark": 2, "hosts": 3, "gpu": 4}
+    order = {"unit": 0, "petastorm": 1, "ranks": 2, "spark": 3, "hosts": 4, "gpu": 5}
     items.sort(key=lambda item: order.get(Path(item.path).parent.name, 0))
 
 
@@ -62,7 +62,9 @@ def no_leaks(request, tmp_path):
     assert _gone(lambda: [t.name for t in set(threading.enumerate()) - threads if t.name.startswith("spark_dl")]) == []
     if "spark" not in request.fixturenames:  # Spark's own Python workers outlive a test
         assert _gone(lambda: [p.cmdline() for p in _children() - children if p.pid not in pool_pids()]) == []
-    assert set(os.listdir(".")) - folder <= {"spark-warehouse", "artifacts", "__pycache__"}, "files left behind"
+    assert set(os.listdir(".")) - folder <= {"spark-warehouse", "artifacts", "__pycache__", ".hypothesis"}, (
+        "files left behind"
+    )
 
 
 def _children():

@@ -742,7 +742,7 @@ def read_dataset(root):
     """The Unischema and the rows of a folder, as dicts in the order of `id`."""
     unischema = read_unischema(pq.read_schema(root / "_common_metadata").metadata[UNISCHEMA_KEY])
     rows = []
-    for path in sorted(root.glob("*/*.parquet")):
+    for path in sorted(root.rglob("*.parquet")):
         table = pq.ParquetFile(path).read()
         partitions = hive_partitions(posixpath.relpath(path, root))
         columns = {}

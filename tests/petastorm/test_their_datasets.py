@@ -1,0 +1,127 @@
+"""We read what Petastorm wrote, of today's version and of old ones, with the values that Petastorm reads."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from spark_dl import Config, Data, ModelSpec, Train
+from spark_dl.data.foreign import open_parquet
+from spark_dl.data.loader import Loader
+from spark_dl.spec import weighted_loss_sum
+from tests.petastorm.exchange import plain, plain_rows
+from tests.unit.test_foreign import columns_of
+from tests.unit.test_petastorm import read_dataset
+
+ROWS = 61
+TENSORS = ("id", "small", "ratio", "wide", "flag", "matrix", "packed", "png", "deep_png", "jpeg", "year")
+"""The columns of one shape without nulls."""
+
+
+@pytest.fixture(scope="module")
+def written(run_petastorm, tmp_path_factory):
+    """The folder of a dataset, its rows before they were written, and as Petastorm reads them."""
+    root = tmp_path_factory.mktemp("theirs") / "dataset"
+    answer = run_petastorm("write_dataset", {"url": str(root), "rows": ROWS})
+    return root, answer["written"], answer["read"]
+
+
+def pixels(cell):
+    return np.frombuffer(bytes.fromhex(cell["hex"]), cell["dtype"]).reshape(cell["shape"]).astype(int)
+
+
+def assert_same_rows(found, expected):
+    """All values are equal to the bit, save those of JPEG, whose decoders round differently."""
+    assert len(found) == len(expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, value in theirs.items():
+            if name == "jpeg":
+                assert np.abs(pixels(ours[name]) - pixels(value)).max() <= 3
+            else:
+                assert ours[name] == value, name
+
+
+def test_petastorm_reads_what_it_wrote(written):
+    _, before, after = written
+    for row, read in zip(before, after, strict=True):
+        assert {n: v for n, v in row.items() if n != "jpeg"} == {n: v for n, v in read.items() if n != "jpeg"}
+
+
+def test_every_codec_null_shape_and_partition_is_read_as_petastorm_reads_it(written):
+    root, _, read = written
+    _, rows = read_dataset(root)
+    assert_same_rows([{name: plain(value) for name, value in row.items()} for row in rows], read)
+
+
+def test_the_loader_gives_the_tensors_of_petastorm(written):
+    root, _, read = written
+    found = plain_rows(columns_of(open_parquet(str(root), TENSORS), *TENSORS))
+    for row, theirs in zip(found, read, strict=True):  # partitions are whole numbers of 64 bits here
+        assert row.pop("year") == plain(np.int64(pixels(theirs["year"])))
+        assert_same_rows([row], [{name: theirs[name] for name in row}])
+
+
+@pytest.mark.parametrize("name", ["name", "price", "ragged", "any_png", "kind"])
+def test_what_is_no_tensor_is_an_error_that_names_the_column(written, name):
+    with pytest.raises(ValueError, match=f"column '{name}'"):
+        open_parquet(str(written[0]), [name])
+
+
+@pytest.mark.parametrize("name", ["count", "maybe"])
+def test_nulls_are_an_error_that_names_the_column(written, name):
+    with pytest.raises(RuntimeError, match=f"'{name}'.*null"):
+        columns_of(open_parquet(str(written[0]), [name]), name)
+
+
+# --- Datasets that old versions wrote ---
+
+
+def legacy(version):
+    folder = os.environ.get("SPARK_DL_TEST_DATA")
+    if not folder or not (Path(folder) / "petastorm_legacy" / version).is_dir():
+        pytest.skip("SPARK_DL_TEST_DATA names no folder with petastorm_legacy/ (data/legacy of Petastorm's own tests)")
+    return Path(folder) / "petastorm_legacy" / version
+
+
+def test_0_7_6_is_read_as_petastorm_reads_it(run_petastorm):
+    root = legacy("0.7.6")
+    (read,) = run_petastorm("read_rows", [{"url": str(root), "rows": 100, "reader": "make_reader"}])
+    _, rows = read_dataset(root)
+    assert_same_rows([{name: plain(value) for name, value in row.items()} for row in rows], read)
+
+
+def test_0_4_0_is_read_by_us_alone(run_petastorm):
+    root = legacy("0.4.0")
+    (read,) = run_petastorm("read_rows", [{"url": str(root), "rows": 100, "reader": "make_reader"}])
+    assert "error" in read, "Petastorm opens it after all: compare the values"
+    assert len(read_dataset(root)[1]) == 100
+
+
+@pytest.mark.parametrize("version", ["0.4.0", "0.7.6"])
+def test_old_datasets_train(version):
+    data = Data(features=("matrix",), label="id2", num_streams=4)
+    config = Config(data=data, train=Train(global_batch_size=20))
+    torch.manual_seed(0)
+    spec = ModelSpec(
+        build=lambda: nn.Sequential(nn.Flatten(), nn.Linear(32 * 16 * 3, 2)),
+        loss=lambda output, label: F.cross_entropy(output, label.long(), reduction="none"),
+    )
+    model = spec.build()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    loader = Loader(open_parquet(str(legacy(version)), data.columns), config, rank=0, world_size=1)
+    losses = []
+    for epoch in range(4):
+        for step in loader.epoch(epoch):
+            (batch,) = step.micro_batches
+            _, loss = weighted_loss_sum(spec, model, batch, config)
+            optimizer.zero_grad()
+            (loss / step.rows).backward()
+            optimizer.step()
+            losses.append(loss.item() / step.rows)
+    assert len(losses) == 4 * 5
+    assert np.mean(losses[-5:]) < np.mean(losses[:5]) / 2

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
-import pyarrow.parquet as pq
 
 from spark_dl import storage
-from spark_dl.data import foreign, pages, schema
+from spark_dl.data import foreign, pages, parquet, schema
 from spark_dl.data.plan import Segment, rows_held_out, split_rows
 from spark_dl.data.schema import Array, Column
 from spark_dl.data.shards import ShardSet
@@ -112,7 +111,7 @@ class _File:
 
     def __init__(self, source: Any):
         self._source = source
-        self.parquet = pq.ParquetFile(source, page_checksum_verification=True)
+        self.parquet = parquet.open_file(source)
         self._leaves = {self.parquet.schema.column(i).path: i for i in range(len(self.parquet.schema))}
 
     def plain(self, column: Column, group: int, rows: int) -> Array | None:

@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from spark_dl import storage
 from spark_dl.config import Data, suggestion
-from spark_dl.data import petastorm, schema
+from spark_dl.data import parquet, petastorm, schema
 from spark_dl.data.schema import Array, BadCellsError, Column, SourceColumn
 from spark_dl.data.writer import Shard, ShardWriter, layout
 
@@ -323,11 +322,11 @@ def _join_remainders(
 def _read_rows(url: str, shard: Shard, columns: tuple[Column, ...], start: int, stop: int) -> Iterator[list[Array]]:
     filesystem, path = storage.resolve(storage.join(url, shard.name))
     with filesystem.open_input_file(path) as file:
-        parquet = pq.ParquetFile(file, page_checksum_verification=True)
+        opened = parquet.open_file(file)
         first = 0
         for group, rows in enumerate(shard.row_groups):
             lo, hi = max(start, first), min(stop, first + rows)
             if lo < hi:
-                table = parquet.read_row_group(group, use_threads=False)
+                table = opened.read_row_group(group, use_threads=False)
                 yield [schema.decode(c, table.column(c.name))[lo - first : hi - first] for c in columns]
             first += rows

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from spark_dl import storage
 from spark_dl.config import Data
-from spark_dl.data import schema
+from spark_dl.data import parquet, schema
 from spark_dl.data.schema import Array, Column
 
 _ROW_GROUP_BYTES = 4 << 20
@@ -99,9 +99,9 @@ class ShardWriter:
         if self._file is None:
             self._sink = _HashingSink(storage.join(self._url, self._next_name()))
             scalars = [c.name for c in self.columns if c.codec == "scalar"]
-            self._file = pq.ParquetWriter(
+            self._file = parquet.open_writer(
                 self._sink, table.schema, compression="none", use_dictionary=False, write_statistics=scalars,
-                write_page_checksum=True, data_page_size=_PAGE_BYTES,
+                data_page_size=_PAGE_BYTES,
             )  # fmt: skip
         self._file.write_table(table, row_group_size=len(arrays[0]))
         self._groups.append(len(arrays[0]))

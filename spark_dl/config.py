@@ -19,6 +19,7 @@ Precision = Literal["float32", "bf16", "fp16"]
 Interval = Literal["step", "epoch"]
 Mode = Literal["min", "max"]
 Device = Literal["auto", "cpu", "cuda"]
+Reader = Literal["spark_dl", "petastorm"]
 
 
 def _check(ok: bool, key: str, expected: str, found: Any) -> None:
@@ -78,6 +79,8 @@ class Data:
     """Threads of each rank that read and decode."""
     prefetch_batches: int = 4
     """Batches that each rank has ready."""
+    reader: Reader = "spark_dl"
+    """What reads the shards; `petastorm` is the package of that name, to compare with, where it is installed."""
 
     def __post_init__(self) -> None:
         is_list = isinstance(self.features, Sequence) and not isinstance(self.features, str)
@@ -94,6 +97,12 @@ class Data:
         for name in ("num_streams", "shuffle_window_rows", "memory_mib", "reader_threads", "prefetch_batches"):
             _check_number(self, name, 1, whole=True)
         _check_bool(self, "allow_nonfinite", "shuffle")
+        _check_choices(self)
+        if self.reader == "petastorm" and self.validation_fraction:
+            raise ValueError(
+                "data.validation_fraction: not with data.reader=petastorm, which reads whole row groups; pass the "
+                "validation rows as a dataset of their own"
+            )
 
     @property
     def columns(self) -> tuple[str, ...]:

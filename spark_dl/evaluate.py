@@ -13,7 +13,7 @@ from torch import nn
 
 from spark_dl import checkpoint
 from spark_dl.config import Config, suggestion
-from spark_dl.data.loader import Loader
+from spark_dl.data.build import BatchLoader, build_loader
 from spark_dl.gather import gather_tensors
 from spark_dl.launch.rendezvous import World
 from spark_dl.spec import ModelSpec, Run, weighted_loss_sum
@@ -28,7 +28,7 @@ def evaluate(run: Run, world: World) -> dict[str, Any]:
     """Loads the weights of `run.checkpoint` and evaluates `run.train`'s rows. Collective; the same on all ranks."""
     assert run.checkpoint is not None
     model = load_model(run.spec, run.checkpoint).to(world.device)
-    loader = Loader(run.train, run.config, rank=world.rank, world_size=world.world_size, shuffle=False)
+    loader = build_loader(run.train, run.config, rank=world.rank, world_size=world.world_size, shuffle=False)
     return {"rows": loader.plan.rows, **evaluate_model(run.spec, model, loader, run.config, world)}
 
 
@@ -43,7 +43,9 @@ def load_model(spec: ModelSpec, checkpoint_url: str) -> nn.Module:
     return model.eval()
 
 
-def evaluate_model(spec: ModelSpec, model: nn.Module, loader: Loader, config: Config, world: World) -> dict[str, Any]:
+def evaluate_model(
+    spec: ModelSpec, model: nn.Module, loader: BatchLoader, config: Config, world: World
+) -> dict[str, Any]:
     """Mean loss and metrics over the true rows of a loader. Collective; the same on all ranks."""
     metrics = {name: build_metric(name, args).to(world.device) for name, args in config.train.metrics.items()}
     total = torch.zeros((), dtype=torch.float64, device=world.device)

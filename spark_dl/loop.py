@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from spark_dl import checkpoint
-from spark_dl.data.loader import Loader, StepBatches
+from spark_dl.data.build import BatchLoader, build_loader
+from spark_dl.data.loader import StepBatches
 from spark_dl.evaluate import evaluate_model
 from spark_dl.launch.rendezvous import World
 from spark_dl.metrics import MetricsLog, StepTimer
@@ -61,14 +62,14 @@ class _Training:
         self.trainable: Trainable = strategy(self.config.parallel.strategy)(run.spec, world, self.config)
         _seed(self.config.train.seed + 1 + world.rank)  # other dropout on each
         self.schedule = Schedule(self.trainable.optimizer, self.config)
-        build_loader = functools.partial(Loader, config=self.config, rank=world.rank, world_size=world.world_size)
+        build = functools.partial(build_loader, config=self.config, rank=world.rank, world_size=world.world_size)
         accumulation = self.config.train.accumulation_steps
-        self.loader = build_loader(run.train, part="train", micro_batches=accumulation)
-        self.validation: Loader | None = None
+        self.loader = build(run.train, part="train", micro_batches=accumulation)
+        self.validation: BatchLoader | None = None
         if run.validation is not None:
-            self.validation = build_loader(run.validation, shuffle=False)
+            self.validation = build(run.validation, shuffle=False)
         elif self.config.data.validation_fraction:
-            self.validation = build_loader(run.train, part="validation", shuffle=False)
+            self.validation = build(run.train, part="validation", shuffle=False)
         self.progress = Progress()
         self.saved_url: str | None = None
         self.saved_at: int | None = None

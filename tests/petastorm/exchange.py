@@ -22,6 +22,12 @@ def plain(value):
     return {"dtype": array.dtype.str, "shape": list(array.shape), "hex": array.tobytes().hex()}
 
 
+def cells(plain_array):
+    """The array that `plain` made JSON of."""
+    array = np.frombuffer(bytes.fromhex(plain_array["hex"]), plain_array["dtype"])
+    return array.reshape(plain_array["shape"])
+
+
 def plain_rows(columns):
     """Columns, each [rows, ...], as one dict per row, in the order of `id`."""
     rows = [{name: plain(column[i]) for name, column in columns.items()} for i in range(len(columns["id"]))]

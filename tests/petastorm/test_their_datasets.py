@@ -13,7 +13,7 @@ from spark_dl import Config, Data, ModelSpec, Train
 from spark_dl.data.foreign import open_parquet
 from spark_dl.data.loader import Loader
 from spark_dl.spec import weighted_loss_sum
-from tests.petastorm.exchange import plain, plain_rows
+from tests.petastorm.exchange import cells, plain, plain_rows
 from tests.unit.test_foreign import columns_of
 from tests.unit.test_petastorm import read_dataset
 
@@ -31,7 +31,7 @@ def written(run_petastorm, tmp_path_factory):
 
 
 def pixels(cell):
-    return np.frombuffer(bytes.fromhex(cell["hex"]), cell["dtype"]).reshape(cell["shape"]).astype(int)
+    return cells(cell).astype(int)
 
 
 def assert_same_rows(found, expected):
@@ -93,6 +93,18 @@ def test_0_7_6_is_read_as_petastorm_reads_it(run_petastorm):
     (read,) = run_petastorm("read_rows", [{"url": str(root), "rows": 100, "reader": "make_reader"}])
     _, rows = read_dataset(root)
     assert_same_rows([{name: plain(value) for name, value in row.items()} for row in rows], read)
+
+
+def test_the_reader_of_petastorm_gives_the_same_tensors(run_petastorm):
+    root, names = legacy("0.7.6"), ["id", "matrix", "image_png", "matrix_uint16", "python_primitive_uint8"]
+    ours = columns_of(open_parquet(str(root), names), *names)
+    found = {name: [] for name in names}
+    for batches in run_petastorm("read_batches", {"url": str(root), "columns": names}):
+        for batch in batches:
+            is_true = cells(batch["weight"]) > 0
+            for name in names:
+                found[name].extend(cells(batch[name])[is_true])
+    assert plain_rows(found) == plain_rows(ours)
 
 
 def test_0_4_0_is_read_by_us_alone(run_petastorm):

@@ -24,6 +24,8 @@ INVALID = [
     (Data, "data.prefetch_batches", [0, -1, 2.0, None]),
     (Data, "data.allow_nonfinite", [0, 1, "true", None]),
     (Data, "data.shuffle", [0, 1, "true", None]),
+    (Data, "data.validation_fraction", [], [{"reader": "petastorm", "validation_fraction": 0.1}]),
+    (Data, "data.reader", ["arrow", "Petastorm", "", None]),
     (Train, "train.global_batch_size", [0, -64, 64.0, "64", True, None]),
     (Train, "train.accumulation_steps", [0, -1, 2.0, None]),
     (Train, "train.epochs", [0, -1, 2.0, None]),

@@ -1,0 +1,15 @@
+"""The data layer runs on the oldest libraries that setup.cfg allows: Petastorm's environment has them."""
+
+import pytest
+
+from tests.petastorm.conftest import PYTHON, run_there
+
+TESTS = ("petastorm", "plan", "schema", "spec", "storage")
+
+
+def test_unit_tests_pass_there():
+    if not PYTHON.exists():
+        pytest.skip("no .venv-petastorm; `make setup-petastorm` makes it (Python 3.11)")
+    names = [f"tests/unit/test_{name}.py" for name in TESTS]
+    done = run_there("-m", "pytest", "-q", "-p", "no:cacheprovider", *names, timeout_s=115)
+    assert done.returncode == 0, done.stdout[-4000:]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from spark_dl.config import Config
-from spark_dl.data.loader import Loader, Part
+from spark_dl.data.loader import Loader
 from spark_dl.data.petastorm_reader import PetastormLoader
+from spark_dl.data.rows import Part
 from spark_dl.data.shards import ShardSet
 
 BatchLoader = Loader | PetastormLoader

@@ -22,8 +22,9 @@ from torch import Tensor
 from spark_dl import storage
 from spark_dl.config import Config
 from spark_dl.data.dealt_plan import DealtPlan
-from spark_dl.data.loader import Part, StepBatches
+from spark_dl.data.loader import StepBatches
 from spark_dl.data.petastorm import COMMON_METADATA, UNISCHEMA_KEY
+from spark_dl.data.rows import Part
 from spark_dl.data.schema import Array
 from spark_dl.data.shards import ShardSet
 from spark_dl.data.unischema_reader import read_unischema
@@ -171,9 +172,11 @@ class PetastormLoader:
         is_plain = all(c.codec in ("scalar", "list", "partition") for c in self.columns)
         make = self._petastorm.make_batch_reader if is_plain else self._petastorm.make_reader
         url = f"file://{self._shards.url}" if storage.is_local(self._shards.url) else self._shards.url
-        fields = [re.escape(c.name) for c in self.columns]
+        fields, threads = [re.escape(c.name) for c in self.columns], self._config.data.reader_threads
         try:
-            return make(url, schema_fields=fields, shuffle_row_groups=self._shuffle, seed=seed, **shard)
+            return make(
+                url, schema_fields=fields, shuffle_row_groups=self._shuffle, workers_count=threads, seed=seed, **shard
+            )
         except Exception as error:  # of many kinds
             raise ValueError(f"Petastorm cannot open {self._shards.url}: {type(error).__name__}: {error}") from error
 

@@ -4,7 +4,7 @@ import pytest
 
 from tests.petastorm.conftest import PYTHON, run_there
 
-TESTS = ("petastorm", "plan", "schema", "spec", "storage")
+TESTS = ("foreign", "loader", "petastorm", "plan", "schema", "spec", "storage")
 
 
 def test_unit_tests_pass_there():

@@ -24,7 +24,7 @@ NAMES = st.from_regex(r"[a-z][a-z0-9_]{0,12}", fullmatch=True).map(lambda name: 
 @st.composite
 def columns(draw, rows):
     """One column of a random dtype and shape, with NaN, infinities and the ends of ranges among its values."""
-    shape = draw(hnp.array_shapes(min_dims=0, max_dims=3, max_side=3))
+    shape = draw(hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=3))
     dtype = draw(st.sampled_from(OF_ARRAYS if shape else SCALARS))
     elements = None
     if np.dtype(dtype).kind == "f":

@@ -20,6 +20,7 @@ Interval = Literal["step", "epoch"]
 Mode = Literal["min", "max"]
 Device = Literal["auto", "cpu", "cuda"]
 Reader = Literal["spark_dl", "petastorm"]
+Storage = Literal["shared", "local"]
 
 
 def _check(ok: bool, key: str, expected: str, found: Any) -> None:
@@ -81,6 +82,9 @@ class Data:
     """Batches that each rank has ready."""
     reader: Reader = "spark_dl"
     """What reads the shards; `petastorm` is the package of that name, to compare with, where it is installed."""
+    storage: Storage = "shared"
+    """Where the rows of a DataFrame lie as shards: `shared` in the run's folder, which all executors reach; `local` on
+    the disk of each rank's host, dealt round-robin, for the time of the run."""
 
     def __post_init__(self) -> None:
         is_list = isinstance(self.features, Sequence) and not isinstance(self.features, str)
@@ -269,6 +273,12 @@ class Config:
             raise ValueError(
                 f"data.num_streams: expected at least launch.num_ranks={ranks}, found {streams}: each rank reads whole "
                 f"streams; {ranks * -(-16 // ranks)} would do, with a train.global_batch_size that it divides"
+            )
+        if self.data.storage == "local" and streams % ranks:
+            raise ValueError(
+                f"data.num_streams: expected a multiple of launch.num_ranks={ranks} with data.storage='local', found "
+                f"{streams}: the ranks have equal rows, and equal streams to read them by; "
+                f"{-(-streams // ranks) * ranks} would do, with a train.global_batch_size that it divides"
             )
         least = batch // streams * (streams // ranks)
         if self.train.accumulation_steps > least:

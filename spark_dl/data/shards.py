@@ -7,6 +7,7 @@ not a dataset.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import posixpath
@@ -37,12 +38,26 @@ VERSION = 1
 
 
 @dataclass(frozen=True)
+class Spread:
+    """How a dataset lies on the disks of the ranks, as one of them sees it: it can read its own part only."""
+
+    part: int
+    """This rank's part: the number of its barrier task."""
+    part_shards: tuple[int, ...]
+    """Shards of each part, in the order of the dataset."""
+    filler: Mapping[str, Array]
+    """One row by column, each (*cell,), for places of batches that count with weight 0 on a rank without rows."""
+
+
+@dataclass(frozen=True)
 class ShardSet:
     """A committed dataset: what its manifest says."""
 
     url: str
     columns: tuple[Column, ...]
     shards: tuple[Shard, ...]
+    spread: Spread | None = None
+    """None where all shards lie at `url`."""
 
     @cached_property
     def rows(self) -> int:
@@ -52,6 +67,14 @@ class ShardSet:
     def row_groups(self) -> tuple[tuple[int, int, int], ...]:
         """(shard, row group of the shard, rows) of every row group, in the order of the dataset."""
         return tuple((s, g, rows) for s, shard in enumerate(self.shards) for g, rows in enumerate(shard.row_groups))
+
+    @property
+    def part_groups(self) -> tuple[int, ...]:
+        """Row groups of each part; none where the dataset lies in one place."""
+        if self.spread is None:
+            return ()
+        groups = iter([len(s.row_groups) for s in self.shards])
+        return tuple(sum(itertools.islice(groups, n)) for n in self.spread.part_shards)
 
     def select(self, names: Sequence[str]) -> tuple[Column, ...]:
         """The columns of these names. Raises ValueError for one that is missing, naming the nearest."""
@@ -82,7 +105,7 @@ def write_shards(
     token = uuid.uuid4().hex[:8]  # a task of an earlier, killed writer never writes a file of this one
     try:
         parts = _run(selected, _partition_writer(url, source, data, token))
-        written = _agreed_columns(parts)
+        written = agreed_columns(parts)
         shards = _join_remainders(df.sparkSession, url, written, [s for p in parts for s in p.shards], data, token)
         shard_set = _commit(ShardSet(url, written, tuple(shards)))
     except BaseException:
@@ -138,12 +161,19 @@ def read_shards(url: str) -> ShardSet:
 
 
 @dataclass(frozen=True)
-class _Part:
-    """What one task wrote."""
+class Part:
+    """What one task wrote, or why it could not."""
 
     partition: int
-    columns: tuple[Column, ...]
-    shards: tuple[Shard, ...]
+    columns: tuple[Column, ...] = ()
+    shards: tuple[Shard, ...] = ()
+    error: str = ""
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Part:
+        """A part from the dict that `dataclasses.asdict` made of it, after a way through JSON."""
+        columns = tuple(Column.from_plain(c) for c in plain["columns"])
+        return cls(plain["partition"], columns, tuple(_shard(s) for s in plain["shards"]), plain["error"])
 
 
 def _commit(shard_set: ShardSet) -> ShardSet:
@@ -200,24 +230,20 @@ def _delete_files(url: str, keep: Sequence[str]) -> None:
             storage.delete(storage.join(url, name))
 
 
-def _run(df: DataFrame, task: Any) -> list[_Part]:
-    """Runs a task over a DataFrame; its errors about the data come back as the ValueError that they are."""
-    parts, errors = [], []
-    for row in df.mapInArrow(task, "part string").collect():
-        plain = json.loads(row["part"])
-        if "error" in plain:
-            errors.append(plain)
-            continue
-        columns = tuple(Column.from_plain(c) for c in plain["columns"])
-        parts.append(_Part(plain["partition"], columns, tuple(_shard(s) for s in plain["shards"])))
-    if errors:
-        first = min(errors, key=lambda e: e["partition"])
-        more = f" (and in {len(errors) - 1} more partitions)" if len(errors) > 1 else ""
-        raise ValueError(first["error"] + more)
+def _run(df: DataFrame, task: Any) -> list[Part]:
+    """Runs a task over a DataFrame."""
+    parts = [Part.from_plain(json.loads(row["part"])) for row in df.mapInArrow(task, "part string").collect()]
     return sorted(parts, key=lambda p: p.partition)
 
 
-def _agreed_columns(parts: Sequence[_Part]) -> tuple[Column, ...]:
+def agreed_columns(parts: Sequence[Part]) -> tuple[Column, ...]:
+    """The columns of a dataset that tasks wrote part by part, given in the order of their partitions.
+
+    Raises ValueError for an error in one of them, for parts that do not fit together, and where there are no rows.
+    """
+    if errors := [p.error for p in parts if p.error]:
+        more = f" (and in {len(errors) - 1} more partitions)" if len(errors) > 1 else ""
+        raise ValueError(errors[0] + more)
     filled = [p for p in parts if p.shards]
     if not filled:
         raise ValueError("the DataFrame has no rows; training needs at least one")
@@ -232,6 +258,34 @@ def _agreed_columns(parts: Sequence[_Part]) -> tuple[Column, ...]:
     return first.columns
 
 
+def write_part(
+    batches: Iterator[pa.RecordBatch], url: str, name: str, source: tuple[SourceColumn, ...], data: Data, partition: int
+) -> Part:
+    """Writes a task's rows as shards whose names begin with `name`. Its input is consumed to the end."""
+    writer: ShardWriter | None = None
+    rows = 0
+    try:
+        for batch in batches:
+            if batch.num_rows == 0:
+                continue
+            arrays = [_checked(c, batch.column(i), data, partition, rows) for i, c in enumerate(source)]
+            rows += batch.num_rows
+            if writer is None:
+                columns = tuple(
+                    Column(c.name, c.dtype, a.shape[1:], "scalar" if c.kind == "scalar" else "ndarray")
+                    for c, a in zip(source, arrays, strict=True)
+                )
+                writer = ShardWriter(url, name, columns, *layout(columns, data))
+            writer.append(arrays)
+        return Part(partition, writer.columns, tuple(writer.close())) if writer else Part(partition)
+    except ValueError as error:
+        if writer is not None:
+            writer.abort()
+        for _ in batches:  # the task's Python process is used again only if its input is consumed
+            pass
+        return Part(partition, error=str(error))
+
+
 def _partition_writer(url: str, source: tuple[SourceColumn, ...], data: Data, token: str) -> Any:
     """The task that writes one partition of the DataFrame."""
 
@@ -241,33 +295,8 @@ def _partition_writer(url: str, source: tuple[SourceColumn, ...], data: Data, to
         context = TaskContext.get()
         assert context is not None
         partition, name = context.partitionId(), f"part-{token}-{context.partitionId():05d}-{context.taskAttemptId()}"
-        writer: ShardWriter | None = None
-        rows = 0
-        result: dict[str, Any] = {"partition": partition, "columns": [], "shards": []}
-        try:
-            for batch in batches:
-                if batch.num_rows == 0:
-                    continue
-                arrays = [_checked(c, batch.column(i), data, partition, rows) for i, c in enumerate(source)]
-                rows += batch.num_rows
-                if writer is None:
-                    columns = tuple(
-                        Column(c.name, c.dtype, a.shape[1:], "scalar" if c.kind == "scalar" else "ndarray")
-                        for c, a in zip(source, arrays, strict=True)
-                    )
-                    writer = ShardWriter(url, name, columns, *layout(columns, data))
-                writer.append(arrays)
-            if writer is not None:
-                shards = writer.close()
-                result["columns"] = [asdict(c) for c in writer.columns]
-                result["shards"] = [asdict(s) for s in shards]
-        except ValueError as error:
-            if writer is not None:
-                writer.abort()
-            for _ in batches:  # the task's Python process is used again only if its input is consumed
-                pass
-            result = {"partition": partition, "error": str(error)}
-        yield pa.RecordBatch.from_pydict({"part": [json.dumps(result)]})
+        part = write_part(batches, url, name, source, data, partition)
+        yield pa.RecordBatch.from_pydict({"part": [json.dumps(asdict(part))]})
 
     return write_partition
 
@@ -310,16 +339,17 @@ def _join_remainders(
                     start = max(0, number * shard_rows - int(starts[i]))
                     stop = min(shard.rows, (number + 1) * shard_rows - int(starts[i]))
                     if start < stop:
-                        for arrays in _read_rows(url, shard, columns, start, stop):
+                        for arrays in read_rows(url, shard, columns, start, stop):
                             writer.append(arrays)
-                part = {"partition": number, "columns": [], "shards": [asdict(s) for s in writer.close()]}
-                yield pa.RecordBatch.from_pydict({"part": [json.dumps(part)]})
+                part = Part(number, shards=tuple(writer.close()))
+                yield pa.RecordBatch.from_pydict({"part": [json.dumps(asdict(part))]})
 
     parts = _run(spark.range(0, num_files, 1, num_files), join_file)
     return full + [s for p in parts for s in p.shards]
 
 
-def _read_rows(url: str, shard: Shard, columns: tuple[Column, ...], start: int, stop: int) -> Iterator[list[Array]]:
+def read_rows(url: str, shard: Shard, columns: tuple[Column, ...], start: int, stop: int) -> Iterator[list[Array]]:
+    """Rows [start; stop - 1] of a shard, row group by row group."""
     filesystem, path = storage.resolve(storage.join(url, shard.name))
     with filesystem.open_input_file(path) as file:
         opened = parquet.open_file(file)

@@ -57,7 +57,7 @@ def main_on_rows(
         try:
             shards = _assemble(spilled, world)
             if task == "train" and run.checkpoint is not None:
-                local.check_same_rows(checkpoint.open_checkpoint(run.checkpoint).manifest["rows"], shards, data)
+                local.check_same_rows(checkpoint.open_checkpoint(run.checkpoint).manifest.get("rows"), shards, data)
         except ValueError as error:
             return RankResult(world.rank, None, refused=str(error))
         return RankResult(world.rank, LOOPS[task](dataclasses.replace(run, train=shards), world))

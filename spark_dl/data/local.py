@@ -125,11 +125,14 @@ def assemble(spilled: Spilled, gather: Gather) -> ShardSet:
     """
     found = (Part.from_plain(p) for p in gather("parts", asdict(spilled.part)))
     parts = sorted(found, key=lambda p: p.partition)
+    own = spilled.part.partition
+    assert [p.partition for p in parts] == list(range(len(parts)))
+    parts[own] = spilled.part  # the files that are opened here are those that were written here
     columns = agreed_columns(parts)
     row = _first_row(spilled, columns) if spilled.part.shards else None
     if not all(p.shards for p in parts):  # a rank without rows fills its batches with a row of another one
         donor = next(p.partition for p in parts if p.shards)
-        offered = gather("filler", _pack(row) if row and donor == spilled.part.partition else None)
+        offered = gather("filler", _pack(row) if row and donor == own else None)
         row = row or _unpack(next(o for o in offered if o))
     assert row is not None
     return ShardSet(
@@ -137,7 +140,7 @@ def assemble(spilled: Spilled, gather: Gather) -> ShardSet:
         columns,
         tuple(s for p in parts for s in p.shards),
         Spread(
-            part=spilled.part.partition,
+            part=own,
             part_shards=tuple(len(p.shards) for p in parts),
             filler=dict(zip([c.name for c in columns], row, strict=True)),
         ),

@@ -99,6 +99,8 @@ def run_barrier(
     case the job has ended then.
     """
     preflight.check(spark, launch)
+    if source is not None:
+        preflight.check_disks(spark)
     packed = payload.pack_call(fn, args, kwargs)
     listener = None if preflight.is_connect(spark) else _listen(spark)
     events: queue.Queue[Any] = listener.events if listener else queue.Queue()
@@ -118,8 +120,8 @@ def run_barrier(
     rows = sorted(job.rows, key=lambda row: row["rank"])
     if not rows:  # Spark runs no task at all for what it knows to be empty
         raise ValueError("the DataFrame has no rows; at least one is needed")
-    if rows[0]["refused"]:
-        raise ValueError(rows[0]["refused"])
+    if refused := [row["refused"] for row in rows if row["refused"]]:
+        raise ValueError(refused[0])
     return [payload.unpack_result(bytes(row["result"])) for row in rows]
 
 
@@ -167,7 +169,7 @@ class _Job:
         def on_progress(stages: Any, inflight_tasks: int, operation_id: Any, done: bool) -> None:
             if any(stage.num_tasks == self._num_ranks for stage in stages):
                 self._events.put({"kind": "tasks", "running": inflight_tasks})
-            elif self.computes_first and inflight_tasks:
+            if self.computes_first and inflight_tasks:
                 self._events.put({"kind": "computing"})
 
         self._spark.registerProgressHandler(on_progress)

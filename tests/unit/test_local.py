@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import shutil
 import signal
 import stat
 import subprocess
@@ -192,19 +191,22 @@ def test_files_are_gone_after_a_kill(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_a_disk_that_cannot_be_written_to_is_named(tmp_path):
-    def without_folder():
-        yield from batches_of(10)
-        for name in os.listdir(tmp_path):
-            shutil.rmtree(tmp_path / name)
-            (tmp_path / name).mkdir(mode=0o500)
-            (tmp_path / name / "part-00000-0000.parquet").mkdir()
+LIMITED = """
+import resource, sys
+from spark_dl.data import local
+from tests.unit.test_local import SOURCE, batches_of
+from spark_dl import Data
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+with local.spill(batches_of(5000, width=784), SOURCE, Data(), part=3, folder=sys.argv[1]):
+    pass
+"""
 
-    with (
-        pytest.raises(RuntimeError, match="cannot spill the rows of task 0 to .*; free space there"),
-        local.spill(without_folder(), SOURCE, DATA, part=0, folder=str(tmp_path)),
-    ):
-        pass
+
+def test_a_disk_that_takes_no_more_is_named(tmp_path):
+    done = subprocess.run([sys.executable, "-c", LIMITED, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert f"RuntimeError: cannot spill the rows of task 3 to {tmp_path}/spark_dl-" in done.stderr
+    assert "free space there" in done.stderr
+    assert os.listdir(tmp_path) == []
 
 
 MEASURED = """

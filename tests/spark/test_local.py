@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import resource
 import signal
 import time
 
@@ -206,6 +207,25 @@ def test_a_dataframe_may_take_longer_than_the_start_of_the_ranks(spark):
     settings = spark_dl.Launch(start_timeout_s=5)
     found = spark_dl.run_on_dataframe(_rows_of_rank, df, num_ranks=2, settings=settings, batch_size=4)
     assert sum(f["own"] for f in found) == 40
+
+
+def _peak(rows):
+    return {
+        "bytes": sum(s.bytes for s in rows.shards.shards),
+        "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+    }
+
+
+@pytest.mark.modes("local")
+def test_the_memory_of_a_rank_does_not_grow_with_its_rows(spark):
+    small, big = (
+        spark_dl.run_on_dataframe(
+            _peak, spark.range(0, n, 1, 4).selectExpr("array_repeat(CAST(id AS FLOAT), 784) AS x")
+        )[0]
+        for n in (20_000, 140_000)
+    )  # 66 MB, five batches of Spark's, and 457 MB
+    assert big["bytes"] - small["bytes"] > 370e6
+    assert (big["peak"] - small["peak"]) * 1024 < 150e6
 
 
 @pytest.mark.modes("local")

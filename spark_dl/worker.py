@@ -13,6 +13,7 @@ from typing import Any
 from spark_dl import checkpoint
 from spark_dl.config import Data, Launch
 from spark_dl.data import local
+from spark_dl.data.loader import check_row_groups
 from spark_dl.data.schema import SourceColumn
 from spark_dl.data.shards import ShardSet
 from spark_dl.evaluate import evaluate
@@ -56,6 +57,7 @@ def main_on_rows(
     ):
         try:
             shards = _assemble(spilled, world)
+            check_row_groups(shards, shards.select(data.columns), data.memory_mib)
             if task == "train" and run.checkpoint is not None:
                 local.check_same_rows(checkpoint.open_checkpoint(run.checkpoint).manifest.get("rows"), shards, data)
         except ValueError as error:

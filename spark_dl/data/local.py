@@ -31,7 +31,7 @@ import pyarrow as pa
 from torch import Tensor
 
 from spark_dl.config import Config, Data, Launch, Train
-from spark_dl.data import loader, schema
+from spark_dl.data import loader, rows, schema
 from spark_dl.data.schema import Array, Column, SourceColumn
 from spark_dl.data.shards import Part, ShardSet, Spread, agreed_columns, read_rows, write_part
 
@@ -214,9 +214,7 @@ class RankRows:
         first = sum(counts[:part])
         return ShardSet(self.dataset.url, self.dataset.columns, self.dataset.shards[first : first + counts[part]])
 
-    def loader(
-        self, batch_size: int, *, shuffle: bool = True, seed: int = 0, part: loader.Part = "all"
-    ) -> loader.Loader:
+    def loader(self, batch_size: int, *, shuffle: bool = True, seed: int = 0, part: rows.Part = "all") -> loader.Loader:
         """A loader of batches of `batch_size` rows per rank.
 
         `for step in loader.epoch(0)` gives `step.micro_batches[0]` (columns and `weight`, 0 where a place is only

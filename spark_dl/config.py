@@ -220,7 +220,7 @@ class Launch:
     device: Device = "auto"
     """`auto` uses the GPU that Spark gives the task, else the CPU."""
     start_timeout_s: float = 120.0
-    """Longest wait, in seconds, for all ranks to start and meet."""
+    """Longest wait, in seconds, for all ranks to start and meet, once a DataFrame that streams in is computed."""
     collective_timeout_s: float = 300.0
     """Longest wait, in seconds, of one collective operation."""
     threads: int = 0

@@ -107,6 +107,8 @@ class Data:
                 "data.validation_fraction: not with data.reader=petastorm, which reads whole row groups; pass the "
                 "validation rows as a dataset of their own"
             )
+        if self.reader == "petastorm" and self.storage == "local":
+            raise ValueError("data.storage: not local with data.reader=petastorm, which deals row groups by itself")
 
     @property
     def columns(self) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ def prepare(job: cli.Job) -> dict[str, Any]:
     spark = job.session("spark_dl prepare")
     written = {}
     for name, data in cli.read_datasets(spark, job.input).items():
-        url = f"{job.args['output']}/{name}"
+        url = cli.join(job.args["output"], name)
         shards = spark_dl.write_shards(data, url, job.config.data, overwrite=job.args["overwrite"])
         cli.log.info(f"{name}: {shards.rows} rows in {len(shards.shards)} shards at {shards.url}")
         written[name] = {"url": shards.url, "rows": shards.rows, "shards": len(shards.shards)}

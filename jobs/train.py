@@ -48,12 +48,12 @@ def test(job: cli.Job, spec: spark_dl.ModelSpec, data: Any, result: spark_dl.Tra
     metrics.pop("rows")
     cli.log.info(f"test: {metrics}")
     if not isinstance(data, spark_dl.ShardSet):
-        path = f"{result.run_dir}/predictions"
+        path = cli.join(result.run_dir, "predictions")
         predictions = spark_dl.predict(data, spec, result.checkpoint, job.config)
         predictions.write.mode("overwrite").parquet(path)
         cli.log.info(f"predictions: {path}")
         if job.model.plot:
-            picture = f"{result.run_dir}/predictions.png"
+            picture = cli.join(result.run_dir, "predictions.png")
             rows = data.sparkSession.read.parquet(path).limit(1000).collect()
             spark_dl.import_object(job.model.plot, "model.plot")(rows, picture)
             cli.log.info(f"a few of them: {picture}")

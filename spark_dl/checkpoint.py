@@ -14,7 +14,6 @@ import dataclasses
 import hashlib
 import io
 import json
-import posixpath
 import random
 import re
 from collections.abc import Mapping, Sequence
@@ -187,7 +186,7 @@ def find(url: str) -> Saved:
 
 def run_dir_of(saved: Saved) -> str:
     """The folder of the run that a checkpoint belongs to."""
-    return posixpath.dirname(posixpath.dirname(saved.url))
+    return storage.dirname(storage.dirname(saved.url))
 
 
 def config_of(saved: Saved) -> Config:

@@ -15,6 +15,7 @@ from spark_dl.config import Config, build_config, config_keys, explain_parse_err
 from spark_dl.data.shards import ShardSet, read_shards
 from spark_dl.launch.session import build_session
 from spark_dl.spec import ModelSpec, import_object
+from spark_dl.storage import join as join
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame

@@ -10,11 +10,12 @@ import psutil
 import pytest
 import torch.distributed as dist
 
+from tests import s3
 from tests.ranks.launcher import pool_pids
 
 _KEPT = {
     "PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "SPARK_HOME", "PYSPARK_PYTHON", "PYSPARK_DRIVER_PYTHON",
-    "SPARK_LOCAL_IP", "PYTHONPATH", "JAVA_TOOL_OPTIONS",
+    "SPARK_LOCAL_IP", "PYTHONPATH", "JAVA_TOOL_OPTIONS", *s3.ENV,
 }  # fmt: skip
 """Set by torch and by the Spark fixture, for the whole session."""
 _LEAVE_WAIT_S = 10.0
@@ -23,7 +24,7 @@ _LEAVE_WAIT_S = 10.0
 def pytest_collection_modifyitems(items):
     """Cheap tests first, so that a simple mistake is seen at once; the Spark modes one after another."""
     items[:] = [item for item in items if not _in_another_mode(item)]
-    order = {"unit": 0, "petastorm": 1, "ranks": 2, "spark": 3, "hosts": 4, "gpu": 5}
+    order = {"unit": 0, "storage": 0, "petastorm": 1, "ranks": 2, "spark": 3, "hosts": 4, "gpu": 5}
     items.sort(key=lambda item: order.get(Path(item.path).parent.name, 0))
 
 

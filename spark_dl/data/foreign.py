@@ -49,7 +49,7 @@ def open_parquet(url: str, names: Sequence[str]) -> ShardSet:
         files = [f for f in readers.map(lambda path: _read_footer(url, root, *path), paths) if sum(f.row_groups)]
     if not files:
         raise ValueError(f"the dataset {url} has no rows")
-    base = url if root else posixpath.dirname(url)
+    base = url if root else storage.dirname(url)
     partitions = {f.name: petastorm.hive_partitions(f.name) for f in files} if root else {files[0].name: {}}
     fields = _petastorm_fields(base)
     columns = tuple(_column(name, base, files, partitions, fields) for name in names)
@@ -61,7 +61,7 @@ def open_parquet(url: str, names: Sequence[str]) -> ShardSet:
 def _list_files(url: str) -> tuple[bool, list[tuple[str, int]]]:
     """Whether the URL is a folder, and (path, bytes) of its data files, by name; hidden ones are passed by."""
     filesystem, path = storage.resolve(url)
-    info = filesystem.get_file_info(path)
+    info = storage.info(url)
     if info.type == fs.FileType.NotFound:
         raise ValueError(f"no dataset at {url}: found nothing")
     if info.type == fs.FileType.File:
@@ -79,9 +79,8 @@ def _list_files(url: str) -> tuple[bool, list[tuple[str, int]]]:
 
 def _read_footer(url: str, is_folder: bool, name: str, size: int) -> _File:
     path = storage.join(url, name) if is_folder else url
-    filesystem, inner = storage.resolve(path)
     try:
-        with filesystem.open_input_file(inner) as source:
+        with storage.open_input(path) as source:
             footer = pq.ParquetFile(source)
             rows = tuple(footer.metadata.row_group(i).num_rows for i in range(footer.metadata.num_row_groups))
             return _File(name, size, rows, footer.schema_arrow)
@@ -163,8 +162,7 @@ def _arrow_column(name: str, arrow: pa.DataType, url: str, file: _File) -> Colum
 def _list_shape(name: str, url: str, file: _File, depth: int) -> tuple[int, ...]:
     """The lengths of the first cell of a list column: all others must have the same."""
     path = storage.join(url, file.name)
-    filesystem, inner = storage.resolve(path)
-    with filesystem.open_input_file(inner) as source:
+    with storage.open_input(path) as source:
         batches = pq.ParquetFile(source).iter_batches(batch_size=1, columns=[name], use_threads=False)
         cell = next(iter(batches)).column(0)[0].as_py()
     shape = []

@@ -101,8 +101,7 @@ class Rows:
             self._files.opened = OrderedDict()
         opened = self._files.opened
         if shard not in opened:
-            filesystem, path = storage.resolve(url)
-            opened[shard] = _File(filesystem.open_input_file(path))
+            opened[shard] = _File(storage.open_input(url))
             while len(opened) > _OPEN_FILES:
                 opened.popitem(last=False)
         opened.move_to_end(shard)

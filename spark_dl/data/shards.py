@@ -350,8 +350,7 @@ def _join_remainders(
 
 def read_rows(url: str, shard: Shard, columns: tuple[Column, ...], start: int, stop: int) -> Iterator[list[Array]]:
     """Rows [start; stop - 1] of a shard, row group by row group."""
-    filesystem, path = storage.resolve(storage.join(url, shard.name))
-    with filesystem.open_input_file(path) as file:
+    with storage.open_input(storage.join(url, shard.name)) as file:
         opened = parquet.open_file(file)
         first = 0
         for group, rows in enumerate(shard.row_groups):

@@ -124,8 +124,7 @@ class _HashingSink:
     """A file that is hashed while it is written, so that the manifest's checksum costs no second read."""
 
     def __init__(self, url: str):
-        filesystem, path = storage.resolve(url)
-        self._stream = filesystem.open_output_stream(path)
+        self._stream = storage.open_output(url)
         self._hash = hashlib.sha256()
         self._size = 0
         self.closed = False

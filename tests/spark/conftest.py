@@ -10,6 +10,8 @@ import time
 import pyspark
 import pytest
 
+from tests import s3
+
 REPOSITORY = pathlib.Path(__file__).parents[2]
 SPARK_HOME = os.path.dirname(pyspark.__file__)
 CONF = {
@@ -35,6 +37,7 @@ def spark(request, tmp_path_factory):
     os.environ["PYSPARK_PYTHON"] = sys.executable
     os.environ["SPARK_HOME"] = SPARK_HOME
     os.environ["SPARK_LOCAL_IP"] = "127.0.0.1"
+    os.environ.update(s3.ENV)  # executors must have the credentials too
     os.environ["JAVA_TOOL_OPTIONS"] = FAST_JVM
     os.environ["PYTHONPATH"] = str(REPOSITORY)  # executors find the functions of these tests by name
     if request.param == "connect":

@@ -1,0 +1,118 @@
+"""One way of taking URLs apart, on every kind of filesystem."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from spark_dl import storage
+from tests.unit.test_storage import NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_any_name_of_a_folder_and_a_file_works_everywhere(folder, name):
+    inner = storage.join(folder, name)
+    url = storage.join(inner, name)
+    assert storage.dirname(url) == inner
+    assert not storage.exists(url)
+    storage.write_bytes(url, b"content")
+    assert storage.exists(url)
+    assert storage.exists(inner)
+    assert storage.read_bytes(url) == b"content"
+    assert storage.list_names(folder) == storage.list_names(inner) == [name]
+    assert storage.read_bytes(storage.absolute(url)) == b"content"
+    storage.write_bytes(storage.join(folder, "other"), b"")
+    if folder.startswith("memory") and name in ("what?", "[x]"):
+        with pytest.raises(ValueError, match="would delete by a pattern"):
+            storage.delete(inner)
+        return
+    storage.delete(inner)
+    assert storage.list_names(folder) == ["other"]
+    storage.delete(inner)
+
+
+def test_a_file_is_replaced_read_at_random_and_missing_ones_are_errors(folder):
+    url = storage.join(folder, "f")
+    storage.write_bytes(url, b"long content")
+    storage.write_bytes(url, b"0123456789")
+    with storage.open_input(url) as file:
+        assert (file.size(), file.read_at(3, 4)) == (10, b"456")
+    assert storage.info(url).size == 10
+    with pytest.raises(FileNotFoundError):
+        storage.read_bytes(storage.join(folder, "not here"))
+    assert storage.list_names(storage.join(folder, "nowhere")) == []
+
+
+@pytest.mark.parametrize(
+    ("url", "joined", "parent"),
+    [
+        ("s3://b/a?region=x", "s3://b/a/n%20%23%3F?region=x", "s3://b/?region=x"),
+        ("s3://b?region=x", "s3://b/n%20%23%3F?region=x", "s3://b?region=x"),
+        ("s3a://b/a%20b/ä b", "s3://b/a%20b/%C3%A4%20b/n%20%23%3F", "s3://b/a%20b"),
+        ("s3://b/a#b", "s3://b/a%23b/n%20%23%3F", "s3://b/"),
+        ("file:///a", "file:///a/n%20%23%3F", "file:///"),
+        ("file:/a/b", "file:///a/b/n%20%23%3F", "file:///a"),
+        ("/a/b", "/a/b/n #?", "/a"),
+        ("a", "a/n #?", ""),
+        ("abfss://c@account.dfs.core.windows.net/p", "abfss://c@account.dfs.core.windows.net/p/n%20%23%3F",
+         "abfss://c@account.dfs.core.windows.net/"),
+    ],
+)  # fmt: skip
+def test_names_are_put_before_the_options_and_encoded(url, joined, parent):
+    assert storage.join(url, "n #?") == joined
+    assert storage.dirname(url) == parent
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://user:MARKER@bucket/x",
+        "s3://bucket/x?secret_key=MARKER",
+        "abfss://c@a.dfs.core.windows.net/x?client_secret=MARKER",
+        "abfss://c@a.dfs.core.windows.net/x?sig=MARKER",
+        "gs://bucket/x?access_token=MARKER&scheme=http",
+    ],
+)
+def test_credentials_in_a_url_are_refused_and_not_repeated(url):
+    for use in (storage.resolve, storage.read_bytes, storage.absolute, storage.list_names):
+        with pytest.raises(ValueError, match="holds credentials") as caught:
+            use(url)
+        assert "MARKER" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("nosuch://bucket/x", "nosuch"),
+        ("adl://store/x", "adlfs"),  # a package of fsspec's that is not installed here
+        ("s3://bucket/x?no_such_option=1", "no_such_option"),
+        ("file:///x?scheme=http", "%3F"),
+        ("file://host/x", "neither a host"),
+    ],
+)
+def test_what_cannot_be_opened_is_an_error_that_shows_the_url_and_the_reason(url, message):
+    with pytest.raises(ValueError, match="cannot open") as caught:
+        storage.resolve(url)
+    assert message in str(caught.value)
+    assert url in str(caught.value)
+
+
+def test_a_filesystem_is_made_once_for_a_bucket_and_anew_after_a_fork(s3):
+    first, path = storage.resolve(s3.url("a/b"))
+    assert path == "bucket/a/b"
+    assert storage.resolve(s3.url("c"))[0] is first
+    url = s3.url("forked")
+    storage.write_bytes(url, b"1" * 100_000)
+    pid = os.fork()
+    if pid == 0:
+        ok = storage.resolve(url)[0] is not first and storage.read_bytes(url) == b"1" * 100_000
+        storage.write_bytes(s3.url("by the child"), b"2")
+        os._exit(0 if ok else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert storage.read_bytes(s3.url("by the child")) == b"2"
+
+
+def test_a_process_that_used_s3_ends(s3):
+    code = f"from spark_dl import storage; storage.write_bytes({s3.url('ends')!r}, b'1')"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -85,6 +85,10 @@ class Data:
     storage: Storage = "shared"
     """Where the rows of a DataFrame lie as shards: `shared` in the run's folder, which all executors reach; `local` on
     the disk of each rank's host, dealt round-robin, for the time of the run."""
+    cache_dir: str | None = None
+    """Folder of each host's local disk that keeps copies of remote shards, for all ranks of the host and later runs."""
+    cache_mib: int = 0
+    """MiB that the copies may take up; 0 keeps none."""
 
     def __post_init__(self) -> None:
         is_list = isinstance(self.features, Sequence) and not isinstance(self.features, str)
@@ -109,6 +113,10 @@ class Data:
             )
         if self.reader == "petastorm" and self.storage == "local":
             raise ValueError("data.storage: not local with data.reader=petastorm, which deals row groups by itself")
+        _check_number(self, "cache_mib", 0, whole=True)
+        is_path = self.cache_dir is None or (isinstance(self.cache_dir, str) and self.cache_dir.startswith("/"))
+        _check(is_path, "data.cache_dir", "an absolute path on the local disk", self.cache_dir)
+        _check(not self.cache_mib or bool(self.cache_dir), "data.cache_dir", "a folder for data.cache_mib", None)
 
     @property
     def columns(self) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from spark_dl.config import Config
 from spark_dl.data.arena import Arena
+from spark_dl.data.cache import build_cache
 from spark_dl.data.plan import Ints, Plan, Stream, Window, streams_of_rank, windows_from
 from spark_dl.data.rows import Part, Rows
 from spark_dl.data.schema import Array, Column
@@ -67,7 +68,7 @@ class Loader:
         self._row_bytes = sum(c.value_bytes for c in self.columns)
         self._budget = data.memory_mib * _MIB
         check_row_groups(shards, self.columns, data.memory_mib)
-        self._rows = Rows(shards, self.columns, data.validation_fraction, train.seed, part)
+        self._rows = Rows(shards, self.columns, data.validation_fraction, train.seed, part, cache=build_cache(data))
         self.plan = Plan(
             group_rows=self._rows.group_rows,
             global_batch_size=train.global_batch_size,

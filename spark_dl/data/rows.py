@@ -11,6 +11,7 @@ import numpy as np
 
 from spark_dl import storage
 from spark_dl.data import foreign, pages, parquet, schema
+from spark_dl.data.cache import DiskCache, open_input
 from spark_dl.data.plan import FILLER, Segment, rows_held_out, split_rows
 from spark_dl.data.schema import Array, Column
 from spark_dl.data.shards import ShardSet
@@ -23,8 +24,17 @@ _HELD_ROW_GROUPS = 2
 class Rows:
     """The rows of a dataset, or of the part of it that trains or validates. Any number of threads may read."""
 
-    def __init__(self, shards: ShardSet, columns: Sequence[Column], fraction: float, seed: int, part: Part):
-        self._shards, self._columns = shards, columns
+    def __init__(
+        self,
+        shards: ShardSet,
+        columns: Sequence[Column],
+        fraction: float,
+        seed: int,
+        part: Part,
+        *,
+        cache: DiskCache | None = None,
+    ):
+        self._shards, self._columns, self._cache = shards, columns, cache
         self._seed, self._part = seed, part
         self._stored = [rows for _, _, rows in shards.row_groups]
         self._held_out = rows_held_out(self._stored, 0.0 if part == "all" else fraction)
@@ -101,7 +111,8 @@ class Rows:
             self._files.opened = OrderedDict()
         opened = self._files.opened
         if shard not in opened:
-            opened[shard] = _File(storage.open_input(url))
+            stored = self._shards.shards[shard]
+            opened[shard] = _File(open_input(url, cache=self._cache, sha256=stored.sha256, size=stored.bytes))
             while len(opened) > _OPEN_FILES:
                 opened.popitem(last=False)
         opened.move_to_end(shard)

@@ -21,11 +21,11 @@ def own_s3(session_s3):
 
 
 @pytest.fixture(params=["path", "file", "memory", "s3"])
-def folder(request, tmp_path):
+def folder(request, tmp_path, session_s3):
     """The URL of a new folder on each kind of filesystem: plain path, file://, by fsspec, by pyarrow."""
     name = f"f{uuid.uuid4().hex}"
     if request.param == "s3":
-        return request.getfixturevalue("session_s3").url(name)
+        return session_s3.url(name)
     return {"path": str(tmp_path / name), "file": (tmp_path / name).as_uri(), "memory": f"memory://host/{name}"}[
         request.param
     ]

@@ -22,6 +22,8 @@ INVALID = [
     (Data, "data.memory_mib", [0, -1, 2.0, None]),
     (Data, "data.reader_threads", [0, -1, 2.0, None]),
     (Data, "data.prefetch_batches", [0, -1, 2.0, None]),
+    (Data, "data.cache_dir", ["relative", 1]),
+    (Data, "data.cache_mib", [-1, 2.0, None]),
     (Data, "data.allow_nonfinite", [0, 1, "true", None]),
     (Data, "data.shuffle", [0, 1, "true", None]),
     (Data, "data.validation_fraction", [], [{"reader": "petastorm", "validation_fraction": 0.1}]),

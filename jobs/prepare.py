@@ -2,6 +2,9 @@
 
 jobs/prepare.py --config conf/train/digits.yaml --output /data/digits
 jobs/train.py --config conf/train/digits.yaml --input.datasets '{train: /data/digits/train}'
+
+With `--data.store` and without `--output` they go to the store, where runs with the same data and settings find them;
+`--clean` deletes from the store what was not used for `data.store_ttl_days`.
 """
 
 import time
@@ -12,19 +15,30 @@ from spark_dl import cli
 
 OPTIONS: dict[str, tuple[Any, Any, str]] = {
     "output": (str, None, "folder that gets one dataset per name: train, validation, test"),
+    "clean": (bool, False, "write nothing: delete from data.store what has expired and nobody uses"),
     "overwrite": (bool, False, "replace datasets that are there"),
 }
 
 
 def prepare(job: cli.Job) -> dict[str, Any]:
     start = time.perf_counter()
-    if not job.args["output"]:
-        raise ValueError("output: expected a folder, found nothing; pass --output")
+    data = job.config.data
+    if job.args["clean"]:
+        if not data.store:
+            raise ValueError("data.store: expected the store to clean, found nothing; pass --data.store")
+        return dict(spark_dl.clean_store(data.store, ttl_days=data.store_ttl_days))
+    if not job.args["output"] and not data.store:
+        raise ValueError("output: expected a folder, found nothing; pass --output or --data.store")
     spark = job.session("spark_dl prepare")
     written = {}
-    for name, data in cli.read_datasets(spark, job.input).items():
-        url = cli.join(job.args["output"], name)
-        shards = spark_dl.write_shards(data, url, job.config.data, overwrite=job.args["overwrite"])
+    for name, df in cli.read_datasets(spark, job.input).items():
+        if job.args["output"]:
+            url = cli.join(job.args["output"], name)
+            shards = spark_dl.write_shards(df, url, data, overwrite=job.args["overwrite"])
+        else:
+            shards, lease = spark_dl.store_shards(df, data, run="jobs/prepare.py")
+            if lease is not None:
+                lease.release()
         cli.log.info(f"{name}: {shards.rows} rows in {len(shards.shards)} shards at {shards.url}")
         written[name] = {"url": shards.url, "rows": shards.rows, "shards": len(shards.shards)}
     return {"datasets": written, "seconds": time.perf_counter() - start}

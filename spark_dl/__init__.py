@@ -5,6 +5,7 @@ __version__ = "0.1.0"
 from spark_dl.config import Checkpoint, Config, Data, Launch, Parallel, Train, load_config
 from spark_dl.data.local import RankRows
 from spark_dl.data.shards import ShardSet, read_shards, write_shards
+from spark_dl.data.store import clean_store, store_shards
 from spark_dl.driver import TrainResult, evaluate, launch, run_on_dataframe, train
 from spark_dl.launch.barrier import RankError
 from spark_dl.launch.rendezvous import World
@@ -26,6 +27,7 @@ __all__ = [
     "TrainResult",
     "World",
     "build_session",
+    "clean_store",
     "evaluate",
     "import_object",
     "launch",
@@ -33,6 +35,7 @@ __all__ = [
     "predict",
     "read_shards",
     "run_on_dataframe",
+    "store_shards",
     "train",
     "write_shards",
 ]

@@ -33,7 +33,7 @@ FORMAT = "spark_dl.checkpoint"
 VERSION = 1
 MAY_CHANGE = (
     "train.epochs", "train.max_steps", "train.log_every", "train.metrics", "train.early_stop_*", "launch.*",
-    "checkpoint.*", "data.prefetch_batches", "data.cache_*",
+    "checkpoint.*", "data.prefetch_batches", "data.cache_*", "data.store*",
 )  # fmt: skip
 """Settings with which a run may be resumed differently: none of them changes what was trained so far."""
 

@@ -89,6 +89,10 @@ class Data:
     """Folder of each host's local disk that keeps copies of remote shards, for all ranks of the host and later runs."""
     cache_mib: int = 0
     """MiB that the copies may take up; 0 keeps none."""
+    store: str | None = None
+    """Folder or URL where the shards of DataFrames are kept by content, for other runs and users to find."""
+    store_ttl_days: float = 30.0
+    """Days without use after which `jobs/prepare.py --clean` deletes shards from the store."""
 
     def __post_init__(self) -> None:
         is_list = isinstance(self.features, Sequence) and not isinstance(self.features, str)
@@ -116,6 +120,9 @@ class Data:
         _check_number(self, "cache_mib", 0, whole=True)
         is_path = self.cache_dir is None or (isinstance(self.cache_dir, str) and self.cache_dir.startswith("/"))
         _check(is_path, "data.cache_dir", "an absolute path on the local disk", self.cache_dir)
+        is_url = self.store is None or (isinstance(self.store, str) and self.store != "")
+        _check(is_url, "data.store", "a folder or URL", self.store)
+        _check_number(self, "store_ttl_days", 0)
         _check(not self.cache_mib or bool(self.cache_dir), "data.cache_dir", "a folder for data.cache_mib", None)
 
     @property

@@ -6,7 +6,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 import logging
 import time
 import uuid
@@ -22,7 +24,8 @@ from spark_dl.config import Config, Data, Launch
 from spark_dl.data import local
 from spark_dl.data.foreign import open_parquet
 from spark_dl.data.loader import check_row_groups
-from spark_dl.data.shards import MANIFEST, ShardSet, read_shards, write_shards
+from spark_dl.data.shards import MANIFEST, ShardSet, read_shards
+from spark_dl.data.store import reopen, store_shards
 from spark_dl.evaluate import build_metric, load_model
 from spark_dl.launch import payload, preflight
 from spark_dl.launch.barrier import run_barrier
@@ -93,20 +96,24 @@ def train(
     _check_before_start(spark, spec, config, has_validation=validation is not None)
     _check_storage(config, data, validation)
     saved = _prepare_run_dir(run_dir, config, resume=resume, overwrite=overwrite)
-    run = Run(
-        spec=spec,
-        config=config,
-        train=_shards(data, storage.join(run_dir, "shards", "train"), config, reuse=resume),
-        validation=_shards(validation, storage.join(run_dir, "shards", "validation"), config, reuse=resume)
-        if validation is not None
-        else None,
-        run_dir=run_dir,
-        generation=checkpoint.start_generation(run_dir),
-        checkpoint=saved.url if saved else None,
-    )
-    _log.info("training on %d ranks%s", config.launch.num_ranks, f", from step {saved.step}" if saved else "")
-    with ProgressBar("train", enabled=progress) as bar:
-        results = _run_ranks(data, run, task="train", on_event=bar.show, poll=metrics.follow(run_dir))
+    with contextlib.ExitStack() as until_done:
+        shards = {
+            name: _shards(rows, storage.join(run_dir, "shards", name), config, until_done, reuse=resume)
+            for name, rows in (("train", data), ("validation", validation))
+            if rows is not None
+        }
+        run = Run(
+            spec=spec,
+            config=config,
+            train=shards["train"],
+            validation=shards.get("validation"),
+            run_dir=run_dir,
+            generation=checkpoint.start_generation(run_dir),
+            checkpoint=saved.url if saved else None,
+        )
+        _log.info("training on %d ranks%s", config.launch.num_ranks, f", from step {saved.step}" if saved else "")
+        with ProgressBar("train", enabled=progress) as bar:
+            results = _run_ranks(data, run, task="train", on_event=bar.show, poll=metrics.follow(run_dir))
     result = results[0]
     return TrainResult(**{**result, "run_dir": run_dir, "seconds": time.perf_counter() - start})
 
@@ -129,12 +136,11 @@ def evaluate(
     _check_storage(config, data)
     run_dir = checkpoint.run_dir_of(saved)
     written = storage.join(run_dir, "shards", f"evaluate-{uuid.uuid4().hex[:8]}")
-    try:
-        shards = _shards(data, written, config, reuse=False)
+    with contextlib.ExitStack() as until_done:
+        until_done.callback(storage.delete, written)
+        shards = _shards(data, written, config, until_done, reuse=False)
         run = Run(spec=spec, config=config, train=shards, run_dir=run_dir, checkpoint=saved.url)
         result: dict[str, Any] = _run_ranks(data, run, task="evaluate")[0]
-    finally:
-        storage.delete(written)
     return result
 
 
@@ -246,15 +252,42 @@ def _prepare_run_dir(run_dir: str, config: Config, *, resume: bool, overwrite: b
     return saved if resume else None
 
 
-def _shards(data: DataFrame | str | ShardSet, url: str, config: Config, *, reuse: bool) -> ShardSet:
-    """The dataset to read: as given, or written from a DataFrame; a resumed run reads what it wrote before."""
+_STORED = "part-stored.json"
+"""In the place of a run's shards that are in the store: where. Named as shards are, so that it goes as they do."""
+
+
+def _shards(
+    data: DataFrame | str | ShardSet, url: str, config: Config, until_done: contextlib.ExitStack, *, reuse: bool
+) -> ShardSet:
+    """The dataset to read: as given, or written from a DataFrame; a resumed run reads what it wrote before.
+
+    What is read from the store is kept there until the stack is closed.
+    """
     if config.data.storage == "local" and not isinstance(data, (str, ShardSet)):
         return ShardSet("", (), ())  # the ranks make it
     if isinstance(data, str):
         is_ours = storage.exists(storage.join(data, MANIFEST))
         data = read_shards(data) if is_ours else open_parquet(data, config.data.columns)
     elif not isinstance(data, ShardSet):
-        is_written = reuse and storage.exists(storage.join(url, MANIFEST))
-        data = read_shards(url) if is_written else write_shards(data, url, config.data, overwrite=True)
+        data = _shards_of_rows(data, url, config, until_done, reuse=reuse)
     check_row_groups(data, data.select(config.data.columns), config.data.memory_mib)
     return data
+
+
+def _shards_of_rows(
+    df: DataFrame, url: str, config: Config, until_done: contextlib.ExitStack, *, reuse: bool
+) -> ShardSet:
+    pointer = storage.join(url, _STORED)
+    if reuse and storage.exists(storage.join(url, MANIFEST)):
+        return read_shards(url)
+    if reuse and storage.exists(pointer):
+        shards, lease = reopen(json.loads(storage.read_bytes(pointer))["url"], run=url)
+    else:
+        shards, found = store_shards(df, config.data, url, run=url)
+        if found is None:
+            return shards
+        lease = found
+    until_done.callback(lease.release)
+    storage.delete(url)  # what an earlier run without the store may have written
+    storage.write_bytes(pointer, json.dumps({"url": shards.url}).encode())
+    return shards

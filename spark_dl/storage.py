@@ -150,6 +150,11 @@ def dirname(url: str) -> str:
     return str(replace(at, path=posixpath.dirname(at.path)))
 
 
+def name(url: str) -> str:
+    """The name of a file or folder in its folder, as it is."""
+    return posixpath.basename(_parse(url).path)
+
+
 def exists(url: str) -> bool:
     """Whether there is a file or folder."""
     return bool(info(url).type != fs.FileType.NotFound)

@@ -23,6 +23,8 @@ INVALID = [
     (Data, "data.reader_threads", [0, -1, 2.0, None]),
     (Data, "data.prefetch_batches", [0, -1, 2.0, None]),
     (Data, "data.cache_dir", ["relative", 1]),
+    (Data, "data.store", ["", 1]),
+    (Data, "data.store_ttl_days", [-1, "1", None]),
     (Data, "data.cache_mib", [-1, 2.0, None]),
     (Data, "data.allow_nonfinite", [0, 1, "true", None]),
     (Data, "data.shuffle", [0, 1, "true", None]),

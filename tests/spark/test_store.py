@@ -1,0 +1,252 @@
+"""Which DataFrames share their shards: those whose rows are surely the same, and no others."""
+
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+import time
+
+import pyspark.sql.functions as F
+import pytest
+
+import spark_dl
+from spark_dl import Data, storage
+from spark_dl.data.fingerprint import NoKeyError, fingerprint
+from tests.models import MLP, small_config
+from tests.s3 import sessions_server
+from tests.spark.conftest import REPOSITORY
+
+s3 = pytest.fixture(scope="module")(sessions_server)
+local = pytest.mark.modes("local")
+
+
+@pytest.fixture
+def source(spark, tmp_path):
+    """Two Parquet files of points."""
+    path = str(tmp_path / "source")
+    df = spark.range(0, 400, 1, 2).selectExpr(
+        "transform(sequence(0, 3), i -> cast((id * (i + 3)) % 7 - 3 as float)) as features", "id % 3 as label", "id"
+    )
+    df.write.parquet(path)
+    return path
+
+
+def key(df, **data):
+    return fingerprint(df, Data(**data))
+
+
+def stored(store):
+    """Manifests in the store."""
+    names = [(k, n) for k in storage.list_names(store) for n in storage.list_names(storage.join(store, k))]
+    return [storage.join(store, k, n) for k, n in names if n != "leases"]
+
+
+FRESH = """
+import sys
+from pyspark.sql import SparkSession
+from spark_dl import Data
+from spark_dl.data.fingerprint import fingerprint
+spark = SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false").getOrCreate()
+spark.range(5).count()  # ids of columns are others here
+print("key", fingerprint(spark.read.parquet(sys.argv[1]).where("id >= 100").drop("id"), Data()))
+"""
+
+
+@local
+def test_a_second_run_finds_the_shards_and_any_change_does_not(spark, source, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "spark_dl")
+    store = str(tmp_path / "store")
+
+    def train(run, where="id >= 100", **data):
+        df = spark.newSession().read.parquet(source).where(where).drop("id")
+        run_dir = str(tmp_path / run)
+        config = small_config(1, train={"epochs": 1}, data={"store": store, **data})
+        return spark_dl.train(df, MLP, config, run_dir=run_dir), df
+
+    first, df = train("first")
+    assert first.rows == 300
+    (url,) = stored(store)
+    caplog.clear()
+    second, _ = train("second")
+    assert stored(store) == [url]
+    assert second.history == first.history
+    assert "shards found in the store, written" in caplog.text
+    assert os.listdir(tmp_path / "second" / "shards" / "train") == ["part-stored.json"]
+    assert spark_dl.evaluate(df, MLP, second.checkpoint)["rows"] == 300
+    assert stored(store) == [url]
+
+    fresh = subprocess.run([sys.executable, "-c", FRESH, source], capture_output=True, text=True, timeout=100)
+    assert re.findall("key (.*)", fresh.stdout) == [storage.name(storage.dirname(url))], fresh.stderr[-2000:]
+
+    more = small_config(1, train={"epochs": 2}, data={"store": store})
+    resumed = spark_dl.train(df, MLP, more, run_dir=str(tmp_path / "second"), resume=True)
+    assert (resumed.epochs, stored(store)) == (2, [url])
+
+    train("other filter", where="id >= 101")
+    train("other layout", rows_per_row_group=50)
+    assert len(stored(store)) == 3
+    assert train("other order", num_streams=12)[0].rows == 300  # the shards are the same
+    assert len(stored(store)) == 3
+    name = next(n for n in sorted(os.listdir(source)) if n.endswith(".parquet"))
+    os.utime(os.path.join(source, name))
+    train("other files")
+    assert len(stored(store)) == 4
+
+    assert spark_dl.clean_store(store, ttl_days=0)["deleted"] == 4
+    with pytest.raises(ValueError, match="no longer in the store"):
+        spark_dl.train(df, MLP, more, run_dir=str(tmp_path / "second"), resume=True)
+
+
+@local
+def test_a_store_on_s3(spark, source, s3, tmp_path):
+    store = s3.url("a store")
+    for run in ("1", "2"):
+        df = spark.read.parquet(source).drop("id")
+        config = small_config(2, train={"epochs": 1}, data={"store": store})
+        assert spark_dl.train(df, MLP, config, run_dir=str(tmp_path / run)).rows == 400
+    assert len(stored(store)) == 1
+    time.sleep(1.1)  # S3 has whole seconds
+    assert spark_dl.clean_store(store, ttl_days=0)["deleted"] == 1
+
+
+@local
+def test_equal_plans_have_equal_keys_and_others_do_not(spark, source, tmp_path):
+    def read(**options):
+        return spark.read.options(**options).parquet(source)
+
+    read().createOrReplaceTempView("points")
+    spark.read.parquet(source).write.option("header", True).mode("overwrite").json(str(tmp_path / "json"))
+
+    def json_of(**options):
+        return spark.read.schema("label int").options(**options).json(str(tmp_path / "json"))
+
+    many = [(F.col("id") + i).alias(f"c{i}") for i in range(60)]
+    plans = [
+        lambda: read(),
+        lambda: read().where("id > 3"),
+        lambda: read().where("id > 4"),
+        lambda: read().where(F.col("id").cast("string").isin("1,2")),
+        lambda: read().where(F.col("id").cast("string").isin("1", "2")),
+        lambda: read().withColumn("s", F.lit("C#1")),
+        lambda: read().withColumn("s", F.lit("C#2")),
+        lambda: read().select("*", *many),
+        lambda: read().select("*", *many[:-1], F.col("label").alias("c59")),
+        lambda: read().select("*", *many[:-1], F.expr("try_cast(id as int)").cast("long").alias("c59")),
+        lambda: read().select("*", *many[:-1], F.expr("cast(id as int)").cast("long").alias("c59")),
+        lambda: spark.table("points").groupBy("label").agg(F.sum("id").alias("id")),
+        lambda: spark.sql("SELECT *, CASE WHEN id > 7 THEN 'a' ELSE 'b' END c FROM points WHERE id > 3"),
+        lambda: read().join(read().select("id", F.col("label").alias("other")), "id"),
+        lambda: read().union(read()),
+        lambda: read().orderBy("id"),
+        lambda: read().orderBy(F.desc("id")),
+        lambda: read(mergeSchema=True),
+        lambda: json_of(),
+        lambda: json_of(timeZone="Asia/Tokyo"),
+        lambda: spark.range(10),
+        lambda: spark.range(11),
+    ]
+    keys = [key(plan()) for plan in plans]
+    assert keys == [key(plan()) for plan in plans]
+    assert len(set(keys)) == len(keys)
+    df = read()
+    settings = [{}, {"rows_per_shard": 7}, {"label": None}, {"allow_nonfinite": True}]
+    assert len({key(df, **s) for s in settings}) == len(settings)
+    assert key(df) == key(df, cache_mib=1, cache_dir="/c", store="x", shuffle=False)
+    before, name = key(df), "spark.sql.session.timeZone"
+    zone = spark.conf.get(name)
+    try:
+        spark.conf.set(name, "Asia/Tokyo")
+        assert key(df) != before
+    finally:
+        spark.conf.set(name, zone)
+    assert spark.conf.get("spark.sql.debug.maxToStringFields") == "25"
+
+
+@local
+def test_a_plan_whose_rows_cannot_be_told_has_no_key(spark, source):
+    def read():
+        return spark.read.parquet(source)
+
+    read().createOrReplaceTempView("points")
+    cases = [
+        (read().withColumn("r", F.rand(3)), "not deterministic"),
+        (read().withColumn("r", F.expr("uuid()")), "not deterministic"),
+        (read().withColumn("r", F.current_timestamp()), "CurrentTimestamp"),
+        (read().withColumn("r", F.current_date()), "CurrentDate"),
+        (read().withColumn("r", F.unix_timestamp()), "CurrentTimestamp"),
+        (read().sample(0.5, 1), "Sample"),
+        (read().withColumn("r", F.udf(lambda x: x + 1, "long")("id")), "PythonUDF"),
+        (read().mapInArrow(lambda batches: batches, "id long"), "MapInArrow"),
+        (spark.createDataFrame([(1, 2)], "a int, b int"), "LogicalRDD"),
+        (spark.sql("SELECT * FROM VALUES (1, 2) AS t(a, b)"), "LocalRelation"),
+        (read().rdd.toDF(), "LogicalRDD"),
+        (spark.sql("SELECT * FROM points WHERE id > (SELECT avg(id) FROM points)"), "ScalarSubquery"),
+        (spark.sql("SELECT * FROM points WHERE id IN (SELECT max(id) FROM points)"), "InSubquery|ListQuery"),
+    ]
+    for df, reason in cases:
+        with pytest.raises(NoKeyError, match=reason):
+            key(df)
+    cached = read().cache()
+    try:
+        with pytest.raises(NoKeyError, match="cached in Spark's memory"):
+            key(cached.where("id > 1"))
+    finally:
+        cached.unpersist()
+    gone = read()
+    for name in os.listdir(source):
+        os.unlink(os.path.join(source, name))
+    with pytest.raises(NoKeyError, match="cannot see the version of its source file"):
+        key(gone)
+
+
+@pytest.mark.modes("local", "connect")
+def test_without_a_key_the_shards_are_written_to_the_run_and_the_log_says_why(spark, mode, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "spark_dl")
+    rows = [([float(i), 1.0, 2.0, 3.0], i % 3) for i in range(60)]
+    df = spark.createDataFrame(rows, "features array<float>, label bigint")
+    config = small_config(1, train={"epochs": 1}, data={"store": str(tmp_path / "store")})
+    assert spark_dl.train(df, MLP, config, run_dir=str(tmp_path / "run")).rows == 60
+    reason = "over Spark Connect" if mode == "connect" else "its plan (holds|reads from) LogicalRDD"
+    assert re.search(f"the store cannot be used for this DataFrame: {reason}", caplog.text)
+    assert "_manifest.json" in os.listdir(tmp_path / "run" / "shards" / "train")
+    assert not os.path.exists(tmp_path / "store")
+    with pytest.raises(ValueError, match="no folder to write the shards to, and the store cannot be used"):
+        spark_dl.store_shards(df, config.data)
+
+
+@local
+def test_source_files_that_change_meanwhile_are_an_error(spark, source, tmp_path, monkeypatch):
+    df = spark.read.parquet(source)
+    real = spark_dl.data.store.write_shards
+
+    def write_and_change(*args, **kwargs):
+        shards = real(*args, **kwargs)
+        os.utime(os.path.join(source, next(n for n in os.listdir(source) if n.endswith(".parquet"))))
+        return shards
+
+    monkeypatch.setattr(spark_dl.data.store, "write_shards", write_and_change)
+    with pytest.raises(RuntimeError, match="changed while its shards were written"):
+        spark_dl.store_shards(df, Data(store=str(tmp_path / "store")))
+    assert stored(str(tmp_path / "store")) == []
+
+
+@local
+def test_the_job_stores_and_cleans(spark, source, tmp_path):
+    def prepare(*args):
+        command = [sys.executable, "jobs/prepare.py", "--data.store", str(tmp_path / "store"), *args]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=REPOSITORY)
+        assert done.returncode == 0, done.stderr[-2000:]
+        return json.loads(done.stdout.splitlines()[-1]), done.stderr
+
+    options = ["--master", "local[2]", "--input.path", source]
+    first, _ = prepare(*options)
+    assert first["datasets"]["train"]["rows"] == 400
+    again, log = prepare(*options)
+    assert again["datasets"] == first["datasets"]
+    assert "shards found in the store, written" in log
+    assert prepare("--clean")[0] == {"deleted": 0, "kept": 1, "bytes": 0}
+    cleaned, _ = prepare("--clean", "--data.store_ttl_days", "0")
+    assert (cleaned["deleted"], cleaned["kept"]) == (1, 0)
+    assert cleaned["bytes"] > 1000

@@ -1,0 +1,212 @@
+"""The store of shards by content, without Spark: who finds what, who may delete what."""
+
+import logging
+import multiprocessing
+import time
+
+import numpy as np
+import pytest
+
+from spark_dl import Data, storage
+from spark_dl.data import store as store_module
+from spark_dl.data.shards import MANIFEST, read_shards, write_arrays
+from spark_dl.data.store import Lease, clean_store, find_or_write, reopen
+
+KEY = "a" * 64
+OTHER = "b" * 64
+
+
+@pytest.fixture(params=["path", "s3"])
+def folder(request, tmp_path, session_s3):
+    return str(tmp_path / "store") if request.param == "path" else session_s3.url(f"store-{time.time_ns()}")
+
+
+def write(url, rows=100):
+    return write_arrays({"features": np.arange(rows), "label": np.arange(rows)}, url, Data())
+
+
+def refuse(url):
+    raise AssertionError("written although it was there")
+
+
+def names(folder, key=KEY):
+    return [n for n in storage.list_names(storage.join(folder, key)) if n != "leases"]
+
+
+def leases(folder, key=KEY):
+    return storage.list_names(storage.join(folder, key, "leases"))
+
+
+def hold(folder, key=KEY, writer=write):
+    return find_or_write(folder, key, writer, run="a test")
+
+
+def test_what_was_written_is_found_again_with_its_age(folder, caplog):
+    caplog.set_level(logging.INFO, "spark_dl")
+    first, lease = hold(folder)
+    lease.release()
+    second, again = hold(folder, writer=refuse)
+    again.release()
+    assert first == second == read_shards(first.url)
+    assert "shards found in the store, written" in caplog.text
+    assert " s ago: " in caplog.text
+    other, third = hold(folder, OTHER)
+    third.release()
+    assert other.url != first.url
+
+
+def test_a_writer_that_fails_leaves_nothing(folder):
+    def fail(url):
+        write(url)
+        raise ValueError("in the middle")
+
+    with pytest.raises(ValueError, match="in the middle"):
+        hold(folder, writer=fail)
+    assert names(folder) == leases(folder) == []
+
+
+def test_who_commits_first_wins_and_the_other_uses_that(folder):
+    inner = []
+
+    def slow(url):
+        inner.append(hold(folder))  # another run, which is through before this one
+        if folder.startswith("s3"):
+            time.sleep(1.1)  # S3 has whole seconds
+        return write(url)
+
+    found, lease = hold(folder, writer=slow)
+    (first, other) = inner[0]
+    assert found == first
+    assert names(folder) == [storage.name(first.url)]
+    lease.release()
+    other.release()
+
+
+def write_at_once(folder, start, index):
+    start.wait(60)
+    shards, lease = find_or_write(folder, KEY, write, run=f"writer {index}")
+    assert len(read_shards(shards.url).shards) == 1
+    lease.release()
+    return shards.url
+
+
+def test_two_processes_that_write_the_same_lose_nothing(folder):
+    context = multiprocessing.get_context("spawn")
+    with context.Manager() as manager, context.Pool(2) as pool:
+        start = manager.Barrier(2)
+        jobs = [pool.apply_async(write_at_once, (folder, start, i)) for i in range(2)]
+        urls = [job.get(90) for job in jobs]
+        pool.close()
+        pool.join()
+    if not folder.startswith("s3"):  # where two manifests have the same second, both may stay
+        assert urls[0] == urls[1]
+        assert len(names(folder)) == 1
+    for url in urls:
+        assert read_shards(url).rows == 100
+
+
+def test_cleaning_keeps_what_is_held_and_what_is_young(folder):
+    held, lease = hold(folder)
+    _, released = hold(folder, OTHER)
+    released.release()
+    assert clean_store(folder, ttl_days=1) == {"deleted": 0, "kept": 2, "bytes": 0}
+    time.sleep(1.1 if folder.startswith("s3") else 0.05)
+    size = sum(f.size for f in storage.list_infos(storage.join(folder, OTHER, *names(folder, OTHER))))
+    assert clean_store(folder, ttl_days=0) == {"deleted": 1, "kept": 1, "bytes": size}
+    assert read_shards(held.url) == held
+    assert names(folder, OTHER) == leases(folder, OTHER) == []
+    lease.release()
+    time.sleep(0.05)
+    assert clean_store(folder, ttl_days=0)["deleted"] == 1
+    assert names(folder) == []
+    assert clean_store(folder, ttl_days=0) == {"deleted": 0, "kept": 0, "bytes": 0}
+
+
+def test_a_use_counts_and_old_leases_are_tidied(folder, monkeypatch):
+    for _ in range(3):
+        hold(folder)[1].release()
+    assert len(leases(folder)) == 3
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + 3 * 86400)
+    hold(folder, writer=refuse)[1].release()
+    monkeypatch.setattr(time, "time", lambda: real() + 5 * 86400)
+    assert clean_store(folder, ttl_days=3)["kept"] == 1
+    assert len(leases(folder)) == 1
+    monkeypatch.setattr(time, "time", lambda: real() + 7 * 86400)
+    assert clean_store(folder, ttl_days=3)["deleted"] == 1
+
+
+def test_the_lease_of_a_process_that_died_holds_until_it_expires(folder, monkeypatch):
+    _, lease = hold(folder)
+    lease._stop.set()  # as if its process had been killed
+    lease._thread.join()
+    assert clean_store(folder, ttl_days=0)["kept"] == 1
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + store_module.LEASE_S + 5)
+    assert clean_store(folder, ttl_days=0)["deleted"] == 1
+
+
+def test_a_lease_is_renewed(folder, monkeypatch):
+    monkeypatch.setattr(store_module, "LEASE_S", 0.5)
+    _, lease = hold(folder)
+    end = time.monotonic() + 2
+    while time.monotonic() < end:
+        assert clean_store(folder, ttl_days=0)["deleted"] == 0
+        time.sleep(0.1)
+    lease.release()
+
+
+def test_what_a_killed_writer_left_goes_when_it_is_old(folder, monkeypatch):
+    shards = write(storage.join(folder, KEY, "0123456789ab"))
+    storage.delete(storage.join(shards.url, MANIFEST))
+    assert clean_store(folder, ttl_days=1000) == {"deleted": 0, "kept": 1, "bytes": 0}
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + store_module.HALF_WRITTEN_S + 5)
+    assert clean_store(folder, ttl_days=1000)["deleted"] == 1
+    assert names(folder) == []
+
+
+def test_a_dataset_that_is_removed_under_a_reader_keeps_its_files(folder):
+    shards, lease = hold(folder)
+    assert not store_module._remove(storage.dirname(shards.url), storage.name(shards.url))
+    assert shards.shards[0].name in storage.list_names(shards.url)
+    again, other = hold(folder)  # nobody else finds it
+    assert again.url != shards.url
+    other.release()
+    lease.release()
+
+
+def test_a_resumed_run_opens_what_it_used_or_says_that_it_is_gone(folder):
+    shards, lease = hold(folder)
+    lease.release()
+    found, again = reopen(shards.url, run="resumed")
+    again.release()
+    assert found == shards
+    storage.delete(storage.join(shards.url, MANIFEST))
+    with pytest.raises(ValueError, match=r"no longer in the store \(data\.store_ttl_days\)"):
+        reopen(shards.url, run="resumed")
+
+
+def test_folders_of_others_in_the_store_are_left_alone(folder):
+    storage.write_bytes(storage.join(folder, "mine", "0123456789ab", "x"), b"1")
+    storage.write_bytes(storage.join(folder, KEY, "mine", "x"), b"1")
+    clean_store(folder, ttl_days=0)
+    assert storage.exists(storage.join(folder, "mine", "0123456789ab", "x"))
+    assert storage.exists(storage.join(folder, KEY, "mine", "x"))
+
+
+def test_a_lease_that_cannot_be_read_holds(folder):
+    shards, lease = hold(folder)
+    lease.drop()
+    broken = storage.join(folder, KEY, "leases", f"{storage.name(shards.url)}.x.json")
+    storage.write_bytes(broken, b"{")
+    assert clean_store(folder, ttl_days=0)["kept"] == 1
+
+
+def test_a_lease_says_whose_it_is(folder):
+    lease = Lease(storage.join(folder, KEY), "0123456789ab", "runs/1")
+    (name,) = leases(folder)
+    content = storage.read_bytes(storage.join(folder, KEY, "leases", name)).decode()
+    lease.drop()
+    assert all(word in content for word in ('"host"', '"pid"', '"run": "runs/1"', '"expires"'))
+    assert leases(folder) == []

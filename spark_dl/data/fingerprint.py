@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from spark_dl import storage
 from spark_dl.config import Data
+from spark_dl.data import connect_plan
 from spark_dl.data.shards import FORMAT, VERSION
 
 if TYPE_CHECKING:
@@ -57,30 +58,49 @@ def fingerprint(df: DataFrame, data: Data) -> str:
 
     Raises NoKeyError for a plan that is not deterministic, or of which the rows do not follow from what can be seen.
     """
-    if not hasattr(df, "_jdf"):
-        raise NoKeyError("over Spark Connect the plan of a view or table cannot be seen")
+    content = {
+        **(_classic_plan(df) if hasattr(df, "_jdf") else _connect_plan(df)),
+        "schema": df.schema.jsonValue(),
+        "conf": {name: df.sparkSession.conf.get(name, None) for name in _CONF},
+        "data": {k: v for k, v in dataclasses.asdict(data).items() if k not in _NOT_IN_SHARDS},
+        "format": [FORMAT, VERSION],
+    }
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _classic_plan(df: DataFrame) -> dict[str, Any]:
     execution: Any = df._jdf.queryExecution()
     plan = execution.analyzed()
-    nodes = json.loads(plan.toJSON())
+    try:
+        nodes = json.loads(plan.toJSON())
+    except Exception as error:  # py4j's, of an operator that Spark cannot write as JSON
+        raise NoKeyError(f"Spark cannot show its plan: {error}") from error
     _check_nodes(nodes)
     if not plan.deterministic():
         raise NoKeyError("its plan is not deterministic (rand, uuid, shuffle ...)")
-    if "InMemoryRelation" in execution.withCachedData().toString():
-        raise NoKeyError("it is cached in Spark's memory, which may be older than its files")
+    _check_not_cached(execution.withCachedData().toString())
     relations = _relations(plan)
-    settings = {k: v for k, v in dataclasses.asdict(data).items() if k not in _NOT_IN_SHARDS}
-    content = {
+    return {
         "plan": _normalised(nodes),
         # What the JSON leaves out, such as the mode of a cast; the numbers of its columns differ between sessions.
         "text": re.sub(r"#\d+L?", "#", _text(df, plan)),
         "relations": relations,
         "files": _versions(df.inputFiles()) if relations else [],
-        "schema": df.schema.jsonValue(),
-        "conf": {name: df.sparkSession.conf.get(name, None) for name in _CONF},
-        "data": settings,
-        "format": [FORMAT, VERSION],
     }
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _connect_plan(df: DataFrame) -> dict[str, Any]:
+    try:
+        plan = connect_plan.plan_of(df)
+    except ValueError as error:
+        raise NoKeyError(str(error)) from error
+    _check_not_cached(df._explain_string(extended=True))  # type: ignore[operator]
+    return {"connect": plan, "files": _versions(df.inputFiles()) if connect_plan.reads_files(df) else []}
+
+
+def _check_not_cached(plan: str) -> None:
+    if "InMemoryRelation" in plan or "InMemoryTableScan" in plan:
+        raise NoKeyError("it is cached in Spark's memory, which may be older than its files")
 
 
 def _check_nodes(nodes: Any) -> None:

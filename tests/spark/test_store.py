@@ -208,7 +208,7 @@ def test_without_a_key_the_shards_are_written_to_the_run_and_the_log_says_why(sp
     df = spark.createDataFrame(rows, "features array<float>, label bigint")
     config = small_config(1, train={"epochs": 1}, data={"store": str(tmp_path / "store")})
     assert spark_dl.train(df, MLP, config, run_dir=str(tmp_path / "run")).rows == 60
-    reason = "over Spark Connect" if mode == "connect" else "its plan (holds|reads from) LogicalRDD"
+    reason = "its plan holds local_relation" if mode == "connect" else "its plan (holds|reads from) LogicalRDD"
     assert re.search(f"the store cannot be used for this DataFrame: {reason}", caplog.text)
     assert "_manifest.json" in os.listdir(tmp_path / "run" / "shards" / "train")
     assert not os.path.exists(tmp_path / "store")
@@ -250,3 +250,61 @@ def test_the_job_stores_and_cleans(spark, source, tmp_path):
     cleaned, _ = prepare("--clean", "--data.store_ttl_days", "0")
     assert (cleaned["deleted"], cleaned["kept"]) == (1, 0)
     assert cleaned["bytes"] > 1000
+
+
+@pytest.mark.modes("connect")
+def test_over_connect_files_read_by_path_have_keys(spark, source, tmp_path):
+    def read(**options):
+        return spark.read.options(**options).parquet(source)
+
+    read().createOrReplaceTempView("points")
+    left, right = read(), read()
+    plans = [
+        lambda: read(),
+        lambda: read(mergeSchema=True),
+        lambda: read().where("id > 3"),
+        lambda: read().where("id > 4 and label in (1, 2)"),
+        lambda: read().where(F.col("id").cast("string").isin("1,2")),
+        lambda: read().where(F.col("id").cast("string").isin("1", "2")),
+        lambda: read().groupBy("label").agg(F.sum("id").alias("id")).orderBy("label"),
+        lambda: left.join(right, left["id"] == right["id"]).select(left["label"]),
+        lambda: spark.range(10),
+    ]
+    keys = [key(plan()) for plan in plans]
+    spark.range(3).count()
+    assert keys == [key(plan()) for plan in plans]
+    assert len(set(keys)) == len(keys)
+    other_left, other_right = read(), read()
+    assert keys[7] == key(
+        other_left.join(other_right, other_left["id"] == other_right["id"]).select(other_left["label"])
+    )
+    for df, reason in [
+        (spark.table("points"), "a table or view"),
+        (spark.sql("SELECT * FROM points"), "sql"),
+        (read().withColumn("r", F.rand(3)), r"rand\(\)"),
+        (read().withColumn("r", F.expr("uuid()")), "uuid"),
+        (read().withColumn("r", F.expr("current_date")), "current_date"),
+        (read().withColumn("r", F.expr("my_function(id)")), "my_function"),
+        (read().where("id in (select id from points)"), "select"),
+        (read().withColumn("r", F.current_timestamp()), "current_timestamp"),
+        (read().withColumn("r", F.udf(lambda x: x + 1, "long")("id")), "common_inline_user_defined_function"),
+        (read().mapInArrow(lambda batches: batches, "id long"), "map_partitions"),
+        (read().sample(0.5, 1), "sample"),
+        (spark.createDataFrame([(1, 2)], "a int, b int"), "local_relation"),
+    ]:
+        with pytest.raises(NoKeyError, match=reason):
+            key(df)
+    cached = read().cache()
+    try:
+        with pytest.raises(NoKeyError, match="cached in Spark's memory"):
+            key(cached.where("id > 1"))
+    finally:
+        cached.unpersist()
+    store, df = str(tmp_path / "store"), read().drop("id")
+    for run in ("1", "2"):
+        config = small_config(1, train={"epochs": 1}, data={"store": store})
+        assert spark_dl.train(df, MLP, config, run_dir=str(tmp_path / run)).rows == 400
+    assert len(stored(store)) == 1
+    name = next(n for n in os.listdir(source) if n.endswith(".parquet"))
+    os.utime(os.path.join(source, name))
+    assert key(read()) != keys[0]

@@ -16,7 +16,7 @@ from tests.unit.test_checkpoint import group as group
 from tests.unit.test_checkpoint import save
 
 ROWS = 1000
-BOUND_S = 60
+BOUND_S = 90
 
 
 def write(url):

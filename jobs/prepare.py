@@ -21,10 +21,12 @@ def prepare(job: cli.Job) -> dict[str, Any]:
     if not job.args["output"]:
         raise ValueError("output: expected a folder, found nothing; pass --output")
     spark = job.session("spark_dl prepare")
-    written = {}
+    written: dict[str, Any] = {}
+    train: tuple[Any, ...] = ()  # the others are written like it: with its vocabularies and shapes
     for name, data in cli.read_datasets(spark, job.input).items():
         url = f"{job.args['output']}/{name}"
-        shards = spark_dl.write_shards(data, url, job.config.data, overwrite=job.args["overwrite"])
+        shards = spark_dl.write_shards(data, url, job.config.data, overwrite=job.args["overwrite"], like=train)
+        train = train or shards.columns
         cli.log.info(f"{name}: {shards.rows} rows in {len(shards.shards)} shards at {shards.url}")
         written[name] = {"url": shards.url, "rows": shards.rows, "shards": len(shards.shards)}
     return {"datasets": written, "seconds": time.perf_counter() - start}

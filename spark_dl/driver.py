@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from spark_dl import checkpoint, metrics, storage, worker
 from spark_dl.config import Config, Launch
 from spark_dl.data.foreign import open_parquet
 from spark_dl.data.loader import check_row_groups
+from spark_dl.data.schema import Column, check_like, check_settings
 from spark_dl.data.shards import MANIFEST, ShardSet, read_shards, write_shards
 from spark_dl.evaluate import build_metric, load_model
 from spark_dl.launch import payload, preflight
@@ -91,11 +92,13 @@ def train(
     run_dir = storage.absolute(run_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}")
     _check_before_start(spark, spec, config, has_validation=validation is not None)
     saved = _prepare_run_dir(run_dir, config, resume=resume, overwrite=overwrite)
+    train_shards = _shards(data, storage.join(run_dir, "shards", "train"), config, reuse=resume)
+    like = train_shards.select(config.data.columns)
     run = Run(
         spec=spec,
         config=config,
-        train=_shards(data, storage.join(run_dir, "shards", "train"), config, reuse=resume),
-        validation=_shards(validation, storage.join(run_dir, "shards", "validation"), config, reuse=resume)
+        train=train_shards,
+        validation=_shards(validation, storage.join(run_dir, "shards", "validation"), config, like, reuse=resume)
         if validation is not None
         else None,
         run_dir=run_dir,
@@ -130,7 +133,7 @@ def evaluate(
     run_dir = checkpoint.run_dir_of(saved)
     written = storage.join(run_dir, "shards", f"evaluate-{uuid.uuid4().hex[:8]}")
     try:
-        shards = _shards(data, written, config, reuse=False)
+        shards = _shards(data, written, config, saved.columns, reuse=False)
         run = Run(spec=spec, config=config, train=shards, run_dir=run_dir, checkpoint=saved.url)
         result: dict[str, Any] = run_barrier(spark, worker.main, run, task="evaluate", launch=config.launch)[0]
     finally:
@@ -196,13 +199,21 @@ def _prepare_run_dir(run_dir: str, config: Config, *, resume: bool, overwrite: b
     return saved if resume else None
 
 
-def _shards(data: DataFrame | str | ShardSet, url: str, config: Config, *, reuse: bool) -> ShardSet:
-    """The dataset to read: as given, or written from a DataFrame; a resumed run reads what it wrote before."""
+def _shards(
+    data: DataFrame | str | ShardSet, url: str, config: Config, like: Sequence[Column] = (), *, reuse: bool
+) -> ShardSet:
+    """The dataset to read: as given, or written from a DataFrame; a resumed run reads what it wrote before.
+
+    Its columns must be like those of another dataset, whose vocabularies it gets: that which is or was trained on.
+    """
     if isinstance(data, str):
         is_ours = storage.exists(storage.join(data, MANIFEST))
-        data = read_shards(data) if is_ours else open_parquet(data, config.data.columns)
+        data = read_shards(data) if is_ours else open_parquet(data, config.data.columns, data=config.data, like=like)
     elif not isinstance(data, ShardSet):
         is_written = reuse and storage.exists(storage.join(url, MANIFEST))
-        data = read_shards(url) if is_written else write_shards(data, url, config.data, overwrite=True)
-    check_row_groups(data, data.select(config.data.columns), config.data.memory_mib)
+        data = read_shards(url) if is_written else write_shards(data, url, config.data, overwrite=True, like=like)
+    columns = data.select(config.data.columns)
+    check_like(columns, like)
+    check_settings(columns, config.data.encode)
+    check_row_groups(data, columns, config.data.memory_mib)
     return data

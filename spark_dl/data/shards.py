@@ -12,7 +12,7 @@ import logging
 import posixpath
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +21,12 @@ import pyarrow as pa
 
 from spark_dl import storage
 from spark_dl.config import Data, suggestion
-from spark_dl.data import parquet, petastorm, schema
-from spark_dl.data.schema import Array, BadCellsError, Column, SourceColumn
+from spark_dl.data import parquet, petastorm, schema, source
+from spark_dl.data.policies import Changes, add_changes, clean_batch
+from spark_dl.data.ragged import Array, Ragged
+from spark_dl.data.schema import Column
+from spark_dl.data.source import BadCellsError, SourceColumn
+from spark_dl.data.vocabulary import expression, with_mean_sizes, with_vocabularies
 from spark_dl.data.writer import Shard, ShardWriter, layout
 
 if TYPE_CHECKING:
@@ -33,7 +37,7 @@ _log = logging.getLogger("spark_dl")
 MANIFEST = "_manifest.json"
 """Named with an underscore, so that Spark, Petastorm and pyarrow read the folder as plain Parquet and pass it by."""
 FORMAT = "spark_dl.shards"
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,8 @@ class ShardSet:
     url: str
     columns: tuple[Column, ...]
     shards: tuple[Shard, ...]
+    changes: Changes = field(default_factory=Changes)
+    """What was dropped and filled when it was written."""
 
     @cached_property
     def rows(self) -> int:
@@ -64,47 +70,69 @@ class ShardSet:
 
 
 def write_shards(
-    df: DataFrame, url: str, data: Data | None = None, *, columns: Sequence[str] | None = None, overwrite: bool = False
+    df: DataFrame,
+    url: str,
+    data: Data | None = None,
+    *,
+    columns: Sequence[str] | None = None,
+    overwrite: bool = False,
+    like: Sequence[Column] = (),
 ) -> ShardSet:
     """Writes a DataFrame as a dataset. Called on the driver; the tasks of the DataFrame's own partitions write.
 
-    `columns` are the columns to keep, by default the features and the label. The rows are read once. Where a partition
-    does not fill its last shard, a second, small job joins what is left over.
+    `columns` are the columns to keep, by default the features and the label. The rows are read once; a vocabulary that
+    is built reads its columns once more, and ragged columns a few rows for their length. Where a partition does not
+    fill its last shard, a second, small job joins what is left over. `like` are the columns of another dataset, such as
+    the one that a model was trained on, whose vocabularies are used and with which these must agree.
 
-    Raises ValueError for a missing column, a type that cannot become a tensor, an empty DataFrame, nulls, NaN, cells of
-    unequal shape, or a folder that holds a dataset already (unless `overwrite`); nothing is left at `url` then.
+    Raises ValueError for a missing column, a type that cannot become a tensor, an empty DataFrame, nulls, NaN (unless
+    `data.nulls` and `data.nonfinite` say otherwise), cells of unequal shape, or a folder that holds a dataset already
+    (unless `overwrite`); nothing is left at `url` then.
     """
     data = data or Data()
     url = storage.absolute(url)
-    source = schema.source_columns(df.schema, columns or data.columns)
+    sources = source.source_columns(df.schema, columns or data.columns, data.encode, data.fill)
     _prepare_folder(url, overwrite)
-    selected = df.select(*(f"`{c.name}`" for c in source))
+    known = {c.name: c.encoding.vocabulary for c in like if c.encoding.vocabulary is not None}
+    sources = with_vocabularies(df, sources, data.encode, known)
+    if not (data.rows_per_row_group and data.rows_per_shard):
+        sources = with_mean_sizes(df, sources)
+    selected = df.select(*(expression(c).alias(f"c{i}") for i, c in enumerate(sources)))  # a name may have dots
     token = uuid.uuid4().hex[:8]  # a task of an earlier, killed writer never writes a file of this one
     try:
-        parts = _run(selected, _partition_writer(url, source, data, token))
-        written = _agreed_columns(parts)
+        parts = _run(selected, _partition_writer(url, sources, data, token))
+        changes = add_changes(p.changes for p in parts)
+        written = _agreed_columns(sources, parts, changes)
+        schema.check_like(written, like)
         shards = _join_remainders(df.sparkSession, url, written, [s for p in parts for s in p.shards], data, token)
-        shard_set = _commit(ShardSet(url, written, tuple(shards)))
+        shard_set = _commit(ShardSet(url, _with_sizes(written, parts), tuple(shards), changes))
     except BaseException:
         _delete_files(url, keep=())
         raise
     _delete_files(url, keep=(MANIFEST, petastorm.COMMON_METADATA, *(s.name for s in shards)))
+    if changes.dropped_rows or changes.filled:
+        _log.warning("%s: %d rows dropped for nulls, NaN or Inf in %s; rows filled: %s",
+                     url, changes.dropped_rows, dict(changes.dropped), dict(changes.filled))  # fmt: skip
     return shard_set
 
 
-def write_arrays(columns: Mapping[str, Array], url: str, data: Data | None = None) -> ShardSet:
+def write_arrays(columns: Mapping[str, Array | Ragged], url: str, data: Data | None = None) -> ShardSet:
     """Writes arrays in memory as a dataset, without Spark. # each (rows, *cell); one axis makes a scalar column
 
     Raises ValueError for a folder that is in use.
     """
     url = storage.absolute(url)
-    written = tuple(
-        Column(name, str(a.dtype), a.shape[1:], "ndarray" if a.ndim > 1 else "scalar") for name, a in columns.items()
-    )
+    written = []
+    for name, array in columns.items():
+        values = array.own_values if isinstance(array, Ragged) else array
+        codec = "list" if isinstance(array, Ragged) else "ndarray" if values.ndim > 1 else "scalar"
+        mean = values.size / max(1, len(array)) if isinstance(array, Ragged) else None
+        shape = schema.cell_shape(codec, array)
+        written.append(Column(name, str(values.dtype), shape, codec, mean_size=mean))
     _prepare_folder(url, overwrite=False)
-    writer = ShardWriter(url, f"part-{uuid.uuid4().hex[:8]}", written, *layout(written, data or Data()))
+    writer = ShardWriter(url, f"part-{uuid.uuid4().hex[:8]}", tuple(written), *layout(written, data or Data()))
     writer.append(list(columns.values()))
-    return _commit(ShardSet(url, written, tuple(writer.close())))
+    return _commit(ShardSet(url, writer.columns, tuple(writer.close())))
 
 
 def read_shards(url: str) -> ShardSet:
@@ -134,7 +162,7 @@ def read_shards(url: str) -> ShardSet:
     for shard in shards:
         if shard.name != posixpath.basename(shard.name) or shard.name in ("", ".", "..") or "\0" in shard.name:
             raise ValueError(f"{path} names a file outside its folder: {shard.name!r}")
-    return ShardSet(url, columns, shards)
+    return ShardSet(url, columns, shards, Changes(**manifest.get("changes", {})))
 
 
 @dataclass(frozen=True)
@@ -142,8 +170,12 @@ class _Part:
     """What one task wrote."""
 
     partition: int
-    columns: tuple[Column, ...]
+    shapes: tuple[tuple[int | None, ...] | None, ...]
+    """Of the cells of each column; None where all rows of a ragged column are empty, so that it is not known."""
+    sizes: tuple[int, ...]
+    """Elements of each column."""
     shards: tuple[Shard, ...]
+    changes: Changes
 
 
 def _commit(shard_set: ShardSet) -> ShardSet:
@@ -157,8 +189,9 @@ def _commit(shard_set: ShardSet) -> ShardSet:
         "rows": shard_set.rows,
         "columns": [asdict(c) for c in shard_set.columns],
         "shards": [{"rows": s.rows, **asdict(s)} for s in shard_set.shards],
+        "changes": asdict(shard_set.changes),
     }
-    arrow = pa.schema([pa.field(c.name, schema.arrow_type(c), nullable=False) for c in shard_set.columns])
+    arrow = pa.schema([schema.arrow_field(c) for c in shard_set.columns])
     row_groups = {s.name: len(s.row_groups) for s in shard_set.shards}
     try:
         unischema = petastorm.unischema_of(shard_set.columns)
@@ -208,8 +241,9 @@ def _run(df: DataFrame, task: Any) -> list[_Part]:
         if "error" in plain:
             errors.append(plain)
             continue
-        columns = tuple(Column.from_plain(c) for c in plain["columns"])
-        parts.append(_Part(plain["partition"], columns, tuple(_shard(s) for s in plain["shards"])))
+        shapes = tuple(None if n is None else tuple(n) for n in plain["shapes"])
+        shards = tuple(_shard(s) for s in plain["shards"])
+        parts.append(_Part(plain["partition"], shapes, tuple(plain["sizes"]), shards, Changes(**plain["changes"])))
     if errors:
         first = min(errors, key=lambda e: e["partition"])
         more = f" (and in {len(errors) - 1} more partitions)" if len(errors) > 1 else ""
@@ -217,22 +251,39 @@ def _run(df: DataFrame, task: Any) -> list[_Part]:
     return sorted(parts, key=lambda p: p.partition)
 
 
-def _agreed_columns(parts: Sequence[_Part]) -> tuple[Column, ...]:
+def _agreed_columns(sources: Sequence[SourceColumn], parts: Sequence[_Part], changes: Changes) -> tuple[Column, ...]:
+    """The columns as all partitions wrote them."""
     filled = [p for p in parts if p.shards]
     if not filled:
-        raise ValueError("the DataFrame has no rows; training needs at least one")
-    first = filled[0]
-    for part in filled[1:]:
-        for a, b in zip(first.columns, part.columns, strict=True):
-            if a != b:
+        dropped = f": {changes.dropped_rows} were dropped for nulls, NaN or Inf" if changes.dropped_rows else ""
+        raise ValueError(f"the DataFrame has no rows{dropped}; training needs at least one")
+    columns = []
+    for i, column in enumerate(sources):
+        shapes = [(p.partition, shape) for p in filled if (shape := p.shapes[i]) is not None]
+        empty = (None, *[0] * (column.depth - 1))  # of a ragged column without any value
+        first, shape = shapes[0] if shapes else (0, empty)
+        for partition, other in shapes[1:]:
+            if other != shape:
+                hint = "" if column.ragged else f", or set data.encode.{column.name}: {{ragged: true}}"
                 raise ValueError(
-                    f"column {a.name!r}: cells have shape {a.shape} in partition {first.partition} and {b.shape} in "
-                    f"partition {part.partition}; all cells of a column need one shape"
+                    f"column {column.name!r}: cells have shape {shape} in partition {first} and {other} in partition "
+                    f"{partition}; all cells of a column need one shape{hint if column.kind == 'array' else ''}"
                 )
-    return first.columns
+        columns.append(schema.stored_column(column, shape))
+    return tuple(columns)
 
 
-def _partition_writer(url: str, source: tuple[SourceColumn, ...], data: Data, token: str) -> Any:
+def _with_sizes(columns: Sequence[Column], parts: Sequence[_Part]) -> tuple[Column, ...]:
+    """With the mean sizes of all cells in place of those of the first rows."""
+    rows = sum(s.rows for p in parts for s in p.shards)
+    means = [sum(p.sizes[i] for p in parts if p.sizes) / rows for i in range(len(columns))]
+    return tuple(
+        replace(c, mean_size=mean) if c.is_ragged or c.codec == "image" else c
+        for c, mean in zip(columns, means, strict=True)
+    )
+
+
+def _partition_writer(url: str, sources: tuple[SourceColumn, ...], data: Data, token: str) -> Any:
     """The task that writes one partition of the DataFrame."""
 
     def write_partition(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -243,45 +294,47 @@ def _partition_writer(url: str, source: tuple[SourceColumn, ...], data: Data, to
         partition, name = context.partitionId(), f"part-{token}-{context.partitionId():05d}-{context.taskAttemptId()}"
         writer: ShardWriter | None = None
         rows = 0
-        result: dict[str, Any] = {"partition": partition, "columns": [], "shards": []}
+        changes = Changes()
+        result: dict[str, Any] = {"partition": partition, "shapes": [], "sizes": [], "shards": []}
         try:
             for batch in batches:
                 if batch.num_rows == 0:
                     continue
-                arrays = [_checked(c, batch.column(i), data, partition, rows) for i, c in enumerate(source)]
+                arrays, changed = clean_batch(sources, batch.columns, data)
+                changes = add_changes([changes, changed])
+                if len(arrays[0]):
+                    writer = writer or _build_writer(url, name, sources, arrays, data)
+                    writer.append(arrays)
                 rows += batch.num_rows
-                if writer is None:
-                    columns = tuple(
-                        Column(c.name, c.dtype, a.shape[1:], "scalar" if c.kind == "scalar" else "ndarray")
-                        for c, a in zip(source, arrays, strict=True)
-                    )
-                    writer = ShardWriter(url, name, columns, *layout(columns, data))
-                writer.append(arrays)
             if writer is not None:
                 shards = writer.close()
-                result["columns"] = [asdict(c) for c in writer.columns]
+                known = [not c.is_ragged or i in writer.filled for i, c in enumerate(writer.columns)]
+                result["shapes"] = [c.shape if k else None for c, k in zip(writer.columns, known, strict=True)]
+                result["sizes"] = writer.sizes
                 result["shards"] = [asdict(s) for s in shards]
+            result["changes"] = asdict(changes)
         except ValueError as error:
             if writer is not None:
                 writer.abort()
             for _ in batches:  # the task's Python process is used again only if its input is consumed
                 pass
-            result = {"partition": partition, "error": str(error)}
+            where = (
+                f"; first in partition {partition}, row {rows + error.row}" if isinstance(error, BadCellsError) else ""
+            )
+            result = {"partition": partition, "error": f"{error}{where}"}
         yield pa.RecordBatch.from_pydict({"part": [json.dumps(result)]})
 
     return write_partition
 
 
-def _checked(column: SourceColumn, stored: pa.Array, data: Data, partition: int, first_row: int) -> Array:
-    try:
-        values = schema.cells(column, stored)
-        if values.dtype.kind == "f" and not data.allow_nonfinite and not np.isfinite(values).all():
-            bad = np.flatnonzero(~np.isfinite(values).reshape(len(values), -1).all(axis=1))
-            expected = "finite values; drop them in the DataFrame or set data.allow_nonfinite=true"
-            raise BadCellsError(column.name, int(bad[0]), f"NaN or Inf in {len(bad)} row(s)", expected)
-        return values
-    except BadCellsError as error:
-        raise ValueError(f"{error}; first in partition {partition}, row {first_row + error.row}") from None
+def _build_writer(
+    url: str, prefix: str, sources: Sequence[SourceColumn], arrays: Sequence[Array | Ragged], data: Data
+) -> ShardWriter:
+    columns = []
+    for column, cells in zip(sources, arrays, strict=True):
+        codec = schema.codec_of(column)
+        columns.append(schema.stored_column(column, schema.cell_shape(codec, cells)))
+    return ShardWriter(url, prefix, tuple(columns), *layout(columns, data))
 
 
 def _join_remainders(
@@ -312,14 +365,19 @@ def _join_remainders(
                     if start < stop:
                         for arrays in _read_rows(url, shard, columns, start, stop):
                             writer.append(arrays)
-                part = {"partition": number, "columns": [], "shards": [asdict(s) for s in writer.close()]}
+                part = {"partition": number, "shapes": [], "sizes": [], "changes": {}}
+                part["shards"] = [asdict(s) for s in writer.close()]
                 yield pa.RecordBatch.from_pydict({"part": [json.dumps(part)]})
 
     parts = _run(spark.range(0, num_files, 1, num_files), join_file)
     return full + [s for p in parts for s in p.shards]
 
 
-def _read_rows(url: str, shard: Shard, columns: tuple[Column, ...], start: int, stop: int) -> Iterator[list[Array]]:
+def _read_rows(
+    url: str, shard: Shard, columns: tuple[Column, ...], start: int, stop: int
+) -> Iterator[list[Array | Ragged]]:
+    """Rows as the writer takes them: of images the bytes of their files."""
+    columns = tuple(replace(c, codec="binary", shape=(None,)) if c.codec == "image" else c for c in columns)
     filesystem, path = storage.resolve(storage.join(url, shard.name))
     with filesystem.open_input_file(path) as file:
         opened = parquet.open_file(file)

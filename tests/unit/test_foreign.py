@@ -87,7 +87,7 @@ def test_what_cannot_be_read_is_an_error_that_names_it(tmp_path):
     fails(r"b.parquet \(104 bytes\) is not a Parquet file")
     pq.write_table(table(), tmp_path / "b.parquet")
     fails("no column 'idd' .* did you mean 'id'", "idd")
-    fails("column 'text' has Parquet type string", "text")
+    fails("column 'text' has type string; say with data.encode", "text")
     pq.write_table(table().set_column(0, "id", pa.array(np.arange(ROWS, dtype=np.int32))), tmp_path / "c.parquet")
     fails("column 'id' has type int64 in b.parquet and int32 in c.parquet")
     pq.write_table(table().drop_columns(["id"]), tmp_path / "c.parquet")
@@ -99,7 +99,7 @@ def test_what_cannot_be_read_is_an_error_that_names_it(tmp_path):
 @pytest.mark.parametrize(
     ("column", "values", "match"),
     [
-        ("x", pa.array([1, None, 3]), "column 'x': 1 null"),
+        ("x", pa.array([1, None, 3]), "column 'x': found 1 null.*first in row 1 of the row group"),
         ("x", pa.array([[1], [1, 2]]), "column 'x': found arrays of lengths"),
         ("x", pa.array([[1], None]), "column 'x': found 1 null"),
     ],

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from spark_dl.config import Data
 from spark_dl.data import images
@@ -129,11 +128,12 @@ def _nonfinite_rows(array: pa.Array) -> Mask | None:
     found = levels(array)
     if not pa.types.is_floating(found[-1].type):
         return None
-    is_finite = pc.is_finite(found[-1])
-    if pc.all(is_finite, min_count=0).as_py():  # nulls are skipped
+    values = found[-1].fill_null(0) if found[-1].null_count else found[-1]
+    is_finite = np.isfinite(values.to_numpy(zero_copy_only=False))
+    if is_finite.all():
         return None
     bad = np.zeros(len(array), dtype=bool)
-    bad[rows_of_level(found, len(found) - 1)[~is_finite.fill_null(True).to_numpy(zero_copy_only=False)]] = True
+    bad[rows_of_level(found, len(found) - 1)[~is_finite]] = True
     return bad
 
 

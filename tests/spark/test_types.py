@@ -9,14 +9,18 @@ from decimal import Decimal
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
 from pyspark.ml.linalg import Vectors
 from pyspark.sql import Row
 
-from spark_dl import Data, read_shards, write_shards
+import spark_dl
+from spark_dl import Data, ModelSpec, read_shards, write_shards
 from spark_dl.data import schema
+from spark_dl.data.images import read_image
 from spark_dl.data.policies import Changes
 from spark_dl.data.ragged import Ragged, concatenate
 from spark_dl.data.source import Encoding
+from tests.models import CityModel, small_config
 from tests.unit.test_images import pixels, png
 
 pytestmark = pytest.mark.modes("local", "connect")
@@ -203,3 +207,37 @@ def test_images_are_checked_stored_as_files_and_decoded(spark, tmp_path):
         ValueError, match=r"column 'photo': found the shape \(5, 4, 3\), expected \(4, 5, 3\) as in the"
     ):
         write(other, tmp_path, shards.columns, "f", encode=encode)
+
+
+def city_rows(spark, *cities):
+    rows = [
+        Row(city=city, user=Row(age=20 + i % 9), photo=bytearray(png((2, 3), i)), label=i % 3)
+        for i, city in enumerate(cities)
+    ]
+    return spark.createDataFrame(rows).repartition(2)
+
+
+@pytest.mark.modes("local")
+def test_evaluation_and_prediction_use_the_words_of_the_training_dataset(spark, tmp_path):
+    features = ("city", "user.age", "photo")
+    encode = {"city": {"as": "vocabulary"}, "photo": {"as": "image"}}
+    config = small_config(2, data={"features": features, "encode": encode}, train={"epochs": 1})
+    spec = ModelSpec(build=CityModel)
+    training = city_rows(spark, *["Ulm", "Bonn", "Bonn", "Köln", "Köln", "Köln"] * 10)
+    other = city_rows(spark, "Rom", "Köln", "Ulm", "Aue")
+    result = spark_dl.train(training, spec, config, validation=other, run_dir=str(tmp_path / "run"))
+    known = read_shards(str(tmp_path / "run" / "shards" / "validation")).columns[0].encoding
+    assert known.vocabulary == ("Köln", "Bonn", "Ulm")
+    assert spark_dl.evaluate(other, spec, result.checkpoint)["loss"] == pytest.approx(result.metrics["loss"])
+    model = result.load_model(spec)
+    for row in spark_dl.predict(other, spec, result.checkpoint).collect():
+        index = {"Köln": 1, "Ulm": 3}.get(row["city"], 0)
+        image = torch.from_numpy(read_image(bytes(row["photo"])).copy())
+        expected = model(torch.tensor([index]), torch.tensor([row["user"]["age"]]), image[None])[0]
+        assert row["prediction"] == pytest.approx(expected.tolist(), abs=1e-5)
+    changed = {**encode, "city": {"as": "hash", "buckets": 4}}
+    config = small_config(2, data={"features": features, "encode": changed})
+    with pytest.raises(ValueError, match="the model was trained on"):
+        spark_dl.predict(other, spec, result.checkpoint, config)
+    with pytest.raises(ValueError, match=r"column 'city': found the encoding .* as in the training dataset"):
+        spark_dl.evaluate(other, spec, result.checkpoint, config)

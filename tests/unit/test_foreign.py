@@ -233,7 +233,7 @@ def test_settings_that_do_not_fit_a_dataset_of_others(tmp_path, data, match):
 @pytest.mark.parametrize("is_plain", [True, False])
 def test_columns_of_one_shape_of_every_type_are_dealt_by_the_loader(tmp_path, is_plain):
     layout = {"compression": "none" if is_plain else "snappy", "use_dictionary": not is_plain}
-    pq.write_table(rich_table(), tmp_path / "a.parquet", row_group_size=4, store_decimal_as_integer=True, **layout)
+    pq.write_table(rich_table(), tmp_path / "a.parquet", row_group_size=4, **layout)
     names = ["day", "at", "price", "name", "photo", "vector", "user.age", "user.home.city"]
     shards = open_parquet(str(tmp_path), names, data=Data(encode={n: s for n, s in ENCODE.items() if n in names}))
     found, expected = columns_of(shards, *names), read_all(shards)

@@ -3,8 +3,9 @@
 __version__ = "0.1.0"
 
 from spark_dl.config import Checkpoint, Config, Data, Launch, Parallel, Train, load_config
+from spark_dl.data.local import RankRows
 from spark_dl.data.shards import ShardSet, read_shards, write_shards
-from spark_dl.driver import TrainResult, evaluate, launch, train
+from spark_dl.driver import TrainResult, evaluate, launch, run_on_dataframe, train
 from spark_dl.launch.barrier import RankError
 from spark_dl.launch.rendezvous import World
 from spark_dl.launch.session import build_session
@@ -19,6 +20,7 @@ __all__ = [
     "ModelSpec",
     "Parallel",
     "RankError",
+    "RankRows",
     "ShardSet",
     "Train",
     "TrainResult",
@@ -30,6 +32,7 @@ __all__ = [
     "load_config",
     "predict",
     "read_shards",
+    "run_on_dataframe",
     "train",
     "write_shards",
 ]

@@ -70,8 +70,11 @@ def save(
     columns: Sequence[Column],
     model: Mapping[str, Any],
     training: Mapping[str, Any],
+    rows: Mapping[str, Any] | None = None,
 ) -> str:
     """Writes a checkpoint; collective. Returns its URL once it is committed. Older ones go, save `checkpoint.keep`.
+
+    `rows` says which rows were trained on, where they are gone with the run.
 
     Raises RuntimeError on every rank if any rank could not write its part, and on a rank of an older attempt.
     """
@@ -97,6 +100,7 @@ def save(
             "files": {f["name"]: f for r in reports for f in r["files"]},
             "columns": [dataclasses.asdict(c) for c in columns],
             "config": config.to_dict(),
+            "rows": rows,
         }
         problems = [_commit(run_dir, url, manifest)]
         if not problems[0]:

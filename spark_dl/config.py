@@ -35,6 +35,7 @@ ENCODINGS: Mapping[str, frozenset[str]] = {
     "image": frozenset(),
 }
 """What a column can be stored as (`as` in `data.encode`), and the further settings of each."""
+Storage = Literal["shared", "local"]
 
 
 def _check(ok: bool, key: str, expected: str, found: Any) -> None:
@@ -127,6 +128,9 @@ class Data:
     """Batches that each rank has ready."""
     reader: Reader = "spark_dl"
     """What reads the shards; `petastorm` is the package of that name, to compare with, where it is installed."""
+    storage: Storage = "shared"
+    """Where the rows of a DataFrame lie as shards: `shared` in the run's folder, which all executors reach; `local` on
+    the disk of each rank's host, dealt round-robin, for the time of the run."""
 
     def __post_init__(self) -> None:
         is_list = isinstance(self.features, Sequence) and not isinstance(self.features, str)
@@ -156,6 +160,8 @@ class Data:
                 "data.validation_fraction: not with data.reader=petastorm, which reads whole row groups; pass the "
                 "validation rows as a dataset of their own"
             )
+        if self.reader == "petastorm" and self.storage == "local":
+            raise ValueError("data.storage: not local with data.reader=petastorm, which deals row groups by itself")
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -269,7 +275,7 @@ class Launch:
     device: Device = "auto"
     """`auto` uses the GPU that Spark gives the task, else the CPU."""
     start_timeout_s: float = 120.0
-    """Longest wait, in seconds, for all ranks to start and meet."""
+    """Longest wait, in seconds, for all ranks to start and meet, once a DataFrame that streams in is computed."""
     collective_timeout_s: float = 300.0
     """Longest wait, in seconds, of one collective operation."""
     threads: int = 0
@@ -322,6 +328,12 @@ class Config:
             raise ValueError(
                 f"data.num_streams: expected at least launch.num_ranks={ranks}, found {streams}: each rank reads whole "
                 f"streams; {ranks * -(-16 // ranks)} would do, with a train.global_batch_size that it divides"
+            )
+        if self.data.storage == "local" and streams % ranks:
+            raise ValueError(
+                f"data.num_streams: expected a multiple of launch.num_ranks={ranks} with data.storage='local', found "
+                f"{streams}: the ranks have equal rows, and equal streams to read them by; "
+                f"{-(-streams // ranks) * ranks} would do, with a train.global_batch_size that it divides"
             )
         least = batch // streams * (streams // ranks)
         if self.train.accumulation_steps > least:

@@ -18,7 +18,8 @@ import yaml
 from torch import nn
 
 from spark_dl import checkpoint, metrics, storage, worker
-from spark_dl.config import Config, Launch
+from spark_dl.config import Config, Data, Launch
+from spark_dl.data import local
 from spark_dl.data.foreign import open_parquet
 from spark_dl.data.loader import check_row_groups
 from spark_dl.data.schema import Column, check_like, check_settings
@@ -81,7 +82,7 @@ def train(
 
     `run_dir` gets the shards (of a DataFrame), checkpoints, settings and metrics; all executors must reach it. With
     `resume` training goes on from its last checkpoint, or starts where there is none; with `overwrite` what it holds is
-    deleted.
+    deleted. With `data.storage` "local" the rows go to the disks of the ranks' hosts instead, and no further.
 
     Raises ValueError for settings, a model or data that do not fit, before any rank starts where that can be seen;
     RuntimeError for a cluster that cannot run the job; RankError for a rank that fails.
@@ -91,9 +92,10 @@ def train(
     spark = _session(data)
     run_dir = storage.absolute(run_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}")
     _check_before_start(spark, spec, config, has_validation=validation is not None)
+    _check_storage(config, data, validation)
     saved = _prepare_run_dir(run_dir, config, resume=resume, overwrite=overwrite)
     train_shards = _shards(data, storage.join(run_dir, "shards", "train"), config, reuse=resume)
-    like = train_shards.select(config.data.columns)
+    like = train_shards.columns and train_shards.select(config.data.columns)  # with local storage not known yet
     run = Run(
         spec=spec,
         config=config,
@@ -105,12 +107,9 @@ def train(
         generation=checkpoint.start_generation(run_dir),
         checkpoint=saved.url if saved else None,
     )
-    _log.info("%d rows in %d shards at %s", run.train.rows, len(run.train.shards), run.train.url)
     _log.info("training on %d ranks%s", config.launch.num_ranks, f", from step {saved.step}" if saved else "")
     with ProgressBar("train", enabled=progress) as bar:
-        results = run_barrier(
-            spark, worker.main, run, launch=config.launch, on_event=bar.show, poll=metrics.follow(run_dir)
-        )
+        results = _run_ranks(data, run, task="train", on_event=bar.show, poll=metrics.follow(run_dir))
     result = results[0]
     return TrainResult(**{**result, "run_dir": run_dir, "seconds": time.perf_counter() - start})
 
@@ -130,12 +129,13 @@ def evaluate(
     config = config or checkpoint.config_of(saved)
     spark = _session(data)
     _check_before_start(spark, spec, config, has_validation=True)
+    _check_storage(config, data)
     run_dir = checkpoint.run_dir_of(saved)
     written = storage.join(run_dir, "shards", f"evaluate-{uuid.uuid4().hex[:8]}")
     try:
         shards = _shards(data, written, config, saved.columns, reuse=False)
         run = Run(spec=spec, config=config, train=shards, run_dir=run_dir, checkpoint=saved.url)
-        result: dict[str, Any] = run_barrier(spark, worker.main, run, task="evaluate", launch=config.launch)[0]
+        result: dict[str, Any] = _run_ranks(data, run, task="evaluate", like=saved.columns)[0]
     finally:
         storage.delete(written)
     return result
@@ -152,6 +152,56 @@ def launch(
     """
     settings = dataclasses.replace(settings or Launch(), num_ranks=num_ranks)
     return run_barrier(_session(None), worker.call, fn, args, kwargs, settings, launch=settings)
+
+
+def run_on_dataframe(
+    fn: Callable[..., Any],
+    df: DataFrame,
+    *,
+    num_ranks: int = 1,
+    settings: Launch | None = None,
+    data: Data | None = None,
+    **kwargs: Any,
+) -> list[Any]:
+    """Runs `fn(rows, **kwargs)` as `launch` does, with the rows of a DataFrame on the ranks' own disks. On the driver.
+
+    `rows` is a `RankRows`: `rows.batches(64, epoch=0)` gives the rank's batches, the same number of them on all ranks.
+    The rows stream into the ranks, which spill them to their hosts' disks in bounded memory: no storage that the
+    executors share is needed. `data` names the columns, by default all of the DataFrame, and how they are stored.
+    Raises as `launch` does, and ValueError for rows that cannot become tensors, and for a DataFrame without any.
+    """
+    settings = dataclasses.replace(settings or Launch(), num_ranks=num_ranks)
+    data = data or Data(features=tuple(df.columns), label=None)
+    dealt, columns = local.deal_rows(df, data, num_ranks)
+    return run_barrier(
+        df.sparkSession, worker.call_on_rows, fn, columns, data, kwargs, settings, launch=settings, source=dealt
+    )
+
+
+def _run_ranks(data: Any, run: Run, *, task: str, like: Sequence[Column] = (), **watch: Any) -> list[Any]:
+    """Runs a task on the ranks; with local storage the rows of the DataFrame `data` stream into them, `like` others."""
+    launch = run.config.launch
+    if run.config.data.storage == "shared":
+        _log.info("%d rows in %d shards at %s", run.train.rows, len(run.train.shards), run.train.url)
+        return run_barrier(_session(data), worker.main, run, task=task, launch=launch, **watch)
+    dealt, columns = local.deal_rows(data, run.config.data, launch.num_ranks, like)
+    return run_barrier(
+        _session(data), worker.main_on_rows, run, columns, task=task, launch=launch, source=dealt, **watch
+    )
+
+
+def _check_storage(config: Config, data: Any, validation: Any = None) -> None:
+    if config.data.storage == "shared":
+        return
+    if isinstance(data, (str, ShardSet)):
+        raise ValueError(
+            "data.storage: 'local' is for a DataFrame, found a dataset, which is read where it lies; set it to 'shared'"
+        )
+    if validation is not None and not isinstance(validation, (str, ShardSet)):
+        raise ValueError(
+            "data.storage: 'local' holds one DataFrame, found another one for validation; set "
+            "data.validation_fraction instead, pass a dataset that all executors reach, or set data.storage to 'shared'"
+        )
 
 
 def _session(data: Any) -> Any:
@@ -206,6 +256,8 @@ def _shards(
 
     Its columns must be like those of another dataset, whose vocabularies it gets: that which is or was trained on.
     """
+    if config.data.storage == "local" and not isinstance(data, (str, ShardSet)):
+        return ShardSet("", (), ())  # the ranks make it
     if isinstance(data, str):
         is_ours = storage.exists(storage.join(data, MANIFEST))
         data = read_shards(data) if is_ours else open_parquet(data, config.data.columns, data=config.data, like=like)

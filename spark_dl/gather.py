@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import zlib
 from typing import Any
 
 import torch
@@ -18,6 +19,25 @@ def gather_json(value: Any) -> list[Any]:
     """The values of all ranks, by rank. Collective."""
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     return [json.loads(part.numpy().tobytes()) for part in _gather_bytes(data)]
+
+
+def gather_by_store(store: dist.Store, rank: int, world_size: int, name: str, value: Any) -> list[Any]:
+    """The JSON values of all ranks, by rank, without a process group: rank 0 puts them together. Collective.
+
+    `name` is used once per store. Raises an error of torch.distributed if a rank does not come in the store's timeout.
+    """
+
+    def put(key: str, value: Any) -> None:
+        store.set(key, zlib.compress(json.dumps(value).encode()))  # type: ignore[arg-type] # bytes are taken too
+
+    def get(key: str) -> Any:
+        return json.loads(zlib.decompress(store.get(key)))
+
+    put(f"{name}/{rank}", value)
+    if rank == 0:
+        put(name, [get(f"{name}/{r}") for r in range(world_size)])
+    values: list[Any] = get(name)
+    return values
 
 
 def gather_tensors(tensor: Tensor, group: Any = None) -> list[Tensor]:

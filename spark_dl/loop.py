@@ -17,6 +17,7 @@ import torch.distributed as dist
 from spark_dl import checkpoint
 from spark_dl.data.build import BatchLoader, build_loader
 from spark_dl.data.loader import StepBatches
+from spark_dl.data.local import fingerprint
 from spark_dl.evaluate import evaluate_model
 from spark_dl.launch.rendezvous import World
 from spark_dl.metrics import MetricsLog, StepTimer
@@ -58,6 +59,7 @@ class _Training:
     def __init__(self, run: Run, world: World):
         self.spec, self.config, self.world = run.spec, run.config, world
         self.run_dir, self.generation = run.run_dir, run.generation
+        self.fingerprint = fingerprint(run.train)
         _seed(self.config.train.seed)  # the same weights on all ranks
         self.trainable: Trainable = strategy(self.config.parallel.strategy)(run.spec, world, self.config)
         _seed(self.config.train.seed + 1 + world.rank)  # other dropout on each
@@ -218,9 +220,7 @@ class _Training:
     def _train_loss(self) -> float | None:
         """Mean loss of the last epoch, or of what was done of it."""
         if self.progress.step:
-            return self.progress.loss_sum / min(
-                self.loader.plan.rows, self.progress.step * self.config.train.global_batch_size
-            )
+            return self.progress.loss_sum / self.loader.plan.rows_before(self.progress.step)
         return self.progress.history[-1]["train_loss"] if self.progress.history else None
 
     def _save(self) -> None:
@@ -234,6 +234,7 @@ class _Training:
             step=self.progress.global_step,
             config=self.config,
             columns=self.loader.columns,
+            rows=self.fingerprint and {**self.fingerprint, "step_of_epoch": self.progress.step},
             model={str(i): module.state_dict() for i, module in enumerate(self.trainable.modules)},
             training={
                 "optimizer": self.trainable.optimizer.state_dict(),

@@ -66,7 +66,7 @@ class Run:
     spec: ModelSpec
     config: Config
     train: ShardSet
-    """The rows to train on, or to evaluate."""
+    """The rows to train on, or to evaluate. Empty where they stream into the ranks (`data.storage` "local")."""
     run_dir: str
     validation: ShardSet | None = None
     generation: int = 0

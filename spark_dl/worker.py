@@ -5,13 +5,21 @@ The same entry runs in a barrier task, which `driver.py` starts, and under torch
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from spark_dl.config import Launch
+from spark_dl import checkpoint
+from spark_dl.config import Data, Launch
+from spark_dl.data import local
+from spark_dl.data.loader import check_row_groups
+from spark_dl.data.shards import ShardSet
+from spark_dl.data.source import SourceColumn
 from spark_dl.evaluate import evaluate
+from spark_dl.gather import gather_by_store
 from spark_dl.launch import rendezvous
-from spark_dl.launch.barrier import RankResult
+from spark_dl.launch.barrier import RankResult, TaskInput
 from spark_dl.loop import train
 from spark_dl.spec import Run
 
@@ -36,3 +44,47 @@ def call(
     """
     with rendezvous.join(launch, init_group=False, report=report) as world:
         return RankResult(world.rank, fn(*args, **kwargs))
+
+
+def main_on_rows(
+    run: Run, sources: tuple[SourceColumn, ...], rows: TaskInput, *, task: str = "train", report: Report | None = None
+) -> RankResult:
+    """`main` on the rows that stream into this task, which take the place of `run.train`. Collective."""
+    data = run.config.data
+    with (
+        local.spill(rows.batches, sources, data, part=rows.task, folder=rows.folder) as spilled,
+        rendezvous.join(run.config.launch, report=report) as world,
+    ):
+        try:
+            shards = _assemble(spilled, world)
+            check_row_groups(shards, shards.select(data.columns), data.memory_mib)
+            if task == "train" and run.checkpoint is not None:
+                local.check_same_rows(checkpoint.open_checkpoint(run.checkpoint).manifest.get("rows"), shards, data)
+        except ValueError as error:
+            return RankResult(world.rank, None, refused=str(error))
+        return RankResult(world.rank, LOOPS[task](dataclasses.replace(run, train=shards), world))
+
+
+def call_on_rows(
+    fn: Callable[..., Any],
+    sources: tuple[SourceColumn, ...],
+    data: Data,
+    kwargs: dict[str, Any],
+    launch: Launch,
+    rows: TaskInput,
+    report: Report | None = None,
+) -> RankResult:
+    """`call` with the rows that stream into this task as the first argument, a `RankRows`. Collective."""
+    with (
+        local.spill(rows.batches, sources, data, part=rows.task, folder=rows.folder) as spilled,
+        rendezvous.join(launch, init_group=False, report=report) as world,
+    ):
+        try:
+            shards = _assemble(spilled, world)
+        except ValueError as error:
+            return RankResult(world.rank, None, refused=str(error))
+        return RankResult(world.rank, fn(local.RankRows(shards, data), **kwargs))
+
+
+def _assemble(spilled: local.Spilled, world: rendezvous.World) -> ShardSet:
+    return local.assemble(spilled, functools.partial(gather_by_store, world.store, world.rank, world.world_size))

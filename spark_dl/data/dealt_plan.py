@@ -30,7 +30,7 @@ class DealtPlan:
     @cached_property
     def rows(self) -> int:
         """Rows that are used in an epoch, over all ranks."""
-        return sum(min(rows, self.steps * self.rank_batch(rank)) for rank, rows in enumerate(self.rank_rows))
+        return self.rows_before(self.steps)
 
     @property
     def left_out(self) -> int:
@@ -39,5 +39,8 @@ class DealtPlan:
 
     def batch_rows(self, step: int) -> int:
         """True rows of global batch `step`, over all ranks."""
-        batches = [(rows, self.rank_batch(rank)) for rank, rows in enumerate(self.rank_rows)]
-        return sum(min(batch, max(0, rows - step * batch)) for rows, batch in batches)
+        return self.rows_before(step + 1) - self.rows_before(step)
+
+    def rows_before(self, step: int) -> int:
+        """True rows of an epoch's global batches before `step`, over all ranks."""
+        return sum(min(rows, step * self.rank_batch(rank)) for rank, rows in enumerate(self.rank_rows))

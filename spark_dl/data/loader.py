@@ -77,8 +77,10 @@ class Loader:
             window_rows=max(1, min(data.shuffle_window_rows, self._budget // 4 // self._row_bytes)),
             shuffle=data.shuffle and shuffle,
             seed=train.seed,
+            parts=shards.part_groups,
         )
-        self._streams = streams_of_rank(data.num_streams, rank, world_size)
+        reader = rank if shards.spread is None else shards.spread.part
+        self._streams = streams_of_rank(data.num_streams, reader, world_size)
         self._micro_batches = micro_batches
         self._prefetch, self._threads = data.prefetch_batches, data.reader_threads
         self._spare: list[Arena] = []

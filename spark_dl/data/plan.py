@@ -8,7 +8,12 @@ For a (seed, epoch) there is one order of all rows, whatever the number of ranks
 4. global batch `t` is the next `global_batch_size / num_streams` rows of every stream.
 
 A rank reads whole streams, so it opens only its own row groups. Only the last global batch of an epoch can be short;
-its free places are filled with rows that count with weight 0. The idea of a sample order that is fixed by a canonical
+its free places are filled with rows that count with weight 0.
+
+Where the row groups lie in parts, each on the disk of one rank, steps 1 and 2 are taken part by part: a part's line of
+rows is cut into its share of the streams. Parts of unequal rows end at different steps; the steps are then those of the
+longest stream, and the streams that have ended are filled with weight 0. One part is the case above.
+ The idea of a sample order that is fixed by a canonical
 number of readers is Mosaic Streaming's (`num_canonical_nodes`); the exact row ranges are ours.
 
 NOTE: the permutations come from `numpy.random.Generator.permutation`. NumPy does not promise the same stream of random
@@ -24,6 +29,9 @@ import numpy as np
 import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
+
+FILLER = -1
+"""In place of a row group's number: the row that a dataset in parts holds ready for a part without rows."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +87,8 @@ class Plan:
 
     `group_rows` are the rows of each row group, in the order of the dataset. # (row groups,)
     `window_rows` is the size of the shuffle window over all streams together: each stream has its part of it, and at
-    least one segment.
+    least one segment. `parts` are the numbers of row groups that lie on the disk of each rank; by default all lie in
+    one place, which every rank can read.
     """
 
     group_rows: tuple[int, ...]
@@ -88,6 +97,7 @@ class Plan:
     window_rows: int = 65536
     shuffle: bool = True
     seed: int = 0
+    parts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.rows < 1:
@@ -102,10 +112,10 @@ class Plan:
     def rows(self) -> int:
         return sum(self.group_rows)
 
-    @property
+    @cached_property
     def steps(self) -> int:
         """Global batches of an epoch, the same for all ranks."""
-        return -(-self.rows // self.global_batch_size)
+        return -(-int(self._stream_rows.max()) // self.stream_batch)
 
     @property
     def stream_batch(self) -> int:
@@ -114,30 +124,64 @@ class Plan:
 
     def batch_rows(self, step: int) -> int:
         """True rows (those with weight 1) of global batch `step`, over all ranks."""
-        return min(self.global_batch_size, self.rows - step * self.global_batch_size)
+        return self.rows_before(step + 1) - self.rows_before(step)
+
+    def rows_before(self, step: int) -> int:
+        """True rows of an epoch's global batches before `step`, over all ranks."""
+        return int(np.minimum(self._stream_rows, step * self.stream_batch).sum())
+
+    @cached_property
+    def _stream_rows(self) -> Ints:
+        """Rows of each stream. # (streams,)"""
+        return np.diff(self._bounds)
+
+    @cached_property
+    def _bounds(self) -> Ints:
+        """Where each stream begins on the line of rows, and where the last one ends. # (streams + 1,)"""
+        bounds, first_row, groups = [0], 0, iter(self.group_rows)
+        for part, num_groups in enumerate(self._parts):
+            rows, streams = sum(itertools.islice(groups, num_groups)), len(self.streams_of_part(part))
+            bounds += [first_row + i * rows // streams for i in range(1, streams + 1)]
+            first_row += rows
+        return np.asarray(bounds, dtype=np.int64)
+
+    @property
+    def _parts(self) -> tuple[int, ...]:
+        return self.parts or (len(self.group_rows),)
+
+    def streams_of_part(self, part: int) -> range:
+        """The streams that the rows of a part make up."""
+        return streams_of_rank(self.num_streams, part, len(self._parts))
 
     def streams(self, epoch: int) -> list[Stream]:
         """The canonical streams of an epoch."""
         groups: Ints = np.arange(len(self.group_rows))
         if self.shuffle:
             groups = np.random.default_rng((self.seed, epoch)).permutation(groups)
-        bounds = np.arange(self.num_streams + 1) * self.rows // self.num_streams  # (streams + 1,)
+        part_of_group = np.repeat(np.arange(len(self._parts)), self._parts)  # (row groups,)
+        groups = groups[np.argsort(part_of_group[groups], kind="stable")]  # part by part, shuffled within each
         ends = np.cumsum(np.asarray(self.group_rows, dtype=np.int64)[groups])  # (row groups,)
         starts = ends - np.asarray(self.group_rows, dtype=np.int64)[groups]
-        first_group = int(groups[np.argmax(ends > 0)])
-        filler = Segment(first_group, 0, 1)
-        streams = []
-        for s in range(self.num_streams):
-            lo, hi = int(bounds[s]), int(bounds[s + 1])
-            segments = []
-            for g in range(int(np.searchsorted(ends, lo, side="right")), len(groups)):
-                if starts[g] >= hi:
-                    break
-                start, stop = max(lo, int(starts[g])), min(hi, int(ends[g]))
-                if stop > start:
-                    segments.append(Segment(int(groups[g]), start - int(starts[g]), stop - int(starts[g])))
-            streams.append(Stream(self._windows(segments, epoch, s), filler))
+        streams: list[Stream] = []
+        for part in range(len(self._parts)):
+            of_part = self.streams_of_part(part)
+            windows = [self._windows(self._segments(groups, starts, ends, s), epoch, s) for s in of_part]
+            group = next((w[0].segments[0].row_group for w in windows if w), FILLER)
+            filler = Segment(group, 0, 1)
+            streams += [Stream(w, filler) for w in windows]
         return streams
+
+    def _segments(self, groups: Ints, starts: Ints, ends: Ints, stream: int) -> list[Segment]:
+        """The rows of a stream. `groups` lie end to end, each from `starts` to `ends`. # each (row groups,)"""
+        lo, hi = int(self._bounds[stream]), int(self._bounds[stream + 1])
+        segments = []
+        for g in range(int(np.searchsorted(ends, lo, side="right")), len(groups)):
+            if starts[g] >= hi:
+                break
+            start, stop = max(lo, int(starts[g])), min(hi, int(ends[g]))
+            if stop > start:
+                segments.append(Segment(int(groups[g]), start - int(starts[g]), stop - int(starts[g])))
+        return segments
 
     def _windows(self, segments: Sequence[Segment], epoch: int, stream: int) -> tuple[Window, ...]:
         target = max(1, self.window_rows // self.num_streams)

@@ -11,7 +11,7 @@ import numpy as np
 
 from spark_dl import storage
 from spark_dl.data import foreign, pages, parquet, schema
-from spark_dl.data.plan import Segment, rows_held_out, split_rows
+from spark_dl.data.plan import FILLER, Segment, rows_held_out, split_rows
 from spark_dl.data.schema import Array, Column
 from spark_dl.data.shards import ShardSet
 
@@ -51,6 +51,9 @@ class Rows:
     def _row_group(self, segment: Segment) -> list[Array]:
         """All rows of the segment's row group that are of this part."""
         number = segment.row_group
+        if number == FILLER:
+            assert self._shards.spread is not None
+            return [self._shards.spread.filler[c.name][None] for c in self._columns]
         if segment.rows == self.group_rows[number]:
             return self._part_of(number)
         with (

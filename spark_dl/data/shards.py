@@ -7,6 +7,7 @@ not a dataset.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import posixpath
@@ -41,6 +42,18 @@ VERSION = 2
 
 
 @dataclass(frozen=True)
+class Spread:
+    """How a dataset lies on the disks of the ranks, as one of them sees it: it can read its own part only."""
+
+    part: int
+    """This rank's part: the number of its barrier task."""
+    part_shards: tuple[int, ...]
+    """Shards of each part, in the order of the dataset."""
+    filler: Mapping[str, Array]
+    """One row by column, each (*cell,), for places of batches that count with weight 0 on a rank without rows."""
+
+
+@dataclass(frozen=True)
 class ShardSet:
     """A committed dataset: what its manifest says."""
 
@@ -49,6 +62,8 @@ class ShardSet:
     shards: tuple[Shard, ...]
     changes: Changes = field(default_factory=Changes)
     """What was dropped and filled when it was written."""
+    spread: Spread | None = None
+    """None where all shards lie at `url`."""
 
     @cached_property
     def rows(self) -> int:
@@ -58,6 +73,14 @@ class ShardSet:
     def row_groups(self) -> tuple[tuple[int, int, int], ...]:
         """(shard, row group of the shard, rows) of every row group, in the order of the dataset."""
         return tuple((s, g, rows) for s, shard in enumerate(self.shards) for g, rows in enumerate(shard.row_groups))
+
+    @property
+    def part_groups(self) -> tuple[int, ...]:
+        """Row groups of each part; none where the dataset lies in one place."""
+        if self.spread is None:
+            return ()
+        groups = iter([len(s.row_groups) for s in self.shards])
+        return tuple(sum(itertools.islice(groups, n)) for n in self.spread.part_shards)
 
     def select(self, names: Sequence[str]) -> tuple[Column, ...]:
         """The columns of these names. Raises ValueError for one that is missing, naming the nearest."""
@@ -91,21 +114,17 @@ def write_shards(
     """
     data = data or Data()
     url = storage.absolute(url)
-    sources = source.source_columns(df.schema, columns or data.columns, data.encode, data.fill)
+    source.source_columns(df.schema, columns or data.columns, data.encode, data.fill)  # before the folder is touched
     _prepare_folder(url, overwrite)
-    known = {c.name: c.encoding.vocabulary for c in like if c.encoding.vocabulary is not None}
-    sources = with_vocabularies(df, sources, data.encode, known)
-    if not (data.rows_per_row_group and data.rows_per_shard):
-        sources = with_mean_sizes(df, sources)
-    selected = df.select(*(expression(c).alias(f"c{i}") for i, c in enumerate(sources)))  # a name may have dots
+    selected, sources = select_sources(df, columns or data.columns, data, like)
     token = uuid.uuid4().hex[:8]  # a task of an earlier, killed writer never writes a file of this one
     try:
         parts = _run(selected, _partition_writer(url, sources, data, token))
+        written = agreed_columns(sources, parts)
         changes = add_changes(p.changes for p in parts)
-        written = _agreed_columns(sources, parts, changes)
         schema.check_like(written, like)
         shards = _join_remainders(df.sparkSession, url, written, [s for p in parts for s in p.shards], data, token)
-        shard_set = _commit(ShardSet(url, _with_sizes(written, parts), tuple(shards), changes))
+        shard_set = _commit(ShardSet(url, with_sizes(written, parts), tuple(shards), changes))
     except BaseException:
         _delete_files(url, keep=())
         raise
@@ -114,6 +133,21 @@ def write_shards(
         _log.warning("%s: %d rows dropped for nulls, NaN or Inf in %s; rows filled: %s",
                      url, changes.dropped_rows, dict(changes.dropped), dict(changes.filled))  # fmt: skip
     return shard_set
+
+
+def select_sources(
+    df: DataFrame, names: Sequence[str], data: Data, like: Sequence[Column]
+) -> tuple[DataFrame, tuple[SourceColumn, ...]]:
+    """The asked columns of a DataFrame, named c0, c1 ..., and what is known of them before their rows are written.
+
+    Raises ValueError for a missing column, and for a type or settings that do not make a tensor.
+    """
+    sources = source.source_columns(df.schema, names, data.encode, data.fill)
+    known = {c.name: c.encoding.vocabulary for c in like if c.encoding.vocabulary is not None}
+    sources = with_vocabularies(df, sources, data.encode, known)
+    if not (data.rows_per_row_group and data.rows_per_shard):
+        sources = with_mean_sizes(df, sources)
+    return df.select(*(expression(c).alias(f"c{i}") for i, c in enumerate(sources))), sources  # a name may have dots
 
 
 def write_arrays(columns: Mapping[str, Array | Ragged], url: str, data: Data | None = None) -> ShardSet:
@@ -166,16 +200,24 @@ def read_shards(url: str) -> ShardSet:
 
 
 @dataclass(frozen=True)
-class _Part:
-    """What one task wrote."""
+class Part:
+    """What one task wrote, or why it could not."""
 
     partition: int
-    shapes: tuple[tuple[int | None, ...] | None, ...]
+    shapes: tuple[tuple[int | None, ...] | None, ...] = ()
     """Of the cells of each column; None where all rows of a ragged column are empty, so that it is not known."""
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...] = ()
     """Elements of each column."""
-    shards: tuple[Shard, ...]
-    changes: Changes
+    shards: tuple[Shard, ...] = ()
+    changes: Changes = field(default_factory=Changes)
+    error: str = ""
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Part:
+        """A part from the dict that `dataclasses.asdict` made of it, after a way through JSON."""
+        shapes = tuple(None if n is None else tuple(n) for n in plain["shapes"])
+        shards, changes = tuple(_shard(s) for s in plain["shards"]), Changes(**plain["changes"])
+        return cls(plain["partition"], shapes, tuple(plain["sizes"]), shards, changes, plain["error"])
 
 
 def _commit(shard_set: ShardSet) -> ShardSet:
@@ -233,28 +275,23 @@ def _delete_files(url: str, keep: Sequence[str]) -> None:
             storage.delete(storage.join(url, name))
 
 
-def _run(df: DataFrame, task: Any) -> list[_Part]:
-    """Runs a task over a DataFrame; its errors about the data come back as the ValueError that they are."""
-    parts, errors = [], []
-    for row in df.mapInArrow(task, "part string").collect():
-        plain = json.loads(row["part"])
-        if "error" in plain:
-            errors.append(plain)
-            continue
-        shapes = tuple(None if n is None else tuple(n) for n in plain["shapes"])
-        shards = tuple(_shard(s) for s in plain["shards"])
-        parts.append(_Part(plain["partition"], shapes, tuple(plain["sizes"]), shards, Changes(**plain["changes"])))
-    if errors:
-        first = min(errors, key=lambda e: e["partition"])
-        more = f" (and in {len(errors) - 1} more partitions)" if len(errors) > 1 else ""
-        raise ValueError(first["error"] + more)
+def _run(df: DataFrame, task: Any) -> list[Part]:
+    """Runs a task over a DataFrame."""
+    parts = [Part.from_plain(json.loads(row["part"])) for row in df.mapInArrow(task, "part string").collect()]
     return sorted(parts, key=lambda p: p.partition)
 
 
-def _agreed_columns(sources: Sequence[SourceColumn], parts: Sequence[_Part], changes: Changes) -> tuple[Column, ...]:
-    """The columns as all partitions wrote them."""
+def agreed_columns(sources: Sequence[SourceColumn], parts: Sequence[Part]) -> tuple[Column, ...]:
+    """The columns of a dataset that tasks wrote part by part, given in the order of their partitions.
+
+    Raises ValueError for an error in one of them, for parts that do not fit together, and where there are no rows.
+    """
+    if errors := [p.error for p in parts if p.error]:
+        more = f" (and in {len(errors) - 1} more partitions)" if len(errors) > 1 else ""
+        raise ValueError(errors[0] + more)
     filled = [p for p in parts if p.shards]
     if not filled:
+        changes = add_changes(p.changes for p in parts)
         dropped = f": {changes.dropped_rows} were dropped for nulls, NaN or Inf" if changes.dropped_rows else ""
         raise ValueError(f"the DataFrame has no rows{dropped}; training needs at least one")
     columns = []
@@ -273,7 +310,7 @@ def _agreed_columns(sources: Sequence[SourceColumn], parts: Sequence[_Part], cha
     return tuple(columns)
 
 
-def _with_sizes(columns: Sequence[Column], parts: Sequence[_Part]) -> tuple[Column, ...]:
+def with_sizes(columns: Sequence[Column], parts: Sequence[Part]) -> tuple[Column, ...]:
     """With the mean sizes of all cells in place of those of the first rows."""
     rows = sum(s.rows for p in parts for s in p.shards)
     means = [sum(p.sizes[i] for p in parts if p.sizes) / rows for i in range(len(columns))]
@@ -281,6 +318,43 @@ def _with_sizes(columns: Sequence[Column], parts: Sequence[_Part]) -> tuple[Colu
         replace(c, mean_size=mean) if c.is_ragged or c.codec == "image" else c
         for c, mean in zip(columns, means, strict=True)
     )
+
+
+def write_part(
+    batches: Iterator[pa.RecordBatch],
+    url: str,
+    name: str,
+    sources: tuple[SourceColumn, ...],
+    data: Data,
+    partition: int,
+) -> Part:
+    """Writes a task's rows as shards whose names begin with `name`. Its input is consumed to the end."""
+    writer: ShardWriter | None = None
+    rows = 0
+    changes = Changes()
+    try:
+        for batch in batches:
+            if batch.num_rows == 0:
+                continue
+            arrays, changed = clean_batch(sources, batch.columns, data)
+            changes = add_changes([changes, changed])
+            if len(arrays[0]):
+                writer = writer or _build_writer(url, name, sources, arrays, data)
+                writer.append(arrays)
+            rows += batch.num_rows
+        if writer is None:
+            return Part(partition, changes=changes)
+        shards = tuple(writer.close())
+        known = [not c.is_ragged or i in writer.filled for i, c in enumerate(writer.columns)]
+        shapes = tuple(c.shape if k else None for c, k in zip(writer.columns, known, strict=True))
+        return Part(partition, shapes, tuple(writer.sizes), shards, changes)
+    except ValueError as error:
+        if writer is not None:
+            writer.abort()
+        for _ in batches:  # the task's Python process is used again only if its input is consumed
+            pass
+        at = f"; first in partition {partition}, row {rows + error.row}" if isinstance(error, BadCellsError) else ""
+        return Part(partition, error=f"{error}{at}")
 
 
 def _partition_writer(url: str, sources: tuple[SourceColumn, ...], data: Data, token: str) -> Any:
@@ -292,37 +366,8 @@ def _partition_writer(url: str, sources: tuple[SourceColumn, ...], data: Data, t
         context = TaskContext.get()
         assert context is not None
         partition, name = context.partitionId(), f"part-{token}-{context.partitionId():05d}-{context.taskAttemptId()}"
-        writer: ShardWriter | None = None
-        rows = 0
-        changes = Changes()
-        result: dict[str, Any] = {"partition": partition, "shapes": [], "sizes": [], "shards": []}
-        try:
-            for batch in batches:
-                if batch.num_rows == 0:
-                    continue
-                arrays, changed = clean_batch(sources, batch.columns, data)
-                changes = add_changes([changes, changed])
-                if len(arrays[0]):
-                    writer = writer or _build_writer(url, name, sources, arrays, data)
-                    writer.append(arrays)
-                rows += batch.num_rows
-            if writer is not None:
-                shards = writer.close()
-                known = [not c.is_ragged or i in writer.filled for i, c in enumerate(writer.columns)]
-                result["shapes"] = [c.shape if k else None for c, k in zip(writer.columns, known, strict=True)]
-                result["sizes"] = writer.sizes
-                result["shards"] = [asdict(s) for s in shards]
-            result["changes"] = asdict(changes)
-        except ValueError as error:
-            if writer is not None:
-                writer.abort()
-            for _ in batches:  # the task's Python process is used again only if its input is consumed
-                pass
-            where = (
-                f"; first in partition {partition}, row {rows + error.row}" if isinstance(error, BadCellsError) else ""
-            )
-            result = {"partition": partition, "error": f"{error}{where}"}
-        yield pa.RecordBatch.from_pydict({"part": [json.dumps(result)]})
+        part = write_part(batches, url, name, sources, data, partition)
+        yield pa.RecordBatch.from_pydict({"part": [json.dumps(asdict(part))]})
 
     return write_partition
 
@@ -363,20 +408,19 @@ def _join_remainders(
                     start = max(0, number * shard_rows - int(starts[i]))
                     stop = min(shard.rows, (number + 1) * shard_rows - int(starts[i]))
                     if start < stop:
-                        for arrays in _read_rows(url, shard, columns, start, stop):
+                        for arrays in read_rows(url, shard, columns, start, stop):
                             writer.append(arrays)
-                part = {"partition": number, "shapes": [], "sizes": [], "changes": {}}
-                part["shards"] = [asdict(s) for s in writer.close()]
-                yield pa.RecordBatch.from_pydict({"part": [json.dumps(part)]})
+                part = Part(number, shards=tuple(writer.close()))
+                yield pa.RecordBatch.from_pydict({"part": [json.dumps(asdict(part))]})
 
     parts = _run(spark.range(0, num_files, 1, num_files), join_file)
     return full + [s for p in parts for s in p.shards]
 
 
-def _read_rows(
+def read_rows(
     url: str, shard: Shard, columns: tuple[Column, ...], start: int, stop: int
 ) -> Iterator[list[Array | Ragged]]:
-    """Rows as the writer takes them: of images the bytes of their files."""
+    """Rows [start; stop - 1] of a shard, row group by row group, as the writer takes them: of images their bytes."""
     columns = tuple(replace(c, codec="binary", shape=(None,)) if c.codec == "image" else c for c in columns)
     filesystem, path = storage.resolve(storage.join(url, shard.name))
     with filesystem.open_input_file(path) as file:

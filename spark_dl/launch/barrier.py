@@ -1,7 +1,8 @@
 """One barrier job: the same function on every rank, all at once, with all results or one error.
 
 `spark.range(0, n, 1, n).mapInArrow(task, ..., barrier=True)` is the whole launch: it works in classic Spark and over
-Spark Connect, and each task's own Python process is the rank.
+Spark Connect, and each task's own Python process is the rank. Instead of the range another DataFrame can be given,
+whose rows then stream into the ranks.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import logging
 import os
 import queue
 import re
+import tempfile
 import threading
 import time
 import traceback
@@ -43,6 +45,19 @@ class RankResult:
 
     rank: int
     result: Any
+    refused: str = ""
+    """What is wrong with the input, where the ranks have agreed on it and none went on; `run_barrier` raises it."""
+
+
+@dataclass(frozen=True)
+class TaskInput:
+    """What a task of a job with a source gets. Its batches are to be consumed to the end."""
+
+    batches: Iterator[pa.RecordBatch]
+    task: int
+    """Number of the task: the partition of the source."""
+    folder: str
+    """A folder of Spark's on a disk of this host; Spark deletes it when the executor ends."""
 
 
 class RankError(RuntimeError):
@@ -70,24 +85,30 @@ def run_barrier(
     launch: Launch,
     on_event: Callable[[Event], None] | None = None,
     poll: Callable[[], list[dict[str, Any]]] | None = None,
+    source: Any = None,
     **kwargs: Any,
 ) -> list[Any]:
     """Runs `fn(*args, report=..., **kwargs)` on `launch.num_ranks` ranks. Called on the driver; returns by rank.
 
+    With `source`, a DataFrame of as many partitions as ranks, the tasks get its rows: `fn(..., rows=TaskInput)`.
+
     `on_event` gets what ranks report, in the driver's thread, while they run. Over Spark Connect, where ranks cannot
     reach the driver, it gets what `poll` returns.
-    Raises ValueError for a call that cannot be sent, RuntimeError for a cluster that cannot run it or does not start it
-    within `launch.start_timeout_s`, RankError for a rank that fails. In every case the job has ended then.
+    Raises ValueError for a call that cannot be sent and for input that the ranks refuse, RuntimeError for a cluster
+    that cannot run it or does not start it within `launch.start_timeout_s`, RankError for a rank that fails. In every
+    case the job has ended then.
     """
     preflight.check(spark, launch)
+    if source is not None:
+        preflight.check_disks(spark)
     packed = payload.pack_call(fn, args, kwargs)
     listener = None if preflight.is_connect(spark) else _listen(spark)
     events: queue.Queue[Any] = listener.events if listener else queue.Queue()
     try:
-        task = _rank_task(packed, listener.address if listener else None)
-        ranks = spark.range(0, launch.num_ranks, 1, launch.num_ranks)
-        df = ranks.mapInArrow(task, "rank int, result binary", barrier=True)
-        job = _Job(spark, df, launch.num_ranks, events)
+        task = _rank_task(packed, listener.address if listener else None, launch.num_ranks, source is not None)
+        tasks = spark.range(0, launch.num_ranks, 1, launch.num_ranks) if source is None else source
+        df = tasks.mapInArrow(task, "rank int, result binary, refused string", barrier=True)
+        job = _Job(spark, df, launch.num_ranks, events, computes_first=source is not None)
         try:
             _watch(job, events, launch, on_event, None if listener else poll or (list))
         except BaseException:
@@ -97,6 +118,10 @@ def run_barrier(
         if listener:
             listener.close()
     rows = sorted(job.rows, key=lambda row: row["rank"])
+    if not rows:  # Spark runs no task at all for what it knows to be empty
+        raise ValueError("the DataFrame has no rows; at least one is needed")
+    if refused := [row["refused"] for row in rows if row["refused"]]:
+        raise ValueError(refused[0])
     return [payload.unpack_result(bytes(row["result"])) for row in rows]
 
 
@@ -110,8 +135,10 @@ def _listen(spark: Any) -> Listener:
 class _Job:
     """A Spark job in a thread of its own, so that the driver can watch it and cancel it."""
 
-    def __init__(self, spark: Any, df: Any, num_ranks: int, events: queue.Queue[Any]):
+    def __init__(self, spark: Any, df: Any, num_ranks: int, events: queue.Queue[Any], *, computes_first: bool):
         self._num_ranks = num_ranks
+        self.computes_first = computes_first
+        """Whether the job has stages before that of the ranks, which may take any time."""
         self.rows: list[Any] = []
         self.error: BaseException | None = None
         self._spark, self._df, self._events = spark, df, events
@@ -142,6 +169,8 @@ class _Job:
         def on_progress(stages: Any, inflight_tasks: int, operation_id: Any, done: bool) -> None:
             if any(stage.num_tasks == self._num_ranks for stage in stages):
                 self._events.put({"kind": "tasks", "running": inflight_tasks})
+            if self.computes_first and inflight_tasks:
+                self._events.put({"kind": "computing"})
 
         self._spark.registerProgressHandler(on_progress)
         try:
@@ -158,16 +187,17 @@ class _Job:
             self._spark.sparkContext.setJobGroup(self._name, "spark_dl ranks", interruptOnCancel=True)
 
     def has_tasks(self) -> bool:
-        """Whether Spark has started tasks of the job: of a barrier stage all, if any. False over Spark Connect.
+        """Whether tasks of the job run, or those of its last stage have run. False over Spark Connect.
 
-        Spark's answer may be as old as a heartbeat of the executors (10 s).
+        Of a barrier stage all run, if any. Spark's answer may be as old as a heartbeat of the executors (10 s).
         """
         if preflight.is_connect(self._spark):
             return False
         tracker = self._spark.sparkContext.statusTracker()
         jobs = [tracker.getJobInfo(i) for i in tracker.getJobIdsForGroup(self._name)]
-        stages = [tracker.getStageInfo(i) for job in jobs if job for i in job.stageIds]
-        return any(stage.numActiveTasks + stage.numCompletedTasks for stage in stages if stage)
+        ids = sorted({i for job in jobs if job for i in job.stageIds})
+        stages = [stage for i in ids if (stage := tracker.getStageInfo(i))]
+        return any(stage.numActiveTasks for stage in stages) or bool(stages and stages[-1].numCompletedTasks)
 
     def cancel(self) -> None:
         """Ends the job and waits until Spark has ended it; without effect on a job that is over."""
@@ -211,6 +241,8 @@ def _watch(
                 running = len(known)
             elif kind == "tasks":
                 running = max(running, event["running"])
+            elif kind == "computing":
+                deadline = time.monotonic() + launch.start_timeout_s
             if on_event:
                 on_event(event)
         if decide_at is not None and time.monotonic() >= decide_at:
@@ -220,6 +252,9 @@ def _watch(
                 on_event(event)
         if running < launch.num_ranks and time.monotonic() > deadline:
             if job.has_tasks():
+                if job.computes_first:  # the DataFrame is still being computed, or the ranks cannot reach the driver
+                    deadline = time.monotonic() + launch.start_timeout_s
+                    continue
                 running = launch.num_ranks
                 _log.warning("the ranks run, but cannot reach the driver to report progress; is its port closed?")
                 continue
@@ -299,13 +334,16 @@ def _failure_in(text: str) -> dict[str, Any] | None:
     return failure
 
 
-def _rank_task(packed: bytes, address: Address | None) -> Callable[[Iterator[Any]], Iterator[Any]]:
+def _rank_task(
+    packed: bytes, address: Address | None, num_ranks: int, has_source: bool
+) -> Callable[[Iterator[Any]], Iterator[Any]]:
     """The task of one rank."""
 
     def run_rank(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        # Spark uses a Python worker again, with torch already imported, only if its input was consumed.
-        for _ in batches:
-            pass
+        if not has_source:
+            # Spark uses a Python worker again, with torch already imported, only if its input was consumed.
+            for _ in batches:
+                pass
         from pyspark import BarrierTaskContext
 
         context = BarrierTaskContext.get()
@@ -322,6 +360,12 @@ def _rank_task(packed: bytes, address: Address | None) -> Callable[[Iterator[Any
         report({"kind": "started"})
         try:
             fn, args, kwargs = payload.unpack_call(packed)
+            if (found := len(context.getTaskInfos())) != num_ranks:
+                raise RuntimeError(
+                    f"Spark started {found} tasks for {num_ranks} ranks; the DataFrame was not dealt to them"
+                )
+            if has_source:
+                kwargs["rows"] = TaskInput(batches, task, _local_folder(task))
             done = fn(*args, report=report, **kwargs)
             result = payload.pack_result(done.result)
         except BaseException as error:
@@ -339,10 +383,20 @@ def _rank_task(packed: bytes, address: Address | None) -> Callable[[Iterator[Any
         sender.send({"kind": "done"})
         sender.close()
         yield pa.RecordBatch.from_pydict(
-            {"rank": pa.array([done.rank], pa.int32()), "result": pa.array([result], pa.binary())}
+            {
+                "rank": pa.array([done.rank], pa.int32()),
+                "result": pa.array([result], pa.binary()),
+                "refused": pa.array([done.refused], pa.string()),
+            }
         )
 
     return run_rank
+
+
+def _local_folder(task: int) -> str:
+    """A folder of Spark's on a disk of this host: the tasks take turns, where there are several disks."""
+    folders = [f for f in os.environ.get("SPARK_LOCAL_DIRS", "").split(",") if f and os.path.isdir(f)]
+    return folders[task % len(folders)] if folders else tempfile.gettempdir()
 
 
 def _describe(error: BaseException, me: Mapping[str, Any]) -> dict[str, Any]:

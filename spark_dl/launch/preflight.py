@@ -36,6 +36,16 @@ def check(spark: Any, launch: Launch) -> None:
     check_slots(spark, launch.num_ranks)
 
 
+def check_disks(spark: Any) -> None:
+    """Raises ValueError where rows may not lie on the disks of executors as they are."""
+    if _conf(spark, "spark.io.encryption.enabled") == "true":
+        raise ValueError(
+            "spark.io.encryption.enabled is true, and rows on the ranks' own disks (data.storage='local', "
+            "run_on_dataframe) are not encrypted; set data.storage to 'shared', or the former to false where the "
+            "executors' disks are encrypted by themselves"
+        )
+
+
 def check_slots(spark: Any, num_ranks: int) -> None:
     """Raises RuntimeError if the cluster has fewer task slots than ranks."""
     end = time.monotonic() + _EXECUTORS_WAIT_S

@@ -82,6 +82,7 @@ INVALID = [
     (Parallel, "parallel.find_unused_parameters", [0, 1, "true", None]),
     (Parallel, "parallel.static_graph", [0, 1, "true", None]),
     (Launch, "launch.num_ranks", [0, -1, 2.0, "2", True, None]),
+    (Data, "data.storage", ["disk", "", 1, None]),
     (Launch, "launch.device", ["gpu", "cuda:0", None]),
     (Launch, "launch.start_timeout_s", [0, -1, NAN, INF, None]),
     (Launch, "launch.collective_timeout_s", [0, -1, NAN, INF, None]),
@@ -168,6 +169,18 @@ def test_there_must_be_a_stream_for_every_rank(ranks, proposed):
         Config(launch=Launch(num_ranks=ranks))
     settings = {"data": Data(num_streams=proposed), "train": Train(global_batch_size=2 * proposed)}
     Config(launch=Launch(num_ranks=ranks), **settings)
+
+
+@pytest.mark.parametrize(("ranks", "proposed"), [(3, 18), (5, 20), (7, 21)])
+def test_with_local_storage_the_ranks_have_equal_streams(ranks, proposed):
+    message = (
+        rf"^data\.num_streams: expected a multiple of launch\.num_ranks={ranks} .*, found 16: .*; {proposed} would"
+    )
+    with pytest.raises(ValueError, match=message):
+        Config(data=Data(storage="local"), launch=Launch(num_ranks=ranks))
+    Config(launch=Launch(num_ranks=ranks))
+    data = Data(storage="local", num_streams=proposed)
+    Config(data=data, train=Train(global_batch_size=2 * proposed), launch=Launch(num_ranks=ranks))
 
 
 @pytest.mark.parametrize(("batch", "streams", "ranks", "most"), [

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from spark_dl.data.plan import Plan, rows_held_out, split_rows, streams_of_rank, windows_from
+from spark_dl.data.plan import FILLER, Plan, rows_held_out, split_rows, streams_of_rank, windows_from
 
 STREAMS = [1, 2, 3, 8, 16]
 WINDOWS = [1, 7, 40, 1_000_000]
@@ -182,6 +182,57 @@ def test_the_filler_is_a_row_that_exists(groups):
         filler = stream.filler
         assert filler.rows == 1
         assert filler.stop <= groups[filler.row_group]
+
+
+def grid_of_parts():
+    """Plans whose row groups lie in parts: of equal and very unequal rows, some without any."""
+    for world_size, streams in [(1, 4), (2, 2), (2, 6), (3, 6), (4, 24)]:
+        for seed in range(6):
+            rng = np.random.default_rng((seed, world_size))
+            rows = rng.integers(1, 200, world_size) * rng.integers(0, 2, world_size) if seed else [97] * world_size
+            rows[seed % world_size] += 1
+            groups = [cut(int(n), seed) if n else () for n in rows]
+            sizes = tuple(itertools.chain(*groups))
+            yield Plan(sizes, 2 * streams, streams, window_rows=48, parts=tuple(map(len, groups))), rows
+
+
+def test_with_parts_every_row_comes_once_and_ranks_read_their_own_part_only():
+    for plan, rows in grid_of_parts():
+        firsts = np.cumsum([0, *rows])
+        for epoch in (0, 3):
+            streams = plan.streams(epoch)
+            for part in range(len(rows)):
+                own = [rows_of(plan, streams[s]) for s in plan.streams_of_part(part)]
+                np.testing.assert_array_equal(np.sort(np.concatenate(own)), np.arange(firsts[part], firsts[part + 1]))
+                lengths = [len(r) for r in own]
+                assert max(lengths) - min(lengths) <= 1
+
+
+def test_with_parts_the_steps_are_those_of_the_longest_and_batch_rows_says_how_full():
+    for plan, rows in grid_of_parts():
+        found = [len(b) for b in global_batches(plan, 0, len(rows))]
+        assert found == [plan.batch_rows(t) for t in range(plan.steps)]
+        assert found[-1] > 0
+        assert sum(found) == plan.rows == plan.rows_before(plan.steps) == sum(rows)
+        assert [plan.rows_before(t) for t in range(plan.steps)] == [sum(found[:t]) for t in range(plan.steps)]
+        share = plan.global_batch_size // len(rows)
+        assert plan.steps == -(-max(rows) // share)
+
+
+def test_with_parts_a_filler_is_a_row_of_the_part_where_it_has_one():
+    for plan, rows in grid_of_parts():
+        groups = np.split(np.arange(len(plan.group_rows)), np.cumsum(plan.parts)[:-1])
+        for part in range(len(rows)):
+            for stream in plan.streams(1)[slice(plan.streams_of_part(part).start, plan.streams_of_part(part).stop)]:
+                assert (stream.filler.row_group == FILLER) == (rows[part] == 0)
+                if rows[part]:
+                    assert stream.filler.row_group in groups[part]
+                    assert plan.group_rows[stream.filler.row_group] >= stream.filler.stop == 1
+
+
+def test_one_part_is_the_plan_without_parts():
+    plain, one = Plan(cut(500), 24, 8), Plan(cut(500), 24, 8, parts=(len(cut(500)),))
+    assert plain.streams(3) == one.streams(3)
 
 
 @pytest.mark.parametrize("groups", [(), (0,), (0, 0)])

@@ -30,15 +30,17 @@ def prepare(job: cli.Job) -> dict[str, Any]:
     if not job.args["output"] and not data.store:
         raise ValueError("output: expected a folder, found nothing; pass --output or --data.store")
     spark = job.session("spark_dl prepare")
-    written = {}
+    written: dict[str, Any] = {}
+    train: tuple[Any, ...] = ()  # the others are written like it: with its vocabularies and shapes
     for name, df in cli.read_datasets(spark, job.input).items():
         if job.args["output"]:
             url = cli.join(job.args["output"], name)
-            shards = spark_dl.write_shards(df, url, data, overwrite=job.args["overwrite"])
+            shards = spark_dl.write_shards(df, url, data, overwrite=job.args["overwrite"], like=train)
         else:
-            shards, lease = spark_dl.store_shards(df, data, run="jobs/prepare.py")
+            shards, lease = spark_dl.store_shards(df, data, run="jobs/prepare.py", like=train)
             if lease is not None:
                 lease.release()
+        train = train or shards.columns
         cli.log.info(f"{name}: {shards.rows} rows in {len(shards.shards)} shards at {shards.url}")
         written[name] = {"url": shards.url, "rows": shards.rows, "shards": len(shards.shards)}
     return {"datasets": written, "seconds": time.perf_counter() - start}

@@ -20,6 +20,21 @@ Interval = Literal["step", "epoch"]
 Mode = Literal["min", "max"]
 Device = Literal["auto", "cpu", "cuda"]
 Reader = Literal["spark_dl", "petastorm"]
+Nulls = Literal["error", "drop", "fill"]
+Nonfinite = Literal["error", "drop", "fill", "allow"]
+
+ENCODINGS: Mapping[str, frozenset[str]] = {
+    "number": frozenset(),
+    "timestamp": frozenset({"unit"}),
+    "duration": frozenset({"unit"}),
+    "decimal": frozenset(),
+    "float": frozenset(),
+    "vocabulary": frozenset({"min_count", "max_size", "values", "unknown"}),
+    "hash": frozenset({"buckets"}),
+    "bytes": frozenset(),
+    "image": frozenset(),
+}
+"""What a column can be stored as (`as` in `data.encode`), and the further settings of each."""
 Storage = Literal["shared", "local"]
 
 
@@ -51,6 +66,29 @@ def _check_bool(section: Any, *names: str) -> None:
         _check(isinstance(value, bool), f"{type(section).__name__.lower()}.{name}", "true or false", value)
 
 
+def _check_encoding(key: str, settings: Any) -> None:
+    """One entry of `data.encode`. Whether it fits the column's type is checked when the type is known."""
+    _check(isinstance(settings, Mapping), key, "a mapping such as {as: hash, buckets: 1000}", settings)
+    chosen = settings.get("as")
+    _check(chosen is None or chosen in list(ENCODINGS), f"{key}.as", f"one of {list(ENCODINGS)}", chosen)
+    known = ["as", "ragged", *(ENCODINGS[chosen] if chosen else ())]
+    for name in settings:
+        near = suggestion(str(name), known)
+        _check(name in known, f"{key}.{name}", f"settings of as: {chosen}{near}", settings[name])
+    _check(isinstance(settings.get("ragged", False), bool), f"{key}.ragged", "true or false", settings.get("ragged"))
+    units = ["D", "s", "ms", "us", "ns"]
+    _check(settings.get("unit", "us") in units, f"{key}.unit", f"one of {units}", settings.get("unit"))
+    unknown = settings.get("unknown", "zero")
+    _check(unknown in ("zero", "error"), f"{key}.unknown", "zero or error", unknown)
+    _check(chosen != "hash" or "buckets" in settings, f"{key}.buckets", "the number of buckets", None)
+    for name in ("buckets", "min_count", "max_size"):
+        value = settings.get(name, 1)
+        _check(type(value) is int and 1 <= value < 2**63, f"{key}.{name}", "a whole number >= 1", value)
+    words = settings.get("values", ["word"])
+    is_list = isinstance(words, Sequence) and not isinstance(words, str) and all(isinstance(w, str) for w in words)
+    _check(is_list and 0 < len(words) == len({*words}), f"{key}.values", "a list of different words", words)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Data:
     """Which columns are read, how they are stored as shards, and in which order they are dealt."""
@@ -65,8 +103,16 @@ class Data:
     """Rows of each row group of the shards; 0 chooses about 4 MiB."""
     rows_per_shard: int = 0
     """Rows of each file, rounded up to whole row groups; 0 chooses about 64 MiB."""
-    allow_nonfinite: bool = False
-    """Whether NaN and Inf may be stored; else they are an error that names the column and row."""
+    encode: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """How columns become numbers, where there is a choice: `{city: {as: vocabulary, min_count: 2}, name: {as: hash,
+    buckets: 1000}, text: {as: bytes}, photo: {as: image}, price: {as: float}, when: {as: timestamp, unit: ms}, clicks:
+    {ragged: true}}`."""
+    nulls: Nulls = "error"
+    """What becomes of rows with a null, also inside an array: an error, or they are dropped, or filled from `fill`."""
+    nonfinite: Nonfinite = "error"
+    """What becomes of rows with NaN or Inf: as for nulls, or they are stored as they are (`allow`)."""
+    fill: dict[str, Any] = field(default_factory=dict)
+    """Values by column that stand for nulls, NaN and Inf where they are filled: `{age: 0, city: unknown}`."""
     num_streams: int = 16
     """Canonical streams of the plan: at least the number of ranks, best a multiple of it; divides the global batch."""
     shuffle: bool = True
@@ -108,8 +154,15 @@ class Data:
             _check_number(self, name, 0, whole=True)
         for name in ("num_streams", "shuffle_window_rows", "memory_mib", "reader_threads", "prefetch_batches"):
             _check_number(self, name, 1, whole=True)
-        _check_bool(self, "allow_nonfinite", "shuffle")
+        _check_bool(self, "shuffle")
         _check_choices(self)
+        _check(isinstance(self.encode, Mapping), "data.encode", "a mapping of columns to settings", self.encode)
+        for name, settings in self.encode.items():
+            _check_encoding(f"data.encode.{name}", settings)
+        _check(isinstance(self.fill, Mapping), "data.fill", "a mapping of columns to values", self.fill)
+        for name, value in self.fill.items():
+            fits = isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value))
+            _check(fits, f"data.fill.{name}", "a finite number, true, false or a text", value)
         if self.reader == "petastorm" and self.validation_fraction:
             raise ValueError(
                 "data.validation_fraction: not with data.reader=petastorm, which reads whole row groups; pass the "

@@ -12,7 +12,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from spark_dl.config import Config, Data, Launch
 from spark_dl.data import local
 from spark_dl.data.foreign import open_parquet
 from spark_dl.data.loader import check_row_groups
+from spark_dl.data.schema import Column, check_like, check_settings
 from spark_dl.data.shards import MANIFEST, ShardSet, read_shards
 from spark_dl.data.store import reopen, store_shards
 from spark_dl.evaluate import build_metric, load_model
@@ -97,16 +98,17 @@ def train(
     _check_storage(config, data, validation)
     saved = _prepare_run_dir(run_dir, config, resume=resume, overwrite=overwrite)
     with contextlib.ExitStack() as until_done:
-        shards = {
-            name: _shards(rows, storage.join(run_dir, "shards", name), config, until_done, reuse=resume)
-            for name, rows in (("train", data), ("validation", validation))
-            if rows is not None
-        }
+
+        def shards_of(rows: Any, name: str, like: Sequence[Column] = ()) -> ShardSet:
+            return _shards(rows, storage.join(run_dir, "shards", name), config, until_done, like, reuse=resume)
+
+        train_shards = shards_of(data, "train")
+        like = train_shards.columns and train_shards.select(config.data.columns)  # with local storage not known yet
         run = Run(
             spec=spec,
             config=config,
-            train=shards["train"],
-            validation=shards.get("validation"),
+            train=train_shards,
+            validation=shards_of(validation, "validation", like) if validation is not None else None,
             run_dir=run_dir,
             generation=checkpoint.start_generation(run_dir),
             checkpoint=saved.url if saved else None,
@@ -138,9 +140,9 @@ def evaluate(
     written = storage.join(run_dir, "shards", f"evaluate-{uuid.uuid4().hex[:8]}")
     with contextlib.ExitStack() as until_done:
         until_done.callback(storage.delete, written)
-        shards = _shards(data, written, config, until_done, reuse=False)
+        shards = _shards(data, written, config, until_done, saved.columns, reuse=False)
         run = Run(spec=spec, config=config, train=shards, run_dir=run_dir, checkpoint=saved.url)
-        result: dict[str, Any] = _run_ranks(data, run, task="evaluate")[0]
+        result: dict[str, Any] = _run_ranks(data, run, task="evaluate", like=saved.columns)[0]
     return result
 
 
@@ -175,19 +177,19 @@ def run_on_dataframe(
     """
     settings = dataclasses.replace(settings or Launch(), num_ranks=num_ranks)
     data = data or Data(features=tuple(df.columns), label=None)
-    dealt, columns = local.deal_rows(df, data.columns, num_ranks)
+    dealt, columns = local.deal_rows(df, data, num_ranks)
     return run_barrier(
         df.sparkSession, worker.call_on_rows, fn, columns, data, kwargs, settings, launch=settings, source=dealt
     )
 
 
-def _run_ranks(data: Any, run: Run, *, task: str, **watch: Any) -> list[Any]:
-    """Runs a task on the ranks; with local storage the rows of the DataFrame `data` stream into them."""
+def _run_ranks(data: Any, run: Run, *, task: str, like: Sequence[Column] = (), **watch: Any) -> list[Any]:
+    """Runs a task on the ranks; with local storage the rows of the DataFrame `data` stream into them, `like` others."""
     launch = run.config.launch
     if run.config.data.storage == "shared":
         _log.info("%d rows in %d shards at %s", run.train.rows, len(run.train.shards), run.train.url)
         return run_barrier(_session(data), worker.main, run, task=task, launch=launch, **watch)
-    dealt, columns = local.deal_rows(data, run.config.data.columns, launch.num_ranks)
+    dealt, columns = local.deal_rows(data, run.config.data, launch.num_ranks, like)
     return run_barrier(
         _session(data), worker.main_on_rows, run, columns, task=task, launch=launch, source=dealt, **watch
     )
@@ -257,25 +259,35 @@ _STORED = "part-stored.json"
 
 
 def _shards(
-    data: DataFrame | str | ShardSet, url: str, config: Config, until_done: contextlib.ExitStack, *, reuse: bool
+    data: DataFrame | str | ShardSet,
+    url: str,
+    config: Config,
+    until_done: contextlib.ExitStack,
+    like: Sequence[Column] = (),
+    *,
+    reuse: bool,
 ) -> ShardSet:
     """The dataset to read: as given, or written from a DataFrame; a resumed run reads what it wrote before.
 
+    Its columns must be like those of another dataset, whose vocabularies it gets: that which is or was trained on.
     What is read from the store is kept there until the stack is closed.
     """
     if config.data.storage == "local" and not isinstance(data, (str, ShardSet)):
         return ShardSet("", (), ())  # the ranks make it
     if isinstance(data, str):
         is_ours = storage.exists(storage.join(data, MANIFEST))
-        data = read_shards(data) if is_ours else open_parquet(data, config.data.columns)
+        data = read_shards(data) if is_ours else open_parquet(data, config.data.columns, data=config.data, like=like)
     elif not isinstance(data, ShardSet):
-        data = _shards_of_rows(data, url, config, until_done, reuse=reuse)
-    check_row_groups(data, data.select(config.data.columns), config.data.memory_mib)
+        data = _shards_of_rows(data, url, config, until_done, like, reuse=reuse)
+    columns = data.select(config.data.columns)
+    check_like(columns, like)
+    check_settings(columns, config.data.encode)
+    check_row_groups(data, columns, config.data.memory_mib)
     return data
 
 
 def _shards_of_rows(
-    df: DataFrame, url: str, config: Config, until_done: contextlib.ExitStack, *, reuse: bool
+    df: DataFrame, url: str, config: Config, until_done: contextlib.ExitStack, like: Sequence[Column], *, reuse: bool
 ) -> ShardSet:
     pointer = storage.join(url, _STORED)
     if reuse and storage.exists(storage.join(url, MANIFEST)):
@@ -283,7 +295,7 @@ def _shards_of_rows(
     if reuse and storage.exists(pointer):
         shards, lease = reopen(json.loads(storage.read_bytes(pointer))["url"], run=url)
     else:
-        shards, found = store_shards(df, config.data, url, run=url)
+        shards, found = store_shards(df, config.data, url, run=url, like=like)
         if found is None:
             return shards
         lease = found

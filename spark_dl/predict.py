@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 
 from spark_dl import checkpoint
 from spark_dl.config import Config
-from spark_dl.data import schema
-from spark_dl.data.schema import Column, SourceColumn
+from spark_dl.data import cells, schema, source
+from spark_dl.data.ragged import Array, Ragged
+from spark_dl.data.schema import Column
+from spark_dl.data.source import SourceColumn
 from spark_dl.evaluate import load_model
 from spark_dl.launch import gpus, payload
 from spark_dl.spec import ModelSpec
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
+    from pyspark.sql.types import StructType
 
 _ROWS_AT_ONCE = 1024
 
@@ -33,8 +38,10 @@ def predict(df: DataFrame, spec: ModelSpec, checkpoint_url: str, config: Config 
     saved = checkpoint.find(checkpoint_url)
     config = config or checkpoint.config_of(saved)
     trained = {c.name: c for c in saved.columns}
-    source = schema.source_columns(df.schema, config.data.features)
     columns = [trained[name] for name in config.data.features]
+    if ragged := [c.name for c in columns if c.is_ragged]:
+        raise ValueError(f"column {ragged[0]!r} is ragged; predictions are made from columns of one shape")
+    sources = _trained_sources(df.schema, columns, config)
     added = _added_fields(spec, saved, columns, config)
     if taken := [name for name in added if name in df.columns]:
         raise ValueError(f"the DataFrame has a column {taken[0]!r} already, which spec.predict would add")
@@ -43,7 +50,7 @@ def predict(df: DataFrame, spec: ModelSpec, checkpoint_url: str, config: Config 
     out = StructType(list(df.schema.fields))
     for name, data_type in added.items():
         out = out.add(name, data_type)
-    packed = payload.pack_call(_predict_batches, (spec, saved.url, source, columns, config), {})
+    packed = payload.pack_call(_predict_batches, (spec, saved.url, sources, columns, config), {})
 
     def run_predict(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         fn, args, kwargs = payload.unpack_call(packed)
@@ -57,7 +64,7 @@ def _added_fields(spec: ModelSpec, saved: checkpoint.Saved, columns: list[Column
     from pyspark.sql.pandas.types import from_arrow_type
 
     model = load_model(spec, saved.url)
-    zeros = {c.name: torch.zeros((2, *c.shape), dtype=getattr(torch, c.dtype)) for c in columns}
+    zeros = {c.name: torch.zeros((2, *c.inner), dtype=getattr(torch, c.dtype)) for c in columns}
     outputs = _outputs(spec, model, zeros, config)
     return {name: from_arrow_type(_to_arrow(value).type) for name, value in outputs.items()}
 
@@ -66,7 +73,7 @@ def _predict_batches(
     batches: Iterator[pa.RecordBatch],
     spec: ModelSpec,
     url: str,
-    source: tuple[SourceColumn, ...],
+    sources: tuple[SourceColumn, ...],
     columns: list[Column],
     config: Config,
 ) -> Iterator[pa.RecordBatch]:
@@ -80,18 +87,40 @@ def _predict_batches(
         for start in range(0, big.num_rows, _ROWS_AT_ONCE):
             batch = big.slice(start, _ROWS_AT_ONCE)
             tensors = {}
-            for found, column in zip(source, columns, strict=True):
-                values = schema.cells(found, batch.column(batch.schema.get_field_index(found.name)))
-                if values.shape[1:] != column.shape:
-                    raise ValueError(
-                        f"column {column.name!r}: found cells of shape {values.shape[1:]}, the model was trained on "
-                        f"{column.shape}"
-                    )
-                values = np.ascontiguousarray(values, dtype=column.dtype)
-                tensors[column.name] = torch.from_numpy(values.copy()).to(device)
+            for found, column in zip(sources, columns, strict=True):
+                tensors[column.name] = torch.from_numpy(_feature(found, column, batch)).to(device)
             added = {name: _to_arrow(value) for name, value in _outputs(spec, model, tensors, config).items()}
             arrays = [*batch.columns, *added.values()]
             yield pa.RecordBatch.from_arrays(arrays, names=[*batch.schema.names, *added])
+
+
+def _trained_sources(fields: StructType, columns: list[Column], config: Config) -> tuple[SourceColumn, ...]:
+    """The features in the DataFrame, with the vocabularies of the training dataset."""
+    names = [c.name for c in columns]
+    encode = {name: settings for name, settings in config.data.encode.items() if name in names}
+    fill = {name: value for name, value in config.data.fill.items() if name in names and config.data.nulls == "fill"}
+    sources = source.source_columns(fields, names, encode, fill)
+    for found, column in zip(sources, columns, strict=True):
+        expected = replace(column.encoding, vocabulary=found.encoding.vocabulary)
+        if found.encoding != expected:
+            raise ValueError(
+                f"column {column.name!r}: found the encoding {found.encoding}, the model was trained on {expected}"
+            )
+    return tuple(replace(s, encoding=c.encoding) for s, c in zip(sources, columns, strict=True))
+
+
+def _feature(found: SourceColumn, column: Column, batch: pa.RecordBatch) -> Array:
+    """The column as the model was trained on it. # (rows, *cell)"""
+    stored = batch.column(batch.schema.get_field_index(found.path[0]))
+    values = cells.read_cells(found, pc.struct_field(stored, list(found.path[1:])) if found.path[1:] else stored)
+    if isinstance(values, Ragged):  # the files of images
+        values = schema.decode(column, schema.encode(column, values))
+    assert not isinstance(values, Ragged)
+    if values.shape[1:] != column.shape:
+        raise ValueError(
+            f"column {column.name!r}: found cells of shape {values.shape[1:]}, the model was trained on {column.shape}"
+        )
+    return np.array(values, dtype=column.dtype, order="C")
 
 
 def _outputs(spec: ModelSpec, model: Any, batch: dict[str, torch.Tensor], config: Config) -> dict[str, torch.Tensor]:

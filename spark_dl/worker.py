@@ -14,8 +14,8 @@ from spark_dl import checkpoint
 from spark_dl.config import Data, Launch
 from spark_dl.data import local
 from spark_dl.data.loader import check_row_groups
-from spark_dl.data.schema import SourceColumn
 from spark_dl.data.shards import ShardSet
+from spark_dl.data.source import SourceColumn
 from spark_dl.evaluate import evaluate
 from spark_dl.gather import gather_by_store
 from spark_dl.launch import rendezvous
@@ -47,12 +47,12 @@ def call(
 
 
 def main_on_rows(
-    run: Run, source: tuple[SourceColumn, ...], rows: TaskInput, *, task: str = "train", report: Report | None = None
+    run: Run, sources: tuple[SourceColumn, ...], rows: TaskInput, *, task: str = "train", report: Report | None = None
 ) -> RankResult:
     """`main` on the rows that stream into this task, which take the place of `run.train`. Collective."""
     data = run.config.data
     with (
-        local.spill(rows.batches, source, data, part=rows.task, folder=rows.folder) as spilled,
+        local.spill(rows.batches, sources, data, part=rows.task, folder=rows.folder) as spilled,
         rendezvous.join(run.config.launch, report=report) as world,
     ):
         try:
@@ -67,7 +67,7 @@ def main_on_rows(
 
 def call_on_rows(
     fn: Callable[..., Any],
-    source: tuple[SourceColumn, ...],
+    sources: tuple[SourceColumn, ...],
     data: Data,
     kwargs: dict[str, Any],
     launch: Launch,
@@ -76,7 +76,7 @@ def call_on_rows(
 ) -> RankResult:
     """`call` with the rows that stream into this task as the first argument, a `RankRows`. Collective."""
     with (
-        local.spill(rows.batches, source, data, part=rows.task, folder=rows.folder) as spilled,
+        local.spill(rows.batches, sources, data, part=rows.task, folder=rows.folder) as spilled,
         rendezvous.join(launch, init_group=False, report=report) as world,
     ):
         try:

@@ -41,3 +41,16 @@ DROPOUT_MLP = ModelSpec(build=build_dropout_mlp)
 def same_bits(a, b):
     """Whether two state dicts are equal to the last bit."""
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+class CityModel(nn.Module):
+    """Columns of several types: a word's index [rows], a number in a struct [rows], a photo [rows, 2, 3]."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(4, 3)
+        self.linear = nn.Linear(3 + 1 + 6, 3)
+
+    def forward(self, city, age, photo):
+        columns = [self.embedding(city), age.float()[:, None] / 100, photo.flatten(1).float() / 255]
+        return self.linear(torch.cat(columns, 1))

@@ -20,7 +20,7 @@ class Arena:
     def __init__(self, columns: Sequence[Column], *, num_slots: int, slot_rows: int, num_tails: int, tail_rows: int):
         self.num_slots, self.slot_rows, self.tail_rows = num_slots, slot_rows, tail_rows
         rows = num_slots * slot_rows + num_tails * tail_rows
-        self._arrays = [np.empty((rows, *c.shape), dtype=c.dtype) for c in columns]
+        self._arrays = [np.empty((rows, *c.inner), dtype=c.dtype) for c in columns]
 
     def slot(self, number: int) -> list[Array]:
         """The memory of a slot, one array per column. # (slot_rows, *cell)"""

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from spark_dl.data.schema import Array
+from spark_dl.data.images import read_image
+from spark_dl.data.ragged import Array
 from spark_dl.data.unischema import TIMES, Field
 
 _MAX_CELL_BYTES = 1 << 31
@@ -245,28 +246,4 @@ def _read_npz(field: Field, cell: memoryview) -> Array:
 
 
 def _read_image(field: Field, cell: memoryview) -> Array:
-    """An image as RGB or gray levels: [height, width, 3] or [height, width]. OpenCV's BGR order is not in the file."""
-    from PIL import Image
-
-    with Image.open(io.BytesIO(cell), formats=("PNG", "JPEG")) as image:
-        for expected, found in zip(field.shape, (image.height, image.width), strict=False):
-            if expected not in (None, found):
-                raise ValueError(f"an image of {image.height} x {image.width} pixels for the shape {field.shape}")
-        is_deep_rgb = image.format == "PNG" and image.mode == "RGB" and bytes(cell[24:25]) == b"\x10"
-        if not is_deep_rgb:
-            return _pixels(image)
-        high = _pixels(image, "RGB;16B")
-    with Image.open(io.BytesIO(cell), formats=("PNG",)) as image:
-        # Pillow keeps one byte of each 16-bit sample, by the byte order that it is told: ask for one, then the other
-        low = _pixels(image, "RGB;16L")
-    deep: Array = (high.astype(np.uint16) << 8) | low
-    return deep
-
-
-def _pixels(image: Any, raw_mode: str | None = None) -> Array:
-    if raw_mode is not None:
-        image.tile = [(decoder, box, offset, raw_mode) for decoder, box, offset, _ in image.tile]
-    if image.mode not in ("L", "RGB", "I", "I;16", "I;16B"):
-        raise ValueError(f"an image of mode {image.mode}; expected gray levels or RGB")
-    pixels = np.asarray(image)
-    return pixels.astype(np.uint16) if image.mode.startswith("I") else pixels
+    return read_image(cell, field.shape)

@@ -12,13 +12,14 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from spark_dl import storage
 from spark_dl.config import Data
 from spark_dl.data import connect_plan
+from spark_dl.data.schema import Column
 from spark_dl.data.shards import FORMAT, VERSION
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ _CONF = (
 """Settings of the session that change what a plan yields."""
 _NOT_IN_SHARDS = (
     "validation_fraction", "num_streams", "shuffle", "shuffle_window_rows", "memory_mib", "reader_threads",
-    "prefetch_batches", "reader", "cache_dir", "cache_mib", "store", "store_ttl_days",
+    "prefetch_batches", "reader", "storage", "cache_dir", "cache_mib", "store", "store_ttl_days",
 )  # fmt: skip
 """Settings of `Data` that leave the shards as they are; all others are part of the key."""
 _STAT_THREADS = 16
@@ -53,8 +54,8 @@ class NoKeyError(Exception):
     """There is no key for a DataFrame; the text says why."""
 
 
-def fingerprint(df: DataFrame, data: Data) -> str:
-    """The key of a DataFrame's shards, 64 hex digits. Called on the driver; runs no job.
+def fingerprint(df: DataFrame, data: Data, like: Sequence[Column] = ()) -> str:
+    """The key of a DataFrame's shards that are written `like` some columns, 64 hex digits. On the driver; runs no job.
 
     Raises NoKeyError for a plan that is not deterministic, or of which the rows do not follow from what can be seen.
     """
@@ -63,6 +64,7 @@ def fingerprint(df: DataFrame, data: Data) -> str:
         "schema": df.schema.jsonValue(),
         "conf": {name: df.sparkSession.conf.get(name, None) for name in _CONF},
         "data": {k: v for k, v in dataclasses.asdict(data).items() if k not in _NOT_IN_SHARDS},
+        "like": [dataclasses.asdict(column) for column in like],
         "format": [FORMAT, VERSION],
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

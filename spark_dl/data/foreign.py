@@ -1,6 +1,7 @@
 """Datasets that others wrote, as they are: plain Parquet files and folders, hive partitions, Petastorm datasets.
 
-Only footers are read to open one, and one row group for the length of its lists. Files must have the same columns.
+Only footers are read to open one, and the first row for the shape of its cells. Files must have the same columns.
+Timestamps, decimals, strings and the like become numbers when they are read, as `data.encode` says.
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyarrow import fs
 
 from spark_dl import storage
-from spark_dl.config import suggestion
-from spark_dl.data import codecs, petastorm
-from spark_dl.data.schema import Array, Column
+from spark_dl.config import Data, suggestion
+from spark_dl.data import cells, codecs, petastorm, schema
+from spark_dl.data.ragged import Array
+from spark_dl.data.schema import Column
 from spark_dl.data.shards import ShardSet
+from spark_dl.data.source import SourceColumn, arrow_source_column, check_names
 from spark_dl.data.unischema import TIMES, Codec, Field
 from spark_dl.data.unischema_reader import read_unischema
 from spark_dl.data.writer import Shard
@@ -35,14 +39,27 @@ class _File:
     bytes: int
     row_groups: tuple[int, ...]
     schema: pa.Schema
+    sizes: Mapping[str, tuple[int, int]]
+    """Values and stored bytes of each leaf column, by its path."""
 
 
-def open_parquet(url: str, names: Sequence[str]) -> ShardSet:
+def open_parquet(url: str, names: Sequence[str], *, data: Data | None = None, like: Sequence[Column] = ()) -> ShardSet:
     """A Parquet file, a folder of them, or a Petastorm dataset, with these of its columns. Called on the driver.
+
+    Columns become numbers as `data.encode` says; a vocabulary is given with it, or is that of `like`, the columns of
+    another dataset. Rows cannot be dropped or filled here: nulls are an error of the loader, NaN is not looked for.
 
     Raises ValueError for a path without Parquet files, a file that is not one, files whose columns differ, a column
     that is missing or cannot become a tensor, and Petastorm metadata that names anything but a schema.
     """
+    data = data or Data()
+    for key in ("nulls", "nonfinite"):
+        if (policy := getattr(data, key)) in ("drop", "fill"):
+            raise ValueError(
+                f"data.{key}: found {policy!r} for a dataset that is read as it is, of which no row can be dropped or "
+                "filled; write it with Spark first (write_shards, jobs/prepare.py)"
+            )
+    check_names("encode", data.encode, names)
     url = storage.absolute(url)
     root, paths = _list_files(url)
     with ThreadPoolExecutor(_READERS) as readers:
@@ -52,7 +69,10 @@ def open_parquet(url: str, names: Sequence[str]) -> ShardSet:
     base = url if root else storage.dirname(url)
     partitions = {f.name: petastorm.hive_partitions(f.name) for f in files} if root else {files[0].name: {}}
     fields = _petastorm_fields(base)
-    columns = tuple(_column(name, base, files, partitions, fields) for name in names)
+    words = {c.name: list(c.encoding.vocabulary) for c in like if c.encoding.vocabulary is not None}
+    settings = {n: {**({"values": words[n]} if n in words else {}), **data.encode.get(n, {})} for n in names}
+    columns = tuple(_column(name, base, files, partitions, fields, settings[name]) for name in names)
+    schema.check_like(columns, like)
     _check_same_columns(files, [c.name for c in columns if c.codec != "partition"])
     shards = tuple(Shard(f.name, f.row_groups, f.bytes, partition=tuple(partitions[f.name].items())) for f in files)
     return ShardSet(base, columns, shards)
@@ -83,9 +103,18 @@ def _read_footer(url: str, is_folder: bool, name: str, size: int) -> _File:
         with storage.open_input(path) as source:
             footer = pq.ParquetFile(source)
             rows = tuple(footer.metadata.row_group(i).num_rows for i in range(footer.metadata.num_row_groups))
-            return _File(name, size, rows, footer.schema_arrow)
+            return _File(name, size, rows, footer.schema_arrow, _sizes(footer.metadata))
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{path} ({size} bytes) is not a Parquet file that can be read: {error}") from error
+
+
+def _sizes(metadata: Any) -> Mapping[str, tuple[int, int]]:
+    """Of the first row group."""
+    if metadata.num_row_groups == 0:
+        return {}
+    group = metadata.row_group(0)
+    columns = [group.column(i) for i in range(group.num_columns)]
+    return {c.path_in_schema: (c.num_values, c.total_uncompressed_size) for c in columns}
 
 
 def _petastorm_fields(url: str) -> Mapping[str, Field]:
@@ -103,10 +132,15 @@ def _column(
     files: Sequence[_File],
     partitions: Mapping[str, Mapping[str, str]],
     fields: Mapping[str, Field],
+    settings: Mapping[str, Any],
 ) -> Column:
-    if name in files[0].schema.names:
-        arrow = files[0].schema.field(name).type
-        return _petastorm_column(fields[name]) if name in fields else _arrow_column(name, arrow, url, files[0])
+    is_field = name in fields and name in files[0].schema.names
+    if settings and (is_field or all(name in partition for partition in partitions.values())):
+        raise ValueError(f"data.encode.{name}: the column is a partition, or has its codec from Petastorm's metadata")
+    if is_field:
+        return _petastorm_column(fields[name])
+    if (arrow := _type_at(files[0].schema, name)) is not None:
+        return _arrow_column(arrow_source_column(name, arrow, settings), storage.join(url, files[0].name), files[0])
     if all(name in partition for partition in partitions.values()):
         values = {partition[name] for partition in partitions.values()}
         if not all(v.lstrip("-").isdigit() for v in values):
@@ -145,38 +179,66 @@ def decode(column: Column, stored: pa.ChunkedArray) -> Array:
     return cells
 
 
-def _arrow_column(name: str, arrow: pa.DataType, url: str, file: _File) -> Column:
-    inner, depth = arrow, 0
-    while pa.types.is_list(inner) or pa.types.is_large_list(inner) or pa.types.is_fixed_size_list(inner):
-        inner, depth = inner.value_type, depth + 1
-    if not (pa.types.is_integer(inner) or pa.types.is_floating(inner) or pa.types.is_boolean(inner)):
+def _type_at(arrow: pa.Schema, name: str) -> pa.DataType | None:
+    """The type of a column, or of a field of a struct by its path."""
+    if name in arrow.names:
+        return arrow.field(name).type
+    found: Any = arrow
+    for part in name.split("."):
+        fields = {f.name: f.type for f in found} if found is arrow or pa.types.is_struct(found) else {}
+        if part not in fields:
+            return None
+        found = fields[part]
+    return found
+
+
+def stored_column(table: pa.Table, name: str) -> pa.ChunkedArray:
+    """A column of what was read, or a field of a struct by its path, for `schema.decode`."""
+    if name in table.column_names:
+        return table.column(name)
+    first, *path = name.split(".")
+    return pc.struct_field(table.column(first), path)
+
+
+def _arrow_column(source: SourceColumn, path: str, file: _File) -> Column:
+    kind = source.encoding.kind
+    if kind == "vocabulary" and source.encoding.vocabulary is None:
         raise ValueError(
-            f"column {name!r} has Parquet type {arrow}, which cannot become a tensor; read it with Spark and convert it"
+            f"data.encode.{source.name}.values: expected the words of the vocabulary, found none; they are counted "
+            "only where Spark writes the shards (write_shards, jobs/prepare.py); or set as: hash"
         )
-    dtype = str(inner.to_pandas_dtype()().dtype) if not pa.types.is_boolean(inner) else "bool"
-    if not depth:
-        return Column(name, dtype)
-    return Column(name, dtype, _list_shape(name, url, file, depth), "list")
+    codec = "vector" if source.kind == "vector" else "list" if source.kind == "array" else schema.codec_of(source)
+    if codec == "scalar" and kind != "number":
+        codec = "converted"
+    mean = _mean_size(source, file) if source.ragged or codec == "image" else None
+    shape: tuple[int | None, ...] = (None,) if source.ragged else ()
+    if codec in ("vector", "list", "image") and not (source.ragged and source.depth == 1):
+        shape = _shape_of_first(source, codec, path)
+    return Column(source.name, source.dtype, shape, codec, source.encoding, mean)
 
 
-def _list_shape(name: str, url: str, file: _File, depth: int) -> tuple[int, ...]:
-    """The lengths of the first cell of a list column: all others must have the same."""
-    path = storage.join(url, file.name)
-    with storage.open_input(path) as source:
-        batches = pq.ParquetFile(source).iter_batches(batch_size=1, columns=[name], use_threads=False)
-        cell = next(iter(batches)).column(0)[0].as_py()
-    shape = []
-    for _ in range(depth):
-        if not cell:
-            raise ValueError(f"column {name!r}: the first cell of {path} is null or empty; a tensor needs one shape")
-        shape.append(len(cell))
-        cell = cell[0]
-    return tuple(shape)
+def _mean_size(source: SourceColumn, file: _File) -> float:
+    leaf = next(s for path, s in file.sizes.items() if path == source.name or path.startswith(f"{source.name}."))
+    return leaf[source.encoding.kind in ("bytes", "image")] / max(1, next(n for n in file.row_groups if n))
+
+
+def _shape_of_first(source: SourceColumn, codec: str, path: str) -> tuple[int | None, ...]:
+    """The shape of the first cell: all others must have the same, in a ragged column but for the first axis."""
+    with storage.open_input(path) as file:
+        batches = pq.ParquetFile(file).iter_batches(batch_size=1, columns=[source.name], use_threads=False)
+        stored = stored_column(pa.Table.from_batches([next(iter(batches))]), source.name)
+    try:
+        shape = schema.cell_shape(codec, cells.read_cells(source, stored.combine_chunks()))
+    except ValueError as error:
+        raise ValueError(f"{error}; in the first row of {path}, which gives the shape of all") from error
+    if 0 in shape:
+        raise ValueError(f"column {source.name!r}: the first cell of {path} is empty; it gives the shape of all")
+    return shape
 
 
 def _check_same_columns(files: Sequence[_File], names: Sequence[str]) -> None:
     for (first, other), name in itertools.product(itertools.pairwise(files), names):
-        types: list[Any] = [f.schema.field(name).type if name in f.schema.names else None for f in (first, other)]
+        types: list[Any] = [_type_at(f.schema, name) for f in (first, other)]
         if types[0] != types[1]:
             raise ValueError(
                 f"column {name!r} has type {types[0]} in {first.name} and {types[1] or 'is missing'} in {other.name}; "

@@ -65,6 +65,8 @@ class Loader:
     ):
         data, train = config.data, config.train
         self.columns = shards.select(data.columns)
+        if ragged := [c.name for c in self.columns if c.is_ragged]:
+            raise ValueError(f"column {ragged[0]!r} is ragged; batches are made of columns of one shape")
         self._row_bytes = sum(c.value_bytes for c in self.columns)
         self._budget = data.memory_mib * _MIB
         check_row_groups(shards, self.columns, data.memory_mib)

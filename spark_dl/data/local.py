@@ -31,9 +31,12 @@ import pyarrow as pa
 from torch import Tensor
 
 from spark_dl.config import Config, Data, Launch, Train
-from spark_dl.data import loader, rows, schema
-from spark_dl.data.schema import Array, Column, SourceColumn
-from spark_dl.data.shards import Part, ShardSet, Spread, agreed_columns, read_rows, write_part
+from spark_dl.data import loader, rows
+from spark_dl.data.plan import Segment
+from spark_dl.data.ragged import Array
+from spark_dl.data.schema import Column
+from spark_dl.data.shards import Part, ShardSet, Spread, agreed_columns, select_sources, with_sizes, write_part
+from spark_dl.data.source import SourceColumn
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -47,19 +50,21 @@ Gather = Callable[[str, Any], list[Any]]
 """(name, JSON value) -> the values of all ranks. Collective."""
 
 
-def deal_rows(df: DataFrame, columns: Sequence[str], num_ranks: int) -> tuple[DataFrame, tuple[SourceColumn, ...]]:
+def deal_rows(
+    df: DataFrame, data: Data, num_ranks: int, like: Sequence[Column] = ()
+) -> tuple[DataFrame, tuple[SourceColumn, ...]]:
     """The DataFrame with one partition per rank, and its columns. Called on the driver; nothing runs yet.
 
     Spark deals the rows of each partition round-robin, which is repeatable where the DataFrame is, but a rank gets them
     in the order in which shuffled blocks arrive. So each partition is sorted, by a hash of the row: any DataFrame has
-    one, and it leaves no trace of the order in which the rows were stored.
+    one, and it leaves no trace of the order in which the rows were stored. `like` are columns whose vocabularies serve.
     Raises ValueError for a missing column or a type that cannot become a tensor.
     """
-    source = schema.source_columns(df.schema, columns)
-    names = [f"`{c.name}`" for c in source]
+    selected, sources = select_sources(df, data.columns, data, like)
     order = f"order_{uuid.uuid4().hex}"
-    dealt = df.select(*names).repartition(num_ranks).selectExpr("*", f"xxhash64({', '.join(names)}) AS {order}")
-    return dealt.sortWithinPartitions(order).drop(order), source
+    row_hash = f"xxhash64({', '.join(selected.columns)}) AS {order}"
+    dealt = selected.repartition(num_ranks).selectExpr("*", row_hash)
+    return dealt.sortWithinPartitions(order).drop(order), sources
 
 
 @dataclass(frozen=True)
@@ -67,12 +72,13 @@ class Spilled:
     """What a rank has on its disk."""
 
     url: str
+    sources: tuple[SourceColumn, ...]
     part: Part
 
 
 @contextlib.contextmanager
 def spill(
-    batches: Iterator[pa.RecordBatch], source: tuple[SourceColumn, ...], data: Data, *, part: int, folder: str
+    batches: Iterator[pa.RecordBatch], sources: tuple[SourceColumn, ...], data: Data, *, part: int, folder: str
 ) -> Iterator[Spilled]:
     """Writes the rows of a task to a new folder inside `folder`, which is deleted at the end. Called on a rank.
 
@@ -82,7 +88,7 @@ def spill(
     with _temporary_folder(folder) as path:
         umask = os.umask(0o077)
         try:
-            written = write_part(batches, path, f"part-{part:05d}", source, data, part)
+            written = write_part(batches, path, f"part-{part:05d}", sources, data, part)
             if written.error:
                 written = dataclasses.replace(written, error=f"{written.error} (as the rows were dealt to the ranks)")
         except OSError as error:
@@ -92,7 +98,7 @@ def spill(
             ) from error
         finally:
             os.umask(umask)
-        yield Spilled(path, written)
+        yield Spilled(path, sources, written)
 
 
 @contextlib.contextmanager
@@ -128,7 +134,7 @@ def assemble(spilled: Spilled, gather: Gather) -> ShardSet:
     own = spilled.part.partition
     assert [p.partition for p in parts] == list(range(len(parts)))
     parts[own] = spilled.part  # the files that are opened here are those that were written here
-    columns = agreed_columns(parts)
+    columns = with_sizes(agreed_columns(spilled.sources, parts), parts)
     row = _first_row(spilled, columns) if spilled.part.shards else None
     if not all(p.shards for p in parts):  # a rank without rows fills its batches with a row of another one
         donor = next(p.partition for p in parts if p.shards)
@@ -139,7 +145,7 @@ def assemble(spilled: Spilled, gather: Gather) -> ShardSet:
         spilled.url,
         columns,
         tuple(s for p in parts for s in p.shards),
-        Spread(
+        spread=Spread(
             part=own,
             part_shards=tuple(len(p.shards) for p in parts),
             filler=dict(zip([c.name for c in columns], row, strict=True)),
@@ -148,7 +154,10 @@ def assemble(spilled: Spilled, gather: Gather) -> ShardSet:
 
 
 def _first_row(spilled: Spilled, columns: tuple[Column, ...]) -> list[Array]:
-    return [a[0].copy() for a in next(read_rows(spilled.url, spilled.part.shards[0], columns, 0, 1))]
+    out: list[Array] = [np.empty((1, *(n or 0 for n in c.shape)), dtype=c.dtype) for c in columns]
+    own = ShardSet(spilled.url, columns, spilled.part.shards)
+    rows.Rows(own, columns, 0.0, 0, "all").read_into([Segment(0, 0, 1)], out)
+    return [a[0] for a in out]
 
 
 def _pack(row: Sequence[Array]) -> list[str]:

@@ -101,7 +101,7 @@ class Rows:
                     arrays.append(np.full(rows, int(partition[column.name])))
                 else:
                     assert table is not None
-                    arrays.append(_decode(column, table.column(column.name)))
+                    arrays.append(_decode(column, foreign.stored_column(table, column.name)))
             return arrays
         except Exception as error:
             raise RuntimeError(f"cannot read row group {group} of {url}: {error}") from error
@@ -139,4 +139,8 @@ class _File:
 
 
 def _decode(column: Column, stored: Any) -> Array:
-    return foreign.decode(column, stored) if column.codec.startswith("petastorm.") else schema.decode(column, stored)
+    if column.codec.startswith("petastorm."):
+        return foreign.decode(column, stored)
+    decoded = schema.decode(column, stored)
+    assert isinstance(decoded, np.ndarray)
+    return decoded

@@ -1,8 +1,8 @@
-"""Columns of a DataFrame as tensors: which types are accepted, and how cells become bytes and arrays.
+"""The columns of a dataset: how cells are stored in Parquet, and how stored columns become arrays again.
 
-A scalar column is stored as its own Parquet type. A column of arrays or vectors of one shape is stored as binary cells
-in NumPy's `.npy` format, as Petastorm's `NdarrayCodec` writes them: every cell then has the same header, and a whole
-column is decoded as one strided view of the Arrow buffer, without a copy per row.
+A column of arrays or vectors of one shape is stored as binary cells in NumPy's `.npy` format, as Petastorm's
+`NdarrayCodec` writes them: every cell then has the same header, and a whole column is decoded as one strided view of
+the Arrow buffer, without a copy per row. Scalars are stored as their own Parquet type, ragged columns as lists.
 """
 
 from __future__ import annotations
@@ -10,31 +10,20 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
-from spark_dl.config import suggestion
+from spark_dl.data import images
+from spark_dl.data.cells import read_cells
+from spark_dl.data.ragged import Array as Array
+from spark_dl.data.ragged import Ragged
+from spark_dl.data.source import BadCellsError, Encoding, Settings, SourceColumn
 
-if TYPE_CHECKING:
-    from pyspark.sql.types import DataType, StructType
-
-Array = npt.NDArray[Any]
-
-_SCALARS = {
-    "boolean": "bool",
-    "byte": "int8",
-    "short": "int16",
-    "integer": "int32",
-    "long": "int64",
-    "float": "float32",
-    "double": "float64",
-}
-_SUPPORTED = "boolean, tinyint, smallint, int, bigint, float, double, arrays of these, and Spark ML vectors"
+_MAX_GROUP_BYTES = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -43,149 +32,95 @@ class Column:
 
     name: str
     dtype: str
-    shape: tuple[int, ...] = ()
+    shape: tuple[int | None, ...] = ()
+    """None as the first axis where its length varies from row to row: a ragged column."""
     codec: str = "scalar"
-    """How cells are stored: `scalar`, a Parquet type; `ndarray`, `.npy` bytes of one dtype and shape; in datasets of
-    others also `list`, Parquet lists of one length, `partition`, a value in the names of folders, and `petastorm.*`."""
+    """How cells are stored: `scalar`, a Parquet type; `ndarray`, `.npy` bytes of one dtype and shape; `list`, Parquet
+    lists; `binary`, bytes; `image`, a PNG or JPEG file; in datasets of others also `converted`, a Parquet type that
+    becomes numbers when it is read, `vector`, Spark ML's, `partition`, a value in the names of folders, and
+    `petastorm.*`."""
+    encoding: Encoding = field(default_factory=Encoding)
+    """What the numbers mean."""
+    mean_size: float | None = None
+    """Elements of a cell on average, over all axes, where that varies; of images the bytes of the file."""
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether it is decoded as `Ragged`."""
+        return self.shape[:1] == (None,)
+
+    @property
+    def inner(self) -> tuple[int, ...]:
+        """The shape of a cell without an axis of varying length."""
+        return tuple(n for n in self.shape if n is not None)
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a cell as it is stored in our own shards."""
+        """Bytes of a cell as it is stored in our own shards; on average, where they vary."""
+        if self.codec == "image":
+            return math.ceil(self.mean_size or 0) + 4
         return self.value_bytes + (len(npy_header(self)) if self.codec == "ndarray" else 0)
 
     @property
     def value_bytes(self) -> int:
-        """Bytes of a cell in memory."""
-        return np.dtype(self.dtype).itemsize * math.prod(self.shape)
+        """Bytes of a cell in memory once it is decoded; on average, where they vary."""
+        itemsize = np.dtype(self.dtype).itemsize
+        if self.is_ragged:
+            return math.ceil(itemsize * (self.mean_size or 0)) + 8
+        return itemsize * math.prod(self.inner)
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Column:
         """A column from the dict that `dataclasses.asdict` made of it, after a way through JSON."""
-        return cls(**{**plain, "shape": tuple(plain["shape"])})
+        encoding = Encoding.from_plain(plain.get("encoding", {}))
+        return cls(**{**plain, "shape": tuple(plain["shape"]), "encoding": encoding})
 
 
-@dataclass(frozen=True)
-class SourceColumn:
-    """A column of the DataFrame before its shape is known."""
-
-    name: str
-    dtype: str
-    kind: str
-    """`scalar`, `array` or `vector`."""
-    depth: int = 0
-    """Nesting of the arrays."""
+def codec_of(source: SourceColumn) -> str:
+    """How we store a column."""
+    if source.encoding.kind in ("bytes", "image"):
+        return "image" if source.encoding.kind == "image" else "binary"
+    return "list" if source.ragged else "scalar" if source.kind == "scalar" else "ndarray"
 
 
-def source_columns(schema: StructType, names: Sequence[str]) -> tuple[SourceColumn, ...]:
-    """The asked columns of a DataFrame. Called on the driver.
-
-    Raises ValueError for a column that is missing, naming the nearest one, or of a type that no model can read.
-    """
-    known = {f.name: f.dataType for f in schema.fields}
-    columns = []
-    for name in names:
-        if name not in known:
-            raise ValueError(
-                f"no column {name!r} in the DataFrame{suggestion(name, list(known))}; its columns are {list(known)} "
-                "(data.features and data.label say which are read)"
-            )
-        columns.append(_source_column(name, known[name]))
-    return tuple(columns)
+def stored_column(source: SourceColumn, shape: tuple[int | None, ...]) -> Column:
+    """The column of cells of this shape, in our own shards."""
+    return Column(source.name, source.dtype, shape, codec_of(source), source.encoding, source.mean_size)
 
 
-def _source_column(name: str, data_type: DataType) -> SourceColumn:
-    if data_type.typeName() in _SCALARS:
-        return SourceColumn(name, _SCALARS[data_type.typeName()], "scalar")
-    if type(data_type).__name__ == "VectorUDT":
-        return SourceColumn(name, "float64", "vector", 1)
-    inner: Any = data_type
-    depth = 0
-    while inner.typeName() == "array":
-        inner, depth = inner.elementType, depth + 1
-    if depth and inner.typeName() in _SCALARS:
-        return SourceColumn(name, _SCALARS[inner.typeName()], "array", depth)
-    raise ValueError(
-        f"column {name!r} has type {data_type.simpleString()}, which cannot become a tensor; supported are "
-        f"{_SUPPORTED}; convert it in the DataFrame, for example CAST({name} AS DOUBLE)"
-    )
+def check_like(columns: Sequence[Column], others: Sequence[Column]) -> None:
+    """Raises ValueError if columns of the same name have another dtype, shape or encoding."""
+    by_name = {c.name: c for c in others}
+    for column in columns:
+        other = by_name.get(column.name, column)
+        for what in ("dtype", "shape", "encoding"):
+            found, expected = getattr(column, what), getattr(other, what)
+            if found != expected:
+                raise ValueError(
+                    f"column {column.name!r}: found the {what} {found!s:.200}, expected {expected!s:.200} as in the "
+                    "training dataset"
+                )
 
 
-def cells(column: SourceColumn, array: pa.Array) -> Array:
-    """The cells of a column as one array. # (rows, *shape)
-
-    Raises ValueError that names the column and the first bad row of the batch: a null, or cells of unequal shape.
-    """
-    if array.null_count:
-        row = int(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))[0])
-        raise BadCellsError(
-            column.name, row, f"{array.null_count} null(s)", "no nulls; fill or drop them in the DataFrame"
-        )
-    if column.kind == "scalar":
-        return np.asarray(array.to_numpy(zero_copy_only=False), dtype=column.dtype)
-    if column.kind == "vector":
-        return _vectors(column, array)
-    shape: list[int] = []
-    values = array
-    for _ in range(column.depth):
-        shape.append(_fixed_length(column, values, len(array)))
-        values = values.flatten()
-    if values.null_count:
-        position = int(np.flatnonzero(values.is_null().to_numpy(zero_copy_only=False))[0])
-        row = position // max(1, int(np.prod(shape)))
-        raise BadCellsError(column.name, row, "a null inside an array", "no nulls; fill or drop them in the DataFrame")
-    flat = np.asarray(values.to_numpy(zero_copy_only=False), dtype=column.dtype)
-    return flat.reshape(len(array), *shape)
+def check_settings(columns: Sequence[Column], encode: Settings) -> None:
+    """Raises ValueError for settings of `data.encode` with which a dataset was not written."""
+    for column in columns:
+        encoding = column.encoding
+        found = {"as": encoding.kind, "ragged": column.is_ragged, "unit": encoding.unit, "buckets": encoding.buckets,
+                 "values": list(encoding.vocabulary or ()), "unknown": encoding.unknown}  # fmt: skip
+        for key, asked in encode.get(column.name, {}).items():
+            if found.get(key, asked) != asked:
+                raise ValueError(
+                    f"data.encode.{column.name}.{key}: found {asked!r:.200}, but the dataset was written with "
+                    f"{found[key]!r:.200}; write it again, or change the setting"
+                )
 
 
-def _fixed_length(column: SourceColumn, lists: pa.Array, rows: int) -> int:
-    if lists.null_count:
-        position = int(np.flatnonzero(lists.is_null().to_numpy(zero_copy_only=False))[0])
-        row = position * rows // len(lists)
-        raise BadCellsError(column.name, row, "a null inside an array", "no nulls; fill or drop them in the DataFrame")
-    lengths = pc.list_value_length(lists).to_numpy(zero_copy_only=False)
-    if len(lengths) == 0:
-        return 0
-    if (bad := np.flatnonzero(lengths != lengths[0])).size:
-        row = int(bad[0]) * rows // len(lengths)
-        found = f"arrays of lengths {sorted({int(n) for n in np.unique(lengths)})[:8]}"
-        raise BadCellsError(column.name, row, found, f"one length; the first has {int(lengths[0])}")
-    return int(lengths[0])
-
-
-def _vectors(column: SourceColumn, array: pa.Array) -> Array:
-    """Spark ML vectors, dense and sparse in any mixture. # (rows, size)
-
-    Their Arrow form is a struct of type (1 dense, 0 sparse), size and indices (sparse only), and values.
-    """
-    dense = array.field("type").to_numpy(zero_copy_only=False) == 1
-    counts = array.field("values").value_lengths().to_numpy(zero_copy_only=False)
-    sizes = np.where(dense, counts, array.field("size").fill_null(0).to_numpy(zero_copy_only=False)).astype(np.int64)
-    if (bad := np.flatnonzero(sizes != sizes[0])).size if len(sizes) else 0:
-        found = f"vectors of sizes {sorted({int(n) for n in np.unique(sizes)})[:8]}"
-        raise BadCellsError(column.name, int(bad[0]), found, f"one size; the first has {int(sizes[0])}")
-    size = int(sizes[0]) if len(sizes) else 0
-    values = array.field("values").flatten().to_numpy(zero_copy_only=False)
-    if dense.all():
-        return np.asarray(values, dtype=np.float64).reshape(len(array), size)
-    out = np.zeros((len(array), size))
-    row_of_value = np.repeat(np.arange(len(array)), counts)
-    is_dense = dense[row_of_value]
-    starts = np.cumsum(counts) - counts
-    column_of_value = np.arange(len(values)) - starts[row_of_value]
-    column_of_value[~is_dense] = array.field("indices").flatten().to_numpy(zero_copy_only=False)
-    if (bad := np.flatnonzero((column_of_value < 0) | (column_of_value >= size))).size:
-        found = f"the index {int(column_of_value[bad[0]])} in a sparse vector"
-        raise BadCellsError(column.name, int(row_of_value[bad[0]]), found, f"indices from 0 to {size - 1}")
-    out[row_of_value, column_of_value] = values
-    return out
-
-
-class BadCellsError(ValueError):
-    """Cells that cannot be stored; the writer adds where in the DataFrame they are."""
-
-    def __init__(self, column: str, row: int, found: str, expected: str):
-        super().__init__(f"column {column!r}: found {found}, expected {expected}")
-        self.row = row
+def cell_shape(codec: str, cells: Array | Ragged) -> tuple[int | None, ...]:
+    """The shape of the cells before they are stored; of images that of the first one."""
+    if not isinstance(cells, Ragged):
+        return cells.shape[1:]
+    return images.image_shape(cells[0:1].own_values) if codec == "image" else (None, *cells.inner)
 
 
 def npy_header(column: Column) -> bytes:
@@ -199,24 +134,35 @@ def npy_header(column: Column) -> bytes:
 
 def arrow_type(column: Column) -> pa.DataType:
     """The type of the stored column."""
-    return pa.binary() if column.codec == "ndarray" else pa.from_numpy_dtype(np.dtype(column.dtype))
+    if column.codec in ("ndarray", "binary", "image"):
+        return pa.binary()
+    arrow = pa.from_numpy_dtype(np.dtype(column.dtype))
+    for _ in column.shape:
+        arrow = pa.list_(pa.field("element", arrow, nullable=False))
+    return arrow
 
 
-def encode(column: Column, values: Array) -> pa.Array:
-    """Stored cells from an array. # values: (rows, *shape)"""
+def arrow_field(column: Column) -> pa.Field:
+    """The stored column, which has no nulls."""
+    return pa.field(column.name, arrow_type(column), nullable=False)
+
+
+def encode(column: Column, values: Array | Ragged) -> pa.Array:
+    """Stored cells from an array # (rows, *shape), or from ragged rows: of numbers, or the bytes of each cell.
+
+    Raises ValueError for more than fits into one row group.
+    """
+    if isinstance(values, Ragged):
+        return _encode_ragged(column, values)
     if column.codec == "scalar":
         return pa.array(values, type=arrow_type(column))
     header = np.frombuffer(npy_header(column), dtype=np.uint8)
     rows = len(values)
     data = np.ascontiguousarray(values, dtype=np.dtype(column.dtype).newbyteorder("<")).reshape(
-        rows, math.prod(column.shape)
+        rows, math.prod(column.inner)
     )
     cell_bytes = column.row_bytes
-    if rows * cell_bytes > 2**31 - 1:
-        raise ValueError(
-            f"column {column.name!r}: {rows} rows of {cell_bytes} bytes do not fit into one row group of 2 GiB; "
-            f"set data.rows_per_row_group to at most {(2**31 - 1) // cell_bytes}"
-        )
+    _check_group_bytes(column, rows, rows * cell_bytes)
     out = np.empty((rows, cell_bytes), dtype=np.uint8)
     out[:, : len(header)] = header
     if data.size:
@@ -225,25 +171,81 @@ def encode(column: Column, values: Array) -> pa.Array:
     return pa.Array.from_buffers(pa.binary(), rows, [None, pa.py_buffer(offsets.astype(np.int32)), pa.py_buffer(out)])
 
 
-def decode(column: Column, stored: pa.ChunkedArray | pa.Array) -> Array:
-    """An array from stored cells; of a tensor column a view of the Arrow buffer. # (rows, *shape)
+def _encode_ragged(column: Column, values: Ragged) -> pa.Array:
+    own = np.ascontiguousarray(values.own_values, dtype=column.dtype)
+    _check_group_bytes(column, len(values), max(own.nbytes, own.size))
+    offsets = (values.offsets - values.offsets[0]).astype(np.int32)
+    if column.codec in ("binary", "image"):
+        return pa.Array.from_buffers(pa.binary(), len(values), [None, pa.py_buffer(offsets), pa.py_buffer(own)])
+    array = pa.array(own.reshape(-1))
+    arrow = array.type
+    for axis in range(own.ndim - 1, 0, -1):
+        arrow = pa.list_(pa.field("element", arrow, nullable=False))
+        count = math.prod(own.shape[:axis])
+        array = pa.ListArray.from_arrays(np.arange(count + 1, dtype=np.int32) * own.shape[axis], array, type=arrow)
+    return pa.ListArray.from_arrays(offsets, array, type=arrow_type(column))
 
-    Raises ValueError if a cell is not of the column's dtype and shape.
+
+def _check_group_bytes(column: Column, rows: int, size: int) -> None:
+    if size > _MAX_GROUP_BYTES:
+        raise ValueError(
+            f"column {column.name!r}: {rows} rows of {-(-size // rows)} bytes do not fit into one row group of 2 GiB; "
+            f"set data.rows_per_row_group to at most {_MAX_GROUP_BYTES * rows // size}"
+        )
+
+
+def decode(column: Column, stored: pa.ChunkedArray | pa.Array) -> Array | Ragged:
+    """An array from stored cells # (rows, *shape), of a tensor column a view of the Arrow buffer; or ragged rows.
+
+    Columns of others (timestamps, decimals, strings ...) become numbers here, as their encoding says.
+    Raises ValueError for a null, and for a cell that is not of the column's dtype and shape.
     """
     array = stored.combine_chunks() if isinstance(stored, pa.ChunkedArray) else stored
     if isinstance(array, pa.ChunkedArray):  # combine_chunks keeps chunks that together pass 2 GiB
         raise ValueError(f"column {column.name!r}: a row group of more than 2 GiB")
-    if column.codec == "list":
-        found = cells(SourceColumn(column.name, column.dtype, "array", len(column.shape)), array)
-        if found.shape[1:] != column.shape and len(found):
+    if column.codec == "ndarray":
+        return _decode_npy(column, array)
+    kind = {"list": "array", "vector": "vector"}.get(column.codec, "scalar")
+    depth = len(column.shape) if column.codec == "list" else 0
+    source = SourceColumn(column.name, column.dtype, kind, depth, column.is_ragged, column.encoding)
+    try:
+        cells = read_cells(source, array)
+    except BadCellsError as error:
+        raise ValueError(f"{error}; first in row {error.row} of the row group") from None
+    if column.codec == "image":
+        return _decode_images(column, cells)
+    values = cells.values if isinstance(cells, Ragged) else cells
+    found = values.shape[1:]
+    if found != column.inner:
+        if len(values) and _up_to_zero(found) != _up_to_zero(column.inner):
+            raise ValueError(f"column {column.name!r}: cells of shape {found}, after {column.inner} elsewhere")
+        values = values.reshape(len(values), *column.inner)
+    return Ragged(values, cells.offsets) if isinstance(cells, Ragged) else values
+
+
+def _up_to_zero(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The part of a shape that lists tell: those inside an empty one are not there."""
+    return shape[: shape.index(0) + 1] if 0 in shape else shape
+
+
+def _decode_images(column: Column, files: Array | Ragged) -> Array:
+    assert isinstance(files, Ragged)
+    out = np.empty((len(files), *column.inner), dtype=column.dtype)
+    for row in range(len(files)):  # Pillow opens one at a time
+        try:
+            image = images.read_image(files[row : row + 1].own_values, column.inner)
+        except Exception as error:  # what Pillow raises for bytes that are no image is not defined
+            raise ValueError(f"column {column.name!r}, row {row}: {error}") from error
+        if image.shape != column.shape or image.dtype != out.dtype:
             raise ValueError(
-                f"column {column.name!r}: lists of shape {found.shape[1:]}, after {column.shape} elsewhere"
+                f"column {column.name!r}, row {row}: found an image of shape {image.shape} and {image.dtype}, expected "
+                f"{column.shape} and {column.dtype}"
             )
-        return found
-    if column.codec == "scalar":
-        if array.null_count:
-            raise ValueError(f"column {column.name!r}: {array.null_count} null(s); fill or drop them")
-        return np.asarray(array.to_numpy(zero_copy_only=False), dtype=column.dtype)
+        out[row] = image
+    return out
+
+
+def _decode_npy(column: Column, array: pa.Array) -> Array:
     rows, cell_bytes = len(array), column.row_bytes
     _, offset_buffer, data_buffer = array.buffers()
     offsets = np.frombuffer(offset_buffer, dtype=np.int32, count=rows + 1, offset=4 * array.offset)
@@ -262,12 +264,12 @@ def view(column: Column, cells: npt.NDArray[np.uint8]) -> Array:
     if not _all_start_with(cells, header):
         raise _other_cells(column)
     rows, dtype = len(cells), np.dtype(column.dtype)
-    if rows == 0 or math.prod(column.shape) == 0:
-        return np.zeros((rows, *column.shape), dtype=dtype)
+    if rows == 0 or math.prod(column.inner) == 0:
+        return np.zeros((rows, *column.inner), dtype=dtype)
     body = cells[:, len(header) :]
-    strides = (cells.strides[0], *_strides(column.shape, dtype.itemsize))
+    strides = (cells.strides[0], *_strides(column.inner, dtype.itemsize))
     first = body[:1].view(dtype)
-    values: Array = np.lib.stride_tricks.as_strided(first, (rows, *column.shape), strides, writeable=False)
+    values: Array = np.lib.stride_tricks.as_strided(first, (rows, *column.inner), strides, writeable=False)
     return values
 
 

@@ -13,7 +13,7 @@ import logging
 import posixpath
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +22,12 @@ import pyarrow as pa
 
 from spark_dl import storage
 from spark_dl.config import Data, suggestion
-from spark_dl.data import parquet, petastorm, schema
-from spark_dl.data.schema import Array, BadCellsError, Column, SourceColumn
+from spark_dl.data import parquet, petastorm, schema, source
+from spark_dl.data.policies import Changes, add_changes, clean_batch
+from spark_dl.data.ragged import Array, Ragged
+from spark_dl.data.schema import Column
+from spark_dl.data.source import BadCellsError, SourceColumn
+from spark_dl.data.vocabulary import expression, with_mean_sizes, with_vocabularies
 from spark_dl.data.writer import Shard, ShardWriter, layout
 
 if TYPE_CHECKING:
@@ -34,7 +38,7 @@ _log = logging.getLogger("spark_dl")
 MANIFEST = "_manifest.json"
 """Named with an underscore, so that Spark, Petastorm and pyarrow read the folder as plain Parquet and pass it by."""
 FORMAT = "spark_dl.shards"
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,8 @@ class ShardSet:
     url: str
     columns: tuple[Column, ...]
     shards: tuple[Shard, ...]
+    changes: Changes = field(default_factory=Changes)
+    """What was dropped and filled when it was written."""
     spread: Spread | None = None
     """None where all shards lie at `url`."""
 
@@ -87,47 +93,80 @@ class ShardSet:
 
 
 def write_shards(
-    df: DataFrame, url: str, data: Data | None = None, *, columns: Sequence[str] | None = None, overwrite: bool = False
+    df: DataFrame,
+    url: str,
+    data: Data | None = None,
+    *,
+    columns: Sequence[str] | None = None,
+    overwrite: bool = False,
+    like: Sequence[Column] = (),
 ) -> ShardSet:
     """Writes a DataFrame as a dataset. Called on the driver; the tasks of the DataFrame's own partitions write.
 
-    `columns` are the columns to keep, by default the features and the label. The rows are read once. Where a partition
-    does not fill its last shard, a second, small job joins what is left over.
+    `columns` are the columns to keep, by default the features and the label. The rows are read once; a vocabulary that
+    is built reads its columns once more, and ragged columns a few rows for their length. Where a partition does not
+    fill its last shard, a second, small job joins what is left over. `like` are the columns of another dataset, such as
+    the one that a model was trained on, whose vocabularies are used and with which these must agree.
 
-    Raises ValueError for a missing column, a type that cannot become a tensor, an empty DataFrame, nulls, NaN, cells of
-    unequal shape, or a folder that holds a dataset already (unless `overwrite`); nothing is left at `url` then.
+    Raises ValueError for a missing column, a type that cannot become a tensor, an empty DataFrame, nulls, NaN (unless
+    `data.nulls` and `data.nonfinite` say otherwise), cells of unequal shape, or a folder that holds a dataset already
+    (unless `overwrite`); nothing is left at `url` then.
     """
     data = data or Data()
     url = storage.absolute(url)
-    source = schema.source_columns(df.schema, columns or data.columns)
+    source.source_columns(df.schema, columns or data.columns, data.encode, data.fill)  # before the folder is touched
     _prepare_folder(url, overwrite)
-    selected = df.select(*(f"`{c.name}`" for c in source))
+    selected, sources = select_sources(df, columns or data.columns, data, like)
     token = uuid.uuid4().hex[:8]  # a task of an earlier, killed writer never writes a file of this one
     try:
-        parts = _run(selected, _partition_writer(url, source, data, token))
-        written = agreed_columns(parts)
+        parts = _run(selected, _partition_writer(url, sources, data, token))
+        written = agreed_columns(sources, parts)
+        changes = add_changes(p.changes for p in parts)
+        schema.check_like(written, like)
         shards = _join_remainders(df.sparkSession, url, written, [s for p in parts for s in p.shards], data, token)
-        shard_set = _commit(ShardSet(url, written, tuple(shards)))
+        shard_set = _commit(ShardSet(url, with_sizes(written, parts), tuple(shards), changes))
     except BaseException:
         _delete_files(url, keep=())
         raise
     _delete_files(url, keep=(MANIFEST, petastorm.COMMON_METADATA, *(s.name for s in shards)))
+    if changes.dropped_rows or changes.filled:
+        _log.warning("%s: %d rows dropped for nulls, NaN or Inf in %s; rows filled: %s",
+                     url, changes.dropped_rows, dict(changes.dropped), dict(changes.filled))  # fmt: skip
     return shard_set
 
 
-def write_arrays(columns: Mapping[str, Array], url: str, data: Data | None = None) -> ShardSet:
+def select_sources(
+    df: DataFrame, names: Sequence[str], data: Data, like: Sequence[Column]
+) -> tuple[DataFrame, tuple[SourceColumn, ...]]:
+    """The asked columns of a DataFrame, named c0, c1 ..., and what is known of them before their rows are written.
+
+    Raises ValueError for a missing column, and for a type or settings that do not make a tensor.
+    """
+    sources = source.source_columns(df.schema, names, data.encode, data.fill)
+    known = {c.name: c.encoding.vocabulary for c in like if c.encoding.vocabulary is not None}
+    sources = with_vocabularies(df, sources, data.encode, known)
+    if not (data.rows_per_row_group and data.rows_per_shard):
+        sources = with_mean_sizes(df, sources)
+    return df.select(*(expression(c).alias(f"c{i}") for i, c in enumerate(sources))), sources  # a name may have dots
+
+
+def write_arrays(columns: Mapping[str, Array | Ragged], url: str, data: Data | None = None) -> ShardSet:
     """Writes arrays in memory as a dataset, without Spark. # each (rows, *cell); one axis makes a scalar column
 
     Raises ValueError for a folder that is in use.
     """
     url = storage.absolute(url)
-    written = tuple(
-        Column(name, str(a.dtype), a.shape[1:], "ndarray" if a.ndim > 1 else "scalar") for name, a in columns.items()
-    )
+    written = []
+    for name, array in columns.items():
+        values = array.own_values if isinstance(array, Ragged) else array
+        codec = "list" if isinstance(array, Ragged) else "ndarray" if values.ndim > 1 else "scalar"
+        mean = values.size / max(1, len(array)) if isinstance(array, Ragged) else None
+        shape = schema.cell_shape(codec, array)
+        written.append(Column(name, str(values.dtype), shape, codec, mean_size=mean))
     _prepare_folder(url, overwrite=False)
-    writer = ShardWriter(url, f"part-{uuid.uuid4().hex[:8]}", written, *layout(written, data or Data()))
+    writer = ShardWriter(url, f"part-{uuid.uuid4().hex[:8]}", tuple(written), *layout(written, data or Data()))
     writer.append(list(columns.values()))
-    return _commit(ShardSet(url, written, tuple(writer.close())))
+    return _commit(ShardSet(url, writer.columns, tuple(writer.close())))
 
 
 def read_shards(url: str) -> ShardSet:
@@ -157,7 +196,7 @@ def read_shards(url: str) -> ShardSet:
     for shard in shards:
         if shard.name != posixpath.basename(shard.name) or shard.name in ("", ".", "..") or "\0" in shard.name:
             raise ValueError(f"{path} names a file outside its folder: {shard.name!r}")
-    return ShardSet(url, columns, shards)
+    return ShardSet(url, columns, shards, Changes(**manifest.get("changes", {})))
 
 
 @dataclass(frozen=True)
@@ -165,15 +204,20 @@ class Part:
     """What one task wrote, or why it could not."""
 
     partition: int
-    columns: tuple[Column, ...] = ()
+    shapes: tuple[tuple[int | None, ...] | None, ...] = ()
+    """Of the cells of each column; None where all rows of a ragged column are empty, so that it is not known."""
+    sizes: tuple[int, ...] = ()
+    """Elements of each column."""
     shards: tuple[Shard, ...] = ()
+    changes: Changes = field(default_factory=Changes)
     error: str = ""
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Part:
         """A part from the dict that `dataclasses.asdict` made of it, after a way through JSON."""
-        columns = tuple(Column.from_plain(c) for c in plain["columns"])
-        return cls(plain["partition"], columns, tuple(_shard(s) for s in plain["shards"]), plain["error"])
+        shapes = tuple(None if n is None else tuple(n) for n in plain["shapes"])
+        shards, changes = tuple(_shard(s) for s in plain["shards"]), Changes(**plain["changes"])
+        return cls(plain["partition"], shapes, tuple(plain["sizes"]), shards, changes, plain["error"])
 
 
 def _commit(shard_set: ShardSet) -> ShardSet:
@@ -187,8 +231,9 @@ def _commit(shard_set: ShardSet) -> ShardSet:
         "rows": shard_set.rows,
         "columns": [asdict(c) for c in shard_set.columns],
         "shards": [{"rows": s.rows, **asdict(s)} for s in shard_set.shards],
+        "changes": asdict(shard_set.changes),
     }
-    arrow = pa.schema([pa.field(c.name, schema.arrow_type(c), nullable=False) for c in shard_set.columns])
+    arrow = pa.schema([schema.arrow_field(c) for c in shard_set.columns])
     row_groups = {s.name: len(s.row_groups) for s in shard_set.shards}
     try:
         unischema = petastorm.unischema_of(shard_set.columns)
@@ -236,7 +281,7 @@ def _run(df: DataFrame, task: Any) -> list[Part]:
     return sorted(parts, key=lambda p: p.partition)
 
 
-def agreed_columns(parts: Sequence[Part]) -> tuple[Column, ...]:
+def agreed_columns(sources: Sequence[SourceColumn], parts: Sequence[Part]) -> tuple[Column, ...]:
     """The columns of a dataset that tasks wrote part by part, given in the order of their partitions.
 
     Raises ValueError for an error in one of them, for parts that do not fit together, and where there are no rows.
@@ -246,47 +291,73 @@ def agreed_columns(parts: Sequence[Part]) -> tuple[Column, ...]:
         raise ValueError(errors[0] + more)
     filled = [p for p in parts if p.shards]
     if not filled:
-        raise ValueError("the DataFrame has no rows; training needs at least one")
-    first = filled[0]
-    for part in filled[1:]:
-        for a, b in zip(first.columns, part.columns, strict=True):
-            if a != b:
+        changes = add_changes(p.changes for p in parts)
+        dropped = f": {changes.dropped_rows} were dropped for nulls, NaN or Inf" if changes.dropped_rows else ""
+        raise ValueError(f"the DataFrame has no rows{dropped}; training needs at least one")
+    columns = []
+    for i, column in enumerate(sources):
+        shapes = [(p.partition, shape) for p in filled if (shape := p.shapes[i]) is not None]
+        empty = (None, *[0] * (column.depth - 1))  # of a ragged column without any value
+        first, shape = shapes[0] if shapes else (0, empty)
+        for partition, other in shapes[1:]:
+            if other != shape:
+                hint = "" if column.ragged else f", or set data.encode.{column.name}: {{ragged: true}}"
                 raise ValueError(
-                    f"column {a.name!r}: cells have shape {a.shape} in partition {first.partition} and {b.shape} in "
-                    f"partition {part.partition}; all cells of a column need one shape"
+                    f"column {column.name!r}: cells have shape {shape} in partition {first} and {other} in partition "
+                    f"{partition}; all cells of a column need one shape{hint if column.kind == 'array' else ''}"
                 )
-    return first.columns
+        columns.append(schema.stored_column(column, shape))
+    return tuple(columns)
+
+
+def with_sizes(columns: Sequence[Column], parts: Sequence[Part]) -> tuple[Column, ...]:
+    """With the mean sizes of all cells in place of those of the first rows."""
+    rows = sum(s.rows for p in parts for s in p.shards)
+    means = [sum(p.sizes[i] for p in parts if p.sizes) / rows for i in range(len(columns))]
+    return tuple(
+        replace(c, mean_size=mean) if c.is_ragged or c.codec == "image" else c
+        for c, mean in zip(columns, means, strict=True)
+    )
 
 
 def write_part(
-    batches: Iterator[pa.RecordBatch], url: str, name: str, source: tuple[SourceColumn, ...], data: Data, partition: int
+    batches: Iterator[pa.RecordBatch],
+    url: str,
+    name: str,
+    sources: tuple[SourceColumn, ...],
+    data: Data,
+    partition: int,
 ) -> Part:
     """Writes a task's rows as shards whose names begin with `name`. Its input is consumed to the end."""
     writer: ShardWriter | None = None
     rows = 0
+    changes = Changes()
     try:
         for batch in batches:
             if batch.num_rows == 0:
                 continue
-            arrays = [_checked(c, batch.column(i), data, partition, rows) for i, c in enumerate(source)]
+            arrays, changed = clean_batch(sources, batch.columns, data)
+            changes = add_changes([changes, changed])
+            if len(arrays[0]):
+                writer = writer or _build_writer(url, name, sources, arrays, data)
+                writer.append(arrays)
             rows += batch.num_rows
-            if writer is None:
-                columns = tuple(
-                    Column(c.name, c.dtype, a.shape[1:], "scalar" if c.kind == "scalar" else "ndarray")
-                    for c, a in zip(source, arrays, strict=True)
-                )
-                writer = ShardWriter(url, name, columns, *layout(columns, data))
-            writer.append(arrays)
-        return Part(partition, writer.columns, tuple(writer.close())) if writer else Part(partition)
+        if writer is None:
+            return Part(partition, changes=changes)
+        shards = tuple(writer.close())
+        known = [not c.is_ragged or i in writer.filled for i, c in enumerate(writer.columns)]
+        shapes = tuple(c.shape if k else None for c, k in zip(writer.columns, known, strict=True))
+        return Part(partition, shapes, tuple(writer.sizes), shards, changes)
     except ValueError as error:
         if writer is not None:
             writer.abort()
         for _ in batches:  # the task's Python process is used again only if its input is consumed
             pass
-        return Part(partition, error=str(error))
+        at = f"; first in partition {partition}, row {rows + error.row}" if isinstance(error, BadCellsError) else ""
+        return Part(partition, error=f"{error}{at}")
 
 
-def _partition_writer(url: str, source: tuple[SourceColumn, ...], data: Data, token: str) -> Any:
+def _partition_writer(url: str, sources: tuple[SourceColumn, ...], data: Data, token: str) -> Any:
     """The task that writes one partition of the DataFrame."""
 
     def write_partition(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -295,22 +366,20 @@ def _partition_writer(url: str, source: tuple[SourceColumn, ...], data: Data, to
         context = TaskContext.get()
         assert context is not None
         partition, name = context.partitionId(), f"part-{token}-{context.partitionId():05d}-{context.taskAttemptId()}"
-        part = write_part(batches, url, name, source, data, partition)
+        part = write_part(batches, url, name, sources, data, partition)
         yield pa.RecordBatch.from_pydict({"part": [json.dumps(asdict(part))]})
 
     return write_partition
 
 
-def _checked(column: SourceColumn, stored: pa.Array, data: Data, partition: int, first_row: int) -> Array:
-    try:
-        values = schema.cells(column, stored)
-        if values.dtype.kind == "f" and not data.allow_nonfinite and not np.isfinite(values).all():
-            bad = np.flatnonzero(~np.isfinite(values).reshape(len(values), -1).all(axis=1))
-            expected = "finite values; drop them in the DataFrame or set data.allow_nonfinite=true"
-            raise BadCellsError(column.name, int(bad[0]), f"NaN or Inf in {len(bad)} row(s)", expected)
-        return values
-    except BadCellsError as error:
-        raise ValueError(f"{error}; first in partition {partition}, row {first_row + error.row}") from None
+def _build_writer(
+    url: str, prefix: str, sources: Sequence[SourceColumn], arrays: Sequence[Array | Ragged], data: Data
+) -> ShardWriter:
+    columns = []
+    for column, cells in zip(sources, arrays, strict=True):
+        codec = schema.codec_of(column)
+        columns.append(schema.stored_column(column, schema.cell_shape(codec, cells)))
+    return ShardWriter(url, prefix, tuple(columns), *layout(columns, data))
 
 
 def _join_remainders(
@@ -348,8 +417,11 @@ def _join_remainders(
     return full + [s for p in parts for s in p.shards]
 
 
-def read_rows(url: str, shard: Shard, columns: tuple[Column, ...], start: int, stop: int) -> Iterator[list[Array]]:
-    """Rows [start; stop - 1] of a shard, row group by row group."""
+def read_rows(
+    url: str, shard: Shard, columns: tuple[Column, ...], start: int, stop: int
+) -> Iterator[list[Array | Ragged]]:
+    """Rows [start; stop - 1] of a shard, row group by row group, as the writer takes them: of images their bytes."""
+    columns = tuple(replace(c, codec="binary", shape=(None,)) if c.codec == "image" else c for c in columns)
     with storage.open_input(storage.join(url, shard.name)) as file:
         opened = parquet.open_file(file)
         first = 0

@@ -19,13 +19,14 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from spark_dl import storage
 from spark_dl.config import Data
 from spark_dl.data.fingerprint import NoKeyError, fingerprint
+from spark_dl.data.schema import Column
 from spark_dl.data.shards import MANIFEST, ShardSet, read_shards, write_shards
 
 if TYPE_CHECKING:
@@ -78,29 +79,32 @@ class Lease:
         storage.write_bytes(self._url, json.dumps(content).encode())
 
 
-def store_shards(df: DataFrame, data: Data, url: str | None = None, *, run: str = "") -> tuple[ShardSet, Lease | None]:
+def store_shards(
+    df: DataFrame, data: Data, url: str | None = None, *, run: str = "", like: Sequence[Column] = ()
+) -> tuple[ShardSet, Lease | None]:
     """The shards of a DataFrame in the store `data.store`: those that another run has written, else written now.
 
     Called on the driver. Where there is no store, or the DataFrame has no key, they are written at `url`; the log says
-    why. The lease keeps them until it is released; `run` says whose it is. Raises as `write_shards` does, ValueError if
-    they cannot be stored and there is no `url`, RuntimeError if the source files change meanwhile.
+    why. The lease keeps them until it is released; `run` says whose it is. `like` is as for `write_shards`. Raises as
+    `write_shards` does, ValueError if they cannot be stored and there is no `url`, RuntimeError if the source files
+    change meanwhile.
     """
     reason = "data.store is not set"
     if data.store:
         try:
-            key = fingerprint(df, data)
-            return find_or_write(data.store, key, lambda target: _write(df, target, data, key), run=run)
+            key = fingerprint(df, data, like)
+            return find_or_write(data.store, key, lambda target: _write(df, target, data, key, like), run=run)
         except NoKeyError as error:
             reason = f"the store cannot be used for this DataFrame: {error}"
             _log.info("%s", reason)
     if url is None:
         raise ValueError(f"there is no folder to write the shards to, and {reason}")
-    return write_shards(df, url, data, overwrite=True), None
+    return write_shards(df, url, data, overwrite=True, like=like), None
 
 
-def _write(df: DataFrame, url: str, data: Data, key: str) -> ShardSet:
-    shards = write_shards(df, url, data)
-    if fingerprint(df, data) != key:
+def _write(df: DataFrame, url: str, data: Data, key: str, like: Sequence[Column]) -> ShardSet:
+    shards = write_shards(df, url, data, like=like)
+    if fingerprint(df, data, like) != key:
         raise RuntimeError(
             "the source files of the DataFrame changed while its shards were written, which may hold rows of both "
             "versions; run again"

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from spark_dl import storage
 from spark_dl.config import Data
-from spark_dl.data import parquet, schema
-from spark_dl.data.schema import Array, Column
+from spark_dl.data import parquet, ragged, schema
+from spark_dl.data.ragged import Array, Ragged
+from spark_dl.data.schema import Column
+from spark_dl.data.source import BadCellsError
 
 _ROW_GROUP_BYTES = 4 << 20
 _SHARD_BYTES = 64 << 20
@@ -55,24 +56,41 @@ class ShardWriter:
         self.columns = columns
         self._url, self._prefix = url, prefix
         self._group_rows, self._shard_rows = group_rows, shard_rows
-        self._held: list[list[Array]] = []
+        self.sizes = [0] * len(columns)
+        """Elements that were written of each column."""
+        self.filled: set[int] = set()
+        """Ragged columns of which there were values, so that their inner shape is known."""
+        self._held: list[list[Array | Ragged]] = []
         self._held_rows = 0
         self._shards: list[Shard] = []
         self._groups: list[int] = []
         self._file: pq.ParquetWriter | None = None
         self._sink: _HashingSink | None = None
 
-    def append(self, arrays: list[Array]) -> None:
-        for column, array in zip(self.columns, arrays, strict=True):
-            if array.shape[1:] != column.shape:
-                raise ValueError(
-                    f"column {column.name!r}: found cells of shape {array.shape[1:]} after cells of shape "
-                    f"{column.shape} in the same partition; all cells of a column need one shape"
-                )
-        self._held.append(arrays)
+    def append(self, arrays: Sequence[Array | Ragged]) -> None:
+        """Adds rows: of images the bytes of their files. Raises BadCellsError for cells of another shape."""
+        for i, array in enumerate(arrays):
+            self._check_shape(i, array)
+            self.sizes[i] += array.own_values.size if isinstance(array, Ragged) else array.size
+        self._held.append(list(arrays))
         self._held_rows += len(arrays[0])
         if self._held_rows >= self._group_rows:
             self._write_groups(whole_only=True)
+
+    def _check_shape(self, i: int, array: Array | Ragged) -> None:
+        column = self.columns[i]
+        found = schema.cell_shape(column.codec, array)
+        if isinstance(array, Ragged) and column.is_ragged:
+            if len(array.own_values) == 0:  # rows without values do not know their inner shape
+                return
+            if i not in self.filled:
+                self.filled.add(i)
+                self.columns = (*self.columns[:i], replace(column, shape=found), *self.columns[i + 1 :])
+                return
+        if found == column.shape:
+            return
+        hint = f", or set data.encode.{column.name}: {{ragged: true}}" if column.codec == "ndarray" else ""
+        raise BadCellsError(column.name, 0, f"cells of shape {found}", f"{column.shape} as in the rows before{hint}")
 
     def close(self) -> list[Shard]:
         self._write_groups(whole_only=False)
@@ -84,7 +102,9 @@ class ShardWriter:
             self._file.close()
 
     def _write_groups(self, whole_only: bool) -> None:
-        arrays = [np.concatenate([h[i] for h in self._held]) for i in range(len(self.columns))] if self._held else []
+        arrays = (
+            [ragged.concatenate([h[i] for h in self._held]) for i in range(len(self.columns))] if self._held else []
+        )
         start, rows = 0, self._held_rows
         while rows - start >= self._group_rows or (start < rows and not whole_only):
             stop = min(rows, start + self._group_rows)
@@ -93,9 +113,9 @@ class ShardWriter:
         self._held = [[a[start:] for a in arrays]] if start < rows else []
         self._held_rows = rows - start
 
-    def _write_group(self, arrays: list[Array]) -> None:
+    def _write_group(self, arrays: list[Array | Ragged]) -> None:
         cells = [schema.encode(c, a) for c, a in zip(self.columns, arrays, strict=True)]
-        table = pa.Table.from_arrays(cells, names=[c.name for c in self.columns])
+        table = pa.Table.from_arrays(cells, schema=pa.schema([schema.arrow_field(c) for c in self.columns]))
         if self._file is None:
             self._sink = _HashingSink(storage.join(self._url, self._next_name()))
             scalars = [c.name for c in self.columns if c.codec == "scalar"]

@@ -4,7 +4,8 @@ import pytest
 
 from tests.petastorm.conftest import PYTHON, run_there
 
-TESTS = ("foreign", "loader", "petastorm", "plan", "schema", "spec", "storage")
+TESTS = ("cells", "foreign", "images", "loader", "petastorm", "plan", "policies", "ragged", "schema", "source", "spec",
+         "storage")  # fmt: skip
 
 
 def test_unit_tests_pass_there():

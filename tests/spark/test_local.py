@@ -107,7 +107,7 @@ def test_dense_and_sparse_vectors(spark):
 
 
 BAD = {
-    "null": ("nullif(id, 77) AS id", r"column 'id': found 1 null\(s\).*\(as the rows were dealt to the ranks\)"),
+    "null": ("nullif(id, 77) AS id", r"column 'id': found null\(s\) in 1 row.*\(as the rows were dealt to the ranks\)"),
     "nan": ("IF(id = 5, double('NaN'), 1.0D) AS id", "column 'id': found NaN or Inf"),
     "ragged": ("sequence(0, IF(id = 5, 1, 2)) AS id", "column 'id': .*(lengths|shape)"),
     "ragged between ranks": ("sequence(0, IF(id < 50, 1, 2)) AS id", "column 'id': .*(lengths|shape)"),
@@ -231,7 +231,7 @@ def test_the_memory_of_a_rank_does_not_grow_with_its_rows(spark):
 @pytest.mark.modes("local")
 def test_a_source_that_was_not_dealt_is_an_error(spark):
     launch = spark_dl.Launch(num_ranks=3)
-    dealt, columns = local.deal_rows(spark.range(9), ["id"], 2)
+    dealt, columns = local.deal_rows(spark.range(9), Data(features=("id",), label=None), 2)
     with pytest.raises(RankError, match="Spark started 2 tasks for 3 ranks"):
         run_barrier(
             spark, spark_dl.worker.call_on_rows, _rows_of_rank, columns, Data(features=("id",), label=None), {},

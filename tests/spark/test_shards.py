@@ -76,8 +76,14 @@ def test_dense_and_sparse_vectors_mixed(spark, tmp_path):
 BAD = {
     "missing column": (lambda s: s.range(3).toDF("lable"), "no column 'label' .* did you mean 'lable'"),
     "string": (lambda s: s.range(3).selectExpr("'a' AS label"), "column 'label' has type string"),
-    "null": (lambda s: s.range(30).selectExpr("nullif(id, 7) AS label"), "column 'label': found 1 null"),
-    "null in an array": (lambda s: s.range(9).selectExpr("array(id, nullif(id, 7)) AS label"), "null inside an array"),
+    "null": (
+        lambda s: s.range(30).selectExpr("nullif(id, 7) AS label"),
+        r"column 'label': found null\(s\) in 1 row.*data.nulls .*first in partition 1, row 0",
+    ),
+    "null in an array": (
+        lambda s: s.range(9).selectExpr("array(id, nullif(id, 7)) AS label"),
+        r"found null\(s\) in 1 row.*row 1",
+    ),
     "nan": (lambda s: s.range(9).selectExpr("IF(id = 5, double('NaN'), 1.0D) AS label"), "'label': found NaN or Inf"),
     "ragged": (lambda s: s.range(9).selectExpr("sequence(0, IF(id = 5, 1, 2)) AS label"), "'label': .*(lengths|shape)"),
     "empty": (lambda s: s.range(3).filter("id > 5").toDF("label"), "the DataFrame has no rows"),

@@ -151,7 +151,7 @@ def test_equal_plans_have_equal_keys_and_others_do_not(spark, source, tmp_path):
     assert keys == [key(plan()) for plan in plans]
     assert len(set(keys)) == len(keys)
     df = read()
-    settings = [{}, {"rows_per_shard": 7}, {"label": None}, {"allow_nonfinite": True}]
+    settings = [{}, {"rows_per_shard": 7}, {"label": None}, {"nonfinite": "allow"}]
     assert len({key(df, **s) for s in settings}) == len(settings)
     assert key(df) == key(df, cache_mib=1, cache_dir="/c", store="x", shuffle=False)
     before, name = key(df), "spark.sql.session.timeZone"

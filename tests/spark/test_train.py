@@ -127,7 +127,7 @@ def test_errors_before_any_rank_starts(spark, points, tmp_path):
 
     fails("no column 'label' .* did you mean 'labels'", data=points.withColumnRenamed("label", "labels"))
     nulls = points.selectExpr("IF(label = 1, NULL, features) AS features", "label")
-    fails(r"column 'features': found \d+ null.* in partition \d+, row \d+", data=nulls)
+    fails(r"column 'features': found null\(s\) in \d+ row.* in partition \d+, row \d+", data=nulls)
     fails("no dataset at .*/nowhere: found nothing", data=str(tmp_path / "nowhere"))
     fails("the DataFrame has no rows", data=points.limit(0))
     fails(

@@ -1,6 +1,7 @@
 """Settings: what is accepted, and what an error says."""
 
 import dataclasses
+import json
 import math
 
 import pytest
@@ -10,6 +11,11 @@ from spark_dl import Checkpoint, Config, Data, Launch, Parallel, Train, load_con
 from spark_dl.config import build_config, config_keys, suggestion
 
 NAN, INF = math.nan, math.inf
+
+
+def encodings(*settings):
+    return [{"encode": {"c": s}} for s in settings]
+
 
 INVALID = [
     (Data, "data.features", [(), [], "pixels", None, 3, ("a", "a"), ("a", "label")]),
@@ -26,7 +32,32 @@ INVALID = [
     (Data, "data.store", ["", 1]),
     (Data, "data.store_ttl_days", [-1, "1", None]),
     (Data, "data.cache_mib", [-1, 2.0, None]),
-    (Data, "data.allow_nonfinite", [0, 1, "true", None]),
+    (Data, "data.nulls", ["allow", "Drop", None, True]),
+    (Data, "data.nonfinite", ["raise", None, True]),
+    (Data, "data.encode", ["hash", None, ["c"], 3]),
+    (Data, "data.encode.c", [], encodings("hash", None, ["hash"], 3)),
+    (Data, "data.encode.c.as", [], encodings({"as": "md5"}, {"as": 3}, {"as": ["hash"]})),
+    (Data, "data.encode.c.bucket", [], encodings({"as": "hash", "buckets": 3, "bucket": 3})),
+    (
+        Data,
+        "data.encode.c.buckets",
+        [],
+        encodings({"as": "hash"}, *({"as": "hash", "buckets": b} for b in (0, "9", True, 1.5, None))),
+    ),
+    (Data, "data.encode.c.buckets", [], encodings({"as": "bytes", "buckets": 3}, {"buckets": 3})),
+    (Data, "data.encode.c.ragged", [], encodings({"ragged": 1}, {"as": "hash", "buckets": 3, "ragged": None})),
+    (Data, "data.encode.c.unit", [], encodings({"as": "timestamp", "unit": "h"}, {"as": "float", "unit": "s"})),
+    (Data, "data.encode.c.unknown", [], encodings({"as": "vocabulary", "unknown": "drop"})),
+    (Data, "data.encode.c.min_count", [], encodings({"as": "vocabulary", "min_count": 0})),
+    (Data, "data.encode.c.max_size", [], encodings({"as": "vocabulary", "max_size": "many"})),
+    (
+        Data,
+        "data.encode.c.values",
+        [],
+        encodings(*({"as": "vocabulary", "values": v} for v in ([], "ab", [1], ["a", "a"], None))),
+    ),
+    (Data, "data.fill", ["0", None, 0]),
+    (Data, "data.fill.c", [], [{"fill": {"c": v}} for v in (None, NAN, INF, [0], {})]),
     (Data, "data.shuffle", [0, 1, "true", None]),
     (Data, "data.validation_fraction", [], [{"reader": "petastorm", "validation_fraction": 0.1}]),
     (Data, "data.reader", ["arrow", "Petastorm", "", None]),
@@ -83,6 +114,25 @@ def test_an_invalid_value_is_an_error_that_names_the_key(section, key, values):
 def test_the_table_of_invalid_values_knows_every_number_choice_and_flag():
     free = {"data.label", "train.optimizer_args", "train.scheduler_args", "parallel.strategy"}
     assert set(config_keys()) - free <= {key for _, key, *_ in INVALID}
+
+
+ENCODE = {
+    "city": {"as": "vocabulary", "min_count": 2, "unknown": "error"}, "name": {"as": "hash", "buckets": 1000},
+    "user.text": {"as": "bytes"}, "when": {"as": "timestamp", "unit": "ms"}, "clicks": {"ragged": True},
+}  # fmt: skip
+FILL = {"age": 0, "city": "unknown", "score": -0.5, "flag": True}
+
+
+def test_the_encoding_of_columns_travels_through_yaml_json_and_the_command_line(tmp_path):
+    expected = Config(data=Data(encode=ENCODE, nulls="fill", fill=FILL))
+    plain = {"data": {"encode": ENCODE, "nulls": "fill", "fill": FILL}}
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(plain))
+    assert load_config(tmp_path / "c.yaml") == expected
+    assert load_config(None, {"data.encode": ENCODE, "data.nulls": "fill", "data.fill": FILL}) == expected
+    overrides = ["data.encode={city: {as: hash, buckets: 7}}", "data.nonfinite=allow"]
+    encode = {"city": {"as": "hash", "buckets": 7}}
+    assert load_config(None, overrides) == Config(data=Data(encode=encode, nonfinite="allow"))
+    assert build_config(json.loads(json.dumps(expected.to_dict()))) == expected
 
 
 def test_defaults_are_valid():

@@ -1,6 +1,9 @@
 """Datasets that others wrote are read as they are, and refused with a reason where they cannot be."""
 
+import datetime
 import os
+import zlib
+from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
@@ -9,8 +12,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from spark_dl import Config, Data, Train
-from spark_dl.data.foreign import open_parquet
+from spark_dl.data import schema
+from spark_dl.data.foreign import open_parquet, stored_column
 from spark_dl.data.loader import Loader
+from spark_dl.data.ragged import concatenate
+from spark_dl.data.schema import Column
+from spark_dl.data.source import Encoding
+from tests.unit.test_cells import vectors
+from tests.unit.test_images import pixels, png
 
 ROWS = 100
 
@@ -87,7 +96,7 @@ def test_what_cannot_be_read_is_an_error_that_names_it(tmp_path):
     fails(r"b.parquet \(104 bytes\) is not a Parquet file")
     pq.write_table(table(), tmp_path / "b.parquet")
     fails("no column 'idd' .* did you mean 'id'", "idd")
-    fails("column 'text' has Parquet type string", "text")
+    fails("column 'text' has type string; say with data.encode", "text")
     pq.write_table(table().set_column(0, "id", pa.array(np.arange(ROWS, dtype=np.int32))), tmp_path / "c.parquet")
     fails("column 'id' has type int64 in b.parquet and int32 in c.parquet")
     pq.write_table(table().drop_columns(["id"]), tmp_path / "c.parquet")
@@ -99,7 +108,7 @@ def test_what_cannot_be_read_is_an_error_that_names_it(tmp_path):
 @pytest.mark.parametrize(
     ("column", "values", "match"),
     [
-        ("x", pa.array([1, None, 3]), "column 'x': 1 null"),
+        ("x", pa.array([1, None, 3]), "column 'x': found 1 null.*first in row 1 of the row group"),
         ("x", pa.array([[1], [1, 2]]), "column 'x': found arrays of lengths"),
         ("x", pa.array([[1], None]), "column 'x': found 1 null"),
     ],
@@ -126,3 +135,108 @@ def test_datasets_of_old_petastorm_versions(version):
     np.testing.assert_array_equal(found["id2"], found["id"] % 2)
     with pytest.raises(ValueError, match="column 'sensor_name' has dtype str"):
         open_parquet(str(url), ["sensor_name"])
+
+
+# Types that become numbers when they are read
+
+
+def read_all(shards):
+    """Columns as a loader reads them: row group by row group."""
+    files = [pq.ParquetFile(f"{shards.url}/{s.name}") for s in shards.shards]
+    groups = [f.read_row_group(g, [c.name for c in shards.columns]) for f in files for g in range(f.num_row_groups)]
+    return {
+        c.name: concatenate([schema.decode(c, stored_column(g, c.name)) for g in groups]) for c in shards.columns
+    }  # fmt: skip
+
+
+def rows_of(cells):
+    return [cells.values[a:b].tolist() for a, b in zip(cells.offsets[:-1], cells.offsets[1:], strict=True)]
+
+
+def rich_table():
+    n = range(10)
+    day = [datetime.date(1970, 1, 1) + datetime.timedelta(days=i) for i in n]
+    return pa.table({
+        "day": pa.array(day),
+        "at": pa.array([i * 1_000_001 for i in n], pa.int64()).cast(pa.timestamp("us", "Europe/Berlin")),
+        "took": pa.array([i * 1000 for i in n], pa.duration("ms")),
+        "price": pa.array([Decimal(i) / 4 for i in n], pa.decimal128(20, 2)),
+        "name": pa.array([f"n{i % 3}" for i in n]).dictionary_encode(),
+        "blob": pa.array([b"x" * i for i in n]),
+        "ragged": pa.array([[i] * (i % 4) for i in n], pa.list_(pa.int16())),
+        "pairs": pa.array([[[i, 1]] * (i + 1) for i in n], pa.large_list(pa.list_(pa.float32()))),
+        "number": pa.array([i * 7 for i in n]).dictionary_encode(),
+        "photo": pa.array([png((2, 3), i) for i in n]),
+        "user": pa.array([{"age": i, "home": {"city": f"c{i}", "at": [1.0, float(i)]}} for i in n]),
+        "vector": vectors(*[[float(i), 1.0] if i % 2 else (2, {1: 1.0, 0: float(i)}) for i in n]),
+    })  # fmt: skip
+
+
+ENCODE = {
+    "at": {"as": "timestamp", "unit": "ms"}, "price": {"as": "float"},
+    "name": {"as": "vocabulary", "values": ["n1", "n0"]},
+    "ragged": {"ragged": True}, "pairs": {"ragged": True}, "photo": {"as": "image"},
+    "user.home.city": {"as": "hash", "buckets": 11},
+}  # fmt: skip
+NAMES = ["day", "at", "took", "price", "name", "blob", "ragged", "pairs", "number", "photo", "vector",
+         "user.age", "user.home.city", "user.home.at"]  # fmt: skip
+
+
+@pytest.mark.parametrize("use_dictionary", [True, False])
+def test_every_type_of_parquet_becomes_numbers(tmp_path, use_dictionary):
+    pq.write_table(rich_table(), tmp_path / "a.parquet", row_group_size=4, use_dictionary=use_dictionary)
+    shards = open_parquet(str(tmp_path), NAMES, data=Data(encode=ENCODE))
+    found = read_all(shards)
+    n = np.arange(10)
+    expected = {
+        "day": n, "at": n * 1_000_001 // 1000, "took": n * 1000, "price": n / 4, "name": np.array([2, 1, 0] * 4)[:10],
+        "number": n * 7, "vector": np.stack([n, np.ones(10)], axis=1), "user.age": n,
+        "user.home.city": [zlib.crc32(f"c{i}".encode()) % 11 for i in n],
+        "user.home.at": np.stack([np.ones(10), n], axis=1), "photo": np.array([pixels((2, 3), i) for i in n]),
+    }  # fmt: skip
+    for name, values in expected.items():
+        np.testing.assert_array_equal(found[name], values, err_msg=name)
+    assert [bytes(b) for b in rows_of(found["blob"])] == [b"x" * i for i in n]
+    for name in ("ragged", "pairs"):
+        assert rows_of(found[name]) == rich_table()[name].to_pylist()
+    about = {c.name: (c.dtype, c.shape) for c in shards.columns}
+    assert about["pairs"] == ("float32", (None, 2))
+    assert about["photo"] == ("uint8", (2, 3))
+    means = {c.name: c.mean_size for c in shards.columns}
+    assert means["pairs"] == 2 * (1 + 2 + 3 + 4) / 4  # of the first row group
+    for column in shards.columns:
+        cells = found[column.name]
+        assert (cells.values if column.is_ragged else cells).dtype == column.dtype
+
+
+def test_the_vocabulary_is_that_of_the_training_dataset(tmp_path):
+    pq.write_table(pa.table({"name": ["a", "b", "c"]}), tmp_path / "a.parquet")
+    like = [Column("name", "int64", (), "scalar", Encoding("vocabulary", vocabulary=("c", "a")))]
+    data = Data(encode={"name": {"as": "vocabulary"}})
+    assert read_all(open_parquet(str(tmp_path), ["name"], data=data, like=like))["name"].tolist() == [2, 0, 1]
+    with pytest.raises(ValueError, match=r"data.encode.name.values: expected the words .* only where Spark writes"):
+        open_parquet(str(tmp_path), ["name"], data=data)
+
+
+@pytest.mark.parametrize(("data", "match"), [
+    (Data(nulls="drop"), "data.nulls: found 'drop' for a dataset that is read as it is"),
+    (Data(nonfinite="fill"), "data.nonfinite: found 'fill' for a dataset that is read as it is"),
+    (Data(encode={"idd": {"as": "bytes"}}), "data.encode.idd: no such column is read; did you mean 'id'"),
+    (Data(encode={"id": {"as": "hash", "buckets": 3}}), r"data.encode.id.as: expected one of \['number'\]"),
+])  # fmt: skip
+def test_settings_that_do_not_fit_a_dataset_of_others(tmp_path, data, match):
+    pq.write_table(table(), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=match):
+        open_parquet(str(tmp_path), ["id"], data=data)
+
+
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_columns_of_one_shape_of_every_type_are_dealt_by_the_loader(tmp_path, is_plain):
+    layout = {"compression": "none" if is_plain else "snappy", "use_dictionary": not is_plain}
+    pq.write_table(rich_table(), tmp_path / "a.parquet", row_group_size=4, **layout)
+    names = ["day", "at", "price", "name", "photo", "vector", "user.age", "user.home.city"]
+    shards = open_parquet(str(tmp_path), names, data=Data(encode={n: s for n, s in ENCODE.items() if n in names}))
+    found, expected = columns_of(shards, *names), read_all(shards)
+    assert sorted(found["day"].tolist()) == list(range(10))
+    for name in names:
+        np.testing.assert_array_equal(found[name], expected[name][found["day"]])

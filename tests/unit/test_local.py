@@ -17,8 +17,10 @@ import pytest
 
 from spark_dl import Data
 from spark_dl.data import local
-from spark_dl.data.schema import Column, SourceColumn
+from spark_dl.data.policies import Changes
+from spark_dl.data.schema import Column
 from spark_dl.data.shards import Part, ShardSet
+from spark_dl.data.source import SourceColumn
 
 SOURCE = (SourceColumn("features", "float32", "array", 1), SourceColumn("label", "int64", "scalar"))
 DATA = Data(rows_per_row_group=16, rows_per_shard=64)
@@ -252,7 +254,7 @@ def shard_set(sizes, digest="a"):
     from spark_dl.data.writer import Shard
 
     shards = tuple(Shard(f"{i}", (n,), 8 * n, digest) for i, n in enumerate(sizes))
-    return ShardSet("/nowhere", COLUMNS, shards, Spread(0, (1,) * len(sizes), {"x": np.array(1)}))
+    return ShardSet("/nowhere", COLUMNS, shards, spread=Spread(0, (1,) * len(sizes), {"x": np.array(1)}))
 
 
 def test_a_run_goes_on_in_an_epoch_only_with_the_same_rows_in_the_same_places():
@@ -267,5 +269,5 @@ def test_a_run_goes_on_in_an_epoch_only_with_the_same_rows_in_the_same_places():
 
 
 def test_a_part_travels_as_json():
-    part = Part(3, COLUMNS, shard_set((5,)).shards)
+    part = Part(3, (None, (None, 2), (3,)), (0, 9, 15), shard_set((5,)).shards, Changes(2, {"x": 2}, {}))
     assert Part.from_plain(json.loads(json.dumps(asdict(part)))) == part

@@ -1,15 +1,18 @@
-"""Cells: from a DataFrame's columns to arrays, to stored bytes, and back."""
+"""Columns as they are stored: arrays to cells in Parquet, and back."""
 
+import dataclasses
 import io
+import json
 
 import numpy as np
 import pyarrow as pa
 import pytest
-from pyspark.ml.linalg import VectorUDT
-from pyspark.sql import types as t
 
 from spark_dl.data import schema
-from spark_dl.data.schema import BadCellsError, Column, SourceColumn
+from spark_dl.data.ragged import from_lengths
+from spark_dl.data.schema import Column
+from spark_dl.data.source import Encoding
+from tests.unit.test_images import pixels, png
 
 DTYPES = ["bool", "int8", "int16", "int32", "int64", "float32", "float64"]
 SHAPES = [(1,), (5,), (2, 3), (2, 1, 3), (0,), (2, 0)]
@@ -114,135 +117,6 @@ def test_a_null_among_stored_cells_is_refused():
         schema.decode(tensor(), pa.array([*cells, None], pa.binary()))
 
 
-# From a DataFrame's columns
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_scalar_cells(dtype):
-    values = values_of(dtype, ())
-    found = schema.cells(SourceColumn("c", dtype, "scalar"), pa.array(values))
-    assert found.dtype == values.dtype
-    np.testing.assert_array_equal(found, values)
-
-
-def nested(values, depth, inner):
-    kind = inner
-    for _ in range(depth):
-        kind = pa.list_(kind)
-    return pa.array(values, kind)
-
-
-@pytest.mark.parametrize("shape", [(3,), (2, 3), (2, 1, 3), (0,), (2, 0)])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_array_cells(dtype, shape):
-    values = values_of(dtype, shape)
-    stored = nested(values.tolist(), len(shape), pa.from_numpy_dtype(np.dtype(dtype)))
-    column = SourceColumn("c", dtype, "array", len(shape))
-    for start, stop in [(0, 6), (2, 5), (5, 6)]:
-        found = schema.cells(column, stored[start:stop])
-        assert found.dtype == values.dtype
-        np.testing.assert_array_equal(found, values[start:stop])
-
-
-def vectors(*rows):
-    """Spark ML vectors in their Arrow form: a list is a dense one, (size, {index: value}) a sparse one."""
-    fields = {"type": pa.int8(), "size": pa.int32(), "indices": pa.list_(pa.int32()), "values": pa.list_(pa.float64())}
-    plain = [
-        {"type": 1, "size": None, "indices": None, "values": row}
-        if isinstance(row, list)
-        else {"type": 0, "size": row[0], "indices": list(row[1]), "values": list(row[1].values())}
-        for row in rows
-    ]
-    return pa.array(plain, pa.struct(fields))
-
-
-VECTOR = SourceColumn("c", "float64", "vector", 1)
-MIXED = [[1.0, 2.0, 3.0], (3, {0: 7.0, 2: 9.0}), (3, {}), [4.0, 5.0, 6.0], (3, {1: -1.0})]
-AS_ARRAY = np.array([[1, 2, 3], [7, 0, 9], [0, 0, 0], [4, 5, 6], [0, -1, 0]], dtype=np.float64)
-
-
-@pytest.mark.parametrize("kept", [slice(0, 5), slice(0, 1), slice(1, 3), slice(1, 5), slice(3, 4), slice(4, 5)])
-def test_dense_and_sparse_vectors_in_any_mixture(kept):
-    found = schema.cells(VECTOR, vectors(*MIXED)[kept])
-    assert found.dtype == np.float64
-    np.testing.assert_array_equal(found, AS_ARRAY[kept])
-
-
-def array_column(depth=1):
-    return SourceColumn("c", "int32", "array", depth)
-
-
-@pytest.mark.parametrize(("column", "stored", "row", "message"), [
-    (SourceColumn("c", "int32", "scalar"), pa.array([1, 2, None], pa.int32()), 2, "1 null"),
-    (SourceColumn("c", "bool", "scalar"), pa.array([None, True, None]), 0, "2 null"),
-    (array_column(), nested([[1], None], 1, pa.int32()), 1, "1 null"),
-    (array_column(), nested([[1, 2], [3, 4], [5, None]], 1, pa.int32()), 2, "null inside an array"),
-    (array_column(2), nested([[[1], [2]], [[3], [None]]], 2, pa.int32()), 1, "null inside an array"),
-    (array_column(), nested([[1, 2], [3, 4], [5]], 1, pa.int32()), 2, r"lengths \[1, 2\].*the first has 2"),
-    (array_column(2), nested([[[1, 2]], [[3, 4]], [[5]]], 2, pa.int32()), 2, r"lengths \[1, 2\]"),
-    (array_column(2), nested([[[1], [2]], [[3], [4, 5]]], 2, pa.int32()), 1, r"lengths \[1, 2\]"),
-    (array_column(2), nested([[[1], [2]], [[3]]], 2, pa.int32()), 1, r"lengths \[1, 2\]"),
-    (VECTOR, vectors([1.0, 2.0], (2, {}), (3, {})), 2, r"sizes \[2, 3\].*the first has 2"),
-    (VECTOR, vectors((2, {0: 1.0}), [1.0]), 1, r"sizes \[1, 2\]"),
-])  # fmt: skip
-def test_bad_cells_are_an_error_that_names_the_column_and_the_row(column, stored, row, message):
-    with pytest.raises(BadCellsError, match=rf"column 'c': found .*{message}") as caught:
-        schema.cells(column, stored)
-    assert caught.value.row == row
-
-
-def test_the_row_of_a_bad_cell_counts_from_the_start_of_a_slice():
-    with pytest.raises(BadCellsError) as caught:
-        schema.cells(array_column(), nested([[1], [1], [1], [1, 2]], 1, pa.int32())[1:])
-    assert caught.value.row == 2
-
-
-# Types of a DataFrame
-
-FIELDS = t.StructType([
-    t.StructField("flag", t.BooleanType()),
-    t.StructField("byte", t.ByteType()),
-    t.StructField("short", t.ShortType()),
-    t.StructField("int", t.IntegerType()),
-    t.StructField("long", t.LongType()),
-    t.StructField("float", t.FloatType()),
-    t.StructField("double", t.DoubleType()),
-    t.StructField("image", t.ArrayType(t.ArrayType(t.FloatType()))),
-    t.StructField("vector", VectorUDT()),
-    t.StructField("text", t.StringType()),
-    t.StructField("price", t.DecimalType(10, 2)),
-    t.StructField("words", t.ArrayType(t.StringType())),
-    t.StructField("when", t.TimestampType()),
-    t.StructField("pairs", t.MapType(t.StringType(), t.LongType())),
-])  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "dtype", "kind", "depth"), [
-    ("flag", "bool", "scalar", 0), ("byte", "int8", "scalar", 0), ("short", "int16", "scalar", 0),
-    ("int", "int32", "scalar", 0), ("long", "int64", "scalar", 0), ("float", "float32", "scalar", 0),
-    ("double", "float64", "scalar", 0), ("image", "float32", "array", 2), ("vector", "float64", "vector", 1),
-])  # fmt: skip
-def test_spark_types_keep_their_width(name, dtype, kind, depth):
-    assert schema.source_columns(FIELDS, [name]) == (SourceColumn(name, dtype, kind, depth),)
-
-
-def test_columns_come_in_the_order_in_which_they_are_asked_for():
-    assert [c.name for c in schema.source_columns(FIELDS, ["long", "flag"])] == ["long", "flag"]
-
-
-@pytest.mark.parametrize("name", ["text", "price", "words", "when", "pairs"])
-def test_a_type_that_cannot_become_a_tensor_is_an_error_that_says_what_can(name):
-    with pytest.raises(
-        ValueError, match=rf"column '{name}' has type .*supported are .*bigint.*CAST\({name} AS DOUBLE\)"
-    ):
-        schema.source_columns(FIELDS, ["flag", name])
-
-
-def test_a_missing_column_is_an_error_that_suggests_the_nearest():
-    with pytest.raises(ValueError, match=r"no column 'imgae'.*did you mean 'image'.*data\.features"):
-        schema.source_columns(FIELDS, ["imgae"])
-
-
 def test_a_cell_of_another_dtype_in_the_middle_is_found():
     column = Column("x", "float32", (2,), "ndarray")
     good = schema.encode(column, np.ones((1, 2), np.float32))[0].as_py()
@@ -256,8 +130,121 @@ def test_no_rows_are_encoded_and_decoded():
     assert schema.decode(column, schema.encode(column, np.zeros((0, 2, 3), np.float32))).shape == (0, 2, 3)
 
 
-def test_a_null_inner_array_is_reported_with_its_row():
-    array = pa.array([[[1], [2]], [[1], None]], pa.list_(pa.list_(pa.int32())))
-    with pytest.raises(BadCellsError, match="a null inside an array") as error:
-        schema.cells(SourceColumn("x", "int32", "array", 2), array)
-    assert error.value.row == 1
+# Ragged columns, bytes and images
+
+
+def ragged(codec="list", dtype="int32", shape=(None,), kind="number"):
+    return Column("x", dtype, shape, codec, Encoding(kind))
+
+
+def rows_of(cells):
+    return [cells.values[a:b].tolist() for a, b in zip(cells.offsets[:-1], cells.offsets[1:], strict=True)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("inner", [(), (3,), (2, 2)])
+@pytest.mark.parametrize("lengths", [[], [0, 0], [2, 0, 3, 1, 0]])
+def test_ragged_columns_are_lists_without_nulls(dtype, inner, lengths):
+    column = ragged("list", dtype, (None, *inner))
+    values = from_lengths(values_of(dtype, inner, sum(lengths)), np.array(lengths, dtype=np.int64))
+    stored = schema.encode(column, values)
+    assert stored.type == schema.arrow_type(column)
+    assert not stored.type.value_field.nullable
+    assert stored.to_pylist() == rows_of(values)
+    found = schema.decode(column, stored)
+    assert (found.values.dtype, found.inner) == (dtype, inner)
+    assert rows_of(found) == rows_of(values)
+    assert rows_of(schema.decode(column, stored[1:4])) == rows_of(values)[1:4]
+    part = schema.encode(column, values[1:3])  # a slice of rows is stored alone
+    assert part.to_pylist() == rows_of(values)[1:3]
+
+
+def test_bytes_are_binary_cells_and_come_back_without_a_copy():
+    cells = pa.array([b"ab", b"", b"cde"])
+    column = ragged("binary", "uint8", kind="bytes")
+    found = schema.decode(column, cells)
+    assert rows_of(found) == [[*b"ab"], [], [*b"cde"]]
+    assert np.shares_memory(found.values, np.frombuffer(cells.buffers()[2], dtype=np.uint8))
+    assert schema.encode(column, found).equals(cells)
+    assert schema.encode(column, found[1:]).equals(cells[1:])
+
+
+@pytest.mark.parametrize("shape", [(4, 5), (4, 5, 3)])
+@pytest.mark.parametrize("rows", [0, 3])
+def test_images_are_kept_as_files_and_decoded(shape, rows):
+    files = pa.array([png(shape, seed) for seed in range(rows)], pa.binary())
+    column = ragged("image", "uint8", shape, kind="image")
+    found = schema.decode(column, files)
+    assert (found.shape, found.dtype) == ((rows, *shape), np.uint8)
+    np.testing.assert_array_equal(found, np.array([pixels(shape, seed) for seed in range(rows)]).reshape(-1, *shape))
+
+
+@pytest.mark.parametrize(("bad", "match"), [
+    (b"", "row 1: cannot identify"), (png((5, 4)), "row 1: an image of 5 x 4 pixels"),
+    (png((4, 5, 3)), r"row 1: found an image of shape \(4, 5, 3\)"),
+])  # fmt: skip
+def test_a_bad_image_is_an_error_that_names_the_row(bad, match):
+    with pytest.raises(ValueError, match=rf"column 'x', {match}"):
+        schema.decode(ragged("image", "uint8", (4, 5), kind="image"), pa.array([png((4, 5)), bad]))
+
+
+@pytest.mark.parametrize(("stored", "match"), [
+    (pa.array([[1], None], pa.list_(pa.int32())), "1 null.*first in row 1 of the row group"),
+    (pa.array([[1], [2, None]], pa.list_(pa.int32())), "a null inside an array.*first in row 1 of the row group"),
+])  # fmt: skip
+def test_nulls_in_stored_lists_are_an_error(stored, match):
+    with pytest.raises(ValueError, match=match):
+        schema.decode(ragged(), stored)
+
+
+def test_lists_of_another_inner_shape_are_an_error():
+    stored = schema.encode(ragged(shape=(None, 2)), from_lengths(np.zeros((3, 2), np.int32), np.array([1, 2])))
+    with pytest.raises(ValueError, match=r"column 'x': cells of shape \(2,\), after \(3,\) elsewhere"):
+        schema.decode(ragged(shape=(None, 3)), stored)
+
+
+@pytest.mark.parametrize("column", [
+    Column("x", "int64"), Column("x", "float32", (2, 3), "ndarray"),
+    Column("x", "int32", (None, 3), "list", mean_size=4.5),
+    Column("x", "uint8", (4, 5, 3), "image", Encoding("image"), 200.5),
+    Column("x", "int64", (), "scalar", Encoding("vocabulary", vocabulary=("a", "ß"), unknown="error")),
+    Column("x", "int64", (), "scalar", Encoding("decimal", scale=2)),
+])  # fmt: skip
+def test_columns_travel_as_json(column):
+    assert Column.from_plain(json.loads(json.dumps(dataclasses.asdict(column)))) == column
+
+
+def test_columns_of_older_manifests_are_read():
+    plain = {"name": "x", "dtype": "float32", "shape": [2, 3], "codec": "ndarray"}
+    assert Column.from_plain(plain) == Column("x", "float32", (2, 3), "ndarray")
+
+
+@pytest.mark.parametrize(("column", "stored", "decoded"), [
+    (Column("x", "int64"), 8, 8),
+    (Column("x", "float32", (2, 3), "ndarray"), 128 + 24, 24),
+    (Column("x", "int32", (None, 3), "list", mean_size=4.5), 26, 26),
+    (Column("x", "uint8", (None,), "binary", Encoding("bytes"), 10.0), 18, 18),
+    (Column("x", "uint8", (4, 5, 3), "image", Encoding("image"), 200.5), 205, 60),
+])  # fmt: skip
+def test_bytes_of_a_row(column, stored, decoded):
+    assert (column.row_bytes, column.value_bytes) == (stored, decoded)
+
+
+@pytest.mark.parametrize("other", [
+    Column("x", "int32"), Column("x", "int64", (2,), "ndarray"),
+    Column("x", "int64", (), "scalar", Encoding("hash", buckets=3)),
+])  # fmt: skip
+def test_columns_that_differ_from_those_of_the_training_dataset(other):
+    schema.check_like([Column("x", "int64")], [Column("x", "int64", mean_size=3.0), Column("y", "bool")])
+    with pytest.raises(ValueError, match="column 'x': found the .*as in the training dataset"):
+        schema.check_like([other], [Column("x", "int64")])
+
+
+@pytest.mark.parametrize(("settings", "key"), [
+    ({"as": "vocabulary"}, "as"), ({"as": "hash", "buckets": 4}, "buckets"), ({"ragged": True}, "ragged"),
+])  # fmt: skip
+def test_settings_with_which_a_dataset_was_not_written(settings, key):
+    column = Column("x", "int64", (), "scalar", Encoding("hash", buckets=3))
+    schema.check_settings([column], {"x": {"as": "hash", "buckets": 3}, "y": {"ragged": True}})
+    with pytest.raises(ValueError, match=rf"data.encode.x.{key}: found .* the dataset was written with"):
+        schema.check_settings([column], {"x": settings})

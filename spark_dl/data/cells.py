@@ -1,0 +1,257 @@
+"""From Arrow columns, as Spark and Parquet files give them, to arrays of numbers."""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from spark_dl.data.ragged import Array, Ragged, from_lengths
+from spark_dl.data.source import BadCellsError, SourceColumn, fill_scalar
+
+_NO_NULLS = "no nulls; drop or fill them where the dataset is written (data.nulls)"
+_NS = {"D": 86_400_000_000_000, "s": 1_000_000_000, "ms": 1_000_000, "us": 1000, "ns": 1}
+_LARGEST = np.iinfo(np.int64).max
+
+
+def read_cells(column: SourceColumn, array: pa.Array) -> Array | Ragged:
+    """The cells of a column as one array # (rows, *shape), or as the rows of a ragged column.
+
+    Bytes and images are ragged: the bytes of each cell. Where the column has a fill, nulls become it: of an array its
+    elements, and a null array one of that value alone, or an empty one in a ragged column.
+    Raises BadCellsError, with the column and the first bad row: a null, cells of unequal shape, a number that does not
+    fit.
+    """
+    array = _decoded(array)
+    if array.null_count == 0:
+        return _read_present(column, array)
+    if column.fill is None or column.encoding.kind in ("bytes", "image"):
+        raise BadCellsError(column.name, _first(array.is_null()), f"{array.null_count} null(s)", _NO_NULLS)
+    present = array.is_valid().to_numpy(zero_copy_only=False)
+    if not present.any() and column.kind != "scalar" and not column.ragged:
+        expected = "an array that gives the length of the filled ones; drop them instead (data.nulls)"
+        raise BadCellsError(column.name, 0, f"only nulls in {len(array)} rows", expected)
+    return _spread(column, _read_present(column, array.drop_null()), present, leaf_type(array.type))
+
+
+def leaf_type(arrow: pa.DataType) -> pa.DataType:
+    """The type of an array's elements, of a vector's numbers, or the type itself."""
+    if pa.types.is_struct(arrow):
+        return pa.float64()
+    while _is_list(arrow):
+        arrow = arrow.value_type
+    return arrow
+
+
+def levels(array: pa.Array) -> list[pa.Array]:
+    """A column, its lists' elements, theirs, and so on; of Spark ML vectors their numbers."""
+    if pa.types.is_struct(array.type):
+        lists = array.field("values")
+        return [array, lists, lists.flatten()]
+    found = [array]
+    while _is_list(found[-1].type):
+        found.append(found[-1].flatten())
+    return found
+
+
+def rows_of_level(found: list[pa.Array], level: int) -> npt.NDArray[np.int64]:
+    """The row of each value of a level. # (len(found[level]),)"""
+    rows = np.arange(len(found[0]))
+    for lists in found[:level]:
+        if _is_list(lists.type):
+            rows = np.repeat(rows, pc.list_value_length(lists).fill_null(0).to_numpy(zero_copy_only=False))
+    return rows
+
+
+def _is_list(arrow: pa.DataType) -> bool:
+    types = pa.types
+    return bool(types.is_list(arrow) or types.is_large_list(arrow) or types.is_fixed_size_list(arrow))
+
+
+def _decoded(array: pa.Array) -> pa.Array:
+    return array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
+
+
+def _first(mask: pa.Array) -> int:
+    return int(np.flatnonzero(mask.to_numpy(zero_copy_only=False))[0])
+
+
+def _spread(column: SourceColumn, values: Array | Ragged, present: Array, leaf: pa.DataType) -> Array | Ragged:
+    """Cells for all rows, from those that are present. # present: (rows,) bool"""
+    if isinstance(values, Ragged):
+        lengths = np.zeros(len(present), dtype=np.int64)
+        lengths[present] = values.lengths
+        return from_lengths(values.own_values, lengths)
+    fill = _numbers(column, pa.array([fill_scalar(column, column.fill, leaf).as_py()], leaf))[0]
+    out = np.full((len(present), *values.shape[1:]), fill, dtype=column.dtype)
+    out[present] = values
+    return out
+
+
+def _read_present(column: SourceColumn, array: pa.Array) -> Array | Ragged:
+    if column.kind == "vector":
+        return _vectors(column, array)
+    if column.encoding.kind in ("bytes", "image"):
+        return _bytes(array)
+    if column.kind == "scalar":
+        return _numbers(column, array)
+    found = levels(array)
+    shape: list[int] = []
+    for level, values in enumerate(found):
+        is_leaf = level == len(found) - 1
+        if values.null_count and not (is_leaf and column.fill is not None):
+            row = int(rows_of_level(found, level)[_first(values.is_null())])
+            raise BadCellsError(column.name, row, "a null inside an array", _NO_NULLS)
+        if not is_leaf and (level or not column.ragged):
+            shape.append(_fixed_length(column, found, level))
+    try:
+        flat = _numbers(column, found[-1])
+    except BadCellsError as error:
+        row = int(rows_of_level(found, len(found) - 1)[error.row])
+        raise BadCellsError(column.name, row, f"{error.found} inside an array", error.expected) from None
+    if not column.ragged:
+        return flat.reshape(len(array), *shape)
+    lengths = pc.list_value_length(array).to_numpy(zero_copy_only=False)
+    return from_lengths(flat.reshape(int(lengths.sum()), *shape), lengths)
+
+
+def _fixed_length(column: SourceColumn, found: list[pa.Array], level: int) -> int:
+    lengths = pc.list_value_length(found[level]).to_numpy(zero_copy_only=False)
+    if len(lengths) == 0:
+        return 0
+    if (bad := np.flatnonzero(lengths != lengths[0])).size:
+        unequal = f"arrays of lengths {sorted({int(n) for n in np.unique(lengths)})[:8]}"
+        ask = "" if level else f", or set data.encode.{column.name}: {{ragged: true}}"
+        expected = f"one length; the first has {int(lengths[0])}{ask}"
+        raise BadCellsError(column.name, int(rows_of_level(found, level)[bad[0]]), unequal, expected)
+    return int(lengths[0])
+
+
+def _numbers(column: SourceColumn, values: pa.Array) -> Array:
+    """The elements as they are stored; stored ones, of our own shards, are what they are. # (len(values),)"""
+    values = _decoded(values)
+    if values.null_count and column.fill is not None:
+        values = values.fill_null(fill_scalar(column, column.fill, values.type))
+    if values.null_count:
+        raise BadCellsError(column.name, _first(values.is_null()), f"{values.null_count} null(s)", _NO_NULLS)
+    types = pa.types
+    if types.is_temporal(values.type):
+        return _ticks(column, values)
+    if types.is_decimal(values.type):
+        return _decimals(column, values)
+    if types.is_string(values.type) or types.is_large_string(values.type):
+        return _indices(column, values)
+    return np.asarray(values.to_numpy(zero_copy_only=False), dtype=column.dtype)
+
+
+def _ticks(column: SourceColumn, values: pa.Array) -> Array:
+    """Dates, timestamps and durations as whole ticks of the column's unit; a coarser one rounds towards the past."""
+    types = pa.types
+    stored = "D" if types.is_date32(values.type) else "ms" if types.is_date64(values.type) else values.type.unit
+    plain = values.cast(pa.int32()) if types.is_date32(values.type) else values.cast(pa.int64())
+    ticks = np.asarray(plain.to_numpy(zero_copy_only=False), dtype=np.int64)
+    assert column.encoding.unit is not None
+    here, there = _NS[stored], _NS[column.encoding.unit]
+    if here < there:
+        ticks = np.floor_divide(ticks, there // here)
+    elif here > there:
+        _check_range(column, (ticks > _LARGEST // (here // there)) | (ticks < -(_LARGEST // (here // there))), values)
+        ticks = ticks * (here // there)
+    bounds = np.iinfo(column.dtype)
+    _check_range(column, (ticks < bounds.min) | (ticks > bounds.max), values)
+    return ticks.astype(column.dtype, copy=False)
+
+
+def _check_range(column: SourceColumn, is_bad: Array, values: pa.Array) -> None:
+    if is_bad.any():
+        row = int(np.argmax(is_bad))
+        found = f"{values[row].cast(pa.string()).as_py()}, outside of {column.dtype} in {column.encoding.unit}"
+        raise BadCellsError(column.name, row, found, f"a coarser data.encode.{column.name}.unit")
+
+
+def _decimals(column: SourceColumn, values: pa.Array) -> Array:
+    """Unscaled values that fit into int64, or the nearest float64."""
+    if column.encoding.kind == "float":
+        return np.asarray(values.cast(pa.float64()).to_numpy(zero_copy_only=False))
+    if len(values) == 0:
+        return np.empty(0, dtype=np.int64)
+    wide = values.cast(pa.decimal256(76, column.encoding.scale or 0))
+    # 256 bits, little endian: the lowest 64 hold the value if all higher ones repeat its sign
+    words = np.frombuffer(wide.buffers()[1], dtype="<i8").reshape(-1, 4)[wide.offset : wide.offset + len(wide)]
+    overflows = (words[:, 1:] != (words[:, :1] >> 63)).any(axis=1)
+    if overflows.any():
+        row = int(np.argmax(overflows))
+        expected = (
+            f"unscaled values within 64 bits; set data.encode.{column.name}: {{as: float}}, or CAST to DECIMAL(18, s)"
+        )
+        raise BadCellsError(column.name, row, str(values[row].as_py()), expected)
+    return words[:, 0].astype(np.int64)
+
+
+def _indices(column: SourceColumn, strings: pa.Array) -> Array:
+    """Strings by their vocabulary or hash, which are looked up once for each distinct one."""
+    encoding = column.encoding
+    unique = strings.dictionary_encode()
+    words: pa.Array = unique.dictionary
+    if encoding.kind == "hash":
+        assert encoding.buckets is not None
+        index = np.array([zlib.crc32(w.encode()) % encoding.buckets for w in words.to_pylist()], dtype=np.int64)
+    else:
+        assert encoding.vocabulary is not None
+        known = pa.array(encoding.vocabulary, words.type)
+        index = pc.index_in(words, value_set=known).fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
+        if encoding.unknown == "zero":
+            index += 1
+        elif (index < 0).any():
+            word = int(np.argmax(index < 0))
+            row = int(np.argmax(unique.indices.to_numpy(zero_copy_only=False) == word))
+            expected = f"one of {len(known)} words; data.encode.{column.name}.unknown: zero makes others 0"
+            raise BadCellsError(column.name, row, f"{words[word].as_py()!r:.80}", expected)
+    indices: Array = index[unique.indices.to_numpy(zero_copy_only=False)]
+    return indices
+
+
+def _bytes(array: pa.Array) -> Ragged:
+    """Strings, as UTF-8, and binary cells, as views of the Arrow buffer."""
+    types = pa.types
+    if types.is_fixed_size_binary(array.type):
+        array = array.cast(pa.binary())
+    is_large = types.is_large_binary(array.type) or types.is_large_string(array.type)
+    _, offsets, data = array.buffers()
+    if len(array) == 0 or offsets is None:
+        return Ragged(np.empty(0, dtype=np.uint8), np.zeros(len(array) + 1, dtype=np.int64))
+    kind = np.dtype(np.int64 if is_large else np.int32)
+    starts = np.frombuffer(offsets, kind, count=len(array) + 1, offset=kind.itemsize * array.offset).astype(np.int64)
+    values = np.frombuffer(data, np.uint8) if data is not None else np.empty(0, dtype=np.uint8)
+    return Ragged(values[starts[0] : starts[-1]], starts - starts[0])
+
+
+def _vectors(column: SourceColumn, array: pa.Array) -> Array:
+    """Spark ML vectors, dense and sparse in any mixture. # (rows, size)
+
+    Their Arrow form is a struct of type (1 dense, 0 sparse), size and indices (sparse only), and values.
+    """
+    dense = array.field("type").to_numpy(zero_copy_only=False) == 1
+    counts = array.field("values").value_lengths().to_numpy(zero_copy_only=False)
+    sizes = np.where(dense, counts, array.field("size").fill_null(0).to_numpy(zero_copy_only=False)).astype(np.int64)
+    if (bad := np.flatnonzero(sizes != sizes[0])).size if len(sizes) else 0:
+        found = f"vectors of sizes {sorted({int(n) for n in np.unique(sizes)})[:8]}"
+        raise BadCellsError(column.name, int(bad[0]), found, f"one size; the first has {int(sizes[0])}")
+    size = int(sizes[0]) if len(sizes) else 0
+    values = array.field("values").flatten().to_numpy(zero_copy_only=False)
+    if dense.all():
+        return np.asarray(values, dtype=np.float64).reshape(len(array), size)
+    out = np.zeros((len(array), size))
+    row_of_value = np.repeat(np.arange(len(array)), counts)
+    is_dense = dense[row_of_value]
+    starts = np.cumsum(counts) - counts
+    column_of_value = np.arange(len(values)) - starts[row_of_value]
+    column_of_value[~is_dense] = array.field("indices").flatten().to_numpy(zero_copy_only=False)
+    if (bad := np.flatnonzero((column_of_value < 0) | (column_of_value >= size))).size:
+        found = f"the index {int(column_of_value[bad[0]])} in a sparse vector"
+        raise BadCellsError(column.name, int(row_of_value[bad[0]]), found, f"indices from 0 to {size - 1}")
+    out[row_of_value, column_of_value] = values
+    return out

@@ -1,0 +1,66 @@
+"""PNG and JPEG images as arrays, through Pillow."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+
+def read_image(cell: Any, shape: Sequence[int | None] = ()) -> Array:
+    """An image as RGB or gray levels: [height, width, 3] or [height, width]. OpenCV's BGR order is not in the file.
+
+    cell: the bytes of the file; shape: of which height and width are checked before anything is unpacked.
+    Raises ValueError for another size or mode, and whatever Pillow raises for bytes that are no image.
+    """
+    from PIL import Image
+
+    with Image.open(io.BytesIO(cell), formats=("PNG", "JPEG")) as image:
+        for expected, found in zip(shape, (image.height, image.width), strict=False):
+            if expected not in (None, found):
+                raise ValueError(f"an image of {image.height} x {image.width} pixels for the shape {tuple(shape)}")
+        if not _is_deep_rgb(image, cell):
+            return _pixels(image)
+        high = _pixels(image, "RGB;16B")
+    with Image.open(io.BytesIO(cell), formats=("PNG",)) as image:
+        # Pillow keeps one byte of each 16-bit sample, by the byte order that it is told: ask for one, then the other
+        low = _pixels(image, "RGB;16L")
+    deep: Array = (high.astype(np.uint16) << 8) | low
+    return deep
+
+
+def image_shape(cell: Any) -> tuple[int, ...]:
+    """The shape of the uint8 array that an image will be; of the file only the header and PNG's checksums are read.
+
+    Raises ValueError for what is no PNG or JPEG, and for an image other than 8-bit gray levels or RGB.
+    """
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(cell), formats=("PNG", "JPEG")) as image:
+            found = "RGB of 16 bits" if _is_deep_rgb(image, cell) else str(image.mode)
+            shape = (image.height, image.width)
+            image.verify()
+    except Exception as error:  # what Pillow raises for bytes that are no image is not defined
+        raise ValueError(f"a cell that is no PNG or JPEG image ({type(error).__name__}: {error!s:.200})") from error
+    if found not in ("L", "RGB"):
+        raise ValueError(f"an image of mode {found}; 8-bit gray levels (L) or RGB are read")
+    return (*shape, 3) if found == "RGB" else shape
+
+
+def _is_deep_rgb(image: Any, cell: Any) -> bool:
+    return image.format == "PNG" and image.mode == "RGB" and bytes(cell[24:25]) == b"\x10"
+
+
+def _pixels(image: Any, raw_mode: str | None = None) -> Array:
+    if raw_mode is not None:
+        image.tile = [(decoder, box, offset, raw_mode) for decoder, box, offset, _ in image.tile]
+    if image.mode not in ("L", "RGB", "I", "I;16", "I;16B"):
+        raise ValueError(f"an image of mode {image.mode}; expected gray levels or RGB")
+    pixels = np.asarray(image)
+    return pixels.astype(np.uint16) if image.mode.startswith("I") else pixels

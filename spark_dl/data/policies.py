@@ -1,0 +1,145 @@
+"""What becomes of rows with nulls, NaN and Inf: an error, or they are dropped or filled, and counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from spark_dl.config import Data
+from spark_dl.data import images
+from spark_dl.data.cells import levels, read_cells, rows_of_level
+from spark_dl.data.ragged import Array, Ragged
+from spark_dl.data.source import BadCellsError, SourceColumn
+
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Changes:
+    """How the rows of a dataset differ from those of its DataFrame."""
+
+    dropped_rows: int = 0
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    """By column: dropped rows with a null, NaN or Inf in it. A row counts in each column that has one."""
+    filled: Mapping[str, int] = field(default_factory=dict)
+    """By column: rows with at least one filled value."""
+
+
+def add_changes(parts: Iterable[Changes]) -> Changes:
+    rows, dropped, filled = 0, Counter[str](), Counter[str]()
+    for part in parts:
+        rows += part.dropped_rows
+        dropped.update(part.dropped)
+        filled.update(part.filled)
+    return Changes(rows, dict(dropped), dict(filled))
+
+
+def clean_batch(
+    columns: Sequence[SourceColumn], arrays: Sequence[pa.Array], data: Data
+) -> tuple[list[Array | Ragged], Changes]:
+    """The cells of a batch of rows, as `data.nulls`, `data.nonfinite` and `data.fill` say. Called in Spark tasks.
+
+    All columns come out with the same rows, which can be none.
+    Raises BadCellsError for what these settings do not allow and for cells that cannot be stored; its row counts from
+    the start of the batch.
+    """
+    keep: Mask = np.ones(len(arrays[0]), dtype=bool)
+    dropped: dict[str, Mask] = {}
+    filled: dict[str, Mask] = {}
+    for column, array in zip(columns, arrays, strict=True):
+        for policy, rows in (
+            (_checked_policy(column, "nulls", nulls := _null_rows(array), data.nulls), nulls),
+            (_checked_policy(column, "nonfinite", nonfinite := _nonfinite_rows(array), data.nonfinite), nonfinite),
+        ):
+            if rows is not None and policy in ("drop", "fill"):
+                found = dropped if policy == "drop" else filled
+                found[column.name] = rows | found.get(column.name, False)
+                keep &= ~rows if policy == "drop" else True
+    if not keep.all():
+        arrays = [a.filter(pa.array(keep)) for a in arrays]
+    try:
+        fills = [c if data.nulls == "fill" else replace(c, fill=None) for c in columns]
+        values = [read_cells(c, a) for c, a in zip(fills, arrays, strict=True)]
+        for column, cells in zip(columns, values, strict=True):
+            if column.encoding.kind == "image":
+                _check_images(column, cells)
+    except BadCellsError as error:
+        error.row = int(np.flatnonzero(keep)[error.row])
+        raise
+    if data.nonfinite == "fill":
+        values = [_with_finite_values(c, v) for c, v in zip(columns, values, strict=True)]
+    counts = {name: int((rows & keep).sum()) for name, rows in filled.items()}
+    changes = Changes(
+        dropped_rows=int((~keep).sum()),
+        dropped={name: int(rows.sum()) for name, rows in dropped.items()},
+        filled={name: n for name, n in counts.items() if n},
+    )
+    return values, changes
+
+
+def _check_images(column: SourceColumn, cells: Array | Ragged) -> None:
+    assert isinstance(cells, Ragged)
+    first: tuple[int, ...] | None = None
+    for row in range(len(cells)):  # Pillow opens one at a time
+        try:
+            shape = images.image_shape(cells[row : row + 1].own_values)
+        except ValueError as error:
+            raise BadCellsError(column.name, row, str(error), "8-bit PNG or JPEG images") from None
+        first = first or shape
+        if shape != first:
+            raise BadCellsError(column.name, row, f"an image of shape {shape}", f"one shape; the first has {first}")
+
+
+def _checked_policy(column: SourceColumn, what: str, rows: Mask | None, policy: str) -> str:
+    """The policy, if it can deal with these bad rows."""
+    if rows is None or policy in ("drop", "allow") or (policy == "fill" and column.fill is not None):
+        return policy
+    found = f"{'null(s)' if what == 'nulls' else 'NaN or Inf'} in {int(rows.sum())} row(s)"
+    expected = f"none; set data.{what} to drop{'' if what == 'nulls' else ', allow'} or fill, or change the DataFrame"
+    if policy == "fill":
+        is_number = column.encoding.kind not in ("bytes", "image")
+        instead = f"a value for them in data.fill.{column.name}"
+        expected = instead if is_number else f"none in {column.encoding.kind}; set data.{what} to drop"
+    raise BadCellsError(column.name, int(np.argmax(rows)), found, expected)
+
+
+def _null_rows(array: pa.Array) -> Mask | None:
+    """Rows with a null in them, at any depth; None where there are none. # (rows,)"""
+    found = levels(array)
+    if pa.types.is_struct(array.type):
+        found = found[:1]  # of a vector, dense and sparse ones leave different parts empty
+    if not any(values.null_count for values in found):
+        return None
+    bad = np.zeros(len(array), dtype=bool)
+    for level, values in enumerate(found):
+        if values.null_count:
+            bad[rows_of_level(found, level)[values.is_null().to_numpy(zero_copy_only=False)]] = True
+    return bad
+
+
+def _nonfinite_rows(array: pa.Array) -> Mask | None:
+    """Rows with NaN or Inf in them; None where there are none. # (rows,)"""
+    found = levels(array)
+    if not pa.types.is_floating(found[-1].type):
+        return None
+    values = found[-1].fill_null(0) if found[-1].null_count else found[-1]
+    is_finite = np.isfinite(values.to_numpy(zero_copy_only=False))
+    if is_finite.all():
+        return None
+    bad = np.zeros(len(array), dtype=bool)
+    bad[rows_of_level(found, len(found) - 1)[~is_finite]] = True
+    return bad
+
+
+def _with_finite_values(column: SourceColumn, cells: Array | Ragged) -> Array | Ragged:
+    values: Any = cells.values if isinstance(cells, Ragged) else cells
+    if values.dtype.kind != "f" or column.fill is None or np.isfinite(values).all():
+        return cells
+    filled = np.where(np.isfinite(values), values, values.dtype.type(column.fill))
+    return Ragged(filled, cells.offsets) if isinstance(cells, Ragged) else filled

@@ -1,0 +1,99 @@
+"""Columns whose cells have different lengths: all values end to end, and where each row of them starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Ragged:
+    """Row `i` is `values[offsets[i] : offsets[i + 1]]`; values between rows, if any, belong to none.
+
+    A slice of rows, `ragged[start:stop]`, shares the values.
+    """
+
+    values: Array
+    """All values, end to end. # (total, *inner)"""
+    offsets: npt.NDArray[np.int64]
+    """# (rows + 1,), not falling"""
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, rows: slice) -> Ragged:
+        start, stop, step = rows.indices(len(self))
+        assert step == 1
+        return Ragged(self.values, self.offsets[start : max(start, stop) + 1])
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """# (rows,)"""
+        return np.diff(self.offsets)
+
+    @property
+    def inner(self) -> tuple[int, ...]:
+        """The shape of one value."""
+        return tuple(self.values.shape[1:])
+
+    @property
+    def own_values(self) -> Array:
+        """The values of these rows alone, without those before and after them. # (total, *inner)"""
+        return self.values[self.offsets[0] : self.offsets[-1]]
+
+
+def from_lengths(values: Array, lengths: npt.NDArray[Any]) -> Ragged:
+    """Rows of these lengths, end to end. # values: (total, *inner), lengths: (rows,)"""
+    offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    assert offsets[-1] == len(values)
+    return Ragged(values, offsets)
+
+
+def take(ragged: Ragged, rows: npt.NDArray[np.integer[Any]]) -> Ragged:
+    """These rows, in this order, with values of their own. # rows: (n,)"""
+    lengths = ragged.lengths[rows]
+    return from_lengths(ragged.values[_positions(ragged.offsets[:-1][rows], lengths)], lengths)
+
+
+def pad(ragged: Ragged, length: int | None = None, fill: Any = 0) -> tuple[Array, npt.NDArray[np.bool_]]:
+    """The rows as one array, filled up to `length`, by default the longest row's; and where its values are true ones.
+
+    Returns # (rows, length, *inner), (rows, length) bool. Raises ValueError for a row that is longer.
+    """
+    lengths = ragged.lengths
+    longest = int(lengths.max(initial=0))
+    length = longest if length is None else length
+    if longest > length:
+        row = int(np.argmax(lengths > length))
+        raise ValueError(f"row {row} has the length {int(lengths[row])}; at most {length} fit")
+    mask = np.arange(length) < lengths[:, None]
+    out = np.full((len(ragged), length, *ragged.inner), fill, dtype=ragged.values.dtype)
+    out[mask] = ragged.own_values
+    return out, mask
+
+
+def concatenate(parts: Sequence[Array | Ragged]) -> Array | Ragged:
+    """The rows of all parts, which are of one kind."""
+    if len(parts) == 1:
+        return parts[0]
+    ragged = [p for p in parts if isinstance(p, Ragged)]
+    if not ragged:
+        return np.concatenate(parts)  # type: ignore[arg-type]
+    assert len(ragged) == len(parts)
+    filled = [p.own_values for p in ragged if len(p.own_values)]  # rows without values do not know their inner shape
+    return from_lengths(np.concatenate(filled or [ragged[0].own_values]), np.concatenate([p.lengths for p in ragged]))
+
+
+def _positions(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """`start, start + 1, ...` for each row, end to end. # (sum of lengths,)"""
+    ends = np.cumsum(lengths)
+    total = int(ends[-1]) if len(ends) else 0
+    positions: npt.NDArray[np.int64] = np.arange(total) + np.repeat(starts - (ends - lengths), lengths)
+    return positions

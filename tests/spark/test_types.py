@@ -1,0 +1,243 @@
+"""Every type of a DataFrame as tensors: what Spark itself must be there for."""
+
+import datetime
+import json
+import os
+import zlib
+from decimal import Decimal
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from pyspark.ml.linalg import Vectors
+from pyspark.sql import Row
+
+import spark_dl
+from spark_dl import Data, ModelSpec, read_shards, write_shards
+from spark_dl.data import schema
+from spark_dl.data.images import read_image
+from spark_dl.data.policies import Changes
+from spark_dl.data.ragged import Ragged, concatenate
+from spark_dl.data.source import Encoding
+from tests.models import CityModel, small_config
+from tests.unit.test_images import pixels, png
+
+pytestmark = pytest.mark.modes("local", "connect")
+
+
+def read_all(shards):
+    """All columns, in the order of the dataset."""
+    files = [pq.ParquetFile(f"{shards.url}/{s.name}") for s in shards.shards]
+    groups = [f.read_row_group(g) for f in files for g in range(f.num_row_groups)]
+    return {c.name: concatenate([schema.decode(c, g.column(c.name)) for g in groups]) for c in shards.columns}
+
+
+def rows_of(cells):
+    if isinstance(cells, Ragged):
+        return [cells.values[a:b].tolist() for a, b in zip(cells.offsets[:-1], cells.offsets[1:], strict=True)]
+    return cells.tolist()
+
+
+def write(df, tmp_path, like=(), name="d", **settings):
+    return write_shards(df, str(tmp_path / name), Data(features=df.columns, label=None, **settings), like=like)
+
+
+@pytest.fixture(params=["UTC", "America/Los_Angeles"])
+def zone(spark, request):
+    before = spark.conf.get("spark.sql.session.timeZone")
+    spark.conf.set("spark.sql.session.timeZone", request.param)
+    yield request.param
+    spark.conf.set("spark.sql.session.timeZone", before)
+
+
+def test_times_do_not_depend_on_the_session_s_time_zone(spark, tmp_path, zone):
+    df = spark.sql("""SELECT DATE'1969-12-31' AS day, TIMESTAMP'2024-02-29 12:00:00.123456Z' AS at,
+                      TIMESTAMP_NTZ'1969-12-31 23:59:59.5' AS local, INTERVAL '1 02:00:00' DAY TO SECOND AS took,
+                      array(DATE'1970-01-02', DATE'1970-01-03') AS days""")
+    units = {"at": {"as": "timestamp", "unit": "ms"}, "local": {"as": "timestamp", "unit": "s"}}
+    found = {name: cells.tolist() for name, cells in read_all(write(df, tmp_path, encode=units)).items()}
+    at = datetime.datetime(2024, 2, 29, 12, 0, 0, 123000, datetime.timezone.utc)
+    assert found == {
+        "day": [-1], "at": [round(at.timestamp() * 1000)], "local": [-1], "took": [26 * 3600 * 10**6], "days": [[1, 2]],
+    }  # fmt: skip
+
+
+def test_decimals_are_exact_or_an_error(spark, tmp_path):
+    df = spark.sql("SELECT CAST(id - 1 AS DECIMAL(10,2)) / 8 AS a, CAST(id AS DECIMAL(38,0)) AS b FROM range(4)")
+    shards = write(df, tmp_path, encode={"b": {"as": "float"}})
+    scale = shards.columns[0].encoding.scale
+    order = np.argsort(read_all(shards)["b"])
+    expected = [int(Decimal(i - 1) / 8 * 10**scale) for i in range(4)]
+    assert read_all(shards)["a"][order].tolist() == expected
+    with pytest.raises(ValueError, match=r"column 'a': found 10{19}, expected unscaled values within 64 bits.*row 0"):
+        write(spark.sql("SELECT CAST('10000000000000000000' AS DECIMAL(38,0)) AS a"), tmp_path, name="e")
+
+
+def test_the_hash_is_that_of_spark_s_crc32(spark, tmp_path):
+    df = spark.range(200).selectExpr("concat('ä', id) AS name")
+    df = df.selectExpr("name", "crc32(CAST(name AS BINARY)) % 50 AS hash")
+    found = read_all(write(df, tmp_path, encode={"name": {"as": "hash", "buckets": 50}}))
+    np.testing.assert_array_equal(found["name"], found["hash"])
+    assert found["name"][0] == zlib.crc32("ä0".encode()) % 50
+
+
+def words(spark, *cities):
+    return spark.createDataFrame([Row(city=c, tags=[c, "all"]) for c in cities])
+
+
+CITIES = ["Ulm", "Bonn", "Bonn", "Köln", "Köln", "Aue", "Bonn"]
+
+
+def test_a_vocabulary_is_counted_by_spark_and_kept(spark, tmp_path):
+    encode = {"city": {"as": "vocabulary", "min_count": 2}, "tags": {"as": "vocabulary", "ragged": True}}
+    shards = write(words(spark, *CITIES).coalesce(1), tmp_path, encode=encode)
+    city, tags = (c.encoding for c in read_shards(shards.url).columns)
+    assert city.vocabulary == ("Bonn", "Köln")
+    assert tags.vocabulary == ("all", "Bonn", "Köln", "Aue", "Ulm")
+    found = read_all(shards)
+    assert found["city"].tolist() == [0, 1, 1, 2, 2, 0, 1]
+    assert rows_of(found["tags"])[0] == [5, 1]
+    manifest = json.loads((tmp_path / "d" / "_manifest.json").read_text())
+    assert manifest["columns"][0]["encoding"]["vocabulary"] == ["Bonn", "Köln"]
+    # another dataset gets the words of this one, and none of its own
+    other = write(words(spark, "Aue", "Köln", "Rom"), tmp_path, shards.columns, "e", encode=encode)
+    assert sorted(read_all(other)["city"].tolist()) == [0, 0, 2]
+    assert other.columns[0].encoding == city
+
+
+@pytest.mark.parametrize(("settings", "match"), [
+    ({"max_size": 3}, "data.encode.city: found more than 3 words; raise data.encode.city.max_size or"),
+    ({"min_count": 9}, r"data.encode.city: found no word that occurs 9 time\(s\) or more"),
+    ({"values": ["Bonn", "Ulm", "Aue"], "unknown": "error"}, "'city': found 'Köln', expected one of 3 words.*row 3"),
+])  # fmt: skip
+def test_a_vocabulary_that_does_not_fit_is_an_error(spark, tmp_path, settings, match):
+    df = words(spark, *CITIES).coalesce(1).select("city")
+    with pytest.raises(ValueError, match=match):
+        write(df, tmp_path, encode={"city": {"as": "vocabulary", **settings}})
+    assert os.listdir(tmp_path / "d") == []
+
+
+def test_structs_are_flattened_and_vectors_mixed(spark, tmp_path):
+    rows = [
+        Row(user=Row(age=1, at=Vectors.dense([1, 2])), x=1),
+        Row(user=Row(age=2, at=Vectors.sparse(2, [1], [5.0])), x=2),
+        Row(user=Row(age=None, at=Vectors.sparse(2, [], [])), x=3), Row(user=None, x=4),
+    ]  # fmt: skip
+    df = spark.createDataFrame(rows[:2] * 2 + rows).coalesce(1)
+    data = Data(features=["user.age", "user.at", "x"], label=None, nulls="drop")
+    shards = write_shards(df, str(tmp_path / "d"), data)
+    found = read_all(shards)
+    assert found["user.age"].tolist() == [1, 2] * 3
+    assert found["user.at"].tolist() == [[1, 2], [0, 5]] * 3
+    assert shards.changes == Changes(2, {"user.age": 2, "user.at": 1}, {})
+    assert spark.read.parquet(shards.url).selectExpr("sum(`user.age`)").first()[0] == 9
+
+
+NULLS = "SELECT IF(id % 10 = 3, NULL, id) AS a, IF(id % 10 = 4, double('NaN'), id) AS b, id FROM range(0, 100, 1, 3)"
+
+
+def test_dropped_and_filled_rows_are_counted_logged_and_kept(spark, tmp_path, caplog):
+    shards = write(spark.sql(NULLS), tmp_path, nulls="drop", nonfinite="drop")
+    assert shards.rows == 80
+    assert shards.changes == Changes(20, {"a": 10, "b": 10}, {}) == read_shards(shards.url).changes
+    assert "20 rows dropped for nulls, NaN or Inf in {'a': 10, 'b': 10}" in caplog.text
+    assert sorted(read_all(shards)["id"].tolist()) == [i for i in range(100) if i % 10 not in (3, 4)]
+    shards = write(spark.sql(NULLS), tmp_path, name="e", nulls="fill", nonfinite="fill", fill={"a": -1, "b": 0.5})
+    found = read_all(shards)
+    assert shards.rows == 100
+    assert shards.changes == Changes(0, {}, {"a": 10, "b": 10})
+    assert sorted(found["id"][found["a"] == -1].tolist()) == [*range(3, 100, 10)]
+    assert sorted(found["id"][found["b"] == 0.5].tolist()) == [*range(4, 100, 10)]
+    with pytest.raises(ValueError, match="the DataFrame has no rows: 100 were dropped for nulls, NaN or Inf"):
+        write(spark.range(100).selectExpr("nullif(id, id) AS a"), tmp_path, name="f", nulls="drop")
+
+
+def test_ragged_columns_are_lists_for_everybody(spark, tmp_path):
+    df = spark.range(0, 50, 1, 3).selectExpr(
+        "id", "IF(id = 0, array(), sequence(1L, id % 4 + 1)) AS clicks", "repeat('ü', CAST(id % 3 AS INT)) AS text",
+        "transform(sequence(1L, id % 2 + 1), i -> array(i, 7L)) AS pairs", "CAST(id AS STRING) AS name",
+        "IF(id < 30, array(), array(array(id, 1L, 2L))) AS late",
+    )  # fmt: skip
+    ragged = {"ragged": True}
+    encode = {"clicks": ragged, "pairs": ragged, "late": ragged, "text": {"as": "bytes"}, "name": {"as": "bytes"}}
+    shards = write(df, tmp_path, encode=encode, rows_per_row_group=8)
+    shapes = {c.name: c.shape for c in shards.columns}
+    assert (shapes["clicks"], shapes["text"], shapes["pairs"], shapes["late"]) == (
+        (None,),
+        (None,),
+        (None, 2),
+        (None, 3),
+    )
+    expected = {r["id"]: r for r in df.collect()}
+    found = {name: rows_of(cells) for name, cells in read_all(shards).items()}
+    by_spark = {r["id"]: r for r in spark.read.parquet(shards.url).collect()}
+    by_arrow = {r["id"]: r for r in pq.read_table(shards.url).to_pylist()}
+    assert sorted(found["id"]) == list(range(50))
+    for i, number in enumerate(found["id"]):
+        for name in ("clicks", "pairs", "late"):
+            assert found[name][i] == expected[number][name] == by_spark[number][name] == by_arrow[number][name]
+        assert bytes(found["text"][i]).decode() == expected[number]["text"]
+    means = {c.name: c.mean_size for c in shards.columns if c.is_ragged}
+    assert means["clicks"] == sum(len(r["clicks"]) for r in expected.values()) / 50
+    assert means["pairs"] == 3
+    assert means["late"] == 20 * 3 / 50
+
+
+def test_all_partitions_have_the_same_layout_whatever_their_lengths_are(spark, tmp_path):
+    df = spark.range(0, 4000, 1, 4).selectExpr("id", "sequence(1L, IF(id < 2000, 400, 1)) AS clicks")
+    shards = write(df, tmp_path, encode={"clicks": {"ragged": True}})
+    groups = [rows for _, _, rows in shards.row_groups]
+    assert set(groups[:-1]) == {1024}
+    assert sorted(read_all(shards)["id"].tolist()) == list(range(4000))
+
+
+def test_images_are_checked_stored_as_files_and_decoded(spark, tmp_path):
+    df = spark.createDataFrame([Row(id=i, photo=bytearray(png((4, 5, 3), i))) for i in range(20)]).repartition(3)
+    encode = {"photo": {"as": "image"}}
+    shards = write(df, tmp_path, encode=encode, rows_per_row_group=8, rows_per_shard=16)
+    assert (shards.columns[1].shape, shards.columns[1].encoding) == ((4, 5, 3), Encoding("image"))
+    found = read_all(shards)
+    for number, image in zip(found["id"], found["photo"], strict=True):
+        np.testing.assert_array_equal(image, pixels((4, 5, 3), number))
+    other = spark.createDataFrame([Row(id=20, photo=bytearray(png((5, 4, 3))))])
+    with pytest.raises(ValueError, match=r"'photo': .*shape.*\(5, 4, 3\)"):
+        write(df.union(other), tmp_path, name="e", encode=encode)
+    with pytest.raises(
+        ValueError, match=r"column 'photo': found the shape \(5, 4, 3\), expected \(4, 5, 3\) as in the"
+    ):
+        write(other, tmp_path, shards.columns, "f", encode=encode)
+
+
+def city_rows(spark, *cities):
+    rows = [
+        Row(city=city, user=Row(age=20 + i % 9), photo=bytearray(png((2, 3), i)), label=i % 3)
+        for i, city in enumerate(cities)
+    ]
+    return spark.createDataFrame(rows).repartition(2)
+
+
+@pytest.mark.modes("local")
+def test_evaluation_and_prediction_use_the_words_of_the_training_dataset(spark, tmp_path):
+    features = ("city", "user.age", "photo")
+    encode = {"city": {"as": "vocabulary"}, "photo": {"as": "image"}}
+    config = small_config(2, data={"features": features, "encode": encode}, train={"epochs": 1})
+    spec = ModelSpec(build=CityModel)
+    training = city_rows(spark, *["Ulm", "Bonn", "Bonn", "Köln", "Köln", "Köln"] * 10)
+    other = city_rows(spark, "Rom", "Köln", "Ulm", "Aue")
+    result = spark_dl.train(training, spec, config, validation=other, run_dir=str(tmp_path / "run"))
+    known = read_shards(str(tmp_path / "run" / "shards" / "validation")).columns[0].encoding
+    assert known.vocabulary == ("Köln", "Bonn", "Ulm")
+    assert spark_dl.evaluate(other, spec, result.checkpoint)["loss"] == pytest.approx(result.metrics["loss"])
+    model = result.load_model(spec)
+    for row in spark_dl.predict(other, spec, result.checkpoint).collect():
+        index = {"Köln": 1, "Ulm": 3}.get(row["city"], 0)
+        image = torch.from_numpy(read_image(bytes(row["photo"])).copy())
+        expected = model(torch.tensor([index]), torch.tensor([row["user"]["age"]]), image[None])[0]
+        assert row["prediction"] == pytest.approx(expected.tolist(), abs=1e-5)
+    changed = {**encode, "city": {"as": "hash", "buckets": 4}}
+    config = small_config(2, data={"features": features, "encode": changed})
+    with pytest.raises(ValueError, match="the model was trained on"):
+        spark_dl.predict(other, spec, result.checkpoint, config)
+    with pytest.raises(ValueError, match=r"column 'city': found the encoding .* as in the training dataset"):
+        spark_dl.evaluate(other, spec, result.checkpoint, config)

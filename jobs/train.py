@@ -22,9 +22,10 @@ def train(job: cli.Job) -> dict[str, Any]:
     start = time.perf_counter()
     spec = job.model.spec()
     spark = job.session("spark_dl train")
-    datasets = cli.read_datasets(spark, job.input)
+    mixed = job.config.data.proportions
+    datasets = cli.read_datasets(spark, job.input, mixed)
     result = spark_dl.train(
-        cli.dataset(datasets, "train"),
+        {name: cli.dataset(datasets, name) for name in mixed} if mixed else cli.dataset(datasets, "train"),
         spec,
         job.config,
         validation=datasets.get("validation"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -55,6 +55,10 @@ class Model:
     """Function (model, batch) -> output; by default the model is called with the features."""
     predict: str | None = None
     """Function (output) -> columns that `predict` adds."""
+    transform: str | None = None
+    """Function (batch) -> batch, called in the loader's threads."""
+    augment: str | None = None
+    """Function (batch, generator) -> batch, called in training only."""
     plot: str | None = None
     """Function (rows, path) that draws a few predicted rows of the test set."""
 
@@ -64,7 +68,7 @@ class Model:
             raise ValueError("model.build: expected 'package.module:name' or 'folder/file.py:name', found nothing")
         functions = {
             name: import_object(path, f"model.{name}")
-            for name in ("build", "forward", "predict")
+            for name in ("build", "forward", "predict", "transform", "augment")
             if (path := getattr(self, name)) is not None
         }
         loss = import_object(self.loss, "model.loss") if ":" in self.loss else self.loss
@@ -120,8 +124,11 @@ def parse(description: str, options: Mapping[str, tuple[Any, Any, str]]) -> Job:
         _fail(str(error), 2)
 
 
-def read_datasets(spark: Any, source: Input) -> dict[str, DataFrame | ShardSet]:
-    """The datasets of a job by name: `train`, and `validation` and `test` where there are such. On the driver."""
+def read_datasets(spark: Any, source: Input, mixed: Iterable[str] = ()) -> dict[str, DataFrame | ShardSet]:
+    """The datasets of a job by name: `train`, and `validation` and `test` where there are such. On the driver.
+
+    `mixed` are the names of those that take the place of `train`.
+    """
     if source.datasets:
         return {name: read_shards(url) for name, url in source.datasets.items()}
     if source.table:
@@ -135,7 +142,7 @@ def read_datasets(spark: Any, source: Input) -> dict[str, DataFrame | ShardSet]:
     df.createOrReplaceTempView("input")
     for name, query in source.sql.items():
         spark.sql(query).createOrReplaceTempView(name)
-    return {name: spark.table(name) for name in ("train", "validation", "test") if name in source.sql}
+    return {name: spark.table(name) for name in (*mixed, "train", "validation", "test") if name in source.sql}
 
 
 def dataset(datasets: Mapping[str, Any], name: str) -> Any:

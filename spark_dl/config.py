@@ -19,6 +19,7 @@ Precision = Literal["float32", "bf16", "fp16"]
 Interval = Literal["step", "epoch"]
 Mode = Literal["min", "max"]
 Device = Literal["auto", "cpu", "cuda"]
+Ragged = Literal["pad", "offsets"]
 Reader = Literal["spark_dl", "petastorm"]
 Nulls = Literal["error", "drop", "fill"]
 Nonfinite = Literal["error", "drop", "fill", "allow"]
@@ -113,6 +114,11 @@ class Data:
     """What becomes of rows with NaN or Inf: as for nulls, or they are stored as they are (`allow`)."""
     fill: dict[str, Any] = field(default_factory=dict)
     """Values by column that stand for nulls, NaN and Inf where they are filled: `{age: 0, city: unknown}`."""
+    ragged: Ragged = "pad"
+    """How ragged columns come in batches: `pad`, filled with zeros up to the longest row, with `name_mask`; `offsets`,
+    all values end to end, with `name_offsets`."""
+    proportions: dict[str, float] = field(default_factory=dict)
+    """Share of each dataset in every global batch, by name, where several are mixed."""
     num_streams: int = 16
     """Canonical streams of the plan: at least the number of ranks, best a multiple of it; divides the global batch."""
     shuffle: bool = True
@@ -163,6 +169,17 @@ class Data:
         for name, value in self.fill.items():
             fits = isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value))
             _check(fits, f"data.fill.{name}", "a finite number, true, false or a text", value)
+        _check(
+            isinstance(self.proportions, Mapping), "data.proportions", "a mapping of names to numbers", self.proportions
+        )
+        for name, share in self.proportions.items():
+            is_number = isinstance(share, (int, float)) and not isinstance(share, bool) and math.isfinite(share)
+            _check(is_number and share > 0, f"data.proportions.{name}", "a finite number > 0", share)
+        for name, given in (("validation_fraction", self.validation_fraction), ("storage", self.storage != "shared")):
+            if self.proportions and given:
+                raise ValueError(f"data.{name}: not with data.proportions; pass datasets, and one for validation")
+        if self.reader == "petastorm" and self.proportions:
+            raise ValueError("data.reader: not petastorm with data.proportions")
         if self.reader == "petastorm" and self.validation_fraction:
             raise ValueError(
                 "data.validation_fraction: not with data.reader=petastorm, which reads whole row groups; pass the "

@@ -12,7 +12,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from spark_dl.config import Config, Data, Launch
 from spark_dl.data import local
 from spark_dl.data.foreign import open_parquet
 from spark_dl.data.loader import check_row_groups
+from spark_dl.data.mixture import Mixture, batch_shares
 from spark_dl.data.schema import Column, check_like, check_settings
 from spark_dl.data.shards import MANIFEST, ShardSet, read_shards
 from spark_dl.data.store import reopen, store_shards
@@ -71,7 +72,7 @@ class TrainResult:
 
 
 def train(
-    data: DataFrame | str | ShardSet,
+    data: DataFrame | str | ShardSet | Mapping[str, DataFrame | str | ShardSet],
     spec: ModelSpec,
     config: Config | None = None,
     *,
@@ -82,6 +83,8 @@ def train(
     progress: bool = True,
 ) -> TrainResult:
     """Trains on a DataFrame or on a dataset by its URL. Called on the driver.
+
+    With several of them, by name, every global batch has rows of each, in `data.proportions`.
 
     `run_dir` gets the shards (of a DataFrame), checkpoints, settings and metrics; all executors must reach it. With
     `resume` training goes on from its last checkpoint, or starts where there is none; with `overwrite` what it holds is
@@ -96,13 +99,22 @@ def train(
     run_dir = storage.absolute(run_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}")
     _check_before_start(spark, spec, config, has_validation=validation is not None)
     _check_storage(config, data, validation)
+    _check_mixture(config, data)
     saved = _prepare_run_dir(run_dir, config, resume=resume, overwrite=overwrite)
     with contextlib.ExitStack() as until_done:
 
         def shards_of(rows: Any, name: str, like: Sequence[Column] = ()) -> ShardSet:
             return _shards(rows, storage.join(run_dir, "shards", name), config, until_done, like, reuse=resume)
 
-        train_shards = shards_of(data, "train")
+        train_shards: ShardSet | Mixture
+        if isinstance(data, Mapping):
+            datasets: dict[str, ShardSet] = {}
+            for name in config.data.proportions:
+                like = next(iter(datasets.values())).columns if datasets else ()
+                datasets[name] = shards_of(data[name], f"train-{name}", like)
+            train_shards = Mixture(datasets)
+        else:
+            train_shards = shards_of(data, "train")
         like = train_shards.columns and train_shards.select(config.data.columns)  # with local storage not known yet
         run = Run(
             spec=spec,
@@ -207,6 +219,20 @@ def _check_storage(config: Config, data: Any, validation: Any = None) -> None:
             "data.storage: 'local' holds one DataFrame, found another one for validation; set "
             "data.validation_fraction instead, pass a dataset that all executors reach, or set data.storage to 'shared'"
         )
+
+
+def _check_mixture(config: Config, data: Any) -> None:
+    proportions = config.data.proportions
+    names = list(data) if isinstance(data, Mapping) else []
+    if sorted(names) != sorted(proportions):
+        found = f"datasets {names}" if names else "one dataset"
+        raise ValueError(
+            f"data.proportions: expected a share for each dataset, found {dict(proportions)} for {found}; several "
+            "datasets are passed as a mapping of names to datasets"
+        )
+    if proportions:
+        shares = batch_shares(proportions, config.train.global_batch_size, config.data.num_streams)
+        _log.info("rows of each global batch: %s", shares)
 
 
 def _session(data: Any) -> Any:

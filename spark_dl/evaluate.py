@@ -28,7 +28,10 @@ def evaluate(run: Run, world: World) -> dict[str, Any]:
     """Loads the weights of `run.checkpoint` and evaluates `run.train`'s rows. Collective; the same on all ranks."""
     assert run.checkpoint is not None
     model = load_model(run.spec, run.checkpoint).to(world.device)
-    loader = build_loader(run.train, run.config, rank=world.rank, world_size=world.world_size, shuffle=False)
+    loader = build_loader(
+        run.train, run.config, rank=world.rank, world_size=world.world_size, shuffle=False,
+        prepare=run.spec.prepare, pin=world.device.type == "cuda",
+    )  # fmt: skip
     return {"rows": loader.plan.rows, **evaluate_model(run.spec, model, loader, run.config, world)}
 
 

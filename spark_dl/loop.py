@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 
 from spark_dl import checkpoint
+from spark_dl.data.batch import StepBatches
 from spark_dl.data.build import BatchLoader, build_loader
-from spark_dl.data.loader import StepBatches
 from spark_dl.data.local import fingerprint
+from spark_dl.data.shards import ShardSet
 from spark_dl.evaluate import evaluate_model
 from spark_dl.launch.rendezvous import World
 from spark_dl.metrics import MetricsLog, StepTimer
@@ -59,19 +60,23 @@ class _Training:
     def __init__(self, run: Run, world: World):
         self.spec, self.config, self.world = run.spec, run.config, world
         self.run_dir, self.generation = run.run_dir, run.generation
-        self.fingerprint = fingerprint(run.train)
+        self.fingerprint = fingerprint(run.train) if isinstance(run.train, ShardSet) else None
         _seed(self.config.train.seed)  # the same weights on all ranks
         self.trainable: Trainable = strategy(self.config.parallel.strategy)(run.spec, world, self.config)
         _seed(self.config.train.seed + 1 + world.rank)  # other dropout on each
         self.schedule = Schedule(self.trainable.optimizer, self.config)
-        build = functools.partial(build_loader, config=self.config, rank=world.rank, world_size=world.world_size)
+        build = functools.partial(
+            build_loader, config=self.config, rank=world.rank, world_size=world.world_size,
+            pin=world.device.type == "cuda",
+        )  # fmt: skip
+        augmented = functools.partial(run.spec.prepare, augment_seed=self.config.train.seed)
         accumulation = self.config.train.accumulation_steps
-        self.loader = build(run.train, part="train", micro_batches=accumulation)
+        self.loader = build(run.train, part="train", micro_batches=accumulation, prepare=augmented)
         self.validation: BatchLoader | None = None
         if run.validation is not None:
-            self.validation = build(run.validation, shuffle=False)
+            self.validation = build(run.validation, shuffle=False, prepare=run.spec.prepare)
         elif self.config.data.validation_fraction:
-            self.validation = build(run.train, part="validation", shuffle=False)
+            self.validation = build(run.train, part="validation", shuffle=False, prepare=run.spec.prepare)
         self.progress = Progress()
         self.saved_url: str | None = None
         self.saved_at: int | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,8 @@ import torch
 from spark_dl import checkpoint
 from spark_dl.config import Config
 from spark_dl.data import cells, schema, source
-from spark_dl.data.ragged import Array, Ragged
+from spark_dl.data.batch import build_batch
+from spark_dl.data.ragged import Array, Ragged, from_lengths
 from spark_dl.data.schema import Column
 from spark_dl.data.source import SourceColumn
 from spark_dl.evaluate import load_model
@@ -39,8 +40,6 @@ def predict(df: DataFrame, spec: ModelSpec, checkpoint_url: str, config: Config 
     config = config or checkpoint.config_of(saved)
     trained = {c.name: c for c in saved.columns}
     columns = [trained[name] for name in config.data.features]
-    if ragged := [c.name for c in columns if c.is_ragged]:
-        raise ValueError(f"column {ragged[0]!r} is ragged; predictions are made from columns of one shape")
     sources = _trained_sources(df.schema, columns, config)
     added = _added_fields(spec, saved, columns, config)
     if taken := [name for name in added if name in df.columns]:
@@ -64,8 +63,7 @@ def _added_fields(spec: ModelSpec, saved: checkpoint.Saved, columns: list[Column
     from pyspark.sql.pandas.types import from_arrow_type
 
     model = load_model(spec, saved.url)
-    zeros = {c.name: torch.zeros((2, *c.inner), dtype=getattr(torch, c.dtype)) for c in columns}
-    outputs = _outputs(spec, model, zeros, config)
+    outputs = _outputs(spec, model, columns, [_two_rows_of_zeros(c) for c in columns], config, "cpu")
     return {name: from_arrow_type(_to_arrow(value).type) for name, value in outputs.items()}
 
 
@@ -86,10 +84,9 @@ def _predict_batches(
     for big in batches:
         for start in range(0, big.num_rows, _ROWS_AT_ONCE):
             batch = big.slice(start, _ROWS_AT_ONCE)
-            tensors = {}
-            for found, column in zip(sources, columns, strict=True):
-                tensors[column.name] = torch.from_numpy(_feature(found, column, batch)).to(device)
-            added = {name: _to_arrow(value) for name, value in _outputs(spec, model, tensors, config).items()}
+            features = [_feature(found, column, batch) for found, column in zip(sources, columns, strict=True)]
+            outputs = _outputs(spec, model, columns, features, config, device)
+            added = {name: _to_arrow(value) for name, value in outputs.items()}
             arrays = [*batch.columns, *added.values()]
             yield pa.RecordBatch.from_arrays(arrays, names=[*batch.schema.names, *added])
 
@@ -109,13 +106,20 @@ def _trained_sources(fields: StructType, columns: list[Column], config: Config) 
     return tuple(replace(s, encoding=c.encoding) for s, c in zip(sources, columns, strict=True))
 
 
-def _feature(found: SourceColumn, column: Column, batch: pa.RecordBatch) -> Array:
+def _two_rows_of_zeros(column: Column) -> Array | Ragged:
+    if column.is_ragged:
+        return from_lengths(np.zeros((2, *column.inner), dtype=column.dtype), np.ones(2, dtype=np.int64))
+    return np.zeros((2, *column.inner), dtype=column.dtype)
+
+
+def _feature(found: SourceColumn, column: Column, batch: pa.RecordBatch) -> Array | Ragged:
     """The column as the model was trained on it. # (rows, *cell)"""
     stored = batch.column(batch.schema.get_field_index(found.path[0]))
     values = cells.read_cells(found, pc.struct_field(stored, list(found.path[1:])) if found.path[1:] else stored)
-    if isinstance(values, Ragged):  # the files of images
+    if column.codec == "image":
         values = schema.decode(column, schema.encode(column, values))
-    assert not isinstance(values, Ragged)
+    if isinstance(values, Ragged):
+        return values
     if values.shape[1:] != column.shape:
         raise ValueError(
             f"column {column.name!r}: found cells of shape {values.shape[1:]}, the model was trained on {column.shape}"
@@ -123,15 +127,19 @@ def _feature(found: SourceColumn, column: Column, batch: pa.RecordBatch) -> Arra
     return np.array(values, dtype=column.dtype, order="C")
 
 
-def _outputs(spec: ModelSpec, model: Any, batch: dict[str, torch.Tensor], config: Config) -> dict[str, torch.Tensor]:
+def _outputs(
+    spec: ModelSpec, model: Any, columns: list[Column], cells: Sequence[Array | Ragged], config: Config, device: Any
+) -> dict[str, torch.Tensor]:
+    """The new columns of some rows, each # (rows, ...)"""
+    batch = spec.prepare(build_batch(columns, cells, config.data.ragged))
     with torch.inference_mode():
-        output = spec.output(model, batch, config.data.features)
-        columns = dict(spec.predict(output)) if spec.predict else {"prediction": output}
-    rows = next(iter(batch.values())).shape[0]
-    for name, value in columns.items():
-        if not isinstance(value, torch.Tensor) or value.ndim == 0 or value.shape[0] != rows:
+        on_device = {name: tensor.to(device) for name, tensor in batch.items()}
+        output = spec.output(model, on_device, config.data.features)
+        added = dict(spec.predict(output)) if spec.predict else {"prediction": output}
+    for name, value in added.items():
+        if not isinstance(value, torch.Tensor) or value.ndim == 0 or value.shape[0] != len(cells[0]):
             raise ValueError(f"spec.predict: column {name!r} must be a tensor with one entry per row")
-    return columns
+    return added
 
 
 def _to_arrow(value: torch.Tensor) -> pa.Array:

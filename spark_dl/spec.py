@@ -7,11 +7,12 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -19,6 +20,7 @@ from spark_dl.config import suggestion
 
 if TYPE_CHECKING:
     from spark_dl.config import Config
+    from spark_dl.data.mixture import Mixture
     from spark_dl.data.shards import ShardSet
 
 Batch = Mapping[str, Tensor]
@@ -36,6 +38,10 @@ class ModelSpec:
         with `reduction="none"`.
     forward: called with (model, batch), returns the output. By default the model is called with the columns of
         `data.features` in their order.
+    transform: called with each batch in the loader's threads, in training and evaluation, and in `predict`, before the
+        batch goes to the device; returns the batch that `forward` and the loss see. It must keep the rows.
+    augment: called after it with (batch, generator) in training only; the `torch.Generator` is seeded by the epoch, the
+        step and the rank, so that a resumed run draws the same numbers.
     predict: called with the output, returns the columns that `predict` adds, each [rows, ...]. By default one column,
         `prediction`, with the output itself.
     """
@@ -44,15 +50,35 @@ class ModelSpec:
     loss: str | Callable[..., Tensor] = "CrossEntropyLoss"
     forward: Callable[[nn.Module, Batch], Tensor] | None = None
     predict: Callable[[Tensor], Mapping[str, Tensor]] | None = None
+    transform: Callable[[Batch], Batch] | None = None
+    augment: Callable[[Batch, torch.Generator], Batch] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("build", "forward", "predict"):
+        for name in ("build", "forward", "predict", "transform", "augment"):
             value = getattr(self, name)
             if not callable(value) and (value is not None or name == "build"):
                 raise ValueError(f"spec.{name}: expected a function, found {value!r}")
         if isinstance(self.build, nn.Module):
             raise ValueError("spec.build: expected a function that returns the model, found the model itself")
         object.__setattr__(self, "loss", build_loss(self.loss))
+
+    def prepare(self, batch: Batch, key: Sequence[int] = (), *, augment_seed: int | None = None) -> Batch:
+        """The batch after `transform` and, with a seed, `augment`. Called in the loader's threads.
+
+        `key` tells the batch from all others. Raises ValueError for a result that is not a batch of the same rows.
+        """
+        out = batch if self.transform is None else self._checked("transform", self.transform(batch), batch)
+        if self.augment is not None and augment_seed is not None:
+            generator = torch.Generator()
+            seed = np.random.SeedSequence((augment_seed, *key)).generate_state(1, np.uint64)[0]
+            generator.manual_seed(int(seed) >> 1)  # it takes 63 bits
+            out = self._checked("augment", self.augment(out, generator), batch)
+        return out
+
+    def _checked(self, name: str, out: Any, batch: Batch) -> Batch:
+        if not isinstance(out, Mapping) or not all(isinstance(t, Tensor) for t in out.values()):
+            raise ValueError(f"spec.{name}: expected a mapping of names to tensors, found {type(out).__name__}")
+        return {**out, "weight": batch["weight"]} if "weight" in batch else out
 
     def output(self, model: nn.Module, batch: Batch, features: tuple[str, ...]) -> Tensor:
         """The model's output for a batch. Called on a rank, or in a task of `predict`."""
@@ -65,7 +91,7 @@ class Run:
 
     spec: ModelSpec
     config: Config
-    train: ShardSet
+    train: ShardSet | Mixture
     """The rows to train on, or to evaluate. Empty where they stream into the ranks (`data.storage` "local")."""
     run_dir: str
     validation: ShardSet | None = None

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from spark_dl.data.plan import Ints
-from spark_dl.data.schema import Array, Column
+from spark_dl.data.ragged import Array, Ragged, concatenate, take
+from spark_dl.data.schema import Column
 
 
 class Arena:
@@ -20,12 +21,17 @@ class Arena:
     def __init__(self, columns: Sequence[Column], *, num_slots: int, slot_rows: int, num_tails: int, tail_rows: int):
         self.num_slots, self.slot_rows, self.tail_rows = num_slots, slot_rows, tail_rows
         rows = num_slots * slot_rows + num_tails * tail_rows
-        self._arrays = [np.empty((rows, *c.inner), dtype=c.dtype) for c in columns]
+        self._columns: list[Array | _Lists] = [
+            _Lists(num_slots, slot_rows, num_tails, tail_rows)
+            if c.is_ragged
+            else np.empty((rows, *c.inner), dtype=c.dtype)
+            for c in columns
+        ]
 
-    def slot(self, number: int) -> list[Array]:
-        """The memory of a slot, one array per column. # (slot_rows, *cell)"""
+    def slot(self, number: int) -> list[Array | list[Ragged]]:
+        """Where a window is written to: an array, # (slot_rows, *cell), or for a ragged column a list of its pieces."""
         start = self.slot_start(number)
-        return [a[start : start + self.slot_rows] for a in self._arrays]
+        return [c.slot(number) if isinstance(c, _Lists) else c[start : start + self.slot_rows] for c in self._columns]
 
     def slot_start(self, number: int) -> int:
         """Position of a slot's first row."""
@@ -34,13 +40,64 @@ class Arena:
     def to_tail(self, number: int, positions: Ints) -> Ints:
         """Copies rows, at most `tail_rows`, to a tail, in this order, and returns where they are now."""
         start = self.num_slots * self.slot_rows + number * self.tail_rows
-        for array in self._arrays:
-            array[start : start + len(positions)] = array[positions]
+        for column in self._columns:
+            if isinstance(column, _Lists):
+                column.to_tail(number, positions)
+            else:
+                column[start : start + len(positions)] = column[positions]
         return np.arange(start, start + len(positions))
 
-    def take(self, positions: Ints) -> list[Array]:
-        """The rows at some positions, one array per column. # positions: any shape -> (*shape of positions, *cell)"""
-        out = [np.empty((*positions.shape, *a.shape[1:]), dtype=a.dtype) for a in self._arrays]
-        for array, target in zip(self._arrays, out, strict=True):
-            np.take(array, positions, axis=0, out=target, mode="clip")  # with "raise" NumPy would copy twice
+    def take(self, positions: Ints) -> list[Array | list[Ragged]]:
+        """The rows at some positions of several steps, one item per column, to be indexed by the step.
+
+        # positions: (steps, rows) -> (steps, rows, *cell)
+        """
+        out: list[Array | list[Ragged]] = []
+        for column in self._columns:
+            if isinstance(column, _Lists):
+                out.append([column.take(p) for p in positions])
+            else:
+                target = np.empty((*positions.shape, *column.shape[1:]), dtype=column.dtype)
+                np.take(column, positions, axis=0, out=target, mode="clip")  # with "raise" NumPy would copy twice
+                out.append(target)
         return out
+
+
+class _Lists:
+    """A ragged column of the arena: slots and tails are blocks of rows, each with values of its own."""
+
+    def __init__(self, num_slots: int, slot_rows: int, num_tails: int, tail_rows: int):
+        sizes = [slot_rows] * num_slots + [tail_rows] * num_tails
+        self._ends = np.cumsum(sizes)
+        self._starts = self._ends - sizes
+        self._num_slots = num_slots
+        self._blocks: list[list[Ragged]] = [[] for _ in sizes]
+
+    def slot(self, number: int) -> list[Ragged]:
+        self._blocks[number] = []
+        return self._blocks[number]
+
+    def to_tail(self, number: int, positions: Ints) -> None:
+        self._blocks[self._num_slots + number] = [self.take(positions)] if len(positions) else []
+
+    def take(self, positions: Ints) -> Ragged:
+        """# positions: (rows,)"""
+        blocks = np.searchsorted(self._ends, positions, side="right")
+        by_block = np.argsort(blocks, kind="stable")
+        numbers, firsts = np.unique(blocks[by_block], return_index=True)
+        pieces = [
+            take(self._block(number), positions[rows] - self._starts[number])
+            for number, rows in zip(numbers, np.split(by_block, firsts[1:]), strict=True)
+        ]
+        joined = concatenate(pieces)
+        assert isinstance(joined, Ragged)
+        place = np.empty(len(positions), dtype=np.int64)
+        place[by_block] = np.arange(len(positions))
+        return take(joined, place)
+
+    def _block(self, number: int) -> Ragged:
+        if len(self._blocks[number]) > 1:
+            joined = concatenate(self._blocks[number])
+            assert isinstance(joined, Ragged)
+            self._blocks[number] = [joined]
+        return self._blocks[number][0]

@@ -44,7 +44,8 @@ _CONF = (
 """Settings of the session that change what a plan yields."""
 _NOT_IN_SHARDS = (
     "validation_fraction", "num_streams", "shuffle", "shuffle_window_rows", "memory_mib", "reader_threads",
-    "prefetch_batches", "reader", "storage", "cache_dir", "cache_mib", "store", "store_ttl_days",
+    "prefetch_batches", "reader", "storage", "ragged", "proportions", "cache_dir", "cache_mib",
+    "store", "store_ttl_days",
 )  # fmt: skip
 """Settings of `Data` that leave the shards as they are; all others are part of the key."""
 _STAT_THREADS = 16

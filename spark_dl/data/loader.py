@@ -9,21 +9,21 @@ from __future__ import annotations
 import queue
 import threading
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from spark_dl.config import Config
 from spark_dl.data.arena import Arena
+from spark_dl.data.batch import BatchBuilder, Prepare, StepBatches
 from spark_dl.data.cache import build_cache
 from spark_dl.data.plan import Ints, Plan, Stream, Window, streams_of_rank, windows_from
+from spark_dl.data.ragged import Array, Ragged
 from spark_dl.data.rows import Part, Rows
-from spark_dl.data.schema import Array, Column
+from spark_dl.data.schema import Column
 from spark_dl.data.shards import ShardSet
 
 _STEPS_AT_ONCE = 16
@@ -31,23 +31,12 @@ _GATHER_BYTES = 1 << 20
 _MIB = 1 << 20
 
 
-@dataclass(frozen=True)
-class StepBatches:
-    """What one rank works on in one step."""
-
-    step: int
-    """Number of the step in its epoch."""
-    micro_batches: list[dict[str, Tensor]]
-    """Columns by name, [rows, *cell], and `weight`, [rows] float32; on the CPU."""
-    rows: int
-    """True rows of the global batch, over all ranks."""
-
-
 class Loader:
     """The batches of one rank. Not collective: every rank has its own, and they need not talk to each other.
 
     `part` chooses the rows that train or validate where `data.validation_fraction` splits one dataset. With
-    `shuffle=False` the rows come in the order of the dataset.
+    `shuffle=False` the rows come in the order of the dataset. `prepare` is called with each micro-batch in the loader's
+    thread, and (epoch, step, rank, number of the micro-batch); with `pin` it is then copied to page-locked memory.
 
     Raises ValueError if a row group does not fit into `data.memory_mib`.
     """
@@ -62,11 +51,11 @@ class Loader:
         part: Part = "all",
         shuffle: bool = True,
         micro_batches: int = 1,
+        prepare: Prepare | None = None,
+        pin: bool = False,
     ):
         data, train = config.data, config.train
         self.columns = shards.select(data.columns)
-        if ragged := [c.name for c in self.columns if c.is_ragged]:
-            raise ValueError(f"column {ragged[0]!r} is ragged; batches are made of columns of one shape")
         self._row_bytes = sum(c.value_bytes for c in self.columns)
         self._budget = data.memory_mib * _MIB
         check_row_groups(shards, self.columns, data.memory_mib)
@@ -82,11 +71,12 @@ class Loader:
         )
         reader = rank if shards.spread is None else shards.spread.part
         self._streams = streams_of_rank(data.num_streams, reader, world_size)
-        self._micro_batches = micro_batches
+        self._rank = rank
+        self._build = BatchBuilder(self.columns, micro_batches, data.ragged, prepare, pin).build
         self._prefetch, self._threads = data.prefetch_batches, data.reader_threads
         self._spare: list[Arena] = []
 
-    def epoch(self, epoch: int, start_step: int = 0) -> Iterator[StepBatches]:
+    def epoch(self, epoch: int, start_step: int = 0) -> Generator[StepBatches, None, None]:
         """The steps of an epoch, from `start_step` on. Reading ahead stops when the iterator is closed."""
         return _read_ahead(self._steps(epoch, start_step), self._prefetch)
 
@@ -97,7 +87,10 @@ class Loader:
         reads = _schedule([all_streams[s] for s in self._streams], self.plan.stream_batch, start_step)
         arena = self._arena(reads)
         with closing(_Reader(self._rows, reads, arena, self._threads)) as reader:
-            yield from self._gather(arena, reader, start_step)
+            for step, cells, weight in self._gather(arena, reader, start_step):
+                yield StepBatches(
+                    step, self._build(cells, weight, (epoch, step, self._rank)), self.plan.batch_rows(step)
+                )
         self._spare.append(arena)
 
     def _arena(self, reads: Sequence[_Read]) -> Arena:
@@ -123,7 +116,10 @@ class Loader:
             tail_rows=self.plan.stream_batch,
         )
 
-    def _gather(self, arena: Arena, reader: _Reader, start_step: int) -> Iterator[StepBatches]:
+    def _gather(
+        self, arena: Arena, reader: _Reader, start_step: int
+    ) -> Iterator[tuple[int, list[Array | Ragged], Array]]:
+        """The rank's rows of each step: its number, the cells of each column, the weights."""
         batch, streams, end = self.plan.stream_batch, len(self._streams), self.plan.steps
         cursors = [_Cursor(i, arena, reader, batch) for i in range(streams)]
         # Several small steps are gathered at once: what Python costs is then paid once for all of them.
@@ -138,11 +134,9 @@ class Loader:
                 taken, weights = cursor.take(steps * batch)
                 positions[:, i] = taken.reshape(steps, batch)
                 weight[:, i] = weights.reshape(steps, batch)
-            arrays = [*arena.take(positions.reshape(steps, -1)), weight.reshape(steps, -1)]
-            names = [*(c.name for c in self.columns), "weight"]
+            gathered, weights = arena.take(positions.reshape(steps, -1)), weight.reshape(steps, -1)
             for k in range(steps):
-                tensors = {name: torch.from_numpy(a[k]) for name, a in zip(names, arrays, strict=True)}
-                yield StepBatches(step + k, _split(tensors, self._micro_batches), self.plan.batch_rows(step + k))
+                yield step + k, [g[k] for g in gathered], weights[k]
             step += steps
 
 
@@ -156,13 +150,6 @@ def check_row_groups(shards: ShardSet, columns: Sequence[Column], memory_mib: in
             f"{rows * row_bytes / _MIB:.0f} MiB; a row group is read as a whole, and data.memory_mib={memory_mib}: "
             "raise it, or write the dataset with smaller row groups (data.rows_per_row_group)"
         )
-
-
-def _split(tensors: dict[str, Tensor], parts: int) -> list[dict[str, Tensor]]:
-    if parts == 1:
-        return [tensors]
-    pieces = {name: torch.tensor_split(tensor, parts) for name, tensor in tensors.items()}
-    return [{name: p[i] for name, p in pieces.items()} for i in range(parts)]
 
 
 @dataclass(frozen=True)
@@ -277,7 +264,7 @@ class _Cursor:
         return taken, weights
 
 
-def _read_ahead(steps: Iterator[StepBatches], depth: int) -> Iterator[StepBatches]:
+def _read_ahead(steps: Iterator[StepBatches], depth: int) -> Generator[StepBatches, None, None]:
     """Runs an iterator in a thread, at most `depth` items ahead; its exceptions are raised here."""
     ready: queue.Queue[StepBatches | BaseException | None] = queue.Queue(maxsize=depth)
     stop = threading.Event()

@@ -16,13 +16,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
-from torch import Tensor
 
 from spark_dl import storage
 from spark_dl.config import Config
+from spark_dl.data.batch import BatchBuilder, Prepare, StepBatches
 from spark_dl.data.dealt_plan import DealtPlan
-from spark_dl.data.loader import StepBatches
 from spark_dl.data.petastorm import COMMON_METADATA, UNISCHEMA_KEY
 from spark_dl.data.rows import Part
 from spark_dl.data.schema import Array
@@ -54,12 +52,15 @@ class PetastormLoader:
         part: Part = "all",
         shuffle: bool = True,
         micro_batches: int = 1,
+        prepare: Prepare | None = None,
+        pin: bool = False,
     ):
         assert part != "validation", "the settings refuse data.validation_fraction here"
         self.columns = shards.select(config.data.columns)
         self._shards, self._config = shards, config
-        self._rank, self._world_size, self._micro_batches = rank, world_size, micro_batches
+        self._rank, self._world_size = rank, world_size
         self._shuffle = shuffle and config.data.shuffle
+        self._build = BatchBuilder(self.columns, micro_batches, config.data.ragged, prepare, pin).build
         _check_metadata(shards.url)
         self._petastorm = _import_petastorm()
         self.plan = DealtPlan(self._dealt_rows(), config.train.global_batch_size, every_row=not shuffle)
@@ -90,21 +91,18 @@ class PetastormLoader:
             for step, arrays in enumerate(itertools.islice(_batches(windows, batch), plan.steps)):
                 filler = [a[-1:] for a in arrays]
                 if step >= start_step:
-                    yield self._step(step, arrays, filler)
+                    yield self._step(epoch, step, arrays, filler)
             assert filler is not None
             for step in range(max(start_step, -(-plan.rank_rows[self._rank] // batch)), plan.steps):
-                yield self._step(step, [a[:0] for a in filler], filler)
+                yield self._step(epoch, step, [a[:0] for a in filler], filler)
         finally:
             pieces.close()
 
-    def _step(self, step: int, arrays: Sequence[Array], filler: Sequence[Array]) -> StepBatches:
+    def _step(self, epoch: int, step: int, arrays: Sequence[Array], filler: Sequence[Array]) -> StepBatches:
         rows, batch = len(arrays[0]), self.plan.rank_batch(self._rank)
         whole = [np.concatenate([a, np.repeat(f, batch - rows, axis=0)]) for a, f in zip(arrays, filler, strict=True)]
-        tensors = {c.name: torch.from_numpy(a) for c, a in zip(self.columns, whole, strict=True)}
-        tensors["weight"] = (torch.arange(batch) < rows).float()
-        pieces = {name: torch.tensor_split(tensor, self._micro_batches) for name, tensor in tensors.items()}
-        parts: list[dict[str, Tensor]] = [{n: p[i] for n, p in pieces.items()} for i in range(self._micro_batches)]
-        return StepBatches(step, parts, self.plan.batch_rows(step))
+        weight = (np.arange(batch) < rows).astype(np.float32)
+        return StepBatches(step, self._build(whole, weight, (epoch, step, self._rank)), self.plan.batch_rows(step))
 
     def _windows(self, pieces: Iterator[list[Array]], rng: np.random.Generator) -> Iterator[list[Array]]:
         """The rows of the reader, joined to windows and shuffled in them. # each array: (window rows, *cell)"""

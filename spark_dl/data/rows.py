@@ -13,7 +13,8 @@ from spark_dl import storage
 from spark_dl.data import foreign, pages, parquet, schema
 from spark_dl.data.cache import DiskCache, open_input
 from spark_dl.data.plan import FILLER, Segment, rows_held_out, split_rows
-from spark_dl.data.schema import Array, Column
+from spark_dl.data.ragged import Array, Ragged, take
+from spark_dl.data.schema import Column
 from spark_dl.data.shards import ShardSet
 
 Part = Literal["all", "train", "validation"]
@@ -39,26 +40,32 @@ class Rows:
         self._stored = [rows for _, _, rows in shards.row_groups]
         self._held_out = rows_held_out(self._stored, 0.0 if part == "all" else fraction)
         self._files = threading.local()  # pyarrow's readers of a file are not made for several threads
-        self._held: OrderedDict[int, list[Array]] = OrderedDict()
+        self._held: OrderedDict[int, list[Array | Ragged]] = OrderedDict()
         self._held_lock = threading.Lock()
         if part == "validation":
             self.group_rows = self._held_out
         else:
             self.group_rows = tuple(n - h for n, h in zip(self._stored, self._held_out, strict=True))
 
-    def read_into(self, segments: Sequence[Segment], out: Sequence[Array]) -> None:
-        """Writes the rows of some segments one after another into arrays, one per column. # out: (>= rows, *cell)
+    def read_into(self, segments: Sequence[Segment], out: Sequence[Array | list[Ragged]]) -> None:
+        """Writes the rows of some segments one after another into `out`, which has one item per column.
 
+        That is an array, # (>= rows, *cell), or for a ragged column a list, to which each segment's rows are added.
         Raises RuntimeError that names the file for one that is missing, damaged or not what the dataset says.
         """
         done = 0
         for segment in segments:
             arrays = self._row_group(segment)
             for array, target in zip(arrays, out, strict=True):
-                target[done : done + segment.rows] = array[segment.start : segment.stop]
+                rows = array[segment.start : segment.stop]
+                if isinstance(rows, Ragged):
+                    assert isinstance(target, list)
+                    target.append(take(rows, np.arange(len(rows))))  # without the rest of the row group
+                else:
+                    target[done : done + segment.rows] = rows
             done += segment.rows
 
-    def _row_group(self, segment: Segment) -> list[Array]:
+    def _row_group(self, segment: Segment) -> list[Array | Ragged]:
         """All rows of the segment's row group that are of this part."""
         number = segment.row_group
         if number == FILLER:
@@ -66,23 +73,22 @@ class Rows:
             return [self._shards.spread.filler[c.name][None] for c in self._columns]
         if segment.rows == self.group_rows[number]:
             return self._part_of(number)
-        with (
-            self._held_lock
-        ):  # streams meet in this row group, so it will be asked for again, soon if it is a large one
+        with self._held_lock:  # streams meet in this row group: it is asked for again, soon if it is a large one
             if number not in self._held:
                 self._held[number] = self._part_of(number)
                 while len(self._held) > _HELD_ROW_GROUPS:
                     self._held.popitem(last=False)
             return self._held[number]
 
-    def _part_of(self, number: int) -> list[Array]:
+    def _part_of(self, number: int) -> list[Array | Ragged]:
         arrays = self._decode(number)
         if self._held_out[number]:
             kept = split_rows(self._stored[number], self._held_out[number], self._seed, number)
-            return [a[kept[self._part == "validation"]] for a in arrays]
+            rows = kept[self._part == "validation"]
+            return [take(a, rows) if isinstance(a, Ragged) else a[rows] for a in arrays]
         return arrays
 
-    def _decode(self, number: int) -> list[Array]:
+    def _decode(self, number: int) -> list[Array | Ragged]:
         shard, group, rows = self._shards.row_groups[number]
         url = storage.join(self._shards.url, self._shards.shards[shard].name)
         try:
@@ -93,7 +99,7 @@ class Rows:
             rest = [c.name for c in self._columns if c.codec != "partition" and plain[c.name] is None]
             table = file.parquet.read_row_group(group, rest, use_threads=False) if rest else None
             partition = dict(self._shards.shards[shard].partition)
-            arrays = []
+            arrays: list[Array | Ragged] = []
             for column in self._columns:
                 if (array := plain[column.name]) is not None:
                     arrays.append(array)
@@ -138,9 +144,5 @@ class _File:
         return None if cells is None else schema.view(column, cells)
 
 
-def _decode(column: Column, stored: Any) -> Array:
-    if column.codec.startswith("petastorm."):
-        return foreign.decode(column, stored)
-    decoded = schema.decode(column, stored)
-    assert isinstance(decoded, np.ndarray)
-    return decoded
+def _decode(column: Column, stored: Any) -> Array | Ragged:
+    return foreign.decode(column, stored) if column.codec.startswith("petastorm.") else schema.decode(column, stored)

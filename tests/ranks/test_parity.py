@@ -6,6 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from spark_dl import Parallel, checkpoint, worker
+from spark_dl.data.mixture import Mixture
 from spark_dl.data.plan import Plan
 from spark_dl.metrics import read_metrics
 from spark_dl.spec import Run
@@ -92,3 +93,21 @@ def test_momentum_and_clipping(tmp_path, num_ranks):
 def test_small_buckets(tmp_path):
     config = small_config(3, parallel=Parallel(bucket_mib=0.0001))
     assert_same_training(tmp_path, config, 245)
+
+
+def test_a_mixture_trains_alike_on_any_number_of_ranks(tmp_path):
+    datasets = {
+        name: write_dataset(str(tmp_path / name), blobs(rows), group_rows=20, shard_rows=60)
+        for name, rows in (("many", 245), ("few", 50))
+    }
+    trained = []
+    for num_ranks in (1, 3):
+        config = small_config(num_ranks, train={"global_batch_size": 96}, data={"proportions": {"many": 3, "few": 1}})
+        run = Run(spec=MLP, config=config, train=Mixture(datasets), run_dir=str(tmp_path / f"run-{num_ranks}"))
+        run_ranks(train_rank, num_ranks, run)
+        losses = [line["loss"] for line in read_metrics(run.run_dir) if line["kind"] == "step"]
+        trained.append((losses, checkpoint.load(checkpoint.find(run.run_dir), "model.pt")["0"]))
+    (losses, weights), (expected_losses, expected) = trained
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
+    for name in expected:
+        torch.testing.assert_close(weights[name], expected[name], rtol=1e-5, atol=1e-6)

@@ -1,6 +1,6 @@
 """Shards: a dataset on storage, written by Spark tasks, committed by its manifest.
 
-A shard is a Parquet file of row groups of an exact row count; all shards have the same number of rows, save the last.
+A shard is a Parquet file of row groups of a set row count, save its last one, and of a set number of rows at most.
 `_manifest.json` (the schema, the rows of every row group, sizes and checksums) is written last: a folder without it is
 not a dataset.
 """
@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pyarrow as pa
 
 from spark_dl import storage
@@ -104,9 +103,10 @@ def write_shards(
     """Writes a DataFrame as a dataset. Called on the driver; the tasks of the DataFrame's own partitions write.
 
     `columns` are the columns to keep, by default the features and the label. The rows are read once; a vocabulary that
-    is built reads its columns once more, and ragged columns a few rows for their length. Where a partition does not
-    fill its last shard, a second, small job joins what is left over. `like` are the columns of another dataset, such as
-    the one that a model was trained on, whose vocabularies are used and with which these must agree.
+    is built reads its columns once more, and ragged columns a few rows for their length. Where partitions leave
+    neighbouring shards of less than half the size, a second job joins them; the order of the rows is kept. `like` are
+    the columns of another dataset, such as the one that a model was trained on, whose vocabularies are used and with
+    which these must agree.
 
     Raises ValueError for a missing column, a type that cannot become a tensor, an empty DataFrame, nulls, NaN (unless
     `data.nulls` and `data.nonfinite` say otherwise), cells of unequal shape, or a folder that holds a dataset already
@@ -123,7 +123,7 @@ def write_shards(
         written = agreed_columns(sources, parts)
         changes = add_changes(p.changes for p in parts)
         schema.check_like(written, like)
-        shards = _join_remainders(df.sparkSession, url, written, [s for p in parts for s in p.shards], data, token)
+        shards = _join_small(df.sparkSession, url, written, [s for p in parts for s in p.shards], data, token)
         shard_set = _commit(ShardSet(url, with_sizes(written, parts), tuple(shards), changes))
     except BaseException:
         _delete_files(url, keep=())
@@ -382,18 +382,22 @@ def _build_writer(
     return ShardWriter(url, prefix, tuple(columns), *layout(columns, data))
 
 
-def _join_remainders(
+def _join_small(
     spark: SparkSession, url: str, columns: tuple[Column, ...], shards: Sequence[Shard], data: Data, token: str
 ) -> list[Shard]:
-    """Rewrites the shards that are not full, so that all but the last one are, in the same order of rows."""
+    """Rewrites neighbouring shards that are less than half full as fuller ones. The order of the rows stays.
+
+    What a partition leaves over is a shard, too. Where it is large, it stays as it is: rewriting it would cost as much
+    as writing it did, and a shard that is less than full costs a reader nothing.
+    """
     group_rows, shard_rows = layout(columns, data)
-    full = [s for s in shards if s.rows == shard_rows]
-    rest = [s for s in shards if s.rows != shard_rows]
-    if len(rest) <= 1:
-        return full + rest
-    ends = np.cumsum([s.rows for s in rest])
-    starts = ends - [s.rows for s in rest]
-    num_files = -(-int(ends[-1]) // shard_rows)
+    runs = [list(run) for _, run in itertools.groupby(shards, lambda s: None if 2 * s.rows < shard_rows else s.name)]
+    files: list[tuple[int, int, int]] = []  # (run, first row, row after the last) of each new shard
+    for i, run in enumerate(runs):
+        rows = sum(s.rows for s in run) if len(run) > 1 else 0
+        files += [(i, start, min(rows, start + shard_rows)) for start in range(0, rows, shard_rows)]
+    if not files:
+        return list(shards)
 
     def join_file(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         from pyspark import TaskContext
@@ -402,19 +406,25 @@ def _join_remainders(
         assert context is not None
         for batch in batches:
             for number in batch.column(0).to_pylist():
+                run, start, stop = files[number]
                 prefix = f"part-{token}-joined-{number:05d}-{context.taskAttemptId()}"
                 writer = ShardWriter(url, prefix, columns, group_rows, shard_rows)
-                for i, shard in enumerate(rest):
-                    start = max(0, number * shard_rows - int(starts[i]))
-                    stop = min(shard.rows, (number + 1) * shard_rows - int(starts[i]))
-                    if start < stop:
-                        for arrays in read_rows(url, shard, columns, start, stop):
+                first = 0
+                for shard in runs[run]:
+                    lo, hi = max(start - first, 0), min(stop - first, shard.rows)
+                    if lo < hi:
+                        for arrays in read_rows(url, shard, columns, lo, hi):
                             writer.append(arrays)
+                    first += shard.rows
                 part = Part(number, shards=tuple(writer.close()))
                 yield pa.RecordBatch.from_pydict({"part": [json.dumps(asdict(part))]})
 
-    parts = _run(spark.range(0, num_files, 1, num_files), join_file)
-    return full + [s for p in parts for s in p.shards]
+    joined: dict[int, list[Shard]] = {}
+    for part in _run(spark.range(0, len(files), 1, len(files)), join_file):
+        if part.error:
+            raise RuntimeError(part.error)
+        joined.setdefault(files[part.partition][0], []).extend(part.shards)
+    return [shard for i, run in enumerate(runs) for shard in joined.get(i, run)]
 
 
 def read_rows(

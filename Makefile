@@ -26,9 +26,11 @@ lint: setup
 type: setup
 	@$(PY) -m mypy
 
-bench: setup-petastorm ## launch and step benchmarks; see jobs/bench.py --help
+bench: setup-petastorm ## all benchmarks; see jobs/bench.py --help
 	@$(PY) jobs/bench.py launch
 	@$(PY) jobs/bench.py step
+	@$(PY) jobs/bench.py loader
+	@$(PY) jobs/bench.py shards
 
 clean:
 	rm -rf .venv .venv-petastorm .data runs build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache spark-warehouse metastore_db derby.log

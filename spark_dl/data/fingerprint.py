@@ -65,7 +65,7 @@ def fingerprint(df: DataFrame, data: Data, like: Sequence[Column] = ()) -> str:
         "schema": df.schema.jsonValue(),
         "conf": {name: df.sparkSession.conf.get(name, None) for name in _CONF},
         "data": {k: v for k, v in dataclasses.asdict(data).items() if k not in _NOT_IN_SHARDS},
-        "like": [dataclasses.asdict(column) for column in like],
+        "words": {c.name: c.encoding.vocabulary for c in like if c.encoding.vocabulary is not None},
         "format": [FORMAT, VERSION],
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

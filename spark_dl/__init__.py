@@ -7,7 +7,7 @@ from spark_dl.data.local import RankRows
 from spark_dl.data.shards import ShardSet, read_shards, write_shards
 from spark_dl.data.store import clean_store, store_shards
 from spark_dl.driver import TrainResult, evaluate, launch, run_on_dataframe, train
-from spark_dl.launch.barrier import RankError
+from spark_dl.launch.failure import RankError
 from spark_dl.launch.rendezvous import World
 from spark_dl.launch.session import build_session
 from spark_dl.predict import predict

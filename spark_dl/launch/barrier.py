@@ -7,17 +7,13 @@ whose rows then stream into the ranks.
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import json
 import logging
 import os
 import queue
-import re
 import tempfile
 import threading
 import time
-import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -27,6 +23,7 @@ import pyarrow as pa
 
 from spark_dl.config import Launch
 from spark_dl.launch import payload, preflight
+from spark_dl.launch.failure import describe, failed_in_task, root_cause
 from spark_dl.launch.watch import Address, Listener, Sender
 
 _log = logging.getLogger("spark_dl")
@@ -58,24 +55,6 @@ class TaskInput:
     """Number of the task: the partition of the source."""
     folder: str
     """A folder of Spark's on a disk of this host; Spark deletes it when the executor ends."""
-
-
-class RankError(RuntimeError):
-    """A rank failed, and with it the job. The message holds the rank's own traceback.
-
-    rank is None if it failed before the ranks were dealt; host and pid say where it ran.
-    """
-
-    def __init__(self, message: str, *, rank: int | None, host: str, pid: int | None):
-        super().__init__(message)
-        self.rank, self.host, self.pid = rank, host, pid
-
-    def __reduce__(self) -> Any:
-        return _rank_error, (str(self), self.rank, self.host, self.pid)
-
-
-def _rank_error(message: str, rank: int | None, host: str, pid: int | None) -> RankError:
-    return RankError(message, rank=rank, host=host, pid=pid)
 
 
 def run_barrier(
@@ -246,7 +225,7 @@ def _watch(
             if on_event:
                 on_event(event)
         if decide_at is not None and time.monotonic() >= decide_at:
-            raise _root_cause(failures, known, job.error)
+            raise root_cause(failures, known, job.error)
         if poll and on_event:
             for event in poll():
                 on_event(event)
@@ -262,76 +241,6 @@ def _watch(
                 f"{running} of {launch.num_ranks} ranks started within launch.start_timeout_s="
                 f"{launch.start_timeout_s:g} s; the cluster is busy with other jobs, or its executors are not up yet"
             )
-
-
-def _root_cause(
-    failures: list[dict[str, Any]], known: Mapping[int, Mapping[str, Any]], error: BaseException | None
-) -> BaseException:
-    """The failure that the others follow from: the first rank that raised by itself, or that was killed."""
-    raised = [f for f in failures if f["kind"] == "failed"]
-    by_spark = _failure_in(str(error)) if error else None
-    if by_spark:
-        raised.append(by_spark)
-    roots = [f for f in raised if not f["follows"]]
-    lost = [f for f in failures if f["kind"] == "lost"]
-    if roots:
-        return _error_of(roots[0])
-    if lost:
-        who = known.get(lost[0]["task"], {})
-        rank, host, pid = who.get("rank"), who.get("host", "an unknown host"), who.get("pid")
-        return RankError(
-            f"{_name(rank, lost[0]['task'])} on {host} (pid {pid}) was killed: its process ended without an error. "
-            "A SIGKILL often comes from the host running out of memory; see the executor's and the kernel's log",
-            rank=rank, host=host, pid=pid,
-        )  # fmt: skip
-    if raised:
-        return _error_of(raised[0])
-    text = str(error)
-    if "No module named" in text and "spark_dl" in text:
-        return RuntimeError(
-            "the executors' Python has no spark_dl; set PYSPARK_PYTHON to an interpreter that has it (and torch), or "
-            f"install it there. Spark's error: {_last_lines(text)}"
-        )
-    if re.search(r"Python worker (exited|terminated|failed)", text):
-        task = re.search(r"ResultTask\(\d+, (\d+)\)", text)
-        return RankError(
-            f"the rank of task {task.group(1) if task else '?'} was killed: its Python process ended without an error. "
-            f"Spark's error: {_last_lines(text)}",
-            rank=None, host="an unknown host", pid=None,
-        )  # fmt: skip
-    if isinstance(error, Exception):
-        return RuntimeError(f"the barrier job failed: {_last_lines(text)}").with_traceback(error.__traceback__)
-    return error or RuntimeError("the barrier job failed")
-
-
-def _error_of(failure: Mapping[str, Any]) -> RankError:
-    rank, host, pid = failure.get("rank"), failure["host"], failure["pid"]
-    return RankError(
-        f"{_name(rank, failure['task'])} on {host} (pid {pid}) failed: {failure['error']}\n\n"
-        f"Traceback on the rank:\n{failure['traceback']}",
-        rank=rank, host=host, pid=pid,
-    )  # fmt: skip
-
-
-def _name(rank: int | None, task: int) -> str:
-    return f"task {task} (which has no rank yet)" if rank is None else f"rank {rank}"
-
-
-def _last_lines(text: str, limit: int = 2000) -> str:
-    head = re.split(r"\n\s*at (?:org|java|scala)\.|JVM stacktrace|Driver stacktrace", text)[0].strip()
-    return head if len(head) <= limit else "... " + head[-limit:]
-
-
-class RankFailedError(Exception):
-    """Raised in a task, so that Spark ends the job. Its text carries the failure to a driver without a listener."""
-
-
-def _failure_in(text: str) -> dict[str, Any] | None:
-    match = re.search(r"\[spark_dl failure ([A-Za-z0-9+/=]+)\]", text)
-    if match is None:
-        return None
-    failure: dict[str, Any] = json.loads(base64.b64decode(match.group(1)))
-    return failure
 
 
 def _rank_task(
@@ -369,7 +278,7 @@ def _rank_task(
             done = fn(*args, report=report, **kwargs)
             result = payload.pack_result(done.result)
         except BaseException as error:
-            failure = _describe(error, {**me, "task": task})
+            failure = describe(error, {**me, "task": task})
             sender.send({"kind": "failed", **failure})
             sender.close()
             if sender.is_connected:
@@ -378,8 +287,7 @@ def _rank_task(
                 time.sleep(_ABORTED_BY_DRIVER_WAIT_S)
             elif failure["follows"]:
                 time.sleep(_ROOT_CAUSE_WAIT_S)  # let the root cause reach Spark first
-            encoded = base64.b64encode(json.dumps(failure).encode()).decode()
-            raise RankFailedError(f"{_name(failure.get('rank'), task)} failed [spark_dl failure {encoded}]") from error
+            raise failed_in_task(failure) from error
         sender.send({"kind": "done"})
         sender.close()
         yield pa.RecordBatch.from_pydict(
@@ -397,19 +305,3 @@ def _local_folder(task: int) -> str:
     """A folder of Spark's on a disk of this host: the tasks take turns, where there are several disks."""
     folders = [f for f in os.environ.get("SPARK_LOCAL_DIRS", "").split(",") if f and os.path.isdir(f)]
     return folders[task % len(folders)] if folders else tempfile.gettempdir()
-
-
-def _describe(error: BaseException, me: Mapping[str, Any]) -> dict[str, Any]:
-    frames = "".join(traceback.format_exception(error))
-    message = f"{type(error).__name__}: {error}"
-    return {**me, "error": message[:4000], "traceback": frames[-16000:], "follows": _follows(error)}
-
-
-def _follows(error: BaseException) -> bool:
-    """Whether an error only says that another rank has gone."""
-    import torch.distributed as dist
-
-    if isinstance(error, (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)):
-        return True
-    signs = r"Connection closed by peer|Connection reset by peer|Broken pipe|gloo/transport|Connection refused"
-    return isinstance(error, RuntimeError) and re.search(signs, str(error)) is not None

@@ -132,6 +132,17 @@ class Data:
     """Threads of each rank that read and decode."""
     prefetch_batches: int = 4
     """Batches that each rank has ready."""
+    sequence_length: int = 0
+    """Rows of each sample, which follow each other in the dataset; columns are then [rows, sequence_length, ...]. 0: a
+    sample is one row."""
+    sequence_stride: int = 1
+    """Rows from the start of a sample to that of the next one."""
+    sequence_order: str | None = None
+    """Column by which the rows are in order, such as a time; going back is an error."""
+    sequence_group: str | None = None
+    """Column such as a device's number, which is the same in all rows of a sample."""
+    sequence_max_gap: float | None = None
+    """Largest step of `sequence_order` from a row of a sample to the next one."""
     reader: Reader = "spark_dl"
     """What reads the shards; `petastorm` is the package of that name, to compare with, where it is installed."""
     storage: Storage = "shared"
@@ -187,6 +198,7 @@ class Data:
             )
         if self.reader == "petastorm" and self.storage == "local":
             raise ValueError("data.storage: not local with data.reader=petastorm, which deals row groups by itself")
+        self._check_sequences()
         _check_number(self, "cache_mib", 0, whole=True)
         is_path = self.cache_dir is None or (isinstance(self.cache_dir, str) and self.cache_dir.startswith("/"))
         _check(is_path, "data.cache_dir", "an absolute path on the local disk", self.cache_dir)
@@ -199,6 +211,38 @@ class Data:
     def columns(self) -> tuple[str, ...]:
         """The columns that are read: the features, then the label."""
         return (*self.features, *([self.label] if self.label is not None else []))
+
+    @property
+    def stored_columns(self) -> tuple[str, ...]:
+        """The columns that a dataset needs: those that are read, and those that sequences are found by."""
+        found_by = [name for name in (self.sequence_order, self.sequence_group) if name is not None]
+        return tuple(dict.fromkeys((*self.columns, *found_by)))
+
+    def _check_sequences(self) -> None:
+        _check_number(self, "sequence_length", 0, whole=True)
+        _check_number(self, "sequence_stride", 1, whole=True)
+        for name in ("sequence_order", "sequence_group"):
+            value = getattr(self, name)
+            _check(value is None or (isinstance(value, str) and value != ""), f"data.{name}", "a column name", value)
+        if self.sequence_max_gap is not None:
+            _check_number(self, "sequence_max_gap", 0)
+            _check(bool(self.sequence_order), "data.sequence_order", "a column for data.sequence_max_gap", None)
+        if not self.sequence_length:
+            for name in ("sequence_order", "sequence_group"):
+                value = getattr(self, name)
+                _check(value is None, f"data.{name}", "nothing without data.sequence_length", value)
+            return
+        if self.validation_fraction:
+            raise ValueError(
+                "data.validation_fraction: not with data.sequence_length, as a row of several samples would train "
+                "and validate; pass the validation rows as a dataset of their own"
+            )
+        if self.storage == "local":
+            raise ValueError("data.storage: not local with data.sequence_length, as rows are dealt without their order")
+        if self.reader == "petastorm":
+            raise ValueError(
+                "data.reader: not petastorm with data.sequence_length, which its reader here does not know"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,6 +26,7 @@ from spark_dl.data.foreign import open_parquet
 from spark_dl.data.loader import check_row_groups
 from spark_dl.data.mixture import Mixture, batch_shares
 from spark_dl.data.schema import Column, check_like, check_settings
+from spark_dl.data.sequences import with_runs
 from spark_dl.data.shards import MANIFEST, ShardSet, read_shards
 from spark_dl.data.store import reopen, store_shards
 from spark_dl.evaluate import build_metric, load_model
@@ -302,14 +303,18 @@ def _shards(
         return ShardSet("", (), ())  # the ranks make it
     if isinstance(data, str):
         is_ours = storage.exists(storage.join(data, MANIFEST))
-        data = read_shards(data) if is_ours else open_parquet(data, config.data.columns, data=config.data, like=like)
+        data = (
+            read_shards(data)
+            if is_ours
+            else open_parquet(data, config.data.stored_columns, data=config.data, like=like)
+        )
     elif not isinstance(data, ShardSet):
         data = _shards_of_rows(data, url, config, until_done, like, reuse=reuse)
     columns = data.select(config.data.columns)
     check_like(columns, like)
     check_settings(columns, config.data.encode)
     check_row_groups(data, columns, config.data.memory_mib)
-    return data
+    return with_runs(data, config.data)
 
 
 def _shards_of_rows(

@@ -40,6 +40,11 @@ def predict(df: DataFrame, spec: ModelSpec, checkpoint_url: str, config: Config 
     config = config or checkpoint.config_of(saved)
     trained = {c.name: c for c in saved.columns}
     columns = [trained[name] for name in config.data.features]
+    if config.data.sequence_length:
+        raise ValueError(
+            f"predict: the model reads sequences (data.sequence_length={config.data.sequence_length}), found rows of a "
+            "DataFrame; call TrainResult.load_model's model on sequences of your own"
+        )
     sources = _trained_sources(df.schema, columns, config)
     added = _added_fields(spec, saved, columns, config)
     if taken := [name for name in added if name in df.columns]:

@@ -45,7 +45,8 @@ _CONF = (
 _NOT_IN_SHARDS = (
     "validation_fraction", "num_streams", "shuffle", "shuffle_window_rows", "memory_mib", "reader_threads",
     "prefetch_batches", "reader", "storage", "ragged", "proportions", "cache_dir", "cache_mib",
-    "store", "store_ttl_days",
+    "store", "store_ttl_days", "sequence_length",
+    "sequence_stride", "sequence_max_gap",
 )  # fmt: skip
 """Settings of `Data` that leave the shards as they are; all others are part of the key."""
 _STAT_THREADS = 16

@@ -24,6 +24,7 @@ from spark_dl.data.plan import Ints, Plan, Stream, Window, streams_of_rank, wind
 from spark_dl.data.ragged import Array, Ragged
 from spark_dl.data.rows import Part, Rows
 from spark_dl.data.schema import Column
+from spark_dl.data.sequences import SequenceRows, build_rows
 from spark_dl.data.shards import ShardSet
 
 _STEPS_AT_ONCE = 16
@@ -56,10 +57,10 @@ class Loader:
     ):
         data, train = config.data, config.train
         self.columns = shards.select(data.columns)
-        self._row_bytes = sum(c.value_bytes for c in self.columns)
         self._budget = data.memory_mib * _MIB
         check_row_groups(shards, self.columns, data.memory_mib)
-        self._rows = Rows(shards, self.columns, data.validation_fraction, train.seed, part, cache=build_cache(data))
+        self._rows = build_rows(shards, self.columns, config, part, build_cache(data))
+        self._row_bytes = sum(c.value_bytes for c in self._rows.columns)
         self.plan = Plan(
             group_rows=self._rows.group_rows,
             global_batch_size=train.global_batch_size,
@@ -72,7 +73,7 @@ class Loader:
         reader = rank if shards.spread is None else shards.spread.part
         self._streams = streams_of_rank(data.num_streams, reader, world_size)
         self._rank = rank
-        self._build = BatchBuilder(self.columns, micro_batches, data.ragged, prepare, pin).build
+        self._build = BatchBuilder(self._rows.columns, micro_batches, data.ragged, prepare, pin).build
         self._prefetch, self._threads = data.prefetch_batches, data.reader_threads
         self._spare: list[Arena] = []
 
@@ -109,7 +110,7 @@ class Loader:
             if arena.num_slots >= num_slots and arena.slot_rows >= slot_rows:
                 return arena
         return Arena(
-            self.columns,
+            self._rows.columns,
             num_slots=num_slots,
             slot_rows=slot_rows,
             num_tails=streams,
@@ -186,7 +187,7 @@ class _Reader:
     needed next has a slot, or a stream is about to free one.
     """
 
-    def __init__(self, rows: Rows, reads: Sequence[_Read], arena: Arena, threads: int):
+    def __init__(self, rows: Rows | SequenceRows, reads: Sequence[_Read], arena: Arena, threads: int):
         self._rows, self._arena = rows, arena
         self._pending = deque(reads)
         self._free = list(range(arena.num_slots))

@@ -60,6 +60,8 @@ def deal_rows(
     one, and it leaves no trace of the order in which the rows were stored. `like` are columns whose vocabularies serve.
     Raises ValueError for a missing column or a type that cannot become a tensor.
     """
+    if data.sequence_length:
+        raise ValueError("data.sequence_length: rows are dealt to the ranks without their order; set it to 0")
     selected, sources = select_sources(df, data.columns, data, like)
     order = f"order_{uuid.uuid4().hex}"
     row_hash = f"xxhash64({', '.join(selected.columns)}) AS {order}"

@@ -35,7 +35,7 @@ class Rows:
         *,
         cache: DiskCache | None = None,
     ):
-        self._shards, self._columns, self._cache = shards, columns, cache
+        self._shards, self.columns, self._cache = shards, tuple(columns), cache
         self._seed, self._part = seed, part
         self._stored = [rows for _, _, rows in shards.row_groups]
         self._held_out = rows_held_out(self._stored, 0.0 if part == "all" else fraction)
@@ -70,15 +70,18 @@ class Rows:
         number = segment.row_group
         if number == FILLER:
             assert self._shards.spread is not None
-            return [self._shards.spread.filler[c.name][None] for c in self._columns]
+            return [self._shards.spread.filler[c.name][None] for c in self.columns]
         if segment.rows == self.group_rows[number]:
             return self._part_of(number)
-        with self._held_lock:  # streams meet in this row group: it is asked for again, soon if it is a large one
-            if number not in self._held:
-                self._held[number] = self._part_of(number)
+        with self._held_lock:
+            held = self._held.get(number)
+        if held is None:
+            held = self._part_of(number)
+            with self._held_lock:  # streams meet in this row group, or sequences pass into it: it is asked for again
+                self._held[number] = held
                 while len(self._held) > _HELD_ROW_GROUPS:
                     self._held.popitem(last=False)
-            return self._held[number]
+        return held
 
     def _part_of(self, number: int) -> list[Array | Ragged]:
         arrays = self._decode(number)
@@ -95,12 +98,12 @@ class Rows:
             file = self._open(shard, url)
             if (found := file.parquet.metadata.row_group(group).num_rows) != rows:
                 raise ValueError(f"{found} rows, where the dataset says {rows}")
-            plain = {c.name: file.plain(c, group, rows) for c in self._columns}
-            rest = [c.name for c in self._columns if c.codec != "partition" and plain[c.name] is None]
+            plain = {c.name: file.plain(c, group, rows) for c in self.columns}
+            rest = [c.name for c in self.columns if c.codec != "partition" and plain[c.name] is None]
             table = file.parquet.read_row_group(group, rest, use_threads=False) if rest else None
             partition = dict(self._shards.shards[shard].partition)
             arrays: list[Array | Ragged] = []
-            for column in self._columns:
+            for column in self.columns:
                 if (array := plain[column.name]) is not None:
                     arrays.append(array)
                 elif column.codec == "partition":

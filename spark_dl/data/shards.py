@@ -63,6 +63,8 @@ class ShardSet:
     """What was dropped and filled when it was written."""
     spread: Spread | None = None
     """None where all shards lie at `url`."""
+    run_starts: Array | None = field(default=None, compare=False)
+    """For sequences (`data/sequences.py`), once they were looked for: the first row of each run. # (runs,) int64"""
 
     @cached_property
     def rows(self) -> int:
@@ -87,7 +89,9 @@ class ShardSet:
         for name in names:
             if name not in by_name:
                 near = suggestion(name, list(by_name))
-                raise ValueError(f"no column {name!r} in the dataset {self.url}{near} (data.features, data.label)")
+                raise ValueError(
+                    f"no column {name!r} in the dataset {self.url}{near} (data.features, data.label, data.sequence_*)"
+                )
         return tuple(by_name[name] for name in names)
 
 
@@ -102,11 +106,11 @@ def write_shards(
 ) -> ShardSet:
     """Writes a DataFrame as a dataset. Called on the driver; the tasks of the DataFrame's own partitions write.
 
-    `columns` are the columns to keep, by default the features and the label. The rows are read once; a vocabulary that
-    is built reads its columns once more, and ragged columns a few rows for their length. Where partitions leave
-    neighbouring shards of less than half the size, a second job joins them; the order of the rows is kept. `like` are
-    the columns of another dataset, such as the one that a model was trained on, whose vocabularies are used and with
-    which these must agree.
+    `columns` are the columns to keep, by default the features, the label and those of `data.sequence_*`. The rows are
+    read once; a vocabulary that is built reads its columns once more, and ragged columns a few rows for their length.
+    Where partitions leave neighbouring shards of less than half the size, a second job joins them; the order of the
+    rows is kept. `like` are the columns of another dataset, such as the one that a model was trained on, whose
+    vocabularies are used and with which these must agree.
 
     Raises ValueError for a missing column, a type that cannot become a tensor, an empty DataFrame, nulls, NaN (unless
     `data.nulls` and `data.nonfinite` say otherwise), cells of unequal shape, or a folder that holds a dataset already
@@ -114,9 +118,10 @@ def write_shards(
     """
     data = data or Data()
     url = storage.absolute(url)
-    source.source_columns(df.schema, columns or data.columns, data.encode, data.fill)  # before the folder is touched
+    names = tuple(columns or data.stored_columns)
+    source.source_columns(df.schema, names, data.encode, data.fill)  # before the folder is touched
     _prepare_folder(url, overwrite)
-    selected, sources = select_sources(df, columns or data.columns, data, like)
+    selected, sources = select_sources(df, names, data, like)
     token = uuid.uuid4().hex[:8]  # a task of an earlier, killed writer never writes a file of this one
     try:
         parts = _run(selected, _partition_writer(url, sources, data, token))

@@ -1,0 +1,56 @@
+"""Sequences from a DataFrame: the order in which it is sorted is kept, and where it was not, nothing is trained."""
+
+import pytest
+
+import spark_dl
+from spark_dl import Data, write_shards
+from tests.models import small_config
+from tests.series import GRU, SEQUENCES, waves
+from tests.spark.test_shards import read_all
+
+
+@pytest.fixture
+def sorted_rows(spark):
+    """Nine devices, sorted into partitions that end within devices."""
+    columns = waves(9, 61)
+    rows = list(zip(*(a.tolist() for a in columns.values()), strict=True))
+    df = spark.createDataFrame(rows[::-1], "value float, time bigint, device bigint")
+    return df.repartitionByRange(7, "device", "time").sortWithinPartitions("device", "time")
+
+
+@pytest.mark.modes("local", "connect")
+def test_train_and_evaluate_on_a_sorted_dataframe(spark, sorted_rows, tmp_path):
+    layout = {"rows_per_row_group": 20, "rows_per_shard": 60}
+    train = {"optimizer": "Adam", "lr": 0.02, "epochs": 4}
+    config = small_config(2, train=train, data={**SEQUENCES, **layout, "encode": {"device": {}}})
+    validation = sorted_rows.filter("device < 2").orderBy("device", "time")
+    result = spark_dl.train(
+        sorted_rows, GRU, config, validation=validation, run_dir=str(tmp_path / "run"), progress=False
+    )
+    assert result.rows == 4 * 9 * 28
+    assert result.metrics["loss"] < 0.1
+    found = spark_dl.evaluate(sorted_rows, GRU, result.run_dir)
+    assert found["rows"] == 9 * 28
+    with pytest.raises(ValueError, match=r"the model reads sequences \(data\.sequence_length=6\)"):
+        spark_dl.predict(sorted_rows, GRU, result.checkpoint)
+
+
+@pytest.mark.modes("local")
+def test_shards_keep_the_order_of_the_dataframe(spark, sorted_rows, tmp_path):
+    small = {"rows_per_row_group": 16, "rows_per_shard": 64}
+    shards = write_shards(sorted_rows, str(tmp_path / "ordered"), Data(**SEQUENCES, **small))
+    assert len(shards.shards) > 7
+    found, expected = read_all(shards), waves(9, 61)
+    assert {name: a.tolist() for name, a in found.items()} == {name: a.tolist() for name, a in expected.items()}
+
+    config = small_config(1, data=SEQUENCES)
+    by_value = sorted_rows.orderBy("device", "value")
+    with pytest.raises(ValueError, match=r"goes from .* within one 'device' .* df\.orderBy\('device', 'time'\)"):
+        spark_dl.train(by_value, GRU, config, run_dir=str(tmp_path / "run"), progress=False)
+
+
+@pytest.mark.modes("local")
+def test_rows_on_the_ranks_own_disks_have_no_order(spark, sorted_rows):
+    data = Data(features=("value",), label=None, sequence_length=3)
+    with pytest.raises(ValueError, match="data.sequence_length: rows are dealt to the ranks without their order"):
+        spark_dl.run_on_dataframe(lambda rows: None, sorted_rows, data=data)

@@ -143,7 +143,8 @@ class Loader:
 def check_row_groups(shards: ShardSet, columns: Sequence[Column], memory_mib: int) -> None:
     """Raises ValueError if the largest row group of the dataset does not fit into a loader's memory."""
     row_bytes = sum(c.value_bytes for c in columns)
-    shard, group, rows = max(shards.row_groups, key=lambda g: g[2])
+    read = (g for g, rows in zip(shards.row_groups, shards.group_rows, strict=True) if rows)
+    shard, group, rows = max(read, key=lambda g: g[2])
     if rows * row_bytes > memory_mib * _MIB:
         raise ValueError(
             f"row group {group} of {shards.shards[shard].name} in {shards.url} has {rows} rows of {row_bytes} bytes, "

@@ -22,6 +22,7 @@ import pyarrow as pa
 from spark_dl import storage
 from spark_dl.config import Data, suggestion
 from spark_dl.data import parquet, petastorm, schema, source
+from spark_dl.data.filters import Filtered
 from spark_dl.data.policies import Changes, add_changes, clean_batch
 from spark_dl.data.ragged import Array, Ragged
 from spark_dl.data.schema import Column
@@ -63,14 +64,21 @@ class ShardSet:
     """What was dropped and filled when it was written."""
     spread: Spread | None = None
     """None where all shards lie at `url`."""
+    filtered: Filtered | None = None
+    """None where all rows are read."""
 
     @cached_property
     def rows(self) -> int:
-        return sum(s.rows for s in self.shards)
+        return sum(self.group_rows)
+
+    @cached_property
+    def group_rows(self) -> tuple[int, ...]:
+        """Rows of each row group that are read."""
+        return self.filtered.group_rows if self.filtered else tuple(rows for _, _, rows in self.row_groups)
 
     @cached_property
     def row_groups(self) -> tuple[tuple[int, int, int], ...]:
-        """(shard, row group of the shard, rows) of every row group, in the order of the dataset."""
+        """(shard, row group of the shard, stored rows) of every row group, in the order of the dataset."""
         return tuple((s, g, rows) for s, shard in enumerate(self.shards) for g, rows in enumerate(shard.row_groups))
 
     @property

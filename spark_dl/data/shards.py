@@ -81,6 +81,12 @@ class ShardSet:
         """(shard, row group of the shard, stored rows) of every row group, in the order of the dataset."""
         return tuple((s, g, rows) for s, shard in enumerate(self.shards) for g, rows in enumerate(shard.row_groups))
 
+    @cached_property
+    def largest_row_group(self) -> tuple[int, int, int]:
+        """(shard, row group of the shard, stored rows) of the largest row group of those that are read."""
+        read = (group for group, rows in zip(self.row_groups, self.group_rows, strict=True) if rows)
+        return max(read, key=lambda group: group[2])
+
     @property
     def part_groups(self) -> tuple[int, ...]:
         """Row groups of each part; none where the dataset lies in one place."""

@@ -14,6 +14,7 @@ import torch
 
 from spark_dl import Config, Data, Train, load_config
 from spark_dl.config import build_config
+from spark_dl.data.build import build_loader
 from spark_dl.data.filter_counts import filter_rows
 from spark_dl.data.filters import Bounds, Condition, holds_within, simplify
 from spark_dl.data.foreign import open_parquet
@@ -430,6 +431,15 @@ def test_filters_are_plain_data(tmp_path):
         (("x", ">", 3),),
         (("s", "==", "12"),),
     )
+
+
+def test_a_loader_for_rows_that_were_not_counted(tmp_path):
+    shards = dataset(tmp_path, 20)
+    config = Config(data=data([["id", ">", 3]]), train=Train(global_batch_size=12))
+    with pytest.raises(ValueError, match=r"data.filters: all rows of .* would be read"):
+        build_loader(shards, config, rank=0, world_size=1)
+    counted = filter_rows(shards, config.data.filters)
+    assert build_loader(counted, config, rank=0, world_size=1).plan.rows == 16
 
 
 def test_what_filters_do_not_go_with():

@@ -89,9 +89,12 @@ def test_rows_that_pass_filters_are_trained_on_and_evaluated(spark, points, tmp_
         spark_dl.train(path, MLP, other, run_dir=run, resume=True)
     more = small_config(2, train={"epochs": 3}, data={"filters": filters})
     assert spark_dl.train(path, MLP, more, run_dir=run, resume=True).rows == 3 * passing
+    mixed = small_config(2, train={"epochs": 1}, data={"filters": filters, "proportions": {"a": 1, "b": 1}})
+    assert spark_dl.train({"a": path, "b": path}, MLP, mixed, run_dir=run, overwrite=True).rows == 2 * passing
     for call in (
         lambda: spark_dl.train(points, MLP, config, run_dir=run, overwrite=True),
-        lambda: spark_dl.evaluate(points, MLP, run),
+        lambda: spark_dl.train({"a": path, "b": points}, MLP, mixed, run_dir=run, overwrite=True),
+        lambda: spark_dl.evaluate(points, MLP, run, config),
         lambda: spark_dl.run_on_dataframe(len, points, data=config.data),
     ):
         with pytest.raises(ValueError, match=r"data.filters: .*df.filter"):

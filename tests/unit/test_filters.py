@@ -228,6 +228,33 @@ def test_cells_of_rows_that_do_not_pass_are_not_decoded(tmp_path):
         read(filtered(shards, ["x", "!=", 1]))
 
 
+@pytest.mark.parametrize("part", ["train", "validation"])
+def test_ragged_columns_and_partitions_keep_to_their_rows(tmp_path, part):
+    for half in (0, 1):
+        (tmp_path / f"half={half}").mkdir()
+        rows = range(half * 50, half * 50 + 50)
+        table = pa.table({"id": rows, "list": [[i] * (i % 4) for i in rows], "x": [i % 7 for i in rows]})
+        pq.write_table(table, tmp_path / f"half={half}" / "t.parquet", row_group_size=20)
+    settings = Data(
+        features=("id", "list", "half"), label=None, num_streams=6, encode={"list": {"ragged": True}}, ragged="offsets",
+        validation_fraction=0.3, filters=[["x", "<=", 2]],
+    )  # fmt: skip
+    shards = filter_rows(open_parquet(str(tmp_path), settings.features, data=settings), settings.filters)
+    config = Config(data=settings, train=Train(global_batch_size=12))
+    found = []
+    for step in Loader(shards, config, rank=0, world_size=1, part=part).epoch(0):
+        batch = {name: t.numpy() for name, t in step.micro_batches[0].items()}
+        lists = np.split(batch["list"], batch["list_offsets"][1:-1])
+        for i, values, half, weight in zip(batch["id"], lists, batch["half"], batch["weight"], strict=True):
+            if weight:
+                assert (values.tolist(), half) == ([i] * (i % 4), i >= 50)
+                found.append(int(i))
+    passing = {i for i in range(100) if i % 7 <= 2}
+    held_out = round(0.3 * len(passing))
+    assert len(found) == len(set(found)) == (held_out if part == "validation" else len(passing) - held_out)
+    assert set(found) <= passing
+
+
 def test_a_file_that_changes_after_it_was_counted(tmp_path):
     shards = filtered(write_table(tmp_path / "t"), ["mixed", "<", 60])
     table = pq.read_table(tmp_path / "t" / "1.parquet")

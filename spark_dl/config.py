@@ -4,6 +4,7 @@ YAML files and dotted command-line overrides (`--train.lr=0.1`) become a `Config
 """
 
 import dataclasses
+import datetime
 import difflib
 import importlib
 import json
@@ -37,6 +38,9 @@ ENCODINGS: Mapping[str, frozenset[str]] = {
 }
 """What a column can be stored as (`as` in `data.encode`), and the further settings of each."""
 Storage = Literal["shared", "local"]
+FILTER_OPS = ("==", "!=", "<", "<=", ">", ">=", "in", "not in")
+Conditions = tuple[tuple[tuple[str, str, Any], ...], ...]
+"""`data.filters` in full: a row passes if all [column, op, value] of any of these hold."""
 
 
 def _check(ok: bool, key: str, expected: str, found: Any) -> None:
@@ -90,6 +94,34 @@ def _check_encoding(key: str, settings: Any) -> None:
     _check(is_list and 0 < len(words) == len({*words}), f"{key}.values", "a list of different words", words)
 
 
+def _full_filters(filters: Any) -> Conditions:
+    """`data.filters` as alternatives of conditions; one list of conditions is one alternative. Dates become texts."""
+    form = "[column, op, value] (all must hold), or lists of such lists (any)"
+    _check(_is_list(filters) and all(_is_list(f) and f for f in filters), "data.filters", f"a list of {form}", filters)
+    alternatives = [filters] if filters and isinstance(filters[0][0], str) else filters
+    for alternative in alternatives:
+        for found in alternative:
+            is_condition = _is_list(found) and len(found) == 3 and isinstance(found[0], str)
+            _check(is_condition, "data.filters", f"a list of {form}", found)
+    return tuple(tuple(_full_condition(*c) for c in alternative) for alternative in alternatives)
+
+
+def _full_condition(column: str, op: Any, value: Any) -> tuple[str, str, Any]:
+    key = f"data.filters: {column} {op}"
+    _check(op in FILTER_OPS, f"data.filters: {column}", f"an operator of {list(FILTER_OPS)}", op)
+    several = op in ("in", "not in")
+    _check(not several or (_is_list(value) and bool(value)), key, "a list of values", value)
+    values = [v.isoformat() if isinstance(v, datetime.date) else v for v in (value if several else [value])]
+    for v in values:
+        fits = isinstance(v, str | int) or (isinstance(v, float) and math.isfinite(v))
+        _check(fits, key, "finite numbers, true, false, texts or dates (a null never passes)", v)
+    return column, op, tuple(values) if several else values[0]
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Data:
     """Which columns are read, how they are stored as shards, and in which order they are dealt."""
@@ -119,6 +151,9 @@ class Data:
     all values end to end, with `name_offsets`."""
     proportions: dict[str, float] = field(default_factory=dict)
     """Share of each dataset in every global batch, by name, where several are mixed."""
+    filters: Sequence[Any] = ()
+    """Rows of a dataset that are read: `[[age, ">", 30], [city, in, [Rome, Oslo]]]`, of which all must hold, or a list
+    of such lists, of which any. Operators: == != < <= > >= in, not in. A null never passes. Times are ISO 8601."""
     num_streams: int = 16
     """Canonical streams of the plan: at least the number of ranks, best a multiple of it; divides the global batch."""
     shuffle: bool = True
@@ -176,6 +211,7 @@ class Data:
         _check(isinstance(self.encode, Mapping), "data.encode", "a mapping of columns to settings", self.encode)
         for name, settings in self.encode.items():
             _check_encoding(f"data.encode.{name}", settings)
+        object.__setattr__(self, "filters", _full_filters(self.filters))
         _check(isinstance(self.fill, Mapping), "data.fill", "a mapping of columns to values", self.fill)
         for name, value in self.fill.items():
             fits = isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value))
@@ -195,6 +231,12 @@ class Data:
             raise ValueError(
                 "data.validation_fraction: not with data.reader=petastorm, which reads whole row groups; pass the "
                 "validation rows as a dataset of their own"
+            )
+        if self.reader == "petastorm" and self.filters:
+            raise ValueError("data.filters: not with data.reader=petastorm, which reads whole row groups")
+        if self.storage == "local" and self.filters:
+            raise ValueError(
+                "data.filters: not with data.storage=local, which is for a DataFrame; filter that: df.filter(...)"
             )
         if self.reader == "petastorm" and self.storage == "local":
             raise ValueError("data.storage: not local with data.reader=petastorm, which deals row groups by itself")
@@ -239,6 +281,11 @@ class Data:
             )
         if self.storage == "local":
             raise ValueError("data.storage: not local with data.sequence_length, as rows are dealt without their order")
+        if self.filters:
+            raise ValueError(
+                "data.filters: not with data.sequence_length, as rows that are left out would join their neighbours; "
+                "write the rows that are to be read as a dataset"
+            )
         if self.reader == "petastorm":
             raise ValueError(
                 "data.reader: not petastorm with data.sequence_length, which its reader here does not know"

@@ -22,6 +22,7 @@ from torch import nn
 from spark_dl import checkpoint, metrics, storage, worker
 from spark_dl.config import Config, Data, Launch
 from spark_dl.data import local
+from spark_dl.data.filter_counts import filter_rows
 from spark_dl.data.foreign import open_parquet
 from spark_dl.data.loader import check_row_groups
 from spark_dl.data.mixture import Mixture, batch_shares
@@ -190,6 +191,7 @@ def run_on_dataframe(
     """
     settings = dataclasses.replace(settings or Launch(), num_ranks=num_ranks)
     data = data or Data(features=tuple(df.columns), label=None)
+    _check_unfiltered(data, df)
     dealt, columns = local.deal_rows(df, data, num_ranks)
     return run_barrier(
         df.sparkSession, worker.call_on_rows, fn, columns, data, kwargs, settings, launch=settings, source=dealt
@@ -209,6 +211,7 @@ def _run_ranks(data: Any, run: Run, *, task: str, like: Sequence[Column] = (), *
 
 
 def _check_storage(config: Config, data: Any, validation: Any = None) -> None:
+    _check_unfiltered(config.data, data, validation)
     if config.data.storage == "shared":
         return
     if isinstance(data, (str, ShardSet)):
@@ -234,6 +237,14 @@ def _check_mixture(config: Config, data: Any) -> None:
     if proportions:
         shares = batch_shares(proportions, config.train.global_batch_size, config.data.num_streams)
         _log.info("rows of each global batch: %s", shares)
+
+
+def _check_unfiltered(data: Data, *sources: Any) -> None:
+    several = [list(source.values()) if isinstance(source, Mapping) else [source] for source in sources]
+    if data.filters and not all(s is None or isinstance(s, (str, ShardSet)) for found in several for s in found):
+        raise ValueError(
+            "data.filters: for datasets, which are read where they lie, found a DataFrame; filter that: df.filter(...)"
+        )
 
 
 def _session(data: Any) -> Any:
@@ -310,6 +321,8 @@ def _shards(
         )
     elif not isinstance(data, ShardSet):
         data = _shards_of_rows(data, url, config, until_done, like, reuse=reuse)
+    if config.data.filters:
+        data = filter_rows(data, config.data.filters)
     columns = data.select(config.data.columns)
     check_like(columns, like)
     check_settings(columns, config.data.encode)

@@ -139,7 +139,7 @@ def _column(
         raise ValueError(f"data.encode.{name}: the column is a partition, or has its codec from Petastorm's metadata")
     if is_field:
         return _petastorm_column(fields[name])
-    if (arrow := _type_at(files[0].schema, name)) is not None:
+    if (arrow := type_at(files[0].schema, name)) is not None:
         return _arrow_column(arrow_source_column(name, arrow, settings), storage.join(url, files[0].name), files[0])
     if all(name in partition for partition in partitions.values()):
         values = {partition[name] for partition in partitions.values()}
@@ -179,7 +179,7 @@ def decode(column: Column, stored: pa.ChunkedArray) -> Array:
     return cells
 
 
-def _type_at(arrow: pa.Schema, name: str) -> pa.DataType | None:
+def type_at(arrow: pa.Schema, name: str) -> pa.DataType | None:
     """The type of a column, or of a field of a struct by its path."""
     if name in arrow.names:
         return arrow.field(name).type
@@ -238,7 +238,7 @@ def _shape_of_first(source: SourceColumn, codec: str, path: str) -> tuple[int | 
 
 def _check_same_columns(files: Sequence[_File], names: Sequence[str]) -> None:
     for (first, other), name in itertools.product(itertools.pairwise(files), names):
-        types: list[Any] = [_type_at(f.schema, name) for f in (first, other)]
+        types: list[Any] = [type_at(f.schema, name) for f in (first, other)]
         if types[0] != types[1]:
             raise ValueError(
                 f"column {name!r} has type {types[0]} in {first.name} and {types[1] or 'is missing'} in {other.name}; "

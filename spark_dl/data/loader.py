@@ -70,6 +70,7 @@ class Loader:
             seed=train.seed,
             parts=shards.part_groups,
         )
+        self._largest_rows = shards.largest_row_group[2]
         reader = rank if shards.spread is None else shards.spread.part
         self._streams = streams_of_rank(data.num_streams, reader, world_size)
         self._rank = rank
@@ -102,7 +103,7 @@ class Loader:
         slot_rows = max(r.window.rows for r in reads)
         streams = len(self._streams)
         batches = (self._prefetch + 2) * max(_GATHER_BYTES, streams * self.plan.stream_batch * self._row_bytes)
-        in_hand = self._threads * max(self.plan.group_rows) * self._row_bytes  # row groups, as the threads read them
+        in_hand = self._threads * self._largest_rows * self._row_bytes  # row groups, as the threads read them
         fits = max(0, self._budget - batches - in_hand) // (slot_rows * self._row_bytes)
         num_slots = min(max(fits, streams), 2 * streams, len(reads))
         while self._spare:
@@ -144,7 +145,7 @@ class Loader:
 def check_row_groups(shards: ShardSet, columns: Sequence[Column], memory_mib: int) -> None:
     """Raises ValueError if the largest row group of the dataset does not fit into a loader's memory."""
     row_bytes = sum(c.value_bytes for c in columns)
-    shard, group, rows = max(shards.row_groups, key=lambda g: g[2])
+    shard, group, rows = shards.largest_row_group
     if rows * row_bytes > memory_mib * _MIB:
         raise ValueError(
             f"row group {group} of {shards.shards[shard].name} in {shards.url} has {rows} rows of {row_bytes} bytes, "

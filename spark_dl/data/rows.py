@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
+import pyarrow as pa
 
 from spark_dl import storage
-from spark_dl.data import foreign, pages, parquet, schema
+from spark_dl.data import filters, foreign, pages, parquet, schema
 from spark_dl.data.cache import DiskCache, open_input
 from spark_dl.data.plan import FILLER, Segment, rows_held_out, split_rows
 from spark_dl.data.ragged import Array, Ragged, take
@@ -37,15 +38,15 @@ class Rows:
     ):
         self._shards, self.columns, self._cache = shards, tuple(columns), cache
         self._seed, self._part = seed, part
-        self._stored = [rows for _, _, rows in shards.row_groups]
-        self._held_out = rows_held_out(self._stored, 0.0 if part == "all" else fraction)
+        self._passing = shards.group_rows
+        self._held_out = rows_held_out(self._passing, 0.0 if part == "all" else fraction)
         self._files = threading.local()  # pyarrow's readers of a file are not made for several threads
         self._held: OrderedDict[int, list[Array | Ragged]] = OrderedDict()
         self._held_lock = threading.Lock()
         if part == "validation":
             self.group_rows = self._held_out
         else:
-            self.group_rows = tuple(n - h for n, h in zip(self._stored, self._held_out, strict=True))
+            self.group_rows = tuple(n - h for n, h in zip(self._passing, self._held_out, strict=True))
 
     def read_into(self, segments: Sequence[Segment], out: Sequence[Array | list[Ragged]]) -> None:
         """Writes the rows of some segments one after another into `out`, which has one item per column.
@@ -86,7 +87,7 @@ class Rows:
     def _part_of(self, number: int) -> list[Array | Ragged]:
         arrays = self._decode(number)
         if self._held_out[number]:
-            kept = split_rows(self._stored[number], self._held_out[number], self._seed, number)
+            kept = split_rows(self._passing[number], self._held_out[number], self._seed, number)
             rows = kept[self._part == "validation"]
             return [take(a, rows) if isinstance(a, Ragged) else a[rows] for a in arrays]
         return arrays
@@ -100,20 +101,45 @@ class Rows:
                 raise ValueError(f"{found} rows, where the dataset says {rows}")
             plain = {c.name: file.plain(c, group, rows) for c in self.columns}
             rest = [c.name for c in self.columns if c.codec != "partition" and plain[c.name] is None]
+            conditions = self._conditions(number)
+            rest = list(dict.fromkeys([*rest, *filters.columns_of(conditions)]))
             table = file.parquet.read_row_group(group, rest, use_threads=False) if rest else None
+            kept: Any = slice(None)
+            if conditions:
+                assert table is not None
+                kept = self._rows_that_pass(number, conditions, table)
+                table = table.filter(pa.array(kept))
             partition = dict(self._shards.shards[shard].partition)
             arrays: list[Array | Ragged] = []
             for column in self.columns:
                 if (array := plain[column.name]) is not None:
-                    arrays.append(array)
+                    arrays.append(array[kept])
                 elif column.codec == "partition":
-                    arrays.append(np.full(rows, int(partition[column.name])))
+                    arrays.append(np.full(self._passing[number], int(partition[column.name])))
                 else:
                     assert table is not None
                     arrays.append(_decode(column, foreign.stored_column(table, column.name)))
             return arrays
         except Exception as error:
-            raise RuntimeError(f"cannot read row group {group} of {url}: {error}") from error
+            of_rows = "the rows that pass data.filters of " if self._passing[number] < rows else ""
+            raise RuntimeError(f"cannot read {of_rows}row group {group} of {url}: {error}") from error
+
+    def _rows_that_pass(self, number: int, conditions: filters.AnyOf, table: pa.Table) -> filters.Mask:
+        """Which rows of a row group are read. # (stored rows,)"""
+        passes = filters.passing_rows(conditions, lambda name: foreign.stored_column(table, name), table.num_rows)
+        if (found := np.count_nonzero(passes)) != self._passing[number]:
+            raise ValueError(
+                f"{found} rows pass data.filters, where {self._passing[number]} did when the run began; the file has "
+                "changed since"
+            )
+        return passes
+
+    def _conditions(self, number: int) -> filters.AnyOf:
+        """What rows of a row group must hold; nothing where all of them are read."""
+        shard, _, rows = self._shards.row_groups[number]
+        if self._shards.filtered is None or self._passing[number] == rows:
+            return ()
+        return filters.of_partition(self._shards.filtered.conditions, self._shards.shards[shard].partition)
 
     def _open(self, shard: int, url: str) -> _File:
         if not hasattr(self._files, "opened"):

@@ -22,6 +22,7 @@ import pyarrow as pa
 from spark_dl import storage
 from spark_dl.config import Data, suggestion
 from spark_dl.data import parquet, petastorm, schema, source
+from spark_dl.data.filters import Filtered
 from spark_dl.data.policies import Changes, add_changes, clean_batch
 from spark_dl.data.ragged import Array, Ragged
 from spark_dl.data.schema import Column
@@ -65,15 +66,28 @@ class ShardSet:
     """None where all shards lie at `url`."""
     run_starts: Array | None = field(default=None, compare=False)
     """For sequences (`data/sequences.py`), once they were looked for: the first row of each run. # (runs,) int64"""
+    filtered: Filtered | None = None
+    """None where all rows are read."""
 
     @cached_property
     def rows(self) -> int:
-        return sum(s.rows for s in self.shards)
+        return sum(self.group_rows)
+
+    @cached_property
+    def group_rows(self) -> tuple[int, ...]:
+        """Rows of each row group that are read."""
+        return self.filtered.group_rows if self.filtered else tuple(rows for _, _, rows in self.row_groups)
 
     @cached_property
     def row_groups(self) -> tuple[tuple[int, int, int], ...]:
-        """(shard, row group of the shard, rows) of every row group, in the order of the dataset."""
+        """(shard, row group of the shard, stored rows) of every row group, in the order of the dataset."""
         return tuple((s, g, rows) for s, shard in enumerate(self.shards) for g, rows in enumerate(shard.row_groups))
+
+    @cached_property
+    def largest_row_group(self) -> tuple[int, int, int]:
+        """(shard, row group of the shard, stored rows) of the largest row group of those that are read."""
+        read = (group for group, rows in zip(self.row_groups, self.group_rows, strict=True) if rows)
+        return max(read, key=lambda group: group[2])
 
     @property
     def part_groups(self) -> tuple[int, ...]:

@@ -4,8 +4,8 @@ import pytest
 
 from tests.petastorm.conftest import PYTHON, run_there
 
-TESTS = ("cells", "foreign", "images", "loader", "petastorm", "plan", "policies", "ragged", "schema", "source", "spec",
-         "storage")  # fmt: skip
+TESTS = ("cells", "filters", "foreign", "images", "loader", "petastorm", "plan", "policies", "ragged", "schema",
+         "source", "spec", "storage")  # fmt: skip
 
 
 def test_unit_tests_pass_there():

@@ -75,6 +75,33 @@ def test_a_dataset_by_its_url_is_used_as_it_is(spark, points, tmp_path):
 
 
 @pytest.mark.modes("local")
+def test_rows_that_pass_filters_are_trained_on_and_evaluated(spark, points, tmp_path):
+    path = str(tmp_path / "data")
+    points.write.partitionBy("label").parquet(path)
+    passing = points.where("label != 1 and name < 'row 4'").count()
+    filters = [["label", "!=", 1], ["name", "<", "row 4"]]
+    config = small_config(2, train={"epochs": 2}, data={"filters": filters})
+    run = str(tmp_path / "run")
+    assert spark_dl.train(path, MLP, config, run_dir=run).rows == 2 * passing
+    assert spark_dl.evaluate(path, MLP, run)["rows"] == passing
+    other = small_config(2, train={"epochs": 3}, data={"filters": filters[:1]})
+    with pytest.raises(ValueError, match="cannot resume.*data.filters"):
+        spark_dl.train(path, MLP, other, run_dir=run, resume=True)
+    more = small_config(2, train={"epochs": 3}, data={"filters": filters})
+    assert spark_dl.train(path, MLP, more, run_dir=run, resume=True).rows == 3 * passing
+    mixed = small_config(2, train={"epochs": 1}, data={"filters": filters, "proportions": {"a": 1, "b": 1}})
+    assert spark_dl.train({"a": path, "b": path}, MLP, mixed, run_dir=run, overwrite=True).rows == 2 * passing
+    for call in (
+        lambda: spark_dl.train(points, MLP, config, run_dir=run, overwrite=True),
+        lambda: spark_dl.train({"a": path, "b": points}, MLP, mixed, run_dir=run, overwrite=True),
+        lambda: spark_dl.evaluate(points, MLP, run, config),
+        lambda: spark_dl.run_on_dataframe(len, points, data=config.data),
+    ):
+        with pytest.raises(ValueError, match=r"data.filters: .*df.filter"):
+            call()
+
+
+@pytest.mark.modes("local")
 @pytest.mark.parametrize("rows", [1, 3])
 def test_fewer_rows_than_ranks_train(spark, points, tmp_path, rows):
     result = spark_dl.train(points.limit(rows), MLP, small_config(4), run_dir=str(tmp_path / "run"))

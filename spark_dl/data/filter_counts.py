@@ -1,0 +1,159 @@
+"""How many rows of each row group pass `data.filters`: the plan needs it before the first row is read. On the driver.
+
+Names of folders (hive partitions) and the bounds that Parquet keeps decide what they can. Of the row groups that they
+leave open, only the columns that are still in question are read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from spark_dl import storage
+from spark_dl.config import suggestion
+from spark_dl.data import parquet
+from spark_dl.data.filters import (
+    NULL_PARTITION,
+    AnyOf,
+    Bounds,
+    Filtered,
+    columns_of,
+    holds_within,
+    of_partition,
+    passing_rows,
+    simplify,
+    typed_conditions,
+)
+from spark_dl.data.foreign import stored_column, type_at
+from spark_dl.data.shards import ShardSet
+from spark_dl.data.writer import Shard
+
+_log = logging.getLogger("spark_dl")
+_READERS = 16
+
+
+def filter_rows(shards: ShardSet, filters: Sequence[Any]) -> ShardSet:
+    """The dataset of which only the rows are read that pass `data.filters`, as `Data` holds them. Called on the driver.
+
+    Raises ValueError for a column that is missing, a value that does not fit its column, files whose types differ, and
+    if no row passes; RuntimeError for a file that is missing, damaged or not what the dataset says.
+    """
+    conditions = _conditions_of(shards, filters)
+    with ThreadPoolExecutor(_READERS, thread_name_prefix="spark_dl filters") as readers:
+        counted = list(readers.map(lambda shard: _count(shards.url, shard, conditions), shards.shards))
+    rows = tuple(itertools.chain.from_iterable(counts for counts, _ in counted))
+    num_read, stored = sum(num_read for _, num_read in counted), sum(s.rows for s in shards.shards)
+    if not any(rows):
+        raise ValueError(f"data.filters: none of the {stored} rows of {shards.url} passes {_text(filters)}")
+    _log.info(
+        "data.filters: %d of %d rows, in %d of %d row groups, pass %s in %s; %d row groups were read to count them",
+        sum(rows), stored, sum(map(bool, rows)), len(rows), _text(filters), shards.url, num_read,
+    )  # fmt: skip
+    return dataclasses.replace(shards, filtered=Filtered(conditions, rows))
+
+
+def _conditions_of(shards: ShardSet, filters: Sequence[Any]) -> AnyOf:
+    schema, types = _read_schema(shards), {}
+    partitions = [dict(shard.partition) for shard in shards.shards]
+    for name in {name for alternative in filters for name, _, _ in alternative}:
+        arrow = type_at(schema, name)
+        if all(name in partition for partition in partitions):
+            types[name] = _partition_type([partition[name] for partition in partitions])
+        elif arrow is not None and not any(name in partition for partition in partitions):
+            types[name] = arrow
+        else:
+            near = suggestion(name, [*schema.names, *partitions[0]])
+            raise ValueError(f"data.filters: no column {name!r} in the dataset {shards.url}{near}")
+    stored = {c.name: c.encoding for c in shards.columns if c.codec == "scalar"}  # in our own shards numbers mean more
+    return typed_conditions(filters, types, stored)
+
+
+def _read_schema(shards: ShardSet) -> pa.Schema:
+    url = storage.join(shards.url, shards.shards[0].name)
+    try:
+        with storage.open_input(url) as source:
+            return parquet.open_file(source).schema_arrow
+    except (pa.ArrowException, OSError) as error:
+        raise RuntimeError(f"cannot read the footer of {url}: {error}") from error
+
+
+def _partition_type(values: Sequence[str]) -> pa.DataType:
+    """Whole numbers where all are, else texts."""
+    try:
+        pa.array([v for v in values if v != NULL_PARTITION], pa.string()).cast(pa.int64())
+    except pa.ArrowInvalid:
+        return pa.string()
+    return pa.int64()
+
+
+def _count(url: str, shard: Shard, conditions: AnyOf) -> tuple[list[int], int]:
+    """Rows that pass of each row group of a shard, and how many row groups were read for it."""
+    left = of_partition(conditions, shard.partition)
+    if left in ((), ((),)):
+        return [rows if left else 0 for rows in shard.row_groups], 0
+    path = storage.join(url, shard.name)
+    try:
+        with storage.open_input(path) as source:
+            file = parquet.open_file(source)
+            _check_file(path, file, shard, left)
+            found = [_count_row_group(file, group, left) for group in range(len(shard.row_groups))]
+    except (pa.ArrowException, OSError) as error:
+        raise RuntimeError(f"cannot read {path} for data.filters: {error}") from error
+    return [rows for rows, _ in found], sum(was_read for _, was_read in found)
+
+
+def _check_file(path: str, file: pq.ParquetFile, shard: Shard, conditions: AnyOf) -> None:
+    found = tuple(file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups))
+    if found != shard.row_groups:
+        raise RuntimeError(f"{path} has row groups of {found} rows, where the dataset says {shard.row_groups}")
+    for condition in itertools.chain.from_iterable(conditions):
+        arrow = type_at(file.schema_arrow, condition.column)
+        plain = arrow.value_type if arrow is not None and pa.types.is_dictionary(arrow) else arrow
+        if plain != condition.values.type:
+            raise ValueError(
+                f"data.filters: column {condition.column!r} has type {plain or 'none'} in {path} and "
+                f"{condition.values.type} in the first file; all files of a dataset must agree"
+            )
+
+
+def _count_row_group(file: pq.ParquetFile, group: int, conditions: AnyOf) -> tuple[int, bool]:
+    metadata = file.metadata.row_group(group)
+    columns = {metadata.column(i).path_in_schema: i for i in range(metadata.num_columns)}
+    bounds = {
+        c.column: _bounds(metadata.column(columns[c.column]), c.values.type)
+        for c in itertools.chain.from_iterable(conditions)
+        if c.column in columns
+    }
+    left = simplify(conditions, lambda c: holds_within(c, bounds.get(c.column, Bounds())))
+    if left in ((), ((),)):
+        return (metadata.num_rows if left else 0), False
+    table = file.read_row_group(group, columns_of(left), use_threads=False)
+    return int(passing_rows(left, lambda name: stored_column(table, name), metadata.num_rows).sum()), True
+
+
+def _bounds(chunk: Any, arrow: pa.DataType) -> Bounds:
+    """What a footer tells of a column in a row group."""
+    statistics = chunk.statistics
+    if statistics is None:
+        return Bounds()
+    has_nulls = not statistics.has_null_count or statistics.null_count > 0
+    only_nulls = statistics.has_null_count and statistics.null_count == chunk.num_values
+    if not statistics.has_min_max:
+        return Bounds(has_nulls=has_nulls, only_nulls=only_nulls)
+    try:
+        low, high = (pa.scalar(bound, arrow) for bound in (statistics.min, statistics.max))
+    except (pa.ArrowException, ValueError, TypeError, ArithmeticError):  # such as nanoseconds, which Python has not:
+        return Bounds(has_nulls=has_nulls, only_nulls=only_nulls)  # the rows themselves decide
+    return Bounds(low, high, has_nulls, only_nulls)
+
+
+def _text(filters: Sequence[Any]) -> str:
+    texts = [" and ".join(f"{name} {op} {value!r}" for name, op, value in alternative) for alternative in filters]
+    return " or ".join(f"({text})" if len(texts) > 1 else text for text in texts)[:500]

@@ -313,7 +313,10 @@ def _shards(
     if config.data.storage == "local" and not isinstance(data, (str, ShardSet)):
         return ShardSet("", (), ())  # the ranks make it
     if isinstance(data, str):
-        is_ours = storage.exists(storage.join(data, MANIFEST))
+        try:
+            is_ours = storage.exists(storage.join(data, MANIFEST))
+        except OSError as error:
+            raise ValueError(f"cannot read the dataset {data}: {error}; check its owner and mode") from error
         data = (
             read_shards(data)
             if is_ours

@@ -17,6 +17,7 @@ import glob
 import os
 import posixpath
 import re
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -196,9 +197,9 @@ def write_bytes(url: str, content: bytes) -> None:
             stream.write(whole)
         return
     path = resolve(url)[1]
-    temporary = f"{path}.tmp-{os.getpid()}"
+    temporary = f"{path}.tmp-{uuid.uuid4().hex[:12]}"  # unknown to other hosts and users, and never opened by a link
     try:
-        with open(temporary, "wb") as file:
+        with open(temporary, "xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

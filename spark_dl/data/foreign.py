@@ -7,7 +7,9 @@ Timestamps, decimals, strings and the like become numbers when they are read, as
 from __future__ import annotations
 
 import itertools
+import logging
 import posixpath
+import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -30,6 +32,7 @@ from spark_dl.data.unischema import TIMES, Codec, Field
 from spark_dl.data.unischema_reader import read_unischema
 from spark_dl.data.writer import Shard
 
+_log = logging.getLogger("spark_dl")
 _READERS = 16
 
 
@@ -61,7 +64,10 @@ def open_parquet(url: str, names: Sequence[str], *, data: Data | None = None, li
             )
     check_names("encode", data.encode, names)
     url = storage.absolute(url)
-    root, paths = _list_files(url)
+    try:
+        root, paths = _list_files(url)
+    except OSError as error:
+        raise ValueError(f"cannot read the dataset {url}: {error}; check its owner and mode") from error
     with ThreadPoolExecutor(_READERS) as readers:
         files = [f for f in readers.map(lambda path: _read_footer(url, root, *path), paths) if sum(f.row_groups)]
     if not files:
@@ -73,7 +79,7 @@ def open_parquet(url: str, names: Sequence[str], *, data: Data | None = None, li
     settings = {n: {**({"values": words[n]} if n in words else {}), **data.encode.get(n, {})} for n in names}
     columns = tuple(_column(name, base, files, partitions, fields, settings[name]) for name in names)
     schema.check_like(columns, like)
-    _check_same_columns(files, [c.name for c in columns if c.codec != "partition"])
+    _check_same_columns(url, files, [c.name for c in columns if c.codec != "partition"])
     shards = tuple(Shard(f.name, f.row_groups, f.bytes, partition=tuple(partitions[f.name].items())) for f in files)
     return ShardSet(base, columns, shards)
 
@@ -83,18 +89,44 @@ def _list_files(url: str) -> tuple[bool, list[tuple[str, int]]]:
     filesystem, path = storage.resolve(url)
     info = storage.info(url)
     if info.type == fs.FileType.NotFound:
-        raise ValueError(f"no dataset at {url}: found nothing")
+        raise ValueError(f"no dataset at {url}: found nothing (a path without a scheme is one on the local disk)")
     if info.type == fs.FileType.File:
         return False, [(posixpath.basename(path), info.size)]
+    entries = filesystem.get_file_info(fs.FileSelector(path, recursive=True))
+    names = [entry.path[len(path.rstrip("/")) + 1 :] for entry in entries]
+    _check_whole(url, names)
     found = []
-    for entry in filesystem.get_file_info(fs.FileSelector(path, recursive=True)):
-        relative = entry.path[len(path.rstrip("/")) + 1 :]
+    for relative, entry in zip(names, entries, strict=True):
         hidden = any(part.startswith(("_", ".")) for part in relative.split("/"))
         if entry.type == fs.FileType.File and not hidden:
             found.append((relative, entry.size))
     if not found:
         raise ValueError(f"no dataset at {url}: found a folder without a manifest and without data files")
     return True, sorted(found)
+
+
+_NOT_WHOLE = {
+    "_temporary": "a Spark job is writing there or was killed; wait for its end, or write the dataset again",
+    ".spark-staging-": "a Spark job is writing there or was killed; wait for its end, or write the dataset again",
+    "_delta_log": "it is a Delta table, whose log says which files count; read it with Spark",
+    ".hoodie": "it is a Hudi table, whose timeline says which files count; read it with Spark",
+}
+"""Folders with which the data files beside them are not the dataset, by the start of their names."""
+
+
+def _check_whole(url: str, names: Sequence[str]) -> None:
+    """Raises ValueError for a folder whose files, by these names, are not all of a dataset or more than it."""
+    for name in names:
+        for start, why in _NOT_WHOLE.items():
+            if name.split("/")[0].startswith(start):
+                raise ValueError(
+                    f"{url} cannot be read as plain Parquet files: found {name.split('/')[0]} in it; {why}"
+                )
+    if any(re.match(r"(.*/)?part-\d{5}-", name) for name in names) and "_SUCCESS" not in names:
+        _log.warning(
+            "%s has no _SUCCESS, which Spark writes last: if the job that wrote it did not end well, files are missing",
+            url,
+        )
 
 
 def _read_footer(url: str, is_folder: bool, name: str, size: int) -> _File:
@@ -105,7 +137,10 @@ def _read_footer(url: str, is_folder: bool, name: str, size: int) -> _File:
             rows = tuple(footer.metadata.row_group(i).num_rows for i in range(footer.metadata.num_row_groups))
             return _File(name, size, rows, footer.schema_arrow, _sizes(footer.metadata))
     except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{path} ({size} bytes) is not a Parquet file that can be read: {error}") from error
+        raise ValueError(
+            f"{path} ({size} bytes) is not a Parquet file that can be read: {error}; take out what is no data, or "
+            "write the dataset again"
+        ) from error
 
 
 def _sizes(metadata: Any) -> Mapping[str, tuple[int, int]]:
@@ -236,11 +271,12 @@ def _shape_of_first(source: SourceColumn, codec: str, path: str) -> tuple[int | 
     return shape
 
 
-def _check_same_columns(files: Sequence[_File], names: Sequence[str]) -> None:
+def _check_same_columns(url: str, files: Sequence[_File], names: Sequence[str]) -> None:
+    """Columns are read by name: their order, and others beside them, may differ from file to file."""
     for (first, other), name in itertools.product(itertools.pairwise(files), names):
         types: list[Any] = [type_at(f.schema, name) for f in (first, other)]
         if types[0] != types[1]:
             raise ValueError(
-                f"column {name!r} has type {types[0]} in {first.name} and {types[1] or 'is missing'} in {other.name}; "
-                "all files of a dataset must agree"
+                f"column {name!r} has type {types[0]} in {first.name} and {types[1] or 'is missing'} in {other.name} "
+                f"of {url}; all files of a dataset must agree; read them with Spark and write them with one schema"
             )

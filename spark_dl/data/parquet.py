@@ -1,10 +1,15 @@
-"""Parquet files with a checksum on every page, which is checked on reading. pyarrow 14 has none: it is said once."""
+"""Parquet files with a checksum on every page, which is checked on reading. pyarrow 14 has none: it is said once.
+
+Parquet has no checksum of a file's footer, and one flipped bit of it can crash the process that reads it. So our own
+datasets keep one in their manifest, with which the footer is checked before it is parsed.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import logging
+import zlib
 from typing import Any
 
 import pyarrow as pa
@@ -15,12 +20,21 @@ _log = logging.getLogger("spark_dl")
 HAS_CHECKSUMS = "page_checksum_verification" in inspect.signature(pq.ParquetFile).parameters
 
 
-def open_file(source: Any) -> pq.ParquetFile:
+def open_file(source: Any, *, footer_bytes: int = 0, footer_crc32: int = 0) -> pq.ParquetFile:
     """Opens a Parquet file, local or remote, to read row groups from. # source: a file of pyarrow
 
-    Reading a page whose checksum is wrong raises OSError.
+    footer_bytes, footer_crc32: of the end of the file from the footer on; 0 bytes where they are not known.
+    Raises ValueError for another footer. Reading a page whose checksum is wrong raises OSError.
     """
-    return pq.ParquetFile(source, **({"page_checksum_verification": True} if _checks_pages() else {}))
+    options: dict[str, Any] = {"page_checksum_verification": True} if _checks_pages() else {}
+    if footer_bytes:
+        end = source.read_at(footer_bytes, source.size() - footer_bytes)
+        if zlib.crc32(end) != footer_crc32:
+            raise ValueError(
+                "the footer's checksum does not match its bytes; the file was changed after it was written"
+            )
+        options["metadata"] = pq.read_metadata(pa.BufferReader(end))
+    return pq.ParquetFile(source, **options)
 
 
 def open_writer(sink: Any, schema: pa.Schema, **options: Any) -> pq.ParquetWriter:

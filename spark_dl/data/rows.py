@@ -17,6 +17,7 @@ from spark_dl.data.plan import FILLER, Segment, rows_held_out, split_rows
 from spark_dl.data.ragged import Array, Ragged, take
 from spark_dl.data.schema import Column
 from spark_dl.data.shards import ShardSet
+from spark_dl.data.writer import Shard
 
 Part = Literal["all", "train", "validation"]
 _OPEN_FILES = 16
@@ -97,8 +98,10 @@ class Rows:
         url = storage.join(self._shards.url, self._shards.shards[shard].name)
         try:
             file = self._open(shard, url)
-            if (found := file.parquet.metadata.row_group(group).num_rows) != rows:
-                raise ValueError(f"{found} rows, where the dataset says {rows}")
+            groups = file.parquet.metadata.num_row_groups
+            found = file.parquet.metadata.row_group(group).num_rows if group < groups else 0
+            if found != rows:
+                raise ValueError(f"found {found} rows ({groups} row groups in the file), expected {rows}")
             plain = {c.name: file.plain(c, group, rows) for c in self.columns}
             rest = [c.name for c in self.columns if c.codec != "partition" and plain[c.name] is None]
             conditions = self._conditions(number)
@@ -119,6 +122,11 @@ class Rows:
                 else:
                     assert table is not None
                     arrays.append(_decode(column, foreign.stored_column(table, column.name)))
+            for column, cells in zip(self.columns, arrays, strict=True):
+                if len(cells) != self._passing[number]:
+                    raise ValueError(
+                        f"column {column.name!r}: found {len(cells)} rows, expected {self._passing[number]}"
+                    )
             return arrays
         except Exception as error:
             of_rows = "the rows that pass data.filters of " if self._passing[number] < rows else ""
@@ -147,7 +155,12 @@ class Rows:
         opened = self._files.opened
         if shard not in opened:
             stored = self._shards.shards[shard]
-            opened[shard] = _File(open_input(url, cache=self._cache, sha256=stored.sha256, size=stored.bytes))
+            source = open_input(url, cache=self._cache, sha256=stored.sha256, size=stored.bytes)
+            if (size := source.size()) != stored.bytes:
+                raise ValueError(
+                    f"found {size} bytes, expected {stored.bytes}; the file is not the one that was opened"
+                )
+            opened[shard] = _File(source, stored)
             while len(opened) > _OPEN_FILES:
                 opened.popitem(last=False)
         opened.move_to_end(shard)
@@ -157,9 +170,9 @@ class Rows:
 class _File:
     """An open shard."""
 
-    def __init__(self, source: Any):
+    def __init__(self, source: Any, shard: Shard):
         self._source = source
-        self.parquet = parquet.open_file(source)
+        self.parquet = parquet.open_file(source, footer_bytes=shard.footer_bytes, footer_crc32=shard.footer_crc32)
         self._leaves = {self.parquet.schema.column(i).path: i for i in range(len(self.parquet.schema))}
 
     def plain(self, column: Column, group: int, rows: int) -> Array | None:

@@ -7,14 +7,16 @@ not a dataset.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import logging
-import posixpath
+import os
+import re
+import socket
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -39,6 +41,7 @@ MANIFEST = "_manifest.json"
 """Named with an underscore, so that Spark, Petastorm and pyarrow read the folder as plain Parquet and pass it by."""
 FORMAT = "spark_dl.shards"
 VERSION = 2
+_CANNOT_WRITE = "cannot write to"
 
 
 @dataclass(frozen=True)
@@ -69,21 +72,21 @@ class ShardSet:
     filtered: Filtered | None = None
     """None where all rows are read."""
 
-    @cached_property
+    @functools.cached_property
     def rows(self) -> int:
         return sum(self.group_rows)
 
-    @cached_property
+    @functools.cached_property
     def group_rows(self) -> tuple[int, ...]:
         """Rows of each row group that are read."""
         return self.filtered.group_rows if self.filtered else tuple(rows for _, _, rows in self.row_groups)
 
-    @cached_property
+    @functools.cached_property
     def row_groups(self) -> tuple[tuple[int, int, int], ...]:
         """(shard, row group of the shard, stored rows) of every row group, in the order of the dataset."""
         return tuple((s, g, rows) for s, shard in enumerate(self.shards) for g, rows in enumerate(shard.row_groups))
 
-    @cached_property
+    @functools.cached_property
     def largest_row_group(self) -> tuple[int, int, int]:
         """(shard, row group of the shard, stored rows) of the largest row group of those that are read."""
         read = (group for group, rows in zip(self.row_groups, self.group_rows, strict=True) if rows)
@@ -208,14 +211,40 @@ def read_shards(url: str) -> ShardSet:
         raise ValueError(f"{path} is not a manifest: {error}") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise ValueError(f"{path} is not a manifest of {FORMAT}")
-    if manifest["version"] > VERSION:
-        raise ValueError(f"{path} has version {manifest['version']}; this spark_dl reads up to {VERSION}")
-    columns = tuple(Column.from_plain(c) for c in manifest["columns"])
-    shards = tuple(_shard(s) for s in manifest["shards"])
-    for shard in shards:
-        if shard.name != posixpath.basename(shard.name) or shard.name in ("", ".", "..") or "\0" in shard.name:
-            raise ValueError(f"{path} names a file outside its folder: {shard.name!r}")
-    return ShardSet(url, columns, shards, Changes(**manifest.get("changes", {})))
+    if not isinstance(version := manifest.get("version"), int) or version > VERSION:
+        raise ValueError(f"{path} has version {version}; this spark_dl reads up to {VERSION}")
+    try:
+        columns = tuple(Column.from_plain(c) for c in manifest["columns"])
+        shards = tuple(_shard(s) for s in manifest["shards"])
+        shard_set = ShardSet(url, columns, shards, Changes(**manifest.get("changes", {})))
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{path} is not a manifest that can be read: {error!r}") from error
+    _check_files(shard_set, "write it again, or bring the file back")
+    return shard_set
+
+
+def _check_files(shard_set: ShardSet, change: str) -> None:
+    """Raises ValueError unless every shard lies in the folder itself and is as long as the manifest says.
+
+    One listing for all of them. The name of a shard is one that this package gives, so it leads nowhere else; neither
+    may a symbolic link. `change` says what to do where one is missing.
+    """
+    url = shard_set.url
+    found = {info.base_name: info.size for info in storage.list_infos(url)}
+    for shard in shard_set.shards:
+        if not re.fullmatch(r"part-[0-9a-z-]+\.parquet", str(shard.name)):
+            raise ValueError(
+                f"{storage.join(url, MANIFEST)} names the shard {shard.name!r:.200}, expected part-<name>.parquet in "
+                "its own folder; the manifest was not written by spark_dl, do not trust it"
+            )
+        path = storage.join(url, shard.name)
+        if storage.is_local(url) and os.path.dirname(os.path.realpath(path)) != os.path.realpath(url):
+            raise ValueError(f"{path} is a link that leads to {os.path.realpath(path)}, outside of its dataset")
+        if found.get(shard.name) != shard.bytes:
+            what = f"{found[shard.name]} bytes" if shard.name in found else "nothing"
+            raise ValueError(
+                f"the dataset {url} is not whole: found {what} at {shard.name}, expected {shard.bytes} bytes; {change}"
+            )
 
 
 @dataclass(frozen=True)
@@ -243,6 +272,7 @@ def _commit(shard_set: ShardSet) -> ShardSet:
     """Writes Petastorm's metadata, then the manifest: from now on the folder is a dataset."""
     from spark_dl import __version__
 
+    _check_files(shard_set, "it must lie on storage that the driver and all executors share")
     manifest = {
         "format": FORMAT,
         "version": VERSION,
@@ -264,7 +294,10 @@ def _commit(shard_set: ShardSet) -> ShardSet:
 
 
 def _shard(plain: Mapping[str, Any]) -> Shard:
-    return Shard(plain["name"], tuple(plain["row_groups"]), plain["bytes"], plain["sha256"])
+    if bad := [n for n in plain["row_groups"] if type(n) is not int or n < 1]:
+        raise ValueError(f"the shard {plain['name']!r} has a row group of {bad[0]!r} rows")
+    footer_bytes, footer_crc32 = plain.get("footer_bytes", 0), plain.get("footer_crc32", 0)
+    return Shard(plain["name"], tuple(plain["row_groups"]), plain["bytes"], plain["sha256"], footer_bytes, footer_crc32)
 
 
 def _prepare_folder(url: str, overwrite: bool) -> None:
@@ -295,9 +328,25 @@ def _delete_files(url: str, keep: Sequence[str]) -> None:
 
 
 def _run(df: DataFrame, task: Any) -> list[Part]:
-    """Runs a task over a DataFrame."""
-    parts = [Part.from_plain(json.loads(row["part"])) for row in df.mapInArrow(task, "part string").collect()]
-    return sorted(parts, key=lambda p: p.partition)
+    """Runs a task over a DataFrame. Raises RuntimeError where a task could not write, as the task said it."""
+    try:
+        rows = df.mapInArrow(task, "part string").collect()
+    except Exception as error:  # Spark Connect and classic Spark have classes of their own
+        if said := re.search(rf"^\s*RuntimeError: ({_CANNOT_WRITE}.*)$", str(error), re.MULTILINE):
+            raise RuntimeError(said.group(1)) from error
+        raise
+    return sorted((Part.from_plain(json.loads(row["part"])) for row in rows), key=lambda p: p.partition)
+
+
+def _reported(url: str, write: Callable[[], Part]) -> Part:
+    """What a task writes. An error of its disk or network is raised with the host; Spark then tries elsewhere."""
+    try:
+        return write()
+    except OSError as error:
+        raise RuntimeError(
+            f"{_CANNOT_WRITE} {url} on host {socket.gethostname()}: {error}; all executors must reach the folder, may "
+            "write there, and need free space"
+        ) from error
 
 
 def agreed_columns(sources: Sequence[SourceColumn], parts: Sequence[Part]) -> tuple[Column, ...]:
@@ -385,7 +434,7 @@ def _partition_writer(url: str, sources: tuple[SourceColumn, ...], data: Data, t
         context = TaskContext.get()
         assert context is not None
         partition, name = context.partitionId(), f"part-{token}-{context.partitionId():05d}-{context.taskAttemptId()}"
-        part = write_part(batches, url, name, sources, data, partition)
+        part = _reported(url, lambda: write_part(batches, url, name, sources, data, partition))
         yield pa.RecordBatch.from_pydict({"part": [json.dumps(asdict(part))]})
 
     return write_partition
@@ -418,6 +467,18 @@ def _join_small(
     if not files:
         return list(shards)
 
+    def join(number: int, prefix: str) -> Part:
+        writer = ShardWriter(url, prefix, columns, group_rows, shard_rows)
+        run, start, stop = files[number]
+        first = 0
+        for shard in runs[run]:
+            lo, hi = max(start - first, 0), min(stop - first, shard.rows)
+            if lo < hi:
+                for arrays in read_rows(url, shard, columns, lo, hi):
+                    writer.append(arrays)
+            first += shard.rows
+        return Part(number, shards=tuple(writer.close()))
+
     def join_file(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         from pyspark import TaskContext
 
@@ -425,17 +486,8 @@ def _join_small(
         assert context is not None
         for batch in batches:
             for number in batch.column(0).to_pylist():
-                run, start, stop = files[number]
                 prefix = f"part-{token}-joined-{number:05d}-{context.taskAttemptId()}"
-                writer = ShardWriter(url, prefix, columns, group_rows, shard_rows)
-                first = 0
-                for shard in runs[run]:
-                    lo, hi = max(start - first, 0), min(stop - first, shard.rows)
-                    if lo < hi:
-                        for arrays in read_rows(url, shard, columns, lo, hi):
-                            writer.append(arrays)
-                    first += shard.rows
-                part = Part(number, shards=tuple(writer.close()))
+                part = _reported(url, functools.partial(join, number, prefix))
                 yield pa.RecordBatch.from_pydict({"part": [json.dumps(asdict(part))]})
 
     joined: dict[int, list[Shard]] = {}

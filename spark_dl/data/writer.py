@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,6 +34,9 @@ class Shard:
     bytes: int
     sha256: str = ""
     """Of the whole file; empty in datasets of others."""
+    footer_bytes: int = 0
+    """Of the end of the file, from Parquet's footer on; 0 where it is not known."""
+    footer_crc32: int = 0
     partition: tuple[tuple[str, str], ...] = ()
     """Column names and values from the names of its folders (hive), in datasets of others."""
 
@@ -134,9 +138,11 @@ class ShardWriter:
     def _end_shard(self) -> None:
         if self._file is None or self._sink is None:
             return
+        footer_start = self._sink.begin_footer()
         self._file.close()
-        size, digest = self._sink.finish()
-        self._shards.append(Shard(self._next_name(), tuple(self._groups), size, digest))
+        size, digest, crc32 = self._sink.finish()
+        groups = tuple(self._groups)
+        self._shards.append(Shard(self._next_name(), groups, size, digest, size - footer_start, crc32))
         self._file, self._sink, self._groups = None, None, []
 
 
@@ -147,10 +153,13 @@ class _HashingSink:
         self._stream = storage.open_output(url)
         self._hash = hashlib.sha256()
         self._size = 0
+        self._crc32, self._in_footer = 0, False
         self.closed = False
 
     def write(self, content: Any) -> int:
         self._hash.update(content)
+        if self._in_footer:
+            self._crc32 = zlib.crc32(content, self._crc32)
         self._stream.write(content)
         self._size += len(content)
         return len(content)
@@ -161,7 +170,13 @@ class _HashingSink:
     def flush(self) -> None:
         self._stream.flush()
 
-    def finish(self) -> tuple[int, str]:
+    def begin_footer(self) -> int:
+        """Called before the footer is written; returns where it begins."""
+        self._in_footer = True
+        return self._size
+
+    def finish(self) -> tuple[int, str, int]:
+        """The bytes and SHA-256 of the file, and the CRC-32 of its footer."""
         self._stream.close()
         self.closed = True
-        return self._size, self._hash.hexdigest()
+        return self._size, self._hash.hexdigest(), self._crc32

@@ -75,8 +75,8 @@ def test_hive_partitions_and_hidden_files(tmp_path):
         pq.write_table(table(rows=10), folder / "part-0.parquet")
     (tmp_path / "_SUCCESS").write_text("")
     (tmp_path / ".part.crc").write_text("x")
-    (tmp_path / "_temporary").mkdir()
-    (tmp_path / "_temporary" / "half.parquet").write_text("half written")
+    (tmp_path / "_metadata").mkdir()
+    (tmp_path / "_metadata" / "half.parquet").write_text("no data")
     found = columns_of(open_parquet(str(tmp_path), ["id", "year"]), "id", "year")
     assert sorted(found["year"]) == [2024] * 10 + [2025] * 10
     with pytest.raises(ValueError, match=r"column 'kind' is a partition with values such as \['a b'\]"):
@@ -103,6 +103,118 @@ def test_what_cannot_be_read_is_an_error_that_names_it(tmp_path):
     fails("None in b.parquet|int64 in b.parquet and is missing in c.parquet")
     pq.write_table(table(rows=0), tmp_path / "c.parquet")
     assert open_parquet(str(tmp_path), ["id"]).rows == ROWS  # a file without rows has nothing to disagree with
+    (tmp_path / "notes.txt").write_text("no data")
+    fails(r"notes.txt \(7 bytes\) is not a Parquet file .*; take out what is no data")
+
+
+def spoil_magic(content):
+    return content[:-1] + b"X"
+
+
+def spoil_footer(content):
+    start = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
+    return content[:start] + bytes(30) + content[start + 30 :]
+
+
+def spoil_footer_length(content):
+    return content[:-8] + b"\xff\xff\xff\x7f" + content[-4:]
+
+
+@pytest.mark.parametrize("spoil", [
+    spoil_magic, spoil_footer, spoil_footer_length, lambda c: c[: len(c) // 2], lambda c: c[:3], lambda c: c + b"x",
+])  # fmt: skip
+def test_a_damaged_footer_is_an_error_that_names_the_file_and_no_file_is_passed_by(tmp_path, spoil):
+    for name in ("a.parquet", "b.parquet", "c.parquet"):
+        pq.write_table(table(), tmp_path / name)
+    (tmp_path / "b.parquet").write_bytes(spoil((tmp_path / "b.parquet").read_bytes()))
+    with pytest.raises(ValueError, match=r"/b.parquet \(\d+ bytes\) is not a Parquet file that can be read"):
+        open_parquet(str(tmp_path), ["id"])
+
+
+@pytest.mark.parametrize(("folder", "match"), [
+    ("_temporary/0/task_1", "found _temporary in it; a Spark job is writing there or was killed"),
+    (".spark-staging-7f/day=1", "found .spark-staging-7f in it; a Spark job is writing"),
+    ("_delta_log", "found _delta_log in it; it is a Delta table"), (".hoodie", "it is a Hudi table"),
+])  # fmt: skip
+def test_a_folder_whose_files_are_not_the_dataset_is_refused(tmp_path, folder, match):
+    pq.write_table(table(), tmp_path / "a.parquet")
+    (tmp_path / folder).mkdir(parents=True)
+    with pytest.raises(ValueError, match=match):
+        open_parquet(str(tmp_path), ["id"])
+
+
+def test_what_spark_wrote_without_success_is_said(tmp_path, caplog):
+    pq.write_table(table(), tmp_path / "part-00000-1b2c.snappy.parquet")
+    assert open_parquet(str(tmp_path), ["id"]).rows == ROWS
+    assert "has no _SUCCESS, which Spark writes last" in caplog.text
+    caplog.clear()
+    (tmp_path / "_SUCCESS").write_text("")
+    open_parquet(str(tmp_path), ["id"])
+    assert caplog.text == ""
+
+
+def test_files_may_differ_in_the_order_and_number_of_columns_and_in_what_may_be_null(tmp_path):
+    """Columns are read by name."""
+    ids = pa.array(range(10))
+    required = pa.schema([pa.field("id", pa.int64(), nullable=False), pa.field("x", pa.float32(), nullable=False)])
+    pq.write_table(pa.table({"id": ids, "x": ids.cast(pa.float32())}).cast(required), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"more": ids, "x": ids.cast(pa.float32()), "id": ids}), tmp_path / "b.parquet")
+    found = columns_of(open_parquet(str(tmp_path), ["id", "x"]), "id", "x")
+    assert sorted(found["id"]) == sorted([*range(10)] * 2)
+    np.testing.assert_array_equal(found["id"], found["x"])
+
+
+@pytest.mark.parametrize("other", [
+    pa.array(["1"] * 5), pa.array([1.0] * 5, pa.float32()), pa.array([1] * 5, pa.uint64()),
+    pa.array([True] * 5), pa.array([b"1"] * 5, pa.large_binary()),
+])  # fmt: skip
+def test_a_type_that_differs_between_files_names_both(tmp_path, other):
+    pq.write_table(table(), tmp_path / "a.parquet")
+    pq.write_table(table(), tmp_path / "b.parquet")
+    pq.write_table(pa.table({"id": other}), tmp_path / "c.parquet")
+    match = rf"column 'id' has type int64 in b.parquet and {other.type} in c.parquet of {tmp_path}; all files"
+    with pytest.raises(ValueError, match=match):
+        open_parquet(str(tmp_path), ["id"])
+
+
+def test_empty_files_and_row_groups_are_no_rows(tmp_path):
+    full = table(rows=7)
+    empty = full.slice(0, 0)
+    with pq.ParquetWriter(tmp_path / "a.parquet", full.schema) as writer:
+        for part in (empty, full, empty, table(first=7, rows=3), empty):
+            writer.write_table(part)
+    pq.write_table(empty, tmp_path / "b.parquet")
+    shards = open_parquet(str(tmp_path), ["id", "list"])
+    assert shards.rows == 10
+    assert sorted(columns_of(shards, "id", "list")["id"]) == [*range(10)]
+    pq.write_table(empty, tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"the dataset .* has no rows"):
+        open_parquet(str(tmp_path), ["id"])
+
+
+def delete(path):
+    path.unlink()
+
+
+def truncate(path):
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def fewer_row_groups(path):
+    pq.write_table(pq.read_table(path).slice(0, 50), path, row_group_size=10)
+
+
+def other_rows(path):
+    pq.write_table(pq.read_table(path).slice(0, 90), path, row_group_size=9)
+
+
+@pytest.mark.parametrize("damage", [delete, truncate, fewer_row_groups, other_rows])
+def test_a_file_that_changes_after_it_was_opened_is_an_error_that_names_it(tmp_path, damage):
+    pq.write_table(table(), tmp_path / "a.parquet", row_group_size=10)
+    shards = open_parquet(str(tmp_path), ["id"])
+    damage(tmp_path / "a.parquet")
+    with pytest.raises(RuntimeError, match=r"cannot read row group \d of .*/a.parquet: "):
+        columns_of(shards, "id")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,149 @@
+"""A manifest is not trusted: it names files of its own folder alone, and they are all there, as long as it says."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from spark_dl import read_shards
+from spark_dl.data.foreign import open_parquet
+from tests.datasets import write_dataset
+
+ROWS = {"id": np.arange(100), "x": np.arange(200, dtype=np.float32).reshape(100, 2)}
+
+
+def dataset(folder):
+    return write_dataset(str(folder), ROWS, group_rows=16, shard_rows=32)
+
+
+def change(folder, edit):
+    path = folder / "_manifest.json"
+    manifest = json.loads(path.read_bytes())
+    edit(manifest)
+    path.write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("name", [
+    "../x.parquet", "../part-0.parquet", "/etc/passwd", "part-0/../../part-0.parquet", "part-\0.parquet", "..", ".",
+    "", "..\\part-0.parquet", "%2e%2e%2fpart-0.parquet", "part-%2e%2e%2f0.parquet", "part-0.parquet\n",
+    "part-0.parquet?a=b", "s3://bucket/part-0.parquet", "~/part-0.parquet", "part-０.parquet", 7, None,
+    ["part-0.parquet"],
+])  # fmt: skip
+def test_no_name_leads_out_of_the_folder(tmp_path, name):
+    dataset(tmp_path / "d")
+    for outside in ("x.parquet", "part-0.parquet"):
+        shutil.copy(tmp_path / "d" / os.listdir(tmp_path / "d")[0], tmp_path / outside)
+    change(tmp_path / "d", lambda m: m["shards"][1].update(name=name))
+    with pytest.raises(
+        ValueError, match=r"_manifest.json (names the shard .*, expected part-<name>|is not a manifest)"
+    ):
+        read_shards(str(tmp_path / "d"))
+
+
+def test_a_link_that_leads_out_of_the_folder_is_refused(tmp_path):
+    shards = dataset(tmp_path / "d")
+    path = tmp_path / "d" / shards.shards[1].name
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match=rf"{path} is a link that leads to .*/elsewhere, outside of its dataset"):
+        read_shards(str(tmp_path / "d"))
+
+
+def test_the_folder_itself_may_be_a_link(tmp_path):
+    shards = dataset(tmp_path / "d")
+    (tmp_path / "link").symlink_to(tmp_path / "d")
+    assert read_shards(str(tmp_path / "link")).shards == shards.shards
+
+
+@pytest.mark.parametrize("edit", [
+    lambda m: m.pop("columns"), lambda m: m.pop("shards"), lambda m: m.pop("version"), lambda m: m.update(version="2"),
+    lambda m: m.update(columns=7), lambda m: m.update(shards={"a": 1}), lambda m: m.update(changes={"more": 1}),
+    lambda m: m["columns"][0].pop("name"), lambda m: m["columns"][0].update(more=1),
+    lambda m: m["shards"][0].pop("sha256"),
+    lambda m: m["shards"][0].update(row_groups=[16, -16]), lambda m: m["shards"][0].update(row_groups=["16"]),
+    lambda m: m["columns"][0].update(shape=3), lambda m: m["columns"][0].update(encoding=[]),
+])  # fmt: skip
+def test_a_manifest_that_is_not_one_is_one_error(tmp_path, edit):
+    dataset(tmp_path / "d")
+    change(tmp_path / "d", edit)
+    with pytest.raises(ValueError, match=r"_manifest.json (is not a manifest|has version)"):
+        read_shards(str(tmp_path / "d"))
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b'{"format": "other"}', b"null"])
+def test_other_bytes_are_no_manifest(tmp_path, content):
+    dataset(tmp_path / "d")
+    (tmp_path / "d" / "_manifest.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"_manifest.json is not a manifest"):
+        read_shards(str(tmp_path / "d"))
+
+
+@pytest.mark.parametrize(("damage", "found"), [
+    (os.unlink, "nothing"), (lambda p: os.truncate(p, 0), "0 bytes"), (lambda p: os.truncate(p, 99), "99 bytes"),
+])  # fmt: skip
+def test_a_missing_or_short_shard_is_seen_when_the_dataset_is_opened(tmp_path, damage, found):
+    shard = dataset(tmp_path / "d").shards[2]
+    damage(tmp_path / "d" / shard.name)
+    match = rf"the dataset .*/d is not whole: found {found} at {shard.name}, expected {shard.bytes} bytes"
+    with pytest.raises(ValueError, match=match):
+        read_shards(str(tmp_path / "d"))
+
+
+UNREADABLE = """
+import os, sys
+from spark_dl import read_shards
+from spark_dl.data.foreign import open_parquet
+open_dataset = read_shards if sys.argv[2] == "ours" else lambda url: open_parquet(url, ["id"])
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+open_dataset(sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("kind", ["ours", "foreign"])
+@pytest.mark.parametrize("what", ["folder", "file"])
+def test_what_may_not_be_read_is_an_error_that_names_it(tmp_path, kind, what):
+    if os.geteuid() != 0:
+        pytest.skip("only root can start a process of another user")
+    shards = dataset(tmp_path / "d")
+    name = "_manifest.json" if kind == "ours" else shards.shards[0].name
+    path = tmp_path / "d" if what == "folder" else tmp_path / "d" / name
+    for parent in [*tmp_path.parents][:2]:
+        os.chmod(parent, 0o755)
+    os.chmod(tmp_path, 0o755)
+    os.chmod(path, 0o000)
+    done = subprocess.run(
+        [sys.executable, "-c", UNREADABLE, str(tmp_path / "d"), kind], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    assert "ValueError: " in done.stderr.splitlines()[-1]
+    assert str(tmp_path / "d") in done.stderr.splitlines()[-1]
+    assert "Permission denied" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "name", ["two words", "größe-模型", "a#b", "100%", "a%20b", "what?", "[x]", "a&b=c", "s3:", "~"]
+)
+def test_folders_and_files_of_any_name_are_opened(tmp_path, name):
+    file = dataset(tmp_path / name).shards[0].name
+    assert read_shards(str(tmp_path / name)).rows == 100
+    assert read_shards((tmp_path / name).as_uri()).rows == 100
+    (tmp_path / "other" / name).mkdir(parents=True)
+    shutil.copy(tmp_path / name / file, tmp_path / "other" / name / f"{name}.parquet")
+    for url in (str(tmp_path / "other"), (tmp_path / "other" / name / f"{name}.parquet").as_uri()):
+        assert open_parquet(url, ["id"]).rows == 32
+
+
+def test_a_path_without_a_scheme_is_a_local_one_and_the_error_says_so(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=rf"no dataset at {tmp_path}/bucket/key: found nothing"):
+        read_shards("bucket/key")
+    with pytest.raises(
+        ValueError, match=rf"no dataset at {tmp_path}/bucket/key: .* without a scheme is one on the local"
+    ):
+        open_parquet("bucket/key", ["id"])

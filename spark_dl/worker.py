@@ -21,6 +21,7 @@ from spark_dl.gather import gather_by_store
 from spark_dl.launch import rendezvous
 from spark_dl.launch.barrier import RankResult, TaskInput
 from spark_dl.loop import train
+from spark_dl.reach import Gather, check_reach
 from spark_dl.spec import Run
 
 Report = Callable[[Mapping[str, Any]], None]
@@ -31,7 +32,7 @@ LOOPS: dict[str, Callable[..., dict[str, Any]]] = {"train": train, "evaluate": e
 def main(run: Run, *, task: str = "train", report: Report | None = None) -> RankResult:
     """Trains (or evaluates) as one of the ranks of a run. Collective: called on every rank."""
     with rendezvous.join(run.config.launch, report=report) as world:
-        return RankResult(world.rank, LOOPS[task](run, world))
+        return _run_loop(task, run, world)
 
 
 def call(
@@ -62,7 +63,7 @@ def main_on_rows(
                 local.check_same_rows(checkpoint.open_checkpoint(run.checkpoint).manifest.get("rows"), shards, data)
         except ValueError as error:
             return RankResult(world.rank, None, refused=str(error))
-        return RankResult(world.rank, LOOPS[task](dataclasses.replace(run, train=shards), world))
+        return _run_loop(task, dataclasses.replace(run, train=shards), world)
 
 
 def call_on_rows(
@@ -86,5 +87,14 @@ def call_on_rows(
         return RankResult(world.rank, fn(local.RankRows(shards, data), **kwargs))
 
 
+def _run_loop(task: str, run: Run, world: rendezvous.World) -> RankResult:
+    check_reach(run, _gather(world), rank=world.rank, host=world.host, writes=task == "train")
+    return RankResult(world.rank, LOOPS[task](run, world))
+
+
 def _assemble(spilled: local.Spilled, world: rendezvous.World) -> ShardSet:
-    return local.assemble(spilled, functools.partial(gather_by_store, world.store, world.rank, world.world_size))
+    return local.assemble(spilled, _gather(world))
+
+
+def _gather(world: rendezvous.World) -> Gather:
+    return functools.partial(gather_by_store, world.store, world.rank, world.world_size)

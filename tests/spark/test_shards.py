@@ -2,8 +2,13 @@
 
 import itertools
 import os
+import subprocess
+import time
+from functools import partial
+from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from pyspark.ml.linalg import Vectors
@@ -78,6 +83,17 @@ def test_dense_and_sparse_vectors_mixed(spark, tmp_path):
 BAD = {
     "missing column": (lambda s: s.range(3).toDF("lable"), "no column 'label' .* did you mean 'lable'"),
     "string": (lambda s: s.range(3).selectExpr("'a' AS label"), "column 'label' has type string"),
+    "wrong case": (lambda s: s.range(3).toDF("LABEL"), "no column 'label' .* did you mean 'LABEL'"),
+    "map": (
+        lambda s: s.range(3).selectExpr("map(id, id) AS label"),
+        "column 'label' has type map<.*supported are numbers",
+    ),
+    "array of maps": (lambda s: s.range(3).selectExpr("array(map(id, id)) AS label"), "'label' has type array<map<"),
+    "array of strings": (lambda s: s.range(3).selectExpr("array('a') AS label"), "'label' has type array<string>; say"),
+    "some empty arrays": (
+        lambda s: s.range(0, 9, 1, 2).selectExpr("IF(id = 5, array(), array(id)) AS label"),
+        "'label': .*(lengths|shape)",
+    ),
     "null": (
         lambda s: s.range(30).selectExpr("nullif(id, 7) AS label"),
         r"column 'label': found null\(s\) in 1 row.*data.nulls .*first in partition 1, row 0",
@@ -127,3 +143,68 @@ def test_a_folder_in_use_is_not_overwritten_unasked(spark, tmp_path):
 def test_spark_reads_a_dataset_as_plain_parquet(spark, tmp_path):
     write_shards(spark.range(100), str(tmp_path / "d"), SMALL, columns=["id"])
     assert spark.read.parquet(str(tmp_path / "d")).selectExpr("sum(id)").first()[0] == 4950
+
+
+@pytest.mark.modes("local", "connect")
+def test_a_disk_that_takes_no_more_is_one_error_that_names_the_host(spark, tmp_path):
+    (tmp_path / "small").mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(tmp_path / "small")]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("only root can mount a small disk")
+    try:
+        df = spark.range(0, 500_000, 1, 2)
+        match = (
+            rf"^cannot write to {tmp_path}/small/d on host \S+: .*No space left on device.*; all executors must reach"
+        )
+        with pytest.raises(RuntimeError, match=match):
+            write_shards(df, str(tmp_path / "small" / "d"), columns=["id"])
+        assert os.listdir(tmp_path / "small" / "d") == []
+        assert write_shards(df.limit(100), str(tmp_path / "small" / "d"), columns=["id"]).rows == 100
+    finally:
+        subprocess.run(["umount", str(tmp_path / "small")], check=True)
+
+
+@pytest.mark.modes("local")
+def test_a_folder_that_cannot_be_written_to_is_an_error_before_any_task_starts(spark, tmp_path):
+    (tmp_path / "file").write_text("")
+    df = spark.range(9).mapInArrow(_must_not_run, "id long")
+    with pytest.raises(ValueError, match=rf"cannot write to {tmp_path}/file/d: "):
+        write_shards(df, str(tmp_path / "file" / "d"), columns=["id"])
+
+
+def _must_not_run(batches):
+    raise AssertionError("a task was started")
+    yield from batches
+
+
+@pytest.mark.modes("local")
+def test_what_the_driver_does_not_see_is_not_committed(spark, tmp_path):
+    """As where executors write to disks of their own under the same path."""
+    df = spark.range(0, 100, 1, 2).mapInArrow(partial(_without_shards, str(tmp_path / "d")), "id long")
+    with pytest.raises(
+        ValueError, match=r"is not whole: found nothing at part-.*; it must lie on storage that the driver"
+    ):
+        write_shards(df, str(tmp_path / "d"), SMALL, columns=["id"])
+    assert os.listdir(tmp_path / "d") == []
+
+
+def _without_shards(folder, batches):
+    """The second partition's rows come once the first one's full shard is there, and is gone again."""
+    from pyspark import TaskContext
+
+    if TaskContext.get().partitionId() == 0:
+        yield pa.RecordBatch.from_pydict({"id": list(range(64))})
+        return
+    end = time.monotonic() + 20
+    while not (written := _whole_shards(folder)) and time.monotonic() < end:
+        time.sleep(0.05)
+    for path in written:
+        path.unlink()
+    yield from batches
+
+
+def _whole_shards(folder):
+    """Files that have their last bytes."""
+    return [
+        p for p in Path(folder).glob("part-*.parquet") if p.read_bytes().endswith(b"PAR1") and p.stat().st_size > 99
+    ]

@@ -153,6 +153,12 @@ def test_a_row_group_that_does_not_fit_into_memory_is_an_error_with_both_sizes(t
     loaders(shards, 1, config(memory_mib=11))
 
 
+def test_one_row_that_does_not_fit_into_memory_is_an_error_with_both_sizes(tmp_path):
+    shards = write_dataset(str(tmp_path / "d"), {"x": np.zeros((2, 1 << 18)), "id": np.arange(2)}, 1, 1)
+    with pytest.raises(ValueError, match=r"has 1 rows of 2097160 bytes, 2 MiB; .* data.memory_mib=1: raise it, or"):
+        loaders(shards, 1, config(memory_mib=1))
+
+
 MEASURE = """
 import re, sys
 import psutil

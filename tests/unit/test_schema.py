@@ -248,3 +248,13 @@ def test_settings_with_which_a_dataset_was_not_written(settings, key):
     schema.check_settings([column], {"x": {"as": "hash", "buckets": 3}, "y": {"ragged": True}})
     with pytest.raises(ValueError, match=rf"data.encode.x.{key}: found .* the dataset was written with"):
         schema.check_settings([column], {"x": settings})
+
+
+@pytest.mark.parametrize(("rows", "size", "change"), [
+    (3, 2**30 - 128, "set data.rows_per_row_group to at most 1"),
+    (1, 3 * 2**30, "one row is larger: store less in a cell"),
+])  # fmt: skip
+def test_what_does_not_fit_into_a_row_group_is_an_error_that_says_what_does(rows, size, change):
+    column = Column("x", "bool", (size,), "ndarray")
+    with pytest.raises(ValueError, match=rf"column 'x': {rows} row\(s\) of {size + 128} bytes do not fit .*; {change}"):
+        schema.encode(column, np.zeros((rows, size), dtype=bool))

@@ -1,0 +1,96 @@
+"""Whether every rank reaches what a run reads and writes: asked once, before training, with one error for all ranks.
+
+Without this a host that does not mount a folder fails at its first read, minutes later, or writes checkpoints that
+nobody else sees.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from spark_dl import checkpoint, storage
+from spark_dl.spec import Run
+
+Gather = Callable[[str, Any], list[Any]]
+"""(name, JSON value) -> the values of all ranks. Collective."""
+
+
+def check_reach(run: Run, gather: Gather, *, rank: int, host: str, writes: bool) -> None:
+    """Opens a shard of each dataset and the checkpoint, and with `writes` writes to the run_dir. Collective; on ranks.
+
+    Raises RuntimeError, the same on all ranks, that names the path and the hosts that do not reach it.
+    """
+    problem = _cannot_read(run)
+    probe = storage.join(run.run_dir, f"probe-{uuid.uuid4().hex}")
+    if writes and not problem:
+        problem = _cannot_write(probe)
+    try:
+        found = gather("reach", {"host": host, "problem": problem, "probe": probe})
+        _raise_first(found)
+        if not writes:
+            return
+        problem = "" if _is_there(found[0]["probe"]) else (
+            f"the run_dir {run.run_dir} is another folder than on the host of rank 0 ({found[0]['host']})"
+        )  # fmt: skip
+        _raise_first(gather("reach each other", {"host": host, "problem": problem}))
+    finally:
+        if writes:
+            _delete(probe)
+
+
+def _raise_first(found: list[dict[str, str]]) -> None:
+    bad = [(rank, f["host"], f["problem"]) for rank, f in enumerate(found) if f["problem"]]
+    if not bad:
+        return
+    rank, host, problem = bad[0]
+    hosts = sorted({h for _, h, _ in bad[1:]})
+    more = f" (and on {len(bad) - 1} more ranks, on {', '.join(hosts[:8])})" if hosts else ""
+    raise RuntimeError(
+        f"rank {rank} on host {host}: {problem}{more}; all executors must reach datasets and run_dir under the same "
+        "path: name a folder on storage that they share, and check its owner and mode"
+    )
+
+
+def _cannot_read(run: Run) -> str:
+    """What this rank cannot read, and why; empty where it can read all."""
+    datasets = {"dataset": run.train, "validation dataset": run.validation}
+    files = {
+        name: storage.join(shards.url, shards.shards[0].name)
+        for name, shards in datasets.items()
+        if shards is not None and shards.spread is None  # each rank has written its own part of a spread one
+    }
+    if run.checkpoint is not None:
+        files["checkpoint"] = storage.join(run.checkpoint, checkpoint.MANIFEST)
+    for name, url in files.items():
+        try:
+            storage.open_input(url).close()
+        except (OSError, ValueError) as error:  # ValueError: a package is missing on this host
+            return f"the {name} {storage.dirname(url)} is not readable: {error}"
+    return ""
+
+
+def _cannot_write(probe: str) -> str:
+    content = b"spark_dl writes here, and deletes this"
+    try:
+        storage.write_bytes(probe, content)
+        if storage.read_bytes(probe) != content:
+            return f"{probe} does not hold what was written"
+    except (OSError, ValueError) as error:
+        return f"the run_dir {storage.dirname(probe)} is not writable: {error}"
+    return ""
+
+
+def _is_there(url: str) -> bool:
+    try:
+        return storage.exists(url)
+    except OSError:
+        return False
+
+
+def _delete(probe: str) -> None:
+    try:
+        storage.delete(probe)
+    except OSError:  # that it cannot be written to was said, and hides nothing here
+        return

@@ -1,0 +1,192 @@
+"""What one rank does not reach, or what goes under the ranks' hands, is an error on all of them, and never a wait."""
+
+import ctypes
+import os
+import shutil
+import subprocess
+import tempfile
+from functools import partial
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from spark_dl import ModelSpec, checkpoint
+from tests.datasets import write_dataset
+from tests.models import MLP, blobs, build_mlp, small_config
+from tests.ranks.launcher import kill_ranks, run_ranks
+from tests.ranks.test_training import make_run, train_rank
+
+CLONE_NEWNS = 0x20000
+CAN_MOUNT = os.geteuid() == 0 and subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode == 0
+as_root = pytest.mark.skipif(not CAN_MOUNT, reason="only root can give a rank mounts of its own or another user")
+
+
+@pytest.fixture(autouse=True)
+def spoiled_ranks():
+    """The processes of the ranks end with the test: they may have other mounts, another user, or a failed group."""
+    yield
+    kill_ranks()
+
+
+@pytest.fixture
+def folder():
+    """Open to all users, unlike pytest's."""
+    path = tempfile.mkdtemp(prefix="spark_dl-test-")
+    os.chmod(path, 0o755)
+    yield Path(path)
+    shutil.rmtree(path)
+
+
+_errors = []
+"""Kept until the process is killed: with an error goes its process group, and the end of one in PyTorch can wait for a
+thread of its own that waits for the interpreter."""
+
+
+def error_of(call):
+    try:
+        call()
+    except RuntimeError as error:
+        _errors.append(error)
+        return str(error)
+    return ""
+
+
+def train_without(run, hidden, only_rank):
+    """Trains, while a folder is another one on a rank's host: an empty disk is mounted over it."""
+    if os.environ["RANK"] == only_rank:
+        libc = ctypes.CDLL(None, use_errno=True)
+        assert libc.unshare(CLONE_NEWNS) == 0
+        subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+        subprocess.run(["mount", "-t", "tmpfs", "none", hidden], check=True)
+    return error_of(partial(train_rank, run))
+
+
+def train_as_nobody(run, only_rank):
+    if os.environ["RANK"] == only_rank:
+        os.setegid(65534)
+        os.seteuid(65534)
+    return error_of(partial(train_rank, run))
+
+
+@as_root
+@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize(("hidden", "message"), [
+    ("data", r"rank {rank} on host \S+: the dataset .*/data is not readable: .*No such file.*; all executors must"),
+    ("shared", r"rank 1 on host \S+: the run_dir .*/shared/run is another folder than on the host of rank 0"),
+])  # fmt: skip
+def test_a_folder_that_not_all_hosts_have(tmp_path, rank, hidden, message):
+    (tmp_path / "shared").mkdir()
+    run = make_run(tmp_path, small_config(2), spec=MLP, name="shared/run")
+    errors = run_ranks(train_without, 2, run, str(tmp_path / hidden), rank)
+    assert errors[0] == errors[1]
+    with pytest.raises(RuntimeError, match=message.format(rank=rank)):
+        raise RuntimeError(errors[0])
+    if rank == "1":
+        assert checkpoint.latest(run.run_dir) is None
+        assert os.listdir(tmp_path / "shared") in ([], ["run"])
+
+
+@as_root
+@pytest.mark.parametrize(("what", "mode", "message"), [
+    ("data", 0o000, "the dataset .*/data is not readable: .*Permission denied"),
+    ("run", 0o755, "the run_dir .*/run is not writable: .*Permission denied"),
+])  # fmt: skip
+def test_a_folder_that_one_rank_may_not_use(folder, what, mode, message):
+    (folder / "run").mkdir()
+    run = make_run(folder, small_config(2), spec=MLP)
+    os.chmod(folder / "run", 0o777)
+    os.chmod(folder / what, mode)
+    errors = run_ranks(train_as_nobody, 2, run, "1")
+    assert errors[0] == errors[1]
+    with pytest.raises(RuntimeError, match=rf"rank 1 on host \S+: {message}"):
+        raise RuntimeError(errors[0])
+    assert os.listdir(folder / "run") == []
+
+
+def test_all_ranks_lack_the_same(tmp_path):
+    run = make_run(tmp_path, small_config(2), spec=MLP)
+    shutil.rmtree(tmp_path / "data")
+    errors = run_ranks(partial(error_of, partial(train_rank, run)), 2)
+    assert errors[0] == errors[1]
+    assert "rank 0 on host" in errors[0]
+    assert "(and on 1 more ranks, on" in errors[0]
+
+
+def test_nothing_is_left_in_the_run_dir(tmp_path):
+    run = make_run(tmp_path, small_config(2, train={"epochs": 1}), spec=MLP)
+    run_ranks(train_rank, 2, run)
+    assert [n for n in os.listdir(run.run_dir) if n.startswith("probe")] == []
+
+
+@as_root
+@pytest.mark.parametrize(("free_bytes", "message"), [
+    (0, "the run_dir .*/run is not writable: .*No space left on device"),
+    (8192, "checkpoint at step 6 not saved: rank 0 cannot write to .*No space left on device"),
+])  # fmt: skip
+def test_a_full_disk_is_one_error(tmp_path, free_bytes, message):
+    """Before training where nothing fits, and at the first checkpoint where that does not."""
+    run = make_run(tmp_path, small_config(2), spec=MLP)
+    (tmp_path / "run").mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", run.run_dir], check=True)
+    try:
+        (tmp_path / "run" / "ballast").write_bytes(bytes((64 << 10) - free_bytes))
+        errors = run_ranks(partial(error_of, partial(train_rank, run)), 2)
+        assert errors[0] == errors[1]
+        with pytest.raises(RuntimeError, match=message):
+            raise RuntimeError(errors[0])
+    finally:
+        subprocess.run(["umount", run.run_dir], check=True)
+
+
+def delete(path):
+    path.unlink()
+
+
+def truncate(path):
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def flip_bits(path):
+    """One in every value's page, in place."""
+    content = bytearray(path.read_bytes())
+    footer = pq.ParquetFile(path).metadata
+    for group in range(footer.num_row_groups):
+        for column in range(footer.num_columns):
+            chunk = footer.row_group(group).column(column)
+            content[chunk.data_page_offset + chunk.total_compressed_size - 3] ^= 4
+    path.write_bytes(content)
+
+
+def fewer_row_groups(path):
+    table = pq.read_table(path)
+    pq.write_table(table.slice(0, table.num_rows // 2), path, row_group_size=8)
+
+
+DAMAGES = {f.__name__: f for f in (delete, truncate, flip_bits, fewer_row_groups)}
+
+
+class DamagingLoss:
+    """Rank 0 damages every shard in its fourth step, while both ranks read."""
+
+    def __init__(self, folder, how):
+        self.folder, self.how, self.step = folder, how, 0
+
+    def __call__(self, output, label):
+        self.step += 1
+        if self.step == 4 and os.environ["RANK"] == "0":
+            for path in Path(self.folder).glob("part-*"):
+                DAMAGES[self.how](path)
+        return torch.nn.functional.cross_entropy(output, label, reduction="none")
+
+
+@pytest.mark.parametrize("how", sorted(DAMAGES))
+def test_a_dataset_that_is_damaged_in_the_middle_of_an_epoch_stops_all_ranks(tmp_path, how):
+    shards = write_dataset(str(tmp_path / "data"), blobs(12_000), group_rows=16, shard_rows=32)
+    spec = ModelSpec(build=build_mlp, loss=DamagingLoss(str(tmp_path / "data"), how))
+    run = make_run(tmp_path, small_config(2, train={"epochs": 1}), spec=spec, train=shards)
+    errors = run_ranks(partial(error_of, partial(train_rank, run)), 2)
+    assert all(errors)  # no rank came to the end of the epoch
+    assert any("cannot read row group" in e and f"{tmp_path}/data/part-" in e for e in errors)
+    assert checkpoint.latest(run.run_dir) is None

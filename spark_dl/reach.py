@@ -11,6 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from spark_dl import checkpoint, storage
+from spark_dl.data.mixture import Mixture
+from spark_dl.data.shards import ShardSet
 from spark_dl.spec import Run
 
 Gather = Callable[[str, Any], list[Any]]
@@ -55,20 +57,22 @@ def _raise_first(found: list[dict[str, str]]) -> None:
 
 def _cannot_read(run: Run) -> str:
     """What this rank cannot read, and why; empty where it can read all."""
-    datasets = {"dataset": run.train, "validation dataset": run.validation}
-    files = {
-        name: storage.join(shards.url, shards.shards[0].name)
-        for name, shards in datasets.items()
-        if shards is not None and shards.spread is None  # each rank has written its own part of a spread one
-    }
+    files = [("dataset", url) for url in _first_shards(run.train)]
+    files += [("validation dataset", url) for url in _first_shards(run.validation)]
     if run.checkpoint is not None:
-        files["checkpoint"] = storage.join(run.checkpoint, checkpoint.MANIFEST)
-    for name, url in files.items():
+        files.append(("checkpoint", storage.join(run.checkpoint, checkpoint.MANIFEST)))
+    for name, url in files:
         try:
             storage.open_input(url).close()
         except (OSError, ValueError) as error:  # ValueError: a package is missing on this host
             return f"the {name} {storage.dirname(url)} is not readable: {error}"
     return ""
+
+
+def _first_shards(data: ShardSet | Mixture | None) -> list[str]:
+    """The first shard of each dataset; none of rows on the ranks' own disks, which each has written itself."""
+    datasets = data.datasets.values() if isinstance(data, Mixture) else [data] if data is not None else []
+    return [storage.join(d.url, d.shards[0].name) for d in datasets if d.shards and d.spread is None]
 
 
 def _cannot_write(probe: str) -> str:

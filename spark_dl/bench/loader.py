@@ -22,9 +22,10 @@ import pyarrow.parquet as pq
 from spark_dl.bench.peer import Epoch, Peer, answers, serve
 
 BATCH = 256
-WINDOW_ROWS = 32768
-"""Rows that are shuffled together, by us and by Petastorm."""
+WINDOW_ROWS = 1 << 17
+"""Rows that we shuffle together: as many as it takes to part neighbours as well as Petastorm's buffer does."""
 _FILES = 4
+_MEMORY_MIB = 1024
 
 PEERS = (
     "spark_dl",
@@ -151,7 +152,7 @@ def _spark_dl(folder: str, *, plain: bool) -> Epoch:
     from spark_dl.data.loader import Loader
     from spark_dl.data.shards import read_shards
 
-    data = Data(features=tuple(_names(folder)), label="label", shuffle_window_rows=WINDOW_ROWS)
+    data = Data(features=tuple(_names(folder)), label="label", shuffle_window_rows=WINDOW_ROWS, memory_mib=_MEMORY_MIB)
     shards = open_parquet(f"{folder}/parquet", data.columns) if plain else read_shards(f"{folder}/shards")
     loader = Loader(shards, Config(data=data, train=Train(global_batch_size=BATCH)), rank=0, world_size=1)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-BATCH, WINDOW_ROWS = 256, 32768
+BATCH, BUFFER_ROWS = 256, 32768
 
 
 def build_loader(name: str, folder: str) -> Any:
@@ -21,7 +21,7 @@ def build_loader(name: str, folder: str) -> Any:
 
     def epoch(number: int) -> Iterator[Any]:
         reader = make_batch_reader(url, num_epochs=1, shuffle_row_groups=True, seed=number)
-        with loader_class(reader, batch_size=BATCH, shuffling_queue_capacity=WINDOW_ROWS) as loader:
+        with loader_class(reader, batch_size=BATCH, shuffling_queue_capacity=BUFFER_ROWS) as loader:
             for batch in loader:
                 yield batch["label"]
 

@@ -13,7 +13,7 @@ its free places are filled with rows that count with weight 0.
 Where the row groups lie in parts, each on the disk of one rank, steps 1 and 2 are taken part by part: a part's line of
 rows is cut into its share of the streams. Parts of unequal rows end at different steps; the steps are then those of the
 longest stream, and the streams that have ended are filled with weight 0. One part is the case above.
- The idea of a sample order that is fixed by a canonical
+The idea of a sample order that is fixed by a canonical
 number of readers is Mosaic Streaming's (`num_canonical_nodes`); the exact row ranges are ours.
 
 NOTE: the permutations come from `numpy.random.Generator.permutation`. NumPy does not promise the same stream of random

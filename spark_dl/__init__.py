@@ -4,7 +4,8 @@ __version__ = "0.1.0"
 
 from spark_dl.config import Checkpoint, Config, Data, Launch, Parallel, Train, load_config
 from spark_dl.data.local import RankRows
-from spark_dl.data.shards import ShardSet, read_shards, write_shards
+from spark_dl.data.manifest import ShardSet, read_shards
+from spark_dl.data.shards import write_shards
 from spark_dl.data.store import clean_store, store_shards
 from spark_dl.driver import TrainResult, evaluate, launch, run_on_dataframe, train
 from spark_dl.launch.failure import RankError

@@ -25,10 +25,10 @@ from spark_dl.data import local
 from spark_dl.data.filter_counts import filter_rows
 from spark_dl.data.foreign import open_parquet
 from spark_dl.data.loader import check_row_groups
+from spark_dl.data.manifest import MANIFEST, ShardSet, read_shards
 from spark_dl.data.mixture import Mixture, batch_shares
 from spark_dl.data.schema import Column, check_like, check_settings
 from spark_dl.data.sequences import with_runs
-from spark_dl.data.shards import MANIFEST, ShardSet, read_shards
 from spark_dl.data.store import reopen, store_shards
 from spark_dl.evaluate import build_metric, load_model
 from spark_dl.launch import payload, preflight

@@ -18,7 +18,7 @@ from spark_dl import checkpoint
 from spark_dl.data.batch import StepBatches
 from spark_dl.data.build import BatchLoader, build_loader
 from spark_dl.data.local import fingerprint
-from spark_dl.data.shards import ShardSet
+from spark_dl.data.manifest import ShardSet
 from spark_dl.evaluate import evaluate_model
 from spark_dl.launch.rendezvous import World
 from spark_dl.metrics import MetricsLog, StepTimer

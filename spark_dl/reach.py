@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from spark_dl import checkpoint, storage
+from spark_dl.data.manifest import ShardSet
 from spark_dl.data.mixture import Mixture
-from spark_dl.data.shards import ShardSet
 from spark_dl.spec import Run
 
 Gather = Callable[[str, Any], list[Any]]

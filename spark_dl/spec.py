@@ -20,8 +20,8 @@ from spark_dl.config import suggestion
 
 if TYPE_CHECKING:
     from spark_dl.config import Config
+    from spark_dl.data.manifest import ShardSet
     from spark_dl.data.mixture import Mixture
-    from spark_dl.data.shards import ShardSet
 
 Batch = Mapping[str, Tensor]
 """Columns by name, each [rows, *shape of a cell] with the dtype it was stored with, and `weight`, [rows] float32:

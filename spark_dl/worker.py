@@ -14,7 +14,7 @@ from spark_dl import checkpoint
 from spark_dl.config import Data, Launch
 from spark_dl.data import local
 from spark_dl.data.loader import check_row_groups
-from spark_dl.data.shards import ShardSet
+from spark_dl.data.manifest import ShardSet
 from spark_dl.data.source import SourceColumn
 from spark_dl.evaluate import evaluate
 from spark_dl.gather import gather_by_store

@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Tests that share a costly fixture run in one process: those of a Spark mode, of the rank pool, or of a file."""
+    """Tests that share a costly fixture run in one process: of a Spark cluster, of the rank pool, or of a file."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFixture(LoadScopeScheduling):
@@ -38,7 +38,8 @@ def pytest_xdist_make_scheduler(config, log):
             path, _, test = nodeid.partition("::")
             mode = re.search(r"[\[-](local-cluster|local|connect)[-\]]", test)
             folder = Path(path).parent.name
-            return mode.group(1) if folder == "spark" and mode else folder if folder == "ranks" else path
+            name = mode.group(1) if folder == "spark" and mode else folder if folder == "ranks" else path
+            return f"{path} {name}" if name == "local" else name  # whose session starts quickly
 
     return ByFixture(config, log)
 

@@ -150,7 +150,7 @@ def _spark_dl(folder: str, *, plain: bool) -> Epoch:
     from spark_dl.config import Config, Data, Train
     from spark_dl.data.foreign import open_parquet
     from spark_dl.data.loader import Loader
-    from spark_dl.data.shards import read_shards
+    from spark_dl.data.manifest import read_shards
 
     data = Data(features=tuple(_names(folder)), label="label", shuffle_window_rows=WINDOW_ROWS, memory_mib=_MEMORY_MIB)
     shards = open_parquet(f"{folder}/parquet", data.columns) if plain else read_shards(f"{folder}/shards")

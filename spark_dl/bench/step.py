@@ -23,7 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from spark_dl.config import Checkpoint, Config, Data, Launch, Train
 from spark_dl.data.loader import Loader
-from spark_dl.data.shards import read_shards, write_arrays
+from spark_dl.data.manifest import read_shards
+from spark_dl.data.shards import write_arrays
 from spark_dl.launch.rendezvous import join
 from spark_dl.spec import ModelSpec, Run
 from spark_dl.worker import main as run_worker

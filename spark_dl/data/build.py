@@ -6,9 +6,9 @@ from typing import Any
 
 from spark_dl.config import Config
 from spark_dl.data.loader import Loader
+from spark_dl.data.manifest import ShardSet
 from spark_dl.data.mixture import MixedLoader, Mixture
 from spark_dl.data.petastorm_reader import PetastormLoader
-from spark_dl.data.shards import ShardSet
 
 BatchLoader = Loader | MixedLoader | PetastormLoader
 

@@ -32,7 +32,7 @@ from spark_dl.data.filters import (
     typed_conditions,
 )
 from spark_dl.data.foreign import stored_column, type_at
-from spark_dl.data.shards import ShardSet
+from spark_dl.data.manifest import ShardSet
 from spark_dl.data.writer import Shard
 
 _log = logging.getLogger("spark_dl")

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from spark_dl import storage
 from spark_dl.config import Data
 from spark_dl.data import connect_plan
+from spark_dl.data.manifest import FORMAT, VERSION
 from spark_dl.data.schema import Column
-from spark_dl.data.shards import FORMAT, VERSION
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame

@@ -24,9 +24,9 @@ from pyarrow import fs
 from spark_dl import storage
 from spark_dl.config import Data, suggestion
 from spark_dl.data import cells, codecs, petastorm, schema
+from spark_dl.data.manifest import ShardSet
 from spark_dl.data.ragged import Array
 from spark_dl.data.schema import Column
-from spark_dl.data.shards import ShardSet
 from spark_dl.data.source import SourceColumn, arrow_source_column, check_names
 from spark_dl.data.unischema import TIMES, Codec, Field
 from spark_dl.data.unischema_reader import read_unischema

@@ -20,12 +20,12 @@ from spark_dl.config import Config
 from spark_dl.data.arena import Arena
 from spark_dl.data.batch import BatchBuilder, Prepare, StepBatches
 from spark_dl.data.cache import build_cache
+from spark_dl.data.manifest import ShardSet
 from spark_dl.data.plan import Ints, Plan, Stream, Window, streams_of_rank, windows_from
 from spark_dl.data.ragged import Array, Ragged
 from spark_dl.data.rows import Part, Rows
 from spark_dl.data.schema import Column
 from spark_dl.data.sequences import SequenceRows, build_rows
-from spark_dl.data.shards import ShardSet
 
 _STEPS_AT_ONCE = 16
 _GATHER_BYTES = 1 << 20

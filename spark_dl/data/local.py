@@ -32,10 +32,11 @@ from torch import Tensor
 
 from spark_dl.config import Config, Data, Launch, Train
 from spark_dl.data import loader, rows
+from spark_dl.data.manifest import ShardSet, Spread
 from spark_dl.data.plan import Segment
 from spark_dl.data.ragged import Array
 from spark_dl.data.schema import Column
-from spark_dl.data.shards import Part, ShardSet, Spread, agreed_columns, select_sources, with_sizes, write_part
+from spark_dl.data.shards import Part, agreed_columns, select_sources, with_sizes, write_part
 from spark_dl.data.source import SourceColumn
 
 if TYPE_CHECKING:

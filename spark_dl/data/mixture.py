@@ -20,10 +20,10 @@ from torch import Tensor
 from spark_dl.config import Config
 from spark_dl.data.batch import Prepare, StepBatches
 from spark_dl.data.loader import Loader
+from spark_dl.data.manifest import ShardSet
 from spark_dl.data.plan import Plan
 from spark_dl.data.rows import Part
 from spark_dl.data.schema import Column
-from spark_dl.data.shards import ShardSet
 from spark_dl.data.writer import Shard
 
 

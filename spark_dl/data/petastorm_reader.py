@@ -21,10 +21,10 @@ from spark_dl import storage
 from spark_dl.config import Config
 from spark_dl.data.batch import BatchBuilder, Prepare, StepBatches
 from spark_dl.data.dealt_plan import DealtPlan
+from spark_dl.data.manifest import ShardSet
 from spark_dl.data.petastorm import COMMON_METADATA, UNISCHEMA_KEY
 from spark_dl.data.rows import Part
 from spark_dl.data.schema import Array
-from spark_dl.data.shards import ShardSet
 from spark_dl.data.unischema_reader import read_unischema
 
 _log = logging.getLogger("spark_dl")

@@ -13,10 +13,10 @@ import pyarrow as pa
 from spark_dl import storage
 from spark_dl.data import filters, foreign, pages, parquet, schema
 from spark_dl.data.cache import DiskCache, open_input
+from spark_dl.data.manifest import ShardSet
 from spark_dl.data.plan import FILLER, Segment, rows_held_out, split_rows
 from spark_dl.data.ragged import Array, Ragged, take
 from spark_dl.data.schema import Column
-from spark_dl.data.shards import ShardSet
 from spark_dl.data.writer import Shard
 
 Part = Literal["all", "train", "validation"]

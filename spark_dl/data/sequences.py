@@ -18,11 +18,11 @@ import numpy as np
 
 from spark_dl.config import Config, Data
 from spark_dl.data.cache import DiskCache
+from spark_dl.data.manifest import ShardSet
 from spark_dl.data.plan import Ints, Segment
 from spark_dl.data.ragged import Array, Ragged
 from spark_dl.data.rows import Part, Rows
 from spark_dl.data.schema import Column
-from spark_dl.data.shards import ShardSet
 
 _READERS = 4
 _PIECE_BYTES = 4 << 20

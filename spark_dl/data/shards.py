@@ -1,8 +1,6 @@
-"""Shards: a dataset on storage, written by Spark tasks, committed by its manifest.
+"""Shards: a DataFrame, or arrays, written as a dataset, by Spark tasks and committed by its manifest.
 
 A shard is a Parquet file of row groups of a set row count, save its last one, and of a set number of rows at most.
-`_manifest.json` (the schema, the rows of every row group, sizes and checksums) is written last: a folder without it is
-not a dataset.
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ import functools
 import itertools
 import json
 import logging
-import os
 import re
 import socket
 import uuid
@@ -22,9 +19,17 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from spark_dl import storage
-from spark_dl.config import Data, suggestion
+from spark_dl.config import Data
 from spark_dl.data import parquet, petastorm, schema, source
-from spark_dl.data.filters import Filtered
+from spark_dl.data.manifest import (
+    CANNOT_WRITE,
+    MANIFEST,
+    ShardSet,
+    commit,
+    delete_files,
+    prepare_folder,
+    shard_from_plain,
+)
 from spark_dl.data.policies import Changes, add_changes, clean_batch
 from spark_dl.data.ragged import Array, Ragged
 from spark_dl.data.schema import Column
@@ -36,80 +41,6 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 _log = logging.getLogger("spark_dl")
-
-MANIFEST = "_manifest.json"
-"""Named with an underscore, so that Spark, Petastorm and pyarrow read the folder as plain Parquet and pass it by."""
-FORMAT = "spark_dl.shards"
-VERSION = 2
-_CANNOT_WRITE = "cannot write to"
-
-
-@dataclass(frozen=True)
-class Spread:
-    """How a dataset lies on the disks of the ranks, as one of them sees it: it can read its own part only."""
-
-    part: int
-    """This rank's part: the number of its barrier task."""
-    part_shards: tuple[int, ...]
-    """Shards of each part, in the order of the dataset."""
-    filler: Mapping[str, Array]
-    """One row by column, each (*cell,), for places of batches that count with weight 0 on a rank without rows."""
-
-
-@dataclass(frozen=True)
-class ShardSet:
-    """A committed dataset: what its manifest says."""
-
-    url: str
-    columns: tuple[Column, ...]
-    shards: tuple[Shard, ...]
-    changes: Changes = field(default_factory=Changes)
-    """What was dropped and filled when it was written."""
-    spread: Spread | None = None
-    """None where all shards lie at `url`."""
-    run_starts: Array | None = field(default=None, compare=False)
-    """For sequences (`data/sequences.py`), once they were looked for: the first row of each run. # (runs,) int64"""
-    filtered: Filtered | None = None
-    """None where all rows are read."""
-
-    @functools.cached_property
-    def rows(self) -> int:
-        return sum(self.group_rows)
-
-    @functools.cached_property
-    def group_rows(self) -> tuple[int, ...]:
-        """Rows of each row group that are read."""
-        return self.filtered.group_rows if self.filtered else tuple(rows for _, _, rows in self.row_groups)
-
-    @functools.cached_property
-    def row_groups(self) -> tuple[tuple[int, int, int], ...]:
-        """(shard, row group of the shard, stored rows) of every row group, in the order of the dataset."""
-        return tuple((s, g, rows) for s, shard in enumerate(self.shards) for g, rows in enumerate(shard.row_groups))
-
-    @functools.cached_property
-    def largest_row_group(self) -> tuple[int, int, int]:
-        """(shard, row group of the shard, stored rows) of the largest row group of those that are read."""
-        read = (group for group, rows in zip(self.row_groups, self.group_rows, strict=True) if rows)
-        return max(read, key=lambda group: group[2])
-
-    @property
-    def part_groups(self) -> tuple[int, ...]:
-        """Row groups of each part; none where the dataset lies in one place."""
-        if self.spread is None:
-            return ()
-        groups = iter([len(s.row_groups) for s in self.shards])
-        return tuple(sum(itertools.islice(groups, n)) for n in self.spread.part_shards)
-
-    def select(self, names: Sequence[str]) -> tuple[Column, ...]:
-        """The columns of these names. Raises ValueError for one that is missing, naming the nearest."""
-        by_name = {c.name: c for c in self.columns}
-        for name in names:
-            if name not in by_name:
-                near = suggestion(name, list(by_name))
-                raise ValueError(
-                    f"no column {name!r} in the dataset {self.url}{near} (data.features, data.label, data.sequence_*)"
-                )
-        return tuple(by_name[name] for name in names)
 
 
 def write_shards(
@@ -137,7 +68,7 @@ def write_shards(
     url = storage.absolute(url)
     names = tuple(columns or data.stored_columns)
     source.source_columns(df.schema, names, data.encode, data.fill)  # before the folder is touched
-    _prepare_folder(url, overwrite)
+    prepare_folder(url, overwrite)
     selected, sources = select_sources(df, names, data, like)
     token = uuid.uuid4().hex[:8]  # a task of an earlier, killed writer never writes a file of this one
     try:
@@ -146,11 +77,11 @@ def write_shards(
         changes = add_changes(p.changes for p in parts)
         schema.check_like(written, like)
         shards = _join_small(df.sparkSession, url, written, [s for p in parts for s in p.shards], data, token)
-        shard_set = _commit(ShardSet(url, with_sizes(written, parts), tuple(shards), changes))
+        shard_set = commit(ShardSet(url, with_sizes(written, parts), tuple(shards), changes))
     except BaseException:
-        _delete_files(url, keep=())
+        delete_files(url, keep=())
         raise
-    _delete_files(url, keep=(MANIFEST, petastorm.COMMON_METADATA, *(s.name for s in shards)))
+    delete_files(url, keep=(MANIFEST, petastorm.COMMON_METADATA, *(s.name for s in shards)))
     if changes.dropped_rows or changes.filled:
         _log.warning("%s: %d rows dropped for nulls, NaN or Inf in %s; rows filled: %s",
                      url, changes.dropped_rows, dict(changes.dropped), dict(changes.filled))  # fmt: skip
@@ -185,66 +116,10 @@ def write_arrays(columns: Mapping[str, Array | Ragged], url: str, data: Data | N
         mean = values.size / max(1, len(array)) if isinstance(array, Ragged) else None
         shape = schema.cell_shape(codec, array)
         written.append(Column(name, str(values.dtype), shape, codec, mean_size=mean))
-    _prepare_folder(url, overwrite=False)
+    prepare_folder(url, overwrite=False)
     writer = ShardWriter(url, f"part-{uuid.uuid4().hex[:8]}", tuple(written), *layout(written, data or Data()))
     writer.append(list(columns.values()))
-    return _commit(ShardSet(url, writer.columns, tuple(writer.close())))
-
-
-def read_shards(url: str) -> ShardSet:
-    """Opens a dataset by its manifest. Called on the driver.
-
-    Raises ValueError if there is none, or if it is not one that this version can read.
-    """
-    url = storage.absolute(url)
-    path = storage.join(url, MANIFEST)
-    try:
-        manifest = json.loads(storage.read_bytes(path))
-    except FileNotFoundError:
-        what = "a folder without a manifest" if storage.exists(url) else "nothing"
-        raise ValueError(
-            f"no dataset at {url}: found {what}; write it with spark_dl.write_shards(df, url) or jobs/prepare.py"
-        ) from None
-    except OSError as error:
-        raise ValueError(f"cannot read the dataset {url}: {error}") from error
-    except ValueError as error:
-        raise ValueError(f"{path} is not a manifest: {error}") from error
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise ValueError(f"{path} is not a manifest of {FORMAT}")
-    if not isinstance(version := manifest.get("version"), int) or version > VERSION:
-        raise ValueError(f"{path} has version {version}; this spark_dl reads up to {VERSION}")
-    try:
-        columns = tuple(Column.from_plain(c) for c in manifest["columns"])
-        shards = tuple(_shard(s) for s in manifest["shards"])
-        shard_set = ShardSet(url, columns, shards, Changes(**manifest.get("changes", {})))
-    except (LookupError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"{path} is not a manifest that can be read: {error!r}") from error
-    _check_files(shard_set, "write it again, or bring the file back")
-    return shard_set
-
-
-def _check_files(shard_set: ShardSet, change: str) -> None:
-    """Raises ValueError unless every shard lies in the folder itself and is as long as the manifest says.
-
-    One listing for all of them. The name of a shard is one that this package gives, so it leads nowhere else; neither
-    may a symbolic link. `change` says what to do where one is missing.
-    """
-    url = shard_set.url
-    found = {info.base_name: info.size for info in storage.list_infos(url)}
-    for shard in shard_set.shards:
-        if not re.fullmatch(r"part-[0-9a-z-]+\.parquet", str(shard.name)):
-            raise ValueError(
-                f"{storage.join(url, MANIFEST)} names the shard {shard.name!r:.200}, expected part-<name>.parquet in "
-                "its own folder; the manifest was not written by spark_dl, do not trust it"
-            )
-        path = storage.join(url, shard.name)
-        if storage.is_local(url) and os.path.dirname(os.path.realpath(path)) != os.path.realpath(url):
-            raise ValueError(f"{path} is a link that leads to {os.path.realpath(path)}, outside of its dataset")
-        if found.get(shard.name) != shard.bytes:
-            what = f"{found[shard.name]} bytes" if shard.name in found else "nothing"
-            raise ValueError(
-                f"the dataset {url} is not whole: found {what} at {shard.name}, expected {shard.bytes} bytes; {change}"
-            )
+    return commit(ShardSet(url, writer.columns, tuple(writer.close())))
 
 
 @dataclass(frozen=True)
@@ -264,67 +139,8 @@ class Part:
     def from_plain(cls, plain: Mapping[str, Any]) -> Part:
         """A part from the dict that `dataclasses.asdict` made of it, after a way through JSON."""
         shapes = tuple(None if n is None else tuple(n) for n in plain["shapes"])
-        shards, changes = tuple(_shard(s) for s in plain["shards"]), Changes(**plain["changes"])
+        shards, changes = tuple(shard_from_plain(s) for s in plain["shards"]), Changes(**plain["changes"])
         return cls(plain["partition"], shapes, tuple(plain["sizes"]), shards, changes, plain["error"])
-
-
-def _commit(shard_set: ShardSet) -> ShardSet:
-    """Writes Petastorm's metadata, then the manifest: from now on the folder is a dataset."""
-    from spark_dl import __version__
-
-    _check_files(shard_set, "it must lie on storage that the driver and all executors share")
-    manifest = {
-        "format": FORMAT,
-        "version": VERSION,
-        "spark_dl": __version__,
-        "rows": shard_set.rows,
-        "columns": [asdict(c) for c in shard_set.columns],
-        "shards": [{"rows": s.rows, **asdict(s)} for s in shard_set.shards],
-        "changes": asdict(shard_set.changes),
-    }
-    arrow = pa.schema([schema.arrow_field(c) for c in shard_set.columns])
-    row_groups = {s.name: len(s.row_groups) for s in shard_set.shards}
-    try:
-        unischema = petastorm.unischema_of(shard_set.columns)
-        petastorm.write_common_metadata(shard_set.url, arrow, unischema=unischema, row_groups_per_file=row_groups)
-    except ValueError as error:  # such as a name with a space, which is no hindrance here
-        _log.warning("Petastorm's make_reader cannot open %s: %s", shard_set.url, error)
-    storage.write_bytes(storage.join(shard_set.url, MANIFEST), json.dumps(manifest, indent=1).encode())
-    return shard_set
-
-
-def _shard(plain: Mapping[str, Any]) -> Shard:
-    if bad := [n for n in plain["row_groups"] if type(n) is not int or n < 1]:
-        raise ValueError(f"the shard {plain['name']!r} has a row group of {bad[0]!r} rows")
-    footer_bytes, footer_crc32 = plain.get("footer_bytes", 0), plain.get("footer_crc32", 0)
-    return Shard(plain["name"], tuple(plain["row_groups"]), plain["bytes"], plain["sha256"], footer_bytes, footer_crc32)
-
-
-def _prepare_folder(url: str, overwrite: bool) -> None:
-    manifest = storage.join(url, MANIFEST)
-    try:
-        if storage.exists(manifest):
-            if not overwrite:
-                raise ValueError(f"{url} holds a dataset already; pass overwrite=True to replace it")
-            storage.delete(manifest)
-        elif foreign := [n for n in storage.list_names(url) if not _is_ours(n)]:
-            raise ValueError(f"{url} is not empty and not a dataset: it holds {foreign[:5]}; name an empty folder")
-        _delete_files(url, keep=())
-        storage.make_folder(url)
-        storage.write_bytes(storage.join(url, "part-probe"), b"")
-        storage.delete(storage.join(url, "part-probe"))
-    except OSError as error:
-        raise ValueError(f"cannot write to {url}: {error}") from error
-
-
-def _is_ours(name: str) -> bool:
-    return name in (MANIFEST, petastorm.COMMON_METADATA) or name.startswith("part-")
-
-
-def _delete_files(url: str, keep: Sequence[str]) -> None:
-    for name in storage.list_names(url):
-        if _is_ours(name) and name not in keep:
-            storage.delete(storage.join(url, name))
 
 
 def _run(df: DataFrame, task: Any) -> list[Part]:
@@ -332,7 +148,7 @@ def _run(df: DataFrame, task: Any) -> list[Part]:
     try:
         rows = df.mapInArrow(task, "part string").collect()
     except Exception as error:  # Spark Connect and classic Spark have classes of their own
-        if said := re.search(rf"^\s*RuntimeError: ({_CANNOT_WRITE}.*)$", str(error), re.MULTILINE):
+        if said := re.search(rf"^\s*RuntimeError: ({CANNOT_WRITE}.*)$", str(error), re.MULTILINE):
             raise RuntimeError(said.group(1)) from error
         raise
     return sorted((Part.from_plain(json.loads(row["part"])) for row in rows), key=lambda p: p.partition)
@@ -344,7 +160,7 @@ def _reported(url: str, write: Callable[[], Part]) -> Part:
         return write()
     except OSError as error:
         raise RuntimeError(
-            f"{_CANNOT_WRITE} {url} on host {socket.gethostname()}: {error}; all executors must reach the folder, may "
+            f"{CANNOT_WRITE} {url} on host {socket.gethostname()}: {error}; all executors must reach the folder, may "
             "write there, and need free space"
         ) from error
 

@@ -26,8 +26,9 @@ from typing import TYPE_CHECKING
 from spark_dl import storage
 from spark_dl.config import Data
 from spark_dl.data.fingerprint import NoKeyError, fingerprint
+from spark_dl.data.manifest import MANIFEST, ShardSet, read_shards
 from spark_dl.data.schema import Column
-from spark_dl.data.shards import MANIFEST, ShardSet, read_shards, write_shards
+from spark_dl.data.shards import write_shards
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame

@@ -4,7 +4,7 @@ import pytest
 
 from tests.petastorm.conftest import PYTHON, run_there
 
-TESTS = ("cells", "filters", "foreign", "images", "loader", "petastorm", "plan", "policies", "ragged", "schema",
+TESTS = ("cells", "foreign", "images", "loader", "petastorm", "plan", "policies", "ragged", "schema",
          "source", "spec", "storage")  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from hypothesis.extra import numpy as hnp
 
 from spark_dl import Config, Data, Train
 from spark_dl.data.loader import Loader
-from spark_dl.data.shards import read_shards
+from spark_dl.data.manifest import read_shards
 from tests.datasets import write_dataset
 from tests.petastorm.exchange import plain_rows
 

@@ -12,8 +12,8 @@ from spark_dl import worker
 from spark_dl.data.build import build_loader
 from spark_dl.data.dealt_plan import DealtPlan
 from spark_dl.data.foreign import open_parquet
+from spark_dl.data.manifest import read_shards
 from spark_dl.data.pickle_opcodes import UnsafeMetadataError
-from spark_dl.data.shards import read_shards
 from spark_dl.spec import Run
 from tests.datasets import write_dataset
 from tests.models import MLP, blobs, small_config

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from spark_dl import storage, worker
 from spark_dl.data.foreign import open_parquet
+from spark_dl.data.manifest import MANIFEST, read_shards
 from spark_dl.data.petastorm_reader import PetastormLoader
-from spark_dl.data.shards import MANIFEST, read_shards
 from spark_dl.spec import Run
 from tests.models import MLP, small_config
 from tests.petastorm.exchange import plain

@@ -10,9 +10,9 @@ import torch
 from torch.nn import functional as F
 
 from spark_dl import Data, Launch, checkpoint, worker
+from spark_dl.data.manifest import ShardSet
 from spark_dl.data.plan import Plan
 from spark_dl.data.schema import SourceColumn
-from spark_dl.data.shards import ShardSet
 from spark_dl.data.writer import layout
 from spark_dl.launch.barrier import TaskInput
 from spark_dl.metrics import read_metrics

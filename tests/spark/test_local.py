@@ -124,7 +124,7 @@ def test_bad_rows_are_one_error(spark, case):
         spark_dl.run_on_dataframe(_rows_of_rank, spark.range(100).selectExpr(select), num_ranks=3, batch_size=4)
 
 
-@pytest.mark.modes("local", "connect")
+@pytest.mark.modes("local")
 @pytest.mark.parametrize("rows", [0, 1, 3])
 def test_fewer_rows_than_ranks(spark, rows):
     cached = spark.range(100).filter(f"id < {rows}").cache()
@@ -156,6 +156,7 @@ def _fails_on_rank_1(rows, how, folder):
     dist.barrier()
 
 
+@pytest.mark.modes("local", "local-cluster")
 @pytest.mark.parametrize(("how", "message"), [
     ("raise", "rank 1 on .* failed: KeyError: 'the culprit'"), ("kill", "was killed: its .*process ended without"),
 ])  # fmt: skip

@@ -23,7 +23,7 @@ from spark_dl.data.source import Encoding
 from tests.models import CityModel, small_config
 from tests.unit.test_images import pixels, png
 
-pytestmark = pytest.mark.modes("local", "connect")
+pytestmark = pytest.mark.modes("local")
 
 
 def read_all(shards):
@@ -51,6 +51,7 @@ def zone(spark, request):
     spark.conf.set("spark.sql.session.timeZone", before)
 
 
+@pytest.mark.modes("local", "connect")
 def test_times_do_not_depend_on_the_session_s_time_zone(spark, tmp_path, zone):
     df = spark.sql("""SELECT DATE'1969-12-31' AS day, TIMESTAMP'2024-02-29 12:00:00.123456Z' AS at,
                       TIMESTAMP_NTZ'1969-12-31 23:59:59.5' AS local, INTERVAL '1 02:00:00' DAY TO SECOND AS took,
@@ -89,6 +90,7 @@ def words(spark, *cities):
 CITIES = ["Ulm", "Bonn", "Bonn", "Köln", "Köln", "Aue", "Bonn"]
 
 
+@pytest.mark.modes("local", "connect")
 def test_a_vocabulary_is_counted_by_spark_and_kept(spark, tmp_path):
     encode = {"city": {"as": "vocabulary", "min_count": 2}, "tags": {"as": "vocabulary", "ragged": True}}
     shards = write(words(spark, *CITIES).coalesce(1), tmp_path, encode=encode)
@@ -118,6 +120,7 @@ def test_a_vocabulary_that_does_not_fit_is_an_error(spark, tmp_path, settings, m
     assert os.listdir(tmp_path / "d") == []
 
 
+@pytest.mark.modes("local", "connect")
 def test_structs_are_flattened_and_vectors_mixed(spark, tmp_path):
     rows = [
         Row(user=Row(age=1, at=Vectors.dense([1, 2])), x=1),
@@ -137,6 +140,7 @@ def test_structs_are_flattened_and_vectors_mixed(spark, tmp_path):
 NULLS = "SELECT IF(id % 10 = 3, NULL, id) AS a, IF(id % 10 = 4, double('NaN'), id) AS b, id FROM range(0, 100, 1, 3)"
 
 
+@pytest.mark.modes("local", "connect")
 def test_dropped_and_filled_rows_are_counted_logged_and_kept(spark, tmp_path, caplog):
     shards = write(spark.sql(NULLS), tmp_path, nulls="drop", nonfinite="drop")
     assert shards.rows == 80
@@ -217,7 +221,6 @@ def city_rows(spark, *cities):
     return spark.createDataFrame(rows).repartition(2)
 
 
-@pytest.mark.modes("local")
 def test_evaluation_and_prediction_use_the_words_of_the_training_dataset(spark, tmp_path):
     features = ("city", "user.age", "photo")
     encode = {"city": {"as": "vocabulary"}, "photo": {"as": "image"}}

@@ -10,7 +10,8 @@ import torch
 from spark_dl import Data, checkpoint, storage
 from spark_dl.data.foreign import open_parquet
 from spark_dl.data.loader import Loader
-from spark_dl.data.shards import read_shards, write_arrays
+from spark_dl.data.manifest import read_shards
+from spark_dl.data.shards import write_arrays
 from tests.models import small_config
 from tests.unit.test_checkpoint import group as group
 from tests.unit.test_checkpoint import save

@@ -9,7 +9,8 @@ import pytest
 
 from spark_dl import Data, storage
 from spark_dl.data import store as store_module
-from spark_dl.data.shards import MANIFEST, read_shards, write_arrays
+from spark_dl.data.manifest import MANIFEST, read_shards
+from spark_dl.data.shards import write_arrays
 from spark_dl.data.store import Lease, clean_store, find_or_write, reopen
 
 KEY = "a" * 64

@@ -20,8 +20,8 @@ from spark_dl.data.filter_counts import filter_rows
 from spark_dl.data.filters import Bounds, Condition, holds_within, simplify
 from spark_dl.data.foreign import open_parquet
 from spark_dl.data.loader import Loader, check_row_groups
+from spark_dl.data.manifest import ShardSet, read_shards
 from spark_dl.data.schema import Column
-from spark_dl.data.shards import ShardSet, read_shards
 from spark_dl.data.source import Encoding
 from tests.datasets import write_dataset
 

@@ -17,9 +17,10 @@ import pytest
 
 from spark_dl import Data
 from spark_dl.data import local
+from spark_dl.data.manifest import ShardSet
 from spark_dl.data.policies import Changes
 from spark_dl.data.schema import Column
-from spark_dl.data.shards import Part, ShardSet
+from spark_dl.data.shards import Part
 from spark_dl.data.source import SourceColumn
 
 SOURCE = (SourceColumn("features", "float32", "array", 1), SourceColumn("label", "int64", "scalar"))
@@ -250,7 +251,7 @@ COLUMNS = (Column("x", "int64"),)
 
 
 def shard_set(sizes, digest="a"):
-    from spark_dl.data.shards import Spread
+    from spark_dl.data.manifest import Spread
     from spark_dl.data.writer import Shard
 
     shards = tuple(Shard(f"{i}", (n,), 8 * n, digest) for i, n in enumerate(sizes))

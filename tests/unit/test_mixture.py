@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from spark_dl import Config, Data, Train
+from spark_dl.data.manifest import ShardSet
 from spark_dl.data.mixture import MixedLoader, MixedPlan, Mixture, batch_shares
 from spark_dl.data.plan import Plan
 from spark_dl.data.schema import Column
-from spark_dl.data.shards import ShardSet
 from tests.datasets import write_dataset
 
 STREAMS, BATCH = 4, 40

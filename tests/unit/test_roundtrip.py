@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from spark_dl import Data
 from spark_dl.data import schema
+from spark_dl.data.manifest import read_shards
 from spark_dl.data.policies import clean_batch
 from spark_dl.data.ragged import Ragged, concatenate, from_lengths
-from spark_dl.data.shards import read_shards, write_arrays
+from spark_dl.data.shards import write_arrays
 from spark_dl.data.source import Encoding, SourceColumn
 from spark_dl.data.writer import ShardWriter
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any, Literal
 
 import numpy as np
@@ -42,7 +43,7 @@ class Rows:
         self._passing = shards.group_rows
         self._held_out = rows_held_out(self._passing, 0.0 if part == "all" else fraction)
         self._files = threading.local()  # pyarrow's readers of a file are not made for several threads
-        self._held: OrderedDict[int, list[Array | Ragged]] = OrderedDict()
+        self._held: OrderedDict[int, Future[list[Array | Ragged]]] = OrderedDict()
         self._held_lock = threading.Lock()
         if part == "validation":
             self.group_rows = self._held_out
@@ -75,15 +76,21 @@ class Rows:
             return [self._shards.spread.filler[c.name][None] for c in self.columns]
         if segment.rows == self.group_rows[number]:
             return self._part_of(number)
-        with self._held_lock:
+        with self._held_lock:  # streams meet in this row group, or sequences pass into it: it is asked for again
             held = self._held.get(number)
-        if held is None:
-            held = self._part_of(number)
-            with self._held_lock:  # streams meet in this row group, or sequences pass into it: it is asked for again
-                self._held[number] = held
+            is_mine = held is None
+            if held is None:
+                held = self._held[number] = Future()
                 while len(self._held) > _HELD_ROW_GROUPS:
                     self._held.popitem(last=False)
-        return held
+        if is_mine:  # the others wait for it, and do not decode it too
+            try:
+                held.set_result(self._part_of(number))
+            except BaseException as error:
+                held.set_exception(error)
+                with self._held_lock:
+                    self._held.pop(number, None)
+        return held.result()
 
     def _part_of(self, number: int) -> list[Array | Ragged]:
         arrays = self._decode(number)

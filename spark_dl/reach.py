@@ -7,16 +7,12 @@ nobody else sees.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
-from typing import Any
 
 from spark_dl import checkpoint, storage
+from spark_dl.data.local import Gather
 from spark_dl.data.manifest import ShardSet
 from spark_dl.data.mixture import Mixture
 from spark_dl.spec import Run
-
-Gather = Callable[[str, Any], list[Any]]
-"""(name, JSON value) -> the values of all ranks. Collective."""
 
 
 def check_reach(run: Run, gather: Gather, *, rank: int, host: str, writes: bool) -> None:

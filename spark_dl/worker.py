@@ -14,14 +14,13 @@ from spark_dl import checkpoint
 from spark_dl.config import Data, Launch
 from spark_dl.data import local
 from spark_dl.data.loader import check_row_groups
-from spark_dl.data.manifest import ShardSet
 from spark_dl.data.source import SourceColumn
 from spark_dl.evaluate import evaluate
 from spark_dl.gather import gather_by_store
 from spark_dl.launch import rendezvous
 from spark_dl.launch.barrier import RankResult, TaskInput
 from spark_dl.loop import train
-from spark_dl.reach import Gather, check_reach
+from spark_dl.reach import check_reach
 from spark_dl.spec import Run
 
 Report = Callable[[Mapping[str, Any]], None]
@@ -57,7 +56,7 @@ def main_on_rows(
         rendezvous.join(run.config.launch, report=report) as world,
     ):
         try:
-            shards = _assemble(spilled, world)
+            shards = local.assemble(spilled, _gather(world))
             check_row_groups(shards, shards.select(data.columns), data.memory_mib)
             if task == "train" and run.checkpoint is not None:
                 local.check_same_rows(checkpoint.open_checkpoint(run.checkpoint).manifest.get("rows"), shards, data)
@@ -81,7 +80,7 @@ def call_on_rows(
         rendezvous.join(launch, init_group=False, report=report) as world,
     ):
         try:
-            shards = _assemble(spilled, world)
+            shards = local.assemble(spilled, _gather(world))
         except ValueError as error:
             return RankResult(world.rank, None, refused=str(error))
         return RankResult(world.rank, fn(local.RankRows(shards, data), **kwargs))
@@ -92,9 +91,5 @@ def _run_loop(task: str, run: Run, world: rendezvous.World) -> RankResult:
     return RankResult(world.rank, LOOPS[task](run, world))
 
 
-def _assemble(spilled: local.Spilled, world: rendezvous.World) -> ShardSet:
-    return local.assemble(spilled, _gather(world))
-
-
-def _gather(world: rendezvous.World) -> Gather:
+def _gather(world: rendezvous.World) -> local.Gather:
     return functools.partial(gather_by_store, world.store, world.rank, world.world_size)

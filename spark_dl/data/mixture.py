@@ -13,6 +13,7 @@ import functools
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,6 @@ from spark_dl.data.batch import Prepare, StepBatches
 from spark_dl.data.loader import Loader
 from spark_dl.data.manifest import ShardSet
 from spark_dl.data.plan import Plan
-from spark_dl.data.rows import Part
 from spark_dl.data.schema import Column
 from spark_dl.data.writer import Shard
 
@@ -108,10 +108,7 @@ class MixedPlan:
 
     def rows_before(self, step: int) -> int:
         """True rows of an epoch's global batches before `step`, over all ranks."""
-        return sum(
-            step // plan.steps * plan.rows + sum(plan.batch_rows(s) for s in range(step % plan.steps))
-            for plan in self.plans
-        )
+        return sum(step // plan.steps * plan.rows + plan.rows_before(step % plan.steps) for plan in self.plans)
 
     def passes(self, plan: Plan) -> int:
         """How often an epoch begins with a plan's dataset."""
@@ -119,24 +116,12 @@ class MixedPlan:
 
 
 class MixedLoader:
-    """The batches of one rank from a mixture, with the interface of `Loader`. Not collective.
+    """The batches of one rank from a mixture, with the interface and the options of `Loader`. Not collective.
 
     Raises ValueError as `batch_shares` and `Loader` do.
     """
 
-    def __init__(
-        self,
-        mixture: Mixture,
-        config: Config,
-        *,
-        rank: int,
-        world_size: int,
-        part: Part = "all",
-        shuffle: bool = True,
-        micro_batches: int = 1,
-        prepare: Prepare | None = None,
-        pin: bool = False,
-    ):
+    def __init__(self, mixture: Mixture, config: Config, *, prepare: Prepare | None = None, **options: Any):
         self.columns = mixture.select(config.data.columns)
         shares = batch_shares(config.data.proportions, config.train.global_batch_size, config.data.num_streams)
         memory_mib = max(1, config.data.memory_mib // len(shares))
@@ -147,13 +132,8 @@ class MixedLoader:
                 dataclasses.replace(
                     config, data=data, train=dataclasses.replace(config.train, global_batch_size=share)
                 ),
-                rank=rank,
-                world_size=world_size,
-                part=part,
-                shuffle=shuffle,
-                micro_batches=micro_batches,
                 prepare=prepare and functools.partial(_prepare_of, prepare, number),
-                pin=pin,
+                **options,
             )
             for number, (name, share) in enumerate(shares.items())
         ]

@@ -17,6 +17,7 @@ from spark_dl.data.writer import layout
 from spark_dl.launch.barrier import TaskInput
 from spark_dl.metrics import read_metrics
 from spark_dl.spec import Run
+from tests.datasets import global_batches
 from tests.models import MLP, blobs, build_mlp, same_bits, small_config
 from tests.ranks.launcher import run_ranks
 
@@ -72,20 +73,11 @@ def reference(sizes, config):
         num_streams=config.data.num_streams, window_rows=config.data.shuffle_window_rows, seed=config.train.seed,
         parts=tuple(map(len, groups)),
     )  # fmt: skip
-    first_row = np.cumsum([0, *plan.group_rows])
     columns = {name: torch.from_numpy(values) for name, values in blobs(sum(sizes)).items()}
     losses, used = [], 0
     for epoch in range(config.train.epochs):
-        streams = []
-        for stream in plan.streams(epoch):
-            rows = []
-            for window in stream.windows:
-                ids = np.concatenate([first_row[s.row_group] + np.arange(s.start, s.stop) for s in window.segments])
-                rows.extend(ids[window.order()])
-            streams.append(rows)
-        for step in range(plan.steps):
-            part = slice(step * plan.stream_batch, (step + 1) * plan.stream_batch)
-            ids = torch.tensor([row for rows in streams for row in rows[part]])
+        for batch in global_batches(plan, epoch):
+            ids = torch.tensor(batch)
             loss = F.cross_entropy(model(columns["features"][ids]), columns["label"][ids])
             optimizer.zero_grad()
             loss.backward()

@@ -10,7 +10,7 @@ from spark_dl.data.mixture import Mixture
 from spark_dl.data.plan import Plan
 from spark_dl.metrics import read_metrics
 from spark_dl.spec import Run
-from tests.datasets import write_dataset
+from tests.datasets import global_batches, write_dataset
 from tests.models import MLP, blobs, build_mlp, small_config
 from tests.ranks.launcher import run_ranks
 
@@ -28,20 +28,11 @@ def reference(columns, config, group_rows):
         group_rows=group_rows, global_batch_size=config.train.global_batch_size, num_streams=config.data.num_streams,
         window_rows=config.data.shuffle_window_rows, seed=config.train.seed,
     )  # fmt: skip
-    first_row = np.cumsum([0, *group_rows])
     features, label = torch.from_numpy(columns["features"]), torch.from_numpy(columns["label"])
     losses = []
     for epoch in range(config.train.epochs):
-        streams = []
-        for stream in plan.streams(epoch):
-            rows = []
-            for window in stream.windows:
-                ids = np.concatenate([first_row[s.row_group] + np.arange(s.start, s.stop) for s in window.segments])
-                rows.extend(ids[window.order()])
-            streams.append(rows)
-        for step in range(plan.steps):
-            part = slice(step * plan.stream_batch, (step + 1) * plan.stream_batch)
-            ids = torch.tensor([row for rows in streams for row in rows[part]])
+        for batch in global_batches(plan, epoch):
+            ids = torch.tensor(batch)
             loss = F.cross_entropy(model(features[ids]), label[ids])
             optimizer.zero_grad()
             loss.backward()

@@ -2,7 +2,7 @@
 PY := .venv/bin/python
 ARGS ?= --overwrite
 
-.PHONY: train test lint type bench clean setup setup-petastorm
+.PHONY: train test test-slow lint type bench clean setup setup-petastorm
 
 setup:
 	@./conf/setup_env.sh
@@ -17,8 +17,11 @@ train: setup .data/digits.csv.gz ## train on the digits; `make train ARGS=--resu
 	@mkdir -p .data
 	@$(PY) -c "import shutil, sklearn, pathlib; shutil.copy(pathlib.Path(sklearn.__file__).parent / 'datasets/data/digits.csv.gz', '$@')"
 
-test: setup-petastorm lint type ## lint, types, and all tests that this machine can run
-	@$(PY) -m pytest --numprocesses=2 --no-loadscope-reorder
+test: setup-petastorm lint type ## lint, types, and the tests that this machine can run, but for those that are slow
+	@$(PY) -m pytest --numprocesses=2 --no-loadscope-reorder -m 'not slow'
+
+test-slow: setup-petastorm ## the tests that take more than about 15 s each: whole jobs, kills, clusters, memory
+	@$(PY) -m pytest --numprocesses=2 --no-loadscope-reorder -m slow
 
 lint: setup
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check .

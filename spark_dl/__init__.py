@@ -2,7 +2,7 @@
 
 __version__ = "0.1.0"
 
-from spark_dl.config import Checkpoint, Config, Data, Launch, Parallel, Train, load_config
+from spark_dl.config import Checkpoint, Config, Data, Launch, Parallel, Train
 from spark_dl.data.local import RankRows
 from spark_dl.data.manifest import ShardSet, read_shards
 from spark_dl.data.shards import write_shards
@@ -12,6 +12,7 @@ from spark_dl.launch.failure import RankError
 from spark_dl.launch.rendezvous import World
 from spark_dl.launch.session import build_session
 from spark_dl.predict import predict
+from spark_dl.settings import load_config
 from spark_dl.spec import ModelSpec, import_object
 
 __all__ = [

@@ -2,7 +2,7 @@
 
     <run_dir>/checkpoints/step-00000120.gen-0001/
         model.pt  training.pt                   by rank 0: the same on all ranks
-        rank-00000.pt  rank-00001.pt ...        by each rank: its random number generators
+        rank-00000.pt  rank-00001.pt ...        by each rank: its random number generators, and what else it alone has
         MANIFEST.json                           by rank 0, last: sizes, SHA-256, step, generation, settings
 
 Files hold tensors and plain data, and are read with `weights_only=True`.
@@ -24,9 +24,10 @@ import numpy as np
 import torch
 
 from spark_dl import storage
-from spark_dl.config import Config, build_config
+from spark_dl.config import Config
 from spark_dl.data.schema import Column
 from spark_dl.gather import gather_json
+from spark_dl.settings import build_config
 
 MANIFEST = "MANIFEST.json"
 FORMAT = "spark_dl.checkpoint"
@@ -70,15 +71,16 @@ def save(
     model: Mapping[str, Any],
     training: Mapping[str, Any],
     rows: Mapping[str, Any] | None = None,
+    of_rank: Mapping[str, Any] | None = None,
 ) -> str:
     """Writes a checkpoint; collective. Returns its URL once it is committed. Older ones go, save `checkpoint.keep`.
 
-    `rows` says which rows were trained on, where they are gone with the run.
+    `rows` says which rows were trained on, where they are gone with the run; `of_rank` is what this rank alone has.
 
     Raises RuntimeError on every rank if any rank could not write its part, and on a rank of an older attempt.
     """
     url = storage.join(folder(run_dir), f"step-{step:08d}.gen-{generation:04d}")
-    parts: dict[str, Any] = {f"rank-{rank:05d}.pt": _random_state()}
+    parts: dict[str, Any] = {_rank_file(rank): {"random": _random_state(), "state": of_rank or {}}}
     if rank == 0:
         parts |= {"model.pt": model, "training.pt": training}
     written, problem = [], ""
@@ -231,11 +233,32 @@ def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
     return {f"{section}.{key}": value for section, values in config.items() for key, value in values.items()}
 
 
+def load_rank_state(saved: Saved, rank: int, world_size: int) -> dict[str, Any]:
+    """What this rank alone had, by name; with another number of ranks than then the mean of all of theirs."""
+    ranks: int = saved.manifest["world_size"]
+    if ranks == world_size:
+        state: dict[str, Any] = load(saved, _rank_file(rank))["state"]
+        return state
+    mean: dict[str, Any] = {}
+    for other in range(ranks):
+        mean = _added(mean, load(saved, _rank_file(other))["state"], 1 / ranks)
+    return mean
+
+
+def _added(total: Any, state: Any, share: float) -> Any:
+    """A share of the floating point tensors of a state added to a total; all else is that of the first state."""
+    if isinstance(state, Mapping):
+        return {key: _added(total.get(key) if total else None, value, share) for key, value in state.items()}
+    if isinstance(state, torch.Tensor) and state.is_floating_point():
+        return state * share if total is None else total + state * share
+    return state if total is None else total
+
+
 def restore_random_state(saved: Saved, rank: int, world_size: int) -> bool:
     """Puts the random number generators of a rank back; False if the checkpoint was of another number of ranks."""
     if saved.manifest["world_size"] != world_size:
         return False
-    state = load(saved, f"rank-{rank:05d}.pt")
+    state = load(saved, _rank_file(rank))["random"]
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, keys, *rest = state["numpy"]
@@ -244,6 +267,10 @@ def restore_random_state(saved: Saved, rank: int, world_size: int) -> bool:
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
     return True
+
+
+def _rank_file(rank: int) -> str:
+    return f"rank-{rank:05d}.pt"
 
 
 def _random_state() -> dict[str, Any]:

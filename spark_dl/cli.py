@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import jsonargparse
 
-from spark_dl.config import Config, build_config, config_keys, explain_parse_error
+from spark_dl.config import Config
 from spark_dl.data.manifest import ShardSet, read_shards
 from spark_dl.launch.session import build_session
+from spark_dl.settings import build_config, config_keys, explain_parse_error
 from spark_dl.spec import ModelSpec, import_object
 from spark_dl.storage import join as join
 

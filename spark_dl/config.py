@@ -1,19 +1,13 @@
-"""The settings of a run: frozen dataclasses that check themselves on construction, on the driver, before any Spark job.
-
-YAML files and dotted command-line overrides (`--train.lr=0.1`) become a `Config` through jsonargparse.
-"""
+"""The settings of a run: frozen dataclasses that check themselves when they are made, on the driver, before any job."""
 
 import dataclasses
-import datetime
-import difflib
-import importlib
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal
+
+from spark_dl.checks import check, check_bool, check_choices, check_class, check_encoding, check_number, full_filters
 
 LrScaling = Literal["none", "linear", "sqrt"]
 Precision = Literal["float32", "bf16", "fp16"]
@@ -24,102 +18,14 @@ Ragged = Literal["pad", "offsets"]
 Reader = Literal["spark_dl", "petastorm"]
 Nulls = Literal["error", "drop", "fill"]
 Nonfinite = Literal["error", "drop", "fill", "allow"]
-
-ENCODINGS: Mapping[str, frozenset[str]] = {
-    "number": frozenset(),
-    "timestamp": frozenset({"unit"}),
-    "duration": frozenset({"unit"}),
-    "decimal": frozenset(),
-    "float": frozenset(),
-    "vocabulary": frozenset({"min_count", "max_size", "values", "unknown"}),
-    "hash": frozenset({"buckets"}),
-    "bytes": frozenset(),
-    "image": frozenset(),
-}
-"""What a column can be stored as (`as` in `data.encode`), and the further settings of each."""
+Strategy = Literal[
+    "ddp", "horovod", "local_sgd", "single", "data_parallel", "tree_reduce", "shuffle_reduce", "parameter_server"
+]
+AllReduce = Literal["backend", "naive", "reduce_broadcast", "tree", "ring", "halving_doubling"]
+Compression = Literal["none", "fp16", "bf16", "powersgd", "threshold", "topk"]
+ServerMode = Literal["sync", "k_sync", "k_batch_sync", "async", "k_async", "k_batch_async"]
+Straggler = Literal["none", "constant", "exponential", "shifted"]
 Storage = Literal["shared", "local"]
-FILTER_OPS = ("==", "!=", "<", "<=", ">", ">=", "in", "not in")
-Conditions = tuple[tuple[tuple[str, str, Any], ...], ...]
-"""`data.filters` in full: a row passes if all [column, op, value] of any of these hold."""
-
-
-def _check(ok: bool, key: str, expected: str, found: Any) -> None:
-    if not ok:
-        raise ValueError(f"{key}: expected {expected}, found {found!r}")
-
-
-def _check_number(section: Any, name: str, low: float, *, above: bool = False, whole: bool = False) -> None:
-    value, key = getattr(section, name), f"{type(section).__name__.lower()}.{name}"
-    kind = "a whole number" if whole else "a finite number"
-    number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
-    fits = number and math.isfinite(value) and (value > low if above else value >= low)
-    _check(fits, key, f"{kind} {'>' if above else '>='} {low:g}", value)
-
-
-def _check_choices(section: Any) -> None:
-    """Every field whose type is a `Literal` holds one of its values."""
-    for name, hint in get_type_hints(type(section)).items():
-        choices = get_args(hint)
-        if getattr(hint, "__origin__", None) is Literal:
-            key = f"{type(section).__name__.lower()}.{name}"
-            _check(getattr(section, name) in choices, key, f"one of {list(choices)}", getattr(section, name))
-
-
-def _check_bool(section: Any, *names: str) -> None:
-    for name in names:
-        value = getattr(section, name)
-        _check(isinstance(value, bool), f"{type(section).__name__.lower()}.{name}", "true or false", value)
-
-
-def _check_encoding(key: str, settings: Any) -> None:
-    """One entry of `data.encode`. Whether it fits the column's type is checked when the type is known."""
-    _check(isinstance(settings, Mapping), key, "a mapping such as {as: hash, buckets: 1000}", settings)
-    chosen = settings.get("as")
-    _check(chosen is None or chosen in list(ENCODINGS), f"{key}.as", f"one of {list(ENCODINGS)}", chosen)
-    known = ["as", "ragged", *(ENCODINGS[chosen] if chosen else ())]
-    for name in settings:
-        near = suggestion(str(name), known)
-        _check(name in known, f"{key}.{name}", f"settings of as: {chosen}{near}", settings[name])
-    _check(isinstance(settings.get("ragged", False), bool), f"{key}.ragged", "true or false", settings.get("ragged"))
-    units = ["D", "s", "ms", "us", "ns"]
-    _check(settings.get("unit", "us") in units, f"{key}.unit", f"one of {units}", settings.get("unit"))
-    unknown = settings.get("unknown", "zero")
-    _check(unknown in ("zero", "error"), f"{key}.unknown", "zero or error", unknown)
-    _check(chosen != "hash" or "buckets" in settings, f"{key}.buckets", "the number of buckets", None)
-    for name in ("buckets", "min_count", "max_size"):
-        value = settings.get(name, 1)
-        _check(type(value) is int and 1 <= value < 2**63, f"{key}.{name}", "a whole number >= 1", value)
-    words = settings.get("values", ["word"])
-    is_list = isinstance(words, Sequence) and not isinstance(words, str) and all(isinstance(w, str) for w in words)
-    _check(is_list and 0 < len(words) == len({*words}), f"{key}.values", "a list of different words", words)
-
-
-def _full_filters(filters: Any) -> Conditions:
-    """`data.filters` as alternatives of conditions; one list of conditions is one alternative. Dates become texts."""
-    form = "[column, op, value] (all must hold), or lists of such lists (any)"
-    _check(_is_list(filters) and all(_is_list(f) and f for f in filters), "data.filters", f"a list of {form}", filters)
-    alternatives = [filters] if filters and isinstance(filters[0][0], str) else filters
-    for alternative in alternatives:
-        for found in alternative:
-            is_condition = _is_list(found) and len(found) == 3 and isinstance(found[0], str)
-            _check(is_condition, "data.filters", f"a list of {form}", found)
-    return tuple(tuple(_full_condition(*c) for c in alternative) for alternative in alternatives)
-
-
-def _full_condition(column: str, op: Any, value: Any) -> tuple[str, str, Any]:
-    key = f"data.filters: {column} {op}"
-    _check(op in FILTER_OPS, f"data.filters: {column}", f"an operator of {list(FILTER_OPS)}", op)
-    several = op in ("in", "not in")
-    _check(not several or (_is_list(value) and bool(value)), key, "a list of values", value)
-    values = [v.isoformat() if isinstance(v, datetime.date) else v for v in (value if several else [value])]
-    for v in values:
-        fits = isinstance(v, str | int) or (isinstance(v, float) and math.isfinite(v))
-        _check(fits, key, "finite numbers, true, false, texts or dates (a null never passes)", v)
-    return column, op, tuple(values) if several else values[0]
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,34 +100,34 @@ class Data:
 
     def __post_init__(self) -> None:
         is_list = isinstance(self.features, Sequence) and not isinstance(self.features, str)
-        _check(is_list, "data.features", "a list of column names", self.features)
+        check(is_list, "data.features", "a list of column names", self.features)
         object.__setattr__(self, "features", tuple(self.features))
-        _check(len(self.features) > 0, "data.features", "at least one column name", self.features)
+        check(len(self.features) > 0, "data.features", "at least one column name", self.features)
         for name in self.columns:
-            _check(isinstance(name, str) and name != "", "data.features and data.label", "column names", name)
-        _check(len(set(self.columns)) == len(self.columns), "data.features", "each column once", self.columns)
-        _check_number(self, "validation_fraction", 0)
-        _check(self.validation_fraction < 1, "data.validation_fraction", "a number < 1", self.validation_fraction)
+            check(isinstance(name, str) and name != "", "data.features and data.label", "column names", name)
+        check(len(set(self.columns)) == len(self.columns), "data.features", "each column once", self.columns)
+        check_number(self, "validation_fraction", 0)
+        check(self.validation_fraction < 1, "data.validation_fraction", "a number < 1", self.validation_fraction)
         for name in ("rows_per_row_group", "rows_per_shard"):
-            _check_number(self, name, 0, whole=True)
+            check_number(self, name, 0, whole=True)
         for name in ("num_streams", "shuffle_window_rows", "memory_mib", "reader_threads", "prefetch_batches"):
-            _check_number(self, name, 1, whole=True)
-        _check_bool(self, "shuffle")
-        _check_choices(self)
-        _check(isinstance(self.encode, Mapping), "data.encode", "a mapping of columns to settings", self.encode)
+            check_number(self, name, 1, whole=True)
+        check_bool(self, "shuffle")
+        check_choices(self)
+        check(isinstance(self.encode, Mapping), "data.encode", "a mapping of columns to settings", self.encode)
         for name, settings in self.encode.items():
-            _check_encoding(f"data.encode.{name}", settings)
-        object.__setattr__(self, "filters", _full_filters(self.filters))
-        _check(isinstance(self.fill, Mapping), "data.fill", "a mapping of columns to values", self.fill)
+            check_encoding(f"data.encode.{name}", settings)
+        object.__setattr__(self, "filters", full_filters(self.filters))
+        check(isinstance(self.fill, Mapping), "data.fill", "a mapping of columns to values", self.fill)
         for name, value in self.fill.items():
             fits = isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value))
-            _check(fits, f"data.fill.{name}", "a finite number, true, false or a text", value)
-        _check(
+            check(fits, f"data.fill.{name}", "a finite number, true, false or a text", value)
+        check(
             isinstance(self.proportions, Mapping), "data.proportions", "a mapping of names to numbers", self.proportions
         )
         for name, share in self.proportions.items():
             is_number = isinstance(share, (int, float)) and not isinstance(share, bool) and math.isfinite(share)
-            _check(is_number and share > 0, f"data.proportions.{name}", "a finite number > 0", share)
+            check(is_number and share > 0, f"data.proportions.{name}", "a finite number > 0", share)
         for name, given in (("validation_fraction", self.validation_fraction), ("storage", self.storage != "shared")):
             if self.proportions and given:
                 raise ValueError(f"data.{name}: not with data.proportions; pass datasets, and one for validation")
@@ -241,13 +147,13 @@ class Data:
         if self.reader == "petastorm" and self.storage == "local":
             raise ValueError("data.storage: not local with data.reader=petastorm, which deals row groups by itself")
         self._check_sequences()
-        _check_number(self, "cache_mib", 0, whole=True)
+        check_number(self, "cache_mib", 0, whole=True)
         is_path = self.cache_dir is None or (isinstance(self.cache_dir, str) and self.cache_dir.startswith("/"))
-        _check(is_path, "data.cache_dir", "an absolute path on the local disk", self.cache_dir)
+        check(is_path, "data.cache_dir", "an absolute path on the local disk", self.cache_dir)
         is_url = self.store is None or (isinstance(self.store, str) and self.store != "")
-        _check(is_url, "data.store", "a folder or URL", self.store)
-        _check_number(self, "store_ttl_days", 0)
-        _check(not self.cache_mib or bool(self.cache_dir), "data.cache_dir", "a folder for data.cache_mib", None)
+        check(is_url, "data.store", "a folder or URL", self.store)
+        check_number(self, "store_ttl_days", 0)
+        check(not self.cache_mib or bool(self.cache_dir), "data.cache_dir", "a folder for data.cache_mib", None)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -261,18 +167,18 @@ class Data:
         return tuple(dict.fromkeys((*self.columns, *found_by)))
 
     def _check_sequences(self) -> None:
-        _check_number(self, "sequence_length", 0, whole=True)
-        _check_number(self, "sequence_stride", 1, whole=True)
+        check_number(self, "sequence_length", 0, whole=True)
+        check_number(self, "sequence_stride", 1, whole=True)
         for name in ("sequence_order", "sequence_group"):
             value = getattr(self, name)
-            _check(value is None or (isinstance(value, str) and value != ""), f"data.{name}", "a column name", value)
+            check(value is None or (isinstance(value, str) and value != ""), f"data.{name}", "a column name", value)
         if self.sequence_max_gap is not None:
-            _check_number(self, "sequence_max_gap", 0)
-            _check(bool(self.sequence_order), "data.sequence_order", "a column for data.sequence_max_gap", None)
+            check_number(self, "sequence_max_gap", 0)
+            check(bool(self.sequence_order), "data.sequence_order", "a column for data.sequence_max_gap", None)
         if not self.sequence_length:
             for name in ("sequence_order", "sequence_group"):
                 value = getattr(self, name)
-                _check(value is None, f"data.{name}", "nothing without data.sequence_length", value)
+                check(value is None, f"data.{name}", "nothing without data.sequence_length", value)
             return
         if self.validation_fraction:
             raise ValueError(
@@ -341,52 +247,151 @@ class Train:
 
     def __post_init__(self) -> None:
         for name in ("global_batch_size", "accumulation_steps", "epochs", "early_stop_patience", "log_every"):
-            _check_number(self, name, 1, whole=True)
+            check_number(self, name, 1, whole=True)
         for name in ("warmup_steps", "seed"):
-            _check_number(self, name, 0, whole=True)
+            check_number(self, name, 0, whole=True)
         if self.max_steps is not None:
-            _check_number(self, "max_steps", 1, whole=True)
+            check_number(self, "max_steps", 1, whole=True)
         if self.clip_grad_norm is not None:
-            _check_number(self, "clip_grad_norm", 0, above=True)
-        _check_number(self, "lr", 0, above=True)
-        _check_number(self, "early_stop_min_delta", 0)
-        _check_choices(self)
-        _check_class("train.optimizer", "torch.optim", "Optimizer", self.optimizer)
+            check_number(self, "clip_grad_norm", 0, above=True)
+        check_number(self, "lr", 0, above=True)
+        check_number(self, "early_stop_min_delta", 0)
+        check_choices(self)
+        check_class("train.optimizer", "torch.optim", "Optimizer", self.optimizer)
         for name in ("optimizer_args", "scheduler_args", "metrics"):
             value = getattr(self, name)
-            _check(isinstance(value, Mapping), f"train.{name}", "a mapping of names to values", value)
+            check(isinstance(value, Mapping), f"train.{name}", "a mapping of names to values", value)
         if self.scheduler is not None:
-            _check_class("train.scheduler", "torch.optim.lr_scheduler", "LRScheduler", self.scheduler)
+            check_class("train.scheduler", "torch.optim.lr_scheduler", "LRScheduler", self.scheduler)
             plateau = self.scheduler == "ReduceLROnPlateau" and self.scheduler_interval == "step"
-            _check(not plateau, "train.scheduler_interval", "epoch for ReduceLROnPlateau", self.scheduler_interval)
+            check(not plateau, "train.scheduler_interval", "epoch for ReduceLROnPlateau", self.scheduler_interval)
         for name, args in self.metrics.items():
             is_metric = isinstance(args, Mapping) and isinstance(args.get("class"), str)
-            _check(is_metric, f"train.metrics.{name}", "{class: <torchmetrics class>, <its arguments>}", args)
-            _check(name != "loss", "train.metrics", "another name than 'loss', which is always reported", name)
+            check(is_metric, f"train.metrics.{name}", "{class: <torchmetrics class>, <its arguments>}", args)
+            check(name != "loss", "train.metrics", "another name than 'loss', which is always reported", name)
         known = ["loss", *self.metrics]
         if self.early_stop_metric is not None:
-            _check(
-                self.early_stop_metric in known, "train.early_stop_metric", f"one of {known}", self.early_stop_metric
-            )
+            check(self.early_stop_metric in known, "train.early_stop_metric", f"one of {known}", self.early_stop_metric)
+
+
+_OF_STRATEGY: Mapping[str, tuple[str, ...]] = {
+    "bucket_mib": ("ddp",),
+    "find_unused_parameters": ("ddp",),
+    "static_graph": ("ddp",),
+    "all_reduce": ("ddp",),
+    "compression": ("ddp", "horovod"),
+    "sync_batchnorm": ("ddp", "local_sgd"),
+    "adasum": ("horovod",),
+    "sync_every_steps": ("local_sgd",),
+    "sync_start_step": ("local_sgd",),
+    "tree_depth": ("tree_reduce",),
+    "num_servers": ("parameter_server",),
+    "server_mode": ("parameter_server",),
+    "server_k": ("parameter_server",),
+    "max_staleness": ("parameter_server",),
+    "staleness_lr": ("parameter_server",),
+}
+"""Settings of `Parallel` that only some strategies know."""
+_ONE_RANK = ("single", "data_parallel")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parallel:
     """How the ranks share the work of a step."""
 
-    strategy: str = "ddp"
-    """Name of the strategy; see `spark_dl.parallel`."""
+    strategy: Strategy = "ddp"
+    """`ddp`, `horovod`, `local_sgd`; `single` and `data_parallel` for one rank; `tree_reduce` and `shuffle_reduce`, by
+    which Spark itself aggregates; `parameter_server`."""
     bucket_mib: float = 25.0
     """Size of the flat gradient buffers of one all-reduce, in MiB."""
     find_unused_parameters: bool = False
     """For models of which a step may not use all parameters."""
     static_graph: bool = False
     """Promise that every step uses the same parameters in the same way."""
+    sync_batchnorm: bool = False
+    """Normalize by the mean and variance of the global batch, not of each rank's part of it."""
+    all_reduce: AllReduce = "backend"
+    """How gradients are summed: by the backend (Gloo, NCCL), or by one of `spark_dl.parallel.collectives`."""
+    compression: Compression = "none"
+    """What gradients are sent as. All but fp16 and bf16 keep what they leave out and add it to the next step's gradient
+    (error feedback)."""
+    compression_start_step: int = 2
+    """Steps at the start of a run that send whole gradients, with powersgd, threshold and topk."""
+    powersgd_rank: int = 1
+    """Rank of the matrices that PowerSGD sends."""
+    threshold: float = 0.001
+    """What `threshold` sends of each element whose size is above it: this, with the sign."""
+    topk_ratio: float = 0.01
+    """Part of the elements of each bucket, the largest ones, that `topk` sends. In (0, 1]."""
+    adasum: bool = False
+    """Horovod's adaptive sum in place of the mean."""
+    sync_every_steps: int = 8
+    """Steps after which `local_sgd` averages the weights of the ranks."""
+    sync_start_step: int = 0
+    """Steps at the start of a run in which `local_sgd` averages the gradients instead (post-local SGD)."""
+    tree_depth: int = 2
+    """Levels of `treeReduce`."""
+    num_servers: int = 1
+    """How many of the ranks are parameter servers; the others train."""
+    server_mode: ServerMode = "sync"
+    """When the servers update the weights, as in Dutta et al. 2018."""
+    server_k: int = 0
+    """Gradients that the servers wait for in the modes with a K; 0 is one of each rank that trains."""
+    max_staleness: int | None = None
+    """Most updates that a gradient may be behind the weights that it is added to; an older one is computed anew."""
+    staleness_lr: bool = False
+    """Divide the learning rate of a gradient by one more than the updates that it is behind."""
+    straggler: Straggler = "none"
+    """Delay that is added to every gradient computation, to see what slow ranks do: its distribution."""
+    straggler_s: float = 0.0
+    """Mean of the delay, in seconds; `shifted` waits half of it, then an exponential time of that mean."""
+    straggler_ranks: tuple[int, ...] = ()
+    """Ranks that are delayed; none named: all."""
 
     def __post_init__(self) -> None:
-        _check(isinstance(self.strategy, str), "parallel.strategy", "the name of a strategy", self.strategy)
-        _check_number(self, "bucket_mib", 0, above=True)
-        _check_bool(self, "find_unused_parameters", "static_graph")
+        check_number(self, "bucket_mib", 0, above=True)
+        check_bool(self, "find_unused_parameters", "static_graph", "sync_batchnorm", "adasum", "staleness_lr")
+        check_choices(self)
+        for name in ("powersgd_rank", "sync_every_steps", "tree_depth", "num_servers"):
+            check_number(self, name, 1, whole=True)
+        for name in ("compression_start_step", "sync_start_step", "server_k"):
+            check_number(self, name, 0, whole=True)
+        check_number(self, "threshold", 0, above=True)
+        check_number(self, "topk_ratio", 0, above=True)
+        check(self.topk_ratio <= 1, "parallel.topk_ratio", "a number <= 1", self.topk_ratio)
+        if self.max_staleness is not None:
+            check_number(self, "max_staleness", 0, whole=True)
+        check_number(self, "straggler_s", 0)
+        check(
+            (self.straggler_s > 0) == (self.straggler != "none"),
+            "parallel.straggler_s",
+            f"a delay > 0 with a parallel.straggler, 0 without (it is {self.straggler})",
+            self.straggler_s,
+        )
+        is_list = isinstance(self.straggler_ranks, Sequence) and not isinstance(self.straggler_ranks, str)
+        ranks = self.straggler_ranks if is_list else [None]
+        check(
+            all(type(r) is int and r >= 0 for r in ranks),
+            "parallel.straggler_ranks",
+            "a list of ranks",
+            self.straggler_ranks,
+        )
+        object.__setattr__(self, "straggler_ranks", tuple(ranks))
+        for name, strategies in _OF_STRATEGY.items():
+            is_used = getattr(self, name) != getattr(type(self), name)
+            if is_used and self.strategy not in strategies:
+                raise ValueError(
+                    f"parallel.{name}: known to the strategy {' and '.join(strategies)} alone, found {self.strategy!r}"
+                )
+        if self.compression != "none" and self.all_reduce != "backend":
+            raise ValueError(
+                "parallel.all_reduce: only the backend with parallel.compression, which sends other things"
+            )
+        if self.compression == "powersgd" and self.compression_start_step < 2:
+            raise ValueError(
+                "parallel.compression_start_step: expected at least 2 with powersgd, as its matrices need the final "
+                f"buckets, found {self.compression_start_step}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -405,11 +410,11 @@ class Launch:
     """CPU threads of each rank; 0 leaves them as Spark set them (`spark.task.cpus`)."""
 
     def __post_init__(self) -> None:
-        _check_number(self, "num_ranks", 1, whole=True)
-        _check_number(self, "threads", 0, whole=True)
+        check_number(self, "num_ranks", 1, whole=True)
+        check_number(self, "threads", 0, whole=True)
         for name in ("start_timeout_s", "collective_timeout_s"):
-            _check_number(self, name, 0, above=True)
-        _check_choices(self)
+            check_number(self, name, 0, above=True)
+        check_choices(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -424,9 +429,9 @@ class Checkpoint:
     """Checkpoints that are kept: the newest ones."""
 
     def __post_init__(self) -> None:
-        _check_number(self, "every_steps", 0, whole=True)
-        _check_number(self, "every_epochs", 1, whole=True)
-        _check_number(self, "keep", 1, whole=True)
+        check_number(self, "every_steps", 0, whole=True)
+        check_number(self, "every_epochs", 1, whole=True)
+        check_number(self, "keep", 1, whole=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -458,6 +463,14 @@ class Config:
                 f"{streams}: the ranks have equal rows, and equal streams to read them by; "
                 f"{-(-streams // ranks) * ranks} would do, with a train.global_batch_size that it divides"
             )
+        strategy = self.parallel.strategy
+        if strategy in _ONE_RANK and ranks != 1:
+            raise ValueError(f"launch.num_ranks: expected 1 with parallel.strategy={strategy!r}, found {ranks}")
+        if strategy == "parameter_server" and self.parallel.num_servers >= ranks:
+            raise ValueError(
+                f"parallel.num_servers: expected fewer than launch.num_ranks={ranks}, so that some ranks train, found "
+                f"{self.parallel.num_servers}"
+            )
         least = batch // streams * (streams // ranks)
         if self.train.accumulation_steps > least:
             raise ValueError(
@@ -474,72 +487,3 @@ class Config:
         """Plain dicts, lists and scalars, as they are written to `config.yaml` and to checkpoints."""
         plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
         return plain
-
-
-def _check_class(key: str, module: str, base: str, name: Any) -> None:
-    """`name` is a public class of `module` that derives from its class `base`."""
-    classes = vars(importlib.import_module(module))
-    known = [n for n, c in classes.items() if isinstance(c, type) and issubclass(c, classes[base])]
-    known = [n for n in known if n != base and not n.startswith("_")]
-    if name not in known:
-        raise ValueError(f"{key}: no class {name!r} in {module}{suggestion(str(name), known)}")
-
-
-def suggestion(name: str, known: Sequence[str]) -> str:
-    """The end of an error message for an unknown name: the nearest known one, or all of them when none is near."""
-    by_lower = {k.lower(): k for k in known}
-    near = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
-    return f"; did you mean {by_lower[near[0]]!r}?" if near else f"; known are {', '.join(sorted(known))}"
-
-
-def config_keys() -> list[str]:
-    """All dotted keys, such as `train.lr`."""
-    sections = {f.name: f.default_factory for f in dataclasses.fields(Config)}
-    return [f"{s}.{f.name}" for s, cls in sections.items() for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
-
-
-def build_config(sections: Mapping[str, Any]) -> Config:
-    """A `Config` from plain nested dicts, such as those of a YAML file; keys that are missing keep their defaults."""
-    known = {f.name: f.default_factory for f in dataclasses.fields(Config)}
-    built: dict[str, Any] = {}
-    for name, values in sections.items():
-        if name not in known:
-            raise ValueError(f"unknown config key {name!r}{suggestion(str(name), list(known))}")
-        _check(isinstance(values, Mapping), name, "a mapping of keys to values", values)
-        for key in values:
-            if f"{name}.{key}" not in config_keys():
-                raise ValueError(f"unknown config key '{name}.{key}'{suggestion(f'{name}.{key}', config_keys())}")
-        built[name] = known[name](**values)  # type: ignore[operator, misc]
-    return Config(**built)
-
-
-def load_config(path: str | Path | None = None, overrides: Sequence[str] | Mapping[str, Any] = ()) -> Config:
-    """Reads a YAML file and applies dotted overrides, `["train.lr=0.1"]` or `{"train.lr": 0.1}`.
-
-    Raises ValueError for an unknown key, naming the nearest one, and for a value that does not fit.
-    """
-    import jsonargparse
-
-    pairs = overrides.items() if isinstance(overrides, Mapping) else [o.partition("=")[::2] for o in overrides]
-    args = [f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in pairs]
-    parser = jsonargparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
-    parser.add_argument("--config", action="config")
-    parser.add_class_arguments(Config, None)
-    try:
-        parsed = parser.parse_args(args if path is None else [f"--config={path}", *args]).as_dict()
-    except jsonargparse.ArgumentError as error:
-        raise ValueError(explain_parse_error(str(error), config_keys())) from None
-    return build_config({name: section for name, section in parsed.items() if name != "config"})
-
-
-def explain_parse_error(message: str, known: Sequence[str]) -> str:
-    """The message of jsonargparse in one line, and, where it is about an unknown key, with the nearest known key."""
-    group = re.search(r"Group '([\w.]+)' does not accept option '([\w.]+)'", message)
-    other = re.search(r"(?:[Uu]nrecognized arguments: --|Option ')([\w.]+)", message)
-    key = ".".join(group.groups()) if group else other.group(1) if other else None
-    if key is None:
-        return re.sub(r"\s+", " ", message.replace('Parser key "', '"')).strip()
-    nearest = suggestion(key, known)
-    if key.count(".") == 0 and "mean" not in nearest:
-        nearest = suggestion(key, sorted({k.split(".")[0] for k in known}))
-    return f"unknown config key {key!r}{nearest}"

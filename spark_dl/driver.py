@@ -33,7 +33,6 @@ from spark_dl.data.store import reopen, store_shards
 from spark_dl.evaluate import build_metric, load_model
 from spark_dl.launch import payload, preflight
 from spark_dl.launch.barrier import run_barrier
-from spark_dl.parallel import strategy
 from spark_dl.progress import ProgressBar
 from spark_dl.spec import ModelSpec, Run
 
@@ -260,7 +259,6 @@ def _session(data: Any) -> Any:
 
 def _check_before_start(spark: Any, spec: ModelSpec, config: Config, *, has_validation: bool) -> None:
     """What can be seen on the driver, before rows are moved or ranks started."""
-    strategy(config.parallel.strategy)
     for name, args in config.train.metrics.items():
         build_metric(name, args)
     if config.train.early_stop_metric and not (has_validation or config.data.validation_fraction):

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from spark_dl import checkpoint
-from spark_dl.config import Config, suggestion
+from spark_dl.checks import suggestion
+from spark_dl.config import Config
 from spark_dl.data.build import BatchLoader, build_loader
-from spark_dl.gather import gather_tensors
+from spark_dl.gather import gather_tensors, sum_over_ranks
 from spark_dl.launch.rendezvous import World
 from spark_dl.spec import ModelSpec, Run, weighted_loss_sum
 
@@ -66,7 +66,7 @@ def evaluate_model(
                     for metric in metrics.values():
                         metric.update(output[true_rows].float(), label[true_rows])
     model.train(was_training)
-    dist.all_reduce(total)
+    sum_over_ranks(total)
     with warnings.catch_warnings():
         # A rank that had no true row has nothing to add; torchmetrics warns of it.
         warnings.filterwarnings("ignore", message=".*was called before the ``update``.*")

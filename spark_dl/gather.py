@@ -1,6 +1,6 @@
-"""What every rank has to say, on every rank: JSON values and tensors of any shape.
+"""What every rank has to say, on every rank: sums, JSON values and tensors of any shape.
 
-Through plain tensors: `all_gather_object` would unpickle what peers send.
+Through plain tensors: `all_gather_object` would unpickle what peers send. A single rank needs no process group.
 """
 
 from __future__ import annotations
@@ -13,6 +13,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+
+def sum_over_ranks(tensor: Tensor) -> None:
+    """Adds up a tensor over the ranks, in place. Collective."""
+    if dist.is_initialized():
+        dist.all_reduce(tensor)
+
+
+def take_from_first(tensor: Tensor) -> None:
+    """Overwrites a tensor with that of rank 0. Collective."""
+    if dist.is_initialized():
+        dist.broadcast(tensor, 0)
 
 
 def gather_json(value: Any) -> list[Any]:
@@ -59,6 +71,8 @@ def gather_tensors(tensor: Tensor, group: Any = None) -> list[Tensor]:
 
 def _gather_bytes(data: Tensor) -> list[Tensor]:
     """uint8 tensors of any length, on the CPU. # data: (length,)"""
+    if not dist.is_initialized():
+        return [data]
     on_gpu = dist.get_backend() == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]

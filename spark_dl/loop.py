@@ -7,12 +7,12 @@ import functools
 import math
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from spark_dl import checkpoint
 from spark_dl.data.batch import StepBatches
@@ -20,9 +20,10 @@ from spark_dl.data.build import BatchLoader, build_loader
 from spark_dl.data.local import fingerprint
 from spark_dl.data.manifest import ShardSet
 from spark_dl.evaluate import evaluate_model
+from spark_dl.gather import sum_over_ranks, take_from_first
 from spark_dl.launch.rendezvous import World
 from spark_dl.metrics import MetricsLog, StepTimer
-from spark_dl.parallel import strategy
+from spark_dl.parallel import Parallelize, parallelize
 from spark_dl.parallel.trainable import Trainable, lr_factor
 from spark_dl.schedule import Schedule, plain_state
 from spark_dl.spec import Run
@@ -47,36 +48,50 @@ class Progress:
     stopped_early: bool = False
 
 
-def train(run: Run, world: World) -> dict[str, Any]:
+def train(
+    run: Run,
+    world: World,
+    *,
+    build_trainable: Parallelize = parallelize,
+    build_train_loader: Callable[..., BatchLoader] = build_loader,
+) -> dict[str, Any]:
     """Trains as one rank. Collective; every rank returns the same.
 
+    `build_trainable` and `build_train_loader` are others where the driver trains for all ranks, as `baselines` do.
     Raises RuntimeError if the loss is not finite, or a checkpoint cannot be written; ValueError for settings or a model
     that do not fit the data.
     """
-    return _Training(run, world).run()
+    _seed(run.config.train.seed)  # the same weights on all ranks
+    trainable = build_trainable(run.spec, world, run.config)
+    try:
+        return _Training(run, world, trainable, build_train_loader).run()
+    finally:
+        trainable.close()
 
 
 class _Training:
-    def __init__(self, run: Run, world: World):
-        self.spec, self.config, self.world = run.spec, run.config, world
+    def __init__(self, run: Run, world: World, trainable: Trainable, build_train_loader: Callable[..., BatchLoader]):
+        self.spec, self.config, self.world, self.trainable = run.spec, run.config, world, trainable
         self.run_dir, self.generation = run.run_dir, run.generation
         self.fingerprint = fingerprint(run.train) if isinstance(run.train, ShardSet) else None
-        _seed(self.config.train.seed)  # the same weights on all ranks
-        self.trainable: Trainable = strategy(self.config.parallel.strategy)(run.spec, world, self.config)
         _seed(self.config.train.seed + 1 + world.rank)  # other dropout on each
         self.schedule = Schedule(self.trainable.optimizer, self.config)
-        build = functools.partial(
-            build_loader, config=self.config, rank=world.rank, world_size=world.world_size,
-            pin=world.device.type == "cuda",
-        )  # fmt: skip
+        options: dict[str, Any] = {
+            "config": self.config, "rank": world.rank, "world_size": world.world_size,
+            "pin": world.device.type == "cuda",
+        }  # fmt: skip
         augmented = functools.partial(run.spec.prepare, augment_seed=self.config.train.seed)
         accumulation = self.config.train.accumulation_steps
-        self.loader = build(run.train, part="train", micro_batches=accumulation, prepare=augmented)
+        self.loader = build_train_loader(
+            run.train, part="train", micro_batches=accumulation, prepare=augmented, **options
+        )
         self.validation: BatchLoader | None = None
         if run.validation is not None:
-            self.validation = build(run.validation, shuffle=False, prepare=run.spec.prepare)
+            self.validation = build_loader(run.validation, shuffle=False, prepare=run.spec.prepare, **options)
         elif self.config.data.validation_fraction:
-            self.validation = build(run.train, part="validation", shuffle=False, prepare=run.spec.prepare)
+            self.validation = build_loader(
+                run.train, part="validation", shuffle=False, prepare=run.spec.prepare, **options
+            )
         self.progress = Progress()
         self.saved_url: str | None = None
         self.saved_at: int | None = None
@@ -156,7 +171,7 @@ class _Training:
         """Sums the losses since the last time over the ranks, and stops all of them if the sum is not finite."""
         progress, rows = self.progress, self.pending_rows
         total = self.pending.clone()
-        dist.all_reduce(total)
+        sum_over_ranks(total)
         loss = float(total) / rows
         progress.loss_sum += float(total)
         self.pending.zero_()
@@ -182,6 +197,7 @@ class _Training:
     def _validate(self) -> dict[str, Any]:
         if self.validation is None:
             return {}
+        self.trainable.settle()
         model = self.trainable.modules[0]
         return evaluate_model(self.spec, model, self.validation, self.config, self.world)
 
@@ -211,7 +227,7 @@ class _Training:
         else:
             progress.epochs_without_gain += 1
         stop = torch.tensor(int(progress.epochs_without_gain >= train.early_stop_patience), device=self.world.device)
-        dist.broadcast(stop, 0)  # rank 0 decides for all, should a metric ever differ between ranks
+        take_from_first(stop)  # rank 0 decides for all, should a metric ever differ between ranks
         progress.stopped_early = bool(stop)
 
     def _is_over(self) -> bool:
@@ -231,6 +247,7 @@ class _Training:
     def _save(self) -> None:
         if self.pending_rows:  # the sum of losses is part of the state
             self._log_steps(self.trainable.optimizer.param_groups[0]["lr"])
+        self.trainable.settle()
         self.saved_url = checkpoint.save(
             self.run_dir,
             rank=self.world.rank,
@@ -248,6 +265,7 @@ class _Training:
                 "progress": dataclasses.asdict(self.progress),
                 "lr_factor": lr_factor(self.config, self.world.world_size),
             },
+            of_rank={name: part.state_dict() for name, part in self.trainable.rank_state.items()},
         )
         self.saved_at = self.progress.global_step
 
@@ -261,6 +279,9 @@ class _Training:
         self.schedule.load_state_dict(state["scheduler"], now / state["lr_factor"])
         for name, part in self.trainable.extra_state.items():
             part.load_state_dict(state["extra"][name])
+        of_rank = checkpoint.load_rank_state(saved, self.world.rank, self.world.world_size)
+        for name, part in self.trainable.rank_state.items():
+            part.load_state_dict(of_rank[name])
         self.progress = Progress(**state["progress"])
         self.saved_url, self.saved_at = saved.url, self.progress.global_step
         if not checkpoint.restore_random_state(saved, self.world.rank, self.world.world_size):

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from spark_dl.config import suggestion
+from spark_dl.checks import suggestion
 
 if TYPE_CHECKING:
     from spark_dl.config import Config

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from spark_dl import storage
-from spark_dl.config import suggestion
+from spark_dl.checks import suggestion
 from spark_dl.data import parquet
 from spark_dl.data.filters import (
     NULL_PARTITION,

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from spark_dl.config import suggestion
+from spark_dl.checks import suggestion
 from spark_dl.data.source import Encoding
 
 Mask = npt.NDArray[np.bool_]

@@ -22,7 +22,8 @@ import pyarrow.parquet as pq
 from pyarrow import fs
 
 from spark_dl import storage
-from spark_dl.config import Data, suggestion
+from spark_dl.checks import suggestion
+from spark_dl.config import Data
 from spark_dl.data import cells, codecs, petastorm, schema
 from spark_dl.data.manifest import ShardSet
 from spark_dl.data.ragged import Array

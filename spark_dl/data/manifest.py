@@ -19,7 +19,7 @@ from typing import Any
 import pyarrow as pa
 
 from spark_dl import storage
-from spark_dl.config import suggestion
+from spark_dl.checks import suggestion
 from spark_dl.data import petastorm, schema
 from spark_dl.data.filters import Filtered
 from spark_dl.data.policies import Changes

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from spark_dl.config import suggestion
+from spark_dl.checks import suggestion
 
 if TYPE_CHECKING:
     from pyspark.sql.types import DataType, StructType

@@ -30,6 +30,13 @@ class Trainable:
     """Applies the gradients. With fp16 a step whose gradients overflowed is left out, on all ranks alike."""
     extra_state: Mapping[str, Any] = field(default_factory=dict)
     """Further objects with `state_dict` and `load_state_dict`, the same on all ranks."""
+    rank_state: Mapping[str, Any] = field(default_factory=dict)
+    """The same for what each rank has of its own, such as what compression left out: tensors and plain data. Where a
+    run goes on with another number of ranks, each gets the mean of the tensors over the ranks of before."""
+    settle: Callable[[], None] = lambda: None
+    """Brings the weights of all ranks together; called before an evaluation and a checkpoint. Collective."""
+    close: Callable[[], None] = lambda: None
+    """Ends what runs beside the training, such as threads. Called once, also after an error; not collective."""
 
 
 def build_optimizer(model: nn.Module, config: Config, world_size: int) -> torch.optim.Optimizer:

@@ -8,6 +8,7 @@ TESTS = ("cells", "foreign", "images", "loader", "petastorm", "plan", "policies"
          "source", "spec", "storage")  # fmt: skip
 
 
+@pytest.mark.slow
 def test_unit_tests_pass_there():
     if not PYTHON.exists():
         pytest.skip("no .venv-petastorm; `make setup-petastorm` makes it (Python 3.11)")

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from spark_dl import Checkpoint, ModelSpec, checkpoint, worker
+from spark_dl import Checkpoint, Config, Launch, ModelSpec, checkpoint, worker
+from spark_dl.launch import rendezvous
 from spark_dl.metrics import read_metrics
 from spark_dl.spec import Run
 from tests.datasets import write_dataset
@@ -243,3 +244,26 @@ def test_an_older_attempt_cannot_commit(tmp_path):
     with pytest.raises(RankFailed, match="this is attempt 1 of the run, and attempt 2 has begun since"):
         run_ranks(train_rank, 2, dataclasses.replace(run, generation=1))
     assert checkpoint.latest(run.run_dir) is None
+
+
+def save_and_load_rank_states(run_dir):
+    def state(rank):
+        return {"left": {"w": torch.full((3,), float(rank)), "steps": 7, "seen": torch.tensor([4])}}
+
+    with rendezvous.join(Launch()) as world:
+        url = checkpoint.save(
+            run_dir, rank=world.rank, world_size=world.world_size, generation=1, step=1, config=Config(), columns=(),
+            model={}, training={}, of_rank=state(world.rank),
+        )  # fmt: skip
+        saved = checkpoint.open_checkpoint(url)
+        own = checkpoint.load_rank_state(saved, world.rank, world.world_size)
+        return own, checkpoint.load_rank_state(saved, 0, world.world_size + 1)
+
+
+def test_what_each_rank_has_alone_is_saved_and_is_their_mean_for_another_number_of_ranks(tmp_path):
+    checkpoint.start_generation(str(tmp_path))
+    for rank, (own, other) in enumerate(run_ranks(save_and_load_rank_states, 3, str(tmp_path))):
+        assert own["left"]["w"].tolist() == [rank] * 3
+        assert own["left"]["steps"] == 7
+        torch.testing.assert_close(other["left"]["w"], torch.ones(3))  # of 0, 1 and 2
+        assert other["left"]["seen"].tolist() == [4]

@@ -77,6 +77,7 @@ def on_prepared(prepared, *names):
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.slow
 def test_train_killed_half_way_and_resumed_equals_an_uninterrupted_run(prepared, tmp_path):
     settings = [*on_prepared(prepared, "train"), *LOCAL, "--train.epochs=6", "--checkpoint.every_steps=10"]
     args = [*PLAIN, "jobs/train.py", *settings]
@@ -145,6 +146,7 @@ def test_predict_with_its_checkpoint(digits, main_run, tmp_path):
 
 
 @pytest.mark.timeout(180)
+@pytest.mark.slow
 def test_standalone_cluster_with_two_workers(prepared, tmp_path):
     spark_class, port = f"{SPARK_HOME}/bin/spark-class", free_port()
     master_url = f"spark://127.0.0.1:{port}"
@@ -216,6 +218,7 @@ def test_print_config_shows_the_result(digits):
     assert "features:\n  - image" in out
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_the_job_and_its_processes(prepared, tmp_path):
     settings = [*on_prepared(prepared, "train"), *LOCAL, "--train.epochs=500"]
     args = [*PLAIN, "jobs/train.py", *settings, "--run_dir", str(tmp_path / "run")]

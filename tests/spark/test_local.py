@@ -218,6 +218,7 @@ def _peak(rows):
 
 
 @pytest.mark.modes("local")
+@pytest.mark.slow
 def test_the_memory_of_a_rank_does_not_grow_with_its_rows(spark):
     small, big = (
         spark_dl.run_on_dataframe(

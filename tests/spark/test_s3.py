@@ -34,6 +34,7 @@ def weights(result):
     return checkpoint.load(checkpoint.open_checkpoint(result.checkpoint), "model.pt")["0"]
 
 
+@pytest.mark.slow
 def test_a_run_on_s3_is_cut_resumed_evaluated_and_predicts(spark, points, s3, tmp_path, caplog):
     caplog.set_level(logging.DEBUG)
     config = small_config(2, train={"max_steps": 7}, checkpoint=Checkpoint(every_steps=3))
@@ -74,6 +75,7 @@ def test_wrong_credentials_are_one_clear_error(spark, points, own_s3):
     assert ENV["AWS_SECRET_ACCESS_KEY"] not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_server_that_goes_while_ranks_train_is_one_error_in_bounded_time(spark, points, own_s3, tmp_path):
     dataset = spark_dl.write_shards(points, own_s3.url("set"), spark_dl.Data(rows_per_row_group=8, rows_per_shard=16))
     config = small_config(2, train={"epochs": 10_000})

@@ -55,6 +55,7 @@ print("key", fingerprint(spark.read.parquet(sys.argv[1]).where("id >= 100").drop
 
 
 @local
+@pytest.mark.slow
 def test_a_second_run_finds_the_shards_and_any_change_does_not(spark, source, tmp_path, caplog):
     caplog.set_level(logging.INFO, "spark_dl")
     store = str(tmp_path / "store")
@@ -233,6 +234,7 @@ def test_source_files_that_change_meanwhile_are_an_error(spark, source, tmp_path
 
 
 @local
+@pytest.mark.slow
 def test_the_job_stores_and_cleans(spark, source, tmp_path):
     def prepare(*args):
         command = [sys.executable, "jobs/prepare.py", "--data.store", str(tmp_path / "store"), *args]

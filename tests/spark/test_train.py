@@ -157,9 +157,6 @@ def test_errors_before_any_rank_starts(spark, points, tmp_path):
     fails(r"column 'features': found null\(s\) in \d+ row.* in partition \d+, row \d+", data=nulls)
     fails("no dataset at .*/nowhere: found nothing", data=str(tmp_path / "nowhere"))
     fails("the DataFrame has no rows", data=points.limit(0))
-    fails(
-        "unknown strategy 'dpp'; did you mean 'ddp'", config=small_config(2, parallel=spark_dl.Parallel(strategy="dpp"))
-    )
     wrong = {"accuracy": {"class": "MulticlassAcuracy"}}
     fails(
         "no class 'MulticlassAcuracy' in torchmetrics; did you mean", config=small_config(2, train={"metrics": wrong})

@@ -78,6 +78,7 @@ def test_wrong_credentials_are_an_error_that_says_where_they_come_from(own_s3):
     assert time.monotonic() - start < BOUND_S
 
 
+@pytest.mark.slow
 def test_a_server_that_goes_in_an_epoch_is_an_error_and_never_a_skip(own_s3):
     shards, _ = write(own_s3.url("x"))
     epoch = Loader(shards, small_config(1, data={"prefetch_batches": 1}), rank=0, world_size=1).epoch(0)

@@ -8,7 +8,8 @@ import pytest
 import yaml
 
 from spark_dl import Checkpoint, Config, Data, Launch, Parallel, Train, load_config
-from spark_dl.config import build_config, config_keys, suggestion
+from spark_dl.checks import suggestion
+from spark_dl.settings import build_config, config_keys
 
 NAN, INF = math.nan, math.inf
 
@@ -99,9 +100,34 @@ INVALID = [
     (Train, "train.early_stop_min_delta", [-0.1, NAN, INF, None]),
     (Train, "train.seed", [-1, 1.0, True, None]),
     (Train, "train.log_every", [0, -1, 2.0, None]),
+    (Parallel, "parallel.strategy", ["dpp", "DDP", "", None, 1]),
     (Parallel, "parallel.bucket_mib", [0, -1, NAN, INF, "25", None]),
     (Parallel, "parallel.find_unused_parameters", [0, 1, "true", None]),
     (Parallel, "parallel.static_graph", [0, 1, "true", None]),
+    (Parallel, "parallel.sync_batchnorm", [0, 1, "true", None]),
+    (Parallel, "parallel.sync_batchnorm", [], [{"sync_batchnorm": True, "strategy": "horovod"}]),
+    (Parallel, "parallel.all_reduce", ["gloo", "Ring", None]),
+    (Parallel, "parallel.all_reduce", [], [{"all_reduce": "ring", "compression": "fp16"}]),
+    (Parallel, "parallel.compression", ["int8", "top-k", None]),
+    (Parallel, "parallel.compression", [], [{"compression": "fp16", "strategy": "local_sgd"}]),
+    (Parallel, "parallel.compression_start_step", [-1, 2.0, True, None]),
+    (Parallel, "parallel.compression_start_step", [], [{"compression": "powersgd", "compression_start_step": 1}]),
+    (Parallel, "parallel.powersgd_rank", [0, -1, 2.0, True, None]),
+    (Parallel, "parallel.threshold", [0, -1, NAN, INF, "1", None]),
+    (Parallel, "parallel.topk_ratio", [0, 1.5, NAN, "1", None]),
+    (Parallel, "parallel.adasum", [0, 1, "true", None, True]),
+    (Parallel, "parallel.sync_every_steps", [0, -1, 2.0, True, None, 2]),
+    (Parallel, "parallel.sync_start_step", [-1, 2.0, True, None, 2]),
+    (Parallel, "parallel.tree_depth", [0, -1, 2.0, True, None, 3]),
+    (Parallel, "parallel.num_servers", [0, -1, 2.0, True, None, 2]),
+    (Parallel, "parallel.server_mode", ["ksync", None, "async"]),
+    (Parallel, "parallel.server_k", [-1, 2.0, True, None, 2]),
+    (Parallel, "parallel.max_staleness", [-1, 2.0, True, 2]),
+    (Parallel, "parallel.staleness_lr", [0, 1, "true", None, True]),
+    (Parallel, "parallel.straggler", ["normal", None]),
+    (Parallel, "parallel.straggler_s", [-1, NAN, INF, "1", None, 0.5]),
+    (Parallel, "parallel.straggler_s", [], [{"straggler": "constant"}]),
+    (Parallel, "parallel.straggler_ranks", [0, "0", [-1], [1.0], [True], None]),
     (Launch, "launch.num_ranks", [0, -1, 2.0, "2", True, None]),
     (Data, "data.storage", ["disk", "", 1, None]),
     (Launch, "launch.device", ["gpu", "cuda:0", None]),
@@ -129,7 +155,7 @@ def test_an_invalid_value_is_an_error_that_names_the_key(section, key, values):
 
 
 def test_the_table_of_invalid_values_knows_every_number_choice_and_flag():
-    free = {"data.label", "train.optimizer_args", "train.scheduler_args", "parallel.strategy"}
+    free = {"data.label", "train.optimizer_args", "train.scheduler_args"}
     assert set(config_keys()) - free <= {key for _, key, *_ in INVALID}
 
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from spark_dl import Config, Data, Train, load_config
-from spark_dl.config import build_config
 from spark_dl.data.build import build_loader
 from spark_dl.data.filter_counts import filter_rows
 from spark_dl.data.filters import Bounds, Condition, holds_within, simplify
@@ -23,6 +22,7 @@ from spark_dl.data.loader import Loader, check_row_groups
 from spark_dl.data.manifest import ShardSet, read_shards
 from spark_dl.data.schema import Column
 from spark_dl.data.source import Encoding
+from spark_dl.settings import build_config
 from tests.datasets import write_dataset
 
 ROWS = 120

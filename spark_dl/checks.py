@@ -1,0 +1,121 @@
+"""How settings are checked: each error names the key, what was expected and what was found."""
+
+from __future__ import annotations
+
+import datetime
+import difflib
+import importlib
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, get_args, get_type_hints
+
+ENCODINGS: Mapping[str, frozenset[str]] = {
+    "number": frozenset(),
+    "timestamp": frozenset({"unit"}),
+    "duration": frozenset({"unit"}),
+    "decimal": frozenset(),
+    "float": frozenset(),
+    "vocabulary": frozenset({"min_count", "max_size", "values", "unknown"}),
+    "hash": frozenset({"buckets"}),
+    "bytes": frozenset(),
+    "image": frozenset(),
+}
+"""What a column can be stored as (`as` in `data.encode`), and the further settings of each."""
+FILTER_OPS = ("==", "!=", "<", "<=", ">", ">=", "in", "not in")
+Conditions = tuple[tuple[tuple[str, str, Any], ...], ...]
+"""`data.filters` in full: a row passes if all [column, op, value] of any of these hold."""
+
+
+def check(ok: bool, key: str, expected: str, found: Any) -> None:
+    if not ok:
+        raise ValueError(f"{key}: expected {expected}, found {found!r}")
+
+
+def check_number(section: Any, name: str, low: float, *, above: bool = False, whole: bool = False) -> None:
+    value, key = getattr(section, name), f"{type(section).__name__.lower()}.{name}"
+    kind = "a whole number" if whole else "a finite number"
+    number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+    fits = number and math.isfinite(value) and (value > low if above else value >= low)
+    check(fits, key, f"{kind} {'>' if above else '>='} {low:g}", value)
+
+
+def check_choices(section: Any) -> None:
+    """Every field whose type is a `Literal` holds one of its values."""
+    for name, hint in get_type_hints(type(section)).items():
+        choices = get_args(hint)
+        if getattr(hint, "__origin__", None) is Literal:
+            key = f"{type(section).__name__.lower()}.{name}"
+            check(getattr(section, name) in choices, key, f"one of {list(choices)}", getattr(section, name))
+
+
+def check_bool(section: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(section, name)
+        check(isinstance(value, bool), f"{type(section).__name__.lower()}.{name}", "true or false", value)
+
+
+def check_class(key: str, module: str, base: str, name: Any) -> None:
+    """`name` is a public class of `module` that derives from its class `base`."""
+    classes = vars(importlib.import_module(module))
+    known = [n for n, c in classes.items() if isinstance(c, type) and issubclass(c, classes[base])]
+    known = [n for n in known if n != base and not n.startswith("_")]
+    if name not in known:
+        raise ValueError(f"{key}: no class {name!r} in {module}{suggestion(str(name), known)}")
+
+
+def suggestion(name: str, known: Sequence[str]) -> str:
+    """The end of an error message for an unknown name: the nearest known one, or all of them when none is near."""
+    by_lower = {k.lower(): k for k in known}
+    near = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
+    return f"; did you mean {by_lower[near[0]]!r}?" if near else f"; known are {', '.join(sorted(known))}"
+
+
+def check_encoding(key: str, settings: Any) -> None:
+    """One entry of `data.encode`. Whether it fits the column's type is checked when the type is known."""
+    check(isinstance(settings, Mapping), key, "a mapping such as {as: hash, buckets: 1000}", settings)
+    chosen = settings.get("as")
+    check(chosen is None or chosen in list(ENCODINGS), f"{key}.as", f"one of {list(ENCODINGS)}", chosen)
+    known = ["as", "ragged", *(ENCODINGS[chosen] if chosen else ())]
+    for name in settings:
+        near = suggestion(str(name), known)
+        check(name in known, f"{key}.{name}", f"settings of as: {chosen}{near}", settings[name])
+    check(isinstance(settings.get("ragged", False), bool), f"{key}.ragged", "true or false", settings.get("ragged"))
+    units = ["D", "s", "ms", "us", "ns"]
+    check(settings.get("unit", "us") in units, f"{key}.unit", f"one of {units}", settings.get("unit"))
+    unknown = settings.get("unknown", "zero")
+    check(unknown in ("zero", "error"), f"{key}.unknown", "zero or error", unknown)
+    check(chosen != "hash" or "buckets" in settings, f"{key}.buckets", "the number of buckets", None)
+    for name in ("buckets", "min_count", "max_size"):
+        value = settings.get(name, 1)
+        check(type(value) is int and 1 <= value < 2**63, f"{key}.{name}", "a whole number >= 1", value)
+    words = settings.get("values", ["word"])
+    is_list = isinstance(words, Sequence) and not isinstance(words, str) and all(isinstance(w, str) for w in words)
+    check(is_list and 0 < len(words) == len({*words}), f"{key}.values", "a list of different words", words)
+
+
+def full_filters(filters: Any) -> Conditions:
+    """`data.filters` as alternatives of conditions; one list of conditions is one alternative. Dates become texts."""
+    form = "[column, op, value] (all must hold), or lists of such lists (any)"
+    check(_is_list(filters) and all(_is_list(f) and f for f in filters), "data.filters", f"a list of {form}", filters)
+    alternatives = [filters] if filters and isinstance(filters[0][0], str) else filters
+    for alternative in alternatives:
+        for found in alternative:
+            is_condition = _is_list(found) and len(found) == 3 and isinstance(found[0], str)
+            check(is_condition, "data.filters", f"a list of {form}", found)
+    return tuple(tuple(_full_condition(*c) for c in alternative) for alternative in alternatives)
+
+
+def _full_condition(column: str, op: Any, value: Any) -> tuple[str, str, Any]:
+    key = f"data.filters: {column} {op}"
+    check(op in FILTER_OPS, f"data.filters: {column}", f"an operator of {list(FILTER_OPS)}", op)
+    several = op in ("in", "not in")
+    check(not several or (_is_list(value) and bool(value)), key, "a list of values", value)
+    values = [v.isoformat() if isinstance(v, datetime.date) else v for v in (value if several else [value])]
+    for v in values:
+        fits = isinstance(v, str | int) or (isinstance(v, float) and math.isfinite(v))
+        check(fits, key, "finite numbers, true, false, texts or dates (a null never passes)", v)
+    return column, op, tuple(values) if several else values[0]
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)

@@ -1,0 +1,38 @@
+"""Delays that are added to slow ranks: what they are drawn from, and that they can be drawn again."""
+
+import numpy as np
+import pytest
+
+from spark_dl import Config, Launch, Parallel
+from spark_dl.parallel.stragglers import delay_s
+
+
+def config(kind, mean=0.5, ranks=()):
+    parallel = Parallel(straggler=kind, straggler_s=mean if kind != "none" else 0.0, straggler_ranks=ranks)
+    return Config(parallel=parallel, launch=Launch(num_ranks=4))
+
+
+@pytest.mark.parametrize("kind", ["constant", "exponential", "shifted"])
+def test_the_mean_of_all_kinds_is_the_same(kind):
+    drawn = [delay_s(config(kind), rank, n) for rank in range(4) for n in range(500)]
+    assert np.mean(drawn) == pytest.approx(0.5, rel=0.06)
+
+
+def test_the_spread_is_that_of_the_distribution():
+    spread = {
+        kind: np.std([delay_s(config(kind), 1, n) for n in range(2000)])
+        for kind in ("constant", "exponential", "shifted")
+    }
+    assert spread == pytest.approx({"constant": 0.0, "exponential": 0.5, "shifted": 0.25}, rel=0.08)
+    assert min(delay_s(config("shifted"), 1, n) for n in range(2000)) >= 0.25
+
+
+def test_a_delay_depends_on_rank_and_computation_alone():
+    one = delay_s(config("exponential"), 2, 7)
+    assert one == delay_s(config("exponential"), 2, 7)
+    assert len({one, delay_s(config("exponential"), 1, 7), delay_s(config("exponential"), 2, 8)}) == 3
+
+
+def test_only_the_named_ranks_are_slow():
+    assert [delay_s(config("constant", ranks=(1, 3)), rank, 0) for rank in range(4)] == [0, 0.5, 0, 0.5]
+    assert delay_s(config("none"), 0, 0) == 0

@@ -1,0 +1,285 @@
+"""One self-contained HTML page from what the benchmark of gradient exchange measured: pictures, tables, sentences.
+
+The results are plain data, a list of rows for each section, all optional:
+
+    exchange      method, hosts, mib, seconds, bytes_per_rank, busiest_link_bytes, limit_s, ratio_to_limit
+    crossings     method, hosts, mib: below this size the method is faster than the ring
+    breakdown     method, profile, step_s, forward_s, backward_s, hidden_s, exposed_s, optimizer_s, wait_s
+    buckets       profile, bucket_mib, step_s, predicted_s; `auto_bucket_mib` is what `bucket_mib: auto` chose
+    scaling       kind (weak, strong), method, ranks, step_s, efficiency, predicted_efficiency
+    stragglers    method, accuracy, seconds, staleness, exact, curve of {seconds, step, loss}
+    model         method, hosts, mib, measured_s, predicted_s, held_out
+    plan          method, ranks, seconds, bytes_per_rank, busiest_link_bytes
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from spark_dl.bench import figures
+
+Rows = Sequence[Mapping[str, Any]]
+RING = "ddp"
+"""The method that the others are compared with: the backend's ring, through DDP."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table."""
+
+    key: str
+    title: str
+    form: Callable[[Any], str] = str
+    is_number: bool = True
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page."""
+
+    title: str
+    texts: Sequence[str]
+    figures: Sequence[str]
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[str]]
+    is_open: bool = False
+
+
+def write_report(results: Mapping[str, Any], path: str | Path) -> None:
+    """Writes `<path>` and, beside it, the results as JSON. Called on the driver.
+
+    Raises ModuleNotFoundError, which says what to install, without matplotlib or Jinja.
+    """
+    try:
+        import jinja2
+        import matplotlib  # noqa: F401 - for the pictures
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"the report needs {error.name}: pip install 'spark_dl[plot]'") from None
+    template = resources.files("spark_dl.bench").joinpath("report.html").read_text()
+    page = jinja2.Environment(autoescape=True).from_string(template)
+    html = page.render(
+        title="Gradient exchange: ring, Spark's own aggregation, parameter servers",
+        about=_about(results.get("about", {})),
+        answers=answers(results),
+        sections=[build(results) for key, build in _SECTIONS.items() if results.get(key)],
+        facts={key: value for key, value in results.get("about", {}).items() if value not in (None, "")},
+    )
+    Path(path).write_text(html, encoding="utf-8")
+    Path(path).with_suffix(".json").write_text(json.dumps(results, indent=1), encoding="utf-8")
+
+
+def answers(results: Mapping[str, Any]) -> list[str]:
+    """What the figures say to the questions that one asks of all-reduce in Spark, a sentence each."""
+    return [*_cost_of_shuffles(results), *_overlap(results), *_waiting(results)]
+
+
+def _cost_of_shuffles(results: Mapping[str, Any]) -> list[str]:
+    rows = results.get("exchange") or []
+    if not any(r["method"] == RING for r in rows):
+        return []
+    hosts = max(r["hosts"] for r in rows)
+    mib = max(r["mib"] for r in rows if r["hosts"] == hosts)
+    here = {r["method"]: r for r in rows if (r["hosts"], r["mib"]) == (hosts, mib)}
+    factors = [
+        f"{name} takes {row['seconds'] / here[RING]['seconds']:.1f} times as long"
+        for name, row in here.items()
+        if name.split()[0] in ("tree_reduce", "shuffle_reduce", "parameter_server") and RING in here
+    ]
+    if not factors:
+        return []
+    ring = here[RING]
+    found = [
+        f"What a shuffle costs more than a ring: for {mib:g} MiB on {hosts} hosts the ring takes "
+        f"{ring['seconds']:.2f} s ({ring['ratio_to_limit']:.0%} of what the links allow); {', '.join(factors)}."
+    ]
+    crossings = results.get("crossings") or []
+    return found + [
+        f"Below about {row['mib']:.2g} MiB on {row['hosts']} hosts, {row['method']} is faster than the ring."
+        for row in crossings
+    ]
+
+
+def _overlap(results: Mapping[str, Any]) -> list[str]:
+    rows = {r["method"]: r for r in results.get("breakdown") or []}
+    if RING not in rows:
+        return []
+    ring = rows[RING]
+    whole = ring["hidden_s"] + ring["exposed_s"]
+    text = (
+        f"What overlap is worth: DDP hides {ring['hidden_s']:.2f} of {whole:.2f} s of communication behind the "
+        f"backward pass, and its step takes {ring['step_s']:.2f} s"
+    )
+    if "tree_reduce" in rows:
+        tree = rows["tree_reduce"]
+        text += (
+            f"; a task of treeReduce ends before it sends, hides {tree['hidden_s']:.2f} s, and takes "
+            f"{tree['step_s']:.2f} s"
+        )
+    return [text + "."]
+
+
+def _waiting(results: Mapping[str, Any]) -> list[str]:
+    rows = results.get("stragglers") or []
+    if not rows:
+        return []
+    ordered = sorted(rows, key=lambda r: float(r["seconds"]))
+    first, last = ordered[0], ordered[-1]
+    return [
+        f"What slow ranks cost: with the same rows, {first['method']} is done after {first['seconds']:.0f} s (accuracy "
+        f"{first['accuracy']:.3f}), {last['method']} after {last['seconds']:.0f} s ({last['accuracy']:.3f})."
+    ]
+
+
+def _about(about: Mapping[str, Any]) -> str:
+    parts = [about.get("date"), about.get("network"), about.get("machine")]
+    return " · ".join(str(p) for p in parts if p)
+
+
+def _table(rows: Rows, columns: Sequence[Column]) -> list[list[str]]:
+    return [["" if row.get(c.key) is None else c.form(row[c.key]) for c in columns] for row in rows]
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3f}" if value < 10 else f"{value:.1f}"
+
+
+def _mib(value: float) -> str:
+    return f"{value / 2**20:,.2f}"
+
+
+def _text(key: str, title: str) -> Column:
+    return Column(key, title, is_number=False)
+
+
+def _number(key: str, title: str, form: Callable[[Any], str] = _seconds) -> Column:
+    return Column(key, title, form)
+
+
+def _percent(value: float) -> str:
+    return f"{value:.1%}"
+
+
+def _plain(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _yes(value: Any) -> str:
+    return "yes" if value else "no"
+
+
+def _exchange(results: Mapping[str, Any]) -> Section:
+    rows = results["exchange"]
+    columns = [
+        _text("method", "method"), _number("hosts", "hosts", _plain), _number("mib", "MiB", _plain),
+        _number("seconds", "seconds"), _number("bytes_per_rank", "MiB sent per rank", _mib),
+        _number("busiest_link_bytes", "MiB, busiest link", _mib), _number("limit_s", "limit, s"),
+        _number("ratio_to_limit", "of the limit", _percent),
+    ]  # fmt: skip
+    drawn = [
+        figures.draw(plot(rows, hosts))
+        for hosts in sorted({r["hosts"] for r in rows})
+        for plot in (figures.exchange_times, figures.exchange_bytes)
+    ]
+    return Section(
+        "One exchange, by method and size",
+        ["Medians of the slowest rank's seconds, random gradients, inside a running job. Bytes are those of the hosts' "
+         "own network interfaces. The limit is 2 N (P - 1) / P bytes per rank at the link's rate, which no all-reduce "
+         "beats (Patarasuk & Yuan 2009)."],
+        drawn, columns, _table(rows, columns), is_open=True,
+    )  # fmt: skip
+
+
+def _breakdown(results: Mapping[str, Any]) -> Section:
+    rows = results["breakdown"]
+    parts = ("step", "forward", "backward", "hidden", "exposed", "optimizer", "wait")
+    columns = [
+        _text("method", "method"), _text("profile", "profile"), *(_number(f"{part}_s", part) for part in parts),
+    ]  # fmt: skip
+    return Section(
+        "Where the time of a step goes",
+        ["Compute is simulated: it takes a set time, and yields random gradients of the real sizes in the real order. "
+         "Hidden communication runs while backward computes; exposed communication is waited for."],
+        [figures.draw(figures.breakdown(rows))], columns, _table(rows, columns), is_open=True,
+    )  # fmt: skip
+
+
+def _buckets(results: Mapping[str, Any]) -> Section:
+    rows = results["buckets"]
+    columns = [_text("profile", "profile"), _number("bucket_mib", "bucket, MiB", _plain), _number("step_s", "step, s"),
+               _number("predicted_s", "model, s")]  # fmt: skip
+    return Section(
+        "The size of buckets",
+        ["Small buckets start early and pay the latency often; large ones start late. Li et al. 2020 (figures 7 and 8) "
+         "find the best size in the middle."],
+        [figures.draw(figures.buckets(rows, results.get("auto_bucket_mib")))], columns, _table(rows, columns),
+    )  # fmt: skip
+
+
+def _scaling(results: Mapping[str, Any]) -> Section:
+    rows = results["scaling"]
+    columns = [
+        _text("kind", "kind"), _text("method", "method"), _number("ranks", "ranks", _plain),
+        _number("step_s", "step, s"), _number("efficiency", "efficiency", _percent),
+        _number("predicted_efficiency", "model", _percent),
+    ]  # fmt: skip
+    return Section(
+        "Scaling",
+        ["Weak: each rank has the same compute at any number of ranks. Strong: the compute of one step is shared out."],
+        [figures.draw(figures.scaling(rows), width=9)], columns, _table(rows, columns),
+    )  # fmt: skip
+
+
+def _stragglers(results: Mapping[str, Any]) -> Section:
+    rows = [{**r, **(r.get("staleness") or {})} for r in results["stragglers"]]
+    columns = [
+        _text("method", "method"), _number("seconds", "seconds"), _number("accuracy", "accuracy", _percent),
+        _number("mean", "mean staleness", lambda v: f"{v:.2f}"), _number("max", "largest", _plain),
+        Column("exact", "exact", _yes, is_number=False),
+    ]  # fmt: skip
+    return Section(
+        "Slow ranks: loss by time and by steps",
+        ["Every gradient computation is delayed by a random time. Exact methods give the weights of a single process; "
+         "the others trade the error of stale or fewer gradients for time (Dutta et al. 2018)."],
+        [figures.draw(figures.error_runtime(rows), width=9)], columns, _table(rows, columns), is_open=True,
+    )  # fmt: skip
+
+
+def _model(results: Mapping[str, Any]) -> Section:
+    rows = results["model"]
+    columns = [
+        _text("method", "method"), _number("hosts", "hosts", _plain), _number("mib", "MiB", _plain),
+        _number("measured_s", "measured, s"), _number("predicted_s", "model, s"),
+        Column("held_out", "held out", _yes, is_number=False),
+    ]  # fmt: skip
+    held_out = [abs(r["predicted_s"] / r["measured_s"] - 1) for r in rows if r["held_out"]]
+    worst = f" The largest error on {len(held_out)} held-out points is {max(held_out):.1%}." if held_out else ""
+    return Section(
+        "The cost model against what was measured",
+        ["A model of latency, bandwidth and work per byte for each method, fitted on some of the points and checked on "
+         "the others." + worst],
+        [figures.draw(figures.prediction(rows))], columns, _table(rows, columns),
+    )  # fmt: skip
+
+
+def _plan(results: Mapping[str, Any]) -> Section:
+    rows = results["plan"]
+    columns = [
+        _text("method", "method"), _number("ranks", "ranks", _plain), _number("seconds", "seconds"),
+        _number("bytes_per_rank", "MiB sent per rank", _mib), _number("busiest_link_bytes", "MiB, busiest link", _mib),
+    ]  # fmt: skip
+    return Section(
+        "What it would be on large clusters",
+        ["From the cost model alone, with the latency and rate of the measured links."],
+        [figures.draw(figures.large_clusters(rows), width=9)], columns, _table(rows, columns),
+    )  # fmt: skip
+
+
+_SECTIONS: dict[str, Callable[[Mapping[str, Any]], Section]] = {
+    "exchange": _exchange, "breakdown": _breakdown, "buckets": _buckets, "scaling": _scaling,
+    "stragglers": _stragglers, "model": _model, "plan": _plan,
+}  # fmt: skip

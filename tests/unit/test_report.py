@@ -1,0 +1,94 @@
+"""The page of the benchmark of gradient exchange: what it says is what was measured."""
+
+import json
+import re
+
+import pytest
+
+from spark_dl.bench import report
+
+pytest.importorskip("matplotlib", reason="the report needs matplotlib")
+
+
+def exchange_row(method, mib, seconds, busiest=3.0, hosts=4):
+    size = mib * 2**20
+    limit = 1.5 * size / 25e6
+    return {
+        "method": method, "hosts": hosts, "mib": mib, "seconds": seconds, "bytes_per_rank": 1.5 * size,
+        "busiest_link_bytes": busiest * size, "limit_s": limit, "ratio_to_limit": limit / seconds,
+    }  # fmt: skip
+
+
+RESULTS = {
+    "about": {"date": "2026-01-02", "network": "4 hosts at 200 Mbit/s", "command": "jobs/bench.py exchange <all>"},
+    "exchange": [
+        exchange_row(method, mib, factor * mib / 15) for mib in (1, 64)
+        for method, factor in (("ddp", 1), ("tree_reduce", 5), ("parameter_server async", 2))
+    ],
+    "crossings": [{"method": "tree_reduce", "hosts": 4, "mib": 0.02}],
+    "breakdown": [
+        {"method": method, "profile": "resnet50", "step_s": 4, "forward_s": 1, "backward_s": 2, "hidden_s": hidden,
+         "exposed_s": 1, "optimizer_s": 0.1, "wait_s": 0} for method, hidden in (("ddp", 1.5), ("tree_reduce", 0.0))
+    ],
+    "buckets": [{"profile": "resnet50", "bucket_mib": size, "step_s": 2, "predicted_s": 2.1} for size in (1, 25)],
+    "auto_bucket_mib": 25,
+    "scaling": [
+        {"kind": kind, "method": "ddp", "ranks": ranks, "step_s": 1, "efficiency": 0.9, "predicted_efficiency": 0.91}
+        for kind in ("weak", "strong") for ranks in (1, 2, 4)
+    ],
+    "stragglers": [
+        {"method": method, "seconds": seconds, "accuracy": 0.97, "exact": method == "ddp", "staleness": staleness,
+         "curve": [{"seconds": s, "step": s, "loss": 1 / s} for s in (1, 2, 3)]}
+        for method, seconds, staleness in (
+            ("ddp", 30.0, None), ("parameter_server async", 10.0, {"mean": 1.5, "max": 4}),
+        )
+    ],
+    "model": [
+        {"method": "ddp", "hosts": 4, "mib": n, "measured_s": 1.0 * n, "predicted_s": 1.1 * n, "held_out": n > 1}
+        for n in (1, 16)
+    ],
+    "plan": [
+        {"method": "ddp", "ranks": ranks, "seconds": 1.0, "bytes_per_rank": 2e8, "busiest_link_bytes": 2e8}
+        for ranks in (16, 4096)
+    ],
+}  # fmt: skip
+
+
+def written(tmp_path, results):
+    report.write_report(results, tmp_path / "report.html")
+    return (tmp_path / "report.html").read_text()
+
+
+def test_every_section_has_its_picture_and_its_rows(tmp_path):
+    page = written(tmp_path, RESULTS)
+    assert page.count("<h2>") == 8
+    assert page.count("<svg") == 8  # two of them about the exchange
+    assert page.count("<tr>") == 7 + sum(len(rows) for rows in RESULTS.values() if isinstance(rows, list)) - 1
+    assert "jobs/bench.py exchange &lt;all&gt;" in page
+    assert json.loads((tmp_path / "report.json").read_text()) == RESULTS
+
+
+def test_the_page_needs_nothing_from_elsewhere(tmp_path):
+    page = written(tmp_path, RESULTS)
+    outside = re.findall(r"""(?:src|href)=["'](?!#)[^"']+""", page)
+    assert [link for link in outside if "w3.org" not in link] == []
+    assert "<script" not in page
+
+
+def test_a_part_that_was_not_measured_is_not_there(tmp_path):
+    page = written(tmp_path, {"exchange": RESULTS["exchange"]})
+    assert page.count("<h2>") == 2
+    assert "Scaling" not in page
+    assert written(tmp_path, {"about": {}}).count("<h2>") == 1
+
+
+def test_the_answers_are_the_figures():
+    found = report.answers(RESULTS)
+    assert found[0].startswith(
+        "What a shuffle costs more than a ring: for 64 MiB on 4 hosts the ring takes 4.27 s (94% of"
+    )
+    assert "tree_reduce takes 5.0 times as long, parameter_server async takes 2.0 times as long" in found[0]
+    assert "Below about 0.02 MiB on 4 hosts, tree_reduce is faster" in found[1]
+    assert "DDP hides 1.50 of 2.50 s" in found[2]
+    assert "parameter_server async is done after 10 s (accuracy 0.970), ddp after 30 s" in found[3]
+    assert report.answers({}) == []

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import logging
 import time
 import uuid
@@ -22,15 +21,11 @@ from torch import nn
 from spark_dl import checkpoint, metrics, storage, worker
 from spark_dl.config import Config, Data, Launch
 from spark_dl.data import local
-from spark_dl.data.filter_counts import filter_rows
-from spark_dl.data.foreign import open_parquet
-from spark_dl.data.loader import check_row_groups
-from spark_dl.data.manifest import MANIFEST, ShardSet, read_shards
-from spark_dl.data.mixture import Mixture, batch_shares
-from spark_dl.data.schema import Column, check_like, check_settings
-from spark_dl.data.sequences import with_runs
-from spark_dl.data.store import reopen, store_shards
+from spark_dl.data.manifest import ShardSet
+from spark_dl.data.mixture import Mixture
+from spark_dl.data.schema import Column
 from spark_dl.evaluate import build_metric, load_model
+from spark_dl.inputs import check_mixture, check_storage, check_unfiltered, shards_of
 from spark_dl.launch import payload, preflight
 from spark_dl.launch.barrier import run_barrier
 from spark_dl.progress import ProgressBar
@@ -99,29 +94,29 @@ def train(
     spark = _session(data)
     run_dir = storage.absolute(run_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}")
     _check_before_start(spark, spec, config, has_validation=validation is not None)
-    _check_storage(config, data, validation)
-    _check_mixture(config, data)
+    check_storage(config, data, validation)
+    check_mixture(config, data)
     saved = _prepare_run_dir(run_dir, config, resume=resume, overwrite=overwrite)
     with contextlib.ExitStack() as until_done:
 
-        def shards_of(rows: Any, name: str, like: Sequence[Column] = ()) -> ShardSet:
-            return _shards(rows, storage.join(run_dir, "shards", name), config, until_done, like, reuse=resume)
+        def to_shards(rows: Any, name: str, like: Sequence[Column] = ()) -> ShardSet:
+            return shards_of(rows, storage.join(run_dir, "shards", name), config, until_done, like, reuse=resume)
 
         train_shards: ShardSet | Mixture
         if isinstance(data, Mapping):
             datasets: dict[str, ShardSet] = {}
             for name in config.data.proportions:
                 like = next(iter(datasets.values())).columns if datasets else ()
-                datasets[name] = shards_of(data[name], f"train-{name}", like)
+                datasets[name] = to_shards(data[name], f"train-{name}", like)
             train_shards = Mixture(datasets)
         else:
-            train_shards = shards_of(data, "train")
+            train_shards = to_shards(data, "train")
         like = train_shards.columns and train_shards.select(config.data.columns)  # with local storage not known yet
         run = Run(
             spec=spec,
             config=config,
             train=train_shards,
-            validation=shards_of(validation, "validation", like) if validation is not None else None,
+            validation=to_shards(validation, "validation", like) if validation is not None else None,
             run_dir=run_dir,
             generation=checkpoint.start_generation(run_dir),
             checkpoint=saved.url if saved else None,
@@ -148,12 +143,12 @@ def evaluate(
     config = config or checkpoint.config_of(saved)
     spark = _session(data)
     _check_before_start(spark, spec, config, has_validation=True)
-    _check_storage(config, data)
+    check_storage(config, data)
     run_dir = checkpoint.run_dir_of(saved)
     written = storage.join(run_dir, "shards", f"evaluate-{uuid.uuid4().hex[:8]}")
     with contextlib.ExitStack() as until_done:
         until_done.callback(storage.delete, written)
-        shards = _shards(data, written, config, until_done, saved.columns, reuse=False)
+        shards = shards_of(data, written, config, until_done, saved.columns, reuse=False)
         run = Run(spec=spec, config=config, train=shards, run_dir=run_dir, checkpoint=saved.url)
         result: dict[str, Any] = _run_ranks(data, run, task="evaluate", like=saved.columns)[0]
     return result
@@ -190,7 +185,7 @@ def run_on_dataframe(
     """
     settings = dataclasses.replace(settings or Launch(), num_ranks=num_ranks)
     data = data or Data(features=tuple(df.columns), label=None)
-    _check_unfiltered(data, df)
+    check_unfiltered(data, df)
     dealt, columns = local.deal_rows(df, data, num_ranks)
     return run_barrier(
         df.sparkSession, worker.call_on_rows, fn, columns, data, kwargs, settings, launch=settings, source=dealt
@@ -207,43 +202,6 @@ def _run_ranks(data: Any, run: Run, *, task: str, like: Sequence[Column] = (), *
     return run_barrier(
         _session(data), worker.main_on_rows, run, columns, task=task, launch=launch, source=dealt, **watch
     )
-
-
-def _check_storage(config: Config, data: Any, validation: Any = None) -> None:
-    _check_unfiltered(config.data, data, validation)
-    if config.data.storage == "shared":
-        return
-    if isinstance(data, (str, ShardSet)):
-        raise ValueError(
-            "data.storage: 'local' is for a DataFrame, found a dataset, which is read where it lies; set it to 'shared'"
-        )
-    if validation is not None and not isinstance(validation, (str, ShardSet)):
-        raise ValueError(
-            "data.storage: 'local' holds one DataFrame, found another one for validation; set "
-            "data.validation_fraction instead, pass a dataset that all executors reach, or set data.storage to 'shared'"
-        )
-
-
-def _check_mixture(config: Config, data: Any) -> None:
-    proportions = config.data.proportions
-    names = list(data) if isinstance(data, Mapping) else []
-    if sorted(names) != sorted(proportions):
-        found = f"datasets {names}" if names else "one dataset"
-        raise ValueError(
-            f"data.proportions: expected a share for each dataset, found {dict(proportions)} for {found}; several "
-            "datasets are passed as a mapping of names to datasets"
-        )
-    if proportions:
-        shares = batch_shares(proportions, config.train.global_batch_size, config.data.num_streams)
-        _log.info("rows of each global batch: %s", shares)
-
-
-def _check_unfiltered(data: Data, *sources: Any) -> None:
-    several = [list(source.values()) if isinstance(source, Mapping) else [source] for source in sources]
-    if data.filters and not all(s is None or isinstance(s, (str, ShardSet)) for found in several for s in found):
-        raise ValueError(
-            "data.filters: for datasets, which are read where they lie, found a DataFrame; filter that: df.filter(...)"
-        )
 
 
 def _session(data: Any) -> Any:
@@ -288,63 +246,3 @@ def _prepare_run_dir(run_dir: str, config: Config, *, resume: bool, overwrite: b
     except OSError as error:
         raise ValueError(f"cannot write to the run_dir {run_dir}: {error}") from error
     return saved if resume else None
-
-
-_STORED = "part-stored.json"
-"""In the place of a run's shards that are in the store: where. Named as shards are, so that it goes as they do."""
-
-
-def _shards(
-    data: DataFrame | str | ShardSet,
-    url: str,
-    config: Config,
-    until_done: contextlib.ExitStack,
-    like: Sequence[Column] = (),
-    *,
-    reuse: bool,
-) -> ShardSet:
-    """The dataset to read: as given, or written from a DataFrame; a resumed run reads what it wrote before.
-
-    Its columns must be like those of another dataset, whose vocabularies it gets: that which is or was trained on.
-    What is read from the store is kept there until the stack is closed.
-    """
-    if config.data.storage == "local" and not isinstance(data, (str, ShardSet)):
-        return ShardSet("", (), ())  # the ranks make it
-    if isinstance(data, str):
-        try:
-            is_ours = storage.exists(storage.join(data, MANIFEST))
-        except OSError as error:
-            raise ValueError(f"cannot read the dataset {data}: {error}; check its owner and mode") from error
-        data = (
-            read_shards(data)
-            if is_ours
-            else open_parquet(data, config.data.stored_columns, data=config.data, like=like)
-        )
-    elif not isinstance(data, ShardSet):
-        data = _shards_of_rows(data, url, config, until_done, like, reuse=reuse)
-    if config.data.filters:
-        data = filter_rows(data, config.data.filters)
-    columns = data.select(config.data.columns)
-    check_like(columns, like)
-    check_settings(columns, config.data.encode)
-    check_row_groups(data, columns, config.data.memory_mib)
-    return with_runs(data, config.data)
-
-
-def _shards_of_rows(
-    df: DataFrame, url: str, config: Config, until_done: contextlib.ExitStack, like: Sequence[Column], *, reuse: bool
-) -> ShardSet:
-    pointer = storage.join(url, _STORED)
-    if reuse and storage.exists(storage.join(url, MANIFEST)):
-        return read_shards(url)
-    if reuse and storage.exists(pointer):
-        shards, lease = reopen(json.loads(storage.read_bytes(pointer))["url"], run=url)
-    else:
-        shards, found = store_shards(df, config.data, url, run=url, like=like)
-        if found is None:
-            return shards
-        lease = found
-    until_done.callback(lease.release)
-    storage.delete(url)  # what an earlier run without the store may have written
-    storage.write_bytes(pointer, json.dumps({"url": shards.url}).encode())
-    return shards

@@ -123,7 +123,7 @@ ON_RANKS = ("data/", "launch/", "parallel/", "checkpoint", "evaluate", "loop", "
 
 @pytest.mark.parametrize("name", files(*ON_RANKS))
 def test_what_runs_on_ranks_knows_nothing_of_the_driver_s_side(name):
-    above = {"driver", "cli", "plots", "progress", "predict", "notebook", "ml", "bench"}
+    above = {"driver", "inputs", "cli", "plots", "progress", "predict", "notebook", "ml", "bench"}
     assert not {module.split(".")[0] for module in ours(MODULES[name])} & above
 
 

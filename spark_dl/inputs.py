@@ -1,0 +1,125 @@
+"""What a job's data are on the driver: DataFrames, URLs or datasets, which all become datasets before ranks start."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from spark_dl import storage
+from spark_dl.config import Config, Data
+from spark_dl.data.filter_counts import filter_rows
+from spark_dl.data.foreign import open_parquet
+from spark_dl.data.loader import check_row_groups
+from spark_dl.data.manifest import MANIFEST, ShardSet, read_shards
+from spark_dl.data.mixture import batch_shares
+from spark_dl.data.schema import Column, check_like, check_settings
+from spark_dl.data.sequences import with_runs
+from spark_dl.data.store import reopen, store_shards
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+_log = logging.getLogger("spark_dl")
+
+
+def check_storage(config: Config, data: Any, validation: Any = None) -> None:
+    """Raises ValueError for data that cannot lie where `data.storage` says, or that `data.filters` cannot filter."""
+    check_unfiltered(config.data, data, validation)
+    if config.data.storage == "shared":
+        return
+    if isinstance(data, (str, ShardSet)):
+        raise ValueError(
+            "data.storage: 'local' is for a DataFrame, found a dataset, which is read where it lies; set it to 'shared'"
+        )
+    if validation is not None and not isinstance(validation, (str, ShardSet)):
+        raise ValueError(
+            "data.storage: 'local' holds one DataFrame, found another one for validation; set "
+            "data.validation_fraction instead, pass a dataset that all executors reach, or set data.storage to 'shared'"
+        )
+
+
+def check_mixture(config: Config, data: Any) -> None:
+    """Raises ValueError unless there is a share in `data.proportions` for each of several datasets."""
+    proportions = config.data.proportions
+    names = list(data) if isinstance(data, Mapping) else []
+    if sorted(names) != sorted(proportions):
+        found = f"datasets {names}" if names else "one dataset"
+        raise ValueError(
+            f"data.proportions: expected a share for each dataset, found {dict(proportions)} for {found}; several "
+            "datasets are passed as a mapping of names to datasets"
+        )
+    if proportions:
+        shares = batch_shares(proportions, config.train.global_batch_size, config.data.num_streams)
+        _log.info("rows of each global batch: %s", shares)
+
+
+def check_unfiltered(data: Data, *sources: Any) -> None:
+    """Raises ValueError for DataFrames with `data.filters`, which are for datasets."""
+    several = [list(source.values()) if isinstance(source, Mapping) else [source] for source in sources]
+    if data.filters and not all(s is None or isinstance(s, (str, ShardSet)) for found in several for s in found):
+        raise ValueError(
+            "data.filters: for datasets, which are read where they lie, found a DataFrame; filter that: df.filter(...)"
+        )
+
+
+_STORED = "part-stored.json"
+"""In the place of a run's shards that are in the store: where. Named as shards are, so that it goes as they do."""
+
+
+def shards_of(
+    data: DataFrame | str | ShardSet,
+    url: str,
+    config: Config,
+    until_done: contextlib.ExitStack,
+    like: Sequence[Column] = (),
+    *,
+    reuse: bool,
+) -> ShardSet:
+    """The dataset to read: as given, or written from a DataFrame; a resumed run reads what it wrote before.
+
+    Its columns must be like those of another dataset, whose vocabularies it gets: that which is or was trained on.
+    What is read from the store is kept there until the stack is closed.
+    """
+    if config.data.storage == "local" and not isinstance(data, (str, ShardSet)):
+        return ShardSet("", (), ())  # the ranks make it
+    if isinstance(data, str):
+        try:
+            is_ours = storage.exists(storage.join(data, MANIFEST))
+        except OSError as error:
+            raise ValueError(f"cannot read the dataset {data}: {error}; check its owner and mode") from error
+        data = (
+            read_shards(data)
+            if is_ours
+            else open_parquet(data, config.data.stored_columns, data=config.data, like=like)
+        )
+    elif not isinstance(data, ShardSet):
+        data = _shards_of_rows(data, url, config, until_done, like, reuse=reuse)
+    if config.data.filters:
+        data = filter_rows(data, config.data.filters)
+    columns = data.select(config.data.columns)
+    check_like(columns, like)
+    check_settings(columns, config.data.encode)
+    check_row_groups(data, columns, config.data.memory_mib)
+    return with_runs(data, config.data)
+
+
+def _shards_of_rows(
+    df: DataFrame, url: str, config: Config, until_done: contextlib.ExitStack, like: Sequence[Column], *, reuse: bool
+) -> ShardSet:
+    pointer = storage.join(url, _STORED)
+    if reuse and storage.exists(storage.join(url, MANIFEST)):
+        return read_shards(url)
+    if reuse and storage.exists(pointer):
+        shards, lease = reopen(json.loads(storage.read_bytes(pointer))["url"], run=url)
+    else:
+        shards, found = store_shards(df, config.data, url, run=url, like=like)
+        if found is None:
+            return shards
+        lease = found
+    until_done.callback(lease.release)
+    storage.delete(url)  # what an earlier run without the store may have written
+    storage.write_bytes(pointer, json.dumps({"url": shards.url}).encode())
+    return shards

@@ -87,9 +87,9 @@ def test_the_package_is_found():
 
 @pytest.mark.parametrize("name", MODULES)
 def test_pyspark_is_imported_on_the_driver_s_side_and_when_it_is_needed(name):
-    driver_side = ("cli.py", "driver.py", "predict.py", "notebook.py", "data/source.py", "data/vocabulary.py",
-                   "data/shards.py", "data/local.py", "data/fingerprint.py", "data/store.py", "launch/", "ml/",
-                   "baselines/", "bench/")  # fmt: skip
+    driver_side = ("cli.py", "driver.py", "inputs.py", "predict.py", "notebook.py", "data/source.py",
+                   "data/vocabulary.py", "data/shards.py", "data/local.py", "data/fingerprint.py", "data/store.py",
+                   "launch/", "ml/", "baselines/", "bench/")  # fmt: skip
     for found in imports_of(MODULES[name]):
         if top_name(found.module) == "pyspark":
             assert name.startswith(driver_side), f"{name} imports {found.module}"

@@ -111,8 +111,15 @@ def test_data_launch_and_parallel_know_only_themselves_and_what_is_common(part):
             assert module.split(".")[0] in common | {part}, f"{name} imports spark_dl.{module}"
 
 
-def test_the_plan_is_pure():
-    needed = {top_name(i.module) for i in imports_of(MODULES["data/plan.py"])}
+PURE = ("data/plan.py", "parallel/buckets.py", "bench/cost.py", "bench/work.py", "bench/staleness.py",
+        "bench/profiles.py")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PURE)
+def test_plans_and_models_of_cost_are_pure(name):
+    found = {i.module for i in imports_of(MODULES[name])}
+    pure = {f"spark_dl.{module.removesuffix('.py').replace('/', '.')}" for module in PURE}
+    needed = {top_name(module) for module in found - pure}
     assert needed <= {*sys.stdlib_module_names, "numpy"}
     assert not needed & {"os", "io", "pathlib", "time", "random", "socket", "threading"}
 

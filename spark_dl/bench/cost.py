@@ -160,7 +160,7 @@ def plan(
     gradient_bytes: float, networks: Mapping[str, Network], *, ranks: Sequence[int] = (16, 64, 256, 1024, 4096),
     servers: int = 1, depth: int = 2,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """What exchanges would cost at each number of ranks, by method: rows for a table, as plain values.
+    """What exchanges would cost at each number of ranks, by method: rows for the report, as plain values.
 
     networks: by method, as fitted. Raises ValueError for an unknown method.
     """
@@ -169,7 +169,7 @@ def plan(
         exchange = Exchange(method, num_ranks, gradient_bytes, servers=servers, depth=depth)
         found = cost(exchange, networks[method])
         rows.append({
-            "method": method, "num_ranks": num_ranks, "seconds": found.seconds,
+            "method": method, "ranks": num_ranks, "seconds": found.seconds,
             "bytes_per_rank": found.bytes_per_rank, "busiest_link_bytes": found.busiest_link_bytes,
         })  # fmt: skip
     return rows

@@ -305,10 +305,10 @@ def test_at_a_crossing_the_lead_changes(other, ranks):
 def test_plan_has_a_row_per_method_and_number_of_ranks():
     size = resnet50().gradient_bytes
     rows = plan(size, {"ring": NETWORK, "parameter_server": NETWORK}, servers=4)
-    assert [(r["method"], r["num_ranks"]) for r in rows] == [
+    assert [(r["method"], r["ranks"]) for r in rows] == [
         (m, p) for m in ("ring", "parameter_server") for p in (16, 64, 256, 1024, 4096)
     ]
-    by_key = {(r["method"], r["num_ranks"]): r for r in rows}
+    by_key = {(r["method"], r["ranks"]): r for r in rows}
     assert by_key["ring", 4096]["busiest_link_bytes"] == pytest.approx(2 * size * 4095 / 4096)
     assert by_key["parameter_server", 4096]["busiest_link_bytes"] == pytest.approx(size * 4092 / 4)
     assert by_key["ring", 256]["seconds"] == cost(Exchange("ring", 256, size), NETWORK).seconds

@@ -194,7 +194,7 @@ def driver_copies(num_hosts: int, num_bytes: float) -> float:
     Every host fetches the blocks in an order of its own, each from a host that has it already, drawn at random. Fetches
     of a block that follow each other would ask the driver with chance 1, 1/2, 1/3 ..., H(P) times in all; but of m
     blocks some 1 + (P-1)/m first fetches come at once, and all of them find the driver alone. So a broadcast of one
-    block is sent P times. An estimate: within 5 % of simulated fetches that go in step, some 15 % below such as do not.
+    block is sent P times. An estimate: within 5 % of fetches simulated in step, up to 15 % below others.
     """
     at_once = 1 + (num_hosts - 1) / max(1, math.ceil(num_bytes / BLOCK_BYTES))
     return at_once + harmonic(num_hosts) - harmonic(at_once)

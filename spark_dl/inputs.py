@@ -13,7 +13,7 @@ from spark_dl.config import Config, Data
 from spark_dl.data.filter_counts import filter_rows
 from spark_dl.data.foreign import open_parquet
 from spark_dl.data.loader import check_row_groups
-from spark_dl.data.manifest import MANIFEST, ShardSet, read_shards
+from spark_dl.data.manifest import MANIFEST, STORED, ShardSet, read_shards
 from spark_dl.data.mixture import batch_shares
 from spark_dl.data.schema import Column, check_like, check_settings
 from spark_dl.data.sequences import with_runs
@@ -65,10 +65,6 @@ def check_unfiltered(data: Data, *sources: Any) -> None:
         )
 
 
-_STORED = "part-stored.json"
-"""In the place of a run's shards that are in the store: where. Named as shards are, so that it goes as they do."""
-
-
 def shards_of(
     data: DataFrame | str | ShardSet,
     url: str,
@@ -109,7 +105,7 @@ def shards_of(
 def _shards_of_rows(
     df: DataFrame, url: str, config: Config, until_done: contextlib.ExitStack, like: Sequence[Column], *, reuse: bool
 ) -> ShardSet:
-    pointer = storage.join(url, _STORED)
+    pointer = storage.join(url, STORED)
     if reuse and storage.exists(storage.join(url, MANIFEST)):
         return read_shards(url)
     if reuse and storage.exists(pointer):

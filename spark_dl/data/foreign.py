@@ -25,7 +25,7 @@ from spark_dl import storage
 from spark_dl.checks import suggestion
 from spark_dl.config import Data
 from spark_dl.data import cells, codecs, petastorm, schema
-from spark_dl.data.manifest import ShardSet
+from spark_dl.data.manifest import MANIFEST, ShardSet, is_own_shard
 from spark_dl.data.ragged import Array
 from spark_dl.data.schema import Column
 from spark_dl.data.source import SourceColumn, arrow_source_column, check_names
@@ -117,12 +117,20 @@ _NOT_WHOLE = {
 
 def _check_whole(url: str, names: Sequence[str]) -> None:
     """Raises ValueError for a folder whose files, by these names, are not all of a dataset or more than it."""
+    listed = set(names)
     for name in names:
         for start, why in _NOT_WHOLE.items():
             if name.split("/")[0].startswith(start):
                 raise ValueError(
                     f"{url} cannot be read as plain Parquet files: found {name.split('/')[0]} in it; {why}"
                 )
+        folder, file = posixpath.split(name)
+        if is_own_shard(file) and posixpath.join(folder, MANIFEST) not in listed:
+            raise ValueError(
+                f"{storage.join(url, name)} is a shard of a spark_dl dataset without its manifest {MANIFEST}: its "
+                "writer was killed or is still running, so that rows may be missing or there twice; wait for its end, "
+                "or write the dataset again"
+            )
     if any(re.match(r"(.*/)?part-\d{5}-", name) for name in names) and "_SUCCESS" not in names:
         _log.warning(
             "%s has no _SUCCESS, which Spark writes last: if the job that wrote it did not end well, files are missing",

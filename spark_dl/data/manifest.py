@@ -34,6 +34,11 @@ MANIFEST = "_manifest.json"
 FORMAT = "spark_dl.shards"
 VERSION = 2
 CANNOT_WRITE = "cannot write to"
+_PROBE, STORED = "part-probe", "part-stored.json"
+"""A file that is written to see whether one can be, and what stands in place of shards that are in the store."""
+_OWN_SHARD = re.compile(r"part-[0-9a-f]{8}-(\d{4,}|(joined-)?\d{5,}-\d+-\d{4,})\.parquet")
+"""The shards that `write_arrays` and `write_shards` name. Those of Spark and pyarrow begin with `part-`, too."""
+_OWN_NAMES = (MANIFEST, petastorm.COMMON_METADATA, _PROBE, STORED)
 
 
 @dataclass(frozen=True)
@@ -200,17 +205,26 @@ def prepare_folder(url: str, overwrite: bool) -> None:
                 raise ValueError(f"{url} holds a dataset already; pass overwrite=True to replace it")
             storage.delete(manifest)
         elif foreign := [n for n in storage.list_names(url) if not _is_ours(n)]:
-            raise ValueError(f"{url} is not empty and not a dataset: it holds {foreign[:5]}; name an empty folder")
+            raise ValueError(
+                f"{url} is not empty and holds no dataset of spark_dl, but {foreign[:5]}, which stay as they are; name "
+                "an empty folder"
+            )
         delete_files(url, keep=())
         storage.make_folder(url)
-        storage.write_bytes(storage.join(url, "part-probe"), b"")
-        storage.delete(storage.join(url, "part-probe"))
+        storage.write_bytes(storage.join(url, _PROBE), b"")
+        storage.delete(storage.join(url, _PROBE))
     except OSError as error:
         raise ValueError(f"cannot write to {url}: {error}") from error
 
 
+def is_own_shard(name: str) -> bool:
+    """Whether the name of a file is one that this package gives to shards."""
+    return _OWN_SHARD.fullmatch(name) is not None
+
+
 def _is_ours(name: str) -> bool:
-    return name in (MANIFEST, petastorm.COMMON_METADATA) or name.startswith("part-")
+    written, _, half = name.partition(".tmp-")  # `storage.write_bytes` writes under such a name first
+    return is_own_shard(name) or (written in _OWN_NAMES and re.fullmatch("[0-9a-f]*", half) is not None)
 
 
 def delete_files(url: str, keep: Sequence[str]) -> None:

@@ -134,7 +134,7 @@ def test_a_folder_in_use_is_not_overwritten_unasked(spark, tmp_path):
     assert write_shards(df.limit(3), str(tmp_path / "d"), columns=["id"], overwrite=True).rows == 3
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").write_text("mine")
-    with pytest.raises(ValueError, match=r"not empty and not a dataset: it holds \['thesis.txt'\]"):
+    with pytest.raises(ValueError, match=r"not empty and holds no dataset of spark_dl, but \['thesis.txt'\]"):
         write_shards(df, str(tmp_path / "other"), columns=["id"], overwrite=True)
     assert (tmp_path / "other" / "thesis.txt").read_text() == "mine"
 

@@ -46,7 +46,6 @@ def test_a_dataset_is_written_opened_and_read(s3, tmp_path):
 
 def test_the_plain_parquet_of_others_is_read(s3):
     _, columns = write(s3.url("plain"))
-    storage.delete(s3.url("plain/_manifest.json"))
     found = open_parquet(s3.url("plain"), ["label"])
     assert found.rows == ROWS
     one = found.shards[0].name

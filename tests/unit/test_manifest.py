@@ -11,6 +11,7 @@ import pytest
 
 from spark_dl import read_shards
 from spark_dl.data.foreign import open_parquet
+from spark_dl.data.manifest import prepare_folder
 from tests.datasets import write_dataset
 
 ROWS = {"id": np.arange(100), "x": np.arange(200, dtype=np.float32).reshape(100, 2)}
@@ -91,6 +92,46 @@ def test_a_missing_or_short_shard_is_seen_when_the_dataset_is_opened(tmp_path, d
     match = rf"the dataset .*/d is not whole: found {found} at {shard.name}, expected {shard.bytes} bytes"
     with pytest.raises(ValueError, match=match):
         read_shards(str(tmp_path / "d"))
+
+
+@pytest.mark.parametrize("name", [
+    "part-0.parquet", "part-00000-3b1e2c4d-8f6a-4c1e-9d2b-1a2b3c4d5e6f-c000.snappy.parquet", "part-00000", "part-r-1",
+    "part-0123abcd.parquet", "part-0123abcd-0.parquet", "part-0123abcd-00000-c000.parquet", "part-stored.json.bak",
+])  # fmt: skip
+def test_files_of_others_whose_names_begin_as_those_of_shards_stay(tmp_path, name):
+    (tmp_path / name).write_text("theirs")
+    match = rf"is not empty and holds no dataset of spark_dl, but \['{name}'\], which stay as they are"
+    with pytest.raises(ValueError, match=match):
+        dataset(tmp_path)
+    for overwrite in (False, True):
+        with pytest.raises(ValueError, match=match):
+            prepare_folder(str(tmp_path), overwrite=overwrite)
+    assert (tmp_path / name).read_text() == "theirs"
+    assert os.listdir(tmp_path) == [name]
+
+
+def test_what_a_killed_writer_left_is_replaced(tmp_path):
+    names = [
+        "part-0123abcd-0000.parquet", "part-0123abcd-00003-17-0000.parquet", "part-stored.json", "part-probe",
+        "part-0123abcd-joined-00000-4-0001.parquet", "_manifest.json.tmp-0123456789ab", "_common_metadata",
+    ]  # fmt: skip
+    for name in names:
+        (tmp_path / name).write_text("old")
+    shards = dataset(tmp_path)
+    assert {*os.listdir(tmp_path)} == {"_manifest.json", "_common_metadata", *(s.name for s in shards.shards)}
+
+
+@pytest.mark.parametrize("lost", [("_manifest.json",), ("_manifest.json", "_common_metadata")])
+@pytest.mark.parametrize("parent", [".", "several"])
+def test_a_dataset_without_its_manifest_is_not_read_as_plain_parquet(tmp_path, lost, parent):
+    folder = tmp_path / parent / "d"
+    shards = dataset(folder)
+    url = str(folder if parent == "." else folder.parent)
+    assert open_parquet(url, ["id"]).rows == 100
+    for name in (*lost, shards.shards[1].name):
+        (folder / name).unlink()
+    with pytest.raises(ValueError, match=r"/d/part-\S+ is a shard of a spark_dl dataset without its manifest"):
+        open_parquet(url, ["id"])
 
 
 UNREADABLE = """

@@ -17,6 +17,7 @@ from spark_dl.data.manifest import MANIFEST, STORED, ShardSet, read_shards
 from spark_dl.data.mixture import batch_shares
 from spark_dl.data.schema import Column, check_like, check_settings
 from spark_dl.data.sequences import with_runs
+from spark_dl.data.source import check_batch_names
 from spark_dl.data.store import reopen, store_shards
 
 if TYPE_CHECKING:
@@ -96,6 +97,7 @@ def shards_of(
     if config.data.filters:
         data = filter_rows(data, config.data.filters)
     columns = data.select(config.data.columns)
+    check_batch_names(config.data.columns, [c.name for c in columns if c.is_ragged])
     check_like(columns, like)
     check_settings(columns, config.data.encode)
     check_row_groups(data, columns, config.data.memory_mib)

@@ -28,7 +28,7 @@ from spark_dl.data import cells, codecs, petastorm, schema
 from spark_dl.data.manifest import MANIFEST, ShardSet, is_own_shard
 from spark_dl.data.ragged import Array
 from spark_dl.data.schema import Column
-from spark_dl.data.source import SourceColumn, arrow_source_column, check_names
+from spark_dl.data.source import SourceColumn, arrow_source_column, check_batch_names, check_names
 from spark_dl.data.unischema import TIMES, Codec, Field
 from spark_dl.data.unischema_reader import read_unischema
 from spark_dl.data.writer import Shard
@@ -79,6 +79,7 @@ def open_parquet(url: str, names: Sequence[str], *, data: Data | None = None, li
     words = {c.name: list(c.encoding.vocabulary) for c in like if c.encoding.vocabulary is not None}
     settings = {n: {**({"values": words[n]} if n in words else {}), **data.encode.get(n, {})} for n in names}
     columns = tuple(_column(name, base, files, partitions, fields, settings[name]) for name in names)
+    check_batch_names(names, [c.name for c in columns if c.is_ragged])
     schema.check_like(columns, like)
     _check_same_columns(url, files, [c.name for c in columns if c.codec != "partition"])
     shards = tuple(Shard(f.name, f.row_groups, f.bytes, partition=tuple(partitions[f.name].items())) for f in files)

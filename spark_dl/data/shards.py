@@ -106,7 +106,7 @@ def select_sources(
 def write_arrays(columns: Mapping[str, Array | Ragged], url: str, data: Data | None = None) -> ShardSet:
     """Writes arrays in memory as a dataset, without Spark. # each (rows, *cell); one axis makes a scalar column
 
-    Raises ValueError for a folder that is in use.
+    Raises ValueError for a folder that is in use, and for names that batches have for something else.
     """
     url = storage.absolute(url)
     written = []
@@ -116,6 +116,7 @@ def write_arrays(columns: Mapping[str, Array | Ragged], url: str, data: Data | N
         mean = values.size / max(1, len(array)) if isinstance(array, Ragged) else None
         shape = schema.cell_shape(codec, array)
         written.append(Column(name, str(values.dtype), shape, codec, mean_size=mean))
+    source.check_batch_names([*columns], [c.name for c in written if c.is_ragged])
     prepare_folder(url, overwrite=False)
     writer = ShardWriter(url, f"part-{uuid.uuid4().hex[:8]}", tuple(written), *layout(written, data or Data()))
     writer.append(list(columns.values()))

@@ -133,7 +133,24 @@ def source_columns(
         if value is not None:
             _check_fill(column, value, found)
         columns.append(dataclasses.replace(column, path=path, fill=value))
+    check_batch_names(names, [c.name for c in columns if c.ragged])
     return tuple(columns)
+
+
+def check_batch_names(names: Sequence[str], ragged: Sequence[str]) -> None:
+    """Raises ValueError for columns of names that batches have for something else. # ragged: those among the names
+
+    A batch has the weights of its rows as `weight`, and beside a ragged column its mask or its offsets.
+    """
+    taken = {"weight": "the weights of its rows"}
+    for name in ragged:
+        taken |= {f"{name}_mask": f"the mask of {name!r}", f"{name}_offsets": f"the offsets of {name!r}"}
+    for name in names:
+        if name in taken:
+            raise ValueError(
+                f"column {name!r}: a batch has {taken[name]} by this name; rename the column, "
+                f"df.withColumnRenamed({name!r}, ...), or leave it out of data.features"
+            )
 
 
 def check_names(key: str, settings: Iterable[str], names: Sequence[str]) -> None:

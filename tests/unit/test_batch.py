@@ -1,16 +1,24 @@
 """Batches: ragged columns padded or end to end, and what transforms make of them."""
 
+import contextlib
+import dataclasses
 import functools
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
+from pyspark.sql import types as t
 from torch import nn
 
 from spark_dl import Config, Data, ModelSpec, Train
+from spark_dl.data.foreign import open_parquet
 from spark_dl.data.loader import Loader
 from spark_dl.data.ragged import from_lengths
 from spark_dl.data.shards import write_arrays
+from spark_dl.data.source import source_columns
+from spark_dl.inputs import shards_of
 
 ROWS = 100
 
@@ -124,3 +132,29 @@ def test_a_result_that_is_not_a_batch_is_an_error_that_names_the_function(shards
     prepare = functools.partial(spec(**{name: lambda *args: result}).prepare, augment_seed=0)
     with pytest.raises(ValueError, match=rf"spec\.{name}: expected a mapping of names to tensors"):
         list(loaders(shards, prepare=prepare)[0].epoch(0))
+
+
+@pytest.mark.parametrize("name", ["weight", "tokens_mask", "tokens_offsets"])
+def test_a_column_by_the_name_of_something_else_in_batches_is_an_error_before_any_rank_starts(tmp_path, shards, name):
+    match = rf"column '{name}': a batch has .* by this name; rename the column, df.withColumnRenamed\('{name}', ...\)"
+    data = Data(features=("tokens", name), label=None, encode={"tokens": {"ragged": True}})
+    spark = t.StructType([t.StructField("tokens", t.ArrayType(t.LongType())), t.StructField(name, t.LongType())])
+    with pytest.raises(ValueError, match=match):
+        source_columns(spark, data.features, data.encode)
+    pq.write_table(pa.table({"tokens": [[1], [2, 3]], name: [1, 2]}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=match):
+        open_parquet(str(tmp_path / "a.parquet"), data.features, data=data)
+    with pytest.raises(ValueError, match=match):
+        write_arrays(
+            {"tokens": from_lengths(np.arange(3), np.array([1, 2])), name: np.arange(2)}, str(tmp_path / "new")
+        )
+    assert not (tmp_path / "new").exists()
+    named = [dataclasses.replace(c, name=name) if c.name == "id" else c for c in shards.columns]
+    stored = dataclasses.replace(shards, columns=tuple(named))
+    with pytest.raises(ValueError, match=match):
+        shards_of(stored, "", Config(data=data), contextlib.ExitStack(), reuse=False)
+
+
+def test_the_mask_and_the_offsets_of_a_column_of_one_shape_are_free_names(tmp_path):
+    rows = {"x": np.arange(6).reshape(3, 2), "x_mask": np.arange(3), "x_offsets": np.arange(3), "weights": np.arange(3)}
+    assert write_arrays(rows, str(tmp_path)).rows == 3

@@ -70,12 +70,13 @@ def open_parquet(url: str, names: Sequence[str], *, data: Data | None = None, li
     except OSError as error:
         raise ValueError(f"cannot read the dataset {url}: {error}; check its owner and mode") from error
     with ThreadPoolExecutor(_READERS) as readers:
-        files = [f for f in readers.map(lambda path: _read_footer(url, root, *path), paths) if sum(f.row_groups)]
+        listed = list(readers.map(lambda path: _read_footer(url, root, *path), paths))
+    base = url if root else storage.dirname(url)
+    fields = _petastorm_fields(base, listed if root else ())
+    files = [f for f in listed if sum(f.row_groups)]
     if not files:
         raise ValueError(f"the dataset {url} has no rows")
-    base = url if root else storage.dirname(url)
     partitions = {f.name: petastorm.hive_partitions(f.name) for f in files} if root else {files[0].name: {}}
-    fields = _petastorm_fields(base)
     words = {c.name: list(c.encoding.vocabulary) for c in like if c.encoding.vocabulary is not None}
     settings = {n: {**({"values": words[n]} if n in words else {}), **data.encode.get(n, {})} for n in names}
     columns = tuple(_column(name, base, files, partitions, fields, settings[name]) for name in names)
@@ -162,13 +163,27 @@ def _sizes(metadata: Any) -> Mapping[str, tuple[int, int]]:
     return {c.path_in_schema: (c.num_values, c.total_uncompressed_size) for c in columns}
 
 
-def _petastorm_fields(url: str) -> Mapping[str, Field]:
-    path = storage.join(url, petastorm.COMMON_METADATA)
-    if not storage.exists(path):
-        return {}
-    metadata = pq.read_schema(pa.BufferReader(storage.read_bytes(path))).metadata or {}
+def _petastorm_fields(url: str, files: Sequence[_File]) -> Mapping[str, Field]:
+    """The fields of Petastorm's schema, if there is one; of a folder, `files` must be those that it lists."""
+    metadata = petastorm.read_metadata(url)
+    if files and (row_groups := petastorm.read_row_groups(url, metadata)) is not None:
+        _check_listed(url, files, row_groups)
     pickled = metadata.get(petastorm.UNISCHEMA_KEY)
     return {f.name: f for f in read_unischema(pickled).fields} if pickled else {}
+
+
+def _check_listed(url: str, files: Sequence[_File], listed: Mapping[str, int]) -> None:
+    """Raises ValueError unless the files of a folder are those that Petastorm lists, as Petastorm itself asks."""
+    found = {f.name: len(f.row_groups) for f in files if sum(f.row_groups) or f.name in listed}
+    for name in sorted({*found, *listed}):
+        if found.get(name) != listed.get(name):
+            there = f"{found[name]} row groups" if name in found else "nothing"
+            expected = f"{listed[name]} row groups" if name in listed else "no such file"
+            raise ValueError(
+                f"the dataset {url} is not whole: found {there} at {name!r:.200}, expected {expected}, as its "
+                f"{petastorm.COMMON_METADATA} says; bring the files back as they were, or write Petastorm's metadata "
+                "again (petastorm-generate-metadata.py)"
+            )
 
 
 def _column(

@@ -63,6 +63,46 @@ def write_common_metadata(
     storage.write_bytes(storage.join(url, COMMON_METADATA), file.getvalue())
 
 
+def read_metadata(url: str, name: str = COMMON_METADATA) -> Mapping[bytes, bytes]:
+    """The keys of `_common_metadata` or `_metadata` in the folder of a dataset; none where there is no such file.
+
+    Raises ValueError that names the file for one that is not Parquet metadata.
+    """
+    path = storage.join(url, name)
+    if not storage.exists(path):
+        return {}
+    try:
+        found: Mapping[bytes, bytes] = pq.read_schema(pa.BufferReader(storage.read_bytes(path))).metadata or {}
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(
+            f"{path} is not metadata of a Parquet dataset: {error}; delete it, or write Petastorm's metadata again"
+        ) from error
+    return found
+
+
+def read_row_groups(url: str, metadata: Mapping[bytes, bytes]) -> Mapping[str, int] | None:
+    """The files that Petastorm's metadata list, by path relative to the folder, and their row groups; None without.
+
+    The paths are what someone wrote: to be compared, never opened. Raises ValueError for anything but such a list.
+    """
+    if ROW_GROUPS_KEY not in metadata:
+        return None
+    try:
+        listed = json.loads(metadata[ROW_GROUPS_KEY])
+    except (ValueError, RecursionError) as error:
+        raise _no_list(url, error) from error
+    if not isinstance(listed, dict) or not all(type(count) is int and count >= 0 for count in listed.values()):
+        raise _no_list(url, f"found {listed!r:.200}")
+    return listed
+
+
+def _no_list(url: str, why: object) -> ValueError:
+    return ValueError(
+        f"{storage.join(url, COMMON_METADATA)}: the list of row groups per file cannot be read: {why}; write "
+        "Petastorm's metadata again"
+    )
+
+
 def unischema_of(columns: Sequence[Column], *, name: str = "Schema") -> Unischema:
     """The Unischema of columns as `schema.encode` stores them: scalars as they are, tensors as `.npy` cells.
 

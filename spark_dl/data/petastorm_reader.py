@@ -15,14 +15,13 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from spark_dl import storage
 from spark_dl.config import Config
 from spark_dl.data.batch import BatchBuilder, Prepare, StepBatches
 from spark_dl.data.dealt_plan import DealtPlan
 from spark_dl.data.manifest import ShardSet
-from spark_dl.data.petastorm import COMMON_METADATA, UNISCHEMA_KEY
+from spark_dl.data.petastorm import COMMON_METADATA, UNISCHEMA_KEY, read_metadata
 from spark_dl.data.rows import Part
 from spark_dl.data.schema import Array
 from spark_dl.data.unischema_reader import read_unischema
@@ -220,11 +219,9 @@ def _import_petastorm() -> Any:
 def _check_metadata(url: str) -> None:
     """Petastorm unpickles what it finds in the metadata: only a plain Unischema may get there."""
     for name in (COMMON_METADATA, "_metadata"):
-        path = storage.join(url, name)
-        if storage.exists(path):
-            metadata = pq.read_schema(pa.BufferReader(storage.read_bytes(path))).metadata or {}
-            if UNISCHEMA_KEY in metadata:
-                read_unischema(metadata[UNISCHEMA_KEY])
+        metadata = read_metadata(url, name)
+        if UNISCHEMA_KEY in metadata:
+            read_unischema(metadata[UNISCHEMA_KEY])
 
 
 def _next(reader: Any, url: str) -> Any:

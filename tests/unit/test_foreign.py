@@ -1,6 +1,7 @@
 """Datasets that others wrote are read as they are, and refused with a reason where they cannot be."""
 
 import datetime
+import json
 import os
 import zlib
 from decimal import Decimal
@@ -15,6 +16,7 @@ from spark_dl import Config, Data, Train
 from spark_dl.data import schema
 from spark_dl.data.foreign import open_parquet, stored_column
 from spark_dl.data.loader import Loader
+from spark_dl.data.petastorm import ROW_GROUPS_KEY
 from spark_dl.data.ragged import concatenate
 from spark_dl.data.schema import Column
 from spark_dl.data.source import Encoding
@@ -229,6 +231,52 @@ def test_nulls_and_ragged_lists_stop_the_loader_with_file_and_row_group(tmp_path
     pq.write_table(pa.table({column: values}), tmp_path / "a.parquet")
     with pytest.raises(RuntimeError, match=rf"cannot read row group 0 of .*a.parquet: {match}"):
         columns_of(open_parquet(str(tmp_path), [column]), column)
+
+
+@pytest.fixture
+def petastorm(tmp_path):
+    """A folder with Petastorm's metadata: two files in partitions, of two and of three row groups, and an empty one."""
+    for year, rows in ((2024, 20), (2025, 30), (2026, 0)):
+        (tmp_path / f"year={year}").mkdir()
+        pq.write_table(table(rows=rows), tmp_path / f"year={year}" / "a.parquet", row_group_size=10)
+    write_petastorm_list(tmp_path, {"year=2024/a.parquet": 2, "year=2025/a.parquet": 3})
+    return tmp_path
+
+
+def write_petastorm_list(folder, row_groups):
+    metadata = row_groups if isinstance(row_groups, bytes) else json.dumps(row_groups).encode()
+    pq.write_metadata(table().schema.with_metadata({ROW_GROUPS_KEY: metadata}), folder / "_common_metadata")
+
+
+@pytest.mark.parametrize(("damage", "match"), [
+    (lambda d: (d / "year=2025/a.parquet").unlink(), "found nothing at 'year=2025/a.parquet', expected 3 row groups"),
+    (lambda d: pq.write_table(table(rows=30), d / "year=2025/a.parquet"), "found 1 row groups at .*, expected 3"),
+    (lambda d: pq.write_table(table(), d / "b.parquet"), "found 1 row groups at 'b.parquet', expected no such file"),
+    (lambda d: write_petastorm_list(d, {"../a.parquet": 1}), "found nothing at '../a.parquet', expected 1 row groups"),
+])  # fmt: skip
+def test_files_other_than_petastorm_lists_are_an_error_that_names_them(petastorm, damage, match):
+    assert open_parquet(str(petastorm), ["id"]).rows == 50
+    damage(petastorm)
+    with pytest.raises(ValueError, match=rf"the dataset {petastorm} is not whole: {match}"):
+        open_parquet(str(petastorm), ["id"])
+    part = petastorm / "year=2024"
+    assert open_parquet(str(part), ["id"]).rows == open_parquet(str(part / "a.parquet"), ["id"]).rows == 20
+
+
+@pytest.mark.parametrize("listed", [
+    b"{", b"\xff", b"[]", b"null", b"[" * 100_000, {"a": "1"}, {"a": -1}, {"a": 1.5}, {"a": True}, {"a": {}},
+])  # fmt: skip
+def test_a_list_of_petastorm_that_is_none_is_an_error_that_names_the_file(petastorm, listed):
+    write_petastorm_list(petastorm, listed)
+    with pytest.raises(ValueError, match=rf"^{petastorm}/_common_metadata: the list of row groups per file cannot"):
+        open_parquet(str(petastorm), ["id"])
+
+
+@pytest.mark.parametrize("junk", [b"", b"junk", b"PAR1" + bytes(100) + b"PAR1"])
+def test_metadata_that_are_none_are_an_error_that_names_the_file(petastorm, junk):
+    (petastorm / "_common_metadata").write_bytes(junk)
+    with pytest.raises(ValueError, match=rf"^{petastorm}/_common_metadata is not metadata of a Parquet dataset: "):
+        open_parquet(str(petastorm), ["id"])
 
 
 @pytest.mark.parametrize("version", ["0.4.0", "0.7.6"])

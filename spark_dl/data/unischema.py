@@ -29,6 +29,8 @@ NUMBERS = (
     "float16", "float32", "float64", "complex64", "complex128",
 )  # fmt: skip
 TIMES = ("datetime64", "timedelta64")
+MAX_AXES = 64
+"""Of an array in NumPy 2; 32 in NumPy 1."""
 DTYPES = frozenset({*NUMBERS, *TIMES, "bool", "str", "bytes", "object", "decimal"})
 
 
@@ -77,6 +79,8 @@ class Field:
             raise ValueError(f"field: expected a name, found {type(self.name).__name__}")
         if self.dtype not in DTYPES:
             raise ValueError(f"field {self.name!r}: expected a dtype among {sorted(DTYPES)}, found {self.dtype!r}")
+        if len(self.shape) > MAX_AXES:
+            raise ValueError(f"field {self.name!r}: found a shape of {len(self.shape)} axes; NumPy has {MAX_AXES}")
         for n in self.shape:
             if n is not None and not (type(n) is int and 0 <= n < 2**31):
                 raise ValueError(f"field {self.name!r}: expected a shape of lengths and None, found {self.shape!r:.80}")

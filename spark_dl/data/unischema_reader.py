@@ -16,6 +16,7 @@ import numpy as np
 from spark_dl.data.pickle_opcodes import UnsafeMetadataError, check_opcodes
 from spark_dl.data.unischema import (
     CODECS,
+    MAX_AXES,
     NUMBERS,
     SPARK_PARAMETERS,
     SPARK_TYPES,
@@ -225,7 +226,8 @@ def _field(value: Any) -> Field:
     defaults: tuple[Any, ...] = (None, False)
     values: tuple[Any, ...] = value.args + defaults[len(value.args) - 3 :]
     name, dtype, shape, codec, nullable = values
-    _expect(type(shape) in (tuple, list) and all(n is None or type(n) is int for n in shape), "a shape is no tuple")
+    _expect(type(shape) in (tuple, list) and len(shape) <= MAX_AXES, f"a shape that is no tuple of {MAX_AXES} axes")
+    _expect(all(n is None or type(n) is int for n in shape), "a shape of odd lengths")
     return Field(name, _dtype_name(dtype), tuple(shape), None if codec is None else _codec(codec), nullable)
 
 

@@ -184,6 +184,7 @@ def test_any_unischema_is_written_and_read_the_same():
         (lambda: scalar("os.system"), "Spark type"),
         (lambda: scalar("DecimalType"), r"DecimalType\(precision,scale\)"),
         (lambda: scalar("LongType(3)"), "LongType"),
+        (lambda: Field("x", "int64", (1,) * 65), "field 'x': found a shape of 65 axes"),
         (lambda: scalar("ArrayType(system)"), "Spark type"),
     ],
 )
@@ -351,6 +352,17 @@ def test_too_many_bytes_or_opcodes_are_refused():
     with pytest.raises(UnsafeMetadataError, match="1000000 opcodes"):
         read_unischema(b"(" + b"}" * 3_000_000 + b"t.")
     assert time.monotonic() - start < 30
+
+
+def test_a_long_shape_that_fields_share_is_refused_at_once():
+    """Each of the fields would look at all of its axes, and keep them."""
+    shape = b"(" + b"K\x01" * 500_000 + b"tr\x00\x00\x00\x00"
+    field = b"cpetastorm.unischema\nUnischemaField\n(%scnumpy\nfloat32\n%sN\x89t\x81"
+    shapes = [shape, *[b"j\x00\x00\x00\x00"] * 199]
+    fields = b"".join(text(f"f{i}") + field % (text(f"f{i}"), s) for i, s in enumerate(shapes))
+    state = b"}(" + text("_name") + text("S") + text("_fields") + b"}(" + fields + b"uub."
+    with pytest.raises(UnsafeMetadataError, match="a shape that is no tuple of 64 axes"):
+        read_unischema(b"\x80\x02cpetastorm.unischema\nUnischema\n)\x81" + state)
 
 
 def test_a_pickle_cut_short_anywhere_is_refused():

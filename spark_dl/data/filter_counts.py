@@ -76,12 +76,20 @@ def _conditions_of(shards: ShardSet, filters: Sequence[Any]) -> AnyOf:
 
 
 def _read_schema(shards: ShardSet) -> pa.Schema:
-    url = storage.join(shards.url, shards.shards[0].name)
+    path = storage.join(shards.url, shards.shards[0].name)
     try:
-        with storage.open_input(url) as source:
-            return parquet.open_file(source).schema_arrow
-    except (pa.ArrowException, OSError) as error:
-        raise RuntimeError(f"cannot read the footer of {url}: {error}") from error
+        with storage.open_input(path) as source:
+            return _open(path, source, shards.shards[0]).schema_arrow
+    except OSError as error:
+        raise RuntimeError(f"cannot read {path} for data.filters: {error}") from error
+
+
+def _open(path: str, source: Any, shard: Shard) -> pq.ParquetFile:
+    """A shard whose footer is the one that the dataset says. # source: a file of pyarrow"""
+    try:
+        return parquet.open_file(source, footer_bytes=shard.footer_bytes, footer_crc32=shard.footer_crc32)
+    except (pa.ArrowException, ValueError, OSError) as error:
+        raise RuntimeError(f"cannot read the footer of {path} for data.filters: {error}") from error
 
 
 def _partition_type(values: Sequence[str]) -> pa.DataType:
@@ -101,7 +109,7 @@ def _count(url: str, shard: Shard, conditions: AnyOf) -> tuple[list[int], int]:
     path = storage.join(url, shard.name)
     try:
         with storage.open_input(path) as source:
-            file = parquet.open_file(source)
+            file = _open(path, source, shard)
             _check_file(path, file, shard, left)
             found = [_count_row_group(file, group, left) for group in range(len(shard.row_groups))]
     except (pa.ArrowException, OSError) as error:

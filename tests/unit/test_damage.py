@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from spark_dl.data import parquet
+from spark_dl.data.filter_counts import filter_rows
 from spark_dl.data.plan import Segment
 from spark_dl.data.rows import Rows
 from tests.datasets import write_dataset
@@ -51,6 +52,28 @@ def test_a_flipped_bit_anywhere_gives_an_error_or_the_same_rows(tmp_path):
         for a, b in zip(found, expected, strict=True):
             np.testing.assert_array_equal(a, b, err_msg=f"bit {bit} of byte {position}")
     assert errors > len(content) / 3
+
+
+def test_a_flipped_bit_of_a_footer_is_an_error_of_filters_too(tmp_path):
+    """What they count rows by is parsed on the driver, which a bit of a footer can crash."""
+    shards = write_dataset(str(tmp_path / "d"), ROWS, group_rows=8, shard_rows=16)
+    filters = [[("id", ">=", 4)]]
+    assert filter_rows(shards, filters).filtered.group_rows == (4, 8, 8)
+    for shard in shards.shards:
+        path = tmp_path / "d" / shard.name
+        content = path.read_bytes()
+        for position in range(len(content) - shard.footer_bytes, len(content), 5):
+            damaged = bytearray(content)
+            damaged[position] ^= 1 << position % 8
+            path.write_bytes(damaged)
+            with pytest.raises(
+                RuntimeError, match=rf"^cannot read the footer of {path} for data.filters: the footer's"
+            ):
+                filter_rows(shards, filters)
+        path.write_bytes(content[: shard.footer_bytes - 1])
+        with pytest.raises(RuntimeError, match=rf"^cannot read the footer of {path} for data.filters: "):
+            filter_rows(shards, filters)
+        path.write_bytes(content)
 
 
 def test_a_file_cut_short_anywhere_is_an_error(tmp_path):

@@ -18,13 +18,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from pyarrow import fs
 
 from spark_dl import storage
 from spark_dl.checks import suggestion
 from spark_dl.config import Data
-from spark_dl.data import cells, codecs, petastorm, schema
+from spark_dl.data import cells, codecs, parquet, petastorm, schema
 from spark_dl.data.manifest import MANIFEST, ShardSet, is_own_shard
 from spark_dl.data.ragged import Array
 from spark_dl.data.schema import Column
@@ -144,7 +143,7 @@ def _read_footer(url: str, is_folder: bool, name: str, size: int) -> _File:
     path = storage.join(url, name) if is_folder else url
     try:
         with storage.open_input(path) as source:
-            footer = pq.ParquetFile(source)
+            footer = parquet.open_file(source)
             rows = tuple(footer.metadata.row_group(i).num_rows for i in range(footer.metadata.num_row_groups))
             return _File(name, size, rows, footer.schema_arrow, _sizes(footer.metadata))
     except (pa.ArrowException, OSError) as error:
@@ -285,7 +284,7 @@ def _mean_size(source: SourceColumn, file: _File) -> float:
 def _shape_of_first(source: SourceColumn, codec: str, path: str) -> tuple[int | None, ...]:
     """The shape of the first cell: all others must have the same, in a ragged column but for the first axis."""
     with storage.open_input(path) as file:
-        batches = pq.ParquetFile(file).iter_batches(batch_size=1, columns=[source.name], use_threads=False)
+        batches = parquet.open_file(file).iter_batches(batch_size=1, columns=[source.name], use_threads=False)
         stored = stored_column(pa.Table.from_batches([next(iter(batches))]), source.name)
     try:
         shape = schema.cell_shape(codec, cells.read_cells(source, stored.combine_chunks()))

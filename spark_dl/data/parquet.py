@@ -24,9 +24,13 @@ def open_file(source: Any, *, footer_bytes: int = 0, footer_crc32: int = 0) -> p
     """Opens a Parquet file, local or remote, to read row groups from. # source: a file of pyarrow
 
     footer_bytes, footer_crc32: of the end of the file from the footer on; 0 bytes where they are not known.
+    Timestamps of 96 bits, as Spark writes them by default, become microseconds, as they are in a DataFrame: nanoseconds
+    overflow after the year 2262.
     Raises ValueError for another footer. Reading a page whose checksum is wrong raises OSError.
     """
-    options: dict[str, Any] = {"page_checksum_verification": True} if _checks_pages() else {}
+    options: dict[str, Any] = {"coerce_int96_timestamp_unit": "us"}
+    if _checks_pages():
+        options["page_checksum_verification"] = True
     if footer_bytes:
         end = source.read_at(footer_bytes, source.size() - footer_bytes)
         if zlib.crc32(end) != footer_crc32:

@@ -14,6 +14,7 @@ import pytest
 
 from spark_dl import Config, Data, Train
 from spark_dl.data import schema
+from spark_dl.data.filter_counts import filter_rows
 from spark_dl.data.foreign import open_parquet, stored_column
 from spark_dl.data.loader import Loader
 from spark_dl.data.petastorm import ROW_GROUPS_KEY
@@ -388,6 +389,24 @@ def test_settings_that_do_not_fit_a_dataset_of_others(tmp_path, data, match):
     pq.write_table(table(), tmp_path / "a.parquet")
     with pytest.raises(ValueError, match=match):
         open_parquet(str(tmp_path), ["id"], data=data)
+
+
+def test_timestamps_of_spark_are_the_microseconds_of_its_dataframe(tmp_path):
+    """Spark writes them with 96 bits unless it is told otherwise; in nanoseconds the last one is in 1816."""
+    times = [datetime.datetime(1900, 1, 1), datetime.datetime(2024, 2, 29, 1, 2, 3, 4), datetime.datetime(9999, 12, 31)]
+    found = {}
+    for is_old in (True, False):
+        url = str(tmp_path / f"{is_old}.parquet")
+        rows = pa.table({"at": pa.array(times, pa.timestamp("us")), "list": pa.array([[t] for t in times])})
+        pq.write_table(rows, url, use_deprecated_int96_timestamps=is_old)
+        shards = open_parquet(url, ["at", "list"])
+        assert [c.encoding for c in shards.columns] == [Encoding("timestamp", unit="us")] * 2
+        found[is_old] = columns_of(shards, "at", "list")
+        assert filter_rows(shards, [[("at", ">", "9000-01-01")]]).rows == 1
+    expected = [(t - datetime.datetime(1970, 1, 1)) // datetime.timedelta(microseconds=1) for t in times]
+    for cells in found.values():
+        assert cells["at"].tolist() == expected
+        assert cells["list"].tolist() == [[n] for n in expected]
 
 
 @pytest.mark.parametrize("is_plain", [True, False])

@@ -125,20 +125,31 @@ def read_shards(url: str) -> ShardSet:
         ) from None
     except OSError as error:
         raise ValueError(f"cannot read the dataset {url}: {error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not a manifest: {error}") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise ValueError(f"{path} is not a manifest of {FORMAT}")
-    if not isinstance(version := manifest.get("version"), int) or version > VERSION:
-        raise ValueError(f"{path} has version {version}; this spark_dl reads up to {VERSION}")
+    if type(version := manifest.get("version")) is not int or not 1 <= version <= VERSION:
+        raise ValueError(f"{path} has version {version!r:.200}; this spark_dl reads up to {VERSION}")
     try:
         columns = tuple(Column.from_plain(c) for c in manifest["columns"])
         shards = tuple(shard_from_plain(s) for s in manifest["shards"])
+        _check_once("column", [c.name for c in columns])
+        _check_once("shard", [s.name for s in shards])
+        if other := [c for c in columns if c.codec not in schema.OWN_CODECS]:
+            raise ValueError(f"column {other[0].name!r}: found the codec {other[0].codec!r:.200}")
         shard_set = ShardSet(url, columns, shards, Changes(**manifest.get("changes", {})))
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{path} is not a manifest that can be read: {error!r}") from error
     _check_files(shard_set, "write it again, or bring the file back")
     return shard_set
+
+
+def _check_once(what: str, names: Sequence[str]) -> None:
+    if not names:
+        raise ValueError(f"found no {what}")
+    if len({*names}) < len(names):
+        raise ValueError(f"found the {what} {max(names, key=names.count)!r:.200} twice")
 
 
 def _check_files(shard_set: ShardSet, change: str) -> None:
@@ -191,10 +202,26 @@ def commit(shard_set: ShardSet) -> ShardSet:
 
 
 def shard_from_plain(plain: Mapping[str, Any]) -> Shard:
-    if bad := [n for n in plain["row_groups"] if type(n) is not int or n < 1]:
-        raise ValueError(f"the shard {plain['name']!r} has a row group of {bad[0]!r} rows")
-    footer_bytes, footer_crc32 = plain.get("footer_bytes", 0), plain.get("footer_crc32", 0)
-    return Shard(plain["name"], tuple(plain["row_groups"]), plain["bytes"], plain["sha256"], footer_bytes, footer_crc32)
+    """A shard from the dict that `dataclasses.asdict` made of it, after a way through JSON.
+
+    Raises ValueError for values that no shard has, LookupError for a missing key.
+    """
+    name, size, digest, groups = plain["name"], plain["bytes"], plain["sha256"], plain["row_groups"]
+    footer = plain.get("footer_bytes", 0), plain.get("footer_crc32", 0)
+    is_size = type(size) is int and size > 0
+    for what, value, is_value in (
+        ("name", name, type(name) is str),
+        ("bytes", size, is_size),
+        ("sha256", digest, type(digest) is str and re.fullmatch("[0-9a-f]{0,64}", digest)),
+        ("row_groups", groups, isinstance(groups, list) and groups and all(type(n) is int for n in groups)),
+        ("footer_bytes", footer[0], type(footer[0]) is int and is_size and 0 <= footer[0] <= size),
+        ("footer_crc32", footer[1], type(footer[1]) is int and 0 <= footer[1] < 2**32),
+    ):
+        if not is_value:
+            raise ValueError(f"the shard {name!r:.200}: found the {what} {value!r:.200}")
+    if bad := [n for n in groups if not 0 < n < 2**31]:
+        raise ValueError(f"the shard {name!r:.200}: found a row group of {bad[0]!r} rows")
+    return Shard(name, tuple(groups), size, digest, *footer)
 
 
 def prepare_folder(url: str, overwrite: bool) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from spark_dl.data.cells import read_cells
 from spark_dl.data.ragged import Array as Array
 from spark_dl.data.ragged import Ragged
 from spark_dl.data.source import BadCellsError, Encoding, Settings, SourceColumn
+from spark_dl.data.unischema import MAX_AXES
 
 _MAX_GROUP_BYTES = 2**31 - 1
 
@@ -71,9 +72,41 @@ class Column:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Column:
-        """A column from the dict that `dataclasses.asdict` made of it, after a way through JSON."""
+        """A column from the dict that `dataclasses.asdict` made of it, after a way through JSON.
+
+        Raises ValueError for values that no column has, TypeError or LookupError for other keys.
+        """
         encoding = Encoding.from_plain(plain.get("encoding", {}))
-        return cls(**{**plain, "shape": tuple(plain["shape"]), "encoding": encoding})
+        column = cls(**{**plain, "shape": tuple(plain["shape"]), "encoding": encoding})
+        for key, is_value in _IS_VALUE.items():
+            if not is_value(value := getattr(column, key)):
+                raise ValueError(f"column {column.name!r:.200}: found the {key} {value!r:.200}")
+        return column
+
+
+def _is_dtype(value: Any) -> bool:
+    try:
+        return type(value) is str and np.dtype(value).kind in "biufc"
+    except (TypeError, ValueError):
+        return False
+
+
+def _is_shape(value: tuple[Any, ...]) -> bool:
+    inner = value[1:] if value[:1] == (None,) else value
+    is_short = len(value) <= MAX_AXES
+    return is_short and all(type(n) is int and n >= 0 for n in inner) and math.prod(inner) <= _MAX_GROUP_BYTES
+
+
+OWN_CODECS = ("scalar", "ndarray", "list", "binary", "image")
+"""How our own shards store cells."""
+_IS_VALUE: Mapping[str, Callable[[Any], bool]] = {
+    "name": lambda v: type(v) is str and v != "",
+    "dtype": _is_dtype,
+    "shape": _is_shape,
+    "codec": lambda v: v in (*OWN_CODECS, "converted", "vector", "partition") or str(v).startswith("petastorm."),
+    "mean_size": lambda v: v is None or (type(v) in (int, float) and 0 <= v < math.inf),
+}
+"""What the values of a column may be, whoever wrote them."""
 
 
 def codec_of(source: SourceColumn) -> str:

@@ -70,8 +70,22 @@ class Encoding:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Encoding:
-        """From the dict that `dataclasses.asdict` made of it, after a way through JSON."""
+        """From the dict that `dataclasses.asdict` made of it, after a way through JSON.
+
+        Raises ValueError for values that no encoding has, TypeError for other keys.
+        """
         words = plain.get("vocabulary")
+        is_value = {
+            "kind": lambda v: v in [choice for choices in _CHOICES.values() for choice in choices],
+            "unit": lambda v: v in (None, "D", "s", "ms", "us", "ns"),
+            "scale": lambda v: v is None or (type(v) is int and abs(v) < 2**31),
+            "buckets": lambda v: v is None or (type(v) is int and 0 < v < 2**63),
+            "vocabulary": lambda v: v is None or (isinstance(v, list) and all(type(word) is str for word in v)),
+            "unknown": lambda v: v in ("zero", "error"),
+        }
+        for key, value in plain.items():
+            if key in is_value and not is_value[key](value):
+                raise ValueError(f"encoding.{key}: found {value!r:.200}")
         return cls(**{**plain, "vocabulary": None if words is None else tuple(words)})
 
 

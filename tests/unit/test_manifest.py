@@ -67,6 +67,7 @@ def test_the_folder_itself_may_be_a_link(tmp_path):
     lambda m: m["shards"][0].pop("sha256"),
     lambda m: m["shards"][0].update(row_groups=[16, -16]), lambda m: m["shards"][0].update(row_groups=["16"]),
     lambda m: m["columns"][0].update(shape=3), lambda m: m["columns"][0].update(encoding=[]),
+    lambda m: m.update(version=True), lambda m: m.update(version=0),
 ])  # fmt: skip
 def test_a_manifest_that_is_not_one_is_one_error(tmp_path, edit):
     dataset(tmp_path / "d")
@@ -75,7 +76,47 @@ def test_a_manifest_that_is_not_one_is_one_error(tmp_path, edit):
         read_shards(str(tmp_path / "d"))
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b'{"format": "other"}', b"null"])
+@pytest.mark.parametrize(("place", "key", "value"), [
+    *[("columns", "dtype", d) for d in ("float33", "object", "f4,f4", "(9,)f4", "M8[s]", "U3", "", None, 4, ["f4"])],
+    *[("columns", "shape", s) for s in ((-1,), ("2",), (2.0,), (True,), (2, None), (1,) * 65, (2**31,), (2**20,) * 3)],
+    *[("columns", "name", n) for n in ("", 7, None, ["x"])],
+    *[("columns", "codec", c) for c in ("npy", None, 3, ["scalar"], "partition", "converted", "petastorm.ndarray")],
+    *[("columns", "mean_size", n) for n in ("1", -1, True, float("nan"), float("inf"), [])],
+    *[("shards", "row_groups", g) for g in ([], [16, True], [16.0], "16", 16, None, {"16": 1}, [[16]])],
+    *[("shards", "bytes", n) for n in (0, -1, "9", True, None, 1e9)],
+    *[("shards", "sha256", s) for s in ("x" * 64, "A", None, 7)],
+    *[("shards", "footer_bytes", n) for n in (-1, 2**40, True, "8", None, 8.0)],
+    *[("shards", "footer_crc32", n) for n in (-1, 2**32, None, "1")],
+])  # fmt: skip
+def test_a_value_that_a_manifest_cannot_have_is_named_with_its_path(tmp_path, place, key, value):
+    dataset(tmp_path / "d")
+    change(tmp_path / "d", lambda m: m[place][0].update({key: value}))
+    with pytest.raises(ValueError, match=r"/d/_manifest.json is not a manifest that can be read: ") as caught:
+        read_shards(str(tmp_path / "d"))
+    assert f"found the {key} {value!r:.40}" in str(caught.value)
+
+
+@pytest.mark.parametrize(("edit", "match"), [
+    (lambda m: m.update(shards=[]), "found no shard"), (lambda m: m.update(columns=[]), "found no column"),
+    (lambda m: m["shards"].append(m["shards"][0]), r"found the shard 'part-\S+' twice"),  # its rows, too
+    (lambda m: m["columns"][0].update(name="x"), "found the column 'x' twice"),
+    (lambda m: m["shards"][0].update(row_groups=[16, 0]), "found a row group of 0 rows"),
+    (lambda m: m["shards"][0].update(row_groups=[2**31]), "found a row group of 2147483648 rows"),
+    *[(lambda m, of=of: m["columns"][0].update(encoding=of), f"encoding.{next(iter(of))}: found ") for of in (
+        {"kind": "words"}, {"kind": []}, {"unit": "h"}, {"scale": "2"}, {"buckets": 0}, {"buckets": 1.5},
+        {"vocabulary": "abc"}, {"vocabulary": [1]}, {"unknown": "drop"},
+    )],
+])  # fmt: skip
+def test_what_a_manifest_cannot_say_is_one_error_that_names_it(tmp_path, edit, match):
+    dataset(tmp_path / "d")
+    change(tmp_path / "d", edit)
+    with pytest.raises(ValueError, match=rf"/d/_manifest.json is not a manifest that can be read: .*{match}"):
+        read_shards(str(tmp_path / "d"))
+
+
+@pytest.mark.parametrize(
+    "content", [b"[" * 100_000, b'{"a":' * 100_000, b"", b"{", b"[]", b"\xff\xfe", b'{"format": "other"}', b"null"]
+)
 def test_other_bytes_are_no_manifest(tmp_path, content):
     dataset(tmp_path / "d")
     (tmp_path / "d" / "_manifest.json").write_bytes(content)

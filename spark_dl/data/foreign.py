@@ -51,7 +51,8 @@ def open_parquet(url: str, names: Sequence[str], *, data: Data | None = None, li
     """A Parquet file, a folder of them, or a Petastorm dataset, with these of its columns. Called on the driver.
 
     Columns become numbers as `data.encode` says; a vocabulary is given with it, or is that of `like`, the columns of
-    another dataset. Rows cannot be dropped or filled here: nulls are an error of the loader, NaN is not looked for.
+    another dataset. Rows cannot be dropped or filled here: nulls are an error of the loader, as are NaN
+    and Inf unless data.nonfinite allows them.
 
     Raises ValueError for a path without Parquet files, a file that is not one, files whose columns differ, a column
     that is missing or cannot become a tensor, and Petastorm metadata that names anything but a schema.

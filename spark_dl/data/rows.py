@@ -12,7 +12,8 @@ import numpy as np
 import pyarrow as pa
 
 from spark_dl import storage
-from spark_dl.data import filters, foreign, pages, parquet, schema
+from spark_dl.config import Nonfinite
+from spark_dl.data import filters, foreign, pages, parquet, policies, schema
 from spark_dl.data.cache import DiskCache, open_input
 from spark_dl.data.manifest import ShardSet
 from spark_dl.data.plan import FILLER, Segment, rows_held_out, split_rows
@@ -37,7 +38,10 @@ class Rows:
         part: Part,
         *,
         cache: DiskCache | None = None,
+        nonfinite: Nonfinite = "allow",
     ):
+        """`nonfinite` is looked at for datasets of others; ours were checked when they were written."""
+        self._nonfinite = nonfinite
         self._shards, self.columns, self._cache = shards, tuple(columns), cache
         self._seed, self._part = seed, part
         self._passing = shards.group_rows
@@ -129,7 +133,13 @@ class Rows:
                 else:
                     assert table is not None
                     arrays.append(_decode(column, foreign.stored_column(table, column.name)))
+            may_be_bad = self._nonfinite == "error" and not self._shards.shards[shard].sha256
             for column, cells in zip(self.columns, arrays, strict=True):
+                if may_be_bad and (bad := policies.first_nonfinite_row(cells)) is not None:
+                    row = bad if isinstance(kept, slice) else int(np.flatnonzero(kept)[bad])
+                    raise ValueError(
+                        f"{policies.nonfinite_in_others(column.name)}; first in row {row} of the row group"
+                    )
                 if len(cells) != self._passing[number]:
                     raise ValueError(
                         f"column {column.name!r}: found {len(cells)} rows, expected {self._passing[number]}"

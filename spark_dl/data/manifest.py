@@ -10,6 +10,7 @@ import functools
 import itertools
 import json
 import logging
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -78,11 +79,20 @@ class ShardSet:
         """(shard, row group of the shard, stored rows) of every row group, in the order of the dataset."""
         return tuple((s, g, rows) for s, shard in enumerate(self.shards) for g, rows in enumerate(shard.row_groups))
 
-    @functools.cached_property
-    def largest_row_group(self) -> tuple[int, int, int]:
-        """(shard, row group of the shard, stored rows) of the largest row group of those that are read."""
-        read = (group for group, rows in zip(self.row_groups, self.group_rows, strict=True) if rows)
-        return max(read, key=lambda group: group[2])
+    def group_bytes(self, columns: Sequence[Column]) -> tuple[int, ...]:
+        """Bytes in memory of some columns of each row group, decoded, which is read as a whole. # (row groups,)
+
+        Of ragged columns what is known of each row group counts; else the mean of all rows.
+        """
+        ragged, fixed = [c for c in columns if c.is_ragged], sum(c.value_bytes for c in columns if not c.is_ragged)
+        return tuple(
+            math.ceil(rows * fixed + sum(c.group_bytes(rows, self._elements(s, g, c.name)) for c in ragged))
+            for s, g, rows in self.row_groups
+        )
+
+    def _elements(self, shard: int, group: int, name: str) -> int | None:
+        counts = self.shards[shard].elements.get(name)
+        return counts[group] if counts else None
 
     @property
     def part_groups(self) -> tuple[int, ...]:
@@ -189,7 +199,13 @@ def shard_from_plain(plain: Mapping[str, Any]) -> Shard:
     if bad := [n for n in plain["row_groups"] if type(n) is not int or n < 1]:
         raise ValueError(f"the shard {plain['name']!r} has a row group of {bad[0]!r} rows")
     footer_bytes, footer_crc32 = plain.get("footer_bytes", 0), plain.get("footer_crc32", 0)
-    return Shard(plain["name"], tuple(plain["row_groups"]), plain["bytes"], plain["sha256"], footer_bytes, footer_crc32)
+    elements = {name: tuple(map(int, counts)) for name, counts in plain.get("elements", {}).items()}
+    if bad_names := [name for name, counts in elements.items() if len(counts) != len(plain["row_groups"])]:
+        raise ValueError(f"the shard {plain['name']!r} has other row groups than elements of {bad_names[0]!r}")
+    return Shard(
+        plain["name"], tuple(plain["row_groups"]), plain["bytes"], plain["sha256"], footer_bytes, footer_crc32,
+        elements=elements,
+    )  # fmt: skip
 
 
 def prepare_folder(url: str, overwrite: bool) -> None:

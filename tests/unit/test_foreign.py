@@ -357,7 +357,8 @@ def test_every_type_of_parquet_becomes_numbers(tmp_path, use_dictionary):
     assert about["pairs"] == ("float32", (None, 2))
     assert about["photo"] == ("uint8", (2, 3))
     means = {c.name: c.mean_size for c in shards.columns}
-    assert means["pairs"] == 2 * (1 + 2 + 3 + 4) / 4  # of the first row group
+    assert means["pairs"] == 2 * (1 + 2 + 3 + 4 + 5 + 6 + 7 + 8 + 9 + 10) / 10
+    assert shards.shards[0].elements["pairs"] == (2 * 10, 2 * 26, 2 * 19)
     for column in shards.columns:
         cells = found[column.name]
         assert (cells.values if column.is_ragged else cells).dtype == column.dtype

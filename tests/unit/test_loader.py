@@ -8,12 +8,15 @@ import threading
 import time
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 
-from spark_dl import Config, Data, Train
+from spark_dl import Config, Data, Train, read_shards
+from spark_dl.data.foreign import open_parquet
 from spark_dl.data.loader import Loader, _read_ahead
+from spark_dl.data.ragged import from_lengths
 from spark_dl.data.shards import write_arrays
 from tests.datasets import write_dataset
 
@@ -157,6 +160,45 @@ def test_one_row_that_does_not_fit_into_memory_is_an_error_with_both_sizes(tmp_p
     shards = write_dataset(str(tmp_path / "d"), {"x": np.zeros((2, 1 << 18)), "id": np.arange(2)}, 1, 1)
     with pytest.raises(ValueError, match=r"has 1 rows of 2097160 bytes, 2 MiB; .* data.memory_mib=1: raise it, or"):
         loaders(shards, 1, config(memory_mib=1))
+
+
+def unequal_lists(rows, long_from, length):
+    """Rows of one value, and from a row on of many."""
+    lengths = np.where(np.arange(rows) < long_from, 1, length)
+    return from_lengths(np.repeat(np.arange(rows), lengths).astype(np.float32), lengths)
+
+
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_a_row_group_of_long_lists_does_not_fit_though_most_rows_are_short(tmp_path, is_plain):
+    """30 row groups of 10 rows: the last has 10 rows of 64 Ki values, 2.5 MiB, the others 10 rows of one value."""
+    lists = unequal_lists(300, 290, 1 << 16)
+    encode = {"x": {"ragged": True}}
+    if is_plain:
+        array = pa.ListArray.from_arrays(lists.offsets.astype(np.int32), pa.array(lists.values))
+        pq.write_table(pa.table({"x": array, "id": np.arange(300)}), tmp_path / "a.parquet", row_group_size=10)
+        shards = open_parquet(str(tmp_path / "a.parquet"), ["x", "id"], data=Data(encode=encode))
+    else:
+        write_dataset(str(tmp_path / "d"), {"x": lists, "id": np.arange(300)}, 10, 100)
+        shards = read_shards(str(tmp_path / "d"))
+    assert shards.group_bytes(shards.columns)[-2:] == (10 * (4 + 8 + 8), 10 * (4 * (1 << 16) + 8 + 8))
+    with pytest.raises(ValueError, match=r"row group \d+ of .* has 10 rows of 262160 bytes, 3 MiB.*data.memory_mib=2"):
+        loaders(shards, 1, config(memory_mib=2, encode=encode))
+    found = steps(loaders(shards, 1, config(memory_mib=3, encode=encode))[0])
+    ids = [b["id"][b["weight"] > 0].tolist() for _, _, b in found]
+    assert sorted(itertools.chain(*ids)) == list(range(300))
+
+
+def test_windows_of_long_rows_are_closed_by_their_bytes(tmp_path):
+    """100 rows of 128 KiB after 3900 of one value: by the rows of 3.2 KiB that they are on average, 12 MiB a window."""
+    rows = {"x": unequal_lists(4000, 3900, 1 << 15), "id": np.arange(4000)}
+    shards = write_dataset(str(tmp_path / "d"), rows, 4, 1000)
+    loader = loaders(shards, 1, config(memory_mib=8, shuffle_window_rows=10_000, shuffle=False))[0]
+    windows = [w for stream in loader.plan.streams(0) for w in stream.windows]
+    sizes = [sum(s.rows for s in w.segments if s.row_group >= 975) << 17 for w in windows]
+    most = (8 << 20) // 4 // loader.plan.num_streams + (4 << 17)  # a stream's part, and the row group that fills it
+    assert 0 < max(sizes) <= most + 10_000
+    assert max(w.rows for w in windows) > 100
+    assert true_ids(loader) == true_ids(loaders(shards, 1, config(shuffle_window_rows=7, shuffle=False))[0])
 
 
 MEASURE = """

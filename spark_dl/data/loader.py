@@ -6,6 +6,7 @@ of everything is the plan's, whatever thread is faster. Memory is the arena's, w
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections import Counter, deque
@@ -16,20 +17,25 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spark_dl.config import Config
+from spark_dl.config import Config, Data
 from spark_dl.data.arena import Arena
 from spark_dl.data.batch import BatchBuilder, Prepare, StepBatches
 from spark_dl.data.cache import build_cache
 from spark_dl.data.manifest import ShardSet
 from spark_dl.data.plan import FILLER, Ints, Plan, Stream, Window, streams_of_rank, windows_from
 from spark_dl.data.ragged import Array, Ragged
-from spark_dl.data.rows import Part, Rows
+from spark_dl.data.rows import HELD_ROW_GROUPS, Part, Rows
 from spark_dl.data.schema import Column
 from spark_dl.data.sequences import SequenceRows, build_rows
+
+_log = logging.getLogger("spark_dl")
 
 _STEPS_AT_ONCE = 16
 _GATHER_BYTES = 1 << 20
 _MIB = 1 << 20
+_DECODING = {"list": 4, "vector": 4}
+"""Memory to read a column by its codec, over that of its values: of lists Arrow holds encoded pages, levels and values
+that grow. Measured with pyarrow 26: 45 MiB for lists of 11 MiB."""
 
 
 class Loader:
@@ -82,7 +88,11 @@ class Loader:
         self._streams = streams_of_rank(data.num_streams, reader, world_size)
         self._rank = rank
         self._build = BatchBuilder(self._rows.columns, micro_batches, data.ragged, prepare, pin).build
-        self._prefetch, self._threads = data.prefetch_batches, data.reader_threads
+        # Row groups as the threads read them, and those that are held for streams that meet in them.
+        one_in_hand = self._largest_bytes * _mean_decoding(self.columns)
+        self._prefetch = data.prefetch_batches
+        self._threads = max(1, min(data.reader_threads, int(self._budget // max(1, one_in_hand))))
+        self._in_hand = self._threads * one_in_hand + HELD_ROW_GROUPS * self._largest_bytes
         self._spare: list[Arena] = []
 
     def epoch(self, epoch: int, start_step: int = 0) -> Generator[StepBatches, None, None]:
@@ -111,8 +121,7 @@ class Loader:
         slot_bytes = max(self._window_bytes(r.window) for r in reads)
         streams = len(self._streams)
         batches = (self._prefetch + 2) * max(_GATHER_BYTES, streams * self.plan.stream_batch * self._row_bytes)
-        in_hand = self._threads * self._largest_bytes  # row groups, as the threads read them
-        fits = int(max(0, self._budget - batches - in_hand) // max(1, slot_bytes))
+        fits = int(max(0, self._budget - batches - self._in_hand) // max(1, slot_bytes))
         num_slots = min(max(fits, streams), 2 * streams, len(reads))
         while self._spare:
             arena = self._spare.pop()
@@ -169,6 +178,28 @@ def check_row_groups(shards: ShardSet, columns: Sequence[Column], memory_mib: in
             f"{size // rows} bytes, {size / _MIB:.0f} MiB; a row group is read as a whole, and data.memory_mib="
             f"{memory_mib}: raise it, or write the dataset with smaller row groups (data.rows_per_row_group)"
         )
+
+
+def warn_of_memory(shards: ShardSet, columns: Sequence[Column], data: Data, num_ranks: int) -> None:
+    """Logs it if the streams of a rank need more than `data.memory_mib`, though each row group fits. On the driver.
+
+    Each stream has at least one segment in memory: a row group, or all that the stream has of it.
+    """
+    sizes = [size for size, rows in zip(shards.group_bytes(columns), shards.group_rows, strict=True) if rows]
+    streams, segment = -(-data.num_streams // num_ranks), min(max(sizes), sum(sizes) / data.num_streams)
+    if streams * segment > data.memory_mib * _MIB:
+        _log.warning(
+            "each rank reads %d streams with at least %.0f MiB of a row group in memory, %.0f MiB of %s, more than "
+            "data.memory_mib=%d; lower data.num_streams, use more ranks, write smaller row groups "
+            "(data.rows_per_row_group), or raise data.memory_mib to say that there is room",
+            streams, segment / _MIB, streams * segment / _MIB, shards.url, data.memory_mib,
+        )  # fmt: skip
+
+
+def _mean_decoding(columns: Sequence[Column]) -> float:
+    """How much more memory it takes to read rows than they have."""
+    sizes = [c.value_bytes for c in columns]
+    return sum(_DECODING.get(c.codec, 1) * n for c, n in zip(columns, sizes, strict=True)) / max(1, sum(sizes))
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,8 @@ from spark_dl.data.writer import Shard
 
 Part = Literal["all", "train", "validation"]
 _OPEN_FILES = 16
-_HELD_ROW_GROUPS = 2
+HELD_ROW_GROUPS = 2
+"""Decoded row groups that are kept for streams that meet in them."""
 
 
 class Rows:
@@ -85,7 +86,7 @@ class Rows:
             is_mine = held is None
             if held is None:
                 held = self._held[number] = Future()
-                while len(self._held) > _HELD_ROW_GROUPS:
+                while len(self._held) > HELD_ROW_GROUPS:
                     self._held.popitem(last=False)
         if is_mine:  # the others wait for it, and do not decode it too
             try:

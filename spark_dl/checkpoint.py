@@ -75,7 +75,7 @@ def save(
 ) -> str:
     """Writes a checkpoint; collective. Returns its URL once it is committed. Older ones go, save `checkpoint.keep`.
 
-    `rows` says which rows were trained on, where they are gone with the run; `of_rank` is what this rank alone has.
+    `rows` says which rows were trained on (`data/same_rows.py`); `of_rank` is what this rank alone has.
 
     Raises RuntimeError on every rank if any rank could not write its part, and on a rank of an older attempt.
     """

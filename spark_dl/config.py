@@ -70,7 +70,7 @@ class Data:
     """Memory of each rank's loader, in MiB: open windows, reading ahead, batches that are ready. Where the shuffle
     window needs more than a quarter of it, the window is smaller; a row group for each stream is held in any case."""
     reader_threads: int = 2
-    """Threads of each rank that read and decode."""
+    """Threads of each rank that read and decode: at most, where memory_mib has no room for a row group of each."""
     prefetch_batches: int = 4
     """Batches that each rank has ready."""
     sequence_length: int = 0

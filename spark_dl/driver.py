@@ -23,6 +23,7 @@ from spark_dl.config import Config, Data, Launch
 from spark_dl.data import local
 from spark_dl.data.manifest import ShardSet
 from spark_dl.data.mixture import Mixture
+from spark_dl.data.same_rows import check_same_rows
 from spark_dl.data.schema import Column
 from spark_dl.evaluate import build_metric, load_model
 from spark_dl.inputs import check_mixture, check_storage, check_unfiltered, shards_of
@@ -111,6 +112,8 @@ def train(
             train_shards = Mixture(datasets)
         else:
             train_shards = to_shards(data, "train")
+        if saved is not None and config.data.storage == "shared":  # with local storage the ranks look
+            check_same_rows(saved.manifest.get("rows"), train_shards, config.data)
         like = train_shards.columns and train_shards.select(config.data.columns)  # with local storage not known yet
         run = Run(
             spec=spec,

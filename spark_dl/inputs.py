@@ -12,7 +12,7 @@ from spark_dl import storage
 from spark_dl.config import Config, Data
 from spark_dl.data.filter_counts import filter_rows
 from spark_dl.data.foreign import open_parquet
-from spark_dl.data.loader import check_row_groups
+from spark_dl.data.loader import check_row_groups, warn_of_memory
 from spark_dl.data.manifest import MANIFEST, STORED, ShardSet, read_shards
 from spark_dl.data.mixture import batch_shares
 from spark_dl.data.schema import Column, check_like, check_settings
@@ -101,6 +101,7 @@ def shards_of(
     check_like(columns, like)
     check_settings(columns, config.data.encode)
     check_row_groups(data, columns, config.data.memory_mib)
+    warn_of_memory(data, columns, config.data, config.launch.num_ranks)
     return with_runs(data, config.data)
 
 

@@ -17,8 +17,7 @@ import torch
 from spark_dl import checkpoint
 from spark_dl.data.batch import StepBatches
 from spark_dl.data.build import BatchLoader, build_loader
-from spark_dl.data.local import fingerprint
-from spark_dl.data.manifest import ShardSet
+from spark_dl.data.same_rows import fingerprint
 from spark_dl.evaluate import evaluate_model
 from spark_dl.gather import sum_over_ranks, take_from_first
 from spark_dl.launch.rendezvous import World
@@ -73,7 +72,7 @@ class _Training:
     def __init__(self, run: Run, world: World, trainable: Trainable, build_train_loader: Callable[..., BatchLoader]):
         self.spec, self.config, self.world, self.trainable = run.spec, run.config, world, trainable
         self.run_dir, self.generation = run.run_dir, run.generation
-        self.fingerprint = fingerprint(run.train) if isinstance(run.train, ShardSet) else None
+        self.fingerprint = fingerprint(run.train)
         _seed(self.config.train.seed + 1 + world.rank)  # other dropout on each
         self.schedule = Schedule(self.trainable.optimizer, self.config)
         options: dict[str, Any] = {
@@ -256,7 +255,7 @@ class _Training:
             step=self.progress.global_step,
             config=self.config,
             columns=self.loader.columns,
-            rows=self.fingerprint and {**self.fingerprint, "step_of_epoch": self.progress.step},
+            rows={**self.fingerprint, "step_of_epoch": self.progress.step},
             model={str(i): module.state_dict() for i, module in enumerate(self.trainable.modules)},
             training={
                 "optimizer": self.trainable.optimizer.state_dict(),

@@ -14,6 +14,7 @@ from spark_dl import checkpoint
 from spark_dl.config import Data, Launch
 from spark_dl.data import local
 from spark_dl.data.loader import check_row_groups
+from spark_dl.data.same_rows import check_same_rows
 from spark_dl.data.source import SourceColumn
 from spark_dl.evaluate import evaluate
 from spark_dl.gather import gather_by_store
@@ -59,7 +60,7 @@ def main_on_rows(
             shards = local.assemble(spilled, _gather(world))
             check_row_groups(shards, shards.select(data.columns), data.memory_mib)
             if task == "train" and run.checkpoint is not None:
-                local.check_same_rows(checkpoint.open_checkpoint(run.checkpoint).manifest.get("rows"), shards, data)
+                check_same_rows(checkpoint.open_checkpoint(run.checkpoint).manifest.get("rows"), shards, data)
         except ValueError as error:
             return RankResult(world.rank, None, refused=str(error))
         return _run_loop(task, dataclasses.replace(run, train=shards), world)

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 from pyarrow import fs
 
 from spark_dl import storage
@@ -42,15 +43,16 @@ class _File:
     bytes: int
     row_groups: tuple[int, ...]
     schema: pa.Schema
-    sizes: Mapping[str, tuple[int, int]]
-    """Values and stored bytes of each leaf column, by its path."""
+    sizes: Mapping[str, tuple[tuple[int, int], ...]]
+    """Values and stored bytes in each row group of the leaf columns whose cells vary, by their paths."""
 
 
 def open_parquet(url: str, names: Sequence[str], *, data: Data | None = None, like: Sequence[Column] = ()) -> ShardSet:
     """A Parquet file, a folder of them, or a Petastorm dataset, with these of its columns. Called on the driver.
 
     Columns become numbers as `data.encode` says; a vocabulary is given with it, or is that of `like`, the columns of
-    another dataset. Rows cannot be dropped or filled here: nulls are an error of the loader, NaN is not looked for.
+    another dataset. Rows cannot be dropped or filled here: nulls are an error of the loader, as are NaN
+    and Inf unless data.nonfinite allows them.
 
     Raises ValueError for a path without Parquet files, a file that is not one, files whose columns differ, a column
     that is missing or cannot become a tensor, and Petastorm metadata that names anything but a schema.
@@ -69,7 +71,7 @@ def open_parquet(url: str, names: Sequence[str], *, data: Data | None = None, li
     except OSError as error:
         raise ValueError(f"cannot read the dataset {url}: {error}; check its owner and mode") from error
     with ThreadPoolExecutor(_READERS) as readers:
-        listed = list(readers.map(lambda path: _read_footer(url, root, *path), paths))
+        listed = list(readers.map(lambda path: _read_footer(url, root, names, *path), paths))
     base = url if root else storage.dirname(url)
     fields = _petastorm_fields(base, listed if root else ())
     files = [f for f in listed if sum(f.row_groups)]
@@ -82,8 +84,14 @@ def open_parquet(url: str, names: Sequence[str], *, data: Data | None = None, li
     check_batch_names(names, [c.name for c in columns if c.is_ragged])
     schema.check_like(columns, like)
     _check_same_columns(url, files, [c.name for c in columns if c.codec != "partition"])
-    shards = tuple(Shard(f.name, f.row_groups, f.bytes, partition=tuple(partitions[f.name].items())) for f in files)
+    shards = tuple(_shard(file, columns, partitions[file.name]) for file in files)
     return ShardSet(base, columns, shards)
+
+
+def _shard(file: _File, columns: Sequence[Column], partition: Mapping[str, str]) -> Shard:
+    ragged = [(c.name, c.encoding.kind == "bytes") for c in columns if c.is_ragged]
+    elements = {name: _elements(name, file, is_bytes=is_bytes) for name, is_bytes in ragged}
+    return Shard(file.name, file.row_groups, file.bytes, partition=tuple(partition.items()), elements=elements)
 
 
 def _list_files(url: str) -> tuple[bool, list[tuple[str, int]]]:
@@ -139,13 +147,13 @@ def _check_whole(url: str, names: Sequence[str]) -> None:
         )
 
 
-def _read_footer(url: str, is_folder: bool, name: str, size: int) -> _File:
+def _read_footer(url: str, is_folder: bool, names: Sequence[str], name: str, size: int) -> _File:
     path = storage.join(url, name) if is_folder else url
     try:
         with storage.open_input(path) as source:
             footer = parquet.open_file(source)
             rows = tuple(footer.metadata.row_group(i).num_rows for i in range(footer.metadata.num_row_groups))
-            return _File(name, size, rows, footer.schema_arrow, _sizes(footer.metadata))
+            return _File(name, size, rows, footer.schema_arrow, _sizes(footer, names))
     except (pa.ArrowException, OSError) as error:
         raise ValueError(
             f"{path} ({size} bytes) is not a Parquet file that can be read: {error}; take out what is no data, or "
@@ -153,13 +161,23 @@ def _read_footer(url: str, is_folder: bool, name: str, size: int) -> _File:
         ) from error
 
 
-def _sizes(metadata: Any) -> Mapping[str, tuple[int, int]]:
-    """Of the first row group."""
-    if metadata.num_row_groups == 0:
-        return {}
-    group = metadata.row_group(0)
-    columns = [group.column(i) for i in range(group.num_columns)]
-    return {c.path_in_schema: (c.num_values, c.total_uncompressed_size) for c in columns}
+def _sizes(footer: pq.ParquetFile, names: Sequence[str]) -> Mapping[str, tuple[tuple[int, int], ...]]:
+    """Of lists and bytes among some columns."""
+    metadata, leaves = footer.metadata, [footer.schema.column(i) for i in range(len(footer.schema))]
+    varying = [
+        (i, leaf.path)
+        for i, leaf in enumerate(leaves)
+        if (leaf.max_repetition_level or leaf.physical_type.endswith("BYTE_ARRAY"))
+        and any(_is_of(name, leaf.path) for name in names)
+    ]
+    groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)] if varying else []
+    chunks = {path: [group.column(i) for group in groups] for i, path in varying}
+    return {path: tuple((c.num_values, c.total_uncompressed_size) for c in found) for path, found in chunks.items()}
+
+
+def _is_of(name: str, path: str) -> bool:
+    """Whether a leaf of Parquet is of the column of this name."""
+    return path == name or path.startswith(f"{name}.")
 
 
 def _petastorm_fields(url: str, files: Sequence[_File]) -> Mapping[str, Field]:
@@ -199,7 +217,7 @@ def _column(
     if is_field:
         return _petastorm_column(fields[name])
     if (arrow := type_at(files[0].schema, name)) is not None:
-        return _arrow_column(arrow_source_column(name, arrow, settings), storage.join(url, files[0].name), files[0])
+        return _arrow_column(arrow_source_column(name, arrow, settings), storage.join(url, files[0].name), files)
     if all(name in partition for partition in partitions.values()):
         values = {partition[name] for partition in partitions.values()}
         if not all(v.lstrip("-").isdigit() for v in values):
@@ -259,7 +277,7 @@ def stored_column(table: pa.Table, name: str) -> pa.ChunkedArray:
     return pc.struct_field(table.column(first), path)
 
 
-def _arrow_column(source: SourceColumn, path: str, file: _File) -> Column:
+def _arrow_column(source: SourceColumn, path: str, files: Sequence[_File]) -> Column:
     kind = source.encoding.kind
     if kind == "vocabulary" and source.encoding.vocabulary is None:
         raise ValueError(
@@ -269,16 +287,26 @@ def _arrow_column(source: SourceColumn, path: str, file: _File) -> Column:
     codec = "vector" if source.kind == "vector" else "list" if source.kind == "array" else schema.codec_of(source)
     if codec == "scalar" and kind != "number":
         codec = "converted"
-    mean = _mean_size(source, file) if source.ragged or codec == "image" else None
+    mean = _mean_size(source, files) if source.ragged or codec == "image" else None
     shape: tuple[int | None, ...] = (None,) if source.ragged else ()
     if codec in ("vector", "list", "image") and not (source.ragged and source.depth == 1):
         shape = _shape_of_first(source, codec, path)
     return Column(source.name, source.dtype, shape, codec, source.encoding, mean)
 
 
-def _mean_size(source: SourceColumn, file: _File) -> float:
-    leaf = next(s for path, s in file.sizes.items() if path == source.name or path.startswith(f"{source.name}."))
-    return leaf[source.encoding.kind in ("bytes", "image")] / max(1, next(n for n in file.row_groups if n))
+def _mean_size(source: SourceColumn, files: Sequence[_File]) -> float:
+    is_bytes = source.encoding.kind in ("bytes", "image")
+    counts = [sum(_elements(source.name, file, is_bytes=is_bytes)) for file in files]
+    return sum(counts) / sum(sum(file.row_groups) for file in files)
+
+
+def _elements(name: str, file: _File, *, is_bytes: bool) -> tuple[int, ...]:
+    """The elements of a column in each row group: its values, nulls and empty lists among them, or its bytes.
+
+    Bytes are what they take in the file without compression: less than they have where they are in a dictionary.
+    """
+    sizes = next((sizes for path, sizes in file.sizes.items() if _is_of(name, path)), ())
+    return tuple(size[is_bytes] for size in sizes)
 
 
 def _shape_of_first(source: SourceColumn, codec: str, path: str) -> tuple[int | None, ...]:

@@ -6,6 +6,7 @@ of everything is the plan's, whatever thread is faster. Memory is the arena's, w
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections import Counter, deque
@@ -16,20 +17,25 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spark_dl.config import Config
+from spark_dl.config import Config, Data
 from spark_dl.data.arena import Arena
 from spark_dl.data.batch import BatchBuilder, Prepare, StepBatches
 from spark_dl.data.cache import build_cache
 from spark_dl.data.manifest import ShardSet
-from spark_dl.data.plan import Ints, Plan, Stream, Window, streams_of_rank, windows_from
+from spark_dl.data.plan import FILLER, Ints, Plan, Stream, Window, streams_of_rank, windows_from
 from spark_dl.data.ragged import Array, Ragged
-from spark_dl.data.rows import Part, Rows
+from spark_dl.data.rows import HELD_ROW_GROUPS, Part, Rows
 from spark_dl.data.schema import Column
 from spark_dl.data.sequences import SequenceRows, build_rows
+
+_log = logging.getLogger("spark_dl")
 
 _STEPS_AT_ONCE = 16
 _GATHER_BYTES = 1 << 20
 _MIB = 1 << 20
+_DECODING = {"list": 4, "vector": 4}
+"""Memory to read a column by its codec, over that of its values: of lists Arrow holds encoded pages, levels and values
+that grow. Measured with pyarrow 26: 45 MiB for lists of 11 MiB."""
 
 
 class Loader:
@@ -61,6 +67,12 @@ class Loader:
         check_row_groups(shards, self.columns, data.memory_mib)
         self._rows = build_rows(shards, self.columns, config, part, build_cache(data))
         self._row_bytes = sum(c.value_bytes for c in self._rows.columns)
+        group_bytes = shards.group_bytes(self.columns)
+        self._largest_bytes = max(b for b, rows in zip(group_bytes, shards.group_rows, strict=True) if rows)
+        self._group_row_bytes: tuple[float, ...] = ()
+        if any(c.is_ragged for c in self.columns):  # else the rows of all row groups are alike
+            stored = [rows for _, _, rows in shards.row_groups]
+            self._group_row_bytes = tuple(b / max(1, rows) for b, rows in zip(group_bytes, stored, strict=True))
         self.plan = Plan(
             group_rows=self._rows.group_rows,
             global_batch_size=train.global_batch_size,
@@ -69,13 +81,18 @@ class Loader:
             shuffle=data.shuffle and shuffle,
             seed=train.seed,
             parts=shards.part_groups,
+            row_bytes=self._group_row_bytes,
+            window_bytes=self._budget // 4,
         )
-        self._largest_rows = shards.largest_row_group[2]
         reader = rank if shards.spread is None else shards.spread.part
         self._streams = streams_of_rank(data.num_streams, reader, world_size)
         self._rank = rank
         self._build = BatchBuilder(self._rows.columns, micro_batches, data.ragged, prepare, pin).build
-        self._prefetch, self._threads = data.prefetch_batches, data.reader_threads
+        # Row groups as the threads read them, and those that are held for streams that meet in them.
+        one_in_hand = self._largest_bytes * _mean_decoding(self.columns)
+        self._prefetch = data.prefetch_batches
+        self._threads = max(1, min(data.reader_threads, int(self._budget // max(1, one_in_hand))))
+        self._in_hand = self._threads * one_in_hand + HELD_ROW_GROUPS * self._largest_bytes
         self._spare: list[Arena] = []
 
     def epoch(self, epoch: int, start_step: int = 0) -> Generator[StepBatches, None, None]:
@@ -101,10 +118,10 @@ class Loader:
         That of the epoch before is used again: fresh memory costs as much as reading does.
         """
         slot_rows = max(r.window.rows for r in reads)
+        slot_bytes = max(self._window_bytes(r.window) for r in reads)
         streams = len(self._streams)
         batches = (self._prefetch + 2) * max(_GATHER_BYTES, streams * self.plan.stream_batch * self._row_bytes)
-        in_hand = self._threads * self._largest_rows * self._row_bytes  # row groups, as the threads read them
-        fits = max(0, self._budget - batches - in_hand) // (slot_rows * self._row_bytes)
+        fits = int(max(0, self._budget - batches - self._in_hand) // max(1, slot_bytes))
         num_slots = min(max(fits, streams), 2 * streams, len(reads))
         while self._spare:
             arena = self._spare.pop()
@@ -116,6 +133,14 @@ class Loader:
             slot_rows=slot_rows,
             num_tails=streams,
             tail_rows=self.plan.stream_batch,
+        )
+
+    def _window_bytes(self, window: Window) -> float:
+        if not self._group_row_bytes:
+            return window.rows * self._row_bytes
+        of_group = self._group_row_bytes
+        return sum(
+            s.rows * (self._row_bytes if s.row_group == FILLER else of_group[s.row_group]) for s in window.segments
         )
 
     def _gather(
@@ -144,14 +169,37 @@ class Loader:
 
 def check_row_groups(shards: ShardSet, columns: Sequence[Column], memory_mib: int) -> None:
     """Raises ValueError if the largest row group of the dataset does not fit into a loader's memory."""
-    row_bytes = sum(c.value_bytes for c in columns)
-    shard, group, rows = shards.largest_row_group
-    if rows * row_bytes > memory_mib * _MIB:
+    sized = zip(shards.row_groups, shards.group_bytes(columns), strict=True)
+    read = (group for group, rows in zip(sized, shards.group_rows, strict=True) if rows)
+    (shard, group, rows), size = max(read, key=lambda found: found[1])
+    if size > memory_mib * _MIB:
         raise ValueError(
-            f"row group {group} of {shards.shards[shard].name} in {shards.url} has {rows} rows of {row_bytes} bytes, "
-            f"{rows * row_bytes / _MIB:.0f} MiB; a row group is read as a whole, and data.memory_mib={memory_mib}: "
-            "raise it, or write the dataset with smaller row groups (data.rows_per_row_group)"
+            f"row group {group} of {shards.shards[shard].name} in {shards.url} has {rows} rows of "
+            f"{size // rows} bytes, {size / _MIB:.0f} MiB; a row group is read as a whole, and data.memory_mib="
+            f"{memory_mib}: raise it, or write the dataset with smaller row groups (data.rows_per_row_group)"
         )
+
+
+def warn_of_memory(shards: ShardSet, columns: Sequence[Column], data: Data, num_ranks: int) -> None:
+    """Logs it if the streams of a rank need more than `data.memory_mib`, though each row group fits. On the driver.
+
+    Each stream has at least one segment in memory: a row group, or all that the stream has of it.
+    """
+    sizes = [size for size, rows in zip(shards.group_bytes(columns), shards.group_rows, strict=True) if rows]
+    streams, segment = -(-data.num_streams // num_ranks), min(max(sizes), sum(sizes) / data.num_streams)
+    if streams * segment > data.memory_mib * _MIB:
+        _log.warning(
+            "each rank reads %d streams with at least %.0f MiB of a row group in memory, %.0f MiB of %s, more than "
+            "data.memory_mib=%d; lower data.num_streams, use more ranks, write smaller row groups "
+            "(data.rows_per_row_group), or raise data.memory_mib to say that there is room",
+            streams, segment / _MIB, streams * segment / _MIB, shards.url, data.memory_mib,
+        )  # fmt: skip
+
+
+def _mean_decoding(columns: Sequence[Column]) -> float:
+    """How much more memory it takes to read rows than they have."""
+    sizes = [c.value_bytes for c in columns]
+    return sum(_DECODING.get(c.codec, 1) * n for c, n in zip(columns, sizes, strict=True)) / max(1, sum(sizes))
 
 
 @dataclass(frozen=True)

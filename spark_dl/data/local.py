@@ -13,16 +13,14 @@ from __future__ import annotations
 import base64
 import contextlib
 import dataclasses
-import hashlib
 import io
-import json
 import logging
 import os
 import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -174,37 +172,6 @@ def _pack(row: Sequence[Array]) -> list[str]:
 
 def _unpack(row: Sequence[str]) -> list[Array]:
     return [np.lib.format.read_array(io.BytesIO(base64.b64decode(c)), allow_pickle=False) for c in row]
-
-
-def fingerprint(shards: ShardSet) -> dict[str, Any] | None:
-    """Which rows lie where, for a checkpoint: the rows of each part, and a hash of all. None with shared storage."""
-    if shards.spread is None:
-        return None
-    stored = iter(shards.shards)
-    parts = [[next(stored) for _ in range(n)] for n in shards.spread.part_shards]
-    content = [[asdict(c) for c in shards.columns], [[[s.row_groups, s.sha256] for s in p] for p in parts]]
-    digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
-    return {"part_rows": [sum(s.rows for s in p) for p in parts], "sha256": digest}
-
-
-def check_same_rows(saved: Mapping[str, Any] | None, shards: ShardSet, data: Data) -> None:
-    """Whether a run can go on from a checkpoint with rows that were spilled anew. `saved` is its `rows`.
-
-    Raises ValueError for other rows, or the same in other places, in the middle of an epoch or where a part of them is
-    held out for validation. At the end of an epoch training can go on with any rows.
-    """
-    now, before = fingerprint(shards), saved or {}
-    if now is None or before.get("sha256") == now["sha256"]:
-        return
-    if before.get("step_of_epoch") == 0 and not data.validation_fraction:
-        _log.warning("the rows are not those of the checkpoint; training goes on with them, at the start of an epoch")
-        return
-    raise ValueError(
-        f"cannot resume: the checkpoint was made with {before.get('part_rows')} rows on the ranks, now they have "
-        f"{now['part_rows']}, or other values or another order (data.storage='local'); use the same number of ranks "
-        "and a DataFrame that gives the same rows each time, resume from the end of an epoch (without "
-        "data.validation_fraction), or set data.storage to 'shared', which keeps the rows with the run"
-    )
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import functools
 import itertools
 import json
 import logging
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -83,11 +84,20 @@ class ShardSet:
         """(shard, row group of the shard, stored rows) of every row group, in the order of the dataset."""
         return tuple((s, g, rows) for s, shard in enumerate(self.shards) for g, rows in enumerate(shard.row_groups))
 
-    @functools.cached_property
-    def largest_row_group(self) -> tuple[int, int, int]:
-        """(shard, row group of the shard, stored rows) of the largest row group of those that are read."""
-        read = (group for group, rows in zip(self.row_groups, self.group_rows, strict=True) if rows)
-        return max(read, key=lambda group: group[2])
+    def group_bytes(self, columns: Sequence[Column]) -> tuple[int, ...]:
+        """Bytes in memory of some columns of each row group, decoded, which is read as a whole. # (row groups,)
+
+        Of ragged columns what is known of each row group counts; else the mean of all rows.
+        """
+        ragged, fixed = [c for c in columns if c.is_ragged], sum(c.value_bytes for c in columns if not c.is_ragged)
+        return tuple(
+            math.ceil(rows * fixed + sum(c.group_bytes(rows, self._elements(s, g, c.name)) for c in ragged))
+            for s, g, rows in self.row_groups
+        )
+
+    def _elements(self, shard: int, group: int, name: str) -> int | None:
+        counts = self.shards[shard].elements.get(name)
+        return counts[group] if counts else None
 
     @property
     def part_groups(self) -> tuple[int, ...]:
@@ -221,7 +231,10 @@ def shard_from_plain(plain: Mapping[str, Any]) -> Shard:
             raise ValueError(f"the shard {name!r:.200}: found the {what} {value!r:.200}")
     if bad := [n for n in groups if not 0 < n < 2**31]:
         raise ValueError(f"the shard {name!r:.200}: found a row group of {bad[0]!r} rows")
-    return Shard(name, tuple(groups), size, digest, *footer)
+    elements = {column: tuple(map(int, counts)) for column, counts in plain.get("elements", {}).items()}
+    if bad_names := [column for column, counts in elements.items() if len(counts) != len(groups)]:
+        raise ValueError(f"the shard {name!r:.200} has other row groups than elements of {bad_names[0]!r:.200}")
+    return Shard(name, tuple(groups), size, digest, *footer, elements=elements)
 
 
 def prepare_folder(url: str, overwrite: bool) -> None:

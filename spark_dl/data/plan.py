@@ -88,7 +88,8 @@ class Plan:
     `group_rows` are the rows of each row group, in the order of the dataset. # (row groups,)
     `window_rows` is the size of the shuffle window over all streams together: each stream has its part of it, and at
     least one segment. `parts` are the numbers of row groups that lie on the disk of each rank; by default all lie in
-    one place, which every rank can read.
+    one place, which every rank can read. Where rows have unequal sizes, `row_bytes` says the mean size of a row of each
+    row group, and a window is as well full with its part of `window_bytes`. # (row groups,)
     """
 
     group_rows: tuple[int, ...]
@@ -98,6 +99,8 @@ class Plan:
     shuffle: bool = True
     seed: int = 0
     parts: tuple[int, ...] = ()
+    row_bytes: tuple[float, ...] = ()
+    window_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.rows < 1:
@@ -191,12 +194,17 @@ class Plan:
         for i, segment in enumerate(segments):
             held.append(segment)
             rows = sum(s.rows for s in held)
-            if rows >= target or i == len(segments) - 1:
+            if rows >= target or self._is_full(held) or i == len(segments) - 1:
                 seed = (self.seed, epoch, stream, len(windows)) if self.shuffle else None
                 windows.append(Window(tuple(held), first, seed))
                 first += rows
                 held = []
         return tuple(windows)
+
+    def _is_full(self, held: Sequence[Segment]) -> bool:
+        if not self.row_bytes:
+            return False
+        return sum(s.rows * self.row_bytes[s.row_group] for s in held) >= self.window_bytes / self.num_streams
 
 
 def streams_of_rank(num_streams: int, rank: int, world_size: int) -> range:

@@ -137,6 +137,32 @@ def _nonfinite_rows(array: pa.Array) -> Mask | None:
     return bad
 
 
+def first_nonfinite_row(cells: Array | Ragged) -> int | None:
+    """The first row of decoded cells with NaN or Inf in it; None where there is none, or they are no floats."""
+    values = cells.own_values if isinstance(cells, Ragged) else cells
+    if values.dtype.kind != "f":
+        return None
+    # NOTE: one pass without a mask: NaN and Inf stay in a sum, which only values near the largest number overflow too.
+    with np.errstate(all="ignore"):
+        if np.isfinite(values.sum()):
+            return None
+    is_bad = ~np.isfinite(values)
+    if not is_bad.any():
+        return None
+    first = int(np.argmax(is_bad.reshape(len(values), -1).any(axis=1)))
+    if isinstance(cells, Ragged):
+        return int(np.searchsorted(cells.offsets - cells.offsets[0], first, side="right")) - 1
+    return first
+
+
+def nonfinite_in_others(name: str) -> str:
+    """For an error: what is found in a column of a dataset of others, and what to change."""
+    return (
+        f"column {name!r}: found NaN or Inf, expected none in a dataset that is read as it is; set data.nonfinite to "
+        "allow, pass the row by with data.filters, or write the dataset with Spark (write_shards), which can fill it"
+    )
+
+
 def _with_finite_values(column: SourceColumn, cells: Array | Ragged) -> Array | Ragged:
     values: Any = cells.values if isinstance(cells, Ragged) else cells
     if values.dtype.kind != "f" or column.fill is None or np.isfinite(values).all():

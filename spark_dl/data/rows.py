@@ -12,7 +12,8 @@ import numpy as np
 import pyarrow as pa
 
 from spark_dl import storage
-from spark_dl.data import filters, foreign, pages, parquet, schema
+from spark_dl.config import Nonfinite
+from spark_dl.data import filters, foreign, pages, parquet, policies, schema
 from spark_dl.data.cache import DiskCache, open_input
 from spark_dl.data.manifest import ShardSet
 from spark_dl.data.plan import FILLER, Segment, rows_held_out, split_rows
@@ -22,7 +23,8 @@ from spark_dl.data.writer import Shard
 
 Part = Literal["all", "train", "validation"]
 _OPEN_FILES = 16
-_HELD_ROW_GROUPS = 2
+HELD_ROW_GROUPS = 2
+"""Decoded row groups that are kept for streams that meet in them."""
 
 
 class Rows:
@@ -37,7 +39,10 @@ class Rows:
         part: Part,
         *,
         cache: DiskCache | None = None,
+        nonfinite: Nonfinite = "allow",
     ):
+        """`nonfinite` is looked at for datasets of others; ours were checked when they were written."""
+        self._nonfinite = nonfinite
         self._shards, self.columns, self._cache = shards, tuple(columns), cache
         self._seed, self._part = seed, part
         self._passing = shards.group_rows
@@ -81,7 +86,7 @@ class Rows:
             is_mine = held is None
             if held is None:
                 held = self._held[number] = Future()
-                while len(self._held) > _HELD_ROW_GROUPS:
+                while len(self._held) > HELD_ROW_GROUPS:
                     self._held.popitem(last=False)
         if is_mine:  # the others wait for it, and do not decode it too
             try:
@@ -129,7 +134,13 @@ class Rows:
                 else:
                     assert table is not None
                     arrays.append(_decode(column, foreign.stored_column(table, column.name)))
+            may_be_bad = self._nonfinite == "error" and not self._shards.shards[shard].sha256
             for column, cells in zip(self.columns, arrays, strict=True):
+                if may_be_bad and (bad := policies.first_nonfinite_row(cells)) is not None:
+                    row = bad if isinstance(kept, slice) else int(np.flatnonzero(kept)[bad])
+                    raise ValueError(
+                        f"{policies.nonfinite_in_others(column.name)}; first in row {row} of the row group"
+                    )
                 if len(cells) != self._passing[number]:
                     raise ValueError(
                         f"column {column.name!r}: found {len(cells)} rows, expected {self._passing[number]}"

@@ -65,10 +65,15 @@ class Column:
     @property
     def value_bytes(self) -> int:
         """Bytes of a cell in memory once it is decoded; on average, where they vary."""
-        itemsize = np.dtype(self.dtype).itemsize
         if self.is_ragged:
-            return math.ceil(itemsize * (self.mean_size or 0)) + 8
-        return itemsize * math.prod(self.inner)
+            return math.ceil(self.group_bytes(1, self.mean_size or 0))
+        return np.dtype(self.dtype).itemsize * math.prod(self.inner)
+
+    def group_bytes(self, rows: int, elements: float | None = None) -> float:
+        """Bytes in memory of decoded rows, that have so many elements if it is ragged; else by the mean."""
+        if not self.is_ragged or elements is None:
+            return rows * self.value_bytes
+        return np.dtype(self.dtype).itemsize * elements + 8 * rows
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Column:

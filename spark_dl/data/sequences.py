@@ -133,7 +133,9 @@ def build_rows(
 ) -> Rows | SequenceRows:
     """What a loader reads: the rows of a dataset, or with `data.sequence_length` its sequences. Called on a worker."""
     data = config.data
-    rows = Rows(shards, columns, data.validation_fraction, config.train.seed, part, cache=cache)
+    rows = Rows(
+        shards, columns, data.validation_fraction, config.train.seed, part, cache=cache, nonfinite=data.nonfinite
+    )
     if not data.sequence_length:
         return rows
     starts = with_runs(shards, data).run_starts

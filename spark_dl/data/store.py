@@ -41,15 +41,29 @@ HALF_WRITTEN_S = 86400.0
 """Age from which a dataset without a manifest and without a lease is taken for the rest of a killed writer."""
 
 
+class NoLeaseError(ValueError):
+    """This user may not write a lease; the text says what to change."""
+
+
 class Lease:
-    """Keeps a dataset of the store from being removed, until it is released. A thread renews it; on the driver."""
+    """Keeps a dataset of the store from being removed, until it is released. A thread renews it; on the driver.
+
+    Raises NoLeaseError where it cannot be written.
+    """
 
     def __init__(self, folder: str, name: str, run: str):
         self.name = name
         self._url = storage.join(folder, "leases", f"{name}.{uuid.uuid4().hex[:8]}.json")
         self._holder = {"host": socket.gethostname(), "pid": os.getpid(), "run": run}
         self._stop = threading.Event()
-        self._write(LEASE_S)
+        try:
+            self._write(LEASE_S)
+        except OSError as error:
+            raise NoLeaseError(
+                f"data.store: cannot write the lease {self._url}, without which the shards could be deleted while they "
+                f"are read: {error}; a store that several users share needs a group-writable folder, with setgid so "
+                "that what is made in it is of the same group (chmod g+rwxs), and umask 002 for its users"
+            ) from error
         self._thread = threading.Thread(target=self._renew, name="spark_dl lease", daemon=True)
         self._thread.start()
 
@@ -85,10 +99,10 @@ def store_shards(
 ) -> tuple[ShardSet, Lease | None]:
     """The shards of a DataFrame in the store `data.store`: those that another run has written, else written now.
 
-    Called on the driver. Where there is no store, or the DataFrame has no key, they are written at `url`; the log says
-    why. The lease keeps them until it is released; `run` says whose it is. `like` is as for `write_shards`. Raises as
-    `write_shards` does, ValueError if they cannot be stored and there is no `url`, RuntimeError if the source files
-    change meanwhile.
+    Called on the driver. Where there is no store, the DataFrame has no key, or this user may not write a lease to the
+    store, they are written at `url`; the log says why. The lease keeps them until it is released; `run` says whose it
+    is. `like` is as for `write_shards`. Raises as `write_shards` does, ValueError if they cannot be stored and there is
+    no `url`, RuntimeError if the source files change meanwhile.
     """
     reason = "data.store is not set"
     if data.store:
@@ -98,6 +112,10 @@ def store_shards(
         except NoKeyError as error:
             reason = f"the store cannot be used for this DataFrame: {error}"
             _log.info("%s", reason)
+        except NoLeaseError as error:
+            reason = str(error)
+            if url is not None:
+                _log.warning("the shards are written to the run: %s", reason)
     if url is None:
         raise ValueError(f"there is no folder to write the shards to, and {reason}")
     return write_shards(df, url, data, overwrite=True, like=like), None
@@ -224,22 +242,32 @@ def _remove(folder: str, name: str) -> bool:
 def clean_store(store: str, *, ttl_days: float) -> dict[str, int]:
     """Deletes what nobody holds and has not used for `ttl_days`, and what killed writers left. Called on the driver.
 
-    Returns the number of datasets `deleted` and `kept`, and the `bytes` that were deleted.
+    Returns the number of datasets `deleted`, `kept`, and `denied`, which expired but this user may not delete (the log
+    names them), and the `bytes` that were deleted. Raises ValueError for a store that does not exist.
     """
     store, now = storage.absolute(store), time.time()
-    result = {"deleted": 0, "kept": 0, "bytes": 0}
+    if not storage.exists(store):
+        raise ValueError(f"data.store: found nothing to clean at {store}, expected a store")
+    result = {"deleted": 0, "kept": 0, "denied": 0, "bytes": 0}
     for key in storage.list_names(store):
         if not re.fullmatch(r"[0-9a-f]{64}", key):
             continue
         folder = storage.join(store, key)
         for name in _names(folder):
-            size = sum(file.size or 0 for file in storage.list_infos(storage.join(folder, name)))
-            if _is_expired(folder, name, now, ttl_days * 86400) and _remove(folder, name):
-                result["deleted"] += 1
-                result["bytes"] += size
-            else:
-                result["kept"] += 1
-        _delete_stray_leases(folder, now)
+            try:
+                size = sum(file.size or 0 for file in storage.list_infos(storage.join(folder, name)))
+                if _is_expired(folder, name, now, ttl_days * 86400) and _remove(folder, name):
+                    result["deleted"] += 1
+                    result["bytes"] += size
+                else:
+                    result["kept"] += 1
+            except OSError as error:
+                _log.warning("%s may not be deleted by this user: %s", storage.join(folder, name), error)
+                result["denied"] += 1
+        try:
+            _delete_stray_leases(folder, now)
+        except OSError as error:
+            _log.warning("old leases in %s may not be deleted by this user: %s", folder, error)
     return result
 
 

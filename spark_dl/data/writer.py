@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pyarrow as pa
@@ -39,6 +39,8 @@ class Shard:
     footer_crc32: int = 0
     partition: tuple[tuple[str, str], ...] = ()
     """Column names and values from the names of its folders (hive), in datasets of others."""
+    elements: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Of each ragged column the elements in each row group, over all axes; empty where they are not known."""
 
     @property
     def rows(self) -> int:
@@ -68,6 +70,7 @@ class ShardWriter:
         self._held_rows = 0
         self._shards: list[Shard] = []
         self._groups: list[int] = []
+        self._elements: dict[str, list[int]] = {}
         self._file: pq.ParquetWriter | None = None
         self._sink: _HashingSink | None = None
 
@@ -129,6 +132,9 @@ class ShardWriter:
             )  # fmt: skip
         self._file.write_table(table, row_group_size=len(arrays[0]))
         self._groups.append(len(arrays[0]))
+        for column, array in zip(self.columns, arrays, strict=True):
+            if column.is_ragged and isinstance(array, Ragged):
+                self._elements.setdefault(column.name, []).append(array.own_values.size)
         if sum(self._groups) >= self._shard_rows:
             self._end_shard()
 
@@ -141,9 +147,10 @@ class ShardWriter:
         footer_start = self._sink.begin_footer()
         self._file.close()
         size, digest, crc32 = self._sink.finish()
-        groups = tuple(self._groups)
-        self._shards.append(Shard(self._next_name(), groups, size, digest, size - footer_start, crc32))
-        self._file, self._sink, self._groups = None, None, []
+        groups, elements = tuple(self._groups), {name: tuple(counts) for name, counts in self._elements.items()}
+        shard = Shard(self._next_name(), groups, size, digest, size - footer_start, crc32, elements=elements)
+        self._shards.append(shard)
+        self._file, self._sink, self._groups, self._elements = None, None, [], {}
 
 
 class _HashingSink:

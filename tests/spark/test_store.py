@@ -218,6 +218,17 @@ def test_without_a_key_the_shards_are_written_to_the_run_and_the_log_says_why(sp
 
 
 @local
+def test_where_no_lease_can_be_written_the_shards_are_written_to_the_run(spark, source, tmp_path, caplog):
+    (tmp_path / "file").write_text("no folder")
+    df, data = spark.read.parquet(source), Data(store=str(tmp_path / "file" / "store"))
+    shards, lease = spark_dl.store_shards(df, data, str(tmp_path / "run"))
+    assert (shards.url, shards.rows, lease) == (str(tmp_path / "run"), 400, None)
+    assert "the shards are written to the run: data.store: cannot write the lease" in caplog.text
+    with pytest.raises(ValueError, match=r"no folder to write the shards to, and data.store: cannot write the lease"):
+        spark_dl.store_shards(df, data)
+
+
+@local
 def test_source_files_that_change_meanwhile_are_an_error(spark, source, tmp_path, monkeypatch):
     df = spark.read.parquet(source)
     real = spark_dl.data.store.write_shards
@@ -248,7 +259,7 @@ def test_the_job_stores_and_cleans(spark, source, tmp_path):
     again, log = prepare(*options)
     assert again["datasets"] == first["datasets"]
     assert "shards found in the store, written" in log
-    assert prepare("--clean")[0] == {"deleted": 0, "kept": 1, "bytes": 0}
+    assert prepare("--clean")[0] == {"deleted": 0, "kept": 1, "denied": 0, "bytes": 0}
     cleaned, _ = prepare("--clean", "--data.store_ttl_days", "0")
     assert (cleaned["deleted"], cleaned["kept"]) == (1, 0)
     assert cleaned["bytes"] > 1000

@@ -136,6 +136,21 @@ def test_resume_goes_on_and_overwrite_starts_anew(spark, points, tmp_path):
     assert whole.history == resumed.history
 
 
+@pytest.mark.modes("local")
+def test_a_run_goes_on_in_an_epoch_only_with_the_dataset_that_it_was_trained_on(spark, points, tmp_path):
+    path, run_dir = str(tmp_path / "data"), str(tmp_path / "run")
+    points.drop("name").write.parquet(path)
+    stopped = small_config(2, train={"epochs": 2, "max_steps": 3})
+    assert spark_dl.train(path, MLP, stopped, run_dir=run_dir).steps == 3
+    points.drop("name").limit(40).coalesce(1).write.mode("append").parquet(path)
+    more = small_config(2, train={"epochs": 2})
+    with pytest.raises(ValueError, match=r"found 540 rows in 4 files .*expected 500 rows in 3 files"):
+        spark_dl.train(path, MLP, more, run_dir=run_dir, resume=True)
+    points.drop("name").write.mode("overwrite").parquet(path)  # the same rows in files of other names
+    with pytest.raises(ValueError, match=r"the dataset has changed since the checkpoint was made"):
+        spark_dl.train(path, MLP, more, run_dir=run_dir, resume=True)
+
+
 def _raises_on_a_rank():
     if os.environ["RANK"] == "1":
         raise ZeroDivisionError("in build")

@@ -2,6 +2,10 @@
 
 import logging
 import multiprocessing
+import os
+import re
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -110,17 +114,17 @@ def test_cleaning_keeps_what_is_held_and_what_is_young(folder):
     held, lease = hold(folder)
     _, released = hold(folder, OTHER)
     released.release()
-    assert clean_store(folder, ttl_days=1) == {"deleted": 0, "kept": 2, "bytes": 0}
+    assert clean_store(folder, ttl_days=1) == {"deleted": 0, "kept": 2, "denied": 0, "bytes": 0}
     time.sleep(1.1 if folder.startswith("s3") else 0.05)
     size = sum(f.size for f in storage.list_infos(storage.join(folder, OTHER, *names(folder, OTHER))))
-    assert clean_store(folder, ttl_days=0) == {"deleted": 1, "kept": 1, "bytes": size}
+    assert clean_store(folder, ttl_days=0) == {"deleted": 1, "kept": 1, "denied": 0, "bytes": size}
     assert read_shards(held.url) == held
     assert names(folder, OTHER) == leases(folder, OTHER) == []
     lease.release()
     time.sleep(0.05)
     assert clean_store(folder, ttl_days=0)["deleted"] == 1
     assert names(folder) == []
-    assert clean_store(folder, ttl_days=0) == {"deleted": 0, "kept": 0, "bytes": 0}
+    assert clean_store(folder, ttl_days=0) == {"deleted": 0, "kept": 0, "denied": 0, "bytes": 0}
 
 
 def test_a_use_counts_and_old_leases_are_tidied(folder, monkeypatch):
@@ -160,7 +164,7 @@ def test_a_lease_is_renewed(folder, monkeypatch):
 def test_what_a_killed_writer_left_goes_when_it_is_old(folder, monkeypatch):
     shards = write(storage.join(folder, KEY, "0123456789ab"))
     storage.delete(storage.join(shards.url, MANIFEST))
-    assert clean_store(folder, ttl_days=1000) == {"deleted": 0, "kept": 1, "bytes": 0}
+    assert clean_store(folder, ttl_days=1000) == {"deleted": 0, "kept": 1, "denied": 0, "bytes": 0}
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() + store_module.HALF_WRITTEN_S + 5)
     assert clean_store(folder, ttl_days=1000)["deleted"] == 1
@@ -211,3 +215,57 @@ def test_a_lease_says_whose_it_is(folder):
     lease.drop()
     assert all(word in content for word in ('"host"', '"pid"', '"run": "runs/1"', '"expires"'))
     assert leases(folder) == []
+
+
+NOBODY = """
+import logging, os, sys
+from spark_dl.data import store
+logging.basicConfig()
+os.umask(0o022)
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+if sys.argv[2] == "clean":
+    print(sorted(store.clean_store(sys.argv[1], ttl_days=0).items()))
+else:
+    print(store.find_or_write(sys.argv[1], sys.argv[2], None, run="of nobody"))
+"""
+
+
+def as_nobody(tmp_path, *args):
+    if os.geteuid() != 0:
+        pytest.skip("only root can start a process of another user")
+    for folder in [tmp_path, *tmp_path.parents][:3]:
+        os.chmod(folder, 0o755)
+    command = [sys.executable, "-c", NOBODY, str(tmp_path / "store"), *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_another_user_who_may_not_write_a_lease_is_told_what_to_change(tmp_path):
+    folder = str(tmp_path / "store")
+    hold(folder)[1].release()
+    done = as_nobody(tmp_path, KEY)
+    assert done.returncode == 1
+    said = r"NoLeaseError: data.store: cannot write the lease .*Permission denied.*group-writable folder, with setgid "
+    assert re.search(said, done.stderr.splitlines()[-1])
+
+
+def test_another_user_cleans_what_he_may_and_counts_the_rest(tmp_path):
+    folder = str(tmp_path / "store")
+    for key in (KEY, OTHER):
+        hold(folder, key)[1].release()
+    allowed = [folder, *(path for path, _, _ in os.walk(f"{folder}/{OTHER}"))]
+    for path in allowed:
+        os.chmod(path, 0o777)
+    time.sleep(0.05)
+    done = as_nobody(tmp_path, "clean")
+    assert done.returncode == 0, done.stderr
+    assert "('deleted', 1), ('denied', 1), ('kept', 0)]" in done.stdout
+    assert f"{names(folder)[0]} may not be deleted by this user" in done.stderr
+    assert read_shards(storage.join(folder, KEY, names(folder)[0])).rows == 100
+    assert names(folder, OTHER) == []
+
+
+def test_a_store_that_does_not_exist_cannot_be_cleaned(folder):
+    with pytest.raises(ValueError, match="data.store: found nothing to clean at .*, expected a store"):
+        clean_store(folder, ttl_days=0)

@@ -287,3 +287,9 @@ def test_a_null_ragged_array_becomes_an_empty_one():
 def test_only_nulls_give_no_length_to_fill():
     with pytest.raises(BadCellsError, match=r"only nulls in 2 rows, expected an array that gives the length"):
         read_cells(column("number", "int32", 1, fill=7), nested([None, None], 1, pa.int32()))
+
+
+@pytest.mark.parametrize("digits", ["53.55", "-53.55", "0.07", "8.41", "999.99"])
+def test_a_decimal_becomes_the_nearest_float64(digits):
+    array = pa.array([Decimal(digits)], pa.decimal128(9, 2))
+    assert read_cells(column("float", "float64"), array)[0] == float(digits)

@@ -27,11 +27,14 @@ from tests.unit.test_images import pixels, png
 ROWS = 100
 
 
+def steps_of(shards, *names, **data):
+    config = Config(data=Data(features=names, label=None, num_streams=4, **data), train=Train(global_batch_size=20))
+    return Loader(shards, config, rank=0, world_size=1, shuffle=False).epoch(0)
+
+
 def columns_of(shards, *names):
     """All rows of a dataset, in its order, through the loader."""
-    config = Config(data=Data(features=names, label=None, num_streams=4), train=Train(global_batch_size=20))
-    steps = Loader(shards, config, rank=0, world_size=1, shuffle=False).epoch(0)
-    batches = [batch for step in steps for batch in step.micro_batches]
+    batches = [batch for step in steps_of(shards, *names) for batch in step.micro_batches]
     return {n: np.concatenate([b[n].numpy()[b["weight"].numpy() == 1] for b in batches]) for n in names}
 
 
@@ -280,6 +283,44 @@ def test_metadata_that_are_none_are_an_error_that_names_the_file(petastorm, junk
         open_parquet(str(petastorm), ["id"])
 
 
+BAD_IN_ROW_5 = {
+    "scalar": pa.array([1.0] * 5 + [np.nan] + [2.0] * 4),
+    "float16": pa.array(np.array([1.0] * 5 + [-np.inf] + [2.0] * 4, dtype=np.float16)),
+    "both": pa.array([1.0] * 5 + [np.inf] + [2.0, -np.inf] * 2, pa.float32()),
+    "list": pa.array([[1.0, 2.0]] * 5 + [[0.0, np.nan]] + [[1.0, np.inf]] * 4, pa.list_(pa.float32())),
+    "nested": pa.array([[[1.0], [2.0]]] * 5 + [[[np.inf], [2.0]]] + [[[1.0], [2.0]]] * 4),
+    "ragged": pa.array([[1.0], [], [1.0, 2.0], [], [], [1.0, np.nan], [np.inf], [], [], []]),
+    "vector": vectors(*[(2, {1: float("nan") if i == 5 else 1.0}) for i in range(10)]),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_IN_ROW_5)
+@pytest.mark.parametrize("compression", ["snappy", "none"])
+def test_nan_and_inf_stop_the_loader_unless_they_are_allowed(tmp_path, kind, compression):
+    bad, encode = BAD_IN_ROW_5[kind], {"x": {"ragged": True}} if kind == "ragged" else {}
+    good = bad.take(pa.array([0] * 10))
+    table = pa.table({"id": np.arange(30), "x": pa.chunked_array([good, bad, good])})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=10, compression=compression, use_dictionary=False)
+    shards = open_parquet(str(tmp_path), ["x"], data=Data(encode=encode))
+    match = "cannot read row group 1 of .*a.parquet: column 'x': found NaN or Inf.*; first in row 5 of the row group"
+    with pytest.raises(RuntimeError, match=match):
+        list(steps_of(shards, "x", encode=encode))
+    assert len(list(steps_of(shards, "x", encode=encode, nonfinite="allow"))) == 2
+    without = filter_rows(shards, [[("id", "<", 13)], [("id", ">", 19)]])
+    assert len(list(steps_of(without, "x", encode=encode))) == 2
+    with pytest.raises(
+        RuntimeError, match=match.replace("row group 1", "the rows that pass data.filters of row group 1", 1)
+    ):
+        list(steps_of(filter_rows(shards, [[("id", ">", 12)]]), "x", encode=encode))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_large_numbers_are_finite_though_their_sum_is_not(tmp_path, dtype):
+    large = np.full(20, np.finfo(dtype).max)
+    pq.write_table(pa.table({"x": large}), tmp_path / "a.parquet")
+    np.testing.assert_array_equal(columns_of(open_parquet(str(tmp_path), ["x"]), "x")["x"], large)
+
+
 @pytest.mark.parametrize("version", ["0.4.0", "0.7.6"])
 def test_datasets_of_old_petastorm_versions(version):
     if "SPARK_DL_TEST_DATA" not in os.environ:
@@ -364,7 +405,8 @@ def test_every_type_of_parquet_becomes_numbers(tmp_path, use_dictionary):
     assert about["pairs"] == ("float32", (None, 2))
     assert about["photo"] == ("uint8", (2, 3))
     means = {c.name: c.mean_size for c in shards.columns}
-    assert means["pairs"] == 2 * (1 + 2 + 3 + 4) / 4  # of the first row group
+    assert means["pairs"] == 2 * (1 + 2 + 3 + 4 + 5 + 6 + 7 + 8 + 9 + 10) / 10
+    assert shards.shards[0].elements["pairs"] == (2 * 10, 2 * 26, 2 * 19)
     for column in shards.columns:
         cells = found[column.name]
         assert (cells.values if column.is_ragged else cells).dtype == column.dtype

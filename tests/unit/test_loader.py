@@ -2,18 +2,22 @@
 
 import itertools
 import os
+import re
 import subprocess
 import sys
 import threading
 import time
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 
-from spark_dl import Config, Data, Train
-from spark_dl.data.loader import Loader, _read_ahead
+from spark_dl import Config, Data, Train, read_shards
+from spark_dl.data.foreign import open_parquet
+from spark_dl.data.loader import Loader, _read_ahead, warn_of_memory
+from spark_dl.data.ragged import from_lengths
 from spark_dl.data.shards import write_arrays
 from tests.datasets import write_dataset
 
@@ -159,40 +163,126 @@ def test_one_row_that_does_not_fit_into_memory_is_an_error_with_both_sizes(tmp_p
         loaders(shards, 1, config(memory_mib=1))
 
 
+def unequal_lists(rows, long_from, length):
+    """Rows of one value, and from a row on of many."""
+    lengths = np.where(np.arange(rows) < long_from, 1, length)
+    return from_lengths(np.repeat(np.arange(rows), lengths).astype(np.float32), lengths)
+
+
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_a_row_group_of_long_lists_does_not_fit_though_most_rows_are_short(tmp_path, is_plain):
+    """30 row groups of 10 rows: the last has 10 rows of 64 Ki values, 2.5 MiB, the others 10 rows of one value."""
+    lists = unequal_lists(300, 290, 1 << 16)
+    encode = {"x": {"ragged": True}}
+    if is_plain:
+        array = pa.ListArray.from_arrays(lists.offsets.astype(np.int32), pa.array(lists.values))
+        pq.write_table(pa.table({"x": array, "id": np.arange(300)}), tmp_path / "a.parquet", row_group_size=10)
+        shards = open_parquet(str(tmp_path / "a.parquet"), ["x", "id"], data=Data(encode=encode))
+    else:
+        write_dataset(str(tmp_path / "d"), {"x": lists, "id": np.arange(300)}, 10, 100)
+        shards = read_shards(str(tmp_path / "d"))
+    assert shards.group_bytes(shards.columns)[-2:] == (10 * (4 + 8 + 8), 10 * (4 * (1 << 16) + 8 + 8))
+    with pytest.raises(ValueError, match=r"row group \d+ of .* has 10 rows of 262160 bytes, 3 MiB.*data.memory_mib=2"):
+        loaders(shards, 1, config(memory_mib=2, encode=encode))
+    found = steps(loaders(shards, 1, config(memory_mib=3, encode=encode))[0])
+    ids = [b["id"][b["weight"] > 0].tolist() for _, _, b in found]
+    assert sorted(itertools.chain(*ids)) == list(range(300))
+
+
+def test_windows_of_long_rows_are_closed_by_their_bytes(tmp_path):
+    """100 rows of 128 KiB after 3900 of one value: by the rows of 3.2 KiB that they are on average, 12 MiB a window."""
+    rows = {"x": unequal_lists(4000, 3900, 1 << 15), "id": np.arange(4000)}
+    shards = write_dataset(str(tmp_path / "d"), rows, 4, 1000)
+    loader = loaders(shards, 1, config(memory_mib=8, shuffle_window_rows=10_000, shuffle=False))[0]
+    windows = [w for stream in loader.plan.streams(0) for w in stream.windows]
+    sizes = [sum(s.rows for s in w.segments if s.row_group >= 975) << 17 for w in windows]
+    most = (8 << 20) // 4 // loader.plan.num_streams + (4 << 17)  # a stream's part, and the row group that fills it
+    assert 0 < max(sizes) <= most + 10_000
+    assert max(w.rows for w in windows) > 100
+    assert true_ids(loader) == true_ids(loaders(shards, 1, config(shuffle_window_rows=7, shuffle=False))[0])
+
+
 MEASURE = """
 import re, sys
 import psutil
 from spark_dl import Config, Data, Train, read_shards
+from spark_dl.data.foreign import open_parquet
 from spark_dl.data.loader import Loader
 
+shards = open_parquet(sys.argv[1], ["x", "id"]) if sys.argv[1].endswith(".parquet") else read_shards(sys.argv[1])
 data = Data(features=("x",), label="id", memory_mib=64)
-loader = Loader(read_shards(sys.argv[1]), Config(data=data, train=Train(global_batch_size=64)), rank=0, world_size=1)
+loader = Loader(shards, Config(data=data, train=Train(global_batch_size=64)), rank=0, world_size=1)
 before = psutil.Process().memory_info().rss
-for epoch in range(20):
+epochs = int(sys.argv[2])
+for epoch in range(epochs):
     for _ in loader.epoch(epoch):
         pass
-    if epoch in (1, 19):
+    if epoch in (1, epochs - 1):
         print(psutil.Process().memory_info().rss)
 print(int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read()).group(1)) * 1024 - before)
 """
 
 
+def measured_memory(url, epochs):
+    """Bytes after 2 and after all epochs in a process of their own, and the most that it had beyond its start."""
+    command = [sys.executable, "-c", MEASURE, url, str(epochs)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=90)
+    return map(int, done.stdout.split())
+
+
 def test_memory_is_flat_over_epochs_and_within_its_budget(tmp_path):
     x = np.random.default_rng(0).random((40_000, 1024), dtype=np.float32)  # 156 MiB
     shards = write_arrays({"x": x, "id": np.arange(40_000)}, str(tmp_path / "d"))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, shards.url],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=90,
-    )
-    after_2, after_20, peak = map(int, done.stdout.split())
+    after_2, after_20, peak = measured_memory(shards.url, 20)
     assert after_20 <= 1.05 * after_2
-    group = max(rows for _, _, rows in shards.row_groups) * sum(c.value_bytes for c in shards.columns)
-    assert peak <= (64 << 20) + 16 * group  # the budget and a row group for each stream
+    assert peak <= (64 << 20) + 16 * max(shards.group_bytes(shards.columns))  # the budget and a row group per stream
+
+
+@pytest.mark.slow
+def test_memory_to_read_plain_parquet_is_within_its_budget(tmp_path):
+    """Lists, snappy, 16 row groups of 11 MiB: a row group per stream, and four to decode one, twice, as Arrow's
+    allocator keeps what it had for the one before.
+    """
+    x = np.random.default_rng(0).random((16 * 3600, 784), dtype=np.float32)
+    lists = pa.ListArray.from_arrays(np.arange(len(x) + 1, dtype=np.int32) * 784, pa.array(x.reshape(-1)))
+    pq.write_table(pa.table({"x": lists, "id": np.arange(len(x))}), tmp_path / "a.parquet", row_group_size=3600)
+    shards = open_parquet(str(tmp_path / "a.parquet"), ["x", "id"])
+    _, _, peak = measured_memory(f"{tmp_path}/a.parquet", 6)
+    assert peak <= (64 << 20) + (16 + 2 * 4) * max(shards.group_bytes(shards.columns))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3, 8])
+def test_streams_whose_row_groups_pass_the_memory_of_a_rank_are_said(tmp_path, caplog, num_ranks):
+    """16 row groups of 1 MiB for 16 streams: a rank has 16, 6 or 2 of them at once."""
+    rows = {"x": np.zeros((160, 13106), dtype=np.float64), "id": np.arange(160)}
+    shards = write_dataset(str(tmp_path / "d"), rows, 10, 80)
+    data = config(batch=16, streams=16, memory_mib=5).data
+    warn_of_memory(shards, shards.columns, data, num_ranks)
+    streams = {1: 16, 3: 6, 8: 2}[num_ranks]
+    said = rf"{streams} streams with at least 1 MiB of a row group in memory, {streams} MiB of .*memory_mib=5; lower"
+    assert bool(re.search(said, caplog.text)) == bool(caplog.text) == (streams > 5)
+    caplog.clear()
+    few = write_dataset(str(tmp_path / "few"), rows, 160, 160)  # one row group, of which each stream has a part
+    warn_of_memory(few, few.columns, config(batch=16, streams=16, memory_mib=20).data, 1)
+    assert not caplog.text
+
+
+@pytest.mark.parametrize(("memory_mib", "threads"), [(4, 1), (9, 2), (64, 4)])
+def test_lists_are_decoded_by_as_many_threads_as_there_is_memory_for(tmp_path, memory_mib, threads):
+    """Row groups of 1 MiB of lists take 4 MiB each while they are decoded."""
+    lists = pa.array(list(np.zeros((40, 13106))))
+    pq.write_table(pa.table({"x": lists, "id": np.arange(40)}), tmp_path / "a.parquet", row_group_size=10)
+    shards = open_parquet(str(tmp_path / "a.parquet"), ["x", "id"])
+    started = []
+    loader = loaders(shards, 1, config(memory_mib=memory_mib, reader_threads=4))[0]
+    ids = []
+    for step in loader.epoch(0):
+        started += [t.name for t in threading.enumerate() if t.name.startswith("spark_dl reader")]
+        ids += [int(i) for m in step.micro_batches for i in m["id"][m["weight"] > 0]]
+    assert sorted(ids) == list(range(40))
+    assert len(set(started)) <= threads
+    assert loader._threads == threads
 
 
 def test_a_loader_can_read_epochs_again_and_in_any_order(tmp_path):

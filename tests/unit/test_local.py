@@ -17,11 +17,10 @@ import pytest
 
 from spark_dl import Data
 from spark_dl.data import local
-from spark_dl.data.manifest import ShardSet
 from spark_dl.data.policies import Changes
-from spark_dl.data.schema import Column
 from spark_dl.data.shards import Part
 from spark_dl.data.source import SourceColumn
+from spark_dl.data.writer import Shard
 
 SOURCE = (SourceColumn("features", "float32", "array", 1), SourceColumn("label", "int64", "scalar"))
 DATA = Data(rows_per_row_group=16, rows_per_shard=64)
@@ -247,28 +246,7 @@ def test_memory_does_not_grow_with_the_rows(tmp_path):
     assert growth[200_000] < growth[60_000] + (64 << 20)
 
 
-COLUMNS = (Column("x", "int64"),)
-
-
-def shard_set(sizes, digest="a"):
-    from spark_dl.data.manifest import Spread
-    from spark_dl.data.writer import Shard
-
-    shards = tuple(Shard(f"{i}", (n,), 8 * n, digest) for i, n in enumerate(sizes))
-    return ShardSet("/nowhere", COLUMNS, shards, spread=Spread(0, (1,) * len(sizes), {"x": np.array(1)}))
-
-
-def test_a_run_goes_on_in_an_epoch_only_with_the_same_rows_in_the_same_places():
-    saved = {**local.fingerprint(shard_set((5, 5))), "step_of_epoch": 3}
-    local.check_same_rows(saved, shard_set((5, 5)), Data())
-    for other in (shard_set((6, 4)), shard_set((5, 5), "b"), shard_set((10,))):
-        with pytest.raises(ValueError, match=r"made with \[5, 5\] rows on the ranks, now they have .*data.storage"):
-            local.check_same_rows(saved, other, Data())
-        local.check_same_rows({**saved, "step_of_epoch": 0}, other, Data())
-        with pytest.raises(ValueError, match="cannot resume"):
-            local.check_same_rows({**saved, "step_of_epoch": 0}, other, Data(validation_fraction=0.1))
-
-
 def test_a_part_travels_as_json():
-    part = Part(3, (None, (None, 2), (3,)), (0, 9, 15), shard_set((5,)).shards, Changes(2, {"x": 2}, {}))
+    shard = Shard("0", (5,), 40, "a")
+    part = Part(3, (None, (None, 2), (3,)), (0, 9, 15), (shard,), Changes(2, {"x": 2}, {}))
     assert Part.from_plain(json.loads(json.dumps(asdict(part)))) == part

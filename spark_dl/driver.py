@@ -29,6 +29,7 @@ from spark_dl.evaluate import build_metric, load_model
 from spark_dl.inputs import check_mixture, check_storage, check_unfiltered, shards_of
 from spark_dl.launch import payload, preflight
 from spark_dl.launch.barrier import run_barrier
+from spark_dl.parallel import check_known
 from spark_dl.progress import ProgressBar
 from spark_dl.spec import ModelSpec, Run
 
@@ -220,6 +221,7 @@ def _session(data: Any) -> Any:
 
 def _check_before_start(spark: Any, spec: ModelSpec, config: Config, *, has_validation: bool) -> None:
     """What can be seen on the driver, before rows are moved or ranks started."""
+    check_known(config)
     for name, args in config.train.metrics.items():
         build_metric(name, args)
     if config.train.early_stop_metric and not (has_validation or config.data.validation_fraction):

@@ -1,5 +1,6 @@
 """The cache of remote files: bounded, shared, whole, and safe against whatever happens to its processes."""
 
+import contextlib
 import hashlib
 import multiprocessing
 import os
@@ -161,14 +162,20 @@ def test_links_that_were_planted_are_not_followed(s3, cache, tmp_path):
 
 
 def used_bytes_now(cache):
-    """As `used_bytes`, while other processes rename and drop files."""
-    total = 0
-    for found in os.scandir(cache.folder):
-        try:
-            total += found.stat(follow_symlinks=False).st_size
-        except FileNotFoundError:
-            continue
-    return total
+    """As `used_bytes`, while other processes rename and drop files: by two listings that agree, or 0 for none such.
+
+    A single listing can have a file by its old and its new name.
+    """
+    before = None
+    for _ in range(20):
+        found = {}
+        for entry in os.scandir(cache.folder):
+            with contextlib.suppress(FileNotFoundError):
+                found[entry.name] = os.stat(entry.path, follow_symlinks=False).st_size
+        if found == before:
+            return sum(found.values())
+        before = found
+    return 0
 
 
 def test_many_processes_share_a_small_cache(s3, cache):

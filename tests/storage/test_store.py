@@ -6,7 +6,9 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -103,9 +105,9 @@ def test_two_processes_that_write_the_same_lose_nothing(folder):
         urls = [job.get(90) for job in jobs]
         pool.close()
         pool.join()
-    if not folder.startswith("s3"):  # where two manifests have the same second, both may stay
-        assert urls[0] == urls[1]
-        assert len(names(folder)) == 1
+    # Both stay where each was the oldest when its writer looked: times are whole seconds on S3, and on a disk that of a
+    # manifest's writing, before the rename by which others see it.
+    assert {url.rsplit("/", 1)[1] for url in urls} == set(names(folder))
     for url in urls:
         assert read_shards(url).rows == 100
 
@@ -235,8 +237,9 @@ else:
 def as_nobody(tmp_path, *args):
     if os.geteuid() != 0:
         pytest.skip("only root can start a process of another user")
-    for folder in [tmp_path, *tmp_path.parents][:3]:
-        os.chmod(folder, 0o755)
+    below = tmp_path.relative_to(tempfile.gettempdir()).parts
+    for depth in range(len(below)):
+        os.chmod(Path(tempfile.gettempdir(), *below[: depth + 1]), 0o755)
     command = [sys.executable, "-c", NOBODY, str(tmp_path / "store"), *args]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 

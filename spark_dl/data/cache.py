@@ -151,7 +151,9 @@ def _fetch(url: str, cache: DiskCache, path: str, sha256: str, size: int) -> Any
             return None
         with open(descriptor, "wb") as file:
             _download(url, file, sha256, size)
-            os.rename(temporary, path)
+            # Not while another process counts what there is: it could miss the file by both names.
+            with _locked(os.path.join(cache.folder, "lock-space")):
+                os.rename(temporary, path)
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)

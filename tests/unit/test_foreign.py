@@ -283,6 +283,9 @@ def test_metadata_that_are_none_are_an_error_that_names_the_file(petastorm, junk
         open_parquet(str(petastorm), ["id"])
 
 
+FLOAT16 = pytest.param("float16", marks=pytest.mark.skipif(
+    int(pa.__version__.split(".")[0]) < 15, reason="pyarrow writes float16 to Parquet from version 15 on"
+))  # fmt: skip
 BAD_IN_ROW_5 = {
     "scalar": pa.array([1.0] * 5 + [np.nan] + [2.0] * 4),
     "float16": pa.array(np.array([1.0] * 5 + [-np.inf] + [2.0] * 4, dtype=np.float16)),
@@ -294,7 +297,7 @@ BAD_IN_ROW_5 = {
 }
 
 
-@pytest.mark.parametrize("kind", BAD_IN_ROW_5)
+@pytest.mark.parametrize("kind", [FLOAT16, *(kind for kind in BAD_IN_ROW_5 if kind != "float16")])
 @pytest.mark.parametrize("compression", ["snappy", "none"])
 def test_nan_and_inf_stop_the_loader_unless_they_are_allowed(tmp_path, kind, compression):
     bad, encode = BAD_IN_ROW_5[kind], {"x": {"ragged": True}} if kind == "ragged" else {}
@@ -314,7 +317,7 @@ def test_nan_and_inf_stop_the_loader_unless_they_are_allowed(tmp_path, kind, com
         list(steps_of(filter_rows(shards, [[("id", ">", 12)]]), "x", encode=encode))
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("dtype", [FLOAT16, "float32", "float64"])
 def test_large_numbers_are_finite_though_their_sum_is_not(tmp_path, dtype):
     large = np.full(20, np.finfo(dtype).max)
     pq.write_table(pa.table({"x": large}), tmp_path / "a.parquet")

@@ -130,6 +130,7 @@ def test_the_main_job_through_spark_submit(main_run):
     assert {"loss.png", "predictions.png", "predictions"} <= set(os.listdir(run_dir))
 
 
+@pytest.mark.slow
 def test_evaluate_its_checkpoint(prepared, main_run):
     run_dir, result = main_run
     arguments = [*on_prepared(prepared, "test"), *LOCAL, "--checkpoint_path", str(run_dir)]
@@ -138,6 +139,7 @@ def test_evaluate_its_checkpoint(prepared, main_run):
     assert result_of(out)["metrics"] == pytest.approx(result["metrics"])
 
 
+@pytest.mark.slow
 def test_predict_with_its_checkpoint(digits, main_run, tmp_path):
     run_dir, _ = main_run
     paths = ["--checkpoint_path", str(run_dir), "--output", str(tmp_path / "out")]

@@ -10,7 +10,7 @@ import itertools
 import logging
 import posixpath
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -25,10 +25,11 @@ from spark_dl import storage
 from spark_dl.checks import suggestion
 from spark_dl.config import Data
 from spark_dl.data import cells, codecs, parquet, petastorm, schema
+from spark_dl.data.filters import NULL_PARTITION
 from spark_dl.data.manifest import MANIFEST, ShardSet, is_own_shard
 from spark_dl.data.ragged import Array
 from spark_dl.data.schema import Column
-from spark_dl.data.source import SourceColumn, arrow_source_column, check_batch_names, check_names
+from spark_dl.data.source import HAS_DOT, SourceColumn, arrow_source_column, check_batch_names, check_names
 from spark_dl.data.unischema import TIMES, Codec, Field
 from spark_dl.data.unischema_reader import read_unischema
 from spark_dl.data.writer import Shard
@@ -107,12 +108,16 @@ def _list_files(url: str) -> tuple[bool, list[tuple[str, int]]]:
     _check_whole(url, names)
     found = []
     for relative, entry in zip(names, entries, strict=True):
-        hidden = any(part.startswith(("_", ".")) for part in relative.split("/"))
-        if entry.type == fs.FileType.File and not hidden:
+        if entry.type == fs.FileType.File and not any(_is_hidden(part) for part in relative.split("/")):
             found.append((relative, entry.size))
     if not found:
         raise ValueError(f"no dataset at {url}: found a folder without a manifest and without data files")
     return True, sorted(found)
+
+
+def _is_hidden(name: str) -> bool:
+    """As Spark has it: `_day=5` is a partition."""
+    return name.startswith(".") or (name.startswith("_") and "=" not in name)
 
 
 _NOT_WHOLE = {
@@ -217,17 +222,27 @@ def _column(
     if is_field:
         return _petastorm_column(fields[name])
     if (arrow := type_at(files[0].schema, name)) is not None:
-        return _arrow_column(arrow_source_column(name, arrow, settings), storage.join(url, files[0].name), files)
+        return _arrow_column(arrow_source_column(name, arrow, settings), url, files)
     if all(name in partition for partition in partitions.values()):
-        values = {partition[name] for partition in partitions.values()}
-        if not all(v.lstrip("-").isdigit() for v in values):
-            raise ValueError(
-                f"column {name!r} is a partition with values such as {sorted(values)[:3]}; only whole numbers become "
-                "tensors"
-            )
+        _check_whole_numbers(name, {partition[name] for partition in partitions.values()})
         return Column(name, "int64", (), "partition")
-    known = [*files[0].schema.names, *next(iter(partitions.values()))]
+    known = [*_names_below(files[0].schema), *next(iter(partitions.values()))]
+    if name in known:
+        raise ValueError(f"column {name!r}: {HAS_DOT}")
     raise ValueError(f"no column {name!r} in the dataset {url}{suggestion(name, known)} (data.features, data.label)")
+
+
+def _check_whole_numbers(name: str, values: Collection[str]) -> None:
+    if NULL_PARTITION in values:
+        raise ValueError(
+            f"column {name!r} is a partition that is null in some rows (the folder {name}={NULL_PARTITION}); give them "
+            "a whole number, or filter them out, in Spark"
+        )
+    if not all(re.fullmatch(r"-?[0-9]+", v) and -(2**63) <= int(v) < 2**63 for v in values):
+        raise ValueError(
+            f"column {name!r} is a partition with values such as {sorted(values)[:3]}; only whole numbers of 64 bits "
+            "become tensors"
+        )
 
 
 def _petastorm_column(field: Field) -> Column:
@@ -256,9 +271,21 @@ def decode(column: Column, stored: pa.ChunkedArray) -> Array:
     return cells
 
 
+def _names_below(fields: Any, prefix: str = "") -> list[str]:
+    """The paths of columns and of the fields of structs."""
+    found = []
+    for field in fields:
+        found.append(f"{prefix}{field.name}")
+        if pa.types.is_struct(field.type):
+            found += _names_below(field.type, f"{prefix}{field.name}.")
+    return found
+
+
 def type_at(arrow: pa.Schema, name: str) -> pa.DataType | None:
     """The type of a column, or of a field of a struct by its path."""
-    if name in arrow.names:
+    if (count := arrow.names.count(name)) > 1:
+        raise ValueError(f"column {name!r} is there {count} times in one file; write it again with names that differ")
+    if count:
         return arrow.field(name).type
     found: Any = arrow
     for part in name.split("."):
@@ -277,7 +304,7 @@ def stored_column(table: pa.Table, name: str) -> pa.ChunkedArray:
     return pc.struct_field(table.column(first), path)
 
 
-def _arrow_column(source: SourceColumn, path: str, files: Sequence[_File]) -> Column:
+def _arrow_column(source: SourceColumn, url: str, files: Sequence[_File]) -> Column:
     kind = source.encoding.kind
     if kind == "vocabulary" and source.encoding.vocabulary is None:
         raise ValueError(
@@ -290,7 +317,7 @@ def _arrow_column(source: SourceColumn, path: str, files: Sequence[_File]) -> Co
     mean = _mean_size(source, files) if source.ragged or codec == "image" else None
     shape: tuple[int | None, ...] = (None,) if source.ragged else ()
     if codec in ("vector", "list", "image") and not (source.ragged and source.depth == 1):
-        shape = _shape_of_first(source, codec, path)
+        shape = _shape_of_first(source, codec, [storage.join(url, f.name) for f in files])
     return Column(source.name, source.dtype, shape, codec, source.encoding, mean)
 
 
@@ -309,18 +336,34 @@ def _elements(name: str, file: _File, *, is_bytes: bool) -> tuple[int, ...]:
     return tuple(size[is_bytes] for size in sizes)
 
 
-def _shape_of_first(source: SourceColumn, codec: str, path: str) -> tuple[int | None, ...]:
-    """The shape of the first cell: all others must have the same, in a ragged column but for the first axis."""
-    with storage.open_input(path) as file:
-        batches = parquet.open_file(file).iter_batches(batch_size=1, columns=[source.name], use_threads=False)
-        stored = stored_column(pa.Table.from_batches([next(iter(batches))]), source.name)
+def _shape_of_first(source: SourceColumn, codec: str, paths: Sequence[str]) -> tuple[int | None, ...]:
+    """The shape of the first cell: all others must have the same, in a ragged column but for the first axis.
+
+    A cell without values does not know its inner shape, so in a ragged column the first one that has some gives it.
+    """
+    path, cell = next(_first_cells(source, paths), (paths[0], None))
+    if cell is None:
+        raise ValueError(f"column {source.name!r}: all cells of {path} are empty, and of all other files")
     try:
-        shape = schema.cell_shape(codec, cells.read_cells(source, stored.combine_chunks()))
+        shape = schema.cell_shape(codec, cells.read_cells(source, cell))
     except ValueError as error:
         raise ValueError(f"{error}; in the first row of {path}, which gives the shape of all") from error
     if 0 in shape:
         raise ValueError(f"column {source.name!r}: the first cell of {path} is empty; it gives the shape of all")
     return shape
+
+
+def _first_cells(source: SourceColumn, paths: Sequence[str]) -> Iterator[tuple[str, pa.Array]]:
+    """The first cell of each batch, and its file; of a ragged column the first that is not empty. # (1,)"""
+    rows = 1024 if source.ragged else 1
+    for path in paths:
+        with storage.open_input(path) as file:
+            for batch in parquet.open_file(file).iter_batches(rows, columns=[source.name], use_threads=False):
+                stored = stored_column(pa.Table.from_batches([batch]), source.name)
+                if source.ragged:
+                    stored = stored.filter(pc.greater(pc.list_value_length(stored), 0))
+                if len(stored):
+                    yield path, stored.slice(0, 1).combine_chunks()
 
 
 def _check_same_columns(url: str, files: Sequence[_File], names: Sequence[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,10 @@ _NUMBERS = {
     "float": "float32",
     "double": "float64",
 }
+HAS_DOT = (
+    "the name of a field of a struct has a dot, which divides the names of a path; rename it, or make it a column of "
+    "its own, in Spark"
+)
 _SUPPORTED = (
     "numbers, boolean, decimal, date, timestamp, day-time intervals, string, binary, arrays of these, Spark ML "
     "vectors, and the fields of structs by their path (user.age)"
@@ -184,6 +189,8 @@ def _spark_type_at(schema: StructType, name: str) -> tuple[tuple[str, ...], Data
         fields = {f.name: f.dataType for f in getattr(found, "fields", ())}
         if part not in fields:
             known = [*top, *(p for f in schema.fields for p in _fields_below(f.name, f.dataType))]
+            if name in known:
+                raise ValueError(f"column {name!r}: {HAS_DOT}")
             raise ValueError(
                 f"no column {name!r} in the DataFrame{suggestion(name, known)}; its columns are {list(top)} "
                 "(data.features and data.label say which are read)"
@@ -338,8 +345,13 @@ def fill_scalar(column: SourceColumn, fill: Any, arrow: pa.DataType) -> pa.Scala
             isinstance(fill, str) and pa.types.is_temporal(arrow)
         ):
             raise ValueError("another kind of value")
-        return pa.scalar(fill).cast(arrow)
-    except (pa.ArrowException, ValueError, TypeError) as error:
+        if isinstance(fill, bool) != pa.types.is_boolean(arrow):
+            raise ValueError("a boolean is no number")
+        found = pa.scalar(fill).cast(arrow)
+        if pa.types.is_floating(arrow) and math.isfinite(fill) and not math.isfinite(found.as_py()):
+            raise ValueError("out of its range")
+        return found
+    except (pa.ArrowException, ValueError, TypeError, ArithmeticError) as error:
         raise ValueError(
             f"data.fill.{column.name}: expected a value of type {arrow}, found {fill!r} ({error})"
         ) from error

@@ -89,6 +89,52 @@ def test_hive_partitions_and_hidden_files(tmp_path):
         open_parquet(str(tmp_path), ["kind"])
 
 
+@pytest.mark.parametrize(("value", "match"), [
+    ("²", "values such as"), ("--5", "values such as"), ("-", "values such as"), ("٣", "values such as"),
+    ("1_0", "values such as"), ("5\n", "values such as"), (str(2**63), "values such as"),
+    ("__HIVE_DEFAULT_PARTITION__", "null in some rows"), (str(-(2**63)), ""), ("-007", ""),
+])  # fmt: skip
+def test_values_of_partitions(tmp_path, value, match):
+    for folder in (f"_day={value}", "_day=1"):
+        (tmp_path / folder).mkdir()
+        pq.write_table(table(rows=10), tmp_path / folder / "part-0.parquet")
+    if match:
+        with pytest.raises(ValueError, match=rf"column '_day' is a partition .*{match}"):
+            open_parquet(str(tmp_path), ["id", "_day"])
+    else:
+        found = columns_of(open_parquet(str(tmp_path), ["id", "_day"]), "id", "_day")
+        assert sorted(found["_day"]) == sorted([1] * 10 + [int(value)] * 10)
+
+
+def test_names_that_are_not_one_column(tmp_path):
+    ids = pa.array(range(5))
+    pq.write_table(pa.Table.from_arrays([ids, ids, ids], ["x", "x", "id"]), tmp_path / "a.parquet")
+    assert open_parquet(str(tmp_path), ["id"]).rows == 5
+    with pytest.raises(ValueError, match="column 'x' is there 2 times in one file"):
+        open_parquet(str(tmp_path), ["id", "x"])
+    users = pa.StructArray.from_arrays([ids, ids], ["a.b", "age"])
+    pq.write_table(pa.table({"user": users}), tmp_path / "a.parquet")
+    assert open_parquet(str(tmp_path), ["user.age"]).rows == 5
+    with pytest.raises(
+        ValueError, match=r"column 'user.a.b': the name of a field of a struct has a dot, .*; rename it"
+    ):
+        open_parquet(str(tmp_path), ["user.a.b"])
+    with pytest.raises(ValueError, match=r"no column 'user.aeg' .* did you mean 'user.age'"):
+        open_parquet(str(tmp_path), ["user.aeg"])
+
+
+def test_the_first_cell_with_values_gives_the_inner_shape_of_a_ragged_column(tmp_path):
+    pairs = pa.list_(pa.list_(pa.int64()))
+    pq.write_table(pa.table({"x": pa.array([[]] * 5, pairs)}), tmp_path / "a.parquet")
+    data = Data(features=("x",), label=None, encode={"x": {"ragged": True}})
+    with pytest.raises(ValueError, match=r"column 'x': all cells of .*/a.parquet are empty"):
+        open_parquet(str(tmp_path), ["x"], data=data)
+    pq.write_table(pa.table({"x": pa.array([[]] * 2000 + [[[1, 2]], [[3, 4], [5, 6]]], pairs)}), tmp_path / "b.parquet")
+    shards = open_parquet(str(tmp_path), ["x"], data=data)
+    assert shards.columns[0].shape == (None, 2)
+    assert rows_of(read_all(shards)["x"]) == [[]] * 2005 + [[[1, 2]], [[3, 4], [5, 6]]]
+
+
 def test_what_cannot_be_read_is_an_error_that_names_it(tmp_path):
     def fails(match, *names, url=tmp_path):
         with pytest.raises(ValueError, match=match):

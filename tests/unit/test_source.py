@@ -119,6 +119,14 @@ def test_settings_that_do_not_fit_the_type(name, settings, match):
         one(name, **settings)
 
 
+def test_a_field_whose_name_has_a_dot_is_an_error_that_says_so():
+    fields = t.StructType([t.StructField("user", t.StructType([t.StructField("a.b", t.LongType())]))])
+    with pytest.raises(
+        ValueError, match=r"column 'user.a.b': the name of a field of a struct has a dot, .*; rename it"
+    ):
+        source_columns(fields, ["user.a.b"])
+
+
 def test_settings_of_a_column_that_is_not_read():
     with pytest.raises(ValueError, match=r"data.encode.txt: no such column is read; did you mean 'text'"):
         source_columns(FIELDS, ["text"], {"txt": {"as": "bytes"}})
@@ -136,7 +144,9 @@ def test_fills_that_fit(name, value):
 
 @pytest.mark.parametrize(("name", "value"), [
     ("byte", 128), ("long", 0.5), ("long", "3"), ("float", "x"), ("price", 9.999), ("price", "x"), ("image", "x"),
-    ("day", "2020-02-31"), ("day", 3), ("vector", "x"), ("blob", "x"),
+    ("day", "2020-02-31"), ("day", 3), ("vector", "x"), ("blob", "x"), ("float", 1e300), ("float", -1e39),
+    ("byte", True), ("flag", 1), ("flag", 0.0), ("image", 1e39), ("double", False), ("price", True), ("flag", "true"),
+    ("when", True),
 ])  # fmt: skip
 def test_fills_that_do_not_fit_are_an_error_that_names_the_key(name, value):
     with pytest.raises(ValueError, match=rf"^data.fill.{name}: "):

@@ -80,13 +80,22 @@ def open_input(url: str, *, cache: DiskCache | None = None, sha256: str = "", si
 
 
 def _check_folder(folder: str) -> None:
-    os.makedirs(folder, mode=0o700, exist_ok=True)
+    _make_folder(folder, 0o700)
     found = os.lstat(folder)
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise ValueError(
             f"data.cache_dir {folder}: expected a folder of this user alone (mode 0700) that is no link, found owner "
             f"{found.st_uid} and mode {stat.filemode(found.st_mode)}; name a new folder"
         )
+
+
+def _make_folder(path: str, mode: int) -> None:
+    """Makes a folder, and its parents so that no other user may write there, whatever the umask."""
+    path = os.path.abspath(path)
+    if not os.path.isdir(path):
+        _make_folder(os.path.dirname(path), 0o755)
+        with contextlib.suppress(FileExistsError):  # another process was faster, or it is no folder, which is checked
+            os.mkdir(path, mode)
 
 
 def _open_entry(path: str, sha256: str, size: int) -> Any:

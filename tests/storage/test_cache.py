@@ -134,6 +134,17 @@ def test_a_version_without_checksum_is_not_mistaken_for_another(s3, cache):
     assert read(url, cache) == new != content
 
 
+def test_folders_that_are_made_are_not_open_to_others(s3, tmp_path):
+    url, content, known = put(s3, "made")
+    umask = os.umask(0)
+    try:
+        assert read(url, DiskCache(str(tmp_path / "a" / "b" / "cache"), 4 * MIB), **known) == content
+    finally:
+        os.umask(umask)
+    modes = [stat.S_IMODE(os.stat(tmp_path / name).st_mode) for name in ("a", "a/b", "a/b/cache")]
+    assert modes == [0o755, 0o755, 0o700]
+
+
 @pytest.mark.parametrize("spoil", ["mode", "link", "file"])
 def test_a_folder_that_others_can_reach_is_refused(s3, cache, tmp_path, spoil):
     url, _, known = put(s3, "refused")

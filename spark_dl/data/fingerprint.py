@@ -40,6 +40,7 @@ _CONF = (
     "spark.sql.session.timeZone", "spark.sql.ansi.enabled", "spark.sql.caseSensitive",
     "spark.sql.legacy.timeParserPolicy", "spark.sql.parquet.mergeSchema", "spark.sql.files.ignoreCorruptFiles",
     "spark.sql.files.ignoreMissingFiles", "spark.sql.columnNameOfCorruptRecord",
+    "spark.sql.parquet.datetimeRebaseModeInRead", "spark.sql.parquet.int96RebaseModeInRead",
 )  # fmt: skip
 """Settings of the session that change what a plan yields."""
 _NOT_IN_SHARDS = (

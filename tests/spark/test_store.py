@@ -155,13 +155,17 @@ def test_equal_plans_have_equal_keys_and_others_do_not(spark, source, tmp_path):
     settings = [{}, {"rows_per_shard": 7}, {"label": None}, {"nonfinite": "allow"}]
     assert len({key(df, **s) for s in settings}) == len(settings)
     assert key(df) == key(df, cache_mib=1, cache_dir="/c", store="x", shuffle=False)
-    before, name = key(df), "spark.sql.session.timeZone"
-    zone = spark.conf.get(name)
-    try:
-        spark.conf.set(name, "Asia/Tokyo")
-        assert key(df) != before
-    finally:
-        spark.conf.set(name, zone)
+    before = key(df)
+    for name, value in (
+        ("spark.sql.session.timeZone", "Asia/Tokyo"), ("spark.sql.parquet.datetimeRebaseModeInRead", "LEGACY"),
+        ("spark.sql.parquet.int96RebaseModeInRead", "LEGACY"),
+    ):  # fmt: skip
+        as_it_was = spark.conf.get(name)
+        try:
+            spark.conf.set(name, value)
+            assert key(df) != before, name
+        finally:
+            spark.conf.set(name, as_it_was)
     assert spark.conf.get("spark.sql.debug.maxToStringFields") == "25"
 
 

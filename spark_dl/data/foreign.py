@@ -6,6 +6,7 @@ Timestamps, decimals, strings and the like become numbers when they are read, as
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import posixpath
@@ -24,13 +25,14 @@ from pyarrow import fs
 from spark_dl import storage
 from spark_dl.checks import suggestion
 from spark_dl.config import Data
-from spark_dl.data import cells, codecs, parquet, petastorm, schema
+from spark_dl.data import cells, parquet, petastorm, schema
 from spark_dl.data.filters import NULL_PARTITION
 from spark_dl.data.manifest import MANIFEST, ShardSet, is_own_shard
+from spark_dl.data.petastorm_columns import is_text_or_time, petastorm_column
 from spark_dl.data.ragged import Array
 from spark_dl.data.schema import Column
 from spark_dl.data.source import HAS_DOT, SourceColumn, arrow_source_column, check_batch_names, check_names
-from spark_dl.data.unischema import TIMES, Codec, Field
+from spark_dl.data.unischema import Field
 from spark_dl.data.unischema_reader import read_unischema
 from spark_dl.data.writer import Shard
 
@@ -90,8 +92,7 @@ def open_parquet(url: str, names: Sequence[str], *, data: Data | None = None, li
 
 
 def _shard(file: _File, columns: Sequence[Column], partition: Mapping[str, str]) -> Shard:
-    ragged = [(c.name, c.encoding.kind == "bytes") for c in columns if c.is_ragged]
-    elements = {name: _elements(name, file, is_bytes=is_bytes) for name, is_bytes in ragged}
+    elements = {c.name: _elements(c.name, file, unit=_unit(c)) for c in columns if c.is_ragged}
     return Shard(file.name, file.row_groups, file.bytes, partition=tuple(partition.items()), elements=elements)
 
 
@@ -216,14 +217,17 @@ def _column(
     fields: Mapping[str, Field],
     settings: Mapping[str, Any],
 ) -> Column:
-    is_field = name in fields and name in files[0].schema.names
-    if settings and (is_field or all(name in partition for partition in partitions.values())):
-        raise ValueError(f"data.encode.{name}: the column is a partition, or has its codec from Petastorm's metadata")
-    if is_field:
-        return _petastorm_column(fields[name])
-    if (arrow := type_at(files[0].schema, name)) is not None:
+    is_partition = all(name in partition for partition in partitions.values())
+    arrow = type_at(files[0].schema, name)
+    if name in fields and name in files[0].schema.names and not is_text_or_time(fields[name]):
+        column = petastorm_column(fields[name], settings)
+        mean = _mean_size(name, files, unit=_unit(column)) if column.is_ragged else None
+        return dataclasses.replace(column, mean_size=mean)
+    if arrow is not None:
         return _arrow_column(arrow_source_column(name, arrow, settings), url, files)
-    if all(name in partition for partition in partitions.values()):
+    if is_partition and settings:
+        return _text_partition(name, settings)
+    if is_partition:
         _check_whole_numbers(name, {partition[name] for partition in partitions.values()})
         return Column(name, "int64", (), "partition")
     known = [*_names_below(files[0].schema), *next(iter(partitions.values()))]
@@ -241,34 +245,27 @@ def _check_whole_numbers(name: str, values: Collection[str]) -> None:
     if not all(re.fullmatch(r"-?[0-9]+", v) and -(2**63) <= int(v) < 2**63 for v in values):
         raise ValueError(
             f"column {name!r} is a partition with values such as {sorted(values)[:3]}; only whole numbers of 64 bits "
-            "become tensors"
+            f"become tensors as they are; say with data.encode how these do: {{{name}: {{as: hash, buckets: 1000}}}}, "
+            f"or {{{name}: {{as: vocabulary, values: [...]}}}}"
         )
 
 
-def _petastorm_column(field: Field) -> Column:
-    shape = field.fixed_shape
-    is_number = field.dtype not in ("str", "bytes", "decimal", "object", *TIMES)
-    if shape is None or not is_number:
-        raise ValueError(
-            f"column {field.name!r} has dtype {field.dtype}, shape {field.shape} and codec {field.codec}, which do not "
-            "make a tensor of one shape"
-        )
-    kind = field.codec.kind if field.codec else "scalar"  # without a codec Petastorm reads what Parquet holds
-    image_format = f".{field.codec.image_format}" if field.codec and field.codec.image_format else ""
-    return Column(field.name, field.dtype, shape, f"petastorm.{kind}{image_format}")
+def _text_partition(name: str, settings: Mapping[str, Any]) -> Column:
+    source = arrow_source_column(name, pa.string(), settings)
+    if source.encoding.kind not in ("vocabulary", "hash"):
+        found = source.encoding.kind
+        raise ValueError(f"data.encode.{name}.as: expected vocabulary or hash for a partition, found {found!r}")
+    _check_words(source)
+    return Column(name, source.dtype, (), "partition", source.encoding)
 
 
-def decode(column: Column, stored: pa.ChunkedArray) -> Array:
-    """A stored column of a Petastorm dataset as an array. # (rows, *shape)
-
-    Raises ValueError for a null, and for a cell that is not of the column's dtype and shape, with its row.
-    """
-    kind, _, image_format = column.codec.removeprefix("petastorm.").partition(".")
-    spark_type = "LongType" if kind == "scalar" else None  # which one it is does not matter for reading
-    codec = Codec(kind, image_format or None, spark_type=spark_type)  # type: ignore[arg-type]
-    cells = codecs.decode(Field(column.name, column.dtype, column.shape, codec), stored)
-    assert isinstance(cells, np.ndarray)
-    return cells
+def partition_cells(column: Column, value: str, rows: int) -> Array:
+    """A partition's value, which all rows of its files have. # (rows,)"""
+    if column.encoding.kind == "number":
+        return np.full(rows, int(value))
+    cell = schema.decode(column, pa.array([None if value == NULL_PARTITION else value], pa.string()))
+    assert isinstance(cell, np.ndarray)
+    return np.full(rows, cell[0])
 
 
 def _names_below(fields: Any, prefix: str = "") -> list[str]:
@@ -305,35 +302,45 @@ def stored_column(table: pa.Table, name: str) -> pa.ChunkedArray:
 
 
 def _arrow_column(source: SourceColumn, url: str, files: Sequence[_File]) -> Column:
+    _check_words(source)
     kind = source.encoding.kind
-    if kind == "vocabulary" and source.encoding.vocabulary is None:
-        raise ValueError(
-            f"data.encode.{source.name}.values: expected the words of the vocabulary, found none; they are counted "
-            "only where Spark writes the shards (write_shards, jobs/prepare.py); or set as: hash"
-        )
     codec = "vector" if source.kind == "vector" else "list" if source.kind == "array" else schema.codec_of(source)
     if codec == "scalar" and kind != "number":
         codec = "converted"
-    mean = _mean_size(source, files) if source.ragged or codec == "image" else None
+    unit = 1 if kind in ("bytes", "image") else None
+    mean = _mean_size(source.name, files, unit=unit) if source.ragged or codec == "image" else None
     shape: tuple[int | None, ...] = (None,) if source.ragged else ()
     if codec in ("vector", "list", "image") and not (source.ragged and source.depth == 1):
         shape = _shape_of_first(source, codec, [storage.join(url, f.name) for f in files])
     return Column(source.name, source.dtype, shape, codec, source.encoding, mean)
 
 
-def _mean_size(source: SourceColumn, files: Sequence[_File]) -> float:
-    is_bytes = source.encoding.kind in ("bytes", "image")
-    counts = [sum(_elements(source.name, file, is_bytes=is_bytes)) for file in files]
-    return sum(counts) / sum(sum(file.row_groups) for file in files)
+def _check_words(source: SourceColumn) -> None:
+    if source.encoding.kind == "vocabulary" and source.encoding.vocabulary is None:
+        raise ValueError(
+            f"data.encode.{source.name}.values: expected the words of the vocabulary, found none; they are counted "
+            "only where Spark writes the shards (write_shards, jobs/prepare.py); or set as: hash"
+        )
 
 
-def _elements(name: str, file: _File, *, is_bytes: bool) -> tuple[int, ...]:
-    """The elements of a column in each row group: its values, nulls and empty lists among them, or its bytes.
+def _mean_size(name: str, files: Sequence[_File], *, unit: int | None) -> float:
+    return sum(sum(_elements(name, file, unit=unit)) for file in files) / sum(sum(file.row_groups) for file in files)
 
-    Bytes are what they take in the file without compression: less than they have where they are in a dictionary.
+
+def _elements(name: str, file: _File, *, unit: int | None) -> tuple[int, ...]:
+    """The elements of a column in each row group: its values, nulls and empty lists among them, or bytes by a unit.
+
+    Bytes are what they take in the file without Parquet's compression, but with its dictionaries and a codec's own:
+    less than they have where there are such.
     """
     sizes = next((sizes for path, sizes in file.sizes.items() if _is_of(name, path)), ())
-    return tuple(size[is_bytes] for size in sizes)
+    return tuple(num_values if unit is None else num_bytes // unit for num_values, num_bytes in sizes)
+
+
+def _unit(column: Column) -> int | None:
+    """Bytes of an element, where the bytes of cells tell how many there are."""
+    in_bytes = column.codec.startswith("petastorm.") or column.encoding.kind == "bytes"
+    return np.dtype(column.dtype).itemsize if in_bytes else None
 
 
 def _shape_of_first(source: SourceColumn, codec: str, paths: Sequence[str]) -> tuple[int | None, ...]:

@@ -155,7 +155,7 @@ class PetastormLoader:
         for column in self.columns:
             value = getattr(item, column.name)
             array = np.asarray(value) if is_batch else np.asarray(value)[None]
-            if column.codec == "partition":
+            if column.codec == "partition" and column.encoding.kind == "number":
                 array = array.astype(column.dtype)
             if str(array.dtype) != column.dtype or array.shape[1:] != column.shape:
                 raise RuntimeError(

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from spark_dl import storage
 from spark_dl.config import Nonfinite
-from spark_dl.data import filters, foreign, pages, parquet, policies, schema
+from spark_dl.data import filters, foreign, pages, parquet, petastorm_columns, policies, schema
 from spark_dl.data.cache import DiskCache, open_input
 from spark_dl.data.manifest import ShardSet
 from spark_dl.data.plan import FILLER, Segment, rows_held_out, split_rows
@@ -130,7 +130,7 @@ class Rows:
                 if (array := plain[column.name]) is not None:
                     arrays.append(array[kept])
                 elif column.codec == "partition":
-                    arrays.append(np.full(self._passing[number], int(partition[column.name])))
+                    arrays.append(foreign.partition_cells(column, partition[column.name], self._passing[number]))
                 else:
                     assert table is not None
                     arrays.append(_decode(column, foreign.stored_column(table, column.name)))
@@ -205,4 +205,8 @@ class _File:
 
 
 def _decode(column: Column, stored: Any) -> Array | Ragged:
-    return foreign.decode(column, stored) if column.codec.startswith("petastorm.") else schema.decode(column, stored)
+    return (
+        petastorm_columns.decode(column, stored)
+        if column.codec.startswith("petastorm.")
+        else schema.decode(column, stored)
+    )

@@ -66,7 +66,35 @@ def test_the_loader_gives_the_tensors_of_petastorm(written):
         assert_same_rows([row], [{name: theirs[name] for name in row}])
 
 
-@pytest.mark.parametrize("name", ["name", "price", "ragged", "any_png", "kind"])
+ENCODE = {
+    "price": {"as": "float"}, "ragged": {"ragged": True}, "kind": {"as": "vocabulary", "values": ["a b2", "a b0"]},
+}  # fmt: skip
+
+
+def test_text_decimals_and_ragged_fields_become_numbers_by_encode(written):
+    """Beside what Petastorm reads, which are texts, decimals and arrays of several lengths."""
+    root, _, read = written
+    names = ["id", "price", "ragged", "kind"]
+    data = Data(features=tuple(names), label=None, num_streams=4, encode=ENCODE, ragged="offsets")
+    shards = open_parquet(str(root), names, data=data)
+    config = Config(data=data, train=Train(global_batch_size=20))
+    found = {}
+    for step in Loader(shards, config, rank=0, world_size=1).epoch(0):
+        (batch,) = step.micro_batches
+        for i in np.flatnonzero(batch["weight"].numpy()):
+            offsets = batch["ragged_offsets"]
+            values = batch["ragged"][offsets[i] : offsets[i + 1]].tolist()
+            found[int(batch["id"][i])] = (float(batch["price"][i]), values, int(batch["kind"][i]))
+    assert len(found) == len(read)
+    index = {"a b2": 1, "a b0": 2, "a b1": 0}
+    for row in read:
+        price, ragged, kind = found[int(cells(row["id"]))]
+        assert price == float(row["price"]["decimal"])
+        assert ragged == cells(row["ragged"]).tolist()
+        assert kind == index[row["kind"]]
+
+
+@pytest.mark.parametrize("name", ["name", "ragged", "any_png", "kind", "packed_ragged"])
 def test_what_is_no_tensor_is_an_error_that_names_the_column(written, name):
     with pytest.raises(ValueError, match=f"column '{name}'"):
         open_parquet(str(written[0]), [name])

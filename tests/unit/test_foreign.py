@@ -1,6 +1,7 @@
 """Datasets that others wrote are read as they are, and refused with a reason where they cannot be."""
 
 import datetime
+import io
 import json
 import os
 import zlib
@@ -17,10 +18,11 @@ from spark_dl.data import schema
 from spark_dl.data.filter_counts import filter_rows
 from spark_dl.data.foreign import open_parquet, stored_column
 from spark_dl.data.loader import Loader
-from spark_dl.data.petastorm import ROW_GROUPS_KEY
+from spark_dl.data.petastorm import ROW_GROUPS_KEY, write_common_metadata
 from spark_dl.data.ragged import concatenate
 from spark_dl.data.schema import Column
 from spark_dl.data.source import Encoding
+from spark_dl.data.unischema import Codec, Field, Unischema
 from tests.unit.test_cells import vectors
 from tests.unit.test_images import pixels, png
 
@@ -510,3 +512,106 @@ def test_columns_of_one_shape_of_every_type_are_dealt_by_the_loader(tmp_path, is
     assert sorted(found["day"].tolist()) == list(range(10))
     for name in names:
         np.testing.assert_array_equal(found[name], expected[name][found["day"]])
+
+
+# Petastorm datasets whose fields are no tensors of one shape
+
+
+def npy_cells(*arrays, write=np.save):
+    def cell(array):
+        out = io.BytesIO()
+        write(out, array)
+        return out.getvalue()
+
+    return [cell(a) for a in arrays]
+
+
+def petastorm_dataset(folder):
+    """As Petastorm's `materialize_dataset` leaves one, in two folders of a text partition."""
+    n = range(12)
+    lists = [np.arange(i % 4, dtype=np.int16) + i for i in n]
+    pairs = [np.full((i % 3, 2), i, dtype=np.float32) for i in n]
+    columns = {
+        "id": pa.array(n),
+        "name": pa.array([f"n{i % 3}" for i in n]),
+        "maybe": pa.array([None if i == 7 else "a" for i in n]),
+        "price": pa.array([Decimal(i) / 4 for i in n], pa.decimal128(10, 3)),
+        "at": pa.array([i * 10**6 for i in n], pa.int64()).cast(pa.timestamp("us")),
+        "blob": pa.array([b"x" * i for i in n]),
+        "lists": pa.array(npy_cells(*lists)),
+        "pairs": pa.array(npy_cells(*pairs, write=lambda out, a: np.savez_compressed(out, arr=a))),
+        "any": pa.array(npy_cells(*(np.zeros((1, i)) for i in n))),
+    }
+    table = pa.table(columns)
+    for kind, part in (("a b", table.slice(0, 6)), ("c", table.slice(6))):
+        (folder / f"kind={kind}").mkdir(parents=True)
+        pq.write_table(part, folder / f"kind={kind}" / "0.parquet", row_group_size=4)
+    fields = (
+        Field("id", "int64", (), Codec("scalar", spark_type="LongType")),
+        Field("name", "str", (), Codec("scalar", spark_type="StringType")),
+        Field("maybe", "str", (), Codec("scalar", spark_type="StringType"), nullable=True),
+        Field("price", "decimal", (), Codec("scalar", spark_type="DecimalType(10,3)")),
+        Field("at", "datetime64", (), Codec("scalar", spark_type="TimestampType")),
+        Field("blob", "bytes", (), None),
+        Field("lists", "int16", (None,), Codec("ndarray")),
+        Field("pairs", "float32", (None, 2), Codec("compressed_ndarray")),
+        Field("any", "float64", (None, None), Codec("ndarray")),
+        Field("kind", "str", (), Codec("scalar", spark_type="StringType")),
+    )
+    row_groups = {"kind=a b/0.parquet": 2, "kind=c/0.parquet": 2}
+    unischema = Unischema("Schema", fields)
+    write_common_metadata(str(folder), table.schema, unischema=unischema, row_groups_per_file=row_groups)
+    return lists, pairs
+
+
+def test_fields_of_petastorm_of_every_type_become_numbers_as_columns_of_plain_parquet_do(tmp_path):
+    lists, pairs = petastorm_dataset(tmp_path)
+    encode = {
+        "name": {"as": "vocabulary", "values": ["n2", "n0"]}, "price": {"as": "float"}, "at": {"as": "timestamp", "unit": "s"},
+        "lists": {"ragged": True}, "pairs": {"ragged": True}, "kind": {"as": "hash", "buckets": 9},
+    }  # fmt: skip
+    names = ("id", "name", "price", "at", "blob", "lists", "pairs", "kind")
+    data = Data(features=names, label=None, num_streams=4, encode=encode, ragged="offsets")
+    shards = open_parquet(str(tmp_path), names, data=data)
+    found = {}
+    for step in Loader(shards, Config(data=data, train=Train(global_batch_size=4)), rank=0, world_size=1).epoch(0):
+        (batch,) = step.micro_batches
+        for i in np.flatnonzero(batch["weight"].numpy()):
+            row = {n: batch[n][i].item() for n in ("name", "price", "at", "kind")}
+            for n in ("blob", "lists", "pairs"):
+                row[n] = batch[n][batch[f"{n}_offsets"][i] : batch[f"{n}_offsets"][i + 1]].numpy()
+            found[int(batch["id"][i])] = row
+    for i in range(12):
+        assert (found[i]["name"], found[i]["price"], found[i]["at"]) == ([2, 0, 1][i % 3], i / 4, i)
+        assert found[i]["kind"] == zlib.crc32(b"a b" if i < 6 else b"c") % 9
+        assert found[i]["blob"].tobytes() == b"x" * i
+        for name, cells in (("lists", lists), ("pairs", pairs)):
+            np.testing.assert_array_equal(found[i][name], cells[i])
+            assert found[i][name].dtype == cells[i].dtype
+    vocabulary = {"kind": {"as": "vocabulary", "values": ["c"]}}
+    words = open_parquet(str(tmp_path), ["id", "kind"], data=Data(encode=vocabulary))
+    assert sorted(columns_of(words, "kind")["kind"]) == [0] * 6 + [1] * 6
+
+
+@pytest.mark.parametrize(("name", "encode", "match"), [
+    ("name", {}, "column 'name' has type string; say with data.encode"),
+    ("lists", {}, r"column 'lists' has dtype int16, shape \(None,\) .*set data.encode.lists: {ragged: true}"),
+    ("any", {"any": {"ragged": True}}, "data.encode.any: the column has its codec .*; expected nothing"),
+    ("any", {}, "column 'any' has dtype float64.* do not make a tensor of one shape$"),
+    ("lists", {"lists": {"as": "hash", "buckets": 3}}, r"data.encode.lists: .*; expected {ragged: true}"),
+    ("id", {"id": {"as": "float"}}, "data.encode.id: .*; expected nothing"),
+    ("kind", {}, "column 'kind' is a partition .*say with data.encode how these do: {kind: {as: hash"),
+    ("kind", {"kind": {"as": "bytes"}}, "data.encode.kind.as: expected vocabulary or hash for a partition"),
+    ("kind", {"kind": {"as": "vocabulary"}}, "data.encode.kind.values: expected the words"),
+])  # fmt: skip
+def test_fields_of_petastorm_that_need_a_setting_or_have_none_say_so(tmp_path, name, encode, match):
+    petastorm_dataset(tmp_path)
+    with pytest.raises(ValueError, match=match):
+        open_parquet(str(tmp_path), [name], data=Data(encode=encode))
+
+
+def test_a_null_in_a_field_of_petastorm_is_an_error_with_its_row(tmp_path):
+    petastorm_dataset(tmp_path)
+    shards = open_parquet(str(tmp_path), ["maybe"], data=Data(encode={"maybe": {"as": "hash", "buckets": 3}}))
+    with pytest.raises(RuntimeError, match=r"row group 0 of .*kind=c/0.parquet: column 'maybe': found 1 null.*row 1"):
+        columns_of(shards, "maybe")

@@ -567,7 +567,8 @@ def petastorm_dataset(folder):
 def test_fields_of_petastorm_of_every_type_become_numbers_as_columns_of_plain_parquet_do(tmp_path):
     lists, pairs = petastorm_dataset(tmp_path)
     encode = {
-        "name": {"as": "vocabulary", "values": ["n2", "n0"]}, "price": {"as": "float"}, "at": {"as": "timestamp", "unit": "s"},
+        "name": {"as": "vocabulary", "values": ["n2", "n0"]}, "price": {"as": "float"},
+        "at": {"as": "timestamp", "unit": "s"},
         "lists": {"ragged": True}, "pairs": {"ragged": True}, "kind": {"as": "hash", "buckets": 9},
     }  # fmt: skip
     names = ("id", "name", "price", "at", "blob", "lists", "pairs", "kind")

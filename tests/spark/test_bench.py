@@ -1,0 +1,53 @@
+"""The benchmarks run as their commands say, at a small scale, and end with one JSON object of what they measured."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from spark_dl.bench.loader import PEERS
+from tests.spark.conftest import FAST_JVM, REPOSITORY
+
+NOWHERE = ["--petastorm_python", "/nowhere/python"]
+"""Petastorm's environment, which is not looked for here: its peers have no figure then."""
+
+
+def bench(what, *args):
+    """The last line of standard output, and standard error."""
+    command = [sys.executable, "jobs/bench.py", what, *args, *NOWHERE]
+    env = {"JAVA_TOOL_OPTIONS": FAST_JVM, "OMP_NUM_THREADS": "1", "SPARK_LOCAL_IP": "127.0.0.1"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, cwd=REPOSITORY, env={**os.environ, **env}
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+
+
+@pytest.mark.slow
+def test_the_loader_is_measured_beside_its_peers():
+    result, log = bench("loader", "--scale", "0.02", "--repeats", "1")
+    assert list(result) == ["img", "tab"]
+    for name, measured in result.items():
+        assert set(measured) == {*PEERS, "shuffle"}
+        assert measured["petastorm_batched"] is measured["petastorm_rows"] is None
+        for peer in ("spark_dl", "spark_dl_parquet", "tensor_dataset", "arrow"):
+            assert measured[peer] > 0, (name, peer)
+        assert set(measured["shuffle"]) == {peer for peer in PEERS if measured[peer] is not None}
+        assert measured["shuffle"]["arrow"]["displacement"] == 0  # it does not shuffle
+        for peer in ("spark_dl", "spark_dl_parquet"):
+            assert 0.25 < measured["shuffle"][peer]["displacement"] < 0.42  # a perfect shuffle has 1/3
+    assert "petastorm" in log
+
+
+@pytest.mark.slow
+def test_writing_shards_is_measured_beside_its_peers():
+    result, log = bench("shards", "--scale", "0.02", "--repeats", "1", "--master", "local[2]")
+    assert list(result) == ["img", "tab"]
+    for measured in result.values():
+        assert set(measured) == {"spark_dl_s", "df_write_s", "petastorm_converter_s"}
+        assert measured["petastorm_converter_s"] is None
+        assert measured["spark_dl_s"] > 0
+        assert measured["df_write_s"] > 0
+    assert "petastorm_converter" in log

@@ -231,10 +231,16 @@ def shard_from_plain(plain: Mapping[str, Any]) -> Shard:
             raise ValueError(f"the shard {name!r:.200}: found the {what} {value!r:.200}")
     if bad := [n for n in groups if not 0 < n < 2**31]:
         raise ValueError(f"the shard {name!r:.200}: found a row group of {bad[0]!r} rows")
-    elements = {column: tuple(map(int, counts)) for column, counts in plain.get("elements", {}).items()}
-    if bad_names := [column for column, counts in elements.items() if len(counts) != len(groups)]:
-        raise ValueError(f"the shard {name!r:.200} has other row groups than elements of {bad_names[0]!r:.200}")
-    return Shard(name, tuple(groups), size, digest, *footer, elements=elements)
+    return Shard(name, tuple(groups), size, digest, *footer, elements=_elements_from_plain(plain))
+
+
+def _elements_from_plain(plain: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Of a shard from before they were kept, none."""
+    elements = plain.get("elements", {})
+    for name, counts in elements.items():
+        if [type(n) is int and n >= 0 for n in counts] != [True] * len(plain["row_groups"]):
+            raise ValueError(f"the shard {plain['name']!r:.200}: found the elements {counts!r:.200} of {name!r:.200}")
+    return {name: tuple(counts) for name, counts in elements.items()}
 
 
 def prepare_folder(url: str, overwrite: bool) -> None:

@@ -208,6 +208,16 @@ def test_what_may_not_be_read_is_an_error_that_names_it(tmp_path, kind, what):
     assert "Permission denied" in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.parametrize("counts", [[1], [1, 2, 3], [1, -1], [1, 1.5], [1, True], "12", 7, None])
+def test_elements_of_a_ragged_column_that_cannot_be_are_refused(tmp_path, counts):
+    dataset(tmp_path / "d")
+    change(tmp_path / "d", lambda m: m["shards"][0].update(elements={"x": counts}))
+    with pytest.raises(ValueError, match="_manifest.json is not a manifest that can be read: "):
+        read_shards(str(tmp_path / "d"))
+    change(tmp_path / "d", lambda m: m["shards"][0].pop("elements"))  # a manifest from before they were kept
+    assert read_shards(str(tmp_path / "d")).rows == 100
+
+
 @pytest.mark.parametrize(
     "name", ["two words", "größe-模型", "a#b", "100%", "a%20b", "what?", "[x]", "a&b=c", "s3:", "~"]
 )

@@ -22,10 +22,12 @@ _LEAVE_WAIT_S = 10.0
 
 
 def pytest_collection_modifyitems(items):
-    """Cheap tests first, so that a simple mistake is seen at once; the Spark modes one after another."""
+    """Cheap tests first, so that a simple mistake is seen at once; then those that take long in one process together,
+    so that none of them begins when the others have ended."""
     items[:] = [item for item in items if not _in_another_mode(item)]
-    order = {"unit": 0, "storage": 0, "petastorm": 1, "ranks": 2, "spark": 3, "hosts": 4, "gpu": 5}
-    items.sort(key=lambda item: order.get(Path(item.path).parent.name, 0))
+    order = {"unit": 0, "storage": 0, "connect": 1, "local-cluster": 2, "ranks": 3,
+             "tests/spark/test_jobs.py": 4, "petastorm": 5, "spark": 6, "hosts": 7, "gpu": 8}  # fmt: skip
+    items.sort(key=lambda item: order.get(_costly_fixture(item.nodeid), order.get(Path(item.path).parent.name, 0)))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -35,13 +37,17 @@ def pytest_xdist_make_scheduler(config, log):
 
     class ByFixture(LoadScopeScheduling):
         def _split_scope(self, nodeid):
-            path, _, test = nodeid.partition("::")
-            mode = re.search(r"[\[-](local-cluster|local|connect)[-\]]", test)
-            folder = Path(path).parent.name
-            name = mode.group(1) if folder == "spark" and mode else folder if folder == "ranks" else path
-            return f"{path} {name}" if name == "local" else name  # whose session starts quickly
+            return _costly_fixture(nodeid)
 
     return ByFixture(config, log)
+
+
+def _costly_fixture(nodeid):
+    """Tests with the same name of it share it: a kind of Spark cluster, or the pool of ranks; a file shares its own."""
+    path, _, test = nodeid.partition("::")
+    mode = re.search(r"[\[-](local-cluster|connect)[-\]]", test)  # a local session starts quickly
+    folder = Path(path).parent.name
+    return mode.group(1) if folder == "spark" and mode else folder if folder == "ranks" else path
 
 
 def _in_another_mode(item):

@@ -208,6 +208,7 @@ def _watch(
             event = events.get(timeout=0.2)
             kind = event["kind"]
             if kind == "job ended" and job.error is None:
+                _pass_on(poll, on_event)  # what came since the last time
                 return
             if kind in ("job ended", "failed", "lost"):
                 failures.append(event)
@@ -226,9 +227,7 @@ def _watch(
                 on_event(event)
         if decide_at is not None and time.monotonic() >= decide_at:
             raise root_cause(failures, known, job.error)
-        if poll and on_event:
-            for event in poll():
-                on_event(event)
+        _pass_on(poll, on_event)
         if running < launch.num_ranks and time.monotonic() > deadline:
             if job.has_tasks():
                 if job.computes_first:  # the DataFrame is still being computed, or the ranks cannot reach the driver
@@ -241,6 +240,12 @@ def _watch(
                 f"{running} of {launch.num_ranks} ranks started within launch.start_timeout_s="
                 f"{launch.start_timeout_s:g} s; the cluster is busy with other jobs, or its executors are not up yet"
             )
+
+
+def _pass_on(poll: Callable[[], list[dict[str, Any]]] | None, on_event: Callable[[Event], None] | None) -> None:
+    if poll and on_event:
+        for event in poll():
+            on_event(event)
 
 
 def _rank_task(

@@ -75,6 +75,13 @@ def no_leaks(request, tmp_path):
     )
 
 
+@pytest.fixture(autouse=True)
+def no_connect_mode(request, monkeypatch):
+    """While there is a Spark Connect session, PySpark says so in the environment: not to the processes of other tests."""
+    if "spark" not in request.fixturenames:
+        monkeypatch.delenv("SPARK_CONNECT_MODE_ENABLED", raising=False)
+
+
 def _children():
     """Numbers of the child processes and theirs, without those that Python's multiprocessing keeps for itself.
 

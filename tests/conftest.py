@@ -57,6 +57,13 @@ def _in_another_mode(item):
     return mode is not None and marker is not None and mode not in marker.args
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """PySpark says in the environment that there is a Connect session. The processes of other tests must not see it."""
+    if _costly_fixture(item.nodeid) != "connect":
+        os.environ.pop("SPARK_CONNECT_MODE_ENABLED", None)
+
+
 @pytest.fixture(autouse=True)
 def no_leaks(request, tmp_path):
     env = dict(os.environ)
@@ -73,13 +80,6 @@ def no_leaks(request, tmp_path):
     assert set(os.listdir(".")) - folder <= {"spark-warehouse", "artifacts", "__pycache__", ".hypothesis"}, (
         "files left behind"
     )
-
-
-@pytest.fixture(autouse=True)
-def no_connect_mode(request, monkeypatch):
-    """While there is a Spark Connect session, PySpark says so in the environment: not to the processes of other tests."""
-    if "spark" not in request.fixturenames:
-        monkeypatch.delenv("SPARK_CONNECT_MODE_ENABLED", raising=False)
 
 
 def _children():

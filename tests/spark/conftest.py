@@ -45,7 +45,6 @@ def spark(request, tmp_path_factory):
             session = SparkSession.builder.remote(url).getOrCreate()
             yield session
             session.stop()
-        os.environ.pop("SPARK_CONNECT_MODE_ENABLED", None)  # PySpark leaves it, and then has no classic session
         return
     warehouse = tmp_path_factory.mktemp("warehouse")
     builder = SparkSession.builder.master(MASTERS[request.param]).config("spark.sql.warehouse.dir", str(warehouse))

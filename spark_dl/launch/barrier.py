@@ -30,6 +30,8 @@ _log = logging.getLogger("spark_dl")
 
 _ROOT_CAUSE_WAIT_S = 2.0
 """How long a failure that only follows from another one waits for that other one to be known."""
+_SILENCE_S = 3.0
+"""A rank that sends no sign of life for so long is the cause, where others only lost contact or waited in vain."""
 _CANCEL_WAIT_S = 30.0
 _ABORTED_BY_DRIVER_WAIT_S = 20.0
 
@@ -89,7 +91,7 @@ def run_barrier(
         df = tasks.mapInArrow(task, "rank int, result binary, refused string", barrier=True)
         job = _Job(spark, df, launch.num_ranks, events, computes_first=source is not None)
         try:
-            _watch(job, events, launch, on_event, None if listener else poll or (list))
+            _watch(job, events, launch, on_event, *((None, listener.silence) if listener else (poll or list, dict)))
         except BaseException:
             job.cancel()
             raise
@@ -196,13 +198,22 @@ def _watch(
     launch: Launch,
     on_event: Callable[[Event], None] | None,
     poll: Callable[[], list[dict[str, Any]]] | None,
+    silence: Callable[[], Mapping[int, float]],
 ) -> None:
-    """Follows a job to its end. Raises the root cause of its failure. `poll` is given where there is no listener."""
+    """Follows a job to its end. Raises the root cause of its failure. `poll` is given where there is no listener.
+
+    `silence` tells for how many seconds each rank at work was not heard.
+    """
+
+    def silent_for(seconds: float) -> dict[int, float]:
+        return {task: s for task, s in silence().items() if s > seconds}
+
     known: dict[int, dict[str, Any]] = {}
     running = 0
     failures: list[dict[str, Any]] = []
     deadline = time.monotonic() + launch.start_timeout_s
     decide_at: float | None = None
+    silent_at: float | None = None
     while True:
         with contextlib.suppress(queue.Empty):
             event = events.get(timeout=0.2)
@@ -219,6 +230,8 @@ def _watch(
             elif kind in ("started", "joined"):
                 known.setdefault(event["task"], {}).update(event)
                 running = len(known)
+            elif kind == "done":
+                known.setdefault(event["task"], {})["is_done"] = True
             elif kind == "tasks":
                 running = max(running, event["running"])
             elif kind == "computing":
@@ -226,7 +239,11 @@ def _watch(
             if on_event:
                 on_event(event)
         if decide_at is not None and time.monotonic() >= decide_at:
-            raise root_cause(failures, known, job.error)
+            raise root_cause(failures, known, job.error, silent_for(_SILENCE_S))
+        silent = silent_for(launch.collective_timeout_s)  # nobody may be waiting for it, or be able to say so
+        silent_at = (silent_at or time.monotonic()) if silent else None
+        if silent_at and time.monotonic() - silent_at > _SILENCE_S:  # it was not the driver that stood still
+            raise root_cause(failures, known, job.error, silent)
         _pass_on(poll, on_event)
         if running < launch.num_ranks and time.monotonic() > deadline:
             if job.has_tasks():

@@ -1,4 +1,4 @@
-"""What a failed barrier job is told as: one error with its root cause, whichever way the news of it came."""
+"""What a failed job is told as: one error with its root cause, whichever way the news of it came."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ def _follows(error: BaseException) -> bool:
 
     if isinstance(error, (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)):
         return True
-    signs = r"Connection closed by peer|Connection reset by peer|Broken pipe|gloo/transport|Connection refused"
+    signs = (
+        r"Connection closed by peer|Connection reset by peer|Broken pipe|gloo/transport|Connection refused|"
+        r"Horovod has been shut down"
+    )
     return isinstance(error, RuntimeError) and re.search(signs, str(error)) is not None
 
 
@@ -64,9 +67,15 @@ def _failure_in(text: str) -> dict[str, Any] | None:
 
 
 def root_cause(
-    failures: list[dict[str, Any]], known: Mapping[int, Mapping[str, Any]], error: BaseException | None
+    failures: list[dict[str, Any]],
+    known: Mapping[int, Mapping[str, Any]],
+    error: BaseException | None,
+    silent: Mapping[int, float],
 ) -> BaseException:
-    """The failure that the others follow from: the first rank that raised by itself, or that was killed."""
+    """The failure that the others follow from: the first rank that raised by itself, or that was killed, or is silent.
+
+    `known` has what each task said of itself; `silent` are the tasks without a sign of life, and for how many seconds.
+    """
     raised = [f for f in failures if f["kind"] == "failed"]
     by_spark = _failure_in(str(error)) if error else None
     if by_spark:
@@ -76,13 +85,23 @@ def root_cause(
     if roots:
         return _error_of(roots[0])
     if lost:
-        who = known.get(lost[0]["task"], {})
-        rank, host, pid = who.get("rank"), who.get("host", "an unknown host"), who.get("pid")
+        rank, host, pid = _who(known, lost[0]["task"])
         return RankError(
             f"{_name(rank, lost[0]['task'])} on {host} (pid {pid}) was killed: its process ended without an error. "
             "A SIGKILL often comes from the host running out of memory; see the executor's and the kernel's log",
             rank=rank, host=host, pid=pid,
         )  # fmt: skip
+    if silent:
+        tasks = sorted(silent, key=lambda task: -silent[task])
+        return _error_about(tasks, (
+            f"gave no sign of life for {silent[tasks[0]]:.0f} s: the host cannot be reached from the driver, or the "
+            "process stands still (stopped, swapped out, or in a call that holds Python's lock)"
+        ), known, raised)  # fmt: skip
+    if absent := _absent(raised, known):
+        return _error_about(absent, (
+            "did not come to a collective operation: it is alive, and stuck or still at work; if it needs so long, "
+            "raise launch.collective_timeout_s"
+        ), known, raised)  # fmt: skip
     if raised:
         return _error_of(raised[0])
     text = str(error)
@@ -92,15 +111,49 @@ def root_cause(
             f"install it there. Spark's error: {_last_lines(text)}"
         )
     if re.search(r"Python worker (exited|terminated|failed)", text):
-        task = re.search(r"ResultTask\(\d+, (\d+)\)", text)
+        found = re.search(r"Lost task (\d+)\.\d+ in stage \S+ \(TID \d+\) \((\S+) executor", text)
+        task, host = found.groups() if found else ("?", "an unknown host")
+        rank = known.get(int(task), {}).get("rank") if found else None
         return RankError(
-            f"the rank of task {task.group(1) if task else '?'} was killed: its Python process ended without an error. "
-            f"Spark's error: {_last_lines(text)}",
-            rank=None, host="an unknown host", pid=None,
+            f"{f'task {task}' if rank is None else _name(rank, int(task))} on {host} was killed: its Python process "
+            f"ended without an error. A SIGKILL often comes from the host running out of memory. Spark's error: "
+            f"{_last_lines(text)}",
+            rank=rank, host=host, pid=None,
         )  # fmt: skip
     if isinstance(error, Exception):
-        return RuntimeError(f"the barrier job failed: {_last_lines(text)}").with_traceback(error.__traceback__)
-    return error or RuntimeError("the barrier job failed")
+        return RuntimeError(f"the job failed: {_last_lines(text)}").with_traceback(error.__traceback__)
+    return error or RuntimeError("the job failed")
+
+
+def _who(known: Mapping[int, Mapping[str, Any]], task: int) -> tuple[int | None, str, int | None]:
+    """Rank, host and process id of a task, as far as it has said them."""
+    who = known.get(task, {})
+    return who.get("rank"), who.get("host", "an unknown host"), who.get("pid")
+
+
+def _absent(raised: list[dict[str, Any]], known: Mapping[int, Mapping[str, Any]]) -> list[int]:
+    """The tasks that others waited for in vain: neither failed, as those have by a timeout, nor done."""
+    if not raised or not re.search(r"timed? ?out", raised[0]["error"], re.IGNORECASE):
+        return []
+    failed = {failure["task"] for failure in raised}
+    return sorted(task for task, who in known.items() if task not in failed and not who.get("is_done"))
+
+
+def _error_about(
+    tasks: list[int], what: str, known: Mapping[int, Mapping[str, Any]], raised: list[dict[str, Any]]
+) -> RankError:
+    """An error that names ranks which have not said themselves what is wrong; `raised` is what others met."""
+    rank, host, pid = _who(known, tasks[0])
+    met = ""
+    if raised:
+        first = raised[0]
+        met = f". {_name(first.get('rank'), first['task'])} on {first['host']} waited in vain: {first['error']}"
+    return RankError(f"{_names(tasks, known)} {what}{met}", rank=rank, host=host, pid=pid)
+
+
+def _names(tasks: list[int], known: Mapping[int, Mapping[str, Any]]) -> str:
+    found = [(task, *_who(known, task)) for task in tasks]
+    return ", ".join(f"{_name(rank, task)} on {host} (pid {pid})" for task, rank, host, pid in found)
 
 
 def _error_of(failure: Mapping[str, Any]) -> RankError:

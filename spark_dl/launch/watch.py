@@ -1,7 +1,9 @@
 """Events from the ranks to the driver: joined, progress, failed. The driver listens, each rank has a sender.
 
 Connections are authenticated by the run's secret (the challenge of `multiprocessing.connection`, HMAC); events are
-JSON, never pickle. A rank whose connection ends without a word has been killed, and is named as such.
+JSON, never pickle. A rank whose connection ends without a word has been killed, and is named as such. One that has
+nothing to say sends a sign of life each second: a host that is cut off and a process that stands still are known by
+their silence.
 Where the driver has no address that executors reach (Spark Connect), there is no listener, and a rank's failure is read
 from the error that Spark brings.
 """
@@ -23,6 +25,7 @@ from typing import Any
 _MAX_FRAME = 1 << 20
 _AUTH_TIMEOUT_S = 5.0
 _CONNECT_TIMEOUT_S = 10.0
+_SIGN_OF_LIFE_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -47,8 +50,15 @@ class Listener:
         self._socket.listen(1024)
         self.address = Address(public_host or bind_host, self._socket.getsockname()[1], self._secret)
         self._connections: set[connection.Connection] = set()
+        self._heard: dict[int, float] = {}
+        """When each task was heard last, of those that are still at work."""
         self._thread = threading.Thread(target=self._accept, name="spark_dl listener", daemon=True)
         self._thread.start()
+
+    def silence(self) -> dict[int, float]:
+        """Seconds since each task was heard, of those that came and have not ended."""
+        now = time.monotonic()
+        return {task: now - at for task, at in list(self._heard.items())}
 
     def close(self) -> None:
         """Stops listening and closes all connections."""
@@ -76,12 +86,16 @@ class Listener:
                 return
             while True:
                 event = json.loads(conn.recv_bytes(_MAX_FRAME))
-                kind, task = event["kind"], event["task"]
-                self.events.put(event)
+                kind, task = event["kind"], int(event["task"])
+                self._heard[task] = time.monotonic()
+                if kind != "alive":
+                    self.events.put(event)
                 if kind in ("done", "failed"):
+                    del self._heard[task]
                     task = None
         except (OSError, EOFError, ValueError, KeyError, TypeError):
             if task is not None:
+                self._heard.pop(task, None)
                 self.events.put({"kind": "lost", "task": task, "time": time.time()})
         finally:
             self._connections.discard(conn)
@@ -135,11 +149,17 @@ class Sender:
                 self._queue.put(None, timeout=timeout_s)
             self._thread.join(timeout_s)
 
+    def _next(self) -> bytes | None:
+        try:
+            return self._queue.get(timeout=_SIGN_OF_LIFE_S)
+        except queue.Empty:
+            return json.dumps({"kind": "alive", "task": self._task}).encode()
+
     def _work(self, address: Address) -> None:
         try:
             with _connect(address) as conn:
                 self.is_connected = True
-                while (frame := self._queue.get()) is not None:
+                while (frame := self._next()) is not None:
                     conn.send_bytes(frame)
         except (OSError, EOFError, connection.AuthenticationError):  # type: ignore[attr-defined]
             return  # the driver cannot be reached: Spark's own channel still carries results and errors

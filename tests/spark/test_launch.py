@@ -1,6 +1,7 @@
 """spark_dl.launch in every mode: results of all ranks, and one error for each way to fail."""
 
 import dataclasses
+import datetime
 import os
 import signal
 import threading
@@ -104,6 +105,38 @@ def test_a_rank_that_is_killed(spark, mode, victim):
     assert spark_dl.launch(_sum_of_ranks, 1.0, num_ranks=2)[0]["rank"] == 0  # the session is as good as before
 
 
+@pytest.mark.modes("local")  # over Spark Connect ranks have no connection to the driver
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_rank_that_stands_still_is_named_whether_others_wait_for_it_or_not(spark, num_ranks):
+    def work():
+        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=4))
+        dist.barrier()
+        if dist.get_rank() == num_ranks - 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        dist.barrier()
+
+    start = time.monotonic()
+    with pytest.raises(RankError, match=rf"rank {num_ranks - 1} on .* gave no sign of life for \d+ s") as error:
+        spark_dl.launch(work, num_ranks=num_ranks, settings=Launch(collective_timeout_s=4))
+    assert time.monotonic() - start < 25
+    assert error.value.rank == num_ranks - 1
+    _assert_pid_ends(error.value.pid)
+
+
+@pytest.mark.modes("local")
+def test_a_rank_that_is_stuck_is_named_not_those_that_wait_for_it(spark):
+    def work():
+        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=4))
+        if dist.get_rank() == 1:
+            time.sleep(60)
+        dist.barrier()
+
+    with pytest.raises(RankError, match="rank 1 on .* did not come to a collective operation") as error:
+        spark_dl.launch(work, num_ranks=3)
+    assert error.value.rank == 1
+    _assert_pid_ends(error.value.pid)
+
+
 def test_too_few_slots_is_an_error_within_seconds(spark):
     start = time.monotonic()
     with pytest.raises(RuntimeError, match=r"9 ranks need 9 task slots .* the cluster has 4 .* launch.num_ranks"):
@@ -141,6 +174,7 @@ def test_a_busy_cluster_is_an_error_after_the_start_timeout(spark, mode):
     assert [r["rank"] for r in spark_dl.launch(_sum_of_ranks, 1.0, num_ranks=2)] == [0, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.modes("local")
 def test_a_driver_whose_port_is_closed_gets_results_and_errors_all_the_same(spark, monkeypatch):
     """Executors reach Spark's own ports, but perhaps not the listener's."""

@@ -10,6 +10,7 @@ from multiprocessing.connection import Connection
 
 import pytest
 
+from spark_dl.launch import watch
 from spark_dl.launch.watch import Address, Listener, Sender, _connect
 
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
@@ -82,6 +83,32 @@ def test_a_rank_whose_connection_ends_without_a_word_is_lost(listener):
     assert (event["kind"], event["task"]) == ("lost", 5)
 
 
+def test_a_rank_with_nothing_to_say_is_not_silent_until_it_is_done(listener, monkeypatch):
+    monkeypatch.setattr(watch, "_SIGN_OF_LIFE_S", 0.05)
+    sender = Sender(listener.address, 2)
+    sender.send({"kind": "started"})
+    take(listener, 1)
+    for _ in range(10):
+        time.sleep(0.1)
+        assert listener.silence()[2] < 0.5
+    assert listener.events.empty()  # signs of life are no events
+    sender.send({"kind": "done"})
+    sender.close()
+    take(listener, 1)
+    assert listener.silence() == {}
+
+
+def test_a_rank_that_stands_still_is_silent_and_not_lost(listener):
+    with _connect(listener.address) as connection:
+        connection.send_bytes(json.dumps({"kind": "started", "task": 5}).encode())
+        take(listener, 1)
+        time.sleep(0.5)
+        assert 0.5 <= listener.silence()[5] < 2
+        assert listener.events.empty()
+    assert take(listener, 1)[0]["kind"] == "lost"
+    assert listener.silence() == {}
+
+
 def test_a_rank_that_talks_nonsense_is_lost(listener):
     with _connect(listener.address) as connection:
         for frame in (b'{"kind": "started", "task": 5}', b"{"):
@@ -137,7 +164,8 @@ def test_a_stranger_that_says_nothing_keeps_no_one_waiting(listener):
 
 
 @pytest.mark.parametrize("frame", [
-    b"", b"{", b"\xff\xfe", b"[]", b"3", b'"text"', b"{}", b'{"kind": "started"}', b"\x80\x04K\x01.", b"x" * TOO_LARGE,
+    b"", b"{", b"\xff\xfe", b"[]", b"3", b'"text"', b"{}", b'{"kind": "started"}', b'{"kind": "", "task": []}',
+    b"\x80\x04K\x01.", b"x" * TOO_LARGE,
 ], ids=lambda frame: repr(frame[:20]))  # fmt: skip
 def test_a_frame_that_is_no_event_does_no_harm(listener, frame):
     with _connect(listener.address) as connection, contextlib.suppress(OSError):

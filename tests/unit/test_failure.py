@@ -1,0 +1,76 @@
+"""Of all that a failed job is told as, the one error that the rest follows from."""
+
+import pytest
+
+from spark_dl import RankError
+from spark_dl.launch.failure import root_cause
+
+RANKS = {0: 1, 1: 0, 2: 2}
+"""The rank of each task: they are dealt by host."""
+KNOWN = {
+    task: {"kind": "joined", "task": task, "rank": rank, "host": f"host{task}", "pid": 100 + task}
+    for task, rank in RANKS.items()
+}
+TIMED_OUT = "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 8000ms for recv operation"
+CLOSED = "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:4711"
+
+
+def failed(task, error, *, follows):
+    return {**KNOWN[task], "kind": "failed", "error": error, "traceback": f"Traceback of {task}", "follows": follows}
+
+
+IN_VAIN = [failed(0, TIMED_OUT, follows=True), failed(1, CLOSED, follows=True)]
+
+
+def lost(task):
+    return {"kind": "lost", "task": task}
+
+
+@pytest.mark.parametrize(
+    ("failures", "silent", "task", "message"),
+    [
+        ([failed(0, CLOSED, follows=True), failed(2, "KeyError: 'x'", follows=False)], {}, 2, "failed: KeyError: 'x'"),
+        ([failed(0, CLOSED, follows=True), lost(1)], {}, 1, "was killed"),
+        ([failed(0, CLOSED, follows=True), failed(1, "KeyError: 'x'", follows=False)], {2: 9.0}, 1, "failed: KeyError"),
+        ([lost(1)], {2: 9.0}, 1, "was killed"),
+        (
+            [failed(0, TIMED_OUT, follows=True), failed(1, CLOSED, follows=True)],
+            {2: 9.0},
+            2,
+            "gave no sign of life for 9 s",
+        ),
+        ([failed(0, CLOSED, follows=True)], {2: 9.0}, 2, "gave no sign of life for 9 s"),
+        ([], {1: 9.0}, 1, "gave no sign of life for 9 s"),
+        (
+            [failed(0, TIMED_OUT, follows=True), failed(1, CLOSED, follows=True)],
+            {},
+            2,
+            "did not come to a collective operation",
+        ),
+        ([failed(0, CLOSED, follows=True)], {}, 0, "failed: RuntimeError: [gloo/transport/tcp/pair.cc:547]"),
+    ],
+)
+def test_the_root_cause(failures, silent, task, message):
+    error = root_cause(failures, KNOWN, None, silent)
+    assert isinstance(error, RankError)
+    assert (error.rank, error.host, error.pid) == (RANKS[task], f"host{task}", 100 + task)
+    assert str(error).startswith(f"rank {RANKS[task]} on host{task} (pid {100 + task}) {message}")
+
+
+def test_several_silent_ranks_are_all_named_the_longest_silent_first():
+    error = root_cause([failed(0, TIMED_OUT, follows=True)], KNOWN, None, {1: 8.0, 2: 9.4})
+    assert str(error).startswith("rank 2 on host2 (pid 102), rank 0 on host1 (pid 101) gave no sign of life for 9 s: ")
+    assert str(error).endswith(f". rank 1 on host0 waited in vain: {TIMED_OUT}")
+    assert error.host == "host2"
+
+
+def test_a_rank_that_is_done_is_not_missed():
+    known = {**KNOWN, 2: {**KNOWN[2], "is_done": True}}
+    both = [failed(0, TIMED_OUT, follows=True), failed(1, TIMED_OUT, follows=True)]
+    assert root_cause(both, known, None, {}).host == "host0"
+
+
+def test_a_silent_task_without_a_rank_is_named_by_its_task():
+    known = {0: {"kind": "started", "task": 0, "host": "host0", "pid": 100}}
+    error = root_cause([], known, None, {0: 20.0})
+    assert str(error).startswith("task 0 (which has no rank yet) on host0 (pid 100) gave no sign of life for 20 s")

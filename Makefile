@@ -2,13 +2,16 @@
 PY := .venv/bin/python
 ARGS ?= --overwrite
 
-.PHONY: train test test-slow lint type bench clean setup setup-petastorm
+.PHONY: train test test-slow lint type bench clean setup setup-petastorm setup-horovod
 
 setup:
 	@./conf/setup_env.sh
 
 setup-petastorm: setup ## Petastorm in .venv-petastorm; says so where that cannot be, and what needs it is left out
 	@./conf/setup_env.sh petastorm || true
+
+setup-horovod: setup ## Horovod in .venv; says so where it cannot be built, and what needs it is left out
+	@./conf/setup_env.sh horovod || true
 
 train: setup .data/digits.csv.gz ## train on the digits; `make train ARGS=--resume` goes on from the last checkpoint
 	@$(PY) jobs/train.py --config conf/train/digits.yaml --master 'local[2]' --run_dir runs/digits $(ARGS)
@@ -17,11 +20,11 @@ train: setup .data/digits.csv.gz ## train on the digits; `make train ARGS=--resu
 	@mkdir -p .data
 	@$(PY) -c "import shutil, sklearn, pathlib; shutil.copy(pathlib.Path(sklearn.__file__).parent / 'datasets/data/digits.csv.gz', '$@')"
 
-test: setup-petastorm lint type ## lint, types, and the tests that this machine can run, but for those that are slow
-	@$(PY) -m pytest --numprocesses=2 --no-loadscope-reorder -m 'not slow'
+test: setup-petastorm setup-horovod lint type ## lint, types, and the tests that this machine can run, but for those that are slow
+	@$(PY) -m pytest --numprocesses=3 --no-loadscope-reorder -m 'not slow'
 
-test-slow: setup-petastorm ## the tests that take more than about 15 s each: whole jobs, kills, clusters, memory
-	@$(PY) -m pytest --numprocesses=2 --no-loadscope-reorder -m slow
+test-slow: setup-petastorm setup-horovod ## all other tests: whole jobs, kills, clusters, networks, memory
+	@$(PY) -m pytest --numprocesses=4 --no-loadscope-reorder -m slow
 
 lint: setup
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check .
@@ -29,11 +32,12 @@ lint: setup
 type: setup
 	@$(PY) -m mypy
 
-bench: setup-petastorm ## all benchmarks; see jobs/bench.py --help
+bench: setup-petastorm setup-horovod ## all benchmarks; see jobs/bench.py --help
 	@$(PY) jobs/bench.py launch
 	@$(PY) jobs/bench.py step
 	@$(PY) jobs/bench.py loader
 	@$(PY) jobs/bench.py shards
+	@$(PY) jobs/bench.py exchange
 
 clean:
-	rm -rf .venv .venv-petastorm .data runs build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache spark-warehouse metastore_db derby.log
+	rm -rf .venv .venv-petastorm .wheels .data runs build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache spark-warehouse metastore_db derby.log

@@ -2,6 +2,7 @@
 # Makes .venv with the pinned requirements and the package, and checks Python and Java. Called by every `make` target;
 # does nothing when .venv is already made from the requirements as they are now.
 #   conf/setup_env.sh petastorm    makes .venv-petastorm as well, in which the tests and benchmarks run Petastorm itself
+#   conf/setup_env.sh horovod      builds Horovod for the torch of .venv and installs it there; the wheel is kept in .wheels
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -39,6 +40,28 @@ if ! is_made .venv "$key"; then
     pip_of .venv --no-deps --no-build-isolation -e .
     echo "$key $PWD" >.venv/.made-from
     say "done"
+fi
+if [ "${1:-}" = horovod ]; then
+    recipe=$(grep '^torch==' conf/requirements/main.txt && readlink -f .venv/bin/python && cat conf/build_horovod.sh conf/requirements/horovod.txt)
+    key=$(echo "$recipe" | sha256sum | cut -c1-16)
+    [ "$(cat .venv/.horovod-from 2>/dev/null)" = "$key" ] && exit 0
+    wheels=.wheels/$key
+    log=.wheels/build.log
+    if ! ls $wheels/horovod-*.whl >/dev/null 2>&1; then
+        say "building Horovod 0.28.1 (the first time, and when torch's version changes; takes some minutes)"
+        rm -rf .wheels && mkdir -p $wheels
+        conf/build_horovod.sh .venv/bin/python $wheels >$log 2>&1 ||
+            fail "Horovod could not be built: $(grep -E 'error: |CMake Error' $log | grep -v subprocess-exited | head -n 1 | cut -c1-200)" \
+                "(all of it in $log); the tests that need it are skipped"
+    fi
+    pip_of .venv --no-deps --force-reinstall $wheels/horovod-*.whl
+    if ! .venv/bin/python -c 'import horovod.torch' >$log 2>&1; then
+        .venv/bin/python -m pip uninstall -q -y horovod
+        fail "Horovod is built, but cannot be imported: $(tail -n 1 $log | cut -c1-200); the tests that need it are skipped"
+    fi
+    echo "$key" >.venv/.horovod-from
+    say "Horovod is installed in .venv"
+    exit 0
 fi
 [ "${1:-}" = petastorm ] || exit 0
 

@@ -237,12 +237,17 @@ def load_rank_state(saved: Saved, rank: int, world_size: int) -> dict[str, Any]:
     """What this rank alone had, by name; with another number of ranks than then the mean of all of theirs."""
     ranks: int = saved.manifest["world_size"]
     if ranks == world_size:
-        state: dict[str, Any] = load(saved, _rank_file(rank))["state"]
-        return state
+        return state_of_rank(saved, rank)
     mean: dict[str, Any] = {}
     for other in range(ranks):
-        mean = _added(mean, load(saved, _rank_file(other))["state"], 1 / ranks)
+        mean = _added(mean, state_of_rank(saved, other), 1 / ranks)
     return mean
+
+
+def state_of_rank(saved: Saved, rank: int) -> dict[str, Any]:
+    """What a rank of the run that was saved alone had, by name."""
+    state: dict[str, Any] = load(saved, _rank_file(rank))["state"]
+    return state
 
 
 def _added(total: Any, state: Any, share: float) -> Any:

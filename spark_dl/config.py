@@ -275,7 +275,7 @@ class Train:
 
 
 _OF_STRATEGY: Mapping[str, tuple[str, ...]] = {
-    "bucket_mib": ("ddp",),
+    "bucket_mib": ("ddp", "horovod"),
     "find_unused_parameters": ("ddp",),
     "static_graph": ("ddp",),
     "all_reduce": ("ddp",),
@@ -293,6 +293,14 @@ _OF_STRATEGY: Mapping[str, tuple[str, ...]] = {
 }
 """Settings of `Parallel` that only some strategies know."""
 _ONE_RANK = ("single", "data_parallel")
+BY_SPARK = ("tree_reduce", "shuffle_reduce")
+"""Strategies in which Spark itself aggregates: the driver trains, with jobs of stateless tasks."""
+_ERROR_FEEDBACK = ("powersgd", "threshold", "topk")
+ELEMENTWISE = (
+    "SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD",
+)  # fmt: skip
+"""Optimizers of `torch.optim` that treat each element of the weights by itself, so that servers can share them by
+blocks. Not LBFGS, Adafactor and Muon, which look at whole matrices or all weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,8 +310,9 @@ class Parallel:
     strategy: Strategy = "ddp"
     """`ddp`, `horovod`, `local_sgd`; `single` and `data_parallel` for one rank; `tree_reduce` and `shuffle_reduce`, by
     which Spark itself aggregates; `parameter_server`."""
-    bucket_mib: float = 25.0
-    """Size of the flat gradient buffers of one all-reduce, in MiB."""
+    bucket_mib: float | Literal["auto"] = 25.0
+    """Size of the flat gradient buffers of one all-reduce, in MiB. `auto` measures at the start of a run how gradients
+    come and how long all-reduces take, and picks the size with the shortest step."""
     find_unused_parameters: bool = False
     """For models of which a step may not use all parameters."""
     static_graph: bool = False
@@ -320,7 +329,8 @@ class Parallel:
     powersgd_rank: int = 1
     """Rank of the matrices that PowerSGD sends."""
     threshold: float = 0.001
-    """What `threshold` sends of each element whose size is above it: this, with the sign."""
+    """What `threshold` sends of each element whose size is above it: this, with the sign. In the unit of the gradient
+    of the mean loss over a rank's rows, whatever the number of ranks."""
     topk_ratio: float = 0.01
     """Part of the elements of each bucket, the largest ones, that `topk` sends. In (0, 1]."""
     adasum: bool = False
@@ -336,7 +346,7 @@ class Parallel:
     server_mode: ServerMode = "sync"
     """When the servers update the weights, as in Dutta et al. 2018."""
     server_k: int = 0
-    """Gradients that the servers wait for in the modes with a K; 0 is one of each rank that trains."""
+    """Gradients that the servers wait for in the modes with a K; 0 is as many as there are ranks that train."""
     max_staleness: int | None = None
     """Most updates that a gradient may be behind the weights that it is added to; an older one is computed anew."""
     staleness_lr: bool = False
@@ -349,7 +359,12 @@ class Parallel:
     """Ranks that are delayed; none named: all."""
 
     def __post_init__(self) -> None:
-        check_number(self, "bucket_mib", 0, above=True)
+        if self.bucket_mib != "auto":
+            check_number(self, "bucket_mib", 0, above=True)
+        elif self.strategy == "horovod":
+            raise ValueError(
+                "parallel.bucket_mib: expected a size in MiB with horovod, found 'auto', which ddp alone knows"
+            )
         check_bool(self, "find_unused_parameters", "static_graph", "sync_batchnorm", "adasum", "staleness_lr")
         check_choices(self)
         for name in ("powersgd_rank", "sync_every_steps", "tree_depth", "num_servers"):
@@ -383,15 +398,36 @@ class Parallel:
                 raise ValueError(
                     f"parallel.{name}: known to the strategy {' and '.join(strategies)} alone, found {self.strategy!r}"
                 )
+        self._check_server_mode()
         if self.compression != "none" and self.all_reduce != "backend":
             raise ValueError(
                 "parallel.all_reduce: only the backend with parallel.compression, which sends other things"
             )
-        if self.compression == "powersgd" and self.compression_start_step < 2:
+        if self.strategy == "horovod" and self.compression not in ("none", "fp16"):
+            raise ValueError(f"parallel.compression: expected none or fp16 with horovod, found {self.compression!r}")
+        if self.compression in _ERROR_FEEDBACK and self.find_unused_parameters:
             raise ValueError(
-                "parallel.compression_start_step: expected at least 2 with powersgd, as its matrices need the final "
-                f"buckets, found {self.compression_start_step}"
+                f"parallel.find_unused_parameters: not with parallel.compression={self.compression!r}: what it sends "
+                "for a parameter that no rank used in that step would be lost; set it to false, or use fp16 or bf16"
             )
+
+    @property
+    def has_group(self) -> bool:
+        """Whether the ranks form a process group."""
+        return self.strategy not in _ONE_RANK
+
+    def _check_server_mode(self) -> None:
+        if self.server_k and self.server_mode in ("sync", "async"):
+            raise ValueError(
+                f"parallel.server_k: known to the modes with a K alone, found {self.server_k} with "
+                f"parallel.server_mode={self.server_mode!r}"
+            )
+        for name, given in (("max_staleness", self.max_staleness is not None), ("staleness_lr", self.staleness_lr)):
+            if given and self.server_mode in ("sync", "k_sync", "k_batch_sync"):
+                raise ValueError(
+                    f"parallel.{name}: for the asynchronous modes; with parallel.server_mode={self.server_mode!r} no "
+                    "gradient is ever behind the weights"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -405,7 +441,8 @@ class Launch:
     start_timeout_s: float = 120.0
     """Longest wait, in seconds, for all ranks to start and meet, once a DataFrame that streams in is computed."""
     collective_timeout_s: float = 300.0
-    """Longest wait, in seconds, of one collective operation."""
+    """Longest wait, in seconds, of one collective operation, and longest silence of a rank towards the driver; where
+    Spark aggregates, the longest step."""
     threads: int = 0
     """CPU threads of each rank; 0 leaves them as Spark set them (`spark.task.cpus`)."""
 
@@ -466,11 +503,28 @@ class Config:
         strategy = self.parallel.strategy
         if strategy in _ONE_RANK and ranks != 1:
             raise ValueError(f"launch.num_ranks: expected 1 with parallel.strategy={strategy!r}, found {ranks}")
-        if strategy == "parameter_server" and self.parallel.num_servers >= ranks:
+        if strategy in BY_SPARK and self.data.storage == "local":
             raise ValueError(
-                f"parallel.num_servers: expected fewer than launch.num_ranks={ranks}, so that some ranks train, found "
-                f"{self.parallel.num_servers}"
+                f"data.storage: expected 'shared' with parallel.strategy={strategy!r}, found 'local': any executor may "
+                "have the next task of a rank, and only one has its rows on its disk"
             )
+        if strategy in BY_SPARK and self.data.reader == "petastorm":
+            raise ValueError(
+                f"data.reader: expected 'spark_dl' with parallel.strategy={strategy!r}, found 'petastorm': the next "
+                "task of a rank may open its rows anew, and Petastorm's order does not repeat"
+            )
+        if strategy == "data_parallel" and self.data.ragged == "offsets":
+            raise ValueError(
+                "data.ragged: not offsets with parallel.strategy='data_parallel', which splits columns by rows; use pad"
+            )
+        if self.parallel.compression in _ERROR_FEEDBACK and self.train.precision == "fp16":
+            raise ValueError(
+                f"train.precision: not fp16 with parallel.compression={self.parallel.compression!r}, which adds what a "
+                "step left out under another loss scale; use bf16 or float32"
+            )
+        if strategy == "parameter_server":
+            ranks -= self.parallel.num_servers
+            self._check_servers(ranks)
         least = batch // streams * (streams // ranks)
         if self.train.accumulation_steps > least:
             raise ValueError(
@@ -482,6 +536,38 @@ class Config:
             self.to_dict()
         except TypeError as error:
             raise ValueError(f"the settings must be plain numbers, strings, lists and mappings: {error}") from None
+
+    def _check_servers(self, trainers: int) -> None:
+        """What parameter servers and `trainers`, the ranks that train, can do."""
+        parallel, data, train = self.parallel, self.data, self.train
+        if trainers < 1:
+            raise ValueError(
+                f"parallel.num_servers: expected fewer than launch.num_ranks={self.launch.num_ranks}, so that some "
+                f"ranks train, found {parallel.num_servers}"
+            )
+        if parallel.server_mode in ("k_sync", "k_async") and parallel.server_k > trainers:
+            raise ValueError(
+                f"parallel.server_k: expected at most {trainers}, the ranks that train, each of which gives one "
+                f"gradient with parallel.server_mode={parallel.server_mode!r}, found {parallel.server_k}"
+            )
+        if any(rank >= trainers for rank in parallel.straggler_ranks):
+            raise ValueError(
+                f"parallel.straggler_ranks: expected ranks below {trainers}, as the servers and ranks beyond them "
+                f"compute no gradients, found {list(parallel.straggler_ranks)}"
+            )
+        refused = [
+            ("train.optimizer", train.optimizer not in ELEMENTWISE, f"one of {', '.join(ELEMENTWISE)}, as servers "
+             f"share the weights by blocks, found {train.optimizer}"),
+            ("train.clip_grad_norm", train.clip_grad_norm is not None and parallel.num_servers > 1,
+             "none with several parallel.num_servers, none of which sees the whole gradient"),
+            ("train.precision", train.precision == "fp16", "float32 or bf16, as each rank would scale fp16's losses "
+             "by itself"),
+            ("data.storage", data.storage == "local", "shared, as local storage deals rows to the servers' hosts too"),
+            ("data.reader", data.reader == "petastorm", "spark_dl, as ranks take over parts of others"),
+        ]  # fmt: skip
+        for key, is_refused, expected in refused:
+            if is_refused:
+                raise ValueError(f"{key}: with parallel.strategy='parameter_server' expected {expected}")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists and scalars, as they are written to `config.yaml` and to checkpoints."""

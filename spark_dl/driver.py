@@ -19,6 +19,7 @@ import yaml
 from torch import nn
 
 from spark_dl import checkpoint, metrics, storage, worker
+from spark_dl.baselines import driver_loop, shuffle_reduce, tree_reduce
 from spark_dl.config import Config, Data, Launch
 from spark_dl.data import local
 from spark_dl.data.manifest import ShardSet
@@ -29,7 +30,7 @@ from spark_dl.evaluate import build_metric, load_model
 from spark_dl.inputs import check_mixture, check_storage, check_unfiltered, shards_of
 from spark_dl.launch import payload, preflight
 from spark_dl.launch.barrier import run_barrier
-from spark_dl.parallel import check_known
+from spark_dl.parallel import check_available
 from spark_dl.progress import ProgressBar
 from spark_dl.spec import ModelSpec, Run
 
@@ -38,6 +39,12 @@ if TYPE_CHECKING:
 
 
 _log = logging.getLogger("spark_dl")
+
+DRIVER_LOOPS: dict[str, Callable[..., dict[str, Any]]] = {
+    "tree_reduce": tree_reduce.train,
+    "shuffle_reduce": shuffle_reduce.train,
+}
+"""The strategies that train from the driver, with Spark jobs of stateless tasks; all others train on ranks."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +70,9 @@ class TrainResult:
     history: list[dict[str, Any]] = field(default_factory=list, repr=False)
     """Per epoch: `epoch`, `train_loss`, `metrics`."""
     stopped_early: bool = False
+    staleness: dict[str, Any] | None = None
+    """With parameter servers: `mean`, `max` and `counts` of how many updates the gradients that were used were behind,
+    and how many computations were `discarded`, as they were cancelled or too old. Over all attempts."""
 
     def load_model(self, spec: ModelSpec) -> nn.Module:
         """The trained model, on the CPU, in evaluation mode."""
@@ -95,7 +105,9 @@ def train(
     config = config or Config()
     spark = _session(data)
     run_dir = storage.absolute(run_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}")
+    check_available(config)
     _check_before_start(spark, spec, config, has_validation=validation is not None)
+    driver_loop.check(spark, config)
     check_storage(config, data, validation)
     check_mixture(config, data)
     saved = _prepare_run_dir(run_dir, config, resume=resume, overwrite=overwrite)
@@ -127,8 +139,11 @@ def train(
         )
         _log.info("training on %d ranks%s", config.launch.num_ranks, f", from step {saved.step}" if saved else "")
         with ProgressBar("train", enabled=progress) as bar:
-            results = _run_ranks(data, run, task="train", on_event=bar.show, poll=metrics.follow(run_dir))
-    result = results[0]
+            if train_from_driver := DRIVER_LOOPS.get(config.parallel.strategy):
+                _log_dataset(train_shards)
+                result = train_from_driver(spark, run, report=bar.show)
+            else:
+                result = _run_ranks(data, run, task="train", on_event=bar.show, poll=metrics.follow(run_dir))[0]
     return TrainResult(**{**result, "run_dir": run_dir, "seconds": time.perf_counter() - start})
 
 
@@ -200,12 +215,16 @@ def _run_ranks(data: Any, run: Run, *, task: str, like: Sequence[Column] = (), *
     """Runs a task on the ranks; with local storage the rows of the DataFrame `data` stream into them, `like` others."""
     launch = run.config.launch
     if run.config.data.storage == "shared":
-        _log.info("%d rows in %d shards at %s", run.train.rows, len(run.train.shards), run.train.url)
+        _log_dataset(run.train)
         return run_barrier(_session(data), worker.main, run, task=task, launch=launch, **watch)
     dealt, columns = local.deal_rows(data, run.config.data, launch.num_ranks, like)
     return run_barrier(
         _session(data), worker.main_on_rows, run, columns, task=task, launch=launch, source=dealt, **watch
     )
+
+
+def _log_dataset(shards: ShardSet | Mixture) -> None:
+    _log.info("%d rows in %d shards at %s", shards.rows, len(shards.shards), shards.url)
 
 
 def _session(data: Any) -> Any:
@@ -221,7 +240,6 @@ def _session(data: Any) -> Any:
 
 def _check_before_start(spark: Any, spec: ModelSpec, config: Config, *, has_validation: bool) -> None:
     """What can be seen on the driver, before rows are moved or ranks started."""
-    check_known(config)
     for name, args in config.train.metrics.items():
         build_metric(name, args)
     if config.train.early_stop_metric and not (has_validation or config.data.validation_fraction):

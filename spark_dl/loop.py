@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import random
 import time
@@ -16,7 +15,7 @@ import torch
 
 from spark_dl import checkpoint
 from spark_dl.data.batch import StepBatches
-from spark_dl.data.build import BatchLoader, build_loader
+from spark_dl.data.build import BatchLoader, build_loader, build_train_loader
 from spark_dl.data.same_rows import fingerprint
 from spark_dl.evaluate import evaluate_model
 from spark_dl.gather import sum_over_ranks, take_from_first
@@ -52,38 +51,54 @@ def train(
     world: World,
     *,
     build_trainable: Parallelize = parallelize,
-    build_train_loader: Callable[..., BatchLoader] = build_loader,
+    build_train_loader: Callable[..., BatchLoader] = build_train_loader,
+    num_ranks: int | None = None,
 ) -> dict[str, Any]:
     """Trains as one rank. Collective; every rank returns the same.
 
-    `build_trainable` and `build_train_loader` are others where the driver trains for all ranks, as `baselines` do.
+    `build_trainable` and `build_train_loader` are others where the driver trains for all ranks, as `baselines` do;
+    `num_ranks` then says how many share a step (`train.lr_scaling`), other than those of the world.
     Raises RuntimeError if the loss is not finite, or a checkpoint cannot be written; ValueError for settings or a model
     that do not fit the data.
     """
-    _seed(run.config.train.seed)  # the same weights on all ranks
+    seed_generators(run.config.train.seed)  # the same weights on all ranks
     trainable = build_trainable(run.spec, world, run.config)
     try:
-        return _Training(run, world, trainable, build_train_loader).run()
+        loader = build_train_loader(
+            run.train, run.spec, run.config, rank=world.rank, world_size=world.world_size,
+            pin=world.device.type == "cuda",
+        )  # fmt: skip
+        return Training(run, world, trainable, loader, num_ranks=num_ranks).run()
     finally:
         trainable.close()
 
 
-class _Training:
-    def __init__(self, run: Run, world: World, trainable: Trainable, build_train_loader: Callable[..., BatchLoader]):
+class Training:
+    """What all ways of training share: epochs of steps, and between them validation, checkpoints and early stopping.
+
+    Rank `log_rank` writes the metrics; `num_ranks` share a step, where they are not all of the world.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        world: World,
+        trainable: Trainable,
+        loader: BatchLoader,
+        *,
+        num_ranks: int | None = None,
+        log_rank: int = 0,
+    ):
+        self.loader, self.num_ranks = loader, num_ranks or world.world_size
         self.spec, self.config, self.world, self.trainable = run.spec, run.config, world, trainable
         self.run_dir, self.generation = run.run_dir, run.generation
         self.fingerprint = fingerprint(run.train)
-        _seed(self.config.train.seed + 1 + world.rank)  # other dropout on each
+        seed_generators(self.config.train.seed + 1 + world.rank)  # other dropout on each
         self.schedule = Schedule(self.trainable.optimizer, self.config)
         options: dict[str, Any] = {
             "config": self.config, "rank": world.rank, "world_size": world.world_size,
             "pin": world.device.type == "cuda",
         }  # fmt: skip
-        augmented = functools.partial(run.spec.prepare, augment_seed=self.config.train.seed)
-        accumulation = self.config.train.accumulation_steps
-        self.loader = build_train_loader(
-            run.train, part="train", micro_batches=accumulation, prepare=augmented, **options
-        )
         self.validation: BatchLoader | None = None
         if run.validation is not None:
             self.validation = build_loader(run.validation, shuffle=False, prepare=run.spec.prepare, **options)
@@ -96,7 +111,8 @@ class _Training:
         self.saved_at: int | None = None
         if run.checkpoint is not None:
             self._restore(checkpoint.open_checkpoint(run.checkpoint))
-        self.log = MetricsLog(run.run_dir, rank=world.rank, first_step=self.progress.global_step, report=world.report)
+        first_step, writes = self.progress.global_step, world.rank == log_rank
+        self.log = MetricsLog(run.run_dir, writes=writes, first_step=first_step, report=world.report)
         self.timer = StepTimer()
         self.pending = torch.zeros((), dtype=torch.float64, device=world.device)
         self.pending_rows = 0
@@ -157,7 +173,7 @@ class _Training:
             trainable.clip_grad_norm(self.config.train.clip_grad_norm)
         with self.schedule.warm(progress.global_step) as lr:
             trainable.step()
-        trainable.optimizer.zero_grad(set_to_none=True)
+        trainable.optimizer.zero_grad()
         self.schedule.end_step()
         progress.step += 1
         progress.global_step += 1
@@ -167,12 +183,16 @@ class _Training:
         return lr
 
     def _log_steps(self, lr: float) -> None:
-        """Sums the losses since the last time over the ranks, and stops all of them if the sum is not finite."""
-        progress, rows = self.progress, self.pending_rows
+        """Sums the losses since the last time over the ranks, and writes a line of metrics."""
         total = self.pending.clone()
         sum_over_ranks(total)
-        loss = float(total) / rows
-        progress.loss_sum += float(total)
+        self._write_steps(float(total), lr)
+
+    def _write_steps(self, total: float, lr: float, **more: Any) -> None:
+        """A line for the steps since the last time, of which `total` is the sum of losses. It must be finite."""
+        progress, rows = self.progress, self.pending_rows
+        loss = total / rows
+        progress.loss_sum += total
         self.pending.zero_()
         self.pending_rows = 0
         if not math.isfinite(loss):
@@ -190,6 +210,7 @@ class _Training:
             rows_per_s=self.timer.rows / max(self.timer.seconds, 1e-9),
             data_s=self.timer.data_s,
             seconds=self.timer.seconds,
+            **more,
         )
         self.timer.reset()
 
@@ -262,7 +283,7 @@ class _Training:
                 "scheduler": plain_state(self.schedule.state_dict()),
                 "extra": {name: part.state_dict() for name, part in self.trainable.extra_state.items()},
                 "progress": dataclasses.asdict(self.progress),
-                "lr_factor": lr_factor(self.config, self.world.world_size),
+                "lr_factor": lr_factor(self.config, self.num_ranks),
             },
             of_rank={name: part.state_dict() for name, part in self.trainable.rank_state.items()},
         )
@@ -274,20 +295,23 @@ class _Training:
             module.load_state_dict(weights[str(i)])
         state = checkpoint.load(saved, "training.pt")
         self.trainable.optimizer.load_state_dict(state["optimizer"])
-        now = lr_factor(self.config, self.world.world_size)
+        now = lr_factor(self.config, self.num_ranks)
         self.schedule.load_state_dict(state["scheduler"], now / state["lr_factor"])
         for name, part in self.trainable.extra_state.items():
             part.load_state_dict(state["extra"][name])
-        of_rank = checkpoint.load_rank_state(saved, self.world.rank, self.world.world_size)
+        of_rank = self._load_rank_state(saved)
         for name, part in self.trainable.rank_state.items():
             part.load_state_dict(of_rank[name])
         self.progress = Progress(**state["progress"])
         self.saved_url, self.saved_at = saved.url, self.progress.global_step
         if not checkpoint.restore_random_state(saved, self.world.rank, self.world.world_size):
-            _seed(self.config.train.seed + 1 + self.world.rank + 100_003 * self.progress.global_step)
+            seed_generators(self.config.train.seed + 1 + self.world.rank + 100_003 * self.progress.global_step)
+
+    def _load_rank_state(self, saved: checkpoint.Saved) -> dict[str, Any]:
+        return checkpoint.load_rank_state(saved, self.world.rank, self.world.world_size)
 
 
-def _seed(seed: int) -> None:
+def seed_generators(seed: int) -> None:
     """Seeds the generators of this process, which belongs to the rank alone."""
     random.seed(seed)
     np.random.seed(seed % 2**32)

@@ -13,14 +13,14 @@ FILE = "metrics.jsonl"
 
 
 class MetricsLog:
-    """The lines of a run, written by rank 0 and reported to the driver as they come.
+    """The lines of a run, written by one of its ranks and reported to the driver as they come.
 
     On a local disk each line is there at once; elsewhere the file is written at the end of every epoch.
     """
 
-    def __init__(self, run_dir: str, *, rank: int, first_step: int, report: Callable[[Mapping[str, Any]], None]):
+    def __init__(self, run_dir: str, *, writes: bool, first_step: int, report: Callable[[Mapping[str, Any]], None]):
         self._url = storage.join(run_dir, FILE)
-        self._report, self._writes = report, rank == 0
+        self._report, self._writes = report, writes
         self._lines: list[str] = []
         self._is_local = storage.is_local(run_dir)
         if self._writes:
@@ -28,7 +28,7 @@ class MetricsLog:
             self.flush()
 
     def write(self, kind: str, **values: Any) -> None:
-        """Adds a line; on other ranks than 0 nothing happens."""
+        """Adds a line; on the ranks that do not write nothing happens."""
         if not self._writes:
             return
         line = {"kind": kind, **values, "time": time.time()}

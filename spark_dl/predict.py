@@ -84,7 +84,7 @@ def _predict_batches(
 
     context = TaskContext.get()
     assert context is not None
-    device = gpus.device_of_task("auto", context.resources())
+    device = gpus.first(gpus.gpus_of_task("auto", context.resources()))
     model = load_model(spec, url).to(device)
     for big in batches:
         for start in range(0, big.num_rows, _ROWS_AT_ONCE):

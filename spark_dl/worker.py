@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from spark_dl import checkpoint
+from spark_dl.baselines import parameter_server
 from spark_dl.config import Data, Launch
 from spark_dl.data import local
 from spark_dl.data.loader import check_row_groups
@@ -26,12 +27,22 @@ from spark_dl.spec import Run
 
 Report = Callable[[Mapping[str, Any]], None]
 
-LOOPS: dict[str, Callable[..., dict[str, Any]]] = {"train": train, "evaluate": evaluate}
+Loop = Callable[[Run, rendezvous.World], dict[str, Any]]
+
+TRAIN_BY: dict[str, Loop] = {"parameter_server": parameter_server.train}
+"""Strategies that train by a loop of their own."""
+
+
+def _train(run: Run, world: rendezvous.World) -> dict[str, Any]:
+    return TRAIN_BY.get(run.config.parallel.strategy, train)(run, world)
+
+
+LOOPS: dict[str, Loop] = {"train": _train, "evaluate": evaluate}
 
 
 def main(run: Run, *, task: str = "train", report: Report | None = None) -> RankResult:
     """Trains (or evaluates) as one of the ranks of a run. Collective: called on every rank."""
-    with rendezvous.join(run.config.launch, report=report) as world:
+    with rendezvous.join(run.config.launch, init_group=run.config.parallel.has_group, report=report) as world:
         return _run_loop(task, run, world)
 
 
@@ -54,7 +65,7 @@ def main_on_rows(
     data = run.config.data
     with (
         local.spill(rows.batches, sources, data, part=rows.task, folder=rows.folder) as spilled,
-        rendezvous.join(run.config.launch, report=report) as world,
+        rendezvous.join(run.config.launch, init_group=run.config.parallel.has_group, report=report) as world,
     ):
         try:
             shards = local.assemble(spilled, _gather(world))

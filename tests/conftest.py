@@ -32,7 +32,10 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Tests that share a costly fixture run in one process: of a Spark cluster, of the rank pool, or of a file."""
+    """Tests that share a costly fixture run in one process: of a Spark cluster, of the rank pool, or of a file.
+
+    Hosts share the cores of the machine, and their rates are measured, so one process has all of them.
+    """
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFixture(LoadScopeScheduling):
@@ -47,7 +50,7 @@ def _costly_fixture(nodeid):
     path, _, test = nodeid.partition("::")
     mode = re.search(r"[\[-](local-cluster|connect)[-\]]", test)  # a local session starts quickly
     folder = Path(path).parent.name
-    return mode.group(1) if folder == "spark" and mode else folder if folder == "ranks" else path
+    return mode.group(1) if folder == "spark" and mode else folder if folder in ("ranks", "hosts") else path
 
 
 def _in_another_mode(item):
@@ -75,7 +78,7 @@ def no_leaks(request, tmp_path):
     assert not changed, f"environment variables left changed: {changed}"
     assert not dist.is_initialized(), "a process group was left"
     assert _gone(lambda: [t.name for t in set(threading.enumerate()) - threads if t.name.startswith("spark_dl")]) == []
-    if "spark" not in request.fixturenames:  # Spark's own Python workers outlive a test
+    if not {"spark", "driver"} & set(request.fixturenames):  # Spark's own Python workers outlive a test
         assert _gone(lambda: [_command(pid) for pid in _children() - children - pool_pids()]) == []
     assert set(os.listdir(".")) - folder <= {"spark-warehouse", "artifacts", "__pycache__", ".hypothesis"}, (
         "files left behind"

@@ -13,6 +13,11 @@ def write_dataset(url, columns, group_rows=64, shard_rows=256):
 
 def global_batches(plan, epoch):
     """The numbers of the rows of every global batch, as the plan deals them, without the loader."""
+    return ([row for rows in batch for row in rows] for batch in stream_batches(plan, epoch))
+
+
+def stream_batches(plan, epoch):
+    """The same, with the rows of each stream by themselves."""
     first_row = np.cumsum([0, *plan.group_rows])
     streams = []
     for stream in plan.streams(epoch):
@@ -23,4 +28,4 @@ def global_batches(plan, epoch):
         streams.append(rows)
     for step in range(plan.steps):
         part = slice(step * plan.stream_batch, (step + 1) * plan.stream_batch)
-        yield [row for rows in streams for row in rows[part]]
+        yield [rows[part] for rows in streams]

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Generator
+from typing import Any, Protocol
 
 from spark_dl.config import Config
+from spark_dl.data.batch import StepBatches
+from spark_dl.data.dealt_plan import DealtPlan
 from spark_dl.data.loader import Loader
 from spark_dl.data.manifest import ShardSet
-from spark_dl.data.mixture import MixedLoader, Mixture
+from spark_dl.data.mixture import MixedLoader, MixedPlan, Mixture
 from spark_dl.data.petastorm_reader import PetastormLoader
+from spark_dl.data.plan import Plan
+from spark_dl.data.schema import Column
+from spark_dl.spec import ModelSpec
 
-BatchLoader = Loader | MixedLoader | PetastormLoader
+
+class BatchLoader(Protocol):
+    """The batches of one rank, as `Loader` has them."""
+
+    @property
+    def plan(self) -> Plan | MixedPlan | DealtPlan: ...
+
+    @property
+    def columns(self) -> tuple[Column, ...]: ...
+
+    def epoch(self, epoch: int, start_step: int = 0) -> Generator[StepBatches, None, None]: ...
 
 
 def build_loader(data: ShardSet | Mixture, config: Config, **options: Any) -> BatchLoader:
@@ -29,3 +46,13 @@ def build_loader(data: ShardSet | Mixture, config: Config, **options: Any) -> Ba
         return MixedLoader(data, config, **options)
     loaders: dict[str, type[Loader] | type[PetastormLoader]] = {"spark_dl": Loader, "petastorm": PetastormLoader}
     return loaders[config.data.reader](data, config, **options)
+
+
+def build_train_loader(
+    data: ShardSet | Mixture, spec: ModelSpec, config: Config, *, rank: int, world_size: int, pin: bool = False
+) -> BatchLoader:
+    """The loader that a rank trains from: shuffled, augmented, in micro-batches. As `build_loader`."""
+    return build_loader(
+        data, config, rank=rank, world_size=world_size, part="train", micro_batches=config.train.accumulation_steps,
+        prepare=functools.partial(spec.prepare, augment_seed=config.train.seed), pin=pin,
+    )  # fmt: skip

@@ -71,7 +71,7 @@ class PetastormLoader:
                 list(self.plan.rank_rows), shards.rows, self.plan.left_out,
             )  # fmt: skip
 
-    def epoch(self, epoch: int, start_step: int = 0) -> Iterator[StepBatches]:
+    def epoch(self, epoch: int, start_step: int = 0) -> Generator[StepBatches, None, None]:
         """The steps of an epoch, from `start_step` on; what comes before is read and passed by.
 
         The order of the rows is Petastorm's: its threads do not repeat it from run to run.

@@ -1,4 +1,4 @@
-"""Which device a rank uses."""
+"""Which devices a rank uses."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 
-def device_of_task(wanted: str, resources: Mapping[str, Any]) -> torch.device:
-    """The device of a barrier task, from the GPU addresses that Spark gave it. Called on a worker.
+def gpus_of_task(wanted: str, resources: Mapping[str, Any]) -> tuple[torch.device, ...]:
+    """The GPUs that Spark gave a barrier task; none where it uses the CPU. Called on a worker.
 
     Raises RuntimeError if a GPU is asked for and the task has none, or has one that torch cannot use.
     """
     addresses = resources["gpu"].addresses if "gpu" in resources else []
     if wanted == "cpu" or (wanted == "auto" and not addresses):
-        return torch.device("cpu")
+        return ()
     if not addresses:
         raise RuntimeError(
             "launch.device is 'cuda', but Spark gave this task no GPU; set spark.executor.resource.gpu.amount, "
@@ -23,16 +23,25 @@ def device_of_task(wanted: str, resources: Mapping[str, Any]) -> torch.device:
         )
     if not torch.cuda.is_available():
         raise RuntimeError(f"Spark gave this task GPU {addresses[0]}, but torch {torch.__version__} finds no CUDA here")
-    index = int(addresses[0])
-    if index >= torch.cuda.device_count():
-        index = 0  # CUDA_VISIBLE_DEVICES already hides the other GPUs from this process
-    return torch.device("cuda", index)
+    indices = [int(address) for address in addresses]
+    if max(indices) >= torch.cuda.device_count():
+        indices = list(range(len(indices)))  # CUDA_VISIBLE_DEVICES already hides the other GPUs from this process
+    return tuple(torch.device("cuda", index) for index in indices)
 
 
-def device_of_local_rank(wanted: str, local_rank: int) -> torch.device:
-    """The device of a rank that torchrun started. Raises RuntimeError if a GPU is asked for and there is none."""
+def gpus_of_local_rank(wanted: str, local_rank: int, local_world_size: int) -> tuple[torch.device, ...]:
+    """The GPU of a rank that torchrun started; all of the host's for one that is alone there; none on a CPU.
+
+    Raises RuntimeError if a GPU is asked for and there is none.
+    """
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
+        return ()
     if local_rank >= torch.cuda.device_count():
         raise RuntimeError(f"local rank {local_rank} has no GPU: this host has {torch.cuda.device_count()}")
-    return torch.device("cuda", local_rank)
+    indices = range(torch.cuda.device_count()) if local_world_size == 1 else [local_rank]
+    return tuple(torch.device("cuda", index) for index in indices)
+
+
+def first(gpus: tuple[torch.device, ...]) -> torch.device:
+    """The device of a rank: the first of its GPUs, or the CPU."""
+    return gpus[0] if gpus else torch.device("cpu")

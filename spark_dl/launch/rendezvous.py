@@ -39,8 +39,22 @@ class World:
     host: str
     device: torch.device
     store: dist.Store
+    gpus: tuple[torch.device, ...] = ()
+    """All GPUs of the task, of which `device` is the first; none where it is the CPU."""
     report: Callable[[Mapping[str, Any]], None] = field(default=lambda event: None, repr=False)
     """Sends an event (a small dict that JSON can hold) to the driver; never waits and never raises."""
+
+    @property
+    def address(self) -> str:
+        """The IP address by which other ranks reach this host: that of the interface that GLOO_SOCKET_IFNAME names, or
+        of the host's name. Raises RuntimeError if it has none."""
+        chosen = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+        return _ipv4_of(chosen) or local_address(self.host)
+
+    @property
+    def interface(self) -> str | None:
+        """The network interface with `address`, or None if no one has it."""
+        return interface_of(self.address)
 
 
 @dataclass(frozen=True)
@@ -109,12 +123,13 @@ def _meet_in_barrier(context: Any, launch: Launch, report: Any, cleanup: context
         listener = cleanup.enter_context(socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET))
         listener.bind((address, 0))
         listener.listen(1024)
+    own_gpus = gpus.gpus_of_task(launch.device, context.resources())
     me = Peer(
         partition=partition,
         host=host,
         address=address,
         port=listener.getsockname()[1] if listener else 0,
-        device=str(gpus.device_of_task(launch.device, context.resources())),
+        device=str(gpus.first(own_gpus)),
         python=platform.python_version(),
         torch=torch.__version__,
         spark_dl=spark_dl.__version__,
@@ -135,6 +150,7 @@ def _meet_in_barrier(context: Any, launch: Launch, report: Any, cleanup: context
         host=host,
         device=torch.device(me.device),
         store=store,
+        gpus=own_gpus,
         report=report or (lambda event: None),
     )
 
@@ -145,6 +161,8 @@ def _meet_by_env(launch: Launch, report: Any) -> World:
     rank, world_size = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))
     local_rank = int(env.get("LOCAL_RANK", 0))
     timeout = datetime.timedelta(seconds=launch.start_timeout_s)
+    local_world_size = int(env.get("LOCAL_WORLD_SIZE", 1))
+    own_gpus = gpus.gpus_of_local_rank(launch.device, local_rank, local_world_size)
     store: dist.Store
     if "MASTER_ADDR" not in env:
         if world_size > 1:
@@ -161,10 +179,11 @@ def _meet_by_env(launch: Launch, report: Any) -> World:
         rank=rank,
         world_size=world_size,
         local_rank=local_rank,
-        local_world_size=int(env.get("LOCAL_WORLD_SIZE", 1)),
+        local_world_size=local_world_size,
         host=socket.gethostname(),
-        device=gpus.device_of_local_rank(launch.device, local_rank),
+        device=gpus.first(own_gpus),
         store=store,
+        gpus=own_gpus,
         report=report or (lambda event: None),
     )
 
@@ -211,10 +230,8 @@ def _open_store(first: Peer, rank: int, world_size: int, launch: Launch, listene
 
 def _init_group(world: World, launch: Launch) -> None:
     backend = "nccl" if world.device.type == "cuda" else "gloo"
-    if backend == "gloo" and "GLOO_SOCKET_IFNAME" not in os.environ:
-        interface = _interface_of(local_address(world.host))
-        if interface:
-            os.environ["GLOO_SOCKET_IFNAME"] = interface
+    if backend == "gloo" and "GLOO_SOCKET_IFNAME" not in os.environ and (interface := world.interface):
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
     dist.init_process_group(
         backend,
         store=dist.PrefixStore("default_group", world.store),
@@ -285,14 +302,17 @@ def local_address(host: str) -> str:
     return str(by_family[0][4][0])
 
 
-def _interface_of(address: str) -> str | None:
+def interface_of(address: str) -> str | None:
     """The network interface with this IPv4 address, or None."""
+    return next((name for _, name in socket.if_nameindex() if _ipv4_of(name) == address), None)
+
+
+def _ipv4_of(interface: str) -> str | None:
+    """The IPv4 address of a network interface, or None."""
     import fcntl
 
-    for _, name in socket.if_nameindex():
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
-            request = struct.pack("256s", name.encode()[:15])
-            found = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR
-            if socket.inet_ntoa(found[20:24]) == address:
-                return name
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        request = struct.pack("256s", interface.encode()[:15])
+        found = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR
+        return socket.inet_ntoa(found[20:24])
     return None

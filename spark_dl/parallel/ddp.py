@@ -3,58 +3,82 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from spark_dl.config import Config
-from spark_dl.parallel.trainable import Trainable, build_optimizer
-from spark_dl.spec import Batch, ModelSpec, weighted_loss_sum
+from spark_dl.parallel.batchnorm import synchronize_batchnorm
+from spark_dl.parallel.bucket_choice import BucketSize
+from spark_dl.parallel.exchange import average_whole, build_exchange
+from spark_dl.parallel.trainable import Trainable, add_gradients, build_optimizer
+from spark_dl.spec import Batch, ModelSpec
 
 if TYPE_CHECKING:
     from spark_dl.launch.rendezvous import World
 
 
 def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
-    """A copy of the model on every rank, with gradients averaged in buckets while backward runs. Collective."""
-    model = spec.build().to(world.device)
-    optimizer = build_optimizer(model, config, world.world_size)
-    parallel = config.parallel
-    wrapped = DistributedDataParallel(
-        model,
-        device_ids=[world.device.index] if world.device.type == "cuda" else None,
-        bucket_cap_mb=parallel.bucket_mib,
-        find_unused_parameters=parallel.find_unused_parameters,
-        static_graph=parallel.static_graph,
-        gradient_as_bucket_view=True,
-    )
-    scaler = torch.amp.GradScaler(world.device.type, enabled=config.train.precision == "fp16")
+    """A copy of the model on every rank, with gradients averaged in buckets while backward runs. Collective.
+
+    Raises ValueError on every rank if the backend cannot send what `parallel.compression` asks for.
+    """
+    spec, model = build_model(spec, world, config)
+    return average_gradients(spec, model, build_optimizer(model, config, world.world_size), world, config)
+
+
+def build_model(spec: ModelSpec, world: World, config: Config) -> tuple[ModelSpec, nn.Module]:
+    """The model on the rank's device, with synchronized BatchNorm if asked for, and the spec to call it by."""
+    model = spec.build()
+    if config.parallel.sync_batchnorm:
+        spec, model = synchronize_batchnorm(spec, model, config, world.device)
+    return spec, model.to(world.device)
+
+
+def average_gradients(
+    spec: ModelSpec, model: nn.Module, optimizer: torch.optim.Optimizer, world: World, config: Config
+) -> Trainable:
+    """A model that is the same on all ranks, trained by DDP. Collective; raises as `parallelize` does."""
+    bucket_size = BucketSize(config)
+    exchange = build_exchange(model, world, config)
     settled = False
+    wrapped: DistributedDataParallel | None = None
+    scaler = torch.amp.GradScaler(world.device.type, enabled=config.train.precision == "fp16")
 
     def backward(micro_batches: Sequence[Batch], rows: int) -> Tensor:
-        total = torch.zeros((), device=world.device)
-        for i, batch in enumerate(micro_batches):
-            on_device = {name: tensor.to(world.device, non_blocking=True) for name, tensor in batch.items()}
-            is_last = i == len(micro_batches) - 1
-            with contextlib.nullcontext() if is_last else wrapped.no_sync():
-                _, losses = weighted_loss_sum(spec, wrapped, on_device, config)
-                # DDP divides the sum over the ranks by their number; the mean is to be over the true rows.
-                scaler.scale(losses * (world.world_size / rows)).backward()
-            total += losses.detach()
-        return total
+        # DDP divides the sum over the ranks by their number; the mean is to be over the true rows.
+        factor = world.world_size / rows
+        return add_gradients(
+            spec, wrapped or model, micro_batches, config,
+            device=world.device, scale=lambda losses: scaler.scale(losses * factor),
+            before_last=wrapped.no_sync if wrapped else contextlib.nullcontext,
+        )  # fmt: skip
 
     def forward_backward(micro_batches: Sequence[Batch], rows: int) -> Tensor:
-        nonlocal settled
-        if not settled:
-            _settle_buckets(model, lambda: backward(micro_batches, rows))
+        nonlocal settled, wrapped
+        if wrapped is None:
+            trial = functools.partial(_run_without_trace, model, lambda: backward(micro_batches, rows))
+            size_mib = bucket_size.settle(model, trial, world)
+            wrapped = _wrap(model, size_mib, world, config)
+            if exchange is not None:
+                hook = exchange.hook
+                wrapped.register_comm_hook(None, lambda _, bucket: hook(bucket) if settled else average_whole(bucket))
+            trial()
             settled = True
         total = backward(micro_batches, rows)
         if scaler.is_enabled():
             scaler.unscale_(optimizer)
         return total
+
+    def settle() -> None:
+        # DDP hands out the buffers of rank 0 before each forward pass; what came after that differs.
+        for buffer in model.buffers():
+            dist.broadcast(buffer, 0)
 
     def step() -> None:  # without fp16 the scaler only passes on to optimizer.step
         scaler.step(optimizer)
@@ -66,16 +90,31 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
         forward_backward=forward_backward,
         clip_grad_norm=lambda norm: nn.utils.clip_grad_norm_(model.parameters(), norm),
         step=step,
-        extra_state={"scaler": scaler} if scaler.is_enabled() else {},
+        extra_state={"bucket_size": bucket_size, **({"scaler": scaler} if scaler.is_enabled() else {})},
+        settle=settle,
+        rank_state=exchange.rank_state if exchange else {},
+        close=exchange.close if exchange else lambda: None,
     )
 
 
-def _settle_buckets(model: nn.Module, backward: Callable[[], object]) -> None:
-    """Runs one backward pass that leaves no trace, so that DDP's buckets are final before the first step.
+def _wrap(model: nn.Module, bucket_mib: float, world: World, config: Config) -> DistributedDataParallel:
+    return DistributedDataParallel(
+        model,
+        device_ids=[world.device.index] if world.device.type == "cuda" else None,
+        bucket_cap_mb=bucket_mib,
+        find_unused_parameters=config.parallel.find_unused_parameters,
+        static_graph=config.parallel.static_graph,
+        gradient_as_bucket_view=True,
+    )
+
+
+def _run_without_trace(model: nn.Module, backward: Callable[[], object]) -> None:
+    """Runs a backward pass that leaves no trace: before the first step, so that DDP's buckets are final then.
 
     NOTE: DDP lays its buckets out anew after the first backward pass, in the order in which gradients came. With three
     ranks or more the order of the sums in a ring depends on that layout, so without this a resumed run, whose first
-    pass comes later, could differ from an uninterrupted one in the last bits. Costs one step at the start of a run.
+    pass comes later, could differ from an uninterrupted one in the last bits. What compression leaves out is kept for
+    each bucket, so it must not begin before either. Costs one step at the start of a run.
     """
     buffers = [b.detach().clone() for b in model.buffers()]
     devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from spark_dl.config import Config
-from spark_dl.spec import Batch
+from spark_dl.spec import Batch, ModelSpec, weighted_loss_sum
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,8 @@ class Trainable:
     optimizer: torch.optim.Optimizer
     forward_backward: Callable[[Sequence[Batch], int], Tensor]
     """(micro-batches of this rank, true rows of the global batch) -> sum of this rank's losses, a float32 scalar.
-    Collective. On return every `.grad` is the gradient of the mean loss over the global batch's true rows."""
+    Collective. On return every `.grad` is the gradient of the mean loss over the global batch's true rows; over this
+    rank's own ones where it steps by itself (`local_sgd`)."""
     clip_grad_norm: Callable[[float], Tensor]
     """Scales the reduced gradients to at most this L2 norm. Collective; returns the norm before."""
     step: Callable[[], None]
@@ -37,6 +39,27 @@ class Trainable:
     """Brings the weights of all ranks together; called before an evaluation and a checkpoint. Collective."""
     close: Callable[[], None] = lambda: None
     """Ends what runs beside the training, such as threads. Called once, also after an error; not collective."""
+
+
+def add_gradients(
+    spec: ModelSpec, module: nn.Module, micro_batches: Sequence[Batch], config: Config, *, device: torch.device,
+    scale: Callable[[Tensor], Tensor],
+    before_last: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+) -> Tensor:  # fmt: skip
+    """Adds this rank's gradients of the sum of the true rows' losses to `.grad`. Returns that sum, a float32 scalar.
+
+    scale: what backward begins with, from the sum of a micro-batch.
+    before_last: context of all micro-batches but the last one, such as DDP's `no_sync`.
+    """
+    total = torch.zeros((), device=device)
+    for i, batch in enumerate(micro_batches):
+        on_device = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+        is_last = i == len(micro_batches) - 1
+        with contextlib.nullcontext() if is_last else before_last():
+            _, losses = weighted_loss_sum(spec, module, on_device, config)
+            scale(losses).backward()
+        total += losses.detach()
+    return total
 
 
 def build_optimizer(model: nn.Module, config: Config, world_size: int) -> torch.optim.Optimizer:
@@ -56,5 +79,7 @@ def build_optimizer(model: nn.Module, config: Config, world_size: int) -> torch.
 
 
 def lr_factor(config: Config, world_size: int) -> float:
-    """What `train.lr` is multiplied by: 1 unless `train.lr_scaling` says otherwise."""
-    return {"none": 1.0, "linear": float(world_size), "sqrt": math.sqrt(world_size)}[config.train.lr_scaling]
+    """What `train.lr` is multiplied by: 1 unless `train.lr_scaling` says otherwise. It counts the ranks that train."""
+    servers = config.parallel.num_servers if config.parallel.strategy == "parameter_server" else 0
+    ranks = world_size - servers
+    return {"none": 1.0, "linear": float(ranks), "sqrt": math.sqrt(ranks)}[config.train.lr_scaling]

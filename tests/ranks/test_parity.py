@@ -3,15 +3,14 @@
 import numpy as np
 import pytest
 import torch
-from torch.nn import functional as F
 
 from spark_dl import Parallel, checkpoint, worker
 from spark_dl.data.mixture import Mixture
-from spark_dl.data.plan import Plan
 from spark_dl.metrics import read_metrics
 from spark_dl.spec import Run
-from tests.datasets import global_batches, write_dataset
-from tests.models import MLP, blobs, build_mlp, small_config
+from tests import reference
+from tests.datasets import write_dataset
+from tests.models import MLP, blobs, small_config
 from tests.ranks.launcher import run_ranks
 
 
@@ -19,43 +18,15 @@ def train_rank(run):
     return worker.main(run).result
 
 
-def reference(columns, config, group_rows):
-    """Losses per step and weights of a plain loop over the same global batches, without the package's loop."""
-    torch.manual_seed(config.train.seed)
-    model = build_mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=config.train.lr, **config.train.optimizer_args)
-    plan = Plan(
-        group_rows=group_rows, global_batch_size=config.train.global_batch_size, num_streams=config.data.num_streams,
-        window_rows=config.data.shuffle_window_rows, seed=config.train.seed,
-    )  # fmt: skip
-    features, label = torch.from_numpy(columns["features"]), torch.from_numpy(columns["label"])
-    losses = []
-    for epoch in range(config.train.epochs):
-        for batch in global_batches(plan, epoch):
-            ids = torch.tensor(batch)
-            loss = F.cross_entropy(model(features[ids]), label[ids])
-            optimizer.zero_grad()
-            loss.backward()
-            if config.train.clip_grad_norm:
-                torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.clip_grad_norm)
-            optimizer.step()
-            losses.append(loss.item())
-    return losses, model.state_dict()
+def assert_same_training(tmp_path, config, rows, **options):
+    def train(run):
+        results = run_ranks(train_rank, config.launch.num_ranks, run)
+        assert all(r == results[0] for r in results) or all(
+            r["checkpoint"] == results[0]["checkpoint"] for r in results
+        )
+        return results[0]
 
-
-def assert_same_training(tmp_path, config, rows, group_rows=40):
-    columns = blobs(rows)
-    shards = write_dataset(str(tmp_path / "data"), columns, group_rows=group_rows, shard_rows=3 * group_rows)
-    losses, weights = reference(columns, config, tuple(n for s in shards.shards for n in s.row_groups))
-    run = Run(spec=MLP, config=config, train=shards, run_dir=str(tmp_path / "run"))
-    results = run_ranks(train_rank, config.launch.num_ranks, run)
-    assert all(r == results[0] for r in results) or all(r["checkpoint"] == results[0]["checkpoint"] for r in results)
-    lines = [line for line in read_metrics(run.run_dir) if line["kind"] == "step"]
-    assert results[0]["rows"] == rows * config.train.epochs
-    np.testing.assert_allclose([line["loss"] for line in lines], losses, rtol=1e-5)
-    trained = checkpoint.load(checkpoint.find(run.run_dir), "model.pt")["0"]
-    for name, expected in weights.items():
-        torch.testing.assert_close(trained[name], expected, rtol=1e-5, atol=1e-6)
+    reference.assert_same_training(train, tmp_path, config, rows, **options)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])

@@ -27,6 +27,7 @@ def make_run(tmp_path, name, num_ranks, shards, validation, **train):
     return Run(spec=GRU, config=config, train=shards, validation=validation, run_dir=str(tmp_path / name))
 
 
+@pytest.mark.slow
 def test_a_recurrent_model_learns_resumes_and_is_the_same_on_any_number_of_ranks(tmp_path):
     shards = write_dataset(str(tmp_path / "train"), waves(9, 61), 25, 75)
     validation = write_dataset(str(tmp_path / "validation"), waves(4, 30), 16, 64)

@@ -37,7 +37,7 @@ def final_state(run):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-@pytest.mark.parametrize("stop_at", [1, 5, 6, 8, 11])
+@pytest.mark.parametrize("stop_at", [5, 11, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 6, 8))])
 def test_resumed_run_equals_uninterrupted_one_bit_for_bit(tmp_path, num_ranks, stop_at):
     """With dropout, batch norm, momentum, a scheduler and warm-up: all of their state comes back."""
     train = {

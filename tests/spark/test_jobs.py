@@ -200,8 +200,13 @@ def test_standalone_cluster_with_two_workers(prepared, tmp_path):
             1,
             "error: model.build: examples/digits.py has no 'build_cnm'",
         ),
-        (["--input.path=/nowhere.csv"], 1, "PATH_NOT_FOUND"),
-        (["--data.label=digitt"], 1, "no column 'digitt' in the DataFrame; did you mean 'digit'"),
+        pytest.param(["--input.path=/nowhere.csv"], 1, "PATH_NOT_FOUND", marks=pytest.mark.slow),
+        pytest.param(
+            ["--data.label=digitt"],
+            1,
+            "no column 'digitt' in the DataFrame; did you mean 'digit'",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_wrong_usage_and_failure_have_exit_codes_and_one_message(digits, tmp_path, arguments, code, message):

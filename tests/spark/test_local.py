@@ -56,6 +56,7 @@ def test_every_row_reaches_one_rank(spark):
         assert torch.equal(a["columns"]["id"], b["columns"]["id"])
 
 
+@pytest.mark.slow
 def test_train_and_evaluate(spark, points, tmp_path):
     data = {**LOCAL, "validation_fraction": 0.2}
     config = small_config(2, train={"epochs": 6, "metrics": METRICS}, data=data)

@@ -18,6 +18,7 @@ def sorted_rows(spark):
     return df.repartitionByRange(7, "device", "time").sortWithinPartitions("device", "time")
 
 
+@pytest.mark.slow
 @pytest.mark.modes("local", "connect")
 def test_train_and_evaluate_on_a_sorted_dataframe(spark, sorted_rows, tmp_path):
     layout = {"rows_per_row_group": 20, "rows_per_shard": 60}

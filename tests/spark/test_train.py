@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import spark_dl
-from spark_dl import ModelSpec, Parallel, RankError, checkpoint
+from spark_dl import ModelSpec, RankError, checkpoint
 from tests.models import MLP, blobs, build_mlp, same_bits, small_config
 
 METRICS = {"accuracy": {"class": "MulticlassAccuracy", "num_classes": 3, "average": "micro"}}
@@ -172,10 +172,6 @@ def test_errors_before_any_rank_starts(spark, points, tmp_path):
     fails(r"column 'features': found null\(s\) in \d+ row.* in partition \d+, row \d+", data=nulls)
     fails("no dataset at .*/nowhere: found nothing", data=str(tmp_path / "nowhere"))
     fails("the DataFrame has no rows", data=points.limit(0))
-    for setting in ({"strategy": "horovod"}, {"compression": "topk"}, {"all_reduce": "ring"}, {"sync_batchnorm": True}):
-        ((name, value),) = setting.items()
-        planned = rf"parallel\.{name}: {value!r} is planned and not in this version"
-        fails(planned, config=small_config(2, parallel=Parallel(**setting)))
     wrong = {"accuracy": {"class": "MulticlassAcuracy"}}
     fails(
         "no class 'MulticlassAcuracy' in torchmetrics; did you mean", config=small_config(2, train={"metrics": wrong})

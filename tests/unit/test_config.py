@@ -18,6 +18,8 @@ def encodings(*settings):
     return [{"encode": {"c": s}} for s in settings]
 
 
+SERVERS = {"strategy": "parameter_server"}
+SYNC = ("sync", "k_sync", "k_batch_sync")
 INVALID = [
     (Data, "data.features", [(), [], "pixels", None, 3, ("a", "a"), ("a", "label")]),
     (Data, "data.features and data.label", [], [{"features": ("",)}, {"features": (3,)}, {"label": ""}, {"label": 3}]),
@@ -102,7 +104,14 @@ INVALID = [
     (Train, "train.log_every", [0, -1, 2.0, None]),
     (Parallel, "parallel.strategy", ["dpp", "DDP", "", None, 1]),
     (Parallel, "parallel.bucket_mib", [0, -1, NAN, INF, "25", None]),
+    (Parallel, "parallel.bucket_mib", [], [{"bucket_mib": "auto", "strategy": "horovod"}]),
     (Parallel, "parallel.find_unused_parameters", [0, 1, "true", None]),
+    (
+        Parallel,
+        "parallel.find_unused_parameters",
+        [],
+        [{"find_unused_parameters": True, "compression": c} for c in ("powersgd", "threshold", "topk")],
+    ),
     (Parallel, "parallel.static_graph", [0, 1, "true", None]),
     (Parallel, "parallel.sync_batchnorm", [0, 1, "true", None]),
     (Parallel, "parallel.sync_batchnorm", [], [{"sync_batchnorm": True, "strategy": "horovod"}]),
@@ -110,8 +119,8 @@ INVALID = [
     (Parallel, "parallel.all_reduce", [], [{"all_reduce": "ring", "compression": "fp16"}]),
     (Parallel, "parallel.compression", ["int8", "top-k", None]),
     (Parallel, "parallel.compression", [], [{"compression": "fp16", "strategy": "local_sgd"}]),
+    (Parallel, "parallel.compression", [], [{"compression": "topk", "strategy": "horovod"}]),
     (Parallel, "parallel.compression_start_step", [-1, 2.0, True, None]),
-    (Parallel, "parallel.compression_start_step", [], [{"compression": "powersgd", "compression_start_step": 1}]),
     (Parallel, "parallel.powersgd_rank", [0, -1, 2.0, True, None]),
     (Parallel, "parallel.threshold", [0, -1, NAN, INF, "1", None]),
     (Parallel, "parallel.topk_ratio", [0, 1.5, NAN, "1", None]),
@@ -122,8 +131,11 @@ INVALID = [
     (Parallel, "parallel.num_servers", [0, -1, 2.0, True, None, 2]),
     (Parallel, "parallel.server_mode", ["ksync", None, "async"]),
     (Parallel, "parallel.server_k", [-1, 2.0, True, None, 2]),
+    (Parallel, "parallel.server_k", [], [{**SERVERS, "server_mode": m, "server_k": 2} for m in ("sync", "async")]),
     (Parallel, "parallel.max_staleness", [-1, 2.0, True, 2]),
+    (Parallel, "parallel.max_staleness", [], [{**SERVERS, "server_mode": m, "max_staleness": 2} for m in SYNC]),
     (Parallel, "parallel.staleness_lr", [0, 1, "true", None, True]),
+    (Parallel, "parallel.staleness_lr", [], [{**SERVERS, "server_mode": m, "staleness_lr": True} for m in SYNC]),
     (Parallel, "parallel.straggler", ["normal", None]),
     (Parallel, "parallel.straggler_s", [-1, NAN, INF, "1", None, 0.5]),
     (Parallel, "parallel.straggler_s", [], [{"straggler": "constant"}]),
@@ -230,6 +242,15 @@ def test_with_local_storage_the_ranks_have_equal_streams(ranks, proposed):
     Config(data=data, train=Train(global_batch_size=2 * proposed), launch=Launch(num_ranks=ranks))
 
 
+@pytest.mark.parametrize("strategy", ["tree_reduce", "shuffle_reduce"])
+@pytest.mark.parametrize("data", [{"storage": "local"}, {"reader": "petastorm"}])
+def test_where_spark_aggregates_any_executor_must_be_able_to_read_the_rows_of_any_rank(strategy, data):
+    (name,) = data
+    with pytest.raises(ValueError, match=rf"^data\.{name}: expected .* with parallel\.strategy='{strategy}', found"):
+        Config(data=Data(**data), parallel=Parallel(strategy=strategy))
+    Config(data=Data(**data))
+
+
 @pytest.mark.parametrize(("batch", "streams", "ranks", "most"), [
     (64, 16, 1, 64), (64, 16, 16, 4), (64, 16, 5, 12), (64, 16, 3, 20), (64, 16, 7, 8),
     (16, 16, 16, 1), (16, 16, 3, 5),
@@ -242,6 +263,57 @@ def test_every_micro_batch_of_every_rank_has_a_row(batch, streams, ranks, most):
     build(most)
     with pytest.raises(ValueError, match=rf"^train\.accumulation_steps: expected at most {most},.* found {most + 1}$"):
         build(most + 1)
+
+
+@pytest.mark.parametrize("compression", ["powersgd", "threshold", "topk"])
+def test_error_feedback_is_not_for_gradients_whose_scale_changes(compression):
+    train, parallel = Train(precision="fp16"), Parallel(compression=compression)
+    with pytest.raises(ValueError, match=rf"^train\.precision: not fp16 with parallel\.compression='{compression}'"):
+        Config(train=train, parallel=parallel)
+    Config(train=Train(precision="bf16"), parallel=parallel)
+    Config(train=train, parallel=Parallel(compression="fp16"))
+
+
+def test_data_parallel_splits_columns_by_rows():
+    with pytest.raises(ValueError, match=r"^data\.ragged: not offsets with parallel\.strategy='data_parallel'"):
+        Config(data=Data(ragged="offsets"), parallel=Parallel(strategy="data_parallel"))
+
+
+def with_servers(ranks=4, num_servers=1, train=None, data=None, **parallel):
+    return Config(
+        train=Train(**(train or {})), data=Data(**(data or {})), launch=Launch(num_ranks=ranks),
+        parallel=Parallel(**SERVERS, num_servers=num_servers, **parallel),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "settings"), [
+    ("parallel.num_servers", {"num_servers": 4}),
+    ("parallel.num_servers", {"num_servers": 5}),
+    ("parallel.server_k", {"server_mode": "k_sync", "server_k": 4}),
+    ("parallel.server_k", {"server_mode": "k_async", "server_k": 3, "num_servers": 2}),
+    ("parallel.straggler_ranks", {"straggler": "constant", "straggler_s": 1, "straggler_ranks": (0, 3)}),
+    ("parallel.straggler_ranks", {"straggler": "constant", "straggler_s": 1, "straggler_ranks": (4,)}),
+    ("train.optimizer", {"train": {"optimizer": "LBFGS"}}),
+    ("train.optimizer", {"train": {"optimizer": "Adafactor"}}),
+    ("train.clip_grad_norm", {"num_servers": 2, "train": {"clip_grad_norm": 1.0}}),
+    ("train.precision", {"train": {"precision": "fp16"}}),
+    ("train.accumulation_steps", {"train": {"accumulation_steps": 21}}),
+    ("data.storage", {"data": {"storage": "local"}}),
+    ("data.reader", {"data": {"reader": "petastorm"}}),
+])  # fmt: skip
+def test_what_parameter_servers_cannot_do_is_an_error_that_names_the_key(key, settings):
+    with pytest.raises(ValueError, match=rf"^{key}: "):
+        with_servers(**settings)
+
+
+@pytest.mark.parametrize("settings", [
+    {"num_servers": 3}, {"server_mode": "k_sync", "server_k": 3}, {"server_mode": "k_batch_sync", "server_k": 40},
+    {"server_mode": "k_batch_async", "server_k": 9, "max_staleness": 0}, {"server_mode": "async", "staleness_lr": True},
+    {"straggler": "constant", "straggler_s": 1, "straggler_ranks": (0, 2)}, {"train": {"accumulation_steps": 20}},
+    {"train": {"clip_grad_norm": 1.0, "precision": "bf16", "optimizer": "AdamW"}},
+])  # fmt: skip
+def test_what_parameter_servers_can_do(settings):
+    with_servers(**settings)
 
 
 def test_arguments_must_be_plain_data():

@@ -103,6 +103,12 @@ def test_optional_packages_are_imported_when_they_are_needed(name):
     assert not at_top & {"petastorm", "horovod", "matplotlib", "mlflow", "tensorboard", "datasets"}
 
 
+@pytest.mark.parametrize("name", MODULES)
+def test_horovod_is_imported_in_its_strategy_alone(name):
+    found = {top_name(i.module) for i in imports_of(MODULES[name])}
+    assert ("horovod" in found) == (name == "parallel/hvd.py")
+
+
 @pytest.mark.parametrize("part", ["data", "launch", "parallel"])
 def test_data_launch_and_parallel_know_only_themselves_and_what_is_common(part):
     common = {"", "config", "checks", "spec", "storage"}
@@ -111,8 +117,8 @@ def test_data_launch_and_parallel_know_only_themselves_and_what_is_common(part):
             assert module.split(".")[0] in common | {part}, f"{name} imports spark_dl.{module}"
 
 
-PURE = ("data/plan.py", "parallel/buckets.py", "bench/cost.py", "bench/work.py", "bench/staleness.py",
-        "bench/profiles.py")  # fmt: skip
+PURE = ("data/plan.py", "parallel/buckets.py", "parallel/rounds.py", "bench/cost.py", "bench/work.py",
+        "bench/staleness.py", "bench/profiles.py")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PURE)
@@ -124,14 +130,45 @@ def test_plans_and_models_of_cost_are_pure(name):
     assert not needed & {"os", "io", "pathlib", "time", "random", "socket", "threading"}
 
 
-ON_RANKS = ("data/", "launch/", "parallel/", "checkpoint", "evaluate", "loop", "worker", "spec", "config", "storage",
-            "schedule", "metrics")  # fmt: skip
+def test_the_guard_of_a_testbed_needs_the_standard_library_alone():
+    assert {top_name(i.module) for i in imports_of(MODULES["bench/reap.py"])} <= set(sys.stdlib_module_names)
+
+
+def test_the_rules_of_parameter_servers_are_pure():
+    for name in ("rules.py", "deal.py"):
+        path = MODULES[f"baselines/servers/{name}"]
+        needed = {top_name(i.module) for i in imports_of(path)} - {"spark_dl"}
+        assert needed <= {*sys.stdlib_module_names}
+        assert not needed & {"os", "io", "pathlib", "time", "random", "socket", "threading"}
+        assert ours(path) <= {"config", "baselines.servers.deal"}
+
+
+def test_only_the_worker_knows_the_baselines_that_run_on_ranks():
+    served = files("baselines/parameter_server.py", "baselines/servers/")
+    for name, path in MODULES.items():
+        known = {
+            module for module in ours(path) if module.startswith(("baselines.parameter_server", "baselines.servers"))
+        } - {"baselines.servers.rules"}  # which the benchmark asks how many gradients an update takes
+        assert not known or name in served or name == "worker.py", f"{name} imports {known}"
+
+
+ON_RANKS = ("data/", "launch/", "parallel/", "baselines/parameter_server", "baselines/servers/", "checkpoint",
+            "evaluate", "loop", "worker", "spec", "config", "storage", "schedule", "metrics")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", files(*ON_RANKS))
 def test_what_runs_on_ranks_knows_nothing_of_the_driver_s_side(name):
     above = {"driver", "inputs", "cli", "plots", "progress", "predict", "notebook", "ml", "bench"}
-    assert not {module.split(".")[0] for module in ours(MODULES[name])} & above
+    found = ours(MODULES[name])
+    assert not {module.split(".")[0] for module in found} & above
+    assert not found & {"baselines.driver_loop", "baselines.tree_reduce", "baselines.shuffle_reduce"}
+
+
+@pytest.mark.parametrize("name", files("baselines/"))
+def test_baselines_are_made_of_what_all_ways_of_training_have_in_common(name):
+    common = {"", "baselines", "checkpoint", "config", "data", "gather", "launch", "loop", "metrics", "parallel",
+              "spec"}  # fmt: skip
+    assert {module.split(".")[0] for module in ours(MODULES[name])} <= common
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -161,7 +198,7 @@ def test_environment_variables_are_touched_in_launch_alone(name):
     tree = ast.parse({**MODULES, **SCRIPTS}[name].read_text())
     used = {dotted(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     used |= {f"{n.module}.{a.name}" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names}
-    if not name.startswith("launch/"):
+    if not name.startswith("launch/") and name != "parallel/hvd.py":  # which sets HOROVOD_* alone
         assert not used & {"os.environ", "os.environb", "os.getenv", "os.putenv", "os.unsetenv"}
 
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from spark_dl import Launch
-from spark_dl.launch.gpus import device_of_task
-from spark_dl.launch.rendezvous import Peer, check_peers, deal_ranks, join, local_address
+from spark_dl.launch.gpus import first, gpus_of_local_rank, gpus_of_task
+from spark_dl.launch.rendezvous import Peer, World, check_peers, deal_ranks, join, local_address
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -144,6 +144,15 @@ def test_the_address_of_a_host_is_its_ipv4_address_where_it_has_one(monkeypatch)
     assert local_address("worker-7") == "fe80::1"
 
 
+def test_a_rank_is_reached_by_the_interface_that_was_chosen_or_else_by_its_host_s_name(monkeypatch):
+    world = World(0, 1, 0, 1, "worker-7", torch.device("cpu"), dist.HashStore())
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *a, **k: [(socket.AF_INET, 1, 6, "", ("10.255.255.7", 0))])
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    assert (world.address, world.interface) == ("10.255.255.7", None)  # no interface here has it
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert (world.address, world.interface) == ("127.0.0.1", "lo")
+
+
 # Devices
 
 GPU_3 = {"gpu": SimpleNamespace(addresses=["3"])}
@@ -151,22 +160,36 @@ GPU_3 = {"gpu": SimpleNamespace(addresses=["3"])}
 
 @pytest.mark.parametrize(("wanted", "resources"), [("cpu", {}), ("auto", {}), ("cpu", GPU_3)])
 def test_a_task_without_a_gpu_or_that_wants_none_uses_the_cpu(wanted, resources):
-    assert device_of_task(wanted, resources) == torch.device("cpu")
+    assert gpus_of_task(wanted, resources) == ()
+    assert first(()) == torch.device("cpu")
 
 
 def test_a_gpu_that_spark_did_not_give_is_an_error():
     with pytest.raises(RuntimeError, match="Spark gave this task no GPU"):
-        device_of_task("cuda", {})
+        gpus_of_task("cuda", {})
 
 
 def test_a_gpu_that_torch_does_not_see_is_an_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(RuntimeError, match=r"GPU 3, but torch .* finds no CUDA"):
-        device_of_task("auto", GPU_3)
+        gpus_of_task("auto", GPU_3)
 
 
-@pytest.mark.parametrize(("visible", "index"), [(8, 3), (4, 3), (1, 0)])
-def test_the_gpu_is_the_one_that_spark_gave(monkeypatch, visible, index):
+@pytest.mark.parametrize(("addresses", "visible", "expected"), [
+    (["3"], 8, [3]), (["3"], 4, [3]), (["3"], 1, [0]), (["2", "5"], 8, [2, 5]), (["2", "5"], 2, [0, 1]),
+])  # fmt: skip
+def test_the_gpus_are_those_that_spark_gave(monkeypatch, addresses, visible, expected):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
-    assert device_of_task("auto", GPU_3) == torch.device("cuda", index)
+    found = gpus_of_task("auto", {"gpu": SimpleNamespace(addresses=addresses)})
+    assert found == tuple(torch.device("cuda", index) for index in expected)
+    assert first(found) == found[0]
+
+
+@pytest.mark.parametrize(("local_rank", "local_world_size", "expected"), [(0, 1, [0, 1, 2]), (0, 2, [0]), (2, 3, [2])])
+def test_a_rank_that_is_alone_on_its_host_has_all_of_its_gpus(monkeypatch, local_rank, local_world_size, expected):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    found = gpus_of_local_rank("auto", local_rank, local_world_size)
+    assert found == tuple(torch.device("cuda", index) for index in expected)
+    assert gpus_of_local_rank("cpu", local_rank, local_world_size) == ()

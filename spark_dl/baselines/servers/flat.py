@@ -1,0 +1,47 @@
+"""The weights of a model as one vector, cut into a block for each server."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from spark_dl.spec import ModelSpec
+
+
+class FlatModel:
+    """A model whose trainable parameters, and their gradients, are views of two flat vectors, float32, on its device.
+
+    A server's block is a range of elements, whatever parameters it cuts through. A parameter that a mini-batch does not
+    use has gradient 0. Raises ValueError for a model without trainable parameters, or with fewer elements than servers,
+    and for parameters that are not float32.
+    """
+
+    def __init__(self, spec: ModelSpec, device: torch.device, num_servers: int):
+        self.model = spec.build().to(device)
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        if not parameters:
+            raise ValueError("spec.build: no parameter of the model requires a gradient; there is nothing to train")
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad and parameter.dtype != torch.float32:
+                raise ValueError(
+                    f"spec.build: parameter servers hold float32, found the parameter {name} of {parameter.dtype}"
+                )
+        self.weights = torch.cat([p.detach().reshape(-1) for p in parameters])  # (elements,)
+        self.gradients = torch.zeros_like(self.weights)  # (elements,)
+        ends = torch.tensor([p.numel() for p in parameters]).cumsum(0).tolist()
+        for parameter, end in zip(parameters, ends, strict=True):
+            part = slice(end - parameter.numel(), end)
+            parameter.data = self.weights[part].view_as(parameter)
+            parameter.grad = self.gradients[part].view_as(parameter)
+        size = len(self.weights)
+        if size < num_servers:
+            raise ValueError(f"parallel.num_servers: expected at most {size}, the model's weights, found {num_servers}")
+        self.blocks = [slice(s * size // num_servers, (s + 1) * size // num_servers) for s in range(num_servers)]
+        """Elements of each server."""
+
+    def bring_together(self, first_server: int) -> None:
+        """Each server's block and rank 0's buffers, such as those of BatchNorm, on every rank. Collective."""
+        for server, block in enumerate(self.blocks):
+            dist.broadcast(self.weights[block], first_server + server)
+        for buffer in self.model.buffers():
+            dist.broadcast(buffer.view(torch.uint8) if buffer.dtype == torch.bool else buffer, 0)

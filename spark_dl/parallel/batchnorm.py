@@ -1,0 +1,158 @@
+"""BatchNorm over the rows of all ranks, as a single process would see them (`parallel.sync_batchnorm`).
+
+On GPUs it is torch's own SyncBatchNorm, which runs nowhere else. On CPUs it is the one below.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from spark_dl.config import Config
+from spark_dl.spec import Batch, ModelSpec
+
+
+def synchronize_batchnorm(
+    spec: ModelSpec, model: nn.Module, config: Config, device: torch.device
+) -> tuple[ModelSpec, nn.Module]:
+    """The model with every BatchNorm synchronized, and the spec to call it by. Called on a worker, for a model on CPU.
+
+    On CPUs the rows of weight 0, which only fill a short batch, do not count; on GPUs they do.
+    """
+    if device.type == "cuda":
+        return spec, nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    model = _converted(model)
+    norms = [module for module in model.modules() if isinstance(module, CpuSyncBatchNorm)]
+
+    def forward(module: nn.Module, batch: Batch) -> Tensor:
+        for norm in norms:
+            norm.row_weight = batch["weight"]
+        return spec.output(module, batch, config.data.features)
+
+    return dataclasses.replace(spec, forward=forward), model
+
+
+def _converted(module: nn.Module) -> nn.Module:
+    if isinstance(module, _BatchNorm):
+        return CpuSyncBatchNorm.like(module)
+    for name, child in module.named_children():
+        setattr(module, name, _converted(child))
+    return module
+
+
+class CpuSyncBatchNorm(_BatchNorm):
+    """A BatchNorm whose mean and variance, in training, are those of the true rows of all ranks. Collective.
+
+    An input whose first axis is not the rows of the batch counts as a whole. Where no rank has a true row, as in the
+    last micro-batches of a very short batch, each rank normalizes by itself.
+    """
+
+    row_weight: Tensor | None = None
+    """[rows] of the micro-batch that comes next: 1 for a true row, else 0."""
+
+    @classmethod
+    def like(cls, norm: _BatchNorm) -> CpuSyncBatchNorm:
+        """With the same settings, and the parameters and buffers themselves."""
+        new = cls(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
+        new.weight, new.bias = norm.weight, norm.bias
+        new.running_mean, new.running_var = norm.running_mean, norm.running_var
+        new.num_batches_tracked = norm.num_batches_tracked
+        return new.train(norm.training)
+
+    def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002 - as torch has it
+        if input.ndim < 2:
+            raise ValueError(f"BatchNorm takes [rows, channels, ...], found the shape {tuple(input.shape)}")
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        self._check_input_dim(input)
+        if not self.training:
+            return super().forward(input)
+        weight = self.row_weight
+        if weight is None or len(weight) != len(input):
+            weight = torch.ones(len(input))
+        output, mean, variance, count = _Normalize.apply(input, weight, self.weight, self.bias, self.eps)
+        if self.running_mean is not None and self.running_var is not None and count > 0:
+            assert self.num_batches_tracked is not None
+            self.num_batches_tracked.add_(1)
+            share = 1 / int(self.num_batches_tracked) if self.momentum is None else self.momentum
+            self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
+            unbiased = variance * (count / max(count - 1, 1))
+            self.running_var.lerp_(unbiased.to(self.running_var.dtype), share)
+        result: Tensor = output
+        return result
+
+
+class _Normalize(torch.autograd.Function):
+    """Batch normalization (Ioffe and Szegedy 2015, arXiv:1502.03167) in which a row counts as much as it weighs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, row_weight: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor, float]:
+        """# x: (rows, channels, ...), row_weight: (rows,), weight and bias: (channels,)
+
+        Returns the output, mean and variance over the ranks, [channels] float64, and how many values each is of.
+        """
+        count, mean, squares = _over_ranks(*_statistics(x, row_weight))
+        ctx.is_alone = count == 0
+        if ctx.is_alone:
+            row_weight = torch.ones_like(row_weight)
+            own_count, mean, squares = _statistics(x, row_weight)
+        ctx.count = own_count if ctx.is_alone else count
+        variance = squares / ctx.count
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        output = F.batch_norm(x, mean.to(dtype), variance.to(dtype), weight, bias, eps=eps)
+        ctx.save_for_backward(x, row_weight.to(dtype), weight, mean.to(dtype), (variance + eps).rsqrt().to(dtype))
+        ctx.mark_non_differentiable(mean, variance)
+        return output, mean, variance, count
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, row_weight, weight, mean, inverse_std = ctx.saved_tensors
+        shape = (1, -1, *[1] * (x.ndim - 2))
+        normalized = (x - mean.view(shape)) * inverse_std.view(shape)
+        dims = [d for d in range(x.ndim) if d != 1]
+        grad_bias = grad.sum(dims, dtype=mean.dtype)
+        grad_weight = (grad * normalized).sum(dims)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            # The output depends on each row by itself, and by the mean and the variance, to which it added its weight.
+            sums = torch.cat([grad_bias, grad_weight])
+            if not ctx.is_alone:
+                dist.all_reduce(sums)
+            by_mean, by_variance = (part.view(shape) for part in (sums / ctx.count).chunk(2))
+            share = row_weight.view(-1, *[1] * (x.ndim - 1))
+            scale = inverse_std if weight is None else inverse_std * weight
+            grad_x = (scale.view(shape) * (grad - share * (by_mean + normalized * by_variance))).to(x.dtype)
+        return grad_x, None, None if weight is None else grad_weight, None if weight is None else grad_bias, None
+
+
+def _statistics(x: Tensor, row_weight: Tensor) -> tuple[float, Tensor, Tensor]:
+    """How many values each channel has, their mean, and the sum of their squared distances from it; float64."""
+    count = float(row_weight.sum()) * math.prod(x.shape[2:])
+    shape = (1, -1, *[1] * (x.ndim - 2))
+
+    def total(values: Tensor) -> Tensor:
+        by_row = values.flatten(2).sum(2, dtype=torch.float64) if x.ndim > 2 else values.double()
+        return row_weight.double() @ by_row
+
+    mean = total(x) / max(count, 1.0)
+    return count, mean, total((x - mean.to(x.dtype).view(shape)).square())
+
+
+def _over_ranks(count: float, mean: Tensor, squares: Tensor) -> tuple[float, Tensor, Tensor]:
+    """The same over the values of all ranks, by the updating formula of Chan, Golub and LeVeque 1979. Collective."""
+    own = torch.cat([mean.new_tensor([count]), mean, squares])
+    parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, own)
+    counts, means, all_squares = torch.stack(parts).split([1, len(mean), len(mean)], dim=1)
+    total = float(counts.sum())
+    mean = (counts * means).sum(0) / max(total, 1.0)
+    return total, mean, (all_squares + counts * (means - mean).square()).sum(0)

@@ -1,0 +1,247 @@
+"""Ring all-reduce by Horovod (Sergeev and Del Balso 2018, arXiv:1802.05799), in ranks that run already.
+
+`horovodrun` would log in to the hosts, start the processes and tell each its place in environment variables. Here Spark
+has started the ranks and they have met, so they set these variables themselves, and rank 0 runs Horovod's own
+rendezvous server for as long as they connect.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from spark_dl.config import Config
+from spark_dl.parallel.trainable import Trainable, build_optimizer
+from spark_dl.spec import Batch, ModelSpec, weighted_loss_sum
+
+if TYPE_CHECKING:
+    from spark_dl.launch.rendezvous import World
+
+Wait: TypeAlias = Callable[[Callable[[], object]], None]
+
+
+def check_available(config: Config) -> None:
+    """Raises ValueError for what cannot run here. Called on the driver before any rank starts, and on every rank."""
+    if config.parallel.adasum:
+        # Its operations exist only where MPI runs, on GPUs too: see CreateOperationManager in operations.cc of Horovod
+        # 0.28.1. And a process can start MPI once only, while Spark uses its Python workers again.
+        raise ValueError(
+            "parallel.adasum: Horovod computes Adasum over MPI alone, whose processes mpirun must have started, and "
+            "barrier tasks are started by Spark; set it to false"
+        )
+    if importlib.util.find_spec("horovod") is None:
+        raise ValueError(
+            "parallel.strategy: horovod is not installed in this Python; build it for its torch with "
+            "conf/build_horovod.sh (a C++ compiler is needed; see the README) and install the wheel for the driver and "
+            "the executors, or set parallel.strategy to ddp"
+        )
+
+
+def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
+    """A copy of the model on every rank, with gradients averaged by Horovod while backward runs. Collective.
+
+    Raises ValueError as `check_available` does; RuntimeError where Horovod was built for another torch.
+    """
+    check_available(config)
+    hvd = _import()
+    model = spec.build().to(world.device)
+    plain = build_optimizer(model, config, world.world_size)
+    with contextlib.ExitStack() as cleanup:
+        cleanup.callback(hvd.shutdown)  # ends its thread: Spark uses the process again
+        wait = cleanup.enter_context(_bounded_waits(hvd, config.launch.collective_timeout_s))
+        _connect(hvd, world, config, wait)
+        optimizer = _distributed(hvd, plain, model, config)
+        close = cleanup.pop_all().close
+    scaler = torch.amp.GradScaler(world.device.type, enabled=config.train.precision == "fp16")
+    is_first = True
+
+    def take_from_first(tensors: Mapping[str, Any]) -> None:
+        # NOTE: not hvd.broadcast_optimizer_state, which unpickles what rank 0 sends. Plain numbers come from the
+        # settings and the checkpoint, which all ranks have.
+        found = {name: value for name, value in tensors.items() if isinstance(value, Tensor)}
+        wait(lambda: hvd.broadcast_parameters(found, root_rank=0))
+
+    def forward_backward(micro_batches: Sequence[Batch], rows: int) -> Tensor:
+        nonlocal is_first
+        if is_first:  # and not before, so that what a checkpoint holds has been loaded
+            take_from_first({**model.state_dict(), **_state_of(optimizer)})
+            is_first = False
+        total = torch.zeros((), device=world.device)
+        for batch in micro_batches:
+            on_device = {name: tensor.to(world.device, non_blocking=True) for name, tensor in batch.items()}
+            _, losses = weighted_loss_sum(spec, model, on_device, config)
+            # Horovod divides the sum over the ranks by their number; the mean is to be over the true rows.
+            scaler.scale(losses * (world.world_size / rows)).backward()
+            total += losses.detach()
+        wait(optimizer.synchronize)
+        if scaler.is_enabled():
+            scaler.unscale_(optimizer)
+        return total
+
+    def step() -> None:  # without fp16 the scaler only passes on to optimizer.step
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+        scaler.update()
+
+    return Trainable(
+        modules=[model],
+        optimizer=optimizer,
+        forward_backward=forward_backward,
+        clip_grad_norm=lambda norm: nn.utils.clip_grad_norm_(model.parameters(), norm),
+        step=step,
+        extra_state={"scaler": scaler} if scaler.is_enabled() else {},
+        settle=lambda: take_from_first(dict(model.named_buffers())),
+        close=close,
+    )
+
+
+def _distributed(hvd: Any, plain: torch.optim.Optimizer, model: nn.Module, config: Config) -> Any:
+    optimizer = hvd.DistributedOptimizer(
+        plain,
+        named_parameters=model.named_parameters(),
+        compression=getattr(hvd.Compression, config.parallel.compression),
+        backward_passes_per_step=config.train.accumulation_steps,
+    )
+    # It is a new object, made from the parameter groups alone: what other arguments left in the state, as Adagrad's
+    # initial_accumulator_value does, has to follow.
+    optimizer.load_state_dict(plain.state_dict())
+    return optimizer
+
+
+def _state_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    states = optimizer.state_dict()["state"].items()
+    return {f"optimizer.{i}.{name}": value for i, state in states for name, value in state.items()}
+
+
+def _import() -> Any:
+    try:
+        import horovod.torch
+    except Exception as error:  # it also fails where it was built for another torch
+        raise RuntimeError(
+            f"parallel.strategy: horovod is installed, but cannot be imported with torch {torch.__version__}: {error}; "
+            "build it anew with conf/build_horovod.sh"
+        ) from error
+    return horovod.torch
+
+
+def _connect(hvd: Any, world: World, config: Config, wait: Wait) -> None:
+    """Starts Horovod on this rank, which connects it to the others. Collective."""
+    slots = _slots(world)
+    with contextlib.ExitStack() as until_connected:
+        if world.rank == 0:
+            server = until_connected.enter_context(_rendezvous_server(world.address, slots))
+            world.store.set("horovod/rendezvous", f"{world.address}:{server.server_port}")
+        address, port = world.store.get("horovod/rendezvous").decode().rsplit(":", 1)
+        me = slots[world.rank]
+        place = {
+            "RANK": me.rank, "SIZE": me.size, "LOCAL_RANK": me.local_rank, "LOCAL_SIZE": me.local_size,
+            "CROSS_RANK": me.cross_rank, "CROSS_SIZE": me.cross_size, "HOSTNAME": me.hostname,
+            "GLOO_RENDEZVOUS_ADDR": address, "GLOO_RENDEZVOUS_PORT": port, "GLOO_IFACE": world.interface or "",
+            "CONTROLLER": "gloo", "CPU_OPERATIONS": "gloo",
+        }  # fmt: skip
+        # NOTE: which gradients share a buffer depends on when they are ready, to the millisecond, and with three ranks
+        # or more the order of the sums in a ring depends on the buffers: two runs can differ in the last bits.
+        limits = {
+            "FUSION_THRESHOLD": round(float(config.parallel.bucket_mib) * 2**20),
+            "GLOO_TIMEOUT_SECONDS": math.ceil(config.launch.collective_timeout_s),
+        }
+        with _environment({**place, **limits}):
+            hvd.init()
+        wait(hvd.barrier)  # until here other ranks may ask the server
+
+
+def _slots(world: World) -> list[Any]:
+    """Horovod's account of who is where, by rank. Collective; all ranks have imported Horovod then."""
+    from horovod.runner.common.util import hosts
+
+    world.store.set(f"horovod/local_rank/{world.rank}", str(world.local_rank))
+    sizes: list[int] = []
+    for rank in range(world.world_size):  # those of a host lie together, and the first of them has local rank 0
+        is_first = int(world.store.get(f"horovod/local_rank/{rank}")) == 0
+        sizes = [*sizes, 1] if is_first else [*sizes[:-1], sizes[-1] + 1]
+    found = [hosts.HostInfo(f"host-{i}", size) for i, size in enumerate(sizes)]
+    slots: list[Any] = hosts.get_host_assignments(found, world.world_size)
+    assert slots[world.rank].local_rank == world.local_rank
+    return slots
+
+
+@contextlib.contextmanager
+def _rendezvous_server(address: str, slots: Sequence[Any]) -> Iterator[Any]:
+    """Horovod's own server, on one address and a port that is free (its own starter takes all addresses)."""
+    from horovod.runner.http import http_server
+
+    server = http_server.RendezvousHTTPServer((address, 0), http_server.RendezvousHandler, verbose=0)
+    server.init(slots)
+    thread = threading.Thread(
+        target=server.serve_forever, args=(0.05,), name="spark_dl horovod rendezvous", daemon=True
+    )
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@contextlib.contextmanager
+def _bounded_waits(hvd: Any, limit_s: float) -> Iterator[Wait]:
+    """Gives a function that calls one which waits for other ranks, and raises RuntimeError if that takes too long.
+
+    NOTE: Gloo's timeout is for messages, and Horovod's threads send them also while a rank computes or sleeps. Its own
+    check for ranks that do not come (HOROVOD_STALL_SHUTDOWN_TIME_SECONDS) never finds any with Gloo: the list of ranks
+    that it goes through stays empty (gloo_controller.cc of 0.28.1 reserves its memory and does not resize it).
+    """
+    begun: float | None = None
+    is_over = threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(min(limit_s / 10, 1.0)):
+            if begun is not None and time.monotonic() - begun > limit_s:
+                hvd.shutdown()  # on all ranks, as their threads agree on it; the wait ends with an error
+                return
+
+    def wait(until_done: Callable[[], object]) -> None:
+        nonlocal begun
+        begun = start = time.monotonic()
+        try:
+            until_done()
+        except Exception as error:
+            if time.monotonic() - start < limit_s:
+                raise
+            raise RuntimeError(
+                f"other ranks did not come within launch.collective_timeout_s={limit_s:g} s: one is stuck, or is slow"
+            ) from error
+        finally:
+            begun = None
+
+    thread = threading.Thread(target=watch, name="spark_dl horovod watch", daemon=True)
+    thread.start()
+    try:
+        yield wait
+    finally:
+        is_over.set()
+        thread.join()
+
+
+@contextlib.contextmanager
+def _environment(values: Mapping[str, Any]) -> Iterator[None]:
+    """Sets HOROVOD_* variables, which Horovod reads when it starts, and puts them back."""
+    names = [f"HOROVOD_{name}" for name in values]
+    before = {name: os.environ[name] for name in names if name in os.environ}
+    os.environ.update(zip(names, map(str, values.values()), strict=True))
+    try:
+        yield
+    finally:
+        for name in names:
+            del os.environ[name]
+        os.environ.update(before)

@@ -1,0 +1,124 @@
+"""Local SGD: each rank takes steps on its own, and every few steps the weights are averaged (Stich 2019,
+arXiv:1805.09767). With `sync_start_step` gradients are averaged in the steps before it: post-local SGD (Lin et al.
+2020, "Don't Use Large Mini-Batches, Use Local SGD", arXiv:1808.07217).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from spark_dl.config import Config
+from spark_dl.parallel import ddp, single
+from spark_dl.parallel.trainable import Trainable, build_optimizer
+from spark_dl.spec import Batch, ModelSpec
+
+if TYPE_CHECKING:
+    from spark_dl.launch.rendezvous import World
+
+
+def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
+    """A model and an optimizer on every rank, and weights that are averaged by `parallel.sync_*`. Collective."""
+    spec, model = ddp.build_model(spec, world, config)
+    for tensor in (*model.parameters(), *model.buffers()):
+        dist.broadcast(tensor.detach(), 0)
+    optimizer = build_optimizer(model, config, world.world_size)
+    alone = single.train_alone(spec, model, optimizer, world, config)
+    start = config.parallel.sync_start_step
+    together = ddp.average_gradients(spec, model, optimizer, world, config) if start else None
+    training = _LocalSgd(alone, together, config)
+    return Trainable(
+        modules=[model],
+        optimizer=optimizer,
+        forward_backward=training.forward_backward,
+        clip_grad_norm=alone.clip_grad_norm,
+        step=training.step,
+        extra_state={"local_sgd": training, **(together.extra_state if together else {})},
+        rank_state={"optimizer": _OptimizerState(optimizer), **alone.extra_state},
+        settle=training.settle,
+    )
+
+
+class _LocalSgd:
+    """Which steps are taken alone, and how many rows each rank has trained on since the weights were the same."""
+
+    def __init__(self, alone: Trainable, together: Trainable | None, config: Config):
+        self._alone, self._together = alone, together
+        self._start, self._every = config.parallel.sync_start_step, config.parallel.sync_every_steps
+        self._step = self._own_rows = self._all_rows = 0
+
+    def forward_backward(self, micro_batches: Sequence[Batch], rows: int) -> Tensor:
+        """As of a Trainable; alone, the gradient is that of the mean loss over this rank's own true rows."""
+        if self._together is not None and self._step < self._start:
+            return self._together.forward_backward(micro_batches, rows)
+        own_rows = sum(int(batch["weight"].sum()) for batch in micro_batches)
+        self._own_rows += own_rows
+        self._all_rows += rows
+        total = self._alone.forward_backward(micro_batches, max(own_rows, 1))
+        if not own_rows:  # without gradients the optimizer leaves the weights, also where it has momentum or decay
+            self._alone.optimizer.zero_grad(set_to_none=True)
+        return total
+
+    def step(self) -> None:
+        """One step of the optimizer, and an average of the weights where one is due."""
+        if self._together is not None and self._step < self._start:
+            self._together.step()
+        else:
+            self._alone.step()
+            if (self._step + 1 - self._start) % self._every == 0:
+                self.settle()
+        self._step += 1
+
+    def settle(self) -> None:
+        """Averages the weights, if they differ by now. Collective.
+
+        Each rank counts by the rows that it has trained on since the last time, so that every row counts the same: with
+        plain SGD and an average after every step, the result is that of a single process.
+        """
+        if self._all_rows:
+            average_weights(self._alone.modules[0], self._own_rows / self._all_rows)
+            self._own_rows = self._all_rows = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self._step}  # a checkpoint is saved after `settle`
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._step = state["step"]
+
+
+class _OptimizerState:
+    """What an optimizer has learned on this rank; its settings are those of all ranks, which the schedule restores."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        self._optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": self._optimizer.state_dict()["state"]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": state["state"]})
+
+
+def average_weights(model: nn.Module, share: float) -> None:
+    """Replaces the trained parameters and the buffers of a model by their mean over the ranks. Collective.
+
+    share: how much this rank counts; those of all ranks add up to 1. Whole numbers stay as they are.
+    """
+    _average([p.detach() for p in model.parameters() if p.requires_grad], share, torch.float32)
+    # In float64, what is the same on all ranks, such as a table of constants, stays the same to the last bit.
+    _average([b for b in model.buffers() if b.is_floating_point()], share, torch.float64)
+
+
+def _average(tensors: Iterable[Tensor], share: float, least: torch.dtype) -> None:
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for dtype, same in by_dtype.items():
+        flat = torch.cat([t.reshape(-1) for t in same]).to(torch.promote_types(dtype, least)).mul_(share)
+        dist.all_reduce(flat)
+        for tensor, mean in zip(same, flat.split([t.numel() for t in same]), strict=True):
+            tensor.copy_(mean.view_as(tensor))

@@ -1,0 +1,70 @@
+"""Training by one rank: on its device, or split over all GPUs of its task by torch's DataParallel."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from spark_dl.config import Config
+from spark_dl.parallel.trainable import Trainable, add_gradients, build_optimizer
+from spark_dl.spec import Batch, ModelSpec
+
+if TYPE_CHECKING:
+    from spark_dl.launch.rendezvous import World
+
+_log = logging.getLogger("spark_dl")
+
+
+def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
+    """The model on the rank's device. Not collective: there is one rank, and no process group."""
+    model = spec.build().to(world.device)
+    return train_alone(spec, model, build_optimizer(model, config, world.world_size), world, config)
+
+
+def parallelize_over_gpus(spec: ModelSpec, world: World, config: Config) -> Trainable:
+    """The model on all GPUs of the task: each step copies it to them, splits the rows, and sums the gradients on the
+    first one. With fewer than two GPUs the same as `parallelize`. Not collective.
+    """
+    model = spec.build().to(world.device)
+    optimizer = build_optimizer(model, config, world.world_size)
+    if len(world.gpus) < 2:
+        found = f"{len(world.gpus)} GPU" if world.gpus else "no GPU"
+        _log.info("parallel.strategy 'data_parallel' trains as 'single' does: the task has %s", found)
+        return train_alone(spec, model, optimizer, world, config)
+    _log.info("the model is copied to %d GPUs in each step", len(world.gpus))
+    wrapped = nn.DataParallel(model, device_ids=[gpu.index for gpu in world.gpus])
+    return train_alone(spec, model, optimizer, world, config, wrapped=wrapped)
+
+
+def train_alone(
+    spec: ModelSpec, model: nn.Module, optimizer: torch.optim.Optimizer, world: World, config: Config, *,
+    wrapped: nn.Module | None = None,
+) -> Trainable:  # fmt: skip
+    """A model that takes steps by this rank's rows alone: `rows` of `forward_backward` are theirs. Not collective."""
+    scaler = torch.amp.GradScaler(world.device.type, enabled=config.train.precision == "fp16")
+
+    def forward_backward(micro_batches: Sequence[Batch], rows: int) -> Tensor:
+        total = add_gradients(
+            spec, wrapped or model, micro_batches, config,
+            device=world.device, scale=lambda losses: scaler.scale(losses / rows),
+        )  # fmt: skip
+        if scaler.is_enabled():
+            scaler.unscale_(optimizer)
+        return total
+
+    def step() -> None:
+        scaler.step(optimizer)
+        scaler.update()
+
+    return Trainable(
+        modules=[model],
+        optimizer=optimizer,
+        forward_backward=forward_backward,
+        clip_grad_norm=lambda norm: nn.utils.clip_grad_norm_(model.parameters(), norm),
+        step=step,
+        extra_state={"scaler": scaler} if scaler.is_enabled() else {},
+    )

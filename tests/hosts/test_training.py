@@ -1,0 +1,181 @@
+"""Training over a network: right results, also where a link is slow or fails for a while, and one error for each fault.
+
+All jobs run in one session, one after another: each shows as well that the session has survived what went before.
+"""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from spark_dl import checkpoint
+from spark_dl.bench import testbed
+from tests.datasets import write_dataset
+from tests.hosts.conftest import REPOSITORY, wait_until
+from tests.hosts.train_job import TIMEOUT_S, config
+from tests.models import blobs
+from tests.reference import reference
+from tests.spark.conftest import FAST_JVM
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+RATE_MBIT = 200
+START_S = 240
+FOR_EVER = 100_000
+GROUP_ROWS = 40
+
+
+@pytest.fixture(scope="module")
+def driver(possible):
+    """Four hosts with Spark, and a driver that waits for jobs."""
+    with testbed.hosts(4, rate_mbit=RATE_MBIT) as bed:
+        master = bed.start_spark()
+        with open(bed.folder / "out", "wb") as out, open(bed.folder / "err", "wb") as err:
+            process = bed.popen(
+                bed.driver, [sys.executable, "-m", "tests.hosts.train_job", master], cwd=REPOSITORY,
+                env={"JAVA_TOOL_OPTIONS": FAST_JVM}, stdin=subprocess.PIPE, stdout=out, stderr=err,
+            )  # fmt: skip
+        yield Driver(bed, process)
+        process.stdin.close()
+        assert process.wait(60) == 0
+        wait_until(lambda: {len(bed.processes(host)) for host in (bed.driver, *bed.hosts)} == {1})  # Spark's daemons
+
+
+class Driver:
+    def __init__(self, bed, process):
+        self.bed, self.process = bed, process
+        self.num_jobs = 0
+
+    def start(self, **job):
+        """Starts a job; returns a function that waits for its end, for so many seconds, and says how it was."""
+        number, self.num_jobs = self.num_jobs, self.num_jobs + 1
+        assert len(self._answers()) == number, "the driver is still at the job of an earlier test"
+        self.process.stdin.write(json.dumps(job).encode() + b"\n")
+        self.process.stdin.flush()
+
+        def end(timeout_s):
+            wait_until(lambda: self.is_alive() and len(self._answers()) > number, self._errors, timeout_s)
+            return json.loads(self._answers()[number])
+
+        return end
+
+    def is_alive(self):
+        assert self.process.poll() is None, self._errors()
+        return True
+
+    def _answers(self):
+        return (self.bed.folder / "out").read_text().splitlines()
+
+    def _errors(self):
+        return testbed.read_tail(self.bed.folder / "err")
+
+
+class Job:
+    """A training over `num_ranks` of the hosts."""
+
+    def __init__(self, driver, folder, num_ranks, epochs):
+        self.driver, self.bed = driver, driver.bed
+        self.columns, self.config = blobs(480), config(num_ranks, epochs)
+        self.shards = write_dataset(str(folder / "data"), self.columns, group_rows=GROUP_ROWS)
+        self.run_dir = str(folder / "run")
+        self.end = driver.start(dataset=str(folder / "data"), run_dir=self.run_dir, num_ranks=num_ranks, epochs=epochs)
+
+    def wait_for_step(self, step):
+        def reached():
+            saved = self.driver.is_alive() and checkpoint.latest(self.run_dir)
+            return saved and saved.step >= step
+
+        wait_until(reached, timeout_s=START_S)
+
+    def ranks(self):
+        """The hosts where ranks are at work, with their process ids."""
+        signed = [(host, pathlib.Path(f"{self.run_dir}.{host.name}")) for host in self.bed.hosts]
+        found = [(host, int(path.read_text())) for host, path in signed if path.exists()]
+        assert len(found) == self.config.launch.num_ranks
+        return found
+
+    def assert_same_as_one_process(self):
+        group_rows = tuple(n for s in self.shards.shards for n in s.row_groups)
+        _, expected = reference(self.columns, self.config, group_rows)
+        trained = checkpoint.load(checkpoint.find(self.run_dir), "model.pt")["0"]
+        for name, weights in expected.items():
+            torch.testing.assert_close(trained[name], weights, rtol=1e-5, atol=1e-6)
+
+
+@pytest.fixture
+def start(driver, tmp_path):
+    """Starts a job of so many ranks and epochs; afterwards the network is as before."""
+    yield lambda num_ranks, epochs: Job(driver, tmp_path, num_ranks, epochs)
+    for host in driver.bed.hosts:
+        driver.bed.restore(host)
+        driver.bed.set_rate(host, RATE_MBIT)
+        driver.bed.thaw(host)
+
+
+@pytest.mark.parametrize("num_ranks", [4, 3])
+def test_the_weights_are_those_of_one_process(start, num_ranks):
+    job = start(num_ranks, 3)
+    assert job.end(START_S)["steps"] == 30
+    assert len(job.ranks()) == num_ranks
+    job.assert_same_as_one_process()
+
+
+def test_a_slow_host_and_a_link_that_fails_for_a_while_change_nothing_but_the_time(start):
+    job = start(3, 60)
+    job.wait_for_step(10)
+    (slow, _), (cut, _), _ = job.ranks()
+    job.bed.set_rate(slow, 10)
+    job.bed.cut(cut)
+    time.sleep(TIMEOUT_S / 4)
+    assert checkpoint.latest(job.run_dir).step < 300, "the faults came too late to mean anything"
+    job.bed.restore(cut)
+    assert job.end(START_S)["steps"] == 600
+    job.assert_same_as_one_process()
+
+
+def assert_one_error(job, host, pid, what, bound_s):
+    faulted_at = time.time()
+    end = job.end(bound_s + 60)
+    assert (end["host"], end["pid"]) == (host.address, pid), end  # Spark calls hosts by their addresses
+    assert end["error"].startswith(f"rank {end['rank']} on {host.address} (pid {pid}) {what}"), end
+    assert end["time"] - faulted_at < bound_s
+
+
+def test_a_link_that_is_cut_is_one_error_that_names_the_host(start):
+    job = start(3, FOR_EVER)
+    job.wait_for_step(10)
+    host, pid = job.ranks()[1]
+    job.bed.cut(host)
+    assert_one_error(job, host, pid, "gave no sign of life for", TIMEOUT_S + 15)
+
+
+@pytest.mark.parametrize("what", ["the rank", "all of the host"])
+def test_what_is_frozen_is_one_error_that_names_the_host(start, what):
+    job = start(3, FOR_EVER)
+    job.wait_for_step(10)
+    host, pid = job.ranks()[0]
+    if what == "the rank":
+        os.kill(pid, signal.SIGSTOP)
+    else:
+        job.bed.freeze(host)
+    assert_one_error(job, host, pid, "gave no sign of life for", TIMEOUT_S + 15)
+
+
+def test_a_killed_rank_is_one_error_that_names_the_host(start):
+    job = start(3, FOR_EVER)
+    job.wait_for_step(10)
+    host, pid = job.ranks()[2]
+    os.kill(pid, signal.SIGKILL)
+    assert_one_error(job, host, pid, "was killed", 10)
+
+
+def test_after_all_that_the_session_trains_as_before(start):
+    job = start(3, 3)
+    assert job.end(START_S)["steps"] == 30
+    job.assert_same_as_one_process()

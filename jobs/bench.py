@@ -1,38 +1,111 @@
-"""Measures spark_dl against its peers, both in one run, and ends with one JSON object.
-
-jobs/bench.py launch    a warm launch of two ranks: spark_dl.launch and TorchDistributor
-jobs/bench.py loader    rows per second of a shuffled epoch: our loader, Petastorm's, HF datasets, tensors in memory
-jobs/bench.py shards    seconds to write a cached DataFrame: shards, df.write.parquet, Petastorm's converter
-jobs/bench.py step      steps per second: the worker loop and a bare DDP loop under torchrun
-"""
+"""Measures spark_dl against its peers, both in one run, and ends with one JSON object."""
 
 import argparse
+import dataclasses
+import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from spark_dl import build_session, cli
-from spark_dl.bench import launch, loader, shards, step
+from spark_dl.bench import compare, exchange, launch, loader, report, shards, step
 
 
-def bench(args: argparse.Namespace) -> dict[str, Any]:
-    if args.what == "step":
-        return step.measure(num_ranks=args.ranks, repeats=args.repeats)
-    if args.what == "loader":
-        return loader.measure(repeats=args.repeats, scale=args.scale, petastorm_python=args.petastorm_python)
-    spark = build_session("spark_dl bench", master=args.master or f"local[{args.ranks}]")
-    if args.what == "shards":
-        return shards.measure(spark, repeats=args.repeats, scale=args.scale, petastorm_python=args.petastorm_python)
-    return launch.measure(spark, num_ranks=args.ranks, repeats=args.repeats)
+def bench_launch(args: argparse.Namespace) -> dict[str, Any]:
+    return launch.measure(_session(args), num_ranks=args.ranks, repeats=args.repeats)
+
+
+def bench_step(args: argparse.Namespace) -> dict[str, Any]:
+    return step.measure(num_ranks=args.ranks, repeats=args.repeats)
+
+
+def bench_loader(args: argparse.Namespace) -> dict[str, Any]:
+    return loader.measure(repeats=args.repeats, scale=args.scale, petastorm_python=args.petastorm_python)
+
+
+def bench_shards(args: argparse.Namespace) -> dict[str, Any]:
+    return shards.measure(
+        _session(args), repeats=args.repeats, scale=args.scale, petastorm_python=args.petastorm_python
+    )
+
+
+def bench_exchange(args: argparse.Namespace) -> dict[str, Any]:
+    names = [field.name for field in dataclasses.fields(compare.Options)]
+    options = compare.Options(**{name: getattr(args, name) for name in names})
+    if args.master:
+        spark = build_session("spark_dl bench", master=args.master)
+        with tempfile.TemporaryDirectory() as folder:
+            results = compare.compare_on(spark, args.folder or folder, options, _show)
+    else:
+        results = compare.compare(options, _show)
+    Path(args.report).parent.mkdir(parents=True, exist_ok=True)
+    report.write_report(results, args.report)
+    _show(f"report: {args.report}")
+    for line in report.answers(results):
+        _show(line)
+    return {"rows": results.get("exchange", []), "report": args.report, "crossings": results.get("crossings", [])}
+
+
+def _session(args: argparse.Namespace) -> Any:
+    return build_session("spark_dl bench", master=args.master or f"local[{args.ranks}]")
+
+
+def _show(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+
+
+def _numbers(kind: type) -> Any:
+    return lambda text: tuple(kind(part) for part in text.split(","))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__)
+    what = parser.add_subparsers(dest="what", required=True)
+
+    def add(name: str, text: str, run: Any, *, repeats: int = 7) -> argparse.ArgumentParser:
+        command = what.add_parser(name, help=text, description=text)
+        command.set_defaults(run=run)
+        command.add_argument("--repeats", type=int, default=repeats, help="counted repetitions; the median is taken")
+        return command
+
+    of_launch = add("launch", "a warm launch of two ranks: spark_dl.launch and TorchDistributor", bench_launch)
+    of_step = add("step", "steps per second: the worker loop and a bare DDP loop under torchrun", bench_step)
+    of_loader = add(
+        "loader", "rows per second of a shuffled epoch: our loader, Petastorm's, HF datasets, tensors in memory",
+        bench_loader,
+    )  # fmt: skip
+    of_shards = add(
+        "shards", "seconds to write a cached DataFrame: shards, df.write.parquet, Petastorm's converter", bench_shards
+    )
+    for command in (of_launch, of_step, of_shards):
+        command.add_argument("--ranks", type=int, default=2, help="ranks of both (default: 2)")
+    for command in (of_launch, of_shards):
+        command.add_argument("--master", help="Spark master URL (default: local[ranks])")
+    for command in (of_loader, of_shards):
+        command.add_argument("--scale", type=float, default=1.0, help="size of the datasets (default: 1)")
+        command.add_argument("--petastorm_python", default=".venv-petastorm/bin/python", help="of its environment")
+    of_exchange = add(
+        "exchange",
+        "one exchange of gradients by ring, by Spark's own aggregation, by parameter servers: seconds, bytes, overlap, "
+        "scaling, stragglers; on hosts that it makes on this machine (as root), or on a cluster that is there",
+        bench_exchange,
+        repeats=3,
+    )
+    defaults = compare.Options()
+    of_exchange.add_argument("--hosts", type=_numbers(int), default=defaults.hosts, help="numbers of hosts (4)")
+    of_exchange.add_argument("--rate-mbit", type=float, default=defaults.rate_mbit, help="of each link (200)")
+    of_exchange.add_argument("--mib", type=_numbers(float), default=defaults.mib, help="gradient sizes (1,16,64)")
+    for name, known in (("methods", exchange.METHODS), ("sections", compare.SECTIONS)):
+        of_exchange.add_argument(f"--{name}", type=_numbers(str), default=known, help=f"of {', '.join(known)}")
+    of_exchange.add_argument("--scale", type=float, default=defaults.scale, help="of ResNet-50's parameters, simulated")
+    of_exchange.add_argument("--scaling-ranks", type=_numbers(int), default=defaults.scaling_ranks)
+    of_exchange.add_argument("--straggler-s", type=float, default=defaults.straggler_s, help="mean delay")
+    of_exchange.add_argument("--report", default="runs/exchange/report.html", help="page that is written")
+    of_exchange.add_argument("--master", help="URL of a cluster that is there, with one task slot on each host")
+    of_exchange.add_argument("--folder", help="with --master: a folder or URL that all its hosts reach")
+    return parser
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["launch", "loader", "shards", "step"])
-    parser.add_argument("--ranks", type=int, default=2, help="ranks of both (default: 2)")
-    parser.add_argument("--repeats", type=int, default=7, help="counted repetitions, of which the median is taken")
-    parser.add_argument(
-        "--scale", type=float, default=1.0, help="size of the datasets of `loader` and `shards` (default: 1)"
-    )
-    parser.add_argument("--petastorm_python", default=".venv-petastorm/bin/python", help="of Petastorm's environment")
-    parser.add_argument("--master", help="Spark master URL for `launch` and `shards`; by default local[ranks]")
-    arguments = parser.parse_args()
-    cli.run(lambda: bench(arguments))
+    arguments = _parser().parse_args()
+    cli.run(lambda: arguments.run(arguments))

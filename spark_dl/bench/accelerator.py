@@ -26,8 +26,8 @@ from spark_dl.spec import ModelSpec
 _NAP_S = 1e-3
 """Times shorter than this are slept together: a sleep overshoots by some 60 microseconds."""
 _SLACK = 1 << 20
-_STD = 1e-3
-"""Of the gradients: small, so that the weights stay finite in a long run."""
+GRADIENT_STD = 1e-3
+"""Standard deviation of the gradients: small, so that the weights stay finite in a long run."""
 _KEPT_STEPS = 1000
 
 
@@ -68,7 +68,7 @@ class Accelerator(nn.Module):
         # simulated step. A piece may come again, but further away than the 64 KiB in which LZ4, Spark's codec, looks.
         # It is not a buffer of the module, which DDP would broadcast before each forward pass.
         largest = max(layer.num_parameters for layer in profile.layers)
-        self._pool = torch.empty(largest + _SLACK).normal_(std=_STD, generator=generator)
+        self._pool = torch.empty(largest + _SLACK).normal_(std=GRADIENT_STD, generator=generator)
         self._ends = list(itertools.accumulate(layer.share for layer in profile.layers))
 
     def forward(self, *columns: Tensor) -> Tensor:

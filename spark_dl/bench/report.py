@@ -187,9 +187,10 @@ def _exchange(results: Mapping[str, Any]) -> Section:
     ]
     return Section(
         "One exchange, by method and size",
-        ["Medians of the slowest rank's seconds, random gradients, inside a running job. Bytes are those of the hosts' "
-         "own network interfaces. The limit is 2 N (P - 1) / P bytes per rank at the link's rate, which no all-reduce "
-         "beats (Patarasuk & Yuan 2009)."],
+        ["Medians of the slowest rank's seconds, random gradients, inside a running job. Where an update takes the "
+         "gradients of K trainers only, it is as many updates as take one of each trainer. Bytes are those of the "
+         "hosts' own network interfaces. The limit is 2 N (P - 1) / P bytes per rank at the link's rate, which no "
+         "all-reduce beats (Patarasuk & Yuan 2009)."],
         drawn, columns, _table(rows, columns), is_open=True,
     )  # fmt: skip
 

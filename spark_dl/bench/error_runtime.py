@@ -1,0 +1,124 @@
+"""Loss against time and against steps under stragglers: the error-runtime trade-off of Dutta et al. 2018.
+
+The same small network learns the UCI handwritten digits (those of scikit-learn) by every strategy, while every
+computation of a gradient is delayed by an exponential time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from spark_dl import driver, metrics
+from spark_dl.config import Config, Data, Launch, Parallel, Train
+from spark_dl.data.shards import write_arrays
+from spark_dl.spec import ModelSpec
+
+EXACT = ("ddp", "ddp ring", "horovod", "tree_reduce", "shuffle_reduce", "parameter_server sync")
+"""Methods that give the weights of a single process on the same global batches."""
+_HELD_OUT = 5  # every fifth image validates
+
+
+def strategies(num_ranks: int) -> dict[str, Parallel]:
+    """What is compared, by the names of the report."""
+    k = max(1, num_ranks - 2)
+    servers: Mapping[str, dict[str, Any]] = {
+        "sync": {}, "k_sync": {"server_k": k}, "k_batch_sync": {"server_k": k}, "async": {},
+        "k_async": {"server_k": k}, "k_batch_async": {"server_k": k},
+    }  # fmt: skip
+    return {
+        "ddp": Parallel(),
+        "ddp powersgd": Parallel(compression="powersgd"),
+        "ddp threshold": Parallel(compression="threshold", threshold=0.01),
+        "ddp topk": Parallel(compression="topk"),
+        "local_sgd": Parallel(strategy="local_sgd"),
+        "tree_reduce": Parallel(strategy="tree_reduce"),
+        "shuffle_reduce": Parallel(strategy="shuffle_reduce"),
+        **{
+            f"parameter_server {mode}": Parallel(strategy="parameter_server", server_mode=mode, **more)  # type: ignore[arg-type]
+            for mode, more in servers.items()
+        },
+    }
+
+
+def build_network() -> nn.Module:
+    """Images [rows, 64] -> scores [rows, 10]."""
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+def measure(
+    spark: Any,
+    folder: str,
+    *,
+    num_hosts: int,
+    straggler_s: float,
+    methods: Sequence[str] | None = None,
+    epochs: int = 8,
+    show: Callable[[str], None] = lambda line: None,
+) -> list[dict[str, Any]]:
+    """Rows of `method, seconds, loss, accuracy, staleness, exact, curve` for the report. Called on the driver.
+
+    One rank on each of `num_hosts` hosts, of parameter servers one of them. `folder` is one that all of them reach.
+    `methods` are names of `strategies`; all, if none are named.
+    """
+    write_digits(folder)
+    rows = []
+    known = strategies(num_hosts)
+    for method in methods or known:
+        parallel = known[method]
+        run_dir = f"{folder}/{method.replace(' ', '-')}"
+        config = _config(parallel, num_hosts, straggler_s, epochs)
+        spec = ModelSpec(build=build_network)
+        result = driver.train(
+            f"{folder}/train", spec, config, validation=f"{folder}/test", run_dir=run_dir, progress=False
+        )
+        rows.append({
+            "method": method, "seconds": result.seconds, "loss": result.train_loss,
+            "accuracy": result.metrics["accuracy"], "staleness": result.staleness,
+            "exact": method in EXACT, "curve": curve_of(run_dir),
+        })  # fmt: skip
+        show(f"{method}: accuracy {result.metrics['accuracy']:.3f} after {result.seconds:.1f} s")
+    return rows
+
+
+def _config(parallel: Parallel, num_hosts: int, straggler_s: float, epochs: int) -> Config:
+    delayed = parallel
+    if straggler_s:
+        delayed = dataclasses.replace(parallel, straggler="exponential", straggler_s=straggler_s)
+    accuracy = {"class": "MulticlassAccuracy", "num_classes": 10, "average": "micro"}
+    return Config(
+        data=Data(features=("image",), label="digit", num_streams=4 * num_hosts),
+        train=Train(
+            global_batch_size=16 * num_hosts,
+            epochs=epochs,
+            lr=0.2,
+            optimizer_args={"momentum": 0.8},
+            scheduler="ExponentialLR",
+            scheduler_args={"gamma": 0.8},
+            log_every=1,
+            metrics={"accuracy": accuracy},
+        ),
+        parallel=delayed,
+        launch=Launch(num_ranks=num_hosts, device="cpu"),
+    )
+
+
+def write_digits(folder: str) -> None:
+    """Writes the datasets `<folder>/train` and `<folder>/test`: columns `image`, [64] float32, and `digit`."""
+    from sklearn.datasets import load_digits
+
+    images, digits = load_digits(return_X_y=True)
+    is_test = np.arange(len(digits)) % _HELD_OUT == 0
+    for name, rows in (("train", ~is_test), ("test", is_test)):
+        columns = {"image": (images[rows] / 16).astype(np.float32), "digit": digits[rows].astype(np.int64)}
+        write_arrays(columns, f"{folder}/{name}")
+
+
+def curve_of(run_dir: str) -> list[dict[str, float]]:
+    """`seconds, step, loss` of each update of a run, in seconds from the first one."""
+    lines = [line for line in metrics.read_metrics(run_dir) if line["kind"] == "step"]
+    return [{"seconds": s["time"] - lines[0]["time"], "step": s["step"], "loss": s["loss"]} for s in lines]

@@ -1,0 +1,234 @@
+"""What one exchange of gradients takes, by method and size: seconds of the slowest rank, bytes on the links.
+
+Gradients are random, and computing them takes no time. Three kinds of methods, all on the same ranks or executors:
+
+    backend, ring, tree ...      one all-reduce of one tensor: the backend's, and those of `parallel.collectives`
+    ddp, ddp powersgd, horovod   a backward pass of the strategy, as the training loop calls it
+    tree_reduce, parameter_server sync ...   whole training steps, by the metrics of a run of `spark_dl.train`
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from spark_dl import driver, metrics, storage
+from spark_dl.baselines.servers.rules import rules_of
+from spark_dl.bench.accelerator import GRADIENT_STD, accelerator_spec
+from spark_dl.bench.links import LinkBytes, read_link, read_links
+from spark_dl.bench.profiles import Layer, Profile
+from spark_dl.config import Config, Data, Launch, Parallel, Train
+from spark_dl.data.shards import write_arrays
+from spark_dl.launch.barrier import RankResult, run_barrier
+from spark_dl.launch.rendezvous import World, join
+from spark_dl.parallel import collectives, parallelize
+from spark_dl.spec import ModelSpec
+
+ALL_REDUCES = ("backend", *collectives.ALGORITHMS)
+BACKWARDS: Mapping[str, Parallel] = {
+    "ddp": Parallel(),
+    "ddp ring": Parallel(all_reduce="ring"),
+    "ddp fp16": Parallel(compression="fp16"),
+    "ddp powersgd": Parallel(compression="powersgd"),
+    "ddp threshold": Parallel(compression="threshold", threshold=5 * GRADIENT_STD),
+    "ddp topk": Parallel(compression="topk"),
+    "horovod": Parallel(strategy="horovod"),
+}
+JOBS: Mapping[str, Parallel] = {
+    "tree_reduce": Parallel(strategy="tree_reduce"),
+    "shuffle_reduce": Parallel(strategy="shuffle_reduce"),
+    **{
+        f"parameter_server {mode}": Parallel(strategy="parameter_server", server_mode=mode)  # type: ignore[arg-type]
+        for mode in ("sync", "k_sync", "k_batch_sync", "async", "k_async", "k_batch_async")
+    },
+}
+METHODS = (*BACKWARDS, *ALL_REDUCES, *JOBS)
+_MATRIX = 512
+_WARM_UPS = 3
+"""Enough for compression to have begun (`parallel.compression_start_step`)."""
+_WARM_UPS_OF = {"ddp threshold": 40}
+"""Enough for as much to be sent as comes in: a random walk reaches the threshold after some 31 steps."""
+_TIMEOUT_S = 900.0
+
+
+def measure(
+    spark: Any,
+    folder: str,
+    *,
+    num_hosts: int,
+    mib: Sequence[float],
+    methods: Sequence[str] = METHODS,
+    repeats: int = 3,
+    rate_mbit: float | None = None,
+    show: Callable[[str], None] = lambda line: None,
+) -> list[dict[str, Any]]:
+    """Rows of the section `exchange` of the report (see `report.py`). Called on the driver.
+
+    One rank runs on each of `num_hosts` hosts. `folder` is one that all of them reach, for the runs of `JOBS`.
+    `rate_mbit` is the rate of each link in each direction; without it rows have no limit.
+    """
+    rows = []
+    for size in mib:
+        for method in methods:
+            start = time.perf_counter()
+            try:
+                if method in JOBS:
+                    run = f"{folder}/{method.replace(' ', '-')}-{size:g}"
+                    settings = job_settings(method, num_hosts)
+                    found = measure_job(spark, run, settings, _spec(size), num_hosts=num_hosts, repeats=repeats)
+                else:
+                    found = _measure_on_ranks(spark, method, num_hosts, size, repeats)
+            except (ValueError, RuntimeError) as error:  # what came before is not lost, and the others may do
+                show(f"{method}, {size:g} MiB: left out: {str(error).strip().splitlines()[0]}")
+                continue
+            limit = _limit(found, num_hosts, size, rate_mbit)
+            rows.append({"method": method, "hosts": num_hosts, "mib": size, **found, **limit})
+            show(f"{method}, {size:g} MiB: {found['seconds']:.3f} s (measured in {time.perf_counter() - start:.0f} s)")
+    return rows
+
+
+def _limit(found: Mapping[str, Any], hosts: int, mib: float, rate_mbit: float | None) -> dict[str, Any]:
+    """What no all-reduce on links of this rate beats: 2 N (P - 1) / P bytes per rank (Patarasuk & Yuan 2009)."""
+    if rate_mbit is None:
+        return {"limit_s": None, "ratio_to_limit": None}
+    limit_s = 2 * mib * 2**20 * (hosts - 1) / hosts / (rate_mbit * 1e6 / 8)
+    return {"limit_s": limit_s, "ratio_to_limit": limit_s / found["seconds"]}
+
+
+def random_profile(mib: float) -> Profile:
+    """A model of so many MiB of float32 in square matrices of 1 MiB; what is left over is a vector."""
+    elements = round(mib * 2**18)
+    whole, rest = divmod(elements, _MATRIX * _MATRIX)
+    shapes = [(_MATRIX, _MATRIX)] * whole + ([(rest,)] if rest else [])
+    layers = tuple(Layer(f"matrix{i}", shape, 1 / len(shapes)) for i, shape in enumerate(shapes))
+    return Profile(f"{mib:g} MiB", layers, multiply_adds=0)
+
+
+def _spec(mib: float) -> ModelSpec:
+    return accelerator_spec(random_profile(mib), forward_s=0.0, backward_s=0.0)
+
+
+def _config(parallel: Parallel, num_ranks: int, **train: Any) -> Config:
+    return Config(
+        data=Data(features=("x",), label=None, num_streams=num_ranks, shuffle=False),
+        train=Train(global_batch_size=num_ranks, lr=1e-6, log_every=1, **train),
+        parallel=parallel,
+        launch=Launch(num_ranks=num_ranks, device="cpu", collective_timeout_s=_TIMEOUT_S),
+    )
+
+
+def _measure_on_ranks(spark: Any, method: str, num_hosts: int, mib: float, repeats: int) -> dict[str, Any]:
+    config = _config(BACKWARDS.get(method, Parallel()), num_hosts)
+    by_rank = run_barrier(spark, _time_on_rank, method, mib, repeats, config, launch=config.launch)
+    sent = [r["sent"] for r in by_rank]
+    return {
+        "seconds": statistics.median(max(times) for times in zip(*(r["seconds"] for r in by_rank), strict=True)),
+        "bytes_per_rank": statistics.mean(sent),
+        "busiest_link_bytes": max(max(r["sent"], r["received"]) for r in by_rank),
+    }
+
+
+def _time_on_rank(method: str, mib: float, repeats: int, config: Config, report: Any = None) -> RankResult:
+    """One rank: the seconds of each exchange, and the mean of the bytes that passed its host's link."""
+    with join(config.launch, report=report) as world, contextlib.ExitStack() as until_done:
+        exchange = _all_reduce(method, mib) if method in ALL_REDUCES else _backward(config, mib, world, until_done)
+        for _ in range(_WARM_UPS_OF.get(method, _WARM_UPS)):
+            exchange()
+        dist.barrier()
+        before, seconds = read_link(world.host), []
+        for _ in range(repeats):
+            dist.barrier()
+            start = time.perf_counter()
+            exchange()
+            seconds.append(time.perf_counter() - start)
+        dist.barrier()
+        link = read_link(world.host) - before
+        counted = {"sent": link.sent / repeats, "received": link.received / repeats}
+        return RankResult(world.rank, {"seconds": seconds, **counted})
+
+
+def _all_reduce(method: str, mib: float) -> Callable[[], object]:
+    gradient = torch.randn(round(mib * 2**18)) * 1e-3
+
+    def exchange() -> None:
+        if method == "backend":
+            dist.all_reduce(gradient)
+        else:
+            collectives.all_reduce(gradient, method)
+        gradient.mul_(1 / dist.get_world_size())  # so that it stays finite
+
+    return exchange
+
+
+def _backward(config: Config, mib: float, world: World, until_done: contextlib.ExitStack) -> Callable[[], object]:
+    trainable = parallelize(_spec(mib), world, config)
+    until_done.callback(trainable.close)
+    batch = {"x": torch.full((1, 1), float(world.rank)), "weight": torch.ones(1)}  # other gradients on each rank
+
+    def exchange() -> None:
+        trainable.forward_backward([batch], world.world_size)
+        trainable.optimizer.zero_grad()
+
+    return exchange
+
+
+def job_settings(method: str, num_hosts: int) -> Parallel:
+    """The settings of one of `JOBS`; modes that wait for K gradients wait for all but one."""
+    parallel = JOBS[method]
+    waits_for_k = method.endswith(("k_sync", "k_batch_sync", "k_async", "k_batch_async"))
+    return dataclasses.replace(parallel, server_k=max(1, num_hosts - 2)) if waits_for_k else parallel
+
+
+def measure_job(
+    spark: Any, folder: str, parallel: Parallel, spec: ModelSpec, *, num_hosts: int, repeats: int
+) -> dict[str, Any]:
+    """Seconds and bytes of a step of a whole run, one rank on each host. Called on the driver.
+
+    Two runs, a short and a long one: the steps that only the long one has are without its start and its end. Where an
+    update takes the gradients of K of the trainers only, a step is as many updates as take one of each trainer.
+    """
+    updates = _updates_per_step(parallel, num_hosts)
+    write_arrays(
+        {"x": np.random.default_rng(0).random((num_hosts * (repeats + 2), 1), dtype=np.float32)}, f"{folder}/data"
+    )
+    marks = [read_links(spark, num_hosts)]
+    seconds: list[float] = []
+    counted = math.ceil(repeats * updates)
+    for max_steps in (1, 1 + counted):
+        run_dir = f"{folder}/run-{max_steps}"
+        config = _config(parallel, num_hosts, max_steps=max_steps)
+        driver.train(f"{folder}/data", spec, config, run_dir=run_dir, progress=False)
+        marks.append(read_links(spark, num_hosts))
+        times = [line["time"] for line in metrics.read_metrics(run_dir) if line["kind"] == "step"]
+        seconds = [after - before for before, after in itertools.pairwise(times)]
+        storage.delete(run_dir)
+    short, long = ({host: after[host] - before[host] for host in after} for before, after in itertools.pairwise(marks))
+    links = {host: _per_step(long[host] - short[host], counted / updates) for host in long}
+    sent = [link.sent for host, link in links.items() if not host.startswith("driver ")]
+    return {
+        # Updates of single gradients come in bunches, of which the median says nothing.
+        "seconds": statistics.median(seconds) if updates == 1 else statistics.mean(seconds) * updates,
+        "bytes_per_rank": statistics.mean(sent),
+        "busiest_link_bytes": max(max(link.sent, link.received) for link in links.values()),
+    }
+
+
+def _updates_per_step(parallel: Parallel, num_hosts: int) -> float:
+    if parallel.strategy != "parameter_server":
+        return 1
+    trainers = num_hosts - parallel.num_servers
+    return trainers / rules_of(parallel, trainers).k
+
+
+def _per_step(link: LinkBytes, steps: float) -> LinkBytes:
+    return LinkBytes(round(link.received / steps), round(link.sent / steps))

@@ -1,0 +1,69 @@
+"""What has passed a host's network interface, by the kernel's own counters."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spark_dl.config import Launch
+from spark_dl.launch.barrier import RankResult, run_barrier
+from spark_dl.launch.rendezvous import interface_of, local_address
+
+
+@dataclass(frozen=True)
+class LinkBytes:
+    """Bytes since the interface came up, headers included."""
+
+    received: int
+    sent: int
+
+    def __sub__(self, before: LinkBytes) -> LinkBytes:
+        return LinkBytes(self.received - before.received, self.sent - before.sent)
+
+
+def read_link(host: str) -> LinkBytes:
+    """The counters of the interface by which others reach this host under that name. Linux only.
+
+    Raises RuntimeError where no interface has the host's address.
+    """
+    address = local_address(host)
+    name = interface_of(address)
+    counters = parse_counters(Path("/proc/self/net/dev").read_text())
+    if name not in counters:
+        raise RuntimeError(f"no network interface of {socket.gethostname()} has {host}'s address {address}")
+    return counters[name]
+
+
+def parse_counters(text: str) -> dict[str, LinkBytes]:
+    """The content of `/proc/net/dev` by interface."""
+    found = {}
+    for line in text.splitlines()[2:]:
+        name, _, values = line.partition(":")
+        numbers = [int(v) for v in values.split()]
+        found[name.strip()] = LinkBytes(received=numbers[0], sent=numbers[8])
+    return found
+
+
+def read_links(spark: Any, num_hosts: int) -> dict[str, LinkBytes]:
+    """The counters of all hosts with executors, by their names, and of the driver's. Called on the driver.
+
+    One rank runs on each host, where each has one task slot. Raises as `run_barrier` does.
+    """
+    found = run_barrier(spark, _read_own_link, launch=Launch(num_ranks=num_hosts, device="cpu"))
+    by_host = {host: LinkBytes(**counted) for host, counted in found}
+    driver = str(spark.conf.get("spark.driver.host"))
+    return {**by_host, f"driver {driver}": read_link(driver)}
+
+
+def _read_own_link(report: Any = None) -> RankResult:
+    from pyspark import BarrierTaskContext
+
+    context = BarrierTaskContext.get()
+    assert isinstance(context, BarrierTaskContext)
+    task = context.partitionId()
+    context.barrier()  # so that each host has a task of its own
+    host = context.getTaskInfos()[task].address.rsplit(":", 1)[0].strip("[]")
+    link = read_link(host)
+    return RankResult(task, (host, {"received": link.received, "sent": link.sent}))

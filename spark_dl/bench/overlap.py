@@ -1,0 +1,101 @@
+"""What a strategy hides of its communication behind compute, and what the size of DDP's buckets has to do with it.
+
+A simulated ResNet-50 whose compute takes as long as its communication alone: the point at which overlap is worth most.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from spark_dl.bench import exchange
+from spark_dl.bench.accelerator import accelerator_spec
+from spark_dl.bench.profiles import PROFILES
+from spark_dl.bench.steps import Steps, time_steps
+from spark_dl.config import Launch
+from spark_dl.launch.barrier import run_barrier
+from spark_dl.parallel.buckets import CANDIDATES_MIB, MIB, backward_s, choose_bucket_mib, interpolate_all_reduce_s
+
+PROFILE = "resnet50"
+_ON_RANKS = {"ddp": "backend", "ddp ring": "ring"}
+_JOBS = ("tree_reduce", "shuffle_reduce", "parameter_server sync")
+_ALL_REDUCE_MIB = (0.125, 1.0, 4.0, 16.0)
+
+
+def measure(
+    spark: Any,
+    folder: str,
+    *,
+    num_hosts: int,
+    scale: float,
+    repeats: int,
+    sections: Sequence[str],
+    methods: Sequence[str],
+    same_clock: bool,
+    show: Callable[[str], None],
+) -> dict[str, Any]:
+    """The sections `breakdown` and `buckets` of the report, as far as `sections` names them. Called on the driver.
+
+    The breakdown is that of the methods that are named and have overlap or, to compare, none.
+    """
+    launch = Launch(num_ranks=num_hosts, device="cpu")
+
+    def take(**settings: Any) -> dict[str, Any]:
+        steps = Steps(profile=PROFILE, scale=scale, num_steps=repeats, same_clock=same_clock, **settings)
+        found: dict[str, Any] = run_barrier(spark, time_steps, dataclasses.asdict(steps), launch=launch)[0]
+        return found
+
+    alone = take()
+    communication_s = alone["step_s"] - alone["optimizer_s"]
+    compute = {"forward_s": communication_s / 3, "backward_s": communication_s * 2 / 3}
+    show(f"{PROFILE}: {communication_s:.3f} s of communication alone, and as much compute")
+    profile = PROFILES[PROFILE]().shrunk(scale)
+    sizes = [layer.gradient_bytes for layer in profile.backward_layers()]
+    ready_s = profile.ready_s(compute["backward_s"])
+    all_reduce_s = _time_all_reduces(spark, num_hosts)
+    candidates = [mib for mib in CANDIDATES_MIB if mib * MIB < 2 * sum(sizes)]
+    auto_mib = choose_bucket_mib(ready_s, sizes, all_reduce_s, candidates_mib=candidates)
+    show(f"buckets of {auto_mib:g} MiB are chosen")
+    results: dict[str, Any] = {"auto_bucket_mib": auto_mib}
+    if "breakdown" in sections:
+        rows = [
+            {"method": method, "profile": PROFILE, **take(all_reduce=name, bucket_mib=auto_mib, **compute)}
+            for method, name in _ON_RANKS.items()
+            if method in methods
+        ]
+        rows += [_job_row(spark, folder, m, num_hosts, scale, repeats, compute) for m in _JOBS if m in methods]
+        results["breakdown"] = [{**row, "communication_s": communication_s} for row in rows]
+        for row in rows:
+            show(f"{row['method']}: a step of {row['step_s']:.3f} s")
+    if "buckets" in sections:
+        results["buckets"] = rows = []
+        for mib in candidates:
+            found = take(bucket_mib=mib, **compute)
+            predicted_s = compute["forward_s"] + backward_s(ready_s, sizes, int(mib * MIB), all_reduce_s)
+            rows.append({"profile": PROFILE, "bucket_mib": mib, "step_s": found["step_s"],
+                         "predicted_s": predicted_s + found["optimizer_s"]})  # fmt: skip
+            show(f"buckets of {mib:g} MiB: a step of {found['step_s']:.3f} s")
+    return results
+
+
+def _time_all_reduces(spark: Any, num_hosts: int) -> Callable[[float], float]:
+    """Seconds of an all-reduce by its bytes, as measured at some sizes."""
+    rows = exchange.measure(spark, "", num_hosts=num_hosts, mib=_ALL_REDUCE_MIB, methods=["backend"])
+    return interpolate_all_reduce_s([row["mib"] * MIB for row in rows], [row["seconds"] for row in rows])
+
+
+def _job_row(
+    spark: Any, folder: str, method: str, num_hosts: int, scale: float, repeats: int, compute: dict[str, float]
+) -> dict[str, Any]:
+    """A method without overlap: all but compute is exposed, the update of the weights with it."""
+    spec = accelerator_spec(
+        PROFILES[PROFILE](), forward_s=compute["forward_s"], backward_s=compute["backward_s"], scale=scale
+    )
+    settings = exchange.job_settings(method, num_hosts)
+    found = exchange.measure_job(
+        spark, f"{folder}/{method.replace(' ', '-')}", settings, spec, num_hosts=num_hosts, repeats=repeats
+    )
+    exposed_s = found["seconds"] - sum(compute.values())
+    return {"method": method, "profile": PROFILE, "step_s": found["seconds"], **compute, "hidden_s": 0.0,
+            "exposed_s": exposed_s, "optimizer_s": 0.0, "wait_s": 0.0, "other_s": 0.0}  # fmt: skip

@@ -1,0 +1,121 @@
+"""Training steps of a simulated accelerator on ranks: how long they take, and where the time goes.
+
+The ranks are barrier tasks, by `run_barrier(spark, time_steps, ...)`, or processes with the environment of torchrun:
+
+    python -m spark_dl.bench.steps '<settings as JSON>' result.json
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from spark_dl.bench.accelerator import Accelerator, StepTimes, build_accelerator
+from spark_dl.bench.breakdown import BucketTimes, break_down, recording_hook, shared_intervals
+from spark_dl.bench.profiles import PROFILES
+from spark_dl.config import Launch
+from spark_dl.gather import gather_json
+from spark_dl.launch.barrier import RankResult
+from spark_dl.launch.rendezvous import join
+from spark_dl.parallel.exchange import build_all_reduce
+
+_WARM_UPS = 2
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What is trained, and how: settings that travel as JSON."""
+
+    profile: str = "resnet50"
+    scale: float = 1.0
+    """Fraction of the profile's parameters."""
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    all_reduce: str = "backend"
+    """How buckets are summed: by the backend, or by one of `parallel.collectives`."""
+    bucket_mib: float = 25.0
+    num_steps: int = 5
+    same_clock: bool = True
+    """Whether all ranks are processes of one machine, whose clocks can be compared."""
+    timeout_s: float = 600.0
+
+
+def time_steps(settings: Mapping[str, Any], report: Any = None) -> RankResult:
+    """Median seconds of a step of DDP and of its parts, the same on all ranks. Collective, in a barrier task or not."""
+    steps = Steps(**settings)
+    launch = Launch(device="cpu", collective_timeout_s=steps.timeout_s, start_timeout_s=steps.timeout_s)
+    with join(launch, report=report) as world, contextlib.ExitStack() as until_done:
+        records: list[BucketTimes] = []
+        model = build_accelerator(
+            PROFILES[steps.profile](), forward_s=steps.forward_s, backward_s=steps.backward_s, scale=steps.scale,
+            seed=world.rank,
+        )  # fmt: skip
+        wrapped = DistributedDataParallel(model, bucket_cap_mb=steps.bucket_mib, gradient_as_bucket_view=True)
+        if steps.all_reduce == "backend":
+            hook = recording_hook(records)
+        else:
+            exchange = build_all_reduce(steps.all_reduce, timeout_s=steps.timeout_s)
+            until_done.callback(exchange.close)
+            hook = recording_hook(records, lambda _, bucket: exchange.hook(bucket))
+        wrapped.register_comm_hook(None, hook)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+        taken = [_step(wrapped, model, optimizer, records) for _ in range(_WARM_UPS + steps.num_steps)][_WARM_UPS:]
+        return RankResult(world.rank, _medians(taken, world.rank, steps.same_clock))
+
+
+@dataclass(frozen=True)
+class _Taken:
+    start: float
+    end: float
+    times: StepTimes
+    optimizer: tuple[float, float]
+    buckets: list[BucketTimes]
+
+
+def _step(
+    wrapped: DistributedDataParallel, model: Accelerator, optimizer: torch.optim.Optimizer, records: list[BucketTimes]
+) -> _Taken:
+    column = torch.zeros(1, 1)
+    dist.barrier()
+    records.clear()
+    start = time.perf_counter()
+    wrapped(column).sum().backward()
+    reduced = time.perf_counter()
+    optimizer.step()
+    end = time.perf_counter()
+    optimizer.zero_grad(set_to_none=True)
+    return _Taken(start, end, model.steps[-1], (reduced, end), list(records))
+
+
+def _medians(taken: Sequence[_Taken], rank: int, same_clock: bool) -> dict[str, Any]:
+    """The parts of the median step on this rank, and the means over the ranks."""
+    own = [[dataclasses.asdict(bucket) for bucket in step.buckets] for step in taken]
+    everyones = gather_json(own) if same_clock else None
+    parts = []
+    for i, step in enumerate(taken):
+        records = [[BucketTimes(**b) for b in steps[i]] for steps in everyones] if everyones else [step.buckets]
+        communication, waits = shared_intervals(records, rank if everyones else 0)
+        found = break_down((step.start, step.end), step.times, communication, waits=waits, optimizer=step.optimizer)
+        parts.append({**dataclasses.asdict(found), "step_s": step.end - step.start})
+    median = {name: statistics.median(part[name] for part in parts) for name in parts[0]}
+    of_ranks = gather_json(median)
+    means = {name: statistics.mean(rank[name] for rank in of_ranks) for name in median}
+    return {**means, "step_s": max(rank["step_s"] for rank in of_ranks)}
+
+
+if __name__ == "__main__":
+    done = time_steps(json.loads(sys.argv[1]))
+    if done.rank == 0:
+        Path(sys.argv[2]).write_text(json.dumps(done.result))

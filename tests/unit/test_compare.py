@@ -1,0 +1,100 @@
+"""What follows from measured exchanges: the fitted model, held-out points, crossings, large clusters."""
+
+import pytest
+
+from spark_dl.bench import compare, links, report
+from spark_dl.bench.cost import Network, cost
+from spark_dl.bench.work import Exchange
+
+RING = Network(alpha_s=2e-4, bytes_per_s=24e6, overhead_s=1e-3)
+TREE = Network(alpha_s=1e-3, bytes_per_s=22e6, gamma_s_per_byte=4e-9, overhead_s=0.08)
+
+
+def row(method, hosts, mib, factor=1.0):
+    name, network = ("ring", RING) if method == "ddp" else (method, TREE)
+    seconds = factor * cost(Exchange(name, hosts, mib * 2**20), network).seconds
+    return {"method": method, "hosts": hosts, "mib": mib, "seconds": seconds}
+
+
+def test_the_ends_fit_the_model_and_the_middle_is_held_out():
+    rows = [row(method, 4, mib) for method in ("ddp", "tree_reduce") for mib in (1, 16, 64)]
+    found = compare.model_of({"exchange": rows})
+    assert [p["held_out"] for p in found["model"]] == [False, True, False] * 2
+    for point in found["model"]:
+        assert point["predicted_s"] == pytest.approx(point["measured_s"], rel=0.02)
+    assert {p["method"] for p in found["plan"]} == {"ddp", "tree_reduce"}
+    assert {p["ranks"] for p in found["plan"]} == {16, 64, 256, 1024, 4096}
+    assert found["crossings"] == []  # the ring is the faster one at all sizes
+
+
+def test_a_method_that_is_faster_for_small_gradients_crosses_the_ring():
+    slow_start = [{**row("ddp", 4, mib), "seconds": row("ddp", 4, mib)["seconds"] + 1.0} for mib in (1, 16, 64)]
+    (crossing,) = compare.model_of({"exchange": [*slow_start, *(row("tree_reduce", 4, m) for m in (1, 16, 64))]})[
+        "crossings"
+    ]
+    assert crossing["method"] == "tree_reduce"
+    assert 0.1 < crossing["mib"] < 16
+
+
+def test_methods_that_the_model_does_not_know_are_left_out_of_it():
+    rows = [{"method": name, "hosts": 4, "mib": 1, "seconds": 1.0} for name in ("ddp topk", "parameter_server async")]
+    assert compare.model_of({"exchange": rows}) == {}
+    assert compare.model_of({}) == {}
+
+
+def test_all_rows_fit_the_report(tmp_path):
+    pytest.importorskip("matplotlib", reason="the report needs matplotlib")
+    rows = [
+        {**row(method, 4, mib), "bytes_per_rank": 1.5 * mib * 2**20, "busiest_link_bytes": 3.0 * mib * 2**20,
+         "limit_s": 0.06 * mib, "ratio_to_limit": 0.9} for method in ("ddp", "tree_reduce") for mib in (1, 16, 64)
+    ]  # fmt: skip
+    results = {"exchange": rows, **compare.model_of({"exchange": rows})}
+    report.write_report(results, tmp_path / "report.html")
+    assert (tmp_path / "report.html").read_text().count("<h2>") == 4
+
+
+@pytest.mark.parametrize(("wrong", "named"), [({"methods": ("ddp", "rign")}, "rign"), ({"sections": ("all",)}, "all")])
+def test_an_unknown_method_or_section_is_named_with_those_that_are_known(wrong, named):
+    with pytest.raises(ValueError, match=rf"^{next(iter(wrong))}: unknown {named}; known are "):
+        compare.Options(**wrong)
+
+
+def test_weak_and_strong_scaling_have_their_own_ideal():
+    rows = [
+        {"kind": kind, "method": "ddp", "ranks": ranks, "step_s": seconds}
+        for kind, times in (("weak", {1: 2.0, 4: 2.5}), ("strong", {1: 2.0, 4: 0.8})) for ranks, seconds in
+        times.items()
+    ]  # fmt: skip
+    found = {(r["kind"], r["ranks"]): compare.with_efficiency(r, rows, {})["efficiency"] for r in rows}
+    assert found == {("weak", 1): 1.0, ("weak", 4): 0.8, ("strong", 1): 1.0, ("strong", 4): 0.625}
+
+
+def test_scaling_is_beside_what_the_model_predicts():
+    times = {"scale": 0.1, "forward_s": 0.3, "backward_s": 0.6}
+    scaling = [{"kind": "weak", "method": m, "ranks": p, "step_s": 1.0, **times} for m in ("ddp", "x") for p in (1, 8)]
+    exchange = [row("ddp", 4, mib) for mib in (1, 16, 64)]
+    alone, eight, *others = compare.model_of({"exchange": exchange, "scaling": scaling})["scaling"]
+    assert alone["predicted_efficiency"] == pytest.approx(1.0 / 0.9, rel=0.01)  # a step alone is compute alone
+    size = 0.1 * 25_557_032 * 4 * 2 * 7 / 8
+    assert 1.0 / 0.9 > eight["predicted_efficiency"] > 1.0 / (0.9 + 1.2 * size / RING.bytes_per_s)
+    assert not any("predicted_efficiency" in r for r in others)
+
+
+PROC_NET_DEV = """Inter-|   Receive                                                |  Transmit
+ face |bytes    packets errs drop fifo frame compressed multicast|bytes    packets errs drop fifo colls carrier comp
+    lo: 1104     12    0    0    0     0          0         0     2208      12    0    0    0     0       0          0
+  eth0:123456789    9    0    0    0     0          0         0 987654321    8    0    0    0     0       0          0
+"""
+
+
+def test_the_kernel_s_counters():
+    found = links.parse_counters(PROC_NET_DEV)
+    assert found == {"lo": links.LinkBytes(1104, 2208), "eth0": links.LinkBytes(123456789, 987654321)}
+    assert found["eth0"] - found["lo"] == links.LinkBytes(123456789 - 1104, 987654321 - 2208)
+
+
+def test_the_counters_of_this_host_go_up():
+    before = links.read_link("127.0.0.1")
+    assert (links.read_link("127.0.0.1") - before).received >= 0
+    with pytest.raises(RuntimeError, match=r"no network interface .* 192\.0\.2\.1"):
+        links.read_link("192.0.2.1")

@@ -24,7 +24,7 @@ test: setup-petastorm setup-horovod lint type ## lint, types, and the tests that
 	@$(PY) -m pytest --numprocesses=3 --no-loadscope-reorder -m 'not slow'
 
 test-slow: setup-petastorm setup-horovod ## all other tests: whole jobs, kills, clusters, networks, memory
-	@$(PY) -m pytest --numprocesses=4 --no-loadscope-reorder -m slow
+	@$(PY) -m pytest --numprocesses=3 --no-loadscope-reorder -m slow
 
 lint: setup
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check .

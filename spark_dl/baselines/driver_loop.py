@@ -38,7 +38,7 @@ from spark_dl.data.build import BatchLoader, build_train_loader
 from spark_dl.launch import payload, preflight
 from spark_dl.launch.failure import root_cause
 from spark_dl.launch.rendezvous import World
-from spark_dl.parallel.trainable import Trainable, build_optimizer
+from spark_dl.parallel.trainable import Scaler, Trainable, build_optimizer
 from spark_dl.spec import Batch, Run
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def _parallelize(spark: SparkSession, run: Run, aggregate: Aggregate) -> Trainab
     model = run.spec.build()
     optimizer = build_optimizer(model, config, config.launch.num_ranks)
     parameters, buffers = parts.trained(model), list(model.buffers())
-    scaler = torch.amp.GradScaler("cpu", enabled=config.train.precision == "fp16")
+    scaler = Scaler(optimizer, config, torch.device("cpu"))
     jobs = _Jobs(spark, run, aggregate)
 
     def forward_backward(micro_batches: Sequence[Batch], rows: int) -> Tensor:
@@ -103,21 +103,16 @@ def _parallelize(spark: SparkSession, run: Run, aggregate: Aggregate) -> Trainab
         parts.set_gradient(total, parameters)
         if total.buffers is not None:
             parts.from_arrays(total.buffers, buffers)
-        if scaler.is_enabled():
-            scaler.unscale_(optimizer)
+        scaler.unscale()
         return torch.tensor(total.loss_sum, dtype=torch.float64)
-
-    def take_step() -> None:  # without fp16 the scaler only passes on to optimizer.step
-        scaler.step(optimizer)
-        scaler.update()
 
     return Trainable(
         modules=[model],
         optimizer=optimizer,
         forward_backward=forward_backward,
         clip_grad_norm=lambda norm: nn.utils.clip_grad_norm_(parameters, norm),
-        step=take_step,
-        extra_state={"scaler": scaler} if scaler.is_enabled() else {},
+        step=scaler.step,
+        extra_state=scaler.state,
         close=jobs.close,
     )
 

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spark_dl import checkpoint
-from spark_dl.baselines.servers.block import Block, OptimizerState
+from spark_dl.baselines.servers.block import Block
 from spark_dl.baselines.servers.deal import Deal, deal_again
 from spark_dl.baselines.servers.flat import FlatModel
 from spark_dl.baselines.servers.lead import Lead
@@ -41,7 +41,7 @@ from spark_dl.baselines.servers.trainer import Trainer, add_gradient
 from spark_dl.baselines.servers.wire import Numbers, Wire
 from spark_dl.launch.rendezvous import World
 from spark_dl.loop import Training, seed_generators
-from spark_dl.parallel.trainable import Trainable
+from spark_dl.parallel.trainable import OptimizerState, Trainable
 from spark_dl.spec import Run
 
 

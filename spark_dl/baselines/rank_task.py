@@ -27,7 +27,8 @@ from spark_dl.launch import gpus, payload
 from spark_dl.launch.failure import describe, failed_in_task
 from spark_dl.loop import seed_generators
 from spark_dl.parallel.stragglers import delay_s
-from spark_dl.spec import Run, weighted_loss_sum
+from spark_dl.parallel.trainable import add_gradients
+from spark_dl.spec import Run
 
 if TYPE_CHECKING:
     from pyspark import Broadcast
@@ -98,13 +99,9 @@ def _compute(kept: _Kept, rank: int, step: Step) -> Part:
     seed_generators(int(seed) >> 1)
     time.sleep(delay_s(config, rank, step.global_step))
     model.zero_grad(set_to_none=True)
-    total = torch.zeros((), device=device)
+    factor = step.scale / step.rows
     with _threads(config.launch.threads):
-        for batch in batches:
-            on_device = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
-            _, losses = weighted_loss_sum(spec, model, on_device, config)
-            (losses * (step.scale / step.rows)).backward()
-            total += losses.detach()
+        total = add_gradients(spec, model, batches, config, device=device, scale=lambda losses: losses * factor)
     gradient, used = flat_gradient(parameters)
     buffers = to_arrays(list(model.buffers())) if rank == 0 else None  # as DDP, which hands out those of rank 0
     return Part(gradient, float(total), used, buffers)

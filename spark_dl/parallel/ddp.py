@@ -16,7 +16,7 @@ from spark_dl.config import Config
 from spark_dl.parallel.batchnorm import synchronize_batchnorm
 from spark_dl.parallel.bucket_choice import BucketSize
 from spark_dl.parallel.exchange import average_whole, build_exchange
-from spark_dl.parallel.trainable import Trainable, add_gradients, build_optimizer
+from spark_dl.parallel.trainable import Scaler, Trainable, add_gradients, build_optimizer
 from spark_dl.spec import Batch, ModelSpec
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def average_gradients(
     exchange = build_exchange(model, world, config)
     settled = False
     wrapped: DistributedDataParallel | None = None
-    scaler = torch.amp.GradScaler(world.device.type, enabled=config.train.precision == "fp16")
+    scaler = Scaler(optimizer, config, world.device)
 
     def backward(micro_batches: Sequence[Batch], rows: int) -> Tensor:
         # DDP divides the sum over the ranks by their number; the mean is to be over the true rows.
@@ -71,8 +71,7 @@ def average_gradients(
             trial()
             settled = True
         total = backward(micro_batches, rows)
-        if scaler.is_enabled():
-            scaler.unscale_(optimizer)
+        scaler.unscale()
         return total
 
     def settle() -> None:
@@ -80,17 +79,13 @@ def average_gradients(
         for buffer in model.buffers():
             dist.broadcast(buffer, 0)
 
-    def step() -> None:  # without fp16 the scaler only passes on to optimizer.step
-        scaler.step(optimizer)
-        scaler.update()
-
     return Trainable(
         modules=[model],
         optimizer=optimizer,
         forward_backward=forward_backward,
         clip_grad_norm=lambda norm: nn.utils.clip_grad_norm_(model.parameters(), norm),
-        step=step,
-        extra_state={"bucket_size": bucket_size, **({"scaler": scaler} if scaler.is_enabled() else {})},
+        step=scaler.step,
+        extra_state={"bucket_size": bucket_size, **scaler.state},
         settle=settle,
         rank_state=exchange.rank_state if exchange else {},
         close=exchange.close if exchange else lambda: None,

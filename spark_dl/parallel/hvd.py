@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from spark_dl.config import Config
-from spark_dl.parallel.trainable import Trainable, build_optimizer
-from spark_dl.spec import Batch, ModelSpec, weighted_loss_sum
+from spark_dl.parallel.trainable import Scaler, Trainable, add_gradients, build_optimizer
+from spark_dl.spec import Batch, ModelSpec
 
 if TYPE_CHECKING:
     from spark_dl.launch.rendezvous import World
@@ -61,7 +61,7 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
         _connect(hvd, world, config, wait)
         optimizer = _distributed(hvd, plain, model, config)
         close = cleanup.pop_all().close
-    scaler = torch.amp.GradScaler(world.device.type, enabled=config.train.precision == "fp16")
+    scaler = Scaler(optimizer, config, world.device)
     is_first = True
 
     def take_from_first(tensors: Mapping[str, Any]) -> None:
@@ -75,22 +75,19 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
         if is_first:  # and not before, so that what a checkpoint holds has been loaded
             take_from_first({**model.state_dict(), **_state_of(optimizer)})
             is_first = False
-        total = torch.zeros((), device=world.device)
-        for batch in micro_batches:
-            on_device = {name: tensor.to(world.device, non_blocking=True) for name, tensor in batch.items()}
-            _, losses = weighted_loss_sum(spec, model, on_device, config)
-            # Horovod divides the sum over the ranks by their number; the mean is to be over the true rows.
-            scaler.scale(losses * (world.world_size / rows)).backward()
-            total += losses.detach()
+        # Horovod divides the sum over the ranks by their number; the mean is to be over the true rows.
+        factor = world.world_size / rows
+        total = add_gradients(
+            spec, model, micro_batches, config, device=world.device,
+            scale=lambda losses: scaler.scale(losses * factor),
+        )  # fmt: skip
         wait(optimizer.synchronize)
-        if scaler.is_enabled():
-            scaler.unscale_(optimizer)
+        scaler.unscale()
         return total
 
-    def step() -> None:  # without fp16 the scaler only passes on to optimizer.step
+    def step() -> None:
         with optimizer.skip_synchronize():
-            scaler.step(optimizer)
-        scaler.update()
+            scaler.step()
 
     return Trainable(
         modules=[model],
@@ -98,7 +95,7 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
         forward_backward=forward_backward,
         clip_grad_norm=lambda norm: nn.utils.clip_grad_norm_(model.parameters(), norm),
         step=step,
-        extra_state={"scaler": scaler} if scaler.is_enabled() else {},
+        extra_state=scaler.state,
         settle=lambda: take_from_first(dict(model.named_buffers())),
         close=close,
     )

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from spark_dl.config import Config
 from spark_dl.parallel import ddp, single
-from spark_dl.parallel.trainable import Trainable, build_optimizer
+from spark_dl.parallel.trainable import OptimizerState, Trainable, build_optimizer
 from spark_dl.spec import Batch, ModelSpec
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
         clip_grad_norm=alone.clip_grad_norm,
         step=training.step,
         extra_state={"local_sgd": training, **(together.extra_state if together else {})},
-        rank_state={"optimizer": _OptimizerState(optimizer), **alone.extra_state},
+        rank_state={"optimizer": OptimizerState(optimizer), **alone.extra_state},
         settle=training.settle,
     )
 
@@ -88,19 +88,6 @@ class _LocalSgd:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._step = state["step"]
-
-
-class _OptimizerState:
-    """What an optimizer has learned on this rank; its settings are those of all ranks, which the schedule restores."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer):
-        self._optimizer = optimizer
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"state": self._optimizer.state_dict()["state"]}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": state["state"]})
 
 
 def average_weights(model: nn.Module, share: float) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from spark_dl.config import Config
-from spark_dl.parallel.trainable import Trainable, add_gradients, build_optimizer
+from spark_dl.parallel.trainable import Scaler, Trainable, add_gradients, build_optimizer
 from spark_dl.spec import Batch, ModelSpec
 
 if TYPE_CHECKING:
@@ -45,26 +45,21 @@ def train_alone(
     wrapped: nn.Module | None = None,
 ) -> Trainable:  # fmt: skip
     """A model that takes steps by this rank's rows alone: `rows` of `forward_backward` are theirs. Not collective."""
-    scaler = torch.amp.GradScaler(world.device.type, enabled=config.train.precision == "fp16")
+    scaler = Scaler(optimizer, config, world.device)
 
     def forward_backward(micro_batches: Sequence[Batch], rows: int) -> Tensor:
         total = add_gradients(
             spec, wrapped or model, micro_batches, config,
             device=world.device, scale=lambda losses: scaler.scale(losses / rows),
         )  # fmt: skip
-        if scaler.is_enabled():
-            scaler.unscale_(optimizer)
+        scaler.unscale()
         return total
-
-    def step() -> None:
-        scaler.step(optimizer)
-        scaler.update()
 
     return Trainable(
         modules=[model],
         optimizer=optimizer,
         forward_backward=forward_backward,
         clip_grad_norm=lambda norm: nn.utils.clip_grad_norm_(model.parameters(), norm),
-        step=step,
-        extra_state={"scaler": scaler} if scaler.is_enabled() else {},
+        step=scaler.step,
+        extra_state=scaler.state,
     )

@@ -62,6 +62,43 @@ def add_gradients(
     return total
 
 
+class Scaler:
+    """What training in fp16 needs around an optimizer (Micikevicius et al. 2018, section 3.2): the loss is scaled, so
+    that small gradients are not lost, and a step whose gradients overflowed is left out. Else it changes nothing.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, config: Config, device: torch.device):
+        self._optimizer = optimizer
+        self._scaler = torch.amp.GradScaler(device.type, enabled=config.train.precision == "fp16")
+        self.state = {"scaler": self._scaler} if self._scaler.is_enabled() else {}
+        """Of `Trainable.extra_state`."""
+
+    def scale(self, losses: Tensor) -> Tensor:
+        return self._scaler.scale(losses)
+
+    def unscale(self) -> None:
+        """Brings the reduced gradients to their true size."""
+        if self._scaler.is_enabled():
+            self._scaler.unscale_(self._optimizer)
+
+    def step(self) -> None:
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
+
+
+class OptimizerState:
+    """What an optimizer has learned on this rank; its settings are those of all ranks, which the schedule restores."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        self._optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": self._optimizer.state_dict()["state"]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": state["state"]})
+
+
 def build_optimizer(model: nn.Module, config: Config, world_size: int) -> torch.optim.Optimizer:
     """The configured optimizer of `torch.optim` over the parameters that require a gradient."""
     parameters = [p for p in model.parameters() if p.requires_grad]

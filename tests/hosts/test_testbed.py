@@ -190,7 +190,7 @@ def test_a_bed_is_removed_after_a_failure_with_all_that_runs_on_it(hosts):
         with hosts(2) as bed:
             bed.run(bed.hosts[1], [*PYTHON, escape + "os.closerange(0, 3); time.sleep(600)"], timeout_s=20)
             (pid,) = bed.processes(bed.hosts[1])
-            assert state_of(pid) == "S"
+            assert state_of(pid) in "DRS"  # alive
             raise ZeroDivisionError
 
     pid = 0

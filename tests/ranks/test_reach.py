@@ -188,5 +188,8 @@ def test_a_dataset_that_is_damaged_in_the_middle_of_an_epoch_stops_all_ranks(tmp
     run = make_run(tmp_path, small_config(2, train={"epochs": 1}), spec=spec, train=shards)
     errors = run_ranks(partial(error_of, partial(train_rank, run)), 2)
     assert all(errors)  # no rank came to the end of the epoch
-    assert all("cannot read row group" in e and f"{tmp_path}/data/part-" in e for e in errors)
+    read = [e for e in errors if "cannot read row group" in e and f"{tmp_path}/data/part-" in e]
+    lost = [e for e in errors if "gloo/transport" in e]  # of a rank whose peer has gone while it waited for it
+    assert len(read) > 0, errors
+    assert len(read) + len(lost) == len(errors), errors
     assert checkpoint.latest(run.run_dir) is None

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from spark_dl import Config, Launch, ModelSpec, Parallel, Train
-from spark_dl.baselines.servers.block import Block, OptimizerState
+from spark_dl.baselines.servers.block import Block
 from spark_dl.baselines.servers.flat import FlatModel
 from spark_dl.config import ELEMENTWISE
-from spark_dl.parallel.trainable import build_optimizer
+from spark_dl.parallel.trainable import OptimizerState, build_optimizer
 from tests.models import MLP, build_mlp
 
 ARGS = {

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -59,19 +58,6 @@ class Block(nn.Module):
         if self._snapshot is None:
             self._snapshot = self.weights.detach().clone().numpy()
         return self._snapshot
-
-
-class OptimizerState:
-    """What a server's optimizer keeps of its block, as checkpoints hold it. The learning rate is kept by the loop."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer):
-        self._optimizer = optimizer
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"state": self._optimizer.state_dict()["state"]}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": state["state"]})
 
 
 def shares_of(gradients: Sequence[Gradient], *, by_staleness: bool) -> tuple[list[float], float]:

@@ -14,19 +14,16 @@ from spark_dl.baselines.servers.mini_batches import MiniBatches
 from spark_dl.baselines.servers.wire import Message, Wire
 from spark_dl.config import Config
 from spark_dl.parallel.stragglers import delay_s
-from spark_dl.spec import Batch, ModelSpec, weighted_loss_sum
+from spark_dl.parallel.trainable import add_gradients
+from spark_dl.spec import Batch, ModelSpec
 
 
 def add_gradient(spec: ModelSpec, flat: FlatModel, micro_batches: Sequence[Batch], rows: int, config: Config) -> Tensor:
     """Adds the gradient of (the sum of losses) / rows to the flat gradients; returns the sum. Not collective."""
-    device = flat.weights.device
-    total = torch.zeros((), device=device)
-    for cpu_batch in micro_batches:
-        batch = {name: tensor.to(device, non_blocking=True) for name, tensor in cpu_batch.items()}
-        _, losses = weighted_loss_sum(spec, flat.model, batch, config)
-        (losses / max(1, rows)).backward()
-        total += losses.detach()
-    return total
+    return add_gradients(
+        spec, flat.model, micro_batches, config,
+        device=flat.weights.device, scale=lambda losses: losses / max(1, rows),
+    )  # fmt: skip
 
 
 class Trainer:

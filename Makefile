@@ -2,7 +2,7 @@
 PY := .venv/bin/python
 ARGS ?= --overwrite
 
-.PHONY: train test test-slow lint type bench clean setup setup-petastorm setup-horovod
+.PHONY: train test test-slow lint type bench clean setup setup-all setup-petastorm setup-horovod
 
 setup:
 	@./conf/setup_env.sh
@@ -20,10 +20,13 @@ train: setup .data/digits.csv.gz ## train on the digits; `make train ARGS=--resu
 	@mkdir -p .data
 	@$(PY) -c "import shutil, sklearn, pathlib; shutil.copy(pathlib.Path(sklearn.__file__).parent / 'datasets/data/digits.csv.gz', '$@')"
 
-test: setup-petastorm setup-horovod lint type ## lint, types, and the tests that this machine can run, but for those that are slow
+setup-all: setup
+	@$(MAKE) --no-print-directory --jobs=2 setup-petastorm setup-horovod
+
+test: setup-all lint type ## lint, types, and the tests that this machine can run, but for those that are slow
 	@$(PY) -m pytest --numprocesses=3 --no-loadscope-reorder -m 'not slow'
 
-test-slow: setup-petastorm setup-horovod ## all other tests: whole jobs, kills, clusters, networks, memory
+test-slow: setup-all ## all other tests: whole jobs, kills, clusters, networks, memory
 	@$(PY) -m pytest --numprocesses=3 --no-loadscope-reorder -m slow
 
 lint: setup
@@ -32,7 +35,7 @@ lint: setup
 type: setup
 	@$(PY) -m mypy
 
-bench: setup-petastorm setup-horovod ## all benchmarks; see jobs/bench.py --help
+bench: setup-all ## all benchmarks; see jobs/bench.py --help
 	@$(PY) jobs/bench.py launch
 	@$(PY) jobs/bench.py step
 	@$(PY) jobs/bench.py loader

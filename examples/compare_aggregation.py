@@ -15,7 +15,7 @@ import sys
 import tempfile
 
 import spark_dl
-from spark_dl.bench import error_runtime, report
+from spark_dl.bench import compare, error_runtime, report
 
 
 def parse() -> argparse.Namespace:
@@ -38,9 +38,9 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     args = parse()
     spark = spark_dl.build_session("compare_aggregation", master=args.master or f"local[{args.ranks}]")
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as here, compare.own_folder(args.folder or here) as folder:
         rows = error_runtime.measure(
-            spark, args.folder or folder, num_hosts=args.ranks, straggler_s=args.straggler_s, methods=args.methods,
+            spark, folder, num_hosts=args.ranks, straggler_s=args.straggler_s, methods=args.methods,
             epochs=args.epochs, show=lambda line: print(line, file=sys.stderr),
         )  # fmt: skip
     print(f"{'method':32} {'exact':>5} {'seconds':>8} {'loss':>8} {'accuracy':>8} {'staleness':>9}")

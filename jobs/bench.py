@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from spark_dl import build_session, cli
-from spark_dl.bench import compare, exchange, launch, loader, report, shards, step
+from spark_dl.bench import compare, launch, loader, report, shards, step
 
 
 def bench_launch(args: argparse.Namespace) -> dict[str, Any]:
@@ -30,9 +30,13 @@ def bench_shards(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def bench_exchange(args: argparse.Namespace) -> dict[str, Any]:
+    if args.rate_mbit is None and not args.master:
+        args.rate_mbit = compare.Options().rate_mbit
     names = [field.name for field in dataclasses.fields(compare.Options)]
     options = compare.Options(**{name: getattr(args, name) for name in names})
     if args.master:
+        if not args.folder and not args.master.startswith("local"):
+            raise ValueError("--folder: name a folder or URL that all hosts of --master reach")
         spark = build_session("spark_dl bench", master=args.master)
         with tempfile.TemporaryDirectory() as folder:
             results = compare.compare_on(spark, args.folder or folder, options, _show)
@@ -93,9 +97,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     defaults = compare.Options()
     of_exchange.add_argument("--hosts", type=_numbers(int), default=defaults.hosts, help="numbers of hosts (4)")
-    of_exchange.add_argument("--rate-mbit", type=float, default=defaults.rate_mbit, help="of each link (200)")
+    of_exchange.add_argument(
+        "--rate-mbit", type=float, help="of each link, in each direction (200; with --master unknown)"
+    )
     of_exchange.add_argument("--mib", type=_numbers(float), default=defaults.mib, help="gradient sizes (1,16,64)")
-    for name, known in (("methods", exchange.METHODS), ("sections", compare.SECTIONS)):
+    for name, known in (("methods", compare.METHODS), ("sections", compare.SECTIONS)):
         of_exchange.add_argument(f"--{name}", type=_numbers(str), default=known, help=f"of {', '.join(known)}")
     of_exchange.add_argument("--scale", type=float, default=defaults.scale, help="of ResNet-50's parameters, simulated")
     of_exchange.add_argument("--scaling-ranks", type=_numbers(int), default=defaults.scaling_ranks)

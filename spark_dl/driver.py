@@ -20,7 +20,7 @@ from torch import nn
 
 from spark_dl import checkpoint, metrics, storage, worker
 from spark_dl.baselines import driver_loop, shuffle_reduce, tree_reduce
-from spark_dl.config import Config, Data, Launch
+from spark_dl.config import BY_SPARK, Config, Data, Launch
 from spark_dl.data import local
 from spark_dl.data.manifest import ShardSet
 from spark_dl.data.mixture import Mixture
@@ -245,7 +245,7 @@ def _check_before_start(spark: Any, spec: ModelSpec, config: Config, *, has_vali
     if config.train.early_stop_metric and not (has_validation or config.data.validation_fraction):
         raise ValueError("train.early_stop_metric: needs validation rows; set data.validation_fraction or pass some")
     payload.pack_call(spec, (), {})
-    preflight.check(spark, config.launch)
+    preflight.check(spark, config.launch, at_once=config.parallel.strategy not in BY_SPARK)
 
 
 def _prepare_run_dir(run_dir: str, config: Config, *, resume: bool, overwrite: bool) -> checkpoint.Saved | None:

@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(items):
     so that none of them begins when the others have ended."""
     items[:] = [item for item in items if not _in_another_mode(item)]
     order = {"unit": 0, "storage": 0, "connect": 1, "local-cluster": 2, "ranks": 3,
-             "tests/spark/test_jobs.py": 4, "petastorm": 5, "spark": 6, "hosts": 7, "gpu": 8}  # fmt: skip
+             "tests/spark/test_jobs.py": 4, "hosts": 5, "petastorm": 6, "spark": 7, "gpu": 8}  # fmt: skip
     items.sort(key=lambda item: order.get(_costly_fixture(item.nodeid), order.get(Path(item.path).parent.name, 0)))
 
 

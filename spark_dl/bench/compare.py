@@ -2,37 +2,44 @@
 
 `compare` makes hosts on links of a set rate on this machine (`testbed`) and runs the sections there, with the driver on
 a host of its own; `compare_on` runs them on the executors of a Spark session that is there. Each section is measured by
-a module of its own; what follows from measurements alone (the cost model, large clusters) is computed here.
+a module of its own, and one that fails is left out, with its reason; `model.py` has what follows from them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
 import os
 import platform
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spark_dl.bench import cost, error_runtime, exchange, overlap, steps, testbed
+from spark_dl import storage
+from spark_dl.bench import error_runtime, exchange, overlap, steps, testbed, waves
+from spark_dl.bench.links import read_links
+from spark_dl.bench.model import BUCKET_MIB, conclude, with_times_ring
 from spark_dl.bench.profiles import PROFILES
-from spark_dl.bench.work import METHODS as MODELLED
-from spark_dl.bench.work import Exchange
 from spark_dl.launch.session import build_session
-from spark_dl.parallel import buckets
 
-SECTIONS = ("exchange", "breakdown", "buckets", "scaling", "stragglers")
+SECTIONS = ("exchange", "compression", "breakdown", "buckets", "waves", "scaling", "stragglers")
+_ON_OTHER_BEDS = ("compression", "scaling")
+METHODS = (*exchange.METHODS, "local_sgd")
+"""`local_sgd` sends weights, now and then: it is in the section `stragglers` alone."""
 _SCALED = {"ddp": "backend", "ddp ring": "ring", "reduce_broadcast": "reduce_broadcast"}
 """Methods of the section `scaling`, and their all-reduce."""
-_BUCKET_MIB = 25.0
-"""Of the whole model: as many buckets as it has, a part of it has, too."""
 _TIMEOUT_S = 7200.0
+
+Show = Callable[[str], None]
+Results = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -45,7 +52,7 @@ class Options:
     """Of each link, in each direction; of a cluster that is there, what is known of it."""
     mib: tuple[float, ...] = (1.0, 16.0, 64.0)
     """Sizes of the gradient."""
-    methods: tuple[str, ...] = exchange.METHODS
+    methods: tuple[str, ...] = METHODS
     sections: tuple[str, ...] = SECTIONS
     repeats: int = 3
     scale: float = 0.25
@@ -55,95 +62,196 @@ class Options:
     """Mean delay of each gradient in the section `stragglers`."""
 
     def __post_init__(self) -> None:
-        for name, known in (("methods", exchange.METHODS), ("sections", SECTIONS)):
+        for name, known in (("methods", METHODS), ("sections", SECTIONS)):
             unknown = [value for value in getattr(self, name) if value not in known]
             if unknown:
                 raise ValueError(f"{name}: unknown {', '.join(unknown)}; known are {', '.join(known)}")
+        for name, low, high in (("hosts", 2, testbed.MAX_HOSTS), ("scaling_ranks", 1, testbed.MAX_HOSTS)):
+            values = getattr(self, name)
+            if not values or not all(low <= value <= high for value in values):
+                raise ValueError(f"{name}: expected numbers from {low} to {high}, found {_listed(values)}")
+        if 1 not in self.scaling_ranks:
+            raise ValueError(
+                f"scaling_ranks: expected 1 among them, to compare with, found {_listed(self.scaling_ranks)}"
+            )
+        if not self.mib or not all(size > 0 for size in self.mib):
+            raise ValueError(f"mib: expected sizes above 0, found {_listed(self.mib)}")
+        if not 0 < self.scale <= 1:
+            raise ValueError(f"scale: expected a fraction above 0, up to 1, found {self.scale}")
+        if self.repeats < 1 or self.straggler_s < 0 or (self.rate_mbit is not None and self.rate_mbit <= 0):
+            raise ValueError("expected repeats of at least 1, no negative straggler_s, and a rate_mbit above 0")
 
 
-def compare(options: Options, show: Callable[[str], None]) -> dict[str, Any]:
+def compare(options: Options, show: Show) -> Results:
     """All sections on hosts of this machine. Raises RuntimeError where `testbed` cannot make them, saying why."""
     reason = testbed.unavailable()
     if reason:
         raise RuntimeError(f"no hosts can be made on this machine: {reason}; give --master for a cluster that is there")
-    results: dict[str, Any] = {}
+    results: Results = {}
     for i, num_hosts in enumerate(sorted(options.hosts)):
         is_last = i == len(options.hosts) - 1
-        sections = [s for s in options.sections if s != "scaling" and (s == "exchange" or is_last)]
+        sections = [s for s in options.sections if s not in _ON_OTHER_BEDS and (s == "exchange" or is_last)]
         if sections:
             here = dataclasses.replace(options, hosts=(num_hosts,), sections=tuple(sections))
-            _add(results, _on_testbed(here, show))
+            for name, value in _on_testbed(here, show).items():
+                results[name] = results[name] + value if name in results else value
+    if "compression" in options.sections:
+        rows = results.get("exchange", [])
+        results |= _attempt("compression", lambda: {"compression": _compression(options, rows, show)}, show)
     if "scaling" in options.sections:
-        results["scaling"] = _scaling(options, show)
+        results |= _attempt("scaling", lambda: {"scaling": _scaling(options, show)}, show)
     return {
-        "about": _about(
-            options, f"{_listed(options.hosts)} hosts on one machine, links of {options.rate_mbit:g} Mbit/s"
-        ),
-        **results,
-        **model_of(results),
+        "about": _about(options, f"{_listed(options.hosts)} hosts on one machine, links of {_rate(options.rate_mbit)}"),
+        **conclude(results),
     }
 
 
-def compare_on(spark: Any, folder: str, options: Options, show: Callable[[str], None]) -> dict[str, Any]:
-    """All sections but `scaling` on a cluster with one task slot on each host. `folder` is one that all hosts reach."""
-    results = measure(spark, folder, options, same_clock=False, show=show)
-    rate = f" of {options.rate_mbit:g} Mbit/s" if options.rate_mbit else ""
-    return {
-        "about": _about(options, f"{_listed(options.hosts)} hosts of {spark.conf.get('spark.master')}, links{rate}"),
-        **results,
-        **model_of(results),
-    }
+def compare_on(spark: Any, folder: str, options: Options, show: Show) -> Results:
+    """All sections but `compression` and `scaling`, on a cluster with one task slot on each host.
+
+    All hosts reach `folder`; what is written there goes again. Raises ValueError for more than one number of hosts,
+    RuntimeError where the tasks do not come to so many hosts, one to each.
+    """
+    if len(options.hosts) != 1:
+        raise ValueError(f"hosts: expected one number with a cluster that is there, found {_listed(options.hosts)}")
+    (num_hosts,) = options.hosts
+    reached = sorted(read_links(spark, num_hosts).keys())
+    workers = [host for host in reached if not host.startswith("driver ")]
+    if len(workers) != num_hosts:
+        raise RuntimeError(
+            f"hosts: {num_hosts} tasks came to {', '.join(workers)}; expected one on each of {num_hosts} hosts: give "
+            "the application that many executors, each with one task slot on a host of its own"
+        )
+    for section in _ON_OTHER_BEDS:
+        if section in options.sections:
+            show(f"the section {section} is left out: it needs hosts that are made on this machine")
+    with own_folder(folder) as here:
+        results = measure(spark, here, options, same_clock=False, show=show)
+    network = f"{num_hosts} hosts of {spark.conf.get('spark.master')}, links of {_rate(options.rate_mbit)}"
+    return {"about": _about(options, network), **conclude(results)}
+
+
+@contextlib.contextmanager
+def own_folder(url: str) -> Iterator[str]:
+    """The URL of a new folder in this one; deleted in the end."""
+    folder = storage.join(url, f"spark_dl-bench-{uuid.uuid4().hex}")
+    try:
+        yield folder
+    finally:
+        storage.delete(folder)
 
 
 def measure(
-    spark: Any, folder: str, options: Options, *, same_clock: bool, show: Callable[[str], None]
-) -> dict[str, Any]:
-    """The sections that run as Spark jobs. Called on the driver."""
-    results: dict[str, Any] = {}
+    spark: Any,
+    folder: str,
+    options: Options,
+    *,
+    same_clock: bool,
+    show: Show,
+    save: Callable[[Results], None] = lambda results: None,
+) -> Results:
+    """The sections that run as Spark jobs. Called on the driver. `save` gets all results after each section."""
     num_hosts = max(options.hosts)
-    if "exchange" in options.sections:
-        results["exchange"] = exchange.measure(
-            spark, f"{folder}/exchange", num_hosts=num_hosts, mib=options.mib, methods=options.methods,
+
+    def exchanges() -> Results:
+        methods = [m for m in options.methods if m in exchange.METHODS]
+        return {"exchange": exchange.measure(
+            spark, f"{folder}/exchange", num_hosts=num_hosts, mib=options.mib, methods=methods,
             repeats=options.repeats, rate_mbit=options.rate_mbit, show=show,
-        )  # fmt: skip
-    if {"breakdown", "buckets"} & {*options.sections}:
-        results |= overlap.measure(
+        )}  # fmt: skip
+
+    def simulated_steps() -> Results:
+        return overlap.measure(
             spark, f"{folder}/steps", num_hosts=num_hosts, scale=options.scale, repeats=options.repeats,
             sections=options.sections, methods=options.methods, same_clock=same_clock, show=show,
         )  # fmt: skip
-    if "stragglers" in options.sections:
-        results["stragglers"] = error_runtime.measure(
-            spark, f"{folder}/stragglers", num_hosts=num_hosts, straggler_s=options.straggler_s, show=show
-        )
+
+    def few_slots() -> Results:
+        rows = waves.measure(spark, f"{folder}/waves", num_hosts=num_hosts, repeats=options.repeats, show=show)
+        return {"waves": rows}
+
+    def stragglers() -> Results:
+        methods = [m for m in error_runtime.strategies(num_hosts) if m in options.methods]
+        return {"stragglers": error_runtime.measure(
+            spark, f"{folder}/stragglers", num_hosts=num_hosts, straggler_s=options.straggler_s, methods=methods,
+            show=show,
+        )}  # fmt: skip
+
+    parts: list[tuple[set[str], Callable[[], Results]]] = [
+        ({"exchange"}, exchanges), ({"breakdown", "buckets"}, simulated_steps), ({"waves"}, few_slots),
+        ({"stragglers"}, stragglers),
+    ]  # fmt: skip
+    results: Results = {}
+    for names, part in parts:
+        if asked := names & {*options.sections}:
+            results |= _attempt(", ".join(sorted(asked)), part, show)
+            save(results)
     return results
 
 
-def _on_testbed(options: Options, show: Callable[[str], None]) -> dict[str, Any]:
+def _attempt(name: str, part: Callable[[], Results], show: Show) -> Results:
+    """The results of a part or, if it fails, none: what came before is not lost, and the others may do."""
+    try:
+        return part()
+    except (ValueError, RuntimeError, OSError) as error:
+        show(f"the section {name} is left out: {str(error).strip()}")
+        return {}
+
+
+def _on_testbed(options: Options, show: Show) -> Results:
     """`measure` in a process on the driver's host of a bed that is made for it."""
     with testbed.hosts(options.hosts[0], rate_mbit=options.rate_mbit) as bed, tempfile.TemporaryDirectory() as folder:
         show(f"starting Spark on {options.hosts[0]} hosts")
         master = bed.start_spark()
         settings = json.dumps({**dataclasses.asdict(options), "folder": folder, "master": master})
-        command = [sys.executable, "-m", "spark_dl.bench.compare", settings, f"{folder}/results.json"]
-        process = bed.popen(bed.driver, command)
-        if process.wait(_TIMEOUT_S):
-            raise RuntimeError(f"the driver on {bed.driver.name} ended with exit code {process.returncode}; see above")
-        results: dict[str, Any] = json.loads(Path(folder, "results.json").read_text())
+        path = Path(folder, "results.json")
+        process = bed.popen(bed.driver, [sys.executable, "-m", "spark_dl.bench.compare", settings, str(path)])
+        try:
+            code = process.wait(_TIMEOUT_S)
+            ended = f"ended with exit code {code}; see above" if code else ""
+        except subprocess.TimeoutExpired:
+            ended = f"was not done within {_TIMEOUT_S:g} s; choose fewer --sections, --methods or --mib"
+        if ended:
+            show(f"the driver on {bed.driver.name} {ended}. What it had measured before is kept")
+        results: Results = json.loads(path.read_text()) if path.exists() else {}
+        if not results:
+            raise RuntimeError(f"nothing was measured on {options.hosts[0]} hosts; see above")
         return results
 
 
-def _scaling(options: Options, show: Callable[[str], None]) -> list[dict[str, Any]]:
+def _compression(options: Options, rows: Sequence[Mapping[str, Any]], show: Show) -> list[dict[str, Any]]:
+    """Exchanges with compression and without, at the set rate, as in `rows`, and on links without a limit."""
+    hosts, mib = max(options.hosts), sorted(options.mib)[len(options.mib) // 2]
+    methods = [m for m in options.methods if m == "ddp" or exchange.is_compressed(m)]
+    here = dataclasses.replace(
+        options, hosts=(hosts,), mib=(mib,), rate_mbit=None, methods=tuple(methods), sections=("exchange",)
+    )
+    show("compression on links without a limit")
+    limited = [r for r in rows if (r["hosts"], r["mib"]) == (hosts, mib) and r["method"] in methods]
+    found = []
+    for rate_mbit, measured in ((options.rate_mbit, limited), (None, _on_testbed(here, show)["exchange"])):
+        ring = {r["method"]: r["bytes_per_rank"] for r in measured}.get("ddp")
+        found += [
+            {**row, "rate_mbit": rate_mbit, "bytes_factor": row["bytes_per_rank"] / ring if ring else None}
+            for row in with_times_ring(measured)
+        ]
+    return found
+
+
+def _scaling(options: Options, show: Show) -> list[dict[str, Any]]:
     """Weak and strong scaling on up to 16 hosts, without Spark: its executors would be too many for one machine."""
     rows = []
     compute_s = _balanced_compute_s(options)
+    methods = {method: name for method, name in _SCALED.items() if method in options.methods}
     for ranks in options.scaling_ranks:
         with testbed.hosts(ranks, rate_mbit=options.rate_mbit) as bed:
             for (kind, share), (method, all_reduce) in itertools.product(
-                (("weak", 1.0), ("strong", 1 / ranks)), _SCALED.items()
+                (("weak", 1.0), ("strong", 1 / ranks)), methods.items()
             ):
                 settings = steps.Steps(
                     scale=options.scale, forward_s=share * compute_s / 3, backward_s=share * compute_s * 2 / 3,
-                    all_reduce=all_reduce, num_steps=options.repeats, bucket_mib=_BUCKET_MIB * options.scale,
+                    parallel={"all_reduce": all_reduce}, num_steps=options.repeats,
+                    bucket_mib=BUCKET_MIB * options.scale,
                 )  # fmt: skip
                 path = f"{bed.folder}/{kind}-{all_reduce}.json"
                 module = [sys.executable, "-m", "spark_dl.bench.steps"]
@@ -157,103 +265,18 @@ def _scaling(options: Options, show: Callable[[str], None]) -> list[dict[str, An
     return rows
 
 
-def with_efficiency(
-    row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], networks: Mapping[str, cost.Network]
-) -> dict[str, Any]:
-    """The row with its efficiency: against the same step on one rank and, in strong scaling, its share of it.
-
-    With `predicted_efficiency`, where the network is known as the method finds it.
-    """
-    alone = next(r["step_s"] for r in rows if (r["kind"], r["method"], r["ranks"]) == (row["kind"], row["method"], 1))
-    ideal = alone if row["kind"] == "weak" else alone / row["ranks"]
-    found = {**row, "efficiency": ideal / row["step_s"]}
-    if row["method"] in networks:
-        found["predicted_efficiency"] = ideal / _predicted_step_s(row, networks[row["method"]])
-    return found
-
-
-def _predicted_step_s(row: Mapping[str, Any], network: cost.Network) -> float:
-    """By the cost model of an all-reduce and the pipeline of DDP's buckets."""
-    profile = PROFILES["resnet50"]().shrunk(row["scale"])
-    sizes = [layer.gradient_bytes for layer in profile.backward_layers()]
-
-    def all_reduce_s(num_bytes: float) -> float:
-        return cost.cost(Exchange(_modelled(row["method"]), row["ranks"], num_bytes), network).seconds
-
-    bucket_bytes = int(_BUCKET_MIB * row["scale"] * 2**20)
-    ready_s = profile.ready_s(row["backward_s"])
-    return float(row["forward_s"]) + buckets.backward_s(ready_s, sizes, bucket_bytes, all_reduce_s)
-
-
 def _balanced_compute_s(options: Options) -> float:
     """Seconds of compute that equal those of a ring's communication on many hosts: 2 N bytes at the link's rate."""
     gradient_bytes = PROFILES["resnet50"]().shrunk(options.scale).gradient_bytes
     return 2 * gradient_bytes / ((options.rate_mbit or 1000.0) * 1e6 / 8)
 
 
-def model_of(results: Mapping[str, Any]) -> dict[str, Any]:
-    """The sections that follow from the exchanges that were measured: `model`, `plan`, `crossings`, and `scaling` with
-    its efficiency.
-
-    For each method the smallest and the largest gradient, on the fewest and the most hosts, fit the model; all others
-    are held out.
-    """
-    rows = [{**row, "kind": _modelled(row["method"])} for row in results.get("exchange", ())]
-    networks, points, crossings = {}, [], []
-    for method in dict.fromkeys(row["method"] for row in rows if row["kind"]):
-        here = [row for row in rows if row["method"] == method]
-        ends = {edge(row["mib"] for row in here) for edge in (min, max)}
-        fitted = [row for row in here if row["mib"] in ends]
-        networks[method] = cost.fit([cost.Point(_exchange(row), row["seconds"]) for row in fitted])
-        for row in here:
-            predicted = cost.cost(_exchange(row), networks[method]).seconds
-            points.append({
-                "method": method, "hosts": row["hosts"], "mib": row["mib"], "measured_s": row["seconds"],
-                "predicted_s": predicted, "held_out": row not in fitted,
-            })  # fmt: skip
-    found: dict[str, Any] = {"model": points} if points else {}
-    if scaling := results.get("scaling"):
-        found["scaling"] = [with_efficiency(row, scaling, networks) for row in scaling]
-    if "ddp" not in networks:
-        return found
-    hosts = max(row["hosts"] for row in rows)
-    for method, network in networks.items():
-        first, ring = (Exchange(_modelled(name), hosts, 0.0) for name in (method, "ddp"))
-        size = cost.crossing_bytes(first, ring, network, networks["ddp"]) if method != "ddp" else None
-        if size is not None:
-            crossings.append({"method": method, "hosts": hosts, "mib": size / 2**20})
-    gradient_bytes = PROFILES["resnet50"]().gradient_bytes
-    plan = [
-        {**row, "method": method}
-        for method, network in networks.items()
-        for row in cost.plan(gradient_bytes, {_modelled(method): network})
-    ]
-    return {**found, "crossings": crossings, "plan": plan}
+def _listed(values: Sequence[float]) -> str:
+    return ", ".join(f"{v:g}" for v in values) or "none"
 
 
-def _modelled(method: str) -> str:
-    """The name by which the cost model knows a method, or nothing."""
-    known = {
-        "ddp": "ring",
-        "backend": "ring",
-        "ddp ring": "ring",
-        "horovod": "ring",
-        "parameter_server sync": "parameter_server",
-    }
-    return known.get(method, method if method in MODELLED else "")
-
-
-def _exchange(row: Mapping[str, Any]) -> Exchange:
-    return Exchange(_modelled(row["method"]), row["hosts"], row["mib"] * 2**20)
-
-
-def _add(results: dict[str, Any], more: Mapping[str, Any]) -> None:
-    for name, value in more.items():
-        results[name] = results[name] + value if name in results else value
-
-
-def _listed(values: Sequence[int]) -> str:
-    return ", ".join(str(v) for v in values)
+def _rate(mbit: float | None) -> str:
+    return f"{mbit:g} Mbit/s" if mbit else "an unknown rate"
 
 
 def _about(options: Options, network: str) -> dict[str, Any]:
@@ -277,10 +300,11 @@ def _main(settings: dict[str, Any], path: str) -> None:
     options = Options(**plain)
     spark = build_session("spark_dl bench exchange", master=master, conf={"spark.executor.memory": "1g"})
     try:
-        results = measure(
-            spark, folder, options, same_clock=True, show=lambda line: print(line, file=sys.stderr, flush=True)
-        )
-        Path(path).write_text(json.dumps(results))
+        measure(
+            spark, folder, options, same_clock=True,
+            show=lambda line: print(line, file=sys.stderr, flush=True),
+            save=lambda results: storage.write_bytes(path, json.dumps(results).encode()),
+        )  # fmt: skip
     finally:
         spark.stop()
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from spark_dl.bench.work import Exchange, work
+from spark_dl.bench.work import BY_SPARK, Exchange, work
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,6 @@ class Point:
     seconds: float
 
 
-@dataclass(frozen=True)
-class Errors:
-    """Of predictions, relative to what was measured: 0.1 is 10 %."""
-
-    median: float
-    largest: float
-
-
 def cost(exchange: Exchange, network: Network) -> Cost:
     """Time and traffic of an exchange."""
     done = work(exchange)
@@ -76,7 +68,9 @@ def fit(points: Sequence[Point]) -> Network:
     """The network that explains measured exchanges of one method best: least squares of the relative errors.
 
     No number is negative. Where two networks explain the points equally well, as where bytes sent and bytes touched are
-    in proportion (in a ring they always are), the one with fewer numbers above 0 is returned: it predicts the same.
+    in proportion (in a ring they always are), the one with fewer numbers above 0 is returned: it predicts the same. And
+    where latency and overhead cannot be told apart, as by points of one number of ranks, it is latency, which grows
+    with the ranks; of Spark's stages it is overhead, which does not.
     Raises ValueError for no points, for points of several methods, and for seconds that are not above 0.
     """
     methods = {point.exchange.method for point in points}
@@ -86,7 +80,10 @@ def fit(points: Sequence[Point]) -> Network:
         raise ValueError("expected seconds above 0 of every point")
     counts = np.array([_counts(point.exchange) for point in points])  # (points, 4)
     relative = counts / np.array([[point.seconds] for point in points])
-    overhead_s, alpha_s, s_per_byte, gamma = _non_negative_least_squares(relative)
+    first = [0, 1] if methods <= BY_SPARK else [1, 0]  # the earlier of two columns that explain as much
+    order = [*first, 2, 3]
+    found = _non_negative_least_squares(relative[:, order])
+    overhead_s, alpha_s, s_per_byte, gamma = (found[order.index(i)] for i in range(4))
     return Network(alpha_s, 1 / s_per_byte if s_per_byte else math.inf, gamma, overhead_s)
 
 
@@ -117,18 +114,18 @@ def _non_negative_least_squares(a: np.ndarray[Any, Any]) -> list[float]:
     return best
 
 
-def check(points: Sequence[Point], network: Network) -> Errors:
-    """How far predictions are from measured points. For points that the network was not fitted to."""
-    if not points:
-        raise ValueError("expected at least one point, found none")
-    errors = [abs(cost(point.exchange, network).seconds / point.seconds - 1) for point in points]
-    return Errors(float(np.median(errors)), max(errors))
+@dataclass(frozen=True)
+class Crossing:
+    """The gradient size from which the other of two methods is the faster."""
+
+    num_bytes: float
+    first_is_faster_below: bool
 
 
-def crossing_bytes(
+def crossing(
     first: Exchange, second: Exchange, first_network: Network, second_network: Network, *, largest_bytes: int = 1 << 34
-) -> float | None:
-    """The gradient size from which the other of two methods is the faster; None if one is up to `largest_bytes`.
+) -> Crossing | None:
+    """Where two methods cross; None if one is the faster for all gradients up to `largest_bytes`.
 
     The sizes in the exchanges are not used. If there are several such sizes, the smallest.
     """
@@ -143,7 +140,7 @@ def crossing_bytes(
     for left, right in itertools.pairwise(sizes):
         at_start = at_start or lead_s(left)  # equal at first: the first difference decides who leads
         if at_start and lead_s(right) * at_start < 0:
-            return _root(lead_s, left, right)
+            return Crossing(_root(lead_s, left, right), first_is_faster_below=at_start < 0)
     return None
 
 
@@ -178,19 +175,3 @@ def plan(
 def server_bytes_per_s(num_workers: int, gradient_bytes: float, steps_per_s: float, *, servers: int = 1) -> float:
     """What each server must receive, and send, for all workers to take so many steps per second."""
     return num_workers * gradient_bytes * steps_per_s / servers
-
-
-def asynchronous_gradients_per_s(
-    num_workers: int, gradient_bytes: float, compute_s: float, network: Network, *, servers: int = 1
-) -> float:
-    """The most gradients per second that asynchronous parameter servers can take in from all workers together.
-
-    Either the workers are the limit, each of which computes, sends and receives in turn, or the servers' links and
-    additions. Bounds of operational analysis: Denning and Buzen 1978, "The operational analysis of queueing network
-    models", section 5.
-    """
-    part = gradient_bytes / servers
-    one_way = network.alpha_s * servers + gradient_bytes / network.bytes_per_s
-    round_trip = compute_s + network.overhead_s + 2 * one_way + network.gamma_s_per_byte * part
-    at_server = max(network.alpha_s + part / network.bytes_per_s, network.gamma_s_per_byte * part)
-    return min(num_workers / round_trip, 1 / at_server if at_server else math.inf)

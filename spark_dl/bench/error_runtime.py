@@ -7,6 +7,7 @@ computation of a gradient is delayed by an exponential time.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ import numpy as np
 from torch import nn
 
 from spark_dl import driver, metrics
+from spark_dl.baselines.servers.rules import rules_of
+from spark_dl.bench.staleness import Delay, iteration_s
 from spark_dl.config import Config, Data, Launch, Parallel, Train
 from spark_dl.data.shards import write_arrays
 from spark_dl.spec import ModelSpec
@@ -24,7 +27,7 @@ _HELD_OUT = 5  # every fifth image validates
 
 
 def strategies(num_ranks: int) -> dict[str, Parallel]:
-    """What is compared, by the names of the report."""
+    """What is compared, by the names of the report; Horovod where it is installed."""
     k = max(1, num_ranks - 2)
     servers: Mapping[str, dict[str, Any]] = {
         "sync": {}, "k_sync": {"server_k": k}, "k_batch_sync": {"server_k": k}, "async": {},
@@ -32,6 +35,8 @@ def strategies(num_ranks: int) -> dict[str, Parallel]:
     }  # fmt: skip
     return {
         "ddp": Parallel(),
+        "ddp ring": Parallel(all_reduce="ring"),
+        **({"horovod": Parallel(strategy="horovod")} if importlib.util.find_spec("horovod") else {}),
         "ddp powersgd": Parallel(compression="powersgd"),
         "ddp threshold": Parallel(compression="threshold", threshold=0.01),
         "ddp topk": Parallel(compression="topk"),
@@ -79,10 +84,28 @@ def measure(
         rows.append({
             "method": method, "seconds": result.seconds, "loss": result.train_loss,
             "accuracy": result.metrics["accuracy"], "staleness": result.staleness,
-            "exact": method in EXACT, "curve": curve_of(run_dir),
+            "exact": method in EXACT, "curve": curve_of(run_dir), "update_s": _update_s(curve_of(run_dir)),
+            "theory_s": _theory_s(parallel, num_hosts, straggler_s),
         })  # fmt: skip
         show(f"{method}: accuracy {result.metrics['accuracy']:.3f} after {result.seconds:.1f} s")
     return rows
+
+
+def _update_s(curve: Sequence[Mapping[str, float]]) -> float | None:
+    """Mean seconds between two updates."""
+    return (curve[-1]["seconds"] - curve[0]["seconds"]) / (len(curve) - 1) if len(curve) > 1 else None
+
+
+def _theory_s(parallel: Parallel, num_hosts: int, straggler_s: float) -> float | None:
+    """Expected seconds of an update if there were nothing but the delays (Dutta et al. 2018)."""
+    if parallel.strategy == "local_sgd" or not straggler_s:
+        return None
+    delay = Delay(constant_s=0.0, exponential_s=straggler_s)
+    if parallel.strategy != "parameter_server":
+        return iteration_s("sync", num_hosts, delay).upper_s
+    mode, trainers = parallel.server_mode, num_hosts - parallel.num_servers
+    k = None if mode in ("sync", "async") else rules_of(parallel, trainers).k
+    return iteration_s(mode, trainers, delay, k=k).upper_s
 
 
 def _config(parallel: Parallel, num_hosts: int, straggler_s: float, epochs: int) -> Config:

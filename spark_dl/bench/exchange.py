@@ -32,7 +32,7 @@ from spark_dl.data.shards import write_arrays
 from spark_dl.launch.barrier import RankResult, run_barrier
 from spark_dl.launch.rendezvous import World, join
 from spark_dl.parallel import collectives, parallelize
-from spark_dl.spec import ModelSpec
+from spark_dl.spec import Batch, ModelSpec
 
 ALL_REDUCES = ("backend", *collectives.ALGORITHMS)
 BACKWARDS: Mapping[str, Parallel] = {
@@ -97,6 +97,16 @@ def measure(
     return rows
 
 
+def warm_ups(method: str) -> int:
+    """Exchanges that are not counted, before those that are."""
+    return _WARM_UPS_OF.get(method, _WARM_UPS)
+
+
+def is_compressed(method: str) -> bool:
+    """Whether a method sends less than whole gradients."""
+    return method in BACKWARDS and BACKWARDS[method].compression != "none"
+
+
 def _limit(found: Mapping[str, Any], hosts: int, mib: float, rate_mbit: float | None) -> dict[str, Any]:
     """What no all-reduce on links of this rate beats: 2 N (P - 1) / P bytes per rank (Patarasuk & Yuan 2009)."""
     if rate_mbit is None:
@@ -118,7 +128,8 @@ def _spec(mib: float) -> ModelSpec:
     return accelerator_spec(random_profile(mib), forward_s=0.0, backward_s=0.0)
 
 
-def _config(parallel: Parallel, num_ranks: int, **train: Any) -> Config:
+def config_of(parallel: Parallel, num_ranks: int, **train: Any) -> Config:
+    """Settings of steps on one row per rank."""
     return Config(
         data=Data(features=("x",), label=None, num_streams=num_ranks, shuffle=False),
         train=Train(global_batch_size=num_ranks, lr=1e-6, log_every=1, **train),
@@ -128,7 +139,7 @@ def _config(parallel: Parallel, num_ranks: int, **train: Any) -> Config:
 
 
 def _measure_on_ranks(spark: Any, method: str, num_hosts: int, mib: float, repeats: int) -> dict[str, Any]:
-    config = _config(BACKWARDS.get(method, Parallel()), num_hosts)
+    config = config_of(BACKWARDS.get(method, Parallel()), num_hosts)
     by_rank = run_barrier(spark, _time_on_rank, method, mib, repeats, config, launch=config.launch)
     sent = [r["sent"] for r in by_rank]
     return {
@@ -142,7 +153,7 @@ def _time_on_rank(method: str, mib: float, repeats: int, config: Config, report:
     """One rank: the seconds of each exchange, and the mean of the bytes that passed its host's link."""
     with join(config.launch, report=report) as world, contextlib.ExitStack() as until_done:
         exchange = _all_reduce(method, mib) if method in ALL_REDUCES else _backward(config, mib, world, until_done)
-        for _ in range(_WARM_UPS_OF.get(method, _WARM_UPS)):
+        for _ in range(warm_ups(method)):
             exchange()
         dist.barrier()
         before, seconds = read_link(world.host), []
@@ -173,13 +184,18 @@ def _all_reduce(method: str, mib: float) -> Callable[[], object]:
 def _backward(config: Config, mib: float, world: World, until_done: contextlib.ExitStack) -> Callable[[], object]:
     trainable = parallelize(_spec(mib), world, config)
     until_done.callback(trainable.close)
-    batch = {"x": torch.full((1, 1), float(world.rank)), "weight": torch.ones(1)}  # other gradients on each rank
+    batch = batch_of(world)
 
     def exchange() -> None:
         trainable.forward_backward([batch], world.world_size)
         trainable.optimizer.zero_grad()
 
     return exchange
+
+
+def batch_of(world: World) -> Batch:
+    """A row of a rank, which gives it gradients of its own."""
+    return {"x": torch.full((1, 1), float(world.rank)), "weight": torch.ones(1)}
 
 
 def job_settings(method: str, num_hosts: int) -> Parallel:
@@ -190,23 +206,31 @@ def job_settings(method: str, num_hosts: int) -> Parallel:
 
 
 def measure_job(
-    spark: Any, folder: str, parallel: Parallel, spec: ModelSpec, *, num_hosts: int, repeats: int
+    spark: Any,
+    folder: str,
+    parallel: Parallel,
+    spec: ModelSpec,
+    *,
+    num_hosts: int,
+    repeats: int,
+    num_ranks: int | None = None,
 ) -> dict[str, Any]:
-    """Seconds and bytes of a step of a whole run, one rank on each host. Called on the driver.
+    """Seconds and bytes of a step of a whole run, one rank on each host, or `num_ranks`. Called on the driver.
 
     Two runs, a short and a long one: the steps that only the long one has are without its start and its end. Where an
     update takes the gradients of K of the trainers only, a step is as many updates as take one of each trainer.
     """
-    updates = _updates_per_step(parallel, num_hosts)
+    num_ranks = num_ranks or num_hosts
+    updates = _updates_per_step(parallel, num_ranks)
     write_arrays(
-        {"x": np.random.default_rng(0).random((num_hosts * (repeats + 2), 1), dtype=np.float32)}, f"{folder}/data"
+        {"x": np.random.default_rng(0).random((num_ranks * (repeats + 2), 1), dtype=np.float32)}, f"{folder}/data"
     )
     marks = [read_links(spark, num_hosts)]
     seconds: list[float] = []
     counted = math.ceil(repeats * updates)
     for max_steps in (1, 1 + counted):
         run_dir = f"{folder}/run-{max_steps}"
-        config = _config(parallel, num_hosts, max_steps=max_steps)
+        config = config_of(parallel, num_ranks, max_steps=max_steps)
         driver.train(f"{folder}/data", spec, config, run_dir=run_dir, progress=False)
         marks.append(read_links(spark, num_hosts))
         times = [line["time"] for line in metrics.read_metrics(run_dir) if line["kind"] == "step"]
@@ -223,10 +247,10 @@ def measure_job(
     }
 
 
-def _updates_per_step(parallel: Parallel, num_hosts: int) -> float:
+def _updates_per_step(parallel: Parallel, num_ranks: int) -> float:
     if parallel.strategy != "parameter_server":
         return 1
-    trainers = num_hosts - parallel.num_servers
+    trainers = num_ranks - parallel.num_servers
     return trainers / rules_of(parallel, trainers).k
 
 

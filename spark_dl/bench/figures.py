@@ -81,7 +81,7 @@ def breakdown(rows: Rows) -> Callable[[Any], None]:
         axes = figure.subplots()
         parts = {
             "forward_s": "#4c72b0", "backward_s": "#55a868", "exposed_s": "#c44e52", "optimizer_s": "#8172b2",
-            "wait_s": "#cccccc",
+            "wait_s": "#cccccc", "other_s": "#eeeeee",
         }  # fmt: skip
         names = [f"{r['method']}" for r in rows]
         left = [0.0] * len(rows)

@@ -5,6 +5,7 @@ A simulated ResNet-50 whose compute takes as long as its communication alone: th
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,12 +14,14 @@ from spark_dl.bench import exchange
 from spark_dl.bench.accelerator import accelerator_spec
 from spark_dl.bench.profiles import PROFILES
 from spark_dl.bench.steps import Steps, time_steps
-from spark_dl.config import Launch
-from spark_dl.launch.barrier import run_barrier
-from spark_dl.parallel.buckets import CANDIDATES_MIB, MIB, backward_s, choose_bucket_mib, interpolate_all_reduce_s
+from spark_dl.config import Launch, Parallel
+from spark_dl.launch.barrier import RankResult, run_barrier
+from spark_dl.launch.rendezvous import join
+from spark_dl.parallel import parallelize
+from spark_dl.parallel.buckets import CANDIDATES_MIB, MIB, backward_s, interpolate_all_reduce_s
 
 PROFILE = "resnet50"
-_ON_RANKS = {"ddp": "backend", "ddp ring": "ring"}
+_ON_RANKS = [method for method, parallel in exchange.BACKWARDS.items() if parallel.strategy == "ddp"]
 _JOBS = ("tree_reduce", "shuffle_reduce", "parameter_server sync")
 _ALL_REDUCE_MIB = (0.125, 1.0, 4.0, 16.0)
 
@@ -51,32 +54,41 @@ def measure(
     compute = {"forward_s": communication_s / 3, "backward_s": communication_s * 2 / 3}
     show(f"{PROFILE}: {communication_s:.3f} s of communication alone, and as much compute")
     profile = PROFILES[PROFILE]().shrunk(scale)
-    sizes = [layer.gradient_bytes for layer in profile.backward_layers()]
-    ready_s = profile.ready_s(compute["backward_s"])
-    all_reduce_s = _time_all_reduces(spark, num_hosts)
-    candidates = [mib for mib in CANDIDATES_MIB if mib * MIB < 2 * sum(sizes)]
-    auto_mib = choose_bucket_mib(ready_s, sizes, all_reduce_s, candidates_mib=candidates)
-    show(f"buckets of {auto_mib:g} MiB are chosen")
+    auto_mib = run_barrier(spark, _choose_on_rank, {"scale": scale, **compute}, launch=launch)[0]
+    show(f"bucket_mib: auto chooses {auto_mib:g} MiB")
     results: dict[str, Any] = {"auto_bucket_mib": auto_mib}
     if "breakdown" in sections:
-        rows = [
-            {"method": method, "profile": PROFILE, **take(all_reduce=name, bucket_mib=auto_mib, **compute)}
-            for method, name in _ON_RANKS.items()
-            if method in methods
-        ]
+        rows = []
+        for method in (m for m in _ON_RANKS if m in methods):
+            settings = dataclasses.asdict(exchange.BACKWARDS[method])
+            found = take(parallel=settings, warm_ups=exchange.warm_ups(method), bucket_mib=auto_mib, **compute)
+            rows.append({"method": method, "profile": PROFILE, **found})
         rows += [_job_row(spark, folder, m, num_hosts, scale, repeats, compute) for m in _JOBS if m in methods]
         results["breakdown"] = [{**row, "communication_s": communication_s} for row in rows]
         for row in rows:
             show(f"{row['method']}: a step of {row['step_s']:.3f} s")
     if "buckets" in sections:
+        sizes = [layer.gradient_bytes for layer in profile.backward_layers()]
+        ready_s = profile.ready_s(compute["backward_s"])
+        all_reduce_s = _time_all_reduces(spark, num_hosts)
         results["buckets"] = rows = []
-        for mib in candidates:
+        for mib in (mib for mib in CANDIDATES_MIB if mib * MIB < 2 * sum(sizes)):
             found = take(bucket_mib=mib, **compute)
             predicted_s = compute["forward_s"] + backward_s(ready_s, sizes, int(mib * MIB), all_reduce_s)
             rows.append({"profile": PROFILE, "bucket_mib": mib, "step_s": found["step_s"],
                          "predicted_s": predicted_s + found["optimizer_s"]})  # fmt: skip
             show(f"buckets of {mib:g} MiB: a step of {found['step_s']:.3f} s")
     return results
+
+
+def _choose_on_rank(settings: dict[str, Any], report: Any = None) -> RankResult:
+    """What `parallel.bucket_mib: auto` chooses in a run of the strategy itself. Collective, in a barrier task."""
+    with join(Launch(device="cpu"), report=report) as world, contextlib.ExitStack() as until_done:
+        config = exchange.config_of(Parallel(bucket_mib="auto"), world.world_size)
+        trainable = parallelize(accelerator_spec(PROFILES[PROFILE](), **settings), world, config)
+        until_done.callback(trainable.close)
+        trainable.forward_backward([exchange.batch_of(world)], world.world_size)
+        return RankResult(world.rank, trainable.extra_state["bucket_size"].mib)
 
 
 def _time_all_reduces(spark: Any, num_hosts: int) -> Callable[[float], float]:

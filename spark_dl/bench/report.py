@@ -2,12 +2,14 @@
 
 The results are plain data, a list of rows for each section, all optional:
 
-    exchange      method, hosts, mib, seconds, bytes_per_rank, busiest_link_bytes, limit_s, ratio_to_limit
-    crossings     method, hosts, mib: below this size the method is faster than the ring
-    breakdown     method, profile, step_s, forward_s, backward_s, hidden_s, exposed_s, optimizer_s, wait_s
+    exchange      method, hosts, mib, seconds, bytes_per_rank, busiest_link_bytes, limit_s, ratio_to_limit, times_ring
+    crossings     method, hosts, mib, faster: below or above this size the method is faster than the ring
+    breakdown     method, profile, step_s, forward_s, backward_s, hidden_s, exposed_s, optimizer_s, wait_s, other_s
     buckets       profile, bucket_mib, step_s, predicted_s; `auto_bucket_mib` is what `bucket_mib: auto` chose
+    compression   method, hosts, mib, rate_mbit, seconds, bytes_per_rank, times_ring, bytes_factor (of ddp's bytes)
+    waves         method, ranks, slots, compute_s, step_s or refused_s and reason
     scaling       kind (weak, strong), method, ranks, step_s, efficiency, predicted_efficiency
-    stragglers    method, accuracy, seconds, staleness, exact, curve of {seconds, step, loss}
+    stragglers    method, accuracy, seconds, staleness, exact, update_s, theory_s, curve of {seconds, step, loss}
     model         method, hosts, mib, measured_s, predicted_s, held_out
     plan          method, ranks, seconds, bytes_per_rank, busiest_link_bytes
 """
@@ -22,10 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from spark_dl.bench import figures
+from spark_dl.bench.cost import server_bytes_per_s
+from spark_dl.bench.profiles import PROFILES
 
 Rows = Sequence[Mapping[str, Any]]
 RING = "ddp"
 """The method that the others are compared with: the backend's ring, through DDP."""
+_WORKERS, _STEPS_PER_S, _RESNET50_BYTES = 256, 3, PROFILES["resnet50"]().gradient_bytes
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,9 @@ def write_report(results: Mapping[str, Any], path: str | Path) -> None:
 
 def answers(results: Mapping[str, Any]) -> list[str]:
     """What the figures say to the questions that one asks of all-reduce in Spark, a sentence each."""
-    return [*_cost_of_shuffles(results), *_overlap(results), *_waiting(results)]
+    return [
+        *_cost_of_shuffles(results), *_compression(results), *_overlap(results), *_waves(results), *_waiting(results)
+    ]  # fmt: skip
 
 
 def _cost_of_shuffles(results: Mapping[str, Any]) -> list[str]:
@@ -93,14 +100,51 @@ def _cost_of_shuffles(results: Mapping[str, Any]) -> list[str]:
     if not factors:
         return []
     ring = here[RING]
+    allowed = f" ({ring['ratio_to_limit']:.0%} of what the links allow)" if ring["ratio_to_limit"] else ""
     found = [
         f"What a shuffle costs more than a ring: for {mib:g} MiB on {hosts} hosts the ring takes "
-        f"{ring['seconds']:.2f} s ({ring['ratio_to_limit']:.0%} of what the links allow); {', '.join(factors)}."
+        f"{ring['seconds']:.2f} s{allowed}; {', '.join(factors)}."
     ]
     crossings = results.get("crossings") or []
     return found + [
-        f"Below about {row['mib']:.2g} MiB on {row['hosts']} hosts, {row['method']} is faster than the ring."
+        f"{row['faster'].capitalize()} about {row['mib']:.2g} MiB on {row['hosts']} hosts, {row['method']} is faster "
+        "than the ring."
         for row in crossings
+    ]
+
+
+def _compression(results: Mapping[str, Any]) -> list[str]:
+    found = []
+    for method, rows in _by_method(results.get("compression") or []):
+        rows = [r for r in rows if r["times_ring"]]
+        if method != RING and rows:
+            cases = [
+                f"{_rate(r['rate_mbit'])} it sends {1 / r['bytes_factor']:.1f} times fewer bytes and takes "
+                f"{r['times_ring']:.2f} times as long" for r in rows
+            ]  # fmt: skip
+            found.append(f"{method} against whole gradients, {rows[0]['mib']:g} MiB: {'; '.join(cases)}.")
+    return ["Where compression pays, and where it does not. " + " ".join(found)] if found else []
+
+
+def _by_method(rows: Rows) -> list[tuple[str, list[Mapping[str, Any]]]]:
+    return [(m, [r for r in rows if r["method"] == m]) for m in dict.fromkeys(r["method"] for r in rows)]
+
+
+def _rate(mbit: float | None) -> str:
+    return f"at {mbit:g} Mbit/s" if mbit else "on links without a limit"
+
+
+def _waves(results: Mapping[str, Any]) -> list[str]:
+    rows = results.get("waves") or []
+    trees = sorted((r for r in rows if r["method"] == "tree_reduce"), key=lambda r: int(r["ranks"]))
+    refused = [r for r in rows if r.get("refused_s") is not None]
+    if len(trees) < 2 or not refused:
+        return []
+    few, many, ring = trees[0], trees[-1], refused[0]
+    return [
+        f"Not all tasks are active at once: with {many['ranks']} ranks on {many['slots']} slots treeReduce runs them "
+        f"in waves, and a step takes {many['step_s']:.2f} s in place of {few['step_s']:.2f} s with {few['ranks']}; the "
+        f"ranks of a ring need each other, so DDP refuses this after {ring['refused_s']:.1f} s."
     ]
 
 
@@ -164,6 +208,10 @@ def _percent(value: float) -> str:
     return f"{value:.1%}"
 
 
+def _factor(value: float) -> str:
+    return f"{value:.2f}"
+
+
 def _plain(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
@@ -178,7 +226,7 @@ def _exchange(results: Mapping[str, Any]) -> Section:
         _text("method", "method"), _number("hosts", "hosts", _plain), _number("mib", "MiB", _plain),
         _number("seconds", "seconds"), _number("bytes_per_rank", "MiB sent per rank", _mib),
         _number("busiest_link_bytes", "MiB, busiest link", _mib), _number("limit_s", "limit, s"),
-        _number("ratio_to_limit", "of the limit", _percent),
+        _number("ratio_to_limit", "of the limit", _percent), _number("times_ring", "times DDP's ring", _factor),
     ]  # fmt: skip
     drawn = [
         figures.draw(plot(rows, hosts))
@@ -197,14 +245,16 @@ def _exchange(results: Mapping[str, Any]) -> Section:
 
 def _breakdown(results: Mapping[str, Any]) -> Section:
     rows = results["breakdown"]
-    parts = ("step", "forward", "backward", "hidden", "exposed", "optimizer", "wait")
+    parts = ("step", "forward", "backward", "hidden", "exposed", "optimizer", "wait", "other")
     columns = [
         _text("method", "method"), _text("profile", "profile"), *(_number(f"{part}_s", part) for part in parts),
     ]  # fmt: skip
     return Section(
         "Where the time of a step goes",
         ["Compute is simulated: it takes a set time, and yields random gradients of the real sizes in the real order. "
-         "Hidden communication runs while backward computes; exposed communication is waited for."],
+         "Hidden communication runs while backward computes; exposed communication is waited for. Of DDP the parts are "
+         "means over the ranks, and the step is that of the slowest. Of treeReduce, the shuffle and parameter servers "
+         "all that is not compute counts as exposed: scheduling, pickling and the update of the weights, too."],
         [figures.draw(figures.breakdown(rows))], columns, _table(rows, columns), is_open=True,
     )  # fmt: skip
 
@@ -218,6 +268,36 @@ def _buckets(results: Mapping[str, Any]) -> Section:
         ["Small buckets start early and pay the latency often; large ones start late. Li et al. 2020 (figures 7 and 8) "
          "find the best size in the middle."],
         [figures.draw(figures.buckets(rows, results.get("auto_bucket_mib")))], columns, _table(rows, columns),
+    )  # fmt: skip
+
+
+def _where_compression_pays(results: Mapping[str, Any]) -> Section:
+    rows = results["compression"]
+    columns = [
+        _text("method", "method"), _number("rate_mbit", "Mbit/s", _plain), _number("hosts", "hosts", _plain),
+        _number("mib", "MiB", _plain), _number("seconds", "seconds"),
+        _number("times_ring", "times DDP's ring", _factor), _number("bytes_per_rank", "MiB sent per rank", _mib),
+        _number("bytes_factor", "of its bytes", _percent),
+    ]  # fmt: skip
+    return Section(
+        "Where compression pays, and where it does not",
+        ["The same exchanges on links of the set rate and on links without a limit, where only the work is left: to "
+         "compress, and to take apart what all others have sent."],
+        [], columns, _table(rows, columns),
+    )  # fmt: skip
+
+
+def _fewer_slots(results: Mapping[str, Any]) -> Section:
+    rows = results["waves"]
+    columns = [
+        _text("method", "method"), _number("ranks", "ranks", _plain), _number("slots", "slots", _plain),
+        _number("compute_s", "compute of a rank, s"), _number("step_s", "step, s"),
+        _number("refused_s", "refused after, s"), _text("reason", "reason"),
+    ]  # fmt: skip
+    return Section(
+        "Fewer slots than ranks",
+        ["Tasks that do not talk to each other can run in waves; those of a ring must all be there."],
+        [], columns, _table(rows, columns),
     )  # fmt: skip
 
 
@@ -240,12 +320,14 @@ def _stragglers(results: Mapping[str, Any]) -> Section:
     columns = [
         _text("method", "method"), _number("seconds", "seconds"), _number("accuracy", "accuracy", _percent),
         _number("mean", "mean staleness", lambda v: f"{v:.2f}"), _number("max", "largest", _plain),
+        _number("update_s", "update, s"), _number("theory_s", "by theory, s"),
         Column("exact", "exact", _yes, is_number=False),
     ]  # fmt: skip
     return Section(
         "Slow ranks: loss by time and by steps",
         ["Every gradient computation is delayed by a random time. Exact methods give the weights of a single process; "
-         "the others trade the error of stale or fewer gradients for time (Dutta et al. 2018)."],
+         "the others trade the error of stale or fewer gradients for time (Dutta et al. 2018). By their theory an "
+         "update takes so long for the delays alone, without any compute or communication."],
         [figures.draw(figures.error_runtime(rows), width=9)], columns, _table(rows, columns), is_open=True,
     )  # fmt: skip
 
@@ -275,12 +357,16 @@ def _plan(results: Mapping[str, Any]) -> Section:
     ]  # fmt: skip
     return Section(
         "What it would be on large clusters",
-        ["From the cost model alone, with the latency and rate of the measured links."],
+        ["Of ResNet-50's gradient, from the cost model alone: what was fitted on the measured hosts, carried on to so "
+         "many ranks.",
+         f"For comparison: {_WORKERS} workers that each send {_STEPS_PER_S} gradients of ResNet-50 per second bring "
+         f"one parameter server {server_bytes_per_s(_WORKERS, _RESNET50_BYTES, _STEPS_PER_S) / 2**30:.1f} GiB/s; in a "
+         f"ring each rank sends {_STEPS_PER_S * 2 * _RESNET50_BYTES * (_WORKERS - 1) / _WORKERS / 2**30:.2f} GiB/s."],
         [figures.draw(figures.large_clusters(rows), width=9)], columns, _table(rows, columns),
     )  # fmt: skip
 
 
 _SECTIONS: dict[str, Callable[[Mapping[str, Any]], Section]] = {
-    "exchange": _exchange, "breakdown": _breakdown, "buckets": _buckets, "scaling": _scaling,
-    "stragglers": _stragglers, "model": _model, "plan": _plan,
+    "exchange": _exchange, "compression": _where_compression_pays, "breakdown": _breakdown, "buckets": _buckets,
+    "waves": _fewer_slots, "scaling": _scaling, "stragglers": _stragglers, "model": _model, "plan": _plan,
 }  # fmt: skip

@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,11 @@ from torch.nn.parallel import DistributedDataParallel
 from spark_dl.bench.accelerator import Accelerator, StepTimes, build_accelerator
 from spark_dl.bench.breakdown import BucketTimes, break_down, recording_hook, shared_intervals
 from spark_dl.bench.profiles import PROFILES
-from spark_dl.config import Launch
+from spark_dl.config import Config, Launch, Parallel
 from spark_dl.gather import gather_json
 from spark_dl.launch.barrier import RankResult
-from spark_dl.launch.rendezvous import join
-from spark_dl.parallel.exchange import build_all_reduce
-
-_WARM_UPS = 2
+from spark_dl.launch.rendezvous import World, join
+from spark_dl.parallel.exchange import build_exchange
 
 
 @dataclass(frozen=True)
@@ -43,9 +41,10 @@ class Steps:
     """Fraction of the profile's parameters."""
     forward_s: float = 0.0
     backward_s: float = 0.0
-    all_reduce: str = "backend"
-    """How buckets are summed: by the backend, or by one of `parallel.collectives`."""
+    parallel: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of `Parallel`: how DDP's buckets are exchanged."""
     bucket_mib: float = 25.0
+    warm_ups: int = 2
     num_steps: int = 5
     same_clock: bool = True
     """Whether all ranks are processes of one machine, whose clocks can be compared."""
@@ -56,23 +55,31 @@ def time_steps(settings: Mapping[str, Any], report: Any = None) -> RankResult:
     """Median seconds of a step of DDP and of its parts, the same on all ranks. Collective, in a barrier task or not."""
     steps = Steps(**settings)
     launch = Launch(device="cpu", collective_timeout_s=steps.timeout_s, start_timeout_s=steps.timeout_s)
-    with join(launch, report=report) as world, contextlib.ExitStack() as until_done:
+    with join(launch, report=report) as world:
+        return RankResult(
+            world.rank, _measure(steps, world, Config(parallel=Parallel(**steps.parallel), launch=launch))
+        )
+
+
+def _measure(steps: Steps, world: World, config: Config) -> dict[str, Any]:
+    # NOTE: a function of its own, so that DDP's objects go before the process group: see `parallel.ddp`.
+    with contextlib.ExitStack() as until_done:
         records: list[BucketTimes] = []
         model = build_accelerator(
             PROFILES[steps.profile](), forward_s=steps.forward_s, backward_s=steps.backward_s, scale=steps.scale,
             seed=world.rank,
         )  # fmt: skip
         wrapped = DistributedDataParallel(model, bucket_cap_mb=steps.bucket_mib, gradient_as_bucket_view=True)
-        if steps.all_reduce == "backend":
+        exchange = build_exchange(model, world, config)
+        if exchange is None:
             hook = recording_hook(records)
         else:
-            exchange = build_all_reduce(steps.all_reduce, timeout_s=steps.timeout_s)
             until_done.callback(exchange.close)
             hook = recording_hook(records, lambda _, bucket: exchange.hook(bucket))
         wrapped.register_comm_hook(None, hook)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-        taken = [_step(wrapped, model, optimizer, records) for _ in range(_WARM_UPS + steps.num_steps)][_WARM_UPS:]
-        return RankResult(world.rank, _medians(taken, world.rank, steps.same_clock))
+        taken = [_step(wrapped, model, optimizer, records) for _ in range(steps.warm_ups + steps.num_steps)]
+        return _medians(taken[steps.warm_ups :], world.rank, steps.same_clock)
 
 
 @dataclass(frozen=True)
@@ -100,7 +107,7 @@ def _step(
 
 
 def _medians(taken: Sequence[_Taken], rank: int, same_clock: bool) -> dict[str, Any]:
-    """The parts of the median step on this rank, and the means over the ranks."""
+    """Of the step whose slowest rank took the median time: its parts, as means over the ranks, and that time."""
     own = [[dataclasses.asdict(bucket) for bucket in step.buckets] for step in taken]
     everyones = gather_json(own) if same_clock else None
     parts = []
@@ -109,7 +116,8 @@ def _medians(taken: Sequence[_Taken], rank: int, same_clock: bool) -> dict[str, 
         communication, waits = shared_intervals(records, rank if everyones else 0)
         found = break_down((step.start, step.end), step.times, communication, waits=waits, optimizer=step.optimizer)
         parts.append({**dataclasses.asdict(found), "step_s": step.end - step.start})
-    median = {name: statistics.median(part[name] for part in parts) for name in parts[0]}
+    slowest = [max(rank) for rank in zip(*gather_json([part["step_s"] for part in parts]), strict=True)]
+    median = parts[slowest.index(statistics.median_low(slowest))]
     of_ranks = gather_json(median)
     means = {name: statistics.mean(rank[name] for rank in of_ranks) for name in median}
     return {**means, "step_s": max(rank["step_s"] for rank in of_ranks)}

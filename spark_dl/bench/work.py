@@ -174,6 +174,10 @@ METHODS: dict[str, Callable[[Exchange], Work]] = {
 }
 
 
+BY_SPARK = frozenset({"tree_reduce", "shuffle_reduce"})
+"""Methods whose calls are Spark's stages."""
+
+
 def tree_levels(num_partitions: int, depth: int) -> list[int]:
     """Partitions before each level of PySpark's `RDD.treeReduce`; the driver gets the last ones. pyspark/core/rdd.py"""
     scale = max(math.ceil(num_partitions ** (1.0 / depth)), 2)

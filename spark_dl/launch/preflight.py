@@ -12,13 +12,14 @@ _EXECUTORS_WAIT_S = 10.0
 """Executors of a session that has just started need a few seconds to register."""
 
 
-def check(spark: Any, launch: Launch) -> None:
+def check(spark: Any, launch: Launch, *, at_once: bool = True) -> None:
     """Raises ValueError for a Spark setting under which ranks cannot run, RuntimeError for too few slots.
 
+    at_once: whether all ranks run at the same time, as in a barrier stage. The tasks of other stages wait for a slot.
     Spark itself checks the slots 40 times, 15 s apart (`spark.scheduler.barrier.maxConcurrentTasksCheck.*`), and says
     nothing meanwhile; here the answer takes seconds.
     """
-    if _conf(spark, "spark.dynamicAllocation.enabled") == "true":
+    if at_once and _conf(spark, "spark.dynamicAllocation.enabled") == "true":
         raise ValueError(
             "spark.dynamicAllocation.enabled is true; barrier jobs need it to be false (SPARK-24942), with as many "
             "executors as the ranks need"
@@ -33,7 +34,8 @@ def check(spark: Any, launch: Launch) -> None:
             "launch.device is 'cuda', but spark.task.resource.gpu.amount is not set; set it to 1, with "
             "spark.executor.resource.gpu.amount and spark.executor.resource.gpu.discoveryScript"
         )
-    check_slots(spark, launch.num_ranks)
+    if at_once:
+        check_slots(spark, launch.num_ranks)
 
 
 def check_disks(spark: Any) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from spark_dl.bench import compare, links, report
+from spark_dl.bench import compare, links, model, report
 from spark_dl.bench.cost import Network, cost
 from spark_dl.bench.work import Exchange
 
@@ -18,7 +18,7 @@ def row(method, hosts, mib, factor=1.0):
 
 def test_the_ends_fit_the_model_and_the_middle_is_held_out():
     rows = [row(method, 4, mib) for method in ("ddp", "tree_reduce") for mib in (1, 16, 64)]
-    found = compare.model_of({"exchange": rows})
+    found = model.conclude({"exchange": rows})
     assert [p["held_out"] for p in found["model"]] == [False, True, False] * 2
     for point in found["model"]:
         assert point["predicted_s"] == pytest.approx(point["measured_s"], rel=0.02)
@@ -29,17 +29,52 @@ def test_the_ends_fit_the_model_and_the_middle_is_held_out():
 
 def test_a_method_that_is_faster_for_small_gradients_crosses_the_ring():
     slow_start = [{**row("ddp", 4, mib), "seconds": row("ddp", 4, mib)["seconds"] + 1.0} for mib in (1, 16, 64)]
-    (crossing,) = compare.model_of({"exchange": [*slow_start, *(row("tree_reduce", 4, m) for m in (1, 16, 64))]})[
+    (crossing,) = model.conclude({"exchange": [*slow_start, *(row("tree_reduce", 4, m) for m in (1, 16, 64))]})[
         "crossings"
     ]
     assert crossing["method"] == "tree_reduce"
+    assert crossing["faster"] == "below"
     assert 0.1 < crossing["mib"] < 16
 
 
+def test_a_method_that_is_faster_for_large_gradients_only_crosses_the_other_way():
+    late = [{**row("ddp", 4, mib, 0.8), "method": "ring"} for mib in (1, 16, 64)]
+    rows = [*(row("ddp", 4, mib) for mib in (1, 16, 64)), *({**r, "seconds": r["seconds"] + 0.1} for r in late)]
+    (crossing,) = model.conclude({"exchange": rows})["crossings"]
+    assert (crossing["method"], crossing["faster"]) == ("ring", "above")
+
+
+def test_rows_say_how_many_times_as_long_as_the_ring_they_take():
+    rows = [row(method, hosts, mib) for hosts in (4, 8) for mib in (1, 64) for method in ("tree_reduce", "ddp")]
+    found = model.conclude({"exchange": rows})["exchange"]
+    for tree, ring in zip(found[::2], found[1::2], strict=True):
+        assert ring["times_ring"] == 1
+        assert tree["times_ring"] == tree["seconds"] / ring["seconds"] > 1
+    assert [r["times_ring"] for r in model.conclude({"exchange": rows[:1]})["exchange"]] == [None]
+
+
 def test_methods_that_the_model_does_not_know_are_left_out_of_it():
-    rows = [{"method": name, "hosts": 4, "mib": 1, "seconds": 1.0} for name in ("ddp topk", "parameter_server async")]
-    assert compare.model_of({"exchange": rows}) == {}
-    assert compare.model_of({}) == {}
+    rows = [{"method": "another", "hosts": 4, "mib": 1, "seconds": 1.0}]
+    assert model.conclude({"exchange": rows}).keys() == {"exchange"}
+    assert model.conclude({}) == {}
+
+
+def test_the_fewest_and_the_most_hosts_fit_the_model():
+    rows = [row("ddp", hosts, mib) for hosts in (2, 4, 8) for mib in (1, 16, 64)]
+    held_out = {(p["hosts"], p["mib"]) for p in model.conclude({"exchange": rows})["model"] if p["held_out"]}
+    assert held_out == {(4, 1), (4, 16), (4, 64), (2, 16), (8, 16)}
+
+
+def test_what_is_compressed_is_planned_by_the_bytes_that_were_counted():
+    """As if a hundredth of a gradient went to each of the three other ranks."""
+    rows = [
+        {**row("ddp", 4, mib), "method": "ddp topk", "bytes_per_rank": 3 * 0.01 * mib * 2**20} for mib in (1, 16, 64)
+    ]
+    found = model.conclude({"exchange": rows})
+    gradient = 25_557_032 * 4
+    assert [r["bytes_per_rank"] for r in found["plan"]] == [
+        pytest.approx(0.01 * gradient * (p - 1)) for p in (16, 64, 256, 1024, 4096)
+    ]
 
 
 def test_all_rows_fit_the_report(tmp_path):
@@ -48,7 +83,7 @@ def test_all_rows_fit_the_report(tmp_path):
         {**row(method, 4, mib), "bytes_per_rank": 1.5 * mib * 2**20, "busiest_link_bytes": 3.0 * mib * 2**20,
          "limit_s": 0.06 * mib, "ratio_to_limit": 0.9} for method in ("ddp", "tree_reduce") for mib in (1, 16, 64)
     ]  # fmt: skip
-    results = {"exchange": rows, **compare.model_of({"exchange": rows})}
+    results = model.conclude({"exchange": rows})
     report.write_report(results, tmp_path / "report.html")
     assert (tmp_path / "report.html").read_text().count("<h2>") == 4
 
@@ -59,13 +94,39 @@ def test_an_unknown_method_or_section_is_named_with_those_that_are_known(wrong, 
         compare.Options(**wrong)
 
 
+@pytest.mark.parametrize(("wrong", "message"), [
+    ({"hosts": (4, 17)}, "hosts: expected numbers from 2 to 16, found 4, 17"), ({"hosts": ()}, "found none"),
+    ({"scaling_ranks": (2, 4)}, "scaling_ranks: expected 1 among them, to compare with, found 2, 4"),
+    ({"scaling_ranks": (1, 32)}, "scaling_ranks: expected numbers from 1 to 16, found 1, 32"),
+    ({"mib": (0,)}, "mib: expected sizes above 0, found 0"), ({"scale": 1.5}, "scale: .*, found 1.5"),
+    ({"repeats": 0}, "repeats of at least 1"), ({"rate_mbit": 0}, "a rate_mbit above 0"),
+])  # fmt: skip
+def test_settings_that_cannot_be_are_refused_before_anything_is_measured(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        compare.Options(**wrong)
+
+
+def test_a_section_that_fails_is_left_out_with_its_reason_and_the_others_stay(monkeypatch):
+    def fail(*args, **settings):
+        raise RuntimeError("no slots")
+
+    for module in ("exchange", "overlap"):
+        monkeypatch.setattr(getattr(compare, module), "measure", fail)
+    monkeypatch.setattr(compare.waves, "measure", lambda *args, **settings: ["a row"])
+    options = compare.Options(sections=("exchange", "breakdown", "waves"))
+    shown, saved = [], []
+    found = compare.measure(None, "", options, same_clock=True, show=shown.append, save=lambda r: saved.append(dict(r)))
+    assert found == {"waves": ["a row"]} == saved[-1]
+    assert shown == ["the section exchange is left out: no slots", "the section breakdown is left out: no slots"]
+
+
 def test_weak_and_strong_scaling_have_their_own_ideal():
     rows = [
         {"kind": kind, "method": "ddp", "ranks": ranks, "step_s": seconds}
         for kind, times in (("weak", {1: 2.0, 4: 2.5}), ("strong", {1: 2.0, 4: 0.8})) for ranks, seconds in
         times.items()
     ]  # fmt: skip
-    found = {(r["kind"], r["ranks"]): compare.with_efficiency(r, rows, {})["efficiency"] for r in rows}
+    found = {(r["kind"], r["ranks"]): model.with_efficiency(r, rows, {})["efficiency"] for r in rows}
     assert found == {("weak", 1): 1.0, ("weak", 4): 0.8, ("strong", 1): 1.0, ("strong", 4): 0.625}
 
 
@@ -73,10 +134,10 @@ def test_scaling_is_beside_what_the_model_predicts():
     times = {"scale": 0.1, "forward_s": 0.3, "backward_s": 0.6}
     scaling = [{"kind": "weak", "method": m, "ranks": p, "step_s": 1.0, **times} for m in ("ddp", "x") for p in (1, 8)]
     exchange = [row("ddp", 4, mib) for mib in (1, 16, 64)]
-    alone, eight, *others = compare.model_of({"exchange": exchange, "scaling": scaling})["scaling"]
-    assert alone["predicted_efficiency"] == pytest.approx(1.0 / 0.9, rel=0.01)  # a step alone is compute alone
+    alone, eight, *others = model.conclude({"exchange": exchange, "scaling": scaling})["scaling"]
+    assert alone["predicted_efficiency"] == 1
     size = 0.1 * 25_557_032 * 4 * 2 * 7 / 8
-    assert 1.0 / 0.9 > eight["predicted_efficiency"] > 1.0 / (0.9 + 1.2 * size / RING.bytes_per_s)
+    assert 1 > eight["predicted_efficiency"] > 0.9 / (0.9 + 1.2 * size / RING.bytes_per_s)
     assert not any("predicted_efficiency" in r for r in others)
 
 

@@ -25,10 +25,23 @@ RESULTS = {
         exchange_row(method, mib, factor * mib / 15) for mib in (1, 64)
         for method, factor in (("ddp", 1), ("tree_reduce", 5), ("parameter_server async", 2))
     ],
-    "crossings": [{"method": "tree_reduce", "hosts": 4, "mib": 0.02}],
+    "crossings": [{"method": "tree_reduce", "hosts": 4, "mib": 0.02, "faster": "below"}],
+    "compression": [
+        {"method": method, "hosts": 4, "mib": 16, "rate_mbit": rate, "seconds": 1.0, "bytes_per_rank": 2e7,
+         "times_ring": times, "bytes_factor": share}
+        for method, rate, times, share in (
+            ("ddp", 200, 1, 1), ("ddp topk", 200, 0.25, 0.125), ("ddp topk", None, 3, 0.125),
+        )
+    ],
+    "waves": [
+        {"method": "tree_reduce", "ranks": 4, "slots": 4, "compute_s": 0.5, "step_s": 0.8},
+        {"method": "tree_reduce", "ranks": 8, "slots": 4, "compute_s": 0.5, "step_s": 1.4},
+        {"method": "ddp", "ranks": 8, "slots": 4, "compute_s": 0.5, "refused_s": 0.2, "reason": "8 ranks, 4 slots"},
+    ],
     "breakdown": [
         {"method": method, "profile": "resnet50", "step_s": 4, "forward_s": 1, "backward_s": 2, "hidden_s": hidden,
-         "exposed_s": 1, "optimizer_s": 0.1, "wait_s": 0} for method, hidden in (("ddp", 1.5), ("tree_reduce", 0.0))
+         "exposed_s": 1, "optimizer_s": 0.1, "wait_s": 0, "other_s": 0}
+        for method, hidden in (("ddp", 1.5), ("tree_reduce", 0.0))
     ],
     "buckets": [{"profile": "resnet50", "bucket_mib": size, "step_s": 2, "predicted_s": 2.1} for size in (1, 25)],
     "auto_bucket_mib": 25,
@@ -38,6 +51,7 @@ RESULTS = {
     ],
     "stragglers": [
         {"method": method, "seconds": seconds, "accuracy": 0.97, "exact": method == "ddp", "staleness": staleness,
+         "update_s": 0.3, "theory_s": 0.25,
          "curve": [{"seconds": s, "step": s, "loss": 1 / s} for s in (1, 2, 3)]}
         for method, seconds, staleness in (
             ("ddp", 30.0, None), ("parameter_server async", 10.0, {"mean": 1.5, "max": 4}),
@@ -61,9 +75,9 @@ def written(tmp_path, results):
 
 def test_every_section_has_its_picture_and_its_rows(tmp_path):
     page = written(tmp_path, RESULTS)
-    assert page.count("<h2>") == 8
+    assert page.count("<h2>") == 10
     assert page.count("<svg") == 8  # two of them about the exchange
-    assert page.count("<tr>") == 7 + sum(len(rows) for rows in RESULTS.values() if isinstance(rows, list)) - 1
+    assert page.count("<tr>") == 9 + sum(len(rows) for rows in RESULTS.values() if isinstance(rows, list)) - 1
     assert "jobs/bench.py exchange &lt;all&gt;" in page
     assert json.loads((tmp_path / "report.json").read_text()) == RESULTS
 
@@ -89,6 +103,10 @@ def test_the_answers_are_the_figures():
     )
     assert "tree_reduce takes 5.0 times as long, parameter_server async takes 2.0 times as long" in found[0]
     assert "Below about 0.02 MiB on 4 hosts, tree_reduce is faster" in found[1]
-    assert "DDP hides 1.50 of 2.50 s" in found[2]
-    assert "parameter_server async is done after 10 s (accuracy 0.970), ddp after 30 s" in found[3]
+    assert "ddp topk against whole gradients, 16 MiB: at 200 Mbit/s it sends 8.0 times fewer" in found[2]
+    assert "takes 0.25 times as long; on links without a limit" in found[2]
+    assert "DDP hides 1.50 of 2.50 s" in found[3]
+    assert "with 8 ranks on 4 slots treeReduce runs them in waves, and a step takes 1.40 s in place of 0.80" in found[4]
+    assert "DDP refuses this after 0.2 s" in found[4]
+    assert "parameter_server async is done after 10 s (accuracy 0.970), ddp after 30 s" in found[5]
     assert report.answers({}) == []

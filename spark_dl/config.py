@@ -312,7 +312,7 @@ class Parallel:
     which Spark itself aggregates; `parameter_server`."""
     bucket_mib: float | Literal["auto"] = 25.0
     """Size of the flat gradient buffers of one all-reduce, in MiB. `auto` measures at the start of a run how gradients
-    come and how long all-reduces take, and picks the size with the shortest step."""
+    come and how long all-reduces take, and picks the size with the shortest step; not for `compression`."""
     find_unused_parameters: bool = False
     """For models of which a step may not use all parameters."""
     static_graph: bool = False
@@ -364,6 +364,11 @@ class Parallel:
         elif self.strategy == "horovod":
             raise ValueError(
                 "parallel.bucket_mib: expected a size in MiB with horovod, found 'auto', which ddp alone knows"
+            )
+        elif self.compression != "none":
+            raise ValueError(
+                f"parallel.bucket_mib: expected a size in MiB with parallel.compression={self.compression!r}, found "
+                "'auto', which measures all-reduces of whole gradients; set a size, or parallel.compression to none"
             )
         check_bool(self, "find_unused_parameters", "static_graph", "sync_batchnorm", "adasum", "staleness_lr")
         check_choices(self)

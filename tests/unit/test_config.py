@@ -105,6 +105,7 @@ INVALID = [
     (Parallel, "parallel.strategy", ["dpp", "DDP", "", None, 1]),
     (Parallel, "parallel.bucket_mib", [0, -1, NAN, INF, "25", None]),
     (Parallel, "parallel.bucket_mib", [], [{"bucket_mib": "auto", "strategy": "horovod"}]),
+    (Parallel, "parallel.bucket_mib", [], [{"bucket_mib": "auto", "compression": c} for c in ("fp16", "topk")]),
     (Parallel, "parallel.find_unused_parameters", [0, 1, "true", None]),
     (
         Parallel,

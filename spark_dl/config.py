@@ -296,6 +296,13 @@ _ONE_RANK = ("single", "data_parallel")
 BY_SPARK = ("tree_reduce", "shuffle_reduce")
 """Strategies in which Spark itself aggregates: the driver trains, with jobs of stateless tasks."""
 _ERROR_FEEDBACK = ("powersgd", "threshold", "topk")
+_OF_COMPRESSION: Mapping[str, tuple[str, ...]] = {
+    "compression_start_step": _ERROR_FEEDBACK,
+    "powersgd_rank": ("powersgd",),
+    "threshold": ("threshold",),
+    "topk_ratio": ("topk",),
+}
+"""Settings of `Parallel` that only some compressions know."""
 ELEMENTWISE = (
     "SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD",
 )  # fmt: skip
@@ -397,12 +404,19 @@ class Parallel:
             self.straggler_ranks,
         )
         object.__setattr__(self, "straggler_ranks", tuple(ranks))
-        for name, strategies in _OF_STRATEGY.items():
-            is_used = getattr(self, name) != getattr(type(self), name)
-            if is_used and self.strategy not in strategies:
-                raise ValueError(
-                    f"parallel.{name}: known to the strategy {' and '.join(strategies)} alone, found {self.strategy!r}"
-                )
+        for choice, known in (("strategy", _OF_STRATEGY), ("compression", _OF_COMPRESSION)):
+            found = getattr(self, choice)
+            for name, choices in known.items():
+                if found not in choices and getattr(self, name) != getattr(type(self), name):
+                    raise ValueError(
+                        f"parallel.{name}: known to parallel.{choice} {' and '.join(choices)} alone, found {found!r}; "
+                        "leave it out, or choose one of these"
+                    )
+        if self.straggler_ranks and self.straggler == "none":
+            raise ValueError(
+                f"parallel.straggler_ranks: expected none with parallel.straggler='none', which delays no rank, found "
+                f"{list(self.straggler_ranks)}; choose a parallel.straggler, or leave it out"
+            )
         self._check_server_mode()
         if self.compression != "none" and self.all_reduce != "backend":
             raise ValueError(
@@ -530,6 +544,11 @@ class Config:
         if strategy == "parameter_server":
             ranks -= self.parallel.num_servers
             self._check_servers(ranks)
+        if any(rank >= ranks for rank in self.parallel.straggler_ranks):
+            raise ValueError(
+                f"parallel.straggler_ranks: expected ranks below {ranks}, the number of those that compute gradients "
+                f"with launch.num_ranks={self.launch.num_ranks}, found {list(self.parallel.straggler_ranks)}"
+            )
         least = batch // streams * (streams // ranks)
         if self.train.accumulation_steps > least:
             raise ValueError(
@@ -554,11 +573,6 @@ class Config:
             raise ValueError(
                 f"parallel.server_k: expected at most {trainers}, the ranks that train, each of which gives one "
                 f"gradient with parallel.server_mode={parallel.server_mode!r}, found {parallel.server_k}"
-            )
-        if any(rank >= trainers for rank in parallel.straggler_ranks):
-            raise ValueError(
-                f"parallel.straggler_ranks: expected ranks below {trainers}, as the servers and ranks beyond them "
-                f"compute no gradients, found {list(parallel.straggler_ranks)}"
             )
         refused = [
             ("train.optimizer", train.optimizer not in ELEMENTWISE, f"one of {', '.join(ELEMENTWISE)}, as servers "

@@ -8,6 +8,7 @@ from torch import nn
 from spark_dl import ModelSpec, Parallel, checkpoint, worker
 from spark_dl.data.mixture import Mixture
 from spark_dl.metrics import read_metrics
+from spark_dl.parallel.collectives import ALGORITHMS
 from spark_dl.spec import Run
 from tests import reference
 from tests.datasets import write_dataset
@@ -56,6 +57,19 @@ def test_momentum_and_clipping(tmp_path, num_ranks):
 def test_small_buckets(tmp_path):
     config = small_config(3, parallel=Parallel(bucket_mib=0.0001))
     assert_same_training(tmp_path, config, 245)
+
+
+OUR_ALL_REDUCES = [(name, num_ranks) for name in ALGORITHMS for num_ranks in (2, 3, 4)]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "num_ranks"),
+    [pytest.param(*case, marks=[] if case == ("ring", 3) else pytest.mark.slow) for case in OUR_ALL_REDUCES],
+)
+def test_every_all_reduce_of_ours(tmp_path, algorithm, num_ranks):
+    """20 steps, with a bucket for each parameter, so that several are under way at a time."""
+    config = small_config(num_ranks, parallel=Parallel(all_reduce=algorithm, bucket_mib=0.0001))
+    assert_same_training(tmp_path, config, 480)
 
 
 def test_a_mixture_trains_alike_on_any_number_of_ranks(tmp_path):

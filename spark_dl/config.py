@@ -296,6 +296,13 @@ _ONE_RANK = ("single", "data_parallel")
 BY_SPARK = ("tree_reduce", "shuffle_reduce")
 """Strategies in which Spark itself aggregates: the driver trains, with jobs of stateless tasks."""
 _ERROR_FEEDBACK = ("powersgd", "threshold", "topk")
+_OF_COMPRESSION: Mapping[str, tuple[str, ...]] = {
+    "compression_start_step": _ERROR_FEEDBACK,
+    "powersgd_rank": ("powersgd",),
+    "threshold": ("threshold",),
+    "topk_ratio": ("topk",),
+}
+"""Settings of `Parallel` that only some compressions know."""
 ELEMENTWISE = (
     "SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD",
 )  # fmt: skip
@@ -312,7 +319,7 @@ class Parallel:
     which Spark itself aggregates; `parameter_server`."""
     bucket_mib: float | Literal["auto"] = 25.0
     """Size of the flat gradient buffers of one all-reduce, in MiB. `auto` measures at the start of a run how gradients
-    come and how long all-reduces take, and picks the size with the shortest step."""
+    come and how long all-reduces take, and picks the size with the shortest step; not for `compression`."""
     find_unused_parameters: bool = False
     """For models of which a step may not use all parameters."""
     static_graph: bool = False
@@ -365,6 +372,11 @@ class Parallel:
             raise ValueError(
                 "parallel.bucket_mib: expected a size in MiB with horovod, found 'auto', which ddp alone knows"
             )
+        elif self.compression != "none":
+            raise ValueError(
+                f"parallel.bucket_mib: expected a size in MiB with parallel.compression={self.compression!r}, found "
+                "'auto', which measures all-reduces of whole gradients; set a size, or parallel.compression to none"
+            )
         check_bool(self, "find_unused_parameters", "static_graph", "sync_batchnorm", "adasum", "staleness_lr")
         check_choices(self)
         for name in ("powersgd_rank", "sync_every_steps", "tree_depth", "num_servers"):
@@ -392,12 +404,19 @@ class Parallel:
             self.straggler_ranks,
         )
         object.__setattr__(self, "straggler_ranks", tuple(ranks))
-        for name, strategies in _OF_STRATEGY.items():
-            is_used = getattr(self, name) != getattr(type(self), name)
-            if is_used and self.strategy not in strategies:
-                raise ValueError(
-                    f"parallel.{name}: known to the strategy {' and '.join(strategies)} alone, found {self.strategy!r}"
-                )
+        for choice, known in (("strategy", _OF_STRATEGY), ("compression", _OF_COMPRESSION)):
+            found = getattr(self, choice)
+            for name, choices in known.items():
+                if found not in choices and getattr(self, name) != getattr(type(self), name):
+                    raise ValueError(
+                        f"parallel.{name}: known to parallel.{choice} {' and '.join(choices)} alone, found {found!r}; "
+                        "leave it out, or choose one of these"
+                    )
+        if self.straggler_ranks and self.straggler == "none":
+            raise ValueError(
+                f"parallel.straggler_ranks: expected none with parallel.straggler='none', which delays no rank, found "
+                f"{list(self.straggler_ranks)}; choose a parallel.straggler, or leave it out"
+            )
         self._check_server_mode()
         if self.compression != "none" and self.all_reduce != "backend":
             raise ValueError(
@@ -525,6 +544,11 @@ class Config:
         if strategy == "parameter_server":
             ranks -= self.parallel.num_servers
             self._check_servers(ranks)
+        if any(rank >= ranks for rank in self.parallel.straggler_ranks):
+            raise ValueError(
+                f"parallel.straggler_ranks: expected ranks below {ranks}, the number of those that compute gradients "
+                f"with launch.num_ranks={self.launch.num_ranks}, found {list(self.parallel.straggler_ranks)}"
+            )
         least = batch // streams * (streams // ranks)
         if self.train.accumulation_steps > least:
             raise ValueError(
@@ -549,11 +573,6 @@ class Config:
             raise ValueError(
                 f"parallel.server_k: expected at most {trainers}, the ranks that train, each of which gives one "
                 f"gradient with parallel.server_mode={parallel.server_mode!r}, found {parallel.server_k}"
-            )
-        if any(rank >= trainers for rank in parallel.straggler_ranks):
-            raise ValueError(
-                f"parallel.straggler_ranks: expected ranks below {trainers}, as the servers and ranks beyond them "
-                f"compute no gradients, found {list(parallel.straggler_ranks)}"
             )
         refused = [
             ("train.optimizer", train.optimizer not in ELEMENTWISE, f"one of {', '.join(ELEMENTWISE)}, as servers "

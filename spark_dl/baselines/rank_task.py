@@ -33,8 +33,6 @@ from spark_dl.spec import Run
 if TYPE_CHECKING:
     from pyspark import Broadcast
 
-_IDLE_S = 10.0
-"""How long a Python worker keeps what no task uses."""
 _MAX_LOADERS = 4
 _MAX_STEPS_PASSED_BY = 64
 
@@ -193,7 +191,8 @@ class _OpenLoader:
 
 
 # NOTE: the one state of the package that belongs to a process: Spark offers a task nothing else that outlives it. A
-# timer ends the threads and frees the memory once no task has come for a while, whatever has become of the driver.
+# timer ends the threads and frees the memory, whatever has become of the driver, once no task has come for as long as
+# a step may take, `launch.collective_timeout_s`: less would drop all of it in every step where links are slow.
 _LOCK = threading.Lock()
 _KEPT: dict[str, _Kept] = {}
 _TIMERS: list[threading.Timer] = []
@@ -213,7 +212,7 @@ def _kept(attempt: Attempt) -> Iterator[_Kept]:
         except BaseException:
             _close_all()
             raise
-        timer = threading.Timer(_IDLE_S, _close_idle)
+        timer = threading.Timer(_KEPT[attempt.id].run.config.launch.collective_timeout_s, _close_idle)
         timer.name, timer.daemon = "spark_dl idle", True
         timer.start()
         _TIMERS.append(timer)

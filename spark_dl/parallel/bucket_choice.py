@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from spark_dl.config import Config
+from spark_dl.parallel import collectives
 from spark_dl.parallel.buckets import CANDIDATES_MIB, MIB, choose_bucket_mib, interpolate_all_reduce_s
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class BucketSize:
     def __init__(self, config: Config):
         asked = config.parallel.bucket_mib
         self.mib: float | None = None if isinstance(asked, str) else asked
+        self._algorithm = config.parallel.all_reduce
 
     def state_dict(self) -> dict[str, Any]:
         return {"mib": self.mib}
@@ -38,14 +40,18 @@ class BucketSize:
         self.mib = state["mib"] if self.mib is None else self.mib
 
     def settle(self, model: nn.Module, backward: Callable[[], object], world: World) -> float:
-        """The size in MiB. Collective; the first call measures, where nothing is set, with a whole `backward` pass of
-        the bare model on each rank and with all-reduces of some sizes."""
+        """The size in MiB. Collective; the first call measures, where nothing is set, with all-reduces of some sizes.
+
+        backward: a backward pass of the bare model on this rank, as the one whose gradients are exchanged.
+        """
         if self.mib is None:
             ready_s, sizes = time_gradients(model, backward)
-            probes = [mib for mib in _PROBE_MIB if mib * MIB <= max(2 * sum(sizes), MIB)]
-            seconds = [_time_all_reduce(mib, world.device) for mib in probes]
+            # Not the sum of `sizes`: a rank may use other parameters than the others, but must measure what they do.
+            total = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+            probes = [mib for mib in _PROBE_MIB if mib * MIB <= max(2 * total, MIB)]
+            seconds = [_time_all_reduce(mib, self._algorithm, world.device) for mib in probes]
             all_reduce_s = interpolate_all_reduce_s([mib * MIB for mib in probes], seconds)
-            candidates = [mib for mib in CANDIDATES_MIB if mib * MIB < 2 * sum(sizes)] or [CANDIDATES_MIB[0]]
+            candidates = [mib for mib in CANDIDATES_MIB if mib * MIB < 2 * total] or [CANDIDATES_MIB[0]]
             chosen = torch.tensor(choose_bucket_mib(ready_s, sizes, all_reduce_s, candidates_mib=candidates),
                                   dtype=torch.float64, device=world.device)  # fmt: skip
             dist.broadcast(chosen, 0)
@@ -78,13 +84,16 @@ def time_gradients(model: nn.Module, backward: Callable[[], object]) -> tuple[li
     return [moment - first for moment, _ in came], [size for _, size in came]
 
 
-def _time_all_reduce(mib: float, device: torch.device) -> float:
-    """Median seconds of an all-reduce, of the slowest rank. Collective."""
+def _time_all_reduce(mib: float, algorithm: str, device: torch.device) -> float:
+    """Median seconds of the all-reduce that `parallel.all_reduce` names, of the slowest rank. Collective."""
     data, taken = torch.ones(int(mib * MIB) // 4, device=device), []
     for i in range(_REPEATS + 1):
         dist.barrier()
         start = time.perf_counter()
-        dist.all_reduce(data)
+        if algorithm == "backend":
+            dist.all_reduce(data)
+        else:
+            collectives.all_reduce(data, algorithm)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         if i:  # the first one warms up

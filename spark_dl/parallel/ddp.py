@@ -62,7 +62,9 @@ def average_gradients(
     def forward_backward(micro_batches: Sequence[Batch], rows: int) -> Tensor:
         nonlocal settled, wrapped
         if wrapped is None:
-            trial = functools.partial(_run_without_trace, model, lambda: backward(micro_batches, rows))
+            # The last micro-batch alone, as its gradients are those that are exchanged while they come. Torch's static
+            # graph also fails where its first backward pass exchanges nothing.
+            trial = functools.partial(_run_without_trace, model, lambda: backward(micro_batches[-1:], rows))
             size_mib = bucket_size.settle(model, trial, world)
             wrapped = _wrap(model, size_mib, world, config)
             if exchange is not None:

@@ -74,7 +74,7 @@ class _LocalSgd:
         self._step += 1
 
     def settle(self) -> None:
-        """Averages the weights, if they differ by now. Collective.
+        """Averages the weights, if they differ by now, or brings the buffers together as DDP does. Collective.
 
         Each rank counts by the rows that it has trained on since the last time, so that every row counts the same: with
         plain SGD and an average after every step, the result is that of a single process.
@@ -82,6 +82,8 @@ class _LocalSgd:
         if self._all_rows:
             average_weights(self._alone.modules[0], self._own_rows / self._all_rows)
             self._own_rows = self._all_rows = 0
+        elif self._together is not None and self._step <= self._start:  # nothing but gradients was averaged yet
+            self._together.settle()
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self._step}  # a checkpoint is saved after `settle`

@@ -127,11 +127,21 @@ def test_the_weights_and_names_of_a_model_stay_as_they_were():
                                                         model[0][1].weight, model[0][1].bias).flatten(1))  # fmt: skip
 
 
-def test_without_synchronization_ranks_validate_the_statistics_of_the_checkpoint(tmp_path):
-    """Those of rank 0: the others' differ after a step."""
-    config = small_config(3, data={"validation_fraction": 0.2})
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        pytest.param(Parallel(), id="ddp"),
+        pytest.param(Parallel(strategy="local_sgd", sync_start_step=100), id="before local SGD starts"),
+        pytest.param(Parallel(strategy="local_sgd", sync_start_step=5), id="as local SGD starts"),
+        pytest.param(Parallel(strategy="local_sgd", sync_start_step=3), id="local SGD"),
+    ],
+)
+def test_without_synchronization_ranks_validate_the_statistics_of_the_checkpoint(tmp_path, parallel):
+    """Those of rank 0 where gradients are averaged, the mean where weights are: the ranks' own differ after a step."""
+    config = small_config(3, train={"epochs": 1}, data={"validation_fraction": 0.2}, parallel=parallel)
     run = make_run(tmp_path, config, spec=NORMALIZED)
     saved = train(run)
+    assert saved.step == 5
     (*_, last) = [line for line in read_metrics(run.run_dir) if line["kind"] == "epoch"]
     loss = validation_loss(dataclasses.replace(run, checkpoint=saved.url))
     assert last["metrics"]["loss"] == pytest.approx(loss, rel=1e-5)

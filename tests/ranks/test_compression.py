@@ -35,7 +35,8 @@ ALL = {"fp16": {"compression": "fp16"}, "bf16": {"compression": "bf16"}, **ERROR
 
 
 def compressed(settings, *, start=0, bucket_mib=SMALL_BUCKETS, **more):
-    return Parallel(**settings, compression_start_step=start, bucket_mib=bucket_mib, **more)
+    begin = {"compression_start_step": start} if settings["compression"] in ERROR_FEEDBACK else {}
+    return Parallel(**settings, **begin, bucket_mib=bucket_mib, **more)
 
 
 def train_and_look(run):

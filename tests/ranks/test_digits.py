@@ -21,6 +21,7 @@ METHODS = {
     "powersgd": {"compression": "powersgd", "powersgd_rank": 2, "compression_start_step": 30},
     "threshold": {"compression": "threshold", "threshold": 0.004, "compression_start_step": 30},
     "topk": {"compression": "topk", "topk_ratio": 0.01, "compression_start_step": 30},
+    "horovod fp16": {"strategy": "horovod", "compression": "fp16"},
     "local_sgd": {"strategy": "local_sgd", "sync_every_steps": 8},
     "post_local_sgd": {"strategy": "local_sgd", "sync_every_steps": 8, "sync_start_step": 100},
 }
@@ -101,6 +102,9 @@ def expected(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "exact"])
 def test_the_same_accuracy_within_a_point_with_fewer_bytes(tmp_path, expected, method):
+    """What Horovod sends is not counted: its collectives are not torch's."""
+    if method.startswith("horovod"):
+        pytest.importorskip("horovod.torch", reason="no horovod; see `make setup-horovod`", exc_type=ImportError)
     run = make_run(tmp_path, method, NUM_RANKS)
     given = run_ranks(train_and_count, NUM_RANKS, run)[0]
     assert expected > 95
@@ -114,5 +118,5 @@ def test_the_same_accuracy_within_a_point_with_fewer_bytes(tmp_path, expected, m
     elif METHODS[method].get("strategy") == "local_sgd":
         whole_steps = METHODS[method].get("sync_start_step", 0)
         assert sent(given, NUM_RANKS) < whole * (whole_steps / steps + 1 / 6)
-    else:
+    elif not method.startswith("horovod"):
         assert sent(given, NUM_RANKS) == pytest.approx(whole / 2, rel=0.05)

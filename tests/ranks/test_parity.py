@@ -3,14 +3,16 @@
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
-from spark_dl import Parallel, checkpoint, worker
+from spark_dl import ModelSpec, Parallel, checkpoint, worker
 from spark_dl.data.mixture import Mixture
 from spark_dl.metrics import read_metrics
+from spark_dl.parallel.collectives import ALGORITHMS
 from spark_dl.spec import Run
 from tests import reference
 from tests.datasets import write_dataset
-from tests.models import MLP, blobs, small_config
+from tests.models import MLP, blobs, build_mlp, small_config
 from tests.ranks.launcher import run_ranks
 
 
@@ -57,6 +59,19 @@ def test_small_buckets(tmp_path):
     assert_same_training(tmp_path, config, 245)
 
 
+OUR_ALL_REDUCES = [(name, num_ranks) for name in ALGORITHMS for num_ranks in (2, 3, 4)]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "num_ranks"),
+    [pytest.param(*case, marks=[] if case == ("ring", 3) else pytest.mark.slow) for case in OUR_ALL_REDUCES],
+)
+def test_every_all_reduce_of_ours(tmp_path, algorithm, num_ranks):
+    """20 steps, with a bucket for each parameter, so that several are under way at a time."""
+    config = small_config(num_ranks, parallel=Parallel(all_reduce=algorithm, bucket_mib=0.0001))
+    assert_same_training(tmp_path, config, 480)
+
+
 def test_a_mixture_trains_alike_on_any_number_of_ranks(tmp_path):
     datasets = {
         name: write_dataset(str(tmp_path / name), blobs(rows), group_rows=20, shard_rows=60)
@@ -73,3 +88,40 @@ def test_a_mixture_trains_alike_on_any_number_of_ranks(tmp_path):
     np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
     for name in expected:
         torch.testing.assert_close(weights[name], expected[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("accumulation_steps", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("more", [{}, {"all_reduce": "ring"}], ids=["backend", "ring"])
+def test_a_static_graph_changes_nothing(tmp_path, num_ranks, accumulation_steps, more):
+    train = {"optimizer_args": {"momentum": 0.9}, "accumulation_steps": accumulation_steps}
+    config = small_config(num_ranks, train=train, parallel=Parallel(static_graph=True, bucket_mib=0.0001, **more))
+    assert_same_training(tmp_path, config, 245)
+
+
+class RarelyWhole(nn.Module):
+    """Has a layer for rows far out alone, which most batches do not have."""
+
+    def __init__(self):
+        super().__init__()
+        self.for_all, self.for_few = build_mlp(), nn.Linear(4, 3)
+
+    def forward(self, features):
+        out, few = self.for_all(features), features[:, 0] > FAR
+        return out.index_add(0, few.nonzero()[:, 0], self.for_few(features[few])) if few.any() else out
+
+
+FAR = 4.0
+
+
+@pytest.mark.parametrize("accumulation_steps", [1, 2])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_parameters_that_are_not_used_in_all_steps_and_on_all_ranks(tmp_path, num_ranks, accumulation_steps):
+    """A layer that no rank used in a step stays as it is, also with momentum."""
+    config = small_config(
+        num_ranks, parallel=Parallel(find_unused_parameters=True),
+        train={"optimizer_args": {"momentum": 0.9}, "accumulation_steps": accumulation_steps},
+    )  # fmt: skip
+    steps, rows_that_use_it = 10, int((blobs(480)["features"][:, 0] > FAR).sum())
+    assert 3 < rows_that_use_it < steps
+    assert_same_training(tmp_path, config, 480, spec=ModelSpec(build=RarelyWhole))

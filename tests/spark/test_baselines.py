@@ -16,7 +16,6 @@ from torch.nn import functional as F
 
 import spark_dl
 from spark_dl import ModelSpec, Parallel, RankError, checkpoint, worker
-from spark_dl.baselines import rank_task
 from spark_dl.data.mixture import Mixture
 from spark_dl.driver import DRIVER_LOOPS
 from spark_dl.metrics import read_metrics
@@ -259,14 +258,14 @@ class _Recorder:
 def test_models_and_loaders_stay_open_between_steps_and_are_closed_in_the_end(spark, tmp_path):
     recorder = _Recorder(tmp_path)
     spec = ModelSpec(build=recorder.build, transform=recorder.transform)
-    run = make_run(tmp_path, config_of("tree_reduce", 2), spec=spec, rows=480)
+    run = make_run(tmp_path, config_of("tree_reduce", 2, launch={"collective_timeout_s": 10}), spec=spec, rows=480)
     assert train_from_driver(spark, run)["steps"] == 20
     num_workers, num_ranks, epochs = 4, 2, 2
     builds, loads = recorder.lines("builds"), recorder.lines("loads")
     assert len(builds) == len(recorder.pids()) <= 1 + num_workers  # the driver's, too
     assert 20 * num_ranks <= len(loads)
     assert len(set(loads)) <= num_workers * num_ranks * epochs < 20 * num_ranks
-    deadline = time.monotonic() + rank_task._IDLE_S + 10
+    deadline = time.monotonic() + run.config.launch.collective_timeout_s + 10
     while (found := _threads_of_workers(spark)) and time.monotonic() < deadline:
         time.sleep(0.5)
     assert not found

@@ -105,6 +105,7 @@ INVALID = [
     (Parallel, "parallel.strategy", ["dpp", "DDP", "", None, 1]),
     (Parallel, "parallel.bucket_mib", [0, -1, NAN, INF, "25", None]),
     (Parallel, "parallel.bucket_mib", [], [{"bucket_mib": "auto", "strategy": "horovod"}]),
+    (Parallel, "parallel.bucket_mib", [], [{"bucket_mib": "auto", "compression": c} for c in ("fp16", "topk")]),
     (Parallel, "parallel.find_unused_parameters", [0, 1, "true", None]),
     (
         Parallel,
@@ -120,10 +121,20 @@ INVALID = [
     (Parallel, "parallel.compression", ["int8", "top-k", None]),
     (Parallel, "parallel.compression", [], [{"compression": "fp16", "strategy": "local_sgd"}]),
     (Parallel, "parallel.compression", [], [{"compression": "topk", "strategy": "horovod"}]),
-    (Parallel, "parallel.compression_start_step", [-1, 2.0, True, None]),
-    (Parallel, "parallel.powersgd_rank", [0, -1, 2.0, True, None]),
-    (Parallel, "parallel.threshold", [0, -1, NAN, INF, "1", None]),
-    (Parallel, "parallel.topk_ratio", [0, 1.5, NAN, "1", None]),
+    (
+        Parallel,
+        "parallel.compression_start_step",
+        [-1, 2.0, True, None, 9],
+        [{"compression_start_step": 9, "compression": "fp16"}],
+    ),
+    (Parallel, "parallel.powersgd_rank", [0, -1, 2.0, True, None, 2], [{"powersgd_rank": 2, "compression": "topk"}]),
+    (
+        Parallel,
+        "parallel.threshold",
+        [0, -1, NAN, INF, "1", None, 0.1],
+        [{"threshold": 0.1, "compression": "powersgd"}],
+    ),
+    (Parallel, "parallel.topk_ratio", [0, 1.5, NAN, "1", None, 0.1], [{"topk_ratio": 0.1, "compression": "threshold"}]),
     (Parallel, "parallel.adasum", [0, 1, "true", None, True]),
     (Parallel, "parallel.sync_every_steps", [0, -1, 2.0, True, None, 2]),
     (Parallel, "parallel.sync_start_step", [-1, 2.0, True, None, 2]),
@@ -139,7 +150,7 @@ INVALID = [
     (Parallel, "parallel.straggler", ["normal", None]),
     (Parallel, "parallel.straggler_s", [-1, NAN, INF, "1", None, 0.5]),
     (Parallel, "parallel.straggler_s", [], [{"straggler": "constant"}]),
-    (Parallel, "parallel.straggler_ranks", [0, "0", [-1], [1.0], [True], None]),
+    (Parallel, "parallel.straggler_ranks", [0, "0", [-1], [1.0], [True], None, [1]]),
     (Launch, "launch.num_ranks", [0, -1, 2.0, "2", True, None]),
     (Data, "data.storage", ["disk", "", 1, None]),
     (Launch, "launch.device", ["gpu", "cuda:0", None]),
@@ -304,6 +315,17 @@ def with_servers(ranks=4, num_servers=1, train=None, data=None, **parallel):
 def test_what_parameter_servers_cannot_do_is_an_error_that_names_the_key(key, settings):
     with pytest.raises(ValueError, match=rf"^{key}: "):
         with_servers(**settings)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "local_sgd", "tree_reduce", "parameter_server"])
+def test_ranks_that_compute_nothing_cannot_be_slow(strategy):
+    def build(*ranks):
+        parallel = Parallel(strategy=strategy, straggler="constant", straggler_s=1, straggler_ranks=ranks)
+        return Config(parallel=parallel, launch=Launch(num_ranks=5 if strategy == "parameter_server" else 4))
+
+    build(0, 3)
+    with pytest.raises(ValueError, match=r"^parallel\.straggler_ranks: expected ranks below 4, .*, found \[0, 4\]$"):
+        build(0, 4)
 
 
 @pytest.mark.parametrize("settings", [

@@ -1,5 +1,6 @@
 """What a Python worker keeps between tasks: any task gets the rows of its step, whatever the worker did before."""
 
+import dataclasses
 import random
 import threading
 
@@ -74,6 +75,42 @@ def test_steps_that_follow_each_other_come_from_one_reading(run, kept):
 def test_the_last_step_of_an_epoch_leaves_no_thread(run, kept):
     kept.batches(0, step_at(0, 82))
     kept.batches(0, step_at(0, 83))
+    assert not any(t.name.startswith("spark_dl") for t in threading.enumerate())
+
+
+@pytest.fixture
+def attempt_of(run):
+    """An attempt whose steps may take so many seconds; what is kept of it goes after the test."""
+
+    def build(collective_timeout_s):
+        launch = dataclasses.replace(run.config.launch, collective_timeout_s=collective_timeout_s)
+        of_time = dataclasses.replace(run, config=dataclasses.replace(run.config, launch=launch))
+        return Attempt(f"attempt of {collective_timeout_s} s", payload.pack_call(None, (of_time,), {}), [])
+
+    yield build
+    for timer in rank_task._TIMERS:
+        timer.cancel()
+        timer.join()
+    rank_task._close_idle()
+
+
+def test_what_is_kept_stays_for_as_long_as_a_step_may_take(attempt_of):
+    attempt = attempt_of(400.0)
+    with rank_task._kept(attempt) as kept:
+        pass
+    assert [timer.interval for timer in rank_task._TIMERS] == [400.0]
+    with rank_task._kept(attempt) as kept_for_the_next_task:
+        assert kept_for_the_next_task is kept
+        assert rank_task._TIMERS == []  # no time runs while a task does
+
+
+def test_what_no_task_uses_for_longer_goes(attempt_of):
+    with rank_task._kept(attempt_of(0.2)) as kept:
+        kept.batches(0, step_at(0, 0))
+        assert any(t.name == "spark_dl loader" for t in threading.enumerate())
+    (timer,) = rank_task._TIMERS
+    timer.join(timeout=20)
+    assert rank_task._KEPT == {}
     assert not any(t.name.startswith("spark_dl") for t in threading.enumerate())
 
 

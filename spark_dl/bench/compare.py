@@ -55,10 +55,10 @@ class Options:
     methods: tuple[str, ...] = METHODS
     sections: tuple[str, ...] = SECTIONS
     repeats: int = 3
-    scale: float = 0.25
-    """Fraction of ResNet-50's parameters in the simulated steps; their compute takes as long as their communication."""
+    scale: float = 0.1
+    """Fraction of ResNet-50's parameters in the simulated steps; backward takes as long as their communication."""
     scaling_ranks: tuple[int, ...] = (1, 2, 4, 8, 16)
-    straggler_s: float = 0.1
+    straggler_s: float = 0.05
     """Mean delay of each gradient in the section `stragglers`."""
 
     def __post_init__(self) -> None:
@@ -241,7 +241,7 @@ def _compression(options: Options, rows: Sequence[Mapping[str, Any]], show: Show
 def _scaling(options: Options, show: Show) -> list[dict[str, Any]]:
     """Weak and strong scaling on up to 16 hosts, without Spark: its executors would be too many for one machine."""
     rows = []
-    compute_s = _balanced_compute_s(options)
+    backward_s = _balanced_backward_s(options)
     methods = {method: name for method, name in _SCALED.items() if method in options.methods}
     for ranks in options.scaling_ranks:
         with testbed.hosts(ranks, rate_mbit=options.rate_mbit) as bed:
@@ -249,7 +249,7 @@ def _scaling(options: Options, show: Show) -> list[dict[str, Any]]:
                 (("weak", 1.0), ("strong", 1 / ranks)), methods.items()
             ):
                 settings = steps.Steps(
-                    scale=options.scale, forward_s=share * compute_s / 3, backward_s=share * compute_s * 2 / 3,
+                    scale=options.scale, forward_s=share * backward_s / 2, backward_s=share * backward_s,
                     parallel={"all_reduce": all_reduce}, num_steps=options.repeats,
                     bucket_mib=BUCKET_MIB * options.scale,
                 )  # fmt: skip
@@ -265,8 +265,8 @@ def _scaling(options: Options, show: Show) -> list[dict[str, Any]]:
     return rows
 
 
-def _balanced_compute_s(options: Options) -> float:
-    """Seconds of compute that equal those of a ring's communication on many hosts: 2 N bytes at the link's rate."""
+def _balanced_backward_s(options: Options) -> float:
+    """Seconds of a backward pass that equal those of a ring on many hosts: 2 N bytes at the link's rate."""
     gradient_bytes = PROFILES["resnet50"]().shrunk(options.scale).gradient_bytes
     return 2 * gradient_bytes / ((options.rate_mbit or 1000.0) * 1e6 / 8)
 

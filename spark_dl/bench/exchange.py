@@ -56,8 +56,8 @@ METHODS = (*BACKWARDS, *ALL_REDUCES, *JOBS)
 _MATRIX = 512
 _WARM_UPS = 3
 """Enough for compression to have begun (`parallel.compression_start_step`)."""
-_WARM_UPS_OF = {"ddp threshold": 40}
-"""Enough for as much to be sent as comes in: a random walk reaches the threshold after some 31 steps."""
+_WARM_UPS_OF = {"ddp threshold": 40, **dict.fromkeys(ALL_REDUCES, 1)}
+"""With a threshold enough for as much to be sent as comes in: a random walk reaches it after some 31 steps."""
 _TIMEOUT_S = 900.0
 
 

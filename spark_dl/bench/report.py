@@ -4,7 +4,8 @@ The results are plain data, a list of rows for each section, all optional:
 
     exchange      method, hosts, mib, seconds, bytes_per_rank, busiest_link_bytes, limit_s, ratio_to_limit, times_ring
     crossings     method, hosts, mib, faster: below or above this size the method is faster than the ring
-    breakdown     method, profile, step_s, forward_s, backward_s, hidden_s, exposed_s, optimizer_s, wait_s, other_s
+    breakdown     method, profile, step_s, forward_s, backward_s, hidden_s, exposed_s, optimizer_s, wait_s, other_s,
+                  communication_s (alone), times_largest (of the larger of compute and communication)
     buckets       profile, bucket_mib, step_s, predicted_s; `auto_bucket_mib` is what `bucket_mib: auto` chose
     compression   method, hosts, mib, rate_mbit, seconds, bytes_per_rank, times_ring, bytes_factor (of ddp's bytes)
     waves         method, ranks, slots, compute_s, step_s or refused_s and reason
@@ -156,13 +157,14 @@ def _overlap(results: Mapping[str, Any]) -> list[str]:
     whole = ring["hidden_s"] + ring["exposed_s"]
     text = (
         f"What overlap is worth: DDP hides {ring['hidden_s']:.2f} of {whole:.2f} s of communication behind the "
-        f"backward pass, and its step takes {ring['step_s']:.2f} s"
+        f"backward pass, and its step takes {ring['step_s']:.2f} s, {ring['times_largest']:.2f} times the larger of "
+        "compute and communication"
     )
     if "tree_reduce" in rows:
         tree = rows["tree_reduce"]
         text += (
             f"; a task of treeReduce ends before it sends, hides {tree['hidden_s']:.2f} s, and takes "
-            f"{tree['step_s']:.2f} s"
+            f"{tree['step_s']:.2f} s, {tree['times_largest']:.2f} times"
         )
     return [text + "."]
 
@@ -248,6 +250,7 @@ def _breakdown(results: Mapping[str, Any]) -> Section:
     parts = ("step", "forward", "backward", "hidden", "exposed", "optimizer", "wait", "other")
     columns = [
         _text("method", "method"), _text("profile", "profile"), *(_number(f"{part}_s", part) for part in parts),
+        _number("times_largest", "times the larger of compute and communication", _factor),
     ]  # fmt: skip
     return Section(
         "Where the time of a step goes",

@@ -81,6 +81,15 @@ def average_gradients(
         for buffer in model.buffers():
             dist.broadcast(buffer, 0)
 
+    def close() -> None:
+        # NOTE: DDP's objects go before the process group does. Its reducer holds the group, and lets go of it under
+        # Python's lock: if it is the last to do so, it waits for Gloo's threads, which may wait for the lock to let go
+        # of a tensor (pytorch/pytorch#56297), and the rank hangs.
+        nonlocal wrapped
+        wrapped = None
+        if exchange is not None:
+            exchange.close()
+
     return Trainable(
         modules=[model],
         optimizer=optimizer,
@@ -90,7 +99,7 @@ def average_gradients(
         extra_state={"bucket_size": bucket_size, **scaler.state},
         settle=settle,
         rank_state=exchange.rank_state if exchange else {},
-        close=exchange.close if exchange else lambda: None,
+        close=close,
     )
 
 

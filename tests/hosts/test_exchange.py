@@ -15,7 +15,7 @@ KEYS = {"method", "hosts", "mib", "seconds", "bytes_per_rank", "limit_s", "ratio
         "times_ring"}  # fmt: skip
 
 
-METHODS = ("ddp", "ddp topk", "ring", "tree_reduce", "parameter_server async")
+METHODS = ("ddp", "ddp topk", "tree_reduce")
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def measured(tmp_path_factory):
         pytest.skip(reason)
     folder = tmp_path_factory.mktemp("exchange")
     command = [
-        sys.executable, "jobs/bench.py", "exchange", "--hosts", "4", "--rate-mbit", "400", "--mib", "1,4",
+        sys.executable, "jobs/bench.py", "exchange", "--hosts", "2", "--rate-mbit", "400", "--mib", "4",
         "--scale", "0.1", "--repeats", "2", "--scaling-ranks", "1,2", "--methods", ",".join(METHODS),
         "--sections", "exchange,compression,breakdown,buckets,waves,scaling", "--report", str(folder / "report.html"),
     ]  # fmt: skip
@@ -43,14 +43,14 @@ def measured(tmp_path_factory):
 def test_exchanges_are_measured_by_the_links_own_counters(measured):
     last, results = measured
     rows = {(row["method"], row["mib"]): row for row in last["rows"]}
-    assert rows.keys() == {(method, mib) for method in METHODS for mib in (1, 4)}
-    assert all(row.keys() == KEYS and row["hosts"] == 4 for row in rows.values())
-    for method in ("ddp", "ring"):  # 2 N (P - 1) / P, and the headers of packets
-        assert 1.5 < rows[method, 4]["bytes_per_rank"] / (4 << 20) < 1.53
-        assert rows[method, 4]["limit_s"] == pytest.approx(1.5 * (4 << 20) * 8 / 400e6)
-        assert 0.2 < rows[method, 4]["ratio_to_limit"] < 1.05
+    assert rows.keys() == {(method, 4) for method in METHODS}
+    assert all(row.keys() == KEYS and row["hosts"] == 2 for row in rows.values())
+    ddp = rows["ddp", 4]  # 2 N (P - 1) / P, and the headers of packets
+    assert 1 < ddp["bytes_per_rank"] / (4 << 20) < 1.02
+    assert ddp["limit_s"] == pytest.approx((4 << 20) * 8 / 400e6)
+    assert 0.2 < ddp["ratio_to_limit"] < 1.05
     # The driver gets all gradients and sends the weights: the busiest link carries more than in a ring.
-    assert rows["tree_reduce", 4]["busiest_link_bytes"] > 2 * rows["ddp", 4]["busiest_link_bytes"]
+    assert rows["tree_reduce", 4]["busiest_link_bytes"] > 1.5 * ddp["busiest_link_bytes"]
     assert rows["tree_reduce", 4]["times_ring"] > 1
     assert {point["method"] for point in results["model"]} == {*METHODS}
     assert {row["ranks"] for row in results["plan"]} == {16, 64, 256, 1024, 4096}
@@ -59,8 +59,8 @@ def test_exchanges_are_measured_by_the_links_own_counters(measured):
 def test_compression_is_measured_with_and_without_a_limit_of_the_links(measured):
     found = {(row["method"], row["rate_mbit"]): row for row in measured[1]["compression"]}
     assert found.keys() == {(method, rate) for method in ("ddp", "ddp topk") for rate in (400, None)}
-    for rate in (400, None):  # 1 of 100 elements, with its place, to three others: 0.06 N against 1.5 N
-        assert 0.04 < found["ddp topk", rate]["bytes_factor"] < 0.06
+    for rate in (400, None):  # 1 of 100 elements, with its place, to another rank, where N go without compression
+        assert 0.02 < found["ddp topk", rate]["bytes_factor"] < 0.03
         assert found["ddp", rate]["bytes_factor"] == found["ddp", rate]["times_ring"] == 1
 
 
@@ -80,7 +80,7 @@ def test_ranks_that_have_no_slot_wait_for_one_or_are_refused(measured):
     few, many, refused = measured[1]["waves"]
     assert many["step_s"] > few["step_s"] + 0.7 * few["compute_s"]  # a second wave
     assert refused["refused_s"] < 30
-    assert "8 ranks need 8 task slots" in refused["reason"]
+    assert "4 ranks need 4 task slots" in refused["reason"]
 
 
 def test_scaling_is_beside_what_the_model_predicts(measured):

@@ -141,7 +141,7 @@ def _build_batch_norm_mlp():
 
 
 @pytest.mark.slow
-@pytest.mark.modes("local-cluster")
+@pytest.mark.modes("local")
 def test_same_as_ddp_with_batch_norm_and_validation(spark, tmp_path):
     """On several executors, by the public function; validation sees all of its rows, as an evaluation does."""
     shards, test = (

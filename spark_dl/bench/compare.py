@@ -37,6 +37,8 @@ METHODS = (*exchange.METHODS, "local_sgd")
 _SCALED = {"ddp": "backend", "ddp ring": "ring", "reduce_broadcast": "reduce_broadcast"}
 """Methods of the section `scaling`, and their all-reduce."""
 _TIMEOUT_S = 7200.0
+_MEMORY_MIB = 2048
+"""Of each executor: with 1 GiB blocks of 64 MiB keep its garbage collector busy."""
 
 Show = Callable[[str], None]
 Results = dict[str, Any]
@@ -202,7 +204,7 @@ def _on_testbed(options: Options, show: Show) -> Results:
     """`measure` in a process on the driver's host of a bed that is made for it."""
     with testbed.hosts(options.hosts[0], rate_mbit=options.rate_mbit) as bed, tempfile.TemporaryDirectory() as folder:
         show(f"starting Spark on {options.hosts[0]} hosts")
-        master = bed.start_spark()
+        master = bed.start_spark(memory_mib=_MEMORY_MIB)
         settings = json.dumps({**dataclasses.asdict(options), "folder": folder, "master": master})
         path = Path(folder, "results.json")
         process = bed.popen(bed.driver, [sys.executable, "-m", "spark_dl.bench.compare", settings, str(path)])
@@ -298,7 +300,11 @@ def _main(settings: dict[str, Any], path: str) -> None:
     folder, master = settings.pop("folder"), settings.pop("master")
     plain: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
     options = Options(**plain)
-    spark = build_session("spark_dl bench exchange", master=master, conf={"spark.executor.memory": "1g"})
+    spark = build_session(
+        "spark_dl bench exchange",
+        master=master,
+        conf={"spark.executor.memory": f"{_MEMORY_MIB}m", "spark.python.worker.memory": f"{_MEMORY_MIB}m"},
+    )
     try:
         measure(
             spark, folder, options, same_clock=True,

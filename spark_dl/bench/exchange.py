@@ -58,6 +58,7 @@ _WARM_UPS = 3
 """Enough for compression to have begun (`parallel.compression_start_step`)."""
 _WARM_UPS_OF = {"ddp threshold": 40, **dict.fromkeys(ALL_REDUCES, 1)}
 """With a threshold enough for as much to be sent as comes in: a random walk reaches it after some 31 steps."""
+_LONG_S, _MOST_REPEATS = 1.0, 25
 _TIMEOUT_S = 900.0
 
 
@@ -155,6 +156,7 @@ def _time_on_rank(method: str, mib: float, repeats: int, config: Config, report:
         exchange = _all_reduce(method, mib) if method in ALL_REDUCES else _backward(config, mib, world, until_done)
         for _ in range(warm_ups(method)):
             exchange()
+        repeats = _steady(exchange, repeats)
         dist.barrier()
         before, seconds = read_link(world.host), []
         for _ in range(repeats):
@@ -166,6 +168,18 @@ def _time_on_rank(method: str, mib: float, repeats: int, config: Config, report:
         link = read_link(world.host) - before
         counted = {"sent": link.sent / repeats, "received": link.received / repeats}
         return RankResult(world.rank, {"seconds": seconds, **counted})
+
+
+def _steady(exchange: Callable[[], object], repeats: int) -> int:
+    """How often a short exchange is repeated, so that its median means something: `repeats` times or for some `_LONG_S`
+    seconds, the same on all ranks. Collective.
+    """
+    dist.barrier()
+    start = time.perf_counter()
+    exchange()
+    taken = torch.tensor(time.perf_counter() - start)
+    dist.broadcast(taken, 0)
+    return max(repeats, min(_MOST_REPEATS, math.ceil(_LONG_S / float(taken))))
 
 
 def _all_reduce(method: str, mib: float) -> Callable[[], object]:
@@ -218,23 +232,24 @@ def measure_job(
     """Seconds and bytes of a step of a whole run, one rank on each host, or `num_ranks`. Called on the driver.
 
     Two runs, a short and a long one: the steps that only the long one has are without its start and its end. Where an
-    update takes the gradients of K of the trainers only, a step is as many updates as take one of each trainer.
+    update takes the gradients of K of the trainers only, a step is as many updates as take one of each trainer; the
+    first of these steps is not counted, in which all trainers begin at once.
     """
     num_ranks = num_ranks or num_hosts
     updates = _updates_per_step(parallel, num_ranks)
     write_arrays(
-        {"x": np.random.default_rng(0).random((num_ranks * (repeats + 2), 1), dtype=np.float32)}, f"{folder}/data"
+        {"x": np.random.default_rng(0).random((num_ranks * (repeats + 4), 1), dtype=np.float32)}, f"{folder}/data"
     )
     marks = [read_links(spark, num_hosts)]
     seconds: list[float] = []
-    counted = math.ceil(repeats * updates)
-    for max_steps in (1, 1 + counted):
+    counted, before = math.ceil(repeats * updates), 1 if updates == 1 else 1 + math.ceil(updates)
+    for max_steps in (before, before + counted):
         run_dir = f"{folder}/run-{max_steps}"
         config = config_of(parallel, num_ranks, max_steps=max_steps)
         driver.train(f"{folder}/data", spec, config, run_dir=run_dir, progress=False)
         marks.append(read_links(spark, num_hosts))
         times = [line["time"] for line in metrics.read_metrics(run_dir) if line["kind"] == "step"]
-        seconds = [after - before for before, after in itertools.pairwise(times)]
+        seconds = [after - first for first, after in itertools.pairwise(times)][-counted:]
         storage.delete(run_dir)
     short, long = ({host: after[host] - before[host] for host in after} for before, after in itertools.pairwise(marks))
     links = {host: _per_step(long[host] - short[host], counted / updates) for host in long}

@@ -109,7 +109,7 @@ def _cost_of_shuffles(results: Mapping[str, Any]) -> list[str]:
     crossings = results.get("crossings") or []
     return found + [
         f"{row['faster'].capitalize()} about {row['mib']:.2g} MiB on {row['hosts']} hosts, {row['method']} is faster "
-        "than the ring."
+        "than DDP's ring."
         for row in crossings
     ]
 

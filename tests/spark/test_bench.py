@@ -16,13 +16,22 @@ NOWHERE = ["--petastorm_python", "/nowhere/python"]
 
 def bench(what, *args):
     """The last line of standard output, and standard error."""
-    command = [sys.executable, "jobs/bench.py", what, *args, *NOWHERE]
+    done = run("jobs/bench.py", what, *args, *NOWHERE)
+    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+
+
+def run(*command):
     env = {"JAVA_TOOL_OPTIONS": FAST_JVM, "OMP_NUM_THREADS": "1", "SPARK_LOCAL_IP": "127.0.0.1"}
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, cwd=REPOSITORY, env={**os.environ, **env}
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=REPOSITORY,
+        env={**os.environ, **env},
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+    return done
 
 
 @pytest.mark.slow
@@ -51,3 +60,22 @@ def test_writing_shards_is_measured_beside_its_peers():
         assert measured["spark_dl_s"] > 0
         assert measured["df_write_s"] > 0
     assert "petastorm_converter" in log
+
+
+@pytest.mark.slow
+def test_strategies_are_compared_on_slow_ranks(tmp_path):
+    methods, page = ["ddp", "tree_reduce", "parameter_server async"], tmp_path / "report.html"
+    done = run(
+        "examples/compare_aggregation.py", "--ranks", "2", "--epochs", "1", "--straggler-s", "0.01",
+        "--methods", ",".join(methods), "--report", str(page),
+    )  # fmt: skip
+    assert "<svg" in page.read_text()
+    rows = json.loads(page.with_suffix(".json").read_text())["stragglers"]
+    assert [row["method"] for row in rows] == methods
+    assert [row["exact"] for row in rows] == [True, True, False]
+    assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], rel=1e-4)
+    for row in rows:
+        assert row["accuracy"] > 0.5
+        assert row["update_s"] > 0.5 * row["theory_s"] > 0
+        assert row["method"] in done.stdout
+    assert [row["staleness"] is None for row in rows] == [True, True, False]

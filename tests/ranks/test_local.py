@@ -146,6 +146,12 @@ def test_a_rank_without_validation_rows_evaluates_exactly(tmp_path):
     assert {r["rows"] for r in results} == {2 * (123 - 2)}
 
 
+def test_a_fraction_that_leaves_no_row_to_validate_with_is_refused(tmp_path):
+    config = small_config(2, data={**LOCAL, "validation_fraction": 0.004})
+    with pytest.raises(Exception, match=r"data.validation_fraction=0.004 of 120 rows is 0 rows.* raise it"):
+        run_ranks(train_rank, 2, make_run(tmp_path, config), (60, 60), str(tmp_path))
+
+
 def all_labels(rows):
     torch.distributed.init_process_group("gloo")
     steps = list(rows.loader(8).epoch(0))

@@ -68,11 +68,12 @@ class Data:
     """Rows that are shuffled together, shared out among the streams."""
     memory_mib: int = 512
     """Memory of each rank's loader, in MiB: open windows, reading ahead, batches that are ready. Where the shuffle
-    window needs more than a quarter of it, the window is smaller; a row group for each stream is held in any case."""
+    window needs more than a quarter of it, the window is smaller; a row group for each stream is held in any case.
+    Datasets that are mixed have equal shares of it."""
     reader_threads: int = 2
     """Threads of each rank that read and decode: at most, where memory_mib has no room for a row group of each."""
     prefetch_batches: int = 4
-    """Batches that each rank has ready."""
+    """Batches that each rank has ready: fewer where they need more than a quarter of memory_mib, but at least one."""
     sequence_length: int = 0
     """Rows of each sample, which follow each other in the dataset; columns are then [rows, sequence_length, ...]. 0: a
     sample is one row."""

@@ -23,7 +23,8 @@ from spark_dl.baselines import driver_loop, shuffle_reduce, tree_reduce
 from spark_dl.config import BY_SPARK, Config, Data, Launch
 from spark_dl.data import local
 from spark_dl.data.manifest import ShardSet
-from spark_dl.data.mixture import Mixture
+from spark_dl.data.mixture import Mixture, dataset_configs
+from spark_dl.data.plan import check_held_out
 from spark_dl.data.same_rows import check_same_rows
 from spark_dl.data.schema import Column
 from spark_dl.evaluate import build_metric, load_model
@@ -113,20 +114,25 @@ def train(
     saved = _prepare_run_dir(run_dir, config, resume=resume, overwrite=overwrite)
     with contextlib.ExitStack() as until_done:
 
-        def to_shards(rows: Any, name: str, like: Sequence[Column] = ()) -> ShardSet:
-            return shards_of(rows, storage.join(run_dir, "shards", name), config, until_done, like, reuse=resume)
+        def to_shards(
+            rows: Any, name: str, like: Sequence[Column] = (), config: Config = config, num_datasets: int = 1
+        ) -> ShardSet:
+            url = storage.join(run_dir, "shards", name)
+            return shards_of(rows, url, config, until_done, like, reuse=resume, num_datasets=num_datasets)
 
         train_shards: ShardSet | Mixture
         if isinstance(data, Mapping):
             datasets: dict[str, ShardSet] = {}
-            for name in config.data.proportions:
+            for name, own in dataset_configs(config).items():
                 like = next(iter(datasets.values())).columns if datasets else ()
-                datasets[name] = to_shards(data[name], f"train-{name}", like)
+                datasets[name] = to_shards(data[name], f"train-{name}", like, own, len(data))
             train_shards = Mixture(datasets)
         else:
             train_shards = to_shards(data, "train")
-        if saved is not None and config.data.storage == "shared":  # with local storage the ranks look
-            check_same_rows(saved.manifest.get("rows"), train_shards, config.data)
+        if config.data.storage == "shared":  # with local storage the ranks look
+            check_held_out(train_shards.rows, config.data.validation_fraction)
+            if saved is not None:
+                check_same_rows(saved.manifest.get("rows"), train_shards, config.data)
         like = train_shards.columns and train_shards.select(config.data.columns)  # with local storage not known yet
         run = Run(
             spec=spec,

@@ -12,7 +12,7 @@ from spark_dl import storage
 from spark_dl.config import Config, Data
 from spark_dl.data.filter_counts import filter_rows
 from spark_dl.data.foreign import open_parquet
-from spark_dl.data.loader import check_row_groups, warn_of_memory
+from spark_dl.data.loader import check_memory, warn_of_memory
 from spark_dl.data.manifest import MANIFEST, STORED, ShardSet, read_shards
 from spark_dl.data.mixture import batch_shares
 from spark_dl.data.schema import Column, check_like, check_settings
@@ -74,11 +74,12 @@ def shards_of(
     like: Sequence[Column] = (),
     *,
     reuse: bool,
+    num_datasets: int = 1,
 ) -> ShardSet:
     """The dataset to read: as given, or written from a DataFrame; a resumed run reads what it wrote before.
 
     Its columns must be like those of another dataset, whose vocabularies it gets: that which is or was trained on.
-    What is read from the store is kept there until the stack is closed.
+    What is read from the store is kept there until the stack is closed. `num_datasets` share the memory of a loader.
     """
     if config.data.storage == "local" and not isinstance(data, (str, ShardSet)):
         return ShardSet("", (), ())  # the ranks make it
@@ -100,8 +101,11 @@ def shards_of(
     check_batch_names(config.data.columns, [c.name for c in columns if c.is_ragged])
     check_like(columns, like)
     check_settings(columns, config.data.encode)
-    check_row_groups(data, columns, config.data.memory_mib)
-    warn_of_memory(data, columns, config.data, config.launch.num_ranks)
+    num_readers = config.launch.num_ranks
+    if config.parallel.strategy == "parameter_server":
+        num_readers -= config.parallel.num_servers
+    check_memory(data, columns, config, num_readers, num_datasets)
+    warn_of_memory(data, columns, config.data, num_readers, num_datasets)
     return with_runs(data, config.data)
 
 

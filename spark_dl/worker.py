@@ -14,7 +14,8 @@ from spark_dl import checkpoint
 from spark_dl.baselines import parameter_server
 from spark_dl.config import Data, Launch
 from spark_dl.data import local
-from spark_dl.data.loader import check_row_groups
+from spark_dl.data.loader import check_memory
+from spark_dl.data.plan import check_held_out
 from spark_dl.data.same_rows import check_same_rows
 from spark_dl.data.source import SourceColumn
 from spark_dl.evaluate import evaluate
@@ -69,9 +70,11 @@ def main_on_rows(
     ):
         try:
             shards = local.assemble(spilled, _gather(world))
-            check_row_groups(shards, shards.select(data.columns), data.memory_mib)
-            if task == "train" and run.checkpoint is not None:
-                check_same_rows(checkpoint.open_checkpoint(run.checkpoint).manifest.get("rows"), shards, data)
+            check_memory(shards, shards.select(data.columns), run.config, world.world_size)
+            if task == "train":
+                check_held_out(shards.rows, data.validation_fraction)
+                if run.checkpoint is not None:
+                    check_same_rows(checkpoint.open_checkpoint(run.checkpoint).manifest.get("rows"), shards, data)
         except ValueError as error:
             return RankResult(world.rank, None, refused=str(error))
         return _run_loop(task, dataclasses.replace(run, train=shards), world)

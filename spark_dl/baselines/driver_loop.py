@@ -130,8 +130,9 @@ class _Places:
             yield StepBatches(step, [{"place": place}], self.plan.batch_rows(step))
 
 
-def _build_places(*args: Any, **options: Any) -> BatchLoader:
-    loader = build_train_loader(*args, **options)  # which reads nothing before it is asked for an epoch
+def _build_places(data: Any, spec: Any, config: Config, **options: Any) -> BatchLoader:
+    options["world_size"] = config.launch.num_ranks  # those that read: each must have the memory for its part alone
+    loader = build_train_loader(data, spec, config, **options)  # reads nothing before it is asked for an epoch
     return _Places(loader.plan, loader.columns)
 
 

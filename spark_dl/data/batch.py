@@ -10,12 +10,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spark_dl.data.ragged import Array, Ragged, pad
+from spark_dl.data.ragged import Array, Ragged, concatenate, pad
 from spark_dl.data.schema import Column
 
 Batch = dict[str, Tensor]
 Prepare = Callable[[Batch, Sequence[int]], Mapping[str, Tensor]]
 """(batch, numbers that tell it from all others) -> the batch that the model sees."""
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """The rows that one rank has of a dataset in one step, before they are tensors."""
+
+    cells: Sequence[Array | Ragged]
+    """By column. # each (rows, *cell)"""
+    weight: Array
+    """# (rows,)"""
 
 
 @dataclass(frozen=True)
@@ -61,18 +71,23 @@ class BatchBuilder:
     pin: bool = False
     """Whether they are copied to page-locked memory, from which copies to a GPU need not be waited for."""
 
-    def build(self, cells: Sequence[Array | Ragged], weight: Array, key: Sequence[int]) -> list[Batch]:
-        """The rows of a step in near-equal pieces, the larger ones first. # cells: each (rows, *cell), weight: (rows,)
+    def build(self, parts: Sequence[StepRows], key: Sequence[int]) -> list[Batch]:
+        """The rows of a step in near-equal pieces, the larger ones first; of several datasets each has a piece.
 
         `key` tells the step from all others; `prepare` gets it with the number of the micro-batch.
         """
-        size, more = divmod(len(weight), self.micro_batches)
-        bounds = [i * size + min(i, more) for i in range(self.micro_batches + 1)]
         batches = []
-        for i, (start, stop) in enumerate(itertools.pairwise(bounds)):
-            batch = build_batch(self.columns, [c[start:stop] for c in cells], self.ragged)
-            batch["weight"] = torch.from_numpy(weight[start:stop])
+        for i, pieces in enumerate(zip(*(self._pieces(part) for part in parts), strict=True)):
+            # The cells are joined before they are tensors: datasets have other longest rows, and other offsets.
+            cells = [concatenate(c) for c in zip(*(piece.cells for piece in pieces), strict=True)]
+            batch = build_batch(self.columns, cells, self.ragged)
+            batch["weight"] = torch.from_numpy(np.concatenate([piece.weight for piece in pieces]))
             if self.prepare is not None:
                 batch = dict(self.prepare(batch, (*key, i)))
             batches.append({name: t.pin_memory() for name, t in batch.items()} if self.pin else batch)
         return batches
+
+    def _pieces(self, rows: StepRows) -> list[StepRows]:
+        size, more = divmod(len(rows.weight), self.micro_batches)
+        bounds = [i * size + min(i, more) for i in range(self.micro_batches + 1)]
+        return [StepRows([c[a:b] for c in rows.cells], rows.weight[a:b]) for a, b in itertools.pairwise(bounds)]

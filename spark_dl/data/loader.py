@@ -19,11 +19,11 @@ import numpy as np
 
 from spark_dl.config import Config, Data
 from spark_dl.data.arena import Arena
-from spark_dl.data.batch import BatchBuilder, Prepare, StepBatches
+from spark_dl.data.batch import BatchBuilder, Prepare, StepBatches, StepRows
 from spark_dl.data.cache import build_cache
 from spark_dl.data.manifest import ShardSet
-from spark_dl.data.plan import FILLER, Ints, Plan, Stream, Window, streams_of_rank, windows_from
-from spark_dl.data.ragged import Array, Ragged
+from spark_dl.data.plan import FILLER, Ints, Plan, Stream, Window, check_held_out, streams_of_rank, windows_from
+from spark_dl.data.ragged import Array
 from spark_dl.data.rows import HELD_ROW_GROUPS, Part, Rows
 from spark_dl.data.schema import Column
 from spark_dl.data.sequences import SequenceRows, build_rows
@@ -44,8 +44,9 @@ class Loader:
     `part` chooses the rows that train or validate where `data.validation_fraction` splits one dataset. With
     `shuffle=False` the rows come in the order of the dataset. `prepare` is called with each micro-batch in the loader's
     thread, and (epoch, step, rank, number of the micro-batch); with `pin` it is then copied to page-locked memory.
+    `data.memory_mib` is shared by the loaders of `num_datasets`.
 
-    Raises ValueError if a row group does not fit into `data.memory_mib`.
+    Raises ValueError if a row group or a batch does not fit into its memory, or if there are no rows to read.
     """
 
     def __init__(
@@ -60,11 +61,14 @@ class Loader:
         micro_batches: int = 1,
         prepare: Prepare | None = None,
         pin: bool = False,
+        num_datasets: int = 1,
     ):
         data, train = config.data, config.train
         self.columns = shards.select(data.columns)
-        self._budget = data.memory_mib * _MIB
-        check_row_groups(shards, self.columns, data.memory_mib)
+        self._budget = _share_mib(data.memory_mib, num_datasets) * _MIB
+        check_memory(shards, self.columns, config, world_size, num_datasets)
+        if part != "all":
+            check_held_out(shards.rows, data.validation_fraction)
         self._rows = build_rows(shards, self.columns, config, part, build_cache(data))
         self._row_bytes = sum(c.value_bytes for c in self._rows.columns)
         group_bytes = shards.group_bytes(self.columns)
@@ -77,7 +81,7 @@ class Loader:
             group_rows=self._rows.group_rows,
             global_batch_size=train.global_batch_size,
             num_streams=data.num_streams,
-            window_rows=max(1, min(data.shuffle_window_rows, self._budget // 4 // self._row_bytes)),
+            window_rows=max(1, min(data.shuffle_window_rows, self._budget // 4 // max(1, self._row_bytes))),
             shuffle=data.shuffle and shuffle,
             seed=train.seed,
             parts=shards.part_groups,
@@ -90,26 +94,34 @@ class Loader:
         self._build = BatchBuilder(self._rows.columns, micro_batches, data.ragged, prepare, pin).build
         # Row groups as the threads read them, and those that are held for streams that meet in them.
         one_in_hand = self._largest_bytes * _mean_decoding(self.columns)
-        self._prefetch = data.prefetch_batches
+        batch_bytes = max(1, len(self._streams) * self.plan.stream_batch * self._row_bytes)
+        self.prefetch = max(1, min(data.prefetch_batches, self._budget // 4 // batch_bytes))
+        """Batches that may be ready: as many as fit into a quarter of the memory, and one in any case."""
         self._threads = max(1, min(data.reader_threads, int(self._budget // max(1, one_in_hand))))
         self._in_hand = self._threads * one_in_hand + HELD_ROW_GROUPS * self._largest_bytes
         self._spare: list[Arena] = []
 
     def epoch(self, epoch: int, start_step: int = 0) -> Generator[StepBatches, None, None]:
         """The steps of an epoch, from `start_step` on. Reading ahead stops when the iterator is closed."""
-        return _read_ahead(self._steps(epoch, start_step), self._prefetch)
+        return read_ahead(self._batches(epoch, start_step), self.prefetch)
 
-    def _steps(self, epoch: int, start_step: int) -> Iterator[StepBatches]:
+    def _batches(self, epoch: int, start_step: int) -> Generator[StepBatches, None, None]:
+        with closing(self.steps(epoch, start_step)) as steps:
+            for step, rows in enumerate(steps, start_step):
+                yield StepBatches(step, self._build([rows], (epoch, step, self._rank)), self.plan.batch_rows(step))
+
+    def steps(self, epoch: int, start_step: int = 0) -> Generator[StepRows, None, None]:
+        """The rank's rows of the steps of an epoch, from `start_step` on, gathered by who asks for them.
+
+        Windows are read ahead, in threads, until the iterator is closed.
+        """
         if start_step >= self.plan.steps:
             return
         all_streams = self.plan.streams(epoch)
         reads = _schedule([all_streams[s] for s in self._streams], self.plan.stream_batch, start_step)
         arena = self._arena(reads)
         with closing(_Reader(self._rows, reads, arena, self._threads)) as reader:
-            for step, cells, weight in self._gather(arena, reader, start_step):
-                yield StepBatches(
-                    step, self._build(cells, weight, (epoch, step, self._rank)), self.plan.batch_rows(step)
-                )
+            yield from self._gather(arena, reader, start_step)
         self._spare.append(arena)
 
     def _arena(self, reads: Sequence[_Read]) -> Arena:
@@ -120,7 +132,7 @@ class Loader:
         slot_rows = max(r.window.rows for r in reads)
         slot_bytes = max(self._window_bytes(r.window) for r in reads)
         streams = len(self._streams)
-        batches = (self._prefetch + 2) * max(_GATHER_BYTES, streams * self.plan.stream_batch * self._row_bytes)
+        batches = (self.prefetch + 2) * max(_GATHER_BYTES, streams * self.plan.stream_batch * self._row_bytes)
         fits = int(max(0, self._budget - batches - self._in_hand) // max(1, slot_bytes))
         num_slots = min(max(fits, streams), 2 * streams, len(reads))
         while self._spare:
@@ -143,10 +155,7 @@ class Loader:
             s.rows * (self._row_bytes if s.row_group == FILLER else of_group[s.row_group]) for s in window.segments
         )
 
-    def _gather(
-        self, arena: Arena, reader: _Reader, start_step: int
-    ) -> Iterator[tuple[int, list[Array | Ragged], Array]]:
-        """The rank's rows of each step: its number, the cells of each column, the weights."""
+    def _gather(self, arena: Arena, reader: _Reader, start_step: int) -> Iterator[StepRows]:
         batch, streams, end = self.plan.stream_batch, len(self._streams), self.plan.steps
         cursors = [_Cursor(i, arena, reader, batch) for i in range(streams)]
         # Several small steps are gathered at once: what Python costs is then paid once for all of them.
@@ -163,36 +172,67 @@ class Loader:
                 weight[:, i] = weights.reshape(steps, batch)
             gathered, weights = arena.take(positions.reshape(steps, -1)), weight.reshape(steps, -1)
             for k in range(steps):
-                yield step + k, [g[k] for g in gathered], weights[k]
+                yield StepRows([g[k] for g in gathered], weights[k])
             step += steps
 
 
-def check_row_groups(shards: ShardSet, columns: Sequence[Column], memory_mib: int) -> None:
+def check_memory(
+    shards: ShardSet, columns: Sequence[Column], config: Config, num_ranks: int, num_datasets: int = 1
+) -> None:
+    """Raises ValueError if a row group, or a rank's part of a global batch, does not fit into a loader's memory.
+
+    `num_ranks` read the dataset, and `num_datasets` share the memory. Called on the driver, and by every loader.
+    """
+    check_row_groups(shards, columns, config.data.memory_mib, num_datasets)
+    data = config.data
+    rows = -(-data.num_streams // num_ranks) * (config.train.global_batch_size // data.num_streams)
+    row_bytes = sum(c.value_bytes for c in columns) * max(1, data.sequence_length)
+    if rows * row_bytes > _share_mib(data.memory_mib, num_datasets) * _MIB:
+        raise ValueError(
+            f"each rank has {rows} rows of {row_bytes} bytes of {shards.url} in a global batch, "
+            f"{rows * row_bytes / _MIB:.0f} MiB, and {_said_memory(data.memory_mib, num_datasets)}: lower "
+            "train.global_batch_size, raise data.memory_mib, or use more ranks"
+        )
+
+
+def check_row_groups(shards: ShardSet, columns: Sequence[Column], memory_mib: int, num_datasets: int = 1) -> None:
     """Raises ValueError if the largest row group of the dataset does not fit into a loader's memory."""
     sized = zip(shards.row_groups, shards.group_bytes(columns), strict=True)
     read = (group for group, rows in zip(sized, shards.group_rows, strict=True) if rows)
     (shard, group, rows), size = max(read, key=lambda found: found[1])
-    if size > memory_mib * _MIB:
+    if size > _share_mib(memory_mib, num_datasets) * _MIB:
         raise ValueError(
             f"row group {group} of {shards.shards[shard].name} in {shards.url} has {rows} rows of "
-            f"{size // rows} bytes, {size / _MIB:.0f} MiB; a row group is read as a whole, and data.memory_mib="
-            f"{memory_mib}: raise it, or write the dataset with smaller row groups (data.rows_per_row_group)"
+            f"{size // rows} bytes, {size / _MIB:.0f} MiB; a row group is read as a whole, and "
+            f"{_said_memory(memory_mib, num_datasets)}: raise it, or write the dataset with smaller row groups "
+            "(data.rows_per_row_group)"
         )
 
 
-def warn_of_memory(shards: ShardSet, columns: Sequence[Column], data: Data, num_ranks: int) -> None:
+def _share_mib(memory_mib: int, num_datasets: int) -> int:
+    return max(1, memory_mib // num_datasets)
+
+
+def _said_memory(memory_mib: int, num_datasets: int) -> str:
+    share = f", of which each of {num_datasets} datasets has {_share_mib(memory_mib, num_datasets)}"
+    return f"data.memory_mib={memory_mib}{share if num_datasets > 1 else ''}"
+
+
+def warn_of_memory(
+    shards: ShardSet, columns: Sequence[Column], data: Data, num_ranks: int, num_datasets: int = 1
+) -> None:
     """Logs it if the streams of a rank need more than `data.memory_mib`, though each row group fits. On the driver.
 
     Each stream has at least one segment in memory: a row group, or all that the stream has of it.
     """
     sizes = [size for size, rows in zip(shards.group_bytes(columns), shards.group_rows, strict=True) if rows]
     streams, segment = -(-data.num_streams // num_ranks), min(max(sizes), sum(sizes) / data.num_streams)
-    if streams * segment > data.memory_mib * _MIB:
+    if streams * segment > _share_mib(data.memory_mib, num_datasets) * _MIB:
         _log.warning(
             "each rank reads %d streams with at least %.0f MiB of a row group in memory, %.0f MiB of %s, more than "
-            "data.memory_mib=%d; lower data.num_streams, use more ranks, write smaller row groups "
+            "%s; lower data.num_streams, use more ranks, write smaller row groups "
             "(data.rows_per_row_group), or raise data.memory_mib to say that there is room",
-            streams, segment / _MIB, streams * segment / _MIB, shards.url, data.memory_mib,
+            streams, segment / _MIB, streams * segment / _MIB, shards.url, _said_memory(data.memory_mib, num_datasets),
         )  # fmt: skip
 
 
@@ -314,7 +354,7 @@ class _Cursor:
         return taken, weights
 
 
-def _read_ahead(steps: Iterator[StepBatches], depth: int) -> Generator[StepBatches, None, None]:
+def read_ahead(steps: Iterator[StepBatches], depth: int) -> Generator[StepBatches, None, None]:
     """Runs an iterator in a thread, at most `depth` items ahead; its exceptions are raised here."""
     ready: queue.Queue[StepBatches | BaseException | None] = queue.Queue(maxsize=depth)
     stop = threading.Event()

@@ -32,7 +32,7 @@ from spark_dl.config import Config, Data, Launch, Train
 from spark_dl.data import loader, rows
 from spark_dl.data.manifest import ShardSet, Spread
 from spark_dl.data.plan import Segment
-from spark_dl.data.ragged import Array
+from spark_dl.data.ragged import Array, Ragged
 from spark_dl.data.schema import Column
 from spark_dl.data.shards import Part, agreed_columns, select_sources, with_sizes, write_part
 from spark_dl.data.source import SourceColumn
@@ -155,10 +155,11 @@ def assemble(spilled: Spilled, gather: Gather) -> ShardSet:
 
 
 def _first_row(spilled: Spilled, columns: tuple[Column, ...]) -> list[Array]:
-    out: list[Array] = [np.empty((1, *(n or 0 for n in c.shape)), dtype=c.dtype) for c in columns]
+    """The cells of this rank's first row, of ragged columns their values."""
+    out: list[Array | list[Ragged]] = [[] if c.is_ragged else np.empty((1, *c.inner), dtype=c.dtype) for c in columns]
     own = ShardSet(spilled.url, columns, spilled.part.shards)
     rows.Rows(own, columns, 0.0, 0, "all").read_into([Segment(0, 0, 1)], out)
-    return [a[0] for a in out]
+    return [cells[0].own_values if isinstance(cells, list) else cells[0] for cells in out]
 
 
 def _pack(row: Sequence[Array]) -> list[str]:

@@ -51,7 +51,8 @@ class Spread:
     part_shards: tuple[int, ...]
     """Shards of each part, in the order of the dataset."""
     filler: Mapping[str, Array]
-    """One row by column, each (*cell,), for places of batches that count with weight 0 on a rank without rows."""
+    """One row by column, each (*cell,), of ragged columns its values, (length, *inner), for places of batches that
+    count with weight 0 on a rank without rows."""
 
 
 @dataclass(frozen=True)

@@ -9,18 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from spark_dl.config import Config
-from spark_dl.data.batch import Prepare, StepBatches
-from spark_dl.data.loader import Loader
+from spark_dl.data.batch import BatchBuilder, Prepare, StepBatches, StepRows
+from spark_dl.data.loader import Loader, read_ahead
 from spark_dl.data.manifest import ShardSet
 from spark_dl.data.plan import Plan
 from spark_dl.data.schema import Column
@@ -86,6 +82,15 @@ def batch_shares(proportions: Mapping[str, float], global_batch_size: int, num_s
     return {name: share * num_streams for name, share in shares.items()}
 
 
+def dataset_configs(config: Config) -> dict[str, Config]:
+    """The settings for each dataset of a mixture, with its share of a global batch. Raises as `batch_shares`."""
+    shares = batch_shares(config.data.proportions, config.train.global_batch_size, config.data.num_streams)
+    return {
+        name: dataclasses.replace(config, train=dataclasses.replace(config.train, global_batch_size=share))
+        for name, share in shares.items()
+    }
+
+
 @dataclass(frozen=True)
 class MixedPlan:
     """The steps of an epoch of several plans, side by side."""
@@ -118,50 +123,48 @@ class MixedPlan:
 class MixedLoader:
     """The batches of one rank from a mixture, with the interface and the options of `Loader`. Not collective.
 
-    Raises ValueError as `batch_shares` and `Loader` do.
+    The rows of all datasets are one batch before `prepare` sees them. Each dataset has an equal share of
+    `data.memory_mib`. Raises ValueError as `batch_shares` and `Loader` do.
     """
 
-    def __init__(self, mixture: Mixture, config: Config, *, prepare: Prepare | None = None, **options: Any):
+    def __init__(
+        self,
+        mixture: Mixture,
+        config: Config,
+        *,
+        rank: int,
+        micro_batches: int = 1,
+        prepare: Prepare | None = None,
+        pin: bool = False,
+        **options: Any,
+    ):
         self.columns = mixture.select(config.data.columns)
-        shares = batch_shares(config.data.proportions, config.train.global_batch_size, config.data.num_streams)
-        memory_mib = max(1, config.data.memory_mib // len(shares))
-        data = dataclasses.replace(config.data, memory_mib=memory_mib)
+        configs = dataset_configs(config)
         self._loaders = [
-            Loader(
-                mixture.datasets[name],
-                dataclasses.replace(
-                    config, data=data, train=dataclasses.replace(config.train, global_batch_size=share)
-                ),
-                prepare=prepare and functools.partial(_prepare_of, prepare, number),
-                **options,
-            )
-            for number, (name, share) in enumerate(shares.items())
+            Loader(mixture.datasets[name], own, rank=rank, num_datasets=len(configs), **options)
+            for name, own in configs.items()
         ]
         self.plan = MixedPlan(tuple(loader.plan for loader in self._loaders))
+        self._rank = rank
+        self._build = BatchBuilder(self.columns, micro_batches, config.data.ragged, prepare, pin).build
 
     def epoch(self, epoch: int, start_step: int = 0) -> Generator[StepBatches, None, None]:
         """The steps of an epoch, from `start_step` on. Reading ahead stops when the iterator is closed."""
+        return read_ahead(self._batches(epoch, start_step), min(loader.prefetch for loader in self._loaders))
+
+    def _batches(self, epoch: int, start_step: int) -> Generator[StepBatches, None, None]:
         with contextlib.ExitStack() as stack:
             sources = [
                 stack.enter_context(contextlib.closing(self._endless(x, epoch, start_step))) for x in self._loaders
             ]
             for step in range(start_step, self.plan.steps):
-                parts = [next(source).micro_batches for source in sources]
-                yield StepBatches(step, [_join(m) for m in zip(*parts, strict=True)], self.plan.batch_rows(step))
+                batches = self._build([next(source) for source in sources], (epoch, step, self._rank))
+                yield StepBatches(step, batches, self.plan.batch_rows(step))
 
-    def _endless(self, loader: Loader, epoch: int, start_step: int) -> Generator[StepBatches, None, None]:
+    def _endless(self, loader: Loader, epoch: int, start_step: int) -> Generator[StepRows, None, None]:
         first = epoch * self.plan.passes(loader.plan)
         number, step = divmod(start_step, loader.plan.steps)
         while True:
-            with contextlib.closing(loader.epoch(first + number, step)) as steps:
+            with contextlib.closing(loader.steps(first + number, step)) as steps:
                 yield from steps
             number, step = number + 1, 0
-
-
-def _prepare_of(prepare: Prepare, number: int, batch: dict[str, Tensor], key: Sequence[int]) -> Mapping[str, Tensor]:
-    """For the dataset of this number, whose steps have the same numbers as those of the others."""
-    return prepare(batch, (*key, number))
-
-
-def _join(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}

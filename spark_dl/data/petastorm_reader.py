@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from spark_dl import storage
 from spark_dl.config import Config
-from spark_dl.data.batch import BatchBuilder, Prepare, StepBatches
+from spark_dl.data.batch import BatchBuilder, Prepare, StepBatches, StepRows
 from spark_dl.data.dealt_plan import DealtPlan
 from spark_dl.data.manifest import ShardSet
 from spark_dl.data.petastorm import COMMON_METADATA, UNISCHEMA_KEY, read_metadata
@@ -102,7 +102,8 @@ class PetastormLoader:
         rows, batch = len(arrays[0]), self.plan.rank_batch(self._rank)
         whole = [np.concatenate([a, np.repeat(f, batch - rows, axis=0)]) for a, f in zip(arrays, filler, strict=True)]
         weight = (np.arange(batch) < rows).astype(np.float32)
-        return StepBatches(step, self._build(whole, weight, (epoch, step, self._rank)), self.plan.batch_rows(step))
+        batches = self._build([StepRows(whole, weight)], (epoch, step, self._rank))
+        return StepBatches(step, batches, self.plan.batch_rows(step))
 
     def _windows(self, pieces: Iterator[list[Array]], rng: np.random.Generator) -> Iterator[list[Array]]:
         """The rows of the reader, joined to windows and shuffled in them. # each array: (window rows, *cell)"""

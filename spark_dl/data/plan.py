@@ -233,6 +233,17 @@ def rows_held_out(group_rows: Sequence[int], fraction: float) -> tuple[int, ...]
     return tuple(stop - start for start, stop in itertools.pairwise(cuts))
 
 
+def check_held_out(rows: int, fraction: float) -> None:
+    """Raises ValueError if a fraction of some rows, other than 0, leaves none to validate with, or none to train on."""
+    held_out = round(fraction * rows)
+    if fraction and not 0 < held_out < rows:
+        use, change = ("train on", "lower") if held_out else ("validate with", "raise")
+        raise ValueError(
+            f"data.validation_fraction={fraction:g} of {rows} rows is {held_out} rows, which leaves none to {use}; "
+            f"{change} it, or set it to 0 and pass the validation rows as a dataset of their own"
+        )
+
+
 def split_rows(rows: int, held_out: int, seed: int, row_group: int) -> tuple[Ints, Ints]:
     """Which rows of a row group train and which validate, drawn at random. # (rows - held_out,), (held_out,), sorted"""
     order = np.random.default_rng((seed, row_group, 0x51)).permutation(rows)

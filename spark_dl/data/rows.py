@@ -17,7 +17,7 @@ from spark_dl.data import filters, foreign, pages, parquet, petastorm_columns, p
 from spark_dl.data.cache import DiskCache, open_input
 from spark_dl.data.manifest import ShardSet
 from spark_dl.data.plan import FILLER, Segment, rows_held_out, split_rows
-from spark_dl.data.ragged import Array, Ragged, take
+from spark_dl.data.ragged import Array, Ragged, from_lengths, take
 from spark_dl.data.schema import Column
 from spark_dl.data.writer import Shard
 
@@ -78,7 +78,7 @@ class Rows:
         number = segment.row_group
         if number == FILLER:
             assert self._shards.spread is not None
-            return [self._shards.spread.filler[c.name][None] for c in self.columns]
+            return [_one_row(c, self._shards.spread.filler[c.name]) for c in self.columns]
         if segment.rows == self.group_rows[number]:
             return self._part_of(number)
         with self._held_lock:  # streams meet in this row group, or sequences pass into it: it is asked for again
@@ -202,6 +202,11 @@ class _File:
         chunk = self.parquet.metadata.row_group(group).column(leaf)
         cells = pages.read_plain(self._source, chunk, levels=levels, cell_bytes=column.row_bytes, rows=rows)
         return None if cells is None else schema.view(column, cells)
+
+
+def _one_row(column: Column, cell: Array) -> Array | Ragged:
+    """A cell as the rows of a column."""
+    return from_lengths(cell, np.array([len(cell)])) if column.is_ragged else cell[None]
 
 
 def _decode(column: Column, stored: Any) -> Array | Ragged:

@@ -1,18 +1,20 @@
 """Training on rows that each rank has on its own disk equals a single process on the same global batches."""
 
 import dataclasses
+import functools
 import os
 
 import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
-from spark_dl import Data, Launch, checkpoint, worker
+from spark_dl import Data, Launch, ModelSpec, checkpoint, worker
 from spark_dl.data.manifest import ShardSet
 from spark_dl.data.plan import Plan
-from spark_dl.data.schema import SourceColumn
+from spark_dl.data.source import Encoding, SourceColumn
 from spark_dl.data.writer import layout
 from spark_dl.launch.barrier import TaskInput
 from spark_dl.metrics import read_metrics
@@ -23,6 +25,11 @@ from tests.ranks.launcher import run_ranks
 
 SOURCE = (SourceColumn("features", "float32", "array", 1), SourceColumn("label", "int64", "scalar"))
 LOCAL = {"storage": "local", "rows_per_row_group": 16}
+RAGGED = (
+    SourceColumn("clicks", "int64", "array", 1, ragged=True),
+    SourceColumn("text", "uint8", "scalar", ragged=True, encoding=Encoding("bytes")),
+    SourceColumn("label", "int64", "scalar"),
+)
 
 
 def columns_of(sizes):
@@ -139,6 +146,12 @@ def test_a_rank_without_validation_rows_evaluates_exactly(tmp_path):
     assert {r["rows"] for r in results} == {2 * (123 - 2)}
 
 
+def test_a_fraction_that_leaves_no_row_to_validate_with_is_refused(tmp_path):
+    config = small_config(2, data={**LOCAL, "validation_fraction": 0.004})
+    with pytest.raises(Exception, match=r"data.validation_fraction=0.004 of 120 rows is 0 rows.* raise it"):
+        run_ranks(train_rank, 2, make_run(tmp_path, config), (60, 60), str(tmp_path))
+
+
 def all_labels(rows):
     torch.distributed.init_process_group("gloo")
     steps = list(rows.loader(8).epoch(0))
@@ -152,3 +165,61 @@ def test_a_function_of_the_user_s_gets_the_rows_of_its_rank(tmp_path):
     found = run_ranks(call_rank, 2, all_labels, (20, 33), str(tmp_path))
     assert [f["labels"] for f in found] == [20, 33]
     assert {(f["steps"], f["true"], f["places"]) for f in found} == {(5, 53, 80)}
+
+
+def ragged_input(part, sizes, folder):
+    """Row i has i % 4 clicks, all i, and a text of i % 3 letters."""
+    ids = np.arange(sizes[part]) + sum(sizes[:part])
+    clicks = pa.array([[i] * (i % 4) for i in ids.tolist()], pa.list_(pa.int64()))
+    text = pa.array([b"x" * (i % 3) for i in ids.tolist()], pa.binary())
+    return TaskInput(iter([pa.RecordBatch.from_arrays([clicks, text, pa.array(ids)], names=list("abc"))]), part, folder)
+
+
+def call_ragged(fn, sizes, folder, ragged):
+    rows = ragged_input(int(os.environ["RANK"]), sizes, folder)
+    data = Data(features=("clicks", "text", "label"), label=None, ragged=ragged, rows_per_row_group=16)
+    return worker.call_on_rows(fn, RAGGED, data, {}, Launch(num_ranks=len(sizes)), rows).result
+
+
+def true_labels(rows):
+    """The labels of the true rows; the cells of all places, true or filled, must be those of their labels."""
+    found = []
+    for batch in rows.batches(4):
+        ids = batch["label"]
+        is_padded = "clicks_mask" in batch
+        for name, lengths in (("clicks", ids % 4), ("text", ids % 3)):
+            counted = batch[f"{name}_mask"].sum(1) if is_padded else batch[f"{name}_offsets"].diff()
+            assert torch.equal(counted, lengths)
+        clicks = batch["clicks"][batch["clicks_mask"]] if is_padded else batch["clicks"]
+        assert torch.equal(clicks, torch.repeat_interleave(ids, ids % 4))
+        assert batch["text"].dtype == torch.uint8
+        found += ids[batch["weight"] == 1].tolist()
+    return found
+
+
+@pytest.mark.parametrize("ragged", ["pad", "offsets"])
+@pytest.mark.parametrize("sizes", [(20, 33), (0, 50), (3, 0, 0), (1, 18, 0)], ids=str)
+def test_ragged_rows_fill_the_places_of_ranks_with_fewer_or_none(tmp_path, sizes, ragged):
+    found = run_ranks(call_ragged, len(sizes), true_labels, sizes, str(tmp_path), ragged)
+    assert [len(f) for f in found] == list(sizes)
+    assert sorted(i for f in found for i in f) == list(range(sum(sizes)))
+
+
+def lengths_and_sums(model, batch):
+    return model(torch.stack([batch["clicks"].sum(1) / 50, batch["text_mask"].sum(1)], dim=1).float())
+
+
+def train_ragged(run, sizes, folder):
+    done = worker.main_on_rows(run, RAGGED, ragged_input(int(os.environ["RANK"]), sizes, folder))
+    assert not done.refused
+    return done.result
+
+
+def test_training_on_ragged_rows(tmp_path):
+    sizes = (0, 50)
+    config = small_config(2, data={**LOCAL, "features": ("clicks", "text")})
+    spec = ModelSpec(build=functools.partial(nn.Linear, 2, 50), forward=lengths_and_sums)
+    run = Run(spec=spec, config=config, train=ShardSet("", (), ()), run_dir=str(tmp_path / "run"))
+    results = run_ranks(train_ragged, 2, run, sizes, str(tmp_path))
+    assert {r["rows"] for r in results} == {50 * config.train.epochs}
+    assert len({r["train_loss"] for r in results}) == 1

@@ -107,6 +107,33 @@ def test_dense_and_sparse_vectors(spark):
     assert sorted(map(tuple, vectors)) == sorted([(1, 2, 3), (5, 0, 6), (0, 0, 0)] * 5)
 
 
+def _ragged_rows_of_rank(rows):
+    dist.init_process_group("gloo")
+    found = []
+    for batch in rows.batches(4):
+        ids = batch["id"]
+        assert torch.equal(batch["clicks_mask"].sum(1), ids % 4)
+        assert torch.equal(batch["clicks"], ids[:, None] * batch["clicks_mask"])
+        assert torch.equal(batch["name_mask"].sum(1), torch.tensor([len(str(i)) for i in ids.tolist()]))
+        assert torch.equal(batch["blob_mask"].sum(1), ids % 3)
+        found += ids[batch["weight"] == 1].tolist()
+    return found
+
+
+@pytest.mark.modes("local")
+@pytest.mark.parametrize("rows", [2, 45])
+def test_ragged_rows(spark, rows):
+    """Arrays of unequal length, text and binary cells; of two rows there is none for the third rank."""
+    df = spark.range(0, rows, 1, 2).selectExpr(
+        "id", "array_repeat(id, CAST(id % 4 AS INT)) AS clicks", "CAST(id AS STRING) AS name",
+        "CAST(repeat('x', CAST(id % 3 AS INT)) AS BINARY) AS blob",
+    )  # fmt: skip
+    encode = {"clicks": {"ragged": True}, "name": {"as": "bytes"}}
+    data = Data(features=("id", "clicks", "name", "blob"), label=None, encode=encode)
+    found = spark_dl.run_on_dataframe(_ragged_rows_of_rank, df, num_ranks=3, data=data)
+    assert sorted(i for f in found for i in f) == list(range(rows))
+
+
 BAD = {
     "null": ("nullif(id, 77) AS id", r"column 'id': found null\(s\) in 1 row.*\(as the rows were dealt to the ranks\)"),
     "nan": ("IF(id = 5, double('NaN'), 1.0D) AS id", "column 'id': found NaN or Inf"),

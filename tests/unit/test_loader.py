@@ -16,7 +16,7 @@ import torch
 
 from spark_dl import Config, Data, Train, read_shards
 from spark_dl.data.foreign import open_parquet
-from spark_dl.data.loader import Loader, _read_ahead, warn_of_memory
+from spark_dl.data.loader import Loader, read_ahead, warn_of_memory
 from spark_dl.data.ragged import from_lengths
 from spark_dl.data.shards import write_arrays
 from tests.datasets import write_dataset
@@ -153,8 +153,56 @@ def test_memory_for_one_window_per_stream_is_enough(tmp_path, window_rows, threa
 def test_a_row_group_that_does_not_fit_into_memory_is_an_error_with_both_sizes(tmp_path):
     shards = write_dataset(str(tmp_path / "d"), {"x": np.zeros((20, 1 << 17)), "id": np.arange(20)}, 10, 20)
     with pytest.raises(ValueError, match=r"has 10 rows of 1048584 bytes, 10 MiB; .* data.memory_mib=9: raise it, or"):
-        loaders(shards, 1, config(memory_mib=9))
-    loaders(shards, 1, config(memory_mib=11))
+        loaders(shards, 1, config(batch=8, memory_mib=9))
+    loaders(shards, 1, config(batch=8, memory_mib=11))
+
+
+def test_a_batch_that_does_not_fit_into_memory_is_an_error_with_both_sizes(tmp_path):
+    """12 rows of 1 MiB, of which each of 4 ranks has 3."""
+    shards = write_dataset(str(tmp_path / "d"), {"x": np.zeros((20, 1 << 17)), "id": np.arange(20)}, 1, 20)
+    message = (
+        "each rank has 12 rows of 1048584 bytes of .* in a global batch, 12 MiB, and data.memory_mib=12: lower "
+        "train.global_batch_size, raise data.memory_mib, or use more ranks"
+    )
+    with pytest.raises(ValueError, match=message):
+        loaders(shards, 1, config(memory_mib=12))
+    for loader in (*loaders(shards, 1, config(memory_mib=13)), *loaders(shards, 4, config(memory_mib=4))):
+        assert loader.prefetch == 1
+    with pytest.raises(ValueError, match="3 rows of 1048584 bytes"):
+        loaders(shards, 4, config(memory_mib=3))
+
+
+def test_batches_that_are_ready_take_a_quarter_of_the_memory_at_most(tmp_path):
+    """Batches of 1.5 MiB, of which 5 fit into a quarter of 32 MiB."""
+    x = np.arange(200, dtype=np.float64)[:, None].repeat(1 << 14, axis=1)
+    shards = write_dataset(str(tmp_path / "d"), {"x": x, "id": np.arange(200)}, 10, 40)
+    made = []
+
+    def prepare(batch, key):
+        made.append(key[1])
+        return batch
+
+    settings = {"prefetch_batches": 8, "memory_mib": 32}
+    (loader,) = loaders(shards, 1, config(**settings), prepare=prepare)
+    assert loader.prefetch == 5
+    batches = loader.epoch(0)
+    next(batches)
+    end = time.monotonic() + 10
+    while len(made) < 1 + 5 + 1 and time.monotonic() < end:  # taken, waiting in the queue, in the hand of the thread
+        time.sleep(0.01)
+    time.sleep(0.1)
+    assert made == list(range(7))
+    batches.close()
+    assert loaders(shards, 1, config(**{**settings, "memory_mib": 512}))[0].prefetch == 8
+    assert sorted(true_ids(loader)) == list(range(200))
+
+
+def test_columns_without_elements_are_read(tmp_path):
+    shards = write_dataset(str(tmp_path / "d"), {"x": np.zeros((30, 0), dtype=np.float32)}, 7, 14)
+    (loader,) = loaders(shards, 1, config(label=None))
+    found = steps(loader)
+    assert all(batch["x"].shape == (BATCH, 0) for _, _, batch in found)
+    assert sum(float(batch["weight"].sum()) for _, _, batch in found) == 30
 
 
 def test_one_row_that_does_not_fit_into_memory_is_an_error_with_both_sizes(tmp_path):
@@ -326,6 +374,18 @@ def test_training_and_validation_rows_are_disjoint_and_complete(tmp_path, fracti
     assert sorted(read["train"] + read["validation"]) == sorted(read["all"]) == list(range(101))
 
 
+@pytest.mark.parametrize(("fraction", "message"), [
+    (0.004, "data.validation_fraction=0.004 of 101 rows is 0 rows, which leaves none to validate with; raise it"),
+    (0.999, "data.validation_fraction=0.999 of 101 rows is 101 rows, which leaves none to train on; lower it"),
+])  # fmt: skip
+def test_a_fraction_that_leaves_no_rows_is_an_error(tmp_path, fraction, message):
+    shards = dataset(tmp_path / "d", 101)
+    for part in ("train", "validation"):
+        with pytest.raises(ValueError, match=message):
+            loaders(shards, 1, config(validation_fraction=fraction), part=part)
+    assert len(true_ids(loaders(shards, 1, config(validation_fraction=fraction))[0])) == 101
+
+
 def test_the_validation_rows_are_the_same_in_every_epoch(tmp_path):
     shards = dataset(tmp_path / "d", 101)
     loader = loaders(shards, 1, config(validation_fraction=0.3), part="validation")[0]
@@ -425,7 +485,7 @@ def test_closing_the_iterator_early_stops_the_thread(tmp_path, taken):
 
 def test_reading_ahead_is_bounded():
     made = []
-    items = _read_ahead((made.append(i) or i for i in range(100)), 3)
+    items = read_ahead((made.append(i) or i for i in range(100)), 3)
     assert next(items) == 0
     time.sleep(0.1)
     assert len(made) <= 1 + 3 + 1  # taken, waiting in the queue, in the hand of the thread
@@ -438,7 +498,7 @@ def test_an_exception_comes_after_the_items_before_it():
         yield 1
         raise KeyError("gone")
 
-    items = _read_ahead(broken(), 2)
+    items = read_ahead(broken(), 2)
     assert next(items) == 1
     with pytest.raises(KeyError, match="gone"):
         next(items)

@@ -1,7 +1,9 @@
 """Mixtures: the share of each dataset in every batch, every row at least once an epoch, on any number of ranks."""
 
 import collections
+import contextlib
 import itertools
+import threading
 
 import numpy as np
 import pytest
@@ -9,9 +11,11 @@ import torch
 
 from spark_dl import Config, Data, Train
 from spark_dl.data.manifest import ShardSet
-from spark_dl.data.mixture import MixedLoader, MixedPlan, Mixture, batch_shares
+from spark_dl.data.mixture import MixedLoader, MixedPlan, Mixture, batch_shares, dataset_configs
 from spark_dl.data.plan import Plan
+from spark_dl.data.ragged import from_lengths
 from spark_dl.data.schema import Column
+from spark_dl.inputs import shards_of
 from tests.datasets import write_dataset
 
 STREAMS, BATCH = 4, 40
@@ -112,3 +116,135 @@ def test_datasets_with_other_columns_are_an_error_that_names_both():
 
     with pytest.raises(ValueError, match="'x' has dtype float32 .* in the dataset 'a', and float64 .* in 'b'"):
         Mixture({"a": dataset("float32"), "b": dataset("float64")}).select(["x", "id"])
+
+
+def ragged_mixture(folder, sizes=(50, 30)):
+    """Row i of dataset d has (i % 5) * (d + 1) tokens, all its id, and i % 3 points of two numbers."""
+    datasets = {}
+    for number, (name, rows) in enumerate(zip("ab", sizes, strict=True)):
+        ids = 1000 * number + np.arange(rows)
+        tokens, points = lengths_of(ids)
+        columns = {
+            "tokens": from_lengths(np.repeat(ids, tokens), tokens),
+            "points": from_lengths(np.repeat(ids[:, None] * [1.0, -1.0], points, axis=0), points),
+            "id": ids,
+        }
+        datasets[name] = write_dataset(str(folder / name), columns, 7, 21)
+    return Mixture(datasets)
+
+
+def lengths_of(ids):
+    rows = ids % 1000
+    return rows % 5 * (ids // 1000 + 1), rows % 3
+
+
+def ragged_config(ragged, a=0.5, b=0.5, **data):
+    settings = {"num_streams": STREAMS, "shuffle_window_rows": 30, "ragged": ragged, **data}
+    data = Data(features=("tokens", "points"), label="id", proportions={"a": a, "b": b}, **settings)
+    return Config(data=data, train=Train(global_batch_size=BATCH))
+
+
+def cells_of(batch, name):
+    """The values of a ragged column end to end, and the length of each row, of either kind of batch."""
+    if f"{name}_offsets" in batch:
+        offsets = batch[f"{name}_offsets"]
+        assert int(offsets[0]) == 0
+        assert len(batch[name]) == int(offsets[-1])
+        return batch[name], offsets.diff()
+    mask = batch[f"{name}_mask"]
+    assert not batch[name][~mask].any()
+    assert mask.shape[1] == mask.sum(1).max()
+    return batch[name][mask], mask.sum(1)
+
+
+@pytest.mark.parametrize("ragged", ["pad", "offsets"])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("share", [0.5, 0.3])
+def test_ragged_cells_of_all_datasets_stay_with_their_rows(tmp_path, ragged, micro_batches, share):
+    mixed, settings = ragged_mixture(tmp_path), ragged_config(ragged, share, 1 - share)
+    seen = set()
+    for step in MixedLoader(mixed, settings, rank=0, world_size=1, micro_batches=micro_batches).epoch(0):
+        for batch in step.micro_batches:
+            ids = batch["id"]
+            assert set((ids // 1000).tolist()) == {0, 1}
+            tokens, points = lengths_of(ids)
+            values, lengths = cells_of(batch, "tokens")
+            assert torch.equal(lengths, tokens)
+            assert torch.equal(values, torch.repeat_interleave(ids, tokens))
+            values, lengths = cells_of(batch, "points")
+            assert torch.equal(lengths, points)
+            assert torch.equal(
+                values, torch.repeat_interleave(ids, points)[:, None] * torch.tensor([1.0, -1.0]).double()
+            )
+            seen |= set(ids.tolist())
+    assert len(seen) == 80
+
+
+def test_transforms_see_the_rows_of_all_datasets_in_one_batch(tmp_path):
+    keys = []
+
+    def counts(batch, key):
+        keys.append(key)
+        tokens = batch["tokens"] * 2
+        return {"twice": tokens, "lengths": batch["tokens_mask"].sum(1), "id": batch["id"], "weight": batch["weight"]}
+
+    loader = MixedLoader(
+        ragged_mixture(tmp_path), ragged_config("pad"), rank=0, world_size=1, micro_batches=2, prepare=counts
+    )
+    for step in loader.epoch(3):
+        for batch in step.micro_batches:
+            assert torch.equal(batch["lengths"], lengths_of(batch["id"])[0])
+            assert torch.equal(batch["twice"].sum(1), 2 * batch["id"] * batch["lengths"])
+    assert keys == [(3, step, 0, i) for step in range(loader.plan.steps) for i in range(2)]
+
+
+def test_batches_are_pinned_once_they_are_joined(tmp_path, monkeypatch):
+    """Whatever makes another tensor of them later would leave page-locked memory."""
+    pinned = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
+    loader = MixedLoader(ragged_mixture(tmp_path), ragged_config("offsets"), rank=0, world_size=1, pin=True)
+    batches = [batch for step in loader.epoch(0) for batch in step.micro_batches]
+    assert {id(t) for batch in batches for t in batch.values()} == {id(t) for t in pinned}
+
+
+def test_reading_ends_with_the_iterator_or_with_an_error(tmp_path):
+    mixed = ragged_mixture(tmp_path)
+    loader = MixedLoader(mixed, ragged_config("pad"), rank=0, world_size=1)
+    steps = loader.epoch(0)
+    next(steps)
+    steps.close()
+    for shard in mixed.datasets["b"].shards:
+        (tmp_path / "b" / shard.name).unlink()
+    with pytest.raises(RuntimeError, match=r"cannot read row group \d of .*/b/"):
+        list(MixedLoader(mixed, ragged_config("pad"), rank=0, world_size=1).epoch(0))
+    assert [t for t in threading.enumerate() if t.name.startswith("spark_dl")] == []
+
+
+def wide_mixture(folder):
+    """Row groups of 10 rows, 1.07 MiB."""
+    columns = {"x": np.zeros((40, 14000)), "id": np.arange(40)}
+    return Mixture({name: write_dataset(str(folder / name), columns, 10, 40) for name in "ab"})
+
+
+@pytest.mark.parametrize(("memory_mib", "batch", "message"), [
+    (3, 4, "10 rows of 112008 bytes, 1 MiB; .*data.memory_mib=3, of which each of 2 datasets has 1: raise it, or"),
+    (4, 4, None),
+    (4, 36, None),
+    (5, 40, "each rank has 20 rows of 112008 bytes of .*/a in a global batch, 2 MiB, and data.memory_mib=5, of which "
+            "each of 2 datasets has 2: lower train.global_batch_size, raise data.memory_mib"),
+    (6, 40, None),
+])  # fmt: skip
+def test_what_does_not_fit_into_a_dataset_s_share_of_the_memory_is_said_on_the_driver_too(
+    tmp_path, memory_mib, batch, message
+):
+    mixed = wide_mixture(tmp_path)
+    data = Data(features=("x",), label="id", num_streams=2, proportions={"a": 1, "b": 1}, memory_mib=memory_mib)
+    settings = Config(data=data, train=Train(global_batch_size=batch))
+
+    def on_driver():
+        for name, own in dataset_configs(settings).items():
+            shards_of(mixed.datasets[name], "", own, contextlib.ExitStack(), reuse=False, num_datasets=2)
+
+    for check in (on_driver, lambda: list(MixedLoader(mixed, settings, rank=0, world_size=1).epoch(0))):
+        with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
+            check()

@@ -25,7 +25,7 @@ def predict(job: cli.Job) -> dict[str, Any]:
     spec = job.model.spec()
     spark = job.session("spark_dl predict")
     data = cli.dataset(cli.read_datasets(spark, job.input), job.args["dataset"])
-    if isinstance(data, spark_dl.ShardSet):
+    if isinstance(data, str):
         raise ValueError("input.datasets: predictions are for DataFrames; give input.path or input.table instead")
     predictions = spark_dl.predict(data, spec, job.args["checkpoint_path"], job.config)
     predictions.write.mode(job.args["mode"]).parquet(job.args["output"])

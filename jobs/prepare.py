@@ -29,6 +29,11 @@ def prepare(job: cli.Job) -> dict[str, Any]:
         return dict(spark_dl.clean_store(data.store, ttl_days=data.store_ttl_days))
     if not job.args["output"] and not data.store:
         raise ValueError("output: expected a folder, found nothing; pass --output or --data.store")
+    if job.input.datasets:
+        raise ValueError(
+            f"input.datasets: found {sorted(job.input.datasets)}, which are written already and need no preparing; "
+            "give input.path or input.table to write others, or pass input.datasets to jobs/train.py as they are"
+        )
     spark = job.session("spark_dl prepare")
     written: dict[str, Any] = {}
     train: tuple[Any, ...] = ()  # the others are written like it: with its vocabularies and shapes

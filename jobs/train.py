@@ -48,7 +48,7 @@ def test(job: cli.Job, spec: spark_dl.ModelSpec, data: Any, result: spark_dl.Tra
     metrics = spark_dl.evaluate(data, spec, result.checkpoint, job.config)
     metrics.pop("rows")
     cli.log.info(f"test: {metrics}")
-    if not isinstance(data, spark_dl.ShardSet):
+    if not isinstance(data, str):  # predictions are for DataFrames
         path = cli.join(result.run_dir, "predictions")
         predictions = spark_dl.predict(data, spec, result.checkpoint, job.config)
         predictions.write.mode("overwrite").parquet(path)

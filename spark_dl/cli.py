@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import jsonargparse
 
 from spark_dl.config import Config
-from spark_dl.data.manifest import ShardSet, read_shards
 from spark_dl.launch.session import build_session
 from spark_dl.settings import build_config, config_keys, explain_parse_error
 from spark_dl.spec import ModelSpec, import_object
@@ -27,7 +26,7 @@ log = logging.getLogger("spark_dl")
 
 @dataclass(frozen=True, kw_only=True)
 class Input:
-    """Where the rows come from: files or a table through Spark, or datasets that `jobs/prepare.py` wrote."""
+    """Where the rows come from: files or a table through Spark, or datasets that are read where they lie."""
 
     path: str | None = None
     """Path or URL that Spark reads."""
@@ -41,7 +40,8 @@ class Input:
     """Views by name, each a SELECT from `input` (what was read) or an earlier view. The views `train`, `validation` and
     `test` are the datasets; without any, `input` is `train`."""
     datasets: dict[str, str] = field(default_factory=dict)
-    """URLs of prepared datasets by name (`train`, `validation`, `test`), instead of all the above."""
+    """URLs of datasets by name (`train`, `validation`, `test`), instead of all the above: of `jobs/prepare.py`, plain
+    Parquet or Petastorm's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,13 +125,14 @@ def parse(description: str, options: Mapping[str, tuple[Any, Any, str]]) -> Job:
         _fail(str(error), 2)
 
 
-def read_datasets(spark: Any, source: Input, mixed: Iterable[str] = ()) -> dict[str, DataFrame | ShardSet]:
+def read_datasets(spark: Any, source: Input, mixed: Iterable[str] = ()) -> dict[str, DataFrame | str]:
     """The datasets of a job by name: `train`, and `validation` and `test` where there are such. On the driver.
 
-    `mixed` are the names of those that take the place of `train`.
+    Those of `input.datasets` are URLs, which `train` and `evaluate` open. `mixed` are the names of those that take the
+    place of `train`.
     """
     if source.datasets:
-        return {name: read_shards(url) for name, url in source.datasets.items()}
+        return dict(source.datasets)
     if source.table:
         df = spark.table(source.table)
     elif source.path:

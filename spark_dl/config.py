@@ -155,6 +155,14 @@ class Data:
         check(is_url, "data.store", "a folder or URL", self.store)
         check_number(self, "store_ttl_days", 0)
         check(not self.cache_mib or bool(self.cache_dir), "data.cache_dir", "a folder for data.cache_mib", None)
+        check(not self.cache_dir or self.cache_mib > 0, "data.cache_mib", "MiB > 0 for data.cache_dir", self.cache_mib)
+        if self.reader == "petastorm" and self.cache_dir:
+            raise ValueError("data.cache_dir: not with data.reader=petastorm, which reads the files where they lie")
+        if self.storage == "local" and self.store:
+            raise ValueError(
+                "data.store: not with data.storage=local, which keeps the rows on the ranks' own disks; set "
+                "data.storage to shared, or leave the store out"
+            )
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -175,12 +183,13 @@ class Data:
             check(value is None or (isinstance(value, str) and value != ""), f"data.{name}", "a column name", value)
         if self.sequence_max_gap is not None:
             check_number(self, "sequence_max_gap", 0)
-            check(bool(self.sequence_order), "data.sequence_order", "a column for data.sequence_max_gap", None)
         if not self.sequence_length:
-            for name in ("sequence_order", "sequence_group"):
-                value = getattr(self, name)
-                check(value is None, f"data.{name}", "nothing without data.sequence_length", value)
+            for name in ("sequence_stride", "sequence_order", "sequence_group", "sequence_max_gap"):
+                value, usual = getattr(self, name), getattr(type(self), name)
+                check(value == usual, f"data.{name}", f"{usual} without data.sequence_length; leave it out", value)
             return
+        if self.sequence_max_gap is not None:
+            check(bool(self.sequence_order), "data.sequence_order", "a column for data.sequence_max_gap", None)
         if self.validation_fraction:
             raise ValueError(
                 "data.validation_fraction: not with data.sequence_length, as a row of several samples would train "

@@ -28,7 +28,7 @@ from spark_dl.data.plan import check_held_out
 from spark_dl.data.same_rows import check_same_rows
 from spark_dl.data.schema import Column
 from spark_dl.evaluate import build_metric, load_model
-from spark_dl.inputs import check_mixture, check_storage, check_unfiltered, shards_of
+from spark_dl.inputs import as_written, check_mixture, check_rank_rows, check_storage, shards_of
 from spark_dl.launch import payload, preflight
 from spark_dl.launch.barrier import run_barrier
 from spark_dl.parallel import check_available
@@ -96,8 +96,9 @@ def train(
     With several of them, by name, every global batch has rows of each, in `data.proportions`.
 
     `run_dir` gets the shards (of a DataFrame), checkpoints, settings and metrics; all executors must reach it. With
-    `resume` training goes on from its last checkpoint, or starts where there is none; with `overwrite` what it holds is
-    deleted. With `data.storage` "local" the rows go to the disks of the ranks' hosts instead, and no further.
+    `resume` training goes on from its last checkpoint with the shards that are there, or starts anew where there is
+    none; with `overwrite` what it holds is deleted. With `data.storage` "local" the rows go to the disks of the ranks'
+    hosts instead, and no further.
 
     Raises ValueError for settings, a model or data that do not fit, before any rank starts where that can be seen;
     RuntimeError for a cluster that cannot run the job; RankError for a rank that fails.
@@ -118,7 +119,7 @@ def train(
             rows: Any, name: str, like: Sequence[Column] = (), config: Config = config, num_datasets: int = 1
         ) -> ShardSet:
             url = storage.join(run_dir, "shards", name)
-            return shards_of(rows, url, config, until_done, like, reuse=resume, num_datasets=num_datasets)
+            return shards_of(rows, url, config, until_done, like, reuse=saved is not None, num_datasets=num_datasets)
 
         train_shards: ShardSet | Mixture
         if isinstance(data, Mapping):
@@ -165,7 +166,10 @@ def evaluate(
     Returns `{"rows", "loss", <metrics>}`. Raises as `train` does.
     """
     saved = checkpoint.find(checkpoint_url)
-    config = config or checkpoint.config_of(saved)
+    if config is None:
+        config = checkpoint.config_of(saved)
+        if isinstance(data, (str, ShardSet)):  # how the training rows were written says nothing of this dataset
+            config = dataclasses.replace(config, data=as_written(config.data))
     spark = _session(data)
     _check_before_start(spark, spec, config, has_validation=True)
     check_storage(config, data)
@@ -210,7 +214,7 @@ def run_on_dataframe(
     """
     settings = dataclasses.replace(settings or Launch(), num_ranks=num_ranks)
     data = data or Data(features=tuple(df.columns), label=None)
-    check_unfiltered(data, df)
+    check_rank_rows(data, df)
     dealt, columns = local.deal_rows(df, data, num_ranks)
     return run_barrier(
         df.sparkSession, worker.call_on_rows, fn, columns, data, kwargs, settings, launch=settings, source=dealt

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from spark_dl import storage
-from spark_dl.config import Config, Data
+from spark_dl.config import Config, Data, Nonfinite
 from spark_dl.data.filter_counts import filter_rows
 from spark_dl.data.foreign import open_parquet
 from spark_dl.data.loader import check_memory, warn_of_memory
 from spark_dl.data.manifest import MANIFEST, STORED, ShardSet, read_shards
 from spark_dl.data.mixture import batch_shares
-from spark_dl.data.schema import Column, check_like, check_settings
+from spark_dl.data.policies import check_rules
+from spark_dl.data.schema import Column, check_like, check_settings, words_of
 from spark_dl.data.sequences import with_runs
 from spark_dl.data.source import check_batch_names
 from spark_dl.data.store import reopen, store_shards
@@ -66,6 +68,28 @@ def check_unfiltered(data: Data, *sources: Any) -> None:
         )
 
 
+def check_rank_rows(data: Data, df: DataFrame) -> None:
+    """Raises ValueError for settings that mean nothing where a function gets the rows of a DataFrame on each rank."""
+    check_unfiltered(data, df)
+    for key, found, usual in (
+        ("reader", data.reader, "spark_dl"),
+        ("proportions", data.proportions, {}),
+        ("store", data.store, None),
+        ("cache_dir", data.cache_dir, None),
+    ):
+        if found != usual:
+            raise ValueError(
+                f"data.{key}: found {found!r} with run_on_dataframe, whose rows stream from one DataFrame to the "
+                f"ranks' own disks and are read there; expected {usual!r}, leave it out"
+            )
+
+
+def as_written(data: Data) -> Data:
+    """Without the settings by which rows are chosen when a dataset is written: for one that is there already."""
+    nonfinite: Nonfinite = "allow" if data.nonfinite == "allow" else "error"
+    return dataclasses.replace(data, nulls="error", nonfinite=nonfinite, fill={})
+
+
 def shards_of(
     data: DataFrame | str | ShardSet,
     url: str,
@@ -76,7 +100,7 @@ def shards_of(
     reuse: bool,
     num_datasets: int = 1,
 ) -> ShardSet:
-    """The dataset to read: as given, or written from a DataFrame; a resumed run reads what it wrote before.
+    """The dataset to read: as given, or written from a DataFrame; a run that goes on reads what it wrote before.
 
     Its columns must be like those of another dataset, whose vocabularies it gets: that which is or was trained on.
     What is read from the store is kept there until the stack is closed. `num_datasets` share the memory of a loader.
@@ -93,7 +117,9 @@ def shards_of(
             if is_ours
             else open_parquet(data, config.data.stored_columns, data=config.data, like=like)
         )
-    elif not isinstance(data, ShardSet):
+    if isinstance(data, ShardSet):
+        check_rules(data.url, data.rules, config.data, words_of(like))
+    else:
         data = _shards_of_rows(data, url, config, until_done, like, reuse=reuse)
     if config.data.filters:
         data = filter_rows(data, config.data.filters)

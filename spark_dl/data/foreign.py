@@ -81,8 +81,8 @@ def open_parquet(url: str, names: Sequence[str], *, data: Data | None = None, li
     if not files:
         raise ValueError(f"the dataset {url} has no rows")
     partitions = {f.name: petastorm.hive_partitions(f.name) for f in files} if root else {files[0].name: {}}
-    words = {c.name: list(c.encoding.vocabulary) for c in like if c.encoding.vocabulary is not None}
-    settings = {n: {**({"values": words[n]} if n in words else {}), **data.encode.get(n, {})} for n in names}
+    words = schema.words_of(like)
+    settings = {n: {**({"values": list(words[n])} if n in words else {}), **data.encode.get(n, {})} for n in names}
     columns = tuple(_column(name, base, files, partitions, fields, settings[name]) for name in names)
     check_batch_names(names, [c.name for c in columns if c.is_ragged])
     schema.check_like(columns, like)
@@ -133,6 +133,12 @@ _NOT_WHOLE = {
 def _check_whole(url: str, names: Sequence[str]) -> None:
     """Raises ValueError for a folder whose files, by these names, are not all of a dataset or more than it."""
     listed = set(names)
+    folders = [posixpath.dirname(name) for name in names if posixpath.basename(name) == MANIFEST]
+    if datasets := sorted(f for f in folders if f and not any(_is_hidden(part) for part in f.split("/"))):
+        raise ValueError(
+            f"{url} is not one dataset: it holds the datasets {datasets[:9]}, each with its manifest; name one of "
+            "them, or mix several with data.proportions"
+        )
     for name in names:
         for start, why in _NOT_WHOLE.items():
             if name.split("/")[0].startswith(start):

@@ -23,7 +23,7 @@ from spark_dl import storage
 from spark_dl.checks import suggestion
 from spark_dl.data import petastorm, schema
 from spark_dl.data.filters import Filtered
-from spark_dl.data.policies import Changes
+from spark_dl.data.policies import Changes, Rules
 from spark_dl.data.ragged import Array
 from spark_dl.data.schema import Column
 from spark_dl.data.writer import Shard
@@ -35,7 +35,7 @@ MANIFEST = "_manifest.json"
 FORMAT = "spark_dl.shards"
 VERSION = 2
 CANNOT_WRITE = "cannot write to"
-_PROBE, STORED = "part-probe", "part-stored.json"
+_PROBE, STORED = "_probe", "part-stored.json"
 """A file that is written to see whether one can be, and what stands in place of shards that are in the store."""
 _OWN_SHARD = re.compile(r"part-[0-9a-f]{8}-(\d{4,}|(joined-)?\d{5,}-\d+-\d{4,})\.parquet")
 """The shards that `write_arrays` and `write_shards` name. Those of Spark and pyarrow begin with `part-`, too."""
@@ -64,12 +64,22 @@ class ShardSet:
     shards: tuple[Shard, ...]
     changes: Changes = field(default_factory=Changes)
     """What was dropped and filled when it was written."""
+    rules: Rules | None = None
+    """By which it was written; None in datasets of others, and in those from before they were kept."""
     spread: Spread | None = None
     """None where all shards lie at `url`."""
     run_starts: Array | None = field(default=None, compare=False)
     """For sequences (`data/sequences.py`), once they were looked for: the first row of each run. # (runs,) int64"""
     filtered: Filtered | None = None
     """None where all rows are read."""
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether NaN and Inf were looked for when it was written, as `data.nonfinite` says.
+
+        What lies on the ranks' own disks was written by the very run that reads it.
+        """
+        return self.spread is not None or (self.rules is not None and self.rules.nonfinite != "allow")
 
     @functools.cached_property
     def rows(self) -> int:
@@ -149,7 +159,8 @@ def read_shards(url: str) -> ShardSet:
         _check_once("shard", [s.name for s in shards])
         if other := [c for c in columns if c.codec not in schema.OWN_CODECS]:
             raise ValueError(f"column {other[0].name!r}: found the codec {other[0].codec!r:.200}")
-        shard_set = ShardSet(url, columns, shards, Changes(**manifest.get("changes", {})))
+        rules = Rules.from_plain(manifest["rules"]) if "rules" in manifest else None
+        shard_set = ShardSet(url, columns, shards, Changes(**manifest.get("changes", {})), rules)
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{path} is not a manifest that can be read: {error!r}") from error
     _check_files(shard_set, "write it again, or bring the file back")
@@ -200,7 +211,21 @@ def commit(shard_set: ShardSet) -> ShardSet:
         "columns": [asdict(c) for c in shard_set.columns],
         "shards": [{"rows": s.rows, **asdict(s)} for s in shard_set.shards],
         "changes": asdict(shard_set.changes),
+        **({"rules": asdict(shard_set.rules)} if shard_set.rules else {}),
     }
+    common = storage.join(shard_set.url, petastorm.COMMON_METADATA)
+    replaced = storage.read_bytes(common) if storage.exists(common) else None
+    try:
+        _write_petastorm_metadata(shard_set)
+        storage.write_bytes(storage.join(shard_set.url, MANIFEST), json.dumps(manifest, indent=1).encode())
+    except OSError:
+        if replaced is not None:  # the dataset that this one was to replace is still there
+            storage.write_bytes(common, replaced)
+        raise
+    return shard_set
+
+
+def _write_petastorm_metadata(shard_set: ShardSet) -> None:
     arrow = pa.schema([schema.arrow_field(c) for c in shard_set.columns])
     row_groups = {s.name: len(s.row_groups) for s in shard_set.shards}
     try:
@@ -208,8 +233,23 @@ def commit(shard_set: ShardSet) -> ShardSet:
         petastorm.write_common_metadata(shard_set.url, arrow, unischema=unischema, row_groups_per_file=row_groups)
     except ValueError as error:  # such as a name with a space, which is no hindrance here
         _log.warning("Petastorm's make_reader cannot open %s: %s", shard_set.url, error)
-    storage.write_bytes(storage.join(shard_set.url, MANIFEST), json.dumps(manifest, indent=1).encode())
-    return shard_set
+        storage.delete(storage.join(shard_set.url, petastorm.COMMON_METADATA))  # of the dataset that this one replaces
+
+
+def abandon(url: str, token: str) -> None:
+    """Deletes what a write has left that failed, whose shards are named `part-<token>-...`. On the driver.
+
+    A dataset that it was to replace stays as it was.
+    """
+    manifest = storage.join(url, MANIFEST)
+    if not storage.exists(manifest):
+        delete_files(url, keep=())
+        return
+    if f'"part-{token}-'.encode() in storage.read_bytes(manifest):
+        return  # it was written before the error came: the new dataset is whole
+    for name in storage.list_names(url):
+        if is_own_shard(name) and name.startswith(f"part-{token}-"):
+            storage.delete(storage.join(url, name))
 
 
 def shard_from_plain(plain: Mapping[str, Any]) -> Shard:
@@ -245,18 +285,18 @@ def _elements_from_plain(plain: Mapping[str, Any]) -> dict[str, tuple[int, ...]]
 
 
 def prepare_folder(url: str, overwrite: bool) -> None:
-    manifest = storage.join(url, MANIFEST)
+    """Makes a folder ready for a dataset. One that is there, and is to be overwritten, stays until there is another."""
     try:
-        if storage.exists(manifest):
+        if storage.exists(storage.join(url, MANIFEST)):
             if not overwrite:
                 raise ValueError(f"{url} holds a dataset already; pass overwrite=True to replace it")
-            storage.delete(manifest)
         elif foreign := [n for n in storage.list_names(url) if not _is_ours(n)]:
             raise ValueError(
                 f"{url} is not empty and holds no dataset of spark_dl, but {foreign[:5]}, which stay as they are; name "
                 "an empty folder"
             )
-        delete_files(url, keep=())
+        else:
+            delete_files(url, keep=())
         storage.make_folder(url)
         storage.write_bytes(storage.join(url, _PROBE), b"")
         storage.delete(storage.join(url, _PROBE))

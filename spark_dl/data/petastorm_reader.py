@@ -22,7 +22,7 @@ from spark_dl.data.batch import BatchBuilder, Prepare, StepBatches, StepRows
 from spark_dl.data.dealt_plan import DealtPlan
 from spark_dl.data.manifest import ShardSet
 from spark_dl.data.petastorm import COMMON_METADATA, UNISCHEMA_KEY, read_metadata
-from spark_dl.data.policies import first_nonfinite_row, nonfinite_in_others
+from spark_dl.data.policies import first_nonfinite_row, nonfinite_as_read
 from spark_dl.data.rows import Part
 from spark_dl.data.schema import Array
 from spark_dl.data.unischema_reader import read_unischema
@@ -163,9 +163,9 @@ class PetastormLoader:
                     f"column {column.name!r}: Petastorm gives cells of {array.dtype}, shape {array.shape[1:]}, for "
                     f"{column.dtype}, shape {column.shape} in {self._shards.url}; data.reader: spark_dl reads it"
                 )
-            is_of_others = not self._shards.shards[0].sha256
-            if is_of_others and self._config.data.nonfinite == "error" and first_nonfinite_row(array) is not None:
-                raise RuntimeError(f"{nonfinite_in_others(column.name)} (in {self._shards.url})")
+            may_be_bad = self._config.data.nonfinite == "error" and not self._shards.is_checked
+            if may_be_bad and first_nonfinite_row(array) is not None:
+                raise RuntimeError(f"{nonfinite_as_read(column.name)} (in {self._shards.url})")
             arrays.append(array)
         return arrays
 

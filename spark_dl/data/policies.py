@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from spark_dl.config import Data
+from spark_dl.config import Data, Nonfinite, Nulls
 from spark_dl.data import images
 from spark_dl.data.cells import levels, read_cells, rows_of_level
 from spark_dl.data.ragged import Array, Ragged
 from spark_dl.data.source import BadCellsError, SourceColumn
+from spark_dl.data.vocabulary import MAX_WORDS
 
 Mask = npt.NDArray[np.bool_]
 
@@ -29,6 +30,65 @@ class Changes:
     """By column: dropped rows with a null, NaN or Inf in it. A row counts in each column that has one."""
     filled: Mapping[str, int] = field(default_factory=dict)
     """By column: rows with at least one filled value."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The settings by which the rows and values of a dataset were chosen when it was written."""
+
+    nulls: str
+    nonfinite: str
+    fill: Mapping[str, Any] = field(default_factory=dict)
+    counts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """By column `min_count` and `max_size` of a vocabulary that was counted then, where they were set."""
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Rules:
+        """Rules from the dict that `dataclasses.asdict` made of them, after a way through JSON."""
+        for key, choices in (("nulls", get_args(Nulls)), ("nonfinite", get_args(Nonfinite))):
+            if plain[key] not in choices:
+                raise ValueError(f"rules: found the {key} {plain[key]!r:.200}, expected one of {list(choices)}")
+        for key in ("fill", "counts"):
+            if not isinstance(plain[key], Mapping):
+                raise ValueError(f"rules: found the {key} {plain[key]!r:.200}, expected a mapping of columns")
+        return cls(**plain)
+
+
+_DEFAULT_COUNTS = {"min_count": 1, "max_size": MAX_WORDS}
+
+
+def rules_of(data: Data, known: Collection[str] = ()) -> Rules:
+    """The rules that the settings ask for. `known` are columns that get the words of another dataset."""
+    counts = {
+        name: {key: settings[key] for key, usual in _DEFAULT_COUNTS.items() if settings.get(key, usual) != usual}
+        for name, settings in data.encode.items()
+        if name not in known
+    }
+    return Rules(data.nulls, data.nonfinite, dict(data.fill), {name: c for name, c in counts.items() if c})
+
+
+def check_rules(url: str, written: Rules | None, data: Data, known: Collection[str] = ()) -> None:
+    """Raises ValueError for settings that choose rows or values with which a dataset was not written.
+
+    It is read as it is, so that they would do nothing. `written` is None where the dataset does not tell; `known` are
+    columns that get the words of another dataset.
+    """
+    asked = rules_of(data, known)
+    pairs: list[tuple[str, Any, Any, bool]] = [
+        ("nulls", asked.nulls, written and written.nulls, asked.nulls in ("drop", "fill")),
+        ("nonfinite", asked.nonfinite, written and written.nonfinite, asked.nonfinite in ("drop", "fill")),
+        ("fill", asked.fill, written and dict(written.fill), bool(asked.fill)),
+    ]
+    for name, counts in asked.counts.items():
+        before = written.counts.get(name, {}) if written else {}
+        pairs += [(f"encode.{name}.{k}", n, before.get(k, _DEFAULT_COUNTS[k]), True) for k, n in counts.items()]
+    for key, found, expected, is_set in pairs:
+        if is_set and found != expected:
+            was = f"was written with {expected!r}" if written else "does not say with what it was written"
+            raise ValueError(
+                f"data.{key}: found {found!r} for the dataset {url}, which {was} and is read as it is; leave the "
+                "setting out, or write the dataset with it (write_shards, jobs/prepare.py)"
+            )
 
 
 def add_changes(parts: Iterable[Changes]) -> Changes:
@@ -155,8 +215,8 @@ def first_nonfinite_row(cells: Array | Ragged) -> int | None:
     return first
 
 
-def nonfinite_in_others(name: str) -> str:
-    """For an error: what is found in a column of a dataset of others, and what to change."""
+def nonfinite_as_read(name: str) -> str:
+    """For an error: what is found in a column of a dataset that is read as it is, and what to change."""
     return (
         f"column {name!r}: found NaN or Inf, expected none in a dataset that is read as it is; set data.nonfinite to "
         "allow, pass the row by with data.filters, or write the dataset with Spark (write_shards), which can fill it"

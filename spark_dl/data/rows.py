@@ -41,7 +41,7 @@ class Rows:
         cache: DiskCache | None = None,
         nonfinite: Nonfinite = "allow",
     ):
-        """`nonfinite` is looked at for datasets of others; ours were checked when they were written."""
+        """`nonfinite` is looked at for datasets that were not checked when they were written, as those of others."""
         self._nonfinite = nonfinite
         self._shards, self.columns, self._cache = shards, tuple(columns), cache
         self._seed, self._part = seed, part
@@ -134,13 +134,11 @@ class Rows:
                 else:
                     assert table is not None
                     arrays.append(_decode(column, foreign.stored_column(table, column.name)))
-            may_be_bad = self._nonfinite == "error" and not self._shards.shards[shard].sha256
+            may_be_bad = self._nonfinite == "error" and not self._shards.is_checked
             for column, cells in zip(self.columns, arrays, strict=True):
                 if may_be_bad and (bad := policies.first_nonfinite_row(cells)) is not None:
                     row = bad if isinstance(kept, slice) else int(np.flatnonzero(kept)[bad])
-                    raise ValueError(
-                        f"{policies.nonfinite_in_others(column.name)}; first in row {row} of the row group"
-                    )
+                    raise ValueError(f"{policies.nonfinite_as_read(column.name)}; first in row {row} of the row group")
                 if len(cells) != self._passing[number]:
                     raise ValueError(
                         f"column {column.name!r}: found {len(cells)} rows, expected {self._passing[number]}"

@@ -140,6 +140,11 @@ def check_like(columns: Sequence[Column], others: Sequence[Column]) -> None:
                 )
 
 
+def words_of(columns: Sequence[Column]) -> dict[str, tuple[str, ...]]:
+    """The vocabularies among some columns, by their names."""
+    return {c.name: c.encoding.vocabulary for c in columns if c.encoding.vocabulary is not None}
+
+
 def check_settings(columns: Sequence[Column], encode: Settings) -> None:
     """Raises ValueError for settings of `data.encode` with which a dataset was not written."""
     for column in columns:

@@ -25,14 +25,15 @@ from spark_dl.data.manifest import (
     CANNOT_WRITE,
     MANIFEST,
     ShardSet,
+    abandon,
     commit,
     delete_files,
     prepare_folder,
     shard_from_plain,
 )
-from spark_dl.data.policies import Changes, add_changes, clean_batch
+from spark_dl.data.policies import Changes, add_changes, clean_batch, first_nonfinite_row, rules_of
 from spark_dl.data.ragged import Array, Ragged
-from spark_dl.data.schema import Column
+from spark_dl.data.schema import Column, words_of
 from spark_dl.data.source import BadCellsError, SourceColumn
 from spark_dl.data.vocabulary import expression, with_mean_sizes, with_vocabularies
 from spark_dl.data.writer import Shard, ShardWriter, layout
@@ -60,9 +61,13 @@ def write_shards(
     rows is kept. `like` are the columns of another dataset, such as the one that a model was trained on, whose
     vocabularies are used and with which these must agree.
 
+    With `overwrite` the dataset that is there stays whole until the new one is, so that the DataFrame may read it.
+    Until then spark_dl reads the old rows, and Petastorm's `make_reader` refuses the folder; who reads it as plain
+    Parquet (Spark, pyarrow) meanwhile gets rows of both. After an error the old dataset is there as it was.
+
     Raises ValueError for a missing column, a type that cannot become a tensor, an empty DataFrame, nulls, NaN (unless
     `data.nulls` and `data.nonfinite` say otherwise), cells of unequal shape, or a folder that holds a dataset already
-    (unless `overwrite`); nothing is left at `url` then.
+    (unless `overwrite`); nothing of it is left at `url` then.
     """
     data = data or Data()
     url = storage.absolute(url)
@@ -77,9 +82,10 @@ def write_shards(
         changes = add_changes(p.changes for p in parts)
         schema.check_like(written, like)
         shards = _join_small(df.sparkSession, url, written, [s for p in parts for s in p.shards], data, token)
-        shard_set = commit(ShardSet(url, with_sizes(written, parts), tuple(shards), changes))
+        rules = rules_of(data, words_of(like))
+        shard_set = commit(ShardSet(url, with_sizes(written, parts), tuple(shards), changes, rules))
     except BaseException:
-        delete_files(url, keep=())
+        abandon(url, token)
         raise
     delete_files(url, keep=(MANIFEST, petastorm.COMMON_METADATA, *(s.name for s in shards)))
     if changes.dropped_rows or changes.filled:
@@ -96,8 +102,7 @@ def select_sources(
     Raises ValueError for a missing column, and for a type or settings that do not make a tensor.
     """
     sources = source.source_columns(df.schema, names, data.encode, data.fill)
-    known = {c.name: c.encoding.vocabulary for c in like if c.encoding.vocabulary is not None}
-    sources = with_vocabularies(df, sources, data.encode, known)
+    sources = with_vocabularies(df, sources, data.encode, words_of(like))
     if not (data.rows_per_row_group and data.rows_per_shard):
         sources = with_mean_sizes(df, sources)
     return df.select(*(expression(c).alias(f"c{i}") for i, c in enumerate(sources))), sources  # a name may have dots
@@ -106,21 +111,30 @@ def select_sources(
 def write_arrays(columns: Mapping[str, Array | Ragged], url: str, data: Data | None = None) -> ShardSet:
     """Writes arrays in memory as a dataset, without Spark. # each (rows, *cell); one axis makes a scalar column
 
-    Raises ValueError for a folder that is in use, and for names that batches have for something else.
+    Raises ValueError for a folder that is in use, for names that batches have for something else, and for NaN and Inf
+    unless `data.nonfinite` is `allow`; no row is dropped or filled here.
     """
+    data = data or Data()
     url = storage.absolute(url)
+    if data.nonfinite in ("drop", "fill"):
+        raise ValueError(f"data.nonfinite: expected error or allow for arrays, found {data.nonfinite!r}")
     written = []
     for name, array in columns.items():
         values = array.own_values if isinstance(array, Ragged) else array
         codec = "list" if isinstance(array, Ragged) else "ndarray" if values.ndim > 1 else "scalar"
         mean = values.size / max(1, len(array)) if isinstance(array, Ragged) else None
         shape = schema.cell_shape(codec, array)
+        if data.nonfinite == "error" and (row := first_nonfinite_row(array)) is not None:
+            raise ValueError(
+                f"column {name!r}: found NaN or Inf, first in row {row}, expected none; set data.nonfinite to allow, "
+                "or change the array"
+            )
         written.append(Column(name, str(values.dtype), shape, codec, mean_size=mean))
     source.check_batch_names([*columns], [c.name for c in written if c.is_ragged])
     prepare_folder(url, overwrite=False)
-    writer = ShardWriter(url, f"part-{uuid.uuid4().hex[:8]}", tuple(written), *layout(written, data or Data()))
+    writer = ShardWriter(url, f"part-{uuid.uuid4().hex[:8]}", tuple(written), *layout(written, data))
     writer.append(list(columns.values()))
-    return commit(ShardSet(url, writer.columns, tuple(writer.close())))
+    return commit(ShardSet(url, writer.columns, tuple(writer.close()), rules=rules_of(data)))
 
 
 @dataclass(frozen=True)

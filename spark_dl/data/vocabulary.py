@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from pyspark.sql import Column as Expression
     from pyspark.sql import DataFrame
 
-_MAX_WORDS = 100_000
+MAX_WORDS = 100_000
+"""Of a vocabulary without `max_size`."""
 _SAMPLE_ROWS = 1000
 
 
@@ -43,7 +44,7 @@ def _count_words(df: DataFrame, columns: Mapping[int, SourceColumn], encode: Set
     from pyspark.sql import functions as F
 
     settings = {i: encode.get(c.name, {}) for i, c in columns.items()}
-    most = {i: s.get("max_size", _MAX_WORDS) for i, s in settings.items()}
+    most = {i: s.get("max_size", MAX_WORDS) for i, s in settings.items()}
     pairs = []
     for i, column in columns.items():
         number = F.lit(i).alias("i")

@@ -9,7 +9,10 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import sklearn
 import torch
@@ -145,6 +148,30 @@ def test_predict_with_its_checkpoint(digits, main_run, tmp_path):
     paths = ["--checkpoint_path", str(run_dir), "--output", str(tmp_path / "out")]
     out, _ = run_job(*PLAIN, "jobs/predict.py", *digits, *LOCAL, *paths)
     assert result_of(out)["rows"] == 351
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.slow
+def test_datasets_of_others_are_trained_on_and_evaluated(tmp_path):
+    rows = {"image": np.random.default_rng(0).random((96, 64), dtype=np.float32), "digit": np.arange(96) % 10}
+    table = pa.table({"image": pa.array(list(rows["image"])), "digit": rows["digit"]})
+    for name in ("train", "test"):
+        (tmp_path / name).mkdir()
+        pq.write_table(table, tmp_path / name / "a.parquet", row_group_size=32)
+    settings = on_prepared({name: {"url": str(tmp_path / name)} for name in ("train", "test")}, "train", "test")
+    run = [*settings, *LOCAL, "--train.epochs=1"]
+    trained = result_of(run_job(*PLAIN, "jobs/train.py", *run, "--run_dir", str(tmp_path / "run"))[0])
+    assert trained["rows"] == 96
+    out, _ = run_job(*PLAIN, "jobs/evaluate.py", *run, "--checkpoint_path", str(tmp_path / "run"))
+    assert result_of(out)["rows"] == 96
+    assert result_of(out)["metrics"] == pytest.approx(trained["metrics"])
+
+
+def test_datasets_that_are_written_are_not_prepared_again(tmp_path):
+    settings = on_prepared({"train": {"url": str(tmp_path / "train")}}, "train")
+    out, err = run_job(*PLAIN, "jobs/prepare.py", *settings, "--output", str(tmp_path / "out"), code=1)
+    assert out == ""
+    assert "error: input.datasets: found ['train'], which are written already and need no preparing" in err
 
 
 @pytest.mark.timeout(180)

@@ -14,7 +14,8 @@ import pytest
 from pyspark.ml.linalg import Vectors
 from pyspark.sql import functions as F
 
-from spark_dl import Data, read_shards, write_shards
+from spark_dl import Data, read_shards, storage, write_shards
+from spark_dl.data.foreign import open_parquet
 from spark_dl.data.plan import Segment
 from spark_dl.data.rows import Rows
 
@@ -137,6 +138,76 @@ def test_a_folder_in_use_is_not_overwritten_unasked(spark, tmp_path):
     with pytest.raises(ValueError, match=r"not empty and holds no dataset of spark_dl, but \['thesis.txt'\]"):
         write_shards(df, str(tmp_path / "other"), columns=["id"], overwrite=True)
     assert (tmp_path / "other" / "thesis.txt").read_text() == "mine"
+
+
+@pytest.mark.modes("local", "connect")
+def test_a_dataset_is_replaced_by_rows_that_are_read_from_it(spark, tmp_path):
+    url = str(tmp_path / "d")
+    write_shards(spark.range(0, 300, 1, 3), url, SMALL, columns=["id"])
+    before = {*os.listdir(tmp_path / "d")}
+    shards = write_shards(spark.read.parquet(url).where("id % 3 = 0"), url, SMALL, columns=["id"], overwrite=True)
+    assert sorted(read_all(shards)["id"].tolist()) == [*range(0, 300, 3)]
+    assert read_shards(url) == shards
+    names = {n for n in os.listdir(tmp_path / "d") if not n.startswith(".")}
+    assert names == {"_manifest.json", "_common_metadata", *(s.name for s in shards.shards)}
+    assert names & before == {"_manifest.json", "_common_metadata"}
+    assert spark.read.parquet(url).count() == 100
+
+
+@pytest.mark.modes("local")
+@pytest.mark.parametrize("bad", ["nullif(id, 99)", "IF(id = 99, double('NaN'), id)", "raise_error('from the plan')"])
+def test_a_dataset_stays_as_it_was_where_the_rows_that_replace_it_are_bad(spark, tmp_path, bad):
+    url = str(tmp_path / "d")
+    before = write_shards(spark.range(0, 40, 1, 2), url, SMALL, columns=["id"])
+    files = {p.name: p.read_bytes() for p in (tmp_path / "d").iterdir()}
+    df = spark.range(0, 200, 1, 2).selectExpr(f"CAST({bad} AS DOUBLE) AS id")
+    with pytest.raises(Exception, match="column 'id': found|from the plan"):
+        write_shards(df, url, SMALL, columns=["id"], overwrite=True)
+    assert {p.name: p.read_bytes() for p in (tmp_path / "d").iterdir()} == files
+    assert read_shards(url) == before
+
+
+@pytest.mark.modes("local")
+def test_a_dataset_is_read_until_the_one_that_replaces_it_is_whole(spark, tmp_path):
+    url = str(tmp_path / "d")
+    before = write_shards(spark.range(40), url, SMALL, columns=["id"])
+    df = spark.range(0, 300, 1, 2).mapInArrow(partial(_reads_meanwhile, url, before.shards[0].name), "id long")
+    assert write_shards(df, url, SMALL, columns=["id"], overwrite=True).rows == 300
+
+
+def _reads_meanwhile(url, old, batches):
+    """The second partition looks at the folder once the first one's shards are there."""
+    from pyspark import TaskContext
+
+    yield from batches
+    if TaskContext.get().partitionId() == 0:
+        return
+    end = time.monotonic() + 60
+    while {p.name for p in _whole_shards(url)} <= {old} and time.monotonic() < end:
+        time.sleep(0.05)
+    assert {p.name for p in _whole_shards(url)} > {old}
+    assert read_shards(url).rows == 40
+    with pytest.raises(ValueError, match="is not whole: found .*, expected no such file"):
+        open_parquet(url, ["id"])  # as Petastorm's own reader has it
+
+
+@pytest.mark.modes("local")
+def test_a_manifest_that_cannot_be_written_leaves_the_old_dataset(spark, tmp_path, monkeypatch):
+    url = str(tmp_path / "d")
+    before = write_shards(spark.range(40), url, SMALL, columns=["id"])
+    files = {p.name: p.read_bytes() for p in (tmp_path / "d").iterdir()}
+    write_bytes = storage.write_bytes
+
+    def fail(path, content):
+        if path.endswith("_manifest.json"):
+            raise OSError("no space")
+        write_bytes(path, content)
+
+    monkeypatch.setattr(storage, "write_bytes", fail)
+    with pytest.raises(OSError, match="no space"):
+        write_shards(spark.range(30), url, SMALL, columns=["id"], overwrite=True)
+    assert {p.name: p.read_bytes() for p in (tmp_path / "d").iterdir()} == files
+    assert read_shards(url) == before
 
 
 @pytest.mark.modes("local")

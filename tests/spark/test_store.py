@@ -10,6 +10,7 @@ import time
 
 import pyspark.sql.functions as F
 import pytest
+from pyspark.sql import Window
 
 import spark_dl
 from spark_dl import Data, storage
@@ -286,6 +287,11 @@ def test_over_connect_files_read_by_path_have_keys(spark, source, tmp_path):
         lambda: read().groupBy("label").agg(F.sum("id").alias("id")).orderBy("label"),
         lambda: left.join(right, left["id"] == right["id"]).select(left["label"]),
         lambda: spark.range(10),
+        lambda: read().select(F.abs("id").alias("a"), F.upper(F.concat_ws("-", "id", "label")).alias("s")),
+        lambda: read().select(F.when(F.col("id") > 3, True).otherwise(~F.col("id").isNull() & (F.col("label") != 2))),
+        lambda: read().select(F.to_date(F.lit("2024-01-01")), F.size("features"), F.struct("id", "label").alias("s")),
+        lambda: read().select(F.row_number().over(Window.orderBy("id")).alias("n"), -F.col("id") % 3, "features"),
+        lambda: read().select(F.expr("coalesce(abs(id), pmod(label, 3)) + 1")),
     ]
     keys = [key(plan()) for plan in plans]
     spark.range(3).count()
@@ -303,6 +309,13 @@ def test_over_connect_files_read_by_path_have_keys(spark, source, tmp_path):
         (read().withColumn("r", F.expr("current_date")), "current_date"),
         (read().withColumn("r", F.expr("my_function(id)")), "my_function"),
         (read().where("id in (select id from points)"), "select"),
+        (read().where("id in (table points)"), "table"),
+        (read().withColumn("r", F.expr("`my_function`(id)")), "my_function"),
+        (read().withColumn("r", F.expr("default . abs(id)")), "abs"),
+        (read().withColumn("r", F.expr("my_function /* */ (id)")), "/"),
+        (read().withColumn("r", F.lit("today").cast("date")), "'today'"),
+        (read().withColumn("r", F.first("id").over(Window.orderBy("label"))), r"first\(\)"),
+        (read().withColumn("r", F.unix_timestamp()), "unix_timestamp"),
         (read().withColumn("r", F.current_timestamp()), "current_timestamp"),
         (read().withColumn("r", F.udf(lambda x: x + 1, "long")("id")), "common_inline_user_defined_function"),
         (read().mapInArrow(lambda batches: batches, "id long"), "map_partitions"),
@@ -311,6 +324,7 @@ def test_over_connect_files_read_by_path_have_keys(spark, source, tmp_path):
     ]:
         with pytest.raises(NoKeyError, match=reason):
             key(df)
+    _check_registered_functions_have_no_key(spark, read)
     cached = read().cache()
     try:
         with pytest.raises(NoKeyError, match="cached in Spark's memory"):
@@ -325,3 +339,32 @@ def test_over_connect_files_read_by_path_have_keys(spark, source, tmp_path):
     name = next(n for n in os.listdir(source) if n.endswith(".parquet"))
     os.utime(os.path.join(source, name))
     assert key(read()) != keys[0]
+
+
+def _check_registered_functions_have_no_key(spark, read):
+    """Also where they take the place of a built-in one: nothing in the plan tells them from it."""
+
+    def plus_one(x):
+        return x + 1
+
+    order = "spark.sql.functionResolution.sessionOrder"
+    spark.udf.register("my_function", plus_one, "long")
+    for column, reason in (
+        (F.call_udf("my_function", "id"), r"my_function\(\)"),
+        (F.call_function("my_function", F.col("id")), "call_function"),
+        (F.expr("my_function(id)"), "my_function"),
+    ):
+        with pytest.raises(NoKeyError, match=reason):
+            key(read().withColumn("r", column))
+    spark.udf.register("abs", plus_one, "long")
+    built_in = key(read().withColumn("r", F.abs("id")))
+    try:
+        spark.conf.set(order, "first")
+        for column in (F.call_udf("abs", "id"), F.abs("id"), F.expr("abs(id)")):
+            with pytest.raises(NoKeyError, match=r"abs\(\), which in this session is another function"):
+                key(read().withColumn("r", column))
+    finally:
+        spark.conf.unset(order)
+        for name in ("my_function", "abs"):
+            spark.sql(f"DROP TEMPORARY FUNCTION {name}")
+    assert key(read().withColumn("r", F.abs("id"))) == built_in

@@ -137,6 +137,19 @@ def test_resume_goes_on_and_overwrite_starts_anew(spark, points, tmp_path):
 
 
 @pytest.mark.modes("local")
+def test_without_a_checkpoint_the_shards_of_an_earlier_run_are_not_used(spark, points, tmp_path):
+    run_dir, config = str(tmp_path / "run"), small_config(1, train={"epochs": 1})
+    with pytest.raises(RankError, match="in build"):
+        spark_dl.train(points, ModelSpec(build=_fails_to_build), config, run_dir=run_dir)
+    assert spark_dl.read_shards(os.path.join(run_dir, "shards", "train")).rows == 500
+    assert spark_dl.train(points.limit(40), MLP, config, run_dir=run_dir, resume=True).rows == 40
+
+
+def _fails_to_build():
+    raise ZeroDivisionError("in build")
+
+
+@pytest.mark.modes("local")
 def test_a_run_goes_on_in_an_epoch_only_with_the_dataset_that_it_was_trained_on(spark, points, tmp_path):
     path, run_dir = str(tmp_path / "data"), str(tmp_path / "run")
     points.drop("name").write.parquet(path)

@@ -67,7 +67,9 @@ def test_the_folder_itself_may_be_a_link(tmp_path):
     lambda m: m["shards"][0].pop("sha256"),
     lambda m: m["shards"][0].update(row_groups=[16, -16]), lambda m: m["shards"][0].update(row_groups=["16"]),
     lambda m: m["columns"][0].update(shape=3), lambda m: m["columns"][0].update(encoding=[]),
-    lambda m: m.update(version=True), lambda m: m.update(version=0),
+    lambda m: m.update(version=True), lambda m: m.update(version=0), lambda m: m.update(rules=7),
+    lambda m: m["rules"].update(nonfinite="none"), lambda m: m["rules"].update(more=1),
+    lambda m: m["rules"].pop("nulls"), lambda m: m["rules"].update(fill=7),
 ])  # fmt: skip
 def test_a_manifest_that_is_not_one_is_one_error(tmp_path, edit):
     dataset(tmp_path / "d")
@@ -153,7 +155,7 @@ def test_files_of_others_whose_names_begin_as_those_of_shards_stay(tmp_path, nam
 
 def test_what_a_killed_writer_left_is_replaced(tmp_path):
     names = [
-        "part-0123abcd-0000.parquet", "part-0123abcd-00003-17-0000.parquet", "part-stored.json", "part-probe",
+        "part-0123abcd-0000.parquet", "part-0123abcd-00003-17-0000.parquet", "part-stored.json", "_probe",
         "part-0123abcd-joined-00000-4-0001.parquet", "_manifest.json.tmp-0123456789ab", "_common_metadata",
     ]  # fmt: skip
     for name in names:
@@ -168,11 +170,24 @@ def test_a_dataset_without_its_manifest_is_not_read_as_plain_parquet(tmp_path, l
     folder = tmp_path / parent / "d"
     shards = dataset(folder)
     url = str(folder if parent == "." else folder.parent)
-    assert open_parquet(url, ["id"]).rows == 100
+    assert open_parquet(str(folder), ["id"]).rows == 100
     for name in (*lost, shards.shards[1].name):
         (folder / name).unlink()
     with pytest.raises(ValueError, match=r"/d/part-\S+ is a shard of a spark_dl dataset without its manifest"):
         open_parquet(url, ["id"])
+
+
+@pytest.mark.parametrize("kept", [(), ("_old",)])
+def test_a_folder_of_several_datasets_is_not_read_as_one(tmp_path, kept):
+    for name in ("test", "deep/train", *kept):
+        dataset(tmp_path / "all" / name)
+    match = r"/all is not one dataset: it holds the datasets \['deep/train', 'test'\], .*; name one of them"
+    with pytest.raises(ValueError, match=match):
+        open_parquet(str(tmp_path / "all"), ["id"])
+    shutil.rmtree(tmp_path / "all" / "deep")
+    with pytest.raises(ValueError, match=r"/all is not one dataset: it holds the datasets \['test'\]"):
+        open_parquet(str(tmp_path / "all"), ["id"])
+    assert open_parquet(str(tmp_path / "all" / "test"), ["id"]).rows == 100
 
 
 UNREADABLE = """

@@ -62,7 +62,8 @@ def arrays(draw, rows):
 def test_arrays_in_memory(data):
     rows = data.draw(st.integers(1, 12))
     columns = {f"c{i}": data.draw(arrays(rows)) for i in range(data.draw(st.integers(1, 4)))}
-    layout = Data(rows_per_row_group=data.draw(st.integers(1, 5)), rows_per_shard=data.draw(st.integers(1, 12)))
+    sizes = {"rows_per_row_group": data.draw(st.integers(1, 5)), "rows_per_shard": data.draw(st.integers(1, 12))}
+    layout = Data(nonfinite="allow", **sizes)
     with tempfile.TemporaryDirectory() as folder:
         shards = write_arrays(columns, f"{folder}/d", layout)
         assert shards == read_shards(f"{folder}/d")

@@ -174,7 +174,7 @@ def test_the_order_may_be_any_number_and_its_steps_do_not_wrap_round(tmp_path):
 
 
 def test_a_time_that_is_no_number_is_an_error(tmp_path):
-    shards = write_dataset(str(tmp_path / "d"), {"time": np.array([1.0, np.nan, 2.0])})
+    shards = write_dataset(str(tmp_path / "d"), {"time": np.array([1.0, np.nan, 2.0])}, nonfinite="allow")
     with pytest.raises(ValueError, match=r"'time' goes from 1\.0 to nan"):
         with_runs(shards, Data(features=("time",), label=None, sequence_length=2, sequence_order="time"))
 

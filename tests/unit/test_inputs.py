@@ -1,0 +1,145 @@
+"""Datasets that are there already: what is asked of them, and which settings would do nothing for them."""
+
+import contextlib
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from spark_dl import Data, read_shards
+from spark_dl.data.loader import Loader
+from spark_dl.data.ragged import Ragged
+from spark_dl.data.shards import write_arrays
+from spark_dl.inputs import as_written, check_rank_rows, shards_of
+from tests.models import small_config
+
+X = {"x": np.arange(64, dtype=np.float32)}
+CITY = {"as": "vocabulary", "values": ["Rome", "Oslo"]}
+
+
+def asked(data=None, **more):
+    return small_config(1, data={"features": ["x"], "label": None, **(data or {}), **more})
+
+
+def opened(source, config, like=()):
+    with contextlib.ExitStack() as stack:
+        return shards_of(source, "", config, stack, like, reuse=False)
+
+
+def with_rules(url, **rules):
+    """As `write_shards` leaves a dataset that was written by other rules."""
+    path = f"{url}/_manifest.json"
+    with open(path) as file:
+        manifest = json.load(file)
+    manifest["rules"].update(rules)
+    with open(path, "w") as file:
+        json.dump(manifest, file)
+
+
+SETTINGS = [
+    ("data.nulls", {"nulls": "drop"}),
+    ("data.nulls", {"nulls": "fill"}),
+    ("data.nonfinite", {"nonfinite": "drop"}),
+    ("data.nonfinite", {"nonfinite": "fill"}),
+    ("data.fill", {"fill": {"x": 0.5}}),
+    ("data.encode.x.min_count", {"encode": {"x": {**CITY, "min_count": 2}}}),
+    ("data.encode.x.max_size", {"encode": {"x": {**CITY, "max_size": 9}}}),
+]
+
+
+@pytest.mark.parametrize("kind", ["url", "shards", "old"])
+@pytest.mark.parametrize(("key", "settings"), SETTINGS)
+def test_settings_of_writing_are_refused_for_a_dataset_that_was_written_without_them(tmp_path, key, settings, kind):
+    url = str(tmp_path / "d")
+    shards = write_arrays(X, url)
+    if kind == "old":
+        manifest = json.loads((tmp_path / "d" / "_manifest.json").read_text())
+        del manifest["rules"]
+        (tmp_path / "d" / "_manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match=rf"^{key}: found .* for the dataset {url}, which (was|does not).* leave"):
+        opened(shards if kind == "shards" else url, asked(settings))
+
+
+def test_those_with_which_it_was_written_are_accepted_and_so_are_defaults(tmp_path):
+    url = str(tmp_path / "d")
+    write_arrays(X, url)
+    assert opened(url, asked(nulls="error", nonfinite="error", fill={})).rows == 64
+    assert opened(url, asked(nonfinite="allow")).rows == 64
+    with_rules(url, nulls="fill", nonfinite="drop", fill={"x": 0.5}, counts={"city": {"min_count": 2}})
+    settings = {"nulls": "fill", "nonfinite": "drop", "fill": {"x": 0.5}}
+    encode = {"city": {"as": "vocabulary", "min_count": 2, "max_size": 100_000}}
+    assert opened(url, asked(settings, encode=encode)).rows == 64
+    with pytest.raises(ValueError, match=r"^data.fill: found \{'x': 1\} .* was written with \{'x': 0.5\}"):
+        opened(url, asked(settings, fill={"x": 1}))
+    with pytest.raises(ValueError, match="^data.encode.city.min_count: found 3 .* was written with 2"):
+        opened(url, asked(settings, encode={"city": {"as": "vocabulary", "min_count": 3}}))
+
+
+def test_for_datasets_of_others_too_but_for_words_that_another_dataset_has(tmp_path):
+    pq.write_table(pa.table({"x": ["Oslo", "Rome"] * 8}), tmp_path / "a.parquet")
+    counted = {"encode": {"x": {"as": "vocabulary", "min_count": 2}}}
+    with pytest.raises(ValueError, match="^data.fill: found"):
+        opened(str(tmp_path), asked(encode={"x": CITY}, fill={"x": "Oslo"}))
+    with pytest.raises(ValueError, match="^data.encode.x.min_count: found 2 for the dataset"):
+        opened(str(tmp_path), asked(encode={"x": {**CITY, "min_count": 2}}))
+    like = opened(str(tmp_path), asked(encode={"x": CITY})).columns
+    assert opened(str(tmp_path), asked(counted), like).columns[0].encoding.vocabulary == ("Rome", "Oslo")
+
+
+def test_the_settings_of_another_dataset_are_not_meant_for_this_one():
+    data = Data(nulls="drop", nonfinite="fill", fill={"x": 1}, shuffle=False)
+    assert as_written(data) == Data(shuffle=False)
+    assert as_written(Data(nonfinite="allow")) == Data(nonfinite="allow")
+
+
+@pytest.mark.parametrize("settings", [
+    {"reader": "petastorm"}, {"proportions": {"a": 1}}, {"store": "/s"}, {"cache_dir": "/c", "cache_mib": 8},
+])  # fmt: skip
+def test_a_function_on_rows_refuses_settings_that_mean_nothing_there(settings):
+    with pytest.raises(ValueError, match=rf"^data\.{next(iter(settings))}: found .* with run_on_dataframe"):
+        check_rank_rows(Data(**settings), None)
+    check_rank_rows(Data(), None)
+
+
+# NaN and Inf in our own shards
+
+BAD = np.where(np.arange(64) == 37, np.nan, np.arange(64)).astype(np.float32)
+
+
+def read(shards, nonfinite="error"):
+    loader = Loader(shards, asked(nonfinite=nonfinite, num_streams=1), rank=0, world_size=1, shuffle=False)
+    return [batch["x"] for step in loader.epoch(0) for batch in step.micro_batches]
+
+
+@pytest.mark.parametrize("array", [BAD, np.stack([np.ones(64), BAD], 1), Ragged(BAD, np.arange(65))])
+def test_arrays_with_nan_are_written_only_where_that_is_allowed_and_read_likewise(tmp_path, array):
+    url = str(tmp_path / "d")
+    with pytest.raises(ValueError, match=r"column 'x': found NaN or Inf, first in row 37, .* data.nonfinite to allow"):
+        write_arrays({"x": array}, url)
+    assert not (tmp_path / "d").exists()
+    with pytest.raises(ValueError, match=r"^data.nonfinite: expected error or allow for arrays, found 'drop'"):
+        write_arrays({"x": array}, url, Data(nonfinite="drop"))
+    shards = write_arrays({"x": array}, url, Data(nonfinite="allow", rows_per_row_group=32))
+    assert shards == read_shards(url)
+    with pytest.raises(RuntimeError, match=r"row group 1 of .*column 'x': found NaN or Inf.* row 5 of the row group"):
+        read(shards)
+    assert len(read(shards, "allow")) > 0
+
+
+def test_rows_that_were_checked_when_they_were_written_are_not_checked_again(tmp_path, monkeypatch):
+    shards = write_arrays(X, str(tmp_path / "d"))
+    assert shards.is_checked
+    monkeypatch.setattr("spark_dl.data.policies.first_nonfinite_row", None)
+    assert len(read(shards)) > 0
+
+
+def test_a_dataset_from_before_its_rules_were_kept_is_checked(tmp_path):
+    write_arrays({"x": BAD}, str(tmp_path / "d"), Data(nonfinite="allow"))
+    path = tmp_path / "d" / "_manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["rules"]
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(RuntimeError, match="found NaN or Inf"):
+        read(read_shards(str(tmp_path / "d")))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import time
 import uuid
@@ -42,8 +43,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("spark_dl")
 
 DRIVER_LOOPS: dict[str, Callable[..., dict[str, Any]]] = {
-    "tree_reduce": tree_reduce.train,
-    "shuffle_reduce": shuffle_reduce.train,
+    "tree_reduce": functools.partial(driver_loop.train, aggregate=tree_reduce.aggregate),
+    "shuffle_reduce": functools.partial(driver_loop.train, aggregate=shuffle_reduce.aggregate),
 }
 """The strategies that train from the driver, with Spark jobs of stateless tasks; all others train on ranks."""
 

@@ -7,26 +7,16 @@ gets as many, and so does the driver, whatever the number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from spark_dl.baselines import driver_loop
 from spark_dl.baselines.parts import Part, add, join
 from spark_dl.config import Config
-from spark_dl.spec import Run
 
 if TYPE_CHECKING:
     from pyspark import RDD
-    from pyspark.sql import SparkSession
 
 
-def train(
-    spark: SparkSession, run: Run, *, report: Callable[[Mapping[str, Any]], None] | None = None
-) -> dict[str, Any]:
-    """Trains from the driver; returns what `spark_dl.loop.train` does, and raises as `driver_loop.train`."""
-    return driver_loop.train(spark, run, _sum, report=report)
-
-
-def _sum(parts: RDD[Part], config: Config) -> Part:
+def aggregate(parts: RDD[Part], config: Config) -> Part:
+    """The sum of all ranks' parts. Called on the driver, as one Spark job."""
     num_ranks = config.launch.num_ranks
     return join(parts.flatMap(lambda part: part.cut(num_ranks)).reduceByKey(add, num_ranks).collect())

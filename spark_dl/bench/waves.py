@@ -13,7 +13,7 @@ from typing import Any
 from spark_dl import driver
 from spark_dl.bench import exchange
 from spark_dl.bench.accelerator import accelerator_spec
-from spark_dl.config import Config, Data, Launch, Parallel, Train
+from spark_dl.config import Parallel
 
 _COMPUTE_S = 0.5
 _MIB = 1.0
@@ -34,11 +34,7 @@ def measure(
         )  # fmt: skip
         rows.append({"method": "tree_reduce", "ranks": ranks, "step_s": found["seconds"]})
         show(f"treeReduce, {ranks} ranks on {num_hosts} slots: a step of {found['seconds']:.3f} s")
-    config = Config(
-        data=Data(features=("x",), label=None, num_streams=ranks),
-        train=Train(global_batch_size=ranks),
-        launch=Launch(num_ranks=ranks, device="cpu"),
-    )
+    config = exchange.config_of(Parallel(), ranks)
     start = time.perf_counter()
     try:
         driver.train(f"{folder}/{ranks}/data", spec, config, run_dir=f"{folder}/ring", progress=False)

@@ -18,7 +18,7 @@ ENCODINGS: Mapping[str, frozenset[str]] = {
     "vocabulary": frozenset({"min_count", "max_size", "values", "unknown"}),
     "hash": frozenset({"buckets"}),
     "bytes": frozenset(),
-    "image": frozenset(),
+    "image": frozenset({"resize"}),
 }
 """What a column can be stored as (`as` in `data.encode`), and the further settings of each."""
 FILTER_OPS = ("==", "!=", "<", "<=", ">", ">=", "in", "not in")
@@ -88,6 +88,9 @@ def check_encoding(key: str, settings: Any) -> None:
     for name in ("buckets", "min_count", "max_size"):
         value = settings.get(name, 1)
         check(type(value) is int and 1 <= value < 2**63, f"{key}.{name}", "a whole number >= 1", value)
+    size = settings.get("resize", [1, 1])
+    is_size = _is_list(size) and len(size) == 2 and all(type(n) is int and 1 <= n < 2**16 for n in size)
+    check(is_size, f"{key}.resize", "[height, width] in pixels", size)
     words = settings.get("values", ["word"])
     is_list = isinstance(words, Sequence) and not isinstance(words, str) and all(isinstance(w, str) for w in words)
     check(is_list and 0 < len(words) == len({*words}), f"{key}.values", "a list of different words", words)

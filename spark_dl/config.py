@@ -44,12 +44,12 @@ class Data:
     """Rows of each file, rounded up to whole row groups; 0 chooses about 64 MiB."""
     encode: dict[str, dict[str, Any]] = field(default_factory=dict)
     """How columns become numbers, where there is a choice: `{city: {as: vocabulary, min_count: 2}, name: {as: hash,
-    buckets: 1000}, text: {as: bytes}, photo: {as: image}, price: {as: float}, when: {as: timestamp, unit: ms}, clicks:
-    {ragged: true}}`."""
+    buckets: 1000}, text: {as: bytes}, photo: {as: image, resize: [224, 224]}, price: {as: float}, when: {as: timestamp,
+    unit: ms}, clicks: {ragged: true}}`."""
     nulls: Nulls = "error"
     """What becomes of rows with a null, also inside an array: an error, or they are dropped, or filled from `fill`."""
     nonfinite: Nonfinite = "error"
-    """What becomes of rows with NaN or Inf: as for nulls, or they are stored as they are (`allow`)."""
+    """What becomes of rows with NaN or Inf: as for nulls, or they are kept as they are (`allow`)."""
     fill: dict[str, Any] = field(default_factory=dict)
     """Values by column that stand for nulls, NaN and Inf where they are filled: `{age: 0, city: unknown}`."""
     ragged: Ragged = "pad"

@@ -170,7 +170,7 @@ def evaluate(
     if config is None:
         config = checkpoint.config_of(saved)
         if isinstance(data, (str, ShardSet)):  # how the training rows were written says nothing of this dataset
-            config = dataclasses.replace(config, data=as_written(config.data))
+            config = dataclasses.replace(config, data=as_written(config.data, data))
     spark = _session(data)
     _check_before_start(spark, spec, config, has_validation=True)
     check_storage(config, data)

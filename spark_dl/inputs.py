@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from spark_dl import storage
 from spark_dl.config import Config, Data, Nonfinite
-from spark_dl.data.filter_counts import filter_rows
+from spark_dl.data.filter_counts import columns_without_nulls, filter_rows
 from spark_dl.data.foreign import open_parquet
 from spark_dl.data.loader import check_memory, warn_of_memory
 from spark_dl.data.manifest import MANIFEST, STORED, ShardSet, read_shards
@@ -84,8 +84,13 @@ def check_rank_rows(data: Data, df: DataFrame) -> None:
             )
 
 
-def as_written(data: Data) -> Data:
-    """Without the settings by which rows are chosen when a dataset is written: for one that is there already."""
+def as_written(data: Data, source: str | ShardSet) -> Data:
+    """Settings of another dataset for one of ours that is there already: without those that choose rows and values.
+
+    One of others has them chosen when it is read.
+    """
+    if source.foreign if isinstance(source, ShardSet) else not _is_ours(source):
+        return data
     nonfinite: Nonfinite = "allow" if data.nonfinite == "allow" else "error"
     return dataclasses.replace(data, nulls="error", nonfinite=nonfinite, fill={})
 
@@ -107,22 +112,17 @@ def shards_of(
     """
     if config.data.storage == "local" and not isinstance(data, (str, ShardSet)):
         return ShardSet("", (), ())  # the ranks make it
-    if isinstance(data, str):
-        try:
-            is_ours = storage.exists(storage.join(data, MANIFEST))
-        except OSError as error:
-            raise ValueError(f"cannot read the dataset {data}: {error}; check its owner and mode") from error
-        data = (
-            read_shards(data)
-            if is_ours
-            else open_parquet(data, config.data.stored_columns, data=config.data, like=like)
-        )
+    if isinstance(data, str) and _is_ours(data):
+        data = read_shards(data)
+    elif isinstance(data, str):
+        data = open_parquet(data, config.data.stored_columns, data=config.data, like=like)
     if isinstance(data, ShardSet):
         check_rules(data.url, data.rules, config.data, words_of(like))
     else:
         data = _shards_of_rows(data, url, config, until_done, like, reuse=reuse)
-    if config.data.filters:
-        data = filter_rows(data, config.data.filters)
+    no_nulls = columns_without_nulls(data, config.data)
+    if config.data.filters or no_nulls:
+        data = filter_rows(data, config.data.filters, no_nulls)
     columns = data.select(config.data.columns)
     check_batch_names(config.data.columns, [c.name for c in columns if c.is_ragged])
     check_like(columns, like)
@@ -133,6 +133,14 @@ def shards_of(
     check_memory(data, columns, config, num_readers, num_datasets)
     warn_of_memory(data, columns, config.data, num_readers, num_datasets)
     return with_runs(data, config.data)
+
+
+def _is_ours(url: str) -> bool:
+    """Whether it is a dataset with a manifest."""
+    try:
+        return storage.exists(storage.join(url, MANIFEST))
+    except OSError as error:
+        raise ValueError(f"cannot read the dataset {url}: {error}; check its owner and mode") from error
 
 
 def _shards_of_rows(

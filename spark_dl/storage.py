@@ -238,8 +238,10 @@ def list_names(url: str) -> list[str]:
 def list_infos(url: str) -> list[Any]:
     """pyarrow's FileInfo of each file and folder in a folder; none if it does not exist."""
     filesystem, path = resolve(url)
-    with _explained(url):
-        found: list[Any] = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True))
+    found: list[Any] = []
+    # NOTE: pyarrow looks whether the folder is there after it could not list it; one that is made in between is new.
+    with _explained(url), contextlib.suppress(FileNotFoundError):
+        found = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True))
     return [f for f in found if f.path.strip("/") != path.strip("/")]
 
 

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from spark_dl.data.ragged import Array, Ragged, from_lengths
 from spark_dl.data.source import BadCellsError, SourceColumn, fill_scalar
 
-_NO_NULLS = "no nulls; drop or fill them where the dataset is written (data.nulls)"
+NO_NULLS = "no nulls; set data.nulls to drop or fill"
 _NS = {"D": 86_400_000_000_000, "s": 1_000_000_000, "ms": 1_000_000, "us": 1000, "ns": 1}
 _LARGEST = np.iinfo(np.int64).max
 
@@ -29,7 +29,7 @@ def read_cells(column: SourceColumn, array: pa.Array) -> Array | Ragged:
     if array.null_count == 0:
         return _read_present(column, array)
     if column.fill is None or column.encoding.kind in ("bytes", "image"):
-        raise BadCellsError(column.name, _first(array.is_null()), f"{array.null_count} null(s)", _NO_NULLS)
+        raise BadCellsError(column.name, _first(array.is_null()), f"{array.null_count} null(s)", NO_NULLS)
     present = array.is_valid().to_numpy(zero_copy_only=False)
     if not present.any() and column.kind != "scalar" and not column.ragged:
         expected = "an array that gives the length of the filled ones; drop them instead (data.nulls)"
@@ -64,6 +64,20 @@ def rows_of_level(found: list[pa.Array], level: int) -> npt.NDArray[np.int64]:
         if _is_list(lists.type):
             rows = np.repeat(rows, pc.list_value_length(lists).fill_null(0).to_numpy(zero_copy_only=False))
     return rows
+
+
+def null_rows(array: pa.Array) -> npt.NDArray[np.bool_] | None:
+    """Rows with a null in them, at any depth; None where there are none. # (rows,)"""
+    found = levels(array)
+    if pa.types.is_struct(array.type):
+        found = found[:1]  # of a vector, dense and sparse ones leave different parts empty
+    if not any(values.null_count for values in found):
+        return None
+    bad = np.zeros(len(array), dtype=bool)
+    for level, values in enumerate(found):
+        if values.null_count:
+            bad[rows_of_level(found, level)[values.is_null().to_numpy(zero_copy_only=False)]] = True
+    return bad
 
 
 def _is_list(arrow: pa.DataType) -> bool:
@@ -104,7 +118,7 @@ def _read_present(column: SourceColumn, array: pa.Array) -> Array | Ragged:
         is_leaf = level == len(found) - 1
         if values.null_count and not (is_leaf and column.fill is not None):
             row = int(rows_of_level(found, level)[_first(values.is_null())])
-            raise BadCellsError(column.name, row, "a null inside an array", _NO_NULLS)
+            raise BadCellsError(column.name, row, "a null inside an array", NO_NULLS)
         if not is_leaf and (level or not column.ragged):
             shape.append(_fixed_length(column, found, level))
     try:
@@ -136,7 +150,7 @@ def _numbers(column: SourceColumn, values: pa.Array) -> Array:
     if values.null_count and column.fill is not None:
         values = values.fill_null(fill_scalar(column, column.fill, values.type))
     if values.null_count:
-        raise BadCellsError(column.name, _first(values.is_null()), f"{values.null_count} null(s)", _NO_NULLS)
+        raise BadCellsError(column.name, _first(values.is_null()), f"{values.null_count} null(s)", NO_NULLS)
     types = pa.types
     if types.is_temporal(values.type):
         return _ticks(column, values)

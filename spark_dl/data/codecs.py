@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import decimal
+import functools
 import io
 import math
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from spark_dl.data.images import read_image
+from spark_dl.data.cells import NO_NULLS
+from spark_dl.data.images import OtherSizeError, read_image
 from spark_dl.data.ragged import Array
 from spark_dl.data.unischema import TIMES, Field
 
@@ -20,21 +22,28 @@ _MAX_CELL_BYTES = 1 << 31
 """Most bytes that a compressed cell may unpack to."""
 
 
-def decode(field: Field, array: pa.Array | pa.ChunkedArray) -> Array | list[Array | None]:
+class OtherShapeError(ValueError):
+    """A cell of another shape than the field's."""
+
+
+def decode(
+    field: Field, array: pa.Array | pa.ChunkedArray, *, resize: Sequence[int] | None = None
+) -> Array | list[Array | None]:
     """The cells of a stored column: [rows, *shape], or a list where one array cannot hold them.
 
     The array has the field's dtype; strings, bytes and decimals of scalar fields are an object array of Python's `str`,
     `bytes` and `Decimal`, with None for null. A list with one array [*shape] per row, or None for null, is returned for
     a field whose shape varies, and for a column that has nulls. `.npy` cells that are alike become one view of the
-    Arrow buffer, which cannot be written to. Values of a hive partition may be passed as an array of strings.
+    Arrow buffer, which cannot be written to. Values of a hive partition may be passed as an array of strings. Images
+    are scaled to the height and width of `resize`.
 
-    Raises ValueError, naming the field and the row, for a cell that is not of the field's dtype and shape, for a null
-    in a field that has none, and for a number that the dtype cannot hold.
+    Raises ValueError, naming the field and the row, for a cell that is not of the field's dtype and shape
+    (OtherShapeError), for a null in a field that has none, and for a number that the dtype cannot hold.
     """
     stored = _one_array(field, array)
     if stored.null_count and not field.nullable:
         row = int(np.flatnonzero(stored.is_null().to_numpy(zero_copy_only=False))[0])
-        raise _bad_cell(field, row, "null", "no nulls")
+        raise _bad_cell(field, row, "null", NO_NULLS)
     kind = "scalar" if field.codec is None else field.codec.kind
     if kind == "scalar" and field.shape:
         return _together(field, _list_cells(field, stored))
@@ -45,7 +54,11 @@ def decode(field: Field, array: pa.Array | pa.ChunkedArray) -> Array | list[Arra
         view = _one_view(field, cells)
         if view is not None:
             return view
-    readers = {"ndarray": _read_npy, "compressed_ndarray": _read_npz, "image": _read_image}
+    readers: dict[str, Callable[[Field, memoryview], Array]] = {
+        "ndarray": _read_npy,
+        "compressed_ndarray": _read_npz,
+        "image": functools.partial(_read_image, resize=resize),
+    }
     return _together(field, [_read_cell(field, i, cell, readers[kind]) for i, cell in enumerate(cells)])
 
 
@@ -156,7 +169,7 @@ def _list_cells(field: Field, stored: pa.Array) -> list[Array | None]:
             continue
         values = _one_array(field, cell.values)
         if values.null_count:
-            raise _bad_cell(field, row, "a null inside a list", "no nulls")
+            raise _bad_cell(field, row, "a null inside a list", "no nulls there")
         value = np.asarray(_scalars(element, values))
         cells.append(_checked(field, row, value if value.dtype != object else _fixed_width(value, field)))
     return cells
@@ -173,6 +186,8 @@ def _read_cell(field: Field, row: int, cell: Any, read: Callable[[Field, memoryv
         value = read(field, memoryview(cell.as_buffer()))
     except ImportError:
         raise
+    except OtherSizeError as error:
+        raise OtherShapeError(str(_bad_cell(field, row, str(error), f"the shape {field.shape}"))) from None
     except Exception as error:  # what the parsers of these formats raise for bytes that are not theirs is not defined
         assert field.codec is not None
         found = f"a cell that cannot be read ({type(error).__name__}: {error!s:.200})"
@@ -191,7 +206,7 @@ def _check_cell(field: Field, row: int, *, dtype: np.dtype[Any], shape: tuple[in
         raise _bad_cell(field, row, f"a cell of dtype {dtype}", field.dtype)
     fits = len(shape) == len(field.shape)
     if not fits or any(n is not None and n != m for n, m in zip(field.shape, shape, strict=True)):
-        raise _bad_cell(field, row, f"a cell of shape {shape}", f"the shape {field.shape}")
+        raise OtherShapeError(str(_bad_cell(field, row, f"a cell of shape {shape}", f"the shape {field.shape}")))
 
 
 def _is_dtype(field: Field, dtype: np.dtype[Any]) -> bool:
@@ -245,5 +260,5 @@ def _read_npz(field: Field, cell: memoryview) -> Array:
         return _read_npy(field, memoryview(archive.read(entry)))
 
 
-def _read_image(field: Field, cell: memoryview) -> Array:
-    return read_image(cell, field.shape)
+def _read_image(field: Field, cell: memoryview, *, resize: Sequence[int] | None) -> Array:
+    return read_image(cell, field.shape, resize=resize)

@@ -1,7 +1,7 @@
-"""How many rows of each row group pass `data.filters`: the plan needs it before the first row is read. On the driver.
+"""How many rows of each row group are read, as `data.filters` and `data.nulls: drop` say. Called on the driver.
 
-Names of folders (hive partitions) and the bounds that Parquet keeps decide what they can. Of the row groups that they
-leave open, only the columns that are still in question are read.
+The plan needs it before the first row is read. Names of folders (hive partitions) and the bounds that Parquet keeps
+decide what they can. Of the row groups that they leave open, only the columns that are still in question are read.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ import pyarrow.parquet as pq
 
 from spark_dl import storage
 from spark_dl.checks import suggestion
+from spark_dl.config import Data
 from spark_dl.data import parquet
 from spark_dl.data.filters import (
     NULL_PARTITION,
     AnyOf,
     Bounds,
+    Condition,
     Filtered,
     columns_of,
     holds_within,
@@ -30,8 +32,9 @@ from spark_dl.data.filters import (
     passing_rows,
     simplify,
     typed_conditions,
+    without_nulls,
 )
-from spark_dl.data.foreign import stored_column, type_at
+from spark_dl.data.foreign_files import stored_column, type_at
 from spark_dl.data.manifest import ShardSet
 from spark_dl.data.writer import Shard
 
@@ -39,30 +42,38 @@ _log = logging.getLogger("spark_dl")
 _READERS = 16
 
 
-def filter_rows(shards: ShardSet, filters: Sequence[Any]) -> ShardSet:
+def columns_without_nulls(shards: ShardSet, data: Data) -> tuple[str, ...]:
+    """The columns in which a null drops its row when the dataset is read: that is for those of others alone."""
+    return data.stored_columns if shards.foreign and data.nulls == "drop" else ()
+
+
+def filter_rows(shards: ShardSet, filters: Sequence[Any], no_nulls: Sequence[str] = ()) -> ShardSet:
     """The dataset of which only the rows are read that pass `data.filters`, as `Data` holds them. Called on the driver.
 
+    `no_nulls` are columns in which a null, also inside an array, drops its row.
     Raises ValueError for a column that is missing, a value that does not fit its column, files whose types differ, and
     if no row passes; RuntimeError for a file that is missing, damaged or not what the dataset says.
     """
-    conditions = _conditions_of(shards, filters)
+    conditions = _conditions_of(shards, filters, no_nulls)
+    said = _text(filters, no_nulls)
     with ThreadPoolExecutor(_READERS, thread_name_prefix="spark_dl filters") as readers:
         counted = list(readers.map(lambda shard: _count(shards.url, shard, conditions), shards.shards))
     rows = tuple(itertools.chain.from_iterable(counts for counts, _ in counted))
     num_read, stored = sum(num_read for _, num_read in counted), sum(s.rows for s in shards.shards)
     if not any(rows):
-        raise ValueError(f"data.filters: none of the {stored} rows of {shards.url} passes {_text(filters)}")
+        key = "data.filters" if filters else "data.nulls"
+        raise ValueError(f"{key}: none of the {stored} rows of {shards.url} passes {said}")
     _log.info(
-        "data.filters: %d of %d rows, in %d of %d row groups, pass %s in %s; %d row groups were read to count them",
-        sum(rows), stored, sum(map(bool, rows)), len(rows), _text(filters), shards.url, num_read,
+        "%d of %d rows, in %d of %d row groups, pass %s in %s; %d row groups were read to count them",
+        sum(rows), stored, sum(map(bool, rows)), len(rows), said, shards.url, num_read,
     )  # fmt: skip
     return dataclasses.replace(shards, filtered=Filtered(conditions, rows))
 
 
-def _conditions_of(shards: ShardSet, filters: Sequence[Any]) -> AnyOf:
+def _conditions_of(shards: ShardSet, filters: Sequence[Any], no_nulls: Sequence[str]) -> AnyOf:
     schema, types = _read_schema(shards), {}
     partitions = [dict(shard.partition) for shard in shards.shards]
-    for name in {name for alternative in filters for name, _, _ in alternative}:
+    for name in {*(name for alternative in filters for name, _, _ in alternative), *no_nulls}:
         arrow = type_at(schema, name)
         if all(name in partition for partition in partitions):
             types[name] = _partition_type([partition[name] for partition in partitions])
@@ -72,7 +83,8 @@ def _conditions_of(shards: ShardSet, filters: Sequence[Any]) -> AnyOf:
             near = suggestion(name, [*schema.names, *partitions[0]])
             raise ValueError(f"data.filters: no column {name!r} in the dataset {shards.url}{near}")
     stored = {c.name: c.encoding for c in shards.columns if c.codec == "scalar"}  # in our own shards numbers mean more
-    return typed_conditions(filters, types, stored)
+    conditions = typed_conditions(filters, types, stored) if filters else ((),)
+    return without_nulls(conditions, {name: types[name] for name in no_nulls})
 
 
 def _read_schema(shards: ShardSet) -> pa.Schema:
@@ -124,7 +136,7 @@ def _check_file(path: str, file: pq.ParquetFile, shard: Shard, conditions: AnyOf
     for condition in itertools.chain.from_iterable(conditions):
         arrow = type_at(file.schema_arrow, condition.column)
         plain = arrow.value_type if arrow is not None and pa.types.is_dictionary(arrow) else arrow
-        if plain != condition.values.type:
+        if plain != condition.values.type and not condition.asks_for_nulls:
             raise ValueError(
                 f"data.filters: column {condition.column!r} has type {plain or 'none'} in {path} and "
                 f"{condition.values.type} in the first file; all files of a dataset must agree"
@@ -134,16 +146,24 @@ def _check_file(path: str, file: pq.ParquetFile, shard: Shard, conditions: AnyOf
 def _count_row_group(file: pq.ParquetFile, group: int, conditions: AnyOf) -> tuple[int, bool]:
     metadata = file.metadata.row_group(group)
     columns = {metadata.column(i).path_in_schema: i for i in range(metadata.num_columns)}
-    bounds = {
-        c.column: _bounds(metadata.column(columns[c.column]), c.values.type)
-        for c in itertools.chain.from_iterable(conditions)
-        if c.column in columns
-    }
-    left = simplify(conditions, lambda c: holds_within(c, bounds.get(c.column, Bounds())))
+
+    def decide(condition: Condition) -> bool | None:
+        if (i := columns.get(condition.column)) is not None:
+            return holds_within(condition, _bounds(metadata.column(i), condition.values.type))
+        below = [metadata.column(i) for path, i in columns.items() if path.startswith(f"{condition.column}.")]
+        return holds_within(condition, Bounds(has_nulls=not below or any(map(_may_have_nulls, below))))
+
+    left = simplify(conditions, decide)
     if left in ((), ((),)):
         return (metadata.num_rows if left else 0), False
     table = file.read_row_group(group, columns_of(left), use_threads=False)
     return int(passing_rows(left, lambda name: stored_column(table, name), metadata.num_rows).sum()), True
+
+
+def _may_have_nulls(chunk: Any) -> bool:
+    """Whether a column of a row group may have nulls, at any depth; empty lists count as such here."""
+    statistics = chunk.statistics
+    return statistics is None or not statistics.has_null_count or statistics.null_count > 0
 
 
 def _bounds(chunk: Any, arrow: pa.DataType) -> Bounds:
@@ -151,7 +171,7 @@ def _bounds(chunk: Any, arrow: pa.DataType) -> Bounds:
     statistics = chunk.statistics
     if statistics is None:
         return Bounds()
-    has_nulls = not statistics.has_null_count or statistics.null_count > 0
+    has_nulls = _may_have_nulls(chunk)
     only_nulls = statistics.has_null_count and statistics.null_count == chunk.num_values
     if not statistics.has_min_max:
         return Bounds(has_nulls=has_nulls, only_nulls=only_nulls)
@@ -162,6 +182,7 @@ def _bounds(chunk: Any, arrow: pa.DataType) -> Bounds:
     return Bounds(low, high, has_nulls, only_nulls)
 
 
-def _text(filters: Sequence[Any]) -> str:
+def _text(filters: Sequence[Any], no_nulls: Sequence[str]) -> str:
     texts = [" and ".join(f"{name} {op} {value!r}" for name, op, value in alternative) for alternative in filters]
-    return " or ".join(f"({text})" if len(texts) > 1 else text for text in texts)[:500]
+    either = " or ".join(f"({text})" if len(texts) > 1 else text for text in texts)[:500]
+    return " and ".join([*([either] if filters else []), *([f"no null in {[*no_nulls]!s:.500}"] if no_nulls else [])])

@@ -18,12 +18,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from spark_dl.checks import suggestion
+from spark_dl.data.cells import null_rows
 from spark_dl.data.source import Encoding
 
 Mask = npt.NDArray[np.bool_]
 _ORDER = {"<": pc.less, "<=": pc.less_equal, ">": pc.greater, ">=": pc.greater_equal}
 _COMPLEMENT = {"<": ">=", "<=": ">", ">": "<=", ">=": "<"}
 _NEGATED = ("!=", "not in")
+_NOT_NULL = "is not null"
 NULL_PARTITION = "__HIVE_DEFAULT_PARTITION__"
 """The name of a folder of rows whose value is null."""
 
@@ -34,9 +36,14 @@ class Condition:
 
     column: str
     op: str
-    """`==`, `!=`, `<`, `<=`, `>`, `>=`, `in`, `not in`."""
+    """`==`, `!=`, `<`, `<=`, `>`, `>=`, `in`, `not in`; or `is not null`, which counts nulls inside arrays too."""
     values: pa.Array
     """Of the type of the column as it is stored; the first one counts, save for `==`, `!=`, `in`, `not in`."""
+
+    @property
+    def asks_for_nulls(self) -> bool:
+        """Whether it holds for whatever is not null."""
+        return self.op == _NOT_NULL
 
 
 AnyOf = tuple[tuple[Condition, ...], ...]
@@ -80,6 +87,8 @@ def holds_within(condition: Condition, bounds: Bounds) -> bool | None:
     """
     if bounds.only_nulls:
         return False
+    if condition.asks_for_nulls:
+        return None if bounds.has_nulls else True
     if bounds.low is None or bounds.high is None:
         return None
     every, none = _holds_between(condition, bounds.low, bounds.high)
@@ -132,6 +141,9 @@ def passing_rows(any_of: AnyOf, column: Callable[[str], pa.ChunkedArray], rows: 
 
 def _rows_that_hold(condition: Condition, stored: pa.ChunkedArray | pa.Array) -> Mask:
     """Which cells fulfil a condition. # (rows,)"""
+    if condition.asks_for_nulls:
+        bad = null_rows(stored.combine_chunks() if isinstance(stored, pa.ChunkedArray) else stored)
+        return np.ones(len(stored), dtype=np.bool_) if bad is None else ~bad
     if pa.types.is_dictionary(stored.type):
         stored = stored.cast(stored.type.value_type)
     if condition.op in _ORDER:
@@ -141,6 +153,12 @@ def _rows_that_hold(condition: Condition, stored: pa.ChunkedArray | pa.Array) ->
         if condition.op in _NEGATED:
             held = pc.and_(pc.invert(held), pc.is_valid(stored))
     return np.asarray(pc.fill_null(held, False), dtype=np.bool_)
+
+
+def without_nulls(any_of: AnyOf, types: Mapping[str, pa.DataType]) -> AnyOf:
+    """These conditions, and no null in some columns. # types: of those as they are stored, by name"""
+    no_nulls = tuple(Condition(name, _NOT_NULL, pa.nulls(0, arrow)) for name, arrow in types.items())
+    return tuple((*all_of, *no_nulls) for all_of in any_of)
 
 
 def columns_of(any_of: AnyOf) -> list[str]:

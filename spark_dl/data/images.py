@@ -12,18 +12,27 @@ import numpy.typing as npt
 Array = npt.NDArray[Any]
 
 
-def read_image(cell: Any, shape: Sequence[int | None] = ()) -> Array:
+class OtherSizeError(ValueError):
+    """An image of another height or width than was asked for."""
+
+
+def read_image(cell: Any, shape: Sequence[int | None] = (), *, resize: Sequence[int] | None = None) -> Array:
     """An image as RGB or gray levels: [height, width, 3] or [height, width]. OpenCV's BGR order is not in the file.
 
-    cell: the bytes of the file; shape: of which height and width are checked before anything is unpacked.
-    Raises ValueError for another size or mode, and whatever Pillow raises for bytes that are no image.
+    cell: the bytes of the file; shape: of which height and width are checked before anything is unpacked; resize:
+    height and width that images of 8 bits are scaled to instead, by linear interpolation over all pixels.
+    Raises OtherSizeError, ValueError for another mode, and whatever Pillow raises for bytes that are no image.
     """
     from PIL import Image
 
     with Image.open(io.BytesIO(cell), formats=("PNG", "JPEG")) as image:
+        if resize is not None:
+            _check_mode(_mode(image, cell))
+            height, width = resize
+            return np.asarray(image.resize((width, height), Image.Resampling.BILINEAR))
         for expected, found in zip(shape, (image.height, image.width), strict=False):
             if expected not in (None, found):
-                raise ValueError(f"an image of {image.height} x {image.width} pixels for the shape {tuple(shape)}")
+                raise OtherSizeError(f"an image of {image.height} x {image.width} pixels")
         if not _is_deep_rgb(image, cell):
             return _pixels(image)
         high = _pixels(image, "RGB;16B")
@@ -34,23 +43,32 @@ def read_image(cell: Any, shape: Sequence[int | None] = ()) -> Array:
     return deep
 
 
-def image_shape(cell: Any) -> tuple[int, ...]:
+def image_shape(cell: Any, resize: Sequence[int] | None = None) -> tuple[int, ...]:
     """The shape of the uint8 array that an image will be; of the file only the header and PNG's checksums are read.
 
-    Raises ValueError for what is no PNG or JPEG, and for an image other than 8-bit gray levels or RGB.
+    `resize` is as for `read_image`. Raises ValueError for what is no PNG or JPEG, and for an image other than 8-bit
+    gray levels or RGB.
     """
     from PIL import Image
 
     try:
         with Image.open(io.BytesIO(cell), formats=("PNG", "JPEG")) as image:
-            found = "RGB of 16 bits" if _is_deep_rgb(image, cell) else str(image.mode)
-            shape = (image.height, image.width)
+            mode = _mode(image, cell)
+            shape = (image.height, image.width) if resize is None else tuple(resize)
             image.verify()
     except Exception as error:  # what Pillow raises for bytes that are no image is not defined
         raise ValueError(f"a cell that is no PNG or JPEG image ({type(error).__name__}: {error!s:.200})") from error
-    if found not in ("L", "RGB"):
-        raise ValueError(f"an image of mode {found}; 8-bit gray levels (L) or RGB are read")
-    return (*shape, 3) if found == "RGB" else shape
+    _check_mode(mode)
+    return (*shape, 3) if mode == "RGB" else shape
+
+
+def _mode(image: Any, cell: Any) -> str:
+    return "RGB of 16 bits" if _is_deep_rgb(image, cell) else str(image.mode)
+
+
+def _check_mode(mode: str) -> None:
+    if mode not in ("L", "RGB"):
+        raise ValueError(f"an image of mode {mode}; 8-bit gray levels (L) or RGB are read")
 
 
 def _is_deep_rgb(image: Any, cell: Any) -> bool:

@@ -65,7 +65,9 @@ class ShardSet:
     changes: Changes = field(default_factory=Changes)
     """What was dropped and filled when it was written."""
     rules: Rules | None = None
-    """By which it was written; None in datasets of others, and in those from before they were kept."""
+    """By which it was written, or, of others, is read; None in those of ours from before they were kept."""
+    foreign: bool = False
+    """Whether others wrote it: nulls, NaN and Inf are looked for when it is read."""
     spread: Spread | None = None
     """None where all shards lie at `url`."""
     run_starts: Array | None = field(default=None, compare=False)
@@ -79,7 +81,8 @@ class ShardSet:
 
         What lies on the ranks' own disks was written by the very run that reads it.
         """
-        return self.spread is not None or (self.rules is not None and self.rules.nonfinite != "allow")
+        was_checked = self.rules is not None and self.rules.nonfinite != "allow"
+        return self.spread is not None or (was_checked and not self.foreign)
 
     @functools.cached_property
     def rows(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ import pyarrow as pa
 from spark_dl.data import codecs
 from spark_dl.data.ragged import Array, Ragged, from_lengths
 from spark_dl.data.schema import Column
+from spark_dl.data.source import Encoding
 from spark_dl.data.unischema import TIMES, Codec, Field
 
 
@@ -21,41 +23,81 @@ def is_text_or_time(field: Field) -> bool:
 
 
 def petastorm_column(field: Field, settings: Mapping[str, Any]) -> Column:
-    """The column of a field of numbers, of one shape or, where `data.encode` says so, ragged. Called on the driver.
+    """The column of a field of numbers. Called on the driver.
 
-    Raises ValueError for what makes no tensor, and for settings that the field does not have.
+    Where `shape` holds None other than as the first axis of a ragged column, the first cell gives the shape of all
+    (`shape_of`). Raises ValueError for what makes no tensor, and for settings that the field does not have.
     """
     kind = field.codec.kind if field.codec else "scalar"  # without a codec Petastorm reads what Parquet holds
-    can_be_ragged = field.shape[:1] == (None,) and None not in field.shape[1:] and "ndarray" in kind
-    if settings and not (can_be_ragged and settings == {"ragged": True}):
-        only = "{ragged: true}" if can_be_ragged else "nothing"
+    can_be_ragged, is_image = field.shape[:1] == (None,) and "ndarray" in kind, kind == "image"
+    has_image_settings = is_image and settings.get("as") == "image" and settings.keys() <= {"as", "resize"}
+    if settings and not (has_image_settings or (can_be_ragged and settings.keys() == {"ragged"})):
+        only = (
+            "{ragged: true} or {ragged: false}"
+            if can_be_ragged
+            else "{as: image, resize: [height, width]}"
+            if is_image
+            else "nothing"
+        )
         raise ValueError(
             f"data.encode.{field.name}: the column has its codec from Petastorm's metadata; expected {only}"
         )
-    is_number = field.dtype not in ("str", "bytes", "decimal", "object", *TIMES)
-    if not is_number or (field.fixed_shape is None and not settings):
-        instead = f"; set data.encode.{field.name}: {{ragged: true}}" if can_be_ragged and is_number else ""
+    if field.dtype in ("str", "bytes", "decimal", "object", *TIMES):
         raise ValueError(
             f"column {field.name!r} has dtype {field.dtype}, shape {field.shape} and codec {field.codec}, which do not "
-            f"make a tensor of one shape{instead}"
+            "make a tensor"
+        )
+    if can_be_ragged and not settings:
+        raise ValueError(
+            f"column {field.name!r} has the shape {field.shape}, of which the first axis may vary; say whether it does "
+            f"with data.encode: {{{field.name}: {{ragged: true}}}}, or {{{field.name}: {{ragged: false}}}} if all "
+            "cells have the shape of the first one"
         )
     image_format = f".{field.codec.image_format}" if field.codec and field.codec.image_format else ""
-    return Column(field.name, field.dtype, field.shape, f"petastorm.{kind}{image_format}")
+    column = Column(field.name, field.dtype, field.shape, f"petastorm.{kind}{image_format}")
+    if settings.get("resize"):
+        height, width = settings["resize"]
+        encoding = Encoding("image", resize=(height, width))
+        return dataclasses.replace(column, shape=(height, width, *field.shape[2:]), encoding=encoding)
+    return dataclasses.replace(column, encoding=Encoding("image")) if settings.get("as") else column
+
+
+def shape_of(column: Column, cell: pa.Array) -> tuple[int, ...] | None:
+    """The shape of a cell; None where it is null. # cell: (1,), stored"""
+    (value,) = codecs.decode(_field(column, is_nullable=True), cell, resize=column.encoding.resize)
+    return None if value is None else value.shape
 
 
 def decode(column: Column, stored: pa.ChunkedArray) -> Array | Ragged:
     """A stored column of a Petastorm dataset as an array # (rows, *shape), or as ragged rows.
 
-    Raises ValueError for a null, and for a cell that is not of the column's dtype and shape, with its row.
+    Where the column has a fill, a null becomes an array of it, or an empty one in a ragged column.
+    Raises ValueError for other nulls, and for a cell that is not of the column's dtype and shape, with its row.
     """
+    field = _field(column, is_nullable=column.fill is not None)
+    try:
+        cells = codecs.decode(field, stored, resize=column.encoding.resize)
+    except codecs.OtherShapeError as error:
+        settings = "as: image, resize: [height, width]" if "image" in column.codec else "ragged: true"
+        instead = (
+            "" if column.is_ragged else f"; data.encode.{column.name}: {{{settings}}} reads cells of several shapes"
+        )
+        raise ValueError(f"{error}{instead}") from None
+    if isinstance(cells, np.ndarray):
+        return cells
+    if column.is_ragged:
+        present = [cell for cell in cells if cell is not None and len(cell)]
+        values = np.concatenate(present) if present else np.empty((0, *column.inner), dtype=column.dtype)
+        return from_lengths(values, np.array([0 if cell is None else len(cell) for cell in cells], dtype=np.int64))
+    filled = np.full((len(cells), *column.inner), column.fill, dtype=column.dtype)
+    for row, cell in enumerate(cells):
+        if cell is not None:
+            filled[row] = cell
+    return filled
+
+
+def _field(column: Column, *, is_nullable: bool) -> Field:
     kind, _, image_format = column.codec.removeprefix("petastorm.").partition(".")
     spark_type = "LongType" if kind == "scalar" else None  # which one it is does not matter for reading
     codec = Codec(kind, image_format or None, spark_type=spark_type)  # type: ignore[arg-type]
-    cells = codecs.decode(Field(column.name, column.dtype, column.shape, codec), stored)
-    if isinstance(cells, np.ndarray):
-        return cells
-    present = [cell for cell in cells if cell is not None]
-    assert column.is_ragged
-    assert len(present) == len(cells), "a null is an error of the codec"
-    values = np.concatenate(present) if present else np.empty((0, *column.inner), dtype=column.dtype)
-    return from_lengths(values, np.array([len(cell) for cell in present], dtype=np.int64))
+    return Field(column.name, column.dtype, column.shape, codec, is_nullable)

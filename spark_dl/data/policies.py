@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from spark_dl.config import Data, Nonfinite, Nulls
 from spark_dl.data import images
-from spark_dl.data.cells import levels, read_cells, rows_of_level
+from spark_dl.data.cells import levels, null_rows, read_cells, rows_of_level
 from spark_dl.data.ragged import Array, Ragged
 from spark_dl.data.source import BadCellsError, SourceColumn
 from spark_dl.data.vocabulary import MAX_WORDS
@@ -84,7 +84,7 @@ def check_rules(url: str, written: Rules | None, data: Data, known: Collection[s
         pairs += [(f"encode.{name}.{k}", n, before.get(k, _DEFAULT_COUNTS[k]), True) for k, n in counts.items()]
     for key, found, expected, is_set in pairs:
         if is_set and found != expected:
-            was = f"was written with {expected!r}" if written else "does not say with what it was written"
+            was = f"was written or opened with {expected!r}" if written else "does not say with what it was written"
             raise ValueError(
                 f"data.{key}: found {found!r} for the dataset {url}, which {was} and is read as it is; leave the "
                 "setting out, or write the dataset with it (write_shards, jobs/prepare.py)"
@@ -114,7 +114,7 @@ def clean_batch(
     filled: dict[str, Mask] = {}
     for column, array in zip(columns, arrays, strict=True):
         for policy, rows in (
-            (_checked_policy(column, "nulls", nulls := _null_rows(array), data.nulls), nulls),
+            (_checked_policy(column, "nulls", nulls := null_rows(array), data.nulls), nulls),
             (_checked_policy(column, "nonfinite", nonfinite := _nonfinite_rows(array), data.nonfinite), nonfinite),
         ):
             if rows is not None and policy in ("drop", "fill"):
@@ -133,7 +133,7 @@ def clean_batch(
         error.row = int(np.flatnonzero(keep)[error.row])
         raise
     if data.nonfinite == "fill":
-        values = [_with_finite_values(c, v) for c, v in zip(columns, values, strict=True)]
+        values = [with_finite_values(v, c.fill) for c, v in zip(columns, values, strict=True)]
     counts = {name: int((rows & keep).sum()) for name, rows in filled.items()}
     changes = Changes(
         dropped_rows=int((~keep).sum()),
@@ -148,12 +148,16 @@ def _check_images(column: SourceColumn, cells: Array | Ragged) -> None:
     first: tuple[int, ...] | None = None
     for row in range(len(cells)):  # Pillow opens one at a time
         try:
-            shape = images.image_shape(cells[row : row + 1].own_values)
+            shape = images.image_shape(cells[row : row + 1].own_values, column.encoding.resize)
         except ValueError as error:
             raise BadCellsError(column.name, row, str(error), "8-bit PNG or JPEG images") from None
         first = first or shape
         if shape != first:
-            raise BadCellsError(column.name, row, f"an image of shape {shape}", f"one shape; the first has {first}")
+            resize = (
+                "" if len(shape) != len(first) else f"; data.encode.{column.name}.resize: [height, width] scales them"
+            )
+            expected = f"one shape; the first has {first}{resize}"
+            raise BadCellsError(column.name, row, f"an image of shape {shape}", expected)
 
 
 def _checked_policy(column: SourceColumn, what: str, rows: Mask | None, policy: str) -> str:
@@ -167,20 +171,6 @@ def _checked_policy(column: SourceColumn, what: str, rows: Mask | None, policy: 
         instead = f"a value for them in data.fill.{column.name}"
         expected = instead if is_number else f"none in {column.encoding.kind}; set data.{what} to drop"
     raise BadCellsError(column.name, int(np.argmax(rows)), found, expected)
-
-
-def _null_rows(array: pa.Array) -> Mask | None:
-    """Rows with a null in them, at any depth; None where there are none. # (rows,)"""
-    found = levels(array)
-    if pa.types.is_struct(array.type):
-        found = found[:1]  # of a vector, dense and sparse ones leave different parts empty
-    if not any(values.null_count for values in found):
-        return None
-    bad = np.zeros(len(array), dtype=bool)
-    for level, values in enumerate(found):
-        if values.null_count:
-            bad[rows_of_level(found, level)[values.is_null().to_numpy(zero_copy_only=False)]] = True
-    return bad
 
 
 def _nonfinite_rows(array: pa.Array) -> Mask | None:
@@ -219,13 +209,15 @@ def nonfinite_as_read(name: str) -> str:
     """For an error: what is found in a column of a dataset that is read as it is, and what to change."""
     return (
         f"column {name!r}: found NaN or Inf, expected none in a dataset that is read as it is; set data.nonfinite to "
-        "allow, pass the row by with data.filters, or write the dataset with Spark (write_shards), which can fill it"
+        f"allow, or, if others wrote it, to fill, with data.fill.{name}; pass the row by with data.filters, or write "
+        "the dataset with Spark (write_shards), which can drop it"
     )
 
 
-def _with_finite_values(column: SourceColumn, cells: Array | Ragged) -> Array | Ragged:
+def with_finite_values(cells: Array | Ragged, fill: Any) -> Array | Ragged:
+    """The cells with a value of `data.fill` in place of NaN and Inf; as they are where it is None."""
     values: Any = cells.values if isinstance(cells, Ragged) else cells
-    if values.dtype.kind != "f" or column.fill is None or np.isfinite(values).all():
+    if values.dtype.kind != "f" or fill is None or np.isfinite(values).all():
         return cells
-    filled = np.where(np.isfinite(values), values, values.dtype.type(column.fill))
+    filled = np.where(np.isfinite(values), values, values.dtype.type(fill))
     return Ragged(filled, cells.offsets) if isinstance(cells, Ragged) else filled

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from spark_dl import storage
 from spark_dl.config import Nonfinite
-from spark_dl.data import filters, foreign, pages, parquet, petastorm_columns, policies, schema
+from spark_dl.data import filters, foreign_columns, foreign_files, pages, parquet, petastorm_columns, policies, schema
 from spark_dl.data.cache import DiskCache, open_input
 from spark_dl.data.manifest import ShardSet
 from spark_dl.data.plan import FILLER, Segment, rows_held_out, split_rows
@@ -40,9 +40,14 @@ class Rows:
         *,
         cache: DiskCache | None = None,
         nonfinite: Nonfinite = "allow",
+        fill: Mapping[str, Any] | None = None,
     ):
-        """`nonfinite` is looked at for datasets that were not checked when they were written, as those of others."""
-        self._nonfinite = nonfinite
+        """`nonfinite` is looked at for datasets that were not checked when they were written, as those of others.
+
+        `fill` are the values of `data.fill`, which `nonfinite="fill"` puts in place of NaN and Inf.
+        """
+        self._nonfinite: Nonfinite = "allow" if shards.is_checked else nonfinite
+        self._fill = fill or {}
         self._shards, self.columns, self._cache = shards, tuple(columns), cache
         self._seed, self._part = seed, part
         self._passing = shards.group_rows
@@ -130,13 +135,19 @@ class Rows:
                 if (array := plain[column.name]) is not None:
                     arrays.append(array[kept])
                 elif column.codec == "partition":
-                    arrays.append(foreign.partition_cells(column, partition[column.name], self._passing[number]))
+                    arrays.append(
+                        foreign_columns.partition_cells(column, partition[column.name], self._passing[number])
+                    )
                 else:
                     assert table is not None
-                    arrays.append(_decode(column, foreign.stored_column(table, column.name)))
-            may_be_bad = self._nonfinite == "error" and not self._shards.is_checked
+                    arrays.append(_decode(column, foreign_files.stored_column(table, column.name)))
+            if self._nonfinite == "fill":
+                arrays = [
+                    policies.with_finite_values(a, self._fill.get(c.name))
+                    for c, a in zip(self.columns, arrays, strict=True)
+                ]
             for column, cells in zip(self.columns, arrays, strict=True):
-                if may_be_bad and (bad := policies.first_nonfinite_row(cells)) is not None:
+                if self._nonfinite != "allow" and (bad := policies.first_nonfinite_row(cells)) is not None:
                     row = bad if isinstance(kept, slice) else int(np.flatnonzero(kept)[bad])
                     raise ValueError(f"{policies.nonfinite_as_read(column.name)}; first in row {row} of the row group")
                 if len(cells) != self._passing[number]:
@@ -150,11 +161,11 @@ class Rows:
 
     def _rows_that_pass(self, number: int, conditions: filters.AnyOf, table: pa.Table) -> filters.Mask:
         """Which rows of a row group are read. # (stored rows,)"""
-        passes = filters.passing_rows(conditions, lambda name: foreign.stored_column(table, name), table.num_rows)
+        passes = filters.passing_rows(conditions, lambda name: foreign_files.stored_column(table, name), table.num_rows)
         if (found := np.count_nonzero(passes)) != self._passing[number]:
             raise ValueError(
-                f"{found} rows pass data.filters, where {self._passing[number]} did when the run began; the file has "
-                "changed since"
+                f"{found} rows pass data.filters and data.nulls, where {self._passing[number]} did when the run began; "
+                "the file has changed since"
             )
         return passes
 

@@ -44,6 +44,8 @@ class Column:
     """What the numbers mean."""
     mean_size: float | None = None
     """Elements of a cell on average, over all axes, where that varies; of images the bytes of the file."""
+    fill: Any = None
+    """What stands for nulls where they are filled when they are read, in datasets of others; in terms of the source."""
 
     @property
     def is_ragged(self) -> bool:
@@ -110,6 +112,7 @@ _IS_VALUE: Mapping[str, Callable[[Any], bool]] = {
     "shape": _is_shape,
     "codec": lambda v: v in (*OWN_CODECS, "converted", "vector", "partition") or str(v).startswith("petastorm."),
     "mean_size": lambda v: v is None or (type(v) in (int, float) and 0 <= v < math.inf),
+    "fill": lambda v: v is None or type(v) in (str, bool, int, float),
 }
 """What the values of a column may be, whoever wrote them."""
 
@@ -150,20 +153,22 @@ def check_settings(columns: Sequence[Column], encode: Settings) -> None:
     for column in columns:
         encoding = column.encoding
         found = {"as": encoding.kind, "ragged": column.is_ragged, "unit": encoding.unit, "buckets": encoding.buckets,
-                 "values": list(encoding.vocabulary or ()), "unknown": encoding.unknown}  # fmt: skip
+                 "values": list(encoding.vocabulary or ()), "unknown": encoding.unknown,
+                 "resize": list(encoding.resize or ())}  # fmt: skip
         for key, asked in encode.get(column.name, {}).items():
-            if found.get(key, asked) != asked:
+            if found.get(key, asked) != (list(asked) if isinstance(asked, tuple) else asked):
                 raise ValueError(
                     f"data.encode.{column.name}.{key}: found {asked!r:.200}, but the dataset was written with "
                     f"{found[key]!r:.200}; write it again, or change the setting"
                 )
 
 
-def cell_shape(codec: str, cells: Array | Ragged) -> tuple[int | None, ...]:
-    """The shape of the cells before they are stored; of images that of the first one."""
+def cell_shape(codec: str, cells: Array | Ragged, encoding: Encoding) -> tuple[int | None, ...]:
+    """The shape of the cells before they are stored; of images that of the first one once it is decoded."""
     if not isinstance(cells, Ragged):
         return cells.shape[1:]
-    return images.image_shape(cells[0:1].own_values) if codec == "image" else (None, *cells.inner)
+    is_image = codec == "image"
+    return images.image_shape(cells[0:1].own_values, encoding.resize) if is_image else (None, *cells.inner)
 
 
 def npy_header(column: Column) -> bytes:
@@ -252,7 +257,7 @@ def decode(column: Column, stored: pa.ChunkedArray | pa.Array) -> Array | Ragged
         return _decode_npy(column, array)
     kind = {"list": "array", "vector": "vector"}.get(column.codec, "scalar")
     depth = len(column.shape) if column.codec == "list" else 0
-    source = SourceColumn(column.name, column.dtype, kind, depth, column.is_ragged, column.encoding)
+    source = SourceColumn(column.name, column.dtype, kind, depth, column.is_ragged, column.encoding, fill=column.fill)
     try:
         cells = read_cells(source, array)
     except BadCellsError as error:
@@ -278,7 +283,12 @@ def _decode_images(column: Column, files: Array | Ragged) -> Array:
     out = np.empty((len(files), *column.inner), dtype=column.dtype)
     for row in range(len(files)):  # Pillow opens one at a time
         try:
-            image = images.read_image(files[row : row + 1].own_values, column.inner)
+            image = images.read_image(files[row : row + 1].own_values, column.inner, resize=column.encoding.resize)
+        except images.OtherSizeError as error:
+            raise ValueError(
+                f"column {column.name!r}, row {row}: found {error}, expected the shape {column.shape}; "
+                f"data.encode.{column.name}.resize: [height, width] scales images"
+            ) from None
         except Exception as error:  # what Pillow raises for bytes that are no image is not defined
             raise ValueError(f"column {column.name!r}, row {row}: {error}") from error
         if image.shape != column.shape or image.dtype != out.dtype:

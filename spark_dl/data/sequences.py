@@ -134,8 +134,9 @@ def build_rows(
     """What a loader reads: the rows of a dataset, or with `data.sequence_length` its sequences. Called on a worker."""
     data = config.data
     rows = Rows(
-        shards, columns, data.validation_fraction, config.train.seed, part, cache=cache, nonfinite=data.nonfinite
-    )
+        shards, columns, data.validation_fraction, config.train.seed, part, cache=cache, nonfinite=data.nonfinite,
+        fill=data.fill,
+    )  # fmt: skip
     if not data.sequence_length:
         return rows
     starts = with_runs(shards, data).run_starts

@@ -34,7 +34,7 @@ from spark_dl.data.manifest import (
 from spark_dl.data.policies import Changes, add_changes, clean_batch, first_nonfinite_row, rules_of
 from spark_dl.data.ragged import Array, Ragged
 from spark_dl.data.schema import Column, words_of
-from spark_dl.data.source import BadCellsError, SourceColumn
+from spark_dl.data.source import BadCellsError, Encoding, SourceColumn
 from spark_dl.data.vocabulary import expression, with_mean_sizes, with_vocabularies
 from spark_dl.data.writer import Shard, ShardWriter, layout
 
@@ -123,7 +123,7 @@ def write_arrays(columns: Mapping[str, Array | Ragged], url: str, data: Data | N
         values = array.own_values if isinstance(array, Ragged) else array
         codec = "list" if isinstance(array, Ragged) else "ndarray" if values.ndim > 1 else "scalar"
         mean = values.size / max(1, len(array)) if isinstance(array, Ragged) else None
-        shape = schema.cell_shape(codec, array)
+        shape = schema.cell_shape(codec, array, Encoding())
         if data.nonfinite == "error" and (row := first_nonfinite_row(array)) is not None:
             raise ValueError(
                 f"column {name!r}: found NaN or Inf, first in row {row}, expected none; set data.nonfinite to allow, "
@@ -276,8 +276,8 @@ def _build_writer(
 ) -> ShardWriter:
     columns = []
     for column, cells in zip(sources, arrays, strict=True):
-        codec = schema.codec_of(column)
-        columns.append(schema.stored_column(column, schema.cell_shape(codec, cells)))
+        shape = schema.cell_shape(schema.codec_of(column), cells, column.encoding)
+        columns.append(schema.stored_column(column, shape))
     return ShardWriter(url, prefix, tuple(columns), *layout(columns, data))
 
 

@@ -65,6 +65,8 @@ class Encoding:
     unknown: str = "zero"
     """`zero`: words that are not in the vocabulary become 0, and its first word 1; `error`: they are an error, and its
     first word becomes 0."""
+    resize: tuple[int, int] | None = None
+    """Height and width that images are scaled to; None where all have one shape."""
 
     @property
     def num_values(self) -> int | None:
@@ -79,7 +81,6 @@ class Encoding:
 
         Raises ValueError for values that no encoding has, TypeError for other keys.
         """
-        words = plain.get("vocabulary")
         is_value = {
             "kind": lambda v: v in [choice for choices in _CHOICES.values() for choice in choices],
             "unit": lambda v: v in (None, "D", "s", "ms", "us", "ns"),
@@ -87,11 +88,15 @@ class Encoding:
             "buckets": lambda v: v is None or (type(v) is int and 0 < v < 2**63),
             "vocabulary": lambda v: v is None or (isinstance(v, list) and all(type(word) is str for word in v)),
             "unknown": lambda v: v in ("zero", "error"),
+            "resize": lambda v: (
+                v is None or (isinstance(v, list) and [type(n) is int and n > 0 for n in v] == [True] * 2)
+            ),
         }
         for key, value in plain.items():
             if key in is_value and not is_value[key](value):
                 raise ValueError(f"encoding.{key}: found {value!r:.200}")
-        return cls(**{**plain, "vocabulary": None if words is None else tuple(words)})
+        lists = {key: tuple(value) for key, value in plain.items() if isinstance(value, list)}
+        return cls(**{**plain, **lists})
 
 
 @dataclass(frozen=True)
@@ -150,7 +155,7 @@ def source_columns(
         column = _spark_column(name, found, (encode or {}).get(name, {}))
         value = (fill or {}).get(name)
         if value is not None:
-            _check_fill(column, value, found)
+            _check_spark_fill(column, value, found)
         columns.append(dataclasses.replace(column, path=path, fill=value))
     check_batch_names(names, [c.name for c in columns if c.ragged])
     return tuple(columns)
@@ -300,7 +305,9 @@ def _encoded_column(name: str, leaf: _Leaf, depth: int, text: str, settings: Map
     if kind in ("bytes", "image"):
         if depth or ragged:
             raise ValueError(f"{key}: expected a column of single cells for as: {kind}, found type {text}")
-        return SourceColumn(name, "uint8", "scalar", 0, kind == "bytes", Encoding(kind))
+        size = settings.get("resize")
+        resize = None if size is None else (size[0], size[1])
+        return SourceColumn(name, "uint8", "scalar", 0, kind == "bytes", Encoding(kind, resize=resize))
     if ragged and not depth:
         raise ValueError(f"{key}.ragged: expected an array, found type {text}")
     words = settings.get("values")
@@ -319,11 +326,9 @@ def _encoded_column(name: str, leaf: _Leaf, depth: int, text: str, settings: Map
     return SourceColumn(name, dtype, "array" if depth else "scalar", depth, ragged, encoding)
 
 
-def _check_fill(column: SourceColumn, fill: Any, data_type: DataType) -> None:
+def _check_spark_fill(column: SourceColumn, fill: Any, data_type: DataType) -> None:
     from pyspark.sql.pandas.types import to_arrow_type
 
-    if column.encoding.kind in ("bytes", "image"):
-        raise ValueError(f"data.fill.{column.name}: {column.encoding.kind} cannot be filled; set data.nulls to drop")
     inner: Any = data_type
     while inner.typeName() == "array":
         inner = inner.elementType
@@ -333,6 +338,13 @@ def _check_fill(column: SourceColumn, fill: Any, data_type: DataType) -> None:
         arrow = pa.timestamp("us", "UTC")
     else:
         arrow = to_arrow_type(inner)
+    check_fill(column, fill, arrow)
+
+
+def check_fill(column: SourceColumn, fill: Any, arrow: pa.DataType) -> None:
+    """Raises ValueError for a value of `data.fill` that the column cannot hold. # arrow: the type of its elements"""
+    if column.encoding.kind in ("bytes", "image"):
+        raise ValueError(f"data.fill.{column.name}: {column.encoding.kind} cannot be filled; set data.nulls to drop")
     fill_scalar(column, fill, arrow)
 
 

@@ -86,7 +86,7 @@ class ShardWriter:
 
     def _check_shape(self, i: int, array: Array | Ragged) -> None:
         column = self.columns[i]
-        found = schema.cell_shape(column.codec, array)
+        found = schema.cell_shape(column.codec, array, column.encoding)
         if isinstance(array, Ragged) and column.is_ragged:
             if len(array.own_values) == 0:  # rows without values do not know their inner shape
                 return

@@ -1,5 +1,6 @@
 """We read what Petastorm wrote, of today's version and of old ones, with the values that Petastorm reads."""
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from spark_dl.data.loader import Loader
 from spark_dl.spec import weighted_loss_sum
 from tests.petastorm.exchange import cells, plain, plain_rows
 from tests.unit.test_foreign import columns_of
+from tests.unit.test_foreign_nulls import rows_of
 from tests.unit.test_petastorm import read_dataset
 
 ROWS = 61
@@ -102,8 +104,47 @@ def test_what_is_no_tensor_is_an_error_that_names_the_column(written, name):
 
 @pytest.mark.parametrize("name", ["count", "maybe"])
 def test_nulls_are_an_error_that_names_the_column(written, name):
-    with pytest.raises(RuntimeError, match=f"'{name}'.*null"):
-        columns_of(open_parquet(str(written[0]), [name]), name)
+    with pytest.raises(ValueError, match=f"'{name}'.*null"):
+        open_parquet(str(written[0]), [name])
+
+
+RESIZED = {"packed_ragged": {"ragged": True}, "any_png": {"as": "image", "resize": [4, 3]}}
+
+
+def test_rows_with_null_fields_are_dropped_and_images_of_several_shapes_scaled(written):
+    root, _, read = written
+    names = ("id", "count", "maybe", "packed_ragged", "any_png")
+    with contextlib.ExitStack() as until_done:
+        found = rows_of(root, until_done, features=names, encode=RESIZED, nulls="drop")
+    kept = [row for row in read if None not in [row[name] for name in names]]
+    assert 0 < len(kept) < len(read)
+    assert [int(i) for i in found["id"]] == [int(cells(row["id"])) for row in kept]
+    same_size = 0
+    for i, row in enumerate(kept):
+        for name in ("count", "maybe"):
+            np.testing.assert_array_equal(found[name][i], cells(row[name]))
+        mask = found["packed_ragged_mask"][i]
+        np.testing.assert_array_equal(found["packed_ragged"][i][mask], cells(row["packed_ragged"]))
+        assert found["any_png"][i].shape == (4, 3, 3)
+        if (image := cells(row["any_png"])).shape == (4, 3, 3):
+            np.testing.assert_array_equal(found["any_png"][i], image)
+            same_size += 1
+    assert same_size
+
+
+def test_null_fields_are_filled(written):
+    root, _, read = written
+    names, fill = ("id", "count", "maybe", "packed_ragged"), {"count": -1, "maybe": 0.5, "packed_ragged": 0}
+    encode = {"packed_ragged": {"ragged": True}}
+    with contextlib.ExitStack() as until_done:
+        found = rows_of(root, until_done, features=names, encode=encode, nulls="fill", fill=fill)
+    assert len(found["id"]) == len(read)
+    for i, row in enumerate(read):
+        assert found["count"][i] == (-1 if row["count"] is None else cells(row["count"]))
+        np.testing.assert_array_equal(found["maybe"][i], [0.5] * 3 if row["maybe"] is None else cells(row["maybe"]))
+        values = found["packed_ragged"][i][found["packed_ragged_mask"][i]]
+        expected = np.empty((0, 2)) if row["packed_ragged"] is None else cells(row["packed_ragged"])
+        np.testing.assert_array_equal(values, expected)
 
 
 # --- Datasets that old versions wrote ---

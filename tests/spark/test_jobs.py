@@ -21,6 +21,8 @@ from spark_dl import checkpoint
 from tests.models import same_bits
 from tests.spark.conftest import CONF, FAST_JVM, REPOSITORY, SPARK_HOME, free_port, stop, wait_for_port
 
+pytestmark = pytest.mark.timeout(360)
+"""A job has 110 s, and a test runs up to three, the first one also those of its fixtures."""
 PLAIN = [sys.executable]
 SUBMIT = [f"{SPARK_HOME}/bin/spark-submit", "--master", "local[2]"]
 KEYS = {"run_dir", "checkpoint", "epochs", "steps", "rows", "train_loss", "metrics", "rows_per_s", "seconds"}
@@ -79,7 +81,6 @@ def on_prepared(prepared, *names):
     return ["--config", "conf/train/digits.yaml", "--input.datasets", urls]
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.slow
 def test_train_killed_half_way_and_resumed_equals_an_uninterrupted_run(prepared, tmp_path):
     settings = [*on_prepared(prepared, "train"), *LOCAL, "--train.epochs=6", "--checkpoint.every_steps=10"]
@@ -150,7 +151,6 @@ def test_predict_with_its_checkpoint(digits, main_run, tmp_path):
     assert result_of(out)["rows"] == 351
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.slow
 def test_datasets_of_others_are_trained_on_and_evaluated(tmp_path):
     rows = {"image": np.random.default_rng(0).random((96, 64), dtype=np.float32), "digit": np.arange(96) % 10}
@@ -174,7 +174,6 @@ def test_datasets_that_are_written_are_not_prepared_again(tmp_path):
     assert "error: input.datasets: found ['train'], which are written already and need no preparing" in err
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.slow
 def test_standalone_cluster_with_two_workers(prepared, tmp_path):
     spark_class, port = f"{SPARK_HOME}/bin/spark-class", free_port()

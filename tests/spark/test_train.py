@@ -6,9 +6,10 @@ import time
 
 import pytest
 import torch
+from pyspark.sql import functions as F
 
 import spark_dl
-from spark_dl import ModelSpec, RankError, checkpoint
+from spark_dl import Data, ModelSpec, RankError, checkpoint
 from tests.models import MLP, blobs, build_mlp, same_bits, small_config
 
 METRICS = {"accuracy": {"class": "MulticlassAccuracy", "num_classes": 3, "average": "micro"}}
@@ -99,6 +100,25 @@ def test_rows_that_pass_filters_are_trained_on_and_evaluated(spark, points, tmp_
     ):
         with pytest.raises(ValueError, match=r"data.filters: .*df.filter"):
             call()
+
+
+@pytest.mark.modes("local")
+def test_nulls_of_a_dataset_of_others_are_dropped_or_filled_when_it_is_read(spark, points, tmp_path):
+    path = str(tmp_path / "data")
+    with_nulls = points.withColumn("label", F.expr("IF(label = 1, NULL, label)"))
+    with_nulls.write.parquet(path)
+    rows, present = points.count(), points.where("label != 1").count()
+    assert 0 < present < rows
+    run = str(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"column 'label': found \d+ null.*set data.nulls to drop or fill"):
+        spark_dl.train(path, MLP, small_config(2), run_dir=run)
+    config = small_config(2, train={"epochs": 1}, data={"nulls": "drop"})
+    assert spark_dl.train(path, MLP, config, run_dir=run).rows == present
+    assert spark_dl.evaluate(path, MLP, run)["rows"] == present, "the rule of the training dataset holds"
+    own = spark_dl.write_shards(points, str(tmp_path / "own"), Data(features=config.data.features))
+    assert spark_dl.evaluate(own.url, MLP, run)["rows"] == rows, "it is read as it was written"
+    filled = small_config(2, train={"epochs": 1}, data={"nulls": "fill", "fill": {"label": 0}})
+    assert spark_dl.train(path, MLP, filled, run_dir=run, overwrite=True).rows == rows
 
 
 @pytest.mark.modes("local")

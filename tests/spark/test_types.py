@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from PIL import Image
 from pyspark.ml.linalg import Vectors
 from pyspark.sql import Row
 
@@ -211,6 +212,23 @@ def test_images_are_checked_stored_as_files_and_decoded(spark, tmp_path):
         ValueError, match=r"column 'photo': found the shape \(5, 4, 3\), expected \(4, 5, 3\) as in the"
     ):
         write(other, tmp_path, shards.columns, "f", encode=encode)
+
+
+def test_images_of_several_shapes_are_scaled_when_they_are_read(spark, tmp_path):
+    shapes = [(4 + i % 3, 5 + i % 2, 3) for i in range(20)]
+    df = spark.createDataFrame([Row(id=i, photo=bytearray(png(s, i))) for i, s in enumerate(shapes)]).repartition(3)
+    encode = {"photo": {"as": "image", "resize": [4, 5]}}
+    shards = write(df, tmp_path, encode=encode, rows_per_row_group=8)
+    assert read_shards(shards.url).columns == shards.columns
+    assert (shards.columns[1].shape, shards.columns[1].encoding) == ((4, 5, 3), Encoding("image", resize=(4, 5)))
+    found = read_all(shards)
+    assert sorted(found["id"]) == list(range(20))
+    for number, image in zip(found["id"], found["photo"], strict=True):
+        expected = Image.fromarray(pixels(shapes[number], number)).resize((5, 4), Image.Resampling.BILINEAR)
+        np.testing.assert_array_equal(image, np.asarray(expected))
+    gray = spark.createDataFrame([Row(id=20, photo=bytearray(png((4, 5))))])
+    with pytest.raises(ValueError, match=r"'photo': .*shape.*\(4, 5\)"):
+        write(df.union(gray), tmp_path, name="e", encode=encode)
 
 
 def city_rows(spark, *cities):

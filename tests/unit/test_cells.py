@@ -46,10 +46,12 @@ def test_array_cells(dtype, shape):
 
 
 def vectors(*rows):
-    """Spark ML vectors in their Arrow form: a list is a dense one, (size, {index: value}) a sparse one."""
+    """Spark ML vectors in their Arrow form: a list is a dense one, (size, {index: value}) a sparse one, or None."""
     fields = {"type": pa.int8(), "size": pa.int32(), "indices": pa.list_(pa.int32()), "values": pa.list_(pa.float64())}
     plain = [
-        {"type": 1, "size": None, "indices": None, "values": row}
+        row
+        if row is None
+        else {"type": 1, "size": None, "indices": None, "values": row}
         if isinstance(row, list)
         else {"type": 0, "size": row[0], "indices": list(row[1]), "values": list(row[1].values())}
         for row in rows

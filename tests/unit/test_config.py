@@ -70,6 +70,12 @@ INVALID = [
     (Data, "data.encode.c.buckets", [], encodings({"as": "bytes", "buckets": 3}, {"buckets": 3})),
     (Data, "data.encode.c.ragged", [], encodings({"ragged": 1}, {"as": "hash", "buckets": 3, "ragged": None})),
     (Data, "data.encode.c.unit", [], encodings({"as": "timestamp", "unit": "h"}, {"as": "float", "unit": "s"})),
+    (
+        Data,
+        "data.encode.c.resize",
+        [],
+        encodings(*({"as": "image", "resize": v} for v in (9, [9], [9, 0], [9, 9.0], [9, 9, 3], "99", [9, True]))),
+    ),
     (Data, "data.encode.c.unknown", [], encodings({"as": "vocabulary", "unknown": "drop"})),
     (Data, "data.encode.c.min_count", [], encodings({"as": "vocabulary", "min_count": 0})),
     (Data, "data.encode.c.max_size", [], encodings({"as": "vocabulary", "max_size": "many"})),

@@ -222,7 +222,7 @@ def test_only_columns_that_are_in_question_are_read_to_count(tmp_path):
 def test_cells_of_rows_that_do_not_pass_are_not_decoded(tmp_path):
     table = pa.table({"id": pa.array([None if i % 3 == 0 else i for i in range(30)]), "x": [i % 3 for i in range(30)]})
     pq.write_table(table, tmp_path / "t.parquet", row_group_size=10)
-    shards = open_parquet(str(tmp_path), ["id"])
+    shards = open_parquet(str(tmp_path), ["id"], data=data([["x", "!=", 0]]))
     for condition in (["x", "!=", 0], ["id", ">=", 0]):
         assert sorted(read(filtered(shards, condition))) == [i for i in range(30) if i % 3]
     with pytest.raises(RuntimeError, match=r"the rows that pass data.filters of row group \d .*null"):
@@ -266,7 +266,9 @@ def test_a_file_that_changes_after_it_was_counted(tmp_path):
     size = os.path.getsize(tmp_path / "t" / "1.parquet")  # as of a change that leaves the length
     files = tuple(dataclasses.replace(s, bytes=size) if s.name == "1.parquet" else s for s in shards.shards)
     shards = dataclasses.replace(shards, shards=files)
-    with pytest.raises(RuntimeError, match=r"1.parquet.* rows pass data.filters, where \d+ did .*changed"):
+    with pytest.raises(
+        RuntimeError, match=r"1.parquet.* rows pass data.filters and data.nulls, where \d+ did .*changed"
+    ):
         read(shards)
 
 
@@ -469,7 +471,7 @@ def test_filters_are_plain_data(tmp_path):
 def test_a_loader_for_rows_that_were_not_counted(tmp_path):
     shards = dataset(tmp_path, 20)
     config = Config(data=data([["id", ">", 3]]), train=Train(global_batch_size=12))
-    with pytest.raises(ValueError, match=r"data.filters: all rows of .* would be read"):
+    with pytest.raises(ValueError, match=r"data.filters, data.nulls: all rows of .* would be read"):
         build_loader(shards, config, rank=0, world_size=1)
     counted = filter_rows(shards, config.data.filters)
     assert build_loader(counted, config, rank=0, world_size=1).plan.rows == 16

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from spark_dl.data.images import image_shape, read_image
+from spark_dl.data.images import OtherSizeError, image_shape, read_image
 
 
 def pixels(shape, seed=0):
@@ -46,5 +46,23 @@ def test_what_is_no_image_is_an_error(damage):
 
 
 def test_an_image_of_another_size_is_not_unpacked():
-    with pytest.raises(ValueError, match=r"an image of 5 x 7 pixels for the shape \(7, 5\)"):
+    with pytest.raises(OtherSizeError, match="an image of 5 x 7 pixels"):
         read_image(png((5, 7)), (7, 5))
+
+
+@pytest.mark.parametrize("image_format", ["PNG", "JPEG"])
+@pytest.mark.parametrize("shape", [(9, 6), (4, 6, 3)])
+def test_images_are_scaled_to_one_size(image_format, shape):
+    channels = shape[2:]
+    file = png(shape, image_format=image_format)
+    for size in ((3, 2), (20, 30), shape[:2]):
+        found = read_image(file, shape, resize=size)
+        assert image_shape(file, size) == found.shape == (*size, *channels)
+        assert found.dtype == np.uint8
+    np.testing.assert_array_equal(found, read_image(file))
+    flat = np.full((8, 8, *channels), 77, dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(flat).save(buffer, image_format)
+    assert (read_image(buffer.getvalue(), resize=(3, 5)) == 77).all()
+    with pytest.raises(ValueError, match="an image of mode RGBA"):
+        read_image(png((4, 4, 3), mode="RGBA"), resize=(2, 2))

@@ -1,0 +1,205 @@
+"""The columns of datasets that others wrote: what becomes of each, and the shape of its cells. Called on the driver."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from spark_dl import storage
+from spark_dl.checks import suggestion
+from spark_dl.config import Data
+from spark_dl.data import cells, parquet, schema
+from spark_dl.data.filters import NULL_PARTITION
+from spark_dl.data.foreign_files import File, elements_of, names_below, stored_column, type_at
+from spark_dl.data.petastorm_columns import is_text_or_time, petastorm_column, shape_of
+from spark_dl.data.ragged import Array
+from spark_dl.data.schema import Column
+from spark_dl.data.source import HAS_DOT, SourceColumn, arrow_source_column, check_fill
+from spark_dl.data.unischema import Field
+
+_ROWS_AT_ONCE = 64
+_Shape = TypeVar("_Shape", tuple[int, ...], tuple[int | None, ...])
+
+
+def foreign_column(
+    name: str,
+    url: str,
+    files: Sequence[File],
+    partitions: Mapping[str, Mapping[str, str]],
+    fields: Mapping[str, Field],
+    settings: Mapping[str, Any],
+    data: Data,
+) -> Column:
+    is_partition = all(name in partition for partition in partitions.values())
+    arrow = type_at(files[0].schema, name)
+    if name in fields and name in files[0].schema.names and not is_text_or_time(fields[name]):
+        column = petastorm_column(fields[name], settings)
+        return _petastorm_column(column, settings.get("ragged", False), url, files, data)
+    if arrow is not None:
+        return _arrow_column(arrow_source_column(name, arrow, settings), arrow, url, files, data)
+    if is_partition:
+        return _partition_column(name, {partition[name] for partition in partitions.values()}, settings, data)
+    known = [*names_below(files[0].schema), *next(iter(partitions.values()))]
+    if name in known:
+        raise ValueError(f"column {name!r}: {HAS_DOT}")
+    raise ValueError(f"no column {name!r} in the dataset {url}{suggestion(name, known)} (data.features, data.label)")
+
+
+def _fill(source: SourceColumn, arrow: pa.DataType, data: Data) -> Any:
+    """What nulls of a column become, if it is said. # arrow: the type of its cells"""
+    value = data.fill.get(source.name)
+    if value is None:
+        return None
+    leaf = cells.leaf_type(arrow)
+    check_fill(source, value, leaf.value_type if pa.types.is_dictionary(leaf) else leaf)
+    return value if data.nulls == "fill" else None
+
+
+def _partition_column(name: str, values: Collection[str], settings: Mapping[str, Any], data: Data) -> Column:
+    column = _text_partition(name, settings) if settings else Column(name, "int64", (), "partition")
+    arrow = pa.string() if settings else pa.int64()
+    fill = _fill(SourceColumn(name, column.dtype, "scalar", encoding=column.encoding), arrow, data)
+    if NULL_PARTITION in values and fill is None and data.nulls != "drop" and not data.filters:
+        raise ValueError(
+            f"column {name!r} is a partition that is null in some rows (the folder {name}={NULL_PARTITION}), expected "
+            f"{cells.NO_NULLS}, with data.fill.{name}"
+        )
+    if not settings:
+        _check_whole_numbers(name, {*values} - {NULL_PARTITION})
+    return dataclasses.replace(column, fill=fill)
+
+
+def _petastorm_column(column: Column, is_ragged: bool, url: str, files: Sequence[File], data: Data) -> Column:
+    dtype, shape = np.dtype(column.dtype), column.shape
+    if column.name in data.fill and ("image" in column.codec or dtype.kind == "c"):
+        raise ValueError(
+            f"data.fill.{column.name}: images and complex numbers cannot be filled; set data.nulls to drop"
+        )
+    fill = None
+    if column.name in data.fill:
+        source = SourceColumn(column.name, column.dtype, "array" if shape else "scalar")
+        fill = _fill(source, pa.from_numpy_dtype(dtype), data)
+    if None in shape[1 if is_ragged else 0 :]:
+        found = _petastorm_shape(column, is_ragged, [storage.join(url, f.name) for f in files])
+        shape = (None, *found[1:]) if is_ragged else found
+    mean = _mean_size(column.name, files, unit=unit_of(column)) if is_ragged else None
+    return dataclasses.replace(column, shape=shape, mean_size=mean, fill=fill)
+
+
+def _petastorm_shape(column: Column, is_ragged: bool, paths: Sequence[str]) -> tuple[int, ...]:
+    """The shape of the first cell; of a ragged column that of the first one with values."""
+    for path, cell in _cells(column.name, paths):
+        try:
+            shape = shape_of(column, cell)
+        except ValueError as error:
+            raise ValueError(f"{error}; in a row of {path}, which gives the shape of all") from error
+        if shape is not None and (0 not in shape or not is_ragged):
+            return _full_shape(column.name, shape, path)
+    raise _only_empty(column.name, paths)
+
+
+def _check_whole_numbers(name: str, values: Collection[str]) -> None:
+    if not all(re.fullmatch(r"-?[0-9]+", v) and -(2**63) <= int(v) < 2**63 for v in values):
+        raise ValueError(
+            f"column {name!r} is a partition with values such as {sorted(values)[:3]}; only whole numbers of 64 bits "
+            f"become tensors as they are; say with data.encode how these do: {{{name}: {{as: hash, buckets: 1000}}}}, "
+            f"or {{{name}: {{as: vocabulary, values: [...]}}}}"
+        )
+
+
+def _text_partition(name: str, settings: Mapping[str, Any]) -> Column:
+    source = arrow_source_column(name, pa.string(), settings)
+    if source.encoding.kind not in ("vocabulary", "hash"):
+        found = source.encoding.kind
+        raise ValueError(f"data.encode.{name}.as: expected vocabulary or hash for a partition, found {found!r}")
+    _check_words(source)
+    return Column(name, source.dtype, (), "partition", source.encoding)
+
+
+def partition_cells(column: Column, value: str, rows: int) -> Array:
+    """A partition's value, which all rows of its files have. # (rows,)"""
+    if value == NULL_PARTITION and column.fill is None:
+        raise ValueError(f"column {column.name!r}: found a partition that is null, expected {cells.NO_NULLS}")
+    if column.encoding.kind == "number":
+        return np.full(rows, int(column.fill if value == NULL_PARTITION else value))
+    cell = schema.decode(column, pa.array([None if value == NULL_PARTITION else value], pa.string()))
+    assert isinstance(cell, np.ndarray)
+    return np.full(rows, cell[0])
+
+
+def _arrow_column(source: SourceColumn, arrow: pa.DataType, url: str, files: Sequence[File], data: Data) -> Column:
+    _check_words(source)
+    source = dataclasses.replace(source, fill=_fill(source, arrow, data))
+    kind = source.encoding.kind
+    codec = "vector" if source.kind == "vector" else "list" if source.kind == "array" else schema.codec_of(source)
+    if codec == "scalar" and kind != "number":
+        codec = "converted"
+    unit = 1 if kind in ("bytes", "image") else None
+    mean = _mean_size(source.name, files, unit=unit) if source.ragged or codec == "image" else None
+    shape: tuple[int | None, ...] = (None,) if source.ragged else ()
+    if codec in ("vector", "list", "image") and not (source.ragged and source.depth == 1):
+        shape = _shape_of_first(source, codec, [storage.join(url, f.name) for f in files], data)
+    return Column(source.name, source.dtype, shape, codec, source.encoding, mean, source.fill)
+
+
+def _check_words(source: SourceColumn) -> None:
+    if source.encoding.kind == "vocabulary" and source.encoding.vocabulary is None:
+        raise ValueError(
+            f"data.encode.{source.name}.values: expected the words of the vocabulary, found none; they are counted "
+            "only where Spark writes the shards (write_shards, jobs/prepare.py); or set as: hash"
+        )
+
+
+def _mean_size(name: str, files: Sequence[File], *, unit: int | None) -> float:
+    return sum(sum(elements_of(name, file, unit=unit)) for file in files) / sum(sum(file.row_groups) for file in files)
+
+
+def unit_of(column: Column) -> int | None:
+    """Bytes of an element, where the bytes of cells tell how many there are."""
+    in_bytes = column.codec.startswith("petastorm.") or column.encoding.kind == "bytes"
+    return np.dtype(column.dtype).itemsize if in_bytes else None
+
+
+def _shape_of_first(source: SourceColumn, codec: str, paths: Sequence[str], data: Data) -> tuple[int | None, ...]:
+    """The shape of the first cell: all others must have the same, in a ragged column but for the first axis.
+
+    A cell without values does not know its inner shape, so in a ragged column the first one that has some gives it.
+    Cells with nulls are passed by, where they are no error.
+    """
+    for path, cell in _cells(source.name, paths):
+        may_be_null = data.nulls != "error" or data.filters
+        if may_be_null and (cell.null_count if source.fill is not None else cells.null_rows(cell) is not None):
+            continue
+        if source.ragged and not pc.list_value_length(cell)[0].as_py():
+            continue
+        try:
+            shape = schema.cell_shape(codec, cells.read_cells(source, cell), source.encoding)
+        except ValueError as error:
+            raise ValueError(f"{error}; in a row of {path}, which gives the shape of all") from error
+        return _full_shape(source.name, shape, path)
+    raise _only_empty(source.name, paths)
+
+
+def _full_shape(name: str, shape: _Shape, path: str) -> _Shape:
+    if 0 in shape:
+        raise ValueError(f"column {name!r}: the first cell of {path} is empty; it gives the shape of all")
+    return shape
+
+
+def _only_empty(name: str, paths: Sequence[str]) -> ValueError:
+    return ValueError(f"column {name!r}: all cells of {paths[0]} are empty, and of all other files")
+
+
+def _cells(name: str, paths: Sequence[str]) -> Iterator[tuple[str, pa.Array]]:
+    """The cells of a column, one by one, and the file of each. # (1,)"""
+    for path in paths:
+        with storage.open_input(path) as file:
+            for batch in parquet.open_file(file).iter_batches(_ROWS_AT_ONCE, columns=[name], use_threads=False):
+                stored = stored_column(pa.Table.from_batches([batch]), name).combine_chunks()
+                yield from ((path, stored.slice(i, 1)) for i in range(len(stored)))

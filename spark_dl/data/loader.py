@@ -31,7 +31,7 @@ from spark_dl.data.sequences import SequenceRows, build_rows
 _log = logging.getLogger("spark_dl")
 
 _STEPS_AT_ONCE = 16
-_GATHER_BYTES = 1 << 20
+_GATHER_BYTES = 2 << 20
 _MIB = 1 << 20
 _DECODING = {"list": 4, "vector": 4}
 """Memory to read a column by its codec, over that of its values: of lists Arrow holds encoded pages, levels and values

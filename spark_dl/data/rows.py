@@ -52,7 +52,7 @@ class Rows:
         self._seed, self._part = seed, part
         self._passing = shards.group_rows
         self._held_out = rows_held_out(self._passing, 0.0 if part == "all" else fraction)
-        self._files = threading.local()  # pyarrow's readers of a file are not made for several threads
+        self._of_thread = threading.local()  # pyarrow's readers of a file are not made for several threads
         self._held: OrderedDict[int, Future[list[Array | Ragged]]] = OrderedDict()
         self._held_lock = threading.Lock()
         if part == "validation":
@@ -84,8 +84,8 @@ class Rows:
         if number == FILLER:
             assert self._shards.spread is not None
             return [_one_row(c, self._shards.spread.filler[c.name]) for c in self.columns]
-        if segment.rows == self.group_rows[number]:
-            return self._part_of(number)
+        if segment.rows == self.group_rows[number]:  # the rows are copied before this thread reads others
+            return self._part_of(number, self._scratch())
         with self._held_lock:  # streams meet in this row group, or sequences pass into it: it is asked for again
             held = self._held.get(number)
             is_mine = held is None
@@ -102,15 +102,23 @@ class Rows:
                     self._held.pop(number, None)
         return held.result()
 
-    def _part_of(self, number: int) -> list[Array | Ragged]:
-        arrays = self._decode(number)
+    def _scratch(self) -> pages.Scratch:
+        """Of this thread, empty."""
+        if not hasattr(self._of_thread, "scratch"):
+            self._of_thread.scratch = pages.Scratch()
+        scratch: pages.Scratch = self._of_thread.scratch
+        scratch.clear()
+        return scratch
+
+    def _part_of(self, number: int, scratch: pages.Scratch | None = None) -> list[Array | Ragged]:
+        arrays = self._decode(number, scratch)
         if self._held_out[number]:
             kept = split_rows(self._passing[number], self._held_out[number], self._seed, number)
             rows = kept[self._part == "validation"]
             return [take(a, rows) if isinstance(a, Ragged) else a[rows] for a in arrays]
         return arrays
 
-    def _decode(self, number: int) -> list[Array | Ragged]:
+    def _decode(self, number: int, scratch: pages.Scratch | None) -> list[Array | Ragged]:
         shard, group, rows = self._shards.row_groups[number]
         url = storage.join(self._shards.url, self._shards.shards[shard].name)
         try:
@@ -119,7 +127,7 @@ class Rows:
             found = file.parquet.metadata.row_group(group).num_rows if group < groups else 0
             if found != rows:
                 raise ValueError(f"found {found} rows ({groups} row groups in the file), expected {rows}")
-            plain = {c.name: file.plain(c, group, rows) for c in self.columns}
+            plain = {c.name: file.plain(c, group, rows, scratch) for c in self.columns}
             rest = [c.name for c in self.columns if c.codec != "partition" and plain[c.name] is None]
             conditions = self._conditions(number)
             rest = list(dict.fromkeys([*rest, *filters.columns_of(conditions)]))
@@ -177,9 +185,9 @@ class Rows:
         return filters.of_partition(self._shards.filtered.conditions, self._shards.shards[shard].partition)
 
     def _open(self, shard: int, url: str) -> _File:
-        if not hasattr(self._files, "opened"):
-            self._files.opened = OrderedDict()
-        opened = self._files.opened
+        if not hasattr(self._of_thread, "opened"):
+            self._of_thread.opened = OrderedDict()
+        opened = self._of_thread.opened
         if shard not in opened:
             stored = self._shards.shards[shard]
             source = open_input(url, cache=self._cache, sha256=stored.sha256, size=stored.bytes)
@@ -202,14 +210,16 @@ class _File:
         self.parquet = parquet.open_file(source, footer_bytes=shard.footer_bytes, footer_crc32=shard.footer_crc32)
         self._leaves = {self.parquet.schema.column(i).path: i for i in range(len(self.parquet.schema))}
 
-    def plain(self, column: Column, group: int, rows: int) -> Array | None:
-        """The cells without a decoder, if they are stored as the shards of this package are."""
+    def plain(self, column: Column, group: int, rows: int, scratch: pages.Scratch | None) -> Array | None:
+        """The cells without a decoder, if they are stored as the shards of this package are; in `scratch`, if given."""
         if column.codec not in ("scalar", "ndarray") or column.name not in self._leaves:
             return None
         leaf = self._leaves[column.name]
         levels = self.parquet.schema.column(leaf).max_definition_level
         chunk = self.parquet.metadata.row_group(group).column(leaf)
-        cells = pages.read_plain(self._source, chunk, levels=levels, cell_bytes=column.row_bytes, rows=rows)
+        cells = pages.read_plain(
+            self._source, chunk, levels=levels, cell_bytes=column.row_bytes, rows=rows, scratch=scratch
+        )
         return None if cells is None else schema.view(column, cells)
 
 

@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from spark_dl import Data, read_shards
+from spark_dl.data.foreign import open_parquet
 from spark_dl.data.loader import Loader
 from spark_dl.data.ragged import Ragged
 from spark_dl.data.shards import write_arrays
@@ -71,9 +72,9 @@ def test_those_with_which_it_was_written_are_accepted_and_so_are_defaults(tmp_pa
     settings = {"nulls": "fill", "nonfinite": "drop", "fill": {"x": 0.5}}
     encode = {"city": {"as": "vocabulary", "min_count": 2, "max_size": 100_000}}
     assert opened(url, asked(settings, encode=encode)).rows == 64
-    with pytest.raises(ValueError, match=r"^data.fill: found \{'x': 1\} .* was written with \{'x': 0.5\}"):
+    with pytest.raises(ValueError, match=r"^data.fill: found \{'x': 1\} .* was written or opened with \{'x': 0.5\}"):
         opened(url, asked(settings, fill={"x": 1}))
-    with pytest.raises(ValueError, match="^data.encode.city.min_count: found 3 .* was written with 2"):
+    with pytest.raises(ValueError, match="^data.encode.city.min_count: found 3 .* was written or opened with 2"):
         opened(url, asked(settings, encode={"city": {"as": "vocabulary", "min_count": 3}}))
 
 
@@ -88,10 +89,15 @@ def test_for_datasets_of_others_too_but_for_words_that_another_dataset_has(tmp_p
     assert opened(str(tmp_path), asked(counted), like).columns[0].encoding.vocabulary == ("Rome", "Oslo")
 
 
-def test_the_settings_of_another_dataset_are_not_meant_for_this_one():
-    data = Data(nulls="drop", nonfinite="fill", fill={"x": 1}, shuffle=False)
-    assert as_written(data) == Data(shuffle=False)
-    assert as_written(Data(nonfinite="allow")) == Data(nonfinite="allow")
+def test_the_settings_of_another_dataset_are_not_meant_for_one_that_is_written(tmp_path):
+    data = Data(features=["x"], label=None, nulls="drop", nonfinite="fill", fill={"x": 1}, shuffle=False)
+    others, url = str(tmp_path / "others.parquet"), str(tmp_path / "d")
+    pq.write_table(pa.table(X), others)
+    for ours in (write_arrays(X, url), url):
+        assert as_written(data, ours) == Data(features=["x"], label=None, shuffle=False)
+        assert as_written(Data(nonfinite="allow"), ours) == Data(nonfinite="allow")
+    for source in (others, open_parquet(others, ["x"], data=data)):
+        assert as_written(data, source) == data, "what is read is chosen then"
 
 
 @pytest.mark.parametrize("settings", [

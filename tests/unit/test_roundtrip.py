@@ -136,7 +136,9 @@ def test_columns_of_dataframes(data):
         for start, stop in itertools.pairwise(cuts):
             cells, _ = clean_batch(sources, [array[start:stop] for _, array, _ in drawn], Data())
             if writer is None:
-                shapes = [schema.cell_shape(schema.codec_of(s), c) for s, c in zip(sources, cells, strict=True)]
+                shapes = [
+                    schema.cell_shape(schema.codec_of(s), c, s.encoding) for s, c in zip(sources, cells, strict=True)
+                ]
                 columns = tuple(schema.stored_column(s, shape) for s, shape in zip(sources, shapes, strict=True))
                 writer = ShardWriter(
                     folder, "part", columns, data.draw(st.integers(1, 4)), data.draw(st.integers(1, 9))

@@ -121,7 +121,9 @@ def test_the_part_decides_on_the_order_not_the_rank(tmp_path):
         torch.testing.assert_close(b[name], expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("stop_at", [3, 5, 7])
+@pytest.mark.parametrize(
+    "stop_at", [pytest.param(3, marks=pytest.mark.slow), 5, pytest.param(7, marks=pytest.mark.slow)]
+)
 def test_resumed_run_equals_uninterrupted_one_bit_for_bit(tmp_path, stop_at):
     sizes, config = (110, 135), small_config(2, data={**LOCAL, "validation_fraction": 0.1})
     run_ranks(train_rank, 2, make_run(tmp_path, config, "whole"), sizes, str(tmp_path))

@@ -25,6 +25,7 @@ def _sum_of_ranks(scale, offset=0):
     return {"rank": dist.get_rank(), "total": total, "pid": os.getpid(), "local": int(os.environ["LOCAL_RANK"])}
 
 
+@pytest.mark.slow_in("connect")
 @pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.modes("local")), 4])
 def test_results_of_all_ranks_in_rank_order(spark, num_ranks):
     results = spark_dl.launch(_sum_of_ranks, 2.0, num_ranks=num_ranks, offset=1.0)
@@ -112,6 +113,7 @@ def test_a_rank_that_stands_still_is_named_whether_others_wait_for_it_or_not(spa
         dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=4))
         dist.barrier()
         if dist.get_rank() == num_ranks - 1:
+            time.sleep(2)  # until it has told the driver its rank, which it does from another thread
             os.kill(os.getpid(), signal.SIGSTOP)
         dist.barrier()
 
@@ -145,6 +147,7 @@ def test_too_few_slots_is_an_error_within_seconds(spark):
 
 
 @pytest.mark.modes("local", "connect")
+@pytest.mark.slow_in("connect")
 def test_a_busy_cluster_is_an_error_after_the_start_timeout(spark, mode):
     def sleep(batches):
         time.sleep(25)

@@ -73,6 +73,7 @@ def test_train_and_evaluate(spark, points, tmp_path):
 
 
 @pytest.mark.modes("local", "local-cluster")
+@pytest.mark.slow_in("local-cluster")
 def test_the_same_dataframe_gives_the_same_training_and_resumes_in_an_epoch(spark, points, tmp_path):
     config = small_config(2, data=LOCAL)
     whole = spark_dl.train(points, MLP, config, run_dir=str(tmp_path / "whole"))
@@ -185,6 +186,7 @@ def _fails_on_rank_1(rows, how, folder):
 
 
 @pytest.mark.modes("local", "local-cluster")
+@pytest.mark.slow_in("local-cluster")
 @pytest.mark.parametrize(("how", "message"), [
     ("raise", "rank 1 on .* failed: KeyError: 'the culprit'"), ("kill", "was killed: its .*process ended without"),
 ])  # fmt: skip
@@ -231,6 +233,7 @@ def _slowly(batches):
 
 
 @pytest.mark.modes("local", "connect")
+@pytest.mark.slow_in("connect")
 def test_a_dataframe_may_take_longer_than_the_start_of_the_ranks(spark):
     df = spark.range(0, 40, 1, 4).mapInArrow(_slowly, "id long")
     settings = spark_dl.Launch(start_timeout_s=5)

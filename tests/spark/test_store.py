@@ -271,6 +271,7 @@ def test_the_job_stores_and_cleans(spark, source, tmp_path):
 
 
 @pytest.mark.modes("connect")
+@pytest.mark.slow
 def test_over_connect_files_read_by_path_have_keys(spark, source, tmp_path):
     def read(**options):
         return spark.read.options(**options).parquet(source)

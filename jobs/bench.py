@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from spark_dl import build_session, cli
-from spark_dl.bench import compare, launch, loader, report, shards, step
+from spark_dl.bench import compare, gpu, launch, loader, report, shards, step
 
 
 def bench_launch(args: argparse.Namespace) -> dict[str, Any]:
@@ -27,6 +27,11 @@ def bench_shards(args: argparse.Namespace) -> dict[str, Any]:
     return shards.measure(
         _session(args), repeats=args.repeats, scale=args.scale, petastorm_python=args.petastorm_python
     )
+
+
+def bench_gpu(args: argparse.Namespace) -> dict[str, Any]:
+    names = [field.name for field in dataclasses.fields(gpu.Options)]
+    return gpu.measure(gpu.Options(**{name: getattr(args, name) for name in names}))
 
 
 def bench_exchange(args: argparse.Namespace) -> dict[str, Any]:
@@ -88,6 +93,14 @@ def _parser() -> argparse.ArgumentParser:
     for command in (of_loader, of_shards):
         command.add_argument("--scale", type=float, default=1.0, help="size of the datasets (default: 1)")
         command.add_argument("--petastorm_python", default=".venv-petastorm/bin/python", help="of its environment")
+    of_gpu = add("gpu", "images per second of a ResNet-50 in bf16: fed by the loader, and on one batch kept on the GPU",
+                 bench_gpu)  # fmt: skip
+    usual = gpu.Options()
+    of_gpu.add_argument("--device", choices=("cuda", "cpu"), default=usual.device)
+    of_gpu.add_argument("--batch-size", type=int, default=usual.batch_size, help="a multiple of 16 (default: 256)")
+    of_gpu.add_argument("--steps", type=int, default=usual.steps, help="of each loop in each turn (default: 100)")
+    of_gpu.add_argument("--image-size", type=int, default=usual.image_size, help="pixels of a side (default: 224)")
+    of_gpu.add_argument("--no-compile", dest="compile", action="store_false", help="without torch.compile")
     of_exchange = add(
         "exchange",
         "one exchange of gradients by ring, by Spark's own aggregation, by parameter servers: seconds, bytes, overlap, "

@@ -107,7 +107,7 @@ def unischema_of(columns: Sequence[Column], *, name: str = "Schema") -> Unischem
     """The Unischema of columns as `schema.encode` stores them: scalars as they are, tensors as `.npy` cells.
 
     Raises ValueError for a name that cannot be a field of a namedtuple, which is what Petastorm's rows are, and for a
-    scalar dtype that has no Spark type.
+    column that Petastorm has no codec for.
     """
     fields = []
     for column in columns:
@@ -116,14 +116,26 @@ def unischema_of(columns: Sequence[Column], *, name: str = "Schema") -> Unischem
                 f"column {column.name!r}: Petastorm makes a Python attribute of each column; expected letters, digits "
                 "and underscores, a letter first, and no word of Python; rename it in the DataFrame"
             )
-        if column.codec not in ("scalar", "ndarray"):
-            raise ValueError(f"column {column.name!r}: found cells stored as {column.codec}, expected our own shards")
-        is_tensor = column.codec == "ndarray"
-        if not is_tensor and column.dtype not in _SPARK_TYPE_OF:
-            raise ValueError(f"column {column.name!r}: found dtype {column.dtype}, expected one of {[*_SPARK_TYPE_OF]}")
-        codec = Codec("ndarray") if is_tensor else Codec("scalar", spark_type=_SPARK_TYPE_OF[column.dtype])
-        fields.append(Field(column.name, column.dtype, column.shape, codec))
+        fields.append(_field_of(column))
     return Unischema(name, tuple(fields))
+
+
+def _field_of(column: Column) -> Field:
+    if column.codec == "ndarray":
+        return Field(column.name, column.dtype, column.shape, Codec("ndarray"))
+    if column.codec == "image":  # Petastorm reads what the file is, PNG or JPEG, and does not scale it
+        shape = column.shape if column.encoding.resize is None else (None, None, *column.shape[2:])
+        return Field(column.name, column.dtype, shape, Codec("image", "png"))
+    if column.codec == "binary":
+        return Field(column.name, "bytes", (), Codec("scalar", spark_type="BinaryType"))
+    if column.codec == "list" and column.shape == (None,):
+        return Field(column.name, column.dtype, column.shape)  # what Parquet holds, as an array
+    if column.codec != "scalar" or column.dtype not in _SPARK_TYPE_OF:
+        raise ValueError(
+            f"column {column.name!r}: found dtype {column.dtype}, shape {column.shape} and cells stored as "
+            f"{column.codec}, for which Petastorm has no codec"
+        )
+    return Field(column.name, column.dtype, (), Codec("scalar", spark_type=_SPARK_TYPE_OF[column.dtype]))
 
 
 def hive_partitions(relative_path: str) -> dict[str, str]:

@@ -190,21 +190,18 @@ class Plan:
         target = max(1, self.window_rows // self.num_streams)
         windows: list[Window] = []
         held: list[Segment] = []
-        first = 0
+        first, rows, size = 0, 0, 0.0
         for i, segment in enumerate(segments):
             held.append(segment)
-            rows = sum(s.rows for s in held)
-            if rows >= target or self._is_full(held) or i == len(segments) - 1:
+            rows += segment.rows
+            size += segment.rows * self.row_bytes[segment.row_group] if self.row_bytes else 0
+            is_full = bool(self.row_bytes) and size >= self.window_bytes / self.num_streams
+            if rows >= target or is_full or i == len(segments) - 1:
                 seed = (self.seed, epoch, stream, len(windows)) if self.shuffle else None
                 windows.append(Window(tuple(held), first, seed))
                 first += rows
-                held = []
+                held, rows, size = [], 0, 0.0
         return tuple(windows)
-
-    def _is_full(self, held: Sequence[Segment]) -> bool:
-        if not self.row_bytes:
-            return False
-        return sum(s.rows * self.row_bytes[s.row_group] for s in held) >= self.window_bytes / self.num_streams
 
 
 def streams_of_rank(num_streams: int, rank: int, world_size: int) -> range:

@@ -6,8 +6,15 @@ import itertools
 import numpy as np
 import pytest
 
+from spark_dl import storage
+from spark_dl.data.manifest import ShardSet, commit
+from spark_dl.data.ragged import from_lengths
+from spark_dl.data.schema import Column
+from spark_dl.data.source import Encoding
+from spark_dl.data.writer import ShardWriter
 from tests.datasets import write_dataset
 from tests.petastorm.exchange import plain, plain_rows
+from tests.unit.test_images import pixels, png
 
 SCALARS = ("bool", "int8", "uint8", "int16", "uint16", "int32", "int64", "float32", "float64")
 CELLS = (("float32", (3,)), ("uint8", (2, 3, 4)), ("int64", (1,)), ("bool", (2, 2)), ("float16", (5,)),
@@ -39,6 +46,39 @@ def tensor_columns(rows):
 
 
 DATASETS = {"scalars": scalar_columns(517), "tensors": tensor_columns(203), "one row": tensor_columns(1)}
+ROWS = 37
+PHOTOS = [pixels((4, 5, 3), i) for i in range(ROWS)]
+CLICKS = [np.arange(i % 4, dtype=np.int16) - i for i in range(ROWS)]
+TEXTS = ["ü" * (i % 5) + "x\0" for i in range(ROWS)]
+
+
+def write_varying(url):
+    """Images, bytes and ragged numbers, as a DataFrame's are stored."""
+    files = [png((4, 5, 3), i, image_format="PNG") for i in range(ROWS)]
+    columns = (
+        Column("id", "int64"),
+        Column("photo", "uint8", (4, 5, 3), "image", Encoding("image"), mean_size=len(files[0])),
+        Column("text", "uint8", (None,), "binary", Encoding("bytes"), mean_size=5),
+        Column("clicks", "int16", (None,), "list", mean_size=1.5),
+    )
+    storage.make_folder(url)
+    writer = ShardWriter(url, "part-00000000", columns, 10, 20)
+    blobs = [[np.frombuffer(b, np.uint8) for b in found] for found in (files, [t.encode() for t in TEXTS])]
+    writer.append([np.arange(ROWS), *(ragged_of(cells) for cells in (*blobs, CLICKS))])
+    commit(ShardSet(url, writer.columns, tuple(writer.close())))
+
+
+def ragged_of(cells):
+    return from_lengths(np.concatenate(cells), np.array([len(c) for c in cells]))
+
+
+def test_make_reader_gives_images_bytes_and_ragged_numbers(run_petastorm, tmp_path):
+    write_varying(str(tmp_path / "d"))
+    (found,) = run_petastorm("read_rows", [{"url": str(tmp_path / "d"), "rows": ROWS, "reader": "make_reader"}])
+    texts = [t.encode() for t in TEXTS]
+    assert found == plain_rows({"id": np.arange(ROWS), "photo": PHOTOS, "text": texts, "clicks": CLICKS})
+
+
 LOADED = [("scalars", "make_batch_reader"), ("scalars", "make_reader"), ("tensors", "make_reader")]
 LOADERS = ("DataLoader", "BatchedDataLoader")
 

@@ -35,6 +35,7 @@ from spark_dl.data.petastorm import (
 )
 from spark_dl.data.pickle_opcodes import UnsafeMetadataError
 from spark_dl.data.schema import Column
+from spark_dl.data.source import Encoding
 from spark_dl.data.unischema import DTYPES, Codec, Field, Unischema
 from spark_dl.data.unischema_reader import read_unischema
 from spark_dl.data.unischema_writer import write_unischema
@@ -387,19 +388,29 @@ def test_changed_bytes_give_a_unischema_or_the_error():
 
 
 def test_the_unischema_of_our_shards():
-    columns = (Column("id", "int64"), Column("flag", "bool"), Column("x", "float32", (2, 3), "ndarray"))
+    columns = (
+        Column("id", "int64"), Column("flag", "bool"), Column("x", "float32", (2, 3), "ndarray"),
+        Column("text", "uint8", (None,), "binary", Encoding("bytes")), Column("clicks", "int16", (None,), "list"),
+        Column("photo", "uint8", (4, 5, 3), "image", Encoding("image")),
+        Column("any", "uint8", (4, 5), "image", Encoding("image", resize=(4, 5))),
+    )  # fmt: skip
     assert unischema_of(columns) == Unischema(
         "Schema",
         (
             Field("id", "int64", (), scalar("LongType")),
             Field("flag", "bool", (), scalar("BooleanType")),
             Field("x", "float32", (2, 3), NDARRAY),
+            Field("text", "bytes", (), scalar("BinaryType")),
+            Field("clicks", "int16", (None,)),
+            Field("photo", "uint8", (4, 5, 3), Codec("image", "png")),
+            Field("any", "uint8", (None, None), Codec("image", "png")),
         ),
     )
 
 
 @pytest.mark.parametrize("column", [Column("a b", "int64"), Column("class", "int64"), Column("_x", "int64"),
-                                    Column("x", "uint64"), Column("x", "int64", (2,), "list")])  # fmt: skip
+                                    Column("x", "uint64"), Column("x", "int64", (2,), "list"),
+                                    Column("x", "int64", (None, 2), "list")])  # fmt: skip
 def test_columns_that_petastorm_cannot_have_are_refused(column):
     with pytest.raises(ValueError, match=f"'{column.name}'"):
         unischema_of([column])

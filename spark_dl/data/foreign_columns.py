@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -24,7 +25,7 @@ from spark_dl.data.source import HAS_DOT, SourceColumn, arrow_source_column, che
 from spark_dl.data.unischema import Field
 
 _ROWS_AT_ONCE = 64
-_Shape = TypeVar("_Shape", tuple[int, ...], tuple[int | None, ...])
+_Shape = tuple[int | None, ...]
 
 
 def foreign_column(
@@ -36,6 +37,10 @@ def foreign_column(
     settings: Mapping[str, Any],
     data: Data,
 ) -> Column:
+    """The column of this name: of Petastorm's schema, of Parquet's, or of the folders. Called on the driver.
+
+    Raises ValueError for one that is missing or cannot become a tensor, and for settings that do not fit it.
+    """
     is_partition = all(name in partition for partition in partitions.values())
     arrow = type_at(files[0].schema, name)
     if name in fields and name in files[0].schema.names and not is_text_or_time(fields[name]):
@@ -86,22 +91,11 @@ def _petastorm_column(column: Column, is_ragged: bool, url: str, files: Sequence
         source = SourceColumn(column.name, column.dtype, "array" if shape else "scalar")
         fill = _fill(source, pa.from_numpy_dtype(dtype), data)
     if None in shape[1 if is_ragged else 0 :]:
-        found = _petastorm_shape(column, is_ragged, [storage.join(url, f.name) for f in files])
+        paths = [storage.join(url, f.name) for f in files]
+        found = _first_shape(column.name, paths, functools.partial(_petastorm_shape, column, is_ragged))
         shape = (None, *found[1:]) if is_ragged else found
     mean = _mean_size(column.name, files, unit=unit_of(column)) if is_ragged else None
     return dataclasses.replace(column, shape=shape, mean_size=mean, fill=fill)
-
-
-def _petastorm_shape(column: Column, is_ragged: bool, paths: Sequence[str]) -> tuple[int, ...]:
-    """The shape of the first cell; of a ragged column that of the first one with values."""
-    for path, cell in _cells(column.name, paths):
-        try:
-            shape = shape_of(column, cell)
-        except ValueError as error:
-            raise ValueError(f"{error}; in a row of {path}, which gives the shape of all") from error
-        if shape is not None and (0 not in shape or not is_ragged):
-            return _full_shape(column.name, shape, path)
-    raise _only_empty(column.name, paths)
 
 
 def _check_whole_numbers(name: str, values: Collection[str]) -> None:
@@ -144,7 +138,8 @@ def _arrow_column(source: SourceColumn, arrow: pa.DataType, url: str, files: Seq
     mean = _mean_size(source.name, files, unit=unit) if source.ragged or codec == "image" else None
     shape: tuple[int | None, ...] = (None,) if source.ragged else ()
     if codec in ("vector", "list", "image") and not (source.ragged and source.depth == 1):
-        shape = _shape_of_first(source, codec, [storage.join(url, f.name) for f in files], data)
+        paths = [storage.join(url, f.name) for f in files]
+        shape = _first_shape(source.name, paths, lambda cell: _arrow_shape(source, codec, cell, data))
     return Column(source.name, source.dtype, shape, codec, source.encoding, mean, source.fill)
 
 
@@ -166,34 +161,35 @@ def unit_of(column: Column) -> int | None:
     return np.dtype(column.dtype).itemsize if in_bytes else None
 
 
-def _shape_of_first(source: SourceColumn, codec: str, paths: Sequence[str], data: Data) -> tuple[int | None, ...]:
-    """The shape of the first cell: all others must have the same, in a ragged column but for the first axis.
+def _arrow_shape(source: SourceColumn, codec: str, cell: pa.Array, data: Data) -> _Shape | None:
+    """The shape of a cell; None for one with nulls, where they are no error, and an empty one of a ragged column."""
+    may_be_null = data.nulls != "error" or data.filters
+    if may_be_null and (cell.null_count if source.fill is not None else cells.null_rows(cell) is not None):
+        return None
+    if source.ragged and not pc.list_value_length(cell)[0].as_py():
+        return None
+    return schema.cell_shape(codec, cells.read_cells(source, cell), source.encoding)
 
-    A cell without values does not know its inner shape, so in a ragged column the first one that has some gives it.
-    Cells with nulls are passed by, where they are no error.
-    """
-    for path, cell in _cells(source.name, paths):
-        may_be_null = data.nulls != "error" or data.filters
-        if may_be_null and (cell.null_count if source.fill is not None else cells.null_rows(cell) is not None):
-            continue
-        if source.ragged and not pc.list_value_length(cell)[0].as_py():
-            continue
+
+def _petastorm_shape(column: Column, is_ragged: bool, cell: pa.Array) -> _Shape | None:
+    """The shape of a cell; None for a null, and for an empty one of a ragged column."""
+    shape = shape_of(column, cell)
+    return None if shape is None or (is_ragged and 0 in shape) else shape
+
+
+def _first_shape(name: str, paths: Sequence[str], shape_of_cell: Callable[[pa.Array], _Shape | None]) -> _Shape:
+    """The shape of the first cell that has one: all others must have the same, in a ragged column but for the first
+    axis. A cell without values does not know its inner shape."""
+    for path, cell in _cells(name, paths):
         try:
-            shape = schema.cell_shape(codec, cells.read_cells(source, cell), source.encoding)
+            shape = shape_of_cell(cell)
         except ValueError as error:
             raise ValueError(f"{error}; in a row of {path}, which gives the shape of all") from error
-        return _full_shape(source.name, shape, path)
-    raise _only_empty(source.name, paths)
-
-
-def _full_shape(name: str, shape: _Shape, path: str) -> _Shape:
-    if 0 in shape:
-        raise ValueError(f"column {name!r}: the first cell of {path} is empty; it gives the shape of all")
-    return shape
-
-
-def _only_empty(name: str, paths: Sequence[str]) -> ValueError:
-    return ValueError(f"column {name!r}: all cells of {paths[0]} are empty, and of all other files")
+        if shape is not None and 0 in shape:
+            raise ValueError(f"column {name!r}: the first cell of {path} is empty; it gives the shape of all")
+        if shape is not None:
+            return shape
+    raise ValueError(f"column {name!r}: all cells of {paths[0]} are empty, and of all other files")
 
 
 def _cells(name: str, paths: Sequence[str]) -> Iterator[tuple[str, pa.Array]]:

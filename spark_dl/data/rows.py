@@ -149,15 +149,14 @@ class Rows:
                 else:
                     assert table is not None
                     arrays.append(_decode(column, foreign_files.stored_column(table, column.name)))
-            if self._nonfinite == "fill":
-                arrays = [
-                    policies.with_finite_values(a, self._fill.get(c.name))
-                    for c, a in zip(self.columns, arrays, strict=True)
-                ]
-            for column, cells in zip(self.columns, arrays, strict=True):
+            for i, (column, cells) in enumerate(zip(self.columns, arrays, strict=True)):
                 if self._nonfinite != "allow" and (bad := policies.first_nonfinite_row(cells)) is not None:
-                    row = bad if isinstance(kept, slice) else int(np.flatnonzero(kept)[bad])
-                    raise ValueError(f"{policies.nonfinite_as_read(column.name)}; first in row {row} of the row group")
+                    fill = self._fill.get(column.name) if self._nonfinite == "fill" else None
+                    if fill is None:
+                        row = bad if isinstance(kept, slice) else int(np.flatnonzero(kept)[bad])
+                        found = policies.nonfinite_as_read(column.name)
+                        raise ValueError(f"{found}; first in row {row} of the row group")
+                    arrays[i] = policies.with_finite_values(cells, fill)
                 if len(cells) != self._passing[number]:
                     raise ValueError(
                         f"column {column.name!r}: found {len(cells)} rows, expected {self._passing[number]}"

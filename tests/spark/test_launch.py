@@ -25,7 +25,7 @@ def _sum_of_ranks(scale, offset=0):
     return {"rank": dist.get_rank(), "total": total, "pid": os.getpid(), "local": int(os.environ["LOCAL_RANK"])}
 
 
-@pytest.mark.slow_in("connect")
+@pytest.mark.slow_in("local-cluster", "connect")
 @pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.modes("local")), 4])
 def test_results_of_all_ranks_in_rank_order(spark, num_ranks):
     results = spark_dl.launch(_sum_of_ranks, 2.0, num_ranks=num_ranks, offset=1.0)
@@ -35,6 +35,7 @@ def test_results_of_all_ranks_in_rank_order(spark, num_ranks):
     assert sorted(r["local"] for r in results) == list(range(num_ranks))  # all on this one host
 
 
+@pytest.mark.slow_in("connect")
 def test_python_workers_are_used_again_and_left_clean(spark):
     def state():
         before = dist.is_initialized(), "RANK" in os.environ
@@ -147,8 +148,8 @@ def test_too_few_slots_is_an_error_within_seconds(spark):
     assert time.monotonic() - start < 15
 
 
+@pytest.mark.slow
 @pytest.mark.modes("local", "connect")
-@pytest.mark.slow_in("connect")
 def test_a_busy_cluster_is_an_error_after_the_start_timeout(spark, mode):
     def sleep(batches):
         time.sleep(25)

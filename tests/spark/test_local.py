@@ -39,6 +39,7 @@ def _rows_of_rank(rows, batch_size):
     return {"columns": columns, "steps": int(steps), "url": rows.shards.url, "own": rows.shards.rows, "mode": mode}
 
 
+@pytest.mark.slow_in("local-cluster", "connect")
 def test_every_row_reaches_one_rank(spark):
     df = spark.range(0, 1003, 1, 5).selectExpr("id", "array(CAST(id AS FLOAT), 1.5f) AS a")
     found = spark_dl.run_on_dataframe(_rows_of_rank, df, num_ranks=4, batch_size=16)
@@ -232,8 +233,8 @@ def _slowly(batches):
     yield from batches
 
 
+@pytest.mark.slow
 @pytest.mark.modes("local", "connect")
-@pytest.mark.slow_in("connect")
 def test_a_dataframe_may_take_longer_than_the_start_of_the_ranks(spark):
     df = spark.range(0, 40, 1, 4).mapInArrow(_slowly, "id long")
     settings = spark_dl.Launch(start_timeout_s=5)

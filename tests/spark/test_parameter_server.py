@@ -24,6 +24,7 @@ def servers(mode, train=None, **sections):
     return small_config(3, train, {"validation_fraction": 0.2}, {"threads": 1}, parallel=parallel, **sections)
 
 
+@pytest.mark.slow
 @pytest.mark.modes("local")
 def test_train_from_a_dataframe(spark, points, tmp_path, monkeypatch):
     seen = []

@@ -9,6 +9,7 @@ from typing import Any
 
 from spark_dl import build_session, cli
 from spark_dl.bench import compare, gpu, launch, loader, report, shards, step
+from spark_dl.bench.answers import answers
 
 
 def bench_launch(args: argparse.Namespace) -> dict[str, Any]:
@@ -50,7 +51,7 @@ def bench_exchange(args: argparse.Namespace) -> dict[str, Any]:
     Path(args.report).parent.mkdir(parents=True, exist_ok=True)
     report.write_report(results, args.report)
     _show(f"report: {args.report}")
-    for line in report.answers(results):
+    for line in answers(results):
         _show(line)
     return {"rows": results.get("exchange", []), "report": args.report, "crossings": results.get("crossings", [])}
 

@@ -233,16 +233,17 @@ def measure_job(
 
     Two runs, a short and a long one: the steps that only the long one has are without its start and its end. Where an
     update takes the gradients of K of the trainers only, a step is as many updates as take one of each trainer; the
-    first of these steps is not counted, in which all trainers begin at once.
+    first of these steps is not counted, in which all trainers begin at once, and at least twice as many are, as who
+    sends when differs from one to the next.
     """
     num_ranks = num_ranks or num_hosts
-    updates = _updates_per_step(parallel, num_ranks)
-    write_arrays(
-        {"x": np.random.default_rng(0).random((num_ranks * (repeats + 4), 1), dtype=np.float32)}, f"{folder}/data"
-    )
+    trainers, k = _trainers_and_k(parallel, num_ranks)
+    updates = trainers / k
+    before, counted = (1, repeats) if k == trainers else (1 + math.ceil(updates), trainers * math.ceil(2 * repeats / k))
+    rows = num_ranks * (math.ceil((before + counted) / updates) + 2)  # none has to wait for the end of an epoch
+    write_arrays({"x": np.random.default_rng(0).random((rows, 1), dtype=np.float32)}, f"{folder}/data")
     marks = [read_links(spark, num_hosts)]
     seconds: list[float] = []
-    counted, before = math.ceil(repeats * updates), 1 if updates == 1 else 1 + math.ceil(updates)
     for max_steps in (before, before + counted):
         run_dir = f"{folder}/run-{max_steps}"
         config = config_of(parallel, num_ranks, max_steps=max_steps)
@@ -256,17 +257,18 @@ def measure_job(
     sent = [link.sent for host, link in links.items() if not host.startswith("driver ")]
     return {
         # Updates of single gradients come in bunches, of which the median says nothing.
-        "seconds": statistics.median(seconds) if updates == 1 else statistics.mean(seconds) * updates,
+        "seconds": statistics.median(seconds) if k == trainers else statistics.mean(seconds) * updates,
         "bytes_per_rank": statistics.mean(sent),
         "busiest_link_bytes": max(max(link.sent, link.received) for link in links.values()),
     }
 
 
-def _updates_per_step(parallel: Parallel, num_ranks: int) -> float:
+def _trainers_and_k(parallel: Parallel, num_ranks: int) -> tuple[int, int]:
+    """How many ranks train, and how many of their gradients make an update: all, but for some parameter servers."""
     if parallel.strategy != "parameter_server":
-        return 1
+        return num_ranks, num_ranks
     trainers = num_ranks - parallel.num_servers
-    return trainers / rules_of(parallel, trainers).k
+    return trainers, rules_of(parallel, trainers).k
 
 
 def _per_step(link: LinkBytes, steps: float) -> LinkBytes:

@@ -25,12 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from spark_dl.bench import figures
+from spark_dl.bench.answers import answers
 from spark_dl.bench.cost import server_bytes_per_s
 from spark_dl.bench.profiles import PROFILES
 
 Rows = Sequence[Mapping[str, Any]]
-RING = "ddp"
-"""The method that the others are compared with: the backend's ring, through DDP."""
 _WORKERS, _STEPS_PER_S, _RESNET50_BYTES = 256, 3, PROFILES["resnet50"]().gradient_bytes
 
 
@@ -77,108 +76,6 @@ def write_report(results: Mapping[str, Any], path: str | Path) -> None:
     )
     Path(path).write_text(html, encoding="utf-8")
     Path(path).with_suffix(".json").write_text(json.dumps(results, indent=1), encoding="utf-8")
-
-
-def answers(results: Mapping[str, Any]) -> list[str]:
-    """What the figures say to the questions that one asks of all-reduce in Spark, a sentence each."""
-    return [
-        *_cost_of_shuffles(results), *_compression(results), *_overlap(results), *_waves(results), *_waiting(results)
-    ]  # fmt: skip
-
-
-def _cost_of_shuffles(results: Mapping[str, Any]) -> list[str]:
-    rows = results.get("exchange") or []
-    if not any(r["method"] == RING for r in rows):
-        return []
-    hosts = max(r["hosts"] for r in rows)
-    mib = max(r["mib"] for r in rows if r["hosts"] == hosts)
-    here = {r["method"]: r for r in rows if (r["hosts"], r["mib"]) == (hosts, mib)}
-    factors = [
-        f"{name} takes {row['seconds'] / here[RING]['seconds']:.1f} times as long"
-        for name, row in here.items()
-        if name.split()[0] in ("tree_reduce", "shuffle_reduce", "parameter_server") and RING in here
-    ]
-    if not factors:
-        return []
-    ring = here[RING]
-    allowed = f" ({ring['ratio_to_limit']:.0%} of what the links allow)" if ring["ratio_to_limit"] else ""
-    found = [
-        f"What a shuffle costs more than a ring: for {mib:g} MiB on {hosts} hosts the ring takes "
-        f"{ring['seconds']:.2f} s{allowed}; {', '.join(factors)}."
-    ]
-    crossings = results.get("crossings") or []
-    return found + [
-        f"{row['faster'].capitalize()} about {row['mib']:.2g} MiB on {row['hosts']} hosts, {row['method']} is faster "
-        "than DDP's ring."
-        for row in crossings
-    ]
-
-
-def _compression(results: Mapping[str, Any]) -> list[str]:
-    found = []
-    for method, rows in _by_method(results.get("compression") or []):
-        rows = [r for r in rows if r["times_ring"]]
-        if method != RING and rows:
-            cases = [
-                f"{_rate(r['rate_mbit'])} it sends {1 / r['bytes_factor']:.1f} times fewer bytes and takes "
-                f"{r['times_ring']:.2f} times as long" for r in rows
-            ]  # fmt: skip
-            found.append(f"{method} against whole gradients, {rows[0]['mib']:g} MiB: {'; '.join(cases)}.")
-    return ["Where compression pays, and where it does not. " + " ".join(found)] if found else []
-
-
-def _by_method(rows: Rows) -> list[tuple[str, list[Mapping[str, Any]]]]:
-    return [(m, [r for r in rows if r["method"] == m]) for m in dict.fromkeys(r["method"] for r in rows)]
-
-
-def _rate(mbit: float | None) -> str:
-    return f"at {mbit:g} Mbit/s" if mbit else "on links without a limit"
-
-
-def _waves(results: Mapping[str, Any]) -> list[str]:
-    rows = results.get("waves") or []
-    trees = sorted((r for r in rows if r["method"] == "tree_reduce"), key=lambda r: int(r["ranks"]))
-    refused = [r for r in rows if r.get("refused_s") is not None]
-    if len(trees) < 2 or not refused:
-        return []
-    few, many, ring = trees[0], trees[-1], refused[0]
-    return [
-        f"Not all tasks are active at once: with {many['ranks']} ranks on {many['slots']} slots treeReduce runs them "
-        f"in waves, and a step takes {many['step_s']:.2f} s in place of {few['step_s']:.2f} s with {few['ranks']}; the "
-        f"ranks of a ring need each other, so DDP refuses this after {ring['refused_s']:.1f} s."
-    ]
-
-
-def _overlap(results: Mapping[str, Any]) -> list[str]:
-    rows = {r["method"]: r for r in results.get("breakdown") or []}
-    if RING not in rows:
-        return []
-    ring = rows[RING]
-    whole = ring["hidden_s"] + ring["exposed_s"]
-    text = (
-        f"What overlap is worth: DDP hides {ring['hidden_s']:.2f} of {whole:.2f} s of communication behind the "
-        f"backward pass, and its step takes {ring['step_s']:.2f} s, {ring['times_largest']:.2f} times the larger of "
-        "compute and communication"
-    )
-    if "tree_reduce" in rows:
-        tree = rows["tree_reduce"]
-        text += (
-            f"; a task of treeReduce ends before it sends, hides {tree['hidden_s']:.2f} s, and takes "
-            f"{tree['step_s']:.2f} s, {tree['times_largest']:.2f} times"
-        )
-    return [text + "."]
-
-
-def _waiting(results: Mapping[str, Any]) -> list[str]:
-    rows = results.get("stragglers") or []
-    if not rows:
-        return []
-    ordered = sorted(rows, key=lambda r: float(r["seconds"]))
-    first, last = ordered[0], ordered[-1]
-    return [
-        f"What slow ranks cost: with the same rows, {first['method']} is done after {first['seconds']:.0f} s (accuracy "
-        f"{first['accuracy']:.3f}), {last['method']} after {last['seconds']:.0f} s ({last['accuracy']:.3f})."
-    ]
 
 
 def _about(about: Mapping[str, Any]) -> str:

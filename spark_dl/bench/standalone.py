@@ -28,7 +28,7 @@ while True:
     try:
         if json.load(urllib.request.urlopen(sys.argv[1], timeout=5))["aliveworkers"] == int(sys.argv[2]):
             break
-    except OSError:
+    except (OSError, ValueError):  # ValueError: an empty page, while the master starts
         pass
     time.sleep(0.2)
 """
@@ -90,4 +90,5 @@ def _wait_for_workers(bed: Bed, num_workers: int, daemons: Sequence[_Daemon], en
             time.sleep(_POLL_S)
     finally:
         kill(waiting)
-    assert waiting.returncode == 0
+    if waiting.returncode:
+        raise RuntimeError(f"what waits for the Spark master ended with exit code {waiting.returncode}; see above")

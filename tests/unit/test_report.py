@@ -6,6 +6,7 @@ import re
 import pytest
 
 from spark_dl.bench import report
+from spark_dl.bench.answers import answers
 
 pytest.importorskip("matplotlib", reason="the report needs matplotlib")
 
@@ -98,7 +99,7 @@ def test_a_part_that_was_not_measured_is_not_there(tmp_path):
 
 
 def test_the_answers_are_the_figures():
-    found = report.answers(RESULTS)
+    found = answers(RESULTS)
     assert found[0].startswith(
         "What a shuffle costs more than a ring: for 64 MiB on 4 hosts the ring takes 4.27 s (94% of"
     )
@@ -110,4 +111,4 @@ def test_the_answers_are_the_figures():
     assert "with 8 ranks on 4 slots treeReduce runs them in waves, and a step takes 1.40 s in place of 0.80" in found[4]
     assert "DDP refuses this after 0.2 s" in found[4]
     assert "parameter_server async is done after 10 s (accuracy 0.970), ddp after 30 s" in found[5]
-    assert report.answers({}) == []
+    assert answers({}) == []

@@ -179,17 +179,17 @@ class _Exchange:
         it cannot come before that is read.
         """
         ops: list[_Op] = []
-        if send:
-            ops.append((dist.isend, self._flat[send.start : send.stop], send.peer))
         targets = []
         for receive, adds in self._receives[self._num_posted : num_receives]:
             target = self._flat[receive.start : receive.stop]
             scratch = torch.empty_like(target) if adds else None
             targets.append((target, scratch))
             ops.append((dist.irecv, target if scratch is None else scratch, receive.peer))
+        if send:  # the last, or the word that this rank is ready waits behind what it sends
+            ops.append((dist.isend, self._flat[send.start : send.stop], send.peer))
         transfers = _start(ops, self._group)
         if send:
-            self._sent.append(transfers.pop(0))
+            self._sent.append(transfers.pop())
         self._posted += [(transfer, *to) for transfer, to in zip(transfers, targets, strict=True)]
         self._num_posted += len(targets)
 

@@ -108,6 +108,16 @@ def test_without_a_rate_there_is_no_limit(hosts):
         assert send(bed, bed.hosts[1], bed.hosts[0], 25_000_000) < 2  # 100 Mbit/s, on any machine
 
 
+def test_the_congestion_control_is_not_the_machine_s(hosts):
+    ask = """
+import socket, sys
+connection = socket.create_connection((sys.argv[1], 5001), timeout=10)
+print(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(bytes(1)).decode())
+"""
+    with hosts(1) as bed, server(bed, bed.hosts[0]):
+        assert bed.run(bed.driver, [*PYTHON, ask, bed.hosts[0].name], timeout_s=20) == "reno\n"
+
+
 def test_a_host_that_is_cut_off_reaches_nobody_until_it_is_restored(hosts):
     with hosts(3) as bed:
         first, second, third = bed.hosts

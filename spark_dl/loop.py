@@ -6,6 +6,7 @@ import dataclasses
 import math
 import random
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,8 +70,18 @@ def train(
             pin=world.device.type == "cuda",
         )  # fmt: skip
         return Training(run, world, trainable, loader, num_ranks=num_ranks).run()
+    except BaseException as error:
+        _clear_frames(error)  # their variables keep what `close` lets go of, such as DDP
+        raise
     finally:
         trainable.close()
+
+
+def _clear_frames(error: BaseException) -> None:
+    cause: BaseException | None = error
+    while cause is not None:
+        traceback.clear_frames(cause.__traceback__)
+        cause = cause.__cause__ or cause.__context__
 
 
 class Training:

@@ -141,11 +141,15 @@ class _Exchange:
         self._posted: deque[tuple[_Transfer, Tensor, Tensor | None]] = deque()
         self._num_posted = self._num_done = 0
         self._sent: list[_Transfer] = []
+        self._scratch: list[Tensor] = []
+        """Not in use now; each as long as the longest piece that is added."""
+        self._scratch_length = max((m.stop - m.start for m, adds in self._receives if adds), default=0)
 
     def run(self, pieces: Sequence[Piece]) -> None:
         for piece in pieces:
             self._finish(piece.after)
-            self._post(self._num_done + self._ahead, piece.send)
+            # Few at a time, so that the first send does not wait until all receives are posted.
+            self._post(min(self._num_posted + 2, self._num_done + self._ahead), piece.send)
         self._finish(len(self._receives))
         self._wait_sent()
 
@@ -168,8 +172,9 @@ class _Exchange:
         transfer, target, scratch = self._posted.popleft()
         transfer.wait()
         if scratch is not None:
-            for own, other in _slices(target, scratch):
+            for own, other in _slices(target, scratch[: len(target)]):
                 own.add_(other)
+            self._scratch.append(scratch)
         self._num_done += 1
 
     def _post(self, num_receives: int, send: Message | None = None) -> None:
@@ -182,9 +187,11 @@ class _Exchange:
         targets = []
         for receive, adds in self._receives[self._num_posted : num_receives]:
             target = self._flat[receive.start : receive.stop]
-            scratch = torch.empty_like(target) if adds else None
+            scratch = None
+            if adds:
+                scratch = self._scratch.pop() if self._scratch else target.new_empty(self._scratch_length)
             targets.append((target, scratch))
-            ops.append((dist.irecv, target if scratch is None else scratch, receive.peer))
+            ops.append((dist.irecv, target if scratch is None else scratch[: len(target)], receive.peer))
         if send:  # the last, or the word that this rank is ready waits behind what it sends
             ops.append((dist.isend, self._flat[send.start : send.stop], send.peer))
         transfers = _start(ops, self._group)

@@ -203,7 +203,8 @@ def _bounded_waits(hvd: Any, limit_s: float) -> Iterator[Wait]:
 
     def watch() -> None:
         while not is_over.wait(min(limit_s / 10, 1.0)):
-            if begun is not None and time.monotonic() - begun > limit_s:
+            since = begun  # which the other thread may set to None at any time
+            if since is not None and time.monotonic() - since > limit_s:
                 hvd.shutdown()  # on all ranks, as their threads agree on it; the wait ends with an error
                 return
 

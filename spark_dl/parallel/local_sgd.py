@@ -40,6 +40,7 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
         extra_state={"local_sgd": training, **(together.extra_state if together else {})},
         rank_state={"optimizer": OptimizerState(optimizer), **alone.extra_state},
         settle=training.settle,
+        close=together.close if together else lambda: None,
     )
 
 

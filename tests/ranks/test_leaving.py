@@ -6,18 +6,19 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from spark_dl import Parallel, worker
+from spark_dl import ModelSpec, Parallel, worker
 from spark_dl.parallel import ddp
-from tests.models import small_config
+from tests.models import build_mlp, small_config
 from tests.ranks.launcher import run_ranks
 from tests.ranks.runs import make_run
 
 
 def left_at_the_end(run):
-    """How many of DDP's objects are left when the process group goes, of how many."""
-    made, left = [], []
+    """How many of DDP's objects are left when the process group goes, of how many, and what the run raised."""
+    made, left, raised = [], [], ""
     destroy = dist.destroy_process_group
 
     def wrap(*args, **options):
@@ -36,13 +37,37 @@ def left_at_the_end(run):
             mock.patch.object(dist, "destroy_process_group", look),
         ):
             worker.main(run)
+    except ZeroDivisionError as error:
+        raised = str(error)
     finally:
         gc.enable()
-    return left[-1], len(made)
+    return left[-1], len(made), raised
 
 
-@pytest.mark.parametrize("parallel", [Parallel(), Parallel(compression="topk"), Parallel(strategy="local_sgd",
-    sync_every_steps=2, sync_start_step=2)], ids=["ddp", "topk", "post_local_sgd"])  # fmt: skip
+class FailsInAStep:
+    """A loss that fails in the second step: DDP sees the first batch twice."""
+
+    calls = 0
+
+    def __call__(self, output, labels):
+        self.calls += 1
+        if self.calls == 3:
+            raise ZeroDivisionError("no loss")
+        return nn.functional.cross_entropy(output, labels, reduction="none")
+
+
+STRATEGIES = pytest.mark.parametrize("parallel", [Parallel(), Parallel(compression="topk"), Parallel(
+    strategy="local_sgd", sync_every_steps=2, sync_start_step=2)], ids=["ddp", "topk", "post_local_sgd"])  # fmt: skip
+
+
+@STRATEGIES
 def test_ddp_goes_before_its_process_group(tmp_path, parallel):
     run = make_run(tmp_path, small_config(2, parallel=parallel))
-    assert run_ranks(left_at_the_end, 2, run) == [(0, 1)] * 2
+    assert run_ranks(left_at_the_end, 2, run) == [(0, 1, "")] * 2
+
+
+@STRATEGIES
+def test_also_where_a_step_fails(tmp_path, parallel):
+    spec = ModelSpec(build=build_mlp, loss=FailsInAStep())
+    run = make_run(tmp_path, small_config(2, parallel=parallel), spec=spec)
+    assert run_ranks(left_at_the_end, 2, run) == [(0, 1, "no loss")] * 2

@@ -10,7 +10,6 @@ What the links of a network make of it, `jobs/bench.py exchange` measures.
 """
 
 import argparse
-import pathlib
 import sys
 import tempfile
 
@@ -37,6 +36,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
+    report.check_installed()
     spark = spark_dl.build_session("compare_aggregation", master=args.master or f"local[{args.ranks}]")
     with tempfile.TemporaryDirectory() as here, compare.own_folder(args.folder or here) as folder:
         rows = error_runtime.measure(
@@ -49,7 +49,6 @@ def main() -> None:
         exact = "yes" if row["exact"] else "no"
         numbers = f"{row['seconds']:8.1f} {row['loss']:8.4f} {row['accuracy']:8.1%}"
         print(f"{row['method']:32} {exact:>5} {numbers} {staleness:>9}")
-    pathlib.Path(args.report).parent.mkdir(parents=True, exist_ok=True)
     about = {"network": f"{args.ranks} ranks of {spark.conf.get('spark.master')}", "straggler_s": args.straggler_s}
     report.write_report({"about": about, "stragglers": rows}, args.report)
     print(f"report: {args.report}")

@@ -3,8 +3,6 @@
 import argparse
 import dataclasses
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 from spark_dl import build_session, cli
@@ -40,15 +38,13 @@ def bench_exchange(args: argparse.Namespace) -> dict[str, Any]:
         args.rate_mbit = compare.Options().rate_mbit
     names = [field.name for field in dataclasses.fields(compare.Options)]
     options = compare.Options(**{name: getattr(args, name) for name in names})
+    report.check_installed()
     if args.master:
-        if not args.folder and not args.master.startswith("local"):
+        if not args.folder:
             raise ValueError("--folder: name a folder or URL that all hosts of --master reach")
-        spark = build_session("spark_dl bench", master=args.master)
-        with tempfile.TemporaryDirectory() as folder:
-            results = compare.compare_on(spark, args.folder or folder, options, _show)
+        results = compare.compare_on(build_session("spark_dl bench", master=args.master), args.folder, options, _show)
     else:
         results = compare.compare(options, _show)
-    Path(args.report).parent.mkdir(parents=True, exist_ok=True)
     report.write_report(results, args.report)
     _show(f"report: {args.report}")
     for line in answers(results):

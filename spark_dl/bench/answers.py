@@ -15,9 +15,8 @@ _RING = "ddp"
 
 def answers(results: Mapping[str, Any]) -> list[str]:
     """What the figures say to the questions that one asks of all-reduce in Spark, a sentence each."""
-    return [
-        *_cost_of_shuffles(results), *_compression(results), *_overlap(results), *_waves(results), *_waiting(results)
-    ]  # fmt: skip
+    parts = (_cost_of_shuffles, _crossings, _compression, _overlap, _waves, _waiting)
+    return [sentence for part in parts for sentence in part(results)]
 
 
 def _cost_of_shuffles(results: Mapping[str, Any]) -> list[str]:
@@ -36,15 +35,17 @@ def _cost_of_shuffles(results: Mapping[str, Any]) -> list[str]:
         return []
     ring = here[_RING]
     allowed = f" ({ring['ratio_to_limit']:.0%} of what the links allow)" if ring["ratio_to_limit"] else ""
-    found = [
+    return [
         f"What a shuffle costs more than a ring: for {mib:g} MiB on {hosts} hosts the ring takes "
         f"{ring['seconds']:.2f} s{allowed}; {', '.join(factors)}."
     ]
-    crossings = results.get("crossings") or []
-    return found + [
+
+
+def _crossings(results: Mapping[str, Any]) -> list[str]:
+    return [
         f"{row['faster'].capitalize()} about {row['mib']:.2g} MiB on {row['hosts']} hosts, {row['method']} is faster "
         "than DDP's ring."
-        for row in crossings
+        for row in results.get("crossings") or []
     ]
 
 
@@ -105,7 +106,7 @@ def _overlap(results: Mapping[str, Any]) -> list[str]:
 
 def _waiting(results: Mapping[str, Any]) -> list[str]:
     rows = results.get("stragglers") or []
-    if not rows:
+    if len(rows) < 2:
         return []
     ordered = sorted(rows, key=lambda r: float(r["seconds"]))
     first, last = ordered[0], ordered[-1]

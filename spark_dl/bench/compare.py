@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
+import functools
 import json
 import os
 import platform
@@ -95,13 +95,18 @@ def compare(options: Options, show: Show) -> Results:
         sections = [s for s in options.sections if s not in _ON_OTHER_BEDS and (s == "exchange" or is_last)]
         if sections:
             here = dataclasses.replace(options, hosts=(num_hosts,), sections=tuple(sections))
-            for name, value in _on_testbed(here, show).items():
+            found = _attempt(
+                f"{', '.join(sections)} on {num_hosts} hosts", functools.partial(_on_testbed, here, show), show
+            )
+            for name, value in found.items():
                 results[name] = results[name] + value if name in results else value
-    if "compression" in options.sections:
+    if "compression" in options.sections and any(map(exchange.is_compressed, options.methods)):
         rows = results.get("exchange", [])
         results |= _attempt("compression", lambda: {"compression": _compression(options, rows, show)}, show)
     if "scaling" in options.sections:
         results |= _attempt("scaling", lambda: {"scaling": _scaling(options, show)}, show)
+    if not results:
+        raise RuntimeError("nothing was measured; see above")
     return {
         "about": _about(options, f"{_listed(options.hosts)} hosts on one machine, links of {_rate(options.rate_mbit)}"),
         **conclude(results),
@@ -152,14 +157,18 @@ def measure(
     show: Show,
     save: Callable[[Results], None] = lambda results: None,
 ) -> Results:
-    """The sections that run as Spark jobs. Called on the driver. `save` gets all results after each section."""
+    """The sections that run as Spark jobs. Called on the driver. `save` gets all results so far, after each section and
+    after each row of `exchange`.
+    """
     num_hosts = max(options.hosts)
+    results: Results = {}
 
     def exchanges() -> Results:
         methods = [m for m in options.methods if m in exchange.METHODS]
         return {"exchange": exchange.measure(
             spark, f"{folder}/exchange", num_hosts=num_hosts, mib=options.mib, methods=methods,
             repeats=options.repeats, rate_mbit=options.rate_mbit, show=show,
+            save=lambda rows: save({**results, "exchange": rows}),
         )}  # fmt: skip
 
     def simulated_steps() -> Results:
@@ -183,7 +192,6 @@ def measure(
         ({"exchange"}, exchanges), ({"breakdown", "buckets"}, simulated_steps), ({"waves"}, few_slots),
         ({"stragglers"}, stragglers),
     ]  # fmt: skip
-    results: Results = {}
     for names, part in parts:
         if asked := names & {*options.sections}:
             results |= _attempt(", ".join(sorted(asked)), part, show)
@@ -195,8 +203,8 @@ def _attempt(name: str, part: Callable[[], Results], show: Show) -> Results:
     """The results of a part or, if it fails, none: what came before is not lost, and the others may do."""
     try:
         return part()
-    except (ValueError, RuntimeError, OSError) as error:
-        show(f"the section {name} is left out: {str(error).strip()}")
+    except Exception as error:
+        show(f"left out: {name}: {str(error).strip() or type(error).__name__}")
         return {}
 
 
@@ -228,8 +236,11 @@ def _compression(options: Options, rows: Sequence[Mapping[str, Any]], show: Show
     here = dataclasses.replace(
         options, hosts=(hosts,), mib=(mib,), rate_mbit=None, methods=tuple(methods), sections=("exchange",)
     )
-    show("compression on links without a limit")
     limited = [r for r in rows if (r["hosts"], r["mib"]) == (hosts, mib) and r["method"] in methods]
+    if not limited:
+        show("compression at the set rate")
+        limited = _on_testbed(dataclasses.replace(here, rate_mbit=options.rate_mbit), show)["exchange"]
+    show("compression on links without a limit")
     found = []
     for rate_mbit, measured in ((options.rate_mbit, limited), (None, _on_testbed(here, show)["exchange"])):
         ring = {r["method"]: r["bytes_per_rank"] for r in measured}.get("ddp")
@@ -244,12 +255,11 @@ def _scaling(options: Options, show: Show) -> list[dict[str, Any]]:
     """Weak and strong scaling on up to 16 hosts, without Spark: its executors would be too many for one machine."""
     rows = []
     backward_s = _balanced_backward_s(options)
-    methods = {method: name for method, name in _SCALED.items() if method in options.methods}
-    for ranks in options.scaling_ranks:
+    todo = [(kind, method) for kind in ("weak", "strong") for method in _SCALED if method in options.methods]
+    for ranks in sorted(options.scaling_ranks):
         with testbed.hosts(ranks, rate_mbit=options.rate_mbit) as bed:
-            for (kind, share), (method, all_reduce) in itertools.product(
-                (("weak", 1.0), ("strong", 1 / ranks)), methods.items()
-            ):
+            for kind, method in tuple(todo):
+                share, all_reduce = 1 / ranks if kind == "strong" else 1.0, _SCALED[method]
                 settings = steps.Steps(
                     scale=options.scale, forward_s=share * backward_s / 2, backward_s=share * backward_s,
                     parallel={"all_reduce": all_reduce}, num_steps=options.repeats,
@@ -257,7 +267,13 @@ def _scaling(options: Options, show: Show) -> list[dict[str, Any]]:
                 )  # fmt: skip
                 path = f"{bed.folder}/{kind}-{all_reduce}.json"
                 module = [sys.executable, "-m", "spark_dl.bench.steps"]
-                bed.run_ranks([*module, json.dumps(dataclasses.asdict(settings)), path], timeout_s=settings.timeout_s)
+                command = [*module, json.dumps(dataclasses.asdict(settings)), path]
+                try:
+                    bed.run_ranks(command, timeout_s=settings.timeout_s)
+                except RuntimeError as error:  # more ranks would not do it either
+                    show(f"left out: {kind} scaling of {method} to {ranks} ranks and more: {exchange.reason_of(error)}")
+                    todo.remove((kind, method))
+                    continue
                 step_s = json.loads(Path(path).read_text())["step_s"]
                 rows.append({
                     "kind": kind, "method": method, "ranks": ranks, "step_s": step_s, "scale": options.scale,

@@ -16,6 +16,7 @@ from torch import nn
 
 from spark_dl import driver, metrics
 from spark_dl.baselines.servers.rules import rules_of
+from spark_dl.bench import exchange
 from spark_dl.bench.staleness import Delay, iteration_s
 from spark_dl.config import Config, Data, Launch, Parallel, Train
 from spark_dl.data.shards import write_arrays
@@ -28,11 +29,6 @@ _HELD_OUT = 5  # every fifth image validates
 
 def strategies(num_ranks: int) -> dict[str, Parallel]:
     """What is compared, by the names of the report; Horovod where it is installed."""
-    k = max(1, num_ranks - 2)
-    servers: Mapping[str, dict[str, Any]] = {
-        "sync": {}, "k_sync": {"server_k": k}, "k_batch_sync": {"server_k": k}, "async": {},
-        "k_async": {"server_k": k}, "k_batch_async": {"server_k": k},
-    }  # fmt: skip
     return {
         "ddp": Parallel(),
         "ddp ring": Parallel(all_reduce="ring"),
@@ -41,12 +37,7 @@ def strategies(num_ranks: int) -> dict[str, Parallel]:
         "ddp threshold": Parallel(compression="threshold", threshold=0.01),
         "ddp topk": Parallel(compression="topk"),
         "local_sgd": Parallel(strategy="local_sgd"),
-        "tree_reduce": Parallel(strategy="tree_reduce"),
-        "shuffle_reduce": Parallel(strategy="shuffle_reduce"),
-        **{
-            f"parameter_server {mode}": Parallel(strategy="parameter_server", server_mode=mode, **more)  # type: ignore[arg-type]
-            for mode, more in servers.items()
-        },
+        **{method: exchange.job_settings(method, num_ranks) for method in exchange.JOBS},
     }
 
 
@@ -68,19 +59,23 @@ def measure(
     """Rows of `method, seconds, loss, accuracy, staleness, exact, curve` for the report. Called on the driver.
 
     One rank on each of `num_hosts` hosts, of parameter servers one of them. `folder` is one that all of them reach.
-    `methods` are names of `strategies`; all, if none are named.
+    `methods` are names of `strategies`, all by default; one that fails is left out.
     """
     write_digits(folder)
     rows = []
     known = strategies(num_hosts)
-    for method in methods or known:
+    for method in known if methods is None else methods:
         parallel = known[method]
         run_dir = f"{folder}/{method.replace(' ', '-')}"
         config = _config(parallel, num_hosts, straggler_s, epochs)
         spec = ModelSpec(build=build_network)
-        result = driver.train(
-            f"{folder}/train", spec, config, validation=f"{folder}/test", run_dir=run_dir, progress=False
-        )
+        try:
+            result = driver.train(
+                f"{folder}/train", spec, config, validation=f"{folder}/test", run_dir=run_dir, progress=False
+            )
+        except Exception as error:  # what came before is not lost, and the others may do
+            show(f"{method}: left out: {exchange.reason_of(error)}")
+            continue
         rows.append({
             "method": method, "seconds": result.seconds, "loss": result.train_loss,
             "accuracy": result.metrics["accuracy"], "staleness": result.staleness,

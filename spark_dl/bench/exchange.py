@@ -72,13 +72,15 @@ def measure(
     repeats: int = 3,
     rate_mbit: float | None = None,
     show: Callable[[str], None] = lambda line: None,
+    save: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
 ) -> list[dict[str, Any]]:
     """Rows of the section `exchange` of the report (see `report.py`). Called on the driver.
 
     One rank runs on each of `num_hosts` hosts. `folder` is one that all of them reach, for the runs of `JOBS`.
-    `rate_mbit` is the rate of each link in each direction; without it rows have no limit.
+    `rate_mbit` is the rate of each link in each direction; without it rows have no limit. `save` gets the rows so far
+    after each one. A method that fails is left out.
     """
-    rows = []
+    rows: list[dict[str, Any]] = []
     for size in mib:
         for method in methods:
             start = time.perf_counter()
@@ -89,13 +91,20 @@ def measure(
                     found = measure_job(spark, run, settings, _spec(size), num_hosts=num_hosts, repeats=repeats)
                 else:
                     found = _measure_on_ranks(spark, method, num_hosts, size, repeats)
-            except (ValueError, RuntimeError) as error:  # what came before is not lost, and the others may do
-                show(f"{method}, {size:g} MiB: left out: {str(error).strip().splitlines()[0]}")
+            except Exception as error:  # what came before is not lost, and the others may do
+                show(f"{method}, {size:g} MiB: left out: {reason_of(error)}")
                 continue
             limit = _limit(found, num_hosts, size, rate_mbit)
             rows.append({"method": method, "hosts": num_hosts, "mib": size, **found, **limit})
+            save(rows)
             show(f"{method}, {size:g} MiB: {found['seconds']:.3f} s (measured in {time.perf_counter() - start:.0f} s)")
     return rows
+
+
+def reason_of(error: Exception) -> str:
+    """Why something is left out, in a line."""
+    said = str(error).strip()
+    return said.splitlines()[0] if said else type(error).__name__
 
 
 def warm_ups(method: str) -> int:
@@ -183,14 +192,13 @@ def _steady(exchange: Callable[[], object], repeats: int) -> int:
 
 
 def _all_reduce(method: str, mib: float) -> Callable[[], object]:
-    gradient = torch.randn(round(mib * 2**18)) * 1e-3
+    gradient = torch.randn(round(mib * 2**18)) * 1e-3  # 27 sums over 16 ranks are still finite
 
     def exchange() -> None:
         if method == "backend":
             dist.all_reduce(gradient)
         else:
             collectives.all_reduce(gradient, method)
-        gradient.mul_(1 / dist.get_world_size())  # so that it stays finite
 
     return exchange
 
@@ -233,14 +241,16 @@ def measure_job(
 
     Two runs, a short and a long one: the steps that only the long one has are without its start and its end. Where an
     update takes the gradients of K of the trainers only, a step is as many updates as take one of each trainer; the
-    first of these steps is not counted, in which all trainers begin at once, and at least twice as many are, as who
-    sends when differs from one to the next.
+    first of these steps is not counted, in which all trainers begin at once; and at least twice as many are counted
+    where nobody is cancelled, as who sends when then differs from one to the next.
     """
     num_ranks = num_ranks or num_hosts
-    trainers, k = _trainers_and_k(parallel, num_ranks)
+    trainers, k, cancels = _trainers_and_k(parallel, num_ranks)
     updates = trainers / k
-    before, counted = (1, repeats) if k == trainers else (1 + math.ceil(updates), trainers * math.ceil(2 * repeats / k))
-    rows = num_ranks * (math.ceil((before + counted) / updates) + 2)  # none has to wait for the end of an epoch
+    before, counted = 1, repeats
+    if k < trainers:
+        before, counted = 1 + math.ceil(updates), trainers * math.ceil((repeats if cancels else 2 * repeats) / k)
+    rows = num_ranks * (k * (before + counted) + 2)  # enough for each trainer, also if all others are cancelled
     write_arrays({"x": np.random.default_rng(0).random((rows, 1), dtype=np.float32)}, f"{folder}/data")
     marks = [read_links(spark, num_hosts)]
     seconds: list[float] = []
@@ -252,6 +262,9 @@ def measure_job(
         times = [line["time"] for line in metrics.read_metrics(run_dir) if line["kind"] == "step"]
         seconds = [after - first for first, after in itertools.pairwise(times)][-counted:]
         storage.delete(run_dir)
+    if any(mark.keys() != marks[0].keys() for mark in marks):
+        raise RuntimeError(f"ranks ran on other hosts from run to run: {[sorted(mark) for mark in marks]}; give the "
+                           "application as many executors as hosts, with one task slot each")  # fmt: skip
     short, long = ({host: after[host] - before[host] for host in after} for before, after in itertools.pairwise(marks))
     links = {host: _per_step(long[host] - short[host], counted / updates) for host in long}
     sent = [link.sent for host, link in links.items() if not host.startswith("driver ")]
@@ -263,12 +276,15 @@ def measure_job(
     }
 
 
-def _trainers_and_k(parallel: Parallel, num_ranks: int) -> tuple[int, int]:
-    """How many ranks train, and how many of their gradients make an update: all, but for some parameter servers."""
+def _trainers_and_k(parallel: Parallel, num_ranks: int) -> tuple[int, int, bool]:
+    """How many ranks train, how many of their gradients make an update (all, but for some parameter servers), and
+    whether it cancels what is under way.
+    """
     if parallel.strategy != "parameter_server":
-        return num_ranks, num_ranks
+        return num_ranks, num_ranks, True
     trainers = num_ranks - parallel.num_servers
-    return trainers, rules_of(parallel, trainers).k
+    rules = rules_of(parallel, trainers)
+    return trainers, rules.k, rules.cancels
 
 
 def _per_step(link: LinkBytes, steps: float) -> LinkBytes:

@@ -41,7 +41,7 @@ def exchange_times(rows: Rows, hosts: int) -> Callable[[Any], None]:
         here = [r for r in rows if r["hosts"] == hosts]
         for i, (method, points) in enumerate(_by(here, "method")):
             _line(axes, points, "mib", "seconds", i, method)
-        limits = {r["mib"]: r["limit_s"] for r in here if r["method"] == "ddp"}
+        limits = {r["mib"]: r["limit_s"] for r in here if r["method"] == "ddp" and r["limit_s"]}
         if limits:
             sizes = sorted(limits)
             axes.plot(sizes, [limits[s] for s in sizes], "k:", linewidth=1, label="limit of the link, all-reduce")

@@ -53,8 +53,10 @@ class Options:
 def measure(options: Options) -> dict[str, Any]:
     """Images per second of both loops, medians, and the median of the ratios of neighbouring turns. Without Spark.
 
-    Raises ValueError if there is no such device here.
+    Raises ValueError if there is no such device here, or if nothing is left to count.
     """
+    if options.steps < 2:
+        raise ValueError(f"--steps: expected at least 2, as the first is not counted, found {options.steps}")
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device: found no GPU that torch can use; `--device cpu` tries the command without one")
     with tempfile.TemporaryDirectory() as folder:

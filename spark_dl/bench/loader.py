@@ -137,9 +137,9 @@ def _print_table(name: str, result: dict[str, Any]) -> None:
     print(f"\n{name:18} {'rows/s':>12} {'ours is':>9} {'displacement':>13} {'neighbours':>11}", file=sys.stderr)
     for peer in PEERS:
         if result[peer] is not None:
-            shuffle = result["shuffle"][peer]
-            times, moved, kept = ours / result[peer], shuffle["displacement"], shuffle["neighbours"]
-            print(f"{peer:18} {result[peer]:12,.0f} {times:8.2f}x {moved:13.3f} {kept:11.2%}", file=sys.stderr)
+            shuffle = result["shuffle"].get(peer)  # one that ended before it said its order has none
+            quality = f"{shuffle['displacement']:13.3f} {shuffle['neighbours']:11.2%}" if shuffle else ""
+            print(f"{peer:18} {result[peer]:12,.0f} {ours / result[peer]:8.2f}x {quality}", file=sys.stderr)
 
 
 def _names(folder: str) -> Sequence[str]:

@@ -17,6 +17,7 @@ The results are plain data, a list of rows for each section, all optional:
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -56,15 +57,15 @@ class Section:
 
 
 def write_report(results: Mapping[str, Any], path: str | Path) -> None:
-    """Writes `<path>` and, beside it, the results as JSON. Called on the driver.
+    """Writes the results as JSON, then beside it the page `<path>`. Called on the driver.
 
-    Raises ModuleNotFoundError, which says what to install, without matplotlib or Jinja.
+    Raises ModuleNotFoundError as `check_installed` does.
     """
-    try:
-        import jinja2
-        import matplotlib  # noqa: F401 - for the pictures
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"the report needs {error.name}: pip install 'spark_dl[plot]'") from None
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).with_suffix(".json").write_text(json.dumps(results, indent=1), encoding="utf-8")
+    check_installed()
+    import jinja2
+
     template = resources.files("spark_dl.bench").joinpath("report.html").read_text()
     page = jinja2.Environment(autoescape=True).from_string(template)
     html = page.render(
@@ -75,7 +76,13 @@ def write_report(results: Mapping[str, Any], path: str | Path) -> None:
         facts={key: value for key, value in results.get("about", {}).items() if value not in (None, "")},
     )
     Path(path).write_text(html, encoding="utf-8")
-    Path(path).with_suffix(".json").write_text(json.dumps(results, indent=1), encoding="utf-8")
+
+
+def check_installed() -> None:
+    """Raises ModuleNotFoundError, which says what to install, without matplotlib or Jinja."""
+    for name in ("jinja2", "matplotlib"):
+        if importlib.util.find_spec(name) is None:
+            raise ModuleNotFoundError(f"the report needs {name}: pip install 'spark_dl[plot]'")
 
 
 def _about(about: Mapping[str, Any]) -> str:

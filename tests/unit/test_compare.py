@@ -117,7 +117,7 @@ def test_a_section_that_fails_is_left_out_with_its_reason_and_the_others_stay(mo
     shown, saved = [], []
     found = compare.measure(None, "", options, same_clock=True, show=shown.append, save=lambda r: saved.append(dict(r)))
     assert found == {"waves": ["a row"]} == saved[-1]
-    assert shown == ["the section exchange is left out: no slots", "the section breakdown is left out: no slots"]
+    assert shown == ["left out: exchange: no slots", "left out: breakdown: no slots"]
 
 
 def test_weak_and_strong_scaling_have_their_own_ideal():

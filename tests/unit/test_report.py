@@ -1,11 +1,13 @@
 """The page of the benchmark of gradient exchange: what it says is what was measured."""
 
+import importlib.util
 import json
 import re
 
 import pytest
 
-from spark_dl.bench import report
+from spark_dl import driver
+from spark_dl.bench import error_runtime, report
 from spark_dl.bench.answers import answers
 
 pytest.importorskip("matplotlib", reason="the report needs matplotlib")
@@ -112,3 +114,27 @@ def test_the_answers_are_the_figures():
     assert "DDP refuses this after 0.2 s" in found[4]
     assert "parameter_server async is done after 10 s (accuracy 0.970), ddp after 30 s" in found[5]
     assert answers({}) == []
+
+
+def test_answers_do_not_need_each_other():
+    assert [text[:25] for text in answers({"crossings": RESULTS["crossings"]})] == ["Below about 0.02 MiB on 4"]
+    assert answers({"stragglers": RESULTS["stragglers"][:1]}) == []
+
+
+def test_results_are_kept_where_the_page_cannot_be_made(tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match=r"the report needs jinja2: pip install 'spark_dl\[plot\]'"):
+        report.write_report(RESULTS, tmp_path / "new" / "report.html")
+    assert json.loads((tmp_path / "new" / "report.json").read_text()) == RESULTS
+
+
+def test_a_method_that_fails_is_left_out_and_loses_nothing(monkeypatch):
+    def train(*args, **options):
+        raise RuntimeError("rank 1 failed\nTraceback ...")
+
+    monkeypatch.setattr(driver, "train", train)
+    monkeypatch.setattr(error_runtime, "write_digits", lambda folder: None)
+    said = []
+    found = error_runtime.measure(None, "", num_hosts=4, straggler_s=0.0, methods=["ddp"], show=said.append)
+    assert found == []
+    assert said == ["ddp: left out: rank 1 failed"]

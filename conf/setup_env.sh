@@ -28,8 +28,9 @@ fi
 key=$(key_of conf/requirements/main.txt conf/requirements/dev.txt setup.cfg)
 if ! is_made .venv "$key"; then
     python=${PYTHON:-python3}
-    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null ||
-        fail "Python 3.10 or newer is needed (found: $("$python" --version 2>&1)); name another one with PYTHON=python3.11 make ..."
+    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
+        fail "the pinned requirements need Python 3.11 or newer (found: $("$python" --version 2>&1)); name another one with" \
+            "PYTHON=python3.11 make ... (on 3.10 the package itself can be installed: pip install .)"
     say "making .venv (the first time, and when the requirements change; takes a few minutes)"
     [ -x .venv/bin/python ] && [ "$(cut -d' ' -f2- .venv/.made-from 2>/dev/null)" = "$PWD" ] || {
         rm -rf .venv

@@ -48,7 +48,7 @@ def test(job: cli.Job, spec: spark_dl.ModelSpec, data: Any, result: spark_dl.Tra
     metrics = spark_dl.evaluate(data, spec, result.checkpoint, job.config)
     metrics.pop("rows")
     cli.log.info(f"test: {metrics}")
-    if not isinstance(data, str):  # predictions are for DataFrames
+    if not isinstance(data, str) and not job.config.data.sequence_length:  # predictions are for rows of DataFrames
         path = cli.join(result.run_dir, "predictions")
         predictions = spark_dl.predict(data, spec, result.checkpoint, job.config)
         predictions.write.mode("overwrite").parquet(path)

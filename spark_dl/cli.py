@@ -96,6 +96,7 @@ def parse(description: str, options: Mapping[str, tuple[Any, Any, str]]) -> Job:
 
     `options` are the job's own: name -> (type, default, help); a bool is a flag.
     """
+    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)  # for --help
     parser = jsonargparse.ArgumentParser(description=description, exit_on_error=False, allow_abbrev=False)
     parser.add_argument("--config", action="config", help="YAML file with any of these settings; may be repeated")
     parser.add_argument("--master", type=str | None, help="Spark master URL, or sc://host:port for Spark Connect")

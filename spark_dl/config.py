@@ -123,6 +123,11 @@ class Data:
         for name, value in self.fill.items():
             fits = isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value))
             check(fits, f"data.fill.{name}", "a finite number, true, false or a text", value)
+        if self.fill and "fill" not in (self.nulls, self.nonfinite):
+            raise ValueError(
+                f"data.fill: found {dict(self.fill)} while neither data.nulls nor data.nonfinite is fill, so that "
+                "nothing is filled; set one of them to fill, or leave it out"
+            )
         check(
             isinstance(self.proportions, Mapping), "data.proportions", "a mapping of names to numbers", self.proportions
         )

@@ -33,7 +33,8 @@ def predict(df: DataFrame, spec: ModelSpec, checkpoint_url: str, config: Config 
     """The DataFrame with the columns of `spec.predict` added, computed when it is used. Called on the driver.
 
     Every row comes out once, in its partition and order. Each task loads the model once, and uses the GPU that Spark
-    gives it, if any. Columns: one value per row becomes a scalar column, more become (nested) arrays.
+    gives it, if any. Columns: one value per row becomes a scalar column, more become (nested) arrays. A null in a
+    feature fails the job, whatever `data.nulls` says: drop or fill it in the DataFrame.
     Raises ValueError for a missing feature, a checkpoint that does not fit, or a column that is there already.
     """
     saved = checkpoint.find(checkpoint_url)

@@ -65,7 +65,7 @@ class ModelSpec:
     def prepare(self, batch: Batch, key: Sequence[int] = (), *, augment_seed: int | None = None) -> Batch:
         """The batch after `transform` and, with a seed, `augment`. Called in the loader's threads.
 
-        `key` tells the batch from all others. Raises ValueError for a result that is not a batch of the same rows.
+        `key` tells the batch from all others. Raises ValueError for a result that is no mapping of names to tensors.
         """
         out = batch if self.transform is None else self._checked("transform", self.transform(batch), batch)
         if self.augment is not None and augment_seed is not None:

@@ -75,8 +75,6 @@ def _check_policies(data: Data) -> None:
             "are, and all of it would have to be read first; set it to fill or allow, or write the dataset with Spark "
             "first (write_shards, jobs/prepare.py)"
         )
-    if data.fill and "fill" not in (data.nulls, data.nonfinite):
-        raise ValueError(f"data.fill: found {dict(data.fill)}, and neither data.nulls nor data.nonfinite is fill")
     for key in ("nulls", "nonfinite"):
         if data.reader == "petastorm" and (policy := getattr(data, key)) in ("drop", "fill"):
             raise ValueError(

@@ -215,6 +215,9 @@ class RankRows:
     def batches(
         self, batch_size: int, *, epoch: int = 0, shuffle: bool = True, seed: int = 0
     ) -> Iterator[dict[str, Tensor]]:
-        """The batches of one epoch: columns by name, [batch_size, *cell], and `weight`, [batch_size] float32."""
+        """The batches of one epoch: columns by name, [batch_size, *cell], and `weight`, [batch_size] float32.
+
+        Ragged columns come as `data.ragged` says: padded, with `<name>_mask`, or end to end, with `<name>_offsets`.
+        """
         for step in self.loader(batch_size, shuffle=shuffle, seed=seed).epoch(epoch):
             yield step.micro_batches[0]

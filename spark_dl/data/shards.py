@@ -67,7 +67,7 @@ def write_shards(
 
     Raises ValueError for a missing column, a type that cannot become a tensor, an empty DataFrame, nulls, NaN (unless
     `data.nulls` and `data.nonfinite` say otherwise), cells of unequal shape, or a folder that holds a dataset already
-    (unless `overwrite`); nothing of it is left at `url` then.
+    (unless `overwrite`); nothing of it is left at `url` then. RuntimeError where a task cannot write.
     """
     data = data or Data()
     url = storage.absolute(url)

@@ -13,7 +13,8 @@ from typing import Any
 class RankError(RuntimeError):
     """A rank failed, and with it the job. The message holds the rank's own traceback.
 
-    rank is None if it failed before the ranks were dealt; host and pid say where it ran.
+    host and pid say where it ran. rank is None if it failed before the ranks were dealt; rank and pid are None where
+    Spark alone tells of it, as over Spark Connect of a rank that was killed.
     """
 
     def __init__(self, message: str, *, rank: int | None, host: str, pid: int | None):

@@ -86,7 +86,7 @@ INVALID = [
         encodings(*({"as": "vocabulary", "values": v} for v in ([], "ab", [1], ["a", "a"], None))),
     ),
     (Data, "data.filters", ["x > 3", None, 3, ["x", ">", 3], [[]], {"x": 3}]),
-    (Data, "data.fill", ["0", None, 0]),
+    (Data, "data.fill", ["0", None, 0], [{"fill": {"c": 1}}, {"fill": {"c": 1}, "nulls": "drop"}]),
     (Data, "data.fill.c", [], [{"fill": {"c": v}} for v in (None, NAN, INF, [0], {})]),
     (Data, "data.shuffle", [0, 1, "true", None]),
     (Data, "data.validation_fraction", [], [{"reader": "petastorm", "validation_fraction": 0.1}]),

@@ -44,7 +44,6 @@ SETTINGS = [
     ("data.nulls", {"nulls": "fill"}),
     ("data.nonfinite", {"nonfinite": "drop"}),
     ("data.nonfinite", {"nonfinite": "fill"}),
-    ("data.fill", {"fill": {"x": 0.5}}),
     ("data.encode.x.min_count", {"encode": {"x": {**CITY, "min_count": 2}}}),
     ("data.encode.x.max_size", {"encode": {"x": {**CITY, "max_size": 9}}}),
 ]
@@ -81,8 +80,6 @@ def test_those_with_which_it_was_written_are_accepted_and_so_are_defaults(tmp_pa
 def test_for_datasets_of_others_too_but_for_words_that_another_dataset_has(tmp_path):
     pq.write_table(pa.table({"x": ["Oslo", "Rome"] * 8}), tmp_path / "a.parquet")
     counted = {"encode": {"x": {"as": "vocabulary", "min_count": 2}}}
-    with pytest.raises(ValueError, match="^data.fill: found"):
-        opened(str(tmp_path), asked(encode={"x": CITY}, fill={"x": "Oslo"}))
     with pytest.raises(ValueError, match="^data.encode.x.min_count: found 2 for the dataset"):
         opened(str(tmp_path), asked(encode={"x": {**CITY, "min_count": 2}}))
     like = opened(str(tmp_path), asked(encode={"x": CITY})).columns

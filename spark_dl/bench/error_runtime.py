@@ -28,7 +28,13 @@ _HELD_OUT = 5  # every fifth image validates
 
 
 def strategies(num_ranks: int) -> dict[str, Parallel]:
-    """What is compared, by the names of the report; Horovod where it is installed."""
+    """What is compared, by the names of the report; Horovod where it is installed.
+
+    The servers of `async` divide the learning rate by staleness: at that of the others, with gradients that are two
+    updates behind, it reached 26 to 90 % of the digits.
+    """
+    jobs = {method: exchange.job_settings(method, num_ranks) for method in exchange.JOBS}
+    jobs["parameter_server async"] = dataclasses.replace(jobs["parameter_server async"], staleness_lr=True)
     return {
         "ddp": Parallel(),
         "ddp ring": Parallel(all_reduce="ring"),
@@ -37,7 +43,7 @@ def strategies(num_ranks: int) -> dict[str, Parallel]:
         "ddp threshold": Parallel(compression="threshold", threshold=0.01),
         "ddp topk": Parallel(compression="topk"),
         "local_sgd": Parallel(strategy="local_sgd"),
-        **{method: exchange.job_settings(method, num_ranks) for method in exchange.JOBS},
+        **jobs,
     }
 
 

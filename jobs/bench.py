@@ -29,15 +29,13 @@ def bench_shards(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def bench_gpu(args: argparse.Namespace) -> dict[str, Any]:
-    names = [field.name for field in dataclasses.fields(gpu.Options)]
-    return gpu.measure(gpu.Options(**{name: getattr(args, name) for name in names}))
+    return gpu.measure(_options(gpu.Options, args))
 
 
 def bench_exchange(args: argparse.Namespace) -> dict[str, Any]:
     if args.rate_mbit is None and not args.master:
         args.rate_mbit = compare.Options().rate_mbit
-    names = [field.name for field in dataclasses.fields(compare.Options)]
-    options = compare.Options(**{name: getattr(args, name) for name in names})
+    options = _options(compare.Options, args)
     report.check_installed()
     if args.master:
         if not args.folder:
@@ -54,6 +52,11 @@ def bench_exchange(args: argparse.Namespace) -> dict[str, Any]:
 
 def _session(args: argparse.Namespace) -> Any:
     return build_session("spark_dl bench", master=args.master or f"local[{args.ranks}]")
+
+
+def _options(cls: Any, args: argparse.Namespace) -> Any:
+    """A dataclass of a benchmark's options, each an argument of its name."""
+    return cls(**{field.name: getattr(args, field.name) for field in dataclasses.fields(cls)})
 
 
 def _show(line: str) -> None:

@@ -6,6 +6,7 @@ of everything is the plan's, whatever thread is faster. Memory is the arena's, w
 
 from __future__ import annotations
 
+import itertools
 import logging
 import queue
 import threading
@@ -31,7 +32,7 @@ from spark_dl.data.sequences import SequenceRows, build_rows
 _log = logging.getLogger("spark_dl")
 
 _STEPS_AT_ONCE = 16
-_GATHER_BYTES = 2 << 20
+_GATHER_BYTES = 4 << 20
 _MIB = 1 << 20
 _DECODING = {"list": 4, "vector": 4}
 """Memory to read a column by its codec, over that of its values: of lists Arrow holds encoded pages, levels and values
@@ -97,21 +98,33 @@ class Loader:
         batch_bytes = max(1, len(self._streams) * self.plan.stream_batch * self._row_bytes)
         self.prefetch = max(1, min(data.prefetch_batches, self._budget // 4 // batch_bytes))
         """Batches that may be ready: as many as fit into a quarter of the memory, and one in any case."""
+        # Several small steps are gathered at once: what Python costs is then paid once for all of them. They are also
+        # handed over at once, which wakes the training loop once, unless `prepare` takes its time with each of them.
+        self._at_once = max(1, min(_STEPS_AT_ONCE, _GATHER_BYTES // batch_bytes))
+        self._lot = self._at_once if prepare is None else 1
+        self._lots_ahead = -(-self.prefetch // self._lot)
         self._threads = max(1, min(data.reader_threads, int(self._budget // max(1, one_in_hand))))
         self._in_hand = self._threads * one_in_hand + HELD_ROW_GROUPS * self._largest_bytes
         self._spare: list[Arena] = []
 
     def epoch(self, epoch: int, start_step: int = 0) -> Generator[StepBatches, None, None]:
         """The steps of an epoch, from `start_step` on. Reading ahead stops when the iterator is closed."""
-        return read_ahead(self._batches(epoch, start_step), self.prefetch)
+        return read_ahead(self._batches(epoch, start_step), self._lots_ahead)
 
-    def _batches(self, epoch: int, start_step: int) -> Generator[StepBatches, None, None]:
-        with closing(self.steps(epoch, start_step)) as steps:
-            for step, rows in enumerate(steps, start_step):
-                yield StepBatches(step, self._build([rows], (epoch, step, self._rank)), self.plan.batch_rows(step))
+    def _batches(self, epoch: int, start_step: int) -> Generator[list[StepBatches], None, None]:
+        step = start_step
+        with closing(self.steps(epoch, start_step)) as lots:
+            for rows in lots:
+                built = (
+                    StepBatches(i, self._build([own], (epoch, i, self._rank)), self.plan.batch_rows(i))
+                    for i, own in enumerate(rows, step)
+                )
+                while lot := list(itertools.islice(built, self._lot)):
+                    yield lot
+                step += len(rows)
 
-    def steps(self, epoch: int, start_step: int = 0) -> Generator[StepRows, None, None]:
-        """The rank's rows of the steps of an epoch, from `start_step` on, gathered by who asks for them.
+    def steps(self, epoch: int, start_step: int = 0) -> Generator[list[StepRows], None, None]:
+        """The rank's rows of the steps of an epoch, from `start_step` on, gathered by who asks for them, some at once.
 
         Windows are read ahead, in threads, until the iterator is closed.
         """
@@ -132,7 +145,7 @@ class Loader:
         slot_rows = max(r.window.rows for r in reads)
         slot_bytes = max(self._window_bytes(r.window) for r in reads)
         streams = len(self._streams)
-        batches = (self.prefetch + 2) * max(_GATHER_BYTES, streams * self.plan.stream_batch * self._row_bytes)
+        batches = (self._lots_ahead + 2) * max(_GATHER_BYTES, streams * self.plan.stream_batch * self._row_bytes)
         fits = int(max(0, self._budget - batches - self._in_hand) // max(1, slot_bytes))
         num_slots = min(max(fits, streams), 2 * streams, len(reads))
         while self._spare:
@@ -155,15 +168,13 @@ class Loader:
             s.rows * (self._row_bytes if s.row_group == FILLER else of_group[s.row_group]) for s in window.segments
         )
 
-    def _gather(self, arena: Arena, reader: _Reader, start_step: int) -> Iterator[StepRows]:
+    def _gather(self, arena: Arena, reader: _Reader, start_step: int) -> Iterator[list[StepRows]]:
         batch, streams, end = self.plan.stream_batch, len(self._streams), self.plan.steps
         cursors = [_Cursor(i, arena, reader, batch) for i in range(streams)]
-        # Several small steps are gathered at once: what Python costs is then paid once for all of them.
-        at_once = max(1, min(_STEPS_AT_ONCE, _GATHER_BYTES // max(1, streams * batch * self._row_bytes)))
         step = start_step
         while step < end:
             ahead = [cursor.fill((end - step) * batch) // batch for cursor in cursors]
-            steps = min(at_once, end - step, *ahead)
+            steps = min(self._at_once, end - step, *ahead)
             positions = np.empty((steps, streams, batch), dtype=np.int64)
             weight = np.empty((steps, streams, batch), dtype=np.float32)
             for i, cursor in enumerate(cursors):
@@ -171,8 +182,7 @@ class Loader:
                 positions[:, i] = taken.reshape(steps, batch)
                 weight[:, i] = weights.reshape(steps, batch)
             gathered, weights = arena.take(positions.reshape(steps, -1)), weight.reshape(steps, -1)
-            for k in range(steps):
-                yield StepRows([g[k] for g in gathered], weights[k])
+            yield [StepRows([g[k] for g in gathered], weights[k]) for k in range(steps)]
             step += steps
 
 
@@ -354,12 +364,14 @@ class _Cursor:
         return taken, weights
 
 
-def read_ahead(steps: Iterator[StepBatches], depth: int) -> Generator[StepBatches, None, None]:
-    """Runs an iterator in a thread, at most `depth` items ahead; its exceptions are raised here."""
-    ready: queue.Queue[StepBatches | BaseException | None] = queue.Queue(maxsize=depth)
+def read_ahead(lots: Iterator[list[StepBatches]], depth: int) -> Generator[StepBatches, None, None]:
+    """The items of some lists. The iterator runs in a thread, at most `depth` lists ahead; its exceptions are raised
+    here.
+    """
+    ready: queue.Queue[list[StepBatches] | BaseException | None] = queue.Queue(maxsize=depth)
     stop = threading.Event()
 
-    def put(item: StepBatches | BaseException | None) -> bool:
+    def put(item: list[StepBatches] | BaseException | None) -> bool:
         while not stop.is_set():
             try:
                 ready.put(item, timeout=0.1)
@@ -370,8 +382,8 @@ def read_ahead(steps: Iterator[StepBatches], depth: int) -> Generator[StepBatche
 
     def work() -> None:
         try:
-            with closing(steps):  # type: ignore[type-var]  # a generator: its own threads end with it
-                for item in steps:
+            with closing(lots):  # type: ignore[type-var]  # a generator: its own threads end with it
+                for item in lots:
                     if not put(item):
                         return
             put(None)
@@ -384,7 +396,7 @@ def read_ahead(steps: Iterator[StepBatches], depth: int) -> Generator[StepBatche
         while (item := ready.get()) is not None:
             if isinstance(item, BaseException):
                 raise item
-            yield item
+            yield from item
     finally:
         stop.set()
         thread.join()

@@ -152,19 +152,20 @@ class MixedLoader:
         """The steps of an epoch, from `start_step` on. Reading ahead stops when the iterator is closed."""
         return read_ahead(self._batches(epoch, start_step), min(loader.prefetch for loader in self._loaders))
 
-    def _batches(self, epoch: int, start_step: int) -> Generator[StepBatches, None, None]:
+    def _batches(self, epoch: int, start_step: int) -> Generator[list[StepBatches], None, None]:
         with contextlib.ExitStack() as stack:
             sources = [
                 stack.enter_context(contextlib.closing(self._endless(x, epoch, start_step))) for x in self._loaders
             ]
             for step in range(start_step, self.plan.steps):
                 batches = self._build([next(source) for source in sources], (epoch, step, self._rank))
-                yield StepBatches(step, batches, self.plan.batch_rows(step))
+                yield [StepBatches(step, batches, self.plan.batch_rows(step))]
 
     def _endless(self, loader: Loader, epoch: int, start_step: int) -> Generator[StepRows, None, None]:
         first = epoch * self.plan.passes(loader.plan)
         number, step = divmod(start_step, loader.plan.steps)
         while True:
-            with contextlib.closing(loader.steps(first + number, step)) as steps:
-                yield from steps
+            with contextlib.closing(loader.steps(first + number, step)) as lots:
+                for lot in lots:
+                    yield from lot
             number, step = number + 1, 0

@@ -485,7 +485,7 @@ def test_closing_the_iterator_early_stops_the_thread(tmp_path, taken):
 
 def test_reading_ahead_is_bounded():
     made = []
-    items = read_ahead((made.append(i) or i for i in range(100)), 3)
+    items = read_ahead((made.append(i) or [i] for i in range(100)), 3)
     assert next(items) == 0
     time.sleep(0.1)
     assert len(made) <= 1 + 3 + 1  # taken, waiting in the queue, in the hand of the thread
@@ -495,7 +495,7 @@ def test_reading_ahead_is_bounded():
 
 def test_an_exception_comes_after_the_items_before_it():
     def broken():
-        yield 1
+        yield [1]
         raise KeyError("gone")
 
     items = read_ahead(broken(), 2)

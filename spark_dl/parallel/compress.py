@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -42,7 +43,7 @@ def average_thresholded(bucket: Bucket, group: dist.ProcessGroup, *, threshold: 
 
     4 bytes per element that is sent, to every other rank. Raises RuntimeError if the gradient is not finite.
     """
-    _add_to_residual(bucket)
+    add_to_residual(bucket)
     sent = take_above(bucket.residual, threshold)
     bucket.gradient.zero_()
     for received in all_gather(sent, group):
@@ -55,7 +56,7 @@ def average_largest(bucket: Bucket, group: dist.ProcessGroup, *, ratio: float) -
 
     8 bytes per element that is sent, to every other rank. Raises RuntimeError if the gradient is not finite.
     """
-    _add_to_residual(bucket)
+    add_to_residual(bucket)
     sent = take_largest(bucket.residual, math.ceil(ratio * bucket.residual.numel()))
     bucket.gradient.zero_()
     for received in all_gather(sent, group, same_length=True):
@@ -63,16 +64,20 @@ def average_largest(bucket: Bucket, group: dist.ProcessGroup, *, ratio: float) -
     bucket.gradient.div_(group.size())
 
 
-def _add_to_residual(bucket: Bucket) -> None:
+def add_to_residual(bucket: Bucket) -> None:
+    """Adds this rank's gradient to what it has not sent yet. Raises RuntimeError if the sum is not finite."""
     bucket.residual.add_(bucket.gradient)
-    if not bool(torch.isfinite(bucket.residual.sum(dtype=torch.float64))):
+    # NOTE: the sum may be infinite where the elements are not: then none is found. With a wider dtype torch would copy
+    # them all first, which took half the time of what is done here on a CPU.
+    wide = torch.promote_types(bucket.residual.dtype, torch.float32)
+    if not bool(torch.isfinite(bucket.residual.sum(dtype=wide))):
         parts = bucket.residual.split([shape.numel() for shape in bucket.shapes.values()])
         bad = [name for name, part in zip(bucket.shapes, parts, strict=True) if not bool(torch.isfinite(part).all())]
-        # NaN is above no threshold: it would stay behind for good without a word.
-        raise RuntimeError(
-            f"the gradient of {', '.join(bad)} is not finite; try a lower train.lr, train.clip_grad_norm, or "
-            "train.warmup_steps"
-        )
+        if bad:  # NaN is above no threshold: it would stay behind for good without a word.
+            raise RuntimeError(
+                f"the gradient of {', '.join(bad)} is not finite; try a lower train.lr, train.clip_grad_norm, or "
+                "train.warmup_steps"
+            )
 
 
 def take_above(residual: Tensor, threshold: float) -> Tensor:
@@ -80,7 +85,7 @@ def take_above(residual: Tensor, threshold: float) -> Tensor:
 
     One number per element, as Strom packs them: its index, or for a negative one the index with all bits inverted.
     """
-    index = (residual.abs() > threshold).nonzero().squeeze(1)
+    index = _indices(residual.abs() > threshold)
     is_negative = residual[index] < 0
     residual.index_add_(0, index, _signed(threshold, is_negative, residual.dtype), alpha=-1)
     return torch.where(is_negative, ~index, index).to(torch.int32)
@@ -125,10 +130,15 @@ def largest(sizes: Tensor, count: int) -> Tensor:
     wanted = math.ceil(1.25 * count / len(sizes) * _SAMPLE) + 64
     if not sizes.is_cuda and len(sizes) > 4 * _SAMPLE and wanted < _SAMPLE // 4:
         sample = sizes[:: len(sizes) // _SAMPLE | 1]  # odd: no multiple of the usual widths of a layer
-        above = (sizes >= sample.topk(min(wanted, len(sample))).values[-1]).nonzero().squeeze(1)
+        above = _indices(sizes >= sample.topk(min(wanted, len(sample))).values[-1])
         if count <= len(above) < len(sizes) // 2:
             return above[sizes[above].topk(count, sorted=False).indices]
     return sizes.topk(count, sorted=False).indices
+
+
+def _indices(mask: Tensor) -> Tensor:
+    """Where a mask is true. NOTE: on a CPU, NumPy finds out five times as fast as torch. # mask: (n,) bool"""
+    return mask.nonzero().squeeze(1) if mask.is_cuda else torch.from_numpy(np.flatnonzero(mask.numpy()))
 
 
 def all_gather(part: Tensor, group: dist.ProcessGroup, *, same_length: bool = False) -> list[Tensor]:

@@ -80,6 +80,20 @@ def null_rows(array: pa.Array) -> npt.NDArray[np.bool_] | None:
     return bad
 
 
+def nonfinite_rows(array: pa.Array) -> npt.NDArray[np.bool_] | None:
+    """Rows with NaN or Inf in them, at any depth; None where there are none. # (rows,)"""
+    found = levels(array)
+    if not pa.types.is_floating(found[-1].type):
+        return None
+    values = found[-1].fill_null(0) if found[-1].null_count else found[-1]
+    is_finite = np.isfinite(values.to_numpy(zero_copy_only=False))
+    if is_finite.all():
+        return None
+    bad = np.zeros(len(array), dtype=bool)
+    bad[rows_of_level(found, len(found) - 1)[~is_finite]] = True
+    return bad
+
+
 def _is_list(arrow: pa.DataType) -> bool:
     types = pa.types
     return bool(types.is_list(arrow) or types.is_large_list(arrow) or types.is_fixed_size_list(arrow))

@@ -1,7 +1,8 @@
-"""How many rows of each row group are read, as `data.filters` and `data.nulls: drop` say. Called on the driver.
+"""How many rows of each row group are read, as `data.filters` says, and `drop` of `data.nulls` and `data.nonfinite`.
 
-The plan needs it before the first row is read. Names of folders (hive partitions) and the bounds that Parquet keeps
-decide what they can. Of the row groups that they leave open, only the columns that are still in question are read.
+Called on the driver: the plan needs it before the first row is read. Names of folders (hive partitions) and the bounds
+that Parquet keeps decide what they can; they never tell whether numbers are finite. Of the row groups that they leave
+open, only the columns that are still in question are read.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -32,6 +34,7 @@ from spark_dl.data.filters import (
     passing_rows,
     simplify,
     typed_conditions,
+    without_nonfinite,
     without_nulls,
 )
 from spark_dl.data.foreign_files import stored_column, type_at
@@ -47,22 +50,32 @@ def columns_without_nulls(shards: ShardSet, data: Data) -> tuple[str, ...]:
     return data.stored_columns if shards.foreign and data.nulls == "drop" else ()
 
 
-def filter_rows(shards: ShardSet, filters: Sequence[Any], no_nulls: Sequence[str] = ()) -> ShardSet:
+def columns_without_nonfinite(shards: ShardSet, data: Data) -> tuple[str, ...]:
+    """The columns in which NaN or Inf drops its row when the dataset is read: that is for those of others alone."""
+    if not shards.foreign or data.nonfinite != "drop":
+        return ()
+    return tuple(c.name for c in shards.select(data.stored_columns) if np.dtype(c.dtype).kind == "f")
+
+
+def filter_rows(
+    shards: ShardSet, filters: Sequence[Any], no_nulls: Sequence[str] = (), finite: Sequence[str] = ()
+) -> ShardSet:
     """The dataset of which only the rows are read that pass `data.filters`, as `Data` holds them. Called on the driver.
 
-    `no_nulls` are columns in which a null, also inside an array, drops its row.
+    `no_nulls` are columns in which a null drops its row, `finite` those in which NaN or Inf does; inside an array, too.
     Raises ValueError for a column that is missing, a value that does not fit its column, files whose types differ, and
     if no row passes; RuntimeError for a file that is missing, damaged or not what the dataset says.
     """
-    conditions = _conditions_of(shards, filters, no_nulls)
-    said = _text(filters, no_nulls)
+    conditions = _conditions_of(shards, filters, no_nulls, finite)
+    said = _text(filters, no_nulls, finite)
     with ThreadPoolExecutor(_READERS, thread_name_prefix="spark_dl filters") as readers:
         counted = list(readers.map(lambda shard: _count(shards.url, shard, conditions), shards.shards))
     rows = tuple(itertools.chain.from_iterable(counts for counts, _ in counted))
     num_read, stored = sum(num_read for _, num_read in counted), sum(s.rows for s in shards.shards)
     if not any(rows):
-        key = "data.filters" if filters else "data.nulls"
-        raise ValueError(f"{key}: none of the {stored} rows of {shards.url} passes {said}")
+        asked = (("data.filters", filters), ("data.nulls", no_nulls), ("data.nonfinite", finite))
+        keys = ", ".join(key for key, is_set in asked if is_set)
+        raise ValueError(f"{keys}: none of the {stored} rows of {shards.url} passes {said}")
     _log.info(
         "%d of %d rows, in %d of %d row groups, pass %s in %s; %d row groups were read to count them",
         sum(rows), stored, sum(map(bool, rows)), len(rows), said, shards.url, num_read,
@@ -70,10 +83,10 @@ def filter_rows(shards: ShardSet, filters: Sequence[Any], no_nulls: Sequence[str
     return dataclasses.replace(shards, filtered=Filtered(conditions, rows))
 
 
-def _conditions_of(shards: ShardSet, filters: Sequence[Any], no_nulls: Sequence[str]) -> AnyOf:
+def _conditions_of(shards: ShardSet, filters: Sequence[Any], no_nulls: Sequence[str], finite: Sequence[str]) -> AnyOf:
     schema, types = _read_schema(shards), {}
     partitions = [dict(shard.partition) for shard in shards.shards]
-    for name in {*(name for alternative in filters for name, _, _ in alternative), *no_nulls}:
+    for name in {*(name for alternative in filters for name, _, _ in alternative), *no_nulls, *finite}:
         arrow = type_at(schema, name)
         if all(name in partition for partition in partitions):
             types[name] = _partition_type([partition[name] for partition in partitions])
@@ -84,7 +97,8 @@ def _conditions_of(shards: ShardSet, filters: Sequence[Any], no_nulls: Sequence[
             raise ValueError(f"data.filters: no column {name!r} in the dataset {shards.url}{near}")
     stored = {c.name: c.encoding for c in shards.columns if c.codec == "scalar"}  # in our own shards numbers mean more
     conditions = typed_conditions(filters, types, stored) if filters else ((),)
-    return without_nulls(conditions, {name: types[name] for name in no_nulls})
+    conditions = without_nulls(conditions, {name: types[name] for name in no_nulls})
+    return without_nonfinite(conditions, {name: types[name] for name in finite})
 
 
 def _read_schema(shards: ShardSet) -> pa.Schema:
@@ -136,7 +150,7 @@ def _check_file(path: str, file: pq.ParquetFile, shard: Shard, conditions: AnyOf
     for condition in itertools.chain.from_iterable(conditions):
         arrow = type_at(file.schema_arrow, condition.column)
         plain = arrow.value_type if arrow is not None and pa.types.is_dictionary(arrow) else arrow
-        if plain != condition.values.type and not condition.asks_for_nulls:
+        if plain != condition.values.type and not condition.is_of_any_type:
             raise ValueError(
                 f"data.filters: column {condition.column!r} has type {plain or 'none'} in {path} and "
                 f"{condition.values.type} in the first file; all files of a dataset must agree"
@@ -182,7 +196,10 @@ def _bounds(chunk: Any, arrow: pa.DataType) -> Bounds:
     return Bounds(low, high, has_nulls, only_nulls)
 
 
-def _text(filters: Sequence[Any], no_nulls: Sequence[str]) -> str:
+def _text(filters: Sequence[Any], no_nulls: Sequence[str], finite: Sequence[str]) -> str:
     texts = [" and ".join(f"{name} {op} {value!r}" for name, op, value in alternative) for alternative in filters]
     either = " or ".join(f"({text})" if len(texts) > 1 else text for text in texts)[:500]
-    return " and ".join([*([either] if filters else []), *([f"no null in {[*no_nulls]!s:.500}"] if no_nulls else [])])
+    columns = [
+        f"{what} in {[*names]!s:.500}" for what, names in (("no null", no_nulls), ("no NaN or Inf", finite)) if names
+    ]
+    return " and ".join([*([either] if filters else []), *columns])

@@ -18,14 +18,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from spark_dl.checks import suggestion
-from spark_dl.data.cells import null_rows
+from spark_dl.data.cells import nonfinite_rows, null_rows
 from spark_dl.data.source import Encoding
 
 Mask = npt.NDArray[np.bool_]
 _ORDER = {"<": pc.less, "<=": pc.less_equal, ">": pc.greater, ">=": pc.greater_equal}
 _COMPLEMENT = {"<": ">=", "<=": ">", ">": "<=", ">=": "<"}
 _NEGATED = ("!=", "not in")
-_NOT_NULL = "is not null"
+_NOT_NULL, _FINITE = "is not null", "is finite"
 NULL_PARTITION = "__HIVE_DEFAULT_PARTITION__"
 """The name of a folder of rows whose value is null."""
 
@@ -36,14 +36,15 @@ class Condition:
 
     column: str
     op: str
-    """`==`, `!=`, `<`, `<=`, `>`, `>=`, `in`, `not in`; or `is not null`, which counts nulls inside arrays too."""
+    """`==`, `!=`, `<`, `<=`, `>`, `>=`, `in`, `not in`; or, looking inside arrays too, `is not null`, and `is finite`,
+    which nulls are."""
     values: pa.Array
     """Of the type of the column as it is stored; the first one counts, save for `==`, `!=`, `in`, `not in`."""
 
     @property
-    def asks_for_nulls(self) -> bool:
-        """Whether it holds for whatever is not null."""
-        return self.op == _NOT_NULL
+    def is_of_any_type(self) -> bool:
+        """Whether it compares with no value."""
+        return self.op in (_NOT_NULL, _FINITE)
 
 
 AnyOf = tuple[tuple[Condition, ...], ...]
@@ -85,9 +86,11 @@ def holds_within(condition: Condition, bounds: Bounds) -> bool | None:
 
     A float column may hold NaN outside its bounds, which no number tells.
     """
+    if condition.op == _FINITE:
+        return None
     if bounds.only_nulls:
         return False
-    if condition.asks_for_nulls:
+    if condition.op == _NOT_NULL:
         return None if bounds.has_nulls else True
     if bounds.low is None or bounds.high is None:
         return None
@@ -141,11 +144,12 @@ def passing_rows(any_of: AnyOf, column: Callable[[str], pa.ChunkedArray], rows: 
 
 def _rows_that_hold(condition: Condition, stored: pa.ChunkedArray | pa.Array) -> Mask:
     """Which cells fulfil a condition. # (rows,)"""
-    if condition.asks_for_nulls:
-        bad = null_rows(stored.combine_chunks() if isinstance(stored, pa.ChunkedArray) else stored)
-        return np.ones(len(stored), dtype=np.bool_) if bad is None else ~bad
     if pa.types.is_dictionary(stored.type):
         stored = stored.cast(stored.type.value_type)
+    if condition.is_of_any_type:
+        bad_rows = null_rows if condition.op == _NOT_NULL else nonfinite_rows
+        bad = bad_rows(stored.combine_chunks() if isinstance(stored, pa.ChunkedArray) else stored)
+        return np.ones(len(stored), dtype=np.bool_) if bad is None else ~bad
     if condition.op in _ORDER:
         held = _ORDER[condition.op](stored, condition.values[0])
     else:
@@ -157,8 +161,17 @@ def _rows_that_hold(condition: Condition, stored: pa.ChunkedArray | pa.Array) ->
 
 def without_nulls(any_of: AnyOf, types: Mapping[str, pa.DataType]) -> AnyOf:
     """These conditions, and no null in some columns. # types: of those as they are stored, by name"""
-    no_nulls = tuple(Condition(name, _NOT_NULL, pa.nulls(0, arrow)) for name, arrow in types.items())
-    return tuple((*all_of, *no_nulls) for all_of in any_of)
+    return _with(any_of, _NOT_NULL, types)
+
+
+def without_nonfinite(any_of: AnyOf, types: Mapping[str, pa.DataType]) -> AnyOf:
+    """These conditions, and neither NaN nor Inf in some columns. # types: of those as they are stored, by name"""
+    return _with(any_of, _FINITE, types)
+
+
+def _with(any_of: AnyOf, op: str, types: Mapping[str, pa.DataType]) -> AnyOf:
+    more = tuple(Condition(name, op, pa.nulls(0, arrow)) for name, arrow in types.items())
+    return tuple((*all_of, *more) for all_of in any_of)
 
 
 def columns_of(any_of: AnyOf) -> list[str]:

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
+
 from spark_dl import storage
 from spark_dl.config import Data
 from spark_dl.data import cells, petastorm, schema
@@ -34,7 +36,7 @@ def open_parquet(url: str, names: Sequence[str], *, data: Data | None = None, li
     """A Parquet file, a folder of them, or a Petastorm dataset, with these of its columns. Called on the driver.
 
     Columns become numbers as `data.encode` says; a vocabulary is given with it, or is that of `like`, the columns of
-    another dataset. Nulls, NaN and Inf are filled when they are read; rows with nulls are dropped by `filter_rows`.
+    another dataset. Nulls, NaN and Inf are filled when they are read; rows with them are dropped by `filter_rows`.
 
     Raises ValueError for a path without Parquet files, a file that is not one, files whose columns differ, a column
     that is missing or cannot become a tensor, nulls that the footers tell of and that are neither dropped nor filled,
@@ -64,17 +66,12 @@ def open_parquet(url: str, names: Sequence[str], *, data: Data | None = None, li
     schema.check_like(columns, like)
     _check_same_columns(url, files, [c.name for c in columns if c.codec != "partition"])
     _check_nulls(url, files, columns, data)
+    _check_finite(url, columns, data)
     shards = tuple(_shard(file, columns, partitions[file.name]) for file in files)
     return ShardSet(base, columns, shards, rules=Rules(data.nulls, data.nonfinite, dict(data.fill)), foreign=True)
 
 
 def _check_policies(data: Data) -> None:
-    if data.nonfinite == "drop":
-        raise ValueError(
-            "data.nonfinite: found 'drop' for a dataset that is read as it is: Parquet does not say where NaN and Inf "
-            "are, and all of it would have to be read first; set it to fill or allow, or write the dataset with Spark "
-            "first (write_shards, jobs/prepare.py)"
-        )
     for key in ("nulls", "nonfinite"):
         if data.reader == "petastorm" and (policy := getattr(data, key)) in ("drop", "fill"):
             raise ValueError(
@@ -103,6 +100,16 @@ def _check_nulls(url: str, files: Sequence[File], columns: Sequence[Column], dat
             _log.info(
                 "data.fill.%s: %d null(s) of %s become %r", column.name, sum(n for *_, n in nulls), url, column.fill
             )
+
+
+def _check_finite(url: str, columns: Sequence[Column], data: Data) -> None:
+    """Raises ValueError for numbers that cannot be looked at without decoding each cell, where NaN drops its row."""
+    encoded = (c.name for c in columns if c.codec.startswith("petastorm.") and np.dtype(c.dtype).kind == "f")
+    if data.nonfinite == "drop" and (name := next(encoded, None)):
+        raise ValueError(
+            f"data.nonfinite: found 'drop' for {url}, whose column {name!r} holds arrays that Petastorm encoded; set "
+            "it to fill or allow, or write the dataset with Spark first (write_shards, jobs/prepare.py)"
+        )
 
 
 def _shard(file: File, columns: Sequence[Column], partition: Mapping[str, str]) -> Shard:

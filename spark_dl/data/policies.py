@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from spark_dl.config import Data, Nonfinite, Nulls
 from spark_dl.data import images
-from spark_dl.data.cells import levels, null_rows, read_cells, rows_of_level
+from spark_dl.data.cells import nonfinite_rows, null_rows, read_cells
 from spark_dl.data.ragged import Array, Ragged
 from spark_dl.data.source import BadCellsError, SourceColumn
 from spark_dl.data.vocabulary import MAX_WORDS
@@ -115,7 +115,7 @@ def clean_batch(
     for column, array in zip(columns, arrays, strict=True):
         for policy, rows in (
             (_checked_policy(column, "nulls", nulls := null_rows(array), data.nulls), nulls),
-            (_checked_policy(column, "nonfinite", nonfinite := _nonfinite_rows(array), data.nonfinite), nonfinite),
+            (_checked_policy(column, "nonfinite", nonfinite := nonfinite_rows(array), data.nonfinite), nonfinite),
         ):
             if rows is not None and policy in ("drop", "fill"):
                 found = dropped if policy == "drop" else filled
@@ -173,20 +173,6 @@ def _checked_policy(column: SourceColumn, what: str, rows: Mask | None, policy: 
     raise BadCellsError(column.name, int(np.argmax(rows)), found, expected)
 
 
-def _nonfinite_rows(array: pa.Array) -> Mask | None:
-    """Rows with NaN or Inf in them; None where there are none. # (rows,)"""
-    found = levels(array)
-    if not pa.types.is_floating(found[-1].type):
-        return None
-    values = found[-1].fill_null(0) if found[-1].null_count else found[-1]
-    is_finite = np.isfinite(values.to_numpy(zero_copy_only=False))
-    if is_finite.all():
-        return None
-    bad = np.zeros(len(array), dtype=bool)
-    bad[rows_of_level(found, len(found) - 1)[~is_finite]] = True
-    return bad
-
-
 def first_nonfinite_row(cells: Array | Ragged) -> int | None:
     """The first row of decoded cells with NaN or Inf in it; None where there is none, or they are no floats."""
     values = cells.own_values if isinstance(cells, Ragged) else cells
@@ -209,8 +195,8 @@ def nonfinite_as_read(name: str) -> str:
     """For an error: what is found in a column of a dataset that is read as it is, and what to change."""
     return (
         f"column {name!r}: found NaN or Inf, expected none in a dataset that is read as it is; set data.nonfinite to "
-        f"allow, or, if others wrote it, to fill, with data.fill.{name}; pass the row by with data.filters, or write "
-        "the dataset with Spark (write_shards), which can drop it"
+        f"allow, or, if others wrote it, to drop, or to fill with data.fill.{name}; if we did, write it anew with one "
+        "of these (write_shards, jobs/prepare.py)"
     )
 
 

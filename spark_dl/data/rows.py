@@ -171,8 +171,8 @@ class Rows:
         passes = filters.passing_rows(conditions, lambda name: foreign_files.stored_column(table, name), table.num_rows)
         if (found := np.count_nonzero(passes)) != self._passing[number]:
             raise ValueError(
-                f"{found} rows pass data.filters and data.nulls, where {self._passing[number]} did when the run began; "
-                "the file has changed since"
+                f"{found} rows pass data.filters, data.nulls and data.nonfinite, where {self._passing[number]} did "
+                "when the run began; the file has changed since"
             )
         return passes
 

@@ -267,7 +267,8 @@ def test_a_file_that_changes_after_it_was_counted(tmp_path):
     files = tuple(dataclasses.replace(s, bytes=size) if s.name == "1.parquet" else s for s in shards.shards)
     shards = dataclasses.replace(shards, shards=files)
     with pytest.raises(
-        RuntimeError, match=r"1.parquet.* rows pass data.filters and data.nulls, where \d+ did .*changed"
+        RuntimeError,
+        match=r"1.parquet.* rows pass data.filters, data.nulls and data.nonfinite, where \d+ did .*changed",
     ):
         read(shards)
 
@@ -471,7 +472,7 @@ def test_filters_are_plain_data(tmp_path):
 def test_a_loader_for_rows_that_were_not_counted(tmp_path):
     shards = dataset(tmp_path, 20)
     config = Config(data=data([["id", ">", 3]]), train=Train(global_batch_size=12))
-    with pytest.raises(ValueError, match=r"data.filters, data.nulls: all rows of .* would be read"):
+    with pytest.raises(ValueError, match=r"data.filters, data.nulls, data.nonfinite: all rows of .* would be read"):
         build_loader(shards, config, rank=0, world_size=1)
     counted = filter_rows(shards, config.data.filters)
     assert build_loader(counted, config, rank=0, world_size=1).plan.rows == 16

@@ -475,7 +475,6 @@ def test_the_vocabulary_is_that_of_the_training_dataset(tmp_path):
 
 
 @pytest.mark.parametrize(("data", "match"), [
-    (Data(nonfinite="drop"), "data.nonfinite: found 'drop' for a dataset that is read as it is"),
     (Data(encode={"idd": {"as": "bytes"}}), "data.encode.idd: no such column is read; did you mean 'id'"),
     (Data(encode={"id": {"as": "hash", "buckets": 3}}), r"data.encode.id.as: expected one of \['number'\]"),
 ])  # fmt: skip

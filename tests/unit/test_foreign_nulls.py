@@ -24,6 +24,11 @@ from tests.unit.test_images import pixels, png
 NAN, INF = float("nan"), float("inf")
 
 
+VECTOR = pa.struct([
+    ("type", pa.int8()), ("size", pa.int32()), ("indices", pa.list_(pa.int32())), ("values", pa.list_(pa.float64())),
+])  # fmt: skip
+
+
 def rows_of(url, until_done, **data):
     """All rows, by column, in the order of `id`, as a run reads them. # each (rows, ...)"""
     config = Config(
@@ -175,6 +180,34 @@ def test_nan_and_inf_are_filled(tmp_path, until_done, compression):
         rows_of(tmp_path, until_done, fill={"list": -2.0, "ragged": 0.25, "both": 9}, **data)
 
 
+@pytest.mark.parametrize("compression", ["none", "snappy"])
+def test_rows_with_nan_and_inf_are_dropped(tmp_path, until_done, compression):
+    """Of the second row group all rows are kept, and of the third none is; a null is no NaN, and NaN is no null."""
+    x = [1.0, NAN, 2.0, INF, 3.0, 4.0, 5.0, 6.0, NAN, NAN, -INF, 7.0]
+    y = [1.0, 2.0, None, 3.0, None, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, NAN]
+    table = pa.table({
+        "id": range(12), "x": x, "y": y, "list": [[v, 1.0] for v in x],
+        "ragged": [[v] * (i % 3) for i, v in enumerate(x)],
+        "vector": pa.array([{"type": 1, "values": [v, 0.0]} for v in x], VECTOR),
+    })  # fmt: skip
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=4, compression=compression, use_dictionary=False)
+
+    def ids(*names, **data):
+        settings = {"encode": {"ragged": {"ragged": True}}} if "ragged" in names else {}
+        return rows_of(tmp_path, until_done, features=("id", *names), nonfinite="drop", **settings, **data)["id"]
+
+    assert ids() == list(range(12))
+    assert ids("x") == ids("list") == ids("vector") == [0, 2, 4, 5, 6, 7, 11]
+    assert ids("ragged") == [0, 2, 3, 4, 5, 6, 7, 9, 11]
+    assert ids("y", nulls="fill", fill={"y": -1}) == list(range(11))
+    assert ids("x", "y", nulls="drop") == [0, 5, 6, 7]
+    assert ids("x", filters=[["id", ">", 1], ["id", "<", 8]]) == [2, 4, 5, 6, 7]
+    with pytest.raises(
+        ValueError, match=r"^data.filters, data.nonfinite: none of the 12 rows .*no NaN or Inf in \['x'\]"
+    ):
+        ids("x", filters=[["id", "in", [1, 3, 8]]])
+
+
 @pytest.mark.parametrize(("names", "data", "match"), [
     (["age"], {}, r"column 'age': found 2 null\(s\) in .*, first 1 in row group 0 of a.parquet, expected no nulls;"),
     (["user.size"], {}, r"column 'user.size': found 2 null\(s\)"),
@@ -187,7 +220,7 @@ def test_nan_and_inf_are_filled(tmp_path, until_done, compression):
     (["city"], {"nulls": "fill", "fill": {"city": 1}, "encode": {"city": ENCODE["city"]}},
      "data.fill.city: expected a value of type string, found 1"),
     (["age"], {"nulls": "fill", "fill": {"aged": 1}}, "data.fill.aged: no such column is read; did you mean 'age'"),
-    (["id"], {"nonfinite": "drop"}, "data.nonfinite: found 'drop' for a dataset that is read as it is: Parquet does"),
+    (["id"], {"nonfinite": "drop", "reader": "petastorm"}, "data.nonfinite: found 'drop' with data.reader=petastorm"),
     (["id"], {"nulls": "drop", "reader": "petastorm"}, "data.nulls: found 'drop' with data.reader=petastorm"),
 ])  # fmt: skip
 def test_what_cannot_be_is_an_error_when_the_dataset_is_opened(tmp_path, names, data, match):
@@ -204,7 +237,7 @@ def test_rows_that_are_not_counted_or_not_there(tmp_path, until_done):
     pq.write_table(plain_table(), tmp_path / "a.parquet")
     data = Data(features=("id", "age"), label=None, num_streams=2, nulls="drop")
     shards, config = open_parquet(str(tmp_path), data.features, data=data), Config(data=data)
-    with pytest.raises(ValueError, match="data.filters, data.nulls: all rows of .* would be read"):
+    with pytest.raises(ValueError, match="data.filters, data.nulls, data.nonfinite: all rows of .* would be read"):
         build_loader(shards, config, rank=0, world_size=1)
     counted = filter_rows(shards, (), columns_without_nulls(shards, data))
     assert (shards.rows, counted.rows) == (ROWS, ROWS - 2)
@@ -216,7 +249,7 @@ def test_other_rows_than_were_counted_are_an_error(tmp_path):
     counted = filter_rows(open_parquet(str(tmp_path), data.features, data=data), (), data.features)
     changed = replace(counted, filtered=replace(counted.filtered, group_rows=(ROWS - 3,)))
     config = Config(data=data, train=Train(global_batch_size=4))
-    with pytest.raises(RuntimeError, match="22 rows pass data.filters and data.nulls, where 21 did"):
+    with pytest.raises(RuntimeError, match="22 rows pass data.filters, data.nulls and data.nonfinite, where 21 did"):
         list(build_loader(changed, config, rank=0, world_size=1).epoch(0))
 
 
@@ -321,6 +354,7 @@ def test_nullable_fields_of_petastorm_are_filled(petastorm, until_done):
     ("count", {}, r"column 'count': found 3 null\(s\) in .*, first 2 in row group 0 of 0.parquet, expected no nulls"),
     ("fixed", {}, r"column 'fixed': found 3 null\(s\)"),
     ("fixed", {"nulls": "fill", "fill": {"fixed": "x"}}, "data.fill.fixed: expected a value of type float"),
+    ("fixed", {"nulls": "drop", "nonfinite": "drop"}, "data.nonfinite: found 'drop' for .* 'fixed' holds arrays"),
     ("png", {"nulls": "fill", "fill": {"png": 0}}, "data.fill.png: images and complex numbers cannot be filled; set"),
     ("gray", {"encode": {"gray": {"as": "hash", "buckets": 3}}}, r"data.encode.gray: .*; expected {as: image, resize"),
     ("fixed", {"encode": {"fixed": {"as": "image", "resize": [2, 2]}}}, "data.encode.fixed: .*; expected nothing"),

@@ -271,7 +271,7 @@ def _scaling(options: Options, show: Show) -> list[dict[str, Any]]:
                 try:
                     bed.run_ranks(command, timeout_s=settings.timeout_s)
                 except RuntimeError as error:  # more ranks would not do it either
-                    show(f"left out: {kind} scaling of {method} to {ranks} ranks and more: {exchange.reason_of(error)}")
+                    show(f"left out: {kind} scaling of {method} to {ranks} ranks and more: {error}")
                     todo.remove((kind, method))
                     continue
                 step_s = json.loads(Path(path).read_text())["step_s"]

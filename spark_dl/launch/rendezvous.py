@@ -21,6 +21,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# NOTE: before there is a process group. Its functions have the default group of the moment of the import as a default
+# argument: where DDP imports it later, that group never goes, its threads and sockets stay, and at times one of these
+# threads aborts the process when it ends.
+import torch.distributed.nn.functional
+
 import spark_dl
 from spark_dl.config import Launch
 from spark_dl.launch import gpus

@@ -1,6 +1,8 @@
 """How a rank leaves: nothing of DDP is left when its process group goes."""
 
 import gc
+import subprocess
+import sys
 import weakref
 from unittest import mock
 
@@ -71,3 +73,29 @@ def test_also_where_a_step_fails(tmp_path, parallel):
     spec = ModelSpec(build=build_mlp, loss=FailsInAStep())
     run = make_run(tmp_path, small_config(2, parallel=parallel), spec=spec)
     assert run_ranks(left_at_the_end, 2, run) == [(0, 1, "no loss")] * 2
+
+
+LEAVES = """
+import os, torch
+from spark_dl.config import Launch
+from spark_dl.launch.rendezvous import join
+
+def gloo_threads():
+    return sum("gloo" in open(f"/proc/self/task/{task}/comm").read() for task in os.listdir("/proc/self/task"))
+
+def train():
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+    model(torch.ones(1, 2)).sum().backward()
+    return gloo_threads()
+
+with join(Launch(device="cpu")):
+    print(train() > 0)
+print(gloo_threads())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted by Linux's /proc")
+def test_no_thread_of_a_process_group_is_left():
+    """In a process of its own: what it imports, and when, makes the difference."""
+    done = subprocess.run([sys.executable, "-c", LEAVES], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["True", "0"], done.stderr

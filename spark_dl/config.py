@@ -73,7 +73,8 @@ class Data:
     reader_threads: int = 2
     """Threads of each rank that read and decode: at most, where memory_mib has no room for a row group of each."""
     prefetch_batches: int = 4
-    """Batches that each rank has ready: fewer where they need more than a quarter of memory_mib, but at least one."""
+    """Batches that each rank has ready: fewer where they need more than a quarter of memory_mib, but at least one.
+    Small ones are made up to 16 at a time."""
     sequence_length: int = 0
     """Rows of each sample, which follow each other in the dataset; columns are then [rows, sequence_length, ...]. 0: a
     sample is one row."""

@@ -241,15 +241,17 @@ def _slices(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def _start(ops: Sequence[_Op], group: dist.ProcessGroup) -> list[_Transfer]:
-    """Starts sends and receives, all together where the backend can."""
-    if not ops:
-        return []
-    p2p = [dist.P2POp(op, tensor, group=group, tag=_TAG, group_peer=peer) for op, tensor, peer in ops]
-    with _named_loss({peer for _, _, peer in ops}, group):
-        works = dist.batch_isend_irecv(p2p)
-    if len(works) < len(ops):  # NCCL has one for all of them
-        works = works * len(ops)
-    return [_Transfer(work, peer, group) for work, (_, _, peer) in zip(works, ops, strict=True)]
+    """Starts sends and receives, all together where the backend can; else an error tells which of them has failed."""
+    together = [ops] if ops and ops[0][1].is_cuda else [[op] for op in ops]
+    transfers = []
+    for batch in together:
+        p2p = [dist.P2POp(op, tensor, group=group, tag=_TAG, group_peer=peer) for op, tensor, peer in batch]
+        with _named_loss({peer for _, _, peer in batch}, group):
+            works = dist.batch_isend_irecv(p2p)
+        if len(works) < len(batch):  # NCCL has one for all of them
+            works = works * len(batch)
+        transfers += [_Transfer(work, peer, group) for work, (_, _, peer) in zip(works, batch, strict=True)]
+    return transfers
 
 
 def _algorithm(

@@ -45,7 +45,7 @@ def start_job(*command, **kwargs):
     return subprocess.Popen(command, cwd=REPOSITORY, env=environment(), **out, **kwargs)
 
 
-def run_job(*command, code=0, timeout_s=110):
+def run_job(*command, code=0, timeout_s=200):
     process = start_job(*command)
     try:
         out, err = process.communicate(timeout=timeout_s)

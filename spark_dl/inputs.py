@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from spark_dl import storage
 from spark_dl.config import Config, Data, Nonfinite
-from spark_dl.data.filter_counts import columns_without_nonfinite, columns_without_nulls, filter_rows
+from spark_dl.data.filter_counts import filter_rows
 from spark_dl.data.foreign import open_parquet
 from spark_dl.data.loader import check_memory, warn_of_memory
 from spark_dl.data.manifest import MANIFEST, STORED, ShardSet, read_shards
@@ -120,10 +120,7 @@ def shards_of(
         check_rules(data.url, data.rules, config.data, words_of(like))
     else:
         data = _shards_of_rows(data, url, config, until_done, like, reuse=reuse)
-    no_nulls = columns_without_nulls(data, config.data)
-    finite = columns_without_nonfinite(data, config.data)
-    if config.data.filters or no_nulls or finite:
-        data = filter_rows(data, config.data.filters, no_nulls, finite)
+    data = filter_rows(data, config.data)
     columns = data.select(config.data.columns)
     check_batch_names(config.data.columns, [c.name for c in columns if c.is_ragged])
     check_like(columns, like)

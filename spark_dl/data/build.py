@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from spark_dl.config import Config
 from spark_dl.data.batch import StepBatches
 from spark_dl.data.dealt_plan import DealtPlan
-from spark_dl.data.filter_counts import columns_without_nonfinite, columns_without_nulls
+from spark_dl.data.filter_counts import leaves_out_rows
 from spark_dl.data.loader import Loader
 from spark_dl.data.manifest import ShardSet
 from spark_dl.data.mixture import MixedLoader, MixedPlan, Mixture
@@ -38,8 +38,7 @@ def build_loader(data: ShardSet | Mixture, config: Config, **options: Any) -> Ba
     counted on the driver.
     """
     for shards in data.datasets.values() if isinstance(data, Mixture) else [data]:
-        drops = columns_without_nulls(shards, config.data) or columns_without_nonfinite(shards, config.data)
-        if (config.data.filters or drops) and shards.filtered is None:
+        if leaves_out_rows(shards, config.data) and shards.filtered is None:
             raise ValueError(
                 f"data.filters, data.nulls, data.nonfinite: all rows of {shards.url} would be read; count those that "
                 "pass before the ranks start, with filter_rows of spark_dl.data.filter_counts, as spark_dl.train does"

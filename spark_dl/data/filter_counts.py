@@ -45,35 +45,29 @@ _log = logging.getLogger("spark_dl")
 _READERS = 16
 
 
-def columns_without_nulls(shards: ShardSet, data: Data) -> tuple[str, ...]:
-    """The columns in which a null drops its row when the dataset is read: that is for those of others alone."""
-    return data.stored_columns if shards.foreign and data.nulls == "drop" else ()
+def leaves_out_rows(shards: ShardSet, data: Data) -> bool:
+    """Whether some rows of a dataset may not be read, so that those that are have to be counted first."""
+    return bool(data.filters or any(_columns_that_drop(shards, data)))
 
 
-def columns_without_nonfinite(shards: ShardSet, data: Data) -> tuple[str, ...]:
-    """The columns in which NaN or Inf drops its row when the dataset is read: that is for those of others alone."""
-    if not shards.foreign or data.nonfinite != "drop":
-        return ()
-    return tuple(c.name for c in shards.select(data.stored_columns) if np.dtype(c.dtype).kind == "f")
+def filter_rows(shards: ShardSet, data: Data) -> ShardSet:
+    """The dataset of which only the rows are read that `data` leaves; all of it as it is where it leaves out none.
 
-
-def filter_rows(
-    shards: ShardSet, filters: Sequence[Any], no_nulls: Sequence[str] = (), finite: Sequence[str] = ()
-) -> ShardSet:
-    """The dataset of which only the rows are read that pass `data.filters`, as `Data` holds them. Called on the driver.
-
-    `no_nulls` are columns in which a null drops its row, `finite` those in which NaN or Inf does; inside an array, too.
-    Raises ValueError for a column that is missing, a value that does not fit its column, files whose types differ, and
-    if no row passes; RuntimeError for a file that is missing, damaged or not what the dataset says.
+    Called on the driver. Raises ValueError for a column that is missing, a value that does not fit its column, files
+    whose types differ, and if no row passes; RuntimeError for a file that is missing, damaged or not what the dataset
+    says.
     """
-    conditions = _conditions_of(shards, filters, no_nulls, finite)
-    said = _text(filters, no_nulls, finite)
+    if not leaves_out_rows(shards, data):
+        return shards
+    no_nulls, finite = _columns_that_drop(shards, data)
+    conditions = _conditions_of(shards, data.filters, no_nulls, finite)
+    said = _text(data.filters, no_nulls, finite)
     with ThreadPoolExecutor(_READERS, thread_name_prefix="spark_dl filters") as readers:
         counted = list(readers.map(lambda shard: _count(shards.url, shard, conditions), shards.shards))
     rows = tuple(itertools.chain.from_iterable(counts for counts, _ in counted))
     num_read, stored = sum(num_read for _, num_read in counted), sum(s.rows for s in shards.shards)
     if not any(rows):
-        asked = (("data.filters", filters), ("data.nulls", no_nulls), ("data.nonfinite", finite))
+        asked = (("data.filters", data.filters), ("data.nulls", no_nulls), ("data.nonfinite", finite))
         keys = ", ".join(key for key, is_set in asked if is_set)
         raise ValueError(f"{keys}: none of the {stored} rows of {shards.url} passes {said}")
     _log.info(
@@ -81,6 +75,19 @@ def filter_rows(
         sum(rows), stored, sum(map(bool, rows)), len(rows), said, shards.url, num_read,
     )  # fmt: skip
     return dataclasses.replace(shards, filtered=Filtered(conditions, rows))
+
+
+def _columns_that_drop(shards: ShardSet, data: Data) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The columns in which a null drops its row when it is read, also inside an array, and those in which NaN or Inf
+    does. In datasets of others only: of ours such rows were dropped when they were written.
+    """
+    no_nulls: tuple[str, ...] = ()
+    finite: tuple[str, ...] = ()
+    if shards.foreign and data.nulls == "drop":
+        no_nulls = data.stored_columns
+    if shards.foreign and data.nonfinite == "drop":
+        finite = tuple(c.name for c in shards.select(data.stored_columns) if np.dtype(c.dtype).kind == "f")
+    return no_nulls, finite
 
 
 def _conditions_of(shards: ShardSet, filters: Sequence[Any], no_nulls: Sequence[str], finite: Sequence[str]) -> AnyOf:

@@ -294,7 +294,9 @@ def test_early_stopping_and_schedules_are_those_of_every_strategy(tmp_path):
         "early_stop_min_delta": 0.05,
         "lr": 0.3,
     }
-    plateau = {"scheduler": "ReduceLROnPlateau", "scheduler_args": {"patience": 0, "threshold": 0.05, "factor": 0.5}}
+    # What is no gain to one is none to the other, so that it is halved before the run stops.
+    args = {"patience": 0, "threshold": 0.05, "threshold_mode": "abs", "factor": 0.5}
+    plateau = {"scheduler": "ReduceLROnPlateau", "scheduler_args": args}
     config = servers(2, 2, "k_async", server_k=1, train={**stop, **plateau}, data={"validation_fraction": 0.2})
     run = make_run(tmp_path, config)
     results = train(run)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from spark_dl import Data
 from spark_dl.data import parquet
 from spark_dl.data.filter_counts import filter_rows
 from spark_dl.data.plan import Segment
@@ -57,8 +58,8 @@ def test_a_flipped_bit_anywhere_gives_an_error_or_the_same_rows(tmp_path):
 def test_a_flipped_bit_of_a_footer_is_an_error_of_filters_too(tmp_path):
     """What they count rows by is parsed on the driver, which a bit of a footer can crash."""
     shards = write_dataset(str(tmp_path / "d"), ROWS, group_rows=8, shard_rows=16)
-    filters = [[("id", ">=", 4)]]
-    assert filter_rows(shards, filters).filtered.group_rows == (4, 8, 8)
+    above = Data(filters=[("id", ">=", 4)])
+    assert filter_rows(shards, above).filtered.group_rows == (4, 8, 8)
     for shard in shards.shards:
         path = tmp_path / "d" / shard.name
         content = path.read_bytes()
@@ -69,10 +70,10 @@ def test_a_flipped_bit_of_a_footer_is_an_error_of_filters_too(tmp_path):
             with pytest.raises(
                 RuntimeError, match=rf"^cannot read the footer of {path} for data.filters: the footer's"
             ):
-                filter_rows(shards, filters)
+                filter_rows(shards, above)
         path.write_bytes(content[: shard.footer_bytes - 1])
         with pytest.raises(RuntimeError, match=rf"^cannot read the footer of {path} for data.filters: "):
-            filter_rows(shards, filters)
+            filter_rows(shards, above)
         path.write_bytes(content)
 
 

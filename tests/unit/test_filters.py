@@ -48,7 +48,7 @@ def read(shards, world_size=1, part="all", epoch=0, **settings):
 
 
 def filtered(shards, *filters):
-    return filter_rows(shards, data(filters).filters)
+    return filter_rows(shards, data(filters))
 
 
 def values():
@@ -240,7 +240,7 @@ def test_ragged_columns_and_partitions_keep_to_their_rows(tmp_path, part):
         features=("id", "list", "half"), label=None, num_streams=6, encode={"list": {"ragged": True}}, ragged="offsets",
         validation_fraction=0.3, filters=[["x", "<=", 2]],
     )  # fmt: skip
-    shards = filter_rows(open_parquet(str(tmp_path), settings.features, data=settings), settings.filters)
+    shards = filter_rows(open_parquet(str(tmp_path), settings.features, data=settings), settings)
     config = Config(data=settings, train=Train(global_batch_size=12))
     found = []
     for step in Loader(shards, config, rank=0, world_size=1, part=part).epoch(0):
@@ -474,7 +474,7 @@ def test_a_loader_for_rows_that_were_not_counted(tmp_path):
     config = Config(data=data([["id", ">", 3]]), train=Train(global_batch_size=12))
     with pytest.raises(ValueError, match=r"data.filters, data.nulls, data.nonfinite: all rows of .* would be read"):
         build_loader(shards, config, rank=0, world_size=1)
-    counted = filter_rows(shards, config.data.filters)
+    counted = filter_rows(shards, config.data)
     assert build_loader(counted, config, rank=0, world_size=1).plan.rows == 16
 
 

@@ -359,12 +359,12 @@ def test_nan_and_inf_stop_the_loader_unless_they_are_allowed(tmp_path, kind, com
     with pytest.raises(RuntimeError, match=match):
         list(steps_of(shards, "x", encode=encode))
     assert len(list(steps_of(shards, "x", encode=encode, nonfinite="allow"))) == 2
-    without = filter_rows(shards, [[("id", "<", 13)], [("id", ">", 19)]])
+    without = filter_rows(shards, Data(filters=[[("id", "<", 13)], [("id", ">", 19)]]))
     assert len(list(steps_of(without, "x", encode=encode))) == 2
     with pytest.raises(
         RuntimeError, match=match.replace("row group 1", "the rows that pass data.filters of row group 1", 1)
     ):
-        list(steps_of(filter_rows(shards, [[("id", ">", 12)]]), "x", encode=encode))
+        list(steps_of(filter_rows(shards, Data(filters=[("id", ">", 12)])), "x", encode=encode))
 
 
 @pytest.mark.parametrize("dtype", [FLOAT16, "float32", "float64"])
@@ -495,7 +495,7 @@ def test_timestamps_of_spark_are_the_microseconds_of_its_dataframe(tmp_path):
         shards = open_parquet(url, ["at", "list"])
         assert [c.encoding for c in shards.columns] == [Encoding("timestamp", unit="us")] * 2
         found[is_old] = columns_of(shards, "at", "list")
-        assert filter_rows(shards, [[("at", ">", "9000-01-01")]]).rows == 1
+        assert filter_rows(shards, Data(filters=[("at", ">", "9000-01-01")])).rows == 1
     expected = [(t - datetime.datetime(1970, 1, 1)) // datetime.timedelta(microseconds=1) for t in times]
     for cells in found.values():
         assert cells["at"].tolist() == expected

@@ -11,7 +11,7 @@ import pytest
 
 from spark_dl import Config, Data, Launch, Train
 from spark_dl.data.build import build_loader
-from spark_dl.data.filter_counts import columns_without_nulls, filter_rows
+from spark_dl.data.filter_counts import filter_rows
 from spark_dl.data.filters import NULL_PARTITION
 from spark_dl.data.foreign import open_parquet
 from spark_dl.data.petastorm import write_common_metadata
@@ -239,14 +239,14 @@ def test_rows_that_are_not_counted_or_not_there(tmp_path, until_done):
     shards, config = open_parquet(str(tmp_path), data.features, data=data), Config(data=data)
     with pytest.raises(ValueError, match="data.filters, data.nulls, data.nonfinite: all rows of .* would be read"):
         build_loader(shards, config, rank=0, world_size=1)
-    counted = filter_rows(shards, (), columns_without_nulls(shards, data))
+    counted = filter_rows(shards, data)
     assert (shards.rows, counted.rows) == (ROWS, ROWS - 2)
 
 
 def test_other_rows_than_were_counted_are_an_error(tmp_path):
     data = Data(features=("id", "age"), label=None, num_streams=2, nulls="drop")
     pq.write_table(plain_table(), tmp_path / "a.parquet")
-    counted = filter_rows(open_parquet(str(tmp_path), data.features, data=data), (), data.features)
+    counted = filter_rows(open_parquet(str(tmp_path), data.features, data=data), data)
     changed = replace(counted, filtered=replace(counted.filtered, group_rows=(ROWS - 3,)))
     config = Config(data=data, train=Train(global_batch_size=4))
     with pytest.raises(RuntimeError, match="22 rows pass data.filters, data.nulls and data.nonfinite, where 21 did"):

@@ -68,7 +68,7 @@ def test_plain_parquet_must_have_the_same_files_row_groups_and_sizes(tmp_path):
 
 def test_filters_must_pass_the_same_rows_of_each_row_group(tmp_path):
     dataset = plain(tmp_path / "a", ("1.parquet", 0, 32))
-    low, high = (filter_rows(dataset, [[("x", op, 16)]]) for op in ("<", ">="))
+    low, high = (filter_rows(dataset, Data(filters=[("x", op, 16)])) for op in ("<", ">="))
     assert low.rows == high.rows
     check_same_rows(saved_at(3, low), low, Data())
     for other in (high, dataset):

@@ -6,6 +6,7 @@ import decimal
 import functools
 import io
 import math
+import threading
 import zipfile
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,6 +21,9 @@ from spark_dl.data.unischema import TIMES, Field
 
 _MAX_CELL_BYTES = 1 << 31
 """Most bytes that a compressed cell may unpack to."""
+_ONE_HEADER_AT_A_TIME = threading.Lock()
+"""NumPy reads the header of a `.npy` cell with `ast.literal_eval`, which raises SystemError now and then where several
+threads are in it (python/cpython#106905; Python 3.11.7 has the fault)."""
 
 
 class OtherShapeError(ValueError):
@@ -231,7 +235,8 @@ def _one_view(field: Field, cells: pa.Array) -> Array | None:
     try:
         if np.lib.format.read_magic(file) != (1, 0):
             return None
-        shape, fortran_order, dtype = np.lib.format.read_array_header_1_0(file)
+        with _ONE_HEADER_AT_A_TIME:
+            shape, fortran_order, dtype = np.lib.format.read_array_header_1_0(file)
     except ValueError:
         return None  # read again cell by cell, for a message with the row
     start = file.tell()
@@ -248,7 +253,8 @@ def _one_view(field: Field, cells: pa.Array) -> Array | None:
 
 def _read_npy(field: Field, cell: memoryview) -> Array:
     file = io.BytesIO(cell)
-    value: Array = np.lib.format.read_array(file, allow_pickle=False)
+    with _ONE_HEADER_AT_A_TIME:  # all else that is done here keeps the interpreter's own lock, too
+        value: Array = np.lib.format.read_array(file, allow_pickle=False)
     return value
 
 

@@ -23,10 +23,15 @@ train: setup .data/digits.csv.gz ## train on the digits; `make train ARGS=--resu
 setup-all: setup
 	@$(MAKE) --no-print-directory --jobs=2 setup-petastorm setup-horovod
 
-test: setup-all lint type ## lint, types, and the tests that this machine can run, but for those that are slow
+.venv/spark.jsa: .venv/.made-from ## Spark's classes as one file, so that the JVMs of the tests start faster
+	@$(PY) -m tests.spark.class_archive 2>/dev/null || echo "no archive of Spark's classes: tests start more slowly"
+
+.venv/.made-from: setup
+
+test: setup-all .venv/spark.jsa lint type ## lint, types, and the tests that this machine can run, but for those that are slow
 	@$(PY) -m pytest --numprocesses=3 --no-loadscope-reorder -m 'not slow'
 
-test-slow: setup-all ## all other tests: whole jobs, kills, clusters, networks, memory
+test-slow: setup-all .venv/spark.jsa ## all other tests: whole jobs, kills, clusters, networks, memory
 	@$(PY) -m pytest --numprocesses=3 --no-loadscope-reorder -m slow
 
 lint: setup

@@ -81,7 +81,7 @@ def test_what_a_process_is_given_and_what_it_returns(hosts):
         start = time.monotonic()
         with pytest.raises(RuntimeError, match=r"^on host0, .* did not end within 0.5 s: half way$"):
             bed.run(host, ["sh", "-c", "echo half way >&2; sleep 60 & wait"], timeout_s=0.5)
-        assert time.monotonic() - start < 10
+        assert time.monotonic() - start < 40
         assert bed.processes(host) == [process.pid]
 
 

@@ -1,7 +1,7 @@
 """Runs a function on processes of their own, one per rank, with the environment of torchrun and real gloo between them.
 
-The processes are spawned once and used again, as torch takes seconds to import; after a failure they are killed, and
-the next call begins with new ones.
+The processes are forks of a server that has imported torch, which takes seconds, and nothing else; they are used again,
+but for those of a failure, which are killed.
 """
 
 import atexit
@@ -10,16 +10,19 @@ import os
 import socket
 import time
 import traceback
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 
 import torch.distributed as dist
 
-_context = mp.get_context("spawn")
+_context = mp.get_context("forkserver")
+_context.set_forkserver_preload(["spark_dl.worker", "torch._dynamo", "pyarrow.parquet"])  # an optimizer imports _dynamo
 _pool = []  # (process, connection) of each rank
+_ROOT_CAUSE_WAIT_S = 3.0  # a rank that fails may be heard of later than one that has lost it
 
 
 def run_ranks(fn, world_size, *args, timeout_s=60):
-    """What `fn(*args)` returns on each rank, by rank. Raises RankFailed with the traceback of the first that failed."""
+    """What `fn(*args)` returns on each rank, by rank. Raises RankFailed with the tracebacks of those that failed."""
     while len(_pool) < world_size:
         ours, theirs = _context.Pipe()
         process = _context.Process(target=_serve, args=(theirs,), daemon=True)
@@ -46,12 +49,12 @@ def run_ranks(fn, world_size, *args, timeout_s=60):
 
 
 class RankFailed(Exception):  # noqa: N818 - what happened
-    """A rank raised; the text is its traceback."""
+    """Ranks raised; the text is their tracebacks."""
 
 
 def pool_pids():
-    """The processes that outlive a test."""
-    return {process.pid for process, _ in _pool}
+    """The processes that outlive a test: the ranks, and the server of which they are forks."""
+    return {process.pid for process, _ in _pool} | {forkserver._forkserver._forkserver_pid}
 
 
 @atexit.register
@@ -64,20 +67,26 @@ def kill_ranks():
 
 
 def _collect(world_size, timeout_s):
-    found, end = {}, time.monotonic() + timeout_s
+    found, failures, end = {}, [], time.monotonic() + timeout_s
     while len(found) < world_size:
         waiting = {_pool[rank][1]: rank for rank in range(world_size) if rank not in found}
         ready = wait(list(waiting), timeout=max(0.0, end - time.monotonic()))
-        assert ready, f"ranks {sorted(waiting.values())} did not end within {timeout_s} s"
+        if not ready:
+            break
         for connection in ready:
             rank = waiting[connection]
             try:
-                value, failure = connection.recv()
+                found[rank], failure = connection.recv()
             except EOFError:
-                raise RankFailed(f"rank {rank} died with exit code {_pool[rank][0].exitcode}") from None
+                _pool[rank][0].join(_ROOT_CAUSE_WAIT_S)
+                found[rank], failure = None, f"died with exit code {_pool[rank][0].exitcode}"
             if failure is not None:
-                raise RankFailed(f"rank {rank}:\n{failure}")
-            found[rank] = value
+                if not failures:
+                    end = min(end, time.monotonic() + _ROOT_CAUSE_WAIT_S)
+                failures.append(f"rank {rank}:\n{failure}")
+    if failures:
+        raise RankFailed("\n".join(failures))
+    assert len(found) == world_size, f"ranks {sorted(waiting.values())} did not end within {timeout_s} s"
     return [found[rank] for rank in range(world_size)]
 
 

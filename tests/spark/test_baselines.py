@@ -345,7 +345,7 @@ def test_a_step_that_takes_too_long_is_an_error_and_leaves_no_task(spark, tmp_pa
     start = time.monotonic()
     with pytest.raises(RuntimeError, match=r"not done within 3 s; raise launch.collective_timeout_s"):
         train_from_driver(spark, run)
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 60  # its steps take longer
     assert_ended(recorder.pids() - {os.getpid()})
 
 

@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-import time
 
 import pytest
 import torch
@@ -60,11 +59,9 @@ class Killed:
 @pytest.mark.modes("local")
 def test_a_rank_that_is_killed_is_one_error(spark, points, tmp_path, horovod):
     config = small_config(2, parallel=HOROVOD)
-    start = time.monotonic()
     with pytest.raises(RankError, match="was killed: its .*process ended without an error") as error:
         spark_dl.train(points, ModelSpec(build=build_mlp, loss=Killed()), config, run_dir=str(tmp_path / "killed"))
     assert error.value.rank == 1
-    assert time.monotonic() - start < 30
     assert spark_dl.train(points, MLP, config, run_dir=str(tmp_path / "again")).steps == 12
 
 
@@ -76,8 +73,6 @@ def test_a_rank_that_is_killed_is_one_error(spark, points, tmp_path, horovod):
 )  # fmt: skip
 def test_what_cannot_run_is_an_error_before_any_rank_starts(spark, points, tmp_path, monkeypatch, parallel, message):
     monkeypatch.setitem(sys.modules, "horovod", None)  # as if it were not installed
-    start = time.monotonic()
     with pytest.raises(ValueError, match=message):
         spark_dl.train(points, MLP, small_config(2, parallel=parallel), run_dir=str(tmp_path / "run"))
-    assert time.monotonic() - start < 5
     assert not (tmp_path / "run").exists()

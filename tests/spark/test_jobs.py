@@ -21,8 +21,8 @@ from spark_dl import checkpoint
 from tests.models import same_bits
 from tests.spark.conftest import CONF, FAST_JVM, REPOSITORY, SPARK_HOME, free_port, stop, wait_for_port
 
-pytestmark = pytest.mark.timeout(360)
-"""A job has 110 s, and a test runs up to three, the first one also those of its fixtures."""
+pytestmark = pytest.mark.timeout(900)
+"""A job has 200 s, and a test runs up to three, the first one also those of its fixtures."""
 PLAIN = [sys.executable]
 SUBMIT = [f"{SPARK_HOME}/bin/spark-submit", "--master", "local[2]"]
 KEYS = {"run_dir", "checkpoint", "epochs", "steps", "rows", "train_loss", "metrics", "rows_per_s", "seconds"}
@@ -106,7 +106,7 @@ def test_train_killed_half_way_and_resumed_equals_an_uninterrupted_run(prepared,
     assert {k: result_of(resumed)[k] for k in same} == {k: result[k] for k in same}
 
 
-def wait_for_step(run_dir, step, process, timeout_s=90):
+def wait_for_step(run_dir, step, process, timeout_s=200):
     end = time.monotonic() + timeout_s
     while time.monotonic() < end:
         assert process.poll() is None, process.communicate()[1][-3000:]

@@ -193,10 +193,8 @@ def _fails_on_rank_1(rows, how, folder):
 ])  # fmt: skip
 def test_a_rank_that_fails_leaves_no_rows_behind(spark, tmp_path, how, message):
     """Neither on its own disk nor on those of the others, whose processes Spark kills."""
-    start = time.monotonic()
     with pytest.raises(RankError, match=message):
         spark_dl.run_on_dataframe(_fails_on_rank_1, spark.range(100), num_ranks=3, how=how, folder=str(tmp_path))
-    assert time.monotonic() - start < 30
     folders = {(tmp_path / name).read_text() for name in os.listdir(tmp_path)}
     assert len(folders) == 3
     end = time.monotonic() + 20

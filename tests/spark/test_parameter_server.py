@@ -58,11 +58,9 @@ def test_a_server_that_is_killed_is_an_error_that_names_it_and_the_run_goes_on_f
         return build_mlp()
 
     config = servers("async", {"epochs": 40}, checkpoint=Checkpoint(every_steps=7))
-    start = time.monotonic()
     with pytest.raises(RankError, match=r"rank 2 on \S+ \(pid \d+\) was killed") as error:
         spark_dl.train(points, ModelSpec(build=build), config, run_dir=run_dir)
     assert error.value.rank == 2
-    assert time.monotonic() - start < 60
     saved = checkpoint.latest(run_dir)
     assert 0 < saved.step < 40 * 18
     result = spark_dl.train(points, ModelSpec(build=build), config, run_dir=run_dir, resume=True)

@@ -195,10 +195,8 @@ def test_errors_before_any_rank_starts(spark, points, tmp_path):
     run_dir = str(tmp_path / "run")
 
     def fails(match, data=points, spec=MLP, config=None, error=ValueError, **kwargs):
-        start = time.monotonic()
         with pytest.raises(error, match=match):
             spark_dl.train(data, spec, config or small_config(2), run_dir=run_dir, **kwargs)
-        assert time.monotonic() - start < 15
 
     fails("no column 'label' .* did you mean 'labels'", data=points.withColumnRenamed("label", "labels"))
     nulls = points.selectExpr("IF(label = 1, NULL, features) AS features", "label")

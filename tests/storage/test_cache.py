@@ -195,7 +195,7 @@ def test_many_processes_share_a_small_cache(s3, cache):
     limit = 1_000_000
     small = DiskCache(cache.folder, limit)
     worst = 0
-    with multiprocessing.get_context("spawn").Pool(3) as pool:
+    with multiprocessing.get_context("forkserver").Pool(3) as pool:
         jobs = [pool.apply_async(read_all, (cache.folder, limit, about, seed, 40)) for seed in range(3)]
         end = time.monotonic() + 90
         while not all(job.ready() for job in jobs):

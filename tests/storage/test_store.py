@@ -98,7 +98,7 @@ def write_at_once(folder, start, index):
 
 
 def test_two_processes_that_write_the_same_lose_nothing(folder):
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     with context.Manager() as manager, context.Pool(2) as pool:
         start = manager.Barrier(2)
         jobs = [pool.apply_async(write_at_once, (folder, start, i)) for i in range(2)]

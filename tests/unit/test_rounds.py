@@ -95,21 +95,20 @@ class Network:
         self.done[rank] += 1
 
 
-@pytest.mark.parametrize("world_size", range(1, 17))
+@pytest.mark.parametrize(
+    "world_size", [*range(1, 10), *(pytest.param(n, marks=pytest.mark.slow) for n in range(10, 17))]
+)
 @pytest.mark.parametrize("name", PLANS)
 def test_every_rank_has_the_same_sum(name, world_size):
     rng = np.random.default_rng(world_size)
     for length in LENGTHS:
         for piece_length, ahead in ((1000, 1000), (3, 2), (1, 5)) if length < 100 else ((9, 4),):
-            whole = rng.integers(-99, 99, (world_size, length))
-            reals = rng.normal(size=(world_size, length)).astype(np.float32)
-            for values in (whole, reals):
-                tensors = list(values.copy())
-                Network(pieces_of(name, world_size, length, piece_length), tensors, ahead=ahead, seed=length).run()
-                expected = values.sum(axis=0, dtype=np.float64)
-                np.testing.assert_allclose(tensors[0], expected, rtol=0, atol=1e-5 if values is reals else 0)
-                for tensor in tensors:
-                    assert tensor.tobytes() == tensors[0].tobytes()
+            values = rng.normal(size=(world_size, length)).astype(np.float32)  # in each order they have another sum
+            tensors = list(values.copy())
+            Network(pieces_of(name, world_size, length, piece_length), tensors, ahead=ahead, seed=length).run()
+            np.testing.assert_allclose(tensors[0], values.sum(axis=0, dtype=np.float64), rtol=0, atol=1e-5)
+            for tensor in tensors:
+                assert tensor.tobytes() == tensors[0].tobytes()
 
 
 @pytest.mark.parametrize("world_size", range(1, 17))

@@ -12,19 +12,22 @@ def config(kind, mean=0.5, ranks=()):
     return Config(parallel=parallel, launch=Launch(num_ranks=4))
 
 
+def delays(kind, ranks, count):
+    of_kind = config(kind)
+    return [delay_s(of_kind, rank, n) for rank in ranks for n in range(count)]
+
+
 @pytest.mark.parametrize("kind", ["constant", "exponential", "shifted"])
 def test_the_mean_of_all_kinds_is_the_same(kind):
-    drawn = [delay_s(config(kind), rank, n) for rank in range(4) for n in range(500)]
+    drawn = delays(kind, ranks=range(4), count=500)
     assert np.mean(drawn) == pytest.approx(0.5, rel=0.06)
 
 
 def test_the_spread_is_that_of_the_distribution():
-    spread = {
-        kind: np.std([delay_s(config(kind), 1, n) for n in range(2000)])
-        for kind in ("constant", "exponential", "shifted")
-    }
+    drawn = {kind: delays(kind, ranks=[1], count=2000) for kind in ("constant", "exponential", "shifted")}
+    spread = {kind: np.std(found) for kind, found in drawn.items()}
     assert spread == pytest.approx({"constant": 0.0, "exponential": 0.5, "shifted": 0.25}, rel=0.08)
-    assert min(delay_s(config("shifted"), 1, n) for n in range(2000)) >= 0.25
+    assert min(drawn["shifted"]) >= 0.25
 
 
 def test_a_delay_depends_on_rank_and_computation_alone():

@@ -126,7 +126,7 @@ def test_a_peer_that_does_not_read_is_named_in_bounded_time():
         start = time.monotonic()
         with pytest.raises(RuntimeError, match=r"rank 7 on host host-7 took no data for 0.3 s"):
             ours.drain(0.3)
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 30  # the default is 300
 
 
 @pytest.mark.parametrize("sizes", [(5, 4 * 101), (5, 7), (1 << 30, 0), (0, 0)])

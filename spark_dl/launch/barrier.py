@@ -287,6 +287,8 @@ def _rank_task(
             if event["kind"] == "joined":
                 me["rank"] = event["rank"]
             sender.send({**event, **me})
+            if event["kind"] == "joined":
+                sender.flush()  # from here on the rank may die of anything, and is to be named
 
         report({"kind": "started"})
         try:

@@ -129,7 +129,7 @@ class Sender:
         self._task = task
         self.is_connected = False
         """Whether the driver knows this rank; it stays so when the connection is lost later."""
-        self._queue: queue.Queue[bytes | None] = queue.Queue(maxsize=1000)
+        self._queue: queue.Queue[bytes | threading.Event | None] = queue.Queue(maxsize=1000)
         self._thread: threading.Thread | None = None
         if address is not None:
             self._thread = threading.Thread(target=self._work, args=(address,), name="spark_dl sender", daemon=True)
@@ -142,6 +142,17 @@ class Sender:
             if len(frame) <= _MAX_FRAME:
                 self._queue.put_nowait(frame)
 
+    def flush(self, timeout_s: float = 2.0) -> None:
+        """Returns when what is queued is on its way, and reaches the driver even if this process is killed now.
+
+        Waits no longer than `timeout_s`, which it does where the driver cannot be reached.
+        """
+        if self._thread is not None:
+            is_sent = threading.Event()
+            with contextlib.suppress(queue.Full):
+                self._queue.put_nowait(is_sent)
+                is_sent.wait(timeout_s)
+
     def close(self, timeout_s: float = 2.0) -> None:
         """Sends what is queued, but waits no longer than `timeout_s`."""
         if self._thread is not None:
@@ -149,7 +160,7 @@ class Sender:
                 self._queue.put(None, timeout=timeout_s)
             self._thread.join(timeout_s)
 
-    def _next(self) -> bytes | None:
+    def _next(self) -> bytes | threading.Event | None:
         try:
             return self._queue.get(timeout=_SIGN_OF_LIFE_S)
         except queue.Empty:
@@ -159,8 +170,11 @@ class Sender:
         try:
             with _connect(address) as conn:
                 self.is_connected = True
-                while (frame := self._next()) is not None:
-                    conn.send_bytes(frame)
+                while (item := self._next()) is not None:
+                    if isinstance(item, threading.Event):
+                        item.set()
+                    else:
+                        conn.send_bytes(item)
         except (OSError, EOFError, connection.AuthenticationError):  # type: ignore[attr-defined]
             return  # the driver cannot be reached: Spark's own channel still carries results and errors
 

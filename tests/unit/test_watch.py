@@ -3,7 +3,10 @@
 import contextlib
 import json
 import queue
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from multiprocessing.connection import Connection
@@ -81,6 +84,24 @@ def test_a_rank_whose_connection_ends_without_a_word_is_lost(listener):
         assert take(listener, 1)[0]["kind"] == "started"
     (event,) = take(listener, 1)
     assert (event["kind"], event["task"]) == ("lost", 5)
+
+
+def test_what_a_rank_has_flushed_is_known_though_it_is_killed_at_once(listener):
+    code = (
+        "import os, signal, sys\n"
+        "from spark_dl.launch.watch import Address, Sender\n"
+        "sender = Sender(Address(sys.argv[1], int(sys.argv[2]), bytes.fromhex(sys.argv[3])), 5)\n"
+        "sender.send({'kind': 'joined', 'rank': 3})\n"
+        "sender.flush(30.0)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    address = listener.address
+    rank = subprocess.run(
+        [sys.executable, "-c", code, address.host, str(address.port), address.secret.hex()], timeout=60
+    )
+    assert rank.returncode == -signal.SIGKILL
+    joined, lost = take(listener, 2)
+    assert (joined["kind"], joined["rank"], lost["kind"]) == ("joined", 3, "lost")
 
 
 def test_a_rank_with_nothing_to_say_is_not_silent_until_it_is_done(listener, monkeypatch):
@@ -205,6 +226,7 @@ def test_close_ends_all_threads_and_connections():
 def test_a_sender_without_a_driver_does_nothing():
     sender = Sender(None, 0)
     sender.send({"kind": "started"})
+    sender.flush()
     sender.close()
 
 
@@ -215,6 +237,7 @@ def test_a_sender_never_waits_for_a_driver_that_is_not_there():
     start = time.monotonic()
     for number in range(5000):
         sender.send({"kind": "step", "number": number})
+    sender.flush(timeout_s=0.1)
     sender.close(timeout_s=0.1)
     assert time.monotonic() - start < 3
 

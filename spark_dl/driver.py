@@ -29,7 +29,7 @@ from spark_dl.data.plan import check_held_out
 from spark_dl.data.same_rows import check_same_rows
 from spark_dl.data.schema import Column
 from spark_dl.evaluate import build_metric, load_model
-from spark_dl.inputs import as_written, check_mixture, check_rank_rows, check_storage, shards_of
+from spark_dl.inputs import as_written, check_mixture, check_rank_rows, check_storage, shards_of, warn_of_few_rows
 from spark_dl.launch import payload, preflight
 from spark_dl.launch.barrier import run_barrier
 from spark_dl.parallel import check_available
@@ -133,6 +133,7 @@ def train(
             train_shards = to_shards(data, "train")
         if config.data.storage == "shared":  # with local storage the ranks look
             check_held_out(train_shards.rows, config.data.validation_fraction)
+            warn_of_few_rows(train_shards.rows, config)
             if saved is not None:
                 check_same_rows(saved.manifest.get("rows"), train_shards, config.data)
         like = train_shards.columns and train_shards.select(config.data.columns)  # with local storage not known yet

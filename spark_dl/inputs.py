@@ -59,6 +59,17 @@ def check_mixture(config: Config, data: Any) -> None:
         _log.info("rows of each global batch: %s", shares)
 
 
+def warn_of_few_rows(rows: int, config: Config) -> None:
+    """Logs it if the rows that are trained on do not fill one global batch. On the driver."""
+    size = config.train.global_batch_size
+    if rows < size:
+        _log.warning(
+            "%d rows to train on are fewer than a global batch of %d (train.global_batch_size) over %d ranks: each "
+            "epoch is one step, in which the other %d places count for nothing; lower it",
+            rows, size, config.launch.num_ranks, size - rows,
+        )  # fmt: skip
+
+
 def check_unfiltered(data: Data, *sources: Any) -> None:
     """Raises ValueError for DataFrames with `data.filters`, which are for datasets."""
     several = [list(source.values()) if isinstance(source, Mapping) else [source] for source in sources]

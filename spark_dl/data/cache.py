@@ -179,7 +179,8 @@ def _reserve(cache: DiskCache, temporary: str, size: int) -> int | None:
         for _, entry_bytes, path in sorted(entries):
             if total + size <= cache.limit_bytes:
                 break
-            os.unlink(path)
+            with contextlib.suppress(FileNotFoundError):  # a reader that found it damaged was faster
+                os.unlink(path)
             total -= entry_bytes
         if total + size > cache.limit_bytes:
             return None

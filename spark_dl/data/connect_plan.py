@@ -72,7 +72,7 @@ _HIDDEN_WORDS = re.compile(
 )
 """Words of SQL text that read other rows, or mean the time or the user without being called."""
 _CALL = re.compile(r"""((?:[\w`"]+\s*\.\s*)*[\w`"]+)\s*\(""")
-_NOW = re.compile(r"(?i)\s*(now|today|tomorrow|yesterday)\b")
+TIME_OF_RUN = re.compile(r"(?i)\s*(now|today|tomorrow|yesterday)\b")
 """Texts that Spark takes for the time of the run where they become dates."""
 
 
@@ -122,7 +122,7 @@ def _normalise(message: Any, numbers: dict[int, int], functions: set[str]) -> No
         functions.add(name)
     elif kind == "ExpressionString":
         functions |= _check_text(message.expression)
-    elif kind == "Literal" and message.WhichOneof("literal_type") == "string" and _NOW.match(message.string):
+    elif kind == "Literal" and message.WhichOneof("literal_type") == "string" and TIME_OF_RUN.match(message.string):
         raise ValueError(f"it holds the text {message.string!r}, which as a date is another one each day")
     for field, value in message.ListFields():
         if field.message_type is None or field.message_type.GetOptions().map_entry:

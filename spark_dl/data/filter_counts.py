@@ -7,10 +7,12 @@ open, only the columns that are still in question are read.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import logging
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -53,8 +55,9 @@ def leaves_out_rows(shards: ShardSet, data: Data) -> bool:
 def filter_rows(shards: ShardSet, data: Data) -> ShardSet:
     """The dataset of which only the rows are read that `data` leaves; all of it as it is where it leaves out none.
 
-    Called on the driver. Raises ValueError for a column that is missing, a value that does not fit its column, files
-    whose types differ, and if no row passes; RuntimeError for a file that is missing, damaged or not what the dataset
+    Called on the driver, which holds no more than `data.memory_mib` at a time. Raises ValueError for a column that is
+    missing, a value that does not fit its column, files whose types differ, a row group that has to be read and is
+    larger than that, and if no row passes; RuntimeError for a file that is missing, damaged or not what the dataset
     says.
     """
     if not leaves_out_rows(shards, data):
@@ -62,8 +65,9 @@ def filter_rows(shards: ShardSet, data: Data) -> ShardSet:
     no_nulls, finite = _columns_that_drop(shards, data)
     conditions = _conditions_of(shards, data.filters, no_nulls, finite)
     said = _text(data.filters, no_nulls, finite)
+    memory = _Memory(data.memory_mib)
     with ThreadPoolExecutor(_READERS, thread_name_prefix="spark_dl filters") as readers:
-        counted = list(readers.map(lambda shard: _count(shards.url, shard, conditions), shards.shards))
+        counted = list(readers.map(lambda shard: _count(shards.url, shard, conditions, memory), shards.shards))
     rows = tuple(itertools.chain.from_iterable(counts for counts, _ in counted))
     num_read, stored = sum(num_read for _, num_read in counted), sum(s.rows for s in shards.shards)
     if not any(rows):
@@ -86,7 +90,7 @@ def _columns_that_drop(shards: ShardSet, data: Data) -> tuple[tuple[str, ...], t
     if shards.foreign and data.nulls == "drop":
         no_nulls = data.stored_columns
     if shards.foreign and data.nonfinite == "drop":
-        finite = tuple(c.name for c in shards.select(data.stored_columns) if np.dtype(c.dtype).kind == "f")
+        finite = tuple(c.name for c in shards.select(data.stored_columns) if np.dtype(c.dtype).kind in "fc")
     return no_nulls, finite
 
 
@@ -134,7 +138,35 @@ def _partition_type(values: Sequence[str]) -> pa.DataType:
     return pa.int64()
 
 
-def _count(url: str, shard: Shard, conditions: AnyOf) -> tuple[list[int], int]:
+class _Memory:
+    """What the readers may hold, all of them together."""
+
+    def __init__(self, mib: int):
+        self._mib = mib
+        self._free = mib << 20
+        self._changed = threading.Condition()
+
+    @contextlib.contextmanager
+    def of(self, what: str, size: int) -> Iterator[None]:
+        """Waits until there are `size` bytes. Raises ValueError where there never will be."""
+        if size > self._mib << 20:
+            raise ValueError(
+                f"{what} has {size / 2**20:.0f} MiB in the columns that are read to count its rows; a row group is "
+                f"read as a whole, and data.memory_mib={self._mib}: raise it, or write the dataset with smaller row "
+                "groups (data.rows_per_row_group)"
+            )
+        with self._changed:
+            self._changed.wait_for(lambda: self._free >= size)
+            self._free -= size
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += size
+                self._changed.notify_all()
+
+
+def _count(url: str, shard: Shard, conditions: AnyOf, memory: _Memory) -> tuple[list[int], int]:
     """Rows that pass of each row group of a shard, and how many row groups were read for it."""
     left = of_partition(conditions, shard.partition)
     if left in ((), ((),)):
@@ -144,7 +176,7 @@ def _count(url: str, shard: Shard, conditions: AnyOf) -> tuple[list[int], int]:
         with storage.open_input(path) as source:
             file = _open(path, source, shard)
             _check_file(path, file, shard, left)
-            found = [_count_row_group(file, group, left) for group in range(len(shard.row_groups))]
+            found = [_count_row_group(path, file, group, left, memory) for group in range(len(shard.row_groups))]
     except (pa.ArrowException, OSError) as error:
         raise RuntimeError(f"cannot read {path} for data.filters: {error}") from error
     return [rows for rows, _ in found], sum(was_read for _, was_read in found)
@@ -164,7 +196,9 @@ def _check_file(path: str, file: pq.ParquetFile, shard: Shard, conditions: AnyOf
             )
 
 
-def _count_row_group(file: pq.ParquetFile, group: int, conditions: AnyOf) -> tuple[int, bool]:
+def _count_row_group(
+    path: str, file: pq.ParquetFile, group: int, conditions: AnyOf, memory: _Memory
+) -> tuple[int, bool]:
     metadata = file.metadata.row_group(group)
     columns = {metadata.column(i).path_in_schema: i for i in range(metadata.num_columns)}
 
@@ -177,8 +211,11 @@ def _count_row_group(file: pq.ParquetFile, group: int, conditions: AnyOf) -> tup
     left = simplify(conditions, decide)
     if left in ((), ((),)):
         return (metadata.num_rows if left else 0), False
-    table = file.read_row_group(group, columns_of(left), use_threads=False)
-    return int(passing_rows(left, lambda name: stored_column(table, name), metadata.num_rows).sum()), True
+    asked = columns_of(left)
+    chunks = [metadata.column(i) for name, i in columns.items() if any(f"{name}.".startswith(f"{a}.") for a in asked)]
+    with memory.of(f"row group {group} of {path}", sum(chunk.total_uncompressed_size for chunk in chunks)):
+        table = file.read_row_group(group, asked, use_threads=False)
+        return int(passing_rows(left, lambda name: stored_column(table, name), metadata.num_rows).sum()), True
 
 
 def _may_have_nulls(chunk: Any) -> bool:

@@ -109,7 +109,8 @@ def _check_not_cached(plan: str) -> None:
 
 
 def _check_nodes(nodes: Any) -> None:
-    for name in _classes(nodes):
+    for node in _plan_nodes(nodes):
+        name = node["class"]
         short = name.rpartition(".")[2].rstrip("$")
         if name.startswith(f"{_CATALYST}plans.logical."):
             if short not in _NODES:
@@ -119,18 +120,21 @@ def _check_nodes(nodes: Any) -> None:
                 raise NoKeyError(f"its plan holds {short}, which does not show all that decides the rows")
             if _NOW.search(short):
                 raise NoKeyError(f"its rows depend on {short}, which differs from run to run")
+            if short == "Literal" and connect_plan.TIME_OF_RUN.match(str(node.get("value"))):
+                raise NoKeyError(f"it holds the text {node['value']!r}, which as a date is another one each day")
         elif name != _RELATION:
             raise NoKeyError(f"its plan reads from {short}, whose rows cannot be told from the plan")
 
 
-def _classes(nodes: Any) -> Iterator[str]:
+def _plan_nodes(nodes: Any) -> Iterator[dict[str, Any]]:
+    """Operators and expressions, at any depth."""
     if isinstance(nodes, dict):
         if "class" in nodes:
-            yield nodes["class"]
+            yield nodes
         nodes = list(nodes.values())
     if isinstance(nodes, list):
         for node in nodes:
-            yield from _classes(node)
+            yield from _plan_nodes(node)
 
 
 def _normalised(nodes: Any) -> Any:

@@ -104,7 +104,7 @@ def _check_nulls(url: str, files: Sequence[File], columns: Sequence[Column], dat
 
 def _check_finite(url: str, columns: Sequence[Column], data: Data) -> None:
     """Raises ValueError for numbers that cannot be looked at without decoding each cell, where NaN drops its row."""
-    encoded = (c.name for c in columns if c.codec.startswith("petastorm.") and np.dtype(c.dtype).kind == "f")
+    encoded = (c.name for c in columns if c.codec.startswith("petastorm.") and np.dtype(c.dtype).kind in "fc")
     if data.nonfinite == "drop" and (name := next(encoded, None)):
         raise ValueError(
             f"data.nonfinite: found 'drop' for {url}, whose column {name!r} holds arrays that Petastorm encoded; set "

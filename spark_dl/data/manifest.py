@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import re
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -33,7 +34,8 @@ _log = logging.getLogger("spark_dl")
 MANIFEST = "_manifest.json"
 """Named with an underscore, so that Spark, Petastorm and pyarrow read the folder as plain Parquet and pass it by."""
 FORMAT = "spark_dl.shards"
-VERSION = 2
+VERSION = 3
+_FIRST_WITH_CRC32 = 3
 CANNOT_WRITE = "cannot write to"
 _PROBE, STORED = "_probe", "part-stored.json"
 """A file that is written to see whether one can be, and what stands in place of shards that are in the store."""
@@ -155,6 +157,9 @@ def read_shards(url: str) -> ShardSet:
         raise ValueError(f"{path} is not a manifest of {FORMAT}")
     if type(version := manifest.get("version")) is not int or not 1 <= version <= VERSION:
         raise ValueError(f"{path} has version {version!r:.200}; this spark_dl reads up to {VERSION}")
+    found = manifest.pop("crc32", None)
+    if (found is not None or version >= _FIRST_WITH_CRC32) and found != crc32_of(manifest):
+        raise ValueError(f"{path} is damaged: found the crc32 {found!r:.40}, expected {crc32_of(manifest)}")
     try:
         columns = tuple(Column.from_plain(c) for c in manifest["columns"])
         shards = tuple(shard_from_plain(s) for s in manifest["shards"])
@@ -168,6 +173,11 @@ def read_shards(url: str) -> ShardSet:
         raise ValueError(f"{path} is not a manifest that can be read: {error!r}") from error
     _check_files(shard_set, "write it again, or bring the file back")
     return shard_set
+
+
+def crc32_of(manifest: Mapping[str, Any]) -> int:
+    """The checksum of a manifest, by which a flipped bit in it is known; of what it says, not of its layout."""
+    return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
 
 
 def _check_once(what: str, names: Sequence[str]) -> None:
@@ -216,6 +226,7 @@ def commit(shard_set: ShardSet) -> ShardSet:
         "changes": asdict(shard_set.changes),
         **({"rules": asdict(shard_set.rules)} if shard_set.rules else {}),
     }
+    manifest["crc32"] = crc32_of(json.loads(json.dumps(manifest)))  # as it is when it is read
     common = storage.join(shard_set.url, petastorm.COMMON_METADATA)
     replaced = storage.read_bytes(common) if storage.exists(common) else None
     try:

@@ -174,9 +174,9 @@ def _checked_policy(column: SourceColumn, what: str, rows: Mask | None, policy: 
 
 
 def first_nonfinite_row(cells: Array | Ragged) -> int | None:
-    """The first row of decoded cells with NaN or Inf in it; None where there is none, or they are no floats."""
+    """The first row of decoded cells with NaN or Inf in it; None where there is none, or they cannot be."""
     values = cells.own_values if isinstance(cells, Ragged) else cells
-    if values.dtype.kind != "f":
+    if values.dtype.kind not in "fc":
         return None
     # NOTE: one pass without a mask: NaN and Inf stay in a sum, which only values near the largest number overflow too.
     with np.errstate(all="ignore"):
@@ -203,7 +203,7 @@ def nonfinite_as_read(name: str) -> str:
 def with_finite_values(cells: Array | Ragged, fill: Any) -> Array | Ragged:
     """The cells with a value of `data.fill` in place of NaN and Inf; as they are where it is None."""
     values: Any = cells.values if isinstance(cells, Ragged) else cells
-    if values.dtype.kind != "f" or fill is None or np.isfinite(values).all():
+    if values.dtype.kind not in "fc" or fill is None or np.isfinite(values).all():
         return cells
     filled = np.where(np.isfinite(values), values, values.dtype.type(fill))
     return Ragged(filled, cells.offsets) if isinstance(cells, Ragged) else filled

@@ -176,7 +176,11 @@ def _open(folder: str, run: str) -> tuple[ShardSet, Lease] | None:
         url = storage.join(folder, name)
         if storage.exists(storage.join(url, MANIFEST)):
             _log.info("shards found in the store, written %s ago: %s", _age(time.time() - mtime_s), url)
-            return read_shards(url), lease
+            try:
+                return read_shards(url), lease
+            except ValueError as error:
+                lease.drop()
+                raise ValueError(f"{error}; it is in the store: delete the folder {url}, and run again") from error
         lease.drop()
     return None
 

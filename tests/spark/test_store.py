@@ -182,6 +182,7 @@ def test_a_plan_whose_rows_cannot_be_told_has_no_key(spark, source):
         (read().withColumn("r", F.current_timestamp()), "CurrentTimestamp"),
         (read().withColumn("r", F.current_date()), "CurrentDate"),
         (read().withColumn("r", F.unix_timestamp()), "CurrentTimestamp"),
+        (read().where("date_add(DATE'2024-01-01', CAST(id AS INT)) < 'today'"), "'today'"),
         (read().sample(0.5, 1), "Sample"),
         (read().withColumn("r", F.udf(lambda x: x + 1, "long")("id")), "PythonUDF"),
         (read().mapInArrow(lambda batches: batches, "id long"), "MapInArrow"),

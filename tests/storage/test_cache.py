@@ -161,6 +161,23 @@ def test_a_folder_that_others_can_reach_is_refused(s3, cache, tmp_path, spoil):
     assert spoil != "link" or os.listdir(tmp_path / "elsewhere") == []
 
 
+def test_an_entry_that_goes_while_room_is_made_is_no_error(s3, cache, monkeypatch):
+    files = [put(s3, f"going-{i}") for i in range(5)]
+    for url, content, known in files[:4]:
+        assert read(url, cache, **known) == content
+    scan = cache_module._scan
+
+    def scan_and_drop(folder):  # as another process does that finds an entry damaged
+        found = scan(folder)
+        os.unlink(min(found[0])[2])
+        return found
+
+    monkeypatch.setattr(cache_module, "_scan", scan_and_drop)
+    url, content, known = files[4]
+    assert read(url, cache, **known) == content
+    assert len(entries(cache)) == 4
+
+
 def test_links_that_were_planted_are_not_followed(s3, cache, tmp_path):
     url, content, known = put(s3, "planted")
     read(url, cache, **known)

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -181,6 +182,18 @@ def test_a_dataset_that_is_removed_under_a_reader_keeps_its_files(folder):
     assert again.url != shards.url
     other.release()
     lease.release()
+
+
+def test_a_stored_dataset_that_is_not_whole_is_an_error_that_says_what_to_delete_and_holds_no_lease(folder):
+    shards, lease = hold(folder)
+    lease.release()
+    storage.delete(storage.join(shards.url, shards.shards[0].name))
+    with pytest.raises(
+        ValueError, match=rf"is not whole: .* in the store: delete the folder {re.escape(shards.url)}, and run again"
+    ):
+        hold(folder)
+    assert not [thread for thread in threading.enumerate() if thread.name == "spark_dl lease"]
+    assert clean_store(folder, ttl_days=0)["deleted"] == 1
 
 
 def test_a_resumed_run_opens_what_it_used_or_says_that_it_is_gone(folder):

@@ -47,8 +47,8 @@ def read(shards, world_size=1, part="all", epoch=0, **settings):
     return ids
 
 
-def filtered(shards, *filters):
-    return filter_rows(shards, data(filters))
+def filtered(shards, *filters, **settings):
+    return filter_rows(shards, data(filters, **settings))
 
 
 def values():
@@ -405,6 +405,20 @@ def test_the_memory_of_row_groups_that_are_not_read_is_not_needed(tmp_path):
     check_row_groups(last := filtered(shards, ["id", ">=", 2 << 17]), last.columns, 1)
     with pytest.raises(ValueError, match="data.memory_mib=1"):  # a row group is read as a whole
         check_row_groups(first := filtered(shards, ["id", "==", 3]), first.columns, 1)
+
+
+def test_the_driver_counts_rows_within_its_memory(tmp_path):
+    for number in range(5):
+        rows = np.random.default_rng(number).permutation(90_000)
+        pq.write_table(pa.table({"id": rows, "x": -rows}), tmp_path / f"{number}.parquet", use_dictionary=False)
+    shards = open_parquet(str(tmp_path), ["id"])
+    assert filtered(shards, ["id", "<", 100], memory_mib=1).rows == 500  # one after another
+    both = np.tile(rows, 2)
+    pq.write_table(pa.table({"id": both, "x": both}), tmp_path / "9.parquet", use_dictionary=False)
+    shards = open_parquet(str(tmp_path), ["id"])
+    assert filtered(shards, ["id", "==", 3], memory_mib=2).rows == 7
+    with pytest.raises(ValueError, match=r"row group 0 of .*/9.parquet has 1 MiB in .*, and data.memory_mib=1: raise"):
+        filtered(shards, ["id", "<", 100], memory_mib=1)
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -11,9 +11,10 @@ import pytest
 from spark_dl import Data, read_shards
 from spark_dl.data.foreign import open_parquet
 from spark_dl.data.loader import Loader
+from spark_dl.data.manifest import crc32_of
 from spark_dl.data.ragged import Ragged
 from spark_dl.data.shards import write_arrays
-from spark_dl.inputs import as_written, check_rank_rows, shards_of
+from spark_dl.inputs import as_written, check_rank_rows, shards_of, warn_of_few_rows
 from tests.models import small_config
 
 X = {"x": np.arange(64, dtype=np.float32)}
@@ -34,9 +35,20 @@ def with_rules(url, **rules):
     path = f"{url}/_manifest.json"
     with open(path) as file:
         manifest = json.load(file)
+    del manifest["crc32"]
     manifest["rules"].update(rules)
     with open(path, "w") as file:
-        json.dump(manifest, file)
+        json.dump({**manifest, "crc32": crc32_of(manifest)}, file)
+
+
+def without_rules(url):
+    """As a version before rules and checksums were kept left a dataset."""
+    path = f"{url}/_manifest.json"
+    with open(path) as file:
+        manifest = json.load(file)
+    del manifest["rules"], manifest["crc32"]
+    with open(path, "w") as file:
+        json.dump({**manifest, "version": 2}, file)
 
 
 SETTINGS = [
@@ -55,9 +67,7 @@ def test_settings_of_writing_are_refused_for_a_dataset_that_was_written_without_
     url = str(tmp_path / "d")
     shards = write_arrays(X, url)
     if kind == "old":
-        manifest = json.loads((tmp_path / "d" / "_manifest.json").read_text())
-        del manifest["rules"]
-        (tmp_path / "d" / "_manifest.json").write_text(json.dumps(manifest))
+        without_rules(url)
     with pytest.raises(ValueError, match=rf"^{key}: found .* for the dataset {url}, which (was|does not).* leave"):
         opened(shards if kind == "shards" else url, asked(settings))
 
@@ -140,9 +150,16 @@ def test_rows_that_were_checked_when_they_were_written_are_not_checked_again(tmp
 
 def test_a_dataset_from_before_its_rules_were_kept_is_checked(tmp_path):
     write_arrays({"x": BAD}, str(tmp_path / "d"), Data(nonfinite="allow"))
-    path = tmp_path / "d" / "_manifest.json"
-    manifest = json.loads(path.read_text())
-    del manifest["rules"]
-    path.write_text(json.dumps(manifest))
+    without_rules(str(tmp_path / "d"))
     with pytest.raises(RuntimeError, match="found NaN or Inf"):
         read(read_shards(str(tmp_path / "d")))
+
+
+def test_fewer_rows_than_a_global_batch_are_said_with_their_numbers(caplog):
+    config = small_config(2)
+    size = config.train.global_batch_size
+    warn_of_few_rows(size, config)
+    assert not caplog.records
+    warn_of_few_rows(size - 3, config)
+    assert f"{size - 3} rows to train on are fewer than a global batch of {size}" in caplog.text
+    assert "over 2 ranks: each epoch is one step, in which the other 3 places count for nothing" in caplog.text

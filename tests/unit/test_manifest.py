@@ -1,5 +1,6 @@
 """A manifest is not trusted: it names files of its own folder alone, and they are all there, as long as it says."""
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -11,7 +12,7 @@ import pytest
 
 from spark_dl import read_shards
 from spark_dl.data.foreign import open_parquet
-from spark_dl.data.manifest import prepare_folder
+from spark_dl.data.manifest import crc32_of, prepare_folder
 from tests.datasets import write_dataset
 
 ROWS = {"id": np.arange(100), "x": np.arange(200, dtype=np.float32).reshape(100, 2)}
@@ -25,7 +26,8 @@ def change(folder, edit):
     path = folder / "_manifest.json"
     manifest = json.loads(path.read_bytes())
     edit(manifest)
-    path.write_text(json.dumps(manifest))
+    manifest.pop("crc32", None)
+    path.write_text(json.dumps({**manifest, "crc32": crc32_of(manifest)}))
 
 
 @pytest.mark.parametrize("name", [
@@ -124,6 +126,35 @@ def test_other_bytes_are_no_manifest(tmp_path, content):
     (tmp_path / "d" / "_manifest.json").write_bytes(content)
     with pytest.raises(ValueError, match=r"_manifest.json is not a manifest"):
         read_shards(str(tmp_path / "d"))
+
+
+def test_a_flipped_bit_in_a_manifest_is_an_error_that_names_it(tmp_path):
+    original = dataset(tmp_path / "d")
+    path = tmp_path / "d" / "_manifest.json"
+    whole = path.read_bytes()
+    for place in range(0, len(whole), 7):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :])
+        if whole[place : place + 1].isspace():
+            with contextlib.suppress(ValueError):  # it may be white space still
+                assert read_shards(original.url) == original
+            continue
+        with pytest.raises(ValueError, match=r"_manifest\.json"):
+            read_shards(original.url)
+    path.write_bytes(whole.replace(b'"x"', b'"y"'))
+    with pytest.raises(ValueError, match=r"/d/_manifest.json is damaged: found the crc32 \d+, expected \d+"):
+        read_shards(original.url)
+
+
+def test_a_manifest_from_before_it_had_a_checksum(tmp_path):
+    folder = dataset(tmp_path / "d").url
+    path = tmp_path / "d" / "_manifest.json"
+    manifest = json.loads(path.read_bytes())
+    del manifest["crc32"]
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match=r"is damaged: found the crc32 None"):
+        read_shards(folder)
+    path.write_text(json.dumps({**manifest, "version": 2}))
+    assert read_shards(folder).rows == 100
 
 
 @pytest.mark.parametrize(("damage", "found"), [

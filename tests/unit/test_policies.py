@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 
 from spark_dl import Data
-from spark_dl.data.policies import Changes, add_changes, clean_batch
+from spark_dl.data.policies import Changes, add_changes, clean_batch, first_nonfinite_row
 from spark_dl.data.ragged import Ragged
 from spark_dl.data.source import BadCellsError, Encoding, SourceColumn
 from tests.unit.test_cells import vectors
@@ -140,6 +140,18 @@ def test_nan_and_inf_are_allowed_or_filled(kind):
     assert after.dtype == before.dtype
     with pytest.raises(BadCellsError, match=r"expected a value for them in data.fill.c"):
         clean((column, array), nonfinite="fill")
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.complex64, np.complex128])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_the_first_row_that_is_not_finite_is_found(dtype, bad):
+    cells = np.ones((5, 3), dtype)
+    assert first_nonfinite_row(cells) is None
+    cells[3, 1] = bad
+    assert first_nonfinite_row(cells) == 3
+    if cells.dtype.kind == "c":
+        cells[2, 0] = complex(1.0, bad)
+        assert first_nonfinite_row(cells) == 2
 
 
 def test_one_policy_for_nulls_and_another_for_nan():

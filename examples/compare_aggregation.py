@@ -15,6 +15,7 @@ import tempfile
 
 import spark_dl
 from spark_dl.bench import compare, error_runtime, report
+from spark_dl.bench.log import Log
 
 
 def parse() -> argparse.Namespace:
@@ -37,11 +38,12 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     args = parse()
     report.check_installed()
+    log = Log(lambda line: print(line, file=sys.stderr))
     spark = spark_dl.build_session("compare_aggregation", master=args.master or f"local[{args.ranks}]")
     with tempfile.TemporaryDirectory() as here, compare.own_folder(args.folder or here) as folder:
         rows = error_runtime.measure(
             spark, folder, num_hosts=args.ranks, straggler_s=args.straggler_s, methods=args.methods,
-            epochs=args.epochs, show=lambda line: print(line, file=sys.stderr),
+            epochs=args.epochs, log=log,
         )  # fmt: skip
     print(f"{'method':32} {'exact':>5} {'seconds':>8} {'loss':>8} {'accuracy':>8} {'staleness':>9}")
     for row in rows:
@@ -50,7 +52,7 @@ def main() -> None:
         numbers = f"{row['seconds']:8.1f} {row['loss']:8.4f} {row['accuracy']:8.1%}"
         print(f"{row['method']:32} {exact:>5} {numbers} {staleness:>9}")
     about = {"network": f"{args.ranks} ranks of {spark.conf.get('spark.master')}", "straggler_s": args.straggler_s}
-    report.write_report({"about": about, "stragglers": rows}, args.report)
+    report.write_report({"about": about, "stragglers": rows, "left_out": log.left_out}, args.report)
     print(f"report: {args.report}")
     spark.stop()
 

@@ -8,6 +8,7 @@ from typing import Any
 from spark_dl import build_session, cli
 from spark_dl.bench import compare, gpu, launch, loader, report, shards, step
 from spark_dl.bench.answers import answers
+from spark_dl.bench.log import Log
 
 
 def bench_launch(args: argparse.Namespace) -> dict[str, Any]:
@@ -40,14 +41,16 @@ def bench_exchange(args: argparse.Namespace) -> dict[str, Any]:
     if args.master:
         if not args.folder:
             raise ValueError("--folder: name a folder or URL that all hosts of --master reach")
-        results = compare.compare_on(build_session("spark_dl bench", master=args.master), args.folder, options, _show)
+        session = build_session("spark_dl bench", master=args.master)
+        results = compare.compare_on(session, args.folder, options, Log(_show))
     else:
-        results = compare.compare(options, _show)
+        results = compare.compare(options, Log(_show))
     report.write_report(results, args.report)
     _show(f"report: {args.report}")
     for line in answers(results):
         _show(line)
-    return {"rows": results.get("exchange", []), "report": args.report, "crossings": results.get("crossings", [])}
+    parts = {"rows": "exchange", "crossings": "crossings", "left_out": "left_out"}
+    return {"report": args.report, **{name: results.get(key, []) for name, key in parts.items()}}
 
 
 def _session(args: argparse.Namespace) -> Any:

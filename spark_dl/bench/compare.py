@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
 import os
 import platform
@@ -26,6 +25,7 @@ from typing import Any
 from spark_dl import storage
 from spark_dl.bench import error_runtime, exchange, overlap, steps, testbed, waves
 from spark_dl.bench.links import read_links
+from spark_dl.bench.log import Log
 from spark_dl.bench.model import BUCKET_MIB, conclude, with_times_ring
 from spark_dl.bench.profiles import PROFILES
 from spark_dl.launch.session import build_session
@@ -40,7 +40,6 @@ _TIMEOUT_S = 7200.0
 _MEMORY_MIB = 2048
 """Of each executor: with 1 GiB blocks of 64 MiB keep its garbage collector busy."""
 
-Show = Callable[[str], None]
 Results = dict[str, Any]
 
 
@@ -84,8 +83,11 @@ class Options:
             raise ValueError("expected repeats of at least 1, no negative straggler_s, and a rate_mbit above 0")
 
 
-def compare(options: Options, show: Show) -> Results:
-    """All sections on hosts of this machine. Raises RuntimeError where `testbed` cannot make them, saying why."""
+def compare(options: Options, log: Log) -> Results:
+    """All sections on hosts of this machine, and `left_out`, what failed.
+
+    Raises RuntimeError where `testbed` cannot make them, saying why.
+    """
     reason = testbed.unavailable()
     if reason:
         raise RuntimeError(f"no hosts can be made on this machine: {reason}; give --master for a cluster that is there")
@@ -95,26 +97,22 @@ def compare(options: Options, show: Show) -> Results:
         sections = [s for s in options.sections if s not in _ON_OTHER_BEDS and (s == "exchange" or is_last)]
         if sections:
             here = dataclasses.replace(options, hosts=(num_hosts,), sections=tuple(sections))
-            found = _attempt(
-                f"{', '.join(sections)} on {num_hosts} hosts", functools.partial(_on_testbed, here, show), show
-            )
-            for name, value in found.items():
-                results[name] = results[name] + value if name in results else value
+            with log.attempt(f"{', '.join(sections)} on {num_hosts} hosts"):
+                for name, value in _on_testbed(here, log).items():
+                    results[name] = results[name] + value if name in results else value
     if "compression" in options.sections and any(map(exchange.is_compressed, options.methods)):
-        rows = results.get("exchange", [])
-        results |= _attempt("compression", lambda: {"compression": _compression(options, rows, show)}, show)
+        with log.attempt("compression"):
+            results["compression"] = _compression(options, results.get("exchange", []), log)
     if "scaling" in options.sections:
-        results |= _attempt("scaling", lambda: {"scaling": _scaling(options, show)}, show)
-    if not results:
+        results["scaling"] = _scaling(options, log)
+    if not any(results.values()):
         raise RuntimeError("nothing was measured; see above")
-    return {
-        "about": _about(options, f"{_listed(options.hosts)} hosts on one machine, links of {_rate(options.rate_mbit)}"),
-        **conclude(results),
-    }
+    network = f"{_listed(options.hosts)} hosts on one machine, links of {_rate(options.rate_mbit)}"
+    return {"about": _about(options, network), **conclude(results), "left_out": log.left_out}
 
 
-def compare_on(spark: Any, folder: str, options: Options, show: Show) -> Results:
-    """All sections but `compression` and `scaling`, on a cluster with one task slot on each host.
+def compare_on(spark: Any, folder: str, options: Options, log: Log) -> Results:
+    """All sections but `compression` and `scaling`, as `compare`, on a cluster with one task slot on each host.
 
     All hosts reach `folder`; what is written there goes again. Raises ValueError for more than one number of hosts,
     RuntimeError where the tasks do not come to so many hosts, one to each.
@@ -131,11 +129,11 @@ def compare_on(spark: Any, folder: str, options: Options, show: Show) -> Results
         )
     for section in _ON_OTHER_BEDS:
         if section in options.sections:
-            show(f"the section {section} is left out: it needs hosts that are made on this machine")
+            log.leave_out(section, "it needs hosts that are made on this machine")
     with own_folder(folder) as here:
-        results = measure(spark, here, options, same_clock=False, show=show)
+        results = measure(spark, here, options, same_clock=False, log=log)
     network = f"{num_hosts} hosts of {spark.conf.get('spark.master')}, links of {_rate(options.rate_mbit)}"
-    return {"about": _about(options, network), **conclude(results)}
+    return {"about": _about(options, network), **conclude(results), "left_out": log.left_out}
 
 
 @contextlib.contextmanager
@@ -154,11 +152,11 @@ def measure(
     options: Options,
     *,
     same_clock: bool,
-    show: Show,
+    log: Log,
     save: Callable[[Results], None] = lambda results: None,
 ) -> Results:
     """The sections that run as Spark jobs. Called on the driver. `save` gets all results so far, after each section and
-    after each row of `exchange`.
+    after each row of `exchange`. A section that fails is left out.
     """
     num_hosts = max(options.hosts)
     results: Results = {}
@@ -167,25 +165,25 @@ def measure(
         methods = [m for m in options.methods if m in exchange.METHODS]
         return {"exchange": exchange.measure(
             spark, f"{folder}/exchange", num_hosts=num_hosts, mib=options.mib, methods=methods,
-            repeats=options.repeats, rate_mbit=options.rate_mbit, show=show,
+            repeats=options.repeats, rate_mbit=options.rate_mbit, log=log,
             save=lambda rows: save({**results, "exchange": rows}),
         )}  # fmt: skip
 
     def simulated_steps() -> Results:
         return overlap.measure(
             spark, f"{folder}/steps", num_hosts=num_hosts, scale=options.scale, repeats=options.repeats,
-            sections=options.sections, methods=options.methods, same_clock=same_clock, show=show,
+            sections=options.sections, methods=options.methods, same_clock=same_clock, log=log,
         )  # fmt: skip
 
     def few_slots() -> Results:
-        rows = waves.measure(spark, f"{folder}/waves", num_hosts=num_hosts, repeats=options.repeats, show=show)
+        rows = waves.measure(spark, f"{folder}/waves", num_hosts=num_hosts, repeats=options.repeats, show=log.show)
         return {"waves": rows}
 
     def stragglers() -> Results:
         methods = [m for m in error_runtime.strategies(num_hosts) if m in options.methods]
         return {"stragglers": error_runtime.measure(
             spark, f"{folder}/stragglers", num_hosts=num_hosts, straggler_s=options.straggler_s, methods=methods,
-            show=show,
+            log=log,
         )}  # fmt: skip
 
     parts: list[tuple[set[str], Callable[[], Results]]] = [
@@ -194,24 +192,16 @@ def measure(
     ]  # fmt: skip
     for names, part in parts:
         if asked := names & {*options.sections}:
-            results |= _attempt(", ".join(sorted(asked)), part, show)
+            with log.attempt(", ".join(sorted(asked))):
+                results |= part()
             save(results)
     return results
 
 
-def _attempt(name: str, part: Callable[[], Results], show: Show) -> Results:
-    """The results of a part or, if it fails, none: what came before is not lost, and the others may do."""
-    try:
-        return part()
-    except Exception as error:
-        show(f"left out: {name}: {str(error).strip() or type(error).__name__}")
-        return {}
-
-
-def _on_testbed(options: Options, show: Show) -> Results:
+def _on_testbed(options: Options, log: Log) -> Results:
     """`measure` in a process on the driver's host of a bed that is made for it."""
     with testbed.hosts(options.hosts[0], rate_mbit=options.rate_mbit) as bed, tempfile.TemporaryDirectory() as folder:
-        show(f"starting Spark on {options.hosts[0]} hosts")
+        log.show(f"starting Spark on {options.hosts[0]} hosts")
         master = bed.start_spark(memory_mib=_MEMORY_MIB)
         settings = json.dumps({**dataclasses.asdict(options), "folder": folder, "master": master})
         path = Path(folder, "results.json")
@@ -221,15 +211,16 @@ def _on_testbed(options: Options, show: Show) -> Results:
             ended = f"ended with exit code {code}; see above" if code else ""
         except subprocess.TimeoutExpired:
             ended = f"was not done within {_TIMEOUT_S:g} s; choose fewer --sections, --methods or --mib"
-        if ended:
-            show(f"the driver on {bed.driver.name} {ended}. What it had measured before is kept")
         results: Results = json.loads(path.read_text()) if path.exists() else {}
-        if not results:
+        log.left_out += results.pop("left_out", [])
+        if ended:
+            log.leave_out(f"the rest on {options.hosts[0]} hosts", f"the driver on {bed.driver.name} {ended}")
+        if not any(results.values()):
             raise RuntimeError(f"nothing was measured on {options.hosts[0]} hosts; see above")
         return results
 
 
-def _compression(options: Options, rows: Sequence[Mapping[str, Any]], show: Show) -> list[dict[str, Any]]:
+def _compression(options: Options, rows: Sequence[Mapping[str, Any]], log: Log) -> list[dict[str, Any]]:
     """Exchanges with compression and without, at the set rate, as in `rows`, and on links without a limit."""
     hosts, mib = max(options.hosts), sorted(options.mib)[len(options.mib) // 2]
     methods = [m for m in options.methods if m == "ddp" or exchange.is_compressed(m)]
@@ -238,11 +229,11 @@ def _compression(options: Options, rows: Sequence[Mapping[str, Any]], show: Show
     )
     limited = [r for r in rows if (r["hosts"], r["mib"]) == (hosts, mib) and r["method"] in methods]
     if not limited:
-        show("compression at the set rate")
-        limited = _on_testbed(dataclasses.replace(here, rate_mbit=options.rate_mbit), show)["exchange"]
-    show("compression on links without a limit")
+        log.show("compression at the set rate")
+        limited = _on_testbed(dataclasses.replace(here, rate_mbit=options.rate_mbit), log).get("exchange", [])
+    log.show("compression on links without a limit")
     found = []
-    for rate_mbit, measured in ((options.rate_mbit, limited), (None, _on_testbed(here, show)["exchange"])):
+    for rate_mbit, measured in ((options.rate_mbit, limited), (None, _on_testbed(here, log).get("exchange", []))):
         ring = {r["method"]: r["bytes_per_rank"] for r in measured}.get("ddp")
         found += [
             {**row, "rate_mbit": rate_mbit, "bytes_factor": row["bytes_per_rank"] / ring if ring else None}
@@ -251,36 +242,41 @@ def _compression(options: Options, rows: Sequence[Mapping[str, Any]], show: Show
     return found
 
 
-def _scaling(options: Options, show: Show) -> list[dict[str, Any]]:
+def _scaling(options: Options, log: Log) -> list[dict[str, Any]]:
     """Weak and strong scaling on up to 16 hosts, without Spark: its executors would be too many for one machine."""
-    rows = []
-    backward_s = _balanced_backward_s(options)
+    rows: list[dict[str, Any]] = []
     todo = [(kind, method) for kind in ("weak", "strong") for method in _SCALED if method in options.methods]
     for ranks in sorted(options.scaling_ranks):
-        with testbed.hosts(ranks, rate_mbit=options.rate_mbit) as bed:
+        with (
+            log.attempt(f"scaling to {ranks} ranks"),
+            testbed.hosts(ranks, rate_mbit=options.rate_mbit) as bed,
+        ):
             for kind, method in tuple(todo):
-                share, all_reduce = 1 / ranks if kind == "strong" else 1.0, _SCALED[method]
-                settings = steps.Steps(
-                    scale=options.scale, forward_s=share * backward_s / 2, backward_s=share * backward_s,
-                    parallel={"all_reduce": all_reduce}, num_steps=options.repeats,
-                    bucket_mib=BUCKET_MIB * options.scale,
-                )  # fmt: skip
-                path = f"{bed.folder}/{kind}-{all_reduce}.json"
-                module = [sys.executable, "-m", "spark_dl.bench.steps"]
-                command = [*module, json.dumps(dataclasses.asdict(settings)), path]
                 try:
-                    bed.run_ranks(command, timeout_s=settings.timeout_s)
+                    rows.append(_scaled_step(bed, kind, method, ranks, options))
                 except RuntimeError as error:  # more ranks would not do it either
-                    show(f"left out: {kind} scaling of {method} to {ranks} ranks and more: {error}")
+                    log.leave_out(f"{kind} scaling of {method} to {ranks} ranks and more", str(error))
                     todo.remove((kind, method))
-                    continue
-                step_s = json.loads(Path(path).read_text())["step_s"]
-                rows.append({
-                    "kind": kind, "method": method, "ranks": ranks, "step_s": step_s, "scale": options.scale,
-                    "forward_s": settings.forward_s, "backward_s": settings.backward_s,
-                })  # fmt: skip
-                show(f"{kind} scaling, {ranks} ranks, {method}: {step_s:.3f} s")
+                else:
+                    log.show(f"{kind} scaling, {ranks} ranks, {method}: {rows[-1]['step_s']:.3f} s")
     return rows
+
+
+def _scaled_step(bed: testbed.Bed, kind: str, method: str, ranks: int, options: Options) -> dict[str, Any]:
+    """A row of the section `scaling`. Raises RuntimeError if the ranks fail."""
+    backward_s = _balanced_backward_s(options)
+    share, all_reduce = 1 / ranks if kind == "strong" else 1.0, _SCALED[method]
+    settings = steps.Steps(
+        scale=options.scale, forward_s=share * backward_s / 2, backward_s=share * backward_s,
+        parallel={"all_reduce": all_reduce}, num_steps=options.repeats, bucket_mib=BUCKET_MIB * options.scale,
+    )  # fmt: skip
+    path = f"{bed.folder}/{kind}-{all_reduce}.json"
+    command = [sys.executable, "-m", "spark_dl.bench.steps", json.dumps(dataclasses.asdict(settings)), path]
+    bed.run_ranks(command, timeout_s=settings.timeout_s)
+    return {
+        "kind": kind, "method": method, "ranks": ranks, "step_s": json.loads(Path(path).read_text())["step_s"],
+        "scale": options.scale, "forward_s": settings.forward_s, "backward_s": settings.backward_s,
+    }  # fmt: skip
 
 
 def _balanced_backward_s(options: Options) -> float:
@@ -321,12 +317,13 @@ def _main(settings: dict[str, Any], path: str) -> None:
         master=master,
         conf={"spark.executor.memory": f"{_MEMORY_MIB}m", "spark.python.worker.memory": f"{_MEMORY_MIB}m"},
     )
+    log = Log(lambda line: print(line, file=sys.stderr, flush=True))
+
+    def save(results: Results) -> None:
+        storage.write_bytes(path, json.dumps({**results, "left_out": log.left_out}).encode())
+
     try:
-        measure(
-            spark, folder, options, same_clock=True,
-            show=lambda line: print(line, file=sys.stderr, flush=True),
-            save=lambda results: storage.write_bytes(path, json.dumps(results).encode()),
-        )  # fmt: skip
+        measure(spark, folder, options, same_clock=True, log=log, save=save)
     finally:
         spark.stop()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,13 +17,12 @@ from torch import nn
 from spark_dl import driver, metrics
 from spark_dl.baselines.servers.rules import rules_of
 from spark_dl.bench import exchange
+from spark_dl.bench.log import Log
 from spark_dl.bench.staleness import Delay, iteration_s
 from spark_dl.config import Config, Data, Launch, Parallel, Train
 from spark_dl.data.shards import write_arrays
 from spark_dl.spec import ModelSpec
 
-EXACT = ("ddp", "ddp ring", "horovod", "tree_reduce", "shuffle_reduce", "parameter_server sync")
-"""Methods that give the weights of a single process on the same global batches."""
 _HELD_OUT = 5  # every fifth image validates
 
 
@@ -60,7 +59,7 @@ def measure(
     straggler_s: float,
     methods: Sequence[str] | None = None,
     epochs: int = 8,
-    show: Callable[[str], None] = lambda line: None,
+    log: Log | None = None,
 ) -> list[dict[str, Any]]:
     """Rows of `method, seconds, loss, accuracy, staleness, exact, curve` for the report. Called on the driver.
 
@@ -68,6 +67,7 @@ def measure(
     `methods` are names of `strategies`, all by default; one that fails is left out.
     """
     write_digits(folder)
+    log = log or Log()
     rows = []
     known = strategies(num_hosts)
     for method in known if methods is None else methods:
@@ -75,20 +75,17 @@ def measure(
         run_dir = f"{folder}/{method.replace(' ', '-')}"
         config = _config(parallel, num_hosts, straggler_s, epochs)
         spec = ModelSpec(build=build_network)
-        try:
+        with log.attempt(f"{method} under stragglers"):
             result = driver.train(
                 f"{folder}/train", spec, config, validation=f"{folder}/test", run_dir=run_dir, progress=False
             )
-        except Exception as error:  # what came before is not lost, and the others may do
-            show(f"{method}: left out: {exchange.reason_of(error)}")
-            continue
-        rows.append({
-            "method": method, "seconds": result.seconds, "loss": result.train_loss,
-            "accuracy": result.metrics["accuracy"], "staleness": result.staleness,
-            "exact": method in EXACT, "curve": curve_of(run_dir), "update_s": _update_s(curve_of(run_dir)),
-            "theory_s": _theory_s(parallel, num_hosts, straggler_s),
-        })  # fmt: skip
-        show(f"{method}: accuracy {result.metrics['accuracy']:.3f} after {result.seconds:.1f} s")
+            rows.append({
+                "method": method, "seconds": result.seconds, "loss": result.train_loss,
+                "accuracy": result.metrics["accuracy"], "staleness": result.staleness,
+                "exact": exchange.is_exact(method), "curve": curve_of(run_dir),
+                "update_s": _update_s(curve_of(run_dir)), "theory_s": _theory_s(parallel, num_hosts, straggler_s),
+            })  # fmt: skip
+            log.show(f"{method}: accuracy {result.metrics['accuracy']:.3f} after {result.seconds:.1f} s")
     return rows
 
 

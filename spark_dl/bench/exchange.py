@@ -26,6 +26,7 @@ from spark_dl import driver, metrics, storage
 from spark_dl.baselines.servers.rules import rules_of
 from spark_dl.bench.accelerator import GRADIENT_STD, accelerator_spec
 from spark_dl.bench.links import LinkBytes, read_link, read_links
+from spark_dl.bench.log import Log
 from spark_dl.bench.profiles import Layer, Profile
 from spark_dl.config import Config, Data, Launch, Parallel, Train
 from spark_dl.data.shards import write_arrays
@@ -71,7 +72,7 @@ def measure(
     methods: Sequence[str] = METHODS,
     repeats: int = 3,
     rate_mbit: float | None = None,
-    show: Callable[[str], None] = lambda line: None,
+    log: Log | None = None,
     save: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
 ) -> list[dict[str, Any]]:
     """Rows of the section `exchange` of the report (see `report.py`). Called on the driver.
@@ -80,31 +81,24 @@ def measure(
     `rate_mbit` is the rate of each link in each direction; without it rows have no limit. `save` gets the rows so far
     after each one. A method that fails is left out.
     """
+    log = log or Log()
     rows: list[dict[str, Any]] = []
     for size in mib:
         for method in methods:
-            start = time.perf_counter()
-            try:
+            start, what = time.perf_counter(), f"{method}, {size:g} MiB"
+            with log.attempt(what):
                 if method in JOBS:
                     run = f"{folder}/{method.replace(' ', '-')}-{size:g}"
                     settings = job_settings(method, num_hosts)
                     found = measure_job(spark, run, settings, _spec(size), num_hosts=num_hosts, repeats=repeats)
                 else:
                     found = _measure_on_ranks(spark, method, num_hosts, size, repeats)
-            except Exception as error:  # what came before is not lost, and the others may do
-                show(f"{method}, {size:g} MiB: left out: {reason_of(error)}")
-                continue
-            limit = _limit(found, num_hosts, size, rate_mbit)
-            rows.append({"method": method, "hosts": num_hosts, "mib": size, **found, **limit})
-            save(rows)
-            show(f"{method}, {size:g} MiB: {found['seconds']:.3f} s (measured in {time.perf_counter() - start:.0f} s)")
+                limit = _limit(found, num_hosts, size, rate_mbit)
+                known = {"method": method, "exact": is_exact(method), "hosts": num_hosts, "mib": size}
+                rows.append({**known, **found, **limit})
+                save(rows)
+                log.show(f"{what}: {found['seconds']:.3f} s (measured in {time.perf_counter() - start:.0f} s)")
     return rows
-
-
-def reason_of(error: Exception) -> str:
-    """Why something is left out, in a line."""
-    said = str(error).strip()
-    return said.splitlines()[0] if said else type(error).__name__
 
 
 def warm_ups(method: str) -> int:
@@ -115,6 +109,13 @@ def warm_ups(method: str) -> int:
 def is_compressed(method: str) -> bool:
     """Whether a method sends less than whole gradients."""
     return method in BACKWARDS and BACKWARDS[method].compression != "none"
+
+
+def is_exact(method: str) -> bool:
+    """Whether a method gives the weights of a single process on the same global batches."""
+    if method in BACKWARDS:
+        return not is_compressed(method)
+    return method in (*ALL_REDUCES, "tree_reduce", "shuffle_reduce", "parameter_server sync")
 
 
 def _limit(found: Mapping[str, Any], hosts: int, mib: float, rate_mbit: float | None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from spark_dl.config import Launch
 from spark_dl.launch.barrier import RankResult, run_barrier
-from spark_dl.launch.rendezvous import interface_of, local_address
+from spark_dl.launch.rendezvous import interfaces_of_host
 
 
 @dataclass(frozen=True)
@@ -24,16 +24,16 @@ class LinkBytes:
 
 
 def read_link(host: str) -> LinkBytes:
-    """The counters of the interface by which others reach this host under that name. Linux only.
+    """The counters of the interface by which others reach this host under that name, and of those that
+    GLOO_SOCKET_IFNAME gives to the ranks, where these are others. Linux only.
 
-    Raises RuntimeError where no interface has the host's address.
+    Raises RuntimeError where no interface has the host's address, or there is none of such a name.
     """
-    address = local_address(host)
-    name = interface_of(address)
+    names = interfaces_of_host(host)
     counters = parse_counters(Path("/proc/self/net/dev").read_text())
-    if name not in counters:
-        raise RuntimeError(f"no network interface of {socket.gethostname()} has {host}'s address {address}")
-    return counters[name]
+    if unknown := names - counters.keys():
+        raise RuntimeError(f"{socket.gethostname()} has no network interface {', '.join(sorted(unknown))}")
+    return LinkBytes(*(sum(getattr(counters[n], way) for n in names) for way in ("received", "sent")))
 
 
 def parse_counters(text: str) -> dict[str, LinkBytes]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from spark_dl.bench import exchange
 from spark_dl.bench.accelerator import accelerator_spec
+from spark_dl.bench.log import Log
 from spark_dl.bench.profiles import PROFILES
 from spark_dl.bench.steps import Steps, time_steps
 from spark_dl.config import Launch, Parallel
@@ -38,7 +39,7 @@ def measure(
     sections: Sequence[str],
     methods: Sequence[str],
     same_clock: bool,
-    show: Callable[[str], None],
+    log: Log,
 ) -> dict[str, Any]:
     """The sections `breakdown` and `buckets` of the report, as far as `sections` names them. Called on the driver.
 
@@ -54,39 +55,38 @@ def measure(
     alone = take()
     communication_s = alone["step_s"] - alone["optimizer_s"]
     compute = {"forward_s": communication_s / 2, "backward_s": communication_s}
-    show(f"{PROFILE}: {communication_s:.3f} s of communication alone, and backward passes as long")
+    log.show(f"{PROFILE}: {communication_s:.3f} s of communication alone, and backward passes as long")
     profile = PROFILES[PROFILE]().shrunk(scale)
     auto_mib = run_barrier(spark, _choose_on_rank, {"scale": scale, **compute}, launch=launch)[0]
-    show(f"bucket_mib: auto chooses {auto_mib:g} MiB")
+    log.show(f"bucket_mib: auto chooses {auto_mib:g} MiB")
     results: dict[str, Any] = {"auto_bucket_mib": auto_mib}
     if "breakdown" in sections:
-        rows = []
-        for method in (m for m in _ON_RANKS if m in methods):
-            settings = dataclasses.asdict(exchange.BACKWARDS[method])
-            found = take(parallel=settings, warm_ups=exchange.warm_ups(method), bucket_mib=auto_mib, **compute)
-            rows.append({"method": method, "profile": PROFILE, **found})
-        rows += [_job_row(spark, folder, m, num_hosts, scale, repeats, compute) for m in _JOBS if m in methods]
         largest_s = max(sum(compute.values()), communication_s)
-        results["breakdown"] = [
-            {**row, "communication_s": communication_s, "times_largest": row["step_s"] / largest_s} for row in rows
-        ]
-        for row in rows:
-            show(f"{row['method']}: a step of {row['step_s']:.3f} s")
+        results["breakdown"] = []
+        for method in (m for m in (*_ON_RANKS, *_JOBS) if m in methods):
+            with log.attempt(f"breakdown of {method}"):
+                if method in _JOBS:
+                    found = _job_row(spark, folder, method, num_hosts, scale, repeats, compute)
+                else:
+                    settings = dataclasses.asdict(exchange.BACKWARDS[method])
+                    found = take(parallel=settings, warm_ups=exchange.warm_ups(method), bucket_mib=auto_mib, **compute)
+                results["breakdown"].append({
+                    "method": method, "profile": PROFILE, **found,
+                    "communication_s": communication_s, "times_largest": found["step_s"] / largest_s,
+                })  # fmt: skip
+                log.show(f"{method}: a step of {found['step_s']:.3f} s")
     if "buckets" in sections:
         sizes = [layer.gradient_bytes for layer in profile.backward_layers()]
         ready_s = profile.ready_s(compute["backward_s"])
-        try:
+        results["buckets"] = []
+        with log.attempt("buckets"):
             all_reduce_s = _time_all_reduces(spark, num_hosts)
-        except ValueError as error:
-            show(f"left out: buckets: {error}")
-            return results
-        results["buckets"] = rows = []
-        for mib in (mib for mib in CANDIDATES_MIB if mib * MIB < 2 * sum(sizes)):
-            found = take(bucket_mib=mib, **compute)
-            predicted_s = compute["forward_s"] + backward_s(ready_s, sizes, int(mib * MIB), all_reduce_s)
-            rows.append({"profile": PROFILE, "bucket_mib": mib, "step_s": found["step_s"],
-                         "predicted_s": predicted_s + found["optimizer_s"]})  # fmt: skip
-            show(f"buckets of {mib:g} MiB: a step of {found['step_s']:.3f} s")
+            for mib in (mib for mib in CANDIDATES_MIB if mib * MIB < 2 * sum(sizes)):
+                found = take(bucket_mib=mib, **compute)
+                predicted_s = compute["forward_s"] + backward_s(ready_s, sizes, int(mib * MIB), all_reduce_s)
+                results["buckets"].append({"profile": PROFILE, "bucket_mib": mib, "step_s": found["step_s"],
+                                           "predicted_s": predicted_s + found["optimizer_s"]})  # fmt: skip
+                log.show(f"buckets of {mib:g} MiB: a step of {found['step_s']:.3f} s")
     return results
 
 
@@ -118,5 +118,5 @@ def _job_row(
         spark, f"{folder}/{method.replace(' ', '-')}", settings, spec, num_hosts=num_hosts, repeats=repeats
     )
     exposed_s = found["seconds"] - sum(compute.values())
-    return {"method": method, "profile": PROFILE, "step_s": found["seconds"], **compute, "hidden_s": 0.0,
-            "exposed_s": exposed_s, "optimizer_s": 0.0, "wait_s": 0.0, "other_s": 0.0}  # fmt: skip
+    return {"step_s": found["seconds"], **compute, "hidden_s": 0.0, "exposed_s": exposed_s, "optimizer_s": 0.0,
+            "wait_s": 0.0, "other_s": 0.0}  # fmt: skip

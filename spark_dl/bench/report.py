@@ -2,7 +2,8 @@
 
 The results are plain data, a list of rows for each section, all optional:
 
-    exchange      method, hosts, mib, seconds, bytes_per_rank, busiest_link_bytes, limit_s, ratio_to_limit, times_ring
+    exchange      method, exact, hosts, mib, seconds, bytes_per_rank, busiest_link_bytes, limit_s, ratio_to_limit,
+                  times_ring
     crossings     method, hosts, mib, faster: below or above this size the method is faster than the ring
     breakdown     method, profile, step_s, forward_s, backward_s, hidden_s, exposed_s, optimizer_s, wait_s, other_s,
                   communication_s (alone), times_largest (of the larger of compute and communication)
@@ -13,6 +14,7 @@ The results are plain data, a list of rows for each section, all optional:
     stragglers    method, accuracy, seconds, staleness, exact, update_s, theory_s, curve of {seconds, step, loss}
     model         method, hosts, mib, measured_s, predicted_s, held_out
     plan          method, ranks, seconds, bytes_per_rank, busiest_link_bytes
+    left_out      texts: what failed, and why
 """
 
 from __future__ import annotations
@@ -73,6 +75,7 @@ def write_report(results: Mapping[str, Any], path: str | Path) -> None:
         about=_about(results.get("about", {})),
         answers=answers(results),
         sections=[build(results) for key, build in _SECTIONS.items() if results.get(key)],
+        left_out=results.get("left_out") or [],
         facts={key: value for key, value in results.get("about", {}).items() if value not in (None, "")},
     )
     Path(path).write_text(html, encoding="utf-8")
@@ -126,10 +129,13 @@ def _yes(value: Any) -> str:
     return "yes" if value else "no"
 
 
+_EXACT = Column("exact", "exact", _yes, is_number=False)
+
+
 def _exchange(results: Mapping[str, Any]) -> Section:
     rows = results["exchange"]
     columns = [
-        _text("method", "method"), _number("hosts", "hosts", _plain), _number("mib", "MiB", _plain),
+        _text("method", "method"), _EXACT, _number("hosts", "hosts", _plain), _number("mib", "MiB", _plain),
         _number("seconds", "seconds"), _number("bytes_per_rank", "MiB sent per rank", _mib),
         _number("busiest_link_bytes", "MiB, busiest link", _mib), _number("limit_s", "limit, s"),
         _number("ratio_to_limit", "of the limit", _percent), _number("times_ring", "times DDP's ring", _factor),
@@ -143,8 +149,8 @@ def _exchange(results: Mapping[str, Any]) -> Section:
         "One exchange, by method and size",
         ["Medians of the slowest rank's seconds, random gradients, inside a running job. Where an update takes the "
          "gradients of K trainers only, it is as many updates as take one of each trainer. Bytes are those of the "
-         "hosts' own network interfaces. The limit is 2 N (P - 1) / P bytes per rank at the link's rate, which no "
-         "all-reduce beats (Patarasuk & Yuan 2009)."],
+         "hosts' own network interfaces. Exact methods give the weights of a single process. The limit is "
+         "2 N (P - 1) / P bytes per rank at the link's rate, which no all-reduce beats (Patarasuk & Yuan 2009)."],
         drawn, columns, _table(rows, columns), is_open=True,
     )  # fmt: skip
 
@@ -228,7 +234,7 @@ def _stragglers(results: Mapping[str, Any]) -> Section:
         _text("method", "method"), _number("seconds", "seconds"), _number("accuracy", "accuracy", _percent),
         _number("mean", "mean staleness", lambda v: f"{v:.2f}"), _number("max", "largest", _plain),
         _number("update_s", "update, s"), _number("theory_s", "by theory, s"),
-        Column("exact", "exact", _yes, is_number=False),
+        _EXACT,
     ]  # fmt: skip
     return Section(
         "Slow ranks: loss by time and by steps",

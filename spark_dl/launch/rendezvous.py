@@ -312,6 +312,18 @@ def interface_of(address: str) -> str | None:
     return next((name for _, name in socket.if_nameindex() if _ipv4_of(name) == address), None)
 
 
+def interfaces_of_host(host: str) -> set[str]:
+    """The network interfaces by which others reach this host: that with its address, and what GLOO_SOCKET_IFNAME names.
+
+    Raises RuntimeError where none has the address.
+    """
+    address = local_address(host)
+    name = interface_of(address)
+    if name is None:
+        raise RuntimeError(f"no network interface of {socket.gethostname()} has {host}'s address {address}")
+    return {name, *filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))}
+
+
 def _ipv4_of(interface: str) -> str | None:
     """The IPv4 address of a network interface, or None."""
     import fcntl

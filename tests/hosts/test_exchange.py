@@ -12,8 +12,8 @@ from tests.hosts.conftest import REPOSITORY, parts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-KEYS = {"method", "hosts", "mib", "seconds", "bytes_per_rank", "limit_s", "ratio_to_limit", "busiest_link_bytes",
-        "times_ring"}  # fmt: skip
+KEYS = {"method", "exact", "hosts", "mib", "seconds", "bytes_per_rank", "limit_s", "ratio_to_limit",
+        "busiest_link_bytes", "times_ring"}  # fmt: skip
 
 
 METHODS = ("ddp", "ddp topk", "tree_reduce")
@@ -45,6 +45,8 @@ def test_exchanges_are_measured_by_the_links_own_counters(measured):
     last, results = measured
     rows = {(row["method"], row["mib"]): row for row in last["rows"]}
     assert rows.keys() == {(method, 4) for method in METHODS}
+    assert last["left_out"] == results["left_out"] == []
+    assert [rows[method, 4]["exact"] for method in METHODS] == [True, False, True]
     assert all(row.keys() == KEYS and row["hosts"] == 2 for row in rows.values())
     ddp = rows["ddp", 4]  # 2 N (P - 1) / P, and the headers of packets
     assert 1 < ddp["bytes_per_rank"] / (4 << 20) < 1.02

@@ -1,9 +1,12 @@
 """What follows from measured exchanges: the fitted model, held-out points, crossings, large clusters."""
 
+import contextlib
+
 import pytest
 
-from spark_dl.bench import compare, links, model, report
+from spark_dl.bench import compare, exchange, links, model, overlap, report
 from spark_dl.bench.cost import Network, cost
+from spark_dl.bench.log import Log
 from spark_dl.bench.work import Exchange
 
 RING = Network(alpha_s=2e-4, bytes_per_s=24e6, overhead_s=1e-3)
@@ -115,9 +118,50 @@ def test_a_section_that_fails_is_left_out_with_its_reason_and_the_others_stay(mo
     monkeypatch.setattr(compare.waves, "measure", lambda *args, **settings: ["a row"])
     options = compare.Options(sections=("exchange", "breakdown", "waves"))
     shown, saved = [], []
-    found = compare.measure(None, "", options, same_clock=True, show=shown.append, save=lambda r: saved.append(dict(r)))
+    log = Log(shown.append)
+    found = compare.measure(None, "", options, same_clock=True, log=log, save=lambda r: saved.append(dict(r)))
     assert found == {"waves": ["a row"]} == saved[-1]
     assert shown == ["left out: exchange: no slots", "left out: breakdown: no slots"]
+    assert log.left_out == ["exchange: no slots", "breakdown: no slots"]
+
+
+def test_hosts_that_cannot_be_made_lose_nothing_of_the_scaling_before_them(monkeypatch):
+    class Bed:
+        folder = ""
+
+    @contextlib.contextmanager
+    def hosts(num_hosts, rate_mbit):
+        if num_hosts > 4:
+            raise RuntimeError("no room")
+        yield Bed()
+
+    monkeypatch.setattr(compare.testbed, "hosts", hosts)
+    monkeypatch.setattr(
+        compare, "_scaled_step", lambda bed, kind, method, ranks, options: {"step_s": 1.0, "ranks": ranks}
+    )
+    log = Log()
+    rows = compare._scaling(compare.Options(methods=("ddp",), scaling_ranks=(1, 4, 8)), log)
+    assert [row["ranks"] for row in rows] == [1, 1, 4, 4]
+    assert log.left_out == ["scaling to 8 ranks: no room"]
+
+
+def test_a_method_that_fails_is_left_out_of_the_breakdown_alone(monkeypatch):
+    def run(spark, fn, settings, launch):
+        if fn is overlap._choose_on_rank:
+            return [4.0]
+        if settings["parallel"].get("compression") == "powersgd":
+            raise RuntimeError("no memory\nTraceback ...")
+        return [{"step_s": 2.0, "optimizer_s": 0.5}]
+
+    monkeypatch.setattr(overlap, "run_barrier", run)
+    log = Log()
+    found = overlap.measure(
+        None, "", num_hosts=2, scale=0.1, repeats=1, sections=("breakdown",), same_clock=True, log=log,
+        methods=("ddp", "ddp powersgd", "ddp topk"),
+    )  # fmt: skip
+    assert [row["method"] for row in found["breakdown"]] == ["ddp", "ddp topk"]
+    assert found["auto_bucket_mib"] == 4
+    assert log.left_out == ["breakdown of ddp powersgd: no memory"]
 
 
 def test_weak_and_strong_scaling_have_their_own_ideal():
@@ -141,6 +185,14 @@ def test_scaling_is_beside_what_the_model_predicts():
     assert not any("predicted_efficiency" in r for r in others)
 
 
+def test_the_exact_methods():
+    found = {method for method in compare.METHODS if exchange.is_exact(method)}
+    assert found == {
+        "backend", "naive", "reduce_broadcast", "tree", "ring", "halving_doubling", "ddp", "ddp ring", "horovod",
+        "tree_reduce", "shuffle_reduce", "parameter_server sync",
+    }  # fmt: skip
+
+
 PROC_NET_DEV = """Inter-|   Receive                                                |  Transmit
  face |bytes    packets errs drop fifo frame compressed multicast|bytes    packets errs drop fifo colls carrier comp
     lo: 1104     12    0    0    0     0          0         0     2208      12    0    0    0     0       0          0
@@ -159,3 +211,16 @@ def test_the_counters_of_this_host_go_up():
     assert (links.read_link("127.0.0.1") - before).received >= 0
     with pytest.raises(RuntimeError, match=r"no network interface .* 192\.0\.2\.1"):
         links.read_link("192.0.2.1")
+
+
+def test_the_interface_of_gloo_counts_where_it_is_another_one(monkeypatch):
+    content = {"bytes": PROC_NET_DEV}
+    monkeypatch.setattr(links.Path, "read_text", lambda path: content["bytes"])
+    assert links.read_link("127.0.0.1") == links.LinkBytes(1104, 2208)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert links.read_link("127.0.0.1") == links.LinkBytes(1104, 2208)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    assert links.read_link("127.0.0.1") == links.LinkBytes(1104 + 123456789, 2208 + 987654321)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    with pytest.raises(RuntimeError, match="has no network interface eth7"):
+        links.read_link("127.0.0.1")

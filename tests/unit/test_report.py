@@ -9,6 +9,7 @@ import pytest
 from spark_dl import driver
 from spark_dl.bench import error_runtime, report
 from spark_dl.bench.answers import answers
+from spark_dl.bench.log import Log
 
 pytest.importorskip("matplotlib", reason="the report needs matplotlib")
 
@@ -134,7 +135,14 @@ def test_a_method_that_fails_is_left_out_and_loses_nothing(monkeypatch):
 
     monkeypatch.setattr(driver, "train", train)
     monkeypatch.setattr(error_runtime, "write_digits", lambda folder: None)
-    said = []
-    found = error_runtime.measure(None, "", num_hosts=4, straggler_s=0.0, methods=["ddp"], show=said.append)
+    log = Log()
+    found = error_runtime.measure(None, "", num_hosts=4, straggler_s=0.0, methods=["ddp"], log=log)
     assert found == []
-    assert said == ["ddp: left out: rank 1 failed"]
+    assert log.left_out == ["ddp under stragglers: rank 1 failed"]
+
+
+def test_what_was_left_out_stands_in_the_page(tmp_path):
+    assert "Left out" not in written(tmp_path, {"about": {}, "left_out": []})
+    assert "<li>ddp, 16 MiB: rank 1 &lt;failed&gt;</li>" in written(
+        tmp_path, {"about": {}, "left_out": ["ddp, 16 MiB: rank 1 <failed>"]}
+    )

@@ -17,7 +17,7 @@ from typing import Any
 
 from spark_dl.baselines.servers.wire import Wire
 from spark_dl.config import Config
-from spark_dl.launch.rendezvous import World, local_address
+from spark_dl.launch.rendezvous import World
 
 _HELLO_S = 5.0
 _WELCOME = b"\x01"
@@ -91,7 +91,7 @@ def connect_all(world: World, roles: Roles, config: Config, most_numbers: int) -
 
 def listen(world: World, name: str) -> tuple[socket.socket, str]:
     """Opens a port and publishes it in the run's store by `name`. Returns the socket, and the token that opens it."""
-    address = local_address(world.host)
+    address = world.address
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     listener.bind((address, 0))
     listener.listen(1024)

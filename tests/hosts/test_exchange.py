@@ -84,3 +84,53 @@ def test_ranks_that_have_no_slot_wait_for_one_or_are_refused(measured):
     assert many["step_s"] > few["step_s"] + 0.7 * few["compute_s"]  # a second wave
     assert refused["refused_s"] < 30
     assert "4 ranks need 4 task slots" in refused["reason"]
+
+
+def run_on(bed, *arguments, folder, timeout_s=500):
+    """The last line of the command's standard output, run where a driver would, and the results behind its report."""
+    command = [
+        sys.executable,
+        str(REPOSITORY / "jobs" / "bench.py"),
+        "exchange",
+        "--report",
+        str(folder / "report.html"),
+    ]
+    out = bed.run(bed.driver, [*command, *arguments], timeout_s=timeout_s)
+    return json.loads(out.splitlines()[-1]), json.loads((folder / "report.json").read_text())
+
+
+def test_a_cluster_that_is_there(hosts, tmp_path):
+    shared, methods = tmp_path / "shared", ("ddp", "ddp topk")
+    with hosts(2, rate_mbit=400) as bed:
+        last, results = run_on(
+            bed, "--master", bed.start_spark(), "--folder", str(shared), "--hosts", "2", "--rate-mbit", "400",
+            "--mib", "1,4", "--methods", ",".join(methods), "--sections", "exchange,buckets,stragglers,scaling",
+            "--scale", "0.05", "--repeats", "1", "--straggler-s", "0.01", folder=tmp_path,
+        )  # fmt: skip
+    assert {(row["method"], row["mib"]) for row in last["rows"]} == {(m, mib) for m in methods for mib in (1, 4)}
+    assert last["left_out"] == ["scaling: it needs hosts that are made on this machine"]
+    sizes = {row["bucket_mib"] for row in results["buckets"]}
+    assert len(sizes) > 3
+    assert sizes <= {*CANDIDATES_MIB}
+    for row in results["buckets"]:  # the model of the buckets is that of this network
+        assert row["predicted_s"] == pytest.approx(row["step_s"], rel=0.5)
+    rows = {row["method"]: row for row in results["stragglers"]}
+    assert {method: row["exact"] for method, row in rows.items()} == {"ddp": True, "ddp topk": False}
+    assert all(row["accuracy"] > 0.8 for row in rows.values())
+    assert list(shared.iterdir()) == []
+
+
+def test_scaling_shares_out_the_compute_or_keeps_it(possible, tmp_path):
+    command = [
+        sys.executable, "jobs/bench.py", "exchange", "--sections", "scaling", "--methods", "ddp",
+        "--scaling-ranks", "1,2", "--rate-mbit", "400", "--scale", "0.05", "--repeats", "1",
+        "--report", str(tmp_path / "report.html"),
+    ]  # fmt: skip
+    subprocess.run(command, check=True, cwd=REPOSITORY, timeout=300, stdout=subprocess.DEVNULL)
+    rows = {(row["kind"], row["ranks"]): row for row in json.loads((tmp_path / "report.json").read_text())["scaling"]}
+    assert rows.keys() == {(kind, ranks) for kind in ("weak", "strong") for ranks in (1, 2)}
+    for kind, ranks in rows:
+        row = rows[kind, ranks]
+        assert row["backward_s"] == pytest.approx(rows["weak", 1]["backward_s"] / (ranks if kind == "strong" else 1))
+        assert row["step_s"] >= row["forward_s"] + row["backward_s"]
+        assert row["efficiency"] == 1 if ranks == 1 else 0.3 < row["efficiency"] < 1.05

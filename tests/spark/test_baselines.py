@@ -141,9 +141,9 @@ def _build_batch_norm_mlp():
 
 
 @pytest.mark.slow
-@pytest.mark.modes("local")
+@pytest.mark.modes("local", "local-cluster")
 def test_same_as_ddp_with_batch_norm_and_validation(spark, tmp_path):
-    """On several executors, by the public function; validation sees all of its rows, as an evaluation does."""
+    """By the public function, in one JVM and on several; validation sees all of its rows, as an evaluation does."""
     shards, test = (
         write_dataset(str(tmp_path / name), blobs(rows, seed), group_rows=40, shard_rows=120)
         for name, rows, seed in (("train", 509, 0), ("test", 101, 1))

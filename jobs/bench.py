@@ -9,6 +9,7 @@ from spark_dl import build_session, cli
 from spark_dl.bench import compare, gpu, launch, loader, report, shards, step
 from spark_dl.bench.answers import answers
 from spark_dl.bench.log import Log
+from spark_dl.bench.profiles import PROFILES
 
 
 def bench_launch(args: argparse.Namespace) -> dict[str, Any]:
@@ -119,7 +120,8 @@ def _parser() -> argparse.ArgumentParser:
     of_exchange.add_argument("--mib", type=_numbers(float), default=defaults.mib, help="gradient sizes (1,16,64)")
     for name, known in (("methods", compare.METHODS), ("sections", compare.SECTIONS)):
         of_exchange.add_argument(f"--{name}", type=_numbers(str), default=known, help=f"of {', '.join(known)}")
-    of_exchange.add_argument("--scale", type=float, default=defaults.scale, help="of ResNet-50's parameters, simulated")
+    of_exchange.add_argument("--profile", choices=[*PROFILES], default=defaults.profile, help="the simulated network")
+    of_exchange.add_argument("--scale", type=float, default=defaults.scale, help="of its parameters (0.1)")
     of_exchange.add_argument("--scaling-ranks", type=_numbers(int), default=defaults.scaling_ranks)
     of_exchange.add_argument("--straggler-s", type=float, default=defaults.straggler_s, help="mean delay")
     of_exchange.add_argument("--report", default="runs/exchange/report.html", help="page that is written")

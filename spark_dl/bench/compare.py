@@ -56,8 +56,10 @@ class Options:
     methods: tuple[str, ...] = METHODS
     sections: tuple[str, ...] = SECTIONS
     repeats: int = 3
+    profile: str = "resnet50"
+    """The network of the simulated steps; its backward pass takes as long as their communication."""
     scale: float = 0.1
-    """Fraction of ResNet-50's parameters in the simulated steps; backward takes as long as their communication."""
+    """Fraction of its parameters."""
     scaling_ranks: tuple[int, ...] = (1, 2, 4, 8, 16)
     straggler_s: float = 0.05
     """Mean delay of each gradient in the section `stragglers`."""
@@ -67,6 +69,8 @@ class Options:
             unknown = [value for value in getattr(self, name) if value not in known]
             if unknown:
                 raise ValueError(f"{name}: unknown {', '.join(unknown)}; known are {', '.join(known)}")
+        if self.profile not in PROFILES:
+            raise ValueError(f"profile: unknown {self.profile}; known are {', '.join(PROFILES)}")
         for name, low, high in (("hosts", 2, testbed.MAX_HOSTS), ("scaling_ranks", 1, testbed.MAX_HOSTS)):
             values = getattr(self, name)
             if not values or not all(low <= value <= high for value in values):
@@ -171,8 +175,8 @@ def measure(
 
     def simulated_steps() -> Results:
         return overlap.measure(
-            spark, f"{folder}/steps", num_hosts=num_hosts, scale=options.scale, repeats=options.repeats,
-            sections=options.sections, methods=options.methods, same_clock=same_clock, log=log,
+            spark, f"{folder}/steps", num_hosts=num_hosts, profile=options.profile, scale=options.scale,
+            repeats=options.repeats, sections=options.sections, methods=options.methods, same_clock=same_clock, log=log,
         )  # fmt: skip
 
     def few_slots() -> Results:
@@ -267,7 +271,7 @@ def _scaled_step(bed: testbed.Bed, kind: str, method: str, ranks: int, options: 
     backward_s = _balanced_backward_s(options)
     share, all_reduce = 1 / ranks if kind == "strong" else 1.0, _SCALED[method]
     settings = steps.Steps(
-        scale=options.scale, forward_s=share * backward_s / 2, backward_s=share * backward_s,
+        profile=options.profile, scale=options.scale, forward_s=share * backward_s / 2, backward_s=share * backward_s,
         parallel={"all_reduce": all_reduce}, num_steps=options.repeats, bucket_mib=BUCKET_MIB * options.scale,
     )  # fmt: skip
     path = f"{bed.folder}/{kind}-{all_reduce}.json"
@@ -275,13 +279,14 @@ def _scaled_step(bed: testbed.Bed, kind: str, method: str, ranks: int, options: 
     bed.run_ranks(command, timeout_s=settings.timeout_s)
     return {
         "kind": kind, "method": method, "ranks": ranks, "step_s": json.loads(Path(path).read_text())["step_s"],
-        "scale": options.scale, "forward_s": settings.forward_s, "backward_s": settings.backward_s,
+        "profile": options.profile, "scale": options.scale, "forward_s": settings.forward_s,
+        "backward_s": settings.backward_s,
     }  # fmt: skip
 
 
 def _balanced_backward_s(options: Options) -> float:
     """Seconds of a backward pass that equal those of a ring on many hosts: 2 N bytes at the link's rate."""
-    gradient_bytes = PROFILES["resnet50"]().shrunk(options.scale).gradient_bytes
+    gradient_bytes = PROFILES[options.profile]().shrunk(options.scale).gradient_bytes
     return 2 * gradient_bytes / ((options.rate_mbit or 1000.0) * 1e6 / 8)
 
 

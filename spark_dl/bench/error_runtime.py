@@ -38,6 +38,7 @@ def strategies(num_ranks: int) -> dict[str, Parallel]:
         "ddp": Parallel(),
         "ddp ring": Parallel(all_reduce="ring"),
         **({"horovod": Parallel(strategy="horovod")} if importlib.util.find_spec("horovod") else {}),
+        "ddp fp16": Parallel(compression="fp16"),
         "ddp powersgd": Parallel(compression="powersgd"),
         "ddp threshold": Parallel(compression="threshold", threshold=0.01),
         "ddp topk": Parallel(compression="topk"),

@@ -130,7 +130,7 @@ def _predicted_step_s(row: Row, network: cost.Network) -> float:
     """By the cost model of an all-reduce and the pipeline of DDP's buckets."""
     if row["ranks"] == 1:
         return float(row["forward_s"] + row["backward_s"])
-    profile = PROFILES["resnet50"]().shrunk(row["scale"])
+    profile = PROFILES[row["profile"]]().shrunk(row["scale"])
     sizes = [layer.gradient_bytes for layer in profile.backward_layers()]
 
     def all_reduce_s(num_bytes: float) -> float:

@@ -101,6 +101,7 @@ def test_an_unknown_method_or_section_is_named_with_those_that_are_known(wrong, 
     ({"hosts": (4, 17)}, "hosts: expected numbers from 2 to 16, found 4, 17"), ({"hosts": ()}, "found none"),
     ({"scaling_ranks": (2, 4)}, "scaling_ranks: expected 1 among them, to compare with, found 2, 4"),
     ({"scaling_ranks": (1, 32)}, "scaling_ranks: expected numbers from 1 to 16, found 1, 32"),
+    ({"profile": "resnet"}, "profile: unknown resnet; known are resnet50, bert_base, bert_large"),
     ({"mib": (0,)}, "mib: expected sizes above 0, found 0"), ({"scale": 1.5}, "scale: .*, found 1.5"),
     ({"repeats": 0}, "repeats of at least 1"), ({"rate_mbit": 0}, "a rate_mbit above 0"),
 ])  # fmt: skip
@@ -146,9 +147,11 @@ def test_hosts_that_cannot_be_made_lose_nothing_of_the_scaling_before_them(monke
 
 
 def test_a_method_that_fails_is_left_out_of_the_breakdown_alone(monkeypatch):
-    def run(spark, fn, settings, launch):
+    def run(spark, fn, *arguments, launch):
         if fn is overlap._choose_on_rank:
             return [4.0]
+        (settings,) = arguments
+        assert settings["profile"] == "bert_base"
         if settings["parallel"].get("compression") == "powersgd":
             raise RuntimeError("no memory\nTraceback ...")
         return [{"step_s": 2.0, "optimizer_s": 0.5}]
@@ -157,7 +160,7 @@ def test_a_method_that_fails_is_left_out_of_the_breakdown_alone(monkeypatch):
     log = Log()
     found = overlap.measure(
         None, "", num_hosts=2, scale=0.1, repeats=1, sections=("breakdown",), same_clock=True, log=log,
-        methods=("ddp", "ddp powersgd", "ddp topk"),
+        methods=("ddp", "ddp powersgd", "ddp topk"), profile="bert_base",
     )  # fmt: skip
     assert [row["method"] for row in found["breakdown"]] == ["ddp", "ddp topk"]
     assert found["auto_bucket_mib"] == 4
@@ -175,7 +178,7 @@ def test_weak_and_strong_scaling_have_their_own_ideal():
 
 
 def test_scaling_is_beside_what_the_model_predicts():
-    times = {"scale": 0.1, "forward_s": 0.3, "backward_s": 0.6}
+    times = {"profile": "resnet50", "scale": 0.1, "forward_s": 0.3, "backward_s": 0.6}
     scaling = [{"kind": "weak", "method": m, "ranks": p, "step_s": 1.0, **times} for m in ("ddp", "x") for p in (1, 8)]
     exchange = [row("ddp", 4, mib) for mib in (1, 16, 64)]
     alone, eight, *others = model.conclude({"exchange": exchange, "scaling": scaling})["scaling"]

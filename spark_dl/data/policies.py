@@ -164,7 +164,7 @@ def _checked_policy(column: SourceColumn, what: str, rows: Mask | None, policy: 
     """The policy, if it can deal with these bad rows."""
     if rows is None or policy in ("drop", "allow") or (policy == "fill" and column.fill is not None):
         return policy
-    found = f"{'null(s)' if what == 'nulls' else 'NaN or Inf'} in {int(rows.sum())} row(s)"
+    found = f"{'null(s)' if what == 'nulls' else 'NaN or Inf'} in {int(rows.sum())} row(s) of a batch of {len(rows)}"
     expected = f"none; set data.{what} to drop{'' if what == 'nulls' else ', allow'} or fill, or change the DataFrame"
     if policy == "fill":
         is_number = column.encoding.kind not in ("bytes", "image")

@@ -79,7 +79,8 @@ def rows_of(cells):
 
 @pytest.mark.parametrize("kind", NULLS)
 def test_nulls_are_an_error_that_names_column_count_and_row(kind):
-    with pytest.raises(BadCellsError, match=r"column 'c': found null\(s\) in 2 row\(s\).*set data.nulls to") as caught:
+    found = r"column 'c': found null\(s\) in 2 row\(s\) of a batch of 6, .*set data.nulls to"
+    with pytest.raises(BadCellsError, match=found) as caught:
         clean(NULLS[kind])
     assert caught.value.row == 1
 
@@ -114,7 +115,8 @@ def test_nulls_are_filled_and_counted(kind):
 
 @pytest.mark.parametrize("kind", NONFINITE)
 def test_nan_and_inf_are_an_error_that_names_column_count_and_row(kind):
-    with pytest.raises(BadCellsError, match=r"column 'c': found NaN or Inf in 2 row\(s\).*data.nonfinite") as caught:
+    found = r"column 'c': found NaN or Inf in 2 row\(s\) of a batch of 6, .*data.nonfinite"
+    with pytest.raises(BadCellsError, match=found) as caught:
         clean(NONFINITE[kind], nulls="drop")
     assert caught.value.row == 1
 

@@ -64,8 +64,8 @@ def warn_of_few_rows(rows: int, config: Config) -> None:
     size = config.train.global_batch_size
     if rows < size:
         _log.warning(
-            "%d rows to train on are fewer than a global batch of %d (train.global_batch_size) over %d ranks: each "
-            "epoch is one step, in which the other %d places count for nothing; lower it",
+            "%d rows to train on are fewer than a global batch of %d over %d ranks: each epoch is one step, in which "
+            "the other %d places count for nothing; lower train.global_batch_size",
             rows, size, config.launch.num_ranks, size - rows,
         )  # fmt: skip
 

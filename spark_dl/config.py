@@ -60,6 +60,8 @@ class Data:
     filters: Sequence[Any] = ()
     """Rows of a dataset that are read: `[[age, ">", 30], [city, in, [Rome, Oslo]]]`, of which all must hold, or a list
     of such lists, of which any. Operators: == != < <= > >= in, not in. A null never passes. Times are ISO 8601."""
+    require_success: bool = True
+    """Whether a folder of Parquet that Spark wrote needs the file `_SUCCESS`, which Spark writes there last."""
     num_streams: int = 16
     """Canonical streams of the plan: at least the number of ranks, best a multiple of it; divides the global batch."""
     shuffle: bool = True
@@ -114,7 +116,7 @@ class Data:
             check_number(self, name, 0, whole=True)
         for name in ("num_streams", "shuffle_window_rows", "memory_mib", "reader_threads", "prefetch_batches"):
             check_number(self, name, 1, whole=True)
-        check_bool(self, "shuffle")
+        check_bool(self, "shuffle", "require_success")
         check_choices(self)
         check(isinstance(self.encode, Mapping), "data.encode", "a mapping of columns to settings", self.encode)
         for name, settings in self.encode.items():

@@ -134,9 +134,12 @@ def is_local(url: str) -> bool:
 
 
 def absolute(url: str) -> str:
-    """The URL, or the absolute path of a local one: a task has another working directory than the driver."""
-    resolved = resolve(url)[1]
-    return resolved if is_local(url) else str(_parse(url))
+    """The URL, or the absolute path of a local one: a task has another working directory than the driver.
+
+    Without a slash at its end.
+    """
+    resolved, at = resolve(url)[1], _parse(url)
+    return (resolved.rstrip("/") or "/") if is_local(url) else str(replace(at, path=at.path.rstrip("/")))
 
 
 def join(url: str, *names: str) -> str:

@@ -45,7 +45,7 @@ _CONF = (
 """Settings of the session that change what a plan yields."""
 _NOT_IN_SHARDS = (
     "validation_fraction", "filters", "num_streams", "shuffle", "shuffle_window_rows", "memory_mib", "reader_threads",
-    "prefetch_batches", "reader", "storage", "ragged", "proportions", "cache_dir", "cache_mib",
+    "prefetch_batches", "reader", "require_success", "storage", "ragged", "proportions", "cache_dir", "cache_mib",
     "store", "store_ttl_days", "sequence_length",
     "sequence_stride", "sequence_max_gap",
 )  # fmt: skip

@@ -48,7 +48,7 @@ def open_parquet(url: str, names: Sequence[str], *, data: Data | None = None, li
     check_names("fill", data.fill, names)
     url = storage.absolute(url)
     try:
-        root, paths = list_files(url)
+        root, paths = list_files(url, require_success=data.require_success)
     except OSError as error:
         raise ValueError(f"cannot read the dataset {url}: {error}; check its owner and mode") from error
     with ThreadPoolExecutor(_READERS) as readers:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import posixpath
 import re
 from collections.abc import Mapping, Sequence
@@ -18,8 +17,6 @@ from spark_dl import storage
 from spark_dl.data import parquet
 from spark_dl.data.manifest import MANIFEST, is_own_shard
 
-_log = logging.getLogger("spark_dl")
-
 
 @dataclass(frozen=True)
 class File:
@@ -33,8 +30,12 @@ class File:
     """Nulls in each row group, as far as the footer tells, of columns that are no lists or vectors, by their names."""
 
 
-def list_files(url: str) -> tuple[bool, list[tuple[str, int]]]:
-    """Whether the URL is a folder, and (path, bytes) of its data files, by name; hidden ones are passed by."""
+def list_files(url: str, *, require_success: bool = True) -> tuple[bool, list[tuple[str, int]]]:
+    """Whether the URL is a folder, and (path, bytes) of its data files, by name; hidden ones are passed by.
+
+    Raises ValueError where there are none, and for a folder that is not whole; with `require_success` also for what
+    Spark wrote without `_SUCCESS`.
+    """
     filesystem, path = storage.resolve(url)
     info = storage.info(url)
     if info.type == fs.FileType.NotFound:
@@ -44,6 +45,8 @@ def list_files(url: str) -> tuple[bool, list[tuple[str, int]]]:
     entries = filesystem.get_file_info(fs.FileSelector(path, recursive=True))
     names = [entry.path[len(path.rstrip("/")) + 1 :] for entry in entries]
     _check_whole(url, names)
+    if require_success:
+        _check_success(url, names)
     found = []
     for relative, entry in zip(names, entries, strict=True):
         if entry.type == fs.FileType.File and not any(_is_hidden(part) for part in relative.split("/")):
@@ -61,6 +64,7 @@ def _is_hidden(name: str) -> bool:
 _NOT_WHOLE = {
     "_temporary": "a Spark job is writing there or was killed; wait for its end, or write the dataset again",
     ".spark-staging-": "a Spark job is writing there or was killed; wait for its end, or write the dataset again",
+    "_spark_metadata": "a streaming query wrote it, and its log says which files count; read it with Spark",
     "_delta_log": "it is a Delta table, whose log says which files count; read it with Spark",
     ".hoodie": "it is a Hudi table, whose timeline says which files count; read it with Spark",
 }
@@ -89,10 +93,21 @@ def _check_whole(url: str, names: Sequence[str]) -> None:
                 "writer was killed or is still running, so that rows may be missing or there twice; wait for its end, "
                 "or write the dataset again"
             )
-    if any(re.match(r"(.*/)?part-\d{5}-", name) for name in names) and "_SUCCESS" not in names:
-        _log.warning(
-            "%s has no _SUCCESS, which Spark writes last: if the job that wrote it did not end well, files are missing",
-            url,
+
+
+def _check_success(url: str, names: Sequence[str]) -> None:
+    """Raises ValueError for files that Spark wrote, by these names, whose job has not said that it ended well."""
+    of_spark = next((name for name in sorted(names) if re.match(r"(.*/)?part-\d{5}-", name)), None)
+    if of_spark is None:
+        return
+    top = url
+    while "=" in storage.name(top):  # a partition of a dataset, which has the file at its top
+        top = storage.dirname(top)
+    if "_SUCCESS" not in names and (top == url or not storage.exists(storage.join(top, "_SUCCESS"))):
+        raise ValueError(
+            f"{url} may not be whole: found {of_spark}, which Spark wrote, and no _SUCCESS, which it writes last: its "
+            "job was killed or is still running, or writes none; write the dataset again, or, if it is whole, put an "
+            "empty file _SUCCESS there or set data.require_success to false"
         )
 
 

@@ -22,6 +22,7 @@ def test_any_name_of_a_folder_and_a_file_works_everywhere(folder, name):
     assert storage.read_bytes(url) == b"content"
     assert storage.list_names(folder) == storage.list_names(inner) == [name]
     assert storage.read_bytes(storage.absolute(url)) == b"content"
+    assert storage.absolute(storage.join(url, "")) == storage.absolute(url)
     storage.write_bytes(storage.join(folder, "other"), b"")
     if folder.startswith("memory") and name in ("what?", "[x]"):
         with pytest.raises(ValueError, match="would delete by a pattern"):

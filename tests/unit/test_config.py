@@ -26,6 +26,7 @@ INVALID = [
     (Data, "data.validation_fraction", [-0.1, 1, 1.5, NAN, INF, "0.1", True, None]),
     (Data, "data.rows_per_row_group", [-1, 1.5, "8", True, None]),
     (Data, "data.rows_per_shard", [-1, 1.5, "8", True, None]),
+    (Data, "data.require_success", [0, "no", None]),
     (Data, "data.num_streams", [0, -1, 2.0, "8", True, None]),
     (Data, "data.shuffle_window_rows", [0, -1, 2.0, None]),
     (Data, "data.memory_mib", [0, -1, 2.0, None]),

@@ -190,6 +190,7 @@ def test_a_damaged_footer_is_an_error_that_names_the_file_and_no_file_is_passed_
 @pytest.mark.parametrize(("folder", "match"), [
     ("_temporary/0/task_1", "found _temporary in it; a Spark job is writing there or was killed"),
     (".spark-staging-7f/day=1", "found .spark-staging-7f in it; a Spark job is writing"),
+    ("_spark_metadata", "found _spark_metadata in it; a streaming query wrote it"),
     ("_delta_log", "found _delta_log in it; it is a Delta table"), (".hoodie", "it is a Hudi table"),
 ])  # fmt: skip
 def test_a_folder_whose_files_are_not_the_dataset_is_refused(tmp_path, folder, match):
@@ -199,14 +200,17 @@ def test_a_folder_whose_files_are_not_the_dataset_is_refused(tmp_path, folder, m
         open_parquet(str(tmp_path), ["id"])
 
 
-def test_what_spark_wrote_without_success_is_said(tmp_path, caplog):
-    pq.write_table(table(), tmp_path / "part-00000-1b2c.snappy.parquet")
-    assert open_parquet(str(tmp_path), ["id"]).rows == ROWS
-    assert "has no _SUCCESS, which Spark writes last" in caplog.text
-    caplog.clear()
+def test_what_spark_wrote_needs_the_file_that_it_writes_last(tmp_path):
+    partition = tmp_path / "year=2024" / "month=5"
+    partition.mkdir(parents=True)
+    pq.write_table(table(), partition / "part-00000-1b2c.snappy.parquet")
+    for folder, file in ((tmp_path, "year=2024/month=5/part-00000-1b2c"), (partition, "part-00000-1b2c")):
+        with pytest.raises(ValueError, match=rf"{folder} may not be whole: found {file}.*no _SUCCESS.*require_success"):
+            open_parquet(str(folder), ["id"])
+        assert open_parquet(str(folder), ["id"], data=Data(require_success=False)).rows == ROWS
     (tmp_path / "_SUCCESS").write_text("")
-    open_parquet(str(tmp_path), ["id"])
-    assert caplog.text == ""
+    for folder in (tmp_path, partition):
+        assert open_parquet(str(folder), ["id"]).rows == ROWS
 
 
 def test_files_may_differ_in_the_order_and_number_of_columns_and_in_what_may_be_null(tmp_path):

@@ -42,6 +42,7 @@ def test_absolute_is_a_path_that_another_process_understands(tmp_path, url_of, n
     assert storage.absolute(url_of(tmp_path / name)) == str(tmp_path / name)
     monkeypatch.chdir(tmp_path)
     assert storage.absolute(name) == str(tmp_path / name)
+    assert storage.absolute(f"{url_of(tmp_path / name)}/") == str(tmp_path / name)
 
 
 def test_a_write_replaces_the_whole_file(tmp_path):

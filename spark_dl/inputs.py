@@ -16,6 +16,7 @@ from spark_dl.data.foreign import open_parquet
 from spark_dl.data.loader import check_memory, warn_of_memory
 from spark_dl.data.manifest import MANIFEST, STORED, ShardSet, read_shards
 from spark_dl.data.mixture import batch_shares
+from spark_dl.data.plan import rows_held_out
 from spark_dl.data.policies import check_rules
 from spark_dl.data.schema import Column, check_like, check_settings, words_of
 from spark_dl.data.sequences import with_runs
@@ -60,8 +61,9 @@ def check_mixture(config: Config, data: Any) -> None:
 
 
 def warn_of_few_rows(rows: int, config: Config) -> None:
-    """Logs it if the rows that are trained on do not fill one global batch. On the driver."""
+    """Logs it if those of the rows that are trained on do not fill one global batch. On the driver."""
     size = config.train.global_batch_size
+    rows -= sum(rows_held_out((rows,), config.data.validation_fraction))
     if rows < size:
         _log.warning(
             "%d rows to train on are fewer than a global batch of %d over %d ranks: each epoch is one step, in which "

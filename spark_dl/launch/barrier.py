@@ -284,10 +284,9 @@ def _rank_task(
         sender = Sender(address, task)
 
         def report(event: Mapping[str, Any]) -> None:
-            if event["kind"] == "joined":
-                me["rank"] = event["rank"]
             sender.send({**event, **me})
             if event["kind"] == "joined":
+                me["rank"] = event["rank"]
                 sender.flush()  # from here on the rank may die of anything, and is to be named
 
         report({"kind": "started"})

@@ -33,10 +33,10 @@ def describe(error: BaseException, me: Mapping[str, Any]) -> dict[str, Any]:
     """A failure as plain data. Called on a rank; `me` has its `task`, `host`, `pid`, and `rank` if it has one."""
     frames = "".join(traceback.format_exception(error))
     message = f"{type(error).__name__}: {error}"
-    return {**me, "error": message[:4000], "traceback": frames[-16000:], "follows": _follows(error)}
+    return {**me, "error": message[:4000], "traceback": frames[-16000:], "follows": follows(error)}
 
 
-def _follows(error: BaseException) -> bool:
+def follows(error: BaseException) -> bool:
     """Whether an error only says that another rank has gone."""
     import torch.distributed as dist
 

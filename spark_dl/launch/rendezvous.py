@@ -28,7 +28,7 @@ import torch.distributed.nn.functional
 
 import spark_dl
 from spark_dl.config import Launch
-from spark_dl.launch import gpus
+from spark_dl.launch import first_failure, gpus
 
 _MUST_AGREE = ("python", "torch", "spark_dl", "device_type")
 
@@ -87,7 +87,8 @@ def join(launch: Launch, *, init_group: bool = True, report: Any = None) -> Iter
 
     Collective: every rank of the job calls it. With `init_group` the default process group is made (NCCL on GPUs, else
     Gloo); without it, `torch.distributed.init_process_group()` can be called by the user's own code, as under torchrun.
-    Raises RuntimeError if the ranks do not all come within `launch.start_timeout_s`, or do not fit together.
+    Raises RuntimeError if the ranks do not all come within `launch.start_timeout_s`, or do not fit together; under
+    torchrun also with the error of a rank that failed, on all that lost it.
     """
     context = _barrier_context()
     with _restored_process(), contextlib.ExitStack() as cleanup:
@@ -105,8 +106,12 @@ def join(launch: Launch, *, init_group: bool = True, report: Any = None) -> Iter
             _init_group(world, launch)
         try:
             yield world
-        except BaseException:
+        except BaseException as error:
+            if context is None:
+                first_failure.tell(world, error)
             _abort_group()
+            if context is None:
+                first_failure.raise_told(world, error)
             raise
         _leave(world, launch)
 

@@ -1,6 +1,9 @@
 """How a rank leaves: nothing of DDP is left when its process group goes."""
 
+import dataclasses
 import gc
+import os
+import socket
 import subprocess
 import sys
 import weakref
@@ -13,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from spark_dl import ModelSpec, Parallel, worker
 from spark_dl.parallel import ddp
-from tests.models import build_mlp, small_config
-from tests.ranks.launcher import run_ranks
+from tests.models import MLP, build_mlp, small_config
+from tests.ranks.launcher import kill_ranks, run_ranks
 from tests.ranks.runs import make_run
 
 
@@ -73,6 +76,33 @@ def test_also_where_a_step_fails(tmp_path, parallel):
     spec = ModelSpec(build=build_mlp, loss=FailsInAStep())
     run = make_run(tmp_path, small_config(2, parallel=parallel), spec=spec)
     assert run_ranks(left_at_the_end, 2, run) == [(0, 1, "no loss")] * 2
+
+
+def error_of(run, failing, store_port):
+    """What the run raises on this rank, where one of them fails in a step."""
+    if store_port:  # rank 0 holds the store, as where the ranks are started without torchrun's agent
+        os.environ.update(MASTER_PORT=str(store_port), TORCHELASTIC_USE_AGENT_STORE="False")
+    loss = FailsInAStep() if os.environ["RANK"] == failing else MLP.loss
+    try:
+        worker.main(dataclasses.replace(run, spec=ModelSpec(build=build_mlp, loss=loss)))
+    except (ZeroDivisionError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize(("failing", "has_agent"), [("0", True), ("1", True), ("0", False)])
+def test_without_a_driver_each_rank_says_what_failed_first(tmp_path, failing, has_agent):
+    store_port = None
+    if not has_agent:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            store_port = probe.getsockname()[1]
+    run = make_run(tmp_path, small_config(3))
+    expected = [f"RuntimeError: rank {failing} on {socket.gethostname()} failed: ZeroDivisionError: no loss"] * 3
+    expected[int(failing)] = "ZeroDivisionError: no loss"
+    try:
+        assert run_ranks(error_of, 3, run, failing, store_port) == expected
+    finally:
+        kill_ranks()  # their environment is another one
 
 
 LEAVES = """

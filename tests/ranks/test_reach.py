@@ -186,10 +186,8 @@ def test_a_dataset_that_is_damaged_in_the_middle_of_an_epoch_stops_all_ranks(tmp
     shards = write_dataset(str(tmp_path / "data"), blobs(12_000), group_rows=16, shard_rows=32)
     spec = ModelSpec(build=build_mlp, loss=DamagingLoss(str(tmp_path / "data"), how))
     run = make_run(tmp_path, small_config(2, train={"epochs": 1}), spec=spec, train=shards)
-    errors = run_ranks(partial(error_of, partial(train_rank, run)), 2)
-    assert all(errors)  # no rank came to the end of the epoch
-    read = [e for e in errors if "cannot read row group" in e and f"{tmp_path}/data/part-" in e]
-    lost = [e for e in errors if "gloo/transport" in e]  # of a rank whose peer has gone while it waited for it
-    assert len(read) > 0, errors
-    assert len(read) + len(lost) == len(errors), errors
+    errors = run_ranks(partial(error_of, partial(train_rank, run)), 2)  # no rank came to the end of the epoch
+    for error in errors:
+        assert "cannot read row group" in error, errors
+        assert f"{tmp_path}/data/part-" in error, errors
     assert checkpoint.latest(run.run_dir) is None

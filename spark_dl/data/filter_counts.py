@@ -33,14 +33,14 @@ from spark_dl.data.filters import (
     columns_of,
     holds_within,
     of_partition,
-    passing_rows,
     simplify,
     typed_conditions,
     without_nonfinite,
     without_nulls,
 )
-from spark_dl.data.foreign_files import stored_column, type_at
+from spark_dl.data.foreign_files import type_at
 from spark_dl.data.manifest import ShardSet
+from spark_dl.data.page_index import IndexedFile
 from spark_dl.data.writer import Shard
 
 _log = logging.getLogger("spark_dl")
@@ -176,7 +176,10 @@ def _count(url: str, shard: Shard, conditions: AnyOf, memory: _Memory) -> tuple[
         with storage.open_input(path) as source:
             file = _open(path, source, shard)
             _check_file(path, file, shard, left)
-            found = [_count_row_group(path, file, group, left, memory) for group in range(len(shard.row_groups))]
+            indexed = IndexedFile(source, file)
+            found = [
+                _count_row_group(path, file, indexed, group, left, memory) for group in range(len(shard.row_groups))
+            ]
     except (pa.ArrowException, OSError) as error:
         raise RuntimeError(f"cannot read {path} for data.filters: {error}") from error
     return [rows for rows, _ in found], sum(was_read for _, was_read in found)
@@ -197,7 +200,7 @@ def _check_file(path: str, file: pq.ParquetFile, shard: Shard, conditions: AnyOf
 
 
 def _count_row_group(
-    path: str, file: pq.ParquetFile, group: int, conditions: AnyOf, memory: _Memory
+    path: str, file: pq.ParquetFile, indexed: IndexedFile, group: int, conditions: AnyOf, memory: _Memory
 ) -> tuple[int, bool]:
     metadata = file.metadata.row_group(group)
     columns = {metadata.column(i).path_in_schema: i for i in range(metadata.num_columns)}
@@ -214,8 +217,7 @@ def _count_row_group(
     asked = columns_of(left)
     chunks = [metadata.column(i) for name, i in columns.items() if any(f"{name}.".startswith(f"{a}.") for a in asked)]
     with memory.of(f"row group {group} of {path}", sum(chunk.total_uncompressed_size for chunk in chunks)):
-        table = file.read_row_group(group, asked, use_threads=False)
-        return int(passing_rows(left, lambda name: stored_column(table, name), metadata.num_rows).sum()), True
+        return int(np.count_nonzero(indexed.read_passing(group, (), left)[1])), True
 
 
 def _may_have_nulls(chunk: Any) -> bool:

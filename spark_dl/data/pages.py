@@ -1,8 +1,8 @@
 """Parquet pages without a decoder: the values of an uncompressed, plain page are a view of its bytes.
 
 That is how our own shards are written: PLAIN encoding, no compression, no dictionary, no nulls. One read brings a whole
-column chunk, its pages' checksums are verified, and what remains is a view. The page header is Thrift's compact
-protocol; https://github.com/apache/parquet-format (parquet.thrift, PageHeader; Encodings.md, PLAIN).
+column chunk, its pages' checksums are verified, and what remains is a view. The format:
+https://github.com/apache/parquet-format (parquet.thrift, PageHeader; Encodings.md, PLAIN).
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from spark_dl.data.thrift import read_struct, value_of
 
 try:
     from isal.isal_zlib import crc32  # the same function, six times as fast
@@ -67,11 +69,11 @@ def read_plain(
     pages: list[Bytes] = []
     start = 0
     while start < len(content):
-        header, body_start = _struct(content, start)
-        page = header.get(5)  # of a data page of version 1: 1 is its number of values, 2 their encoding
-        if header.get(1) != _DATA_PAGE or not isinstance(page, dict) or page.get(2) != _PLAIN:
+        header, body_start = read_struct(content, start)
+        page = value_of(header, 5)  # of a data page of version 1: 1 is its number of values, 2 their encoding
+        if value_of(header, 1) != _DATA_PAGE or not isinstance(page, dict) or value_of(page, 2) != _PLAIN:
             return None
-        size, count, crc = header.get(3), page.get(1), header.get(4, 0)
+        size, count, crc = value_of(header, 3), value_of(page, 1), value_of(header, 4, 0)
         if not (isinstance(size, int) and isinstance(count, int) and isinstance(crc, int)):
             return None
         start = body_start + size
@@ -102,37 +104,3 @@ def _read(source: Any, size: int, offset: int, scratch: Scratch | None) -> memor
     content = scratch.take(size)
     source.seek(offset)
     return content[: source.readinto(content)]
-
-
-def _struct(content: memoryview, position: int) -> tuple[dict[int, Any], int]:
-    """The fields of a Thrift struct by number, without its strings, and the position after it."""
-    fields: dict[int, Any] = {}
-    number = 0
-    while (byte := content[position]) != 0:
-        kind = byte & 0xF
-        number, position = (number + (byte >> 4), position + 1) if byte >> 4 else _zigzag(content, position + 1)
-        if kind in (1, 2):  # true, false
-            fields[number] = kind == 1
-        elif kind in (4, 5, 6):  # i16, i32, i64
-            fields[number], position = _zigzag(content, position)
-        elif kind == 8:  # binary
-            length, position = _varint(content, position)
-            position += length
-        elif kind == 12:
-            fields[number], position = _struct(content, position)
-        else:
-            raise ValueError(f"a page header with a field of Thrift type {kind}")
-    return fields, position + 1
-
-
-def _varint(content: memoryview, position: int) -> tuple[int, int]:
-    value = shift = 0
-    while (byte := content[position]) >= 0x80:
-        value |= (byte & 0x7F) << shift
-        shift, position = shift + 7, position + 1
-    return value | byte << shift, position + 1
-
-
-def _zigzag(content: memoryview, position: int) -> tuple[int, int]:
-    value, position = _varint(content, position)
-    return (value >> 1) ^ -(value & 1), position

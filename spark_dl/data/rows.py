@@ -16,6 +16,7 @@ from spark_dl.config import Nonfinite
 from spark_dl.data import filters, foreign_columns, foreign_files, pages, parquet, petastorm_columns, policies, schema
 from spark_dl.data.cache import DiskCache, open_input
 from spark_dl.data.manifest import ShardSet
+from spark_dl.data.page_index import IndexedFile
 from spark_dl.data.plan import FILLER, Segment, rows_held_out, split_rows
 from spark_dl.data.ragged import Array, Ragged, from_lengths, take
 from spark_dl.data.schema import Column
@@ -129,14 +130,12 @@ class Rows:
                 raise ValueError(f"found {found} rows ({groups} row groups in the file), expected {rows}")
             plain = {c.name: file.plain(c, group, rows, scratch) for c in self.columns}
             rest = [c.name for c in self.columns if c.codec != "partition" and plain[c.name] is None]
-            conditions = self._conditions(number)
-            rest = list(dict.fromkeys([*rest, *filters.columns_of(conditions)]))
-            table = file.parquet.read_row_group(group, rest, use_threads=False) if rest else None
             kept: Any = slice(None)
-            if conditions:
-                assert table is not None
-                kept = self._rows_that_pass(number, conditions, table)
-                table = table.filter(pa.array(kept))
+            if conditions := self._conditions(number):
+                stored, kept = file.indexed.read_passing(group, rest, conditions)
+                self._check_passing(number, kept)
+            else:
+                stored = file.read(group, rest)
             partition = dict(self._shards.shards[shard].partition)
             arrays: list[Array | Ragged] = []
             for column in self.columns:
@@ -147,8 +146,7 @@ class Rows:
                         foreign_columns.partition_cells(column, partition[column.name], self._passing[number])
                     )
                 else:
-                    assert table is not None
-                    arrays.append(_decode(column, foreign_files.stored_column(table, column.name)))
+                    arrays.append(_decode(column, stored[column.name]))
             for i, (column, cells) in enumerate(zip(self.columns, arrays, strict=True)):
                 if self._nonfinite != "allow" and (bad := policies.first_nonfinite_row(cells)) is not None:
                     fill = self._fill.get(column.name) if self._nonfinite == "fill" else None
@@ -166,15 +164,13 @@ class Rows:
             of_rows = "the rows that pass data.filters of " if self._passing[number] < rows else ""
             raise RuntimeError(f"cannot read {of_rows}row group {group} of {url}: {error}") from error
 
-    def _rows_that_pass(self, number: int, conditions: filters.AnyOf, table: pa.Table) -> filters.Mask:
-        """Which rows of a row group are read. # (stored rows,)"""
-        passes = filters.passing_rows(conditions, lambda name: foreign_files.stored_column(table, name), table.num_rows)
+    def _check_passing(self, number: int, passes: filters.Mask) -> None:
+        """Raises ValueError unless as many rows of a row group pass as the driver counted. # passes: (stored rows,)"""
         if (found := np.count_nonzero(passes)) != self._passing[number]:
             raise ValueError(
                 f"{found} rows pass data.filters, data.nulls and data.nonfinite, where {self._passing[number]} did "
                 "when the run began; the file has changed since"
             )
-        return passes
 
     def _conditions(self, number: int) -> filters.AnyOf:
         """What rows of a row group must hold; nothing where all of them are read."""
@@ -207,7 +203,15 @@ class _File:
     def __init__(self, source: Any, shard: Shard):
         self._source = source
         self.parquet = parquet.open_file(source, footer_bytes=shard.footer_bytes, footer_crc32=shard.footer_crc32)
+        self.indexed = IndexedFile(source, self.parquet)
         self._leaves = {self.parquet.schema.column(i).path: i for i in range(len(self.parquet.schema))}
+
+    def read(self, group: int, names: Sequence[str]) -> dict[str, pa.ChunkedArray]:
+        """The stored cells of some columns, whole."""
+        if not names:
+            return {}
+        table = self.parquet.read_row_group(group, names, use_threads=False)
+        return {name: foreign_files.stored_column(table, name) for name in names}
 
     def plain(self, column: Column, group: int, rows: int, scratch: pages.Scratch | None) -> Array | None:
         """The cells without a decoder, if they are stored as the shards of this package are; in `scratch`, if given."""

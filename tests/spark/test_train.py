@@ -3,13 +3,19 @@
 import os
 import threading
 import time
+from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from pyspark.sql import functions as F
 
 import spark_dl
 from spark_dl import Data, ModelSpec, RankError, checkpoint
+from spark_dl.data import parquet
+from spark_dl.data.filters import typed_conditions
+from spark_dl.data.page_index import IndexedFile
 from tests.models import MLP, blobs, build_mlp, same_bits, small_config
 
 METRICS = {"accuracy": {"class": "MulticlassAccuracy", "num_classes": 3, "average": "micro"}}
@@ -78,7 +84,7 @@ def test_a_dataset_by_its_url_is_used_as_it_is(spark, points, tmp_path):
 @pytest.mark.modes("local")
 def test_rows_that_pass_filters_are_trained_on_and_evaluated(spark, points, tmp_path):
     path = str(tmp_path / "data")
-    points.write.partitionBy("label").parquet(path)
+    points.write.partitionBy("label").option("parquet.page.row.count.limit", 8).parquet(path)
     passing = points.where("label != 1 and name < 'row 4'").count()
     filters = [["label", "!=", 1], ["name", "<", "row 4"]]
     config = small_config(2, train={"epochs": 2}, data={"filters": filters})
@@ -100,6 +106,22 @@ def test_rows_that_pass_filters_are_trained_on_and_evaluated(spark, points, tmp_
     ):
         with pytest.raises(ValueError, match=r"data.filters: .*df.filter"):
             call()
+
+
+@pytest.mark.modes("local")
+def test_only_pages_with_rows_that_pass_are_read_of_what_spark_wrote(spark, tmp_path):
+    path = str(tmp_path / "data")
+    columns = ["id", "array(id, id + 1) AS cells", "concat('row ', lpad(id, 6, '0')) AS name"]
+    spark.range(0, 20_000, 1, 1).selectExpr(*columns).write.option("parquet.page.row.count.limit", 500).parquet(path)
+    (file,) = Path(path).glob("part-*")
+    types = {"name": pa.string(), "id": pa.int64()}
+    conditions = typed_conditions([[("name", ">=", "row 007000"), ("id", "<", 7100)]], types)
+    with pa.OSFile(str(file)) as source:
+        indexed = IndexedFile(source, parquet.open_file(source))
+        assert indexed.rows_that_may_pass(0, conditions).sum() == 500
+        found, passes = indexed.read_passing(0, ["id", "cells"], conditions)
+    assert np.flatnonzero(passes).tolist() == found["id"].to_pylist() == list(range(7000, 7100))
+    assert found["cells"].to_pylist() == [[i, i + 1] for i in range(7000, 7100)]
 
 
 @pytest.mark.modes("local")

@@ -103,6 +103,12 @@ def _conditions_of(shards: ShardSet, filters: Sequence[Any], no_nulls: Sequence[
             types[name] = _partition_type([partition[name] for partition in partitions])
         elif arrow is not None and not any(name in partition for partition in partitions):
             types[name] = arrow
+        elif some := next((shard.name for shard in shards.shards if name in dict(shard.partition)), None):
+            other = next(shard.name for shard in shards.shards if name not in dict(shard.partition))
+            raise ValueError(
+                f"data.filters: column {name!r} is in {some} and not in {other} of {shards.url}; all files of a "
+                f"dataset must have it, or be in folders {name}=..."
+            )
         else:
             near = suggestion(name, [*schema.names, *partitions[0]])
             raise ValueError(f"data.filters: no column {name!r} in the dataset {shards.url}{near}")
@@ -206,7 +212,7 @@ def _count_row_group(
     columns = {metadata.column(i).path_in_schema: i for i in range(metadata.num_columns)}
 
     def decide(condition: Condition) -> bool | None:
-        if (i := columns.get(condition.column)) is not None:
+        if (i := columns.get(condition.column)) is not None and not file.schema.column(i).max_repetition_level:
             return holds_within(condition, _bounds(metadata.column(i), condition.values.type))
         below = [metadata.column(i) for path, i in columns.items() if path.startswith(f"{condition.column}.")]
         return holds_within(condition, Bounds(has_nulls=not below or any(map(_may_have_nulls, below))))

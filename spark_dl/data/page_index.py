@@ -8,6 +8,7 @@ files in memory that have the pages in question, and no others. Format: https://
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ import pyarrow.parquet as pq
 
 from spark_dl.data import parquet
 from spark_dl.data.filters import AnyOf, Bounds, Condition, Mask, columns_of, holds_within, passing_rows
-from spark_dl.data.foreign_files import is_of, stored_column
+from spark_dl.data.foreign_files import stored_column
 from spark_dl.data.thrift import I64, LIST, STRUCT, Field, Many, Struct, read_struct, value_of, write_struct
 
 Ints = npt.NDArray[np.int64]
@@ -29,13 +30,16 @@ _MAGIC = b"PAR1"
 _ROW_GROUPS, _NUM_ROWS = 4, 3  # of FileMetaData
 _COLUMNS, _GROUP_ROWS = 1, 3  # of RowGroup
 _METADATA, _OFFSET_INDEX, _COLUMN_INDEX = 3, (4, 5), (6, 7)  # of ColumnChunk; (offset, length) of the indexes
-_NUM_VALUES, _COMPRESSED_BYTES, _DATA_PAGE, _DICTIONARY_PAGE = 5, 7, 9, 11  # of ColumnMetaData
+_COMPRESSED_BYTES, _DATA_PAGE, _DICTIONARY_PAGE = 7, 9, 11  # of ColumnMetaData
 _KEPT_METADATA = (1, 2, 3, 4, 5, 6, 7, 9)  # all that is required; the rest tells of all pages
 _SHARE = 0.5  # of a column's bytes: where more are needed, it is read as a whole
 _NUMBERS = {"INT32": "<i4", "INT64": "<i8", "FLOAT": "<f4", "DOUBLE": "<f8"}
 _UNITS = {"milliseconds": "ms", "microseconds": "us", "nanoseconds": "ns"}
 _END_BYTES = 8  # the footer's length, and the magic
-_MAX_INDEX_BYTES = 16 << 20  # of a file's indexes: more are read one by one
+_MIN_CHUNK_BYTES = 64 << 10  # a column chunk of fewer is read before its pages are looked up
+_MAX_FOOTER_BYTES = 256 << 10  # a longer one takes longer to parse here than its pages save
+_MAX_INDEX_BYTES = 1 << 20  # of a file's indexes: more are read one by one
+_GAP_BYTES = 1 << 20  # between pages: on an object store a read takes as long as so many bytes
 
 
 @dataclass(frozen=True)
@@ -53,12 +57,16 @@ class _Pages:
         """Rows of each page. # (pages,)"""
         return np.diff(self.starts)
 
-    def runs(self, chosen: Mask) -> list[tuple[int, int]]:
-        """(First, stop) of pages among the chosen ones that lie together in the file."""
-        follows = chosen[1:] & chosen[:-1] & (self.offsets[1:] == self.offsets[:-1] + self.sizes[:-1])
-        firsts = np.flatnonzero(chosen & ~np.append(False, follows))
-        stops = np.flatnonzero(chosen & ~np.append(follows, False)) + 1
-        return list(zip(firsts.tolist(), stops.tolist(), strict=True))
+    @property
+    def ends(self) -> Ints:
+        """Where each page ends in the file. # (pages,)"""
+        return self.offsets + self.sizes
+
+    def spans(self, chosen: Mask) -> list[Ints]:
+        """The chosen pages, by number, in lists of those that one read brings: what lies between them is little."""
+        numbers = np.flatnonzero(chosen)
+        gaps = self.offsets[numbers[1:]] - self.ends[numbers[:-1]]
+        return np.split(numbers, np.flatnonzero(gaps > _GAP_BYTES) + 1) if len(numbers) else []
 
 
 class IndexedFile:
@@ -68,6 +76,11 @@ class IndexedFile:
         """`source` is the file of pyarrow that `file` reads."""
         self._source, self._file = source, file
         self._leaves = [file.schema.column(i) for i in range(len(file.schema))]
+        self._numbers: dict[str, list[int]] = {}
+        """Of the leaves of a column or of a field of a struct, by its path."""
+        for i, leaf in enumerate(self._leaves):
+            for path in itertools.accumulate(leaf.path.split("."), "{}.{}".format):
+                self._numbers.setdefault(path, []).append(i)
         self._footer: Struct | None = None
         self._indexes = 0, b""  # where they are in the file, and their bytes
 
@@ -111,42 +124,41 @@ class IndexedFile:
             cells = {name: stored_column(table, name) for name in whole}
         if needed:
             part = parquet.open_file(pa.BufferReader(self._file_of(group, needed)))
-            for i, (name, (_, pages, chosen)) in enumerate(needed.items()):
-                column = stored_column(part.read_row_group(i, [name], use_threads=False), name)
-                cells[name] = column.filter(pa.array(rows[np.repeat(chosen, pages.rows)]))
+            for name, (_, pages, chosen) in needed.items():
+                column = stored_column(part.read_row_group(0, [name], use_threads=False), name)
+                of_pages = rows[np.repeat(chosen, pages.rows)]
+                _check_rows(name, len(column), len(of_pages))
+                cells[name] = column.filter(pa.array(of_pages))
         return cells
 
     def _file_of(self, group: int, needed: Mapping[str, tuple[int, _Pages, Mask]]) -> bytes:
-        """A Parquet file with a row group for each column, which has the chosen pages of that one."""
+        """A Parquet file of one row group, in which these columns have the chosen pages, and no others.
+
+        Its numbers of rows and values stay those of all pages: pyarrow reads a column to the end of its last page.
+        """
         row_group = self._row_group(group)
-        columns = value_of(row_group, _COLUMNS)
-        out, groups = bytearray(_MAGIC), []
-        for leaf, pages, chosen in needed.values():
+        columns = [*value_of(row_group, _COLUMNS)]
+        out = bytearray(_MAGIC)
+        for name, (leaf, pages, chosen) in needed.items():
             metadata = value_of(columns[leaf], _METADATA)
             part = {number: metadata[number] for number in _KEPT_METADATA}
-            start = len(out)
-            chunk = min(filter(None, (value_of(metadata, _DICTIONARY_PAGE), value_of(metadata, _DATA_PAGE))))
+            start, chunk = len(out), self._chunk(group, leaf)[0]
             if chunk < pages.offsets[0]:
                 part[_DICTIONARY_PAGE] = Field(I64, start)
                 out += self._read(chunk, int(pages.offsets[0]) - chunk)
             part[_DATA_PAGE] = Field(I64, len(out))
-            num_values = np.zeros(len(chosen), np.int64)
-            for first, stop in pages.runs(chosen):
-                offset = int(pages.offsets[first])
-                run = memoryview(self._read(offset, int(pages.offsets[stop - 1] + pages.sizes[stop - 1]) - offset))
-                for i in range(first, stop):
-                    num_values[i] = _num_values(run[pages.offsets[i] - offset :][: pages.sizes[i]])
-                out += run
-            if not self._leaves[leaf].max_repetition_level and (num_values != pages.rows * chosen).any():
-                raise OSError(f"pages have {num_values[chosen]} rows, and by the page index {pages.rows[chosen]}")
-            part[_NUM_VALUES] = Field(I64, int(num_values.sum()))
+            for span in pages.spans(chosen):
+                offset = int(pages.offsets[span[0]])
+                content = memoryview(self._read(offset, int(pages.ends[span[-1]]) - offset))
+                for i in span:
+                    page = content[pages.offsets[i] - offset : pages.ends[i] - offset]
+                    if not self._leaves[leaf].max_repetition_level:
+                        _check_rows(name, _num_values(page), int(pages.rows[i]))
+                    out += page
             part[_COMPRESSED_BYTES] = Field(I64, len(out) - start)
-            own = [*columns[:leaf], {2: Field(I64, start), _METADATA: Field(STRUCT, part)}, *columns[leaf + 1 :]]
-            num_rows = Field(I64, int(pages.rows[chosen].sum()))
-            groups.append({_COLUMNS: Field(LIST, Many(STRUCT, own)), 2: row_group[2], _GROUP_ROWS: num_rows})
-        num_rows = Field(I64, sum(value_of(g, _GROUP_ROWS) for g in groups))
-        footer = {**self._read_footer(), _NUM_ROWS: num_rows, _ROW_GROUPS: Field(LIST, Many(STRUCT, groups))}
-        end = write_struct(footer)
+            columns[leaf] = {2: Field(I64, start), _METADATA: Field(STRUCT, part)}
+        groups = Field(LIST, Many(STRUCT, [{**row_group, _COLUMNS: Field(LIST, Many(STRUCT, columns))}]))
+        end = write_struct({**self._read_footer(), _NUM_ROWS: row_group[_GROUP_ROWS], _ROW_GROUPS: groups})
         return bytes(out + end + len(end).to_bytes(4, "little") + _MAGIC)
 
     def _may_hold(self, group: int, condition: Condition) -> Mask | None:
@@ -156,7 +168,7 @@ class IndexedFile:
             return None
         leaf, pages = found
         described = self._leaves[leaf]
-        if described.path != condition.column:  # a list or a struct
+        if described.path != condition.column or described.max_repetition_level:  # a struct or a list
             return None
         offset, length = (value_of(value_of(self._row_group(group), _COLUMNS)[leaf], n) for n in _COLUMN_INDEX)
         if not offset:
@@ -179,19 +191,28 @@ class IndexedFile:
 
     def _pages_of(self, group: int, name: str) -> tuple[int, _Pages] | None:
         """The leaf of a column that has one, and its pages, where there is an index of them."""
-        leaves = [i for i, leaf in enumerate(self._leaves) if is_of(name, leaf.path)]
+        leaves = self._numbers.get(name, [])
         metadata = self._file.metadata.row_group(group)
-        if len(leaves) != 1 or not getattr(metadata.column(leaves[0]), "has_offset_index", False):
+        has_index = len(leaves) == 1 and getattr(metadata.column(leaves[0]), "has_offset_index", False)
+        if not has_index or self._file.metadata.serialized_size > _MAX_FOOTER_BYTES:
+            return None
+        chunk, end = self._chunk(group, leaves[0])
+        if end - chunk < _MIN_CHUNK_BYTES:
             return None
         offset, length = (value_of(value_of(self._row_group(group), _COLUMNS)[leaves[0]], n) for n in _OFFSET_INDEX)
         with _damage_explained():
             locations = value_of(self._struct(offset, length), 1)
             offsets, sizes, starts = (np.array([value_of(page, n) for page in locations], np.int64) for n in (1, 2, 3))
-            starts = np.append(starts, metadata.num_rows)
-            if starts[0] != 0 or (np.diff(starts) < 0).any() or (sizes <= 0).any():
-                raise ValueError(f"pages of {sizes[:9]} bytes that begin in rows {starts[:9]}")
-        pages = _Pages(offsets, sizes, starts)
-        return (leaves[0], pages) if pages.rows.all() else None  # pyarrow writes pages without a row, too
+            pages = _Pages(offsets, sizes, np.append(starts, metadata.num_rows))
+            # NOTE: pyarrow also writes pages without a row, which are of no use here.
+            fits = starts[0] == 0 and (pages.rows > 0).all() and (sizes > 0).all() and offsets[0] >= chunk
+            return (leaves[0], pages) if fits and (pages.ends == np.append(offsets[1:], end)).all() else None
+
+    def _chunk(self, group: int, leaf: int) -> tuple[int, int]:
+        """Where a column of a row group begins and ends in the file."""
+        chunk = self._file.metadata.row_group(group).column(leaf)
+        start = min(filter(None, (chunk.dictionary_page_offset, chunk.data_page_offset)))
+        return start, start + chunk.total_compressed_size
 
     def _row_group(self, group: int) -> Struct:
         found: Struct = value_of(self._read_footer(), _ROW_GROUPS)[group]
@@ -223,6 +244,11 @@ class IndexedFile:
         return found
 
 
+def _check_rows(name: str, found: int, expected: int) -> None:
+    if found != expected:
+        raise OSError(f"pages of column {name!r} have {found} rows, and by the page index {expected}")
+
+
 def _num_values(page: memoryview) -> int:
     """Of a data page of version 1 or 2, with its nulls."""
     with _damage_explained():
@@ -244,7 +270,7 @@ def _bound(stored: bytes, leaf: Any, arrow: pa.DataType) -> pa.Scalar | None:
     """A bound of a page's values as a value of the column's type; None where it cannot be told. # leaf: its schema"""
     types = pa.types
     try:
-        if leaf.physical_type == "BYTE_ARRAY":
+        if types.is_string(arrow) or types.is_large_string(arrow):
             return pa.array([stored], pa.binary()).cast(arrow)[0]
         value = np.frombuffer(stored, _NUMBERS[leaf.physical_type])
         if value.dtype.kind == "f" and np.isnan(value).any():

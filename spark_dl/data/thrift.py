@@ -41,8 +41,6 @@ def value_of(struct: Struct, number: int, default: Any = None) -> Any:
 
 def read_struct(content: bytes | memoryview, position: int = 0, depth: int = 0) -> tuple[Struct, int]:
     """A struct, and the position after it. Raises ValueError or IndexError for bytes that are none."""
-    if depth > _MAX_DEPTH:
-        raise ValueError(f"Thrift structs in each other, more than {_MAX_DEPTH} deep")
     fields: Struct = {}
     number = 0
     while (byte := content[position]) != 0:
@@ -54,6 +52,8 @@ def read_struct(content: bytes | memoryview, position: int = 0, depth: int = 0) 
 
 
 def _value(content: bytes | memoryview, position: int, kind: int, depth: int) -> tuple[Any, int]:
+    if depth > _MAX_DEPTH:
+        raise ValueError(f"Thrift structs and lists in each other, more than {_MAX_DEPTH} deep")
     if kind in (I16, I32, I64):
         return _zigzag(content, position)
     if kind == STRUCT:
@@ -62,7 +62,7 @@ def _value(content: bytes | memoryview, position: int, kind: int, depth: int) ->
         length, position = _varint(content, position)
         return _bytes(content, position, length)
     if kind == LIST:
-        return _list(content, position, depth)
+        return _list(content, position, depth + 1)
     if kind in (TRUE, FALSE):  # in a list
         return content[position] == TRUE, position + 1
     if kind in (BYTE, DOUBLE):
@@ -96,6 +96,8 @@ def _varint(content: bytes | memoryview, position: int) -> tuple[int, int]:
     while (byte := content[position]) >= 0x80:
         value |= (byte & 0x7F) << shift
         shift, position = shift + 7, position + 1
+        if shift > 63:
+            raise ValueError("a whole number of more than 64 bits")
     return value | byte << shift, position + 1
 
 

@@ -13,7 +13,7 @@ from pyspark.sql import functions as F
 
 import spark_dl
 from spark_dl import Data, ModelSpec, RankError, checkpoint
-from spark_dl.data import parquet
+from spark_dl.data import page_index, parquet
 from spark_dl.data.filters import typed_conditions
 from spark_dl.data.page_index import IndexedFile
 from tests.models import MLP, blobs, build_mlp, same_bits, small_config
@@ -109,7 +109,8 @@ def test_rows_that_pass_filters_are_trained_on_and_evaluated(spark, points, tmp_
 
 
 @pytest.mark.modes("local")
-def test_only_pages_with_rows_that_pass_are_read_of_what_spark_wrote(spark, tmp_path):
+def test_only_pages_with_rows_that_pass_are_read_of_what_spark_wrote(spark, tmp_path, monkeypatch):
+    monkeypatch.setattr(page_index, "_MIN_CHUNK_BYTES", 0)
     path = str(tmp_path / "data")
     columns = ["id", "array(id, id + 1) AS cells", "concat('row ', lpad(id, 6, '0')) AS name"]
     spark.range(0, 20_000, 1, 1).selectExpr(*columns).write.option("parquet.page.row.count.limit", 500).parquet(path)

@@ -11,14 +11,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spark_dl.data import parquet
-from spark_dl.data.filters import passing_rows, typed_conditions
+from spark_dl.data import page_index, parquet
+from spark_dl.data.filters import passing_rows, typed_conditions, without_nulls
 from spark_dl.data.foreign_files import stored_column, type_at
 from spark_dl.data.page_index import IndexedFile
 from spark_dl.data.thrift import Field, Many, read_struct, write_struct
 
 ROWS = 20_000
 START = datetime.datetime(2024, 1, 1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_chunks():
+    """Are read by their pages, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(page_index, "_MIN_CHUNK_BYTES", 0)
+        yield
 
 
 @functools.cache
@@ -178,7 +186,7 @@ def test_a_damaged_index_is_an_error_or_leaves_the_rows_of_each_page_as_they_are
     whole = table(3000)
     content = bytearray(written(whole, row_group_size=3000, use_dictionary=False, write_page_checksum=True))
     _, source, file = open_bytes(bytes(content))
-    chunks = read_struct(content[-8 - int.from_bytes(content[-8:-4], "little") :])[0][4].value.items[0][1].value.items
+    chunks = read_struct(footer_of(content))[0][4].value.items[0][1].value.items
     offset, length = (chunks[0][number].value for number in (4, 5))  # of the offset index of `id`
     rng = np.random.default_rng(seed)
     content[offset + int(rng.integers(length))] ^= 1 << int(rng.integers(8))
@@ -192,9 +200,63 @@ def test_a_damaged_index_is_an_error_or_leaves_the_rows_of_each_page_as_they_are
     assert found["id"].combine_chunks() == whole["id"].filter(pa.array(mask)).combine_chunks()
 
 
+def footer_of(content):
+    return content[-8 - int.from_bytes(content[-8:-4], "little") : -8]
+
+
+def with_footer(content, struct):
+    end = write_struct(struct)
+    return content[: -8 - len(footer_of(content))] + end + len(end).to_bytes(4, "little") + b"PAR1"
+
+
+def test_numbers_that_are_stored_as_bytes_are_not_read_as_texts():
+    """Decimals, as parquet-avro writes them: their bytes may look like other numbers."""
+    raw = [b"001"] * 2000 + [b"999"] * 2000
+    content = written(pa.table({"price": pa.array(raw, pa.binary())}), data_page_size=400, write_batch_size=100)
+    footer, _ = read_struct(footer_of(content))
+    root, price = footer[2].value.items
+    price = {**price, 6: Field(5, 5), 7: Field(5, 2), 8: Field(5, 18)}  # DECIMAL, scale, precision
+    content = with_footer(content, {**footer, 2: Field(9, Many(12, [root, price]))})
+    _, source, file = open_bytes(content)
+    whole = file.read()
+    assert float(whole["price"][0].as_py()) == 31580.65
+    _, passes = IndexedFile(source, file).read_passing(0, [], conditions(whole, [[("price", "<", 31581)]]))
+    assert passes.tolist() == [True] * 2000 + [False] * 2000
+
+
+def test_empty_lists_of_an_old_kind_are_no_nulls():
+    """A repeated field without a group around it, as parquet-protobuf writes lists: its leaf has the column's name."""
+    kind = pa.list_(pa.field("element", pa.int32(), nullable=False))
+    lists = pa.array([[1] if i < 2000 else [] for i in range(4000)], kind)
+    whole = pa.Table.from_arrays([lists], schema=pa.schema([pa.field("r", kind, nullable=False)]))
+    content = written(
+        whole, data_page_size=200, write_batch_size=100, use_dictionary=False, store_schema=False, row_group_size=4000
+    )
+    footer, _ = read_struct(footer_of(content))
+    root, _, _, element = footer[2].value.items
+    element = {**element, 3: Field(5, 2), 4: Field(8, b"r")}  # repeated
+    (group,) = footer[4].value.items
+    (chunk,) = group[1].value.items
+    metadata = {**chunk[3].value, 3: Field(9, Many(8, [b"r"]))}
+    group = {**group, 1: Field(9, Many(12, [{**chunk, 3: Field(12, metadata)}]))}
+    content = with_footer(content, {**footer, 2: Field(9, Many(12, [root, element])), 4: Field(9, Many(12, [group]))})
+    _, source, file = open_bytes(content)
+    whole = file.read()
+    assert whole["r"].to_pylist() == lists.to_pylist()
+    any_of = without_nulls(((),), {"r": whole.schema.field("r").type})
+    assert IndexedFile(source, file).read_passing(0, [], any_of)[1].all()
+
+
+@pytest.mark.parametrize(
+    "content", [b"\x19" * 500, b"\x16" + b"\xff" * 500, b"\x1c" * 500], ids=["lists", "number", "structs"]
+)
+def test_bytes_that_nobody_would_write_are_an_error_at_once(content):
+    with pytest.raises(ValueError, match="more than"):
+        read_struct(content)
+
+
 def test_what_thrift_reads_it_writes():
-    content = written(table(200))
-    footer = content[-8 - int.from_bytes(content[-8:-4], "little") : -8]
+    footer = footer_of(written(table(200)))
     struct, end = read_struct(footer)
     assert end == len(footer)
     assert write_struct(struct) == footer

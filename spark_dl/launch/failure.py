@@ -46,7 +46,8 @@ def follows(error: BaseException) -> bool:
         r"Connection closed by peer|Connection reset by peer|Broken pipe|gloo/transport|Connection refused|"
         r"Horovod has been shut down"
     )
-    return isinstance(error, RuntimeError) and re.search(signs, str(error)) is not None
+    of_storage = isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, ConnectionError)
+    return isinstance(error, RuntimeError) and not of_storage and re.search(signs, str(error)) is not None
 
 
 class RankFailedError(Exception):

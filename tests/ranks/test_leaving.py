@@ -1,20 +1,27 @@
 """How a rank leaves: nothing of DDP is left when its process group goes."""
 
 import dataclasses
+import datetime
 import gc
 import os
 import socket
 import subprocess
 import sys
+import threading
+import time
 import weakref
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from spark_dl import ModelSpec, Parallel, worker
+from spark_dl.launch import first_failure
+from spark_dl.launch.failure import follows
+from spark_dl.launch.rendezvous import World
 from spark_dl.parallel import ddp
 from tests.models import MLP, build_mlp, small_config
 from tests.ranks.launcher import kill_ranks, run_ranks
@@ -103,6 +110,51 @@ def test_without_a_driver_each_rank_says_what_failed_first(tmp_path, failing, ha
         assert run_ranks(error_of, 3, run, failing, store_port) == expected
     finally:
         kill_ranks()  # their environment is another one
+
+
+def test_a_store_that_does_not_answer_hides_no_error():
+    """Its host stands still: connections stay open, and nothing comes."""
+    wait = datetime.timedelta(seconds=5)
+    held = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=wait, wait_for_workers=False)
+    answers = threading.Event()
+    answers.set()
+
+    def pump(source, target):
+        while content := source.recv(1 << 16):
+            answers.wait()
+            target.sendall(content)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        store = []
+
+        def connect():
+            store.append(dist.TCPStore(*listener.getsockname(), timeout=wait, wait_for_workers=False))
+
+        client = threading.Thread(target=connect, daemon=True)
+        client.start()
+        ours, _ = listener.accept()
+        theirs = socket.create_connection(("127.0.0.1", held.port))
+        for ends in ((ours, theirs), (theirs, ours)):
+            threading.Thread(target=pump, args=ends, daemon=True).start()
+        client.join(10)
+        world = World(1, 2, 1, 2, "here", torch.device("cpu"), store[0])
+        answers.clear()
+        start = time.monotonic()
+        for error in (ValueError("own"), RuntimeError("Connection closed by peer")):
+            first_failure.tell(world, error)
+            first_failure.raise_told(world, error)
+        assert time.monotonic() - start < 20
+        ours.close()
+        theirs.close()
+
+
+def test_an_error_of_storage_is_no_sign_of_a_lost_rank():
+    read = RuntimeError("cannot read row group 0 of s3://b/part-0: Connection reset by peer")
+    read.__cause__ = OSError("Connection reset by peer")
+    lost = RuntimeError("rank 0 lost rank 1: Connection reset by peer")
+    lost.__cause__ = ConnectionResetError("Connection reset by peer")
+    assert not follows(read)
+    assert follows(lost)
 
 
 LEAVES = """

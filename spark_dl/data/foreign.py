@@ -19,7 +19,15 @@ from spark_dl import storage
 from spark_dl.config import Data
 from spark_dl.data import cells, petastorm, schema
 from spark_dl.data.foreign_columns import foreign_column, unit_of
-from spark_dl.data.foreign_files import File, elements_of, list_files, read_footer, type_at
+from spark_dl.data.foreign_files import (
+    File,
+    elements_of,
+    list_files,
+    parents_of,
+    read_footer,
+    type_at,
+    without_nullability,
+)
 from spark_dl.data.manifest import ShardSet
 from spark_dl.data.policies import Rules
 from spark_dl.data.schema import Column
@@ -58,7 +66,7 @@ def open_parquet(url: str, names: Sequence[str], *, data: Data | None = None, li
     files = [f for f in listed if sum(f.row_groups)]
     if not files:
         raise ValueError(f"the dataset {url} has no rows")
-    partitions = {f.name: petastorm.hive_partitions(f.name) for f in files} if root else {files[0].name: {}}
+    partitions = {f.name: _partitions_of(f) if root else {} for f in files}
     words = schema.words_of(like)
     settings = {n: {**({"values": list(words[n])} if n in words else {}), **data.encode.get(n, {})} for n in names}
     columns = tuple(foreign_column(name, base, files, partitions, fields, settings[name], data) for name in names)
@@ -69,6 +77,12 @@ def open_parquet(url: str, names: Sequence[str], *, data: Data | None = None, li
     _check_finite(url, columns, data)
     shards = tuple(_shard(file, columns, partitions[file.name]) for file in files)
     return ShardSet(base, columns, shards, rules=Rules(data.nulls, data.nonfinite, dict(data.fill)), foreign=True)
+
+
+def _partitions_of(file: File) -> dict[str, str]:
+    """The columns that folders give, and that are not in the file itself: what it holds is what counts."""
+    found = petastorm.hive_partitions(file.name)
+    return {name: value for name, value in found.items() if name not in file.schema.names}
 
 
 def _check_policies(data: Data) -> None:
@@ -118,12 +132,16 @@ def _shard(file: File, columns: Sequence[Column], partition: Mapping[str, str]) 
 
 
 def _petastorm_fields(url: str, files: Sequence[File]) -> Mapping[str, Field]:
-    """The fields of Petastorm's schema, if there is one; of a folder, `files` must be those that it lists."""
-    metadata = petastorm.read_metadata(url)
-    if files and (row_groups := petastorm.read_row_groups(url, metadata)) is not None:
+    """The fields of Petastorm's schema, if there is one; of a whole dataset, `files` must be those that it lists."""
+    top = next(reversed(parents_of(url)), url)
+    metadata = petastorm.read_metadata(top)
+    if files and top == url and (row_groups := petastorm.read_row_groups(url, metadata)) is not None:
         _check_listed(url, files, row_groups)
     pickled = metadata.get(petastorm.UNISCHEMA_KEY)
-    return {f.name: f for f in read_unischema(pickled).fields} if pickled else {}
+    try:
+        return {f.name: f for f in read_unischema(pickled).fields} if pickled else {}
+    except ValueError as error:
+        raise type(error)(f"{storage.join(top, petastorm.COMMON_METADATA)}: {error}") from error
 
 
 def _check_listed(url: str, files: Sequence[File], listed: Mapping[str, int]) -> None:
@@ -144,7 +162,7 @@ def _check_same_columns(url: str, files: Sequence[File], names: Sequence[str]) -
     """Columns are read by name: their order, and others beside them, may differ from file to file."""
     for (first, other), name in itertools.product(itertools.pairwise(files), names):
         types: list[Any] = [type_at(f.schema, name) for f in (first, other)]
-        if types[0] != types[1]:
+        if without_nullability(types[0]) != without_nullability(types[1]):
             raise ValueError(
                 f"column {name!r} has type {types[0]} in {first.name} and {types[1] or 'is missing'} in {other.name} "
                 f"of {url}; all files of a dataset must agree; read them with Spark and write them with one schema"

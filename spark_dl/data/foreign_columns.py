@@ -22,7 +22,7 @@ from spark_dl.data.petastorm_columns import is_text_or_time, petastorm_column, s
 from spark_dl.data.ragged import Array
 from spark_dl.data.schema import Column
 from spark_dl.data.source import HAS_DOT, SourceColumn, arrow_source_column, check_fill
-from spark_dl.data.unischema import Field
+from spark_dl.data.unischema import NUMBERS, Field
 
 _ROWS_AT_ONCE = 64
 _Shape = tuple[int | None, ...]
@@ -49,7 +49,19 @@ def foreign_column(
     if arrow is not None:
         return _arrow_column(arrow_source_column(name, arrow, settings), arrow, url, files, data)
     if is_partition:
-        return _partition_column(name, {partition[name] for partition in partitions.values()}, settings, data)
+        values = {partition[name] for partition in partitions.values()}
+        of_petastorm = fields[name].dtype if name in fields else ""
+        dtype = of_petastorm if of_petastorm in NUMBERS and "complex" not in of_petastorm else "int64"
+        return _partition_column(name, values, dtype, settings, data)
+    has = {f.name: name in partitions[f.name] or type_at(f.schema, name) is not None for f in files}
+    if any(has.values()):
+        there, missing = (
+            next(file for file, is_there in has.items() if is_there == wanted) for wanted in (True, False)
+        )
+        raise ValueError(
+            f"column {name!r} is in {there} and not in {missing} of {url}; all files of a dataset must have it, or be "
+            f"in folders {name}=..."
+        )
     known = [*names_below(files[0].schema), *next(iter(partitions.values()))]
     if name in known:
         raise ValueError(f"column {name!r}: {HAS_DOT}")
@@ -66,9 +78,12 @@ def _fill(source: SourceColumn, arrow: pa.DataType, data: Data) -> Any:
     return value if data.nulls == "fill" else None
 
 
-def _partition_column(name: str, values: Collection[str], settings: Mapping[str, Any], data: Data) -> Column:
-    column = _text_partition(name, settings) if settings else Column(name, "int64", (), "partition")
-    arrow = pa.string() if settings else pa.int64()
+def _partition_column(
+    name: str, values: Collection[str], dtype: str, settings: Mapping[str, Any], data: Data
+) -> Column:
+    """`dtype` is of the cells, where there are no settings that say how texts become numbers."""
+    column = _text_partition(name, settings) if settings else Column(name, dtype, (), "partition")
+    arrow = pa.string() if settings else pa.from_numpy_dtype(np.dtype(dtype))
     fill = _fill(SourceColumn(name, column.dtype, "scalar", encoding=column.encoding), arrow, data)
     if NULL_PARTITION in values and fill is None and data.nulls != "drop" and not data.filters:
         raise ValueError(
@@ -76,7 +91,7 @@ def _partition_column(name: str, values: Collection[str], settings: Mapping[str,
             f"{cells.NO_NULLS}, with data.fill.{name}"
         )
     if not settings:
-        _check_whole_numbers(name, {*values} - {NULL_PARTITION})
+        _check_numbers(name, {*values} - {NULL_PARTITION}, np.dtype(dtype))
     return dataclasses.replace(column, fill=fill)
 
 
@@ -98,10 +113,17 @@ def _petastorm_column(column: Column, is_ragged: bool, url: str, files: Sequence
     return dataclasses.replace(column, shape=shape, mean_size=mean, fill=fill)
 
 
-def _check_whole_numbers(name: str, values: Collection[str]) -> None:
-    if not all(re.fullmatch(r"-?[0-9]+", v) and -(2**63) <= int(v) < 2**63 for v in values):
+def _check_numbers(name: str, values: Collection[str], dtype: np.dtype[Any]) -> None:
+    if dtype.kind == "f":
+        are_numbers = all(re.fullmatch(r"-?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?", v) for v in values)
+        expected = "numbers"
+    else:
+        low, high = np.iinfo(dtype).min, np.iinfo(dtype).max
+        are_numbers = all(re.fullmatch(r"-?[0-9]+", v) and low <= int(v) <= high for v in values)
+        expected = f"whole numbers of {8 * dtype.itemsize} bits"
+    if not are_numbers:
         raise ValueError(
-            f"column {name!r} is a partition with values such as {sorted(values)[:3]}; only whole numbers of 64 bits "
+            f"column {name!r} is a partition with values such as {sorted(values)[:3]}; only {expected} "
             f"become tensors as they are; say with data.encode how these do: {{{name}: {{as: hash, buckets: 1000}}}}, "
             f"or {{{name}: {{as: vocabulary, values: [...]}}}}"
         )
@@ -121,7 +143,8 @@ def partition_cells(column: Column, value: str, rows: int) -> Array:
     if value == NULL_PARTITION and column.fill is None:
         raise ValueError(f"column {column.name!r}: found a partition that is null, expected {cells.NO_NULLS}")
     if column.encoding.kind == "number":
-        return np.full(rows, int(column.fill if value == NULL_PARTITION else value))
+        number = float if np.dtype(column.dtype).kind == "f" else int
+        return np.full(rows, number(column.fill if value == NULL_PARTITION else value), column.dtype)
     cell = schema.decode(column, pa.array([None if value == NULL_PARTITION else value], pa.string()))
     assert isinstance(cell, np.ndarray)
     return np.full(rows, cell[0])

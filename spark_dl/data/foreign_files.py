@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import os
 import posixpath
 import re
 from collections.abc import Mapping, Sequence
@@ -45,15 +48,35 @@ def list_files(url: str, *, require_success: bool = True) -> tuple[bool, list[tu
     entries = filesystem.get_file_info(fs.FileSelector(path, recursive=True))
     names = [entry.path[len(path.rstrip("/")) + 1 :] for entry in entries]
     _check_whole(url, names)
-    if require_success:
+    above: set[str] = set()
+    for folder in parents_of(url):
+        with contextlib.suppress(OSError):  # who may read a partition need not be one who may list them all
+            listed = storage.list_names(folder)
+            _check_no_job(folder, listed)
+            above.update(listed)
+    if require_success and "_SUCCESS" not in above:
         _check_success(url, names)
     found = []
     for relative, entry in zip(names, entries, strict=True):
-        if entry.type == fs.FileType.File and not any(_is_hidden(part) for part in relative.split("/")):
-            found.append((relative, entry.size))
+        if entry.type == fs.FileType.Directory or any(_is_hidden(part) for part in relative.split("/")):
+            continue
+        if entry.type != fs.FileType.File:
+            raise ValueError(f"{storage.join(url, relative)} is neither a file nor a folder; take it out")
+        found.append((relative, entry.size))
+    if storage.is_local(url):
+        _check_links(path, [relative for relative, _ in found])
     if not found:
         raise ValueError(f"no dataset at {url}: found a folder without a manifest and without data files")
     return True, sorted(found)
+
+
+def parents_of(url: str) -> list[str]:
+    """The folders that a folder such as `year=2024/month=5` is a partition of, up to that of the dataset; else none."""
+    found = []
+    while "=" in storage.name(url):
+        url = storage.dirname(url)
+        found.append(url)
+    return found
 
 
 def _is_hidden(name: str) -> bool:
@@ -80,12 +103,8 @@ def _check_whole(url: str, names: Sequence[str]) -> None:
             f"{url} is not one dataset: it holds the datasets {datasets[:9]}, each with its manifest; name one of "
             "them, or mix several with data.proportions"
         )
+    _check_no_job(url, names)
     for name in names:
-        for start, why in _NOT_WHOLE.items():
-            if name.split("/")[0].startswith(start):
-                raise ValueError(
-                    f"{url} cannot be read as plain Parquet files: found {name.split('/')[0]} in it; {why}"
-                )
         folder, file = posixpath.split(name)
         if is_own_shard(file) and posixpath.join(folder, MANIFEST) not in listed:
             raise ValueError(
@@ -95,20 +114,45 @@ def _check_whole(url: str, names: Sequence[str]) -> None:
             )
 
 
+def _check_no_job(url: str, names: Sequence[str]) -> None:
+    """Raises ValueError for a folder in which something else says which files count."""
+    for name in names:
+        parts = name.split("/")
+        depth, hidden = next(((i, part) for i, part in enumerate(parts, 1) if _is_hidden(part)), (0, ""))
+        for start, why in _NOT_WHOLE.items():
+            if hidden.startswith(start):
+                found = "/".join(parts[:depth])
+                raise ValueError(f"{url} cannot be read as plain Parquet files: found {found} in it; {why}")
+
+
 def _check_success(url: str, names: Sequence[str]) -> None:
     """Raises ValueError for files that Spark wrote, by these names, whose job has not said that it ended well."""
-    of_spark = next((name for name in sorted(names) if re.match(r"(.*/)?part-\d{5}-", name)), None)
-    if of_spark is None:
-        return
-    top = url
-    while "=" in storage.name(top):  # a partition of a dataset, which has the file at its top
-        top = storage.dirname(top)
-    if "_SUCCESS" not in names and (top == url or not storage.exists(storage.join(top, "_SUCCESS"))):
-        raise ValueError(
-            f"{url} may not be whole: found {of_spark}, which Spark wrote, and no _SUCCESS, which it writes last: its "
-            "job was killed or is still running, or writes none; write the dataset again, or, if it is whole, put an "
-            "empty file _SUCCESS there or set data.require_success to false"
-        )
+    done = {posixpath.dirname(name) for name in names if posixpath.basename(name) == "_SUCCESS"}
+    for name in sorted(name for name in names if not any(_is_hidden(part) for part in name.split("/"))):
+        folders = {"", *itertools.accumulate(posixpath.dirname(name).split("/"), posixpath.join)}
+        if re.match(r"(.*/)?part-\d{5}-", name) and not done & folders:
+            raise ValueError(
+                f"{url} may not be whole: found {name}, which Spark wrote, and no _SUCCESS, which it writes last: its "
+                "job was killed or is still running, or writes none; write the dataset again, or, if it is whole, put "
+                "an empty file _SUCCESS there or set data.require_success to false"
+            )
+
+
+def _check_links(path: str, names: Sequence[str]) -> None:
+    """Raises ValueError for links in a local folder that lead nowhere, or twice to a file, whose rows would be there
+    twice. # names: of its data files"""
+    for folder, _, files in os.walk(path):
+        for file in files:
+            link = os.path.join(folder, file)
+            if not os.path.exists(link) and not any(map(_is_hidden, os.path.relpath(link, path).split(os.sep))):
+                raise ValueError(f"{link} is a link to {os.readlink(link)}, where nothing is; take it out, or mend it")
+    known: dict[str, str] = {}
+    for name in names:
+        if (other := known.setdefault(os.path.realpath(os.path.join(path, name)), name)) != name:
+            raise ValueError(
+                f"{name} and {other} in {path} are one file, through a link: its rows would be there twice; take the "
+                "link out"
+            )
 
 
 def read_footer(url: str, is_folder: bool, names: Sequence[str], name: str, size: int) -> File:
@@ -118,6 +162,8 @@ def read_footer(url: str, is_folder: bool, names: Sequence[str], name: str, size
             footer = parquet.open_file(source)
             rows = tuple(footer.metadata.row_group(i).num_rows for i in range(footer.metadata.num_row_groups))
             return File(name, size, rows, footer.schema_arrow, _sizes(footer, names), _nulls(footer, names))
+    except PermissionError as error:
+        raise ValueError(f"{path} cannot be read: {error}; check its owner and mode") from error
     except (pa.ArrowException, OSError) as error:
         raise ValueError(
             f"{path} ({size} bytes) is not a Parquet file that can be read: {error}; take out what is no data, or "
@@ -188,6 +234,20 @@ def type_at(arrow: pa.Schema, name: str) -> pa.DataType | None:
             return None
         found = fields[part]
     return found
+
+
+def without_nullability(arrow: pa.DataType | None) -> pa.DataType | None:
+    """The type, whose elements and fields may be null: what no value tells is not a difference between files."""
+    types = pa.types
+    if arrow is None:
+        return None
+    if types.is_struct(arrow):
+        return pa.struct([pa.field(f.name, without_nullability(f.type)) for f in arrow])
+    if types.is_large_list(arrow):
+        return pa.large_list(without_nullability(arrow.value_type))
+    if types.is_fixed_size_list(arrow):
+        return pa.list_(without_nullability(arrow.value_type), arrow.list_size)
+    return pa.list_(without_nullability(arrow.value_type)) if types.is_list(arrow) else arrow
 
 
 def stored_column(table: pa.Table, name: str) -> pa.ChunkedArray:

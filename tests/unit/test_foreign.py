@@ -110,6 +110,61 @@ def test_values_of_partitions(tmp_path, value, match):
         assert sorted(found["_day"]) == sorted([1] * 10 + [int(value)] * 10)
 
 
+def test_a_column_of_folders_and_files_is_what_the_files_say(tmp_path):
+    """Also for filters, which would otherwise choose rows by one and train on the other."""
+    for folder in ("year=1", "year=2"):
+        (tmp_path / folder).mkdir()
+        pq.write_table(pa.table({"id": [1, 2], "year": [9, 8]}), tmp_path / folder / "a.parquet")
+    data = Data(features=("id", "year"), label=None, num_streams=2, filters=[["year", "==", 9]])
+    found = columns_of(filter_rows(open_parquet(str(tmp_path), ["id", "year"], data=data), data), "id", "year")
+    assert sorted(found["year"]) == [9, 9]
+
+
+def test_a_column_that_only_some_files_have_names_one_with_it_and_one_without(tmp_path):
+    (tmp_path / "year=1").mkdir()
+    pq.write_table(table(rows=5), tmp_path / "year=1" / "a.parquet")
+    pq.write_table(table(rows=5), tmp_path / "b.parquet")
+    with pytest.raises(ValueError, match=r"column 'year' is in year=1/a.parquet and not in b.parquet of"):
+        open_parquet(str(tmp_path), ["id", "year"])
+    data = Data(features=("id",), label=None, filters=[["year", "==", 1]])
+    with pytest.raises(ValueError, match=r"column 'year' is in year=1/a.parquet and not in b.parquet of"):
+        filter_rows(open_parquet(str(tmp_path), ["id"], data=data), data)
+    pq.write_table(pa.table({"id": [1], "extra": [1]}), tmp_path / "c.parquet")
+    with pytest.raises(ValueError, match=r"column 'extra' is in c.parquet and not in b.parquet of"):
+        open_parquet(str(tmp_path), ["id", "extra"])
+
+
+def test_whether_elements_may_be_null_is_no_difference_between_files(tmp_path):
+    cells = [[1.0, 2.0]] * 5
+    for name, nullable in (("a", True), ("b", False)):
+        element = pa.field("element", pa.float32(), nullable=nullable)
+        struct = pa.field("s", pa.struct([pa.field("n", pa.int32(), nullable=nullable)]))
+        arrays = [pa.array(cells, pa.list_(element)), pa.array([{"n": 1}] * 5, struct.type)]
+        pq.write_table(pa.Table.from_arrays(arrays, ["x", "s"]), tmp_path / f"{name}.parquet")
+    found = columns_of(open_parquet(str(tmp_path), ["x", "s.n"]), "x", "s.n")
+    assert found["x"].shape == (10, 2)
+    assert found["s.n"].tolist() == [1] * 10
+
+
+def test_links_that_lead_nowhere_or_twice_to_a_file_are_refused(tmp_path):
+    pq.write_table(table(rows=5), tmp_path / "a.parquet")
+    for link, target, match in (
+        ("b.parquet", "/nowhere", "b.parquet is a link to /nowhere, where nothing is"),
+        ("again", tmp_path, "are one file, through a link: its rows would be there twice"),
+        ("c.parquet", tmp_path / "a.parquet", "c.parquet and a.parquet in .* are one file|a.parquet and c.parquet in"),
+    ):
+        (tmp_path / link).symlink_to(target)
+        with pytest.raises(ValueError, match=match):
+            open_parquet(str(tmp_path), ["id"])
+        (tmp_path / link).unlink()
+    os.mkfifo(tmp_path / "pipe.parquet")
+    with pytest.raises(ValueError, match="pipe.parquet is neither a file nor a folder"):
+        open_parquet(str(tmp_path), ["id"])
+    (tmp_path / "pipe.parquet").unlink()
+    (tmp_path / "data").symlink_to(tmp_path)
+    assert open_parquet(str(tmp_path / "data" / "a.parquet"), ["id"]).rows == 5
+
+
 def test_names_that_are_not_one_column(tmp_path):
     ids = pa.array(range(5))
     pq.write_table(pa.Table.from_arrays([ids, ids, ids], ["x", "x", "id"]), tmp_path / "a.parquet")
@@ -198,6 +253,29 @@ def test_a_folder_whose_files_are_not_the_dataset_is_refused(tmp_path, folder, m
     (tmp_path / folder).mkdir(parents=True)
     with pytest.raises(ValueError, match=match):
         open_parquet(str(tmp_path), ["id"])
+    day = tmp_path / "day=1"
+    day.mkdir()
+    (tmp_path / "a.parquet").rename(day / "a.parquet")
+    with pytest.raises(ValueError, match=match):  # of the dataset that the folder is a partition of
+        open_parquet(str(day), ["id"])
+
+
+@pytest.mark.parametrize("folder", ["_temporary/0", "_delta_log"])
+def test_also_further_down(tmp_path, folder):
+    (tmp_path / "day=1" / folder).mkdir(parents=True)
+    pq.write_table(table(), tmp_path / "day=1" / "a.parquet")
+    with pytest.raises(ValueError, match=f"found day=1/{folder.split('/')[0]} in it"):
+        open_parquet(str(tmp_path), ["id"])
+
+
+def test_each_partition_may_be_a_job_of_its_own(tmp_path):
+    for day in ("day=1", "day=2"):
+        (tmp_path / day).mkdir()
+        pq.write_table(table(rows=5), tmp_path / day / "part-00000-1b2c.snappy.parquet")
+        with pytest.raises(ValueError, match=rf"found {day}/part-00000.*no _SUCCESS"):
+            open_parquet(str(tmp_path), ["id"])
+        (tmp_path / day / "_SUCCESS").write_text("")
+    assert open_parquet(str(tmp_path), ["id"]).rows == 10
 
 
 def test_what_spark_wrote_needs_the_file_that_it_writes_last(tmp_path):

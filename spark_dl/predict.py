@@ -12,12 +12,13 @@ import pyarrow.compute as pc
 import torch
 
 from spark_dl import checkpoint
-from spark_dl.config import Config
-from spark_dl.data import cells, schema, source
+from spark_dl.config import Config, Data
+from spark_dl.data import schema, source
 from spark_dl.data.batch import build_batch
+from spark_dl.data.policies import clean_batch
 from spark_dl.data.ragged import Array, Ragged, from_lengths
 from spark_dl.data.schema import Column
-from spark_dl.data.source import SourceColumn
+from spark_dl.data.source import BadCellsError, SourceColumn
 from spark_dl.evaluate import load_model
 from spark_dl.launch import gpus, payload
 from spark_dl.spec import ModelSpec
@@ -33,8 +34,10 @@ def predict(df: DataFrame, spec: ModelSpec, checkpoint_url: str, config: Config 
     """The DataFrame with the columns of `spec.predict` added, computed when it is used. Called on the driver.
 
     Every row comes out once, in its partition and order. Each task loads the model once, and uses the GPU that Spark
-    gives it, if any. Columns: one value per row becomes a scalar column, more become (nested) arrays. A null in a
-    feature fails the job, whatever `data.nulls` says: drop or fill it in the DataFrame.
+    gives it, if any. Columns: one value per row becomes a scalar column, more become (nested) arrays.
+
+    Nulls, NaN and Inf in a feature are filled or allowed as the settings of the training say, or those of `config`;
+    else they fail the job, also where training dropped their rows: drop them in the DataFrame.
     Raises ValueError for a missing feature, a checkpoint that does not fit, or a column that is there already.
     """
     saved = checkpoint.find(checkpoint_url)
@@ -87,10 +90,16 @@ def _predict_batches(
     assert context is not None
     device = gpus.first(gpus.gpus_of_task("auto", context.resources()))
     model = load_model(spec, url).to(device)
+    rows = 0
     for big in batches:
         for start in range(0, big.num_rows, _ROWS_AT_ONCE):
             batch = big.slice(start, _ROWS_AT_ONCE)
-            features = [_feature(found, column, batch) for found, column in zip(sources, columns, strict=True)]
+            try:
+                features = _features(sources, columns, batch, config.data)
+            except BadCellsError as error:
+                at = f"first in partition {context.partitionId()}, row {rows + error.row}"
+                raise ValueError(f"{error}; {at}") from error
+            rows += batch.num_rows
             outputs = _outputs(spec, model, columns, features, config, device)
             added = {name: _to_arrow(value) for name, value in outputs.items()}
             arrays = [*batch.columns, *added.values()]
@@ -101,7 +110,7 @@ def _trained_sources(fields: StructType, columns: list[Column], config: Config) 
     """The features in the DataFrame, with the vocabularies of the training dataset."""
     names = [c.name for c in columns]
     encode = {name: settings for name, settings in config.data.encode.items() if name in names}
-    fill = {name: value for name, value in config.data.fill.items() if name in names and config.data.nulls == "fill"}
+    fill = {name: value for name, value in config.data.fill.items() if name in names}
     sources = source.source_columns(fields, names, encode, fill)
     for found, column in zip(sources, columns, strict=True):
         expected = replace(column.encoding, vocabulary=found.encoding.vocabulary)
@@ -118,10 +127,20 @@ def _two_rows_of_zeros(column: Column) -> Array | Ragged:
     return np.zeros((2, *column.inner), dtype=column.dtype)
 
 
-def _feature(found: SourceColumn, column: Column, batch: pa.RecordBatch) -> Array | Ragged:
-    """The column as the model was trained on it. # (rows, *cell)"""
-    stored = batch.column(batch.schema.get_field_index(found.path[0]))
-    values = cells.read_cells(found, pc.struct_field(stored, list(found.path[1:])) if found.path[1:] else stored)
+def _features(
+    sources: Sequence[SourceColumn], columns: Sequence[Column], batch: pa.RecordBatch, data: Data
+) -> list[Array | Ragged]:
+    """The columns as the model was trained on them. # each (rows, *cell)
+
+    Raises BadCellsError for nulls, NaN and Inf that the settings do not fill or allow, and for other bad cells.
+    """
+    stored = [batch.column(batch.schema.get_field_index(s.path[0])) for s in sources]
+    found = [pc.struct_field(a, list(s.path[1:])) if s.path[1:] else a for s, a in zip(sources, stored, strict=True)]
+    values, _ = clean_batch(sources, found, data, may_drop=False)
+    return [_as_trained(column, cells) for column, cells in zip(columns, values, strict=True)]
+
+
+def _as_trained(column: Column, values: Array | Ragged) -> Array | Ragged:
     if column.codec == "image":
         values = schema.decode(column, schema.encode(column, values))
     if isinstance(values, Ragged):

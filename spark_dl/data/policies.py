@@ -101,11 +101,11 @@ def add_changes(parts: Iterable[Changes]) -> Changes:
 
 
 def clean_batch(
-    columns: Sequence[SourceColumn], arrays: Sequence[pa.Array], data: Data
+    columns: Sequence[SourceColumn], arrays: Sequence[pa.Array], data: Data, *, may_drop: bool = True
 ) -> tuple[list[Array | Ragged], Changes]:
     """The cells of a batch of rows, as `data.nulls`, `data.nonfinite` and `data.fill` say. Called in Spark tasks.
 
-    All columns come out with the same rows, which can be none.
+    All columns come out with the same rows, which can be none. Where none may be dropped, `drop` is as `error`.
     Raises BadCellsError for what these settings do not allow and for cells that cannot be stored; its row counts from
     the start of the batch.
     """
@@ -114,8 +114,11 @@ def clean_batch(
     filled: dict[str, Mask] = {}
     for column, array in zip(columns, arrays, strict=True):
         for policy, rows in (
-            (_checked_policy(column, "nulls", nulls := null_rows(array), data.nulls), nulls),
-            (_checked_policy(column, "nonfinite", nonfinite := nonfinite_rows(array), data.nonfinite), nonfinite),
+            (_checked_policy(column, "nulls", nulls := null_rows(array), data.nulls, may_drop), nulls),
+            (
+                _checked_policy(column, "nonfinite", nonfinite := nonfinite_rows(array), data.nonfinite, may_drop),
+                nonfinite,
+            ),
         ):
             if rows is not None and policy in ("drop", "fill"):
                 found = dropped if policy == "drop" else filled
@@ -160,16 +163,20 @@ def _check_images(column: SourceColumn, cells: Array | Ragged) -> None:
             raise BadCellsError(column.name, row, f"an image of shape {shape}", expected)
 
 
-def _checked_policy(column: SourceColumn, what: str, rows: Mask | None, policy: str) -> str:
+def _checked_policy(column: SourceColumn, what: str, rows: Mask | None, policy: str, may_drop: bool) -> str:
     """The policy, if it can deal with these bad rows."""
-    if rows is None or policy in ("drop", "allow") or (policy == "fill" and column.fill is not None):
+    can_do = policy == "allow" or (policy == "drop" and may_drop) or (policy == "fill" and column.fill is not None)
+    if rows is None or can_do:
         return policy
     found = f"{'null(s)' if what == 'nulls' else 'NaN or Inf'} in {int(rows.sum())} row(s) of a batch of {len(rows)}"
-    expected = f"none; set data.{what} to drop{'' if what == 'nulls' else ', allow'} or fill, or change the DataFrame"
+    others = [*(["drop"] if may_drop else []), *(["allow"] if what == "nonfinite" else [])]
+    choices = f"{', '.join(others)}{' or ' if others else ''}fill"
+    expected = f"none; set data.{what} to {choices}, or change the DataFrame"
     if policy == "fill":
         is_number = column.encoding.kind not in ("bytes", "image")
         instead = f"a value for them in data.fill.{column.name}"
-        expected = instead if is_number else f"none in {column.encoding.kind}; set data.{what} to drop"
+        drop = f"set data.{what} to drop" if may_drop else "drop them in the DataFrame"
+        expected = instead if is_number else f"none in {column.encoding.kind}; {drop}"
     raise BadCellsError(column.name, int(np.argmax(rows)), found, expected)
 
 

@@ -291,3 +291,29 @@ def test_predict_refuses_what_does_not_fit(spark, points, tmp_path):
     wrong = points.selectExpr("slice(features, 1, 3) AS features")
     with pytest.raises(Exception, match=r"found cells of shape \(3,\), the model was trained on \(4,\)"):
         spark_dl.predict(wrong, MLP, result.run_dir).collect()
+
+
+@pytest.mark.modes("local")
+def test_predict_treats_nulls_nan_and_inf_as_training_did(spark, points, tmp_path):
+    def trained(name, **data):
+        config = small_config(1, train={"epochs": 1}, data=data)
+        return spark_dl.train(points, MLP, config, run_dir=str(tmp_path / name)).checkpoint
+
+    def predictions(df, checkpoint, config=None):
+        return [row["prediction"] for row in spark_dl.predict(df.coalesce(1), MLP, checkpoint, config).collect()]
+
+    parts = {"nan": "float('NaN')", "inf": "float('-Infinity')", "null": "NULL", "seven": "7"}
+    rows = {
+        name: spark.range(3).selectExpr(f"IF(id = 1, array(0f, {value}, 1f, 2f), array(1f, 1f, 1f, 1f)) AS features")
+        for name, value in parts.items()
+    }
+    filled = trained("fill", nonfinite="fill", fill={"features": 7})
+    assert predictions(rows["nan"], filled) == predictions(rows["seven"], filled) == predictions(rows["inf"], filled)
+    with pytest.raises(Exception, match=r"column 'features': found null\(s\) in 1 row.*partition 0, row 1"):
+        predictions(rows["null"], filled)
+    refused = trained("drop", nonfinite="drop", nulls="drop")
+    for name, key in (("nan", "nonfinite to allow or fill"), ("null", "nulls to fill")):
+        with pytest.raises(Exception, match=rf"column 'features': found .* set data.{key}, or .*partition 0, row 1"):
+            predictions(rows[name], refused)
+    allowed = small_config(1, data={"nonfinite": "allow"})
+    assert np.isnan(predictions(rows["nan"], refused, allowed)[1]).all()

@@ -199,3 +199,14 @@ def test_images_of_unequal_shape_and_other_bytes_are_an_error():
 def test_changes_add_up():
     parts = [Changes(1, {"a": 1}, {"b": 2}), Changes(), Changes(2, {"a": 1, "b": 2}, {})]
     assert add_changes(parts) == Changes(3, {"a": 2, "b": 2}, {"b": 2})
+
+
+@pytest.mark.parametrize(
+    ("cases", "key", "choices"), [(NULLS, "nulls", "fill"), (NONFINITE, "nonfinite", "allow or fill")]
+)
+@pytest.mark.parametrize("policy", ["error", "drop"])
+def test_where_no_row_may_be_dropped_drop_is_an_error_that_does_not_propose_it(cases, key, choices, policy):
+    for column, array in cases.values():
+        with pytest.raises(BadCellsError, match=rf"in 2 row\(s\).* none; set data.{key} to {choices}, or") as caught:
+            clean_batch([column], [array], Data(**{key: policy}), may_drop=False)
+        assert caught.value.row == 1

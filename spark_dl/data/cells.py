@@ -15,6 +15,7 @@ from spark_dl.data.source import BadCellsError, SourceColumn, fill_scalar
 NO_NULLS = "no nulls; set data.nulls to drop or fill"
 _NS = {"D": 86_400_000_000_000, "s": 1_000_000_000, "ms": 1_000_000, "us": 1000, "ns": 1}
 _LARGEST = np.iinfo(np.int64).max
+_A_CELL = {"array": "an array", "vector": "a vector"}
 
 
 def read_cells(column: SourceColumn, array: pa.Array) -> Array | Ragged:
@@ -69,8 +70,6 @@ def rows_of_level(found: list[pa.Array], level: int) -> npt.NDArray[np.int64]:
 def null_rows(array: pa.Array) -> npt.NDArray[np.bool_] | None:
     """Rows with a null in them, at any depth; None where there are none. # (rows,)"""
     found = levels(array)
-    if pa.types.is_struct(array.type):
-        found = found[:1]  # of a vector, dense and sparse ones leave different parts empty
     if not any(values.null_count for values in found):
         return None
     bad = np.zeros(len(array), dtype=bool)
@@ -127,23 +126,32 @@ def _read_present(column: SourceColumn, array: pa.Array) -> Array | Ragged:
     if column.kind == "scalar":
         return _numbers(column, array)
     found = levels(array)
-    shape: list[int] = []
-    for level, values in enumerate(found):
-        is_leaf = level == len(found) - 1
-        if values.null_count and not (is_leaf and column.fill is not None):
-            row = int(rows_of_level(found, level)[_first(values.is_null())])
-            raise BadCellsError(column.name, row, "a null inside an array", NO_NULLS)
-        if not is_leaf and (level or not column.ragged):
-            shape.append(_fixed_length(column, found, level))
-    try:
-        flat = _numbers(column, found[-1])
-    except BadCellsError as error:
-        row = int(rows_of_level(found, len(found) - 1)[error.row])
-        raise BadCellsError(column.name, row, f"{error.found} inside an array", error.expected) from None
+    _check_inner_nulls(column, found)
+    first = 1 if column.ragged else 0
+    shape = [_fixed_length(column, found, level) for level in range(first, len(found) - 1)]
+    flat = _elements(column, found)
     if not column.ragged:
         return flat.reshape(len(array), *shape)
     lengths = pc.list_value_length(array).to_numpy(zero_copy_only=False)
     return from_lengths(flat.reshape(int(lengths.sum()), *shape), lengths)
+
+
+def _check_inner_nulls(column: SourceColumn, found: list[pa.Array]) -> None:
+    """Raises BadCellsError for a null inside an array or vector; the elements themselves may be null if filled."""
+    for level, values in enumerate(found if column.fill is None else found[:-1]):
+        if values.null_count:
+            row = int(rows_of_level(found, level)[_first(values.is_null())])
+            raise BadCellsError(column.name, row, f"a null inside {_A_CELL[column.kind]}", NO_NULLS)
+
+
+def _elements(column: SourceColumn, found: list[pa.Array]) -> Array:
+    """The elements of arrays or vectors, end to end; an error in one of them has its row."""
+    try:
+        return _numbers(column, found[-1])
+    except BadCellsError as error:
+        row = int(rows_of_level(found, len(found) - 1)[error.row])
+        inside = f"{error.found} inside {_A_CELL[column.kind]}"
+        raise BadCellsError(column.name, row, inside, error.expected) from None
 
 
 def _fixed_length(column: SourceColumn, found: list[pa.Array], level: int) -> int:
@@ -263,16 +271,18 @@ def _vectors(column: SourceColumn, array: pa.Array) -> Array:
 
     Their Arrow form is a struct of type (1 dense, 0 sparse), size and indices (sparse only), and values.
     """
+    found = levels(array)
+    _check_inner_nulls(column, found)
     dense = array.field("type").to_numpy(zero_copy_only=False) == 1
     counts = array.field("values").value_lengths().to_numpy(zero_copy_only=False)
     sizes = np.where(dense, counts, array.field("size").fill_null(0).to_numpy(zero_copy_only=False)).astype(np.int64)
     if (bad := np.flatnonzero(sizes != sizes[0])).size if len(sizes) else 0:
-        found = f"vectors of sizes {sorted({int(n) for n in np.unique(sizes)})[:8]}"
-        raise BadCellsError(column.name, int(bad[0]), found, f"one size; the first has {int(sizes[0])}")
+        unequal = f"vectors of sizes {sorted({int(n) for n in np.unique(sizes)})[:8]}"
+        raise BadCellsError(column.name, int(bad[0]), unequal, f"one size; the first has {int(sizes[0])}")
     size = int(sizes[0]) if len(sizes) else 0
-    values = array.field("values").flatten().to_numpy(zero_copy_only=False)
+    values = _elements(column, found)
     if dense.all():
-        return np.asarray(values, dtype=np.float64).reshape(len(array), size)
+        return values.reshape(len(array), size)
     out = np.zeros((len(array), size))
     row_of_value = np.repeat(np.arange(len(array)), counts)
     is_dense = dense[row_of_value]
@@ -280,7 +290,7 @@ def _vectors(column: SourceColumn, array: pa.Array) -> Array:
     column_of_value = np.arange(len(values)) - starts[row_of_value]
     column_of_value[~is_dense] = array.field("indices").flatten().to_numpy(zero_copy_only=False)
     if (bad := np.flatnonzero((column_of_value < 0) | (column_of_value >= size))).size:
-        found = f"the index {int(column_of_value[bad[0]])} in a sparse vector"
-        raise BadCellsError(column.name, int(row_of_value[bad[0]]), found, f"indices from 0 to {size - 1}")
+        index = f"the index {int(column_of_value[bad[0]])} in a sparse vector"
+        raise BadCellsError(column.name, int(row_of_value[bad[0]]), index, f"indices from 0 to {size - 1}")
     out[row_of_value, column_of_value] = values
     return out

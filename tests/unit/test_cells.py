@@ -87,6 +87,8 @@ def array_column(depth=1):
     (array_column(2), nested([[[1], [2]], [[3]]], 2, pa.int32()), 1, r"lengths \[1, 2\]"),
     (VECTOR, vectors([1.0, 2.0], (2, {}), (3, {})), 2, r"sizes \[2, 3\].*the first has 2"),
     (VECTOR, vectors((2, {0: 1.0}), [1.0]), 1, r"sizes \[1, 2\]"),
+    (VECTOR, vectors([1.0, 2.0], (2, {}), (2, {1: None})), 2, "a null inside a vector, expected no nulls"),
+    (VECTOR, vectors([1.0, 2.0], [3.0, None]), 1, "a null inside a vector"),
 ])  # fmt: skip
 def test_bad_cells_are_an_error_that_names_the_column_and_the_row(column, stored, row, message):
     with pytest.raises(BadCellsError, match=rf"column 'c': found .*{message}") as caught:
@@ -279,6 +281,11 @@ def test_null_vectors_are_filled():
     stored = pa.concat_arrays([vectors([1.0, 2.0]), pa.nulls(1, vectors([1.0]).type), vectors((2, {1: 3.0}))])
     source = SourceColumn("c", "float64", "vector", 1, fill=-1)
     assert read_cells(source, stored).tolist() == [[1, 2], [-1, -1], [0, 3]]
+
+
+def test_nulls_inside_vectors_are_filled():
+    source = SourceColumn("c", "float64", "vector", 1, fill=-1)
+    assert read_cells(source, vectors([1.0, None], (2, {1: None}))).tolist() == [[1, -1], [0, -1]]
 
 
 def test_a_null_ragged_array_becomes_an_empty_one():

@@ -39,6 +39,10 @@ NULLS = {  # a column with nulls in rows 1 and 4
         pa.concat_arrays([vectors([1.0, 2.0]), pa.nulls(1, vectors([1.0]).type), vectors((2, {1: 3.0}), [4.0, 5.0]),
                           pa.nulls(1, vectors([1.0]).type), vectors((2, {}))]),
     ),
+    "vector's values": (
+        source("vector", "float64", 1),
+        vectors([1.0, 2.0], (2, {0: None}), (2, {1: 3.0}), [4.0, 5.0], [None, 6.0], (2, {})),
+    ),
     "hash": (source(dtype="int64", encoding=Encoding("hash", buckets=9)), pa.array(["a", None, "b", "", None, "c"])),
     "bytes": (
         source(dtype="uint8", ragged=True, encoding=Encoding("bytes")), pa.array(["a", None, "b", "", None, "c"]),

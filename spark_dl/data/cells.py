@@ -15,12 +15,14 @@ from spark_dl.data.source import BadCellsError, SourceColumn, fill_scalar
 NO_NULLS = "no nulls; set data.nulls to drop or fill"
 _NS = {"D": 86_400_000_000_000, "s": 1_000_000_000, "ms": 1_000_000, "us": 1000, "ns": 1}
 _LARGEST = np.iinfo(np.int64).max
+Shape = tuple[int | None, ...]
 _A_CELL = {"array": "an array", "vector": "a vector"}
 
 
-def read_cells(column: SourceColumn, array: pa.Array) -> Array | Ragged:
+def read_cells(column: SourceColumn, array: pa.Array, shape: Shape | None = None) -> Array | Ragged:
     """The cells of a column as one array # (rows, *shape), or as the rows of a ragged column.
 
+    `shape` is that of the cells of arrays and vectors, where it is known; else the first row gives it.
     Bytes and images are ragged: the bytes of each cell. Where the column has a fill, nulls become it: of an array its
     elements, and a null array one of that value alone, or an empty one in a ragged column.
     Raises BadCellsError, with the column and the first bad row: a null, cells of unequal shape, a number that does not
@@ -28,14 +30,14 @@ def read_cells(column: SourceColumn, array: pa.Array) -> Array | Ragged:
     """
     array = _decoded(array)
     if array.null_count == 0:
-        return _read_present(column, array)
+        return _read_present(column, array, shape)
     if column.fill is None or column.encoding.kind in ("bytes", "image"):
         raise BadCellsError(column.name, _first(array.is_null()), f"{array.null_count} null(s)", NO_NULLS)
     present = array.is_valid().to_numpy(zero_copy_only=False)
-    if not present.any() and column.kind != "scalar" and not column.ragged:
+    if not present.any() and column.kind != "scalar" and not column.ragged and shape is None:
         expected = "an array that gives the length of the filled ones; drop them instead (data.nulls)"
         raise BadCellsError(column.name, 0, f"only nulls in {len(array)} rows", expected)
-    return _spread(column, _read_present(column, array.drop_null()), present, leaf_type(array.type))
+    return _spread(column, _read_present(column, array.drop_null(), shape), present, leaf_type(array.type))
 
 
 def leaf_type(arrow: pa.DataType) -> pa.DataType:
@@ -118,9 +120,9 @@ def _spread(column: SourceColumn, values: Array | Ragged, present: Array, leaf: 
     return out
 
 
-def _read_present(column: SourceColumn, array: pa.Array) -> Array | Ragged:
+def _read_present(column: SourceColumn, array: pa.Array, known: Shape | None) -> Array | Ragged:
     if column.kind == "vector":
-        return _vectors(column, array)
+        return _vectors(column, array, known)
     if column.encoding.kind in ("bytes", "image"):
         return _bytes(array)
     if column.kind == "scalar":
@@ -128,7 +130,7 @@ def _read_present(column: SourceColumn, array: pa.Array) -> Array | Ragged:
     found = levels(array)
     _check_inner_nulls(column, found)
     first = 1 if column.ragged else 0
-    shape = [_fixed_length(column, found, level) for level in range(first, len(found) - 1)]
+    shape = [_fixed_length(column, found, level, known) for level in range(first, len(found) - 1)]
     flat = _elements(column, found)
     if not column.ragged:
         return flat.reshape(len(array), *shape)
@@ -154,16 +156,27 @@ def _elements(column: SourceColumn, found: list[pa.Array]) -> Array:
         raise BadCellsError(column.name, row, inside, error.expected) from None
 
 
-def _fixed_length(column: SourceColumn, found: list[pa.Array], level: int) -> int:
+def _fixed_length(column: SourceColumn, found: list[pa.Array], level: int, known: Shape | None) -> int:
     lengths = pc.list_value_length(found[level]).to_numpy(zero_copy_only=False)
-    if len(lengths) == 0:
-        return 0
-    if (bad := np.flatnonzero(lengths != lengths[0])).size:
+    length, bad = _one_length(lengths, known[level] if known else None)
+    if bad is not None:
         unequal = f"arrays of lengths {sorted({int(n) for n in np.unique(lengths)})[:8]}"
         ask = "" if level else f", or set data.encode.{column.name}: {{ragged: true}}"
-        expected = f"one length; the first has {int(lengths[0])}{ask}"
-        raise BadCellsError(column.name, int(rows_of_level(found, level)[bad[0]]), unequal, expected)
-    return int(lengths[0])
+        expected = f"one length; {whose(known)} {length}{ask}"
+        raise BadCellsError(column.name, int(rows_of_level(found, level)[bad]), unequal, expected)
+    return length
+
+
+def _one_length(lengths: Array, known: int | None) -> tuple[int, int | None]:
+    """The length that all should have, by default that of the first, and the first that has another."""
+    length = known if known is not None else int(lengths[0]) if len(lengths) else 0
+    others = np.flatnonzero(lengths != length)
+    return length, int(others[0]) if others.size else None
+
+
+def whose(known: Shape | None) -> str:
+    """For an error: whose cells have the expected shape."""
+    return "the first has" if known is None else "those elsewhere have"
 
 
 def _numbers(column: SourceColumn, values: pa.Array) -> Array:
@@ -266,7 +279,7 @@ def _bytes(array: pa.Array) -> Ragged:
     return Ragged(values[starts[0] : starts[-1]], starts - starts[0])
 
 
-def _vectors(column: SourceColumn, array: pa.Array) -> Array:
+def _vectors(column: SourceColumn, array: pa.Array, known: Shape | None) -> Array:
     """Spark ML vectors, dense and sparse in any mixture. # (rows, size)
 
     Their Arrow form is a struct of type (1 dense, 0 sparse), size and indices (sparse only), and values.
@@ -276,10 +289,10 @@ def _vectors(column: SourceColumn, array: pa.Array) -> Array:
     dense = array.field("type").to_numpy(zero_copy_only=False) == 1
     counts = array.field("values").value_lengths().to_numpy(zero_copy_only=False)
     sizes = np.where(dense, counts, array.field("size").fill_null(0).to_numpy(zero_copy_only=False)).astype(np.int64)
-    if (bad := np.flatnonzero(sizes != sizes[0])).size if len(sizes) else 0:
+    size, bad = _one_length(sizes, known[0] if known else None)
+    if bad is not None:
         unequal = f"vectors of sizes {sorted({int(n) for n in np.unique(sizes)})[:8]}"
-        raise BadCellsError(column.name, int(bad[0]), unequal, f"one size; the first has {int(sizes[0])}")
-    size = int(sizes[0]) if len(sizes) else 0
+        raise BadCellsError(column.name, bad, unequal, f"one size; {whose(known)} {size}")
     values = _elements(column, found)
     if dense.all():
         return values.reshape(len(array), size)
@@ -289,8 +302,8 @@ def _vectors(column: SourceColumn, array: pa.Array) -> Array:
     starts = np.cumsum(counts) - counts
     column_of_value = np.arange(len(values)) - starts[row_of_value]
     column_of_value[~is_dense] = array.field("indices").flatten().to_numpy(zero_copy_only=False)
-    if (bad := np.flatnonzero((column_of_value < 0) | (column_of_value >= size))).size:
-        index = f"the index {int(column_of_value[bad[0]])} in a sparse vector"
-        raise BadCellsError(column.name, int(row_of_value[bad[0]]), index, f"indices from 0 to {size - 1}")
+    if (outside := np.flatnonzero((column_of_value < 0) | (column_of_value >= size))).size:
+        index = f"the index {int(column_of_value[outside[0]])} in a sparse vector"
+        raise BadCellsError(column.name, int(row_of_value[outside[0]]), index, f"indices from 0 to {size - 1}")
     out[row_of_value, column_of_value] = values
     return out

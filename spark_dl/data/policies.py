@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from spark_dl.config import Data, Nonfinite, Nulls
 from spark_dl.data import images
-from spark_dl.data.cells import nonfinite_rows, null_rows, read_cells
+from spark_dl.data.cells import Shape, nonfinite_rows, null_rows, read_cells, whose
 from spark_dl.data.ragged import Array, Ragged
 from spark_dl.data.source import BadCellsError, SourceColumn
 from spark_dl.data.vocabulary import MAX_WORDS
@@ -101,11 +101,17 @@ def add_changes(parts: Iterable[Changes]) -> Changes:
 
 
 def clean_batch(
-    columns: Sequence[SourceColumn], arrays: Sequence[pa.Array], data: Data, *, may_drop: bool = True
+    columns: Sequence[SourceColumn],
+    arrays: Sequence[pa.Array],
+    data: Data,
+    *,
+    shapes: Sequence[Shape | None] | None = None,
+    may_drop: bool = True,
 ) -> tuple[list[Array | Ragged], Changes]:
     """The cells of a batch of rows, as `data.nulls`, `data.nonfinite` and `data.fill` say. Called in Spark tasks.
 
-    All columns come out with the same rows, which can be none. Where none may be dropped, `drop` is as `error`.
+    All columns come out with the same rows, which can be none. `shapes` are those of the cells, where they are known.
+    Where none may be dropped, `drop` is as `error`.
     Raises BadCellsError for what these settings do not allow and for cells that cannot be stored; its row counts from
     the start of the batch.
     """
@@ -128,10 +134,11 @@ def clean_batch(
         arrays = [a.filter(pa.array(keep)) for a in arrays]
     try:
         fills = [c if data.nulls == "fill" else replace(c, fill=None) for c in columns]
-        values = [read_cells(c, a) for c, a in zip(fills, arrays, strict=True)]
-        for column, cells in zip(columns, values, strict=True):
+        shapes = shapes or [None] * len(columns)
+        values = [read_cells(c, a, shape) for c, a, shape in zip(fills, arrays, shapes, strict=True)]
+        for column, cells, shape in zip(columns, values, shapes, strict=True):
             if column.encoding.kind == "image":
-                _check_images(column, cells)
+                _check_images(column, cells, shape)
     except BadCellsError as error:
         error.row = int(np.flatnonzero(keep)[error.row])
         raise
@@ -146,9 +153,9 @@ def clean_batch(
     return values, changes
 
 
-def _check_images(column: SourceColumn, cells: Array | Ragged) -> None:
+def _check_images(column: SourceColumn, cells: Array | Ragged, known: Shape | None) -> None:
     assert isinstance(cells, Ragged)
-    first: tuple[int, ...] | None = None
+    first = known
     for row in range(len(cells)):  # Pillow opens one at a time
         try:
             shape = images.image_shape(cells[row : row + 1].own_values, column.encoding.resize)
@@ -159,7 +166,7 @@ def _check_images(column: SourceColumn, cells: Array | Ragged) -> None:
             resize = (
                 "" if len(shape) != len(first) else f"; data.encode.{column.name}.resize: [height, width] scales them"
             )
-            expected = f"one shape; the first has {first}{resize}"
+            expected = f"one shape; {whose(known)} {first}{resize}"
             raise BadCellsError(column.name, row, f"an image of shape {shape}", expected)
 
 

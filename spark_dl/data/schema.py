@@ -259,23 +259,12 @@ def decode(column: Column, stored: pa.ChunkedArray | pa.Array) -> Array | Ragged
     depth = len(column.shape) if column.codec == "list" else 0
     source = SourceColumn(column.name, column.dtype, kind, depth, column.is_ragged, column.encoding, fill=column.fill)
     try:
-        cells = read_cells(source, array)
+        cells = read_cells(source, array, column.shape)
     except BadCellsError as error:
         raise ValueError(f"{error}; first in row {error.row} of the row group") from None
     if column.codec == "image":
         return _decode_images(column, cells)
-    values = cells.values if isinstance(cells, Ragged) else cells
-    found = values.shape[1:]
-    if found != column.inner:
-        if len(values) and _up_to_zero(found) != _up_to_zero(column.inner):
-            raise ValueError(f"column {column.name!r}: cells of shape {found}, after {column.inner} elsewhere")
-        values = values.reshape(len(values), *column.inner)
-    return Ragged(values, cells.offsets) if isinstance(cells, Ragged) else values
-
-
-def _up_to_zero(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The part of a shape that lists tell: those inside an empty one are not there."""
-    return shape[: shape.index(0) + 1] if 0 in shape else shape
+    return cells
 
 
 def _decode_images(column: Column, files: Array | Ragged) -> Array:

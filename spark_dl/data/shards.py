@@ -235,7 +235,9 @@ def write_part(
         for batch in batches:
             if batch.num_rows == 0:
                 continue
-            arrays, changed = clean_batch(sources, batch.columns, data)
+            arrays, changed = clean_batch(
+                sources, batch.columns, data, shapes=writer.known_shapes() if writer else None
+            )
             changes = add_changes([changes, changed])
             if len(arrays[0]):
                 writer = writer or _build_writer(url, name, sources, arrays, data)
@@ -244,9 +246,7 @@ def write_part(
         if writer is None:
             return Part(partition, changes=changes)
         shards = tuple(writer.close())
-        known = [not c.is_ragged or i in writer.filled for i, c in enumerate(writer.columns)]
-        shapes = tuple(c.shape if k else None for c, k in zip(writer.columns, known, strict=True))
-        return Part(partition, shapes, tuple(writer.sizes), shards, changes)
+        return Part(partition, writer.known_shapes(), tuple(writer.sizes), shards, changes)
     except ValueError as error:
         if writer is not None:
             writer.abort()

@@ -64,7 +64,7 @@ class ShardWriter:
         self._group_rows, self._shard_rows = group_rows, shard_rows
         self.sizes = [0] * len(columns)
         """Elements that were written of each column."""
-        self.filled: set[int] = set()
+        self._filled: set[int] = set()
         """Ragged columns of which there were values, so that their inner shape is known."""
         self._held: list[list[Array | Ragged]] = []
         self._held_rows = 0
@@ -90,14 +90,19 @@ class ShardWriter:
         if isinstance(array, Ragged) and column.is_ragged:
             if len(array.own_values) == 0:  # rows without values do not know their inner shape
                 return
-            if i not in self.filled:
-                self.filled.add(i)
+            if i not in self._filled:
+                self._filled.add(i)
                 self.columns = (*self.columns[:i], replace(column, shape=found), *self.columns[i + 1 :])
                 return
         if found == column.shape:
             return
         hint = f", or set data.encode.{column.name}: {{ragged: true}}" if column.codec == "ndarray" else ""
         raise BadCellsError(column.name, 0, f"cells of shape {found}", f"{column.shape} as in the rows before{hint}")
+
+    def known_shapes(self) -> tuple[tuple[int | None, ...] | None, ...]:
+        """Of the cells of each column; None where all rows of a ragged column are empty, so that it is not known."""
+        is_known = [not c.is_ragged or i in self._filled for i, c in enumerate(self.columns)]
+        return tuple(c.shape if k else None for c, k in zip(self.columns, is_known, strict=True))
 
     def close(self) -> list[Shard]:
         self._write_groups(whole_only=False)

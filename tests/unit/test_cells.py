@@ -258,6 +258,19 @@ def test_an_array_of_unequal_length_says_how_to_allow_it():
         read_cells(array_column(), nested([[1], [1, 2]], 1, pa.int32()))
 
 
+@pytest.mark.parametrize(("column", "stored", "shape", "row", "message"), [
+    (array_column(), nested([[5] * 5, [3] * 3, [3] * 3], 1, pa.int32()), (3,), 0, r"\[3, 5\].*have 3, or .*ragged"),
+    (array_column(), nested([[5] * 5, [5] * 5], 1, pa.int32()), (3,), 0, r"\[5\].*elsewhere have 3, or .*ragged"),
+    (array_column(2), nested([[[1], [2]], [[3, 4], [5, 6]]], 2, pa.int32()), (2, 2), 0, r"lengths \[1, 2\].*have 2"),
+    (VECTOR, vectors([1.0, 2.0], (3, {}), (3, {})), (3,), 0, r"sizes \[2, 3\].*elsewhere have 3"),
+    (VECTOR, vectors((2, {}), (2, {})), (3,), 0, r"sizes \[2\].*elsewhere have 3"),
+])  # fmt: skip
+def test_a_known_shape_tells_which_row_is_the_odd_one(column, stored, shape, row, message):
+    with pytest.raises(BadCellsError, match=message) as caught:
+        read_cells(column, stored, shape)
+    assert caught.value.row == row
+
+
 # Nulls that are filled
 
 
@@ -296,6 +309,14 @@ def test_a_null_ragged_array_becomes_an_empty_one():
 def test_only_nulls_give_no_length_to_fill():
     with pytest.raises(BadCellsError, match=r"only nulls in 2 rows, expected an array that gives the length"):
         read_cells(column("number", "int32", 1, fill=7), nested([None, None], 1, pa.int32()))
+
+
+def test_a_known_shape_is_that_of_filled_ones():
+    assert read_cells(column("number", "int32", 1, fill=7), nested([None, None], 1, pa.int32()), (2,)).tolist() == [
+        [7, 7], [7, 7],
+    ]  # fmt: skip
+    source = SourceColumn("c", "float64", "vector", 1, fill=-1)
+    assert read_cells(source, pa.nulls(2, vectors([1.0]).type), (1,)).tolist() == [[-1], [-1]]
 
 
 @pytest.mark.parametrize("digits", ["53.55", "-53.55", "0.07", "8.41", "999.99"])

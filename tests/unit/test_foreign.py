@@ -369,6 +369,14 @@ def test_nulls_and_ragged_lists_stop_the_loader_with_file_and_row_group(tmp_path
         columns_of(open_parquet(str(tmp_path), [column]), column)
 
 
+def test_an_array_of_another_length_is_named_by_its_row_and_the_length_of_the_dataset(tmp_path):
+    rows = [[3] * 3] * 4 + [[5] * 5, [3] * 3, [3] * 3, [3] * 3]
+    pq.write_table(pa.table({"x": rows}), tmp_path / "a.parquet", row_group_size=4)
+    match = r"row group 1 of .*lengths \[3, 5\].*have 3, or set data.encode.x: \{ragged: true\}; first in row 0 of"
+    with pytest.raises(RuntimeError, match=match):
+        columns_of(open_parquet(str(tmp_path), ["x"]), "x")
+
+
 @pytest.fixture
 def petastorm(tmp_path):
     """A folder with Petastorm's metadata: two files in partitions, of two and of three row groups, and an empty one."""

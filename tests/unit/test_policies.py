@@ -200,6 +200,13 @@ def test_images_of_unequal_shape_and_other_bytes_are_an_error():
         assert caught.value.row == 2
 
 
+def test_a_known_shape_of_images_tells_which_one_is_odd():
+    column = source(dtype="uint8", encoding=Encoding("image"))
+    with pytest.raises(BadCellsError, match=r"image of shape \(3, 2\), .* elsewhere have \(2, 3\)") as caught:
+        clean_batch([column], [pa.array([png((3, 2)), png((2, 3))])], Data(), shapes=[(2, 3)])
+    assert caught.value.row == 0
+
+
 def test_changes_add_up():
     parts = [Changes(1, {"a": 1}, {"b": 2}), Changes(), Changes(2, {"a": 1, "b": 2}, {})]
     assert add_changes(parts) == Changes(3, {"a": 2, "b": 2}, {"b": 2})

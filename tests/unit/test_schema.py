@@ -200,7 +200,7 @@ def test_nulls_in_stored_lists_are_an_error(stored, match):
 
 def test_lists_of_another_inner_shape_are_an_error():
     stored = schema.encode(ragged(shape=(None, 2)), from_lengths(np.zeros((3, 2), np.int32), np.array([1, 2])))
-    with pytest.raises(ValueError, match=r"column 'x': cells of shape \(2,\), after \(3,\) elsewhere"):
+    with pytest.raises(ValueError, match=r"'x': found arrays of lengths \[2\], .* elsewhere have 3; first in row 0"):
         schema.decode(ragged(shape=(None, 3)), stored)
 
 

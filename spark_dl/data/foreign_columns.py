@@ -209,7 +209,7 @@ def _first_shape(name: str, paths: Sequence[str], shape_of_cell: Callable[[pa.Ar
         except ValueError as error:
             raise ValueError(f"{error}; in a row of {path}, which gives the shape of all") from error
         if shape is not None and 0 in shape:
-            raise ValueError(f"column {name!r}: the first cell of {path} is empty; it gives the shape of all")
+            raise ValueError(schema.empty_first(name, path))
         if shape is not None:
             return shape
     raise ValueError(f"column {name!r}: all cells of {paths[0]} are empty, and of all other files")

@@ -171,6 +171,14 @@ def cell_shape(codec: str, cells: Array | Ragged, encoding: Encoding) -> tuple[i
     return images.image_shape(cells[0:1].own_values, encoding.resize) if is_image else (None, *cells.inner)
 
 
+def empty_first(name: str, where: str) -> str:
+    """For an error: a column whose first cell has no values, so that all would be empty."""
+    return (
+        f"column {name!r}: the first cell of {where} is empty; it gives the shape of all; where lengths vary, set "
+        f"data.encode.{name}: {{ragged: true}}; else leave the column out"
+    )
+
+
 def npy_header(column: Column) -> bytes:
     """The header that every cell of a tensor column starts with."""
     buffer = io.BytesIO()

@@ -240,7 +240,7 @@ def write_part(
             )
             changes = add_changes([changes, changed])
             if len(arrays[0]):
-                writer = writer or _build_writer(url, name, sources, arrays, data)
+                writer = writer or _build_writer(url, name, sources, arrays, data, partition)
                 writer.append(arrays)
             rows += batch.num_rows
         if writer is None:
@@ -272,11 +272,13 @@ def _partition_writer(url: str, sources: tuple[SourceColumn, ...], data: Data, t
 
 
 def _build_writer(
-    url: str, prefix: str, sources: Sequence[SourceColumn], arrays: Sequence[Array | Ragged], data: Data
+    url: str, prefix: str, sources: Sequence[SourceColumn], arrays: Sequence[Array | Ragged], data: Data, partition: int
 ) -> ShardWriter:
     columns = []
     for column, cells in zip(sources, arrays, strict=True):
         shape = schema.cell_shape(schema.codec_of(column), cells, column.encoding)
+        if 0 in shape and not column.ragged:
+            raise ValueError(schema.empty_first(column.name, f"partition {partition}"))
         columns.append(schema.stored_column(column, shape))
     return ShardWriter(url, prefix, tuple(columns), *layout(columns, data))
 

@@ -250,7 +250,7 @@ def _spark_leaf(data_type: Any) -> _Leaf | None:
 def arrow_source_column(name: str, arrow: pa.DataType, settings: Mapping[str, Any]) -> SourceColumn:
     """A column of a Parquet file of others, by its Arrow type. Raises ValueError as `source_columns` does."""
     types = pa.types
-    if types.is_struct(arrow) and [f.name for f in arrow] == ["type", "size", "indices", "values"]:
+    if _is_vector(arrow):
         return _vector_column(name, settings)
     inner, depth = arrow, 0
     while types.is_list(inner) or types.is_large_list(inner) or types.is_fixed_size_list(inner):
@@ -260,6 +260,19 @@ def arrow_source_column(name: str, arrow: pa.DataType, settings: Mapping[str, An
         raise ValueError(f"column {name!r} has Parquet type {arrow}, which cannot become a tensor; supported are "
                          f"{_SUPPORTED}; read it with Spark and convert it")  # fmt: skip
     return _encoded_column(name, leaf, depth, str(arrow), settings)
+
+
+def _is_vector(arrow: pa.DataType) -> bool:
+    """Whether it is how Spark ML stores a vector; a struct may have fields of the same names."""
+    types = pa.types
+    if not types.is_struct(arrow) or [f.name for f in arrow] != ["type", "size", "indices", "values"]:
+        return False
+    kind, size, indices, values = (f.type for f in arrow)
+    are_lists = all(types.is_list(t) or types.is_large_list(t) for t in (indices, values))
+    are_whole = types.is_integer(kind) and types.is_integer(size)
+    return bool(
+        are_lists and are_whole and types.is_integer(indices.value_type) and types.is_floating(values.value_type)
+    )
 
 
 def _arrow_leaf(arrow: pa.DataType) -> _Leaf | None:

@@ -168,6 +168,19 @@ def test_types_of_parquet(arrow, dtype, encoding):
     assert (column.dtype, column.encoding) == (dtype, encoding)
 
 
+VECTOR = {"type": pa.int8(), "size": pa.int32(), "indices": pa.list_(pa.int32()), "values": pa.list_(pa.float64())}
+
+
+@pytest.mark.parametrize("other", [
+    {"type": pa.string()}, {"size": pa.float64()}, {"indices": pa.int64()}, {"values": pa.float64()},
+    {"indices": pa.list_(pa.string())}, {"values": pa.list_(pa.string())},
+])  # fmt: skip
+def test_a_struct_is_a_vector_of_spark_ml_by_the_names_and_types_of_its_fields(other):
+    assert arrow_source_column("c", pa.struct(VECTOR), {}).kind == "vector"
+    with pytest.raises(ValueError, match="column 'c' has Parquet type struct<.*, which cannot become a tensor"):
+        arrow_source_column("c", pa.struct({**VECTOR, **other}), {})
+
+
 @pytest.mark.parametrize("arrow", [pa.map_(pa.string(), pa.int64()), pa.struct([("a", pa.int64())]), pa.null(),
                                    pa.time64("us")])  # fmt: skip
 def test_types_of_parquet_that_cannot_become_a_tensor(arrow):

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pyarrow as pa
 
 from spark_dl import storage
@@ -111,13 +112,15 @@ def select_sources(
 def write_arrays(columns: Mapping[str, Array | Ragged], url: str, data: Data | None = None) -> ShardSet:
     """Writes arrays in memory as a dataset, without Spark. # each (rows, *cell); one axis makes a scalar column
 
-    Raises ValueError for a folder that is in use, for names that batches have for something else, and for NaN and Inf
-    unless `data.nonfinite` is `allow`; no row is dropped or filled here.
+    Raises ValueError for a folder that is in use, for names that batches have for something else, for arrays of unequal
+    length, without rows, or of what is no number, and for NaN and Inf unless `data.nonfinite` is `allow`; no row is
+    dropped or filled here.
     """
     data = data or Data()
     url = storage.absolute(url)
     if data.nonfinite in ("drop", "fill"):
         raise ValueError(f"data.nonfinite: expected error or allow for arrays, found {data.nonfinite!r}")
+    _check_arrays(columns)
     written = []
     for name, array in columns.items():
         values = array.own_values if isinstance(array, Ragged) else array
@@ -135,6 +138,33 @@ def write_arrays(columns: Mapping[str, Array | Ragged], url: str, data: Data | N
     writer = ShardWriter(url, f"part-{uuid.uuid4().hex[:8]}", tuple(written), *layout(written, data))
     writer.append(list(columns.values()))
     return commit(ShardSet(url, writer.columns, tuple(writer.close()), rules=rules_of(data)))
+
+
+def _check_arrays(columns: Mapping[str, Array | Ragged]) -> None:
+    """Raises ValueError for what cannot be stored as the columns of one dataset."""
+    for name, array in columns.items():
+        if type(name) is not str or not name:
+            raise ValueError(f"found the column name {name!r}, expected a text that is not empty")
+        values = array.values if isinstance(array, Ragged) else array
+        if not isinstance(values, np.ndarray) or values.ndim == 0:
+            found = (
+                "an array without an axis" if isinstance(values, (np.ndarray, np.generic)) else type(values).__name__
+            )
+            raise ValueError(f"column {name!r}: found {found}, expected a NumPy array with an axis of rows, or Ragged")
+        dtype = values.dtype
+        is_real = dtype.kind in "biuf" and dtype.itemsize <= 8
+        may_be_complex = values.ndim > 1 and not isinstance(array, Ragged)
+        if not dtype.isnative or not (is_real or (may_be_complex and dtype in (np.complex64, np.complex128))):
+            complex_too = "" if dtype.kind != "c" else "; complex ones of up to 128 bits in arrays of two or more axes"
+            raise ValueError(
+                f"column {name!r}: found the dtype {dtype.str if dtype.kind in 'biufc' else dtype}, expected booleans, "
+                f"integers or floats of up to 64 bits in this machine's byte order{complex_too}; convert it with astype"
+            )
+    lengths = {name: len(array) for name, array in columns.items()}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"found arrays of unequal length: {lengths}; expected the same number of rows in each")
+    if not any(lengths.values()):
+        raise ValueError(f"found no rows in the columns {list(columns)}, expected at least one column with one row")
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,12 @@
-"""Shards without Spark: what a task writes from the batches it is given."""
+"""Shards without Spark: what a task writes from the batches it is given, and arrays in memory."""
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
 from spark_dl import Data
-from spark_dl.data.shards import write_part
+from spark_dl.data.ragged import from_lengths
+from spark_dl.data.shards import write_arrays, write_part
 from spark_dl.data.source import SourceColumn
 from tests.unit.test_cells import vectors
 
@@ -40,3 +42,37 @@ def test_arrays_without_values_give_no_shape(tmp_path, rows, arrow, column):
     assert "column 'x': the first cell of partition 7 is empty; it gives the shape of all; " in error
     assert "set data.encode.x: {ragged: true}" in error
     assert not list(tmp_path.iterdir())
+
+
+TWO = np.array([1, 1])
+
+
+@pytest.mark.parametrize(("columns", "match"), [
+    ({}, r"no rows in the columns \[\], expected at least one column with one row"),
+    ({"x": np.zeros(0), "y": np.zeros((0, 2))}, r"no rows in the columns \['x', 'y'\]"),
+    ({"x": np.zeros(2), "y": np.zeros(3)}, r"unequal length: {'x': 2, 'y': 3}"),
+    ({"x": np.zeros((3, 1)), "y": from_lengths(np.zeros(2), TWO)}, r"unequal length: {'x': 3, 'y': 2}"),
+    ({"x": np.array(1.0)}, "'x': found an array without an axis, expected a NumPy array with an axis of rows"),
+    ({"x": np.float32(1)}, "'x': found an array without an axis"),
+    ({"x": [1, 2]}, "'x': found list, expected a NumPy array"),
+    ({"": np.zeros(2)}, "found the column name ''"),
+    ({3: np.zeros(2)}, "found the column name 3"),
+])  # fmt: skip
+def test_arrays_that_are_no_dataset_are_refused_before_anything_is_written(tmp_path, columns, match):
+    with pytest.raises(ValueError, match=match):
+        write_arrays(columns, str(tmp_path / "d"))
+    assert not (tmp_path / "d").exists()
+
+
+@pytest.mark.parametrize("dtype", [
+    ">f4", ">i8", "<U3", "S3", "M8[us]", "m8[us]", "longdouble", "clongdouble", object, [("a", "i4")], "complex64",
+])  # fmt: skip
+@pytest.mark.parametrize("kind", ["scalar", "array", "ragged"])
+def test_arrays_of_what_is_no_number_are_refused_before_anything_is_written(tmp_path, dtype, kind):
+    values = np.zeros((2, 3) if kind == "array" else 2, dtype)
+    if (dtype, kind) == ("complex64", "array"):
+        assert write_arrays({"x": values}, str(tmp_path / "d")).columns[0].dtype == "complex64"
+        return
+    with pytest.raises(ValueError, match="column 'x': found the dtype .* in this machine's byte order.*; convert it"):
+        write_arrays({"x": from_lengths(values, TWO) if kind == "ragged" else values}, str(tmp_path / "d"))
+    assert not (tmp_path / "d").exists()

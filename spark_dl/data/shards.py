@@ -36,7 +36,7 @@ from spark_dl.data.policies import Changes, add_changes, clean_batch, first_nonf
 from spark_dl.data.ragged import Array, Ragged
 from spark_dl.data.schema import Column, words_of
 from spark_dl.data.source import BadCellsError, Encoding, SourceColumn
-from spark_dl.data.vocabulary import expression, with_mean_sizes, with_vocabularies
+from spark_dl.data.vocabulary import NO_ROWS, expression, with_mean_sizes, with_vocabularies
 from spark_dl.data.writer import Shard, ShardWriter, layout
 
 if TYPE_CHECKING:
@@ -222,7 +222,7 @@ def agreed_columns(sources: Sequence[SourceColumn], parts: Sequence[Part]) -> tu
     if not filled:
         changes = add_changes(p.changes for p in parts)
         dropped = f": {changes.dropped_rows} were dropped for nulls, NaN or Inf" if changes.dropped_rows else ""
-        raise ValueError(f"the DataFrame has no rows{dropped}; training needs at least one")
+        raise ValueError(f"{NO_ROWS}{dropped}; training needs at least one")
     columns = []
     for i, column in enumerate(sources):
         shapes = [(p.partition, shape) for p in filled if (shape := p.shapes[i]) is not None]

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from pyspark.sql import Column as Expression
     from pyspark.sql import DataFrame
 
+NO_ROWS = "the DataFrame has no rows"
 MAX_WORDS = 100_000
 """Of a vocabulary without `max_size`."""
 _SAMPLE_ROWS = 1000
@@ -23,7 +24,7 @@ def with_vocabularies(
     """The columns with their words: given ones, known ones (of another dataset), else those of the DataFrame.
 
     One aggregation counts the words of all columns that have none. They are ordered by count, then by code point.
-    Raises ValueError for more than `max_size` words that occur `min_count` times, and for none at all.
+    Raises ValueError for more than `max_size` words that occur `min_count` times, for none at all, and for no rows.
     """
     columns = [
         replace(c, encoding=replace(c.encoding, vocabulary=known[c.name]))
@@ -66,6 +67,8 @@ def _count_words(df: DataFrame, columns: Mapping[int, SourceColumn], encode: Set
                 f"{key}: found more than {most[i]} words; raise {key}.max_size or {key}.min_count, or set as: hash"
             )
         if not words:
+            if df.isEmpty():
+                raise ValueError(f"{NO_ROWS}; training needs at least one")
             raise ValueError(f"{key}: found no word that occurs {settings[i].get('min_count', 1)} time(s) or more")
     return {i: tuple(word for _, word in sorted(words)) for i, words in found.items()}
 

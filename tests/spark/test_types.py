@@ -121,6 +121,15 @@ def test_a_vocabulary_that_does_not_fit_is_an_error(spark, tmp_path, settings, m
     assert os.listdir(tmp_path / "d") == []
 
 
+def test_no_rows_are_an_error_before_words_are_missed(spark, tmp_path):
+    df = words(spark, *CITIES).select("city")
+    encode = {"city": {"as": "vocabulary"}}
+    with pytest.raises(ValueError, match="the DataFrame has no rows; training needs at least one"):
+        write(df.filter("city = 'Rom'"), tmp_path, encode=encode)
+    with pytest.raises(ValueError, match="data.encode.city: found no word that occurs 1 time"):
+        write(df.selectExpr("nullif(city, city) AS city"), tmp_path, encode=encode)
+
+
 @pytest.mark.modes("local", "connect")
 def test_structs_are_flattened_and_vectors_mixed(spark, tmp_path):
     rows = [

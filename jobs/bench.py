@@ -40,6 +40,8 @@ def bench_exchange(args: argparse.Namespace) -> dict[str, Any]:
     options = _options(compare.Options, args)
     report.check_installed()
     if args.master:
+        if (options.mtu, options.congestion_control) != (compare.Options().mtu, compare.Options().congestion_control):
+            raise ValueError("--mtu, --congestion-control: those of --master's hosts are as they are; leave them out")
         if not args.folder:
             raise ValueError("--folder: name a folder or URL that all hosts of --master reach")
         session = build_session("spark_dl bench", master=args.master)
@@ -116,6 +118,10 @@ def _parser() -> argparse.ArgumentParser:
     of_exchange.add_argument("--hosts", type=_numbers(int), default=defaults.hosts, help="numbers of hosts (4)")
     of_exchange.add_argument(
         "--rate-mbit", type=float, help="of each link, in each direction (200; with --master unknown)"
+    )
+    of_exchange.add_argument("--mtu", type=int, default=defaults.mtu, help="bytes of a frame, of hosts it makes (9000)")
+    of_exchange.add_argument(
+        "--congestion-control", default=defaults.congestion_control, help="TCP's, of hosts that it makes (reno)"
     )
     of_exchange.add_argument("--mib", type=_numbers(float), default=defaults.mib, help="gradient sizes (1,16,64)")
     for name, known in (("methods", compare.METHODS), ("sections", compare.SECTIONS)):

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from spark_dl import storage
-from spark_dl.bench import error_runtime, exchange, overlap, steps, testbed, waves
+from spark_dl.bench import error_runtime, exchange, netns, overlap, steps, testbed, waves
 from spark_dl.bench.links import read_links
 from spark_dl.bench.log import Log
 from spark_dl.bench.model import BUCKET_MIB, conclude, with_times_ring
@@ -51,6 +51,10 @@ class Options:
     """Numbers of hosts of the section `exchange`; the largest one is that of the sections after it."""
     rate_mbit: float | None = 200.0
     """Of each link, in each direction; of a cluster that is there, what is known of it."""
+    mtu: int = testbed.MTU
+    """Bytes of a frame on the hosts that are made."""
+    congestion_control: str = netns.RENO
+    """TCP's, on the hosts that are made: one that the machine's kernel has."""
     mib: tuple[float, ...] = (1.0, 16.0, 64.0)
     """Sizes of the gradient."""
     methods: tuple[str, ...] = METHODS
@@ -83,6 +87,8 @@ class Options:
             raise ValueError(f"mib: expected sizes above 0, found {_listed(self.mib)}")
         if not 0 < self.scale <= 1:
             raise ValueError(f"scale: expected a fraction above 0, up to 1, found {self.scale}")
+        if not 576 <= self.mtu <= 65535:
+            raise ValueError(f"mtu: expected 576 to 65535 bytes, found {self.mtu}")
         if self.repeats < 1 or self.straggler_s < 0 or (self.rate_mbit is not None and self.rate_mbit <= 0):
             raise ValueError("expected repeats of at least 1, no negative straggler_s, and a rate_mbit above 0")
 
@@ -111,7 +117,10 @@ def compare(options: Options, log: Log) -> Results:
         results["scaling"] = _scaling(options, log)
     if not any(results.values()):
         raise RuntimeError("nothing was measured; see above")
-    network = f"{_listed(options.hosts)} hosts on one machine, links of {_rate(options.rate_mbit)}"
+    network = (
+        f"{_listed(options.hosts)} hosts on one machine, links of {_rate(options.rate_mbit)}, frames of {options.mtu} "
+        f"bytes, TCP {options.congestion_control}"
+    )
     return {"about": _about(options, network), **conclude(results), "left_out": log.left_out}
 
 
@@ -202,9 +211,15 @@ def measure(
     return results
 
 
+def _bed(num_hosts: int, options: Options) -> contextlib.AbstractContextManager[testbed.Bed]:
+    return testbed.hosts(
+        num_hosts, rate_mbit=options.rate_mbit, mtu=options.mtu, congestion_control=options.congestion_control
+    )
+
+
 def _on_testbed(options: Options, log: Log) -> Results:
     """`measure` in a process on the driver's host of a bed that is made for it."""
-    with testbed.hosts(options.hosts[0], rate_mbit=options.rate_mbit) as bed, tempfile.TemporaryDirectory() as folder:
+    with _bed(options.hosts[0], options) as bed, tempfile.TemporaryDirectory() as folder:
         log.show(f"starting Spark on {options.hosts[0]} hosts")
         master = bed.start_spark(memory_mib=_MEMORY_MIB)
         settings = json.dumps({**dataclasses.asdict(options), "folder": folder, "master": master})
@@ -253,7 +268,7 @@ def _scaling(options: Options, log: Log) -> list[dict[str, Any]]:
     for ranks in sorted(options.scaling_ranks):
         with (
             log.attempt(f"scaling to {ranks} ranks"),
-            testbed.hosts(ranks, rate_mbit=options.rate_mbit) as bed,
+            _bed(ranks, options) as bed,
         ):
             for kind, method in tuple(todo):
                 try:

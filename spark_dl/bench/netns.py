@@ -24,10 +24,11 @@ _SWITCH = "switch"
 _PORTS_WAIT_S = 10.0
 
 _NETWORK = "10.0.0.0/24"
-_CONGESTION_CONTROL = "reno"
-"""NOTE: TCP's, the one that every Linux lets all namespaces have, so that figures do not depend on the machine's. With
-BBR each connection sends next to nothing for 200 ms every ten seconds (Cardwell et al. 2016, PROBE_RTT): an all-reduce
-of 64 MiB over 8 hosts then took 4.80 to 5.20 s, and 4.76 to 4.77 s with Reno, where the links allow 4.75."""
+RENO = "reno"
+"""NOTE: TCP's congestion control, the one that every Linux lets all namespaces have, so that figures do not depend on
+the machine's. With BBR each connection sends next to nothing for 200 ms every ten seconds (Cardwell et al. 2016,
+PROBE_RTT): an all-reduce of 64 MiB over 8 hosts then took 4.80 to 5.20 s, and 4.76 to 4.77 s with Reno, where the links
+allow 4.75."""
 _BURST_S = 0.0004
 _MIN_BURST_FRAMES = 2
 _QUEUE_S = 0.05
@@ -79,7 +80,9 @@ class Counters:
         )  # fmt: skip
 
 
-def create(bed: str, names: Sequence[str], *, rate_mbit: float | None, mtu: int) -> tuple[Host, ...]:
+def create(
+    bed: str, names: Sequence[str], *, rate_mbit: float | None, mtu: int, congestion_control: str = RENO
+) -> tuple[Host, ...]:
     """Makes the hosts of these names, all reachable from each other, and the bed's folder.
 
     Raises RuntimeError where a tool fails; what was made until then is left for `remove`.
@@ -99,14 +102,14 @@ def create(bed: str, names: Sequence[str], *, rate_mbit: float | None, mtu: int)
         f"link set dev {_SWITCH} up",
     ])  # fmt: skip
     for host in hosts:
-        _link(host, hosts, mtu)
+        _link(host, hosts, mtu, congestion_control)
         if rate_mbit is not None:
             set_rate(host, rate_mbit, mtu=mtu)
     _wait_for_ports(hosts)
     return hosts
 
 
-def _link(host: Host, hosts: Sequence[Host], mtu: int) -> None:
+def _link(host: Host, hosts: Sequence[Host], mtu: int, congestion_control: str) -> None:
     """Links a host to the switch. With all neighbours known and no IPv6, nothing is sent that no process has sent."""
     interface = f"{host.interface} mtu {mtu} address {_mac(host)} netns {host.namespace}"
     run_tool(["ip", "-n", host.switch, "-batch", "-"], [
@@ -119,7 +122,7 @@ def _link(host: Host, hosts: Sequence[Host], mtu: int) -> None:
         f"link set dev {host.interface} addrgenmode none",
         f"link set dev {host.interface} up",
         f"address add {host.address}/24 dev {host.interface} noprefixroute",
-        f"route add {_NETWORK} dev {host.interface} src {host.address} congctl {_CONGESTION_CONTROL}",
+        f"route add {_NETWORK} dev {host.interface} src {host.address} congctl {congestion_control}",
         *(f"neighbour add {h.address} lladdr {_mac(h)} dev {host.interface}" for h in hosts if h != host),
     ])  # fmt: skip
 

@@ -50,10 +50,13 @@ _ENTER = 'hostname "$0" && exec "$@"'
 
 
 @contextlib.contextmanager
-def hosts(num_hosts: int, *, rate_mbit: float | None = None, mtu: int = MTU) -> Iterator[Bed]:
+def hosts(
+    num_hosts: int, *, rate_mbit: float | None = None, mtu: int = MTU, congestion_control: str = netns.RENO
+) -> Iterator[Bed]:
     """Makes `num_hosts` hosts (at most 16) and one for a driver, each on a link of `rate_mbit` in either direction.
 
-    Without a rate links are as fast as the machine. Raises RuntimeError where that cannot be; `unavailable()` says why.
+    Without a rate links are as fast as the machine. `mtu` are the bytes of a frame, `congestion_control` is TCP's, one
+    that the machine's kernel has. Raises RuntimeError where that cannot be; `unavailable()` says why.
     """
     if not 1 <= num_hosts <= MAX_HOSTS:
         raise ValueError(f"num_hosts: expected 1 to {MAX_HOSTS}, found {num_hosts}")
@@ -62,7 +65,7 @@ def hosts(num_hosts: int, *, rate_mbit: float | None = None, mtu: int = MTU) -> 
     made: list[Bed] = []
     try:
         names = ["driver", *(f"host{i}" for i in range(num_hosts))]
-        driver, *others = netns.create(name, names, rate_mbit=rate_mbit, mtu=mtu)
+        driver, *others = netns.create(name, names, rate_mbit=rate_mbit, mtu=mtu, congestion_control=congestion_control)
         made.append(Bed(driver, tuple(others), mtu=mtu))
         yield made[0]
     finally:

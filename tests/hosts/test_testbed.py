@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -108,14 +109,18 @@ def test_without_a_rate_there_is_no_limit(hosts):
         assert send(bed, bed.hosts[1], bed.hosts[0], 25_000_000) < 2  # 100 Mbit/s, on any machine
 
 
-def test_the_congestion_control_is_not_the_machine_s(hosts):
+@pytest.mark.parametrize("is_given", [False, True])
+def test_the_congestion_control_is_not_the_machine_s(hosts, is_given):
+    known = Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split()
+    options = {"congestion_control": known[-1], "mtu": 1500} if is_given else {}
     ask = """
 import socket, sys
 connection = socket.create_connection((sys.argv[1], 5001), timeout=10)
 print(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(bytes(1)).decode())
 """
-    with hosts(1) as bed, server(bed, bed.hosts[0]):
-        assert bed.run(bed.driver, [*PYTHON, ask, bed.hosts[0].name], timeout_s=20) == "reno\n"
+    with hosts(1, **options) as bed, server(bed, bed.hosts[0]):
+        found = bed.run(bed.driver, [*PYTHON, ask, bed.hosts[0].name], timeout_s=20)
+        assert found.strip() == options.get("congestion_control", "reno")
 
 
 def test_a_host_that_is_cut_off_reaches_nobody_until_it_is_restored(hosts):

@@ -104,6 +104,7 @@ def test_an_unknown_method_or_section_is_named_with_those_that_are_known(wrong, 
     ({"profile": "resnet"}, "profile: unknown resnet; known are resnet50, bert_base, bert_large"),
     ({"mib": (0,)}, "mib: expected sizes above 0, found 0"), ({"scale": 1.5}, "scale: .*, found 1.5"),
     ({"repeats": 0}, "repeats of at least 1"), ({"rate_mbit": 0}, "a rate_mbit above 0"),
+    ({"mtu": 100}, "mtu: expected 576 to 65535 bytes, found 100"),
 ])  # fmt: skip
 def test_settings_that_cannot_be_are_refused_before_anything_is_measured(wrong, message):
     with pytest.raises(ValueError, match=message):
@@ -131,7 +132,7 @@ def test_hosts_that_cannot_be_made_lose_nothing_of_the_scaling_before_them(monke
         folder = ""
 
     @contextlib.contextmanager
-    def hosts(num_hosts, rate_mbit):
+    def hosts(num_hosts, **options):
         if num_hosts > 4:
             raise RuntimeError("no room")
         yield Bed()

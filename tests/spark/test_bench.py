@@ -10,13 +10,13 @@ import pytest
 from spark_dl.bench.loader import PEERS
 from tests.spark.conftest import FAST_JVM, REPOSITORY
 
-NOWHERE = ["--petastorm_python", "/nowhere/python"]
-"""Petastorm's environment, which is not looked for here: its peers have no figure then."""
+PETASTORM = REPOSITORY / ".venv-petastorm" / "bin" / "python"
+"""Without it Petastorm's loaders and converter have no figures."""
 
 
 def bench(what, *args):
     """The last line of standard output, and standard error."""
-    done = run("jobs/bench.py", what, *args, *NOWHERE)
+    done = run("jobs/bench.py", what, *args)
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
 
 
@@ -40,9 +40,10 @@ def test_the_loader_is_measured_beside_its_peers():
     assert list(result) == ["img", "tab"]
     for name, measured in result.items():
         assert set(measured) == {*PEERS, "shuffle"}
-        assert measured["petastorm_batched"] is measured["petastorm_rows"] is None
         for peer in ("spark_dl", "spark_dl_parquet", "tensor_dataset", "arrow"):
             assert measured[peer] > 0, (name, peer)
+        for peer in ("petastorm_batched", "petastorm_rows"):
+            assert measured[peer] > 0 if PETASTORM.exists() else measured[peer] is None, (name, peer)
         assert set(measured["shuffle"]) == {peer for peer in PEERS if measured[peer] is not None}
         assert measured["shuffle"]["arrow"]["displacement"] == 0  # it does not shuffle
         for peer in ("spark_dl", "spark_dl_parquet"):
@@ -56,7 +57,8 @@ def test_writing_shards_is_measured_beside_its_peers():
     assert list(result) == ["img", "tab"]
     for measured in result.values():
         assert set(measured) == {"spark_dl_s", "df_write_s", "petastorm_converter_s"}
-        assert measured["petastorm_converter_s"] is None
+        converter_s = measured["petastorm_converter_s"]
+        assert converter_s > 0 if PETASTORM.exists() else converter_s is None
         assert measured["spark_dl_s"] > 0
         assert measured["df_write_s"] > 0
     assert "petastorm_converter" in log

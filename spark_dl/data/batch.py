@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,8 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spark_dl.data.ragged import Array, Ragged, concatenate, pad
+from spark_dl.data.ragged import Array, Ragged, concatenate, pad, padded_bytes
 from spark_dl.data.schema import Column
+
+_MIB = 1 << 20
+WEIGHT_BYTES, _OFFSET_BYTES = 4, 8
 
 Batch = dict[str, Tensor]
 Prepare = Callable[[Batch, Sequence[int]], Mapping[str, Tensor]]
@@ -70,6 +75,58 @@ class BatchBuilder:
     prepare: Prepare | None = None
     pin: bool = False
     """Whether they are copied to page-locked memory, from which copies to a GPU need not be waited for."""
+    memory: int | None = None
+    """Bytes that the micro-batches of a step may have; None for any number."""
+    said_memory: str = ""
+    """What sets it, for messages."""
+
+    def bytes_of(self, parts: Sequence[StepRows], key: Sequence[int]) -> int:
+        """What `build` will make of them takes, before `prepare`; of ragged columns it goes by the rows that there are.
+
+        Raises ValueError where that is more than `memory`.
+        """
+        rows = sum(len(part.weight) for part in parts)
+        size = rows * self._fixed_bytes
+        if not self._ragged:
+            return size
+        found = {c.name: self._ragged_bytes(c, [part.cells[i] for part in parts]) for i, c in self._ragged}
+        size += sum(of_column for of_column, _ in found.values())
+        if self.memory is not None and size > self.memory:
+            name, (most, longest) = max(found.items(), key=lambda item: item[1])
+            padded, change = "", ""
+            if self.ragged == "pad":
+                padded = ", to which the others are padded"
+                change = "set data.ragged to offsets, which pads none, "
+            raise ValueError(
+                f"column {name!r}: the {rows} rows of rank {key[2]} in step {key[1]} of epoch {key[0]} take "
+                f"{most / _MIB:.0f} MiB, of {size / _MIB:.0f} MiB with all columns, and {self.said_memory}; the "
+                f"longest of them has {longest} values{padded}: {change}lower train.global_batch_size, raise "
+                "data.memory_mib, or use more ranks"
+            )
+        return size
+
+    @functools.cached_property
+    def _fixed_bytes(self) -> int:
+        """Of a row with its weight, without ragged columns."""
+        return WEIGHT_BYTES + sum(c.value_bytes for c in self.columns if not c.is_ragged)
+
+    @functools.cached_property
+    def _ragged(self) -> list[tuple[int, Column]]:
+        return [(i, c) for i, c in enumerate(self.columns) if c.is_ragged]
+
+    def _ragged_bytes(self, column: Column, cells: Sequence[Array | Ragged]) -> tuple[int, int]:
+        """Of a column in all micro-batches, and the values of its longest row. # cells: of each dataset"""
+        value_bytes = np.dtype(column.dtype).itemsize * math.prod(column.inner)
+        size, most = 0, 0
+        for pieces in zip(*(self._cut(of_dataset) for of_dataset in cells), strict=True):
+            lengths = np.concatenate([piece.lengths for piece in pieces if isinstance(piece, Ragged)])
+            longest = int(lengths.max(initial=0))
+            most = max(most, longest)
+            if self.ragged == "pad":
+                size += padded_bytes(len(lengths), longest, value_bytes)
+            else:
+                size += value_bytes * int(lengths.sum()) + _OFFSET_BYTES * (len(lengths) + 1)
+        return size, most
 
     def build(self, parts: Sequence[StepRows], key: Sequence[int]) -> list[Batch]:
         """The rows of a step in near-equal pieces, the larger ones first; of several datasets each has a piece.
@@ -88,6 +145,10 @@ class BatchBuilder:
         return batches
 
     def _pieces(self, rows: StepRows) -> list[StepRows]:
-        size, more = divmod(len(rows.weight), self.micro_batches)
+        weights, *cells = (self._cut(c) for c in (rows.weight, *rows.cells))
+        return [StepRows(piece, weight) for weight, *piece in zip(weights, *cells, strict=True)]
+
+    def _cut(self, cells: Array | Ragged) -> list[Array | Ragged]:
+        size, more = divmod(len(cells), self.micro_batches)
         bounds = [i * size + min(i, more) for i in range(self.micro_batches + 1)]
-        return [StepRows([c[a:b] for c in rows.cells], rows.weight[a:b]) for a, b in itertools.pairwise(bounds)]
+        return [cells[a:b] for a, b in itertools.pairwise(bounds)]

@@ -6,8 +6,8 @@ of everything is the plan's, whatever thread is faster. Memory is the arena's, w
 
 from __future__ import annotations
 
-import itertools
 import logging
+import math
 import queue
 import threading
 from collections import Counter, deque
@@ -20,17 +20,20 @@ import numpy as np
 
 from spark_dl.config import Config, Data
 from spark_dl.data.arena import Arena
-from spark_dl.data.batch import BatchBuilder, Prepare, StepBatches, StepRows
+from spark_dl.data.batch import WEIGHT_BYTES, BatchBuilder, Prepare, StepBatches, StepRows
 from spark_dl.data.cache import build_cache
 from spark_dl.data.manifest import ShardSet
+from spark_dl.data.memory import Memory
 from spark_dl.data.plan import FILLER, Ints, Plan, Stream, Window, check_held_out, streams_of_rank, windows_from
-from spark_dl.data.ragged import Array
+from spark_dl.data.ragged import Array, padded_bytes
 from spark_dl.data.rows import HELD_ROW_GROUPS, Part, Rows
 from spark_dl.data.schema import Column
 from spark_dl.data.sequences import SequenceRows, build_rows
 
 _log = logging.getLogger("spark_dl")
 
+READY_SHARE = 4
+"""Batches that are ready have the memory divided by this."""
 _STEPS_AT_ONCE = 16
 _GATHER_BYTES = 4 << 20
 _MIB = 1 << 20
@@ -72,10 +75,11 @@ class Loader:
             check_held_out(shards.rows, data.validation_fraction)
         self._rows = build_rows(shards, self.columns, config, part, build_cache(data))
         self._row_bytes = sum(c.value_bytes for c in self._rows.columns)
+        self._is_ragged = any(c.is_ragged for c in self.columns)
         group_bytes = shards.group_bytes(self.columns)
         self._largest_bytes = max(b for b, rows in zip(group_bytes, shards.group_rows, strict=True) if rows)
         self._group_row_bytes: tuple[float, ...] = ()
-        if any(c.is_ragged for c in self.columns):  # else the rows of all row groups are alike
+        if self._is_ragged:  # else the rows of all row groups are alike
             stored = [rows for _, _, rows in shards.row_groups]
             self._group_row_bytes = tuple(b / max(1, rows) for b, rows in zip(group_bytes, stored, strict=True))
         self.plan = Plan(
@@ -92,15 +96,21 @@ class Loader:
         reader = rank if shards.spread is None else shards.spread.part
         self._streams = streams_of_rank(data.num_streams, reader, world_size)
         self._rank = rank
-        self._build = BatchBuilder(self._rows.columns, micro_batches, data.ragged, prepare, pin).build
+        said = said_memory(data.memory_mib, num_datasets)
+        self._builder = BatchBuilder(
+            self._rows.columns, micro_batches, data.ragged, prepare, pin, memory=self._budget, said_memory=said
+        )
         # Row groups as the threads read them, and those that are held for streams that meet in them.
         one_in_hand = self._largest_bytes * _mean_decoding(self.columns)
         batch_bytes = max(1, len(self._streams) * self.plan.stream_batch * self._row_bytes)
-        self.prefetch = max(1, min(data.prefetch_batches, self._budget // 4 // batch_bytes))
-        """Batches that may be ready: as many as fit into a quarter of the memory, and one in any case."""
+        self._ready_bytes = self._budget // READY_SHARE
+        self.prefetch = max(1, min(data.prefetch_batches, self._ready_bytes // batch_bytes))
+        """Batches that may be ready: as many as fit into a quarter of the memory, and one in any case. By the mean of
+        ragged rows: where they are longer fewer are ready."""
         # Several small steps are gathered at once: what Python costs is then paid once for all of them. They are also
         # handed over at once, which wakes the training loop once, unless `prepare` takes its time with each of them.
-        self._at_once = max(1, min(_STEPS_AT_ONCE, _GATHER_BYTES // batch_bytes))
+        self._lot_bytes = min(_GATHER_BYTES, self._ready_bytes)
+        self._at_once = max(1, min(_STEPS_AT_ONCE, int(self._lot_bytes // self._most_batch_bytes())))
         self._lot = self._at_once if prepare is None else 1
         self._lots_ahead = -(-self.prefetch // self._lot)
         self._threads = max(1, min(data.reader_threads, int(self._budget // max(1, one_in_hand))))
@@ -109,19 +119,29 @@ class Loader:
 
     def epoch(self, epoch: int, start_step: int = 0) -> Generator[StepBatches, None, None]:
         """The steps of an epoch, from `start_step` on. Reading ahead stops when the iterator is closed."""
-        return read_ahead(self._batches(epoch, start_step), self._lots_ahead)
+        room = Memory(self._ready_bytes)
+        return read_ahead(self._batches(epoch, start_step, room), self._lots_ahead, room)
 
-    def _batches(self, epoch: int, start_step: int) -> Generator[list[StepBatches], None, None]:
+    def _batches(self, epoch: int, start_step: int, room: Memory) -> Generator[list[StepBatches], None, None]:
         step = start_step
         with closing(self.steps(epoch, start_step)) as lots:
             for rows in lots:
-                built = (
-                    StepBatches(i, self._build([own], (epoch, i, self._rank)), self.plan.batch_rows(i))
-                    for i, own in enumerate(rows, step)
-                )
-                while lot := list(itertools.islice(built, self._lot)):
-                    yield lot
+                sizes = [self._builder.bytes_of([own], (epoch, i, self._rank)) for i, own in enumerate(rows, step)]
+                for first, stop in _lots(sizes, self._lot, self._lot_bytes):
+                    room.take(sum(sizes[first:stop]))
+                    yield [
+                        StepBatches(
+                            step + i, self._builder.build([rows[i]], (epoch, step + i, self._rank)),
+                            self.plan.batch_rows(step + i),
+                        )
+                        for i in range(first, stop)
+                    ]  # fmt: skip
                 step += len(rows)
+
+    def _most_batch_bytes(self) -> float:
+        """Of the rank's rows of a step before they are padded: of ragged ones by the row group of the longest rows."""
+        row_bytes = max([self._row_bytes, *self._group_row_bytes])
+        return max(1, len(self._streams) * self.plan.stream_batch * (row_bytes + WEIGHT_BYTES))
 
     def steps(self, epoch: int, start_step: int = 0) -> Generator[list[StepRows], None, None]:
         """The rank's rows of the steps of an epoch, from `start_step` on, gathered by who asks for them, some at once.
@@ -146,6 +166,8 @@ class Loader:
         slot_bytes = max(self._window_bytes(r.window) for r in reads)
         streams = len(self._streams)
         batches = (self._lots_ahead + 2) * max(_GATHER_BYTES, streams * self.plan.stream_batch * self._row_bytes)
+        if self._is_ragged:
+            batches = max(batches, self._ready_bytes)
         fits = int(max(0, self._budget - batches - self._in_hand) // max(1, slot_bytes))
         num_slots = min(max(fits, streams), 2 * streams, len(reads))
         while self._spare:
@@ -200,9 +222,46 @@ def check_memory(
     if rows * row_bytes > _share_mib(data.memory_mib, num_datasets) * _MIB:
         raise ValueError(
             f"each rank has {rows} rows of {row_bytes} bytes of {shards.url} in a global batch, "
-            f"{rows * row_bytes / _MIB:.0f} MiB, and {_said_memory(data.memory_mib, num_datasets)}: lower "
+            f"{rows * row_bytes / _MIB:.0f} MiB, and {said_memory(data.memory_mib, num_datasets)}: lower "
             "train.global_batch_size, raise data.memory_mib, or use more ranks"
         )
+    if data.ragged == "pad":
+        _check_padded(shards, columns, config, rows, num_datasets)
+
+
+def _check_padded(shards: ShardSet, columns: Sequence[Column], config: Config, rows: int, num_datasets: int) -> None:
+    """Raises ValueError if a batch will not fit once it is padded, as far as that is known before it is read: a row
+    group has a row that is as long as its mean. # rows: of a rank's batch
+    """
+    memory_mib, together = config.data.memory_mib, rows // config.train.accumulation_steps
+    for column in columns if shards.filtered is None else ():
+        if not column.is_ragged:
+            continue
+        values, (shard, group, group_rows) = _longest_mean(shards, column)
+        size = padded_bytes(together, values, np.dtype(column.dtype).itemsize * math.prod(column.inner))
+        if size > _share_mib(memory_mib, num_datasets) * _MIB:
+            raise ValueError(
+                f"column {column.name!r}: the {group_rows} rows of row group {group} of {shards.shards[shard].name} in "
+                f"{shards.url} have {values} values or more on average; a batch of {together} rows that is padded to "
+                f"one of them takes {size / _MIB:.0f} MiB, and {said_memory(memory_mib, num_datasets)}: set "
+                "data.ragged to offsets, which pads none, lower train.global_batch_size, raise data.memory_mib, or use "
+                "more ranks"
+            )
+
+
+def _longest_mean(shards: ShardSet, column: Column) -> tuple[int, tuple[int, int, int]]:
+    """The most values that rows of a row group have on average, at least, and that row group: (shard, number, rows).
+
+    0 where it is not known: of others, bytes in the file are not those of the values, and empty lists count as one.
+    """
+    found = []
+    for place in shards.row_groups:
+        shard, group, rows = place
+        counts = shards.shards[shard].elements.get(column.name)
+        is_known = counts is not None and (column.codec == "list" or not shards.foreign)
+        elements = counts[group] - (rows if shards.foreign else 0) if counts is not None and is_known else 0
+        found.append((max(0, elements) // max(1, math.prod(column.inner)) // max(1, rows), place))
+    return max(found)
 
 
 def check_row_groups(shards: ShardSet, columns: Sequence[Column], memory_mib: int, num_datasets: int = 1) -> None:
@@ -214,7 +273,7 @@ def check_row_groups(shards: ShardSet, columns: Sequence[Column], memory_mib: in
         raise ValueError(
             f"row group {group} of {shards.shards[shard].name} in {shards.url} has {rows} rows of "
             f"{size // rows} bytes, {size / _MIB:.0f} MiB; a row group is read as a whole, and "
-            f"{_said_memory(memory_mib, num_datasets)}: raise it, or write the dataset with smaller row groups "
+            f"{said_memory(memory_mib, num_datasets)}: raise it, or write the dataset with smaller row groups "
             "(data.rows_per_row_group)"
         )
 
@@ -223,7 +282,8 @@ def _share_mib(memory_mib: int, num_datasets: int) -> int:
     return max(1, memory_mib // num_datasets)
 
 
-def _said_memory(memory_mib: int, num_datasets: int) -> str:
+def said_memory(memory_mib: int, num_datasets: int = 1) -> str:
+    """What sets the memory of a loader, for messages."""
     share = f", of which each of {num_datasets} datasets has {_share_mib(memory_mib, num_datasets)}"
     return f"data.memory_mib={memory_mib}{share if num_datasets > 1 else ''}"
 
@@ -242,7 +302,7 @@ def warn_of_memory(
             "each rank reads %d streams with at least %.0f MiB of a row group in memory, %.0f MiB of %s, more than "
             "%s; lower data.num_streams, use more ranks, write smaller row groups "
             "(data.rows_per_row_group), or raise data.memory_mib to say that there is room",
-            streams, segment / _MIB, streams * segment / _MIB, shards.url, _said_memory(data.memory_mib, num_datasets),
+            streams, segment / _MIB, streams * segment / _MIB, shards.url, said_memory(data.memory_mib, num_datasets),
         )  # fmt: skip
 
 
@@ -364,9 +424,23 @@ class _Cursor:
         return taken, weights
 
 
-def read_ahead(lots: Iterator[list[StepBatches]], depth: int) -> Generator[StepBatches, None, None]:
+def _lots(sizes: Sequence[int], most: int, most_bytes: int) -> Iterator[tuple[int, int]]:
+    """(First, stop) of items that go together: at most `most`, and `most_bytes` unless it is one alone."""
+    first, total = 0, 0
+    for i, size in enumerate(sizes):
+        if i > first and (i - first == most or total + size > most_bytes):
+            yield first, i
+            first, total = i, 0
+        total += size
+    if sizes:
+        yield first, len(sizes)
+
+
+def read_ahead(
+    lots: Iterator[list[StepBatches]], depth: int, room: Memory | None = None
+) -> Generator[StepBatches, None, None]:
     """The items of some lists. The iterator runs in a thread, at most `depth` lists ahead; its exceptions are raised
-    here.
+    here. From `room` it takes memory for each list before it makes it, which is given back when the list is taken.
     """
     ready: queue.Queue[list[StepBatches] | BaseException | None] = queue.Queue(maxsize=depth)
     stop = threading.Event()
@@ -396,7 +470,11 @@ def read_ahead(lots: Iterator[list[StepBatches]], depth: int) -> Generator[StepB
         while (item := ready.get()) is not None:
             if isinstance(item, BaseException):
                 raise item
+            if room is not None:
+                room.give_back()
             yield from item
     finally:
         stop.set()
+        if room is not None:
+            room.close()
         thread.join()

@@ -16,8 +16,9 @@ from typing import Any
 
 from spark_dl.config import Config
 from spark_dl.data.batch import BatchBuilder, Prepare, StepBatches, StepRows
-from spark_dl.data.loader import Loader, read_ahead
+from spark_dl.data.loader import READY_SHARE, Loader, read_ahead, said_memory
 from spark_dl.data.manifest import ShardSet
+from spark_dl.data.memory import Memory
 from spark_dl.data.plan import Plan
 from spark_dl.data.schema import Column
 from spark_dl.data.writer import Shard
@@ -146,19 +147,29 @@ class MixedLoader:
         ]
         self.plan = MixedPlan(tuple(loader.plan for loader in self._loaders))
         self._rank = rank
-        self._build = BatchBuilder(self.columns, micro_batches, config.data.ragged, prepare, pin).build
+        memory_mib = config.data.memory_mib
+        self._builder = BatchBuilder(
+            self.columns, micro_batches, config.data.ragged, prepare, pin, memory=memory_mib << 20,
+            said_memory=said_memory(memory_mib),
+        )  # fmt: skip
+        self._ready_bytes = (memory_mib << 20) // READY_SHARE
 
     def epoch(self, epoch: int, start_step: int = 0) -> Generator[StepBatches, None, None]:
         """The steps of an epoch, from `start_step` on. Reading ahead stops when the iterator is closed."""
-        return read_ahead(self._batches(epoch, start_step), min(loader.prefetch for loader in self._loaders))
+        room = Memory(self._ready_bytes)
+        return read_ahead(
+            self._batches(epoch, start_step, room), min(loader.prefetch for loader in self._loaders), room
+        )
 
-    def _batches(self, epoch: int, start_step: int) -> Generator[list[StepBatches], None, None]:
+    def _batches(self, epoch: int, start_step: int, room: Memory) -> Generator[list[StepBatches], None, None]:
         with contextlib.ExitStack() as stack:
             sources = [
                 stack.enter_context(contextlib.closing(self._endless(x, epoch, start_step))) for x in self._loaders
             ]
             for step in range(start_step, self.plan.steps):
-                batches = self._build([next(source) for source in sources], (epoch, step, self._rank))
+                parts, key = [next(source) for source in sources], (epoch, step, self._rank)
+                room.take(self._builder.bytes_of(parts, key))
+                batches = self._builder.build(parts, key)
                 yield [StepBatches(step, batches, self.plan.batch_rows(step))]
 
     def _endless(self, loader: Loader, epoch: int, start_step: int) -> Generator[StepRows, None, None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[Any]
+_LONG_ROWS = 256
+"""Mean values of rows from which on they are copied one by one: to index each value takes 24 bytes of memory for it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +46,11 @@ class Ragged:
         return tuple(self.values.shape[1:])
 
     @property
+    def alone(self) -> Ragged:
+        """A copy of these rows, without the values before and after them."""
+        return Ragged(self.own_values.copy(), self.offsets - self.offsets[0])
+
+    @property
     def own_values(self) -> Array:
         """The values of these rows alone, without those before and after them. # (total, *inner)"""
         return self.values[self.offsets[0] : self.offsets[-1]]
@@ -58,8 +66,11 @@ def from_lengths(values: Array, lengths: npt.NDArray[Any]) -> Ragged:
 
 def take(ragged: Ragged, rows: npt.NDArray[np.integer[Any]]) -> Ragged:
     """These rows, in this order, with values of their own. # rows: (n,)"""
-    lengths = ragged.lengths[rows]
-    return from_lengths(ragged.values[_positions(ragged.offsets[:-1][rows], lengths)], lengths)
+    lengths, starts = ragged.lengths[rows], ragged.offsets[:-1][rows]
+    if lengths.sum() <= _LONG_ROWS * len(rows):
+        return from_lengths(ragged.values[_positions(starts, lengths)], lengths)
+    pieces = [ragged.values[a:b] for a, b in zip(starts.tolist(), (starts + lengths).tolist(), strict=True)]
+    return from_lengths(np.concatenate(pieces), lengths)
 
 
 def pad(ragged: Ragged, length: int | None = None, fill: Any = 0) -> tuple[Array, npt.NDArray[np.bool_]]:
@@ -75,8 +86,17 @@ def pad(ragged: Ragged, length: int | None = None, fill: Any = 0) -> tuple[Array
         raise ValueError(f"row {row} has the length {int(lengths[row])}; at most {length} fit")
     mask = np.arange(length) < lengths[:, None]
     out = np.full((len(ragged), length, *ragged.inner), fill, dtype=ragged.values.dtype)
-    out[mask] = ragged.own_values
+    if lengths.sum() <= _LONG_ROWS * len(ragged):
+        out[mask] = ragged.own_values
+        return out, mask
+    for row, (a, b) in enumerate(itertools.pairwise(ragged.offsets.tolist())):
+        out[row, : b - a] = ragged.values[a:b]
     return out, mask
+
+
+def padded_bytes(rows: int, longest: int, value_bytes: int) -> int:
+    """What `pad` takes for its array and its mask."""
+    return rows * longest * (value_bytes + 1)
 
 
 def concatenate(parts: Sequence[Array | Ragged]) -> Array | Ragged:

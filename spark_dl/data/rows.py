@@ -74,7 +74,7 @@ class Rows:
                 rows = array[segment.start : segment.stop]
                 if isinstance(rows, Ragged):
                     assert isinstance(target, list)
-                    target.append(take(rows, np.arange(len(rows))))  # without the rest of the row group
+                    target.append(rows.alone)  # without the rest of the row group
                 else:
                     target[done : done + segment.rows] = rows
             done += segment.rows

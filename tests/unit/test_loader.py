@@ -1,5 +1,6 @@
 """The loader: what the plan says, with the values that were stored."""
 
+import dataclasses
 import itertools
 import os
 import re
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +18,8 @@ import torch
 
 from spark_dl import Config, Data, Train, read_shards
 from spark_dl.data.foreign import open_parquet
-from spark_dl.data.loader import Loader, read_ahead, warn_of_memory
+from spark_dl.data.loader import Loader, check_memory, read_ahead, warn_of_memory
+from spark_dl.data.mixture import MixedLoader, Mixture
 from spark_dl.data.ragged import from_lengths
 from spark_dl.data.shards import write_arrays
 from tests.datasets import write_dataset
@@ -188,10 +191,10 @@ def test_batches_that_are_ready_take_a_quarter_of_the_memory_at_most(tmp_path):
     batches = loader.epoch(0)
     next(batches)
     end = time.monotonic() + 10
-    while len(made) < 1 + 5 + 1 and time.monotonic() < end:  # taken, waiting in the queue, in the hand of the thread
+    while len(made) < 1 + 5 and time.monotonic() < end:  # taken, waiting in the queue; no other one is begun
         time.sleep(0.01)
     time.sleep(0.1)
-    assert made == list(range(7))
+    assert made == list(range(6))
     batches.close()
     assert loaders(shards, 1, config(**{**settings, "memory_mib": 512}))[0].prefetch == 8
     assert sorted(true_ids(loader)) == list(range(200))
@@ -232,9 +235,102 @@ def test_a_row_group_of_long_lists_does_not_fit_though_most_rows_are_short(tmp_p
     assert shards.group_bytes(shards.columns)[-2:] == (10 * (4 + 8 + 8), 10 * (4 * (1 << 16) + 8 + 8))
     with pytest.raises(ValueError, match=r"row group \d+ of .* has 10 rows of 262160 bytes, 3 MiB.*data.memory_mib=2"):
         loaders(shards, 1, config(memory_mib=2, encode=encode))
-    found = steps(loaders(shards, 1, config(memory_mib=3, encode=encode))[0])
+    found = steps(loaders(shards, 1, config(batch=8, memory_mib=3, encode=encode))[0])
     ids = [b["id"][b["weight"] > 0].tolist() for _, _, b in found]
     assert sorted(itertools.chain(*ids)) == list(range(300))
+
+
+LONG = 1 << 16
+
+
+@pytest.fixture
+def few_long_rows(tmp_path):
+    """Of 400 rows every 50th has 64 Ki floats, and the others one: 8 bytes of them on average are 5 KiB."""
+    lengths = np.where(np.arange(400) % 50 == 7, LONG, 1)
+    rows = {"x": from_lengths(np.repeat(np.arange(400), lengths).astype(np.float32), lengths), "id": np.arange(400)}
+    return write_dataset(str(tmp_path / "d"), rows, 100, 200)
+
+
+@pytest.mark.parametrize(
+    ("ragged", "micro_batches", "fits"), [("pad", 1, False), ("pad", 4, True), ("offsets", 1, True)]
+)
+def test_a_batch_that_does_not_fit_once_it_is_padded_is_an_error_with_both_sizes(
+    few_long_rows, ragged, micro_batches, fits
+):
+    """16 rows of 64 Ki floats with their mask are 5 MiB; of 4 micro-batches only those with a long row are long."""
+    (loader,) = loaders(
+        few_long_rows,
+        1,
+        config(batch=16, streams=1, memory_mib=4, ragged=ragged, shuffle=False),
+        micro_batches=micro_batches,
+    )
+    if fits:
+        ids = [m["id"][m["weight"] > 0].tolist() for step in loader.epoch(0) for m in step.micro_batches]
+        assert sorted(itertools.chain(*ids)) == list(range(400))
+        return
+    message = (
+        "column 'x': the 16 rows of rank 0 in step 0 of epoch 0 take 5 MiB, of 5 MiB with all columns, and "
+        "data.memory_mib=4; the longest of them has 65536 values, to which the others are padded: set data.ragged to "
+        "offsets, which pads none, lower train.global_batch_size, raise data.memory_mib, or use more ranks"
+    )
+    with pytest.raises(ValueError, match=message):
+        list(loader.epoch(0))
+    mixed = Mixture(dict.fromkeys("ab", few_long_rows))
+    settings = config(batch=16, streams=1, memory_mib=4, shuffle=False, proportions={"a": 1, "b": 1})
+    with pytest.raises(ValueError, match="the 16 rows of rank 0 in step 0 of epoch 0 take 5 MiB"):
+        list(MixedLoader(mixed, settings, rank=0, world_size=1).epoch(0))
+
+
+def test_a_batch_that_cannot_fit_once_it_is_padded_is_an_error_before_training(tmp_path):
+    """The last row group has 10 rows of 64 Ki floats on average: padded, 12 rows of 256 KiB and their mask."""
+    shards = write_dataset(str(tmp_path / "d"), {"x": unequal_lists(300, 290, LONG), "id": np.arange(300)}, 10, 300)
+    message = (
+        "column 'x': the 10 rows of row group 29 of .* have 65536 values or more on average; a batch of 12 rows that "
+        "is padded to one of them takes 4 MiB, and data.memory_mib=3: set data.ragged to offsets"
+    )
+    with pytest.raises(ValueError, match=message):
+        check_memory(shards, shards.columns, config(memory_mib=3), 1)
+    check_memory(shards, shards.columns, config(memory_mib=3), 2)
+    check_memory(shards, shards.columns, config(memory_mib=3, ragged="offsets"), 1)
+
+
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_ready_batches_of_ragged_rows_are_bounded_by_what_they_take(few_long_rows, is_mixed):
+    """Batches with a long row take 2.5 MiB, the others some bytes; a quarter of 24 MiB has room for two of them."""
+    made = []
+
+    def prepare(batch, key):
+        made.append(sum(t.nbytes for t in batch.values()))
+        return batch
+
+    settings = config(batch=8, streams=2, memory_mib=24, prefetch_batches=100, shuffle=False)
+    if is_mixed:
+        settings = dataclasses.replace(settings, data=dataclasses.replace(settings.data, proportions={"a": 1, "b": 1}))
+        mixed = Mixture(dict.fromkeys("ab", few_long_rows))
+        loader = MixedLoader(mixed, settings, rank=0, world_size=1, prepare=prepare)
+    else:
+        (loader,) = loaders(few_long_rows, 1, settings, prepare=prepare)
+    ready = []
+    for taken, _ in enumerate(loader.epoch(0), 1):
+        time.sleep(0.02)
+        ready.append(sum(made[taken:]))
+    assert 5 << 19 < max(ready) <= 24 << 18
+
+
+def test_to_read_a_few_long_rows_takes_no_more_than_the_budget_and_a_row_group_per_stream(few_long_rows):
+    """The batch that is trained on is the trainer's."""
+    settings = config(batch=8, memory_mib=8)
+    (loader,) = loaders(few_long_rows, 1, settings)
+    list(loader.epoch(0))
+    tracemalloc.start()
+    try:
+        for step in loader.epoch(1):
+            batch = sum(t.nbytes for m in step.micro_batches for t in m.values())
+            own = max(batch, 2 << 20)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak <= (8 << 20) + STREAMS * max(few_long_rows.group_bytes(few_long_rows.columns)) + own
 
 
 def test_windows_of_long_rows_are_closed_by_their_bytes(tmp_path):

@@ -175,7 +175,7 @@ def _reserve(cache: DiskCache, temporary: str, size: int) -> int | None:
     None where other downloads have taken the room.
     """
     with _locked(os.path.join(cache.folder, "lock-space")) as is_mine:
-        entries, total = _scan(cache.folder) if is_mine else ([], cache.limit_bytes)
+        entries, total = _scan(cache.folder, temporary) if is_mine else ([], cache.limit_bytes)
         for _, entry_bytes, path in sorted(entries):
             if total + size <= cache.limit_bytes:
                 break
@@ -191,11 +191,14 @@ def _reserve(cache: DiskCache, temporary: str, size: int) -> int | None:
         return descriptor
 
 
-def _scan(folder: str) -> tuple[list[tuple[int, int, str]], int]:
+def _scan(folder: str, temporary: str) -> tuple[list[tuple[int, int, str]], int]:
     """(Time of the last use, bytes, path) of the entries, and the bytes of these and of downloads that are going on.
 
-    Removes what killed downloads have left. Called by the holder of the lock, so no file is just being made.
+    Removes what killed downloads have left. Called by the holder of the lock, so no file is just being made, and before
+    a download to `temporary`, so no other one of the same file goes on: a killed process lets its lock on that go, and
+    a moment later those on what it wrote.
     """
+    own = f"{os.path.basename(temporary).partition('.tmp-')[0]}.tmp-"
     entries, total = [], 0
     for found in os.scandir(folder):
         if found.name.startswith("lock-"):
@@ -204,7 +207,7 @@ def _scan(folder: str) -> tuple[list[tuple[int, int, str]], int]:
             status = found.stat(follow_symlinks=False)
             if ".tmp-" not in found.name:
                 entries.append((status.st_atime_ns, status.st_size, found.path))
-            elif _is_abandoned(found.path):
+            elif found.name.startswith(own) or _is_abandoned(found.path):
                 os.unlink(found.path)
                 continue
         except FileNotFoundError:  # renamed, or dropped as damaged, meanwhile

@@ -1,6 +1,7 @@
 """The cache of remote files: bounded, shared, whole, and safe against whatever happens to its processes."""
 
 import contextlib
+import fcntl
 import hashlib
 import multiprocessing
 import os
@@ -167,8 +168,8 @@ def test_an_entry_that_goes_while_room_is_made_is_no_error(s3, cache, monkeypatc
         assert read(url, cache, **known) == content
     scan = cache_module._scan
 
-    def scan_and_drop(folder):  # as another process does that finds an entry damaged
-        found = scan(folder)
+    def scan_and_drop(folder, temporary):  # as another process does that finds an entry damaged
+        found = scan(folder, temporary)
         os.unlink(min(found[0])[2])
         return found
 
@@ -276,6 +277,19 @@ def test_a_process_killed_in_a_download_leaves_nothing_for_long(s3, cache):
         process.stdout.close()
     assert len(entries(cache)) == 1
     assert left not in entries(cache)
+
+
+def test_what_a_killed_process_wrote_of_the_same_file_takes_no_room_while_it_ends(s3, cache):
+    """Its locks go one by one: that on the file's name may be gone while that on what it wrote is still held."""
+    url, content, known = put(s3, "ending", 3 * MIB)
+    assert read(url, cache, **known) == content
+    (name,) = entries(cache)
+    left = os.path.join(cache.folder, f"{name}.tmp-0a1b2c3d")
+    os.rename(os.path.join(cache.folder, name), left)
+    with open(left, "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert read(url, cache, **known) == content
+        assert entries(cache) == [name]
 
 
 def test_a_download_that_stands_still_holds_up_nobody_for_long(s3, cache, monkeypatch):

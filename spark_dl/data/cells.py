@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from spark_dl.data.ragged import Array, Ragged, from_lengths
-from spark_dl.data.source import BadCellsError, SourceColumn, fill_scalar
+from spark_dl.data.source import BadCellsError, Encoding, SourceColumn, fill_scalar
 
 NO_NULLS = "no nulls; set data.nulls to drop or fill"
 _NS = {"D": 86_400_000_000_000, "s": 1_000_000_000, "ms": 1_000_000, "us": 1000, "ns": 1}
@@ -28,7 +28,8 @@ def read_cells(column: SourceColumn, array: pa.Array, shape: Shape | None = None
     Raises BadCellsError, with the column and the first bad row: a null, cells of unequal shape, a number that does not
     fit.
     """
-    array = _decoded(array)
+    if not _is_looked_up(column, array):
+        array = _decoded(array)
     if array.null_count == 0:
         return _read_present(column, array, shape)
     if column.fill is None or column.encoding.kind in ("bytes", "image"):
@@ -37,7 +38,7 @@ def read_cells(column: SourceColumn, array: pa.Array, shape: Shape | None = None
     if not present.any() and column.kind != "scalar" and not column.ragged and shape is None:
         expected = "an array that gives the length of the filled ones; drop them instead (data.nulls)"
         raise BadCellsError(column.name, 0, f"only nulls in {len(array)} rows", expected)
-    return _spread(column, _read_present(column, array.drop_null(), shape), present, leaf_type(array.type))
+    return _spread(column, _read_present(column, array.drop_null(), shape), present, _plain_type(leaf_type(array.type)))
 
 
 def leaf_type(arrow: pa.DataType) -> pa.DataType:
@@ -102,6 +103,20 @@ def _is_list(arrow: pa.DataType) -> bool:
 
 def _decoded(array: pa.Array) -> pa.Array:
     return array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
+
+
+def looks_up_words(encoding: Encoding, arrow: pa.DataType) -> bool:
+    """Whether texts that come as a dictionary stay one, as only its words become numbers."""
+    return pa.types.is_dictionary(leaf_type(arrow)) and encoding.kind in ("vocabulary", "hash")
+
+
+def _is_looked_up(column: SourceColumn, array: pa.Array) -> bool:
+    is_dictionary = pa.types.is_dictionary(array.type) and not array.dictionary.null_count
+    return is_dictionary and looks_up_words(column.encoding, array.type)
+
+
+def _plain_type(arrow: pa.DataType) -> pa.DataType:
+    return arrow.value_type if pa.types.is_dictionary(arrow) else arrow
 
 
 def _first(mask: pa.Array) -> int:
@@ -181,6 +196,8 @@ def whose(known: Shape | None) -> str:
 
 def _numbers(column: SourceColumn, values: pa.Array) -> Array:
     """The elements as they are stored; stored ones, of our own shards, are what they are. # (len(values),)"""
+    if _is_looked_up(column, values) and not values.null_count:
+        return _indices(column, values)
     values = _decoded(values)
     if values.null_count and column.fill is not None:
         values = values.fill_null(fill_scalar(column, column.fill, values.type))
@@ -242,9 +259,13 @@ def _decimals(column: SourceColumn, values: pa.Array) -> Array:
 
 
 def _indices(column: SourceColumn, strings: pa.Array) -> Array:
-    """Strings by their vocabulary or hash, which are looked up once for each distinct one."""
+    """Strings by their vocabulary or hash, which are looked up once for each distinct one.
+
+    # strings: without nulls; or a dictionary of them, which may have words that no row has
+    """
     encoding = column.encoding
-    unique = strings.dictionary_encode()
+    unique = strings if pa.types.is_dictionary(strings.type) else strings.dictionary_encode()
+    rows = unique.indices.to_numpy(zero_copy_only=False)
     words: pa.Array = unique.dictionary
     if encoding.kind == "hash":
         assert encoding.buckets is not None
@@ -255,12 +276,11 @@ def _indices(column: SourceColumn, strings: pa.Array) -> Array:
         index = pc.index_in(words, value_set=known).fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
         if encoding.unknown == "zero":
             index += 1
-        elif (index < 0).any():
-            word = int(np.argmax(index < 0))
-            row = int(np.argmax(unique.indices.to_numpy(zero_copy_only=False) == word))
+        elif (is_bad := index[rows] < 0).any():
+            row = int(np.argmax(is_bad))
             expected = f"one of {len(known)} words; data.encode.{column.name}.unknown: zero makes others 0"
-            raise BadCellsError(column.name, row, f"{words[word].as_py()!r:.80}", expected)
-    indices: Array = index[unique.indices.to_numpy(zero_copy_only=False)]
+            raise BadCellsError(column.name, row, f"{words[int(rows[row])].as_py()!r:.80}", expected)
+    indices: Array = index[rows]
     return indices
 
 

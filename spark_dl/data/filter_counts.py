@@ -7,12 +7,10 @@ open, only the columns that are still in question are read.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import logging
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -40,6 +38,7 @@ from spark_dl.data.filters import (
 )
 from spark_dl.data.foreign_files import type_at
 from spark_dl.data.manifest import ShardSet
+from spark_dl.data.memory import Memory
 from spark_dl.data.page_index import IndexedFile
 from spark_dl.data.writer import Shard
 
@@ -65,7 +64,7 @@ def filter_rows(shards: ShardSet, data: Data) -> ShardSet:
     no_nulls, finite = _columns_that_drop(shards, data)
     conditions = _conditions_of(shards, data.filters, no_nulls, finite)
     said = _text(data.filters, no_nulls, finite)
-    memory = _Memory(data.memory_mib)
+    memory = Memory(data.memory_mib << 20)
     with ThreadPoolExecutor(_READERS, thread_name_prefix="spark_dl filters") as readers:
         counted = list(readers.map(lambda shard: _count(shards.url, shard, conditions, memory), shards.shards))
     rows = tuple(itertools.chain.from_iterable(counts for counts, _ in counted))
@@ -127,10 +126,12 @@ def _read_schema(shards: ShardSet) -> pa.Schema:
         raise RuntimeError(f"cannot read {path} for data.filters: {error}") from error
 
 
-def _open(path: str, source: Any, shard: Shard) -> pq.ParquetFile:
+def _open(path: str, source: Any, shard: Shard, names: Sequence[str] = ()) -> pq.ParquetFile:
     """A shard whose footer is the one that the dataset says. # source: a file of pyarrow"""
     try:
-        return parquet.open_file(source, footer_bytes=shard.footer_bytes, footer_crc32=shard.footer_crc32)
+        return parquet.open_file(
+            source, footer_bytes=shard.footer_bytes, footer_crc32=shard.footer_crc32, as_words=names
+        )
     except (pa.ArrowException, ValueError, OSError) as error:
         raise RuntimeError(f"cannot read the footer of {path} for data.filters: {error}") from error
 
@@ -144,35 +145,7 @@ def _partition_type(values: Sequence[str]) -> pa.DataType:
     return pa.int64()
 
 
-class _Memory:
-    """What the readers may hold, all of them together."""
-
-    def __init__(self, mib: int):
-        self._mib = mib
-        self._free = mib << 20
-        self._changed = threading.Condition()
-
-    @contextlib.contextmanager
-    def of(self, what: str, size: int) -> Iterator[None]:
-        """Waits until there are `size` bytes. Raises ValueError where there never will be."""
-        if size > self._mib << 20:
-            raise ValueError(
-                f"{what} has {size / 2**20:.0f} MiB in the columns that are read to count its rows; a row group is "
-                f"read as a whole, and data.memory_mib={self._mib}: raise it, or write the dataset with smaller row "
-                "groups (data.rows_per_row_group)"
-            )
-        with self._changed:
-            self._changed.wait_for(lambda: self._free >= size)
-            self._free -= size
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._free += size
-                self._changed.notify_all()
-
-
-def _count(url: str, shard: Shard, conditions: AnyOf, memory: _Memory) -> tuple[list[int], int]:
+def _count(url: str, shard: Shard, conditions: AnyOf, memory: Memory) -> tuple[list[int], int]:
     """Rows that pass of each row group of a shard, and how many row groups were read for it."""
     left = of_partition(conditions, shard.partition)
     if left in ((), ((),)):
@@ -180,9 +153,9 @@ def _count(url: str, shard: Shard, conditions: AnyOf, memory: _Memory) -> tuple[
     path = storage.join(url, shard.name)
     try:
         with storage.open_input(path) as source:
-            file = _open(path, source, shard)
+            file = _open(path, source, shard, columns_of(left))
             _check_file(path, file, shard, left)
-            indexed = IndexedFile(source, file)
+            indexed = IndexedFile(source, file, as_words=columns_of(left))
             found = [
                 _count_row_group(path, file, indexed, group, left, memory) for group in range(len(shard.row_groups))
             ]
@@ -197,16 +170,18 @@ def _check_file(path: str, file: pq.ParquetFile, shard: Shard, conditions: AnyOf
         raise RuntimeError(f"{path} has row groups of {found} rows, where the dataset says {shard.row_groups}")
     for condition in itertools.chain.from_iterable(conditions):
         arrow = type_at(file.schema_arrow, condition.column)
-        plain = arrow.value_type if arrow is not None and pa.types.is_dictionary(arrow) else arrow
-        if plain != condition.values.type and not condition.is_of_any_type:
+        expected, plain = condition.values.type, arrow
+        if arrow is not None and pa.types.is_dictionary(arrow):  # large texts come as dictionaries of small ones
+            plain = expected if parquet.small_type(expected) == arrow.value_type else arrow.value_type
+        if plain != expected and not condition.is_of_any_type:
             raise ValueError(
                 f"data.filters: column {condition.column!r} has type {plain or 'none'} in {path} and "
-                f"{condition.values.type} in the first file; all files of a dataset must agree"
+                f"{expected} in the first file; all files of a dataset must agree"
             )
 
 
 def _count_row_group(
-    path: str, file: pq.ParquetFile, indexed: IndexedFile, group: int, conditions: AnyOf, memory: _Memory
+    path: str, file: pq.ParquetFile, indexed: IndexedFile, group: int, conditions: AnyOf, memory: Memory
 ) -> tuple[int, bool]:
     metadata = file.metadata.row_group(group)
     columns = {metadata.column(i).path_in_schema: i for i in range(metadata.num_columns)}
@@ -222,7 +197,14 @@ def _count_row_group(
         return (metadata.num_rows if left else 0), False
     asked = columns_of(left)
     chunks = [metadata.column(i) for name, i in columns.items() if any(f"{name}.".startswith(f"{a}.") for a in asked)]
-    with memory.of(f"row group {group} of {path}", sum(chunk.total_uncompressed_size for chunk in chunks)):
+    size = sum(chunk.total_uncompressed_size for chunk in chunks)
+    if size > memory.size:
+        raise ValueError(
+            f"row group {group} of {path} has {size / 2**20:.0f} MiB in the columns that are read to count its rows; a "
+            f"row group is read as a whole, and data.memory_mib={memory.size >> 20}: raise it, or write the dataset "
+            "with smaller row groups (data.rows_per_row_group)"
+        )
+    with memory.of(size):
         return int(np.count_nonzero(indexed.read_passing(group, (), left)[1])), True
 
 

@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 
 from spark_dl.checks import suggestion
 from spark_dl.data.cells import nonfinite_rows, null_rows
+from spark_dl.data.parquet import is_text
 from spark_dl.data.source import Encoding
 
 Mask = npt.NDArray[np.bool_]
@@ -145,7 +146,11 @@ def passing_rows(any_of: AnyOf, column: Callable[[str], pa.ChunkedArray], rows: 
 def _rows_that_hold(condition: Condition, stored: pa.ChunkedArray | pa.Array) -> Mask:
     """Which cells fulfil a condition. # (rows,)"""
     if pa.types.is_dictionary(stored.type):
-        stored = stored.cast(stored.type.value_type)
+        if is_text(stored.type.value_type) and not condition.is_of_any_type:
+            chunks = stored.chunks if isinstance(stored, pa.ChunkedArray) else [stored]
+            return np.concatenate([np.empty(0, np.bool_), *(_rows_by_word(condition, chunk) for chunk in chunks)])
+        if condition.op != _NOT_NULL:
+            stored = stored.cast(stored.type.value_type)
     if condition.is_of_any_type:
         bad_rows = null_rows if condition.op == _NOT_NULL else nonfinite_rows
         bad = bad_rows(stored.combine_chunks() if isinstance(stored, pa.ChunkedArray) else stored)
@@ -157,6 +162,14 @@ def _rows_that_hold(condition: Condition, stored: pa.ChunkedArray | pa.Array) ->
         if condition.op in _NEGATED:
             held = pc.and_(pc.invert(held), pc.is_valid(stored))
     return np.asarray(pc.fill_null(held, False), dtype=np.bool_)
+
+
+def _rows_by_word(condition: Condition, stored: pa.Array) -> Mask:
+    """Which cells of a dictionary fulfil a condition, which each word is looked up for once. # (rows,)"""
+    held = np.append(_rows_that_hold(condition, stored.dictionary.cast(condition.values.type)), False)
+    words = pc.fill_null(stored.indices.cast(pa.int64()), len(held) - 1).to_numpy(zero_copy_only=False)
+    rows: Mask = held[words]
+    return rows
 
 
 def without_nulls(any_of: AnyOf, types: Mapping[str, pa.DataType]) -> AnyOf:

@@ -178,7 +178,7 @@ def _sizes(footer: pq.ParquetFile, names: Sequence[str]) -> Mapping[str, tuple[t
         (i, leaf.path)
         for i, leaf in enumerate(leaves)
         if (leaf.max_repetition_level or leaf.physical_type.endswith("BYTE_ARRAY"))
-        and any(is_of(name, leaf.path) for name in names)
+        and any(parquet.is_of(name, leaf.path) for name in names)
     ]
     groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)] if varying else []
     chunks = {path: [group.column(i) for group in groups] for i, path in varying}
@@ -196,18 +196,13 @@ def _nulls(footer: pq.ParquetFile, names: Sequence[str]) -> Mapping[str, tuple[i
     return found
 
 
-def is_of(name: str, path: str) -> bool:
-    """Whether a leaf of Parquet is of the column of this name."""
-    return path == name or path.startswith(f"{name}.")
-
-
 def elements_of(name: str, file: File, *, unit: int | None) -> tuple[int, ...]:
     """The elements of a column in each row group: its values, nulls and empty lists among them, or bytes by a unit.
 
     Bytes are what they take in the file without Parquet's compression, but with its dictionaries and a codec's own:
-    less than they have where there are such.
+    less than they have where there are such, which the loader finds when it reads them.
     """
-    sizes = next((sizes for path, sizes in file.sizes.items() if is_of(name, path)), ())
+    sizes = next((sizes for path, sizes in file.sizes.items() if parquet.is_of(name, path)), ())
     return tuple(num_values if unit is None else num_bytes // unit for num_values, num_bytes in sizes)
 
 

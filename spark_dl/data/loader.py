@@ -23,10 +23,10 @@ from spark_dl.data.arena import Arena
 from spark_dl.data.batch import WEIGHT_BYTES, BatchBuilder, Prepare, StepBatches, StepRows
 from spark_dl.data.cache import build_cache
 from spark_dl.data.manifest import ShardSet
-from spark_dl.data.memory import Memory
+from spark_dl.data.memory import Ready
 from spark_dl.data.plan import FILLER, Ints, Plan, Stream, Window, check_held_out, streams_of_rank, windows_from
-from spark_dl.data.ragged import Array, padded_bytes
-from spark_dl.data.rows import HELD_ROW_GROUPS, Part, Rows
+from spark_dl.data.ragged import Array, Ragged, padded_bytes
+from spark_dl.data.rows import HELD_ROW_GROUPS, Limits, Part, Rows
 from spark_dl.data.schema import Column
 from spark_dl.data.sequences import SequenceRows, build_rows
 
@@ -73,7 +73,11 @@ class Loader:
         check_memory(shards, self.columns, config, world_size, num_datasets)
         if part != "all":
             check_held_out(shards.rows, data.validation_fraction)
-        self._rows = build_rows(shards, self.columns, config, part, build_cache(data))
+        reader = rank if shards.spread is None else shards.spread.part
+        self._streams = streams_of_rank(data.num_streams, reader, world_size)
+        said = said_memory(data.memory_mib, num_datasets)
+        limits = Limits(self._budget, self._budget // max(1, len(self._streams)), said)
+        self._rows = build_rows(shards, self.columns, config, part, build_cache(data), limits)
         self._row_bytes = sum(c.value_bytes for c in self._rows.columns)
         self._is_ragged = any(c.is_ragged for c in self.columns)
         group_bytes = shards.group_bytes(self.columns)
@@ -93,10 +97,7 @@ class Loader:
             row_bytes=self._group_row_bytes,
             window_bytes=self._budget // 4,
         )
-        reader = rank if shards.spread is None else shards.spread.part
-        self._streams = streams_of_rank(data.num_streams, reader, world_size)
         self._rank = rank
-        said = said_memory(data.memory_mib, num_datasets)
         self._builder = BatchBuilder(
             self._rows.columns, micro_batches, data.ragged, prepare, pin, memory=self._budget, said_memory=said
         )
@@ -119,10 +120,10 @@ class Loader:
 
     def epoch(self, epoch: int, start_step: int = 0) -> Generator[StepBatches, None, None]:
         """The steps of an epoch, from `start_step` on. Reading ahead stops when the iterator is closed."""
-        room = Memory(self._ready_bytes)
+        room = Ready(self._ready_bytes)
         return read_ahead(self._batches(epoch, start_step, room), self._lots_ahead, room)
 
-    def _batches(self, epoch: int, start_step: int, room: Memory) -> Generator[list[StepBatches], None, None]:
+    def _batches(self, epoch: int, start_step: int, room: Ready) -> Generator[list[StepBatches], None, None]:
         step = start_step
         with closing(self.steps(epoch, start_step)) as lots:
             for rows in lots:
@@ -153,7 +154,7 @@ class Loader:
         all_streams = self.plan.streams(epoch)
         reads = _schedule([all_streams[s] for s in self._streams], self.plan.stream_batch, start_step)
         arena = self._arena(reads)
-        with closing(_Reader(self._rows, reads, arena, self._threads)) as reader:
+        with closing(_Reader(self._rows, reads, arena, self._threads, self._slots_bytes)) as reader:
             yield from self._gather(arena, reader, start_step)
         self._spare.append(arena)
 
@@ -168,7 +169,8 @@ class Loader:
         batches = (self._lots_ahead + 2) * max(_GATHER_BYTES, streams * self.plan.stream_batch * self._row_bytes)
         if self._is_ragged:
             batches = max(batches, self._ready_bytes)
-        fits = int(max(0, self._budget - batches - self._in_hand) // max(1, slot_bytes))
+        self._slots_bytes = max(0, self._budget - batches - self._in_hand)
+        fits = int(self._slots_bytes // max(1, slot_bytes))
         num_slots = min(max(fits, streams), 2 * streams, len(reads))
         while self._spare:
             arena = self._spare.pop()
@@ -343,11 +345,13 @@ class _Reader:
     """Reads windows into free slots of the arena, in the order of need, in threads.
 
     It cannot come to a halt: each stream needs one window at a time, so with a slot for each of them the window that is
-    needed next has a slot, or a stream is about to free one.
+    needed next has a slot, or a stream is about to free one. More slots than that are used as long as windows as large
+    as the largest one so far fit into `memory`, which the footers of some files do not tell.
     """
 
-    def __init__(self, rows: Rows | SequenceRows, reads: Sequence[_Read], arena: Arena, threads: int):
+    def __init__(self, rows: Rows | SequenceRows, reads: Sequence[_Read], arena: Arena, threads: int, memory: float):
         self._rows, self._arena = rows, arena
+        self._memory, self._largest = memory, 0
         self._pending = deque(reads)
         self._free = list(range(arena.num_slots))
         self._coming: dict[int, deque[tuple[_Read, int, Future[None]]]] = {r.stream: deque() for r in reads}
@@ -376,9 +380,17 @@ class _Reader:
 
     def _submit(self) -> None:
         while self._free and self._pending:
+            used = self._arena.num_slots - len(self._free)
+            if used >= len(self._coming) and (used + 1) * self._largest > self._memory:
+                break
             read, slot = self._pending.popleft(), self._free.pop()
-            done = self._pool.submit(self._rows.read_into, read.window.segments, self._arena.slot(slot))
+            done = self._pool.submit(self._read_into, read.window, self._arena.slot(slot))
             self._coming[read.stream].append((read, slot, done))
+
+    def _read_into(self, window: Window, out: Sequence[Array | list[Ragged]]) -> None:
+        self._rows.read_into(window.segments, out)
+        ragged = (piece for column in out if isinstance(column, list) for piece in column)
+        self._largest = max(self._largest, sum(piece.own_values.nbytes for piece in ragged))
 
 
 class _Cursor:
@@ -437,7 +449,7 @@ def _lots(sizes: Sequence[int], most: int, most_bytes: int) -> Iterator[tuple[in
 
 
 def read_ahead(
-    lots: Iterator[list[StepBatches]], depth: int, room: Memory | None = None
+    lots: Iterator[list[StepBatches]], depth: int, room: Ready | None = None
 ) -> Generator[StepBatches, None, None]:
     """The items of some lists. The iterator runs in a thread, at most `depth` lists ahead; its exceptions are raised
     here. From `room` it takes memory for each list before it makes it, which is given back when the list is taken.
@@ -471,7 +483,7 @@ def read_ahead(
             if isinstance(item, BaseException):
                 raise item
             if room is not None:
-                room.give_back()
+                room.give_first_back()
             yield from item
     finally:
         stop.set()

@@ -18,7 +18,7 @@ from spark_dl.config import Config
 from spark_dl.data.batch import BatchBuilder, Prepare, StepBatches, StepRows
 from spark_dl.data.loader import READY_SHARE, Loader, read_ahead, said_memory
 from spark_dl.data.manifest import ShardSet
-from spark_dl.data.memory import Memory
+from spark_dl.data.memory import Ready
 from spark_dl.data.plan import Plan
 from spark_dl.data.schema import Column
 from spark_dl.data.writer import Shard
@@ -156,12 +156,12 @@ class MixedLoader:
 
     def epoch(self, epoch: int, start_step: int = 0) -> Generator[StepBatches, None, None]:
         """The steps of an epoch, from `start_step` on. Reading ahead stops when the iterator is closed."""
-        room = Memory(self._ready_bytes)
+        room = Ready(self._ready_bytes)
         return read_ahead(
             self._batches(epoch, start_step, room), min(loader.prefetch for loader in self._loaders), room
         )
 
-    def _batches(self, epoch: int, start_step: int, room: Memory) -> Generator[list[StepBatches], None, None]:
+    def _batches(self, epoch: int, start_step: int, room: Ready) -> Generator[list[StepBatches], None, None]:
         with contextlib.ExitStack() as stack:
             sources = [
                 stack.enter_context(contextlib.closing(self._endless(x, epoch, start_step))) for x in self._loaders

@@ -10,9 +10,11 @@ import functools
 import inspect
 import logging
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 _log = logging.getLogger("spark_dl")
@@ -20,10 +22,14 @@ _log = logging.getLogger("spark_dl")
 HAS_CHECKSUMS = "page_checksum_verification" in inspect.signature(pq.ParquetFile).parameters
 
 
-def open_file(source: Any, *, footer_bytes: int = 0, footer_crc32: int = 0) -> pq.ParquetFile:
+def open_file(
+    source: Any, *, footer_bytes: int = 0, footer_crc32: int = 0, as_words: Sequence[str] = ()
+) -> pq.ParquetFile:
     """Opens a Parquet file, local or remote, to read row groups from. # source: a file of pyarrow
 
     footer_bytes, footer_crc32: of the end of the file from the footer on; 0 bytes where they are not known.
+    as_words: columns of which texts and bytes come as Arrow's dictionaries where the file has dictionaries of them: the
+    footer does not tell how much larger they are once each cell has its own (`decoded_bytes`).
     Timestamps of 96 bits, as Spark writes them by default, become microseconds, as they are in a DataFrame: nanoseconds
     overflow after the year 2262.
     Raises ValueError for another footer. Reading a page whose checksum is wrong raises OSError.
@@ -38,7 +44,52 @@ def open_file(source: Any, *, footer_bytes: int = 0, footer_crc32: int = 0) -> p
                 "the footer's checksum does not match its bytes; the file was changed after it was written"
             )
         options["metadata"] = pq.read_metadata(pa.BufferReader(end))
-    return pq.ParquetFile(source, **options)
+    file = pq.ParquetFile(source, **options)
+    if paths := _words(file, as_words):
+        file = pq.ParquetFile(source, **{**options, "metadata": file.metadata}, read_dictionary=paths)
+    return file
+
+
+def is_of(name: str, path: str) -> bool:
+    """Whether a leaf of Parquet is of the column of this name."""
+    return path == name or path.startswith(f"{name}.")
+
+
+def _words(file: pq.ParquetFile, names: Sequence[str]) -> list[str]:
+    """The leaves of texts and bytes, among some columns, that have a dictionary in some row group."""
+    found = []
+    for i in range(len(file.schema)) if names else ():
+        leaf = file.schema.column(i)
+        if leaf.physical_type == "BYTE_ARRAY" and any(is_of(name, leaf.path) for name in names):
+            groups = (file.metadata.row_group(group) for group in range(file.metadata.num_row_groups))
+            if any("DICTIONARY" in encoding for group in groups for encoding in group.column(i).encodings):
+                found.append(leaf.path)
+    return found
+
+
+def decoded_bytes(stored: pa.ChunkedArray | pa.Array) -> int:
+    """What the texts or bytes of a column take once each cell has its own, if they came as dictionaries; else 0."""
+    total = 0
+    for chunk in stored.chunks if isinstance(stored, pa.ChunkedArray) else [stored]:
+        leaf = chunk
+        while pa.types.is_list(leaf.type) or pa.types.is_large_list(leaf.type):
+            leaf = leaf.flatten()
+        if pa.types.is_dictionary(leaf.type) and is_text(leaf.type.value_type):
+            total += pc.sum(pc.binary_length(leaf.dictionary).cast(pa.int64()).take(leaf.indices)).as_py() or 0
+    return total
+
+
+def small_type(arrow: pa.DataType) -> pa.DataType:
+    """The type of the words of a column of this type."""
+    return {pa.large_string(): pa.string(), pa.large_binary(): pa.binary()}.get(arrow, arrow)
+
+
+def is_text(arrow: pa.DataType) -> bool:
+    """Whether a type is one of texts or bytes of any length."""
+    types = pa.types
+    return bool(
+        types.is_string(arrow) or types.is_large_string(arrow) or types.is_binary(arrow) or types.is_large_binary(arrow)
+    )
 
 
 def open_writer(sink: Any, schema: pa.Schema, **options: Any) -> pq.ParquetWriter:

@@ -6,6 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -15,7 +16,9 @@ from spark_dl import storage
 from spark_dl.config import Nonfinite
 from spark_dl.data import filters, foreign_columns, foreign_files, pages, parquet, petastorm_columns, policies, schema
 from spark_dl.data.cache import DiskCache, open_input
+from spark_dl.data.cells import looks_up_words
 from spark_dl.data.manifest import ShardSet
+from spark_dl.data.memory import Memory
 from spark_dl.data.page_index import IndexedFile
 from spark_dl.data.plan import FILLER, Segment, rows_held_out, split_rows
 from spark_dl.data.ragged import Array, Ragged, from_lengths, take
@@ -24,8 +27,21 @@ from spark_dl.data.writer import Shard
 
 Part = Literal["all", "train", "validation"]
 _OPEN_FILES = 16
+_MIB = 1 << 20
 HELD_ROW_GROUPS = 2
 """Decoded row groups that are kept for streams that meet in them."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Memory for what the footers did not tell the size of."""
+
+    memory: int
+    """Bytes of all that is decoded at once, and so of each row group."""
+    window: int
+    """Bytes of a window, unless it is of one row group."""
+    said: str
+    """What sets them, for messages."""
 
 
 class Rows:
@@ -42,6 +58,7 @@ class Rows:
         cache: DiskCache | None = None,
         nonfinite: Nonfinite = "allow",
         fill: Mapping[str, Any] | None = None,
+        limits: Limits | None = None,
     ):
         """`nonfinite` is looked at for datasets that were not checked when they were written, as those of others.
 
@@ -49,6 +66,10 @@ class Rows:
         """
         self._nonfinite: Nonfinite = "allow" if shards.is_checked else nonfinite
         self._fill = fill or {}
+        self._limits, self._has_unknown = limits, False
+        asked = filters.columns_of(shards.filtered.conditions) if shards.filtered else []
+        self._names = [*(c.name for c in columns), *asked]
+        self._decoding = Memory(limits.memory if limits else 0)
         self._shards, self.columns, self._cache = shards, tuple(columns), cache
         self._seed, self._part = seed, part
         self._passing = shards.group_rows
@@ -69,15 +90,44 @@ class Rows:
         """
         done = 0
         for segment in segments:
-            arrays = self._row_group(segment)
-            for array, target in zip(arrays, out, strict=True):
-                rows = array[segment.start : segment.stop]
-                if isinstance(rows, Ragged):
-                    assert isinstance(target, list)
-                    target.append(rows.alone)  # without the rest of the row group
-                else:
-                    target[done : done + segment.rows] = rows
+            try:
+                arrays = self._row_group(segment)
+                for array, target in zip(arrays, out, strict=True):
+                    rows = array[segment.start : segment.stop]
+                    if isinstance(rows, Ragged):
+                        assert isinstance(target, list)
+                        target.append(rows.alone)  # without the rest of the row group
+                    else:
+                        target[done : done + segment.rows] = rows
+            finally:
+                self._give_back()
             done += segment.rows
+            if self._limits is not None and self._has_unknown:
+                self._check_window(segment, out, self._limits)
+
+    def _check_window(self, segment: Segment, out: Sequence[Array | list[Ragged]], limits: Limits) -> None:
+        """Raises ValueError for a window that was as large as it may be without its last row group."""
+        pieces = [column for column in out if isinstance(column, list)]
+        size = sum(piece.own_values.nbytes for column in pieces for piece in column[:-1])
+        if size > limits.window:
+            shard, group, _ = self._shards.row_groups[segment.row_group]
+            raise ValueError(
+                f"the rows of {len(pieces[0]) - 1} row groups of {self._shards.url}, those before row group {group} of "
+                f"{self._shards.shards[shard].name}, take {size / _MIB:.0f} MiB once they are decoded, more than the "
+                f"footers tell, and are to be shuffled together with more; each stream has {limits.window / _MIB:.0f} "
+                f"MiB of {limits.said}: lower data.shuffle_window_rows, or raise data.memory_mib"
+            )
+
+    def _take(self, size: int) -> None:
+        """Waits for memory to decode into, which this thread gives back when it has copied what it read."""
+        if size and self._limits is not None:
+            self._decoding.take(size)
+            self._of_thread.taken = size
+
+    def _give_back(self) -> None:
+        if size := getattr(self._of_thread, "taken", 0):
+            self._decoding.give_back(size)
+            self._of_thread.taken = 0
 
     def _row_group(self, segment: Segment) -> list[Array | Ragged]:
         """All rows of the segment's row group that are of this part."""
@@ -136,6 +186,7 @@ class Rows:
                 self._check_passing(number, kept)
             else:
                 stored = file.read(group, rest)
+            self._take(self._unknown_bytes(stored))
             partition = dict(self._shards.shards[shard].partition)
             arrays: list[Array | Ragged] = []
             for column in self.columns:
@@ -164,6 +215,27 @@ class Rows:
             of_rows = "the rows that pass data.filters of " if self._passing[number] < rows else ""
             raise RuntimeError(f"cannot read {of_rows}row group {group} of {url}: {error}") from error
 
+    def _unknown_bytes(self, stored: Mapping[str, pa.ChunkedArray]) -> int:
+        """What stored columns take once they are decoded, as far as the footer does not tell it.
+
+        Raises ValueError for more than there is memory for.
+        """
+        found = {
+            column.name: (stored[column.name].nbytes, parquet.decoded_bytes(stored[column.name]))
+            for column in self.columns
+            if column.name in stored and not looks_up_words(column.encoding, stored[column.name].type)
+        }
+        size = sum(decoded for _, decoded in found.values())
+        self._has_unknown |= size > 0
+        if self._limits is not None and size > self._limits.memory:
+            name, (held, decoded) = max(found.items(), key=lambda item: item[1][1])
+            raise ValueError(
+                f"column {name!r}: the cells have {held / _MIB:.1f} MiB with each word once, as they are stored, and "
+                f"{decoded / _MIB:.0f} MiB once they are decoded; {self._limits.said}: raise it, or write the dataset "
+                "with smaller row groups"
+            )
+        return size
+
     def _check_passing(self, number: int, passes: filters.Mask) -> None:
         """Raises ValueError unless as many rows of a row group pass as the driver counted. # passes: (stored rows,)"""
         if (found := np.count_nonzero(passes)) != self._passing[number]:
@@ -190,7 +262,7 @@ class Rows:
                 raise ValueError(
                     f"found {size} bytes, expected {stored.bytes}; the file is not the one that was opened"
                 )
-            opened[shard] = _File(source, stored)
+            opened[shard] = _File(source, stored, self._names)
             while len(opened) > _OPEN_FILES:
                 opened.popitem(last=False)
         opened.move_to_end(shard)
@@ -200,10 +272,12 @@ class Rows:
 class _File:
     """An open shard."""
 
-    def __init__(self, source: Any, shard: Shard):
+    def __init__(self, source: Any, shard: Shard, names: Sequence[str]):
         self._source = source
-        self.parquet = parquet.open_file(source, footer_bytes=shard.footer_bytes, footer_crc32=shard.footer_crc32)
-        self.indexed = IndexedFile(source, self.parquet)
+        self.parquet = parquet.open_file(
+            source, footer_bytes=shard.footer_bytes, footer_crc32=shard.footer_crc32, as_words=names
+        )
+        self.indexed = IndexedFile(source, self.parquet, as_words=names)
         self._leaves = {self.parquet.schema.column(i).path: i for i in range(len(self.parquet.schema))}
 
     def read(self, group: int, names: Sequence[str]) -> dict[str, pa.ChunkedArray]:

@@ -21,7 +21,7 @@ from spark_dl.data.cache import DiskCache
 from spark_dl.data.manifest import ShardSet
 from spark_dl.data.plan import Ints, Segment
 from spark_dl.data.ragged import Array, Ragged
-from spark_dl.data.rows import Part, Rows
+from spark_dl.data.rows import Limits, Part, Rows
 from spark_dl.data.schema import Column
 
 _READERS = 4
@@ -129,13 +129,13 @@ class SequenceRows:
 
 
 def build_rows(
-    shards: ShardSet, columns: Sequence[Column], config: Config, part: Part, cache: DiskCache | None
+    shards: ShardSet, columns: Sequence[Column], config: Config, part: Part, cache: DiskCache | None, limits: Limits
 ) -> Rows | SequenceRows:
     """What a loader reads: the rows of a dataset, or with `data.sequence_length` its sequences. Called on a worker."""
     data = config.data
     rows = Rows(
         shards, columns, data.validation_fraction, config.train.seed, part, cache=cache, nonfinite=data.nonfinite,
-        fill=data.fill,
+        fill=data.fill, limits=limits,
     )  # fmt: skip
     if not data.sequence_length:
         return rows

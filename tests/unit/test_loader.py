@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from spark_dl import Config, Data, Train, read_shards
+from spark_dl.data.filter_counts import filter_rows
 from spark_dl.data.foreign import open_parquet
 from spark_dl.data.loader import Loader, check_memory, read_ahead, warn_of_memory
 from spark_dl.data.mixture import MixedLoader, Mixture
@@ -344,6 +345,88 @@ def test_windows_of_long_rows_are_closed_by_their_bytes(tmp_path):
     assert 0 < max(sizes) <= most + 10_000
     assert max(w.rows for w in windows) > 100
     assert true_ids(loader) == true_ids(loaders(shards, 1, config(shuffle_window_rows=7, shuffle=False))[0])
+
+
+POOLS = []
+WORDS = [letter * 100_000 for letter in "abcde"]
+
+
+@pytest.fixture
+def arrow_peak():
+    """A function: the most bytes that Arrow had in the test so far."""
+    before = pa.default_memory_pool()
+    pool = pa.proxy_memory_pool(before)
+    POOLS.append(pool)  # what was read may outlive the test
+    pa.set_memory_pool(pool)
+    yield pool.max_memory
+    pa.set_memory_pool(before)
+
+
+def few_words(url, rows, group_rows):
+    """Texts of 100 kB that stand once in the file; Arrow's own schema, which tells of dictionaries, does not."""
+    cells = pa.DictionaryArray.from_arrays(np.arange(rows, dtype=np.int32) % 5, pa.array(WORDS))
+    table = pa.table({"x": cells, "id": np.arange(rows)})
+    pq.write_table(table, f"{url}/a.parquet", row_group_size=group_rows, store_schema=False)
+
+
+def words_config(kind, **data):
+    encode = {
+        "x": {"as": "bytes"} if kind == "bytes" else {"as": "vocabulary", "values": WORDS[1:], "unknown": "error"}
+    }
+    return config(batch=8, memory_mib=64, encode=encode, **data)
+
+
+def test_bytes_that_do_not_fit_once_they_are_decoded_are_an_error_with_both_sizes(tmp_path, arrow_peak):
+    """6000 texts, 572 MiB, of 1 MiB in the file."""
+    few_words(tmp_path, 6000, 6000)
+    settings = words_config("bytes")
+    shards = open_parquet(str(tmp_path), ["x", "id"], data=settings.data)
+    message = (
+        r"cannot read row group 0 of .*a.parquet: column 'x': the cells have 0.5 MiB with each word once, as they are "
+        "stored, and 572 MiB once they are decoded; data.memory_mib=64: raise it, or write the dataset with smaller "
+    )
+    with pytest.raises(RuntimeError, match=message):
+        list(loaders(shards, 1, settings)[0].epoch(0))
+    assert arrow_peak() < 20 << 20
+
+
+def test_rows_that_are_shuffled_together_fit_once_they_are_decoded(tmp_path, arrow_peak):
+    """24 row groups of 50 texts, 4.8 MiB each."""
+    few_words(tmp_path, 1200, 50)
+    settings = words_config("bytes", shuffle_window_rows=10_000)
+    shards = open_parquet(str(tmp_path), ["x", "id"], data=settings.data)
+    message = "the rows of 4 row groups of .* take 19 MiB once they are decoded.* each stream has 16 MiB of data.memory"
+    with pytest.raises(ValueError, match=message):
+        list(loaders(shards, 1, settings)[0].epoch(0))
+    found = [
+        (int(i), bytes(row[mask]))
+        for step in loaders(shards, 1, words_config("bytes", shuffle_window_rows=200))[0].epoch(0)
+        for m in step.micro_batches
+        for i, row, mask in zip(m["id"], m["x"].numpy(), m["x_mask"].numpy(), strict=True)
+    ]
+    assert sorted(i for i, _ in found) == list(range(1200))
+    assert all(text == WORDS[i % 5].encode() for i, text in found)
+    assert arrow_peak() < 64 << 20
+
+
+@pytest.mark.parametrize("page_index", [False, True])
+def test_texts_that_are_looked_up_are_not_decoded(tmp_path, arrow_peak, page_index):
+    """4800 texts, 458 MiB; of a word that filters leave out the vocabulary need not know."""
+    cells = pa.DictionaryArray.from_arrays(np.arange(6000, dtype=np.int32) * 5 // 6000, pa.array(WORDS))
+    table = pa.table({"x": cells, "id": np.arange(6000)})
+    pq.write_table(
+        table, tmp_path / "a.parquet", store_schema=False, write_page_index=page_index, write_batch_size=100,
+        data_page_size=1000, row_group_size=6000,
+    )  # fmt: skip
+    settings = words_config("vocabulary", filters=[["x", "!=", WORDS[0]], ["id", ">=", 0]])
+    shards = open_parquet(str(tmp_path), ["x", "id"], data=settings.data)
+    loader = loaders(filter_rows(shards, settings.data), 1, settings)[0]
+    found = torch.cat([torch.stack([b["id"], b["x"]])[:, b["weight"] > 0] for _, _, b in steps(loader)], dim=1)
+    assert sorted(found[0].tolist()) == list(range(1200, 6000))
+    assert torch.equal(found[1], found[0] // 1200 - 1)
+    assert arrow_peak() < 64 << 20
+    with pytest.raises(RuntimeError, match="'x': found 'aaa.*, expected one of 4 words.* first in row 0 of the row"):
+        list(loaders(shards, 1, words_config("vocabulary"))[0].epoch(0))
 
 
 MEASURE = """

@@ -128,7 +128,10 @@ def _check_finite(url: str, columns: Sequence[Column], data: Data) -> None:
 
 def _shard(file: File, columns: Sequence[Column], partition: Mapping[str, str]) -> Shard:
     elements = {c.name: elements_of(c.name, file, unit=unit_of(c)) for c in columns if c.is_ragged}
-    return Shard(file.name, file.row_groups, file.bytes, partition=tuple(partition.items()), elements=elements)
+    stored = {c.name: elements_of(c.name, file, unit=1) for c in columns if c.is_encoded}
+    return Shard(
+        file.name, file.row_groups, file.bytes, partition=tuple(partition.items()), elements=elements, stored=stored
+    )
 
 
 def _petastorm_fields(url: str, files: Sequence[File]) -> Mapping[str, Field]:

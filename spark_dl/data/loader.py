@@ -85,7 +85,8 @@ class Loader:
         self._group_row_bytes: tuple[float, ...] = ()
         if self._is_ragged:  # else the rows of all row groups are alike
             stored = [rows for _, _, rows in shards.row_groups]
-            self._group_row_bytes = tuple(b / max(1, rows) for b, rows in zip(group_bytes, stored, strict=True))
+            decoded = shards.decoded_bytes(self.columns)
+            self._group_row_bytes = tuple(b / max(1, rows) for b, rows in zip(decoded, stored, strict=True))
         self.plan = Plan(
             group_rows=self._rows.group_rows,
             global_batch_size=train.global_batch_size,

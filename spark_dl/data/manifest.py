@@ -16,7 +16,7 @@ import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 
@@ -101,18 +101,29 @@ class ShardSet:
         return tuple((s, g, rows) for s, shard in enumerate(self.shards) for g, rows in enumerate(shard.row_groups))
 
     def group_bytes(self, columns: Sequence[Column]) -> tuple[int, ...]:
-        """Bytes in memory of some columns of each row group, decoded, which is read as a whole. # (row groups,)
+        """Bytes in memory to read some columns of each row group, which is read as a whole. # (row groups,)
+
+        They are those that are decoded (`decoded_bytes`), and of encoded cells (images, say) also what is read of them.
+        """
+        encoded = [c for c in columns if c.is_encoded]
+        return tuple(
+            decoded + math.ceil(sum(c.stored_bytes(rows, self._known(s, g, c.name, "stored")) for c in encoded))
+            for decoded, (s, g, rows) in zip(self.decoded_bytes(columns), self.row_groups, strict=True)
+        )
+
+    def decoded_bytes(self, columns: Sequence[Column]) -> tuple[int, ...]:
+        """Bytes in memory of some columns of each row group, decoded. # (row groups,)
 
         Of ragged columns what is known of each row group counts; else the mean of all rows.
         """
         ragged, fixed = [c for c in columns if c.is_ragged], sum(c.value_bytes for c in columns if not c.is_ragged)
         return tuple(
-            math.ceil(rows * fixed + sum(c.group_bytes(rows, self._elements(s, g, c.name)) for c in ragged))
+            math.ceil(rows * fixed + sum(c.group_bytes(rows, self._known(s, g, c.name, "elements")) for c in ragged))
             for s, g, rows in self.row_groups
         )
 
-    def _elements(self, shard: int, group: int, name: str) -> int | None:
-        counts = self.shards[shard].elements.get(name)
+    def _known(self, shard: int, group: int, name: str, what: Literal["elements", "stored"]) -> int | None:
+        counts = getattr(self.shards[shard], what).get(name)
         return counts[group] if counts else None
 
     @property
@@ -286,16 +297,17 @@ def shard_from_plain(plain: Mapping[str, Any]) -> Shard:
             raise ValueError(f"the shard {name!r:.200}: found the {what} {value!r:.200}")
     if bad := [n for n in groups if not 0 < n < 2**31]:
         raise ValueError(f"the shard {name!r:.200}: found a row group of {bad[0]!r} rows")
-    return Shard(name, tuple(groups), size, digest, *footer, elements=_elements_from_plain(plain))
+    elements, stored = (_counts_from_plain(plain, what) for what in ("elements", "stored"))
+    return Shard(name, tuple(groups), size, digest, *footer, elements=elements, stored=stored)
 
 
-def _elements_from_plain(plain: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def _counts_from_plain(plain: Mapping[str, Any], what: str) -> dict[str, tuple[int, ...]]:
     """Of a shard from before they were kept, none."""
-    elements = plain.get("elements", {})
-    for name, counts in elements.items():
+    found = plain.get(what, {})
+    for name, counts in found.items():
         if [type(n) is int and n >= 0 for n in counts] != [True] * len(plain["row_groups"]):
-            raise ValueError(f"the shard {plain['name']!r:.200}: found the elements {counts!r:.200} of {name!r:.200}")
-    return {name: tuple(counts) for name, counts in elements.items()}
+            raise ValueError(f"the shard {plain['name']!r:.200}: found the {what} {counts!r:.200} of {name!r:.200}")
+    return {name: tuple(counts) for name, counts in found.items()}
 
 
 def prepare_folder(url: str, overwrite: bool) -> None:

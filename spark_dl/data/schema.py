@@ -71,6 +71,18 @@ class Column:
             return math.ceil(self.group_bytes(1, self.mean_size or 0))
         return np.dtype(self.dtype).itemsize * math.prod(self.inner)
 
+    @property
+    def is_encoded(self) -> bool:
+        """Whether cells are files, compressed, or texts of others, which are in memory beside what becomes of them."""
+        is_text = self.codec == "converted" and self.encoding.kind in ("vocabulary", "hash")
+        return is_text or self.codec == "image" or self.codec.startswith(("petastorm.image", "petastorm.compressed"))
+
+    def stored_bytes(self, rows: int, size: float | None = None) -> float:
+        """Bytes of encoded cells of some rows, by the mean where their `size` is not known; 0 where they are not."""
+        if not self.is_encoded:
+            return 0
+        return rows * (self.mean_size or 0) if size is None else size
+
     def group_bytes(self, rows: int, elements: float | None = None) -> float:
         """Bytes in memory of decoded rows, that have so many elements if it is ragged; else by the mean."""
         if not self.is_ragged or elements is None:

@@ -41,6 +41,8 @@ class Shard:
     """Column names and values from the names of its folders (hive), in datasets of others."""
     elements: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Of each ragged column the elements in each row group, over all axes; empty where they are not known."""
+    stored: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Of each column of encoded cells (images, say) their bytes in each row group; empty where they are not known."""
 
     @property
     def rows(self) -> int:
@@ -71,6 +73,7 @@ class ShardWriter:
         self._shards: list[Shard] = []
         self._groups: list[int] = []
         self._elements: dict[str, list[int]] = {}
+        self._stored: dict[str, list[int]] = {}
         self._file: pq.ParquetWriter | None = None
         self._sink: _HashingSink | None = None
 
@@ -138,8 +141,9 @@ class ShardWriter:
         self._file.write_table(table, row_group_size=len(arrays[0]))
         self._groups.append(len(arrays[0]))
         for column, array in zip(self.columns, arrays, strict=True):
-            if column.is_ragged and isinstance(array, Ragged):
-                self._elements.setdefault(column.name, []).append(array.own_values.size)
+            if isinstance(array, Ragged):
+                counts = self._elements if column.is_ragged else self._stored
+                counts.setdefault(column.name, []).append(array.own_values.size)
         if sum(self._groups) >= self._shard_rows:
             self._end_shard()
 
@@ -152,10 +156,13 @@ class ShardWriter:
         footer_start = self._sink.begin_footer()
         self._file.close()
         size, digest, crc32 = self._sink.finish()
-        groups, elements = tuple(self._groups), {name: tuple(counts) for name, counts in self._elements.items()}
-        shard = Shard(self._next_name(), groups, size, digest, size - footer_start, crc32, elements=elements)
+        counted = [{name: tuple(n) for name, n in counts.items()} for counts in (self._elements, self._stored)]
+        shard = Shard(
+            self._next_name(), tuple(self._groups), size, digest, size - footer_start, crc32,
+            elements=counted[0], stored=counted[1],
+        )  # fmt: skip
         self._shards.append(shard)
-        self._file, self._sink, self._groups, self._elements = None, None, [], {}
+        self._file, self._sink, self._groups, self._elements, self._stored = None, None, [], {}, {}
 
 
 class _HashingSink:

@@ -20,10 +20,15 @@ from spark_dl import Config, Data, Train, read_shards
 from spark_dl.data.filter_counts import filter_rows
 from spark_dl.data.foreign import open_parquet
 from spark_dl.data.loader import Loader, check_memory, read_ahead, warn_of_memory
+from spark_dl.data.manifest import ShardSet, commit
 from spark_dl.data.mixture import MixedLoader, Mixture
 from spark_dl.data.ragged import from_lengths
+from spark_dl.data.schema import Column
 from spark_dl.data.shards import write_arrays
+from spark_dl.data.source import Encoding
+from spark_dl.data.writer import ShardWriter
 from tests.datasets import write_dataset
+from tests.unit.test_images import png
 
 BATCH, STREAMS = 12, 4
 
@@ -345,6 +350,36 @@ def test_windows_of_long_rows_are_closed_by_their_bytes(tmp_path):
     assert 0 < max(sizes) <= most + 10_000
     assert max(w.rows for w in windows) > 100
     assert true_ids(loader) == true_ids(loaders(shards, 1, config(shuffle_window_rows=7, shuffle=False))[0])
+
+
+@pytest.mark.parametrize("kind", ["own", "plain", "texts"])
+def test_files_that_are_decoded_to_less_count_as_they_are_read(tmp_path, kind):
+    """30 images of 105 kB or more, scaled to 12 bytes; 30 texts of 110 kB, that become a number."""
+    rng = np.random.default_rng(0)
+    cells = [png((190, 185, 3), seed) for seed in range(30)]
+    encode = {"x": {"as": "image", "resize": [2, 2]}}
+    if kind == "texts":
+        cells = [bytes(rng.integers(97, 122, 110_000, dtype=np.uint8)).decode() for _ in range(30)]
+        encode = {"x": {"as": "hash", "buckets": 9}}
+    if kind == "own":
+        files = from_lengths(np.frombuffer(b"".join(cells), np.uint8), np.array([len(c) for c in cells]))
+        column = Column("x", "uint8", (2, 2, 3), "image", Encoding("image", resize=(2, 2)), 1e5)
+        writer = ShardWriter(str(tmp_path), "part-00000000-0000", (column, Column("id", "int64")), 10, 100)
+        writer.append([files, np.arange(30)])
+        commit(ShardSet(str(tmp_path), writer.columns, tuple(writer.close())))
+        shards = read_shards(str(tmp_path))
+    else:
+        pq.write_table(pa.table({"x": cells, "id": np.arange(30)}), tmp_path / "a.parquet", row_group_size=10)
+        shards = open_parquet(str(tmp_path), ["x", "id"], data=Data(encode=encode))
+    own_bytes = (8 if kind == "texts" else 12) + 8
+    for i, size in enumerate(shards.group_bytes(shards.columns)):
+        read = sum(map(len, cells[10 * i :][:10]))
+        assert read + 10 * own_bytes <= size <= 1.02 * read
+    assert shards.decoded_bytes(shards.columns) == (10 * own_bytes,) * 3
+    with pytest.raises(ValueError, match=r"row group . of .* has 10 rows of 1\d{5} bytes, 1 MiB; .*data.memory_mib=1:"):
+        loaders(shards, 1, config(memory_mib=1, encode=encode))
+    (loader,) = loaders(shards, 1, config(memory_mib=8, encode=encode))
+    assert sorted(true_ids(loader)) == list(range(30))
 
 
 POOLS = []

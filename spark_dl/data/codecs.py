@@ -6,6 +6,7 @@ import decimal
 import functools
 import io
 import math
+import struct
 import threading
 import zipfile
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from spark_dl.data.cells import NO_NULLS
 from spark_dl.data.images import OtherSizeError, read_image
@@ -21,6 +23,8 @@ from spark_dl.data.unischema import TIMES, Field
 
 _MAX_CELL_BYTES = 1 << 31
 """Most bytes that a compressed cell may unpack to."""
+_ZIP_END, _ZIP_ENTRY = struct.Struct("<4s6xH4xI2x"), struct.Struct("<4s20xI")
+"""The end of a zip archive: its magic, entries, and where its directory is; an entry's magic and unpacked size."""
 _ONE_HEADER_AT_A_TIME = threading.Lock()
 """NumPy reads the header of a `.npy` cell with `ast.literal_eval`, which raises SystemError now and then where several
 threads are in it (python/cpython#106905; Python 3.11.7 has the fault)."""
@@ -64,6 +68,35 @@ def decode(
         "image": functools.partial(_read_image, resize=resize),
     }
     return _together(field, [_read_cell(field, i, cell, readers[kind]) for i, cell in enumerate(cells)])
+
+
+def unpacked_bytes(stored: pa.ChunkedArray | pa.Array) -> int:
+    """What the compressed cells of a column unpack to, as they say it themselves. # stored: binary, or a dictionary"""
+    total = 0
+    for chunk in stored.chunks if isinstance(stored, pa.ChunkedArray) else [stored]:
+        is_dictionary = pa.types.is_dictionary(chunk.type)
+        cells = chunk.dictionary if is_dictionary else chunk
+        sizes = pa.array([_unpacked_bytes(cell.as_buffer()) if cell.is_valid else 0 for cell in cells], pa.int64())
+        total += pc.sum(sizes.take(chunk.indices) if is_dictionary else sizes).as_py() or 0
+    return total
+
+
+def _unpacked_bytes(cell: Any) -> int:
+    """Of a zip archive of one file, by its directory; 0 for what is none, which is an error once it is read."""
+    content = memoryview(cell)
+    end = len(content) - _ZIP_END.size
+    if end < 0 or (found := _ZIP_END.unpack_from(content, end))[0] != b"PK\5\6":
+        return 0
+    count, at = found[1:]
+    if count == 1 and at + _ZIP_ENTRY.size <= end:
+        magic, size = _ZIP_ENTRY.unpack_from(content, at)
+        if magic == b"PK\1\2" and size < 0xFFFFFFFF:
+            return int(size)
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            return sum(entry.file_size for entry in archive.infolist())
+    except Exception:  # what `zipfile` raises for bytes that are no archive is not defined
+        return 0
 
 
 def _bad_cell(field: Field, row: int, found: str, expected: str) -> ValueError:
@@ -263,7 +296,8 @@ def _read_npz(field: Field, cell: memoryview) -> Array:
         entry = archive.getinfo("arr.npy")
         if entry.file_size > _MAX_CELL_BYTES:
             raise ValueError(f"an array of {entry.file_size} bytes; at most {_MAX_CELL_BYTES} are unpacked")
-        return _read_npy(field, memoryview(archive.read(entry)))
+        with archive.open(entry) as file:  # `archive.read` would unpack more than the directory says
+            return _read_npy(field, memoryview(file.read(entry.file_size)))
 
 
 def _read_image(field: Field, cell: memoryview, *, resize: Sequence[int] | None) -> Array:

@@ -86,9 +86,13 @@ def decode(column: Column, stored: pa.ChunkedArray) -> Array | Ragged:
     if isinstance(cells, np.ndarray):
         return cells
     if column.is_ragged:
-        present = [cell for cell in cells if cell is not None and len(cell)]
-        values = np.concatenate(present) if present else np.empty((0, *column.inner), dtype=column.dtype)
-        return from_lengths(values, np.array([0 if cell is None else len(cell) for cell in cells], dtype=np.int64))
+        lengths = np.array([0 if cell is None else len(cell) for cell in cells], dtype=np.int64)
+        values, start = np.empty((int(lengths.sum()), *column.inner), dtype=column.dtype), 0
+        for row, length in enumerate(lengths.tolist()):
+            if length:
+                values[start : start + length] = cells[row]
+            start, cells[row] = start + length, None  # it is not needed twice
+        return from_lengths(values, lengths)
     filled = np.full((len(cells), *column.inner), column.fill, dtype=column.dtype)
     for row, cell in enumerate(cells):
         if cell is not None:

@@ -14,7 +14,17 @@ import pyarrow as pa
 
 from spark_dl import storage
 from spark_dl.config import Nonfinite
-from spark_dl.data import filters, foreign_columns, foreign_files, pages, parquet, petastorm_columns, policies, schema
+from spark_dl.data import (
+    codecs,
+    filters,
+    foreign_columns,
+    foreign_files,
+    pages,
+    parquet,
+    petastorm_columns,
+    policies,
+    schema,
+)
 from spark_dl.data.cache import DiskCache, open_input
 from spark_dl.data.cells import looks_up_words
 from spark_dl.data.manifest import ShardSet
@@ -221,7 +231,7 @@ class Rows:
         Raises ValueError for more than there is memory for.
         """
         found = {
-            column.name: (stored[column.name].nbytes, parquet.decoded_bytes(stored[column.name]))
+            column.name: (stored[column.name].nbytes, _unknown_bytes(column, stored[column.name]))
             for column in self.columns
             if column.name in stored and not looks_up_words(column.encoding, stored[column.name].type)
         }
@@ -230,8 +240,8 @@ class Rows:
         if self._limits is not None and size > self._limits.memory:
             name, (held, decoded) = max(found.items(), key=lambda item: item[1][1])
             raise ValueError(
-                f"column {name!r}: the cells have {held / _MIB:.1f} MiB with each word once, as they are stored, and "
-                f"{decoded / _MIB:.0f} MiB once they are decoded; {self._limits.said}: raise it, or write the dataset "
+                f"column {name!r}: the cells have {held / _MIB:.1f} MiB as they are stored, and {decoded / _MIB:.0f} "
+                f"MiB once they are decoded; {self._limits.said}: raise it, or write the dataset "
                 "with smaller row groups"
             )
         return size
@@ -303,6 +313,12 @@ class _File:
 def _one_row(column: Column, cell: Array) -> Array | Ragged:
     """A cell as the rows of a column."""
     return from_lengths(cell, np.array([len(cell)])) if column.is_ragged else cell[None]
+
+
+def _unknown_bytes(column: Column, stored: pa.ChunkedArray) -> int:
+    """What cells take once they are decoded beyond what the footer tells: dictionaries, and compressed arrays."""
+    is_compressed = column.codec.startswith("petastorm.compressed")
+    return parquet.decoded_bytes(stored) + (codecs.unpacked_bytes(stored) if is_compressed else 0)
 
 
 def _decode(column: Column, stored: Any) -> Array | Ragged:

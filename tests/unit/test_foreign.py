@@ -4,6 +4,7 @@ import datetime
 import io
 import json
 import os
+import tracemalloc
 import zlib
 from dataclasses import replace
 from decimal import Decimal
@@ -709,3 +710,45 @@ def test_a_null_in_a_field_of_petastorm_is_an_error_with_its_row(tmp_path):
     shards = open_parquet(str(tmp_path), ["maybe"], data=data)  # as the rows with nulls may not pass
     with pytest.raises(RuntimeError, match=r"row group 0 of .*kind=c/0.parquet: column 'maybe': found 1 null.*row 1"):
         columns_of(shards, "maybe")
+
+
+@pytest.mark.parametrize("use_dictionary", [False, True])
+@pytest.mark.parametrize("is_ragged", [False, True])
+def test_compressed_arrays_that_do_not_fit_are_an_error_before_they_are_unpacked(tmp_path, is_ragged, use_dictionary):
+    """20 cells of 2 MB of zeros, of 2 kB each in the file; a batch of 4 of them fits, and so does a row group of 5."""
+    cell = np.zeros((500_000,), np.float32)
+    (packed,) = npy_cells(cell, write=lambda out, a: np.savez_compressed(out, arr=a))
+    table = pa.table({"x": pa.array([packed] * 20), "id": range(20)})
+    fields = Field("x", "float32", (None,), Codec("compressed_ndarray")), Field("id", "int64", (), None)
+    encode = {"x": {"ragged": is_ragged}}
+
+    def batches(group_rows, memory_mib):
+        pq.write_table(table, tmp_path / "0.parquet", row_group_size=group_rows, use_dictionary=use_dictionary)
+        write_common_metadata(
+            str(tmp_path), table.schema, unischema=Unischema("Schema", fields),
+            row_groups_per_file={"0.parquet": 20 // group_rows},
+        )  # fmt: skip
+        data = Data(
+            features=("x",), label="id", num_streams=2, encode=encode, memory_mib=memory_mib, shuffle_window_rows=5
+        )
+        shards = open_parquet(str(tmp_path), ["x", "id"], data=data)
+        loader = Loader(shards, Config(data=data, train=Train(global_batch_size=4)), rank=0, world_size=1)
+        return [m for step in loader.epoch(0) for m in step.micro_batches]
+
+    found = batches(5, 16)
+    assert sorted(int(i) for m in found for i in m["id"]) == list(range(20))
+    assert all(m["x"].shape == (4, 500_000) and not m["x"].any() for m in found)
+    del found
+    match = "row group 0 of .* has 20 rows of 20\\d{5} bytes, 38 MiB; .*data.memory_mib=16: raise it"
+    if is_ragged:
+        match = (
+            r"cannot read row group 0 of .*0.parquet: column 'x': the cells have 0.\d MiB as they are stored, and \d\d "
+            "MiB once they are decoded; data.memory_mib=16: raise it, or write the dataset with smaller row groups"
+        )
+    tracemalloc.start()
+    try:
+        with pytest.raises(RuntimeError if is_ragged else ValueError, match=match):
+            batches(20, 16)
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()

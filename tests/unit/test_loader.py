@@ -417,7 +417,7 @@ def test_bytes_that_do_not_fit_once_they_are_decoded_are_an_error_with_both_size
     settings = words_config("bytes")
     shards = open_parquet(str(tmp_path), ["x", "id"], data=settings.data)
     message = (
-        r"cannot read row group 0 of .*a.parquet: column 'x': the cells have 0.5 MiB with each word once, as they are "
+        r"cannot read row group 0 of .*a.parquet: column 'x': the cells have 0.5 MiB as they are "
         "stored, and 572 MiB once they are decoded; data.memory_mib=64: raise it, or write the dataset with smaller "
     )
     with pytest.raises(RuntimeError, match=message):

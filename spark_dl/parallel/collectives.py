@@ -28,8 +28,8 @@ from spark_dl.parallel.rounds import (
     tree_rounds,
 )
 
-_PIECES_PER_CHUNK = 4  # of the ring's chunks; more overlap better, and cost more wake-ups
-_MIN_PIECE_BYTES, _MAX_PIECE_BYTES = 128 << 10, 1 << 20
+_PIECES_PER_CHUNK = 2  # of the ring's chunks; more overlap better, and cost more wake-ups
+_MIN_PIECE_BYTES, _MAX_PIECE_BYTES = 128 << 10, 4 << 20
 _AHEAD = 8  # receives that are posted at a time
 _TAG = 0x5DA11  # apart from those of other messages on the same group
 

@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from spark_dl.bench.peer import Epoch, Peer, answers, serve
+from spark_dl.bench.peer import Epoch, Peer, answers, petastorm_command, serve
 
 BATCH = 256
 WINDOW_ROWS = 1 << 17
@@ -114,7 +114,7 @@ def _measure_peers(folder: str, order: np.ndarray[Any, Any], repeats: int, petas
 
 def _command(name: str, folder: str, petastorm_python: str) -> list[str]:
     if name.startswith("petastorm"):
-        return [petastorm_python, "-W", "ignore", str(Path(__file__).with_name("petastorm_peer.py")), name, folder]
+        return petastorm_command(petastorm_python, name, folder)
     return [sys.executable, "-m", "spark_dl.bench.loader", name, folder]
 
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -57,6 +58,14 @@ class Peer:
 
     def _say(self, what: str) -> None:
         print(f"{self._name} is left out: {what}", file=sys.stderr)
+
+
+def petastorm_command(python: str, *arguments: str) -> list[str]:
+    """That of a peer in Petastorm's environment, which has a Spark of its own, whatever these variables say."""
+    of_another = ("SPARK_HOME", "SPARK_CONF_DIR", "SPARK_REMOTE", "SPARK_CONNECT_MODE_ENABLED")
+    without = [word for name in of_another for word in ("-u", name)]
+    script = str(Path(__file__).with_name("petastorm_peer.py"))
+    return ["env", *without, python, "-W", "ignore", script, *arguments]
 
 
 def serve(answer: Callable[[str], dict[str, Any]]) -> None:

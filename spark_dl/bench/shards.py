@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spark_dl.bench.loader import image_rows, table_rows, write_parquet
-from spark_dl.bench.peer import Peer
+from spark_dl.bench.peer import Peer, petastorm_command
 from spark_dl.config import Data
 from spark_dl.data.shards import write_shards
 
@@ -32,10 +32,7 @@ def measure(spark: SparkSession, *, repeats: int, scale: float = 1.0, petastorm_
             write_parquet(source, rows)
             columns, cores = tuple(rows), str(spark.sparkContext.defaultParallelism)
             rows.clear()
-            script = str(Path(__file__).with_name("petastorm_peer.py"))
-            converter = Peer(
-                "petastorm_converter", [petastorm_python, "-W", "ignore", script, "converter", source, cores]
-            )
+            converter = Peer("petastorm_converter", petastorm_command(petastorm_python, "converter", source, cores))
             try:
                 df = spark.read.parquet(f"{source}/parquet").cache()
                 df.count()

@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -177,9 +178,9 @@ class LetsDown:
             if self.how == "raises":
                 raise ZeroDivisionError("the culprit")
             if self.how == "sleeps":
-                time.sleep(7)
+                time.sleep(9)
             if self.how == "is frozen":
-                waker = subprocess.Popen(["sh", "-c", f"sleep 7; kill -CONT {os.getpid()}"])
+                waker = subprocess.Popen(["sh", "-c", f"sleep 9; kill -CONT {os.getpid()}"])
                 os.kill(os.getpid(), signal.SIGSTOP)
                 waker.wait()
         return F.cross_entropy(output, label, reduction="none")
@@ -206,11 +207,11 @@ def test_a_rank_that_lets_the_others_down_ends_all(tmp_path, how, timeout_s):
     run = make_run(tmp_path, config, spec=ModelSpec(build=build_mlp, loss=LetsDown(how)))
     outcomes = run_ranks(outcome, 3, run)
     culprit = outcomes.pop(1)[0]
-    assert culprit.startswith("ZeroDivisionError: the culprit" if how == "raises" else SHUT_DOWN)
-    assert all(ended.startswith((SHUT_DOWN, LATE)) for ended, _ in outcomes)
-    if how == "sleeps":  # the first to notice says so
-        assert any(ended.startswith(LATE) for ended, _ in outcomes)
-    assert max(seconds for _, seconds in outcomes) < 6.5  # they did not wait for it to come back
+    first = "ZeroDivisionError: the culprit" if how == "raises" else LATE
+    assert first in culprit or culprit.startswith(SHUT_DOWN)
+    for ended, _ in outcomes:  # as the first one to notice it has told the others, unless Horovod itself noticed
+        assert first in ended or (how == "is frozen" and ended.startswith(SHUT_DOWN))
+    assert max(seconds for _, seconds in outcomes) < 8  # they did not wait for it to come back
     again = make_run(tmp_path, config_of(3), spec=MLP, name="again", train=run.train)
     assert [ended for ended, _ in run_ranks(outcome, 3, again)] == [12, 12, 12]
 
@@ -227,5 +228,5 @@ def test_a_rank_without_horovod_says_what_to_do_and_the_others_do_not_wait_for_l
     run = make_run(tmp_path, config_of(2, launch={"start_timeout_s": 2}))
     (waited, seconds), (lacks, _) = run_ranks(outcome_without_horovod_on_rank_1, 2, run)
     assert lacks.startswith("ValueError: parallel.strategy: horovod is not installed in this Python; build it")
-    assert waited.startswith("DistStoreError")
+    assert waited == f"RuntimeError: rank 1 on {socket.gethostname()} failed: {lacks}"
     assert seconds < 6

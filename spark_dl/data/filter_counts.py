@@ -36,7 +36,7 @@ from spark_dl.data.filters import (
     without_nonfinite,
     without_nulls,
 )
-from spark_dl.data.foreign_files import type_at
+from spark_dl.data.foreign_files import check_in_all, type_at
 from spark_dl.data.manifest import ShardSet
 from spark_dl.data.memory import Memory
 from spark_dl.data.page_index import IndexedFile
@@ -102,13 +102,9 @@ def _conditions_of(shards: ShardSet, filters: Sequence[Any], no_nulls: Sequence[
             types[name] = _partition_type([partition[name] for partition in partitions])
         elif arrow is not None and not any(name in partition for partition in partitions):
             types[name] = arrow
-        elif some := next((shard.name for shard in shards.shards if name in dict(shard.partition)), None):
-            other = next(shard.name for shard in shards.shards if name not in dict(shard.partition))
-            raise ValueError(
-                f"data.filters: column {name!r} is in {some} and not in {other} of {shards.url}; all files of a "
-                f"dataset must have it, or be in folders {name}=..."
-            )
         else:
+            has = {shard.name: name in dict(shard.partition) for shard in shards.shards}
+            check_in_all(shards.url, name, has, key="data.filters: ")
             near = suggestion(name, [*schema.names, *partitions[0]])
             raise ValueError(f"data.filters: no column {name!r} in the dataset {shards.url}{near}")
     stored = {c.name: c.encoding for c in shards.columns if c.codec == "scalar"}  # in our own shards numbers mean more

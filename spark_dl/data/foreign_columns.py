@@ -17,7 +17,7 @@ from spark_dl.checks import suggestion
 from spark_dl.config import Data
 from spark_dl.data import cells, parquet, schema
 from spark_dl.data.filters import NULL_PARTITION
-from spark_dl.data.foreign_files import File, elements_of, names_below, stored_column, type_at
+from spark_dl.data.foreign_files import File, check_in_all, elements_of, names_below, stored_column, type_at
 from spark_dl.data.petastorm_columns import is_text_or_time, petastorm_column, shape_of
 from spark_dl.data.ragged import Array
 from spark_dl.data.schema import Column
@@ -53,15 +53,7 @@ def foreign_column(
         of_petastorm = fields[name].dtype if name in fields else ""
         dtype = of_petastorm if of_petastorm in NUMBERS and "complex" not in of_petastorm else "int64"
         return _partition_column(name, values, dtype, settings, data)
-    has = {f.name: name in partitions[f.name] or type_at(f.schema, name) is not None for f in files}
-    if any(has.values()):
-        there, missing = (
-            next(file for file, is_there in has.items() if is_there == wanted) for wanted in (True, False)
-        )
-        raise ValueError(
-            f"column {name!r} is in {there} and not in {missing} of {url}; all files of a dataset must have it, or be "
-            f"in folders {name}=..."
-        )
+    check_in_all(url, name, {f.name: name in partitions[f.name] or type_at(f.schema, name) is not None for f in files})
     known = [*names_below(files[0].schema), *next(iter(partitions.values()))]
     if name in known:
         raise ValueError(f"column {name!r}: {HAS_DOT}")

@@ -231,6 +231,19 @@ def type_at(arrow: pa.Schema, name: str) -> pa.DataType | None:
     return found
 
 
+def check_in_all(url: str, name: str, has: Mapping[str, bool], *, key: str = "") -> None:
+    """Raises ValueError for a column that some files have, and others have not.
+
+    `has` is by the names of the files, `key` what begins the message: the setting that asks for the column.
+    """
+    there, missing = ([file for file, is_there in has.items() if is_there == wanted] for wanted in (True, False))
+    if there and missing:
+        raise ValueError(
+            f"{key}column {name!r} is in {there[0]} and not in {missing[0]} of {url}; all files of a dataset must have "
+            f"it, or be in folders {name}=..."
+        )
+
+
 def without_nullability(arrow: pa.DataType | None) -> pa.DataType | None:
     """The type, whose elements and fields may be null: what no value tells is not a difference between files."""
     types = pa.types

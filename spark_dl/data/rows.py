@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -287,8 +288,13 @@ class _File:
         self.parquet = parquet.open_file(
             source, footer_bytes=shard.footer_bytes, footer_crc32=shard.footer_crc32, as_words=names
         )
-        self.indexed = IndexedFile(source, self.parquet, as_words=names)
+        self._names = names
         self._leaves = {self.parquet.schema.column(i).path: i for i in range(len(self.parquet.schema))}
+
+    @functools.cached_property
+    def indexed(self) -> IndexedFile:
+        """For row groups that are read in part."""
+        return IndexedFile(self._source, self.parquet, as_words=self._names)
 
     def read(self, group: int, names: Sequence[str]) -> dict[str, pa.ChunkedArray]:
         """The stored cells of some columns, whole."""

@@ -12,6 +12,7 @@ import numpy as np
 
 from spark_dl.data.plan import Ints
 from spark_dl.data.ragged import Array, Ragged, concatenate, take
+from spark_dl.data.recycled import Recycled
 from spark_dl.data.schema import Column
 
 
@@ -27,6 +28,7 @@ class Arena:
             else np.empty((rows, *c.inner), dtype=c.dtype)
             for c in columns
         ]
+        self._gathered = [Recycled() for _ in columns]
 
     def slot(self, number: int) -> list[Array | list[Ragged]]:
         """Where a window is written to: an array, # (slot_rows, *cell), or for a ragged column a list of its pieces."""
@@ -53,11 +55,11 @@ class Arena:
         # positions: (steps, rows) -> (steps, rows, *cell)
         """
         out: list[Array | list[Ragged]] = []
-        for column in self._columns:
+        for column, memory in zip(self._columns, self._gathered, strict=True):
             if isinstance(column, _Lists):
                 out.append([column.take(p) for p in positions])
             else:
-                target = np.empty((*positions.shape, *column.shape[1:]), dtype=column.dtype)
+                target = memory.take((*positions.shape, *column.shape[1:]), column.dtype)
                 np.take(column, positions, axis=0, out=target, mode="clip")  # with "raise" NumPy would copy twice
                 out.append(target)
         return out

@@ -211,6 +211,7 @@ def _cells(name: str, paths: Sequence[str]) -> Iterator[tuple[str, pa.Array]]:
     """The cells of a column, one by one, and the file of each. # (1,)"""
     for path in paths:
         with storage.open_input(path) as file:
-            for batch in parquet.open_file(file).iter_batches(_ROWS_AT_ONCE, columns=[name], use_threads=False):
+            opened = parquet.open_file(file, buffered=storage.is_local(path))
+            for batch in opened.iter_batches(_ROWS_AT_ONCE, columns=[name], use_threads=False):
                 stored = stored_column(pa.Table.from_batches([batch]), name).combine_chunks()
                 yield from ((path, stored.slice(i, 1)) for i in range(len(stored)))

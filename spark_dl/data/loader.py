@@ -12,7 +12,7 @@ import queue
 import threading
 from collections import Counter, deque
 from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -26,7 +26,7 @@ from spark_dl.data.manifest import ShardSet
 from spark_dl.data.memory import Ready
 from spark_dl.data.plan import FILLER, Ints, Plan, Stream, Window, check_held_out, streams_of_rank, windows_from
 from spark_dl.data.ragged import Array, Ragged, padded_bytes
-from spark_dl.data.rows import HELD_ROW_GROUPS, Limits, Part, Rows
+from spark_dl.data.rows import HELD_ROW_GROUPS, Limits, Part, Rows, is_sliced
 from spark_dl.data.schema import Column
 from spark_dl.data.sequences import SequenceRows, build_rows
 
@@ -37,9 +37,12 @@ READY_SHARE = 4
 _STEPS_AT_ONCE = 16
 _GATHER_BYTES = 4 << 20
 _MIB = 1 << 20
-_DECODING = {"list": 4, "vector": 4}
-"""Memory to read a column by its codec, over that of its values: of lists Arrow holds encoded pages, levels and values
-that grow. Measured with pyarrow 26: 45 MiB for lists of 11 MiB."""
+_DECODING = {"list": 3, "vector": 3}
+"""Memory to read a column by its codec, over that of its values, beyond them: of lists Arrow holds encoded pages,
+levels and values that grow. Measured with pyarrow 26: 45 MiB for lists of 11 MiB."""
+_SLICED_DECODING_BYTES = 24 << 20
+"""The same for lists that are decoded in slices, at most: 5 MiB are held at a time, and Arrow's allocator (mimalloc)
+keeps several times that for each thread until the thread ends."""
 
 
 class Loader:
@@ -103,7 +106,7 @@ class Loader:
             self._rows.columns, micro_batches, data.ragged, prepare, pin, memory=self._budget, said_memory=said
         )
         # Row groups as the threads read them, and those that are held for streams that meet in them.
-        one_in_hand = self._largest_bytes * _mean_decoding(self.columns)
+        one_in_hand = self._largest_bytes + _decoding_bytes(shards, self.columns, self._largest_bytes)
         batch_bytes = max(1, len(self._streams) * self.plan.stream_batch * self._row_bytes)
         self._ready_bytes = self._budget // READY_SHARE
         self.prefetch = max(1, min(data.prefetch_batches, self._ready_bytes // batch_bytes))
@@ -309,10 +312,13 @@ def warn_of_memory(
         )  # fmt: skip
 
 
-def _mean_decoding(columns: Sequence[Column]) -> float:
-    """How much more memory it takes to read rows than they have."""
-    sizes = [c.value_bytes for c in columns]
-    return sum(_DECODING.get(c.codec, 1) * n for c, n in zip(columns, sizes, strict=True)) / max(1, sum(sizes))
+def _decoding_bytes(shards: ShardSet, columns: Sequence[Column], size: int) -> float:
+    """Memory to decode a row group, beyond that of its values. # size: theirs, in bytes"""
+    sizes = {c.name: _DECODING.get(c.codec, 0) * c.value_bytes * size for c in columns}
+    in_slices = [c.name for c in columns if is_sliced(c) and shards.filtered is None]
+    sliced = sum(sizes.pop(name) for name in in_slices) / max(1, sum(c.value_bytes for c in columns))
+    whole = sum(sizes.values()) / max(1, sum(c.value_bytes for c in columns))
+    return whole + min(sliced, _SLICED_DECODING_BYTES)
 
 
 @dataclass(frozen=True)
@@ -357,7 +363,11 @@ class _Reader:
         self._free = list(range(arena.num_slots))
         self._coming: dict[int, deque[tuple[_Read, int, Future[None]]]] = {r.stream: deque() for r in reads}
         self._left = Counter(r.stream for r in reads)
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="spark_dl reader")
+        self._asked: queue.SimpleQueue[tuple[Window, int, Future[None]] | None] = queue.SimpleQueue()
+        names = [f"spark_dl reader {i}" for i in range(threads)]
+        self._threads = [threading.Thread(target=self._work, name=name, daemon=True) for name in names]
+        for thread in self._threads:
+            thread.start()
         self._submit()
 
     def has_more(self, stream: int) -> bool:
@@ -377,7 +387,14 @@ class _Reader:
         self._submit()
 
     def close(self) -> None:
-        self._pool.shutdown(cancel_futures=True)
+        """Ends the threads, once they have read what they are at."""
+        for coming in self._coming.values():
+            for _, _, done in coming:
+                done.cancel()
+        for _ in self._threads:
+            self._asked.put(None)
+        for thread in self._threads:
+            thread.join()
 
     def _submit(self) -> None:
         while self._free and self._pending:
@@ -385,8 +402,21 @@ class _Reader:
             if used >= len(self._coming) and (used + 1) * self._largest > self._memory:
                 break
             read, slot = self._pending.popleft(), self._free.pop()
-            done = self._pool.submit(self._read_into, read.window, self._arena.slot(slot))
+            done: Future[None] = Future()
             self._coming[read.stream].append((read, slot, done))
+            self._asked.put((read.window, slot, done))
+
+    def _work(self) -> None:
+        while (asked := self._asked.get()) is not None:
+            window, slot, done = asked
+            if not done.set_running_or_notify_cancel():
+                continue
+            try:
+                self._read_into(window, self._arena.slot(slot))
+                done.set_result(None)
+            except BaseException as error:  # raised again by who waits for the window
+                done.set_exception(error)
+        self._rows.end_thread()
 
     def _read_into(self, window: Window, out: Sequence[Array | list[Ragged]]) -> None:
         self._rows.read_into(window.segments, out)

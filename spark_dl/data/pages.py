@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from spark_dl.data.recycled import Recycled
 from spark_dl.data.thrift import read_struct, value_of
 
 try:
@@ -27,46 +28,25 @@ _WIDTHS = {"INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8}
 _LENGTH_BYTES = 4
 
 
-class Scratch:
-    """Memory of a thread that is used again for each row group: fresh memory costs more than reading into it does."""
-
-    def __init__(self) -> None:
-        self._blocks: list[bytearray] = []
-        self._used = 0
-
-    def clear(self) -> None:
-        """All of it may be used again: what was read before is not needed any more."""
-        self._used = 0
-
-    def take(self, size: int) -> memoryview:
-        """Bytes that nothing else has until `clear`."""
-        if self._used == len(self._blocks):
-            self._blocks.append(bytearray(size))
-        if len(self._blocks[self._used]) < size:
-            self._blocks[self._used] = bytearray(size)
-        self._used += 1
-        return memoryview(self._blocks[self._used - 1])[:size]
-
-
-def read_plain(
-    source: Any, chunk: Any, *, levels: int, cell_bytes: int, rows: int, scratch: Scratch | None = None
-) -> Bytes | None:
+def read_plain(source: Any, chunk: Any, *, levels: int, cell_bytes: int, rows: int, memory: Recycled) -> Bytes | None:
     """The cells of a column chunk as they lie in the file, or None if it is not stored plainly. # (rows, cell_bytes)
 
     `source` is a pyarrow file, `chunk` the metadata of the column chunk, `levels` its highest definition level (0 for a
     required column, 1 for an optional one), `cell_bytes` the size that every cell must have; strings of bytes come
-    without their lengths. With `scratch` they lie in it, and `source` is no other thread's.
+    without their lengths. They lie in `memory`, and `source` is no other thread's.
     Raises ValueError if a page's checksum does not match its bytes.
     """
     is_binary = chunk.physical_type == "BYTE_ARRAY"
     is_plain = levels <= 1 and chunk.compression == "UNCOMPRESSED" and chunk.dictionary_page_offset is None
     if not is_plain or not (is_binary or _WIDTHS.get(chunk.physical_type) == cell_bytes):
         return None
-    content = _read(source, chunk.total_compressed_size, chunk.data_page_offset, scratch)
+    content = memory.take((chunk.total_compressed_size,), np.dtype(np.uint8)).data
+    source.seek(chunk.data_page_offset)
+    content = content[: source.readinto(content)]
     if len(content) != chunk.total_compressed_size:
         raise ValueError(f"the file ends {chunk.total_compressed_size - len(content)} bytes early")
     stored = cell_bytes + (_LENGTH_BYTES if is_binary else 0)
-    pages: list[Bytes] = []
+    spans: list[tuple[int, int]] = []
     start = 0
     while start < len(content):
         header, body_start = read_struct(content, start)
@@ -82,25 +62,19 @@ def read_plain(
             return None
         if 4 in header and crc32(body) != crc & 0xFFFFFFFF:
             raise ValueError("a page's checksum does not match its bytes; the file was changed after it was written")
-        values = np.frombuffer(body, dtype=np.uint8)
         if levels:  # a null has a level and no value: without any, the values have their full size
-            values = values[_LENGTH_BYTES + int.from_bytes(body[:_LENGTH_BYTES], "little") :]
-        if len(values) != count * stored:
+            body_start += _LENGTH_BYTES + int.from_bytes(body[:_LENGTH_BYTES], "little")
+        if start - body_start != count * stored:
             return None
-        pages.append(values.reshape(-1, stored))
-    if sum(map(len, pages)) != rows:
+        spans.append((body_start, start))
+    if sum(stop - first for first, stop in spans) != rows * stored:
         return None
-    cells = pages[0] if len(pages) == 1 else np.concatenate(pages)
+    first, end = spans[0] if spans else (0, 0)
+    for start, stop in spans[1:]:  # pages of values, moved together
+        content[end : end + stop - start] = content[start:stop]
+        end += stop - start
+    cells = np.frombuffer(content[first:end], dtype=np.uint8).reshape(rows, stored)
     if not is_binary:
         return cells
     lengths = np.ndarray((rows,), "<u4", cells, 0, (stored,))
     return cells[:, _LENGTH_BYTES:] if (lengths == cell_bytes).all() else None
-
-
-def _read(source: Any, size: int, offset: int, scratch: Scratch | None) -> memoryview:
-    """The bytes there; fewer at the end of the file."""
-    if scratch is None:
-        return memoryview(source.read_at(size, offset))
-    content = scratch.take(size)
-    source.seek(offset)
-    return content[: source.readinto(content)]

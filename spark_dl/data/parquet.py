@@ -19,22 +19,31 @@ import pyarrow.parquet as pq
 
 _log = logging.getLogger("spark_dl")
 
+_BUFFER_BYTES = 128 << 10  # of each column of a row group
 HAS_CHECKSUMS = "page_checksum_verification" in inspect.signature(pq.ParquetFile).parameters
 
 
 def open_file(
-    source: Any, *, footer_bytes: int = 0, footer_crc32: int = 0, as_words: Sequence[str] = ()
+    source: Any,
+    *,
+    footer_bytes: int = 0,
+    footer_crc32: int = 0,
+    as_words: Sequence[str] = (),
+    buffered: bool = False,
 ) -> pq.ParquetFile:
     """Opens a Parquet file, local or remote, to read row groups from. # source: a file of pyarrow
 
     footer_bytes, footer_crc32: of the end of the file from the footer on; 0 bytes where they are not known.
     as_words: columns of which texts and bytes come as Arrow's dictionaries where the file has dictionaries of them: the
     footer does not tell how much larger they are once each cell has its own (`decoded_bytes`).
+    buffered: column chunks are read in small pieces, as they are decoded, not as a whole; for files on a local disk.
     Timestamps of 96 bits, as Spark writes them by default, become microseconds, as they are in a DataFrame: nanoseconds
     overflow after the year 2262.
     Raises ValueError for another footer. Reading a page whose checksum is wrong raises OSError.
     """
     options: dict[str, Any] = {"coerce_int96_timestamp_unit": "us"}
+    if buffered:
+        options |= {"buffer_size": _BUFFER_BYTES, "pre_buffer": False}
     if _checks_pages():
         options["page_checksum_verification"] = True
     if footer_bytes:

@@ -33,12 +33,16 @@ from spark_dl.data.memory import Memory
 from spark_dl.data.page_index import IndexedFile
 from spark_dl.data.plan import FILLER, Segment, rows_held_out, split_rows
 from spark_dl.data.ragged import Array, Ragged, from_lengths, take
+from spark_dl.data.recycled import Recycled
 from spark_dl.data.schema import Column
 from spark_dl.data.writer import Shard
 
 Part = Literal["all", "train", "validation"]
+Places = Sequence[Array | None]
 _OPEN_FILES = 16
 _MIB = 1 << 20
+SLICE_BYTES = 512 << 10
+"""Of the values of lists that are decoded at a time, straight to where they go."""
 HELD_ROW_GROUPS = 2
 """Decoded row groups that are kept for streams that meet in them."""
 
@@ -53,6 +57,11 @@ class Limits:
     """Bytes of a window, unless it is of one row group."""
     said: str
     """What sets them, for messages."""
+
+
+def is_sliced(column: Column) -> bool:
+    """Whether a row group of it is decoded some rows at a time: lists take Arrow several times the memory of values."""
+    return column.codec in ("list", "vector") and not column.is_ragged
 
 
 class Rows:
@@ -85,6 +94,7 @@ class Rows:
         self._seed, self._part = seed, part
         self._passing = shards.group_rows
         self._held_out = rows_held_out(self._passing, 0.0 if part == "all" else fraction)
+        self._memory = {c.name: Recycled() for c in columns}
         self._of_thread = threading.local()  # pyarrow's readers of a file are not made for several threads
         self._held: OrderedDict[int, Future[list[Array | Ragged]]] = OrderedDict()
         self._held_lock = threading.Lock()
@@ -102,19 +112,33 @@ class Rows:
         done = 0
         for segment in segments:
             try:
-                arrays = self._row_group(segment)
-                for array, target in zip(arrays, out, strict=True):
-                    rows = array[segment.start : segment.stop]
-                    if isinstance(rows, Ragged):
-                        assert isinstance(target, list)
-                        target.append(rows.alone)  # without the rest of the row group
-                    else:
-                        target[done : done + segment.rows] = rows
+                self._read_segment(segment, out, done)
             finally:
                 self._give_back()
             done += segment.rows
             if self._limits is not None and self._has_unknown:
                 self._check_window(segment, out, self._limits)
+
+    def _read_segment(self, segment: Segment, out: Sequence[Array | list[Ragged]], first: int) -> None:
+        """Writes the rows of a segment into `out` from row `first` on."""
+        places = [None if isinstance(t, list) else t[first : first + segment.rows] for t in out]
+        for array, target, place in zip(self._row_group(segment, places), out, places, strict=True):
+            if array is place:
+                continue
+            rows = array[segment.start : segment.stop]
+            if isinstance(rows, Ragged):
+                assert isinstance(target, list)
+                target.append(rows.alone)  # without the rest of the row group
+            elif place is not None:
+                place[:] = rows
+
+    def end_thread(self) -> None:
+        """Gives up what the thread that calls this has open, and the memory that it has read with: it reads no more.
+
+        Arrow's allocator has a heap for each thread, which would stay as large as it was.
+        """
+        vars(self._of_thread).clear()
+        pa.default_memory_pool().release_unused()
 
     def _check_window(self, segment: Segment, out: Sequence[Array | list[Ragged]], limits: Limits) -> None:
         """Raises ValueError for a window that was as large as it may be without its last row group."""
@@ -140,14 +164,17 @@ class Rows:
             self._decoding.give_back(size)
             self._of_thread.taken = 0
 
-    def _row_group(self, segment: Segment) -> list[Array | Ragged]:
-        """All rows of the segment's row group that are of this part."""
+    def _row_group(self, segment: Segment, places: Places) -> list[Array | Ragged]:
+        """All rows of the segment's row group that are of this part; `places` themselves where they were decoded there.
+
+        # places: (segment.rows, *cell) for each column that is not ragged
+        """
         number = segment.row_group
         if number == FILLER:
             assert self._shards.spread is not None
             return [_one_row(c, self._shards.spread.filler[c.name]) for c in self.columns]
         if segment.rows == self.group_rows[number]:  # the rows are copied before this thread reads others
-            return self._part_of(number, self._scratch())
+            return self._part_of(number, places)
         with self._held_lock:  # streams meet in this row group, or sequences pass into it: it is asked for again
             held = self._held.get(number)
             is_mine = held is None
@@ -164,23 +191,15 @@ class Rows:
                     self._held.pop(number, None)
         return held.result()
 
-    def _scratch(self) -> pages.Scratch:
-        """Of this thread, empty."""
-        if not hasattr(self._of_thread, "scratch"):
-            self._of_thread.scratch = pages.Scratch()
-        scratch: pages.Scratch = self._of_thread.scratch
-        scratch.clear()
-        return scratch
-
-    def _part_of(self, number: int, scratch: pages.Scratch | None = None) -> list[Array | Ragged]:
-        arrays = self._decode(number, scratch)
+    def _part_of(self, number: int, places: Places | None = None) -> list[Array | Ragged]:
+        arrays = self._decode(number, None if self._held_out[number] else places)
         if self._held_out[number]:
             kept = split_rows(self._passing[number], self._held_out[number], self._seed, number)
             rows = kept[self._part == "validation"]
             return [take(a, rows) if isinstance(a, Ragged) else a[rows] for a in arrays]
         return arrays
 
-    def _decode(self, number: int, scratch: pages.Scratch | None) -> list[Array | Ragged]:
+    def _decode(self, number: int, places: Places | None) -> list[Array | Ragged]:
         shard, group, rows = self._shards.row_groups[number]
         url = storage.join(self._shards.url, self._shards.shards[shard].name)
         try:
@@ -189,10 +208,13 @@ class Rows:
             found = file.parquet.metadata.row_group(group).num_rows if group < groups else 0
             if found != rows:
                 raise ValueError(f"found {found} rows ({groups} row groups in the file), expected {rows}")
-            plain = {c.name: file.plain(c, group, rows, scratch) for c in self.columns}
+            plain = {c.name: file.plain(c, group, rows, self._memory[c.name]) for c in self.columns}
+            conditions = self._conditions(number)
+            if not conditions:
+                plain |= file.read_slices(group, self._into(places, rows))
             rest = [c.name for c in self.columns if c.codec != "partition" and plain[c.name] is None]
             kept: Any = slice(None)
-            if conditions := self._conditions(number):
+            if conditions:
                 stored, kept = file.indexed.read_passing(group, rest, conditions)
                 self._check_passing(number, kept)
             else:
@@ -225,6 +247,16 @@ class Rows:
         except Exception as error:
             of_rows = "the rows that pass data.filters of " if self._passing[number] < rows else ""
             raise RuntimeError(f"cannot read {of_rows}row group {group} of {url}: {error}") from error
+
+    def _into(self, places: Places | None, rows: int) -> list[tuple[Column, Array]]:
+        """The columns that are decoded in slices, and where all rows of a row group go. # each (rows, *cell)"""
+        into = []
+        for column, place in zip(self.columns, places or [None] * len(self.columns), strict=True):
+            if is_sliced(column):
+                if place is None:
+                    place = self._memory[column.name].take((rows, *column.inner), np.dtype(column.dtype))
+                into.append((column, place))
+        return into
 
     def _unknown_bytes(self, stored: Mapping[str, pa.ChunkedArray]) -> int:
         """What stored columns take once they are decoded, as far as the footer does not tell it.
@@ -273,7 +305,7 @@ class Rows:
                 raise ValueError(
                     f"found {size} bytes, expected {stored.bytes}; the file is not the one that was opened"
                 )
-            opened[shard] = _File(source, stored, self._names)
+            opened[shard] = _File(source, stored, self._names, is_local=storage.is_local(url))
             while len(opened) > _OPEN_FILES:
                 opened.popitem(last=False)
         opened.move_to_end(shard)
@@ -283,10 +315,10 @@ class Rows:
 class _File:
     """An open shard."""
 
-    def __init__(self, source: Any, shard: Shard, names: Sequence[str]):
+    def __init__(self, source: Any, shard: Shard, names: Sequence[str], *, is_local: bool):
         self._source = source
         self.parquet = parquet.open_file(
-            source, footer_bytes=shard.footer_bytes, footer_crc32=shard.footer_crc32, as_words=names
+            source, footer_bytes=shard.footer_bytes, footer_crc32=shard.footer_crc32, as_words=names, buffered=is_local
         )
         self._names = names
         self._leaves = {self.parquet.schema.column(i).path: i for i in range(len(self.parquet.schema))}
@@ -303,15 +335,31 @@ class _File:
         table = self.parquet.read_row_group(group, names, use_threads=False)
         return {name: foreign_files.stored_column(table, name) for name in names}
 
-    def plain(self, column: Column, group: int, rows: int, scratch: pages.Scratch | None) -> Array | None:
-        """The cells without a decoder, if they are stored as the shards of this package are; in `scratch`, if given."""
+    def read_slices(self, group: int, into: Sequence[tuple[Column, Array]]) -> dict[str, Array]:
+        """Fills arrays with the cells of a row group, some rows at a time. # each (rows, *cell)"""
+        if not into:
+            return {}
+        done, rows = 0, max(1, SLICE_BYTES // max(1, sum(column.value_bytes for column, _ in into)))
+        for batch in self.parquet.iter_batches(rows, [group], [column.name for column, _ in into], use_threads=False):
+            table = pa.Table.from_batches([batch])
+            for column, cells in into:
+                stored = foreign_files.stored_column(table, column.name)
+                cells[done : done + len(batch)] = schema.decode(column, stored, first_row=done)
+            done += len(batch)
+        for column, cells in into:
+            if done != len(cells):
+                raise ValueError(f"column {column.name!r}: found {done} rows, expected {len(cells)}")
+        return {column.name: cells for column, cells in into}
+
+    def plain(self, column: Column, group: int, rows: int, memory: Recycled) -> Array | None:
+        """The cells without a decoder, in `memory`, if they are stored as the shards of this package are."""
         if column.codec not in ("scalar", "ndarray") or column.name not in self._leaves:
             return None
         leaf = self._leaves[column.name]
         levels = self.parquet.schema.column(leaf).max_definition_level
         chunk = self.parquet.metadata.row_group(group).column(leaf)
         cells = pages.read_plain(
-            self._source, chunk, levels=levels, cell_bytes=column.row_bytes, rows=rows, scratch=scratch
+            self._source, chunk, levels=levels, cell_bytes=column.row_bytes, rows=rows, memory=memory
         )
         return None if cells is None else schema.view(column, cells)
 

@@ -115,6 +115,10 @@ class SequenceRows:
                 np.take(array, places, axis=0, out=target[done : done + segment.rows], mode="clip")
             done += segment.rows
 
+    def end_thread(self) -> None:
+        """As `Rows.end_thread`."""
+        self._rows.end_thread()
+
     def _segments(self, first: int, stop: int) -> list[Segment]:
         """Rows [first; stop - 1] of the dataset, by row group."""
         segments, group = [], int(np.searchsorted(self._group_ends, first, side="right"))

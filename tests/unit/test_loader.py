@@ -382,19 +382,7 @@ def test_files_that_are_decoded_to_less_count_as_they_are_read(tmp_path, kind):
     assert sorted(true_ids(loader)) == list(range(30))
 
 
-POOLS = []
 WORDS = [letter * 100_000 for letter in "abcde"]
-
-
-@pytest.fixture
-def arrow_peak():
-    """A function: the most bytes that Arrow had in the test so far."""
-    before = pa.default_memory_pool()
-    pool = pa.proxy_memory_pool(before)
-    POOLS.append(pool)  # what was read may outlive the test
-    pa.set_memory_pool(pool)
-    yield pool.max_memory
-    pa.set_memory_pool(before)
 
 
 def few_words(url, rows, group_rows):
@@ -503,15 +491,13 @@ def test_memory_is_flat_over_epochs_and_within_its_budget(tmp_path):
 
 @pytest.mark.slow
 def test_memory_to_read_plain_parquet_is_within_its_budget(tmp_path):
-    """Lists, snappy, 16 row groups of 11 MiB: a row group per stream, and four to decode one, twice, as Arrow's
-    allocator keeps what it had for the one before.
-    """
+    """Lists, snappy, 16 row groups of 11 MiB."""
     x = np.random.default_rng(0).random((16 * 3600, 784), dtype=np.float32)
     lists = pa.ListArray.from_arrays(np.arange(len(x) + 1, dtype=np.int32) * 784, pa.array(x.reshape(-1)))
     pq.write_table(pa.table({"x": lists, "id": np.arange(len(x))}), tmp_path / "a.parquet", row_group_size=3600)
     shards = open_parquet(str(tmp_path / "a.parquet"), ["x", "id"])
     _, _, peak = measured_memory(f"{tmp_path}/a.parquet", 6)
-    assert peak <= (64 << 20) + (16 + 2 * 4) * max(shards.group_bytes(shards.columns))
+    assert peak <= (64 << 20) + 16 * max(shards.group_bytes(shards.columns))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3, 8])

@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from spark_dl.data import pages
+from spark_dl.data.recycled import Recycled
 
 
 def stored(array, *, nullable=False, **options):
@@ -23,7 +24,9 @@ def stored(array, *, nullable=False, **options):
 
 
 def read(content, chunk, levels, cell_bytes, rows):
-    return pages.read_plain(pa.BufferReader(content), chunk, levels=levels, cell_bytes=cell_bytes, rows=rows)
+    return pages.read_plain(
+        pa.BufferReader(content), chunk, levels=levels, cell_bytes=cell_bytes, rows=rows, memory=Recycled()
+    )
 
 
 @pytest.mark.parametrize("dtype", ["int32", "int64", "float32", "float64", "uint64"])

@@ -14,6 +14,7 @@ import dataclasses
 import hashlib
 import io
 import json
+import os
 import random
 import re
 from collections.abc import Mapping, Sequence
@@ -175,7 +176,7 @@ def _read_manifest(url: str) -> Saved | None:
     return Saved(url, manifest["step"], manifest["generation"], manifest)
 
 
-def find(url: str) -> Saved:
+def find(url: str | os.PathLike[str]) -> Saved:
     """A checkpoint by its own URL, or the newest one of a run by its folder. Raises ValueError if there is none."""
     url = storage.absolute(url)
     if storage.exists(storage.join(url, MANIFEST)):

@@ -10,11 +10,12 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import os
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import yaml
 from torch import nn
@@ -29,7 +30,15 @@ from spark_dl.data.plan import check_held_out
 from spark_dl.data.same_rows import check_same_rows
 from spark_dl.data.schema import Column
 from spark_dl.evaluate import build_metric, load_model
-from spark_dl.inputs import as_written, check_mixture, check_rank_rows, check_storage, shards_of, warn_of_few_rows
+from spark_dl.inputs import (
+    as_source,
+    as_written,
+    check_mixture,
+    check_rank_rows,
+    check_storage,
+    shards_of,
+    warn_of_few_rows,
+)
 from spark_dl.launch import payload, preflight
 from spark_dl.launch.barrier import run_barrier
 from spark_dl.parallel import check_available
@@ -39,6 +48,7 @@ from spark_dl.spec import ModelSpec, Run
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
+    Source: TypeAlias = DataFrame | str | os.PathLike[str] | ShardSet
 
 _log = logging.getLogger("spark_dl")
 
@@ -82,12 +92,12 @@ class TrainResult:
 
 
 def train(
-    data: DataFrame | str | ShardSet | Mapping[str, DataFrame | str | ShardSet],
+    data: Source | Mapping[str, Source],
     spec: ModelSpec,
     config: Config | None = None,
     *,
-    validation: DataFrame | str | ShardSet | None = None,
-    run_dir: str | None = None,
+    validation: Source | None = None,
+    run_dir: str | os.PathLike[str] | None = None,
     resume: bool = False,
     overwrite: bool = False,
     progress: bool = True,
@@ -106,6 +116,8 @@ def train(
     """
     start = time.perf_counter()
     config = config or Config()
+    data = {name: as_source(d) for name, d in data.items()} if isinstance(data, Mapping) else as_source(data)
+    validation = None if validation is None else as_source(validation)
     spark = _session(data)
     run_dir = storage.absolute(run_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}")
     check_available(config)
@@ -157,9 +169,9 @@ def train(
 
 
 def evaluate(
-    data: DataFrame | str | ShardSet,
+    data: Source,
     spec: ModelSpec,
-    checkpoint_url: str,
+    checkpoint_url: str | os.PathLike[str],
     config: Config | None = None,
 ) -> dict[str, Any]:
     """Loss and metrics of a checkpoint (or the last one of a run) over all rows, exact to the row. On the driver.
@@ -167,7 +179,7 @@ def evaluate(
     Without `config` the settings of the checkpoint hold. A DataFrame is written as shards to the run's folder first.
     Returns `{"rows", "loss", <metrics>}`. Raises as `train` does.
     """
-    saved = checkpoint.find(checkpoint_url)
+    data, saved = as_source(data), checkpoint.find(checkpoint_url)
     if config is None:
         config = checkpoint.config_of(saved)
         if isinstance(data, (str, ShardSet)):  # how the training rows were written says nothing of this dataset

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,18 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 _log = logging.getLogger("spark_dl")
+
+
+def as_source(data: Any) -> Any:
+    """A DataFrame, a dataset or its URL, as it was passed; a path becomes text. Raises ValueError for what is none."""
+    if isinstance(data, os.PathLike):
+        return os.fspath(data)
+    if not isinstance(data, (str, ShardSet)) and not hasattr(data, "sparkSession"):
+        raise ValueError(
+            "expected a DataFrame of Spark, the path or URL of a dataset, or what read_shards gives, found a "
+            f"{type(data).__module__}.{type(data).__name__}; spark.createDataFrame makes a DataFrame of lists or pandas"
+        )
+    return data
 
 
 def check_storage(config: Config, data: Any, validation: Any = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,9 @@ if TYPE_CHECKING:
 _ROWS_AT_ONCE = 1024
 
 
-def predict(df: DataFrame, spec: ModelSpec, checkpoint_url: str, config: Config | None = None) -> DataFrame:
+def predict(
+    df: DataFrame, spec: ModelSpec, checkpoint_url: str | os.PathLike[str], config: Config | None = None
+) -> DataFrame:
     """The DataFrame with the columns of `spec.predict` added, computed when it is used. Called on the driver.
 
     Every row comes out once, in its partition and order. Each task loads the model once, and uses the GPU that Spark

@@ -133,11 +133,12 @@ def is_local(url: str) -> bool:
     return _parse(url).scheme in ("", "file")
 
 
-def absolute(url: str) -> str:
+def absolute(url: str | os.PathLike[str]) -> str:
     """The URL, or the absolute path of a local one: a task has another working directory than the driver.
 
     Without a slash at its end.
     """
+    url = os.fspath(url)
     resolved, at = resolve(url)[1], _parse(url)
     return (resolved.rstrip("/") or "/") if is_local(url) else str(replace(at, path=at.path.rstrip("/")))
 

@@ -306,8 +306,9 @@ def _vectors(column: SourceColumn, array: pa.Array, known: Shape | None) -> Arra
     """
     found = levels(array)
     _check_inner_nulls(column, found)
-    dense = array.field("type").to_numpy(zero_copy_only=False) == 1
+    dense = array.field("type").fill_null(-1).to_numpy(zero_copy_only=False) == 1
     counts = array.field("values").value_lengths().to_numpy(zero_copy_only=False)
+    _check_sparse(column, array, dense, counts)
     sizes = np.where(dense, counts, array.field("size").fill_null(0).to_numpy(zero_copy_only=False)).astype(np.int64)
     size, bad = _one_length(sizes, known[0] if known else None)
     if bad is not None:
@@ -327,3 +328,18 @@ def _vectors(column: SourceColumn, array: pa.Array, known: Shape | None) -> Arra
         raise BadCellsError(column.name, int(row_of_value[outside[0]]), index, f"indices from 0 to {size - 1}")
     out[row_of_value, column_of_value] = values
     return out
+
+
+def _check_sparse(column: SourceColumn, array: pa.Array, dense: Array, counts: Array) -> None:
+    """Raises BadCellsError for vectors that are not dense, and no sparse ones of Spark ML. # (rows,), (rows,)"""
+    types = array.field("type").fill_null(-1).to_numpy(zero_copy_only=False)
+    has_size = array.field("size").is_valid().to_numpy(zero_copy_only=False)
+    indices = array.field("indices").value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
+    for is_bad, found in (
+        (~dense & (types != 0), "a vector of another type"),
+        (~dense & ~has_size, "a sparse vector without a size"),
+        (~dense & (indices != counts), "a sparse vector with more indices than values, or fewer"),
+    ):
+        if is_bad.any():
+            expected = "vectors of Spark ML: type 1 (dense), or type 0 with a size and an index for each value"
+            raise BadCellsError(column.name, int(np.argmax(is_bad)), found, expected)

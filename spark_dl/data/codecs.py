@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 
 from spark_dl.data.cells import NO_NULLS
 from spark_dl.data.images import OtherSizeError, read_image
+from spark_dl.data.parquet import chunks_of
 from spark_dl.data.ragged import Array
 from spark_dl.data.unischema import TIMES, Field
 
@@ -73,7 +74,7 @@ def decode(
 def unpacked_bytes(stored: pa.ChunkedArray | pa.Array) -> int:
     """What the compressed cells of a column unpack to, as they say it themselves. # stored: binary, or a dictionary"""
     total = 0
-    for chunk in stored.chunks if isinstance(stored, pa.ChunkedArray) else [stored]:
+    for chunk in chunks_of(stored):
         is_dictionary = pa.types.is_dictionary(chunk.type)
         cells = chunk.dictionary if is_dictionary else chunk
         sizes = pa.array([_unpacked_bytes(cell.as_buffer()) if cell.is_valid else 0 for cell in cells], pa.int64())

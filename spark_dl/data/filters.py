@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 
 from spark_dl.checks import suggestion
 from spark_dl.data.cells import nonfinite_rows, null_rows
-from spark_dl.data.parquet import is_text
+from spark_dl.data.parquet import chunks_of, is_text
 from spark_dl.data.source import Encoding
 
 Mask = npt.NDArray[np.bool_]
@@ -147,8 +147,8 @@ def _rows_that_hold(condition: Condition, stored: pa.ChunkedArray | pa.Array) ->
     """Which cells fulfil a condition. # (rows,)"""
     if pa.types.is_dictionary(stored.type):
         if is_text(stored.type.value_type) and not condition.is_of_any_type:
-            chunks = stored.chunks if isinstance(stored, pa.ChunkedArray) else [stored]
-            return np.concatenate([np.empty(0, np.bool_), *(_rows_by_word(condition, chunk) for chunk in chunks)])
+            of_chunks = [_rows_by_word(condition, chunk) for chunk in chunks_of(stored)]
+            return np.concatenate([np.empty(0, np.bool_), *of_chunks])
         if condition.op != _NOT_NULL:
             stored = stored.cast(stored.type.value_type)
     if condition.is_of_any_type:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -40,7 +41,9 @@ _log = logging.getLogger("spark_dl")
 _READERS = 16
 
 
-def open_parquet(url: str, names: Sequence[str], *, data: Data | None = None, like: Sequence[Column] = ()) -> ShardSet:
+def open_parquet(
+    url: str | os.PathLike[str], names: Sequence[str], *, data: Data | None = None, like: Sequence[Column] = ()
+) -> ShardSet:
     """A Parquet file, a folder of them, or a Petastorm dataset, with these of its columns. Called on the driver.
 
     Columns become numbers as `data.encode` says; a vocabulary is given with it, or is that of `like`, the columns of

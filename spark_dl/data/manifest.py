@@ -146,7 +146,7 @@ class ShardSet:
         return tuple(by_name[name] for name in names)
 
 
-def read_shards(url: str) -> ShardSet:
+def read_shards(url: str | os.PathLike[str]) -> ShardSet:
     """Opens a dataset by its manifest. Called on the driver.
 
     Raises ValueError if there is none, or if it is not one that this version can read.

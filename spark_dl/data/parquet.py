@@ -79,13 +79,17 @@ def _words(file: pq.ParquetFile, names: Sequence[str]) -> list[str]:
 def decoded_bytes(stored: pa.ChunkedArray | pa.Array) -> int:
     """What the texts or bytes of a column take once each cell has its own, if they came as dictionaries; else 0."""
     total = 0
-    for chunk in stored.chunks if isinstance(stored, pa.ChunkedArray) else [stored]:
-        leaf = chunk
+    for leaf in chunks_of(stored):
         while pa.types.is_list(leaf.type) or pa.types.is_large_list(leaf.type):
             leaf = leaf.flatten()
         if pa.types.is_dictionary(leaf.type) and is_text(leaf.type.value_type):
             total += pc.sum(pc.binary_length(leaf.dictionary).cast(pa.int64()).take(leaf.indices)).as_py() or 0
     return total
+
+
+def chunks_of(stored: pa.ChunkedArray | pa.Array) -> list[pa.Array]:
+    """A column's arrays, or the one that it is."""
+    return stored.chunks if isinstance(stored, pa.ChunkedArray) else [stored]
 
 
 def small_type(arrow: pa.DataType) -> pa.DataType:

@@ -9,6 +9,7 @@ import functools
 import itertools
 import json
 import logging
+import os
 import re
 import socket
 import uuid
@@ -47,7 +48,7 @@ _log = logging.getLogger("spark_dl")
 
 def write_shards(
     df: DataFrame,
-    url: str,
+    url: str | os.PathLike[str],
     data: Data | None = None,
     *,
     columns: Sequence[str] | None = None,
@@ -109,7 +110,9 @@ def select_sources(
     return df.select(*(expression(c).alias(f"c{i}") for i, c in enumerate(sources))), sources  # a name may have dots
 
 
-def write_arrays(columns: Mapping[str, Array | Ragged], url: str, data: Data | None = None) -> ShardSet:
+def write_arrays(
+    columns: Mapping[str, Array | Ragged], url: str | os.PathLike[str], data: Data | None = None
+) -> ShardSet:
     """Writes arrays in memory as a dataset, without Spark. # each (rows, *cell); one axis makes a scalar column
 
     Raises ValueError for a folder that is in use, for names that batches have for something else, for arrays of unequal

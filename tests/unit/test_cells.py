@@ -64,6 +64,27 @@ MIXED = [[1.0, 2.0, 3.0], (3, {0: 7.0, 2: 9.0}), (3, {}), [4.0, 5.0, 6.0], (3, {
 AS_ARRAY = np.array([[1, 2, 3], [7, 0, 9], [0, 0, 0], [4, 5, 6], [0, -1, 0]], dtype=np.float64)
 
 
+def malformed(field, row, value):
+    """Vectors, of which one has another value in one of its fields."""
+    plain = vectors(*MIXED).to_pylist()
+    plain[row] = {**plain[row], field: value}
+    return pa.array(plain, vectors().type)
+
+
+@pytest.mark.parametrize(("field", "row", "value", "found"), [
+    ("type", 0, None, "a vector of another type"),
+    ("type", 3, 2, "a vector of another type"),
+    ("size", 1, None, "a sparse vector without a size"),
+    ("indices", 1, [0], "a sparse vector with more indices than values, or fewer"),
+    ("indices", 4, None, "a sparse vector with more indices than values, or fewer"),
+    ("values", 1, [7.0], "a sparse vector with more indices than values, or fewer"),
+])  # fmt: skip
+def test_vectors_that_spark_does_not_make_are_an_error(field, row, value, found):
+    with pytest.raises(BadCellsError, match=f"column 'c': found {found}, expected vectors of Spark ML") as error:
+        read_cells(VECTOR, malformed(field, row, value))
+    assert error.value.row == row
+
+
 @pytest.mark.parametrize("kept", [slice(0, 5), slice(0, 1), slice(1, 3), slice(1, 5), slice(3, 4), slice(4, 5)])
 def test_dense_and_sparse_vectors_in_any_mixture(kept):
     found = read_cells(VECTOR, vectors(*MIXED)[kept])

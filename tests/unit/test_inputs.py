@@ -14,7 +14,7 @@ from spark_dl.data.loader import Loader
 from spark_dl.data.manifest import crc32_of
 from spark_dl.data.ragged import Ragged
 from spark_dl.data.shards import write_arrays
-from spark_dl.inputs import as_written, check_rank_rows, shards_of, warn_of_few_rows
+from spark_dl.inputs import as_source, as_written, check_rank_rows, shards_of, warn_of_few_rows
 from tests.models import small_config
 
 X = {"x": np.arange(64, dtype=np.float32)}
@@ -166,3 +166,20 @@ def test_fewer_rows_than_a_global_batch_are_said_with_their_numbers(caplog):
     caplog.clear()
     warn_of_few_rows(size, small_config(2, data={"validation_fraction": 0.25}))
     assert f"{size - size // 4} rows to train on are fewer than a global batch of {size}" in caplog.text
+
+
+def test_datasets_are_named_by_paths_too(tmp_path):
+    shards = write_arrays(X, tmp_path / "d")
+    assert read_shards(tmp_path / "d") == shards
+    assert as_source(tmp_path / "d") == str(tmp_path / "d")
+    assert as_source("s3://bucket/d") == "s3://bucket/d"
+    assert as_source(shards) is shards
+    pq.write_table(pa.table(X), tmp_path / "a.parquet")
+    assert open_parquet(tmp_path / "a.parquet", ["x"]).rows == 64
+
+
+@pytest.mark.parametrize("data", [[1, 2], X, pa.table(X), None, b"/data"])
+def test_what_is_no_dataset_is_an_error_that_says_what_is(data):
+    kind = f"{type(data).__module__}.{type(data).__name__}"
+    with pytest.raises(ValueError, match=f"expected a DataFrame of Spark, .*found a {kind}; spark.createDataFrame"):
+        as_source(data)

@@ -6,10 +6,12 @@ of everything is the plan's, whatever thread is faster. Memory is the arena's, w
 
 from __future__ import annotations
 
+import atexit
 import logging
 import math
 import queue
 import threading
+import weakref
 from collections import Counter, deque
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future
@@ -37,12 +39,13 @@ READY_SHARE = 4
 _STEPS_AT_ONCE = 16
 _GATHER_BYTES = 4 << 20
 _MIB = 1 << 20
-_DECODING = {"list": 3, "vector": 3}
-"""Memory to read a column by its codec, over that of its values, beyond them: of lists Arrow holds encoded pages,
-levels and values that grow. Measured with pyarrow 26: 45 MiB for lists of 11 MiB."""
+_DECODING = 3
+"""Memory to read lists and vectors, over that of their values, beyond them: Arrow holds encoded pages, levels and
+values that grow. Measured with pyarrow 26: 45 MiB for lists of 11 MiB."""
 _SLICED_DECODING_BYTES = 24 << 20
-"""The same for lists that are decoded in slices, at most: 5 MiB are held at a time, and Arrow's allocator (mimalloc)
-keeps several times that for each thread until the thread ends."""
+"""The same where they are decoded in slices, at most: of local files 5 MiB are held at a time, and Arrow's allocator
+(mimalloc) keeps several times that for each thread until it ends. Of remote files a column is read as a whole; that is
+no more than the values, which lie in the arena."""
 
 
 class Loader:
@@ -106,7 +109,11 @@ class Loader:
             self._rows.columns, micro_batches, data.ragged, prepare, pin, memory=self._budget, said_memory=said
         )
         # Row groups as the threads read them, and those that are held for streams that meet in them.
-        one_in_hand = self._largest_bytes + _decoding_bytes(shards, self.columns, self._largest_bytes)
+        # Rows of a part are copied from those of the row group, and all rows where some are filled.
+        holds_out = part != "all" and data.validation_fraction > 0
+        copies = 1 + holds_out + (data.nonfinite == "fill" and not shards.is_checked)
+        decoding = _decoding_bytes(self.columns, self._largest_bytes, is_filtered=shards.filtered is not None)
+        one_in_hand = copies * self._largest_bytes + decoding
         batch_bytes = max(1, len(self._streams) * self.plan.stream_batch * self._row_bytes)
         self._ready_bytes = self._budget // READY_SHARE
         self.prefetch = max(1, min(data.prefetch_batches, self._ready_bytes // batch_bytes))
@@ -312,13 +319,12 @@ def warn_of_memory(
         )  # fmt: skip
 
 
-def _decoding_bytes(shards: ShardSet, columns: Sequence[Column], size: int) -> float:
+def _decoding_bytes(columns: Sequence[Column], size: int, *, is_filtered: bool) -> float:
     """Memory to decode a row group, beyond that of its values. # size: theirs, in bytes"""
-    sizes = {c.name: _DECODING.get(c.codec, 0) * c.value_bytes * size for c in columns}
-    in_slices = [c.name for c in columns if is_sliced(c) and shards.filtered is None]
-    sliced = sum(sizes.pop(name) for name in in_slices) / max(1, sum(c.value_bytes for c in columns))
-    whole = sum(sizes.values()) / max(1, sum(c.value_bytes for c in columns))
-    return whole + min(sliced, _SLICED_DECODING_BYTES)
+    lists = [c for c in columns if c.codec in ("list", "vector")]
+    factor = _DECODING * size / max(1, sum(c.value_bytes for c in columns))
+    sliced = factor * sum(c.value_bytes for c in lists if is_sliced(c) and not is_filtered)
+    return factor * sum(c.value_bytes for c in lists) - sliced + min(sliced, _SLICED_DECODING_BYTES)
 
 
 @dataclass(frozen=True)
@@ -348,6 +354,16 @@ def _schedule(streams: Sequence[Stream], batch: int, start_step: int) -> list[_R
     return sorted(reads, key=lambda r: (r.step, r.stream, r.window.first))
 
 
+_READERS: weakref.WeakSet[_Reader] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_readers() -> None:
+    """A thread that comes back from C++ to an interpreter that is gone can hang the exit of the process."""
+    for reader in [*_READERS]:
+        reader.end()
+
+
 class _Reader:
     """Reads windows into free slots of the arena, in the order of need, in threads.
 
@@ -364,10 +380,17 @@ class _Reader:
         self._coming: dict[int, deque[tuple[_Read, int, Future[None]]]] = {r.stream: deque() for r in reads}
         self._left = Counter(r.stream for r in reads)
         self._asked: queue.SimpleQueue[tuple[Window, int, Future[None]] | None] = queue.SimpleQueue()
-        names = [f"spark_dl reader {i}" for i in range(threads)]
-        self._threads = [threading.Thread(target=self._work, name=name, daemon=True) for name in names]
-        for thread in self._threads:
-            thread.start()
+        self._has_ended = False
+        self._threads: list[threading.Thread] = []
+        _READERS.add(self)
+        try:
+            for i in range(threads):
+                thread = threading.Thread(target=self._work, name=f"spark_dl reader {i}", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+        except BaseException:  # no more threads
+            self.close()
+            raise
         self._submit()
 
     def has_more(self, stream: int) -> bool:
@@ -377,7 +400,10 @@ class _Reader:
     def next(self, stream: int) -> tuple[_Read, int]:
         """Waits for the next window of a stream: what it is, and its slot."""
         read, slot, done = self._coming[stream].popleft()
-        done.result()
+        try:
+            done.result()
+        finally:
+            del done  # its error has this frame
         self._left[stream] -= 1
         return read, slot
 
@@ -386,15 +412,18 @@ class _Reader:
         self._free.append(slot)
         self._submit()
 
-    def close(self) -> None:
+    def end(self) -> None:
         """Ends the threads, once they have read what they are at."""
-        for coming in self._coming.values():
-            for _, _, done in coming:
-                done.cancel()
+        self._has_ended = True
         for _ in self._threads:
             self._asked.put(None)
         for thread in self._threads:
             thread.join()
+
+    def close(self) -> None:
+        """Ends the threads, and forgets what they have read: an error in it has frames that have this reader."""
+        self.end()
+        self._coming.clear()
 
     def _submit(self) -> None:
         while self._free and self._pending:
@@ -407,16 +436,19 @@ class _Reader:
             self._asked.put((read.window, slot, done))
 
     def _work(self) -> None:
-        while (asked := self._asked.get()) is not None:
-            window, slot, done = asked
-            if not done.set_running_or_notify_cancel():
-                continue
-            try:
-                self._read_into(window, self._arena.slot(slot))
-                done.set_result(None)
-            except BaseException as error:  # raised again by who waits for the window
-                done.set_exception(error)
+        while (asked := self._asked.get()) is not None and not self._has_ended:
+            self._answer(*asked)
+            del asked  # while it waits for the next
         self._rows.end_thread()
+
+    def _answer(self, window: Window, slot: int, done: Future[None]) -> None:
+        try:
+            self._read_into(window, self._arena.slot(slot))
+        except BaseException as error:  # raised again by who waits for the window
+            done.set_exception(error)
+            del self, done  # the error has this frame
+        else:
+            done.set_result(None)
 
     def _read_into(self, window: Window, out: Sequence[Array | list[Ragged]]) -> None:
         self._rows.read_into(window.segments, out)
@@ -512,7 +544,10 @@ def read_ahead(
     try:
         while (item := ready.get()) is not None:
             if isinstance(item, BaseException):
-                raise item
+                try:
+                    raise item
+                finally:
+                    del item  # it has this frame
             if room is not None:
                 room.give_first_back()
             yield from item

@@ -40,9 +40,9 @@ def read_plain(source: Any, chunk: Any, *, levels: int, cell_bytes: int, rows: i
     is_plain = levels <= 1 and chunk.compression == "UNCOMPRESSED" and chunk.dictionary_page_offset is None
     if not is_plain or not (is_binary or _WIDTHS.get(chunk.physical_type) == cell_bytes):
         return None
-    content = memory.take((chunk.total_compressed_size,), np.dtype(np.uint8)).data
+    block = memory.take((chunk.total_compressed_size,), np.dtype(np.uint8))
     source.seek(chunk.data_page_offset)
-    content = content[: source.readinto(content)]
+    content = block.data[: source.readinto(block.data)]
     if len(content) != chunk.total_compressed_size:
         raise ValueError(f"the file ends {chunk.total_compressed_size - len(content)} bytes early")
     stored = cell_bytes + (_LENGTH_BYTES if is_binary else 0)
@@ -64,7 +64,7 @@ def read_plain(source: Any, chunk: Any, *, levels: int, cell_bytes: int, rows: i
             raise ValueError("a page's checksum does not match its bytes; the file was changed after it was written")
         if levels:  # a null has a level and no value: without any, the values have their full size
             body_start += _LENGTH_BYTES + int.from_bytes(body[:_LENGTH_BYTES], "little")
-        if start - body_start != count * stored:
+        if count < 0 or start - body_start != count * stored:
             return None
         spans.append((body_start, start))
     if sum(stop - first for first, stop in spans) != rows * stored:
@@ -73,7 +73,7 @@ def read_plain(source: Any, chunk: Any, *, levels: int, cell_bytes: int, rows: i
     for start, stop in spans[1:]:  # pages of values, moved together
         content[end : end + stop - start] = content[start:stop]
         end += stop - start
-    cells = np.frombuffer(content[first:end], dtype=np.uint8).reshape(rows, stored)
+    cells = block[first:end].reshape(rows, stored)
     if not is_binary:
         return cells
     lengths = np.ndarray((rows,), "<u4", cells, 0, (stored,))

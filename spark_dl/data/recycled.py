@@ -23,9 +23,13 @@ class Recycled:
 
     def __init__(self) -> None:
         self._free: deque[mmap.mmap] = deque(maxlen=_KEPT)
+        self._lent: dict[int, tuple[weakref.ref[Array], mmap.mmap]] = {}
 
     def take(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """An array of any values. Its memory is used again once neither it nor any view of it is left."""
+        """An array of any values. Its memory is used again once neither it nor any view of it is left.
+
+        Memory that is too small is given up, so that soon all of it is as large as is asked for.
+        """
         size = math.prod(shape) * dtype.itemsize
         try:
             block = self._free.popleft()
@@ -34,7 +38,11 @@ class Recycled:
         if block is None or len(block) < size:
             block = mmap.mmap(-1, max(1, size), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         # A view of a view holds the first array whose memory is no other array's (PyArray_SetBaseObject): this one.
-        whole = np.frombuffer(block, np.uint8, count=size)
-        weakref.finalize(whole, self._free.append, block).atexit = False
+        whole: Array = np.frombuffer(block, np.uint8, count=size)
+        lent = weakref.ref(whole, self._give_back)
+        self._lent[id(lent)] = lent, block
         array: Array = whole.view(dtype).reshape(shape)
         return array
+
+    def _give_back(self, lent: weakref.ref[Array]) -> None:
+        self._free.append(self._lent.pop(id(lent))[1])

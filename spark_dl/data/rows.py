@@ -39,6 +39,7 @@ from spark_dl.data.writer import Shard
 
 Part = Literal["all", "train", "validation"]
 Places = Sequence[Array | None]
+"""Where rows go, one for each column; None for a ragged one, and where another array is to be made. # (rows, *cell)"""
 _OPEN_FILES = 16
 _MIB = 1 << 20
 SLICE_BYTES = 512 << 10
@@ -60,8 +61,11 @@ class Limits:
 
 
 def is_sliced(column: Column) -> bool:
-    """Whether a row group of it is decoded some rows at a time: lists take Arrow several times the memory of values."""
-    return column.codec in ("list", "vector") and not column.is_ragged
+    """Whether row groups of it that are read whole are decoded some rows at a time, as lists take Arrow several times
+    the memory of their values. Words are not: each slice would look up all words of the row group.
+    """
+    has_words = column.encoding.kind in ("hash", "vocabulary")
+    return column.codec in ("list", "vector") and not column.is_ragged and not has_words
 
 
 class Rows:
@@ -133,9 +137,9 @@ class Rows:
                 place[:] = rows
 
     def end_thread(self) -> None:
-        """Gives up what the thread that calls this has open, and the memory that it has read with: it reads no more.
+        """Gives up what the thread that calls this has open, and what Arrow's allocator keeps for it: it reads no more.
 
-        Arrow's allocator has a heap for each thread, which would stay as large as it was.
+        A heap of that allocator stays as large as it was when its thread ends.
         """
         vars(self._of_thread).clear()
         pa.default_memory_pool().release_unused()
@@ -173,7 +177,7 @@ class Rows:
         if number == FILLER:
             assert self._shards.spread is not None
             return [_one_row(c, self._shards.spread.filler[c.name]) for c in self.columns]
-        if segment.rows == self.group_rows[number]:  # the rows are copied before this thread reads others
+        if segment.rows == self.group_rows[number]:  # no other stream asks for it
             return self._part_of(number, places)
         with self._held_lock:  # streams meet in this row group, or sequences pass into it: it is asked for again
             held = self._held.get(number)
@@ -184,22 +188,24 @@ class Rows:
                     self._held.popitem(last=False)
         if is_mine:  # the others wait for it, and do not decode it too
             try:
-                held.set_result(self._part_of(number))
+                held.set_result(self._part_of(number, [None] * len(self.columns)))
             except BaseException as error:
                 held.set_exception(error)
                 with self._held_lock:
                     self._held.pop(number, None)
         return held.result()
 
-    def _part_of(self, number: int, places: Places | None = None) -> list[Array | Ragged]:
-        arrays = self._decode(number, None if self._held_out[number] else places)
+    def _part_of(self, number: int, places: Places) -> list[Array | Ragged]:
+        if self._held_out[number]:
+            places = [None] * len(self.columns)
+        arrays = self._decode(number, places)
         if self._held_out[number]:
             kept = split_rows(self._passing[number], self._held_out[number], self._seed, number)
             rows = kept[self._part == "validation"]
             return [take(a, rows) if isinstance(a, Ragged) else a[rows] for a in arrays]
         return arrays
 
-    def _decode(self, number: int, places: Places | None) -> list[Array | Ragged]:
+    def _decode(self, number: int, places: Places) -> list[Array | Ragged]:
         shard, group, rows = self._shards.row_groups[number]
         url = storage.join(self._shards.url, self._shards.shards[shard].name)
         try:
@@ -224,7 +230,7 @@ class Rows:
             arrays: list[Array | Ragged] = []
             for column in self.columns:
                 if (array := plain[column.name]) is not None:
-                    arrays.append(array[kept])
+                    arrays.append(array if isinstance(kept, slice) else array[kept])
                 elif column.codec == "partition":
                     arrays.append(
                         foreign_columns.partition_cells(column, partition[column.name], self._passing[number])
@@ -248,10 +254,10 @@ class Rows:
             of_rows = "the rows that pass data.filters of " if self._passing[number] < rows else ""
             raise RuntimeError(f"cannot read {of_rows}row group {group} of {url}: {error}") from error
 
-    def _into(self, places: Places | None, rows: int) -> list[tuple[Column, Array]]:
+    def _into(self, places: Places, rows: int) -> list[tuple[Column, Array]]:
         """The columns that are decoded in slices, and where all rows of a row group go. # each (rows, *cell)"""
         into = []
-        for column, place in zip(self.columns, places or [None] * len(self.columns), strict=True):
+        for column, place in zip(self.columns, places, strict=True):
             if is_sliced(column):
                 if place is None:
                     place = self._memory[column.name].take((rows, *column.inner), np.dtype(column.dtype))
@@ -305,7 +311,8 @@ class Rows:
                 raise ValueError(
                     f"found {size} bytes, expected {stored.bytes}; the file is not the one that was opened"
                 )
-            opened[shard] = _File(source, stored, self._names, is_local=storage.is_local(url))
+            is_local = storage.is_local(url) or isinstance(source, pa.OSFile)  # of the cache
+            opened[shard] = _File(source, stored, self._names, is_local=is_local)
             while len(opened) > _OPEN_FILES:
                 opened.popitem(last=False)
         opened.move_to_end(shard)
@@ -346,9 +353,8 @@ class _File:
                 stored = foreign_files.stored_column(table, column.name)
                 cells[done : done + len(batch)] = schema.decode(column, stored, first_row=done)
             done += len(batch)
-        for column, cells in into:
-            if done != len(cells):
-                raise ValueError(f"column {column.name!r}: found {done} rows, expected {len(cells)}")
+        if done != len(into[0][1]):
+            raise ValueError(f"found {done} rows in the pages of {into[0][0].name!r}, expected {len(into[0][1])}")
         return {column.name: cells for column, cells in into}
 
     def plain(self, column: Column, group: int, rows: int, memory: Recycled) -> Array | None:

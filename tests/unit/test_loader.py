@@ -1,6 +1,8 @@
 """The loader: what the plan says, with the values that were stored."""
 
+import contextlib
 import dataclasses
+import gc
 import itertools
 import os
 import re
@@ -667,6 +669,37 @@ def test_a_shard_that_is_damaged_in_the_middle_of_an_epoch_is_an_error_on_all_ra
         with pytest.raises(RuntimeError, match=r"cannot read row group \d of .*part-"):
             list(b)
     assert loader_threads() == []
+
+
+def test_an_error_of_reading_leaves_no_memory_behind(tmp_path):
+    """Without the garbage collector, which may come late: what the error refers to is gone with it."""
+    shards = dataset(tmp_path / "d", 500)
+    delete(tmp_path / "d" / shards.shards[0].name)
+    gc.collect()
+    gc.disable()
+    try:
+        with contextlib.suppress(RuntimeError):
+            assert not list(loaders(shards, 1)[0].epoch(0))
+        assert not [o for o in gc.get_objects() if type(o).__name__ in ("_Reader", "Arena")]
+    finally:
+        gc.enable()
+
+
+LEFT_OPEN = """
+import sys
+from spark_dl import Config, Data, Train, read_shards
+from spark_dl.data.loader import Loader
+
+config = Config(data=Data(features=("x",), label="id", num_streams=2, memory_mib=8), train=Train(global_batch_size=4))
+batches = Loader(read_shards(sys.argv[1]), config, rank=0, world_size=1).epoch(0)
+next(batches)
+"""
+
+
+def test_a_process_ends_though_an_epoch_was_left_open(tmp_path):
+    write_arrays({"x": np.zeros((40_000, 64)), "id": np.arange(40_000)}, str(tmp_path / "d"))
+    done = subprocess.run([sys.executable, "-c", LEFT_OPEN, str(tmp_path / "d")], capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def loader_threads():

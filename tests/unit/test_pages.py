@@ -10,6 +10,7 @@ import pytest
 
 from spark_dl.data import pages
 from spark_dl.data.recycled import Recycled
+from spark_dl.data.thrift import I32, STRUCT, Field, write_struct
 
 
 def stored(array, *, nullable=False, **options):
@@ -96,6 +97,41 @@ def test_no_damage_of_a_header_gives_other_values():
         except (ValueError, LookupError):
             continue
         assert cells is None or cells.tobytes() == values.tobytes()
+
+
+def page(count, values):
+    """A data page of version 1, plain, with a byte of levels in front of its values, and no checksum."""
+    body = (1).to_bytes(4, "little") + b"\0" + values
+    data = {1: Field(I32, count), 2: Field(I32, 0), 3: Field(I32, 3), 4: Field(I32, 3)}
+    return (
+        write_struct({1: Field(I32, 0), 2: Field(I32, len(body)), 3: Field(I32, len(body)), 5: Field(STRUCT, data)})
+        + body
+    )
+
+
+@pytest.mark.parametrize(("counts", "found"), [((3, 2), True), ((2, 3), False), ((5, 0), False)])
+def test_pages_with_levels_are_joined_and_their_counts_must_be_those_of_their_values(counts, found):
+    values = np.arange(5, dtype=np.int32)
+    content = page(counts[0], values[:3].tobytes()) + page(counts[1], values[3:].tobytes())
+    cells = read(content, Chunk(len(content)), 1, 4, 5)
+    assert (cells is not None) == found
+    assert not found or cells.tobytes() == values.tobytes()
+
+
+def test_a_negative_count_does_not_make_up_for_another_page():
+    empty = {1: Field(I32, -1), 2: Field(I32, 0), 3: Field(I32, 3), 4: Field(I32, 3)}
+    header = write_struct({1: Field(I32, 0), 2: Field(I32, 0), 3: Field(I32, 0), 5: Field(STRUCT, empty)})
+    content = page(3, np.arange(3, dtype=np.int32).tobytes()) + header
+    assert read(content, Chunk(len(content)), 1, 4, 2) is None
+
+
+class Chunk:
+    """What pyarrow tells of a column chunk of 32-bit numbers that begins with the file."""
+
+    physical_type, compression, dictionary_page_offset, data_page_offset = "INT32", "UNCOMPRESSED", None, 0
+
+    def __init__(self, size):
+        self.total_compressed_size = size
 
 
 def test_a_file_that_ends_early_is_an_error():

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from spark_dl.data.plan import Ints
-from spark_dl.data.ragged import Array, Ragged, concatenate, take
+from spark_dl.data.ragged import Array, Ragged, concatenate, copy_rows, from_lengths
 from spark_dl.data.recycled import Recycled
 from spark_dl.data.schema import Column
 
@@ -23,7 +23,7 @@ class Arena:
         self.num_slots, self.slot_rows, self.tail_rows = num_slots, slot_rows, tail_rows
         rows = num_slots * slot_rows + num_tails * tail_rows
         self._columns: list[Array | _Lists] = [
-            _Lists(num_slots, slot_rows, num_tails, tail_rows)
+            _Lists(c, num_slots, slot_rows, num_tails, tail_rows)
             if c.is_ragged
             else np.empty((rows, *c.inner), dtype=c.dtype)
             for c in columns
@@ -57,7 +57,9 @@ class Arena:
         out: list[Array | list[Ragged]] = []
         for column, memory in zip(self._columns, self._gathered, strict=True):
             if isinstance(column, _Lists):
-                out.append([column.take(p) for p in positions])
+                rows = column.take(positions.reshape(-1), memory)
+                size = positions.shape[1]
+                out.append([rows[k : k + size] for k in range(0, len(rows), size)])
             else:
                 target = memory.take((*positions.shape, *column.shape[1:]), column.dtype)
                 np.take(column, positions, axis=0, out=target, mode="clip")  # with "raise" NumPy would copy twice
@@ -68,7 +70,8 @@ class Arena:
 class _Lists:
     """A ragged column of the arena: slots and tails are blocks of rows, each with values of its own."""
 
-    def __init__(self, num_slots: int, slot_rows: int, num_tails: int, tail_rows: int):
+    def __init__(self, column: Column, num_slots: int, slot_rows: int, num_tails: int, tail_rows: int):
+        self._dtype, self._inner = np.dtype(column.dtype), column.inner
         sizes = [slot_rows] * num_slots + [tail_rows] * num_tails
         self._ends = np.cumsum(sizes)
         self._starts = self._ends - sizes
@@ -80,22 +83,21 @@ class _Lists:
         return self._blocks[number]
 
     def to_tail(self, number: int, positions: Ints) -> None:
-        self._blocks[self._num_slots + number] = [self.take(positions)] if len(positions) else []
+        self._blocks[self._num_slots + number] = [self.take(positions, Recycled())] if len(positions) else []
 
-    def take(self, positions: Ints) -> Ragged:
-        """# positions: (rows,)"""
+    def take(self, positions: Ints, memory: Recycled) -> Ragged:
+        """The rows at some positions, in `memory`. # positions: (rows,)"""
         blocks = np.searchsorted(self._ends, positions, side="right")
-        by_block = np.argsort(blocks, kind="stable")
-        numbers, firsts = np.unique(blocks[by_block], return_index=True)
-        pieces = [
-            take(self._block(number), positions[rows] - self._starts[number])
-            for number, rows in zip(numbers, np.split(by_block, firsts[1:]), strict=True)
-        ]
-        joined = concatenate(pieces)
-        assert isinstance(joined, Ragged)
-        place = np.empty(len(positions), dtype=np.int64)
-        place[by_block] = np.arange(len(positions))
-        return take(joined, place)
+        lengths, starts = np.empty_like(positions), np.empty_like(positions)
+        chosen = {int(number): np.flatnonzero(blocks == number) for number in np.unique(blocks)}
+        for number, rows in chosen.items():
+            offsets, places = self._block(number).offsets, positions[rows] - self._starts[number]
+            starts[rows], lengths[rows] = offsets[places], offsets[places + 1] - offsets[places]
+        values = memory.take((int(lengths.sum()), *self._inner), self._dtype)
+        found = from_lengths(values, lengths)
+        for number, rows in chosen.items():
+            copy_rows(self._block(number).values, starts[rows], lengths[rows], values, found.offsets[rows])
+        return found
 
     def _block(self, number: int) -> Ragged:
         if len(self._blocks[number]) > 1:

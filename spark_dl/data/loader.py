@@ -36,6 +36,8 @@ _log = logging.getLogger("spark_dl")
 
 READY_SHARE = 4
 """Batches that are ready have the memory divided by this."""
+_LOTS = 8
+"""Parts of that memory which steps are gathered for at once: several are being made, waiting and in use."""
 _STEPS_AT_ONCE = 16
 _GATHER_BYTES = 4 << 20
 _MIB = 1 << 20
@@ -121,7 +123,7 @@ class Loader:
         ragged rows: where they are longer fewer are ready."""
         # Several small steps are gathered at once: what Python costs is then paid once for all of them. They are also
         # handed over at once, which wakes the training loop once, unless `prepare` takes its time with each of them.
-        self._lot_bytes = min(_GATHER_BYTES, self._ready_bytes)
+        self._lot_bytes = max(1, min(_GATHER_BYTES, self._ready_bytes // _LOTS))
         self._at_once = max(1, min(_STEPS_AT_ONCE, int(self._lot_bytes // self._most_batch_bytes())))
         self._lot = self._at_once if prepare is None else 1
         self._lots_ahead = -(-self.prefetch // self._lot)

@@ -46,14 +46,41 @@ class Ragged:
         return tuple(self.values.shape[1:])
 
     @property
-    def alone(self) -> Ragged:
-        """A copy of these rows, without the values before and after them."""
-        return Ragged(self.own_values.copy(), self.offsets - self.offsets[0])
-
-    @property
     def own_values(self) -> Array:
         """The values of these rows alone, without those before and after them. # (total, *inner)"""
         return self.values[self.offsets[0] : self.offsets[-1]]
+
+
+class Stacked:
+    """Rows that come in pieces, laid end to end in one array."""
+
+    def __init__(self, array: Array, *, is_ragged: bool):
+        """# array: (>= rows, *cell), or (>= values, *inner) where the rows are ragged"""
+        self._array, self._used = array, 0
+        self._lengths: list[npt.NDArray[np.int64]] | None = [] if is_ragged else None
+        self.rows = 0
+        """So far."""
+
+    def add(self, piece: Array | Ragged) -> None:
+        """Raises ValueError for more than there is room for."""
+        values = piece
+        if isinstance(piece, Ragged):
+            assert self._lengths is not None
+            self._lengths.append(piece.lengths)
+            values = piece.own_values
+        stop = self._used + len(values)
+        if stop > len(self._array):
+            raise ValueError(f"found {stop} values or more, expected {len(self._array)}")
+        if len(values):  # of rows without values the inner shape is not known
+            self._array[self._used : stop] = values
+        self._used, self.rows = stop, self.rows + len(piece)
+
+    def cells(self) -> Array | Ragged:
+        """All rows that were added; the array itself if they fill it."""
+        full = self._array if self._used == len(self._array) else self._array[: self._used]
+        if self._lengths is None:
+            return full
+        return from_lengths(full, np.concatenate([np.empty(0, np.int64), *self._lengths]))
 
 
 def from_lengths(values: Array, lengths: npt.NDArray[Any]) -> Ragged:
@@ -67,10 +94,27 @@ def from_lengths(values: Array, lengths: npt.NDArray[Any]) -> Ragged:
 def take(ragged: Ragged, rows: npt.NDArray[np.integer[Any]]) -> Ragged:
     """These rows, in this order, with values of their own. # rows: (n,)"""
     lengths, starts = ragged.lengths[rows], ragged.offsets[:-1][rows]
-    if lengths.sum() <= _LONG_ROWS * len(rows):
-        return from_lengths(ragged.values[_positions(starts, lengths)], lengths)
-    pieces = [ragged.values[a:b] for a, b in zip(starts.tolist(), (starts + lengths).tolist(), strict=True)]
-    return from_lengths(np.concatenate(pieces), lengths)
+    found = from_lengths(np.empty((int(lengths.sum()), *ragged.inner), ragged.values.dtype), lengths)
+    copy_rows(ragged.values, starts, lengths, found.values, found.offsets[:-1])
+    return found
+
+
+def copy_rows(
+    values: Array,
+    starts: npt.NDArray[np.int64],
+    lengths: npt.NDArray[np.int64],
+    out: Array,
+    places: npt.NDArray[np.int64],
+) -> None:
+    """Copies rows: `lengths` values from each of `starts` to each of `places`. # values, out: (total, *inner)"""
+    total = int(lengths.sum())
+    if total == 0:  # of rows without values the inner shape is not known
+        return
+    if total <= _LONG_ROWS * len(lengths):
+        out[_positions(places, lengths)] = values[_positions(starts, lengths)]
+        return
+    for start, length, place in zip(starts.tolist(), lengths.tolist(), places.tolist(), strict=True):
+        out[place : place + length] = values[start : start + length]
 
 
 def pad(ragged: Ragged, length: int | None = None, fill: Any = 0) -> tuple[Array, npt.NDArray[np.bool_]]:

@@ -36,7 +36,8 @@ class Recycled:
         except IndexError:
             block = None
         if block is None or len(block) < size:
-            block = mmap.mmap(-1, max(1, size), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            step = max(mmap.PAGESIZE, 1 << size.bit_length() >> 4)  # what is not written to takes no memory
+            block = mmap.mmap(-1, (size // step + 1) * step, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         # A view of a view holds the first array whose memory is no other array's (PyArray_SetBaseObject): this one.
         whole: Array = np.frombuffer(block, np.uint8, count=size)
         lent = weakref.ref(whole, self._give_back)

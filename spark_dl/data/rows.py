@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -32,7 +33,7 @@ from spark_dl.data.manifest import ShardSet
 from spark_dl.data.memory import Memory
 from spark_dl.data.page_index import IndexedFile
 from spark_dl.data.plan import FILLER, Segment, rows_held_out, split_rows
-from spark_dl.data.ragged import Array, Ragged, from_lengths, take
+from spark_dl.data.ragged import Array, Ragged, Stacked, from_lengths, take
 from spark_dl.data.recycled import Recycled
 from spark_dl.data.schema import Column
 from spark_dl.data.writer import Shard
@@ -61,11 +62,11 @@ class Limits:
 
 
 def is_sliced(column: Column) -> bool:
-    """Whether row groups of it that are read whole are decoded some rows at a time, as lists take Arrow several times
-    the memory of their values. Words are not: each slice would look up all words of the row group.
+    """Whether row groups of it are decoded some rows at a time, as lists take Arrow several times the memory of their
+    values. Words are not: each slice would look up all words of the row group.
     """
     has_words = column.encoding.kind in ("hash", "vocabulary")
-    return column.codec in ("list", "vector") and not column.is_ragged and not has_words
+    return column.codec in ("list", "vector") and not has_words
 
 
 class Rows:
@@ -126,15 +127,32 @@ class Rows:
     def _read_segment(self, segment: Segment, out: Sequence[Array | list[Ragged]], first: int) -> None:
         """Writes the rows of a segment into `out` from row `first` on."""
         places = [None if isinstance(t, list) else t[first : first + segment.rows] for t in out]
-        for array, target, place in zip(self._row_group(segment, places), out, places, strict=True):
+        arrays = self._row_group(segment, places)
+        for column, array, target, place in zip(self.columns, arrays, out, places, strict=True):
             if array is place:
                 continue
             rows = array[segment.start : segment.stop]
             if isinstance(rows, Ragged):
                 assert isinstance(target, list)
-                target.append(rows.alone)  # without the rest of the row group
+                is_own = self._is_alone(segment) and self._is_sliced(column, segment.row_group)
+                target.append(rows if is_own else self._copy(column, rows))  # without the rest of what was read
             elif place is not None:
                 place[:] = rows
+
+    def _is_alone(self, segment: Segment) -> bool:
+        """Whether no other stream asks for the row group."""
+        return segment.row_group != FILLER and segment.rows == self.group_rows[segment.row_group]
+
+    def _is_sliced(self, column: Column, number: int) -> bool:
+        """Whether a column of a row group is decoded in slices: not where many pages of it need not be read."""
+        return is_sliced(column) and 2 * self._passing[number] >= self._shards.row_groups[number][2]
+
+    def _copy(self, column: Column, rows: Ragged) -> Ragged:
+        """The rows with values of their own, in memory that is used again."""
+        own = rows.own_values
+        values = self._memory[column.name].take(own.shape, own.dtype)
+        values[:] = own
+        return Ragged(values, rows.offsets - rows.offsets[0])
 
     def end_thread(self) -> None:
         """Gives up what the thread that calls this has open, and what Arrow's allocator keeps for it: it reads no more.
@@ -177,7 +195,7 @@ class Rows:
         if number == FILLER:
             assert self._shards.spread is not None
             return [_one_row(c, self._shards.spread.filler[c.name]) for c in self.columns]
-        if segment.rows == self.group_rows[number]:  # no other stream asks for it
+        if self._is_alone(segment):
             return self._part_of(number, places)
         with self._held_lock:  # streams meet in this row group, or sequences pass into it: it is asked for again
             held = self._held.get(number)
@@ -215,22 +233,23 @@ class Rows:
             if found != rows:
                 raise ValueError(f"found {found} rows ({groups} row groups in the file), expected {rows}")
             plain = {c.name: file.plain(c, group, rows, self._memory[c.name]) for c in self.columns}
-            conditions = self._conditions(number)
-            if not conditions:
-                plain |= file.read_slices(group, self._into(places, rows))
-            rest = [c.name for c in self.columns if c.codec != "partition" and plain[c.name] is None]
-            kept: Any = slice(None)
-            if conditions:
+            sliced = [(c, p) for c, p in zip(self.columns, places, strict=True) if self._is_sliced(c, number)]
+            other = {c.name for c, _ in sliced} | {c.name for c in self.columns if c.codec == "partition"}
+            rest = [c.name for c in self.columns if plain[c.name] is None and c.name not in other]
+            kept: filters.Mask | None = None
+            if conditions := self._conditions(number):
                 stored, kept = file.indexed.read_passing(group, rest, conditions)
                 self._check_passing(number, kept)
             else:
                 stored = file.read(group, rest)
+            read = file.read_slices(group, self._passing[number], sliced, self._memory, kept)
+            read |= {n: c if kept is None else c[kept] for n, c in plain.items() if c is not None}
             self._take(self._unknown_bytes(stored))
             partition = dict(self._shards.shards[shard].partition)
             arrays: list[Array | Ragged] = []
             for column in self.columns:
-                if (array := plain[column.name]) is not None:
-                    arrays.append(array if isinstance(kept, slice) else array[kept])
+                if column.name in read:
+                    arrays.append(read[column.name])
                 elif column.codec == "partition":
                     arrays.append(
                         foreign_columns.partition_cells(column, partition[column.name], self._passing[number])
@@ -241,7 +260,7 @@ class Rows:
                 if self._nonfinite != "allow" and (bad := policies.first_nonfinite_row(cells)) is not None:
                     fill = self._fill.get(column.name) if self._nonfinite == "fill" else None
                     if fill is None:
-                        row = bad if isinstance(kept, slice) else int(np.flatnonzero(kept)[bad])
+                        row = bad if kept is None else int(np.flatnonzero(kept)[bad])
                         found = policies.nonfinite_as_read(column.name)
                         raise ValueError(f"{found}; first in row {row} of the row group")
                     arrays[i] = policies.with_finite_values(cells, fill)
@@ -253,16 +272,6 @@ class Rows:
         except Exception as error:
             of_rows = "the rows that pass data.filters of " if self._passing[number] < rows else ""
             raise RuntimeError(f"cannot read {of_rows}row group {group} of {url}: {error}") from error
-
-    def _into(self, places: Places, rows: int) -> list[tuple[Column, Array]]:
-        """The columns that are decoded in slices, and where all rows of a row group go. # each (rows, *cell)"""
-        into = []
-        for column, place in zip(self.columns, places, strict=True):
-            if is_sliced(column):
-                if place is None:
-                    place = self._memory[column.name].take((rows, *column.inner), np.dtype(column.dtype))
-                into.append((column, place))
-        return into
 
     def _unknown_bytes(self, stored: Mapping[str, pa.ChunkedArray]) -> int:
         """What stored columns take once they are decoded, as far as the footer does not tell it.
@@ -342,20 +351,48 @@ class _File:
         table = self.parquet.read_row_group(group, names, use_threads=False)
         return {name: foreign_files.stored_column(table, name) for name in names}
 
-    def read_slices(self, group: int, into: Sequence[tuple[Column, Array]]) -> dict[str, Array]:
-        """Fills arrays with the cells of a row group, some rows at a time. # each (rows, *cell)"""
-        if not into:
+    def read_slices(
+        self,
+        group: int,
+        rows: int,
+        columns: Sequence[tuple[Column, Array | None]],
+        memory: Mapping[str, Recycled],
+        kept: filters.Mask | None,
+    ) -> dict[str, Array | Ragged]:
+        """The cells of a row group, decoded some rows at a time: each column at its place, or in `memory`.
+
+        `rows` of them are kept. # kept: (stored rows,); None where all are
+        """
+        if not columns:
             return {}
-        done, rows = 0, max(1, SLICE_BYTES // max(1, sum(column.value_bytes for column, _ in into)))
-        for batch in self.parquet.iter_batches(rows, [group], [column.name for column, _ in into], use_threads=False):
+        targets = {c.name: self._target(c, group, rows, place, memory[c.name]) for c, place in columns}
+        names, size = list(targets), max(1, SLICE_BYTES // max(1, sum(c.value_bytes for c, _ in columns)))
+        first = 0
+        for batch in self.parquet.iter_batches(size, [group], names, use_threads=False):
             table = pa.Table.from_batches([batch])
-            for column, cells in into:
-                stored = foreign_files.stored_column(table, column.name)
-                cells[done : done + len(batch)] = schema.decode(column, stored, first_row=done)
-            done += len(batch)
-        if done != len(into[0][1]):
-            raise ValueError(f"found {done} rows in the pages of {into[0][0].name!r}, expected {len(into[0][1])}")
-        return {column.name: cells for column, cells in into}
+            if kept is not None:
+                table = table.filter(pa.array(kept[first : first + len(batch)]))
+            for column, _ in columns:
+                target = targets[column.name]
+                target.add(
+                    schema.decode(column, foreign_files.stored_column(table, column.name), first_row=target.rows)
+                )
+            first += len(batch)
+        if (found := targets[names[0]].rows) != rows:
+            raise ValueError(f"found {found} rows in the pages of {names[0]!r}, expected {rows}")
+        if kept is not None:  # slices of other sizes: Arrow's allocator (mimalloc) would keep 40 MiB of such, not 10
+            pa.default_memory_pool().release_unused()
+        return {name: target.cells() for name, target in targets.items()}
+
+    def _target(self, column: Column, group: int, rows: int, place: Array | None, memory: Recycled) -> Stacked:
+        if place is None:
+            length = rows
+            if column.is_ragged:  # Parquet counts a null or an empty list as a value, too
+                leaf = next(i for path, i in self._leaves.items() if parquet.is_of(column.name, path))
+                values = self.parquet.metadata.row_group(group).column(leaf).num_values
+                length = values // max(1, math.prod(column.inner))
+            place = memory.take((length, *column.inner), np.dtype(column.dtype))
+        return Stacked(place, is_ragged=column.is_ragged)
 
     def plain(self, column: Column, group: int, rows: int, memory: Recycled) -> Array | None:
         """The cells without a decoder, in `memory`, if they are stored as the shards of this package are."""

@@ -458,14 +458,20 @@ MEASURE = """
 import re, sys
 import psutil
 from spark_dl import Config, Data, Train, read_shards
+from spark_dl.data.filter_counts import filter_rows
 from spark_dl.data.foreign import open_parquet
 from spark_dl.data.loader import Loader
 
-shards = open_parquet(sys.argv[1], ["x", "id"]) if sys.argv[1].endswith(".parquet") else read_shards(sys.argv[1])
-data = Data(features=("x",), label="id", memory_mib=64)
-loader = Loader(shards, Config(data=data, train=Train(global_batch_size=64)), rank=0, world_size=1)
+def opened(url):
+    return open_parquet(url, ["x", "id"], data=data) if url.endswith(".parquet") else read_shards(url)
+
+data = Data(features=("x",), label="id", **eval(sys.argv[4]))
+config = Config(data=data, train=Train(global_batch_size=64))
+for _ in Loader(opened(sys.argv[1]), config, rank=0, world_size=1).epoch(0):  # a few rows: the code is in memory, too
+    pass
+loader = Loader(filter_rows(opened(sys.argv[2]), data), config, rank=0, world_size=1)
 before = psutil.Process().memory_info().rss
-epochs = int(sys.argv[2])
+epochs = int(sys.argv[3])
 for epoch in range(epochs):
     for _ in loader.epoch(epoch):
         pass
@@ -475,30 +481,48 @@ print(int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read()).gr
 """
 
 
-def measured_memory(url, epochs):
+def measured_memory(few, url, epochs, **data):
     """Bytes after 2 and after all epochs in a process of their own, and the most that it had beyond its start."""
-    command = [sys.executable, "-c", MEASURE, url, str(epochs)]
+    command = [sys.executable, "-c", MEASURE, few, url, str(epochs), repr(data)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=90)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr
     return map(int, done.stdout.split())
 
 
 def test_memory_is_flat_over_epochs_and_within_its_budget(tmp_path):
     x = np.random.default_rng(0).random((40_000, 1024), dtype=np.float32)  # 156 MiB
     shards = write_arrays({"x": x, "id": np.arange(40_000)}, str(tmp_path / "d"))
-    after_2, after_20, peak = measured_memory(shards.url, 20)
+    few = write_arrays({"x": x[:100], "id": np.arange(100)}, str(tmp_path / "few"))
+    after_2, after_20, peak = measured_memory(few.url, shards.url, 20, memory_mib=64)
     assert after_20 <= 1.05 * after_2
     assert peak <= (64 << 20) + 16 * max(shards.group_bytes(shards.columns))  # the budget and a row group per stream
 
 
+def write_lists(path, lengths, group_rows):
+    """Numbers, snappy, and ids, which lie in no order."""
+    rng = np.random.default_rng(0)
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    lists = pa.ListArray.from_arrays(starts, pa.array(rng.random(starts[-1], dtype=np.float32)))
+    pq.write_table(pa.table({"x": lists, "id": rng.permutation(len(lengths))}), path, row_group_size=group_rows)
+
+
 @pytest.mark.slow
-def test_memory_to_read_plain_parquet_is_within_its_budget(tmp_path):
-    """Lists, snappy, 16 row groups of 11 MiB."""
-    x = np.random.default_rng(0).random((16 * 3600, 784), dtype=np.float32)
-    lists = pa.ListArray.from_arrays(np.arange(len(x) + 1, dtype=np.int32) * 784, pa.array(x.reshape(-1)))
-    pq.write_table(pa.table({"x": lists, "id": np.arange(len(x))}), tmp_path / "a.parquet", row_group_size=3600)
-    shards = open_parquet(str(tmp_path / "a.parquet"), ["x", "id"])
-    _, _, peak = measured_memory(f"{tmp_path}/a.parquet", 6)
+@pytest.mark.parametrize(("kind", "data"), [
+    ("lists", {}),
+    ("held out", {"validation_fraction": 0.05}),
+    ("filtered", {"filters": (("id", "<", 55_000),)}),
+    ("ragged", {"encode": {"x": {"ragged": True}}, "ragged": "offsets"}),
+])  # fmt: skip
+def test_memory_to_read_plain_parquet_is_within_its_budget(tmp_path, kind, data):
+    """16 row groups of 11 MiB."""
+    rows = 16 * 3600
+    lengths = np.random.default_rng(1).integers(400, 1169, rows) if kind == "ragged" else np.full(rows, 784)
+    write_lists(tmp_path / "a.parquet", lengths, 3600)
+    write_lists(tmp_path / "few.parquet", lengths[:100], 50)
+    encode = {"encode": data["encode"]} if kind == "ragged" else {}
+    shards = open_parquet(str(tmp_path / "a.parquet"), ["x", "id"], data=Data(**encode))
+    _, _, peak = measured_memory(f"{tmp_path}/few.parquet", f"{tmp_path}/a.parquet", 6, memory_mib=64, **data)
     assert peak <= (64 << 20) + 16 * max(shards.group_bytes(shards.columns))
 
 

@@ -87,6 +87,50 @@ def test_rows_that_are_held_out_and_filters(tmp_path, streams):
     assert_rows(rows_of(filter_rows(shards, settings.data), settings), x, np.arange(250, 1300))
 
 
+RAGGED = {"x": {"ragged": True}, "pairs": {"ragged": True}}
+
+
+def ragged_rows():
+    """Rows of 0 to 700 numbers, some of them without any, and of 0 to 3 pairs."""
+    rng = np.random.default_rng(5)
+    lengths = np.where(rng.random(ROWS) < 0.1, 0, rng.integers(1, WIDTH, ROWS))
+    return [rng.random(n, dtype=np.float32) for n in lengths], [rng.integers(0, 99, (i % 4, 2)) for i in range(ROWS)]
+
+
+@pytest.mark.parametrize("filters", [(), (("id", ">=", 250), ("id", "<", 1300))])
+@pytest.mark.parametrize("fraction", [0.0, 0.3])
+@pytest.mark.parametrize("streams", [1, 4, 10])
+@pytest.mark.parametrize("how", ["offsets", "pad"])
+def test_ragged_rows_have_their_values(tmp_path, how, streams, fraction, filters):
+    x, pairs = ragged_rows()
+    columns = {"x": pa.array(x), "pairs": pa.array([p.tolist() for p in pairs], pa.list_(pa.list_(pa.int64())))}
+    pq.write_table(pa.table({"id": np.arange(ROWS), **columns}), tmp_path / "a.parquet", row_group_size=GROUP)
+    data = Data(
+        features=("x", "pairs"), label="id", num_streams=streams, encode=RAGGED, ragged=how,
+        validation_fraction=fraction, filters=filters,
+    )  # fmt: skip
+    shards = filter_rows(open_parquet(str(tmp_path), ["x", "pairs", "id"], data=data), data)
+    settings, found = Config(data=data, train=Train(global_batch_size=20)), {}
+    for part in ("train", "validation") if fraction else ("all",):
+        loader = Loader(shards, settings, rank=0, world_size=1, part=part)
+        for step in loader.epoch(0):
+            for batch in step.micro_batches:
+                for row in np.flatnonzero(batch["weight"].numpy()):
+                    cells = [row_of(batch, name, row, how) for name in ("x", "pairs")]
+                    assert found.setdefault(int(batch["id"][row]), cells) is cells
+    assert sorted(found) == [*range(250, 1300)] if filters else [*range(ROWS)]
+    for i, (own_x, own_pairs) in found.items():
+        np.testing.assert_array_equal(own_x, x[i])
+        np.testing.assert_array_equal(own_pairs, pairs[i])
+
+
+def row_of(batch, name, row, how):
+    if how == "pad":
+        return batch[name][row].numpy()[batch[f"{name}_mask"][row].numpy()].copy()
+    start, stop = batch[f"{name}_offsets"][row : row + 2].tolist()
+    return batch[name][start:stop].numpy().copy()
+
+
 class Watched(np.ndarray):
     """An array that counts how often all of it is written at once."""
 

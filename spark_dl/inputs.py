@@ -33,7 +33,7 @@ _log = logging.getLogger("spark_dl")
 def as_source(data: Any) -> Any:
     """A DataFrame, a dataset or its URL, as it was passed; a path becomes text. Raises ValueError for what is none."""
     if isinstance(data, os.PathLike):
-        return os.fspath(data)
+        return storage.text_of(data)
     if not isinstance(data, (str, ShardSet)) and not hasattr(data, "sparkSession"):
         raise ValueError(
             "expected a DataFrame of Spark, the path or URL of a dataset, or what read_shards gives, found a "

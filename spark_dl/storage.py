@@ -133,12 +133,20 @@ def is_local(url: str) -> bool:
     return _parse(url).scheme in ("", "file")
 
 
+def text_of(url: str | os.PathLike[str]) -> str:
+    """A URL or path as text. Raises ValueError for a URL as a `pathlib.Path`, which would be another one."""
+    text = os.fspath(url)
+    if not isinstance(url, str) and re.match(r"[a-zA-Z][a-zA-Z0-9+.-]+:/", text):
+        raise ValueError(f"{text!r}: pathlib.Path makes one slash of the two of a URL; pass the URL as a string")
+    return text
+
+
 def absolute(url: str | os.PathLike[str]) -> str:
     """The URL, or the absolute path of a local one: a task has another working directory than the driver.
 
     Without a slash at its end.
     """
-    url = os.fspath(url)
+    url = text_of(url)
     resolved, at = resolve(url)[1], _parse(url)
     return (resolved.rstrip("/") or "/") if is_local(url) else str(replace(at, path=at.path.rstrip("/")))
 

@@ -35,6 +35,12 @@ class Arena:
         start = self.slot_start(number)
         return [c.slot(number) if isinstance(c, _Lists) else c[start : start + self.slot_rows] for c in self._columns]
 
+    def clear(self, number: int) -> None:
+        """Gives up the ragged rows of a slot."""
+        for column in self._columns:
+            if isinstance(column, _Lists):
+                column.slot(number)
+
     def slot_start(self, number: int) -> int:
         """Position of a slot's first row."""
         return number * self.slot_rows

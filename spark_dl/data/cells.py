@@ -38,7 +38,12 @@ def read_cells(column: SourceColumn, array: pa.Array, shape: Shape | None = None
     if not present.any() and column.kind != "scalar" and not column.ragged and shape is None:
         expected = "an array that gives the length of the filled ones; drop them instead (data.nulls)"
         raise BadCellsError(column.name, 0, f"only nulls in {len(array)} rows", expected)
-    return _spread(column, _read_present(column, array.drop_null(), shape), present, _plain_type(leaf_type(array.type)))
+    try:
+        cells = _read_present(column, array.drop_null(), shape)
+    except BadCellsError as error:
+        error.row = int(np.flatnonzero(present)[error.row])
+        raise
+    return _spread(column, cells, present, _plain_type(leaf_type(array.type)))
 
 
 def leaf_type(arrow: pa.DataType) -> pa.DataType:
@@ -306,9 +311,10 @@ def _vectors(column: SourceColumn, array: pa.Array, known: Shape | None) -> Arra
     """
     found = levels(array)
     _check_inner_nulls(column, found)
-    dense = array.field("type").fill_null(-1).to_numpy(zero_copy_only=False) == 1
+    types = array.field("type").cast(pa.int64()).fill_null(-1).to_numpy(zero_copy_only=False)
     counts = array.field("values").value_lengths().to_numpy(zero_copy_only=False)
-    _check_sparse(column, array, dense, counts)
+    _check_form(column, array, types, counts)
+    dense = types == 1
     sizes = np.where(dense, counts, array.field("size").fill_null(0).to_numpy(zero_copy_only=False)).astype(np.int64)
     size, bad = _one_length(sizes, known[0] if known else None)
     if bad is not None:
@@ -330,15 +336,20 @@ def _vectors(column: SourceColumn, array: pa.Array, known: Shape | None) -> Arra
     return out
 
 
-def _check_sparse(column: SourceColumn, array: pa.Array, dense: Array, counts: Array) -> None:
-    """Raises BadCellsError for vectors that are not dense, and no sparse ones of Spark ML. # (rows,), (rows,)"""
-    types = array.field("type").fill_null(-1).to_numpy(zero_copy_only=False)
-    has_size = array.field("size").is_valid().to_numpy(zero_copy_only=False)
-    indices = array.field("indices").value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
+def _check_form(column: SourceColumn, array: pa.Array, types: Array, counts: Array) -> None:
+    """Raises BadCellsError for vectors as Spark ML has none. # types, counts of values: (rows,)"""
+    is_sparse, has_size = types == 0, array.field("size").is_valid().to_numpy(zero_copy_only=False)
+    indices = array.field("indices")
+    num_indices = indices.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
+    nulls = np.zeros(len(array), dtype=np.bool_)
+    nulls[np.repeat(np.arange(len(array)), num_indices)[indices.flatten().is_null().to_numpy(zero_copy_only=False)]] = (
+        True
+    )
     for is_bad, found in (
-        (~dense & (types != 0), "a vector of another type"),
-        (~dense & ~has_size, "a sparse vector without a size"),
-        (~dense & (indices != counts), "a sparse vector with more indices than values, or fewer"),
+        ((types != 0) & (types != 1), "a vector of another type"),
+        (is_sparse & ~has_size, "a sparse vector without a size"),
+        (num_indices != np.where(is_sparse, counts, 0), "a vector with more indices than it should have, or fewer"),
+        (nulls, "a null among the indices of a vector"),
     ):
         if is_bad.any():
             expected = "vectors of Spark ML: type 1 (dense), or type 0 with a size and an index for each value"

@@ -356,6 +356,7 @@ def _schedule(streams: Sequence[Stream], batch: int, start_step: int) -> list[_R
     return sorted(reads, key=lambda r: (r.step, r.stream, r.window.first))
 
 
+_EXIT_WAIT_S = 5.0
 _READERS: weakref.WeakSet[_Reader] = weakref.WeakSet()
 
 
@@ -363,7 +364,7 @@ _READERS: weakref.WeakSet[_Reader] = weakref.WeakSet()
 def _end_readers() -> None:
     """A thread that comes back from C++ to an interpreter that is gone can hang the exit of the process."""
     for reader in [*_READERS]:
-        reader.end()
+        reader.end(_EXIT_WAIT_S)
 
 
 class _Reader:
@@ -411,16 +412,17 @@ class _Reader:
 
     def free(self, slot: int) -> None:
         """Gives a slot back, whose rows are not needed any more."""
+        self._arena.clear(slot)
         self._free.append(slot)
         self._submit()
 
-    def end(self) -> None:
-        """Ends the threads, once they have read what they are at."""
+    def end(self, timeout_s: float | None = None) -> None:
+        """Ends the threads, once they have read what they are at, and waits so long for each of them."""
         self._has_ended = True
         for _ in self._threads:
             self._asked.put(None)
         for thread in self._threads:
-            thread.join()
+            thread.join(timeout_s)
 
     def close(self) -> None:
         """Ends the threads, and forgets what they have read: an error in it has frames that have this reader."""

@@ -13,6 +13,7 @@ import numpy.typing as npt
 Array = npt.NDArray[Any]
 _LONG_ROWS = 256
 """Mean values of rows from which on they are copied one by one: to index each value takes 24 bytes of memory for it."""
+_INDEXED_AT_ONCE = 1 << 17  # values, about
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +112,10 @@ def copy_rows(
     if total == 0:  # of rows without values the inner shape is not known
         return
     if total <= _LONG_ROWS * len(lengths):
-        out[_positions(places, lengths)] = values[_positions(starts, lengths)]
+        size = max(1, len(lengths) * _INDEXED_AT_ONCE // total)
+        for first in range(0, len(lengths), size):
+            rows = slice(first, first + size)
+            out[_positions(places[rows], lengths[rows])] = values[_positions(starts[rows], lengths[rows])]
         return
     for start, length, place in zip(starts.tolist(), lengths.tolist(), places.tolist(), strict=True):
         out[place : place + length] = values[start : start + length]

@@ -131,26 +131,34 @@ class Rows:
         for column, array, target, place in zip(self.columns, arrays, out, places, strict=True):
             if array is place:
                 continue
-            rows = array[segment.start : segment.stop]
-            if isinstance(rows, Ragged):
+            if isinstance(array, Ragged):
                 assert isinstance(target, list)
-                is_own = self._is_alone(segment) and self._is_sliced(column, segment.row_group)
-                target.append(rows if is_own else self._copy(column, rows))  # without the rest of what was read
+                target.append(self._own_rows(column, array, segment))
             elif place is not None:
-                place[:] = rows
+                place[:] = array[segment.start : segment.stop]
 
     def _is_alone(self, segment: Segment) -> bool:
         """Whether no other stream asks for the row group."""
         return segment.row_group != FILLER and segment.rows == self.group_rows[segment.row_group]
 
     def _is_sliced(self, column: Column, number: int) -> bool:
-        """Whether a column of a row group is decoded in slices: not where many pages of it need not be read."""
-        return is_sliced(column) and 2 * self._passing[number] >= self._shards.row_groups[number][2]
+        """Whether a column of a row group is decoded in slices, into its own memory: not where many of its pages need
+        not be read, nor where filters look at it.
+        """
+        passing, stored = self._passing[number], self._shards.row_groups[number][2]
+        if not is_sliced(column) or 2 * passing < stored:
+            return False
+        return passing == stored or column.name not in filters.columns_of(self._conditions(number))
 
-    def _copy(self, column: Column, rows: Ragged) -> Ragged:
-        """The rows with values of their own, in memory that is used again."""
+    def _own_rows(self, column: Column, array: Ragged, segment: Segment) -> Ragged:
+        """The rows of a segment, without the rest of what was read of the row group."""
+        rows = array[segment.start : segment.stop]
+        if self._is_alone(segment) and self._is_sliced(column, segment.row_group):
+            return rows
         own = rows.own_values
-        values = self._memory[column.name].take(own.shape, own.dtype)
+        # Memory that is used again has room for a row group, which is too much for a few rows.
+        memory = self._memory[column.name] if 2 * own.nbytes >= array.own_values.nbytes else Recycled()
+        values = memory.take(own.shape, own.dtype)
         values[:] = own
         return Ragged(values, rows.offsets - rows.offsets[0])
 
@@ -211,7 +219,10 @@ class Rows:
                 held.set_exception(error)
                 with self._held_lock:
                     self._held.pop(number, None)
-        return held.result()
+        try:
+            return held.result()
+        finally:
+            del held  # its error has this frame
 
     def _part_of(self, number: int, places: Places) -> list[Array | Ragged]:
         if self._held_out[number]:
@@ -255,7 +266,7 @@ class Rows:
                         foreign_columns.partition_cells(column, partition[column.name], self._passing[number])
                     )
                 else:
-                    arrays.append(_decode(column, stored[column.name]))
+                    arrays.append(_decode(column, stored[column.name], kept))
             for i, (column, cells) in enumerate(zip(self.columns, arrays, strict=True)):
                 if self._nonfinite != "allow" and (bad := policies.first_nonfinite_row(cells)) is not None:
                     fill = self._fill.get(column.name) if self._nonfinite == "fill" else None
@@ -365,18 +376,19 @@ class _File:
         """
         if not columns:
             return {}
+        by_name = {column.name: column for column, _ in columns}
         targets = {c.name: self._target(c, group, rows, place, memory[c.name]) for c, place in columns}
         names, size = list(targets), max(1, SLICE_BYTES // max(1, sum(c.value_bytes for c, _ in columns)))
         first = 0
         for batch in self.parquet.iter_batches(size, [group], names, use_threads=False):
             table = pa.Table.from_batches([batch])
+            numbers = np.arange(first, first + len(batch))
             if kept is not None:
-                table = table.filter(pa.array(kept[first : first + len(batch)]))
-            for column, _ in columns:
-                target = targets[column.name]
-                target.add(
-                    schema.decode(column, foreign_files.stored_column(table, column.name), first_row=target.rows)
-                )
+                numbers = numbers[kept[numbers]]
+                table = table.take(pa.array(numbers - first))
+            for name, target in targets.items():
+                stored = foreign_files.stored_column(table, name)
+                target.add(schema.decode(by_name[name], stored, rows=numbers))
             first += len(batch)
         if (found := targets[names[0]].rows) != rows:
             raise ValueError(f"found {found} rows in the pages of {names[0]!r}, expected {rows}")
@@ -387,10 +399,10 @@ class _File:
     def _target(self, column: Column, group: int, rows: int, place: Array | None, memory: Recycled) -> Stacked:
         if place is None:
             length = rows
-            if column.is_ragged:  # Parquet counts a null or an empty list as a value, too
-                leaf = next(i for path, i in self._leaves.items() if parquet.is_of(column.name, path))
-                values = self.parquet.metadata.row_group(group).column(leaf).num_values
-                length = values // max(1, math.prod(column.inner))
+            if column.is_ragged:  # at most: Parquet counts nulls and empty lists, and `x.y` may be no field of `x`
+                leaves = [i for path, i in self._leaves.items() if parquet.is_of(column.name, path)]
+                chunks = [self.parquet.metadata.row_group(group).column(leaf) for leaf in leaves]
+                length = max((c.num_values for c in chunks), default=0) // max(1, math.prod(column.inner))
             place = memory.take((length, *column.inner), np.dtype(column.dtype))
         return Stacked(place, is_ragged=column.is_ragged)
 
@@ -418,9 +430,8 @@ def _unknown_bytes(column: Column, stored: pa.ChunkedArray) -> int:
     return parquet.decoded_bytes(stored) + (codecs.unpacked_bytes(stored) if is_compressed else 0)
 
 
-def _decode(column: Column, stored: Any) -> Array | Ragged:
-    return (
-        petastorm_columns.decode(column, stored)
-        if column.codec.startswith("petastorm.")
-        else schema.decode(column, stored)
-    )
+def _decode(column: Column, stored: Any, kept: filters.Mask | None) -> Array | Ragged:
+    """The stored cells of the rows that are kept. # kept: (stored rows,); None where all are"""
+    if column.codec.startswith("petastorm."):
+        return petastorm_columns.decode(column, stored)
+    return schema.decode(column, stored, rows=None if kept is None else np.flatnonzero(kept))

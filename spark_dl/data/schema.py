@@ -264,11 +264,13 @@ def _check_group_bytes(column: Column, rows: int, size: int) -> None:
         )
 
 
-def decode(column: Column, stored: pa.ChunkedArray | pa.Array, *, first_row: int = 0) -> Array | Ragged:
+def decode(
+    column: Column, stored: pa.ChunkedArray | pa.Array, *, rows: npt.NDArray[np.int64] | None = None
+) -> Array | Ragged:
     """An array from stored cells # (rows, *shape), of a tensor column a view of the Arrow buffer; or ragged rows.
 
     Columns of others (timestamps, decimals, strings ...) become numbers here, as their encoding says.
-    first_row: the number of the first of them in their row group, for messages.
+    rows: their numbers in their row group, for messages; by default they are all of it.
     Raises ValueError for a null, and for a cell that is not of the column's dtype and shape.
     """
     array = stored.combine_chunks() if isinstance(stored, pa.ChunkedArray) else stored
@@ -282,7 +284,8 @@ def decode(column: Column, stored: pa.ChunkedArray | pa.Array, *, first_row: int
     try:
         cells = read_cells(source, array, column.shape)
     except BadCellsError as error:
-        raise ValueError(f"{error}; first in row {error.row + first_row} of the row group") from None
+        row = error.row if rows is None else int(rows[error.row])
+        raise ValueError(f"{error}; first in row {row} of the row group") from None
     if column.codec == "image":
         return _decode_images(column, cells)
     return cells

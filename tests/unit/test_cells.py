@@ -64,6 +64,20 @@ MIXED = [[1.0, 2.0, 3.0], (3, {0: 7.0, 2: 9.0}), (3, {}), [4.0, 5.0, 6.0], (3, {
 AS_ARRAY = np.array([[1, 2, 3], [7, 0, 9], [0, 0, 0], [4, 5, 6], [0, -1, 0]], dtype=np.float64)
 
 
+@pytest.mark.parametrize("kind", [pa.uint8(), pa.int64()])
+def test_types_of_vectors_may_have_any_width(kind):
+    fields = [pa.field(f.name, kind if f.name == "type" else f.type) for f in vectors().type]
+    stored = pa.array(vectors(*MIXED).to_pylist(), pa.struct(fields))
+    assert np.array_equal(read_cells(VECTOR, stored), AS_ARRAY)
+
+
+def test_a_bad_row_after_nulls_that_are_filled_is_named_by_its_own_number():
+    column = SourceColumn("c", "int64", "array", 1, fill=0)
+    with pytest.raises(BadCellsError) as error:
+        read_cells(column, pa.array([None, [1, 2], None, [1]]), (2,))
+    assert error.value.row == 3
+
+
 def malformed(field, row, value):
     """Vectors, of which one has another value in one of its fields."""
     plain = vectors(*MIXED).to_pylist()
@@ -75,9 +89,11 @@ def malformed(field, row, value):
     ("type", 0, None, "a vector of another type"),
     ("type", 3, 2, "a vector of another type"),
     ("size", 1, None, "a sparse vector without a size"),
-    ("indices", 1, [0], "a sparse vector with more indices than values, or fewer"),
-    ("indices", 4, None, "a sparse vector with more indices than values, or fewer"),
-    ("values", 1, [7.0], "a sparse vector with more indices than values, or fewer"),
+    ("indices", 1, [0], "a vector with more indices than it should have, or fewer"),
+    ("indices", 4, None, "a vector with more indices than it should have, or fewer"),
+    ("indices", 3, [0, 1, 2], "a vector with more indices than it should have, or fewer"),
+    ("values", 1, [7.0], "a vector with more indices than it should have, or fewer"),
+    ("indices", 1, [0, None], "a null among the indices of a vector"),
 ])  # fmt: skip
 def test_vectors_that_spark_does_not_make_are_an_error(field, row, value, found):
     with pytest.raises(BadCellsError, match=f"column 'c': found {found}, expected vectors of Spark ML") as error:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -173,6 +174,11 @@ def test_datasets_are_named_by_paths_too(tmp_path):
     assert read_shards(tmp_path / "d") == shards
     assert as_source(tmp_path / "d") == str(tmp_path / "d")
     assert as_source("s3://bucket/d") == "s3://bucket/d"
+    for what in (as_source, read_shards):
+        with pytest.raises(
+            ValueError, match="'s3:/bucket/d': pathlib.Path makes one slash .* pass the URL as a string"
+        ):
+            what(Path("s3://bucket/d"))
     assert as_source(shards) is shards
     pq.write_table(pa.table(X), tmp_path / "a.parquet")
     assert open_parquet(tmp_path / "a.parquet", ["x"]).rows == 64

@@ -1,5 +1,6 @@
 """Lists of others are decoded some rows at a time: the same values, errors that name the row, little memory."""
 
+import dataclasses
 import zlib
 
 import numpy as np
@@ -124,6 +125,14 @@ def test_ragged_rows_have_their_values(tmp_path, how, streams, fraction, filters
         np.testing.assert_array_equal(own_pairs, pairs[i])
 
 
+def test_a_column_may_have_a_name_that_looks_like_a_field_of_a_ragged_one(tmp_path):
+    pq.write_table(pa.table({"x.y": [0.5, 1.5], "x": [[1, 2, 3], [4, 5]]}), tmp_path / "a.parquet")
+    data = Data(features=("x",), label=None, num_streams=1, shuffle=False, ragged="offsets", encode={"x": RAGGED["x"]})
+    shards = open_parquet(str(tmp_path), ["x"], data=data)
+    (step,) = Loader(shards, Config(data=data, train=Train(global_batch_size=2)), rank=0, world_size=1).epoch(0)
+    assert step.micro_batches[0]["x"].tolist() == [1, 2, 3, 4, 5]
+
+
 def row_of(batch, name, row, how):
     if how == "pad":
         return batch[name][row].numpy()[batch[f"{name}_mask"][row].numpy()].copy()
@@ -202,6 +211,26 @@ def test_errors_name_the_row_of_the_row_group(tmp_path, damage, message, row):
     match = rf"cannot read row group 1 of .*a.parquet: column 'x': {message}.*first in row {row} of the row group"
     with pytest.raises(RuntimeError, match=match):
         rows_of(shards, config())
+
+
+@pytest.mark.parametrize("first", [200, 500])
+def test_errors_name_the_row_though_filters_leave_rows_out(tmp_path, first):
+    """Of row group 1 more than half of the rows pass, or fewer."""
+    shards = open_parquet(write(tmp_path, with_other_length(numbers(), GROUP + 550)), [*FEATURES, "id"])
+    settings = config(filters=(("id", ">=", GROUP + first),))
+    message = "cannot read the rows that pass data.filters of row group 1 .*; first in row 550 of the row group"
+    with pytest.raises(RuntimeError, match=message):
+        rows_of(filter_rows(shards, settings.data), settings)
+
+
+def test_lists_that_filters_look_at_are_read_once(tmp_path):
+    """As `nonfinite: drop` looks into them; of row group 1 one row is left out."""
+    x = numbers()
+    shards = open_parquet(write(tmp_path, with_nan(x, GROUP + 9)), [*FEATURES, "id"], data=Data(nonfinite="drop"))
+    settings = config(nonfinite="drop")
+    shards = filter_rows(shards, dataclasses.replace(settings.data, features=FEATURES))
+    ids = np.delete(np.arange(ROWS), GROUP + 9)
+    assert_rows(rows_of(shards, settings), x, ids)
 
 
 def test_nan_is_filled_where_the_rows_were_decoded_to(tmp_path):

@@ -242,14 +242,19 @@ def _init_group(world: World, launch: Launch) -> None:
     backend = "nccl" if world.device.type == "cuda" else "gloo"
     if backend == "gloo" and "GLOO_SOCKET_IFNAME" not in os.environ and (interface := world.interface):
         os.environ["GLOO_SOCKET_IFNAME"] = interface
+    timeout = datetime.timedelta(seconds=launch.collective_timeout_s)
     dist.init_process_group(
         backend,
         store=dist.PrefixStore("default_group", world.store),
         rank=world.rank,
         world_size=world.world_size,
-        timeout=datetime.timedelta(seconds=launch.collective_timeout_s),
+        timeout=timeout,
         device_id=world.device if backend == "nccl" else None,
     )
+    # A rank that fails at once closes connections that others may still be making: they would fail first, by that.
+    if world.store.add("connected", 1) == world.world_size:
+        world.store.set("all_connected", "1")
+    world.store.wait(["all_connected"], timeout)
 
 
 def _leave(world: World, launch: Launch) -> None:

@@ -341,15 +341,12 @@ def _check_form(column: SourceColumn, array: pa.Array, types: Array, counts: Arr
     is_sparse, has_size = types == 0, array.field("size").is_valid().to_numpy(zero_copy_only=False)
     indices = array.field("indices")
     num_indices = indices.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
-    nulls = np.zeros(len(array), dtype=np.bool_)
-    nulls[np.repeat(np.arange(len(array)), num_indices)[indices.flatten().is_null().to_numpy(zero_copy_only=False)]] = (
-        True
-    )
+    nulls, has_indices = null_rows(indices), indices.is_valid().to_numpy(zero_copy_only=False)
     for is_bad, found in (
         ((types != 0) & (types != 1), "a vector of another type"),
         (is_sparse & ~has_size, "a sparse vector without a size"),
         (num_indices != np.where(is_sparse, counts, 0), "a vector with more indices than it should have, or fewer"),
-        (nulls, "a null among the indices of a vector"),
+        (has_indices & (nulls if nulls is not None else False), "a null among the indices of a vector"),
     ):
         if is_bad.any():
             expected = "vectors of Spark ML: type 1 (dense), or type 0 with a size and an index for each value"

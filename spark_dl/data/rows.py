@@ -376,25 +376,25 @@ class _File:
         """
         if not columns:
             return {}
-        by_name = {column.name: column for column, _ in columns}
-        targets = {c.name: self._target(c, group, rows, place, memory[c.name]) for c, place in columns}
-        names, size = list(targets), max(1, SLICE_BYTES // max(1, sum(c.value_bytes for c, _ in columns)))
+        targets = [(c, self._target(c, group, rows, place, memory[c.name])) for c, place in columns]
+        size = max(1, SLICE_BYTES // max(1, sum(c.value_bytes for c, _ in columns)))
         first = 0
-        for batch in self.parquet.iter_batches(size, [group], names, use_threads=False):
+        for batch in self.parquet.iter_batches(size, [group], [c.name for c, _ in columns], use_threads=False):
             table = pa.Table.from_batches([batch])
             numbers = np.arange(first, first + len(batch))
             if kept is not None:
                 numbers = numbers[kept[numbers]]
                 table = table.take(pa.array(numbers - first))
-            for name, target in targets.items():
-                stored = foreign_files.stored_column(table, name)
-                target.add(schema.decode(by_name[name], stored, rows=numbers))
+            for column, target in targets:
+                stored = foreign_files.stored_column(table, column.name)
+                target.add(schema.decode(column, stored, rows=numbers))
             first += len(batch)
-        if (found := targets[names[0]].rows) != rows:
-            raise ValueError(f"found {found} rows in the pages of {names[0]!r}, expected {rows}")
+        for column, target in targets:
+            if target.rows != rows:
+                raise ValueError(f"found {target.rows} rows in the pages of {column.name!r}, expected {rows}")
         if kept is not None:  # slices of other sizes: Arrow's allocator (mimalloc) would keep 40 MiB of such, not 10
             pa.default_memory_pool().release_unused()
-        return {name: target.cells() for name, target in targets.items()}
+        return {column.name: target.cells() for column, target in targets}
 
     def _target(self, column: Column, group: int, rows: int, place: Array | None, memory: Recycled) -> Stacked:
         if place is None:

@@ -19,10 +19,44 @@ Shape = tuple[int | None, ...]
 _A_CELL = {"array": "an array", "vector": "a vector"}
 
 
-def read_cells(column: SourceColumn, array: pa.Array, shape: Shape | None = None) -> Array | Ragged:
+class Lookup:
+    """The numbers of words. Of a column that comes in pieces each word is looked up once. For one thread."""
+
+    def __init__(self, encoding: Encoding):
+        self._encoding = encoding
+        self._words: pa.Array | None = None
+        self._index: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
+
+    def __call__(self, words: pa.Array) -> npt.NDArray[np.int64]:
+        """By their vocabulary, where others have -1 or, if they are to be 0, the known ones one more; or by their hash.
+
+        The words of the piece before, if they are the first ones, are not looked up again. # (len(words),)
+        """
+        known = len(self._index)
+        if self._words is None or not self._words.equals(words[:known]):
+            known = 0
+        self._index = np.concatenate([self._index[:known], self._numbers(words[known:])])
+        self._words = words
+        return self._index
+
+    def _numbers(self, words: pa.Array) -> npt.NDArray[np.int64]:
+        encoding = self._encoding
+        if encoding.kind == "hash":
+            assert encoding.buckets is not None
+            return np.array([zlib.crc32(w.encode()) % encoding.buckets for w in words.to_pylist()], dtype=np.int64)
+        assert encoding.vocabulary is not None
+        known = pa.array(encoding.vocabulary, words.type)
+        index = pc.index_in(words, value_set=known).fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
+        return index + (encoding.unknown == "zero")  # type: ignore[no-any-return]
+
+
+def read_cells(
+    column: SourceColumn, array: pa.Array, shape: Shape | None = None, lookup: Lookup | None = None
+) -> Array | Ragged:
     """The cells of a column as one array # (rows, *shape), or as the rows of a ragged column.
 
-    `shape` is that of the cells of arrays and vectors, where it is known; else the first row gives it.
+    `shape` is that of the cells of arrays and vectors, where it is known; else the first row gives it. `lookup` is that
+    of the column where this is a piece of it.
     Bytes and images are ragged: the bytes of each cell. Where the column has a fill, nulls become it: of an array its
     elements, and a null array one of that value alone, or an empty one in a ragged column.
     Raises BadCellsError, with the column and the first bad row: a null, cells of unequal shape, a number that does not
@@ -31,7 +65,7 @@ def read_cells(column: SourceColumn, array: pa.Array, shape: Shape | None = None
     if not _is_looked_up(column, array):
         array = _decoded(array)
     if array.null_count == 0:
-        return _read_present(column, array, shape)
+        return _read_present(column, array, shape, lookup)
     if column.fill is None or column.encoding.kind in ("bytes", "image"):
         raise BadCellsError(column.name, _first(array.is_null()), f"{array.null_count} null(s)", NO_NULLS)
     present = array.is_valid().to_numpy(zero_copy_only=False)
@@ -39,7 +73,7 @@ def read_cells(column: SourceColumn, array: pa.Array, shape: Shape | None = None
         expected = "an array that gives the length of the filled ones; drop them instead (data.nulls)"
         raise BadCellsError(column.name, 0, f"only nulls in {len(array)} rows", expected)
     try:
-        cells = _read_present(column, array.drop_null(), shape)
+        cells = _read_present(column, array.drop_null(), shape, lookup)
     except BadCellsError as error:
         error.row = int(np.flatnonzero(present)[error.row])
         raise
@@ -140,18 +174,18 @@ def _spread(column: SourceColumn, values: Array | Ragged, present: Array, leaf: 
     return out
 
 
-def _read_present(column: SourceColumn, array: pa.Array, known: Shape | None) -> Array | Ragged:
+def _read_present(column: SourceColumn, array: pa.Array, known: Shape | None, lookup: Lookup | None) -> Array | Ragged:
     if column.kind == "vector":
         return _vectors(column, array, known)
     if column.encoding.kind in ("bytes", "image"):
         return _bytes(array)
     if column.kind == "scalar":
-        return _numbers(column, array)
+        return _numbers(column, array, lookup)
     found = levels(array)
     _check_inner_nulls(column, found)
     first = 1 if column.ragged else 0
     shape = [_fixed_length(column, found, level, known) for level in range(first, len(found) - 1)]
-    flat = _elements(column, found)
+    flat = _elements(column, found, lookup)
     if not column.ragged:
         return flat.reshape(len(array), *shape)
     lengths = pc.list_value_length(array).to_numpy(zero_copy_only=False)
@@ -166,10 +200,10 @@ def _check_inner_nulls(column: SourceColumn, found: list[pa.Array]) -> None:
             raise BadCellsError(column.name, row, f"a null inside {_A_CELL[column.kind]}", NO_NULLS)
 
 
-def _elements(column: SourceColumn, found: list[pa.Array]) -> Array:
+def _elements(column: SourceColumn, found: list[pa.Array], lookup: Lookup | None = None) -> Array:
     """The elements of arrays or vectors, end to end; an error in one of them has its row."""
     try:
-        return _numbers(column, found[-1])
+        return _numbers(column, found[-1], lookup)
     except BadCellsError as error:
         row = int(rows_of_level(found, len(found) - 1)[error.row])
         inside = f"{error.found} inside {_A_CELL[column.kind]}"
@@ -199,10 +233,10 @@ def whose(known: Shape | None) -> str:
     return "the first has" if known is None else "those elsewhere have"
 
 
-def _numbers(column: SourceColumn, values: pa.Array) -> Array:
+def _numbers(column: SourceColumn, values: pa.Array, lookup: Lookup | None = None) -> Array:
     """The elements as they are stored; stored ones, of our own shards, are what they are. # (len(values),)"""
     if _is_looked_up(column, values) and not values.null_count:
-        return _indices(column, values)
+        return _indices(column, values, lookup or Lookup(column.encoding))
     values = _decoded(values)
     if values.null_count and column.fill is not None:
         values = values.fill_null(fill_scalar(column, column.fill, values.type))
@@ -214,7 +248,7 @@ def _numbers(column: SourceColumn, values: pa.Array) -> Array:
     if types.is_decimal(values.type):
         return _decimals(column, values)
     if types.is_string(values.type) or types.is_large_string(values.type):
-        return _indices(column, values)
+        return _indices(column, values, lookup or Lookup(column.encoding))
     return np.asarray(values.to_numpy(zero_copy_only=False), dtype=column.dtype)
 
 
@@ -263,29 +297,22 @@ def _decimals(column: SourceColumn, values: pa.Array) -> Array:
     return words[:, 0].astype(np.int64)
 
 
-def _indices(column: SourceColumn, strings: pa.Array) -> Array:
+def _indices(column: SourceColumn, strings: pa.Array, lookup: Lookup) -> Array:
     """Strings by their vocabulary or hash, which are looked up once for each distinct one.
 
     # strings: without nulls; or a dictionary of them, which may have words that no row has
     """
-    encoding = column.encoding
     unique = strings if pa.types.is_dictionary(strings.type) else strings.dictionary_encode()
     rows = unique.indices.to_numpy(zero_copy_only=False)
     words: pa.Array = unique.dictionary
-    if encoding.kind == "hash":
-        assert encoding.buckets is not None
-        index = np.array([zlib.crc32(w.encode()) % encoding.buckets for w in words.to_pylist()], dtype=np.int64)
-    else:
-        assert encoding.vocabulary is not None
-        known = pa.array(encoding.vocabulary, words.type)
-        index = pc.index_in(words, value_set=known).fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
-        if encoding.unknown == "zero":
-            index += 1
-        elif (is_bad := index[rows] < 0).any():
-            row = int(np.argmax(is_bad))
-            expected = f"one of {len(known)} words; data.encode.{column.name}.unknown: zero makes others 0"
-            raise BadCellsError(column.name, row, f"{words[int(rows[row])].as_py()!r:.80}", expected)
-    indices: Array = index[rows]
+    indices: Array = lookup(words)[rows]
+    if column.encoding.kind == "vocabulary" and (is_bad := indices < 0).any():
+        row = int(np.argmax(is_bad))
+        expected = (
+            f"one of {len(column.encoding.vocabulary or ())} words; data.encode.{column.name}.unknown: zero makes "
+            "others 0"
+        )
+        raise BadCellsError(column.name, row, f"{words[int(rows[row])].as_py()!r:.80}", expected)
     return indices
 
 

@@ -31,7 +31,19 @@ _ONE_HEADER_AT_A_TIME = threading.Lock()
 threads are in it (python/cpython#106905; Python 3.11.7 has the fault)."""
 
 
-class OtherShapeError(ValueError):
+class CellError(ValueError):
+    """A cell that is not what its field says."""
+
+    def __init__(self, field: str, row: int, found: str, expected: str):
+        super().__init__(f"field {field!r}, row {row}: found {found}, expected {expected}")
+        self.field, self.row, self.found, self.expected = field, row, found, expected
+
+    def in_row(self, row: int) -> CellError:
+        """The same of another row."""
+        return type(self)(self.field, row, self.found, self.expected)
+
+
+class OtherShapeError(CellError):
     """A cell of another shape than the field's."""
 
 
@@ -100,8 +112,8 @@ def _unpacked_bytes(cell: Any) -> int:
         return 0
 
 
-def _bad_cell(field: Field, row: int, found: str, expected: str) -> ValueError:
-    return ValueError(f"field {field.name!r}, row {row}: found {found}, expected {expected}")
+def _bad_cell(field: Field, row: int, found: str, expected: str) -> CellError:
+    return CellError(field.name, row, found, expected)
 
 
 def _one_array(field: Field, array: pa.Array | pa.ChunkedArray) -> pa.Array:
@@ -225,7 +237,7 @@ def _read_cell(field: Field, row: int, cell: Any, read: Callable[[Field, memoryv
     except ImportError:
         raise
     except OtherSizeError as error:
-        raise OtherShapeError(str(_bad_cell(field, row, str(error), f"the shape {field.shape}"))) from None
+        raise OtherShapeError(field.name, row, str(error), f"the shape {field.shape}") from None
     except Exception as error:  # what the parsers of these formats raise for bytes that are not theirs is not defined
         assert field.codec is not None
         found = f"a cell that cannot be read ({type(error).__name__}: {error!s:.200})"
@@ -244,7 +256,7 @@ def _check_cell(field: Field, row: int, *, dtype: np.dtype[Any], shape: tuple[in
         raise _bad_cell(field, row, f"a cell of dtype {dtype}", field.dtype)
     fits = len(shape) == len(field.shape)
     if not fits or any(n is not None and n != m for n, m in zip(field.shape, shape, strict=True)):
-        raise OtherShapeError(str(_bad_cell(field, row, f"a cell of shape {shape}", f"the shape {field.shape}")))
+        raise OtherShapeError(field.name, row, f"a cell of shape {shape}", f"the shape {field.shape}")
 
 
 def _is_dtype(field: Field, dtype: np.dtype[Any]) -> bool:
@@ -265,16 +277,11 @@ def _one_view(field: Field, cells: pa.Array) -> Array | None:
         return None
     raw = np.frombuffer(data_buffer, dtype=np.uint8, count=rows * size, offset=int(offsets[0])).reshape(rows, size)
     raw.flags.writeable = False
-    file = io.BytesIO(raw[0].tobytes())
     try:
-        if np.lib.format.read_magic(file) != (1, 0):
-            return None
-        with _ONE_HEADER_AT_A_TIME:
-            shape, fortran_order, dtype = np.lib.format.read_array_header_1_0(file)
+        start, shape, is_fortran, dtype = _header_of(memoryview(raw[0]))
     except ValueError:
         return None  # read again cell by cell, for a message with the row
-    start = file.tell()
-    fits = not dtype.hasobject and not fortran_order and size == start + math.prod(shape) * dtype.itemsize
+    fits = not dtype.hasobject and not is_fortran and size == start + math.prod(shape) * dtype.itemsize
     if not fits or (raw[:, :start] != raw[0, :start]).any():
         return None
     _check_cell(field, 0, dtype=dtype, shape=shape)
@@ -285,10 +292,37 @@ def _one_view(field: Field, cells: pa.Array) -> Array | None:
     return view if dtype.isnative else view.astype(dtype.newbyteorder("="))
 
 
+def _header_of(cell: memoryview) -> tuple[int, tuple[int, ...], bool, np.dtype[Any]]:
+    """Of a `.npy` file: where the values start, their shape, whether they lie in Fortran's order, and their dtype.
+
+    Raises ValueError for what is none of version 1 or 2 (`numpy.lib.format`).
+    """
+    length_bytes = 2 if bytes(cell[6:7]) == b"\1" else 4  # in version 1, and in others
+    start = 8 + length_bytes + int.from_bytes(cell[8 : 8 + length_bytes], "little")
+    return start, *_parsed_header(bytes(cell[:start]))
+
+
+@functools.lru_cache(maxsize=4096)
+def _parsed_header(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Parsing one takes longer than reading the values of a small cell, and those of a column are much alike."""
+    file, formats = io.BytesIO(header), np.lib.format
+    version = formats.read_magic(file)
+    if version not in ((1, 0), (2, 0)):
+        raise ValueError(f"version {version} of the format")
+    read = formats.read_array_header_1_0 if version == (1, 0) else formats.read_array_header_2_0
+    with _ONE_HEADER_AT_A_TIME:
+        shape, is_fortran, dtype = read(file)
+    if any(n < 0 for n in shape):  # np.ndarray takes -1 for what is there
+        raise ValueError(f"the shape {shape}")
+    return shape, is_fortran, dtype
+
+
 def _read_npy(field: Field, cell: memoryview) -> Array:
-    file = io.BytesIO(cell)
-    with _ONE_HEADER_AT_A_TIME:  # all else that is done here keeps the interpreter's own lock, too
-        value: Array = np.lib.format.read_array(file, allow_pickle=False)
+    """A view of the cell."""
+    start, shape, is_fortran, dtype = _header_of(cell)
+    if dtype.hasobject:
+        raise ValueError("Python objects, which are a pickle")
+    value: Array = np.ndarray(shape, dtype, cell, start, order="F" if is_fortran else "C")
     return value
 
 

@@ -25,7 +25,7 @@ def read_image(cell: Any, shape: Sequence[int | None] = (), *, resize: Sequence[
     """
     from PIL import Image
 
-    with Image.open(io.BytesIO(cell), formats=("PNG", "JPEG")) as image:
+    with _opened(cell) as image:
         if resize is not None:
             _check_mode(_mode(image, cell))
             height, width = resize
@@ -36,7 +36,7 @@ def read_image(cell: Any, shape: Sequence[int | None] = (), *, resize: Sequence[
         if not _is_deep_rgb(image, cell):
             return _pixels(image)
         high = _pixels(image, "RGB;16B")
-    with Image.open(io.BytesIO(cell), formats=("PNG",)) as image:
+    with _opened(cell) as image:
         # Pillow keeps one byte of each 16-bit sample, by the byte order that it is told: ask for one, then the other
         low = _pixels(image, "RGB;16L")
     deep: Array = (high.astype(np.uint16) << 8) | low
@@ -49,10 +49,8 @@ def image_shape(cell: Any, resize: Sequence[int] | None = None) -> tuple[int, ..
     `resize` is as for `read_image`. Raises ValueError for what is no PNG or JPEG, and for an image other than 8-bit
     gray levels or RGB.
     """
-    from PIL import Image
-
     try:
-        with Image.open(io.BytesIO(cell), formats=("PNG", "JPEG")) as image:
+        with _opened(cell) as image:
             mode = _mode(image, cell)
             shape = (image.height, image.width) if resize is None else tuple(resize)
             image.verify()
@@ -60,6 +58,15 @@ def image_shape(cell: Any, resize: Sequence[int] | None = None) -> tuple[int, ..
         raise ValueError(f"a cell that is no PNG or JPEG image ({type(error).__name__}: {error!s:.200})") from error
     _check_mode(mode)
     return (*shape, 3) if mode == "RGB" else shape
+
+
+def _opened(cell: Any) -> Any:
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        return Image.open(io.BytesIO(cell), formats=("PNG", "JPEG"))
+    except UnidentifiedImageError:  # its text is the address of the bytes
+        raise ValueError("no PNG or JPEG file") from None
 
 
 def _mode(image: Any, cell: Any) -> str:

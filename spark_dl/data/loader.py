@@ -179,7 +179,7 @@ class Loader:
         slot_rows = max(r.window.rows for r in reads)
         slot_bytes = max(self._window_bytes(r.window) for r in reads)
         streams = len(self._streams)
-        batches = (self._lots_ahead + 2) * max(_GATHER_BYTES, streams * self.plan.stream_batch * self._row_bytes)
+        batches = (self._lots_ahead + 2) * max(self._lot_bytes, streams * self.plan.stream_batch * self._row_bytes)
         if self._is_ragged:
             batches = max(batches, self._ready_bytes)
         self._slots_bytes = max(0, self._budget - batches - self._in_hand)
@@ -323,7 +323,7 @@ def warn_of_memory(
 
 def _decoding_bytes(columns: Sequence[Column], size: int, *, is_filtered: bool) -> float:
     """Memory to decode a row group, beyond that of its values. # size: theirs, in bytes"""
-    lists = [c for c in columns if c.codec in ("list", "vector")]
+    lists = [c for c in columns if c.codec in ("list", "vector", "binary", "petastorm.ndarray")]
     factor = _DECODING * size / max(1, sum(c.value_bytes for c in columns))
     sliced = factor * sum(c.value_bytes for c in lists if is_sliced(c) and not is_filtered)
     return factor * sum(c.value_bytes for c in lists) - sliced + min(sliced, _SLICED_DECODING_BYTES)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from spark_dl.data import codecs
@@ -68,16 +69,20 @@ def shape_of(column: Column, cell: pa.Array) -> tuple[int, ...] | None:
     return None if value is None else value.shape
 
 
-def decode(column: Column, stored: pa.ChunkedArray) -> Array | Ragged:
+def decode(column: Column, stored: pa.ChunkedArray, *, rows: npt.NDArray[np.int64] | None = None) -> Array | Ragged:
     """A stored column of a Petastorm dataset as an array # (rows, *shape), or as ragged rows.
 
     Where the column has a fill, a null becomes an array of it, or an empty one in a ragged column.
     Raises ValueError for other nulls, and for a cell that is not of the column's dtype and shape, with its row.
+    rows: their numbers in their row group, for messages; by default they are all of it.
     """
     field = _field(column, is_nullable=column.fill is not None)
     try:
         cells = codecs.decode(field, stored, resize=column.encoding.resize)
-    except codecs.OtherShapeError as error:
+    except codecs.CellError as found:
+        error = found if rows is None else found.in_row(int(rows[found.row]))
+        if not isinstance(error, codecs.OtherShapeError):
+            raise error from found
         settings = "as: image, resize: [height, width]" if "image" in column.codec else "ragged: true"
         instead = (
             "" if column.is_ragged else f"; data.encode.{column.name}: {{{settings}}} reads cells of several shapes"

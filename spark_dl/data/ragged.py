@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ class Ragged:
     """All values, end to end. # (total, *inner)"""
     offsets: npt.NDArray[np.int64]
     """# (rows + 1,), not falling"""
+    is_own: bool = False
+    """Whether nothing else has a part of the values' memory."""
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -81,7 +84,8 @@ class Stacked:
         full = self._array if self._used == len(self._array) else self._array[: self._used]
         if self._lengths is None:
             return full
-        return from_lengths(full, np.concatenate([np.empty(0, np.int64), *self._lengths]))
+        lengths = np.concatenate([np.empty(0, np.int64), *self._lengths])
+        return dataclasses.replace(from_lengths(full, lengths), is_own=True)
 
 
 def from_lengths(values: Array, lengths: npt.NDArray[Any]) -> Ragged:

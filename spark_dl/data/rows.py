@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from spark_dl import storage
@@ -28,7 +29,7 @@ from spark_dl.data import (
     schema,
 )
 from spark_dl.data.cache import DiskCache, open_input
-from spark_dl.data.cells import looks_up_words
+from spark_dl.data.cells import Lookup, looks_up_words
 from spark_dl.data.manifest import ShardSet
 from spark_dl.data.memory import Memory
 from spark_dl.data.page_index import IndexedFile
@@ -43,6 +44,8 @@ Places = Sequence[Array | None]
 """Where rows go, one for each column; None for a ragged one, and where another array is to be made. # (rows, *cell)"""
 _OPEN_FILES = 16
 _MIB = 1 << 20
+_WHOLE_BYTES = {"PLAIN", "RLE", "BIT_PACKED"}
+"""Parquet's encodings with which a page has all bytes of its cells; the other two are of levels."""
 SLICE_BYTES = 512 << 10
 """Of the values of lists that are decoded at a time, straight to where they go."""
 HELD_ROW_GROUPS = 2
@@ -62,11 +65,12 @@ class Limits:
 
 
 def is_sliced(column: Column) -> bool:
-    """Whether row groups of it are decoded some rows at a time, as lists take Arrow several times the memory of their
-    values. Words are not: each slice would look up all words of the row group.
+    """Whether row groups of it are decoded some rows at a time: read at once, lists take Arrow several times the memory
+    of their values, and all cells that have more than one value take it twice. Compressed arrays are not, as their size
+    is to be known before any of them is decoded.
     """
-    has_words = column.encoding.kind in ("hash", "vocabulary")
-    return column.codec in ("list", "vector") and not has_words
+    kind = column.codec.removeprefix("petastorm.").split(".")[0]
+    return kind in ("list", "vector", "ndarray", "binary", "image")
 
 
 class Rows:
@@ -141,20 +145,18 @@ class Rows:
         """Whether no other stream asks for the row group."""
         return segment.row_group != FILLER and segment.rows == self.group_rows[segment.row_group]
 
-    def _is_sliced(self, column: Column, number: int) -> bool:
+    def _is_sliced(self, column: Column, number: int, conditions: filters.AnyOf) -> bool:
         """Whether a column of a row group is decoded in slices, into its own memory: not where many of its pages need
         not be read, nor where filters look at it.
         """
         passing, stored = self._passing[number], self._shards.row_groups[number][2]
-        if not is_sliced(column) or 2 * passing < stored:
-            return False
-        return passing == stored or column.name not in filters.columns_of(self._conditions(number))
+        return is_sliced(column) and 2 * passing >= stored and column.name not in filters.columns_of(conditions)
 
     def _own_rows(self, column: Column, array: Ragged, segment: Segment) -> Ragged:
         """The rows of a segment, without the rest of what was read of the row group."""
+        if array.is_own and self._is_alone(segment):
+            return array
         rows = array[segment.start : segment.stop]
-        if self._is_alone(segment) and self._is_sliced(column, segment.row_group):
-            return rows
         own = rows.own_values
         # Memory that is used again has room for a row group, which is too much for a few rows.
         memory = self._memory[column.name] if 2 * own.nbytes >= array.own_values.nbytes else Recycled()
@@ -243,35 +245,46 @@ class Rows:
             found = file.parquet.metadata.row_group(group).num_rows if group < groups else 0
             if found != rows:
                 raise ValueError(f"found {found} rows ({groups} row groups in the file), expected {rows}")
+            conditions = self._conditions(number)
             plain = {c.name: file.plain(c, group, rows, self._memory[c.name]) for c in self.columns}
-            sliced = [(c, p) for c, p in zip(self.columns, places, strict=True) if self._is_sliced(c, number)]
+            sliced = [
+                (c, place)
+                for c, place in zip(self.columns, places, strict=True)
+                if plain[c.name] is None and self._is_sliced(c, number, conditions) and file.has_bound(c, group)
+            ]
             other = {c.name for c, _ in sliced} | {c.name for c in self.columns if c.codec == "partition"}
             rest = [c.name for c in self.columns if plain[c.name] is None and c.name not in other]
             kept: filters.Mask | None = None
-            if conditions := self._conditions(number):
+            numbers: npt.NDArray[np.int64] | None = None
+            if conditions:
                 stored, kept = file.indexed.read_passing(group, rest, conditions)
                 self._check_passing(number, kept)
+                numbers = np.flatnonzero(kept)
             else:
                 stored = file.read(group, rest)
             read = file.read_slices(group, self._passing[number], sliced, self._memory, kept)
             read |= {n: c if kept is None else c[kept] for n, c in plain.items() if c is not None}
-            self._take(self._unknown_bytes(stored))
+            unknown = self._unknown_bytes(stored)
+            self._take(sum(unknown.values()))
             partition = dict(self._shards.shards[shard].partition)
             arrays: list[Array | Ragged] = []
-            for column in self.columns:
+            for column, place in zip(self.columns, places, strict=True):
                 if column.name in read:
                     arrays.append(read[column.name])
+                elif size := unknown.get(column.name):
+                    memory = self._memory[column.name]
+                    arrays.append(_decode_slices(column, stored[column.name], size, place, memory, numbers))
                 elif column.codec == "partition":
                     arrays.append(
                         foreign_columns.partition_cells(column, partition[column.name], self._passing[number])
                     )
                 else:
-                    arrays.append(_decode(column, stored[column.name], kept))
+                    arrays.append(_decode(column, stored[column.name], numbers))
             for i, (column, cells) in enumerate(zip(self.columns, arrays, strict=True)):
                 if self._nonfinite != "allow" and (bad := policies.first_nonfinite_row(cells)) is not None:
                     fill = self._fill.get(column.name) if self._nonfinite == "fill" else None
                     if fill is None:
-                        row = bad if kept is None else int(np.flatnonzero(kept)[bad])
+                        row = bad if numbers is None else int(numbers[bad])
                         found = policies.nonfinite_as_read(column.name)
                         raise ValueError(f"{found}; first in row {row} of the row group")
                     arrays[i] = policies.with_finite_values(cells, fill)
@@ -284,26 +297,26 @@ class Rows:
             of_rows = "the rows that pass data.filters of " if self._passing[number] < rows else ""
             raise RuntimeError(f"cannot read {of_rows}row group {group} of {url}: {error}") from error
 
-    def _unknown_bytes(self, stored: Mapping[str, pa.ChunkedArray]) -> int:
-        """What stored columns take once they are decoded, as far as the footer does not tell it.
+    def _unknown_bytes(self, stored: Mapping[str, pa.ChunkedArray]) -> dict[str, int]:
+        """What stored columns take once they are decoded, by their names, as far as the footer does not tell it.
 
         Raises ValueError for more than there is memory for.
         """
         found = {
-            column.name: (stored[column.name].nbytes, _unknown_bytes(column, stored[column.name]))
+            column.name: _unknown_bytes(column, stored[column.name])
             for column in self.columns
             if column.name in stored and not looks_up_words(column.encoding, stored[column.name].type)
         }
-        size = sum(decoded for _, decoded in found.values())
+        size = sum(found.values())
         self._has_unknown |= size > 0
         if self._limits is not None and size > self._limits.memory:
-            name, (held, decoded) = max(found.items(), key=lambda item: item[1][1])
+            name = max(found, key=lambda name: found[name])
             raise ValueError(
-                f"column {name!r}: the cells have {held / _MIB:.1f} MiB as they are stored, and {decoded / _MIB:.0f} "
-                f"MiB once they are decoded; {self._limits.said}: raise it, or write the dataset "
-                "with smaller row groups"
+                f"column {name!r}: the cells have {stored[name].nbytes / _MIB:.1f} MiB as they are stored, and "
+                f"{found[name] / _MIB:.0f} MiB once they are decoded; {self._limits.said}: raise it, or write the "
+                "dataset with smaller row groups"
             )
-        return size
+        return found
 
     def _check_passing(self, number: int, passes: filters.Mask) -> None:
         """Raises ValueError unless as many rows of a row group pass as the driver counted. # passes: (stored rows,)"""
@@ -376,7 +389,10 @@ class _File:
         """
         if not columns:
             return {}
-        targets = [(c, self._target(c, group, rows, place, memory[c.name])) for c, place in columns]
+        targets = [
+            (c, Lookup(c.encoding), _target(c, rows, self._most_values(c, group), place, memory[c.name]))
+            for c, place in columns
+        ]
         size = max(1, SLICE_BYTES // max(1, sum(c.value_bytes for c, _ in columns)))
         first = 0
         for batch in self.parquet.iter_batches(size, [group], [c.name for c, _ in columns], use_threads=False):
@@ -385,26 +401,37 @@ class _File:
             if kept is not None:
                 numbers = numbers[kept[numbers]]
                 table = table.take(pa.array(numbers - first))
-            for column, target in targets:
-                stored = foreign_files.stored_column(table, column.name)
-                target.add(schema.decode(column, stored, rows=numbers))
+            for column, lookup, target in targets:
+                target.add(_decode(column, foreign_files.stored_column(table, column.name), numbers, lookup))
             first += len(batch)
-        for column, target in targets:
+        for column, _, target in targets:
             if target.rows != rows:
                 raise ValueError(f"found {target.rows} rows in the pages of {column.name!r}, expected {rows}")
         if kept is not None:  # slices of other sizes: Arrow's allocator (mimalloc) would keep 40 MiB of such, not 10
             pa.default_memory_pool().release_unused()
-        return {column.name: target.cells() for column, target in targets}
+        return {column.name: target.cells() for column, _, target in targets}
 
-    def _target(self, column: Column, group: int, rows: int, place: Array | None, memory: Recycled) -> Stacked:
-        if place is None:
-            length = rows
-            if column.is_ragged:  # at most: Parquet counts nulls and empty lists, and `x.y` may be no field of `x`
-                leaves = [i for path, i in self._leaves.items() if parquet.is_of(column.name, path)]
-                chunks = [self.parquet.metadata.row_group(group).column(leaf) for leaf in leaves]
-                length = max((c.num_values for c in chunks), default=0) // max(1, math.prod(column.inner))
-            place = memory.take((length, *column.inner), np.dtype(column.dtype))
-        return Stacked(place, is_ragged=column.is_ragged)
+    def has_bound(self, column: Column, group: int) -> bool:
+        """Whether it is known how many values the rows of a row group have at most, before they are decoded."""
+        if not column.is_ragged or column.codec == "list":
+            return True
+        return all(_WHOLE_BYTES.issuperset(chunk.encodings) for chunk in self._chunks(column, group))
+
+    def _chunks(self, column: Column, group: int) -> list[Any]:
+        """What the footer tells of the column's leaves; of a column `x` those of another, `x.y`, may be among them."""
+        metadata = self.parquet.metadata.row_group(group)
+        return [metadata.column(leaf) for path, leaf in self._leaves.items() if parquet.is_of(column.name, path)]
+
+    def _most_values(self, column: Column, group: int) -> int:
+        """Of the rows of a ragged column, over all axes: nulls and empty lists count, too, and each cell of bytes has
+        its length.
+        """
+        itemsize = np.dtype(column.dtype).itemsize
+        values = (
+            chunk.num_values if column.codec == "list" else chunk.total_uncompressed_size // itemsize
+            for chunk in self._chunks(column, group)
+        )
+        return max(values, default=0)
 
     def plain(self, column: Column, group: int, rows: int, memory: Recycled) -> Array | None:
         """The cells without a decoder, in `memory`, if they are stored as the shards of this package are."""
@@ -430,8 +457,36 @@ def _unknown_bytes(column: Column, stored: pa.ChunkedArray) -> int:
     return parquet.decoded_bytes(stored) + (codecs.unpacked_bytes(stored) if is_compressed else 0)
 
 
-def _decode(column: Column, stored: Any, kept: filters.Mask | None) -> Array | Ragged:
-    """The stored cells of the rows that are kept. # kept: (stored rows,); None where all are"""
+def _target(column: Column, rows: int, most_values: int, place: Array | None, memory: Recycled) -> Stacked:
+    """Where so many rows are decoded to: their place, or `memory`. # most_values: of a ragged column, over all axes"""
+    if place is None:
+        length = most_values // max(1, math.prod(column.inner)) if column.is_ragged else rows
+        place = memory.take((length, *column.inner), np.dtype(column.dtype))
+    return Stacked(place, is_ragged=column.is_ragged)
+
+
+def _decode_slices(
+    column: Column,
+    stored: pa.ChunkedArray,
+    size: int,
+    place: Array | None,
+    memory: Recycled,
+    numbers: npt.NDArray[np.int64] | None,
+) -> Array | Ragged:
+    """All stored cells, some at a time. # size: at most, in bytes, once they are decoded"""
+    numbers = np.arange(len(stored)) if numbers is None else numbers
+    target = _target(column, len(stored), size // np.dtype(column.dtype).itemsize, place, memory)
+    together = max(1, int(SLICE_BYTES // max(size / len(stored), column.value_bytes)))
+    for first in range(0, len(stored), together):
+        part = slice(first, first + together)
+        target.add(_decode(column, stored[part], numbers[part]))
+    return target.cells()
+
+
+def _decode(
+    column: Column, stored: Any, rows: npt.NDArray[np.int64] | None, lookup: Lookup | None = None
+) -> Array | Ragged:
+    """The stored cells of some rows. # rows: their numbers in the row group; None for all of it"""
     if column.codec.startswith("petastorm."):
-        return petastorm_columns.decode(column, stored)
-    return schema.decode(column, stored, rows=None if kept is None else np.flatnonzero(kept))
+        return petastorm_columns.decode(column, stored, rows=rows)
+    return schema.decode(column, stored, rows=rows, lookup=lookup)

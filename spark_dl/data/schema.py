@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from spark_dl.data import images
-from spark_dl.data.cells import read_cells
+from spark_dl.data.cells import Lookup, read_cells
 from spark_dl.data.ragged import Array as Array
 from spark_dl.data.ragged import Ragged
 from spark_dl.data.source import BadCellsError, Encoding, Settings, SourceColumn
@@ -265,12 +265,17 @@ def _check_group_bytes(column: Column, rows: int, size: int) -> None:
 
 
 def decode(
-    column: Column, stored: pa.ChunkedArray | pa.Array, *, rows: npt.NDArray[np.int64] | None = None
+    column: Column,
+    stored: pa.ChunkedArray | pa.Array,
+    *,
+    rows: npt.NDArray[np.int64] | None = None,
+    lookup: Lookup | None = None,
 ) -> Array | Ragged:
     """An array from stored cells # (rows, *shape), of a tensor column a view of the Arrow buffer; or ragged rows.
 
     Columns of others (timestamps, decimals, strings ...) become numbers here, as their encoding says.
     rows: their numbers in their row group, for messages; by default they are all of it.
+    lookup: that of the column, where these are a piece of it.
     Raises ValueError for a null, and for a cell that is not of the column's dtype and shape.
     """
     array = stored.combine_chunks() if isinstance(stored, pa.ChunkedArray) else stored
@@ -282,34 +287,35 @@ def decode(
     depth = len(column.shape) if column.codec == "list" else 0
     source = SourceColumn(column.name, column.dtype, kind, depth, column.is_ragged, column.encoding, fill=column.fill)
     try:
-        cells = read_cells(source, array, column.shape)
+        cells = read_cells(source, array, column.shape, lookup)
     except BadCellsError as error:
         row = error.row if rows is None else int(rows[error.row])
         raise ValueError(f"{error}; first in row {row} of the row group") from None
     if column.codec == "image":
-        return _decode_images(column, cells)
+        return _decode_images(column, cells, rows)
     return cells
 
 
-def _decode_images(column: Column, files: Array | Ragged) -> Array:
+def _decode_images(column: Column, files: Array | Ragged, rows: npt.NDArray[np.int64] | None) -> Array:
     assert isinstance(files, Ragged)
     out = np.empty((len(files), *column.inner), dtype=column.dtype)
-    for row in range(len(files)):  # Pillow opens one at a time
+    for i in range(len(files)):  # Pillow opens one at a time
+        row = i if rows is None else rows[i]
         try:
-            image = images.read_image(files[row : row + 1].own_values, column.inner, resize=column.encoding.resize)
+            image = images.read_image(files[i : i + 1].own_values, column.inner, resize=column.encoding.resize)
         except images.OtherSizeError as error:
             raise ValueError(
                 f"column {column.name!r}, row {row}: found {error}, expected the shape {column.shape}; "
                 f"data.encode.{column.name}.resize: [height, width] scales images"
             ) from None
         except Exception as error:  # what Pillow raises for bytes that are no image is not defined
-            raise ValueError(f"column {column.name!r}, row {row}: {error}") from error
+            raise ValueError(f"column {column.name!r}, row {row}: found a cell that cannot be read: {error}") from error
         if image.shape != column.shape or image.dtype != out.dtype:
             raise ValueError(
                 f"column {column.name!r}, row {row}: found an image of shape {image.shape} and {image.dtype}, expected "
                 f"{column.shape} and {column.dtype}"
             )
-        out[row] = image
+        out[i] = image
     return out
 
 

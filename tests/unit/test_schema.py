@@ -180,7 +180,7 @@ def test_images_are_kept_as_files_and_decoded(shape, rows):
 
 
 @pytest.mark.parametrize(("bad", "match"), [
-    (b"", "row 1: cannot identify"),
+    (b"", "row 1: found a cell that cannot be read: no PNG or JPEG file"),
     (png((5, 4)), r"row 1: found an image of 5 x 4 pixels, expected the shape \(4, 5\); data.encode.x.resize"),
     (png((4, 5, 3)), r"row 1: found an image of shape \(4, 5, 3\)"),
 ])  # fmt: skip

@@ -1,7 +1,6 @@
 """Lists of others are decoded some rows at a time: the same values, errors that name the row, little memory."""
 
 import dataclasses
-import zlib
 
 import numpy as np
 import pyarrow as pa
@@ -13,7 +12,7 @@ from spark_dl.data.filter_counts import filter_rows
 from spark_dl.data.foreign import open_parquet
 from spark_dl.data.loader import Loader
 from spark_dl.data.plan import Segment
-from spark_dl.data.rows import SLICE_BYTES, Rows, is_sliced
+from spark_dl.data.rows import SLICE_BYTES, Rows
 from tests.unit.test_cells import vectors
 
 ROWS, GROUP, WIDTH = 1500, 600, 700  # 1.6 MiB of a row group, 4 slices, and a shorter row group at the end
@@ -161,19 +160,6 @@ def test_rows_are_decoded_to_where_they_stay_and_not_copied(tmp_path, monkeypatc
     Rows(shards, shards.columns, 0.0, 0, "all").read_into([Segment(1, 7, GROUP)], [out])
     np.testing.assert_array_equal(np.asarray(out[: GROUP - 7]), x[GROUP + 7 : 2 * GROUP])
     assert Watched.copies == 1
-
-
-@pytest.mark.parametrize("encode", [{"as": "hash", "buckets": 50}, {"as": "vocabulary", "values": ["a", "b", "c"]}])
-def test_lists_of_words_are_looked_up_once_for_a_row_group(tmp_path, encode):
-    """Else each slice would look up the words of all of them."""
-    words = pa.ListArray.from_arrays(np.arange(2001, dtype=np.int32) * 100, pa.array(["a", "b", "d", "c"] * 50_000))
-    pq.write_table(pa.table({"x": words}), tmp_path / "a.parquet")
-    data = Data(features=("x",), label=None, num_streams=1, shuffle=False, encode={"x": encode})
-    shards = open_parquet(str(tmp_path), ["x"], data=data)
-    assert not is_sliced(shards.columns[0])
-    batch = next(Loader(shards, Config(data=data, train=Train(global_batch_size=8)), rank=0, world_size=1).epoch(0))
-    expected = [1, 2, 0, 3] if "values" in encode else [zlib.crc32(w) % 50 for w in (b"a", b"b", b"d", b"c")]
-    assert batch.micro_batches[0]["x"].tolist() == [expected * 25] * 8
 
 
 def with_null(x, row):

@@ -79,8 +79,10 @@ def train(
 
 def _clear_frames(error: BaseException) -> None:
     cause: BaseException | None = error
-    while cause is not None:
+    cleared: set[int] = set()
+    while cause is not None and id(cause) not in cleared:
         traceback.clear_frames(cause.__traceback__)
+        cleared.add(id(cause))
         cause = cause.__cause__ or cause.__context__
 
 

@@ -35,6 +35,8 @@ class Lookup:
         known = len(self._index)
         if self._words is None or not self._words.equals(words[:known]):
             known = 0
+        if known and known == len(words):
+            return self._index
         self._index = np.concatenate([self._index[:known], self._numbers(words[known:])])
         self._words = words
         return self._index
@@ -146,7 +148,7 @@ def _decoded(array: pa.Array) -> pa.Array:
 
 def looks_up_words(encoding: Encoding, arrow: pa.DataType) -> bool:
     """Whether texts that come as a dictionary stay one, as only its words become numbers."""
-    return pa.types.is_dictionary(leaf_type(arrow)) and encoding.kind in ("vocabulary", "hash")
+    return encoding.has_words and pa.types.is_dictionary(leaf_type(arrow))
 
 
 def _is_looked_up(column: SourceColumn, array: pa.Array) -> bool:

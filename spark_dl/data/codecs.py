@@ -24,8 +24,11 @@ from spark_dl.data.unischema import TIMES, Field
 
 _MAX_CELL_BYTES = 1 << 31
 """Most bytes that a compressed cell may unpack to."""
-_ZIP_END, _ZIP_ENTRY = struct.Struct("<4s6xH4xI2x"), struct.Struct("<4s20xI")
-"""The end of a zip archive: its magic, entries, and where its directory is; an entry's magic and unpacked size."""
+_ZIP_END, _ZIP_ENTRY = struct.Struct("<4s6xHI4xH"), struct.Struct("<4s20xI")
+"""The end of a zip archive: its magic, entries, bytes of its directory, which lies before it, and of a comment; an
+entry's magic and unpacked size."""
+_MAX_HEADER_BYTES = 10_000
+"""Of a `.npy` cell: NumPy refuses longer ones, too."""
 _ONE_HEADER_AT_A_TIME = threading.Lock()
 """NumPy reads the header of a `.npy` cell with `ast.literal_eval`, which raises SystemError now and then where several
 threads are in it (python/cpython#106905; Python 3.11.7 has the fault)."""
@@ -95,16 +98,17 @@ def unpacked_bytes(stored: pa.ChunkedArray | pa.Array) -> int:
 
 
 def _unpacked_bytes(cell: Any) -> int:
-    """Of a zip archive of one file, by its directory; 0 for what is none, which is an error once it is read."""
+    """Of a zip archive, by the directory that `zipfile` reads; 0 for what is none, which is an error later."""
     content = memoryview(cell)
     end = len(content) - _ZIP_END.size
-    if end < 0 or (found := _ZIP_END.unpack_from(content, end))[0] != b"PK\5\6":
-        return 0
-    count, at = found[1:]
-    if count == 1 and at + _ZIP_ENTRY.size <= end:
-        magic, size = _ZIP_ENTRY.unpack_from(content, at)
-        if magic == b"PK\1\2" and size < 0xFFFFFFFF:
-            return int(size)
+    if end >= 0:  # most are of one file, without a comment and without a second end of 64 bits before this one
+        magic, count, directory_bytes, comment_bytes = _ZIP_END.unpack_from(content, end)
+        at = end - directory_bytes
+        is_simple = magic == b"PK\5\6" and comment_bytes == 0 and bytes(content[max(0, end - 20) :][:4]) != b"PK\6\7"
+        if is_simple and count == 1 and 0 <= at <= end - _ZIP_ENTRY.size:
+            magic, size = _ZIP_ENTRY.unpack_from(content, at)
+            if magic == b"PK\1\2" and size < 0xFFFFFFFF:
+                return int(size)
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             return sum(entry.file_size for entry in archive.infolist())
@@ -220,7 +224,10 @@ def _list_cells(field: Field, stored: pa.Array) -> list[Array | None]:
         values = _one_array(field, cell.values)
         if values.null_count:
             raise _bad_cell(field, row, "a null inside a list", "no nulls there")
-        value = np.asarray(_scalars(element, values))
+        try:
+            value = np.asarray(_scalars(element, values))
+        except CellError as error:  # its row is a place in the list
+            raise error.in_row(row) from None
         cells.append(_checked(field, row, value if value.dtype != object else _fixed_width(value, field)))
     return cells
 
@@ -293,13 +300,18 @@ def _one_view(field: Field, cells: pa.Array) -> Array | None:
 
 
 def _header_of(cell: memoryview) -> tuple[int, tuple[int, ...], bool, np.dtype[Any]]:
-    """Of a `.npy` file: where the values start, their shape, whether they lie in Fortran's order, and their dtype.
+    """Of a `.npy` cell: where the values start, their shape, whether they lie in Fortran's order, and their dtype.
 
     Raises ValueError for what is none of version 1 or 2 (`numpy.lib.format`).
     """
     length_bytes = 2 if bytes(cell[6:7]) == b"\1" else 4  # in version 1, and in others
     start = 8 + length_bytes + int.from_bytes(cell[8 : 8 + length_bytes], "little")
-    return start, *_parsed_header(bytes(cell[:start]))
+    if start > _MAX_HEADER_BYTES:
+        raise ValueError(f"a header of {start} bytes; at most {_MAX_HEADER_BYTES} are read")
+    try:
+        return start, *_parsed_header(bytes(cell[:start]))
+    except Exception as error:  # what Python's parser raises for texts that are no header is not defined
+        raise ValueError(f"no header ({type(error).__name__}: {error!s:.200})") from None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -319,6 +331,9 @@ def _parsed_header(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]
 
 def _read_npy(field: Field, cell: memoryview) -> Array:
     """A view of the cell."""
+    if bytes(cell[6:7]) == b"\3":  # for names of fields that are not Latin; the parser is not public
+        with _ONE_HEADER_AT_A_TIME:
+            return np.lib.format.read_array(io.BytesIO(cell), allow_pickle=False)  # type: ignore[no-any-return]
     start, shape, is_fortran, dtype = _header_of(cell)
     if dtype.hasobject:
         raise ValueError("Python objects, which are a pickle")

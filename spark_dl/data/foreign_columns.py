@@ -123,7 +123,7 @@ def _check_numbers(name: str, values: Collection[str], dtype: np.dtype[Any]) -> 
 
 def _text_partition(name: str, settings: Mapping[str, Any]) -> Column:
     source = arrow_source_column(name, pa.string(), settings)
-    if source.encoding.kind not in ("vocabulary", "hash"):
+    if not source.encoding.has_words:
         found = source.encoding.kind
         raise ValueError(f"data.encode.{name}.as: expected vocabulary or hash for a partition, found {found!r}")
     _check_words(source)

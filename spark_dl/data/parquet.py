@@ -41,11 +41,7 @@ def open_file(
     overflow after the year 2262.
     Raises ValueError for another footer. Reading a page whose checksum is wrong raises OSError.
     """
-    options: dict[str, Any] = {"coerce_int96_timestamp_unit": "us"}
-    if buffered:
-        options |= {"buffer_size": _BUFFER_BYTES, "pre_buffer": False}
-    if _checks_pages():
-        options["page_checksum_verification"] = True
+    options = _options(buffered)
     if footer_bytes:
         end = source.read_at(footer_bytes, source.size() - footer_bytes)
         if zlib.crc32(end) != footer_crc32:
@@ -54,14 +50,34 @@ def open_file(
             )
         options["metadata"] = pq.read_metadata(pa.BufferReader(end))
     file = pq.ParquetFile(source, **options)
-    if paths := _words(file, as_words):
-        file = pq.ParquetFile(source, **{**options, "metadata": file.metadata}, read_dictionary=paths)
-    return file
+    return reopened(source, file, as_words=as_words, buffered=buffered) if _words(file, as_words) else file
+
+
+def reopened(
+    source: Any, file: pq.ParquetFile, *, as_words: Sequence[str] = (), buffered: bool = False
+) -> pq.ParquetFile:
+    """An open file once more, with other columns as dictionaries."""
+    words = _words(file, as_words)
+    return pq.ParquetFile(source, metadata=file.metadata, read_dictionary=words, **_options(buffered))
+
+
+def dictionary_bytes(chunk: Any) -> int:
+    """Of the dictionary of a column chunk, as they are stored; 0 where it has none. # chunk: its metadata"""
+    return chunk.data_page_offset - (chunk.dictionary_page_offset or chunk.data_page_offset)  # type: ignore[no-any-return]
 
 
 def is_of(name: str, path: str) -> bool:
     """Whether a leaf of Parquet is of the column of this name."""
     return path == name or path.startswith(f"{name}.")
+
+
+def _options(buffered: bool) -> dict[str, Any]:
+    options: dict[str, Any] = {"coerce_int96_timestamp_unit": "us"}
+    if buffered:
+        options |= {"buffer_size": _BUFFER_BYTES, "pre_buffer": False}
+    if _checks_pages():
+        options["page_checksum_verification"] = True
+    return options
 
 
 def _words(file: pq.ParquetFile, names: Sequence[str]) -> list[str]:

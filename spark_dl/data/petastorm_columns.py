@@ -82,7 +82,7 @@ def decode(column: Column, stored: pa.ChunkedArray, *, rows: npt.NDArray[np.int6
     except codecs.CellError as found:
         error = found if rows is None else found.in_row(int(rows[found.row]))
         if not isinstance(error, codecs.OtherShapeError):
-            raise error from found
+            raise error from found.__cause__
         settings = "as: image, resize: [height, width]" if "image" in column.codec else "ragged: true"
         instead = (
             "" if column.is_ragged else f"; data.encode.{column.name}: {{{settings}}} reads cells of several shapes"

@@ -61,6 +61,7 @@ class Stacked:
     def __init__(self, array: Array, *, is_ragged: bool):
         """# array: (>= rows, *cell), or (>= values, *inner) where the rows are ragged"""
         self._array, self._used = array, 0
+        self.room_bytes = array.nbytes
         self._lengths: list[npt.NDArray[np.int64]] | None = [] if is_ragged else None
         self.rows = 0
         """So far."""

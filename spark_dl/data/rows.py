@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from spark_dl import storage
 from spark_dl.config import Nonfinite
@@ -46,6 +47,8 @@ _OPEN_FILES = 16
 _MIB = 1 << 20
 _WHOLE_BYTES = {"PLAIN", "RLE", "BIT_PACKED"}
 """Parquet's encodings with which a page has all bytes of its cells; the other two are of levels."""
+_SMALL_DICTIONARY_BYTES = 64 << 10
+"""Of a dictionary that is not full, as writers end it at 1 MiB before it is compressed."""
 SLICE_BYTES = 512 << 10
 """Of the values of lists that are decoded at a time, straight to where they go."""
 HELD_ROW_GROUPS = 2
@@ -65,12 +68,11 @@ class Limits:
 
 
 def is_sliced(column: Column) -> bool:
-    """Whether row groups of it are decoded some rows at a time: read at once, lists take Arrow several times the memory
-    of their values, and all cells that have more than one value take it twice. Compressed arrays are not, as their size
-    is to be known before any of them is decoded.
+    """Whether its cells are decoded some rows at a time: all at once they take Arrow twice the memory of their values,
+    and lists several times as much.
     """
     kind = column.codec.removeprefix("petastorm.").split(".")[0]
-    return kind in ("list", "vector", "ndarray", "binary", "image")
+    return kind in ("list", "vector", "ndarray", "compressed_ndarray", "binary", "image")
 
 
 class Rows:
@@ -98,6 +100,7 @@ class Rows:
         self._limits, self._has_unknown = limits, False
         asked = filters.columns_of(shards.filtered.conditions) if shards.filtered else []
         self._names = [*(c.name for c in columns), *asked]
+        self._words = [c.name for c in columns if c.encoding.has_words]
         self._decoding = Memory(limits.memory if limits else 0)
         self._shards, self.columns, self._cache = shards, tuple(columns), cache
         self._seed, self._part = seed, part
@@ -146,8 +149,8 @@ class Rows:
         return segment.row_group != FILLER and segment.rows == self.group_rows[segment.row_group]
 
     def _is_sliced(self, column: Column, number: int, conditions: filters.AnyOf) -> bool:
-        """Whether a column of a row group is decoded in slices, into its own memory: not where many of its pages need
-        not be read, nor where filters look at it.
+        """Whether a column of a row group may be read in slices: not where many of its pages need not be read at all,
+        nor where filters look at it.
         """
         passing, stored = self._passing[number], self._shards.row_groups[number][2]
         return is_sliced(column) and 2 * passing >= stored and column.name not in filters.columns_of(conditions)
@@ -250,7 +253,7 @@ class Rows:
             sliced = [
                 (c, place)
                 for c, place in zip(self.columns, places, strict=True)
-                if plain[c.name] is None and self._is_sliced(c, number, conditions) and file.has_bound(c, group)
+                if plain[c.name] is None and self._is_sliced(c, number, conditions) and file.comes_in_slices(c, group)
             ]
             other = {c.name for c, _ in sliced} | {c.name for c in self.columns if c.codec == "partition"}
             rest = [c.name for c in self.columns if plain[c.name] is None and c.name not in other]
@@ -271,9 +274,11 @@ class Rows:
             for column, place in zip(self.columns, places, strict=True):
                 if column.name in read:
                     arrays.append(read[column.name])
-                elif size := unknown.get(column.name):
-                    memory = self._memory[column.name]
-                    arrays.append(_decode_slices(column, stored[column.name], size, place, memory, numbers))
+                elif is_sliced(column):
+                    cells = stored[column.name]
+                    most = file.most_values(column, group, unknown.get(column.name) or cells.nbytes)
+                    target = _target(column, len(cells), most, place, self._memory[column.name])
+                    arrays.append(_decode_slices(column, cells, target, numbers))
                 elif column.codec == "partition":
                     arrays.append(
                         foreign_columns.partition_cells(column, partition[column.name], self._passing[number])
@@ -345,7 +350,7 @@ class Rows:
                     f"found {size} bytes, expected {stored.bytes}; the file is not the one that was opened"
                 )
             is_local = storage.is_local(url) or isinstance(source, pa.OSFile)  # of the cache
-            opened[shard] = _File(source, stored, self._names, is_local=is_local)
+            opened[shard] = _File(source, stored, self._names, self._words, is_local=is_local)
             while len(opened) > _OPEN_FILES:
                 opened.popitem(last=False)
         opened.move_to_end(shard)
@@ -355,12 +360,13 @@ class Rows:
 class _File:
     """An open shard."""
 
-    def __init__(self, source: Any, shard: Shard, names: Sequence[str], *, is_local: bool):
-        self._source = source
+    def __init__(self, source: Any, shard: Shard, names: Sequence[str], words: Sequence[str], *, is_local: bool):
+        """`names` are the columns that are read, and `words` those that look up words."""
+        self._source, self._is_local = source, is_local
         self.parquet = parquet.open_file(
             source, footer_bytes=shard.footer_bytes, footer_crc32=shard.footer_crc32, as_words=names, buffered=is_local
         )
-        self._names = names
+        self._names, self._words = names, words
         self._leaves = {self.parquet.schema.column(i).path: i for i in range(len(self.parquet.schema))}
 
     @functools.cached_property
@@ -374,6 +380,11 @@ class _File:
             return {}
         table = self.parquet.read_row_group(group, names, use_threads=False)
         return {name: foreign_files.stored_column(table, name) for name in names}
+
+    @functools.cached_property
+    def _sliced(self) -> pq.ParquetFile:
+        """The file with all but words as they are, not as dictionaries: of those each slice has a copy."""
+        return parquet.reopened(self._source, self.parquet, as_words=self._words, buffered=self._is_local)
 
     def read_slices(
         self,
@@ -390,12 +401,13 @@ class _File:
         if not columns:
             return {}
         targets = [
-            (c, Lookup(c.encoding), _target(c, rows, self._most_values(c, group), place, memory[c.name]))
+            (c, Lookup(c.encoding), _target(c, rows, self.most_values(c, group), place, memory[c.name]))
             for c, place in columns
         ]
-        size = max(1, SLICE_BYTES // max(1, sum(c.value_bytes for c, _ in columns)))
+        of_columns = [c for c, _ in columns]
+        size, names = _slice_rows(of_columns, sum(c.value_bytes for c in of_columns)), [c.name for c in of_columns]
         first = 0
-        for batch in self.parquet.iter_batches(size, [group], [c.name for c, _ in columns], use_threads=False):
+        for batch in self._sliced.iter_batches(size, [group], names, use_threads=False):
             table = pa.Table.from_batches([batch])
             numbers = np.arange(first, first + len(batch))
             if kept is not None:
@@ -411,27 +423,31 @@ class _File:
             pa.default_memory_pool().release_unused()
         return {column.name: target.cells() for column, _, target in targets}
 
-    def has_bound(self, column: Column, group: int) -> bool:
-        """Whether it is known how many values the rows of a row group have at most, before they are decoded."""
-        if not column.is_ragged or column.codec == "list":
-            return True
-        return all(_WHOLE_BYTES.issuperset(chunk.encodings) for chunk in self._chunks(column, group))
+    def comes_in_slices(self, column: Column, group: int) -> bool:
+        """Whether a column is read some rows at a time, too: not where only a dictionary or the cells themselves tell
+        how much they take, nor words of a dictionary that may have become full: each slice would have all so far.
+        """
+        if column.codec.startswith("petastorm.compressed"):
+            return False
+        chunks = self._chunks(column, group)
+        are_whole = all(_WHOLE_BYTES.issuperset(chunk.encodings) for chunk in chunks)
+        if column.encoding.has_words:
+            return are_whole or all(0 < parquet.dictionary_bytes(c) <= _SMALL_DICTIONARY_BYTES for c in chunks)
+        return are_whole or column.codec == "list" or not column.is_ragged
 
     def _chunks(self, column: Column, group: int) -> list[Any]:
         """What the footer tells of the column's leaves; of a column `x` those of another, `x.y`, may be among them."""
         metadata = self.parquet.metadata.row_group(group)
         return [metadata.column(leaf) for path, leaf in self._leaves.items() if parquet.is_of(column.name, path)]
 
-    def _most_values(self, column: Column, group: int) -> int:
+    def most_values(self, column: Column, group: int, size: int | None = None) -> int:
         """Of the rows of a ragged column, over all axes: nulls and empty lists count, too, and each cell of bytes has
-        its length.
+        its length. # size: of cells that are bytes, if it is known; by default what they take in the file
         """
-        itemsize = np.dtype(column.dtype).itemsize
-        values = (
-            chunk.num_values if column.codec == "list" else chunk.total_uncompressed_size // itemsize
-            for chunk in self._chunks(column, group)
-        )
-        return max(values, default=0)
+        chunks, itemsize = self._chunks(column, group), np.dtype(column.dtype).itemsize
+        if column.codec == "list":
+            return max((chunk.num_values for chunk in chunks), default=0)
+        return (max(c.total_uncompressed_size for c in chunks) if size is None else size) // itemsize
 
     def plain(self, column: Column, group: int, rows: int, memory: Recycled) -> Array | None:
         """The cells without a decoder, in `memory`, if they are stored as the shards of this package are."""
@@ -465,21 +481,21 @@ def _target(column: Column, rows: int, most_values: int, place: Array | None, me
     return Stacked(place, is_ragged=column.is_ragged)
 
 
+def _slice_rows(columns: Sequence[Column], row_bytes: float) -> int:
+    """Rows that are decoded at a time: at least as many words as the vocabulary has, which each slice goes through."""
+    words = max(len(c.encoding.vocabulary or ()) for c in columns)
+    return max(1, int(max(SLICE_BYTES, words * np.dtype(np.int64).itemsize) // max(1, row_bytes)))
+
+
 def _decode_slices(
-    column: Column,
-    stored: pa.ChunkedArray,
-    size: int,
-    place: Array | None,
-    memory: Recycled,
-    numbers: npt.NDArray[np.int64] | None,
+    column: Column, stored: pa.ChunkedArray, target: Stacked, numbers: npt.NDArray[np.int64] | None
 ) -> Array | Ragged:
-    """All stored cells, some at a time. # size: at most, in bytes, once they are decoded"""
-    numbers = np.arange(len(stored)) if numbers is None else numbers
-    target = _target(column, len(stored), size // np.dtype(column.dtype).itemsize, place, memory)
-    together = max(1, int(SLICE_BYTES // max(size / len(stored), column.value_bytes)))
+    """All stored cells, some at a time."""
+    numbers, lookup = np.arange(len(stored)) if numbers is None else numbers, Lookup(column.encoding)
+    together = _slice_rows([column], max(column.value_bytes, target.room_bytes / max(1, len(stored))))
     for first in range(0, len(stored), together):
         part = slice(first, first + together)
-        target.add(_decode(column, stored[part], numbers[part]))
+        target.add(_decode(column, stored[part], numbers[part], lookup))
     return target.cells()
 
 

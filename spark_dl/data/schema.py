@@ -74,7 +74,7 @@ class Column:
     @property
     def is_encoded(self) -> bool:
         """Whether cells are files, compressed, or texts of others, which are in memory beside what becomes of them."""
-        is_text = self.codec == "converted" and self.encoding.kind in ("vocabulary", "hash")
+        is_text = self.codec == "converted" and self.encoding.has_words
         return is_text or self.codec == "image" or self.codec.startswith(("petastorm.image", "petastorm.compressed"))
 
     def stored_bytes(self, rows: int, size: float | None = None) -> float:

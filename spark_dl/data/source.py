@@ -69,6 +69,11 @@ class Encoding:
     """Height and width that images are scaled to; None where all have one shape."""
 
     @property
+    def has_words(self) -> bool:
+        """Whether its numbers are those of words, which are looked up."""
+        return self.kind in ("vocabulary", "hash")
+
+    @property
     def num_values(self) -> int | None:
         """How many numbers an embedding of this column needs; None where they are not indices."""
         if self.vocabulary is not None:

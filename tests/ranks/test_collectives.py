@@ -34,6 +34,7 @@ def in_group(fn, *args):
     torch.set_num_threads(1)  # several per rank would wait for each other on the CPUs that all ranks share
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
     try:
+        dist.barrier()  # a rank that ends at once would close connections that others are still making
         return fn(*args)
     finally:
         dist.destroy_process_group()

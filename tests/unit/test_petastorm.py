@@ -608,6 +608,38 @@ def test_pickles_in_cells_are_not_loaded(tmp_path, codec):
     assert not canary.exists()
 
 
+@pytest.mark.parametrize("header", [b"{[]: 1}", b"'''", b"(" * 3000, b"{1: 2, 'a': 3}", b" x\n y", b" " * 20_000])
+def test_headers_that_are_none_are_named(header):
+    cell = b"\x93NUMPY\1\0" + len(header).to_bytes(2, "little") + header
+    for field in (Field("x", "int8", (2,), NDARRAY), Field("x", "int8", (None,), NDARRAY)):
+        with pytest.raises(ValueError, match="field 'x', row 0: found a cell that cannot be read .*header"):
+            decode(field, cells(cell, cell))
+
+
+def test_a_header_of_the_third_version_is_read():
+    found = decode(Field("x", "float64", (2, 3), NDARRAY), cells(npy(VALUES, (3, 0)), npy(VALUES)))
+    np.testing.assert_array_equal(found, [VALUES] * 2)
+
+
+def commented(cell, comment=b"words"):
+    file = io.BytesIO(cell)
+    with zipfile.ZipFile(file, "a") as archive:
+        archive.comment = comment
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("change", [commented, lambda c: b"before" + c, lambda c: c])
+def test_what_archives_unpack_to_is_what_is_read(change):
+    cell = change(npz(np.zeros(1000)))
+    assert codecs.unpacked_bytes(pa.array([cell, None, cell])) == 2 * len(npy(np.zeros(1000)))
+    field = Field("x", "float64", (1000,), ZIPPED)
+    np.testing.assert_array_equal(decode(field, cells(cell)), np.zeros((1, 1000)))
+    empty = commented(cell, b"PK\5\6" + b"\0" * 18)  # which looks like the end of an archive without files
+    assert codecs.unpacked_bytes(pa.array([empty])) == 0
+    with pytest.raises(ValueError, match="row 0: found a cell that cannot be read"):
+        decode(field, cells(empty))
+
+
 def test_cells_that_promise_more_than_they_hold_are_refused(monkeypatch):
     header = {"descr": "<f8", "fortran_order": False, "shape": (2**40,)}
     file = io.BytesIO()

@@ -16,9 +16,13 @@ from spark_dl.data.filter_counts import filter_rows
 from spark_dl.data.foreign import open_parquet
 from spark_dl.data.loader import Loader
 from spark_dl.data.petastorm import write_common_metadata
-from spark_dl.data.rows import SLICE_BYTES
+from spark_dl.data.plan import Segment
+from spark_dl.data.rows import SLICE_BYTES, Rows, _slice_rows
+from spark_dl.data.schema import Column
 from spark_dl.data.source import Encoding
 from spark_dl.data.unischema import Codec, Field, Unischema
+from spark_dl.loop import _clear_frames
+from tests.unit.test_cells import vectors
 from tests.unit.test_foreign import npy_cells
 from tests.unit.test_images import pixels, png
 
@@ -62,7 +66,20 @@ def petastorm(dtype, shape, kind, image_format=None):
 
 
 NDARRAY, ZIPPED = (petastorm("float32", (WIDTH,), kind) for kind in ("ndarray", "compressed_ndarray"))
+
+
+def vector_of(i):
+    return array_of(i).astype(np.float64) if i % 2 else np.where(np.arange(WIDTH) == i % 50, 0.5, 0.0)
+
+
+def mixed_vectors(n):
+    return vectors(*((WIDTH, {i % 50: 0.5}) if i % 2 == 0 else vector_of(i).tolist() for i in n))
+
+
 KINDS = {  # the cells in the file, what they are, Petastorm's field, and how they are read
+    "lists": (lambda n: pa.array([array_of(i) for i in n]), array_of, None, {}),
+    "ragged lists": (lambda n: pa.array([some_of(i) for i in n]), some_of, None, {"ragged": True}),
+    "vectors": (mixed_vectors, vector_of, None, {}),
     "bytes": (lambda n: pa.array([blob_of(i).tobytes() for i in n]), blob_of, None, {"as": "bytes"}),
     "images": (lambda n: pa.array([png((36, 36, 3), i % 50) for i in n]), image_of, None, {"as": "image"}),
     "words": (lambda n: pa.array([words_of(i) for i in n]), hashes_of, None, HASH),
@@ -133,7 +150,7 @@ def test_every_row_has_its_values(tmp_path, kind, use_dictionary):
     assert len(part) == 350
 
 
-@pytest.mark.parametrize(("first", "stop"), [(100, 450), (250, 320)])
+@pytest.mark.parametrize(("first", "stop"), [(100, 450), (165, 320)])
 @pytest.mark.parametrize("use_dictionary", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_that_pass_filters_have_their_values(tmp_path, kind, use_dictionary, first, stop):
@@ -209,6 +226,18 @@ def test_words_that_come_in_pieces_are_looked_up_once(tmp_path, looked_up):
     assert len(looked_up) == 2 * (opening + len(WORDS))
 
 
+@pytest.mark.parametrize("use_dictionary", [True, False])
+def test_many_words_are_looked_up_once(tmp_path, looked_up, use_dictionary):
+    """More than the dictionary of the file has room for, each three times. Without one, once for each slice at most."""
+    ids = np.random.default_rng(0).permutation(np.repeat(np.arange(100_000), 3))
+    cells = pa.ListArray.from_arrays(np.arange(0, 300_001, 1000, dtype=np.int32), pa.array([f"word {i}" for i in ids]))
+    url = write(tmp_path, cells, None, use_dictionary=use_dictionary)
+    found = rows_of(url, HASH, num_streams=1)
+    assert found[7].tolist() == [zlib.crc32(b"word %d" % i) % 97 for i in ids[7000:8000]]
+    opening = 2 * 1000  # as the words of the first row are looked up
+    assert len(looked_up) <= opening + (100_000 if use_dictionary else 300_000)
+
+
 @pytest.mark.parametrize("pieces", [
     [["a", "b"], ["a", "b"]],
     [["a"], ["a", "b"], ["a", "b", "c"]],  # as Arrow has them once a file's dictionary is full
@@ -230,3 +259,70 @@ def test_words_that_no_vocabulary_has_name_their_row(tmp_path):
     with pytest.raises(RuntimeError, match=match):
         rows_of(url, {**encode, "unknown": "error"}, num_streams=1, filters=(("id", ">=", 100),))
     assert rows_of(url, encode, num_streams=1)[288][-2:].tolist() == [1, 0]
+
+
+def test_words_without_a_dictionary_come_in_slices_of_as_many_as_the_vocabulary_has():
+    """As each slice goes through all of the vocabulary."""
+    columns = {
+        size: Column("x", "int64", (10,), "list", Encoding("vocabulary", vocabulary=tuple(map(str, range(size)))))
+        for size in (10, 1_000_000)
+    }
+    assert _slice_rows([columns[10]], 80) == SLICE_BYTES // 80
+    assert _slice_rows([columns[1_000_000]], 80) == 100_000
+
+
+@pytest.mark.parametrize("kind", ["arrays", "images"])
+def test_a_dictionary_that_is_full_is_not_copied_for_each_slice(tmp_path, request, kind):
+    """Arrow's writer tries a dictionary first; read as one, each slice would have all cells so far: here 28 MiB."""
+    rng = np.random.default_rng(0)
+    if kind == "arrays":
+        cells, field, encode = pa.array(npy_cells(*rng.random((9000, 800), dtype=np.float32))), NDARRAY, {}
+        field = petastorm("float32", (800,), "ndarray")
+    else:
+        some = [png((36, 36, 3), i) for i in range(100)]  # each with bytes of its own after its end
+        cells, field, encode = (
+            pa.array([some[i % 100] + i.to_bytes(4, "big") for i in range(9000)]),
+            None,
+            KINDS["images"][3],
+        )
+    table = pa.table({"x": cells, "id": np.arange(9000)})
+    pq.write_table(table, tmp_path / "0.parquet")
+    if field is not None:
+        groups = {"0.parquet": 1}
+        write_common_metadata(
+            str(tmp_path), table.schema, unischema=Unischema("Schema", (field, ID)), row_groups_per_file=groups
+        )
+    assert "RLE_DICTIONARY" in pq.read_metadata(tmp_path / "0.parquet").row_group(0).column(0).encodings
+    data = Data(features=("x",), label="id", encode={"x": encode} if encode else {}, num_streams=1)
+    shards = open_parquet(str(tmp_path), ["x", "id"], data=data)
+    del table, cells
+    arrow_peak = request.getfixturevalue("arrow_peak")  # of reading alone
+    rows = Rows(shards, shards.columns, 0.0, 0, "all")
+    out = [np.empty((9000, *c.shape), c.dtype) for c in shards.columns]
+    rows.read_into([Segment(0, 0, 9000)], out)
+    assert arrow_peak() < 12 << 20
+
+
+def causes(error):
+    found = []
+    while error is not None:
+        assert error not in found
+        found.append(error)
+        error = error.__cause__ or error.__context__
+    return found
+
+
+@pytest.mark.parametrize(("field", "cells", "row"), [
+    (Field("x", "int8", (), None), pa.array([1] * 299 + [300]), 299),
+    (Field("x", "int8", (8,), None), pa.array([[1] * 8] * 297 + [[1] * 7 + [300]] + [[1] * 8] * 2), 297),
+])  # fmt: skip
+@pytest.mark.parametrize("filters", [(), (("id", ">=", 290),)])
+def test_numbers_that_do_not_fit_name_their_row_and_are_not_their_own_cause(tmp_path, field, cells, row, filters):
+    """The worker walks along the causes of an error."""
+    url = write(tmp_path, cells, field)
+    with pytest.raises(RuntimeError, match=f"field 'x', row {row}: found 300, expected a int8") as error:
+        rows_of(url, {}, num_streams=1, filters=filters)
+    assert len(causes(error.value)) > 1
+    circle = ValueError()
+    circle.__cause__ = circle
+    _clear_frames(circle)

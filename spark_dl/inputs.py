@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from spark_dl import storage
 from spark_dl.config import Config, Data, Nonfinite
+from spark_dl.data.budget import check_memory, warn_of_memory
 from spark_dl.data.filter_counts import filter_rows
 from spark_dl.data.foreign import open_parquet
-from spark_dl.data.loader import check_memory, warn_of_memory
 from spark_dl.data.manifest import MANIFEST, STORED, ShardSet, read_shards
 from spark_dl.data.mixture import batch_shares
 from spark_dl.data.plan import rows_held_out

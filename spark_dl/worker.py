@@ -14,7 +14,7 @@ from spark_dl import checkpoint
 from spark_dl.baselines import parameter_server
 from spark_dl.config import Data, Launch
 from spark_dl.data import local
-from spark_dl.data.loader import check_memory
+from spark_dl.data.budget import check_memory
 from spark_dl.data.plan import check_held_out
 from spark_dl.data.same_rows import check_same_rows
 from spark_dl.data.source import SourceColumn

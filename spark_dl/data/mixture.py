@@ -16,7 +16,8 @@ from typing import Any
 
 from spark_dl.config import Config
 from spark_dl.data.batch import BatchBuilder, Prepare, StepBatches, StepRows
-from spark_dl.data.loader import READY_SHARE, Loader, read_ahead, said_memory
+from spark_dl.data.budget import said_memory
+from spark_dl.data.loader import READY_SHARE, Loader, read_ahead
 from spark_dl.data.manifest import ShardSet
 from spark_dl.data.memory import Ready
 from spark_dl.data.plan import Plan

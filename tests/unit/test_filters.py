@@ -14,11 +14,12 @@ import pytest
 import torch
 
 from spark_dl import Config, Data, Train, load_config
+from spark_dl.data.budget import check_row_groups
 from spark_dl.data.build import build_loader
 from spark_dl.data.filter_counts import filter_rows
 from spark_dl.data.filters import Bounds, Condition, holds_within, simplify
 from spark_dl.data.foreign import open_parquet
-from spark_dl.data.loader import Loader, check_row_groups
+from spark_dl.data.loader import Loader
 from spark_dl.data.manifest import ShardSet, read_shards
 from spark_dl.data.schema import Column
 from spark_dl.data.source import Encoding

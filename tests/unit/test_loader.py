@@ -19,9 +19,10 @@ import pytest
 import torch
 
 from spark_dl import Config, Data, Train, read_shards
+from spark_dl.data.budget import check_memory, warn_of_memory
 from spark_dl.data.filter_counts import filter_rows
 from spark_dl.data.foreign import open_parquet
-from spark_dl.data.loader import Loader, check_memory, read_ahead, warn_of_memory
+from spark_dl.data.loader import Loader, read_ahead
 from spark_dl.data.manifest import ShardSet, commit
 from spark_dl.data.mixture import MixedLoader, Mixture
 from spark_dl.data.ragged import from_lengths

@@ -17,8 +17,9 @@ from spark_dl.data.foreign import open_parquet
 from spark_dl.data.loader import Loader
 from spark_dl.data.petastorm import write_common_metadata
 from spark_dl.data.plan import Segment
-from spark_dl.data.rows import SLICE_BYTES, Rows, _slice_rows
+from spark_dl.data.rows import Rows
 from spark_dl.data.schema import Column
+from spark_dl.data.shard_file import SLICE_BYTES, slice_rows
 from spark_dl.data.source import Encoding
 from spark_dl.data.unischema import Codec, Field, Unischema
 from spark_dl.loop import _clear_frames
@@ -267,8 +268,8 @@ def test_words_without_a_dictionary_come_in_slices_of_as_many_as_the_vocabulary_
         size: Column("x", "int64", (10,), "list", Encoding("vocabulary", vocabulary=tuple(map(str, range(size)))))
         for size in (10, 1_000_000)
     }
-    assert _slice_rows([columns[10]], 80) == SLICE_BYTES // 80
-    assert _slice_rows([columns[1_000_000]], 80) == 100_000
+    assert slice_rows([columns[10]], 80) == SLICE_BYTES // 80
+    assert slice_rows([columns[1_000_000]], 80) == 100_000
 
 
 @pytest.mark.parametrize("kind", ["arrays", "images"])

@@ -12,7 +12,8 @@ from spark_dl.data.filter_counts import filter_rows
 from spark_dl.data.foreign import open_parquet
 from spark_dl.data.loader import Loader
 from spark_dl.data.plan import Segment
-from spark_dl.data.rows import SLICE_BYTES, Rows
+from spark_dl.data.rows import Rows
+from spark_dl.data.shard_file import SLICE_BYTES
 from tests.unit.test_cells import vectors
 
 ROWS, GROUP, WIDTH = 1500, 600, 700  # 1.6 MiB of a row group, 4 slices, and a shorter row group at the end

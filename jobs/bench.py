@@ -124,8 +124,9 @@ def _parser() -> argparse.ArgumentParser:
         "--congestion-control", default=defaults.congestion_control, help="TCP's, of hosts that it makes (reno)"
     )
     of_exchange.add_argument("--mib", type=_numbers(float), default=defaults.mib, help="gradient sizes (1,16,64)")
-    for name, known in (("methods", compare.METHODS), ("sections", compare.SECTIONS)):
-        of_exchange.add_argument(f"--{name}", type=_numbers(str), default=known, help=f"of {', '.join(known)}")
+    for name, known in (("methods", compare.KNOWN_METHODS), ("sections", compare.SECTIONS)):
+        default = getattr(defaults, name)
+        of_exchange.add_argument(f"--{name}", type=_numbers(str), default=default, help=f"of {', '.join(known)}")
     of_exchange.add_argument("--profile", choices=[*PROFILES], default=defaults.profile, help="the simulated network")
     of_exchange.add_argument("--scale", type=float, default=defaults.scale, help="of its parameters (0.1)")
     of_exchange.add_argument("--scaling-ranks", type=_numbers(int), default=defaults.scaling_ranks)

@@ -34,6 +34,8 @@ SECTIONS = ("exchange", "compression", "breakdown", "buckets", "waves", "scaling
 _ON_OTHER_BEDS = ("compression", "scaling")
 METHODS = (*exchange.METHODS, "local_sgd")
 """`local_sgd` sends weights, now and then: it is in the section `stragglers` alone."""
+KNOWN_METHODS = (*METHODS, exchange.STREAM)
+"""The last one shows what TCP lets through, where it is asked for."""
 _SCALED = {"ddp": "backend", "ddp ring": "ring", "reduce_broadcast": "reduce_broadcast"}
 """Methods of the section `scaling`, and their all-reduce."""
 _TIMEOUT_S = 7200.0
@@ -69,7 +71,7 @@ class Options:
     """Mean delay of each gradient in the section `stragglers`."""
 
     def __post_init__(self) -> None:
-        for name, known in (("methods", METHODS), ("sections", SECTIONS)):
+        for name, known in (("methods", KNOWN_METHODS), ("sections", SECTIONS)):
             unknown = [value for value in getattr(self, name) if value not in known]
             if unknown:
                 raise ValueError(f"{name}: unknown {', '.join(unknown)}; known are {', '.join(known)}")
@@ -175,7 +177,7 @@ def measure(
     results: Results = {}
 
     def exchanges() -> Results:
-        methods = [m for m in options.methods if m in exchange.METHODS]
+        methods = [m for m in options.methods if m in (*exchange.METHODS, exchange.STREAM)]
         return {"exchange": exchange.measure(
             spark, f"{folder}/exchange", num_hosts=num_hosts, mib=options.mib, methods=methods,
             repeats=options.repeats, rate_mbit=options.rate_mbit, log=log,

@@ -5,6 +5,8 @@ Gradients are random, and computing them takes no time. Three kinds of methods, 
     backend, ring, tree ...      one all-reduce of one tensor: the backend's, and those of `parallel.collectives`
     ddp, ddp powersgd, horovod   a backward pass of the strategy, as the training loop calls it
     tree_reduce, parameter_server sync ...   whole training steps, by the metrics of a run of `spark_dl.train`
+
+And `stream`, which exchanges nothing: the bytes of a ring to the next rank, as fast as TCP lets them through.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from spark_dl.bench.accelerator import GRADIENT_STD, accelerator_spec
 from spark_dl.bench.links import LinkBytes, read_link, read_links
 from spark_dl.bench.log import Log
 from spark_dl.bench.profiles import Layer, Profile
+from spark_dl.bench.stream import stream_to_next
 from spark_dl.config import Config, Data, Launch, Parallel, Train
 from spark_dl.data.shards import write_arrays
 from spark_dl.launch.barrier import RankResult, run_barrier
@@ -54,10 +57,11 @@ JOBS: Mapping[str, Parallel] = {
     },
 }
 METHODS = (*BACKWARDS, *ALL_REDUCES, *JOBS)
+STREAM = "stream"
 _MATRIX = 512
 _WARM_UPS = 3
 """Enough for compression to have begun (`parallel.compression_start_step`)."""
-_WARM_UPS_OF = {"ddp threshold": 40, **dict.fromkeys(ALL_REDUCES, 1)}
+_WARM_UPS_OF = {"ddp threshold": 40, **dict.fromkeys((*ALL_REDUCES, STREAM), 1)}
 """With a threshold enough for as much to be sent as comes in: a random walk reaches it after some 31 steps."""
 _LONG_S, _MOST_REPEATS = 1.0, 25
 _TIMEOUT_S = 900.0
@@ -163,7 +167,7 @@ def _measure_on_ranks(spark: Any, method: str, num_hosts: int, mib: float, repea
 def _time_on_rank(method: str, mib: float, repeats: int, config: Config, report: Any = None) -> RankResult:
     """One rank: the seconds of each exchange, and the mean of the bytes that passed its host's link."""
     with join(config.launch, report=report) as world, contextlib.ExitStack() as until_done:
-        exchange = _all_reduce(method, mib) if method in ALL_REDUCES else _backward(config, mib, world, until_done)
+        exchange = _exchange_of(method, mib, config, world, until_done)
         for _ in range(warm_ups(method)):
             exchange()
         repeats = _steady(exchange, repeats)
@@ -190,6 +194,15 @@ def _steady(exchange: Callable[[], object], repeats: int) -> int:
     taken = torch.tensor(time.perf_counter() - start)
     dist.broadcast(taken, 0)
     return max(repeats, min(_MOST_REPEATS, math.ceil(_LONG_S / float(taken))))
+
+
+def _exchange_of(
+    method: str, mib: float, config: Config, world: World, until_done: contextlib.ExitStack
+) -> Callable[[], object]:
+    if method == STREAM:
+        size = round(mib * 2**20)
+        return stream_to_next(world, 2 * size * (world.world_size - 1) // world.world_size, until_done)
+    return _all_reduce(method, mib) if method in ALL_REDUCES else _backward(config, mib, world, until_done)
 
 
 def _all_reduce(method: str, mib: float) -> Callable[[], object]:

@@ -16,7 +16,7 @@ KEYS = {"method", "exact", "hosts", "mib", "seconds", "bytes_per_rank", "limit_s
         "busiest_link_bytes", "times_ring"}  # fmt: skip
 
 
-METHODS = ("ddp", "ddp topk", "tree_reduce")
+METHODS = ("ddp", "ddp topk", "tree_reduce", "stream")
 
 
 @pytest.fixture(scope="module")
@@ -46,16 +46,19 @@ def test_exchanges_are_measured_by_the_links_own_counters(measured):
     rows = {(row["method"], row["mib"]): row for row in last["rows"]}
     assert rows.keys() == {(method, 4) for method in METHODS}
     assert last["left_out"] == results["left_out"] == []
-    assert [rows[method, 4]["exact"] for method in METHODS] == [True, False, True]
+    assert [rows[method, 4]["exact"] for method in METHODS] == [True, False, True, False]
     assert all(row.keys() == KEYS and row["hosts"] == 2 for row in rows.values())
     ddp = rows["ddp", 4]  # 2 N (P - 1) / P, and the headers of packets
     assert 1 < ddp["bytes_per_rank"] / (4 << 20) < 1.02
     assert ddp["limit_s"] == pytest.approx((4 << 20) * 8 / 400e6)
     assert 0.2 < ddp["ratio_to_limit"] < 1.05
+    stream = rows["stream", 4]  # the same bytes, and nobody waits for another rank
+    assert 1 < stream["bytes_per_rank"] / (4 << 20) < 1.02
+    assert stream["ratio_to_limit"] > 0.9 * ddp["ratio_to_limit"]
     # The driver gets all gradients and sends the weights: the busiest link carries more than in a ring.
     assert rows["tree_reduce", 4]["busiest_link_bytes"] > 1.5 * ddp["busiest_link_bytes"]
     assert rows["tree_reduce", 4]["times_ring"] > 1
-    assert {point["method"] for point in results["model"]} == {*METHODS}
+    assert {point["method"] for point in results["model"]} == {*METHODS} - {"stream"}
     assert {row["ranks"] for row in results["plan"]} == {16, 64, 256, 1024, 4096}
 
 

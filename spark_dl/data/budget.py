@@ -12,14 +12,13 @@ from spark_dl.config import Config, Data
 from spark_dl.data.manifest import ShardSet
 from spark_dl.data.ragged import padded_bytes
 from spark_dl.data.schema import Column
-from spark_dl.data.shard_file import is_sliced
 
 _log = logging.getLogger("spark_dl")
 
 _MIB = 1 << 20
 _DECODING = 3
-"""Memory to read lists and vectors, over that of their values, beyond them: Arrow holds encoded pages, levels and
-values that grow. Measured with pyarrow 26: 45 MiB for lists of 11 MiB."""
+"""Memory to read lists, vectors and bytes, over that of their values, beyond them: Arrow holds encoded pages, levels
+and values that grow. Measured with pyarrow 26: 45 MiB for lists of 11 MiB."""
 _SLICED_DECODING_BYTES = 24 << 20
 """The same where they are decoded in slices, at most: of local files 5 MiB are held at a time, and Arrow's allocator
 (mimalloc) keeps several times that for each thread until it ends. Of remote files a column is read as a whole; that is
@@ -127,7 +126,6 @@ def warn_of_memory(
 
 def decoding_bytes(columns: Sequence[Column], size: int, *, is_filtered: bool) -> float:
     """Memory to decode a row group, beyond that of its values. # size: theirs, in bytes"""
-    lists = [c for c in columns if c.codec in ("list", "vector", "binary", "petastorm.ndarray")]
-    factor = _DECODING * size / max(1, sum(c.value_bytes for c in columns))
-    sliced = factor * sum(c.value_bytes for c in lists if is_sliced(c) and not is_filtered)
-    return factor * sum(c.value_bytes for c in lists) - sliced + min(sliced, _SLICED_DECODING_BYTES)
+    decoded = sum(c.value_bytes for c in columns if c.codec in ("list", "vector", "binary", "petastorm.ndarray"))
+    at_once = _DECODING * size * decoded / max(1, sum(c.value_bytes for c in columns))
+    return at_once if is_filtered else min(at_once, _SLICED_DECODING_BYTES)

@@ -50,15 +50,15 @@ def open_file(
             )
         options["metadata"] = pq.read_metadata(pa.BufferReader(end))
     file = pq.ParquetFile(source, **options)
-    return reopened(source, file, as_words=as_words, buffered=buffered) if _words(file, as_words) else file
+    words = _words(file, as_words)
+    return _with_dictionaries(source, file, words, buffered) if words else file
 
 
 def reopened(
     source: Any, file: pq.ParquetFile, *, as_words: Sequence[str] = (), buffered: bool = False
 ) -> pq.ParquetFile:
     """An open file once more, with other columns as dictionaries."""
-    words = _words(file, as_words)
-    return pq.ParquetFile(source, metadata=file.metadata, read_dictionary=words, **_options(buffered))
+    return _with_dictionaries(source, file, _words(file, as_words), buffered)
 
 
 def dictionary_bytes(chunk: Any) -> int:
@@ -69,6 +69,10 @@ def dictionary_bytes(chunk: Any) -> int:
 def is_of(name: str, path: str) -> bool:
     """Whether a leaf of Parquet is of the column of this name."""
     return path == name or path.startswith(f"{name}.")
+
+
+def _with_dictionaries(source: Any, file: pq.ParquetFile, leaves: Sequence[str], buffered: bool) -> pq.ParquetFile:
+    return pq.ParquetFile(source, metadata=file.metadata, read_dictionary=leaves, **_options(buffered))
 
 
 def _options(buffered: bool) -> dict[str, Any]:

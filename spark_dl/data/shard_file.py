@@ -25,7 +25,7 @@ _WHOLE_BYTES = {"PLAIN", "RLE", "BIT_PACKED"}
 _SMALL_DICTIONARY_BYTES = 64 << 10
 """Of a dictionary that is not full, as writers end it at 1 MiB before it is compressed."""
 SLICE_BYTES = 512 << 10
-"""Of the values of lists that are decoded at a time, straight to where they go."""
+"""Of the values that are decoded at a time, straight to where they go."""
 
 
 def is_sliced(column: Column) -> bool:

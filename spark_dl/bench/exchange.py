@@ -82,8 +82,8 @@ def measure(
     """Rows of the section `exchange` of the report (see `report.py`). Called on the driver.
 
     One rank runs on each of `num_hosts` hosts. `folder` is one that all of them reach, for the runs of `JOBS`.
-    `rate_mbit` is the rate of each link in each direction; without it rows have no limit. `save` gets the rows so far
-    after each one. A method that fails is left out.
+    `rate_mbit` is the rate of each link in each direction; without it, and for compression, rows have no limit. `save`
+    gets the rows so far after each one. A method that fails is left out.
     """
     log = log or Log()
     rows: list[dict[str, Any]] = []
@@ -97,7 +97,7 @@ def measure(
                     found = measure_job(spark, run, settings, _spec(size), num_hosts=num_hosts, repeats=repeats)
                 else:
                     found = _measure_on_ranks(spark, method, num_hosts, size, repeats)
-                limit = _limit(found, num_hosts, size, rate_mbit)
+                limit = _limit(method, found, num_hosts, size, rate_mbit)
                 known = {"method": method, "exact": is_exact(method), "hosts": num_hosts, "mib": size}
                 rows.append({**known, **found, **limit})
                 save(rows)
@@ -122,9 +122,12 @@ def is_exact(method: str) -> bool:
     return method in (*ALL_REDUCES, "tree_reduce", "shuffle_reduce", "parameter_server sync")
 
 
-def _limit(found: Mapping[str, Any], hosts: int, mib: float, rate_mbit: float | None) -> dict[str, Any]:
-    """What no all-reduce on links of this rate beats: 2 N (P - 1) / P bytes per rank (Patarasuk & Yuan 2009)."""
-    if rate_mbit is None:
+def _limit(method: str, found: Mapping[str, Any], hosts: int, mib: float, rate_mbit: float | None) -> dict[str, Any]:
+    """What no all-reduce on links of this rate beats: 2 N (P - 1) / P bytes per rank (Patarasuk & Yuan 2009).
+
+    There is none for what sends less than the gradient.
+    """
+    if rate_mbit is None or is_compressed(method):
         return {"limit_s": None, "ratio_to_limit": None}
     limit_s = 2 * mib * 2**20 * (hosts - 1) / hosts / (rate_mbit * 1e6 / 8)
     return {"limit_s": limit_s, "ratio_to_limit": limit_s / found["seconds"]}
@@ -200,8 +203,8 @@ def _exchange_of(
     method: str, mib: float, config: Config, world: World, until_done: contextlib.ExitStack
 ) -> Callable[[], object]:
     if method == STREAM:
-        size = round(mib * 2**20)
-        return stream_to_next(world, 2 * size * (world.world_size - 1) // world.world_size, until_done)
+        num_bytes = 2 * round(mib * 2**20) * (world.world_size - 1) // world.world_size
+        return stream_to_next(world, num_bytes, until_done, config.launch.start_timeout_s)
     return _all_reduce(method, mib) if method in ALL_REDUCES else _backward(config, mib, world, until_done)
 
 

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import hmac
-import json
 import secrets
 import socket
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
+from spark_dl.launch.connections import Port, connect
 from spark_dl.launch.rendezvous import World
 
 _PIECE_BYTES = 1 << 20
-_TIMEOUT_S = 120.0
 
 
-def stream_to_next(world: World, num_bytes: int, until_done: contextlib.ExitStack) -> Callable[[], None]:
+def stream_to_next(
+    world: World, num_bytes: int, until_done: contextlib.ExitStack, timeout_s: float
+) -> Callable[[], None]:
     """Connects this rank to the next one and the one before. Collective.
 
-    Returns a function that sends `num_bytes` random bytes to the next rank while it receives as many. No all-reduce
-    that sends so much can be faster on these hosts with their TCP. Raises OSError for a connection that fails or does
-    nothing for two minutes.
+    Returns a function that sends `num_bytes` random bytes to the next rank while it receives as many. No ring with one
+    connection to each neighbour can be faster on these hosts with their TCP. Raises RuntimeError if ranks do not
+    connect within `timeout_s`, OSError for a connection that fails or does nothing for so long.
     """
-    ahead, behind = _connect(world, until_done)
+    ahead, behind = (until_done.enter_context(sock) for sock in _connect(world, timeout_s))
     piece, buffer = memoryview(secrets.token_bytes(_PIECE_BYTES)), bytearray(_PIECE_BYTES)
 
     def send(errors: list[OSError]) -> None:
@@ -49,20 +50,9 @@ def stream_to_next(world: World, num_bytes: int, until_done: contextlib.ExitStac
     return exchange
 
 
-def _connect(world: World, until_done: contextlib.ExitStack) -> tuple[socket.socket, socket.socket]:
+def _connect(world: World, timeout_s: float) -> tuple[socket.socket, socket.socket]:
     """Sockets to the next rank and from the one before."""
-    family = socket.AF_INET6 if ":" in world.address else socket.AF_INET
-    with socket.socket(family) as listener:
-        listener.bind((world.address, 0))
-        listener.listen()
-        listener.settimeout(_TIMEOUT_S)
-        token = secrets.token_hex(32)
-        world.store.set(f"stream/{world.rank}", json.dumps([world.address, listener.getsockname()[1], token]))
-        address, port, its_token = json.loads(world.store.get(f"stream/{(world.rank + 1) % world.world_size}"))
-        ahead = until_done.enter_context(socket.create_connection((address, port), timeout=_TIMEOUT_S))
-        ahead.sendall(its_token.encode())
-        while True:
-            behind = until_done.enter_context(listener.accept()[0])
-            behind.settimeout(_TIMEOUT_S)
-            if hmac.compare_digest(behind.recv(len(token), socket.MSG_WAITALL), token.encode()):
-                return ahead, behind
+    ahead, behind = (world.rank + 1) % world.world_size, (world.rank - 1) % world.world_size
+    with Port(world, f"stream/{world.rank}", "the next rank") as port, ThreadPoolExecutor(1) as pool:
+        accepting = pool.submit(port.accept, [behind], timeout_s)  # all ranks connect and accept at the same time
+        return connect(world, f"stream/{ahead}", ahead, timeout_s).sock, accepting.result()[0].sock

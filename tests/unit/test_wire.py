@@ -1,19 +1,15 @@
 """The connections between trainers and servers: real sockets, in one process."""
 
 import contextlib
-import json
 import socket
 import threading
 import time
 
 import numpy as np
 import pytest
-import torch
-import torch.distributed as dist
 
-from spark_dl.baselines.servers import roles, wire
+from spark_dl.baselines.servers import wire
 from spark_dl.baselines.servers.wire import Wire
-from spark_dl.launch.rendezvous import World
 
 BIG = 3_000_000  # 12 MB: more than the buffers of a connection hold
 
@@ -139,51 +135,3 @@ def test_sizes_that_cannot_be_are_refused_before_memory_is_taken(sizes):
         reader.receive(5)
     reader.close()
     b.close()
-
-
-# Who may connect
-
-
-def world(rank, store):
-    return World(rank, 4, rank, 4, "127.0.0.1", torch.device("cpu"), store)
-
-
-def test_only_ranks_with_the_token_of_the_store_are_let_in(monkeypatch):
-    monkeypatch.setattr(roles, "_HELLO_S", 0.2)
-    store, server, trainer = dist.HashStore(), Wire(10), Wire(10)
-    listener, token = roles.listen(world(2, store), "server/2")
-    about = json.loads(store.get("server/2"))
-    strangers = [socket.create_connection((about["address"], about["port"])) for _ in range(4)]
-    strangers[0].sendall(b"GET / HTTP/1.1\r\n\r\n")
-    for stranger, hello in ((strangers[1], {"token": "0" * 64, "rank": 0, "host": "x"}), (strangers[2], [1])):
-        data = json.dumps(hello).encode()
-        stranger.sendall(len(data).to_bytes(4, "big") + data)
-    # the last one says nothing
-    connecting = threading.Thread(target=roles.connect, args=(trainer, world(0, store), "server/2", 2, 5.0))
-    connecting.start()
-    with listener:
-        roles.accept(server, listener, token, [0], 10)
-    connecting.join(10)
-    trainer.send(2, {"hello": "server"}, numbers(3))
-    message = server.receive(5)
-    assert (message.rank, message.head, server.host_of(0)) == (0, {"hello": "server"}, "127.0.0.1")
-    for each in (server, trainer):
-        each.close()
-    for stranger in strangers:
-        stranger.close()
-
-
-def test_ranks_that_do_not_come_are_named():
-    listener, token = roles.listen(world(2, dist.HashStore()), "server/2")
-    with listener, pytest.raises(RuntimeError, match=r"ranks \[0, 1\] did not connect .* within 0.2 s"):
-        roles.accept(Wire(10), listener, token, [0, 1], 0.2)
-
-
-def test_a_server_that_cannot_be_reached_is_named():
-    store = dist.HashStore()
-    listener, _ = roles.listen(world(2, store), "server/2")
-    listener.close()
-    with pytest.raises(
-        RuntimeError, match=r"rank 0 on host 127.0.0.1 cannot reach the parameter server, rank 2 on host"
-    ):
-        roles.connect(Wire(10), world(0, store), "server/2", 2, 2.0)

@@ -32,12 +32,14 @@ def parse() -> argparse.Namespace:
     args.methods = args.methods.split(",") if args.methods else known
     if unknown := [m for m in args.methods if m not in known]:
         parser.error(f"--methods: unknown {', '.join(unknown)}; known are {', '.join(known)}")
+    if args.master and not args.master.startswith("local") and not args.folder:
+        parser.error("--folder: name a folder or URL that all hosts of --master reach")
     return args
 
 
 def main() -> None:
     args = parse()
-    report.check_installed()
+    report.check(args.report)
     log = Log(lambda line: print(line, file=sys.stderr))
     spark = spark_dl.build_session("compare_aggregation", master=args.master or f"local[{args.ranks}]")
     with tempfile.TemporaryDirectory() as here, compare.own_folder(args.folder or here) as folder:

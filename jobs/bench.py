@@ -38,7 +38,7 @@ def bench_exchange(args: argparse.Namespace) -> dict[str, Any]:
     if args.rate_mbit is None and not args.master:
         args.rate_mbit = compare.Options().rate_mbit
     options = _options(compare.Options, args)
-    report.check_installed()
+    report.check(args.report)
     if args.master:
         if (options.mtu, options.congestion_control) != (compare.Options().mtu, compare.Options().congestion_control):
             raise ValueError("--mtu, --congestion-control: those of --master's hosts are as they are; leave them out")
@@ -47,6 +47,8 @@ def bench_exchange(args: argparse.Namespace) -> dict[str, Any]:
         session = build_session("spark_dl bench", master=args.master)
         results = compare.compare_on(session, args.folder, options, Log(_show))
     else:
+        if args.folder:
+            raise ValueError("--folder: it is for a cluster that is there; give --master, too, or leave it out")
         results = compare.compare(options, Log(_show))
     report.write_report(results, args.report)
     _show(f"report: {args.report}")
@@ -70,7 +72,13 @@ def _show(line: str) -> None:
 
 
 def _numbers(kind: type) -> Any:
-    return lambda text: tuple(kind(part) for part in text.split(","))
+    def parse(text: str) -> tuple[Any, ...]:
+        try:
+            return tuple(kind(part) for part in text.split(","))
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"expected numbers with commas between, found {text!r}") from None
+
+    return parse
 
 
 def _parser() -> argparse.ArgumentParser:

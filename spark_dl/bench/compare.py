@@ -12,9 +12,9 @@ import dataclasses
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,6 +28,7 @@ from spark_dl.bench.links import read_links
 from spark_dl.bench.log import Log
 from spark_dl.bench.model import BUCKET_MIB, conclude, with_times_ring
 from spark_dl.bench.profiles import PROFILES
+from spark_dl.launch.preflight import num_slots
 from spark_dl.launch.session import build_session
 
 SECTIONS = ("exchange", "compression", "breakdown", "buckets", "waves", "scaling", "stragglers")
@@ -77,10 +78,12 @@ class Options:
                 raise ValueError(f"{name}: unknown {', '.join(unknown)}; known are {', '.join(known)}")
         if self.profile not in PROFILES:
             raise ValueError(f"profile: unknown {self.profile}; known are {', '.join(PROFILES)}")
-        for name, low, high in (("hosts", 2, testbed.MAX_HOSTS), ("scaling_ranks", 1, testbed.MAX_HOSTS)):
-            values = getattr(self, name)
-            if not values or not all(low <= value <= high for value in values):
-                raise ValueError(f"{name}: expected numbers from {low} to {high}, found {_listed(values)}")
+        if not self.hosts or min(self.hosts) < 2:
+            raise ValueError(f"hosts: expected numbers of at least 2, found {_listed(self.hosts)}")
+        if not self.scaling_ranks or not all(1 <= ranks <= testbed.MAX_HOSTS for ranks in self.scaling_ranks):
+            raise ValueError(
+                f"scaling_ranks: expected numbers from 1 to {testbed.MAX_HOSTS}, found {_listed(self.scaling_ranks)}"
+            )
         if 1 not in self.scaling_ranks:
             raise ValueError(
                 f"scaling_ranks: expected 1 among them, to compare with, found {_listed(self.scaling_ranks)}"
@@ -98,8 +101,13 @@ class Options:
 def compare(options: Options, log: Log) -> Results:
     """All sections on hosts of this machine, and `left_out`, what failed.
 
-    Raises RuntimeError where `testbed` cannot make them, saying why.
+    Raises ValueError for more hosts than `testbed` makes, RuntimeError where it cannot make any, saying why.
     """
+    if max(options.hosts) > testbed.MAX_HOSTS:
+        raise ValueError(
+            f"hosts: at most {testbed.MAX_HOSTS} are made on one machine, found {_listed(options.hosts)}; give "
+            "--master for a cluster that is there"
+        )
     reason = testbed.unavailable()
     if reason:
         raise RuntimeError(f"no hosts can be made on this machine: {reason}; give --master for a cluster that is there")
@@ -112,10 +120,10 @@ def compare(options: Options, log: Log) -> Results:
             with log.attempt(f"{', '.join(sections)} on {num_hosts} hosts"):
                 for name, value in _on_testbed(here, log).items():
                     results[name] = results[name] + value if name in results else value
-    if "compression" in options.sections and any(map(exchange.is_compressed, options.methods)):
+    if "compression" in options.sections and _has_methods("compression", _compressed(options), log):
         with log.attempt("compression"):
             results["compression"] = _compression(options, results.get("exchange", []), log)
-    if "scaling" in options.sections:
+    if "scaling" in options.sections and _has_methods("scaling", _scaled(options), log):
         results["scaling"] = _scaling(options, log)
     if not any(results.values()):
         raise RuntimeError("nothing was measured; see above")
@@ -130,17 +138,20 @@ def compare_on(spark: Any, folder: str, options: Options, log: Log) -> Results:
     """All sections but `compression` and `scaling`, as `compare`, on a cluster with one task slot on each host.
 
     All hosts reach `folder`; what is written there goes again. Raises ValueError for more than one number of hosts,
-    RuntimeError where the tasks do not come to so many hosts, one to each.
+    RuntimeError where the application does not have just so many task slots, one on each host.
     """
     if len(options.hosts) != 1:
         raise ValueError(f"hosts: expected one number with a cluster that is there, found {_listed(options.hosts)}")
     (num_hosts,) = options.hosts
     reached = sorted(read_links(spark, num_hosts).keys())
     workers = [host for host in reached if not host.startswith("driver ")]
-    if len(workers) != num_hosts:
+    slots = num_slots(spark)
+    if len(workers) != num_hosts or slots not in (num_hosts, None):
         raise RuntimeError(
-            f"hosts: {num_hosts} tasks came to {', '.join(workers)}; expected one on each of {num_hosts} hosts: give "
-            "the application that many executors, each with one task slot on a host of its own"
+            f"hosts: {num_hosts} tasks came to {', '.join(workers)}, and the application has {slots} task slots; "
+            f"expected {num_hosts}, one on each of {num_hosts} hosts: give it that many executors on hosts of their "
+            "own (spark.executor.instances or, on a standalone cluster, spark.cores.max), and set spark.executor.cores "
+            "to spark.task.cpus"
         )
     for section in _ON_OTHER_BEDS:
         if section in options.sections:
@@ -178,6 +189,7 @@ def measure(
 
     def exchanges() -> Results:
         methods = [m for m in options.methods if m in (*exchange.METHODS, exchange.STREAM)]
+        _has_methods("exchange", methods, log)
         return {"exchange": exchange.measure(
             spark, f"{folder}/exchange", num_hosts=num_hosts, mib=options.mib, methods=methods,
             repeats=options.repeats, rate_mbit=options.rate_mbit, log=log,
@@ -196,6 +208,7 @@ def measure(
 
     def stragglers() -> Results:
         methods = [m for m in error_runtime.strategies(num_hosts) if m in options.methods]
+        _has_methods("stragglers", methods, log)
         return {"stragglers": error_runtime.measure(
             spark, f"{folder}/stragglers", num_hosts=num_hosts, straggler_s=options.straggler_s, methods=methods,
             log=log,
@@ -213,6 +226,21 @@ def measure(
     return results
 
 
+def _has_methods(section: str, methods: Sequence[str], log: Log) -> bool:
+    """Whether a section has anything to measure; says so if not."""
+    if not methods:
+        log.leave_out(section, "none of the methods that were asked for is measured there")
+    return bool(methods)
+
+
+def _compressed(options: Options) -> list[str]:
+    return [method for method in options.methods if exchange.is_compressed(method)]
+
+
+def _scaled(options: Options) -> list[str]:
+    return [method for method in _SCALED if method in options.methods]
+
+
 def _bed(num_hosts: int, options: Options) -> contextlib.AbstractContextManager[testbed.Bed]:
     return testbed.hosts(
         num_hosts, rate_mbit=options.rate_mbit, mtu=options.mtu, congestion_control=options.congestion_control
@@ -221,11 +249,11 @@ def _bed(num_hosts: int, options: Options) -> contextlib.AbstractContextManager[
 
 def _on_testbed(options: Options, log: Log) -> Results:
     """`measure` in a process on the driver's host of a bed that is made for it."""
-    with _bed(options.hosts[0], options) as bed, tempfile.TemporaryDirectory() as folder:
+    with _bed(options.hosts[0], options) as bed:
         log.show(f"starting Spark on {options.hosts[0]} hosts")
         master = bed.start_spark(memory_mib=_MEMORY_MIB)
-        settings = json.dumps({**dataclasses.asdict(options), "folder": folder, "master": master})
-        path = Path(folder, "results.json")
+        settings = json.dumps({**dataclasses.asdict(options), "folder": str(bed.folder), "master": master})
+        path = bed.folder / "results.json"
         process = bed.popen(bed.driver, [sys.executable, "-m", "spark_dl.bench.compare", settings, str(path)])
         try:
             code = process.wait(_TIMEOUT_S)
@@ -244,7 +272,7 @@ def _on_testbed(options: Options, log: Log) -> Results:
 def _compression(options: Options, rows: Sequence[Mapping[str, Any]], log: Log) -> list[dict[str, Any]]:
     """Exchanges with compression and without, at the set rate, as in `rows`, and on links without a limit."""
     hosts, mib = max(options.hosts), sorted(options.mib)[len(options.mib) // 2]
-    methods = [m for m in options.methods if m == "ddp" or exchange.is_compressed(m)]
+    methods = [*(m for m in options.methods if m == "ddp"), *_compressed(options)]
     here = dataclasses.replace(
         options, hosts=(hosts,), mib=(mib,), rate_mbit=None, methods=tuple(methods), sections=("exchange",)
     )
@@ -266,7 +294,7 @@ def _compression(options: Options, rows: Sequence[Mapping[str, Any]], log: Log) 
 def _scaling(options: Options, log: Log) -> list[dict[str, Any]]:
     """Weak and strong scaling on up to 16 hosts, without Spark: its executors would be too many for one machine."""
     rows: list[dict[str, Any]] = []
-    todo = [(kind, method) for kind in ("weak", "strong") for method in _SCALED if method in options.methods]
+    todo = [(kind, method) for kind in ("weak", "strong") for method in _scaled(options)]
     for ranks in sorted(options.scaling_ranks):
         with (
             log.attempt(f"scaling to {ranks} ranks"),
@@ -325,7 +353,7 @@ def _about(options: Options, network: str) -> dict[str, Any]:
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()} {platform.release()}",
         "versions": f"Python {platform.python_version()}, torch {torch.__version__}, PySpark {pyspark.__version__}",
         "repeats": options.repeats,
-        "command": " ".join(["jobs/bench.py", *sys.argv[1:]]),
+        "command": shlex.join(["jobs/bench.py", *sys.argv[1:]]),
     }
 
 

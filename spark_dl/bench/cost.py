@@ -155,7 +155,7 @@ def _root(function: Callable[[float], float], left: float, right: float) -> floa
 
 def plan(
     gradient_bytes: float, networks: Mapping[str, Network], *, ranks: Sequence[int] = (16, 64, 256, 1024, 4096),
-    servers: int = 1, depth: int = 2,
+    servers: int = 1, depth: int = 2, bucket_bytes: float = math.inf,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """What exchanges would cost at each number of ranks, by method: rows for the report, as plain values.
 
@@ -163,7 +163,7 @@ def plan(
     """
     rows = []
     for method, num_ranks in itertools.product(networks, ranks):
-        exchange = Exchange(method, num_ranks, gradient_bytes, servers=servers, depth=depth)
+        exchange = Exchange(method, num_ranks, gradient_bytes, servers=servers, depth=depth, bucket_bytes=bucket_bytes)
         found = cost(exchange, networks[method])
         rows.append({
             "method": method, "ranks": num_ranks, "seconds": found.seconds,

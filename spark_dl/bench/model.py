@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -25,7 +26,8 @@ def conclude(results: Mapping[str, Any]) -> dict[str, Any]:
     (`times_ring`), `scaling` its efficiency, and there are `model`, `crossings` and `plan`.
 
     The model of each method is fitted to the smallest and the largest gradient on the fewest and on the most hosts; all
-    others are held out. Of what is compressed, N is the bytes that are sent of a gradient, as they were counted.
+    others are held out. Of what is compressed, N is the bytes that are sent of a gradient, as they were counted. What
+    goes in buckets has the calls and messages of each.
     """
     found = dict(results)
     rows = results.get("exchange") or ()
@@ -34,9 +36,9 @@ def conclude(results: Mapping[str, Any]) -> dict[str, Any]:
     points: list[dict[str, Any]] = []
     for method in dict.fromkeys(row["method"] for row in rows if kind_of(row["method"])):
         here = [row for row in rows if row["method"] == method]
-        shares[method] = _share(here)
         ends = [{edge(row[name] for row in here) for edge in (min, max)} for name in ("mib", "hosts")]
         fitted = [row for row in here if row["mib"] in ends[0] and row["hosts"] in ends[1]]
+        shares[method] = _share(fitted)
         networks[method] = cost.fit([cost.Point(_exchange(row, shares[method]), row["seconds"]) for row in fitted])
         points += [{
             "method": method, "hosts": row["hosts"], "mib": row["mib"], "measured_s": row["seconds"],
@@ -86,17 +88,26 @@ def _share(rows: Rows) -> float:
 
 
 def _exchange(row: Row, share: float) -> Exchange:
-    return Exchange(kind_of(row["method"]), row["hosts"], row["mib"] * 2**20 * share)
+    return _exchange_of(row["method"], row["hosts"], row["mib"] * 2**20, share)
+
+
+def _exchange_of(method: str, num_ranks: int, gradient_bytes: float, share: float = 1.0) -> Exchange:
+    """What a method does with a gradient of which it sends a share; buckets are those of the whole gradient."""
+    return Exchange(kind_of(method), num_ranks, gradient_bytes * share, bucket_bytes=_bucket_bytes(method) * share)
+
+
+def _bucket_bytes(method: str) -> float:
+    return BUCKET_MIB * 2**20 if method.startswith("ddp") or method == "horovod" else math.inf
 
 
 def _crossings(networks: Mapping[str, cost.Network], shares: Mapping[str, float], hosts: int) -> list[dict[str, Any]]:
     """Where a method that sends whole gradients is faster than the ring for some sizes only."""
     found = []
-    ring = Exchange("ring", hosts, 0.0)
+    ring = _exchange_of("ddp", hosts, 0.0)
     for method, network in networks.items():
         if method == "ddp" or shares[method] != 1:
             continue
-        at = cost.crossing(Exchange(kind_of(method), hosts, 0.0), ring, network, networks["ddp"])
+        at = cost.crossing(_exchange_of(method, hosts, 0.0), ring, network, networks["ddp"])
         if at is not None:
             faster = "below" if at.first_is_faster_below else "above"
             found.append({"method": method, "hosts": hosts, "mib": at.num_bytes / 2**20, "faster": faster})
@@ -108,16 +119,23 @@ def _plan(networks: Mapping[str, cost.Network], shares: Mapping[str, float]) -> 
     return [
         {**row, "method": method}
         for method, network in networks.items()
-        for row in cost.plan(gradient_bytes * shares[method], {kind_of(method): network})
+        for row in cost.plan(
+            gradient_bytes * shares[method],
+            {kind_of(method): network},
+            bucket_bytes=_bucket_bytes(method) * shares[method],
+        )
     ]
 
 
 def with_efficiency(row: Row, rows: Rows, networks: Mapping[str, cost.Network]) -> dict[str, Any]:
     """The row with its efficiency: against the same step on one rank and, in strong scaling, its share of it.
 
-    With `predicted_efficiency`, where the network is known as the method finds it.
+    With `predicted_efficiency`, where the network is known as the method finds it. Without either where the step on one
+    rank was not measured.
     """
-    alone = next(r for r in rows if (r["kind"], r["method"], r["ranks"]) == (row["kind"], row["method"], 1))
+    alone = next((r for r in rows if (r["kind"], r["method"], r["ranks"]) == (row["kind"], row["method"], 1)), None)
+    if alone is None:
+        return {**row}
     share = 1 if row["kind"] == "weak" else 1 / row["ranks"]
     found = {**row, "efficiency": alone["step_s"] * share / row["step_s"]}
     if row["method"] in networks:

@@ -9,14 +9,11 @@ receives in the switch.
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from spark_dl.bench.reap import FILES, bed_folder, bed_name, remove, run_tool
+from spark_dl.bench.reap import FILES, bed_folder, run_tool
 
 INTERFACE = "eth0"
 """Name of the one interface that each host has, besides loopback."""
@@ -175,20 +172,3 @@ def read_counters(hosts: Iterable[Host]) -> dict[str, Counters]:
         sent, received = ports[host.name]["rx"], ports[host.name]["tx"]  # as the switch's port has them
         found[host.name] = Counters(sent["bytes"], received["bytes"], sent["packets"], received["packets"])
     return found
-
-
-def unavailable() -> str | None:
-    """Why no bed can be made on this machine; None where one can. Makes and removes a bed of one host to find out."""
-    if not sys.platform.startswith("linux") or os.geteuid() != 0:
-        return "a testbed needs Linux and root"
-    missing = [tool for tool in ("ip", "tc", "unshare", "hostname") if shutil.which(tool) is None]
-    if missing:
-        return f"a testbed needs {', '.join(missing)} (packages iproute2, util-linux, hostname)"
-    bed = bed_name()
-    try:
-        create(bed, ["host0"], rate_mbit=10, mtu=1500)
-    except (RuntimeError, OSError) as error:
-        return f"network namespaces with a token bucket cannot be made here: {error}"
-    finally:
-        remove(bed)
-    return None

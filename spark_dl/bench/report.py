@@ -59,13 +59,10 @@ class Section:
 
 
 def write_report(results: Mapping[str, Any], path: str | Path) -> None:
-    """Writes the results as JSON, then beside it the page `<path>`. Called on the driver.
-
-    Raises ModuleNotFoundError as `check_installed` does.
-    """
+    """Writes the results as JSON, then beside it the page `<path>`. Called on the driver. Raises as `check` does."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).with_suffix(".json").write_text(json.dumps(results, indent=1), encoding="utf-8")
-    check_installed()
+    check(path)
     import jinja2
 
     template = resources.files("spark_dl.bench").joinpath("report.html").read_text()
@@ -81,8 +78,10 @@ def write_report(results: Mapping[str, Any], path: str | Path) -> None:
     Path(path).write_text(html, encoding="utf-8")
 
 
-def check_installed() -> None:
-    """Raises ModuleNotFoundError, which says what to install, without matplotlib or Jinja."""
+def check(path: str | Path) -> None:
+    """Raises ValueError for the name of the JSON beside the page, ModuleNotFoundError without matplotlib or Jinja."""
+    if Path(path).suffix == ".json":
+        raise ValueError(f"report: expected the name of a page, as report.html, found {path}; its JSON is beside it")
     for name in ("jinja2", "matplotlib"):
         if importlib.util.find_spec(name) is None:
             raise ModuleNotFoundError(f"the report needs {name}: pip install 'spark_dl[plot]'")
@@ -147,10 +146,14 @@ def _exchange(results: Mapping[str, Any]) -> Section:
     ]
     return Section(
         "One exchange, by method and size",
-        ["Medians of the slowest rank's seconds, random gradients, inside a running job. Where an update takes the "
-         "gradients of K trainers only, it is as many updates as take one of each trainer. Bytes are those of the "
-         "hosts' own network interfaces. Exact methods give the weights of a single process. The limit is "
-         "2 N (P - 1) / P bytes per rank at the link's rate, which no all-reduce beats (Patarasuk & Yuan 2009)."],
+        ["Random gradients, inside a running job. Of all-reduces, DDP and Horovod: medians of the slowest rank's "
+         "seconds from gradients on every rank to their sum on every rank. Of treeReduce, the shuffle and parameter "
+         "servers: the time from step to step of a run, with the update of the weights and the scheduling of tasks, "
+         "as these belong to their exchange; medians, too, but where an update takes the gradients of K trainers "
+         "only the mean of as many updates as take one of each trainer. One host of each run with parameter servers "
+         "is the server. Bytes are those of the hosts' own network interfaces. Exact methods give the weights of a "
+         "single process. The limit is 2 N (P - 1) / P bytes per rank at the link's rate, which no all-reduce of "
+         "whole gradients beats (Patarasuk & Yuan 2009)."],
         drawn, columns, _table(rows, columns), is_open=True,
     )  # fmt: skip
 
@@ -271,7 +274,7 @@ def _plan(results: Mapping[str, Any]) -> Section:
     return Section(
         "What it would be on large clusters",
         ["Of ResNet-50's gradient, from the cost model alone: what was fitted on the measured hosts, carried on to so "
-         "many ranks.",
+         "many ranks. With compression as much of it is sent as of the random square matrices that were measured.",
          f"For comparison: {_WORKERS} workers that each send {_STEPS_PER_S} gradients of ResNet-50 per second bring "
          f"one parameter server {server_bytes_per_s(_WORKERS, _RESNET50_BYTES, _STEPS_PER_S) / 2**30:.1f} GiB/s; in a "
          f"ring each rank sends {_STEPS_PER_S * 2 * _RESNET50_BYTES * (_WORKERS - 1) / _WORKERS / 2**30:.2f} GiB/s."],

@@ -24,9 +24,10 @@ _DAEMON = {
 
 _WAIT = """
 import json, sys, time, urllib.request
+opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy is reached from here
 while True:
     try:
-        if json.load(urllib.request.urlopen(sys.argv[1], timeout=5))["aliveworkers"] == int(sys.argv[2]):
+        if json.load(opener.open(sys.argv[1], timeout=5))["aliveworkers"] == int(sys.argv[2]):
             break
     except (OSError, ValueError):  # ValueError: an empty page, while the master starts
         pass

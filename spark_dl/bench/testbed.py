@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -34,7 +35,6 @@ from typing import IO, Any
 
 from spark_dl.bench import netns, reap
 from spark_dl.bench.netns import Counters, Host
-from spark_dl.bench.netns import unavailable as unavailable
 
 MAX_HOSTS = 16
 MTU = 9000
@@ -74,6 +74,20 @@ def hosts(
             bed._wait_for_processes()
 
 
+def unavailable() -> str | None:
+    """Why no bed can be made on this machine; None where one can. Makes and removes a bed of one host to find out."""
+    if not sys.platform.startswith("linux") or os.geteuid() != 0:
+        return "a testbed needs Linux and root"
+    missing = [tool for tool in ("ip", "tc", "unshare", "hostname") if shutil.which(tool) is None]
+    if missing:
+        return f"a testbed needs {', '.join(missing)} (packages iproute2, util-linux, hostname)"
+    try:
+        with hosts(1, rate_mbit=10):
+            return None
+    except (RuntimeError, OSError) as error:
+        return f"network namespaces with a token bucket cannot be made here: {error}"
+
+
 def _remove(bed: str, guard: subprocess.Popen[bytes]) -> None:
     """Has the guard remove the bed; does it here, for the error to be seen, if the guard has not."""
     assert guard.stdin is not None
@@ -104,11 +118,12 @@ class Bed:
     ) -> subprocess.Popen[Any]:
         """Starts a process on a host; `env` is added to the environment. Its pid is the command's, in a new session.
 
-        It has the host's name, `/etc/hosts` and interface, and Spark's variables for them. `options` are Popen's.
+        It has the host's name, `/etc/hosts` and interface, and Spark's variables for them; its temporary files go with
+        the bed, for most processes end with it, by SIGKILL. `options` are Popen's.
         """
         variables = {
             "SPARK_LOCAL_IP": host.address, "SPARK_LOCAL_HOSTNAME": host.name, "PYSPARK_PYTHON": sys.executable,
-            **(env or {}),
+            "TMPDIR": str(self.folder), "SPARK_LOCAL_DIRS": str(self.folder), **(env or {}),
         }  # fmt: skip
         enter = ["ip", "netns", "exec", host.namespace, "unshare", "--uts", "sh", "-c", _ENTER, host.name]
         process = subprocess.Popen(

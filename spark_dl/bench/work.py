@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,16 @@ class Exchange:
     """Ranks that are parameter servers, each of an equal part of the gradient; all others compute."""
     depth: int = 2
     """Of treeReduce."""
+    bucket_bytes: float = math.inf
+    """The gradient goes in buckets of this size, each with calls and messages of its own."""
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise ValueError(f"method: unknown {self.method!r}; known are {', '.join(METHODS)}")
         if self.num_ranks < 1 or self.gradient_bytes < 0 or self.servers < 1 or self.depth < 1:
             raise ValueError(f"expected at least one rank, one server, depth 1 and no negative size, found {self}")
+        if not self.bucket_bytes > 0:
+            raise ValueError(f"bucket_bytes: expected more than 0, found {self.bucket_bytes}")
         if self.method == "parameter_server" and self.num_ranks <= self.servers:
             raise ValueError(
                 f"parameter_server: {self.servers} servers of {self.num_ranks} ranks leave none to compute"
@@ -60,7 +64,9 @@ class Work:
 
 def work(exchange: Exchange) -> Work:
     """What the exchange has to do."""
-    return METHODS[exchange.method](exchange)
+    found = METHODS[exchange.method](exchange)
+    buckets = max(1, math.ceil(exchange.gradient_bytes / exchange.bucket_bytes))
+    return replace(found, calls=buckets * found.calls, messages=buckets * found.messages)
 
 
 def _naive(exchange: Exchange) -> Work:

@@ -123,6 +123,13 @@ def test_a_cluster_that_is_there(hosts, tmp_path):
     assert list(shared.iterdir()) == []
 
 
+def test_a_cluster_with_more_slots_than_hosts_is_refused(hosts, tmp_path):
+    with hosts(2, rate_mbit=400) as bed:
+        master = bed.start_spark(cores_per_worker=2)
+        with pytest.raises(RuntimeError, match=r"has 4 task slots; expected 2, one on each .*spark\.cores\.max"):
+            run_on(bed, "--master", master, "--folder", str(tmp_path), "--hosts", "2", folder=tmp_path)
+
+
 def test_scaling_shares_out_the_compute_or_keeps_it(possible, tmp_path):
     command = [
         sys.executable, "jobs/bench.py", "exchange", "--sections", "scaling", "--methods", "ddp",

@@ -80,6 +80,17 @@ def test_what_is_compressed_is_planned_by_the_bytes_that_were_counted():
     ]
 
 
+def test_what_each_bucket_costs_is_told_from_what_each_byte_costs():
+    """15 ms for each bucket of 25 MiB and 2 ms for each MiB, as compression takes."""
+    seconds = {1: 0.017, 16: 0.047, 64: 0.173}
+    rows = [
+        {"method": "ddp powersgd", "hosts": 4, "mib": mib, "seconds": s, "bytes_per_rank": 0.006 * mib * 2**20}
+        for mib, s in seconds.items()
+    ]
+    for point in model.conclude({"exchange": rows})["model"]:
+        assert point["predicted_s"] == pytest.approx(point["measured_s"], rel=0.01)
+
+
 def test_all_rows_fit_the_report(tmp_path):
     pytest.importorskip("matplotlib", reason="the report needs matplotlib")
     rows = [
@@ -98,7 +109,7 @@ def test_an_unknown_method_or_section_is_named_with_those_that_are_known(wrong, 
 
 
 @pytest.mark.parametrize(("wrong", "message"), [
-    ({"hosts": (4, 17)}, "hosts: expected numbers from 2 to 16, found 4, 17"), ({"hosts": ()}, "found none"),
+    ({"hosts": (4, 1)}, "hosts: expected numbers of at least 2, found 4, 1"), ({"hosts": ()}, "found none"),
     ({"scaling_ranks": (2, 4)}, "scaling_ranks: expected 1 among them, to compare with, found 2, 4"),
     ({"scaling_ranks": (1, 32)}, "scaling_ranks: expected numbers from 1 to 16, found 1, 32"),
     ({"profile": "resnet"}, "profile: unknown resnet; known are resnet50, bert_base, bert_large"),
@@ -109,6 +120,21 @@ def test_an_unknown_method_or_section_is_named_with_those_that_are_known(wrong, 
 def test_settings_that_cannot_be_are_refused_before_anything_is_measured(wrong, message):
     with pytest.raises(ValueError, match=message):
         compare.Options(**wrong)
+
+
+def test_more_hosts_than_one_machine_makes_are_refused_with_another_way():
+    with pytest.raises(ValueError, match=r"^hosts: at most 16 are made on one machine, found 4, 17; give --master"):
+        compare.compare(compare.Options(hosts=(4, 17)), Log())
+
+
+def test_sections_that_measure_none_of_the_methods_say_so(monkeypatch):
+    monkeypatch.setattr(compare.testbed, "unavailable", lambda: None)
+    log = Log()
+    options = compare.Options(methods=("tree_reduce",), sections=("compression", "scaling"))
+    with pytest.raises(RuntimeError, match="nothing was measured; see above"):
+        compare.compare(options, log)
+    why = "none of the methods that were asked for is measured there"
+    assert log.left_out == [f"compression: {why}", f"scaling: {why}"]
 
 
 def test_a_section_that_fails_is_left_out_with_its_reason_and_the_others_stay(monkeypatch):
@@ -147,6 +173,13 @@ def test_hosts_that_cannot_be_made_lose_nothing_of_the_scaling_before_them(monke
     assert log.left_out == ["scaling to 8 ranks: no room"]
 
 
+def test_compression_has_no_limit():
+    found = {"seconds": 0.5}
+    assert exchange._limit("ddp", found, 4, 1.0, 200.0)["ratio_to_limit"] == pytest.approx(1.5 * 2**20 / 25e6 / 0.5)
+    for method, rate in (("ddp topk", 200.0), ("ddp fp16", 200.0), ("ddp", None)):
+        assert exchange._limit(method, found, 4, 1.0, rate) == {"limit_s": None, "ratio_to_limit": None}
+
+
 def test_a_method_that_fails_is_left_out_of_the_breakdown_alone(monkeypatch):
     def run(spark, fn, *arguments, launch):
         if fn is overlap._choose_on_rank:
@@ -176,6 +209,11 @@ def test_weak_and_strong_scaling_have_their_own_ideal():
     ]  # fmt: skip
     found = {(r["kind"], r["ranks"]): model.with_efficiency(r, rows, {})["efficiency"] for r in rows}
     assert found == {("weak", 1): 1.0, ("weak", 4): 0.8, ("strong", 1): 1.0, ("strong", 4): 0.625}
+
+
+def test_scaling_without_the_step_on_one_rank_has_no_efficiency_and_loses_nothing():
+    rows = [{"kind": "weak", "method": "ddp", "ranks": ranks, "step_s": 2.5} for ranks in (2, 4)]
+    assert model.conclude({"scaling": rows})["scaling"] == rows
 
 
 def test_scaling_is_beside_what_the_model_predicts():

@@ -334,3 +334,14 @@ def test_costs_add_up():
     assert cost(exchange, NETWORK).seconds == pytest.approx(expected)
     assert cost(Exchange("ring", 1, 4e6), NETWORK).seconds == NETWORK.overhead_s
     assert cost(exchange, dataclasses.replace(NETWORK, bytes_per_s=math.inf)).seconds == pytest.approx(expected - 0.24)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_buckets_have_their_own_calls_and_messages_and_the_same_bytes(method):
+    whole = work(Exchange(method, 4, 64e6))
+    for bucket_bytes, buckets in ((64e6, 1), (25e6, 3), (1e6, 64)):
+        cut = work(Exchange(method, 4, 64e6, bucket_bytes=bucket_bytes))
+        assert cut == dataclasses.replace(whole, calls=buckets * whole.calls, messages=buckets * whole.messages)
+    assert work(Exchange(method, 4, 0.0, bucket_bytes=25e6)) == work(Exchange(method, 4, 0.0))
+    with pytest.raises(ValueError, match="bucket_bytes: expected more than 0, found 0"):
+        Exchange(method, 4, 1e6, bucket_bytes=0)

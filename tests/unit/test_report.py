@@ -146,3 +146,8 @@ def test_what_was_left_out_stands_in_the_page(tmp_path):
     assert "<li>ddp, 16 MiB: rank 1 &lt;failed&gt;</li>" in written(
         tmp_path, {"about": {}, "left_out": ["ddp, 16 MiB: rank 1 <failed>"]}
     )
+
+
+def test_a_page_in_the_place_of_its_json_is_refused_before_anything_is_measured(tmp_path):
+    with pytest.raises(ValueError, match=r"^report: expected the name of a page, as report\.html, found .*out\.json"):
+        report.check(tmp_path / "out.json")

@@ -14,6 +14,7 @@ import dataclasses
 import hashlib
 import io
 import json
+import logging
 import os
 import random
 import re
@@ -30,6 +31,7 @@ from spark_dl.data.schema import Column
 from spark_dl.gather import gather_json
 from spark_dl.settings import build_config
 
+_log = logging.getLogger("spark_dl")
 MANIFEST = "MANIFEST.json"
 FORMAT = "spark_dl.checkpoint"
 VERSION = 1
@@ -115,13 +117,14 @@ def save(
 
 def _commit(run_dir: str, url: str, manifest: Mapping[str, Any]) -> str:
     """Writes the manifest, unless another attempt of the run has begun since. Returns what went wrong, or nothing."""
-    generation, newest = manifest["generation"], read_generation(run_dir)
-    if newest > generation:
-        return f"this is attempt {generation} of the run, and attempt {newest} has begun since"
+    generation = manifest["generation"]
     try:
+        newest = read_generation(run_dir)
+        if newest > generation:
+            return f"this is attempt {generation} of the run, and attempt {newest} has begun since"
         storage.write_bytes(storage.join(url, MANIFEST), json.dumps(manifest, indent=1).encode())
     except OSError as error:
-        return f"cannot write the manifest: {error}"
+        return f"cannot commit it: {error}"
     return ""
 
 
@@ -134,10 +137,16 @@ def _write(url: str, name: str, content: Any) -> dict[str, Any]:
 
 
 def _delete_old(run_dir: str, keep: int) -> None:
-    """Deletes all but the newest `keep` checkpoints. The manifest goes first: what is half deleted does not count."""
-    for saved in list_checkpoints(run_dir)[:-keep]:
-        storage.delete(storage.join(saved.url, MANIFEST))
-        storage.delete(saved.url)
+    """Deletes all but the newest `keep` checkpoints. The manifest goes first: what is half deleted does not count.
+
+    Only warns of what cannot be deleted, as the new checkpoint is there, and training goes well.
+    """
+    try:
+        for saved in list_checkpoints(run_dir)[:-keep]:
+            storage.delete(storage.join(saved.url, MANIFEST))
+            storage.delete(saved.url)
+    except OSError as error:
+        _log.warning("cannot delete the checkpoints before the last %d of %s: %s", keep, run_dir, error)
 
 
 def list_checkpoints(run_dir: str) -> list[Saved]:
@@ -235,13 +244,17 @@ def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_rank_state(saved: Saved, rank: int, world_size: int) -> dict[str, Any]:
-    """What this rank alone had, by name; with another number of ranks than then the mean of all of theirs."""
+    """What this rank alone had, by name; with another number of ranks than then the mean of all of theirs.
+
+    The mean is that of floating point tensors, each over the ranks that had it; all else is that of the first of them.
+    """
     ranks: int = saved.manifest["world_size"]
     if ranks == world_size:
         return state_of_rank(saved, rank)
-    mean: dict[str, Any] = {}
+    total: Any = {}
     for other in range(ranks):
-        mean = _added(mean, state_of_rank(saved, other), 1 / ranks)
+        total = _added(total, state_of_rank(saved, other))
+    mean: dict[str, Any] = _means(total)
     return mean
 
 
@@ -251,13 +264,26 @@ def state_of_rank(saved: Saved, rank: int) -> dict[str, Any]:
     return state
 
 
-def _added(total: Any, state: Any, share: float) -> Any:
-    """A share of the floating point tensors of a state added to a total; all else is that of the first state."""
+@dataclass(frozen=True)
+class _Sum:
+    tensor: torch.Tensor
+    count: int
+
+
+def _added(total: Any, state: Any) -> Any:
+    """A state added to the sum of those before; None where there was none."""
     if isinstance(state, Mapping):
-        return {key: _added(total.get(key) if total else None, value, share) for key, value in state.items()}
+        before = total or {}
+        return {**before, **{key: _added(before.get(key), value) for key, value in state.items()}}
     if isinstance(state, torch.Tensor) and state.is_floating_point():
-        return state * share if total is None else total + state * share
+        return _Sum(state, 1) if total is None else _Sum(total.tensor + state, total.count + 1)
     return state if total is None else total
+
+
+def _means(total: Any) -> Any:
+    if isinstance(total, Mapping):
+        return {key: _means(value) for key, value in total.items()}
+    return total.tensor / total.count if isinstance(total, _Sum) else total
 
 
 def restore_random_state(saved: Saved, rank: int, world_size: int) -> bool:

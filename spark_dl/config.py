@@ -276,6 +276,8 @@ class Train:
         check_number(self, "early_stop_min_delta", 0)
         check_choices(self)
         check_class("train.optimizer", "torch.optim", "Optimizer", self.optimizer)
+        calls_back = self.optimizer == "LBFGS"  # its step computes the loss again and again
+        check(not calls_back, "train.optimizer", "an optimizer that takes one gradient per step", self.optimizer)
         for name in ("optimizer_args", "scheduler_args", "metrics"):
             value = getattr(self, name)
             check(isinstance(value, Mapping), f"train.{name}", "a mapping of names to values", value)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,9 +53,7 @@ def evaluate_model(
     """Mean loss and metrics over the true rows of a loader. Collective; the same on all ranks."""
     metrics = {name: build_metric(name, args).to(world.device) for name, args in config.train.metrics.items()}
     total = torch.zeros((), dtype=torch.float64, device=world.device)
-    was_training = model.training
-    model.eval()
-    with torch.inference_mode():
+    with _in_evaluation_mode(model), torch.inference_mode():
         for step in loader.epoch(0):
             for cpu_batch in step.micro_batches:
                 batch = {name: tensor.to(world.device, non_blocking=True) for name, tensor in cpu_batch.items()}
@@ -65,13 +64,26 @@ def evaluate_model(
                     label = batch[config.data.label or ""]
                     for metric in metrics.values():
                         metric.update(output[true_rows].float(), label[true_rows])
-    model.train(was_training)
     sum_over_ranks(total)
     with warnings.catch_warnings():
         # A rank that had no true row has nothing to add; torchmetrics warns of it.
         warnings.filterwarnings("ignore", message=".*was called before the ``update``.*")
         values = {name: _plain(metric.compute()) for name, metric in metrics.items()}
     return {"loss": float(total) / loader.plan.rows, **values}
+
+
+@contextlib.contextmanager
+def _in_evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Afterwards each module is in the mode in which it was: frozen ones stay in evaluation mode in training, too."""
+    before = {module: module.training for module in model.modules()}
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)  # some modules do more here than to set the mode
+        for module, mode in before.items():
+            module.training = mode
 
 
 def build_metric(name: str, args: Mapping[str, Any]) -> Metric:

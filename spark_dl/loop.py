@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from spark_dl import checkpoint
+from spark_dl.config import Train
 from spark_dl.data.batch import StepBatches
 from spark_dl.data.build import BatchLoader, build_loader, build_train_loader
 from spark_dl.data.same_rows import fingerprint
@@ -129,6 +130,8 @@ class Training:
         self.timer = StepTimer()
         self.pending = torch.zeros((), dtype=torch.float64, device=world.device)
         self.pending_rows = 0
+        self.lr = 0.0
+        """Learning rate of the last step."""
 
     def run(self) -> dict[str, Any]:
         """Epochs, until all are done, or `max_steps`, or all ranks stop early."""
@@ -161,12 +164,11 @@ class Training:
         progress, config = self.progress, self.config
         self.timer.reset()
         batches = self.timer.timed(self.loader.epoch(progress.epoch, progress.step))
-        lr = 0.0
         try:
             for batch in batches:
-                lr = self._train_step(batch)
+                self._train_step(batch)
                 if progress.global_step % config.train.log_every == 0:
-                    self._log_steps(lr)
+                    self._log_steps()
                 every = config.checkpoint.every_steps
                 if every and progress.global_step % every == 0 and progress.step < self.loader.plan.steps:
                     self._save()
@@ -175,16 +177,16 @@ class Training:
         finally:
             batches.close()
         if self.pending_rows:
-            self._log_steps(lr)
+            self._log_steps()
         return progress.step == self.loader.plan.steps
 
-    def _train_step(self, batch: StepBatches) -> float:
-        """One optimizer step; returns its learning rate."""
+    def _train_step(self, batch: StepBatches) -> None:
+        """One optimizer step."""
         trainable, progress = self.trainable, self.progress
         self.pending += trainable.forward_backward(batch.micro_batches, batch.rows)
         if self.config.train.clip_grad_norm is not None:
             trainable.clip_grad_norm(self.config.train.clip_grad_norm)
-        with self.schedule.warm(progress.global_step) as lr:
+        with self.schedule.warm(progress.global_step) as self.lr:
             trainable.step()
         trainable.optimizer.zero_grad()
         self.schedule.end_step()
@@ -193,15 +195,14 @@ class Training:
         progress.rows += batch.rows
         self.pending_rows += batch.rows
         self.timer.rows += batch.rows
-        return lr
 
-    def _log_steps(self, lr: float) -> None:
+    def _log_steps(self) -> None:
         """Sums the losses since the last time over the ranks, and writes a line of metrics."""
         total = self.pending.clone()
         sum_over_ranks(total)
-        self._write_steps(float(total), lr)
+        self._write_steps(float(total))
 
-    def _write_steps(self, total: float, lr: float, **more: Any) -> None:
+    def _write_steps(self, total: float, **more: Any) -> None:
         """A line for the steps since the last time, of which `total` is the sum of losses. It must be finite."""
         progress, rows = self.progress, self.pending_rows
         loss = total / rows
@@ -219,7 +220,7 @@ class Training:
             step=progress.global_step,
             steps=self._total_steps(),
             loss=loss,
-            lr=lr,
+            lr=self.lr,
             rows_per_s=self.timer.rows / max(self.timer.seconds, 1e-9),
             data_s=self.timer.data_s,
             seconds=self.timer.seconds,
@@ -279,7 +280,7 @@ class Training:
 
     def _save(self) -> None:
         if self.pending_rows:  # the sum of losses is part of the state
-            self._log_steps(self.trainable.optimizer.param_groups[0]["lr"])
+            self._log_steps()
         self.trainable.settle()
         self.saved_url = checkpoint.save(
             self.run_dir,
@@ -316,9 +317,17 @@ class Training:
         for name, part in self.trainable.rank_state.items():
             part.load_state_dict(of_rank[name])
         self.progress = Progress(**state["progress"])
+        self._take_up_early_stop(checkpoint.config_of(saved).train)
         self.saved_url, self.saved_at = saved.url, self.progress.global_step
         if not checkpoint.restore_random_state(saved, self.world.rank, self.world.world_size):
             seed_generators(self.config.train.seed + 1 + self.world.rank + 100_003 * self.progress.global_step)
+
+    def _take_up_early_stop(self, before: Train) -> None:
+        """Early stopping may go on by other settings than those `before`, and by another metric begins anew."""
+        train, progress = self.config.train, self.progress
+        if (before.early_stop_metric, before.early_stop_mode) != (train.early_stop_metric, train.early_stop_mode):
+            progress.best, progress.epochs_without_gain = None, 0
+        progress.stopped_early = progress.epochs_without_gain >= train.early_stop_patience
 
     def _load_rank_state(self, saved: checkpoint.Saved) -> dict[str, Any]:
         return checkpoint.load_rank_state(saved, self.world.rank, self.world.world_size)

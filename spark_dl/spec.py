@@ -32,7 +32,9 @@ Batch = Mapping[str, Tensor]
 class ModelSpec:
     """A model and its loss.
 
-    build: called without arguments on every rank, after seeding; returns the model on the CPU.
+    build: called without arguments on every rank, after seeding; returns the model on the CPU. Modules that are in
+        evaluation mode, such as a frozen BatchNorm, stay so in training; a whole model in evaluation mode, as
+        pretrained ones often come, is put into training mode.
     loss: called with (output, label), or with (output, batch) where `data.label` is null; returns one value per row,
         [rows] or [rows, ...] (averaged over the further axes). The name or the class of a loss of `torch.nn` is built
         with `reduction="none"`.
@@ -61,6 +63,13 @@ class ModelSpec:
         if isinstance(self.build, nn.Module):
             raise ValueError("spec.build: expected a function that returns the model, found the model itself")
         object.__setattr__(self, "loss", build_loss(self.loss))
+
+    def build_to_train(self) -> nn.Module:
+        """The model in training mode. Called on every rank. Raises ValueError if `build` returns no model."""
+        model = self.build()
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"spec.build: expected a function that returns a torch.nn.Module, it returned {model!r}")
+        return model if model.training else model.train()
 
     def prepare(self, batch: Batch, key: Sequence[int] = (), *, augment_seed: int | None = None) -> Batch:
         """The batch after `transform` and, with a seed, `augment`. Called in the loader's threads.

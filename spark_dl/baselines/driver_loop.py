@@ -89,7 +89,7 @@ def check(spark: Any, config: Config) -> None:
 
 def _parallelize(spark: SparkSession, run: Run, aggregate: Aggregate) -> Trainable:
     config = run.config
-    model = run.spec.build()
+    model = run.spec.build_to_train()
     optimizer = build_optimizer(model, config, config.launch.num_ranks)
     parameters, buffers = parts.trained(model), list(model.buffers())
     scaler = Scaler(optimizer, config, torch.device("cpu"))
@@ -216,10 +216,11 @@ class _Jobs:
 @contextlib.contextmanager
 def _random_state_kept() -> Iterator[None]:
     """The loop seeds the generators of its process, which is here the user's."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    states = random.getstate(), np.random.get_state()
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:
-        yield
+        with torch.random.fork_rng(devices=gpus):
+            yield
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])
-        torch.set_rng_state(states[2])

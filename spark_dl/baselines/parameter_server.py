@@ -51,11 +51,13 @@ def train(run: Run, world: World) -> dict[str, Any]:
     That is what `loop.train` returns, and `staleness`: `mean`, `max` and `counts` of the staleness of the gradients
     that were used, and how many computations were `discarded`, because they were cancelled or too old.
     Raises as `loop.train` does, and RuntimeError that names the rank and host of a server or trainer that is gone, or
-    that is silent for `launch.collective_timeout_s`.
+    that is silent for `launch.collective_timeout_s`; half of it for weights that are due, twice for the first server,
+    which waits itself for others.
     """
     roles = Roles(world.rank, world.world_size, run.config.parallel.num_servers)
     seed_generators(run.config.train.seed)  # the same weights on all ranks
     flat = FlatModel(run.spec, world.device, len(roles.servers))
+    flat.take_from_first()
     wire = connect_all(world, roles, run.config, max(block.stop - block.start for block in flat.blocks))
     try:
         return _Served(run, world, roles, flat, wire).run()
@@ -104,7 +106,6 @@ class _Served(Training):
         self.block = Block(self.own, run.config, world.world_size)
         loader = self.batches.loader_of(world.rank)
         super().__init__(run, world, self._trainable(run), loader, log_rank=roles.first)
-        self.lr = 0.0
         self.pending_staleness: list[int] = []
         self._deal: Deal | None = None
         if roles.is_server:
@@ -223,13 +224,15 @@ class _Served(Training):
         every = self.config.checkpoint.every_steps
         if self._coordinator.is_done:
             return "epoch"
+        if self.standing.epoch_rows == self.loader.plan.rows:
+            return None  # the mini-batches that are left have no true row, and end the epoch without an update
         if self._is_over():
             return "over"
         return "checkpoint" if every and progress.global_step % every == 0 else None
 
     def _write_updates(self) -> None:
         staleness = sum(self.pending_staleness) / len(self.pending_staleness)
-        self._write_steps(float(self.pending), self.lr, staleness=staleness, discarded=self._coordinator.discarded)
+        self._write_steps(float(self.pending), staleness=staleness, discarded=self._coordinator.discarded)
         self.pending_staleness = []
 
     def _total_steps(self) -> int:

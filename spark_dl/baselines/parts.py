@@ -54,7 +54,16 @@ def join(blocks: Sequence[tuple[int, Part]]) -> Part:
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that are trained, in the order in which their gradients lie in a `Part`."""
+    """The parameters that are trained, in the order in which their gradients lie in a `Part`.
+
+    Raises ValueError for complex ones.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.is_complex():
+            raise ValueError(
+                f"spec.build: the parameter {name} is {parameter.dtype}, and Spark aggregates real gradients; hold it "
+                "as real numbers (torch.view_as_complex gives the complex ones), or set parallel.strategy to ddp"
+            )
     return [p for p in model.parameters() if p.requires_grad]
 
 

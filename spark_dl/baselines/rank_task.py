@@ -136,7 +136,7 @@ class _Kept:
             gc.freeze()
         _, (self.run,), _ = payload.unpack_call(attempt.packed)
         self.id = attempt.id
-        self.model = self.run.spec.build()
+        self.model = self.run.spec.build_to_train()
         from_arrays(attempt.frozen, frozen(self.model))
         self._loaders: dict[int, _OpenLoader] = {}  # the one that was used last is last
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import random
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -34,7 +36,7 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
 
 def build_model(spec: ModelSpec, world: World, config: Config) -> tuple[ModelSpec, nn.Module]:
     """The model on the rank's device, with synchronized BatchNorm if asked for, and the spec to call it by."""
-    model = spec.build()
+    model = spec.build_to_train()
     if config.parallel.sync_batchnorm:
         spec, model = synchronize_batchnorm(spec, model, config, world.device)
     return spec, model.to(world.device)
@@ -70,7 +72,8 @@ def average_gradients(
             if exchange is not None:
                 hook = exchange.hook
                 wrapped.register_comm_hook(None, lambda _, bucket: hook(bucket) if settled else average_whole(bucket))
-            trial()
+            for _ in range(2 if config.parallel.static_graph else 1):
+                trial()
             settled = True
         total = backward(micro_batches, rows)
         scaler.unscale()
@@ -120,8 +123,10 @@ def _run_without_trace(model: nn.Module, backward: Callable[[], object]) -> None
     NOTE: DDP lays its buckets out anew after the first backward pass, in the order in which gradients came. With three
     ranks or more the order of the sums in a ring depends on that layout, so without this a resumed run, whose first
     pass comes later, could differ from an uninterrupted one in the last bits. What compression leaves out is kept for
-    each bucket, so it must not begin before either. Costs one step at the start of a run.
+    each bucket, so it must not begin before either. With a static graph DDP learns the graph in the first pass and
+    the order of the gradients in the second, so it takes both. Costs a step at the start of a run.
     """
+    generators = random.getstate(), np.random.get_state()
     buffers = [b.detach().clone() for b in model.buffers()]
     devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
     with torch.random.fork_rng(devices=sorted(d for d in devices if d is not None)):
@@ -129,4 +134,6 @@ def _run_without_trace(model: nn.Module, backward: Callable[[], object]) -> None
     with torch.no_grad():
         for buffer, before in zip(model.buffers(), buffers, strict=True):
             buffer.copy_(before)
+    random.setstate(generators[0])
+    np.random.set_state(generators[1])
     model.zero_grad(set_to_none=True)

@@ -124,6 +124,7 @@ class ErrorFeedback:
                     for name, shape in self._shapes[index].items()
                 ]
             )
+        assert [*self._shapes[index]] == [self._names[id(p)] for p in bucket.parameters()], "buckets are final"
         flat = Bucket(gradient, self._residuals[index], self._shapes[index])
         return self._in_order.run(lambda group: self._average(flat, group), gradient)
 

@@ -53,7 +53,7 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
     """
     check_available(config)
     hvd = _import()
-    model = spec.build().to(world.device)
+    model = spec.build_to_train().to(world.device)
     plain = build_optimizer(model, config, world.world_size)
     with contextlib.ExitStack() as cleanup:
         cleanup.callback(hvd.shutdown)  # ends its thread: Spark uses the process again

@@ -21,7 +21,7 @@ _log = logging.getLogger("spark_dl")
 
 def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
     """The model on the rank's device. Not collective: there is one rank, and no process group."""
-    model = spec.build().to(world.device)
+    model = spec.build_to_train().to(world.device)
     return train_alone(spec, model, build_optimizer(model, config, world.world_size), world, config)
 
 
@@ -29,7 +29,7 @@ def parallelize_over_gpus(spec: ModelSpec, world: World, config: Config) -> Trai
     """The model on all GPUs of the task: each step copies it to them, splits the rows, and sums the gradients on the
     first one. With fewer than two GPUs the same as `parallelize`. Not collective.
     """
-    model = spec.build().to(world.device)
+    model = spec.build_to_train().to(world.device)
     optimizer = build_optimizer(model, config, world.world_size)
     if len(world.gpus) < 2:
         found = f"{len(world.gpus)} GPU" if world.gpus else "no GPU"

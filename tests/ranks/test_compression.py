@@ -114,10 +114,20 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path, name, n
     assert any(not torch.equal(residuals[0][key], residuals[1][key]) for key in residuals[0])
 
 
-def residual_after(tmp_path, name, num_ranks, bucket_mib, stop_at):
+@pytest.mark.parametrize("name", ERROR_FEEDBACK)
+def test_a_resumed_run_with_a_static_graph_equals_an_uninterrupted_one(tmp_path, name):
+    parallel = compressed(ERROR_FEEDBACK[name], bucket_mib=25, static_graph=True)  # all parameters in one bucket
+    config = small_config(2, parallel=parallel)
+    whole = make_run(tmp_path, config, name="whole")
+    uninterrupted = train(whole)
+    cut = make_run(tmp_path, cut_at(config, 4), name="cut")
+    assert_same_to_the_bit(uninterrupted, resume(cut, train(cut), config))
+
+
+def residual_after(tmp_path, name, num_ranks, bucket_mib, stop_at, **more):
     """Nothing is ever sent, so the weights stay, and the residual is the sum of the gradients."""
     settings = {"compression": "threshold", "threshold": 1e9}
-    config = cut_at(small_config(num_ranks, parallel=compressed(settings, bucket_mib=bucket_mib)), stop_at)
+    config = cut_at(small_config(num_ranks, parallel=compressed(settings, bucket_mib=bucket_mib, **more)), stop_at)
     return make_run(tmp_path, config, name=name)
 
 
@@ -130,6 +140,16 @@ def test_residuals_are_those_of_parameters_in_whatever_buckets_they_lie(tmp_path
         assert residuals.keys() == found.keys() == dict(build_mlp().named_parameters()).keys()
         for key, value in residuals.items():
             torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("bucket_mib", [25, SMALL_BUCKETS])
+def test_residuals_are_those_of_parameters_also_with_a_static_graph(tmp_path, bucket_mib):
+    expected = train(residual_after(tmp_path, "whole", 2, 25, 5))
+    saved = train(residual_after(tmp_path, "static", 2, bucket_mib, 5, static_graph=True))
+    for state, again in zip(rank_states(expected), rank_states(saved), strict=True):
+        for key, value in state["error_feedback"]["residuals"].items():
+            found = again["error_feedback"]["residuals"][key]
+            torch.testing.assert_close(found, value, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("ranks", [(3, 2), (2, 3)], ids=str)

@@ -78,6 +78,42 @@ def test_the_gradient_is_clipped_by_its_whole_norm(tmp_path):
     assert_same_training(tmp_path, servers(2, train={"clip_grad_norm": 0.3}), 245)
 
 
+class _Drawn(nn.Module):
+    """Has parameters that are not trained and a buffer, of values that no seed tells."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 16), nn.Linear(16, 3)
+        self.first.requires_grad_(False)
+        draw = np.random.default_rng()
+        self.first.weight.copy_(torch.tensor(draw.normal(size=(16, 4))))
+        self.register_buffer("scale", torch.tensor(draw.uniform(0.5, 2.0, 16), dtype=torch.float32))
+
+    def forward(self, features):
+        return self.last(torch.tanh(self.first(features) * self.scale))
+
+
+def test_what_no_seed_tells_is_that_of_rank_0_on_all_ranks(tmp_path):
+    config = servers(2, train={"epochs": 4, "global_batch_size": 240})
+    run = make_run(tmp_path, config, rows=240, spec=ModelSpec(build=_Drawn))
+    train(run)
+    torch.manual_seed(config.train.seed)
+    model = _Drawn()
+    weights = checkpoint.load(checkpoint.latest(run.run_dir), "model.pt")["0"]
+    model.load_state_dict({**model.state_dict(), **{n: w for n, w in weights.items() if not n.startswith("last")}})
+    optimizer = torch.optim.SGD(model.last.parameters(), lr=config.train.lr)
+    columns = {name: torch.from_numpy(values) for name, values in blobs(240).items()}
+    expected = []
+    for _ in range(4):
+        loss = nn.functional.cross_entropy(model(columns["features"]), columns["label"])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    losses = [line["loss"] for line in read_metrics(run.run_dir) if line["kind"] == "step"]
+    assert losses == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.parametrize("rows", [1, 3])
 def test_fewer_rows_than_trainers(tmp_path, rows):
     assert_same_training(tmp_path, servers(4), rows)
@@ -271,6 +307,37 @@ def test_an_asynchronous_run_goes_on_in_the_middle_of_an_epoch_with_other_traine
     assert [s.step for s in checkpoint.list_checkpoints(run.run_dir)] == [20, 25]
     result = train(resume(run, with_train(servers(2, 1, "async"), max_steps=None)))[0]
     assert (result["epochs"], result["rows"]) == (2, 490)
+
+
+@pytest.mark.slow
+def test_a_trainer_without_work_waits_for_the_others_as_long_as_they_need(tmp_path):
+    """Each update cancels what all others compute: the first one to be done waits for four of them, 8 s."""
+    slow = {"straggler": "constant", "straggler_s": 2.0}
+    config = servers(5, 1, "k_sync", train={"epochs": 1}, launch={"collective_timeout_s": 3}, server_k=1, **slow)
+    result = train(make_run(tmp_path, config, rows=48))[0]
+    assert (result["rows"], result["steps"]) == (48, 5)
+
+
+def train_and_list_checkpoints(run):
+    """The steps at which this rank saved."""
+    saved, save = [], checkpoint.save
+
+    def note(*args, **settings):
+        saved.append(settings["step"])
+        return save(*args, **settings)
+
+    checkpoint.save = note
+    worker.main(run)
+    return saved
+
+
+def test_mini_batches_without_a_row_do_not_bring_a_checkpoint_again(tmp_path):
+    """Of 2 rows the first trainer has none, and comes last: the updates are done before the epoch is."""
+    slow = {"straggler": "constant", "straggler_s": 0.5, "straggler_ranks": (0,)}
+    config = servers(3, mode="async", sections={"checkpoint": Checkpoint(every_steps=1)}, **slow)
+    run = make_run(tmp_path, config, rows=2)
+    for saved in run_ranks(train_and_list_checkpoints, 4, run):
+        assert saved == [1, 2, 3, 4]  # two epochs
 
 
 def build_large_mlp():

@@ -1,19 +1,22 @@
 """What the training loop does on real ranks: resume, schedules, early stop, precision, errors."""
 
 import dataclasses
+import random
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from spark_dl import Checkpoint, Config, Launch, ModelSpec, checkpoint, worker
+from spark_dl import Checkpoint, Config, Launch, ModelSpec, Parallel, checkpoint, worker
 from spark_dl.launch import rendezvous
 from spark_dl.metrics import read_metrics
 from spark_dl.spec import Run
 from tests.datasets import write_dataset
-from tests.models import DROPOUT_MLP, MLP, blobs, same_bits, small_config
+from tests.models import DROPOUT_MLP, MLP, blobs, build_dropout_mlp, same_bits, small_config
 from tests.ranks.launcher import RankFailed, run_ranks
+
+ACCURACY = {"accuracy": {"class": "MulticlassAccuracy", "num_classes": 3}}
 
 
 def train_rank(run):
@@ -63,6 +66,32 @@ def test_resumed_run_equals_uninterrupted_one_bit_for_bit(tmp_path, num_ranks, s
     for slot, state in training["optimizer"]["state"].items():
         assert same_bits(state, training_again["optimizer"]["state"][slot])
     assert training["progress"] == training_again["progress"]
+
+
+class Stochastic(nn.Module):
+    """Draws from Python's generator and from NumPy's, as some models do to skip layers at random."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, features):
+        return self.linear(features) * (random.random() + np.random.random())
+
+
+@pytest.mark.parametrize("parallel", [{}, {"bucket_mib": "auto"}], ids=str)
+def test_a_model_that_draws_from_other_generators_goes_on_where_it_was(tmp_path, parallel):
+    config = small_config(2, train={"epochs": 2}, parallel=Parallel(**parallel))
+    whole = make_run(tmp_path, config, spec=ModelSpec(build=Stochastic), name="whole")
+    cut = dataclasses.replace(
+        whole, run_dir=str(tmp_path / "cut"),
+        config=dataclasses.replace(config, train=dataclasses.replace(config.train, max_steps=4)),
+    )  # fmt: skip
+    for run in (whole, cut):
+        run_ranks(train_rank, 2, run)
+    resumed = dataclasses.replace(cut, config=config, checkpoint=checkpoint.latest(cut.run_dir).url)
+    run_ranks(train_rank, 2, resumed)
+    assert same_bits(final_state(whole)[0], final_state(resumed)[0])
 
 
 def test_resume_on_another_number_of_ranks_goes_on_exactly(tmp_path):
@@ -138,6 +167,66 @@ def test_warmup_rises_linearly(tmp_path):
     run_ranks(train_rank, 1, run)
     rates = [line["lr"] for line in read_metrics(run.run_dir) if line["kind"] == "step"]
     assert rates == pytest.approx([0.025, 0.05, 0.075, 0.1, 0.1, 0.1])
+
+
+def test_the_rate_of_a_step_is_that_of_its_line_also_where_a_checkpoint_brings_the_line(tmp_path):
+    config = small_config(
+        1, train={"warmup_steps": 4, "epochs": 1, "log_every": 5}, checkpoint=Checkpoint(every_steps=2)
+    )
+    run = make_run(tmp_path, config, spec=MLP)
+    run_ranks(train_rank, 1, run)
+    rates = {line["step"]: line["lr"] for line in read_metrics(run.run_dir) if line["kind"] == "step"}
+    assert rates == pytest.approx({2: 0.05, 4: 0.1, 5: 0.1, 6: 0.1})
+
+
+def build_half_frozen():
+    model = build_dropout_mlp()
+    model[1].eval()
+    return model
+
+
+def build_in_evaluation_mode():
+    return build_dropout_mlp().eval()
+
+
+def test_modules_that_are_frozen_stay_frozen_also_after_a_validation(tmp_path):
+    config = small_config(2, data={"validation_fraction": 0.2})
+    run = make_run(tmp_path, config, spec=ModelSpec(build=build_half_frozen))
+    run_ranks(train_rank, 2, run)
+    weights, _ = final_state(run)
+    assert weights["1.running_mean"].tolist() == [0.0] * 16
+    assert weights["1.num_batches_tracked"] == 0
+
+
+def test_a_model_that_comes_in_evaluation_mode_is_trained_as_any_other(tmp_path):
+    config = small_config(2, data={"validation_fraction": 0.2})
+    run = make_run(tmp_path, config, spec=ModelSpec(build=build_in_evaluation_mode))
+    other = dataclasses.replace(run, spec=DROPOUT_MLP, run_dir=str(tmp_path / "other"))
+    for each in (run, other):
+        run_ranks(train_rank, 2, each)
+    assert same_bits(final_state(run)[0], final_state(other)[0])
+
+
+def test_early_stopping_goes_on_by_the_settings_of_now(tmp_path):
+    """A validation loss of which no change counts stops after one epoch more than the patience."""
+    early = {"early_stop_metric": "loss", "early_stop_min_delta": 100.0, "epochs": 9}
+    config = small_config(1, train={**early, "early_stop_patience": 1}, data={"validation_fraction": 0.2})
+    run = make_run(tmp_path, config, spec=MLP)
+    assert run_ranks(train_rank, 1, run)[0]["epochs"] == 2
+
+    def again(**train):
+        other = dataclasses.replace(config, train=dataclasses.replace(config.train, **train))
+        saved = checkpoint.latest(run.run_dir)
+        generation = checkpoint.start_generation(run.run_dir)
+        resumed = dataclasses.replace(run, config=other, checkpoint=saved.url, generation=generation)
+        result = run_ranks(train_rank, 1, resumed)[0]
+        return result["epochs"], result["stopped_early"]
+
+    assert again() == (2, True)  # as it was: nothing more to do
+    assert again(early_stop_patience=3) == (4, True)
+    # Another metric begins anew, and the first value of it is the best one.
+    assert again(metrics=ACCURACY, early_stop_metric="accuracy", early_stop_mode="max") == (6, True)
+    assert again(early_stop_metric=None) == (9, False)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
@@ -228,6 +317,7 @@ def _mean_loss(output, label):
     ("spec", "message"),
     [
         (ModelSpec(build=MLP.build, loss=_mean_loss), "spec.loss: expected one value per row"),
+        (ModelSpec(build=dict), r"spec.build: expected a function that returns a torch.nn.Module, it returned \{\}"),
         (ModelSpec(build=nn.Identity), "no parameter of the model requires a gradient"),
     ],
 )

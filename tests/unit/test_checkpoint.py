@@ -1,6 +1,7 @@
 """Checkpoints: there once the manifest is, and only as they were written."""
 
 import hashlib
+import io
 import json
 import pickle
 import random
@@ -111,6 +112,33 @@ def test_deleting_begins_with_the_manifest(tmp_path, group, monkeypatch):
     monkeypatch.setattr(storage, "delete", lambda url: deleted.append(Path(url).name))
     save(tmp_path, step=2, config=Config(checkpoint=Checkpoint(keep=1)))
     assert deleted == ["MANIFEST.json", "step-00000001.gen-0000"]
+
+
+def test_what_cannot_be_deleted_is_a_warning_and_the_new_checkpoint_is_there(tmp_path, group, monkeypatch, caplog):
+    config = Config(checkpoint=Checkpoint(keep=1))
+    save(tmp_path, step=1)
+
+    def delete(url):
+        raise OSError(16, "Device or resource busy")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(storage, "delete", delete)
+        save(tmp_path, step=2, config=config)
+    assert "cannot delete the checkpoints before the last 1" in caplog.text
+    assert "Device or resource busy" in caplog.text
+    assert steps(tmp_path) == [1, 2]
+    save(tmp_path, step=3, config=config)
+    assert steps(tmp_path) == [3]
+
+
+def test_an_attempt_that_cannot_be_read_is_an_error_and_no_checkpoint(tmp_path, group, monkeypatch):
+    def read(run_dir):
+        raise PermissionError(13, "Permission denied", "GENERATION")
+
+    monkeypatch.setattr(checkpoint, "read_generation", read)
+    with pytest.raises(RuntimeError, match=r"step 1 not saved: cannot commit it: .*Permission denied"):
+        save(tmp_path)
+    assert steps(tmp_path) == []
 
 
 # What counts as a checkpoint
@@ -260,6 +288,28 @@ def test_a_rank_of_an_older_attempt_cannot_commit(tmp_path, group):
 
 
 # Resuming
+
+
+def of_ranks(run_dir, *states):
+    """A checkpoint in which each rank has a state of its own."""
+    files = {}
+    for rank, state in enumerate(states):
+        buffer = io.BytesIO()
+        torch.save({"state": state}, buffer)
+        files[f"rank-{rank:05d}.pt"] = buffer.getvalue()
+    handmade(run_dir, 1, files=files, world_size=len(states))
+    return checkpoint.latest(str(run_dir))
+
+
+def test_what_only_some_ranks_have_is_the_mean_of_theirs(tmp_path):
+    """As the state of Adam where a rank never used an expert."""
+    used = [{0: {"step": torch.tensor(8.0)}, 1: {"step": torch.tensor(float(n)), "seen": n}} for n in (4, 6)]
+    saved = of_ranks(tmp_path, {"state": used[0]}, {"state": used[1]}, {"state": {0: {"step": torch.tensor(2.0)}}})
+    assert checkpoint.load_rank_state(saved, 1, 2) == {
+        "state": {0: {"step": torch.tensor(6.0)}, 1: {"step": torch.tensor(5.0), "seen": 4}}
+    }
+    assert checkpoint.load_rank_state(saved, 2, 3) == {"state": {0: {"step": torch.tensor(2.0)}}}
+
 
 BASE = {"global_batch_size": 64, "lr": 0.1}
 

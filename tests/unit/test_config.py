@@ -96,7 +96,7 @@ INVALID = [
     (Train, "train.accumulation_steps", [0, -1, 2.0, None]),
     (Train, "train.epochs", [0, -1, 2.0, None]),
     (Train, "train.max_steps", [0, -1, 2.0, True]),
-    (Train, "train.optimizer", ["", "adamw", "_Sgd", None, 3, "lr_scheduler"]),
+    (Train, "train.optimizer", ["", "adamw", "_Sgd", None, 3, "lr_scheduler", "LBFGS"]),
     (Train, "train.lr", [0, -0.1, NAN, INF, "0.1", True, None]),
     (Train, "train.scheduler", ["", "Cosine", "_LRScheduler", 3]),
     (Train, "train.scheduler_interval", ["steps", None, 1]),

@@ -102,3 +102,12 @@ def test_a_sparse_gradient_is_refused():
     model(torch.tensor([1])).sum().backward()
     with pytest.raises(ValueError, match=r"spec\.build: a parameter has a sparse gradient"):
         flat_gradient(trained(model))
+
+
+def test_complex_parameters_are_refused_with_another_way():
+    model = nn.Linear(2, 2, dtype=torch.cfloat)
+    with pytest.raises(
+        ValueError, match=r"^spec\.build: the parameter weight is torch\.complex64, .*parallel\.strategy"
+    ):
+        trained(model)
+    assert trained(model.requires_grad_(False)) == []

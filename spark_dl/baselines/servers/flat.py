@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from spark_dl.spec import ModelSpec
 
@@ -17,7 +18,7 @@ class FlatModel:
     """
 
     def __init__(self, spec: ModelSpec, device: torch.device, num_servers: int):
-        self.model = spec.build().to(device)
+        self.model = spec.build_to_train().to(device)
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         if not parameters:
             raise ValueError("spec.build: no parameter of the model requires a gradient; there is nothing to train")
@@ -39,9 +40,19 @@ class FlatModel:
         self.blocks = [slice(s * size // num_servers, (s + 1) * size // num_servers) for s in range(num_servers)]
         """Elements of each server."""
 
+    def take_from_first(self) -> None:
+        """Rank 0's model on every rank, as `spec.build` may draw from a generator that nobody seeds. Collective."""
+        frozen = (p.detach() for p in self.model.parameters() if not p.requires_grad)
+        for tensor in (self.weights, *frozen, *self.model.buffers()):
+            _broadcast(tensor, 0)
+
     def bring_together(self, first_server: int) -> None:
         """Each server's block and rank 0's buffers, such as those of BatchNorm, on every rank. Collective."""
         for server, block in enumerate(self.blocks):
-            dist.broadcast(self.weights[block], first_server + server)
+            _broadcast(self.weights[block], first_server + server)
         for buffer in self.model.buffers():
-            dist.broadcast(buffer.view(torch.uint8) if buffer.dtype == torch.bool else buffer, 0)
+            _broadcast(buffer, 0)
+
+
+def _broadcast(tensor: Tensor, rank: int) -> None:
+    dist.broadcast(tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor, rank)

@@ -28,6 +28,7 @@ class Lead:
         self._said: dict[Key, Mapping[str, Any]] = {}  # with the gradients that are in no update yet
         self._owed: dict[int, int] = {}  # the number of each trainer's last assignment
         self._owed_since: dict[int, float] = {}
+        self._reassured_at = time.monotonic()
         self._held: deque[Message] = deque()  # what came while trainers went to pause
 
     def run(self, deal: Deal, epoch: int, on_update: OnUpdate) -> str:
@@ -44,6 +45,7 @@ class Lead:
                 if message.head["kind"] == "gradient" and (why := self._use(message, deal, epoch, on_update)):
                     return why
             self._check_answers()
+            self._reassure()
         return "epoch"
 
     def pause(self, told: Mapping[str, Any]) -> None:
@@ -100,8 +102,18 @@ class Lead:
             self._owed_since[message.rank] = time.monotonic()
 
     def _patience_s(self) -> float:
+        """Until somebody is late, or is to be reassured."""
         oldest = min(self._owed_since.values(), default=time.monotonic())
-        return max(0.0, oldest + self._timeout_s - time.monotonic())
+        return max(0.0, min(oldest + self._timeout_s, self._reassured_at + self._timeout_s / 2) - time.monotonic())
+
+    def _reassure(self) -> None:
+        """Lets trainers that have nothing to do know that others have, so that they do not give up on this server."""
+        if time.monotonic() - self._reassured_at < self._timeout_s / 2:
+            return
+        self._reassured_at = time.monotonic()
+        for trainer in range(self._coordinator.num_trainers):
+            if trainer not in self._owed_since:
+                self._wire.send(trainer, {"kind": "wait", "number": self._owed.get(trainer, 0)}, replaceable=True)
 
     def _check_answers(self) -> None:
         late = [r for r, since in self._owed_since.items() if time.monotonic() - since > self._timeout_s]

@@ -24,6 +24,8 @@ class Server:
 
     def __init__(self, wire: Wire, update: Update, snapshot: Callable[[], Numbers]):
         self.wire, self.snapshot = wire, snapshot
+        self.orders: deque[Mapping[str, Any]] = deque()
+        """Of the first server, not carried out yet: some may come before the pause that ends an epoch."""
         self._update = update
         self._gradients: dict[Key, Numbers] = {}
         self._unwanted: set[Key] = set()
@@ -85,19 +87,8 @@ def follow(server: Server, first: int, trainers: int, timeout_s: float) -> dict[
     Raises RuntimeError if a rank goes, or nothing comes for twice `timeout_s`: the first server waits for half as long,
     and knows better whom for.
     """
-    orders: deque[Mapping[str, Any]] = deque()
-    pausing = 0
+    orders, pausing = server.orders, 0
     while True:
-        message = server.wire.receive(2 * timeout_s)
-        if message is None:
-            host = server.wire.host_of(first)
-            raise RuntimeError(f"no word from rank {first} on host {host}, the first server, for {2 * timeout_s:g} s")
-        if message.rank == first:
-            orders.append(message.head)
-        elif message.head["kind"] == "pausing":  # what it has sent before has come whole
-            pausing += 1
-        else:
-            server.keep(message)
         while orders and server.has(orders[0].get("used", ())):
             if orders[0]["kind"] != "pause":
                 _carry_out(server, orders.popleft())
@@ -105,6 +96,19 @@ def follow(server: Server, first: int, trainers: int, timeout_s: float) -> dict[
                 return dict(orders.popleft())
             else:
                 break
+        message = server.wire.receive(2 * timeout_s)
+        if message is None:
+            host = server.wire.host_of(first)
+            raise RuntimeError(
+                f"no word from rank {first} on host {host}, the first server, for {2 * timeout_s:g} s (twice "
+                "launch.collective_timeout_s): its process or its network stands still"
+            )
+        if message.rank == first:
+            orders.append(message.head)
+        elif message.head["kind"] == "pausing":  # what it has sent before has come whole
+            pausing += 1
+        else:
+            server.keep(message)
 
 
 def _carry_out(server: Server, order: Mapping[str, Any]) -> None:

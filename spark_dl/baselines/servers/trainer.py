@@ -34,6 +34,7 @@ class Trainer:
         self._servers, self._rank = servers, rank
         self._timeout_s = config.launch.collective_timeout_s
         self._told: dict[int, Message] = {}  # the last message of each server
+        self._heard_at = 0.0  # when the last word of the first server came
         self._computed = 0
         """Number of the last assignment that was computed or given up."""
         self._computations = 0
@@ -70,15 +71,23 @@ class Trainer:
             if news is not None and not (missing := self._missing(news)):
                 return news
             if news is not told:
+                if told is not None:  # the first server is not to wait for an answer to what it has superseded
+                    self._wire.send(self._servers[0], {"kind": "gave_up", "number": told["number"]})
                 told, told_at = news, time.monotonic()
             # Weights come at once, but for the first server's word it takes the other trainers, for whom it waits for
-            # up to the timeout. Whoever waits for what is directly at fault gives up first, and names it.
-            since, limit_s = (start, 2 * self._timeout_s) if told is None else (told_at, self._timeout_s / 2)
+            # up to the timeout, and says meanwhile that it is there. Whoever waits for what is directly at fault gives
+            # up first, and names it.
+            heard_at = max(start, self._heard_at)
+            since, limit_s = (heard_at, 2 * self._timeout_s) if told is None else (told_at, self._timeout_s / 2)
             left = since + limit_s - time.monotonic()
             if left <= 0:
                 silent = [self._servers[0]] if told is None else missing
                 named = ", ".join(f"rank {rank} on host {self._wire.host_of(rank)}" for rank in silent)
-                raise RuntimeError(f"no word from {named}, a parameter server, for {limit_s:g} s")
+                raise RuntimeError(
+                    f"no word from {named}, a parameter server, for {limit_s:g} s ({limit_s / self._timeout_s:g} times "
+                    "launch.collective_timeout_s): its process or its network stands still, or other trainers take "
+                    "that long"
+                )
             self._hear(left)
 
     def _news(self) -> dict[str, Any] | None:
@@ -100,6 +109,8 @@ class Trainer:
             before = self._told.get(message.rank)
             self._wire.give_back(before.body if before is not None else None)
             self._told[message.rank] = message
+            if message.rank == self._servers[0]:
+                self._heard_at = time.monotonic()
 
     def _load_weights(self, told: dict[str, Any]) -> None:
         if told["sends_weights"]:

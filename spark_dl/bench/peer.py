@@ -20,6 +20,8 @@ import numpy as np
 Epoch = Callable[[int], Iterable[Any]]
 """From the number of an epoch to the labels of each of its batches, in the order of use."""
 _EPOCH_LIMIT_S = 10.0
+_TRIES = 5
+"""On a busy machine Petastorm's reader now and then ends an epoch at once, without a row; that is no rate."""
 
 
 class Peer:
@@ -80,14 +82,19 @@ def answers(epoch: Epoch) -> Callable[[str], dict[str, Any]]:
 
     def answer(line: str) -> dict[str, Any]:
         what, _, path = line.partition(" ")
-        kept, rows, start = [], 0, time.perf_counter()
-        for labels in epoch(next(numbers)):
-            rows += len(labels)
-            if what == "labels":
-                kept.append(np.asarray(labels))
-            elif time.perf_counter() - start > _EPOCH_LIMIT_S:  # the rate of a slow peer is clear by then
+        for _ in range(_TRIES):
+            kept, rows, start = [], 0, time.perf_counter()
+            for labels in epoch(next(numbers)):
+                rows += len(labels)
+                if what == "labels":
+                    kept.append(np.asarray(labels))
+                elif time.perf_counter() - start > _EPOCH_LIMIT_S:  # the rate of a slow peer is clear by then
+                    break
+            seconds = time.perf_counter() - start
+            if rows:
                 break
-        seconds = time.perf_counter() - start
+        else:
+            raise RuntimeError(f"{_TRIES} epochs without a row")
         if what == "labels":
             np.save(path, np.concatenate(kept))
         return {"rows": rows, "seconds": seconds}

@@ -37,7 +37,12 @@ def prepare(job: cli.Job) -> dict[str, Any]:
     spark = job.session("spark_dl prepare")
     written: dict[str, Any] = {}
     train: tuple[Any, ...] = ()  # the others are written like it: with its vocabularies and shapes
-    for name, df in cli.read_datasets(spark, job.input).items():
+    datasets = cli.read_datasets(spark, job.input, data.proportions)
+    if not datasets:
+        raise ValueError(
+            f"input.sql: expected a view train, validation, test or one of data.proportions, found {[*job.input.sql]}"
+        )
+    for name, df in datasets.items():
         if job.args["output"]:
             url = cli.join(job.args["output"], name)
             shards = spark_dl.write_shards(df, url, data, overwrite=job.args["overwrite"], like=train)

@@ -49,16 +49,24 @@ def test(job: cli.Job, spec: spark_dl.ModelSpec, data: Any, result: spark_dl.Tra
     metrics.pop("rows")
     cli.log.info(f"test: {metrics}")
     if not isinstance(data, str) and not job.config.data.sequence_length:  # predictions are for rows of DataFrames
-        path = cli.join(result.run_dir, "predictions")
-        predictions = spark_dl.predict(data, spec, result.checkpoint, job.config)
-        predictions.write.mode("overwrite").parquet(path)
-        cli.log.info(f"predictions: {path}")
-        if job.model.plot:
-            picture = cli.join(result.run_dir, "predictions.png")
-            rows = data.sparkSession.read.parquet(path).limit(1000).collect()
-            spark_dl.import_object(job.model.plot, "model.plot")(rows, picture)
-            cli.log.info(f"a few of them: {picture}")
+        try:
+            write_predictions(job, spec, data, result)
+        except Exception as error:  # the model is trained, and what was measured is not to be lost
+            cli.log.warning(f"predictions failed, for which jobs/predict.py has an --output: {error}")
     return metrics
+
+
+def write_predictions(job: cli.Job, spec: spark_dl.ModelSpec, data: Any, result: spark_dl.TrainResult) -> None:
+    run_dir = job.args["run_dir"] or ""
+    path = cli.join(run_dir if "://" in run_dir else result.run_dir, "predictions")  # as Spark knows it: s3a, hdfs ...
+    predictions = spark_dl.predict(data, spec, result.checkpoint, job.config)
+    predictions.write.mode("overwrite").parquet(path)
+    cli.log.info(f"predictions: {path}")
+    if job.model.plot:
+        picture = cli.join(result.run_dir, "predictions.png")
+        rows = data.sparkSession.read.parquet(path).limit(1000).collect()
+        spark_dl.import_object(job.model.plot, "model.plot")(rows, picture)
+        cli.log.info(f"a few of them: {picture}")
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from spark_dl.settings import build_config
 
 _log = logging.getLogger("spark_dl")
 MANIFEST = "MANIFEST.json"
+_NAME = r"step-\d+\.gen-(\d+)"
 FORMAT = "spark_dl.checkpoint"
 VERSION = 1
 MAY_CHANGE = (
@@ -108,7 +109,7 @@ def save(
         }
         problems = [_commit(run_dir, url, manifest)]
         if not problems[0]:
-            _delete_old(run_dir, config.checkpoint.keep)
+            _delete_old(run_dir, config.checkpoint.keep, generation)
     outcome = gather_json({"problem": problems[0] if problems else ""})
     if outcome[0]["problem"]:
         raise RuntimeError(f"checkpoint at step {step} not saved: {outcome[0]['problem']}")
@@ -136,15 +137,22 @@ def _write(url: str, name: str, content: Any) -> dict[str, Any]:
     return {"name": name, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
-def _delete_old(run_dir: str, keep: int) -> None:
-    """Deletes all but the newest `keep` checkpoints. The manifest goes first: what is half deleted does not count.
+def _delete_old(run_dir: str, keep: int, generation: int) -> None:
+    """Deletes all but the newest `keep` checkpoints, and what older attempts have not committed, and never will.
 
-    Only warns of what cannot be deleted, as the new checkpoint is there, and training goes well.
+    The manifest goes first: what is half deleted does not count. Only warns of what cannot be deleted, as the new
+    checkpoint is there, and training goes well.
     """
     try:
-        for saved in list_checkpoints(run_dir)[:-keep]:
+        committed = list_checkpoints(run_dir)
+        for saved in committed[:-keep]:
             storage.delete(storage.join(saved.url, MANIFEST))
             storage.delete(saved.url)
+        for name in storage.list_names(folder(run_dir)):
+            url, attempt = storage.join(folder(run_dir), name), re.fullmatch(_NAME, name)
+            is_older = attempt is not None and int(attempt.group(1)) < generation
+            if is_older and url not in (saved.url for saved in committed):
+                storage.delete(url)
     except OSError as error:
         _log.warning("cannot delete the checkpoints before the last %d of %s: %s", keep, run_dir, error)
 
@@ -154,7 +162,7 @@ def list_checkpoints(run_dir: str) -> list[Saved]:
     found = []
     for name in storage.list_names(folder(run_dir)):
         url = storage.join(folder(run_dir), name)
-        if re.fullmatch(r"step-\d+\.gen-\d+", name) and (saved := _read_manifest(url)) is not None:
+        if re.fullmatch(_NAME, name) and (saved := _read_manifest(url)) is not None:
             found.append(saved)
     return sorted(found, key=lambda s: (s.step, s.generation))
 
@@ -197,8 +205,10 @@ def find(url: str | os.PathLike[str]) -> Saved:
 
 
 def run_dir_of(saved: Saved) -> str:
-    """The folder of the run that a checkpoint belongs to."""
-    return storage.dirname(storage.dirname(saved.url))
+    """The folder of the run that a checkpoint belongs to; the checkpoint's own where it was copied out of its run."""
+    parent = storage.dirname(saved.url)
+    run_dir = storage.dirname(parent)
+    return run_dir if parent == folder(run_dir) else saved.url
 
 
 def config_of(saved: Saved) -> Config:

@@ -539,6 +539,11 @@ class Config:
                 f"{streams}: the ranks have equal rows, and equal streams to read them by; "
                 f"{-(-streams // ranks) * ranks} would do, with a train.global_batch_size that it divides"
             )
+        if self.train.metrics and self.data.label is None:
+            raise ValueError(
+                f"train.metrics: {', '.join(self.train.metrics)} compare with data.label, which is null; name the "
+                "column, or leave the metrics out: the loss is always reported"
+            )
         strategy = self.parallel.strategy
         if strategy in _ONE_RANK and ranks != 1:
             raise ValueError(f"launch.num_ranks: expected 1 with parallel.strategy={strategy!r}, found {ranks}")

@@ -119,19 +119,22 @@ def train(
     data = {name: as_source(d) for name, d in data.items()} if isinstance(data, Mapping) else as_source(data)
     validation = None if validation is None else as_source(validation)
     spark = _session(data)
-    run_dir = storage.absolute(run_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}")
+    run_dir = storage.absolute(run_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}")
     check_available(config)
     _check_before_start(spark, spec, config, has_validation=validation is not None)
     driver_loop.check(spark, config)
     check_storage(config, data, validation)
     check_mixture(config, data)
-    saved = _prepare_run_dir(run_dir, config, resume=resume, overwrite=overwrite)
+    generation, saved = _begin_attempt(run_dir, config, resume=resume, overwrite=overwrite)
+    written: list[str] = []
     with contextlib.ExitStack() as until_done:
 
         def to_shards(
             rows: Any, name: str, like: Sequence[Column] = (), config: Config = config, num_datasets: int = 1
         ) -> ShardSet:
             url = storage.join(run_dir, "shards", name)
+            if not isinstance(rows, (str, ShardSet)):
+                written.append(url)
             return shards_of(rows, url, config, until_done, like, reuse=saved is not None, num_datasets=num_datasets)
 
         train_shards: ShardSet | Mixture
@@ -155,9 +158,12 @@ def train(
             train=train_shards,
             validation=to_shards(validation, "validation", like) if validation is not None else None,
             run_dir=run_dir,
-            generation=checkpoint.start_generation(run_dir),
+            generation=generation,
             checkpoint=saved.url if saved else None,
         )
+        if overwrite:  # and not before, as data that do not fit are to cost nobody a run
+            used = train_shards.datasets.values() if isinstance(train_shards, Mixture) else [train_shards]
+            _delete_run(run_dir, keep=[*written, *(shards.url for shards in (*used, run.validation) if shards)])
         _log.info("training on %d ranks%s", config.launch.num_ranks, f", from step {saved.step}" if saved else "")
         with ProgressBar("train", enabled=progress) as bar:
             if train_from_driver := DRIVER_LOOPS.get(config.parallel.strategy):
@@ -184,6 +190,8 @@ def evaluate(
         config = checkpoint.config_of(saved)
         if isinstance(data, (str, ShardSet)):  # how the training rows were written says nothing of this dataset
             config = dataclasses.replace(config, data=as_written(config.data, data))
+        else:  # filters choose rows of a dataset that is read; a DataFrame has those that are meant
+            config = dataclasses.replace(config, data=dataclasses.replace(config.data, filters=()))
     spark = _session(data)
     _check_before_start(spark, spec, config, has_validation=True)
     check_storage(config, data)
@@ -272,24 +280,37 @@ def _check_before_start(spark: Any, spec: ModelSpec, config: Config, *, has_vali
     preflight.check(spark, config.launch, at_once=config.parallel.strategy not in BY_SPARK)
 
 
-def _prepare_run_dir(run_dir: str, config: Config, *, resume: bool, overwrite: bool) -> checkpoint.Saved | None:
-    """The checkpoint to go on from, if any."""
+def _begin_attempt(
+    run_dir: str, config: Config, *, resume: bool, overwrite: bool
+) -> tuple[int, checkpoint.Saved | None]:
+    """The number of this attempt, and the checkpoint to go on from, if any."""
     if resume and overwrite:
         raise ValueError("resume and overwrite exclude each other")
-    saved = checkpoint.latest(run_dir)
-    if saved is not None and resume:
-        checkpoint.check_same_settings(saved, config)
-    elif saved is not None and not overwrite:
+    found = checkpoint.latest(run_dir)
+    if found is not None and resume:
+        checkpoint.check_same_settings(found, config)
+    elif found is not None and not overwrite:
         raise ValueError(
-            f"{run_dir} holds checkpoints already (the last is of step {saved.step}); resume to go on from there, "
+            f"{run_dir} holds checkpoints already (the last is of step {found.step}); resume to go on from there, "
             "overwrite to delete them, or name another run_dir"
         )
-    elif overwrite:
-        for name in ("checkpoints", "shards", metrics.FILE):
-            storage.delete(storage.join(run_dir, name))
     try:
+        generation = checkpoint.start_generation(run_dir)
         content = yaml.safe_dump(config.to_dict(), sort_keys=False)
         storage.write_bytes(storage.join(run_dir, "config.yaml"), content.encode())
     except OSError as error:
         raise ValueError(f"cannot write to the run_dir {run_dir}: {error}") from error
-    return saved if resume else None
+    # Ranks of an older attempt, whose driver is gone, may have saved until now, and cannot any more.
+    saved = checkpoint.latest(run_dir) if resume else None
+    if saved is not None:
+        checkpoint.check_same_settings(saved, config)
+    return generation, saved
+
+
+def _delete_run(run_dir: str, keep: Sequence[str]) -> None:
+    """Deletes what earlier runs have left in a run_dir, but for the datasets that are used now, by their URLs."""
+    folder = storage.join(run_dir, "shards")
+    left = [storage.join(folder, name) for name in storage.list_names(folder)]
+    unused = [url for url in left if not any(used == url or used.startswith(f"{url}/") for used in keep)]
+    for url in (storage.join(run_dir, "checkpoints"), storage.join(run_dir, metrics.FILE), *unused):
+        storage.delete(url)

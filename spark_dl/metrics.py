@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from spark_dl import storage
 
+_log = logging.getLogger("spark_dl")
 FILE = "metrics.jsonl"
 
 
@@ -62,7 +64,11 @@ def follow(run_dir: str) -> Callable[[], list[dict[str, Any]]]:
 
     def poll() -> list[dict[str, Any]]:
         nonlocal seen
-        new = [line for line in read_metrics(run_dir) if line["time"] > seen]
+        try:
+            new = [line for line in read_metrics(run_dir) if line["time"] > seen]
+        except OSError as error:  # the ranks may reach it all the same, and train on
+            _log.warning("cannot read the metrics of %s, which come later: %s", run_dir, error)
+            return []
         seen = max([seen, *(line["time"] for line in new)])
         return [{**line, "kind": f"metrics {line['kind']}"} for line in new]
 

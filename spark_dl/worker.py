@@ -44,7 +44,8 @@ LOOPS: dict[str, Loop] = {"train": _train, "evaluate": evaluate}
 def main(run: Run, *, task: str = "train", report: Report | None = None) -> RankResult:
     """Trains (or evaluates) as one of the ranks of a run. Collective: called on every rank."""
     with rendezvous.join(run.config.launch, init_group=run.config.parallel.has_group, report=report) as world:
-        return _run_loop(task, run, world)
+        _check_reach(task, run, world)
+        return RankResult(world.rank, LOOPS[task](run, world))
 
 
 def call(
@@ -68,6 +69,7 @@ def main_on_rows(
         local.spill(rows.batches, sources, data, part=rows.task, folder=rows.folder) as spilled,
         rendezvous.join(run.config.launch, init_group=run.config.parallel.has_group, report=report) as world,
     ):
+        _check_reach(task, run, world)
         try:
             shards = local.assemble(spilled, _gather(world))
             check_memory(shards, shards.select(data.columns), run.config, world.world_size)
@@ -77,7 +79,7 @@ def main_on_rows(
                     check_same_rows(checkpoint.open_checkpoint(run.checkpoint).manifest.get("rows"), shards, data)
         except ValueError as error:
             return RankResult(world.rank, None, refused=str(error))
-        return _run_loop(task, dataclasses.replace(run, train=shards), world)
+        return RankResult(world.rank, LOOPS[task](dataclasses.replace(run, train=shards), world))
 
 
 def call_on_rows(
@@ -101,9 +103,8 @@ def call_on_rows(
         return RankResult(world.rank, fn(local.RankRows(shards, data), **kwargs))
 
 
-def _run_loop(task: str, run: Run, world: rendezvous.World) -> RankResult:
+def _check_reach(task: str, run: Run, world: rendezvous.World) -> None:
     check_reach(run, _gather(world), rank=world.rank, host=world.host, writes=task == "train")
-    return RankResult(world.rank, LOOPS[task](run, world))
 
 
 def _gather(world: rendezvous.World) -> local.Gather:

@@ -32,6 +32,8 @@ _ROOT_CAUSE_WAIT_S = 2.0
 """How long a failure that only follows from another one waits for that other one to be known."""
 _SILENCE_S = 3.0
 """A rank that sends no sign of life for so long is the cause, where others only lost contact or waited in vain."""
+_POLL_S = 1.0
+"""How often a driver without a listener looks for news."""
 _CANCEL_WAIT_S = 30.0
 _ABORTED_BY_DRIVER_WAIT_S = 20.0
 
@@ -214,6 +216,7 @@ def _watch(
     deadline = time.monotonic() + launch.start_timeout_s
     decide_at: float | None = None
     silent_at: float | None = None
+    poll_at = 0.0
     while True:
         with contextlib.suppress(queue.Empty):
             event = events.get(timeout=0.2)
@@ -244,7 +247,9 @@ def _watch(
         silent_at = (silent_at or time.monotonic()) if silent else None
         if silent_at and time.monotonic() - silent_at > _SILENCE_S:  # it was not the driver that stood still
             raise root_cause(failures, known, job.error, silent)
-        _pass_on(poll, on_event)
+        if time.monotonic() >= poll_at:
+            _pass_on(poll, on_event)
+            poll_at = time.monotonic() + _POLL_S
         if running < launch.num_ranks and time.monotonic() > deadline:
             if job.has_tasks():
                 if job.computes_first:  # the DataFrame is still being computed, or the ranks cannot reach the driver

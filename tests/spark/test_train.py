@@ -91,6 +91,7 @@ def test_rows_that_pass_filters_are_trained_on_and_evaluated(spark, points, tmp_
     run = str(tmp_path / "run")
     assert spark_dl.train(path, MLP, config, run_dir=run).rows == 2 * passing
     assert spark_dl.evaluate(path, MLP, run)["rows"] == passing
+    assert spark_dl.evaluate(points, MLP, run)["rows"] == points.count(), "a DataFrame has the rows that are meant"
     other = small_config(2, train={"epochs": 3}, data={"filters": filters[:1]})
     with pytest.raises(ValueError, match="cannot resume.*data.filters"):
         spark_dl.train(path, MLP, other, run_dir=run, resume=True)
@@ -175,8 +176,17 @@ def test_resume_goes_on_and_overwrite_starts_anew(spark, points, tmp_path):
     other = small_config(2, train={"epochs": 2, "lr": 0.2})
     with pytest.raises(ValueError, match=r"other settings \(train.lr: was 0.1, now 0.2\)"):
         spark_dl.train(points, MLP, other, run_dir=run_dir, resume=True)
+    misspelt = small_config(2, data={"features": ("featurs",)})
+    with pytest.raises(ValueError, match=r"no column 'featurs'"):
+        spark_dl.train(points, MLP, misspelt, run_dir=run_dir, overwrite=True)
+    assert checkpoint.find(run_dir).url == resumed.checkpoint, "what does not fit deletes nothing"
     whole = spark_dl.train(points, MLP, more, run_dir=run_dir, overwrite=True)
     assert whole.history == resumed.history
+    own = spark_dl.train(f"{run_dir}/shards/train", MLP, config, run_dir=run_dir, overwrite=True)
+    assert own.rows == points.count(), "the data that are trained on stay"
+    assert [saved.step for saved in checkpoint.list_checkpoints(run_dir)] == [11]
+    spark_dl.train(spark_dl.write_shards(points, str(tmp_path / "other")), MLP, config, run_dir=run_dir, overwrite=True)
+    assert os.listdir(f"{run_dir}/shards") == [], "and nobody's are deleted"
 
 
 @pytest.mark.modes("local")

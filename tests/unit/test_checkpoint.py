@@ -5,13 +5,14 @@ import io
 import json
 import pickle
 import random
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from spark_dl import Checkpoint, Config, Data, Launch, Train, checkpoint, storage
+from spark_dl import Checkpoint, Config, Data, Launch, Train, checkpoint, driver, storage
 from spark_dl.data.schema import Column
 from spark_dl.launch.rendezvous import join
 
@@ -131,6 +132,18 @@ def test_what_cannot_be_deleted_is_a_warning_and_the_new_checkpoint_is_there(tmp
     assert steps(tmp_path) == [3]
 
 
+def test_what_older_attempts_have_not_committed_is_deleted(tmp_path, group):
+    folders = [Path(checkpoint.folder(str(tmp_path)), f"step-0000000{step}.gen-000{step}") for step in (1, 2, 3)]
+    for folder in folders:
+        folder.mkdir(parents=True)
+        (folder / "model.pt").write_bytes(b"half")
+    for _ in range(2):
+        checkpoint.start_generation(str(tmp_path))
+    save(tmp_path, step=4, generation=2)
+    assert [folder.exists() for folder in folders] == [False, True, True]
+    assert steps(tmp_path) == [4]
+
+
 def test_an_attempt_that_cannot_be_read_is_an_error_and_no_checkpoint(tmp_path, group, monkeypatch):
     def read(run_dir):
         raise PermissionError(13, "Permission denied", "GENERATION")
@@ -194,6 +207,13 @@ def test_of_the_same_step_the_later_attempt_is_newer(tmp_path):
 def test_a_run_without_checkpoints_has_none(tmp_path):
     assert checkpoint.list_checkpoints(str(tmp_path / "nowhere")) == []
     assert checkpoint.latest(str(tmp_path)) is None
+
+
+def test_a_checkpoint_that_was_copied_out_of_its_run_is_its_own_folder(tmp_path):
+    saved = handmade(tmp_path / "run", 1)
+    shutil.copytree(saved, tmp_path / "best")
+    assert checkpoint.run_dir_of(checkpoint.find(str(saved))) == str(tmp_path / "run")
+    assert checkpoint.run_dir_of(checkpoint.find(str(tmp_path / "best"))) == str(tmp_path / "best")
 
 
 def test_find_takes_a_run_or_one_of_its_checkpoints(tmp_path):
@@ -274,6 +294,27 @@ def test_every_attempt_has_a_higher_number(tmp_path):
     assert checkpoint.read_generation(str(tmp_path)) == 0
     assert [checkpoint.start_generation(str(tmp_path)) for _ in range(11)] == list(range(1, 12))
     assert checkpoint.read_generation(str(tmp_path)) == 11
+
+
+def test_what_an_older_attempt_saves_while_another_begins_is_gone_on_from(tmp_path, monkeypatch):
+    handmade(tmp_path, 1)
+    start = checkpoint.start_generation
+
+    def save_and_start(run_dir):
+        handmade(tmp_path, 2)
+        return start(run_dir)
+
+    monkeypatch.setattr(checkpoint, "start_generation", save_and_start)
+    generation, saved = driver._begin_attempt(str(tmp_path), Config(), resume=True, overwrite=False)
+    assert (generation, saved.step) == (1, 2)
+
+
+def test_what_may_not_begin_leaves_an_attempt_that_runs_alone(tmp_path):
+    handmade(tmp_path, 1)
+    for how, message in (({"resume": False}, "holds checkpoints already"), ({"resume": True}, "other settings")):
+        with pytest.raises(ValueError, match=message):
+            driver._begin_attempt(str(tmp_path), Config(train=Train(lr=9.0)), **how, overwrite=False)
+    assert checkpoint.read_generation(str(tmp_path)) == 0
 
 
 def test_a_rank_of_an_older_attempt_cannot_commit(tmp_path, group):

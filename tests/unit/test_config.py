@@ -380,9 +380,9 @@ def test_a_file_and_then_overrides(tmp_path):
 
 def test_overrides_as_a_mapping(tmp_path):
     overrides = {"data.features": ["a b", "1"], "data.label": None, "train.max_steps": 5, "data.shuffle": False}
-    config = load_config(None, {**overrides, "train.metrics": {"m": {"class": "MeanMetric"}}})
+    config = load_config(None, {**overrides, "train.optimizer_args": {"momentum": 0.9}})
     assert config.data == Data(features=("a b", "1"), label=None, shuffle=False)
-    assert config.train == Train(max_steps=5, metrics={"m": {"class": "MeanMetric"}})
+    assert config.train == Train(max_steps=5, optimizer_args={"momentum": 0.9})
 
 
 @pytest.mark.parametrize(("text", "key", "near"), [
@@ -423,7 +423,7 @@ def test_a_file_that_does_not_exist_is_named(tmp_path):
 
 def test_settings_survive_yaml():
     config = Config(
-        data=Data(features=("a",), label=None, validation_fraction=0.25, num_streams=8),
+        data=Data(features=("a",), label="b", validation_fraction=0.25, num_streams=8),
         train=Train(optimizer_args={"betas": [0.9, 0.99]}, max_steps=7, metrics={"m": {"class": "MeanMetric"}}),
         parallel=Parallel(static_graph=True),
         launch=Launch(num_ranks=4, device="cpu"),
@@ -447,3 +447,8 @@ def test_plain_dicts_are_checked_like_files(sections, message):
 def test_a_suggestion_is_the_nearest_name_or_all_names():
     assert suggestion("LABLE", ["label", "image"]) == "; did you mean 'label'?"
     assert suggestion("zzz", ["label", "image"]) == "; known are image, label"
+
+
+def test_metrics_without_a_label_are_refused():
+    with pytest.raises(ValueError, match=r"^train\.metrics: accuracy compare with data\.label, which is null"):
+        Config(data=Data(label=None), train=Train(metrics={"accuracy": {"class": "MulticlassAccuracy"}}))

@@ -144,14 +144,12 @@ def _delete_old(run_dir: str, keep: int, generation: int) -> None:
     checkpoint is there, and training goes well.
     """
     try:
-        committed = list_checkpoints(run_dir)
+        committed, others = _folders(run_dir)
         for saved in committed[:-keep]:
             storage.delete(storage.join(saved.url, MANIFEST))
             storage.delete(saved.url)
-        for name in storage.list_names(folder(run_dir)):
-            url, attempt = storage.join(folder(run_dir), name), re.fullmatch(_NAME, name)
-            is_older = attempt is not None and int(attempt.group(1)) < generation
-            if is_older and url not in (saved.url for saved in committed):
+        for url, attempt in others.items():
+            if attempt < generation:
                 storage.delete(url)
     except OSError as error:
         _log.warning("cannot delete the checkpoints before the last %d of %s: %s", keep, run_dir, error)
@@ -159,12 +157,21 @@ def _delete_old(run_dir: str, keep: int, generation: int) -> None:
 
 def list_checkpoints(run_dir: str) -> list[Saved]:
     """The committed checkpoints of a run, oldest first: by step, then by attempt."""
-    found = []
+    return _folders(run_dir)[0]
+
+
+def _folders(run_dir: str) -> tuple[list[Saved], dict[str, int]]:
+    """The committed checkpoints of a run, oldest first, and the attempts of those that are not committed, by URL."""
+    committed, others = [], {}
     for name in storage.list_names(folder(run_dir)):
         url = storage.join(folder(run_dir), name)
-        if re.fullmatch(_NAME, name) and (saved := _read_manifest(url)) is not None:
-            found.append(saved)
-    return sorted(found, key=lambda s: (s.step, s.generation))
+        if not (match := re.fullmatch(_NAME, name)):
+            continue
+        if (saved := _read_manifest(url)) is not None:
+            committed.append(saved)
+        else:
+            others[url] = int(match.group(1))
+    return sorted(committed, key=lambda s: (s.step, s.generation)), others
 
 
 def latest(run_dir: str) -> Saved | None:

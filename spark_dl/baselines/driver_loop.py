@@ -14,16 +14,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import platform
-import random
 import re
 import time
 import uuid
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -38,6 +36,7 @@ from spark_dl.data.build import BatchLoader, build_train_loader
 from spark_dl.launch import payload, preflight
 from spark_dl.launch.failure import root_cause
 from spark_dl.launch.rendezvous import World
+from spark_dl.parallel.generators import generators_kept
 from spark_dl.parallel.trainable import Scaler, Trainable, build_optimizer
 from spark_dl.spec import Batch, Run
 
@@ -68,7 +67,8 @@ def train(
         rank=0, world_size=1, local_rank=0, local_world_size=1, host=platform.node(), device=torch.device("cpu"),
         store=dist.HashStore(), report=report or (lambda event: None),
     )  # fmt: skip
-    with _random_state_kept():
+    # The loop seeds the generators of its process, which is here the user's.
+    with generators_kept(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()):
         return loop.train(
             run,
             world,
@@ -211,16 +211,3 @@ class _Jobs:
         failed = re.search(r"[Tt]ask \d+\.?\d* in stage (\d+)", text)
         is_first = job is not None and failed is not None and int(failed.group(1)) == min(job.stageIds)
         return root_cause([], {rank: {"rank": rank} for rank in range(num_ranks)} if is_first else {}, error, {})
-
-
-@contextlib.contextmanager
-def _random_state_kept() -> Iterator[None]:
-    """The loop seeds the generators of its process, which is here the user's."""
-    states = random.getstate(), np.random.get_state()
-    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    try:
-        with torch.random.fork_rng(devices=gpus):
-            yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])

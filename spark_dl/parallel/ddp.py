@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import random
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -18,6 +16,7 @@ from spark_dl.config import Config
 from spark_dl.parallel.batchnorm import synchronize_batchnorm
 from spark_dl.parallel.bucket_choice import BucketSize
 from spark_dl.parallel.exchange import average_whole, build_exchange
+from spark_dl.parallel.generators import generators_kept
 from spark_dl.parallel.trainable import Scaler, Trainable, add_gradients, build_optimizer
 from spark_dl.spec import Batch, ModelSpec
 
@@ -126,14 +125,11 @@ def _run_without_trace(model: nn.Module, backward: Callable[[], object]) -> None
     each bucket, so it must not begin before either. With a static graph DDP learns the graph in the first pass and
     the order of the gradients in the second, so it takes both. Costs a step at the start of a run.
     """
-    generators = random.getstate(), np.random.get_state()
     buffers = [b.detach().clone() for b in model.buffers()]
-    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
-    with torch.random.fork_rng(devices=sorted(d for d in devices if d is not None)):
+    gpus = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
+    with generators_kept(sorted(gpu for gpu in gpus if gpu is not None)):
         backward()
     with torch.no_grad():
         for buffer, before in zip(model.buffers(), buffers, strict=True):
             buffer.copy_(before)
-    random.setstate(generators[0])
-    np.random.set_state(generators[1])
     model.zero_grad(set_to_none=True)

@@ -15,6 +15,7 @@ from spark_dl.spec import Run
 from tests.datasets import write_dataset
 from tests.models import DROPOUT_MLP, MLP, blobs, build_dropout_mlp, same_bits, small_config
 from tests.ranks.launcher import RankFailed, run_ranks
+from tests.ranks.runs import assert_same_to_the_bit, cut_at, resume, train
 
 ACCURACY = {"accuracy": {"class": "MulticlassAccuracy", "num_classes": 3}}
 
@@ -83,15 +84,8 @@ class Stochastic(nn.Module):
 def test_a_model_that_draws_from_other_generators_goes_on_where_it_was(tmp_path, parallel):
     config = small_config(2, train={"epochs": 2}, parallel=Parallel(**parallel))
     whole = make_run(tmp_path, config, spec=ModelSpec(build=Stochastic), name="whole")
-    cut = dataclasses.replace(
-        whole, run_dir=str(tmp_path / "cut"),
-        config=dataclasses.replace(config, train=dataclasses.replace(config.train, max_steps=4)),
-    )  # fmt: skip
-    for run in (whole, cut):
-        run_ranks(train_rank, 2, run)
-    resumed = dataclasses.replace(cut, config=config, checkpoint=checkpoint.latest(cut.run_dir).url)
-    run_ranks(train_rank, 2, resumed)
-    assert same_bits(final_state(whole)[0], final_state(resumed)[0])
+    cut = dataclasses.replace(whole, run_dir=str(tmp_path / "cut"), config=cut_at(config, 4))
+    assert_same_to_the_bit(train(whole), resume(cut, train(cut), config))
 
 
 def test_resume_on_another_number_of_ranks_goes_on_exactly(tmp_path):

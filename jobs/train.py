@@ -8,7 +8,8 @@ import time
 from typing import Any
 
 import spark_dl
-from spark_dl import cli, plots
+from spark_dl import cli
+from spark_dl.cli import plots
 
 OPTIONS: dict[str, tuple[Any, Any, str]] = {
     "run_dir": (str | None, None, "folder for checkpoints, settings, metrics; all executors must reach it"),

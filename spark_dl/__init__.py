@@ -3,17 +3,18 @@
 __version__ = "0.1.0"
 
 from spark_dl.config import Checkpoint, Config, Data, Launch, Parallel, Train
+from spark_dl.config.load import load_config
+from spark_dl.data.dataset.manifest import read_shards
+from spark_dl.data.dataset.records import ShardSet
 from spark_dl.data.local import RankRows
-from spark_dl.data.manifest import ShardSet, read_shards
-from spark_dl.data.shards import write_shards
-from spark_dl.data.store import clean_store, store_shards
+from spark_dl.data.store.store import clean_store, store_shards
+from spark_dl.data.write.shards import write_shards
 from spark_dl.driver import TrainResult, evaluate, launch, run_on_dataframe, train
 from spark_dl.launch.failure import RankError
-from spark_dl.launch.rendezvous import World
 from spark_dl.launch.session import build_session
 from spark_dl.predict import predict
-from spark_dl.settings import load_config
 from spark_dl.spec import ModelSpec, import_object
+from spark_dl.world import World
 
 __all__ = [
     "Checkpoint",

@@ -27,9 +27,9 @@ import torch
 
 from spark_dl import storage
 from spark_dl.config import Config
-from spark_dl.data.schema import Column
+from spark_dl.config.load import build_config
+from spark_dl.data.columns.schema import Column
 from spark_dl.gather import gather_json
-from spark_dl.settings import build_config
 
 _log = logging.getLogger("spark_dl")
 MANIFEST = "MANIFEST.json"

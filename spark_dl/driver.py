@@ -21,14 +21,16 @@ import yaml
 from torch import nn
 
 from spark_dl import checkpoint, metrics, storage, worker
-from spark_dl.baselines import driver_loop, shuffle_reduce, tree_reduce
+from spark_dl.baselines.driver_loop import loop as driver_loop
+from spark_dl.baselines.driver_loop import shuffle_reduce, tree_reduce
+from spark_dl.cli.progress import ProgressBar
 from spark_dl.config import BY_SPARK, Config, Data, Launch
 from spark_dl.data import local
-from spark_dl.data.manifest import ShardSet
-from spark_dl.data.mixture import Mixture, dataset_configs
+from spark_dl.data.columns.schema import Column
+from spark_dl.data.dataset.records import ShardSet
+from spark_dl.data.load.mixture import Mixture, dataset_configs
+from spark_dl.data.load.resume_check import check_same_rows
 from spark_dl.data.plan import check_held_out
-from spark_dl.data.same_rows import check_same_rows
-from spark_dl.data.schema import Column
 from spark_dl.evaluate import build_metric, load_model
 from spark_dl.inputs import (
     as_source,
@@ -42,7 +44,6 @@ from spark_dl.inputs import (
 from spark_dl.launch import payload, preflight
 from spark_dl.launch.barrier import run_barrier
 from spark_dl.parallel import check_available
-from spark_dl.progress import ProgressBar
 from spark_dl.spec import ModelSpec, Run
 
 if TYPE_CHECKING:

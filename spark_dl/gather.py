@@ -21,7 +21,7 @@ def sum_over_ranks(tensor: Tensor) -> None:
         dist.all_reduce(tensor)
 
 
-def take_from_first(tensor: Tensor) -> None:
+def broadcast_from_rank0(tensor: Tensor) -> None:
     """Overwrites a tensor with that of rank 0. Collective."""
     if dist.is_initialized():
         dist.broadcast(tensor, 0)

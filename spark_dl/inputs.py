@@ -12,17 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 from spark_dl import storage
 from spark_dl.config import Config, Data, Nonfinite
-from spark_dl.data.budget import check_memory, warn_of_memory
-from spark_dl.data.filter_counts import filter_rows
-from spark_dl.data.foreign import open_parquet
-from spark_dl.data.manifest import MANIFEST, STORED, ShardSet, read_shards
-from spark_dl.data.mixture import batch_shares
+from spark_dl.data.columns.policies import check_rules
+from spark_dl.data.columns.schema import Column, check_like, check_settings, words_of
+from spark_dl.data.columns.source import check_batch_names
+from spark_dl.data.dataset.manifest import MANIFEST, STORED, read_shards
+from spark_dl.data.dataset.memory import check_memory, warn_of_memory
+from spark_dl.data.dataset.records import ShardSet
+from spark_dl.data.external.dataset import open_parquet
+from spark_dl.data.external.row_counts import filter_rows
+from spark_dl.data.load.mixture import batch_shares
 from spark_dl.data.plan import rows_held_out
-from spark_dl.data.policies import check_rules
-from spark_dl.data.schema import Column, check_like, check_settings, words_of
-from spark_dl.data.sequences import with_runs
-from spark_dl.data.source import check_batch_names
-from spark_dl.data.store import reopen, store_shards
+from spark_dl.data.read.sequences import with_runs
+from spark_dl.data.store.store import reopen, store_shards
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame

@@ -16,17 +16,17 @@ import torch
 
 from spark_dl import checkpoint
 from spark_dl.config import Train
-from spark_dl.data.batch import StepBatches
-from spark_dl.data.build import BatchLoader, build_loader, build_train_loader
-from spark_dl.data.same_rows import fingerprint
+from spark_dl.data.columns.batch import StepBatches
+from spark_dl.data.load.build import BatchLoader, build_loader, build_train_loader
+from spark_dl.data.load.resume_check import dataset_digest
 from spark_dl.evaluate import evaluate_model
-from spark_dl.gather import sum_over_ranks, take_from_first
-from spark_dl.launch.rendezvous import World
+from spark_dl.gather import broadcast_from_rank0, sum_over_ranks
 from spark_dl.metrics import MetricsLog, StepTimer
 from spark_dl.parallel import Parallelize, parallelize
 from spark_dl.parallel.trainable import Trainable, lr_factor
 from spark_dl.schedule import Schedule, plain_state
 from spark_dl.spec import Run
+from spark_dl.world import World
 
 
 @dataclass
@@ -106,7 +106,7 @@ class Training:
         self.loader, self.num_ranks = loader, num_ranks or world.world_size
         self.spec, self.config, self.world, self.trainable = run.spec, run.config, world, trainable
         self.run_dir, self.generation = run.run_dir, run.generation
-        self.fingerprint = fingerprint(run.train)
+        self.fingerprint = dataset_digest(run.train)
         seed_generators(self.config.train.seed + 1 + world.rank)  # other dropout on each
         self.schedule = Schedule(self.trainable.optimizer, self.config)
         options: dict[str, Any] = {
@@ -261,7 +261,7 @@ class Training:
         else:
             progress.epochs_without_gain += 1
         stop = torch.tensor(int(progress.epochs_without_gain >= train.early_stop_patience), device=self.world.device)
-        take_from_first(stop)  # rank 0 decides for all, should a metric ever differ between ranks
+        broadcast_from_rank0(stop)  # rank 0 decides for all, should a metric ever differ between ranks
         progress.stopped_early = bool(stop)
 
     def _is_over(self) -> bool:

@@ -14,12 +14,13 @@ import torch
 
 from spark_dl import checkpoint
 from spark_dl.config import Config, Data
-from spark_dl.data import schema, source
-from spark_dl.data.batch import build_batch
-from spark_dl.data.policies import clean_batch
-from spark_dl.data.ragged import Array, Ragged, from_lengths
-from spark_dl.data.schema import Column
-from spark_dl.data.source import BadCellsError, SourceColumn
+from spark_dl.data.columns import schema
+from spark_dl.data.columns.batch import build_batch
+from spark_dl.data.columns.policies import clean_batch
+from spark_dl.data.columns.ragged import Array, Ragged, from_lengths
+from spark_dl.data.columns.schema import Column
+from spark_dl.data.columns.source import BadCellsError, SourceColumn
+from spark_dl.data.write import spark_types
 from spark_dl.evaluate import load_model
 from spark_dl.launch import gpus, payload
 from spark_dl.spec import ModelSpec
@@ -114,7 +115,7 @@ def _trained_sources(fields: StructType, columns: list[Column], config: Config) 
     names = [c.name for c in columns]
     encode = {name: settings for name, settings in config.data.encode.items() if name in names}
     fill = {name: value for name, value in config.data.fill.items() if name in names}
-    sources = source.source_columns(fields, names, encode, fill)
+    sources = spark_types.source_columns(fields, names, encode, fill)
     for found, column in zip(sources, columns, strict=True):
         expected = replace(column.encoding, vocabulary=found.encoding.vocabulary)
         if found.encoding != expected:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import uuid
 
 from spark_dl import checkpoint, storage
+from spark_dl.data.dataset.records import ShardSet
+from spark_dl.data.load.mixture import Mixture
 from spark_dl.data.local import Gather
-from spark_dl.data.manifest import ShardSet
-from spark_dl.data.mixture import Mixture
 from spark_dl.spec import Run
 
 

@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from spark_dl.checks import suggestion
+from spark_dl.config.checks import suggestion
 
 if TYPE_CHECKING:
     from spark_dl.config import Config
-    from spark_dl.data.manifest import ShardSet
-    from spark_dl.data.mixture import Mixture
+    from spark_dl.data.dataset.records import ShardSet
+    from spark_dl.data.load.mixture import Mixture
 
 Batch = Mapping[str, Tensor]
 """Columns by name, each [rows, *shape of a cell] with the dtype it was stored with, and `weight`, [rows] float32:

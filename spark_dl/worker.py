@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from spark_dl import checkpoint
-from spark_dl.baselines import parameter_server
+from spark_dl.baselines.servers import loop as parameter_server
 from spark_dl.config import Data, Launch
 from spark_dl.data import local
-from spark_dl.data.budget import check_memory
+from spark_dl.data.columns.source import SourceColumn
+from spark_dl.data.dataset.memory import check_memory
+from spark_dl.data.load.resume_check import check_same_rows
 from spark_dl.data.plan import check_held_out
-from spark_dl.data.same_rows import check_same_rows
-from spark_dl.data.source import SourceColumn
 from spark_dl.evaluate import evaluate
 from spark_dl.gather import gather_by_store
 from spark_dl.launch import rendezvous
@@ -25,16 +25,17 @@ from spark_dl.launch.barrier import RankResult, TaskInput
 from spark_dl.loop import train
 from spark_dl.reach import check_reach
 from spark_dl.spec import Run
+from spark_dl.world import World
 
 Report = Callable[[Mapping[str, Any]], None]
 
-Loop = Callable[[Run, rendezvous.World], dict[str, Any]]
+Loop = Callable[[Run, World], dict[str, Any]]
 
 TRAIN_BY: dict[str, Loop] = {"parameter_server": parameter_server.train}
 """Strategies that train by a loop of their own."""
 
 
-def _train(run: Run, world: rendezvous.World) -> dict[str, Any]:
+def _train(run: Run, world: World) -> dict[str, Any]:
     return TRAIN_BY.get(run.config.parallel.strategy, train)(run, world)
 
 
@@ -103,9 +104,9 @@ def call_on_rows(
         return RankResult(world.rank, fn(local.RankRows(shards, data), **kwargs))
 
 
-def _check_reach(task: str, run: Run, world: rendezvous.World) -> None:
+def _check_reach(task: str, run: Run, world: World) -> None:
     check_reach(run, _gather(world), rank=world.rank, host=world.host, writes=task == "train")
 
 
-def _gather(world: rendezvous.World) -> local.Gather:
+def _gather(world: World) -> local.Gather:
     return functools.partial(gather_by_store, world.store, world.rank, world.world_size)

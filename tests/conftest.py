@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests import s3
+from tests.builders import s3
 from tests.ranks.launcher import pool_pids
 
 _KEPT = {

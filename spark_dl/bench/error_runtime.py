@@ -20,7 +20,7 @@ from spark_dl.bench import exchange
 from spark_dl.bench.log import Log
 from spark_dl.bench.staleness import Delay, iteration_s
 from spark_dl.config import Config, Data, Launch, Parallel, Train
-from spark_dl.data.shards import write_arrays
+from spark_dl.data.write.shards import write_arrays
 from spark_dl.spec import ModelSpec
 
 _HELD_OUT = 5  # every fifth image validates

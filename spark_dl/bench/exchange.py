@@ -32,11 +32,13 @@ from spark_dl.bench.log import Log
 from spark_dl.bench.profiles import Layer, Profile
 from spark_dl.bench.stream import stream_to_next
 from spark_dl.config import Config, Data, Launch, Parallel, Train
-from spark_dl.data.shards import write_arrays
+from spark_dl.data.write.shards import write_arrays
 from spark_dl.launch.barrier import RankResult, run_barrier
-from spark_dl.launch.rendezvous import World, join
-from spark_dl.parallel import collectives, parallelize
+from spark_dl.launch.rendezvous import join
+from spark_dl.parallel import parallelize
+from spark_dl.parallel.exchange import collectives
 from spark_dl.spec import Batch, ModelSpec
+from spark_dl.world import World
 
 ALL_REDUCES = ("backend", *collectives.ALGORITHMS)
 BACKWARDS: Mapping[str, Parallel] = {

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from spark_dl.config import Config, Data, Launch, Parallel, Train
-from spark_dl.data.batch import Batch
-from spark_dl.data.build import build_train_loader
-from spark_dl.data.manifest import read_shards
-from spark_dl.data.shards import write_arrays
+from spark_dl.data.columns.batch import Batch
+from spark_dl.data.dataset.manifest import read_shards
+from spark_dl.data.load.build import build_train_loader
+from spark_dl.data.write.shards import write_arrays
 from spark_dl.launch.rendezvous import join
 from spark_dl.parallel import parallelize
 from spark_dl.parallel.trainable import Trainable

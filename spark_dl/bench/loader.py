@@ -84,7 +84,7 @@ def write_parquet(folder: str, arrays: Arrays) -> None:
 
 def _write(folder: str, arrays: Arrays) -> None:
     """The rows as plain Parquet, as our shards, and as NumPy files."""
-    from spark_dl.data.shards import write_arrays
+    from spark_dl.data.write.shards import write_arrays
 
     write_parquet(folder, arrays)
     write_arrays(arrays, f"{folder}/shards")
@@ -148,9 +148,9 @@ def _names(folder: str) -> Sequence[str]:
 
 def _spark_dl(folder: str, *, plain: bool) -> Epoch:
     from spark_dl.config import Config, Data, Train
-    from spark_dl.data.foreign import open_parquet
-    from spark_dl.data.loader import Loader
-    from spark_dl.data.manifest import read_shards
+    from spark_dl.data.dataset.manifest import read_shards
+    from spark_dl.data.external.dataset import open_parquet
+    from spark_dl.data.load.loader import Loader
 
     data = Data(features=tuple(_names(folder)), label="label", shuffle_window_rows=WINDOW_ROWS, memory_mib=_MEMORY_MIB)
     shards = open_parquet(f"{folder}/parquet", data.columns) if plain else read_shards(f"{folder}/shards")

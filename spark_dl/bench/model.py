@@ -11,7 +11,7 @@ from spark_dl.bench import cost
 from spark_dl.bench.profiles import PROFILES
 from spark_dl.bench.work import METHODS as MODELLED
 from spark_dl.bench.work import Exchange, work
-from spark_dl.parallel import buckets
+from spark_dl.parallel.exchange import buckets
 
 BUCKET_MIB = 25.0
 """Of the whole model: as many buckets as it has, a part of it has, too."""

@@ -21,7 +21,7 @@ from spark_dl.config import Launch, Parallel
 from spark_dl.launch.barrier import RankResult, run_barrier
 from spark_dl.launch.rendezvous import join
 from spark_dl.parallel import parallelize
-from spark_dl.parallel.buckets import CANDIDATES_MIB, MIB, backward_s, interpolate_all_reduce_s
+from spark_dl.parallel.exchange.buckets import CANDIDATES_MIB, MIB, backward_s, interpolate_all_reduce_s
 from spark_dl.spec import ModelSpec
 
 _ON_RANKS = [method for method, parallel in exchange.BACKWARDS.items() if parallel.strategy == "ddp"]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from spark_dl.bench.loader import image_rows, table_rows, write_parquet
 from spark_dl.bench.peer import Peer, petastorm_command
 from spark_dl.config import Data
-from spark_dl.data.shards import write_shards
+from spark_dl.data.write.shards import write_shards
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

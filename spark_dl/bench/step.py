@@ -22,9 +22,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from spark_dl.config import Checkpoint, Config, Data, Launch, Train
-from spark_dl.data.loader import Loader
-from spark_dl.data.manifest import read_shards
-from spark_dl.data.shards import write_arrays
+from spark_dl.data.dataset.manifest import read_shards
+from spark_dl.data.load.loader import Loader
+from spark_dl.data.write.shards import write_arrays
 from spark_dl.launch.rendezvous import join
 from spark_dl.spec import ModelSpec, Run
 from spark_dl.worker import main as run_worker

@@ -28,8 +28,9 @@ from spark_dl.bench.profiles import PROFILES
 from spark_dl.config import Config, Launch, Parallel
 from spark_dl.gather import gather_json
 from spark_dl.launch.barrier import RankResult
-from spark_dl.launch.rendezvous import World, join
-from spark_dl.parallel.exchange import build_exchange
+from spark_dl.launch.rendezvous import join
+from spark_dl.parallel.exchange.exchange import build_exchange
+from spark_dl.world import World
 
 
 @dataclass(frozen=True)

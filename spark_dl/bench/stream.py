@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from spark_dl.launch.connections import Port, connect
-from spark_dl.launch.rendezvous import World
+from spark_dl.world import World
 
 _PIECE_BYTES = 1 << 20
 

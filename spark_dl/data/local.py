@@ -29,13 +29,20 @@ import pyarrow as pa
 from torch import Tensor
 
 from spark_dl.config import Config, Data, Launch, Train
-from spark_dl.data import loader, rows
-from spark_dl.data.manifest import ShardSet, Spread
-from spark_dl.data.plan import Segment
-from spark_dl.data.ragged import Array, Ragged
-from spark_dl.data.schema import Column
-from spark_dl.data.shards import Part, agreed_columns, select_sources, with_sizes, write_part
-from spark_dl.data.source import SourceColumn
+from spark_dl.data.columns.ragged import Array, Ragged
+from spark_dl.data.columns.schema import Column
+from spark_dl.data.columns.source import SourceColumn
+from spark_dl.data.dataset.records import LocalPlacement, ShardSet
+from spark_dl.data.load import loader
+from spark_dl.data.plan import Segment, Split
+from spark_dl.data.read import rows
+from spark_dl.data.write.shards import (
+    PartitionResult,
+    agreed_columns,
+    select_sources,
+    with_sizes,
+    write_part,
+)
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -74,7 +81,7 @@ class Spilled:
 
     url: str
     sources: tuple[SourceColumn, ...]
-    part: Part
+    part: PartitionResult
 
 
 @contextlib.contextmanager
@@ -130,7 +137,7 @@ def assemble(spilled: Spilled, gather: Gather) -> ShardSet:
 
     Raises ValueError, the same on all ranks, for bad cells on any of them, cells of unequal shape, and no rows at all.
     """
-    found = (Part.from_plain(p) for p in gather("parts", asdict(spilled.part)))
+    found = (PartitionResult.from_plain(p) for p in gather("parts", asdict(spilled.part)))
     parts = sorted(found, key=lambda p: p.partition)
     own = spilled.part.partition
     assert [p.partition for p in parts] == list(range(len(parts)))
@@ -146,7 +153,7 @@ def assemble(spilled: Spilled, gather: Gather) -> ShardSet:
         spilled.url,
         columns,
         tuple(s for p in parts for s in p.shards),
-        spread=Spread(
+        spread=LocalPlacement(
             part=own,
             part_shards=tuple(len(p.shards) for p in parts),
             filler=dict(zip([c.name for c in columns], row, strict=True)),
@@ -194,7 +201,7 @@ class RankRows:
         first = sum(counts[:part])
         return ShardSet(self.dataset.url, self.dataset.columns, self.dataset.shards[first : first + counts[part]])
 
-    def loader(self, batch_size: int, *, shuffle: bool = True, seed: int = 0, part: rows.Part = "all") -> loader.Loader:
+    def loader(self, batch_size: int, *, shuffle: bool = True, seed: int = 0, part: Split = "all") -> loader.Loader:
         """A loader of batches of `batch_size` rows per rank.
 
         `for step in loader.epoch(0)` gives `step.micro_batches[0]` (columns and `weight`, 0 where a place is only

@@ -24,11 +24,14 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
+Split = Literal["all", "train", "validation"]
+"""Rows that are read: all, or one side of `data.validation_fraction`."""
 
 FILLER = -1
 """In place of a row group's number: the row that a dataset in parts holds ready for a part without rows."""

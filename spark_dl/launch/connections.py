@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from spark_dl.launch.rendezvous import World
+from spark_dl.world import World
 
 _HELLO_S = 5.0
 _WELCOME = b"\x01"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from spark_dl.launch.failure import follows
 
 if TYPE_CHECKING:
-    from spark_dl.launch.rendezvous import World
+    from spark_dl.world import World
 
 _WAIT_S = 2.0
 """How long a rank waits for the error of another one, and then for all others to have left or to know it too."""

@@ -12,10 +12,9 @@ import json
 import os
 import platform
 import socket
-import struct
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,37 +28,9 @@ import torch.distributed.nn.functional
 import spark_dl
 from spark_dl.config import Launch
 from spark_dl.launch import first_failure, gpus
+from spark_dl.world import World, interface_of, local_address
 
 _MUST_AGREE = ("python", "torch", "spark_dl", "device_type")
-
-
-@dataclass(frozen=True)
-class World:
-    """Who a rank is among the others. `rank` is in [0; world_size - 1], `local_rank` counts the ranks of one host."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    host: str
-    device: torch.device
-    store: dist.Store
-    gpus: tuple[torch.device, ...] = ()
-    """All GPUs of the task, of which `device` is the first; none where it is the CPU."""
-    report: Callable[[Mapping[str, Any]], None] = field(default=lambda event: None, repr=False)
-    """Sends an event (a small dict that JSON can hold) to the driver; never waits and never raises."""
-
-    @property
-    def address(self) -> str:
-        """The IP address by which other ranks reach this host: that of the interface that GLOO_SOCKET_IFNAME names, or
-        of the host's name. Raises RuntimeError if it has none."""
-        chosen = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-        return _ipv4_of(chosen) or local_address(self.host)
-
-    @property
-    def interface(self) -> str | None:
-        """The network interface with `address`, or None if no one has it."""
-        return interface_of(self.address)
 
 
 @dataclass(frozen=True)
@@ -161,6 +132,7 @@ def _meet_in_barrier(context: Any, launch: Launch, report: Any, cleanup: context
         device=torch.device(me.device),
         store=store,
         gpus=own_gpus,
+        socket_interface=_socket_interface(),
         report=report or (lambda event: None),
     )
 
@@ -194,6 +166,7 @@ def _meet_by_env(launch: Launch, report: Any) -> World:
         device=gpus.first(own_gpus),
         store=store,
         gpus=own_gpus,
+        socket_interface=_socket_interface(),
         report=report or (lambda event: None),
     )
 
@@ -307,19 +280,8 @@ def _torchrun_env(world: World) -> dict[str, str]:
     }
 
 
-def local_address(host: str) -> str:
-    """The IP address of this host by the name that Spark knows it by. Raises RuntimeError if it has none."""
-    try:
-        infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise RuntimeError(f"the executor's own host name {host!r} does not resolve: {error}") from error
-    by_family = sorted(infos, key=lambda info: info[0] != socket.AF_INET)  # IPv4 first
-    return str(by_family[0][4][0])
-
-
-def interface_of(address: str) -> str | None:
-    """The network interface with this IPv4 address, or None."""
-    return next((name for _, name in socket.if_nameindex() if _ipv4_of(name) == address), None)
+def _socket_interface() -> str:
+    return os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
 
 
 def interfaces_of_host(host: str) -> set[str]:
@@ -332,14 +294,3 @@ def interfaces_of_host(host: str) -> set[str]:
     if name is None:
         raise RuntimeError(f"no network interface of {socket.gethostname()} has {host}'s address {address}")
     return {name, *filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))}
-
-
-def _ipv4_of(interface: str) -> str | None:
-    """The IPv4 address of a network interface, or None."""
-    import fcntl
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
-        request = struct.pack("256s", interface.encode()[:15])
-        found = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR
-        return socket.inet_ntoa(found[20:24])
-    return None

@@ -12,7 +12,7 @@ from spark_dl.parallel.trainable import Trainable
 from spark_dl.spec import ModelSpec
 
 if TYPE_CHECKING:
-    from spark_dl.launch.rendezvous import World
+    from spark_dl.world import World
 
 Parallelize: TypeAlias = "Callable[[ModelSpec, World, Config], Trainable]"
 PARALLELIZE: dict[str, Parallelize] = {

@@ -14,14 +14,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from spark_dl.config import Config
 from spark_dl.parallel.batchnorm import synchronize_batchnorm
-from spark_dl.parallel.bucket_choice import BucketSize
-from spark_dl.parallel.exchange import average_whole, build_exchange
+from spark_dl.parallel.exchange.bucket_choice import BucketSize
+from spark_dl.parallel.exchange.exchange import average_whole, build_exchange
 from spark_dl.parallel.generators import generators_kept
 from spark_dl.parallel.trainable import Scaler, Trainable, add_gradients, build_optimizer
 from spark_dl.spec import Batch, ModelSpec
 
 if TYPE_CHECKING:
-    from spark_dl.launch.rendezvous import World
+    from spark_dl.world import World
 
 
 def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:

@@ -24,7 +24,7 @@ from spark_dl.parallel.trainable import Scaler, Trainable, add_gradients, build_
 from spark_dl.spec import Batch, ModelSpec
 
 if TYPE_CHECKING:
-    from spark_dl.launch.rendezvous import World
+    from spark_dl.world import World
 
 Wait: TypeAlias = Callable[[Callable[[], object]], None]
 
@@ -64,7 +64,7 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
     scaler = Scaler(optimizer, config, world.device)
     is_first = True
 
-    def take_from_first(tensors: Mapping[str, Any]) -> None:
+    def broadcast_from_rank0(tensors: Mapping[str, Any]) -> None:
         # NOTE: not hvd.broadcast_optimizer_state, which unpickles what rank 0 sends. Plain numbers come from the
         # settings and the checkpoint, which all ranks have.
         found = {name: value for name, value in tensors.items() if isinstance(value, Tensor)}
@@ -73,7 +73,7 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
     def forward_backward(micro_batches: Sequence[Batch], rows: int) -> Tensor:
         nonlocal is_first
         if is_first:  # and not before, so that what a checkpoint holds has been loaded
-            take_from_first({**model.state_dict(), **_state_of(optimizer)})
+            broadcast_from_rank0({**model.state_dict(), **_state_of(optimizer)})
             is_first = False
         # Horovod divides the sum over the ranks by their number; the mean is to be over the true rows.
         factor = world.world_size / rows
@@ -96,7 +96,7 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
         clip_grad_norm=lambda norm: nn.utils.clip_grad_norm_(model.parameters(), norm),
         step=step,
         extra_state=scaler.state,
-        settle=lambda: take_from_first(dict(model.named_buffers())),
+        settle=lambda: broadcast_from_rank0(dict(model.named_buffers())),
         close=close,
     )
 

@@ -18,7 +18,7 @@ from spark_dl.parallel.trainable import OptimizerState, Trainable, build_optimiz
 from spark_dl.spec import Batch, ModelSpec
 
 if TYPE_CHECKING:
-    from spark_dl.launch.rendezvous import World
+    from spark_dl.world import World
 
 
 def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:

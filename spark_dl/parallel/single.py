@@ -14,7 +14,7 @@ from spark_dl.parallel.trainable import Scaler, Trainable, add_gradients, build_
 from spark_dl.spec import Batch, ModelSpec
 
 if TYPE_CHECKING:
-    from spark_dl.launch.rendezvous import World
+    from spark_dl.world import World
 
 _log = logging.getLogger("spark_dl")
 

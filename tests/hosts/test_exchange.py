@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from spark_dl.bench import testbed
-from spark_dl.parallel.buckets import CANDIDATES_MIB
+from spark_dl.parallel.exchange.buckets import CANDIDATES_MIB
 from tests.hosts.conftest import REPOSITORY, parts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

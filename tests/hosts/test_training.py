@@ -16,11 +16,11 @@ import torch
 
 from spark_dl import checkpoint
 from spark_dl.bench import testbed
-from tests.datasets import write_dataset
+from tests.builders.datasets import write_dataset
+from tests.builders.models import blobs
+from tests.builders.reference import reference
 from tests.hosts.conftest import REPOSITORY, wait_until
 from tests.hosts.train_job import TIMEOUT_S, config
-from tests.models import blobs
-from tests.reference import reference
 from tests.spark.conftest import FAST_JVM
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -15,8 +15,8 @@ import time
 import spark_dl
 from spark_dl import ModelSpec
 from spark_dl.launch.session import build_session
+from tests.builders.models import build_mlp, small_config
 from tests.hosts.conftest import REPOSITORY
-from tests.models import build_mlp, small_config
 from tests.spark.conftest import FAST_JVM
 
 TIMEOUT_S = 8

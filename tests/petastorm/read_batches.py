@@ -7,8 +7,8 @@ import json
 import sys
 from pathlib import Path
 
-from spark_dl.data.foreign import open_parquet
-from tests.models import small_config
+from spark_dl.data.external.dataset import open_parquet
+from tests.builders.models import small_config
 from tests.petastorm.train_ranks import batches_of
 
 if __name__ == "__main__":

@@ -7,14 +7,15 @@ import numpy as np
 import pytest
 
 from spark_dl import storage
-from spark_dl.data.manifest import ShardSet, commit
-from spark_dl.data.ragged import from_lengths
-from spark_dl.data.schema import Column
-from spark_dl.data.source import Encoding
-from spark_dl.data.writer import ShardWriter
-from tests.datasets import write_dataset
+from spark_dl.data.columns.encoding import Encoding
+from spark_dl.data.columns.ragged import from_lengths
+from spark_dl.data.columns.schema import Column
+from spark_dl.data.dataset.manifest import commit
+from spark_dl.data.dataset.records import ShardSet
+from spark_dl.data.write.writer import ShardWriter
+from tests.builders.datasets import write_dataset
 from tests.petastorm.exchange import plain, plain_rows
-from tests.unit.test_images import pixels, png
+from tests.unit.data.columns.test_images import pixels, png
 
 SCALARS = ("bool", "int8", "uint8", "int16", "uint16", "int32", "int64", "float32", "float64")
 CELLS = (("float32", (3,)), ("uint8", (2, 3, 4)), ("int64", (1,)), ("bool", (2, 2)), ("float16", (5,)),

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from spark_dl import Config, Data, Train
-from spark_dl.data.loader import Loader
-from spark_dl.data.manifest import read_shards
-from tests.datasets import write_dataset
+from spark_dl.data.dataset.manifest import read_shards
+from spark_dl.data.load.loader import Loader
+from tests.builders.datasets import write_dataset
 from tests.petastorm.exchange import plain_rows
 
 SCALARS = ("bool", "int8", "uint8", "int16", "uint16", "int32", "int64", "float32", "float64")

@@ -9,17 +9,17 @@ import pyarrow.parquet as pq
 import pytest
 
 from spark_dl import worker
-from spark_dl.data.build import build_loader
-from spark_dl.data.dealt_plan import DealtPlan
-from spark_dl.data.foreign import open_parquet
-from spark_dl.data.manifest import read_shards
-from spark_dl.data.pickle_opcodes import UnsafeMetadataError
+from spark_dl.data.dataset.manifest import read_shards
+from spark_dl.data.external.dataset import open_parquet
+from spark_dl.data.load.build import build_loader
+from spark_dl.data.petastorm.pickle_opcodes import UnsafeMetadataError
+from spark_dl.data.petastorm_plan import PetastormPlan
 from spark_dl.spec import Run
-from tests.datasets import write_dataset
-from tests.models import MLP, blobs, small_config
+from tests.builders.datasets import write_dataset
+from tests.builders.models import MLP, blobs, small_config
 from tests.petastorm.exchange import cells
 from tests.ranks.launcher import run_ranks
-from tests.unit.test_petastorm import Reduced
+from tests.unit.data.petastorm.test_petastorm import Reduced
 
 ROWS = 490
 """10 row groups: two ranks are dealt 250 and 240."""
@@ -123,13 +123,13 @@ def test_metadata_that_petastorm_would_unpickle_are_checked_first(tmp_path):
 
 
 def test_the_plan_of_dealt_rows():
-    training = DealtPlan((100, 70, 31), 32, every_row=False)
+    training = PetastormPlan((100, 70, 31), 32, every_row=False)
     assert [training.rank_batch(r) for r in range(3)] == [10, 11, 11]
     assert training.steps == 3
     assert training.rows == 30 + 33 + 31
     assert training.left_out == 107
     assert [training.batch_rows(s) for s in range(3)] == [32, 32, 30]
-    everything = DealtPlan((100, 70, 31), 32, every_row=True)
+    everything = PetastormPlan((100, 70, 31), 32, every_row=True)
     assert everything.steps == 10
     assert everything.rows == 201 == sum(everything.batch_rows(s) for s in range(10))
     assert everything.left_out == 0

@@ -11,13 +11,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from spark_dl import Config, Data, ModelSpec, Train
-from spark_dl.data.foreign import open_parquet
-from spark_dl.data.loader import Loader
+from spark_dl.data.external.dataset import open_parquet
+from spark_dl.data.load.loader import Loader
 from spark_dl.spec import weighted_loss_sum
 from tests.petastorm.exchange import cells, plain, plain_rows
-from tests.unit.test_foreign import columns_of
-from tests.unit.test_foreign_nulls import rows_of
-from tests.unit.test_petastorm import read_dataset
+from tests.unit.data.external.test_dataset import columns_of
+from tests.unit.data.external.test_nulls import rows_of
+from tests.unit.data.petastorm.test_petastorm import read_dataset
 
 ROWS = 61
 TENSORS = ("id", "small", "ratio", "wide", "flag", "matrix", "packed", "png", "deep_png", "jpeg", "year")

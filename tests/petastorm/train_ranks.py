@@ -11,11 +11,11 @@ import sys
 from pathlib import Path
 
 from spark_dl import storage, worker
-from spark_dl.data.foreign import open_parquet
-from spark_dl.data.manifest import MANIFEST, read_shards
-from spark_dl.data.petastorm_reader import PetastormLoader
+from spark_dl.data.dataset.manifest import MANIFEST, read_shards
+from spark_dl.data.external.dataset import open_parquet
+from spark_dl.data.load.petastorm_reader import PetastormLoader
 from spark_dl.spec import Run
-from tests.models import MLP, small_config
+from tests.builders.models import MLP, small_config
 from tests.petastorm.exchange import plain
 from tests.ranks.launcher import kill_ranks, run_ranks
 

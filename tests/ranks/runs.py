@@ -3,10 +3,10 @@
 import dataclasses
 
 from spark_dl import checkpoint, storage, worker
-from spark_dl.data.manifest import read_shards
+from spark_dl.data.dataset.manifest import read_shards
 from spark_dl.spec import Run
-from tests.datasets import write_dataset
-from tests.models import MLP, blobs, same_bits
+from tests.builders.datasets import write_dataset
+from tests.builders.models import MLP, blobs, same_bits
 from tests.ranks.launcher import run_ranks
 
 

@@ -12,10 +12,10 @@ from spark_dl.bench.accelerator import accelerator_spec, build_accelerator
 from spark_dl.bench.breakdown import break_down, recording_hook, shared_intervals
 from spark_dl.bench.profiles import PROFILES
 from spark_dl.metrics import read_metrics
-from spark_dl.parallel.buckets import assign_buckets
+from spark_dl.parallel.exchange.buckets import assign_buckets
 from spark_dl.spec import Run
-from tests.datasets import write_dataset
-from tests.models import blobs, small_config
+from tests.builders.datasets import write_dataset
+from tests.builders.models import blobs, small_config
 from tests.ranks.launcher import run_ranks
 
 

@@ -12,7 +12,7 @@ from spark_dl import Config, Launch, ModelSpec, Parallel
 from spark_dl.launch import rendezvous
 from spark_dl.metrics import read_metrics
 from spark_dl.parallel.batchnorm import CpuSyncBatchNorm, synchronize_batchnorm
-from tests.models import small_config
+from tests.builders.models import small_config
 from tests.ranks.launcher import run_ranks
 from tests.ranks.runs import make_run, train
 from tests.ranks.test_local_sgd import validation_loss

@@ -8,8 +8,9 @@ import torch.distributed as dist
 from torch import nn
 
 from spark_dl import ModelSpec, Parallel, checkpoint, worker
-from spark_dl.parallel import bucket_choice, collectives, ddp
-from tests.models import build_mlp, small_config
+from spark_dl.parallel import ddp
+from spark_dl.parallel.exchange import bucket_choice, collectives
+from tests.builders.models import build_mlp, small_config
 from tests.ranks.launcher import run_ranks
 from tests.ranks.runs import cut_at, make_run
 from tests.ranks.test_parity import assert_same_training

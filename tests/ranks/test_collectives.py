@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from spark_dl.parallel.collectives import ALGORITHMS, all_reduce
-from spark_dl.parallel.exchange import build_all_reduce
+from spark_dl.parallel.exchange.collectives import ALGORITHMS, all_reduce
+from spark_dl.parallel.exchange.exchange import build_all_reduce
 from tests.ranks.launcher import run_ranks
 
 LENGTHS = [0, 1, 2, 3, 5, 7, 8, 63, 1000, 40_003]

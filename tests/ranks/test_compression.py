@@ -16,11 +16,11 @@ from spark_dl import Launch, ModelSpec, Parallel, checkpoint, loop
 from spark_dl.launch import rendezvous
 from spark_dl.metrics import read_metrics
 from spark_dl.parallel import parallelize
-from spark_dl.parallel.compress import Bucket, all_gather, average_largest, average_thresholded
-from spark_dl.parallel.exchange import ErrorFeedback, check_can_sum
-from spark_dl.parallel.in_order import InOrder
-from spark_dl.parallel.powersgd import PowerSgd
-from tests.models import DROPOUT_MLP, MLP, build_mlp, small_config
+from spark_dl.parallel.exchange.compression import Bucket, all_gather, average_largest, average_thresholded
+from spark_dl.parallel.exchange.exchange import ErrorFeedback, check_can_sum
+from spark_dl.parallel.exchange.powersgd import PowerSgd
+from spark_dl.parallel.exchange.serial import SerialCollectives
+from tests.builders.models import DROPOUT_MLP, MLP, build_mlp, small_config
 from tests.ranks.launcher import RankFailed, run_ranks
 from tests.ranks.runs import assert_same_to_the_bit, cut_at, make_run, rank_states, resume, train
 
@@ -296,7 +296,7 @@ def do_pieces(failing_rank):
     """What became of four pieces of work, of which one rank fails in the third; and the pieces that were done."""
     done, found = [], []
     with rendezvous.join(LAUNCH) as world:
-        in_order = InOrder(_IN_ORDER_TIMEOUT_S)
+        in_order = SerialCollectives(_IN_ORDER_TIMEOUT_S)
         tensors = [torch.full((3,), float(i)) for i in range(4)]
 
         def work(number, group):
@@ -343,7 +343,7 @@ def products_by_torch_and_by_us(rank):
         theirs, ours = (DistributedDataParallel(model) for model in models)
         state = PowerSGDState(None, rank, start_powerSGD_iter=2)
         theirs.register_comm_hook(state, powerSGD_hook)
-        powersgd, in_order = PowerSgd(rank), InOrder(20)
+        powersgd, in_order = PowerSgd(rank), SerialCollectives(20)
         feedback = ErrorFeedback(powersgd.average, models[1], in_order, start_step=2)
         ours.register_comm_hook(None, lambda _, bucket: feedback.hook(bucket))
         first = powersgd.start("weight", models[1].weight)

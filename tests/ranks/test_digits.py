@@ -11,7 +11,7 @@ from torch import nn
 
 from spark_dl import Config, Data, Launch, ModelSpec, Parallel, Train, checkpoint, worker
 from spark_dl.spec import Run
-from tests.datasets import write_dataset
+from tests.builders.datasets import write_dataset
 from tests.ranks.launcher import run_ranks
 
 METHODS = {

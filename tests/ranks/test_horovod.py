@@ -17,8 +17,8 @@ from torch.nn import functional as F
 
 from spark_dl import ModelSpec, Parallel, checkpoint, worker
 from spark_dl.spec import Run
-from tests.datasets import write_dataset
-from tests.models import DROPOUT_MLP, MLP, blobs, build_mlp, same_bits, small_config
+from tests.builders.datasets import write_dataset
+from tests.builders.models import DROPOUT_MLP, MLP, blobs, build_mlp, same_bits, small_config
 from tests.ranks.launcher import run_ranks
 from tests.ranks.test_parity import assert_same_training
 

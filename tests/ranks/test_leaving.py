@@ -21,9 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 from spark_dl import ModelSpec, Parallel, worker
 from spark_dl.launch import first_failure
 from spark_dl.launch.failure import follows
-from spark_dl.launch.rendezvous import World
 from spark_dl.parallel import ddp
-from tests.models import MLP, build_mlp, small_config
+from spark_dl.world import World
+from tests.builders.models import MLP, build_mlp, small_config
 from tests.ranks.launcher import kill_ranks, run_ranks
 from tests.ranks.runs import make_run
 

@@ -12,15 +12,16 @@ from torch import nn
 from torch.nn import functional as F
 
 from spark_dl import Data, Launch, ModelSpec, checkpoint, worker
-from spark_dl.data.manifest import ShardSet
+from spark_dl.data.columns.encoding import Encoding
+from spark_dl.data.columns.source import SourceColumn
+from spark_dl.data.dataset.records import ShardSet
 from spark_dl.data.plan import Plan
-from spark_dl.data.source import Encoding, SourceColumn
-from spark_dl.data.writer import layout
+from spark_dl.data.write.writer import layout
 from spark_dl.launch.barrier import TaskInput
 from spark_dl.metrics import read_metrics
 from spark_dl.spec import Run
-from tests.datasets import global_batches
-from tests.models import MLP, blobs, build_mlp, same_bits, small_config
+from tests.builders.datasets import global_batches
+from tests.builders.models import MLP, blobs, build_mlp, same_bits, small_config
 from tests.ranks.launcher import run_ranks
 
 SOURCE = (SourceColumn("features", "float32", "array", 1), SourceColumn("label", "int64", "scalar"))

@@ -10,14 +10,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from spark_dl import Checkpoint, Launch, ModelSpec, Parallel, checkpoint
-from spark_dl.data.build import build_loader
+from spark_dl.data.load.build import build_loader
 from spark_dl.data.plan import Plan, streams_of_rank
 from spark_dl.evaluate import load_model
 from spark_dl.launch import rendezvous
 from spark_dl.metrics import read_metrics
 from spark_dl.parallel.local_sgd import average_weights
-from tests.datasets import stream_batches
-from tests.models import DROPOUT_MLP, blobs, build_mlp, small_config
+from tests.builders.datasets import stream_batches
+from tests.builders.models import DROPOUT_MLP, blobs, build_mlp, small_config
 from tests.ranks.launcher import run_ranks
 from tests.ranks.runs import assert_same_to_the_bit, cut_at, make_run, rank_states, resume, train
 from tests.ranks.test_parity import assert_same_training

@@ -17,8 +17,8 @@ from spark_dl import Checkpoint, ModelSpec, Parallel, checkpoint, worker
 from spark_dl.launch.failure import describe
 from spark_dl.metrics import read_metrics
 from spark_dl.spec import Run
-from tests.datasets import write_dataset
-from tests.models import DROPOUT_MLP, MLP, blobs, same_bits, small_config
+from tests.builders.datasets import write_dataset
+from tests.builders.models import DROPOUT_MLP, MLP, blobs, same_bits, small_config
 from tests.ranks.launcher import RankFailed, run_ranks
 from tests.ranks.test_parity import assert_same_training
 

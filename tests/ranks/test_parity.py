@@ -6,13 +6,13 @@ import torch
 from torch import nn
 
 from spark_dl import ModelSpec, Parallel, checkpoint, worker
-from spark_dl.data.mixture import Mixture
+from spark_dl.data.load.mixture import Mixture
 from spark_dl.metrics import read_metrics
-from spark_dl.parallel.collectives import ALGORITHMS
+from spark_dl.parallel.exchange.collectives import ALGORITHMS
 from spark_dl.spec import Run
-from tests import reference
-from tests.datasets import write_dataset
-from tests.models import MLP, blobs, build_mlp, small_config
+from tests.builders import reference
+from tests.builders.datasets import write_dataset
+from tests.builders.models import MLP, blobs, build_mlp, small_config
 from tests.ranks.launcher import run_ranks
 
 

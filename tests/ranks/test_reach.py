@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from spark_dl import ModelSpec, checkpoint
-from tests.datasets import write_dataset
-from tests.models import MLP, blobs, build_mlp, small_config
+from tests.builders.datasets import write_dataset
+from tests.builders.models import MLP, blobs, build_mlp, small_config
 from tests.ranks.launcher import kill_ranks, run_ranks
 from tests.ranks.test_training import make_run, train_rank
 

@@ -7,10 +7,10 @@ import torch
 
 from spark_dl import checkpoint, worker
 from spark_dl.spec import Run
-from tests.datasets import write_dataset
-from tests.models import same_bits, small_config
+from tests.builders.datasets import write_dataset
+from tests.builders.models import same_bits, small_config
+from tests.builders.series import GRU, SEQUENCES, waves
 from tests.ranks.launcher import run_ranks
-from tests.series import GRU, SEQUENCES, waves
 
 
 def train_rank(run):

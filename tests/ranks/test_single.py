@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from spark_dl import ModelSpec, Parallel, worker
-from tests.models import DROPOUT_MLP, build_mlp, small_config
+from tests.builders.models import DROPOUT_MLP, build_mlp, small_config
 from tests.ranks.launcher import run_ranks
 from tests.ranks.runs import assert_same_to_the_bit, cut_at, make_run, resume, train
 from tests.ranks.test_parity import assert_same_training

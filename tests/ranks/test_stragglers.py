@@ -2,7 +2,7 @@
 
 from spark_dl import Parallel, checkpoint
 from spark_dl.metrics import read_metrics
-from tests.models import same_bits, small_config
+from tests.builders.models import same_bits, small_config
 from tests.ranks.runs import cut_at, make_run, train
 
 

@@ -12,8 +12,8 @@ from spark_dl import Checkpoint, Config, Launch, ModelSpec, Parallel, checkpoint
 from spark_dl.launch import rendezvous
 from spark_dl.metrics import read_metrics
 from spark_dl.spec import Run
-from tests.datasets import write_dataset
-from tests.models import DROPOUT_MLP, MLP, blobs, build_dropout_mlp, same_bits, small_config
+from tests.builders.datasets import write_dataset
+from tests.builders.models import DROPOUT_MLP, MLP, blobs, build_dropout_mlp, same_bits, small_config
 from tests.ranks.launcher import RankFailed, run_ranks
 from tests.ranks.runs import assert_same_to_the_bit, cut_at, resume, train
 

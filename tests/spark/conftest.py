@@ -10,7 +10,7 @@ import time
 import pyspark
 import pytest
 
-from tests import s3
+from tests.builders import s3
 
 REPOSITORY = pathlib.Path(__file__).parents[2]
 SPARK_HOME = os.path.dirname(pyspark.__file__)

@@ -16,13 +16,13 @@ from torch.nn import functional as F
 
 import spark_dl
 from spark_dl import ModelSpec, Parallel, RankError, checkpoint, worker
-from spark_dl.data.mixture import Mixture
+from spark_dl.data.load.mixture import Mixture
 from spark_dl.driver import DRIVER_LOOPS
 from spark_dl.metrics import read_metrics
 from spark_dl.spec import Run
-from tests import reference
-from tests.datasets import write_dataset
-from tests.models import DROPOUT_MLP, MLP, blobs, build_mlp, same_bits, small_config
+from tests.builders import reference
+from tests.builders.datasets import write_dataset
+from tests.builders.models import DROPOUT_MLP, MLP, blobs, build_mlp, same_bits, small_config
 
 STRATEGIES = ["tree_reduce", "shuffle_reduce"]
 

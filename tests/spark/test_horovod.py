@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import spark_dl
 from spark_dl import ModelSpec, Parallel, RankError, checkpoint
-from tests.models import MLP, blobs, build_mlp, small_config
+from tests.builders.models import MLP, blobs, build_mlp, small_config
 
 HOROVOD = Parallel(strategy="horovod")
 

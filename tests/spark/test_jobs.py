@@ -18,7 +18,7 @@ import sklearn
 import torch
 
 from spark_dl import checkpoint
-from tests.models import same_bits
+from tests.builders.models import same_bits
 from tests.spark.conftest import CONF, FAST_JVM, REPOSITORY, SPARK_HOME, free_port, stop, wait_for_port
 
 pytestmark = pytest.mark.timeout(900)

@@ -17,7 +17,7 @@ from spark_dl import Data, RankError, checkpoint
 from spark_dl.data import local
 from spark_dl.launch import preflight
 from spark_dl.launch.barrier import run_barrier
-from tests.models import MLP, blobs, same_bits, small_config
+from tests.builders.models import MLP, blobs, same_bits, small_config
 
 METRICS = {"accuracy": {"class": "MulticlassAccuracy", "num_classes": 3, "average": "micro"}}
 LOCAL = {"storage": "local"}

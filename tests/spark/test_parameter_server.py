@@ -9,7 +9,7 @@ import pytest
 
 import spark_dl
 from spark_dl import Checkpoint, ModelSpec, Parallel, RankError, checkpoint
-from tests.models import MLP, blobs, build_mlp, small_config
+from tests.builders.models import MLP, blobs, build_mlp, small_config
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def servers(mode, train=None, **sections):
 @pytest.mark.modes("local")
 def test_train_from_a_dataframe(spark, points, tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr("spark_dl.progress.ProgressBar.show", lambda bar, event: seen.append(event))
+    monkeypatch.setattr("spark_dl.cli.progress.ProgressBar.show", lambda bar, event: seen.append(event))
     result = spark_dl.train(points, MLP, servers("k_batch_async", {"epochs": 4}), run_dir=str(tmp_path / "run"))
     assert (result.epochs, result.rows) == (4, 1600)
     assert result.history[-1]["train_loss"] < result.history[0]["train_loss"]

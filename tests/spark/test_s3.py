@@ -9,8 +9,8 @@ import torch
 
 import spark_dl
 from spark_dl import Checkpoint, ModelSpec, RankError, checkpoint, storage
-from tests.models import MLP, blobs, build_mlp, same_bits, small_config
-from tests.s3 import ENV, S3Server, sessions_server
+from tests.builders.models import MLP, blobs, build_mlp, same_bits, small_config
+from tests.builders.s3 import ENV, S3Server, sessions_server
 
 pytestmark = pytest.mark.modes("local")
 

@@ -4,8 +4,8 @@ import pytest
 
 import spark_dl
 from spark_dl import Data, write_shards
-from tests.models import small_config
-from tests.series import GRU, SEQUENCES, waves
+from tests.builders.models import small_config
+from tests.builders.series import GRU, SEQUENCES, waves
 from tests.spark.test_shards import read_all
 
 

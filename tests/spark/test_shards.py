@@ -15,9 +15,9 @@ from pyspark.ml.linalg import Vectors
 from pyspark.sql import functions as F
 
 from spark_dl import Data, read_shards, storage, write_shards
-from spark_dl.data.foreign import open_parquet
+from spark_dl.data.external.dataset import open_parquet
 from spark_dl.data.plan import Segment
-from spark_dl.data.rows import Rows
+from spark_dl.data.read.rows import Rows
 
 SMALL = Data(rows_per_row_group=16, rows_per_shard=64)
 

@@ -14,9 +14,9 @@ from pyspark.sql import Window
 
 import spark_dl
 from spark_dl import Data, storage
-from spark_dl.data.fingerprint import NoKeyError, fingerprint
-from tests.models import MLP, small_config
-from tests.s3 import sessions_server
+from spark_dl.data.store.key import NoKeyError, store_key
+from tests.builders.models import MLP, small_config
+from tests.builders.s3 import sessions_server
 from tests.spark.conftest import REPOSITORY
 
 s3 = pytest.fixture(scope="module")(sessions_server)
@@ -35,7 +35,7 @@ def source(spark, tmp_path):
 
 
 def key(df, **data):
-    return fingerprint(df, Data(**data))
+    return store_key(df, Data(**data))
 
 
 def stored(store):
@@ -48,10 +48,10 @@ FRESH = """
 import sys
 from pyspark.sql import SparkSession
 from spark_dl import Data
-from spark_dl.data.fingerprint import fingerprint
+from spark_dl.data.fingerprint import store_key
 spark = SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false").getOrCreate()
 spark.range(5).count()  # ids of columns are others here
-print("key", fingerprint(spark.read.parquet(sys.argv[1]).where("id >= 100").drop("id"), Data()))
+print("key", store_key(spark.read.parquet(sys.argv[1]).where("id >= 100").drop("id"), Data()))
 """
 
 

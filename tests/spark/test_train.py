@@ -13,10 +13,11 @@ from pyspark.sql import functions as F
 
 import spark_dl
 from spark_dl import Data, ModelSpec, RankError, checkpoint
-from spark_dl.data import page_index, parquet
-from spark_dl.data.filters import typed_conditions
-from spark_dl.data.page_index import IndexedFile
-from tests.models import MLP, blobs, build_mlp, same_bits, small_config
+from spark_dl.data.parquet import file as parquet_file
+from spark_dl.data.parquet import page_index
+from spark_dl.data.parquet.filters import typed_conditions
+from spark_dl.data.parquet.page_index import IndexedFile
+from tests.builders.models import MLP, blobs, build_mlp, same_bits, small_config
 
 METRICS = {"accuracy": {"class": "MulticlassAccuracy", "num_classes": 3, "average": "micro"}}
 
@@ -119,7 +120,7 @@ def test_only_pages_with_rows_that_pass_are_read_of_what_spark_wrote(spark, tmp_
     types = {"name": pa.string(), "id": pa.int64()}
     conditions = typed_conditions([[("name", ">=", "row 007000"), ("id", "<", 7100)]], types)
     with pa.OSFile(str(file)) as source:
-        indexed = IndexedFile(source, parquet.open_file(source))
+        indexed = IndexedFile(source, parquet_file.open_file(source))
         assert indexed.rows_that_may_pass(0, conditions).sum() == 500
         found, passes = indexed.read_passing(0, ["id", "cells"], conditions)
     assert np.flatnonzero(passes).tolist() == found["id"].to_pylist() == list(range(7000, 7100))
@@ -154,7 +155,7 @@ def test_fewer_rows_than_ranks_train(spark, points, tmp_path, rows):
 
 def test_progress_reaches_the_driver_while_ranks_train(spark, points, tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr("spark_dl.progress.ProgressBar.show", lambda bar, event: seen.append((time.time(), event)))
+    monkeypatch.setattr("spark_dl.cli.progress.ProgressBar.show", lambda bar, event: seen.append((time.time(), event)))
     spark_dl.train(points, MLP, small_config(2, train={"epochs": 3}), run_dir=str(tmp_path / "run"))
     ended = time.time()
     steps = [event for _, event in seen if event["kind"] == "metrics step"]

@@ -16,13 +16,13 @@ from pyspark.sql import Row
 
 import spark_dl
 from spark_dl import Data, ModelSpec, read_shards, write_shards
-from spark_dl.data import schema
-from spark_dl.data.images import read_image
-from spark_dl.data.policies import Changes
-from spark_dl.data.ragged import Ragged, concatenate
-from spark_dl.data.source import Encoding
-from tests.models import CityModel, small_config
-from tests.unit.test_images import pixels, png
+from spark_dl.data.columns import schema
+from spark_dl.data.columns.encoding import Encoding
+from spark_dl.data.columns.images import read_image
+from spark_dl.data.columns.policies import Changes
+from spark_dl.data.columns.ragged import Ragged, concatenate
+from tests.builders.models import CityModel, small_config
+from tests.unit.data.columns.test_images import pixels, png
 
 pytestmark = pytest.mark.modes("local")
 

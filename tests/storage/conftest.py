@@ -2,7 +2,7 @@ import uuid
 
 import pytest
 
-from tests.s3 import S3Server, sessions_server
+from tests.builders.s3 import S3Server, sessions_server
 
 session_s3 = pytest.fixture(scope="session")(sessions_server)
 

@@ -16,10 +16,10 @@ import time
 import pytest
 
 from spark_dl import Data, storage
-from spark_dl.data import cache as cache_module
-from spark_dl.data.cache import DiskCache, build_cache, open_input
-from spark_dl.data.loader import Loader
-from tests.models import small_config
+from spark_dl.data.load.loader import Loader
+from spark_dl.data.store import cache as cache_module
+from spark_dl.data.store.cache import DiskCache, build_cache, open_input
+from tests.builders.models import small_config
 from tests.storage.test_s3 import labels, write
 
 MIB = 1 << 20

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from spark_dl import Data, checkpoint, storage
-from spark_dl.data.foreign import open_parquet
-from spark_dl.data.loader import Loader
-from spark_dl.data.manifest import read_shards
-from spark_dl.data.shards import write_arrays
-from tests.models import small_config
+from spark_dl.data.dataset.manifest import read_shards
+from spark_dl.data.external.dataset import open_parquet
+from spark_dl.data.load.loader import Loader
+from spark_dl.data.write.shards import write_arrays
+from tests.builders.models import small_config
 from tests.unit.test_checkpoint import group as group
 from tests.unit.test_checkpoint import save
 

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from spark_dl import Data, storage
-from spark_dl.data import store as store_module
-from spark_dl.data.manifest import MANIFEST, read_shards
-from spark_dl.data.shards import write_arrays
-from spark_dl.data.store import Lease, clean_store, find_or_write, reopen
+from spark_dl.data.dataset.manifest import MANIFEST, read_shards
+from spark_dl.data.store import store as store_module
+from spark_dl.data.store.store import Lease, clean_store, find_or_write, reopen
+from spark_dl.data.write.shards import write_arrays
 
 KEY = "a" * 64
 OTHER = "b" * 64

@@ -11,7 +11,7 @@ from torch import nn
 from spark_dl.bench.accelerator import accelerator_spec, build_accelerator
 from spark_dl.bench.profiles import PROFILES, bert, resnet50
 from spark_dl.spec import weighted_loss_sum
-from tests.models import small_config
+from tests.builders.models import small_config
 
 
 def step(model, rows=4, seed=0):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from spark_dl import Checkpoint, Config, Data, Launch, Train, checkpoint, driver, storage
-from spark_dl.data.schema import Column
+from spark_dl.data.columns.schema import Column
 from spark_dl.launch.rendezvous import join
 
 COLUMNS = (Column("features", "float32", (2, 3), "ndarray"), Column("label", "int64"))

@@ -10,13 +10,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from spark_dl import Data, read_shards
-from spark_dl.data.foreign import open_parquet
-from spark_dl.data.loader import Loader
-from spark_dl.data.manifest import crc32_of
-from spark_dl.data.ragged import Ragged
-from spark_dl.data.shards import write_arrays
+from spark_dl.data.columns.ragged import Ragged
+from spark_dl.data.dataset.manifest import crc32_of
+from spark_dl.data.external.dataset import open_parquet
+from spark_dl.data.load.loader import Loader
+from spark_dl.data.write.shards import write_arrays
 from spark_dl.inputs import as_source, as_written, check_rank_rows, shards_of, warn_of_few_rows
-from tests.models import small_config
+from tests.builders.models import small_config
 
 X = {"x": np.arange(64, dtype=np.float32)}
 CITY = {"as": "vocabulary", "values": ["Rome", "Oslo"]}
@@ -145,7 +145,7 @@ def test_arrays_with_nan_are_written_only_where_that_is_allowed_and_read_likewis
 def test_rows_that_were_checked_when_they_were_written_are_not_checked_again(tmp_path, monkeypatch):
     shards = write_arrays(X, str(tmp_path / "d"))
     assert shards.is_checked
-    monkeypatch.setattr("spark_dl.data.policies.first_nonfinite_row", None)
+    monkeypatch.setattr("spark_dl.data.columns.policies.first_nonfinite_row", None)
     assert len(read(shards)) > 0
 
 

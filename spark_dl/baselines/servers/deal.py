@@ -34,7 +34,7 @@ class _Range:
         return self.stop - self.start
 
 
-class Deal:
+class MiniBatchQueue:
     """What is left of an epoch's mini-batches. `ranges` are (part, first step, end) without gaps or overlaps."""
 
     def __init__(self, num_parts: int, ranges: Sequence[tuple[int, int, int]]):
@@ -42,7 +42,7 @@ class Deal:
         self._ranges = [_Range(*given) for given in ranges]
 
     @classmethod
-    def whole(cls, num_parts: int, steps: int, start: int = 0) -> Deal:
+    def whole(cls, num_parts: int, steps: int, start: int = 0) -> MiniBatchQueue:
         """All mini-batches of the steps [start; steps - 1], a part for each of `num_parts` trainers."""
         return cls(num_parts, [(part, start, steps) for part in range(num_parts)])
 
@@ -91,7 +91,7 @@ class Deal:
         return {"num_parts": self.num_parts, "ranges": [[r.part, r.start, r.stop] for r in self._ranges]}
 
 
-def deal_again(plain: dict[str, Any], num_trainers: int) -> Deal:
+def deal_again(plain: dict[str, Any], num_trainers: int) -> MiniBatchQueue:
     """What was left when a checkpoint was made, for the trainers of now.
 
     Where all parts stand at the same step, as they do in the synchronous mode, the rest is dealt for `num_trainers`, so
@@ -101,5 +101,5 @@ def deal_again(plain: dict[str, Any], num_trainers: int) -> Deal:
     bounds = {(start, stop) for _, start, stop in ranges}
     if len(bounds) == 1 and len(ranges) == plain["num_parts"]:
         start, stop = bounds.pop()
-        return Deal.whole(num_trainers, stop, start)
-    return Deal(plain["num_parts"], ranges)
+        return MiniBatchQueue.whole(num_trainers, stop, start)
+    return MiniBatchQueue(plain["num_parts"], ranges)

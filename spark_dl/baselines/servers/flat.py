@@ -40,7 +40,7 @@ class FlatModel:
         self.blocks = [slice(s * size // num_servers, (s + 1) * size // num_servers) for s in range(num_servers)]
         """Elements of each server."""
 
-    def take_from_first(self) -> None:
+    def broadcast_from_rank0(self) -> None:
         """Rank 0's model on every rank, as `spec.build` may draw from a generator that nobody seeds. Collective."""
         frozen = (p.detach() for p in self.model.parameters() if not p.requires_grad)
         for tensor in (self.weights, *frozen, *self.model.buffers()):

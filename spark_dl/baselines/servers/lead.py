@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from spark_dl.baselines.servers.block import shares_of
-from spark_dl.baselines.servers.deal import Deal
+from spark_dl.baselines.servers.deal import MiniBatchQueue
 from spark_dl.baselines.servers.rules import Assignment, Coordinator, Gradient
 from spark_dl.baselines.servers.server import Key, Server
 from spark_dl.baselines.servers.wire import Message
@@ -18,7 +18,7 @@ OnUpdate = Callable[[Sequence[Gradient], Sequence[Mapping[str, Any]]], str | Non
 """(the gradients of an update that was made, what their trainers said with each) -> why to pause, or None."""
 
 
-class Lead:
+class LeadServer:
     """The first server's work. `followers` are the ranks of the other servers."""
 
     def __init__(self, server: Server, coordinator: Coordinator, followers: range, config: Config):
@@ -31,7 +31,7 @@ class Lead:
         self._reassured_at = time.monotonic()
         self._held: deque[Message] = deque()  # what came while trainers went to pause
 
-    def run(self, deal: Deal, epoch: int, on_update: OnUpdate) -> str:
+    def run(self, deal: MiniBatchQueue, epoch: int, on_update: OnUpdate) -> str:
         """Has the trainers work on what is left of an epoch. Returns why it ended: "epoch", or what `on_update` said.
 
         Raises RuntimeError that names the rank and host of a trainer that goes, or does not answer in time.
@@ -56,7 +56,7 @@ class Lead:
         self._wire.drain(self._timeout_s)
         self._held += self._server.wait_for_pause(self._coordinator.num_trainers, self._timeout_s)
 
-    def _use(self, message: Message, deal: Deal, epoch: int, on_update: OnUpdate) -> str | None:
+    def _use(self, message: Message, deal: MiniBatchQueue, epoch: int, on_update: OnUpdate) -> str | None:
         """Puts a gradient to use, or drops it; why to pause, or None."""
         key = (message.rank, message.head["number"])
         self._server.keep(message)
@@ -78,7 +78,7 @@ class Lead:
         self._give(outcome.assignments, deal, epoch)
         return None
 
-    def _give(self, assignments: Sequence[Assignment], deal: Deal, epoch: int) -> None:
+    def _give(self, assignments: Sequence[Assignment], deal: MiniBatchQueue, epoch: int) -> None:
         if given := [(a.trainer, a.number) for a in assignments if a.sends_weights]:
             self._order("give", given=given)
         for a in assignments:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from spark_dl.baselines.servers.roles import Roles
-from spark_dl.data.build import BatchLoader, build_train_loader
+from spark_dl.data.load.build import BatchLoader, build_train_loader
 from spark_dl.spec import Batch, Run
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spark_dl.baselines.servers.wire import Wire
+from spark_dl.baselines.servers.wire import Transport
 from spark_dl.config import Config
 from spark_dl.launch.connections import Port, connect
-from spark_dl.launch.rendezvous import World
+from spark_dl.world import World
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Roles:
         return self.rank - self.first
 
 
-def connect_all(world: World, roles: Roles, config: Config, most_numbers: int) -> Wire:
+def connect_all(world: World, roles: Roles, config: Config, most_numbers: int) -> Transport:
     """Connects every trainer with every server, and these with the first of them. Collective.
 
     `most_numbers` is the length of the longest block. Raises RuntimeError if ranks do not come in time.
@@ -58,7 +58,7 @@ def connect_all(world: World, roles: Roles, config: Config, most_numbers: int) -
         return f"parameter_server/{rank}"
 
     timeout_s = config.launch.start_timeout_s
-    wire = Wire(most_numbers)
+    wire = Transport(most_numbers)
     try:
         if not roles.is_server:
             for server in roles.servers:

@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from spark_dl.baselines.servers.deal import Deal, MiniBatch
+from spark_dl.baselines.servers.deal import MiniBatch, MiniBatchQueue
 from spark_dl.config import Parallel
 
 
@@ -105,12 +105,12 @@ class Coordinator:
     def __post_init__(self) -> None:
         self._numbers = [0] * self.num_trainers
         self._weights_of: list[int | None] = [None] * self.num_trainers  # the version that each has
-        self._deal = Deal(self.num_trainers, ())
+        self._deal = MiniBatchQueue(self.num_trainers, ())
         self._busy: dict[int, int] = {}  # trainer -> version that it computes at
         self._waiting: set[int] = set()  # for the update that their gradient is part of
         self._gathered: list[Gradient] = []
 
-    def begin(self, deal: Deal) -> tuple[Assignment, ...]:
+    def begin(self, deal: MiniBatchQueue) -> tuple[Assignment, ...]:
         """Begins to work on what is left of an epoch; what was under way before counts no more."""
         self._deal, self._busy, self._waiting, self._gathered = deal, {}, set(), []
         self._weights_of = [None] * self.num_trainers

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from spark_dl.baselines.servers.wire import Message, Numbers, Wire
+from spark_dl.baselines.servers.wire import Message, Numbers, Transport
 
 Key = tuple[int, int]
 """A trainer and the number of its computation."""
@@ -22,7 +22,7 @@ Update = Callable[[Sequence[Numbers], Sequence[float], float], None]
 class Server:
     """The gradients of a block that have come, and the connections to trainers and other servers."""
 
-    def __init__(self, wire: Wire, update: Update, snapshot: Callable[[], Numbers]):
+    def __init__(self, wire: Transport, update: Update, snapshot: Callable[[], Numbers]):
         self.wire, self.snapshot = wire, snapshot
         self.orders: deque[Mapping[str, Any]] = deque()
         """Of the first server, not carried out yet: some may come before the pause that ends an epoch."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from spark_dl.baselines.servers.flat import FlatModel
 from spark_dl.baselines.servers.mini_batches import MiniBatches
-from spark_dl.baselines.servers.wire import Message, Wire
+from spark_dl.baselines.servers.wire import Message, Transport
 from spark_dl.config import Config
 from spark_dl.parallel.stragglers import delay_s
 from spark_dl.parallel.trainable import add_gradients
@@ -29,7 +29,7 @@ def add_gradient(spec: ModelSpec, flat: FlatModel, micro_batches: Sequence[Batch
 class Trainer:
     """A trainer's connections to the servers, its model, and what it was told last."""
 
-    def __init__(self, spec: ModelSpec, config: Config, flat: FlatModel, wire: Wire, servers: range, rank: int):
+    def __init__(self, spec: ModelSpec, config: Config, flat: FlatModel, wire: Transport, servers: range, rank: int):
         self._spec, self._config, self._flat, self._wire = spec, config, flat, wire
         self._servers, self._rank = servers, rank
         self._timeout_s = config.launch.collective_timeout_s

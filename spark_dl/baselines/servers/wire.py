@@ -69,7 +69,7 @@ class _Peer:
     coming: _Incoming = field(default_factory=_sizes)
 
 
-class Wire:
+class Transport:
     """The connections of a rank. `most_numbers` is the length of the longest body that it takes."""
 
     def __init__(self, most_numbers: int):

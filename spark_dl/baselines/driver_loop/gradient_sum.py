@@ -1,0 +1,111 @@
+"""What a rank adds to a step, and how such parts are added up: for all the ways in which Spark can move them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32] | npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
+
+
+@dataclass
+class GradientSum:
+    """The gradient of one rank's rows of a global batch, or the sum of several of them, or a block of either."""
+
+    gradient: Floats
+    """Of the trained parameters, end to end. # (elements,) float32; float64 where a parameter is float64"""
+    loss_sum: float = 0.0
+    used: Flags | None = None
+    """Which parameters the loss depends on. # (parameters,) bool; only in the first block"""
+    buffers: list[Bytes] | None = None
+    """The model's buffers after the step, as `to_arrays` gives them; only in the first block, and only of rank 0."""
+
+    def cut(self, num_blocks: int) -> Iterator[tuple[int, GradientSum]]:
+        """The part in near-equal blocks, by number. The arrays are views."""
+        size, bounds = len(self.gradient), range(num_blocks + 1)
+        ends = [size * i // num_blocks for i in bounds]
+        yield 0, GradientSum(self.gradient[: ends[1]], self.loss_sum, self.used, self.buffers)
+        for k in bounds[1:-1]:
+            yield k, GradientSum(self.gradient[ends[k] : ends[k + 1]])
+
+
+def add(a: GradientSum, b: GradientSum) -> GradientSum:
+    """The sum of two parts, or of two blocks of the same number. It takes the place of `a`, in the same memory."""
+    a.gradient += b.gradient
+    a.loss_sum += b.loss_sum
+    if a.used is not None and b.used is not None:
+        a.used |= b.used
+    a.buffers = b.buffers if a.buffers is None else a.buffers
+    return a
+
+
+def join(blocks: Sequence[tuple[int, GradientSum]]) -> GradientSum:
+    """The part of which these are all blocks, in any order."""
+    parts = [part for _, part in sorted(blocks, key=lambda numbered: numbered[0])]
+    first = parts[0]
+    return GradientSum(np.concatenate([p.gradient for p in parts]), first.loss_sum, first.used, first.buffers)
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that are trained, in the order in which their gradients lie in a `GradientSum`.
+
+    Raises ValueError for complex ones.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.is_complex():
+            raise ValueError(
+                f"spec.build: the parameter {name} is {parameter.dtype}, and Spark aggregates real gradients; hold it "
+                "as real numbers (torch.view_as_complex gives the complex ones), or set parallel.strategy to ddp"
+            )
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def frozen(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that are not."""
+    return [p for p in model.parameters() if not p.requires_grad]
+
+
+def to_arrays(tensors: Sequence[Tensor]) -> list[Bytes]:
+    """The bytes of tensors of any dtype, also such as NumPy has not. The arrays share the memory of tensors on a CPU.
+
+    # each: (bytes,) uint8
+    """
+    return [t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy() for t in tensors]
+
+
+def from_arrays(arrays: Sequence[Bytes], tensors: Sequence[Tensor]) -> None:
+    """Overwrites tensors with what `to_arrays` gave of such tensors."""
+    with torch.no_grad():
+        for array, tensor in zip(arrays, tensors, strict=True):
+            tensor.copy_(torch.from_numpy(array).view(tensor.dtype).view(tensor.shape))
+
+
+def flat_gradient(parameters: Sequence[nn.Parameter]) -> tuple[Floats, Flags]:
+    """The `.grad` of parameters as `GradientSum` has them, zeros where there is none, and which of them have one.
+
+    Raises ValueError for a sparse gradient.
+    """
+    if any(p.grad is not None and p.grad.layout != torch.strided for p in parameters):
+        raise ValueError(
+            "spec.build: a parameter has a sparse gradient, which is not aggregated by Spark; build the embedding with "
+            "sparse=False, or set parallel.strategy to ddp"
+        )
+    dtype = torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32
+    pieces = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    flat = torch.cat([piece.detach().reshape(-1).to(dtype) for piece in pieces])
+    return flat.cpu().numpy(), np.array([p.grad is not None for p in parameters])
+
+
+def set_gradient(total: GradientSum, parameters: Sequence[nn.Parameter]) -> None:
+    """Gives parameters the `.grad` of a sum over all ranks; None where no rank had one."""
+    assert total.used is not None
+    chunks = torch.from_numpy(total.gradient).split([p.numel() for p in parameters])
+    for parameter, chunk, is_used in zip(parameters, chunks, total.used, strict=True):
+        parameter.grad = chunk.view(parameter.shape).to(parameter.dtype) if is_used else None

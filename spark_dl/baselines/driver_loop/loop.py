@@ -1,0 +1,213 @@
+"""Training from the driver: one Spark job per step. What the strategies that Spark itself aggregates have in common.
+
+The driver runs the ordinary loop as if it were alone: it has the model, the optimizer, checkpoints and metrics. Only
+its batches are not rows but places in the plan, and its gradient comes from a job: the weights are broadcast, one task
+per rank computes the gradient of that rank's rows, and `aggregate` adds them up.
+
+Spark repeats tasks that fail (`spark.task.maxFailures`), also those of an executor that was lost. Gradients are added
+in the order of the ranks where Spark's own order is fixed: `treeReduce` without a level in between, and any shuffle
+inside one executor. Else the last bits of a sum of three or more depend on which shuffle block comes first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import platform
+import re
+import time
+import uuid
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from spark_dl import loop
+from spark_dl.baselines.driver_loop import gradient_sum
+from spark_dl.baselines.driver_loop.gradient_sum import GradientSum
+from spark_dl.baselines.driver_loop.rank_task import Attempt, Step, part_of_rank
+from spark_dl.config import BY_SPARK, Config
+from spark_dl.data.columns.batch import StepBatches
+from spark_dl.data.load.build import BatchLoader, build_train_loader
+from spark_dl.launch import payload, preflight
+from spark_dl.launch.failure import root_cause
+from spark_dl.parallel.generators import generators_kept
+from spark_dl.parallel.trainable import Scaler, Trainable, build_optimizer
+from spark_dl.spec import Batch, Run
+from spark_dl.world import World
+
+if TYPE_CHECKING:
+    from pyspark import RDD
+    from pyspark.sql import SparkSession
+
+_CANCEL_WAIT_S = 30.0
+
+Aggregate: TypeAlias = "Callable[[RDD[GradientSum], Config], GradientSum]"
+
+
+def train(
+    spark: SparkSession,
+    run: Run,
+    aggregate: Aggregate,
+    *,
+    report: Callable[[Mapping[str, Any]], None] | None = None,
+) -> dict[str, Any]:
+    """Trains from the driver with `launch.num_ranks` tasks per step. Returns what `spark_dl.loop.train` does.
+
+    `report` gets the metrics as they come. Validation runs here, on the driver's CPU and over all its rows.
+    Raises ValueError for a session without RDDs; RankError for a task that fails, RuntimeError for a job that fails
+    otherwise, or takes longer than `launch.collective_timeout_s`; and as the loop does. No job of it runs then.
+    """
+    check(spark, run.config)
+    world = World(
+        rank=0, world_size=1, local_rank=0, local_world_size=1, host=platform.node(), device=torch.device("cpu"),
+        store=dist.HashStore(), report=report or (lambda event: None),
+    )  # fmt: skip
+    # The loop seeds the generators of its process, which is here the user's.
+    with generators_kept(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()):
+        return loop.train(
+            run,
+            world,
+            build_trainable=lambda spec, world, config: _parallelize(spark, run, aggregate),
+            build_train_loader=_build_places,
+            num_ranks=run.config.launch.num_ranks,
+        )
+
+
+def check(spark: Any, config: Config) -> None:
+    """Raises ValueError where the strategy is one of these and the session has no RDDs. Called before anything runs."""
+    if config.parallel.strategy in BY_SPARK and preflight.is_connect(spark):
+        raise ValueError(
+            f"parallel.strategy: {config.parallel.strategy!r} is made of RDDs, which Spark Connect does not have; use "
+            "a classic session (a spark.master in place of sc://), or another strategy, such as ddp"
+        )
+
+
+def _parallelize(spark: SparkSession, run: Run, aggregate: Aggregate) -> Trainable:
+    config = run.config
+    model = run.spec.build_to_train()
+    optimizer = build_optimizer(model, config, config.launch.num_ranks)
+    parameters, buffers = gradient_sum.trained(model), list(model.buffers())
+    scaler = Scaler(optimizer, config, torch.device("cpu"))
+    jobs = _Jobs(spark, run, aggregate)
+
+    def forward_backward(micro_batches: Sequence[Batch], rows: int) -> Tensor:
+        epoch, step, global_step = micro_batches[0]["place"].tolist()
+        weights = gradient_sum.to_arrays([*parameters, *buffers])
+        scale = float(scaler.scale(torch.ones(())))
+        total = jobs.run(Step(epoch, step, global_step, rows, scale, weights), gradient_sum.frozen(model))
+        gradient_sum.set_gradient(total, parameters)
+        if total.buffers is not None:
+            gradient_sum.from_arrays(total.buffers, buffers)
+        scaler.unscale()
+        return torch.tensor(total.loss_sum, dtype=torch.float64)
+
+    return Trainable(
+        modules=[model],
+        optimizer=optimizer,
+        forward_backward=forward_backward,
+        clip_grad_norm=lambda norm: nn.utils.clip_grad_norm_(parameters, norm),
+        step=scaler.step,
+        extra_state=scaler.state,
+        close=jobs.close,
+    )
+
+
+@dataclass(frozen=True)
+class _Places:
+    """The loader of a driver that reads no rows: of each step, only its place."""
+
+    plan: Any
+    columns: Any
+
+    def epoch(self, epoch: int, start_step: int = 0) -> Generator[StepBatches, None, None]:
+        for step in range(start_step, self.plan.steps):
+            place = torch.tensor([epoch, step, epoch * self.plan.steps + step])
+            yield StepBatches(step, [{"place": place}], self.plan.batch_rows(step))
+
+
+def _build_places(data: Any, spec: Any, config: Config, **options: Any) -> BatchLoader:
+    options["world_size"] = config.launch.num_ranks  # those that read: each must have the memory for its part alone
+    loader = build_train_loader(data, spec, config, **options)  # reads nothing before it is asked for an epoch
+    return _Places(loader.plan, loader.columns)
+
+
+class _Jobs:
+    """The Spark jobs of one call of `train`: one for each step.
+
+    They are started from a thread of their own, so that an interrupt never meets this one inside a call to the JVM,
+    which would leave the job running, and so that the job group of the user's thread stays as it is.
+    """
+
+    def __init__(self, spark: SparkSession, run: Run, aggregate: Aggregate):
+        self._context, self._run, self._aggregate = spark.sparkContext, run, aggregate
+        self._id = f"spark_dl-{uuid.uuid4().hex}"
+        num_ranks = run.config.launch.num_ranks
+        # Kept in memory, so that Spark sends each rank to the executor that has it, where its loader is open.
+        self._ranks = self._context.parallelize(range(num_ranks), num_ranks).persist()
+        self._attempt: Any = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="spark_dl steps")
+
+    def run(self, step: Step, frozen: Sequence[Tensor]) -> GradientSum:
+        """The sum of all ranks' parts of a step. When this raises, its job has ended."""
+        from py4j.protocol import Py4JJavaError
+        from pyspark.errors import PySparkException
+
+        launch = self._run.config.launch
+        limit_s = launch.collective_timeout_s + (launch.start_timeout_s if self._attempt is None else 0.0)
+        job = self._thread.submit(self._run_job, step, frozen)
+        try:
+            if not wait([job], limit_s).done:
+                raise RuntimeError(
+                    f"a step was not done within {limit_s:g} s; raise launch.collective_timeout_s (for the first step "
+                    "launch.start_timeout_s is added), or look for executors that are busy with other jobs"
+                )
+            return job.result()
+        except (Py4JJavaError, PySparkException) as error:
+            raise self._cause(error) from None
+        except BaseException:
+            self._cancel(job)
+            raise
+
+    def _run_job(self, step: Step, frozen: Sequence[Tensor]) -> GradientSum:
+        context = self._context
+        if self._attempt is None:
+            # Interrupted tasks free their slots at once. A Python worker notices when it has computed its step.
+            context.setJobGroup(self._id, f"spark_dl {self._run.config.parallel.strategy}", interruptOnCancel=True)
+            packed = payload.pack_call(None, (self._run,), {})
+            self._attempt = context.broadcast(Attempt(self._id, packed, gradient_sum.to_arrays(frozen)))
+        sent = context.broadcast(step)
+        try:
+            task = functools.partial(part_of_rank, attempt=self._attempt, step=sent)
+            return self._aggregate(self._ranks.mapPartitions(task), self._run.config)
+        finally:
+            sent.destroy()
+
+    def _cancel(self, job: Future[GradientSum]) -> None:
+        """Ends a job and waits until Spark has ended it; without effect on one that is over."""
+        end = time.monotonic() + _CANCEL_WAIT_S
+        while not job.done() and time.monotonic() < end:
+            with contextlib.suppress(Exception):  # the session may be gone, and the job with it
+                self._context.cancelJobGroup(self._id)
+            wait([job], 0.5)  # again, in case that the job had not begun yet
+
+    def close(self) -> None:
+        """Frees what Spark holds for the tasks. The workers free what they hold by themselves."""
+        self._thread.shutdown(wait=False)
+        with contextlib.suppress(Exception):  # the session may be gone, and all of this with it
+            self._ranks.unpersist()
+            if self._attempt is not None:
+                self._attempt.destroy()
+
+    def _cause(self, error: Exception) -> BaseException:
+        """Of a failed job. The tasks of its first stage are the ranks; those of later ones only add up."""
+        num_ranks, text = self._run.config.launch.num_ranks, str(error)
+        tracker = self._context.statusTracker()
+        job = tracker.getJobInfo(max(tracker.getJobIdsForGroup(self._id), default=-1))
+        failed = re.search(r"[Tt]ask \d+\.?\d* in stage (\d+)", text)
+        is_first = job is not None and failed is not None and int(failed.group(1)) == min(job.stageIds)
+        return root_cause([], {rank: {"rank": rank} for rank in range(num_ranks)} if is_first else {}, error, {})

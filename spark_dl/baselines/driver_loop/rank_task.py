@@ -1,0 +1,237 @@
+"""One rank's share of one step, as a task of a Spark job. All that it computes follows from what the driver sends.
+
+What is slow to make is kept in Spark's Python worker for the next task: the model, whose values every task overwrites,
+and the open loader of the rank, which has read ahead. A task that finds none makes its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import platform
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+import spark_dl
+from spark_dl.baselines.driver_loop.gradient_sum import (
+    Bytes,
+    GradientSum,
+    flat_gradient,
+    from_arrays,
+    frozen,
+    to_arrays,
+    trained,
+)
+from spark_dl.data.columns.batch import Batch, StepBatches
+from spark_dl.data.load.build import build_train_loader
+from spark_dl.launch import gpus, payload
+from spark_dl.launch.failure import describe, failed_in_task
+from spark_dl.loop import seed_generators
+from spark_dl.parallel.stragglers import delay_s
+from spark_dl.parallel.trainable import add_gradients
+from spark_dl.spec import Run
+
+if TYPE_CHECKING:
+    from pyspark import Broadcast
+
+_MAX_LOADERS = 4
+_MAX_STEPS_PASSED_BY = 64
+
+VERSIONS = (("torch", torch.__version__), ("spark_dl", spark_dl.__version__))
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What all tasks of a call of `train` have in common."""
+
+    id: str
+    packed: bytes
+    """The run, as `payload.pack_call` packs it."""
+    frozen: list[Bytes]
+    """The parameters that are not trained."""
+    versions: tuple[tuple[str, str], ...] = VERSIONS
+    """Of what computes, on the driver."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the tasks of one step have in common."""
+
+    epoch: int
+    step: int
+    """Number of the step in its epoch."""
+    global_step: int
+    rows: int
+    """True rows of the global batch."""
+    scale: float
+    """What the loss is multiplied by, so that small gradients are not lost in fp16; 1 otherwise."""
+    weights: list[Bytes]
+    """The trained parameters, then the buffers."""
+
+
+def part_of_rank(ranks: Iterator[int], *, attempt: Broadcast[Attempt], step: Broadcast[Step]) -> Iterator[GradientSum]:
+    """The gradient of a rank's part of a global batch. Called by Spark, in a task whose partition holds the rank.
+
+    Added up over all ranks it is the gradient of the mean loss over the true rows. Raises RankFailedError, whose text
+    tells the driver who failed and why.
+    """
+    (rank,) = ranks  # to the end: a worker whose task has left some input is not used again
+    try:
+        with _kept(attempt.value) as kept:
+            part = _compute(kept, rank, step.value)
+    except BaseException as error:
+        me = {"task": rank, "rank": rank, "host": platform.node(), "pid": os.getpid()}
+        raise failed_in_task(describe(error, me)) from error
+    yield part
+
+
+def _compute(kept: _Kept, rank: int, step: Step) -> GradientSum:
+    spec, config = kept.run.spec, kept.run.config
+    device = _device(kept.run)
+    batches = kept.batches(rank, step, pin=device.type == "cuda")
+    model = kept.model.to(device)
+    parameters = trained(model)
+    from_arrays(step.weights, [*parameters, *model.buffers()])
+    # NOTE: another dropout for each rank and step, so that it does not depend on which worker has the task. These are
+    # not the numbers that a rank of DDP would draw, whose generator runs on from step to step.
+    seed = np.random.SeedSequence((config.train.seed, rank, step.global_step)).generate_state(1, np.uint64)[0]
+    seed_generators(int(seed) >> 1)
+    time.sleep(delay_s(config, rank, step.global_step))
+    model.zero_grad(set_to_none=True)
+    factor = step.scale / step.rows
+    with _threads(config.launch.threads):
+        total = add_gradients(spec, model, batches, config, device=device, scale=lambda losses: losses * factor)
+    gradient, used = flat_gradient(parameters)
+    buffers = to_arrays(list(model.buffers())) if rank == 0 else None  # as DDP, which hands out those of rank 0
+    return GradientSum(gradient, float(total), used, buffers)
+
+
+def _device(run: Run) -> torch.device:
+    from pyspark import TaskContext
+
+    context = TaskContext.get()
+    assert context is not None
+    return gpus.first(gpus.gpus_of_task(run.config.launch.device, context.resources()))
+
+
+@contextlib.contextmanager
+def _threads(num_threads: int) -> Iterator[None]:
+    """Runs with so many threads; 0 leaves those that Spark gives the task (`spark.task.cpus`)."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class _Kept:
+    """What a Python worker keeps for the tasks of one attempt. Used under `_LOCK` alone."""
+
+    def __init__(self, attempt: Attempt):
+        if attempt.versions != VERSIONS:
+            raise RuntimeError(f"the driver has {dict(attempt.versions)}, this executor {dict(VERSIONS)}")
+        if not gc.get_freeze_count():
+            # NOTE: Spark's worker collects garbage after every task, which takes 0.1 s with the objects of torch. Those
+            # that are there by now are never collected; modules, for the most part. `launch.daemon` does the same.
+            gc.freeze()
+        _, (self.run,), _ = payload.unpack_call(attempt.packed)
+        self.id = attempt.id
+        self.model = self.run.spec.build_to_train()
+        from_arrays(attempt.frozen, frozen(self.model))
+        self._loaders: dict[int, _OpenLoader] = {}  # the one that was used last is last
+
+    def batches(self, rank: int, step: Step, *, pin: bool = False) -> list[Batch]:
+        """The micro-batches of a rank, with `pin` in page-locked memory.
+
+        NOTE: Spark gives the tasks of an executor to its Python workers as these come free, so where an executor has
+        several task slots each of its workers sees all of its ranks in turn, and has a loader for each, up to
+        `_MAX_LOADERS`. Rows are then read by each of these workers, and each loader may hold `data.memory_mib`.
+        Executors of one slot read every row once.
+        """
+        loader = self._loaders.pop(rank) if rank in self._loaders else _OpenLoader(self.run, rank, pin)
+        self._loaders[rank] = loader
+        if len(self._loaders) > _MAX_LOADERS:
+            self._loaders.pop(next(iter(self._loaders))).close()
+        return loader.batches(step)
+
+    def close(self) -> None:
+        for loader in self._loaders.values():
+            loader.close()
+        self._loaders.clear()
+
+
+class _OpenLoader:
+    """The loader of a rank, at some step."""
+
+    def __init__(self, run: Run, rank: int, pin: bool):
+        self._loader = build_train_loader(
+            run.train, run.spec, run.config, rank=rank, world_size=run.config.launch.num_ranks, pin=pin
+        )
+        self._steps: Any = iter(())
+        self._next: tuple[int, int] | None = None
+        """Epoch and step of the batches that come next."""
+
+    def batches(self, step: Step) -> list[Batch]:
+        """Those of a step. To pass by steps that other workers had is cheaper than to read a window anew."""
+        epoch, ready = self._next or (-1, 0)
+        if step.epoch != epoch or not ready <= step.step <= ready + _MAX_STEPS_PASSED_BY:
+            self.close()
+            self._steps = self._loader.epoch(step.epoch, step.step)
+        found: StepBatches = next(batches for batches in self._steps if batches.step == step.step)
+        self._next = (step.epoch, step.step + 1)
+        if step.step + 1 == self._loader.plan.steps:
+            self.close()
+        return found.micro_batches
+
+    def close(self) -> None:
+        """Ends the threads that read ahead."""
+        if self._next is not None:
+            self._steps.close()
+            self._next = None
+
+
+# NOTE: the one state of the package that belongs to a process: Spark offers a task nothing else that outlives it. A
+# timer ends the threads and frees the memory, whatever has become of the driver, once no task has come for as long as
+# a step may take, `launch.collective_timeout_s`: less would drop all of it in every step where links are slow.
+_LOCK = threading.Lock()
+_KEPT: dict[str, _Kept] = {}
+_TIMERS: list[threading.Timer] = []
+
+
+@contextlib.contextmanager
+def _kept(attempt: Attempt) -> Iterator[_Kept]:
+    """What this worker has kept of an attempt, or made now. That of another attempt goes, and all after an error."""
+    with _LOCK:
+        while _TIMERS:
+            _TIMERS.pop().cancel()
+        try:
+            if attempt.id not in _KEPT:
+                _close_all()
+                _KEPT[attempt.id] = _Kept(attempt)
+            yield _KEPT[attempt.id]
+        except BaseException:
+            _close_all()
+            raise
+        timer = threading.Timer(_KEPT[attempt.id].run.config.launch.collective_timeout_s, _close_idle)
+        timer.name, timer.daemon = "spark_dl idle", True
+        timer.start()
+        _TIMERS.append(timer)
+
+
+def _close_idle() -> None:
+    with _LOCK:
+        _close_all()
+
+
+def _close_all() -> None:
+    for kept in _KEPT.values():
+        kept.close()
+    _KEPT.clear()

@@ -1,0 +1,247 @@
+"""Parameter servers: a loop on ranks, in the place of `loop.train`. The last ranks are servers, the others train.
+
+    trainer        servers/trainer.py   weights and a mini-batch come, a gradient goes
+    server         servers/server.py    gradients come, a step of its block of the weights, weights go
+    first server   servers/lead.py      also decides which gradients make an update, and who computes what
+                   servers/rules.py     the six modes of Dutta et al. 2018
+                   servers/deal.py      the mini-batches of an epoch
+
+At the end of an epoch, and for a checkpoint, the first server has all ranks pause. They bring the weights together and
+do what `loop.Training` does for every strategy: validate, save, decide whether to stop. What is under way when a
+checkpoint is due is computed anew after it, so that a run that is resumed has lost and repeated no row.
+
+A step is one update at the servers. In the mode `sync` it uses the global batch of that step, and the weights are
+those of DDP. In the others an epoch has about (steps of DDP) x (trainers) / K of them. A mini-batch is one trainer's
+part of a global batch.
+
+With each update a trainer sends a gradient and gets the weights: with W trainers and weights of N bytes, 2NW pass
+through the servers together, uncompressed (the parameter server of Li et al. 2014, Scaling Distributed Machine Learning
+with the Parameter Server, OSDI). Buffers, such as the statistics of BatchNorm, are those of rank 0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from spark_dl import checkpoint
+from spark_dl.baselines.servers.block import Block
+from spark_dl.baselines.servers.deal import MiniBatchQueue, deal_again
+from spark_dl.baselines.servers.flat import FlatModel
+from spark_dl.baselines.servers.lead import LeadServer
+from spark_dl.baselines.servers.mini_batches import MiniBatches
+from spark_dl.baselines.servers.roles import Roles, connect_all
+from spark_dl.baselines.servers.rules import Coordinator, Gradient, rules_of
+from spark_dl.baselines.servers.server import Server, follow
+from spark_dl.baselines.servers.trainer import Trainer, add_gradient
+from spark_dl.baselines.servers.wire import Numbers, Transport
+from spark_dl.loop import Training, seed_generators
+from spark_dl.parallel.trainable import OptimizerState, Trainable
+from spark_dl.spec import Run
+from spark_dl.world import World
+
+
+def train(run: Run, world: World) -> dict[str, Any]:
+    """Trains as one rank, a trainer or a server. Collective; every rank returns the same.
+
+    That is what `loop.train` returns, and `staleness`: `mean`, `max` and `counts` of the staleness of the gradients
+    that were used, and how many computations were `discarded`, because they were cancelled or too old.
+    Raises as `loop.train` does, and RuntimeError that names the rank and host of a server or trainer that is gone, or
+    that is silent for `launch.collective_timeout_s`; half of it for weights that are due, twice for the first server,
+    which waits itself for others.
+    """
+    roles = Roles(world.rank, world.world_size, run.config.parallel.num_servers)
+    seed_generators(run.config.train.seed)  # the same weights on all ranks
+    flat = FlatModel(run.spec, world.device, len(roles.servers))
+    flat.broadcast_from_rank0()
+    wire = connect_all(world, roles, run.config, max(block.stop - block.start for block in flat.blocks))
+    try:
+        return _Served(run, world, roles, flat, wire).run()
+    finally:
+        wire.close()
+
+
+@dataclass
+class _Standing:
+    """What the first server knows of a run, beside its progress. All ranks are told when they pause."""
+
+    deal: dict[str, Any] | None = None
+    """What is left of the epoch; None between epochs."""
+    epoch_rows: int = 0
+    """True rows of the epoch's updates so far."""
+    staleness: dict[str, int] = field(default_factory=dict)
+    """How many gradients were used, by their staleness."""
+    discarded: int = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
+
+    def summary(self) -> dict[str, Any]:
+        """The staleness of a run, as its result says it."""
+        counts = {int(staleness): count for staleness, count in self.staleness.items()}
+        gradients = sum(counts.values())
+        mean = sum(staleness * count for staleness, count in counts.items()) / gradients if gradients else 0.0
+        return {"mean": mean, "max": max(counts, default=0), "counts": self.staleness, "discarded": self.discarded}
+
+
+_COUNTS = ("step", "global_step", "rows", "loss_sum")
+"""What of the progress a pause does not count on all ranks alike."""
+
+
+class _Served(Training):
+    """Training whose steps are taken by servers."""
+
+    def __init__(self, run: Run, world: World, roles: Roles, flat: FlatModel, wire: Transport):
+        self.roles, self.flat, self.standing = roles, flat, _Standing()
+        self.batches = MiniBatches(run, roles, pin=world.device.type == "cuda")
+        self.own = flat.weights[flat.blocks[roles.block] if roles.is_server else slice(0)]
+        self.block = Block(self.own, run.config, world.world_size)
+        loader = self.batches.loader_of(world.rank)
+        super().__init__(run, world, self._trainable(run), loader, log_rank=roles.first)
+        self.pending_staleness: list[int] = []
+        self._deal: MiniBatchQueue | None = None
+        if roles.is_server:
+            self.block.place(self.own)  # a checkpoint's, where there is one
+            self._server = Server(wire, self._update, self.block.snapshot)
+        else:
+            self._trainer = Trainer(run.spec, run.config, flat, wire, roles.servers, world.rank)
+        if world.rank == roles.first:
+            self._coordinator = Coordinator(
+                rules_of(run.config.parallel, len(roles.trainers)),
+                len(roles.trainers),
+                staleness=Counter({int(s): count for s, count in self.standing.staleness.items()}),
+                discarded=self.standing.discarded,
+            )
+            self._lead = LeadServer(self._server, self._coordinator, roles.servers[1:], run.config)
+
+    def run(self) -> dict[str, Any]:
+        """As `Training.run`, with `staleness`."""
+        try:
+            return {**super().run(), "staleness": self.standing.summary()}
+        finally:
+            self.batches.close()
+
+    def _trainable(self, run: Run) -> Trainable:
+        return Trainable(
+            modules=[self.flat.model],
+            optimizer=self.block.optimizer,
+            forward_backward=lambda batches, rows: add_gradient(run.spec, self.flat, batches, rows, run.config),
+            clip_grad_norm=self.block.clip_grad_norm,
+            step=self.block.optimizer.step,
+            extra_state={"servers": self.standing},
+            rank_state={"block": OptimizerState(self.block.optimizer)} if self.roles.is_server else {},
+            settle=self._settle,
+        )
+
+    def _settle(self) -> None:
+        if self.roles.is_server:
+            self.own.copy_(self.block.weights.detach())
+        self.flat.bring_together(self.roles.first)
+
+    def _load_rank_state(self, saved: checkpoint.Saved) -> dict[str, Any]:
+        """What this rank had, or on another number of ranks what the server of the same block had."""
+        if not self.roles.is_server:
+            return {}
+        first = saved.manifest["world_size"] - len(self.roles.servers)
+        return checkpoint.state_of_rank(saved, first + self.roles.block)
+
+    def _train_epoch(self) -> bool:
+        self.timer.reset()
+        while True:
+            told = self._work_until_pause()
+            self._catch_up(told)
+            if told["why"] != "checkpoint":
+                return bool(told["why"] == "epoch")
+            self._save()
+
+    def _work_until_pause(self) -> dict[str, Any]:
+        """What the first server says when it has all ranks pause."""
+        if not self.roles.is_server:
+            return self._trainer.work(self.batches)
+        if self.world.rank != self.roles.first:
+            timeout_s = self.config.launch.collective_timeout_s
+            return follow(self._server, self.roles.first, len(self.roles.trainers), timeout_s)
+        deal = self._deal_of_epoch()
+        why = self._lead.run(deal, self.progress.epoch, self._on_update)
+        if self.pending_rows:
+            self._write_updates()
+        self._deal, self.standing.deal = (None, None) if why == "epoch" else (deal, deal.to_plain())
+        counts = self._coordinator.staleness
+        self.standing.staleness = {str(staleness): counts[staleness] for staleness in sorted(counts)}
+        self.standing.discarded = self._coordinator.discarded
+        progress = {name: getattr(self.progress, name) for name in _COUNTS}
+        told = {"why": why, "progress": progress, "standing": self.standing.state_dict()}
+        self._lead.pause(told)
+        return told
+
+    def _deal_of_epoch(self) -> MiniBatchQueue:
+        """What is left of the epoch: all of it, or what a pause or a checkpoint left."""
+        num_trainers = len(self.roles.trainers)
+        if self._deal is not None:
+            return self._deal
+        if self.standing.deal is not None:
+            return deal_again(self.standing.deal, num_trainers)
+        self.standing.epoch_rows = 0
+        return MiniBatchQueue.whole(num_trainers, self.loader.plan.steps)
+
+    def _catch_up(self, told: Mapping[str, Any]) -> None:
+        """Every rank knows what the first server knows, and its schedule is as far as that of the servers."""
+        for _ in range(told["progress"]["global_step"] - self.progress.global_step):
+            self.trainable.optimizer.step()  # of no weights: a scheduler wants to see it
+            self.schedule.end_step()
+        for name, count in told["progress"].items():
+            setattr(self.progress, name, count)
+        self.standing.load_state_dict(told["standing"])
+
+    def _update(self, gradients: Sequence[Numbers], shares: Sequence[float], lr_factor: float) -> None:
+        """One step of this server's block."""
+        with self.schedule.warm(self.progress.global_step) as self.lr:
+            self.block.update(gradients, shares, lr_factor, self.config.train.clip_grad_norm)
+        self.schedule.end_step()
+        self.progress.step += 1
+        self.progress.global_step += 1
+
+    def _on_update(self, gradients: Sequence[Gradient], said: Sequence[Mapping[str, Any]]) -> str | None:
+        """Counts an update, on the first server; why all are to pause, or None."""
+        progress, rows = self.progress, sum(g.rows for g in gradients)
+        self.pending += sum(head["loss"] for head in said)
+        self.pending_rows += rows
+        self.standing.epoch_rows += rows
+        progress.rows += rows
+        self.timer.rows += rows
+        self.pending_staleness += [g.staleness for g in gradients if g.rows]
+        self.timer.data_s += sum(head["data_s"] for head in said) / len(self.roles.trainers)
+        if progress.global_step % self.config.train.log_every == 0:
+            self._write_updates()
+        every = self.config.checkpoint.every_steps
+        if self._coordinator.is_done:
+            return "epoch"
+        if self.standing.epoch_rows == self.loader.plan.rows:
+            return None  # the mini-batches that are left have no true row, and end the epoch without an update
+        if self._is_over():
+            return "over"
+        return "checkpoint" if every and progress.global_step % every == 0 else None
+
+    def _write_updates(self) -> None:
+        staleness = sum(self.pending_staleness) / len(self.pending_staleness)
+        self._write_steps(float(self.pending), staleness=staleness, discarded=self._coordinator.discarded)
+        self.pending_staleness = []
+
+    def _total_steps(self) -> int:
+        """Updates of the run, where every one has K gradients; the last ones of an epoch may have fewer."""
+        rules = rules_of(self.config.parallel, len(self.roles.trainers))
+        total = self.config.train.epochs * math.ceil(self.loader.plan.steps * len(self.roles.trainers) / rules.k)
+        return min(total, self.config.train.max_steps or total)
+
+    def _train_loss(self) -> float | None:
+        if self.progress.step:
+            return self.progress.loss_sum / self.standing.epoch_rows
+        return self.progress.history[-1]["train_loss"] if self.progress.history else None

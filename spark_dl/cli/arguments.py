@@ -1,0 +1,177 @@
+"""What the jobs share: one parser, the Spark session, the datasets, the last line of output and the exit code."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import jsonargparse
+
+from spark_dl.config import Config
+from spark_dl.config.load import build_config, config_keys, explain_parse_error
+from spark_dl.launch.session import build_session
+from spark_dl.spec import ModelSpec, import_object
+from spark_dl.storage import join as join
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+log = logging.getLogger("spark_dl")
+"""For people, on standard error; standard output is for the result."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Input:
+    """Where the rows come from: files or a table through Spark, or datasets that are read where they lie."""
+
+    path: str | None = None
+    """Path or URL that Spark reads."""
+    format: str = "parquet"
+    """Format of the files: csv, parquet, json, orc ..."""
+    options: dict[str, str | bool | int | float] = field(default_factory=dict)
+    """Options of Spark's reader for that format."""
+    table: str | None = None
+    """A table of the catalog, instead of `path`."""
+    sql: dict[str, str] = field(default_factory=dict)
+    """Views by name, each a SELECT from `input` (what was read) or an earlier view. The views `train`, `validation` and
+    `test` are the datasets; without any, `input` is `train`."""
+    datasets: dict[str, str] = field(default_factory=dict)
+    """URLs of datasets by name (`train`, `validation`, `test`), instead of all the above: of `jobs/prepare.py`, plain
+    Parquet or Petastorm's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """The model, each function as `package.module:name` or `folder/file.py:name`."""
+
+    build: str = ""
+    """Function that returns the model."""
+    loss: str = "CrossEntropyLoss"
+    """A loss of `torch.nn` by name, or a function."""
+    forward: str | None = None
+    """Function (model, batch) -> output; by default the model is called with the features."""
+    predict: str | None = None
+    """Function (output) -> columns that `predict` adds."""
+    transform: str | None = None
+    """Function (batch) -> batch, called in the loader's threads."""
+    augment: str | None = None
+    """Function (batch, generator) -> batch, called in training only."""
+    plot: str | None = None
+    """Function (rows, path) that draws a few predicted rows of the test set."""
+
+    def spec(self) -> ModelSpec:
+        """The functions themselves. Raises ValueError that names the key of one that cannot be found."""
+        if not self.build:
+            raise ValueError("model.build: expected 'package.module:name' or 'folder/file.py:name', found nothing")
+        functions = {
+            name: import_object(path, f"model.{name}")
+            for name in ("build", "forward", "predict", "transform", "augment")
+            if (path := getattr(self, name)) is not None
+        }
+        loss = import_object(self.loss, "model.loss") if ":" in self.loss else self.loss
+        return ModelSpec(loss=loss, **functions)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job's settings, checked, before Spark is started."""
+
+    args: Mapping[str, Any]
+    """The job's own options, by name."""
+    config: Config
+    input: Input
+    model: Model
+
+    def session(self, name: str) -> Any:
+        """The Spark session, started with `--master` and `--spark_conf` where they are given."""
+        return build_session(name, master=self.args["master"], conf=self.args["spark_conf"])
+
+
+def parse(description: str, options: Mapping[str, tuple[Any, Any, str]]) -> Job:
+    """Reads the command line and `--config` files. Ends the process with exit code 2 on wrong usage.
+
+    `options` are the job's own: name -> (type, default, help); a bool is a flag.
+    """
+    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)  # for --help
+    parser = jsonargparse.ArgumentParser(description=description, exit_on_error=False, allow_abbrev=False)
+    parser.add_argument("--config", action="config", help="YAML file with any of these settings; may be repeated")
+    parser.add_argument("--master", type=str | None, help="Spark master URL, or sc://host:port for Spark Connect")
+    parser.add_argument("--spark_conf", type=dict[str, str], default={}, help="Spark settings, as a YAML mapping")
+    for name, (kind, default, text) in options.items():
+        if kind is bool:
+            parser.add_argument(f"--{name}", action="store_true", help=text)
+        else:
+            parser.add_argument(f"--{name}", type=kind, default=default, help=text)
+    parser.add_class_arguments(Input, "input")
+    parser.add_class_arguments(Model, "model")
+    parser.add_class_arguments(Config, None)
+    sections = {key.split(".")[0] for key in config_keys()}
+    try:
+        parsed = parser.parse_args().as_dict()
+        return Job(
+            args={key: value for key, value in parsed.items() if key not in {*sections, "input", "model", "config"}},
+            config=build_config({key: value for key, value in parsed.items() if key in sections}),
+            input=Input(**parsed["input"]),
+            model=Model(**parsed["model"]),
+        )
+    except jsonargparse.ArgumentError as error:
+        known = [*config_keys(), *options, "master", "spark_conf", "config"]
+        known += [f"{name}.{key}" for name, cls in (("input", Input), ("model", Model)) for key in vars(cls())]
+        _fail(explain_parse_error(str(error), known), 2)
+    except ValueError as error:
+        _fail(str(error), 2)
+
+
+def read_datasets(spark: Any, source: Input, mixed: Iterable[str] = ()) -> dict[str, DataFrame | str]:
+    """The datasets of a job by name: `train`, and `validation` and `test` where there are such. On the driver.
+
+    Those of `input.datasets` are URLs, which `train` and `evaluate` open. `mixed` are the names of those that take the
+    place of `train`.
+    """
+    if source.datasets:
+        return dict(source.datasets)
+    if source.table:
+        df = spark.table(source.table)
+    elif source.path:
+        df = spark.read.format(source.format).options(**source.options).load(source.path)
+    else:
+        raise ValueError("input: expected a path, a table or datasets, found none of them")
+    if not source.sql:
+        return {"train": df}
+    df.createOrReplaceTempView("input")
+    for name, query in source.sql.items():
+        spark.sql(query).createOrReplaceTempView(name)
+    return {name: spark.table(name) for name in (*mixed, "train", "validation", "test") if name in source.sql}
+
+
+def dataset(datasets: Mapping[str, Any], name: str) -> Any:
+    """The dataset of this name. Raises ValueError that names those that there are."""
+    if name not in datasets:
+        raise ValueError(f"no dataset {name!r} among {sorted(datasets)}; add it to input.sql or input.datasets")
+    return datasets[name]
+
+
+def run(work: Callable[[], Mapping[str, Any]]) -> NoReturn:
+    """Runs a job to its end: one JSON object as the last line of standard output, and the exit code.
+
+    0: done; 1: failed, with the reason on standard error. (2, wrong usage, comes from `parse`.)
+    """
+    logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
+    log.setLevel(logging.INFO)
+    try:
+        result = work()
+    except KeyboardInterrupt:
+        _fail("interrupted", 1)
+    except Exception as error:
+        _fail(f"{error}" if isinstance(error, (ValueError, RuntimeError)) else f"{type(error).__name__}: {error}", 1)
+    print(json.dumps(result), flush=True)
+    sys.exit(0)
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    sys.exit(code)

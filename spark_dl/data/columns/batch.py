@@ -1,0 +1,154 @@
+"""What the model is called with: the rows of a step as dicts of tensors, one for each micro-batch."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spark_dl.data.columns.ragged import Array, Ragged, concatenate, pad, padded_bytes
+from spark_dl.data.columns.schema import Column
+
+_MIB = 1 << 20
+WEIGHT_BYTES, _OFFSET_BYTES = 4, 8
+
+Batch = dict[str, Tensor]
+Prepare = Callable[[Batch, Sequence[int]], Mapping[str, Tensor]]
+"""(batch, numbers that tell it from all others) -> the batch that the model sees."""
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """The rows that one rank has of a dataset in one step, before they are tensors."""
+
+    cells: Sequence[Array | Ragged]
+    """By column. # each (rows, *cell)"""
+    weight: Array
+    """# (rows,)"""
+
+
+@dataclass(frozen=True)
+class StepBatches:
+    """What one rank works on in one step."""
+
+    step: int
+    """Number of the step in its epoch."""
+    micro_batches: list[Batch]
+    """Columns by name, [rows, *cell], and `weight`, [rows] float32; on the CPU. Ragged ones as `build_batch` says."""
+    rows: int
+    """True rows of the global batch, over all ranks."""
+
+
+def build_batch(columns: Sequence[Column], cells: Sequence[Array | Ragged], ragged: str) -> Batch:
+    """The tensors of some rows, which share the memory of the arrays.
+
+    A ragged column becomes, with `ragged` "pad", `name`, [rows, longest, *inner], filled with zeros, and `name_mask`,
+    [rows, longest] bool; with "offsets" `name`, [values, *inner], end to end, and `name_offsets`, [rows + 1] int64.
+    """
+    batch: Batch = {}
+    for column, values in zip(columns, cells, strict=True):
+        if not isinstance(values, Ragged):
+            batch[column.name] = torch.from_numpy(values)
+        elif ragged == "pad":
+            padded, mask = pad(values)
+            batch[column.name], batch[f"{column.name}_mask"] = torch.from_numpy(padded), torch.from_numpy(mask)
+        else:
+            offsets = values.offsets - values.offsets[0]
+            batch[column.name] = torch.from_numpy(np.array(values.own_values))
+            batch[f"{column.name}_offsets"] = torch.from_numpy(offsets)
+    return batch
+
+
+@dataclass(frozen=True)
+class BatchBuilder:
+    """Makes the micro-batches of a rank's step."""
+
+    columns: Sequence[Column]
+    micro_batches: int = 1
+    ragged: str = "pad"
+    prepare: Prepare | None = None
+    pin: bool = False
+    """Whether they are copied to page-locked memory, from which copies to a GPU need not be waited for."""
+    memory: int | None = None
+    """Bytes that the micro-batches of a step may have; None for any number."""
+    said_memory: str = ""
+    """What sets it, for messages."""
+
+    def bytes_of(self, parts: Sequence[StepRows], key: Sequence[int]) -> int:
+        """What `build` will make of them takes, before `prepare`; of ragged columns it goes by the rows that there are.
+
+        Raises ValueError where that is more than `memory`.
+        """
+        rows = sum(len(part.weight) for part in parts)
+        size = rows * self._fixed_bytes
+        if not self._ragged:
+            return size
+        found = {c.name: self._ragged_bytes(c, [part.cells[i] for part in parts]) for i, c in self._ragged}
+        size += sum(of_column for of_column, _ in found.values())
+        if self.memory is not None and size > self.memory:
+            name, (most, longest) = max(found.items(), key=lambda item: item[1])
+            padded, change = "", ""
+            if self.ragged == "pad":
+                padded = ", to which the others are padded"
+                change = "set data.ragged to offsets, which pads none, "
+            raise ValueError(
+                f"column {name!r}: the {rows} rows of rank {key[2]} in step {key[1]} of epoch {key[0]} take "
+                f"{most / _MIB:.0f} MiB, of {size / _MIB:.0f} MiB with all columns, and {self.said_memory}; the "
+                f"longest of them has {longest} values{padded}: {change}lower train.global_batch_size, raise "
+                "data.memory_mib, or use more ranks"
+            )
+        return size
+
+    @functools.cached_property
+    def _fixed_bytes(self) -> int:
+        """Of a row with its weight, without ragged columns."""
+        return WEIGHT_BYTES + sum(c.value_bytes for c in self.columns if not c.is_ragged)
+
+    @functools.cached_property
+    def _ragged(self) -> list[tuple[int, Column]]:
+        return [(i, c) for i, c in enumerate(self.columns) if c.is_ragged]
+
+    def _ragged_bytes(self, column: Column, cells: Sequence[Array | Ragged]) -> tuple[int, int]:
+        """Of a column in all micro-batches, and the values of its longest row. # cells: of each dataset"""
+        value_bytes = np.dtype(column.dtype).itemsize * math.prod(column.inner)
+        size, most = 0, 0
+        for pieces in zip(*(self._cut(of_dataset) for of_dataset in cells), strict=True):
+            lengths = np.concatenate([piece.lengths for piece in pieces if isinstance(piece, Ragged)])
+            longest = int(lengths.max(initial=0))
+            most = max(most, longest)
+            if self.ragged == "pad":
+                size += padded_bytes(len(lengths), longest, value_bytes)
+            else:
+                size += value_bytes * int(lengths.sum()) + _OFFSET_BYTES * (len(lengths) + 1)
+        return size, most
+
+    def build(self, parts: Sequence[StepRows], key: Sequence[int]) -> list[Batch]:
+        """The rows of a step in near-equal pieces, the larger ones first; of several datasets each has a piece.
+
+        `key` tells the step from all others; `prepare` gets it with the number of the micro-batch.
+        """
+        batches = []
+        for i, pieces in enumerate(zip(*(self._pieces(part) for part in parts), strict=True)):
+            # The cells are joined before they are tensors: datasets have other longest rows, and other offsets.
+            cells = [concatenate(c) for c in zip(*(piece.cells for piece in pieces), strict=True)]
+            batch = build_batch(self.columns, cells, self.ragged)
+            batch["weight"] = torch.from_numpy(np.concatenate([piece.weight for piece in pieces]))
+            if self.prepare is not None:
+                batch = dict(self.prepare(batch, (*key, i)))
+            batches.append({name: t.pin_memory() for name, t in batch.items()} if self.pin else batch)
+        return batches
+
+    def _pieces(self, rows: StepRows) -> list[StepRows]:
+        weights, *cells = (self._cut(c) for c in (rows.weight, *rows.cells))
+        return [StepRows(piece, weight) for weight, *piece in zip(weights, *cells, strict=True)]
+
+    def _cut(self, cells: Array | Ragged) -> list[Array | Ragged]:
+        size, more = divmod(len(cells), self.micro_batches)
+        bounds = [i * size + min(i, more) for i in range(self.micro_batches + 1)]
+        return [cells[a:b] for a, b in itertools.pairwise(bounds)]

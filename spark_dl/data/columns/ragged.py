@@ -1,0 +1,174 @@
+"""Columns whose cells have different lengths: all values end to end, and where each row of them starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+MAX_AXES = 64
+"""Most axes of an array in NumPy 2; NumPy 1 has 32."""
+_LONG_ROWS = 256
+"""Mean values of rows from which on they are copied one by one: to index each value takes 24 bytes of memory for it."""
+_INDEXED_AT_ONCE = 1 << 17  # values, about
+
+
+@dataclass(frozen=True, eq=False)
+class Ragged:
+    """Row `i` is `values[offsets[i] : offsets[i + 1]]`; values between rows, if any, belong to none.
+
+    A slice of rows, `ragged[start:stop]`, shares the values.
+    """
+
+    values: Array
+    """All values, end to end. # (total, *inner)"""
+    offsets: npt.NDArray[np.int64]
+    """# (rows + 1,), not falling"""
+    is_own: bool = False
+    """Whether nothing else has a part of the values' memory."""
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, rows: slice) -> Ragged:
+        start, stop, step = rows.indices(len(self))
+        assert step == 1
+        return Ragged(self.values, self.offsets[start : max(start, stop) + 1])
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """# (rows,)"""
+        return np.diff(self.offsets)
+
+    @property
+    def inner(self) -> tuple[int, ...]:
+        """The shape of one value."""
+        return tuple(self.values.shape[1:])
+
+    @property
+    def own_values(self) -> Array:
+        """The values of these rows alone, without those before and after them. # (total, *inner)"""
+        return self.values[self.offsets[0] : self.offsets[-1]]
+
+
+class Stacked:
+    """Rows that come in pieces, laid end to end in one array."""
+
+    def __init__(self, array: Array, *, is_ragged: bool):
+        """# array: (>= rows, *cell), or (>= values, *inner) where the rows are ragged"""
+        self._array, self._used = array, 0
+        self.room_bytes = array.nbytes
+        self._lengths: list[npt.NDArray[np.int64]] | None = [] if is_ragged else None
+        self.rows = 0
+        """So far."""
+
+    def add(self, piece: Array | Ragged) -> None:
+        """Raises ValueError for more than there is room for."""
+        values = piece
+        if isinstance(piece, Ragged):
+            assert self._lengths is not None
+            self._lengths.append(piece.lengths)
+            values = piece.own_values
+        stop = self._used + len(values)
+        if stop > len(self._array):
+            raise ValueError(f"found {stop} values or more, expected {len(self._array)}")
+        if len(values):  # of rows without values the inner shape is not known
+            self._array[self._used : stop] = values
+        self._used, self.rows = stop, self.rows + len(piece)
+
+    def cells(self) -> Array | Ragged:
+        """All rows that were added; the array itself if they fill it."""
+        full = self._array if self._used == len(self._array) else self._array[: self._used]
+        if self._lengths is None:
+            return full
+        lengths = np.concatenate([np.empty(0, np.int64), *self._lengths])
+        return dataclasses.replace(from_lengths(full, lengths), is_own=True)
+
+
+def from_lengths(values: Array, lengths: npt.NDArray[Any]) -> Ragged:
+    """Rows of these lengths, end to end. # values: (total, *inner), lengths: (rows,)"""
+    offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    assert offsets[-1] == len(values)
+    return Ragged(values, offsets)
+
+
+def take(ragged: Ragged, rows: npt.NDArray[np.integer[Any]]) -> Ragged:
+    """These rows, in this order, with values of their own. # rows: (n,)"""
+    lengths, starts = ragged.lengths[rows], ragged.offsets[:-1][rows]
+    found = from_lengths(np.empty((int(lengths.sum()), *ragged.inner), ragged.values.dtype), lengths)
+    copy_rows(ragged.values, starts, lengths, found.values, found.offsets[:-1])
+    return found
+
+
+def copy_rows(
+    values: Array,
+    starts: npt.NDArray[np.int64],
+    lengths: npt.NDArray[np.int64],
+    out: Array,
+    places: npt.NDArray[np.int64],
+) -> None:
+    """Copies rows: `lengths` values from each of `starts` to each of `places`. # values, out: (total, *inner)"""
+    total = int(lengths.sum())
+    if total == 0:  # of rows without values the inner shape is not known
+        return
+    if total <= _LONG_ROWS * len(lengths):
+        size = max(1, len(lengths) * _INDEXED_AT_ONCE // total)
+        for first in range(0, len(lengths), size):
+            rows = slice(first, first + size)
+            out[_positions(places[rows], lengths[rows])] = values[_positions(starts[rows], lengths[rows])]
+        return
+    for start, length, place in zip(starts.tolist(), lengths.tolist(), places.tolist(), strict=True):
+        out[place : place + length] = values[start : start + length]
+
+
+def pad(ragged: Ragged, length: int | None = None, fill: Any = 0) -> tuple[Array, npt.NDArray[np.bool_]]:
+    """The rows as one array, filled up to `length`, by default the longest row's; and where its values are true ones.
+
+    Returns # (rows, length, *inner), (rows, length) bool. Raises ValueError for a row that is longer.
+    """
+    lengths = ragged.lengths
+    longest = int(lengths.max(initial=0))
+    length = longest if length is None else length
+    if longest > length:
+        row = int(np.argmax(lengths > length))
+        raise ValueError(f"row {row} has the length {int(lengths[row])}; at most {length} fit")
+    mask = np.arange(length) < lengths[:, None]
+    out = np.full((len(ragged), length, *ragged.inner), fill, dtype=ragged.values.dtype)
+    if lengths.sum() <= _LONG_ROWS * len(ragged):
+        out[mask] = ragged.own_values
+        return out, mask
+    for row, (a, b) in enumerate(itertools.pairwise(ragged.offsets.tolist())):
+        out[row, : b - a] = ragged.values[a:b]
+    return out, mask
+
+
+def padded_bytes(rows: int, longest: int, value_bytes: int) -> int:
+    """What `pad` takes for its array and its mask."""
+    return rows * longest * (value_bytes + 1)
+
+
+def concatenate(parts: Sequence[Array | Ragged]) -> Array | Ragged:
+    """The rows of all parts, which are of one kind."""
+    if len(parts) == 1:
+        return parts[0]
+    ragged = [p for p in parts if isinstance(p, Ragged)]
+    if not ragged:
+        return np.concatenate(parts)  # type: ignore[arg-type]
+    assert len(ragged) == len(parts)
+    filled = [p.own_values for p in ragged if len(p.own_values)]  # rows without values do not know their inner shape
+    return from_lengths(np.concatenate(filled or [ragged[0].own_values]), np.concatenate([p.lengths for p in ragged]))
+
+
+def _positions(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """`start, start + 1, ...` for each row, end to end. # (sum of lengths,)"""
+    ends = np.cumsum(lengths)
+    total = int(ends[-1]) if len(ends) else 0
+    positions: npt.NDArray[np.int64] = np.arange(total) + np.repeat(starts - (ends - lengths), lengths)
+    return positions

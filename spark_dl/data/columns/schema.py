@@ -1,0 +1,365 @@
+"""The columns of a dataset: how cells are stored in Parquet, and how stored columns become arrays again.
+
+A column of arrays or vectors of one shape is stored as binary cells in NumPy's `.npy` format, as Petastorm's
+`NdarrayCodec` writes them: every cell then has the same header, and a whole column is decoded as one strided view of
+the Arrow buffer, without a copy per row. Scalars are stored as their own Parquet type, ragged columns as lists.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from spark_dl.data.columns import images
+from spark_dl.data.columns.cells import Lookup, read_cells
+from spark_dl.data.columns.encoding import Encoding, Settings
+from spark_dl.data.columns.ragged import MAX_AXES, Ragged
+from spark_dl.data.columns.ragged import Array as Array
+from spark_dl.data.columns.source import BadCellsError, SourceColumn
+
+_MAX_GROUP_BYTES = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a dataset: the name, the dtype of its elements (NumPy's name) and the shape of a cell."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | None, ...] = ()
+    """None as the first axis where its length varies from row to row: a ragged column."""
+    codec: str = "scalar"
+    """How cells are stored: `scalar`, a Parquet type; `ndarray`, `.npy` bytes of one dtype and shape; `list`, Parquet
+    lists; `binary`, bytes; `image`, a PNG or JPEG file; in datasets of others also `converted`, a Parquet type that
+    becomes numbers when it is read, `vector`, Spark ML's, `partition`, a value in the names of folders, and
+    `petastorm.*`."""
+    encoding: Encoding = field(default_factory=Encoding)
+    """What the numbers mean."""
+    mean_size: float | None = None
+    """Elements of a cell on average, over all axes, where that varies; of images the bytes of the file."""
+    fill: Any = None
+    """What stands for nulls where they are filled when they are read, in datasets of others; in terms of the source."""
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether it is decoded as `Ragged`."""
+        return self.shape[:1] == (None,)
+
+    @property
+    def inner(self) -> tuple[int, ...]:
+        """The shape of a cell without an axis of varying length."""
+        return tuple(n for n in self.shape if n is not None)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a cell as it is stored in our own shards; on average, where they vary."""
+        if self.codec == "image":
+            return math.ceil(self.mean_size or 0) + 4
+        return self.value_bytes + (len(npy_header(self)) if self.codec == "ndarray" else 0)
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of a cell in memory once it is decoded; on average, where they vary."""
+        if self.is_ragged:
+            return math.ceil(self.group_bytes(1, self.mean_size or 0))
+        return np.dtype(self.dtype).itemsize * math.prod(self.inner)
+
+    @property
+    def is_encoded(self) -> bool:
+        """Whether cells are files, compressed, or texts of others, which are in memory beside what becomes of them."""
+        is_text = self.codec == "converted" and self.encoding.has_words
+        return is_text or self.codec == "image" or self.codec.startswith(("petastorm.image", "petastorm.compressed"))
+
+    def stored_bytes(self, rows: int, size: float | None = None) -> float:
+        """Bytes of encoded cells of some rows, by the mean where their `size` is not known; 0 where they are not."""
+        if not self.is_encoded:
+            return 0
+        return rows * (self.mean_size or 0) if size is None else size
+
+    def group_bytes(self, rows: int, elements: float | None = None) -> float:
+        """Bytes in memory of decoded rows, that have so many elements if it is ragged; else by the mean."""
+        if not self.is_ragged or elements is None:
+            return rows * self.value_bytes
+        return np.dtype(self.dtype).itemsize * elements + 8 * rows
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Column:
+        """A column from the dict that `dataclasses.asdict` made of it, after a way through JSON.
+
+        Raises ValueError for values that no column has, TypeError or LookupError for other keys.
+        """
+        encoding = Encoding.from_plain(plain.get("encoding", {}))
+        column = cls(**{**plain, "shape": tuple(plain["shape"]), "encoding": encoding})
+        for key, is_value in _IS_VALUE.items():
+            if not is_value(value := getattr(column, key)):
+                raise ValueError(f"column {column.name!r:.200}: found the {key} {value!r:.200}")
+        return column
+
+
+def _is_dtype(value: Any) -> bool:
+    try:
+        return type(value) is str and np.dtype(value).kind in "biufc"
+    except (TypeError, ValueError):
+        return False
+
+
+def _is_shape(value: tuple[Any, ...]) -> bool:
+    inner = value[1:] if value[:1] == (None,) else value
+    is_short = len(value) <= MAX_AXES
+    return is_short and all(type(n) is int and n >= 0 for n in inner) and math.prod(inner) <= _MAX_GROUP_BYTES
+
+
+OWN_CODECS = ("scalar", "ndarray", "list", "binary", "image")
+"""How our own shards store cells."""
+_IS_VALUE: Mapping[str, Callable[[Any], bool]] = {
+    "name": lambda v: type(v) is str and v != "",
+    "dtype": _is_dtype,
+    "shape": _is_shape,
+    "codec": lambda v: v in (*OWN_CODECS, "converted", "vector", "partition") or str(v).startswith("petastorm."),
+    "mean_size": lambda v: v is None or (type(v) in (int, float) and 0 <= v < math.inf),
+    "fill": lambda v: v is None or type(v) in (str, bool, int, float),
+}
+"""What the values of a column may be, whoever wrote them."""
+
+
+def codec_of(source: SourceColumn) -> str:
+    """How we store a column."""
+    if source.encoding.kind in ("bytes", "image"):
+        return "image" if source.encoding.kind == "image" else "binary"
+    return "list" if source.ragged else "scalar" if source.kind == "scalar" else "ndarray"
+
+
+def stored_column(source: SourceColumn, shape: tuple[int | None, ...]) -> Column:
+    """The column of cells of this shape, in our own shards."""
+    return Column(source.name, source.dtype, shape, codec_of(source), source.encoding, source.mean_size)
+
+
+def check_like(columns: Sequence[Column], others: Sequence[Column]) -> None:
+    """Raises ValueError if columns of the same name have another dtype, shape or encoding."""
+    by_name = {c.name: c for c in others}
+    for column in columns:
+        other = by_name.get(column.name, column)
+        for what in ("dtype", "shape", "encoding"):
+            found, expected = getattr(column, what), getattr(other, what)
+            if found != expected:
+                raise ValueError(
+                    f"column {column.name!r}: found the {what} {found!s:.200}, expected {expected!s:.200} as in the "
+                    "training dataset"
+                )
+
+
+def words_of(columns: Sequence[Column]) -> dict[str, tuple[str, ...]]:
+    """The vocabularies among some columns, by their names."""
+    return {c.name: c.encoding.vocabulary for c in columns if c.encoding.vocabulary is not None}
+
+
+def check_settings(columns: Sequence[Column], encode: Settings) -> None:
+    """Raises ValueError for settings of `data.encode` with which a dataset was not written."""
+    for column in columns:
+        encoding = column.encoding
+        found = {"as": encoding.kind, "ragged": column.is_ragged, "unit": encoding.unit, "buckets": encoding.buckets,
+                 "values": list(encoding.vocabulary or ()), "unknown": encoding.unknown,
+                 "resize": list(encoding.resize or ())}  # fmt: skip
+        for key, asked in encode.get(column.name, {}).items():
+            if found.get(key, asked) != (list(asked) if isinstance(asked, tuple) else asked):
+                raise ValueError(
+                    f"data.encode.{column.name}.{key}: found {asked!r:.200}, but the dataset was written with "
+                    f"{found[key]!r:.200}; write it again, or change the setting"
+                )
+
+
+def cell_shape(codec: str, cells: Array | Ragged, encoding: Encoding) -> tuple[int | None, ...]:
+    """The shape of the cells before they are stored; of images that of the first one once it is decoded."""
+    if not isinstance(cells, Ragged):
+        return cells.shape[1:]
+    is_image = codec == "image"
+    return images.image_shape(cells[0:1].own_values, encoding.resize) if is_image else (None, *cells.inner)
+
+
+def empty_first(name: str, where: str) -> str:
+    """For an error: a column whose first cell has no values, so that all would be empty."""
+    return (
+        f"column {name!r}: the first cell of {where} is empty; it gives the shape of all; where lengths vary, set "
+        f"data.encode.{name}: {{ragged: true}}; else leave the column out"
+    )
+
+
+def npy_header(column: Column) -> bytes:
+    """The header that every cell of a tensor column starts with."""
+    buffer = io.BytesIO()
+    dtype = np.dtype(column.dtype).newbyteorder("<")
+    header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": column.shape}
+    np.lib.format.write_array_header_1_0(buffer, header)
+    return buffer.getvalue()
+
+
+def arrow_type(column: Column) -> pa.DataType:
+    """The type of the stored column."""
+    if column.codec in ("ndarray", "binary", "image"):
+        return pa.binary()
+    arrow = pa.from_numpy_dtype(np.dtype(column.dtype))
+    for _ in column.shape:
+        arrow = pa.list_(pa.field("element", arrow, nullable=False))
+    return arrow
+
+
+def arrow_field(column: Column) -> pa.Field:
+    """The stored column, which has no nulls."""
+    return pa.field(column.name, arrow_type(column), nullable=False)
+
+
+def encode(column: Column, values: Array | Ragged) -> pa.Array:
+    """Stored cells from an array # (rows, *shape), or from ragged rows: of numbers, or the bytes of each cell.
+
+    Raises ValueError for more than fits into one row group.
+    """
+    if isinstance(values, Ragged):
+        return _encode_ragged(column, values)
+    if column.codec == "scalar":
+        return pa.array(values, type=arrow_type(column))
+    header = np.frombuffer(npy_header(column), dtype=np.uint8)
+    rows = len(values)
+    data = np.ascontiguousarray(values, dtype=np.dtype(column.dtype).newbyteorder("<")).reshape(
+        rows, math.prod(column.inner)
+    )
+    cell_bytes = column.row_bytes
+    _check_group_bytes(column, rows, rows * cell_bytes)
+    out = np.empty((rows, cell_bytes), dtype=np.uint8)
+    out[:, : len(header)] = header
+    if data.size:
+        out[:, len(header) :] = data.view(np.uint8)
+    offsets = np.arange(rows + 1, dtype=np.int32) * cell_bytes
+    return pa.Array.from_buffers(pa.binary(), rows, [None, pa.py_buffer(offsets.astype(np.int32)), pa.py_buffer(out)])
+
+
+def _encode_ragged(column: Column, values: Ragged) -> pa.Array:
+    own = np.ascontiguousarray(values.own_values, dtype=column.dtype)
+    _check_group_bytes(column, len(values), max(own.nbytes, own.size))
+    offsets = (values.offsets - values.offsets[0]).astype(np.int32)
+    if column.codec in ("binary", "image"):
+        return pa.Array.from_buffers(pa.binary(), len(values), [None, pa.py_buffer(offsets), pa.py_buffer(own)])
+    array = pa.array(own.reshape(-1))
+    arrow = array.type
+    for axis in range(own.ndim - 1, 0, -1):
+        arrow = pa.list_(pa.field("element", arrow, nullable=False))
+        count = math.prod(own.shape[:axis])
+        array = pa.ListArray.from_arrays(np.arange(count + 1, dtype=np.int32) * own.shape[axis], array, type=arrow)
+    return pa.ListArray.from_arrays(offsets, array, type=arrow_type(column))
+
+
+def _check_group_bytes(column: Column, rows: int, size: int) -> None:
+    if size > _MAX_GROUP_BYTES:
+        most = _MAX_GROUP_BYTES * rows // size
+        change = f"set data.rows_per_row_group to at most {most}" if most else "one row is larger: store less in a cell"
+        raise ValueError(
+            f"column {column.name!r}: {rows} row(s) of {-(-size // rows)} bytes do not fit into one row group of "
+            f"2 GiB; {change}"
+        )
+
+
+def decode(
+    column: Column,
+    stored: pa.ChunkedArray | pa.Array,
+    *,
+    rows: npt.NDArray[np.int64] | None = None,
+    lookup: Lookup | None = None,
+) -> Array | Ragged:
+    """An array from stored cells # (rows, *shape), of a tensor column a view of the Arrow buffer; or ragged rows.
+
+    Columns of others (timestamps, decimals, strings ...) become numbers here, as their encoding says.
+    rows: their numbers in their row group, for messages; by default they are all of it.
+    lookup: that of the column, where these are a piece of it.
+    Raises ValueError for a null, and for a cell that is not of the column's dtype and shape.
+    """
+    array = stored.combine_chunks() if isinstance(stored, pa.ChunkedArray) else stored
+    if isinstance(array, pa.ChunkedArray):  # combine_chunks keeps chunks that together pass 2 GiB
+        raise ValueError(f"column {column.name!r}: a row group of more than 2 GiB")
+    if column.codec == "ndarray":
+        return _decode_npy(column, array)
+    kind = {"list": "array", "vector": "vector"}.get(column.codec, "scalar")
+    depth = len(column.shape) if column.codec == "list" else 0
+    source = SourceColumn(column.name, column.dtype, kind, depth, column.is_ragged, column.encoding, fill=column.fill)
+    try:
+        cells = read_cells(source, array, column.shape, lookup)
+    except BadCellsError as error:
+        row = error.row if rows is None else int(rows[error.row])
+        raise ValueError(f"{error}; first in row {row} of the row group") from None
+    if column.codec == "image":
+        return _decode_images(column, cells, rows)
+    return cells
+
+
+def _decode_images(column: Column, files: Array | Ragged, rows: npt.NDArray[np.int64] | None) -> Array:
+    assert isinstance(files, Ragged)
+    out = np.empty((len(files), *column.inner), dtype=column.dtype)
+    for i in range(len(files)):  # Pillow opens one at a time
+        row = i if rows is None else rows[i]
+        try:
+            image = images.read_image(files[i : i + 1].own_values, column.inner, resize=column.encoding.resize)
+        except images.OtherSizeError as error:
+            raise ValueError(
+                f"column {column.name!r}, row {row}: found {error}, expected the shape {column.shape}; "
+                f"data.encode.{column.name}.resize: [height, width] scales images"
+            ) from None
+        except Exception as error:  # what Pillow raises for bytes that are no image is not defined
+            raise ValueError(f"column {column.name!r}, row {row}: found a cell that cannot be read: {error}") from error
+        if image.shape != column.shape or image.dtype != out.dtype:
+            raise ValueError(
+                f"column {column.name!r}, row {row}: found an image of shape {image.shape} and {image.dtype}, expected "
+                f"{column.shape} and {column.dtype}"
+            )
+        out[i] = image
+    return out
+
+
+def _decode_npy(column: Column, array: pa.Array) -> Array:
+    rows, cell_bytes = len(array), column.row_bytes
+    _, offset_buffer, data_buffer = array.buffers()
+    offsets = np.frombuffer(offset_buffer, dtype=np.int32, count=rows + 1, offset=4 * array.offset)
+    if array.null_count or not (np.diff(offsets) == cell_bytes).all():
+        raise _other_cells(column)
+    raw = np.frombuffer(data_buffer, dtype=np.uint8, count=rows * cell_bytes, offset=int(offsets[0]))
+    return view(column, raw.reshape(rows, cell_bytes))
+
+
+def view(column: Column, cells: npt.NDArray[np.uint8]) -> Array:
+    """Stored cells as values, without a copy. # cells: (rows, column.row_bytes) -> (rows, *shape)
+
+    Raises ValueError if a cell is not of the column's dtype and shape.
+    """
+    header = npy_header(column) if column.codec == "ndarray" else b""
+    if not _all_start_with(cells, header):
+        raise _other_cells(column)
+    rows, dtype = len(cells), np.dtype(column.dtype)
+    if rows == 0 or math.prod(column.inner) == 0:
+        return np.zeros((rows, *column.inner), dtype=dtype)
+    body = cells[:, len(header) :]
+    strides = (cells.strides[0], *_strides(column.inner, dtype.itemsize))
+    first = body[:1].view(dtype)
+    values: Array = np.lib.stride_tricks.as_strided(first, (rows, *column.inner), strides, writeable=False)
+    return values
+
+
+def _other_cells(column: Column) -> ValueError:
+    expected = f"dtype {column.dtype} and shape {column.shape}, which the manifest gives"
+    return ValueError(f"column {column.name!r}: stored cells do not all have {expected}")
+
+
+def _all_start_with(cells: npt.NDArray[np.uint8], header: bytes) -> bool:
+    """Whether every cell has this header, compared eight bytes at a time. # cells: (rows, bytes of a cell)"""
+    words = cells[:, : len(header)].view(np.uint64)  # a header's length is a multiple of 64
+    return bool((words == np.frombuffer(header, dtype=np.uint64)).all())
+
+
+def _strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    strides = [itemsize]
+    for n in reversed(shape[1:]):
+        strides.insert(0, strides[0] * n)
+    return tuple(strides[-len(shape) :]) if shape else ()

@@ -1,0 +1,243 @@
+"""A dataset on storage, as its manifest says it: its columns, its shards, and what each of them holds.
+
+`_manifest.json` (the schema, the rows of every row group, sizes and checksums) is written last: a folder without it is
+not a dataset.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import pyarrow as pa
+
+from spark_dl import storage
+from spark_dl.data.columns import schema
+from spark_dl.data.columns.policies import Changes, Rules
+from spark_dl.data.columns.schema import Column
+from spark_dl.data.dataset.records import Shard, ShardSet
+from spark_dl.data.petastorm import metadata as petastorm_metadata
+
+_log = logging.getLogger("spark_dl")
+
+MANIFEST = "_manifest.json"
+"""Named with an underscore, so that Spark, Petastorm and pyarrow read the folder as plain Parquet and pass it by."""
+FORMAT = "spark_dl.shards"
+VERSION = 3
+_FIRST_WITH_CRC32 = 3
+CANNOT_WRITE = "cannot write to"
+_PROBE, STORED = "_probe", "part-stored.json"
+"""A file that is written to see whether one can be, and what stands in place of shards that are in the store."""
+_OWN_SHARD = re.compile(r"part-[0-9a-f]{8}-(\d{4,}|(joined-)?\d{5,}-\d+-\d{4,})\.parquet")
+"""The shards that `write_arrays` and `write_shards` name. Those of Spark and pyarrow begin with `part-`, too."""
+_OWN_NAMES = (MANIFEST, petastorm_metadata.COMMON_METADATA, _PROBE, STORED)
+
+
+def read_shards(url: str | os.PathLike[str]) -> ShardSet:
+    """Opens a dataset by its manifest. Called on the driver.
+
+    Raises ValueError if there is none, or if it is not one that this version can read.
+    """
+    url = storage.absolute(url)
+    path = storage.join(url, MANIFEST)
+    try:
+        manifest = json.loads(storage.read_bytes(path))
+    except FileNotFoundError:
+        what = "a folder without a manifest" if storage.exists(url) else "nothing"
+        raise ValueError(
+            f"no dataset at {url}: found {what}; write it with spark_dl.write_shards(df, url) or jobs/prepare.py"
+        ) from None
+    except OSError as error:
+        raise ValueError(f"cannot read the dataset {url}: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not a manifest: {error}") from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise ValueError(f"{path} is not a manifest of {FORMAT}")
+    if type(version := manifest.get("version")) is not int or not 1 <= version <= VERSION:
+        raise ValueError(f"{path} has version {version!r:.200}; this spark_dl reads up to {VERSION}")
+    found = manifest.pop("crc32", None)
+    if (found is not None or version >= _FIRST_WITH_CRC32) and found != crc32_of(manifest):
+        raise ValueError(f"{path} is damaged: found the crc32 {found!r:.40}, expected {crc32_of(manifest)}")
+    try:
+        columns = tuple(Column.from_plain(c) for c in manifest["columns"])
+        shards = tuple(shard_from_plain(s) for s in manifest["shards"])
+        _check_once("column", [c.name for c in columns])
+        _check_once("shard", [s.name for s in shards])
+        if other := [c for c in columns if c.codec not in schema.OWN_CODECS]:
+            raise ValueError(f"column {other[0].name!r}: found the codec {other[0].codec!r:.200}")
+        rules = Rules.from_plain(manifest["rules"]) if "rules" in manifest else None
+        shard_set = ShardSet(url, columns, shards, Changes(**manifest.get("changes", {})), rules)
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{path} is not a manifest that can be read: {error!r}") from error
+    _check_files(shard_set, "write it again, or bring the file back")
+    return shard_set
+
+
+def crc32_of(manifest: Mapping[str, Any]) -> int:
+    """The checksum of a manifest, by which a flipped bit in it is known; of what it says, not of its layout."""
+    return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
+
+
+def _check_once(what: str, names: Sequence[str]) -> None:
+    if not names:
+        raise ValueError(f"found no {what}")
+    if len({*names}) < len(names):
+        raise ValueError(f"found the {what} {max(names, key=names.count)!r:.200} twice")
+
+
+def _check_files(shard_set: ShardSet, change: str) -> None:
+    """Raises ValueError unless every shard lies in the folder itself and is as long as the manifest says.
+
+    One listing for all of them. The name of a shard is one that this package gives, so it leads nowhere else; neither
+    may a symbolic link. `change` says what to do where one is missing.
+    """
+    url = shard_set.url
+    found = {info.base_name: info.size for info in storage.list_infos(url)}
+    for shard in shard_set.shards:
+        if not re.fullmatch(r"part-[0-9a-z-]+\.parquet", str(shard.name)):
+            raise ValueError(
+                f"{storage.join(url, MANIFEST)} names the shard {shard.name!r:.200}, expected part-<name>.parquet in "
+                "its own folder; the manifest was not written by spark_dl, do not trust it"
+            )
+        path = storage.join(url, shard.name)
+        if storage.is_local(url) and os.path.dirname(os.path.realpath(path)) != os.path.realpath(url):
+            raise ValueError(f"{path} is a link that leads to {os.path.realpath(path)}, outside of its dataset")
+        if found.get(shard.name) != shard.bytes:
+            what = f"{found[shard.name]} bytes" if shard.name in found else "nothing"
+            raise ValueError(
+                f"the dataset {url} is not whole: found {what} at {shard.name}, expected {shard.bytes} bytes; {change}"
+            )
+
+
+def commit(shard_set: ShardSet) -> ShardSet:
+    """Writes Petastorm's metadata, then the manifest: from now on the folder is a dataset."""
+    from spark_dl import __version__
+
+    _check_files(shard_set, "it must lie on storage that the driver and all executors share")
+    manifest = {
+        "format": FORMAT,
+        "version": VERSION,
+        "spark_dl": __version__,
+        "rows": shard_set.rows,
+        "columns": [asdict(c) for c in shard_set.columns],
+        "shards": [{"rows": s.rows, **asdict(s)} for s in shard_set.shards],
+        "changes": asdict(shard_set.changes),
+        **({"rules": asdict(shard_set.rules)} if shard_set.rules else {}),
+    }
+    manifest["crc32"] = crc32_of(json.loads(json.dumps(manifest)))  # as it is when it is read
+    common = storage.join(shard_set.url, petastorm_metadata.COMMON_METADATA)
+    replaced = storage.read_bytes(common) if storage.exists(common) else None
+    try:
+        _write_petastorm_metadata(shard_set)
+        storage.write_bytes(storage.join(shard_set.url, MANIFEST), json.dumps(manifest, indent=1).encode())
+    except OSError:
+        if replaced is not None:  # the dataset that this one was to replace is still there
+            storage.write_bytes(common, replaced)
+        raise
+    return shard_set
+
+
+def _write_petastorm_metadata(shard_set: ShardSet) -> None:
+    arrow = pa.schema([schema.arrow_field(c) for c in shard_set.columns])
+    row_groups = {s.name: len(s.row_groups) for s in shard_set.shards}
+    try:
+        unischema = petastorm_metadata.unischema_of(shard_set.columns)
+        petastorm_metadata.write_common_metadata(
+            shard_set.url, arrow, unischema=unischema, row_groups_per_file=row_groups
+        )
+    except ValueError as error:  # such as a name with a space, which is no hindrance here
+        _log.warning("Petastorm's make_reader cannot open %s: %s", shard_set.url, error)
+        storage.delete(
+            storage.join(shard_set.url, petastorm_metadata.COMMON_METADATA)
+        )  # of the dataset that this one replaces
+
+
+def abandon(url: str, token: str) -> None:
+    """Deletes what a write has left that failed, whose shards are named `part-<token>-...`. On the driver.
+
+    A dataset that it was to replace stays as it was.
+    """
+    manifest = storage.join(url, MANIFEST)
+    if not storage.exists(manifest):
+        delete_files(url, keep=())
+        return
+    if f'"part-{token}-'.encode() in storage.read_bytes(manifest):
+        return  # it was written before the error came: the new dataset is whole
+    for name in storage.list_names(url):
+        if is_own_shard(name) and name.startswith(f"part-{token}-"):
+            storage.delete(storage.join(url, name))
+
+
+def shard_from_plain(plain: Mapping[str, Any]) -> Shard:
+    """A shard from the dict that `dataclasses.asdict` made of it, after a way through JSON.
+
+    Raises ValueError for values that no shard has, LookupError for a missing key.
+    """
+    name, size, digest, groups = plain["name"], plain["bytes"], plain["sha256"], plain["row_groups"]
+    footer = plain.get("footer_bytes", 0), plain.get("footer_crc32", 0)
+    is_size = type(size) is int and size > 0
+    for what, value, is_value in (
+        ("name", name, type(name) is str),
+        ("bytes", size, is_size),
+        ("sha256", digest, type(digest) is str and re.fullmatch("[0-9a-f]{0,64}", digest)),
+        ("row_groups", groups, isinstance(groups, list) and groups and all(type(n) is int for n in groups)),
+        ("footer_bytes", footer[0], type(footer[0]) is int and is_size and 0 <= footer[0] <= size),
+        ("footer_crc32", footer[1], type(footer[1]) is int and 0 <= footer[1] < 2**32),
+    ):
+        if not is_value:
+            raise ValueError(f"the shard {name!r:.200}: found the {what} {value!r:.200}")
+    if bad := [n for n in groups if not 0 < n < 2**31]:
+        raise ValueError(f"the shard {name!r:.200}: found a row group of {bad[0]!r} rows")
+    elements, stored = (_counts_from_plain(plain, what) for what in ("elements", "stored"))
+    return Shard(name, tuple(groups), size, digest, *footer, elements=elements, stored=stored)
+
+
+def _counts_from_plain(plain: Mapping[str, Any], what: str) -> dict[str, tuple[int, ...]]:
+    """Of a shard from before they were kept, none."""
+    found = plain.get(what, {})
+    for name, counts in found.items():
+        if [type(n) is int and n >= 0 for n in counts] != [True] * len(plain["row_groups"]):
+            raise ValueError(f"the shard {plain['name']!r:.200}: found the {what} {counts!r:.200} of {name!r:.200}")
+    return {name: tuple(counts) for name, counts in found.items()}
+
+
+def prepare_folder(url: str, overwrite: bool) -> None:
+    """Makes a folder ready for a dataset. One that is there, and is to be overwritten, stays until there is another."""
+    try:
+        if storage.exists(storage.join(url, MANIFEST)):
+            if not overwrite:
+                raise ValueError(f"{url} holds a dataset already; pass overwrite=True to replace it")
+        elif foreign := [n for n in storage.list_names(url) if not _is_ours(n)]:
+            raise ValueError(
+                f"{url} is not empty and holds no dataset of spark_dl, but {foreign[:5]}, which stay as they are; name "
+                "an empty folder"
+            )
+        else:
+            delete_files(url, keep=())
+        storage.make_folder(url)
+        storage.write_bytes(storage.join(url, _PROBE), b"")
+        storage.delete(storage.join(url, _PROBE))
+    except OSError as error:
+        raise ValueError(f"cannot write to {url}: {error}") from error
+
+
+def is_own_shard(name: str) -> bool:
+    """Whether the name of a file is one that this package gives to shards."""
+    return _OWN_SHARD.fullmatch(name) is not None
+
+
+def _is_ours(name: str) -> bool:
+    written, _, half = name.partition(".tmp-")  # `storage.write_bytes` writes under such a name first
+    return is_own_shard(name) or (written in _OWN_NAMES and re.fullmatch("[0-9a-f]*", half) is not None)
+
+
+def delete_files(url: str, keep: Sequence[str]) -> None:
+    for name in storage.list_names(url):
+        if _is_ours(name) and name not in keep:
+            storage.delete(storage.join(url, name))

@@ -1,0 +1,131 @@
+"""What `data.memory_mib` has room for: checked on the driver before any task starts, and by every loader."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from spark_dl.config import Config, Data
+from spark_dl.data.columns.ragged import padded_bytes
+from spark_dl.data.columns.schema import Column
+from spark_dl.data.dataset.records import ShardSet
+
+_log = logging.getLogger("spark_dl")
+
+_MIB = 1 << 20
+_DECODING = 3
+"""Memory to read lists, vectors and bytes, over that of their values, beyond them: Arrow holds encoded pages, levels
+and values that grow. Measured with pyarrow 26: 45 MiB for lists of 11 MiB."""
+_SLICED_DECODING_BYTES = 24 << 20
+"""The same where they are decoded in slices, at most: of local files 5 MiB are held at a time, and Arrow's allocator
+(mimalloc) keeps several times that for each thread until it ends. Of remote files a column is read as a whole; that is
+no more than the values, which lie in the arena."""
+
+
+def check_memory(
+    shards: ShardSet, columns: Sequence[Column], config: Config, num_ranks: int, num_datasets: int = 1
+) -> None:
+    """Raises ValueError if a row group, or a rank's part of a global batch, does not fit into a loader's memory.
+
+    `num_ranks` read the dataset, and `num_datasets` share the memory. Called on the driver, and by every loader.
+    """
+    check_row_groups(shards, columns, config.data.memory_mib, num_datasets)
+    data = config.data
+    rows = -(-data.num_streams // num_ranks) * (config.train.global_batch_size // data.num_streams)
+    row_bytes = sum(c.value_bytes for c in columns) * max(1, data.sequence_length)
+    if rows * row_bytes > share_mib(data.memory_mib, num_datasets) * _MIB:
+        raise ValueError(
+            f"each rank has {rows} rows of {row_bytes} bytes of {shards.url} in a global batch, "
+            f"{rows * row_bytes / _MIB:.0f} MiB, and {said_memory(data.memory_mib, num_datasets)}: lower "
+            "train.global_batch_size, raise data.memory_mib, or use more ranks"
+        )
+    if data.ragged == "pad":
+        _check_padded(shards, columns, config, rows, num_datasets)
+
+
+def _check_padded(shards: ShardSet, columns: Sequence[Column], config: Config, rows: int, num_datasets: int) -> None:
+    """Raises ValueError if a batch will not fit once it is padded, as far as that is known before it is read: a row
+    group has a row that is as long as its mean. # rows: of a rank's batch
+    """
+    memory_mib, together = config.data.memory_mib, rows // config.train.accumulation_steps
+    for column in columns if shards.filtered is None else ():
+        if not column.is_ragged:
+            continue
+        values, (shard, group, group_rows) = _longest_mean(shards, column)
+        size = padded_bytes(together, values, np.dtype(column.dtype).itemsize * math.prod(column.inner))
+        if size > share_mib(memory_mib, num_datasets) * _MIB:
+            raise ValueError(
+                f"column {column.name!r}: the {group_rows} rows of row group {group} of {shards.shards[shard].name} in "
+                f"{shards.url} have {values} values or more on average; a batch of {together} rows that is padded to "
+                f"one of them takes {size / _MIB:.0f} MiB, and {said_memory(memory_mib, num_datasets)}: set "
+                "data.ragged to offsets, which pads none, lower train.global_batch_size, raise data.memory_mib, or use "
+                "more ranks"
+            )
+
+
+def _longest_mean(shards: ShardSet, column: Column) -> tuple[int, tuple[int, int, int]]:
+    """The most values that rows of a row group have on average, at least, and that row group: (shard, number, rows).
+
+    0 where it is not known: of others, bytes in the file are not those of the values, and empty lists count as one.
+    """
+    found = []
+    for place in shards.row_groups:
+        shard, group, rows = place
+        counts = shards.shards[shard].elements.get(column.name)
+        is_known = counts is not None and (column.codec == "list" or not shards.foreign)
+        elements = counts[group] - (rows if shards.foreign else 0) if counts is not None and is_known else 0
+        found.append((max(0, elements) // max(1, math.prod(column.inner)) // max(1, rows), place))
+    return max(found)
+
+
+def check_row_groups(shards: ShardSet, columns: Sequence[Column], memory_mib: int, num_datasets: int = 1) -> None:
+    """Raises ValueError if the largest row group of the dataset does not fit into a loader's memory."""
+    sized = zip(shards.row_groups, shards.group_bytes(columns), strict=True)
+    read = (group for group, rows in zip(sized, shards.group_rows, strict=True) if rows)
+    (shard, group, rows), size = max(read, key=lambda found: found[1])
+    if size > share_mib(memory_mib, num_datasets) * _MIB:
+        raise ValueError(
+            f"row group {group} of {shards.shards[shard].name} in {shards.url} has {rows} rows of "
+            f"{size // rows} bytes, {size / _MIB:.0f} MiB; a row group is read as a whole, and "
+            f"{said_memory(memory_mib, num_datasets)}: raise it, or write the dataset with smaller row groups "
+            "(data.rows_per_row_group)"
+        )
+
+
+def share_mib(memory_mib: int, num_datasets: int) -> int:
+    """Of each of the datasets that are mixed."""
+    return max(1, memory_mib // num_datasets)
+
+
+def said_memory(memory_mib: int, num_datasets: int = 1) -> str:
+    """What sets the memory of a loader, for messages."""
+    share = f", of which each of {num_datasets} datasets has {share_mib(memory_mib, num_datasets)}"
+    return f"data.memory_mib={memory_mib}{share if num_datasets > 1 else ''}"
+
+
+def warn_of_memory(
+    shards: ShardSet, columns: Sequence[Column], data: Data, num_ranks: int, num_datasets: int = 1
+) -> None:
+    """Logs it if the streams of a rank need more than `data.memory_mib`, though each row group fits. On the driver.
+
+    Each stream has at least one segment in memory: a row group, or all that the stream has of it.
+    """
+    sizes = [size for size, rows in zip(shards.group_bytes(columns), shards.group_rows, strict=True) if rows]
+    streams, segment = -(-data.num_streams // num_ranks), min(max(sizes), sum(sizes) / data.num_streams)
+    if streams * segment > share_mib(data.memory_mib, num_datasets) * _MIB:
+        _log.warning(
+            "each rank reads %d streams with at least %.0f MiB of a row group in memory, %.0f MiB of %s, more than "
+            "%s; lower data.num_streams, use more ranks, write smaller row groups "
+            "(data.rows_per_row_group), or raise data.memory_mib to say that there is room",
+            streams, segment / _MIB, streams * segment / _MIB, shards.url, said_memory(data.memory_mib, num_datasets),
+        )  # fmt: skip
+
+
+def decoding_bytes(columns: Sequence[Column], size: int, *, is_filtered: bool) -> float:
+    """Memory to decode a row group, beyond that of its values. # size: theirs, in bytes"""
+    decoded = sum(c.value_bytes for c in columns if c.codec in ("list", "vector", "binary", "petastorm.ndarray"))
+    at_once = _DECODING * size * decoded / max(1, sum(c.value_bytes for c in columns))
+    return at_once if is_filtered else min(at_once, _SLICED_DECODING_BYTES)

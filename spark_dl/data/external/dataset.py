@@ -1,0 +1,175 @@
+"""Datasets that others wrote, as they are: plain Parquet files and folders, hive partitions, Petastorm datasets.
+
+Only footers are read to open one, and the first row for the shape of its cells. Files must have the same columns.
+Timestamps, decimals, strings and the like become numbers when they are read, as `data.encode` says; nulls, NaN and Inf
+are dropped and filled then, too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from spark_dl import storage
+from spark_dl.config import Data
+from spark_dl.data.columns import cells, schema
+from spark_dl.data.columns.policies import Rules
+from spark_dl.data.columns.schema import Column
+from spark_dl.data.columns.source import check_batch_names, check_names
+from spark_dl.data.dataset.records import Shard, ShardSet
+from spark_dl.data.external.columns import foreign_column, unit_of
+from spark_dl.data.external.files import (
+    File,
+    elements_of,
+    list_files,
+    parents_of,
+    read_footer,
+    type_at,
+    without_nullability,
+)
+from spark_dl.data.petastorm import metadata as petastorm_metadata
+from spark_dl.data.petastorm.unischema import Field
+from spark_dl.data.petastorm.unischema_reader import read_unischema
+
+_log = logging.getLogger("spark_dl")
+_READERS = 16
+
+
+def open_parquet(
+    url: str | os.PathLike[str], names: Sequence[str], *, data: Data | None = None, like: Sequence[Column] = ()
+) -> ShardSet:
+    """A Parquet file, a folder of them, or a Petastorm dataset, with these of its columns. Called on the driver.
+
+    Columns become numbers as `data.encode` says; a vocabulary is given with it, or is that of `like`, the columns of
+    another dataset. Nulls, NaN and Inf are filled when they are read; rows with them are dropped by `filter_rows`.
+
+    Raises ValueError for a path without Parquet files, a file that is not one, files whose columns differ, a column
+    that is missing or cannot become a tensor, nulls that the footers tell of and that are neither dropped nor filled,
+    and Petastorm metadata that names anything but a schema.
+    """
+    data = data or Data()
+    _check_policies(data)
+    check_names("encode", data.encode, names)
+    check_names("fill", data.fill, names)
+    url = storage.absolute(url)
+    try:
+        root, paths = list_files(url, require_success=data.require_success)
+    except OSError as error:
+        raise ValueError(f"cannot read the dataset {url}: {error}; check its owner and mode") from error
+    with ThreadPoolExecutor(_READERS) as readers:
+        listed = list(readers.map(lambda path: read_footer(url, root, names, *path), paths))
+    base = url if root else storage.dirname(url)
+    fields = _petastorm_fields(base, listed if root else ())
+    files = [f for f in listed if sum(f.row_groups)]
+    if not files:
+        raise ValueError(f"the dataset {url} has no rows")
+    partitions = {f.name: _partitions_of(f) if root else {} for f in files}
+    words = schema.words_of(like)
+    settings = {n: {**({"values": list(words[n])} if n in words else {}), **data.encode.get(n, {})} for n in names}
+    columns = tuple(foreign_column(name, base, files, partitions, fields, settings[name], data) for name in names)
+    check_batch_names(names, [c.name for c in columns if c.is_ragged])
+    schema.check_like(columns, like)
+    _check_same_columns(url, files, [c.name for c in columns if c.codec != "partition"])
+    _check_nulls(url, files, columns, data)
+    _check_finite(url, columns, data)
+    shards = tuple(_shard(file, columns, partitions[file.name]) for file in files)
+    return ShardSet(base, columns, shards, rules=Rules(data.nulls, data.nonfinite, dict(data.fill)), foreign=True)
+
+
+def _partitions_of(file: File) -> dict[str, str]:
+    """The columns that folders give, and that are not in the file itself: what it holds is what counts."""
+    found = petastorm_metadata.hive_partitions(file.name)
+    return {name: value for name, value in found.items() if name not in file.schema.names}
+
+
+def _check_policies(data: Data) -> None:
+    for key in ("nulls", "nonfinite"):
+        if data.reader == "petastorm" and (policy := getattr(data, key)) in ("drop", "fill"):
+            raise ValueError(
+                f"data.{key}: found {policy!r} with data.reader=petastorm, which reads a dataset of others as it is; "
+                "set data.reader to spark_dl"
+            )
+
+
+def _check_nulls(url: str, files: Sequence[File], columns: Sequence[Column], data: Data) -> None:
+    """Raises ValueError for nulls that footers tell of, and that are neither dropped nor filled; says what is filled.
+
+    With `data.filters` those rows may not be read, and the loader finds out.
+    """
+    if data.nulls == "drop" or data.filters:
+        return
+    for column in columns:
+        nulls = [(file, group, n) for file in files for group, n in enumerate(file.nulls.get(column.name, ())) if n]
+        if nulls and column.fill is None:
+            file, group, first = nulls[0]
+            missing = "; data.nulls is fill, and it has no value" if data.nulls == "fill" else ""
+            raise ValueError(
+                f"column {column.name!r}: found {sum(n for _, _, n in nulls)} null(s) in {url}, first {first} in row "
+                f"group {group} of {file.name}, expected {cells.NO_NULLS}, with data.fill.{column.name}{missing}"
+            )
+        if nulls:
+            _log.info(
+                "data.fill.%s: %d null(s) of %s become %r", column.name, sum(n for *_, n in nulls), url, column.fill
+            )
+
+
+def _check_finite(url: str, columns: Sequence[Column], data: Data) -> None:
+    """Raises ValueError for numbers that cannot be looked at without decoding each cell, where NaN drops its row."""
+    encoded = (c.name for c in columns if c.codec.startswith("petastorm.") and np.dtype(c.dtype).kind in "fc")
+    if data.nonfinite == "drop" and (name := next(encoded, None)):
+        raise ValueError(
+            f"data.nonfinite: found 'drop' for {url}, whose column {name!r} holds arrays that Petastorm encoded; set "
+            "it to fill or allow, or write the dataset with Spark first (write_shards, jobs/prepare.py)"
+        )
+
+
+def _shard(file: File, columns: Sequence[Column], partition: Mapping[str, str]) -> Shard:
+    elements = {c.name: elements_of(c.name, file, unit=unit_of(c)) for c in columns if c.is_ragged}
+    stored = {c.name: elements_of(c.name, file, unit=1) for c in columns if c.is_encoded}
+    return Shard(
+        file.name, file.row_groups, file.bytes, partition=tuple(partition.items()), elements=elements, stored=stored
+    )
+
+
+def _petastorm_fields(url: str, files: Sequence[File]) -> Mapping[str, Field]:
+    """The fields of Petastorm's schema, if there is one; of a whole dataset, `files` must be those that it lists."""
+    top = next(reversed(parents_of(url)), url)
+    metadata = petastorm_metadata.read_metadata(top)
+    if files and top == url and (row_groups := petastorm_metadata.read_row_groups(url, metadata)) is not None:
+        _check_listed(url, files, row_groups)
+    pickled = metadata.get(petastorm_metadata.UNISCHEMA_KEY)
+    try:
+        return {f.name: f for f in read_unischema(pickled).fields} if pickled else {}
+    except ValueError as error:
+        raise type(error)(f"{storage.join(top, petastorm_metadata.COMMON_METADATA)}: {error}") from error
+
+
+def _check_listed(url: str, files: Sequence[File], listed: Mapping[str, int]) -> None:
+    """Raises ValueError unless the files of a folder are those that Petastorm lists, as Petastorm itself asks."""
+    found = {f.name: len(f.row_groups) for f in files if sum(f.row_groups) or f.name in listed}
+    for name in sorted({*found, *listed}):
+        if found.get(name) != listed.get(name):
+            there = f"{found[name]} row groups" if name in found else "nothing"
+            expected = f"{listed[name]} row groups" if name in listed else "no such file"
+            raise ValueError(
+                f"the dataset {url} is not whole: found {there} at {name!r:.200}, expected {expected}, as its "
+                f"{petastorm_metadata.COMMON_METADATA} says; bring the files back as they were, or write Petastorm's "
+                "metadata again (petastorm-generate-metadata.py)"
+            )
+
+
+def _check_same_columns(url: str, files: Sequence[File], names: Sequence[str]) -> None:
+    """Columns are read by name: their order, and others beside them, may differ from file to file."""
+    for (first, other), name in itertools.product(itertools.pairwise(files), names):
+        types: list[Any] = [type_at(f.schema, name) for f in (first, other)]
+        if without_nullability(types[0]) != without_nullability(types[1]):
+            raise ValueError(
+                f"column {name!r} has type {types[0]} in {first.name} and {types[1] or 'is missing'} in {other.name} "
+                f"of {url}; all files of a dataset must agree; read them with Spark and write them with one schema"
+            )

@@ -1,0 +1,59 @@
+"""The choice of what reads the rows: one function, which training and evaluation call."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Generator
+from typing import Any, Protocol
+
+from spark_dl.config import Config
+from spark_dl.data.columns.batch import StepBatches
+from spark_dl.data.columns.schema import Column
+from spark_dl.data.dataset.records import ShardSet
+from spark_dl.data.external.row_counts import leaves_out_rows
+from spark_dl.data.load.loader import Loader
+from spark_dl.data.load.mixture import MixedLoader, MixedPlan, Mixture
+from spark_dl.data.load.petastorm_reader import PetastormLoader
+from spark_dl.data.petastorm_plan import PetastormPlan
+from spark_dl.data.plan import Plan
+from spark_dl.spec import ModelSpec
+
+
+class BatchLoader(Protocol):
+    """The batches of one rank, as `Loader` has them."""
+
+    @property
+    def plan(self) -> Plan | MixedPlan | PetastormPlan: ...
+
+    @property
+    def columns(self) -> tuple[Column, ...]: ...
+
+    def epoch(self, epoch: int, start_step: int = 0) -> Generator[StepBatches, None, None]: ...
+
+
+def build_loader(data: ShardSet | Mixture, config: Config, **options: Any) -> BatchLoader:
+    """The loader of a dataset or of a mixture, that `data.reader` names. Called on a worker; not collective.
+
+    `options` are those of `Loader`. Raises as the loaders do, and ValueError for `data.filters` whose rows were not
+    counted on the driver.
+    """
+    for shards in data.datasets.values() if isinstance(data, Mixture) else [data]:
+        if leaves_out_rows(shards, config.data) and shards.filtered is None:
+            raise ValueError(
+                f"data.filters, data.nulls, data.nonfinite: all rows of {shards.url} would be read; count those that "
+                "pass before the ranks start, with filter_rows of spark_dl.data.filter_counts, as spark_dl.train does"
+            )
+    if isinstance(data, Mixture):
+        return MixedLoader(data, config, **options)
+    loaders: dict[str, type[Loader] | type[PetastormLoader]] = {"spark_dl": Loader, "petastorm": PetastormLoader}
+    return loaders[config.data.reader](data, config, **options)
+
+
+def build_train_loader(
+    data: ShardSet | Mixture, spec: ModelSpec, config: Config, *, rank: int, world_size: int, pin: bool = False
+) -> BatchLoader:
+    """The loader that a rank trains from: shuffled, augmented, in micro-batches. As `build_loader`."""
+    return build_loader(
+        data, config, rank=rank, world_size=world_size, part="train", micro_batches=config.train.accumulation_steps,
+        prepare=functools.partial(spec.prepare, augment_seed=config.train.seed), pin=pin,
+    )  # fmt: skip

@@ -1,0 +1,310 @@
+"""The loader: follows the plan and yields the batches of one rank, step by step, read ahead in threads.
+
+Reader threads lay the windows of the rank's streams into an arena; one more thread gathers batches from it. The order
+of everything is the plan's, whatever thread is faster. Memory is the arena's, which is of a set size.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
+
+import numpy as np
+
+from spark_dl.config import Config
+from spark_dl.data.columns.batch import WEIGHT_BYTES, BatchBuilder, Prepare, StepBatches, StepRows
+from spark_dl.data.columns.ragged import Array
+from spark_dl.data.dataset.memory import check_memory, decoding_bytes, said_memory, share_mib
+from spark_dl.data.dataset.records import ShardSet
+from spark_dl.data.load.arena import Arena
+from spark_dl.data.load.window_reader import Read, WindowReader, schedule
+from spark_dl.data.parquet.byte_budget import PrefetchBudget
+from spark_dl.data.plan import FILLER, Ints, Plan, Split, Window, check_held_out, streams_of_rank
+from spark_dl.data.read.rows import HELD_ROW_GROUPS, Limits
+from spark_dl.data.read.sequences import build_rows
+from spark_dl.data.store.cache import build_cache
+
+READY_SHARE = 4
+"""Batches that are ready have the memory divided by this."""
+_LOTS = 8
+"""Parts of that memory which steps are gathered for at once: several are being made, waiting and in use."""
+_STEPS_AT_ONCE = 16
+_GATHER_BYTES = 4 << 20
+_MIB = 1 << 20
+
+
+class Loader:
+    """The batches of one rank. Not collective: every rank has its own, and they need not talk to each other.
+
+    `part` chooses the rows that train or validate where `data.validation_fraction` splits one dataset. With
+    `shuffle=False` the rows come in the order of the dataset. `prepare` is called with each micro-batch in the loader's
+    thread, and (epoch, step, rank, number of the micro-batch); with `pin` it is then copied to page-locked memory.
+    `data.memory_mib` is shared by the loaders of `num_datasets`.
+
+    Raises ValueError if a row group or a batch does not fit into its memory, or if there are no rows to read.
+    """
+
+    def __init__(
+        self,
+        shards: ShardSet,
+        config: Config,
+        *,
+        rank: int,
+        world_size: int,
+        part: Split = "all",
+        shuffle: bool = True,
+        micro_batches: int = 1,
+        prepare: Prepare | None = None,
+        pin: bool = False,
+        num_datasets: int = 1,
+    ):
+        data, train = config.data, config.train
+        self.columns = shards.select(data.columns)
+        self._budget = share_mib(data.memory_mib, num_datasets) * _MIB
+        check_memory(shards, self.columns, config, world_size, num_datasets)
+        if part != "all":
+            check_held_out(shards.rows, data.validation_fraction)
+        reader = rank if shards.spread is None else shards.spread.part
+        self._streams = streams_of_rank(data.num_streams, reader, world_size)
+        said = said_memory(data.memory_mib, num_datasets)
+        limits = Limits(self._budget, self._budget // max(1, len(self._streams)), said)
+        self._rows = build_rows(shards, self.columns, config, part, build_cache(data), limits)
+        self._row_bytes = sum(c.value_bytes for c in self._rows.columns)
+        self._is_ragged = any(c.is_ragged for c in self.columns)
+        group_bytes = shards.group_bytes(self.columns)
+        self._largest_bytes = max(b for b, rows in zip(group_bytes, shards.group_rows, strict=True) if rows)
+        self._group_row_bytes: tuple[float, ...] = ()
+        if self._is_ragged:  # else the rows of all row groups are alike
+            stored = [rows for _, _, rows in shards.row_groups]
+            decoded = shards.decoded_bytes(self.columns)
+            self._group_row_bytes = tuple(b / max(1, rows) for b, rows in zip(decoded, stored, strict=True))
+        self.plan = Plan(
+            group_rows=self._rows.group_rows,
+            global_batch_size=train.global_batch_size,
+            num_streams=data.num_streams,
+            window_rows=max(1, min(data.shuffle_window_rows, self._budget // 4 // max(1, self._row_bytes))),
+            shuffle=data.shuffle and shuffle,
+            seed=train.seed,
+            parts=shards.part_groups,
+            row_bytes=self._group_row_bytes,
+            window_bytes=self._budget // 4,
+        )
+        self._rank = rank
+        self._builder = BatchBuilder(
+            self._rows.columns, micro_batches, data.ragged, prepare, pin, memory=self._budget, said_memory=said
+        )
+        # Row groups as the threads read them, and those that are held for streams that meet in them.
+        # Rows of a part are copied from those of the row group, and all rows where some are filled.
+        holds_out = part != "all" and data.validation_fraction > 0
+        copies = 1 + holds_out + (data.nonfinite == "fill" and not shards.is_checked)
+        decoding = decoding_bytes(self.columns, self._largest_bytes, is_filtered=shards.filtered is not None)
+        one_in_hand = copies * self._largest_bytes + decoding
+        batch_bytes = max(1, len(self._streams) * self.plan.stream_batch * self._row_bytes)
+        self._ready_bytes = self._budget // READY_SHARE
+        self.prefetch = max(1, min(data.prefetch_batches, self._ready_bytes // batch_bytes))
+        """Batches that may be ready: as many as fit into a quarter of the memory, and one in any case. By the mean of
+        ragged rows: where they are longer fewer are ready."""
+        # Several small steps are gathered at once: what Python costs is then paid once for all of them. They are also
+        # handed over at once, which wakes the training loop once, unless `prepare` takes its time with each of them.
+        self._lot_bytes = max(1, min(_GATHER_BYTES, self._ready_bytes // _LOTS))
+        self._at_once = max(1, min(_STEPS_AT_ONCE, int(self._lot_bytes // self._most_batch_bytes())))
+        self._lot = self._at_once if prepare is None else 1
+        self._lots_ahead = -(-self.prefetch // self._lot)
+        self._threads = max(1, min(data.reader_threads, int(self._budget // max(1, one_in_hand))))
+        self._in_hand = self._threads * one_in_hand + HELD_ROW_GROUPS * self._largest_bytes
+        self._spare: list[Arena] = []
+
+    def epoch(self, epoch: int, start_step: int = 0) -> Generator[StepBatches, None, None]:
+        """The steps of an epoch, from `start_step` on. Reading ahead stops when the iterator is closed."""
+        room = PrefetchBudget(self._ready_bytes)
+        return read_ahead(self._batches(epoch, start_step, room), self._lots_ahead, room)
+
+    def _batches(self, epoch: int, start_step: int, room: PrefetchBudget) -> Generator[list[StepBatches], None, None]:
+        step = start_step
+        with closing(self.steps(epoch, start_step)) as lots:
+            for rows in lots:
+                sizes = [self._builder.bytes_of([own], (epoch, i, self._rank)) for i, own in enumerate(rows, step)]
+                for first, stop in _lots(sizes, self._lot, self._lot_bytes):
+                    room.take(sum(sizes[first:stop]))
+                    yield [
+                        StepBatches(
+                            step + i, self._builder.build([rows[i]], (epoch, step + i, self._rank)),
+                            self.plan.batch_rows(step + i),
+                        )
+                        for i in range(first, stop)
+                    ]  # fmt: skip
+                step += len(rows)
+
+    def _most_batch_bytes(self) -> float:
+        """Of the rank's rows of a step before they are padded: of ragged ones by the row group of the longest rows."""
+        row_bytes = max([self._row_bytes, *self._group_row_bytes])
+        return max(1, len(self._streams) * self.plan.stream_batch * (row_bytes + WEIGHT_BYTES))
+
+    def steps(self, epoch: int, start_step: int = 0) -> Generator[list[StepRows], None, None]:
+        """The rank's rows of the steps of an epoch, from `start_step` on, gathered by who asks for them, some at once.
+
+        Windows are read ahead, in threads, until the iterator is closed.
+        """
+        if start_step >= self.plan.steps:
+            return
+        all_streams = self.plan.streams(epoch)
+        reads = schedule([all_streams[s] for s in self._streams], self.plan.stream_batch, start_step)
+        arena = self._arena(reads)
+        with closing(WindowReader(self._rows, reads, arena, self._threads, self._slots_bytes)) as reader:
+            yield from self._gather(arena, reader, start_step)
+        self._spare.append(arena)
+
+    def _arena(self, reads: Sequence[Read]) -> Arena:
+        """An arena of a slot for each stream and, as far as the budget goes, another to read ahead into.
+
+        That of the epoch before is used again: fresh memory costs as much as reading does.
+        """
+        slot_rows = max(r.window.rows for r in reads)
+        slot_bytes = max(self._window_bytes(r.window) for r in reads)
+        streams = len(self._streams)
+        batches = (self._lots_ahead + 2) * max(self._lot_bytes, streams * self.plan.stream_batch * self._row_bytes)
+        if self._is_ragged:
+            batches = max(batches, self._ready_bytes)
+        self._slots_bytes = max(0, self._budget - batches - self._in_hand)
+        fits = int(self._slots_bytes // max(1, slot_bytes))
+        num_slots = min(max(fits, streams), 2 * streams, len(reads))
+        while self._spare:
+            arena = self._spare.pop()
+            if arena.num_slots >= num_slots and arena.slot_rows >= slot_rows:
+                return arena
+        return Arena(
+            self._rows.columns,
+            num_slots=num_slots,
+            slot_rows=slot_rows,
+            num_tails=streams,
+            tail_rows=self.plan.stream_batch,
+        )
+
+    def _window_bytes(self, window: Window) -> float:
+        if not self._group_row_bytes:
+            return window.rows * self._row_bytes
+        of_group = self._group_row_bytes
+        return sum(
+            s.rows * (self._row_bytes if s.row_group == FILLER else of_group[s.row_group]) for s in window.segments
+        )
+
+    def _gather(self, arena: Arena, reader: WindowReader, start_step: int) -> Iterator[list[StepRows]]:
+        batch, streams, end = self.plan.stream_batch, len(self._streams), self.plan.steps
+        cursors = [_Cursor(i, arena, reader, batch) for i in range(streams)]
+        step = start_step
+        while step < end:
+            ahead = [cursor.fill((end - step) * batch) // batch for cursor in cursors]
+            steps = min(self._at_once, end - step, *ahead)
+            positions = np.empty((steps, streams, batch), dtype=np.int64)
+            weight = np.empty((steps, streams, batch), dtype=np.float32)
+            for i, cursor in enumerate(cursors):
+                taken, weights = cursor.take(steps * batch)
+                positions[:, i] = taken.reshape(steps, batch)
+                weight[:, i] = weights.reshape(steps, batch)
+            gathered, weights = arena.take(positions.reshape(steps, -1)), weight.reshape(steps, -1)
+            yield [StepRows([g[k] for g in gathered], weights[k]) for k in range(steps)]
+            step += steps
+
+
+class _Cursor:
+    """Walks through one stream: where its next rows are in the arena."""
+
+    def __init__(self, stream: int, arena: Arena, reader: WindowReader, batch: int):
+        self._stream, self._arena, self._reader, self._batch = stream, arena, reader, batch
+        self._order: Ints = np.empty(0, dtype=np.int64)
+        self._last: Ints = self._order
+        """Of the row that was used last."""
+        self._true_rows = 0
+        """Of `_order`; the others fill batches and have weight 0."""
+        self._slot: int | None = None
+
+    def fill(self, rows_to_end: int) -> int:
+        """Makes at least one batch of positions ready, waiting for windows if need be, and returns how many there are.
+
+        Once the stream has run out, its last row is repeated up to the end of the epoch.
+        """
+        while len(self._order) < self._batch:
+            left = self._order if len(self._order) else self._last
+            tail = self._arena.to_tail(self._stream, left)
+            if self._slot is not None:
+                self._reader.free(self._slot)
+                self._slot = None
+            if not self._reader.has_more(self._stream):
+                missing = rows_to_end - len(self._order)
+                self._order = np.concatenate([tail[: len(self._order)], np.repeat(tail[-1:], missing)])
+                break
+            read, self._slot = self._reader.next(self._stream)
+            order = self._arena.slot_start(self._slot) + read.window.order()
+            self._order = np.concatenate([tail[: len(self._order)], order[read.skip :]])
+            self._last = order[-1:]
+            self._true_rows = len(self._order)
+        return len(self._order)
+
+    def take(self, rows: int) -> tuple[Ints, Array]:
+        """The next positions and their weights. # (rows,), (rows,)"""
+        taken, self._order = self._order[:rows], self._order[rows:]
+        weights = (np.arange(rows) < self._true_rows).astype(np.float32)
+        self._true_rows = max(0, self._true_rows - rows)
+        self._last = taken[-1:]
+        return taken, weights
+
+
+def _lots(sizes: Sequence[int], most: int, most_bytes: int) -> Iterator[tuple[int, int]]:
+    """(First, stop) of items that go together: at most `most`, and `most_bytes` unless it is one alone."""
+    first, total = 0, 0
+    for i, size in enumerate(sizes):
+        if i > first and (i - first == most or total + size > most_bytes):
+            yield first, i
+            first, total = i, 0
+        total += size
+    if sizes:
+        yield first, len(sizes)
+
+
+def read_ahead(
+    lots: Iterator[list[StepBatches]], depth: int, room: PrefetchBudget | None = None
+) -> Generator[StepBatches, None, None]:
+    """The items of some lists. The iterator runs in a thread, at most `depth` lists ahead; its exceptions are raised
+    here. From `room` it takes memory for each list before it makes it, which is given back when the list is taken.
+    """
+    ready: queue.Queue[list[StepBatches] | BaseException | None] = queue.Queue(maxsize=depth)
+    stop = threading.Event()
+
+    def put(item: list[StepBatches] | BaseException | None) -> bool:
+        while not stop.is_set():
+            try:
+                ready.put(item, timeout=0.1)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+    def work() -> None:
+        try:
+            with closing(lots):  # type: ignore[type-var]  # a generator: its own threads end with it
+                for item in lots:
+                    if not put(item):
+                        return
+            put(None)
+        except BaseException as error:  # raised again by the reader of the queue
+            put(error)
+
+    thread = threading.Thread(target=work, name="spark_dl loader", daemon=True)
+    thread.start()
+    try:
+        while (item := ready.get()) is not None:
+            if isinstance(item, BaseException):
+                try:
+                    raise item
+                finally:
+                    del item  # it has this frame
+            if room is not None:
+                room.give_first_back()
+            yield from item
+    finally:
+        stop.set()
+        if room is not None:
+            room.close()
+        thread.join()

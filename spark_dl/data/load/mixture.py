@@ -1,0 +1,182 @@
+"""Several datasets mixed by proportion: every global batch has its share of rows of each.
+
+Each dataset has a plan and a loader of its own. In an epoch of the mixture every row of every dataset is used at least
+once: the dataset that takes the most steps sets the length, and the others begin again, in a new order, where they end
+before it. So the position is (epoch, step) here, too, and the order does not depend on the number of ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from spark_dl.config import Config
+from spark_dl.data.columns.batch import BatchBuilder, Prepare, StepBatches, StepRows
+from spark_dl.data.columns.schema import Column
+from spark_dl.data.dataset.memory import said_memory
+from spark_dl.data.dataset.records import Shard, ShardSet
+from spark_dl.data.load.loader import READY_SHARE, Loader, read_ahead
+from spark_dl.data.parquet.byte_budget import PrefetchBudget
+from spark_dl.data.plan import Plan
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Datasets with the same columns, by name."""
+
+    datasets: Mapping[str, ShardSet]
+
+    @property
+    def url(self) -> str:
+        """The URLs of all, for messages."""
+        return ", ".join(dataset.url for dataset in self.datasets.values())
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        return tuple(shard for dataset in self.datasets.values() for shard in dataset.shards)
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """Those of the first dataset."""
+        return next(iter(self.datasets.values())).columns
+
+    @property
+    def rows(self) -> int:
+        return sum(dataset.rows for dataset in self.datasets.values())
+
+    def select(self, names: Sequence[str]) -> tuple[Column, ...]:
+        """The columns of these names. Raises ValueError for one that is missing or not the same in all datasets."""
+        first_name, *others = self.datasets
+        columns = self.datasets[first_name].select(names)
+        for name in others:
+            for a, b in zip(columns, self.datasets[name].select(names), strict=True):
+                if (a.dtype, a.shape) != (b.dtype, b.shape):
+                    raise ValueError(
+                        f"column {a.name!r} has dtype {a.dtype} and shape {a.shape} in the dataset {first_name!r}, and "
+                        f"{b.dtype} and {b.shape} in {name!r}; datasets that are mixed need the same columns"
+                    )
+        return columns
+
+
+def batch_shares(proportions: Mapping[str, float], global_batch_size: int, num_streams: int) -> dict[str, int]:
+    """Rows of each dataset in a global batch: multiples of `num_streams`, as near to the proportions as they can be.
+
+    By the method of the largest remainder. Raises ValueError if a dataset would have no rows.
+    """
+    units = global_batch_size // num_streams
+    total = sum(proportions.values())
+    exact = {name: units * p / total for name, p in proportions.items()}
+    shares = {name: int(e) for name, e in exact.items()}
+    by_remainder = sorted(exact, key=lambda name: shares[name] - exact[name])  # a stable sort: ties in their order
+    for name in by_remainder[: units - sum(shares.values())]:
+        shares[name] += 1
+    if empty := [name for name, share in shares.items() if share == 0]:
+        raise ValueError(
+            f"data.proportions: the dataset {empty[0]!r} would have no row in a global batch of {global_batch_size}, "
+            f"which is dealt in {units} lots of data.num_streams={num_streams} rows; raise train.global_batch_size, "
+            "lower data.num_streams, or raise its proportion"
+        )
+    return {name: share * num_streams for name, share in shares.items()}
+
+
+def dataset_configs(config: Config) -> dict[str, Config]:
+    """The settings for each dataset of a mixture, with its share of a global batch. Raises as `batch_shares`."""
+    shares = batch_shares(config.data.proportions, config.train.global_batch_size, config.data.num_streams)
+    return {
+        name: dataclasses.replace(config, train=dataclasses.replace(config.train, global_batch_size=share))
+        for name, share in shares.items()
+    }
+
+
+@dataclass(frozen=True)
+class MixedPlan:
+    """The steps of an epoch of several plans, side by side."""
+
+    plans: tuple[Plan, ...]
+
+    @cached_property
+    def steps(self) -> int:
+        """Global batches of an epoch, the same for all ranks."""
+        return max(plan.steps for plan in self.plans)
+
+    @cached_property
+    def rows(self) -> int:
+        """Rows that an epoch uses, with those of the datasets that begin again."""
+        return self.rows_before(self.steps)
+
+    def batch_rows(self, step: int) -> int:
+        """True rows of global batch `step`, over all ranks."""
+        return sum(plan.batch_rows(step % plan.steps) for plan in self.plans)
+
+    def rows_before(self, step: int) -> int:
+        """True rows of an epoch's global batches before `step`, over all ranks."""
+        return sum(step // plan.steps * plan.rows + plan.rows_before(step % plan.steps) for plan in self.plans)
+
+    def passes(self, plan: Plan) -> int:
+        """How often an epoch begins with a plan's dataset."""
+        return -(-self.steps // plan.steps)
+
+
+class MixedLoader:
+    """The batches of one rank from a mixture, with the interface and the options of `Loader`. Not collective.
+
+    The rows of all datasets are one batch before `prepare` sees them. Each dataset has an equal share of
+    `data.memory_mib`. Raises ValueError as `batch_shares` and `Loader` do.
+    """
+
+    def __init__(
+        self,
+        mixture: Mixture,
+        config: Config,
+        *,
+        rank: int,
+        micro_batches: int = 1,
+        prepare: Prepare | None = None,
+        pin: bool = False,
+        **options: Any,
+    ):
+        self.columns = mixture.select(config.data.columns)
+        configs = dataset_configs(config)
+        self._loaders = [
+            Loader(mixture.datasets[name], own, rank=rank, num_datasets=len(configs), **options)
+            for name, own in configs.items()
+        ]
+        self.plan = MixedPlan(tuple(loader.plan for loader in self._loaders))
+        self._rank = rank
+        memory_mib = config.data.memory_mib
+        self._builder = BatchBuilder(
+            self.columns, micro_batches, config.data.ragged, prepare, pin, memory=memory_mib << 20,
+            said_memory=said_memory(memory_mib),
+        )  # fmt: skip
+        self._ready_bytes = (memory_mib << 20) // READY_SHARE
+
+    def epoch(self, epoch: int, start_step: int = 0) -> Generator[StepBatches, None, None]:
+        """The steps of an epoch, from `start_step` on. Reading ahead stops when the iterator is closed."""
+        room = PrefetchBudget(self._ready_bytes)
+        return read_ahead(
+            self._batches(epoch, start_step, room), min(loader.prefetch for loader in self._loaders), room
+        )
+
+    def _batches(self, epoch: int, start_step: int, room: PrefetchBudget) -> Generator[list[StepBatches], None, None]:
+        with contextlib.ExitStack() as stack:
+            sources = [
+                stack.enter_context(contextlib.closing(self._endless(x, epoch, start_step))) for x in self._loaders
+            ]
+            for step in range(start_step, self.plan.steps):
+                parts, key = [next(source) for source in sources], (epoch, step, self._rank)
+                room.take(self._builder.bytes_of(parts, key))
+                batches = self._builder.build(parts, key)
+                yield [StepBatches(step, batches, self.plan.batch_rows(step))]
+
+    def _endless(self, loader: Loader, epoch: int, start_step: int) -> Generator[StepRows, None, None]:
+        first = epoch * self.plan.passes(loader.plan)
+        number, step = divmod(start_step, loader.plan.steps)
+        while True:
+            with contextlib.closing(loader.steps(first + number, step)) as lots:
+                for lot in lots:
+                    yield from lot
+            number, step = number + 1, 0

@@ -1,0 +1,89 @@
+"""Which rows a run was trained on: a digest in its checkpoints, and whether the run can go on with the rows of now.
+
+The order of an epoch follows from the row groups of the dataset. Where these are others, an epoch that goes on in its
+middle would repeat some rows and leave others out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from spark_dl.config import Data
+from spark_dl.data.dataset.records import ShardSet
+from spark_dl.data.load.mixture import Mixture
+
+_log = logging.getLogger("spark_dl")
+
+
+def dataset_digest(data: ShardSet | Mixture) -> dict[str, Any]:
+    """Which rows lie where, for a checkpoint: counts, for messages, and a hash of all; of a mixture by dataset. Pure.
+
+    The files of our own datasets count by their checksums, those of others by their names and sizes. Where the dataset
+    lies does not matter, so that it can be moved; a file of others that is replaced by one as long is not seen.
+    """
+    if isinstance(data, Mixture):
+        return {"datasets": {name: dataset_digest(dataset) for name, dataset in data.datasets.items()}}
+    files: list[Any] = [[s.row_groups, s.sha256 or [s.name, s.bytes]] for s in data.shards]
+    columns = [asdict(c) for c in data.columns]
+    if data.spread is None:
+        passing = data.filtered.group_rows if data.filtered else None
+        return {"rows": data.rows, "shards": len(files), "sha256": _digest(columns, files, passing)}
+    counts, stored = data.spread.part_shards, iter(data.shards)
+    part_rows = [sum(s.rows for s in itertools.islice(stored, n)) for n in counts]
+    return {"part_rows": part_rows, "sha256": _digest(columns, files, counts)}
+
+
+def _digest(*content: Any) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def check_same_rows(saved: Mapping[str, Any] | None, shards: ShardSet | Mixture, data: Data) -> None:
+    """Whether a run can go on from a checkpoint with the rows of now. `saved` is its `rows`.
+
+    Called on the driver, and with data.storage="local" on the ranks, once they have their rows. Raises ValueError for
+    other rows, or the same in other places, in the middle of an epoch or where a part of them is held out for
+    validation. At the end of an epoch training can go on with any rows.
+    """
+    if saved is None:
+        _log.warning("the checkpoint does not say which rows it was made with, so that they cannot be compared")
+        return
+    now = dataset_digest(shards)
+    before = {key: value for key, value in saved.items() if key != "step_of_epoch"}
+    if before == now:
+        return
+    if saved.get("step_of_epoch") == 0 and not data.validation_fraction:
+        _log.warning("the rows are not those of the checkpoint; training goes on with them, at the start of an epoch")
+        return
+    if "part_rows" in now:
+        raise ValueError(
+            f"cannot resume: the checkpoint was made with {before.get('part_rows')} rows on the ranks, now they "
+            f"have {now['part_rows']}, or other values or another order (data.storage='local'); use the same number of "
+            "ranks and a DataFrame that gives the same rows each time, resume from the end of an epoch (without "
+            "data.validation_fraction), or set data.storage to 'shared', which keeps the rows with the run"
+        )
+    name, now, before = _first_difference(now, before)
+    raise ValueError(
+        f"cannot resume: the dataset {name}has changed since the checkpoint was made in the middle of an epoch, or "
+        f"with data.validation_fraction; found {_said(now)}, expected {_said(before)}, with the same columns, files, "
+        "row groups and data.filters, else rows would be repeated and lost; bring the dataset back, or start anew in "
+        "another run_dir; at the end of an epoch, without data.validation_fraction, a run can go on with other rows"
+    )
+
+
+def _first_difference(now: Mapping[str, Any], before: Mapping[str, Any]) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """The name of a dataset that has changed, for a message, and what is known of it now and before."""
+    if "datasets" not in now:
+        return "", dict(now), dict(before)
+    known = before.get("datasets", {})
+    name = next(name for name, dataset in now["datasets"].items() if dataset != known.get(name))
+    return f"{name!r} ", now["datasets"][name], known.get(name, {})
+
+
+def _said(rows: Mapping[str, Any]) -> str:
+    return f"{rows.get('rows')} rows in {rows.get('shards')} files ({str(rows.get('sha256'))[:8]})"

@@ -1,0 +1,149 @@
+"""Reads the windows of a rank's streams into an arena, in the order in which they are needed, in threads."""
+
+from __future__ import annotations
+
+import atexit
+import queue
+import threading
+import weakref
+from collections import Counter, deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from spark_dl.data.columns.ragged import Array, Ragged
+from spark_dl.data.load.arena import Arena
+from spark_dl.data.plan import Stream, Window, windows_from
+from spark_dl.data.read.rows import Rows
+from spark_dl.data.read.sequences import SequenceRows
+
+
+@dataclass(frozen=True)
+class Read:
+    """A window that a stream needs from step `step` on, without the first `skip` rows of its order."""
+
+    step: int
+    stream: int
+    """Number of the stream among those of the rank."""
+    window: Window
+    skip: int
+
+
+def schedule(streams: Sequence[Stream], batch: int, start_step: int) -> list[Read]:
+    """The windows that some streams need, in the order of need.
+
+    A stream that has no rows left at the start gets a window of which all is skipped: its last row fills the batches.
+    """
+    reads = []
+    for i, stream in enumerate(streams):
+        windows = list(windows_from(stream, start_step * batch))
+        if not windows:
+            last = stream.windows[-1] if stream.windows else Window((stream.filler,), 0, None)
+            windows = [(last, last.rows)]
+        for window, skip in windows:
+            reads.append(Read(max(start_step, (window.first + skip) // batch), i, window, skip))
+    return sorted(reads, key=lambda r: (r.step, r.stream, r.window.first))
+
+
+_EXIT_WAIT_S = 5.0
+_READERS: weakref.WeakSet[WindowReader] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_readers() -> None:
+    """A thread that comes back from C++ to an interpreter that is gone can hang the exit of the process."""
+    for reader in [*_READERS]:
+        reader.end(_EXIT_WAIT_S)
+
+
+class WindowReader:
+    """Reads windows into free slots of the arena, in the order of need, in threads.
+
+    It cannot come to a halt: each stream needs one window at a time, so with a slot for each of them the window that is
+    needed next has a slot, or a stream is about to free one. More slots than that are used as long as windows as large
+    as the largest one so far fit into `memory`, which the footers of some files do not tell.
+    """
+
+    def __init__(self, rows: Rows | SequenceRows, reads: Sequence[Read], arena: Arena, threads: int, memory: float):
+        self._rows, self._arena = rows, arena
+        self._memory, self._largest = memory, 0
+        self._pending = deque(reads)
+        self._free = list(range(arena.num_slots))
+        self._coming: dict[int, deque[tuple[Read, int, Future[None]]]] = {r.stream: deque() for r in reads}
+        self._left = Counter(r.stream for r in reads)
+        self._asked: queue.SimpleQueue[tuple[Window, int, Future[None]] | None] = queue.SimpleQueue()
+        self._has_ended = False
+        self._threads: list[threading.Thread] = []
+        _READERS.add(self)
+        try:
+            for i in range(threads):
+                thread = threading.Thread(target=self._work, name=f"spark_dl reader {i}", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+        except BaseException:  # no more threads
+            self.close()
+            raise
+        self._submit()
+
+    def has_more(self, stream: int) -> bool:
+        """Whether the stream has windows that it has not taken yet."""
+        return self._left[stream] > 0
+
+    def next(self, stream: int) -> tuple[Read, int]:
+        """Waits for the next window of a stream: what it is, and its slot."""
+        read, slot, done = self._coming[stream].popleft()
+        try:
+            done.result()
+        finally:
+            del done  # its error has this frame
+        self._left[stream] -= 1
+        return read, slot
+
+    def free(self, slot: int) -> None:
+        """Gives a slot back, whose rows are not needed any more."""
+        self._arena.clear(slot)
+        self._free.append(slot)
+        self._submit()
+
+    def end(self, timeout_s: float | None = None) -> None:
+        """Ends the threads, once they have read what they are at, and waits so long for each of them."""
+        self._has_ended = True
+        for _ in self._threads:
+            self._asked.put(None)
+        for thread in self._threads:
+            thread.join(timeout_s)
+
+    def close(self) -> None:
+        """Ends the threads, and forgets what they have read: an error in it has frames that have this reader."""
+        self.end()
+        self._coming.clear()
+
+    def _submit(self) -> None:
+        while self._free and self._pending:
+            used = self._arena.num_slots - len(self._free)
+            if used >= len(self._coming) and (used + 1) * self._largest > self._memory:
+                break
+            read, slot = self._pending.popleft(), self._free.pop()
+            done: Future[None] = Future()
+            self._coming[read.stream].append((read, slot, done))
+            self._asked.put((read.window, slot, done))
+
+    def _work(self) -> None:
+        while (asked := self._asked.get()) is not None and not self._has_ended:
+            self._answer(*asked)
+            del asked  # while it waits for the next
+        self._rows.end_thread()
+
+    def _answer(self, window: Window, slot: int, done: Future[None]) -> None:
+        try:
+            self._read_into(window, self._arena.slot(slot))
+        except BaseException as error:  # raised again by who waits for the window
+            done.set_exception(error)
+            del self, done  # the error has this frame
+        else:
+            done.set_result(None)
+
+    def _read_into(self, window: Window, out: Sequence[Array | list[Ragged]]) -> None:
+        self._rows.read_into(window.segments, out)
+        ragged = (piece for column in out if isinstance(column, list) for piece in column)
+        self._largest = max(self._largest, sum(piece.own_values.nbytes for piece in ragged))

@@ -1,0 +1,282 @@
+"""Which rows of a dataset are read (`data.filters`): conditions on columns, decided by bounds or row by row. Pure.
+
+A null never passes, whatever the operator, as in SQL; NaN passes `!=` and `not in` alone. Bounds are what Parquet keeps
+of each row group: all values that are neither null nor NaN lie between them, and they need not occur.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date, datetime, timezone
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from spark_dl.config.checks import suggestion
+from spark_dl.data.columns.cells import nonfinite_rows, null_rows
+from spark_dl.data.columns.encoding import Encoding
+from spark_dl.data.parquet.file import chunks_of, is_text
+
+Mask = npt.NDArray[np.bool_]
+_ORDER = {"<": pc.less, "<=": pc.less_equal, ">": pc.greater, ">=": pc.greater_equal}
+_COMPLEMENT = {"<": ">=", "<=": ">", ">": "<=", ">=": "<"}
+_NEGATED = ("!=", "not in")
+_NOT_NULL, _FINITE = "is not null", "is finite"
+NULL_PARTITION = "__HIVE_DEFAULT_PARTITION__"
+"""The name of a folder of rows whose value is null."""
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What one column of a row must hold."""
+
+    column: str
+    op: str
+    """`==`, `!=`, `<`, `<=`, `>`, `>=`, `in`, `not in`; or, looking inside arrays too, `is not null`, and `is finite`,
+    which nulls are."""
+    values: pa.Array
+    """Of the type of the column as it is stored; the first one counts, save for `==`, `!=`, `in`, `not in`."""
+
+    @property
+    def is_of_any_type(self) -> bool:
+        """Whether it compares with no value."""
+        return self.op in (_NOT_NULL, _FINITE)
+
+
+AnyOf = tuple[tuple[Condition, ...], ...]
+"""A row passes if all conditions of any of these hold: `()` is passed by no row, `((),)` by every row."""
+
+
+@dataclass(frozen=True)
+class Filtered:
+    """The rows of a dataset that are read."""
+
+    conditions: AnyOf
+    group_rows: tuple[int, ...]
+    """How many rows of each row group pass. # (row groups,)"""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What is known of a column in a row group without reading it."""
+
+    low: pa.Scalar | None = None
+    high: pa.Scalar | None = None
+    has_nulls: bool = True
+    """Whether there may be some."""
+    only_nulls: bool = False
+
+
+def simplify(any_of: AnyOf, decide: Callable[[Condition], bool | None]) -> AnyOf:
+    """What is left to look at: `decide` says whether a condition holds for all rows, for none, or (None) for some."""
+    left = []
+    for all_of in any_of:
+        answers = [(condition, decide(condition)) for condition in all_of]
+        if all(answer is not False for _, answer in answers):
+            left.append(tuple(condition for condition, answer in answers if answer is None))
+    return ((),) if () in left else tuple(left)
+
+
+def holds_within(condition: Condition, bounds: Bounds) -> bool | None:
+    """Whether a condition holds for all values between bounds (True), for none (False); None where that is not known.
+
+    A float column may hold NaN outside its bounds, which no number tells.
+    """
+    if condition.op == _FINITE:
+        return None
+    if bounds.only_nulls:
+        return False
+    if condition.op == _NOT_NULL:
+        return None if bounds.has_nulls else True
+    if bounds.low is None or bounds.high is None:
+        return None
+    every, none = _holds_between(condition, bounds.low, bounds.high)
+    if condition.op in _NEGATED:
+        every, none = none, every
+    has_nan = pa.types.is_floating(condition.values.type)
+    if none and not (has_nan and condition.op in _NEGATED):
+        return False
+    if every and not bounds.has_nulls and not (has_nan and condition.op not in _NEGATED):
+        return True
+    return None
+
+
+def _holds_between(condition: Condition, low: pa.Scalar, high: pa.Scalar) -> tuple[bool, bool]:
+    """Whether all values between bounds fulfil a condition, and whether none does; a negated one without its `not`."""
+    if condition.op not in _ORDER:
+        outside = pc.or_(pc.less(condition.values, low), pc.greater(condition.values, high))
+        single = pc.and_(pc.equal(condition.values, low), pc.equal(condition.values, high))
+        return bool(pc.any(single).as_py()), bool(pc.all(outside).as_py())
+    value = condition.values[0]
+    nearest, farthest = (low, high) if condition.op in ("<", "<=") else (high, low)
+    every, none = _ORDER[condition.op](farthest, value), _ORDER[_COMPLEMENT[condition.op]](nearest, value)
+    return bool(every.as_py()), bool(none.as_py())
+
+
+def of_partition(conditions: AnyOf, partition: Sequence[tuple[str, str]]) -> AnyOf:
+    """What is left to look at in a file whose folders give these columns, by name and value."""
+    values = dict(partition)
+
+    def decide(condition: Condition) -> bool | None:
+        if condition.column not in values:
+            return None
+        value = values[condition.column]
+        cell = pa.array([None if value == NULL_PARTITION else value], pa.string()).cast(condition.values.type)
+        return bool(_rows_that_hold(condition, cell)[0])
+
+    return simplify(conditions, decide)
+
+
+def passing_rows(any_of: AnyOf, column: Callable[[str], pa.ChunkedArray], rows: int) -> Mask:
+    """Which rows pass. `column` gives the stored cells of a column by its name. # (rows,)"""
+    passed = np.zeros(rows, dtype=np.bool_)
+    for all_of in any_of:
+        each = np.ones(rows, dtype=np.bool_)
+        for condition in all_of:
+            each &= _rows_that_hold(condition, column(condition.column))
+        passed |= each
+    return passed
+
+
+def _rows_that_hold(condition: Condition, stored: pa.ChunkedArray | pa.Array) -> Mask:
+    """Which cells fulfil a condition. # (rows,)"""
+    if pa.types.is_dictionary(stored.type):
+        if is_text(stored.type.value_type) and not condition.is_of_any_type:
+            of_chunks = [_rows_by_word(condition, chunk) for chunk in chunks_of(stored)]
+            return np.concatenate([np.empty(0, np.bool_), *of_chunks])
+        if condition.op != _NOT_NULL:
+            stored = stored.cast(stored.type.value_type)
+    if condition.is_of_any_type:
+        bad_rows = null_rows if condition.op == _NOT_NULL else nonfinite_rows
+        bad = bad_rows(stored.combine_chunks() if isinstance(stored, pa.ChunkedArray) else stored)
+        return np.ones(len(stored), dtype=np.bool_) if bad is None else ~bad
+    if condition.op in _ORDER:
+        held = _ORDER[condition.op](stored, condition.values[0])
+    else:
+        held = pc.is_in(stored, value_set=condition.values)
+        if condition.op in _NEGATED:
+            held = pc.and_(pc.invert(held), pc.is_valid(stored))
+    return np.asarray(pc.fill_null(held, False), dtype=np.bool_)
+
+
+def _rows_by_word(condition: Condition, stored: pa.Array) -> Mask:
+    """Which cells of a dictionary fulfil a condition, which each word is looked up for once. # (rows,)"""
+    held = np.append(_rows_that_hold(condition, stored.dictionary.cast(condition.values.type)), False)
+    words = pc.fill_null(stored.indices.cast(pa.int64()), len(held) - 1).to_numpy(zero_copy_only=False)
+    rows: Mask = held[words]
+    return rows
+
+
+def without_nulls(any_of: AnyOf, types: Mapping[str, pa.DataType]) -> AnyOf:
+    """These conditions, and no null in some columns. # types: of those as they are stored, by name"""
+    return _with(any_of, _NOT_NULL, types)
+
+
+def without_nonfinite(any_of: AnyOf, types: Mapping[str, pa.DataType]) -> AnyOf:
+    """These conditions, and neither NaN nor Inf in some columns. # types: of those as they are stored, by name"""
+    return _with(any_of, _FINITE, types)
+
+
+def _with(any_of: AnyOf, op: str, types: Mapping[str, pa.DataType]) -> AnyOf:
+    more = tuple(Condition(name, op, pa.nulls(0, arrow)) for name, arrow in types.items())
+    return tuple((*all_of, *more) for all_of in any_of)
+
+
+def columns_of(any_of: AnyOf) -> list[str]:
+    """The columns that conditions look at, each once."""
+    return list(dict.fromkeys(condition.column for all_of in any_of for condition in all_of))
+
+
+def typed_conditions(
+    filters: Sequence[Sequence[tuple[str, str, Any]]],
+    types: Mapping[str, pa.DataType],
+    encodings: Mapping[str, Encoding] | None = None,
+) -> AnyOf:
+    """`data.filters` with values of the columns' types. # types: of the stored columns, by name
+
+    `encodings` says what the numbers of our own shards mean: texts become ticks or positions of words there.
+    Raises ValueError for a value that does not fit its column.
+    """
+    return tuple(
+        tuple(
+            _typed(name, op, value, types[name], (encodings or {}).get(name, Encoding())) for name, op, value in all_of
+        )
+        for all_of in filters
+    )
+
+
+def _typed(name: str, op: str, value: Any, arrow: pa.DataType, encoding: Encoding) -> Condition:
+    if pa.types.is_dictionary(arrow):
+        arrow = arrow.value_type
+    if encoding.vocabulary is not None and op in _ORDER:
+        raise ValueError(f"data.filters: {name!r} is stored as positions of words, which have no order; found {op!r}")
+    values = value if op in ("in", "not in") else [value]
+    try:
+        stored = pa.concat_arrays([_stored_value(v, arrow, encoding) for v in values])
+    except (pa.ArrowException, ValueError, TypeError, ArithmeticError) as error:
+        what = f"{arrow} ({encoding.kind})" if encoding.kind != "number" else str(arrow)
+        raise ValueError(
+            f"data.filters: expected for column {name!r} a value that fits its type {what}, found {value!r} ({error})"
+        ) from error
+    if pa.types.is_floating(stored.type):  # `is_in` tells the two zeros apart, which are equal
+        stored = pa.concat_arrays([stored, pc.negate(stored.filter(pc.equal(stored, 0)))])
+    return Condition(name, op, stored)
+
+
+def _stored_value(value: Any, arrow: pa.DataType, encoding: Encoding) -> pa.Array:
+    """A plain value as the column stores it. # (1,)"""
+    if encoding.vocabulary is not None:
+        if value not in encoding.vocabulary:
+            raise ValueError(f"no such word{suggestion(str(value), encoding.vocabulary)}")
+        return pa.array([encoding.vocabulary.index(value) + (encoding.unknown == "zero")], arrow)
+    if encoding.kind == "timestamp" and isinstance(value, str):
+        ticks = pa.date32() if encoding.unit == "D" else pa.timestamp(encoding.unit, "UTC")
+        return _value(value, ticks).cast(pa.int32() if encoding.unit == "D" else pa.int64()).cast(arrow)
+    if encoding.kind == "decimal":
+        return _value(Decimal(_number_text(value)).scaleb(encoding.scale or 0), pa.decimal128(38, 0)).cast(arrow)
+    return _value(value, arrow)
+
+
+def _value(value: Any, arrow: pa.DataType) -> pa.Array:
+    types = pa.types
+    is_number = isinstance(value, (int, float, Decimal)) and not isinstance(value, bool)
+    if types.is_decimal(arrow):
+        return pa.array([Decimal(_number_text(value))], arrow)
+    if (types.is_integer(arrow) or types.is_floating(arrow)) and not types.is_float16(arrow) and is_number:
+        found = pa.array([value]).cast(arrow)
+        if types.is_floating(arrow) and not np.isfinite(found[0].as_py()):
+            raise ValueError("out of its range")
+        return found
+    if types.is_boolean(arrow) and isinstance(value, bool):
+        return pa.array([value])
+    if (types.is_string(arrow) or types.is_large_string(arrow)) and isinstance(value, str):
+        return pa.array([value], arrow)
+    if types.is_date(arrow) and isinstance(value, str):
+        return pa.array([date.fromisoformat(value)], arrow)
+    if types.is_timestamp(arrow) and isinstance(value, str):
+        return _time(value, arrow.tz).cast(arrow)
+    known = (types.is_integer, types.is_floating, types.is_boolean, types.is_string, types.is_date, types.is_timestamp)
+    is_known = types.is_large_string(arrow) or any(is_type(arrow) for is_type in known)
+    raise ValueError("another kind of value" if is_known else "cells of this type cannot be compared")
+
+
+def _number_text(value: Any) -> str:
+    if isinstance(value, bool):
+        raise ValueError("another kind of value")
+    return str(value)
+
+
+def _time(text: str, zone: str | None) -> pa.Array:
+    """A time in ISO 8601; where the column has a time zone and the text has none, it is UTC."""
+    time = datetime.fromisoformat(text.replace("Z", "+00:00"))
+    if zone is None and time.tzinfo is not None:
+        raise ValueError("the column has no time zone; write the local time, without one")
+    if zone is None:
+        return pa.array([time], pa.timestamp("us"))
+    utc = time.replace(tzinfo=timezone.utc) if time.tzinfo is None else time.astimezone(timezone.utc)
+    return pa.array([utc], pa.timestamp("us", "UTC"))

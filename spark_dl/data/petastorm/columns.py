@@ -1,0 +1,112 @@
+"""Columns of Petastorm datasets that others wrote: which fields become tensors, and their cells as arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from spark_dl.data.columns.encoding import Encoding
+from spark_dl.data.columns.ragged import Array, Ragged, from_lengths
+from spark_dl.data.columns.schema import Column
+from spark_dl.data.petastorm import codecs
+from spark_dl.data.petastorm.unischema import TIMES, Codec, Field
+
+
+def is_text_or_time(field: Field) -> bool:
+    """Whether a field is one that becomes numbers as the column of a plain Parquet file does: its cells are alike."""
+    is_scalar = field.shape == () and (field.codec is None or field.codec.kind == "scalar")
+    return is_scalar and field.dtype in ("str", "bytes", "decimal", *TIMES)
+
+
+def petastorm_column(field: Field, settings: Mapping[str, Any]) -> Column:
+    """The column of a field of numbers. Called on the driver.
+
+    Where `shape` holds None other than as the first axis of a ragged column, the first cell gives the shape of all
+    (`shape_of`). Raises ValueError for what makes no tensor, and for settings that the field does not have.
+    """
+    kind = field.codec.kind if field.codec else "scalar"  # without a codec Petastorm reads what Parquet holds
+    can_be_ragged, is_image = field.shape[:1] == (None,) and "ndarray" in kind, kind == "image"
+    has_image_settings = is_image and settings.get("as") == "image" and settings.keys() <= {"as", "resize"}
+    if settings and not (has_image_settings or (can_be_ragged and settings.keys() == {"ragged"})):
+        only = (
+            "{ragged: true} or {ragged: false}"
+            if can_be_ragged
+            else "{as: image, resize: [height, width]}"
+            if is_image
+            else "nothing"
+        )
+        raise ValueError(
+            f"data.encode.{field.name}: the column has its codec from Petastorm's metadata; expected {only}"
+        )
+    if field.dtype in ("str", "bytes", "decimal", "object", *TIMES):
+        raise ValueError(
+            f"column {field.name!r} has dtype {field.dtype}, shape {field.shape} and codec {field.codec}, which do not "
+            "make a tensor"
+        )
+    if can_be_ragged and not settings:
+        raise ValueError(
+            f"column {field.name!r} has the shape {field.shape}, of which the first axis may vary; say whether it does "
+            f"with data.encode: {{{field.name}: {{ragged: true}}}}, or {{{field.name}: {{ragged: false}}}} if all "
+            "cells have the shape of the first one"
+        )
+    image_format = f".{field.codec.image_format}" if field.codec and field.codec.image_format else ""
+    column = Column(field.name, field.dtype, field.shape, f"petastorm.{kind}{image_format}")
+    if settings.get("resize"):
+        height, width = settings["resize"]
+        encoding = Encoding("image", resize=(height, width))
+        return dataclasses.replace(column, shape=(height, width, *field.shape[2:]), encoding=encoding)
+    return dataclasses.replace(column, encoding=Encoding("image")) if settings.get("as") else column
+
+
+def shape_of(column: Column, cell: pa.Array) -> tuple[int, ...] | None:
+    """The shape of a cell; None where it is null. # cell: (1,), stored"""
+    (value,) = codecs.decode(_field(column, is_nullable=True), cell, resize=column.encoding.resize)
+    return None if value is None else value.shape
+
+
+def decode(column: Column, stored: pa.ChunkedArray, *, rows: npt.NDArray[np.int64] | None = None) -> Array | Ragged:
+    """A stored column of a Petastorm dataset as an array # (rows, *shape), or as ragged rows.
+
+    Where the column has a fill, a null becomes an array of it, or an empty one in a ragged column.
+    Raises ValueError for other nulls, and for a cell that is not of the column's dtype and shape, with its row.
+    rows: their numbers in their row group, for messages; by default they are all of it.
+    """
+    field = _field(column, is_nullable=column.fill is not None)
+    try:
+        cells = codecs.decode(field, stored, resize=column.encoding.resize)
+    except codecs.CellError as found:
+        error = found if rows is None else found.in_row(int(rows[found.row]))
+        if not isinstance(error, codecs.OtherShapeError):
+            raise error from found.__cause__
+        settings = "as: image, resize: [height, width]" if "image" in column.codec else "ragged: true"
+        instead = (
+            "" if column.is_ragged else f"; data.encode.{column.name}: {{{settings}}} reads cells of several shapes"
+        )
+        raise ValueError(f"{error}{instead}") from None
+    if isinstance(cells, np.ndarray):
+        return cells
+    if column.is_ragged:
+        lengths = np.array([0 if cell is None else len(cell) for cell in cells], dtype=np.int64)
+        values, start = np.empty((int(lengths.sum()), *column.inner), dtype=column.dtype), 0
+        for row, length in enumerate(lengths.tolist()):
+            if length:
+                values[start : start + length] = cells[row]
+            start, cells[row] = start + length, None  # it is not needed twice
+        return from_lengths(values, lengths)
+    filled = np.full((len(cells), *column.inner), column.fill, dtype=column.dtype)
+    for row, cell in enumerate(cells):
+        if cell is not None:
+            filled[row] = cell
+    return filled
+
+
+def _field(column: Column, *, is_nullable: bool) -> Field:
+    kind, _, image_format = column.codec.removeprefix("petastorm.").partition(".")
+    spark_type = "LongType" if kind == "scalar" else None  # which one it is does not matter for reading
+    codec = Codec(kind, image_format or None, spark_type=spark_type)  # type: ignore[arg-type]
+    return Field(column.name, column.dtype, column.shape, codec, is_nullable)

@@ -1,0 +1,250 @@
+"""Sequences: samples of consecutive rows, across row groups and files, counted before any of them is read.
+
+The rows of a dataset make up runs: rows that follow each other without a change of `data.sequence_group` and without a
+step of `data.sequence_order` above `data.sequence_max_gap`. A sample is `length` rows of one run; the samples of a run
+begin at its first row and every `stride` rows after it. Only where the runs begin has to be looked for in the rows; the
+rest is arithmetic, so the plan has its counts up front and a rank finds the rows of any sample.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from spark_dl.config import Config, Data
+from spark_dl.data.columns.ragged import Array, Ragged
+from spark_dl.data.columns.schema import Column
+from spark_dl.data.dataset.records import ShardSet
+from spark_dl.data.plan import Ints, Segment, Split
+from spark_dl.data.read.rows import Limits, Rows
+from spark_dl.data.store.cache import DiskCache
+
+_READERS = 4
+_PIECE_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class Sequences:
+    """The samples of a dataset, numbered in the order of its rows. Pure arithmetic, on the driver and on workers."""
+
+    run_starts: Ints
+    """The first row of each run, in the order of the dataset. # (runs,)"""
+    rows: int
+    length: int
+    stride: int
+
+    @property
+    def samples(self) -> int:
+        return int(self._ends[-1])
+
+    @property
+    def longest_run(self) -> int:
+        """Rows of the longest run."""
+        return int(self._run_rows.max())
+
+    def samples_before(self, rows: Ints) -> Ints:
+        """How many samples begin before each of some rows. # (n,) -> (n,)"""
+        run = np.searchsorted(self.run_starts, rows, side="right") - 1
+        of_run: Ints = -((self.run_starts[run] - rows) // self.stride)
+        before: Ints = self._ends[run] - np.maximum(0, self._counts[run] - of_run)
+        return before
+
+    def first_rows(self, samples: Ints) -> Ints:
+        """The first row of each of some samples. # (n,) -> (n,)"""
+        run = np.searchsorted(self._ends, samples, side="right")
+        first: Ints = self.run_starts[run] + (samples - self._ends[run] + self._counts[run]) * self.stride
+        return first
+
+    @cached_property
+    def _run_rows(self) -> Ints:
+        return np.diff(self.run_starts, append=self.rows)
+
+    @cached_property
+    def _counts(self) -> Ints:
+        """Samples of each run. # (runs,)"""
+        return np.maximum(0, (self._run_rows - self.length) // self.stride + 1)
+
+    @cached_property
+    def _ends(self) -> Ints:
+        """Samples up to the end of each run. # (runs,)"""
+        return np.cumsum(self._counts)
+
+
+class SequenceRows:
+    """The samples of a dataset, where the plan and the loader have rows. Any number of threads may read.
+
+    In place of row groups stand pieces: the samples that begin in one row group, cut where they take up much memory, as
+    a row is in as many samples as they are long.
+    """
+
+    def __init__(self, rows: Rows, sequences: Sequences):
+        self._rows, self._sequences = rows, sequences
+        self.columns = tuple(dataclasses.replace(c, shape=(sequences.length, *c.shape)) for c in rows.columns)
+        self._group_ends = np.cumsum(np.asarray(rows.group_rows, dtype=np.int64))
+        self._bounds = self._cut(max(1, _PIECE_BYTES // max(1, sum(c.value_bytes for c in self.columns))))
+        self.group_rows = tuple(int(n) for n in np.diff(self._bounds))
+
+    def _cut(self, size: int) -> list[int]:
+        """The first sample of each piece, of about `size` samples at most, and where the last one ends."""
+        bounds = [0]
+        for end in self._sequences.samples_before(self._group_ends).tolist():
+            first, parts = bounds[-1], -(-(end - bounds[-1]) // size)
+            bounds += [first + (end - first) * i // parts for i in range(1, parts + 1)]
+        return bounds
+
+    def read_into(self, segments: Sequence[Segment], out: Sequence[Array | list[Ragged]]) -> None:
+        """Writes the samples of some segments one after another into arrays. # out: (>= samples, length, *cell)
+
+        Raises as `Rows.read_into` does.
+        """
+        done, length = 0, self._sequences.length
+        for segment in segments:
+            samples = self._bounds[segment.row_group] + np.arange(segment.start, segment.stop)
+            starts = self._sequences.first_rows(samples)
+            first, stop = int(starts[0]), int(starts[-1]) + length
+            rows: list[Array] = [np.empty((stop - first, *c.inner), dtype=c.dtype) for c in self._rows.columns]
+            self._rows.read_into(self._segments(first, stop), rows)
+            places = (starts - first)[:, None] + np.arange(length)  # (samples, length)
+            for array, target in zip(rows, out, strict=True):
+                assert not isinstance(target, list)
+                np.take(array, places, axis=0, out=target[done : done + segment.rows], mode="clip")
+            done += segment.rows
+
+    def end_thread(self) -> None:
+        """As `Rows.end_thread`."""
+        self._rows.end_thread()
+
+    def _segments(self, first: int, stop: int) -> list[Segment]:
+        """Rows [first; stop - 1] of the dataset, by row group."""
+        segments, group = [], int(np.searchsorted(self._group_ends, first, side="right"))
+        while first < stop:
+            end = int(self._group_ends[group])
+            start, until = end - self._rows.group_rows[group], min(stop, end)
+            if first < until:
+                segments.append(Segment(group, first - start, until - start))
+                first = until
+            group += 1
+        return segments
+
+
+def build_rows(
+    shards: ShardSet, columns: Sequence[Column], config: Config, part: Split, cache: DiskCache | None, limits: Limits
+) -> Rows | SequenceRows:
+    """What a loader reads: the rows of a dataset, or with `data.sequence_length` its sequences. Called on a worker."""
+    data = config.data
+    rows = Rows(
+        shards, columns, data.validation_fraction, config.train.seed, part, cache=cache, nonfinite=data.nonfinite,
+        fill=data.fill, limits=limits,
+    )  # fmt: skip
+    if not data.sequence_length:
+        return rows
+    starts = with_runs(shards, data).run_starts
+    assert starts is not None
+    return SequenceRows(rows, Sequences(starts, shards.rows, data.sequence_length, data.sequence_stride))
+
+
+def with_runs(shards: ShardSet, data: Data) -> ShardSet:
+    """The dataset with where its runs begin; as it is without `data.sequence_length`, or where they are known.
+
+    Called on the driver; a loader does it where no driver did. Only the columns of order and group are read.
+
+    Raises ValueError for rows that are not in order, for ragged columns and columns that have no order, and where no
+    run is long enough for a sample.
+    """
+    if not data.sequence_length or shards.run_starts is not None:
+        return shards
+    if ragged := [c.name for c in shards.select(data.columns) if c.is_ragged]:
+        raise ValueError(f"data.sequence_length: column {ragged[0]!r} is ragged; sequences are of cells of one shape")
+    starts = _find_runs(shards, data) if data.sequence_order or data.sequence_group else np.zeros(1, dtype=np.int64)
+    sequences = Sequences(starts, shards.rows, data.sequence_length, data.sequence_stride)
+    if not sequences.samples:
+        raise ValueError(
+            f"data.sequence_length={data.sequence_length}: {shards.url} has no such sequence; its {shards.rows} rows "
+            f"make up {len(starts)} runs, of which the longest has {sequences.longest_run} rows (data.sequence_group "
+            "and data.sequence_max_gap end a run; rows of a group must follow each other)"
+        )
+    return dataclasses.replace(shards, run_starts=starts)
+
+
+@dataclass(frozen=True)
+class _Scan:
+    """What a row group tells: the rows that begin a run, save its first, whose place the row before it decides."""
+
+    starts: Ints
+    first: list[Array]
+    """The cells of the first row, one per column. # each (1,)"""
+    last: list[Array]
+
+
+def _find_runs(shards: ShardSet, data: Data) -> Ints:
+    """The first row of each run. # (runs,)"""
+    names = [name for name in (data.sequence_order, data.sequence_group) if name is not None]
+    columns = shards.select(names)
+    for column in columns:
+        is_number = column.shape == () and (column.dtype != "bool" or column.name == data.sequence_group)
+        if not is_number:
+            raise ValueError(
+                f"data.sequence_order, data.sequence_group: expected columns of one number per row, found column "
+                f"{column.name!r} of dtype {column.dtype} and shape {column.shape}"
+            )
+    rows = Rows(shards, columns, 0.0, 0, "all")
+
+    def scan(number: int) -> _Scan:
+        count = rows.group_rows[number]
+        cells: list[Array] = [np.empty(count, dtype=c.dtype) for c in columns]
+        rows.read_into([Segment(number, 0, count)], cells)
+        starts = _breaks(shards, data, cells, number, 0)
+        return _Scan(starts, [c[:1] for c in cells], [c[-1:] for c in cells])
+
+    found, first_row, before = [np.zeros(1, dtype=np.int64)], 0, None
+    pool = ThreadPoolExecutor(_READERS, thread_name_prefix="spark_dl sequences")
+    try:
+        groups = [number for number, count in enumerate(rows.group_rows) if count]
+        for number, group in zip(groups, pool.map(scan, groups), strict=True):
+            if before is not None:
+                border = [np.concatenate(pair) for pair in zip(before.last, group.first, strict=True)]
+                found.append(_breaks(shards, data, border, number, -1) + (first_row - 1))
+            found.append(group.starts + first_row)
+            first_row, before = first_row + rows.group_rows[number], group
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return np.concatenate(found)
+
+
+def _breaks(shards: ShardSet, data: Data, cells: Sequence[Array], number: int, first: int) -> Ints:
+    """Which of some rows begin a run, other than the first one. # each (rows,) -> (breaks,)
+
+    Raises ValueError if the order goes back: the first of the rows is row `first` of row group `number`.
+    """
+    order = cells[0] if data.sequence_order else None
+    is_new = np.zeros(max(0, len(cells[0]) - 1), dtype=bool)
+    if data.sequence_group:
+        is_new |= cells[-1][1:] != cells[-1][:-1]
+    if order is not None:
+        back = ~(order[1:] >= order[:-1]) & ~is_new
+        if back.any():
+            raise _order_error(shards, data, order, int(np.argmax(back)), number, first)
+        if data.sequence_max_gap is not None:
+            is_new |= _steps(order) > data.sequence_max_gap
+    return np.flatnonzero(is_new) + 1
+
+
+def _steps(order: Array) -> Array:
+    """From each row to the next one, right where the order does not fall, also from one end of int64 to the other."""
+    return np.diff(order.astype(np.uint64 if order.dtype.kind in "iu" else np.float64))
+
+
+def _order_error(shards: ShardSet, data: Data, order: Array, at: int, number: int, first: int) -> ValueError:
+    shard, group, _ = shards.row_groups[number]
+    keys = [repr(name) for name in (data.sequence_group, data.sequence_order) if name]
+    within = f" within one {data.sequence_group!r}" if data.sequence_group else ""
+    return ValueError(
+        f"data.sequence_order: column {data.sequence_order!r} goes from {order[at]} to {order[at + 1]}{within} in row "
+        f"{first + at + 1} of row group {group} of {shards.shards[shard].name} in {shards.url}; expected rows in "
+        f"order: sort the DataFrame before it is written, df.orderBy({', '.join(keys)})"
+    )

@@ -1,0 +1,208 @@
+"""The key of a dataset that a DataFrame would be written as: equal work has an equal key, in any session, by any user.
+
+The key is a SHA-256 of the analysed logical plan, the versions of the source files, the schema, the settings that
+decide what shards hold, and the version of their format. Where something that decides the rows cannot be seen, there is
+no key: a needless write costs time, a wrong reuse would train on other rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from spark_dl import storage
+from spark_dl.config import Data
+from spark_dl.data.columns.schema import Column
+from spark_dl.data.dataset.manifest import FORMAT, VERSION
+from spark_dl.data.store import connect_plan
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+_CATALYST = "org.apache.spark.sql.catalyst."
+_RELATION = "org.apache.spark.sql.execution.datasources.LogicalRelation"
+_NODES = (
+    "Aggregate", "Deduplicate", "Distinct", "Except", "Expand", "Filter", "Generate", "GlobalLimit", "Intersect",
+    "Join", "LocalLimit", "Offset", "OneRowRelation", "Project", "Range", "Repartition", "RepartitionByExpression",
+    "Sort", "SubqueryAlias", "Union", "View", "Window",
+)  # fmt: skip
+"""Operators whose rows follow from what the plan shows and from their input."""
+_HIDDEN = re.compile(r"UDF|UDAF|Invoke|Subquery|ListQuery|Exists$|Lambda|Reflect|PythonUD|ScalaAgg|TypedAgg")
+"""Expressions that run code or read rows that the plan does not show."""
+_NOW = re.compile(r"^(Current(?!Row)|Now$|Local(Date)?Timestamp|CurDate|Session)")
+_CONF = (
+    "spark.sql.session.timeZone", "spark.sql.ansi.enabled", "spark.sql.caseSensitive",
+    "spark.sql.legacy.timeParserPolicy", "spark.sql.parquet.mergeSchema", "spark.sql.files.ignoreCorruptFiles",
+    "spark.sql.files.ignoreMissingFiles", "spark.sql.columnNameOfCorruptRecord",
+    "spark.sql.parquet.datetimeRebaseModeInRead", "spark.sql.parquet.int96RebaseModeInRead",
+)  # fmt: skip
+"""Settings of the session that change what a plan yields."""
+_NOT_IN_SHARDS = (
+    "validation_fraction", "filters", "num_streams", "shuffle", "shuffle_window_rows", "memory_mib", "reader_threads",
+    "prefetch_batches", "reader", "require_success", "storage", "ragged", "proportions", "cache_dir", "cache_mib",
+    "store", "store_ttl_days", "sequence_length",
+    "sequence_stride", "sequence_max_gap",
+)  # fmt: skip
+"""Settings of `Data` that leave the shards as they are; all others are part of the key."""
+_STAT_THREADS = 16
+
+
+class NoKeyError(Exception):
+    """There is no key for a DataFrame; the text says why."""
+
+
+def store_key(df: DataFrame, data: Data, like: Sequence[Column] = ()) -> str:
+    """The key of a DataFrame's shards that are written `like` some columns, 64 hex digits. On the driver; runs no job.
+
+    Raises NoKeyError for a plan that is not deterministic, or of which the rows do not follow from what can be seen.
+    """
+    content = {
+        **(_classic_plan(df) if hasattr(df, "_jdf") else _connect_plan(df)),
+        "schema": df.schema.jsonValue(),
+        "conf": {name: df.sparkSession.conf.get(name, None) for name in _CONF},
+        "data": {k: v for k, v in dataclasses.asdict(data).items() if k not in _NOT_IN_SHARDS},
+        "words": {c.name: c.encoding.vocabulary for c in like if c.encoding.vocabulary is not None},
+        "format": [FORMAT, VERSION],
+    }
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _classic_plan(df: DataFrame) -> dict[str, Any]:
+    execution: Any = df._jdf.queryExecution()
+    plan = execution.analyzed()
+    try:
+        nodes = json.loads(plan.toJSON())
+    except Exception as error:  # py4j's, of an operator that Spark cannot write as JSON
+        raise NoKeyError(f"Spark cannot show its plan: {error}") from error
+    _check_nodes(nodes)
+    if not plan.deterministic():
+        raise NoKeyError("its plan is not deterministic (rand, uuid, shuffle ...)")
+    _check_not_cached(execution.withCachedData().toString())
+    relations = _relations(plan)
+    return {
+        "plan": _normalised(nodes),
+        # What the JSON leaves out, such as the mode of a cast; the numbers of its columns differ between sessions.
+        "text": re.sub(r"#\d+L?", "#", _text(df, plan)),
+        "relations": relations,
+        "files": _versions(df.inputFiles()) if relations else [],
+    }
+
+
+def _connect_plan(df: DataFrame) -> dict[str, Any]:
+    try:
+        plan = connect_plan.plan_of(df)
+    except ValueError as error:
+        raise NoKeyError(str(error)) from error
+    _check_not_cached(df._explain_string(extended=True))  # type: ignore[operator]
+    return {"connect": plan, "files": _versions(df.inputFiles()) if connect_plan.reads_files(df) else []}
+
+
+def _check_not_cached(plan: str) -> None:
+    if "InMemoryRelation" in plan or "InMemoryTableScan" in plan:
+        raise NoKeyError("it is cached in Spark's memory, which may be older than its files")
+
+
+def _check_nodes(nodes: Any) -> None:
+    for node in _plan_nodes(nodes):
+        name = node["class"]
+        short = name.rpartition(".")[2].rstrip("$")
+        if name.startswith(f"{_CATALYST}plans.logical."):
+            if short not in _NODES:
+                raise NoKeyError(f"its plan holds {short}, whose rows cannot be told from the plan")
+        elif name.startswith(f"{_CATALYST}expressions."):
+            if _HIDDEN.search(short):
+                raise NoKeyError(f"its plan holds {short}, which does not show all that decides the rows")
+            if _NOW.search(short):
+                raise NoKeyError(f"its rows depend on {short}, which differs from run to run")
+            if short == "Literal" and connect_plan.TIME_OF_RUN.match(str(node.get("value"))):
+                raise NoKeyError(f"it holds the text {node['value']!r}, which as a date is another one each day")
+        elif name != _RELATION:
+            raise NoKeyError(f"its plan reads from {short}, whose rows cannot be told from the plan")
+
+
+def _plan_nodes(nodes: Any) -> Iterator[dict[str, Any]]:
+    """Operators and expressions, at any depth."""
+    if isinstance(nodes, dict):
+        if "class" in nodes:
+            yield nodes
+        nodes = list(nodes.values())
+    if isinstance(nodes, list):
+        for node in nodes:
+            yield from _plan_nodes(node)
+
+
+def _normalised(nodes: Any) -> Any:
+    """A plan as JSON with its column ids, which Spark counts through a session, numbered in the order they come."""
+    seen: dict[Any, int] = {}
+
+    def walk(node: Any) -> Any:
+        if isinstance(node, list):
+            return [walk(n) for n in node]
+        if not isinstance(node, dict):
+            return node
+        if node.get("product-class") == f"{_CATALYST}expressions.ExprId":
+            return seen.setdefault((node["id"], node["jvmId"]), len(seen))
+        return {key: walk(value) for key, value in node.items()}
+
+    return walk(nodes)
+
+
+def _text(df: DataFrame, plan: Any) -> str:
+    """The plan as Spark prints it, with nothing left out for length."""
+    conf, name = df.sparkSession.conf, "spark.sql.debug.maxToStringFields"
+    before = conf.get(name, None)
+    conf.set(name, str(2**31 - 1))
+    try:
+        return str(plan.toString())
+    finally:
+        conf.unset(name) if before is None else conf.set(name, before)
+
+
+def _relations(plan: Any) -> list[dict[str, Any]]:
+    """What the plan reads files with: format, options, folders, in the order of the plan."""
+    leaves, found = plan.collectLeaves(), []
+    for i in range(leaves.size()):
+        leaf = leaves.apply(i)
+        if leaf.getClass().getName() != _RELATION:
+            continue
+        relation = leaf.relation()
+        if relation.getClass().getSimpleName() != "HadoopFsRelation":
+            raise NoKeyError(
+                f"its plan reads from {relation.getClass().getSimpleName()}, whose versions cannot be seen"
+            )
+        options, pairs = relation.options().iterator(), []
+        while options.hasNext():
+            pair = options.next()
+            pairs.append([pair._1(), pair._2()])
+        roots = relation.location().rootPaths()
+        found.append(
+            {
+                "format": relation.fileFormat().getClass().getName(),
+                "options": sorted(pairs),
+                "folders": [roots.apply(r).toString() for r in range(roots.size())],
+                "columns": [relation.dataSchema().json(), relation.partitionSchema().json()],
+            }
+        )
+    return found
+
+
+def _versions(urls: list[str]) -> list[list[Any]]:
+    """Path, bytes and time of change of the source files, by path."""
+
+    def version(url: str) -> list[Any]:
+        with contextlib.suppress(OSError, ValueError):
+            found = storage.info(url)
+            if found.size is not None:
+                return [url, found.size, found.mtime_ns]
+        raise NoKeyError(f"the driver cannot see the version of its source file {url}")
+
+    if not urls:
+        raise NoKeyError("Spark does not say which files it reads")
+    with ThreadPoolExecutor(_STAT_THREADS) as threads:
+        return list(threads.map(version, sorted(urls)))

@@ -1,0 +1,136 @@
+"""Columns of a DataFrame, by their Spark types, and what `data.encode` and `data.fill` choose for them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from spark_dl.config.checks import suggestion
+from spark_dl.data.columns.encoding import Settings
+from spark_dl.data.columns.source import (
+    HAS_DOT,
+    SUPPORTED,
+    Leaf,
+    SourceColumn,
+    check_batch_names,
+    check_fill,
+    check_names,
+    encoded_column,
+    vector_column,
+)
+
+if TYPE_CHECKING:
+    from pyspark.sql.types import DataType, StructType
+
+_NUMBERS = {
+    "boolean": "bool",
+    "byte": "int8",
+    "short": "int16",
+    "integer": "int32",
+    "long": "int64",
+    "float": "float32",
+    "double": "float64",
+}
+
+
+def source_columns(
+    schema: StructType, names: Sequence[str], encode: Settings | None = None, fill: Mapping[str, Any] | None = None
+) -> tuple[SourceColumn, ...]:
+    """The asked columns of a DataFrame, as `data.encode` and `data.fill` say. Called on the driver.
+
+    Raises ValueError for a column that is missing, naming the nearest one, for a type that no model can read, and for
+    settings that do not fit the type.
+    """
+    check_names("encode", encode or {}, names)
+    check_names("fill", fill or {}, names)
+    columns = []
+    for name in names:
+        path, found = _spark_type_at(schema, name)
+        column = _spark_column(name, found, (encode or {}).get(name, {}))
+        value = (fill or {}).get(name)
+        if value is not None:
+            _check_spark_fill(column, value, found)
+        columns.append(dataclasses.replace(column, path=path, fill=value))
+    check_batch_names(names, [c.name for c in columns if c.ragged])
+    return tuple(columns)
+
+
+def _spark_type_at(schema: StructType, name: str) -> tuple[tuple[str, ...], DataType]:
+    top = {f.name: f.dataType for f in schema.fields}
+    if name in top:
+        return (name,), top[name]
+    path = tuple(name.split("."))
+    found: Any = schema
+    for part in path:
+        fields = {f.name: f.dataType for f in getattr(found, "fields", ())}
+        if part not in fields:
+            known = [*top, *(p for f in schema.fields for p in _fields_below(f.name, f.dataType))]
+            if name in known:
+                raise ValueError(f"column {name!r}: {HAS_DOT}")
+            raise ValueError(
+                f"no column {name!r} in the DataFrame{suggestion(name, known)}; its columns are {list(top)} "
+                "(data.features and data.label say which are read)"
+            )
+        found = fields[part]
+    return path, found
+
+
+def _fields_below(prefix: str, data_type: DataType) -> list[str]:
+    found = []
+    for field in getattr(data_type, "fields", ()):
+        found += [f"{prefix}.{field.name}", *_fields_below(f"{prefix}.{field.name}", field.dataType)]
+    return found
+
+
+def _spark_column(name: str, data_type: DataType, settings: Mapping[str, Any]) -> SourceColumn:
+    if type(data_type).__name__ == "VectorUDT":
+        return vector_column(name, settings)
+    inner: Any = data_type
+    depth = 0
+    while inner.typeName() == "array":
+        inner, depth = inner.elementType, depth + 1
+    leaf = _spark_leaf(inner)
+    if leaf is None:
+        below = _fields_below(name, inner)
+        convert = f"read its fields: {below}" if below and not depth else "convert it in the DataFrame"
+        raise ValueError(
+            f"column {name!r} has type {data_type.simpleString()}, which cannot become a tensor; supported are "
+            f"{SUPPORTED}; {convert}"
+        )
+    return encoded_column(name, leaf, depth, data_type.simpleString(), settings)
+
+
+def _spark_leaf(data_type: Any) -> Leaf | None:
+    kind = data_type.typeName()
+    if kind in _NUMBERS:
+        return Leaf("number", _NUMBERS[kind])
+    if kind == "decimal":
+        return Leaf("decimal", "int64", scale=data_type.scale)
+    return {
+        "date": Leaf("time", "int32", unit="D"),
+        "timestamp": Leaf("time", "int64", unit="us"),
+        "timestamp_ntz": Leaf("time", "int64", unit="us"),
+        "daytimeinterval": Leaf("duration", "int64", unit="us"),
+        "string": Leaf("string", "int64"),
+        "char": Leaf("string", "int64"),
+        "varchar": Leaf("string", "int64"),
+        "binary": Leaf("binary", "uint8"),
+    }.get(kind)
+
+
+def _check_spark_fill(column: SourceColumn, fill: Any, data_type: DataType) -> None:
+    from pyspark.sql.pandas.types import to_arrow_type
+
+    inner: Any = data_type
+    while inner.typeName() == "array":
+        inner = inner.elementType
+    if column.kind == "vector":
+        arrow = pa.float64()
+    elif inner.typeName() == "timestamp":  # for which to_arrow_type asks for a time zone, in some versions
+        arrow = pa.timestamp("us", "UTC")
+    else:
+        arrow = to_arrow_type(inner)
+    check_fill(column, fill, arrow)

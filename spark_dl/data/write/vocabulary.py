@@ -1,0 +1,112 @@
+"""What a DataFrame is asked before its rows are written: the words of its columns, and how long its cells are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from spark_dl.data.columns.encoding import MAX_WORDS, Settings
+from spark_dl.data.columns.source import SourceColumn
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column as Expression
+    from pyspark.sql import DataFrame
+
+NO_ROWS = "the DataFrame has no rows"
+_SAMPLE_ROWS = 1000
+
+
+def with_vocabularies(
+    df: DataFrame, columns: Sequence[SourceColumn], encode: Settings, known: Mapping[str, tuple[str, ...]]
+) -> tuple[SourceColumn, ...]:
+    """The columns with their words: given ones, known ones (of another dataset), else those of the DataFrame.
+
+    One aggregation counts the words of all columns that have none. They are ordered by count, then by code point.
+    Raises ValueError for more than `max_size` words that occur `min_count` times, for none at all, and for no rows.
+    """
+    columns = [
+        replace(c, encoding=replace(c.encoding, vocabulary=known[c.name]))
+        if c.encoding.kind == "vocabulary" and c.encoding.vocabulary is None and c.name in known
+        else c
+        for c in columns
+    ]
+    open_ones = {
+        i: c for i, c in enumerate(columns) if c.encoding.kind == "vocabulary" and c.encoding.vocabulary is None
+    }
+    if open_ones:
+        for i, words in _count_words(df, open_ones, encode).items():
+            columns[i] = replace(columns[i], encoding=replace(columns[i].encoding, vocabulary=words))
+    return tuple(columns)
+
+
+def _count_words(df: DataFrame, columns: Mapping[int, SourceColumn], encode: Settings) -> dict[int, tuple[str, ...]]:
+    from pyspark.sql import functions as F
+
+    settings = {i: encode.get(c.name, {}) for i, c in columns.items()}
+    most = {i: s.get("max_size", MAX_WORDS) for i, s in settings.items()}
+    pairs = []
+    for i, column in columns.items():
+        number = F.lit(i).alias("i")
+        pairs.append(F.transform(_leaves(expression(column), column.depth), _pair_with(number)))
+    empty = F.array().cast("array<struct<i:int,word:string>>")
+    pair = F.explode(F.concat(*[F.coalesce(p, empty) for p in pairs]))
+    counts = df.select(pair.alias("p")).select("p.*").filter("word IS NOT NULL").groupBy("i", "word").count()
+    least = F.lit(1)
+    for i, s in settings.items():
+        least = F.when(F.col("i") == i, s.get("min_count", 1)).otherwise(least)
+    rows = counts.filter(F.col("count") >= least).limit(sum(most.values()) + 1).collect()
+    found: dict[int, list[tuple[int, str]]] = {i: [] for i in columns}
+    for row in rows:
+        found[row["i"]].append((-row["count"], row["word"]))
+    for i, words in found.items():
+        key = f"data.encode.{columns[i].name}"
+        if len(words) > most[i]:
+            raise ValueError(
+                f"{key}: found more than {most[i]} words; raise {key}.max_size or {key}.min_count, or set as: hash"
+            )
+        if not words:
+            if df.isEmpty():
+                raise ValueError(f"{NO_ROWS}; training needs at least one")
+            raise ValueError(f"{key}: found no word that occurs {settings[i].get('min_count', 1)} time(s) or more")
+    return {i: tuple(word for _, word in sorted(words)) for i, words in found.items()}
+
+
+def _pair_with(number: Expression) -> Callable[[Expression], Expression]:
+    from pyspark.sql import functions as F
+
+    return lambda word: F.struct(number, word.alias("word"))
+
+
+def with_mean_sizes(df: DataFrame, columns: Sequence[SourceColumn]) -> tuple[SourceColumn, ...]:
+    """The columns with the mean number of elements in their cells, where it varies, over the first rows."""
+    from pyspark.sql import functions as F
+
+    varying = {i: c for i, c in enumerate(columns) if c.ragged or c.encoding.kind == "image"}
+    if not varying:
+        return tuple(columns)
+    sizes = [
+        F.array_size(_leaves(expression(c), c.depth)) if c.depth else F.octet_length(expression(c))
+        for c in varying.values()
+    ]
+    sample = df.select(*(size.alias(f"s{i}") for i, size in zip(varying, sizes, strict=True))).limit(_SAMPLE_ROWS)
+    means = sample.agg(*(F.avg(f"s{i}").alias(f"s{i}") for i in varying)).collect()[0]
+    return tuple(replace(c, mean_size=means[f"s{i}"]) if i in varying else c for i, c in enumerate(columns))
+
+
+def expression(column: SourceColumn) -> Expression:
+    """The column of the DataFrame, also inside structs."""
+    from pyspark.sql import functions as F
+
+    return F.col(".".join("`" + part.replace("`", "``") + "`" for part in column.path))
+
+
+def _leaves(array: Any, depth: int) -> Any:
+    """All elements of a cell as one array."""
+    from pyspark.sql import functions as F
+
+    if depth == 0:
+        return F.array(array)
+    for _ in range(depth - 1):
+        array = F.flatten(array)
+    return array

@@ -1,0 +1,178 @@
+"""Writes rows as shards: Parquet files of row groups of an exact row count. Runs in Spark tasks, or without Spark."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from spark_dl import storage
+from spark_dl.config import Data
+from spark_dl.data.columns import ragged, schema
+from spark_dl.data.columns.ragged import Array, Ragged
+from spark_dl.data.columns.schema import Column
+from spark_dl.data.columns.source import BadCellsError
+from spark_dl.data.dataset.records import Shard
+from spark_dl.data.parquet import file as parquet_file
+
+_ROW_GROUP_BYTES = 4 << 20
+_SHARD_BYTES = 64 << 20
+_PAGE_BYTES = 1 << 30
+"""One page for each column of a row group, which is then read without a decoder."""
+
+
+def layout(columns: Iterable[Column], data: Data) -> tuple[int, int]:
+    """Rows of a row group and of a shard: as configured, else by size."""
+    row_bytes = max(1, sum(c.row_bytes for c in columns))
+    group = data.rows_per_row_group or max(1, min(1 << 16, 1 << (_ROW_GROUP_BYTES // row_bytes).bit_length() >> 1))
+    shard = data.rows_per_shard or max(1, _SHARD_BYTES // row_bytes)
+    return group, -(-shard // group) * group
+
+
+class ShardWriter:
+    """Cuts a sequence of rows into shards of `shard_rows` rows and row groups of `group_rows` rows."""
+
+    def __init__(self, url: str, prefix: str, columns: tuple[Column, ...], group_rows: int, shard_rows: int):
+        self.columns = columns
+        self._url, self._prefix = url, prefix
+        self._group_rows, self._shard_rows = group_rows, shard_rows
+        self.sizes = [0] * len(columns)
+        """Elements that were written of each column."""
+        self._filled: set[int] = set()
+        """Ragged columns of which there were values, so that their inner shape is known."""
+        self._held: list[list[Array | Ragged]] = []
+        self._held_rows = 0
+        self._shards: list[Shard] = []
+        self._groups: list[int] = []
+        self._elements: dict[str, list[int]] = {}
+        self._stored: dict[str, list[int]] = {}
+        self._file: pq.ParquetWriter | None = None
+        self._sink: _HashingSink | None = None
+
+    def append(self, arrays: Sequence[Array | Ragged]) -> None:
+        """Adds rows: of images the bytes of their files. Raises BadCellsError for cells of another shape."""
+        for i, array in enumerate(arrays):
+            self._check_shape(i, array)
+            self.sizes[i] += array.own_values.size if isinstance(array, Ragged) else array.size
+        self._held.append(list(arrays))
+        self._held_rows += len(arrays[0])
+        if self._held_rows >= self._group_rows:
+            self._write_groups(whole_only=True)
+
+    def _check_shape(self, i: int, array: Array | Ragged) -> None:
+        column = self.columns[i]
+        found = schema.cell_shape(column.codec, array, column.encoding)
+        if isinstance(array, Ragged) and column.is_ragged:
+            if len(array.own_values) == 0:  # rows without values do not know their inner shape
+                return
+            if i not in self._filled:
+                self._filled.add(i)
+                self.columns = (*self.columns[:i], replace(column, shape=found), *self.columns[i + 1 :])
+                return
+        if found == column.shape:
+            return
+        hint = f", or set data.encode.{column.name}: {{ragged: true}}" if column.codec == "ndarray" else ""
+        raise BadCellsError(column.name, 0, f"cells of shape {found}", f"{column.shape} as in the rows before{hint}")
+
+    def known_shapes(self) -> tuple[tuple[int | None, ...] | None, ...]:
+        """Of the cells of each column; None where all rows of a ragged column are empty, so that it is not known."""
+        is_known = [not c.is_ragged or i in self._filled for i, c in enumerate(self.columns)]
+        return tuple(c.shape if k else None for c, k in zip(self.columns, is_known, strict=True))
+
+    def close(self) -> list[Shard]:
+        self._write_groups(whole_only=False)
+        self._end_shard()
+        return self._shards
+
+    def abort(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def _write_groups(self, whole_only: bool) -> None:
+        arrays = (
+            [ragged.concatenate([h[i] for h in self._held]) for i in range(len(self.columns))] if self._held else []
+        )
+        start, rows = 0, self._held_rows
+        while rows - start >= self._group_rows or (start < rows and not whole_only):
+            stop = min(rows, start + self._group_rows)
+            self._write_group([a[start:stop] for a in arrays])
+            start = stop
+        self._held = [[a[start:] for a in arrays]] if start < rows else []
+        self._held_rows = rows - start
+
+    def _write_group(self, arrays: list[Array | Ragged]) -> None:
+        cells = [schema.encode(c, a) for c, a in zip(self.columns, arrays, strict=True)]
+        table = pa.Table.from_arrays(cells, schema=pa.schema([schema.arrow_field(c) for c in self.columns]))
+        if self._file is None:
+            self._sink = _HashingSink(storage.join(self._url, self._next_name()))
+            scalars = [c.name for c in self.columns if c.codec == "scalar"]
+            self._file = parquet_file.open_writer(
+                self._sink, table.schema, compression="none", use_dictionary=False, write_statistics=scalars,
+                data_page_size=_PAGE_BYTES,
+            )  # fmt: skip
+        self._file.write_table(table, row_group_size=len(arrays[0]))
+        self._groups.append(len(arrays[0]))
+        for column, array in zip(self.columns, arrays, strict=True):
+            if isinstance(array, Ragged):
+                counts = self._elements if column.is_ragged else self._stored
+                counts.setdefault(column.name, []).append(array.own_values.size)
+        if sum(self._groups) >= self._shard_rows:
+            self._end_shard()
+
+    def _next_name(self) -> str:
+        return f"{self._prefix}-{len(self._shards):04d}.parquet"
+
+    def _end_shard(self) -> None:
+        if self._file is None or self._sink is None:
+            return
+        footer_start = self._sink.begin_footer()
+        self._file.close()
+        size, digest, crc32 = self._sink.finish()
+        counted = [{name: tuple(n) for name, n in counts.items()} for counts in (self._elements, self._stored)]
+        shard = Shard(
+            self._next_name(), tuple(self._groups), size, digest, size - footer_start, crc32,
+            elements=counted[0], stored=counted[1],
+        )  # fmt: skip
+        self._shards.append(shard)
+        self._file, self._sink, self._groups, self._elements, self._stored = None, None, [], {}, {}
+
+
+class _HashingSink:
+    """A file that is hashed while it is written, so that the manifest's checksum costs no second read."""
+
+    def __init__(self, url: str):
+        self._stream = storage.open_output(url)
+        self._hash = hashlib.sha256()
+        self._size = 0
+        self._crc32, self._in_footer = 0, False
+        self.closed = False
+
+    def write(self, content: Any) -> int:
+        self._hash.update(content)
+        if self._in_footer:
+            self._crc32 = zlib.crc32(content, self._crc32)
+        self._stream.write(content)
+        self._size += len(content)
+        return len(content)
+
+    def tell(self) -> int:
+        return self._size
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def begin_footer(self) -> int:
+        """Called before the footer is written; returns where it begins."""
+        self._in_footer = True
+        return self._size
+
+    def finish(self) -> tuple[int, str, int]:
+        """The bytes and SHA-256 of the file, and the CRC-32 of its footer."""
+        self._stream.close()
+        self.closed = True
+        return self._size, self._hash.hexdigest(), self._crc32

@@ -1,0 +1,88 @@
+"""What servers and trainers say to each other, over real connections in one process."""
+
+import socket
+import threading
+
+import numpy as np
+import torch
+
+from spark_dl.baselines.servers.flat import FlatModel
+from spark_dl.baselines.servers.server import Server, follow
+from spark_dl.baselines.servers.trainer import Trainer
+from spark_dl.baselines.servers.wire import Transport
+from tests.builders.models import MLP, small_config
+
+FIRST, OTHER, TRAINERS = 2, 3, (0, 1)
+
+
+def connected(wires, a, b):
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        wires[a].add(b, f"host-{b}", socket.create_connection(listener.getsockname()))
+        wires[b].add(a, f"host-{a}", listener.accept()[0])
+
+
+def gradient(number, value):
+    return {"kind": "gradient", "number": number}, np.full(4, value, np.float32)
+
+
+def test_orders_that_come_before_a_pause_ends_are_carried_out_after_it():
+    """The first server may begin the next epoch while a gradient of the last one is still on its way here."""
+    wires = {rank: Transport(4) for rank in (*TRAINERS, FIRST, OTHER)}
+    for rank in (*TRAINERS, FIRST):
+        connected(wires, rank, OTHER)
+    weights = np.zeros(4, np.float32)
+
+    def update(gradients, shares, lr_factor):
+        weights[:] += sum(share * g for share, g in zip(shares, gradients, strict=True))
+
+    server, told = Server(wires[OTHER], update, weights.copy), []
+
+    def two_epochs():
+        told.extend(follow(server, FIRST, len(TRAINERS), 10)["why"] for _ in range(2))
+
+    following = threading.Thread(target=two_epochs, daemon=True)
+    following.start()
+    wires[0].send(OTHER, *gradient(1, 1.0))
+    wires[0].send(OTHER, {"kind": "pausing"})
+    for order in (
+        {"kind": "update", "used": [(0, 1), (1, 1)], "shares": [0.5, 0.5], "lr_factor": 1.0},
+        {"kind": "pause", "why": "epoch"},
+        {"kind": "give", "given": [(0, 2), (1, 2)]},  # of the next epoch
+        {"kind": "pause", "why": "over"},
+    ):
+        wires[FIRST].send(OTHER, order)
+    assert wires[0].receive(0.3) is None  # the other trainer's gradient has not come
+    wires[1].send(OTHER, *gradient(1, 3.0))
+    wires[1].send(OTHER, {"kind": "pausing"})
+    for trainer in TRAINERS:
+        message = wires[trainer].receive(10)
+        assert (message.head, message.body.tolist()) == ({"kind": "weights", "number": 2}, [2.0] * 4)
+        wires[trainer].send(OTHER, {"kind": "pausing"})
+    following.join(10)
+    assert told == ["epoch", "over"]
+    for wire in wires.values():
+        wire.close()
+
+
+def test_a_trainer_whose_weights_are_overtaken_on_their_way_says_so():
+    """Else the first server would wait for its answer, and name it as one that stands still."""
+    flat = FlatModel(MLP, torch.device("cpu"), 2)
+    wires = {rank: Transport(len(flat.weights)) for rank in (0, FIRST, OTHER)}
+    for server in (FIRST, OTHER):
+        connected(wires, 0, server)
+    trainer = Trainer(MLP, small_config(2), flat, wires[0], range(FIRST, OTHER + 1), rank=0)
+    working = threading.Thread(target=trainer.work, args=(None,), daemon=True)
+    working.start()
+    block = np.zeros(flat.blocks[0].stop, np.float32)
+    for number in (1, 2):  # and none of the other server's
+        head = {"kind": "compute", "number": number, "sends_weights": True}
+        wires[FIRST].send(0, head, block)
+    assert wires[FIRST].receive(10).head == {"kind": "gave_up", "number": 1}
+    wires[FIRST].send(0, {"kind": "pause"})
+    assert wires[FIRST].receive(10).head == wires[OTHER].receive(10).head == {"kind": "pausing"}
+    working.join(10)
+    assert not working.is_alive()
+    for wire in wires.values():
+        wire.close()

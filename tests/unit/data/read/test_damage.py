@@ -1,0 +1,87 @@
+"""No damage of a shard gives other rows: every bit of a file matters, or is an error that names the file."""
+
+import numpy as np
+import pytest
+
+from spark_dl import Data
+from spark_dl.data.external.row_counts import filter_rows
+from spark_dl.data.parquet import file as parquet_file
+from spark_dl.data.plan import Segment
+from spark_dl.data.read.rows import Rows
+from tests.builders.datasets import write_dataset
+
+ROWS = {
+    "id": np.arange(24),
+    "x": np.arange(48, dtype=np.float32).reshape(24, 2),
+    "flag": np.arange(24) % 3 == 0,
+}
+
+
+def read(shards):
+    out = [np.empty((shards.rows, *c.shape), dtype=c.dtype) for c in shards.columns]
+    segments = [Segment(g, 0, n) for g, (_, _, n) in enumerate(shards.row_groups)]
+    Rows(shards, shards.columns, 0.0, 0, "all").read_into(segments, out)
+    return out
+
+
+def error_or_rows(shards):
+    try:
+        return read(shards)
+    except RuntimeError as error:
+        return str(error)
+
+
+@pytest.mark.skipif(not parquet_file.HAS_CHECKSUMS, reason="pyarrow 14 has no checksums of pages")
+def test_a_flipped_bit_anywhere_gives_an_error_or_the_same_rows(tmp_path):
+    shards = write_dataset(str(tmp_path / "d"), ROWS, group_rows=8, shard_rows=24)
+    expected = read(shards)
+    path = tmp_path / "d" / shards.shards[0].name
+    content = path.read_bytes()
+    assert shards.shards[0].footer_bytes == int.from_bytes(content[-8:-4], "little") + 8
+    errors = 0
+    for position in range(len(content)):
+        bit = position % 8  # one of each byte: all take too long
+        damaged = bytearray(content)
+        damaged[position] ^= 1 << bit
+        path.write_bytes(damaged)
+        found = error_or_rows(shards)
+        errors += isinstance(found, str)
+        if isinstance(found, str):
+            assert found.startswith("cannot read row group ")
+            assert f" of {path}: " in found
+            continue
+        for a, b in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(a, b, err_msg=f"bit {bit} of byte {position}")
+    assert errors > len(content) / 3
+
+
+def test_a_flipped_bit_of_a_footer_is_an_error_of_filters_too(tmp_path):
+    """What they count rows by is parsed on the driver, which a bit of a footer can crash."""
+    shards = write_dataset(str(tmp_path / "d"), ROWS, group_rows=8, shard_rows=16)
+    above = Data(filters=[("id", ">=", 4)])
+    assert filter_rows(shards, above).filtered.group_rows == (4, 8, 8)
+    for shard in shards.shards:
+        path = tmp_path / "d" / shard.name
+        content = path.read_bytes()
+        for position in range(len(content) - shard.footer_bytes, len(content), 5):
+            damaged = bytearray(content)
+            damaged[position] ^= 1 << position % 8
+            path.write_bytes(damaged)
+            with pytest.raises(
+                RuntimeError, match=rf"^cannot read the footer of {path} for data.filters: the footer's"
+            ):
+                filter_rows(shards, above)
+        path.write_bytes(content[: shard.footer_bytes - 1])
+        with pytest.raises(RuntimeError, match=rf"^cannot read the footer of {path} for data.filters: "):
+            filter_rows(shards, above)
+        path.write_bytes(content)
+
+
+def test_a_file_cut_short_anywhere_is_an_error(tmp_path):
+    shards = write_dataset(str(tmp_path / "d"), ROWS, group_rows=8, shard_rows=24)
+    path = tmp_path / "d" / shards.shards[0].name
+    content = path.read_bytes()
+    for length in range(0, len(content), 17):
+        path.write_bytes(content[:length])
+        with pytest.raises(RuntimeError, match=rf"of {path}: found {length} bytes, expected {len(content)}"):
+            read(shards)

@@ -355,7 +355,7 @@ class Parallel:
     sync_batchnorm: bool = False
     """Normalize by the mean and variance of the global batch, not of each rank's part of it."""
     all_reduce: AllReduce = "backend"
-    """How gradients are summed: by the backend (Gloo, NCCL), or by one of `spark_dl.parallel.collectives`."""
+    """How gradients are summed: by the backend (Gloo, NCCL), or by one of `spark_dl.parallel.exchange.collectives`."""
     compression: Compression = "none"
     """What gradients are sent as. All but fp16 and bf16 keep what they leave out and add it to the next step's gradient
     (error feedback)."""

@@ -14,8 +14,8 @@ from spark_dl.data.dataset.manifest import commit
 from spark_dl.data.dataset.records import ShardSet
 from spark_dl.data.write.writer import ShardWriter
 from tests.builders.datasets import write_dataset
+from tests.builders.images import pixels, png
 from tests.petastorm.exchange import plain, plain_rows
-from tests.unit.data.columns.test_images import pixels, png
 
 SCALARS = ("bool", "int8", "uint8", "int16", "uint16", "int32", "int64", "float32", "float64")
 CELLS = (("float32", (3,)), ("uint8", (2, 3, 4)), ("int64", (1,)), ("bool", (2, 2)), ("float16", (5,)),

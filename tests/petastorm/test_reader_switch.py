@@ -17,9 +17,9 @@ from spark_dl.data.petastorm_plan import PetastormPlan
 from spark_dl.spec import Run
 from tests.builders.datasets import write_dataset
 from tests.builders.models import MLP, blobs, small_config
+from tests.builders.petastorm import Reduced
 from tests.petastorm.exchange import cells
 from tests.ranks.launcher import run_ranks
-from tests.unit.data.petastorm.test_petastorm import Reduced
 
 ROWS = 490
 """10 row groups: two ranks are dealt 250 and 240."""

@@ -5,8 +5,8 @@ import pytest
 
 from spark_dl import Config, Data, Train
 from spark_dl.data.load.loader import Loader
+from tests.builders.batches import steps
 from tests.builders.datasets import write_dataset
-from tests.unit.data.load.test_loader import steps
 
 ROWS, GROUP_ROWS = 200, 40
 CASES = [(length, max_gap, stride) for length in (1, 2, 5) for max_gap in (1, 3, 100) for stride in (1, length)]

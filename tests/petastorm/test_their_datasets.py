@@ -14,10 +14,10 @@ from spark_dl import Config, Data, ModelSpec, Train
 from spark_dl.data.external.dataset import open_parquet
 from spark_dl.data.load.loader import Loader
 from spark_dl.spec import weighted_loss_sum
+from tests.builders.batches import rows_of
+from tests.builders.petastorm import read_dataset
 from tests.petastorm.exchange import cells, plain, plain_rows
 from tests.unit.data.external.test_dataset import columns_of
-from tests.unit.data.external.test_nulls import rows_of
-from tests.unit.data.petastorm.test_petastorm import read_dataset
 
 ROWS = 61
 TENSORS = ("id", "small", "ratio", "wide", "flag", "matrix", "packed", "png", "deep_png", "jpeg", "year")

@@ -4,9 +4,9 @@ import pytest
 
 import spark_dl
 from spark_dl import Data, write_shards
+from tests.builders.batches import read_all
 from tests.builders.models import small_config
 from tests.builders.series import GRU, SEQUENCES, waves
-from tests.spark.test_shards import read_all
 
 
 @pytest.fixture

@@ -16,18 +16,9 @@ from pyspark.sql import functions as F
 
 from spark_dl import Data, read_shards, storage, write_shards
 from spark_dl.data.external.dataset import open_parquet
-from spark_dl.data.plan import Segment
-from spark_dl.data.read.rows import Rows
+from tests.builders.batches import read_all
 
 SMALL = Data(rows_per_row_group=16, rows_per_shard=64)
-
-
-def read_all(shards):
-    """All columns as arrays, in the order of the dataset."""
-    out = [np.empty((shards.rows, *c.shape), dtype=c.dtype) for c in shards.columns]
-    segments = [Segment(g, 0, n) for g, (_, _, n) in enumerate(shards.row_groups)]
-    Rows(shards, shards.columns, 0.0, 0, "all").read_into(segments, out)
-    return dict(zip([c.name for c in shards.columns], out, strict=True))
 
 
 @pytest.mark.modes("local")

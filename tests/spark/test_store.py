@@ -48,7 +48,7 @@ FRESH = """
 import sys
 from pyspark.sql import SparkSession
 from spark_dl import Data
-from spark_dl.data.fingerprint import store_key
+from spark_dl.data.store.key import store_key
 spark = SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false").getOrCreate()
 spark.range(5).count()  # ids of columns are others here
 print("key", store_key(spark.read.parquet(sys.argv[1]).where("id >= 100").drop("id"), Data()))

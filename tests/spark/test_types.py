@@ -21,8 +21,8 @@ from spark_dl.data.columns.encoding import Encoding
 from spark_dl.data.columns.images import read_image
 from spark_dl.data.columns.policies import Changes
 from spark_dl.data.columns.ragged import Ragged, concatenate
+from tests.builders.images import pixels, png
 from tests.builders.models import CityModel, small_config
-from tests.unit.data.columns.test_images import pixels, png
 
 pytestmark = pytest.mark.modes("local")
 

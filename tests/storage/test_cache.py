@@ -238,7 +238,7 @@ def read_all(folder, limit, files, seed, repeats):
 
 SLOW_READER = """
 import sys, time
-from spark_dl.data import cache
+from spark_dl.data.store import cache
 write = cache._write
 def slow(file, chunk):
     write(file, chunk[:1000])

@@ -234,7 +234,7 @@ def test_a_lease_says_whose_it_is(folder):
 
 NOBODY = """
 import logging, os, sys
-from spark_dl.data import store
+from spark_dl.data.store import store
 logging.basicConfig()
 os.umask(0o022)
 os.setgroups([])

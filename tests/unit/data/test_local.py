@@ -18,21 +18,9 @@ import pytest
 from spark_dl import Data
 from spark_dl.data import local
 from spark_dl.data.columns.policies import Changes
-from spark_dl.data.columns.source import SourceColumn
 from spark_dl.data.dataset.records import Shard
 from spark_dl.data.write.shards import PartitionResult
-
-SOURCE = (SourceColumn("features", "float32", "array", 1), SourceColumn("label", "int64", "scalar"))
-DATA = Data(rows_per_row_group=16, rows_per_shard=64)
-
-
-def batches_of(rows, first=0, size=50, width=3):
-    """Rows as Spark's Arrow batches, numbered from `first`."""
-    for start in range(0, rows, size):
-        label = np.arange(first + start, first + min(rows, start + size))
-        features = np.repeat(label.astype(np.float32), width)
-        lists = pa.ListArray.from_arrays(np.arange(len(label) + 1, dtype=np.int32) * width, features)
-        yield pa.RecordBatch.from_arrays([lists, pa.array(label)], names=["features", "label"])
+from tests.builders.local_rows import DATA, SOURCE, batches_of
 
 
 def spill_parts(stack, folder, sizes, data=DATA):
@@ -174,7 +162,7 @@ def test_files_are_for_this_user_alone_and_gone_at_the_end(tmp_path):
 KILLED = """
 import sys, time
 from spark_dl.data import local
-from tests.unit.test_local import DATA, SOURCE, batches_of
+from tests.builders.local_rows import DATA, SOURCE, batches_of
 with local.spill(batches_of(300), SOURCE, DATA, part=0, folder=sys.argv[1]) as spilled:
     print(spilled.url, flush=True)
     time.sleep(60)
@@ -196,7 +184,7 @@ def test_files_are_gone_after_a_kill(tmp_path):
 LIMITED = """
 import resource, sys
 from spark_dl.data import local
-from tests.unit.test_local import SOURCE, batches_of
+from tests.builders.local_rows import SOURCE, batches_of
 from spark_dl import Data
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 with local.spill(batches_of(5000, width=784), SOURCE, Data(), part=3, folder=sys.argv[1]):
@@ -215,7 +203,7 @@ MEASURED = """
 import sys, threading, time, psutil
 from spark_dl import Data
 from spark_dl.data import local
-from tests.unit.test_local import SOURCE, batches_of
+from tests.builders.local_rows import SOURCE, batches_of
 process, peak, done = psutil.Process(), 0, False
 def watch():
     global peak

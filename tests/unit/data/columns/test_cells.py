@@ -11,6 +11,7 @@ import pytest
 from spark_dl.data.columns.cells import read_cells
 from spark_dl.data.columns.encoding import Encoding
 from spark_dl.data.columns.source import BadCellsError, SourceColumn
+from tests.builders.cells import vectors
 
 DTYPES = ["bool", "int8", "int16", "int32", "int64", "float32", "float64"]
 
@@ -44,20 +45,6 @@ def test_array_cells(dtype, shape):
         found = read_cells(column, stored[start:stop])
         assert found.dtype == values.dtype
         np.testing.assert_array_equal(found, values[start:stop])
-
-
-def vectors(*rows):
-    """Spark ML vectors in their Arrow form: a list is a dense one, (size, {index: value}) a sparse one, or None."""
-    fields = {"type": pa.int8(), "size": pa.int32(), "indices": pa.list_(pa.int32()), "values": pa.list_(pa.float64())}
-    plain = [
-        row
-        if row is None
-        else {"type": 1, "size": None, "indices": None, "values": row}
-        if isinstance(row, list)
-        else {"type": 0, "size": row[0], "indices": list(row[1]), "values": list(row[1].values())}
-        for row in rows
-    ]
-    return pa.array(plain, pa.struct(fields))
 
 
 VECTOR = SourceColumn("c", "float64", "vector", 1)

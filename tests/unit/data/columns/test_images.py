@@ -7,18 +7,7 @@ import pytest
 from PIL import Image
 
 from spark_dl.data.columns.images import OtherSizeError, image_shape, read_image
-
-
-def pixels(shape, seed=0):
-    return np.random.default_rng(seed).integers(0, 256, shape).astype(np.uint8)
-
-
-def png(shape, seed=0, image_format="PNG", mode=None):
-    """An image file of random pixels. # shape: (height, width) or (height, width, 3)"""
-    buffer = io.BytesIO()
-    image = Image.fromarray(pixels(shape, seed))
-    (image if mode is None else image.convert(mode)).save(buffer, image_format)
-    return buffer.getvalue()
+from tests.builders.images import pixels, png
 
 
 @pytest.mark.parametrize("image_format", ["PNG", "JPEG"])

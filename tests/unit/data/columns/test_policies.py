@@ -11,8 +11,8 @@ from spark_dl.data.columns.encoding import Encoding
 from spark_dl.data.columns.policies import Changes, add_changes, clean_batch, first_nonfinite_row
 from spark_dl.data.columns.ragged import Ragged
 from spark_dl.data.columns.source import BadCellsError, SourceColumn
-from tests.unit.data.columns.test_cells import vectors
-from tests.unit.data.columns.test_images import png
+from tests.builders.cells import vectors
+from tests.builders.images import png
 
 NAN, INF = math.nan, math.inf
 ROWS = 6

@@ -12,7 +12,7 @@ from spark_dl.data.columns import schema
 from spark_dl.data.columns.encoding import Encoding
 from spark_dl.data.columns.ragged import from_lengths
 from spark_dl.data.columns.schema import Column
-from tests.unit.data.columns.test_images import pixels, png
+from tests.builders.images import pixels, png
 
 DTYPES = ["bool", "int8", "int16", "int32", "int64", "float32", "float64"]
 SHAPES = [(1,), (5,), (2, 3), (2, 1, 3), (0,), (2, 0)]

@@ -1,7 +1,6 @@
 """Datasets that others wrote are read as they are, and refused with a reason where they cannot be."""
 
 import datetime
-import io
 import json
 import os
 import tracemalloc
@@ -26,8 +25,8 @@ from spark_dl.data.load.loader import Loader
 from spark_dl.data.parquet.file import table_column
 from spark_dl.data.petastorm.metadata import ROW_GROUPS_KEY, write_common_metadata
 from spark_dl.data.petastorm.unischema import Codec, Field, Unischema
-from tests.unit.data.columns.test_cells import vectors
-from tests.unit.data.columns.test_images import pixels, png
+from tests.builders.cells import npy_cells, vectors
+from tests.builders.images import pixels, png
 
 ROWS = 100
 
@@ -606,15 +605,6 @@ def test_columns_of_one_shape_of_every_type_are_dealt_by_the_loader(tmp_path, is
 
 
 # Petastorm datasets whose fields are no tensors of one shape
-
-
-def npy_cells(*arrays, write=np.save):
-    def cell(array):
-        out = io.BytesIO()
-        write(out, array)
-        return out.getvalue()
-
-    return [cell(a) for a in arrays]
 
 
 def petastorm_dataset(folder):

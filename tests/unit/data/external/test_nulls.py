@@ -9,17 +9,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from spark_dl import Config, Data, Launch, Train
+from spark_dl import Config, Data, Train
 from spark_dl.data.external.dataset import open_parquet
 from spark_dl.data.external.row_counts import filter_rows
 from spark_dl.data.load.build import build_loader
 from spark_dl.data.parquet.filters import NULL_PARTITION
 from spark_dl.data.petastorm.metadata import write_common_metadata
 from spark_dl.data.petastorm.unischema import Codec, Field, Unischema
-from spark_dl.inputs import shards_of
-from tests.unit.data.columns.test_cells import vectors
-from tests.unit.data.columns.test_images import pixels, png
-from tests.unit.data.external.test_dataset import npy_cells
+from tests.builders.batches import rows_of
+from tests.builders.cells import npy_cells, vectors
+from tests.builders.images import pixels, png
 
 NAN, INF = float("nan"), float("inf")
 
@@ -27,25 +26,6 @@ NAN, INF = float("nan"), float("inf")
 VECTOR = pa.struct([
     ("type", pa.int8()), ("size", pa.int32()), ("indices", pa.list_(pa.int32())), ("values", pa.list_(pa.float64())),
 ])  # fmt: skip
-
-
-def rows_of(url, until_done, **data):
-    """All rows, by column, in the order of `id`, as a run reads them. # each (rows, ...)"""
-    config = Config(
-        data=Data(label=None, num_streams=2, **data), train=Train(global_batch_size=4), launch=Launch(num_ranks=1)
-    )
-    shards = shards_of(str(url), "", config, until_done, reuse=False)
-    batches = [
-        batch
-        for step in build_loader(shards, config, rank=0, world_size=1, shuffle=False).epoch(0)
-        for batch in step.micro_batches
-    ]
-    found = {
-        name: [row for b in batches for row, w in zip(b[name].numpy(), b["weight"].numpy(), strict=True) if w]
-        for name in batches[0]
-    }
-    order = np.argsort(found["id"])
-    return {name: [rows[i] for i in order] for name, rows in found.items()}
 
 
 @pytest.fixture

@@ -31,8 +31,9 @@ from spark_dl.data.load.loader import Loader, read_ahead
 from spark_dl.data.load.mixture import MixedLoader, Mixture
 from spark_dl.data.write.shards import write_arrays
 from spark_dl.data.write.writer import ShardWriter
+from tests.builders.batches import assert_same, steps
 from tests.builders.datasets import write_dataset
-from tests.unit.data.columns.test_images import png
+from tests.builders.images import png
 
 BATCH, STREAMS = 12, 4
 
@@ -52,23 +53,8 @@ def loaders(shards, world_size, settings=None, **kwargs):
     return [Loader(shards, settings or config(), rank=r, world_size=world_size, **kwargs) for r in range(world_size)]
 
 
-def steps(loader, epoch=0, start=0):
-    """(step, true rows, columns) of every step; the columns of all micro-batches together."""
-    return [
-        (s.step, s.rows, {name: torch.cat([m[name] for m in s.micro_batches]) for name in s.micro_batches[0]})
-        for s in loader.epoch(epoch, start)
-    ]
-
-
 def true_ids(loader, epoch=0):
     return [int(i) for _, _, batch in steps(loader, epoch) for i in batch["id"][batch["weight"] > 0]]
-
-
-def assert_same(a, b):
-    assert [(step, rows) for step, rows, _ in a] == [(step, rows) for step, rows, _ in b]
-    for (_, _, left), (_, _, right) in zip(a, b, strict=True):
-        assert left.keys() == right.keys()
-        assert all(torch.equal(left[name], right[name]) for name in left)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 11, 12, 13, 47, 48, 49, 100])

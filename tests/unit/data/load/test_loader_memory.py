@@ -14,8 +14,7 @@ from spark_dl.data.external.dataset import open_parquet
 from spark_dl.data.petastorm.metadata import write_common_metadata
 from spark_dl.data.petastorm.unischema import Codec, Field, Unischema
 from spark_dl.data.write.shards import write_arrays
-from tests.unit.data.external.test_dataset import npy_cells
-from tests.unit.data.read.test_sliced_cells import zipped
+from tests.builders.cells import npy_cells, zipped
 
 MEASURE = """
 import re, sys

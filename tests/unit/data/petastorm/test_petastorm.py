@@ -11,7 +11,6 @@ import io
 import json
 import os
 import pickle
-import posixpath
 import struct
 import subprocess
 import threading
@@ -42,6 +41,7 @@ from spark_dl.data.petastorm.pickle_opcodes import UnsafeMetadataError
 from spark_dl.data.petastorm.unischema import DTYPES, Codec, Field, Unischema
 from spark_dl.data.petastorm.unischema_reader import read_unischema
 from spark_dl.data.petastorm.unischema_writer import write_unischema
+from tests.builders.petastorm import Reduced, read_dataset
 
 NDARRAY, ZIPPED = Codec("ndarray"), Codec("compressed_ndarray")
 NUMBERS = ["bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float16", "float32",
@@ -204,16 +204,6 @@ def test_fields_and_codecs_that_cannot_be_are_refused(make, message):
 
 
 # --- Hostile metadata ---
-
-
-class Reduced:
-    """Pickles as a call."""
-
-    def __init__(self, function, *args):
-        self.call = (function, args)
-
-    def __reduce__(self):
-        return self.call
 
 
 def text(value):
@@ -832,22 +822,6 @@ LEGACY = {  # of all values, as Petastorm 0.13.1 itself reads them
     "0.4.0": "dfbb507256bb7ad077dd428dd88921259c8f8e315552139c65c252837ee50715",
     "0.7.6": "c50eac065c588c8c66f2ceeffcfa5c06ec5f7c2ddf00c91f1e25ed02f47eff18",
 }
-
-
-def read_dataset(root):
-    """The Unischema and the rows of a folder, as dicts in the order of `id`."""
-    unischema = read_unischema(pq.read_schema(root / "_common_metadata").metadata[UNISCHEMA_KEY])
-    rows = []
-    for path in sorted(root.rglob("*.parquet")):
-        table = pq.ParquetFile(path).read()
-        partitions = hive_partitions(posixpath.relpath(path, root))
-        columns = {}
-        for field in unischema.fields:
-            in_file = field.name in table.column_names
-            stored = table.column(field.name) if in_file else pa.array([partitions[field.name]] * len(table))
-            columns[field.name] = decode(field, stored)
-        rows += [{name: c[i] for name, c in columns.items()} for i in range(len(table))]
-    return unischema, sorted(rows, key=lambda r: int(r["id"]))
 
 
 def digest(rows):

@@ -18,8 +18,8 @@ from spark_dl.data.plan import Segment
 from spark_dl.data.read import sequences
 from spark_dl.data.read.rows import Rows
 from spark_dl.data.read.sequences import SequenceRows, Sequences, with_runs
+from tests.builders.batches import assert_same, steps
 from tests.builders.datasets import write_dataset
-from tests.unit.data.load.test_loader import assert_same, steps
 
 
 def settings(**data):

@@ -23,9 +23,8 @@ from spark_dl.data.plan import Segment
 from spark_dl.data.read.rows import Rows
 from spark_dl.data.read.shard_file import SLICE_BYTES, slice_rows
 from spark_dl.loop import _clear_frames
-from tests.unit.data.columns.test_cells import vectors
-from tests.unit.data.columns.test_images import pixels, png
-from tests.unit.data.external.test_dataset import npy_cells
+from tests.builders.cells import npy_cells, vectors, zipped
+from tests.builders.images import pixels, png
 
 ROWS, GROUP, WIDTH = 500, 300, 1300  # 1.5 MB of a row group, 3 slices, and a shorter row group at the end
 assert GROUP * WIDTH * 4 > 2 * SLICE_BYTES
@@ -56,10 +55,6 @@ def words_of(i):
 
 def hashes_of(i):
     return np.array([zlib.crc32(word.encode()) % 97 for word in words_of(i)])
-
-
-def zipped(out, array):
-    np.savez_compressed(out, arr=array)
 
 
 def petastorm(dtype, shape, kind, image_format=None):

@@ -14,7 +14,7 @@ from spark_dl.data.load.loader import Loader
 from spark_dl.data.plan import Segment
 from spark_dl.data.read.rows import Rows
 from spark_dl.data.read.shard_file import SLICE_BYTES
-from tests.unit.data.columns.test_cells import vectors
+from tests.builders.cells import vectors
 
 ROWS, GROUP, WIDTH = 1500, 600, 700  # 1.6 MiB of a row group, 4 slices, and a shorter row group at the end
 assert GROUP * WIDTH * 4 > 3 * SLICE_BYTES

@@ -8,7 +8,7 @@ from spark_dl import Data
 from spark_dl.data.columns.ragged import from_lengths
 from spark_dl.data.columns.source import SourceColumn
 from spark_dl.data.write.shards import write_arrays, write_part
-from tests.unit.data.columns.test_cells import vectors
+from tests.builders.cells import vectors
 
 
 def part_of(folder, *batches, column=None, arrow=None, **data):

@@ -76,20 +76,24 @@ def save(
     training: Mapping[str, Any],
     rows: Mapping[str, Any] | None = None,
     of_rank: Mapping[str, Any] | None = None,
+    problem: str = "",
 ) -> str:
     """Writes a checkpoint; collective. Returns its URL once it is committed. Older ones go, save `checkpoint.keep`.
 
-    `rows` says which rows were trained on (`data/same_rows.py`); `of_rank` is what this rank alone has.
+    `rows` says which rows were trained on (`data/same_rows.py`); `of_rank` is what this rank alone has; `problem` is
+    why this rank has nothing that may be saved.
 
-    Raises RuntimeError on every rank if any rank could not write its part, and on a rank of an older attempt.
+    Raises RuntimeError on every rank if any rank has a problem or could not write its part, and on a rank of an older
+    attempt.
     """
     url = storage.join(folder(run_dir), f"step-{step:08d}.gen-{generation:04d}")
     parts: dict[str, Any] = {_rank_file(rank): {"random": _random_state(), "state": of_rank or {}}}
     if rank == 0:
         parts |= {"model.pt": model, "training.pt": training}
-    written, problem = [], ""
+    written: list[dict[str, Any]] = []
     try:
-        written = [_write(url, name, content) for name, content in parts.items()]
+        if not problem:
+            written = [_write(url, name, content) for name, content in parts.items()]
     except OSError as error:
         problem = f"rank {rank} cannot write to {url}: {error}"
     # Every rank must have written its part before the manifest says that the checkpoint is whole.

@@ -31,6 +31,7 @@ from spark_dl.data.dataset.records import ShardSet
 from spark_dl.data.load.mixture import Mixture, dataset_configs
 from spark_dl.data.load.resume_check import check_same_rows
 from spark_dl.data.plan import check_held_out
+from spark_dl.early_stop import check_scalar
 from spark_dl.evaluate import build_metric, load_model
 from spark_dl.inputs import (
     as_source,
@@ -274,7 +275,9 @@ def _session(data: Any) -> Any:
 def _check_before_start(spark: Any, spec: ModelSpec, config: Config, *, has_validation: bool) -> None:
     """What can be seen on the driver, before rows are moved or ranks started."""
     for name, args in config.train.metrics.items():
-        build_metric(name, args)
+        metric = build_metric(name, args)
+        if name == config.train.early_stop_metric:
+            check_scalar(name, metric)
     if config.train.early_stop_metric and not (has_validation or config.data.validation_fraction):
         raise ValueError("train.early_stop_metric: needs validation rows; set data.validation_fraction or pass some")
     payload.pack_call(spec, (), {})

@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from spark_dl import checkpoint
-from spark_dl.config import Train
+from spark_dl import checkpoint, early_stop, finite
 from spark_dl.data.columns.batch import StepBatches
 from spark_dl.data.load.build import BatchLoader, build_loader, build_train_loader
 from spark_dl.data.load.resume_check import dataset_digest
 from spark_dl.evaluate import evaluate_model
-from spark_dl.gather import broadcast_from_rank0, sum_over_ranks
+from spark_dl.finite import LOSS, Finding, NotFiniteError, StateCheck, StepCheck
+from spark_dl.gather import sum_over_ranks
+from spark_dl.launch.failure import OtherRankError
 from spark_dl.metrics import MetricsLog, StepTimer
 from spark_dl.parallel import Parallelize, parallelize
 from spark_dl.parallel.trainable import Trainable, lr_factor
@@ -55,13 +56,16 @@ def train(
     build_trainable: Parallelize = parallelize,
     build_train_loader: Callable[..., BatchLoader] = build_train_loader,
     num_ranks: int | None = None,
+    check_steps: bool = True,
 ) -> dict[str, Any]:
     """Trains as one rank. Collective; every rank returns the same.
 
     `build_trainable` and `build_train_loader` are others where the driver trains for all ranks, as `baselines` do;
-    `num_ranks` then says how many share a step (`train.lr_scaling`), other than those of the world.
-    Raises RuntimeError if the loss is not finite, or a checkpoint cannot be written; ValueError for settings or a model
-    that do not fit the data.
+    `num_ranks` then says how many share a step (`train.lr_scaling`), other than those of the world. Without
+    `check_steps` only losses and checkpoints are checked: to measure what the check of each step costs.
+    Raises RuntimeError if a loss, a gradient or a weight is not finite, which names the rank, the step and the
+    parameter where that began, or if a checkpoint cannot be written; ValueError for settings or a model that do not
+    fit the data.
     """
     seed_generators(run.config.train.seed)  # the same weights on all ranks
     trainable = build_trainable(run.spec, world, run.config)
@@ -70,7 +74,7 @@ def train(
             run.train, run.spec, run.config, rank=world.rank, world_size=world.world_size,
             pin=world.device.type == "cuda",
         )  # fmt: skip
-        return Training(run, world, trainable, loader, num_ranks=num_ranks).run()
+        return Training(run, world, trainable, loader, num_ranks=num_ranks, check_steps=check_steps).run()
     except BaseException as error:
         _clear_frames(error)  # their variables keep what `close` lets go of, such as DDP
         raise
@@ -90,7 +94,8 @@ def _clear_frames(error: BaseException) -> None:
 class Training:
     """What all ways of training share: epochs of steps, and between them validation, checkpoints and early stopping.
 
-    Rank `log_rank` writes the metrics; `num_ranks` share a step, where they are not all of the world.
+    Rank `log_rank` writes the metrics; `num_ranks` share a step, where they are not all of the world. Without
+    `check_steps` the steps are checked elsewhere, or not at all.
     """
 
     def __init__(
@@ -102,6 +107,7 @@ class Training:
         *,
         num_ranks: int | None = None,
         log_rank: int = 0,
+        check_steps: bool = True,
     ):
         self.loader, self.num_ranks = loader, num_ranks or world.world_size
         self.spec, self.config, self.world, self.trainable = run.spec, run.config, world, trainable
@@ -125,6 +131,9 @@ class Training:
         self.saved_at: int | None = None
         if run.checkpoint is not None:
             self._restore(checkpoint.open_checkpoint(run.checkpoint))
+        self.state_check = StateCheck(trainable.modules, self.saved_url)
+        fp16 = self.config.train.precision == "fp16"
+        self.step_check = StepCheck(trainable.modules[0], world.device, gradients=not fp16) if check_steps else None
         first_step, writes = self.progress.global_step, world.rank == log_rank
         self.log = MetricsLog(run.run_dir, writes=writes, first_step=first_step, report=world.report)
         self.timer = StepTimer()
@@ -135,6 +144,18 @@ class Training:
 
     def run(self) -> dict[str, Any]:
         """Epochs, until all are done, or `max_steps`, or all ranks stop early."""
+        try:
+            return self._run_epochs()
+        except NotFiniteError as error:
+            progress, finding = self.progress, error.finding
+            text = finite.explain(finding, progress.epoch, progress.global_step - progress.step, self.saved_url)
+            is_own = finding.rank == self.world.rank or self.world.world_size == 1
+            raise (RuntimeError if is_own else OtherRankError)(text) from None
+        finally:
+            if self.step_check is not None:
+                self.step_check.close()
+
+    def _run_epochs(self) -> dict[str, Any]:
         start, rows_before = time.perf_counter(), self.progress.rows
         metrics: dict[str, Any] = self.progress.history[-1]["metrics"] if self.progress.history else {}
         while self.progress.epoch < self.config.train.epochs and not self._is_over():
@@ -183,7 +204,8 @@ class Training:
     def _train_step(self, batch: StepBatches) -> None:
         """One optimizer step."""
         trainable, progress = self.trainable, self.progress
-        self.pending += trainable.forward_backward(batch.micro_batches, batch.rows)
+        loss = trainable.forward_backward(batch.micro_batches, batch.rows)
+        self.pending += loss
         if self.config.train.clip_grad_norm is not None:
             trainable.clip_grad_norm(self.config.train.clip_grad_norm)
         with self.schedule.warm(progress.global_step) as self.lr:
@@ -195,25 +217,29 @@ class Training:
         progress.rows += batch.rows
         self.pending_rows += batch.rows
         self.timer.rows += batch.rows
+        if self.step_check is not None:
+            self.step_check.end_step(progress.global_step, loss)
 
     def _log_steps(self) -> None:
-        """Sums the losses since the last time over the ranks, and writes a line of metrics."""
-        total = self.pending.clone()
+        """Sums the losses since the last time over the ranks, and writes a line of metrics.
+
+        Raises NotFiniteError, on all ranks alike, if any rank has found NaN or Inf since then.
+        """
+        total = self.pending.clone() if self.step_check is None else self.step_check.mark(self.pending)
         sum_over_ranks(total)
+        if not math.isfinite(float(total)):
+            own = None if self.step_check is None else self.step_check.finding(self.world.rank)
+            raise NotFiniteError(finite.first_of_all(own) or Finding(self.progress.global_step, LOSS, self.world.rank))
+        finite.check_loss_scale(self.trainable.extra_state.get("scaler"), self.progress.global_step)
         self._write_steps(float(total))
 
     def _write_steps(self, total: float, **more: Any) -> None:
-        """A line for the steps since the last time, of which `total` is the sum of losses. It must be finite."""
+        """A line for the steps since the last time, of which `total` is the sum of losses."""
         progress, rows = self.progress, self.pending_rows
         loss = total / rows
         progress.loss_sum += total
         self.pending.zero_()
         self.pending_rows = 0
-        if not math.isfinite(loss):
-            raise RuntimeError(
-                f"the loss is {loss} in the steps up to step {progress.step} of epoch {progress.epoch} (step "
-                f"{progress.global_step} in all); try a lower train.lr, train.clip_grad_norm, or train.warmup_steps"
-            )
         self.log.write(
             "step",
             epoch=progress.epoch,
@@ -244,25 +270,11 @@ class Training:
         progress.history.append(entry)
         progress.epoch, progress.step, progress.loss_sum = progress.epoch + 1, 0, 0.0
         self.schedule.end_epoch(metrics.get("loss", loss))
-        self._decide_early_stop(metrics)
+        early_stop.decide(progress, self.config.train, metrics, self.world.device)
         every_steps = self.config.checkpoint.every_steps
         is_due = every_steps and progress.global_step % every_steps == 0
         if is_due or progress.epoch % self.config.checkpoint.every_epochs == 0:
             self._save()
-
-    def _decide_early_stop(self, metrics: dict[str, Any]) -> None:
-        train, progress = self.config.train, self.progress
-        if train.early_stop_metric is None:
-            return
-        sign = 1 if train.early_stop_mode == "min" else -1
-        value = sign * float(metrics[train.early_stop_metric])
-        if progress.best is None or value < progress.best - train.early_stop_min_delta:
-            progress.best, progress.epochs_without_gain = value, 0
-        else:
-            progress.epochs_without_gain += 1
-        stop = torch.tensor(int(progress.epochs_without_gain >= train.early_stop_patience), device=self.world.device)
-        broadcast_from_rank0(stop)  # rank 0 decides for all, should a metric ever differ between ranks
-        progress.stopped_early = bool(stop)
 
     def _is_over(self) -> bool:
         limit = self.config.train.max_steps
@@ -282,6 +294,16 @@ class Training:
         if self.pending_rows:  # the sum of losses is part of the state
             self._log_steps()
         self.trainable.settle()
+        model = {str(i): module.state_dict() for i, module in enumerate(self.trainable.modules)}
+        training = {
+            "optimizer": self.trainable.optimizer.state_dict(),
+            "scheduler": plain_state(self.schedule.state_dict()),
+            "extra": {name: part.state_dict() for name, part in self.trainable.extra_state.items()},
+            "progress": dataclasses.asdict(self.progress),
+            "lr_factor": lr_factor(self.config, self.num_ranks),
+        }
+        of_rank = {name: part.state_dict() for name, part in self.trainable.rank_state.items()}
+        state = {"model": model, "training": training, "rank": of_rank}
         self.saved_url = checkpoint.save(
             self.run_dir,
             rank=self.world.rank,
@@ -291,15 +313,10 @@ class Training:
             config=self.config,
             columns=self.loader.columns,
             rows={**self.fingerprint, "step_of_epoch": self.progress.step},
-            model={str(i): module.state_dict() for i, module in enumerate(self.trainable.modules)},
-            training={
-                "optimizer": self.trainable.optimizer.state_dict(),
-                "scheduler": plain_state(self.schedule.state_dict()),
-                "extra": {name: part.state_dict() for name, part in self.trainable.extra_state.items()},
-                "progress": dataclasses.asdict(self.progress),
-                "lr_factor": lr_factor(self.config, self.num_ranks),
-            },
-            of_rank={name: part.state_dict() for name, part in self.trainable.rank_state.items()},
+            model=model,
+            training=training,
+            of_rank=of_rank,
+            problem=self.state_check.problem(state, self.world.rank, self.saved_url),
         )
         self.saved_at = self.progress.global_step
 
@@ -317,17 +334,10 @@ class Training:
         for name, part in self.trainable.rank_state.items():
             part.load_state_dict(of_rank[name])
         self.progress = Progress(**state["progress"])
-        self._take_up_early_stop(checkpoint.config_of(saved).train)
+        early_stop.take_up(self.progress, checkpoint.config_of(saved).train, self.config.train)
         self.saved_url, self.saved_at = saved.url, self.progress.global_step
         if not checkpoint.restore_random_state(saved, self.world.rank, self.world.world_size):
             seed_generators(self.config.train.seed + 1 + self.world.rank + 100_003 * self.progress.global_step)
-
-    def _take_up_early_stop(self, before: Train) -> None:
-        """Early stopping may go on by other settings than those `before`, and by another metric begins anew."""
-        train, progress = self.config.train, self.progress
-        if (before.early_stop_metric, before.early_stop_mode) != (train.early_stop_metric, train.early_stop_mode):
-            progress.best, progress.epochs_without_gain = None, 0
-        progress.stopped_early = progress.epochs_without_gain >= train.early_stop_patience
 
     def _load_rank_state(self, saved: checkpoint.Saved) -> dict[str, Any]:
         return checkpoint.load_rank_state(saved, self.world.rank, self.world.world_size)

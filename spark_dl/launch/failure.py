@@ -29,6 +29,10 @@ def _rank_error(message: str, rank: int | None, host: str, pid: int | None) -> R
     return RankError(message, rank=rank, host=host, pid=pid)
 
 
+class OtherRankError(RuntimeError):
+    """Raised on a rank that stops for what another one has found, which the message names."""
+
+
 def describe(error: BaseException, me: Mapping[str, Any]) -> dict[str, Any]:
     """A failure as plain data. Called on a rank; `me` has its `task`, `host`, `pid`, and `rank` if it has one."""
     frames = "".join(traceback.format_exception(error))
@@ -37,10 +41,10 @@ def describe(error: BaseException, me: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def follows(error: BaseException) -> bool:
-    """Whether an error only says that another rank has gone."""
+    """Whether an error only says that another rank has gone, or has failed."""
     import torch.distributed as dist
 
-    if isinstance(error, (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)):
+    if isinstance(error, (OtherRankError, dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)):
         return True
     signs = (
         r"Connection closed by peer|Connection reset by peer|Broken pipe|gloo/transport|Connection refused|"

@@ -206,8 +206,8 @@ def test_what_runs_on_ranks_knows_nothing_of_the_driver_s_side(name):
 
 @pytest.mark.parametrize("name", files("baselines/"))
 def test_baselines_are_made_of_what_all_ways_of_training_have_in_common(name):
-    common = {"", "baselines", "checkpoint", "config", "data", "gather", "launch", "loop", "metrics", "parallel",
-              "spec", "world"}  # fmt: skip
+    common = {"", "baselines", "checkpoint", "config", "data", "finite", "gather", "launch", "loop", "metrics",
+              "parallel", "spec", "world"}  # fmt: skip
     assert {module.split(".")[0] for module in ours(MODULES[name])} <= common
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+
+from spark_dl.finite import Finding
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32] | npt.NDArray[np.float64]
@@ -26,12 +29,14 @@ class GradientSum:
     """Which parameters the loss depends on. # (parameters,) bool; only in the first block"""
     buffers: list[Bytes] | None = None
     """The model's buffers after the step, as `to_arrays` gives them; only in the first block, and only of rank 0."""
+    finding: Finding | None = None
+    """The first NaN or Inf of these ranks; only in the first block."""
 
     def cut(self, num_blocks: int) -> Iterator[tuple[int, GradientSum]]:
         """The part in near-equal blocks, by number. The arrays are views."""
         size, bounds = len(self.gradient), range(num_blocks + 1)
         ends = [size * i // num_blocks for i in bounds]
-        yield 0, GradientSum(self.gradient[: ends[1]], self.loss_sum, self.used, self.buffers)
+        yield 0, GradientSum(self.gradient[: ends[1]], self.loss_sum, self.used, self.buffers, self.finding)
         for k in bounds[1:-1]:
             yield k, GradientSum(self.gradient[ends[k] : ends[k + 1]])
 
@@ -43,6 +48,7 @@ def add(a: GradientSum, b: GradientSum) -> GradientSum:
     if a.used is not None and b.used is not None:
         a.used |= b.used
     a.buffers = b.buffers if a.buffers is None else a.buffers
+    a.finding = min(filter(None, (a.finding, b.finding)), default=None)
     return a
 
 
@@ -50,7 +56,8 @@ def join(blocks: Sequence[tuple[int, GradientSum]]) -> GradientSum:
     """The part of which these are all blocks, in any order."""
     parts = [part for _, part in sorted(blocks, key=lambda numbered: numbered[0])]
     first = parts[0]
-    return GradientSum(np.concatenate([p.gradient for p in parts]), first.loss_sum, first.used, first.buffers)
+    gradient = np.concatenate([p.gradient for p in parts])
+    return dataclasses.replace(first, gradient=gradient)
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:

@@ -33,6 +33,7 @@ from spark_dl.baselines.driver_loop.rank_task import Attempt, Step, part_of_rank
 from spark_dl.config import BY_SPARK, Config
 from spark_dl.data.columns.batch import StepBatches
 from spark_dl.data.load.build import BatchLoader, build_train_loader
+from spark_dl.finite import NotFiniteError
 from spark_dl.launch import payload, preflight
 from spark_dl.launch.failure import root_cause
 from spark_dl.parallel.generators import generators_kept
@@ -100,6 +101,8 @@ def _parallelize(spark: SparkSession, run: Run, aggregate: Aggregate) -> Trainab
         weights = gradient_sum.to_arrays([*parameters, *buffers])
         scale = float(scaler.scale(torch.ones(())))
         total = jobs.run(Step(epoch, step, global_step, rows, scale, weights), gradient_sum.frozen(model))
+        if total.finding is not None:
+            raise NotFiniteError(total.finding)
         gradient_sum.set_gradient(total, parameters)
         if total.buffers is not None:
             gradient_sum.from_arrays(total.buffers, buffers)

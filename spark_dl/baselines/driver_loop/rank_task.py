@@ -31,6 +31,7 @@ from spark_dl.baselines.driver_loop.gradient_sum import (
 )
 from spark_dl.data.columns.batch import Batch, StepBatches
 from spark_dl.data.load.build import build_train_loader
+from spark_dl.finite import find_in_gradients
 from spark_dl.launch import gpus, payload
 from spark_dl.launch.failure import describe, failed_in_task
 from spark_dl.loop import seed_generators
@@ -108,9 +109,12 @@ def _compute(kept: _Kept, rank: int, step: Step) -> GradientSum:
     factor = step.scale / step.rows
     with _threads(config.launch.threads):
         total = add_gradients(spec, model, batches, config, device=device, scale=lambda losses: losses * factor)
+    finding = None
+    if config.train.precision != "fp16":  # whose scaler, on the driver, leaves out a step that overflows
+        finding = find_in_gradients(model, total, rank, step.global_step + 1)
     gradient, used = flat_gradient(parameters)
     buffers = to_arrays(list(model.buffers())) if rank == 0 else None  # as DDP, which hands out those of rank 0
-    return GradientSum(gradient, float(total), used, buffers)
+    return GradientSum(gradient, float(total), used, buffers, finding)
 
 
 def _device(run: Run) -> torch.device:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -29,8 +32,9 @@ class FlatModel:
                 )
         self.weights = torch.cat([p.detach().reshape(-1) for p in parameters])  # (elements,)
         self.gradients = torch.zeros_like(self.weights)  # (elements,)
-        ends = torch.tensor([p.numel() for p in parameters]).cumsum(0).tolist()
-        for parameter, end in zip(parameters, ends, strict=True):
+        self._names = [name for name, p in self.model.named_parameters() if p.requires_grad]
+        self._ends = list(itertools.accumulate(p.numel() for p in parameters))
+        for parameter, end in zip(parameters, self._ends, strict=True):
             part = slice(end - parameter.numel(), end)
             parameter.data = self.weights[part].view_as(parameter)
             parameter.grad = self.gradients[part].view_as(parameter)
@@ -39,6 +43,10 @@ class FlatModel:
             raise ValueError(f"parallel.num_servers: expected at most {size}, the model's weights, found {num_servers}")
         self.blocks = [slice(s * size // num_servers, (s + 1) * size // num_servers) for s in range(num_servers)]
         """Elements of each server."""
+
+    def name_of(self, element: int) -> str:
+        """The parameter that an element of the weights belongs to."""
+        return self._names[bisect.bisect_right(self._ends, element)]
 
     def broadcast_from_rank0(self) -> None:
         """Rank 0's model on every rank, as `spec.build` may draw from a generator that nobody seeds. Collective."""

@@ -19,9 +19,13 @@ OnUpdate = Callable[[Sequence[Gradient], Sequence[Mapping[str, Any]]], str | Non
 
 
 class LeadServer:
-    """The first server's work. `followers` are the ranks of the other servers."""
+    """The first server's work. `followers` are the ranks of the other servers; `first_step` are the updates of the run
+    before the coordinator's."""
 
-    def __init__(self, server: Server, coordinator: Coordinator, followers: range, config: Config):
+    def __init__(
+        self, server: Server, coordinator: Coordinator, followers: range, config: Config, *, first_step: int = 0
+    ):
+        self._first_step = first_step
         self._server, self._wire, self._coordinator, self._followers = server, server.wire, coordinator, followers
         self._timeout_s = config.launch.collective_timeout_s
         self._by_staleness = config.parallel.staleness_lr
@@ -85,6 +89,7 @@ class LeadServer:
             head = {
                 "kind": "compute", "number": a.number, "sends_weights": a.sends_weights,
                 "epoch": epoch, "num_parts": deal.num_parts, "part": a.batch.part, "step": a.batch.step,
+                "global_step": self._first_step + self._coordinator.version + 1,
             }  # fmt: skip
             body = self._server.snapshot() if a.sends_weights else None
             self._wire.send(a.trainer, head, body, replaceable=True)

@@ -28,6 +28,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from spark_dl import checkpoint
 from spark_dl.baselines.servers.block import Block
 from spark_dl.baselines.servers.deal import MiniBatchQueue, deal_again
@@ -39,6 +41,7 @@ from spark_dl.baselines.servers.rules import Coordinator, Gradient, rules_of
 from spark_dl.baselines.servers.server import Server, follow
 from spark_dl.baselines.servers.trainer import Trainer, add_gradient
 from spark_dl.baselines.servers.wire import Numbers, Transport
+from spark_dl.finite import WEIGHT, Finding, NotFiniteError, is_finite
 from spark_dl.loop import Training, seed_generators
 from spark_dl.parallel.trainable import OptimizerState, Trainable
 from spark_dl.spec import Run
@@ -50,6 +53,7 @@ def train(run: Run, world: World) -> dict[str, Any]:
 
     That is what `loop.train` returns, and `staleness`: `mean`, `max` and `counts` of the staleness of the gradients
     that were used, and how many computations were `discarded`, because they were cancelled or too old.
+    A trainer that finds NaN or Inf in its gradient, or a server in its weights, fails before it sends them.
     Raises as `loop.train` does, and RuntimeError that names the rank and host of a server or trainer that is gone, or
     that is silent for `launch.collective_timeout_s`; half of it for weights that are due, twice for the first server,
     which waits itself for others.
@@ -105,7 +109,7 @@ class _Served(Training):
         self.own = flat.weights[flat.blocks[roles.block] if roles.is_server else slice(0)]
         self.block = Block(self.own, run.config, world.world_size)
         loader = self.batches.loader_of(world.rank)
-        super().__init__(run, world, self._trainable(run), loader, log_rank=roles.first)
+        super().__init__(run, world, self._trainable(run), loader, log_rank=roles.first, check_steps=False)
         self.pending_staleness: list[int] = []
         self._deal: MiniBatchQueue | None = None
         if roles.is_server:
@@ -120,7 +124,10 @@ class _Served(Training):
                 staleness=Counter({int(s): count for s, count in self.standing.staleness.items()}),
                 discarded=self.standing.discarded,
             )
-            self._lead = LeadServer(self._server, self._coordinator, roles.servers[1:], run.config)
+            first_step = self.progress.global_step
+            self._lead = LeadServer(
+                self._server, self._coordinator, roles.servers[1:], run.config, first_step=first_step
+            )
 
     def run(self) -> dict[str, Any]:
         """As `Training.run`, with `staleness`."""
@@ -205,6 +212,10 @@ class _Served(Training):
         """One step of this server's block."""
         with self.schedule.warm(self.progress.global_step) as self.lr:
             self.block.update(gradients, shares, lr_factor, self.config.train.clip_grad_norm)
+        if not is_finite(self.block.weights):  # and no trainer gets any of it
+            bad = int((~torch.isfinite(self.block.weights)).nonzero()[0])
+            name = self.flat.name_of(self.flat.blocks[self.roles.block].start + bad)
+            raise NotFiniteError(Finding(self.progress.global_step + 1, WEIGHT, self.world.rank, name))
         self.schedule.end_step()
         self.progress.step += 1
         self.progress.global_step += 1

@@ -13,6 +13,7 @@ from spark_dl.baselines.servers.flat import FlatModel
 from spark_dl.baselines.servers.mini_batches import MiniBatches
 from spark_dl.baselines.servers.wire import Message, Transport
 from spark_dl.config import Config
+from spark_dl.finite import Finding, NotFiniteError, find_in_gradients, is_finite
 from spark_dl.parallel.stragglers import delay_s
 from spark_dl.parallel.trainable import add_gradients
 from spark_dl.spec import Batch, ModelSpec
@@ -138,6 +139,8 @@ class Trainer:
             total += add_gradient(self._spec, self._flat, [batch], rows, self._config)
         if self._is_superseded(0.0):
             return False
+        if (finding := self._find(total, told)) is not None:
+            raise NotFiniteError(finding)  # and no server gets any of it
         said = {"kind": "gradient", "number": told["number"]}
         gradients = self._flat.gradients.cpu().numpy()
         self._wire.send(
@@ -148,6 +151,11 @@ class Trainer:
         for server, block in zip(self._servers[1:], self._flat.blocks[1:], strict=True):
             self._wire.send(server, said, gradients[block])
         return True
+
+    def _find(self, total: Tensor, told: dict[str, Any]) -> Finding | None:
+        if is_finite(self._flat.gradients) and is_finite(total):
+            return None
+        return find_in_gradients(self._flat.model, total, self._rank, told["global_step"])
 
     def _is_superseded(self, wait_s: float) -> bool:
         """Whether the first server has said something newer; waits for it for a time."""

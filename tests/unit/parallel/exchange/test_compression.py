@@ -5,15 +5,7 @@ import math
 import pytest
 import torch
 
-from spark_dl.parallel.exchange.compression import (
-    Bucket,
-    add_above,
-    add_largest,
-    add_to_residual,
-    largest,
-    take_above,
-    take_largest,
-)
+from spark_dl.parallel.exchange.compression import add_above, add_largest, largest, take_above, take_largest
 from spark_dl.parallel.exchange.powersgd import is_worthwhile, orthonormal
 
 SIZES = [1, 2, 3, 7, 64, 1000, 70_001]
@@ -21,30 +13,6 @@ SIZES = [1, 2, 3, 7, 64, 1000, 70_001]
 
 def gradient(size, dtype=torch.float32, seed=0):
     return torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
-
-
-def bucket(values, dtype):
-    """With parameters `a`, the first two elements, and `b`, the third."""
-    gradient = torch.tensor(values, dtype=dtype)
-    return Bucket(gradient, torch.zeros_like(gradient), {"a": torch.Size([2]), "b": torch.Size([1])})
-
-
-@pytest.mark.parametrize(
-    ("values", "names"),
-    [([1, 2, math.nan], "b"), ([math.inf, -math.inf, 0], "a"), ([math.nan, 0, -math.inf], "a, b")],
-    ids=["nan", "a sum of nan", "both"],
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
-def test_a_gradient_that_is_not_finite_is_an_error(values, names, dtype):
-    with pytest.raises(RuntimeError, match=f"the gradient of {names} is not finite"):
-        add_to_residual(bucket(values, dtype))
-
-
-@pytest.mark.parametrize(("value", "dtype"), [(3e38, torch.float32), (6e4, torch.float16), (1e308, torch.float64)])
-def test_a_finite_gradient_may_have_an_infinite_sum(value, dtype):
-    found = bucket([value, value, 0], dtype)
-    add_to_residual(found)
-    assert torch.equal(found.residual, found.gradient)
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -1,0 +1,88 @@
+"""Early stopping: whether the metric of an epoch is a gain, and which metrics can say so."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from spark_dl.gather import broadcast_from_rank0
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
+
+    from spark_dl.config import Train
+    from spark_dl.loop import Progress
+
+_ROWS = 8
+
+
+def decide(progress: Progress, train: Train, metrics: Mapping[str, Any], device: torch.device) -> None:
+    """Counts an epoch, and decides whether it was the last one. Collective.
+
+    NaN is no gain, and is never the best value. Raises ValueError if the metric is no single number.
+    """
+    if train.early_stop_metric is None:
+        return
+    found = metrics[train.early_stop_metric]
+    if not isinstance(found, int | float):
+        raise _not_scalar(train.early_stop_metric, f"{found!r}"[:80])
+    value = float(found) if train.early_stop_mode == "min" else -float(found)
+    best = math.inf if progress.best is None or math.isnan(progress.best) else progress.best  # NaN: of older versions
+    if value < best - train.early_stop_min_delta:
+        progress.best, progress.epochs_without_gain = value, 0
+    else:
+        progress.epochs_without_gain += 1
+    stop = torch.tensor(int(progress.epochs_without_gain >= train.early_stop_patience), device=device)
+    broadcast_from_rank0(stop)  # rank 0 decides for all, should a metric ever differ between ranks
+    progress.stopped_early = bool(stop)
+
+
+def take_up(progress: Progress, before: Train, train: Train) -> None:
+    """Early stopping may go on by other settings than those `before`, and by another metric begins again."""
+    if (before.early_stop_metric, before.early_stop_mode) != (train.early_stop_metric, train.early_stop_mode):
+        progress.best, progress.epochs_without_gain = None, 0
+    progress.stopped_early = progress.epochs_without_gain >= train.early_stop_patience
+
+
+def check_scalar(name: str, metric: Metric) -> None:
+    """Raises ValueError if a metric gives several values for made-up rows. Called on the driver, before any rank.
+
+    A metric that takes none of these rows passes here; `decide` finds it after the first epoch.
+    """
+    for output, label in _rows(metric):
+        value = None
+        with contextlib.suppress(Exception), warnings.catch_warnings():  # of many kinds, for rows that do not fit
+            warnings.simplefilter("ignore")
+            metric.reset()
+            metric.update(output, label)
+            value = metric.compute()
+        if isinstance(value, Tensor) and value.ndim == 0:
+            return
+        if value is not None:
+            shape = f"of shape {list(value.shape)}" if isinstance(value, Tensor) else f"in a {type(value).__name__}"
+            raise _not_scalar(name, f"values {shape}")
+
+
+def _rows(metric: Metric) -> Iterator[tuple[Tensor, Tensor]]:
+    """Outputs and labels as models have them: of classes, of several labels, of two classes, of numbers."""
+    classes, labels = getattr(metric, "num_classes", None), getattr(metric, "num_labels", None)
+    if isinstance(classes, int):
+        yield torch.eye(classes).repeat(_ROWS, 1), torch.arange(classes).repeat(_ROWS)
+    if isinstance(labels, int):
+        yield torch.eye(labels).repeat(_ROWS, 1), torch.eye(labels, dtype=torch.int64).repeat(_ROWS, 1)
+    half = torch.arange(_ROWS) % 2
+    yield half * 0.5 + 0.25, half
+    yield torch.linspace(0, 1, _ROWS), torch.linspace(0, 1, _ROWS)
+
+
+def _not_scalar(name: str, found: str) -> ValueError:
+    return ValueError(
+        f"train.early_stop_metric: expected a metric of one number, found {name!r} with {found}; give train.metrics."
+        f"{name} an average over the classes or outputs, such as average: macro, or name another one"
+    )

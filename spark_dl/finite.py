@@ -1,0 +1,212 @@
+"""NaN and Inf in what a rank computes: found where they begin, before other ranks get them, and named.
+
+Each rank looks at its own loss and gradients, before they are exchanged, and at its weights after the step. What it
+finds stays on the device with the number of the step. It makes the rank's sum of losses NaN, which the loop sums over
+the ranks anyway before it logs, saves or ends: so all ranks learn of it together, and the device never waits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spark_dl.gather import gather_json
+
+LOSS, GRADIENT, WEIGHT = range(3)
+"""What can be found, in the order in which a step computes it."""
+MIN_LOSS_SCALE = 1e-4
+"""The smallest scale of fp16's losses, as in fairseq: where gradients still overflow, the scale is not the reason."""
+_NEVER = 2**62
+_ADVICE = "Try a lower train.lr, train.clip_grad_norm, train.warmup_steps, or train.precision float32"
+
+
+@dataclass(frozen=True, order=True)
+class Finding:
+    """NaN or Inf on a rank. The smallest finding is the one that the others follow from."""
+
+    global_step: int
+    """Counted from 1."""
+    kind: int
+    """`LOSS`, `GRADIENT` or `WEIGHT`."""
+    rank: int
+    name: str = ""
+    """The parameter, the first one in the order of the model; empty for a loss."""
+
+
+class NotFiniteError(RuntimeError):
+    """NaN or Inf was found. The training loop, which knows the run, adds the rest of the message."""
+
+    def __init__(self, finding: Finding):
+        super().__init__(f"{finding}")
+        self.finding = finding
+
+
+def explain(finding: Finding, epoch: int, epoch_start: int, last_checkpoint: str | None) -> str:
+    """The message for a finding. `epoch_start` is the number of steps before the epoch."""
+    what, why = {
+        LOSS: ("the loss", ""),
+        GRADIENT: (f"the gradient of {finding.name!r}", "; the loss was finite"),
+        WEIGHT: (
+            f"the weight {finding.name!r}",
+            "; the rank's own gradients were finite, so the step was too large, or the gradients overflowed in the "
+            "exchange (parallel.compression)",
+        ),
+    }[finding.kind]
+    return (
+        f"{what} is not finite (NaN or Inf) on rank {finding.rank} in step {finding.global_step} (step "
+        f"{finding.global_step - epoch_start} of epoch {epoch}){why}. Nothing has been saved since: "
+        f"{_saved(last_checkpoint)}. {_ADVICE}"
+    )
+
+
+class StepCheck:
+    """The loss, gradients and weights of one rank, checked in every step without waiting for the device."""
+
+    def __init__(self, model: nn.Module, device: torch.device, *, gradients: bool):
+        """gradients: False where NaN and Inf in them are no error, as with fp16, whose scaler leaves the step out."""
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.numel()]
+        self._names, self._weights = [name for name, _ in named], [p for _, p in named]
+        count = 1 + 2 * len(named)
+        self._first = torch.full((count,), _NEVER, device=device)  # step of each finding: loss, gradients, weights
+        zero = torch.zeros((), device=device)
+        self._none = [_extremes(zero) for _ in named]
+        self._gradients = [*self._none]
+        self._handles = [
+            p.register_post_accumulate_grad_hook(self._note_gradient(i))
+            for i, p in enumerate(self._weights)
+            if gradients
+        ]
+
+    def _note_gradient(self, index: int) -> Callable[[Tensor], None]:
+        # NOTE: called before DDP and Horovod take the gradient, which they do when its node of the graph has run.
+        def note(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            self._gradients[index] = _extremes(parameter.grad)
+
+        return note
+
+    def end_step(self, global_step: int, loss: Tensor) -> None:
+        """Checks a step, once it is done. # loss: scalar"""
+        with torch.no_grad():
+            found = [_extremes(loss), *self._gradients, *(_extremes(w) for w in self._weights)]
+            sizes = torch.stack([value for values in found for value in values]).abs()
+            is_finite = (sizes < math.inf).view(len(found), -1).all(1)
+            self._first = torch.where(is_finite, self._first, self._first.clamp(max=global_step))
+        self._gradients = [*self._none]
+
+    def mark(self, losses: Tensor) -> Tensor:
+        """The losses, or NaN after a finding. # losses: scalar"""
+        return torch.where((self._first < _NEVER).any(), math.nan, losses)
+
+    def finding(self, rank: int) -> Finding | None:
+        """The first finding of this rank. Waits for the device."""
+        steps, count = self._first.tolist(), len(self._names)
+        kinds = [LOSS, *[GRADIENT] * count, *[WEIGHT] * count]
+        step, kind, index = min((step, kind, i) for i, (step, kind) in enumerate(zip(steps, kinds, strict=True)))
+        return None if step == _NEVER else Finding(step, kind, rank, ["", *self._names, *self._names][index])
+
+    def close(self) -> None:
+        """Takes the hooks from the model."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def find_in_gradients(model: nn.Module, loss: Tensor, rank: int, global_step: int) -> Finding | None:
+    """What a rank finds in its sum of losses and gradients, before it sends them elsewhere. Waits for the device."""
+    if not is_finite(loss):
+        return Finding(global_step, LOSS, rank)
+    name = first_not_finite((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
+    return None if name is None else Finding(global_step, GRADIENT, rank, name)
+
+
+def first_of_all(own: Finding | None) -> Finding | None:
+    """The finding of all ranks that the others follow from. Collective."""
+    found = [Finding(*each) for each in gather_json(own and dataclasses.astuple(own)) if each is not None]
+    return min(found, default=None)
+
+
+def check_loss_scale(scaler: Any, global_step: int) -> None:
+    """Raises RuntimeError, on all ranks alike, where fp16's gradients overflow in step after step.
+
+    Such a step is left out, and the next loss is scaled less; below `MIN_LOSS_SCALE` the scale is not the reason.
+    scaler: the GradScaler; None with another precision.
+    """
+    if scaler is not None and scaler.get_scale() < MIN_LOSS_SCALE:
+        raise RuntimeError(
+            f"train.precision: with fp16 the gradients are not finite (NaN or Inf) in step after step, up to step "
+            f"{global_step}, though the loss is scaled by {scaler.get_scale():g}; the weights have not changed since "
+            "these began. Try train.precision bf16 or float32, or a lower train.lr"
+        )
+
+
+class StateCheck:
+    """What of a run's state may hold NaN and Inf: what held them at the start, such as masks for attention."""
+
+    def __init__(self, modules: Sequence[nn.Module], checkpoint: str | None):
+        """checkpoint: from which the state comes, if from one. Raises ValueError for a trained parameter."""
+        trained = ((name, p) for module in modules for name, p in module.named_parameters() if p.requires_grad)
+        if (found := first_not_finite(trained)) is not None:
+            where = f"the checkpoint {checkpoint}" if checkpoint else "spec.build"
+            raise ValueError(
+                f"{where}: the parameter {found!r} is not finite (NaN or Inf) before the first step; go on from an "
+                "earlier checkpoint, or build finite weights"
+            )
+        state = {str(i): module.state_dict() for i, module in enumerate(modules)}
+        self._allowed = frozenset(name for name, tensor in named_tensors(state, "model") if not is_finite(tensor))
+
+    def problem(self, state: Mapping[str, Any], rank: int, last_checkpoint: str | None) -> str:
+        """Why this rank's state is not to be saved; empty where it may be. `state["model"]` are the modules' ones."""
+        named = ((name, t) for part, value in state.items() for name, t in named_tensors(value, part))
+        found = first_not_finite((name, tensor) for name, tensor in named if name not in self._allowed)
+        if found is None:
+            return ""
+        return f"{found} is not finite (NaN or Inf) on rank {rank}; {_saved(last_checkpoint)}. {_ADVICE}"
+
+
+def _saved(last_checkpoint: str | None) -> str:
+    return f"the last good checkpoint is {last_checkpoint}" if last_checkpoint else "no checkpoint has been saved yet"
+
+
+def _extremes(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Scalars that are all finite if all elements are: NaN and Inf pass through minima, maxima and norms of them.
+
+    NOTE: on a CPU a pass for both extremes takes a twentieth of the time of the maximum norm, which torch does not
+    vectorize there. Sums and other norms overflow where the elements do not.
+    """
+    if tensor.is_sparse:
+        tensor = tensor._values()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    if not tensor.numel():
+        tensor = tensor.new_zeros(1)
+    if tensor.is_cuda:
+        return (torch.linalg.vector_norm(tensor.detach(), math.inf),)
+    return tuple(tensor.detach().aminmax())
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all elements are finite. Waits for the device."""
+    return all(math.isfinite(value) for value in map(float, _extremes(tensor)))
+
+
+def first_not_finite(named: Iterable[tuple[str, Tensor]]) -> str | None:
+    """The name of the first tensor with NaN or Inf, or None. Waits for the device."""
+    return next((name for name, tensor in named if not is_finite(tensor)), None)
+
+
+def named_tensors(state: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    """The floating point tensors of a nested state, by their path."""
+    if isinstance(state, Tensor) and (state.is_floating_point() or state.is_complex()):
+        yield prefix, state
+    elif isinstance(state, Mapping):
+        for name, value in state.items():
+            yield from named_tensors(value, f"{prefix}.{name}")
+    elif isinstance(state, Sequence) and not isinstance(state, str):
+        for i, value in enumerate(state):
+            yield from named_tensors(value, f"{prefix}.{i}")

@@ -1,0 +1,332 @@
+"""NaN and Inf stop every strategy before they are saved or returned, and the error names where they began."""
+
+import dataclasses
+import math
+import os
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from spark_dl import Checkpoint, ModelSpec, Parallel, checkpoint, loop, worker
+from spark_dl.data.load.build import build_train_loader
+from spark_dl.launch import rendezvous
+from spark_dl.metrics import read_metrics
+from tests.builders.models import build_mlp, small_config
+from tests.ranks.launcher import run_ranks
+from tests.ranks.runs import assert_same_to_the_bit, flat_tensors, make_run, rank_states
+
+BAD_RANK = 1
+STEPS = 6
+EVERY = 2
+STRATEGIES = {
+    "ddp": {},
+    "ddp static_graph": {"static_graph": True},
+    **{f"ddp {name}": {"all_reduce": name} for name in ("ring", "halving_doubling", "naive")},
+    **{f"ddp {name}": {"compression": name} for name in ("fp16", "bf16", "powersgd", "threshold", "topk")},
+    "horovod": {"strategy": "horovod"},
+    "horovod fp16": {"strategy": "horovod", "compression": "fp16"},
+    "local_sgd": {"strategy": "local_sgd", "sync_every_steps": 3},
+    "post-local sgd": {"strategy": "local_sgd", "sync_every_steps": 3, "sync_start_step": 3},
+}
+ALONE = {"single": {"strategy": "single"}, "data_parallel": {"strategy": "data_parallel"}}
+SERVERS = {
+    mode: {"strategy": "parameter_server", "server_mode": mode, **({"server_k": 1} if "k_" in mode else {})}
+    for mode in ("sync", "k_sync", "k_batch_sync", "async", "k_async", "k_batch_async")
+}
+
+
+class BadRow(nn.Module):
+    """Multiplies the gradient by a factor in the batch that has a row: on one rank, in one step of an epoch."""
+
+    def __init__(self, row, factor):
+        super().__init__()
+        self.net, self.row, self.factor = build_mlp(), torch.tensor(row), factor
+
+    def forward(self, features):
+        out = self.net(features)
+        if out.requires_grad and bool((features == self.row).all(1).any()):
+            out.register_hook(lambda gradient: gradient * self.factor)
+        return out
+
+
+@dataclasses.dataclass(frozen=True)
+class Build:
+    """Builds a model with a bad row; a class, so that ranks of any start method can unpickle it."""
+
+    row: tuple
+    factor: float = math.nan
+
+    def __call__(self):
+        return BadRow(self.row, self.factor)
+
+
+def config_of(parallel, num_ranks, train=None):
+    if parallel.get("strategy") == "horovod":
+        pytest.importorskip("horovod.torch", reason="no horovod", exc_type=ImportError)
+    train = {"epochs": 1, "log_every": 100, "optimizer_args": {"momentum": 0.9}, **(train or {})}
+    return small_config(
+        num_ranks, train, parallel=Parallel(**parallel), checkpoint=Checkpoint(every_steps=EVERY, keep=9)
+    )
+
+
+def row_of(run, rank, step, num_ranks):
+    """A row that a rank has in a step, as (features ...)."""
+    loader = build_train_loader(run.train, run.spec, run.config, rank=rank, world_size=num_ranks)
+    steps = loader.epoch(0)
+    batch = next(batches for batches in steps if batches.step == step).micro_batches[-1]
+    steps.close()
+    assert batch["weight"][0] == 1
+    return tuple(batch["features"][0].tolist())
+
+
+def run_with_bad_row(tmp_path, config, *, rank, step, num_trainers, factor=math.nan):
+    run = make_run(tmp_path, config, rows=STEPS * 48)
+    row = row_of(run, rank, step - 1, num_trainers)
+    return dataclasses.replace(run, spec=ModelSpec(build=Build(row, factor)))
+
+
+def error_of_rank(run):
+    """The error of this rank, or None and the result."""
+    try:
+        return None, worker.main(run).result
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", None
+
+
+def errors_of(run):
+    results = run_ranks(error_of_rank, run.config.launch.num_ranks, run)
+    assert all(error for error, _ in results), results
+    return [error for error, _ in results]
+
+
+def assert_last_good(run, step):
+    """The newest checkpoint is that of a step, can be loaded, and is finite."""
+    saved = checkpoint.latest(run.run_dir)
+    assert (saved.step if saved else 0) == step
+    if saved is None:
+        return ""
+    state = {"model": checkpoint.load(saved, "model.pt"), "training": checkpoint.load(saved, "training.pt"),
+             "ranks": dict(enumerate(rank_states(saved)))}  # fmt: skip
+    tensors = [t for t in flat_tensors(state).values() if isinstance(t, torch.Tensor)]
+    assert tensors
+    assert all(bool(torch.isfinite(t).all()) for t in tensors)
+    return saved.url
+
+
+def assert_named(errors, run, *, rank, step, what, last):
+    good = assert_last_good(run, last)
+    for error in errors:
+        assert re.search(rf"{what} is not finite \(NaN or Inf\) on rank {rank} in step {step} ", error), error
+        assert f"(step {step} of epoch 0)" in error
+        assert (f"the last good checkpoint is {good}. " if good else "no checkpoint has been saved") in error
+        assert "train.lr" in error
+
+
+@pytest.mark.parametrize(("step", "last"), [(3, 2), (4, 2), (STEPS, 4)], ids=["middle", "before a save", "last step"])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_nan_in_a_gradient_of_one_rank_stops_all_and_names_that_rank(tmp_path, name, step, last):
+    config = config_of(STRATEGIES[name], 2)
+    run = run_with_bad_row(tmp_path, config, rank=BAD_RANK, step=step, num_trainers=2)
+    errors = errors_of(run)
+    assert_named(errors, run, rank=BAD_RANK, step=step, what="the gradient of 'net.0.weight'", last=last)
+
+
+@pytest.mark.parametrize("factor", [math.inf, -math.inf], ids=str)
+@pytest.mark.parametrize("name", ["ddp", "ddp threshold", "ddp topk"])
+def test_infinity_in_a_gradient_is_found_as_nan_is(tmp_path, name, factor):
+    run = run_with_bad_row(tmp_path, config_of(STRATEGIES[name], 2), rank=0, step=4, num_trainers=2, factor=factor)
+    assert_named(errors_of(run), run, rank=0, step=4, what="the gradient of 'net.0.weight'", last=2)
+
+
+@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize(("step", "last"), [(4, 2), (STEPS, 4)])
+def test_a_rank_alone(tmp_path, name, step, last):
+    run = run_with_bad_row(tmp_path, config_of(ALONE[name], 1), rank=0, step=step, num_trainers=1)
+    assert_named(errors_of(run), run, rank=0, step=step, what="the gradient of 'net.0.weight'", last=last)
+
+
+@pytest.mark.parametrize(("step", "last"), [(3, 2), (4, 2), (STEPS, 4)])
+@pytest.mark.parametrize("num_servers", [1, 2])
+def test_a_trainer_of_servers_fails_before_it_sends_nan(tmp_path, num_servers, step, last):
+    config = config_of({**SERVERS["sync"], "num_servers": num_servers}, 2 + num_servers)
+    run = run_with_bad_row(tmp_path, config, rank=BAD_RANK, step=step, num_trainers=2)
+    assert_named(errors_of(run), run, rank=BAD_RANK, step=step, what="the gradient of 'net.0.weight'", last=last)
+
+
+@pytest.mark.parametrize("mode", [mode for mode in SERVERS if mode != "sync"])
+def test_no_mode_of_the_servers_saves_or_returns_nan(tmp_path, mode):
+    run = run_with_bad_row(tmp_path, config_of(SERVERS[mode], 3), rank=BAD_RANK, step=4, num_trainers=2)
+    for error in errors_of(run):
+        assert re.search(r"the gradient of 'net.0.weight' is not finite \(NaN or Inf\) on rank [01] in step \d+", error)
+    saved = checkpoint.latest(run.run_dir)
+    assert_last_good(run, saved.step if saved else 0)
+
+
+@pytest.mark.parametrize("num_servers", [1, 2])
+def test_a_server_fails_before_it_sends_weights_that_overflowed(tmp_path, num_servers):
+    config = config_of({**SERVERS["sync"], "num_servers": num_servers}, 2 + num_servers, {"lr": 1e4})
+    run = run_with_bad_row(tmp_path, config, rank=0, step=1, num_trainers=2, factor=1e38)
+    for error in errors_of(run):
+        assert re.search(r"the weight 'net.\d.(weight|bias)' is not finite .* on rank [23] in step 1 ", error), error
+    assert_last_good(run, 0)
+
+
+@pytest.mark.parametrize("max_steps", [1, None], ids=["last step", "first step"])
+@pytest.mark.parametrize("name", [*STRATEGIES, *ALONE])
+def test_weights_that_overflow_without_a_bad_gradient_are_not_returned(tmp_path, name, max_steps):
+    alone = name in ALONE
+    if "threshold" in name or "fp16" in name:
+        pytest.skip("sends the threshold, whatever the gradient, or less than 65504: see the tests of both below")
+    num_ranks = 1 if alone else 2
+    config = config_of({**STRATEGIES, **ALONE}[name], num_ranks, {"lr": 1e4, "max_steps": max_steps})
+    run = run_with_bad_row(tmp_path, config, rank=0, step=1, num_trainers=num_ranks, factor=1e38)
+    errors = errors_of(run)
+    assert_named(errors, run, rank=0, step=1, what=r"the weight 'net.\d.(weight|bias)'", last=0)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "horovod"])
+def test_a_gradient_that_overflows_in_the_exchange_is_found_in_the_weights(tmp_path, strategy):
+    config = config_of({"strategy": strategy, "compression": "fp16"}, 2)
+    run = run_with_bad_row(tmp_path, config, rank=1, step=STEPS, num_trainers=2, factor=1e9)
+    errors = errors_of(run)
+    assert_named(errors, run, rank=0, step=STEPS, what=r"the weight 'net.\d.(weight|bias)'", last=4)
+    assert "parallel.compression" in errors[0]
+
+
+def train_unchecked(run):
+    with rendezvous.join(run.config.launch) as world:
+        return loop.train(run, world, check_steps=False)
+
+
+@pytest.mark.parametrize("name", ["ddp", "ddp ring", "ddp threshold", "local_sgd", "horovod"])
+def test_a_healthy_run_is_silent_and_has_the_bits_of_one_that_is_not_checked(tmp_path, name):
+    num_ranks = 2 if "horovod" in name else 3  # of three, Horovod's sums may have another order each time
+    config = config_of(STRATEGIES[name], num_ranks, {"epochs": 2, "clip_grad_norm": 1.0})
+    run = run_with_bad_row(tmp_path, config, rank=BAD_RANK, step=STEPS, num_trainers=num_ranks, factor=1.0)
+    assert [error for error, _ in run_ranks(error_of_rank, num_ranks, run)] == [None] * num_ranks
+    assert_last_good(run, 2 * STEPS)
+    other = dataclasses.replace(run, run_dir=str(tmp_path / "unchecked"))
+    run_ranks(train_unchecked, num_ranks, other)
+    assert_same_to_the_bit(checkpoint.latest(run.run_dir), checkpoint.latest(other.run_dir))
+
+
+def _bad_loss(output, label):
+    losses = nn.functional.cross_entropy(output, label, reduction="none")
+    return losses * math.nan if os.environ["RANK"] == "1" else losses
+
+
+def test_a_loss_that_is_nan_names_its_rank(tmp_path):
+    run = dataclasses.replace(make_run(tmp_path, config_of({}, 3)), spec=ModelSpec(build=build_mlp, loss=_bad_loss))
+    assert_named(errors_of(run), run, rank=1, step=1, what="the loss", last=0)
+
+
+def test_fp16_leaves_out_a_step_that_overflows_and_goes_on(tmp_path):
+    run = run_with_bad_row(
+        tmp_path, config_of({}, 2, {"precision": "fp16"}), rank=1, step=4, num_trainers=2, factor=math.inf
+    )
+    assert [error for error, _ in run_ranks(error_of_rank, 2, run)] == [None, None]
+    assert_last_good(run, STEPS)
+    scaler = checkpoint.load(checkpoint.latest(run.run_dir), "training.pt")["extra"]["scaler"]
+    assert scaler["scale"] == 2**15  # half of what it began with: one step was left out
+    assert scaler["_growth_tracker"] == 2
+
+
+class NeverFinite(nn.Linear):
+    def forward(self, features):
+        out = super().forward(features)
+        if out.requires_grad:
+            out.register_hook(lambda gradient: gradient * math.nan)
+        return out
+
+
+def build_never_finite():
+    return NeverFinite(4, 3)
+
+
+def test_fp16_does_not_leave_out_steps_for_ever(tmp_path):
+    config = config_of({}, 2, {"precision": "fp16", "epochs": 9})
+    run = dataclasses.replace(make_run(tmp_path, config), spec=ModelSpec(build=build_never_finite))
+    assert all("train.precision" in error for error in errors_of(run))
+    assert_last_good(run, checkpoint.latest(run.run_dir).step)
+
+
+class NanBuffer(nn.Module):
+    """A mask with infinities from the start, which is right, and a statistic that becomes NaN, which is not."""
+
+    def __init__(self, bad_from):
+        super().__init__()
+        self.net, self.bad_from = build_mlp(), bad_from
+        self.register_buffer("mask", torch.full((3, 3), -math.inf).triu(1))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, features):
+        if self.training:
+            self.seen += 1 if self.seen + 1 < self.bad_from else math.nan
+        return self.net(features)
+
+
+@dataclasses.dataclass(frozen=True)
+class BuildBuffer:
+    bad_from: float
+
+    def __call__(self):
+        return NanBuffer(self.bad_from)
+
+
+@pytest.mark.parametrize("parallel", [{}, {"strategy": "local_sgd"}, {"strategy": "single"}], ids=str)
+def test_buffers_that_become_nan_are_not_saved_and_a_mask_of_infinities_is(tmp_path, parallel):
+    num_ranks = 1 if "single" in parallel.values() else 2
+    run = make_run(tmp_path, config_of(parallel, num_ranks))
+    run = dataclasses.replace(run, spec=ModelSpec(build=BuildBuffer(4)))
+    for error in errors_of(run):
+        assert re.search(
+            r"checkpoint at step 4 not saved: model.0.seen is not finite .* on rank 0; the last good", error
+        )
+    saved = checkpoint.latest(run.run_dir)
+    assert saved.step == 2
+    healthy = dataclasses.replace(run, spec=ModelSpec(build=BuildBuffer(99)), run_dir=str(tmp_path / "healthy"))
+    assert all(error is None for error, _ in run_ranks(error_of_rank, num_ranks, healthy))
+    assert checkpoint.latest(healthy.run_dir).step == STEPS
+
+
+def test_a_run_begins_with_finite_weights(tmp_path):
+    run = make_run(tmp_path, config_of({}, 2))
+    errors = errors_of(dataclasses.replace(run, spec=ModelSpec(build=build_with_nan)))
+    assert all("spec.build: the parameter '0.bias' is not finite" in error for error in errors)
+
+
+def build_with_nan():
+    model = build_mlp()
+    nn.init.constant_(model[0].bias, math.nan)
+    return model
+
+
+def test_early_stopping_never_takes_nan_for_the_best(tmp_path):
+    """The validation loss of the first epoch is NaN, and from then on it gets better."""
+    early = {"early_stop_metric": "loss", "early_stop_patience": 2, "epochs": 6}
+    config = small_config(2, train=early, data={"validation_fraction": 0.2})
+    run = make_run(tmp_path, config, spec=ModelSpec(build=NanAtFirst))
+    results = run_ranks(error_of_rank, 2, run)
+    assert [error for error, _ in results] == [None, None]
+    losses = [entry["metrics"]["loss"] for entry in results[0][1]["history"]]
+    assert math.isnan(losses[0])
+    assert sorted(losses[1:], reverse=True) == losses[1:]
+    assert (results[0][1]["epochs"], results[0][1]["stopped_early"]) == (6, False)
+    assert len([line for line in read_metrics(run.run_dir) if line["kind"] == "epoch"]) == 6
+
+
+class NanAtFirst(nn.Module):
+    """Its output is NaN in the first evaluation."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.evaluations = build_mlp(), 0
+
+    def train(self, mode=True):
+        self.evaluations += not mode
+        return super().train(mode)
+
+    def forward(self, features):
+        return self.net(features) * (math.nan if not self.training and self.evaluations == 1 else 1.0)

@@ -280,7 +280,7 @@ def _check_before_start(spark: Any, spec: ModelSpec, config: Config, *, has_vali
             check_scalar(name, metric)
     if config.train.early_stop_metric and not (has_validation or config.data.validation_fraction):
         raise ValueError("train.early_stop_metric: needs validation rows; set data.validation_fraction or pass some")
-    payload.pack_call(spec, (), {})
+    payload.pack_call(None, (), {"spec": spec})
     preflight.check(spark, config.launch, at_once=config.parallel.strategy not in BY_SPARK)
 
 

@@ -62,7 +62,8 @@ def predict(
     out = StructType(list(df.schema.fields))
     for name, data_type in added.items():
         out = out.add(name, data_type)
-    packed = payload.pack_call(_predict_batches, (spec, saved.url, sources, columns, config), {})
+    sent = {"spec": spec, "url": saved.url, "sources": sources, "columns": columns, "config": config}
+    packed = payload.pack_call(_predict_batches, (), sent)
 
     def run_predict(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         fn, args, kwargs = payload.unpack_call(packed)

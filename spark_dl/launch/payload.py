@@ -11,14 +11,14 @@ import json
 import pickle
 import struct
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
+from spark_dl.launch.culprit import describe_culprit, dumps
+
 _FILE_MODULES = "_spark_dl_file_"
-_MAX_DEPTH = 6
 
 
 def pack_call(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
@@ -29,15 +29,9 @@ def pack_call(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
         if name.startswith(_FILE_MODULES):  # code that was read from a file by its path exists only on the driver
             cloudpickle.register_pickle_by_value(module)
     try:
-        packed: bytes = cloudpickle.dumps((fn, args, kwargs))
+        return dumps((fn, args, kwargs))
     except Exception as error:
-        parts = {"function": fn, "args": args, "kwargs": kwargs}
-        where = next(_culprits(parts, ""), "the function or its arguments")
-        raise ValueError(
-            f"cannot send {where} to the ranks: {error}; build it inside the function (or in spec.build), which runs "
-            "on the ranks"
-        ) from error
-    return packed
+        raise ValueError(describe_culprit(fn, args, kwargs)) from error
 
 
 def unpack_call(packed: bytes) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
@@ -50,37 +44,6 @@ def unpack_call(packed: bytes) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
             "with spark-submit --py-files"
         ) from error
     return call
-
-
-def _culprits(value: Any, path: str, depth: int = 0) -> Iterator[str]:
-    """Attribute paths of the innermost parts that cannot be pickled."""
-    from pyspark import cloudpickle
-
-    for name, part in _parts(value):
-        where = f"{path}.{name}" if path else name
-        try:
-            cloudpickle.dumps(part)
-        except Exception:
-            inner = next(_culprits(part, where, depth + 1), None) if depth < _MAX_DEPTH else None
-            yield inner or f"{where} (a {type(part).__module__}.{type(part).__qualname__})"
-
-
-def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        yield from ((str(k), v) for k, v in value.items())
-    elif isinstance(value, (list, tuple)):
-        yield from ((f"[{i}]", v) for i, v in enumerate(value))
-    elif hasattr(value, "__self__") and hasattr(value, "__func__"):  # a bound method
-        yield "__self__", value.__self__
-    elif hasattr(value, "__code__"):
-        cells = value.__closure__ or ()
-        yield from zip(value.__code__.co_freevars, (c.cell_contents for c in cells), strict=True)
-        names = value.__code__.co_names
-        yield from ((n, value.__globals__[n]) for n in names if n in value.__globals__)
-    elif hasattr(value, "func") and hasattr(value, "args"):  # functools.partial
-        yield from (("func", value.func), *((f"args[{i}]", a) for i, a in enumerate(value.args)))
-    elif hasattr(value, "__dict__") and not isinstance(value, type):
-        yield from vars(value).items()
 
 
 def pack_result(result: Any) -> bytes:

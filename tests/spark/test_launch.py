@@ -202,8 +202,48 @@ def test_what_cannot_be_pickled_is_named(spark):
             self.layers = {"guard": threading.Lock()}
 
     model = Model()
-    with pytest.raises(ValueError, match=r"cannot send .*model\.layers\.guard \(a _thread.lock\) to the ranks"):
+    with pytest.raises(ValueError, match=r"the variable `model\.layers\['guard'\]` of `fn` is a _thread\.lock"):
         spark_dl.launch(lambda: model, num_ranks=2)
+
+
+DRIVER_ONLY = {
+    "spark": lambda spark: spark,
+    "context": lambda spark: spark.sparkContext,
+    "df": lambda spark: spark.range(3),
+    "rdd": lambda spark: spark.range(3).rdd,
+    "column": lambda spark: spark.range(3)["id"] + 1,
+    "jvm": lambda spark: spark._jvm,
+}
+
+
+_OF_JVM = (("context", "SparkContext"), ("rdd", r"\w*RDD"), ("column", "Column"), ("jvm", "JVMView"))
+
+
+@pytest.mark.parametrize(("name", "kind"), [
+    *(pytest.param(*case, marks=pytest.mark.modes("local", "connect")) for case in
+      (("spark", "SparkSession"), ("df", "DataFrame"))),
+    *(pytest.param(*case, marks=pytest.mark.modes("local")) for case in _OF_JVM),
+])  # fmt: skip
+def test_what_exists_on_the_driver_only_is_named_by_its_variable(spark, name, kind):
+    held = DRIVER_ONLY[name](spark)
+    found = rf"is a {kind}, which exists on the driver only"
+    with pytest.raises(ValueError, match=rf"^fn cannot be sent to the ranks: the variable `held` of `fn` {found}"):
+        spark_dl.launch(lambda: held, num_ranks=1)
+    with pytest.raises(ValueError, match=rf"^args cannot be sent to the ranks: `args\[1\]` {found}"):
+        spark_dl.launch(max, 1, held, num_ranks=1)
+    with pytest.raises(ValueError, match=rf"^kwargs cannot be sent to the ranks: `kwargs\['key'\]` {found}"):
+        spark_dl.launch(max, key=held, num_ranks=1)
+    spec = spark_dl.ModelSpec(build=lambda: held)
+    with pytest.raises(
+        ValueError, match=rf"^spec cannot be sent to the ranks: the variable `held` of `spec.build` {found}"
+    ):
+        spark_dl.train(spark.range(3), spec, spark_dl.Config(launch=Launch(num_ranks=1)))
+
+
+@pytest.mark.modes("local")
+def test_a_broadcast_variable_reaches_the_ranks(spark):
+    held = spark.sparkContext.broadcast([1, 2, 3])
+    assert spark_dl.launch(lambda: sum(held.value), num_ranks=2) == [6, 6]
 
 
 @pytest.mark.modes("local")

@@ -1,9 +1,13 @@
 """What travels between driver and ranks: code in one direction, only data in the other."""
 
+import concurrent.futures
 import functools
 import json
 import math
+import os
 import pickle
+import re
+import socket
 import struct
 import threading
 from pathlib import Path
@@ -208,25 +212,114 @@ def nested_closure():
     return lambda: inner
 
 
-@pytest.mark.parametrize(("fn", "args", "kwargs", "path"), [
-    (closure(), (), {}, r"function\.held"),
-    (nested_closure(), (), {}, r"function\.inner\.held"),
-    (functools.partial(len, LOCK), (), {}, r"function\.args\[0\]"),
-    (len, (1, LOCK), {}, r"args\.\[1\]"),
-    (len, ({"spec": Holder(deep=[0, Holder(lock=LOCK)])},), {}, r"args\.\[0\]\.spec\.deep\.\[1\]\.lock"),
-    (len, (), {"report": LOCK}, r"kwargs\.report"),
+def nested_function():
+    held = LOCK
+
+    def inner():
+        return held
+
+    return lambda: inner
+
+
+def with_default(value=LOCK, *, other=None):
+    return value, other
+
+
+def rank_task(fn, args, kwargs):
+    return fn(*args, **kwargs)
+
+
+class Slotted:
+    __slots__ = ("empty", "lock")
+
+    def __init__(self):
+        self.lock = LOCK
+
+
+@pytest.mark.parametrize(("fn", "args", "kwargs", "root", "path"), [
+    (closure(), (), {}, "function", "the variable `held` of `function`"),
+    (nested_closure(), (), {}, "function", "the variable `held` of the variable `inner` of `function`"),
+    (nested_function(), (), {}, "function", "the variable `held` of the variable `inner` of `function`"),
+    (functools.partial(len, LOCK), (), {}, "function", "`function.args[0]`"),
+    (functools.partial(rank_task, args=LOCK), (), {}, "function", "`function.keywords['args']`"),
+    (Holder(lock=LOCK).__eq__, (), {}, "function", "`function.__self__.lock`"),
+    (len, (1, LOCK), {}, "args[1]", "it"),
+    (rank_task, (len, (1, LOCK), {}), {}, "args", "`args[1]`"),
+    (rank_task, (len, (), {"report": {LOCK}}), {}, "kwargs", "`kwargs['report'][0]`"),
+    (len, (), {"spec": Holder(deep=[0, Holder(lock=LOCK)])}, "spec", "`spec.deep[1].lock`"),
+    (len, (), {"spec": Holder(build=closure())}, "spec", "the variable `held` of `spec.build`"),
+    (len, (), {"value": Slotted()}, "value", "`value.lock`"),
 ])  # fmt: skip
-def test_what_cannot_be_pickled_is_named_by_its_path(fn, args, kwargs, path):
-    with pytest.raises(ValueError, match=rf"^cannot send {path} \(a _thread\.lock\) to the ranks: .*build it inside"):
+def test_what_cannot_be_pickled_is_named_by_its_path(fn, args, kwargs, root, path):
+    found = f"{root} cannot be sent to the ranks: {path} is a _thread.lock"
+    with pytest.raises(ValueError, match=rf"^{re.escape(found)} .*build it inside"):
         pack_call(fn, args, kwargs)
 
 
-def test_a_global_that_cannot_be_pickled_is_named(tmp_path):
-    (tmp_path / "code_with_lock.py").write_text(
-        "import threading\nLOCK = threading.Lock()\ndef build():\n    return LOCK\n"
-    )
-    fn = import_object(f"{tmp_path}/code_with_lock.py:build", "model.build")
-    with pytest.raises(ValueError, match=r"^cannot send function\.LOCK \(a _thread\.lock\) to the ranks"):
+@pytest.mark.parametrize(("make", "kind"), [
+    (lambda: (n for n in ()), "generator"),
+    (lambda: open(os.devnull, "w"), r"_io\.TextIOWrapper"),  # noqa: SIM115
+    (socket.socket, r"socket\.socket"),
+    (threading.Event, r"threading\.Event"),
+    (lambda: concurrent.futures.ThreadPoolExecutor(1), r"concurrent\.futures\.thread\.ThreadPoolExecutor"),
+])  # fmt: skip
+def test_what_holds_a_resource_is_named_as_a_whole(make, kind):
+    held = make()
+    try:
+        with pytest.raises(ValueError, match=rf"the variable `held` of `function` is a {kind} "):
+            pack_call(lambda: held, (), {})
+    finally:
+        getattr(held, "close", lambda: None)()
+
+
+def test_parts_that_refer_to_each_other_are_searched_once():
+    first, second = Holder(), Holder()
+    first.other, second.other, second.lock = second, first, LOCK
+    with pytest.raises(ValueError, match=r"`obj\.other\.lock` is a _thread\.lock"):
+        pack_call(len, (first,), {})
+
+
+CODE_WITH_LOCK = """
+import threading
+LOCK = threading.Lock()
+def build():
+    return LOCK
+def build_inside():
+    def inner():
+        return LOCK
+    return inner()
+def default(lock=LOCK, **kw):
+    return lock
+def keyword_default(*, lock=LOCK):
+    return lock
+class Builder:
+    def __call__(self):
+        return LOCK
+class Derived(Builder):
+    @classmethod
+    def make(cls):
+        return 1
+class WithClassMethod:
+    @classmethod
+    def make(cls):
+        return LOCK
+builder, derived, class_method = Builder(), Derived(), WithClassMethod().make
+"""
+
+
+@pytest.mark.parametrize(("name", "path"), [
+    ("build", "the variable `LOCK` of `function`"),
+    ("build_inside", "the variable `LOCK` of `function`"),
+    ("default", "the variable `lock` of `function`"),
+    ("keyword_default", "the variable `lock` of `function`"),
+    ("builder", "the variable `LOCK` of `Builder.__call__`"),
+    ("derived", "the variable `LOCK` of `Builder.__call__`"),
+    ("class_method", "the variable `LOCK` of `function`"),
+])  # fmt: skip
+def test_a_global_that_code_without_a_module_uses_is_named(tmp_path, name, path):
+    (tmp_path / "code_with_lock.py").write_text(CODE_WITH_LOCK)
+    fn = import_object(f"{tmp_path}/code_with_lock.py:{name}", "model.build")
+    with pytest.raises(ValueError, match=rf"^function cannot be sent to the ranks: {re.escape(path)} is a _thread"):
         pack_call(fn, (), {})
 
 
@@ -257,5 +350,5 @@ def test_a_bound_method_is_searched_for_what_cannot_be_pickled():
         def work(self):
             return self.guard
 
-    with pytest.raises(ValueError, match=r"cannot send function\.__self__\.guard"):
+    with pytest.raises(ValueError, match=r"`function\.__self__\.guard` is a _thread\.lock"):
         pack_call(Owner().work, (), {})

@@ -15,6 +15,8 @@ import torch
 from spark_dl import checkpoint
 from spark_dl.config import Config, Data
 from spark_dl.data.columns import schema
+from spark_dl.config.checks import suggestion
+
 from spark_dl.data.columns.batch import build_batch
 from spark_dl.data.columns.policies import clean_batch
 from spark_dl.data.columns.ragged import Array, Ragged, from_lengths
@@ -46,8 +48,7 @@ def predict(
     """
     saved = checkpoint.find(checkpoint_url)
     config = config or checkpoint.config_of(saved)
-    trained = {c.name: c for c in saved.columns}
-    columns = [trained[name] for name in config.data.features]
+    columns = _trained_columns(saved, config)
     if config.data.sequence_length:
         raise ValueError(
             f"predict: the model reads sequences (data.sequence_length={config.data.sequence_length}), found rows of a "
@@ -70,6 +71,18 @@ def predict(
         yield from fn(batches, *args, **kwargs)
 
     return df.mapInArrow(run_predict, out)
+
+
+def _trained_columns(saved: checkpoint.Saved, config: Config) -> list[Column]:
+    """The features as the model was trained on them, in the order of `config`."""
+    trained = {c.name: c for c in saved.columns}
+    for name in config.data.features:
+        if name not in trained:
+            raise ValueError(
+                f"data.features: the checkpoint {saved.url} has no column {name!r}, its columns are {list(trained)}"
+                f"{suggestion(name, list(trained))}"
+            )
+    return [trained[name] for name in config.data.features]
 
 
 def _added_fields(spec: ModelSpec, saved: checkpoint.Saved, columns: list[Column], config: Config) -> dict[str, Any]:

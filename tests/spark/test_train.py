@@ -301,6 +301,11 @@ def test_predict_refuses_what_does_not_fit(spark, points, tmp_path):
         spark_dl.predict(points, ModelSpec(build=lambda: torch.nn.Linear(4, 3)), result.run_dir)
     with pytest.raises(ValueError, match="no checkpoint at"):
         spark_dl.predict(points, MLP, str(tmp_path / "nowhere"))
+    other = small_config(1, data={"features": ["featurs"]})
+    with pytest.raises(
+        ValueError, match=r"data\.features: .* no column 'featurs', its columns are \['features', 'label'\]"
+    ):
+        spark_dl.predict(points, MLP, result.run_dir, other)
     wrong = points.selectExpr("slice(features, 1, 3) AS features")
     with pytest.raises(Exception, match=r"found cells of shape \(3,\), the model was trained on \(4,\)"):
         spark_dl.predict(wrong, MLP, result.run_dir).collect()

@@ -1,0 +1,71 @@
+"""build_session in a process of its own: which settings hold, by where they were made."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.spark.conftest import REPOSITORY, SPARK_HOME
+from tests.spark.test_jobs import environment
+
+pytestmark = pytest.mark.timeout(300)
+LEVEL, PROGRESS, DAEMON = "spark.log.level", "spark.ui.showConsoleProgress", "spark.python.daemon.module"
+OURS = {LEVEL: "ERROR", PROGRESS: "false", DAEMON: "spark_dl.launch.daemon"}
+SCRIPT = f"""
+import json, os, sys, spark_dl
+spark = spark_dl.build_session("test", **json.loads(sys.argv[1]))
+found = {{key: spark.sparkContext.getConf().get(key) for key in {list(OURS)}}}
+print(json.dumps({{**found, "python": os.environ["PYSPARK_PYTHON"], "master": spark.sparkContext.master}}))
+spark.stop()
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Runs the script by a command, with arguments of build_session and a spark-defaults.conf; returns the settings."""
+
+    def run(*command, defaults="", python=None, **arguments):
+        (tmp_path / "conf").mkdir()
+        (tmp_path / "conf" / "spark-defaults.conf").write_text(defaults)
+        (tmp_path / "script.py").write_text(SCRIPT)
+        env = {**environment(), "PYTHONPATH": str(REPOSITORY), "SPARK_CONF_DIR": str(tmp_path / "conf")}
+        del env["PYSPARK_PYTHON"]
+        if python:
+            env["PYSPARK_PYTHON"] = python
+        command = [*command, str(tmp_path / "script.py"), json.dumps(arguments)]
+        done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr[-4000:]
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return run
+
+
+SUBMIT = [f"{SPARK_HOME}/bin/spark-submit", "--master", "local[1]"]
+
+
+def test_what_spark_submit_is_told_wins_over_our_defaults(run, tmp_path):
+    (tmp_path / "own.conf").write_text(f"{DAEMON} pyspark.daemon\n{LEVEL} WARN\n")
+    told = ["--properties-file", str(tmp_path / "own.conf"), "--conf", f"{PROGRESS}=true"]
+    found = run(*SUBMIT, *told, python=sys.executable)
+    expected = {LEVEL: "WARN", PROGRESS: "true", DAEMON: "pyspark.daemon"}
+    assert found == {**expected, "python": sys.executable, "master": "local[1]"}
+
+
+def test_spark_submit_that_is_told_nothing_leaves_our_defaults_and_conf_wins_over_all(run):
+    told = ["--conf", f"{LEVEL}=WARN", "--conf", f"spark.pyspark.python={sys.executable}"]
+    found = run(*SUBMIT, *told, conf={LEVEL: "INFO"})
+    assert found == {**OURS, LEVEL: "INFO", "python": sys.executable, "master": "local[1]"}
+
+
+def test_spark_defaults_conf_wins_over_our_defaults_in_plain_python(run, tmp_path):
+    (tmp_path / "python").symlink_to(sys.executable)
+    lines = {LEVEL: "WARN", DAEMON: "pyspark.daemon", "spark.pyspark.python": tmp_path / "python"}
+    found = run(sys.executable, defaults="".join(f"{k} {v}\n" for k, v in lines.items()), master="local[1]")
+    expected = {LEVEL: "WARN", PROGRESS: "false", DAEMON: "pyspark.daemon"}
+    assert found == {**expected, "python": str(tmp_path / "python"), "master": "local[1]"}
+
+
+def test_plain_python_has_our_defaults(run):
+    found = run(sys.executable, master="local[2]")
+    assert found == {**OURS, "python": sys.executable, "master": "local[2]"}

@@ -3,6 +3,7 @@
 jobs/predict.py --config conf/train/digits.yaml --checkpoint_path runs/digits --output /data/predictions
 """
 
+import re
 import time
 from typing import Any
 
@@ -28,9 +29,23 @@ def predict(job: cli.Job) -> dict[str, Any]:
     if isinstance(data, str):
         raise ValueError("input.datasets: predictions are for DataFrames; give input.path or input.table instead")
     predictions = spark_dl.predict(data, spec, job.args["checkpoint_path"], job.config)
+    keeps = job.args["mode"].lower() in ("append", "ignore")
+    before = _count_rows(spark, job.args["output"]) if keeps else 0
     predictions.write.mode(job.args["mode"]).parquet(job.args["output"])
-    rows = spark.read.parquet(job.args["output"]).count()
+    rows = _count_rows(spark, job.args["output"]) - before
     return {"output": job.args["output"], "rows": rows, "seconds": time.perf_counter() - start}
+
+
+def _count_rows(spark: Any, path: str) -> int:
+    """Rows of Parquet files; 0 where there are none yet."""
+    from pyspark.errors import AnalysisException
+
+    try:
+        return int(spark.read.parquet(path).count())
+    except AnalysisException as error:
+        if not re.search("PATH_NOT_FOUND|UNABLE_TO_INFER_SCHEMA", str(error)):
+            raise
+        return 0
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """train, evaluate and predict from a DataFrame, in every mode."""
 
+import dataclasses
 import os
 import threading
 import time
@@ -12,7 +13,8 @@ import torch
 from pyspark.sql import functions as F
 
 import spark_dl
-from spark_dl import Data, ModelSpec, RankError, checkpoint
+from jobs import predict as predict_job
+from spark_dl import Data, ModelSpec, RankError, checkpoint, cli
 from spark_dl.data.parquet import file as parquet_file
 from spark_dl.data.parquet import page_index
 from spark_dl.data.parquet.filters import typed_conditions
@@ -309,6 +311,22 @@ def test_predict_refuses_what_does_not_fit(spark, points, tmp_path):
     wrong = points.selectExpr("slice(features, 1, 3) AS features")
     with pytest.raises(Exception, match=r"found cells of shape \(3,\), the model was trained on \(4,\)"):
         spark_dl.predict(wrong, MLP, result.run_dir).collect()
+
+
+@pytest.mark.modes("local", "connect")
+def test_the_job_predict_counts_the_rows_that_it_wrote(spark, points, tmp_path, monkeypatch):
+    trained = spark_dl.train(points, MLP, small_config(1, train={"epochs": 1}), run_dir=str(tmp_path / "run"))
+    points.write.parquet(str(tmp_path / "points"))
+    modes = ["append", "append", "ignore", "overwrite"]
+    job = cli.Job(
+        {"checkpoint_path": trained.checkpoint, "dataset": "train", "output": str(tmp_path / "out")},
+        checkpoint.config_of(checkpoint.find(trained.checkpoint)),
+        cli.Input(path=str(tmp_path / "points")),
+        cli.Model(build="tests.models:build_mlp"),
+    )
+    monkeypatch.setattr(cli.Job, "session", lambda self, name: spark)
+    found = [predict_job.predict(dataclasses.replace(job, args={**job.args, "mode": mode}))["rows"] for mode in modes]
+    assert found == [500, 500, 0, 500]
 
 
 @pytest.mark.modes("local")

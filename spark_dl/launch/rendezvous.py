@@ -42,6 +42,8 @@ class Peer:
     address: str
     port: int
     device: str
+    gpu: str
+    """A name of the device that tells the GPUs of a host apart."""
     python: str
     torch: str
     spark_dl: str
@@ -105,12 +107,14 @@ def _meet_in_barrier(context: Any, launch: Launch, report: Any, cleanup: context
         listener.bind((address, 0))
         listener.listen(1024)
     own_gpus = gpus.gpus_of_task(launch.device, context.resources())
+    device = gpus.first(own_gpus)
     me = Peer(
         partition=partition,
         host=host,
         address=address,
         port=listener.getsockname()[1] if listener else 0,
-        device=str(gpus.first(own_gpus)),
+        device=str(device),
+        gpu=gpus.name_on_host(device, os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.device_count()),
         python=platform.python_version(),
         torch=torch.__version__,
         spark_dl=spark_dl.__version__,
@@ -180,9 +184,9 @@ def check_peers(peers: Sequence[Peer]) -> None:
             raise RuntimeError(f"the ranks do not agree on {what}: {table}; install the same on all executors")
     used: dict[tuple[str, str], int] = {}
     for p in peers:
-        if p.device_type == "cuda" and (other := used.setdefault((p.host, p.device), p.partition)) != p.partition:
+        if p.device_type == "cuda" and (other := used.setdefault((p.host, p.gpu), p.partition)) != p.partition:
             raise RuntimeError(
-                f"tasks {other} and {p.partition} on {p.host} were both given {p.device}; set "
+                f"tasks {other} and {p.partition} on {p.host} were both given {p.gpu}; set "
                 "spark.task.resource.gpu.amount to 1, so that each rank has a GPU of its own"
             )
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import socket
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from spark_dl import Launch
-from spark_dl.launch.gpus import first, gpus_of_local_rank, gpus_of_task
+from spark_dl.launch.gpus import device_indices, first, gpus_of_local_rank, gpus_of_task, name_on_host
 from spark_dl.launch.rendezvous import Peer, check_peers, deal_ranks, join, local_address
 from spark_dl.world import World
 
@@ -23,6 +24,7 @@ def peers(hosts, **different):
         "address": "10.0.0.1",
         "port": 0,
         "device": "cpu",
+        "gpu": "cpu",
         "python": "3.11.7",
         "torch": "2.6.0",
         "spark_dl": "0.1.0",
@@ -48,7 +50,9 @@ def test_ranks_of_a_host_lie_together_and_rank_0_is_partition_0(hosts, ranks):
 
 def test_peers_that_agree_pass():
     check_peers(peers("aabb"))
-    check_peers(peers("aabb", device=["cuda:0", "cuda:1", "cuda:0", "cuda:1"]))
+    devices = ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]
+    check_peers(peers("aabb", device=devices, gpu=devices))
+    check_peers(peers("aa", device=["cuda:0", "cuda:0"], gpu=["GPU 2", "GPU 3"]))  # each sees its own GPU alone
 
 
 @pytest.mark.parametrize(("what", "values"), [
@@ -70,7 +74,7 @@ def test_some_on_gpus_and_some_on_cpus_is_an_error():
 
 def test_one_gpu_for_two_ranks_is_an_error_that_names_both():
     with pytest.raises(RuntimeError, match=r"tasks 1 and 2 on b were both given cuda:0.*spark\.task\.resource\.gpu"):
-        check_peers(peers("abb", device=["cuda:0", "cuda:0", "cuda:0"]))
+        check_peers(peers("abb", device=["cuda:0"] * 3, gpu=["cuda:0"] * 3))
 
 
 # A world of one
@@ -176,14 +180,52 @@ def test_a_gpu_that_torch_does_not_see_is_an_error(monkeypatch):
 
 
 @pytest.mark.parametrize(("addresses", "visible", "expected"), [
-    (["3"], 8, [3]), (["3"], 4, [3]), (["3"], 1, [0]), (["2", "5"], 8, [2, 5]), (["2", "5"], 2, [0, 1]),
+    (["3"], None, [3]), (["3"], "3,2,1,0,4,5,6,7", [0]), (["2", "5"], None, [2, 5]),
 ])  # fmt: skip
 def test_the_gpus_are_those_that_spark_gave(monkeypatch, addresses, visible, expected):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     found = gpus_of_task("auto", {"gpu": SimpleNamespace(addresses=addresses)})
     assert found == tuple(torch.device("cuda", index) for index in expected)
     assert first(found) == found[0]
+
+
+A, B, MIG = "GPU-aaaa-1", "GPU-bbbb-2", "MIG-GPU-cc/1/0"
+
+
+@pytest.mark.parametrize(("addresses", "visible", "count", "expected"), [
+    (["0"], None, 1, [0]), (["3"], None, 8, [3]), (["2", "5"], None, 8, [2, 5]),  # all GPUs of the host are seen
+    (["2"], "2,3", 2, [0]), (["3"], "2,3", 2, [1]), (["3", "2"], "2,3", 2, [1, 0]), (["0"], "1,0", 2, [1]),
+    (["1"], " 3, 1 ,0", 3, [1]), (["3"], "2,3,99,1", 2, [1]),  # CUDA stops at a GPU that is not there
+    (["3"], "3", 1, [0]), (["0"], "3", 1, [0]), (["3"], None, 1, [0]), (["2", "5"], None, 2, [0, 1]),  # only its own
+    ([A], f"{B},{A}", 2, [1]), ([A], "GPU-bb,GPU-aa", 2, [1]), ([MIG], MIG, 1, [0]), ([MIG], None, 1, [0]),
+    (["1"], f"{A},{B}", 2, [1]), ([A, B], None, 2, [0, 1]), ([A], "0", 1, [0]),
+    (["3"], "", 8, [3]), (["3"], "0", 8, [3]),  # set when CUDA had started: the process sees all of them
+])  # fmt: skip
+def test_an_address_of_spark_becomes_the_index_that_torch_has_for_it(addresses, visible, count, expected):
+    assert device_indices(addresses, visible, count) == expected
+
+
+@pytest.mark.parametrize(("addresses", "visible", "count"), [
+    (["0"], "2,3", 2), (["2", "1"], "2,3,4", 3), (["5"], None, 2), ([A], None, 8), ([MIG], f"{A},{B}", 2),
+    (["2"], f"{A},{B}", 2), ([A], "0,1", 2), (["0", "1"], "3", 1),
+])  # fmt: skip
+def test_an_address_that_cannot_be_found_is_an_error_that_names_what_is_seen(addresses, visible, count):
+    named = re.escape(f"{addresses}, and torch finds {count} with CUDA_VISIBLE_DEVICES={visible or '(not set)'};")
+    with pytest.raises(RuntimeError, match=named):
+        device_indices(addresses, visible, count)
+
+
+@pytest.mark.parametrize(("visible", "count", "names"), [
+    (None, 2, ["cuda:0", "cuda:1"]), ("2,3", 2, ["GPU 2", "GPU 3"]), (A, 1, [f"GPU {A}"]), ("", 2, ["cuda:0", "cuda:1"])
+])  # fmt: skip
+def test_processes_that_see_different_gpus_name_them_differently(visible, count, names):
+    found = [name_on_host(torch.device("cuda", index), visible, count) for index in range(count)]
+    assert found == names
+    assert name_on_host(torch.device("cpu"), visible, count) == "cpu"
 
 
 @pytest.mark.parametrize(("local_rank", "local_world_size", "expected"), [(0, 1, [0, 1, 2]), (0, 2, [0]), (2, 3, [2])])

@@ -25,7 +25,7 @@ from spark_dl.launch.failure import OtherRankError
 from spark_dl.metrics import MetricsLog, StepTimer
 from spark_dl.parallel import Parallelize, parallelize
 from spark_dl.parallel.trainable import Trainable, lr_factor
-from spark_dl.schedule import Schedule, plain_state
+from spark_dl.schedule import Schedule
 from spark_dl.spec import Run
 from spark_dl.world import World
 
@@ -297,7 +297,7 @@ class Training:
         model = {str(i): module.state_dict() for i, module in enumerate(self.trainable.modules)}
         training = {
             "optimizer": self.trainable.optimizer.state_dict(),
-            "scheduler": plain_state(self.schedule.state_dict()),
+            "scheduler": self.schedule.state_dict(),
             "extra": {name: part.state_dict() for name, part in self.trainable.extra_state.items()},
             "progress": dataclasses.asdict(self.progress),
             "lr_factor": lr_factor(self.config, self.num_ranks),

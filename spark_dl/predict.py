@@ -14,9 +14,8 @@ import torch
 
 from spark_dl import checkpoint
 from spark_dl.config import Config, Data
-from spark_dl.data.columns import schema
 from spark_dl.config.checks import suggestion
-
+from spark_dl.data.columns import schema
 from spark_dl.data.columns.batch import build_batch
 from spark_dl.data.columns.policies import clean_batch
 from spark_dl.data.columns.ragged import Array, Ragged, from_lengths

@@ -55,7 +55,10 @@ class Schedule:
             self.scheduler.step()
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self.scheduler is None else self.scheduler.state_dict()
+        """What `torch.load(weights_only=True)` takes. Raises ValueError for a scheduler that holds anything else."""
+        if self.scheduler is None:
+            return {}
+        return plain_state(self.scheduler.state_dict(), f"train.scheduler: {type(self.scheduler).__name__}")  # type: ignore[no-any-return]
 
     def load_state_dict(self, state: dict[str, Any], lr_ratio: float) -> None:
         """Restores the scheduler. `lr_ratio` is the factor by which `train.lr_scaling` now differs from then."""
@@ -73,12 +76,20 @@ class Schedule:
                 setattr(self.scheduler, name, [float(lr) * lr_ratio for lr in getattr(self.scheduler, name)])
 
 
-def plain_state(value: Any) -> Any:
-    """A state dict without what `torch.load(weights_only=True)` refuses: defaultdicts, counters, functions."""
+def plain_state(value: Any, owner: str) -> Any:
+    """A state dict without what `torch.load(weights_only=True)` refuses: defaultdicts, counters, functions.
+
+    Raises ValueError that names the owner, the key and the type of what is neither a tensor, a number nor a string.
+    """
     if isinstance(value, dict):
-        return {k: plain_state(v) for k, v in value.items() if not callable(v)}
+        return {k: plain_state(v, f"{owner}[{k!r}]") for k, v in value.items() if not callable(v)}
     if isinstance(value, (list, tuple)):
-        return type(value)(plain_state(v) for v in value)
+        return type(value)(plain_state(v, f"{owner}[{i}]") for i, v in enumerate(value))
     if isinstance(value, np.generic):
         return value.item()
-    return value if isinstance(value, (torch.Tensor, int, float, str)) or value is None else str(value)
+    if value is None or isinstance(value, (torch.Tensor, int, float, str)):
+        return value
+    raise ValueError(
+        f"{owner}: found a {type(value).__module__}.{type(value).__qualname__} in its state, which a checkpoint cannot "
+        "hold; expected tensors, numbers and strings, in dicts, lists and tuples"
+    )

@@ -2,6 +2,7 @@
 
 import copy
 from collections import Counter
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -106,7 +107,7 @@ def interrupted(name, tmp_path, steps, ratio=1.0, warmup=0):
     args = {"scheduler": name, "scheduler_args": SCHEDULERS[name], "scheduler_interval": "step", "warmup_steps": warmup}
     optimizer, schedule = build(**args)
     rates(optimizer, schedule, steps)
-    state = {"optimizer": optimizer.state_dict(), "scheduler": plain_state(schedule.state_dict())}
+    state = {"optimizer": optimizer.state_dict(), "scheduler": schedule.state_dict()}
     torch.save(state, tmp_path / "state.pt")
     state = torch.load(tmp_path / "state.pt", weights_only=True)
     optimizer, schedule = build(lr=0.1 * ratio, **args)
@@ -140,7 +141,7 @@ def test_the_ratio_holds_without_a_scheduler_too():
 
 def test_the_ratio_holds_for_the_rate_that_schedulers_begin_with():
     optimizer, schedule = build(lr=0.1, scheduler="StepLR", scheduler_args={"step_size": 9})
-    schedule.load_state_dict(plain_state(schedule.state_dict()), 2.0)
+    schedule.load_state_dict(schedule.state_dict(), 2.0)
     assert optimizer.param_groups[0]["initial_lr"] == pytest.approx(0.2)
 
 
@@ -149,7 +150,7 @@ def test_the_plateau_keeps_its_memory(tmp_path):
     _, schedule = build(**args)
     schedule.end_epoch(1.0)
     schedule.end_epoch(2.0)
-    state = copy.deepcopy(plain_state(schedule.state_dict()))
+    state = copy.deepcopy(schedule.state_dict())
     optimizer, schedule = build(**args)
     schedule.load_state_dict(state, 1.0)
     schedule.end_epoch(2.0)
@@ -158,9 +159,18 @@ def test_the_plateau_keeps_its_memory(tmp_path):
 
 def test_a_plain_state_keeps_numbers_and_drops_functions():
     state = {"f": len, "n": np.float32(1.5), "c": Counter([3, 3]), "l": [1, (2, {"g": len, "t": True})], "none": None}
-    found = plain_state(state)
+    found = plain_state(state, "its")
     assert found == {"n": 1.5, "c": {3: 2}, "l": [1, (2, {"t": True})], "none": None}
     assert [type(found[k]) for k in ("n", "c")] == [float, dict]
+
+
+def test_a_state_that_a_checkpoint_cannot_hold_is_an_error_that_names_the_scheduler_and_the_key():
+    with pytest.raises(ValueError, match=r"^its\['a'\]\[1\]: found a builtins\.set in its state"):
+        plain_state({"a": [1, {2, 3}]}, "its")
+    _, schedule = build(scheduler="StepLR", scheduler_args={"step_size": 3})
+    schedule.scheduler.step_size = Fraction(3)  # as a scheduler of a later torch might hold
+    with pytest.raises(ValueError, match=r"^train\.scheduler: StepLR\['step_size'\]: found a fractions\.Fraction"):
+        schedule.state_dict()
 
 
 @pytest.mark.parametrize("scheduler", ["MultiStepLR", "LambdaLR"])
@@ -168,7 +178,7 @@ def test_a_plain_state_is_what_a_safe_load_takes(tmp_path, scheduler):
     optimizer, _ = build()
     args = {"MultiStepLR": {"milestones": [2]}, "LambdaLR": {"lr_lambda": lambda epoch: 0.5}}[scheduler]
     state = getattr(lr_scheduler, scheduler)(optimizer, **args).state_dict()
-    torch.save(plain_state(state), tmp_path / "state.pt")
+    torch.save(plain_state(state, "its"), tmp_path / "state.pt")
     torch.load(tmp_path / "state.pt", weights_only=True)
 
 

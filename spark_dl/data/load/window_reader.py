@@ -67,6 +67,8 @@ class WindowReader:
     def __init__(self, rows: Rows | SequenceRows, reads: Sequence[Read], arena: Arena, threads: int, memory: float):
         self._rows, self._arena = rows, arena
         self._memory, self._largest = memory, 0
+        self._lock = threading.Lock()
+        """For the largest window, which all threads compare with theirs."""
         self._pending = deque(reads)
         self._free = list(range(arena.num_slots))
         self._coming: dict[int, deque[tuple[Read, int, Future[None]]]] = {r.stream: deque() for r in reads}
@@ -146,4 +148,6 @@ class WindowReader:
     def _read_into(self, window: Window, out: Sequence[Array | list[Ragged]]) -> None:
         self._rows.read_into(window.segments, out)
         ragged = (piece for column in out if isinstance(column, list) for piece in column)
-        self._largest = max(self._largest, sum(piece.own_values.nbytes for piece in ragged))
+        size = sum(piece.own_values.nbytes for piece in ragged)
+        with self._lock:
+            self._largest = max(self._largest, size)

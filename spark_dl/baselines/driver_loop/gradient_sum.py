@@ -61,17 +61,18 @@ def join(blocks: Sequence[tuple[int, GradientSum]]) -> GradientSum:
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that are trained, in the order in which their gradients lie in a `GradientSum`.
+    """The parameters that are trained, in the order in which their gradients lie in a `GradientSum`."""
+    return [p for p in model.parameters() if p.requires_grad]
 
-    Raises ValueError for complex ones.
-    """
+
+def check_real(model: nn.Module) -> None:
+    """Raises ValueError for complex parameters that are trained. Called on the driver, once."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.is_complex():
             raise ValueError(
                 f"spec.build: the parameter {name} is {parameter.dtype}, and Spark aggregates real gradients; hold it "
                 "as real numbers (torch.view_as_complex gives the complex ones), or set parallel.strategy to ddp"
             )
-    return [p for p in model.parameters() if p.requires_grad]
 
 
 def frozen(model: nn.Module) -> list[nn.Parameter]:

@@ -91,6 +91,7 @@ def check(spark: Any, config: Config) -> None:
 def _parallelize(spark: SparkSession, run: Run, aggregate: Aggregate) -> Trainable:
     config = run.config
     model = run.spec.build_to_train()
+    gradient_sum.check_real(model)
     optimizer = build_optimizer(model, config, config.launch.num_ranks)
     parameters, buffers = gradient_sum.trained(model), list(model.buffers())
     scaler = Scaler(optimizer, config, torch.device("cpu"))

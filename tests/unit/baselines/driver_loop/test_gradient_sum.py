@@ -9,9 +9,12 @@ import pytest
 import torch
 from torch import nn
 
+from spark_dl import Config, ModelSpec
+from spark_dl.baselines.driver_loop import loop as driver_loop
 from spark_dl.baselines.driver_loop.gradient_sum import (
     GradientSum,
     add,
+    check_real,
     flat_gradient,
     from_arrays,
     join,
@@ -19,6 +22,7 @@ from spark_dl.baselines.driver_loop.gradient_sum import (
     to_arrays,
     trained,
 )
+from spark_dl.spec import Run
 
 
 def make_part(rank, size, dtype):
@@ -118,5 +122,16 @@ def test_complex_parameters_are_refused_with_another_way():
     with pytest.raises(
         ValueError, match=r"^spec\.build: the parameter weight is torch\.complex64, .*parallel\.strategy"
     ):
-        trained(model)
-    assert trained(model.requires_grad_(False)) == []
+        check_real(model)
+    check_real(model.requires_grad_(False))
+
+
+def test_the_driver_looks_for_complex_parameters_before_it_starts_anything():
+    run = Run(
+        spec=ModelSpec(build=lambda: nn.Linear(2, 2, dtype=torch.cfloat)),
+        config=Config(),
+        train=None,
+        run_dir="/nowhere",
+    )
+    with pytest.raises(ValueError, match=r"the parameter weight is torch\.complex64"):
+        driver_loop._parallelize(None, run, None)

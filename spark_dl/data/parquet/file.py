@@ -55,10 +55,11 @@ def open_file(
 
 
 def reopened(
-    source: Any, file: pq.ParquetFile, *, as_words: Sequence[str] = (), buffered: bool = False
+    source: Any, file: pq.ParquetFile, *, before: Sequence[str], as_words: Sequence[str] = (), buffered: bool = False
 ) -> pq.ParquetFile:
-    """An open file once more, with other columns as dictionaries."""
-    return _with_dictionaries(source, file, _words(file, as_words), buffered)
+    """An open file with other columns as dictionaries; itself where none of the columns `before` come so now."""
+    words = _words(file, as_words)
+    return file if words == _words(file, before) else _with_dictionaries(source, file, words, buffered)
 
 
 def dictionary_bytes(chunk: Any) -> int:

@@ -66,7 +66,9 @@ class ShardFile:
     @functools.cached_property
     def _sliced(self) -> pq.ParquetFile:
         """The file with all but words as they are, not as dictionaries: of those each slice has a copy."""
-        return parquet_file.reopened(self._source, self.parquet, as_words=self._words, buffered=self._is_local)
+        return parquet_file.reopened(
+            self._source, self.parquet, before=self._names, as_words=self._words, buffered=self._is_local
+        )
 
     def read_slices(
         self,

@@ -14,6 +14,7 @@ from spark_dl.data.columns import cells as cells_of
 from spark_dl.data.columns.cells import Lookup
 from spark_dl.data.columns.encoding import Encoding
 from spark_dl.data.columns.schema import Column
+from spark_dl.data.dataset.records import Shard
 from spark_dl.data.external.dataset import open_parquet
 from spark_dl.data.external.row_counts import filter_rows
 from spark_dl.data.load.loader import Loader
@@ -21,7 +22,7 @@ from spark_dl.data.petastorm.metadata import write_common_metadata
 from spark_dl.data.petastorm.unischema import Codec, Field, Unischema
 from spark_dl.data.plan import Segment
 from spark_dl.data.read.rows import Rows
-from spark_dl.data.read.shard_file import SLICE_BYTES, slice_rows
+from spark_dl.data.read.shard_file import SLICE_BYTES, ShardFile, slice_rows
 from spark_dl.loop import _clear_frames
 from tests.builders.cells import npy_cells, vectors, zipped
 from tests.builders.images import pixels, png
@@ -322,3 +323,18 @@ def test_numbers_that_do_not_fit_name_their_row_and_are_not_their_own_cause(tmp_
     circle = ValueError()
     circle.__cause__ = circle
     _clear_frames(circle)
+
+
+@pytest.mark.parametrize(("use_dictionary", "words", "is_same"), [
+    (False, (), True), (True, (), False), (True, ("bytes",), True), (["id"], (), True),
+])  # fmt: skip
+def test_a_file_is_opened_once_more_only_for_bytes_with_a_dictionary(tmp_path, use_dictionary, words, is_same):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"id": [1, 2], "bytes": [b"a", b"b"]}), path, use_dictionary=use_dictionary)
+    shard = Shard("a.parquet", (2,), path.stat().st_size)
+    with pa.OSFile(str(path)) as source:
+        file = ShardFile(source, shard, ["id", "bytes"], words, is_local=True)
+        assert (file._sliced is file.parquet) == is_same
+        (batch,) = file._sliced.iter_batches(2, [0], ["bytes"])
+    assert batch.column(0).to_pylist() == [b"a", b"b"]
+    assert pa.types.is_dictionary(batch.column(0).type) == bool(words)

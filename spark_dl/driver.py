@@ -29,7 +29,7 @@ from spark_dl.data import local
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.dataset.records import ShardSet
 from spark_dl.data.load.mixture import Mixture, dataset_configs
-from spark_dl.data.load.resume_check import check_same_rows
+from spark_dl.data.load.resume_check import check_same_rows, for_ranks
 from spark_dl.data.plan import check_held_out
 from spark_dl.early_stop import check_scalar
 from spark_dl.evaluate import build_metric, load_model
@@ -154,11 +154,12 @@ def train(
             if saved is not None:
                 check_same_rows(saved.manifest.get("rows"), train_shards, config.data)
         like = train_shards.columns and train_shards.select(config.data.columns)  # with local storage not known yet
+        held = to_shards(validation, "validation", like) if validation is not None else None
         run = Run(
             spec=spec,
             config=config,
-            train=train_shards,
-            validation=to_shards(validation, "validation", like) if validation is not None else None,
+            train=for_ranks(train_shards, config.data),
+            validation=for_ranks(held, config.data) if held is not None else None,
             run_dir=run_dir,
             generation=generation,
             checkpoint=saved.url if saved else None,
@@ -202,7 +203,7 @@ def evaluate(
     with contextlib.ExitStack() as until_done:
         until_done.callback(storage.delete, written)
         shards = shards_of(data, written, config, until_done, saved.columns, reuse=False)
-        run = Run(spec=spec, config=config, train=shards, run_dir=run_dir, checkpoint=saved.url)
+        run = Run(spec=spec, config=config, train=for_ranks(shards, config.data), run_dir=run_dir, checkpoint=saved.url)
         result: dict[str, Any] = _run_ranks(data, run, task="evaluate", like=saved.columns)[0]
     return result
 
@@ -258,7 +259,7 @@ def _run_ranks(data: Any, run: Run, *, task: str, like: Sequence[Column] = (), *
 
 
 def _log_dataset(shards: ShardSet | Mixture) -> None:
-    _log.info("%d rows in %d shards at %s", shards.rows, len(shards.shards), shards.url)
+    _log.info("%d rows in %d shards at %s", shards.rows, shards.num_shards, shards.url)
 
 
 def _session(data: Any) -> Any:

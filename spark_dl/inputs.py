@@ -18,6 +18,7 @@ from spark_dl.data.columns.source import check_batch_names
 from spark_dl.data.dataset.manifest import MANIFEST, STORED, read_shards
 from spark_dl.data.dataset.memory import check_memory, warn_of_memory
 from spark_dl.data.dataset.records import ShardSet
+from spark_dl.data.dataset.shard_table import ShardTable
 from spark_dl.data.external.dataset import open_parquet
 from spark_dl.data.external.row_counts import filter_rows
 from spark_dl.data.load.mixture import batch_shares
@@ -138,7 +139,7 @@ def shards_of(
     What is read from the store is kept there until the stack is closed. `num_datasets` share the memory of a loader.
     """
     if config.data.storage == "local" and not isinstance(data, (str, ShardSet)):
-        return ShardSet("", (), ())  # the ranks make it
+        return ShardSet("", (), ShardTable.of(()))  # the ranks make it
     if isinstance(data, str) and _is_ours(data):
         data = read_shards(data)
     elif isinstance(data, str):

@@ -33,6 +33,7 @@ from spark_dl.data.columns.ragged import Array, Ragged
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.columns.source import SourceColumn
 from spark_dl.data.dataset.records import LocalPlacement, ShardSet
+from spark_dl.data.dataset.shard_table import ShardTable
 from spark_dl.data.load import loader
 from spark_dl.data.plan import Segment, Split
 from spark_dl.data.read import rows
@@ -152,7 +153,7 @@ def assemble(spilled: Spilled, gather: Gather) -> ShardSet:
     return ShardSet(
         spilled.url,
         columns,
-        tuple(s for p in parts for s in p.shards),
+        ShardTable.of(s for p in parts for s in p.shards),
         spread=LocalPlacement(
             part=own,
             part_shards=tuple(len(p.shards) for p in parts),
@@ -164,7 +165,7 @@ def assemble(spilled: Spilled, gather: Gather) -> ShardSet:
 def _first_row(spilled: Spilled, columns: tuple[Column, ...]) -> list[Array]:
     """The cells of this rank's first row, of ragged columns their values."""
     out: list[Array | list[Ragged]] = [[] if c.is_ragged else np.empty((1, *c.inner), dtype=c.dtype) for c in columns]
-    own = ShardSet(spilled.url, columns, spilled.part.shards)
+    own = ShardSet(spilled.url, columns, ShardTable.of(spilled.part.shards))
     rows.Rows(own, columns, 0.0, 0, "all").read_into([Segment(0, 0, 1)], out)
     return [cells[0].own_values if isinstance(cells, list) else cells[0] for cells in out]
 
@@ -199,7 +200,8 @@ class RankRows:
         assert self.dataset.spread is not None
         part, counts = self.dataset.spread.part, self.dataset.spread.part_shards
         first = sum(counts[:part])
-        return ShardSet(self.dataset.url, self.dataset.columns, self.dataset.shards[first : first + counts[part]])
+        own = ShardTable.of(self.dataset.shards[first : first + counts[part]])
+        return ShardSet(self.dataset.url, self.dataset.columns, own)
 
     def loader(self, batch_size: int, *, shuffle: bool = True, seed: int = 0, part: Split = "all") -> loader.Loader:
         """A loader of batches of `batch_size` rows per rank.

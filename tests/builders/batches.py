@@ -47,6 +47,6 @@ def assert_same(a, b):
 def read_all(shards):
     """All columns as arrays, in the order of the dataset."""
     out = [np.empty((shards.rows, *c.shape), dtype=c.dtype) for c in shards.columns]
-    segments = [Segment(g, 0, n) for g, (_, _, n) in enumerate(shards.row_groups)]
+    segments = [Segment(g, 0, n) for g, n in enumerate(shards.shards.group_rows.tolist())]
     Rows(shards, shards.columns, 0.0, 0, "all").read_into(segments, out)
     return dict(zip([c.name for c in shards.columns], out, strict=True))

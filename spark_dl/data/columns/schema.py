@@ -68,7 +68,8 @@ class Column:
     def value_bytes(self) -> int:
         """Bytes of a cell in memory once it is decoded; on average, where they vary."""
         if self.is_ragged:
-            return math.ceil(self.group_bytes(1, self.mean_size or 0))
+            size: float = self.group_bytes(1, self.mean_size or 0)
+            return math.ceil(size)
         return np.dtype(self.dtype).itemsize * math.prod(self.inner)
 
     @property
@@ -77,14 +78,20 @@ class Column:
         is_text = self.codec == "converted" and self.encoding.has_words
         return is_text or self.codec == "image" or self.codec.startswith(("petastorm.image", "petastorm.compressed"))
 
-    def stored_bytes(self, rows: int, size: float | None = None) -> float:
-        """Bytes of encoded cells of some rows, by the mean where their `size` is not known; 0 where they are not."""
+    def stored_bytes(self, rows: Any, size: Any = None) -> Any:
+        """Bytes of encoded cells of some rows, by the mean where their `size` is not known; 0 where they are not.
+
+        Of arrays, elementwise.
+        """
         if not self.is_encoded:
             return 0
         return rows * (self.mean_size or 0) if size is None else size
 
-    def group_bytes(self, rows: int, elements: float | None = None) -> float:
-        """Bytes in memory of decoded rows, that have so many elements if it is ragged; else by the mean."""
+    def group_bytes(self, rows: Any, elements: Any = None) -> Any:
+        """Bytes in memory of decoded rows, that have so many elements if it is ragged; else by the mean.
+
+        Of arrays, elementwise.
+        """
         if not self.is_ragged or elements is None:
             return rows * self.value_bytes
         return np.dtype(self.dtype).itemsize * elements + 8 * rows

@@ -71,21 +71,20 @@ def _longest_mean(shards: ShardSet, column: Column) -> tuple[int, tuple[int, int
 
     0 where it is not known: of others, bytes in the file are not those of the values, and empty lists count as one.
     """
-    found = []
-    for place in shards.row_groups:
-        shard, group, rows = place
-        counts = shards.shards[shard].elements.get(column.name)
-        is_known = counts is not None and (column.codec == "list" or not shards.foreign)
-        elements = counts[group] - (rows if shards.foreign else 0) if counts is not None and is_known else 0
-        found.append((max(0, elements) // max(1, math.prod(column.inner)) // max(1, rows), place))
-    return max(found)
+    rows, counts = shards.shards.group_rows, shards.shards.elements.get(column.name)
+    if counts is None or (column.codec != "list" and shards.foreign):
+        return 0, shards.shards.place_of(0)
+    elements = np.maximum(0, counts - rows) if shards.foreign else np.maximum(0, counts)
+    values = elements // max(1, math.prod(column.inner)) // np.maximum(1, rows)
+    longest = int(values.argmax())
+    return int(values[longest]), shards.shards.place_of(longest)
 
 
 def check_row_groups(shards: ShardSet, columns: Sequence[Column], memory_mib: int, num_datasets: int = 1) -> None:
     """Raises ValueError if the largest row group of the dataset does not fit into a loader's memory."""
-    sized = zip(shards.row_groups, shards.group_bytes(columns), strict=True)
-    read = (group for group, rows in zip(sized, shards.group_rows, strict=True) if rows)
-    (shard, group, rows), size = max(read, key=lambda found: found[1])
+    sizes = np.where(shards.group_rows > 0, shards.group_bytes(columns), -1)  # of those that are read
+    largest = int(sizes.argmax())
+    (shard, group, rows), size = shards.shards.place_of(largest), int(sizes[largest])
     if size > share_mib(memory_mib, num_datasets) * _MIB:
         raise ValueError(
             f"row group {group} of {shards.shards[shard].name} in {shards.url} has {rows} rows of "
@@ -113,8 +112,8 @@ def warn_of_memory(
 
     Each stream has at least one segment in memory: a row group, or all that the stream has of it.
     """
-    sizes = [size for size, rows in zip(shards.group_bytes(columns), shards.group_rows, strict=True) if rows]
-    streams, segment = -(-data.num_streams // num_ranks), min(max(sizes), sum(sizes) / data.num_streams)
+    sizes = shards.group_bytes(columns)[shards.group_rows > 0]
+    streams, segment = -(-data.num_streams // num_ranks), min(int(sizes.max()), int(sizes.sum()) / data.num_streams)
     if streams * segment > share_mib(data.memory_mib, num_datasets) * _MIB:
         _log.warning(
             "each rank reads %d streams with at least %.0f MiB of a row group in memory, %.0f MiB of %s, more than "

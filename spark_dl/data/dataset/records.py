@@ -1,44 +1,20 @@
-"""What a dataset is made of: its shards, and the `ShardSet` that says what lies where."""
+"""What a dataset is made of: the `ShardSet` that says what is where."""
 
 from __future__ import annotations
 
-import functools
-import itertools
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any
+
+import numpy as np
 
 from spark_dl.config.checks import suggestion
 from spark_dl.data.columns.policies import Changes, Rules
 from spark_dl.data.columns.ragged import Array
 from spark_dl.data.columns.schema import Column
+from spark_dl.data.dataset.shard_table import ShardTable
 from spark_dl.data.parquet.filters import Filtered
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One data file."""
-
-    name: str
-    row_groups: tuple[int, ...]
-    """Rows of each row group."""
-    bytes: int
-    sha256: str = ""
-    """Of the whole file; empty in datasets of others."""
-    footer_bytes: int = 0
-    """Of the end of the file, from Parquet's footer on; 0 where it is not known."""
-    footer_crc32: int = 0
-    partition: tuple[tuple[str, str], ...] = ()
-    """Column names and values from the names of its folders (hive), in datasets of others."""
-    elements: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Of each ragged column the elements in each row group, over all axes; empty where they are not known."""
-    stored: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Of each column of encoded cells (images, say) their bytes in each row group; empty where they are not known."""
-
-    @property
-    def rows(self) -> int:
-        return sum(self.row_groups)
+from spark_dl.data.plan import Ints
 
 
 @dataclass(frozen=True)
@@ -60,7 +36,8 @@ class ShardSet:
 
     url: str
     columns: tuple[Column, ...]
-    shards: tuple[Shard, ...]
+    shards: ShardTable
+    """Made of any sequence of them."""
     changes: Changes = field(default_factory=Changes)
     """What was dropped and filled when it was written."""
     rules: Rules | None = None
@@ -73,6 +50,11 @@ class ShardSet:
     """For sequences (`data/sequences.py`), once they were looked for: the first row of each run. # (runs,) int64"""
     filtered: Filtered | None = None
     """None where all rows are read."""
+    digest: Mapping[str, Any] | None = field(default=None, compare=False)
+    """What `same_rows.fingerprint` made of it, where that of which it was made has not come along, as on the ranks."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shards", ShardTable.of(self.shards))
 
     @property
     def is_checked(self) -> bool:
@@ -83,53 +65,47 @@ class ShardSet:
         was_checked = self.rules is not None and self.rules.nonfinite != "allow"
         return self.spread is not None or (was_checked and not self.foreign)
 
-    @functools.cached_property
+    @property
+    def num_shards(self) -> int:
+        return len(self.shards)
+
+    @property
     def rows(self) -> int:
-        return sum(self.group_rows)
+        return int(self.group_rows.sum())
 
-    @functools.cached_property
-    def group_rows(self) -> tuple[int, ...]:
-        """Rows of each row group that are read."""
-        return self.filtered.group_rows if self.filtered else tuple(rows for _, _, rows in self.row_groups)
+    @property
+    def group_rows(self) -> Ints:
+        """Rows of each row group that are read. # (row groups,)"""
+        return self.filtered.group_rows if self.filtered else self.shards.group_rows
 
-    @functools.cached_property
-    def row_groups(self) -> tuple[tuple[int, int, int], ...]:
-        """(shard, row group of the shard, stored rows) of every row group, in the order of the dataset."""
-        return tuple((s, g, rows) for s, shard in enumerate(self.shards) for g, rows in enumerate(shard.row_groups))
-
-    def group_bytes(self, columns: Sequence[Column]) -> tuple[int, ...]:
+    def group_bytes(self, columns: Sequence[Column]) -> Ints:
         """Bytes in memory to read some columns of each row group, which is read as a whole. # (row groups,)
 
         They are those that are decoded (`decoded_bytes`), and of encoded cells (images, say) also what is read of them.
         """
-        encoded = [c for c in columns if c.is_encoded]
-        return tuple(
-            decoded + math.ceil(sum(c.stored_bytes(rows, self._known(s, g, c.name, "stored")) for c in encoded))
-            for decoded, (s, g, rows) in zip(self.decoded_bytes(columns), self.row_groups, strict=True)
-        )
+        rows, stored = self.shards.group_rows, np.zeros(len(self.shards.group_rows))
+        for column in (c for c in columns if c.is_encoded):
+            stored += _known_or_mean(self.shards.stored.get(column.name), column.stored_bytes, rows)
+        return self.decoded_bytes(columns) + np.ceil(stored).astype(np.int64)
 
-    def decoded_bytes(self, columns: Sequence[Column]) -> tuple[int, ...]:
+    def decoded_bytes(self, columns: Sequence[Column]) -> Ints:
         """Bytes in memory of some columns of each row group, decoded. # (row groups,)
 
         Of ragged columns what is known of each row group counts; else the mean of all rows.
         """
-        ragged, fixed = [c for c in columns if c.is_ragged], sum(c.value_bytes for c in columns if not c.is_ragged)
-        return tuple(
-            math.ceil(rows * fixed + sum(c.group_bytes(rows, self._known(s, g, c.name, "elements")) for c in ragged))
-            for s, g, rows in self.row_groups
-        )
-
-    def _known(self, shard: int, group: int, name: str, what: Literal["elements", "stored"]) -> int | None:
-        counts = getattr(self.shards[shard], what).get(name)
-        return counts[group] if counts else None
+        rows = self.shards.group_rows
+        decoded: Ints = rows * sum(c.value_bytes for c in columns if not c.is_ragged)
+        for column in (c for c in columns if c.is_ragged):
+            decoded += _known_or_mean(self.shards.elements.get(column.name), column.group_bytes, rows)
+        return decoded
 
     @property
     def part_groups(self) -> tuple[int, ...]:
         """Row groups of each part; none where the dataset lies in one place."""
         if self.spread is None:
             return ()
-        groups = iter([len(s.row_groups) for s in self.shards])
-        return tuple(sum(itertools.islice(groups, n)) for n in self.spread.part_shards)
+        ends = np.cumsum([0, *self.spread.part_shards])
+        return tuple(np.diff(self.shards.first_groups[ends]).tolist())
 
     def select(self, names: Sequence[str]) -> tuple[Column, ...]:
         """The columns of these names. Raises ValueError for one that is missing, naming the nearest."""
@@ -141,3 +117,9 @@ class ShardSet:
                     f"no column {name!r} in the dataset {self.url}{near} (data.features, data.label, data.sequence_*)"
                 )
         return tuple(by_name[name] for name in names)
+
+
+def _known_or_mean(known: Ints | None, bytes_of: Callable[..., Any], rows: Ints) -> Any:
+    """The bytes of row groups, by their counts where they are known. # known, rows: (row groups,)"""
+    mean = bytes_of(rows)
+    return mean if known is None else np.where(known < 0, mean, bytes_of(rows, known))

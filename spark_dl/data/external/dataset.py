@@ -22,7 +22,8 @@ from spark_dl.data.columns import cells, schema
 from spark_dl.data.columns.policies import Rules
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.columns.source import check_batch_names, check_names
-from spark_dl.data.dataset.records import Shard, ShardSet
+from spark_dl.data.dataset.records import ShardSet
+from spark_dl.data.dataset.shard_table import Shard, ShardTable
 from spark_dl.data.external.columns import foreign_column, unit_of
 from spark_dl.data.external.files import (
     File,
@@ -78,7 +79,7 @@ def open_parquet(
     _check_same_columns(url, files, [c.name for c in columns if c.codec != "partition"])
     _check_nulls(url, files, columns, data)
     _check_finite(url, columns, data)
-    shards = tuple(_shard(file, columns, partitions[file.name]) for file in files)
+    shards = ShardTable.of(_shard(file, columns, partitions[file.name]) for file in files)
     return ShardSet(base, columns, shards, rules=Rules(data.nulls, data.nonfinite, dict(data.fill)), foreign=True)
 
 

@@ -21,7 +21,8 @@ import pyarrow.parquet as pq
 from spark_dl import storage
 from spark_dl.config import Data
 from spark_dl.config.checks import suggestion
-from spark_dl.data.dataset.records import Shard, ShardSet
+from spark_dl.data.dataset.records import ShardSet
+from spark_dl.data.dataset.shard_table import Shard
 from spark_dl.data.external.files import check_in_all, type_at
 from spark_dl.data.parquet import file as parquet_file
 from spark_dl.data.parquet.byte_budget import ByteBudget
@@ -66,15 +67,15 @@ def filter_rows(shards: ShardSet, data: Data) -> ShardSet:
     memory = ByteBudget(data.memory_mib << 20)
     with ThreadPoolExecutor(_READERS, thread_name_prefix="spark_dl filters") as readers:
         counted = list(readers.map(lambda shard: _count(shards.url, shard, conditions, memory), shards.shards))
-    rows = tuple(itertools.chain.from_iterable(counts for counts, _ in counted))
-    num_read, stored = sum(num_read for _, num_read in counted), sum(s.rows for s in shards.shards)
-    if not any(rows):
+    rows = np.fromiter(itertools.chain.from_iterable(counts for counts, _ in counted), np.int64)
+    num_read, stored = sum(num_read for _, num_read in counted), int(shards.shards.group_rows.sum())
+    if not rows.any():
         asked = (("data.filters", data.filters), ("data.nulls", no_nulls), ("data.nonfinite", finite))
         keys = ", ".join(key for key, is_set in asked if is_set)
         raise ValueError(f"{keys}: none of the {stored} rows of {shards.url} passes {said}")
     _log.info(
         "%d of %d rows, in %d of %d row groups, pass %s in %s; %d row groups were read to count them",
-        sum(rows), stored, sum(map(bool, rows)), len(rows), said, shards.url, num_read,
+        rows.sum(), stored, np.count_nonzero(rows), len(rows), said, shards.url, num_read,
     )  # fmt: skip
     return dataclasses.replace(shards, filtered=Filtered(conditions, rows))
 

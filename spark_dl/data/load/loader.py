@@ -12,6 +12,7 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 
 import numpy as np
+import numpy.typing as npt
 
 from spark_dl.config import Config
 from spark_dl.data.columns.batch import WEIGHT_BYTES, BatchBuilder, Prepare, StepBatches, StepRows
@@ -19,9 +20,9 @@ from spark_dl.data.columns.ragged import Array
 from spark_dl.data.dataset.memory import check_memory, decoding_bytes, said_memory, share_mib
 from spark_dl.data.dataset.records import ShardSet
 from spark_dl.data.load.arena import Arena
-from spark_dl.data.load.window_reader import Read, WindowReader, schedule
+from spark_dl.data.load.window_reader import Schedule, WindowReader
 from spark_dl.data.parquet.byte_budget import PrefetchBudget
-from spark_dl.data.plan import FILLER, Ints, Plan, Split, Window, check_held_out, streams_of_rank
+from spark_dl.data.plan import Ints, Plan, Split, check_held_out, streams_of_rank
 from spark_dl.data.read.rows import HELD_ROW_GROUPS, Limits
 from spark_dl.data.read.sequences import build_rows
 from spark_dl.data.store.cache import build_cache
@@ -74,12 +75,10 @@ class Loader:
         self._row_bytes = sum(c.value_bytes for c in self._rows.columns)
         self._is_ragged = any(c.is_ragged for c in self.columns)
         group_bytes = shards.group_bytes(self.columns)
-        self._largest_bytes = max(b for b, rows in zip(group_bytes, shards.group_rows, strict=True) if rows)
-        self._group_row_bytes: tuple[float, ...] = ()
+        self._largest_bytes = int(group_bytes[shards.group_rows > 0].max())
+        self._group_row_bytes: npt.NDArray[np.float64] | None = None
         if self._is_ragged:  # else the rows of all row groups are alike
-            stored = [rows for _, _, rows in shards.row_groups]
-            decoded = shards.decoded_bytes(self.columns)
-            self._group_row_bytes = tuple(b / max(1, rows) for b, rows in zip(decoded, stored, strict=True))
+            self._group_row_bytes = shards.decoded_bytes(self.columns) / np.maximum(1, shards.shards.group_rows)
         self.plan = Plan(
             group_rows=self._rows.group_rows,
             global_batch_size=train.global_batch_size,
@@ -139,7 +138,9 @@ class Loader:
 
     def _most_batch_bytes(self) -> float:
         """Of the rank's rows of a step before they are padded: of ragged ones by the row group of the longest rows."""
-        row_bytes = max([self._row_bytes, *self._group_row_bytes])
+        row_bytes: float = self._row_bytes
+        if self._group_row_bytes is not None:
+            row_bytes = max(row_bytes, float(self._group_row_bytes.max()))
         return max(1, len(self._streams) * self.plan.stream_batch * (row_bytes + WEIGHT_BYTES))
 
     def steps(self, epoch: int, start_step: int = 0) -> Generator[list[StepRows], None, None]:
@@ -149,27 +150,28 @@ class Loader:
         """
         if start_step >= self.plan.steps:
             return
-        all_streams = self.plan.streams(epoch)
-        reads = schedule([all_streams[s] for s in self._streams], self.plan.stream_batch, start_step)
-        arena = self._arena(reads)
-        with closing(WindowReader(self._rows, reads, arena, self._threads, self._slots_bytes)) as reader:
+        schedule = Schedule(self.plan.streams(epoch, self._streams), self.plan.stream_batch, start_step)
+        arena = self._arena(schedule)
+        with closing(WindowReader(self._rows, schedule, arena, self._threads, self._slots_bytes)) as reader:
             yield from self._gather(arena, reader, start_step)
         self._spare.append(arena)
 
-    def _arena(self, reads: Sequence[Read]) -> Arena:
+    def _arena(self, schedule: Schedule) -> Arena:
         """An arena of a slot for each stream and, as far as the budget goes, another to read ahead into.
 
         That of the epoch before is used again: fresh memory costs as much as reading does.
         """
-        slot_rows = max(r.window.rows for r in reads)
-        slot_bytes = max(self._window_bytes(r.window) for r in reads)
+        slot_rows = max(1, *(s.windows.largest_rows for s in schedule.streams))
+        slot_bytes: float = self._row_bytes * slot_rows
+        if (of_group := self._group_row_bytes) is not None:
+            slot_bytes = max(self._row_bytes, *(s.windows.largest_bytes(of_group) for s in schedule.streams))
         streams = len(self._streams)
         batches = (self._lots_ahead + 2) * max(self._lot_bytes, streams * self.plan.stream_batch * self._row_bytes)
         if self._is_ragged:
             batches = max(batches, self._ready_bytes)
         self._slots_bytes = max(0, self._budget - batches - self._in_hand)
         fits = int(self._slots_bytes // max(1, slot_bytes))
-        num_slots = min(max(fits, streams), 2 * streams, len(reads))
+        num_slots = min(max(fits, streams), 2 * streams, sum(schedule.num_reads))
         while self._spare:
             arena = self._spare.pop()
             if arena.num_slots >= num_slots and arena.slot_rows >= slot_rows:
@@ -180,14 +182,6 @@ class Loader:
             slot_rows=slot_rows,
             num_tails=streams,
             tail_rows=self.plan.stream_batch,
-        )
-
-    def _window_bytes(self, window: Window) -> float:
-        if not self._group_row_bytes:
-            return window.rows * self._row_bytes
-        of_group = self._group_row_bytes
-        return sum(
-            s.rows * (self._row_bytes if s.row_group == FILLER else of_group[s.row_group]) for s in window.segments
         )
 
     def _gather(self, arena: Arena, reader: WindowReader, start_step: int) -> Iterator[list[StepRows]]:

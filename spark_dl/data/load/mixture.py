@@ -18,7 +18,7 @@ from spark_dl.config import Config
 from spark_dl.data.columns.batch import BatchBuilder, Prepare, StepBatches, StepRows
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.dataset.memory import said_memory
-from spark_dl.data.dataset.records import Shard, ShardSet
+from spark_dl.data.dataset.records import ShardSet
 from spark_dl.data.load.loader import READY_SHARE, Loader, read_ahead
 from spark_dl.data.parquet.byte_budget import PrefetchBudget
 from spark_dl.data.plan import Plan
@@ -36,8 +36,8 @@ class Mixture:
         return ", ".join(dataset.url for dataset in self.datasets.values())
 
     @property
-    def shards(self) -> tuple[Shard, ...]:
-        return tuple(shard for dataset in self.datasets.values() for shard in dataset.shards)
+    def num_shards(self) -> int:
+        return sum(dataset.num_shards for dataset in self.datasets.values())
 
     @property
     def columns(self) -> tuple[Column, ...]:

@@ -184,7 +184,7 @@ class PetastormLoader:
 
     def _dealt_rows(self) -> tuple[int, ...]:
         """Rows of each rank, from the row groups that Petastorm finds, in its order."""
-        stored = {(self._shards.shards[s].name, group): rows for s, group, rows in self._shards.row_groups}
+        stored = {(s.name, group): rows for s in self._shards.shards for group, rows in enumerate(s.row_groups)}
         load_row_groups = self._petastorm.etl.dataset_metadata.load_row_groups
         reader = self._open(1)
         try:

@@ -6,13 +6,14 @@ middle would repeat some rows and leave others out.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import json
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, overload
 
 from spark_dl.config import Data
 from spark_dl.data.dataset.records import ShardSet
@@ -29,14 +30,43 @@ def dataset_digest(data: ShardSet | Mixture) -> dict[str, Any]:
     """
     if isinstance(data, Mixture):
         return {"datasets": {name: dataset_digest(dataset) for name, dataset in data.datasets.items()}}
-    files: list[Any] = [[s.row_groups, s.sha256 or [s.name, s.bytes]] for s in data.shards]
+    if data.digest is not None:
+        return dict(data.digest)
+    files = _files(data)
     columns = [asdict(c) for c in data.columns]
     if data.spread is None:
-        passing = data.filtered.group_rows if data.filtered else None
+        passing = data.filtered.group_rows.tolist() if data.filtered else None
         return {"rows": data.rows, "shards": len(files), "sha256": _digest(columns, files, passing)}
-    counts, stored = data.spread.part_shards, iter(data.shards)
-    part_rows = [sum(s.rows for s in itertools.islice(stored, n)) for n in counts]
+    counts, rows = data.spread.part_shards, iter([sum(groups) for groups, _ in files])
+    part_rows = [sum(itertools.islice(rows, n)) for n in counts]
     return {"part_rows": part_rows, "sha256": _digest(columns, files, counts)}
+
+
+def _files(data: ShardSet) -> list[tuple[list[int], Any]]:
+    """The rows of the row groups of each file, and what tells it from others."""
+    table = data.shards
+    names, sizes, digests = (table.column(name) for name in ("name", "bytes", "sha256"))
+    rows, firsts = table.group_rows.tolist(), itertools.pairwise(table.first_groups.tolist())
+    files = zip(firsts, digests, names, sizes, strict=True)
+    return [(rows[first:end], digest or [name, size]) for (first, end), digest, name, size in files]
+
+
+@overload
+def for_ranks(data: ShardSet, settings: Data) -> ShardSet: ...
+@overload
+def for_ranks(data: ShardSet | Mixture, settings: Data) -> ShardSet | Mixture: ...
+def for_ranks(data: ShardSet | Mixture, settings: Data) -> ShardSet | Mixture:
+    """A dataset as it travels to the ranks: without what they do not read, and with what `dataset_digest` makes of it.
+
+    Called on the driver. Checksums of whole files are for the cache of `data.cache_dir`; the counts of row groups for
+    the columns that are read.
+    """
+    if isinstance(data, Mixture):
+        return Mixture({name: for_ranks(dataset, settings) for name, dataset in data.datasets.items()})
+    if not data.shards:  # the ranks make it
+        return data
+    table = data.shards.without(checksums=settings.cache_dir is not None, counts_but_of=settings.columns)
+    return dataclasses.replace(data, shards=table, digest=dataset_digest(data))
 
 
 def _digest(*content: Any) -> str:

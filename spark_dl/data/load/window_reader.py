@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import heapq
 import queue
 import threading
 import weakref
-from collections import Counter, deque
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -29,20 +30,34 @@ class Read:
     skip: int
 
 
-def schedule(streams: Sequence[Stream], batch: int, start_step: int) -> list[Read]:
-    """The windows that some streams need, in the order of need.
+@dataclass(frozen=True)
+class Schedule:
+    """What some streams need from a step on. A window is made when it is asked for: an epoch may have millions."""
 
-    A stream that has no rows left at the start gets a window of which all is skipped: its last row fills the batches.
-    """
-    reads = []
-    for i, stream in enumerate(streams):
-        windows = list(windows_from(stream, start_step * batch))
-        if not windows:
+    streams: Sequence[Stream]
+    batch: int
+    """Rows that each stream gives to each global batch."""
+    start_step: int
+
+    @property
+    def num_reads(self) -> tuple[int, ...]:
+        """How many windows each stream needs."""
+        return tuple(max(1, len(s.windows.from_row(self.start_step * self.batch))) for s in self.streams)
+
+    def reads(self) -> Iterator[Read]:
+        """The windows in the order of need."""
+        of_streams = [self._reads_of(i, stream) for i, stream in enumerate(self.streams)]
+        return heapq.merge(*of_streams, key=lambda read: (read.step, read.stream))
+
+    def _reads_of(self, number: int, stream: Stream) -> Iterator[Read]:
+        """A stream without rows from the start on has a window of which all is skipped: its last row fills batches."""
+        has_rows = False
+        for window, skip in windows_from(stream, self.start_step * self.batch):
+            has_rows = True
+            yield Read(max(self.start_step, (window.first + skip) // self.batch), number, window, skip)
+        if not has_rows:
             last = stream.windows[-1] if stream.windows else Window((stream.filler,), 0, None)
-            windows = [(last, last.rows)]
-        for window, skip in windows:
-            reads.append(Read(max(start_step, (window.first + skip) // batch), i, window, skip))
-    return sorted(reads, key=lambda r: (r.step, r.stream, r.window.first))
+            yield Read(max(self.start_step, (last.first + last.rows) // self.batch), number, last, last.rows)
 
 
 _EXIT_WAIT_S = 5.0
@@ -64,15 +79,16 @@ class WindowReader:
     as the largest one so far fit into `memory`, which the footers of some files do not tell.
     """
 
-    def __init__(self, rows: Rows | SequenceRows, reads: Sequence[Read], arena: Arena, threads: int, memory: float):
+    def __init__(self, rows: Rows | SequenceRows, schedule: Schedule, arena: Arena, threads: int, memory: float):
         self._rows, self._arena = rows, arena
         self._memory, self._largest = memory, 0
         self._lock = threading.Lock()
         """For the largest window, which all threads compare with theirs."""
-        self._pending = deque(reads)
+        self._pending = schedule.reads()
+        self._next = next(self._pending, None)
         self._free = list(range(arena.num_slots))
-        self._coming: dict[int, deque[tuple[Read, int, Future[None]]]] = {r.stream: deque() for r in reads}
-        self._left = Counter(r.stream for r in reads)
+        self._left = [*schedule.num_reads]
+        self._coming: list[deque[tuple[Read, int, Future[None]]]] = [deque() for _ in self._left]
         self._asked: queue.SimpleQueue[tuple[Window, int, Future[None]] | None] = queue.SimpleQueue()
         self._has_ended = False
         self._threads: list[threading.Thread] = []
@@ -121,11 +137,12 @@ class WindowReader:
         self._coming.clear()
 
     def _submit(self) -> None:
-        while self._free and self._pending:
+        while self._free and self._next is not None:
             used = self._arena.num_slots - len(self._free)
             if used >= len(self._coming) and (used + 1) * self._largest > self._memory:
                 break
-            read, slot = self._pending.popleft(), self._free.pop()
+            read, slot = self._next, self._free.pop()
+            self._next = next(self._pending, None)
             done: Future[None] = Future()
             self._coming[read.stream].append((read, slot, done))
             self._asked.put((read.window, slot, done))

@@ -52,12 +52,12 @@ AnyOf = tuple[tuple[Condition, ...], ...]
 """A row passes if all conditions of any of these hold: `()` is passed by no row, `((),)` by every row."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Filtered:
     """The rows of a dataset that are read."""
 
     conditions: AnyOf
-    group_rows: tuple[int, ...]
+    group_rows: npt.NDArray[np.int64]
     """How many rows of each row group pass. # (row groups,)"""
 
 

@@ -88,7 +88,7 @@ class Rows:
         if part == "validation":
             self.group_rows = self._held_out
         else:
-            self.group_rows = tuple(n - h for n, h in zip(self._passing, self._held_out, strict=True))
+            self.group_rows = self._passing - self._held_out
 
     def read_into(self, segments: Sequence[Segment], out: Sequence[Array | list[Ragged]]) -> None:
         """Writes the rows of some segments one after another into `out`, which has one item per column.
@@ -121,13 +121,13 @@ class Rows:
 
     def _is_alone(self, segment: Segment) -> bool:
         """Whether no other stream asks for the row group."""
-        return segment.row_group != FILLER and segment.rows == self.group_rows[segment.row_group]
+        return segment.row_group != FILLER and segment.rows == int(self.group_rows[segment.row_group])
 
     def _is_sliced(self, column: Column, number: int, conditions: filters.AnyOf) -> bool:
         """Whether a column of a row group may be read in slices: not where many of its pages need not be read at all,
         nor where filters look at it.
         """
-        passing, stored = self._passing[number], self._shards.row_groups[number][2]
+        passing, stored = int(self._passing[number]), int(self._shards.shards.group_rows[number])
         return is_sliced(column) and 2 * passing >= stored and column.name not in filters.columns_of(conditions)
 
     def _own_rows(self, column: Column, array: Ragged, segment: Segment) -> Ragged:
@@ -155,7 +155,7 @@ class Rows:
         pieces = [column for column in out if isinstance(column, list)]
         size = sum(piece.own_values.nbytes for column in pieces for piece in column[:-1])
         if size > limits.window:
-            shard, group, _ = self._shards.row_groups[segment.row_group]
+            shard, group, _ = self._shards.shards.place_of(segment.row_group)
             raise ValueError(
                 f"the rows of {len(pieces[0]) - 1} row groups of {self._shards.url}, those before row group {group} of "
                 f"{self._shards.shards[shard].name}, take {size / _MIB:.0f} MiB once they are decoded, more than the "
@@ -209,13 +209,14 @@ class Rows:
             places = [None] * len(self.columns)
         arrays = self._decode(number, places)
         if self._held_out[number]:
-            kept = split_rows(self._passing[number], self._held_out[number], self._seed, number)
+            kept = split_rows(int(self._passing[number]), int(self._held_out[number]), self._seed, number)
             rows = kept[self._part == "validation"]
             return [take(a, rows) if isinstance(a, Ragged) else a[rows] for a in arrays]
         return arrays
 
     def _decode(self, number: int, places: Places) -> list[Array | Ragged]:
-        shard, group, rows = self._shards.row_groups[number]
+        shard, group, rows = self._shards.shards.place_of(number)
+        passing = int(self._passing[number])
         url = storage.join(self._shards.url, self._shards.shards[shard].name)
         try:
             file = self._open(shard, url)
@@ -240,7 +241,7 @@ class Rows:
                 numbers = np.flatnonzero(kept)
             else:
                 stored = file.read(group, rest)
-            read = file.read_slices(group, self._passing[number], sliced, self._memory, kept)
+            read = file.read_slices(group, passing, sliced, self._memory, kept)
             read |= {n: c if kept is None else c[kept] for n, c in plain.items() if c is not None}
             unknown = self._unknown_bytes(stored)
             self._take(sum(unknown.values()))
@@ -251,7 +252,7 @@ class Rows:
                 if name in read:
                     arrays.append(read[name])
                 elif column.codec == "partition":
-                    arrays.append(external_columns.partition_cells(column, partition[name], self._passing[number]))
+                    arrays.append(external_columns.partition_cells(column, partition[name], passing))
                 else:
                     cells, size, memory = stored[name], unknown.get(name), self._memory[name]
                     arrays.append(file.decode(column, group, cells, size, place, memory, numbers))
@@ -263,13 +264,11 @@ class Rows:
                         found = policies.nonfinite_as_read(column.name)
                         raise ValueError(f"{found}; first in row {row} of the row group")
                     arrays[i] = policies.with_finite_values(cells, fill)
-                if len(cells) != self._passing[number]:
-                    raise ValueError(
-                        f"column {column.name!r}: found {len(cells)} rows, expected {self._passing[number]}"
-                    )
+                if len(cells) != passing:
+                    raise ValueError(f"column {column.name!r}: found {len(cells)} rows, expected {passing}")
             return arrays
         except Exception as error:
-            of_rows = "the rows that pass data.filters of " if self._passing[number] < rows else ""
+            of_rows = "the rows that pass data.filters of " if passing < rows else ""
             raise RuntimeError(f"cannot read {of_rows}row group {group} of {url}: {error}") from error
 
     def _unknown_bytes(self, stored: Mapping[str, pa.ChunkedArray]) -> dict[str, int]:
@@ -303,7 +302,7 @@ class Rows:
 
     def _conditions(self, number: int) -> filters.AnyOf:
         """What rows of a row group must hold; nothing where all of them are read."""
-        shard, _, rows = self._shards.row_groups[number]
+        shard, _, rows = self._shards.shards.place_of(number)
         if self._shards.filtered is None or self._passing[number] == rows:
             return ()
         return filters.of_partition(self._shards.filtered.conditions, self._shards.shards[shard].partition)

@@ -25,6 +25,8 @@ from spark_dl.data.read.rows import Limits, Rows
 from spark_dl.data.store.cache import DiskCache
 
 _READERS = 4
+_AT_ONCE = 1024
+"""Row groups that are scanned or wait for it: each takes memory, and there may be millions of them."""
 _PIECE_BYTES = 4 << 20
 
 
@@ -85,17 +87,19 @@ class SequenceRows:
     def __init__(self, rows: Rows, sequences: Sequences):
         self._rows, self._sequences = rows, sequences
         self.columns = tuple(dataclasses.replace(c, shape=(sequences.length, *c.shape)) for c in rows.columns)
-        self._group_ends = np.cumsum(np.asarray(rows.group_rows, dtype=np.int64))
+        self._group_ends = np.cumsum(rows.group_rows)
         self._bounds = self._cut(max(1, _PIECE_BYTES // max(1, sum(c.value_bytes for c in self.columns))))
-        self.group_rows = tuple(int(n) for n in np.diff(self._bounds))
+        self.group_rows: Ints = np.diff(self._bounds)
 
-    def _cut(self, size: int) -> list[int]:
+    def _cut(self, size: int) -> Ints:
         """The first sample of each piece, of about `size` samples at most, and where the last one ends."""
-        bounds = [0]
-        for end in self._sequences.samples_before(self._group_ends).tolist():
-            first, parts = bounds[-1], -(-(end - bounds[-1]) // size)
-            bounds += [first + (end - first) * i // parts for i in range(1, parts + 1)]
-        return bounds
+        ends = self._sequences.samples_before(self._group_ends)
+        samples = np.diff(ends, prepend=0)  # (row groups,), as `parts`
+        parts = -(-samples // size)
+        group = np.repeat(np.arange(len(parts)), parts)  # (pieces,)
+        number = np.arange(1, len(group) + 1) - (np.cumsum(parts) - parts)[group]  # in its row group, from 1 on
+        bounds: Ints = (ends - samples)[group] + samples[group] * number // parts[group]
+        return np.concatenate([[0], bounds])
 
     def read_into(self, segments: Sequence[Segment], out: Sequence[Array | list[Ragged]]) -> None:
         """Writes the samples of some segments one after another into arrays. # out: (>= samples, length, *cell)
@@ -104,7 +108,7 @@ class SequenceRows:
         """
         done, length = 0, self._sequences.length
         for segment in segments:
-            samples = self._bounds[segment.row_group] + np.arange(segment.start, segment.stop)
+            samples = int(self._bounds[segment.row_group]) + np.arange(segment.start, segment.stop)
             starts = self._sequences.first_rows(samples)
             first, stop = int(starts[0]), int(starts[-1]) + length
             rows: list[Array] = [np.empty((stop - first, *c.inner), dtype=c.dtype) for c in self._rows.columns]
@@ -124,7 +128,7 @@ class SequenceRows:
         segments, group = [], int(np.searchsorted(self._group_ends, first, side="right"))
         while first < stop:
             end = int(self._group_ends[group])
-            start, until = end - self._rows.group_rows[group], min(stop, end)
+            start, until = end - int(self._rows.group_rows[group]), min(stop, end)
             if first < until:
                 segments.append(Segment(group, first - start, until - start))
                 first = until
@@ -195,7 +199,7 @@ def _find_runs(shards: ShardSet, data: Data) -> Ints:
     rows = Rows(shards, columns, 0.0, 0, "all")
 
     def scan(number: int) -> _Scan:
-        count = rows.group_rows[number]
+        count = int(rows.group_rows[number])
         cells: list[Array] = [np.empty(count, dtype=c.dtype) for c in columns]
         rows.read_into([Segment(number, 0, count)], cells)
         starts = _breaks(shards, data, cells, number, 0)
@@ -204,13 +208,14 @@ def _find_runs(shards: ShardSet, data: Data) -> Ints:
     found, first_row, before = [np.zeros(1, dtype=np.int64)], 0, None
     pool = ThreadPoolExecutor(_READERS, thread_name_prefix="spark_dl sequences")
     try:
-        groups = [number for number, count in enumerate(rows.group_rows) if count]
-        for number, group in zip(groups, pool.map(scan, groups), strict=True):
-            if before is not None:
-                border = [np.concatenate(pair) for pair in zip(before.last, group.first, strict=True)]
-                found.append(_breaks(shards, data, border, number, -1) + (first_row - 1))
-            found.append(group.starts + first_row)
-            first_row, before = first_row + rows.group_rows[number], group
+        groups = np.flatnonzero(rows.group_rows).tolist()
+        for some in (groups[i : i + _AT_ONCE] for i in range(0, len(groups), _AT_ONCE)):
+            for number, group in zip(some, pool.map(scan, some), strict=True):
+                if before is not None:
+                    border = [np.concatenate(pair) for pair in zip(before.last, group.first, strict=True)]
+                    found.append(_breaks(shards, data, border, number, -1) + (first_row - 1))
+                found.append(group.starts + first_row)
+                first_row, before = first_row + int(rows.group_rows[number]), group
     finally:
         pool.shutdown(cancel_futures=True)
     return np.concatenate(found)
@@ -240,7 +245,7 @@ def _steps(order: Array) -> Array:
 
 
 def _order_error(shards: ShardSet, data: Data, order: Array, at: int, number: int, first: int) -> ValueError:
-    shard, group, _ = shards.row_groups[number]
+    shard, group, _ = shards.shards.place_of(number)
     keys = [repr(name) for name in (data.sequence_group, data.sequence_order) if name]
     within = f" within one {data.sequence_group!r}" if data.sequence_group else ""
     return ValueError(

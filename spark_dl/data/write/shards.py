@@ -37,7 +37,8 @@ from spark_dl.data.dataset.manifest import (
     prepare_folder,
     shard_from_plain,
 )
-from spark_dl.data.dataset.records import Shard, ShardSet
+from spark_dl.data.dataset.records import ShardSet
+from spark_dl.data.dataset.shard_table import Shard, ShardTable
 from spark_dl.data.parquet import file as parquet_file
 from spark_dl.data.petastorm import metadata as petastorm_metadata
 from spark_dl.data.write import spark_types
@@ -89,7 +90,7 @@ def write_shards(
         schema.check_like(written, like)
         shards = _join_small(df.sparkSession, url, written, [s for p in parts for s in p.shards], data, token)
         rules = rules_of(data, words_of(like))
-        shard_set = commit(ShardSet(url, with_sizes(written, parts), tuple(shards), changes, rules))
+        shard_set = commit(ShardSet(url, with_sizes(written, parts), ShardTable.of(shards), changes, rules))
     except BaseException:
         abandon(url, token)
         raise
@@ -144,7 +145,7 @@ def write_arrays(
     prepare_folder(url, overwrite=False)
     writer = ShardWriter(url, f"part-{uuid.uuid4().hex[:8]}", tuple(written), *layout(written, data))
     writer.append(list(columns.values()))
-    return commit(ShardSet(url, writer.columns, tuple(writer.close()), rules=rules_of(data)))
+    return commit(ShardSet(url, writer.columns, ShardTable.of(writer.close()), rules=rules_of(data)))
 
 
 def _check_arrays(columns: Mapping[str, Array | Ragged]) -> None:

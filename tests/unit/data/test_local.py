@@ -18,7 +18,7 @@ import pytest
 from spark_dl import Data
 from spark_dl.data import local
 from spark_dl.data.columns.policies import Changes
-from spark_dl.data.dataset.records import Shard
+from spark_dl.data.dataset.shard_table import Shard
 from spark_dl.data.write.shards import PartitionResult
 from tests.builders.local_rows import DATA, SOURCE, batches_of
 

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import functools
+import importlib
 import json
 import math
 import os
@@ -9,6 +10,7 @@ import pickle
 import re
 import socket
 import struct
+import sys
 import threading
 from pathlib import Path
 
@@ -17,7 +19,6 @@ import pytest
 import torch
 
 from spark_dl import import_object
-from spark_dl.launch import payload
 from spark_dl.launch.payload import pack_call, pack_result, unpack_call, unpack_result
 
 PLAIN = [
@@ -190,11 +191,20 @@ def test_a_call_arrives_whole():
     assert fn(*args, **kwargs) == 13
 
 
-def test_code_from_a_file_needs_no_file_on_the_ranks(tmp_path):
+def test_code_from_a_file_needs_no_file_on_the_ranks(tmp_path, monkeypatch):
     (tmp_path / "code_of_test.py").write_text("FACTOR = 3\ndef triple(x):\n    return FACTOR * x\n")
     fn = import_object(f"{tmp_path}/code_of_test.py:triple", "model.build")
     (tmp_path / "code_of_test.py").unlink()
-    assert b"FACTOR" in pack_call(fn, (5,), {})
+    packed = pack_call(fn, (5,), {})
+    monkeypatch.delitem(sys.modules, fn.__module__)
+    there, args, _ = unpack_call(packed)
+    assert there(*args) == 15
+
+
+def test_what_repeats_takes_few_bytes_on_the_way():
+    packed = pack_call(len, (np.full(1_000_000, 1024),), {})
+    assert len(packed) < 10_000
+    np.testing.assert_array_equal(unpack_call(packed)[1][0], np.full(1_000_000, 1024))
 
 
 class Holder:
@@ -323,9 +333,13 @@ def test_a_global_that_code_without_a_module_uses_is_named(tmp_path, name, path)
         pack_call(fn, (), {})
 
 
-def test_code_that_an_executor_lacks_is_an_error_that_names_the_module():
-    packed = pack_call(payload.pack_result, (), {}).replace(b"spark_dl.launch.payload", b"spark_dl.launch.paylood")
-    with pytest.raises(RuntimeError, match=r"no module 'spark_dl\.launch\.paylood' on this executor.*--py-files"):
+def test_code_that_an_executor_lacks_is_an_error_that_names_the_module(tmp_path, monkeypatch):
+    (tmp_path / "on_the_driver.py").write_text("def work():\n    return 1\n")
+    with monkeypatch.context() as patch:
+        patch.syspath_prepend(tmp_path)
+        packed = pack_call(importlib.import_module("on_the_driver").work, (), {})
+    monkeypatch.delitem(sys.modules, "on_the_driver")
+    with pytest.raises(RuntimeError, match=r"no module 'on_the_driver' on this executor.*--py-files"):
         unpack_call(packed)
 
 

@@ -87,7 +87,7 @@ def test_a_manifest_that_is_not_one_is_one_error(tmp_path, edit):
     *[("columns", "codec", c) for c in ("npy", None, 3, ["scalar"], "partition", "converted", "petastorm.ndarray")],
     *[("columns", "mean_size", n) for n in ("1", -1, True, float("nan"), float("inf"), [])],
     *[("shards", "row_groups", g) for g in ([], [16, True], [16.0], "16", 16, None, {"16": 1}, [[16]])],
-    *[("shards", "bytes", n) for n in (0, -1, "9", True, None, 1e9)],
+    *[("shards", "bytes", n) for n in (0, -1, "9", True, None, 1e9, 2**63)],
     *[("shards", "sha256", s) for s in ("x" * 64, "A", None, 7)],
     *[("shards", "footer_bytes", n) for n in (-1, 2**40, True, "8", None, 8.0)],
     *[("shards", "footer_crc32", n) for n in (-1, 2**32, None, "1")],

@@ -64,7 +64,7 @@ def test_plain_parquet_of_every_type_of_list(tmp_path, compression, is_folder):
     pq.write_table(table(), tmp_path / "a.parquet", row_group_size=33, compression=compression)
     shards = open_parquet(str(tmp_path if is_folder else tmp_path / "a.parquet"), table().schema.names[:-1])
     assert shards.rows == ROWS
-    assert [rows for _, _, rows in shards.row_groups] == [33, 33, 33, 1]
+    assert shards.shards.group_rows.tolist() == [33, 33, 33, 1]
     found = columns_of(shards, *table().schema.names[:-1])
     order = np.argsort(found["id"])
     np.testing.assert_array_equal(found["id"][order], np.arange(ROWS))

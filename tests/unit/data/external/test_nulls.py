@@ -227,7 +227,7 @@ def test_other_rows_than_were_counted_are_an_error(tmp_path):
     data = Data(features=("id", "age"), label=None, num_streams=2, nulls="drop")
     pq.write_table(plain_table(), tmp_path / "a.parquet")
     counted = filter_rows(open_parquet(str(tmp_path), data.features, data=data), data)
-    changed = replace(counted, filtered=replace(counted.filtered, group_rows=(ROWS - 3,)))
+    changed = replace(counted, filtered=replace(counted.filtered, group_rows=np.array([ROWS - 3])))
     config = Config(data=data, train=Train(global_batch_size=4))
     with pytest.raises(RuntimeError, match="22 rows pass data.filters, data.nulls and data.nonfinite, where 21 did"):
         list(build_loader(changed, config, rank=0, world_size=1).epoch(0))

@@ -14,7 +14,7 @@ from spark_dl.data.columns import cells as cells_of
 from spark_dl.data.columns.cells import Lookup
 from spark_dl.data.columns.encoding import Encoding
 from spark_dl.data.columns.schema import Column
-from spark_dl.data.dataset.records import Shard
+from spark_dl.data.dataset.shard_table import Shard
 from spark_dl.data.external.dataset import open_parquet
 from spark_dl.data.external.row_counts import filter_rows
 from spark_dl.data.load.loader import Loader

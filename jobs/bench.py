@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from spark_dl import build_session, cli
-from spark_dl.bench import compare, gpu, launch, loader, report, shards, step
+from spark_dl.bench import compare, gpu, launch, loader, report, scale, shards, step
 from spark_dl.bench.answers import answers
 from spark_dl.bench.log import Log
 from spark_dl.bench.profiles import PROFILES
@@ -32,6 +32,10 @@ def bench_shards(args: argparse.Namespace) -> dict[str, Any]:
 
 def bench_gpu(args: argparse.Namespace) -> dict[str, Any]:
     return gpu.measure(_options(gpu.Options, args))
+
+
+def bench_scale(args: argparse.Namespace) -> dict[str, Any]:
+    return scale.measure(_options(scale.Options, args))
 
 
 def bench_exchange(args: argparse.Namespace) -> dict[str, Any]:
@@ -115,6 +119,12 @@ def _parser() -> argparse.ArgumentParser:
     of_gpu.add_argument("--steps", type=int, default=usual.steps, help="of each loop in each turn (default: 100)")
     of_gpu.add_argument("--image-size", type=int, default=usual.image_size, help="pixels of a side (default: 224)")
     of_gpu.add_argument("--no-compile", dest="compile", action="store_false", help="without torch.compile")
+    of_scale = add(
+        "scale", "a manifest of many files: seconds to open it, MiB to a rank, and a rank's plan of an epoch",
+        bench_scale, repeats=scale.Options().repeats,
+    )  # fmt: skip
+    of_scale.add_argument("--files", type=int, default=scale.Options().files, help="(default: 100000)")
+    of_scale.add_argument("--row-groups", type=int, default=scale.Options().row_groups, help="of each file (25)")
     of_exchange = add(
         "exchange",
         "one exchange of gradients by ring, by Spark's own aggregation, by parameter servers: seconds, bytes, overlap, "

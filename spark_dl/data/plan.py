@@ -216,13 +216,13 @@ class Plan:
 
     def streams(self, epoch: int, numbers: range | None = None) -> list[Stream]:
         """The canonical streams of an epoch: those of some numbers, such as a rank's, by default all."""
-        groups: Ints = np.arange(len(self.group_rows))
-        if self.shuffle:
-            groups = np.random.default_rng((self.seed, epoch)).permutation(groups)
+        number = len(self.group_rows)
+        groups = np.random.default_rng((self.seed, epoch)).permutation(number) if self.shuffle else np.arange(number)
         if len(self._parts) > 1:
             part_of_group = np.repeat(np.arange(len(self._parts)), self._parts)  # (row groups,)
             groups = groups[np.argsort(part_of_group[groups], kind="stable")]  # part by part, shuffled within each
-        ends = np.cumsum(self.group_rows[groups])  # (row groups,)
+        ends = self.group_rows[groups]  # (row groups,)
+        np.cumsum(ends, out=ends)
         streams: list[Stream] = []
         for part in range(len(self._parts)):
             filler = self._filler(groups, ends, part)
@@ -288,8 +288,10 @@ def rows_held_out(group_rows: npt.ArrayLike, fraction: float) -> Ints:
     ends = np.cumsum(np.asarray(group_rows, dtype=np.int64))
     rows = int(ends[-1]) if len(ends) else 0
     total = round(fraction * rows)
+    if not total:
+        return np.zeros(len(ends), np.int64)
     # Python's integers where their product passes those of 64 bits.
-    cuts = ends.astype(np.int64 if rows * total < 2**63 else object) * total // max(1, rows)
+    cuts = ends.astype(np.int64 if rows * total < 2**63 else object) * total // rows
     before = np.concatenate([[0], cuts.astype(np.int64)])
     return np.asarray(np.diff(before), np.int64)
 

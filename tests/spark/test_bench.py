@@ -74,6 +74,18 @@ def test_the_loader_feeds_a_device_as_fast_as_one_batch_that_stays_there():
     assert len(result["ratios"]) == 2
 
 
+def test_a_large_dataset_is_measured_before_its_first_row_is_read():
+    result, log = bench("scale", "--files", "100", "--repeats", "1")
+    assert list(result) == ["open_s", "travels_mib", "ranks"]
+    assert list(result["ranks"]) == ["1", "8", "512"]
+    assert 0 < result["travels_mib"] < 0.1
+    assert result["open_s"] > 0
+    for measured in result["ranks"].values():
+        assert list(measured) == ["plan_s", "plan_mib"]
+        assert measured["plan_s"] > 0
+    assert "100 files, 2500 row groups" in log
+
+
 @pytest.mark.slow
 def test_strategies_are_compared_on_slow_ranks(tmp_path):
     methods, page = ["ddp", "tree_reduce", "parameter_server async"], tmp_path / "report.html"

@@ -88,7 +88,7 @@ class Rows:
         if part == "validation":
             self.group_rows = self._held_out
         else:
-            self.group_rows = self._passing - self._held_out
+            self.group_rows = self._passing - self._held_out if self._held_out.any() else self._passing
 
     def read_into(self, segments: Sequence[Segment], out: Sequence[Array | list[Ragged]]) -> None:
         """Writes the rows of some segments one after another into `out`, which has one item per column.

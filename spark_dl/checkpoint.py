@@ -30,6 +30,8 @@ from spark_dl.config import Config
 from spark_dl.config.load import build_config
 from spark_dl.data.columns.schema import Column
 from spark_dl.gather import gather_json
+from spark_dl.generations import start_generation as start_generation
+from spark_dl.generations import superseded
 
 _log = logging.getLogger("spark_dl")
 MANIFEST = "MANIFEST.json"
@@ -122,11 +124,9 @@ def save(
 
 def _commit(run_dir: str, url: str, manifest: Mapping[str, Any]) -> str:
     """Writes the manifest, unless another attempt of the run has begun since. Returns what went wrong, or nothing."""
-    generation = manifest["generation"]
     try:
-        newest = read_generation(run_dir)
-        if newest > generation:
-            return f"this is attempt {generation} of the run, and attempt {newest} has begun since"
+        if why := superseded(run_dir, manifest["generation"]):
+            return why
         storage.write_bytes(storage.join(url, MANIFEST), json.dumps(manifest, indent=1).encode())
     except OSError as error:
         return f"cannot commit it: {error}"
@@ -335,16 +335,3 @@ def _random_state() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None,
     }
-
-
-def start_generation(run_dir: str) -> int:
-    """Begins a new attempt of a run: from now on no rank of an older one can commit. Called on the driver."""
-    generation = read_generation(run_dir) + 1
-    storage.write_bytes(storage.join(run_dir, "GENERATION"), str(generation).encode())
-    return generation
-
-
-def read_generation(run_dir: str) -> int:
-    """The number of the newest attempt of a run; 0 before the first."""
-    path = storage.join(run_dir, "GENERATION")
-    return int(storage.read_bytes(path)) if storage.exists(path) else 0

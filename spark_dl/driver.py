@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import yaml
 from torch import nn
 
-from spark_dl import checkpoint, metrics, storage, worker
+from spark_dl import checkpoint, generations, metrics, storage, worker
 from spark_dl.baselines.driver_loop import loop as driver_loop
 from spark_dl.baselines.driver_loop import shuffle_reduce, tree_reduce
 from spark_dl.cli.progress import ProgressBar
@@ -128,8 +128,9 @@ def train(
     check_storage(config, data, validation)
     check_mixture(config, data)
     generation, saved = _begin_attempt(run_dir, config, resume=resume, overwrite=overwrite)
+    check_newest = functools.partial(generations.check_newest, run_dir, generation)
     written: list[str] = []
-    with contextlib.ExitStack() as until_done:
+    with contextlib.ExitStack() as until_done, generations.explained(run_dir, generation):
 
         def to_shards(
             rows: Any, name: str, like: Sequence[Column] = (), config: Config = config, num_datasets: int = 1
@@ -137,7 +138,10 @@ def train(
             url = storage.join(run_dir, "shards", name)
             if not isinstance(rows, (str, ShardSet)):
                 written.append(url)
-            return shards_of(rows, url, config, until_done, like, reuse=saved is not None, num_datasets=num_datasets)
+            return shards_of(
+                rows, url, config, until_done, like,
+                reuse=saved is not None, num_datasets=num_datasets, before_commit=check_newest,
+            )  # fmt: skip
 
         train_shards: ShardSet | Mixture
         if isinstance(data, Mapping):
@@ -164,6 +168,7 @@ def train(
             generation=generation,
             checkpoint=saved.url if saved else None,
         )
+        check_newest()
         if overwrite:  # and not before, as data that do not fit are to cost nobody a run
             used = train_shards.datasets.values() if isinstance(train_shards, Mixture) else [train_shards]
             _delete_run(run_dir, keep=[*written, *(shards.url for shards in (*used, run.validation) if shards)])

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from spark_dl import storage
@@ -132,11 +132,13 @@ def shards_of(
     *,
     reuse: bool,
     num_datasets: int = 1,
+    before_commit: Callable[[], None] | None = None,
 ) -> ShardSet:
     """The dataset to read: as given, or written from a DataFrame; a run that goes on reads what it wrote before.
 
     Its columns must be like those of another dataset, whose vocabularies it gets: that which is or was trained on.
     What is read from the store is kept there until the stack is closed. `num_datasets` share the memory of a loader.
+    `before_commit` is as for `write_shards`.
     """
     if config.data.storage == "local" and not isinstance(data, (str, ShardSet)):
         return ShardSet("", (), ShardTable.of(()))  # the ranks make it
@@ -147,7 +149,7 @@ def shards_of(
     if isinstance(data, ShardSet):
         check_rules(data.url, data.rules, config.data, words_of(like))
     else:
-        data = _shards_of_rows(data, url, config, until_done, like, reuse=reuse)
+        data = _shards_of_rows(data, url, config, until_done, like, reuse=reuse, before_commit=before_commit)
     data = filter_rows(data, config.data)
     columns = data.select(config.data.columns)
     check_batch_names(config.data.columns, [c.name for c in columns if c.is_ragged])
@@ -170,7 +172,14 @@ def _is_ours(url: str) -> bool:
 
 
 def _shards_of_rows(
-    df: DataFrame, url: str, config: Config, until_done: contextlib.ExitStack, like: Sequence[Column], *, reuse: bool
+    df: DataFrame,
+    url: str,
+    config: Config,
+    until_done: contextlib.ExitStack,
+    like: Sequence[Column],
+    *,
+    reuse: bool,
+    before_commit: Callable[[], None] | None,
 ) -> ShardSet:
     pointer = storage.join(url, STORED)
     if reuse and storage.exists(storage.join(url, MANIFEST)):
@@ -178,7 +187,7 @@ def _shards_of_rows(
     if reuse and storage.exists(pointer):
         shards, lease = reopen(json.loads(storage.read_bytes(pointer))["url"], run=url)
     else:
-        shards, found = store_shards(df, config.data, url, run=url, like=like)
+        shards, found = store_shards(df, config.data, url, run=url, like=like, before_commit=before_commit)
         if found is None:
             return shards
         lease = found

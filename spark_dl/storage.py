@@ -112,7 +112,7 @@ def _check_no_secrets(at: _Location) -> None:
 
 
 @contextlib.contextmanager
-def _explained(url: str) -> Iterator[None]:
+def explained(url: str) -> Iterator[None]:
     """What goes wrong on a remote filesystem, with the URL. Of a server that is gone one hears after 6 s of retries."""
     try:
         yield
@@ -131,6 +131,21 @@ def _explained(url: str) -> Iterator[None]:
 def is_local(url: str) -> bool:
     """Whether the URL is on a mounted filesystem."""
     return _parse(url).scheme in ("", "file")
+
+
+def scheme(url: str) -> str:
+    """The scheme of a URL; empty for a local path."""
+    return _parse(url).scheme
+
+
+def options(url: str) -> dict[str, str]:
+    """The options of a URL's filesystem."""
+    return dict(parse_qsl(_parse(url).options))
+
+
+def is_link(url: str) -> bool:
+    """Whether the file or folder itself is a symbolic link; object stores have none."""
+    return is_local(url) and os.path.islink(resolve(url)[1])
 
 
 def text_of(url: str | os.PathLike[str]) -> str:
@@ -176,27 +191,27 @@ def exists(url: str) -> bool:
 def info(url: str) -> Any:
     """pyarrow's FileInfo of a file or folder (type, size in bytes, mtime_ns); also where there is none."""
     filesystem, path = resolve(url)
-    with _explained(url):
+    with explained(url):
         return filesystem.get_file_info(path)
 
 
 def open_input(url: str) -> Any:
     """A file to read at random, as pyarrow's NativeFile. Raises OSError (FileNotFoundError, PermissionError)."""
     filesystem, path = resolve(url)
-    with _explained(url):
+    with explained(url):
         return filesystem.open_input_file(path)
 
 
 def open_output(url: str) -> Any:
     """A file to write, as pyarrow's NativeFile; on an object store it is there once it is closed."""
     filesystem, path = resolve(url)
-    with _explained(url):
+    with explained(url):
         return filesystem.open_output_stream(path)
 
 
 def read_bytes(url: str) -> bytes:
     """The content of a file. Raises OSError (FileNotFoundError, PermissionError) with its path."""
-    with open_input(url) as stream, _explained(url):
+    with open_input(url) as stream, explained(url):
         return bytes(stream.read())
 
 
@@ -205,7 +220,7 @@ def write_bytes(url: str, content: bytes) -> None:
     make_folder(dirname(absolute(url)))
     if not is_local(url):
         whole = memoryview(content)  # what is not bytes is an error before anything is written
-        with open_output(url) as stream, _explained(url):
+        with open_output(url) as stream, explained(url):
             stream.write(whole)
         return
     path = resolve(url)[1]
@@ -238,7 +253,7 @@ def make_folder(url: str) -> None:
     if isinstance(filesystem, fs.LocalFileSystem):
         os.makedirs(path, exist_ok=True)
     elif _parse(url).scheme not in ("s3", "gs", "gcs"):
-        with _explained(url):
+        with explained(url):
             filesystem.create_dir(path, recursive=True)
 
 
@@ -252,7 +267,7 @@ def list_infos(url: str) -> list[Any]:
     filesystem, path = resolve(url)
     found: list[Any] = []
     # NOTE: pyarrow looks whether the folder is there after it could not list it; one that is made in between is new.
-    with _explained(url), contextlib.suppress(FileNotFoundError):
+    with explained(url), contextlib.suppress(FileNotFoundError):
         found = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True))
     return [f for f in found if f.path.strip("/") != path.strip("/")]
 
@@ -262,7 +277,7 @@ def delete(url: str) -> None:
     filesystem, path = resolve(url)
     if isinstance(filesystem, fs.PyFileSystem) and glob.has_magic(path):
         raise ValueError(f"cannot delete {url}: with * ? [ in a name, fsspec would delete by a pattern")
-    with _explained(url):
+    with explained(url):
         kind = filesystem.get_file_info(path).type
         # Another process may delete the same: what is gone is not an error.
         with contextlib.suppress(FileNotFoundError):

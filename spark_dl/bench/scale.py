@@ -27,12 +27,12 @@ from spark_dl.bench.step import build_cnn
 from spark_dl.config import Config, Data, Launch, Train
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.dataset.manifest import commit, read_shards
-from spark_dl.data.dataset.records import Shard, ShardSet
+from spark_dl.data.dataset.records import ShardSet
+from spark_dl.data.dataset.shard_table import Shard, ShardTable
 from spark_dl.data.load.build import build_train_loader
 from spark_dl.data.load.loader import Loader
 from spark_dl.data.load.resume_check import for_ranks
 from spark_dl.data.load.window_reader import Schedule
-from spark_dl.data.shard_table import ShardTable
 from spark_dl.launch import payload
 from spark_dl.spec import ModelSpec, Run
 

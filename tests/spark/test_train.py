@@ -43,9 +43,9 @@ def test_train_evaluate_predict(spark, points, tmp_path):
     assert result.metrics["accuracy"] > 0.7
     assert result.history[0]["train_loss"] > result.train_loss
     assert sorted(os.listdir(tmp_path / "run")) == [
-        "GENERATION",
         "checkpoints",
         "config.yaml",
+        "generations",
         "metrics.jsonl",
         "shards",
     ]

@@ -106,7 +106,7 @@ def test_pyspark_is_imported_on_the_driver_s_side_and_when_it_is_needed(name):
 @pytest.mark.parametrize("name", [*MODULES, *SCRIPTS])
 def test_optional_packages_are_imported_when_they_are_needed(name):
     at_top = {top_name(i.module) for i in imports_of({**MODULES, **SCRIPTS}[name]) if i.is_at_top}
-    assert not at_top & {"petastorm", "horovod", "matplotlib", "mlflow", "tensorboard", "datasets"}
+    assert not at_top & {"petastorm", "horovod", "matplotlib", "mlflow", "tensorboard", "datasets", "boto3", "botocore"}
 
 
 @pytest.mark.parametrize("name", MODULES)

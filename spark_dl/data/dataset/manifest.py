@@ -17,7 +17,7 @@ import logging
 import os
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -166,16 +166,14 @@ def _write_petastorm_metadata(shard_set: ShardSet) -> None:
 def abandon(url: str, token: str) -> None:
     """Deletes what a write has left that failed, whose shards are named `part-<token>-...`. On the driver.
 
-    A dataset that it was to replace stays as it was.
+    A dataset that it was to replace stays as it was, and so do the shards of another write at the same time.
     """
     manifest = storage.join(url, MANIFEST)
-    if not storage.exists(manifest):
-        delete_files(url, keep=())
-        return
-    if f'"part-{token}-'.encode() in storage.read_bytes(manifest):
+    is_dataset = storage.exists(manifest)
+    if is_dataset and f'"part-{token}-'.encode() in storage.read_bytes(manifest):
         return  # it was written before the error came: the new dataset is whole
     for name in storage.list_names(url):
-        if is_own_shard(name) and name.startswith(f"part-{token}-"):
+        if is_shard_of(name, token) or (name == petastorm_metadata.COMMON_METADATA and not is_dataset):
             storage.delete(storage.join(url, name))
 
 
@@ -212,24 +210,28 @@ def _counts_from_plain(plain: Mapping[str, Any], what: str) -> dict[str, tuple[i
     return {name: tuple(counts) for name, counts in found.items()}
 
 
-def prepare_folder(url: str, overwrite: bool) -> None:
-    """Makes a folder ready for a dataset. One that is there, and is to be overwritten, stays until there is another."""
+def prepare_folder(url: str, overwrite: bool) -> list[str]:
+    """Makes a folder ready for a dataset. Returns the names in it, which `delete_replaced` takes.
+
+    A dataset that is there, and is to be overwritten, stays until there is another one; so does what a killed writer
+    has left, as it may be another one's that still writes.
+    """
     try:
-        if storage.exists(storage.join(url, MANIFEST)):
+        old = storage.list_names(url)
+        if MANIFEST in old:
             if not overwrite:
                 raise ValueError(f"{url} holds a dataset already; pass overwrite=True to replace it")
-        elif foreign := [n for n in storage.list_names(url) if not _is_ours(n)]:
+        elif foreign := [n for n in old if not _is_ours(n)]:
             raise ValueError(
                 f"{url} is not empty and holds no dataset of spark_dl, but {foreign[:5]}, which stay as they are; name "
                 "an empty folder"
             )
-        else:
-            delete_files(url, keep=())
         storage.make_folder(url)
         storage.write_bytes(storage.join(url, _PROBE), b"")
         storage.delete(storage.join(url, _PROBE))
     except OSError as error:
         raise ValueError(f"cannot write to {url}: {error}") from error
+    return old
 
 
 def is_own_shard(name: str) -> bool:
@@ -237,12 +239,22 @@ def is_own_shard(name: str) -> bool:
     return _OWN_SHARD.fullmatch(name) is not None
 
 
+def is_shard_of(name: str, token: str) -> bool:
+    """Whether the name of a file is that of a shard of one write."""
+    return is_own_shard(name) and name.startswith(f"part-{token}-")
+
+
 def _is_ours(name: str) -> bool:
     written, _, half = name.partition(".tmp-")  # `storage.write_bytes` writes under such a name first
     return is_own_shard(name) or (written in _OWN_NAMES and re.fullmatch("[0-9a-f]*", half) is not None)
 
 
-def delete_files(url: str, keep: Sequence[str]) -> None:
+def delete_replaced(url: str, old: Collection[str], shard_set: ShardSet, token: str) -> None:
+    """Deletes the files of the dataset that a new one has replaced, and what failed tasks of the write left.
+
+    `old` are the names that were there before the write. Other files are those of another write at the same time.
+    """
+    keep = {MANIFEST, petastorm_metadata.COMMON_METADATA, *(s.name for s in shard_set.shards)}
     for name in storage.list_names(url):
-        if _is_ours(name) and name not in keep:
+        if _is_ours(name) and name not in keep and (name in old or is_shard_of(name, token)):
             storage.delete(storage.join(url, name))

@@ -96,13 +96,20 @@ class Lease:
 
 
 def store_shards(
-    df: DataFrame, data: Data, url: str | None = None, *, run: str = "", like: Sequence[Column] = ()
+    df: DataFrame,
+    data: Data,
+    url: str | None = None,
+    *,
+    run: str = "",
+    like: Sequence[Column] = (),
+    before_commit: Callable[[], None] | None = None,
 ) -> tuple[ShardSet, Lease | None]:
     """The shards of a DataFrame in the store `data.store`: those that another run has written, else written now.
 
     Called on the driver. Where there is no store, the DataFrame has no key, or this user may not write a lease to the
     store, they are written at `url`; the log says why. The lease keeps them until it is released; `run` says whose it
-    is. `like` is as for `write_shards`. Raises as `write_shards` does, ValueError if they cannot be stored and there is
+    is. `like` is as for `write_shards`, and so is `before_commit`, for shards at `url`. Raises as `write_shards` does,
+    ValueError if they cannot be stored and there is
     no `url`, RuntimeError if the source files change meanwhile.
     """
     reason = "data.store is not set"
@@ -119,7 +126,7 @@ def store_shards(
                 _log.warning("the shards are written to the run: %s", reason)
     if url is None:
         raise ValueError(f"there is no folder to write the shards to, and {reason}")
-    return write_shards(df, url, data, overwrite=True, like=like), None
+    return write_shards(df, url, data, overwrite=True, like=like, before_commit=before_commit), None
 
 
 def _write(df: DataFrame, url: str, data: Data, key: str, like: Sequence[Column]) -> ShardSet:

@@ -30,17 +30,15 @@ from spark_dl.data.columns.schema import Column, words_of
 from spark_dl.data.columns.source import BadCellsError, SourceColumn
 from spark_dl.data.dataset.manifest import (
     CANNOT_WRITE,
-    MANIFEST,
     abandon,
     commit,
-    delete_files,
+    delete_replaced,
     prepare_folder,
     shard_from_plain,
 )
 from spark_dl.data.dataset.records import ShardSet
 from spark_dl.data.dataset.shard_table import Shard, ShardTable
 from spark_dl.data.parquet import file as parquet_file
-from spark_dl.data.petastorm import metadata as petastorm_metadata
 from spark_dl.data.write import spark_types
 from spark_dl.data.write.vocabulary import NO_ROWS, expression, with_mean_sizes, with_vocabularies
 from spark_dl.data.write.writer import ShardWriter, layout
@@ -59,6 +57,7 @@ def write_shards(
     columns: Sequence[str] | None = None,
     overwrite: bool = False,
     like: Sequence[Column] = (),
+    before_commit: Callable[[], None] | None = None,
 ) -> ShardSet:
     """Writes a DataFrame as a dataset. Called on the driver; the tasks of the DataFrame's own partitions write.
 
@@ -66,7 +65,8 @@ def write_shards(
     read once; a vocabulary that is built reads its columns once more, and ragged columns a few rows for their length.
     Where partitions leave neighbouring shards of less than half the size, a second job joins them; the order of the
     rows is kept. `like` are the columns of another dataset, such as the one that a model was trained on, whose
-    vocabularies are used and with which these must agree.
+    vocabularies are used and with which these must agree. `before_commit` is called once all shards are written; what
+    it raises leaves the folder as it was.
 
     With `overwrite` the dataset that is there stays whole until the new one is, so that the DataFrame may read it.
     Until then spark_dl reads the old rows, and Petastorm's `make_reader` refuses the folder; who reads it as plain
@@ -80,7 +80,7 @@ def write_shards(
     url = storage.absolute(url)
     names = tuple(columns or data.stored_columns)
     spark_types.source_columns(df.schema, names, data.encode, data.fill)  # before the folder is touched
-    prepare_folder(url, overwrite)
+    old = prepare_folder(url, overwrite)
     selected, sources = select_sources(df, names, data, like)
     token = uuid.uuid4().hex[:8]  # a task of an earlier, killed writer never writes a file of this one
     try:
@@ -90,11 +90,13 @@ def write_shards(
         schema.check_like(written, like)
         shards = _join_small(df.sparkSession, url, written, [s for p in parts for s in p.shards], data, token)
         rules = rules_of(data, words_of(like))
+        if before_commit is not None:
+            before_commit()
         shard_set = commit(ShardSet(url, with_sizes(written, parts), ShardTable.of(shards), changes, rules))
     except BaseException:
         abandon(url, token)
         raise
-    delete_files(url, keep=(MANIFEST, petastorm_metadata.COMMON_METADATA, *(s.name for s in shards)))
+    delete_replaced(url, old, shard_set, token)
     if changes.dropped_rows or changes.filled:
         _log.warning("%s: %d rows dropped for nulls, NaN or Inf in %s; rows filled: %s",
                      url, changes.dropped_rows, dict(changes.dropped), dict(changes.filled))  # fmt: skip
@@ -142,10 +144,12 @@ def write_arrays(
             )
         written.append(Column(name, str(values.dtype), shape, codec, mean_size=mean))
     source.check_batch_names([*columns], [c.name for c in written if c.is_ragged])
-    prepare_folder(url, overwrite=False)
-    writer = ShardWriter(url, f"part-{uuid.uuid4().hex[:8]}", tuple(written), *layout(written, data))
+    old, token = prepare_folder(url, overwrite=False), uuid.uuid4().hex[:8]
+    writer = ShardWriter(url, f"part-{token}", tuple(written), *layout(written, data))
     writer.append(list(columns.values()))
-    return commit(ShardSet(url, writer.columns, ShardTable.of(writer.close()), rules=rules_of(data)))
+    shard_set = commit(ShardSet(url, writer.columns, ShardTable.of(writer.close()), rules=rules_of(data)))
+    delete_replaced(url, old, shard_set, token)
+    return shard_set
 
 
 def _check_arrays(columns: Mapping[str, Array | Ragged]) -> None:

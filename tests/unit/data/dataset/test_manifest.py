@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from spark_dl import read_shards
-from spark_dl.data.dataset.manifest import crc32_of, prepare_folder
+from spark_dl.data.dataset.manifest import abandon, crc32_of, prepare_folder
 from spark_dl.data.external.dataset import open_parquet
+from spark_dl.data.write import shards as shards_module
 from tests.builders.datasets import write_dataset
 
 ROWS = {"id": np.arange(100), "x": np.arange(200, dtype=np.float32).reshape(100, 2)}
@@ -193,6 +194,25 @@ def test_what_a_killed_writer_left_is_replaced(tmp_path):
         (tmp_path / name).write_text("old")
     shards = dataset(tmp_path)
     assert {*os.listdir(tmp_path)} == {"_manifest.json", "_common_metadata", *(s.name for s in shards.shards)}
+
+
+def test_the_shards_of_another_write_at_the_same_time_stay(tmp_path, monkeypatch):
+    others = ["part-0123abcd-00000-1-0000.parquet", "_manifest.json.tmp-0123456789ab"]
+    commit = shards_module.commit
+
+    def while_another_one_writes(shard_set):
+        for name in others:
+            (tmp_path / name).write_text("theirs")
+        return commit(shard_set)
+
+    monkeypatch.setattr(shards_module, "commit", while_another_one_writes)
+    written = dataset(tmp_path)
+    assert {*os.listdir(tmp_path)} == {
+        "_manifest.json", "_common_metadata", *others, *(s.name for s in written.shards)
+    }  # fmt: skip
+    (tmp_path / "_manifest.json").unlink()
+    abandon(str(tmp_path), written.shards[0].name.split("-")[1])
+    assert {*os.listdir(tmp_path)} == {*others}
 
 
 @pytest.mark.parametrize("lost", [("_manifest.json",), ("_manifest.json", "_common_metadata")])

@@ -1,0 +1,143 @@
+"""Files that exactly one of several writers creates, on each kind of store."""
+
+import http.client
+import logging
+import sys
+import threading
+import uuid
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from spark_dl import exclusive, generations, storage
+from spark_dl.exclusive import create_exclusively
+from tests.builders.s3 import BUCKET
+
+TIMES = 20
+WRITERS = 4
+
+
+@pytest.fixture(autouse=True)
+def _not_yet_warned():
+    exclusive._warn_not_exclusive.cache_clear()
+
+
+def at_once(write):
+    """What each of several threads gets, all of which begin together."""
+    start, found = threading.Barrier(WRITERS), []
+
+    def run(i):
+        start.wait(10)
+        found.append(write(i))
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(WRITERS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return found
+
+
+def test_the_first_write_stays(folder, caplog):
+    url = storage.join(folder, "generations", "000001")
+    assert create_exclusively(url, b"first")
+    assert not create_exclusively(url, b"second")
+    assert storage.read_bytes(url) == b"first"
+    assert not caplog.records
+
+
+def test_one_of_four_writers_wins_on_s3(s3):
+    for _ in range(TIMES):
+        url = s3.url(f"exclusive/{uuid.uuid4().hex}/a b#1")
+        won = at_once(lambda i, url=url: (create_exclusively(url, b"%d" % i), i))
+        winners = [i for wins, i in won if wins]
+        assert len(won) == WRITERS
+        assert len(winners) == 1
+        assert storage.read_bytes(url) == b"%d" % winners[0]
+
+
+def test_four_drivers_on_s3_get_a_generation_each(s3):
+    for _ in range(TIMES // 4):
+        run_dir = s3.url(f"runs/{uuid.uuid4().hex}")
+        assert sorted(at_once(lambda _, run_dir=run_dir: generations.start_generation(run_dir))) == [1, 2, 3, 4]
+        assert generations.read_generation(run_dir) == 4
+
+
+def test_without_boto3_it_is_written_and_the_weaker_guarantee_is_logged_once(s3, monkeypatch, caplog):
+    for name in ("boto3", "boto3.session"):
+        monkeypatch.setitem(sys.modules, name, None)  # as where it is not installed
+    run_dir = s3.url(f"runs/{uuid.uuid4().hex}")
+    with caplog.at_level(logging.WARNING, "spark_dl"):
+        assert [generations.start_generation(run_dir) for _ in range(3)] == [1, 2, 3]
+    assert [r.levelname for r in caplog.records] == ["WARNING"]
+    assert "s3:// cannot create a file exclusively" in caplog.text
+    assert "install spark_dl[s3]" in caplog.text
+
+
+class DropsTheCondition(BaseHTTPRequestHandler):
+    """A store that ignores If-None-Match, as some do: all else is passed on to the real one."""
+
+    def forward(self):
+        connection = http.client.HTTPConnection(self.server.behind, timeout=20)
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        headers = {k: v for k, v in self.headers.items() if k.lower() not in ("if-none-match", "expect")}
+        connection.request(self.command, self.path, body, headers)
+        answer = connection.getresponse()
+        content = answer.read()
+        self.send_response(answer.status)
+        for name, value in answer.getheaders():
+            if name.lower() not in ("connection", "transfer-encoding"):
+                self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+        connection.close()
+
+    do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = forward  # noqa: N815 - names of the standard library
+
+    def log_message(self, *args):
+        pass
+
+
+def test_a_store_that_ignores_the_condition_is_noticed(s3, caplog):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), DropsTheCondition)
+    server.behind = s3.address
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        url = f"s3://{BUCKET}/{uuid.uuid4().hex}?endpoint_override=127.0.0.1:{server.server_port}&scheme=http"
+        with caplog.at_level(logging.WARNING, "spark_dl"):
+            assert create_exclusively(url, b"first")
+    finally:
+        server.shutdown()
+        thread.join(10)
+        server.server_close()
+    assert "the store ignores the condition" in caplog.text
+
+
+def test_no_access_is_an_error_that_says_where_credentials_come_from(own_s3):
+    url = own_s3.url("x")
+    storage.make_folder(url)
+    own_s3.check_credentials()
+    with pytest.raises(PermissionError, match=r"no access to s3://bucket/x.*AWS_ACCESS_KEY_ID"):
+        create_exclusively(url, b"1")
+
+
+def test_a_store_without_exclusive_writes_gives_what_it_can(tmp_path, monkeypatch, caplog):
+    """As HDFS, GCS and Azure through pyarrow: looked for, written, read back."""
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    opened = MemoryFileSystem._open
+
+    def only_plain_modes(self, path, mode="rb", **kwargs):
+        if "x" in mode:
+            raise NotImplementedError(f"mode {mode}")
+        return opened(self, path, mode, **kwargs)
+
+    monkeypatch.setattr(MemoryFileSystem, "_open", only_plain_modes)
+    url = f"memory://host/{uuid.uuid4().hex}"
+    with caplog.at_level(logging.WARNING, "spark_dl"):
+        assert create_exclusively(url, b"first")
+        assert not create_exclusively(url, b"second")
+    assert storage.read_bytes(url) == b"first"
+    assert caplog.text.count("memory:// cannot create a file exclusively") == 1

@@ -34,8 +34,10 @@ from spark_dl.generations import start_generation as start_generation
 from spark_dl.generations import superseded
 
 _log = logging.getLogger("spark_dl")
+FOLDER = "checkpoints"
 MANIFEST = "MANIFEST.json"
 _NAME = r"step-\d+\.gen-(\d+)"
+_OWN_FILE = re.compile(r"(MANIFEST\.json|model\.pt|training\.pt|rank-\d{5,}\.pt)(\.tmp-[0-9a-f]*)?")
 FORMAT = "spark_dl.checkpoint"
 VERSION = 1
 MAY_CHANGE = (
@@ -62,7 +64,25 @@ class Saved:
 
 def folder(run_dir: str) -> str:
     """Where the checkpoints of a run are."""
-    return storage.join(run_dir, "checkpoints")
+    return storage.join(run_dir, FOLDER)
+
+
+def is_checkpoint_name(name: str) -> bool:
+    """Whether the name of a folder is one that this package gives to checkpoints."""
+    return re.fullmatch(_NAME, name) is not None
+
+
+def is_own_file(name: str) -> bool:
+    """Whether the name of a file is one that this package gives to the files of a checkpoint."""
+    return _OWN_FILE.fullmatch(name) is not None
+
+
+def delete(url: str) -> None:
+    """Deletes the files of a checkpoint by their names, the manifest first, and the folder if it is empty then.
+
+    What is half deleted does not count. Raises OSError if the folder is a symbolic link, which is not followed.
+    """
+    storage.delete_known(url, is_own_file, first=MANIFEST)
 
 
 def save(
@@ -144,17 +164,16 @@ def _write(url: str, name: str, content: Any) -> dict[str, Any]:
 def _delete_old(run_dir: str, keep: int, generation: int) -> None:
     """Deletes all but the newest `keep` checkpoints, and what older attempts have not committed, and never will.
 
-    The manifest goes first: what is half deleted does not count. Only warns of what cannot be deleted, as the new
+    Only warns of what cannot be deleted, as the new
     checkpoint is there, and training goes well.
     """
     try:
         committed, others = _folders(run_dir)
         for saved in committed[:-keep]:
-            storage.delete(storage.join(saved.url, MANIFEST))
-            storage.delete(saved.url)
+            delete(saved.url)
         for url, attempt in others.items():
             if attempt < generation:
-                storage.delete(url)
+                delete(url)
     except OSError as error:
         _log.warning("cannot delete the checkpoints before the last %d of %s: %s", keep, run_dir, error)
 

@@ -27,6 +27,7 @@ from spark_dl.cli.progress import ProgressBar
 from spark_dl.config import BY_SPARK, Config, Data, Launch
 from spark_dl.data import local
 from spark_dl.data.columns.schema import Column
+from spark_dl.data.dataset.folder import delete_dataset
 from spark_dl.data.dataset.records import ShardSet
 from spark_dl.data.load.mixture import Mixture, dataset_configs
 from spark_dl.data.load.resume_check import check_same_rows, for_ranks
@@ -45,6 +46,7 @@ from spark_dl.inputs import (
 from spark_dl.launch import payload, preflight
 from spark_dl.launch.barrier import run_barrier
 from spark_dl.parallel import check_available
+from spark_dl.run_folder import CONFIG, SHARDS, check_folder, delete_run
 from spark_dl.spec import ModelSpec, Run
 
 if TYPE_CHECKING:
@@ -135,8 +137,8 @@ def train(
         def to_shards(
             rows: Any, name: str, like: Sequence[Column] = (), config: Config = config, num_datasets: int = 1
         ) -> ShardSet:
-            url = storage.join(run_dir, "shards", name)
-            if not isinstance(rows, (str, ShardSet)):
+            url = storage.join(run_dir, SHARDS, name)
+            if not isinstance(rows, (str, ShardSet)) and config.data.storage == "shared":
                 written.append(url)
             return shards_of(
                 rows, url, config, until_done, like,
@@ -168,10 +170,8 @@ def train(
             generation=generation,
             checkpoint=saved.url if saved else None,
         )
-        check_newest()
-        if overwrite:  # and not before, as data that do not fit are to cost nobody a run
-            used = train_shards.datasets.values() if isinstance(train_shards, Mixture) else [train_shards]
-            _delete_run(run_dir, keep=[*written, *(shards.url for shards in (*used, run.validation) if shards)])
+        # And not before, as data that do not fit are to cost nobody a run.
+        _take_over(run, overwrite=overwrite, keep=[*written, *_urls(train_shards), *_urls(run.validation)])
         _log.info("training on %d ranks%s", config.launch.num_ranks, f", from step {saved.step}" if saved else "")
         with ProgressBar("train", enabled=progress) as bar:
             if train_from_driver := DRIVER_LOOPS.get(config.parallel.strategy):
@@ -204,9 +204,9 @@ def evaluate(
     _check_before_start(spark, spec, config, has_validation=True)
     check_storage(config, data)
     run_dir = checkpoint.run_dir_of(saved)
-    written = storage.join(run_dir, "shards", f"evaluate-{uuid.uuid4().hex[:8]}")
+    written = storage.join(run_dir, SHARDS, f"evaluate-{uuid.uuid4().hex[:8]}")
     with contextlib.ExitStack() as until_done:
-        until_done.callback(storage.delete, written)
+        until_done.callback(delete_dataset, written)
         shards = shards_of(data, written, config, until_done, saved.columns, reuse=False)
         run = Run(spec=spec, config=config, train=for_ranks(shards, config.data), run_dir=run_dir, checkpoint=saved.url)
         result: dict[str, Any] = _run_ranks(data, run, task="evaluate", like=saved.columns)[0]
@@ -296,6 +296,7 @@ def _begin_attempt(
     """The number of this attempt, and the checkpoint to go on from, if any."""
     if resume and overwrite:
         raise ValueError("resume and overwrite exclude each other")
+    check_folder(run_dir, overwrite=overwrite)
     found = checkpoint.latest(run_dir)
     if found is not None and resume:
         checkpoint.check_same_settings(found, config)
@@ -306,8 +307,6 @@ def _begin_attempt(
         )
     try:
         generation = checkpoint.start_generation(run_dir)
-        content = yaml.safe_dump(config.to_dict(), sort_keys=False)
-        storage.write_bytes(storage.join(run_dir, "config.yaml"), content.encode())
     except OSError as error:
         raise ValueError(f"cannot write to the run_dir {run_dir}: {error}") from error
     # Ranks of an older attempt, whose driver is gone, may have saved until now, and cannot any more.
@@ -317,10 +316,19 @@ def _begin_attempt(
     return generation, saved
 
 
-def _delete_run(run_dir: str, keep: Sequence[str]) -> None:
-    """Deletes what earlier runs have left in a run_dir, but for the datasets that are used now, by their URLs."""
-    folder = storage.join(run_dir, "shards")
-    left = [storage.join(folder, name) for name in storage.list_names(folder)]
-    unused = [url for url in left if not any(used == url or used.startswith(f"{url}/") for used in keep)]
-    for url in (storage.join(run_dir, "checkpoints"), storage.join(run_dir, metrics.FILE), *unused):
-        storage.delete(url)
+def _take_over(run: Run, *, overwrite: bool, keep: Sequence[str]) -> None:
+    """The run_dir becomes that of this run, which starts now; the datasets at `keep` are read."""
+    generations.check_newest(run.run_dir, run.generation)
+    try:
+        if overwrite:
+            delete_run(run.run_dir, keep)
+        content = yaml.safe_dump(run.config.to_dict(), sort_keys=False)
+        storage.write_bytes(storage.join(run.run_dir, CONFIG), content.encode())
+    except OSError as error:
+        raise ValueError(f"cannot write to the run_dir {run.run_dir}: {error}") from error
+
+
+def _urls(data: ShardSet | Mixture | None) -> list[str]:
+    """Where the datasets lie that are read; rows on the ranks' own disks have no URL."""
+    datasets = data.datasets.values() if isinstance(data, Mixture) else [data] if data else []
+    return [shards.url for shards in datasets if shards.url]

@@ -15,7 +15,8 @@ from spark_dl.config import Config, Data, Nonfinite
 from spark_dl.data.columns.policies import check_rules
 from spark_dl.data.columns.schema import Column, check_like, check_settings, words_of
 from spark_dl.data.columns.source import check_batch_names
-from spark_dl.data.dataset.manifest import MANIFEST, STORED, read_shards
+from spark_dl.data.dataset.folder import STORED, delete_dataset
+from spark_dl.data.dataset.manifest import MANIFEST, read_shards
 from spark_dl.data.dataset.memory import check_memory, warn_of_memory
 from spark_dl.data.dataset.records import ShardSet
 from spark_dl.data.dataset.shard_table import ShardTable
@@ -192,6 +193,6 @@ def _shards_of_rows(
             return shards
         lease = found
     until_done.callback(lease.release)
-    storage.delete(url)  # what an earlier run without the store may have written
+    delete_dataset(url)  # what an earlier run without the store may have written
     storage.write_bytes(pointer, json.dumps({"url": shards.url}).encode())
     return shards

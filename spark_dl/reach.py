@@ -91,6 +91,6 @@ def _is_there(url: str) -> bool:
 
 def _delete(probe: str) -> None:
     try:
-        storage.delete(probe)
+        storage.delete_file(probe)
     except OSError:  # that it cannot be written to was said, and hides nothing here
         return

@@ -17,8 +17,9 @@ import glob
 import os
 import posixpath
 import re
+import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -166,6 +167,14 @@ def absolute(url: str | os.PathLike[str]) -> str:
     return (resolved.rstrip("/") or "/") if is_local(url) else str(replace(at, path=at.path.rstrip("/")))
 
 
+def identity(url: str) -> str:
+    """What is the same for all URLs of one file or folder: without options, and on local disks without links."""
+    if is_local(url):
+        return os.path.realpath(resolve(url)[1])
+    at = _parse(url)
+    return str(replace(at, path=at.path.rstrip("/"), options=""))
+
+
 def join(url: str, *names: str) -> str:
     """The URL of a file or folder in a folder, by names as they are, without percent-encoding."""
     at = _parse(url)
@@ -273,15 +282,67 @@ def list_infos(url: str) -> list[Any]:
 
 
 def delete(url: str) -> None:
-    """Deletes a file, or a folder with all in it; nothing if it does not exist."""
+    """Deletes a file, or a folder with all in it; nothing if it does not exist. Of a symbolic link the link alone.
+
+    For what the caller has made itself. `delete_known` is for folders that may hold files of somebody else.
+    """
     filesystem, path = resolve(url)
+    _check_no_pattern(url, filesystem, path)
+    # Another process may delete the same: what is gone is not an error.
+    with explained(url), contextlib.suppress(FileNotFoundError):
+        if isinstance(filesystem, fs.LocalFileSystem):
+            if os.path.isdir(path) and not os.path.islink(path):
+                shutil.rmtree(path)  # follows no link
+            else:
+                os.unlink(path)
+            return
+        kind = filesystem.get_file_info(path).type
+        if kind == fs.FileType.Directory:
+            filesystem.delete_dir(path)
+        elif kind != fs.FileType.NotFound:
+            filesystem.delete_file(path)
+
+
+def delete_file(url: str) -> None:
+    """Deletes a file, of a symbolic link the link alone; nothing if it does not exist. Raises OSError for a folder."""
+    filesystem, path = resolve(url)
+    _check_no_pattern(url, filesystem, path)
+    with explained(url), contextlib.suppress(FileNotFoundError):
+        if isinstance(filesystem, fs.LocalFileSystem):
+            os.unlink(path)
+        elif filesystem.get_file_info(path).type != fs.FileType.NotFound:
+            filesystem.delete_file(path)
+
+
+def delete_known(url: str, is_known: Callable[[str], bool], *, first: str) -> list[str]:
+    """Deletes the files of a folder whose names are known, and the folder if it is empty then. Returns what is left.
+
+    The file `first` goes before the others: what is half deleted is known by its absence.
+    Raises OSError if the folder itself is a symbolic link, which is not followed.
+    """
+    filesystem, path = resolve(url)
+    _check_no_pattern(url, filesystem, path)
+    if is_link(url):
+        raise OSError(f"{path} is a symbolic link to {os.readlink(path)}, through which nothing is deleted")
+    delete_file(join(url, first))
+    infos = list_infos(url)
+    known = sorted(
+        i.base_name
+        for i in infos
+        if is_known(i.base_name) and (i.type != fs.FileType.Directory or is_link(join(url, i.base_name)))
+    )
+    left = [i.base_name for i in infos if i.base_name not in known]
+    if not left and not is_local(url):
+        delete(url)  # in one request for many files
+        return left
+    for name in known:
+        delete_file(join(url, name))
+    if not left:
+        with contextlib.suppress(OSError):  # it is gone, or somebody has just written a file there
+            os.rmdir(path)
+    return left
+
+
+def _check_no_pattern(url: str, filesystem: Any, path: str) -> None:
     if isinstance(filesystem, fs.PyFileSystem) and glob.has_magic(path):
         raise ValueError(f"cannot delete {url}: with * ? [ in a name, fsspec would delete by a pattern")
-    with explained(url):
-        kind = filesystem.get_file_info(path).type
-        # Another process may delete the same: what is gone is not an error.
-        with contextlib.suppress(FileNotFoundError):
-            if kind == fs.FileType.Directory:
-                filesystem.delete_dir(path)
-            elif kind != fs.FileType.NotFound:
-                filesystem.delete_file(path)

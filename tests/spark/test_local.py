@@ -283,3 +283,12 @@ def test_what_local_storage_cannot_do_is_said_before_anything_starts(spark, poin
     shards = spark_dl.write_shards(points, str(tmp_path / "data"))
     result = spark_dl.train(points, MLP, config, validation=shards, run_dir=str(tmp_path / "run"))
     assert result.metrics["loss"] > 0
+
+
+@pytest.mark.modes("local")
+def test_overwrite_removes_the_shards_of_a_run_that_had_them(spark, points, tmp_path):
+    run_dir = str(tmp_path / "run")
+    spark_dl.train(points, MLP, small_config(2, train={"epochs": 1}), run_dir=run_dir)
+    assert os.listdir(tmp_path / "run" / "shards") == ["train"]
+    spark_dl.train(points, MLP, small_config(2, train={"epochs": 1}, data=LOCAL), run_dir=run_dir, overwrite=True)
+    assert os.listdir(tmp_path / "run" / "shards") == []

@@ -183,6 +183,7 @@ def test_resume_goes_on_and_overwrite_starts_anew(spark, points, tmp_path):
     with pytest.raises(ValueError, match=r"no column 'featurs'"):
         spark_dl.train(points, MLP, misspelt, run_dir=run_dir, overwrite=True)
     assert checkpoint.find(run_dir).url == resumed.checkpoint, "what does not fit deletes nothing"
+    assert spark_dl.load_config(f"{run_dir}/config.yaml") == more, "nor replaces the settings"
     whole = spark_dl.train(points, MLP, more, run_dir=run_dir, overwrite=True)
     assert whole.history == resumed.history
     own = spark_dl.train(f"{run_dir}/shards/train", MLP, config, run_dir=run_dir, overwrite=True)

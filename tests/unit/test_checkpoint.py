@@ -110,25 +110,25 @@ def test_the_newest_are_kept_and_the_others_deleted(tmp_path, group):
 
 def test_deleting_begins_with_the_manifest(tmp_path, group, monkeypatch):
     save(tmp_path, step=1)
-    deleted = []
-    monkeypatch.setattr(storage, "delete", lambda url: deleted.append(Path(url).name))
+    deleted, delete_file = [], storage.delete_file
+    monkeypatch.setattr(storage, "delete_file", lambda url: (deleted.append(Path(url).name), delete_file(url)))
     save(tmp_path, step=2, config=Config(checkpoint=Checkpoint(keep=1)))
-    assert deleted == ["MANIFEST.json", "step-00000001.gen-0000"]
+    assert deleted[0] == "MANIFEST.json"
+    assert {*deleted[1:]} == {"model.pt", "training.pt", "rank-00000.pt"}
 
 
-def test_what_cannot_be_deleted_is_a_warning_and_the_new_checkpoint_is_there(tmp_path, group, monkeypatch, caplog):
+def test_what_cannot_be_deleted_is_a_warning_and_the_new_checkpoint_is_there(tmp_path, group, caplog):
     config = Config(checkpoint=Checkpoint(keep=1))
-    save(tmp_path, step=1)
-
-    def delete(url):
-        raise OSError(16, "Device or resource busy")
-
-    with monkeypatch.context() as broken:
-        broken.setattr(storage, "delete", delete)
-        save(tmp_path, step=2, config=config)
+    moved, target = Path(save(tmp_path, step=1)), tmp_path / "elsewhere"
+    moved.rename(target)
+    moved.symlink_to(target)
+    save(tmp_path, step=2, config=config)
     assert "cannot delete the checkpoints before the last 1" in caplog.text
-    assert "Device or resource busy" in caplog.text
+    assert f"{moved} is a symbolic link to {target}" in caplog.text
+    assert (target / "model.pt").exists()
     assert steps(tmp_path) == [1, 2]
+    moved.unlink()
+    target.rename(moved)
     save(tmp_path, step=3, config=config)
     assert steps(tmp_path) == [3]
 

@@ -17,7 +17,7 @@ import logging
 import os
 import re
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -39,11 +39,6 @@ FORMAT = "spark_dl.shards"
 VERSION = 3
 _FIRST_WITH_CRC32 = 3
 CANNOT_WRITE = "cannot write to"
-_PROBE, STORED = "_probe", "part-stored.json"
-"""A file that is written to see whether one can be, and what stands in place of shards that are in the store."""
-_OWN_SHARD = re.compile(r"part-[0-9a-f]{8}-(\d{4,}|(joined-)?\d{5,}-\d+-\d{4,})\.parquet")
-"""The shards that `write_arrays` and `write_shards` name. Those of Spark and pyarrow begin with `part-`, too."""
-_OWN_NAMES = (MANIFEST, petastorm_metadata.COMMON_METADATA, _PROBE, STORED)
 
 
 def read_shards(url: str | os.PathLike[str]) -> ShardSet:
@@ -158,23 +153,8 @@ def _write_petastorm_metadata(shard_set: ShardSet) -> None:
         )
     except ValueError as error:  # such as a name with a space, which is no hindrance here
         _log.warning("Petastorm's make_reader cannot open %s: %s", shard_set.url, error)
-        storage.delete(
-            storage.join(shard_set.url, petastorm_metadata.COMMON_METADATA)
-        )  # of the dataset that this one replaces
-
-
-def abandon(url: str, token: str) -> None:
-    """Deletes what a write has left that failed, whose shards are named `part-<token>-...`. On the driver.
-
-    A dataset that it was to replace stays as it was, and so do the shards of another write at the same time.
-    """
-    manifest = storage.join(url, MANIFEST)
-    is_dataset = storage.exists(manifest)
-    if is_dataset and f'"part-{token}-'.encode() in storage.read_bytes(manifest):
-        return  # it was written before the error came: the new dataset is whole
-    for name in storage.list_names(url):
-        if is_shard_of(name, token) or (name == petastorm_metadata.COMMON_METADATA and not is_dataset):
-            storage.delete(storage.join(url, name))
+        # That of the dataset which this one replaces would be wrong.
+        storage.delete_file(storage.join(shard_set.url, petastorm_metadata.COMMON_METADATA))
 
 
 def shard_from_plain(plain: Mapping[str, Any]) -> Shard:
@@ -208,53 +188,3 @@ def _counts_from_plain(plain: Mapping[str, Any], what: str) -> dict[str, tuple[i
         if [type(n) is int and 0 <= n < 2**63 for n in counts] != [True] * len(plain["row_groups"]):
             raise ValueError(f"the shard {plain['name']!r:.200}: found the {what} {counts!r:.200} of {name!r:.200}")
     return {name: tuple(counts) for name, counts in found.items()}
-
-
-def prepare_folder(url: str, overwrite: bool) -> list[str]:
-    """Makes a folder ready for a dataset. Returns the names in it, which `delete_replaced` takes.
-
-    A dataset that is there, and is to be overwritten, stays until there is another one; so does what a killed writer
-    has left, as it may be another one's that still writes.
-    """
-    try:
-        old = storage.list_names(url)
-        if MANIFEST in old:
-            if not overwrite:
-                raise ValueError(f"{url} holds a dataset already; pass overwrite=True to replace it")
-        elif foreign := [n for n in old if not _is_ours(n)]:
-            raise ValueError(
-                f"{url} is not empty and holds no dataset of spark_dl, but {foreign[:5]}, which stay as they are; name "
-                "an empty folder"
-            )
-        storage.make_folder(url)
-        storage.write_bytes(storage.join(url, _PROBE), b"")
-        storage.delete(storage.join(url, _PROBE))
-    except OSError as error:
-        raise ValueError(f"cannot write to {url}: {error}") from error
-    return old
-
-
-def is_own_shard(name: str) -> bool:
-    """Whether the name of a file is one that this package gives to shards."""
-    return _OWN_SHARD.fullmatch(name) is not None
-
-
-def is_shard_of(name: str, token: str) -> bool:
-    """Whether the name of a file is that of a shard of one write."""
-    return is_own_shard(name) and name.startswith(f"part-{token}-")
-
-
-def _is_ours(name: str) -> bool:
-    written, _, half = name.partition(".tmp-")  # `storage.write_bytes` writes under such a name first
-    return is_own_shard(name) or (written in _OWN_NAMES and re.fullmatch("[0-9a-f]*", half) is not None)
-
-
-def delete_replaced(url: str, old: Collection[str], shard_set: ShardSet, token: str) -> None:
-    """Deletes the files of the dataset that a new one has replaced, and what failed tasks of the write left.
-
-    `old` are the names that were there before the write. Other files are those of another write at the same time.
-    """
-    keep = {MANIFEST, petastorm_metadata.COMMON_METADATA, *(s.name for s in shard_set.shards)}
-    for name in storage.list_names(url):
-        if _is_ours(name) and name not in keep and (name in old or is_shard_of(name, token)):
-            storage.delete(storage.join(url, name))

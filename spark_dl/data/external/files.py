@@ -16,7 +16,8 @@ import pyarrow.parquet as pq
 from pyarrow import fs
 
 from spark_dl import storage
-from spark_dl.data.dataset.manifest import MANIFEST, is_own_shard
+from spark_dl.data.dataset.folder import is_own_shard
+from spark_dl.data.dataset.manifest import MANIFEST
 from spark_dl.data.parquet import file as parquet_file
 
 

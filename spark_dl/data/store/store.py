@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 from spark_dl import storage
 from spark_dl.config import Data
 from spark_dl.data.columns.schema import Column
+from spark_dl.data.dataset.folder import delete_dataset
 from spark_dl.data.dataset.manifest import MANIFEST, read_shards
 from spark_dl.data.dataset.records import ShardSet
 from spark_dl.data.store.key import NoKeyError, store_key
@@ -81,7 +82,7 @@ class Lease:
         """Releases without a trace."""
         self._stop.set()
         self._thread.join()
-        storage.delete(self._url)
+        storage.delete_file(self._url)
 
     def _renew(self) -> None:
         while not self._stop.wait(LEASE_S / 5):
@@ -241,13 +242,15 @@ def _leases(folder: str, name: str) -> list[_LeaseFile]:
 def _remove(folder: str, name: str) -> bool:
     """Removes a dataset, unless someone holds it; then only its manifest, so that nobody else finds it."""
     url = storage.join(folder, name)
-    storage.delete(storage.join(url, MANIFEST))
+    if storage.is_link(url):
+        raise OSError(f"{url} is a symbolic link, through which nothing is deleted")
+    storage.delete_file(storage.join(url, MANIFEST))
     leases = _leases(folder, name)
     if leases and leases[-1].expires > time.time():
         return False
-    storage.delete(url)
+    delete_dataset(url)
     for lease in leases:
-        storage.delete(lease.url)
+        storage.delete_file(lease.url)
     return True
 
 
@@ -265,6 +268,10 @@ def clean_store(store: str, *, ttl_days: float) -> dict[str, int]:
         if not re.fullmatch(r"[0-9a-f]{64}", key):
             continue
         folder = storage.join(store, key)
+        if storage.is_link(folder):
+            _log.warning("%s is a symbolic link, through which nothing is deleted", folder)
+            result["denied"] += len(_names(folder))
+            continue
         for name in _names(folder):
             try:
                 size = sum(file.size or 0 for file in storage.list_infos(storage.join(folder, name)))
@@ -288,7 +295,7 @@ def _delete_stray_leases(folder: str, now: float) -> None:
     names, inner = _names(folder), storage.join(folder, "leases")
     for file in storage.list_infos(inner):
         if file.base_name.split(".")[0] not in names and now - (file.mtime_ns or 0) / 1e9 > HALF_WRITTEN_S:
-            storage.delete(storage.join(inner, file.base_name))
+            storage.delete_file(storage.join(inner, file.base_name))
 
 
 def _is_expired(folder: str, name: str, now: float, ttl_s: float) -> bool:
@@ -296,7 +303,7 @@ def _is_expired(folder: str, name: str, now: float, ttl_s: float) -> bool:
     if leases and leases[-1].expires > now:
         return False
     for lease in leases[:-1]:  # the last one tells when the dataset was last used
-        storage.delete(lease.url)
+        storage.delete_file(lease.url)
     files = storage.list_infos(storage.join(folder, name))
     is_whole = any(file.base_name == MANIFEST for file in files)
     last = max([0.0, *(lease.expires for lease in leases), *(file.mtime_ns / 1e9 for file in files if file.mtime_ns)])

@@ -28,14 +28,8 @@ from spark_dl.data.columns.policies import Changes, add_changes, clean_batch, fi
 from spark_dl.data.columns.ragged import Array, Ragged
 from spark_dl.data.columns.schema import Column, words_of
 from spark_dl.data.columns.source import BadCellsError, SourceColumn
-from spark_dl.data.dataset.manifest import (
-    CANNOT_WRITE,
-    abandon,
-    commit,
-    delete_replaced,
-    prepare_folder,
-    shard_from_plain,
-)
+from spark_dl.data.dataset.folder import abandon, delete_replaced, prepare_folder
+from spark_dl.data.dataset.manifest import CANNOT_WRITE, commit, shard_from_plain
 from spark_dl.data.dataset.records import ShardSet
 from spark_dl.data.dataset.shard_table import Shard, ShardTable
 from spark_dl.data.parquet import file as parquet_file

@@ -3,8 +3,8 @@
 jobs/prepare.py --config conf/train/digits.yaml --output /data/digits
 jobs/train.py --config conf/train/digits.yaml --input.datasets '{train: /data/digits/train}'
 
-With `--data.store` and without `--output` they go to the store, where runs with the same data and settings find them;
-`--clean` deletes from the store what was not used for `data.store_ttl_days`.
+With `--shards.store` and without `--output` they go to the store, where runs with the same data and settings find them;
+`--clean` deletes from the store what was not used for `shards.store_ttl_days`.
 """
 
 import time
@@ -15,20 +15,21 @@ from spark_dl import cli
 
 OPTIONS: dict[str, tuple[Any, Any, str]] = {
     "output": (str, None, "folder that gets one dataset per name: train, validation, test"),
-    "clean": (bool, False, "write nothing: delete from data.store what has expired and nobody uses"),
+    "clean": (bool, False, "write nothing: delete from shards.store what has expired and nobody uses"),
     "overwrite": (bool, False, "replace datasets that are there"),
 }
 
 
 def prepare(job: cli.Job) -> dict[str, Any]:
     start = time.perf_counter()
-    data = job.config.data
+    config = job.config
+    store = config.shards.store
     if job.args["clean"]:
-        if not data.store:
-            raise ValueError("data.store: expected the store to clean, found nothing; pass --data.store")
-        return dict(spark_dl.clean_store(data.store, ttl_days=data.store_ttl_days))
-    if not job.args["output"] and not data.store:
-        raise ValueError("output: expected a folder, found nothing; pass --output or --data.store")
+        if not store:
+            raise ValueError("shards.store: expected the store to clean, found nothing; pass --shards.store")
+        return dict(spark_dl.clean_store(store, ttl_days=config.shards.store_ttl_days))
+    if not job.args["output"] and not store:
+        raise ValueError("output: expected a folder, found nothing; pass --output or --shards.store")
     if job.input.datasets:
         raise ValueError(
             f"input.datasets: found {sorted(job.input.datasets)}, which are written already and need no preparing; "
@@ -36,18 +37,19 @@ def prepare(job: cli.Job) -> dict[str, Any]:
         )
     spark = job.session("spark_dl prepare")
     written: dict[str, Any] = {}
+    layout: dict[str, Any] = {"shards": config.shards, "columns": config.stored_columns}
     train: tuple[Any, ...] = ()  # the others are written like it: with its vocabularies and shapes
-    datasets = cli.read_datasets(spark, job.input, data.proportions)
+    datasets = cli.read_datasets(spark, job.input, config.loader.proportions)
     if not datasets:
         raise ValueError(
-            f"input.sql: expected a view train, validation, test or one of data.proportions, found {[*job.input.sql]}"
+            f"input.sql: expected a view train, validation, test or one of loader.proportions, found {[*job.input.sql]}"
         )
     for name, df in datasets.items():
         if job.args["output"]:
             url = cli.join(job.args["output"], name)
-            shards = spark_dl.write_shards(df, url, data, overwrite=job.args["overwrite"], like=train)
+            shards = spark_dl.write_shards(df, url, config.data, overwrite=job.args["overwrite"], like=train, **layout)
         else:
-            shards, lease = spark_dl.store_shards(df, data, run="jobs/prepare.py", like=train)
+            shards, lease = spark_dl.store_shards(df, config.data, run="jobs/prepare.py", like=train, **layout)
             if lease is not None:
                 lease.release()
         train = train or shards.columns

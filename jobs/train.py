@@ -23,7 +23,7 @@ def train(job: cli.Job) -> dict[str, Any]:
     start = time.perf_counter()
     spec = job.model.spec()
     spark = job.session("spark_dl train")
-    mixed = job.config.data.proportions
+    mixed = job.config.loader.proportions
     datasets = cli.read_datasets(spark, job.input, mixed)
     result = spark_dl.train(
         {name: cli.dataset(datasets, name) for name in mixed} if mixed else cli.dataset(datasets, "train"),
@@ -49,7 +49,7 @@ def test(job: cli.Job, spec: spark_dl.ModelSpec, data: Any, result: spark_dl.Tra
     metrics = spark_dl.evaluate(data, spec, result.checkpoint, job.config)
     metrics.pop("rows")
     cli.log.info(f"test: {metrics}")
-    if not isinstance(data, str) and not job.config.data.sequence_length:  # predictions are for rows of DataFrames
+    if not isinstance(data, str) and not job.config.sequences:  # predictions are for rows of DataFrames
         try:
             write_predictions(job, spec, data, result)
         except Exception as error:  # the model is trained, and what was measured is not to be lost

@@ -2,7 +2,10 @@
 
 __version__ = "0.1.0"
 
-from spark_dl.config import Checkpoint, Config, Data, Launch, Parallel, Train
+from spark_dl.baselines.driver_loop.shuffle_reduce import ShuffleReduce
+from spark_dl.baselines.driver_loop.tree_reduce import TreeReduce
+from spark_dl.baselines.servers.settings import ParameterServer
+from spark_dl.config import Checkpoint, Config, Data, Faults, Launch, Loader, Parallel, Sequences, Shards, Train
 from spark_dl.config.load import load_config
 from spark_dl.data.dataset.manifest import read_shards
 from spark_dl.data.dataset.records import ShardSet
@@ -12,22 +15,40 @@ from spark_dl.data.write.shards import write_shards
 from spark_dl.driver import TrainResult, evaluate, launch, run_on_dataframe, train
 from spark_dl.launch.failure import RankError
 from spark_dl.launch.session import build_session
+from spark_dl.parallel.ddp import DDP
+from spark_dl.parallel.hvd import Horovod
+from spark_dl.parallel.local_sgd import LocalSGD
+from spark_dl.parallel.single import DPSingleProcess, Single
 from spark_dl.predict import predict
 from spark_dl.spec import ModelSpec, import_object
+from spark_dl.strategies import Strategy
 from spark_dl.world import World
 
 __all__ = [
+    "DDP",
     "Checkpoint",
     "Config",
+    "DPSingleProcess",
     "Data",
+    "Faults",
+    "Horovod",
     "Launch",
+    "Loader",
+    "LocalSGD",
     "ModelSpec",
     "Parallel",
+    "ParameterServer",
     "RankError",
     "RankRows",
+    "Sequences",
     "ShardSet",
+    "Shards",
+    "ShuffleReduce",
+    "Single",
+    "Strategy",
     "Train",
     "TrainResult",
+    "TreeReduce",
     "World",
     "build_session",
     "clean_store",

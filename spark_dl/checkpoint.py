@@ -27,7 +27,7 @@ import torch
 
 from spark_dl import storage
 from spark_dl.config import Config
-from spark_dl.config.load import build_config
+from spark_dl.config.fields import fixed_on_resume
 from spark_dl.data.columns.schema import Column
 from spark_dl.gather import gather_json
 from spark_dl.generations import start_generation as start_generation
@@ -40,11 +40,6 @@ _NAME = r"step-\d+\.gen-(\d+)"
 _OWN_FILE = re.compile(r"(MANIFEST\.json|model\.pt|training\.pt|rank-\d{5,}\.pt)(\.tmp-[0-9a-f]*)?")
 FORMAT = "spark_dl.checkpoint"
 VERSION = 1
-MAY_CHANGE = (
-    "train.epochs", "train.max_steps", "train.log_every", "train.metrics", "train.early_stop_*", "launch.*",
-    "checkpoint.*", "data.prefetch_batches", "data.cache_*", "data.store*",
-)  # fmt: skip
-"""Settings with which a run may be resumed differently: none of them changes what was trained so far."""
 
 
 @dataclass(frozen=True)
@@ -241,11 +236,6 @@ def run_dir_of(saved: Saved) -> str:
     return run_dir if parent == folder(run_dir) else saved.url
 
 
-def config_of(saved: Saved) -> Config:
-    """The settings with which a checkpoint was made."""
-    return build_config(saved.manifest["config"])
-
-
 def load(saved: Saved, name: str) -> Any:
     """The content of one file of a checkpoint, on the CPU. Raises RuntimeError if the file is not as it was written."""
     path = storage.join(saved.url, name)
@@ -265,22 +255,32 @@ def load(saved: Saved, name: str) -> Any:
 
 
 def check_same_settings(saved: Saved, config: Config) -> None:
-    """Raises ValueError that lists the settings in which a run to be resumed differs from the one that was saved."""
-    before, now = _flat(saved.manifest["config"]), _flat(config.to_dict())
-    differ = [
-        f"{key}: was {before.get(key)!r}, now {now.get(key)!r}"
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key) and not any(re.fullmatch(p.replace("*", ".*"), key) for p in MAY_CHANGE)
-    ]
+    """Raises ValueError that lists the settings in which a run to be resumed differs from the one that was saved.
+
+    Fields that `config.fields.may_change` marks may differ: they do not change what was trained so far.
+    """
+    before, now = saved.manifest["config"], config.to_dict()
+    if unknown := sorted(before.keys() ^ now.keys()):
+        raise ValueError(
+            f"cannot resume from {saved.url}, which another version of spark_dl has written (sections of its settings "
+            f"that differ: {', '.join(unknown)}); train again in another run_dir"
+        )
+    differ: list[str] = []
+    for name in now:
+        old, new = before[name] or {}, now[name] or {}
+        section = type(getattr(config, name))
+        free = (old.keys() | new.keys()) - {*fixed_on_resume(section)} if dataclasses.is_dataclass(section) else set()
+        free -= {"strategy"}
+        differ += [
+            f"{name}.{key}: was {old.get(key)!r}, now {new.get(key)!r}"
+            for key in sorted((old.keys() | new.keys()) - free)
+            if old.get(key) != new.get(key)
+        ]
     if differ:
         raise ValueError(
-            f"cannot resume from {saved.url} with other settings ({'; '.join(differ)}); set them back, or start anew "
-            "in another run_dir"
+            f"cannot resume from {saved.url} with other settings ({'; '.join(differ)}); set them back, or train in "
+            "another run_dir"
         )
-
-
-def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {f"{section}.{key}": value for section, values in config.items() for key, value in values.items()}
 
 
 def load_rank_state(saved: Saved, rank: int, world_size: int) -> dict[str, Any]:

@@ -20,11 +20,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import yaml
 from torch import nn
 
-from spark_dl import checkpoint, generations, metrics, storage, worker
-from spark_dl.baselines.driver_loop import loop as driver_loop
-from spark_dl.baselines.driver_loop import shuffle_reduce, tree_reduce
+from spark_dl import checkpoint, generations, metrics, storage, strategies, worker
 from spark_dl.cli.progress import ProgressBar
-from spark_dl.config import BY_SPARK, Config, Data, Launch
+from spark_dl.config import Config, Data, Launch, Loader, Shards
+from spark_dl.config.load import build_config
 from spark_dl.data import local
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.dataset.folder import delete_dataset
@@ -45,7 +44,6 @@ from spark_dl.inputs import (
 )
 from spark_dl.launch import payload, preflight
 from spark_dl.launch.barrier import run_barrier
-from spark_dl.parallel import check_available
 from spark_dl.run_folder import CONFIG, SHARDS, check_folder, delete_run
 from spark_dl.spec import ModelSpec, Run
 
@@ -55,12 +53,6 @@ if TYPE_CHECKING:
     Source: TypeAlias = DataFrame | str | os.PathLike[str] | ShardSet
 
 _log = logging.getLogger("spark_dl")
-
-DRIVER_LOOPS: dict[str, Callable[..., dict[str, Any]]] = {
-    "tree_reduce": functools.partial(driver_loop.train, aggregate=tree_reduce.aggregate),
-    "shuffle_reduce": functools.partial(driver_loop.train, aggregate=shuffle_reduce.aggregate),
-}
-"""The strategies that train from the driver, with Spark jobs of stateless tasks; all others train on ranks."""
 
 
 @dataclass(frozen=True)
@@ -108,12 +100,12 @@ def train(
 ) -> TrainResult:
     """Trains on a DataFrame or on a dataset by its URL. Called on the driver.
 
-    With several of them, by name, every global batch has rows of each, in `data.proportions`.
+    With several of them, by name, every global batch has rows of each, in `loader.proportions`.
 
     `run_dir` gets the shards (of a DataFrame), checkpoints, settings and metrics; all executors must reach it. With
     `resume` training goes on from its last checkpoint with the shards that are there, or starts anew where there is
-    none; with `overwrite` what it holds is deleted. With `data.storage` "local" the rows go to the disks of the ranks'
-    hosts instead, and no further.
+    none; with `overwrite` what it holds is deleted. With `shards.storage` "local" the rows go to the disks of the
+    ranks' hosts instead, and no further.
 
     Raises ValueError for settings, a model or data that do not fit, before any rank starts where that can be seen;
     RuntimeError for a cluster that cannot run the job; RankError for a rank that fails.
@@ -124,9 +116,9 @@ def train(
     validation = None if validation is None else as_source(validation)
     spark = _session(data)
     run_dir = storage.absolute(run_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}")
-    check_available(config)
+    strategy = strategies.find(config.parallel.strategy)
+    strategy.check(spark, config)
     _check_before_start(spark, spec, config, has_validation=validation is not None)
-    driver_loop.check(spark, config)
     check_storage(config, data, validation)
     check_mixture(config, data)
     generation, saved = _begin_attempt(run_dir, config, resume=resume, overwrite=overwrite)
@@ -138,7 +130,7 @@ def train(
             rows: Any, name: str, like: Sequence[Column] = (), config: Config = config, num_datasets: int = 1
         ) -> ShardSet:
             url = storage.join(run_dir, SHARDS, name)
-            if not isinstance(rows, (str, ShardSet)) and config.data.storage == "shared":
+            if not isinstance(rows, (str, ShardSet)) and config.shards.storage == "shared":
                 written.append(url)
             return shards_of(
                 rows, url, config, until_done, like,
@@ -154,18 +146,20 @@ def train(
             train_shards = Mixture(datasets)
         else:
             train_shards = to_shards(data, "train")
-        if config.data.storage == "shared":  # with local storage the ranks look
-            check_held_out(train_shards.rows, config.data.validation_fraction)
+        if config.shards.storage == "shared":  # with local storage the ranks look
+            check_held_out(train_shards.rows, config.train.validation_fraction)
             warn_of_few_rows(train_shards.rows, config)
             if saved is not None:
-                check_same_rows(saved.manifest.get("rows"), train_shards, config.data)
+                check_same_rows(
+                    saved.manifest.get("rows"), train_shards, validation_fraction=config.train.validation_fraction
+                )
         like = train_shards.columns and train_shards.select(config.data.columns)  # with local storage not known yet
         held = to_shards(validation, "validation", like) if validation is not None else None
         run = Run(
             spec=spec,
             config=config,
-            train=for_ranks(train_shards, config.data),
-            validation=for_ranks(held, config.data) if held is not None else None,
+            train=for_ranks(train_shards, config),
+            validation=for_ranks(held, config) if held is not None else None,
             run_dir=run_dir,
             generation=generation,
             checkpoint=saved.url if saved else None,
@@ -174,9 +168,9 @@ def train(
         _take_over(run, overwrite=overwrite, keep=[*written, *_urls(train_shards), *_urls(run.validation)])
         _log.info("training on %d ranks%s", config.launch.num_ranks, f", from step {saved.step}" if saved else "")
         with ProgressBar("train", enabled=progress) as bar:
-            if train_from_driver := DRIVER_LOOPS.get(config.parallel.strategy):
+            if strategy.train_from_driver is not None:
                 _log_dataset(train_shards)
-                result = train_from_driver(spark, run, report=bar.show)
+                result = strategy.train_from_driver(spark, run, report=bar.show)
             else:
                 result = _run_ranks(data, run, task="train", on_event=bar.show, poll=metrics.follow(run_dir))[0]
     return TrainResult(**{**result, "run_dir": run_dir, "seconds": time.perf_counter() - start})
@@ -195,7 +189,7 @@ def evaluate(
     """
     data, saved = as_source(data), checkpoint.find(checkpoint_url)
     if config is None:
-        config = checkpoint.config_of(saved)
+        config = build_config(saved.manifest["config"])
         if isinstance(data, (str, ShardSet)):  # how the training rows were written says nothing of this dataset
             config = dataclasses.replace(config, data=as_written(config.data, data))
         else:  # filters choose rows of a dataset that is read; a DataFrame has those that are meant
@@ -208,7 +202,7 @@ def evaluate(
     with contextlib.ExitStack() as until_done:
         until_done.callback(delete_dataset, written)
         shards = shards_of(data, written, config, until_done, saved.columns, reuse=False)
-        run = Run(spec=spec, config=config, train=for_ranks(shards, config.data), run_dir=run_dir, checkpoint=saved.url)
+        run = Run(spec=spec, config=config, train=for_ranks(shards, config), run_dir=run_dir, checkpoint=saved.url)
         result: dict[str, Any] = _run_ranks(data, run, task="evaluate", like=saved.columns)[0]
     return result
 
@@ -233,31 +227,47 @@ def run_on_dataframe(
     num_ranks: int = 1,
     settings: Launch | None = None,
     data: Data | None = None,
+    shards: Shards | None = None,
+    loader: Loader | None = None,
+    validation_fraction: float = 0.0,
     **kwargs: Any,
 ) -> list[Any]:
     """Runs `fn(rows, **kwargs)` as `launch` does, with the rows of a DataFrame on the ranks' own disks. On the driver.
 
     `rows` is a `RankRows`: `rows.batches(64, epoch=0)` gives the rank's batches, the same number of them on all ranks.
     The rows stream into the ranks, which spill them to their hosts' disks in bounded memory: no storage that the
-    executors share is needed. `data` names the columns, by default all of the DataFrame, and how they are stored.
+    executors share is needed. `data` names the columns, by default all of the DataFrame; `shards` says how they are
+    stored, `loader` how they are read, and `validation_fraction` of them are held out.
     Raises as `launch` does, and ValueError for rows that cannot become tensors, and for a DataFrame without any.
     """
     settings = dataclasses.replace(settings or Launch(), num_ranks=num_ranks)
     data = data or Data(features=tuple(df.columns), label=None)
-    check_rank_rows(data, df)
-    dealt, columns = local.deal_rows(df, data, num_ranks)
+    shards, loader = shards or Shards(), loader or Loader()
+    check_rank_rows(df, data, shards, loader)
+    dealt, columns = local.deal_rows(df, data, shards, num_ranks)
     return run_barrier(
-        df.sparkSession, worker.call_on_rows, fn, columns, data, kwargs, settings, launch=settings, source=dealt
+        df.sparkSession,
+        worker.call_on_rows,
+        fn,
+        columns,
+        data,
+        shards,
+        loader,
+        validation_fraction,
+        kwargs,
+        settings,
+        launch=settings,
+        source=dealt,
     )
 
 
 def _run_ranks(data: Any, run: Run, *, task: str, like: Sequence[Column] = (), **watch: Any) -> list[Any]:
     """Runs a task on the ranks; with local storage the rows of the DataFrame `data` stream into them, `like` others."""
     launch = run.config.launch
-    if run.config.data.storage == "shared":
+    if run.config.shards.storage == "shared":
         _log_dataset(run.train)
         return run_barrier(_session(data), worker.main, run, task=task, launch=launch, **watch)
-    dealt, columns = local.deal_rows(data, run.config.data, launch.num_ranks, like)
+    dealt, columns = local.deal_rows(data, run.config.data, run.config.shards, launch.num_ranks, like)
     return run_barrier(
         _session(data), worker.main_on_rows, run, columns, task=task, launch=launch, source=dealt, **watch
     )
@@ -284,10 +294,10 @@ def _check_before_start(spark: Any, spec: ModelSpec, config: Config, *, has_vali
         metric = build_metric(name, args)
         if name == config.train.early_stop_metric:
             check_scalar(name, metric)
-    if config.train.early_stop_metric and not (has_validation or config.data.validation_fraction):
-        raise ValueError("train.early_stop_metric: needs validation rows; set data.validation_fraction or pass some")
+    if config.train.early_stop_metric and not (has_validation or config.train.validation_fraction):
+        raise ValueError("train.early_stop_metric: needs validation rows; set train.validation_fraction or pass some")
     payload.pack_call(None, (), {"spec": spec})
-    preflight.check(spark, config.launch, at_once=config.parallel.strategy not in BY_SPARK)
+    preflight.check(spark, config.launch, at_once=not config.parallel.by_spark)
 
 
 def _begin_attempt(

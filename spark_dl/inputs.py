@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from spark_dl import storage
-from spark_dl.config import Config, Data, Nonfinite
+from spark_dl.config import Config, Data, Loader, Shards
+from spark_dl.config.data import Nonfinite
 from spark_dl.data.columns.policies import check_rules
 from spark_dl.data.columns.schema import Column, check_like, check_settings, words_of
 from spark_dl.data.columns.source import check_batch_names
@@ -46,40 +47,41 @@ def as_source(data: Any) -> Any:
 
 
 def check_storage(config: Config, data: Any, validation: Any = None) -> None:
-    """Raises ValueError for data that cannot lie where `data.storage` says, or that `data.filters` cannot filter."""
+    """Raises ValueError for data that cannot lie where `shards.storage` says, or that `data.filters` cannot filter."""
     check_unfiltered(config.data, data, validation)
-    if config.data.storage == "shared":
+    if config.shards.storage == "shared":
         return
     if isinstance(data, (str, ShardSet)):
         raise ValueError(
-            "data.storage: 'local' is for a DataFrame, found a dataset, which is read where it lies; set it to 'shared'"
+            "shards.storage: 'local' is for a DataFrame, found a dataset, which is read where it is; set it to 'shared'"
         )
     if validation is not None and not isinstance(validation, (str, ShardSet)):
         raise ValueError(
-            "data.storage: 'local' holds one DataFrame, found another one for validation; set "
-            "data.validation_fraction instead, pass a dataset that all executors reach, or set data.storage to 'shared'"
+            "shards.storage: 'local' holds one DataFrame, found another one for validation; set "
+            "train.validation_fraction instead, pass a dataset that all executors reach, or set shards.storage to "
+            "'shared'"
         )
 
 
 def check_mixture(config: Config, data: Any) -> None:
-    """Raises ValueError unless there is a share in `data.proportions` for each of several datasets."""
-    proportions = config.data.proportions
+    """Raises ValueError unless there is a share in `loader.proportions` for each of several datasets."""
+    proportions = config.loader.proportions
     names = list(data) if isinstance(data, Mapping) else []
     if sorted(names) != sorted(proportions):
         found = f"datasets {names}" if names else "one dataset"
         raise ValueError(
-            f"data.proportions: expected a share for each dataset, found {dict(proportions)} for {found}; several "
+            f"loader.proportions: expected a share for each dataset, found {dict(proportions)} for {found}; several "
             "datasets are passed as a mapping of names to datasets"
         )
     if proportions:
-        shares = batch_shares(proportions, config.train.global_batch_size, config.data.num_streams)
+        shares = batch_shares(proportions, config.train.global_batch_size, config.loader.num_streams)
         _log.info("rows of each global batch: %s", shares)
 
 
 def warn_of_few_rows(rows: int, config: Config) -> None:
     """Logs it if those of the rows that are trained on do not fill one global batch. On the driver."""
     size = config.train.global_batch_size
-    rows -= sum(rows_held_out((rows,), config.data.validation_fraction))
+    rows -= sum(rows_held_out((rows,), config.train.validation_fraction))
     if rows < size:
         _log.warning(
             "%d rows to train on are fewer than a global batch of %d over %d ranks: each epoch is one step, in which "
@@ -97,18 +99,18 @@ def check_unfiltered(data: Data, *sources: Any) -> None:
         )
 
 
-def check_rank_rows(data: Data, df: DataFrame) -> None:
+def check_rank_rows(df: DataFrame, data: Data, shards: Shards, loader: Loader) -> None:
     """Raises ValueError for settings that mean nothing where a function gets the rows of a DataFrame on each rank."""
     check_unfiltered(data, df)
     for key, found, usual in (
-        ("reader", data.reader, "spark_dl"),
-        ("proportions", data.proportions, {}),
-        ("store", data.store, None),
-        ("cache_dir", data.cache_dir, None),
+        ("loader.reader", loader.reader, "spark_dl"),
+        ("loader.proportions", loader.proportions, {}),
+        ("shards.store", shards.store, None),
+        ("shards.cache_dir", shards.cache_dir, None),
     ):
         if found != usual:
             raise ValueError(
-                f"data.{key}: found {found!r} with run_on_dataframe, whose rows stream from one DataFrame to the "
+                f"{key}: found {found!r} with run_on_dataframe, whose rows stream from one DataFrame to the "
                 f"ranks' own disks and are read there; expected {usual!r}, leave it out"
             )
 
@@ -141,27 +143,35 @@ def shards_of(
     What is read from the store is kept there until the stack is closed. `num_datasets` share the memory of a loader.
     `before_commit` is as for `write_shards`.
     """
-    if config.data.storage == "local" and not isinstance(data, (str, ShardSet)):
+    if config.shards.storage == "local" and not isinstance(data, (str, ShardSet)):
         return ShardSet("", (), ShardTable.of(()))  # the ranks make it
     if isinstance(data, str) and _is_ours(data):
         data = read_shards(data)
     elif isinstance(data, str):
-        data = open_parquet(data, config.data.stored_columns, data=config.data, like=like)
+        _check_policies(config)
+        data = open_parquet(data, config.stored_columns, data=config.data, like=like)
     if isinstance(data, ShardSet):
         check_rules(data.url, data.rules, config.data, words_of(like))
     else:
         data = _shards_of_rows(data, url, config, until_done, like, reuse=reuse, before_commit=before_commit)
-    data = filter_rows(data, config.data)
+    data = filter_rows(data, config)
     columns = data.select(config.data.columns)
     check_batch_names(config.data.columns, [c.name for c in columns if c.is_ragged])
     check_like(columns, like)
     check_settings(columns, config.data.encode)
-    num_readers = config.launch.num_ranks
-    if config.parallel.strategy == "parameter_server":
-        num_readers -= config.parallel.num_servers
+    num_readers = config.num_trainers
     check_memory(data, columns, config, num_readers, num_datasets)
-    warn_of_memory(data, columns, config.data, num_readers, num_datasets)
-    return with_runs(data, config.data)
+    warn_of_memory(data, columns, config.loader, num_readers, num_datasets)
+    return with_runs(data, config.sequences, config.data.columns)
+
+
+def _check_policies(config: Config) -> None:
+    for key in ("nulls", "nonfinite"):
+        if config.loader.reader == "petastorm" and (policy := getattr(config.data, key)) in ("drop", "fill"):
+            raise ValueError(
+                f"data.{key}: found {policy!r} with loader.reader=petastorm, which reads an external dataset as it is; "
+                "set loader.reader to spark_dl"
+            )
 
 
 def _is_ours(url: str) -> bool:
@@ -188,7 +198,10 @@ def _shards_of_rows(
     if reuse and storage.exists(pointer):
         shards, lease = reopen(json.loads(storage.read_bytes(pointer))["url"], run=url)
     else:
-        shards, found = store_shards(df, config.data, url, run=url, like=like, before_commit=before_commit)
+        shards, found = store_shards(
+            df, config.data, url, shards=config.shards, columns=config.stored_columns, run=url, like=like,
+            before_commit=before_commit,
+        )  # fmt: skip
         if found is None:
             return shards
         lease = found

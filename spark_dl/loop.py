@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from spark_dl import checkpoint, early_stop, finite
+from spark_dl.config import Config, Train
 from spark_dl.data.columns.batch import StepBatches
 from spark_dl.data.load.build import BatchLoader, build_loader, build_train_loader
 from spark_dl.data.load.resume_check import dataset_digest
@@ -23,10 +24,10 @@ from spark_dl.finite import LOSS, Finding, NotFiniteError, StateCheck, StepCheck
 from spark_dl.gather import sum_over_ranks
 from spark_dl.launch.failure import OtherRankError
 from spark_dl.metrics import MetricsLog, StepTimer
-from spark_dl.parallel import Parallelize, parallelize
+from spark_dl.parallel.stragglers import delayed
 from spark_dl.parallel.trainable import Trainable, lr_factor
 from spark_dl.schedule import Schedule
-from spark_dl.spec import Run
+from spark_dl.spec import ModelSpec, Run
 from spark_dl.world import World
 
 
@@ -52,23 +53,23 @@ class Progress:
 def train(
     run: Run,
     world: World,
+    parallelize: Callable[[ModelSpec, World, Config], Trainable],
     *,
-    build_trainable: Parallelize = parallelize,
     build_train_loader: Callable[..., BatchLoader] = build_train_loader,
     num_ranks: int | None = None,
     check_steps: bool = True,
 ) -> dict[str, Any]:
     """Trains as one rank. Collective; every rank returns the same.
 
-    `build_trainable` and `build_train_loader` are others where the driver trains for all ranks, as `baselines` do;
-    `num_ranks` then says how many share a step (`train.lr_scaling`), other than those of the world. Without
+    `parallelize` is the strategy's. Where the driver trains for all ranks, `build_train_loader` is its own, and
+    `num_ranks` says how many share a step (`train.lr_scaling`), other than those of the world. Without
     `check_steps` only losses and checkpoints are checked: to measure what the check of each step costs.
     Raises RuntimeError if a loss, a gradient or a weight is not finite, which names the rank, the step and the
     parameter where that began, or if a checkpoint cannot be written; ValueError for settings or a model that do not
     fit the data.
     """
     seed_generators(run.config.train.seed)  # the same weights on all ranks
-    trainable = build_trainable(run.spec, world, run.config)
+    trainable = delayed(parallelize(run.spec, world, run.config), run.config, world.rank)
     try:
         loader = build_train_loader(
             run.train, run.spec, run.config, rank=world.rank, world_size=world.world_size,
@@ -122,7 +123,7 @@ class Training:
         self.validation: BatchLoader | None = None
         if run.validation is not None:
             self.validation = build_loader(run.validation, shuffle=False, prepare=run.spec.prepare, **options)
-        elif self.config.data.validation_fraction:
+        elif self.config.train.validation_fraction:
             self.validation = build_loader(
                 run.train, part="validation", shuffle=False, prepare=run.spec.prepare, **options
             )
@@ -334,7 +335,7 @@ class Training:
         for name, part in self.trainable.rank_state.items():
             part.load_state_dict(of_rank[name])
         self.progress = Progress(**state["progress"])
-        early_stop.take_up(self.progress, checkpoint.config_of(saved).train, self.config.train)
+        early_stop.take_up(self.progress, Train(**saved.manifest["config"]["train"]), self.config.train)
         self.saved_url, self.saved_at = saved.url, self.progress.global_step
         if not checkpoint.restore_random_state(saved, self.world.rank, self.world.world_size):
             seed_generators(self.config.train.seed + 1 + self.world.rank + 100_003 * self.progress.global_step)

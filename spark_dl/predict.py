@@ -15,6 +15,7 @@ import torch
 from spark_dl import checkpoint
 from spark_dl.config import Config, Data
 from spark_dl.config.checks import suggestion
+from spark_dl.config.load import build_config
 from spark_dl.data.columns import schema
 from spark_dl.data.columns.batch import build_batch
 from spark_dl.data.columns.policies import clean_batch
@@ -46,11 +47,11 @@ def predict(
     Raises ValueError for a missing feature, a checkpoint that does not fit, or a column that is there already.
     """
     saved = checkpoint.find(checkpoint_url)
-    config = config or checkpoint.config_of(saved)
+    config = config or build_config(saved.manifest["config"])
     columns = _trained_columns(saved, config)
-    if config.data.sequence_length:
+    if config.sequences is not None:
         raise ValueError(
-            f"predict: the model reads sequences (data.sequence_length={config.data.sequence_length}), found rows of a "
+            f"predict: the model reads sequences (sequences.length={config.sequences.length}), found rows of a "
             "DataFrame; call TrainResult.load_model's model on sequences of your own"
         )
     sources = _trained_sources(df.schema, columns, config)
@@ -173,7 +174,7 @@ def _outputs(
     spec: ModelSpec, model: Any, columns: list[Column], cells: Sequence[Array | Ragged], config: Config, device: Any
 ) -> dict[str, torch.Tensor]:
     """The new columns of some rows, each # (rows, ...)"""
-    batch = spec.prepare(build_batch(columns, cells, config.data.ragged))
+    batch = spec.prepare(build_batch(columns, cells, config.loader.ragged))
     with torch.inference_mode():
         on_device = {name: tensor.to(device) for name, tensor in batch.items()}
         output = spec.output(model, on_device, config.data.features)

@@ -101,7 +101,7 @@ class Run:
     spec: ModelSpec
     config: Config
     train: ShardSet | Mixture
-    """The rows to train on, or to evaluate. Empty where they stream into the ranks (`data.storage` "local")."""
+    """The rows to train on, or to evaluate. Empty where they stream into the ranks (`shards.storage` "local")."""
     run_dir: str
     validation: ShardSet | None = None
     generation: int = 0

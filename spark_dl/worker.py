@@ -10,9 +10,8 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from spark_dl import checkpoint
-from spark_dl.baselines.servers import loop as parameter_server
-from spark_dl.config import Data, Launch
+from spark_dl import checkpoint, strategies
+from spark_dl.config import Data, Launch, Loader, Shards
 from spark_dl.data import local
 from spark_dl.data.columns.source import SourceColumn
 from spark_dl.data.dataset.memory import check_memory
@@ -31,12 +30,13 @@ Report = Callable[[Mapping[str, Any]], None]
 
 Loop = Callable[[Run, World], dict[str, Any]]
 
-TRAIN_BY: dict[str, Loop] = {"parameter_server": parameter_server.train}
-"""Strategies that train by a loop of their own."""
-
 
 def _train(run: Run, world: World) -> dict[str, Any]:
-    return TRAIN_BY.get(run.config.parallel.strategy, train)(run, world)
+    strategy = strategies.find(run.config.parallel.strategy)
+    if strategy.train_on_ranks is not None:
+        return strategy.train_on_ranks(run, world)
+    assert strategy.parallelize is not None, "the driver's loop runs no ranks"
+    return train(run, world, strategy.parallelize)
 
 
 LOOPS: dict[str, Loop] = {"train": _train, "evaluate": evaluate}
@@ -65,9 +65,11 @@ def main_on_rows(
     run: Run, sources: tuple[SourceColumn, ...], rows: TaskInput, *, task: str = "train", report: Report | None = None
 ) -> RankResult:
     """`main` on the rows that stream into this task, which take the place of `run.train`. Collective."""
-    data = run.config.data
+    data, held_out = run.config.data, run.config.train.validation_fraction
     with (
-        local.spill(rows.batches, sources, data, part=rows.task, folder=rows.folder) as spilled,
+        local.spill(
+            rows.batches, sources, data, layout=run.config.shards, part=rows.task, folder=rows.folder
+        ) as spilled,
         rendezvous.join(run.config.launch, init_group=run.config.parallel.has_group, report=report) as world,
     ):
         _check_reach(task, run, world)
@@ -75,9 +77,10 @@ def main_on_rows(
             shards = local.assemble(spilled, _gather(world))
             check_memory(shards, shards.select(data.columns), run.config, world.world_size)
             if task == "train":
-                check_held_out(shards.rows, data.validation_fraction)
+                check_held_out(shards.rows, held_out)
                 if run.checkpoint is not None:
-                    check_same_rows(checkpoint.open_checkpoint(run.checkpoint).manifest.get("rows"), shards, data)
+                    saved = checkpoint.open_checkpoint(run.checkpoint).manifest.get("rows")
+                    check_same_rows(saved, shards, validation_fraction=held_out)
         except ValueError as error:
             return RankResult(world.rank, None, refused=str(error))
         return RankResult(world.rank, LOOPS[task](dataclasses.replace(run, train=shards), world))
@@ -87,6 +90,9 @@ def call_on_rows(
     fn: Callable[..., Any],
     sources: tuple[SourceColumn, ...],
     data: Data,
+    shards: Shards,
+    loader: Loader,
+    validation_fraction: float,
     kwargs: dict[str, Any],
     launch: Launch,
     rows: TaskInput,
@@ -94,14 +100,14 @@ def call_on_rows(
 ) -> RankResult:
     """`call` with the rows that stream into this task as the first argument, a `RankRows`. Collective."""
     with (
-        local.spill(rows.batches, sources, data, part=rows.task, folder=rows.folder) as spilled,
+        local.spill(rows.batches, sources, data, layout=shards, part=rows.task, folder=rows.folder) as spilled,
         rendezvous.join(launch, init_group=False, report=report) as world,
     ):
         try:
-            shards = local.assemble(spilled, _gather(world))
+            dataset = local.assemble(spilled, _gather(world))
         except ValueError as error:
             return RankResult(world.rank, None, refused=str(error))
-        return RankResult(world.rank, fn(local.RankRows(shards, data), **kwargs))
+        return RankResult(world.rank, fn(local.RankRows(dataset, data, loader, validation_fraction), **kwargs))
 
 
 def _check_reach(task: str, run: Run, world: World) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import jsonargparse
 
 from spark_dl.config import Config
-from spark_dl.config.load import build_config, config_keys, explain_parse_error
+from spark_dl.config.load import describe_strategies, parse_config
 from spark_dl.launch.session import build_session
 from spark_dl.spec import ModelSpec, import_object
 from spark_dl.storage import join as join
@@ -97,7 +97,9 @@ def parse(description: str, options: Mapping[str, tuple[Any, Any, str]]) -> Job:
     `options` are the job's own: name -> (type, default, help); a bool is a flag.
     """
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)  # for --help
-    parser = jsonargparse.ArgumentParser(description=description, exit_on_error=False, allow_abbrev=False)
+    parser = jsonargparse.ArgumentParser(
+        description=description, epilog=describe_strategies(), exit_on_error=False, allow_abbrev=False
+    )
     parser.add_argument("--config", action="config", help="YAML file with any of these settings; may be repeated")
     parser.add_argument("--master", type=str | None, help="Spark master URL, or sc://host:port for Spark Connect")
     parser.add_argument("--spark_conf", type=dict[str, str], default={}, help="Spark settings, as a YAML mapping")
@@ -108,20 +110,16 @@ def parse(description: str, options: Mapping[str, tuple[Any, Any, str]]) -> Job:
             parser.add_argument(f"--{name}", type=kind, default=default, help=text)
     parser.add_class_arguments(Input, "input")
     parser.add_class_arguments(Model, "model")
-    parser.add_class_arguments(Config, None)
-    sections = {key.split(".")[0] for key in config_keys()}
+    own = [*options, "master", "spark_conf", "config"]
+    own += [f"{name}.{key}" for name, section in (("input", Input), ("model", Model)) for key in vars(section())]
     try:
-        parsed = parser.parse_args().as_dict()
+        config, parsed = parse_config(parser, sys.argv[1:], own)
         return Job(
-            args={key: value for key, value in parsed.items() if key not in {*sections, "input", "model", "config"}},
-            config=build_config({key: value for key, value in parsed.items() if key in sections}),
+            args={name: parsed[name] for name in (*options, "master", "spark_conf")},
+            config=config,
             input=Input(**parsed["input"]),
             model=Model(**parsed["model"]),
         )
-    except jsonargparse.ArgumentError as error:
-        known = [*config_keys(), *options, "master", "spark_conf", "config"]
-        known += [f"{name}.{key}" for name, cls in (("input", Input), ("model", Model)) for key in vars(cls())]
-        _fail(explain_parse_error(str(error), known), 2)
     except ValueError as error:
         _fail(str(error), 2)
 

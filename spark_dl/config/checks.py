@@ -31,8 +31,13 @@ def check(ok: bool, key: str, expected: str, found: Any) -> None:
         raise ValueError(f"{key}: expected {expected}, found {found!r}")
 
 
+def section_name(section: type) -> str:
+    """Name of a section in keys: `parallel` for the settings of every strategy, else the name of its class."""
+    return str(getattr(section, "SECTION", section.__name__.lower()))
+
+
 def check_number(section: Any, name: str, low: float, *, above: bool = False, whole: bool = False) -> None:
-    value, key = getattr(section, name), f"{type(section).__name__.lower()}.{name}"
+    value, key = getattr(section, name), f"{section_name(type(section))}.{name}"
     kind = "a whole number" if whole else "a finite number"
     number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
     fits = number and math.isfinite(value) and (value > low if above else value >= low)
@@ -44,14 +49,14 @@ def check_choices(section: Any) -> None:
     for name, hint in get_type_hints(type(section)).items():
         choices = get_args(hint)
         if getattr(hint, "__origin__", None) is Literal:
-            key = f"{type(section).__name__.lower()}.{name}"
+            key = f"{section_name(type(section))}.{name}"
             check(getattr(section, name) in choices, key, f"one of {list(choices)}", getattr(section, name))
 
 
 def check_bool(section: Any, *names: str) -> None:
     for name in names:
         value = getattr(section, name)
-        check(isinstance(value, bool), f"{type(section).__name__.lower()}.{name}", "true or false", value)
+        check(isinstance(value, bool), f"{section_name(type(section))}.{name}", "true or false", value)
 
 
 def check_class(key: str, module: str, base: str, name: Any) -> None:

@@ -1,36 +1,66 @@
-"""Settings from outside: YAML files and dotted command-line overrides (`--train.lr=0.1`), through jsonargparse."""
+"""Settings from outside: YAML files and dotted command-line overrides (`--train.lr=0.1`), through jsonargparse.
+
+They are read in two passes: first `parallel.strategy`, then all settings, with those of that strategy as `parallel`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import re
+import types
+import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jsonargparse
+import yaml
+
+from spark_dl import strategies
 from spark_dl.config import Config
 from spark_dl.config.checks import check, suggestion
 
+DEFAULT_STRATEGY = "ddp"
 
-def config_keys() -> list[str]:
+
+def sections(strategy: str = DEFAULT_STRATEGY) -> dict[str, type]:
+    """The dataclass of each section, by its name in `Config`. Raises ValueError for an unknown strategy."""
+    found: dict[str, type] = {}
+    for name, hint in typing.get_type_hints(Config).items():
+        options = [t for t in typing.get_args(hint) if t is not types.NoneType]
+        found[name] = options[0] if options else hint
+    return {**found, "parallel": strategies.find(strategy).settings}
+
+
+def config_keys(strategy: str = DEFAULT_STRATEGY) -> list[str]:
     """All dotted keys, such as `train.lr`."""
-    sections = {f.name: f.default_factory for f in dataclasses.fields(Config)}
-    return [f"{s}.{f.name}" for s, cls in sections.items() for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    keys = [f"{name}.{f.name}" for name, section in sections(strategy).items() for f in dataclasses.fields(section)]
+    return [*keys, "parallel.strategy"]
 
 
-def build_config(sections: Mapping[str, Any]) -> Config:
-    """A `Config` from plain nested dicts, such as those of a YAML file; keys that are missing keep their defaults."""
-    known = {f.name: f.default_factory for f in dataclasses.fields(Config)}
+def build_config(plain: Mapping[str, Any]) -> Config:
+    """A `Config` from plain nested dicts, such as those of a YAML file; keys that are missing keep their defaults.
+
+    Raises ValueError for an unknown key, naming the nearest one, and for a value that does not fit.
+    """
+    parallel = plain.get("parallel", {})
+    strategy = parallel.get("strategy", DEFAULT_STRATEGY) if isinstance(parallel, Mapping) else DEFAULT_STRATEGY
+    known = sections(strategy)
     built: dict[str, Any] = {}
-    for name, values in sections.items():
+    for name, values in plain.items():
         if name not in known:
             raise ValueError(f"unknown config key {name!r}{suggestion(str(name), list(known))}")
+        if name == "sequences" and values is None:
+            continue
         check(isinstance(values, Mapping), name, "a mapping of keys to values", values)
+        keys = {f.name for f in dataclasses.fields(known[name])} | ({"strategy"} if name == "parallel" else set())
         for key in values:
-            if f"{name}.{key}" not in config_keys():
-                raise ValueError(f"unknown config key '{name}.{key}'{suggestion(f'{name}.{key}', config_keys())}")
-        built[name] = known[name](**values)  # type: ignore[operator, misc]
+            if key not in keys:
+                raise ValueError(_unknown_key(f"{name}.{key}", strategy, config_keys(strategy)))
+        built[name] = known[name](
+            **{key: value for key, value in values.items() if (name, key) != ("parallel", "strategy")}
+        )
     return Config(**built)
 
 
@@ -39,28 +69,95 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] | Mappi
 
     Raises ValueError for an unknown key, naming the nearest one, and for a value that does not fit.
     """
-    import jsonargparse
-
     pairs = overrides.items() if isinstance(overrides, Mapping) else [o.partition("=")[::2] for o in overrides]
     args = [f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in pairs]
+    args = args if path is None else [f"--config={path}", *args]
     parser = jsonargparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
     parser.add_argument("--config", action="config")
-    parser.add_class_arguments(Config, None)
+    return parse_config(parser, args)[0]
+
+
+def parse_config(
+    parser: jsonargparse.ArgumentParser, args: Sequence[str], more_keys: Sequence[str] = ()
+) -> tuple[Config, dict[str, Any]]:
+    """Adds all settings to a parser that has `--config`, and parses. Returns them, and all that the parser found.
+
+    more_keys: arguments that the parser has already, for suggestions. Raises ValueError as `load_config` does.
+    """
+    strategy = strategy_of(args)
+    known = sections(strategy)
+    parser.add_argument("--parallel.strategy", default=strategy, help=f"one of {', '.join(strategies.names())}")
+    for name, section in known.items():
+        if name == "sequences":
+            parser.add_argument("--sequences", type=section | None, default=None, help="null: each row is a sample")
+        else:
+            parser.add_class_arguments(section, name)
     try:
-        parsed = parser.parse_args(args if path is None else [f"--config={path}", *args]).as_dict()
+        parsed = parser.parse_args(list(args)).as_dict()
     except jsonargparse.ArgumentError as error:
-        raise ValueError(explain_parse_error(str(error), config_keys())) from None
-    return build_config({name: section for name, section in parsed.items() if name != "config"})
+        raise ValueError(_explain(str(error), strategy, [*config_keys(strategy), *more_keys])) from None
+    return build_config({name: values for name, values in parsed.items() if name in known}), parsed
 
 
-def explain_parse_error(message: str, known: Sequence[str]) -> str:
+def strategy_of(args: Sequence[str]) -> str:
+    """`parallel.strategy` as the command line and its `--config` files say; the last one counts."""
+    found = DEFAULT_STRATEGY
+    pairs = [
+        (a.partition("=")[0], a.partition("=")[2] if "=" in a else b)
+        for a, b in zip(args, [*args[1:], ""], strict=True)
+    ]
+    for name, value in pairs:
+        if name == "--parallel.strategy":
+            found = value
+        elif name in ("--config", "--parallel"):
+            found = _strategy_in(name, value) or found
+    return found
+
+
+def _strategy_in(name: str, value: str) -> str | None:
+    """The strategy that a YAML file names, or the value of `--parallel`; None where it cannot be read."""
+    try:
+        read = yaml.safe_load(value if name == "--parallel" or not Path(value).is_file() else Path(value).read_text())
+    except (OSError, yaml.YAMLError):
+        return None
+    parallel = read if name == "--parallel" else read.get("parallel") if isinstance(read, Mapping) else None
+    strategy = parallel.get("strategy") if isinstance(parallel, Mapping) else None
+    return None if strategy is None else str(strategy)
+
+
+def _explain(message: str, strategy: str, known: Sequence[str]) -> str:
     """The message of jsonargparse in one line, and, where it is about an unknown key, with the nearest known key."""
     group = re.search(r"Group '([\w.]+)' does not accept option '([\w.]+)'", message)
     other = re.search(r"(?:[Uu]nrecognized arguments: --|Option ')([\w.]+)", message)
     key = ".".join(group.groups()) if group else other.group(1) if other else None
     if key is None:
         return re.sub(r"\s+", " ", message.replace('Parser key "', '"')).strip()
+    return _unknown_key(key, strategy, known)
+
+
+def _unknown_key(key: str, strategy: str, known: Sequence[str]) -> str:
+    section, _, name = key.partition(".")
+    if section == "parallel" and (having := _strategies_with(name)):
+        return (
+            f"{key}: not a setting of parallel.strategy={strategy!r}, but of {' and '.join(having)}; leave it out, or "
+            "choose another strategy"
+        )
     nearest = suggestion(key, known)
     if key.count(".") == 0 and "mean" not in nearest:
         nearest = suggestion(key, sorted({k.split(".")[0] for k in known}))
     return f"unknown config key {key!r}{nearest}"
+
+
+def _strategies_with(name: str) -> list[str]:
+    return [n for n in strategies.names() if name in {f.name for f in dataclasses.fields(strategies.find(n).settings)}]
+
+
+def describe_strategies() -> str:
+    """All strategies and their settings, for `--help`."""
+    lines = ["settings of parallel, by strategy:"]
+    for name in strategies.names():
+        section = strategies.find(name).settings
+        summary = (section.__doc__ or "").strip().splitlines()[0]
+        fields = [f"{f.name} (default {f.default!r})" for f in dataclasses.fields(section)]
+        lines.append(f"  {name}: {summary} Settings: {', '.join(fields) or 'none'}.")
+    return "\n".join(lines)

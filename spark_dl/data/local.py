@@ -28,13 +28,13 @@ import numpy as np
 import pyarrow as pa
 from torch import Tensor
 
-from spark_dl.config import Config, Data, Launch, Train
+from spark_dl.config import Config, Data, Launch, Loader, Shards, Train
 from spark_dl.data.columns.ragged import Array, Ragged
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.columns.source import SourceColumn
 from spark_dl.data.dataset.records import LocalPlacement, ShardSet
 from spark_dl.data.dataset.shard_table import ShardTable
-from spark_dl.data.load import loader
+from spark_dl.data.load import loader as loaders
 from spark_dl.data.plan import Segment, Split
 from spark_dl.data.read import rows
 from spark_dl.data.write.shards import (
@@ -58,7 +58,7 @@ Gather = Callable[[str, Any], list[Any]]
 
 
 def deal_rows(
-    df: DataFrame, data: Data, num_ranks: int, like: Sequence[Column] = ()
+    df: DataFrame, data: Data, layout: Shards, num_ranks: int, like: Sequence[Column] = ()
 ) -> tuple[DataFrame, tuple[SourceColumn, ...]]:
     """The DataFrame with one partition per rank, and its columns. Called on the driver; nothing runs yet.
 
@@ -67,9 +67,7 @@ def deal_rows(
     one, and it leaves no trace of the order in which the rows were stored. `like` are columns whose vocabularies serve.
     Raises ValueError for a missing column or a type that cannot become a tensor.
     """
-    if data.sequence_length:
-        raise ValueError("data.sequence_length: rows are dealt to the ranks without their order; set it to 0")
-    selected, sources = select_sources(df, data.columns, data, like)
+    selected, sources = select_sources(df, data.columns, data, layout, like)
     order = f"order_{uuid.uuid4().hex}"
     row_hash = f"xxhash64({', '.join(selected.columns)}) AS {order}"
     dealt = selected.repartition(num_ranks).selectExpr("*", row_hash)
@@ -87,7 +85,13 @@ class Spilled:
 
 @contextlib.contextmanager
 def spill(
-    batches: Iterator[pa.RecordBatch], sources: tuple[SourceColumn, ...], data: Data, *, part: int, folder: str
+    batches: Iterator[pa.RecordBatch],
+    sources: tuple[SourceColumn, ...],
+    data: Data,
+    *,
+    layout: Shards,
+    part: int,
+    folder: str,
 ) -> Iterator[Spilled]:
     """Writes the rows of a task to a new folder inside `folder`, which is deleted at the end. Called on a rank.
 
@@ -97,7 +101,7 @@ def spill(
     with _temporary_folder(folder) as path:
         umask = os.umask(0o077)
         try:
-            written = write_part(batches, path, f"part-{part:05d}", sources, data, part)
+            written = write_part(batches, path, f"part-{part:05d}", sources, data, part, layout=layout)
             if written.error:
                 written = dataclasses.replace(written, error=f"{written.error} (as the rows were dealt to the ranks)")
         except OSError as error:
@@ -193,6 +197,9 @@ class RankRows:
     dataset: ShardSet
     """The rows of all ranks; the files of other ranks lie elsewhere."""
     data: Data
+    settings: Loader
+    """Order of rows and form of batches; the number of streams is that of the ranks."""
+    validation_fraction: float = 0.0
 
     @property
     def shards(self) -> ShardSet:
@@ -203,30 +210,33 @@ class RankRows:
         own = ShardTable.of(self.dataset.shards[first : first + counts[part]])
         return ShardSet(self.dataset.url, self.dataset.columns, own)
 
-    def loader(self, batch_size: int, *, shuffle: bool = True, seed: int = 0, part: Split = "all") -> loader.Loader:
+    def loader(self, batch_size: int, *, shuffle: bool = True, seed: int = 0, part: Split = "all") -> loaders.Loader:
         """A loader of batches of `batch_size` rows per rank.
 
         `for step in loader.epoch(0)` gives `step.micro_batches[0]` (columns and `weight`, 0 where a place is only
         filled) and `step.rows`, the true rows on all ranks together.
 
-        `part` chooses the rows that train or validate where `data.validation_fraction` splits them.
+        `part` chooses the rows that train or validate where `validation_fraction` splits them.
         """
         assert self.dataset.spread is not None
         num_ranks = len(self.dataset.spread.part_shards)
         config = Config(
-            data=dataclasses.replace(self.data, num_streams=num_ranks),
-            train=Train(global_batch_size=batch_size * num_ranks, seed=seed),
+            data=self.data,
+            loader=dataclasses.replace(self.settings, num_streams=num_ranks),
+            train=Train(
+                global_batch_size=batch_size * num_ranks, seed=seed, validation_fraction=self.validation_fraction
+            ),
             launch=Launch(num_ranks=num_ranks),
         )
         own = self.dataset.spread.part
-        return loader.Loader(self.dataset, config, rank=own, world_size=num_ranks, part=part, shuffle=shuffle)
+        return loaders.Loader(self.dataset, config, rank=own, world_size=num_ranks, part=part, shuffle=shuffle)
 
     def batches(
         self, batch_size: int, *, epoch: int = 0, shuffle: bool = True, seed: int = 0
     ) -> Iterator[dict[str, Tensor]]:
         """The batches of one epoch: columns by name, [batch_size, *cell], and `weight`, [batch_size] float32.
 
-        Ragged columns come as `data.ragged` says: padded, with `<name>_mask`, or end to end, with `<name>_offsets`.
+        Ragged columns come as `loader.ragged` says: padded, with `<name>_mask`, or end to end, with `<name>_offsets`.
         """
         for step in self.loader(batch_size, shuffle=shuffle, seed=seed).epoch(epoch):
             yield step.micro_batches[0]

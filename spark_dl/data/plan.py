@@ -35,7 +35,7 @@ import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
 Split = Literal["all", "train", "validation"]
-"""Rows that are read: all, or one side of `data.validation_fraction`."""
+"""Rows that are read: all, or one side of `train.validation_fraction`."""
 
 FILLER = -1
 """In place of a row group's number: the row that a dataset in parts holds ready for a part without rows."""
@@ -165,7 +165,7 @@ class Plan:
             raise ValueError("the dataset has no rows; at least one is needed")
         if self.num_streams < 1 or self.global_batch_size % self.num_streams:
             raise ValueError(
-                f"train.global_batch_size={self.global_batch_size} is not a multiple of data.num_streams="
+                f"train.global_batch_size={self.global_batch_size} is not a multiple of loader.num_streams="
                 f"{self.num_streams}: every global batch takes the same number of rows from each stream"
             )
 
@@ -270,8 +270,8 @@ def streams_of_rank(num_streams: int, rank: int, world_size: int) -> range:
     """The streams that a rank reads: whole ones, dealt near-equally and in order."""
     if num_streams < world_size:
         raise ValueError(
-            f"data.num_streams={num_streams} is less than launch.num_ranks={world_size}: each rank reads at least one "
-            "stream; raise data.num_streams (and with it train.global_batch_size, its multiple)"
+            f"loader.num_streams={num_streams} is less than launch.num_ranks={world_size}: each rank reads at least "
+            "one stream; raise loader.num_streams (and with it train.global_batch_size, its multiple)"
         )
     return range(rank * num_streams // world_size, (rank + 1) * num_streams // world_size)
 
@@ -302,7 +302,7 @@ def check_held_out(rows: int, fraction: float) -> None:
     if fraction and not 0 < held_out < rows:
         use, change = ("train on", "lower") if held_out else ("validate with", "raise")
         raise ValueError(
-            f"data.validation_fraction={fraction:g} of {rows} rows is {held_out} rows, which leaves none to {use}; "
+            f"train.validation_fraction={fraction:g} of {rows} rows is {held_out} rows, which leaves none to {use}; "
             f"{change} it, or set it to 0 and pass the validation rows as a dataset of their own"
         )
 

@@ -42,8 +42,8 @@ def check_disks(spark: Any) -> None:
     """Raises ValueError where rows may not lie on the disks of executors as they are."""
     if _conf(spark, "spark.io.encryption.enabled") == "true":
         raise ValueError(
-            "spark.io.encryption.enabled is true, and rows on the ranks' own disks (data.storage='local', "
-            "run_on_dataframe) are not encrypted; set data.storage to 'shared', or the former to false where the "
+            "spark.io.encryption.enabled is true, and rows on the ranks' own disks (shards.storage='local', "
+            "run_on_dataframe) are not encrypted; set shards.storage to 'shared', or the former to false where the "
             "executors' disks are encrypted by themselves"
         )
 

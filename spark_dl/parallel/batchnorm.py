@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from spark_dl.config import Config
 from spark_dl.spec import Batch, ModelSpec
+
+if TYPE_CHECKING:
+    from spark_dl.config import Config
 
 
 def synchronize_batchnorm(

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from spark_dl.config import Config
+from spark_dl.config.checks import check, check_bool, check_choices, check_number
+from spark_dl.config.parallel import Parallel
 from spark_dl.parallel.batchnorm import synchronize_batchnorm
 from spark_dl.parallel.exchange.bucket_choice import BucketSize
 from spark_dl.parallel.exchange.exchange import average_whole, build_exchange
@@ -21,7 +23,87 @@ from spark_dl.parallel.trainable import Scaler, Trainable, add_gradients, build_
 from spark_dl.spec import Batch, ModelSpec
 
 if TYPE_CHECKING:
+    from spark_dl.config import Config
     from spark_dl.world import World
+
+
+AllReduce = Literal["backend", "naive", "reduce_broadcast", "tree", "ring", "halving_doubling"]
+Compression = Literal["none", "fp16", "bf16", "powersgd", "threshold", "topk"]
+_ERROR_FEEDBACK = ("powersgd", "threshold", "topk")
+_OF_COMPRESSION: Mapping[str, tuple[str, ...]] = {
+    "compression_start_step": _ERROR_FEEDBACK,
+    "powersgd_rank": ("powersgd",),
+    "threshold": ("threshold",),
+    "topk_ratio": ("topk",),
+}
+"""Settings that only some compressions have."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DDP(Parallel):
+    """PyTorch's DistributedDataParallel: gradients in buckets, averaged by all-reduce while backward runs."""
+
+    strategy: ClassVar[str] = "ddp"
+    bucket_mib: float | Literal["auto"] = 25.0
+    """Size of the flat gradient buffers of one all-reduce, in MiB. `auto` measures at the start of a run when gradients
+    are ready and how long all-reduces take, and picks the size with the shortest step; not for `compression`."""
+    find_unused_parameters: bool = False
+    """For models of which a step may not use all parameters."""
+    static_graph: bool = False
+    """Promise that every step uses the same parameters in the same way."""
+    sync_batchnorm: bool = False
+    """Normalize by the mean and variance of the global batch, not of each rank's part of it."""
+    all_reduce: AllReduce = "backend"
+    """How gradients are summed: by the backend (Gloo, NCCL), or by an algorithm of
+    `spark_dl.parallel.exchange.collectives`."""
+    compression: Compression = "none"
+    """Form in which gradients are sent. All but fp16 and bf16 keep what they leave out and add it to the next step's
+    gradient (error feedback)."""
+    compression_start_step: int = 2
+    """Steps at the start of a run that send whole gradients, with powersgd, threshold and topk."""
+    powersgd_rank: int = 1
+    """Rank of the matrices that PowerSGD sends."""
+    threshold: float = 0.001
+    """Value that `threshold` sends, with the sign, for each element whose size is above it. In the unit of the gradient
+    of the mean loss over a rank's rows, whatever the number of ranks."""
+    topk_ratio: float = 0.01
+    """Fraction of the elements of each bucket, the largest ones, that `topk` sends. In (0, 1]."""
+
+    def __post_init__(self) -> None:
+        if self.bucket_mib != "auto":
+            check_number(self, "bucket_mib", 0, above=True)
+        elif self.compression != "none":
+            raise ValueError(
+                f"parallel.bucket_mib: expected a size in MiB with parallel.compression={self.compression!r}, found "
+                "'auto', which measures all-reduces of whole gradients; set a size, or parallel.compression to none"
+            )
+        check_bool(self, "find_unused_parameters", "static_graph", "sync_batchnorm")
+        check_choices(self)
+        check_number(self, "powersgd_rank", 1, whole=True)
+        check_number(self, "compression_start_step", 0, whole=True)
+        check_number(self, "threshold", 0, above=True)
+        check_number(self, "topk_ratio", 0, above=True)
+        check(self.topk_ratio <= 1, "parallel.topk_ratio", "a number <= 1", self.topk_ratio)
+        self._check_compression()
+
+    def _check_compression(self) -> None:
+        for name, choices in _OF_COMPRESSION.items():
+            if self.compression not in choices and getattr(self, name) != getattr(type(self), name):
+                raise ValueError(
+                    f"parallel.{name}: only supported with parallel.compression={' or '.join(choices)}, found "
+                    f"{self.compression!r}; leave it out, or choose one of these"
+                )
+        if self.compression != "none" and self.all_reduce != "backend":
+            raise ValueError(
+                f"parallel.all_reduce: expected 'backend' with parallel.compression={self.compression!r}, which does "
+                f"not send whole gradients, found {self.all_reduce!r}"
+            )
+        if self.compression in _ERROR_FEEDBACK and self.find_unused_parameters:
+            raise ValueError(
+                f"parallel.find_unused_parameters: not supported with parallel.compression={self.compression!r}: what "
+                "it sends for a parameter that no rank used in that step would be lost; set it to false, or use fp16 "
+                "or bf16"
+            )
 
 
 def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
@@ -29,24 +111,33 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
 
     Raises ValueError on every rank if the backend cannot send what `parallel.compression` asks for.
     """
-    spec, model = build_model(spec, world, config)
-    return average_gradients(spec, model, build_optimizer(model, config, world.world_size), world, config)
+    settings = config.parallel
+    assert isinstance(settings, DDP)
+    spec, model = build_model(spec, world, config, sync_batchnorm=settings.sync_batchnorm)
+    optimizer = build_optimizer(model, config, world.world_size)
+    return average_gradients(spec, model, optimizer, world, config, settings=settings)
 
 
-def build_model(spec: ModelSpec, world: World, config: Config) -> tuple[ModelSpec, nn.Module]:
+def build_model(spec: ModelSpec, world: World, config: Config, *, sync_batchnorm: bool) -> tuple[ModelSpec, nn.Module]:
     """The model on the rank's device, with synchronized BatchNorm if asked for, and the spec to call it by."""
     model = spec.build_to_train()
-    if config.parallel.sync_batchnorm:
+    if sync_batchnorm:
         spec, model = synchronize_batchnorm(spec, model, config, world.device)
     return spec, model.to(world.device)
 
 
 def average_gradients(
-    spec: ModelSpec, model: nn.Module, optimizer: torch.optim.Optimizer, world: World, config: Config
+    spec: ModelSpec,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    world: World,
+    config: Config,
+    *,
+    settings: DDP,
 ) -> Trainable:
     """A model that is the same on all ranks, trained by DDP. Collective; raises as `parallelize` does."""
-    bucket_size = BucketSize(config)
-    exchange = build_exchange(model, world, config)
+    bucket_size = BucketSize(settings)
+    exchange = build_exchange(model, world, settings, timeout_s=config.launch.collective_timeout_s)
     settled = False
     wrapped: DistributedDataParallel | None = None
     scaler = Scaler(optimizer, config, world.device)
@@ -67,11 +158,11 @@ def average_gradients(
             # graph also fails where its first backward pass exchanges nothing.
             trial = functools.partial(_run_without_trace, model, lambda: backward(micro_batches[-1:], rows))
             size_mib = bucket_size.settle(model, trial, world)
-            wrapped = _wrap(model, size_mib, world, config)
+            wrapped = _wrap(model, size_mib, world, settings)
             if exchange is not None:
                 hook = exchange.hook
                 wrapped.register_comm_hook(None, lambda _, bucket: hook(bucket) if settled else average_whole(bucket))
-            for _ in range(2 if config.parallel.static_graph else 1):
+            for _ in range(2 if settings.static_graph else 1):
                 trial()
             settled = True
         total = backward(micro_batches, rows)
@@ -105,13 +196,13 @@ def average_gradients(
     )
 
 
-def _wrap(model: nn.Module, bucket_mib: float, world: World, config: Config) -> DistributedDataParallel:
+def _wrap(model: nn.Module, bucket_mib: float, world: World, settings: DDP) -> DistributedDataParallel:
     return DistributedDataParallel(
         model,
         device_ids=[world.device.index] if world.device.type == "cuda" else None,
         bucket_cap_mb=bucket_mib,
-        find_unused_parameters=config.parallel.find_unused_parameters,
-        static_graph=config.parallel.static_graph,
+        find_unused_parameters=settings.find_unused_parameters,
+        static_graph=settings.static_graph,
         gradient_as_bucket_view=True,
     )
 

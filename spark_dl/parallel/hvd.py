@@ -14,24 +14,45 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from spark_dl.config import Config
+from spark_dl.config.checks import check_bool, check_choices, check_number
+from spark_dl.config.parallel import Parallel
 from spark_dl.parallel.trainable import Scaler, Trainable, add_gradients, build_optimizer
 from spark_dl.spec import Batch, ModelSpec
 
 if TYPE_CHECKING:
+    from spark_dl.config import Config
     from spark_dl.world import World
 
 Wait: TypeAlias = Callable[[Callable[[], object]], None]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Horovod(Parallel):
+    """Horovod: gradients, averaged by its own all-reduce while backward runs."""
+
+    strategy: ClassVar[str] = "horovod"
+    bucket_mib: float = 25.0
+    """Size of Horovod's fusion buffer, in MiB."""
+    compression: Literal["none", "fp16"] = "none"
+    """Form in which gradients are sent."""
+    adasum: bool = False
+    """Horovod's adaptive sum in place of the mean."""
+
+    def __post_init__(self) -> None:
+        check_number(self, "bucket_mib", 0, above=True)
+        check_choices(self)
+        check_bool(self, "adasum")
+
+
 def check_available(config: Config) -> None:
     """Raises ValueError for what cannot run here. Called on the driver before any rank starts, and on every rank."""
-    if config.parallel.adasum:
+    if _settings(config).adasum:
         # Its operations exist only where MPI runs, on GPUs too: see CreateOperationManager in operations.cc of Horovod
         # 0.28.1. And a process can start MPI once only, while Spark uses its Python workers again.
         raise ValueError(
@@ -44,6 +65,11 @@ def check_available(config: Config) -> None:
             "conf/build_horovod.sh (a C++ compiler is needed; see the README) and install the wheel for the driver and "
             "the executors, or set parallel.strategy to ddp"
         )
+
+
+def _settings(config: Config) -> Horovod:
+    assert isinstance(config.parallel, Horovod)
+    return config.parallel
 
 
 def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
@@ -105,7 +131,7 @@ def _distributed(hvd: Any, plain: torch.optim.Optimizer, model: nn.Module, confi
     optimizer = hvd.DistributedOptimizer(
         plain,
         named_parameters=model.named_parameters(),
-        compression=getattr(hvd.Compression, config.parallel.compression),
+        compression=getattr(hvd.Compression, _settings(config).compression),
         backward_passes_per_step=config.train.accumulation_steps,
     )
     # It is a new object, made from the parameter groups alone: what other arguments left in the state, as Adagrad's
@@ -148,7 +174,7 @@ def _connect(hvd: Any, world: World, config: Config, wait: Wait) -> None:
         # NOTE: which gradients share a buffer depends on when they are ready, to the millisecond, and with three ranks
         # or more the order of the sums in a ring depends on the buffers: two runs can differ in the last bits.
         limits = {
-            "FUSION_THRESHOLD": round(float(config.parallel.bucket_mib) * 2**20),
+            "FUSION_THRESHOLD": round(_settings(config).bucket_mib * 2**20),
             "GLOO_TIMEOUT_SECONDS": math.ceil(config.launch.collective_timeout_s),
         }
         with _environment({**place, **limits}):

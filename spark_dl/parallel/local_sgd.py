@@ -6,31 +6,55 @@ arXiv:1805.09767). With `sync_start_step` gradients are averaged in the steps be
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from spark_dl.config import Config
+from spark_dl.config.checks import check_bool, check_number
+from spark_dl.config.parallel import Parallel
 from spark_dl.parallel import ddp, single
 from spark_dl.parallel.trainable import OptimizerState, Trainable, build_optimizer
 from spark_dl.spec import Batch, ModelSpec
 
 if TYPE_CHECKING:
+    from spark_dl.config import Config
     from spark_dl.world import World
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSGD(Parallel):
+    """Local SGD: each rank takes steps on its own, and every few steps the weights are averaged."""
+
+    strategy: ClassVar[str] = "local_sgd"
+    sync_every_steps: int = 8
+    """Steps after which the weights of the ranks are averaged."""
+    sync_start_step: int = 0
+    """Steps at the start of a run in which the gradients are averaged instead (post-local SGD)."""
+    sync_batchnorm: bool = False
+    """Normalize by the mean and variance of the global batch, not of each rank's part of it."""
+
+    def __post_init__(self) -> None:
+        check_number(self, "sync_every_steps", 1, whole=True)
+        check_number(self, "sync_start_step", 0, whole=True)
+        check_bool(self, "sync_batchnorm")
 
 
 def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
     """A model and an optimizer on every rank, and weights that are averaged by `parallel.sync_*`. Collective."""
-    spec, model = ddp.build_model(spec, world, config)
+    settings = config.parallel
+    assert isinstance(settings, LocalSGD)
+    spec, model = ddp.build_model(spec, world, config, sync_batchnorm=settings.sync_batchnorm)
     for tensor in (*model.parameters(), *model.buffers()):
         dist.broadcast(tensor.detach(), 0)
     optimizer = build_optimizer(model, config, world.world_size)
     alone = single.train_alone(spec, model, optimizer, world, config)
-    start = config.parallel.sync_start_step
-    together = ddp.average_gradients(spec, model, optimizer, world, config) if start else None
-    training = _LocalSgd(alone, together, config)
+    together = None
+    if settings.sync_start_step:
+        together = ddp.average_gradients(spec, model, optimizer, world, config, settings=ddp.DDP())
+    training = _LocalSgd(alone, together, settings)
     return Trainable(
         modules=[model],
         optimizer=optimizer,
@@ -47,9 +71,9 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
 class _LocalSgd:
     """Which steps are taken alone, and how many rows each rank has trained on since the weights were the same."""
 
-    def __init__(self, alone: Trainable, together: Trainable | None, config: Config):
+    def __init__(self, alone: Trainable, together: Trainable | None, settings: LocalSGD):
         self._alone, self._together = alone, together
-        self._start, self._every = config.parallel.sync_start_step, config.parallel.sync_every_steps
+        self._start, self._every = settings.sync_start_step, settings.sync_every_steps
         self._step = self._own_rows = self._all_rows = 0
 
     def forward_backward(self, micro_batches: Sequence[Batch], rows: int) -> Tensor:

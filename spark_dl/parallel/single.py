@@ -4,19 +4,39 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from spark_dl.config import Config
+from spark_dl.config.parallel import Parallel
 from spark_dl.parallel.trainable import Scaler, Trainable, add_gradients, build_optimizer
 from spark_dl.spec import Batch, ModelSpec
 
 if TYPE_CHECKING:
+    from spark_dl.config import Config
     from spark_dl.world import World
 
 _log = logging.getLogger("spark_dl")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Single(Parallel):
+    """One rank on one device, without a process group."""
+
+    strategy: ClassVar[str] = "single"
+    has_group: ClassVar[bool] = False
+    one_rank: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPSingleProcess(Parallel):
+    """One rank on all GPUs of its task, by torch's DataParallel; with fewer than two GPUs the same as `single`."""
+
+    strategy: ClassVar[str] = "dp_single_process"
+    has_group: ClassVar[bool] = False
+    one_rank: ClassVar[bool] = True
 
 
 def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
@@ -33,7 +53,7 @@ def parallelize_over_gpus(spec: ModelSpec, world: World, config: Config) -> Trai
     optimizer = build_optimizer(model, config, world.world_size)
     if len(world.gpus) < 2:
         found = f"{len(world.gpus)} GPU" if world.gpus else "no GPU"
-        _log.info("parallel.strategy 'data_parallel' trains as 'single' does: the task has %s", found)
+        _log.info("parallel.strategy 'dp_single_process' trains as 'single' does: the task has %s", found)
         return train_alone(spec, model, optimizer, world, config)
     _log.info("the model is copied to %d GPUs in each step", len(world.gpus))
     wrapped = nn.DataParallel(model, device_ids=[gpu.index for gpu in world.gpus])

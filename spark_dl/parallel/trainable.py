@@ -6,13 +6,15 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from spark_dl.config import Config
 from spark_dl.spec import Batch, ModelSpec, weighted_loss_sum
+
+if TYPE_CHECKING:
+    from spark_dl.config import Config
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,5 @@ def build_optimizer(model: nn.Module, config: Config, world_size: int) -> torch.
 
 def lr_factor(config: Config, world_size: int) -> float:
     """What `train.lr` is multiplied by: 1 unless `train.lr_scaling` says otherwise. It counts the ranks that train."""
-    servers = config.parallel.num_servers if config.parallel.strategy == "parameter_server" else 0
-    ranks = world_size - servers
+    ranks = world_size - config.parallel.servers
     return {"none": 1.0, "linear": float(ranks), "sqrt": math.sqrt(ranks)}[config.train.lr_scaling]

@@ -3,18 +3,16 @@
 import numpy as np
 import torch
 
-from spark_dl import Config, Data, Launch, Train
 from spark_dl.data.load.build import build_loader
 from spark_dl.data.plan import Segment
 from spark_dl.data.read.rows import Rows
 from spark_dl.inputs import shards_of
+from tests.builders.settings import make_config
 
 
 def rows_of(url, until_done, **data):
     """All rows, by column, in the order of `id`, as a run reads them. # each (rows, ...)"""
-    config = Config(
-        data=Data(label=None, num_streams=2, **data), train=Train(global_batch_size=4), launch=Launch(num_ranks=1)
-    )
+    config = make_config(label=None, num_streams=2, **data, global_batch_size=4, num_ranks=1)
     shards = shards_of(str(url), "", config, until_done, reuse=False)
     batches = [
         batch

@@ -2,13 +2,15 @@
 
 import numpy as np
 
-from spark_dl import Data
+from spark_dl import Data, Shards
 from spark_dl.data.write.shards import write_arrays
 
 
 def write_dataset(url, columns, group_rows=64, shard_rows=256, **data):
     """Arrays by name as a dataset of small row groups and shards."""
-    return write_arrays(columns, url, Data(rows_per_row_group=group_rows, rows_per_shard=shard_rows, **data))
+    return write_arrays(
+        columns, url, Data(**data), shards=Shards(rows_per_row_group=group_rows, rows_per_shard=shard_rows)
+    )
 
 
 def global_batches(plan, epoch):

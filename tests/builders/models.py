@@ -4,7 +4,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from spark_dl import Config, Data, Launch, ModelSpec, Train
+from spark_dl import ModelSpec
+from tests.builders.settings import make_config
 
 
 def build_mlp():
@@ -25,13 +26,12 @@ def blobs(rows, seed=0):
 
 
 def small_config(num_ranks, train=None, data=None, launch=None, **sections):
-    """24 streams: a multiple of 1, 2, 3 and 4 ranks."""
-    return Config(
-        train=Train(**{"global_batch_size": 48, "lr": 0.1, "epochs": 2, "log_every": 1, "seed": 3, **(train or {})}),
-        data=Data(**{"num_streams": 24, "shuffle_window_rows": 96, **(data or {})}),
-        launch=Launch(**{"num_ranks": num_ranks, "collective_timeout_s": 20, "start_timeout_s": 20, **(launch or {})}),
-        **sections,
-    )
+    """24 streams: a multiple of 1, 2, 3 and 4 ranks. `train`, `data` and `launch` are fields of any section."""
+    fields = {
+        "global_batch_size": 48, "lr": 0.1, "epochs": 2, "log_every": 1, "seed": 3, "num_streams": 24,
+        "shuffle_window_rows": 96, "num_ranks": num_ranks, "collective_timeout_s": 20, "start_timeout_s": 20,
+    }  # fmt: skip
+    return make_config(**{**fields, **(train or {}), **(data or {}), **(launch or {}), **sections})
 
 
 MLP = ModelSpec(build=build_mlp)

@@ -18,8 +18,8 @@ def reference(columns, config, group_rows, build=build_mlp):
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=config.train.lr, **config.train.optimizer_args)
     plan = Plan(
-        group_rows=group_rows, global_batch_size=config.train.global_batch_size, num_streams=config.data.num_streams,
-        window_rows=config.data.shuffle_window_rows, seed=config.train.seed,
+        group_rows=group_rows, global_batch_size=config.train.global_batch_size, num_streams=config.loader.num_streams,
+        window_rows=config.loader.shuffle_window_rows, seed=config.train.seed,
     )  # fmt: skip
     features, label = torch.from_numpy(columns["features"]), torch.from_numpy(columns["label"])
     losses = []

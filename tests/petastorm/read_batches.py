@@ -1,4 +1,4 @@
-"""Reads a dataset that Petastorm wrote through `data.reader: petastorm`. Runs in Petastorm's environment.
+"""Reads a dataset that Petastorm wrote through `loader.reader: petastorm`. Runs in Petastorm's environment.
 
 The request is `{url, columns}`, the answer the batches of each of two ranks.
 """

@@ -3,14 +3,14 @@
 import tempfile
 
 import numpy as np
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from spark_dl import Config, Data, Train
 from spark_dl.data.dataset.manifest import read_shards
 from spark_dl.data.load.loader import Loader
 from tests.builders.datasets import write_dataset
+from tests.builders.settings import make_config
 from tests.petastorm.exchange import plain_rows
 
 SCALARS = ("bool", "int8", "uint8", "int16", "uint16", "int32", "int64", "float32", "float64")
@@ -46,19 +46,17 @@ def datasets(draw):
 
 def through_the_loader(url, names):
     """All rows of a dataset, in its order."""
-    config = Config(
-        data=Data(features=tuple(names), label=None, num_streams=3, nonfinite="allow"), train=Train(global_batch_size=6)
-    )
+    config = make_config(features=tuple(names), label=None, num_streams=3, nonfinite="allow", global_batch_size=6)
     steps = Loader(read_shards(url), config, rank=0, world_size=1, shuffle=False).epoch(0)
     batches = [batch for step in steps for batch in step.micro_batches]
     true_rows = [batch["weight"].numpy() == 1 for batch in batches]
     return {n: np.concatenate([b[n].numpy()[t] for b, t in zip(batches, true_rows, strict=True)]) for n in names}
 
 
-QUICK = settings(deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+QUICK = make_config(deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 
 
-@settings(QUICK, max_examples=60)
+@make_config(QUICK, max_examples=60)
 @given(dataset=datasets())
 def test_any_dataset_is_read_back_by_us(dataset):
     with tempfile.TemporaryDirectory() as folder:
@@ -70,7 +68,7 @@ def test_any_dataset_is_read_back_by_us(dataset):
 def test_a_sample_is_read_back_by_petastorm(run_petastorm, tmp_path):
     expected = []
 
-    @settings(QUICK, max_examples=FOR_PETASTORM)
+    @make_config(QUICK, max_examples=FOR_PETASTORM)
     @given(dataset=datasets())
     def write(dataset):
         write_dataset(str(tmp_path / str(len(expected))), **dataset, nonfinite="allow")

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from spark_dl import Checkpoint, Parallel, checkpoint, worker
+from spark_dl import DDP, Checkpoint, checkpoint, worker
 from spark_dl.bench.accelerator import accelerator_spec, build_accelerator
 from spark_dl.bench.breakdown import break_down, recording_hook, shared_intervals
 from spark_dl.bench.profiles import PROFILES
@@ -103,7 +103,7 @@ def train_rank(run):
 def test_the_package_s_own_loop_trains_it(tmp_path, num_ranks):
     shards = write_dataset(str(tmp_path / "data"), blobs(96), group_rows=40, shard_rows=120)
     spec = accelerator_spec(PROFILES["resnet50"](), forward_s=0.0, backward_s=0.0, scale=0.005)
-    config = small_config(num_ranks, parallel=Parallel(bucket_mib=0.1), checkpoint=Checkpoint(keep=3))
+    config = small_config(num_ranks, parallel=DDP(bucket_mib=0.1), checkpoint=Checkpoint(keep=3))
     run = Run(spec=spec, config=config, train=shards, run_dir=str(tmp_path / "run"))
     results = run_ranks(train_rank, num_ranks, run)
     lines = [line for line in read_metrics(run.run_dir) if line["kind"] == "step"]

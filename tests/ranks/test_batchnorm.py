@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from spark_dl import Config, Launch, ModelSpec, Parallel
+from spark_dl import DDP, Config, Launch, LocalSGD, ModelSpec
 from spark_dl.launch import rendezvous
 from spark_dl.metrics import read_metrics
 from spark_dl.parallel.batchnorm import CpuSyncBatchNorm, synchronize_batchnorm
@@ -42,13 +42,13 @@ NORMALIZED = ModelSpec(build=build_normalized_mlp)
 )
 def test_same_as_one_process(tmp_path, num_ranks, rows):
     """Weights, running means and variances; the rows that fill the last batch do not count."""
-    config = small_config(num_ranks, parallel=Parallel(sync_batchnorm=True))
+    config = small_config(num_ranks, parallel=DDP(sync_batchnorm=True))
     assert_same_training(tmp_path, config, rows, spec=NORMALIZED)
 
 
 def test_micro_batches_without_a_true_row_do_no_harm(tmp_path):
     """Three rows on two ranks, in five micro-batches: most of them have none, on no rank."""
-    config = small_config(2, train={"accumulation_steps": 5}, parallel=Parallel(sync_batchnorm=True))
+    config = small_config(2, train={"accumulation_steps": 5}, parallel=DDP(sync_batchnorm=True))
     train(make_run(tmp_path, config, spec=NORMALIZED, rows=51))
 
 
@@ -130,10 +130,10 @@ def test_the_weights_and_names_of_a_model_stay_as_they_were():
 @pytest.mark.parametrize(
     "parallel",
     [
-        pytest.param(Parallel(), id="ddp"),
-        pytest.param(Parallel(strategy="local_sgd", sync_start_step=100), id="before local SGD starts"),
-        pytest.param(Parallel(strategy="local_sgd", sync_start_step=5), id="as local SGD starts"),
-        pytest.param(Parallel(strategy="local_sgd", sync_start_step=3), id="local SGD"),
+        pytest.param(DDP(), id="ddp"),
+        pytest.param(LocalSGD(sync_start_step=100), id="before local SGD starts"),
+        pytest.param(LocalSGD(sync_start_step=5), id="as local SGD starts"),
+        pytest.param(LocalSGD(sync_start_step=3), id="local SGD"),
     ],
 )
 def test_without_synchronization_ranks_validate_the_statistics_of_the_checkpoint(tmp_path, parallel):

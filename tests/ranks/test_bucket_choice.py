@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 
-from spark_dl import ModelSpec, Parallel, checkpoint, worker
+from spark_dl import ModelSpec, checkpoint, worker
 from spark_dl.parallel import ddp
 from spark_dl.parallel.exchange import bucket_choice, collectives
 from tests.builders.models import build_mlp, small_config
@@ -44,7 +44,7 @@ def train_and_look(run, choice=None):
 
 def auto(num_ranks, accumulation_steps=1, **parallel):
     train = {"accumulation_steps": accumulation_steps}
-    return small_config(num_ranks, train=train, parallel=Parallel(bucket_mib="auto", **parallel))
+    return small_config(num_ranks, train=train, parallel=parallel(bucket_mib="auto", **parallel))
 
 
 @pytest.mark.parametrize("accumulation_steps", [1, 3])

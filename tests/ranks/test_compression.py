@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from spark_dl import Launch, ModelSpec, Parallel, checkpoint, loop
+from spark_dl import Launch, ModelSpec, checkpoint, loop
 from spark_dl.launch import rendezvous
 from spark_dl.metrics import read_metrics
 from spark_dl.parallel import parallelize
@@ -21,6 +21,7 @@ from spark_dl.parallel.exchange.exchange import ErrorFeedback, check_can_sum
 from spark_dl.parallel.exchange.powersgd import PowerSgd
 from spark_dl.parallel.exchange.serial import SerialCollectives
 from tests.builders.models import DROPOUT_MLP, MLP, build_mlp, small_config
+from tests.builders.settings import parallel
 from tests.ranks.launcher import RankFailed, run_ranks
 from tests.ranks.runs import assert_same_to_the_bit, cut_at, make_run, rank_states, resume, train
 
@@ -36,7 +37,7 @@ ALL = {"fp16": {"compression": "fp16"}, "bf16": {"compression": "bf16"}, **ERROR
 
 def compressed(settings, *, start=0, bucket_mib=SMALL_BUCKETS, **more):
     begin = {"compression_start_step": start} if settings["compression"] in ERROR_FEEDBACK else {}
-    return Parallel(**settings, **begin, bucket_mib=bucket_mib, **more)
+    return parallel(**settings, **begin, bucket_mib=bucket_mib, **more)
 
 
 def train_and_look(run):

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from spark_dl import ModelSpec, Parallel, checkpoint, worker
+from spark_dl import Horovod, ModelSpec, checkpoint, worker
 from spark_dl.spec import Run
 from tests.builders.datasets import write_dataset
 from tests.builders.models import DROPOUT_MLP, MLP, blobs, build_mlp, same_bits, small_config
@@ -28,7 +28,7 @@ pytest.importorskip(
 
 
 def config_of(num_ranks, parallel=None, **sections):
-    return small_config(num_ranks, parallel=Parallel(strategy="horovod", **(parallel or {})), **sections)
+    return small_config(num_ranks, parallel=Horovod(**parallel or {}), **sections)
 
 
 def train_rank(run):

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from spark_dl import ModelSpec, Parallel, worker
+from spark_dl import DDP, LocalSGD, ModelSpec, worker
 from spark_dl.launch import first_failure
 from spark_dl.launch.failure import follows
 from spark_dl.parallel import ddp
@@ -68,8 +68,7 @@ class FailsInAStep:
         return nn.functional.cross_entropy(output, labels, reduction="none")
 
 
-STRATEGIES = pytest.mark.parametrize("parallel", [Parallel(), Parallel(compression="topk"), Parallel(
-    strategy="local_sgd", sync_every_steps=2, sync_start_step=2)], ids=["ddp", "topk", "post_local_sgd"])  # fmt: skip
+STRATEGIES = pytest.mark.parametrize("parallel", [DDP(), DDP(compression="topk"), LocalSGD(sync_every_steps=2, sync_start_step=2)], ids=["ddp", "topk", "post_local_sgd"])  # fmt: skip
 
 
 @STRATEGIES

@@ -78,7 +78,7 @@ def reference(sizes, config):
     groups = [[min(group, n - start) for start in range(0, n, group)] for n in sizes]
     plan = Plan(
         group_rows=tuple(n for part in groups for n in part), global_batch_size=config.train.global_batch_size,
-        num_streams=config.data.num_streams, window_rows=config.data.shuffle_window_rows, seed=config.train.seed,
+        num_streams=config.loader.num_streams, window_rows=config.loader.shuffle_window_rows, seed=config.train.seed,
         parts=tuple(map(len, groups)),
     )  # fmt: skip
     columns = {name: torch.from_numpy(values) for name, values in blobs(sum(sizes)).items()}
@@ -151,7 +151,7 @@ def test_a_rank_without_validation_rows_evaluates_exactly(tmp_path):
 
 def test_a_fraction_that_leaves_no_row_to_validate_with_is_refused(tmp_path):
     config = small_config(2, data={**LOCAL, "validation_fraction": 0.004})
-    with pytest.raises(Exception, match=r"data.validation_fraction=0.004 of 120 rows is 0 rows.* raise it"):
+    with pytest.raises(Exception, match=r"train.validation_fraction=0.004 of 120 rows is 0 rows.* raise it"):
         run_ranks(train_rank, 2, make_run(tmp_path, config), (60, 60), str(tmp_path))
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from spark_dl import Checkpoint, Launch, ModelSpec, Parallel, checkpoint
+from spark_dl import Checkpoint, Launch, LocalSGD, ModelSpec, checkpoint
 from spark_dl.data.load.build import build_loader
 from spark_dl.data.plan import Plan, streams_of_rank
 from spark_dl.evaluate import load_model
@@ -26,7 +26,7 @@ LAUNCH = Launch(device="cpu", collective_timeout_s=20, start_timeout_s=20)
 
 
 def local_sgd(every, start=0, **more):
-    return Parallel(strategy="local_sgd", sync_every_steps=every, sync_start_step=start, **more)
+    return LocalSGD(sync_every_steps=every, sync_start_step=start, **more)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
@@ -53,8 +53,8 @@ def simulate(columns, config, group_rows):
         torch.optim.SGD(m.parameters(), lr=train_settings.lr, **train_settings.optimizer_args) for m in models
     ]
     plan = Plan(
-        group_rows=group_rows, global_batch_size=train_settings.global_batch_size, num_streams=config.data.num_streams,
-        window_rows=config.data.shuffle_window_rows, seed=train_settings.seed,
+        group_rows=group_rows, global_batch_size=train_settings.global_batch_size, num_streams=config.loader.num_streams,
+        window_rows=config.loader.shuffle_window_rows, seed=train_settings.seed,
     )  # fmt: skip
     features, label = torch.from_numpy(columns["features"]), torch.from_numpy(columns["label"])
     step, trained = 0, np.zeros(ranks)

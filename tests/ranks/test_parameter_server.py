@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from spark_dl import Checkpoint, ModelSpec, Parallel, checkpoint, worker
+from spark_dl import Checkpoint, ModelSpec, ParameterServer, checkpoint, worker
 from spark_dl.launch.failure import describe
 from spark_dl.metrics import read_metrics
 from spark_dl.spec import Run
@@ -27,7 +27,7 @@ MODES = ("sync", "k_sync", "k_batch_sync", "async", "k_async", "k_batch_async")
 
 def servers(trainers, num_servers=1, mode="sync", *, train=None, data=None, launch=None, sections=None, **parallel):
     """Settings of a run of `trainers` ranks that train and `num_servers` more."""
-    parallel = Parallel(strategy="parameter_server", num_servers=num_servers, server_mode=mode, **parallel)
+    parallel = ParameterServer(num_servers=num_servers, server_mode=mode, **parallel)
     launch = {"threads": 1, **(launch or {})}
     return small_config(trainers + num_servers, train, data, launch, parallel=parallel, **(sections or {}))
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from spark_dl import ModelSpec, Parallel, checkpoint, worker
+from spark_dl import DDP, ModelSpec, checkpoint, worker
 from spark_dl.data.load.mixture import Mixture
 from spark_dl.metrics import read_metrics
 from spark_dl.parallel.exchange.collectives import ALGORITHMS
@@ -13,6 +13,7 @@ from spark_dl.spec import Run
 from tests.builders import reference
 from tests.builders.datasets import write_dataset
 from tests.builders.models import MLP, blobs, build_mlp, small_config
+from tests.builders.settings import parallel
 from tests.ranks.launcher import run_ranks
 
 
@@ -55,7 +56,7 @@ def test_momentum_and_clipping(tmp_path, num_ranks):
 
 
 def test_small_buckets(tmp_path):
-    config = small_config(3, parallel=Parallel(bucket_mib=0.0001))
+    config = small_config(3, parallel=DDP(bucket_mib=0.0001))
     assert_same_training(tmp_path, config, 245)
 
 
@@ -68,7 +69,7 @@ OUR_ALL_REDUCES = [(name, num_ranks) for name in ALGORITHMS for num_ranks in (2,
 )
 def test_every_all_reduce_of_ours(tmp_path, algorithm, num_ranks):
     """20 steps, with a bucket for each parameter, so that several are under way at a time."""
-    config = small_config(num_ranks, parallel=Parallel(all_reduce=algorithm, bucket_mib=0.0001))
+    config = small_config(num_ranks, parallel=DDP(all_reduce=algorithm, bucket_mib=0.0001))
     assert_same_training(tmp_path, config, 480)
 
 
@@ -95,7 +96,7 @@ def test_a_mixture_trains_alike_on_any_number_of_ranks(tmp_path):
 @pytest.mark.parametrize("more", [{}, {"all_reduce": "ring"}], ids=["backend", "ring"])
 def test_a_static_graph_changes_nothing(tmp_path, num_ranks, accumulation_steps, more):
     train = {"optimizer_args": {"momentum": 0.9}, "accumulation_steps": accumulation_steps}
-    config = small_config(num_ranks, train=train, parallel=Parallel(static_graph=True, bucket_mib=0.0001, **more))
+    config = small_config(num_ranks, train=train, parallel=parallel(static_graph=True, bucket_mib=0.0001, **more))
     assert_same_training(tmp_path, config, 245)
 
 
@@ -119,7 +120,7 @@ FAR = 4.0
 def test_parameters_that_are_not_used_in_all_steps_and_on_all_ranks(tmp_path, num_ranks, accumulation_steps):
     """A layer that no rank used in a step stays as it is, also with momentum."""
     config = small_config(
-        num_ranks, parallel=Parallel(find_unused_parameters=True),
+        num_ranks, parallel=DDP(find_unused_parameters=True),
         train={"optimizer_args": {"momentum": 0.9}, "accumulation_steps": accumulation_steps},
     )  # fmt: skip
     steps, rows_that_use_it = 10, int((blobs(480)["features"][:, 0] > FAR).sum())

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import spark_dl
-from spark_dl import ModelSpec, Parallel, RankError, checkpoint, worker
+from spark_dl import ModelSpec, RankError, checkpoint, worker
 from spark_dl.data.load.mixture import Mixture
 from spark_dl.driver import DRIVER_LOOPS
 from spark_dl.metrics import read_metrics
@@ -29,7 +29,7 @@ STRATEGIES = ["tree_reduce", "shuffle_reduce"]
 
 def config_of(strategy, num_ranks, parallel=None, launch=None, **sections):
     limits = {"start_timeout_s": 60, "collective_timeout_s": 60, **(launch or {})}
-    return small_config(num_ranks, launch=limits, parallel=Parallel(strategy=strategy, **(parallel or {})), **sections)
+    return small_config(num_ranks, launch=limits, parallel=parallel(strategy=strategy, **(parallel or {})), **sections)
 
 
 def make_run(tmp_path, config, *, rows=245, spec=MLP, name="run", **run):

@@ -9,10 +9,10 @@ import torch
 from torch.nn import functional as F
 
 import spark_dl
-from spark_dl import ModelSpec, Parallel, RankError, checkpoint
+from spark_dl import DDP, Horovod, ModelSpec, RankError, checkpoint
 from tests.builders.models import MLP, blobs, build_mlp, small_config
 
-HOROVOD = Parallel(strategy="horovod")
+HOROVOD = Horovod()
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def horovod():
 def test_twice_in_the_same_workers_as_ddp_does(spark, points, tmp_path, horovod):
     shards = spark_dl.write_shards(points, str(tmp_path / "data"))
     weights = []
-    for name, parallel, num_ranks in [("ddp", Parallel(), 2), ("first", HOROVOD, 2), ("second", HOROVOD, 3)]:
+    for name, parallel, num_ranks in [("ddp", DDP(), 2), ("first", HOROVOD, 2), ("second", HOROVOD, 3)]:
         config = small_config(num_ranks, parallel=parallel)
         result = spark_dl.train(shards, MLP, config, run_dir=str(tmp_path / name))
         assert result.steps == 12
@@ -69,7 +69,7 @@ def test_a_rank_that_is_killed_is_one_error(spark, points, tmp_path, horovod):
 @pytest.mark.parametrize(
     ("parallel", "message"),
     [(HOROVOD, "parallel.strategy: horovod is not installed .* conf/build_horovod.sh"),
-     (Parallel(strategy="horovod", adasum=True), "parallel.adasum: Horovod computes Adasum over MPI alone")],
+     (Horovod(adasum=True), "parallel.adasum: Horovod computes Adasum over MPI alone")],
 )  # fmt: skip
 def test_what_cannot_run_is_an_error_before_any_rank_starts(spark, points, tmp_path, monkeypatch, parallel, message):
     monkeypatch.setitem(sys.modules, "horovod", None)  # as if it were not installed

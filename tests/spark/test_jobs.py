@@ -178,7 +178,7 @@ def test_datasets_that_are_written_are_not_prepared_again(tmp_path):
 def test_the_datasets_of_a_mixture_are_prepared(digits, tmp_path):
     columns = "transform(slice(array(*), 1, 64), p -> CAST(p AS FLOAT)) AS image, CAST(_c64 AS BIGINT) AS digit"
     sql = {name: f"SELECT {columns} FROM input WHERE _c64 {which}" for name, which in (("many", "< 8"), ("few", "> 7"))}
-    mixture = ["--input.sql", json.dumps(sql), "--data.proportions", '{"many": 3, "few": 1}']
+    mixture = ["--input.sql", json.dumps(sql), "--loader.proportions", '{"many": 3, "few": 1}']
     out, _ = run_job(*PLAIN, "jobs/prepare.py", *digits, *LOCAL, *mixture, "--output", str(tmp_path / "out"))
     rows = {name: found["rows"] for name, found in result_of(out)["datasets"].items()}
     assert rows.keys() == {"many", "few"}

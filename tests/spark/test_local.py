@@ -1,4 +1,4 @@
-"""run_on_dataframe and training with data.storage='local', in every mode."""
+"""run_on_dataframe and training with shards.storage='local', in every mode."""
 
 import dataclasses
 import os
@@ -209,7 +209,7 @@ def test_a_rank_that_fails_leaves_no_rows_behind(spark, tmp_path, how, message):
 def test_rows_are_not_put_on_disks_that_are_to_be_encrypted(spark, monkeypatch):
     conf = {"spark.io.encryption.enabled": "true"}
     monkeypatch.setattr(preflight, "_conf", lambda spark, key: conf.get(key))
-    with pytest.raises(ValueError, match=r"spark.io.encryption.enabled is true, .* data.storage to 'shared'"):
+    with pytest.raises(ValueError, match=r"spark.io.encryption.enabled is true, .* shards.storage to 'shared'"):
         spark_dl.run_on_dataframe(_rows_of_rank, spark.range(9), num_ranks=2, batch_size=4)
 
 
@@ -275,8 +275,8 @@ def test_a_source_that_was_not_dealt_is_an_error(spark):
 def test_what_local_storage_cannot_do_is_said_before_anything_starts(spark, points, tmp_path):
     config = small_config(2, data=LOCAL)
     for data, validation, message in [
-        (str(tmp_path), None, "data.storage: 'local' is for a DataFrame, found a dataset"),
-        (points, points, "data.storage: 'local' holds one DataFrame, found another one for validation"),
+        (str(tmp_path), None, "shards.storage: 'local' is for a DataFrame, found a dataset"),
+        (points, points, "shards.storage: 'local' holds one DataFrame, found another one for validation"),
     ]:
         with pytest.raises(ValueError, match=message):
             spark_dl.train(data, MLP, config, validation=validation, run_dir=str(tmp_path / "run"))

@@ -8,7 +8,7 @@ import time
 import pytest
 
 import spark_dl
-from spark_dl import Checkpoint, ModelSpec, Parallel, RankError, checkpoint
+from spark_dl import Checkpoint, ModelSpec, ParameterServer, RankError, checkpoint
 from tests.builders.models import MLP, blobs, build_mlp, small_config
 
 
@@ -20,7 +20,7 @@ def points(spark):
 
 
 def servers(mode, train=None, **sections):
-    parallel = Parallel(strategy="parameter_server", server_mode=mode)
+    parallel = ParameterServer(server_mode=mode)
     return small_config(3, train, {"validation_fraction": 0.2}, {"threads": 1}, parallel=parallel, **sections)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import spark_dl
-from spark_dl import Checkpoint, ModelSpec, RankError, checkpoint, storage
+from spark_dl import Checkpoint, ModelSpec, RankError, Shards, checkpoint, storage
 from tests.builders.models import MLP, blobs, build_mlp, same_bits, small_config
 from tests.builders.s3 import ENV, S3Server, sessions_server
 
@@ -75,7 +75,7 @@ def test_wrong_credentials_are_one_clear_error(spark, points, own_s3):
 
 @pytest.mark.slow
 def test_a_server_that_goes_while_ranks_train_is_one_error_in_bounded_time(spark, points, own_s3, tmp_path):
-    dataset = spark_dl.write_shards(points, own_s3.url("set"), spark_dl.Data(rows_per_row_group=8, rows_per_shard=16))
+    dataset = spark_dl.write_shards(points, own_s3.url("set"), shards=Shards(rows_per_row_group=8, rows_per_shard=16))
     config = small_config(2, train={"epochs": 10_000})
     run_dir = tmp_path / "run"
 

@@ -32,7 +32,7 @@ def test_train_and_evaluate_on_a_sorted_dataframe(spark, sorted_rows, tmp_path):
     assert result.metrics["loss"] < 0.1
     found = spark_dl.evaluate(sorted_rows, GRU, result.run_dir)
     assert found["rows"] == 9 * 28
-    with pytest.raises(ValueError, match=r"the model reads sequences \(data\.sequence_length=6\)"):
+    with pytest.raises(ValueError, match=r"the model reads sequences \(sequences\.length=6\)"):
         spark_dl.predict(sorted_rows, GRU, result.checkpoint)
 
 
@@ -53,5 +53,5 @@ def test_shards_keep_the_order_of_the_dataframe(spark, sorted_rows, tmp_path):
 @pytest.mark.modes("local")
 def test_rows_on_the_ranks_own_disks_have_no_order(spark, sorted_rows):
     data = Data(features=("value",), label=None, sequence_length=3)
-    with pytest.raises(ValueError, match="data.sequence_length: rows are dealt to the ranks without their order"):
+    with pytest.raises(ValueError, match="sequences.length: rows are dealt to the ranks without their order"):
         spark_dl.run_on_dataframe(lambda rows: None, sorted_rows, data=data)

@@ -13,7 +13,7 @@ import pytest
 from pyspark.sql import Window
 
 import spark_dl
-from spark_dl import Data, storage
+from spark_dl import Data, Shards, storage
 from spark_dl.data.store.key import NoKeyError, store_key
 from tests.builders.models import MLP, small_config
 from tests.builders.s3 import sessions_server
@@ -229,8 +229,8 @@ def test_where_no_lease_can_be_written_the_shards_are_written_to_the_run(spark, 
     df, data = spark.read.parquet(source), Data(store=str(tmp_path / "file" / "store"))
     shards, lease = spark_dl.store_shards(df, data, str(tmp_path / "run"))
     assert (shards.url, shards.rows, lease) == (str(tmp_path / "run"), 400, None)
-    assert "the shards are written to the run: data.store: cannot write the lease" in caplog.text
-    with pytest.raises(ValueError, match=r"no folder to write the shards to, and data.store: cannot write the lease"):
+    assert "the shards are written to the run: shards.store: cannot write the lease" in caplog.text
+    with pytest.raises(ValueError, match=r"no folder to write the shards to, and shards.store: cannot write the lease"):
         spark_dl.store_shards(df, data)
 
 
@@ -246,7 +246,7 @@ def test_source_files_that_change_meanwhile_are_an_error(spark, source, tmp_path
 
     monkeypatch.setattr(spark_dl.data.store, "write_shards", write_and_change)
     with pytest.raises(RuntimeError, match="changed while its shards were written"):
-        spark_dl.store_shards(df, Data(store=str(tmp_path / "store")))
+        spark_dl.store_shards(df, shards=Shards(store=str(tmp_path / "store")))
     assert stored(str(tmp_path / "store")) == []
 
 
@@ -254,7 +254,7 @@ def test_source_files_that_change_meanwhile_are_an_error(spark, source, tmp_path
 @pytest.mark.slow
 def test_the_job_stores_and_cleans(spark, source, tmp_path):
     def prepare(*args):
-        command = [sys.executable, "jobs/prepare.py", "--data.store", str(tmp_path / "store"), *args]
+        command = [sys.executable, "jobs/prepare.py", "--shards.store", str(tmp_path / "store"), *args]
         done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=REPOSITORY)
         assert done.returncode == 0, done.stderr[-2000:]
         return json.loads(done.stdout.splitlines()[-1]), done.stderr
@@ -266,7 +266,7 @@ def test_the_job_stores_and_cleans(spark, source, tmp_path):
     assert again["datasets"] == first["datasets"]
     assert "shards found in the store, written" in log
     assert prepare("--clean")[0] == {"deleted": 0, "kept": 1, "denied": 0, "bytes": 0}
-    cleaned, _ = prepare("--clean", "--data.store_ttl_days", "0")
+    cleaned, _ = prepare("--clean", "--shards.store_ttl_days", "0")
     assert (cleaned["deleted"], cleaned["kept"]) == (1, 0)
     assert cleaned["bytes"] > 1000
 

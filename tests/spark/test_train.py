@@ -245,10 +245,10 @@ def test_errors_before_any_rank_starts(spark, points, tmp_path):
         "no class 'MulticlassAcuracy' in torchmetrics; did you mean", config=small_config(2, train={"metrics": wrong})
     )
     few = small_config(2, data={"validation_fraction": 0.0009})
-    fails("data.validation_fraction=0.0009 of 500 rows is 0 rows, which leaves none to validate with", config=few)
+    fails("train.validation_fraction=0.0009 of 500 rows is 0 rows, which leaves none to validate with", config=few)
     shards = spark_dl.write_shards(points.drop("name"), str(tmp_path / "data"))
     large = small_config(2, train={"global_batch_size": 96_000}, data={"memory_mib": 1})
-    match = "each rank has 48000 rows of 24 bytes of .*/data in a global batch, 1 MiB, and data.memory_mib="
+    match = "each rank has 48000 rows of 24 bytes of .*/data in a global batch, 1 MiB, and loader.memory_mib="
     fails(f"{match}1: lower train.global_batch_size", data=shards, config=large)
     shares = {"memory_mib": 2, "proportions": {"a": 1, "b": 1}}
     mixed = small_config(2, train={"global_batch_size": 192_000}, data=shares)

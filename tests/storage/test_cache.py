@@ -310,7 +310,7 @@ def test_a_full_disk_is_an_error_that_names_the_setting(s3, cache, monkeypatch):
 
     real = cache_module._write
     monkeypatch.setattr(cache_module, "_write", lambda file, chunk: real(Full(), chunk))
-    with pytest.raises(OSError, match=r"data\.cache_dir.*No space left.*data\.cache_mib"):
+    with pytest.raises(OSError, match=r"shards\.cache_dir.*No space left.*shards\.cache_mib"):
         read(url, cache, **known)
     assert entries(cache) == []
 

@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from spark_dl import Data, checkpoint, storage
+from spark_dl import Shards, checkpoint, storage
 from spark_dl.data.dataset.manifest import read_shards
 from spark_dl.data.external.dataset import open_parquet
 from spark_dl.data.load.loader import Loader
@@ -23,7 +23,7 @@ BOUND_S = 90
 def write(url):
     rng = np.random.default_rng(0)
     columns = {"features": rng.normal(size=(ROWS, 4)).astype(np.float32), "label": np.arange(ROWS)}
-    return write_arrays(columns, url, Data(rows_per_row_group=64, rows_per_shard=256)), columns
+    return write_arrays(columns, url, shards=Shards(rows_per_row_group=64, rows_per_shard=256)), columns
 
 
 def labels(shards, **options):

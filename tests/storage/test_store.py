@@ -203,7 +203,7 @@ def test_a_resumed_run_opens_what_it_used_or_says_that_it_is_gone(folder):
     again.release()
     assert found == shards
     storage.delete(storage.join(shards.url, MANIFEST))
-    with pytest.raises(ValueError, match=r"no longer in the store \(data\.store_ttl_days\)"):
+    with pytest.raises(ValueError, match=r"no longer in the store \(shards\.store_ttl_days\)"):
         reopen(shards.url, run="resumed")
 
 
@@ -262,7 +262,9 @@ def test_another_user_who_may_not_write_a_lease_is_told_what_to_change(tmp_path)
     hold(folder)[1].release()
     done = as_nobody(tmp_path, KEY)
     assert done.returncode == 1
-    said = r"NoLeaseError: data.store: cannot write the lease .*Permission denied.*group-writable folder, with setgid "
+    said = (
+        r"NoLeaseError: shards.store: cannot write the lease .*Permission denied.*group-writable folder, with setgid "
+    )
     assert re.search(said, done.stderr.splitlines()[-1])
 
 
@@ -283,5 +285,5 @@ def test_another_user_cleans_what_he_may_and_counts_the_rest(tmp_path):
 
 
 def test_a_store_that_does_not_exist_cannot_be_cleaned(folder):
-    with pytest.raises(ValueError, match="data.store: found nothing to clean at .*, expected a store"):
+    with pytest.raises(ValueError, match="shards.store: found nothing to clean at .*, expected a store"):
         clean_store(folder, ttl_days=0)

@@ -369,7 +369,7 @@ def test_a_run_may_go_on_with_these_settings_changed(tmp_path, sections):
     ({"train": Train(**{**BASE, "lr": 0.2})}, [r"train\.lr: was 0\.1, now 0\.2"]),
     ({"train": Train(**BASE, seed=1)}, [r"train\.seed: was 0, now 1"]),
     ({"train": Train(**BASE, optimizer="Adam")}, [r"train\.optimizer: was 'SGD', now 'Adam'"]),
-    ({"data": Data(num_streams=8, shuffle=False)}, [r"data\.num_streams: was 16, now 8", r"data\.shuffle: was True"]),
+    ({"data": Data(num_streams=8, shuffle=False)}, [r"loader\.num_streams: was 16, now 8", r"loader\.shuffle: was True"]),
     ({"data": Data(features=("a", "b"))}, [r"data\.features"]),
     ({"train": Train(**{**BASE, "global_batch_size": 32}, epochs=5)}, [r"global_batch_size: was 64, now 32"]),
 ], ids=str)  # fmt: skip

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from spark_dl import Data, read_shards
+from spark_dl import Data, Shards, read_shards
 from spark_dl.data.columns.ragged import Ragged
 from spark_dl.data.dataset.manifest import crc32_of
 from spark_dl.data.external.dataset import open_parquet
@@ -135,7 +135,7 @@ def test_arrays_with_nan_are_written_only_where_that_is_allowed_and_read_likewis
     assert not (tmp_path / "d").exists()
     with pytest.raises(ValueError, match=r"^data.nonfinite: expected error or allow for arrays, found 'drop'"):
         write_arrays({"x": array}, url, Data(nonfinite="drop"))
-    shards = write_arrays({"x": array}, url, Data(nonfinite="allow", rows_per_row_group=32))
+    shards = write_arrays({"x": array}, url, Data(nonfinite="allow"), shards=Shards(rows_per_row_group=32))
     assert shards == read_shards(url)
     with pytest.raises(RuntimeError, match=r"row group 1 of .*column 'x': found NaN or Inf.* row 5 of the row group"):
         read(shards)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from spark_dl import Config, Launch, Parallel, Train
+from spark_dl import Config, Launch, ParameterServer, Train
 from spark_dl.parallel.trainable import build_optimizer, lr_factor
 from spark_dl.schedule import Schedule, plain_state
 
@@ -187,7 +187,7 @@ def test_scaling_by_ranks_is_done_only_as_asked(scaling, factor):
     config = Config(train=Train(lr=0.1, lr_scaling=scaling))
     assert lr_factor(config, 4) == factor
     assert lr_factor(config, 1) == 1
-    served = Parallel(strategy="parameter_server", num_servers=3)
+    served = ParameterServer(num_servers=3)
     with_servers = Config(train=config.train, launch=Launch(num_ranks=7), parallel=served)
     assert lr_factor(with_servers, 7) == factor  # servers do not train
     assert build_optimizer(torch.nn.Linear(1, 1), config, 4).param_groups[0]["lr"] == pytest.approx(0.1 * factor)

@@ -30,7 +30,7 @@ from spark_dl import loop
 from spark_dl.baselines.driver_loop import gradient_sum
 from spark_dl.baselines.driver_loop.gradient_sum import GradientSum
 from spark_dl.baselines.driver_loop.rank_task import Attempt, Step, part_of_rank
-from spark_dl.config import BY_SPARK, Config
+from spark_dl.config import Config
 from spark_dl.data.columns.batch import StepBatches
 from spark_dl.data.load.build import BatchLoader, build_train_loader
 from spark_dl.finite import NotFiniteError
@@ -73,15 +73,15 @@ def train(
         return loop.train(
             run,
             world,
-            build_trainable=lambda spec, world, config: _parallelize(spark, run, aggregate),
+            lambda spec, world, config: _parallelize(spark, run, aggregate),
             build_train_loader=_build_places,
             num_ranks=run.config.launch.num_ranks,
         )
 
 
 def check(spark: Any, config: Config) -> None:
-    """Raises ValueError where the strategy is one of these and the session has no RDDs. Called before anything runs."""
-    if config.parallel.strategy in BY_SPARK and preflight.is_connect(spark):
+    """Raises ValueError for a session without RDDs. Called before anything runs."""
+    if preflight.is_connect(spark):
         raise ValueError(
             f"parallel.strategy: {config.parallel.strategy!r} is made of RDDs, which Spark Connect does not have; use "
             "a classic session (a spark.master in place of sc://), or another strategy, such as ddp"

@@ -157,7 +157,7 @@ class _Kept:
 
         NOTE: Spark gives the tasks of an executor to its Python workers as these come free, so where an executor has
         several task slots each of its workers sees all of its ranks in turn, and has a loader for each, up to
-        `_MAX_LOADERS`. Rows are then read by each of these workers, and each loader may hold `data.memory_mib`.
+        `_MAX_LOADERS`. Rows are then read by each of these workers, and each loader may hold `loader.memory_mib`.
         Executors of one slot read every row once.
         """
         loader = self._loaders.pop(rank) if rank in self._loaders else _OpenLoader(self.run, rank, pin)

@@ -7,13 +7,24 @@ gets as many, and so does the driver, whatever the number of ranks.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 from spark_dl.baselines.driver_loop.gradient_sum import GradientSum, add, join
-from spark_dl.config import Config
+from spark_dl.config.parallel import Parallel
 
 if TYPE_CHECKING:
     from pyspark import RDD
+
+    from spark_dl.config import Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShuffleReduce(Parallel):
+    """A reduce-scatter by a Spark shuffle: the driver trains, with one Spark job for each step."""
+
+    strategy: ClassVar[str] = "shuffle_reduce"
+    by_spark: ClassVar[bool] = True
 
 
 def aggregate(parts: RDD[GradientSum], config: Config) -> GradientSum:

@@ -7,16 +7,34 @@ not save anything: with depth 2 and up to 4 ranks the driver gets all gradients.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 from spark_dl.baselines.driver_loop.gradient_sum import GradientSum, add
-from spark_dl.config import Config
+from spark_dl.config.checks import check_number
+from spark_dl.config.parallel import Parallel
 
 if TYPE_CHECKING:
     from pyspark import RDD
 
+    from spark_dl.config import Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreeReduce(Parallel):
+    """Spark's `treeReduce`: the driver trains, with one Spark job for each step."""
+
+    strategy: ClassVar[str] = "tree_reduce"
+    by_spark: ClassVar[bool] = True
+    tree_depth: int = 2
+    """Levels of `treeReduce`."""
+
+    def __post_init__(self) -> None:
+        check_number(self, "tree_depth", 1, whole=True)
+
 
 def aggregate(parts: RDD[GradientSum], config: Config) -> GradientSum:
     """The sum of all ranks' parts. Called on the driver, as one Spark job."""
+    assert isinstance(config.parallel, TreeReduce)
     total: GradientSum = parts.treeReduce(add, config.parallel.tree_depth)
     return total

@@ -11,6 +11,7 @@ from spark_dl.baselines.servers.block import shares_of
 from spark_dl.baselines.servers.deal import MiniBatchQueue
 from spark_dl.baselines.servers.rules import Assignment, Coordinator, Gradient
 from spark_dl.baselines.servers.server import Key, Server
+from spark_dl.baselines.servers.settings import settings_of
 from spark_dl.baselines.servers.wire import Message
 from spark_dl.config import Config
 
@@ -28,7 +29,7 @@ class LeadServer:
         self._first_step = first_step
         self._server, self._wire, self._coordinator, self._followers = server, server.wire, coordinator, followers
         self._timeout_s = config.launch.collective_timeout_s
-        self._by_staleness = config.parallel.staleness_lr
+        self._by_staleness = settings_of(config).staleness_lr
         self._said: dict[Key, Mapping[str, Any]] = {}  # with the gradients that are in no update yet
         self._owed: dict[int, int] = {}  # the number of each trainer's last assignment
         self._owed_since: dict[int, float] = {}

@@ -39,6 +39,7 @@ from spark_dl.baselines.servers.mini_batches import MiniBatches
 from spark_dl.baselines.servers.roles import Roles, connect_all
 from spark_dl.baselines.servers.rules import Coordinator, Gradient, rules_of
 from spark_dl.baselines.servers.server import Server, follow
+from spark_dl.baselines.servers.settings import settings_of
 from spark_dl.baselines.servers.trainer import Trainer, add_gradient
 from spark_dl.baselines.servers.wire import Numbers, Transport
 from spark_dl.finite import WEIGHT, Finding, NotFiniteError, is_finite
@@ -58,7 +59,7 @@ def train(run: Run, world: World) -> dict[str, Any]:
     that is silent for `launch.collective_timeout_s`; half of it for weights that are due, twice for the first server,
     which waits itself for others.
     """
-    roles = Roles(world.rank, world.world_size, run.config.parallel.num_servers)
+    roles = Roles(world.rank, world.world_size, run.config.parallel.servers)
     seed_generators(run.config.train.seed)  # the same weights on all ranks
     flat = FlatModel(run.spec, world.device, len(roles.servers))
     flat.broadcast_from_rank0()
@@ -119,7 +120,7 @@ class _Served(Training):
             self._trainer = Trainer(run.spec, run.config, flat, wire, roles.servers, world.rank)
         if world.rank == roles.first:
             self._coordinator = Coordinator(
-                rules_of(run.config.parallel, len(roles.trainers)),
+                rules_of(settings_of(run.config), len(roles.trainers)),
                 len(roles.trainers),
                 staleness=Counter({int(s): count for s, count in self.standing.staleness.items()}),
                 discarded=self.standing.discarded,
@@ -248,7 +249,7 @@ class _Served(Training):
 
     def _total_steps(self) -> int:
         """Updates of the run, where every one has K gradients; the last ones of an epoch may have fewer."""
-        rules = rules_of(self.config.parallel, len(self.roles.trainers))
+        rules = rules_of(settings_of(self.config), len(self.roles.trainers))
         total = self.config.train.epochs * math.ceil(self.loader.plan.steps * len(self.roles.trainers) / rules.k)
         return min(total, self.config.train.max_steps or total)
 

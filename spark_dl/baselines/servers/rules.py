@@ -28,7 +28,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from spark_dl.baselines.servers.deal import MiniBatch, MiniBatchQueue
-from spark_dl.config import Parallel
+from spark_dl.baselines.servers.settings import ParameterServer
 
 
 @dataclass(frozen=True)
@@ -44,15 +44,15 @@ class Rules:
     max_staleness: int | None = None
 
 
-def rules_of(parallel: Parallel, num_trainers: int) -> Rules:
+def rules_of(settings: ParameterServer, num_trainers: int) -> Rules:
     """The rules of `parallel.server_mode`."""
-    mode = parallel.server_mode
-    k = {"sync": num_trainers, "async": 1}.get(mode, parallel.server_k or num_trainers)
+    mode = settings.server_mode
+    k = {"sync": num_trainers, "async": 1}.get(mode, settings.server_k or num_trainers)
     return Rules(
         k=k,
         cancels=mode in ("sync", "k_sync", "k_batch_sync"),
         goes_on=mode in ("k_batch_sync", "k_batch_async"),
-        max_staleness=parallel.max_staleness,
+        max_staleness=settings.max_staleness,
     )
 
 

@@ -96,12 +96,12 @@ class BatchBuilder:
             padded, change = "", ""
             if self.ragged == "pad":
                 padded = ", to which the others are padded"
-                change = "set data.ragged to offsets, which pads none, "
+                change = "set loader.ragged to offsets, which pads none, "
             raise ValueError(
                 f"column {name!r}: the {rows} rows of rank {key[2]} in step {key[1]} of epoch {key[0]} take "
                 f"{most / _MIB:.0f} MiB, of {size / _MIB:.0f} MiB with all columns, and {self.said_memory}; the "
                 f"longest of them has {longest} values{padded}: {change}lower train.global_batch_size, raise "
-                "data.memory_mib, or use more ranks"
+                "loader.memory_mib, or use more ranks"
             )
         return size
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from spark_dl.config import Data, Nonfinite, Nulls
+from spark_dl.config.data import Data, Nonfinite, Nulls
 from spark_dl.data.columns import images
 from spark_dl.data.columns.cells import Shape, nonfinite_rows, null_rows, read_cells, whose
 from spark_dl.data.columns.encoding import MAX_WORDS

@@ -264,7 +264,9 @@ def _encode_ragged(column: Column, values: Ragged) -> pa.Array:
 def _check_group_bytes(column: Column, rows: int, size: int) -> None:
     if size > _MAX_GROUP_BYTES:
         most = _MAX_GROUP_BYTES * rows // size
-        change = f"set data.rows_per_row_group to at most {most}" if most else "one row is larger: store less in a cell"
+        change = (
+            f"set shards.rows_per_row_group to at most {most}" if most else "one row is larger: store less in a cell"
+        )
         raise ValueError(
             f"column {column.name!r}: {rows} row(s) of {-(-size // rows)} bytes do not fit into one row group of "
             f"2 GiB; {change}"

@@ -1,4 +1,4 @@
-"""What `data.memory_mib` has room for: checked on the driver before any task starts, and by every loader."""
+"""What `loader.memory_mib` has room for: checked on the driver before any task starts, and by every loader."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from spark_dl.config import Config, Data
+from spark_dl.config import Config, Loader
 from spark_dl.data.columns.ragged import padded_bytes
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.dataset.records import ShardSet
@@ -32,17 +32,17 @@ def check_memory(
 
     `num_ranks` read the dataset, and `num_datasets` share the memory. Called on the driver, and by every loader.
     """
-    check_row_groups(shards, columns, config.data.memory_mib, num_datasets)
-    data = config.data
-    rows = -(-data.num_streams // num_ranks) * (config.train.global_batch_size // data.num_streams)
-    row_bytes = sum(c.value_bytes for c in columns) * max(1, data.sequence_length)
-    if rows * row_bytes > share_mib(data.memory_mib, num_datasets) * _MIB:
+    check_row_groups(shards, columns, config.loader.memory_mib, num_datasets)
+    loader = config.loader
+    rows = -(-loader.num_streams // num_ranks) * (config.train.global_batch_size // loader.num_streams)
+    row_bytes = sum(c.value_bytes for c in columns) * (config.sequences.length if config.sequences else 1)
+    if rows * row_bytes > share_mib(loader.memory_mib, num_datasets) * _MIB:
         raise ValueError(
             f"each rank has {rows} rows of {row_bytes} bytes of {shards.url} in a global batch, "
-            f"{rows * row_bytes / _MIB:.0f} MiB, and {said_memory(data.memory_mib, num_datasets)}: lower "
-            "train.global_batch_size, raise data.memory_mib, or use more ranks"
+            f"{rows * row_bytes / _MIB:.0f} MiB, and {said_memory(loader.memory_mib, num_datasets)}: lower "
+            "train.global_batch_size, raise loader.memory_mib, or use more ranks"
         )
-    if data.ragged == "pad":
+    if loader.ragged == "pad":
         _check_padded(shards, columns, config, rows, num_datasets)
 
 
@@ -50,7 +50,7 @@ def _check_padded(shards: ShardSet, columns: Sequence[Column], config: Config, r
     """Raises ValueError if a batch will not fit once it is padded, as far as that is known before it is read: a row
     group has a row that is as long as its mean. # rows: of a rank's batch
     """
-    memory_mib, together = config.data.memory_mib, rows // config.train.accumulation_steps
+    memory_mib, together = config.loader.memory_mib, rows // config.train.accumulation_steps
     for column in columns if shards.filtered is None else ():
         if not column.is_ragged:
             continue
@@ -61,8 +61,8 @@ def _check_padded(shards: ShardSet, columns: Sequence[Column], config: Config, r
                 f"column {column.name!r}: the {group_rows} rows of row group {group} of {shards.shards[shard].name} in "
                 f"{shards.url} have {values} values or more on average; a batch of {together} rows that is padded to "
                 f"one of them takes {size / _MIB:.0f} MiB, and {said_memory(memory_mib, num_datasets)}: set "
-                "data.ragged to offsets, which pads none, lower train.global_batch_size, raise data.memory_mib, or use "
-                "more ranks"
+                "loader.ragged to offsets, which pads none, lower train.global_batch_size, raise loader.memory_mib, or "
+                "use more ranks"
             )
 
 
@@ -90,7 +90,7 @@ def check_row_groups(shards: ShardSet, columns: Sequence[Column], memory_mib: in
             f"row group {group} of {shards.shards[shard].name} in {shards.url} has {rows} rows of "
             f"{size // rows} bytes, {size / _MIB:.0f} MiB; a row group is read as a whole, and "
             f"{said_memory(memory_mib, num_datasets)}: raise it, or write the dataset with smaller row groups "
-            "(data.rows_per_row_group)"
+            "(shards.rows_per_row_group)"
         )
 
 
@@ -102,24 +102,24 @@ def share_mib(memory_mib: int, num_datasets: int) -> int:
 def said_memory(memory_mib: int, num_datasets: int = 1) -> str:
     """What sets the memory of a loader, for messages."""
     share = f", of which each of {num_datasets} datasets has {share_mib(memory_mib, num_datasets)}"
-    return f"data.memory_mib={memory_mib}{share if num_datasets > 1 else ''}"
+    return f"loader.memory_mib={memory_mib}{share if num_datasets > 1 else ''}"
 
 
 def warn_of_memory(
-    shards: ShardSet, columns: Sequence[Column], data: Data, num_ranks: int, num_datasets: int = 1
+    shards: ShardSet, columns: Sequence[Column], loader: Loader, num_ranks: int, num_datasets: int = 1
 ) -> None:
-    """Logs it if the streams of a rank need more than `data.memory_mib`, though each row group fits. On the driver.
+    """Logs it if the streams of a rank need more than `loader.memory_mib`, though each row group fits. On the driver.
 
     Each stream has at least one segment in memory: a row group, or all that the stream has of it.
     """
     sizes = shards.group_bytes(columns)[shards.group_rows > 0]
-    streams, segment = -(-data.num_streams // num_ranks), min(int(sizes.max()), int(sizes.sum()) / data.num_streams)
-    if streams * segment > share_mib(data.memory_mib, num_datasets) * _MIB:
+    streams, segment = -(-loader.num_streams // num_ranks), min(int(sizes.max()), int(sizes.sum()) / loader.num_streams)
+    if streams * segment > share_mib(loader.memory_mib, num_datasets) * _MIB:
         _log.warning(
             "each rank reads %d streams with at least %.0f MiB of a row group in memory, %.0f MiB of %s, more than "
-            "%s; lower data.num_streams, use more ranks, write smaller row groups "
-            "(data.rows_per_row_group), or raise data.memory_mib to say that there is room",
-            streams, segment / _MIB, streams * segment / _MIB, shards.url, said_memory(data.memory_mib, num_datasets),
+            "%s; lower loader.num_streams, use more ranks, write smaller row groups "
+            "(shards.rows_per_row_group), or raise loader.memory_mib to say that there is room",
+            streams, segment / _MIB, streams * segment / _MIB, shards.url, said_memory(loader.memory_mib, num_datasets),
         )  # fmt: skip
 
 

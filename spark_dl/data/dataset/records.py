@@ -114,7 +114,7 @@ class ShardSet:
             if name not in by_name:
                 near = suggestion(name, list(by_name))
                 raise ValueError(
-                    f"no column {name!r} in the dataset {self.url}{near} (data.features, data.label, data.sequence_*)"
+                    f"no column {name!r} in the dataset {self.url}{near} (data.features, data.label, sequences.*)"
                 )
         return tuple(by_name[name] for name in names)
 

@@ -55,7 +55,6 @@ def open_parquet(
     and Petastorm metadata that names anything but a schema.
     """
     data = data or Data()
-    _check_policies(data)
     check_names("encode", data.encode, names)
     check_names("fill", data.fill, names)
     url = storage.absolute(url)
@@ -87,15 +86,6 @@ def _partitions_of(file: File) -> dict[str, str]:
     """The columns that folders give, and that are not in the file itself: what it holds is what counts."""
     found = petastorm_metadata.hive_partitions(file.name)
     return {name: value for name, value in found.items() if name not in file.schema.names}
-
-
-def _check_policies(data: Data) -> None:
-    for key in ("nulls", "nonfinite"):
-        if data.reader == "petastorm" and (policy := getattr(data, key)) in ("drop", "fill"):
-            raise ValueError(
-                f"data.{key}: found {policy!r} with data.reader=petastorm, which reads a dataset of others as it is; "
-                "set data.reader to spark_dl"
-            )
 
 
 def _check_nulls(url: str, files: Sequence[File], columns: Sequence[Column], data: Data) -> None:

@@ -101,7 +101,7 @@ def _check_whole(url: str, names: Sequence[str]) -> None:
     if datasets := sorted(f for f in folders if f and not any(_is_hidden(part) for part in f.split("/"))):
         raise ValueError(
             f"{url} is not one dataset: it holds the datasets {datasets[:9]}, each with its manifest; name one of "
-            "them, or mix several with data.proportions"
+            "them, or mix several with loader.proportions"
         )
     _check_no_job(url, names)
     for name in names:

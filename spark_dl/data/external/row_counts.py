@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from spark_dl import storage
-from spark_dl.config import Data
+from spark_dl.config import Config
 from spark_dl.config.checks import suggestion
 from spark_dl.data.dataset.records import ShardSet
 from spark_dl.data.dataset.shard_table import Shard
@@ -46,25 +46,26 @@ _log = logging.getLogger("spark_dl")
 _READERS = 16
 
 
-def leaves_out_rows(shards: ShardSet, data: Data) -> bool:
+def leaves_out_rows(shards: ShardSet, config: Config) -> bool:
     """Whether some rows of a dataset may not be read, so that those that are have to be counted first."""
-    return bool(data.filters or any(_columns_that_drop(shards, data)))
+    return bool(config.data.filters or any(_columns_that_drop(shards, config)))
 
 
-def filter_rows(shards: ShardSet, data: Data) -> ShardSet:
-    """The dataset of which only the rows are read that `data` leaves; all of it as it is where it leaves out none.
+def filter_rows(shards: ShardSet, config: Config) -> ShardSet:
+    """The dataset with only the rows that `config.data` leaves to be read; as it is where it leaves out none.
 
-    Called on the driver, which holds no more than `data.memory_mib` at a time. Raises ValueError for a column that is
+    Called on the driver, which holds no more than `loader.memory_mib` at a time. Raises ValueError for a column that is
     missing, a value that does not fit its column, files whose types differ, a row group that has to be read and is
     larger than that, and if no row passes; RuntimeError for a file that is missing, damaged or not what the dataset
     says.
     """
-    if not leaves_out_rows(shards, data):
+    if not leaves_out_rows(shards, config):
         return shards
-    no_nulls, finite = _columns_that_drop(shards, data)
+    data = config.data
+    no_nulls, finite = _columns_that_drop(shards, config)
     conditions = _conditions_of(shards, data.filters, no_nulls, finite)
     said = _text(data.filters, no_nulls, finite)
-    memory = ByteBudget(data.memory_mib << 20)
+    memory = ByteBudget(config.loader.memory_mib << 20)
     with ThreadPoolExecutor(_READERS, thread_name_prefix="spark_dl filters") as readers:
         counted = list(readers.map(lambda shard: _count(shards.url, shard, conditions, memory), shards.shards))
     rows = np.fromiter(itertools.chain.from_iterable(counts for counts, _ in counted), np.int64)
@@ -80,16 +81,16 @@ def filter_rows(shards: ShardSet, data: Data) -> ShardSet:
     return dataclasses.replace(shards, filtered=Filtered(conditions, rows))
 
 
-def _columns_that_drop(shards: ShardSet, data: Data) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _columns_that_drop(shards: ShardSet, config: Config) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The columns in which a null drops its row when it is read, also inside an array, and those in which NaN or Inf
     does. In datasets of others only: of ours such rows were dropped when they were written.
     """
     no_nulls: tuple[str, ...] = ()
     finite: tuple[str, ...] = ()
-    if shards.foreign and data.nulls == "drop":
-        no_nulls = data.stored_columns
-    if shards.foreign and data.nonfinite == "drop":
-        finite = tuple(c.name for c in shards.select(data.stored_columns) if np.dtype(c.dtype).kind in "fc")
+    if shards.foreign and config.data.nulls == "drop":
+        no_nulls = config.stored_columns
+    if shards.foreign and config.data.nonfinite == "drop":
+        finite = tuple(c.name for c in shards.select(config.stored_columns) if np.dtype(c.dtype).kind in "fc")
     return no_nulls, finite
 
 
@@ -197,8 +198,8 @@ def _count_row_group(
     if size > memory.size:
         raise ValueError(
             f"row group {group} of {path} has {size / 2**20:.0f} MiB in the columns that are read to count its rows; a "
-            f"row group is read as a whole, and data.memory_mib={memory.size >> 20}: raise it, or write the dataset "
-            "with smaller row groups (data.rows_per_row_group)"
+            f"row group is read as a whole, and loader.memory_mib={memory.size >> 20}: raise it, or write the dataset "
+            "with smaller row groups (shards.rows_per_row_group)"
         )
     with memory.of(size):
         return int(np.count_nonzero(indexed.read_passing(group, (), left)[1])), True

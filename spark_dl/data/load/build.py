@@ -32,21 +32,22 @@ class BatchLoader(Protocol):
 
 
 def build_loader(data: ShardSet | Mixture, config: Config, **options: Any) -> BatchLoader:
-    """The loader of a dataset or of a mixture, that `data.reader` names. Called on a worker; not collective.
+    """The loader of a dataset or of a mixture, that `loader.reader` names. Called on a worker; not collective.
 
     `options` are those of `Loader`. Raises as the loaders do, and ValueError for `data.filters` whose rows were not
     counted on the driver.
     """
     for shards in data.datasets.values() if isinstance(data, Mixture) else [data]:
-        if leaves_out_rows(shards, config.data) and shards.filtered is None:
+        if leaves_out_rows(shards, config) and shards.filtered is None:
             raise ValueError(
-                f"data.filters, data.nulls, data.nonfinite: all rows of {shards.url} would be read; count those that "
-                "pass before the ranks start, with filter_rows of spark_dl.data.filter_counts, as spark_dl.train does"
+                f"data.filters, data.nulls, data.nonfinite: all rows of {shards.url} would be read; count those "
+                "that pass before the ranks start, with spark_dl.data.external.row_counts.filter_rows, as "
+                "spark_dl.train does"
             )
     if isinstance(data, Mixture):
         return MixedLoader(data, config, **options)
     loaders: dict[str, type[Loader] | type[PetastormLoader]] = {"spark_dl": Loader, "petastorm": PetastormLoader}
-    return loaders[config.data.reader](data, config, **options)
+    return loaders[config.loader.reader](data, config, **options)
 
 
 def build_train_loader(

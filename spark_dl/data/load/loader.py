@@ -39,10 +39,10 @@ _MIB = 1 << 20
 class Loader:
     """The batches of one rank. Not collective: every rank has its own, and they need not talk to each other.
 
-    `part` chooses the rows that train or validate where `data.validation_fraction` splits one dataset. With
+    `part` chooses the rows that train or validate where `train.validation_fraction` splits one dataset. With
     `shuffle=False` the rows come in the order of the dataset. `prepare` is called with each micro-batch in the loader's
     thread, and (epoch, step, rank, number of the micro-batch); with `pin` it is then copied to page-locked memory.
-    `data.memory_mib` is shared by the loaders of `num_datasets`.
+    `loader.memory_mib` is shared by the loaders of `num_datasets`.
 
     Raises ValueError if a row group or a batch does not fit into its memory, or if there are no rows to read.
     """
@@ -61,17 +61,17 @@ class Loader:
         pin: bool = False,
         num_datasets: int = 1,
     ):
-        data, train = config.data, config.train
-        self.columns = shards.select(data.columns)
-        self._budget = share_mib(data.memory_mib, num_datasets) * _MIB
+        loader, train = config.loader, config.train
+        self.columns = shards.select(config.data.columns)
+        self._budget = share_mib(loader.memory_mib, num_datasets) * _MIB
         check_memory(shards, self.columns, config, world_size, num_datasets)
         if part != "all":
-            check_held_out(shards.rows, data.validation_fraction)
+            check_held_out(shards.rows, train.validation_fraction)
         reader = rank if shards.spread is None else shards.spread.part
-        self._streams = streams_of_rank(data.num_streams, reader, world_size)
-        said = said_memory(data.memory_mib, num_datasets)
+        self._streams = streams_of_rank(loader.num_streams, reader, world_size)
+        said = said_memory(loader.memory_mib, num_datasets)
         limits = Limits(self._budget, self._budget // max(1, len(self._streams)), said)
-        self._rows = build_rows(shards, self.columns, config, part, build_cache(data), limits)
+        self._rows = build_rows(shards, self.columns, config, part, build_cache(config.shards), limits)
         self._row_bytes = sum(c.value_bytes for c in self._rows.columns)
         self._is_ragged = any(c.is_ragged for c in self.columns)
         group_bytes = shards.group_bytes(self.columns)
@@ -82,9 +82,9 @@ class Loader:
         self.plan = Plan(
             group_rows=self._rows.group_rows,
             global_batch_size=train.global_batch_size,
-            num_streams=data.num_streams,
-            window_rows=max(1, min(data.shuffle_window_rows, self._budget // 4 // max(1, self._row_bytes))),
-            shuffle=data.shuffle and shuffle,
+            num_streams=loader.num_streams,
+            window_rows=max(1, min(loader.shuffle_window_rows, self._budget // 4 // max(1, self._row_bytes))),
+            shuffle=loader.shuffle and shuffle,
             seed=train.seed,
             parts=shards.part_groups,
             row_bytes=self._group_row_bytes,
@@ -92,17 +92,17 @@ class Loader:
         )
         self._rank = rank
         self._builder = BatchBuilder(
-            self._rows.columns, micro_batches, data.ragged, prepare, pin, memory=self._budget, said_memory=said
+            self._rows.columns, micro_batches, loader.ragged, prepare, pin, memory=self._budget, said_memory=said
         )
         # Row groups as the threads read them, and those that are held for streams that meet in them.
         # Rows of a part are copied from those of the row group, and all rows where some are filled.
-        holds_out = part != "all" and data.validation_fraction > 0
-        copies = 1 + holds_out + (data.nonfinite == "fill" and not shards.is_checked)
+        holds_out = part != "all" and train.validation_fraction > 0
+        copies = 1 + holds_out + (config.data.nonfinite == "fill" and not shards.is_checked)
         decoding = decoding_bytes(self.columns, self._largest_bytes, is_filtered=shards.filtered is not None)
         one_in_hand = copies * self._largest_bytes + decoding
         batch_bytes = max(1, len(self._streams) * self.plan.stream_batch * self._row_bytes)
         self._ready_bytes = self._budget // READY_SHARE
-        self.prefetch = max(1, min(data.prefetch_batches, self._ready_bytes // batch_bytes))
+        self.prefetch = max(1, min(loader.prefetch_batches, self._ready_bytes // batch_bytes))
         """Batches that may be ready: as many as fit into a quarter of the memory, and one in any case. By the mean of
         ragged rows: where they are longer fewer are ready."""
         # Several small steps are gathered at once: what Python costs is then paid once for all of them. They are also
@@ -111,7 +111,7 @@ class Loader:
         self._at_once = max(1, min(_STEPS_AT_ONCE, int(self._lot_bytes // self._most_batch_bytes())))
         self._lot = self._at_once if prepare is None else 1
         self._lots_ahead = -(-self.prefetch // self._lot)
-        self._threads = max(1, min(data.reader_threads, int(self._budget // max(1, one_in_hand))))
+        self._threads = max(1, min(loader.reader_threads, int(self._budget // max(1, one_in_hand))))
         self._in_hand = self._threads * one_in_hand + HELD_ROW_GROUPS * self._largest_bytes
         self._spare: list[Arena] = []
 

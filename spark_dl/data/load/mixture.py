@@ -76,16 +76,16 @@ def batch_shares(proportions: Mapping[str, float], global_batch_size: int, num_s
         shares[name] += 1
     if empty := [name for name, share in shares.items() if share == 0]:
         raise ValueError(
-            f"data.proportions: the dataset {empty[0]!r} would have no row in a global batch of {global_batch_size}, "
-            f"which is dealt in {units} lots of data.num_streams={num_streams} rows; raise train.global_batch_size, "
-            "lower data.num_streams, or raise its proportion"
+            f"loader.proportions: the dataset {empty[0]!r} would have no row in a global batch of {global_batch_size}, "
+            f"which is dealt in {units} lots of loader.num_streams={num_streams} rows; raise train.global_batch_size, "
+            "lower loader.num_streams, or raise its proportion"
         )
     return {name: share * num_streams for name, share in shares.items()}
 
 
 def dataset_configs(config: Config) -> dict[str, Config]:
     """The settings for each dataset of a mixture, with its share of a global batch. Raises as `batch_shares`."""
-    shares = batch_shares(config.data.proportions, config.train.global_batch_size, config.data.num_streams)
+    shares = batch_shares(config.loader.proportions, config.train.global_batch_size, config.loader.num_streams)
     return {
         name: dataclasses.replace(config, train=dataclasses.replace(config.train, global_batch_size=share))
         for name, share in shares.items()
@@ -125,7 +125,7 @@ class MixedLoader:
     """The batches of one rank from a mixture, with the interface and the options of `Loader`. Not collective.
 
     The rows of all datasets are one batch before `prepare` sees them. Each dataset has an equal share of
-    `data.memory_mib`. Raises ValueError as `batch_shares` and `Loader` do.
+    `loader.memory_mib`. Raises ValueError as `batch_shares` and `Loader` do.
     """
 
     def __init__(
@@ -147,9 +147,9 @@ class MixedLoader:
         ]
         self.plan = MixedPlan(tuple(loader.plan for loader in self._loaders))
         self._rank = rank
-        memory_mib = config.data.memory_mib
+        memory_mib = config.loader.memory_mib
         self._builder = BatchBuilder(
-            self.columns, micro_batches, config.data.ragged, prepare, pin, memory=memory_mib << 20,
+            self.columns, micro_batches, config.loader.ragged, prepare, pin, memory=memory_mib << 20,
             said_memory=said_memory(memory_mib),
         )  # fmt: skip
         self._ready_bytes = (memory_mib << 20) // READY_SHARE

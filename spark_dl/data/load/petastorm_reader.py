@@ -1,4 +1,4 @@
-"""Batches through Petastorm's own readers (`data.reader: petastorm`), to compare them with ours in one job.
+"""Batches through Petastorm's own readers (`loader.reader: petastorm`), to compare them with ours in one job.
 
 Petastorm deals whole row groups: rank r of R has every R-th one, from number r on. The ranks know from the footers what
 each of them gets, so they take the same number of steps without talking to each other.
@@ -37,7 +37,7 @@ class PetastormLoader:
 
     Training (`shuffle=True`) ends with the rank that has the fewest rows; how many rows of the others are left out of
     each epoch is logged. With `shuffle=False` every row is used once, and ranks that have none left give rows of
-    weight 0. Rows are shuffled within `data.shuffle_window_rows`, shared out among the ranks.
+    weight 0. Rows are shuffled within `loader.shuffle_window_rows`, shared out among the ranks.
 
     Raises ValueError if Petastorm cannot be imported, refuses the dataset or deals a rank no rows.
     """
@@ -55,19 +55,19 @@ class PetastormLoader:
         prepare: Prepare | None = None,
         pin: bool = False,
     ):
-        assert part != "validation", "the settings refuse data.validation_fraction here"
+        assert part != "validation", "the settings refuse train.validation_fraction here"
         self.columns = shards.select(config.data.columns)
         self._shards, self._config = shards, config
         self._rank, self._world_size = rank, world_size
-        self._shuffle = shuffle and config.data.shuffle
-        self._build = BatchBuilder(self.columns, micro_batches, config.data.ragged, prepare, pin).build
+        self._shuffle = shuffle and config.loader.shuffle
+        self._build = BatchBuilder(self.columns, micro_batches, config.loader.ragged, prepare, pin).build
         _check_metadata(shards.url)
         self._petastorm = _import_petastorm()
         self.plan = PetastormPlan(self._dealt_rows(), config.train.global_batch_size, every_row=not shuffle)
         if self.plan.left_out and rank == 0:
             _log.warning(
                 "Petastorm deals the ranks %s of %d rows; an epoch ends with the rank that has the fewest, and leaves "
-                "out %d rows (data.reader: spark_dl uses every row)",
+                "out %d rows (loader.reader: spark_dl uses every row)",
                 list(self.plan.rank_rows), shards.rows, self.plan.left_out,
             )  # fmt: skip
 
@@ -107,7 +107,7 @@ class PetastormLoader:
 
     def _windows(self, pieces: Iterator[list[Array]], rng: np.random.Generator) -> Iterator[list[Array]]:
         """The rows of the reader, joined to windows and shuffled in them. # each array: (window rows, *cell)"""
-        window = self._config.data.shuffle_window_rows // self._world_size if self._shuffle else 0
+        window = self._config.loader.shuffle_window_rows // self._world_size if self._shuffle else 0
         target = max(window, self.plan.rank_batch(self._rank))
         held: list[list[Array]] = []
         rows = 0
@@ -161,7 +161,7 @@ class PetastormLoader:
             if str(array.dtype) != column.dtype or array.shape[1:] != column.shape:
                 raise RuntimeError(
                     f"column {column.name!r}: Petastorm gives cells of {array.dtype}, shape {array.shape[1:]}, for "
-                    f"{column.dtype}, shape {column.shape} in {self._shards.url}; data.reader: spark_dl reads it"
+                    f"{column.dtype}, shape {column.shape} in {self._shards.url}; loader.reader: spark_dl reads it"
                 )
             may_be_bad = self._config.data.nonfinite == "error" and not self._shards.is_checked
             if may_be_bad and first_nonfinite_row(array) is not None:
@@ -174,7 +174,7 @@ class PetastormLoader:
         is_plain = all(c.codec in ("scalar", "list", "partition") for c in self.columns)
         make = self._petastorm.make_batch_reader if is_plain else self._petastorm.make_reader
         url = f"file://{self._shards.url}" if storage.is_local(self._shards.url) else self._shards.url
-        fields, threads = [re.escape(c.name) for c in self.columns], self._config.data.reader_threads
+        fields, threads = [re.escape(c.name) for c in self.columns], self._config.loader.reader_threads
         try:
             return make(
                 url, schema_fields=fields, shuffle_row_groups=self._shuffle, workers_count=threads, seed=seed, **shard
@@ -203,7 +203,7 @@ class PetastormLoader:
         if not all(rows):
             raise ValueError(
                 f"Petastorm deals whole row groups, and {self._shards.url} has {len(names)} for {self._world_size} "
-                "ranks: one would have no rows; write smaller ones (data.rows_per_row_group), or use fewer ranks"
+                "ranks: one would have no rows; write smaller ones (shards.rows_per_row_group), or use fewer ranks"
             )
         return rows
 
@@ -215,9 +215,9 @@ def _import_petastorm() -> Any:
         return petastorm
     except (ImportError, AttributeError) as error:  # with a newer pyarrow it misses names
         raise ValueError(
-            f"data.reader: petastorm cannot be imported here, beside pyarrow {pa.__version__} and numpy "
-            f"{np.__version__} ({error}); pip install 'pyarrow<15' 'numpy<2' petastorm==0.13.1, or set data.reader to "
-            "spark_dl, which reads the same datasets without it"
+            f"loader.reader: petastorm cannot be imported here, beside pyarrow {pa.__version__} and numpy "
+            f"{np.__version__} ({error}); pip install 'pyarrow<15' 'numpy<2' petastorm==0.13.1, or set loader.reader "
+            "to spark_dl, which reads the same datasets without it"
         ) from error
 
 

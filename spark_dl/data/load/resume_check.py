@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, overload
 
-from spark_dl.config import Data
+from spark_dl.config import Config
 from spark_dl.data.dataset.records import ShardSet
 from spark_dl.data.load.mixture import Mixture
 
@@ -52,20 +52,20 @@ def _files(data: ShardSet) -> list[tuple[list[int], Any]]:
 
 
 @overload
-def for_ranks(data: ShardSet, settings: Data) -> ShardSet: ...
+def for_ranks(data: ShardSet, config: Config) -> ShardSet: ...
 @overload
-def for_ranks(data: ShardSet | Mixture, settings: Data) -> ShardSet | Mixture: ...
-def for_ranks(data: ShardSet | Mixture, settings: Data) -> ShardSet | Mixture:
+def for_ranks(data: ShardSet | Mixture, config: Config) -> ShardSet | Mixture: ...
+def for_ranks(data: ShardSet | Mixture, config: Config) -> ShardSet | Mixture:
     """A dataset as it travels to the ranks: without what they do not read, and with what `dataset_digest` makes of it.
 
-    Called on the driver. Checksums of whole files are for the cache of `data.cache_dir`; the counts of row groups for
+    Called on the driver. Checksums of whole files are for the cache of `shards.cache_dir`; the counts of row groups for
     the columns that are read.
     """
     if isinstance(data, Mixture):
-        return Mixture({name: for_ranks(dataset, settings) for name, dataset in data.datasets.items()})
+        return Mixture({name: for_ranks(dataset, config) for name, dataset in data.datasets.items()})
     if not data.shards:  # the ranks make it
         return data
-    table = data.shards.without(checksums=settings.cache_dir is not None, counts_but_of=settings.columns)
+    table = data.shards.without(checksums=config.shards.cache_dir is not None, counts_but_of=config.data.columns)
     return dataclasses.replace(data, shards=table, digest=dataset_digest(data))
 
 
@@ -73,10 +73,10 @@ def _digest(*content: Any) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
-def check_same_rows(saved: Mapping[str, Any] | None, shards: ShardSet | Mixture, data: Data) -> None:
+def check_same_rows(saved: Mapping[str, Any] | None, shards: ShardSet | Mixture, *, validation_fraction: float) -> None:
     """Whether a run can go on from a checkpoint with the rows of now. `saved` is its `rows`.
 
-    Called on the driver, and with data.storage="local" on the ranks, once they have their rows. Raises ValueError for
+    Called on the driver, and with shards.storage="local" on the ranks, once they have their rows. Raises ValueError for
     other rows, or the same in other places, in the middle of an epoch or where a part of them is held out for
     validation. At the end of an epoch training can go on with any rows.
     """
@@ -87,22 +87,22 @@ def check_same_rows(saved: Mapping[str, Any] | None, shards: ShardSet | Mixture,
     before = {key: value for key, value in saved.items() if key != "step_of_epoch"}
     if before == now:
         return
-    if saved.get("step_of_epoch") == 0 and not data.validation_fraction:
+    if saved.get("step_of_epoch") == 0 and not validation_fraction:
         _log.warning("the rows are not those of the checkpoint; training goes on with them, at the start of an epoch")
         return
     if "part_rows" in now:
         raise ValueError(
             f"cannot resume: the checkpoint was made with {before.get('part_rows')} rows on the ranks, now they "
-            f"have {now['part_rows']}, or other values or another order (data.storage='local'); use the same number of "
-            "ranks and a DataFrame that gives the same rows each time, resume from the end of an epoch (without "
-            "data.validation_fraction), or set data.storage to 'shared', which keeps the rows with the run"
+            f"have {now['part_rows']}, or other values or another order (shards.storage='local'); use the same number "
+            "of ranks and a DataFrame that gives the same rows each time, resume from the end of an epoch (without "
+            "train.validation_fraction), or set shards.storage to 'shared', which keeps the rows with the run"
         )
     name, now, before = _first_difference(now, before)
     raise ValueError(
         f"cannot resume: the dataset {name}has changed since the checkpoint was made in the middle of an epoch, or "
-        f"with data.validation_fraction; found {_said(now)}, expected {_said(before)}, with the same columns, files, "
+        f"with train.validation_fraction; found {_said(now)}, expected {_said(before)}, with the same columns, files, "
         "row groups and data.filters, else rows would be repeated and lost; bring the dataset back, or start anew in "
-        "another run_dir; at the end of an epoch, without data.validation_fraction, a run can go on with other rows"
+        "another run_dir; at the end of an epoch, without train.validation_fraction, a run can go on with other rows"
     )
 
 

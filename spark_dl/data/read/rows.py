@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from spark_dl import storage
-from spark_dl.config import Nonfinite
+from spark_dl.config.data import Nonfinite
 from spark_dl.data.columns import policies
 from spark_dl.data.columns.cells import looks_up_words
 from spark_dl.data.columns.ragged import Array, Ragged, from_lengths, take
@@ -160,7 +160,7 @@ class Rows:
                 f"the rows of {len(pieces[0]) - 1} row groups of {self._shards.url}, those before row group {group} of "
                 f"{self._shards.shards[shard].name}, take {size / _MIB:.0f} MiB once they are decoded, more than the "
                 f"footers tell, and are to be shuffled together with more; each stream has {limits.window / _MIB:.0f} "
-                f"MiB of {limits.said}: lower data.shuffle_window_rows, or raise data.memory_mib"
+                f"MiB of {limits.said}: lower loader.shuffle_window_rows, or raise loader.memory_mib"
             )
 
     def _take(self, size: int) -> None:

@@ -1,7 +1,7 @@
 """Sequences: samples of consecutive rows, across row groups and files, counted before any of them is read.
 
-The rows of a dataset make up runs: rows that follow each other without a change of `data.sequence_group` and without a
-step of `data.sequence_order` above `data.sequence_max_gap`. A sample is `length` rows of one run; the samples of a run
+The rows of a dataset make up runs: rows that follow each other without a change of `sequences.group` and without a
+step of `sequences.order` above `sequences.max_gap`. A sample is `length` rows of one run; the samples of a run
 begin at its first row and every `stride` rows after it. Only where the runs begin has to be looked for in the rows; the
 rest is arithmetic, so the plan has its counts up front and a rank finds the rows of any sample.
 """
@@ -16,7 +16,7 @@ from functools import cached_property
 
 import numpy as np
 
-from spark_dl.config import Config, Data
+from spark_dl.config import Config, Sequences
 from spark_dl.data.columns.ragged import Array, Ragged
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.dataset.records import ShardSet
@@ -31,7 +31,7 @@ _PIECE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, eq=False)
-class Sequences:
+class SequenceIndex:
     """The samples of a dataset, numbered in the order of its rows. Pure arithmetic, on the driver and on workers."""
 
     run_starts: Ints
@@ -84,7 +84,7 @@ class SequenceRows:
     a row is in as many samples as they are long.
     """
 
-    def __init__(self, rows: Rows, sequences: Sequences):
+    def __init__(self, rows: Rows, sequences: SequenceIndex):
         self._rows, self._sequences = rows, sequences
         self.columns = tuple(dataclasses.replace(c, shape=(sequences.length, *c.shape)) for c in rows.columns)
         self._group_ends = np.cumsum(rows.group_rows)
@@ -139,38 +139,38 @@ class SequenceRows:
 def build_rows(
     shards: ShardSet, columns: Sequence[Column], config: Config, part: Split, cache: DiskCache | None, limits: Limits
 ) -> Rows | SequenceRows:
-    """What a loader reads: the rows of a dataset, or with `data.sequence_length` its sequences. Called on a worker."""
-    data = config.data
+    """What a loader reads: the rows of a dataset, or with `sequences` its samples. Called on a worker."""
+    data, sequences = config.data, config.sequences
     rows = Rows(
-        shards, columns, data.validation_fraction, config.train.seed, part, cache=cache, nonfinite=data.nonfinite,
-        fill=data.fill, limits=limits,
+        shards, columns, config.train.validation_fraction, config.train.seed, part, cache=cache,
+        nonfinite=data.nonfinite, fill=data.fill, limits=limits,
     )  # fmt: skip
-    if not data.sequence_length:
+    if sequences is None:
         return rows
-    starts = with_runs(shards, data).run_starts
+    starts = with_runs(shards, sequences, data.columns).run_starts
     assert starts is not None
-    return SequenceRows(rows, Sequences(starts, shards.rows, data.sequence_length, data.sequence_stride))
+    return SequenceRows(rows, SequenceIndex(starts, shards.rows, sequences.length, sequences.stride))
 
 
-def with_runs(shards: ShardSet, data: Data) -> ShardSet:
-    """The dataset with where its runs begin; as it is without `data.sequence_length`, or where they are known.
+def with_runs(shards: ShardSet, sequences: Sequences | None, names: Sequence[str]) -> ShardSet:
+    """The dataset with where its runs begin; as it is without `sequences`, or where they are known.
 
     Called on the driver; a loader does it where no driver did. Only the columns of order and group are read.
 
     Raises ValueError for rows that are not in order, for ragged columns and columns that have no order, and where no
-    run is long enough for a sample.
+    run is long enough for a sample. # names: the columns that are read
     """
-    if not data.sequence_length or shards.run_starts is not None:
+    if sequences is None or shards.run_starts is not None:
         return shards
-    if ragged := [c.name for c in shards.select(data.columns) if c.is_ragged]:
-        raise ValueError(f"data.sequence_length: column {ragged[0]!r} is ragged; sequences are of cells of one shape")
-    starts = _find_runs(shards, data) if data.sequence_order or data.sequence_group else np.zeros(1, dtype=np.int64)
-    sequences = Sequences(starts, shards.rows, data.sequence_length, data.sequence_stride)
-    if not sequences.samples:
+    if ragged := [c.name for c in shards.select(names) if c.is_ragged]:
+        raise ValueError(f"sequences.length: column {ragged[0]!r} is ragged; sequences are of cells of one shape")
+    starts = _find_runs(shards, sequences) if sequences.columns else np.zeros(1, dtype=np.int64)
+    index = SequenceIndex(starts, shards.rows, sequences.length, sequences.stride)
+    if not index.samples:
         raise ValueError(
-            f"data.sequence_length={data.sequence_length}: {shards.url} has no such sequence; its {shards.rows} rows "
-            f"make up {len(starts)} runs, of which the longest has {sequences.longest_run} rows (data.sequence_group "
-            "and data.sequence_max_gap end a run; rows of a group must follow each other)"
+            f"sequences.length={sequences.length}: {shards.url} has no such sequence; its {shards.rows} rows "
+            f"make up {len(starts)} runs, of which the longest has {index.longest_run} rows (sequences.group "
+            "and sequences.max_gap end a run; rows of a group must follow each other)"
         )
     return dataclasses.replace(shards, run_starts=starts)
 
@@ -185,15 +185,14 @@ class _Scan:
     last: list[Array]
 
 
-def _find_runs(shards: ShardSet, data: Data) -> Ints:
+def _find_runs(shards: ShardSet, sequences: Sequences) -> Ints:
     """The first row of each run. # (runs,)"""
-    names = [name for name in (data.sequence_order, data.sequence_group) if name is not None]
-    columns = shards.select(names)
+    columns = shards.select(sequences.columns)
     for column in columns:
-        is_number = column.shape == () and (column.dtype != "bool" or column.name == data.sequence_group)
+        is_number = column.shape == () and (column.dtype != "bool" or column.name == sequences.group)
         if not is_number:
             raise ValueError(
-                f"data.sequence_order, data.sequence_group: expected columns of one number per row, found column "
+                f"sequences.order, sequences.group: expected columns of one number per row, found column "
                 f"{column.name!r} of dtype {column.dtype} and shape {column.shape}"
             )
     rows = Rows(shards, columns, 0.0, 0, "all")
@@ -202,7 +201,7 @@ def _find_runs(shards: ShardSet, data: Data) -> Ints:
         count = int(rows.group_rows[number])
         cells: list[Array] = [np.empty(count, dtype=c.dtype) for c in columns]
         rows.read_into([Segment(number, 0, count)], cells)
-        starts = _breaks(shards, data, cells, number, 0)
+        starts = _breaks(shards, sequences, cells, number, 0)
         return _Scan(starts, [c[:1] for c in cells], [c[-1:] for c in cells])
 
     found, first_row, before = [np.zeros(1, dtype=np.int64)], 0, None
@@ -213,7 +212,7 @@ def _find_runs(shards: ShardSet, data: Data) -> Ints:
             for number, group in zip(some, pool.map(scan, some), strict=True):
                 if before is not None:
                     border = [np.concatenate(pair) for pair in zip(before.last, group.first, strict=True)]
-                    found.append(_breaks(shards, data, border, number, -1) + (first_row - 1))
+                    found.append(_breaks(shards, sequences, border, number, -1) + (first_row - 1))
                 found.append(group.starts + first_row)
                 first_row, before = first_row + int(rows.group_rows[number]), group
     finally:
@@ -221,21 +220,21 @@ def _find_runs(shards: ShardSet, data: Data) -> Ints:
     return np.concatenate(found)
 
 
-def _breaks(shards: ShardSet, data: Data, cells: Sequence[Array], number: int, first: int) -> Ints:
+def _breaks(shards: ShardSet, sequences: Sequences, cells: Sequence[Array], number: int, first: int) -> Ints:
     """Which of some rows begin a run, other than the first one. # each (rows,) -> (breaks,)
 
     Raises ValueError if the order goes back: the first of the rows is row `first` of row group `number`.
     """
-    order = cells[0] if data.sequence_order else None
+    order = cells[0] if sequences.order else None
     is_new = np.zeros(max(0, len(cells[0]) - 1), dtype=bool)
-    if data.sequence_group:
+    if sequences.group:
         is_new |= cells[-1][1:] != cells[-1][:-1]
     if order is not None:
         back = ~(order[1:] >= order[:-1]) & ~is_new
         if back.any():
-            raise _order_error(shards, data, order, int(np.argmax(back)), number, first)
-        if data.sequence_max_gap is not None:
-            is_new |= _steps(order) > data.sequence_max_gap
+            raise _order_error(shards, sequences, order, int(np.argmax(back)), number, first)
+        if sequences.max_gap is not None:
+            is_new |= _steps(order) > sequences.max_gap
     return np.flatnonzero(is_new) + 1
 
 
@@ -244,12 +243,12 @@ def _steps(order: Array) -> Array:
     return np.diff(order.astype(np.uint64 if order.dtype.kind in "iu" else np.float64))
 
 
-def _order_error(shards: ShardSet, data: Data, order: Array, at: int, number: int, first: int) -> ValueError:
+def _order_error(shards: ShardSet, sequences: Sequences, order: Array, at: int, number: int, first: int) -> ValueError:
     shard, group, _ = shards.shards.place_of(number)
-    keys = [repr(name) for name in (data.sequence_group, data.sequence_order) if name]
-    within = f" within one {data.sequence_group!r}" if data.sequence_group else ""
+    keys = [repr(name) for name in (sequences.group, sequences.order) if name]
+    within = f" within one {sequences.group!r}" if sequences.group else ""
     return ValueError(
-        f"data.sequence_order: column {data.sequence_order!r} goes from {order[at]} to {order[at + 1]}{within} in row "
+        f"sequences.order: column {sequences.order!r} goes from {order[at]} to {order[at + 1]}{within} in row "
         f"{first + at + 1} of row group {group} of {shards.shards[shard].name} in {shards.url}; expected rows in "
         f"order: sort the DataFrame before it is written, df.orderBy({', '.join(keys)})"
     )

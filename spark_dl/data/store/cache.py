@@ -26,7 +26,7 @@ from typing import IO, Any
 import pyarrow as pa
 
 from spark_dl import storage
-from spark_dl.config import Data
+from spark_dl.config import Shards
 
 _log = logging.getLogger("spark_dl")
 
@@ -45,9 +45,9 @@ class DiskCache:
     limit_bytes: int
 
 
-def build_cache(data: Data) -> DiskCache | None:
+def build_cache(shards: Shards) -> DiskCache | None:
     """The cache that the settings ask for, if any."""
-    return DiskCache(data.cache_dir, data.cache_mib << 20) if data.cache_dir and data.cache_mib else None
+    return DiskCache(shards.cache_dir, shards.cache_mib << 20) if shards.cache_dir and shards.cache_mib else None
 
 
 def open_input(url: str, *, cache: DiskCache | None = None, sha256: str = "", size: int = 0) -> Any:
@@ -84,7 +84,7 @@ def _check_folder(folder: str) -> None:
     found = os.lstat(folder)
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise ValueError(
-            f"data.cache_dir {folder}: expected a folder of this user alone (mode 0700) that is no link, found owner "
+            f"shards.cache_dir {folder}: expected a folder of this user alone (mode 0700) that is no link, found owner "
             f"{found.st_uid} and mode {stat.filemode(found.st_mode)}; name a new folder"
         )
 
@@ -241,4 +241,4 @@ def _write(file: IO[bytes], chunk: bytes) -> None:
         file.write(chunk)
         file.flush()
     except OSError as error:
-        raise OSError(error.errno, f"cannot write to data.cache_dir: {error}; see data.cache_mib") from error
+        raise OSError(error.errno, f"cannot write to shards.cache_dir: {error}; see shards.cache_mib") from error

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from spark_dl import storage
-from spark_dl.config import Data
+from spark_dl.config import Data, Shards
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.dataset.manifest import FORMAT, VERSION
 from spark_dl.data.store import connect_plan
@@ -43,13 +43,6 @@ _CONF = (
     "spark.sql.parquet.datetimeRebaseModeInRead", "spark.sql.parquet.int96RebaseModeInRead",
 )  # fmt: skip
 """Settings of the session that change what a plan yields."""
-_NOT_IN_SHARDS = (
-    "validation_fraction", "filters", "num_streams", "shuffle", "shuffle_window_rows", "memory_mib", "reader_threads",
-    "prefetch_batches", "reader", "require_success", "storage", "ragged", "proportions", "cache_dir", "cache_mib",
-    "store", "store_ttl_days", "sequence_length",
-    "sequence_stride", "sequence_max_gap",
-)  # fmt: skip
-"""Settings of `Data` that leave the shards as they are; all others are part of the key."""
 _STAT_THREADS = 16
 
 
@@ -57,7 +50,9 @@ class NoKeyError(Exception):
     """There is no key for a DataFrame; the text says why."""
 
 
-def store_key(df: DataFrame, data: Data, like: Sequence[Column] = ()) -> str:
+def store_key(
+    df: DataFrame, data: Data, layout: Shards, columns: Sequence[str] = (), like: Sequence[Column] = ()
+) -> str:
     """The key of a DataFrame's shards that are written `like` some columns, 64 hex digits. On the driver; runs no job.
 
     Raises NoKeyError for a plan that is not deterministic, or of which the rows do not follow from what can be seen.
@@ -66,7 +61,9 @@ def store_key(df: DataFrame, data: Data, like: Sequence[Column] = ()) -> str:
         **(_classic_plan(df) if hasattr(df, "_jdf") else _connect_plan(df)),
         "schema": df.schema.jsonValue(),
         "conf": {name: df.sparkSession.conf.get(name, None) for name in _CONF},
-        "data": {k: v for k, v in dataclasses.asdict(data).items() if k not in _NOT_IN_SHARDS},
+        "data": dataclasses.asdict(data),
+        "layout": [layout.rows_per_row_group, layout.rows_per_shard],
+        "columns": list(columns or data.columns),
         "words": {c.name: c.encoding.vocabulary for c in like if c.encoding.vocabulary is not None},
         "format": [FORMAT, VERSION],
     }

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from spark_dl import storage
-from spark_dl.config import Data
+from spark_dl.config import Data, Shards
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.dataset.folder import delete_dataset
 from spark_dl.data.dataset.manifest import MANIFEST, read_shards
@@ -62,9 +62,9 @@ class Lease:
             self._write(LEASE_S)
         except OSError as error:
             raise NoLeaseError(
-                f"data.store: cannot write the lease {self._url}, without which the shards could be deleted while they "
-                f"are read: {error}; a store that several users share needs a group-writable folder, with setgid so "
-                "that what is made in it is of the same group (chmod g+rwxs), and umask 002 for its users"
+                f"shards.store: cannot write the lease {self._url}, without which the shards could be deleted while "
+                f"they are read: {error}; a store that several users share needs a group-writable folder, with setgid "
+                "so that what is made in it is of the same group (chmod g+rwxs), and umask 002 for its users"
             ) from error
         self._thread = threading.Thread(target=self._renew, name="spark_dl lease", daemon=True)
         self._thread.start()
@@ -101,11 +101,13 @@ def store_shards(
     data: Data,
     url: str | None = None,
     *,
+    shards: Shards | None = None,
+    columns: Sequence[str] = (),
     run: str = "",
     like: Sequence[Column] = (),
     before_commit: Callable[[], None] | None = None,
 ) -> tuple[ShardSet, Lease | None]:
-    """The shards of a DataFrame in the store `data.store`: those that another run has written, else written now.
+    """The shards of a DataFrame in the store `shards.store`: those that another run has written, else written now.
 
     Called on the driver. Where there is no store, the DataFrame has no key, or this user may not write a lease to the
     store, they are written at `url`; the log says why. The lease keeps them until it is released; `run` says whose it
@@ -113,11 +115,22 @@ def store_shards(
     ValueError if they cannot be stored and there is
     no `url`, RuntimeError if the source files change meanwhile.
     """
-    reason = "data.store is not set"
-    if data.store:
+    layout, columns = shards or Shards(), columns or data.columns
+    reason = "shards.store is not set"
+    if layout.store:
         try:
-            key = store_key(df, data, like)
-            return find_or_write(data.store, key, lambda target: _write(df, target, data, key, like), run=run)
+            key = store_key(df, data, layout, columns, like)
+
+            def write(target: str) -> ShardSet:
+                written = write_shards(df, target, data, shards=layout, columns=columns, like=like)
+                if store_key(df, data, layout, columns, like) != key:
+                    raise RuntimeError(
+                        "the source files of the DataFrame changed while its shards were written, which may hold rows "
+                        "of both versions; run again"
+                    )
+                return written
+
+            return find_or_write(layout.store, key, write, run=run)
         except NoKeyError as error:
             reason = f"the store cannot be used for this DataFrame: {error}"
             _log.info("%s", reason)
@@ -127,17 +140,9 @@ def store_shards(
                 _log.warning("the shards are written to the run: %s", reason)
     if url is None:
         raise ValueError(f"there is no folder to write the shards to, and {reason}")
-    return write_shards(df, url, data, overwrite=True, like=like, before_commit=before_commit), None
-
-
-def _write(df: DataFrame, url: str, data: Data, key: str, like: Sequence[Column]) -> ShardSet:
-    shards = write_shards(df, url, data, like=like)
-    if store_key(df, data, like) != key:
-        raise RuntimeError(
-            "the source files of the DataFrame changed while its shards were written, which may hold rows of both "
-            "versions; run again"
-        )
-    return shards
+    return write_shards(
+        df, url, data, shards=layout, columns=columns, overwrite=True, like=like, before_commit=before_commit
+    ), None
 
 
 def find_or_write(store: str, key: str, write: Callable[[str], ShardSet], *, run: str) -> tuple[ShardSet, Lease]:
@@ -173,7 +178,7 @@ def reopen(url: str, *, run: str) -> tuple[ShardSet, Lease]:
     except ValueError as error:
         lease.drop()
         raise ValueError(
-            f"the shards that this run was trained on are no longer in the store (data.store_ttl_days): {error}; "
+            f"the shards that this run was trained on are no longer in the store (shards.store_ttl_days): {error}; "
             "start anew with overwrite, or in another run_dir"
         ) from error
 
@@ -262,7 +267,7 @@ def clean_store(store: str, *, ttl_days: float) -> dict[str, int]:
     """
     store, now = storage.absolute(store), time.time()
     if not storage.exists(store):
-        raise ValueError(f"data.store: found nothing to clean at {store}, expected a store")
+        raise ValueError(f"shards.store: found nothing to clean at {store}, expected a store")
     result = {"deleted": 0, "kept": 0, "denied": 0, "bytes": 0}
     for key in storage.list_names(store):
         if not re.fullmatch(r"[0-9a-f]{64}", key):

@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 
 from spark_dl import storage
-from spark_dl.config import Data
+from spark_dl.config import Data, Shards
 from spark_dl.data.columns import schema, source
 from spark_dl.data.columns.encoding import Encoding
 from spark_dl.data.columns.policies import Changes, add_changes, clean_batch, first_nonfinite_row, rules_of
@@ -35,7 +35,7 @@ from spark_dl.data.dataset.shard_table import Shard, ShardTable
 from spark_dl.data.parquet import file as parquet_file
 from spark_dl.data.write import spark_types
 from spark_dl.data.write.vocabulary import NO_ROWS, expression, with_mean_sizes, with_vocabularies
-from spark_dl.data.write.writer import ShardWriter, layout
+from spark_dl.data.write.writer import ShardWriter, rows_per_file
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -48,6 +48,7 @@ def write_shards(
     url: str | os.PathLike[str],
     data: Data | None = None,
     *,
+    shards: Shards | None = None,
     columns: Sequence[str] | None = None,
     overwrite: bool = False,
     like: Sequence[Column] = (),
@@ -55,7 +56,8 @@ def write_shards(
 ) -> ShardSet:
     """Writes a DataFrame as a dataset. Called on the driver; the tasks of the DataFrame's own partitions write.
 
-    `columns` are the columns to keep, by default the features, the label and those of `data.sequence_*`. The rows are
+    `columns` are the columns to keep, by default the features and the label; `shards` says how rows are laid
+    out in files. The rows are
     read once; a vocabulary that is built reads its columns once more, and ragged columns a few rows for their length.
     Where partitions leave neighbouring shards of less than half the size, a second job joins them; the order of the
     rows is kept. `like` are the columns of another dataset, such as the one that a model was trained on, whose
@@ -70,23 +72,23 @@ def write_shards(
     `data.nulls` and `data.nonfinite` say otherwise), cells of unequal shape, or a folder that holds a dataset already
     (unless `overwrite`); nothing of it is left at `url` then. RuntimeError where a task cannot write.
     """
-    data = data or Data()
+    data, layout = data or Data(), shards or Shards()
     url = storage.absolute(url)
-    names = tuple(columns or data.stored_columns)
+    names = tuple(columns or data.columns)
     spark_types.source_columns(df.schema, names, data.encode, data.fill)  # before the folder is touched
     old = prepare_folder(url, overwrite)
-    selected, sources = select_sources(df, names, data, like)
+    selected, sources = select_sources(df, names, data, layout, like)
     token = uuid.uuid4().hex[:8]  # a task of an earlier, killed writer never writes a file of this one
     try:
-        parts = _run(selected, _partition_writer(url, sources, data, token))
+        parts = _run(selected, _partition_writer(url, sources, data, layout, token))
         written = agreed_columns(sources, parts)
         changes = add_changes(p.changes for p in parts)
         schema.check_like(written, like)
-        shards = _join_small(df.sparkSession, url, written, [s for p in parts for s in p.shards], data, token)
+        files = _join_small(df.sparkSession, url, written, [s for p in parts for s in p.shards], layout, token)
         rules = rules_of(data, words_of(like))
         if before_commit is not None:
             before_commit()
-        shard_set = commit(ShardSet(url, with_sizes(written, parts), ShardTable.of(shards), changes, rules))
+        shard_set = commit(ShardSet(url, with_sizes(written, parts), ShardTable.of(files), changes, rules))
     except BaseException:
         abandon(url, token)
         raise
@@ -98,7 +100,7 @@ def write_shards(
 
 
 def select_sources(
-    df: DataFrame, names: Sequence[str], data: Data, like: Sequence[Column]
+    df: DataFrame, names: Sequence[str], data: Data, layout: Shards, like: Sequence[Column]
 ) -> tuple[DataFrame, tuple[SourceColumn, ...]]:
     """The asked columns of a DataFrame, named c0, c1 ..., and what is known of them before their rows are written.
 
@@ -106,13 +108,17 @@ def select_sources(
     """
     sources = spark_types.source_columns(df.schema, names, data.encode, data.fill)
     sources = with_vocabularies(df, sources, data.encode, words_of(like))
-    if not (data.rows_per_row_group and data.rows_per_shard):
+    if not (layout.rows_per_row_group and layout.rows_per_shard):  # else the size of cells need not be known
         sources = with_mean_sizes(df, sources)
     return df.select(*(expression(c).alias(f"c{i}") for i, c in enumerate(sources))), sources  # a name may have dots
 
 
 def write_arrays(
-    columns: Mapping[str, Array | Ragged], url: str | os.PathLike[str], data: Data | None = None
+    columns: Mapping[str, Array | Ragged],
+    url: str | os.PathLike[str],
+    data: Data | None = None,
+    *,
+    shards: Shards | None = None,
 ) -> ShardSet:
     """Writes arrays in memory as a dataset, without Spark. # each (rows, *cell); one axis makes a scalar column
 
@@ -139,7 +145,7 @@ def write_arrays(
         written.append(Column(name, str(values.dtype), shape, codec, mean_size=mean))
     source.check_batch_names([*columns], [c.name for c in written if c.is_ragged])
     old, token = prepare_folder(url, overwrite=False), uuid.uuid4().hex[:8]
-    writer = ShardWriter(url, f"part-{token}", tuple(written), *layout(written, data))
+    writer = ShardWriter(url, f"part-{token}", tuple(written), *rows_per_file(written, shards or Shards()))
     writer.append(list(columns.values()))
     shard_set = commit(ShardSet(url, writer.columns, ShardTable.of(writer.close()), rules=rules_of(data)))
     delete_replaced(url, old, shard_set, token)
@@ -262,6 +268,8 @@ def write_part(
     sources: tuple[SourceColumn, ...],
     data: Data,
     partition: int,
+    *,
+    layout: Shards,
 ) -> PartitionResult:
     """Writes a task's rows as shards whose names begin with `name`. Its input is consumed to the end."""
     writer: ShardWriter | None = None
@@ -276,7 +284,7 @@ def write_part(
             )
             changes = add_changes([changes, changed])
             if len(arrays[0]):
-                writer = writer or _build_writer(url, name, sources, arrays, data, partition)
+                writer = writer or _build_writer(url, name, sources, arrays, layout, partition)
                 writer.append(arrays)
             rows += batch.num_rows
         if writer is None:
@@ -292,7 +300,7 @@ def write_part(
         return PartitionResult(partition, error=f"{error}{at}")
 
 
-def _partition_writer(url: str, sources: tuple[SourceColumn, ...], data: Data, token: str) -> Any:
+def _partition_writer(url: str, sources: tuple[SourceColumn, ...], data: Data, layout: Shards, token: str) -> Any:
     """The task that writes one partition of the DataFrame."""
 
     def write_partition(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -301,14 +309,19 @@ def _partition_writer(url: str, sources: tuple[SourceColumn, ...], data: Data, t
         context = TaskContext.get()
         assert context is not None
         partition, name = context.partitionId(), f"part-{token}-{context.partitionId():05d}-{context.taskAttemptId()}"
-        part = _reported(url, lambda: write_part(batches, url, name, sources, data, partition))
+        part = _reported(url, lambda: write_part(batches, url, name, sources, data, partition, layout=layout))
         yield pa.RecordBatch.from_pydict({"part": [json.dumps(asdict(part))]})
 
     return write_partition
 
 
 def _build_writer(
-    url: str, prefix: str, sources: Sequence[SourceColumn], arrays: Sequence[Array | Ragged], data: Data, partition: int
+    url: str,
+    prefix: str,
+    sources: Sequence[SourceColumn],
+    arrays: Sequence[Array | Ragged],
+    layout: Shards,
+    partition: int,
 ) -> ShardWriter:
     columns = []
     for column, cells in zip(sources, arrays, strict=True):
@@ -316,18 +329,18 @@ def _build_writer(
         if 0 in shape and not column.ragged:
             raise ValueError(schema.empty_first(column.name, f"partition {partition}"))
         columns.append(schema.stored_column(column, shape))
-    return ShardWriter(url, prefix, tuple(columns), *layout(columns, data))
+    return ShardWriter(url, prefix, tuple(columns), *rows_per_file(columns, layout))
 
 
 def _join_small(
-    spark: SparkSession, url: str, columns: tuple[Column, ...], shards: Sequence[Shard], data: Data, token: str
+    spark: SparkSession, url: str, columns: tuple[Column, ...], shards: Sequence[Shard], layout: Shards, token: str
 ) -> list[Shard]:
     """Rewrites neighbouring shards that are less than half full as fuller ones. The order of the rows stays.
 
     What a partition leaves over is a shard, too. Where it is large, it stays as it is: rewriting it would cost as much
     as writing it did, and a shard that is less than full costs a reader nothing.
     """
-    group_rows, shard_rows = layout(columns, data)
+    group_rows, shard_rows = rows_per_file(columns, layout)
     runs = [list(run) for _, run in itertools.groupby(shards, lambda s: None if 2 * s.rows < shard_rows else s.name)]
     files: list[tuple[int, int, int]] = []  # (run, first row, row after the last) of each new shard
     for i, run in enumerate(runs):

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from spark_dl import storage
-from spark_dl.config import Data
+from spark_dl.config import Shards
 from spark_dl.data.columns import ragged, schema
 from spark_dl.data.columns.ragged import Array, Ragged
 from spark_dl.data.columns.schema import Column
@@ -26,11 +26,11 @@ _PAGE_BYTES = 1 << 30
 """One page for each column of a row group, which is then read without a decoder."""
 
 
-def layout(columns: Iterable[Column], data: Data) -> tuple[int, int]:
+def rows_per_file(columns: Iterable[Column], layout: Shards) -> tuple[int, int]:
     """Rows of a row group and of a shard: as configured, else by size."""
     row_bytes = max(1, sum(c.row_bytes for c in columns))
-    group = data.rows_per_row_group or max(1, min(1 << 16, 1 << (_ROW_GROUP_BYTES // row_bytes).bit_length() >> 1))
-    shard = data.rows_per_shard or max(1, _SHARD_BYTES // row_bytes)
+    group = layout.rows_per_row_group or max(1, min(1 << 16, 1 << (_ROW_GROUP_BYTES // row_bytes).bit_length() >> 1))
+    shard = layout.rows_per_shard or max(1, _SHARD_BYTES // row_bytes)
     return group, -(-shard // group) * group
 
 

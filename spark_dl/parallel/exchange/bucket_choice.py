@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from spark_dl.config import Config
 from spark_dl.parallel.exchange import collectives
 from spark_dl.parallel.exchange.buckets import CANDIDATES_MIB, MIB, choose_bucket_mib, interpolate_all_reduce_s
 
 if TYPE_CHECKING:
+    from spark_dl.parallel.ddp import DDP
     from spark_dl.world import World
 
 _log = logging.getLogger("spark_dl")
@@ -28,10 +28,10 @@ class BucketSize:
     """What `parallel.bucket_mib` says or, with `auto`, what was measured to be best. Goes with a checkpoint, so that a
     resumed run has the same buckets, and with them the same order of sums."""
 
-    def __init__(self, config: Config):
-        asked = config.parallel.bucket_mib
+    def __init__(self, settings: DDP):
+        asked = settings.bucket_mib
         self.mib: float | None = None if isinstance(asked, str) else asked
-        self._algorithm = config.parallel.all_reduce
+        self._algorithm = settings.all_reduce
 
     def state_dict(self) -> dict[str, Any]:
         return {"mib": self.mib}

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 
-from spark_dl.config import Config
 from spark_dl.parallel.exchange import collectives
 from spark_dl.parallel.exchange.compression import Average, Bucket, average_largest, average_thresholded
 from spark_dl.parallel.exchange.powersgd import PowerSgd
 from spark_dl.parallel.exchange.serial import SerialCollectives
 
 if TYPE_CHECKING:
+    from spark_dl.parallel.ddp import DDP
     from spark_dl.world import World
 
 Hook: TypeAlias = Callable[[dist.GradBucket], "Future[Tensor]"]
@@ -35,33 +35,31 @@ class Exchange:
     close: Callable[[], None] = lambda: None
 
 
-def build_exchange(model: nn.Module, world: World, config: Config) -> Exchange | None:
+def build_exchange(model: nn.Module, world: World, settings: DDP, *, timeout_s: float) -> Exchange | None:
     """The exchange that `parallel.compression` or `parallel.all_reduce` names; None for DDP's own. Collective.
 
     Raises ValueError on every rank if the backend cannot sum what would be sent.
     """
-    parallel = config.parallel
-    timeout_s = config.launch.collective_timeout_s
-    if parallel.all_reduce != "backend":
-        return build_all_reduce(parallel.all_reduce, timeout_s=timeout_s)
-    if parallel.compression == "none":
+    if settings.all_reduce != "backend":
+        return build_all_reduce(settings.all_reduce, timeout_s=timeout_s)
+    if settings.compression == "none":
         return None
-    if parallel.compression == "fp16":
+    if settings.compression == "fp16":
         return Exchange(functools.partial(default_hooks.fp16_compress_hook, None))  # type: ignore[arg-type]
-    if parallel.compression == "bf16":
+    if settings.compression == "bf16":
         check_can_sum(torch.bfloat16, world.device)
         return Exchange(functools.partial(default_hooks.bf16_compress_hook, None))  # type: ignore[arg-type]
     state: dict[str, Any] = {}
     average: Average
-    if parallel.compression == "threshold":
-        average = functools.partial(average_thresholded, threshold=parallel.threshold)
-    elif parallel.compression == "topk":
-        average = functools.partial(average_largest, ratio=parallel.topk_ratio)
+    if settings.compression == "threshold":
+        average = functools.partial(average_thresholded, threshold=settings.threshold)
+    elif settings.compression == "topk":
+        average = functools.partial(average_largest, ratio=settings.topk_ratio)
     else:
-        powersgd = PowerSgd(parallel.powersgd_rank)
+        powersgd = PowerSgd(settings.powersgd_rank)
         average, state = powersgd.average, {"powersgd": powersgd}
     in_order = SerialCollectives(timeout_s)
-    feedback = ErrorFeedback(average, model, in_order, start_step=parallel.compression_start_step)
+    feedback = ErrorFeedback(average, model, in_order, start_step=settings.compression_start_step)
     return Exchange(feedback.hook, {"error_feedback": feedback, **state}, in_order.close)
 
 

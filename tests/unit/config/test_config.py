@@ -23,39 +23,39 @@ SYNC = ("sync", "k_sync", "k_batch_sync")
 INVALID = [
     (Data, "data.features", [(), [], "pixels", None, 3, ("a", "a"), ("a", "label")]),
     (Data, "data.features and data.label", [], [{"features": ("",)}, {"features": (3,)}, {"label": ""}, {"label": 3}]),
-    (Data, "data.validation_fraction", [-0.1, 1, 1.5, NAN, INF, "0.1", True, None]),
-    (Data, "data.rows_per_row_group", [-1, 1.5, "8", True, None]),
-    (Data, "data.rows_per_shard", [-1, 1.5, "8", True, None]),
+    (Data, "train.validation_fraction", [-0.1, 1, 1.5, NAN, INF, "0.1", True, None]),
+    (Data, "shards.rows_per_row_group", [-1, 1.5, "8", True, None]),
+    (Data, "shards.rows_per_shard", [-1, 1.5, "8", True, None]),
     (Data, "data.require_success", [0, "no", None]),
-    (Data, "data.num_streams", [0, -1, 2.0, "8", True, None]),
-    (Data, "data.shuffle_window_rows", [0, -1, 2.0, None]),
-    (Data, "data.memory_mib", [0, -1, 2.0, None]),
-    (Data, "data.reader_threads", [0, -1, 2.0, None]),
-    (Data, "data.prefetch_batches", [0, -1, 2.0, None]),
-    (Data, "data.cache_dir", ["relative", 1]),
-    (Data, "data.store", ["", 1]),
-    (Data, "data.store_ttl_days", [-1, "1", None]),
-    (Data, "data.sequence_length", [-1, 2.0, "8", True, None]),
-    (Data, "data.sequence_stride", [0, -1, 2.0, None, 3]),
-    (Data, "data.sequence_order", ["", 3, "time"]),
-    (Data, "data.sequence_group", ["", 3, "device"]),
-    (Data, "data.sequence_max_gap", [1, 0]),
-    (Data, "data.sequence_max_gap", [], [{"sequence_max_gap": g, "sequence_length": 2} for g in (-1, NAN, INF, "1")]),
-    (Data, "data.sequence_order", [], [{"sequence_max_gap": 1, "sequence_length": 2}]),
-    (Data, "data.validation_fraction", [], [{"validation_fraction": 0.1, "sequence_length": 2}]),
-    (Data, "data.storage", [], [{"storage": "local", "sequence_length": 2}]),
+    (Data, "loader.num_streams", [0, -1, 2.0, "8", True, None]),
+    (Data, "loader.shuffle_window_rows", [0, -1, 2.0, None]),
+    (Data, "loader.memory_mib", [0, -1, 2.0, None]),
+    (Data, "loader.reader_threads", [0, -1, 2.0, None]),
+    (Data, "loader.prefetch_batches", [0, -1, 2.0, None]),
+    (Data, "shards.cache_dir", ["relative", 1]),
+    (Data, "shards.store", ["", 1]),
+    (Data, "shards.store_ttl_days", [-1, "1", None]),
+    (Data, "sequences.length", [-1, 2.0, "8", True, None]),
+    (Data, "sequences.stride", [0, -1, 2.0, None, 3]),
+    (Data, "sequences.order", ["", 3, "time"]),
+    (Data, "sequences.group", ["", 3, "device"]),
+    (Data, "sequences.max_gap", [1, 0]),
+    (Data, "sequences.max_gap", [], [{"sequence_max_gap": g, "sequence_length": 2} for g in (-1, NAN, INF, "1")]),
+    (Data, "sequences.order", [], [{"sequence_max_gap": 1, "sequence_length": 2}]),
+    (Data, "train.validation_fraction", [], [{"validation_fraction": 0.1, "sequence_length": 2}]),
+    (Data, "shards.storage", [], [{"storage": "local", "sequence_length": 2}]),
     (Data, "data.filters", [], [{"filters": [["x", ">", 1]], "sequence_length": 2}]),
-    (Data, "data.reader", [], [{"reader": "petastorm", "sequence_length": 2}]),
-    (Data, "data.cache_mib", [-1, 2.0, None]),
-    (Data, "data.cache_mib", [], [{"cache_dir": "/c"}, {"cache_mib": 0, "cache_dir": "/c"}]),
-    (Data, "data.cache_dir", [], [{"reader": "petastorm", "cache_mib": 8, "cache_dir": "/c"}]),
-    (Data, "data.store", [], [{"storage": "local", "store": "/store"}]),
-    (Data, "data.ragged", ["padded", None, True]),
-    (Data, "data.proportions", [["a"], None, 0.5]),
-    (Data, "data.proportions.a", [], [{"proportions": {"a": v}} for v in (0, -1, NAN, INF, "1", True, None)]),
-    (Data, "data.validation_fraction", [], [{"proportions": {"a": 1}, "validation_fraction": 0.1}]),
-    (Data, "data.storage", [], [{"proportions": {"a": 1}, "storage": "local"}]),
-    (Data, "data.reader", [], [{"proportions": {"a": 1}, "reader": "petastorm"}]),
+    (Data, "loader.reader", [], [{"reader": "petastorm", "sequence_length": 2}]),
+    (Data, "shards.cache_mib", [-1, 2.0, None]),
+    (Data, "shards.cache_mib", [], [{"cache_dir": "/c"}, {"cache_mib": 0, "cache_dir": "/c"}]),
+    (Data, "shards.cache_dir", [], [{"reader": "petastorm", "cache_mib": 8, "cache_dir": "/c"}]),
+    (Data, "shards.store", [], [{"storage": "local", "store": "/store"}]),
+    (Data, "loader.ragged", ["padded", None, True]),
+    (Data, "loader.proportions", [["a"], None, 0.5]),
+    (Data, "loader.proportions.a", [], [{"proportions": {"a": v}} for v in (0, -1, NAN, INF, "1", True, None)]),
+    (Data, "train.validation_fraction", [], [{"proportions": {"a": 1}, "validation_fraction": 0.1}]),
+    (Data, "shards.storage", [], [{"proportions": {"a": 1}, "storage": "local"}]),
+    (Data, "loader.reader", [], [{"proportions": {"a": 1}, "reader": "petastorm"}]),
     (Data, "data.nulls", ["allow", "Drop", None, True]),
     (Data, "data.nonfinite", ["raise", None, True]),
     (Data, "data.encode", ["hash", None, ["c"], 3]),
@@ -89,9 +89,9 @@ INVALID = [
     (Data, "data.filters", ["x > 3", None, 3, ["x", ">", 3], [[]], {"x": 3}]),
     (Data, "data.fill", ["0", None, 0], [{"fill": {"c": 1}}, {"fill": {"c": 1}, "nulls": "drop"}]),
     (Data, "data.fill.c", [], [{"fill": {"c": v}} for v in (None, NAN, INF, [0], {})]),
-    (Data, "data.shuffle", [0, 1, "true", None]),
-    (Data, "data.validation_fraction", [], [{"reader": "petastorm", "validation_fraction": 0.1}]),
-    (Data, "data.reader", ["arrow", "Petastorm", "", None]),
+    (Data, "loader.shuffle", [0, 1, "true", None]),
+    (Data, "train.validation_fraction", [], [{"reader": "petastorm", "validation_fraction": 0.1}]),
+    (Data, "loader.reader", ["arrow", "Petastorm", "", None]),
     (Train, "train.global_batch_size", [0, -64, 64.0, "64", True, None]),
     (Train, "train.accumulation_steps", [0, -1, 2.0, None]),
     (Train, "train.epochs", [0, -1, 2.0, None]),
@@ -158,12 +158,12 @@ INVALID = [
     (Parallel, "parallel.max_staleness", [], [{**SERVERS, "server_mode": m, "max_staleness": 2} for m in SYNC]),
     (Parallel, "parallel.staleness_lr", [0, 1, "true", None, True]),
     (Parallel, "parallel.staleness_lr", [], [{**SERVERS, "server_mode": m, "staleness_lr": True} for m in SYNC]),
-    (Parallel, "parallel.straggler", ["normal", None]),
-    (Parallel, "parallel.straggler_s", [-1, NAN, INF, "1", None, 0.5]),
-    (Parallel, "parallel.straggler_s", [], [{"straggler": "constant"}]),
-    (Parallel, "parallel.straggler_ranks", [0, "0", [-1], [1.0], [True], None, [1]]),
+    (Parallel, "faults.straggler", ["normal", None]),
+    (Parallel, "faults.straggler_s", [-1, NAN, INF, "1", None, 0.5]),
+    (Parallel, "faults.straggler_s", [], [{"straggler": "constant"}]),
+    (Parallel, "faults.straggler_ranks", [0, "0", [-1], [1.0], [True], None, [1]]),
     (Launch, "launch.num_ranks", [0, -1, 2.0, "2", True, None]),
-    (Data, "data.storage", ["disk", "", 1, None]),
+    (Data, "shards.storage", ["disk", "", 1, None]),
     (Launch, "launch.device", ["gpu", "cuda:0", None]),
     (Launch, "launch.start_timeout_s", [0, -1, NAN, INF, None]),
     (Launch, "launch.collective_timeout_s", [0, -1, NAN, INF, None]),
@@ -245,7 +245,7 @@ def test_the_global_batch_must_be_a_multiple_of_the_streams(batch, streams, near
 
 @pytest.mark.parametrize(("ranks", "proposed"), [(17, 17), (20, 20), (32, 32), (100, 100)])
 def test_there_must_be_a_stream_for_every_rank(ranks, proposed):
-    message = rf"^data\.num_streams: .*num_ranks={ranks}, found 16.* {proposed} would do"
+    message = rf"^loader\.num_streams: .*num_ranks={ranks}, found 16.* {proposed} would do"
     with pytest.raises(ValueError, match=message):
         Config(launch=Launch(num_ranks=ranks))
     settings = {"data": Data(num_streams=proposed), "train": Train(global_batch_size=2 * proposed)}
@@ -255,7 +255,7 @@ def test_there_must_be_a_stream_for_every_rank(ranks, proposed):
 @pytest.mark.parametrize(("ranks", "proposed"), [(3, 18), (5, 20), (7, 21)])
 def test_with_local_storage_the_ranks_have_equal_streams(ranks, proposed):
     message = (
-        rf"^data\.num_streams: expected a multiple of launch\.num_ranks={ranks} .*, found 16: .*; {proposed} would"
+        rf"^loader\.num_streams: expected a multiple of launch\.num_ranks={ranks} .*, found 16: .*; {proposed} would"
     )
     with pytest.raises(ValueError, match=message):
         Config(data=Data(storage="local"), launch=Launch(num_ranks=ranks))
@@ -297,7 +297,7 @@ def test_error_feedback_is_not_for_gradients_whose_scale_changes(compression):
 
 
 def test_data_parallel_splits_columns_by_rows():
-    with pytest.raises(ValueError, match=r"^data\.ragged: not offsets with parallel\.strategy='data_parallel'"):
+    with pytest.raises(ValueError, match=r"^loader\.ragged: not offsets with parallel\.strategy='data_parallel'"):
         Config(data=Data(ragged="offsets"), parallel=Parallel(strategy="data_parallel"))
 
 
@@ -313,15 +313,15 @@ def with_servers(ranks=4, num_servers=1, train=None, data=None, **parallel):
     ("parallel.num_servers", {"num_servers": 5}),
     ("parallel.server_k", {"server_mode": "k_sync", "server_k": 4}),
     ("parallel.server_k", {"server_mode": "k_async", "server_k": 3, "num_servers": 2}),
-    ("parallel.straggler_ranks", {"straggler": "constant", "straggler_s": 1, "straggler_ranks": (0, 3)}),
-    ("parallel.straggler_ranks", {"straggler": "constant", "straggler_s": 1, "straggler_ranks": (4,)}),
+    ("faults.straggler_ranks", {"straggler": "constant", "straggler_s": 1, "straggler_ranks": (0, 3)}),
+    ("faults.straggler_ranks", {"straggler": "constant", "straggler_s": 1, "straggler_ranks": (4,)}),
     ("train.optimizer", {"train": {"optimizer": "LBFGS"}}),
     ("train.optimizer", {"train": {"optimizer": "Adafactor"}}),
     ("train.clip_grad_norm", {"num_servers": 2, "train": {"clip_grad_norm": 1.0}}),
     ("train.precision", {"train": {"precision": "fp16"}}),
     ("train.accumulation_steps", {"train": {"accumulation_steps": 21}}),
-    ("data.storage", {"data": {"storage": "local"}}),
-    ("data.reader", {"data": {"reader": "petastorm"}}),
+    ("shards.storage", {"data": {"storage": "local"}}),
+    ("loader.reader", {"data": {"reader": "petastorm"}}),
 ])  # fmt: skip
 def test_what_parameter_servers_cannot_do_is_an_error_that_names_the_key(key, settings):
     with pytest.raises(ValueError, match=rf"^{key}: "):
@@ -335,7 +335,7 @@ def test_ranks_that_compute_nothing_cannot_be_slow(strategy):
         return Config(parallel=parallel, launch=Launch(num_ranks=5 if strategy == "parameter_server" else 4))
 
     build(0, 3)
-    with pytest.raises(ValueError, match=r"^parallel\.straggler_ranks: expected ranks below 4, .*, found \[0, 4\]$"):
+    with pytest.raises(ValueError, match=r"^faults\.straggler_ranks: expected ranks below 4, .*, found \[0, 4\]$"):
         build(0, 4)
 
 
@@ -379,7 +379,7 @@ def test_a_file_and_then_overrides(tmp_path):
 
 
 def test_overrides_as_a_mapping(tmp_path):
-    overrides = {"data.features": ["a b", "1"], "data.label": None, "train.max_steps": 5, "data.shuffle": False}
+    overrides = {"data.features": ["a b", "1"], "data.label": None, "train.max_steps": 5, "loader.shuffle": False}
     config = load_config(None, {**overrides, "train.optimizer_args": {"momentum": 0.9}})
     assert config.data == Data(features=("a b", "1"), label=None, shuffle=False)
     assert config.train == Train(max_steps=5, optimizer_args={"momentum": 0.9})
@@ -388,7 +388,7 @@ def test_overrides_as_a_mapping(tmp_path):
 @pytest.mark.parametrize(("text", "key", "near"), [
     ("train: {learning_rte: 1}", "train.learning_rte", "did you mean|known are"),
     ("train: {epoch: 1}", "train.epoch", r"did you mean 'train\.epochs'"),
-    ("data: {num_stream: 8}", "data.num_stream", r"did you mean 'data\.num_streams'"),
+    ("data: {num_stream: 8}", "data.num_stream", r"did you mean 'loader\.num_streams'"),
     ("trian: {lr: 1}", "trian.*", "did you mean 'train"),
     ("zzz: 1", "zzz", "known are checkpoint, data, launch, parallel, train"),
 ])  # fmt: skip
@@ -409,7 +409,7 @@ def test_an_unknown_key_in_an_override_suggests_the_nearest(override, near):
 
 
 @pytest.mark.parametrize("override", [
-    "train.lr=fast", "train.epochs=1.5", "train.epochs=0", "data.shuffle=3", "launch.device=tpu", "train.lr",
+    "train.lr=fast", "train.epochs=1.5", "train.epochs=0", "loader.shuffle=3", "launch.device=tpu", "train.lr",
 ])  # fmt: skip
 def test_a_value_that_does_not_fit_names_its_key(override):
     with pytest.raises(ValueError, match=override.split("=")[0].replace(".", r"\.")):

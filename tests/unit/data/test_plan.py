@@ -100,7 +100,7 @@ def test_streams_are_dealt_whole_near_equally_and_in_order(streams):
 
 
 def test_more_ranks_than_streams_is_an_error_that_says_what_to_raise():
-    with pytest.raises(ValueError, match=r"num_streams=4 .*num_ranks=5.*raise data\.num_streams"):
+    with pytest.raises(ValueError, match=r"num_streams=4 .*num_ranks=5.*raise loader\.num_streams"):
         streams_of_rank(4, 0, 5)
 
 

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from spark_dl import Config, Launch, Parallel
+from spark_dl import DDP, Config, Launch
 from spark_dl.parallel.stragglers import delay_s
 
 
 def config(kind, mean=0.5, ranks=()):
-    parallel = Parallel(straggler=kind, straggler_s=mean if kind != "none" else 0.0, straggler_ranks=ranks)
+    parallel = DDP(straggler=kind, straggler_s=mean if kind != "none" else 0.0, straggler_ranks=ranks)
     return Config(parallel=parallel, launch=Launch(num_ranks=4))
 
 

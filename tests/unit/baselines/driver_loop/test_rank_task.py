@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from spark_dl import Config, Data, Launch, ModelSpec, Train
+from spark_dl import ModelSpec
 from spark_dl.baselines.driver_loop import rank_task
 from spark_dl.baselines.driver_loop.rank_task import Attempt, Step, _Kept
 from spark_dl.data.load.build import build_train_loader
@@ -15,6 +15,7 @@ from spark_dl.launch import payload
 from spark_dl.spec import Run
 from tests.builders.datasets import write_dataset
 from tests.builders.models import blobs, build_mlp
+from tests.builders.settings import make_config
 
 NUM_RANKS = 6
 
@@ -22,10 +23,8 @@ NUM_RANKS = 6
 @pytest.fixture
 def run(tmp_path):
     shards = write_dataset(str(tmp_path / "data"), blobs(1000), group_rows=50)
-    config = Config(
-        train=Train(global_batch_size=12, accumulation_steps=2),
-        data=Data(num_streams=6, shuffle_window_rows=300),
-        launch=Launch(num_ranks=NUM_RANKS),
+    config = make_config(
+        global_batch_size=12, accumulation_steps=2, num_streams=6, shuffle_window_rows=300, num_ranks=NUM_RANKS
     )
     return Run(spec=ModelSpec(build=build_mlp), config=config, train=shards, run_dir=str(tmp_path / "run"))
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from spark_dl import Config, Launch, ModelSpec, Parallel, Train
+from spark_dl import Config, Launch, ModelSpec, ParameterServer, Train
 from spark_dl.baselines.servers.block import Block
 from spark_dl.baselines.servers.flat import FlatModel
 from spark_dl.config import ELEMENTWISE
@@ -24,7 +24,7 @@ def config(optimizer="SGD", num_servers=1, **train):
     args = {"optimizer_args": ARGS.get(optimizer, {}), **train}
     return Config(
         train=Train(optimizer=optimizer, lr=0.05, **args), launch=Launch(num_ranks=4),
-        parallel=Parallel(strategy="parameter_server", num_servers=num_servers),
+        parallel=ParameterServer(num_servers=num_servers),
     )  # fmt: skip
 
 

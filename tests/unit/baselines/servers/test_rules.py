@@ -8,20 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spark_dl import ParameterServer
 from spark_dl.baselines.servers.block import shares_of
 from spark_dl.baselines.servers.deal import MiniBatch, MiniBatchQueue, deal_again
 from spark_dl.baselines.servers.rules import Coordinator, Gradient, Rules, rules_of
-from spark_dl.config import Parallel
 
 MODES = ("sync", "k_sync", "k_batch_sync", "async", "k_async", "k_batch_async")
 ENDLESS = 10**6
 
 
 def rules(mode, trainers, k=0, max_staleness=None):
-    parallel = Parallel(
-        strategy="parameter_server", server_mode=mode, server_k=k if mode.startswith("k_") else 0,
-        max_staleness=max_staleness,
-    )  # fmt: skip
+    parallel = ParameterServer(server_mode=mode, server_k=k if mode.startswith("k_") else 0, max_staleness=max_staleness)  # fmt: skip
     return rules_of(parallel, trainers)
 
 

@@ -12,7 +12,7 @@ import torch
 from pyspark.sql import types as t
 from torch import nn
 
-from spark_dl import Config, Data, ModelSpec, Train
+from spark_dl import Config, Data, ModelSpec, Shards, Train
 from spark_dl.data.columns.ragged import from_lengths
 from spark_dl.data.external.dataset import open_parquet
 from spark_dl.data.load.loader import Loader
@@ -32,7 +32,7 @@ def shards(tmp_path):
     return write_arrays(
         {"tokens": tokens, "points": points, "id": ids},
         str(tmp_path / "d"),
-        Data(rows_per_row_group=9, rows_per_shard=27),
+        shards=Shards(rows_per_row_group=9, rows_per_shard=27),
     )
 
 

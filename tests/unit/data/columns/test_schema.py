@@ -252,7 +252,7 @@ def test_settings_with_which_a_dataset_was_not_written(settings, key):
 
 
 @pytest.mark.parametrize(("rows", "size", "change"), [
-    (3, 2**30 - 128, "set data.rows_per_row_group to at most 1"),
+    (3, 2**30 - 128, "set shards.rows_per_row_group to at most 1"),
     (1, 3 * 2**30, "one row is larger: store less in a cell"),
 ])  # fmt: skip
 def test_what_does_not_fit_into_a_row_group_is_an_error_that_says_what_does(rows, size, change):

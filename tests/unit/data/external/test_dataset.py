@@ -27,12 +27,13 @@ from spark_dl.data.petastorm.metadata import ROW_GROUPS_KEY, write_common_metada
 from spark_dl.data.petastorm.unischema import Codec, Field, Unischema
 from tests.builders.cells import npy_cells, vectors
 from tests.builders.images import pixels, png
+from tests.builders.settings import make_config
 
 ROWS = 100
 
 
 def steps_of(shards, *names, **data):
-    config = Config(data=Data(features=names, label=None, num_streams=4, **data), train=Train(global_batch_size=20))
+    config = make_config(features=names, label=None, num_streams=4, **data, global_batch_size=20)
     return Loader(shards, config, rank=0, world_size=1, shuffle=False).epoch(0)
 
 
@@ -729,11 +730,11 @@ def test_compressed_arrays_that_do_not_fit_are_an_error_before_they_are_unpacked
     assert sorted(int(i) for m in found for i in m["id"]) == list(range(20))
     assert all(m["x"].shape == (4, 500_000) and not m["x"].any() for m in found)
     del found
-    match = "row group 0 of .* has 20 rows of 20\\d{5} bytes, 38 MiB; .*data.memory_mib=16: raise it"
+    match = "row group 0 of .* has 20 rows of 20\\d{5} bytes, 38 MiB; .*loader.memory_mib=16: raise it"
     if is_ragged:
         match = (
             r"cannot read row group 0 of .*0.parquet: column 'x': the cells have 0.\d MiB as they are stored, and \d\d "
-            "MiB once they are decoded; data.memory_mib=16: raise it, or write the dataset with smaller row groups"
+            "MiB once they are decoded; loader.memory_mib=16: raise it, or write the dataset with smaller row groups"
         )
     tracemalloc.start()
     try:

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from spark_dl import Config, Data, Train, read_shards
+from spark_dl import Data, read_shards
 from spark_dl.data.columns.encoding import Encoding
 from spark_dl.data.columns.ragged import from_lengths
 from spark_dl.data.columns.schema import Column
@@ -40,7 +40,7 @@ BATCH, STREAMS = 12, 4
 
 def config(batch=BATCH, streams=STREAMS, **data):
     settings = {"features": ("x",), "label": "id", "num_streams": streams, "shuffle_window_rows": 40, **data}
-    return Config(data=Data(**settings), train=Train(global_batch_size=batch, seed=7))
+    return settings(**settings, global_batch_size=batch, seed=7)
 
 
 def dataset(url, rows, group_rows=10, shard_rows=30):
@@ -151,7 +151,7 @@ def test_memory_for_one_window_per_stream_is_enough(tmp_path, window_rows, threa
 
 def test_a_row_group_that_does_not_fit_into_memory_is_an_error_with_both_sizes(tmp_path):
     shards = write_dataset(str(tmp_path / "d"), {"x": np.zeros((20, 1 << 17)), "id": np.arange(20)}, 10, 20)
-    with pytest.raises(ValueError, match=r"has 10 rows of 1048584 bytes, 10 MiB; .* data.memory_mib=9: raise it, or"):
+    with pytest.raises(ValueError, match=r"has 10 rows of 1048584 bytes, 10 MiB; .* loader.memory_mib=9: raise it, or"):
         loaders(shards, 1, config(batch=8, memory_mib=9))
     loaders(shards, 1, config(batch=8, memory_mib=11))
 
@@ -160,8 +160,8 @@ def test_a_batch_that_does_not_fit_into_memory_is_an_error_with_both_sizes(tmp_p
     """12 rows of 1 MiB, of which each of 4 ranks has 3."""
     shards = write_dataset(str(tmp_path / "d"), {"x": np.zeros((20, 1 << 17)), "id": np.arange(20)}, 1, 20)
     message = (
-        "each rank has 12 rows of 1048584 bytes of .* in a global batch, 12 MiB, and data.memory_mib=12: lower "
-        "train.global_batch_size, raise data.memory_mib, or use more ranks"
+        "each rank has 12 rows of 1048584 bytes of .* in a global batch, 12 MiB, and loader.memory_mib=12: lower "
+        "train.global_batch_size, raise loader.memory_mib, or use more ranks"
     )
     with pytest.raises(ValueError, match=message):
         loaders(shards, 1, config(memory_mib=12))
@@ -206,7 +206,7 @@ def test_columns_without_elements_are_read(tmp_path):
 
 def test_one_row_that_does_not_fit_into_memory_is_an_error_with_both_sizes(tmp_path):
     shards = write_dataset(str(tmp_path / "d"), {"x": np.zeros((2, 1 << 18)), "id": np.arange(2)}, 1, 1)
-    with pytest.raises(ValueError, match=r"has 1 rows of 2097160 bytes, 2 MiB; .* data.memory_mib=1: raise it, or"):
+    with pytest.raises(ValueError, match=r"has 1 rows of 2097160 bytes, 2 MiB; .* loader.memory_mib=1: raise it, or"):
         loaders(shards, 1, config(memory_mib=1))
 
 
@@ -229,7 +229,9 @@ def test_a_row_group_of_long_lists_does_not_fit_though_most_rows_are_short(tmp_p
         write_dataset(str(tmp_path / "d"), {"x": lists, "id": np.arange(300)}, 10, 100)
         shards = read_shards(str(tmp_path / "d"))
     assert shards.group_bytes(shards.columns)[-2:].tolist() == [10 * (4 + 8 + 8), 10 * (4 * (1 << 16) + 8 + 8)]
-    with pytest.raises(ValueError, match=r"row group \d+ of .* has 10 rows of 262160 bytes, 3 MiB.*data.memory_mib=2"):
+    with pytest.raises(
+        ValueError, match=r"row group \d+ of .* has 10 rows of 262160 bytes, 3 MiB.*loader.memory_mib=2"
+    ):
         loaders(shards, 1, config(memory_mib=2, encode=encode))
     found = steps(loaders(shards, 1, config(batch=8, memory_mib=3, encode=encode))[0])
     ids = [b["id"][b["weight"] > 0].tolist() for _, _, b in found]
@@ -266,8 +268,8 @@ def test_a_batch_that_does_not_fit_once_it_is_padded_is_an_error_with_both_sizes
         return
     message = (
         "column 'x': the 16 rows of rank 0 in step 0 of epoch 0 take 5 MiB, of 5 MiB with all columns, and "
-        "data.memory_mib=4; the longest of them has 65536 values, to which the others are padded: set data.ragged to "
-        "offsets, which pads none, lower train.global_batch_size, raise data.memory_mib, or use more ranks"
+        "loader.memory_mib=4; the longest of them has 65536 values, to which the others are padded: set loader.ragged "
+        "to offsets, which pads none, lower train.global_batch_size, raise loader.memory_mib, or use more ranks"
     )
     with pytest.raises(ValueError, match=message):
         list(loader.epoch(0))
@@ -282,7 +284,7 @@ def test_a_batch_that_cannot_fit_once_it_is_padded_is_an_error_before_training(t
     shards = write_dataset(str(tmp_path / "d"), {"x": unequal_lists(300, 290, LONG), "id": np.arange(300)}, 10, 300)
     message = (
         "column 'x': the 10 rows of row group 29 of .* have 65536 values or more on average; a batch of 12 rows that "
-        "is padded to one of them takes 4 MiB, and data.memory_mib=3: set data.ragged to offsets"
+        "is padded to one of them takes 4 MiB, and loader.memory_mib=3: set loader.ragged to offsets"
     )
     with pytest.raises(ValueError, match=message):
         check_memory(shards, shards.columns, config(memory_mib=3), 1)
@@ -366,7 +368,9 @@ def test_files_that_are_decoded_to_less_count_as_they_are_read(tmp_path, kind):
         read = sum(map(len, cells[10 * i :][:10]))
         assert read + 10 * own_bytes <= size <= 1.02 * read
     assert shards.decoded_bytes(shards.columns).tolist() == [10 * own_bytes] * 3
-    with pytest.raises(ValueError, match=r"row group . of .* has 10 rows of 1\d{5} bytes, 1 MiB; .*data.memory_mib=1:"):
+    with pytest.raises(
+        ValueError, match=r"row group . of .* has 10 rows of 1\d{5} bytes, 1 MiB; .*loader.memory_mib=1:"
+    ):
         loaders(shards, 1, config(memory_mib=1, encode=encode))
     (loader,) = loaders(shards, 1, config(memory_mib=8, encode=encode))
     assert sorted(true_ids(loader)) == list(range(30))
@@ -396,7 +400,7 @@ def test_bytes_that_do_not_fit_once_they_are_decoded_are_an_error_with_both_size
     shards = open_parquet(str(tmp_path), ["x", "id"], data=settings.data)
     message = (
         r"cannot read row group 0 of .*a.parquet: column 'x': the cells have 0.5 MiB as they are "
-        "stored, and 572 MiB once they are decoded; data.memory_mib=64: raise it, or write the dataset with smaller "
+        "stored, and 572 MiB once they are decoded; loader.memory_mib=64: raise it, or write the dataset with smaller "
     )
     with pytest.raises(RuntimeError, match=message):
         list(loaders(shards, 1, settings)[0].epoch(0))
@@ -517,8 +521,8 @@ def test_training_and_validation_rows_are_disjoint_and_complete(tmp_path, fracti
 
 
 @pytest.mark.parametrize(("fraction", "message"), [
-    (0.004, "data.validation_fraction=0.004 of 101 rows is 0 rows, which leaves none to validate with; raise it"),
-    (0.999, "data.validation_fraction=0.999 of 101 rows is 101 rows, which leaves none to train on; lower it"),
+    (0.004, "train.validation_fraction=0.004 of 101 rows is 0 rows, which leaves none to validate with; raise it"),
+    (0.999, "train.validation_fraction=0.999 of 101 rows is 101 rows, which leaves none to train on; lower it"),
 ])  # fmt: skip
 def test_a_fraction_that_leaves_no_rows_is_an_error(tmp_path, fraction, message):
     shards = dataset(tmp_path / "d", 101)

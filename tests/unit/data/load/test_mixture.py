@@ -227,11 +227,11 @@ def wide_mixture(folder):
 
 
 @pytest.mark.parametrize(("memory_mib", "batch", "message"), [
-    (3, 4, "10 rows of 112008 bytes, 1 MiB; .*data.memory_mib=3, of which each of 2 datasets has 1: raise it, or"),
+    (3, 4, "10 rows of 112008 bytes, 1 MiB; .*loader.memory_mib=3, of which each of 2 datasets has 1: raise it, or"),
     (4, 4, None),
     (4, 36, None),
-    (5, 40, "each rank has 20 rows of 112008 bytes of .*/a in a global batch, 2 MiB, and data.memory_mib=5, of which "
-            "each of 2 datasets has 2: lower train.global_batch_size, raise data.memory_mib"),
+    (5, 40, "each rank has 20 rows of 112008 bytes of .*/a in a global batch, 2 MiB, and loader.memory_mib=5, of which "
+            "each of 2 datasets has 2: lower train.global_batch_size, raise loader.memory_mib"),
     (6, 40, None),
 ])  # fmt: skip
 def test_what_does_not_fit_into_a_dataset_s_share_of_the_memory_is_said_on_the_driver_too(

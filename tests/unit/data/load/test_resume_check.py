@@ -36,7 +36,7 @@ def test_rows_on_the_ranks_must_be_the_same_in_the_same_places():
     saved = saved_at(3, spread((5, 5)))
     check_same_rows(saved, spread((5, 5)), Data())
     for other in (spread((6, 4)), spread((5, 5), "b"), spread((10,))):
-        with pytest.raises(ValueError, match=r"made with \[5, 5\] rows on the ranks, now they have .*data.storage"):
+        with pytest.raises(ValueError, match=r"made with \[5, 5\] rows on the ranks, now they have .*shards.storage"):
             check_same_rows(saved, other, Data())
         check_same_rows({**saved, "step_of_epoch": 0}, other, Data())
         with pytest.raises(ValueError, match="cannot resume"):

@@ -402,10 +402,10 @@ def test_the_memory_of_row_groups_that_are_not_read_is_not_needed(tmp_path):
     rows = (2 << 17) + 10
     pq.write_table(pa.table({"id": range(rows)}), tmp_path / "a.parquet", row_group_size=2 << 17)
     shards = open_parquet(str(tmp_path), ["id"])
-    with pytest.raises(ValueError, match="data.memory_mib=1"):
+    with pytest.raises(ValueError, match="loader.memory_mib=1"):
         check_row_groups(shards, shards.columns, 1)
     check_row_groups(last := filtered(shards, ["id", ">=", 2 << 17]), last.columns, 1)
-    with pytest.raises(ValueError, match="data.memory_mib=1"):  # a row group is read as a whole
+    with pytest.raises(ValueError, match="loader.memory_mib=1"):  # a row group is read as a whole
         check_row_groups(first := filtered(shards, ["id", "==", 3]), first.columns, 1)
 
 
@@ -419,7 +419,9 @@ def test_the_driver_counts_rows_within_its_memory(tmp_path):
     pq.write_table(pa.table({"id": both, "x": both}), tmp_path / "9.parquet", use_dictionary=False)
     shards = open_parquet(str(tmp_path), ["id"])
     assert filtered(shards, ["id", "==", 3], memory_mib=2).rows == 7
-    with pytest.raises(ValueError, match=r"row group 0 of .*/9.parquet has 1 MiB in .*, and data.memory_mib=1: raise"):
+    with pytest.raises(
+        ValueError, match=r"row group 0 of .*/9.parquet has 1 MiB in .*, and loader.memory_mib=1: raise"
+    ):
         filtered(shards, ["id", "<", 100], memory_mib=1)
 
 
@@ -495,7 +497,7 @@ def test_a_loader_for_rows_that_were_not_counted(tmp_path):
 
 
 def test_what_filters_do_not_go_with():
-    with pytest.raises(ValueError, match="data.filters: not with data.reader=petastorm"):
+    with pytest.raises(ValueError, match="data.filters: not with loader.reader=petastorm"):
         data([["x", ">", 3]], reader="petastorm")
-    with pytest.raises(ValueError, match=r"data.filters: not with data.storage=local.*df.filter"):
+    with pytest.raises(ValueError, match=r"data.filters: not with shards.storage=local.*df.filter"):
         data([["x", ">", 3]], storage="local")

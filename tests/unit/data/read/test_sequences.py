@@ -77,7 +77,7 @@ def test_every_valid_sample_is_read_once_with_its_rows(tmp_path, length, stride,
     asked = {f"sequence_{key}": value for key, value in found_by.items()}
     data = settings(sequence_length=length, sequence_stride=stride, **asked)
     if not starts:
-        with pytest.raises(ValueError, match=rf"data\.sequence_length={length}: .* has no such sequence; its 157 rows"):
+        with pytest.raises(ValueError, match=rf"sequences\.length={length}: .* has no such sequence; its 157 rows"):
             with_runs(shards, data)
         return
     loader = Loader(with_runs(shards, data), Config(data=data, train=Train(global_batch_size=12)), rank=0, world_size=1)
@@ -205,7 +205,7 @@ def test_datasets_of_others_have_sequences_in_the_order_of_their_files(tmp_path)
 def test_a_ragged_column_has_no_sequences(tmp_path):
     columns = {"id": np.arange(9), "words": from_lengths(np.arange(27), np.full(9, 3))}
     shards = write_dataset(str(tmp_path / "d"), columns)
-    with pytest.raises(ValueError, match=r"data\.sequence_length: column 'words' is ragged"):
+    with pytest.raises(ValueError, match=r"sequences\.length: column 'words' is ragged"):
         with_runs(shards, Data(features=("words",), label=None, sequence_length=2))
     assert with_runs(shards, Data(features=("id",), label=None, sequence_length=2)).run_starts.tolist() == [0]
 

@@ -15,6 +15,7 @@ from spark_dl.data.plan import Segment
 from spark_dl.data.read.rows import Rows
 from spark_dl.data.read.shard_file import SLICE_BYTES
 from tests.builders.cells import vectors
+from tests.builders.settings import make_config
 
 ROWS, GROUP, WIDTH = 1500, 600, 700  # 1.6 MiB of a row group, 4 slices, and a shorter row group at the end
 assert GROUP * WIDTH * 4 > 3 * SLICE_BYTES
@@ -53,7 +54,7 @@ def rows_of(shards, config, **options):
 
 def config(**data):
     data = {"num_streams": 4, **data}
-    return Config(data=Data(features=FEATURES, label="id", **data), train=Train(global_batch_size=20))
+    return make_config(features=FEATURES, label="id", **data, global_batch_size=20)
 
 
 def assert_rows(found, x, ids):
@@ -237,6 +238,6 @@ def test_little_memory_is_needed_beside_what_is_decoded(tmp_path, request):
     del values
     arrow_peak = request.getfixturevalue("arrow_peak")  # of reading alone
     shards = open_parquet(str(tmp_path), ["x", "id"])
-    settings = Config(data=Data(features=("x",), label="id", num_streams=1), train=Train(global_batch_size=100))
+    settings = make_config(features=("x",), label="id", num_streams=1, global_batch_size=100)
     assert len(rows_of(shards, settings)["id"]) == 10_000
     assert arrow_peak() < 12 << 20

@@ -1,0 +1,60 @@
+"""Settings of parameter servers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from spark_dl.config.checks import check_bool, check_choices, check_number
+from spark_dl.config.parallel import Parallel
+
+if TYPE_CHECKING:
+    from spark_dl.config import Config
+
+ServerMode = Literal["sync", "k_sync", "k_batch_sync", "async", "k_async", "k_batch_async"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterServer(Parallel):
+    """Parameter servers: the last ranks hold the weights, the others send gradients and receive weights."""
+
+    strategy: ClassVar[str] = "parameter_server"
+    num_servers: int = 1
+    """How many of the ranks are parameter servers; the others train."""
+    server_mode: ServerMode = "sync"
+    """When the servers update the weights, as in Dutta et al. 2018."""
+    server_k: int = 0
+    """Gradients that the servers wait for in the modes with a K; 0: as many as there are ranks that train."""
+    max_staleness: int | None = None
+    """Most updates that a gradient may be behind the weights that it is added to; an older one is computed again."""
+    staleness_lr: bool = False
+    """Divide the learning rate of a gradient by one more than the updates that it is behind."""
+
+    def __post_init__(self) -> None:
+        check_number(self, "num_servers", 1, whole=True)
+        check_choices(self)
+        check_number(self, "server_k", 0, whole=True)
+        if self.max_staleness is not None:
+            check_number(self, "max_staleness", 0, whole=True)
+        check_bool(self, "staleness_lr")
+        if self.server_k and self.server_mode in ("sync", "async"):
+            raise ValueError(
+                f"parallel.server_k: only supported in the modes with a K, found {self.server_k} with "
+                f"parallel.server_mode={self.server_mode!r}"
+            )
+        for name, given in (("max_staleness", self.max_staleness is not None), ("staleness_lr", self.staleness_lr)):
+            if given and self.server_mode in ("sync", "k_sync", "k_batch_sync"):
+                raise ValueError(
+                    f"parallel.{name}: only supported in the asynchronous modes; with parallel.server_mode="
+                    f"{self.server_mode!r} no gradient is ever behind the weights"
+                )
+
+    @property
+    def servers(self) -> int:
+        return self.num_servers
+
+
+def settings_of(config: Config) -> ParameterServer:
+    """The settings of the strategy, where it is this one."""
+    assert isinstance(config.parallel, ParameterServer)
+    return config.parallel

@@ -1,0 +1,58 @@
+"""All sections together."""
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from spark_dl.config.checkpoint import Checkpoint
+from spark_dl.config.conflicts import check_conflicts
+from spark_dl.config.data import Data
+from spark_dl.config.faults import Faults
+from spark_dl.config.launch import Launch
+from spark_dl.config.loader import Loader
+from spark_dl.config.parallel import Parallel
+from spark_dl.config.sequences import Sequences
+from spark_dl.config.shards import Shards
+from spark_dl.config.train import Train
+from spark_dl.parallel.ddp import DDP
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """All settings of a run. Raises ValueError for settings that exclude each other or do not fit."""
+
+    data: Data = field(default_factory=Data)
+    shards: Shards = field(default_factory=Shards)
+    loader: Loader = field(default_factory=Loader)
+    sequences: Sequences | None = None
+    """Samples of consecutive rows; null: each row is a sample."""
+    train: Train = field(default_factory=Train)
+    parallel: Parallel = field(default_factory=DDP)
+    """Settings of the strategy, such as `spark_dl.DDP(bucket_mib=10)`."""
+    launch: Launch = field(default_factory=Launch)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    faults: Faults = field(default_factory=Faults)
+
+    def __post_init__(self) -> None:
+        check_conflicts(self)
+        try:
+            self.to_dict()
+        except TypeError as error:
+            raise ValueError(f"the settings must be plain numbers, strings, lists and mappings: {error}") from None
+
+    @property
+    def stored_columns(self) -> tuple[str, ...]:
+        """The columns that a dataset needs: those that are read, and those that sequences are found by."""
+        return tuple(dict.fromkeys((*self.data.columns, *(self.sequences.columns if self.sequences else ()))))
+
+    @property
+    def num_trainers(self) -> int:
+        """Number of ranks that compute gradients."""
+        return self.launch.num_ranks - self.parallel.servers
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dicts, lists and scalars, as they are written to `config.yaml` and to checkpoints."""
+        plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
+        plain["parallel"] = {"strategy": self.parallel.strategy, **plain["parallel"]}
+        return plain

@@ -1,0 +1,71 @@
+"""The section `data`: which columns are read, how they become numbers, and how rows are cleaned."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from spark_dl.config.checks import check, check_bool, check_choices, check_encoding, full_filters
+
+Nulls = Literal["error", "drop", "fill"]
+Nonfinite = Literal["error", "drop", "fill", "allow"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """Which columns are read, how they become numbers, and how rows are cleaned.
+
+    All of it is part of what the shards of a DataFrame hold, so all of it is in their key in a store.
+    """
+
+    features: tuple[str, ...] = ("features",)
+    """Columns that the model is called with, in this order."""
+    label: str | None = "label"
+    """Column that the loss is called with; null for a loss that reads the whole batch."""
+    encode: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """How columns become numbers, where there is a choice: `{city: {as: vocabulary, min_count: 2}, name: {as: hash,
+    buckets: 1000}, text: {as: bytes}, photo: {as: image, resize: [224, 224]}, price: {as: float}, when: {as: timestamp,
+    unit: ms}, clicks: {ragged: true}}`."""
+    nulls: Nulls = "error"
+    """What happens to rows with a null, also inside an array: an error, or they are dropped, or filled from `fill`."""
+    nonfinite: Nonfinite = "error"
+    """What happens to rows with NaN or Inf: as for nulls, or they are kept as they are (`allow`)."""
+    fill: dict[str, Any] = field(default_factory=dict)
+    """Values by column that replace nulls, NaN and Inf where they are filled: `{age: 0, city: unknown}`."""
+    filters: Sequence[Any] = ()
+    """Rows of a dataset that are read: `[[age, ">", 30], [city, in, [Rome, Oslo]]]`, of which all must hold, or a list
+    of such lists, of which any. Operators: == != < <= > >= in, not in. A null never passes. Times are ISO 8601."""
+    require_success: bool = True
+    """Whether a folder of Parquet that Spark wrote needs the file `_SUCCESS`, which Spark writes there last."""
+
+    def __post_init__(self) -> None:
+        is_list = isinstance(self.features, Sequence) and not isinstance(self.features, str)
+        check(is_list, "data.features", "a list of column names", self.features)
+        object.__setattr__(self, "features", tuple(self.features))
+        check(len(self.features) > 0, "data.features", "at least one column name", self.features)
+        for name in self.columns:
+            check(isinstance(name, str) and name != "", "data.features and data.label", "column names", name)
+        check(len(set(self.columns)) == len(self.columns), "data.features", "each column once", self.columns)
+        check_bool(self, "require_success")
+        check_choices(self)
+        check(isinstance(self.encode, Mapping), "data.encode", "a mapping of columns to settings", self.encode)
+        for name, settings in self.encode.items():
+            check_encoding(f"data.encode.{name}", settings)
+        object.__setattr__(self, "filters", full_filters(self.filters))
+        self._check_fill()
+
+    def _check_fill(self) -> None:
+        check(isinstance(self.fill, Mapping), "data.fill", "a mapping of columns to values", self.fill)
+        for name, value in self.fill.items():
+            fits = isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value))
+            check(fits, f"data.fill.{name}", "a finite number, true, false or a string", value)
+        if self.fill and "fill" not in (self.nulls, self.nonfinite):
+            raise ValueError(
+                f"data.fill: found {dict(self.fill)} while neither data.nulls nor data.nonfinite is fill, so that "
+                "nothing is filled; set one of them to fill, or leave it out"
+            )
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that are read: the features, then the label."""
+        return (*self.features, *([self.label] if self.label is not None else []))

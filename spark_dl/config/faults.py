@@ -1,0 +1,42 @@
+"""The section `faults`: delays that are injected on purpose, to see what slow ranks do."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from spark_dl.config.checks import check, check_choices, check_number
+
+Straggler = Literal["none", "constant", "exponential", "shifted"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Faults:
+    """Delays that are injected on purpose, to see what slow ranks do."""
+
+    MAY_CHANGE: ClassVar[bool] = True
+    straggler: Straggler = "none"
+    """Distribution of the delay that is added to every gradient computation."""
+    straggler_s: float = 0.0
+    """Mean of the delay, in seconds; `shifted` waits half of it, then an exponential time of that mean."""
+    straggler_ranks: tuple[int, ...] = ()
+    """Ranks that are delayed; empty: all."""
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        check_number(self, "straggler_s", 0)
+        check(
+            (self.straggler_s > 0) == (self.straggler != "none"),
+            "faults.straggler_s",
+            f"a delay > 0 with a faults.straggler, 0 without (it is {self.straggler})",
+            self.straggler_s,
+        )
+        is_list = isinstance(self.straggler_ranks, Sequence) and not isinstance(self.straggler_ranks, str)
+        ranks = self.straggler_ranks if is_list else [None]
+        is_ranks = all(type(r) is int and r >= 0 for r in ranks)
+        check(is_ranks, "faults.straggler_ranks", "a list of ranks", self.straggler_ranks)
+        object.__setattr__(self, "straggler_ranks", tuple(ranks))
+        if self.straggler_ranks and self.straggler == "none":
+            raise ValueError(
+                f"faults.straggler_ranks: expected none with faults.straggler='none', which delays no rank, found "
+                f"{list(self.straggler_ranks)}; choose a faults.straggler, or leave it out"
+            )

@@ -1,0 +1,33 @@
+"""The section `launch`: how the barrier job starts, and how long anything may wait."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from spark_dl.config.checks import check_choices, check_number
+
+Device = Literal["auto", "cpu", "cuda"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """How the barrier job starts and how long anything may wait."""
+
+    MAY_CHANGE: ClassVar[bool] = True
+    num_ranks: int = 1
+    """Ranks: barrier tasks, each one process on one device."""
+    device: Device = "auto"
+    """`auto` uses the GPU that Spark gives the task, else the CPU."""
+    start_timeout_s: float = 120.0
+    """Longest wait, in seconds, for all ranks to start and meet, once a DataFrame that streams in is computed."""
+    collective_timeout_s: float = 300.0
+    """Longest wait, in seconds, of one collective operation, and longest silence of a rank towards the driver; where
+    Spark aggregates, the longest step."""
+    threads: int = 0
+    """CPU threads of each rank; 0 leaves them as Spark set them (`spark.task.cpus`)."""
+
+    def __post_init__(self) -> None:
+        check_number(self, "num_ranks", 1, whole=True)
+        check_number(self, "threads", 0, whole=True)
+        for name in ("start_timeout_s", "collective_timeout_s"):
+            check_number(self, name, 0, above=True)
+        check_choices(self)

@@ -1,0 +1,38 @@
+"""The section `sequences`: samples of consecutive rows."""
+
+from dataclasses import dataclass
+
+from spark_dl.config.checks import check, check_number
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sequences:
+    """Samples of consecutive rows; columns of a batch are then [rows, length, ...]."""
+
+    length: int
+    """Rows of each sample."""
+    stride: int = 1
+    """Rows from the start of a sample to the start of the next one."""
+    order: str | None = None
+    """Column by which the rows are in order, such as a time; a step back is an error."""
+    group: str | None = None
+    """Column that is the same in all rows of a sample, such as a device's number."""
+    max_gap: float | None = None
+    """Largest step of `order` from a row of a sample to the next one."""
+
+    def __post_init__(self) -> None:
+        for name in ("length", "stride"):
+            check_number(self, name, 1, whole=True)
+        for name in ("order", "group"):
+            value = getattr(self, name)
+            check(
+                value is None or (isinstance(value, str) and value != ""), f"sequences.{name}", "a column name", value
+            )
+        if self.max_gap is not None:
+            check_number(self, "max_gap", 0)
+            check(self.order is not None, "sequences.order", "a column for sequences.max_gap", None)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns that samples are found by."""
+        return tuple(name for name in (self.order, self.group) if name is not None)

@@ -1,0 +1,97 @@
+"""The table of strategies: what trains each of them. Its settings, and what it needs, are in its own module.
+
+A strategy of another package is found by an entry point of the group `spark_dl.strategies`, whose value is a
+`Strategy`; so the ranks find it, too, wherever the package is installed.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from spark_dl.baselines.driver_loop import loop as driver_loop
+from spark_dl.baselines.driver_loop import shuffle_reduce, tree_reduce
+from spark_dl.baselines.servers import loop as parameter_server
+from spark_dl.baselines.servers.settings import ParameterServer
+from spark_dl.config import Config
+from spark_dl.config.checks import suggestion
+from spark_dl.config.parallel import Parallel
+from spark_dl.parallel import ddp, hvd, local_sgd, single
+from spark_dl.parallel.trainable import Trainable
+from spark_dl.spec import ModelSpec, Run
+from spark_dl.world import World
+
+GROUP = "spark_dl.strategies"
+
+Parallelize: TypeAlias = Callable[[ModelSpec, World, Config], Trainable]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """One line of the table. Exactly one of the three functions is given."""
+
+    settings: type[Parallel]
+    """Frozen dataclass of its settings; its class variables say what it needs."""
+    parallelize: Parallelize | None = None
+    """Trains on ranks by `spark_dl.loop`; collective. Raises as the strategy's own function does."""
+    train_on_ranks: Callable[[Run, World], dict[str, Any]] | None = None
+    """Trains on ranks by a loop of its own; collective."""
+    train_from_driver: Callable[..., dict[str, Any]] | None = None
+    """Trains from the driver, `(spark, run, *, report)`."""
+    check: Callable[[Any, Config], None] = lambda spark, config: None
+    """Raises ValueError if this machine or session lacks what it needs. Called on the driver before anything starts."""
+
+
+def _by_spark(settings: type[Parallel], aggregate: driver_loop.Aggregate) -> Strategy:
+    train = functools.partial(driver_loop.train, aggregate=aggregate)
+    return Strategy(settings=settings, train_from_driver=train, check=driver_loop.check)
+
+
+STRATEGIES = (
+    Strategy(settings=ddp.DDP, parallelize=ddp.parallelize),
+    Strategy(
+        settings=hvd.Horovod, parallelize=hvd.parallelize, check=lambda spark, config: hvd.check_available(config)
+    ),
+    Strategy(settings=local_sgd.LocalSGD, parallelize=local_sgd.parallelize),
+    Strategy(settings=single.Single, parallelize=single.parallelize),
+    Strategy(settings=single.DPSingleProcess, parallelize=single.parallelize_over_gpus),
+    _by_spark(tree_reduce.TreeReduce, tree_reduce.aggregate),
+    _by_spark(shuffle_reduce.ShuffleReduce, shuffle_reduce.aggregate),
+    Strategy(settings=ParameterServer, train_on_ranks=parameter_server.train),
+)
+
+
+def find(name: str) -> Strategy:
+    """The strategy of this name, from the table or from an installed package.
+
+    Raises ValueError for an unknown name, with the nearest known one, and for an entry point that gives no `Strategy`.
+    """
+    for strategy in STRATEGIES:
+        if strategy.settings.strategy == name:
+            return strategy
+    for point in importlib.metadata.entry_points(group=GROUP):
+        if point.name == name:
+            return _load(point)
+    raise ValueError(f"parallel.strategy: no strategy {name!r}{suggestion(str(name), names())}")
+
+
+def names() -> list[str]:
+    """Names of all strategies, those of other packages last."""
+    points = [point.name for point in importlib.metadata.entry_points(group=GROUP)]
+    return [*(strategy.settings.strategy for strategy in STRATEGIES), *points]
+
+
+def _load(point: importlib.metadata.EntryPoint) -> Strategy:
+    try:
+        found = point.load()
+    except Exception as error:
+        raise ValueError(f"parallel.strategy: cannot load {point.name!r} from {point.value}: {error}") from error
+    if not isinstance(found, Strategy) or found.settings.strategy != point.name:
+        raise ValueError(
+            f"parallel.strategy: expected a spark_dl.Strategy with settings named {point.name!r} at the entry point "
+            f"{point.value}, found {found!r:.200}"
+        )
+    return found

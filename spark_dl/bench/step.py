@@ -1,7 +1,8 @@
 """What the worker loop costs: its steps per second against a bare DDP loop of the same model and batches, in one run.
 
 `measure` starts this file under torchrun; there each rank runs both loops in turn. The bare loop has its batches ready
-in memory; the worker loop reads them from storage, logs, and saves a checkpoint at its end.
+in memory; the worker loop reads them from storage, logs, and saves a checkpoint at its end. It also runs without the
+check of each step for NaN and Inf, to show what that costs.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from spark_dl import loop
 from spark_dl.config import Checkpoint, Config, Data, Launch, Train
 from spark_dl.data.dataset.manifest import read_shards
 from spark_dl.data.load.loader import Loader
@@ -33,7 +35,10 @@ _ROWS, _BATCH, _EPOCHS = 12_800, 64, 2
 
 
 def measure(*, num_ranks: int = 2, repeats: int = 7) -> dict[str, Any]:
-    """Median steps per second of both loops, and the median of the ratios of neighbouring runs. Without Spark."""
+    """Median steps per second of all loops, and medians of the ratios of neighbouring runs. Without Spark.
+
+    `ratio` is that of the worker loop to bare DDP, `check_ratio` that to itself without the check for NaN and Inf.
+    """
     with tempfile.TemporaryDirectory() as folder:
         rng = np.random.default_rng(0)
         columns: dict[str, Any] = {
@@ -82,14 +87,19 @@ def _rank_main(folder: str, repeats: int, num_ranks: int) -> None:
         launch=Launch(num_ranks=num_ranks, device="cpu"),
         checkpoint=Checkpoint(every_epochs=_EPOCHS),
     )
-    rates: dict[str, list[float]] = {"spark_dl": [], "bare_ddp": []}
+    rates: dict[str, list[float]] = {"bare_ddp": [], "spark_dl": [], "unchecked": []}
     run = Run(spec=ModelSpec(build=build_cnn), config=config, train=shards, run_dir="")
     rank = 0
     for i in range(repeats + 1):
-        for name in sorted(rates, reverse=bool(i % 2)):  # in turn, so that neither always runs on the warmer machine
+        for name in sorted(rates, reverse=bool(i % 2)):  # in turn, so that none always runs on the warmer machine
+            own = dataclasses.replace(run, run_dir=f"{folder}/{name}-{i}")
             if name == "spark_dl":
-                done = run_worker(dataclasses.replace(run, run_dir=f"{folder}/run-{i}"))
+                done = run_worker(own)
                 rate, rank = done.result["steps"] / done.result["seconds"], done.rank
+            elif name == "unchecked":
+                with join(config.launch) as world:
+                    result = loop.train(own, world, check_steps=False)
+                rate = result["steps"] / result["seconds"]
             else:
                 with join(config.launch) as world:
                     loader = Loader(shards, config, rank=world.rank, world_size=world.world_size)
@@ -97,10 +107,11 @@ def _rank_main(folder: str, repeats: int, num_ranks: int) -> None:
             if i:  # the first time warms up
                 rates[name].append(rate)
     if rank == 0:
-        ratios = [ours / bare for ours, bare in zip(*rates.values(), strict=True)]
-        medians = {name: statistics.median(values) for name, values in rates.items()}
-        result = {**medians, "ratio": statistics.median(ratios), "ratios": ratios}
-        Path(folder, "result.json").write_text(json.dumps(result))
+        found: dict[str, Any] = {name: statistics.median(values) for name, values in rates.items()}
+        for name, peer in (("ratio", "bare_ddp"), ("check_ratio", "unchecked")):
+            ratios = [ours / other for ours, other in zip(rates["spark_dl"], rates[peer], strict=True)]
+            found |= {name: statistics.median(ratios), f"{name}s": ratios}
+        Path(folder, "result.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from spark_dl import Checkpoint, ModelSpec, Parallel, checkpoint, loop, worker
-from spark_dl.data.load.build import build_train_loader
 from spark_dl.launch import rendezvous
 from spark_dl.metrics import read_metrics
 from tests.builders.models import build_mlp, small_config
+from tests.faults import assert_last_good, with_bad_row
 from tests.ranks.launcher import run_ranks
-from tests.ranks.runs import assert_same_to_the_bit, flat_tensors, make_run, rank_states
+from tests.ranks.runs import assert_same_to_the_bit, make_run
 
 BAD_RANK = 1
 STEPS = 6
@@ -37,31 +37,6 @@ SERVERS = {
 }
 
 
-class BadRow(nn.Module):
-    """Multiplies the gradient by a factor in the batch that has a row: on one rank, in one step of an epoch."""
-
-    def __init__(self, row, factor):
-        super().__init__()
-        self.net, self.row, self.factor = build_mlp(), torch.tensor(row), factor
-
-    def forward(self, features):
-        out = self.net(features)
-        if out.requires_grad and bool((features == self.row).all(1).any()):
-            out.register_hook(lambda gradient: gradient * self.factor)
-        return out
-
-
-@dataclasses.dataclass(frozen=True)
-class Build:
-    """Builds a model with a bad row; a class, so that ranks of any start method can unpickle it."""
-
-    row: tuple
-    factor: float = math.nan
-
-    def __call__(self):
-        return BadRow(self.row, self.factor)
-
-
 def config_of(parallel, num_ranks, train=None):
     if parallel.get("strategy") == "horovod":
         pytest.importorskip("horovod.torch", reason="no horovod", exc_type=ImportError)
@@ -71,20 +46,8 @@ def config_of(parallel, num_ranks, train=None):
     )
 
 
-def row_of(run, rank, step, num_ranks):
-    """A row that a rank has in a step, as (features ...)."""
-    loader = build_train_loader(run.train, run.spec, run.config, rank=rank, world_size=num_ranks)
-    steps = loader.epoch(0)
-    batch = next(batches for batches in steps if batches.step == step).micro_batches[-1]
-    steps.close()
-    assert batch["weight"][0] == 1
-    return tuple(batch["features"][0].tolist())
-
-
-def run_with_bad_row(tmp_path, config, *, rank, step, num_trainers, factor=math.nan):
-    run = make_run(tmp_path, config, rows=STEPS * 48)
-    row = row_of(run, rank, step - 1, num_trainers)
-    return dataclasses.replace(run, spec=ModelSpec(build=Build(row, factor)))
+def run_with_bad_row(tmp_path, config, **where):
+    return with_bad_row(make_run(tmp_path, config, rows=STEPS * 48), **where)
 
 
 def error_of_rank(run):
@@ -99,20 +62,6 @@ def errors_of(run):
     results = run_ranks(error_of_rank, run.config.launch.num_ranks, run)
     assert all(error for error, _ in results), results
     return [error for error, _ in results]
-
-
-def assert_last_good(run, step):
-    """The newest checkpoint is that of a step, can be loaded, and is finite."""
-    saved = checkpoint.latest(run.run_dir)
-    assert (saved.step if saved else 0) == step
-    if saved is None:
-        return ""
-    state = {"model": checkpoint.load(saved, "model.pt"), "training": checkpoint.load(saved, "training.pt"),
-             "ranks": dict(enumerate(rank_states(saved)))}  # fmt: skip
-    tensors = [t for t in flat_tensors(state).values() if isinstance(t, torch.Tensor)]
-    assert tensors
-    assert all(bool(torch.isfinite(t).all()) for t in tensors)
-    return saved.url
 
 
 def assert_named(errors, run, *, rank, step, what, last):
@@ -174,11 +123,12 @@ def test_a_server_fails_before_it_sends_weights_that_overflowed(tmp_path, num_se
 
 
 @pytest.mark.parametrize("max_steps", [1, None], ids=["last step", "first step"])
-@pytest.mark.parametrize("name", [*STRATEGIES, *ALONE])
+# `threshold` sends the threshold, whatever the gradient, and fp16 less than 65504: the test after this one has it.
+@pytest.mark.parametrize(
+    "name", [name for name in (*STRATEGIES, *ALONE) if not {"threshold", "fp16"} & {*name.split()}]
+)
 def test_weights_that_overflow_without_a_bad_gradient_are_not_returned(tmp_path, name, max_steps):
     alone = name in ALONE
-    if "threshold" in name or "fp16" in name:
-        pytest.skip("sends the threshold, whatever the gradient, or less than 65504: see the tests of both below")
     num_ranks = 1 if alone else 2
     config = config_of({**STRATEGIES, **ALONE}[name], num_ranks, {"lr": 1e4, "max_steps": max_steps})
     run = run_with_bad_row(tmp_path, config, rank=0, step=1, num_trainers=num_ranks, factor=1e38)

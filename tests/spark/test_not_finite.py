@@ -1,0 +1,81 @@
+"""NaN stops a run that Spark started: the driver's error names the rank where it began, and nothing bad is left."""
+
+import dataclasses
+import re
+
+import pytest
+
+import spark_dl
+from spark_dl import Checkpoint, ModelSpec, Parallel, RankError
+from spark_dl.driver import DRIVER_LOOPS
+from spark_dl.spec import Run
+from tests.builders.datasets import write_dataset
+from tests.builders.models import MLP, blobs, small_config
+from tests.faults import assert_last_good, with_bad_row
+
+STEPS = 6
+
+
+def run_of(tmp_path, strategy, train=None, **where):
+    config = small_config(
+        2, {"epochs": 1, "log_every": 100, **(train or {})}, launch={"start_timeout_s": 60, "collective_timeout_s": 60},
+        parallel=Parallel(strategy=strategy), checkpoint=Checkpoint(every_steps=2),
+    )  # fmt: skip
+    shards = write_dataset(str(tmp_path / "data"), blobs(STEPS * 48), group_rows=40, shard_rows=120)
+    run = Run(spec=MLP, config=config, train=shards, run_dir=str(tmp_path / "run"))
+    return with_bad_row(run, num_trainers=2, **where)
+
+
+def train(run):
+    return spark_dl.train(run.train.url, run.spec, run.config, run_dir=run.run_dir, overwrite=True)
+
+
+@pytest.mark.modes("local", "connect")
+@pytest.mark.parametrize(("step", "last"), [(4, 2), (STEPS, 4)], ids=["before a save", "last step"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_error_is_of_the_rank_whose_gradient_is_nan(spark, tmp_path, rank, step, last):
+    run = run_of(tmp_path, "ddp", rank=rank, step=step)
+    with pytest.raises(RankError, match=rf"gradient of 'net.0.weight' .* on rank {rank} in step {step} ") as error:
+        train(run)
+    assert error.value.rank == rank
+    assert str(error.value).startswith(f"rank {rank} on ")
+    assert f"the last good checkpoint is {assert_last_good(run, last)}. " in str(error.value)
+
+
+@pytest.mark.modes("local")
+@pytest.mark.parametrize(("step", "last"), [(3, 2), (4, 2), (STEPS, 4)], ids=["middle", "before a save", "last step"])
+@pytest.mark.parametrize("strategy", DRIVER_LOOPS)
+def test_a_driver_loop_names_the_rank_whose_gradient_is_nan(spark, tmp_path, strategy, step, last):
+    run = run_of(tmp_path, strategy, rank=1, step=step)
+    with pytest.raises(RuntimeError, match=rf"gradient of 'net.0.weight' .* on rank 1 in step {step} ") as error:
+        train(run)
+    assert f"(step {step} of epoch 0)" in str(error.value)
+    assert f"the last good checkpoint is {assert_last_good(run, last)}. " in str(error.value)
+
+
+@pytest.mark.modes("local")
+@pytest.mark.parametrize("strategy", DRIVER_LOOPS)
+def test_weights_that_overflow_on_the_driver_are_not_saved(spark, tmp_path, strategy):
+    run = run_of(tmp_path, strategy, {"lr": 1e4, "max_steps": 1}, rank=1, step=1, factor=1e38)
+    with pytest.raises(RuntimeError, match=r"the weight 'net.\d.(weight|bias)' is not finite .* in step 1 "):
+        train(run)
+    assert assert_last_good(run, 0) == ""
+
+
+@pytest.mark.modes("local")
+@pytest.mark.parametrize("strategy", DRIVER_LOOPS)
+def test_a_driver_loop_with_fp16_leaves_out_a_step_that_overflows(spark, tmp_path, strategy):
+    run = run_of(tmp_path, strategy, {"precision": "fp16"}, rank=1, step=4)
+    assert train(run).steps == STEPS
+    assert_last_good(run, STEPS)
+
+
+@pytest.mark.modes("local")
+def test_a_metric_of_several_values_cannot_stop_early(spark, tmp_path):
+    metrics = {"recall": {"class": "MulticlassRecall", "num_classes": 3, "average": "none"}}
+    run = run_of(tmp_path, "ddp", rank=0, step=1)
+    early = {"metrics": metrics, "early_stop_metric": "recall"}
+    config = dataclasses.replace(run.config, train=dataclasses.replace(run.config.train, **early))
+    with pytest.raises(ValueError, match=r"train.early_stop_metric: .*'recall' with values of shape \[3\]"):
+        spark_dl.train(run.train.url, ModelSpec(build=MLP.build), config, validation=run.train.url, run_dir=run.run_dir)
+    assert not re.search("GENERATION", " ".join(p.name for p in tmp_path.glob("run/*")))

@@ -103,3 +103,11 @@ def test_strategies_are_compared_on_slow_ranks(tmp_path):
         assert row["update_s"] > 0.5 * row["theory_s"] > 0
         assert row["method"] in done.stdout
     assert [row["staleness"] is None for row in rows] == [True, True, False]
+
+
+@pytest.mark.slow
+def test_the_loop_is_measured_beside_bare_ddp_and_without_its_check():
+    result, _ = bench("step", "--repeats", "1")
+    assert list(result) == ["bare_ddp", "spark_dl", "unchecked", "ratio", "ratios", "check_ratio", "check_ratios"]
+    assert result["ratio"] == pytest.approx(result["spark_dl"] / result["bare_ddp"])
+    assert result["check_ratio"] == pytest.approx(result["spark_dl"] / result["unchecked"])

@@ -280,12 +280,13 @@ def _log_dataset(shards: ShardSet | Mixture) -> None:
 def _session(data: Any) -> Any:
     if hasattr(data, "sparkSession"):
         return data.sparkSession
+    from pyspark.errors import PySparkRuntimeError
     from pyspark.sql import SparkSession
 
-    spark = SparkSession.getActiveSession()
-    if spark is None:
-        raise RuntimeError("no active Spark session; make one first: SparkSession.builder.getOrCreate()")
-    return spark
+    try:
+        return SparkSession.active()  # that of this thread, or the default one
+    except PySparkRuntimeError as error:
+        raise RuntimeError("no active Spark session; make one first: SparkSession.builder.getOrCreate()") from error
 
 
 def _check_before_start(spark: Any, spec: ModelSpec, config: Config, *, has_validation: bool) -> None:

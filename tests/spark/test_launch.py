@@ -1,5 +1,6 @@
 """spark_dl.launch in every mode: results of all ranks, and one error for each way to fail."""
 
+import concurrent.futures
 import dataclasses
 import datetime
 import os
@@ -33,6 +34,13 @@ def test_results_of_all_ranks_in_rank_order(spark, num_ranks):
     assert {float(r["total"]) for r in results} == {sum(2.0 * rank + 1 for rank in range(num_ranks))}
     assert len({r["pid"] for r in results}) == num_ranks
     assert sorted(r["local"] for r in results) == list(range(num_ranks))  # all on this one host
+
+
+@pytest.mark.modes("local", "connect")
+def test_a_thread_without_a_session_of_its_own_uses_the_default_one(spark):
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        results = pool.submit(spark_dl.launch, _sum_of_ranks, 1.0, num_ranks=1).result(60)
+    assert [r["rank"] for r in results] == [0]
 
 
 @pytest.mark.slow_in("connect")

@@ -1,7 +1,6 @@
 """Train PyTorch on the data that your Spark cluster already has."""
 
-__version__ = "0.1.0"
-
+from spark_dl._version import __version__ as __version__
 from spark_dl.baselines.driver_loop.shuffle_reduce import ShuffleReduce
 from spark_dl.baselines.driver_loop.tree_reduce import TreeReduce
 from spark_dl.baselines.servers.settings import ParameterServer

@@ -25,7 +25,7 @@ import torch.distributed as dist
 # threads aborts the process when it ends.
 import torch.distributed.nn.functional
 
-import spark_dl
+from spark_dl._version import __version__
 from spark_dl.config import Launch
 from spark_dl.launch import first_failure, gpus
 from spark_dl.world import World, interface_of, local_address
@@ -117,7 +117,7 @@ def _meet_in_barrier(context: Any, launch: Launch, report: Any, cleanup: context
         gpu=gpus.name_on_host(device, os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.device_count()),
         python=platform.python_version(),
         torch=torch.__version__,
-        spark_dl=spark_dl.__version__,
+        spark_dl=__version__,
         pid=os.getpid(),
     )
     peers = [Peer(**json.loads(message)) for message in context.allGather(json.dumps(vars(me)))]

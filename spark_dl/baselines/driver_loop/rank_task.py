@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-import spark_dl
+from spark_dl._version import __version__
 from spark_dl.baselines.driver_loop.gradient_sum import (
     Bytes,
     GradientSum,
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 _MAX_LOADERS = 4
 _MAX_STEPS_PASSED_BY = 64
 
-VERSIONS = (("torch", torch.__version__), ("spark_dl", spark_dl.__version__))
+VERSIONS = (("torch", torch.__version__), ("spark_dl", __version__))
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from typing import Any
 import pyarrow as pa
 
 from spark_dl import storage
+from spark_dl._version import __version__
 from spark_dl.data.columns import schema
 from spark_dl.data.columns.policies import Changes, Rules
 from spark_dl.data.columns.schema import Column
@@ -117,8 +118,6 @@ def _check_files(shard_set: ShardSet, change: str) -> None:
 
 def commit(shard_set: ShardSet) -> ShardSet:
     """Writes Petastorm's metadata, then the manifest: from now on the folder is a dataset."""
-    from spark_dl import __version__
-
     _check_files(shard_set, "it must lie on storage that the driver and all executors share")
     manifest = {
         "format": FORMAT,

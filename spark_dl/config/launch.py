@@ -3,9 +3,11 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from spark_dl.config.checks import check_choices, check_number
+from spark_dl.config.checks import check, check_choices, check_number
 
 Device = Literal["auto", "cpu", "cuda"]
+_LONGEST_WAIT_S = 7 * 24 * 3600
+"""Longest wait that is accepted; longer ones overflow the clocks of those that wait."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,4 +32,6 @@ class Launch:
         check_number(self, "threads", 0, whole=True)
         for name in ("start_timeout_s", "collective_timeout_s"):
             check_number(self, name, 0, above=True)
+            value = getattr(self, name)
+            check(value <= _LONGEST_WAIT_S, f"launch.{name}", f"at most {_LONGEST_WAIT_S} s, a week", value)
         check_choices(self)

@@ -166,7 +166,7 @@ INVALID = [
     (Data, "shards.storage", ["disk", "", 1, None]),
     (Launch, "launch.device", ["gpu", "cuda:0", None]),
     (Launch, "launch.start_timeout_s", [0, -1, NAN, INF, None]),
-    (Launch, "launch.collective_timeout_s", [0, -1, NAN, INF, None]),
+    (Launch, "launch.collective_timeout_s", [0, -1, NAN, INF, None, 604_801, 1e12]),
     (Launch, "launch.threads", [-1, 2.0, True, None]),
     (Checkpoint, "checkpoint.every_steps", [-1, 2.0, True, None]),
     (Checkpoint, "checkpoint.every_epochs", [0, -1, 2.0, None]),

@@ -6,6 +6,7 @@ import datetime
 import difflib
 import importlib
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args, get_type_hints
 
@@ -73,6 +74,18 @@ def suggestion(name: str, known: Sequence[str]) -> str:
     by_lower = {k.lower(): k for k in known}
     near = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
     return f"; did you mean {by_lower[near[0]]!r}?" if near else f"; known are {', '.join(sorted(known))}"
+
+
+def missing_on_executors(error: str) -> str | None:
+    """What to tell of a failed Spark job whose workers lack this package or one that it needs; None for other errors.
+
+    error: what Spark tells of the job.
+    """
+    found = re.search(r"No module named '?((?:spark_dl|torch|numpy|pandas|pyarrow)[\w.]*)", error)
+    return found and (
+        f"the executors' Python has no {found.group(1)}; set PYSPARK_PYTHON to an interpreter that has spark_dl (of "
+        "this version) and torch, or install them there"
+    )
 
 
 def check_encoding(key: str, settings: Any) -> None:

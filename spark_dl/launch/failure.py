@@ -9,6 +9,8 @@ import traceback
 from collections.abc import Mapping
 from typing import Any
 
+from spark_dl.config.checks import missing_on_executors
+
 
 class RankError(RuntimeError):
     """A rank failed, and with it the job. The message holds the rank's own traceback.
@@ -111,11 +113,8 @@ def root_cause(
     if raised:
         return _error_of(raised[0])
     text = str(error)
-    if "No module named" in text and "spark_dl" in text:
-        return RuntimeError(
-            "the executors' Python has no spark_dl; set PYSPARK_PYTHON to an interpreter that has it (and torch), or "
-            f"install it there. Spark's error: {_last_lines(text)}"
-        )
+    if missing := missing_on_executors(text):
+        return RuntimeError(f"{missing}. Spark's error: {_last_lines(text)}")
     if re.search(r"Python worker (exited|terminated|failed)", text):
         found = re.search(r"Lost task (\d+)\.\d+ in stage \S+ \(TID \d+\) \((\S+) executor", text)
         task, host = found.groups() if found else ("?", "an unknown host")

@@ -22,6 +22,7 @@ import pyarrow as pa
 
 from spark_dl import storage
 from spark_dl.config import Data, Shards
+from spark_dl.config.checks import missing_on_executors
 from spark_dl.data.columns import schema, source
 from spark_dl.data.columns.encoding import Encoding
 from spark_dl.data.columns.policies import Changes, add_changes, clean_batch, first_nonfinite_row, rules_of
@@ -207,6 +208,8 @@ def _run(df: DataFrame, task: Any) -> list[PartitionResult]:
     except Exception as error:  # Spark Connect and classic Spark have classes of their own
         if said := re.search(rf"^\s*RuntimeError: ({CANNOT_WRITE}.*)$", str(error), re.MULTILINE):
             raise RuntimeError(said.group(1)) from error
+        if missing := missing_on_executors(str(error)):
+            raise RuntimeError(missing) from error
         raise
     return sorted((PartitionResult.from_plain(json.loads(row["part"])) for row in rows), key=lambda p: p.partition)
 

@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from spark_dl import build_session, cli
-from spark_dl.bench import compare, gpu, launch, loader, report, scale, shards, step
+from spark_dl.bench import compare, filters, gpu, launch, loader, report, scale, shards, step
 from spark_dl.bench.answers import answers
 from spark_dl.bench.log import Log
 from spark_dl.bench.profiles import PROFILES
@@ -36,6 +36,10 @@ def bench_gpu(args: argparse.Namespace) -> dict[str, Any]:
 
 def bench_scale(args: argparse.Namespace) -> dict[str, Any]:
     return scale.measure(_options(scale.Options, args))
+
+
+def bench_filters(args: argparse.Namespace) -> dict[str, Any]:
+    return filters.measure(_options(filters.Options, args))
 
 
 def bench_exchange(args: argparse.Namespace) -> dict[str, Any]:
@@ -125,6 +129,13 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     of_scale.add_argument("--files", type=int, default=scale.Options().files, help="(default: 100000)")
     of_scale.add_argument("--row-groups", type=int, default=scale.Options().row_groups, help="of each file (25)")
+    of_filters = add(
+        "filters", "seconds and MiB that data.filters reads with Parquet's page index and without", bench_filters,
+        repeats=filters.Options().repeats,
+    )  # fmt: skip
+    of_filters.add_argument("--rows", type=int, default=filters.Options().rows, help="of each file (400000)")
+    of_filters.add_argument("--floats", type=int, default=filters.Options().floats, help="of a row (64)")
+    of_filters.add_argument("--shares", type=_numbers(float), default=filters.Options().shares, help="(0.01,0.1)")
     of_exchange = add(
         "exchange",
         "one exchange of gradients by ring, by Spark's own aggregation, by parameter servers: seconds, bytes, overlap, "

@@ -3,8 +3,9 @@
 jobs/prepare.py --config conf/train/digits.yaml --output /data/digits
 jobs/train.py --config conf/train/digits.yaml --input.datasets '{train: /data/digits/train}'
 
-With `--shards.store` and without `--output` they go to the store, where runs with the same data and settings find them;
-`--clean` deletes from the store what was not used for `shards.store_ttl_days`.
+With `--shards.store` and without `--output` they go to the store, where runs with the same data and settings find them.
+`--key` names the rows there, as is needed over Spark Connect, and must change whenever they do. `--clean` deletes from
+the store what was not used for `shards.store_ttl_days`.
 """
 
 import time
@@ -15,6 +16,7 @@ from spark_dl import cli
 
 OPTIONS: dict[str, tuple[Any, Any, str]] = {
     "output": (str, None, "folder that gets one dataset per name: train, validation, test"),
+    "key": (str, None, "name of the rows in shards.store, in place of what their plan tells; for Spark Connect"),
     "clean": (bool, False, "write nothing: delete from shards.store what has expired and nobody uses"),
     "overwrite": (bool, False, "replace datasets that are there"),
 }
@@ -49,7 +51,8 @@ def prepare(job: cli.Job) -> dict[str, Any]:
             url = cli.join(job.args["output"], name)
             shards = spark_dl.write_shards(df, url, config.data, overwrite=job.args["overwrite"], like=train, **layout)
         else:
-            shards, lease = spark_dl.store_shards(df, config.data, run="jobs/prepare.py", like=train, **layout)
+            key = job.args["key"] and f"{job.args['key']}/{name}"
+            shards, lease = spark_dl.store_shards(df, config.data, key=key, run="jobs/prepare.py", like=train, **layout)
             if lease is not None:
                 lease.release()
         train = train or shards.columns

@@ -86,6 +86,19 @@ def test_a_large_dataset_is_measured_before_its_first_row_is_read():
     assert "100 files, 2500 row groups" in log
 
 
+def test_filters_are_measured_with_a_page_index_and_without():
+    result, _ = bench("filters", "--rows", "60000", "--repeats", "1", "--shares", "0.01")
+    assert list(result) == ["sorted", "clustered", "shuffled"]
+    for layout, by_share in result.items():
+        indexed, plain = by_share["0.01"]["page_index"], by_share["0.01"]["footers"]
+        assert indexed["rows"] == plain["rows"] == 1200
+        assert min(indexed["count_s"], indexed["epoch_s"], plain["count_s"], plain["epoch_s"]) > 0
+        if layout == "shuffled":  # every page has a row of them
+            assert indexed["epoch_mib"] == pytest.approx(plain["epoch_mib"], rel=0.05)
+        else:
+            assert indexed["epoch_mib"] < plain["epoch_mib"] / 2
+
+
 @pytest.mark.slow
 def test_strategies_are_compared_on_slow_ranks(tmp_path):
     methods, page = ["ddp", "tree_reduce", "parameter_server async"], tmp_path / "report.html"

@@ -10,7 +10,6 @@ import time
 
 import pyspark.sql.functions as F
 import pytest
-from pyspark.sql import Window
 
 import spark_dl
 from spark_dl import Data, Shards, storage
@@ -215,7 +214,7 @@ def test_without_a_key_the_shards_are_written_to_the_run_and_the_log_says_why(sp
     df = spark.createDataFrame(rows, "features array<float>, label bigint")
     config = small_config(1, train={"epochs": 1}, data={"store": str(tmp_path / "store")})
     assert spark_dl.train(df, MLP, config, run_dir=str(tmp_path / "run")).rows == 60
-    reason = "its plan holds local_relation" if mode == "connect" else "its plan (holds|reads from) LogicalRDD"
+    reason = "over Spark Connect" if mode == "connect" else "its plan (holds|reads from) LogicalRDD"
     assert re.search(f"the store cannot be used for this DataFrame: {reason}", caplog.text)
     assert "_manifest.json" in os.listdir(tmp_path / "run" / "shards" / "train")
     assert not os.path.exists(tmp_path / "store")
@@ -264,109 +263,42 @@ def test_the_job_stores_and_cleans(spark, source, tmp_path):
     assert first["datasets"]["train"]["rows"] == 400
     again, log = prepare(*options)
     assert again["datasets"] == first["datasets"]
+    named, _ = prepare(*options, "--key", "points")
+    assert named["datasets"]["train"]["url"] != first["datasets"]["train"]["url"]
     assert "shards found in the store, written" in log
-    assert prepare("--clean")[0] == {"deleted": 0, "kept": 1, "denied": 0, "bytes": 0}
+    assert prepare("--clean")[0] == {"deleted": 0, "kept": 2, "denied": 0, "bytes": 0}
     cleaned, _ = prepare("--clean", "--shards.store_ttl_days", "0")
-    assert (cleaned["deleted"], cleaned["kept"]) == (1, 0)
+    assert (cleaned["deleted"], cleaned["kept"]) == (2, 0)
     assert cleaned["bytes"] > 1000
 
 
+@pytest.mark.modes("local", "connect")
+def test_rows_that_the_user_names_are_found_by_their_name(spark, source, tmp_path):
+    def store(name, df, **data):
+        shards, lease = spark_dl.store_shards(df, Data(store=str(tmp_path / "store"), **data), key=name)
+        lease.release()
+        return shards
+
+    def read():
+        return spark.read.parquet(source).drop("id")
+
+    shards = store("points 1", read().where("rand() >= 0"))  # the user knows better than the plan
+    assert shards.rows == 400
+    assert store("points 1", read()).url == shards.url, "the name tells, not the plan"
+    others = [store("points 2", read().limit(7)), store("points 1", spark.read.parquet(source)),
+              store("points 1", read(), label=None), store("points 1", read(), rows_per_row_group=50)]  # fmt: skip
+    assert len({shards.url, *(other.url for other in others)}) == 5
+    assert others[0].rows == 7
+    config = small_config(1, train={"epochs": 1})
+    assert spark_dl.train(shards, MLP, config, run_dir=str(tmp_path / "run")).rows == 400
+
+
 @pytest.mark.modes("connect")
-@pytest.mark.slow
-def test_over_connect_files_read_by_path_have_keys(spark, source, tmp_path):
-    def read(**options):
-        return spark.read.options(**options).parquet(source)
-
-    read().createOrReplaceTempView("points")
-    left, right = read(), read()
-    plans = [
-        lambda: read(),
-        lambda: read(mergeSchema=True),
-        lambda: read().where("id > 3"),
-        lambda: read().where("id > 4 and label in (1, 2)"),
-        lambda: read().where(F.col("id").cast("string").isin("1,2")),
-        lambda: read().where(F.col("id").cast("string").isin("1", "2")),
-        lambda: read().groupBy("label").agg(F.sum("id").alias("id")).orderBy("label"),
-        lambda: left.join(right, left["id"] == right["id"]).select(left["label"]),
-        lambda: spark.range(10),
-        lambda: read().select(F.abs("id").alias("a"), F.upper(F.concat_ws("-", "id", "label")).alias("s")),
-        lambda: read().select(F.when(F.col("id") > 3, True).otherwise(~F.col("id").isNull() & (F.col("label") != 2))),
-        lambda: read().select(F.to_date(F.lit("2024-01-01")), F.size("features"), F.struct("id", "label").alias("s")),
-        lambda: read().select(F.row_number().over(Window.orderBy("id")).alias("n"), -F.col("id") % 3, "features"),
-        lambda: read().select(F.expr("coalesce(abs(id), pmod(label, 3)) + 1")),
-    ]
-    keys = [key(plan()) for plan in plans]
-    spark.range(3).count()
-    assert keys == [key(plan()) for plan in plans]
-    assert len(set(keys)) == len(keys)
-    other_left, other_right = read(), read()
-    assert keys[7] == key(
-        other_left.join(other_right, other_left["id"] == other_right["id"]).select(other_left["label"])
-    )
-    for df, reason in [
-        (spark.table("points"), "a table or view"),
-        (spark.sql("SELECT * FROM points"), "sql"),
-        (read().withColumn("r", F.rand(3)), r"rand\(\)"),
-        (read().withColumn("r", F.expr("uuid()")), "uuid"),
-        (read().withColumn("r", F.expr("current_date")), "current_date"),
-        (read().withColumn("r", F.expr("my_function(id)")), "my_function"),
-        (read().where("id in (select id from points)"), "select"),
-        (read().where("id in (table points)"), "table"),
-        (read().withColumn("r", F.expr("`my_function`(id)")), "my_function"),
-        (read().withColumn("r", F.expr("default . abs(id)")), "abs"),
-        (read().withColumn("r", F.expr("my_function /* */ (id)")), "/"),
-        (read().withColumn("r", F.lit("today").cast("date")), "'today'"),
-        (read().withColumn("r", F.first("id").over(Window.orderBy("label"))), r"first\(\)"),
-        (read().withColumn("r", F.unix_timestamp()), "unix_timestamp"),
-        (read().withColumn("r", F.current_timestamp()), "current_timestamp"),
-        (read().withColumn("r", F.udf(lambda x: x + 1, "long")("id")), "common_inline_user_defined_function"),
-        (read().mapInArrow(lambda batches: batches, "id long"), "map_partitions"),
-        (read().sample(0.5, 1), "sample"),
-        (spark.createDataFrame([(1, 2)], "a int, b int"), "local_relation"),
-    ]:
-        with pytest.raises(NoKeyError, match=reason):
-            key(df)
-    _check_registered_functions_have_no_key(spark, read)
-    cached = read().cache()
-    try:
-        with pytest.raises(NoKeyError, match="cached in Spark's memory"):
-            key(cached.where("id > 1"))
-    finally:
-        cached.unpersist()
-    store, df = str(tmp_path / "store"), read().drop("id")
-    for run in ("1", "2"):
-        config = small_config(1, train={"epochs": 1}, data={"store": store})
-        assert spark_dl.train(df, MLP, config, run_dir=str(tmp_path / run)).rows == 400
-    assert len(stored(store)) == 1
-    name = next(n for n in os.listdir(source) if n.endswith(".parquet"))
-    os.utime(os.path.join(source, name))
-    assert key(read()) != keys[0]
-
-
-def _check_registered_functions_have_no_key(spark, read):
-    """Also where they take the place of a built-in one: nothing in the plan tells them from it."""
-
-    def plus_one(x):
-        return x + 1
-
-    order = "spark.sql.functionResolution.sessionOrder"
-    spark.udf.register("my_function", plus_one, "long")
-    for column, reason in (
-        (F.call_udf("my_function", "id"), r"my_function\(\)"),
-        (F.call_function("my_function", F.col("id")), "call_function"),
-        (F.expr("my_function(id)"), "my_function"),
-    ):
-        with pytest.raises(NoKeyError, match=reason):
-            key(read().withColumn("r", column))
-    spark.udf.register("abs", plus_one, "long")
-    built_in = key(read().withColumn("r", F.abs("id")))
-    try:
-        spark.conf.set(order, "first")
-        for column in (F.call_udf("abs", "id"), F.abs("id"), F.expr("abs(id)")):
-            with pytest.raises(NoKeyError, match=r"abs\(\), which in this session is another function"):
-                key(read().withColumn("r", column))
-    finally:
-        spark.conf.unset(order)
-        for name in ("my_function", "abs"):
-            spark.sql(f"DROP TEMPORARY FUNCTION {name}")
-    assert key(read().withColumn("r", F.abs("id"))) == built_in
+def test_over_connect_only_rows_with_a_name_are_found_again(spark, source, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "spark_dl")
+    config = small_config(1, train={"epochs": 1}, data={"store": str(tmp_path / "store")})
+    df = spark.read.parquet(source).drop("id")
+    assert spark_dl.train(df, MLP, config, run_dir=str(tmp_path / "run")).rows == 400
+    assert re.search(r"the store cannot be used for this DataFrame: over Spark Connect .*key=", caplog.text)
+    assert "_manifest.json" in os.listdir(tmp_path / "run" / "shards" / "train")
+    assert not os.path.exists(tmp_path / "store")

@@ -2,7 +2,8 @@
 
 The key is a SHA-256 of the analysed logical plan, the versions of the source files, the schema, the settings that
 decide what shards hold, and the version of their format. Where something that decides the rows cannot be seen, there is
-no key: a needless write costs time, a wrong reuse would train on other rows.
+no key: a needless write costs time, a wrong reuse would train on other rows. Over Spark Connect the analysed plan stays
+in the server, so there the user names the rows; a name can be given elsewhere, too.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from spark_dl import storage
 from spark_dl.config import Data, Shards
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.dataset.manifest import FORMAT, VERSION
-from spark_dl.data.store import connect_plan
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -36,6 +36,8 @@ _NODES = (
 _HIDDEN = re.compile(r"UDF|UDAF|Invoke|Subquery|ListQuery|Exists$|Lambda|Reflect|PythonUD|ScalaAgg|TypedAgg")
 """Expressions that run code or read rows that the plan does not show."""
 _NOW = re.compile(r"^(Current(?!Row)|Now$|Local(Date)?Timestamp|CurDate|Session)")
+_TIME_OF_RUN = re.compile(r"(?i)\s*(now|today|tomorrow|yesterday)\b")
+"""Texts that Spark takes for the time of the run where they become dates."""
 _CONF = (
     "spark.sql.session.timeZone", "spark.sql.ansi.enabled", "spark.sql.caseSensitive",
     "spark.sql.legacy.timeParserPolicy", "spark.sql.parquet.mergeSchema", "spark.sql.files.ignoreCorruptFiles",
@@ -51,16 +53,22 @@ class NoKeyError(Exception):
 
 
 def store_key(
-    df: DataFrame, data: Data, layout: Shards, columns: Sequence[str] = (), like: Sequence[Column] = ()
+    df: DataFrame,
+    data: Data,
+    layout: Shards,
+    columns: Sequence[str] = (),
+    like: Sequence[Column] = (),
+    *,
+    name: str | None = None,
 ) -> str:
     """The key of a DataFrame's shards that are written `like` some columns, 64 hex digits. On the driver; runs no job.
 
+    With `name` the user vouches that DataFrames of that name and of one schema have the same rows; else the plan tells.
     Raises NoKeyError for a plan that is not deterministic, or of which the rows do not follow from what can be seen.
     """
     content = {
-        **(_classic_plan(df) if hasattr(df, "_jdf") else _connect_plan(df)),
+        **({"name": name} if name is not None else _plan(df)),
         "schema": df.schema.jsonValue(),
-        "conf": {name: df.sparkSession.conf.get(name, None) for name in _CONF},
         "data": dataclasses.asdict(data),
         "layout": [layout.rows_per_row_group, layout.rows_per_shard],
         "columns": list(columns or data.columns),
@@ -70,7 +78,12 @@ def store_key(
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _classic_plan(df: DataFrame) -> dict[str, Any]:
+def _plan(df: DataFrame) -> dict[str, Any]:
+    if not hasattr(df, "_jdf"):
+        raise NoKeyError(
+            "over Spark Connect the plan that decides its rows stays in the server; name them, "
+            "store_shards(df, data, key='...') or jobs/prepare.py --key, and train on the dataset that this gives"
+        )
     execution: Any = df._jdf.queryExecution()
     plan = execution.analyzed()
     try:
@@ -80,7 +93,8 @@ def _classic_plan(df: DataFrame) -> dict[str, Any]:
     _check_nodes(nodes)
     if not plan.deterministic():
         raise NoKeyError("its plan is not deterministic (rand, uuid, shuffle ...)")
-    _check_not_cached(execution.withCachedData().toString())
+    if "InMemoryRelation" in execution.withCachedData().toString():
+        raise NoKeyError("it is cached in Spark's memory, which may be older than its files")
     relations = _relations(plan)
     return {
         "plan": _normalised(nodes),
@@ -88,21 +102,8 @@ def _classic_plan(df: DataFrame) -> dict[str, Any]:
         "text": re.sub(r"#\d+L?", "#", _text(df, plan)),
         "relations": relations,
         "files": _versions(df.inputFiles()) if relations else [],
+        "conf": {name: df.sparkSession.conf.get(name, None) for name in _CONF},
     }
-
-
-def _connect_plan(df: DataFrame) -> dict[str, Any]:
-    try:
-        plan = connect_plan.plan_of(df)
-    except ValueError as error:
-        raise NoKeyError(str(error)) from error
-    _check_not_cached(df._explain_string(extended=True))  # type: ignore[operator]
-    return {"connect": plan, "files": _versions(df.inputFiles()) if connect_plan.reads_files(df) else []}
-
-
-def _check_not_cached(plan: str) -> None:
-    if "InMemoryRelation" in plan or "InMemoryTableScan" in plan:
-        raise NoKeyError("it is cached in Spark's memory, which may be older than its files")
 
 
 def _check_nodes(nodes: Any) -> None:
@@ -117,7 +118,7 @@ def _check_nodes(nodes: Any) -> None:
                 raise NoKeyError(f"its plan holds {short}, which does not show all that decides the rows")
             if _NOW.search(short):
                 raise NoKeyError(f"its rows depend on {short}, which differs from run to run")
-            if short == "Literal" and connect_plan.TIME_OF_RUN.match(str(node.get("value"))):
+            if short == "Literal" and _TIME_OF_RUN.match(str(node.get("value"))):
                 raise NoKeyError(f"it holds the text {node['value']!r}, which as a date is another one each day")
         elif name != _RELATION:
             raise NoKeyError(f"its plan reads from {short}, whose rows cannot be told from the plan")

@@ -103,34 +103,38 @@ def store_shards(
     *,
     shards: Shards | None = None,
     columns: Sequence[str] = (),
+    key: str | None = None,
     run: str = "",
     like: Sequence[Column] = (),
     before_commit: Callable[[], None] | None = None,
 ) -> tuple[ShardSet, Lease | None]:
     """The shards of a DataFrame in the store `shards.store`: those that another run has written, else written now.
 
-    Called on the driver. Where there is no store, the DataFrame has no key, or this user may not write a lease to the
-    store, they are written at `url`; the log says why. The lease keeps them until it is released; `run` says whose it
-    is. `like` is as for `write_shards`, and so is `before_commit`, for shards at `url`. Raises as `write_shards` does,
-    ValueError if they cannot be stored and there is
-    no `url`, RuntimeError if the source files change meanwhile.
+    Called on the driver. With `key` the user names the rows, in place of what their plan tells, as where it is not
+    deterministic, and over Spark Connect, where it cannot be seen: a DataFrame with the same name, schema and settings
+    is found again, so a name must change whenever the rows do.
+
+    Where there is no store, the DataFrame has no key, or this user may not write a lease to the store, they are written
+    at `url`; the log says why. The lease keeps them until it is released; `run` says whose it is. `like` is as for
+    `write_shards`, and so is `before_commit`, for shards at `url`. Raises as `write_shards` does, ValueError if they cannot be stored and there is no `url`,
+    RuntimeError if the source files change meanwhile.
     """
     layout, columns = shards or Shards(), columns or data.columns
     reason = "shards.store is not set"
     if layout.store:
         try:
-            key = store_key(df, data, layout, columns, like)
+            found = store_key(df, data, layout, columns, like, name=key)
 
             def write(target: str) -> ShardSet:
                 written = write_shards(df, target, data, shards=layout, columns=columns, like=like)
-                if store_key(df, data, layout, columns, like) != key:
+                if key is None and store_key(df, data, layout, columns, like) != found:
                     raise RuntimeError(
                         "the source files of the DataFrame changed while its shards were written, which may hold rows "
                         "of both versions; run again"
                     )
                 return written
 
-            return find_or_write(layout.store, key, write, run=run)
+            return find_or_write(layout.store, found, write, run=run)
         except NoKeyError as error:
             reason = f"the store cannot be used for this DataFrame: {error}"
             _log.info("%s", reason)

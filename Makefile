@@ -45,6 +45,8 @@ bench: setup-all ## all benchmarks; see jobs/bench.py --help
 	@$(PY) jobs/bench.py step
 	@$(PY) jobs/bench.py loader
 	@$(PY) jobs/bench.py shards
+	@$(PY) jobs/bench.py scale
+	@$(PY) jobs/bench.py filters
 	@$(PY) jobs/bench.py exchange
 
 clean:

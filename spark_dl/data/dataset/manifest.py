@@ -3,11 +3,10 @@
 `_manifest.json` (the schema, the rows of every row group, sizes and checksums) is written last: a folder without it is
 not a dataset.
 
-The manifest is JSON, whatever the size of the dataset: 100,000 files with 2.5 million row groups are 41 MiB, which the
-driver reads and checks once, in seconds (`jobs/bench.py scale`). Ranks do not read it. They get a `ShardTable`, which
-is columns, in the call that starts them: little is left of equal row counts and numbered names once they are
-compressed, 1.4 MiB for such a dataset. A columnar file beside the manifest would save the driver those seconds, and
-cost a new version of the format, a second file to commit, and a read on every rank.
+It is JSON of any size: that of 100,000 files with 2.5 million row groups has 41 MiB, which the driver reads and checks
+once, in seconds (`jobs/bench.py scale`). Ranks do not read it. They get a `ShardTable`, columns of which 1.4 MiB are
+left when they are compressed, as most row counts are equal and names are numbered. A columnar file beside the manifest
+would save the driver those seconds, and cost a new format, a second file to commit and a read on every rank.
 """
 
 from __future__ import annotations

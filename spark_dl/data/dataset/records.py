@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from spark_dl.config.checks import suggestion
 from spark_dl.data.columns.policies import Changes, Rules
 from spark_dl.data.columns.ragged import Array
 from spark_dl.data.columns.schema import Column
-from spark_dl.data.dataset.shard_table import ShardTable
+from spark_dl.data.dataset.shard_table import ShardTable, known_or_mean
 from spark_dl.data.parquet.filters import Filtered
 from spark_dl.data.plan import Ints
 
@@ -85,7 +85,7 @@ class ShardSet:
         """
         rows, stored = self.shards.group_rows, np.zeros(len(self.shards.group_rows))
         for column in (c for c in columns if c.is_encoded):
-            stored += _known_or_mean(self.shards.stored.get(column.name), column.stored_bytes, rows)
+            stored += known_or_mean(self.shards.stored.get(column.name), column.stored_bytes, rows)
         return self.decoded_bytes(columns) + np.ceil(stored).astype(np.int64)
 
     def decoded_bytes(self, columns: Sequence[Column]) -> Ints:
@@ -96,7 +96,7 @@ class ShardSet:
         rows = self.shards.group_rows
         decoded: Ints = rows * sum(c.value_bytes for c in columns if not c.is_ragged)
         for column in (c for c in columns if c.is_ragged):
-            decoded += _known_or_mean(self.shards.elements.get(column.name), column.group_bytes, rows)
+            decoded += known_or_mean(self.shards.elements.get(column.name), column.group_bytes, rows)
         return decoded
 
     @property
@@ -117,9 +117,3 @@ class ShardSet:
                     f"no column {name!r} in the dataset {self.url}{near} (data.features, data.label, sequences.*)"
                 )
         return tuple(by_name[name] for name in names)
-
-
-def _known_or_mean(known: Ints | None, bytes_of: Callable[..., Any], rows: Ints) -> Any:
-    """The bytes of row groups, by their counts where they are known. # known, rows: (row groups,)"""
-    mean = bytes_of(rows)
-    return mean if known is None else np.where(known < 0, mean, bytes_of(rows, known))

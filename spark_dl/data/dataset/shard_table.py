@@ -147,3 +147,9 @@ def _counted(shards: Sequence[Shard], counts_of: Callable[[Shard], Mapping[str, 
         counts = (counts_of(s).get(name) or (NOT_KNOWN,) * len(s.row_groups) for s in shards)
         found[name] = np.fromiter(itertools.chain.from_iterable(counts), np.int64)
     return found
+
+
+def known_or_mean(known: Ints | None, bytes_of: Callable[..., Any], rows: Ints) -> Any:
+    """The bytes of row groups, by their counts where they are known. # known, rows: (row groups,)"""
+    mean = bytes_of(rows)
+    return mean if known is None else np.where(known == NOT_KNOWN, mean, bytes_of(rows, known))

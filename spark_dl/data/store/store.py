@@ -116,8 +116,8 @@ def store_shards(
 
     Where there is no store, the DataFrame has no key, or this user may not write a lease to the store, they are written
     at `url`; the log says why. The lease keeps them until it is released; `run` says whose it is. `like` is as for
-    `write_shards`, and so is `before_commit`, for shards at `url`. Raises as `write_shards` does, ValueError if they cannot be stored and there is no `url`,
-    RuntimeError if the source files change meanwhile.
+    `write_shards`, and so is `before_commit`, for shards at `url`. Raises as `write_shards` does, ValueError if they
+    cannot be stored and there is no `url`, RuntimeError if the source files change meanwhile.
     """
     layout, columns = shards or Shards(), columns or data.columns
     reason = "shards.store is not set"

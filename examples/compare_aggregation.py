@@ -14,8 +14,8 @@ import sys
 import tempfile
 
 import spark_dl
-from spark_dl.bench import compare, error_runtime, report
-from spark_dl.bench.log import Log
+from spark_dl.bench.exchange import compare, error_runtime, report
+from spark_dl.bench.exchange.log import Log
 
 
 def parse() -> argparse.Namespace:

@@ -5,11 +5,17 @@ import dataclasses
 import sys
 from typing import Any
 
-from spark_dl import build_session, cli
-from spark_dl.bench import compare, filters, gpu, launch, loader, report, scale, shards, step
 from spark_dl.bench.answers import answers
 from spark_dl.bench.log import Log
 from spark_dl.bench.profiles import PROFILES
+
+from spark_dl import build_session, cli
+from spark_dl.bench import compare, filters, gpu, launch, loader, report, scale, shards, step
+from spark_dl.bench.exchange import compare, report
+from spark_dl.bench.exchange.answers import answers
+from spark_dl.bench.exchange.log import Log
+from spark_dl.bench.model.profiles import PROFILES
+from spark_dl.bench.peers import gpu, launch, loader, shards, step
 
 
 def bench_launch(args: argparse.Namespace) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from spark_dl.bench import reap, testbed
+from spark_dl.bench.testbed import reap, testbed
 
 REPOSITORY = pathlib.Path(__file__).parents[2]
 LEAVE_WAIT_S = 20.0

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from spark_dl.bench import testbed
+from spark_dl.bench.testbed import testbed
 from spark_dl.parallel.exchange.buckets import CANDIDATES_MIB
 from tests.hosts.conftest import REPOSITORY, parts
 

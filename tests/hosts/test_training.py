@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from spark_dl import checkpoint
-from spark_dl.bench import testbed
+from spark_dl.bench.testbed import testbed
 from tests.builders.datasets import write_dataset
 from tests.builders.models import blobs
 from tests.builders.reference import reference

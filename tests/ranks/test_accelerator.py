@@ -5,12 +5,15 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-
-from spark_dl import DDP, Checkpoint, checkpoint, worker
 from spark_dl.bench.accelerator import accelerator_spec, build_accelerator
 from spark_dl.bench.breakdown import break_down, recording_hook, shared_intervals
 from spark_dl.bench.profiles import PROFILES
+from torch.nn.parallel import DistributedDataParallel
+
+from spark_dl import DDP, Checkpoint, checkpoint, worker
+from spark_dl.bench.exchange.accelerator import accelerator_spec, build_accelerator
+from spark_dl.bench.exchange.breakdown import break_down, recording_hook, shared_intervals
+from spark_dl.bench.model.profiles import PROFILES
 from spark_dl.metrics import read_metrics
 from spark_dl.parallel.exchange.buckets import assign_buckets
 from spark_dl.spec import Run

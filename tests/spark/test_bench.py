@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from spark_dl.bench.loader import PEERS
+from spark_dl.bench.peers.loader import PEERS
 from tests.spark.conftest import FAST_JVM, REPOSITORY
 
 PETASTORM = REPOSITORY / ".venv-petastorm" / "bin" / "python"

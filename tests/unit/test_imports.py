@@ -179,8 +179,8 @@ def test_every_package_that_is_imported_is_declared():
     assert at_top <= known
 
 
-PURE = ("data/plan.py", "parallel/exchange/buckets.py", "parallel/exchange/rounds.py", "bench/cost.py", "bench/work.py",
-        "bench/staleness.py", "bench/profiles.py")  # fmt: skip
+PURE = ("data/plan.py", "parallel/exchange/buckets.py", "parallel/exchange/rounds.py", "bench/model/cost.py",
+        "bench/model/work.py", "bench/model/staleness.py", "bench/model/profiles.py")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PURE)
@@ -193,7 +193,7 @@ def test_plans_and_models_of_cost_are_pure(name):
 
 
 def test_the_guard_of_a_testbed_needs_the_standard_library_alone():
-    assert {top_name(i.module) for i in imports_of(MODULES["bench/reap.py"])} <= set(sys.stdlib_module_names)
+    assert {top_name(i.module) for i in imports_of(MODULES["bench/testbed/reap.py"])} <= set(sys.stdlib_module_names)
 
 
 def test_the_rules_of_parameter_servers_are_pure():

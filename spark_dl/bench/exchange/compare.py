@@ -1,0 +1,383 @@
+"""The comparison of all ways to exchange gradients, section by section, and the report on it.
+
+`compare` makes hosts on links of a set rate on this machine (`testbed`) and runs the sections there, with the driver on
+a host of its own; `compare_on` runs them on the executors of a Spark session that is there. Each section is measured by
+a module of its own, and one that fails is left out, with its reason; `model.py` has what follows from them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spark_dl import storage
+from spark_dl.bench.exchange import error_runtime, exchange, overlap, steps, waves
+from spark_dl.bench.exchange.log import Log
+from spark_dl.bench.model.model import BUCKET_MIB, conclude, with_times_ring
+from spark_dl.bench.model.profiles import PROFILES
+from spark_dl.bench.testbed import netns, testbed
+from spark_dl.bench.testbed.links import read_links
+from spark_dl.launch.preflight import num_slots
+from spark_dl.launch.session import build_session
+
+SECTIONS = ("exchange", "compression", "breakdown", "buckets", "waves", "scaling", "stragglers")
+_ON_OTHER_BEDS = ("compression", "scaling")
+METHODS = (*exchange.METHODS, "local_sgd")
+"""`local_sgd` sends weights, now and then: it is in the section `stragglers` alone."""
+KNOWN_METHODS = (*METHODS, exchange.STREAM)
+"""The last one shows what TCP lets through, where it is asked for."""
+_SCALED = {"ddp": "backend", "ddp ring": "ring", "reduce_broadcast": "reduce_broadcast"}
+"""Methods of the section `scaling`, and their all-reduce."""
+_TIMEOUT_S = 7200.0
+_MEMORY_MIB = 2048
+"""Of each executor: with 1 GiB blocks of 64 MiB keep its garbage collector busy."""
+
+Results = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is compared. Plain values, which travel to the driver's host as JSON."""
+
+    hosts: tuple[int, ...] = (4,)
+    """Numbers of hosts of the section `exchange`; the largest one is that of the sections after it."""
+    rate_mbit: float | None = 200.0
+    """Of each link, in each direction; of a cluster that is there, what is known of it."""
+    mtu: int = testbed.MTU
+    """Bytes of a frame on the hosts that are made."""
+    congestion_control: str = netns.RENO
+    """TCP's, on the hosts that are made: one that the machine's kernel has."""
+    mib: tuple[float, ...] = (1.0, 16.0, 64.0)
+    """Sizes of the gradient."""
+    methods: tuple[str, ...] = METHODS
+    sections: tuple[str, ...] = SECTIONS
+    repeats: int = 3
+    profile: str = "resnet50"
+    """The network of the simulated steps; its backward pass takes as long as their communication."""
+    scale: float = 0.1
+    """Fraction of its parameters."""
+    scaling_ranks: tuple[int, ...] = (1, 2, 4, 8, 16)
+    straggler_s: float = 0.05
+    """Mean delay of each gradient in the section `stragglers`."""
+
+    def __post_init__(self) -> None:
+        for name, known in (("methods", KNOWN_METHODS), ("sections", SECTIONS)):
+            unknown = [value for value in getattr(self, name) if value not in known]
+            if unknown:
+                raise ValueError(f"{name}: unknown {', '.join(unknown)}; known are {', '.join(known)}")
+        if self.profile not in PROFILES:
+            raise ValueError(f"profile: unknown {self.profile}; known are {', '.join(PROFILES)}")
+        if not self.hosts or min(self.hosts) < 2:
+            raise ValueError(f"hosts: expected numbers of at least 2, found {_listed(self.hosts)}")
+        if not self.scaling_ranks or not all(1 <= ranks <= testbed.MAX_HOSTS for ranks in self.scaling_ranks):
+            raise ValueError(
+                f"scaling_ranks: expected numbers from 1 to {testbed.MAX_HOSTS}, found {_listed(self.scaling_ranks)}"
+            )
+        if 1 not in self.scaling_ranks:
+            raise ValueError(
+                f"scaling_ranks: expected 1 among them, to compare with, found {_listed(self.scaling_ranks)}"
+            )
+        if not self.mib or not all(size > 0 for size in self.mib):
+            raise ValueError(f"mib: expected sizes above 0, found {_listed(self.mib)}")
+        if not 0 < self.scale <= 1:
+            raise ValueError(f"scale: expected a fraction above 0, up to 1, found {self.scale}")
+        if not 576 <= self.mtu <= 65535:
+            raise ValueError(f"mtu: expected 576 to 65535 bytes, found {self.mtu}")
+        if self.repeats < 1 or self.straggler_s < 0 or (self.rate_mbit is not None and self.rate_mbit <= 0):
+            raise ValueError("expected repeats of at least 1, no negative straggler_s, and a rate_mbit above 0")
+
+
+def compare(options: Options, log: Log) -> Results:
+    """All sections on hosts of this machine, and `left_out`, what failed.
+
+    Raises ValueError for more hosts than `testbed` makes, RuntimeError where it cannot make any, saying why.
+    """
+    if max(options.hosts) > testbed.MAX_HOSTS:
+        raise ValueError(
+            f"hosts: at most {testbed.MAX_HOSTS} are made on one machine, found {_listed(options.hosts)}; give "
+            "--master for a cluster that is there"
+        )
+    reason = testbed.unavailable()
+    if reason:
+        raise RuntimeError(f"no hosts can be made on this machine: {reason}; give --master for a cluster that is there")
+    results: Results = {}
+    for i, num_hosts in enumerate(sorted(options.hosts)):
+        is_last = i == len(options.hosts) - 1
+        sections = [s for s in options.sections if s not in _ON_OTHER_BEDS and (s == "exchange" or is_last)]
+        if sections:
+            here = dataclasses.replace(options, hosts=(num_hosts,), sections=tuple(sections))
+            with log.attempt(f"{', '.join(sections)} on {num_hosts} hosts"):
+                for name, value in _on_testbed(here, log).items():
+                    results[name] = results[name] + value if name in results else value
+    if "compression" in options.sections and _has_methods("compression", _compressed(options), log):
+        with log.attempt("compression"):
+            results["compression"] = _compression(options, results.get("exchange", []), log)
+    if "scaling" in options.sections and _has_methods("scaling", _scaled(options), log):
+        results["scaling"] = _scaling(options, log)
+    if not any(results.values()):
+        raise RuntimeError("nothing was measured; see above")
+    network = (
+        f"{_listed(options.hosts)} hosts on one machine, links of {_rate(options.rate_mbit)}, frames of {options.mtu} "
+        f"bytes, TCP {options.congestion_control}"
+    )
+    return {"about": _about(options, network), **conclude(results), "left_out": log.left_out}
+
+
+def compare_on(spark: Any, folder: str, options: Options, log: Log) -> Results:
+    """All sections but `compression` and `scaling`, as `compare`, on a cluster with one task slot on each host.
+
+    All hosts reach `folder`; what is written there goes again. Raises ValueError for more than one number of hosts,
+    RuntimeError where the application does not have just so many task slots, one on each host.
+    """
+    if len(options.hosts) != 1:
+        raise ValueError(f"hosts: expected one number with a cluster that is there, found {_listed(options.hosts)}")
+    (num_hosts,) = options.hosts
+    reached = sorted(read_links(spark, num_hosts).keys())
+    workers = [host for host in reached if not host.startswith("driver ")]
+    slots = num_slots(spark)
+    if len(workers) != num_hosts or slots not in (num_hosts, None):
+        raise RuntimeError(
+            f"hosts: {num_hosts} tasks came to {', '.join(workers)}, and the application has {slots} task slots; "
+            f"expected {num_hosts}, one on each of {num_hosts} hosts: give it that many executors on hosts of their "
+            "own (spark.executor.instances or, on a standalone cluster, spark.cores.max), and set spark.executor.cores "
+            "to spark.task.cpus"
+        )
+    for section in _ON_OTHER_BEDS:
+        if section in options.sections:
+            log.leave_out(section, "it needs hosts that are made on this machine")
+    with own_folder(folder) as here:
+        results = measure(spark, here, options, same_clock=False, log=log)
+    network = f"{num_hosts} hosts of {spark.conf.get('spark.master')}, links of {_rate(options.rate_mbit)}"
+    return {"about": _about(options, network), **conclude(results), "left_out": log.left_out}
+
+
+@contextlib.contextmanager
+def own_folder(url: str) -> Iterator[str]:
+    """The URL of a new folder in this one; deleted in the end."""
+    folder = storage.join(url, f"spark_dl-bench-{uuid.uuid4().hex}")
+    try:
+        yield folder
+    finally:
+        storage.delete(folder)
+
+
+def measure(
+    spark: Any,
+    folder: str,
+    options: Options,
+    *,
+    same_clock: bool,
+    log: Log,
+    save: Callable[[Results], None] = lambda results: None,
+) -> Results:
+    """The sections that run as Spark jobs. Called on the driver. `save` gets all results so far, after each section and
+    after each row of `exchange`. A section that fails is left out.
+    """
+    num_hosts = max(options.hosts)
+    results: Results = {}
+
+    def exchanges() -> Results:
+        methods = [m for m in options.methods if m in (*exchange.METHODS, exchange.STREAM)]
+        _has_methods("exchange", methods, log)
+        return {"exchange": exchange.measure(
+            spark, f"{folder}/exchange", num_hosts=num_hosts, mib=options.mib, methods=methods,
+            repeats=options.repeats, rate_mbit=options.rate_mbit, log=log,
+            save=lambda rows: save({**results, "exchange": rows}),
+        )}  # fmt: skip
+
+    def simulated_steps() -> Results:
+        return overlap.measure(
+            spark, f"{folder}/steps", num_hosts=num_hosts, profile=options.profile, scale=options.scale,
+            repeats=options.repeats, sections=options.sections, methods=options.methods, same_clock=same_clock, log=log,
+        )  # fmt: skip
+
+    def few_slots() -> Results:
+        rows = waves.measure(spark, f"{folder}/waves", num_hosts=num_hosts, repeats=options.repeats, show=log.show)
+        return {"waves": rows}
+
+    def stragglers() -> Results:
+        methods = [m for m in error_runtime.strategies(num_hosts) if m in options.methods]
+        _has_methods("stragglers", methods, log)
+        return {"stragglers": error_runtime.measure(
+            spark, f"{folder}/stragglers", num_hosts=num_hosts, straggler_s=options.straggler_s, methods=methods,
+            log=log,
+        )}  # fmt: skip
+
+    parts: list[tuple[set[str], Callable[[], Results]]] = [
+        ({"exchange"}, exchanges), ({"breakdown", "buckets"}, simulated_steps), ({"waves"}, few_slots),
+        ({"stragglers"}, stragglers),
+    ]  # fmt: skip
+    for names, part in parts:
+        if asked := names & {*options.sections}:
+            with log.attempt(", ".join(sorted(asked))):
+                results |= part()
+            save(results)
+    return results
+
+
+def _has_methods(section: str, methods: Sequence[str], log: Log) -> bool:
+    """Whether a section has anything to measure; says so if not."""
+    if not methods:
+        log.leave_out(section, "none of the methods that were asked for is measured there")
+    return bool(methods)
+
+
+def _compressed(options: Options) -> list[str]:
+    return [method for method in options.methods if exchange.is_compressed(method)]
+
+
+def _scaled(options: Options) -> list[str]:
+    return [method for method in _SCALED if method in options.methods]
+
+
+def _bed(num_hosts: int, options: Options) -> contextlib.AbstractContextManager[testbed.Bed]:
+    return testbed.hosts(
+        num_hosts, rate_mbit=options.rate_mbit, mtu=options.mtu, congestion_control=options.congestion_control
+    )
+
+
+def _on_testbed(options: Options, log: Log) -> Results:
+    """`measure` in a process on the driver's host of a bed that is made for it."""
+    with _bed(options.hosts[0], options) as bed:
+        log.show(f"starting Spark on {options.hosts[0]} hosts")
+        master = bed.start_spark(memory_mib=_MEMORY_MIB)
+        settings = json.dumps({**dataclasses.asdict(options), "folder": str(bed.folder), "master": master})
+        path = bed.folder / "results.json"
+        process = bed.popen(bed.driver, [sys.executable, "-m", "spark_dl.bench.exchange.compare", settings, str(path)])
+        try:
+            code = process.wait(_TIMEOUT_S)
+            ended = f"ended with exit code {code}; see above" if code else ""
+        except subprocess.TimeoutExpired:
+            ended = f"was not done within {_TIMEOUT_S:g} s; choose fewer --sections, --methods or --mib"
+        results: Results = json.loads(path.read_text()) if path.exists() else {}
+        log.left_out += results.pop("left_out", [])
+        if ended:
+            log.leave_out(f"the rest on {options.hosts[0]} hosts", f"the driver on {bed.driver.name} {ended}")
+        if not any(results.values()):
+            raise RuntimeError(f"nothing was measured on {options.hosts[0]} hosts; see above")
+        return results
+
+
+def _compression(options: Options, rows: Sequence[Mapping[str, Any]], log: Log) -> list[dict[str, Any]]:
+    """Exchanges with compression and without, at the set rate, as in `rows`, and on links without a limit."""
+    hosts, mib = max(options.hosts), sorted(options.mib)[len(options.mib) // 2]
+    methods = [*(m for m in options.methods if m == "ddp"), *_compressed(options)]
+    here = dataclasses.replace(
+        options, hosts=(hosts,), mib=(mib,), rate_mbit=None, methods=tuple(methods), sections=("exchange",)
+    )
+    limited = [r for r in rows if (r["hosts"], r["mib"]) == (hosts, mib) and r["method"] in methods]
+    if not limited:
+        log.show("compression at the set rate")
+        limited = _on_testbed(dataclasses.replace(here, rate_mbit=options.rate_mbit), log).get("exchange", [])
+    log.show("compression on links without a limit")
+    found = []
+    for rate_mbit, measured in ((options.rate_mbit, limited), (None, _on_testbed(here, log).get("exchange", []))):
+        ring = {r["method"]: r["bytes_per_rank"] for r in measured}.get("ddp")
+        found += [
+            {**row, "rate_mbit": rate_mbit, "bytes_factor": row["bytes_per_rank"] / ring if ring else None}
+            for row in with_times_ring(measured)
+        ]
+    return found
+
+
+def _scaling(options: Options, log: Log) -> list[dict[str, Any]]:
+    """Weak and strong scaling on up to 16 hosts, without Spark: its executors would be too many for one machine."""
+    rows: list[dict[str, Any]] = []
+    todo = [(kind, method) for kind in ("weak", "strong") for method in _scaled(options)]
+    for ranks in sorted(options.scaling_ranks):
+        with (
+            log.attempt(f"scaling to {ranks} ranks"),
+            _bed(ranks, options) as bed,
+        ):
+            for kind, method in tuple(todo):
+                try:
+                    rows.append(_scaled_step(bed, kind, method, ranks, options))
+                except RuntimeError as error:  # more ranks would not do it either
+                    log.leave_out(f"{kind} scaling of {method} to {ranks} ranks and more", str(error))
+                    todo.remove((kind, method))
+                else:
+                    log.show(f"{kind} scaling, {ranks} ranks, {method}: {rows[-1]['step_s']:.3f} s")
+    return rows
+
+
+def _scaled_step(bed: testbed.Bed, kind: str, method: str, ranks: int, options: Options) -> dict[str, Any]:
+    """A row of the section `scaling`. Raises RuntimeError if the ranks fail."""
+    backward_s = _balanced_backward_s(options)
+    share, all_reduce = 1 / ranks if kind == "strong" else 1.0, _SCALED[method]
+    settings = steps.Steps(
+        profile=options.profile, scale=options.scale, forward_s=share * backward_s / 2, backward_s=share * backward_s,
+        parallel={"all_reduce": all_reduce}, num_steps=options.repeats, bucket_mib=BUCKET_MIB * options.scale,
+    )  # fmt: skip
+    path = f"{bed.folder}/{kind}-{all_reduce}.json"
+    command = [sys.executable, "-m", "spark_dl.bench.exchange.steps", json.dumps(dataclasses.asdict(settings)), path]
+    bed.run_ranks(command, timeout_s=settings.timeout_s)
+    return {
+        "kind": kind, "method": method, "ranks": ranks, "step_s": json.loads(Path(path).read_text())["step_s"],
+        "profile": options.profile, "scale": options.scale, "forward_s": settings.forward_s,
+        "backward_s": settings.backward_s,
+    }  # fmt: skip
+
+
+def _balanced_backward_s(options: Options) -> float:
+    """Seconds of a backward pass that equal those of a ring on many hosts: 2 N bytes at the link's rate."""
+    gradient_bytes = PROFILES[options.profile]().shrunk(options.scale).gradient_bytes
+    return 2 * gradient_bytes / ((options.rate_mbit or 1000.0) * 1e6 / 8)
+
+
+def _listed(values: Sequence[float]) -> str:
+    return ", ".join(f"{v:g}" for v in values) or "none"
+
+
+def _rate(mbit: float | None) -> str:
+    return f"{mbit:g} Mbit/s" if mbit else "an unknown rate"
+
+
+def _about(options: Options, network: str) -> dict[str, Any]:
+    import pyspark
+    import torch
+
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "network": network,
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()} {platform.release()}",
+        "versions": f"Python {platform.python_version()}, torch {torch.__version__}, PySpark {pyspark.__version__}",
+        "repeats": options.repeats,
+        "command": shlex.join(["jobs/bench.py", *sys.argv[1:]]),
+    }
+
+
+def _main(settings: dict[str, Any], path: str) -> None:
+    """The driver's process on a bed."""
+    folder, master = settings.pop("folder"), settings.pop("master")
+    plain: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
+    options = Options(**plain)
+    spark = build_session(
+        "spark_dl bench exchange",
+        master=master,
+        conf={"spark.executor.memory": f"{_MEMORY_MIB}m", "spark.python.worker.memory": f"{_MEMORY_MIB}m"},
+    )
+    log = Log(lambda line: print(line, file=sys.stderr, flush=True))
+
+    def save(results: Results) -> None:
+        storage.write_bytes(path, json.dumps({**results, "left_out": log.left_out}).encode())
+
+    try:
+        measure(spark, folder, options, same_clock=True, log=log, save=save)
+    finally:
+        spark.stop()
+
+
+if __name__ == "__main__":
+    _main(json.loads(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,310 @@
+"""What one exchange of gradients takes, by method and size: seconds of the slowest rank, bytes on the links.
+
+Gradients are random, and computing them takes no time. Three kinds of methods, all on the same ranks or executors:
+
+    backend, ring, tree ...      one all-reduce of one tensor: the backend's, and those of `parallel.collectives`
+    ddp, ddp powersgd, horovod   a backward pass of the strategy, as the training loop calls it
+    tree_reduce, parameter_server sync ...   whole training steps, by the metrics of a run of `spark_dl.train`
+
+And `stream`, which exchanges nothing: the bytes of a ring to the next rank, as fast as TCP lets them through.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from spark_dl import driver, metrics, storage
+from spark_dl.baselines.servers.rules import rules_of
+from spark_dl.bench.exchange.accelerator import GRADIENT_STD, accelerator_spec
+from spark_dl.bench.exchange.log import Log
+from spark_dl.bench.exchange.stream import stream_to_next
+from spark_dl.bench.model.profiles import Layer, Profile
+from spark_dl.bench.testbed.links import LinkBytes, read_link, read_links
+from spark_dl.config import Config, Data, Launch, Parallel, Train
+from spark_dl.data.write.shards import write_arrays
+from spark_dl.launch.barrier import RankResult, run_barrier
+from spark_dl.launch.rendezvous import join
+from spark_dl.parallel import parallelize
+from spark_dl.parallel.exchange import collectives
+from spark_dl.spec import Batch, ModelSpec
+from spark_dl.world import World
+
+ALL_REDUCES = ("backend", *collectives.ALGORITHMS)
+BACKWARDS: Mapping[str, Parallel] = {
+    "ddp": Parallel(),
+    "ddp ring": Parallel(all_reduce="ring"),
+    "ddp fp16": Parallel(compression="fp16"),
+    "ddp powersgd": Parallel(compression="powersgd"),
+    "ddp threshold": Parallel(compression="threshold", threshold=5 * GRADIENT_STD),
+    "ddp topk": Parallel(compression="topk"),
+    "horovod": Parallel(strategy="horovod"),
+}
+JOBS: Mapping[str, Parallel] = {
+    "tree_reduce": Parallel(strategy="tree_reduce"),
+    "shuffle_reduce": Parallel(strategy="shuffle_reduce"),
+    **{
+        f"parameter_server {mode}": Parallel(strategy="parameter_server", server_mode=mode)  # type: ignore[arg-type]
+        for mode in ("sync", "k_sync", "k_batch_sync", "async", "k_async", "k_batch_async")
+    },
+}
+METHODS = (*BACKWARDS, *ALL_REDUCES, *JOBS)
+STREAM = "stream"
+_MATRIX = 512
+_WARM_UPS = 3
+"""Enough for compression to have begun (`parallel.compression_start_step`)."""
+_WARM_UPS_OF = {"ddp threshold": 40, **dict.fromkeys((*ALL_REDUCES, STREAM), 1)}
+"""With a threshold enough for as much to be sent as comes in: a random walk reaches it after some 31 steps."""
+_LONG_S, _MOST_REPEATS = 1.0, 25
+_TIMEOUT_S = 900.0
+
+
+def measure(
+    spark: Any,
+    folder: str,
+    *,
+    num_hosts: int,
+    mib: Sequence[float],
+    methods: Sequence[str] = METHODS,
+    repeats: int = 3,
+    rate_mbit: float | None = None,
+    log: Log | None = None,
+    save: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
+) -> list[dict[str, Any]]:
+    """Rows of the section `exchange` of the report (see `report.py`). Called on the driver.
+
+    One rank runs on each of `num_hosts` hosts. `folder` is one that all of them reach, for the runs of `JOBS`.
+    `rate_mbit` is the rate of each link in each direction; without it, and for compression, rows have no limit. `save`
+    gets the rows so far after each one. A method that fails is left out.
+    """
+    log = log or Log()
+    rows: list[dict[str, Any]] = []
+    for size in mib:
+        for method in methods:
+            start, what = time.perf_counter(), f"{method}, {size:g} MiB"
+            with log.attempt(what):
+                if method in JOBS:
+                    run = f"{folder}/{method.replace(' ', '-')}-{size:g}"
+                    settings = job_settings(method, num_hosts)
+                    found = measure_job(spark, run, settings, _spec(size), num_hosts=num_hosts, repeats=repeats)
+                else:
+                    found = _measure_on_ranks(spark, method, num_hosts, size, repeats)
+                limit = _limit(method, found, num_hosts, size, rate_mbit)
+                known = {"method": method, "exact": is_exact(method), "hosts": num_hosts, "mib": size}
+                rows.append({**known, **found, **limit})
+                save(rows)
+                log.show(f"{what}: {found['seconds']:.3f} s (measured in {time.perf_counter() - start:.0f} s)")
+    return rows
+
+
+def warm_ups(method: str) -> int:
+    """Exchanges that are not counted, before those that are."""
+    return _WARM_UPS_OF.get(method, _WARM_UPS)
+
+
+def is_compressed(method: str) -> bool:
+    """Whether a method sends less than whole gradients."""
+    return method in BACKWARDS and BACKWARDS[method].compression != "none"
+
+
+def is_exact(method: str) -> bool:
+    """Whether a method gives the weights of a single process on the same global batches."""
+    if method in BACKWARDS:
+        return not is_compressed(method)
+    return method in (*ALL_REDUCES, "tree_reduce", "shuffle_reduce", "parameter_server sync")
+
+
+def _limit(method: str, found: Mapping[str, Any], hosts: int, mib: float, rate_mbit: float | None) -> dict[str, Any]:
+    """What no all-reduce on links of this rate beats: 2 N (P - 1) / P bytes per rank (Patarasuk & Yuan 2009).
+
+    There is none for what sends less than the gradient.
+    """
+    if rate_mbit is None or is_compressed(method):
+        return {"limit_s": None, "ratio_to_limit": None}
+    limit_s = 2 * mib * 2**20 * (hosts - 1) / hosts / (rate_mbit * 1e6 / 8)
+    return {"limit_s": limit_s, "ratio_to_limit": limit_s / found["seconds"]}
+
+
+def random_profile(mib: float) -> Profile:
+    """A model of so many MiB of float32 in square matrices of 1 MiB; what is left over is a vector."""
+    elements = round(mib * 2**18)
+    whole, rest = divmod(elements, _MATRIX * _MATRIX)
+    shapes = [(_MATRIX, _MATRIX)] * whole + ([(rest,)] if rest else [])
+    layers = tuple(Layer(f"matrix{i}", shape, 1 / len(shapes)) for i, shape in enumerate(shapes))
+    return Profile(f"{mib:g} MiB", layers, multiply_adds=0)
+
+
+def _spec(mib: float) -> ModelSpec:
+    return accelerator_spec(random_profile(mib), forward_s=0.0, backward_s=0.0)
+
+
+def config_of(parallel: Parallel, num_ranks: int, **train: Any) -> Config:
+    """Settings of steps on one row per rank."""
+    return Config(
+        data=Data(features=("x",), label=None, num_streams=num_ranks, shuffle=False),
+        train=Train(global_batch_size=num_ranks, lr=1e-6, log_every=1, **train),
+        parallel=parallel,
+        launch=Launch(num_ranks=num_ranks, device="cpu", collective_timeout_s=_TIMEOUT_S),
+    )
+
+
+def _measure_on_ranks(spark: Any, method: str, num_hosts: int, mib: float, repeats: int) -> dict[str, Any]:
+    config = config_of(BACKWARDS.get(method, Parallel()), num_hosts)
+    by_rank = run_barrier(spark, _time_on_rank, method, mib, repeats, config, launch=config.launch)
+    sent = [r["sent"] for r in by_rank]
+    return {
+        "seconds": statistics.median(max(times) for times in zip(*(r["seconds"] for r in by_rank), strict=True)),
+        "bytes_per_rank": statistics.mean(sent),
+        "busiest_link_bytes": max(max(r["sent"], r["received"]) for r in by_rank),
+    }
+
+
+def _time_on_rank(method: str, mib: float, repeats: int, config: Config, report: Any = None) -> RankResult:
+    """One rank: the seconds of each exchange, and the mean of the bytes that passed its host's link."""
+    with join(config.launch, report=report) as world, contextlib.ExitStack() as until_done:
+        exchange = _exchange_of(method, mib, config, world, until_done)
+        for _ in range(warm_ups(method)):
+            exchange()
+        repeats = _steady(exchange, repeats)
+        dist.barrier()
+        before, seconds = read_link(world.host), []
+        for _ in range(repeats):
+            dist.barrier()
+            start = time.perf_counter()
+            exchange()
+            seconds.append(time.perf_counter() - start)
+        dist.barrier()
+        link = read_link(world.host) - before
+        counted = {"sent": link.sent / repeats, "received": link.received / repeats}
+        return RankResult(world.rank, {"seconds": seconds, **counted})
+
+
+def _steady(exchange: Callable[[], object], repeats: int) -> int:
+    """How often a short exchange is repeated, so that its median means something: `repeats` times or for some `_LONG_S`
+    seconds, the same on all ranks. Collective.
+    """
+    dist.barrier()
+    start = time.perf_counter()
+    exchange()
+    taken = torch.tensor(time.perf_counter() - start)
+    dist.broadcast(taken, 0)
+    return max(repeats, min(_MOST_REPEATS, math.ceil(_LONG_S / float(taken))))
+
+
+def _exchange_of(
+    method: str, mib: float, config: Config, world: World, until_done: contextlib.ExitStack
+) -> Callable[[], object]:
+    if method == STREAM:
+        num_bytes = 2 * round(mib * 2**20) * (world.world_size - 1) // world.world_size
+        return stream_to_next(world, num_bytes, until_done, config.launch.start_timeout_s)
+    return _all_reduce(method, mib) if method in ALL_REDUCES else _backward(config, mib, world, until_done)
+
+
+def _all_reduce(method: str, mib: float) -> Callable[[], object]:
+    gradient = torch.randn(round(mib * 2**18)) * 1e-3  # 27 sums over 16 ranks are still finite
+
+    def exchange() -> None:
+        if method == "backend":
+            dist.all_reduce(gradient)
+        else:
+            collectives.all_reduce(gradient, method)
+
+    return exchange
+
+
+def _backward(config: Config, mib: float, world: World, until_done: contextlib.ExitStack) -> Callable[[], object]:
+    trainable = parallelize(_spec(mib), world, config)
+    until_done.callback(trainable.close)
+    batch = batch_of(world)
+
+    def exchange() -> None:
+        trainable.forward_backward([batch], world.world_size)
+        trainable.optimizer.zero_grad()
+
+    return exchange
+
+
+def batch_of(world: World) -> Batch:
+    """A row of a rank, which gives it gradients of its own."""
+    return {"x": torch.full((1, 1), float(world.rank)), "weight": torch.ones(1)}
+
+
+def job_settings(method: str, num_hosts: int) -> Parallel:
+    """The settings of one of `JOBS`; modes that wait for K gradients wait for all but one."""
+    parallel = JOBS[method]
+    waits_for_k = method.endswith(("k_sync", "k_batch_sync", "k_async", "k_batch_async"))
+    return dataclasses.replace(parallel, server_k=max(1, num_hosts - 2)) if waits_for_k else parallel
+
+
+def measure_job(
+    spark: Any,
+    folder: str,
+    parallel: Parallel,
+    spec: ModelSpec,
+    *,
+    num_hosts: int,
+    repeats: int,
+    num_ranks: int | None = None,
+) -> dict[str, Any]:
+    """Seconds and bytes of a step of a whole run, one rank on each host, or `num_ranks`. Called on the driver.
+
+    Two runs, a short and a long one: the steps that only the long one has are without its start and its end. Where an
+    update takes the gradients of K of the trainers only, a step is as many updates as take one of each trainer; the
+    first of these steps is not counted, in which all trainers begin at once; and at least twice as many are counted
+    where nobody is cancelled, as who sends when then differs from one to the next.
+    """
+    num_ranks = num_ranks or num_hosts
+    trainers, k, cancels = _trainers_and_k(parallel, num_ranks)
+    updates = trainers / k
+    before, counted = 1, repeats
+    if k < trainers:
+        before, counted = 1 + math.ceil(updates), trainers * math.ceil((repeats if cancels else 2 * repeats) / k)
+    rows = num_ranks * (k * (before + counted) + 2)  # enough for each trainer, also if all others are cancelled
+    write_arrays({"x": np.random.default_rng(0).random((rows, 1), dtype=np.float32)}, f"{folder}/data")
+    marks = [read_links(spark, num_hosts)]
+    seconds: list[float] = []
+    for max_steps in (before, before + counted):
+        run_dir = f"{folder}/run-{max_steps}"
+        config = config_of(parallel, num_ranks, max_steps=max_steps)
+        driver.train(f"{folder}/data", spec, config, run_dir=run_dir, progress=False)
+        marks.append(read_links(spark, num_hosts))
+        times = [line["time"] for line in metrics.read_metrics(run_dir) if line["kind"] == "step"]
+        seconds = [after - first for first, after in itertools.pairwise(times)][-counted:]
+        storage.delete(run_dir)
+    if any(mark.keys() != marks[0].keys() for mark in marks):
+        raise RuntimeError(f"ranks ran on other hosts from run to run: {[sorted(mark) for mark in marks]}; give the "
+                           "application as many executors as hosts, with one task slot each")  # fmt: skip
+    short, long = ({host: after[host] - before[host] for host in after} for before, after in itertools.pairwise(marks))
+    links = {host: _per_step(long[host] - short[host], counted / updates) for host in long}
+    sent = [link.sent for host, link in links.items() if not host.startswith("driver ")]
+    return {
+        # Updates of single gradients come in bunches, of which the median says nothing.
+        "seconds": statistics.median(seconds) if k == trainers else statistics.mean(seconds) * updates,
+        "bytes_per_rank": statistics.mean(sent),
+        "busiest_link_bytes": max(max(link.sent, link.received) for link in links.values()),
+    }
+
+
+def _trainers_and_k(parallel: Parallel, num_ranks: int) -> tuple[int, int, bool]:
+    """How many ranks train, how many of their gradients make an update (all, but for some parameter servers), and
+    whether it cancels what is under way.
+    """
+    if parallel.strategy != "parameter_server":
+        return num_ranks, num_ranks, True
+    trainers = num_ranks - parallel.num_servers
+    rules = rules_of(parallel, trainers)
+    return trainers, rules.k, rules.cancels
+
+
+def _per_step(link: LinkBytes, steps: float) -> LinkBytes:
+    return LinkBytes(round(link.received / steps), round(link.sent / steps))

@@ -1,0 +1,121 @@
+"""What a strategy hides of its communication behind compute, and what the size of DDP's buckets has to do with it.
+
+A simulated network (`profiles.py`) whose backward pass takes as long as its communication alone, and its forward pass
+half of that: the point at which overlap is worth most. Gradients come in the backward pass, so nothing can hide behind
+the forward pass, and no step takes less than forward pass and communication together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from spark_dl.bench.exchange import exchange
+from spark_dl.bench.exchange.accelerator import accelerator_spec
+from spark_dl.bench.exchange.log import Log
+from spark_dl.bench.exchange.steps import Steps, time_steps
+from spark_dl.bench.model.profiles import PROFILES
+from spark_dl.config import Launch, Parallel
+from spark_dl.launch.barrier import RankResult, run_barrier
+from spark_dl.launch.rendezvous import join
+from spark_dl.parallel import parallelize
+from spark_dl.parallel.exchange.buckets import CANDIDATES_MIB, MIB, backward_s, interpolate_all_reduce_s
+from spark_dl.spec import ModelSpec
+
+_ON_RANKS = [method for method, parallel in exchange.BACKWARDS.items() if parallel.strategy == "ddp"]
+_JOBS = ("tree_reduce", "shuffle_reduce", "parameter_server sync")
+_ALL_REDUCE_MIB = (0.125, 1.0, 4.0, 16.0)
+
+
+def measure(
+    spark: Any,
+    folder: str,
+    *,
+    num_hosts: int,
+    profile: str,
+    scale: float,
+    repeats: int,
+    sections: Sequence[str],
+    methods: Sequence[str],
+    same_clock: bool,
+    log: Log,
+) -> dict[str, Any]:
+    """The sections `breakdown` and `buckets` of the report, as far as `sections` names them. Called on the driver.
+
+    The breakdown is that of the methods that are named and have overlap or, to compare, none.
+    """
+    launch = Launch(num_ranks=num_hosts, device="cpu")
+
+    def take(**settings: Any) -> dict[str, Any]:
+        steps = Steps(profile=profile, scale=scale, num_steps=repeats, same_clock=same_clock, **settings)
+        found: dict[str, Any] = run_barrier(spark, time_steps, dataclasses.asdict(steps), launch=launch)[0]
+        return found
+
+    alone = take()
+    communication_s = alone["step_s"] - alone["optimizer_s"]
+    compute = {"forward_s": communication_s / 2, "backward_s": communication_s}
+    log.show(f"{profile}: {communication_s:.3f} s of communication alone, and backward passes as long")
+    network = PROFILES[profile]().shrunk(scale)
+    auto_mib = run_barrier(spark, _choose_on_rank, profile, {"scale": scale, **compute}, launch=launch)[0]
+    log.show(f"bucket_mib: auto chooses {auto_mib:g} MiB")
+    results: dict[str, Any] = {"auto_bucket_mib": auto_mib}
+    if "breakdown" in sections:
+        largest_s = max(sum(compute.values()), communication_s)
+        results["breakdown"] = []
+        for method in (m for m in (*_ON_RANKS, *_JOBS) if m in methods):
+            with log.attempt(f"breakdown of {method}"):
+                if method in _JOBS:
+                    spec = accelerator_spec(PROFILES[profile](), scale=scale, **compute)
+                    found = _job_row(spark, folder, method, spec, num_hosts, repeats, compute)
+                else:
+                    settings = dataclasses.asdict(exchange.BACKWARDS[method])
+                    found = take(parallel=settings, warm_ups=exchange.warm_ups(method), bucket_mib=auto_mib, **compute)
+                results["breakdown"].append({
+                    "method": method, "profile": profile, **found,
+                    "communication_s": communication_s, "times_largest": found["step_s"] / largest_s,
+                })  # fmt: skip
+                log.show(f"{method}: a step of {found['step_s']:.3f} s")
+    if "buckets" in sections:
+        sizes = [layer.gradient_bytes for layer in network.backward_layers()]
+        ready_s = network.ready_s(compute["backward_s"])
+        results["buckets"] = []
+        with log.attempt("buckets"):
+            all_reduce_s = _time_all_reduces(spark, num_hosts)
+            for mib in (mib for mib in CANDIDATES_MIB if mib * MIB < 2 * sum(sizes)):
+                found = take(bucket_mib=mib, **compute)
+                predicted_s = compute["forward_s"] + backward_s(ready_s, sizes, int(mib * MIB), all_reduce_s)
+                results["buckets"].append({"profile": profile, "bucket_mib": mib, "step_s": found["step_s"],
+                                           "predicted_s": predicted_s + found["optimizer_s"]})  # fmt: skip
+                log.show(f"buckets of {mib:g} MiB: a step of {found['step_s']:.3f} s")
+    return results
+
+
+def _choose_on_rank(profile: str, settings: dict[str, Any], report: Any = None) -> RankResult:
+    """What `parallel.bucket_mib: auto` chooses in a run of the strategy itself. Collective, in a barrier task."""
+    with join(Launch(device="cpu"), report=report) as world, contextlib.ExitStack() as until_done:
+        config = exchange.config_of(Parallel(bucket_mib="auto"), world.world_size)
+        trainable = parallelize(accelerator_spec(PROFILES[profile](), **settings), world, config)
+        until_done.callback(trainable.close)
+        trainable.forward_backward([exchange.batch_of(world)], world.world_size)
+        return RankResult(world.rank, trainable.extra_state["bucket_size"].mib)
+
+
+def _time_all_reduces(spark: Any, num_hosts: int) -> Callable[[float], float]:
+    """Seconds of an all-reduce by its bytes, as measured at some sizes."""
+    rows = exchange.measure(spark, "", num_hosts=num_hosts, mib=_ALL_REDUCE_MIB, methods=["backend"])
+    return interpolate_all_reduce_s([row["mib"] * MIB for row in rows], [row["seconds"] for row in rows])
+
+
+def _job_row(
+    spark: Any, folder: str, method: str, spec: ModelSpec, num_hosts: int, repeats: int, compute: dict[str, float]
+) -> dict[str, Any]:
+    """A method without overlap: all but compute is exposed, the update of the weights with it."""
+    settings = exchange.job_settings(method, num_hosts)
+    found = exchange.measure_job(
+        spark, f"{folder}/{method.replace(' ', '-')}", settings, spec, num_hosts=num_hosts, repeats=repeats
+    )
+    exposed_s = found["seconds"] - sum(compute.values())
+    return {"step_s": found["seconds"], **compute, "hidden_s": 0.0, "exposed_s": exposed_s, "optimizer_s": 0.0,
+            "wait_s": 0.0, "other_s": 0.0}  # fmt: skip

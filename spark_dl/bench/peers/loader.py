@@ -1,0 +1,214 @@
+"""Rows per second of one shuffled epoch, one process: our loader and its peers on the same rows, in one run.
+
+Each peer is a process of its own, started once; epochs are then run in turn, so that no peer has a quieter machine than
+another. Peers: Petastorm's BatchedDataLoader and DataLoader (in an environment of their own), HF datasets, a DataLoader
+over tensors in memory, and the limit of Arrow: decoding list columns without any shuffle. `spark_dl_parquet` is our
+loader on the plain Parquet files (lists, snappy, dictionary) that the others read.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from spark_dl.bench.peers.peer import Epoch, Peer, answers, petastorm_command, serve
+
+BATCH = 256
+WINDOW_ROWS = 1 << 17
+"""Rows that we shuffle together: as many as it takes to part neighbours as well as Petastorm's buffer does."""
+_FILES = 4
+_MEMORY_MIB = 1024
+
+PEERS = (
+    "spark_dl",
+    "spark_dl_parquet",
+    "petastorm_batched",
+    "petastorm_rows",
+    "hf_datasets",
+    "tensor_dataset",
+    "arrow",
+)
+
+
+def measure(
+    *, repeats: int, scale: float = 1.0, petastorm_python: str = ".venv-petastorm/bin/python"
+) -> dict[str, Any]:
+    """Median rows per second per peer, for `img` and `tab`, and how well each shuffles. Without Spark.
+
+    A peer that cannot run here has null, and a line on standard error says why. `scale` shrinks the datasets.
+    """
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, arrays in (("img", image_rows(round(60_000 * scale))), ("tab", table_rows(round(1_000_000 * scale)))):
+            _write(f"{folder}/{name}", arrays)
+            order = np.argsort(arrays.pop("label"))  # the place of a row in the files, by its label
+            arrays.clear()
+            results[name] = _measure_peers(f"{folder}/{name}", order, repeats, petastorm_python)
+            _print_table(name, results[name])
+    return results
+
+
+Arrays = dict[str, np.ndarray[Any, Any]]
+
+
+def image_rows(rows: int) -> Arrays:
+    """`img`: 784 float32 and a label, random."""
+    rng = np.random.default_rng(0)
+    return {"image": rng.random((rows, 784), dtype=np.float32), "label": rng.permutation(rows)}
+
+
+def table_rows(rows: int) -> Arrays:
+    """`tab`: 13 float32, 26 int64 and a label, random."""
+    rng = np.random.default_rng(0)
+    dense, sparse = rng.random((rows, 13), dtype=np.float32), rng.integers(0, 1 << 40, (rows, 26))
+    return {"dense": dense, "sparse": sparse, "label": rng.permutation(rows)}
+
+
+def write_parquet(folder: str, arrays: Arrays) -> None:
+    """The rows as plain Parquet in `folder/parquet`: lists, snappy, dictionary."""
+    Path(folder, "parquet").mkdir(parents=True)
+    rows = len(arrays["label"])
+    for i in range(_FILES):
+        part = {name: a[i * rows // _FILES : (i + 1) * rows // _FILES] for name, a in arrays.items()}
+        columns = {n: pa.array(list(a)) if a.ndim > 1 else pa.array(a) for n, a in part.items()}
+        pq.write_table(pa.table(columns), f"{folder}/parquet/part-{i}.parquet", row_group_size=len(part["label"]) // 4)
+
+
+def _write(folder: str, arrays: Arrays) -> None:
+    """The rows as plain Parquet, as our shards, and as NumPy files."""
+    from spark_dl.data.write.shards import write_arrays
+
+    write_parquet(folder, arrays)
+    write_arrays(arrays, f"{folder}/shards")
+    for name, a in arrays.items():
+        np.save(f"{folder}/{name}.npy", a)
+
+
+def _measure_peers(folder: str, order: np.ndarray[Any, Any], repeats: int, petastorm_python: str) -> dict[str, Any]:
+    peers = {name: Peer(name, _command(name, folder, petastorm_python)) for name in PEERS}
+    rates: dict[str, list[float]] = {name: [] for name in PEERS}
+    try:
+        for _ in range(repeats + 1):
+            for name, peer in peers.items():
+                if (done := peer.ask("epoch")) is not None:
+                    rates[name].append(done["rows"] / done["seconds"])
+        result: dict[str, Any] = {n: statistics.median(r[1:]) if r[1:] else None for n, r in rates.items()}
+        result["shuffle"] = {
+            name: _quality(np.load(f"{folder}/{name}.npy"), order)
+            for name, peer in peers.items()
+            if peer.ask(f"labels {folder}/{name}.npy") is not None
+        }
+    finally:
+        for peer in peers.values():
+            peer.close()
+    return result
+
+
+def _command(name: str, folder: str, petastorm_python: str) -> list[str]:
+    if name.startswith("petastorm"):
+        return petastorm_command(petastorm_python, name, folder)
+    return [sys.executable, "-m", "spark_dl.bench.peers.loader", name, folder]
+
+
+def _quality(labels: np.ndarray[Any, Any], order: np.ndarray[Any, Any]) -> dict[str, float]:
+    """How far an epoch's order is from that of the files.
+
+    `displacement`: mean distance between a row's place in the files and in the epoch, as a part of all rows; 1/3 is
+    what a perfect shuffle has. `neighbours`: the share of rows whose next row in the files is in the same batch (the
+    order inside of a batch does not matter); BATCH / rows is what a perfect shuffle has.
+    """
+    places = order[labels]
+    batch_of = np.full(len(order), -1)
+    batch_of[places] = np.arange(len(places)) // BATCH
+    displacement = np.abs(places - np.arange(len(places))).mean() / len(order)
+    return {"displacement": float(displacement), "neighbours": float((np.diff(batch_of) == 0).mean())}
+
+
+def _print_table(name: str, result: dict[str, Any]) -> None:
+    ours = result["spark_dl"]
+    print(f"\n{name:18} {'rows/s':>12} {'ours is':>9} {'displacement':>13} {'neighbours':>11}", file=sys.stderr)
+    for peer in PEERS:
+        if result[peer] is not None:
+            shuffle = result["shuffle"].get(peer)  # one that ended before it said its order has none
+            quality = f"{shuffle['displacement']:13.3f} {shuffle['neighbours']:11.2%}" if shuffle else ""
+            print(f"{peer:18} {result[peer]:12,.0f} {ours / result[peer]:8.2f}x {quality}", file=sys.stderr)
+
+
+def _names(folder: str) -> Sequence[str]:
+    return sorted(p.stem for p in Path(folder).glob("*.npy") if p.stem in ("image", "dense", "sparse"))
+
+
+def _spark_dl(folder: str, *, plain: bool) -> Epoch:
+    from spark_dl.config import Config, Data, Train
+    from spark_dl.data.dataset.manifest import read_shards
+    from spark_dl.data.external.dataset import open_parquet
+    from spark_dl.data.load.loader import Loader
+
+    data = Data(features=tuple(_names(folder)), label="label", shuffle_window_rows=WINDOW_ROWS, memory_mib=_MEMORY_MIB)
+    shards = open_parquet(f"{folder}/parquet", data.columns) if plain else read_shards(f"{folder}/shards")
+    loader = Loader(shards, Config(data=data, train=Train(global_batch_size=BATCH)), rank=0, world_size=1)
+
+    def epoch(number: int) -> Iterator[Any]:
+        for step in loader.epoch(number):
+            batch = step.micro_batches[0]
+            yield batch["label"] if step.rows == BATCH else batch["label"][batch["weight"] > 0]
+
+    return epoch
+
+
+def _arrow(folder: str) -> Epoch:
+    def epoch(number: int) -> Iterator[Any]:
+        for path in sorted(Path(folder, "parquet").iterdir()):
+            for batch in pq.ParquetFile(path).iter_batches(batch_size=BATCH, use_threads=False):
+                for name in _names(folder):
+                    batch.column(name).flatten().to_numpy().reshape(batch.num_rows, -1)
+                yield batch.column("label").to_numpy()
+
+    return epoch
+
+
+def _hf_datasets(folder: str) -> Epoch:
+    import datasets
+
+    files = [str(p) for p in sorted(Path(folder, "parquet").iterdir())]
+    rows = datasets.Dataset.from_parquet(files, cache_dir=f"{folder}/hf").with_format("torch")
+
+    def epoch(number: int) -> Iterator[Any]:
+        for batch in rows.shuffle(seed=number).iter(batch_size=BATCH):
+            yield batch["label"]
+
+    return epoch
+
+
+def _tensor_dataset(folder: str) -> Epoch:
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    tensors = [torch.from_numpy(np.load(f"{folder}/{name}.npy")) for name in (*_names(folder), "label")]
+    loader = DataLoader(TensorDataset(*tensors), batch_size=BATCH, shuffle=True)
+
+    def epoch(number: int) -> Iterator[Any]:
+        for *_, labels in loader:
+            yield labels
+
+    return epoch
+
+
+_BUILD: dict[str, Callable[[str], Epoch]] = {
+    "spark_dl": lambda folder: _spark_dl(folder, plain=False),
+    "spark_dl_parquet": lambda folder: _spark_dl(folder, plain=True),
+    "hf_datasets": _hf_datasets,
+    "tensor_dataset": _tensor_dataset,
+    "arrow": _arrow,
+}
+
+if __name__ == "__main__":
+    serve(answers(_BUILD[sys.argv[1]](sys.argv[2])))

@@ -1,0 +1,95 @@
+"""Spark's own cluster manager on a testbed: a master on the driver's host, a worker on each of the others."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spark_dl.bench.testbed.netns import Host
+from spark_dl.bench.testbed.testbed import Bed, kill, read_tail
+
+_PORT, _UI_PORT = 7077, 8080
+_POLL_S = 0.1
+_DAEMON = {
+    "SPARK_DAEMON_MEMORY": "256m",
+    # These processes only start others: what counts is that they are up soon.
+    "SPARK_DAEMON_JAVA_OPTS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+}
+
+_WAIT = """
+import json, sys, time, urllib.request
+opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy is reached from here
+while True:
+    try:
+        if json.load(opener.open(sys.argv[1], timeout=5))["aliveworkers"] == int(sys.argv[2]):
+            break
+    except (OSError, ValueError):  # ValueError: an empty page, while the master starts
+        pass
+    time.sleep(0.2)
+"""
+"""Runs where the master is, as nothing else reaches it: ends when so many workers have registered."""
+
+
+def start(bed: Bed, *, cores: int, memory_mib: int, timeout_s: float) -> str:
+    """Starts the daemons and returns the master's URL when all workers have registered.
+
+    Raises RuntimeError, with the end of its log, if one of them ends, or if they need more than `timeout_s`.
+    """
+    end = time.monotonic() + timeout_s
+    master, url = bed.driver.name, f"spark://{bed.driver.name}:{_PORT}"
+    arguments = ["--host", master, "--port", str(_PORT), "--webui-port", str(_UI_PORT)]
+    daemons = [_start_daemon(bed, bed.driver, "master.Master", arguments)]
+    _wait_for_workers(bed, 0, daemons, end)  # a worker that finds no master tries again only after some 10 s
+    for host in bed.hosts:
+        arguments = ["--host", host.name, "--cores", str(cores), "--memory", f"{memory_mib}m", "--webui-port", "0"]
+        daemons.append(_start_daemon(bed, host, "worker.Worker", [*arguments, url]))
+    _wait_for_workers(bed, len(bed.hosts), daemons, end)
+    return url
+
+
+@dataclass(frozen=True)
+class _Daemon:
+    host: Host
+    log: Path
+    process: subprocess.Popen[Any]
+
+
+def _start_daemon(bed: Bed, host: Host, name: str, arguments: list[str]) -> _Daemon:
+    import pyspark
+
+    home = os.path.dirname(str(pyspark.__file__))
+    folder = bed.folder / f"spark-{host.name}"
+    folder.mkdir()
+    env = {**_DAEMON, "SPARK_HOME": home, "SPARK_LOCAL_DIRS": str(folder), "SPARK_WORKER_DIR": str(folder)}
+    command = [f"{home}/bin/spark-class", f"org.apache.spark.deploy.{name}", *arguments]
+    with open(folder / "log", "wb") as log:
+        process = bed.popen(host, command, env=env, stdout=log, stderr=log, cwd=folder)
+    return _Daemon(host, folder / "log", process)
+
+
+def _wait_for_workers(bed: Bed, num_workers: int, daemons: Sequence[_Daemon], end: float) -> None:
+    page = f"http://{bed.driver.name}:{_UI_PORT}/json/"
+    waiting = bed.popen(bed.driver, [sys.executable, "-I", "-S", "-c", _WAIT, page, str(num_workers)])
+    try:
+        while waiting.poll() is None:
+            for daemon in daemons:
+                if (code := daemon.process.poll()) is not None:
+                    raise RuntimeError(
+                        f"the Spark daemon on {daemon.host.name} ended with exit code {code}: {read_tail(daemon.log)}"
+                    )
+            if time.monotonic() > end:
+                raise RuntimeError(
+                    f"the Spark master did not say in time that it is up and has {num_workers} workers; its log: "
+                    f"{read_tail(daemons[0].log)}"
+                )
+            time.sleep(_POLL_S)
+    finally:
+        kill(waiting)
+    if waiting.returncode:
+        raise RuntimeError(f"what waits for the Spark master ended with exit code {waiting.returncode}; see above")

@@ -1,0 +1,309 @@
+"""A network with a limit on one machine: hosts on links of a set rate, with processes in them, and Spark if wanted.
+
+    with testbed.hosts(4, rate_mbit=200) as bed:
+        bed.run_ranks([sys.executable, "ring.py"], timeout_s=60)           # one rank per host, as torchrun starts them
+
+    with testbed.hosts(4, rate_mbit=200) as bed:
+        master = bed.start_spark()                                         # one worker per host
+        bed.run(bed.driver, [sys.executable, "job.py", "--master", master], timeout_s=300)
+        before = bed.counters()                                            # bytes of each link
+
+The driver has a host of its own, `bed.driver`, on a link like the others': what all send to it goes through that link,
+as in a cluster. Hosts share the files of the machine, and its cores. A bed is removed, with all processes on its hosts,
+when the `with` block ends or when its maker's process ends in any way, SIGKILL too: a small process of its own sees to
+it. If that one is killed as well, `--reap` does.
+
+By hand, as root:
+
+    python -m spark_dl.bench.testbed.testbed --hosts 4 --rate-mbit 200 --spark  # removed after Ctrl-C
+    python -m spark_dl.bench.testbed.testbed --reap                             # removes what dead makers have left
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from spark_dl.bench.testbed import netns, reap
+from spark_dl.bench.testbed.netns import Counters, Host
+
+MAX_HOSTS = 16
+MTU = 9000
+"""Jumbo frames, as the networks of data centres have: of a frame's bytes 0.7 % are headers, with 1500 it is 4.4 %."""
+_GUARD_WAIT_S = 60.0
+_STOP_WAIT_S = 10.0
+_TAIL = 3000
+_RANKS_PORT = 29500
+_POLL_S = 0.02
+
+# The host's name belongs to the process (a UTS namespace), so that what the process says of itself is right.
+_ENTER = 'hostname "$0" && exec "$@"'
+
+
+@contextlib.contextmanager
+def hosts(
+    num_hosts: int, *, rate_mbit: float | None = None, mtu: int = MTU, congestion_control: str = netns.RENO
+) -> Iterator[Bed]:
+    """Makes `num_hosts` hosts (at most 16) and one for a driver, each on a link of `rate_mbit` in either direction.
+
+    Without a rate links are as fast as the machine. `mtu` are the bytes of a frame, `congestion_control` is TCP's, one
+    that the machine's kernel has. Raises RuntimeError where that cannot be; `unavailable()` says why.
+    """
+    if not 1 <= num_hosts <= MAX_HOSTS:
+        raise ValueError(f"num_hosts: expected 1 to {MAX_HOSTS}, found {num_hosts}")
+    name = reap.bed_name()
+    guard = reap.start_guard(name)
+    made: list[Bed] = []
+    try:
+        names = ["driver", *(f"host{i}" for i in range(num_hosts))]
+        driver, *others = netns.create(name, names, rate_mbit=rate_mbit, mtu=mtu, congestion_control=congestion_control)
+        made.append(Bed(driver, tuple(others), mtu=mtu))
+        yield made[0]
+    finally:
+        _remove(name, guard)
+        for bed in made:
+            bed._wait_for_processes()
+
+
+def unavailable() -> str | None:
+    """Why no bed can be made on this machine; None where one can. Makes and removes a bed of one host to find out."""
+    if not sys.platform.startswith("linux") or os.geteuid() != 0:
+        return "a testbed needs Linux and root"
+    missing = [tool for tool in ("ip", "tc", "unshare", "hostname") if shutil.which(tool) is None]
+    if missing:
+        return f"a testbed needs {', '.join(missing)} (packages iproute2, util-linux, hostname)"
+    try:
+        with hosts(1, rate_mbit=10):
+            return None
+    except (RuntimeError, OSError) as error:
+        return f"network namespaces with a token bucket cannot be made here: {error}"
+
+
+def _remove(bed: str, guard: subprocess.Popen[bytes]) -> None:
+    """Has the guard remove the bed; does it here, for the error to be seen, if the guard has not."""
+    assert guard.stdin is not None
+    guard.stdin.close()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        guard.wait(_GUARD_WAIT_S)
+    if guard.returncode != 0:
+        guard.kill()
+        guard.wait()
+        reap.remove(bed)
+
+
+class Bed:
+    """Hosts that are up. Made by `hosts`, used from the process that made it."""
+
+    def __init__(self, driver: Host, others: tuple[Host, ...], *, mtu: int):
+        self.driver = driver
+        """A host for the driver of a job: no Spark worker, and no rank of `run_ranks`, runs there."""
+        self.hosts = others
+        self.folder = reap.bed_folder(driver.bed)
+        """For temporary files; goes with the bed."""
+        self._mtu = mtu
+        self._processes: list[subprocess.Popen[Any]] = []
+        self._num_runs = 0
+
+    def popen(
+        self, host: Host, command: Sequence[str], *, env: Mapping[str, str] | None = None, **options: Any
+    ) -> subprocess.Popen[Any]:
+        """Starts a process on a host; `env` is added to the environment. Its pid is the command's, in a new session.
+
+        It has the host's name, `/etc/hosts` and interface, and Spark's variables for them; its temporary files go with
+        the bed, for most processes end with it, by SIGKILL. `options` are Popen's.
+        """
+        variables = {
+            "SPARK_LOCAL_IP": host.address, "SPARK_LOCAL_HOSTNAME": host.name, "PYSPARK_PYTHON": sys.executable,
+            "TMPDIR": str(self.folder), "SPARK_LOCAL_DIRS": str(self.folder), **(env or {}),
+        }  # fmt: skip
+        enter = ["ip", "netns", "exec", host.namespace, "unshare", "--uts", "sh", "-c", _ENTER, host.name]
+        process = subprocess.Popen(
+            [*enter, "env", *(f"{key}={value}" for key, value in variables.items()), *command],
+            **{"stdin": subprocess.DEVNULL, **options}, start_new_session=True,
+        )  # fmt: skip
+        self._processes.append(process)
+        return process
+
+    def run(self, host: Host, command: Sequence[str], *, timeout_s: float, env: Mapping[str, str] | None = None) -> str:
+        """Runs a command on a host to its end and returns its standard output.
+
+        Raises RuntimeError, with the end of its standard error, if it fails or is not done within `timeout_s`.
+        """
+        out, err = subprocess.PIPE, subprocess.PIPE
+        process = self.popen(host, command, env=env, stdout=out, stderr=err, text=True)
+        try:
+            stdout, stderr = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            kill(process)
+            _, stderr = process.communicate()
+            raise RuntimeError(_failure(host, command, f"did not end within {timeout_s:g} s", stderr)) from None
+        if process.returncode:
+            raise RuntimeError(_failure(host, command, _ended(process.returncode), stderr))
+        return str(stdout)
+
+    def run_ranks(
+        self,
+        command: Sequence[str],
+        *,
+        timeout_s: float,
+        num_ranks: int | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> list[str]:
+        """Runs a command on every host (or the first `num_ranks`), one rank each; returns the outputs by rank.
+
+        The environment is that of torchrun, with one thread for each rank. Raises RuntimeError, with the end of its
+        standard error, for the first rank that fails, or for those not done within `timeout_s`; all are killed then.
+        """
+        hosts = self.hosts[:num_ranks]
+        assert len(hosts) == (num_ranks or len(self.hosts)), f"{num_ranks} ranks on {len(self.hosts)} hosts"
+        self._num_runs += 1
+        files = [self.folder / f"run-{self._num_runs}-{host.name}" for host in hosts]
+        common = {
+            "WORLD_SIZE": str(len(hosts)), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1",
+            "MASTER_ADDR": hosts[0].address, "MASTER_PORT": str(_RANKS_PORT),
+            "GLOO_SOCKET_IFNAME": hosts[0].interface, **(env or {}),
+        }  # fmt: skip
+        ranks: list[subprocess.Popen[Any]] = []
+        try:
+            for rank, (host, file) in enumerate(zip(hosts, files, strict=True)):
+                with open(f"{file}.out", "wb") as out, open(f"{file}.err", "wb") as err:
+                    ranks.append(self.popen(host, command, env={**common, "RANK": str(rank)}, stdout=out, stderr=err))
+            self._wait_for_ranks(ranks, command, files, timeout_s)
+        finally:
+            for process in ranks:
+                kill(process)
+        return [Path(f"{file}.out").read_text() for file in files]
+
+    def _wait_for_ranks(
+        self, ranks: list[subprocess.Popen[Any]], command: Sequence[str], files: list[Path], timeout_s: float
+    ) -> None:
+        end = time.monotonic() + timeout_s
+        while time.monotonic() < end:
+            codes = [process.poll() for process in ranks]
+            failed = [rank for rank, code in enumerate(codes) if code]
+            if failed:
+                rank = min(failed, key=lambda rank: codes[rank] or 0)  # one that a signal ended before one that noticed
+                what, error = f"(rank {rank}) {_ended(codes[rank])}", read_tail(f"{files[rank]}.err")
+                raise RuntimeError(_failure(self.hosts[rank], command, what, error))
+            if all(code == 0 for code in codes):
+                return
+            time.sleep(_POLL_S)
+        late = [rank for rank, process in enumerate(ranks) if process.poll() is None]
+        names = ", ".join(f"{self.hosts[rank].name} (rank {rank})" for rank in late)
+        error = read_tail(f"{files[late[0]]}.err") if late else ""
+        raise RuntimeError(f"{' '.join(command)} did not end within {timeout_s:g} s on {names}: {error}")
+
+    def start_spark(self, *, cores_per_worker: int = 1, memory_mib: int = 1024, timeout_s: float = 180.0) -> str:
+        """Starts a Spark master on the driver's host and one worker on each of the others; returns the master's URL.
+
+        They run until the bed is removed. Run the driver there too: `bed.popen(bed.driver, ...)`; it needs no setting
+        but the URL. Raises RuntimeError if one fails or not all have registered within `timeout_s`.
+        """
+        from spark_dl.bench.testbed import standalone
+
+        return standalone.start(self, cores=cores_per_worker, memory_mib=memory_mib, timeout_s=timeout_s)
+
+    def counters(self) -> dict[str, Counters]:
+        """What has passed each host's link so far, by the host's name, the driver's too."""
+        return netns.read_counters((self.driver, *self.hosts))
+
+    def processes(self, host: Host) -> list[int]:
+        """The ids of the processes that run on a host."""
+        return reap.processes([host.namespace])
+
+    def cut(self, host: Host) -> None:
+        """Cuts a host off from the others: frames are lost, and no connection is closed."""
+        netns.disconnect(host)
+
+    def restore(self, host: Host) -> None:
+        """Ends `cut`."""
+        netns.connect(host)
+
+    def set_rate(self, host: Host, rate_mbit: float) -> None:
+        """Gives one host's link another rate."""
+        netns.set_rate(host, rate_mbit, mtu=self._mtu)
+
+    def freeze(self, host: Host) -> None:
+        """Stops all processes of a host (SIGSTOP); to others it is a host that answers no more."""
+        self._signal(host, signal.SIGSTOP)
+
+    def thaw(self, host: Host) -> None:
+        """Ends `freeze`."""
+        self._signal(host, signal.SIGCONT)
+
+    def _signal(self, host: Host, number: signal.Signals) -> None:
+        for pid in self.processes(host):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def _wait_for_processes(self) -> None:
+        """After the bed is removed: its processes are dead, and need only be waited for."""
+        for process in self._processes:
+            process.wait(_STOP_WAIT_S)
+            for pipe in (process.stdin, process.stdout, process.stderr):
+                if pipe is not None:
+                    _close(pipe)
+
+
+def kill(process: subprocess.Popen[Any]) -> None:
+    """Ends a process that `popen` started, and those that it has started in its session."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(_STOP_WAIT_S)
+
+
+def read_tail(path: str | Path) -> str:
+    """The end of a log, for an error."""
+    return Path(path).read_text(errors="replace")[-_TAIL:].strip()
+
+
+def _failure(host: Host, command: Sequence[str], what: str, stderr: str) -> str:
+    return f"on {host.name}, {' '.join(command)} {what}: {stderr[-_TAIL:].strip()}"
+
+
+def _ended(code: int | None) -> str:
+    assert code
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def _close(pipe: IO[Any]) -> None:
+    with contextlib.suppress(BrokenPipeError):  # what was still to be written to a dead process
+        pipe.close()
+
+
+def _main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", type=int, default=4, help="hosts besides the driver's (default: 4)")
+    parser.add_argument("--rate-mbit", type=float, help="rate of each link in either direction; by default no limit")
+    parser.add_argument("--spark", action="store_true", help="start a Spark master and a worker on each host")
+    parser.add_argument(
+        "--reap", action="store_true", help="remove what makers have left that are dead, and nothing else"
+    )
+    args = parser.parse_args()
+    if args.reap:
+        for bed in reap.leftovers():
+            reap.remove(bed)
+            print(f"removed {bed}")
+        return
+    if reason := unavailable():
+        parser.error(reason)
+    with hosts(args.hosts, rate_mbit=args.rate_mbit) as made, contextlib.suppress(KeyboardInterrupt):
+        if args.spark:
+            print(f"Spark master (run the driver on the host `driver`): {made.start_spark()}")
+        for host in (made.driver, *made.hosts):
+            print(f"{host.name}  {host.address}  ip netns exec {host.namespace} bash")
+        print("Ctrl-C removes all of it", flush=True)
+        signal.pause()
+
+
+if __name__ == "__main__":
+    _main()

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from spark_dl.bench.testbed import testbed
+from spark_dl.bench.testbed.standalone import start_spark
 from spark_dl.parallel.exchange.buckets import CANDIDATES_MIB
 from tests.hosts.conftest import REPOSITORY, parts
 
@@ -106,7 +107,7 @@ def test_a_cluster_that_is_there(hosts, tmp_path):
     shared, methods = tmp_path / "shared", ("ddp", "ddp topk")
     with hosts(2, rate_mbit=400) as bed:
         last, results = run_on(
-            bed, "--master", bed.start_spark(), "--folder", str(shared), "--hosts", "2", "--rate-mbit", "400",
+            bed, "--master", start_spark(bed), "--folder", str(shared), "--hosts", "2", "--rate-mbit", "400",
             "--mib", "1,4", "--methods", ",".join(methods), "--sections", "exchange,buckets,stragglers,scaling",
             "--scale", "0.05", "--repeats", "1", "--straggler-s", "0.01", folder=tmp_path,
         )  # fmt: skip
@@ -125,7 +126,7 @@ def test_a_cluster_that_is_there(hosts, tmp_path):
 
 def test_a_cluster_with_more_slots_than_hosts_is_refused(hosts, tmp_path):
     with hosts(2, rate_mbit=400) as bed:
-        master = bed.start_spark(cores_per_worker=2)
+        master = start_spark(bed, cores_per_worker=2)
         with pytest.raises(RuntimeError, match=r"has 4 task slots; expected 2, one on each .*spark\.cores\.max"):
             run_on(bed, "--master", master, "--folder", str(tmp_path), "--hosts", "2", folder=tmp_path)
 

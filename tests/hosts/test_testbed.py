@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from spark_dl.bench.testbed import reap, testbed
+from spark_dl.bench.testbed.standalone import start_spark
 from tests.hosts.conftest import REPOSITORY, parts, state_of, wait_until
 
 PYTHON = [sys.executable, "-I", "-S", "-c"]
@@ -222,7 +223,7 @@ def test_a_bed_is_removed_after_a_failure_with_all_that_runs_on_it(hosts):
 ])  # fmt: skip
 def test_spark_that_does_not_come_up_is_an_error_with_the_reason(hosts, settings, message):
     with hosts(1) as bed, pytest.raises(RuntimeError, match=message):
-        bed.start_spark(**settings)
+        start_spark(bed, **settings)
 
 
 @pytest.mark.parametrize("num_hosts", [0, 17])
@@ -291,7 +292,7 @@ def test_what_a_maker_and_its_guard_leave_that_are_both_killed_is_reaped_and_not
         dead.wait()
         assert len(parts(left)) == 8
         assert left in reap.leftovers()
-        command = [sys.executable, "-m", "spark_dl.bench.testbed.testbed", "--reap"]
+        command = [sys.executable, "-m", "spark_dl.bench.testbed", "--reap"]
         out = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, check=True, timeout=60).stdout
         assert f"removed {left}\n" in out
         assert parts(left) == set()

@@ -16,6 +16,7 @@ import torch
 
 from spark_dl import checkpoint
 from spark_dl.bench.testbed import testbed
+from spark_dl.bench.testbed.standalone import start_spark
 from tests.builders.datasets import write_dataset
 from tests.builders.models import blobs
 from tests.builders.reference import reference
@@ -35,7 +36,7 @@ GROUP_ROWS = 40
 def driver(possible):
     """Four hosts with Spark, and a driver that waits for jobs."""
     with testbed.hosts(4, rate_mbit=RATE_MBIT) as bed:
-        master = bed.start_spark()
+        master = start_spark(bed)
         with open(bed.folder / "out", "wb") as out, open(bed.folder / "err", "wb") as err:
             process = bed.popen(
                 bed.driver, [sys.executable, "-m", "tests.hosts.train_job", master], cwd=REPOSITORY,

@@ -29,6 +29,7 @@ from spark_dl.bench.model.model import BUCKET_MIB, conclude, with_times_ring
 from spark_dl.bench.model.profiles import PROFILES
 from spark_dl.bench.testbed import netns, testbed
 from spark_dl.bench.testbed.links import read_links
+from spark_dl.bench.testbed.standalone import start_spark
 from spark_dl.launch.preflight import num_slots
 from spark_dl.launch.session import build_session
 
@@ -252,7 +253,7 @@ def _on_testbed(options: Options, log: Log) -> Results:
     """`measure` in a process on the driver's host of a bed that is made for it."""
     with _bed(options.hosts[0], options) as bed:
         log.show(f"starting Spark on {options.hosts[0]} hosts")
-        master = bed.start_spark(memory_mib=_MEMORY_MIB)
+        master = start_spark(bed, memory_mib=_MEMORY_MIB)
         settings = json.dumps({**dataclasses.asdict(options), "folder": str(bed.folder), "master": master})
         path = bed.folder / "results.json"
         process = bed.popen(bed.driver, [sys.executable, "-m", "spark_dl.bench.exchange.compare", settings, str(path)])

@@ -36,10 +36,12 @@ while True:
 """Runs where the master is, as nothing else reaches it: ends when so many workers have registered."""
 
 
-def start(bed: Bed, *, cores: int, memory_mib: int, timeout_s: float) -> str:
-    """Starts the daemons and returns the master's URL when all workers have registered.
+def start_spark(bed: Bed, *, cores_per_worker: int = 1, memory_mib: int = 1024, timeout_s: float = 180.0) -> str:
+    """Starts a Spark master on the driver's host and one worker on each of the others; returns the master's URL.
 
-    Raises RuntimeError, with the end of its log, if one of them ends, or if they need more than `timeout_s`.
+    They run until the bed is removed. Run the driver there too: `bed.popen(bed.driver, ...)`; it needs no setting but
+    the URL. Raises RuntimeError, with the end of its log, if a daemon ends, or if not all workers have registered
+    within `timeout_s`.
     """
     end = time.monotonic() + timeout_s
     master, url = bed.driver.name, f"spark://{bed.driver.name}:{_PORT}"
@@ -47,7 +49,16 @@ def start(bed: Bed, *, cores: int, memory_mib: int, timeout_s: float) -> str:
     daemons = [_start_daemon(bed, bed.driver, "master.Master", arguments)]
     _wait_for_workers(bed, 0, daemons, end)  # a worker that finds no master tries again only after some 10 s
     for host in bed.hosts:
-        arguments = ["--host", host.name, "--cores", str(cores), "--memory", f"{memory_mib}m", "--webui-port", "0"]
+        arguments = [
+            "--host",
+            host.name,
+            "--cores",
+            str(cores_per_worker),
+            "--memory",
+            f"{memory_mib}m",
+            "--webui-port",
+            "0",
+        ]
         daemons.append(_start_daemon(bed, host, "worker.Worker", [*arguments, url]))
     _wait_for_workers(bed, len(bed.hosts), daemons, end)
     return url

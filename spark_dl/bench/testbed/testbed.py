@@ -1,27 +1,21 @@
-"""A network with a limit on one machine: hosts on links of a set rate, with processes in them, and Spark if wanted.
+"""A network with a limit on one machine: hosts on links of a set rate, with processes in them.
 
     with testbed.hosts(4, rate_mbit=200) as bed:
         bed.run_ranks([sys.executable, "ring.py"], timeout_s=60)           # one rank per host, as torchrun starts them
 
     with testbed.hosts(4, rate_mbit=200) as bed:
-        master = bed.start_spark()                                         # one worker per host
+        master = standalone.start_spark(bed)                               # one worker per host
         bed.run(bed.driver, [sys.executable, "job.py", "--master", master], timeout_s=300)
         before = bed.counters()                                            # bytes of each link
 
 The driver has a host of its own, `bed.driver`, on a link like the others': what all send to it goes through that link,
 as in a cluster. Hosts share the files of the machine, and its cores. A bed is removed, with all processes on its hosts,
 when the `with` block ends or when its maker's process ends in any way, SIGKILL too: a small process of its own sees to
-it. If that one is killed as well, `--reap` does.
-
-By hand, as root:
-
-    python -m spark_dl.bench.testbed.testbed --hosts 4 --rate-mbit 200 --spark  # removed after Ctrl-C
-    python -m spark_dl.bench.testbed.testbed --reap                             # removes what dead makers have left
+it. If that one is killed as well, `python -m spark_dl.bench.testbed --reap` does.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import shutil
@@ -202,16 +196,6 @@ class Bed:
         error = read_tail(f"{files[late[0]]}.err") if late else ""
         raise RuntimeError(f"{' '.join(command)} did not end within {timeout_s:g} s on {names}: {error}")
 
-    def start_spark(self, *, cores_per_worker: int = 1, memory_mib: int = 1024, timeout_s: float = 180.0) -> str:
-        """Starts a Spark master on the driver's host and one worker on each of the others; returns the master's URL.
-
-        They run until the bed is removed. Run the driver there too: `bed.popen(bed.driver, ...)`; it needs no setting
-        but the URL. Raises RuntimeError if one fails or not all have registered within `timeout_s`.
-        """
-        from spark_dl.bench.testbed import standalone
-
-        return standalone.start(self, cores=cores_per_worker, memory_mib=memory_mib, timeout_s=timeout_s)
-
     def counters(self) -> dict[str, Counters]:
         """What has passed each host's link so far, by the host's name, the driver's too."""
         return netns.read_counters((self.driver, *self.hosts))
@@ -278,32 +262,3 @@ def _ended(code: int | None) -> str:
 def _close(pipe: IO[Any]) -> None:
     with contextlib.suppress(BrokenPipeError):  # what was still to be written to a dead process
         pipe.close()
-
-
-def _main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hosts", type=int, default=4, help="hosts besides the driver's (default: 4)")
-    parser.add_argument("--rate-mbit", type=float, help="rate of each link in either direction; by default no limit")
-    parser.add_argument("--spark", action="store_true", help="start a Spark master and a worker on each host")
-    parser.add_argument(
-        "--reap", action="store_true", help="remove what makers have left that are dead, and nothing else"
-    )
-    args = parser.parse_args()
-    if args.reap:
-        for bed in reap.leftovers():
-            reap.remove(bed)
-            print(f"removed {bed}")
-        return
-    if reason := unavailable():
-        parser.error(reason)
-    with hosts(args.hosts, rate_mbit=args.rate_mbit) as made, contextlib.suppress(KeyboardInterrupt):
-        if args.spark:
-            print(f"Spark master (run the driver on the host `driver`): {made.start_spark()}")
-        for host in (made.driver, *made.hosts):
-            print(f"{host.name}  {host.address}  ip netns exec {host.namespace} bash")
-        print("Ctrl-C removes all of it", flush=True)
-        signal.pause()
-
-
-if __name__ == "__main__":
-    _main()

@@ -14,7 +14,7 @@ from spark_dl.bench import compare, filters, gpu, launch, loader, report, scale,
 from spark_dl.bench.exchange import compare, report
 from spark_dl.bench.exchange.answers import answers
 from spark_dl.bench.exchange.log import Log
-from spark_dl.bench.model.profiles import PROFILES
+from spark_dl.bench.exchange.options import add_arguments, from_arguments
 from spark_dl.bench.peers import gpu, launch, loader, shards, step
 
 
@@ -49,12 +49,10 @@ def bench_filters(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def bench_exchange(args: argparse.Namespace) -> dict[str, Any]:
-    if args.rate_mbit is None and not args.master:
-        args.rate_mbit = compare.Options().rate_mbit
-    options = _options(compare.Options, args)
+    options = from_arguments(args)
     report.check(args.report)
     if args.master:
-        if (options.mtu, options.congestion_control) != (compare.Options().mtu, compare.Options().congestion_control):
+        if args.mtu or args.congestion_control:
             raise ValueError("--mtu, --congestion-control: those of --master's hosts are as they are; leave them out")
         if not args.folder:
             raise ValueError("--folder: name a folder or URL that all hosts of --master reach")
@@ -85,21 +83,11 @@ def _show(line: str) -> None:
     sys.stderr.write(f"{line}\n")
 
 
-def _numbers(kind: type) -> Any:
-    def parse(text: str) -> tuple[Any, ...]:
-        try:
-            return tuple(kind(part) for part in text.split(","))
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"expected numbers with commas between, found {text!r}") from None
-
-    return parse
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     what = parser.add_subparsers(dest="what", required=True)
 
-    def add(name: str, text: str, run: Any, *, repeats: int = 7) -> argparse.ArgumentParser:
+    def add(name: str, text: str, run: Any, *, repeats: int | None = 7) -> argparse.ArgumentParser:
         command = what.add_parser(name, help=text, description=text)
         command.set_defaults(run=run)
         command.add_argument("--repeats", type=int, default=repeats, help="counted repetitions; the median is taken")
@@ -146,26 +134,9 @@ def _parser() -> argparse.ArgumentParser:
         "exchange",
         "one exchange of gradients by ring, by Spark's own aggregation, by parameter servers: seconds, bytes, overlap, "
         "scaling, stragglers; on hosts that it makes on this machine (as root), or on a cluster that is there",
-        bench_exchange,
-        repeats=3,
-    )
-    defaults = compare.Options()
-    of_exchange.add_argument("--hosts", type=_numbers(int), default=defaults.hosts, help="numbers of hosts (4)")
-    of_exchange.add_argument(
-        "--rate-mbit", type=float, help="of each link, in each direction (200; with --master unknown)"
-    )
-    of_exchange.add_argument("--mtu", type=int, default=defaults.mtu, help="bytes of a frame, of hosts it makes (9000)")
-    of_exchange.add_argument(
-        "--congestion-control", default=defaults.congestion_control, help="TCP's, of hosts that it makes (reno)"
-    )
-    of_exchange.add_argument("--mib", type=_numbers(float), default=defaults.mib, help="gradient sizes (1,16,64)")
-    for name, known in (("methods", compare.KNOWN_METHODS), ("sections", compare.SECTIONS)):
-        default = getattr(defaults, name)
-        of_exchange.add_argument(f"--{name}", type=_numbers(str), default=default, help=f"of {', '.join(known)}")
-    of_exchange.add_argument("--profile", choices=[*PROFILES], default=defaults.profile, help="the simulated network")
-    of_exchange.add_argument("--scale", type=float, default=defaults.scale, help="of its parameters (0.1)")
-    of_exchange.add_argument("--scaling-ranks", type=_numbers(int), default=defaults.scaling_ranks)
-    of_exchange.add_argument("--straggler-s", type=float, default=defaults.straggler_s, help="mean delay")
+        bench_exchange, repeats=None,
+    )  # fmt: skip
+    add_arguments(of_exchange)
     of_exchange.add_argument("--report", default="runs/exchange/report.html", help="page that is written")
     of_exchange.add_argument("--master", help="URL of a cluster that is there, with one task slot on each host")
     of_exchange.add_argument("--folder", help="with --master: a folder or URL that all its hosts reach")

@@ -36,7 +36,7 @@ def measured(tmp_path_factory):
     ) as process:
         out, said = process.communicate(timeout=560)
     assert process.returncode == 0, said[-3000:]
-    assert "left out" not in said, said[-3000:]
+    assert said.count("left out") == 1, said[-3000:]
     assert parts(f"spark_dl-{process.pid}-") == set()
     assert "<svg" in (folder / "report.html").read_text()
     return json.loads(out.splitlines()[-1]), json.loads((folder / "report.json").read_text())
@@ -46,7 +46,10 @@ def test_exchanges_are_measured_by_the_links_own_counters(measured):
     last, results = measured
     rows = {(row["method"], row["mib"]): row for row in last["rows"]}
     assert rows.keys() == {(method, 4) for method in METHODS}
-    assert last["left_out"] == results["left_out"] == []
+    (unchecked,) = last["left_out"]  # of one size
+    assert unchecked.startswith("the cost model of ddp, ddp topk, tree_reduce: ")
+    assert results["left_out"] == last["left_out"]
+    assert not {"model", "crossings"} & results.keys()
     assert [rows[method, 4]["exact"] for method in METHODS] == [True, False, True, False]
     assert all(row.keys() == KEYS and row["hosts"] == 2 for row in rows.values())
     ddp = rows["ddp", 4]  # 2 N (P - 1) / P, and the headers of packets
@@ -59,8 +62,12 @@ def test_exchanges_are_measured_by_the_links_own_counters(measured):
     # The driver gets all gradients and sends the weights: the busiest link carries more than in a ring.
     assert rows["tree_reduce", 4]["busiest_link_bytes"] > 1.5 * ddp["busiest_link_bytes"]
     assert rows["tree_reduce", 4]["times_ring"] > 1
-    assert {point["method"] for point in results["model"]} == {*METHODS} - {"stream"}
-    assert {row["ranks"] for row in results["plan"]} == {16, 64, 256, 1024, 4096}
+    assert {(row["method"], row["ranks"]) for row in results["plan"]} == {
+        (method, ranks) for method in ("ddp", "tree_reduce") for ranks in (2, 16, 64, 256, 1024, 4096)
+    }
+    for row in results["plan"]:  # what is counted for large clusters is what went over these links
+        if row["ranks"] == 2:
+            assert row["measured_busiest_bytes"] == pytest.approx(row["busiest_link_bytes"], rel=0.3)
 
 
 def test_compression_is_measured_with_and_without_a_limit_of_the_links(measured):
@@ -112,7 +119,9 @@ def test_a_cluster_that_is_there(hosts, tmp_path):
             "--scale", "0.05", "--repeats", "1", "--straggler-s", "0.01", folder=tmp_path,
         )  # fmt: skip
     assert {(row["method"], row["mib"]) for row in last["rows"]} == {(m, mib) for m in methods for mib in (1, 4)}
-    assert last["left_out"] == ["scaling: it needs hosts that are made on this machine"]
+    scaling, unchecked = last["left_out"]
+    assert scaling == "scaling: it needs hosts that are made on this machine"
+    assert unchecked.startswith("the cost model of ddp, ddp topk: ")
     sizes = {row["bucket_mib"] for row in results["buckets"]}
     assert len(sizes) > 3
     assert sizes <= {*CANDIDATES_MIB}

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from spark_dl.bench.exchange.methods import METHODS, RING
+
 Rows = Sequence[Mapping[str, Any]]
-_RING = "ddp"
-"""The method that the others are compared with: the backend's ring, through DDP."""
 
 
 def answers(results: Mapping[str, Any]) -> list[str]:
@@ -21,19 +21,19 @@ def answers(results: Mapping[str, Any]) -> list[str]:
 
 def _cost_of_shuffles(results: Mapping[str, Any]) -> list[str]:
     rows = results.get("exchange") or []
-    if not any(r["method"] == _RING for r in rows):
+    if not any(r["method"] == RING for r in rows):
         return []
     hosts = max(r["hosts"] for r in rows)
     mib = max(r["mib"] for r in rows if r["hosts"] == hosts)
     here = {r["method"]: r for r in rows if (r["hosts"], r["mib"]) == (hosts, mib)}
     factors = [
-        f"{name} takes {row['seconds'] / here[_RING]['seconds']:.1f} times as long"
+        f"{name} takes {row['seconds'] / here[RING]['seconds']:.1f} times as long"
         for name, row in here.items()
-        if name.split()[0] in ("tree_reduce", "shuffle_reduce", "parameter_server") and _RING in here
+        if METHODS[name].how == "job" and RING in here
     ]
     if not factors:
         return []
-    ring = here[_RING]
+    ring = here[RING]
     allowed = f" ({ring['ratio_to_limit']:.0%} of what the links allow)" if ring["ratio_to_limit"] else ""
     return [
         f"What a shuffle costs more than a ring: for {mib:g} MiB on {hosts} hosts the ring takes "
@@ -43,17 +43,16 @@ def _cost_of_shuffles(results: Mapping[str, Any]) -> list[str]:
 
 def _crossings(results: Mapping[str, Any]) -> list[str]:
     return [
-        f"{row['faster'].capitalize()} about {row['mib']:.2g} MiB on {row['hosts']} hosts, {row['method']} is faster "
-        "than DDP's ring."
-        for row in results.get("crossings") or []
-    ]
+        f"On {row['hosts']} hosts {row['method']} is faster than DDP's ring at {row['faster_mib']:g} MiB and slower at "
+        f"{row['slower_mib']:g} MiB." for row in results.get("crossings") or []
+    ]  # fmt: skip
 
 
 def _compression(results: Mapping[str, Any]) -> list[str]:
     found = []
     for method, rows in _by_method(results.get("compression") or []):
         rows = [r for r in rows if r["times_ring"]]
-        if method != _RING and rows:
+        if method != RING and rows:
             cases = [
                 f"{_rate(r['rate_mbit'])} it sends {1 / r['bytes_factor']:.1f} times fewer bytes and takes "
                 f"{r['times_ring']:.2f} times as long" for r in rows
@@ -86,9 +85,9 @@ def _waves(results: Mapping[str, Any]) -> list[str]:
 
 def _overlap(results: Mapping[str, Any]) -> list[str]:
     rows = {r["method"]: r for r in results.get("breakdown") or []}
-    if _RING not in rows:
+    if RING not in rows:
         return []
-    ring = rows[_RING]
+    ring = rows[RING]
     whole = ring["hidden_s"] + ring["exposed_s"]
     text = (
         f"What overlap is worth: DDP hides {ring['hidden_s']:.2f} of {whole:.2f} s of communication behind the "

@@ -2,7 +2,7 @@
 
 `compare` makes hosts on links of a set rate on this machine (`testbed`) and runs the sections there, with the driver on
 a host of its own; `compare_on` runs them on the executors of a Spark session that is there. Each section is measured by
-a module of its own, and one that fails is left out, with its reason; `model.py` has what follows from them.
+a module of its own, and one that fails is left out, with its reason; `conclusions.py` has what follows from them.
 """
 
 from __future__ import annotations
@@ -18,86 +18,28 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from spark_dl import storage
 from spark_dl.bench.exchange import error_runtime, exchange, overlap, steps, waves
+from spark_dl.bench.exchange.conclusions import BUCKET_MIB, conclude, with_times_ring
 from spark_dl.bench.exchange.log import Log
-from spark_dl.bench.model.model import BUCKET_MIB, conclude, with_times_ring
+from spark_dl.bench.exchange.methods import METHODS, RING, measured_in
+from spark_dl.bench.exchange.options import Options, listed
 from spark_dl.bench.model.profiles import PROFILES
-from spark_dl.bench.testbed import netns, testbed
+from spark_dl.bench.testbed import testbed
 from spark_dl.bench.testbed.links import read_links
 from spark_dl.bench.testbed.standalone import start_spark
 from spark_dl.launch.preflight import num_slots
 from spark_dl.launch.session import build_session
 
-SECTIONS = ("exchange", "compression", "breakdown", "buckets", "waves", "scaling", "stragglers")
 _ON_OTHER_BEDS = ("compression", "scaling")
-METHODS = (*exchange.METHODS, "local_sgd")
-"""`local_sgd` sends weights, now and then: it is in the section `stragglers` alone."""
-KNOWN_METHODS = (*METHODS, exchange.STREAM)
-"""The last one shows what TCP lets through, where it is asked for."""
-_SCALED = {"ddp": "backend", "ddp ring": "ring", "reduce_broadcast": "reduce_broadcast"}
-"""Methods of the section `scaling`, and their all-reduce."""
 _TIMEOUT_S = 7200.0
 _MEMORY_MIB = 2048
 """Of each executor: with 1 GiB blocks of 64 MiB keep its garbage collector busy."""
 
 Results = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Options:
-    """What is compared. Plain values, which travel to the driver's host as JSON."""
-
-    hosts: tuple[int, ...] = (4,)
-    """Numbers of hosts of the section `exchange`; the largest one is that of the sections after it."""
-    rate_mbit: float | None = 200.0
-    """Of each link, in each direction; of a cluster that is there, what is known of it."""
-    mtu: int = testbed.MTU
-    """Bytes of a frame on the hosts that are made."""
-    congestion_control: str = netns.RENO
-    """TCP's, on the hosts that are made: one that the machine's kernel has."""
-    mib: tuple[float, ...] = (1.0, 16.0, 64.0)
-    """Sizes of the gradient."""
-    methods: tuple[str, ...] = METHODS
-    sections: tuple[str, ...] = SECTIONS
-    repeats: int = 3
-    profile: str = "resnet50"
-    """The network of the simulated steps; its backward pass takes as long as their communication."""
-    scale: float = 0.1
-    """Fraction of its parameters."""
-    scaling_ranks: tuple[int, ...] = (1, 2, 4, 8, 16)
-    straggler_s: float = 0.05
-    """Mean delay of each gradient in the section `stragglers`."""
-
-    def __post_init__(self) -> None:
-        for name, known in (("methods", KNOWN_METHODS), ("sections", SECTIONS)):
-            unknown = [value for value in getattr(self, name) if value not in known]
-            if unknown:
-                raise ValueError(f"{name}: unknown {', '.join(unknown)}; known are {', '.join(known)}")
-        if self.profile not in PROFILES:
-            raise ValueError(f"profile: unknown {self.profile}; known are {', '.join(PROFILES)}")
-        if not self.hosts or min(self.hosts) < 2:
-            raise ValueError(f"hosts: expected numbers of at least 2, found {_listed(self.hosts)}")
-        if not self.scaling_ranks or not all(1 <= ranks <= testbed.MAX_HOSTS for ranks in self.scaling_ranks):
-            raise ValueError(
-                f"scaling_ranks: expected numbers from 1 to {testbed.MAX_HOSTS}, found {_listed(self.scaling_ranks)}"
-            )
-        if 1 not in self.scaling_ranks:
-            raise ValueError(
-                f"scaling_ranks: expected 1 among them, to compare with, found {_listed(self.scaling_ranks)}"
-            )
-        if not self.mib or not all(size > 0 for size in self.mib):
-            raise ValueError(f"mib: expected sizes above 0, found {_listed(self.mib)}")
-        if not 0 < self.scale <= 1:
-            raise ValueError(f"scale: expected a fraction above 0, up to 1, found {self.scale}")
-        if not 576 <= self.mtu <= 65535:
-            raise ValueError(f"mtu: expected 576 to 65535 bytes, found {self.mtu}")
-        if self.repeats < 1 or self.straggler_s < 0 or (self.rate_mbit is not None and self.rate_mbit <= 0):
-            raise ValueError("expected repeats of at least 1, no negative straggler_s, and a rate_mbit above 0")
 
 
 def compare(options: Options, log: Log) -> Results:
@@ -107,7 +49,7 @@ def compare(options: Options, log: Log) -> Results:
     """
     if max(options.hosts) > testbed.MAX_HOSTS:
         raise ValueError(
-            f"hosts: at most {testbed.MAX_HOSTS} are made on one machine, found {_listed(options.hosts)}; give "
+            f"hosts: at most {testbed.MAX_HOSTS} are made on one machine, found {listed(options.hosts)}; give "
             "--master for a cluster that is there"
         )
     reason = testbed.unavailable()
@@ -122,18 +64,18 @@ def compare(options: Options, log: Log) -> Results:
             with log.attempt(f"{', '.join(sections)} on {num_hosts} hosts"):
                 for name, value in _on_testbed(here, log).items():
                     results[name] = results[name] + value if name in results else value
-    if "compression" in options.sections and _has_methods("compression", _compressed(options), log):
+    if "compression" in options.sections and _methods("compression", options, log):
         with log.attempt("compression"):
             results["compression"] = _compression(options, results.get("exchange", []), log)
-    if "scaling" in options.sections and _has_methods("scaling", _scaled(options), log):
+    if "scaling" in options.sections and _methods("scaling", options, log):
         results["scaling"] = _scaling(options, log)
     if not any(results.values()):
         raise RuntimeError("nothing was measured; see above")
     network = (
-        f"{_listed(options.hosts)} hosts on one machine, links of {_rate(options.rate_mbit)}, frames of {options.mtu} "
+        f"{listed(options.hosts)} hosts on one machine, links of {_rate(options.rate_mbit)}, frames of {options.mtu} "
         f"bytes, TCP {options.congestion_control}"
     )
-    return {"about": _about(options, network), **conclude(results), "left_out": log.left_out}
+    return {"about": _about(options, network), **conclude(results, log), "left_out": log.left_out}
 
 
 def compare_on(spark: Any, folder: str, options: Options, log: Log) -> Results:
@@ -143,7 +85,7 @@ def compare_on(spark: Any, folder: str, options: Options, log: Log) -> Results:
     RuntimeError where the application does not have just so many task slots, one on each host.
     """
     if len(options.hosts) != 1:
-        raise ValueError(f"hosts: expected one number with a cluster that is there, found {_listed(options.hosts)}")
+        raise ValueError(f"hosts: expected one number with a cluster that is there, found {listed(options.hosts)}")
     (num_hosts,) = options.hosts
     reached = sorted(read_links(spark, num_hosts).keys())
     workers = [host for host in reached if not host.startswith("driver ")]
@@ -161,7 +103,7 @@ def compare_on(spark: Any, folder: str, options: Options, log: Log) -> Results:
     with own_folder(folder) as here:
         results = measure(spark, here, options, same_clock=False, log=log)
     network = f"{num_hosts} hosts of {spark.conf.get('spark.master')}, links of {_rate(options.rate_mbit)}"
-    return {"about": _about(options, network), **conclude(results), "left_out": log.left_out}
+    return {"about": _about(options, network), **conclude(results, log), "left_out": log.left_out}
 
 
 @contextlib.contextmanager
@@ -190,8 +132,7 @@ def measure(
     results: Results = {}
 
     def exchanges() -> Results:
-        methods = [m for m in options.methods if m in (*exchange.METHODS, exchange.STREAM)]
-        _has_methods("exchange", methods, log)
+        methods = _methods("exchange", options, log)
         return {"exchange": exchange.measure(
             spark, f"{folder}/exchange", num_hosts=num_hosts, mib=options.mib, methods=methods,
             repeats=options.repeats, rate_mbit=options.rate_mbit, log=log,
@@ -209,8 +150,7 @@ def measure(
         return {"waves": rows}
 
     def stragglers() -> Results:
-        methods = [m for m in error_runtime.strategies(num_hosts) if m in options.methods]
-        _has_methods("stragglers", methods, log)
+        methods = [m for m in _methods("stragglers", options, log) if m in error_runtime.strategies(num_hosts)]
         return {"stragglers": error_runtime.measure(
             spark, f"{folder}/stragglers", num_hosts=num_hosts, straggler_s=options.straggler_s, methods=methods,
             log=log,
@@ -228,19 +168,12 @@ def measure(
     return results
 
 
-def _has_methods(section: str, methods: Sequence[str], log: Log) -> bool:
-    """Whether a section has anything to measure; says so if not."""
+def _methods(section: str, options: Options, log: Log) -> list[str]:
+    """What a section measures of the methods that were asked for; says so where that is nothing."""
+    methods = measured_in(section, options.methods)
     if not methods:
         log.leave_out(section, "none of the methods that were asked for is measured there")
-    return bool(methods)
-
-
-def _compressed(options: Options) -> list[str]:
-    return [method for method in options.methods if exchange.is_compressed(method)]
-
-
-def _scaled(options: Options) -> list[str]:
-    return [method for method in _SCALED if method in options.methods]
+    return methods
 
 
 def _bed(num_hosts: int, options: Options) -> contextlib.AbstractContextManager[testbed.Bed]:
@@ -274,9 +207,9 @@ def _on_testbed(options: Options, log: Log) -> Results:
 def _compression(options: Options, rows: Sequence[Mapping[str, Any]], log: Log) -> list[dict[str, Any]]:
     """Exchanges with compression and without, at the set rate, as in `rows`, and on links without a limit."""
     hosts, mib = max(options.hosts), sorted(options.mib)[len(options.mib) // 2]
-    methods = [*(m for m in options.methods if m == "ddp"), *_compressed(options)]
+    methods = tuple(measured_in("compression", options.methods))
     here = dataclasses.replace(
-        options, hosts=(hosts,), mib=(mib,), rate_mbit=None, methods=tuple(methods), sections=("exchange",)
+        options, hosts=(hosts,), mib=(mib,), rate_mbit=None, methods=methods, sections=("exchange",)
     )
     limited = [r for r in rows if (r["hosts"], r["mib"]) == (hosts, mib) and r["method"] in methods]
     if not limited:
@@ -285,7 +218,7 @@ def _compression(options: Options, rows: Sequence[Mapping[str, Any]], log: Log) 
     log.show("compression on links without a limit")
     found = []
     for rate_mbit, measured in ((options.rate_mbit, limited), (None, _on_testbed(here, log).get("exchange", []))):
-        ring = {r["method"]: r["bytes_per_rank"] for r in measured}.get("ddp")
+        ring = {r["method"]: r["bytes_per_rank"] for r in measured}.get(RING)
         found += [
             {**row, "rate_mbit": rate_mbit, "bytes_factor": row["bytes_per_rank"] / ring if ring else None}
             for row in with_times_ring(measured)
@@ -296,7 +229,7 @@ def _compression(options: Options, rows: Sequence[Mapping[str, Any]], log: Log) 
 def _scaling(options: Options, log: Log) -> list[dict[str, Any]]:
     """Weak and strong scaling on up to 16 hosts, without Spark: its executors would be too many for one machine."""
     rows: list[dict[str, Any]] = []
-    todo = [(kind, method) for kind in ("weak", "strong") for method in _scaled(options)]
+    todo = [(kind, method) for kind in ("weak", "strong") for method in measured_in("scaling", options.methods)]
     for ranks in sorted(options.scaling_ranks):
         with (
             log.attempt(f"scaling to {ranks} ranks"),
@@ -316,7 +249,7 @@ def _scaling(options: Options, log: Log) -> list[dict[str, Any]]:
 def _scaled_step(bed: testbed.Bed, kind: str, method: str, ranks: int, options: Options) -> dict[str, Any]:
     """A row of the section `scaling`. Raises RuntimeError if the ranks fail."""
     backward_s = _balanced_backward_s(options)
-    share, all_reduce = 1 / ranks if kind == "strong" else 1.0, _SCALED[method]
+    share, all_reduce = 1 / ranks if kind == "strong" else 1.0, METHODS[method].parallel.all_reduce
     settings = steps.Steps(
         profile=options.profile, scale=options.scale, forward_s=share * backward_s / 2, backward_s=share * backward_s,
         parallel={"all_reduce": all_reduce}, num_steps=options.repeats, bucket_mib=BUCKET_MIB * options.scale,
@@ -335,10 +268,6 @@ def _balanced_backward_s(options: Options) -> float:
     """Seconds of a backward pass that equal those of a ring on many hosts: 2 N bytes at the link's rate."""
     gradient_bytes = PROFILES[options.profile]().shrunk(options.scale).gradient_bytes
     return 2 * gradient_bytes / ((options.rate_mbit or 1000.0) * 1e6 / 8)
-
-
-def _listed(values: Sequence[float]) -> str:
-    return ", ".join(f"{v:g}" for v in values) or "none"
 
 
 def _rate(mbit: float | None) -> str:

@@ -16,35 +16,26 @@ from torch import nn
 
 from spark_dl import driver, metrics
 from spark_dl.baselines.servers.rules import rules_of
-from spark_dl.bench.exchange import exchange
 from spark_dl.bench.exchange.log import Log
+from spark_dl.bench.exchange.methods import METHODS, measured_in, settings_of
 from spark_dl.bench.model.staleness import Delay, iteration_s
 from spark_dl.config import Config, Data, Launch, Parallel, Train
 from spark_dl.data.write.shards import write_arrays
 from spark_dl.spec import ModelSpec
 
 _HELD_OUT = 5  # every fifth image validates
+_OTHERWISE: Mapping[str, Mapping[str, Any]] = {
+    "ddp threshold": {"threshold": 0.01},
+    "parameter_server async": {"staleness_lr": True},
+}
+"""Settings that this network needs. At the learning rate of the others, with gradients that are two updates behind,
+asynchronous servers reached 26 to 90 % of the digits."""
 
 
 def strategies(num_ranks: int) -> dict[str, Parallel]:
-    """What is compared, by the names of the report; Horovod where it is installed.
-
-    The servers of `async` divide the learning rate by staleness: at that of the others, with gradients that are two
-    updates behind, it reached 26 to 90 % of the digits.
-    """
-    jobs = {method: exchange.job_settings(method, num_ranks) for method in exchange.JOBS}
-    jobs["parameter_server async"] = dataclasses.replace(jobs["parameter_server async"], staleness_lr=True)
-    return {
-        "ddp": Parallel(),
-        "ddp ring": Parallel(all_reduce="ring"),
-        **({"horovod": Parallel(strategy="horovod")} if importlib.util.find_spec("horovod") else {}),
-        "ddp fp16": Parallel(compression="fp16"),
-        "ddp powersgd": Parallel(compression="powersgd"),
-        "ddp threshold": Parallel(compression="threshold", threshold=0.01),
-        "ddp topk": Parallel(compression="topk"),
-        "local_sgd": Parallel(strategy="local_sgd"),
-        **jobs,
-    }
+    """What is compared, by the names of the report; Horovod where it is installed."""
+    here = [m for m in measured_in("stragglers", [*METHODS]) if m != "horovod" or importlib.util.find_spec(m)]
+    return {m: dataclasses.replace(settings_of(m, num_ranks), **_OTHERWISE.get(m, {})) for m in here}
 
 
 def build_network() -> nn.Module:
@@ -83,7 +74,7 @@ def measure(
             rows.append({
                 "method": method, "seconds": result.seconds, "loss": result.train_loss,
                 "accuracy": result.metrics["accuracy"], "staleness": result.staleness,
-                "exact": exchange.is_exact(method), "curve": curve_of(run_dir),
+                "exact": METHODS[method].is_exact, "curve": curve_of(run_dir),
                 "update_s": _update_s(curve_of(run_dir)), "theory_s": _theory_s(parallel, num_hosts, straggler_s),
             })  # fmt: skip
             log.show(f"{method}: accuracy {result.metrics['accuracy']:.3f} after {result.seconds:.1f} s")

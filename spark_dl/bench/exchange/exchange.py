@@ -1,6 +1,7 @@
 """What one exchange of gradients takes, by method and size: seconds of the slowest rank, bytes on the links.
 
-Gradients are random, and computing them takes no time. Three kinds of methods, all on the same ranks or executors:
+Gradients are random, and computing them takes no time. Methods are those of `methods.py`, all on the same ranks or
+executors:
 
     backend, ring, tree ...      one all-reduce of one tensor: the backend's, and those of `parallel.collectives`
     ddp, ddp powersgd, horovod   a backward pass of the strategy, as the training loop calls it
@@ -12,7 +13,6 @@ And `stream`, which exchanges nothing: the bytes of a ring to the next rank, as 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import math
 import statistics
@@ -26,8 +26,9 @@ import torch.distributed as dist
 
 from spark_dl import driver, metrics, storage
 from spark_dl.baselines.servers.rules import rules_of
-from spark_dl.bench.exchange.accelerator import GRADIENT_STD, accelerator_spec
+from spark_dl.bench.exchange.accelerator import accelerator_spec
 from spark_dl.bench.exchange.log import Log
+from spark_dl.bench.exchange.methods import METHODS, settings_of
 from spark_dl.bench.exchange.stream import stream_to_next
 from spark_dl.bench.model.profiles import Layer, Profile
 from spark_dl.bench.testbed.links import LinkBytes, read_link, read_links
@@ -40,31 +41,7 @@ from spark_dl.parallel.exchange import collectives
 from spark_dl.spec import Batch, ModelSpec
 from spark_dl.world import World
 
-ALL_REDUCES = ("backend", *collectives.ALGORITHMS)
-BACKWARDS: Mapping[str, Parallel] = {
-    "ddp": Parallel(),
-    "ddp ring": Parallel(all_reduce="ring"),
-    "ddp fp16": Parallel(compression="fp16"),
-    "ddp powersgd": Parallel(compression="powersgd"),
-    "ddp threshold": Parallel(compression="threshold", threshold=5 * GRADIENT_STD),
-    "ddp topk": Parallel(compression="topk"),
-    "horovod": Parallel(strategy="horovod"),
-}
-JOBS: Mapping[str, Parallel] = {
-    "tree_reduce": Parallel(strategy="tree_reduce"),
-    "shuffle_reduce": Parallel(strategy="shuffle_reduce"),
-    **{
-        f"parameter_server {mode}": Parallel(strategy="parameter_server", server_mode=mode)  # type: ignore[arg-type]
-        for mode in ("sync", "k_sync", "k_batch_sync", "async", "k_async", "k_batch_async")
-    },
-}
-METHODS = (*BACKWARDS, *ALL_REDUCES, *JOBS)
-STREAM = "stream"
 _MATRIX = 512
-_WARM_UPS = 3
-"""Enough for compression to have begun (`parallel.compression_start_step`)."""
-_WARM_UPS_OF = {"ddp threshold": 40, **dict.fromkeys((*ALL_REDUCES, STREAM), 1)}
-"""With a threshold enough for as much to be sent as comes in: a random walk reaches it after some 31 steps."""
 _LONG_S, _MOST_REPEATS = 1.0, 25
 _TIMEOUT_S = 900.0
 
@@ -75,7 +52,7 @@ def measure(
     *,
     num_hosts: int,
     mib: Sequence[float],
-    methods: Sequence[str] = METHODS,
+    methods: Sequence[str],
     repeats: int = 3,
     rate_mbit: float | None = None,
     log: Log | None = None,
@@ -83,7 +60,7 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Rows of the section `exchange` of the report (see `report.py`). Called on the driver.
 
-    One rank runs on each of `num_hosts` hosts. `folder` is one that all of them reach, for the runs of `JOBS`.
+    One rank runs on each of `num_hosts` hosts. `folder` is one that all of them reach, for the methods that are runs.
     `rate_mbit` is the rate of each link in each direction; without it, and for compression, rows have no limit. `save`
     gets the rows so far after each one. A method that fails is left out.
     """
@@ -93,35 +70,18 @@ def measure(
         for method in methods:
             start, what = time.perf_counter(), f"{method}, {size:g} MiB"
             with log.attempt(what):
-                if method in JOBS:
+                if METHODS[method].how == "job":
                     run = f"{folder}/{method.replace(' ', '-')}-{size:g}"
-                    settings = job_settings(method, num_hosts)
+                    settings = settings_of(method, num_hosts)
                     found = measure_job(spark, run, settings, _spec(size), num_hosts=num_hosts, repeats=repeats)
                 else:
                     found = _measure_on_ranks(spark, method, num_hosts, size, repeats)
                 limit = _limit(method, found, num_hosts, size, rate_mbit)
-                known = {"method": method, "exact": is_exact(method), "hosts": num_hosts, "mib": size}
+                known = {"method": method, "exact": METHODS[method].is_exact, "hosts": num_hosts, "mib": size}
                 rows.append({**known, **found, **limit})
                 save(rows)
                 log.show(f"{what}: {found['seconds']:.3f} s (measured in {time.perf_counter() - start:.0f} s)")
     return rows
-
-
-def warm_ups(method: str) -> int:
-    """Exchanges that are not counted, before those that are."""
-    return _WARM_UPS_OF.get(method, _WARM_UPS)
-
-
-def is_compressed(method: str) -> bool:
-    """Whether a method sends less than whole gradients."""
-    return method in BACKWARDS and BACKWARDS[method].compression != "none"
-
-
-def is_exact(method: str) -> bool:
-    """Whether a method gives the weights of a single process on the same global batches."""
-    if method in BACKWARDS:
-        return not is_compressed(method)
-    return method in (*ALL_REDUCES, "tree_reduce", "shuffle_reduce", "parameter_server sync")
 
 
 def _limit(method: str, found: Mapping[str, Any], hosts: int, mib: float, rate_mbit: float | None) -> dict[str, Any]:
@@ -129,7 +89,7 @@ def _limit(method: str, found: Mapping[str, Any], hosts: int, mib: float, rate_m
 
     There is none for what sends less than the gradient.
     """
-    if rate_mbit is None or is_compressed(method):
+    if rate_mbit is None or METHODS[method].is_compressed:
         return {"limit_s": None, "ratio_to_limit": None}
     limit_s = 2 * mib * 2**20 * (hosts - 1) / hosts / (rate_mbit * 1e6 / 8)
     return {"limit_s": limit_s, "ratio_to_limit": limit_s / found["seconds"]}
@@ -159,7 +119,7 @@ def config_of(parallel: Parallel, num_ranks: int, **train: Any) -> Config:
 
 
 def _measure_on_ranks(spark: Any, method: str, num_hosts: int, mib: float, repeats: int) -> dict[str, Any]:
-    config = config_of(BACKWARDS.get(method, Parallel()), num_hosts)
+    config = config_of(METHODS[method].parallel, num_hosts)
     by_rank = run_barrier(spark, _time_on_rank, method, mib, repeats, config, launch=config.launch)
     sent = [r["sent"] for r in by_rank]
     return {
@@ -173,7 +133,7 @@ def _time_on_rank(method: str, mib: float, repeats: int, config: Config, report:
     """One rank: the seconds of each exchange, and the mean of the bytes that passed its host's link."""
     with join(config.launch, report=report) as world, contextlib.ExitStack() as until_done:
         exchange = _exchange_of(method, mib, config, world, until_done)
-        for _ in range(warm_ups(method)):
+        for _ in range(METHODS[method].warm_ups):
             exchange()
         repeats = _steady(exchange, repeats)
         dist.barrier()
@@ -204,10 +164,11 @@ def _steady(exchange: Callable[[], object], repeats: int) -> int:
 def _exchange_of(
     method: str, mib: float, config: Config, world: World, until_done: contextlib.ExitStack
 ) -> Callable[[], object]:
-    if method == STREAM:
+    how = METHODS[method].how
+    if how == "stream":
         num_bytes = 2 * round(mib * 2**20) * (world.world_size - 1) // world.world_size
         return stream_to_next(world, num_bytes, until_done, config.launch.start_timeout_s)
-    return _all_reduce(method, mib) if method in ALL_REDUCES else _backward(config, mib, world, until_done)
+    return _all_reduce(method, mib) if how == "all_reduce" else _backward(config, mib, world, until_done)
 
 
 def _all_reduce(method: str, mib: float) -> Callable[[], object]:
@@ -237,13 +198,6 @@ def _backward(config: Config, mib: float, world: World, until_done: contextlib.E
 def batch_of(world: World) -> Batch:
     """A row of a rank, which gives it gradients of its own."""
     return {"x": torch.full((1, 1), float(world.rank)), "weight": torch.ones(1)}
-
-
-def job_settings(method: str, num_hosts: int) -> Parallel:
-    """The settings of one of `JOBS`; modes that wait for K gradients wait for all but one."""
-    parallel = JOBS[method]
-    waits_for_k = method.endswith(("k_sync", "k_batch_sync", "k_async", "k_batch_async"))
-    return dataclasses.replace(parallel, server_k=max(1, num_hosts - 2)) if waits_for_k else parallel
 
 
 def measure_job(

@@ -155,15 +155,15 @@ def error_runtime(rows: Rows) -> Callable[[Any], None]:
 
 
 def large_clusters(rows: Rows) -> Callable[[Any], None]:
-    """Seconds and busiest link by ranks up to thousands, as the cost model has them."""
+    """Messages one after another and the busiest link by ranks up to thousands, as they are counted."""
 
     def plot(figure: Any) -> None:
         left, right = figure.subplots(1, 2)
         for i, (method, points) in enumerate(_by(rows, "method")):
-            _line(left, points, "ranks", "seconds", i, method)
+            _line(left, points, "ranks", "messages", i, method)
             gib = [{"ranks": p["ranks"], "gib": p["busiest_link_bytes"] / 2**30} for p in points]
             _line(right, gib, "ranks", "gib", i, method, color=color_of(method))
-        left.set(xscale="log", yscale="log", xlabel="ranks", ylabel="seconds of one exchange")
+        left.set(xscale="log", yscale="log", xlabel="ranks", ylabel="messages, one after another")
         right.set(xscale="log", yscale="log", xlabel="ranks", ylabel="GiB over the busiest link")
         _finish(left)
         _finish(right, legend=False)

@@ -15,6 +15,7 @@ from typing import Any
 from spark_dl.bench.exchange import exchange
 from spark_dl.bench.exchange.accelerator import accelerator_spec
 from spark_dl.bench.exchange.log import Log
+from spark_dl.bench.exchange.methods import METHODS, measured_in, settings_of
 from spark_dl.bench.exchange.steps import Steps, time_steps
 from spark_dl.bench.model.profiles import PROFILES
 from spark_dl.config import Launch, Parallel
@@ -24,8 +25,6 @@ from spark_dl.parallel import parallelize
 from spark_dl.parallel.exchange.buckets import CANDIDATES_MIB, MIB, backward_s, interpolate_all_reduce_s
 from spark_dl.spec import ModelSpec
 
-_ON_RANKS = [method for method, parallel in exchange.BACKWARDS.items() if parallel.strategy == "ddp"]
-_JOBS = ("tree_reduce", "shuffle_reduce", "parameter_server sync")
 _ALL_REDUCE_MIB = (0.125, 1.0, 4.0, 16.0)
 
 
@@ -64,14 +63,14 @@ def measure(
     if "breakdown" in sections:
         largest_s = max(sum(compute.values()), communication_s)
         results["breakdown"] = []
-        for method in (m for m in (*_ON_RANKS, *_JOBS) if m in methods):
+        for method in measured_in("breakdown", methods):
             with log.attempt(f"breakdown of {method}"):
-                if method in _JOBS:
+                if METHODS[method].how == "job":
                     spec = accelerator_spec(PROFILES[profile](), scale=scale, **compute)
                     found = _job_row(spark, folder, method, spec, num_hosts, repeats, compute)
                 else:
-                    settings = dataclasses.asdict(exchange.BACKWARDS[method])
-                    found = take(parallel=settings, warm_ups=exchange.warm_ups(method), bucket_mib=auto_mib, **compute)
+                    settings = dataclasses.asdict(METHODS[method].parallel)
+                    found = take(parallel=settings, warm_ups=METHODS[method].warm_ups, bucket_mib=auto_mib, **compute)
                 results["breakdown"].append({
                     "method": method, "profile": profile, **found,
                     "communication_s": communication_s, "times_largest": found["step_s"] / largest_s,
@@ -112,7 +111,7 @@ def _job_row(
     spark: Any, folder: str, method: str, spec: ModelSpec, num_hosts: int, repeats: int, compute: dict[str, float]
 ) -> dict[str, Any]:
     """A method without overlap: all but compute is exposed, the update of the weights with it."""
-    settings = exchange.job_settings(method, num_hosts)
+    settings = settings_of(method, num_hosts)
     found = exchange.measure_job(
         spark, f"{folder}/{method.replace(' ', '-')}", settings, spec, num_hosts=num_hosts, repeats=repeats
     )

@@ -4,7 +4,7 @@ The results are plain data, a list of rows for each section, all optional:
 
     exchange      method, exact, hosts, mib, seconds, bytes_per_rank, busiest_link_bytes, limit_s, ratio_to_limit,
                   times_ring
-    crossings     method, hosts, mib, faster: below or above this size the method is faster than the ring
+    crossings     method, hosts, faster_mib, slower_mib: measured sizes at which it is faster and slower than the ring
     breakdown     method, profile, step_s, forward_s, backward_s, hidden_s, exposed_s, optimizer_s, wait_s, other_s,
                   communication_s (alone), times_largest (of the larger of compute and communication)
     buckets       profile, bucket_mib, step_s, predicted_s; `auto_bucket_mib` is what `bucket_mib: auto` chose
@@ -13,7 +13,7 @@ The results are plain data, a list of rows for each section, all optional:
     scaling       kind (weak, strong), method, ranks, step_s, efficiency, predicted_efficiency
     stragglers    method, accuracy, seconds, staleness, exact, update_s, theory_s, curve of {seconds, step, loss}
     model         method, hosts, mib, measured_s, predicted_s, held_out
-    plan          method, ranks, seconds, bytes_per_rank, busiest_link_bytes
+    plan          method, ranks, messages, bytes_per_rank, busiest_link_bytes, measured_busiest_bytes
     left_out      texts: what failed, and why
 """
 
@@ -268,13 +268,16 @@ def _model(results: Mapping[str, Any]) -> Section:
 def _plan(results: Mapping[str, Any]) -> Section:
     rows = results["plan"]
     columns = [
-        _text("method", "method"), _number("ranks", "ranks", _plain), _number("seconds", "seconds"),
+        _text("method", "method"), _number("ranks", "ranks", _plain), _number("messages", "messages", "{:,.0f}".format),
         _number("bytes_per_rank", "MiB sent per rank", _mib), _number("busiest_link_bytes", "MiB, busiest link", _mib),
+        _number("measured_busiest_bytes", "measured", _mib),
     ]  # fmt: skip
     return Section(
-        "What it would be on large clusters",
-        ["Of ResNet-50's gradient, from the cost model alone: what was fitted on the measured hosts, carried on to so "
-         "many ranks. With compression as much of it is sent as of the random square matrices that were measured.",
+        "What large clusters would have to carry",
+        ["Of ResNet-50's gradient, counted: the messages that follow each other and the bytes, of methods that send "
+         "whole gradients. How long they take depends on a network that was not measured. The first row of a method is "
+         "of as many hosts as were measured, with what their interfaces counted for the largest gradient, in "
+         "proportion.",
          f"For comparison: {_WORKERS} workers that each send {_STEPS_PER_S} gradients of ResNet-50 per second bring "
          f"one parameter server {server_bytes_per_s(_WORKERS, _RESNET50_BYTES, _STEPS_PER_S) / 2**30:.1f} GiB/s; in a "
          f"ring each rank sends {_STEPS_PER_S * 2 * _RESNET50_BYTES * (_WORKERS - 1) / _WORKERS / 2**30:.2f} GiB/s."],

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -112,64 +112,6 @@ def _non_negative_least_squares(a: np.ndarray[Any, Any]) -> list[float]:
             for column, value in zip(kept, found / scale[kept], strict=True):
                 best[column] = float(value)
     return best
-
-
-@dataclass(frozen=True)
-class Crossing:
-    """The gradient size from which the other of two methods is the faster."""
-
-    num_bytes: float
-    first_is_faster_below: bool
-
-
-def crossing(
-    first: Exchange, second: Exchange, first_network: Network, second_network: Network, *, largest_bytes: int = 1 << 34
-) -> Crossing | None:
-    """Where two methods cross; None if one is the faster for all gradients up to `largest_bytes`.
-
-    The sizes in the exchanges are not used. If there are several such sizes, the smallest.
-    """
-
-    def lead_s(num_bytes: float) -> float:
-        exchanges = ((first, first_network), (second, second_network))
-        a, b = (cost(replace(exchange, gradient_bytes=num_bytes), network) for exchange, network in exchanges)
-        return a.seconds - b.seconds
-
-    at_start = lead_s(0)
-    sizes = [0.0, *(2.0 ** (i / 4) for i in range(int(4 * math.log2(largest_bytes)) + 1))]
-    for left, right in itertools.pairwise(sizes):
-        at_start = at_start or lead_s(left)  # equal at first: the first difference decides who leads
-        if at_start and lead_s(right) * at_start < 0:
-            return Crossing(_root(lead_s, left, right), first_is_faster_below=at_start < 0)
-    return None
-
-
-def _root(function: Callable[[float], float], left: float, right: float) -> float:
-    """Where a function changes its sign, by bisection."""
-    sign = function(right) > 0
-    for _ in range(60):
-        middle = (left + right) / 2
-        left, right = (left, middle) if (function(middle) > 0) == sign else (middle, right)
-    return right
-
-
-def plan(
-    gradient_bytes: float, networks: Mapping[str, Network], *, ranks: Sequence[int] = (16, 64, 256, 1024, 4096),
-    servers: int = 1, depth: int = 2, bucket_bytes: float = math.inf,
-) -> list[dict[str, Any]]:  # fmt: skip
-    """What exchanges would cost at each number of ranks, by method: rows for the report, as plain values.
-
-    networks: by method, as fitted. Raises ValueError for an unknown method.
-    """
-    rows = []
-    for method, num_ranks in itertools.product(networks, ranks):
-        exchange = Exchange(method, num_ranks, gradient_bytes, servers=servers, depth=depth, bucket_bytes=bucket_bytes)
-        found = cost(exchange, networks[method])
-        rows.append({
-            "method": method, "ranks": num_ranks, "seconds": found.seconds,
-            "bytes_per_rank": found.bytes_per_rank, "busiest_link_bytes": found.busiest_link_bytes,
-        })  # fmt: skip
-    return rows
 
 
 def server_bytes_per_s(num_workers: int, gradient_bytes: float, steps_per_s: float, *, servers: int = 1) -> float:

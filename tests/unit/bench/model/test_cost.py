@@ -11,9 +11,7 @@ from spark_dl.bench.model.cost import (
     Network,
     Point,
     cost,
-    crossing,
     fit,
-    plan,
     server_bytes_per_s,
 )  # fmt: skip
 from spark_dl.bench.model.profiles import resnet50
@@ -290,51 +288,6 @@ def test_fit_says_what_is_wrong():
 def test_exchange_says_what_is_wrong(arguments, message):
     with pytest.raises(ValueError, match=message):
         Exchange(*arguments)
-
-
-def test_ring_loses_to_a_tree_on_tiny_gradients_and_wins_on_large_ones():
-    tree, ring = Exchange("tree", 16, 0), Exchange("ring", 16, 0)
-    network = Network(alpha_s=1e-4, bytes_per_s=25e6)
-    found = crossing(tree, ring, network, network)
-    # 30 messages against 8, 1.875 N against 8 N
-    assert found.num_bytes == pytest.approx((30 - 8) * 1e-4 * 25e6 / (8 - 1.875), rel=1e-6)
-    assert found.first_is_faster_below
-    other_way = crossing(ring, tree, network, network)
-    assert other_way.num_bytes == pytest.approx(found.num_bytes)
-    assert not other_way.first_is_faster_below
-    naive = crossing(ring, Exchange("naive", 16, 0), network, network)
-    assert naive.num_bytes == pytest.approx(15e-4 * 25e6 / 13.125)
-    assert crossing(Exchange("halving_doubling", 16, 0), ring, network, network) is None
-
-
-@pytest.mark.parametrize("ranks", [3, 8, 100])
-@pytest.mark.parametrize("other", [m for m in METHODS if m != "ring"])
-def test_at_a_crossing_the_lead_changes(other, ranks):
-    networks = {"ring": NETWORK, other: dataclasses.replace(NETWORK, overhead_s=NETWORK.overhead_s * 0.45)}
-
-    def lead_s(num_bytes):
-        ring, rival = (cost(Exchange(m, ranks, num_bytes), networks[m]).seconds for m in ("ring", other))
-        return ring - rival
-
-    found = crossing(Exchange("ring", ranks, 0), Exchange(other, ranks, 0), NETWORK, networks[other])
-    if found is None:
-        assert lead_s(0) * lead_s(1 << 34) > 0
-    else:
-        below, above = lead_s(found.num_bytes * 0.999), lead_s(found.num_bytes * 1.001)
-        assert below * above < 0
-        assert found.first_is_faster_below == (below < 0)
-
-
-def test_plan_has_a_row_per_method_and_number_of_ranks():
-    size = resnet50().gradient_bytes
-    rows = plan(size, {"ring": NETWORK, "parameter_server": NETWORK}, servers=4)
-    assert [(r["method"], r["ranks"]) for r in rows] == [
-        (m, p) for m in ("ring", "parameter_server") for p in (16, 64, 256, 1024, 4096)
-    ]
-    by_key = {(r["method"], r["ranks"]): r for r in rows}
-    assert by_key["ring", 4096]["busiest_link_bytes"] == pytest.approx(2 * size * 4095 / 4096)
-    assert by_key["parameter_server", 4096]["busiest_link_bytes"] == pytest.approx(size * 4092 / 4)
-    assert by_key["ring", 256]["seconds"] == cost(Exchange("ring", 256, size), NETWORK).seconds
 
 
 def test_costs_add_up():

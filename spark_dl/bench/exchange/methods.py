@@ -1,0 +1,100 @@
+"""All ways to exchange gradients that are compared, in one table: their settings, how each is measured, and where."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from spark_dl.bench.exchange.accelerator import GRADIENT_STD
+from spark_dl.config import Parallel, ServerMode
+from spark_dl.parallel.exchange import collectives
+
+RING = "ddp"
+"""The method that the others are compared with: the backend's ring, through DDP."""
+How = Literal["backward", "all_reduce", "job", "weights", "stream"]
+_EVERYWHERE = ("exchange", "breakdown", "stragglers")
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to exchange gradients."""
+
+    how: How
+    """How it is measured: a backward pass of the strategy; one all-reduce of one tensor; whole training steps of a run,
+    by its metrics. Of `weights`, which are sent now and then, only runs are compared; `stream` exchanges nothing."""
+    parallel: Parallel
+    counted_as: str = ""
+    """The name by which the cost model counts its messages and bytes (`work.METHODS`); empty where it does not."""
+    is_exact: bool = True
+    """Whether it gives the weights of a single process on the same global batches."""
+    warm_ups: int = 3
+    """Exchanges that are not counted; enough for compression to have begun (`parallel.compression_start_step`)."""
+    sections: Sequence[str] = _EVERYWHERE
+    """Sections of the report that measure it; `compression` has what is compressed, and the ring beside it."""
+
+    @property
+    def is_compressed(self) -> bool:
+        """Whether it sends less than whole gradients."""
+        return self.parallel.compression != "none"
+
+    @property
+    def is_bucketed(self) -> bool:
+        """Whether gradients go in the buckets of `parallel.bucket_mib`."""
+        return self.how == "backward"
+
+
+def _ddp(counted_as: str = "ring", warm_ups: int = 3, scales: bool = False, **settings: object) -> Method:
+    parallel = Parallel(**settings)  # type: ignore[arg-type]
+    sections = (*_EVERYWHERE, "scaling") if scales else _EVERYWHERE
+    return Method("backward", parallel, counted_as, parallel.compression == "none", warm_ups, sections)
+
+
+def _all_reduce(algorithm: str) -> Method:
+    sections = ("exchange", "scaling") if algorithm == "reduce_broadcast" else ("exchange",)
+    counted_as = "ring" if algorithm == "backend" else algorithm
+    parallel = Parallel(all_reduce=algorithm)  # type: ignore[arg-type]
+    return Method("all_reduce", parallel, counted_as, warm_ups=1, sections=sections)
+
+
+def _servers(mode: ServerMode) -> Method:
+    sections = _EVERYWHERE if mode == "sync" else ("exchange", "stragglers")
+    parallel = Parallel(strategy="parameter_server", server_mode=mode)
+    return Method("job", parallel, "parameter_server", is_exact=mode == "sync", sections=sections)
+
+
+METHODS: Mapping[str, Method] = {
+    RING: _ddp(scales=True),
+    "ddp ring": _ddp(all_reduce="ring", scales=True),
+    "ddp fp16": _ddp(compression="fp16"),
+    "ddp powersgd": _ddp(compression="powersgd"),
+    # With a threshold enough warm-ups for as much to be sent as comes in: a random walk reaches it after some 31 steps.
+    # What is sparse goes from every rank to all others.
+    "ddp threshold": _ddp("naive", 40, compression="threshold", threshold=5 * GRADIENT_STD),
+    "ddp topk": _ddp("naive", compression="topk"),
+    "horovod": Method("backward", Parallel(strategy="horovod"), "ring", sections=("exchange", "stragglers")),
+    **{name: _all_reduce(name) for name in ("backend", *collectives.ALGORITHMS)},
+    "tree_reduce": Method("job", Parallel(strategy="tree_reduce"), "tree_reduce"),
+    "shuffle_reduce": Method("job", Parallel(strategy="shuffle_reduce"), "shuffle_reduce"),
+    **{f"parameter_server {mode}": _servers(mode) for mode in get_args(ServerMode)},
+    "local_sgd": Method("weights", Parallel(strategy="local_sgd"), is_exact=False, sections=("stragglers",)),
+    # What TCP lets through; measured where it is asked for.
+    "stream": Method("stream", Parallel(), is_exact=False, warm_ups=1, sections=("exchange",)),
+}
+"""By the names of the report."""
+
+
+def measured_in(section: str, asked: Sequence[str]) -> list[str]:
+    """Those of the methods that a section measures, in the order in which they were asked for."""
+    if section == "compression":
+        compressed = [name for name in asked if METHODS[name].is_compressed]
+        return [*(name for name in asked if name == RING), *compressed] if compressed else []
+    return [name for name in asked if section in METHODS[name].sections]
+
+
+def settings_of(name: str, num_ranks: int) -> Parallel:
+    """The settings of a method on so many ranks; modes that wait for K gradients wait for all but one."""
+    parallel = METHODS[name].parallel
+    waits_for_k = parallel.strategy == "parameter_server" and parallel.server_mode not in ("sync", "async")
+    return dataclasses.replace(parallel, server_k=max(1, num_ranks - 2)) if waits_for_k else parallel

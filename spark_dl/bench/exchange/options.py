@@ -1,0 +1,136 @@
+"""What the comparison of gradient exchanges measures: its options, and the arguments of the command that set them."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from spark_dl.bench.exchange.methods import METHODS
+from spark_dl.bench.model.profiles import PROFILES
+from spark_dl.bench.testbed import netns, testbed
+
+SECTIONS = ("exchange", "compression", "breakdown", "buckets", "waves", "scaling", "stragglers")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is compared. Plain values, which travel to the driver's host as JSON.
+
+    The default shows the contrast of a ring, treeReduce, a shuffle and parameter servers; `FULL` is all of it.
+    """
+
+    hosts: tuple[int, ...] = (4,)
+    """Numbers of hosts of the section `exchange`; the largest one is that of the sections after it."""
+    rate_mbit: float | None = 200.0
+    """Of each link, in each direction; of a cluster that is there, what is known of it."""
+    mtu: int = testbed.MTU
+    """Bytes of a frame on the hosts that are made."""
+    congestion_control: str = netns.RENO
+    """TCP's, on the hosts that are made: one that the machine's kernel has."""
+    mib: tuple[float, ...] = (1.0, 8.0, 32.0)
+    """Sizes of the gradient: the smallest and the largest fit the cost model, and those between check it."""
+    methods: tuple[str, ...] = (
+        "ddp", "ddp ring", "ddp topk", "tree_reduce", "shuffle_reduce", "parameter_server sync",
+        "parameter_server async", "local_sgd",
+    )  # fmt: skip
+    sections: tuple[str, ...] = tuple(name for name in SECTIONS if name != "buckets")
+    repeats: int = 3
+    profile: str = "resnet50"
+    """The network of the simulated steps; its backward pass takes as long as their communication."""
+    scale: float = 0.1
+    """Fraction of its parameters."""
+    scaling_ranks: tuple[int, ...] = (1, 2, 4, 8)
+    straggler_s: float = 0.05
+    """Mean delay of each gradient in the section `stragglers`."""
+
+    def __post_init__(self) -> None:
+        for name, known in (("methods", METHODS), ("sections", SECTIONS)):
+            unknown = [value for value in getattr(self, name) if value not in known]
+            if unknown:
+                raise ValueError(f"{name}: unknown {', '.join(unknown)}; known are {', '.join(known)}")
+        if self.profile not in PROFILES:
+            raise ValueError(f"profile: unknown {self.profile}; known are {', '.join(PROFILES)}")
+        if not self.hosts or min(self.hosts) < 2:
+            raise ValueError(f"hosts: expected numbers of at least 2, found {listed(self.hosts)}")
+        if not self.scaling_ranks or not all(1 <= ranks <= testbed.MAX_HOSTS for ranks in self.scaling_ranks):
+            raise ValueError(
+                f"scaling_ranks: expected numbers from 1 to {testbed.MAX_HOSTS}, found {listed(self.scaling_ranks)}"
+            )
+        if 1 not in self.scaling_ranks:
+            raise ValueError(
+                f"scaling_ranks: expected 1 among them, to compare with, found {listed(self.scaling_ranks)}"
+            )
+        if not self.mib or not all(size > 0 for size in self.mib):
+            raise ValueError(f"mib: expected sizes above 0, found {listed(self.mib)}")
+        if not 0 < self.scale <= 1:
+            raise ValueError(f"scale: expected a fraction above 0, up to 1, found {self.scale}")
+        if not 576 <= self.mtu <= 65535:
+            raise ValueError(f"mtu: expected 576 to 65535 bytes, found {self.mtu}")
+        if self.repeats < 1 or self.straggler_s < 0 or (self.rate_mbit is not None and self.rate_mbit <= 0):
+            raise ValueError("expected repeats of at least 1, no negative straggler_s, and a rate_mbit above 0")
+
+
+FULL = Options(
+    mib=(1.0, 16.0, 64.0),
+    methods=tuple(name for name, method in METHODS.items() if method.how != "stream"),
+    sections=SECTIONS,
+    scaling_ranks=(1, 2, 4, 8, 16),
+)
+"""All methods, whose exchanges alone take 40 minutes on 2 cores, and all sections."""
+
+_LENGTHS = """
+By default, in about 20 minutes on 2 cores: gradients of 1, 8 and 32 MiB by DDP's ring (Gloo's and our own), top-k,
+treeReduce, a shuffle, synchronous and asynchronous parameter servers and, under stragglers, local SGD; all sections but
+buckets; scaling to 8 ranks. With --full, in a bit more than an hour: gradients of 1, 16 and 64 MiB; on top Horovod, the
+other compressions, each all-reduce alone and the other modes of parameter servers; all sections; scaling to 16 ranks.
+Arguments that are given hold in both.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options as arguments; what is not given is left to `from_arguments`."""
+    parser.epilog = _LENGTHS
+    parser.add_argument("--full", action="store_true", help="all of it, in an hour; what that is stands below")
+    texts: dict[str, tuple[Callable[[str], Any], str]] = {
+        "hosts": (_numbers(int), "numbers of hosts (4)"),
+        "rate_mbit": (float, "of each link, in each direction (200; with --master unknown)"),
+        "mtu": (int, "bytes of a frame, of hosts it makes (9000)"),
+        "congestion_control": (str, "TCP's, of hosts that it makes (reno)"),
+        "mib": (_numbers(float), "gradient sizes"),
+        "methods": (_numbers(str), f"of {', '.join(METHODS)}"),
+        "sections": (_numbers(str), f"of {', '.join(SECTIONS)}"),
+        "profile": (str, f"the simulated network: {', '.join(PROFILES)} (resnet50)"),
+        "scale": (float, "of its parameters (0.1)"),
+        "scaling_ranks": (_numbers(int), "numbers of ranks of the section scaling"),
+        "straggler_s": (float, "mean delay of each gradient in the section stragglers, in seconds (0.05)"),
+    }
+    for name, (kind, text) in texts.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=text)
+
+
+def from_arguments(args: argparse.Namespace) -> Options:
+    """The options that were given, and the others as `--full` says. Raises ValueError for values that cannot be."""
+    given = {field.name: getattr(args, field.name) for field in dataclasses.fields(Options)}
+    if args.master:  # nothing is known of its network
+        base = dataclasses.replace(FULL if args.full else Options(), rate_mbit=None)
+    else:
+        base = FULL if args.full else Options()
+    return dataclasses.replace(base, **{name: value for name, value in given.items() if value is not None})
+
+
+def listed(values: Sequence[float]) -> str:
+    """Numbers with commas between, for an error."""
+    return ", ".join(f"{v:g}" for v in values) or "none"
+
+
+def _numbers(kind: type) -> Callable[[str], tuple[Any, ...]]:
+    def parse(text: str) -> tuple[Any, ...]:
+        try:
+            return tuple(kind(part) for part in text.split(","))
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"expected numbers with commas between, found {text!r}") from None
+
+    return parse

@@ -5,16 +5,12 @@ import dataclasses
 import sys
 from typing import Any
 
-from spark_dl.bench.answers import answers
-from spark_dl.bench.log import Log
-from spark_dl.bench.profiles import PROFILES
-
 from spark_dl import build_session, cli
-from spark_dl.bench import compare, filters, gpu, launch, loader, report, scale, shards, step
+from spark_dl.bench import filters, scale
 from spark_dl.bench.exchange import compare, report
 from spark_dl.bench.exchange.answers import answers
 from spark_dl.bench.exchange.log import Log
-from spark_dl.bench.exchange.options import add_arguments, from_arguments
+from spark_dl.bench.exchange.options import add_arguments, from_arguments, list_of
 from spark_dl.bench.peers import gpu, launch, loader, shards, step
 
 
@@ -129,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     of_filters.add_argument("--rows", type=int, default=filters.Options().rows, help="of each file (400000)")
     of_filters.add_argument("--floats", type=int, default=filters.Options().floats, help="of a row (64)")
-    of_filters.add_argument("--shares", type=_numbers(float), default=filters.Options().shares, help="(0.01,0.1)")
+    of_filters.add_argument("--shares", type=list_of(float), default=filters.Options().shares, help="(0.01,0.1)")
     of_exchange = add(
         "exchange",
         "one exchange of gradients by ring, by Spark's own aggregation, by parameter servers: seconds, bytes, overlap, "

@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from spark_dl.config import Config, Data, Train
+from spark_dl.config import Loader as Loading
 from spark_dl.data.external.dataset import open_parquet
 from spark_dl.data.external.row_counts import filter_rows
 from spark_dl.data.load.loader import Loader
@@ -73,11 +74,12 @@ def _write(folder: str, layout: str, options: Options, *, has_index: bool) -> No
 def _measure(folder: str, layout: str, share: float, options: Options) -> dict[str, dict[str, float]]:
     keys = options.rows * (_FILES if layout == "sorted" else 1)
     first, asked = round(0.4 * options.rows), max(1, round(share * keys))
-    data = Data(
-        features=("x",), label="y", num_streams=_FILES, memory_mib=2048,
-        filters=[[["key", ">=", first], ["key", "<", first + asked]]],
-    )  # fmt: skip
-    config = Config(data=data, train=Train(global_batch_size=256))
+    filters = [[["key", ">=", first], ["key", "<", first + asked]]]
+    config = Config(
+        data=Data(features=("x",), label="y", filters=filters),
+        loader=Loading(num_streams=_FILES, memory_mib=2048),
+        train=Train(global_batch_size=256),
+    )
     found: dict[str, list[dict[str, float]]] = {"page_index": [], "footers": []}
     for _ in range(options.repeats + 1):
         for name, of_name in found.items():
@@ -93,7 +95,7 @@ def _measure(folder: str, layout: str, share: float, options: Options) -> dict[s
 
 def _read(folder: str, config: Config) -> dict[str, float]:
     opened = open_parquet(folder, config.data.columns, data=config.data)
-    shards, count_s, count_mib = _cost(lambda: filter_rows(opened, config.data))
+    shards, count_s, count_mib = _cost(lambda: filter_rows(opened, config))
 
     def epoch() -> int:
         return sum(step.rows for step in Loader(shards, config, rank=0, world_size=1).epoch(0))

@@ -23,8 +23,9 @@ from typing import Any
 import numpy as np
 
 from spark_dl import worker
-from spark_dl.bench.step import build_cnn
+from spark_dl.bench.peers.step import build_cnn
 from spark_dl.config import Config, Data, Launch, Train
+from spark_dl.config import Loader as Loading
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.dataset.manifest import commit, read_shards
 from spark_dl.data.dataset.records import ShardSet
@@ -89,9 +90,13 @@ def write_dataset(url: str, options: Options) -> ShardSet:
 
 def pack(shards: ShardSet) -> bytes:
     """The call of a training run, as it travels to a task."""
-    data = Data(features=("x",), label="y", num_streams=_STREAMS)
-    config = Config(data=data, train=Train(global_batch_size=8 * _STREAMS), launch=Launch(num_ranks=RANKS[-1]))
-    run = Run(spec=ModelSpec(build=build_cnn), config=config, train=for_ranks(shards, data), run_dir="")
+    config = Config(
+        data=Data(features=("x",), label="y"),
+        loader=Loading(num_streams=_STREAMS),
+        train=Train(global_batch_size=8 * _STREAMS),
+        launch=Launch(num_ranks=RANKS[-1]),
+    )
+    run = Run(spec=ModelSpec(build=build_cnn), config=config, train=for_ranks(shards, config), run_dir="")
     return payload.pack_call(worker.main, (run,), {"task": "train"})
 
 

@@ -249,7 +249,10 @@ def _scaling(options: Options, log: Log) -> list[dict[str, Any]]:
 def _scaled_step(bed: testbed.Bed, kind: str, method: str, ranks: int, options: Options) -> dict[str, Any]:
     """A row of the section `scaling`. Raises RuntimeError if the ranks fail."""
     backward_s = _balanced_backward_s(options)
-    share, all_reduce = 1 / ranks if kind == "strong" else 1.0, METHODS[method].parallel.all_reduce
+    share, all_reduce = (
+        1 / ranks if kind == "strong" else 1.0,
+        getattr(METHODS[method].parallel, "all_reduce", "backend"),
+    )
     settings = steps.Steps(
         profile=options.profile, scale=options.scale, forward_s=share * backward_s / 2, backward_s=share * backward_s,
         parallel={"all_reduce": all_reduce}, num_steps=options.repeats, bucket_mib=BUCKET_MIB * options.scale,

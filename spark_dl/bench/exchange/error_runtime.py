@@ -16,10 +16,11 @@ from torch import nn
 
 from spark_dl import driver, metrics
 from spark_dl.baselines.servers.rules import rules_of
+from spark_dl.baselines.servers.settings import ParameterServer
 from spark_dl.bench.exchange.log import Log
 from spark_dl.bench.exchange.methods import METHODS, measured_in, settings_of
 from spark_dl.bench.model.staleness import Delay, iteration_s
-from spark_dl.config import Config, Data, Launch, Parallel, Train
+from spark_dl.config import Config, Data, Faults, Launch, Loader, Parallel, Train
 from spark_dl.data.write.shards import write_arrays
 from spark_dl.spec import ModelSpec
 
@@ -91,7 +92,7 @@ def _theory_s(parallel: Parallel, num_hosts: int, straggler_s: float) -> float |
     if parallel.strategy == "local_sgd" or not straggler_s:
         return None
     delay = Delay(constant_s=0.0, exponential_s=straggler_s)
-    if parallel.strategy != "parameter_server":
+    if not isinstance(parallel, ParameterServer):
         return iteration_s("sync", num_hosts, delay).upper_s
     mode, trainers = parallel.server_mode, num_hosts - parallel.num_servers
     k = None if mode in ("sync", "async") else rules_of(parallel, trainers).k
@@ -99,12 +100,11 @@ def _theory_s(parallel: Parallel, num_hosts: int, straggler_s: float) -> float |
 
 
 def _config(parallel: Parallel, num_hosts: int, straggler_s: float, epochs: int) -> Config:
-    delayed = parallel
-    if straggler_s:
-        delayed = dataclasses.replace(parallel, straggler="exponential", straggler_s=straggler_s)
+    faults = Faults(straggler="exponential", straggler_s=straggler_s) if straggler_s else Faults()
     accuracy = {"class": "MulticlassAccuracy", "num_classes": 10, "average": "micro"}
     return Config(
-        data=Data(features=("image",), label="digit", num_streams=4 * num_hosts),
+        data=Data(features=("image",), label="digit"),
+        loader=Loader(num_streams=4 * num_hosts),
         train=Train(
             global_batch_size=16 * num_hosts,
             epochs=epochs,
@@ -115,7 +115,8 @@ def _config(parallel: Parallel, num_hosts: int, straggler_s: float, epochs: int)
             log_every=1,
             metrics={"accuracy": accuracy},
         ),
-        parallel=delayed,
+        parallel=parallel,
+        faults=faults,
         launch=Launch(num_ranks=num_hosts, device="cpu"),
     )
 

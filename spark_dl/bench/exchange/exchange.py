@@ -24,19 +24,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from spark_dl import driver, metrics, storage
+from spark_dl import driver, metrics, storage, strategies
 from spark_dl.baselines.servers.rules import rules_of
+from spark_dl.baselines.servers.settings import ParameterServer
 from spark_dl.bench.exchange.accelerator import accelerator_spec
 from spark_dl.bench.exchange.log import Log
 from spark_dl.bench.exchange.methods import METHODS, settings_of
 from spark_dl.bench.exchange.stream import stream_to_next
 from spark_dl.bench.model.profiles import Layer, Profile
 from spark_dl.bench.testbed.links import LinkBytes, read_link, read_links
-from spark_dl.config import Config, Data, Launch, Parallel, Train
+from spark_dl.config import Config, Data, Launch, Loader, Parallel, Train
 from spark_dl.data.write.shards import write_arrays
 from spark_dl.launch.barrier import RankResult, run_barrier
 from spark_dl.launch.rendezvous import join
-from spark_dl.parallel import parallelize
 from spark_dl.parallel.exchange import collectives
 from spark_dl.spec import Batch, ModelSpec
 from spark_dl.world import World
@@ -111,11 +111,19 @@ def _spec(mib: float) -> ModelSpec:
 def config_of(parallel: Parallel, num_ranks: int, **train: Any) -> Config:
     """Settings of steps on one row per rank."""
     return Config(
-        data=Data(features=("x",), label=None, num_streams=num_ranks, shuffle=False),
+        data=Data(features=("x",), label=None),
+        loader=Loader(num_streams=num_ranks, shuffle=False),
         train=Train(global_batch_size=num_ranks, lr=1e-6, log_every=1, **train),
         parallel=parallel,
         launch=Launch(num_ranks=num_ranks, device="cpu", collective_timeout_s=_TIMEOUT_S),
     )
+
+
+def parallelize(config: Config) -> strategies.Parallelize:
+    """The function by which a strategy trains on ranks."""
+    found = strategies.find(config.parallel.strategy).parallelize
+    assert found is not None
+    return found
 
 
 def _measure_on_ranks(spark: Any, method: str, num_hosts: int, mib: float, repeats: int) -> dict[str, Any]:
@@ -184,7 +192,7 @@ def _all_reduce(method: str, mib: float) -> Callable[[], object]:
 
 
 def _backward(config: Config, mib: float, world: World, until_done: contextlib.ExitStack) -> Callable[[], object]:
-    trainable = parallelize(_spec(mib), world, config)
+    trainable = parallelize(config)(_spec(mib), world, config)
     until_done.callback(trainable.close)
     batch = batch_of(world)
 
@@ -253,7 +261,7 @@ def _trainers_and_k(parallel: Parallel, num_ranks: int) -> tuple[int, int, bool]
     """How many ranks train, how many of their gradients make an update (all, but for some parameter servers), and
     whether it cancels what is under way.
     """
-    if parallel.strategy != "parameter_server":
+    if not isinstance(parallel, ParameterServer):
         return num_ranks, num_ranks, True
     trainers = num_ranks - parallel.num_servers
     rules = rules_of(parallel, trainers)

@@ -7,9 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from spark_dl.baselines.driver_loop.shuffle_reduce import ShuffleReduce
+from spark_dl.baselines.driver_loop.tree_reduce import TreeReduce
+from spark_dl.baselines.servers.settings import ParameterServer, ServerMode
 from spark_dl.bench.exchange.accelerator import GRADIENT_STD
-from spark_dl.config import Parallel, ServerMode
-from spark_dl.parallel.exchange import collectives
+from spark_dl.config import Parallel
+from spark_dl.parallel.ddp import DDP, AllReduce
+from spark_dl.parallel.hvd import Horovod
+from spark_dl.parallel.local_sgd import LocalSGD
 
 RING = "ddp"
 """The method that the others are compared with: the backend's ring, through DDP."""
@@ -37,7 +42,7 @@ class Method:
     @property
     def is_compressed(self) -> bool:
         """Whether it sends less than whole gradients."""
-        return self.parallel.compression != "none"
+        return getattr(self.parallel, "compression", "none") != "none"
 
     @property
     def is_bucketed(self) -> bool:
@@ -46,22 +51,22 @@ class Method:
 
 
 def _ddp(counted_as: str = "ring", warm_ups: int = 3, scales: bool = False, **settings: object) -> Method:
-    parallel = Parallel(**settings)  # type: ignore[arg-type]
+    parallel = DDP(**settings)  # type: ignore[arg-type]
     sections = (*_EVERYWHERE, "scaling") if scales else _EVERYWHERE
     return Method("backward", parallel, counted_as, parallel.compression == "none", warm_ups, sections)
 
 
-def _all_reduce(algorithm: str) -> Method:
+def _all_reduce(algorithm: AllReduce) -> Method:
     sections = ("exchange", "scaling") if algorithm == "reduce_broadcast" else ("exchange",)
     counted_as = "ring" if algorithm == "backend" else algorithm
-    parallel = Parallel(all_reduce=algorithm)  # type: ignore[arg-type]
-    return Method("all_reduce", parallel, counted_as, warm_ups=1, sections=sections)
+    return Method("all_reduce", DDP(all_reduce=algorithm), counted_as, warm_ups=1, sections=sections)
 
 
 def _servers(mode: ServerMode) -> Method:
     sections = _EVERYWHERE if mode == "sync" else ("exchange", "stragglers")
-    parallel = Parallel(strategy="parameter_server", server_mode=mode)
-    return Method("job", parallel, "parameter_server", is_exact=mode == "sync", sections=sections)
+    return Method(
+        "job", ParameterServer(server_mode=mode), "parameter_server", is_exact=mode == "sync", sections=sections
+    )
 
 
 METHODS: Mapping[str, Method] = {
@@ -73,14 +78,14 @@ METHODS: Mapping[str, Method] = {
     # What is sparse goes from every rank to all others.
     "ddp threshold": _ddp("naive", 40, compression="threshold", threshold=5 * GRADIENT_STD),
     "ddp topk": _ddp("naive", compression="topk"),
-    "horovod": Method("backward", Parallel(strategy="horovod"), "ring", sections=("exchange", "stragglers")),
-    **{name: _all_reduce(name) for name in ("backend", *collectives.ALGORITHMS)},
-    "tree_reduce": Method("job", Parallel(strategy="tree_reduce"), "tree_reduce"),
-    "shuffle_reduce": Method("job", Parallel(strategy="shuffle_reduce"), "shuffle_reduce"),
+    "horovod": Method("backward", Horovod(), "ring", sections=("exchange", "stragglers")),
+    **{name: _all_reduce(name) for name in get_args(AllReduce)},
+    "tree_reduce": Method("job", TreeReduce(), "tree_reduce"),
+    "shuffle_reduce": Method("job", ShuffleReduce(), "shuffle_reduce"),
     **{f"parameter_server {mode}": _servers(mode) for mode in get_args(ServerMode)},
-    "local_sgd": Method("weights", Parallel(strategy="local_sgd"), is_exact=False, sections=("stragglers",)),
+    "local_sgd": Method("weights", LocalSGD(), is_exact=False, sections=("stragglers",)),
     # What TCP lets through; measured where it is asked for.
-    "stream": Method("stream", Parallel(), is_exact=False, warm_ups=1, sections=("exchange",)),
+    "stream": Method("stream", DDP(), is_exact=False, warm_ups=1, sections=("exchange",)),
 }
 """By the names of the report."""
 
@@ -96,5 +101,6 @@ def measured_in(section: str, asked: Sequence[str]) -> list[str]:
 def settings_of(name: str, num_ranks: int) -> Parallel:
     """The settings of a method on so many ranks; modes that wait for K gradients wait for all but one."""
     parallel = METHODS[name].parallel
-    waits_for_k = parallel.strategy == "parameter_server" and parallel.server_mode not in ("sync", "async")
-    return dataclasses.replace(parallel, server_k=max(1, num_ranks - 2)) if waits_for_k else parallel
+    if isinstance(parallel, ParameterServer) and parallel.server_mode not in ("sync", "async"):
+        return dataclasses.replace(parallel, server_k=max(1, num_ranks - 2))
+    return parallel

@@ -95,16 +95,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _LENGTHS
     parser.add_argument("--full", action="store_true", help="all of it, in an hour; what that is stands below")
     texts: dict[str, tuple[Callable[[str], Any], str]] = {
-        "hosts": (_numbers(int), "numbers of hosts (4)"),
+        "hosts": (list_of(int), "numbers of hosts (4)"),
         "rate_mbit": (float, "of each link, in each direction (200; with --master unknown)"),
         "mtu": (int, "bytes of a frame, of hosts it makes (9000)"),
         "congestion_control": (str, "TCP's, of hosts that it makes (reno)"),
-        "mib": (_numbers(float), "gradient sizes"),
-        "methods": (_numbers(str), f"of {', '.join(METHODS)}"),
-        "sections": (_numbers(str), f"of {', '.join(SECTIONS)}"),
+        "mib": (list_of(float), "gradient sizes"),
+        "methods": (list_of(str), f"of {', '.join(METHODS)}"),
+        "sections": (list_of(str), f"of {', '.join(SECTIONS)}"),
         "profile": (str, f"the simulated network: {', '.join(PROFILES)} (resnet50)"),
         "scale": (float, "of its parameters (0.1)"),
-        "scaling_ranks": (_numbers(int), "numbers of ranks of the section scaling"),
+        "scaling_ranks": (list_of(int), "numbers of ranks of the section scaling"),
         "straggler_s": (float, "mean delay of each gradient in the section stragglers, in seconds (0.05)"),
     }
     for name, (kind, text) in texts.items():
@@ -126,7 +126,7 @@ def listed(values: Sequence[float]) -> str:
     return ", ".join(f"{v:g}" for v in values) or "none"
 
 
-def _numbers(kind: type) -> Callable[[str], tuple[Any, ...]]:
+def list_of(kind: type) -> Callable[[str], tuple[Any, ...]]:
     def parse(text: str) -> tuple[Any, ...]:
         try:
             return tuple(kind(part) for part in text.split(","))

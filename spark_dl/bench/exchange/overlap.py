@@ -18,10 +18,10 @@ from spark_dl.bench.exchange.log import Log
 from spark_dl.bench.exchange.methods import METHODS, measured_in, settings_of
 from spark_dl.bench.exchange.steps import Steps, time_steps
 from spark_dl.bench.model.profiles import PROFILES
-from spark_dl.config import Launch, Parallel
+from spark_dl.config import Launch
 from spark_dl.launch.barrier import RankResult, run_barrier
 from spark_dl.launch.rendezvous import join
-from spark_dl.parallel import parallelize
+from spark_dl.parallel import ddp
 from spark_dl.parallel.exchange.buckets import CANDIDATES_MIB, MIB, backward_s, interpolate_all_reduce_s
 from spark_dl.spec import ModelSpec
 
@@ -94,8 +94,8 @@ def measure(
 def _choose_on_rank(profile: str, settings: dict[str, Any], report: Any = None) -> RankResult:
     """What `parallel.bucket_mib: auto` chooses in a run of the strategy itself. Collective, in a barrier task."""
     with join(Launch(device="cpu"), report=report) as world, contextlib.ExitStack() as until_done:
-        config = exchange.config_of(Parallel(bucket_mib="auto"), world.world_size)
-        trainable = parallelize(accelerator_spec(PROFILES[profile](), **settings), world, config)
+        config = exchange.config_of(ddp.DDP(bucket_mib="auto"), world.world_size)
+        trainable = ddp.parallelize(accelerator_spec(PROFILES[profile](), **settings), world, config)
         until_done.callback(trainable.close)
         trainable.forward_backward([exchange.batch_of(world)], world.world_size)
         return RankResult(world.rank, trainable.extra_state["bucket_size"].mib)

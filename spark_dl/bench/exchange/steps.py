@@ -25,10 +25,11 @@ from torch.nn.parallel import DistributedDataParallel
 from spark_dl.bench.exchange.accelerator import Accelerator, StepTimes, build_accelerator
 from spark_dl.bench.exchange.breakdown import BucketTimes, break_down, recording_hook, shared_intervals
 from spark_dl.bench.model.profiles import PROFILES
-from spark_dl.config import Config, Launch, Parallel
+from spark_dl.config import Launch
 from spark_dl.gather import gather_json
 from spark_dl.launch.barrier import RankResult
 from spark_dl.launch.rendezvous import join
+from spark_dl.parallel.ddp import DDP
 from spark_dl.parallel.exchange.exchange import build_exchange
 from spark_dl.world import World
 
@@ -57,12 +58,10 @@ def time_steps(settings: Mapping[str, Any], report: Any = None) -> RankResult:
     steps = Steps(**settings)
     launch = Launch(device="cpu", collective_timeout_s=steps.timeout_s, start_timeout_s=steps.timeout_s)
     with join(launch, report=report) as world:
-        return RankResult(
-            world.rank, _measure(steps, world, Config(parallel=Parallel(**steps.parallel), launch=launch))
-        )
+        return RankResult(world.rank, _measure(steps, world))
 
 
-def _measure(steps: Steps, world: World, config: Config) -> dict[str, Any]:
+def _measure(steps: Steps, world: World) -> dict[str, Any]:
     # NOTE: a function of its own, so that DDP's objects go before the process group: see `parallel.ddp`.
     with contextlib.ExitStack() as until_done:
         records: list[BucketTimes] = []
@@ -71,7 +70,7 @@ def _measure(steps: Steps, world: World, config: Config) -> dict[str, Any]:
             seed=world.rank,
         )  # fmt: skip
         wrapped = DistributedDataParallel(model, bucket_cap_mb=steps.bucket_mib, gradient_as_bucket_view=True)
-        exchange = build_exchange(model, world, config)
+        exchange = build_exchange(model, world, DDP(**steps.parallel), timeout_s=steps.timeout_s)
         if exchange is None:
             hook = recording_hook(records)
         else:

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 from spark_dl import driver
+from spark_dl.baselines.driver_loop.tree_reduce import TreeReduce
 from spark_dl.bench.exchange import exchange
 from spark_dl.bench.exchange.accelerator import accelerator_spec
-from spark_dl.config import Parallel
+from spark_dl.parallel.ddp import DDP
 
 _COMPUTE_S = 0.5
 _MIB = 1.0
@@ -29,12 +30,12 @@ def measure(
     rows: list[dict[str, Any]] = []
     for ranks in (num_hosts, 2 * num_hosts):
         found = exchange.measure_job(
-            spark, f"{folder}/{ranks}", Parallel(strategy="tree_reduce"), spec,
+            spark, f"{folder}/{ranks}", TreeReduce(), spec,
             num_hosts=num_hosts, repeats=repeats, num_ranks=ranks,
         )  # fmt: skip
         rows.append({"method": "tree_reduce", "ranks": ranks, "step_s": found["seconds"]})
         show(f"treeReduce, {ranks} ranks on {num_hosts} slots: a step of {found['seconds']:.3f} s")
-    config = exchange.config_of(Parallel(), ranks)
+    config = exchange.config_of(DDP(), ranks)
     start = time.perf_counter()
     try:
         driver.train(f"{folder}/{ranks}/data", spec, config, run_dir=f"{folder}/ring", progress=False)

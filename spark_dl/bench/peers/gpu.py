@@ -21,13 +21,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from spark_dl.config import Config, Data, Launch, Parallel, Train
+from spark_dl.config import Config, Data, Launch, Train
 from spark_dl.data.columns.batch import Batch
 from spark_dl.data.dataset.manifest import read_shards
 from spark_dl.data.load.build import build_train_loader
 from spark_dl.data.write.shards import write_arrays
 from spark_dl.launch.rendezvous import join
-from spark_dl.parallel import parallelize
+from spark_dl.parallel import single
 from spark_dl.parallel.trainable import Trainable
 from spark_dl.spec import ModelSpec
 
@@ -131,13 +131,13 @@ def _rank_main(folder: str, options: Options) -> None:
     config = Config(
         data=Data(features=("image",), label="label"),
         train=Train(global_batch_size=options.batch_size, lr=0.01, precision="bf16", optimizer_args={"momentum": 0.9}),
-        parallel=Parallel(strategy="single"),
+        parallel=single.Single(),
         launch=Launch(num_ranks=1, device=options.device),  # type: ignore[arg-type]
     )
     spec = ModelSpec(build=lambda: _build(options.compile))
     rates: dict[str, list[float]] = {"spark_dl": [], "on_device": []}
     with join(config.launch) as world:
-        trainable = parallelize(spec, world, config)
+        trainable = single.parallelize(spec, world, config)
         trainable.modules[0].train()
         is_gpu = world.device.type == "cuda"
         loader = build_train_loader(read_shards(f"{folder}/data"), spec, config, rank=0, world_size=1, pin=is_gpu)

@@ -148,13 +148,19 @@ def _names(folder: str) -> Sequence[str]:
 
 def _spark_dl(folder: str, *, plain: bool) -> Epoch:
     from spark_dl.config import Config, Data, Train
+    from spark_dl.config import Loader as Loading
     from spark_dl.data.dataset.manifest import read_shards
     from spark_dl.data.external.dataset import open_parquet
     from spark_dl.data.load.loader import Loader
 
-    data = Data(features=tuple(_names(folder)), label="label", shuffle_window_rows=WINDOW_ROWS, memory_mib=_MEMORY_MIB)
+    data = Data(features=tuple(_names(folder)), label="label")
+    settings = Config(
+        data=data,
+        loader=Loading(shuffle_window_rows=WINDOW_ROWS, memory_mib=_MEMORY_MIB),
+        train=Train(global_batch_size=BATCH),
+    )
     shards = open_parquet(f"{folder}/parquet", data.columns) if plain else read_shards(f"{folder}/shards")
-    loader = Loader(shards, Config(data=data, train=Train(global_batch_size=BATCH)), rank=0, world_size=1)
+    loader = Loader(shards, settings, rank=0, world_size=1)
 
     def epoch(number: int) -> Iterator[Any]:
         for step in loader.epoch(number):

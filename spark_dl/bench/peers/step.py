@@ -28,6 +28,7 @@ from spark_dl.data.dataset.manifest import read_shards
 from spark_dl.data.load.loader import Loader
 from spark_dl.data.write.shards import write_arrays
 from spark_dl.launch.rendezvous import join
+from spark_dl.parallel import ddp
 from spark_dl.spec import ModelSpec, Run
 from spark_dl.worker import main as run_worker
 
@@ -98,7 +99,7 @@ def _rank_main(folder: str, repeats: int, num_ranks: int) -> None:
                 rate, rank = done.result["steps"] / done.result["seconds"], done.rank
             elif name == "unchecked":
                 with join(config.launch) as world:
-                    result = loop.train(own, world, check_steps=False)
+                    result = loop.train(own, world, ddp.parallelize, check_steps=False)
                 rate = result["steps"] / result["seconds"]
             else:
                 with join(config.launch) as world:

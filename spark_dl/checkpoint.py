@@ -5,27 +5,20 @@
         rank-00000.pt  rank-00001.pt ...        by each rank: its random number generators, and what else it alone has
         MANIFEST.json                           by rank 0, last: sizes, SHA-256, step, generation, settings
 
-Files hold tensors and plain data, and are read with `weights_only=True`.
+Files hold tensors and plain data, and are read with `weights_only=True`. A damaged checkpoint is passed by, and named.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import io
-import json
 import logging
 import os
-import random
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import torch
-
-from spark_dl import storage
+from spark_dl import checkpoint_files, rank_state, storage
+from spark_dl.checkpoint_files import MANIFEST, MODEL, TRAINING, DamagedError, parse_name, rank_file
 from spark_dl.config import Config
 from spark_dl.config.fields import fixed_on_resume
 from spark_dl.data.columns.schema import Column
@@ -35,11 +28,6 @@ from spark_dl.generations import superseded
 
 _log = logging.getLogger("spark_dl")
 FOLDER = "checkpoints"
-MANIFEST = "MANIFEST.json"
-_NAME = r"step-\d+\.gen-(\d+)"
-_OWN_FILE = re.compile(r"(MANIFEST\.json|model\.pt|training\.pt|rank-\d{5,}\.pt)(\.tmp-[0-9a-f]*)?")
-FORMAT = "spark_dl.checkpoint"
-VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -52,6 +40,11 @@ class Saved:
     manifest: Mapping[str, Any]
 
     @property
+    def sha256(self) -> str:
+        """The checksum of the manifest, and so of all that it names."""
+        return str(self.manifest["sha256"])
+
+    @property
     def columns(self) -> tuple[Column, ...]:
         """The columns that the model was trained on."""
         return tuple(Column.from_plain(c) for c in self.manifest["columns"])
@@ -60,24 +53,6 @@ class Saved:
 def folder(run_dir: str) -> str:
     """Where the checkpoints of a run are."""
     return storage.join(run_dir, FOLDER)
-
-
-def is_checkpoint_name(name: str) -> bool:
-    """Whether the name of a folder is one that this package gives to checkpoints."""
-    return re.fullmatch(_NAME, name) is not None
-
-
-def is_own_file(name: str) -> bool:
-    """Whether the name of a file is one that this package gives to the files of a checkpoint."""
-    return _OWN_FILE.fullmatch(name) is not None
-
-
-def delete(url: str) -> None:
-    """Deletes the files of a checkpoint by their names, the manifest first, and the folder if it is empty then.
-
-    What is half deleted does not count. Raises OSError if the folder is a symbolic link, which is not followed.
-    """
-    storage.delete_known(url, is_own_file, first=MANIFEST)
 
 
 def save(
@@ -103,14 +78,14 @@ def save(
     Raises RuntimeError on every rank if any rank has a problem or could not write its part, and on a rank of an older
     attempt.
     """
-    url = storage.join(folder(run_dir), f"step-{step:08d}.gen-{generation:04d}")
-    parts: dict[str, Any] = {_rank_file(rank): {"random": _random_state(), "state": of_rank or {}}}
+    url = storage.join(folder(run_dir), checkpoint_files.folder_name(step, generation))
+    parts: dict[str, Any] = {rank_file(rank): {"random": rank_state.random_state(), "state": of_rank or {}}}
     if rank == 0:
-        parts |= {"model.pt": model, "training.pt": training}
+        parts |= {MODEL: model, TRAINING: training}
     written: list[dict[str, Any]] = []
     try:
         if not problem:
-            written = [_write(url, name, content) for name, content in parts.items()]
+            written = [checkpoint_files.write(url, name, content) for name, content in parts.items()]
     except OSError as error:
         problem = f"rank {rank} cannot write to {url}: {error}"
     # Every rank must have written its part before the manifest says that the checkpoint is whole.
@@ -118,8 +93,6 @@ def save(
     problems = [r["problem"] for r in reports if r["problem"]]
     if rank == 0 and not problems:
         manifest = {
-            "format": FORMAT,
-            "version": VERSION,
             "step": step,
             "generation": generation,
             "world_size": world_size,
@@ -141,89 +114,154 @@ def _commit(run_dir: str, url: str, manifest: Mapping[str, Any]) -> str:
     """Writes the manifest, unless another attempt of the run has begun since. Returns what went wrong, or nothing."""
     try:
         if why := superseded(run_dir, manifest["generation"]):
+            checkpoint_files.delete(url)
             return why
-        storage.write_bytes(storage.join(url, MANIFEST), json.dumps(manifest, indent=1).encode())
+        checkpoint_files.write_manifest(url, manifest)
     except OSError as error:
         return f"cannot commit it: {error}"
     return ""
 
 
-def _write(url: str, name: str, content: Any) -> dict[str, Any]:
-    buffer = io.BytesIO()
-    torch.save(content, buffer)
-    data = buffer.getvalue()
-    storage.write_bytes(storage.join(url, name), data)
-    return {"name": name, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-
-
 def _delete_old(run_dir: str, keep: int, generation: int) -> None:
-    """Deletes all but the newest `keep` checkpoints, and what older attempts have not committed, and never will.
+    """Deletes all but the newest `keep` whole checkpoints, and of older attempts what is damaged or never committed.
 
-    Only warns of what cannot be deleted, as the new
-    checkpoint is there, and training goes well.
+    Only warns of what cannot be deleted, as the new checkpoint is there, and training goes well.
     """
     try:
-        committed, others = _folders(run_dir)
-        for saved in committed[:-keep]:
-            delete(saved.url)
-        for url, attempt in others.items():
-            if attempt < generation:
-                delete(url)
+        whole = [saved.url for saved in list_checkpoints(run_dir)]
+        others = [url for (attempt, _), url in _folders(run_dir) if url not in whole and attempt < generation]
+        for url in (*whole[:-keep], *others):
+            checkpoint_files.delete(url)
     except OSError as error:
         _log.warning("cannot delete the checkpoints before the last %d of %s: %s", keep, run_dir, error)
 
 
+def _folders(run_dir: str) -> list[tuple[tuple[int, int], str]]:
+    """((generation, step), URL) of each folder that has the name of a checkpoint, oldest first.
+
+    A later attempt is newer at any step: it may have begun before the last step of the one before it.
+    """
+    named = [(parse_name(name), storage.join(folder(run_dir), name)) for name in storage.list_names(folder(run_dir))]
+    return sorted((at, url) for at, url in named if at is not None)
+
+
+def newest_attempt(run_dir: str) -> int:
+    """The newest attempt that has saved anything, by the names of the folders; 0 without any."""
+    return max((attempt for (attempt, _), _ in _folders(run_dir)), default=0)
+
+
+def last_step(run_dir: str) -> int | None:
+    """The step of the newest checkpoint that was committed, whole or damaged; None without any."""
+    steps = [step for (_, step), url in _folders(run_dir) if _was_committed(url)]
+    return steps[-1] if steps else None
+
+
+def _was_committed(url: str) -> bool:
+    """Whether there is a manifest or, where it was lost, all that rank 0 writes before it."""
+    names = storage.list_names(url)
+    return MANIFEST in names or {MODEL, TRAINING, rank_file(0)} <= {*names}
+
+
 def list_checkpoints(run_dir: str) -> list[Saved]:
-    """The committed checkpoints of a run, oldest first: by step, then by attempt."""
-    return _folders(run_dir)[0]
-
-
-def _folders(run_dir: str) -> tuple[list[Saved], dict[str, int]]:
-    """The committed checkpoints of a run, oldest first, and the attempts of those that are not committed, by URL."""
-    committed, others = [], {}
-    for name in storage.list_names(folder(run_dir)):
-        url = storage.join(folder(run_dir), name)
-        if not (match := re.fullmatch(_NAME, name)):
+    """The committed checkpoints of a run, oldest first, but for those that their manifest or sizes show as damaged."""
+    found = []
+    for _, url in _folders(run_dir):
+        try:
+            saved = _open(url)
+        except ValueError:
             continue
-        if (saved := _read_manifest(url)) is not None:
-            committed.append(saved)
-        else:
-            others[url] = int(match.group(1))
-    return sorted(committed, key=lambda s: (s.step, s.generation)), others
+        if saved is not None:
+            found.append(saved)
+    return found
 
 
 def latest(run_dir: str) -> Saved | None:
-    """The newest committed checkpoint of a run, or None."""
+    """The newest of `list_checkpoints`, or None."""
     found = list_checkpoints(run_dir)
     return found[-1] if found else None
 
 
-def open_checkpoint(url: str) -> Saved:
-    """Opens a checkpoint by its manifest. Raises ValueError if there is none, or a newer version's."""
-    saved = _read_manifest(url)
-    if saved is None:
-        raise ValueError(f"no checkpoint at {url}: it has no {MANIFEST}")
+def last_valid(
+    run_dir: str, *, strict: bool = False, names: Collection[str] | None = None, trusted: Saved | None = None
+) -> Saved | None:
+    """The newest checkpoint of a run with all its checksums (or those of the files `names`); None before the first.
+
+    Called on the driver. Newer ones that are damaged are logged with their causes; `trusted` was checked before.
+    Raises ValueError if none is valid, naming each with its cause, and with `strict` if the newest one is not.
+    """
+    damaged: list[str] = []
+    for _, url in reversed(_folders(run_dir)):
+        try:
+            saved = _open(url)
+            if saved is None:
+                continue
+            if saved != trusted:
+                checkpoint_files.check_contents(url, saved.manifest, names)
+        except DamagedError as error:
+            if not storage.exists(storage.join(url, MANIFEST)) and not _was_committed(url):
+                continue  # it is being deleted right now
+            if strict:
+                raise ValueError(
+                    f"checkpoint.strict: {error}; bring the file back, or set checkpoint.strict to false to go on from "
+                    "the last valid checkpoint"
+                ) from error
+            damaged.append(str(error))
+            continue
+        if damaged and saved != trusted:
+            _log.warning("using the checkpoint %s, as newer ones are damaged: %s", saved.url, "; ".join(damaged))
+        return saved
+    if damaged:
+        raise ValueError(
+            f"{run_dir} has no valid checkpoint: {'; '.join(damaged)}; bring the files back, or start again with "
+            "overwrite, or in another run_dir"
+        )
+    return None
+
+
+def _open(url: str) -> Saved | None:
+    """A checkpoint by its manifest, with its sizes checked; None if it was never committed, or is just being deleted.
+
+    Raises DamagedError, and ValueError for another version.
+    """
+    try:
+        saved = open_checkpoint(url)
+    except FileNotFoundError:
+        if _was_committed(url):
+            raise DamagedError(storage.join(url, MANIFEST), "it is missing") from None
+        return None
+    checkpoint_files.check_sizes(url, saved.manifest)
     return saved
 
 
-def _read_manifest(url: str) -> Saved | None:
-    """What a checkpoint's manifest says; None without one, as of a checkpoint that is being deleted right now."""
-    path = storage.join(url, MANIFEST)
-    try:
-        manifest = json.loads(storage.read_bytes(path))
-    except FileNotFoundError:
-        return None
-    if manifest.get("format") != FORMAT or manifest["version"] > VERSION:
-        raise ValueError(f"{path} is not a checkpoint that this spark_dl can read (format {manifest.get('format')!r})")
+def open_checkpoint(url: str, *, sha256: str | None = None) -> Saved:
+    """Opens a checkpoint by its manifest. Called on the driver and on workers; `load` checks the files.
+
+    `sha256` is that of the manifest that the driver has checked. Raises FileNotFoundError if there is none,
+    DamagedError for a damaged one, ValueError for another version, RuntimeError for another manifest than that.
+    """
+    manifest = checkpoint_files.read_manifest(url)
+    if sha256 is not None and manifest["sha256"] != sha256:
+        raise RuntimeError(
+            f"{storage.join(url, MANIFEST)} is not the one that the driver has checked (SHA-256 {manifest['sha256']}, "
+            f"expected {sha256}); another job writes to this folder"
+        )
     return Saved(url, manifest["step"], manifest["generation"], manifest)
 
 
-def find(url: str | os.PathLike[str]) -> Saved:
-    """A checkpoint by its own URL, or the newest one of a run by its folder. Raises ValueError if there is none."""
+def find(url: str | os.PathLike[str], *, names: Collection[str] | None = None) -> Saved:
+    """A checkpoint by its own URL, or the last valid one of a run by its folder, with the checksums of its files.
+
+    `names` are the files that are read, by default all. Called on the driver. Raises ValueError if there is none, or if
+    it is damaged, naming file and cause.
+    """
     url = storage.absolute(url)
-    if storage.exists(storage.join(url, MANIFEST)):
-        return open_checkpoint(url)
-    saved = latest(url)
+    if parse_name(storage.name(url)) is not None or storage.exists(storage.join(url, MANIFEST)):
+        saved = _open(url)
+        if saved is None:
+            raise ValueError(f"no checkpoint at {url}: it has no {MANIFEST}")
+        checkpoint_files.check_contents(url, saved.manifest, names)
+        return saved
+    saved = last_valid(url, names=names)
     if saved is None:
         raise ValueError(f"no checkpoint at {url}: expected a checkpoint, or a run's folder that holds one")
     return saved
@@ -237,21 +275,8 @@ def run_dir_of(saved: Saved) -> str:
 
 
 def load(saved: Saved, name: str) -> Any:
-    """The content of one file of a checkpoint, on the CPU. Raises RuntimeError if the file is not as it was written."""
-    path = storage.join(saved.url, name)
-    entry = saved.manifest["files"].get(name)
-    if entry is None:
-        raise RuntimeError(f"the checkpoint {saved.url} has no {name}")
-    try:
-        data = storage.read_bytes(path)
-    except OSError as error:
-        raise RuntimeError(f"cannot read {path}: {error}") from error
-    if len(data) != entry["bytes"] or hashlib.sha256(data).hexdigest() != entry["sha256"]:
-        raise RuntimeError(
-            f"{path} is damaged: {len(data)} bytes, where the manifest has {entry['bytes']}, or another SHA-256; "
-            "delete this checkpoint to go on from the one before it"
-        )
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    """The content of one file of a checkpoint, on the CPU. Raises DamagedError if it is not as it was written."""
+    return checkpoint_files.read(saved.url, saved.manifest, name)
 
 
 def check_same_settings(saved: Saved, config: Config) -> None:
@@ -291,66 +316,18 @@ def load_rank_state(saved: Saved, rank: int, world_size: int) -> dict[str, Any]:
     ranks: int = saved.manifest["world_size"]
     if ranks == world_size:
         return state_of_rank(saved, rank)
-    total: Any = {}
-    for other in range(ranks):
-        total = _added(total, state_of_rank(saved, other))
-    mean: dict[str, Any] = _means(total)
-    return mean
+    return rank_state.mean_of(state_of_rank(saved, other) for other in range(ranks))
 
 
 def state_of_rank(saved: Saved, rank: int) -> dict[str, Any]:
     """What a rank of the run that was saved alone had, by name."""
-    state: dict[str, Any] = load(saved, _rank_file(rank))["state"]
+    state: dict[str, Any] = load(saved, rank_file(rank))["state"]
     return state
-
-
-@dataclass(frozen=True)
-class _Sum:
-    tensor: torch.Tensor
-    count: int
-
-
-def _added(total: Any, state: Any) -> Any:
-    """A state added to the sum of those before; None where there was none."""
-    if isinstance(state, Mapping):
-        before = total or {}
-        return {**before, **{key: _added(before.get(key), value) for key, value in state.items()}}
-    if isinstance(state, torch.Tensor) and state.is_floating_point():
-        return _Sum(state, 1) if total is None else _Sum(total.tensor + state, total.count + 1)
-    return state if total is None else total
-
-
-def _means(total: Any) -> Any:
-    if isinstance(total, Mapping):
-        return {key: _means(value) for key, value in total.items()}
-    return total.tensor / total.count if isinstance(total, _Sum) else total
 
 
 def restore_random_state(saved: Saved, rank: int, world_size: int) -> bool:
     """Puts the random number generators of a rank back; False if the checkpoint was of another number of ranks."""
     if saved.manifest["world_size"] != world_size:
         return False
-    state = load(saved, _rank_file(rank))["random"]
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    rank_state.set_random_state(load(saved, rank_file(rank))["random"])
     return True
-
-
-def _rank_file(rank: int) -> str:
-    return f"rank-{rank:05d}.pt"
-
-
-def _random_state() -> dict[str, Any]:
-    version, internal, gauss = random.getstate()
-    kind, keys, *rest = np.random.get_state(legacy=True)
-    return {
-        "python": (version, list(internal), gauss),
-        "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None,
-    }

@@ -21,6 +21,7 @@ import yaml
 from torch import nn
 
 from spark_dl import checkpoint, generations, metrics, storage, strategies, worker
+from spark_dl.checkpoint_files import MODEL
 from spark_dl.cli.progress import ProgressBar
 from spark_dl.config import Config, Data, Launch, Loader, Shards
 from spark_dl.config.load import build_config
@@ -163,6 +164,7 @@ def train(
             run_dir=run_dir,
             generation=generation,
             checkpoint=saved.url if saved else None,
+            checkpoint_sha256=saved.sha256 if saved else None,
         )
         # And not before, as data that do not fit are to cost nobody a run.
         _take_over(run, overwrite=overwrite, keep=[*written, *_urls(train_shards), *_urls(run.validation)])
@@ -187,7 +189,7 @@ def evaluate(
     Without `config` the settings of the checkpoint hold. A DataFrame is written as shards to the run's folder first.
     Returns `{"rows", "loss", <metrics>}`. Raises as `train` does.
     """
-    data, saved = as_source(data), checkpoint.find(checkpoint_url)
+    data, saved = as_source(data), checkpoint.find(checkpoint_url, names=(MODEL,))
     if config is None:
         config = build_config(saved.manifest["config"])
         if isinstance(data, (str, ShardSet)):  # how the training rows were written says nothing of this dataset
@@ -202,7 +204,10 @@ def evaluate(
     with contextlib.ExitStack() as until_done:
         until_done.callback(delete_dataset, written)
         shards = shards_of(data, written, config, until_done, saved.columns, reuse=False)
-        run = Run(spec=spec, config=config, train=for_ranks(shards, config), run_dir=run_dir, checkpoint=saved.url)
+        run = Run(
+            spec=spec, config=config, train=for_ranks(shards, config), run_dir=run_dir, checkpoint=saved.url,
+            checkpoint_sha256=saved.sha256,
+        )  # fmt: skip
         result: dict[str, Any] = _run_ranks(data, run, task="evaluate", like=saved.columns)[0]
     return result
 
@@ -308,23 +313,38 @@ def _begin_attempt(
     if resume and overwrite:
         raise ValueError("resume and overwrite exclude each other")
     check_folder(run_dir, overwrite=overwrite)
-    found = checkpoint.latest(run_dir)
-    if found is not None and resume:
-        checkpoint.check_same_settings(found, config)
-    elif found is not None and not overwrite:
+    strict, step = config.checkpoint.strict, checkpoint.last_step(run_dir)
+    if step is not None and not resume and not overwrite:
         raise ValueError(
-            f"{run_dir} holds checkpoints already (the last is of step {found.step}); resume to go on from there, "
+            f"{run_dir} holds checkpoints already (the last is of step {step}); resume to go on from there, "
             "overwrite to delete them, or name another run_dir"
         )
+    found = _check_resume(run_dir, config) if resume else None
     try:
-        generation = checkpoint.start_generation(run_dir)
+        generation = checkpoint.start_generation(run_dir, after=checkpoint.newest_attempt(run_dir))
     except OSError as error:
         raise ValueError(f"cannot write to the run_dir {run_dir}: {error}") from error
     # Ranks of an older attempt, whose driver is gone, may have saved until now, and cannot any more.
-    saved = checkpoint.latest(run_dir) if resume else None
+    saved = checkpoint.last_valid(run_dir, strict=strict, trusted=found) if resume else None
     if saved is not None:
         checkpoint.check_same_settings(saved, config)
     return generation, saved
+
+
+def _check_resume(run_dir: str, config: Config) -> checkpoint.Saved | None:
+    """The checkpoint to go on from, if any. Raises ValueError for what cannot be resumed; no attempt has begun yet."""
+    strict = config.checkpoint.strict
+    found = checkpoint.last_valid(run_dir, strict=strict)
+    damage = generations.damage(run_dir, at_least=checkpoint.newest_attempt(run_dir))
+    if damage and strict:
+        raise ValueError(f"checkpoint.strict: {damage}; resume once with checkpoint.strict set to false")
+    if damage:
+        used = found.url if found else "the start"
+        _log.warning("%s; the next generation is above all that have saved, and training goes on from %s", damage, used)
+    if found is not None:
+        checkpoint.check_same_settings(found, config)
+        metrics.read_metrics(run_dir)
+    return found
 
 
 def _take_over(run: Run, *, overwrite: bool, keep: Sequence[str]) -> None:
@@ -333,6 +353,8 @@ def _take_over(run: Run, *, overwrite: bool, keep: Sequence[str]) -> None:
     try:
         if overwrite:
             delete_run(run.run_dir, keep)
+        if run.checkpoint is None:  # what an attempt without a checkpoint has left
+            storage.delete_file(storage.join(run.run_dir, metrics.FILE))
         content = yaml.safe_dump(run.config.to_dict(), sort_keys=False)
         storage.write_bytes(storage.join(run.run_dir, CONFIG), content.encode())
     except OSError as error:

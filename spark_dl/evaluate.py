@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from spark_dl import checkpoint
+from spark_dl.checkpoint_files import MODEL
 from spark_dl.config import Config
 from spark_dl.config.checks import suggestion
 from spark_dl.data.load.build import BatchLoader, build_loader
@@ -28,7 +29,7 @@ _METRIC_MODULES = ("torchmetrics", "torchmetrics.classification", "torchmetrics.
 def evaluate(run: Run, world: World) -> dict[str, Any]:
     """Loads the weights of `run.checkpoint` and evaluates `run.train`'s rows. Collective; the same on all ranks."""
     assert run.checkpoint is not None
-    model = load_model(run.spec, run.checkpoint).to(world.device)
+    model = load_model(run.spec, run.checkpoint, sha256=run.checkpoint_sha256).to(world.device)
     loader = build_loader(
         run.train, run.config, rank=world.rank, world_size=world.world_size, shuffle=False,
         prepare=run.spec.prepare, pin=world.device.type == "cuda",
@@ -36,12 +37,16 @@ def evaluate(run: Run, world: World) -> dict[str, Any]:
     return {"rows": loader.plan.rows, **evaluate_model(run.spec, model, loader, run.config, world)}
 
 
-def load_model(spec: ModelSpec, checkpoint_url: str) -> nn.Module:
-    """The model with the weights of a checkpoint, on the CPU, in evaluation mode. Called on the driver or a worker."""
+def load_model(spec: ModelSpec, checkpoint_url: str, *, sha256: str | None = None) -> nn.Module:
+    """The model with the weights of a checkpoint, on the CPU, in evaluation mode. Called on the driver or a worker.
+
+    `sha256` is that of the manifest that was checked before. Raises ValueError for weights that do not fit, and for a
+    damaged checkpoint, naming file and cause.
+    """
     model = spec.build()
-    saved = checkpoint.open_checkpoint(checkpoint_url)
+    weights = checkpoint.load(checkpoint.open_checkpoint(checkpoint_url, sha256=sha256), MODEL)["0"]
     try:
-        model.load_state_dict(checkpoint.load(saved, "model.pt")["0"])
+        model.load_state_dict(weights)
     except RuntimeError as error:
         raise ValueError(f"the weights of {checkpoint_url} do not fit the model of spec.build: {error}") from error
     return model.eval()

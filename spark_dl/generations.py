@@ -80,6 +80,17 @@ def explained(run_dir: str, generation: int) -> Iterator[None]:
         raise RuntimeError(f"{why}; it goes on, and this one stopped: {error}") from error
 
 
+def damage(run_dir: str, *, at_least: int = 0) -> str:
+    """What is wrong with the file of the newest attempt, which is `at_least` that; empty where nothing is."""
+    newest = max(read_generation(run_dir), at_least)
+    try:
+        if newest:
+            read_record(record_url(run_dir, newest))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def record_url(run_dir: str, generation: int) -> str:
     """The file of an attempt."""
     return storage.join(run_dir, FOLDER, f"{generation:06d}")

@@ -131,7 +131,7 @@ class Training:
         self.saved_url: str | None = None
         self.saved_at: int | None = None
         if run.checkpoint is not None:
-            self._restore(checkpoint.open_checkpoint(run.checkpoint))
+            self._restore(checkpoint.open_checkpoint(run.checkpoint, sha256=run.checkpoint_sha256))
         self.state_check = StateCheck(trainable.modules, self.saved_url)
         fp16 = self.config.train.precision == "fp16"
         self.step_check = StepCheck(trainable.modules[0], world.device, gradients=not fp16) if check_steps else None

@@ -26,7 +26,8 @@ class MetricsLog:
         self._lines: list[str] = []
         self._is_local = storage.is_local(run_dir)
         if self._writes:
-            self._lines = [json.dumps(line) for line in read_metrics(run_dir) if line["step"] <= first_step]
+            before = read_metrics(run_dir) if first_step else []
+            self._lines = [json.dumps(line) for line in before if line["step"] <= first_step]
             self.flush()
 
     def write(self, kind: str, **values: Any) -> None:
@@ -47,12 +48,30 @@ class MetricsLog:
 
 
 def read_metrics(run_dir: str) -> list[dict[str, Any]]:
-    """The lines of a run so far, as dicts; a line that is being written is left out."""
+    """The lines of a run so far, as dicts; a line that is being written is left out.
+
+    Raises ValueError for a file that is a symbolic link, or that holds anything else.
+    """
     url = storage.join(run_dir, FILE)
+    if storage.is_link(url):
+        raise ValueError(f"{url} is a symbolic link, expected the run's own file; remove the link")
     if not storage.exists(url):
         return []
-    text = storage.read_bytes(url).decode()
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    lines = storage.read_bytes(url).splitlines(keepends=True)
+    return [_parse(url, number, line) for number, line in enumerate(lines, 1) if line.endswith(b"\n")]
+
+
+def _parse(url: str, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        found = None
+    if isinstance(found, dict) and {"kind", "step", "time"} <= found.keys():
+        return found
+    raise ValueError(
+        f"{url} is damaged: found {line[:80]!r} in line {number}, expected a JSON object with kind, step and time; "
+        "move the file away to go on without the metrics so far"
+    )
 
 
 def follow(run_dir: str) -> Callable[[], list[dict[str, Any]]]:

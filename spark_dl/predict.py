@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 import torch
 
 from spark_dl import checkpoint
+from spark_dl.checkpoint_files import MODEL
 from spark_dl.config import Config, Data
 from spark_dl.config.checks import suggestion
 from spark_dl.config.load import build_config
@@ -46,7 +47,7 @@ def predict(
     else they fail the job, also where training dropped their rows: drop them in the DataFrame.
     Raises ValueError for a missing feature, a checkpoint that does not fit, or a column that is there already.
     """
-    saved = checkpoint.find(checkpoint_url)
+    saved = checkpoint.find(checkpoint_url, names=(MODEL,))
     config = config or build_config(saved.manifest["config"])
     columns = _trained_columns(saved, config)
     if config.sequences is not None:
@@ -63,7 +64,14 @@ def predict(
     out = StructType(list(df.schema.fields))
     for name, data_type in added.items():
         out = out.add(name, data_type)
-    sent = {"spec": spec, "url": saved.url, "sources": sources, "columns": columns, "config": config}
+    sent = {
+        "spec": spec,
+        "url": saved.url,
+        "sha256": saved.sha256,
+        "sources": sources,
+        "columns": columns,
+        "config": config,
+    }
     packed = payload.pack_call(_predict_batches, (), sent)
 
     def run_predict(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -89,7 +97,7 @@ def _added_fields(spec: ModelSpec, saved: checkpoint.Saved, columns: list[Column
     """Names and Spark types of the new columns, found by a call of the model on the driver with two rows of zeros."""
     from pyspark.sql.pandas.types import from_arrow_type
 
-    model = load_model(spec, saved.url)
+    model = load_model(spec, saved.url, sha256=saved.sha256)
     outputs = _outputs(spec, model, columns, [_two_rows_of_zeros(c) for c in columns], config, "cpu")
     return {name: from_arrow_type(_to_arrow(value).type) for name, value in outputs.items()}
 
@@ -98,6 +106,7 @@ def _predict_batches(
     batches: Iterator[pa.RecordBatch],
     spec: ModelSpec,
     url: str,
+    sha256: str,
     sources: tuple[SourceColumn, ...],
     columns: list[Column],
     config: Config,
@@ -107,7 +116,7 @@ def _predict_batches(
     context = TaskContext.get()
     assert context is not None
     device = gpus.first(gpus.gpus_of_task("auto", context.resources()))
-    model = load_model(spec, url).to(device)
+    model = load_model(spec, url, sha256=sha256).to(device)
     rows = 0
     for big in batches:
         for start in range(0, big.num_rows, _ROWS_AT_ONCE):

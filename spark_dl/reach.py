@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import uuid
 
-from spark_dl import checkpoint, storage
+from spark_dl import storage
+from spark_dl.checkpoint_files import MANIFEST
 from spark_dl.data.dataset.records import ShardSet
 from spark_dl.data.load.mixture import Mixture
 from spark_dl.data.local import Gather
@@ -56,7 +57,7 @@ def _cannot_read(run: Run) -> str:
     files = [("dataset", url) for url in _first_shards(run.train)]
     files += [("validation dataset", url) for url in _first_shards(run.validation)]
     if run.checkpoint is not None:
-        files.append(("checkpoint", storage.join(run.checkpoint, checkpoint.MANIFEST)))
+        files.append(("checkpoint", storage.join(run.checkpoint, MANIFEST)))
     for name, url in files:
         try:
             storage.open_input(url).close()

@@ -16,7 +16,7 @@ from collections.abc import Collection
 
 from pyarrow.fs import FileType
 
-from spark_dl import checkpoint, generations, metrics, storage
+from spark_dl import checkpoint, checkpoint_files, generations, metrics, storage
 from spark_dl.data.dataset.folder import delete_dataset, is_dataset_file
 
 CONFIG = "config.yaml"
@@ -45,7 +45,7 @@ def delete_run(run_dir: str, keep: Collection[str]) -> None:
     _check_links(run_dir)
     used = [storage.identity(url) for url in keep]
     for url in _checkpoints(run_dir):
-        checkpoint.delete(url)
+        checkpoint_files.delete(url)
     for url in _shard_sets(run_dir):
         own = storage.identity(url)
         if not any(at == own or at.startswith(f"{own}/") for at in used):
@@ -72,7 +72,7 @@ def _is_marked(run_dir: str) -> bool:
 
 def _checkpoints(run_dir: str) -> list[str]:
     folder = checkpoint.folder(run_dir)
-    return [storage.join(folder, name) for name in storage.list_names(folder) if checkpoint.is_checkpoint_name(name)]
+    return [storage.join(folder, name) for name in storage.list_names(folder) if checkpoint_files.parse_name(name)]
 
 
 def _shard_sets(run_dir: str) -> list[str]:
@@ -86,8 +86,8 @@ def _check_links(run_dir: str) -> None:
         return
     top = [storage.join(run_dir, name) for name in (generations.FOLDER, *_NAMES)]
     folders = [*_checkpoints(run_dir), *_shard_sets(run_dir)]
-    files = [storage.join(folder, name) for folder in folders for name in storage.list_names(folder)]
-    ours = [url for url in files if is_dataset_file(storage.name(url)) or checkpoint.is_own_file(storage.name(url))]
+    files = [(storage.join(folder, name), name) for folder in folders for name in storage.list_names(folder)]
+    ours = [url for url, name in files if is_dataset_file(name) or checkpoint_files.is_own_file(name)]
     for url in (*top, *folders, *ours):
         if storage.is_link(url):
             raise ValueError(

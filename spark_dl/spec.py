@@ -108,6 +108,8 @@ class Run:
     """Number of this attempt; a rank of an older one may not commit a checkpoint."""
     checkpoint: str | None = None
     """Checkpoint to go on from, or to evaluate."""
+    checkpoint_sha256: str | None = None
+    """Checksum of its manifest, as the driver has checked it; None without such a check."""
 
 
 def build_loss(loss: Any) -> Callable[..., Tensor]:

@@ -17,7 +17,6 @@ import glob
 import os
 import posixpath
 import re
-import shutil
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -226,17 +225,27 @@ def read_bytes(url: str) -> bytes:
 
 def write_bytes(url: str, content: bytes) -> None:
     """Writes a file, atomically and durably; its folder is made if need be."""
+    whole = memoryview(content)  # what is not bytes is an error before anything is written
+    with writing(url) as file:
+        file.write(whole)
+
+
+@contextlib.contextmanager
+def writing(url: str) -> Iterator[Any]:
+    """A file to write: on local disks it is there, whole and durable, once the block ends without an error.
+
+    On object stores it is there once it is closed; what was written before an error may be left. Its folder is made.
+    """
     make_folder(dirname(absolute(url)))
     if not is_local(url):
-        whole = memoryview(content)  # what is not bytes is an error before anything is written
         with open_output(url) as stream, explained(url):
-            stream.write(whole)
+            yield stream
         return
     path = resolve(url)[1]
     temporary = f"{path}.tmp-{uuid.uuid4().hex[:12]}"  # unknown to other hosts and users, and never opened by a link
     try:
         with open(temporary, "xb") as file:
-            file.write(content)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -290,12 +299,6 @@ def delete(url: str) -> None:
     _check_no_pattern(url, filesystem, path)
     # Another process may delete the same: what is gone is not an error.
     with explained(url), contextlib.suppress(FileNotFoundError):
-        if isinstance(filesystem, fs.LocalFileSystem):
-            if os.path.isdir(path) and not os.path.islink(path):
-                shutil.rmtree(path)  # follows no link
-            else:
-                os.unlink(path)
-            return
         kind = filesystem.get_file_info(path).type
         if kind == fs.FileType.Directory:
             filesystem.delete_dir(path)
@@ -326,16 +329,12 @@ def delete_known(url: str, is_known: Callable[[str], bool], *, first: str) -> li
         raise OSError(f"{path} is a symbolic link to {os.readlink(path)}, through which nothing is deleted")
     delete_file(join(url, first))
     infos = list_infos(url)
-    known = sorted(
-        i.base_name
-        for i in infos
-        if is_known(i.base_name) and (i.type != fs.FileType.Directory or is_link(join(url, i.base_name)))
-    )
-    left = [i.base_name for i in infos if i.base_name not in known]
+    is_file = {i.base_name: i.type != fs.FileType.Directory or is_link(join(url, i.base_name)) for i in infos}
+    left = [name for name in is_file if not (is_file[name] and is_known(name))]
     if not left and not is_local(url):
         delete(url)  # in one request for many files
         return left
-    for name in known:
+    for name in is_file.keys() - left:
         delete_file(join(url, name))
     if not left:
         with contextlib.suppress(OSError):  # it is gone, or somebody has just written a file there

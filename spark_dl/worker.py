@@ -79,8 +79,8 @@ def main_on_rows(
             if task == "train":
                 check_held_out(shards.rows, held_out)
                 if run.checkpoint is not None:
-                    saved = checkpoint.open_checkpoint(run.checkpoint).manifest.get("rows")
-                    check_same_rows(saved, shards, validation_fraction=held_out)
+                    saved = checkpoint.open_checkpoint(run.checkpoint, sha256=run.checkpoint_sha256)
+                    check_same_rows(saved.manifest.get("rows"), shards, validation_fraction=held_out)
         except ValueError as error:
             return RankResult(world.rank, None, refused=str(error))
         return RankResult(world.rank, LOOPS[task](dataclasses.replace(run, train=shards), world))

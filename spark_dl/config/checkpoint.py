@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from spark_dl.config.checks import check_number
+from spark_dl.config.checks import check_bool, check_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,8 +17,11 @@ class Checkpoint:
     """Epochs between two checkpoints. The end of training is always saved."""
     keep: int = 2
     """Checkpoints that are kept: the newest ones."""
+    strict: bool = False
+    """Whether a damaged newest checkpoint stops a resume; else the last valid one is used, with a warning."""
 
     def __post_init__(self) -> None:
         check_number(self, "every_steps", 0, whole=True)
         check_number(self, "every_epochs", 1, whole=True)
         check_number(self, "keep", 1, whole=True)
+        check_bool(self, "strict")

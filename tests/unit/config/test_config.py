@@ -171,6 +171,7 @@ INVALID = [
     (Checkpoint, "checkpoint.every_steps", [-1, 2.0, True, None]),
     (Checkpoint, "checkpoint.every_epochs", [0, -1, 2.0, None]),
     (Checkpoint, "checkpoint.keep", [0, -1, 2.0, None]),
+    (Checkpoint, "checkpoint.strict", ["yes", 1, None]),
 ]
 
 

@@ -1,0 +1,197 @@
+"""The files of one checkpoint: how they are written, checked against the manifest, read and deleted.
+
+The manifest has the bytes and the SHA-256 of every file, and a SHA-256 of itself (of what it says, not of its layout).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import re
+from collections.abc import Collection, Mapping
+from typing import IO, Any, cast
+
+import torch
+from pyarrow.fs import FileType
+
+from spark_dl import storage
+
+MANIFEST = "MANIFEST.json"
+FORMAT = "spark_dl.checkpoint"
+VERSION = 2
+MODEL, TRAINING = "model.pt", "training.pt"
+_NAME = re.compile(r"step-(\d+)\.gen-(\d+)")
+_OWN_FILE = re.compile(r"(MANIFEST\.json|model\.pt|training\.pt|rank-\d{5,}\.pt)(\.tmp-[0-9a-f]*)?")
+_CHUNK_BYTES = 16 * 2**20
+
+
+class DamagedError(ValueError):
+    """A checkpoint is not as it was written; the text names the file and the cause."""
+
+    def __init__(self, path: str, cause: str):
+        super().__init__(f"{path} is damaged: {cause}")
+
+
+def rank_file(rank: int) -> str:
+    """The name of the file that a rank alone writes."""
+    return f"rank-{rank:05d}.pt"
+
+
+def folder_name(step: int, generation: int) -> str:
+    """The name of a checkpoint's folder."""
+    return f"step-{step:08d}.gen-{generation:04d}"
+
+
+def parse_name(name: str) -> tuple[int, int] | None:
+    """(generation, step) of a checkpoint by the name of its folder; None for another name."""
+    match = _NAME.fullmatch(name)
+    return (int(match.group(2)), int(match.group(1))) if match else None
+
+
+def is_own_file(name: str) -> bool:
+    """Whether the name of a file is one that this package gives to the files of a checkpoint."""
+    return _OWN_FILE.fullmatch(name) is not None
+
+
+def delete(url: str) -> None:
+    """Deletes the files of a checkpoint by their names, the manifest first, and the folder if it is empty then.
+
+    What is half deleted does not count. Raises OSError if the folder is a symbolic link, which is not followed.
+    """
+    storage.delete_known(url, is_own_file, first=MANIFEST)
+
+
+class _Hashed:
+    """A file that is hashed while it is written, so that neither a copy nor a second read is needed."""
+
+    def __init__(self, file: Any):
+        self._file, self._hash, self.bytes = file, hashlib.sha256(), 0
+
+    def write(self, content: Any) -> int:
+        size = memoryview(content).nbytes
+        self._hash.update(content)
+        self._file.write(content)
+        self.bytes += size
+        return size
+
+    def flush(self) -> None:
+        """As torch asks for; the file is flushed when it is closed."""
+
+    def sha256(self) -> str:
+        return self._hash.hexdigest()
+
+
+def write(url: str, name: str, content: Any) -> dict[str, Any]:
+    """Writes tensors and plain data as a file of a checkpoint. Returns its entry in the manifest. Raises OSError."""
+    with storage.writing(storage.join(url, name)) as file:
+        hashed = _Hashed(file)
+        torch.save(content, cast("IO[bytes]", hashed))
+    return {"name": name, "bytes": hashed.bytes, "sha256": hashed.sha256()}
+
+
+def read(url: str, manifest: Mapping[str, Any], name: str) -> Any:
+    """The content of a file, on the CPU, as the manifest knows it. Raises DamagedError, and OSError."""
+    entry, path = manifest["files"].get(name), storage.join(url, name)
+    if entry is None:
+        raise DamagedError(path, "the manifest does not know it")
+    try:
+        data = storage.read_bytes(path)
+    except FileNotFoundError:
+        raise DamagedError(path, f"it is missing, expected {entry['bytes']} bytes") from None
+    _compare(path, entry, len(data), hashlib.sha256(data).hexdigest())
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+
+def _compare(path: str, entry: Mapping[str, Any], size: int | None, sha256: str | None = None) -> None:
+    if size != entry["bytes"]:
+        found = "a folder" if size is None else f"{size} bytes"
+        raise DamagedError(path, f"found {found}, expected {entry['bytes']} bytes")
+    if sha256 is not None and sha256 != entry["sha256"]:
+        raise DamagedError(path, f"found the SHA-256 {sha256}, expected {entry['sha256']}")
+
+
+def write_manifest(url: str, manifest: Mapping[str, Any]) -> None:
+    """Writes the manifest, with which the checkpoint is committed. Raises OSError."""
+    plain = json.loads(json.dumps({"format": FORMAT, "version": VERSION, **manifest}))
+    content = json.dumps({**plain, "sha256": digest(plain)}, indent=1)
+    storage.write_bytes(storage.join(url, MANIFEST), content.encode())
+
+
+def digest(manifest: Mapping[str, Any]) -> str:
+    """The checksum of what a manifest says, but for its own checksum."""
+    rest = {key: value for key, value in manifest.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def read_manifest(url: str) -> dict[str, Any]:
+    """What the manifest of a checkpoint says, checked. Raises DamagedError, FileNotFoundError and other OSError.
+
+    ValueError for one of another version, which is not damaged.
+    """
+    path = storage.join(url, MANIFEST)
+    if storage.is_link(path):
+        raise DamagedError(path, "it is a symbolic link")
+    try:
+        manifest = json.loads(storage.read_bytes(path))
+    except OSError:
+        if storage.info(path).type == FileType.Directory:
+            raise DamagedError(path, "it is a folder") from None
+        raise
+    except (ValueError, RecursionError) as error:
+        raise DamagedError(path, f"it is not JSON: {error}") from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise DamagedError(path, f"found no manifest of the format {FORMAT}")
+    if manifest.get("version") == 1 and "sha256" not in manifest:
+        raise ValueError(
+            f"{path} was written by an earlier spark_dl (version 1, without a checksum of itself), and this one reads "
+            f"version {VERSION}; load it with the spark_dl that wrote it"
+        )
+    if (found := manifest.get("sha256")) != digest(manifest):
+        raise DamagedError(path, f"found the SHA-256 {found!r:.80} of itself, expected {digest(manifest)}")
+    if manifest.get("version") != VERSION:
+        raise ValueError(f"{path} has version {manifest.get('version')!r:.80}; this spark_dl reads version {VERSION}")
+    _check_fields(path, manifest, parse_name(storage.name(url)))
+    return manifest
+
+
+def _check_fields(path: str, manifest: Mapping[str, Any], named: tuple[int, int] | None) -> None:
+    kinds = {"step": int, "generation": int, "world_size": int, "files": dict, "columns": list, "config": dict}
+    for key, kind in kinds.items():
+        if type(manifest.get(key)) is not kind:
+            raise DamagedError(path, f"found {key}={manifest.get(key)!r:.80}, expected a {kind.__name__}")
+    for name, entry in manifest["files"].items():
+        is_entry = isinstance(entry, dict) and type(entry.get("bytes")) is int and type(entry.get("sha256")) is str
+        if not is_own_file(name) or not is_entry:
+            raise DamagedError(path, f"found the file {name!r:.80} with {entry!r:.80}, expected its bytes and SHA-256")
+    found = manifest["generation"], manifest["step"]
+    if named is not None and named != found:
+        raise DamagedError(path, f"found generation {found[0]} and step {found[1]}, which is not that of its folder")
+
+
+def check_sizes(url: str, manifest: Mapping[str, Any]) -> None:
+    """Raises DamagedError unless every file is there, no link, and as long as the manifest says. One listing."""
+    sizes = {i.base_name: i.size if i.type == FileType.File else None for i in storage.list_infos(url)}
+    for name, entry in manifest["files"].items():
+        path = storage.join(url, name)
+        if storage.is_link(path):
+            raise DamagedError(path, "it is a symbolic link")
+        if name not in sizes:
+            raise DamagedError(path, f"it is missing, expected {entry['bytes']} bytes")
+        _compare(path, entry, sizes[name])
+
+
+def check_contents(url: str, manifest: Mapping[str, Any], names: Collection[str] | None = None) -> None:
+    """Raises DamagedError unless the files (these, or all) have their checksums. Reads them, in bounded memory."""
+    for name, entry in manifest["files"].items():
+        if names is not None and name not in names:
+            continue
+        path, size, found = storage.join(url, name), 0, hashlib.sha256()
+        try:
+            with storage.open_input(path) as file, storage.explained(path):
+                while chunk := file.read_buffer(_CHUNK_BYTES):
+                    found.update(chunk)
+                    size += len(chunk)
+        except FileNotFoundError:
+            raise DamagedError(path, f"it is missing, expected {entry['bytes']} bytes") from None
+        _compare(path, entry, size, found.hexdigest())

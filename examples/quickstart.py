@@ -26,11 +26,12 @@ if __name__ == "__main__":
 
     spec = spark_dl.ModelSpec(build=build_model, loss="CrossEntropyLoss", predict=predict)
     config = spark_dl.Config(
-        data=spark_dl.Data(features=("features",), label="label", validation_fraction=0.1),
+        data=spark_dl.Data(features=("features",), label="label"),
         train=spark_dl.Train(
             epochs=5,
             optimizer="Adam",
             lr=0.01,
+            validation_fraction=0.1,
             metrics={"accuracy": {"class": "MulticlassAccuracy", "num_classes": 2, "average": "micro"}},
         ),
         launch=spark_dl.Launch(num_ranks=2),

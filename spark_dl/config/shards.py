@@ -29,6 +29,11 @@ class Shards:
     cache_mib: int = may_change(0)
     """MiB that the copies may take up; 0 keeps none."""
 
+    @property
+    def has_layout(self) -> bool:
+        """Whether the rows of row groups and files are given, so that the size of cells need not be known."""
+        return bool(self.rows_per_row_group and self.rows_per_shard)
+
     def __post_init__(self) -> None:
         for name in ("rows_per_row_group", "rows_per_shard", "cache_mib"):
             check_number(self, name, 0, whole=True)

@@ -3,13 +3,12 @@
 import numpy as np
 import pyarrow as pa
 
-from spark_dl import Data
+from spark_dl import Shards
 from spark_dl.data.columns.source import SourceColumn
 
 SOURCE = (SourceColumn("features", "float32", "array", 1), SourceColumn("label", "int64", "scalar"))
 
-
-DATA = Data(rows_per_row_group=16, rows_per_shard=64)
+SHARDS = Shards(rows_per_row_group=16, rows_per_shard=64)
 
 
 def batches_of(rows, first=0, size=50, width=3):

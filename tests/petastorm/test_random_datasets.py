@@ -53,10 +53,10 @@ def through_the_loader(url, names):
     return {n: np.concatenate([b[n].numpy()[t] for b, t in zip(batches, true_rows, strict=True)]) for n in names}
 
 
-QUICK = make_config(deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+QUICK = settings(deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 
 
-@make_config(QUICK, max_examples=60)
+@settings(QUICK, max_examples=60)
 @given(dataset=datasets())
 def test_any_dataset_is_read_back_by_us(dataset):
     with tempfile.TemporaryDirectory() as folder:
@@ -68,7 +68,7 @@ def test_any_dataset_is_read_back_by_us(dataset):
 def test_a_sample_is_read_back_by_petastorm(run_petastorm, tmp_path):
     expected = []
 
-    @make_config(QUICK, max_examples=FOR_PETASTORM)
+    @settings(QUICK, max_examples=FOR_PETASTORM)
     @given(dataset=datasets())
     def write(dataset):
         write_dataset(str(tmp_path / str(len(expected))), **dataset, nonfinite="allow")

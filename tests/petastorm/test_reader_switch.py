@@ -1,4 +1,4 @@
-"""`loader.reader: petastorm` trains and evaluates on the rows that Petastorm deals, and says which ones it leaves out."""
+"""`loader.reader: petastorm` trains and evaluates on the rows that Petastorm deals, and logs which it leaves out."""
 
 import os
 import pickle

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from spark_dl import Config, Data, Train
 from spark_dl.data.load.loader import Loader
 from tests.builders.batches import steps
 from tests.builders.datasets import write_dataset
+from tests.builders.settings import make_config
 
 ROWS, GROUP_ROWS = 200, 40
 CASES = [(length, max_gap, stride) for length in (1, 2, 5) for max_gap in (1, 3, 100) for stride in (1, length)]
@@ -31,11 +31,11 @@ def ngrams(datasets, run_petastorm):
 
 @pytest.mark.parametrize(("length", "max_gap", "stride"), CASES)
 def test_sequences_are_those_of_ngram_across_row_groups(datasets, ngrams, length, max_gap, stride):
-    data = Data(
+    config = make_config(
         features=("id",), label=None, num_streams=4, sequence_length=length, sequence_stride=stride,
-        sequence_order="time", sequence_max_gap=max_gap,
+        sequence_order="time", sequence_max_gap=max_gap, global_batch_size=16,
     )  # fmt: skip
-    loader = Loader(datasets[GROUP_ROWS], Config(data=data, train=Train(global_batch_size=16)), rank=0, world_size=1)
+    loader = Loader(datasets[GROUP_ROWS], config, rank=0, world_size=1)
     ours = sorted(row for _, _, b in steps(loader) for row in b["id"][b["weight"] > 0].tolist())
     assert ours == sorted(ngrams[ROWS, length, max_gap, stride])
     if stride == 1:

@@ -10,12 +10,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from spark_dl import Config, Data, ModelSpec, Train
+from spark_dl import ModelSpec
 from spark_dl.data.external.dataset import open_parquet
 from spark_dl.data.load.loader import Loader
 from spark_dl.spec import weighted_loss_sum
 from tests.builders.batches import rows_of
 from tests.builders.petastorm import read_dataset
+from tests.builders.settings import make_config
 from tests.petastorm.exchange import cells, plain, plain_rows
 from tests.unit.data.external.test_dataset import columns_of
 
@@ -76,9 +77,10 @@ def test_text_decimals_and_ragged_fields_become_numbers_by_encode(written):
     """Beside what Petastorm reads, which are texts, decimals and arrays of several lengths."""
     root, _, read = written
     names = ["id", "price", "ragged", "kind"]
-    data = Data(features=tuple(names), label=None, num_streams=4, encode=ENCODE, ragged="offsets")
-    shards = open_parquet(str(root), names, data=data)
-    config = Config(data=data, train=Train(global_batch_size=20))
+    config = make_config(
+        features=tuple(names), label=None, num_streams=4, encode=ENCODE, ragged="offsets", global_batch_size=20
+    )
+    shards = open_parquet(str(root), names, data=config.data)
     found = {}
     for step in Loader(shards, config, rank=0, world_size=1).epoch(0):
         (batch,) = step.micro_batches
@@ -184,8 +186,7 @@ def test_0_4_0_is_read_by_us_alone(run_petastorm):
 
 @pytest.mark.parametrize("version", ["0.4.0", "0.7.6"])
 def test_old_datasets_train(version):
-    data = Data(features=("matrix",), label="id2", num_streams=4)
-    config = Config(data=data, train=Train(global_batch_size=20))
+    config = make_config(features=("matrix",), label="id2", num_streams=4, global_batch_size=20)
     torch.manual_seed(0)
     spec = ModelSpec(
         build=lambda: nn.Sequential(nn.Flatten(), nn.Linear(32 * 16 * 3, 2)),
@@ -193,7 +194,7 @@ def test_old_datasets_train(version):
     )
     model = spec.build()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    loader = Loader(open_parquet(str(legacy(version)), data.columns), config, rank=0, world_size=1)
+    loader = Loader(open_parquet(str(legacy(version)), config.data.columns), config, rank=0, world_size=1)
     losses = []
     for epoch in range(4):
         for step in loader.epoch(epoch):

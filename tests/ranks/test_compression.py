@@ -50,7 +50,7 @@ def train_and_look(run):
         return trainable
 
     with rendezvous.join(run.config.launch) as world:
-        loop.train(run, world, build_trainable=build)
+        loop.train(run, world, parallelize=build)
     for thread in threading.enumerate():
         if thread.name.startswith("spark_dl exchange"):
             thread.join(timeout=10)

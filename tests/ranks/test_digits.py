@@ -9,10 +9,10 @@ import torch.distributed as dist
 from sklearn.datasets import load_digits
 from torch import nn
 
-from spark_dl import ModelSpec, Parallel, checkpoint, worker
+from spark_dl import ModelSpec, checkpoint, worker
 from spark_dl.spec import Run
 from tests.builders.datasets import write_dataset
-from tests.builders.settings import make_config
+from tests.builders.settings import make_config, parallel
 from tests.ranks.launcher import run_ranks
 
 METHODS = {
@@ -71,7 +71,11 @@ def make_run(tmp_path, method, num_ranks):
     columns = {"features": features[NUM_TEST:], "label": label[NUM_TEST:]}
     shards = write_dataset(str(tmp_path / "data"), columns, group_rows=120, shard_rows=720)
     buckets = {} if "strategy" in METHODS[method] else {"bucket_mib": 2}
-    config = make_config(global_batch_size=48, epochs=EPOCHS, lr=0.05, optimizer_args={"momentum": 0.9}, log_every=1000, scheduler="ExponentialLR", scheduler_args={"gamma": 0.8}, num_streams=24, parallel=Parallel(**buckets, **METHODS[method]), num_ranks=num_ranks, collective_timeout_s=60, start_timeout_s=60, threads=1)  # fmt: skip
+    config = make_config(
+        global_batch_size=48, epochs=EPOCHS, lr=0.05, optimizer_args={"momentum": 0.9}, log_every=1000,
+        scheduler="ExponentialLR", scheduler_args={"gamma": 0.8}, num_streams=24, num_ranks=num_ranks, threads=1,
+        parallel=parallel(**buckets, **METHODS[method]), collective_timeout_s=60, start_timeout_s=60,
+    )  # fmt: skip
     return Run(spec=ModelSpec(build=build_classifier), config=config, train=shards, run_dir=str(tmp_path / method))
 
 

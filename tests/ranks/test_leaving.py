@@ -68,7 +68,11 @@ class FailsInAStep:
         return nn.functional.cross_entropy(output, labels, reduction="none")
 
 
-STRATEGIES = pytest.mark.parametrize("parallel", [DDP(), DDP(compression="topk"), LocalSGD(sync_every_steps=2, sync_start_step=2)], ids=["ddp", "topk", "post_local_sgd"])  # fmt: skip
+STRATEGIES = pytest.mark.parametrize(
+    "parallel",
+    [DDP(), DDP(compression="topk"), LocalSGD(sync_every_steps=2, sync_start_step=2)],
+    ids=["ddp", "topk", "post_local_sgd"],
+)
 
 
 @STRATEGIES

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from spark_dl import Data, Launch, ModelSpec, checkpoint, worker
+from spark_dl import Data, Launch, Loader, ModelSpec, Shards, checkpoint, worker
 from spark_dl.data.columns.encoding import Encoding
 from spark_dl.data.columns.source import SourceColumn
 from spark_dl.data.dataset.records import ShardSet
 from spark_dl.data.plan import Plan
-from spark_dl.data.write.writer import layout
+from spark_dl.data.write.writer import rows_per_file
 from spark_dl.launch.barrier import TaskInput
 from spark_dl.metrics import read_metrics
 from spark_dl.spec import Run
@@ -61,8 +61,8 @@ def train_rank(run, sizes, folder, first_part=0):
 
 def call_rank(fn, sizes, folder):
     rows = task_input(int(os.environ["RANK"]), sizes, folder)
-    data = Data(features=("features", "label"), label=None)
-    return worker.call_on_rows(fn, SOURCE, data, {}, Launch(num_ranks=len(sizes)), rows).result
+    data, launch = Data(features=("features", "label"), label=None), Launch(num_ranks=len(sizes))
+    return worker.call_on_rows(fn, SOURCE, data, Shards(), Loader(), 0.0, {}, launch, rows).result
 
 
 def make_run(tmp_path, config, name="run", **run):
@@ -74,7 +74,7 @@ def reference(sizes, config):
     torch.manual_seed(config.train.seed)
     model = build_mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=config.train.lr)
-    group = layout((), config.data)[0]
+    group = rows_per_file((), config.shards)[0]
     groups = [[min(group, n - start) for start in range(0, n, group)] for n in sizes]
     plan = Plan(
         group_rows=tuple(n for part in groups for n in part), global_batch_size=config.train.global_batch_size,
@@ -180,8 +180,9 @@ def ragged_input(part, sizes, folder):
 
 def call_ragged(fn, sizes, folder, ragged):
     rows = ragged_input(int(os.environ["RANK"]), sizes, folder)
-    data = Data(features=("clicks", "text", "label"), label=None, ragged=ragged, rows_per_row_group=16)
-    return worker.call_on_rows(fn, RAGGED, data, {}, Launch(num_ranks=len(sizes)), rows).result
+    data, launch = Data(features=("clicks", "text", "label"), label=None), Launch(num_ranks=len(sizes))
+    shards, loader = Shards(rows_per_row_group=16), Loader(ragged=ragged)
+    return worker.call_on_rows(fn, RAGGED, data, shards, loader, 0.0, {}, launch, rows).result
 
 
 def true_labels(rows):

@@ -53,8 +53,8 @@ def simulate(columns, config, group_rows):
         torch.optim.SGD(m.parameters(), lr=train_settings.lr, **train_settings.optimizer_args) for m in models
     ]
     plan = Plan(
-        group_rows=group_rows, global_batch_size=train_settings.global_batch_size, num_streams=config.loader.num_streams,
-        window_rows=config.loader.shuffle_window_rows, seed=train_settings.seed,
+        group_rows=group_rows, global_batch_size=train_settings.global_batch_size,
+        num_streams=config.loader.num_streams, window_rows=config.loader.shuffle_window_rows, seed=train_settings.seed,
     )  # fmt: skip
     features, label = torch.from_numpy(columns["features"]), torch.from_numpy(columns["label"])
     step, trained = 0, np.zeros(ranks)

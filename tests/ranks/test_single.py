@@ -1,4 +1,4 @@
-"""One rank without a process group: `single`, and `data_parallel` where there is one GPU or none."""
+"""One rank without a process group: `single`, and `dp_single_process` where there is one GPU or none."""
 
 import logging
 
@@ -15,7 +15,7 @@ from tests.ranks.test_parity import assert_same_training
 METRICS = {"accuracy": {"class": "MulticlassAccuracy", "num_classes": 3, "average": "micro"}}
 
 
-@pytest.mark.parametrize("strategy", ["single", "data_parallel"])
+@pytest.mark.parametrize("strategy", ["single", "dp_single_process"])
 @pytest.mark.parametrize("accumulation_steps", [1, 3])
 def test_same_as_a_plain_loop(tmp_path, strategy, accumulation_steps):
     settings = {"optimizer_args": {"momentum": 0.9}, "clip_grad_norm": 0.3, "accumulation_steps": accumulation_steps}
@@ -60,4 +60,4 @@ def test_there_is_no_process_group_and_a_task_without_gpus_says_so(tmp_path):
     run = make_run(tmp_path, config, spec=ModelSpec(build=build_and_look))
     [(result, lines)] = run_ranks(train_and_listen, 1, run)
     assert result["metrics"].keys() == {"loss", "accuracy"}
-    assert "parallel.strategy 'data_parallel' trains as 'single' does: the task has no GPU" in lines
+    assert "parallel.strategy 'dp_single_process' trains as 'single' does: the task has no GPU" in lines

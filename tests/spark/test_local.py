@@ -13,7 +13,7 @@ import torch.distributed as dist
 from pyspark.ml.linalg import Vectors
 
 import spark_dl
-from spark_dl import Data, RankError, checkpoint
+from spark_dl import Data, Loader, RankError, Shards, checkpoint
 from spark_dl.data import local
 from spark_dl.launch import preflight
 from spark_dl.launch.barrier import run_barrier
@@ -67,7 +67,7 @@ def test_train_and_evaluate(spark, points, tmp_path):
     assert result.history[0]["train_loss"] > result.train_loss
     assert "shards" not in os.listdir(tmp_path / "run")
     found = spark_dl.evaluate(points, MLP, result.run_dir)
-    shared = dataclasses.replace(config, data=dataclasses.replace(config.data, storage="shared"))
+    shared = dataclasses.replace(config, shards=Shards())
     expected = spark_dl.evaluate(points, MLP, result.run_dir, shared)
     assert found == {**expected, "loss": pytest.approx(expected["loss"], rel=1e-6)}
     assert len(spark_dl.predict(points, MLP, result.checkpoint).collect()) == 500
@@ -262,11 +262,11 @@ def test_the_memory_of_a_rank_does_not_grow_with_its_rows(spark):
 
 @pytest.mark.modes("local")
 def test_a_source_that_was_not_dealt_is_an_error(spark):
-    launch = spark_dl.Launch(num_ranks=3)
-    dealt, columns = local.deal_rows(spark.range(9), Data(features=("id",), label=None), 2)
+    launch, data = spark_dl.Launch(num_ranks=3), Data(features=("id",), label=None)
+    dealt, columns = local.deal_rows(spark.range(9), data, 2, has_layout=False)
     with pytest.raises(RankError, match="Spark started 2 tasks for 3 ranks"):
         run_barrier(
-            spark, spark_dl.worker.call_on_rows, _rows_of_rank, columns, Data(features=("id",), label=None), {},
+            spark, spark_dl.worker.call_on_rows, _rows_of_rank, columns, data, Shards(), Loader(), 0.0, {},
             launch, launch=launch, source=dealt,
         )  # fmt: skip
 

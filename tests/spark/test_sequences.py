@@ -3,7 +3,7 @@
 import pytest
 
 import spark_dl
-from spark_dl import Data, write_shards
+from spark_dl import write_shards
 from tests.builders.batches import read_all
 from tests.builders.models import small_config
 from tests.builders.series import GRU, SEQUENCES, waves
@@ -38,20 +38,13 @@ def test_train_and_evaluate_on_a_sorted_dataframe(spark, sorted_rows, tmp_path):
 
 @pytest.mark.modes("local")
 def test_shards_keep_the_order_of_the_dataframe(spark, sorted_rows, tmp_path):
-    small = {"rows_per_row_group": 16, "rows_per_shard": 64}
-    shards = write_shards(sorted_rows, str(tmp_path / "ordered"), Data(**SEQUENCES, **small))
+    config = small_config(1, data={**SEQUENCES, "rows_per_row_group": 16, "rows_per_shard": 64})
+    url, columns = str(tmp_path / "ordered"), config.stored_columns
+    shards = write_shards(sorted_rows, url, config.data, shards=config.shards, columns=columns)
     assert len(shards.shards) > 7
     found, expected = read_all(shards), waves(9, 61)
     assert {name: a.tolist() for name, a in found.items()} == {name: a.tolist() for name, a in expected.items()}
 
-    config = small_config(1, data=SEQUENCES)
     by_value = sorted_rows.orderBy("device", "value")
     with pytest.raises(ValueError, match=r"goes from .* within one 'device' .* df\.orderBy\('device', 'time'\)"):
         spark_dl.train(by_value, GRU, config, run_dir=str(tmp_path / "run"), progress=False)
-
-
-@pytest.mark.modes("local")
-def test_rows_on_the_ranks_own_disks_have_no_order(spark, sorted_rows):
-    data = Data(features=("value",), label=None, sequence_length=3)
-    with pytest.raises(ValueError, match="sequences.length: rows are dealt to the ranks without their order"):
-        spark_dl.run_on_dataframe(lambda rows: None, sorted_rows, data=data)

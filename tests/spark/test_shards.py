@@ -14,11 +14,11 @@ import pytest
 from pyspark.ml.linalg import Vectors
 from pyspark.sql import functions as F
 
-from spark_dl import Data, read_shards, storage, write_shards
+from spark_dl import Shards, read_shards, storage, write_shards
 from spark_dl.data.external.dataset import open_parquet
 from tests.builders.batches import read_all
 
-SMALL = Data(rows_per_row_group=16, rows_per_shard=64)
+SMALL = Shards(rows_per_row_group=16, rows_per_shard=64)
 
 
 @pytest.mark.modes("local")
@@ -27,7 +27,7 @@ SMALL = Data(rows_per_row_group=16, rows_per_shard=64)
 )
 def test_shards_have_a_set_size_and_every_row_once_in_order(spark, tmp_path, rows, partitions):
     df = spark.range(0, rows, 1, partitions).selectExpr("id", "array(id, id * 2, id * 3) AS a")
-    shards = write_shards(df, str(tmp_path / "d"), SMALL, columns=["id", "a"])
+    shards = write_shards(df, str(tmp_path / "d"), shards=SMALL, columns=["id", "a"])
     assert shards == read_shards(str(tmp_path / "d"))
     assert all(s.rows <= 64 and set(s.row_groups[:-1]) <= {16} and s.row_groups[-1] <= 16 for s in shards.shards)
     assert not any(a.rows < 32 and b.rows < 32 for a, b in itertools.pairwise(shards.shards))
@@ -42,7 +42,7 @@ def test_shards_have_a_set_size_and_every_row_once_in_order(spark, tmp_path, row
 
 def test_skewed_partitions_become_files_of_like_size(spark, tmp_path):
     df = spark.range(500).filter("id < 300 OR id >= 490").repartitionByRange(5, "id").union(spark.range(500, 507))
-    shards = write_shards(df.select("id"), str(tmp_path / "d"), SMALL, columns=["id"])
+    shards = write_shards(df.select("id"), str(tmp_path / "d"), shards=SMALL, columns=["id"])
     assert all(32 <= s.rows <= 64 for s in shards.shards[:-1])
     assert sorted(read_all(shards)["id"]) == [*range(300), *range(490, 507)]
 
@@ -134,9 +134,11 @@ def test_a_folder_in_use_is_not_overwritten_unasked(spark, tmp_path):
 @pytest.mark.modes("local", "connect")
 def test_a_dataset_is_replaced_by_rows_that_are_read_from_it(spark, tmp_path):
     url = str(tmp_path / "d")
-    write_shards(spark.range(0, 300, 1, 3), url, SMALL, columns=["id"])
+    write_shards(spark.range(0, 300, 1, 3), url, shards=SMALL, columns=["id"])
     before = {*os.listdir(tmp_path / "d")}
-    shards = write_shards(spark.read.parquet(url).where("id % 3 = 0"), url, SMALL, columns=["id"], overwrite=True)
+    shards = write_shards(
+        spark.read.parquet(url).where("id % 3 = 0"), url, shards=SMALL, columns=["id"], overwrite=True
+    )
     assert sorted(read_all(shards)["id"].tolist()) == [*range(0, 300, 3)]
     assert read_shards(url) == shards
     names = {n for n in os.listdir(tmp_path / "d") if not n.startswith(".")}
@@ -149,11 +151,11 @@ def test_a_dataset_is_replaced_by_rows_that_are_read_from_it(spark, tmp_path):
 @pytest.mark.parametrize("bad", ["nullif(id, 99)", "IF(id = 99, double('NaN'), id)", "raise_error('from the plan')"])
 def test_a_dataset_stays_as_it_was_where_the_rows_that_replace_it_are_bad(spark, tmp_path, bad):
     url = str(tmp_path / "d")
-    before = write_shards(spark.range(0, 40, 1, 2), url, SMALL, columns=["id"])
+    before = write_shards(spark.range(0, 40, 1, 2), url, shards=SMALL, columns=["id"])
     files = {p.name: p.read_bytes() for p in (tmp_path / "d").iterdir()}
     df = spark.range(0, 200, 1, 2).selectExpr(f"CAST({bad} AS DOUBLE) AS id")
     with pytest.raises(Exception, match="column 'id': found|from the plan"):
-        write_shards(df, url, SMALL, columns=["id"], overwrite=True)
+        write_shards(df, url, shards=SMALL, columns=["id"], overwrite=True)
     assert {p.name: p.read_bytes() for p in (tmp_path / "d").iterdir()} == files
     assert read_shards(url) == before
 
@@ -161,9 +163,9 @@ def test_a_dataset_stays_as_it_was_where_the_rows_that_replace_it_are_bad(spark,
 @pytest.mark.modes("local")
 def test_a_dataset_is_read_until_the_one_that_replaces_it_is_whole(spark, tmp_path):
     url = str(tmp_path / "d")
-    before = write_shards(spark.range(40), url, SMALL, columns=["id"])
+    before = write_shards(spark.range(40), url, shards=SMALL, columns=["id"])
     df = spark.range(0, 300, 1, 2).mapInArrow(partial(_reads_meanwhile, url, before.shards[0].name), "id long")
-    assert write_shards(df, url, SMALL, columns=["id"], overwrite=True).rows == 300
+    assert write_shards(df, url, shards=SMALL, columns=["id"], overwrite=True).rows == 300
 
 
 def _reads_meanwhile(url, old, batches):
@@ -185,7 +187,7 @@ def _reads_meanwhile(url, old, batches):
 @pytest.mark.modes("local")
 def test_a_manifest_that_cannot_be_written_leaves_the_old_dataset(spark, tmp_path, monkeypatch):
     url = str(tmp_path / "d")
-    before = write_shards(spark.range(40), url, SMALL, columns=["id"])
+    before = write_shards(spark.range(40), url, shards=SMALL, columns=["id"])
     files = {p.name: p.read_bytes() for p in (tmp_path / "d").iterdir()}
     write_bytes = storage.write_bytes
 
@@ -196,14 +198,14 @@ def test_a_manifest_that_cannot_be_written_leaves_the_old_dataset(spark, tmp_pat
 
     monkeypatch.setattr(storage, "write_bytes", fail)
     with pytest.raises(OSError, match="no space"):
-        write_shards(spark.range(30), url, SMALL, columns=["id"], overwrite=True)
+        write_shards(spark.range(30), url, shards=SMALL, columns=["id"], overwrite=True)
     assert {p.name: p.read_bytes() for p in (tmp_path / "d").iterdir()} == files
     assert read_shards(url) == before
 
 
 @pytest.mark.modes("local")
 def test_spark_reads_a_dataset_as_plain_parquet(spark, tmp_path):
-    write_shards(spark.range(100), str(tmp_path / "d"), SMALL, columns=["id"])
+    write_shards(spark.range(100), str(tmp_path / "d"), shards=SMALL, columns=["id"])
     assert spark.read.parquet(str(tmp_path / "d")).selectExpr("sum(id)").first()[0] == 4950
 
 
@@ -246,7 +248,7 @@ def test_what_the_driver_does_not_see_is_not_committed(spark, tmp_path):
     with pytest.raises(
         ValueError, match=r"is not whole: found nothing at part-.*; it must lie on storage that the driver"
     ):
-        write_shards(df, str(tmp_path / "d"), SMALL, columns=["id"])
+        write_shards(df, str(tmp_path / "d"), shards=SMALL, columns=["id"])
     assert os.listdir(tmp_path / "d") == []
 
 

@@ -34,7 +34,7 @@ def source(spark, tmp_path):
 
 
 def key(df, **data):
-    return store_key(df, Data(**data))
+    return store_key(df, Data(**data), Shards())
 
 
 def stored(store):
@@ -46,11 +46,11 @@ def stored(store):
 FRESH = """
 import sys
 from pyspark.sql import SparkSession
-from spark_dl import Data
+from spark_dl import Data, Shards
 from spark_dl.data.store.key import store_key
 spark = SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false").getOrCreate()
 spark.range(5).count()  # ids of columns are others here
-print("key", store_key(spark.read.parquet(sys.argv[1]).where("id >= 100").drop("id"), Data()))
+print("key", store_key(spark.read.parquet(sys.argv[1]).where("id >= 100").drop("id"), Data(), Shards()))
 """
 
 
@@ -219,33 +219,33 @@ def test_without_a_key_the_shards_are_written_to_the_run_and_the_log_says_why(sp
     assert "_manifest.json" in os.listdir(tmp_path / "run" / "shards" / "train")
     assert not os.path.exists(tmp_path / "store")
     with pytest.raises(ValueError, match="no folder to write the shards to, and the store cannot be used"):
-        spark_dl.store_shards(df, config.data)
+        spark_dl.store_shards(df, config.data, shards=config.shards)
 
 
 @local
 def test_where_no_lease_can_be_written_the_shards_are_written_to_the_run(spark, source, tmp_path, caplog):
     (tmp_path / "file").write_text("no folder")
-    df, data = spark.read.parquet(source), Data(store=str(tmp_path / "file" / "store"))
-    shards, lease = spark_dl.store_shards(df, data, str(tmp_path / "run"))
+    df, settings = spark.read.parquet(source), Shards(store=str(tmp_path / "file" / "store"))
+    shards, lease = spark_dl.store_shards(df, Data(), str(tmp_path / "run"), shards=settings)
     assert (shards.url, shards.rows, lease) == (str(tmp_path / "run"), 400, None)
     assert "the shards are written to the run: shards.store: cannot write the lease" in caplog.text
     with pytest.raises(ValueError, match=r"no folder to write the shards to, and shards.store: cannot write the lease"):
-        spark_dl.store_shards(df, data)
+        spark_dl.store_shards(df, Data(), shards=settings)
 
 
 @local
 def test_source_files_that_change_meanwhile_are_an_error(spark, source, tmp_path, monkeypatch):
     df = spark.read.parquet(source)
-    real = spark_dl.data.store.write_shards
+    real = spark_dl.data.store.store.write_shards
 
     def write_and_change(*args, **kwargs):
         shards = real(*args, **kwargs)
         os.utime(os.path.join(source, next(n for n in os.listdir(source) if n.endswith(".parquet"))))
         return shards
 
-    monkeypatch.setattr(spark_dl.data.store, "write_shards", write_and_change)
+    monkeypatch.setattr(spark_dl.data.store.store, "write_shards", write_and_change)
     with pytest.raises(RuntimeError, match="changed while its shards were written"):
-        spark_dl.store_shards(df, shards=Shards(store=str(tmp_path / "store")))
+        spark_dl.store_shards(df, Data(), shards=Shards(store=str(tmp_path / "store")))
     assert stored(str(tmp_path / "store")) == []
 
 

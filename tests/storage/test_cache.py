@@ -15,7 +15,7 @@ import time
 
 import pytest
 
-from spark_dl import Data, storage
+from spark_dl import Shards, storage
 from spark_dl.data.load.loader import Loader
 from spark_dl.data.store import cache as cache_module
 from spark_dl.data.store.cache import DiskCache, build_cache, open_input
@@ -319,7 +319,7 @@ def test_the_loader_reads_through_it(s3, tmp_path):
     shards, _ = write(s3.url("cached-set"))
     expected = labels(shards)
     config = small_config(1, data={"cache_dir": str(tmp_path / "cache"), "cache_mib": 8})
-    cache = build_cache(config.data)
+    cache = build_cache(config.shards)
 
     def through():
         steps = [b.micro_batches[0] for b in Loader(shards, config, rank=0, world_size=1).epoch(0)]
@@ -337,6 +337,6 @@ def test_the_loader_reads_through_it(s3, tmp_path):
     [({"cache_mib": 8}, "cache_dir"), ({"cache_dir": "relative"}, "cache_dir"), ({"cache_mib": -1}, "cache_mib")],
 )
 def test_settings_that_do_not_fit_are_refused(settings, key):
-    with pytest.raises(ValueError, match=f"data.{key}"):
-        Data(**settings)
-    assert build_cache(Data()) is None
+    with pytest.raises(ValueError, match=rf"^shards\.{key}: "):
+        Shards(**settings)
+    assert build_cache(Shards()) is None

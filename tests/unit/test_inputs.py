@@ -98,23 +98,26 @@ def test_for_datasets_of_others_too_but_for_words_that_another_dataset_has(tmp_p
 
 
 def test_the_settings_of_another_dataset_are_not_meant_for_one_that_is_written(tmp_path):
-    data = Data(features=["x"], label=None, nulls="drop", nonfinite="fill", fill={"x": 1}, shuffle=False)
+    data = Data(features=["x"], label=None, nulls="drop", nonfinite="fill", fill={"x": 1}, require_success=False)
     others, url = str(tmp_path / "others.parquet"), str(tmp_path / "d")
     pq.write_table(pa.table(X), others)
     for ours in (write_arrays(X, url), url):
-        assert as_written(data, ours) == Data(features=["x"], label=None, shuffle=False)
+        assert as_written(data, ours) == Data(features=["x"], label=None, require_success=False)
         assert as_written(Data(nonfinite="allow"), ours) == Data(nonfinite="allow")
     for source in (others, open_parquet(others, ["x"], data=data)):
         assert as_written(data, source) == data, "what is read is chosen then"
 
 
-@pytest.mark.parametrize("settings", [
-    {"reader": "petastorm"}, {"proportions": {"a": 1}}, {"store": "/s"}, {"cache_dir": "/c", "cache_mib": 8},
+@pytest.mark.parametrize(("key", "settings"), [
+    ("loader.reader", {"reader": "petastorm"}), ("loader.proportions", {"proportions": {"a": 1}}),
+    ("shards.store", {"store": "/s"}), ("shards.cache_dir", {"cache_dir": "/c", "cache_mib": 8}),
 ])  # fmt: skip
-def test_a_function_on_rows_refuses_settings_that_mean_nothing_there(settings):
-    with pytest.raises(ValueError, match=rf"^data\.{next(iter(settings))}: found .* with run_on_dataframe"):
-        check_rank_rows(Data(**settings), None)
-    check_rank_rows(Data(), None)
+def test_a_function_on_rows_refuses_settings_that_mean_nothing_there(key, settings):
+    config = asked(settings)
+    with pytest.raises(ValueError, match=rf"^{key}: found .* with run_on_dataframe"):
+        check_rank_rows(None, config.data, config.shards, config.loader)
+    config = asked()
+    check_rank_rows(None, config.data, config.shards, config.loader)
 
 
 # NaN and Inf in our own shards

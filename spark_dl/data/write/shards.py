@@ -109,7 +109,7 @@ def select_sources(
     """
     sources = spark_types.source_columns(df.schema, names, data.encode, data.fill)
     sources = with_vocabularies(df, sources, data.encode, words_of(like))
-    if not (layout.rows_per_row_group and layout.rows_per_shard):  # else the size of cells need not be known
+    if not layout.has_layout:  # else the size of cells need not be known
         sources = with_mean_sizes(df, sources)
     return df.select(*(expression(c).alias(f"c{i}") for i, c in enumerate(sources))), sources  # a name may have dots
 

@@ -15,20 +15,20 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from spark_dl import Data
+from spark_dl import Data, Loader
 from spark_dl.data import local
 from spark_dl.data.columns.policies import Changes
 from spark_dl.data.dataset.shard_table import Shard
 from spark_dl.data.write.shards import PartitionResult
-from tests.builders.local_rows import DATA, SOURCE, batches_of
+from tests.builders.local_rows import SHARDS, SOURCE, batches_of
 
 
-def spill_parts(stack, folder, sizes, data=DATA):
+def spill_parts(stack, folder, sizes):
     """The parts of several ranks, spilled one after another."""
     firsts = np.cumsum([0, *sizes])
     return [
         stack.enter_context(
-            local.spill(batches_of(n, int(first)), SOURCE, data, part=i, folder=str(folder))
+            local.spill(batches_of(n, int(first)), SOURCE, Data(), layout=SHARDS, part=i, folder=str(folder))
         )
         for i, (n, first) in enumerate(zip(sizes, firsts, strict=False))
     ]  # fmt: skip
@@ -63,7 +63,7 @@ def assemble_all(spilled):
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_every_row_once_in_equal_steps_on_all_ranks(tmp_path, sizes, shuffle):
     with contextlib.ExitStack() as stack:
-        ranks = [local.RankRows(s, DATA) for s in assemble_all(spill_parts(stack, tmp_path, sizes))]
+        ranks = [local.RankRows(s, Data(), Loader()) for s in assemble_all(spill_parts(stack, tmp_path, sizes))]
         for epoch in (0, 1):
             loaders = [r.loader(8, shuffle=shuffle) for r in ranks]
             steps = [list(loader.epoch(epoch)) for loader in loaders]
@@ -84,9 +84,9 @@ def test_every_row_once_in_equal_steps_on_all_ranks(tmp_path, sizes, shuffle):
 
 
 def test_a_fraction_for_validation_is_exact_over_all_ranks(tmp_path):
-    data = Data(rows_per_row_group=16, rows_per_shard=64, validation_fraction=0.1)
     with contextlib.ExitStack() as stack:
-        ranks = [local.RankRows(s, data) for s in assemble_all(spill_parts(stack, tmp_path, (90, 4, 0), data))]
+        spilled = assemble_all(spill_parts(stack, tmp_path, (90, 4, 0)))
+        ranks = [local.RankRows(rows, Data(), Loader(), 0.1) for rows in spilled]
         seen = {}
         for part in ("train", "validation"):
             loaders = [r.loader(4, part=part) for r in ranks]
@@ -100,7 +100,7 @@ def test_a_fraction_for_validation_is_exact_over_all_ranks(tmp_path):
 def test_resuming_an_epoch_goes_on_with_the_same_batches(tmp_path):
     with contextlib.ExitStack() as stack:
         for rows in assemble_all(spill_parts(stack, tmp_path, (90, 30))):
-            loader = local.RankRows(rows, DATA).loader(8)
+            loader = local.RankRows(rows, Data(), Loader()).loader(8)
             whole = [s.micro_batches[0] for s in loader.epoch(1)]
             for start in range(loader.plan.steps):
                 again = [s.micro_batches[0] for s in loader.epoch(1, start)]
@@ -123,7 +123,7 @@ def ragged(first, lengths):
 def test_what_does_not_fit_is_the_same_error_on_all_ranks(tmp_path, inputs, message):
     with contextlib.ExitStack() as stack:
         spilled = [
-            stack.enter_context(local.spill(batches, SOURCE, DATA, part=i, folder=str(tmp_path)))
+            stack.enter_context(local.spill(batches, SOURCE, Data(), layout=SHARDS, part=i, folder=str(tmp_path)))
             for i, batches in enumerate(inputs)
         ]
         errors = assemble_all(spilled)
@@ -134,7 +134,7 @@ def test_what_does_not_fit_is_the_same_error_on_all_ranks(tmp_path, inputs, mess
 
 def test_the_input_is_consumed_even_if_it_is_bad(tmp_path):
     batches = iter([*ragged(0, [3, 4]), *batches_of(100)])
-    with local.spill(batches, SOURCE, DATA, part=0, folder=str(tmp_path)) as spilled:
+    with local.spill(batches, SOURCE, Data(), layout=SHARDS, part=0, folder=str(tmp_path)) as spilled:
         assert spilled.part.error
     assert next(batches, None) is None
 
@@ -142,7 +142,7 @@ def test_the_input_is_consumed_even_if_it_is_bad(tmp_path):
 def test_files_are_for_this_user_alone_and_gone_at_the_end(tmp_path):
     umask = os.umask(0)
     try:
-        with local.spill(batches_of(300), SOURCE, DATA, part=0, folder=str(tmp_path)) as spilled:
+        with local.spill(batches_of(300), SOURCE, Data(), layout=SHARDS, part=0, folder=str(tmp_path)) as spilled:
             assert stat.S_IMODE(os.stat(spilled.url).st_mode) == 0o700
             files = os.listdir(spilled.url)
             assert len(files) == 5
@@ -151,7 +151,7 @@ def test_files_are_for_this_user_alone_and_gone_at_the_end(tmp_path):
         assert os.listdir(tmp_path) == []
         with (
             pytest.raises(ValueError, match="after an error"),
-            local.spill(batches_of(300), SOURCE, DATA, part=0, folder=str(tmp_path)),
+            local.spill(batches_of(300), SOURCE, Data(), layout=SHARDS, part=0, folder=str(tmp_path)),
         ):
             raise ValueError("after an error")
         assert os.listdir(tmp_path) == []
@@ -162,8 +162,9 @@ def test_files_are_for_this_user_alone_and_gone_at_the_end(tmp_path):
 KILLED = """
 import sys, time
 from spark_dl.data import local
-from tests.builders.local_rows import DATA, SOURCE, batches_of
-with local.spill(batches_of(300), SOURCE, DATA, part=0, folder=sys.argv[1]) as spilled:
+from spark_dl import Data
+from tests.builders.local_rows import SHARDS, SOURCE, batches_of
+with local.spill(batches_of(300), SOURCE, Data(), layout=SHARDS, part=0, folder=sys.argv[1]) as spilled:
     print(spilled.url, flush=True)
     time.sleep(60)
 """
@@ -185,9 +186,9 @@ LIMITED = """
 import resource, sys
 from spark_dl.data import local
 from tests.builders.local_rows import SOURCE, batches_of
-from spark_dl import Data
+from spark_dl import Data, Shards
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-with local.spill(batches_of(5000, width=784), SOURCE, Data(), part=3, folder=sys.argv[1]):
+with local.spill(batches_of(5000, width=784), SOURCE, Data(), layout=Shards(), part=3, folder=sys.argv[1]):
     pass
 """
 
@@ -201,21 +202,22 @@ def test_a_disk_that_takes_no_more_is_named(tmp_path):
 
 MEASURED = """
 import sys, threading, time, psutil
-from spark_dl import Data
+from spark_dl import Data, Shards
 from spark_dl.data import local
 from tests.builders.local_rows import SOURCE, batches_of
 process, peak, done = psutil.Process(), 0, False
+settings = {"layout": Shards(), "part": 0, "folder": sys.argv[1]}
 def watch():
     global peak
     while not done:
         peak = max(peak, process.memory_info().rss)
         time.sleep(0.005)
-with local.spill(batches_of(20_000, size=10_000, width=784), SOURCE, Data(), part=0, folder=sys.argv[1]):
+with local.spill(batches_of(20_000, size=10_000, width=784), SOURCE, Data(), **settings):
     before = process.memory_info().rss  # all is imported, and one shard was written
 thread = threading.Thread(target=watch)
 thread.start()
 rows = int(sys.argv[2])
-with local.spill(batches_of(rows, size=10_000, width=784), SOURCE, Data(), part=0, folder=sys.argv[1]) as spilled:
+with local.spill(batches_of(rows, size=10_000, width=784), SOURCE, Data(), **settings) as spilled:
     done = True
     thread.join()
     print(spilled.part.shards and sum(s.bytes for s in spilled.part.shards), peak - before)

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from spark_dl import DDP, Config, Launch
 from spark_dl.parallel.stragglers import delay_s
+from tests.builders.settings import make_config
 
 
 def config(kind, mean=0.5, ranks=()):
-    parallel = DDP(straggler=kind, straggler_s=mean if kind != "none" else 0.0, straggler_ranks=ranks)
-    return Config(parallel=parallel, launch=Launch(num_ranks=4))
+    mean = mean if kind != "none" else 0.0
+    return make_config(straggler=kind, straggler_s=mean, straggler_ranks=ranks, num_ranks=4)
 
 
 def delays(kind, ranks, count):

@@ -10,7 +10,7 @@ from torch import nn
 from spark_dl import Config, Launch, ModelSpec, ParameterServer, Train
 from spark_dl.baselines.servers.block import Block
 from spark_dl.baselines.servers.flat import FlatModel
-from spark_dl.config import ELEMENTWISE
+from spark_dl.config.conflicts import ELEMENTWISE
 from spark_dl.parallel.trainable import OptimizerState, build_optimizer
 from tests.builders.models import MLP, build_mlp
 

@@ -18,7 +18,8 @@ ENDLESS = 10**6
 
 
 def rules(mode, trainers, k=0, max_staleness=None):
-    parallel = ParameterServer(server_mode=mode, server_k=k if mode.startswith("k_") else 0, max_staleness=max_staleness)  # fmt: skip
+    server_k = k if mode.startswith("k_") else 0
+    parallel = ParameterServer(server_mode=mode, server_k=server_k, max_staleness=max_staleness)
     return rules_of(parallel, trainers)
 
 

@@ -12,13 +12,14 @@ import torch
 from pyspark.sql import types as t
 from torch import nn
 
-from spark_dl import Config, Data, ModelSpec, Shards, Train
+from spark_dl import Config, Data, ModelSpec, Shards
 from spark_dl.data.columns.ragged import from_lengths
 from spark_dl.data.external.dataset import open_parquet
 from spark_dl.data.load.loader import Loader
 from spark_dl.data.write.shards import write_arrays
 from spark_dl.data.write.spark_types import source_columns
 from spark_dl.inputs import shards_of
+from tests.builders.settings import make_config
 
 ROWS = 100
 
@@ -37,11 +38,10 @@ def shards(tmp_path):
 
 
 def loaders(shards, world_size=1, ragged="pad", window=20, **options):
-    data = Data(
+    config = make_config(
         features=("tokens", "points"), label="id", num_streams=4, shuffle_window_rows=window, ragged=ragged,
-        validation_fraction=options.pop("validation_fraction", 0.0),
+        validation_fraction=options.pop("validation_fraction", 0.0), global_batch_size=12,
     )  # fmt: skip
-    config = Config(data=data, train=Train(global_batch_size=12))
     return [Loader(shards, config, rank=r, world_size=world_size, **options) for r in range(world_size)]
 
 

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from spark_dl import Config, Data, Train
+from spark_dl import Data
 from spark_dl.data.columns import schema
 from spark_dl.data.columns.encoding import Encoding
 from spark_dl.data.columns.ragged import concatenate
@@ -116,8 +116,9 @@ def test_a_column_of_folders_and_files_is_what_the_files_say(tmp_path):
     for folder in ("year=1", "year=2"):
         (tmp_path / folder).mkdir()
         pq.write_table(pa.table({"id": [1, 2], "year": [9, 8]}), tmp_path / folder / "a.parquet")
-    data = Data(features=("id", "year"), label=None, num_streams=2, filters=[["year", "==", 9]])
-    found = columns_of(filter_rows(open_parquet(str(tmp_path), ["id", "year"], data=data), data), "id", "year")
+    config = make_config(features=("id", "year"), label=None, filters=[["year", "==", 9]])
+    shards = open_parquet(str(tmp_path), ["id", "year"], data=config.data)
+    found = columns_of(filter_rows(shards, config), "id", "year")
     assert sorted(found["year"]) == [9, 9]
 
 
@@ -127,9 +128,9 @@ def test_a_column_that_only_some_files_have_names_one_with_it_and_one_without(tm
     pq.write_table(table(rows=5), tmp_path / "b.parquet")
     with pytest.raises(ValueError, match=r"column 'year' is in year=1/a.parquet and not in b.parquet of"):
         open_parquet(str(tmp_path), ["id", "year"])
-    data = Data(features=("id",), label=None, filters=[["year", "==", 1]])
+    config = make_config(features=("id",), label=None, filters=[["year", "==", 1]])
     with pytest.raises(ValueError, match=r"column 'year' is in year=1/a.parquet and not in b.parquet of"):
-        filter_rows(open_parquet(str(tmp_path), ["id"], data=data), data)
+        filter_rows(open_parquet(str(tmp_path), ["id"], data=config.data), config)
     pq.write_table(pa.table({"id": [1], "extra": [1]}), tmp_path / "c.parquet")
     with pytest.raises(ValueError, match=r"column 'extra' is in c.parquet and not in b.parquet of"):
         open_parquet(str(tmp_path), ["id", "extra"])
@@ -450,12 +451,12 @@ def test_nan_and_inf_stop_the_loader_unless_they_are_allowed(tmp_path, kind, com
     with pytest.raises(RuntimeError, match=match):
         list(steps_of(shards, "x", encode=encode))
     assert len(list(steps_of(shards, "x", encode=encode, nonfinite="allow"))) == 2
-    without = filter_rows(shards, Data(filters=[[("id", "<", 13)], [("id", ">", 19)]]))
+    without = filter_rows(shards, make_config(filters=[[("id", "<", 13)], [("id", ">", 19)]]))
     assert len(list(steps_of(without, "x", encode=encode))) == 2
     with pytest.raises(
         RuntimeError, match=match.replace("row group 1", "the rows that pass data.filters of row group 1", 1)
     ):
-        list(steps_of(filter_rows(shards, Data(filters=[("id", ">", 12)])), "x", encode=encode))
+        list(steps_of(filter_rows(shards, make_config(filters=[("id", ">", 12)])), "x", encode=encode))
 
 
 @pytest.mark.parametrize("dtype", [FLOAT16, "float32", "float64"])
@@ -586,7 +587,7 @@ def test_timestamps_of_spark_are_the_microseconds_of_its_dataframe(tmp_path):
         shards = open_parquet(url, ["at", "list"])
         assert [c.encoding for c in shards.columns] == [Encoding("timestamp", unit="us")] * 2
         found[is_old] = columns_of(shards, "at", "list")
-        assert filter_rows(shards, Data(filters=[("at", ">", "9000-01-01")])).rows == 1
+        assert filter_rows(shards, make_config(filters=[("at", ">", "9000-01-01")])).rows == 1
     expected = [(t - datetime.datetime(1970, 1, 1)) // datetime.timedelta(microseconds=1) for t in times]
     for cells in found.values():
         assert cells["at"].tolist() == expected
@@ -654,10 +655,11 @@ def test_fields_of_petastorm_of_every_type_become_numbers_as_columns_of_plain_pa
         "lists": {"ragged": True}, "pairs": {"ragged": True}, "kind": {"as": "hash", "buckets": 9},
     }  # fmt: skip
     names = ("id", "name", "price", "at", "blob", "lists", "pairs", "kind")
-    data = Data(features=names, label=None, num_streams=4, encode=encode, ragged="offsets")
-    shards = open_parquet(str(tmp_path), names, data=data)
+    fields = {"num_streams": 4, "ragged": "offsets", "global_batch_size": 4}
+    config = make_config(features=names, label=None, encode=encode, **fields)
+    shards = open_parquet(str(tmp_path), names, data=config.data)
     found = {}
-    for step in Loader(shards, Config(data=data, train=Train(global_batch_size=4)), rank=0, world_size=1).epoch(0):
+    for step in Loader(shards, config, rank=0, world_size=1).epoch(0):
         (batch,) = step.micro_batches
         for i in np.flatnonzero(batch["weight"].numpy()):
             row = {n: batch[n][i].item() for n in ("name", "price", "at", "kind")}
@@ -719,11 +721,12 @@ def test_compressed_arrays_that_do_not_fit_are_an_error_before_they_are_unpacked
             str(tmp_path), table.schema, unischema=Unischema("Schema", fields),
             row_groups_per_file={"0.parquet": 20 // group_rows},
         )  # fmt: skip
-        data = Data(
-            features=("x",), label="id", num_streams=2, encode=encode, memory_mib=memory_mib, shuffle_window_rows=5
-        )
-        shards = open_parquet(str(tmp_path), ["x", "id"], data=data)
-        loader = Loader(shards, Config(data=data, train=Train(global_batch_size=4)), rank=0, world_size=1)
+        config = make_config(
+            features=("x",), label="id", num_streams=2, encode=encode, memory_mib=memory_mib, shuffle_window_rows=5,
+            global_batch_size=4,
+        )  # fmt: skip
+        shards = open_parquet(str(tmp_path), ["x", "id"], data=config.data)
+        loader = Loader(shards, config, rank=0, world_size=1)
         return [m for step in loader.epoch(0) for m in step.micro_batches]
 
     found = batches(5, 16)

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from spark_dl import Config, Data, Train
+from spark_dl import Data
 from spark_dl.data.external.dataset import open_parquet
 from spark_dl.data.external.row_counts import filter_rows
 from spark_dl.data.load.build import build_loader
@@ -19,6 +19,7 @@ from spark_dl.data.petastorm.unischema import Codec, Field, Unischema
 from tests.builders.batches import rows_of
 from tests.builders.cells import npy_cells, vectors
 from tests.builders.images import pixels, png
+from tests.builders.settings import make_config
 
 NAN, INF = float("nan"), float("inf")
 
@@ -215,20 +216,19 @@ def test_rows_that_are_not_counted_or_not_there(tmp_path, until_done):
     with pytest.raises(ValueError, match=r"none of the 4 rows of .* passes no null in \['id', 'x'\]"):
         rows_of(tmp_path, until_done, features=("id", "x"), nulls="drop")
     pq.write_table(plain_table(), tmp_path / "a.parquet")
-    data = Data(features=("id", "age"), label=None, num_streams=2, nulls="drop")
-    shards, config = open_parquet(str(tmp_path), data.features, data=data), Config(data=data)
+    config = make_config(features=("id", "age"), label=None, num_streams=2, nulls="drop")
+    shards = open_parquet(str(tmp_path), config.data.features, data=config.data)
     with pytest.raises(ValueError, match="data.filters, data.nulls, data.nonfinite: all rows of .* would be read"):
         build_loader(shards, config, rank=0, world_size=1)
-    counted = filter_rows(shards, data)
+    counted = filter_rows(shards, config)
     assert (shards.rows, counted.rows) == (ROWS, ROWS - 2)
 
 
 def test_other_rows_than_were_counted_are_an_error(tmp_path):
-    data = Data(features=("id", "age"), label=None, num_streams=2, nulls="drop")
+    config = make_config(features=("id", "age"), label=None, num_streams=2, nulls="drop", global_batch_size=4)
     pq.write_table(plain_table(), tmp_path / "a.parquet")
-    counted = filter_rows(open_parquet(str(tmp_path), data.features, data=data), data)
+    counted = filter_rows(open_parquet(str(tmp_path), config.data.features, data=config.data), config)
     changed = replace(counted, filtered=replace(counted.filtered, group_rows=np.array([ROWS - 3])))
-    config = Config(data=data, train=Train(global_batch_size=4))
     with pytest.raises(RuntimeError, match="22 rows pass data.filters, data.nulls and data.nonfinite, where 21 did"):
         list(build_loader(changed, config, rank=0, world_size=1).epoch(0))
 

@@ -34,13 +34,14 @@ from spark_dl.data.write.writer import ShardWriter
 from tests.builders.batches import assert_same, steps
 from tests.builders.datasets import write_dataset
 from tests.builders.images import png
+from tests.builders.settings import make_config
 
 BATCH, STREAMS = 12, 4
 
 
 def config(batch=BATCH, streams=STREAMS, **data):
     settings = {"features": ("x",), "label": "id", "num_streams": streams, "shuffle_window_rows": 40, **data}
-    return settings(**settings, global_batch_size=batch, seed=7)
+    return make_config(**settings, global_batch_size=batch, seed=7)
 
 
 def dataset(url, rows, group_rows=10, shard_rows=30):
@@ -303,7 +304,8 @@ def test_ready_batches_of_ragged_rows_are_bounded_by_what_they_take(few_long_row
 
     settings = config(batch=8, streams=2, memory_mib=24, prefetch_batches=100, shuffle=False)
     if is_mixed:
-        settings = dataclasses.replace(settings, data=dataclasses.replace(settings.data, proportions={"a": 1, "b": 1}))
+        loader = dataclasses.replace(settings.loader, proportions={"a": 1, "b": 1})
+        settings = dataclasses.replace(settings, loader=loader)
         mixed = Mixture(dict.fromkeys("ab", few_long_rows))
         loader = MixedLoader(mixed, settings, rank=0, world_size=1, prepare=prepare)
     else:
@@ -412,7 +414,7 @@ def test_rows_that_are_shuffled_together_fit_once_they_are_decoded(tmp_path, arr
     few_words(tmp_path, 1200, 50)
     settings = words_config("bytes", shuffle_window_rows=10_000)
     shards = open_parquet(str(tmp_path), ["x", "id"], data=settings.data)
-    message = "the rows of 4 row groups of .* take 19 MiB once they are decoded.* each stream has 16 MiB of data.memory"
+    message = "the rows of 4 row groups of .* take 19 MiB once they are decoded.* each stream has 16 MiB of loader.mem"
     with pytest.raises(ValueError, match=message):
         list(loaders(shards, 1, settings)[0].epoch(0))
     found = [
@@ -437,7 +439,7 @@ def test_texts_that_are_looked_up_are_not_decoded(tmp_path, arrow_peak, page_ind
     )  # fmt: skip
     settings = words_config("vocabulary", filters=[["x", "!=", WORDS[0]], ["id", ">=", 0]])
     shards = open_parquet(str(tmp_path), ["x", "id"], data=settings.data)
-    loader = loaders(filter_rows(shards, settings.data), 1, settings)[0]
+    loader = loaders(filter_rows(shards, settings), 1, settings)[0]
     found = torch.cat([torch.stack([b["id"], b["x"]])[:, b["weight"] > 0] for _, _, b in steps(loader)], dim=1)
     assert sorted(found[0].tolist()) == list(range(1200, 6000))
     assert torch.equal(found[1], found[0] // 1200 - 1)
@@ -451,14 +453,14 @@ def test_streams_whose_row_groups_pass_the_memory_of_a_rank_are_said(tmp_path, c
     """16 row groups of 1 MiB for 16 streams: a rank has 16, 6 or 2 of them at once."""
     rows = {"x": np.zeros((160, 13106), dtype=np.float64), "id": np.arange(160)}
     shards = write_dataset(str(tmp_path / "d"), rows, 10, 80)
-    data = config(batch=16, streams=16, memory_mib=5).data
-    warn_of_memory(shards, shards.columns, data, num_ranks)
+    settings = config(batch=16, streams=16, memory_mib=5)
+    warn_of_memory(shards, shards.columns, settings.loader, num_ranks)
     streams = {1: 16, 3: 6, 8: 2}[num_ranks]
     said = rf"{streams} streams with at least 1 MiB of a row group in memory, {streams} MiB of .*memory_mib=5; lower"
     assert bool(re.search(said, caplog.text)) == bool(caplog.text) == (streams > 5)
     caplog.clear()
     few = write_dataset(str(tmp_path / "few"), rows, 160, 160)  # one row group, of which each stream has a part
-    warn_of_memory(few, few.columns, config(batch=16, streams=16, memory_mib=20).data, 1)
+    warn_of_memory(few, few.columns, config(batch=16, streams=16, memory_mib=20).loader, 1)
     assert not caplog.text
 
 
@@ -631,10 +633,11 @@ def test_an_error_of_reading_leaves_no_memory_behind(tmp_path):
 
 LEFT_OPEN = """
 import sys
-from spark_dl import Config, Data, Train, read_shards
+from spark_dl import read_shards
 from spark_dl.data.load.loader import Loader
+from tests.builders.settings import make_config
 
-config = Config(data=Data(features=("x",), label="id", num_streams=2, memory_mib=8), train=Train(global_batch_size=4))
+config = make_config(features=("x",), label="id", num_streams=2, memory_mib=8, global_batch_size=4)
 batches = Loader(read_shards(sys.argv[1]), config, rank=0, world_size=1).epoch(0)
 next(batches)
 """

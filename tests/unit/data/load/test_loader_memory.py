@@ -19,19 +19,19 @@ from tests.builders.cells import npy_cells, zipped
 MEASURE = """
 import re, sys
 import psutil
-from spark_dl import Config, Data, Train, read_shards
+from spark_dl import read_shards
 from spark_dl.data.external.row_counts import filter_rows
 from spark_dl.data.external.dataset import open_parquet
 from spark_dl.data.load.loader import Loader
+from tests.builders.settings import make_config
 
 def opened(url):
-    return read_shards(url) if url.endswith("shards") else open_parquet(url, ["x", "id"], data=data)
+    return read_shards(url) if url.endswith("shards") else open_parquet(url, ["x", "id"], data=config.data)
 
-data = Data(features=("x",), label="id", **eval(sys.argv[4]))
-config = Config(data=data, train=Train(global_batch_size=64))
+config = make_config(features=("x",), label="id", global_batch_size=64, **eval(sys.argv[4]))
 for _ in Loader(opened(sys.argv[1]), config, rank=0, world_size=1).epoch(0):  # a few rows: the code is in memory, too
     pass
-loader = Loader(filter_rows(opened(sys.argv[2]), data), config, rank=0, world_size=1)
+loader = Loader(filter_rows(opened(sys.argv[2]), config), config, rank=0, world_size=1)
 before = psutil.Process().memory_info().rss
 epochs = int(sys.argv[3])
 for epoch in range(epochs):

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from spark_dl import Config, Data, Train
 from spark_dl.data.columns.ragged import from_lengths
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.dataset.records import ShardSet
@@ -17,6 +16,7 @@ from spark_dl.data.load.mixture import MixedLoader, MixedPlan, Mixture, batch_sh
 from spark_dl.data.plan import Plan
 from spark_dl.inputs import shards_of
 from tests.builders.datasets import write_dataset
+from tests.builders.settings import make_config
 
 STREAMS, BATCH = 4, 40
 
@@ -68,8 +68,10 @@ def mixture(folder, sizes):
 
 
 def config(**proportions):
-    data = Data(features=("x",), label="id", num_streams=STREAMS, shuffle_window_rows=30, proportions=proportions)
-    return Config(data=data, train=Train(global_batch_size=BATCH))
+    return make_config(
+        features=("x",), label="id", num_streams=STREAMS, shuffle_window_rows=30, proportions=proportions,
+        global_batch_size=BATCH,
+    )  # fmt: skip
 
 
 def ids(loader, epoch=0, start=0):
@@ -140,8 +142,9 @@ def lengths_of(ids):
 
 def ragged_config(ragged, a=0.5, b=0.5, **data):
     settings = {"num_streams": STREAMS, "shuffle_window_rows": 30, "ragged": ragged, **data}
-    data = Data(features=("tokens", "points"), label="id", proportions={"a": a, "b": b}, **settings)
-    return Config(data=data, train=Train(global_batch_size=BATCH))
+    return make_config(
+        features=("tokens", "points"), label="id", proportions={"a": a, "b": b}, global_batch_size=BATCH, **settings
+    )
 
 
 def cells_of(batch, name):
@@ -238,8 +241,10 @@ def test_what_does_not_fit_into_a_dataset_s_share_of_the_memory_is_said_on_the_d
     tmp_path, memory_mib, batch, message
 ):
     mixed = wide_mixture(tmp_path)
-    data = Data(features=("x",), label="id", num_streams=2, proportions={"a": 1, "b": 1}, memory_mib=memory_mib)
-    settings = Config(data=data, train=Train(global_batch_size=batch))
+    settings = make_config(
+        features=("x",), label="id", num_streams=2, proportions={"a": 1, "b": 1}, memory_mib=memory_mib,
+        global_batch_size=batch,
+    )  # fmt: skip
 
     def on_driver():
         for name, own in dataset_configs(settings).items():

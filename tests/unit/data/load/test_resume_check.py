@@ -9,7 +9,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from spark_dl import Data
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.dataset.manifest import read_shards
 from spark_dl.data.dataset.records import LocalPlacement, ShardSet
@@ -19,6 +18,7 @@ from spark_dl.data.external.row_counts import filter_rows
 from spark_dl.data.load.mixture import Mixture
 from spark_dl.data.load.resume_check import check_same_rows, dataset_digest
 from tests.builders.datasets import write_dataset
+from tests.builders.settings import make_config
 
 
 def saved_at(step, data):
@@ -34,13 +34,13 @@ def spread(sizes, digest="a"):
 
 def test_rows_on_the_ranks_must_be_the_same_in_the_same_places():
     saved = saved_at(3, spread((5, 5)))
-    check_same_rows(saved, spread((5, 5)), Data())
+    check_same_rows(saved, spread((5, 5)), validation_fraction=0.0)
     for other in (spread((6, 4)), spread((5, 5), "b"), spread((10,))):
         with pytest.raises(ValueError, match=r"made with \[5, 5\] rows on the ranks, now they have .*shards.storage"):
-            check_same_rows(saved, other, Data())
-        check_same_rows({**saved, "step_of_epoch": 0}, other, Data())
+            check_same_rows(saved, other, validation_fraction=0.0)
+        check_same_rows({**saved, "step_of_epoch": 0}, other, validation_fraction=0.0)
         with pytest.raises(ValueError, match="cannot resume"):
-            check_same_rows({**saved, "step_of_epoch": 0}, other, Data(validation_fraction=0.1))
+            check_same_rows({**saved, "step_of_epoch": 0}, other, validation_fraction=0.1)
 
 
 def plain(folder, *files, group=8):
@@ -53,9 +53,9 @@ def plain(folder, *files, group=8):
 def test_plain_parquet_must_have_the_same_files_row_groups_and_sizes(tmp_path):
     before = plain(tmp_path / "a", ("1.parquet", 0, 32), ("2.parquet", 32, 32))
     saved = saved_at(3, before)
-    check_same_rows(saved, before, Data())
+    check_same_rows(saved, before, validation_fraction=0.0)
     shutil.copytree(tmp_path / "a", tmp_path / "moved")
-    check_same_rows(saved, open_parquet(str(tmp_path / "moved"), ["x"]), Data())
+    check_same_rows(saved, open_parquet(str(tmp_path / "moved"), ["x"]), validation_fraction=0.0)
     for name, files, group in (
         ("added", [("1.parquet", 0, 32), ("2.parquet", 32, 32), ("3.parquet", 64, 8)], 8),
         ("renamed", [("2.parquet", 0, 32), ("3.parquet", 32, 32)], 8),
@@ -64,17 +64,17 @@ def test_plain_parquet_must_have_the_same_files_row_groups_and_sizes(tmp_path):
         with pytest.raises(
             ValueError, match=r"the dataset has changed .*found \d+ rows in . files.*64 rows in 2 files"
         ):
-            check_same_rows(saved, plain(tmp_path / name, *files, group=group), Data())
+            check_same_rows(saved, plain(tmp_path / name, *files, group=group), validation_fraction=0.0)
 
 
 def test_filters_must_pass_the_same_rows_of_each_row_group(tmp_path):
     dataset = plain(tmp_path / "a", ("1.parquet", 0, 32))
-    low, high = (filter_rows(dataset, Data(filters=[("x", op, 16)])) for op in ("<", ">="))
+    low, high = (filter_rows(dataset, make_config(filters=[("x", op, 16)])) for op in ("<", ">="))
     assert low.rows == high.rows
-    check_same_rows(saved_at(3, low), low, Data())
+    check_same_rows(saved_at(3, low), low, validation_fraction=0.0)
     for other in (high, dataset):
         with pytest.raises(ValueError, match=r"cannot resume: the dataset has changed .*data.filters"):
-            check_same_rows(saved_at(3, low), other, Data())
+            check_same_rows(saved_at(3, low), other, validation_fraction=0.0)
 
 
 def test_a_dataset_of_ours_that_was_written_again_is_another_unless_it_holds_the_same(tmp_path):
@@ -85,19 +85,19 @@ def test_a_dataset_of_ours_that_was_written_again_is_another_unless_it_holds_the
     shutil.rmtree(url)
     write_dataset(url, {"x": np.arange(64)})
     assert set(os.listdir(url)) != names
-    check_same_rows(saved, read_shards(url), Data())
+    check_same_rows(saved, read_shards(url), validation_fraction=0.0)
     shutil.rmtree(url)
     write_dataset(url, {"x": np.arange(64)[::-1].copy()})
     with pytest.raises(ValueError, match="the dataset has changed"):
-        check_same_rows(saved, read_shards(url), Data())
+        check_same_rows(saved, read_shards(url), validation_fraction=0.0)
 
 
 def test_a_mixture_is_compared_by_dataset(tmp_path):
     a, b = plain(tmp_path / "a", ("1.parquet", 0, 32)), plain(tmp_path / "b", ("1.parquet", 0, 16))
     saved = saved_at(3, Mixture({"a": a, "b": b}))
-    check_same_rows(saved, Mixture({"a": a, "b": b}), Data())
+    check_same_rows(saved, Mixture({"a": a, "b": b}), validation_fraction=0.0)
     with pytest.raises(ValueError, match=r"the dataset 'b' has changed .*found 32 rows .*expected 16 rows"):
-        check_same_rows(saved, Mixture({"a": a, "b": a}), Data())
+        check_same_rows(saved, Mixture({"a": a, "b": a}), validation_fraction=0.0)
 
 
 def test_what_a_checkpoint_keeps_does_not_grow_with_the_files():
@@ -106,5 +106,5 @@ def test_what_a_checkpoint_keeps_does_not_grow_with_the_files():
 
 
 def test_a_checkpoint_that_does_not_say_its_rows_is_said(tmp_path, caplog):
-    check_same_rows(None, plain(tmp_path / "a", ("1.parquet", 0, 32)), Data())
+    check_same_rows(None, plain(tmp_path / "a", ("1.parquet", 0, 32)), validation_fraction=0.0)
     assert "does not say which rows" in caplog.text

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from spark_dl import Config, Data, Train, load_config
+from spark_dl import load_config
 from spark_dl.config.load import build_config
 from spark_dl.data.columns.encoding import Encoding
 from spark_dl.data.columns.schema import Column
@@ -26,6 +26,7 @@ from spark_dl.data.load.build import build_loader
 from spark_dl.data.load.loader import Loader
 from spark_dl.data.parquet.filters import Bounds, Condition, holds_within, simplify
 from tests.builders.datasets import write_dataset
+from tests.builders.settings import make_config
 
 ROWS = 120
 OPS = {"==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
@@ -33,14 +34,14 @@ OPS = {"==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le
 NAN = float("nan")
 
 
-def data(filters=(), **settings):
-    return Data(features=("id",), label=None, num_streams=6, filters=filters, **settings)
+def config(filters=(), **settings):
+    settings = {"num_streams": 6, "shuffle_window_rows": 30, "global_batch_size": 12, **settings}
+    return make_config(features=("id",), label=None, filters=filters, **settings)
 
 
 def read(shards, world_size=1, part="all", epoch=0, **settings):
     """The ids that are read, on all ranks."""
-    config = Config(data=data(shuffle_window_rows=30, **settings), train=Train(global_batch_size=12))
-    loaders = [Loader(shards, config, rank=r, world_size=world_size, part=part) for r in range(world_size)]
+    loaders = [Loader(shards, config(**settings), rank=r, world_size=world_size, part=part) for r in range(world_size)]
     steps = [list(loader.epoch(epoch)) for loader in loaders]
     assert len({len(s) for s in steps}) == 1
     batches = [b for s in steps for step in s for b in step.micro_batches]
@@ -50,7 +51,7 @@ def read(shards, world_size=1, part="all", epoch=0, **settings):
 
 
 def filtered(shards, *filters, **settings):
-    return filter_rows(shards, data(filters, **settings))
+    return filter_rows(shards, config(filters, **settings))
 
 
 def values():
@@ -163,10 +164,9 @@ def dataset(tmp_path, rows, **more):
 
 def test_the_order_does_not_depend_on_the_number_of_ranks(tmp_path):
     shards = filtered(dataset(tmp_path, 120), ["id", "not in", [3, 4, 50]])
-    config = Config(data=data(shuffle_window_rows=30), train=Train(global_batch_size=12))
 
     def steps(world_size):
-        loaders = [Loader(shards, config, rank=r, world_size=world_size) for r in range(world_size)]
+        loaders = [Loader(shards, config(), rank=r, world_size=world_size) for r in range(world_size)]
         batches = zip(*(loader.epoch(1) for loader in loaders), strict=True)
         return [torch.cat([s.micro_batches[0]["id"] for s in parts]).tolist() for parts in batches]
 
@@ -224,7 +224,7 @@ def test_only_columns_that_are_in_question_are_read_to_count(tmp_path):
 def test_cells_of_rows_that_do_not_pass_are_not_decoded(tmp_path):
     table = pa.table({"id": pa.array([None if i % 3 == 0 else i for i in range(30)]), "x": [i % 3 for i in range(30)]})
     pq.write_table(table, tmp_path / "t.parquet", row_group_size=10)
-    shards = open_parquet(str(tmp_path), ["id"], data=data([["x", "!=", 0]]))
+    shards = open_parquet(str(tmp_path), ["id"], data=config([["x", "!=", 0]]).data)
     for condition in (["x", "!=", 0], ["id", ">=", 0]):
         assert sorted(read(filtered(shards, condition))) == [i for i in range(30) if i % 3]
     with pytest.raises(RuntimeError, match=r"the rows that pass data.filters of row group \d .*null"):
@@ -238,14 +238,13 @@ def test_ragged_columns_and_partitions_keep_to_their_rows(tmp_path, part):
         rows = range(half * 50, half * 50 + 50)
         table = pa.table({"id": rows, "list": [[i] * (i % 4) for i in rows], "x": [i % 7 for i in rows]})
         pq.write_table(table, tmp_path / f"half={half}" / "t.parquet", row_group_size=20)
-    settings = Data(
+    settings = make_config(
         features=("id", "list", "half"), label=None, num_streams=6, encode={"list": {"ragged": True}}, ragged="offsets",
-        validation_fraction=0.3, filters=[["x", "<=", 2]],
+        validation_fraction=0.3, filters=[["x", "<=", 2]], global_batch_size=12,
     )  # fmt: skip
-    shards = filter_rows(open_parquet(str(tmp_path), settings.features, data=settings), settings)
-    config = Config(data=settings, train=Train(global_batch_size=12))
+    shards = filter_rows(open_parquet(str(tmp_path), settings.data.features, data=settings.data), settings)
     found = []
-    for step in Loader(shards, config, rank=0, world_size=1, part=part).epoch(0):
+    for step in Loader(shards, settings, rank=0, world_size=1, part=part).epoch(0):
         batch = {name: t.numpy() for name, t in step.micro_batches[0].items()}
         lists = np.split(batch["list"], batch["list_offsets"][1:-1])
         for i, values, half, weight in zip(batch["id"], lists, batch["half"], batch["weight"], strict=True):
@@ -468,17 +467,15 @@ def test_what_is_decided_is_not_looked_at_again():
 ])  # fmt: skip
 def test_filters_of_another_form(filters, message):
     with pytest.raises(ValueError, match=rf"data.filters.*{message}"):
-        data(filters)
+        config(filters)
 
 
 def test_filters_are_plain_data(tmp_path):
     day = datetime.date(2024, 1, 2)
-    config = Config(
-        data=data([["day", ">=", day], ["n", "in", ["1", 2]], ["b", "==", True]]), train=Train(global_batch_size=12)
-    )
+    settings = config([["day", ">=", day], ["n", "in", ["1", 2]], ["b", "==", True]])
     full = ((("day", ">=", "2024-01-02"), ("n", "in", ("1", 2)), ("b", "==", True)),)
-    assert config.data.filters == full
-    assert build_config(config.to_dict()) == config
+    assert settings.data.filters == full
+    assert build_config(settings.to_dict()) == settings
     (tmp_path / "c.yaml").write_text('data: {filters: [[day, ">=", 2024-01-02], [n, in, ["1", 2]], [b, ==, true]]}')
     assert load_config(tmp_path / "c.yaml").data.filters == full
     assert load_config(overrides=['data.filters=[[["x", ">", 3]], [["s", "==", "12"]]]']).data.filters == (
@@ -489,15 +486,15 @@ def test_filters_are_plain_data(tmp_path):
 
 def test_a_loader_for_rows_that_were_not_counted(tmp_path):
     shards = dataset(tmp_path, 20)
-    config = Config(data=data([["id", ">", 3]]), train=Train(global_batch_size=12))
+    settings = config([["id", ">", 3]])
     with pytest.raises(ValueError, match=r"data.filters, data.nulls, data.nonfinite: all rows of .* would be read"):
-        build_loader(shards, config, rank=0, world_size=1)
-    counted = filter_rows(shards, config.data)
-    assert build_loader(counted, config, rank=0, world_size=1).plan.rows == 16
+        build_loader(shards, settings, rank=0, world_size=1)
+    counted = filter_rows(shards, settings)
+    assert build_loader(counted, settings, rank=0, world_size=1).plan.rows == 16
 
 
 def test_what_filters_do_not_go_with():
-    with pytest.raises(ValueError, match="data.filters: not with loader.reader=petastorm"):
-        data([["x", ">", 3]], reader="petastorm")
-    with pytest.raises(ValueError, match=r"data.filters: not with shards.storage=local.*df.filter"):
-        data([["x", ">", 3]], storage="local")
+    with pytest.raises(ValueError, match="data.filters: .* with loader.reader=petastorm"):
+        config([["x", ">", 3]], reader="petastorm")
+    with pytest.raises(ValueError, match=r"data.filters: .* with shards.storage=local.*df.filter"):
+        config([["x", ">", 3]], storage="local")

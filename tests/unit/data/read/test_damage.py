@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from spark_dl import Data
 from spark_dl.data.external.row_counts import filter_rows
 from spark_dl.data.parquet import file as parquet_file
 from spark_dl.data.plan import Segment
 from spark_dl.data.read.rows import Rows
 from tests.builders.datasets import write_dataset
+from tests.builders.settings import make_config
 
 ROWS = {
     "id": np.arange(24),
@@ -58,7 +58,7 @@ def test_a_flipped_bit_anywhere_gives_an_error_or_the_same_rows(tmp_path):
 def test_a_flipped_bit_of_a_footer_is_an_error_of_filters_too(tmp_path):
     """What they count rows by is parsed on the driver, which a bit of a footer can crash."""
     shards = write_dataset(str(tmp_path / "d"), ROWS, group_rows=8, shard_rows=16)
-    above = Data(filters=[("id", ">=", 4)])
+    above = make_config(filters=[("id", ">=", 4)])
     assert filter_rows(shards, above).filtered.group_rows.tolist() == [4, 8, 8]
     for shard in shards.shards:
         path = tmp_path / "d" / shard.name

@@ -8,7 +8,6 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from spark_dl import Config, Data, Train
 from spark_dl.data.columns.ragged import from_lengths
 from spark_dl.data.external.dataset import open_parquet
 from spark_dl.data.load.build import build_loader
@@ -17,13 +16,19 @@ from spark_dl.data.load.mixture import Mixture
 from spark_dl.data.plan import Segment
 from spark_dl.data.read import sequences
 from spark_dl.data.read.rows import Rows
-from spark_dl.data.read.sequences import SequenceRows, Sequences, with_runs
+from spark_dl.data.read.sequences import SequenceIndex, SequenceRows, with_runs
 from tests.builders.batches import assert_same, steps
 from tests.builders.datasets import write_dataset
+from tests.builders.settings import make_config
 
 
-def settings(**data):
-    return Data(**{"features": ("x", "m"), "label": "id", "num_streams": 4, "shuffle_window_rows": 40, **data})
+def settings(**fields):
+    defaults = {"features": ("x", "m"), "label": "id", "num_streams": 4, "shuffle_window_rows": 40}
+    return make_config(**{**defaults, "global_batch_size": 12, **fields})
+
+
+def runs_of(shards, config):
+    return with_runs(shards, config.sequences, config.data.columns)
 
 
 def series(rows, seed=0):
@@ -75,12 +80,12 @@ def test_every_valid_sample_is_read_once_with_its_rows(tmp_path, length, stride,
     shards = write_dataset(str(tmp_path / "d"), columns, 10, 30)
     starts = expected_starts(columns, length, stride, **found_by)
     asked = {f"sequence_{key}": value for key, value in found_by.items()}
-    data = settings(sequence_length=length, sequence_stride=stride, **asked)
+    config = settings(sequence_length=length, sequence_stride=stride, **asked)
     if not starts:
         with pytest.raises(ValueError, match=rf"sequences\.length={length}: .* has no such sequence; its 157 rows"):
-            with_runs(shards, data)
+            runs_of(shards, config)
         return
-    loader = Loader(with_runs(shards, data), Config(data=data, train=Train(global_batch_size=12)), rank=0, world_size=1)
+    loader = Loader(runs_of(shards, config), config, rank=0, world_size=1)
     assert loader.plan.rows == len(starts)
     seen = []
     for _, _, batch in steps(loader, epoch=1):
@@ -92,7 +97,7 @@ def test_every_valid_sample_is_read_once_with_its_rows(tmp_path, length, stride,
         assert bool((batch["id"].diff(dim=1) == 1).all())
         seen += batch["id"][batch["weight"] > 0][:, 0].tolist()
     assert sorted(seen) == starts
-    in_order = Loader(shards, Config(data=data, train=Train(global_batch_size=12)), rank=0, world_size=1, shuffle=False)
+    in_order = Loader(shards, config, rank=0, world_size=1, shuffle=False)
     b, cuts = 3, [i * len(starts) // 4 for i in range(5)]
     for step, _, batch in steps(in_order):
         places = [cuts[s] + step * b + i for s in range(4) for i in range(b) if cuts[s] + step * b + i < cuts[s + 1]]
@@ -108,7 +113,7 @@ def test_samples_are_counted_and_found_by_arithmetic(seed):
         expected_starts({"id": np.arange(rows), "device": device}, length, stride, "device"), dtype=np.int64
     )
     run_starts = np.flatnonzero(np.diff(device, prepend=-1))
-    found = Sequences(run_starts, rows, length, stride)
+    found = SequenceIndex(run_starts, rows, length, stride)
     assert found.samples == len(starts)
     np.testing.assert_array_equal(found.first_rows(np.arange(len(starts))), starts)
     np.testing.assert_array_equal(
@@ -120,7 +125,7 @@ def test_samples_are_counted_and_found_by_arithmetic(seed):
 def test_a_row_group_of_long_samples_is_cut_into_pieces(tmp_path, monkeypatch, piece_bytes):
     monkeypatch.setattr(sequences, "_PIECE_BYTES", piece_bytes)
     shards = write_dataset(str(tmp_path / "d"), {"id": np.arange(100)}, 40, 40)
-    rows = SequenceRows(Rows(shards, shards.columns, 0.0, 0, "all"), Sequences(np.zeros(1, np.int64), 100, 7, 1))
+    rows = SequenceRows(Rows(shards, shards.columns, 0.0, 0, "all"), SequenceIndex(np.zeros(1, np.int64), 100, 7, 1))
     assert sum(rows.group_rows) == 94
     assert max(rows.group_rows) == {1: 1, 1000: 14, 1 << 22: 40}[piece_bytes]
     out = [np.full((94, 7), -1)]
@@ -130,10 +135,9 @@ def test_a_row_group_of_long_samples_is_cut_into_pieces(tmp_path, monkeypatch, p
 
 def test_a_ledger_over_ranks_and_resumes_is_that_of_one_rank_that_did_not_stop(tmp_path):
     shards = write_dataset(str(tmp_path / "d"), series(500), 10, 30)
-    data = settings(sequence_length=4, sequence_group="device", sequence_order="time")
+    config = settings(sequence_length=4, sequence_group="device", sequence_order="time", seed=7)
 
     def loaders(world_size):
-        config = Config(data=data, train=Train(global_batch_size=12, seed=7))
         return [Loader(shards, config, rank=r, world_size=world_size) for r in range(world_size)]
 
     whole = steps(loaders(1)[0], epoch=3)
@@ -155,12 +159,12 @@ def test_rows_that_go_back_are_an_error_that_says_where(tmp_path, row, group, by
     time[row:] -= 1.5
     shards = write_dataset(str(tmp_path / "d"), {"x": time, "time": time, "device": np.arange(60) // 60}, 10, 30)
     by = {"sequence_group": "device"} if by_device else {}
-    data = settings(sequence_length=2, sequence_order="time", features=("x",), label=None, **by)
+    config = settings(sequence_length=2, sequence_order="time", features=("x",), label=None, **by)
     name = shards.shards[group // 3].name
     at = rf"row {row - 10 * group} of row group {group % 3} of {name}"
     sort = r"df\.orderBy\('device', 'time'\)" if by_device else r"df\.orderBy\('time'\)"
     with pytest.raises(ValueError, match=rf"'time' goes from {row - 1}\.0 to {row - 1.5} .*{at} .*{sort}"):
-        with_runs(shards, data)
+        runs_of(shards, config)
 
 
 def test_the_order_may_be_any_number_and_its_steps_do_not_wrap_round(tmp_path):
@@ -168,15 +172,15 @@ def test_the_order_may_be_any_number_and_its_steps_do_not_wrap_round(tmp_path):
         low, high = (-3e38, 3e38) if dtype == "float32" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
         time = np.array([low, low, 1, high, high], dtype=dtype)
         shards = write_dataset(str(tmp_path / dtype), {"time": time}, 2, 4)
-        data = Data(features=("time",), label=None, sequence_length=2, sequence_order="time", sequence_max_gap=100)
-        starts = with_runs(shards, data).run_starts.tolist()
+        by = {"sequence_order": "time", "sequence_max_gap": 100}
+        starts = runs_of(shards, settings(features=("time",), label=None, sequence_length=2, **by)).run_starts.tolist()
         assert starts == ([0, 3] if dtype[0] == "u" else [0, 2, 3]), dtype
 
 
 def test_a_time_that_is_no_number_is_an_error(tmp_path):
     shards = write_dataset(str(tmp_path / "d"), {"time": np.array([1.0, np.nan, 2.0])}, nonfinite="allow")
     with pytest.raises(ValueError, match=r"'time' goes from 1\.0 to nan"):
-        with_runs(shards, Data(features=("time",), label=None, sequence_length=2, sequence_order="time"))
+        runs_of(shards, settings(features=("time",), label=None, sequence_length=2, sequence_order="time"))
 
 
 @pytest.mark.parametrize(("order", "message"), [
@@ -188,16 +192,16 @@ def test_a_column_without_an_order_is_an_error(tmp_path, order, message):
     columns = series(20)
     shards = write_dataset(str(tmp_path / "d"), {**columns, "flag": columns["id"] > 3})
     with pytest.raises(ValueError, match=message):
-        with_runs(shards, settings(sequence_length=2, sequence_order=order))
+        runs_of(shards, settings(sequence_length=2, sequence_order=order))
 
 
 def test_datasets_of_others_have_sequences_in_the_order_of_their_files(tmp_path):
     for number, first in enumerate((0, 10, 17)):
         ids = np.arange(first, (10, 17, 40)[number])
         pq.write_table(pa.table({"id": ids, "device": ids // 20}), tmp_path / f"{number}.parquet", row_group_size=4)
-    data = settings(features=("id",), label=None, sequence_length=6, sequence_group="device")
-    shards = open_parquet(str(tmp_path), data.stored_columns, data=data)
-    loader = Loader(shards, Config(data=data, train=Train(global_batch_size=12)), rank=0, world_size=1)
+    config = settings(features=("id",), label=None, sequence_length=6, sequence_group="device")
+    shards = open_parquet(str(tmp_path), config.stored_columns, data=config.data)
+    loader = Loader(shards, config, rank=0, world_size=1)
     seen = [int(i) for _, _, batch in steps(loader) for i in batch["id"][batch["weight"] > 0][:, 0]]
     assert sorted(seen) == [*range(15), *range(20, 35)]
 
@@ -206,15 +210,14 @@ def test_a_ragged_column_has_no_sequences(tmp_path):
     columns = {"id": np.arange(9), "words": from_lengths(np.arange(27), np.full(9, 3))}
     shards = write_dataset(str(tmp_path / "d"), columns)
     with pytest.raises(ValueError, match=r"sequences\.length: column 'words' is ragged"):
-        with_runs(shards, Data(features=("words",), label=None, sequence_length=2))
-    assert with_runs(shards, Data(features=("id",), label=None, sequence_length=2)).run_starts.tolist() == [0]
+        runs_of(shards, settings(features=("words",), label=None, sequence_length=2))
+    assert runs_of(shards, settings(features=("id",), label=None, sequence_length=2)).run_starts.tolist() == [0]
 
 
 def test_datasets_that_are_mixed_have_sequences_each(tmp_path):
     columns = series(100)
     datasets = {name: write_dataset(str(tmp_path / name), columns, 10, 30) for name in "ab"}
-    data = settings(sequence_length=3, sequence_group="device", proportions={"a": 1, "b": 2})
-    config = Config(data=data, train=Train(global_batch_size=12))
+    config = settings(sequence_length=3, sequence_group="device", proportions={"a": 1, "b": 2})
     starts = set(expected_starts(columns, 3, 1, "device"))
     seen = set()
     for _, _, batch in steps(build_loader(Mixture(datasets), config, rank=0, world_size=1)):

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from spark_dl import Config, Data, Train
+from spark_dl import Data
 from spark_dl.data.columns import cells as cells_of
 from spark_dl.data.columns.cells import Lookup
 from spark_dl.data.columns.encoding import Encoding
@@ -26,6 +26,7 @@ from spark_dl.data.read.shard_file import SLICE_BYTES, ShardFile, slice_rows
 from spark_dl.loop import _clear_frames
 from tests.builders.cells import npy_cells, vectors, zipped
 from tests.builders.images import pixels, png
+from tests.builders.settings import make_config
 
 ROWS, GROUP, WIDTH = 500, 300, 1300  # 1.5 MB of a row group, 3 slices, and a shorter row group at the end
 assert GROUP * WIDTH * 4 > 2 * SLICE_BYTES
@@ -106,14 +107,13 @@ def write(path, cells, field, **layout):
     return str(path)
 
 
-def rows_of(url, encode, *, part="all", **data):
+def rows_of(url, encode, *, part="all", **fields):
     """The cells of an epoch by their ids."""
-    data = Data(features=("x",), label="id", encode={"x": encode} if encode else {}, ragged="offsets", **data)
-    shards = filter_rows(open_parquet(url, ["x", "id"], data=data), data)
+    encode = {"x": encode} if encode else {}
+    config = make_config(features=("x",), label="id", encode=encode, ragged="offsets", global_batch_size=20, **fields)
+    shards = filter_rows(open_parquet(url, ["x", "id"], data=config.data), config)
     found = {}
-    for step in Loader(
-        shards, Config(data=data, train=Train(global_batch_size=20)), rank=0, world_size=1, part=part
-    ).epoch(0):
+    for step in Loader(shards, config, rank=0, world_size=1, part=part).epoch(0):
         for batch in step.micro_batches:
             for row in np.flatnonzero(batch["weight"].numpy()):
                 cell = batch["x"]
@@ -290,7 +290,7 @@ def test_a_dictionary_that_is_full_is_not_copied_for_each_slice(tmp_path, reques
             str(tmp_path), table.schema, unischema=Unischema("Schema", (field, ID)), row_groups_per_file=groups
         )
     assert "RLE_DICTIONARY" in pq.read_metadata(tmp_path / "0.parquet").row_group(0).column(0).encodings
-    data = Data(features=("x",), label="id", encode={"x": encode} if encode else {}, num_streams=1)
+    data = Data(features=("x",), label="id", encode={"x": encode} if encode else {})
     shards = open_parquet(str(tmp_path), ["x", "id"], data=data)
     del table, cells
     arrow_peak = request.getfixturevalue("arrow_peak")  # of reading alone

@@ -1,13 +1,11 @@
 """Lists of others are decoded some rows at a time: the same values, errors that name the row, little memory."""
 
-import dataclasses
-
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from spark_dl import Config, Data, Train
+from spark_dl import Data
 from spark_dl.data.external.dataset import open_parquet
 from spark_dl.data.external.row_counts import filter_rows
 from spark_dl.data.load.loader import Loader
@@ -86,7 +84,7 @@ def test_rows_that_are_held_out_and_filters(tmp_path, streams):
     assert_rows(train, x, np.setdiff1d(np.arange(ROWS), validation["id"]))
     assert_rows(validation, x, validation["id"])
     settings = config(num_streams=streams, filters=(("id", ">=", 250), ("id", "<", 1300)))
-    assert_rows(rows_of(filter_rows(shards, settings.data), settings), x, np.arange(250, 1300))
+    assert_rows(rows_of(filter_rows(shards, settings), settings), x, np.arange(250, 1300))
 
 
 RAGGED = {"x": {"ragged": True}, "pairs": {"ragged": True}}
@@ -107,12 +105,12 @@ def test_ragged_rows_have_their_values(tmp_path, how, streams, fraction, filters
     x, pairs = ragged_rows()
     columns = {"x": pa.array(x), "pairs": pa.array([p.tolist() for p in pairs], pa.list_(pa.list_(pa.int64())))}
     pq.write_table(pa.table({"id": np.arange(ROWS), **columns}), tmp_path / "a.parquet", row_group_size=GROUP)
-    data = Data(
+    settings = make_config(
         features=("x", "pairs"), label="id", num_streams=streams, encode=RAGGED, ragged=how,
-        validation_fraction=fraction, filters=filters,
+        validation_fraction=fraction, filters=filters, global_batch_size=20,
     )  # fmt: skip
-    shards = filter_rows(open_parquet(str(tmp_path), ["x", "pairs", "id"], data=data), data)
-    settings, found = Config(data=data, train=Train(global_batch_size=20)), {}
+    shards = filter_rows(open_parquet(str(tmp_path), ["x", "pairs", "id"], data=settings.data), settings)
+    found = {}
     for part in ("train", "validation") if fraction else ("all",):
         loader = Loader(shards, settings, rank=0, world_size=1, part=part)
         for step in loader.epoch(0):
@@ -128,9 +126,12 @@ def test_ragged_rows_have_their_values(tmp_path, how, streams, fraction, filters
 
 def test_a_column_may_have_a_name_that_looks_like_a_field_of_a_ragged_one(tmp_path):
     pq.write_table(pa.table({"x.y": [0.5, 1.5], "x": [[1, 2, 3], [4, 5]]}), tmp_path / "a.parquet")
-    data = Data(features=("x",), label=None, num_streams=1, shuffle=False, ragged="offsets", encode={"x": RAGGED["x"]})
-    shards = open_parquet(str(tmp_path), ["x"], data=data)
-    (step,) = Loader(shards, Config(data=data, train=Train(global_batch_size=2)), rank=0, world_size=1).epoch(0)
+    settings = make_config(
+        features=("x",), label=None, num_streams=1, shuffle=False, ragged="offsets", encode={"x": RAGGED["x"]},
+        global_batch_size=2,
+    )  # fmt: skip
+    shards = open_parquet(str(tmp_path), ["x"], data=settings.data)
+    (step,) = Loader(shards, settings, rank=0, world_size=1).epoch(0)
     assert step.micro_batches[0]["x"].tolist() == [1, 2, 3, 4, 5]
 
 
@@ -208,7 +209,7 @@ def test_errors_name_the_row_though_filters_leave_rows_out(tmp_path, first):
     settings = config(filters=(("id", ">=", GROUP + first),))
     message = "cannot read the rows that pass data.filters of row group 1 .*; first in row 550 of the row group"
     with pytest.raises(RuntimeError, match=message):
-        rows_of(filter_rows(shards, settings.data), settings)
+        rows_of(filter_rows(shards, settings), settings)
 
 
 def test_lists_that_filters_look_at_are_read_once(tmp_path):
@@ -216,7 +217,7 @@ def test_lists_that_filters_look_at_are_read_once(tmp_path):
     x = numbers()
     shards = open_parquet(write(tmp_path, with_nan(x, GROUP + 9)), [*FEATURES, "id"], data=Data(nonfinite="drop"))
     settings = config(nonfinite="drop")
-    shards = filter_rows(shards, dataclasses.replace(settings.data, features=FEATURES))
+    shards = filter_rows(shards, settings)
     ids = np.delete(np.arange(ROWS), GROUP + 9)
     assert_rows(rows_of(shards, settings), x, ids)
 

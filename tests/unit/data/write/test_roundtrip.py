@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from spark_dl import Data
+from spark_dl import Data, Shards
 from spark_dl.data.columns import schema
 from spark_dl.data.columns.encoding import Encoding
 from spark_dl.data.columns.policies import clean_batch
@@ -64,9 +64,8 @@ def test_arrays_in_memory(data):
     rows = data.draw(st.integers(1, 12))
     columns = {f"c{i}": data.draw(arrays(rows)) for i in range(data.draw(st.integers(1, 4)))}
     sizes = {"rows_per_row_group": data.draw(st.integers(1, 5)), "rows_per_shard": data.draw(st.integers(1, 12))}
-    layout = Data(nonfinite="allow", **sizes)
     with tempfile.TemporaryDirectory() as folder:
-        shards = write_arrays(columns, f"{folder}/d", layout)
+        shards = write_arrays(columns, f"{folder}/d", Data(nonfinite="allow"), shards=Shards(**sizes))
         assert shards == read_shards(f"{folder}/d")
         assert shards.rows == rows
         found = read_back(f"{folder}/d", shards.shards, shards.columns)

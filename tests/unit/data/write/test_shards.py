@@ -4,7 +4,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from spark_dl import Data
+from spark_dl import Data, Shards
 from spark_dl.data.columns.ragged import from_lengths
 from spark_dl.data.columns.source import SourceColumn
 from spark_dl.data.write.shards import write_arrays, write_part
@@ -16,7 +16,7 @@ def part_of(folder, *batches, column=None, arrow=None, **data):
     column = column or SourceColumn("x", "int64", "array", 1)
     arrow = arrow or pa.list_(pa.int64())
     records = [pa.RecordBatch.from_arrays([pa.array(rows, arrow)], names=["c0"]) for rows in batches]
-    return write_part(iter(records), str(folder), "part-test", (column,), Data(**data), 7)
+    return write_part(iter(records), str(folder), "part-test", (column,), Data(**data), 7, layout=Shards())
 
 
 def test_an_array_of_another_length_is_named_by_its_row_in_the_partition(tmp_path):

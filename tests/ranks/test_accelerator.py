@@ -5,9 +5,6 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from spark_dl.bench.accelerator import accelerator_spec, build_accelerator
-from spark_dl.bench.breakdown import break_down, recording_hook, shared_intervals
-from spark_dl.bench.profiles import PROFILES
 from torch.nn.parallel import DistributedDataParallel
 
 from spark_dl import DDP, Checkpoint, checkpoint, worker

@@ -5,18 +5,19 @@ The same entry runs in a barrier task, which `driver.py` starts, and under torch
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from spark_dl import checkpoint, strategies
-from spark_dl.config import Data, Launch, Loader, Shards
+from spark_dl.config import Config, Launch
 from spark_dl.data import local
 from spark_dl.data.columns.source import SourceColumn
 from spark_dl.data.dataset.memory import check_memory
-from spark_dl.data.load.resume_check import check_same_rows
-from spark_dl.data.plan import check_held_out
+from spark_dl.data.dataset.records import ShardSet
+from spark_dl.data.load.resume_check import check_rows
 from spark_dl.evaluate import evaluate
 from spark_dl.gather import gather_by_store
 from spark_dl.launch import rendezvous
@@ -27,8 +28,69 @@ from spark_dl.spec import Run
 from spark_dl.world import World
 
 Report = Callable[[Mapping[str, Any]], None]
+"""Sends an event to the driver; never waits and never raises."""
 
-Loop = Callable[[Run, World], dict[str, Any]]
+
+def main(
+    run: Run,
+    *,
+    task: str = "train",
+    columns: Sequence[SourceColumn] = (),
+    rows: TaskInput | None = None,
+    report: Report | None = None,
+) -> RankResult:
+    """Trains or evaluates as one of the ranks of a run. Collective: called on every rank.
+
+    task: `train` or `evaluate`.
+    rows: with `shards.storage` "local", the rows that stream into this task; they replace `run.train`.
+    columns: the columns of `rows`.
+    """
+    config = run.config
+    with (
+        _spilled(rows, columns, config) as spilled,
+        rendezvous.join(config.launch, init_group=config.parallel.has_group, report=report) as world,
+    ):
+        check_reach(run, _gather(world), rank=world.rank, host=world.host, writes=task == "train")
+        if spilled is not None:
+            try:
+                shards = local.assemble(spilled, _gather(world))
+                _check_streamed(shards, run, world, task)
+            except ValueError as error:
+                return RankResult(world.rank, None, refused=str(error))
+            run = dataclasses.replace(run, train=shards)
+        return RankResult(world.rank, _train(run, world) if task == "train" else evaluate(run, world))
+
+
+def call(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    launch: Launch,
+    *,
+    columns: Sequence[SourceColumn] = (),
+    settings: local.RowSettings | None = None,
+    rows: TaskInput | None = None,
+    report: Report | None = None,
+) -> RankResult:
+    """Calls a user's function as one of the ranks. Collective: called on every rank.
+
+    The environment is as under torchrun (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR ...), and the function makes the
+    process group itself, if it needs one: `torch.distributed.init_process_group()`.
+
+    rows: rows that stream into this task; the function gets them as its first argument, a `RankRows`.
+    columns, settings: the columns of `rows`, and how they are stored and read.
+    """
+    with (
+        _spilled(rows, columns, settings) as spilled,
+        rendezvous.join(launch, init_group=False, report=report) as world,
+    ):
+        if spilled is not None:
+            assert settings is not None
+            try:
+                args = (local.RankRows(local.assemble(spilled, _gather(world)), settings), *args)
+            except ValueError as error:
+                return RankResult(world.rank, None, refused=str(error))
+        return RankResult(world.rank, fn(*args, **kwargs))
 
 
 def _train(run: Run, world: World) -> dict[str, Any]:
@@ -39,79 +101,29 @@ def _train(run: Run, world: World) -> dict[str, Any]:
     return train(run, world, strategy.parallelize)
 
 
-LOOPS: dict[str, Loop] = {"train": _train, "evaluate": evaluate}
+@contextlib.contextmanager
+def _spilled(
+    rows: TaskInput | None, columns: Sequence[SourceColumn], settings: Config | local.RowSettings | None
+) -> Iterator[local.Spilled | None]:
+    """The rows of this task, on its host's disk until the end; None where none stream in."""
+    if rows is None:
+        yield None
+        return
+    assert settings is not None
+    with local.spill(
+        rows.batches, tuple(columns), settings.data, layout=settings.shards, part=rows.task, folder=rows.folder
+    ) as spilled:
+        yield spilled
 
 
-def main(run: Run, *, task: str = "train", report: Report | None = None) -> RankResult:
-    """Trains (or evaluates) as one of the ranks of a run. Collective: called on every rank."""
-    with rendezvous.join(run.config.launch, init_group=run.config.parallel.has_group, report=report) as world:
-        _check_reach(task, run, world)
-        return RankResult(world.rank, LOOPS[task](run, world))
-
-
-def call(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], launch: Launch, report: Report | None = None
-) -> RankResult:
-    """Calls a user's function as one of the ranks. Collective: called on every rank.
-
-    The environment is as under torchrun (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR ...), and the function makes the
-    process group itself, if it needs one: `torch.distributed.init_process_group()`.
-    """
-    with rendezvous.join(launch, init_group=False, report=report) as world:
-        return RankResult(world.rank, fn(*args, **kwargs))
-
-
-def main_on_rows(
-    run: Run, sources: tuple[SourceColumn, ...], rows: TaskInput, *, task: str = "train", report: Report | None = None
-) -> RankResult:
-    """`main` on the rows that stream into this task, which take the place of `run.train`. Collective."""
-    data, held_out = run.config.data, run.config.train.validation_fraction
-    with (
-        local.spill(
-            rows.batches, sources, data, layout=run.config.shards, part=rows.task, folder=rows.folder
-        ) as spilled,
-        rendezvous.join(run.config.launch, init_group=run.config.parallel.has_group, report=report) as world,
-    ):
-        _check_reach(task, run, world)
-        try:
-            shards = local.assemble(spilled, _gather(world))
-            check_memory(shards, shards.select(data.columns), run.config, world.world_size)
-            if task == "train":
-                check_held_out(shards.rows, held_out)
-                if run.checkpoint is not None:
-                    saved = checkpoint.open_checkpoint(run.checkpoint, sha256=run.checkpoint_sha256)
-                    check_same_rows(saved.manifest.get("rows"), shards, validation_fraction=held_out)
-        except ValueError as error:
-            return RankResult(world.rank, None, refused=str(error))
-        return RankResult(world.rank, LOOPS[task](dataclasses.replace(run, train=shards), world))
-
-
-def call_on_rows(
-    fn: Callable[..., Any],
-    sources: tuple[SourceColumn, ...],
-    data: Data,
-    shards: Shards,
-    loader: Loader,
-    validation_fraction: float,
-    kwargs: dict[str, Any],
-    launch: Launch,
-    rows: TaskInput,
-    report: Report | None = None,
-) -> RankResult:
-    """`call` with the rows that stream into this task as the first argument, a `RankRows`. Collective."""
-    with (
-        local.spill(rows.batches, sources, data, layout=shards, part=rows.task, folder=rows.folder) as spilled,
-        rendezvous.join(launch, init_group=False, report=report) as world,
-    ):
-        try:
-            dataset = local.assemble(spilled, _gather(world))
-        except ValueError as error:
-            return RankResult(world.rank, None, refused=str(error))
-        return RankResult(world.rank, fn(local.RankRows(dataset, data, loader, validation_fraction), **kwargs))
-
-
-def _check_reach(task: str, run: Run, world: World) -> None:
-    check_reach(run, _gather(world), rank=world.rank, host=world.host, writes=task == "train")
+def _check_streamed(shards: ShardSet, run: Run, world: World, task: str) -> None:
+    """What the driver checks of a dataset that it can see. Raises ValueError, the same on all ranks."""
+    check_memory(shards, shards.select(run.config.data.columns), run.config, world.world_size)
+    if task == "train":
+        saved = None
+        if run.checkpoint is not None:
+            saved = checkpoint.open_checkpoint(run.checkpoint, sha256=run.checkpoint_sha256).manifest
+        check_rows(shards, run.config, saved)
 
 
 def _gather(world: World) -> local.Gather:

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -187,6 +187,17 @@ def _unpack(row: Sequence[str]) -> list[Array]:
     return [np.lib.format.read_array(io.BytesIO(base64.b64decode(c)), allow_pickle=False) for c in row]
 
 
+@dataclass(frozen=True, kw_only=True)
+class RowSettings:
+    """How the rows that stream into ranks are stored and read, for `run_on_dataframe`."""
+
+    data: Data
+    shards: Shards = field(default_factory=Shards)
+    loader: Loader = field(default_factory=Loader)
+    """Order of rows and form of batches; the number of streams is that of the ranks."""
+    validation_fraction: float = 0.0
+
+
 @dataclass(frozen=True)
 class RankRows:
     """The rows of a DataFrame that one rank has on its own disk; `run_on_dataframe` gives them to the function.
@@ -196,10 +207,7 @@ class RankRows:
 
     dataset: ShardSet
     """The rows of all ranks; the files of other ranks lie elsewhere."""
-    data: Data
-    settings: Loader
-    """Order of rows and form of batches; the number of streams is that of the ranks."""
-    validation_fraction: float = 0.0
+    settings: RowSettings
 
     @property
     def shards(self) -> ShardSet:
@@ -221,10 +229,12 @@ class RankRows:
         assert self.dataset.spread is not None
         num_ranks = len(self.dataset.spread.part_shards)
         config = Config(
-            data=self.data,
-            loader=dataclasses.replace(self.settings, num_streams=num_ranks),
+            data=self.settings.data,
+            loader=dataclasses.replace(self.settings.loader, num_streams=num_ranks),
             train=Train(
-                global_batch_size=batch_size * num_ranks, seed=seed, validation_fraction=self.validation_fraction
+                global_batch_size=batch_size * num_ranks,
+                seed=seed,
+                validation_fraction=self.settings.validation_fraction,
             ),
             launch=Launch(num_ranks=num_ranks),
         )

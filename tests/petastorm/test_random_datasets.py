@@ -3,7 +3,7 @@
 import tempfile
 
 import numpy as np
-from hypothesis import HealthCheck, given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 

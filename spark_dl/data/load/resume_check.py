@@ -18,6 +18,7 @@ from typing import Any, overload
 from spark_dl.config import Config
 from spark_dl.data.dataset.records import ShardSet
 from spark_dl.data.load.mixture import Mixture
+from spark_dl.data.plan import check_held_out
 
 _log = logging.getLogger("spark_dl")
 
@@ -71,6 +72,17 @@ def for_ranks(data: ShardSet | Mixture, config: Config) -> ShardSet | Mixture:
 
 def _digest(*content: Any) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def check_rows(shards: ShardSet | Mixture, config: Config, saved: Mapping[str, Any] | None) -> None:
+    """Whether a run can train on these rows. Called on the driver, or with shards.storage="local" on the ranks.
+
+    saved: manifest of the checkpoint to go on from, if any. Raises ValueError if `train.validation_fraction` leaves no
+    rows for one side, and as `check_same_rows` does.
+    """
+    check_held_out(shards.rows, config.train.validation_fraction)
+    if saved is not None:
+        check_same_rows(saved.get("rows"), shards, validation_fraction=config.train.validation_fraction)
 
 
 def check_same_rows(saved: Mapping[str, Any] | None, shards: ShardSet | Mixture, *, validation_fraction: float) -> None:

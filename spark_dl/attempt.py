@@ -1,0 +1,73 @@
+"""An attempt of a run: its number, the checkpoint that it goes on from, and what it takes over of the run_dir.
+
+Called on the driver.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import yaml
+
+from spark_dl import checkpoint, generations, metrics, storage
+from spark_dl.config import Config
+from spark_dl.run_folder import CONFIG, check_folder, delete_run
+from spark_dl.spec import Run
+
+_log = logging.getLogger("spark_dl")
+
+
+def begin_attempt(
+    run_dir: str, config: Config, *, resume: bool, overwrite: bool
+) -> tuple[int, checkpoint.Saved | None]:
+    """The number of this attempt, and the checkpoint to go on from, if any."""
+    if resume and overwrite:
+        raise ValueError("resume and overwrite exclude each other")
+    check_folder(run_dir, overwrite=overwrite)
+    strict, step = config.checkpoint.strict, checkpoint.last_step(run_dir)
+    if step is not None and not resume and not overwrite:
+        raise ValueError(
+            f"{run_dir} holds checkpoints already (the last is of step {step}); resume to go on from there, "
+            "overwrite to delete them, or name another run_dir"
+        )
+    found = _check_resume(run_dir, config) if resume else None
+    try:
+        generation = checkpoint.start_generation(run_dir, after=checkpoint.newest_attempt(run_dir))
+    except OSError as error:
+        raise ValueError(f"cannot write to the run_dir {run_dir}: {error}") from error
+    # Ranks of an older attempt, whose driver is gone, may have saved until now, and cannot any more.
+    saved = checkpoint.last_valid(run_dir, strict=strict, trusted=found) if resume else None
+    if saved is not None:
+        checkpoint.check_same_settings(saved, config)
+    return generation, saved
+
+
+def _check_resume(run_dir: str, config: Config) -> checkpoint.Saved | None:
+    """The checkpoint to go on from, if any. Raises ValueError for what cannot be resumed; no attempt has begun yet."""
+    strict = config.checkpoint.strict
+    found = checkpoint.last_valid(run_dir, strict=strict)
+    damage = generations.damage(run_dir, at_least=checkpoint.newest_attempt(run_dir))
+    if damage and strict:
+        raise ValueError(f"checkpoint.strict: {damage}; resume once with checkpoint.strict set to false")
+    if damage:
+        used = found.url if found else "the start"
+        _log.warning("%s; the next generation is above all that have saved, and training goes on from %s", damage, used)
+    if found is not None:
+        checkpoint.check_same_settings(found, config)
+        metrics.read_metrics(run_dir)
+    return found
+
+
+def take_over(run: Run, *, overwrite: bool, keep: Sequence[str]) -> None:
+    """The run_dir becomes that of this run, which starts now; the datasets at `keep` are read."""
+    generations.check_newest(run.run_dir, run.generation)
+    try:
+        if overwrite:
+            delete_run(run.run_dir, keep)
+        if run.checkpoint is None:  # what an attempt without a checkpoint has left
+            storage.delete_file(storage.join(run.run_dir, metrics.FILE))
+        content = yaml.safe_dump(run.config.to_dict(), sort_keys=False)
+        storage.write_bytes(storage.join(run.run_dir, CONFIG), content.encode())
+    except OSError as error:
+        raise ValueError(f"cannot write to the run_dir {run.run_dir}: {error}") from error

@@ -1,0 +1,49 @@
+"""What can be checked on the driver before rows are moved or ranks started."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from spark_dl import strategies
+from spark_dl.config import Config
+from spark_dl.data.dataset.records import ShardSet
+from spark_dl.early_stop import check_scalar
+from spark_dl.evaluate import build_metric
+from spark_dl.inputs import as_written
+from spark_dl.launch import payload, preflight
+from spark_dl.spec import ModelSpec
+
+
+def find_session(data: Any) -> Any:
+    """The Spark session of a DataFrame, else that of this thread or the default one. Raises RuntimeError if none."""
+    if hasattr(data, "sparkSession"):
+        return data.sparkSession
+    from pyspark.errors import PySparkRuntimeError
+    from pyspark.sql import SparkSession
+
+    try:
+        return SparkSession.active()  # that of this thread, or the default one
+    except PySparkRuntimeError as error:
+        raise RuntimeError("no active Spark session; make one first: SparkSession.builder.getOrCreate()") from error
+
+
+def check_settings(spark: Any, spec: ModelSpec, config: Config, *, has_validation: bool) -> None:
+    """Raises ValueError for settings and functions that cannot run here, RuntimeError for too small a cluster."""
+    strategies.find(config.parallel.strategy).check(spark, config)
+    for name, args in config.train.metrics.items():
+        metric = build_metric(name, args)
+        if name == config.train.early_stop_metric:
+            check_scalar(name, metric)
+    if config.train.early_stop_metric and not (has_validation or config.train.validation_fraction):
+        raise ValueError("train.early_stop_metric: needs validation rows; set train.validation_fraction or pass some")
+    payload.pack_call(None, (), {"spec": spec})
+    preflight.check(spark, config.launch, at_once=not config.parallel.by_spark)
+
+
+def evaluation_config(config: Config, data: Any) -> Config:
+    """Settings to evaluate with, from those of the training."""
+    if isinstance(data, (str, ShardSet)):  # how the training rows were written says nothing of this dataset
+        return dataclasses.replace(config, data=as_written(config.data, data))
+    # Filters choose rows of a dataset that is read; a DataFrame has those that are meant.
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, filters=()))

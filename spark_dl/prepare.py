@@ -1,0 +1,136 @@
+"""What lies between a call of `train` and its first step: datasets, resume, and every check of data, once.
+
+`prepare_run` makes the `Run`, which is all that travels to the ranks. Called on the driver.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from spark_dl import attempt, checkpoint, generations, storage
+from spark_dl.config import Config
+from spark_dl.data.columns.schema import Column
+from spark_dl.data.dataset.folder import delete_dataset
+from spark_dl.data.dataset.records import ShardSet
+from spark_dl.data.load.mixture import Mixture, dataset_configs
+from spark_dl.data.load.resume_check import check_rows, for_ranks
+from spark_dl.inputs import as_source, check_mixture, check_storage, shards_of, warn_of_few_rows
+from spark_dl.run_folder import SHARDS
+from spark_dl.spec import ModelSpec, Run
+
+_log = logging.getLogger("spark_dl")
+
+
+@contextlib.contextmanager
+def prepare_run(
+    data: Any,
+    spec: ModelSpec,
+    config: Config,
+    *,
+    validation: Any = None,
+    run_dir: Any = None,
+    resume: bool = False,
+    overwrite: bool = False,
+) -> Iterator[Run]:
+    """A run that is ready to start, with its datasets written or opened, and checked.
+
+    Shards that are read from a store are kept there until the end of the block. Raises ValueError for data, settings
+    and a run_dir that do not fit, before anything of an earlier run is deleted; RuntimeError where a newer attempt of
+    the run has begun.
+    """
+    run_dir = storage.absolute(run_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}")
+    check_storage(config, data, validation)
+    check_mixture(config, data)
+    generation, saved = attempt.begin_attempt(run_dir, config, resume=resume, overwrite=overwrite)
+    with contextlib.ExitStack() as until_done, generations.explained(run_dir, generation):
+        check_newest = functools.partial(generations.check_newest, run_dir, generation)
+        datasets = _Datasets(run_dir, config, until_done, saved is not None, check_newest)
+        train = datasets.to_train_on(data)
+        if config.shards.storage == "shared":  # with local storage the ranks check
+            check_rows(train, config, saved.manifest if saved else None)
+            warn_of_few_rows(train.rows, config)
+        like = train.columns and train.select(config.data.columns)  # with local storage not known yet
+        held = None if validation is None else datasets.to_shards(validation, "validation", like)
+        run = Run(
+            spec=spec,
+            config=config,
+            train=for_ranks(train, config),
+            validation=None if held is None else for_ranks(held, config),
+            run_dir=run_dir,
+            generation=generation,
+            checkpoint=saved.url if saved else None,
+            checkpoint_sha256=saved.sha256 if saved else "",
+        )
+        # Not before, as data that do not fit must not cost anybody a run.
+        attempt.take_over(run, overwrite=overwrite, keep=[*datasets.written, *_urls(train), *_urls(held)])
+        _log.info("training on %d ranks%s", config.launch.num_ranks, f", from step {saved.step}" if saved else "")
+        yield run
+
+
+@contextlib.contextmanager
+def prepare_evaluation(data: Any, spec: ModelSpec, config: Config, saved: checkpoint.Saved) -> Iterator[Run]:
+    """A run that evaluates a checkpoint; shards of a DataFrame are deleted at the end of the block."""
+    check_storage(config, data)
+    run_dir = checkpoint.run_dir_of(saved)
+    written = storage.join(run_dir, SHARDS, f"evaluate-{uuid.uuid4().hex[:8]}")
+    with contextlib.ExitStack() as until_done:
+        until_done.callback(delete_dataset, written)
+        shards = shards_of(data, written, config, until_done, saved.columns, reuse=False)
+        yield Run(
+            spec=spec, config=config, train=for_ranks(shards, config), run_dir=run_dir, checkpoint=saved.url,
+            checkpoint_sha256=saved.sha256,
+        )  # fmt: skip
+
+
+def as_sources(data: Any) -> Any:
+    """One dataset, or several by name, each a DataFrame, a dataset or its URL. Raises ValueError for anything else."""
+    return {name: as_source(d) for name, d in data.items()} if isinstance(data, Mapping) else as_source(data)
+
+
+@dataclass(frozen=True)
+class _Datasets:
+    """Where the datasets of one attempt are written, and which were."""
+
+    run_dir: str
+    config: Config
+    until_done: contextlib.ExitStack
+    reuse: bool
+    """Whether shards that an earlier attempt wrote are read."""
+    before_commit: Callable[[], None]
+    written: list[str] = field(default_factory=list)
+    """URLs of those that come from DataFrames."""
+
+    def to_train_on(self, data: Any) -> ShardSet | Mixture:
+        """The dataset to train on, or the mixture of several."""
+        if not isinstance(data, Mapping):
+            return self.to_shards(data, "train")
+        datasets: dict[str, ShardSet] = {}
+        for name, own in dataset_configs(self.config).items():
+            like = next(iter(datasets.values())).columns if datasets else ()
+            datasets[name] = self.to_shards(data[name], f"train-{name}", like, own, len(data))
+        return Mixture(datasets)
+
+    def to_shards(
+        self, rows: Any, name: str, like: Sequence[Column] = (), config: Config | None = None, num_datasets: int = 1
+    ) -> ShardSet:
+        """One dataset, as `shards_of` opens or writes it. `config` has the settings of one of several datasets."""
+        url = storage.join(self.run_dir, SHARDS, name)
+        if not isinstance(rows, (str, ShardSet)) and self.config.shards.storage == "shared":
+            self.written.append(url)
+        return shards_of(
+            rows, url, config or self.config, self.until_done, like,
+            reuse=self.reuse, num_datasets=num_datasets, before_commit=self.before_commit,
+        )  # fmt: skip
+
+
+def _urls(data: ShardSet | Mixture | None) -> list[str]:
+    """Where the datasets lie that are read; rows on the ranks' own disks have no URL."""
+    datasets = data.datasets.values() if isinstance(data, Mixture) else [data] if data else []
+    return [shards.url for shards in datasets if shards.url]

@@ -8,11 +8,11 @@ from typing import Any
 from spark_dl import strategies
 from spark_dl.config import Config
 from spark_dl.data.dataset.records import ShardSet
-from spark_dl.early_stop import check_scalar
 from spark_dl.evaluate import build_metric
 from spark_dl.inputs import as_written
 from spark_dl.launch import payload, preflight
 from spark_dl.spec import ModelSpec
+from spark_dl.training.early_stop import check_scalar
 
 
 def find_session(data: Any) -> Any:

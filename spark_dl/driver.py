@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import nn
 
-from spark_dl import checkpoint, metrics, strategies, worker
+from spark_dl import strategies, worker
 from spark_dl.check import check_settings, evaluation_config, find_session
-from spark_dl.checkpoint_files import MODEL
 from spark_dl.cli.progress import ProgressBar
 from spark_dl.config import Config, Data, Launch, Loader, Shards
 from spark_dl.config.load import build_config
@@ -31,7 +30,10 @@ from spark_dl.evaluate import load_model
 from spark_dl.inputs import check_rank_rows
 from spark_dl.launch.barrier import run_barrier
 from spark_dl.prepare import as_sources, prepare_evaluation, prepare_run
+from spark_dl.rundir import checkpoint
+from spark_dl.rundir.checkpoint_files import MODEL
 from spark_dl.spec import ModelSpec, Run
+from spark_dl.training import metrics
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame

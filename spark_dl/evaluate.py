@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from spark_dl import checkpoint
-from spark_dl.checkpoint_files import MODEL
 from spark_dl.config import Config
 from spark_dl.config.checks import suggestion
 from spark_dl.data.load.build import BatchLoader, build_loader
 from spark_dl.gather import gather_tensors, sum_over_ranks
+from spark_dl.rundir import checkpoint
+from spark_dl.rundir.checkpoint_files import MODEL
 from spark_dl.spec import ModelSpec, Run, weighted_loss_sum
 from spark_dl.world import World
 

@@ -14,20 +14,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from spark_dl import checkpoint, early_stop, finite
 from spark_dl.config import Config, Train
 from spark_dl.data.columns.batch import StepBatches
 from spark_dl.data.load.build import BatchLoader, build_loader, build_train_loader
 from spark_dl.data.load.resume_check import dataset_digest
 from spark_dl.evaluate import evaluate_model
-from spark_dl.finite import LOSS, Finding, NotFiniteError, StateCheck, StepCheck
 from spark_dl.gather import sum_over_ranks
 from spark_dl.launch.failure import OtherRankError
-from spark_dl.metrics import MetricsLog, StepTimer
 from spark_dl.parallel.stragglers import delayed
 from spark_dl.parallel.trainable import Trainable, lr_factor
-from spark_dl.schedule import Schedule
+from spark_dl.rundir import checkpoint
 from spark_dl.spec import ModelSpec, Run
+from spark_dl.training import early_stop, finite
+from spark_dl.training.finite import LOSS, Finding, NotFiniteError, StateCheck, StepCheck
+from spark_dl.training.metrics import MetricsLog, StepTimer
+from spark_dl.training.schedule import Schedule
 from spark_dl.world import World
 
 

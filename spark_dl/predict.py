@@ -12,8 +12,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
-from spark_dl import checkpoint
-from spark_dl.checkpoint_files import MODEL
 from spark_dl.config import Config, Data
 from spark_dl.config.checks import suggestion
 from spark_dl.config.load import build_config
@@ -26,6 +24,8 @@ from spark_dl.data.columns.source import BadCellsError, SourceColumn
 from spark_dl.data.write import spark_types
 from spark_dl.evaluate import load_model
 from spark_dl.launch import gpus, payload
+from spark_dl.rundir import checkpoint
+from spark_dl.rundir.checkpoint_files import MODEL
 from spark_dl.spec import ModelSpec
 
 if TYPE_CHECKING:

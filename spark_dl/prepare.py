@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from spark_dl import attempt, checkpoint, generations, storage
+from spark_dl import storage
 from spark_dl.config import Config
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.dataset.folder import delete_dataset
@@ -22,7 +22,8 @@ from spark_dl.data.dataset.records import ShardSet
 from spark_dl.data.load.mixture import Mixture, dataset_configs
 from spark_dl.data.load.resume_check import check_rows, for_ranks
 from spark_dl.inputs import as_source, check_mixture, check_storage, shards_of, warn_of_few_rows
-from spark_dl.run_folder import SHARDS
+from spark_dl.rundir import attempt, checkpoint, generations
+from spark_dl.rundir.folder import SHARDS
 from spark_dl.spec import ModelSpec, Run
 
 _log = logging.getLogger("spark_dl")

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from spark_dl import checkpoint, strategies
+from spark_dl import strategies
 from spark_dl.config import Config, Launch
 from spark_dl.data import local
 from spark_dl.data.columns.source import SourceColumn
@@ -23,8 +23,9 @@ from spark_dl.gather import gather_by_store
 from spark_dl.launch import rendezvous
 from spark_dl.launch.barrier import RankResult, TaskInput
 from spark_dl.loop import train
-from spark_dl.reach import check_reach
+from spark_dl.rundir import checkpoint
 from spark_dl.spec import Run
+from spark_dl.storage_check import check_reach
 from spark_dl.world import World
 
 Report = Callable[[Mapping[str, Any]], None]

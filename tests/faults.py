@@ -6,8 +6,9 @@ import math
 import torch
 from torch import nn
 
-from spark_dl import ModelSpec, checkpoint
+from spark_dl import ModelSpec
 from spark_dl.data.load.build import build_train_loader
+from spark_dl.rundir import checkpoint
 from tests.builders.models import build_mlp
 from tests.ranks.runs import flat_tensors, rank_states
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from spark_dl import metrics, storage
+from spark_dl import storage
+from spark_dl.training import metrics
 
 
 def plot_loss(run_dir: str) -> str | None:

@@ -4,10 +4,10 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from spark_dl import checkpoint
 from spark_dl.data.plan import Plan
-from spark_dl.metrics import read_metrics
+from spark_dl.rundir import checkpoint
 from spark_dl.spec import Run
+from spark_dl.training.metrics import read_metrics
 from tests.builders.datasets import global_batches, write_dataset
 from tests.builders.models import MLP, blobs, build_mlp
 

@@ -14,9 +14,9 @@ import time
 import pytest
 import torch
 
-from spark_dl import checkpoint
 from spark_dl.bench.testbed import testbed
 from spark_dl.bench.testbed.standalone import start_spark
+from spark_dl.rundir import checkpoint
 from tests.builders.datasets import write_dataset
 from tests.builders.models import blobs
 from tests.builders.reference import reference

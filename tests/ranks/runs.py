@@ -2,8 +2,9 @@
 
 import dataclasses
 
-from spark_dl import checkpoint, storage, worker
+from spark_dl import storage, worker
 from spark_dl.data.dataset.manifest import read_shards
+from spark_dl.rundir import checkpoint
 from spark_dl.spec import Run
 from tests.builders.datasets import write_dataset
 from tests.builders.models import MLP, blobs, same_bits

@@ -7,13 +7,14 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from spark_dl import DDP, Checkpoint, checkpoint, worker
+from spark_dl import DDP, Checkpoint, worker
 from spark_dl.bench.exchange.accelerator import accelerator_spec, build_accelerator
 from spark_dl.bench.exchange.breakdown import break_down, recording_hook, shared_intervals
 from spark_dl.bench.model.profiles import PROFILES
-from spark_dl.metrics import read_metrics
 from spark_dl.parallel.exchange.buckets import assign_buckets
+from spark_dl.rundir import checkpoint
 from spark_dl.spec import Run
+from spark_dl.training.metrics import read_metrics
 from tests.builders.datasets import write_dataset
 from tests.builders.models import blobs, small_config
 from tests.ranks.launcher import run_ranks

@@ -7,9 +7,10 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 
-from spark_dl import ModelSpec, checkpoint, worker
+from spark_dl import ModelSpec, worker
 from spark_dl.parallel import ddp
 from spark_dl.parallel.exchange import bucket_choice, collectives
+from spark_dl.rundir import checkpoint
 from tests.builders.models import build_mlp, small_config
 from tests.ranks.launcher import run_ranks
 from tests.ranks.runs import cut_at, make_run

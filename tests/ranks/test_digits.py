@@ -9,7 +9,8 @@ import torch.distributed as dist
 from sklearn.datasets import load_digits
 from torch import nn
 
-from spark_dl import ModelSpec, checkpoint, worker
+from spark_dl import ModelSpec, worker
+from spark_dl.rundir import checkpoint
 from spark_dl.spec import Run
 from tests.builders.datasets import write_dataset
 from tests.builders.settings import make_config, parallel

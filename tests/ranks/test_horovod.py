@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from spark_dl import Horovod, ModelSpec, checkpoint, worker
+from spark_dl import Horovod, ModelSpec, worker
+from spark_dl.rundir import checkpoint
 from spark_dl.spec import Run
 from tests.builders.datasets import write_dataset
 from tests.builders.models import DROPOUT_MLP, MLP, blobs, build_mlp, same_bits, small_config

@@ -11,15 +11,17 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from spark_dl import Data, Launch, Loader, ModelSpec, Shards, checkpoint, worker
+from spark_dl import Data, Launch, Loader, ModelSpec, Shards, worker
 from spark_dl.data.columns.encoding import Encoding
 from spark_dl.data.columns.source import SourceColumn
 from spark_dl.data.dataset.records import ShardSet
+from spark_dl.data.local import RowSettings
 from spark_dl.data.plan import Plan
 from spark_dl.data.write.writer import rows_per_file
 from spark_dl.launch.barrier import TaskInput
-from spark_dl.metrics import read_metrics
+from spark_dl.rundir import checkpoint
 from spark_dl.spec import Run
+from spark_dl.training.metrics import read_metrics
 from tests.builders.datasets import global_batches
 from tests.builders.models import MLP, blobs, build_mlp, same_bits, small_config
 from tests.ranks.launcher import run_ranks
@@ -53,7 +55,7 @@ def task_input(part, sizes, folder):
 
 def train_rank(run, sizes, folder, first_part=0):
     part = (int(os.environ["RANK"]) + first_part) % len(sizes)
-    done = worker.main_on_rows(run, SOURCE, task_input(part, sizes, folder))
+    done = worker.main(run, columns=SOURCE, rows=task_input(part, sizes, folder))
     if done.refused:
         raise ValueError(done.refused)
     return done.result
@@ -62,7 +64,7 @@ def train_rank(run, sizes, folder, first_part=0):
 def call_rank(fn, sizes, folder):
     rows = task_input(int(os.environ["RANK"]), sizes, folder)
     data, launch = Data(features=("features", "label"), label=None), Launch(num_ranks=len(sizes))
-    return worker.call_on_rows(fn, SOURCE, data, Shards(), Loader(), 0.0, {}, launch, rows).result
+    return worker.call(fn, (), {}, launch, columns=SOURCE, settings=RowSettings(data=data), rows=rows).result
 
 
 def make_run(tmp_path, config, name="run", **run):
@@ -182,7 +184,9 @@ def call_ragged(fn, sizes, folder, ragged):
     rows = ragged_input(int(os.environ["RANK"]), sizes, folder)
     data, launch = Data(features=("clicks", "text", "label"), label=None), Launch(num_ranks=len(sizes))
     shards, loader = Shards(rows_per_row_group=16), Loader(ragged=ragged)
-    return worker.call_on_rows(fn, RAGGED, data, shards, loader, 0.0, {}, launch, rows).result
+    return worker.call(
+        fn, (), {}, launch, columns=RAGGED, settings=RowSettings(data=data, shards=shards, loader=loader), rows=rows
+    ).result
 
 
 def true_labels(rows):
@@ -214,7 +218,7 @@ def lengths_and_sums(model, batch):
 
 
 def train_ragged(run, sizes, folder):
-    done = worker.main_on_rows(run, RAGGED, ragged_input(int(os.environ["RANK"]), sizes, folder))
+    done = worker.main(run, columns=RAGGED, rows=ragged_input(int(os.environ["RANK"]), sizes, folder))
     assert not done.refused
     return done.result
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from spark_dl import Checkpoint, ModelSpec, Parallel, checkpoint, loop, worker
+from spark_dl import Checkpoint, ModelSpec, Parallel, loop, worker
 from spark_dl.launch import rendezvous
-from spark_dl.metrics import read_metrics
+from spark_dl.rundir import checkpoint
+from spark_dl.training.metrics import read_metrics
 from tests.builders.models import build_mlp, small_config
 from tests.faults import assert_last_good, with_bad_row
 from tests.ranks.launcher import run_ranks

@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import nn
 
-from spark_dl import Checkpoint, ModelSpec, ParameterServer, checkpoint, worker
+from spark_dl import Checkpoint, ModelSpec, ParameterServer, worker
 from spark_dl.launch.failure import describe
-from spark_dl.metrics import read_metrics
+from spark_dl.rundir import checkpoint
 from spark_dl.spec import Run
+from spark_dl.training.metrics import read_metrics
 from tests.builders.datasets import write_dataset
 from tests.builders.models import DROPOUT_MLP, MLP, blobs, same_bits, small_config
 from tests.ranks.launcher import RankFailed, run_ranks

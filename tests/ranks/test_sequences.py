@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from spark_dl import checkpoint, worker
+from spark_dl import worker
+from spark_dl.rundir import checkpoint
 from spark_dl.spec import Run
 from tests.builders.datasets import write_dataset
 from tests.builders.models import same_bits, small_config

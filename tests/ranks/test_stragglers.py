@@ -1,7 +1,8 @@
 """Ranks that are slowed down on purpose: the others wait for them, and the weights are what they were."""
 
-from spark_dl import Faults, checkpoint
-from spark_dl.metrics import read_metrics
+from spark_dl import Faults
+from spark_dl.rundir import checkpoint
+from spark_dl.training.metrics import read_metrics
 from tests.builders.models import same_bits, small_config
 from tests.ranks.runs import cut_at, make_run, train
 

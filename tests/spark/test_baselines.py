@@ -15,11 +15,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import spark_dl
-from spark_dl import ModelSpec, RankError, checkpoint, worker
+from spark_dl import ModelSpec, RankError, worker
 from spark_dl.data.load.mixture import Mixture
 from spark_dl.driver import DRIVER_LOOPS
-from spark_dl.metrics import read_metrics
+from spark_dl.rundir import checkpoint
 from spark_dl.spec import Run
+from spark_dl.training.metrics import read_metrics
 from tests.builders import reference
 from tests.builders.datasets import write_dataset
 from tests.builders.models import DROPOUT_MLP, MLP, blobs, build_mlp, same_bits, small_config

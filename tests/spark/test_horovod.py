@@ -9,7 +9,8 @@ import torch
 from torch.nn import functional as F
 
 import spark_dl
-from spark_dl import DDP, Horovod, ModelSpec, RankError, checkpoint
+from spark_dl import DDP, Horovod, ModelSpec, RankError
+from spark_dl.rundir import checkpoint
 from tests.builders.models import MLP, blobs, build_mlp, small_config
 
 HOROVOD = Horovod()

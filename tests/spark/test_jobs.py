@@ -17,7 +17,7 @@ import pytest
 import sklearn
 import torch
 
-from spark_dl import checkpoint
+from spark_dl.rundir import checkpoint
 from tests.builders.models import same_bits
 from tests.spark.conftest import CONF, FAST_JVM, REPOSITORY, SPARK_HOME, free_port, stop, wait_for_port
 

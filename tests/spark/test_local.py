@@ -13,10 +13,11 @@ import torch.distributed as dist
 from pyspark.ml.linalg import Vectors
 
 import spark_dl
-from spark_dl import Data, Loader, RankError, Shards, checkpoint
+from spark_dl import Data, RankError, Shards
 from spark_dl.data import local
 from spark_dl.launch import preflight
 from spark_dl.launch.barrier import run_barrier
+from spark_dl.rundir import checkpoint
 from tests.builders.models import MLP, blobs, same_bits, small_config
 
 METRICS = {"accuracy": {"class": "MulticlassAccuracy", "num_classes": 3, "average": "micro"}}
@@ -266,8 +267,8 @@ def test_a_source_that_was_not_dealt_is_an_error(spark):
     dealt, columns = local.deal_rows(spark.range(9), data, Shards(), 2)
     with pytest.raises(RankError, match="Spark started 2 tasks for 3 ranks"):
         run_barrier(
-            spark, spark_dl.worker.call_on_rows, _rows_of_rank, columns, data, Shards(), Loader(), 0.0, {},
-            launch, launch=launch, source=dealt,
+            spark, spark_dl.worker.call, _rows_of_rank, (), {}, launch, columns=columns,
+            settings=local.RowSettings(data=data), launch=launch, source=dealt,
         )  # fmt: skip
 
 

@@ -8,7 +8,8 @@ import time
 import pytest
 
 import spark_dl
-from spark_dl import Checkpoint, ModelSpec, ParameterServer, RankError, checkpoint
+from spark_dl import Checkpoint, ModelSpec, ParameterServer, RankError
+from spark_dl.rundir import checkpoint
 from tests.builders.models import MLP, blobs, build_mlp, small_config
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import spark_dl
-from spark_dl import Checkpoint, ModelSpec, RankError, Shards, checkpoint, storage
+from spark_dl import Checkpoint, ModelSpec, RankError, Shards, storage
+from spark_dl.rundir import checkpoint
 from tests.builders.models import MLP, blobs, build_mlp, same_bits, small_config
 from tests.builders.s3 import ENV, S3Server, sessions_server
 

@@ -14,11 +14,12 @@ from pyspark.sql import functions as F
 
 import spark_dl
 from jobs import predict as predict_job
-from spark_dl import Data, ModelSpec, RankError, checkpoint, cli
+from spark_dl import Data, ModelSpec, RankError, cli
 from spark_dl.data.parquet import file as parquet_file
 from spark_dl.data.parquet import page_index
 from spark_dl.data.parquet.filters import typed_conditions
 from spark_dl.data.parquet.page_index import IndexedFile
+from spark_dl.rundir import checkpoint
 from tests.builders.models import MLP, blobs, build_mlp, same_bits, small_config
 
 METRICS = {"accuracy": {"class": "MulticlassAccuracy", "num_classes": 3, "average": "micro"}}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import spark_dl
-from spark_dl import checkpoint, generations
+from spark_dl.rundir import checkpoint, generations
 from tests.builders.models import MLP, blobs, small_config
 
 pytestmark = pytest.mark.modes("local")

@@ -9,8 +9,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from spark_dl import exclusive, generations, storage
+from spark_dl import exclusive, storage
 from spark_dl.exclusive import create_exclusively
+from spark_dl.rundir import generations
 from tests.builders.s3 import BUCKET
 
 TIMES = 20

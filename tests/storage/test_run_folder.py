@@ -4,9 +4,9 @@ import numpy as np
 
 from spark_dl import Config, Data, driver, storage
 from spark_dl.data.write.shards import write_arrays
-from spark_dl.run_folder import delete_run
-from tests.unit.test_checkpoint import group as group
-from tests.unit.test_checkpoint import save
+from spark_dl.rundir.folder import delete_run
+from tests.unit.rundir.test_checkpoint import group as group
+from tests.unit.rundir.test_checkpoint import save
 
 
 def test_exactly_what_our_code_writes_is_deleted(folder, group):

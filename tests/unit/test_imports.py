@@ -96,7 +96,7 @@ def test_the_package_is_found():
 
 @pytest.mark.parametrize("name", MODULES)
 def test_pyspark_is_imported_on_the_driver_s_side_and_when_it_is_needed(name):
-    driver_side = ("cli/", "driver.py", "inputs.py", "predict.py", "notebook.py", "data/write/", "data/store/",
+    driver_side = ("cli/", "driver.py", "prepare.py", "check.py", "inputs.py", "predict.py", "notebook.py", "data/write/", "data/store/",
                    "data/local.py", "launch/", "ml/", "baselines/", "bench/")  # fmt: skip
     for found in imports_of(MODULES[name]):
         if top_name(found.module) == "pyspark":
@@ -202,10 +202,10 @@ def test_the_rules_of_parameter_servers_are_pure():
         needed = {top_name(i.module) for i in imports_of(path)} - {"spark_dl"}
         assert needed <= {*sys.stdlib_module_names}
         assert not needed & {"os", "io", "pathlib", "time", "random", "socket", "threading"}
-        assert ours(path) <= {"config", "baselines.servers.deal"}
+        assert ours(path) <= {"baselines.servers.deal", "baselines.servers.settings"}
 
 
-def test_only_the_worker_knows_the_baselines_that_run_on_ranks():
+def test_only_the_table_of_strategies_knows_the_baselines_that_run_on_ranks():
     served = files("baselines/servers/")
     for name, path in MODULES.items():
         known = {module for module in ours(path) if module.startswith("baselines.servers")} - {
@@ -214,13 +214,13 @@ def test_only_the_worker_knows_the_baselines_that_run_on_ranks():
         assert not known or name in served or name == "worker.py", f"{name} imports {known}"
 
 
-ON_RANKS = ("data/", "launch/", "parallel/", "baselines/servers/", "checkpoint",
-            "evaluate", "loop", "worker", "world", "spec", "config", "storage", "schedule", "metrics")  # fmt: skip
+ON_RANKS = ("data/", "launch/", "parallel/", "baselines/servers/", "rundir/", "training/", "evaluate", "loop",
+            "worker", "world", "spec", "config", "storage")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", files(*ON_RANKS))
 def test_what_runs_on_ranks_knows_nothing_of_the_driver_s_side(name):
-    above = {"driver", "inputs", "cli", "predict", "notebook", "ml", "bench"}
+    above = {"driver", "prepare", "check", "inputs", "cli", "predict", "notebook", "ml", "bench"}
     found = ours(MODULES[name])
     assert not {module.split(".")[0] for module in found} & above
     assert not [module for module in found if module.startswith("baselines.driver_loop")]
@@ -228,8 +228,8 @@ def test_what_runs_on_ranks_knows_nothing_of_the_driver_s_side(name):
 
 @pytest.mark.parametrize("name", files("baselines/"))
 def test_baselines_are_made_of_what_all_ways_of_training_have_in_common(name):
-    common = {"_version", "baselines", "checkpoint", "config", "data", "finite", "gather", "launch", "loop", "metrics",
-              "parallel", "spec", "world"}  # fmt: skip
+    common = {"_version", "baselines", "config", "data", "gather", "launch", "loop", "parallel", "rundir", "spec",
+              "training", "world"}  # fmt: skip
     assert {module.split(".")[0] for module in ours(MODULES[name])} <= common
 
 

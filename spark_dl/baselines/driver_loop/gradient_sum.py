@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from spark_dl.finite import Finding
+from spark_dl.training.finite import Finding
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32] | npt.NDArray[np.float64]

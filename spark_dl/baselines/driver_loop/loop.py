@@ -33,12 +33,12 @@ from spark_dl.baselines.driver_loop.rank_task import Attempt, Step, part_of_rank
 from spark_dl.config import Config
 from spark_dl.data.columns.batch import StepBatches
 from spark_dl.data.load.build import BatchLoader, build_train_loader
-from spark_dl.finite import NotFiniteError
 from spark_dl.launch import payload, preflight
 from spark_dl.launch.failure import root_cause
 from spark_dl.parallel.generators import generators_kept
 from spark_dl.parallel.trainable import Scaler, Trainable, build_optimizer
 from spark_dl.spec import Batch, Run
+from spark_dl.training.finite import NotFiniteError
 from spark_dl.world import World
 
 if TYPE_CHECKING:

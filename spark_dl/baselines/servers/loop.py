@@ -30,7 +30,6 @@ from typing import Any
 
 import torch
 
-from spark_dl import checkpoint
 from spark_dl.baselines.servers.block import Block
 from spark_dl.baselines.servers.deal import MiniBatchQueue, deal_again
 from spark_dl.baselines.servers.flat import FlatModel
@@ -42,10 +41,11 @@ from spark_dl.baselines.servers.server import Server, follow
 from spark_dl.baselines.servers.settings import settings_of
 from spark_dl.baselines.servers.trainer import Trainer, add_gradient
 from spark_dl.baselines.servers.wire import Numbers, Transport
-from spark_dl.finite import WEIGHT, Finding, NotFiniteError, is_finite
 from spark_dl.loop import Training, seed_generators
 from spark_dl.parallel.trainable import OptimizerState, Trainable
+from spark_dl.rundir import checkpoint
 from spark_dl.spec import Run
+from spark_dl.training.finite import WEIGHT, Finding, NotFiniteError, is_finite
 from spark_dl.world import World
 
 

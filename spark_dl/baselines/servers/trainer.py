@@ -13,10 +13,10 @@ from spark_dl.baselines.servers.flat import FlatModel
 from spark_dl.baselines.servers.mini_batches import MiniBatches
 from spark_dl.baselines.servers.wire import Message, Transport
 from spark_dl.config import Config
-from spark_dl.finite import Finding, NotFiniteError, find_in_gradients, is_finite
 from spark_dl.parallel.stragglers import delay_s
 from spark_dl.parallel.trainable import add_gradients
 from spark_dl.spec import Batch, ModelSpec
+from spark_dl.training.finite import Finding, NotFiniteError, find_in_gradients, is_finite
 
 
 def add_gradient(spec: ModelSpec, flat: FlatModel, micro_batches: Sequence[Batch], rows: int, config: Config) -> Tensor:

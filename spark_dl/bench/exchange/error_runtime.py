@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from spark_dl import driver, metrics
+from spark_dl import driver
 from spark_dl.baselines.servers.rules import rules_of
 from spark_dl.baselines.servers.settings import ParameterServer
 from spark_dl.bench.exchange.log import Log
@@ -23,6 +23,7 @@ from spark_dl.bench.model.staleness import Delay, iteration_s
 from spark_dl.config import Config, Data, Faults, Launch, Loader, Parallel, Train
 from spark_dl.data.write.shards import write_arrays
 from spark_dl.spec import ModelSpec
+from spark_dl.training import metrics
 
 _HELD_OUT = 5  # every fifth image validates
 _OTHERWISE: Mapping[str, Mapping[str, Any]] = {

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from spark_dl import driver, metrics, storage, strategies
+from spark_dl import driver, storage, strategies
 from spark_dl.baselines.servers.rules import rules_of
 from spark_dl.baselines.servers.settings import ParameterServer
 from spark_dl.bench.exchange.accelerator import accelerator_spec
@@ -39,6 +39,7 @@ from spark_dl.launch.barrier import RankResult, run_barrier
 from spark_dl.launch.rendezvous import join
 from spark_dl.parallel.exchange import collectives
 from spark_dl.spec import Batch, ModelSpec
+from spark_dl.training import metrics
 from spark_dl.world import World
 
 _MATRIX = 512

@@ -15,12 +15,14 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from spark_dl import Data, Loader
+from spark_dl import Data
 from spark_dl.data import local
 from spark_dl.data.columns.policies import Changes
 from spark_dl.data.dataset.shard_table import Shard
 from spark_dl.data.write.shards import PartitionResult
 from tests.builders.local_rows import SHARDS, SOURCE, batches_of
+
+SETTINGS = local.RowSettings(data=Data())
 
 
 def spill_parts(stack, folder, sizes):
@@ -63,7 +65,7 @@ def assemble_all(spilled):
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_every_row_once_in_equal_steps_on_all_ranks(tmp_path, sizes, shuffle):
     with contextlib.ExitStack() as stack:
-        ranks = [local.RankRows(s, Data(), Loader()) for s in assemble_all(spill_parts(stack, tmp_path, sizes))]
+        ranks = [local.RankRows(s, SETTINGS) for s in assemble_all(spill_parts(stack, tmp_path, sizes))]
         for epoch in (0, 1):
             loaders = [r.loader(8, shuffle=shuffle) for r in ranks]
             steps = [list(loader.epoch(epoch)) for loader in loaders]
@@ -86,7 +88,7 @@ def test_every_row_once_in_equal_steps_on_all_ranks(tmp_path, sizes, shuffle):
 def test_a_fraction_for_validation_is_exact_over_all_ranks(tmp_path):
     with contextlib.ExitStack() as stack:
         spilled = assemble_all(spill_parts(stack, tmp_path, (90, 4, 0)))
-        ranks = [local.RankRows(rows, Data(), Loader(), 0.1) for rows in spilled]
+        ranks = [local.RankRows(rows, replace(SETTINGS, validation_fraction=0.1)) for rows in spilled]
         seen = {}
         for part in ("train", "validation"):
             loaders = [r.loader(4, part=part) for r in ranks]
@@ -100,7 +102,7 @@ def test_a_fraction_for_validation_is_exact_over_all_ranks(tmp_path):
 def test_resuming_an_epoch_goes_on_with_the_same_batches(tmp_path):
     with contextlib.ExitStack() as stack:
         for rows in assemble_all(spill_parts(stack, tmp_path, (90, 30))):
-            loader = local.RankRows(rows, Data(), Loader()).loader(8)
+            loader = local.RankRows(rows, SETTINGS).loader(8)
             whole = [s.micro_batches[0] for s in loader.epoch(1)]
             for start in range(loader.plan.steps):
                 again = [s.micro_batches[0] for s in loader.epoch(1, start)]

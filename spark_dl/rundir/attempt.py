@@ -10,10 +10,12 @@ from collections.abc import Sequence
 
 import yaml
 
-from spark_dl import checkpoint, generations, metrics, storage
+from spark_dl import storage
 from spark_dl.config import Config
-from spark_dl.run_folder import CONFIG, check_folder, delete_run
+from spark_dl.rundir import checkpoint, generations
+from spark_dl.rundir.folder import CONFIG, check_folder, delete_run
 from spark_dl.spec import Run
+from spark_dl.training import metrics
 
 _log = logging.getLogger("spark_dl")
 

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from spark_dl import Checkpoint, Config, ModelSpec, Train, checkpoint, checkpoint_files, driver, generations
+from spark_dl import Checkpoint, Config, ModelSpec, Train, driver
 from spark_dl.evaluate import load_model
+from spark_dl.rundir import checkpoint, checkpoint_files, generations
 from tests.builders.models import build_mlp
-from tests.unit.test_checkpoint import group as group
-from tests.unit.test_checkpoint import save, steps
+from tests.unit.rundir.test_checkpoint import group as group
+from tests.unit.rundir.test_checkpoint import save, steps
 
 FILES = ("MANIFEST.json", "model.pt", "rank-00000.pt", "training.pt")
 """All files of a checkpoint of one rank, which `test_the_grid_has_every_file` checks."""

@@ -17,14 +17,15 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spark_dl import checkpoint_files, rank_state, storage
-from spark_dl.checkpoint_files import MANIFEST, MODEL, TRAINING, DamagedError, parse_name, rank_file
+from spark_dl import storage
 from spark_dl.config import Config
 from spark_dl.config.fields import fixed_on_resume
 from spark_dl.data.columns.schema import Column
 from spark_dl.gather import gather_json
-from spark_dl.generations import start_generation as start_generation
-from spark_dl.generations import superseded
+from spark_dl.rundir import checkpoint_files, rank_state
+from spark_dl.rundir.checkpoint_files import MANIFEST, MODEL, TRAINING, DamagedError, parse_name, rank_file
+from spark_dl.rundir.generations import start_generation as start_generation
+from spark_dl.rundir.generations import superseded
 
 _log = logging.getLogger("spark_dl")
 FOLDER = "checkpoints"

@@ -3,7 +3,8 @@
 import json
 import logging
 
-from spark_dl import metrics, storage
+from spark_dl import storage
+from spark_dl.training import metrics
 
 
 def write(run_dir, *lines):

@@ -9,10 +9,10 @@ from __future__ import annotations
 import uuid
 
 from spark_dl import storage
-from spark_dl.checkpoint_files import MANIFEST
 from spark_dl.data.dataset.records import ShardSet
 from spark_dl.data.load.mixture import Mixture
 from spark_dl.data.local import Gather
+from spark_dl.rundir.checkpoint_files import MANIFEST
 from spark_dl.spec import Run
 
 

@@ -7,11 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spark_dl import Config, Data, driver, generations, storage
+from spark_dl import Config, Data, driver, storage
 from spark_dl.data.store import store
 from spark_dl.data.write.shards import write_arrays
-from spark_dl.run_folder import check_folder, delete_run
-from tests.unit.test_checkpoint import handmade
+from spark_dl.rundir import generations
+from spark_dl.rundir.folder import check_folder, delete_run
+from tests.unit.rundir.test_checkpoint import handmade
 
 OURS = ("checkpoints/step-00000001.gen-0001", "shards/train", "shards/train-a b", "shards/validation",
         "shards/evaluate-0123abcd")  # fmt: skip

@@ -16,8 +16,10 @@ from collections.abc import Collection
 
 from pyarrow.fs import FileType
 
-from spark_dl import checkpoint, checkpoint_files, generations, metrics, storage
+from spark_dl import storage
 from spark_dl.data.dataset.folder import delete_dataset, is_dataset_file
+from spark_dl.rundir import checkpoint, checkpoint_files, generations
+from spark_dl.training import metrics
 
 CONFIG = "config.yaml"
 SHARDS = "shards"

@@ -12,7 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from spark_dl import ModelSpec, checkpoint
+from spark_dl import ModelSpec
+from spark_dl.rundir import checkpoint
 from tests.builders.datasets import write_dataset
 from tests.builders.models import MLP, blobs, build_mlp, small_config
 from tests.ranks.launcher import kill_ranks, run_ranks

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from spark_dl import Checkpoint, Config, Data, Launch, Loader, Train, checkpoint, checkpoint_files, driver, storage
+from spark_dl import Checkpoint, Config, Data, Launch, Loader, Train, driver, storage
 from spark_dl.config.load import build_config
 from spark_dl.data.columns.schema import Column
-from spark_dl.generations import read_generation
 from spark_dl.launch.rendezvous import join
+from spark_dl.rundir import checkpoint, checkpoint_files
+from spark_dl.rundir.generations import read_generation
 
 COLUMNS = (Column("features", "float32", (2, 3), "ndarray"), Column("label", "int64"))
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from spark_dl import generations
 from spark_dl.exclusive import create_exclusively
+from spark_dl.rundir import generations
 
 TIMES = 50
 TAKE = """
 import sys
-from spark_dl.generations import start_generation
+from spark_dl.rundir.generations import start_generation
 for line in sys.stdin:
     print(start_generation(line.strip()), flush=True)
 """

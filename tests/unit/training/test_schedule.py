@@ -11,7 +11,7 @@ from torch.optim import lr_scheduler
 
 from spark_dl import Config, Launch, ParameterServer, Train
 from spark_dl.parallel.trainable import build_optimizer, lr_factor
-from spark_dl.schedule import Schedule, plain_state
+from spark_dl.training.schedule import Schedule, plain_state
 
 
 def build(lr=0.1, groups=1, **train):

@@ -6,10 +6,20 @@ import pytest
 import torch
 from torch import nn
 
-from spark_dl import Train, early_stop
+from spark_dl import Train
 from spark_dl.evaluate import build_metric
-from spark_dl.finite import GRADIENT, LOSS, WEIGHT, Finding, StateCheck, StepCheck, check_loss_scale, is_finite
 from spark_dl.loop import Progress
+from spark_dl.training import early_stop
+from spark_dl.training.finite import (
+    GRADIENT,
+    LOSS,
+    WEIGHT,
+    Finding,
+    StateCheck,
+    StepCheck,
+    check_loss_scale,
+    is_finite,
+)
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]

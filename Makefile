@@ -2,13 +2,16 @@
 PY := .venv/bin/python
 ARGS ?= --overwrite
 
-.PHONY: train test test-slow lint type bench clean setup setup-all setup-petastorm setup-horovod
+.PHONY: train test test-slow lint type bench clean setup setup-all setup-petastorm setup-peers setup-horovod
 
 setup:
 	@./conf/setup_env.sh
 
 setup-petastorm: setup ## Petastorm in .venv-petastorm; says so where that cannot be, and what needs it is left out
 	@./conf/setup_env.sh petastorm || true
+
+setup-peers: setup ## other loaders in .venv-peers, for `make bench`; says so where that cannot be, and they are left out
+	@./conf/setup_env.sh peers || true
 
 setup-horovod: setup ## Horovod in .venv; says so where it cannot be built, and what needs it is left out
 	@./conf/setup_env.sh horovod || true
@@ -40,7 +43,7 @@ lint: setup
 type: setup
 	@$(PY) -m mypy
 
-bench: setup-all ## all benchmarks; see jobs/bench.py --help
+bench: setup-all setup-peers ## all benchmarks, in about half an hour; see jobs/bench.py --help
 	@$(PY) jobs/bench.py launch
 	@$(PY) jobs/bench.py step
 	@$(PY) jobs/bench.py loader
@@ -50,4 +53,4 @@ bench: setup-all ## all benchmarks; see jobs/bench.py --help
 	@$(PY) jobs/bench.py exchange
 
 clean:
-	rm -rf .venv .venv-petastorm .wheels .data runs build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache spark-warehouse metastore_db derby.log
+	rm -rf .venv .venv-petastorm .venv-peers .wheels .data runs build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache spark-warehouse metastore_db derby.log

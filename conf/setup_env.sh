@@ -2,6 +2,7 @@
 # Makes .venv with the pinned requirements and the package, and checks Python and Java. Called by every `make` target;
 # does nothing when .venv is already made from the requirements as they are now.
 #   conf/setup_env.sh petastorm    makes .venv-petastorm as well, in which the tests and benchmarks run Petastorm itself
+#   conf/setup_env.sh peers        makes .venv-peers as well, with the other loaders that `jobs/bench.py loader` measures
 #   conf/setup_env.sh horovod      builds Horovod for the torch of .venv and installs it there; the wheel is kept in .wheels
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -10,6 +11,7 @@ say() { echo "set-up: $*" >&2; }
 fail() { echo "set-up failed: $*" >&2; exit 1; }
 key_of() { cat "$@" conf/setup_env.sh | sha256sum | cut -c1-16; }
 is_made() { [ "$(cat "$1/.made-from" 2>/dev/null)" = "$2 $PWD" ]; } # folder, key
+add_venv_behind() { echo "$PWD/.venv/lib/python$version/site-packages" >"$1/lib/python$version/site-packages/_after_own_packages.pth"; }
 pip_of() { "$1/bin/python" -m pip --disable-pip-version-check install -q "${@:2}" >&2; } # folder, arguments
 
 if ! java -version 2>&1 | grep -qE 'version "(17|21)'; then
@@ -64,12 +66,28 @@ if [ "${1:-}" = horovod ]; then
     say "Horovod is installed in .venv"
     exit 0
 fi
+version=$(.venv/bin/python -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+if [ "${1:-}" = peers ]; then
+    env=.venv-peers
+    key=$(key_of conf/requirements/peers.txt)
+    is_made $env "$key" && exit 0
+    say "making $env with Mosaic StreamingDataset, WebDataset and Ray Data (the first time, and when its requirements change)"
+    rm -rf $env
+    .venv/bin/python -m venv $env || fail "could not make $env"
+    pip_of $env --no-deps -r conf/requirements/peers.txt || fail "pip could not install conf/requirements/peers.txt into $env"
+    add_venv_behind $env
+    $env/bin/python -c 'import sys; from importlib.util import find_spec, module_from_spec
+sys.modules["streaming"] = module_from_spec(find_spec("streaming")) # as spark_dl/bench/peers/dataset_peers.py does
+import ray.data, streaming.base, torch, webdataset' || fail "$env is made, but its loaders cannot be imported there"
+    echo "$key $PWD" >$env/.made-from
+    say "done"
+    exit 0
+fi
 [ "${1:-}" = petastorm ] || exit 0
 
 env=.venv-petastorm
 key=$(key_of conf/requirements/petastorm.txt)
 is_made $env "$key" && exit 0
-version=$(.venv/bin/python -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 [ "$version" = 3.11 ] || fail "$env (Petastorm 0.13.1) needs Python 3.11, and .venv has $version; without it the tests that" \
     "need Petastorm are skipped. To have it: make clean, then PYTHON=python3.11 make ..."
 say "making $env with Petastorm 0.13.1 (the first time, and when its requirements change; takes a minute)"
@@ -78,7 +96,7 @@ rm -rf $env
 pip_of $env -r conf/requirements/petastorm.txt || fail "pip could not install conf/requirements/petastorm.txt into $env"
 pip_of $env --no-deps petastorm==0.13.1 || fail "pip could not install petastorm==0.13.1 into $env"
 # What it does not have itself, torch above all, comes from .venv, which stands behind it on the path.
-echo "$PWD/.venv/lib/python3.11/site-packages" >$env/lib/python3.11/site-packages/_after_own_packages.pth
+add_venv_behind $env
 $env/bin/python -c 'import numpy, torch, petastorm.pytorch; assert numpy.__version__ < "2"; torch.from_numpy(numpy.ones(1))' ||
     fail "$env is made, but Petastorm's loaders cannot be imported there"
 echo "$key $PWD" >$env/.made-from

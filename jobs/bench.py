@@ -23,7 +23,7 @@ def bench_step(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def bench_loader(args: argparse.Namespace) -> dict[str, Any]:
-    return loader.measure(repeats=args.repeats, scale=args.scale, petastorm_python=args.petastorm_python)
+    return loader.measure(_options(loader.Options, args))
 
 
 def bench_shards(args: argparse.Namespace) -> dict[str, Any]:
@@ -79,6 +79,10 @@ def _show(line: str) -> None:
     sys.stderr.write(f"{line}\n")
 
 
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     what = parser.add_subparsers(dest="what", required=True)
@@ -92,7 +96,8 @@ def _parser() -> argparse.ArgumentParser:
     of_launch = add("launch", "a warm launch of two ranks: spark_dl.launch and TorchDistributor", bench_launch)
     of_step = add("step", "steps per second: the worker loop and a bare DDP loop under torchrun", bench_step)
     of_loader = add(
-        "loader", "rows per second of a shuffled epoch: our loader, Petastorm's, HF datasets, tensors in memory",
+        "loader", "rows per second of a shuffled epoch: our loader, Petastorm's, Mosaic's, WebDataset, Ray Data, HF "
+        "datasets, tensors in memory, and the limits of memory and of Arrow",
         bench_loader,
     )  # fmt: skip
     of_shards = add(
@@ -105,6 +110,11 @@ def _parser() -> argparse.ArgumentParser:
     for command in (of_loader, of_shards):
         command.add_argument("--scale", type=float, default=1.0, help="size of the datasets (default: 1)")
         command.add_argument("--petastorm_python", default=".venv-petastorm/bin/python", help="of its environment")
+    names = ", ".join(loader.PEERS)
+    of_loader.add_argument("--peers", type=_words, default=loader.PEERS, help=f"with commas between, of {names}")
+    of_loader.add_argument(
+        "--peers_python", default=loader.PEERS_PYTHON, help="of their environment (make setup-peers)"
+    )
     of_gpu = add("gpu", "images per second of a ResNet-50 in bf16: fed by the loader, and on one batch kept on the GPU",
                  bench_gpu)  # fmt: skip
     usual = gpu.Options()

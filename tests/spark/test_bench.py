@@ -10,6 +10,8 @@ import pytest
 from spark_dl.bench.peers.loader import PEERS
 from tests.spark.conftest import FAST_JVM, REPOSITORY
 
+DATASETS = ("mosaic_streaming", "webdataset", "ray_data")
+PEERS_PYTHON = REPOSITORY / ".venv-peers" / "bin" / "python"
 PETASTORM = REPOSITORY / ".venv-petastorm" / "bin" / "python"
 """Without it Petastorm's loaders and converter have no figures."""
 
@@ -36,19 +38,33 @@ def run(*command):
 
 @pytest.mark.slow
 def test_the_loader_is_measured_beside_its_peers():
-    result, log = bench("loader", "--scale", "0.02", "--repeats", "1")
+    peers = [peer for peer in PEERS if peer not in DATASETS]
+    result, log = bench("loader", "--scale", "0.02", "--repeats", "1", "--peers", ",".join(peers))
     assert list(result) == ["img", "tab"]
     for name, measured in result.items():
-        assert set(measured) == {*PEERS, "shuffle"}
-        for peer in ("spark_dl", "spark_dl_parquet", "tensor_dataset", "arrow"):
+        assert set(measured) == {*peers, "shuffle", "left_out"}
+        for peer in ("spark_dl", "spark_dl_parquet", "tensor_dataset", "memory_gather", "arrow"):
             assert measured[peer] > 0, (name, peer)
         for peer in ("petastorm_batched", "petastorm_rows"):
             assert measured[peer] > 0 if PETASTORM.exists() else measured[peer] is None, (name, peer)
-        assert set(measured["shuffle"]) == {peer for peer in PEERS if measured[peer] is not None}
+            assert (peer in measured["left_out"]) == (not PETASTORM.exists())
+        assert set(measured["shuffle"]) == {peer for peer in peers if measured[peer] is not None}
         assert measured["shuffle"]["arrow"]["displacement"] == 0  # it does not shuffle
         for peer in ("spark_dl", "spark_dl_parquet"):
             assert 0.25 < measured["shuffle"][peer]["displacement"] < 0.42  # a perfect shuffle has 1/3
     assert "petastorm" in log
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(not PEERS_PYTHON.exists(), reason=f"there is no {PEERS_PYTHON}: make setup-peers")
+def test_the_loader_is_measured_beside_loaders_with_formats_of_their_own():
+    result, _ = bench("loader", "--scale", "0.01", "--repeats", "1", "--peers", ",".join(("spark_dl", *DATASETS)))
+    for measured in result.values():
+        assert measured["left_out"] == {}
+        for peer in ("spark_dl", *DATASETS):
+            assert measured[peer] > 0
+            assert 0.25 < measured["shuffle"][peer]["displacement"] < 0.42
 
 
 @pytest.mark.slow

@@ -1,9 +1,10 @@
 """Rows per second of one shuffled epoch, one process: our loader and its peers on the same rows, in one run.
 
 Each peer is a process of its own, started once; epochs are then run in turn, so that no peer has a quieter machine than
-another. Peers: Petastorm's BatchedDataLoader and DataLoader (in an environment of their own), HF datasets, a DataLoader
-over tensors in memory, and the limit of Arrow: decoding list columns without any shuffle. `spark_dl_parquet` is our
-loader on the plain Parquet files (lists, snappy, dictionary) that the others read.
+another. Peers: Petastorm's BatchedDataLoader and DataLoader (in an environment of their own), Mosaic StreamingDataset,
+WebDataset and Ray Data (in another one, each with its own format), HF datasets, a DataLoader over tensors in memory.
+Limits: Arrow's, decoding list columns without any shuffle, and that of memory, where one thread gathers shuffled rows
+of arrays. `spark_dl_parquet` is our loader on the plain Parquet files (lists, snappy, dictionary) that the others read.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from spark_dl.bench.peers.peer import Epoch, Peer, answers, petastorm_command, serve
+from spark_dl.bench.peers.peer import Epoch, Peer, absent, answers, dataset_command, petastorm_command, serve
 
 BATCH = 256
 WINDOW_ROWS = 1 << 17
@@ -32,26 +34,48 @@ PEERS = (
     "spark_dl_parquet",
     "petastorm_batched",
     "petastorm_rows",
+    "mosaic_streaming",
+    "webdataset",
+    "ray_data",
     "hf_datasets",
     "tensor_dataset",
+    "memory_gather",
     "arrow",
 )
+PETASTORM_PYTHON, PEERS_PYTHON = ".venv-petastorm/bin/python", ".venv-peers/bin/python"
+_IN_PEERS_ENVIRONMENT = ("mosaic_streaming", "webdataset", "ray_data")
 
 
-def measure(
-    *, repeats: int, scale: float = 1.0, petastorm_python: str = ".venv-petastorm/bin/python"
-) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Options:
+    """What is measured."""
+
+    repeats: int = 7
+    scale: float = 1.0
+    """Size of the datasets: 60,000 and 1,000,000 rows at 1."""
+    peers: tuple[str, ...] = PEERS
+    petastorm_python: str = PETASTORM_PYTHON
+    peers_python: str = PEERS_PYTHON
+
+    def __post_init__(self) -> None:
+        if unknown := [name for name in self.peers if name not in PEERS]:
+            raise ValueError(f"--peers: unknown {', '.join(unknown)}; known are {', '.join(PEERS)}")
+
+
+def measure(options: Options) -> dict[str, Any]:
     """Median rows per second per peer, for `img` and `tab`, and how well each shuffles. Without Spark.
 
-    A peer that cannot run here has null, and a line on standard error says why. `scale` shrinks the datasets.
+    A peer that cannot run here has null, and `left_out` has the reason.
     """
     results: dict[str, Any] = {}
+    sizes = {"img": (image_rows, 60_000), "tab": (table_rows, 1_000_000)}
     with tempfile.TemporaryDirectory() as folder:
-        for name, arrays in (("img", image_rows(round(60_000 * scale))), ("tab", table_rows(round(1_000_000 * scale)))):
+        for name, (draw, rows) in sizes.items():
+            arrays = draw(round(rows * options.scale))
             _write(f"{folder}/{name}", arrays)
             order = np.argsort(arrays.pop("label"))  # the place of a row in the files, by its label
             arrays.clear()
-            results[name] = _measure_peers(f"{folder}/{name}", order, repeats, petastorm_python)
+            results[name] = _measure_peers(f"{folder}/{name}", order, options)
             _print_table(name, results[name])
     return results
 
@@ -92,11 +116,11 @@ def _write(folder: str, arrays: Arrays) -> None:
         np.save(f"{folder}/{name}.npy", a)
 
 
-def _measure_peers(folder: str, order: np.ndarray[Any, Any], repeats: int, petastorm_python: str) -> dict[str, Any]:
-    peers = {name: Peer(name, _command(name, folder, petastorm_python)) for name in PEERS}
-    rates: dict[str, list[float]] = {name: [] for name in PEERS}
+def _measure_peers(folder: str, order: np.ndarray[Any, Any], options: Options) -> dict[str, Any]:
+    peers = {name: _start(name, folder, options) for name in options.peers}
+    rates: dict[str, list[float]] = {name: [] for name in peers}
     try:
-        for _ in range(repeats + 1):
+        for _ in range(options.repeats + 1):
             for name, peer in peers.items():
                 if (done := peer.ask("epoch")) is not None:
                     rates[name].append(done["rows"] / done["seconds"])
@@ -106,16 +130,21 @@ def _measure_peers(folder: str, order: np.ndarray[Any, Any], repeats: int, petas
             for name, peer in peers.items()
             if peer.ask(f"labels {folder}/{name}.npy") is not None
         }
+        result["left_out"] = {name: peer.reason for name, peer in peers.items() if peer.reason}
     finally:
         for peer in peers.values():
             peer.close()
     return result
 
 
-def _command(name: str, folder: str, petastorm_python: str) -> list[str]:
+def _start(name: str, folder: str, options: Options) -> Peer:
     if name.startswith("petastorm"):
-        return petastorm_command(petastorm_python, name, folder)
-    return [sys.executable, "-m", "spark_dl.bench.peers.loader", name, folder]
+        python = options.petastorm_python
+        return Peer(name, petastorm_command(python, name, folder), absent=absent(python, "setup-petastorm"))
+    if name in _IN_PEERS_ENVIRONMENT:
+        command = dataset_command(options.peers_python, name, folder, (*_names(folder), "label"))
+        return Peer(name, command, absent=absent(options.peers_python, "setup-peers"))
+    return Peer(name, [sys.executable, "-m", "spark_dl.bench.peers.loader", name, folder])
 
 
 def _quality(labels: np.ndarray[Any, Any], order: np.ndarray[Any, Any]) -> dict[str, float]:
@@ -125,18 +154,18 @@ def _quality(labels: np.ndarray[Any, Any], order: np.ndarray[Any, Any]) -> dict[
     what a perfect shuffle has. `neighbours`: the share of rows whose next row in the files is in the same batch (the
     order inside of a batch does not matter); BATCH / rows is what a perfect shuffle has.
     """
-    places = order[labels]
-    batch_of = np.full(len(order), -1)
+    places = order[labels]  # of all rows, or of the first ones, where a peer has no more
+    batch_of = np.full(len(places), -1)
     batch_of[places] = np.arange(len(places)) // BATCH
-    displacement = np.abs(places - np.arange(len(places))).mean() / len(order)
+    displacement = np.abs(places - np.arange(len(places))).mean() / len(places)
     return {"displacement": float(displacement), "neighbours": float((np.diff(batch_of) == 0).mean())}
 
 
 def _print_table(name: str, result: dict[str, Any]) -> None:
-    ours = result["spark_dl"]
+    ours = result.get("spark_dl") or float("nan")
     print(f"\n{name:18} {'rows/s':>12} {'ours is':>9} {'displacement':>13} {'neighbours':>11}", file=sys.stderr)
     for peer in PEERS:
-        if result[peer] is not None:
+        if result.get(peer) is not None:
             shuffle = result["shuffle"].get(peer)  # one that ended before it said its order has none
             quality = f"{shuffle['displacement']:13.3f} {shuffle['neighbours']:11.2%}" if shuffle else ""
             print(f"{peer:18} {result[peer]:12,.0f} {ours / result[peer]:8.2f}x {quality}", file=sys.stderr)
@@ -208,11 +237,27 @@ def _tensor_dataset(folder: str) -> Epoch:
     return epoch
 
 
+def _memory_gather(folder: str) -> Epoch:
+    import torch
+
+    torch.set_num_threads(1)
+    tensors = [torch.from_numpy(np.load(f"{folder}/{name}.npy")) for name in (*_names(folder), "label")]
+
+    def epoch(number: int) -> Iterator[Any]:
+        order = torch.randperm(len(tensors[0]), generator=torch.Generator().manual_seed(number))
+        for places in order.split(BATCH):
+            *_, labels = [tensor.index_select(0, places) for tensor in tensors]
+            yield labels
+
+    return epoch
+
+
 _BUILD: dict[str, Callable[[str], Epoch]] = {
     "spark_dl": lambda folder: _spark_dl(folder, plain=False),
     "spark_dl_parquet": lambda folder: _spark_dl(folder, plain=True),
     "hf_datasets": _hf_datasets,
     "tensor_dataset": _tensor_dataset,
+    "memory_gather": _memory_gather,
     "arrow": _arrow,
 }
 

@@ -10,6 +10,7 @@ import itertools
 import json
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -20,6 +21,9 @@ import numpy as np
 Epoch = Callable[[int], Iterable[Any]]
 """From the number of an epoch to the labels of each of its batches, in the order of use."""
 _EPOCH_LIMIT_S = 10.0
+_ANSWER_S = 900.0
+"""How long a peer may take for one answer: its start and the writing of its dataset are in the first."""
+_LEAVE_S = 10.0
 _TRIES = 5
 """On a busy machine Petastorm's reader now and then ends an epoch at once, without a row; that is no rate."""
 
@@ -27,18 +31,26 @@ _TRIES = 5
 class Peer:
     """The asking side. A peer that cannot run here is left out, and a line on standard error says why."""
 
-    def __init__(self, name: str, command: Sequence[str]):
+    def __init__(self, name: str, command: Sequence[str], *, absent: str | None = None):
+        """`absent` is why it cannot even be started, if that is known."""
         self._name = name
+        self.reason: str | None = None
+        """Why it is left out, if it is."""
         self._process: subprocess.Popen[str] | None = None
+        if absent:
+            self._leave_out(absent)
+            return
         try:
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         except OSError as error:
-            self._say(f"{error}")
+            self._leave_out(f"{error}")
 
     def ask(self, what: str) -> dict[str, Any] | None:
         """Its answer to a line of text; None if it does not run here."""
         if self._process is None or self._process.stdin is None or self._process.stdout is None:
             return None
+        late = threading.Timer(_ANSWER_S, self._process.kill)
+        late.start()
         try:
             self._process.stdin.write(what + "\n")
             self._process.stdin.flush()
@@ -48,18 +60,37 @@ class Peer:
                     return answer
         except OSError:
             pass
-        self._say(f"ended with exit code {self._process.wait()}")
+        finally:
+            late.cancel()
+        self._leave_out(f"ended with exit code {self._process.wait()}")
         self.close()
         return None
 
     def close(self) -> None:
+        """Ends the process: by the end of its input, so that its library tidies up, or else by SIGKILL."""
         if self._process is not None:
-            self._process.kill()
-            self._process.communicate()
+            try:
+                self._process.communicate(timeout=_LEAVE_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.communicate()
             self._process = None
 
-    def _say(self, what: str) -> None:
-        print(f"{self._name} is left out: {what}", file=sys.stderr)
+    def _leave_out(self, reason: str) -> None:
+        self.reason = reason
+        print(f"{self._name} is left out: {reason}", file=sys.stderr)
+
+
+def absent(python: str, target: str) -> str | None:
+    """Why a peer's environment is not there, naming the target of `make` that makes it; None if it is."""
+    return None if Path(python).is_file() else f"there is no {python}; `make {target}` makes it"
+
+
+def dataset_command(python: str, name: str, folder: str, columns: Iterable[str]) -> list[str]:
+    """That of a loader with the other loaders' environment. Its home is `folder`, and it reports to nobody."""
+    script = str(Path(__file__).with_name("dataset_peers.py"))
+    variables = [f"HOME={folder}", "RAY_USAGE_STATS_ENABLED=0"]
+    return ["env", *variables, python, "-W", "ignore", script, name, folder, *columns]
 
 
 def petastorm_command(python: str, *arguments: str) -> list[str]:

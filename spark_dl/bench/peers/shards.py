@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spark_dl.bench.peers.loader import image_rows, table_rows, write_parquet
-from spark_dl.bench.peers.peer import Peer, petastorm_command
+from spark_dl.bench.peers.peer import Peer, absent, petastorm_command
 from spark_dl.config import Data
 from spark_dl.data.write.shards import write_shards
 
@@ -32,7 +32,8 @@ def measure(spark: SparkSession, *, repeats: int, scale: float = 1.0, petastorm_
             write_parquet(source, rows)
             columns, cores = tuple(rows), str(spark.sparkContext.defaultParallelism)
             rows.clear()
-            converter = Peer("petastorm_converter", petastorm_command(petastorm_python, "converter", source, cores))
+            command = petastorm_command(petastorm_python, "converter", source, cores)
+            converter = Peer("petastorm_converter", command, absent=absent(petastorm_python, "setup-petastorm"))
             try:
                 df = spark.read.parquet(f"{source}/parquet").cache()
                 df.count()

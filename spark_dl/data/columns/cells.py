@@ -239,7 +239,7 @@ def whose(known: Shape | None) -> str:
 def _numbers(column: SourceColumn, values: pa.Array, lookup: Lookup | None = None) -> Array:
     """The elements as they are stored; stored ones, of our own shards, are what they are. # (len(values),)"""
     if _is_looked_up(column, values) and not values.null_count:
-        return _indices(column, values, lookup or Lookup(column.encoding))
+        return word_indices(column, values, lookup or Lookup(column.encoding))
     values = _decoded(values)
     if values.null_count and column.fill is not None:
         values = values.fill_null(fill_scalar(column, column.fill, values.type))
@@ -251,7 +251,7 @@ def _numbers(column: SourceColumn, values: pa.Array, lookup: Lookup | None = Non
     if types.is_decimal(values.type):
         return _decimals(column, values)
     if types.is_string(values.type) or types.is_large_string(values.type):
-        return _indices(column, values, lookup or Lookup(column.encoding))
+        return word_indices(column, values, lookup or Lookup(column.encoding))
     return np.asarray(values.to_numpy(zero_copy_only=False), dtype=column.dtype)
 
 
@@ -300,7 +300,7 @@ def _decimals(column: SourceColumn, values: pa.Array) -> Array:
     return words[:, 0].astype(np.int64)
 
 
-def _indices(column: SourceColumn, strings: pa.Array, lookup: Lookup) -> Array:
+def word_indices(column: SourceColumn, strings: pa.Array, lookup: Lookup) -> Array:
     """Strings by their vocabulary or hash, which are looked up once for each distinct one.
 
     # strings: without nulls; or a dictionary of them, which may have words that no row has

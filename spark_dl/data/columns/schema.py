@@ -73,9 +73,14 @@ class Column:
         return np.dtype(self.dtype).itemsize * math.prod(self.inner)
 
     @property
+    def has_stored_words(self) -> bool:
+        """Whether the file holds its words as strings of Parquet, of which a dictionary tells each one once."""
+        return self.encoding.has_words and not self.codec.startswith("petastorm.")
+
+    @property
     def is_encoded(self) -> bool:
         """Whether cells are files, compressed, or texts of others, which are in memory beside what becomes of them."""
-        is_text = self.codec == "converted" and self.encoding.has_words
+        is_text = self.encoding.has_words and (self.codec == "converted" or self.codec.startswith("petastorm."))
         return is_text or self.codec == "image" or self.codec.startswith(("petastorm.image", "petastorm.compressed"))
 
     def stored_bytes(self, rows: Any, size: Any = None) -> Any:

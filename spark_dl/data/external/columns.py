@@ -23,7 +23,7 @@ from spark_dl.data.external.files import File, check_in_all, elements_of, names_
 from spark_dl.data.parquet import file as parquet_file
 from spark_dl.data.parquet.file import table_column
 from spark_dl.data.parquet.filters import NULL_PARTITION
-from spark_dl.data.petastorm.columns import is_text_or_time, petastorm_column, shape_of
+from spark_dl.data.petastorm.columns import CHARACTER_BYTES, is_text_or_time, petastorm_column, shape_of
 from spark_dl.data.petastorm.unischema import NUMBERS, Field
 
 _ROWS_AT_ONCE = 64
@@ -47,6 +47,7 @@ def foreign_column(
     arrow = type_at(files[0].schema, name)
     if name in fields and name in files[0].schema.names and not is_text_or_time(fields[name]):
         column = petastorm_column(fields[name], settings)
+        _check_words(column)
         return _petastorm_column(column, settings.get("ragged", False), url, files, data)
     if arrow is not None:
         return _arrow_column(arrow_source_column(name, arrow, settings), arrow, url, files, data)
@@ -91,14 +92,15 @@ def _partition_column(
 
 def _petastorm_column(column: Column, is_ragged: bool, url: str, files: Sequence[File], data: Data) -> Column:
     dtype, shape = np.dtype(column.dtype), column.shape
+    has_words = column.encoding.has_words
     if column.name in data.fill and ("image" in column.codec or dtype.kind == "c"):
         raise ValueError(
             f"data.fill.{column.name}: images and complex numbers cannot be filled; set data.nulls to drop"
         )
     fill = None
     if column.name in data.fill:
-        source = SourceColumn(column.name, column.dtype, "array" if shape else "scalar")
-        fill = _fill(source, pa.from_numpy_dtype(dtype), data)
+        source = SourceColumn(column.name, column.dtype, "array" if shape else "scalar", encoding=column.encoding)
+        fill = _fill(source, pa.string() if has_words else pa.from_numpy_dtype(dtype), data)
     if None in shape[1 if is_ragged else 0 :]:
         paths = [storage.join(url, f.name) for f in files]
         found = _first_shape(column.name, paths, functools.partial(_petastorm_shape, column, is_ragged))
@@ -160,7 +162,7 @@ def _arrow_column(source: SourceColumn, arrow: pa.DataType, url: str, files: Seq
     return Column(source.name, source.dtype, shape, codec, source.encoding, mean, source.fill)
 
 
-def _check_words(source: SourceColumn) -> None:
+def _check_words(source: SourceColumn | Column) -> None:
     if source.encoding.kind == "vocabulary" and source.encoding.vocabulary is None:
         raise ValueError(
             f"data.encode.{source.name}.values: expected the words of the vocabulary, found none; they are counted "
@@ -174,6 +176,8 @@ def _mean_size(name: str, files: Sequence[File], *, unit: int | None) -> float:
 
 def unit_of(column: Column) -> int | None:
     """Bytes of an element, where the bytes of cells tell how many there are."""
+    if column.codec.startswith("petastorm.") and column.encoding.has_words:
+        return CHARACTER_BYTES
     in_bytes = column.codec.startswith("petastorm.") or column.encoding.kind == "bytes"
     return np.dtype(column.dtype).itemsize if in_bytes else None
 

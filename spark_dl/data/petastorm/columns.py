@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from spark_dl.data.columns.cells import Lookup, word_indices
 from spark_dl.data.columns.encoding import Encoding
 from spark_dl.data.columns.ragged import Array, Ragged, from_lengths
 from spark_dl.data.columns.schema import Column
+from spark_dl.data.columns.source import BadCellsError, SourceColumn, arrow_source_column
 from spark_dl.data.petastorm import codecs
 from spark_dl.data.petastorm.unischema import TIMES, Codec, Field
+
+CHARACTER_BYTES = 4
+"""Of a string in an array of NumPy; one of no characters takes as much."""
+_NO_NUMBERS = ("str", "bytes", "decimal", *TIMES)
 
 
 def is_text_or_time(field: Field) -> bool:
     """Whether a field is one that becomes numbers as the column of a plain Parquet file does: its cells are alike."""
-    is_scalar = field.shape == () and (field.codec is None or field.codec.kind == "scalar")
-    return is_scalar and field.dtype in ("str", "bytes", "decimal", *TIMES)
+    is_of_parquet = field.codec is None or field.codec.kind == "scalar"
+    return is_of_parquet and (field.dtype == "str" or (field.shape == () and field.dtype in _NO_NUMBERS))
 
 
 def petastorm_column(field: Field, settings: Mapping[str, Any]) -> Column:
@@ -29,6 +35,8 @@ def petastorm_column(field: Field, settings: Mapping[str, Any]) -> Column:
     Where `shape` holds None other than as the first axis of a ragged column, the first cell gives the shape of all
     (`shape_of`). Raises ValueError for what makes no tensor, and for settings that the field does not have.
     """
+    if field.dtype == "str" and field.codec is not None and "ndarray" in field.codec.kind:
+        return _column_of_words(field, settings)
     kind = field.codec.kind if field.codec else "scalar"  # without a codec Petastorm reads what Parquet holds
     can_be_ragged, is_image = field.shape[:1] == (None,) and "ndarray" in kind, kind == "image"
     has_image_settings = is_image and settings.get("as") == "image" and settings.keys() <= {"as", "resize"}
@@ -43,17 +51,13 @@ def petastorm_column(field: Field, settings: Mapping[str, Any]) -> Column:
         raise ValueError(
             f"data.encode.{field.name}: the column has its codec from Petastorm's metadata; expected {only}"
         )
-    if field.dtype in ("str", "bytes", "decimal", "object", *TIMES):
+    if field.dtype in (*_NO_NUMBERS, "object"):
         raise ValueError(
-            f"column {field.name!r} has dtype {field.dtype}, shape {field.shape} and codec {field.codec}, which do not "
-            "make a tensor"
+            f"column {field.name!r} has dtype {field.dtype}, shape {field.shape} and the codec {kind} of Petastorm, "
+            "which do not make a tensor; leave it out, or write the dataset with Spark first"
         )
     if can_be_ragged and not settings:
-        raise ValueError(
-            f"column {field.name!r} has the shape {field.shape}, of which the first axis may vary; say whether it does "
-            f"with data.encode: {{{field.name}: {{ragged: true}}}}, or {{{field.name}: {{ragged: false}}}} if all "
-            "cells have the shape of the first one"
-        )
+        raise _no_word_of_ragged(field)
     image_format = f".{field.codec.image_format}" if field.codec and field.codec.image_format else ""
     column = Column(field.name, field.dtype, field.shape, f"petastorm.{kind}{image_format}")
     if settings.get("resize"):
@@ -63,22 +67,57 @@ def petastorm_column(field: Field, settings: Mapping[str, Any]) -> Column:
     return dataclasses.replace(column, encoding=Encoding("image")) if settings.get("as") else column
 
 
+def _column_of_words(field: Field, settings: Mapping[str, Any]) -> Column:
+    """The column of a field of arrays of strings, whose words become numbers as those of Spark's arrays do."""
+    arrow = pa.string()
+    for _ in field.shape:
+        arrow = pa.list_(arrow)
+    source = arrow_source_column(field.name, arrow, settings)
+    if field.shape[:1] == (None,) and "ragged" not in settings:
+        raise _no_word_of_ragged(field)
+    if source.ragged and field.shape[:1] != (None,):
+        raise ValueError(
+            f"data.encode.{field.name}.ragged: found true for a column of shape {field.shape}, whose first axis does "
+            "not vary; leave it out"
+        )
+    assert field.codec is not None
+    return Column(field.name, source.dtype, field.shape, f"petastorm.{field.codec.kind}", source.encoding)
+
+
+def _no_word_of_ragged(field: Field) -> ValueError:
+    return ValueError(
+        f"column {field.name!r} has the shape {field.shape}, of which the first axis may vary; say whether it does "
+        f"with data.encode: {{{field.name}: {{ragged: true}}}}, or {{{field.name}: {{ragged: false}}}} if all "
+        "cells have the shape of the first one"
+    )
+
+
 def shape_of(column: Column, cell: pa.Array) -> tuple[int, ...] | None:
     """The shape of a cell; None where it is null. # cell: (1,), stored"""
     (value,) = codecs.decode(_field(column, is_nullable=True), cell, resize=column.encoding.resize)
     return None if value is None else value.shape
 
 
-def decode(column: Column, stored: pa.ChunkedArray, *, rows: npt.NDArray[np.int64] | None = None) -> Array | Ragged:
+def decode(
+    column: Column,
+    stored: pa.ChunkedArray,
+    *,
+    rows: npt.NDArray[np.int64] | None = None,
+    lookup: Lookup | None = None,
+) -> Array | Ragged:
     """A stored column of a Petastorm dataset as an array # (rows, *shape), or as ragged rows.
 
     Where the column has a fill, a null becomes an array of it, or an empty one in a ragged column.
     Raises ValueError for other nulls, and for a cell that is not of the column's dtype and shape, with its row.
-    rows: their numbers in their row group, for messages; by default they are all of it.
+    rows: their numbers in their row group, for messages; by default they are all of it. lookup: that of the column,
+    where it has words and comes in pieces.
     """
+    lookup = lookup or Lookup(column.encoding)
     field = _field(column, is_nullable=column.fill is not None)
     try:
         cells = codecs.decode(field, stored, resize=column.encoding.resize)
+        if column.encoding.has_words:
+            cells = _looked_up(column, list(cells), lookup)
     except codecs.CellError as found:
         error = found if rows is None else found.in_row(int(rows[found.row]))
         if not isinstance(error, codecs.OtherShapeError):
@@ -98,15 +137,39 @@ def decode(column: Column, stored: pa.ChunkedArray, *, rows: npt.NDArray[np.int6
                 values[start : start + length] = cells[row]
             start, cells[row] = start + length, None  # it is not needed twice
         return from_lengths(values, lengths)
-    filled = np.full((len(cells), *column.inner), column.fill, dtype=column.dtype)
+    fill = column.fill
+    if column.encoding.has_words and fill is not None:
+        (fill,) = _looked_up(column, [np.array(fill)], lookup)
+    filled = np.empty((len(cells), *column.inner), dtype=column.dtype)
     for row, cell in enumerate(cells):
-        if cell is not None:
-            filled[row] = cell
+        filled[row] = fill if cell is None else cell
     return filled
+
+
+def _looked_up(column: Column, cells: Sequence[Array | None], lookup: Lookup) -> list[Array | None]:
+    """The numbers of the words of some cells, each of the same shape. # cells: of NumPy's strings; None is a null"""
+    ends = np.cumsum([0 if cell is None else cell.size for cell in cells])
+    strings = [_strings(column, row, cell) for row, cell in enumerate(cells) if cell is not None]
+    source = SourceColumn(column.name, column.dtype, "array", encoding=column.encoding)
+    try:
+        numbers = word_indices(source, pa.concat_arrays([pa.array([], pa.string()), *strings]), lookup)
+    except BadCellsError as error:
+        row = int(np.searchsorted(ends, error.row, side="right"))
+        raise codecs.CellError(column.name, row, error.found, error.expected) from None
+    of_cells = np.split(numbers, ends[:-1])
+    return [None if cell is None else n.reshape(cell.shape) for cell, n in zip(cells, of_cells, strict=True)]
+
+
+def _strings(column: Column, row: int, cell: Array) -> pa.Array:
+    try:
+        return pa.array(cell.ravel().tolist(), pa.string())
+    except (ValueError, SystemError) as error:  # four bytes that are no character, or half of one
+        raise codecs.CellError(column.name, row, f"a string that is none ({error})", "strings of Unicode") from error
 
 
 def _field(column: Column, *, is_nullable: bool) -> Field:
     kind, _, image_format = column.codec.removeprefix("petastorm.").partition(".")
     spark_type = "LongType" if kind == "scalar" else None  # which one it is does not matter for reading
     codec = Codec(kind, image_format or None, spark_type=spark_type)  # type: ignore[arg-type]
-    return Field(column.name, column.dtype, column.shape, codec, is_nullable)
+    dtype = "str" if column.encoding.has_words else column.dtype
+    return Field(column.name, dtype, column.shape, codec, is_nullable)

@@ -75,7 +75,7 @@ class Rows:
         self._limits, self._has_unknown = limits, False
         asked = filters.columns_of(shards.filtered.conditions) if shards.filtered else []
         self._names = [*(c.name for c in columns), *asked]
-        self._words = [c.name for c in columns if c.encoding.has_words]
+        self._words = [c.name for c in columns if c.has_stored_words]
         self._decoding = ByteBudget(limits.memory if limits else 0)
         self._shards, self.columns, self._cache = shards, tuple(columns), cache
         self._seed, self._part = seed, part
@@ -279,7 +279,8 @@ class Rows:
         found = {
             column.name: _unknown_bytes(column, stored[column.name])
             for column in self.columns
-            if column.name in stored and not looks_up_words(column.encoding, stored[column.name].type)
+            if column.name in stored
+            and not (column.has_stored_words and looks_up_words(column.encoding, stored[column.name].type))
         }
         size = sum(found.values())
         self._has_unknown |= size > 0

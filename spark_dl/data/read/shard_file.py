@@ -17,6 +17,9 @@ from spark_dl.data.columns.cells import Lookup
 from spark_dl.data.columns.ragged import Array, Ragged, Stacked
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.dataset.shard_table import Shard
+from spark_dl.data.dataset.records import Shard
+from spark_dl.data.external import columns as external_columns
+from spark_dl.data.external import files as external_files
 from spark_dl.data.parquet import file as parquet_file
 from spark_dl.data.parquet import filters, pages
 from spark_dl.data.parquet.buffer_pool import BufferPool
@@ -115,7 +118,7 @@ class ShardFile:
             return False
         chunks = self._chunks(column, group)
         are_whole = all(_WHOLE_BYTES.issuperset(chunk.encodings) for chunk in chunks)
-        if column.encoding.has_words:
+        if column.has_stored_words:
             return are_whole or all(0 < parquet_file.dictionary_bytes(c) <= _SMALL_DICTIONARY_BYTES for c in chunks)
         return are_whole or column.codec == "list" or not column.is_ragged
 
@@ -128,7 +131,7 @@ class ShardFile:
         """Of the rows of a ragged column, over all axes: nulls and empty lists count, too, and each cell of bytes has
         its length. # size: of cells that are bytes, if it is known; by default what they take in the file
         """
-        chunks, itemsize = self._chunks(column, group), np.dtype(column.dtype).itemsize
+        chunks, itemsize = self._chunks(column, group), external_columns.unit_of(column) or 1
         if column.codec == "list":
             return max((chunk.num_values for chunk in chunks), default=0)
         return (max(c.total_uncompressed_size for c in chunks) if size is None else size) // itemsize
@@ -190,5 +193,5 @@ def _decode(
 ) -> Array | Ragged:
     """The stored cells of some rows. # rows: their numbers in the row group; None for all of it"""
     if column.codec.startswith("petastorm."):
-        return petastorm_columns.decode(column, stored, rows=rows)
+        return petastorm_columns.decode(column, stored, rows=rows, lookup=lookup)
     return schema.decode(column, stored, rows=rows, lookup=lookup)

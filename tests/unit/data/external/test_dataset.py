@@ -695,6 +695,97 @@ def test_fields_of_petastorm_that_need_a_setting_or_have_none_say_so(tmp_path, n
         open_parquet(str(tmp_path), [name], data=Data(encode=encode))
 
 
+TAGS = [["ä", "b"], ["b", "longer"], ["", "ä"], ["c", "b"]]
+
+
+def dataset_of_tags(folder, cells, *, kind="ndarray", shape=(2,), codec=True):
+    """Cells of arrays of strings, each of its own width, as Petastorm's codec writes them; None is a null."""
+    arrays = [None if cell is None else np.array(cell, dtype=str) for cell in cells]
+    write = (lambda out, a: np.savez_compressed(out, arr=a)) if kind == "compressed_ndarray" else np.save
+    packed = [None if a is None else npy_cells(a, write=write)[0] for a in arrays]
+    stored = pa.table({"id": range(len(cells)), "tags": packed if codec else pa.array(cells, pa.list_(pa.string()))})
+    folder.mkdir()
+    pq.write_table(stored, folder / "0.parquet", row_group_size=3)
+    tags = Field("tags", "str", shape, Codec(kind) if codec else None, nullable=None in cells)
+    unischema = Unischema("Schema", (Field("id", "int64", (), Codec("scalar", spark_type="LongType")), tags))
+    row_groups = {"0.parquet": -(-len(cells) // 3)}
+    write_common_metadata(str(folder), stored.schema, unischema=unischema, row_groups_per_file=row_groups)
+    return str(folder)
+
+
+def tags_of(url, settings, **data):
+    """The numbers of each row's words, by the way of the loader."""
+    data = Data(features=("id", "tags"), label=None, num_streams=2, encode={"tags": settings}, ragged="offsets", **data)
+    found, shards = {}, filter_rows(open_parquet(url, data.features, data=data), data)
+    for step in Loader(shards, Config(data=data, train=Train(global_batch_size=2)), rank=0, world_size=1).epoch(0):
+        (batch,) = step.micro_batches
+        for i in np.flatnonzero(batch["weight"].numpy()):
+            ends = batch["tags_offsets"][i : i + 2].tolist() if "tags_offsets" in batch else None
+            found[int(batch["id"][i])] = (batch["tags"][slice(*ends)] if ends else batch["tags"][i]).tolist()
+    return [found[i] for i in sorted(found)]
+
+
+HASHED, WORDS = {"as": "hash", "buckets": 97}, {"as": "vocabulary", "values": ["b", "ä"]}
+
+
+def hashed(cells):
+    return [[zlib.crc32(word.encode()) % 97 for word in cell] for cell in cells]
+
+
+@pytest.mark.parametrize(("codec", "kind"), [(True, "ndarray"), (True, "compressed_ndarray"), (False, "ndarray")])
+def test_arrays_of_strings_of_petastorm_become_numbers_as_those_of_spark_do(tmp_path, codec, kind):
+    own = {"kind": kind, "codec": codec}
+    fixed = dataset_of_tags(tmp_path / "fixed", TAGS, **own)
+    assert tags_of(fixed, HASHED) == hashed(TAGS)
+    assert tags_of(fixed, WORDS) == [[2, 1], [1, 0], [0, 2], [0, 1]]
+    single = [[word] for word, _ in TAGS]
+    assert tags_of(dataset_of_tags(tmp_path / "single", single, shape=(1,), **own), HASHED) == hashed(single)
+    rows = [["a"] * (i % 4) + ["b"] * (i % 3) for i in range(1, 12)]
+    ragged = dataset_of_tags(tmp_path / "ragged", rows, shape=(None,), **own)
+    assert tags_of(ragged, {**HASHED, "ragged": True}) == hashed(rows)
+    same = dataset_of_tags(tmp_path / "same", TAGS, shape=(None,), **own)
+    assert tags_of(same, {**HASHED, "ragged": False}) == hashed(TAGS)
+
+
+def test_nulls_among_arrays_of_strings_of_petastorm_are_dropped_or_filled_with_a_word(tmp_path):
+    url = dataset_of_tags(tmp_path / "data", [TAGS[0], None, *TAGS[1:]])
+    assert tags_of(url, WORDS, nulls="drop") == [[2, 1], [1, 0], [0, 2], [0, 1]]
+    filled = tags_of(url, WORDS, nulls="fill", fill={"tags": "ä"})
+    assert filled == [[2, 1], [2, 2], [1, 0], [0, 2], [0, 1]]
+    with pytest.raises(ValueError, match=r"data\.fill\.tags: expected a value of type string"):
+        tags_of(url, WORDS, nulls="fill", fill={"tags": 3})
+
+
+@pytest.mark.parametrize(("shape", "settings", "match"), [
+    ((2,), {}, r"column 'tags' has type list<.*say with data\.encode how it becomes numbers: {tags: {as: vocabulary"),
+    ((2,), {"as": "bytes"}, r"data\.encode\.tags"),
+    ((2,), {"as": "vocabulary"}, r"data\.encode\.tags\.values: expected the words"),
+    ((2,), {**HASHED, "ragged": True}, r"data\.encode\.tags\.ragged: found true for a column of shape \(2,\)"),
+    ((None,), HASHED, r"column 'tags' has the shape \(None,\), .*{ragged: true}"),
+])  # fmt: skip
+def test_arrays_of_strings_of_petastorm_need_settings_that_fit(tmp_path, shape, settings, match):
+    url = dataset_of_tags(tmp_path / "data", TAGS, shape=shape)
+    with pytest.raises(ValueError, match=match):
+        tags_of(url, settings)
+
+
+def test_a_word_that_no_vocabulary_has_and_four_bytes_that_are_no_character_name_their_row(tmp_path):
+    url = dataset_of_tags(tmp_path / "data", TAGS)
+    with pytest.raises(RuntimeError, match=r"'tags', row 1: found 'longer', expected one of 4 words"):
+        tags_of(url, {**WORDS, "values": ["ä", "b", "", "c"], "unknown": "error"}, filters=[["id", "==", 1]])
+    for name, character in (("half", 0xD800), ("none", 0x7FFFFFFF)):
+        cell = np.array(["a", "b"])
+        cell.view(np.uint32)[1] = character
+        (tmp_path / name).mkdir()
+        bad = [TAGS[0], TAGS[1]]
+        url = dataset_of_tags(tmp_path / name / "data", bad)
+        table = pq.read_table(f"{url}/0.parquet")
+        packed = pa.array([table["tags"][0].as_py(), npy_cells(cell)[0]], pa.binary())
+        pq.write_table(table.set_column(1, "tags", packed), f"{url}/0.parquet")
+        with pytest.raises(RuntimeError, match=r"'tags', row 1: found a string that is none"):
+            tags_of(url, HASHED)
+
+
 def test_a_null_in_a_field_of_petastorm_is_an_error_with_its_row(tmp_path):
     petastorm_dataset(tmp_path)
     data = Data(encode={"maybe": {"as": "hash", "buckets": 3}}, filters=[["id", ">", 0]])

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -69,14 +70,15 @@ def test_the_loader_gives_the_tensors_of_petastorm(written):
 
 
 ENCODE = {
-    "price": {"as": "float"}, "ragged": {"ragged": True}, "kind": {"as": "vocabulary", "values": ["a b2", "a b0"]},
+    "price": {"as": "float"}, "ragged": {"ragged": True}, "tags": {"as": "hash", "buckets": 97, "ragged": True},
+    "kind": {"as": "vocabulary", "values": ["a b2", "a b0"]},
 }  # fmt: skip
 
 
 def test_text_decimals_and_ragged_fields_become_numbers_by_encode(written):
     """Beside what Petastorm reads, which are texts, decimals and arrays of several lengths."""
     root, _, read = written
-    names = ["id", "price", "ragged", "kind"]
+    names = ["id", "price", "ragged", "kind", "tags"]
     config = make_config(
         features=tuple(names), label=None, num_streams=4, encode=ENCODE, ragged="offsets", global_batch_size=20
     )
@@ -87,17 +89,20 @@ def test_text_decimals_and_ragged_fields_become_numbers_by_encode(written):
         for i in np.flatnonzero(batch["weight"].numpy()):
             offsets = batch["ragged_offsets"]
             values = batch["ragged"][offsets[i] : offsets[i + 1]].tolist()
-            found[int(batch["id"][i])] = (float(batch["price"][i]), values, int(batch["kind"][i]))
+            offsets = batch["tags_offsets"]
+            tags = batch["tags"][offsets[i] : offsets[i + 1]].tolist()
+            found[int(batch["id"][i])] = (float(batch["price"][i]), values, int(batch["kind"][i]), tags)
     assert len(found) == len(read)
     index = {"a b2": 1, "a b0": 2, "a b1": 0}
     for row in read:
-        price, ragged, kind = found[int(cells(row["id"]))]
+        price, ragged, kind, tags = found[int(cells(row["id"]))]
         assert price == float(row["price"]["decimal"])
         assert ragged == cells(row["ragged"]).tolist()
         assert kind == index[row["kind"]]
+        assert tags == [zlib.crc32(tag.encode()) % 97 for tag in cells(row["tags"]).tolist()]
 
 
-@pytest.mark.parametrize("name", ["name", "ragged", "any_png", "kind", "packed_ragged"])
+@pytest.mark.parametrize("name", ["name", "ragged", "any_png", "kind", "packed_ragged", "tags"])
 def test_what_is_no_tensor_is_an_error_that_names_the_column(written, name):
     with pytest.raises(ValueError, match=f"column '{name}'"):
         open_parquet(str(written[0]), [name])

@@ -96,8 +96,8 @@ def test_the_package_is_found():
 
 @pytest.mark.parametrize("name", MODULES)
 def test_pyspark_is_imported_on_the_driver_s_side_and_when_it_is_needed(name):
-    driver_side = ("cli/", "driver.py", "prepare.py", "check.py", "inputs.py", "predict.py", "notebook.py", "data/write/", "data/store/",
-                   "data/local.py", "launch/", "ml/", "baselines/", "bench/")  # fmt: skip
+    driver_side = ("cli/", "driver.py", "prepare.py", "check.py", "inputs.py", "predict.py", "data/write/",
+                   "data/store/", "data/local.py", "launch/", "ml/", "baselines/", "bench/")  # fmt: skip
     for found in imports_of(MODULES[name]):
         if top_name(found.module) == "pyspark":
             assert name.startswith(driver_side), f"{name} imports {found.module}"

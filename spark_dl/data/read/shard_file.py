@@ -16,10 +16,9 @@ from spark_dl.data.columns import schema
 from spark_dl.data.columns.cells import Lookup
 from spark_dl.data.columns.ragged import Array, Ragged, Stacked
 from spark_dl.data.columns.schema import Column
-from spark_dl.data.dataset.shard_table import Shard
 from spark_dl.data.dataset.records import Shard
+from spark_dl.data.dataset.shard_table import Shard
 from spark_dl.data.external import columns as external_columns
-from spark_dl.data.external import files as external_files
 from spark_dl.data.parquet import file as parquet_file
 from spark_dl.data.parquet import filters, pages
 from spark_dl.data.parquet.buffer_pool import BufferPool

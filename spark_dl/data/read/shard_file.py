@@ -16,7 +16,6 @@ from spark_dl.data.columns import schema
 from spark_dl.data.columns.cells import Lookup
 from spark_dl.data.columns.ragged import Array, Ragged, Stacked
 from spark_dl.data.columns.schema import Column
-from spark_dl.data.dataset.records import Shard
 from spark_dl.data.dataset.shard_table import Shard
 from spark_dl.data.external import columns as external_columns
 from spark_dl.data.parquet import file as parquet_file

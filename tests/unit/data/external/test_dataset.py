@@ -715,9 +715,12 @@ def dataset_of_tags(folder, cells, *, kind="ndarray", shape=(2,), codec=True):
 
 def tags_of(url, settings, **data):
     """The numbers of each row's words, by the way of the loader."""
-    data = Data(features=("id", "tags"), label=None, num_streams=2, encode={"tags": settings}, ragged="offsets", **data)
-    found, shards = {}, filter_rows(open_parquet(url, data.features, data=data), data)
-    for step in Loader(shards, Config(data=data, train=Train(global_batch_size=2)), rank=0, world_size=1).epoch(0):
+    config = make_config(
+        features=("id", "tags"), label=None, num_streams=2, encode={"tags": settings}, ragged="offsets",
+        global_batch_size=2, **data,
+    )  # fmt: skip
+    found, shards = {}, filter_rows(open_parquet(url, config.data.features, data=config.data), config)
+    for step in Loader(shards, config, rank=0, world_size=1).epoch(0):
         (batch,) = step.micro_batches
         for i in np.flatnonzero(batch["weight"].numpy()):
             ends = batch["tags_offsets"][i : i + 2].tolist() if "tags_offsets" in batch else None

@@ -148,9 +148,10 @@ def shards_of(
     if isinstance(data, str) and _is_ours(data):
         data = read_shards(data)
     elif isinstance(data, str):
-        _check_policies(config)
         data = open_parquet(data, config.stored_columns, data=config.data, like=like)
     if isinstance(data, ShardSet):
+        if data.foreign:
+            _check_policies(config)
         check_rules(data.url, data.rules, config.data, words_of(like))
     else:
         data = _shards_of_rows(data, url, config, until_done, like, reuse=reuse, before_commit=before_commit)

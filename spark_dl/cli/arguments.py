@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import sys
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import jsonargparse
 
 from spark_dl.config import Config
-from spark_dl.config.load import describe_strategies, parse_config
+from spark_dl.config.load import describe_settings, parse_config
 from spark_dl.launch.session import build_session
 from spark_dl.spec import ModelSpec, import_object
 from spark_dl.storage import join as join
@@ -91,6 +92,10 @@ class Job:
         return build_session(name, master=self.args["master"], conf=self.args["spark_conf"])
 
 
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter, jsonargparse.DefaultHelpFormatter):
+    """Keeps the lines of a job's description and of the list of settings."""
+
+
 def parse(description: str, options: Mapping[str, tuple[Any, Any, str]]) -> Job:
     """Reads the command line and `--config` files. Ends the process with exit code 2 on wrong usage.
 
@@ -98,7 +103,11 @@ def parse(description: str, options: Mapping[str, tuple[Any, Any, str]]) -> Job:
     """
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)  # for --help
     parser = jsonargparse.ArgumentParser(
-        description=description, epilog=describe_strategies(), exit_on_error=False, allow_abbrev=False
+        description=description,
+        epilog=describe_settings() if {"-h", "--help"} & {*sys.argv[1:]} else None,  # loads other packages
+        formatter_class=_HelpFormatter,
+        exit_on_error=False,
+        allow_abbrev=False,
     )
     parser.add_argument("--config", action="config", help="YAML file with any of these settings; may be repeated")
     parser.add_argument("--master", type=str | None, help="Spark master URL, or sc://host:port for Spark Connect")

@@ -10,16 +10,18 @@ import json
 import re
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import docstring_parser
 import jsonargparse
 import yaml
 
 from spark_dl import strategies
 from spark_dl.config import Config
 from spark_dl.config.checks import check, suggestion
+from spark_dl.config.parallel import Parallel
 
 DEFAULT_STRATEGY = "ddp"
 
@@ -54,14 +56,19 @@ def build_config(plain: Mapping[str, Any]) -> Config:
         if name == "sequences" and values is None:
             continue
         check(isinstance(values, Mapping), name, "a mapping of keys to values", values)
-        keys = {f.name for f in dataclasses.fields(known[name])} | ({"strategy"} if name == "parallel" else set())
-        for key in values:
-            if key not in keys:
+        own = {key: value for key, value in values.items() if (name, key) != ("parallel", "strategy")}
+        fields = {f.name: f for f in dataclasses.fields(known[name])}
+        for key in own:
+            if key not in fields:
                 raise ValueError(_unknown_key(f"{name}.{key}", strategy, config_keys(strategy)))
-        built[name] = known[name](
-            **{key: value for key, value in values.items() if (name, key) != ("parallel", "strategy")}
-        )
+        for key, field in fields.items():
+            check(key in own or not _is_required(field), f"{name}.{key}", "a value, which it has no default for", None)
+        built[name] = known[name](**own)
     return Config(**built)
+
+
+def _is_required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def load_config(path: str | Path | None = None, overrides: Sequence[str] | Mapping[str, Any] = ()) -> Config:
@@ -104,7 +111,7 @@ def strategy_of(args: Sequence[str]) -> str:
     found = DEFAULT_STRATEGY
     pairs = [
         (a.partition("=")[0], a.partition("=")[2] if "=" in a else b)
-        for a, b in zip(args, [*args[1:], ""], strict=True)
+        for a, b in zip(args, [*args, ""][1:], strict=True)
     ]
     for name, value in pairs:
         if name == "--parallel.strategy":
@@ -127,12 +134,24 @@ def _strategy_in(name: str, value: str) -> str | None:
 
 def _explain(message: str, strategy: str, known: Sequence[str]) -> str:
     """The message of jsonargparse in one line, and, where it is about an unknown key, with the nearest known key."""
+    message = _as_of_group(message)
     group = re.search(r"Group '([\w.]+)' does not accept option '([\w.]+)'", message)
     other = re.search(r"(?:[Uu]nrecognized arguments: --|Option ')([\w.]+)", message)
     key = ".".join(group.groups()) if group else other.group(1) if other else None
     if key is None:
         return re.sub(r"\s+", " ", message.replace('Parser key "', '"')).strip()
     return _unknown_key(key, strategy, known)
+
+
+def _as_of_group(message: str) -> str:
+    """The message about a section that may be null, `sequences`, in the form of those about the other sections."""
+    section = re.match(r'Parser key "(\w+)":\s+Does not validate against any of the Union subtypes', message)
+    problem = re.search(r"Problem with given class_path '[\w.]+':\s+(.*?)\s+- Expected a ", message, re.DOTALL)
+    if not (section and problem):
+        return message
+    name = section.group(1)
+    found = re.sub(r"^Option '([\w.]+)' is", rf"Group '{name}' does not accept option '\1', which is", problem.group(1))
+    return re.sub(r'^(Parser key "|the following arguments are required: )', rf"\1{name}.", found)
 
 
 def _unknown_key(key: str, strategy: str, known: Sequence[str]) -> str:
@@ -149,15 +168,48 @@ def _unknown_key(key: str, strategy: str, known: Sequence[str]) -> str:
 
 
 def _strategies_with(name: str) -> list[str]:
-    return [n for n in strategies.names() if name in {f.name for f in dataclasses.fields(strategies.find(n).settings)}]
+    """Names of the strategies that have a setting; those that cannot be loaded have none."""
+    return [n for n, settings in _settings() if isinstance(settings, type) and name in _names(settings)]
 
 
-def describe_strategies() -> str:
-    """All strategies and their settings, for `--help`."""
-    lines = ["settings of parallel, by strategy:"]
+def _names(section: type) -> set[str]:
+    return {f.name for f in dataclasses.fields(section)}
+
+
+def _settings() -> Iterator[tuple[str, type[Parallel] | ValueError]]:
+    """Each strategy's name, and its settings or why they cannot be loaded: a package that is broken bars no other."""
     for name in strategies.names():
-        section = strategies.find(name).settings
-        summary = (section.__doc__ or "").strip().splitlines()[0]
-        fields = [f"{f.name} (default {f.default!r})" for f in dataclasses.fields(section)]
-        lines.append(f"  {name}: {summary} Settings: {', '.join(fields) or 'none'}.")
+        try:
+            yield name, strategies.find(name).settings
+        except ValueError as error:
+            yield name, error
+
+
+def describe_settings() -> str:
+    """The settings of `sequences` and of all strategies, one on each line, for `--help`."""
+    lines = ["settings of sequences, which may be null:", "", *_lines_of("sequences", sections()["sequences"])]
+    lines += ["", "settings of parallel, by strategy:"]
+    for name, settings in _settings():
+        if isinstance(settings, ValueError):
+            lines += ["", f"  {name}: {settings}"]
+        else:
+            lines += ["", f"  {name}: {_first_sentence(settings.__doc__)}", *_lines_of("parallel", settings)]
     return "\n".join(lines)
+
+
+def _lines_of(name: str, section: type) -> list[str]:
+    documented = docstring_parser.parse_from_object(section)
+    meanings = {p.arg_name: _first_sentence(p.description) for p in documented.params}
+    lines = []
+    for field in dataclasses.fields(section):
+        default = "required" if _is_required(field) else f"default: {_default(field)!r}"
+        lines.append(f"    --{name}.{field.name} ({default})  {meanings.get(field.name, '')}".rstrip())
+    return lines
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def _first_sentence(text: str | None) -> str:
+    return re.split(r"(?<=\.) (?=[A-Z])", " ".join((text or "").split()))[0]

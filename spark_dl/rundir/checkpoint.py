@@ -294,12 +294,13 @@ def check_same_settings(saved: Saved, config: Config) -> None:
     differ: list[str] = []
     for name in now:
         old, new = before[name] or {}, now[name] or {}
-        section = type(getattr(config, name))
-        free = (old.keys() | new.keys()) - {*fixed_on_resume(section)} if dataclasses.is_dataclass(section) else set()
-        free -= {"strategy"}
+        section = getattr(config, name)
+        keys = {*fixed_on_resume(type(section))} if section is not None else old.keys()
+        if old.get("strategy") != new.get("strategy"):  # the others are settings of another strategy
+            keys = {"strategy"}
         differ += [
             f"{name}.{key}: was {old.get(key)!r}, now {new.get(key)!r}"
-            for key in sorted((old.keys() | new.keys()) - free)
+            for key in sorted(keys)
             if old.get(key) != new.get(key)
         ]
     if differ:

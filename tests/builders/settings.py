@@ -34,6 +34,11 @@ def make_config(**fields):
     A field of `sequences` has its name, `sequence_length`. A section that is given whole, `train=Train()`, is a base
     for its fields.
     """
+    return Config(**make_sections(**fields))
+
+
+def make_sections(**fields):
+    """The sections of such a `Config`, each of which is valid by itself, but for those that are not asked for."""
     given = {name: fields.pop(name) for name in (*SECTIONS, "sequences", "parallel") if name in fields}
     by_section = {name: {} for name in SECTIONS}
     sequences = {}
@@ -48,7 +53,7 @@ def make_config(**fields):
         given[name] = dataclasses.replace(base, **values) if base is not None else SECTIONS[name](**values)
     if sequences.get("length"):
         given["sequences"] = Sequences(**sequences)
-    return Config(**given)
+    return given
 
 
 def parallel(strategy="ddp", **values):

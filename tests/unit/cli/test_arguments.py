@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from spark_dl import strategies
 from spark_dl.cli import arguments
 from spark_dl.config.load import config_keys
 
@@ -20,5 +21,25 @@ def test_help_explains_every_setting(monkeypatch, capsys):
         arguments.parse("A job.", {"output": (str, None, "folder for the files")})
     said = " ".join(capsys.readouterr().out.split())
     assert "--output OUTPUT folder for the files" in said
-    option = r"--{0} (\S+|{{.*?}})( --{0}\+ \S+)? [`A-Z][^(]{{15}}"  # its name, its value, and some words
+    value = r"(\S+|{{.*?}}|\(default: [^)]+\))"
+    option = rf"--{{0}} {value}( --{{0}}\+ \S+)? (one of|[`A-Z])[^(]{{{{15}}}}"  # its name, its value, and some words
     assert [key for key in config_keys() if not re.search(option.format(re.escape(key)), said)] == []
+
+
+def test_help_lists_every_strategy_with_a_line_for_each_of_its_settings(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["train.py", "--help"])
+    with pytest.raises(SystemExit, match="^0$"):
+        arguments.parse("A job.", {})
+    lines = capsys.readouterr().out.splitlines()
+    lines = lines[lines.index("settings of parallel, by strategy:") + 1 :]
+    found = {}
+    for line in lines:
+        if match := re.fullmatch(r"  (\w+): [A-Z].*\.", line):
+            found[match[1]] = (strategy := set())
+        elif line:
+            match = re.fullmatch(r"    --(parallel\.\w+) \(default: .+\)  [A-Z].*\.", line)
+            assert match, line
+            strategy.add(match[1])
+    for name in strategies.names():
+        assert found[name] == {key for key in config_keys(name) if key.startswith("parallel.")} - {"parallel.strategy"}
+    assert "    --parallel.tree_depth (default: 2)  Levels of `treeReduce`." in lines

@@ -201,8 +201,6 @@ def test_rows_with_nan_and_inf_are_dropped(tmp_path, until_done, compression):
     (["city"], {"nulls": "fill", "fill": {"city": 1}, "encode": {"city": ENCODE["city"]}},
      "data.fill.city: expected a value of type string, found 1"),
     (["age"], {"nulls": "fill", "fill": {"aged": 1}}, "data.fill.aged: no such column is read; did you mean 'age'"),
-    (["id"], {"nonfinite": "drop", "reader": "petastorm"}, "data.nonfinite: found 'drop' with loader.reader=petastorm"),
-    (["id"], {"nulls": "drop", "reader": "petastorm"}, "data.nulls: found 'drop' with loader.reader=petastorm"),
 ])  # fmt: skip
 def test_what_cannot_be_is_an_error_when_the_dataset_is_opened(tmp_path, names, data, match):
     pq.write_table(plain_table(), tmp_path / "a.parquet", row_group_size=4)

@@ -1,0 +1,198 @@
+"""Settings of several sections: what excludes what, and numbers that must fit each other."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+
+from spark_dl import (
+    DDP,
+    Config,
+    DPSingleProcess,
+    LocalSGD,
+    Parallel,
+    ParameterServer,
+    ShuffleReduce,
+    Single,
+    Train,
+    TreeReduce,
+)
+from spark_dl.config.conflicts import CONFLICTS, Conflict
+from tests.builders.settings import make_config, make_sections, parallel
+
+PETASTORM, LOCAL, MIXED, HELD_OUT = {"reader": "petastorm"}, {"storage": "local"}, {"proportions": {"a": 1}}, {
+    "validation_fraction": 0.1
+}  # fmt: skip
+FILTERS, SEQUENCES = {"filters": [["x", ">", 1]]}, {"sequence_length": 2}
+SERVED, TWO_SERVERS = ({"parallel": ParameterServer(num_servers=n), "num_ranks": 4} for n in (1, 2))
+METRICS = {"metrics": {"accuracy": {"class": "MulticlassAccuracy"}}}
+EXCLUSIVE = [  # the key that the error names, and settings of which each is valid without the other
+    ("train.validation_fraction", MIXED, HELD_OUT),
+    ("shards.storage", MIXED, LOCAL),
+    ("loader.reader", MIXED, PETASTORM),
+    ("train.validation_fraction", PETASTORM, HELD_OUT),
+    ("data.filters", PETASTORM, FILTERS),
+    ("shards.storage", PETASTORM, LOCAL),
+    ("shards.cache_dir", PETASTORM, {"cache_dir": "/c", "cache_mib": 8}),
+    ("data.filters", LOCAL, FILTERS),
+    ("shards.store", LOCAL, {"store": "/store"}),
+    ("train.validation_fraction", SEQUENCES, HELD_OUT),
+    ("shards.storage", SEQUENCES, LOCAL),
+    ("data.filters", SEQUENCES, FILTERS),
+    ("loader.reader", SEQUENCES, PETASTORM),
+    ("train.metrics", {"label": None}, METRICS),
+    ("launch.num_ranks", {"parallel": Single()}, {"num_ranks": 2}),
+    ("launch.num_ranks", {"parallel": DPSingleProcess()}, {"num_ranks": 3}),
+    ("shards.storage", {"parallel": TreeReduce()}, LOCAL),
+    ("shards.storage", {"parallel": ShuffleReduce()}, LOCAL),
+    ("loader.reader", {"parallel": TreeReduce()}, PETASTORM),
+    ("loader.reader", {"parallel": ShuffleReduce()}, PETASTORM),
+    ("loader.ragged", {"parallel": DPSingleProcess()}, {"ragged": "offsets"}),
+    *(
+        ("train.precision", {"parallel": DDP(compression=c)}, {"precision": "fp16"})
+        for c in ("powersgd", "threshold", "topk")
+    ),
+    ("train.optimizer", SERVED, {"optimizer": "Adafactor"}),
+    ("train.clip_grad_norm", TWO_SERVERS, {"clip_grad_norm": 1.0}),
+    ("train.precision", SERVED, {"precision": "fp16"}),
+    ("shards.storage", SERVED, LOCAL),
+    ("loader.reader", SERVED, PETASTORM),
+]
+
+
+def lines_hit(fields):
+    """Lines of the table that hold for settings, which may be no valid `Config`."""
+    sections = SimpleNamespace(**{"sequences": None, "parallel": DDP(), **make_sections(**fields)})
+    return [(line, line.message.format(c=sections)) for line in CONFLICTS if line.excluded(sections)]
+
+
+@pytest.mark.parametrize(("key", "one", "other"), EXCLUSIVE, ids=str)
+def test_settings_that_exclude_each_other_are_an_error_that_names_the_key(key, one, other):
+    make_config(**one)
+    make_config(**other)
+    [(line, message)] = lines_hit({**one, **other})
+    assert line.key == key
+    with pytest.raises(ValueError, match=rf"^{key}: ") as error:
+        make_config(**one, **other)
+    assert str(error.value) == f"{key}: {message}"
+    assert "{" not in message
+
+
+def test_every_line_of_the_table_has_a_case():
+    hit = [line for _, one, other in EXCLUSIVE for line, _ in lines_hit({**one, **other})]
+    assert {id(line) for line in hit} == {id(line) for line in CONFLICTS}
+
+
+def test_a_strategy_adds_lines_of_its_own():
+    @dataclass(frozen=True, kw_only=True)
+    class Careful(Parallel):
+        strategy: ClassVar[str] = "careful"
+        excludes: ClassVar[tuple[Conflict, ...]] = (
+            Conflict("train.precision", lambda c: c.train.precision == "fp16", "not with {c.parallel.strategy}"),
+        )
+
+    make_config(parallel=Careful())
+    with pytest.raises(ValueError, match=r"^train\.precision: not with careful$"):
+        make_config(parallel=Careful(), precision="fp16")
+
+
+@pytest.mark.parametrize("settings", [
+    {"parallel": DDP(compression="fp16"), "precision": "fp16"}, {"parallel": DDP(compression="topk"),
+                                                                "precision": "bf16"},
+    {"parallel": ParameterServer(), "num_ranks": 2, "clip_grad_norm": 1.0, "precision": "bf16", "optimizer": "AdamW"},
+    {"parallel": LocalSGD(), "precision": "fp16", "optimizer": "Adafactor", "clip_grad_norm": 1.0},
+    {"metrics": {}, "label": None},
+], ids=str)  # fmt: skip
+def test_what_does_not_exclude_each_other(settings):
+    make_config(**settings)
+
+
+# Numbers that must fit each other
+
+
+@pytest.mark.parametrize(("batch", "streams", "nearest"), [(60, 16, 64), (1, 16, 16), (17, 16, 16), (100, 8, 96)])
+def test_the_global_batch_must_be_a_multiple_of_the_streams(batch, streams, nearest):
+    message = rf"^train\.global_batch_size: .*num_streams={streams}, found {batch}; the nearest is {nearest}$"
+    with pytest.raises(ValueError, match=message):
+        make_config(global_batch_size=batch, num_streams=streams)
+    make_config(global_batch_size=nearest, num_streams=streams)
+
+
+@pytest.mark.parametrize(("ranks", "proposed"), [(17, 17), (20, 20), (32, 32), (100, 100)])
+def test_there_must_be_a_stream_for_every_rank(ranks, proposed):
+    message = rf"^loader\.num_streams: .*num_ranks={ranks}, found 16.* {proposed} would do"
+    with pytest.raises(ValueError, match=message):
+        make_config(num_ranks=ranks)
+    make_config(num_ranks=ranks, num_streams=proposed, global_batch_size=2 * proposed)
+
+
+@pytest.mark.parametrize(("ranks", "proposed"), [(3, 18), (5, 20), (7, 21)])
+def test_with_local_storage_the_ranks_have_equal_streams(ranks, proposed):
+    message = (
+        rf"^loader\.num_streams: expected a multiple of launch\.num_ranks={ranks} .*, found 16: .*; {proposed} would"
+    )
+    with pytest.raises(ValueError, match=message):
+        make_config(storage="local", num_ranks=ranks)
+    make_config(num_ranks=ranks)
+    make_config(storage="local", num_streams=proposed, global_batch_size=2 * proposed, num_ranks=ranks)
+
+
+@pytest.mark.parametrize(("batch", "streams", "ranks", "most"), [
+    (64, 16, 1, 64), (64, 16, 16, 4), (64, 16, 5, 12), (64, 16, 3, 20), (64, 16, 7, 8),
+    (16, 16, 16, 1), (16, 16, 3, 5),
+])  # fmt: skip
+def test_every_micro_batch_of_every_rank_has_a_row(batch, streams, ranks, most):
+    def build(accumulation_steps):
+        train = Train(global_batch_size=batch, accumulation_steps=accumulation_steps)
+        return make_config(train=train, num_streams=streams, num_ranks=ranks)
+
+    build(most)
+    with pytest.raises(ValueError, match=rf"^train\.accumulation_steps: expected at most {most},.* found {most + 1}$"):
+        build(most + 1)
+
+
+def with_servers(num_servers=1, fields=None, **settings):
+    return make_config(num_ranks=4, parallel=ParameterServer(num_servers=num_servers, **settings), **(fields or {}))
+
+
+SLOW = {"straggler": "constant", "straggler_s": 1}
+
+
+@pytest.mark.parametrize(("key", "settings"), [
+    ("parallel.num_servers", {"num_servers": 4}),
+    ("parallel.num_servers", {"num_servers": 5}),
+    ("parallel.server_k", {"server_mode": "k_sync", "server_k": 4}),
+    ("parallel.server_k", {"server_mode": "k_async", "server_k": 3, "num_servers": 2}),
+    ("faults.straggler_ranks", {"fields": {**SLOW, "straggler_ranks": (0, 3)}}),
+    ("faults.straggler_ranks", {"fields": {**SLOW, "straggler_ranks": (4,)}}),
+    ("train.accumulation_steps", {"fields": {"accumulation_steps": 21}}),
+])  # fmt: skip
+def test_numbers_that_servers_leave_no_room_for_are_an_error_that_names_the_key(key, settings):
+    with pytest.raises(ValueError, match=rf"^{key}: "):
+        with_servers(**settings)
+
+
+@pytest.mark.parametrize("settings", [
+    {"num_servers": 3}, {"server_mode": "k_sync", "server_k": 3}, {"server_mode": "k_batch_sync", "server_k": 40},
+    {"server_mode": "k_batch_async", "server_k": 9, "max_staleness": 0}, {"server_mode": "async", "staleness_lr": True},
+    {"fields": {**SLOW, "straggler_ranks": (0, 2)}}, {"fields": {"accumulation_steps": 20}},
+])  # fmt: skip
+def test_what_parameter_servers_can_do(settings):
+    with_servers(**settings)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "local_sgd", "tree_reduce", "parameter_server"])
+def test_ranks_that_compute_nothing_cannot_be_slow(strategy):
+    def build(*ranks):
+        num_ranks = 5 if strategy == "parameter_server" else 4
+        return make_config(parallel=parallel(strategy), **SLOW, straggler_ranks=ranks, num_ranks=num_ranks)
+
+    build(0, 3)
+    with pytest.raises(ValueError, match=r"^faults\.straggler_ranks: expected ranks below 4, .*, found \[0, 4\]$"):
+        build(0, 4)
+
+
+def test_servers_do_not_train():
+    assert with_servers(num_servers=3).num_trainers == 1
+    assert Config().num_trainers == 1

@@ -1,0 +1,69 @@
+"""Which settings a resumed run may change."""
+
+import dataclasses
+
+import pytest
+from spark_dl.checkpoint import Saved, check_same_settings
+
+from spark_dl import Config, strategies
+from spark_dl.config.load import config_keys, sections
+from tests.builders.settings import make_config
+
+MAY_CHANGE = {
+    "shards.store", "shards.store_ttl_days", "shards.cache_dir", "shards.cache_mib",
+    "loader.reader_threads", "loader.prefetch_batches",
+    "train.epochs", "train.max_steps", "train.metrics", "train.early_stop_metric", "train.early_stop_mode",
+    "train.early_stop_patience", "train.early_stop_min_delta", "train.log_every",
+    *(key for key in config_keys() if key.startswith(("launch.", "checkpoint.", "faults."))),
+}  # fmt: skip
+
+
+def config_with(strategy):
+    settings = strategies.find(strategy).settings()
+    return make_config(sequence_length=2, parallel=settings, num_ranks=1 + settings.servers)
+
+
+def resume_error(config, key):
+    """The error of a run with `config` where the one before had another value of `key`; None where it may go on."""
+    before = config.to_dict()
+    section, _, name = key.partition(".")
+    assert name in before[section]
+    before[section][name] = "another value"
+    try:
+        check_same_settings(Saved("/run/checkpoints/1", 1, 1, {"config": before}), config)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("strategy", strategies.names())
+def test_what_may_change_is_what_is_marked_and_nothing_else(strategy):
+    config, marked = config_with(strategy), set()
+    for name, section in sections(strategy).items():
+        whole = getattr(section, "MAY_CHANGE", False)
+        fields = dataclasses.fields(section)
+        marked |= {f"{name}.{f.name}" for f in fields if whole or f.metadata.get("may_change")}
+    errors = {key: resume_error(config, key) for key in config_keys(strategy)}
+    assert {key for key, error in errors.items() if error is None} == marked == MAY_CHANGE
+    for key, error in errors.items():
+        assert error is None or f"({key}: was 'another value', now " in error
+
+
+def test_a_section_that_another_version_has_is_an_error_that_names_it():
+    before = Config().to_dict()
+    before["extra"] = before.pop("loader")
+    with pytest.raises(ValueError, match=r"another version of spark_dl .*: extra, loader\)"):
+        check_same_settings(Saved("/run/checkpoints/1", 1, 1, {"config": before}), Config())
+
+
+def test_sequences_cannot_come_or_go():
+    plain, in_sequences = Config(), make_config(sequence_length=3)
+    for before, now in ((plain, in_sequences), (in_sequences, plain)):
+        with pytest.raises(ValueError, match=r"sequences\.length: was (None, now 3|3, now None)"):
+            check_same_settings(Saved("/run/checkpoints/1", 1, 1, {"config": before.to_dict()}), now)
+
+
+def test_another_strategy_is_said_by_its_name_alone():
+    before, now = (make_config(parallel=strategies.find(name).settings()) for name in ("tree_reduce", "ddp"))
+    with pytest.raises(ValueError, match=r"\(parallel\.strategy: was 'tree_reduce', now 'ddp'\)"):
+        check_same_settings(Saved("/run/checkpoints/1", 1, 1, {"config": before.to_dict()}), now)

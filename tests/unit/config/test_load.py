@@ -1,0 +1,255 @@
+"""Settings from YAML files, overrides and plain dicts."""
+
+import json
+
+import pytest
+import yaml
+
+import spark_dl
+from spark_dl import (
+    Checkpoint,
+    Config,
+    Data,
+    Horovod,
+    Launch,
+    Loader,
+    Sequences,
+    Shards,
+    Train,
+    load_config,
+    strategies,
+)
+from spark_dl.config.load import build_config, config_keys
+
+SECTIONS = "checkpoint, data, faults, launch, loader, parallel, sequences, shards, train"
+
+
+def write(tmp_path, text):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    return path
+
+
+ENCODE = {
+    "city": {"as": "vocabulary", "min_count": 2, "unknown": "error"}, "name": {"as": "hash", "buckets": 1000},
+    "user.text": {"as": "bytes"}, "when": {"as": "timestamp", "unit": "ms"}, "clicks": {"ragged": True},
+}  # fmt: skip
+FILL = {"age": 0, "city": "unknown", "score": -0.5, "flag": True}
+
+
+def test_the_encoding_of_columns_travels_through_yaml_json_and_the_command_line(tmp_path):
+    expected = Config(data=Data(encode=ENCODE, nulls="fill", fill=FILL))
+    plain = {"data": {"encode": ENCODE, "nulls": "fill", "fill": FILL}}
+    assert load_config(write(tmp_path, yaml.safe_dump(plain))) == expected
+    assert load_config(None, {"data.encode": ENCODE, "data.nulls": "fill", "data.fill": FILL}) == expected
+    overrides = ["data.encode={city: {as: hash, buckets: 7}}", "data.nonfinite=allow"]
+    encode = {"city": {"as": "hash", "buckets": 7}}
+    assert load_config(None, overrides) == Config(data=Data(encode=encode, nonfinite="allow"))
+    assert build_config(json.loads(json.dumps(expected.to_dict()))) == expected
+
+
+def test_nothing_gives_the_defaults():
+    assert load_config() == build_config({}) == Config()
+
+
+def test_a_file_and_then_overrides(tmp_path):
+    path = write(tmp_path, "train: {lr: 0.5, epochs: 3}\ndata: {features: [a, b], label: null}\n")
+    config = load_config(path, ["train.lr=1e-3", "launch.num_ranks=2", "train.optimizer_args={momentum: 0.9}"])
+    assert config == Config(
+        train=Train(lr=0.001, epochs=3, optimizer_args={"momentum": 0.9}),
+        data=Data(features=("a", "b"), label=None),
+        launch=Launch(num_ranks=2),
+    )
+    assert load_config(str(path)).train.lr == 0.5
+
+
+def test_overrides_as_a_mapping():
+    overrides = {"data.features": ["a b", "1"], "data.label": None, "train.max_steps": 5, "loader.shuffle": False}
+    config = load_config(None, {**overrides, "train.optimizer_args": {"momentum": 0.9}})
+    assert config.data == Data(features=("a b", "1"), label=None)
+    assert config.loader == Loader(shuffle=False)
+    assert config.train == Train(max_steps=5, optimizer_args={"momentum": 0.9})
+
+
+def test_settings_survive_yaml():
+    config = Config(
+        data=Data(features=("a",), label="b"),
+        shards=Shards(rows_per_shard=9),
+        loader=Loader(num_streams=8),
+        sequences=Sequences(length=3, order="t"),
+        train=Train(optimizer_args={"betas": [0.9, 0.99]}, max_steps=7, metrics={"m": {"class": "MeanMetric"}}),
+        parallel=Horovod(bucket_mib=3.0),
+        launch=Launch(num_ranks=4, device="cpu"),
+        checkpoint=Checkpoint(keep=9),
+        faults=spark_dl.Faults(straggler="constant", straggler_s=0.5, straggler_ranks=(1,)),
+    )
+    assert build_config(yaml.safe_load(yaml.safe_dump(config.to_dict()))) == config
+
+
+@pytest.mark.parametrize(("text", "key", "near"), [
+    ("train: {learning_rte: 1}", "train.learning_rte", "did you mean|known are"),
+    ("train: {epoch: 1}", "train.epoch", r"did you mean 'train\.epochs'"),
+    ("data: {num_stream: 8}", "data.num_stream", r"did you mean 'loader\.num_streams'"),
+    ("data: {validation_fraction: 0.1}", "data.validation_fraction", r"did you mean 'train\.validation_fraction'"),
+    ("trian: {lr: 1}", "trian.*", "did you mean 'train"),
+    ("zzz: 1", "zzz", f"known are {SECTIONS}$"),
+    ("sequences: {lenth: 3}", "sequences.lenth", r"did you mean 'sequences\.length'"),
+    ("sequences: {length: 3, strid: 2}", "sequences.strid", r"did you mean 'sequences\.stride'"),
+])  # fmt: skip
+def test_an_unknown_key_in_a_file_suggests_the_nearest(tmp_path, text, key, near):
+    with pytest.raises(ValueError, match=rf"^unknown config key '{key}'; {near}"):
+        load_config(write(tmp_path, text))
+
+
+@pytest.mark.parametrize(("overrides", "near"), [
+    (["train.epohcs=1"], r"did you mean 'train\.epochs'"),
+    (["trian.lr=1"], r"did you mean 'train\.lr'"),
+    (["launch.ranks=1"], r"did you mean 'launch\.num_ranks'"),
+    (["data.num_streams=8"], r"did you mean 'loader\.num_streams'"),
+    (["zzz=1"], f"known are {SECTIONS}$"),
+    (["sequences.lenth=3"], r"did you mean 'sequences\.length'"),
+    (["sequences.strid=2", "sequences.length=3"], r"did you mean 'sequences\.stride'"),
+])  # fmt: skip
+def test_an_unknown_key_in_an_override_suggests_the_nearest(overrides, near):
+    with pytest.raises(ValueError, match=rf"^unknown config key '{overrides[0].split('=')[0]}'; {near}"):
+        load_config(None, overrides)
+
+
+@pytest.mark.parametrize("override", [
+    "train.lr=fast", "train.epochs=1.5", "train.epochs=0", "loader.shuffle=3", "launch.device=tpu", "train.lr",
+    "sequences.length=long", "sequences.length=0",
+])  # fmt: skip
+def test_a_value_that_does_not_fit_names_its_key(override):
+    with pytest.raises(ValueError, match=override.split("=")[0].replace(".", r"\.")):
+        load_config(None, [override])
+
+
+def test_sequences_need_a_length_and_may_be_null(tmp_path):
+    for load in (
+        lambda: build_config({"sequences": {"stride": 2}}),
+        lambda: load_config(None, ["sequences.stride=2"]),
+        lambda: load_config(write(tmp_path, "sequences: {stride: 2}")),
+    ):
+        with pytest.raises(ValueError, match=r"sequences\.length"):
+            load()
+    assert load_config(None, ["sequences.stride=2", "sequences.length=5"]).sequences == Sequences(length=5, stride=2)
+    path = write(tmp_path, "sequences: {length: 5, order: t}")
+    assert load_config(path, ["sequences.stride=2"]).sequences == Sequences(length=5, order="t", stride=2)
+    assert load_config(path, ["sequences=null"]) == load_config(write(tmp_path, "sequences: null")) == Config()
+
+
+def test_a_file_that_does_not_exist_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"nowhere\.yaml"):
+        load_config(tmp_path / "nowhere.yaml")
+
+
+@pytest.mark.parametrize(("sections", "message"), [
+    ({"trian": {}}, "unknown config key 'trian'; did you mean 'train'"),
+    ({"train": {"lrs": 1}}, r"unknown config key 'train\.lrs'; did you mean 'train\.lr'"),
+    ({"sequences": {"lenth": 1}}, r"unknown config key 'sequences\.lenth'; did you mean 'sequences\.length'"),
+    ({"train": None}, "^train: expected a mapping"),
+    ({"train": [1]}, "^train: expected a mapping"),
+    ({"parallel": None}, "^parallel: expected a mapping"),
+    ({"parallel": "ddp"}, "^parallel: expected a mapping"),
+])  # fmt: skip
+def test_plain_dicts_are_checked_like_files(sections, message):
+    with pytest.raises(ValueError, match=message):
+        build_config(sections)
+
+
+# The strategy
+
+
+def as_file(tmp_path, parallel):
+    return load_config(write(tmp_path, yaml.safe_dump({"parallel": parallel})))
+
+
+def as_overrides(tmp_path, parallel):
+    return load_config(None, {f"parallel.{key}": value for key, value in parallel.items()})
+
+
+def as_plain(tmp_path, parallel):
+    return build_config({"parallel": parallel})
+
+
+EVERY_WAY = pytest.mark.parametrize("load", [as_file, as_overrides, as_plain])
+
+
+@EVERY_WAY
+def test_a_strategy_in_python_is_the_same_as_by_its_name(tmp_path, load):
+    assert load(tmp_path, {"strategy": "ddp", "bucket_mib": 10}) == Config(parallel=spark_dl.DDP(bucket_mib=10))
+    assert load(tmp_path, {"bucket_mib": "auto"}) == Config(parallel=spark_dl.DDP(bucket_mib="auto"))
+    depth = {"strategy": "tree_reduce", "tree_depth": 3}
+    assert load(tmp_path, depth) == Config(parallel=spark_dl.TreeReduce(tree_depth=3))
+    assert Config(parallel=spark_dl.TreeReduce(tree_depth=3)).to_dict()["parallel"] == depth
+
+
+@pytest.mark.parametrize("name", strategies.names())
+def test_every_strategy_is_loaded_by_its_name(tmp_path, name):
+    text = f"parallel: {{strategy: {name}}}\nlaunch: {{num_ranks: {2 if name == 'parameter_server' else 1}}}"
+    config = load_config(write(tmp_path, text))
+    assert (config.parallel.strategy, type(config.parallel)) == (name, strategies.find(name).settings)
+    assert build_config(config.to_dict()) == config
+
+
+@EVERY_WAY
+@pytest.mark.parametrize("strategy", ["dpp", "DDP", "", None, 1, ["ddp"]])
+def test_what_is_no_strategy_is_an_error_that_names_the_key_and_all_strategies(tmp_path, load, strategy):
+    with pytest.raises(ValueError, match=r"^parallel\.strategy: ") as error:
+        load(tmp_path, {"strategy": strategy})
+    assert "did you mean 'ddp'" in str(error.value) or "tree_reduce" in str(error.value)
+
+
+OTHERS = [  # a strategy, settings of which the last is another's, and whose that is
+    ({"strategy": "horovod", "sync_batchnorm": True}, "ddp and local_sgd"),
+    ({"strategy": "local_sgd", "compression": "fp16"}, "ddp and horovod"),
+    ({"strategy": "tree_reduce", "tree_depth": 3, "bucket_mib": 9}, "ddp and horovod"),
+    ({"strategy": "single", "static_graph": True}, "ddp"),
+    ({"adasum": True}, "horovod"),
+    ({"sync_every_steps": 2}, "local_sgd"),
+    ({"strategy": "ddp", "sync_start_step": 2}, "local_sgd"),
+    ({"strategy": "ddp", "tree_depth": 3}, "tree_reduce"),
+    ({"num_servers": 2}, "parameter_server"),
+    ({"server_mode": "async"}, "parameter_server"),
+    ({"server_k": 2}, "parameter_server"),
+    ({"max_staleness": 2}, "parameter_server"),
+    ({"staleness_lr": True}, "parameter_server"),
+]
+
+
+@EVERY_WAY
+@pytest.mark.parametrize(("parallel", "having"), OTHERS, ids=str)
+def test_a_setting_of_another_strategy_is_an_error_that_says_whose_it_is(tmp_path, load, parallel, having):
+    strategy, key = parallel.get("strategy", "ddp"), f"parallel.{list(parallel)[-1]}"
+    message = rf"^{key}: not a setting of parallel\.strategy='{strategy}', but of {having};"
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path, parallel)
+
+
+def test_every_setting_that_another_strategy_has_is_an_error():
+    """All pairs of a strategy and a setting of another one."""
+    keys = {name: {key for key in config_keys(name) if key.startswith("parallel.")} for name in strategies.names()}
+    for strategy, own in keys.items():
+        for key in set().union(*keys.values()) - own:
+            having = " and ".join(name for name in strategies.names() if key in keys[name])
+            message = rf"^{key}: not a setting of parallel\.strategy='{strategy}', but of {having};"
+            with pytest.raises(ValueError, match=message):
+                build_config({"parallel": {"strategy": strategy, key.partition(".")[2]: 1}})
+
+
+def test_an_override_of_the_strategy_leaves_no_settings_of_the_one_before(tmp_path):
+    path = write(tmp_path, "parallel: {strategy: tree_reduce, tree_depth: 3}")
+    for strategy in ("ddp", "local_sgd"):
+        message = rf"^parallel\.tree_depth: not a setting of parallel\.strategy='{strategy}', but of tree_reduce;"
+        with pytest.raises(ValueError, match=message):
+            load_config(path, [f"parallel.strategy={strategy}"])
+    path = write(tmp_path, "parallel: {strategy: ddp, bucket_mib: 3}")
+    assert load_config(path, ["parallel.strategy=horovod"]).parallel == Horovod(bucket_mib=3)
+
+
+def test_an_override_of_the_strategy_counts_wherever_it_stands(tmp_path):
+    path = write(tmp_path, "parallel: {strategy: local_sgd}")
+    expected = spark_dl.TreeReduce(tree_depth=3)
+    assert load_config(path, ["parallel.tree_depth=3", "parallel.strategy=tree_reduce"]).parallel == expected
+    assert load_config(path, ["parallel={strategy: tree_reduce, tree_depth: 3}"]).parallel == expected
+    assert load_config(path, ["train.lr=1"]).parallel == spark_dl.LocalSGD()

@@ -195,6 +195,27 @@ def test_resume_goes_on_and_overwrite_starts_anew(spark, points, tmp_path):
 
 
 @pytest.mark.modes("local")
+def test_a_damaged_checkpoint_is_passed_by_when_a_run_is_resumed_and_used(spark, points, tmp_path, caplog):
+    run_dir, config = str(tmp_path / "run"), small_config(2, train={"epochs": 2})
+    whole = spark_dl.train(points, MLP, config, run_dir=run_dir)
+    first = checkpoint.list_checkpoints(run_dir)[0].url
+    damaged = os.path.join(whole.checkpoint, "model.pt")
+    os.truncate(damaged, os.path.getsize(damaged) // 2)
+    for use in (spark_dl.evaluate, spark_dl.predict):
+        with pytest.raises(ValueError, match=f"{damaged} is damaged: found"):
+            use(points, MLP, whole.checkpoint)
+    with pytest.raises(ValueError, match=f"{damaged} is damaged: found"):
+        whole.load_model(MLP)
+    assert spark_dl.evaluate(points, MLP, run_dir) == spark_dl.evaluate(points, MLP, first)
+    assert f"{damaged} is damaged" in caplog.text
+    assert f"using the checkpoint {first}" in caplog.text
+    resumed = spark_dl.train(points, MLP, config, run_dir=run_dir, resume=True)
+    assert resumed.history == whole.history
+    assert resumed.checkpoint != whole.checkpoint
+    assert same_bits(*(checkpoint.load(checkpoint.find(u), "model.pt")["0"] for u in (run_dir, resumed.checkpoint)))
+
+
+@pytest.mark.modes("local")
 def test_without_a_checkpoint_the_shards_of_an_earlier_run_are_not_used(spark, points, tmp_path):
     run_dir, config = str(tmp_path / "run"), small_config(1, train={"epochs": 1})
     with pytest.raises(RankError, match="in build"):

@@ -43,7 +43,7 @@ lint: setup
 type: setup
 	@$(PY) -m mypy
 
-bench: setup-all setup-peers ## all benchmarks, in about half an hour; see jobs/bench.py --help
+bench: setup-all setup-peers ## all benchmarks, in about an hour; see jobs/bench.py --help
 	@$(PY) jobs/bench.py launch
 	@$(PY) jobs/bench.py step
 	@$(PY) jobs/bench.py loader

@@ -27,6 +27,8 @@ BATCH = 256
 WINDOW_ROWS = 1 << 17
 """Rows that we shuffle together: as many as it takes to part neighbours as well as Petastorm's buffer does."""
 _FILES = 4
+_PEER_S, _FEWEST = 60.0, 3
+"""A peer whose epochs have taken so long together is asked for no more of them, if so many have been counted."""
 _MEMORY_MIB = 1024
 
 PEERS = (
@@ -119,10 +121,13 @@ def _write(folder: str, arrays: Arrays) -> None:
 def _measure_peers(folder: str, order: np.ndarray[Any, Any], options: Options) -> dict[str, Any]:
     peers = {name: _start(name, folder, options) for name in options.peers}
     rates: dict[str, list[float]] = {name: [] for name in peers}
+    spent_s = dict.fromkeys(peers, 0.0)
     try:
         for _ in range(options.repeats + 1):
             for name, peer in peers.items():
-                if (done := peer.ask("epoch")) is not None:
+                is_slow = spent_s[name] > _PEER_S and len(rates[name]) > _FEWEST
+                if not is_slow and (done := peer.ask("epoch")) is not None:
+                    spent_s[name] += done["seconds"]
                     rates[name].append(done["rows"] / done["seconds"])
         result: dict[str, Any] = {n: statistics.median(r[1:]) if r[1:] else None for n, r in rates.items()}
         result["shuffle"] = {

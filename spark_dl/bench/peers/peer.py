@@ -107,8 +107,12 @@ def serve(answer: Callable[[str], dict[str, Any]]) -> None:
         print(json.dumps(answer(line.strip())), flush=True)
 
 
-def answers(epoch: Epoch) -> Callable[[str], dict[str, Any]]:
-    """A loader's answers: to `epoch`, its rows and seconds; to `labels PATH`, the order of an epoch, there."""
+def answers(epoch: Epoch, *, limit_s: float = _EPOCH_LIMIT_S) -> Callable[[str], dict[str, Any]]:
+    """A loader's answers: to `epoch`, its rows and seconds; to `labels PATH`, the order of an epoch, there.
+
+    Of an epoch that takes longer than `limit_s` the first rows count. That is no rate of a loader that fills a buffer
+    first: it has none.
+    """
     numbers = itertools.count()
 
     def answer(line: str) -> dict[str, Any]:
@@ -119,7 +123,7 @@ def answers(epoch: Epoch) -> Callable[[str], dict[str, Any]]:
                 rows += len(labels)
                 if what == "labels":
                     kept.append(np.asarray(labels))
-                elif time.perf_counter() - start > _EPOCH_LIMIT_S:  # the rate of a slow peer is clear by then
+                elif time.perf_counter() - start > limit_s:  # the rate of a slow peer is clear by then
                     break
             seconds = time.perf_counter() - start
             if rows:

@@ -26,6 +26,21 @@ def test_peers_whose_environment_is_not_there_are_left_out_with_the_reason():
         }
 
 
+@pytest.mark.parametrize(("most_s", "epochs"), [(0.0, 3), (1e9, 6)])
+def test_a_slow_peer_is_measured_less_often(monkeypatch, most_s, epochs):
+    asked = []
+
+    class Recorded(loader.Peer):
+        def ask(self, what):
+            asked.append(what)
+            return super().ask(what)
+
+    monkeypatch.setattr(loader, "Peer", Recorded)
+    monkeypatch.setattr(loader, "_PEER_S", most_s)
+    loader.measure(loader.Options(repeats=6, scale=0.0005, peers=("arrow",)))
+    assert asked.count("epoch") == 2 * (1 + epochs)  # of both datasets, and the first one warms up
+
+
 @pytest.mark.parametrize("rows", [1000, 600])
 def test_the_order_of_an_epoch_is_judged_by_the_rows_that_it_has(rows):
     """Of all rows or, where a peer has no more, of the first ones."""

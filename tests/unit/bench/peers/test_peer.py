@@ -65,6 +65,13 @@ def test_what_its_libraries_print_is_no_answer():
     peer.close()
 
 
+def test_of_a_long_epoch_the_first_rows_count_unless_it_is_to_be_whole(tmp_path):
+    batches = [[0, 1], [2, 3], [4]]
+    assert answers(lambda number: batches, limit_s=0)("epoch")["rows"] == 2
+    assert answers(lambda number: batches, limit_s=float("inf"))("epoch")["rows"] == 5
+    assert answers(lambda number: batches, limit_s=0)(f"labels {tmp_path}/order.npy")["rows"] == 5
+
+
 def test_an_epoch_without_a_row_is_taken_again(tmp_path):
     answer = answers(lambda number: [[number, number]] if number in (1, 4) else [])
     assert answer("epoch")["rows"] == 2

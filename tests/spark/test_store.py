@@ -1,5 +1,6 @@
 """Which DataFrames share their shards: those whose rows are surely the same, and no others."""
 
+import dataclasses
 import json
 import logging
 import os
@@ -16,6 +17,7 @@ from spark_dl import Data, Shards, storage
 from spark_dl.data.store.key import NoKeyError, store_key
 from tests.builders.models import MLP, small_config
 from tests.builders.s3 import sessions_server
+from tests.builders.settings import make_config
 from tests.spark.conftest import REPOSITORY
 
 s3 = pytest.fixture(scope="module")(sessions_server)
@@ -33,8 +35,9 @@ def source(spark, tmp_path):
     return path
 
 
-def key(df, **data):
-    return store_key(df, Data(**data), Shards())
+def key(df, **fields):
+    config = make_config(**fields)
+    return store_key(df, config.data, config.shards)
 
 
 def stored(store):
@@ -152,9 +155,6 @@ def test_equal_plans_have_equal_keys_and_others_do_not(spark, source, tmp_path):
     assert keys == [key(plan()) for plan in plans]
     assert len(set(keys)) == len(keys)
     df = read()
-    settings = [{}, {"rows_per_shard": 7}, {"label": None}, {"nonfinite": "allow"}]
-    assert len({key(df, **s) for s in settings}) == len(settings)
-    assert key(df) == key(df, cache_mib=1, cache_dir="/c", store="x", shuffle=False)
     before = key(df)
     for name, value in (
         ("spark.sql.session.timeZone", "Asia/Tokyo"), ("spark.sql.parquet.datetimeRebaseModeInRead", "LEGACY"),
@@ -167,6 +167,28 @@ def test_equal_plans_have_equal_keys_and_others_do_not(spark, source, tmp_path):
         finally:
             spark.conf.set(name, as_it_was)
     assert spark.conf.get("spark.sql.debug.maxToStringFields") == "25"
+
+
+IN_KEY = [
+    {"features": ("id",)}, {"label": None}, {"encode": {"label": {"as": "hash", "buckets": 3}}}, {"nulls": "fill"},
+    {"nulls": "fill", "fill": {"label": 1}}, {"nonfinite": "allow"}, {"filters": [["id", ">", 3]]},
+    {"require_success": False}, {"rows_per_row_group": 7}, {"rows_per_shard": 7},
+]  # fmt: skip
+NOT_IN_KEY = [
+    {"storage": "local"}, {"store": "x"}, {"store_ttl_days": 1.0}, {"cache_dir": "/c", "cache_mib": 1},
+    {"shuffle": False, "num_streams": 32, "ragged": "offsets"}, {"seed": 3, "validation_fraction": 0.1},
+]  # fmt: skip
+
+
+@local
+def test_a_key_changes_with_what_shards_hold_and_with_no_other_setting(spark, source):
+    df = spark.read.parquet(source)
+    keys = [key(df, **fields) for fields in ({}, *IN_KEY)]
+    assert len({*keys}) == len(keys)
+    assert {key(df, **fields) for fields in NOT_IN_KEY} == {key(df)}
+    tried = {name for fields in IN_KEY for name in fields}
+    assert tried == {f.name for f in dataclasses.fields(Data)} | {"rows_per_row_group", "rows_per_shard"}
+    assert {f.name for f in dataclasses.fields(Shards)} <= tried | {name for fields in NOT_IN_KEY for name in fields}
 
 
 @local

@@ -45,7 +45,7 @@ def train_and_look(run, choice=None):
 
 def auto(num_ranks, accumulation_steps=1, **parallel):
     train = {"accumulation_steps": accumulation_steps}
-    return small_config(num_ranks, train=train, parallel=parallel(bucket_mib="auto", **parallel))
+    return small_config(num_ranks, train=train, parallel=ddp.DDP(bucket_mib="auto", **parallel))
 
 
 @pytest.mark.parametrize("accumulation_steps", [1, 3])

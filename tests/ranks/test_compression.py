@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from spark_dl.metrics import read_metrics
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from spark_dl import Launch, ModelSpec, loop
 from spark_dl.launch import rendezvous
-from spark_dl.parallel import parallelize
+from spark_dl.parallel import ddp
 from spark_dl.parallel.exchange.compression import Bucket, all_gather, average_largest, average_thresholded
 from spark_dl.parallel.exchange.exchange import ErrorFeedback, check_can_sum
 from spark_dl.parallel.exchange.powersgd import PowerSgd
@@ -46,7 +47,7 @@ def train_and_look(run):
     weights = {}
 
     def build(spec, world, config):
-        trainable = parallelize(spec, world, config)
+        trainable = ddp.parallelize(spec, world, config)
         weights.update(trainable.modules[0].state_dict())  # the tensors that are trained
         return trainable
 

@@ -191,7 +191,7 @@ def test_an_epoch_uses_every_row_once(tmp_path, mode):
     k = 2 if mode.startswith("k_") else 0
     staleness = {"max_staleness": 1} if "async" in mode else {}
     config = servers(
-        3, 1, mode, server_k=k, **staleness, straggler="exponential", straggler_s=0.004,
+        3, 1, mode, server_k=k, **staleness, sections={"straggler": "exponential", "straggler_s": 0.004},
         train={"epochs": 3}, data={"features": ("features",), "label": None},
     )  # fmt: skip
     spec = ModelSpec(build=MLP.build, forward=_forward_features, loss=_code_loss)
@@ -225,7 +225,8 @@ def _reading(config, features):
 
 
 def test_staleness_is_measured_and_bounded(tmp_path):
-    slow = {"straggler": "constant", "straggler_s": 0.1, "straggler_ranks": (0,), "train": {"log_every": 5}}
+    delay = {"straggler": "constant", "straggler_s": 0.1, "straggler_ranks": (0,)}
+    slow = {"sections": delay, "train": {"log_every": 5}}
     free = train(make_run(tmp_path, servers(3, 1, "async", **slow), rows=960, name="free"))[0]["staleness"]
     assert free["max"] > 2
     assert free["discarded"] == 0
@@ -243,7 +244,8 @@ def test_staleness_is_measured_and_bounded(tmp_path):
 @pytest.mark.slow
 def test_a_slow_rank_holds_up_sync_alone(tmp_path):
     """20 steps and a rank that takes a second for each: the other modes give its mini-batches to the others."""
-    slow = {"straggler": "constant", "straggler_s": 1.0, "straggler_ranks": (1,), "train": {"epochs": 1}}
+    delay = {"straggler": "constant", "straggler_s": 1.0, "straggler_ranks": (1,)}
+    slow = {"sections": delay, "train": {"epochs": 1}}
     seconds = {}
     for mode, k in (("k_sync", 2), ("k_batch_sync", 2), ("async", 0), ("k_async", 2), ("k_batch_async", 3)):
         config = servers(3, 1, mode, server_k=k, **slow)
@@ -314,7 +316,8 @@ def test_an_asynchronous_run_goes_on_in_the_middle_of_an_epoch_with_other_traine
 def test_a_trainer_without_work_waits_for_the_others_as_long_as_they_need(tmp_path):
     """Each update cancels what all others compute: the first one to be done waits for four of them, 8 s."""
     slow = {"straggler": "constant", "straggler_s": 2.0}
-    config = servers(5, 1, "k_sync", train={"epochs": 1}, launch={"collective_timeout_s": 3}, server_k=1, **slow)
+    train_settings, launch = {"epochs": 1}, {"collective_timeout_s": 3}
+    config = servers(5, 1, "k_sync", train=train_settings, launch=launch, server_k=1, sections=slow)
     result = train(make_run(tmp_path, config, rows=48))[0]
     assert (result["rows"], result["steps"]) == (48, 5)
 
@@ -335,7 +338,7 @@ def train_and_list_checkpoints(run):
 def test_mini_batches_without_a_row_do_not_bring_a_checkpoint_again(tmp_path):
     """Of 2 rows the first trainer has none, and comes last: the updates are done before the epoch is."""
     slow = {"straggler": "constant", "straggler_s": 0.5, "straggler_ranks": (0,)}
-    config = servers(3, mode="async", sections={"checkpoint": Checkpoint(every_steps=1)}, **slow)
+    config = servers(3, mode="async", sections={"checkpoint": Checkpoint(every_steps=1), **slow})
     run = make_run(tmp_path, config, rows=2)
     for saved in run_ranks(train_and_list_checkpoints, 4, run):
         assert saved == [1, 2, 3, 4]  # two epochs

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from spark_dl import Checkpoint, Config, Launch, ModelSpec, worker
+from spark_dl import DDP, Checkpoint, Config, Launch, ModelSpec, checkpoint, worker
 from spark_dl.launch import rendezvous
 from spark_dl.rundir import checkpoint
 from spark_dl.spec import Run
@@ -83,7 +83,7 @@ class Stochastic(nn.Module):
 
 @pytest.mark.parametrize("parallel", [{}, {"bucket_mib": "auto"}], ids=str)
 def test_a_model_that_draws_from_other_generators_goes_on_where_it_was(tmp_path, parallel):
-    config = small_config(2, train={"epochs": 2}, parallel=parallel(**parallel))
+    config = small_config(2, train={"epochs": 2}, parallel=DDP(**parallel))
     whole = make_run(tmp_path, config, spec=ModelSpec(build=Stochastic), name="whole")
     cut = dataclasses.replace(whole, run_dir=str(tmp_path / "cut"), config=cut_at(config, 4))
     assert_same_to_the_bit(train(whole), resume(cut, train(cut), config))

@@ -11,26 +11,27 @@ import time
 import numpy as np
 import pytest
 import torch
+from spark_dl.metrics import read_metrics
 from torch import nn
 from torch.nn import functional as F
 
 import spark_dl
-from spark_dl import ModelSpec, RankError, worker
+from spark_dl import ModelSpec, RankError, checkpoint, strategies, worker
 from spark_dl.data.load.mixture import Mixture
-from spark_dl.driver import DRIVER_LOOPS
 from spark_dl.rundir import checkpoint
 from spark_dl.spec import Run
 from spark_dl.training.metrics import read_metrics
 from tests.builders import reference
 from tests.builders.datasets import write_dataset
 from tests.builders.models import DROPOUT_MLP, MLP, blobs, build_mlp, same_bits, small_config
+from tests.builders.settings import parallel
 
 STRATEGIES = ["tree_reduce", "shuffle_reduce"]
 
 
-def config_of(strategy, num_ranks, parallel=None, launch=None, **sections):
+def config_of(strategy, num_ranks, settings=None, launch=None, **sections):
     limits = {"start_timeout_s": 60, "collective_timeout_s": 60, **(launch or {})}
-    return small_config(num_ranks, launch=limits, parallel=parallel(strategy=strategy, **(parallel or {})), **sections)
+    return small_config(num_ranks, launch=limits, parallel=parallel(strategy, **(settings or {})), **sections)
 
 
 def make_run(tmp_path, config, *, rows=245, spec=MLP, name="run", **run):
@@ -39,7 +40,7 @@ def make_run(tmp_path, config, *, rows=245, spec=MLP, name="run", **run):
 
 
 def train_from_driver(spark, run, **options):
-    return DRIVER_LOOPS[run.config.parallel.strategy](spark, run, **options)
+    return strategies.find(run.config.parallel.strategy).train_from_driver(spark, run, **options)
 
 
 def weights_of(run):
@@ -342,7 +343,7 @@ def test_a_step_that_takes_too_long_is_an_error_and_leaves_no_task(spark, tmp_pa
     limits = {"start_timeout_s": 2, "collective_timeout_s": 1}
     recorder = _Recorder(tmp_path)
     spec = ModelSpec(build=recorder.build)
-    run = make_run(tmp_path, config_of("tree_reduce", 2, SLOW, launch=limits), spec=spec)
+    run = make_run(tmp_path, config_of("tree_reduce", 2, launch=limits, **SLOW), spec=spec)
     start = time.monotonic()
     with pytest.raises(RuntimeError, match=r"not done within 3 s; raise launch.collective_timeout_s"):
         train_from_driver(spark, run)
@@ -354,7 +355,7 @@ def test_a_step_that_takes_too_long_is_an_error_and_leaves_no_task(spark, tmp_pa
 @pytest.mark.modes("local")
 def test_an_interrupt_leaves_no_task(spark, tmp_path):
     recorder = _Recorder(tmp_path)
-    run = make_run(tmp_path, config_of("shuffle_reduce", 2, SLOW), spec=ModelSpec(build=recorder.build))
+    run = make_run(tmp_path, config_of("shuffle_reduce", 2, **SLOW), spec=ModelSpec(build=recorder.build))
 
     def interrupt():
         end = time.monotonic() + 30

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from spark_dl.metrics import read_metrics
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

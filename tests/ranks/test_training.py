@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from spark_dl import DDP, Checkpoint, Config, Launch, ModelSpec, checkpoint, worker
+from spark_dl import DDP, Checkpoint, Config, Launch, ModelSpec, worker
 from spark_dl.launch import rendezvous
 from spark_dl.rundir import checkpoint
 from spark_dl.spec import Run

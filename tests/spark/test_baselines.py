@@ -11,12 +11,11 @@ import time
 import numpy as np
 import pytest
 import torch
-from spark_dl.metrics import read_metrics
 from torch import nn
 from torch.nn import functional as F
 
 import spark_dl
-from spark_dl import ModelSpec, RankError, checkpoint, strategies, worker
+from spark_dl import ModelSpec, RankError, strategies, worker
 from spark_dl.data.load.mixture import Mixture
 from spark_dl.rundir import checkpoint
 from spark_dl.spec import Run

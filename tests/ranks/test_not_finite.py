@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from spark_dl import Checkpoint, ModelSpec, Parallel, loop, worker
+from spark_dl import Checkpoint, ModelSpec, loop, worker
 from spark_dl.launch import rendezvous
 from spark_dl.rundir import checkpoint
 from spark_dl.training.metrics import read_metrics
 from tests.builders.models import build_mlp, small_config
+from tests.builders.settings import parallel as make_parallel
 from tests.faults import assert_last_good, with_bad_row
 from tests.ranks.launcher import run_ranks
 from tests.ranks.runs import assert_same_to_the_bit, make_run
@@ -31,7 +32,7 @@ STRATEGIES = {
     "local_sgd": {"strategy": "local_sgd", "sync_every_steps": 3},
     "post-local sgd": {"strategy": "local_sgd", "sync_every_steps": 3, "sync_start_step": 3},
 }
-ALONE = {"single": {"strategy": "single"}, "data_parallel": {"strategy": "data_parallel"}}
+ALONE = {"single": {"strategy": "single"}, "dp_single_process": {"strategy": "dp_single_process"}}
 SERVERS = {
     mode: {"strategy": "parameter_server", "server_mode": mode, **({"server_k": 1} if "k_" in mode else {})}
     for mode in ("sync", "k_sync", "k_batch_sync", "async", "k_async", "k_batch_async")
@@ -43,7 +44,7 @@ def config_of(parallel, num_ranks, train=None):
         pytest.importorskip("horovod.torch", reason="no horovod", exc_type=ImportError)
     train = {"epochs": 1, "log_every": 100, "optimizer_args": {"momentum": 0.9}, **(train or {})}
     return small_config(
-        num_ranks, train, parallel=Parallel(**parallel), checkpoint=Checkpoint(every_steps=EVERY, keep=9)
+        num_ranks, train, parallel=make_parallel(**parallel), checkpoint=Checkpoint(every_steps=EVERY, keep=9)
     )
 
 

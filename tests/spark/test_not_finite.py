@@ -6,20 +6,21 @@ import re
 import pytest
 
 import spark_dl
-from spark_dl import Checkpoint, ModelSpec, Parallel, RankError
-from spark_dl.driver import DRIVER_LOOPS
+from spark_dl import Checkpoint, ModelSpec, RankError
 from spark_dl.spec import Run
 from tests.builders.datasets import write_dataset
 from tests.builders.models import MLP, blobs, small_config
+from tests.builders.settings import parallel
 from tests.faults import assert_last_good, with_bad_row
 
 STEPS = 6
+DRIVER_LOOPS = ("tree_reduce", "shuffle_reduce")
 
 
 def run_of(tmp_path, strategy, train=None, **where):
     config = small_config(
         2, {"epochs": 1, "log_every": 100, **(train or {})}, launch={"start_timeout_s": 60, "collective_timeout_s": 60},
-        parallel=Parallel(strategy=strategy), checkpoint=Checkpoint(every_steps=2),
+        parallel=parallel(strategy), checkpoint=Checkpoint(every_steps=2),
     )  # fmt: skip
     shards = write_dataset(str(tmp_path / "data"), blobs(STEPS * 48), group_rows=40, shard_rows=120)
     run = Run(spec=MLP, config=config, train=shards, run_dir=str(tmp_path / "run"))

@@ -3,10 +3,10 @@
 import dataclasses
 
 import pytest
-from spark_dl.checkpoint import Saved, check_same_settings
 
 from spark_dl import Config, strategies
 from spark_dl.config.load import config_keys, sections
+from spark_dl.rundir.checkpoint import Saved, check_same_settings
 from tests.builders.settings import make_config
 
 MAY_CHANGE = {

@@ -2,10 +2,10 @@
 
 import pytest
 
+from spark_dl import DDP
 from spark_dl.bench.exchange.conclusions import BUCKET_MIB
 from spark_dl.bench.exchange.methods import METHODS, measured_in, settings_of
 from spark_dl.bench.model import work
-from spark_dl.config import DDP
 
 
 def test_the_exact_methods():

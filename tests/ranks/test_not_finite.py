@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from spark_dl import Checkpoint, ModelSpec, loop, worker
+from spark_dl import Checkpoint, ModelSpec, loop, strategies, worker
 from spark_dl.launch import rendezvous
 from spark_dl.rundir import checkpoint
 from spark_dl.training.metrics import read_metrics
@@ -149,7 +149,7 @@ def test_a_gradient_that_overflows_in_the_exchange_is_found_in_the_weights(tmp_p
 
 def train_unchecked(run):
     with rendezvous.join(run.config.launch) as world:
-        return loop.train(run, world, check_steps=False)
+        return loop.train(run, world, strategies.find(run.config.parallel.strategy).parallelize, check_steps=False)
 
 
 @pytest.mark.parametrize("name", ["ddp", "ddp ring", "ddp threshold", "local_sgd", "horovod"])

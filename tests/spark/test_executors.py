@@ -15,7 +15,7 @@ SCRIPT = f"""
 import json, sys
 sys.path.insert(0, {str(REPOSITORY)!r})
 import spark_dl
-from tests.models import MLP, small_config
+from tests.builders.models import MLP, small_config
 spark = spark_dl.build_session("test", master="local[2]", conf=json.loads(sys.argv[1]))
 df = spark.createDataFrame([([1.0] * 4, 1)] * 10, "features array<float>, label bigint")
 found = {{}}

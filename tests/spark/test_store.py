@@ -295,8 +295,9 @@ def test_the_job_stores_and_cleans(spark, source, tmp_path):
 
 @pytest.mark.modes("local", "connect")
 def test_rows_that_the_user_names_are_found_by_their_name(spark, source, tmp_path):
-    def store(name, df, **data):
-        shards, lease = spark_dl.store_shards(df, Data(store=str(tmp_path / "store"), **data), key=name)
+    def store(name, df, **fields):
+        config = make_config(store=str(tmp_path / "store"), **fields)
+        shards, lease = spark_dl.store_shards(df, config.data, shards=config.shards, key=name)
         lease.release()
         return shards
 

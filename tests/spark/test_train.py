@@ -15,6 +15,7 @@ from pyspark.sql import functions as F
 import spark_dl
 from jobs import predict as predict_job
 from spark_dl import Data, ModelSpec, RankError, cli
+from spark_dl.config.load import build_config
 from spark_dl.data.parquet import file as parquet_file
 from spark_dl.data.parquet import page_index
 from spark_dl.data.parquet.filters import typed_conditions
@@ -343,9 +344,9 @@ def test_the_job_predict_counts_the_rows_that_it_wrote(spark, points, tmp_path, 
     modes = ["append", "append", "ignore", "overwrite"]
     job = cli.Job(
         {"checkpoint_path": trained.checkpoint, "dataset": "train", "output": str(tmp_path / "out")},
-        checkpoint.config_of(checkpoint.find(trained.checkpoint)),
+        build_config(checkpoint.find(trained.checkpoint).manifest["config"]),
         cli.Input(path=str(tmp_path / "points")),
-        cli.Model(build="tests.models:build_mlp"),
+        cli.Model(build="tests.builders.models:build_mlp"),
     )
     monkeypatch.setattr(cli.Job, "session", lambda self, name: spark)
     found = [predict_job.predict(dataclasses.replace(job, args={**job.args, "mode": mode}))["rows"] for mode in modes]

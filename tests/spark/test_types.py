@@ -23,6 +23,7 @@ from spark_dl.data.columns.policies import Changes
 from spark_dl.data.columns.ragged import Ragged, concatenate
 from tests.builders.images import pixels, png
 from tests.builders.models import CityModel, small_config
+from tests.builders.settings import make_config
 
 pytestmark = pytest.mark.modes("local")
 
@@ -41,7 +42,8 @@ def rows_of(cells):
 
 
 def write(df, tmp_path, like=(), name="d", **settings):
-    return write_shards(df, str(tmp_path / name), Data(features=df.columns, label=None, **settings), like=like)
+    config = make_config(features=df.columns, label=None, **settings)
+    return write_shards(df, str(tmp_path / name), config.data, shards=config.shards, like=like)
 
 
 @pytest.fixture(params=["UTC", "America/Los_Angeles"])
@@ -201,7 +203,7 @@ def test_ragged_columns_are_lists_for_everybody(spark, tmp_path):
 def test_all_partitions_have_the_same_layout_whatever_their_lengths_are(spark, tmp_path):
     df = spark.range(0, 4000, 1, 4).selectExpr("id", "sequence(1L, IF(id < 2000, 400, 1)) AS clicks")
     shards = write(df, tmp_path, encode={"clicks": {"ragged": True}})
-    groups = [rows for _, _, rows in shards.row_groups]
+    groups = [rows for s in shards.shards for rows in s.row_groups]
     assert set(groups[:-1]) == {1024}
     assert sorted(read_all(shards)["id"].tolist()) == list(range(4000))
 

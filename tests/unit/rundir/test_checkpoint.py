@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from spark_dl import Checkpoint, Config, Data, Launch, Loader, Train, driver, storage
+from spark_dl import Checkpoint, Config, Data, Launch, Loader, Train, storage
 from spark_dl.config.load import build_config
 from spark_dl.data.columns.schema import Column
 from spark_dl.launch.rendezvous import join
-from spark_dl.rundir import checkpoint, checkpoint_files
+from spark_dl.rundir import attempt, checkpoint, checkpoint_files
 from spark_dl.rundir.generations import read_generation
 
 COLUMNS = (Column("features", "float32", (2, 3), "ndarray"), Column("label", "int64"))
@@ -255,7 +255,7 @@ def test_what_an_older_attempt_saves_while_another_begins_is_gone_on_from(tmp_pa
         return start(run_dir, after=after)
 
     monkeypatch.setattr(checkpoint, "start_generation", save_and_start)
-    generation, saved = driver._begin_attempt(str(tmp_path), Config(), resume=True, overwrite=False)
+    generation, saved = attempt.begin_attempt(str(tmp_path), Config(), resume=True, overwrite=False)
     assert (generation, saved.step) == (2, 2)
 
 
@@ -263,7 +263,7 @@ def test_what_may_not_begin_leaves_an_attempt_that_runs_alone(tmp_path):
     handmade(tmp_path, 1)
     for how, message in (({"resume": False}, "holds checkpoints already"), ({"resume": True}, "other settings")):
         with pytest.raises(ValueError, match=message):
-            driver._begin_attempt(str(tmp_path), Config(train=Train(lr=9.0)), **how, overwrite=False)
+            attempt.begin_attempt(str(tmp_path), Config(train=Train(lr=9.0)), **how, overwrite=False)
     assert read_generation(str(tmp_path)) == 0
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from spark_dl import Checkpoint, Config, ModelSpec, Train, driver
+from spark_dl import Checkpoint, Config, ModelSpec, Train
 from spark_dl.evaluate import load_model
-from spark_dl.rundir import checkpoint, checkpoint_files, generations
+from spark_dl.rundir import attempt, checkpoint, checkpoint_files, generations
 from tests.builders.models import build_mlp
 from tests.unit.rundir.test_checkpoint import group as group
 from tests.unit.rundir.test_checkpoint import save, steps
@@ -52,7 +52,7 @@ WEIGHTS = {"0": build_mlp().state_dict()}
 
 
 def begin(run_dir, config=None):
-    return driver._begin_attempt(str(run_dir), config or Config(), resume=True, overwrite=False)
+    return attempt.begin_attempt(str(run_dir), config or Config(), resume=True, overwrite=False)
 
 
 @pytest.fixture
@@ -138,7 +138,7 @@ def test_none_valid_is_an_error_that_lists_each_with_its_cause(run_dir):
         for bad in (path_of(run_dir, 1, "model.pt"), path_of(run_dir, 2, "MANIFEST.json")):
             assert f"{bad} is damaged: " in str(caught.value)
     with pytest.raises(ValueError, match=r"holds checkpoints already \(the last is of step 2\)"):
-        driver._begin_attempt(str(run_dir), Config(), resume=False, overwrite=False)
+        attempt.begin_attempt(str(run_dir), Config(), resume=False, overwrite=False)
     assert generations.read_generation(str(run_dir)) == 1
 
 

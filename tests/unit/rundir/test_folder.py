@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spark_dl import Config, Data, driver, storage
+from spark_dl import Config, Data, storage
 from spark_dl.data.store import store
 from spark_dl.data.write.shards import write_arrays
-from spark_dl.rundir import generations
+from spark_dl.rundir import attempt, generations
 from spark_dl.rundir.folder import check_folder, delete_run
 from tests.unit.rundir.test_checkpoint import handmade
 
@@ -47,7 +47,7 @@ def files(folder):
 
 
 def begin(run_dir, config=None, **how):
-    return driver._begin_attempt(str(run_dir), config or Config(), **{"resume": False, "overwrite": True, **how})
+    return attempt.begin_attempt(str(run_dir), config or Config(), **{"resume": False, "overwrite": True, **how})
 
 
 @pytest.mark.parametrize("how", [{"overwrite": True}, {"overwrite": False}, {"overwrite": False, "resume": True}])

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from spark_dl import Data
+from spark_dl import Config
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.dataset.manifest import read_shards
 from spark_dl.data.dataset.records import LocalPlacement, ShardSet
@@ -14,6 +14,7 @@ from spark_dl.data.dataset.shard_table import Shard, ShardTable
 from spark_dl.data.load.mixture import Mixture
 from spark_dl.data.load.resume_check import dataset_digest, for_ranks
 from tests.builders.datasets import write_dataset
+from tests.builders.settings import make_config
 
 SHARDS = (
     Shard("part-a.parquet", (3, 4, 5), 100, "ab" * 32, 10, 2**32 - 1, elements={"x": (1, 2, 3)}),
@@ -65,17 +66,17 @@ def test_to_the_ranks_goes_what_they_read_and_what_was_made_of_the_rest(tmp_path
     shards = replace(
         shards, shards=ShardTable.of(replace(s, elements={"x": (1, 1), "y": (2, 2)}) for s in shards.shards)
     )
-    data = Data(features=("x",), label=None, cache_dir=cache_dir, cache_mib=1 if cache_dir else 0)
-    sent = for_ranks(shards, data)
+    config = make_config(features=("x",), label=None, cache_dir=cache_dir, cache_mib=1 if cache_dir else 0)
+    sent = for_ranks(shards, config)
     assert dataset_digest(sent) == dataset_digest(shards)
     assert {bool(s.sha256) for s in sent.shards} == {cache_dir is not None}
     assert tuple(sent.shards) == tuple(
         replace(s, elements={"x": (1, 1)}, sha256=s.sha256 if cache_dir else "") for s in shards.shards
     )
     mixed = Mixture({"a": shards, "b": read_shards(shards.url)})
-    assert dataset_digest(for_ranks(mixed, data)) == dataset_digest(mixed)
+    assert dataset_digest(for_ranks(mixed, config)) == dataset_digest(mixed)
 
 
 def test_a_dataset_that_the_ranks_make_stays_as_it_is():
     empty = ShardSet("", (), ())
-    assert for_ranks(empty, Data()) is empty
+    assert for_ranks(empty, Config()) is empty

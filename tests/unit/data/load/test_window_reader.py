@@ -3,10 +3,11 @@
 import threading
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from spark_dl.data.load.window_reader import Read, WindowReader
-from spark_dl.data.plan import Segment, Window
+from spark_dl.data.load.window_reader import Schedule, WindowReader
+from spark_dl.data.plan import Segment, Stream, Windows
 
 _OVERTAKE_S = 0.5
 
@@ -38,10 +39,10 @@ def test_the_largest_window_is_that_of_all_threads(sizes):
         def end_thread(self):
             pass
 
-    segments = [Segment(group, 0, 1) for group in (0, 1)]
-    reads = [Read(0, stream, Window((segment,), 0, None), 0) for stream, segment in enumerate(segments)]
+    groups = [np.array([[group, 0, 1]]) for group in (0, 1)]
+    streams = [Stream(Windows(group, np.array([1]), None), Segment(0, 0, 1)) for group in groups]
     arena = SimpleNamespace(num_slots=2, slot=lambda slot: [], clear=lambda slot: None)
-    reader = WindowReader(Rows(), reads, arena, 2, 1000.0)
+    reader = WindowReader(Rows(), Schedule(streams, 1, 0), arena, 2, 1000.0)
     try:
         reader.next(1)
         slow.overtaken.set()

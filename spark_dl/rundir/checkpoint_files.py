@@ -86,7 +86,11 @@ def write(url: str, name: str, content: Any) -> dict[str, Any]:
     """Writes tensors and plain data as a file of a checkpoint. Returns its entry in the manifest. Raises OSError."""
     with storage.writing(storage.join(url, name)) as file:
         hashed = _Hashed(file)
-        torch.save(content, cast("IO[bytes]", hashed))
+        try:
+            torch.save(content, cast("IO[bytes]", hashed))
+        except RuntimeError as error:
+            # When a write fails, torch still ends its archive, and the error of that hides the one of the storage.
+            raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
     return {"name": name, "bytes": hashed.bytes, "sha256": hashed.sha256()}
 
 

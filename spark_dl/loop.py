@@ -2,53 +2,29 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import random
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 
-from spark_dl.config import Config, Train
+from spark_dl.config import Config
 from spark_dl.data.columns.batch import StepBatches
 from spark_dl.data.load.build import BatchLoader, build_loader, build_train_loader
-from spark_dl.data.load.resume_check import dataset_digest
 from spark_dl.evaluate import evaluate_model
 from spark_dl.gather import sum_over_ranks
 from spark_dl.launch.failure import OtherRankError
 from spark_dl.parallel.stragglers import delayed
-from spark_dl.parallel.trainable import Trainable, lr_factor
-from spark_dl.rundir import checkpoint
+from spark_dl.parallel.trainable import Trainable
 from spark_dl.spec import ModelSpec, Run
 from spark_dl.training import early_stop, finite
-from spark_dl.training.finite import LOSS, Finding, NotFiniteError, StateCheck, StepCheck
+from spark_dl.training.finite import LOSS, Finding, NotFiniteError, StepCheck
 from spark_dl.training.metrics import MetricsLog, StepTimer
 from spark_dl.training.schedule import Schedule
+from spark_dl.training.state import Progress, RunState, seed_generators
 from spark_dl.world import World
-
-
-@dataclass
-class Progress:
-    """How far a run has come: with the weights, all that it needs to go on."""
-
-    epoch: int = 0
-    step: int = 0
-    """Steps done of the epoch."""
-    global_step: int = 0
-    rows: int = 0
-    """True rows used, over all epochs."""
-    loss_sum: float = 0.0
-    """Sum of the losses of the epoch's rows so far, over all ranks."""
-    history: list[dict[str, Any]] = field(default_factory=list)
-    """One dict per finished epoch."""
-    best: float | None = None
-    epochs_without_gain: int = 0
-    stopped_early: bool = False
 
 
 def train(
@@ -96,8 +72,9 @@ def _clear_frames(error: BaseException) -> None:
 class Training:
     """What all ways of training share: epochs of steps, and between them validation, checkpoints and early stopping.
 
-    Rank `log_rank` writes the metrics; `num_ranks` share a step, where they are not all of the world. Without
-    `check_steps` the steps are checked elsewhere, or not at all.
+    Rank `log_rank` writes the metrics. `num_ranks` share a step, where they are not all of the world, and an epoch
+    has `steps_per_epoch`, where the loader's plan does not say it. Without `check_steps` the steps are checked
+    elsewhere, or not at all.
     """
 
     def __init__(
@@ -108,69 +85,62 @@ class Training:
         loader: BatchLoader,
         *,
         num_ranks: int | None = None,
+        steps_per_epoch: int | None = None,
         log_rank: int = 0,
         check_steps: bool = True,
     ):
-        self.loader, self.num_ranks = loader, num_ranks or world.world_size
         self.spec, self.config, self.world, self.trainable = run.spec, run.config, world, trainable
-        self.run_dir, self.generation = run.run_dir, run.generation
-        self.fingerprint = dataset_digest(run.train)
+        self.loader, self.validation = loader, _validation_loader(run, world)
+        self.steps_per_epoch = steps_per_epoch or loader.plan.steps
         seed_generators(self.config.train.seed + 1 + world.rank)  # other dropout on each
-        self.schedule = Schedule(self.trainable.optimizer, self.config)
-        options: dict[str, Any] = {
-            "config": self.config, "rank": world.rank, "world_size": world.world_size,
-            "pin": world.device.type == "cuda",
-        }  # fmt: skip
-        self.validation: BatchLoader | None = None
-        if run.validation is not None:
-            self.validation = build_loader(run.validation, shuffle=False, prepare=run.spec.prepare, **options)
-        elif self.config.train.validation_fraction:
-            self.validation = build_loader(
-                run.train, part="validation", shuffle=False, prepare=run.spec.prepare, **options
-            )
-        self.progress = Progress()
-        self.saved_url: str | None = None
-        self.saved_at: int | None = None
-        if run.checkpoint is not None:
-            self._restore(checkpoint.open_checkpoint(run.checkpoint, sha256=run.checkpoint_sha256))
-        self.state_check = StateCheck(trainable.modules, self.saved_url)
+        self.schedule = Schedule(trainable.optimizer, self.config)
+        self.state = RunState(run, world, trainable, self.schedule, loader.columns, num_ranks or world.world_size)
         fp16 = self.config.train.precision == "fp16"
         self.step_check = StepCheck(trainable.modules[0], world.device, gradients=not fp16) if check_steps else None
         first_step, writes = self.progress.global_step, world.rank == log_rank
         self.log = MetricsLog(run.run_dir, writes=writes, first_step=first_step, report=world.report)
         self.timer = StepTimer()
         self.pending = torch.zeros((), dtype=torch.float64, device=world.device)
+        """Sum of this rank's losses since they were last logged."""
         self.pending_rows = 0
         self.lr = 0.0
         """Learning rate of the last step."""
 
-    def run(self) -> dict[str, Any]:
-        """Epochs, until all are done, or `max_steps`, or all ranks stop early."""
+    @property
+    def progress(self) -> Progress:
+        """How far the run has come."""
+        return self.state.progress
+
+    def run(self, train_epoch: Callable[[], bool] | None = None) -> dict[str, Any]:
+        """Trains until all epochs are done, or `max_steps`, or all ranks stop early. Collective.
+
+        `train_epoch` makes the steps of an epoch that are left, where they are not made by `Training.train_epoch`.
+        """
         try:
-            return self._run_epochs()
+            return self._run_epochs(train_epoch or self.train_epoch)
         except NotFiniteError as error:
             progress, finding = self.progress, error.finding
-            text = finite.explain(finding, progress.epoch, progress.global_step - progress.step, self.saved_url)
+            text = finite.explain(finding, progress.epoch, progress.global_step - progress.step, self.state.saved_url)
             is_own = finding.rank == self.world.rank or self.world.world_size == 1
             raise (RuntimeError if is_own else OtherRankError)(text) from None
         finally:
             if self.step_check is not None:
                 self.step_check.close()
 
-    def _run_epochs(self) -> dict[str, Any]:
+    def _run_epochs(self, train_epoch: Callable[[], bool]) -> dict[str, Any]:
         start, rows_before = time.perf_counter(), self.progress.rows
         metrics: dict[str, Any] = self.progress.history[-1]["metrics"] if self.progress.history else {}
-        while self.progress.epoch < self.config.train.epochs and not self._is_over():
-            is_whole = self._train_epoch()
+        while self.progress.epoch < self.config.train.epochs and not self.is_over():
+            is_whole = train_epoch()
             metrics = self._validate()
             if is_whole:
                 self._end_epoch(metrics)
-        if self.saved_at != self.progress.global_step:
-            self._save()
+        if self.state.saved_step != self.progress.global_step:
+            self.save()
         seconds = time.perf_counter() - start
         rows = self.progress.rows - rows_before
         return {
-            "checkpoint": self.saved_url,
+            "checkpoint": self.state.saved_url,
             "epochs": self.progress.epoch,
             "steps": self.progress.global_step,
             "rows": self.progress.rows,
@@ -182,8 +152,8 @@ class Training:
             "stopped_early": self.progress.stopped_early,
         }
 
-    def _train_epoch(self) -> bool:
-        """The steps of an epoch that are still to be done; False if `max_steps` ended it."""
+    def train_epoch(self) -> bool:
+        """Makes the steps of the epoch that are left. Returns False if `max_steps` ended it. Collective."""
         progress, config = self.progress, self.config
         self.timer.reset()
         batches = self.timer.timed(self.loader.epoch(progress.epoch, progress.step))
@@ -194,8 +164,8 @@ class Training:
                     self._log_steps()
                 every = config.checkpoint.every_steps
                 if every and progress.global_step % every == 0 and progress.step < self.loader.plan.steps:
-                    self._save()
-                if self._is_over():
+                    self.save()
+                if self.is_over():
                     break
         finally:
             batches.close()
@@ -217,6 +187,7 @@ class Training:
         progress.step += 1
         progress.global_step += 1
         progress.rows += batch.rows
+        progress.epoch_rows += batch.rows
         self.pending_rows += batch.rows
         self.timer.rows += batch.rows
         if self.step_check is not None:
@@ -233,10 +204,10 @@ class Training:
             own = None if self.step_check is None else self.step_check.finding(self.world.rank)
             raise NotFiniteError(finite.first_of_all(own) or Finding(self.progress.global_step, LOSS, self.world.rank))
         finite.check_loss_scale(self.trainable.extra_state.get("scaler"), self.progress.global_step)
-        self._write_steps(float(total))
+        self.write_steps(float(total))
 
-    def _write_steps(self, total: float, **more: Any) -> None:
-        """A line for the steps since the last time, of which `total` is the sum of losses."""
+    def write_steps(self, total: float, **more: Any) -> None:
+        """Logs the steps since the last time, of which `total` is the sum of losses, with `more` figures."""
         progress, rows = self.progress, self.pending_rows
         loss = total / rows
         progress.loss_sum += total
@@ -270,83 +241,45 @@ class Training:
         self.log.write("epoch", step=progress.global_step, steps=self._total_steps(), **entry)
         self.log.flush()
         progress.history.append(entry)
-        progress.epoch, progress.step, progress.loss_sum = progress.epoch + 1, 0, 0.0
+        progress.epoch, progress.step, progress.epoch_rows, progress.loss_sum = progress.epoch + 1, 0, 0, 0.0
         self.schedule.end_epoch(metrics.get("loss", loss))
         early_stop.decide(progress, self.config.train, metrics, self.world.device)
         every_steps = self.config.checkpoint.every_steps
         is_due = every_steps and progress.global_step % every_steps == 0
         if is_due or progress.epoch % self.config.checkpoint.every_epochs == 0:
-            self._save()
+            self.save()
 
-    def _is_over(self) -> bool:
+    def is_over(self) -> bool:
+        """Whether the run ends here, as all ranks stop early or `max_steps` are done."""
         limit = self.config.train.max_steps
         return self.progress.stopped_early or (limit is not None and self.progress.global_step >= limit)
 
     def _total_steps(self) -> int:
-        total = self.config.train.epochs * self.loader.plan.steps
+        total = self.config.train.epochs * self.steps_per_epoch
         return min(total, self.config.train.max_steps or total)
 
     def _train_loss(self) -> float | None:
         """Mean loss of the last epoch, or of what was done of it."""
         if self.progress.step:
-            return self.progress.loss_sum / self.loader.plan.rows_before(self.progress.step)
+            return self.progress.loss_sum / self.progress.epoch_rows
         return self.progress.history[-1]["train_loss"] if self.progress.history else None
 
-    def _save(self) -> None:
+    def save(self) -> None:
+        """Writes a checkpoint, with the weights of all ranks brought together. Collective."""
         if self.pending_rows:  # the sum of losses is part of the state
             self._log_steps()
         self.trainable.settle()
-        model = {str(i): module.state_dict() for i, module in enumerate(self.trainable.modules)}
-        training = {
-            "optimizer": self.trainable.optimizer.state_dict(),
-            "scheduler": self.schedule.state_dict(),
-            "extra": {name: part.state_dict() for name, part in self.trainable.extra_state.items()},
-            "progress": dataclasses.asdict(self.progress),
-            "lr_factor": lr_factor(self.config, self.num_ranks),
-        }
-        of_rank = {name: part.state_dict() for name, part in self.trainable.rank_state.items()}
-        state = {"model": model, "training": training, "rank": of_rank}
-        self.saved_url = checkpoint.save(
-            self.run_dir,
-            rank=self.world.rank,
-            world_size=self.world.world_size,
-            generation=self.generation,
-            step=self.progress.global_step,
-            config=self.config,
-            columns=self.loader.columns,
-            rows={**self.fingerprint, "step_of_epoch": self.progress.step},
-            model=model,
-            training=training,
-            of_rank=of_rank,
-            problem=self.state_check.problem(state, self.world.rank, self.saved_url),
-        )
-        self.saved_at = self.progress.global_step
-
-    def _restore(self, saved: checkpoint.Saved) -> None:
-        weights = checkpoint.load(saved, "model.pt")
-        for i, module in enumerate(self.trainable.modules):
-            module.load_state_dict(weights[str(i)])
-        state = checkpoint.load(saved, "training.pt")
-        self.trainable.optimizer.load_state_dict(state["optimizer"])
-        now = lr_factor(self.config, self.num_ranks)
-        self.schedule.load_state_dict(state["scheduler"], now / state["lr_factor"])
-        for name, part in self.trainable.extra_state.items():
-            part.load_state_dict(state["extra"][name])
-        of_rank = self._load_rank_state(saved)
-        for name, part in self.trainable.rank_state.items():
-            part.load_state_dict(of_rank[name])
-        self.progress = Progress(**state["progress"])
-        early_stop.take_up(self.progress, Train(**saved.manifest["config"]["train"]), self.config.train)
-        self.saved_url, self.saved_at = saved.url, self.progress.global_step
-        if not checkpoint.restore_random_state(saved, self.world.rank, self.world.world_size):
-            seed_generators(self.config.train.seed + 1 + self.world.rank + 100_003 * self.progress.global_step)
-
-    def _load_rank_state(self, saved: checkpoint.Saved) -> dict[str, Any]:
-        return checkpoint.load_rank_state(saved, self.world.rank, self.world.world_size)
+        self.state.save()
 
 
-def seed_generators(seed: int) -> None:
-    """Seeds the generators of this process, which belongs to the rank alone."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
+def _validation_loader(run: Run, world: World) -> BatchLoader | None:
+    """The loader of the validation rows: of their own dataset, or of a part of the training dataset, if any."""
+    part: dict[str, Any] = {}
+    if run.validation is None:
+        if not run.config.train.validation_fraction:
+            return None
+        part = {"part": "validation"}
+    return build_loader(
+        run.train if run.validation is None else run.validation, run.config, rank=world.rank,
+        world_size=world.world_size, shuffle=False, prepare=run.spec.prepare, pin=world.device.type == "cuda", **part,
+    )  # fmt: skip

@@ -37,6 +37,8 @@ class Trainable:
     rank_state: Mapping[str, Any] = field(default_factory=dict)
     """The same for what each rank has of its own, such as what compression left out: tensors and plain data. Where a
     run goes on with another number of ranks, each gets the mean of the tensors over the ranks of before."""
+    saved_rank: Callable[[int], int] | None = None
+    """(ranks of a checkpoint) -> the rank of it whose `rank_state` this rank takes, where that is not as said above."""
     settle: Callable[[], None] = lambda: None
     """Brings the weights of all ranks together; called before an evaluation and a checkpoint. Collective."""
     close: Callable[[], None] = lambda: None

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -310,18 +310,23 @@ def check_same_settings(saved: Saved, config: Config) -> None:
         )
 
 
-def load_rank_state(saved: Saved, rank: int, world_size: int) -> dict[str, Any]:
+def load_rank_state(
+    saved: Saved, rank: int, world_size: int, saved_rank: Callable[[int], int] | None = None
+) -> dict[str, Any]:
     """What this rank alone had, by name; with another number of ranks than then the mean of all of theirs.
 
     The mean is that of floating point tensors, each over the ranks that had it; all else is that of the first of them.
+    `saved_rank` says otherwise which rank of the checkpoint's this one follows, from their number.
     """
     ranks: int = saved.manifest["world_size"]
+    if saved_rank is not None:
+        return _state_of_rank(saved, saved_rank(ranks))
     if ranks == world_size:
-        return state_of_rank(saved, rank)
-    return rank_state.mean_of(state_of_rank(saved, other) for other in range(ranks))
+        return _state_of_rank(saved, rank)
+    return rank_state.mean_of(_state_of_rank(saved, other) for other in range(ranks))
 
 
-def state_of_rank(saved: Saved, rank: int) -> dict[str, Any]:
+def _state_of_rank(saved: Saved, rank: int) -> dict[str, Any]:
     """What a rank of the run that was saved alone had, by name."""
     state: dict[str, Any] = load(saved, rank_file(rank))["state"]
     return state

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torchmetrics import Metric
 
     from spark_dl.config import Train
-    from spark_dl.loop import Progress
+    from spark_dl.training.state import Progress
 
 _ROWS = 8
 

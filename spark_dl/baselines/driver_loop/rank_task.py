@@ -33,11 +33,11 @@ from spark_dl.data.columns.batch import Batch, StepBatches
 from spark_dl.data.load.build import build_train_loader
 from spark_dl.launch import gpus, payload
 from spark_dl.launch.failure import describe, failed_in_task
-from spark_dl.loop import seed_generators
 from spark_dl.parallel.stragglers import delay_s
 from spark_dl.parallel.trainable import add_gradients
 from spark_dl.spec import Run
 from spark_dl.training.finite import find_in_gradients
+from spark_dl.training.state import seed_generators
 
 if TYPE_CHECKING:
     from pyspark import Broadcast

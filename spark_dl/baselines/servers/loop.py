@@ -41,11 +41,11 @@ from spark_dl.baselines.servers.server import Server, follow
 from spark_dl.baselines.servers.settings import settings_of
 from spark_dl.baselines.servers.trainer import Trainer, add_gradient
 from spark_dl.baselines.servers.wire import Numbers, Transport
-from spark_dl.loop import Training, seed_generators
+from spark_dl.loop import Training
 from spark_dl.parallel.trainable import OptimizerState, Trainable
-from spark_dl.rundir import checkpoint
 from spark_dl.spec import Run
 from spark_dl.training.finite import WEIGHT, Finding, NotFiniteError, is_finite
+from spark_dl.training.state import seed_generators
 from spark_dl.world import World
 
 
@@ -65,7 +65,7 @@ def train(run: Run, world: World) -> dict[str, Any]:
     flat.broadcast_from_rank0()
     wire = connect_all(world, roles, run.config, max(block.stop - block.start for block in flat.blocks))
     try:
-        return _Served(run, world, roles, flat, wire).run()
+        return _ServedTraining(run, world, roles, flat, wire).run()
     finally:
         wire.close()
 
@@ -76,8 +76,6 @@ class _Standing:
 
     deal: dict[str, Any] | None = None
     """What is left of the epoch; None between epochs."""
-    epoch_rows: int = 0
-    """True rows of the epoch's updates so far."""
     staleness: dict[str, int] = field(default_factory=dict)
     """How many gradients were used, by their staleness."""
     discarded: int = 0
@@ -97,12 +95,12 @@ class _Standing:
         return {"mean": mean, "max": max(counts, default=0), "counts": self.staleness, "discarded": self.discarded}
 
 
-_COUNTS = ("step", "global_step", "rows", "loss_sum")
+_COUNTS = ("step", "global_step", "rows", "epoch_rows", "loss_sum")
 """What of the progress a pause does not count on all ranks alike."""
 
 
-class _Served(Training):
-    """Training whose steps are taken by servers."""
+class _ServedTraining:
+    """The training of one rank, with an epoch whose steps the servers make."""
 
     def __init__(self, run: Run, world: World, roles: Roles, flat: FlatModel, wire: Transport):
         self.roles, self.flat, self.standing = roles, flat, _Standing()
@@ -110,7 +108,12 @@ class _Served(Training):
         self.own = flat.weights[flat.blocks[roles.block] if roles.is_server else slice(0)]
         self.block = Block(self.own, run.config, world.world_size)
         loader = self.batches.loader_of(world.rank)
-        super().__init__(run, world, self._trainable(run), loader, log_rank=roles.first, check_steps=False)
+        self.rules = rules_of(settings_of(run.config), len(roles.trainers))
+        self.training = Training(
+            run, world, self._trainable(run), loader, log_rank=roles.first, check_steps=False,
+            # Where every update has K gradients; the last ones of an epoch may have fewer.
+            steps_per_epoch=math.ceil(loader.plan.steps * len(roles.trainers) / self.rules.k),
+        )  # fmt: skip
         self.pending_staleness: list[int] = []
         self._deal: MiniBatchQueue | None = None
         if roles.is_server:
@@ -120,20 +123,20 @@ class _Served(Training):
             self._trainer = Trainer(run.spec, run.config, flat, wire, roles.servers, world.rank)
         if world.rank == roles.first:
             self._coordinator = Coordinator(
-                rules_of(settings_of(run.config), len(roles.trainers)),
+                self.rules,
                 len(roles.trainers),
                 staleness=Counter({int(s): count for s, count in self.standing.staleness.items()}),
                 discarded=self.standing.discarded,
             )
-            first_step = self.progress.global_step
             self._lead = LeadServer(
-                self._server, self._coordinator, roles.servers[1:], run.config, first_step=first_step
-            )
+                self._server, self._coordinator, roles.servers[1:], run.config,
+                first_step=self.training.progress.global_step,
+            )  # fmt: skip
 
     def run(self) -> dict[str, Any]:
-        """As `Training.run`, with `staleness`."""
+        """As `Training.run`, with the staleness of the gradients."""
         try:
-            return {**super().run(), "staleness": self.standing.summary()}
+            return {**self.training.run(self._train_epoch), "staleness": self.standing.summary()}
         finally:
             self.batches.close()
 
@@ -146,6 +149,8 @@ class _Served(Training):
             step=self.block.optimizer.step,
             extra_state={"servers": self.standing},
             rank_state={"block": OptimizerState(self.block.optimizer)} if self.roles.is_server else {},
+            # On another number of ranks the server of the same block.
+            saved_rank=lambda ranks: ranks - len(self.roles.servers) + self.roles.block,
             settle=self._settle,
         )
 
@@ -154,38 +159,31 @@ class _Served(Training):
             self.own.copy_(self.block.weights.detach())
         self.flat.bring_together(self.roles.first)
 
-    def _load_rank_state(self, saved: checkpoint.Saved) -> dict[str, Any]:
-        """What this rank had, or on another number of ranks what the server of the same block had."""
-        if not self.roles.is_server:
-            return {}
-        first = saved.manifest["world_size"] - len(self.roles.servers)
-        return checkpoint.state_of_rank(saved, first + self.roles.block)
-
     def _train_epoch(self) -> bool:
-        self.timer.reset()
+        self.training.timer.reset()
         while True:
             told = self._work_until_pause()
             self._catch_up(told)
             if told["why"] != "checkpoint":
                 return bool(told["why"] == "epoch")
-            self._save()
+            self.training.save()
 
     def _work_until_pause(self) -> dict[str, Any]:
         """What the first server says when it has all ranks pause."""
         if not self.roles.is_server:
             return self._trainer.work(self.batches)
-        if self.world.rank != self.roles.first:
-            timeout_s = self.config.launch.collective_timeout_s
+        if self.roles.rank != self.roles.first:
+            timeout_s = self.training.config.launch.collective_timeout_s
             return follow(self._server, self.roles.first, len(self.roles.trainers), timeout_s)
         deal = self._deal_of_epoch()
-        why = self._lead.run(deal, self.progress.epoch, self._on_update)
-        if self.pending_rows:
+        why = self._lead.run(deal, self.training.progress.epoch, self._on_update)
+        if self.training.pending_rows:
             self._write_updates()
         self._deal, self.standing.deal = (None, None) if why == "epoch" else (deal, deal.to_plain())
         counts = self._coordinator.staleness
         self.standing.staleness = {str(staleness): counts[staleness] for staleness in sorted(counts)}
         self.standing.discarded = self._coordinator.discarded
-        progress = {name: getattr(self.progress, name) for name in _COUNTS}
+        progress = {name: getattr(self.training.progress, name) for name in _COUNTS}
         told = {"why": why, "progress": progress, "standing": self.standing.state_dict()}
         self._lead.pause(told)
         return told
@@ -197,63 +195,56 @@ class _Served(Training):
             return self._deal
         if self.standing.deal is not None:
             return deal_again(self.standing.deal, num_trainers)
-        self.standing.epoch_rows = 0
-        return MiniBatchQueue.whole(num_trainers, self.loader.plan.steps)
+        return MiniBatchQueue.whole(num_trainers, self.training.loader.plan.steps)
 
     def _catch_up(self, told: Mapping[str, Any]) -> None:
         """Every rank knows what the first server knows, and its schedule is as far as that of the servers."""
-        for _ in range(told["progress"]["global_step"] - self.progress.global_step):
-            self.trainable.optimizer.step()  # of no weights: a scheduler wants to see it
-            self.schedule.end_step()
+        progress = self.training.progress
+        for _ in range(told["progress"]["global_step"] - progress.global_step):
+            self.block.optimizer.step()  # of no weights: a scheduler wants to see it
+            self.training.schedule.end_step()
         for name, count in told["progress"].items():
-            setattr(self.progress, name, count)
+            setattr(progress, name, count)
         self.standing.load_state_dict(told["standing"])
 
     def _update(self, gradients: Sequence[Numbers], shares: Sequence[float], lr_factor: float) -> None:
         """One step of this server's block."""
-        with self.schedule.warm(self.progress.global_step) as self.lr:
-            self.block.update(gradients, shares, lr_factor, self.config.train.clip_grad_norm)
+        training, progress = self.training, self.training.progress
+        with training.schedule.warm(progress.global_step) as training.lr:
+            self.block.update(gradients, shares, lr_factor, training.config.train.clip_grad_norm)
         if not is_finite(self.block.weights):  # and no trainer gets any of it
             bad = int((~torch.isfinite(self.block.weights)).nonzero()[0])
             name = self.flat.name_of(self.flat.blocks[self.roles.block].start + bad)
-            raise NotFiniteError(Finding(self.progress.global_step + 1, WEIGHT, self.world.rank, name))
-        self.schedule.end_step()
-        self.progress.step += 1
-        self.progress.global_step += 1
+            raise NotFiniteError(Finding(progress.global_step + 1, WEIGHT, self.roles.rank, name))
+        training.schedule.end_step()
+        progress.step += 1
+        progress.global_step += 1
 
     def _on_update(self, gradients: Sequence[Gradient], said: Sequence[Mapping[str, Any]]) -> str | None:
         """Counts an update, on the first server; why all are to pause, or None."""
-        progress, rows = self.progress, sum(g.rows for g in gradients)
-        self.pending += sum(head["loss"] for head in said)
-        self.pending_rows += rows
-        self.standing.epoch_rows += rows
+        training, rows = self.training, sum(g.rows for g in gradients)
+        progress, config = training.progress, training.config
+        training.pending += sum(head["loss"] for head in said)
+        training.pending_rows += rows
+        progress.epoch_rows += rows
         progress.rows += rows
-        self.timer.rows += rows
+        training.timer.rows += rows
         self.pending_staleness += [g.staleness for g in gradients if g.rows]
-        self.timer.data_s += sum(head["data_s"] for head in said) / len(self.roles.trainers)
-        if progress.global_step % self.config.train.log_every == 0:
+        training.timer.data_s += sum(head["data_s"] for head in said) / len(self.roles.trainers)
+        if progress.global_step % config.train.log_every == 0:
             self._write_updates()
-        every = self.config.checkpoint.every_steps
+        every = config.checkpoint.every_steps
         if self._coordinator.is_done:
             return "epoch"
-        if self.standing.epoch_rows == self.loader.plan.rows:
+        if progress.epoch_rows == training.loader.plan.rows:
             return None  # the mini-batches that are left have no true row, and end the epoch without an update
-        if self._is_over():
+        if training.is_over():
             return "over"
         return "checkpoint" if every and progress.global_step % every == 0 else None
 
     def _write_updates(self) -> None:
         staleness = sum(self.pending_staleness) / len(self.pending_staleness)
-        self._write_steps(float(self.pending), staleness=staleness, discarded=self._coordinator.discarded)
+        self.training.write_steps(
+            float(self.training.pending), staleness=staleness, discarded=self._coordinator.discarded
+        )
         self.pending_staleness = []
-
-    def _total_steps(self) -> int:
-        """Updates of the run, where every one has K gradients; the last ones of an epoch may have fewer."""
-        rules = rules_of(settings_of(self.config), len(self.roles.trainers))
-        total = self.config.train.epochs * math.ceil(self.loader.plan.steps * len(self.roles.trainers) / rules.k)
-        return min(total, self.config.train.max_steps or total)
-
-    def _train_loss(self) -> float | None:
-        if self.progress.step:
-            return self.progress.loss_sum / self.standing.epoch_rows
-        return self.progress.history[-1]["train_loss"] if self.progress.history else None

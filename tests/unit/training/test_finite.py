@@ -8,7 +8,6 @@ from torch import nn
 
 from spark_dl import Train
 from spark_dl.evaluate import build_metric
-from spark_dl.loop import Progress
 from spark_dl.training import early_stop
 from spark_dl.training.finite import (
     GRADIENT,
@@ -20,6 +19,7 @@ from spark_dl.training.finite import (
     check_loss_scale,
     is_finite,
 )
+from spark_dl.training.state import Progress
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]

@@ -1,0 +1,125 @@
+"""What a run needs to go on: weights, optimizer, schedule and progress. A checkpoint holds all of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from spark_dl.config import Train
+from spark_dl.data.columns.schema import Column
+from spark_dl.data.load.resume_check import dataset_digest
+from spark_dl.parallel.trainable import Trainable, lr_factor
+from spark_dl.rundir import checkpoint
+from spark_dl.spec import Run
+from spark_dl.training import early_stop
+from spark_dl.training.finite import StateCheck
+from spark_dl.training.schedule import Schedule
+from spark_dl.world import World
+
+
+@dataclass
+class Progress:
+    """How far a run has come."""
+
+    epoch: int = 0
+    step: int = 0
+    """Steps of the current epoch so far."""
+    global_step: int = 0
+    rows: int = 0
+    """True rows used, over all epochs."""
+    epoch_rows: int = 0
+    """True rows used in the current epoch."""
+    loss_sum: float = 0.0
+    """Sum of the losses of the epoch's rows so far, over all ranks."""
+    history: list[dict[str, Any]] = field(default_factory=list)
+    """One dict per finished epoch."""
+    best: float | None = None
+    epochs_without_gain: int = 0
+    stopped_early: bool = False
+
+
+class RunState:
+    """The state of one rank. `save` is collective; `num_ranks` share a step."""
+
+    def __init__(
+        self,
+        run: Run,
+        world: World,
+        trainable: Trainable,
+        schedule: Schedule,
+        columns: Sequence[Column],
+        num_ranks: int,
+    ):
+        self._run, self._world, self._trainable, self._schedule = run, world, trainable, schedule
+        self._columns, self._num_ranks = columns, num_ranks
+        self._dataset = dataset_digest(run.train)
+        self.progress = Progress()
+        self.saved_url: str | None = None
+        """The last checkpoint that was saved or restored."""
+        self.saved_step: int | None = None
+        if run.checkpoint is not None:
+            self._restore(checkpoint.open_checkpoint(run.checkpoint, sha256=run.checkpoint_sha256))
+        self._check = StateCheck(trainable.modules, self.saved_url)
+
+    def save(self) -> None:
+        """Writes a checkpoint. Collective. Raises as `rundir.checkpoint.save` does, also for NaN and Inf."""
+        trainable, world, config = self._trainable, self._world, self._run.config
+        model = {str(i): module.state_dict() for i, module in enumerate(trainable.modules)}
+        training = {
+            "optimizer": trainable.optimizer.state_dict(),
+            "scheduler": self._schedule.state_dict(),
+            "extra": {name: part.state_dict() for name, part in trainable.extra_state.items()},
+            "progress": dataclasses.asdict(self.progress),
+            "lr_factor": lr_factor(config, self._num_ranks),
+        }
+        of_rank = {name: part.state_dict() for name, part in trainable.rank_state.items()}
+        state = {"model": model, "training": training, "rank": of_rank}
+        self.saved_url = checkpoint.save(
+            self._run.run_dir,
+            rank=world.rank,
+            world_size=world.world_size,
+            generation=self._run.generation,
+            step=self.progress.global_step,
+            config=config,
+            columns=self._columns,
+            rows={**self._dataset, "step_of_epoch": self.progress.step},
+            model=model,
+            training=training,
+            of_rank=of_rank,
+            problem=self._check.problem(state, world.rank, self.saved_url),
+        )
+        self.saved_step = self.progress.global_step
+
+    def _restore(self, saved: checkpoint.Saved) -> None:
+        trainable, world, train = self._trainable, self._world, self._run.config.train
+        weights = checkpoint.load(saved, "model.pt")
+        for i, module in enumerate(trainable.modules):
+            module.load_state_dict(weights[str(i)])
+        state = checkpoint.load(saved, "training.pt")
+        trainable.optimizer.load_state_dict(state["optimizer"])
+        now = lr_factor(self._run.config, self._num_ranks)
+        self._schedule.load_state_dict(state["scheduler"], now / state["lr_factor"])
+        for name, part in trainable.extra_state.items():
+            part.load_state_dict(state["extra"][name])
+        if trainable.rank_state:
+            of_rank = checkpoint.load_rank_state(saved, world.rank, world.world_size, trainable.saved_rank)
+            for name, part in trainable.rank_state.items():
+                part.load_state_dict(of_rank[name])
+        self.progress = Progress(**state["progress"])
+        early_stop.take_up(self.progress, Train(**saved.manifest["config"]["train"]), train)
+        self.saved_url, self.saved_step = saved.url, self.progress.global_step
+        if not checkpoint.restore_random_state(saved, world.rank, world.world_size):
+            seed_generators(train.seed + 1 + world.rank + 100_003 * self.progress.global_step)
+
+
+def seed_generators(seed: int) -> None:
+    """Seeds the generators of this process, which belongs to the rank alone."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)

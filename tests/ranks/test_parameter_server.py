@@ -446,7 +446,7 @@ def train_and_stand_still(run, rank):
 def test_a_rank_that_stands_still_is_named_in_bounded_time(tmp_path, rank, mode, message):
     """Trainers are ranks 0 and 1, servers 2 and 3, of which 2 is the first."""
     config = servers(
-        2, 2, mode, server_k=int(mode.startswith("k_")), straggler="constant", straggler_s=0.02,
+        2, 2, mode, server_k=int(mode.startswith("k_")), sections={"straggler": "constant", "straggler_s": 0.02},
         launch={"collective_timeout_s": 2}, train={"epochs": 100},
     )  # fmt: skip
     run = make_run(tmp_path, config, rows=9600)

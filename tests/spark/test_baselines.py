@@ -214,10 +214,11 @@ def test_a_mixture_and_fp16(spark, tmp_path):
         for name, rows in (("many", 245), ("few", 50))
     }
     train = {"global_batch_size": 96, "precision": "fp16"}
-    config = config_of("shuffle_reduce", 3, train=train, data={"proportions": {"many": 3, "few": 1}})
+    mixed = {"proportions": {"many": 3, "few": 1}}
+    config = config_of("shuffle_reduce", 3, train=train, data=mixed)
     run = make_run(tmp_path, config, train=Mixture(datasets))
     alone = dataclasses.replace(
-        run, config=small_config(1, train=train, data=dataclasses.asdict(config.data)), run_dir=str(tmp_path / "alone")
+        run, config=small_config(1, train=train, data=mixed), run_dir=str(tmp_path / "alone")
     )
     assert train_from_driver(spark, run)["rows"] == worker.main(alone).result["rows"]
     for name, expected in weights_of(alone).items():  # in fp16 the sums of parts of a batch are rounded by themselves

@@ -78,6 +78,7 @@ TRAIN = """
 import json, sys
 from pyspark.sql import SparkSession
 import spark_dl
+from spark_dl.rundir import checkpoint
 from tests.builders.models import MLP, blobs
 
 config = spark_dl.load_config(sys.argv[1])
@@ -88,7 +89,7 @@ spark = builder.getOrCreate()
 rows = [(x.tolist(), int(y)) for x, y in zip(*blobs(200).values())]
 df = spark.createDataFrame(rows, "features array<float>, label bigint")
 result = spark_dl.train(df, MLP, config, run_dir=sys.argv[2], progress=False)
-again = spark_dl.checkpoint.find(result.run_dir).manifest["config"]["parallel"]
+again = checkpoint.find(result.run_dir).manifest["config"]["parallel"]
 print(json.dumps({"steps": result.steps, "saved": again, "loss": result.train_loss}))
 spark.stop()
 """

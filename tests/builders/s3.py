@@ -2,12 +2,12 @@
 
 import os
 import pathlib
+import re
 import signal
-import socket
 import subprocess
 import sys
+import tempfile
 import time
-import urllib.error
 import urllib.request
 
 import boto3
@@ -24,17 +24,11 @@ class S3Server:
     """Started on construction, with an empty bucket."""
 
     def __init__(self):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.address = f"127.0.0.1:{probe.getsockname()[1]}"
-        command = [pathlib.Path(sys.executable).parent / "moto_server", "-H", "127.0.0.1"]
-        output = subprocess.DEVNULL
-        self.process = subprocess.Popen([*command, "-p", self.address.split(":")[1]], stdout=output, stderr=output)
-        end = time.monotonic() + 30
-        while not self._answers():
-            assert self.process.poll() is None, "moto_server ended"
-            assert time.monotonic() < end, "moto_server did not answer within 30 s"
-            time.sleep(0.05)
+        # The server picks its port: one that is looked for here could become that of another worker's server.
+        command = [pathlib.Path(sys.executable).parent / "moto_server", "-H", "127.0.0.1", "-p", "0"]
+        with tempfile.TemporaryFile("w+") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log)
+            self.address = self._wait_for_address(log)
         self.client = boto3.client(
             "s3",
             endpoint_url=f"http://{self.address}",
@@ -44,12 +38,15 @@ class S3Server:
         )
         self.client.create_bucket(Bucket=BUCKET)
 
-    def _answers(self):
-        try:
-            urllib.request.urlopen(f"http://{self.address}/moto-api/", timeout=5).close()
-        except (urllib.error.URLError, ConnectionError):
-            return False
-        return True
+    def _wait_for_address(self, log):
+        end = time.monotonic() + 30
+        while time.monotonic() < end:
+            log.seek(0)
+            if found := re.search(r"Running on http://(127\.0\.0\.1:\d+)", log.read()):
+                return found.group(1)
+            assert self.process.poll() is None, "moto_server ended"
+            time.sleep(0.05)
+        raise AssertionError("moto_server did not start within 30 s")
 
     def url(self, path, bucket=BUCKET):
         return f"s3://{bucket}/{path}?endpoint_override={self.address}&scheme=http"

@@ -167,13 +167,14 @@ def _quality(labels: np.ndarray[Any, Any], order: np.ndarray[Any, Any]) -> dict[
 
 
 def _print_table(name: str, result: dict[str, Any]) -> None:
-    ours = result.get("spark_dl") or float("nan")
+    ours = result.get("spark_dl")
     print(f"\n{name:18} {'rows/s':>12} {'ours is':>9} {'displacement':>13} {'neighbours':>11}", file=sys.stderr)
     for peer in PEERS:
         if result.get(peer) is not None:
             shuffle = result["shuffle"].get(peer)  # one that ended before it said its order has none
             quality = f"{shuffle['displacement']:13.3f} {shuffle['neighbours']:11.2%}" if shuffle else ""
-            print(f"{peer:18} {result[peer]:12,.0f} {ours / result[peer]:8.2f}x {quality}", file=sys.stderr)
+            factor = f"{ours / result[peer]:8.2f}x" if ours else ""
+            print(f"{peer:18} {result[peer]:12,.0f} {factor:9} {quality}", file=sys.stderr)
 
 
 def _names(folder: str) -> Sequence[str]:

@@ -2,7 +2,7 @@
 PY := .venv/bin/python
 ARGS ?= --overwrite
 
-.PHONY: train test test-slow lint type bench clean setup setup-all setup-petastorm setup-peers setup-horovod
+.PHONY: train test test-slow check lint type docs bench clean setup setup-all setup-petastorm setup-peers setup-horovod
 
 setup:
 	@./conf/setup_env.sh
@@ -36,6 +36,14 @@ test: setup-all .venv/spark.jsa lint type ## lint, types, and the tests that thi
 
 test-slow: setup-all .venv/spark.jsa ## all other tests: whole jobs, kills, clusters, networks, memory
 	@$(PY) -m pytest --numprocesses=3 --no-loadscope-reorder -m slow
+
+check: setup ## lint, types, and the unit tests of what changed since HEAD (or since BASE=main), in a minute
+	@$(MAKE) --no-print-directory lint type
+	@$(PY) conf/changed_tests.py $(BASE) | xargs --no-run-if-empty $(PY) -m pytest -q --numprocesses=2
+
+docs: setup ## the documentation, in docs/_build; warnings are errors
+	@$(PY) docs/write_configuration.py
+	@$(PY) -m sphinx -W --keep-going -q -b html docs docs/_build && echo "docs/_build/index.html"
 
 lint: setup
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check .

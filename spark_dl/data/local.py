@@ -244,7 +244,7 @@ class RankRows:
     def batches(
         self, batch_size: int, *, epoch: int = 0, shuffle: bool = True, seed: int = 0
     ) -> Iterator[dict[str, Tensor]]:
-        """The batches of one epoch: columns by name, [batch_size, *cell], and `weight`, [batch_size] float32.
+        """The batches of one epoch: columns by name, [batch_size, ...], and `weight`, [batch_size] float32.
 
         Ragged columns come as `loader.ragged` says: padded, with `<name>_mask`, or end to end, with `<name>_offsets`.
         """

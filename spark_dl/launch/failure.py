@@ -103,11 +103,11 @@ def root_cause(
         tasks = sorted(silent, key=lambda task: -silent[task])
         return _error_about(tasks, (
             f"gave no sign of life for {silent[tasks[0]]:.0f} s: the host cannot be reached from the driver, or the "
-            "process stands still (stopped, swapped out, or in a call that holds Python's lock)"
+            "process hangs (stopped, swapped out, or in a call that holds Python's lock)"
         ), known, raised)  # fmt: skip
     if absent := _absent(raised, known):
         return _error_about(absent, (
-            "did not come to a collective operation: it is alive, and stuck or still at work; if it needs so long, "
+            "never entered a collective operation: it is alive, and stuck or still at work; if it needs so long, "
             "raise launch.collective_timeout_s"
         ), known, raised)  # fmt: skip
     if raised:

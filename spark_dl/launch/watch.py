@@ -2,7 +2,7 @@
 
 Connections are authenticated by the run's secret (the challenge of `multiprocessing.connection`, HMAC); events are
 JSON, never pickle. A rank whose connection ends without a word has been killed, and is named as such. One that has
-nothing to say sends a sign of life each second: a host that is cut off and a process that stands still are known by
+nothing to say sends a sign of life each second: a host that is cut off and a process that hangs are known by
 their silence.
 Where the driver has no address that executors reach (Spark Connect), there is no listener, and a rank's failure is read
 from the error that Spark brings.

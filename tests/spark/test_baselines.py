@@ -217,9 +217,7 @@ def test_a_mixture_and_fp16(spark, tmp_path):
     mixed = {"proportions": {"many": 3, "few": 1}}
     config = config_of("shuffle_reduce", 3, train=train, data=mixed)
     run = make_run(tmp_path, config, train=Mixture(datasets))
-    alone = dataclasses.replace(
-        run, config=small_config(1, train=train, data=mixed), run_dir=str(tmp_path / "alone")
-    )
+    alone = dataclasses.replace(run, config=small_config(1, train=train, data=mixed), run_dir=str(tmp_path / "alone"))
     assert train_from_driver(spark, run)["rows"] == worker.main(alone).result["rows"]
     for name, expected in weights_of(alone).items():  # in fp16 the sums of parts of a batch are rounded by themselves
         torch.testing.assert_close(weights_of(run)[name], expected, rtol=1e-2, atol=1e-2)

@@ -127,5 +127,5 @@ class LeadServer:
             named = ", ".join(f"rank {rank} on host {self._wire.host_of(rank)}" for rank in sorted(late))
             raise RuntimeError(
                 f"no gradient from {named} for {self._timeout_s:g} s (launch.collective_timeout_s): a process or its "
-                "network stands still, or a mini-batch takes longer than that"
+                "network hangs, or a mini-batch takes longer than that"
             )

@@ -53,7 +53,7 @@ class Server:
                 late = [f"rank {r} on host {self.wire.host_of(r)}" for r in range(trainers) if r not in pausing]
                 raise RuntimeError(
                     f"no word from {', '.join(late)} for {timeout_s:g} s (launch.collective_timeout_s): a process or "
-                    "its network stands still, or a mini-batch takes longer than that"
+                    "its network hangs, or a mini-batch takes longer than that"
                 )
             if message.head["kind"] == "pausing":
                 pausing.add(message.rank)
@@ -101,7 +101,7 @@ def follow(server: Server, first: int, trainers: int, timeout_s: float) -> dict[
             host = server.wire.host_of(first)
             raise RuntimeError(
                 f"no word from rank {first} on host {host}, the first server, for {2 * timeout_s:g} s (twice "
-                "launch.collective_timeout_s): its process or its network stands still"
+                "launch.collective_timeout_s): its process or its network hangs"
             )
         if message.rank == first:
             orders.append(message.head)

@@ -86,7 +86,7 @@ class Trainer:
                 named = ", ".join(f"rank {rank} on host {self._wire.host_of(rank)}" for rank in silent)
                 raise RuntimeError(
                     f"no word from {named}, a parameter server, for {limit_s:g} s ({limit_s / self._timeout_s:g} times "
-                    "launch.collective_timeout_s): its process or its network stands still, or other trainers take "
+                    "launch.collective_timeout_s): its process or its network hangs, or other trainers take "
                     "that long"
                 )
             self._hear(left)

@@ -122,7 +122,7 @@ class Transport:
         if slow:
             raise RuntimeError(
                 f"{', '.join(slow)} took no data for {timeout_s:g} s (launch.collective_timeout_s): its process or its "
-                "network stands still"
+                "network hangs"
             )
 
     def give_back(self, body: Numbers | None) -> None:

@@ -45,7 +45,7 @@ def lost(task):
             [failed(0, TIMED_OUT, follows=True), failed(1, CLOSED, follows=True)],
             {},
             2,
-            "did not come to a collective operation",
+            "never entered a collective operation",
         ),
         ([failed(0, CLOSED, follows=True)], {}, 0, "failed: RuntimeError: [gloo/transport/tcp/pair.cc:547]"),
     ],

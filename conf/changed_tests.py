@@ -1,0 +1,39 @@
+"""Prints the unit tests of the files that differ from a revision (HEAD by default), for `make check`.
+
+Tests mirror the package: `spark_dl/a/b.py` is tested in `tests/unit/a/test_b.py`, or else in the folder `tests/unit/a`.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+
+def tests_of(changed: str) -> list[Path]:
+    """The unit tests of one file of the repository."""
+    path = Path(changed)
+    if path.parts[:2] == ("tests", "unit"):
+        return [path] if path.name.startswith("test_") and path.exists() else []
+    if path.suffix == ".md" or path.parts[0] == "docs":
+        return [Path("tests/unit/test_docs.py")]
+    if path.parts[0] != "spark_dl":
+        return []
+    folder = Path("tests/unit", *path.parts[1:-1])
+    for test in (folder / f"test_{path.name}", folder):
+        if test.exists() and test != Path("tests/unit"):
+            return [test]
+    return []
+
+
+def main() -> None:
+    """Prints one path on each line, and the test of imports with them."""
+    base = sys.argv[1] if len(sys.argv) > 1 else "HEAD"
+    listed = ["git", "diff", "--name-only", base], ["git", "ls-files", "--others", "--exclude-standard"]
+    changed = [name for command in listed for name in subprocess.check_output(command, text=True).splitlines()]
+    found = {test for name in changed for test in tests_of(name)}
+    if found:
+        found.add(Path("tests/unit/test_imports.py"))
+    sys.stdout.writelines(f"{test}\n" for test in sorted(found))
+
+
+if __name__ == "__main__":
+    main()

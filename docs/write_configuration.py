@@ -1,0 +1,133 @@
+"""Writes `docs/configuration.md` from the fields of the settings and their docstrings; `--check` only compares.
+
+python docs/write_configuration.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+import textwrap
+import typing
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+import docstring_parser
+
+from spark_dl.config.load import sections
+from spark_dl.strategies import STRATEGIES
+
+PAGE = Path(__file__).with_name("configuration.md")
+HEAD = """# Configuration
+
+<!-- Written by docs/write_configuration.py from the docstrings of the settings. Do not edit. -->
+
+This page lists every setting, by section. A setting has the same name in YAML, on the command line and in Python:
+
+```yaml
+train: {epochs: 5, lr: 0.05}
+parallel: {strategy: ddp, bucket_mib: 10}
+```
+
+<!-- not run: a fragment of a command line -->
+```bash
+spark-submit jobs/train.py --config run.yaml --train.epochs 5 --parallel.bucket_mib 10
+```
+
+```python
+import spark_dl
+
+config = spark_dl.Config(train=spark_dl.Train(epochs=5, lr=0.05), parallel=spark_dl.DDP(bucket_mib=10))
+```
+
+A value on the command line counts more than one in a file. An unknown key is an error that names the nearest known one.
+Settings that exclude each other are an error that names both. A [resumed](ways-in.md) run must have the same
+settings as before; only those marked *may change* can differ.
+"""
+
+
+def main() -> int:
+    """Writes the page. With `--check` returns 1 if it is not up to date."""
+    text = render()
+    if "--check" in sys.argv[1:]:
+        return int(not PAGE.exists() or PAGE.read_text() != text)
+    PAGE.write_text(text)
+    return 0
+
+
+def render() -> str:
+    """The whole page."""
+    parts = [HEAD]
+    for name, section in sections().items():
+        if name != "parallel":
+            parts += [f"## {name}\n", _intro(section, name), _table(section, name)]
+    parts += [
+        "## parallel\n",
+        "Each strategy has its own settings. See [strategies](strategies.md) for what each of them does.\n",
+    ]
+    for strategy in STRATEGIES:
+        settings = strategy.settings
+        parts += [
+            f"### {settings.strategy}\n",
+            _intro(settings, f"spark_dl.{settings.__name__}"),
+            _table(settings, "parallel"),
+        ]
+    return "\n".join(parts)
+
+
+def _intro(section: type, name: str) -> str:
+    note = " The section may be `null`." if name == "sequences" else ""
+    return textwrap.fill(f"{_plain(section.__doc__)}{note}", 120, break_long_words=False) + "\n"
+
+
+def _table(section: type, prefix: str) -> str:
+    meanings = {p.arg_name: p.description for p in docstring_parser.parse_from_object(section).params}
+    hints = get_type_hints(section)
+    fields = dataclasses.fields(section)
+    if not fields:
+        return "It has no settings.\n"
+    lines = ["| Setting | Type | Default | Meaning |", "|---|---|---|---|"]
+    for field in fields:
+        meaning = _plain(meanings.get(field.name))
+        if field.metadata.get("may_change") or getattr(section, "MAY_CHANGE", False):
+            meaning = f"{meaning} *May change.*".strip()
+        cells = [f"`{prefix}.{field.name}`", _type(hints[field.name]), _default(field), meaning]
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _type(hint: Any) -> str:
+    if get_origin(hint) is typing.Literal:
+        return " or ".join(f"`{value}`" for value in get_args(hint))
+    if type(None) in get_args(hint):
+        inner = [_type(a) for a in get_args(hint) if a is not type(None)]
+        return " or ".join([*inner, "null"])
+    if get_origin(hint) in (typing.Union, type(int | str)):
+        return " or ".join(_type(a) for a in get_args(hint))
+    names = {
+        "tuple": "list", "Mapping": "mapping", "dict": "mapping", "str": "string", "int": "integer", "float": "number",
+        "bool": "true or false", "Sequence": "list",
+    }  # fmt: skip
+    name = getattr(get_origin(hint) or hint, "__name__", str(hint))
+    return names.get(name, name)
+
+
+def _default(field: dataclasses.Field[Any]) -> str:
+    if field.default is not dataclasses.MISSING:
+        value = field.default
+    elif field.default_factory is not dataclasses.MISSING:
+        value = field.default_factory()
+    else:
+        return "required"
+    if value is None or isinstance(value, bool):
+        return f"`{str(value).lower()}`" if value is not None else "`null`"
+    return f"`{list(value) if isinstance(value, tuple) else value}`"
+
+
+def _plain(text: str | None) -> str:
+    return re.sub(r"\s+", " ", text or "").strip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

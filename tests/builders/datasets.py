@@ -3,7 +3,7 @@
 import numpy as np
 
 from spark_dl import Data, Shards
-from spark_dl.data.write.shards import write_arrays
+from spark_dl.data.write.arrays import write_arrays
 
 
 def write_dataset(url, columns, group_rows=64, shard_rows=256, **data):

@@ -16,7 +16,7 @@ from pyspark.sql import Row
 
 import spark_dl
 from spark_dl import Data, ModelSpec, read_shards, write_shards
-from spark_dl.data.columns import schema
+from spark_dl.data.columns import stored_cells
 from spark_dl.data.columns.encoding import Encoding
 from spark_dl.data.columns.images import read_image
 from spark_dl.data.columns.policies import Changes
@@ -32,7 +32,7 @@ def read_all(shards):
     """All columns, in the order of the dataset."""
     files = [pq.ParquetFile(f"{shards.url}/{s.name}") for s in shards.shards]
     groups = [f.read_row_group(g) for f in files for g in range(f.num_row_groups)]
-    return {c.name: concatenate([schema.decode(c, g.column(c.name)) for g in groups]) for c in shards.columns}
+    return {c.name: concatenate([stored_cells.decode(c, g.column(c.name)) for g in groups]) for c in shards.columns}
 
 
 def rows_of(cells):

@@ -3,7 +3,7 @@
 import numpy as np
 
 from spark_dl import Config, Data, storage
-from spark_dl.data.write.shards import write_arrays
+from spark_dl.data.write.arrays import write_arrays
 from spark_dl.rundir import attempt
 from spark_dl.rundir.folder import delete_run
 from tests.unit.rundir.test_checkpoint import group as group

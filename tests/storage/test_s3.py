@@ -11,7 +11,7 @@ from spark_dl import Shards, storage
 from spark_dl.data.dataset.manifest import read_shards
 from spark_dl.data.external.dataset import open_parquet
 from spark_dl.data.load.loader import Loader
-from spark_dl.data.write.shards import write_arrays
+from spark_dl.data.write.arrays import write_arrays
 from spark_dl.rundir import checkpoint
 from tests.builders.models import small_config
 from tests.unit.rundir.test_checkpoint import group as group

@@ -18,7 +18,7 @@ from spark_dl import Data, storage
 from spark_dl.data.dataset.manifest import MANIFEST, read_shards
 from spark_dl.data.store import store as store_module
 from spark_dl.data.store.store import Lease, clean_store, find_or_write, reopen
-from spark_dl.data.write.shards import write_arrays
+from spark_dl.data.write.arrays import write_arrays
 
 KEY = "a" * 64
 OTHER = "b" * 64

@@ -14,7 +14,7 @@ from spark_dl.data.columns.ragged import Ragged
 from spark_dl.data.dataset.manifest import crc32_of
 from spark_dl.data.external.dataset import open_parquet
 from spark_dl.data.load.loader import Loader
-from spark_dl.data.write.shards import write_arrays
+from spark_dl.data.write.arrays import write_arrays
 from spark_dl.inputs import as_source, as_written, check_rank_rows, shards_of, warn_of_few_rows
 from tests.builders.models import small_config
 

@@ -21,7 +21,7 @@ from spark_dl.bench.exchange.log import Log
 from spark_dl.bench.exchange.methods import METHODS, measured_in, settings_of
 from spark_dl.bench.model.staleness import Delay, iteration_s
 from spark_dl.config import Config, Data, Faults, Launch, Loader, Parallel, Train
-from spark_dl.data.write.shards import write_arrays
+from spark_dl.data.write.arrays import write_arrays
 from spark_dl.spec import ModelSpec
 from spark_dl.training import metrics
 

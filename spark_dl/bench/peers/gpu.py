@@ -25,7 +25,7 @@ from spark_dl.config import Config, Data, Launch, Train
 from spark_dl.data.columns.batch import Batch
 from spark_dl.data.dataset.manifest import read_shards
 from spark_dl.data.load.build import build_train_loader
-from spark_dl.data.write.shards import write_arrays
+from spark_dl.data.write.arrays import write_arrays
 from spark_dl.launch.rendezvous import join
 from spark_dl.parallel import single
 from spark_dl.parallel.trainable import Trainable

@@ -110,7 +110,7 @@ def write_parquet(folder: str, arrays: Arrays) -> None:
 
 def _write(folder: str, arrays: Arrays) -> None:
     """The rows as plain Parquet, as our shards, and as NumPy files."""
-    from spark_dl.data.write.shards import write_arrays
+    from spark_dl.data.write.arrays import write_arrays
 
     write_parquet(folder, arrays)
     write_arrays(arrays, f"{folder}/shards")

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from spark_dl.data.columns.encoding import Encoding
+from spark_dl.data.columns.nested import decoded, leaf_type, levels, null_rows, plain_type, rows_of_level
 from spark_dl.data.columns.ragged import Array, Ragged, from_lengths
 from spark_dl.data.columns.source import BadCellsError, SourceColumn, fill_scalar
 
@@ -66,7 +67,7 @@ def read_cells(
     fit.
     """
     if not _is_looked_up(column, array):
-        array = _decoded(array)
+        array = decoded(array)
     if array.null_count == 0:
         return _read_present(column, array, shape, lookup)
     if column.fill is None or column.encoding.kind in ("bytes", "image"):
@@ -80,71 +81,7 @@ def read_cells(
     except BadCellsError as error:
         error.row = int(np.flatnonzero(present)[error.row])
         raise
-    return _spread(column, cells, present, _plain_type(leaf_type(array.type)))
-
-
-def leaf_type(arrow: pa.DataType) -> pa.DataType:
-    """The type of an array's elements, of a vector's numbers, or the type itself."""
-    if pa.types.is_struct(arrow):
-        return pa.float64()
-    while _is_list(arrow):
-        arrow = arrow.value_type
-    return arrow
-
-
-def levels(array: pa.Array) -> list[pa.Array]:
-    """A column, its lists' elements, theirs, and so on; of Spark ML vectors their numbers."""
-    if pa.types.is_struct(array.type):
-        lists = array.field("values")
-        return [array, lists, lists.flatten()]
-    found = [array]
-    while _is_list(found[-1].type):
-        found.append(found[-1].flatten())
-    return found
-
-
-def rows_of_level(found: list[pa.Array], level: int) -> npt.NDArray[np.int64]:
-    """The row of each value of a level. # (len(found[level]),)"""
-    rows = np.arange(len(found[0]))
-    for lists in found[:level]:
-        if _is_list(lists.type):
-            rows = np.repeat(rows, pc.list_value_length(lists).fill_null(0).to_numpy(zero_copy_only=False))
-    return rows
-
-
-def null_rows(array: pa.Array) -> npt.NDArray[np.bool_] | None:
-    """Rows with a null in them, at any depth; None where there are none. # (rows,)"""
-    found = levels(array)
-    if not any(values.null_count for values in found):
-        return None
-    bad = np.zeros(len(array), dtype=bool)
-    for level, values in enumerate(found):
-        if values.null_count:
-            bad[rows_of_level(found, level)[values.is_null().to_numpy(zero_copy_only=False)]] = True
-    return bad
-
-
-def nonfinite_rows(array: pa.Array) -> npt.NDArray[np.bool_] | None:
-    """Rows with NaN or Inf in them, at any depth; None where there are none. # (rows,)"""
-    found = levels(array)
-    if not pa.types.is_floating(found[-1].type):
-        return None
-    values = found[-1].fill_null(0) if found[-1].null_count else found[-1]
-    is_finite = np.isfinite(values.to_numpy(zero_copy_only=False))
-    if is_finite.all():
-        return None
-    bad = np.zeros(len(array), dtype=bool)
-    bad[rows_of_level(found, len(found) - 1)[~is_finite]] = True
-    return bad
-
-
-def _is_list(arrow: pa.DataType) -> bool:
-    types = pa.types
-    return bool(types.is_list(arrow) or types.is_large_list(arrow) or types.is_fixed_size_list(arrow))
-
-
-def _decoded(array: pa.Array) -> pa.Array:
-    return array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
+    return _spread(column, cells, present, plain_type(leaf_type(array.type)))
 
 
 def looks_up_words(encoding: Encoding, arrow: pa.DataType) -> bool:
@@ -155,10 +92,6 @@ def looks_up_words(encoding: Encoding, arrow: pa.DataType) -> bool:
 def _is_looked_up(column: SourceColumn, array: pa.Array) -> bool:
     is_dictionary = pa.types.is_dictionary(array.type) and not array.dictionary.null_count
     return is_dictionary and looks_up_words(column.encoding, array.type)
-
-
-def _plain_type(arrow: pa.DataType) -> pa.DataType:
-    return arrow.value_type if pa.types.is_dictionary(arrow) else arrow
 
 
 def _first(mask: pa.Array) -> int:
@@ -240,7 +173,7 @@ def _numbers(column: SourceColumn, values: pa.Array, lookup: Lookup | None = Non
     """The elements as they are stored; stored ones, of our own shards, are what they are. # (len(values),)"""
     if _is_looked_up(column, values) and not values.null_count:
         return word_indices(column, values, lookup or Lookup(column.encoding))
-    values = _decoded(values)
+    values = decoded(values)
     if values.null_count and column.fill is not None:
         values = values.fill_null(fill_scalar(column, column.fill, values.type))
     if values.null_count:

@@ -13,8 +13,9 @@ import pyarrow as pa
 
 from spark_dl.config.data import Data, Nonfinite, Nulls
 from spark_dl.data.columns import images
-from spark_dl.data.columns.cells import Shape, nonfinite_rows, null_rows, read_cells, whose
+from spark_dl.data.columns.cells import Shape, read_cells, whose
 from spark_dl.data.columns.encoding import MAX_WORDS
+from spark_dl.data.columns.nested import nonfinite_rows, null_rows
 from spark_dl.data.columns.ragged import Array, Ragged
 from spark_dl.data.columns.source import BadCellsError, SourceColumn
 

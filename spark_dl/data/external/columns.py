@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from spark_dl import storage
 from spark_dl.config import Data
 from spark_dl.config.checks import suggestion
-from spark_dl.data.columns import cells, schema
+from spark_dl.data.columns import cells, nested, schema, stored_cells
 from spark_dl.data.columns.ragged import Array
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.columns.source import HAS_DOT, SourceColumn, arrow_source_column, check_fill
@@ -68,7 +68,7 @@ def _fill(source: SourceColumn, arrow: pa.DataType, data: Data) -> Any:
     value = data.fill.get(source.name)
     if value is None:
         return None
-    leaf = cells.leaf_type(arrow)
+    leaf = nested.leaf_type(arrow)
     check_fill(source, value, leaf.value_type if pa.types.is_dictionary(leaf) else leaf)
     return value if data.nulls == "fill" else None
 
@@ -141,7 +141,7 @@ def partition_cells(column: Column, value: str, rows: int) -> Array:
     if column.encoding.kind == "number":
         number = float if np.dtype(column.dtype).kind == "f" else int
         return np.full(rows, number(column.fill if value == NULL_PARTITION else value), column.dtype)
-    cell = schema.decode(column, pa.array([None if value == NULL_PARTITION else value], pa.string()))
+    cell = stored_cells.decode(column, pa.array([None if value == NULL_PARTITION else value], pa.string()))
     assert isinstance(cell, np.ndarray)
     return np.full(rows, cell[0])
 
@@ -185,7 +185,7 @@ def unit_of(column: Column) -> int | None:
 def _arrow_shape(source: SourceColumn, codec: str, cell: pa.Array, data: Data) -> _Shape | None:
     """The shape of a cell; None for one with nulls, where they are no error, and an empty one of a ragged column."""
     may_be_null = data.nulls != "error" or data.filters
-    if may_be_null and (cell.null_count if source.fill is not None else cells.null_rows(cell) is not None):
+    if may_be_null and (cell.null_count if source.fill is not None else nested.null_rows(cell) is not None):
         return None
     if source.ragged and not pc.list_value_length(cell)[0].as_py():
         return None

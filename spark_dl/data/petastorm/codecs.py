@@ -7,7 +7,6 @@ import functools
 import io
 import math
 import struct
-import threading
 import zipfile
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,6 +19,7 @@ from spark_dl.data.columns.cells import NO_NULLS
 from spark_dl.data.columns.images import OtherSizeError, read_image
 from spark_dl.data.columns.ragged import Array
 from spark_dl.data.parquet.file import chunks_of
+from spark_dl.data.petastorm.npy import ONE_HEADER_AT_A_TIME, header_of
 from spark_dl.data.petastorm.unischema import TIMES, Field
 
 _MAX_CELL_BYTES = 1 << 31
@@ -27,11 +27,6 @@ _MAX_CELL_BYTES = 1 << 31
 _ZIP_END, _ZIP_ENTRY = struct.Struct("<4s6xHI4xH"), struct.Struct("<4s20xI")
 """The end of a zip archive: its magic, entries, bytes of its directory, which lies before it, and of a comment; an
 entry's magic and unpacked size."""
-_MAX_HEADER_BYTES = 10_000
-"""Of a `.npy` cell: NumPy refuses longer ones, too."""
-_ONE_HEADER_AT_A_TIME = threading.Lock()
-"""NumPy reads the header of a `.npy` cell with `ast.literal_eval`, which raises SystemError now and then where several
-threads are in it (python/cpython#106905; Python 3.11.7 has the fault)."""
 
 
 class CellError(ValueError):
@@ -285,7 +280,7 @@ def _one_view(field: Field, cells: pa.Array) -> Array | None:
     raw = np.frombuffer(data_buffer, dtype=np.uint8, count=rows * size, offset=int(offsets[0])).reshape(rows, size)
     raw.flags.writeable = False
     try:
-        start, shape, is_fortran, dtype = _header_of(memoryview(raw[0]))
+        start, shape, is_fortran, dtype = header_of(memoryview(raw[0]))
     except ValueError:
         return None  # read again cell by cell, for a message with the row
     fits = not dtype.hasobject and not is_fortran and size == start + math.prod(shape) * dtype.itemsize
@@ -299,42 +294,12 @@ def _one_view(field: Field, cells: pa.Array) -> Array | None:
     return view if dtype.isnative else view.astype(dtype.newbyteorder("="))
 
 
-def _header_of(cell: memoryview) -> tuple[int, tuple[int, ...], bool, np.dtype[Any]]:
-    """Of a `.npy` cell: where the values start, their shape, whether they lie in Fortran's order, and their dtype.
-
-    Raises ValueError for what is none of version 1 or 2 (`numpy.lib.format`).
-    """
-    length_bytes = 2 if bytes(cell[6:7]) == b"\1" else 4  # in version 1, and in others
-    start = 8 + length_bytes + int.from_bytes(cell[8 : 8 + length_bytes], "little")
-    if start > _MAX_HEADER_BYTES:
-        raise ValueError(f"a header of {start} bytes; at most {_MAX_HEADER_BYTES} are read")
-    try:
-        return start, *_parsed_header(bytes(cell[:start]))
-    except Exception as error:  # what Python's parser raises for texts that are no header is not defined
-        raise ValueError(f"no header ({type(error).__name__}: {error!s:.200})") from None
-
-
-@functools.lru_cache(maxsize=4096)
-def _parsed_header(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Parsing one takes longer than reading the values of a small cell, and those of a column are much alike."""
-    file, formats = io.BytesIO(header), np.lib.format
-    version = formats.read_magic(file)
-    if version not in ((1, 0), (2, 0)):
-        raise ValueError(f"version {version} of the format")
-    read = formats.read_array_header_1_0 if version == (1, 0) else formats.read_array_header_2_0
-    with _ONE_HEADER_AT_A_TIME:
-        shape, is_fortran, dtype = read(file)
-    if any(n < 0 for n in shape):  # np.ndarray takes -1 for what is there
-        raise ValueError(f"the shape {shape}")
-    return shape, is_fortran, dtype
-
-
 def _read_npy(field: Field, cell: memoryview) -> Array:
     """A view of the cell."""
     if bytes(cell[6:7]) == b"\3":  # for names of fields that are not Latin; the parser is not public
-        with _ONE_HEADER_AT_A_TIME:
+        with ONE_HEADER_AT_A_TIME:
             return np.lib.format.read_array(io.BytesIO(cell), allow_pickle=False)  # type: ignore[no-any-return]
-    start, shape, is_fortran, dtype = _header_of(cell)
+    start, shape, is_fortran, dtype = header_of(cell)
     if dtype.hasobject:
         raise ValueError("Python objects, which are a pickle")
     value: Array = np.ndarray(shape, dtype, cell, start, order="F" if is_fortran else "C")

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from spark_dl.data.columns import schema
+from spark_dl.data.columns import stored_cells
 from spark_dl.data.columns.cells import Lookup
 from spark_dl.data.columns.ragged import Array, Ragged, Stacked
 from spark_dl.data.columns.schema import Column
@@ -169,7 +169,7 @@ class ShardFile:
         cells = pages.read_plain(
             self._source, chunk, levels=levels, cell_bytes=column.row_bytes, rows=rows, memory=memory
         )
-        return None if cells is None else schema.view(column, cells)
+        return None if cells is None else stored_cells.view(column, cells)
 
 
 def _target(column: Column, rows: int, most_values: int, place: Array | None, memory: BufferPool) -> Stacked:
@@ -192,4 +192,4 @@ def _decode(
     """The stored cells of some rows. # rows: their numbers in the row group; None for all of it"""
     if column.codec.startswith("petastorm."):
         return petastorm_columns.decode(column, stored, rows=rows, lookup=lookup)
-    return schema.decode(column, stored, rows=rows, lookup=lookup)
+    return stored_cells.decode(column, stored, rows=rows, lookup=lookup)

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from spark_dl import storage
 from spark_dl.config import Shards
-from spark_dl.data.columns import ragged, schema
+from spark_dl.data.columns import ragged, schema, stored_cells
 from spark_dl.data.columns.ragged import Array, Ragged
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.columns.source import BadCellsError
@@ -106,7 +106,7 @@ class ShardWriter:
         self._held_rows = rows - start
 
     def _write_group(self, arrays: list[Array | Ragged]) -> None:
-        cells = [schema.encode(c, a) for c, a in zip(self.columns, arrays, strict=True)]
+        cells = [stored_cells.encode(c, a) for c, a in zip(self.columns, arrays, strict=True)]
         table = pa.Table.from_arrays(cells, schema=pa.schema([schema.arrow_field(c) for c in self.columns]))
         if self._file is None:
             self._sink = _HashingSink(storage.join(self._url, self._next_name()))

@@ -9,7 +9,7 @@ import pytest
 
 from spark_dl import Config, Data, storage
 from spark_dl.data.store import store
-from spark_dl.data.write.shards import write_arrays
+from spark_dl.data.write.arrays import write_arrays
 from spark_dl.rundir import attempt, generations
 from spark_dl.rundir.folder import check_folder, delete_run
 from tests.unit.rundir.test_checkpoint import handmade

@@ -16,7 +16,7 @@ from spark_dl import Config, Data, ModelSpec, Shards
 from spark_dl.data.columns.ragged import from_lengths
 from spark_dl.data.external.dataset import open_parquet
 from spark_dl.data.load.loader import Loader
-from spark_dl.data.write.shards import write_arrays
+from spark_dl.data.write.arrays import write_arrays
 from spark_dl.data.write.spark_types import source_columns
 from spark_dl.inputs import shards_of
 from tests.builders.settings import make_config

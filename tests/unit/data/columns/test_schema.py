@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from spark_dl.data.columns import schema
+from spark_dl.data.columns import schema, stored_cells
 from spark_dl.data.columns.encoding import Encoding
 from spark_dl.data.columns.ragged import from_lengths
 from spark_dl.data.columns.schema import Column
@@ -30,7 +30,7 @@ def tensor(dtype="float32", shape=(2,)):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_tensors_come_back_as_they_were_stored(dtype, shape):
     column, values = tensor(dtype, shape), values_of(dtype, shape)
-    found = schema.decode(column, schema.encode(column, values))
+    found = stored_cells.decode(column, stored_cells.encode(column, values))
     assert found.dtype == values.dtype
     np.testing.assert_array_equal(found, values)
 
@@ -38,9 +38,9 @@ def test_tensors_come_back_as_they_were_stored(dtype, shape):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_scalars_come_back_as_they_were_stored(dtype):
     column, values = Column("x", dtype), values_of(dtype, ())
-    stored = schema.encode(column, values)
+    stored = stored_cells.encode(column, values)
     assert stored.type == schema.arrow_type(column) == pa.from_numpy_dtype(np.dtype(dtype))
-    found = schema.decode(column, stored)
+    found = stored_cells.decode(column, stored)
     assert found.dtype == values.dtype
     np.testing.assert_array_equal(found, values)
 
@@ -49,7 +49,7 @@ def test_scalars_come_back_as_they_were_stored(dtype):
 @pytest.mark.parametrize(("start", "rows"), [(0, 0), (0, 2), (2, 3), (6, 0), (5, 1)])
 def test_a_slice_of_stored_cells_is_decoded_as_that_slice(shape, start, rows):
     column, values = tensor("float64", shape), values_of("float64", shape)
-    found = schema.decode(column, schema.encode(column, values).slice(start, rows))
+    found = stored_cells.decode(column, stored_cells.encode(column, values).slice(start, rows))
     assert found.shape == (rows, *shape)
     np.testing.assert_array_equal(found, values[start : start + rows])
 
@@ -58,17 +58,17 @@ def test_a_slice_of_stored_cells_is_decoded_as_that_slice(shape, start, rows):
 def test_chunks_are_decoded_as_one_array(codec):
     shape = (2,) if codec == "ndarray" else ()
     column, values = Column("x", "int32", shape, codec), values_of("int32", shape)
-    stored = schema.encode(column, values)
+    stored = stored_cells.encode(column, values)
     chunked = pa.chunked_array([stored[:2], stored[2:2], stored[2:]])
-    np.testing.assert_array_equal(schema.decode(column, chunked), values)
-    assert schema.decode(column, pa.chunked_array([], stored.type)).shape == (0, *shape)
+    np.testing.assert_array_equal(stored_cells.decode(column, chunked), values)
+    assert stored_cells.decode(column, pa.chunked_array([], stored.type)).shape == (0, *shape)
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 3), (2, 1, 3)])
 def test_decoded_tensors_are_views_of_the_stored_bytes(shape):
     column = tensor("float32", shape)
-    stored = schema.encode(column, values_of("float32", shape))
-    found = schema.decode(column, stored)
+    stored = stored_cells.encode(column, values_of("float32", shape))
+    found = stored_cells.decode(column, stored)
     assert np.shares_memory(found, np.frombuffer(stored.buffers()[2], dtype=np.uint8))
     assert not found.flags.writeable
 
@@ -77,7 +77,7 @@ def test_decoded_tensors_are_views_of_the_stored_bytes(shape):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_stored_cell_is_an_npy_file(dtype, shape):
     column, values = tensor(dtype, shape), values_of(dtype, shape)
-    for cell, row in zip(schema.encode(column, values).to_pylist(), values, strict=True):
+    for cell, row in zip(stored_cells.encode(column, values).to_pylist(), values, strict=True):
         assert len(cell) == column.row_bytes
         found = np.load(io.BytesIO(cell), allow_pickle=False)
         assert found.dtype == row.dtype
@@ -91,43 +91,43 @@ def test_a_stored_cell_is_an_npy_file(dtype, shape):
 ], ids=["fortran", "big-endian", "strided"])  # fmt: skip
 def test_arrays_of_any_layout_are_stored_alike(values):
     column = tensor("float32", values.shape[1:])
-    np.testing.assert_array_equal(schema.decode(column, schema.encode(column, values)), values)
+    np.testing.assert_array_equal(stored_cells.decode(column, stored_cells.encode(column, values)), values)
 
 
 @pytest.mark.parametrize("bad", [
     tensor("float32", (3,)), tensor("int32", (2,)), tensor("float32", (2, 1)), tensor("float32", (1, 2)),
 ])  # fmt: skip
 def test_cells_of_another_dtype_or_shape_are_refused(bad):
-    stored = schema.encode(bad, values_of(bad.dtype, bad.shape))
+    stored = stored_cells.encode(bad, values_of(bad.dtype, bad.shape))
     with pytest.raises(ValueError, match=r"column 'x'.*dtype float32 and shape \(2,\)"):
-        schema.decode(tensor(), stored)
+        stored_cells.decode(tensor(), stored)
 
 
 @pytest.mark.parametrize("other_first", [True, False])
 def test_the_first_and_the_last_cell_are_looked_at(other_first):
-    right, wrong = (schema.encode(c, values_of(c.dtype, (2,), rows=2)) for c in (tensor(), tensor("int32")))
+    right, wrong = (stored_cells.encode(c, values_of(c.dtype, (2,), rows=2)) for c in (tensor(), tensor("int32")))
     stored = pa.concat_arrays([wrong, right] if other_first else [right, wrong])
     with pytest.raises(ValueError, match="do not all have dtype float32"):
-        schema.decode(tensor(), stored)
+        stored_cells.decode(tensor(), stored)
 
 
 def test_a_null_among_stored_cells_is_refused():
-    cells = schema.encode(tensor(), values_of("float32", (2,))).to_pylist()
+    cells = stored_cells.encode(tensor(), values_of("float32", (2,))).to_pylist()
     with pytest.raises(ValueError, match="column 'x'"):
-        schema.decode(tensor(), pa.array([*cells, None], pa.binary()))
+        stored_cells.decode(tensor(), pa.array([*cells, None], pa.binary()))
 
 
 def test_a_cell_of_another_dtype_in_the_middle_is_found():
     column = Column("x", "float32", (2,), "ndarray")
-    good = schema.encode(column, np.ones((1, 2), np.float32))[0].as_py()
-    other = schema.encode(Column("x", "int32", (2,), "ndarray"), np.ones((1, 2), np.int32))[0].as_py()
+    good = stored_cells.encode(column, np.ones((1, 2), np.float32))[0].as_py()
+    other = stored_cells.encode(Column("x", "int32", (2,), "ndarray"), np.ones((1, 2), np.int32))[0].as_py()
     with pytest.raises(ValueError, match="column 'x': stored cells do not all have dtype float32"):
-        schema.decode(column, pa.array([good, other, good], pa.binary()))
+        stored_cells.decode(column, pa.array([good, other, good], pa.binary()))
 
 
 def test_no_rows_are_encoded_and_decoded():
     column = Column("x", "float32", (2, 3), "ndarray")
-    assert schema.decode(column, schema.encode(column, np.zeros((0, 2, 3), np.float32))).shape == (0, 2, 3)
+    assert stored_cells.decode(column, stored_cells.encode(column, np.zeros((0, 2, 3), np.float32))).shape == (0, 2, 3)
 
 
 # Ragged columns, bytes and images
@@ -147,26 +147,26 @@ def rows_of(cells):
 def test_ragged_columns_are_lists_without_nulls(dtype, inner, lengths):
     column = ragged("list", dtype, (None, *inner))
     values = from_lengths(values_of(dtype, inner, sum(lengths)), np.array(lengths, dtype=np.int64))
-    stored = schema.encode(column, values)
+    stored = stored_cells.encode(column, values)
     assert stored.type == schema.arrow_type(column)
     assert not stored.type.value_field.nullable
     assert stored.to_pylist() == rows_of(values)
-    found = schema.decode(column, stored)
+    found = stored_cells.decode(column, stored)
     assert (found.values.dtype, found.inner) == (dtype, inner)
     assert rows_of(found) == rows_of(values)
-    assert rows_of(schema.decode(column, stored[1:4])) == rows_of(values)[1:4]
-    part = schema.encode(column, values[1:3])  # a slice of rows is stored alone
+    assert rows_of(stored_cells.decode(column, stored[1:4])) == rows_of(values)[1:4]
+    part = stored_cells.encode(column, values[1:3])  # a slice of rows is stored alone
     assert part.to_pylist() == rows_of(values)[1:3]
 
 
 def test_bytes_are_binary_cells_and_come_back_without_a_copy():
     cells = pa.array([b"ab", b"", b"cde"])
     column = ragged("binary", "uint8", kind="bytes")
-    found = schema.decode(column, cells)
+    found = stored_cells.decode(column, cells)
     assert rows_of(found) == [[*b"ab"], [], [*b"cde"]]
     assert np.shares_memory(found.values, np.frombuffer(cells.buffers()[2], dtype=np.uint8))
-    assert schema.encode(column, found).equals(cells)
-    assert schema.encode(column, found[1:]).equals(cells[1:])
+    assert stored_cells.encode(column, found).equals(cells)
+    assert stored_cells.encode(column, found[1:]).equals(cells[1:])
 
 
 @pytest.mark.parametrize("shape", [(4, 5), (4, 5, 3)])
@@ -174,7 +174,7 @@ def test_bytes_are_binary_cells_and_come_back_without_a_copy():
 def test_images_are_kept_as_files_and_decoded(shape, rows):
     files = pa.array([png(shape, seed) for seed in range(rows)], pa.binary())
     column = ragged("image", "uint8", shape, kind="image")
-    found = schema.decode(column, files)
+    found = stored_cells.decode(column, files)
     assert (found.shape, found.dtype) == ((rows, *shape), np.uint8)
     np.testing.assert_array_equal(found, np.array([pixels(shape, seed) for seed in range(rows)]).reshape(-1, *shape))
 
@@ -186,7 +186,7 @@ def test_images_are_kept_as_files_and_decoded(shape, rows):
 ])  # fmt: skip
 def test_a_bad_image_is_an_error_that_names_the_row(bad, match):
     with pytest.raises(ValueError, match=rf"column 'x', {match}"):
-        schema.decode(ragged("image", "uint8", (4, 5), kind="image"), pa.array([png((4, 5)), bad]))
+        stored_cells.decode(ragged("image", "uint8", (4, 5), kind="image"), pa.array([png((4, 5)), bad]))
 
 
 @pytest.mark.parametrize(("stored", "match"), [
@@ -195,13 +195,13 @@ def test_a_bad_image_is_an_error_that_names_the_row(bad, match):
 ])  # fmt: skip
 def test_nulls_in_stored_lists_are_an_error(stored, match):
     with pytest.raises(ValueError, match=match):
-        schema.decode(ragged(), stored)
+        stored_cells.decode(ragged(), stored)
 
 
 def test_lists_of_another_inner_shape_are_an_error():
-    stored = schema.encode(ragged(shape=(None, 2)), from_lengths(np.zeros((3, 2), np.int32), np.array([1, 2])))
+    stored = stored_cells.encode(ragged(shape=(None, 2)), from_lengths(np.zeros((3, 2), np.int32), np.array([1, 2])))
     with pytest.raises(ValueError, match=r"'x': found arrays of lengths \[2\], .* elsewhere have 3; first in row 0"):
-        schema.decode(ragged(shape=(None, 3)), stored)
+        stored_cells.decode(ragged(shape=(None, 3)), stored)
 
 
 @pytest.mark.parametrize("column", [
@@ -258,4 +258,4 @@ def test_settings_with_which_a_dataset_was_not_written(settings, key):
 def test_what_does_not_fit_into_a_row_group_is_an_error_that_says_what_does(rows, size, change):
     column = Column("x", "bool", (size,), "ndarray")
     with pytest.raises(ValueError, match=rf"column 'x': {rows} row\(s\) of {size + 128} bytes do not fit .*; {change}"):
-        schema.encode(column, np.zeros((rows, size), dtype=bool))
+        stored_cells.encode(column, np.zeros((rows, size), dtype=bool))

@@ -14,7 +14,7 @@ from spark_dl import read_shards
 from spark_dl.data.dataset.folder import abandon, prepare_folder
 from spark_dl.data.dataset.manifest import crc32_of
 from spark_dl.data.external.dataset import open_parquet
-from spark_dl.data.write import shards as shards_module
+from spark_dl.data.write import arrays
 from tests.builders.datasets import write_dataset
 
 ROWS = {"id": np.arange(100), "x": np.arange(200, dtype=np.float32).reshape(100, 2)}
@@ -199,14 +199,14 @@ def test_what_a_killed_writer_left_is_replaced(tmp_path):
 
 def test_the_shards_of_another_write_at_the_same_time_stay(tmp_path, monkeypatch):
     others = ["part-0123abcd-00000-1-0000.parquet", "_manifest.json.tmp-0123456789ab"]
-    commit = shards_module.commit
+    commit = arrays.commit
 
     def while_another_one_writes(shard_set):
         for name in others:
             (tmp_path / name).write_text("theirs")
         return commit(shard_set)
 
-    monkeypatch.setattr(shards_module, "commit", while_another_one_writes)
+    monkeypatch.setattr(arrays, "commit", while_another_one_writes)
     written = dataset(tmp_path)
     assert {*os.listdir(tmp_path)} == {
         "_manifest.json", "_common_metadata", *others, *(s.name for s in written.shards)

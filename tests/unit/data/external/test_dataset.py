@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from spark_dl import Data
-from spark_dl.data.columns import schema
+from spark_dl.data.columns import stored_cells
 from spark_dl.data.columns.encoding import Encoding
 from spark_dl.data.columns.ragged import concatenate
 from spark_dl.data.columns.schema import Column
@@ -492,7 +492,7 @@ def read_all(shards):
     files = [pq.ParquetFile(f"{shards.url}/{s.name}") for s in shards.shards]
     groups = [f.read_row_group(g, [c.name for c in shards.columns]) for f in files for g in range(f.num_row_groups)]
     return {
-        c.name: concatenate([schema.decode(c, table_column(g, c.name)) for g in groups]) for c in shards.columns
+        c.name: concatenate([stored_cells.decode(c, table_column(g, c.name)) for g in groups]) for c in shards.columns
     }  # fmt: skip
 
 

@@ -29,7 +29,7 @@ from spark_dl.data.external.dataset import open_parquet
 from spark_dl.data.external.row_counts import filter_rows
 from spark_dl.data.load.loader import Loader, read_ahead
 from spark_dl.data.load.mixture import MixedLoader, Mixture
-from spark_dl.data.write.shards import write_arrays
+from spark_dl.data.write.arrays import write_arrays
 from spark_dl.data.write.writer import ShardWriter
 from tests.builders.batches import assert_same, steps
 from tests.builders.datasets import write_dataset

@@ -13,7 +13,7 @@ from spark_dl import Data
 from spark_dl.data.external.dataset import open_parquet
 from spark_dl.data.petastorm.metadata import write_common_metadata
 from spark_dl.data.petastorm.unischema import Codec, Field, Unischema
-from spark_dl.data.write.shards import write_arrays
+from spark_dl.data.write.arrays import write_arrays
 from tests.builders.cells import npy_cells, zipped
 
 MEASURE = """

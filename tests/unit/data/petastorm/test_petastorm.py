@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from spark_dl.data.columns import schema
+from spark_dl.data.columns import stored_cells
 from spark_dl.data.columns.encoding import Encoding
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.petastorm import codecs
@@ -415,7 +415,7 @@ def test_what_we_store_is_decoded_by_its_unischema():
         for shape in ((), (3,), (2, 1, 3)):
             column = Column("x", dtype, shape, "ndarray" if shape else "scalar")
             values = (rng.normal(size=(7, *shape)) * 50).astype(dtype)
-            found = decode(unischema_of([column]).fields[0], schema.encode(column, values))
+            found = decode(unischema_of([column]).fields[0], stored_cells.encode(column, values))
             assert found.dtype == values.dtype
             np.testing.assert_array_equal(found, values)
 

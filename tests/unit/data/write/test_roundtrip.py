@@ -13,13 +13,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from spark_dl import Data, Shards
-from spark_dl.data.columns import schema
+from spark_dl.data.columns import schema, stored_cells
 from spark_dl.data.columns.encoding import Encoding
 from spark_dl.data.columns.policies import clean_batch
 from spark_dl.data.columns.ragged import Ragged, concatenate, from_lengths
 from spark_dl.data.columns.source import SourceColumn
 from spark_dl.data.dataset.manifest import read_shards
-from spark_dl.data.write.shards import write_arrays
+from spark_dl.data.write.arrays import write_arrays
 from spark_dl.data.write.writer import ShardWriter
 
 DTYPES = ["bool", "int8", "uint8", "int16", "int32", "int64", "float32", "float64"]
@@ -33,7 +33,7 @@ def read_back(url, shards, columns):
     """All columns, decoded row group by row group."""
     files = [pq.ParquetFile(f"{url}/{s.name}") for s in shards]
     groups = [f.read_row_group(g) for f in files for g in range(f.num_row_groups)]
-    return [concatenate([schema.decode(c, g.column(c.name)) for g in groups]) for c in columns]
+    return [concatenate([stored_cells.decode(c, g.column(c.name)) for g in groups]) for c in columns]
 
 
 def rows_of(cells):

@@ -7,7 +7,8 @@ import pytest
 from spark_dl import Data, Shards
 from spark_dl.data.columns.ragged import from_lengths
 from spark_dl.data.columns.source import SourceColumn
-from spark_dl.data.write.shards import write_arrays, write_part
+from spark_dl.data.write.arrays import write_arrays
+from spark_dl.data.write.shards import write_part
 from tests.builders.cells import vectors
 
 

@@ -1,0 +1,167 @@
+"""Cells of a column as they are stored in Parquet: encoded when rows are written, decoded when they are read."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from spark_dl.data.columns import images
+from spark_dl.data.columns.cells import Lookup, read_cells
+from spark_dl.data.columns.ragged import Array, Ragged
+from spark_dl.data.columns.schema import MAX_GROUP_BYTES, Column, arrow_type, npy_header
+from spark_dl.data.columns.source import BadCellsError, SourceColumn
+
+
+def encode(column: Column, values: Array | Ragged) -> pa.Array:
+    """Stored cells from an array # (rows, *shape), or from ragged rows: of numbers, or the bytes of each cell.
+
+    Raises ValueError for more than fits into one row group.
+    """
+    if isinstance(values, Ragged):
+        return _encode_ragged(column, values)
+    if column.codec == "scalar":
+        return pa.array(values, type=arrow_type(column))
+    header = np.frombuffer(npy_header(column), dtype=np.uint8)
+    rows = len(values)
+    data = np.ascontiguousarray(values, dtype=np.dtype(column.dtype).newbyteorder("<")).reshape(
+        rows, math.prod(column.inner)
+    )
+    cell_bytes = column.row_bytes
+    _check_group_bytes(column, rows, rows * cell_bytes)
+    out = np.empty((rows, cell_bytes), dtype=np.uint8)
+    out[:, : len(header)] = header
+    if data.size:
+        out[:, len(header) :] = data.view(np.uint8)
+    offsets = np.arange(rows + 1, dtype=np.int32) * cell_bytes
+    return pa.Array.from_buffers(pa.binary(), rows, [None, pa.py_buffer(offsets.astype(np.int32)), pa.py_buffer(out)])
+
+
+def _encode_ragged(column: Column, values: Ragged) -> pa.Array:
+    own = np.ascontiguousarray(values.own_values, dtype=column.dtype)
+    _check_group_bytes(column, len(values), max(own.nbytes, own.size))
+    offsets = (values.offsets - values.offsets[0]).astype(np.int32)
+    if column.codec in ("binary", "image"):
+        return pa.Array.from_buffers(pa.binary(), len(values), [None, pa.py_buffer(offsets), pa.py_buffer(own)])
+    array = pa.array(own.reshape(-1))
+    arrow = array.type
+    for axis in range(own.ndim - 1, 0, -1):
+        arrow = pa.list_(pa.field("element", arrow, nullable=False))
+        count = math.prod(own.shape[:axis])
+        array = pa.ListArray.from_arrays(np.arange(count + 1, dtype=np.int32) * own.shape[axis], array, type=arrow)
+    return pa.ListArray.from_arrays(offsets, array, type=arrow_type(column))
+
+
+def _check_group_bytes(column: Column, rows: int, size: int) -> None:
+    if size > MAX_GROUP_BYTES:
+        most = MAX_GROUP_BYTES * rows // size
+        change = (
+            f"set shards.rows_per_row_group to at most {most}" if most else "one row is larger: store less in a cell"
+        )
+        raise ValueError(
+            f"column {column.name!r}: {rows} row(s) of {-(-size // rows)} bytes do not fit into one row group of "
+            f"2 GiB; {change}"
+        )
+
+
+def decode(
+    column: Column,
+    stored: pa.ChunkedArray | pa.Array,
+    *,
+    rows: npt.NDArray[np.int64] | None = None,
+    lookup: Lookup | None = None,
+) -> Array | Ragged:
+    """An array from stored cells # (rows, *shape), of a tensor column a view of the Arrow buffer; or ragged rows.
+
+    Columns of others (timestamps, decimals, strings ...) become numbers here, as their encoding says.
+    rows: their numbers in their row group, for messages; by default they are all of it.
+    lookup: that of the column, where these are a piece of it.
+    Raises ValueError for a null, and for a cell that is not of the column's dtype and shape.
+    """
+    array = stored.combine_chunks() if isinstance(stored, pa.ChunkedArray) else stored
+    if isinstance(array, pa.ChunkedArray):  # combine_chunks keeps chunks that together pass 2 GiB
+        raise ValueError(f"column {column.name!r}: a row group of more than 2 GiB")
+    if column.codec == "ndarray":
+        return _decode_npy(column, array)
+    kind = {"list": "array", "vector": "vector"}.get(column.codec, "scalar")
+    depth = len(column.shape) if column.codec == "list" else 0
+    source = SourceColumn(column.name, column.dtype, kind, depth, column.is_ragged, column.encoding, fill=column.fill)
+    try:
+        cells = read_cells(source, array, column.shape, lookup)
+    except BadCellsError as error:
+        row = error.row if rows is None else int(rows[error.row])
+        raise ValueError(f"{error}; first in row {row} of the row group") from None
+    if column.codec == "image":
+        return _decode_images(column, cells, rows)
+    return cells
+
+
+def _decode_images(column: Column, files: Array | Ragged, rows: npt.NDArray[np.int64] | None) -> Array:
+    assert isinstance(files, Ragged)
+    out = np.empty((len(files), *column.inner), dtype=column.dtype)
+    for i in range(len(files)):  # Pillow opens one at a time
+        row = i if rows is None else rows[i]
+        try:
+            image = images.read_image(files[i : i + 1].own_values, column.inner, resize=column.encoding.resize)
+        except images.OtherSizeError as error:
+            raise ValueError(
+                f"column {column.name!r}, row {row}: found {error}, expected the shape {column.shape}; "
+                f"data.encode.{column.name}.resize: [height, width] scales images"
+            ) from None
+        except Exception as error:  # what Pillow raises for bytes that are no image is not defined
+            raise ValueError(f"column {column.name!r}, row {row}: found a cell that cannot be read: {error}") from error
+        if image.shape != column.shape or image.dtype != out.dtype:
+            raise ValueError(
+                f"column {column.name!r}, row {row}: found an image of shape {image.shape} and {image.dtype}, expected "
+                f"{column.shape} and {column.dtype}"
+            )
+        out[i] = image
+    return out
+
+
+def _decode_npy(column: Column, array: pa.Array) -> Array:
+    rows, cell_bytes = len(array), column.row_bytes
+    _, offset_buffer, data_buffer = array.buffers()
+    offsets = np.frombuffer(offset_buffer, dtype=np.int32, count=rows + 1, offset=4 * array.offset)
+    if array.null_count or not (np.diff(offsets) == cell_bytes).all():
+        raise _other_cells(column)
+    raw = np.frombuffer(data_buffer, dtype=np.uint8, count=rows * cell_bytes, offset=int(offsets[0]))
+    return view(column, raw.reshape(rows, cell_bytes))
+
+
+def view(column: Column, cells: npt.NDArray[np.uint8]) -> Array:
+    """Stored cells as values, without a copy. # cells: (rows, column.row_bytes) -> (rows, *shape)
+
+    Raises ValueError if a cell is not of the column's dtype and shape.
+    """
+    header = npy_header(column) if column.codec == "ndarray" else b""
+    if not _all_start_with(cells, header):
+        raise _other_cells(column)
+    rows, dtype = len(cells), np.dtype(column.dtype)
+    if rows == 0 or math.prod(column.inner) == 0:
+        return np.zeros((rows, *column.inner), dtype=dtype)
+    body = cells[:, len(header) :]
+    strides = (cells.strides[0], *_strides(column.inner, dtype.itemsize))
+    first = body[:1].view(dtype)
+    values: Array = np.lib.stride_tricks.as_strided(first, (rows, *column.inner), strides, writeable=False)
+    return values
+
+
+def _other_cells(column: Column) -> ValueError:
+    expected = f"dtype {column.dtype} and shape {column.shape}, which the manifest gives"
+    return ValueError(f"column {column.name!r}: stored cells do not all have {expected}")
+
+
+def _all_start_with(cells: npt.NDArray[np.uint8], header: bytes) -> bool:
+    """Whether every cell has this header, compared eight bytes at a time. # cells: (rows, bytes of a cell)"""
+    words = cells[:, : len(header)].view(np.uint64)  # a header's length is a multiple of 64
+    return bool((words == np.frombuffer(header, dtype=np.uint64)).all())
+
+
+def _strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    strides = [itemsize]
+    for n in reversed(shape[1:]):
+        strides.insert(0, strides[0] * n)
+    return tuple(strides[-len(shape) :]) if shape else ()

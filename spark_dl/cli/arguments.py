@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -165,14 +166,22 @@ def dataset(datasets: Mapping[str, Any], name: str) -> Any:
 def run(work: Callable[[], Mapping[str, Any]]) -> NoReturn:
     """Runs a job to its end: one JSON object as the last line of standard output, and the exit code.
 
-    0: done; 1: failed, with the reason on standard error. (2, wrong usage, comes from `parse`.)
+    0: done; 1: failed, with the reason on standard error; 130 and 143: ended by SIGINT or SIGTERM, as shells report it.
+    (2, wrong usage, comes from `parse`.)
     """
+    received: list[int] = []
+
+    def terminate(number: int, frame: Any) -> NoReturn:
+        received.append(number)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, terminate)
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
     log.setLevel(logging.INFO)
     try:
         result = work()
     except KeyboardInterrupt:
-        _fail("interrupted", 1)
+        _fail("interrupted", 128 + (received or [signal.SIGINT])[0])
     except Exception as error:
         _fail(f"{error}" if isinstance(error, (ValueError, RuntimeError)) else f"{type(error).__name__}: {error}", 1)
     print(json.dumps(result), flush=True)

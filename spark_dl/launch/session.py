@@ -11,6 +11,7 @@ from typing import Any
 _log = logging.getLogger("spark_dl")
 
 _PROGRESS = "spark.ui.showConsoleProgress"
+_DAEMON = "spark.python.daemon.module"
 
 
 def build_session(name: str, *, master: str | None = None, conf: Mapping[str, str] | None = None) -> Any:
@@ -42,7 +43,9 @@ def build_session(name: str, *, master: str | None = None, conf: Mapping[str, st
         said = _said(conf)
         if not is_python_set and "spark.pyspark.python" in said:
             os.environ["PYSPARK_PYTHON"] = said["spark.pyspark.python"]
-        conf = {**{key: value for key, value in _DEFAULTS.items() if key not in said}, **conf}
+        # What `--py-files` sends is on the path of a worker, but not yet on that of the daemon that starts it.
+        left_out = {*said, _DAEMON} if said.get("spark.submit.pyFiles") else {*said}
+        conf = {**{key: value for key, value in _DEFAULTS.items() if key not in left_out}, **conf}
     for key, value in conf.items():
         builder = builder.config(key, value)
     return builder.getOrCreate()
@@ -51,7 +54,7 @@ def build_session(name: str, *, master: str | None = None, conf: Mapping[str, st
 _DEFAULTS = {
     "spark.log.level": "ERROR",
     _PROGRESS: "false",  # the jobs show their own
-    "spark.python.daemon.module": "spark_dl.launch.daemon",  # new ranks have torch at once
+    _DAEMON: "spark_dl.launch.daemon",  # new ranks have torch at once
 }
 
 

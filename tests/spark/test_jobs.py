@@ -274,6 +274,6 @@ def test_an_interrupt_ends_the_job_and_its_processes(prepared, tmp_path):
         _, err = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert process.returncode == 1
+    assert process.returncode == 130
     assert "error: interrupted" in err
     assert psutil.wait_procs(family, timeout=20)[1] == []

@@ -2,7 +2,7 @@
 PY := .venv/bin/python
 ARGS ?= --overwrite
 
-.PHONY: train test test-slow check lint type docs bench clean setup setup-all setup-petastorm setup-peers setup-horovod
+.PHONY: train test test-slow test-oldest check lint type docs bench clean setup setup-all setup-petastorm setup-peers setup-oldest setup-horovod
 
 setup:
 	@./conf/setup_env.sh
@@ -12,6 +12,9 @@ setup-petastorm: setup ## Petastorm in .venv-petastorm; says so where that canno
 
 setup-peers: setup ## other loaders in .venv-peers, for `make bench`; says so where that cannot be, and they are left out
 	@./conf/setup_env.sh peers || true
+
+setup-oldest: setup ## the oldest versions of setup.cfg, in .venv-oldest
+	@./conf/setup_env.sh oldest
 
 setup-horovod: setup ## Horovod in .venv; says so where it cannot be built, and what needs it is left out
 	@./conf/setup_env.sh horovod || true
@@ -37,6 +40,10 @@ test: setup-all .venv/spark.jsa lint type ## lint, types, and the tests that thi
 test-slow: setup-all .venv/spark.jsa ## all other tests: whole jobs, kills, clusters, networks, memory
 	@$(PY) -m pytest --numprocesses=3 --no-loadscope-reorder -m slow
 
+test-oldest: setup-oldest ## unit tests and tests of local Spark on the oldest versions that setup.cfg allows, in .venv-oldest
+	@PYTHONPATH=$(CURDIR) .venv-oldest/bin/python -m pytest --numprocesses=3 --no-loadscope-reorder -m 'not slow' -k 'not connect and not cluster and not s3' \
+		--ignore tests/spark/test_jobs.py --ignore tests/spark/test_strategies.py tests/unit tests/spark
+
 check: setup ## lint, types, and the unit tests of what changed since HEAD (or since BASE=main), in a minute
 	@$(MAKE) --no-print-directory lint type
 	@$(PY) conf/changed_tests.py $(BASE) | xargs --no-run-if-empty $(PY) -m pytest -q --numprocesses=2
@@ -61,4 +68,4 @@ bench: setup-all setup-peers ## all benchmarks, in about an hour; see jobs/bench
 	@$(PY) jobs/bench.py exchange
 
 clean:
-	rm -rf .venv .venv-petastorm .venv-peers .wheels .data runs build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache spark-warehouse metastore_db derby.log
+	rm -rf .venv .venv-petastorm .venv-peers .venv-oldest .wheels .data runs build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache spark-warehouse metastore_db derby.log

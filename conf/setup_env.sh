@@ -3,6 +3,7 @@
 # does nothing when .venv is already made from the requirements as they are now.
 #   conf/setup_env.sh petastorm    makes .venv-petastorm as well, in which the tests and benchmarks run Petastorm itself
 #   conf/setup_env.sh peers        makes .venv-peers as well, with the other loaders that `jobs/bench.py loader` measures
+#   conf/setup_env.sh oldest       makes .venv-oldest as well, with the oldest versions of setup.cfg, for `make test-oldest`
 #   conf/setup_env.sh horovod      builds Horovod for the torch of .venv and installs it there; the wheel is kept in .wheels
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -79,6 +80,22 @@ if [ "${1:-}" = peers ]; then
     $env/bin/python -c 'import sys; from importlib.util import find_spec, module_from_spec
 sys.modules["streaming"] = module_from_spec(find_spec("streaming")) # as spark_dl/bench/peers/dataset_peers.py does
 import ray.data, streaming.base, torch, webdataset' || fail "$env is made, but its loaders cannot be imported there"
+    echo "$key $PWD" >$env/.made-from
+    say "done"
+    exit 0
+fi
+if [ "${1:-}" = oldest ]; then
+    env=.venv-oldest
+    key=$(key_of conf/requirements/oldest.txt)
+    is_made $env "$key" && exit 0
+    [ "$version" = 3.11 ] || fail "$env needs Python 3.11, and .venv has $version"
+    say "making $env with PySpark 3.5, pyarrow 14 and numpy 1.26 (the first time, and when its requirements change)"
+    rm -rf $env
+    .venv/bin/python -m venv $env || fail "could not make $env"
+    pip_of $env --no-deps -r conf/requirements/oldest.txt || fail "pip could not install conf/requirements/oldest.txt into $env"
+    add_venv_behind $env
+    $env/bin/python -c 'import numpy, pyarrow, pyspark, torch; assert (pyspark.__version__, numpy.__version__) == ("3.5.0", "1.26.0")' ||
+        fail "$env is made, but its packages cannot be imported there"
     echo "$key $PWD" >$env/.made-from
     say "done"
     exit 0

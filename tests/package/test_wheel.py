@@ -1,4 +1,4 @@
-"""spark_dl as a wheel: built, installed into a clean environment, sent by `--py-files`, and what a job's exit code is."""
+"""spark_dl as a wheel: built, installed into a clean environment, sent by `--py-files`; and the exit codes of jobs."""
 
 import json
 import os

@@ -24,7 +24,7 @@ import spark_dl
 
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md"))]
-SHOWN = ("text", "toml", "mermaid", "{toctree}", "{eval-rst}")
+SHOWN = ("text", "toml", "properties", "mermaid", "{toctree}", "{eval-rst}")
 PROGRAMS = (
     "make",
     "git",

@@ -133,7 +133,8 @@ class ShardTable(Sequence[Shard]):
         """What a rank needs that reads some columns: the counts of these alone, and `checksums` of files or not."""
         files = self.files
         if not checksums:
-            files = files.set_column(2, _FILES.field("sha256"), pa.array([""] * len(files), pa.string()))
+            columns = [*files.columns[:2], pa.array([""] * len(files), pa.string()), *files.columns[3:]]
+            files = pa.RecordBatch.from_arrays(columns, schema=_FILES)
         elements, stored = (
             {name: c for name, c in counts.items() if name in counts_but_of} for counts in (self.elements, self.stored)
         )

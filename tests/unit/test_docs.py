@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import spark_dl
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "tests" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 IDS = [p.relative_to(ROOT).as_posix() for p in PAGES]
@@ -36,6 +38,24 @@ def test_links_lead_somewhere(path):
     for number, line in prose(path):
         for target in re.findall(r"\]\(([^)#]+)[^)]*\)", line):
             assert "://" in target or (path.parent / target).exists(), f"line {number}: {target}"
+
+
+def headings(path):
+    """The anchors of a page, as a code host and Sphinx make them from its headings."""
+    lines = [re.match(r"#+ (.*)", line) for _, line in prose(path)]
+    return {re.sub(r"[^\w\- ]", "", m[1].lower()).replace(" ", "-") for m in lines if m}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=IDS)
+def test_anchors_are_headings(path):
+    for target, anchor in re.findall(r"\]\(([^)#\s:]*)#([^)\s]+)\)", path.read_text()):
+        page = path.parent / target if target else path
+        assert anchor in headings(page), f"{page} has no heading {anchor}"
+
+
+def test_every_public_name_is_in_the_reference():
+    listed = re.findall(r"^\.\. auto\w+:: (\w+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(spark_dl.__all__)
 
 
 def test_the_page_of_the_settings_is_up_to_date():

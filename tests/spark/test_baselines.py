@@ -143,6 +143,7 @@ def _build_batch_norm_mlp():
 
 @pytest.mark.slow
 @pytest.mark.modes("local", "local-cluster")
+@pytest.mark.timeout(300)
 def test_same_as_ddp_with_batch_norm_and_validation(spark, tmp_path):
     """By the public function, in one JVM and on several; validation sees all of its rows, as an evaluation does."""
     shards, test = (

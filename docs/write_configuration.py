@@ -30,9 +30,8 @@ train: {epochs: 5, lr: 0.05}
 parallel: {strategy: ddp, bucket_mib: 10}
 ```
 
-<!-- not run: a fragment of a command line -->
 ```bash
-spark-submit jobs/train.py --config run.yaml --train.epochs 5 --parallel.bucket_mib 10
+spark-submit jobs/train.py --config conf/train/digits.yaml --train.epochs 5 --parallel.bucket_mib 10
 ```
 
 ```python

@@ -83,7 +83,7 @@ def _words(text: str) -> tuple[str, ...]:
     return tuple(text.split(","))
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     what = parser.add_subparsers(dest="what", required=True)
 
@@ -150,5 +150,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    arguments = _parser().parse_args()
+    arguments = build_parser().parse_args()
     cli.run(lambda: arguments.run(arguments))

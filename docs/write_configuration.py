@@ -11,10 +11,12 @@ import sys
 import textwrap
 import typing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args, get_origin, get_type_hints
 
 import docstring_parser
 
+from spark_dl.config.conflicts import CONFLICTS, Conflict
 from spark_dl.config.load import sections
 from spark_dl.strategies import STRATEGIES
 
@@ -41,8 +43,24 @@ config = spark_dl.Config(train=spark_dl.Train(epochs=5, lr=0.05), parallel=spark
 ```
 
 A value on the command line counts more than one in a file. An unknown key is an error that names the nearest known one.
-Settings that exclude each other are an error that names both. A [resumed](ways-in.md) run must have the same
-settings as before; only those marked *may change* can differ.
+Settings that [exclude each other](#settings-that-exclude-each-other) are an error that names both. A
+[resumed](ways-in.md) run must have the same settings as before; only those marked *may change* can differ.
+"""
+
+CONFLICTS_HEAD = """## Settings that exclude each other
+
+The driver checks these before it starts any Spark job. An error begins with the setting, and goes on with the message.
+
+| Setting | Message |
+|---|---|"""
+NUMBERS = """
+These numbers must fit each other:
+
+- `train.global_batch_size` is a multiple of `loader.num_streams`.
+- `loader.num_streams` is at least `launch.num_ranks`; with `shards.storage: local` it is a multiple of it.
+- `parallel.num_servers` is less than `launch.num_ranks`. `parallel.server_k` is at most the number of ranks that train.
+- `faults.straggler_ranks` are ranks that train.
+- `train.accumulation_steps` is at most the number of rows that a rank has of a global batch.
 """
 
 
@@ -72,7 +90,28 @@ def render() -> str:
             _intro(settings, f"spark_dl.{settings.__name__}"),
             _table(settings, "parallel"),
         ]
-    return "\n".join(parts)
+    return "\n".join([*parts, CONFLICTS_HEAD, *map(_conflict, CONFLICTS), NUMBERS])
+
+
+def _conflict(conflict: Conflict) -> str:
+    """A row of the table: the message, with the names of the strategies that it is about."""
+    message = re.sub(r", found {[^}]+}", "", conflict.message)
+    strategies = [s.settings.strategy for s in STRATEGIES if "{" in message and conflict.excluded(_worst(s.settings()))]
+    message = message.replace("{c.parallel.strategy!r}", " or ".join(map(repr, strategies)))
+    if "{" in message:
+        raise ValueError(f"{conflict.key}: expected a message that no run has to fill in, found {message}")
+    return f"| `{conflict.key}` | {message} |"
+
+
+def _worst(parallel: Any) -> Any:
+    """What a configuration with this strategy would be, had it all that a strategy may not support."""
+    return SimpleNamespace(
+        parallel=parallel,
+        shards=SimpleNamespace(storage="local"),
+        loader=SimpleNamespace(reader="petastorm"),
+        launch=SimpleNamespace(num_ranks=0),
+        train=SimpleNamespace(precision="fp16", optimizer="LBFGS"),
+    )
 
 
 def _intro(section: type, name: str) -> str:

@@ -62,3 +62,19 @@ def test_the_page_of_the_settings_is_up_to_date():
     command = [sys.executable, ROOT / "docs" / "write_configuration.py", "--check"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr or "renew it: .venv/bin/python docs/write_configuration.py"
+
+
+def test_the_reference_lists_every_public_name():
+    listed = re.findall(r"^\.\. auto(?:function|class):: (\w+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(spark_dl.__all__)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_pages_are_built_without_a_warning(tmp_path):
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-d", tmp_path / "trees"]
+    done = subprocess.run(
+        [*command, "-b", "html", "docs", tmp_path / "html"], cwd=ROOT, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "html" / "index.html").exists()

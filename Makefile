@@ -68,4 +68,4 @@ bench: setup-all setup-peers ## all benchmarks, in about an hour; see jobs/bench
 	@$(PY) jobs/bench.py exchange
 
 clean:
-	rm -rf .venv .venv-petastorm .venv-peers .venv-oldest .wheels .data runs build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache spark-warehouse metastore_db derby.log
+	rm -rf .venv .venv-petastorm .venv-peers .venv-oldest .wheels .data runs build dist docs/_build *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache spark-warehouse metastore_db derby.log

@@ -160,7 +160,9 @@ def _default(field: dataclasses.Field[Any]) -> str:
         return "required"
     if value is None or isinstance(value, bool):
         return f"`{str(value).lower()}`" if value is not None else "`null`"
-    return f"`{list(value) if isinstance(value, tuple) else value}`"
+    if isinstance(value, (list, tuple)):
+        return f"`[{', '.join(map(str, value))}]`"
+    return f"`{value}`"
 
 
 def _plain(text: str | None) -> str:

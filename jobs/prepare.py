@@ -49,10 +49,14 @@ def prepare(job: cli.Job) -> dict[str, Any]:
     for name, df in datasets.items():
         if job.args["output"]:
             url = cli.join(job.args["output"], name)
-            shards = spark_dl.write_shards(df, url, config.data, overwrite=job.args["overwrite"], like=train, **layout)
+            shards = spark_dl.write_shards(
+                df, url, config.data, overwrite=job.args["overwrite"], reference_columns=train, **layout
+            )
         else:
             key = job.args["key"] and f"{job.args['key']}/{name}"
-            shards, lease = spark_dl.store_shards(df, config.data, key=key, run="jobs/prepare.py", like=train, **layout)
+            shards, lease = spark_dl.store_shards(
+                df, config.data, key=key, run="jobs/prepare.py", reference_columns=train, **layout
+            )
             if lease is not None:
                 lease.release()
         train = train or shards.columns

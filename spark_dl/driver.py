@@ -128,7 +128,7 @@ def evaluate(
     spark = find_session(data)
     check_settings(spark, spec, config, has_validation=True)
     with prepare_evaluation(data, spec, config, saved) as run:
-        return _launch_run(spark, run, data, task="evaluate", like=saved.columns)
+        return _launch_run(spark, run, data, task="evaluate", reference_columns=saved.columns)
 
 
 def launch(
@@ -178,11 +178,11 @@ def run_on_dataframe(
 
 
 def _launch_run(
-    spark: Any, run: Run, data: Any, *, task: str, like: Sequence[Column] = (), **watch: Any
+    spark: Any, run: Run, data: Any, *, task: str, reference_columns: Sequence[Column] = (), **watch: Any
 ) -> dict[str, Any]:
     """Runs a task where its strategy runs, and returns its result. `watch` is as for `run_barrier`.
 
-    With local storage the rows of the DataFrame `data` stream into the ranks, with columns `like` others.
+    With local storage the rows of the DataFrame `data` stream into the ranks, in columns as `reference_columns`.
     """
     config = run.config
     strategy = strategies.find(config.parallel.strategy)
@@ -194,7 +194,7 @@ def _launch_run(
     if not streams:
         results = run_barrier(spark, worker.main, run, task=task, launch=config.launch, **watch)
     else:
-        dealt, columns = local.deal_rows(data, config.data, config.shards, config.launch.num_ranks, like)
+        dealt, columns = local.deal_rows(data, config.data, config.shards, config.launch.num_ranks, reference_columns)
         results = run_barrier(
             spark, worker.main, run, task=task, columns=columns, launch=config.launch, source=dealt, **watch
         )

@@ -14,7 +14,7 @@ from spark_dl import storage
 from spark_dl.config import Config, Data, Loader, Shards
 from spark_dl.config.data import Nonfinite
 from spark_dl.data.columns.policies import check_rules
-from spark_dl.data.columns.schema import Column, check_like, check_settings, words_of
+from spark_dl.data.columns.schema import Column, check_reference_columns, check_settings, vocabularies_of
 from spark_dl.data.columns.source import check_batch_names
 from spark_dl.data.dataset.folder import STORED, delete_dataset
 from spark_dl.data.dataset.manifest import MANIFEST, read_shards
@@ -120,7 +120,7 @@ def as_written(data: Data, source: str | ShardSet) -> Data:
 
     One of others has them chosen when it is read.
     """
-    if source.foreign if isinstance(source, ShardSet) else not _is_ours(source):
+    if source.external if isinstance(source, ShardSet) else not _is_ours(source):
         return data
     nonfinite: Nonfinite = "allow" if data.nonfinite == "allow" else "error"
     return dataclasses.replace(data, nulls="error", nonfinite=nonfinite, fill={})
@@ -131,7 +131,7 @@ def shards_of(
     url: str,
     config: Config,
     until_done: contextlib.ExitStack,
-    like: Sequence[Column] = (),
+    reference_columns: Sequence[Column] = (),
     *,
     reuse: bool,
     num_datasets: int = 1,
@@ -148,17 +148,19 @@ def shards_of(
     if isinstance(data, str) and _is_ours(data):
         data = read_shards(data)
     elif isinstance(data, str):
-        data = open_parquet(data, config.stored_columns, data=config.data, like=like)
+        data = open_parquet(data, config.stored_columns, data=config.data, reference_columns=reference_columns)
     if isinstance(data, ShardSet):
-        if data.foreign:
+        if data.external:
             _check_policies(config)
-        check_rules(data.url, data.rules, config.data, words_of(like))
+        check_rules(data.url, data.rules, config.data, vocabularies_of(reference_columns))
     else:
-        data = _shards_of_rows(data, url, config, until_done, like, reuse=reuse, before_commit=before_commit)
+        data = _shards_of_rows(
+            data, url, config, until_done, reference_columns, reuse=reuse, before_commit=before_commit
+        )
     data = filter_rows(data, config)
     columns = data.select(config.data.columns)
     check_batch_names(config.data.columns, [c.name for c in columns if c.is_ragged])
-    check_like(columns, like)
+    check_reference_columns(columns, reference_columns)
     check_settings(columns, config.data.encode)
     num_readers = config.num_trainers
     check_memory(data, columns, config, num_readers, num_datasets)
@@ -188,7 +190,7 @@ def _shards_of_rows(
     url: str,
     config: Config,
     until_done: contextlib.ExitStack,
-    like: Sequence[Column],
+    reference_columns: Sequence[Column],
     *,
     reuse: bool,
     before_commit: Callable[[], None] | None,
@@ -200,8 +202,8 @@ def _shards_of_rows(
         shards, lease = reopen(json.loads(storage.read_bytes(pointer))["url"], run=url)
     else:
         shards, found = store_shards(
-            df, config.data, url, shards=config.shards, columns=config.stored_columns, run=url, like=like,
-            before_commit=before_commit,
+            df, config.data, url, shards=config.shards, columns=config.stored_columns, run=url,
+            reference_columns=reference_columns, before_commit=before_commit,
         )  # fmt: skip
         if found is None:
             return shards

@@ -274,12 +274,12 @@ class Training:
 
 def _validation_loader(run: Run, world: World) -> BatchLoader | None:
     """The loader of the validation rows: of their own dataset, or of a part of the training dataset, if any."""
-    part: dict[str, Any] = {}
+    split: dict[str, Any] = {}
     if run.validation is None:
         if not run.config.train.validation_fraction:
             return None
-        part = {"part": "validation"}
+        split = {"split": "validation"}
     return build_loader(
         run.train if run.validation is None else run.validation, run.config, rank=world.rank,
-        world_size=world.world_size, shuffle=False, prepare=run.spec.prepare, pin=world.device.type == "cuda", **part,
+        world_size=world.world_size, shuffle=False, prepare=run.spec.prepare, pin=world.device.type == "cuda", **split,
     )  # fmt: skip

@@ -15,7 +15,7 @@ import torch
 from spark_dl.config import Config, Data
 from spark_dl.config.checks import suggestion
 from spark_dl.config.load import build_config
-from spark_dl.data.columns import stored_cells
+from spark_dl.data.columns import cell_codec
 from spark_dl.data.columns.batch import build_batch
 from spark_dl.data.columns.policies import clean_batch
 from spark_dl.data.columns.ragged import Array, Ragged, from_lengths
@@ -169,7 +169,7 @@ def _features(
 
 def _as_trained(column: Column, values: Array | Ragged) -> Array | Ragged:
     if column.codec == "image":
-        values = stored_cells.decode(column, stored_cells.encode(column, values))
+        values = cell_codec.decode(column, cell_codec.encode(column, values))
     if isinstance(values, Ragged):
         return values
     if values.shape[1:] != column.shape:

@@ -57,8 +57,8 @@ def prepare_run(
         if config.shards.storage == "shared":  # with local storage the ranks check
             check_rows(train, config, saved.manifest if saved else None)
             warn_of_few_rows(train.rows, config)
-        like = train.columns and train.select(config.data.columns)  # with local storage not known yet
-        held = None if validation is None else datasets.to_shards(validation, "validation", like)
+        reference_columns = train.columns and train.select(config.data.columns)  # with local storage not known yet
+        held = None if validation is None else datasets.to_shards(validation, "validation", reference_columns)
         run = Run(
             spec=spec,
             config=config,
@@ -114,19 +114,24 @@ class _Datasets:
             return self.to_shards(data, "train")
         datasets: dict[str, ShardSet] = {}
         for name, own in dataset_configs(self.config).items():
-            like = next(iter(datasets.values())).columns if datasets else ()
-            datasets[name] = self.to_shards(data[name], f"train-{name}", like, own, len(data))
+            reference_columns = next(iter(datasets.values())).columns if datasets else ()
+            datasets[name] = self.to_shards(data[name], f"train-{name}", reference_columns, own, len(data))
         return Mixture(datasets)
 
     def to_shards(
-        self, rows: Any, name: str, like: Sequence[Column] = (), config: Config | None = None, num_datasets: int = 1
+        self,
+        rows: Any,
+        name: str,
+        reference_columns: Sequence[Column] = (),
+        config: Config | None = None,
+        num_datasets: int = 1,
     ) -> ShardSet:
         """One dataset, as `shards_of` opens or writes it. `config` has the settings of one of several datasets."""
         url = storage.join(self.run_dir, SHARDS, name)
         if not isinstance(rows, (str, ShardSet)) and self.config.shards.storage == "shared":
             self.written.append(url)
         return shards_of(
-            rows, url, config or self.config, self.until_done, like,
+            rows, url, config or self.config, self.until_done, reference_columns,
             reuse=self.reuse, num_datasets=num_datasets, before_commit=self.before_commit,
         )  # fmt: skip
 

@@ -69,7 +69,7 @@ def _cannot_read(run: Run) -> str:
 def _first_shards(data: ShardSet | Mixture | None) -> list[str]:
     """The first shard of each dataset; none of rows on the ranks' own disks, which each has written itself."""
     datasets = data.datasets.values() if isinstance(data, Mixture) else [data] if data is not None else []
-    return [storage.join(d.url, d.shards[0].name) for d in datasets if d.shards and d.spread is None]
+    return [storage.join(d.url, d.shards[0].name) for d in datasets if d.shards and d.placement is None]
 
 
 def _cannot_write(probe: str) -> str:

@@ -112,7 +112,7 @@ def _spilled(
         return
     assert settings is not None
     with local.spill(
-        rows.batches, tuple(columns), settings.data, layout=settings.shards, part=rows.task, folder=rows.folder
+        rows.batches, tuple(columns), settings.data, layout=settings.shards, task=rows.task, folder=rows.folder
     ) as spilled:
         yield spilled
 

@@ -37,13 +37,8 @@ from spark_dl.data.dataset.shard_table import ShardTable
 from spark_dl.data.load import loader as loaders
 from spark_dl.data.plan import Segment, Split
 from spark_dl.data.read import rows
-from spark_dl.data.write.shards import (
-    PartitionResult,
-    agreed_columns,
-    select_sources,
-    with_sizes,
-    write_part,
-)
+from spark_dl.data.write.partition import PartitionResult, agreed_columns, with_sizes, write_part
+from spark_dl.data.write.shards import select_sources
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -58,7 +53,7 @@ Gather = Callable[[str, Any], list[Any]]
 
 
 def deal_rows(
-    df: DataFrame, data: Data, layout: Shards, num_ranks: int, like: Sequence[Column] = ()
+    df: DataFrame, data: Data, layout: Shards, num_ranks: int, reference_columns: Sequence[Column] = ()
 ) -> tuple[DataFrame, tuple[SourceColumn, ...]]:
     """The DataFrame with one partition per rank, and its columns. Called on the driver; nothing runs yet.
 
@@ -67,7 +62,7 @@ def deal_rows(
     one, and it leaves no trace of the order in which the rows were stored. `like` are columns whose vocabularies serve.
     Raises ValueError for a missing column or a type that cannot become a tensor.
     """
-    selected, sources = select_sources(df, data.columns, data, layout, like)
+    selected, sources = select_sources(df, data.columns, data, layout, reference_columns)
     order = f"order_{uuid.uuid4().hex}"
     row_hash = f"xxhash64({', '.join(selected.columns)}) AS {order}"
     dealt = selected.repartition(num_ranks).selectExpr("*", row_hash)
@@ -80,7 +75,7 @@ class Spilled:
 
     url: str
     sources: tuple[SourceColumn, ...]
-    part: PartitionResult
+    result: PartitionResult
 
 
 @contextlib.contextmanager
@@ -90,7 +85,7 @@ def spill(
     data: Data,
     *,
     layout: Shards,
-    part: int,
+    task: int,
     folder: str,
 ) -> Iterator[Spilled]:
     """Writes the rows of a task to a new folder inside `folder`, which is deleted at the end. Called on a rank.
@@ -101,12 +96,12 @@ def spill(
     with _temporary_folder(folder) as path:
         umask = os.umask(0o077)
         try:
-            written = write_part(batches, path, f"part-{part:05d}", sources, data, part, layout=layout)
+            written = write_part(batches, path, f"part-{task:05d}", sources, data, task, layout=layout)
             if written.error:
                 written = dataclasses.replace(written, error=f"{written.error} (as the rows were dealt to the ranks)")
         except OSError as error:
             raise RuntimeError(
-                f"cannot spill the rows of task {part} to {path}: {error}; free space there, or name other disks in "
+                f"cannot spill the rows of task {task} to {path}: {error}; free space there, or name other disks in "
                 "spark.local.dir"
             ) from error
         finally:
@@ -142,13 +137,13 @@ def assemble(spilled: Spilled, gather: Gather) -> ShardSet:
 
     Raises ValueError, the same on all ranks, for bad cells on any of them, cells of unequal shape, and no rows at all.
     """
-    found = (PartitionResult.from_plain(p) for p in gather("parts", asdict(spilled.part)))
+    found = (PartitionResult.from_plain(p) for p in gather("parts", asdict(spilled.result)))
     parts = sorted(found, key=lambda p: p.partition)
-    own = spilled.part.partition
+    own = spilled.result.partition
     assert [p.partition for p in parts] == list(range(len(parts)))
-    parts[own] = spilled.part  # the files that are opened here are those that were written here
+    parts[own] = spilled.result  # the files that are opened here are those that were written here
     columns = with_sizes(agreed_columns(spilled.sources, parts), parts)
-    row = _first_row(spilled, columns) if spilled.part.shards else None
+    row = _first_row(spilled, columns) if spilled.result.shards else None
     if not all(p.shards for p in parts):  # a rank without rows fills its batches with a row of another one
         donor = next(p.partition for p in parts if p.shards)
         offered = gather("filler", _pack(row) if row and donor == own else None)
@@ -158,7 +153,7 @@ def assemble(spilled: Spilled, gather: Gather) -> ShardSet:
         spilled.url,
         columns,
         ShardTable.of(s for p in parts for s in p.shards),
-        spread=LocalPlacement(
+        placement=LocalPlacement(
             part=own,
             part_shards=tuple(len(p.shards) for p in parts),
             filler=dict(zip([c.name for c in columns], row, strict=True)),
@@ -169,7 +164,7 @@ def assemble(spilled: Spilled, gather: Gather) -> ShardSet:
 def _first_row(spilled: Spilled, columns: tuple[Column, ...]) -> list[Array]:
     """The cells of this rank's first row, of ragged columns their values."""
     out: list[Array | list[Ragged]] = [[] if c.is_ragged else np.empty((1, *c.inner), dtype=c.dtype) for c in columns]
-    own = ShardSet(spilled.url, columns, ShardTable.of(spilled.part.shards))
+    own = ShardSet(spilled.url, columns, ShardTable.of(spilled.result.shards))
     rows.Rows(own, columns, 0.0, 0, "all").read_into([Segment(0, 0, 1)], out)
     return [cells[0].own_values if isinstance(cells, list) else cells[0] for cells in out]
 
@@ -212,22 +207,22 @@ class RankRows:
     @property
     def shards(self) -> ShardSet:
         """This rank's own rows, as Parquet files in a local folder; they are deleted when the function returns."""
-        assert self.dataset.spread is not None
-        part, counts = self.dataset.spread.part, self.dataset.spread.part_shards
+        assert self.dataset.placement is not None
+        part, counts = self.dataset.placement.part, self.dataset.placement.part_shards
         first = sum(counts[:part])
         own = ShardTable.of(self.dataset.shards[first : first + counts[part]])
         return ShardSet(self.dataset.url, self.dataset.columns, own)
 
-    def loader(self, batch_size: int, *, shuffle: bool = True, seed: int = 0, part: Split = "all") -> loaders.Loader:
+    def loader(self, batch_size: int, *, shuffle: bool = True, seed: int = 0, split: Split = "all") -> loaders.Loader:
         """A loader of batches of `batch_size` rows per rank.
 
         `for step in loader.epoch(0)` gives `step.micro_batches[0]` (columns and `weight`, 0 where a place is only
         filled) and `step.rows`, the true rows on all ranks together.
 
-        `part` chooses the rows that train or validate where `validation_fraction` splits them.
+        `split` chooses the rows that train or validate where `validation_fraction` splits them.
         """
-        assert self.dataset.spread is not None
-        num_ranks = len(self.dataset.spread.part_shards)
+        assert self.dataset.placement is not None
+        num_ranks = len(self.dataset.placement.part_shards)
         config = Config(
             data=self.settings.data,
             loader=dataclasses.replace(self.settings.loader, num_streams=num_ranks),
@@ -238,8 +233,8 @@ class RankRows:
             ),
             launch=Launch(num_ranks=num_ranks),
         )
-        own = self.dataset.spread.part
-        return loaders.Loader(self.dataset, config, rank=own, world_size=num_ranks, part=part, shuffle=shuffle)
+        own = self.dataset.placement.part
+        return loaders.Loader(self.dataset, config, rank=own, world_size=num_ranks, split=split, shuffle=shuffle)
 
     def batches(
         self, batch_size: int, *, epoch: int = 0, shuffle: bool = True, seed: int = 0

@@ -160,7 +160,7 @@ def test_ranks_evaluate_the_average(tmp_path):
 @torch.no_grad()
 def validation_loss(run):
     model = load_model(run.spec, run.checkpoint)
-    loader = build_loader(run.train, run.config, rank=0, world_size=1, part="validation", shuffle=False)
+    loader = build_loader(run.train, run.config, rank=0, world_size=1, split="validation", shuffle=False)
     total = 0.0
     for step in loader.epoch(0):
         for batch in step.micro_batches:

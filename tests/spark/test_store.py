@@ -225,8 +225,19 @@ def test_a_plan_whose_rows_cannot_be_told_has_no_key(spark, source):
     gone = read()
     for name in os.listdir(source):
         os.unlink(os.path.join(source, name))
-    with pytest.raises(NoKeyError, match="cannot see the version of its source file"):
+    with pytest.raises(NoKeyError, match="modification time of its source file"):
         key(gone)
+
+
+@local
+def test_spark_s_own_file_formats_have_keys_and_others_have_none(spark, source, tmp_path):
+    rows = spark.read.parquet(source).selectExpr("id", "CAST(id AS string) AS value")
+    for form in ("orc", "csv", "json", "text"):
+        (rows.select("value") if form == "text" else rows).write.format(form).save(str(tmp_path / form))
+        assert key(spark.read.format(form).load(str(tmp_path / form)).selectExpr("1 AS label", "2 AS features"))
+    images = spark.read.format("image").load(source).selectExpr("image.height AS label", "image.width AS features")
+    with pytest.raises(NoKeyError, match="ImageFileFormat, which is none of Spark's own file formats"):
+        key(images)
 
 
 @pytest.mark.modes("local", "connect")

@@ -16,7 +16,7 @@ from pyspark.sql import Row
 
 import spark_dl
 from spark_dl import Data, ModelSpec, read_shards, write_shards
-from spark_dl.data.columns import stored_cells
+from spark_dl.data.columns import cell_codec
 from spark_dl.data.columns.encoding import Encoding
 from spark_dl.data.columns.images import read_image
 from spark_dl.data.columns.policies import Changes
@@ -32,7 +32,7 @@ def read_all(shards):
     """All columns, in the order of the dataset."""
     files = [pq.ParquetFile(f"{shards.url}/{s.name}") for s in shards.shards]
     groups = [f.read_row_group(g) for f in files for g in range(f.num_row_groups)]
-    return {c.name: concatenate([stored_cells.decode(c, g.column(c.name)) for g in groups]) for c in shards.columns}
+    return {c.name: concatenate([cell_codec.decode(c, g.column(c.name)) for g in groups]) for c in shards.columns}
 
 
 def rows_of(cells):
@@ -41,9 +41,11 @@ def rows_of(cells):
     return cells.tolist()
 
 
-def write(df, tmp_path, like=(), name="d", **settings):
+def write(df, tmp_path, reference_columns=(), name="d", **settings):
     config = make_config(features=df.columns, label=None, **settings)
-    return write_shards(df, str(tmp_path / name), config.data, shards=config.shards, like=like)
+    return write_shards(
+        df, str(tmp_path / name), config.data, shards=config.shards, reference_columns=reference_columns
+    )
 
 
 @pytest.fixture(params=["UTC", "America/Los_Angeles"])
@@ -114,7 +116,7 @@ def test_a_vocabulary_is_counted_by_spark_and_kept(spark, tmp_path):
 @pytest.mark.parametrize(("settings", "match"), [
     ({"max_size": 3}, "data.encode.city: found more than 3 words; raise data.encode.city.max_size or"),
     ({"min_count": 9}, r"data.encode.city: found no word that occurs 9 time\(s\) or more"),
-    ({"values": ["Bonn", "Ulm", "Aue"], "unknown": "error"}, "'city': found 'Köln', expected one of 3 words.*row 3"),
+    ({"values": ["Bonn", "Ulm", "Aue"], "unknown": "error"}, "'city': found 'Köln', expected one of 3 known strings.*row 3"),
 ])  # fmt: skip
 def test_a_vocabulary_that_does_not_fit_is_an_error(spark, tmp_path, settings, match):
     df = words(spark, *CITIES).coalesce(1).select("city")

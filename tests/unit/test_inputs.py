@@ -26,9 +26,9 @@ def asked(data=None, **more):
     return small_config(1, data={"features": ["x"], "label": None, **(data or {}), **more})
 
 
-def opened(source, config, like=()):
+def opened(source, config, reference_columns=()):
     with contextlib.ExitStack() as stack:
-        return shards_of(source, "", config, stack, like, reuse=False)
+        return shards_of(source, "", config, stack, reference_columns, reuse=False)
 
 
 def with_rules(url, **rules):
@@ -69,7 +69,8 @@ def test_settings_of_writing_are_refused_for_a_dataset_that_was_written_without_
     shards = write_arrays(X, url)
     if kind == "old":
         without_rules(url)
-    with pytest.raises(ValueError, match=rf"^{key}: found .* for the dataset {url}, which (was|does not).* leave"):
+    match = rf"^{key}: found .* for the dataset {url}, which (was|does not).* remove the setting"
+    with pytest.raises(ValueError, match=match):
         opened(shards if kind == "shards" else url, asked(settings))
 
 
@@ -93,8 +94,8 @@ def test_for_datasets_of_others_too_but_for_words_that_another_dataset_has(tmp_p
     counted = {"encode": {"x": {"as": "vocabulary", "min_count": 2}}}
     with pytest.raises(ValueError, match="^data.encode.x.min_count: found 2 for the dataset"):
         opened(str(tmp_path), asked(encode={"x": {**CITY, "min_count": 2}}))
-    like = opened(str(tmp_path), asked(encode={"x": CITY})).columns
-    assert opened(str(tmp_path), asked(counted), like).columns[0].encoding.vocabulary == ("Rome", "Oslo")
+    reference_columns = opened(str(tmp_path), asked(encode={"x": CITY})).columns
+    assert opened(str(tmp_path), asked(counted), reference_columns).columns[0].encoding.vocabulary == ("Rome", "Oslo")
 
 
 def test_the_settings_of_another_dataset_are_not_meant_for_one_that_is_written(tmp_path):

@@ -1,4 +1,4 @@
-"""What the model is called with: the rows of a step as dicts of tensors, one for each micro-batch."""
+"""Batches: the rows of a step as dicts of tensors, one for each micro-batch."""
 
 from __future__ import annotations
 
@@ -20,36 +20,37 @@ WEIGHT_BYTES, _OFFSET_BYTES = 4, 8
 
 Batch = dict[str, Tensor]
 Prepare = Callable[[Batch, Sequence[int]], Mapping[str, Tensor]]
-"""(batch, numbers that tell it from all others) -> the batch that the model sees."""
+"""(batch, unique key of integers) -> the batch for the model."""
 
 
 @dataclass(frozen=True)
 class StepRows:
-    """The rows that one rank has of a dataset in one step, before they are tensors."""
+    """The rows of a dataset that one rank uses in one step, as arrays."""
 
     cells: Sequence[Array | Ragged]
-    """By column. # each (rows, *cell)"""
+    """Cells by column. # each (rows, *cell)"""
     weight: Array
-    """# (rows,)"""
+    """Weight of each row: 1, or 0 for padding. # (rows,)"""
 
 
 @dataclass(frozen=True)
 class StepBatches:
-    """What one rank works on in one step."""
+    """The batches of one rank in one step."""
 
     step: int
     """Number of the step in its epoch."""
     micro_batches: list[Batch]
-    """Columns by name, [rows, *cell], and `weight`, [rows] float32; on the CPU. Ragged ones as `build_batch` says."""
+    """Columns by name, [rows, *cell], and `weight`, [rows] float32; on the CPU. Ragged columns as in `build_batch`."""
     rows: int
     """True rows of the global batch, over all ranks."""
 
 
 def build_batch(columns: Sequence[Column], cells: Sequence[Array | Ragged], ragged: str) -> Batch:
-    """The tensors of some rows, which share the memory of the arrays.
+    """Makes tensors of arrays, sharing their memory.
 
-    A ragged column becomes, with `ragged` "pad", `name`, [rows, longest, *inner], filled with zeros, and `name_mask`,
-    [rows, longest] bool; with "offsets" `name`, [values, *inner], end to end, and `name_offsets`, [rows + 1] int64.
+    With `ragged="pad"` a ragged column becomes `name`, [rows, longest, *inner], padded with zeros, and `name_mask`,
+    [rows, longest] bool. With `ragged="offsets"` it becomes `name`, [values, *inner], concatenated, and
+    `name_offsets`, [rows + 1] int64.
     """
     batch: Batch = {}
     for column, values in zip(columns, cells, strict=True):
@@ -67,23 +68,23 @@ def build_batch(columns: Sequence[Column], cells: Sequence[Array | Ragged], ragg
 
 @dataclass(frozen=True)
 class BatchBuilder:
-    """Makes the micro-batches of a rank's step."""
+    """Builds the micro-batches of a step of one rank."""
 
     columns: Sequence[Column]
     micro_batches: int = 1
     ragged: str = "pad"
     prepare: Prepare | None = None
     pin: bool = False
-    """Whether they are copied to page-locked memory, from which copies to a GPU need not be waited for."""
+    """Whether batches are copied to page-locked memory, for asynchronous copies to a GPU."""
     memory: int | None = None
-    """Bytes that the micro-batches of a step may have; None for any number."""
-    said_memory: str = ""
-    """What sets it, for messages."""
+    """Maximum bytes of the micro-batches of a step; None for no limit."""
+    memory_setting: str = ""
+    """The setting of the memory limit, for error messages."""
 
     def bytes_of(self, parts: Sequence[StepRows], key: Sequence[int]) -> int:
-        """What `build` will make of them takes, before `prepare`; of ragged columns it goes by the rows that there are.
+        """Bytes of what `build` makes of these rows, before `prepare`.
 
-        Raises ValueError where that is more than `memory`.
+        Raises ValueError if this is more than `memory`.
         """
         rows = sum(len(part.weight) for part in parts)
         size = rows * self._fixed_bytes
@@ -95,11 +96,11 @@ class BatchBuilder:
             name, (most, longest) = max(found.items(), key=lambda item: item[1])
             padded, change = "", ""
             if self.ragged == "pad":
-                padded = ", to which the others are padded"
-                change = "set loader.ragged to offsets, which pads none, "
+                padded = ", to which all others are padded"
+                change = "set loader.ragged to offsets, which does not pad, "
             raise ValueError(
                 f"column {name!r}: the {rows} rows of rank {key[2]} in step {key[1]} of epoch {key[0]} take "
-                f"{most / _MIB:.0f} MiB, of {size / _MIB:.0f} MiB with all columns, and {self.said_memory}; the "
+                f"{most / _MIB:.0f} MiB, of {size / _MIB:.0f} MiB with all columns, and {self.memory_setting}; the "
                 f"longest of them has {longest} values{padded}: {change}lower train.global_batch_size, raise "
                 "loader.memory_mib, or use more ranks"
             )
@@ -107,7 +108,7 @@ class BatchBuilder:
 
     @functools.cached_property
     def _fixed_bytes(self) -> int:
-        """Of a row with its weight, without ragged columns."""
+        """Bytes of a row and its weight, without ragged columns."""
         return WEIGHT_BYTES + sum(c.value_bytes for c in self.columns if not c.is_ragged)
 
     @functools.cached_property
@@ -115,7 +116,7 @@ class BatchBuilder:
         return [(i, c) for i, c in enumerate(self.columns) if c.is_ragged]
 
     def _ragged_bytes(self, column: Column, cells: Sequence[Array | Ragged]) -> tuple[int, int]:
-        """Of a column in all micro-batches, and the values of its longest row. # cells: of each dataset"""
+        """Bytes of a column in all micro-batches, and values of its longest row. # cells: of each dataset"""
         value_bytes = np.dtype(column.dtype).itemsize * math.prod(column.inner)
         size, most = 0, 0
         for pieces in zip(*(self._cut(of_dataset) for of_dataset in cells), strict=True):
@@ -129,13 +130,14 @@ class BatchBuilder:
         return size, most
 
     def build(self, parts: Sequence[StepRows], key: Sequence[int]) -> list[Batch]:
-        """The rows of a step in near-equal pieces, the larger ones first; of several datasets each has a piece.
+        """Builds the micro-batches of a step, of near-equal sizes, larger ones first. # parts: rows of each dataset
 
-        `key` tells the step from all others; `prepare` gets it with the number of the micro-batch.
+        Every micro-batch has rows of each dataset. `prepare` gets `key`, unique to the step, and the number of the
+        micro-batch.
         """
         batches = []
         for i, pieces in enumerate(zip(*(self._pieces(part) for part in parts), strict=True)):
-            # The cells are joined before they are tensors: datasets have other longest rows, and other offsets.
+            # Arrays are concatenated before they become tensors: longest rows and offsets differ between datasets.
             cells = [concatenate(c) for c in zip(*(piece.cells for piece in pieces), strict=True)]
             batch = build_batch(self.columns, cells, self.ragged)
             batch["weight"] = torch.from_numpy(np.concatenate([piece.weight for piece in pieces]))

@@ -1,4 +1,4 @@
-"""PNG and JPEG images as arrays, through Pillow."""
+"""PNG and JPEG images as arrays, with Pillow."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ Array = npt.NDArray[Any]
 
 
 class OtherSizeError(ValueError):
-    """An image of another height or width than was asked for."""
+    """An image whose height or width is not the expected one."""
 
 
 def read_image(cell: Any, shape: Sequence[int | None] = (), *, resize: Sequence[int] | None = None) -> Array:
-    """An image as RGB or gray levels: [height, width, 3] or [height, width]. OpenCV's BGR order is not in the file.
+    """Decodes an image as RGB or gray levels: [height, width, 3] or [height, width], uint8 or uint16.
 
-    cell: the bytes of the file; shape: of which height and width are checked before anything is unpacked; resize:
-    height and width that images of 8 bits are scaled to instead, by linear interpolation over all pixels.
-    Raises OtherSizeError, ValueError for another mode, and whatever Pillow raises for bytes that are no image.
+    cell: bytes of the file. shape: expected shape; height and width are checked before the pixels are decoded.
+    resize: height and width that 8-bit images are scaled to, by linear interpolation over all pixels.
+    Raises OtherSizeError for another height or width, ValueError for another mode, and Pillow's errors for bytes that
+    are not an image.
     """
     from PIL import Image
 
@@ -37,25 +38,25 @@ def read_image(cell: Any, shape: Sequence[int | None] = (), *, resize: Sequence[
             return _pixels(image)
         high = _pixels(image, "RGB;16B")
     with _opened(cell) as image:
-        # Pillow keeps one byte of each 16-bit sample, by the byte order that it is told: ask for one, then the other
+        # Pillow keeps one byte of each 16-bit sample, depending on the raw mode: first the high bytes, then the low.
         low = _pixels(image, "RGB;16L")
     deep: Array = (high.astype(np.uint16) << 8) | low
     return deep
 
 
 def image_shape(cell: Any, resize: Sequence[int] | None = None) -> tuple[int, ...]:
-    """The shape of the uint8 array that an image will be; of the file only the header and PNG's checksums are read.
+    """The shape of an image as a uint8 array, from the file's header; PNG checksums are verified.
 
-    `resize` is as for `read_image`. Raises ValueError for what is no PNG or JPEG, and for an image other than 8-bit
-    gray levels or RGB.
+    `resize` is as for `read_image`. Raises ValueError for bytes that are not PNG or JPEG, and for images other than
+    8-bit gray levels or RGB.
     """
     try:
         with _opened(cell) as image:
             mode = _mode(image, cell)
             shape = (image.height, image.width) if resize is None else tuple(resize)
             image.verify()
-    except Exception as error:  # what Pillow raises for bytes that are no image is not defined
-        raise ValueError(f"a cell that is no PNG or JPEG image ({type(error).__name__}: {error!s:.200})") from error
+    except Exception as error:  # Pillow does not define what it raises for bytes that are not an image
+        raise ValueError(f"a cell that is not a PNG or JPEG image ({type(error).__name__}: {error!s:.200})") from error
     _check_mode(mode)
     return (*shape, 3) if mode == "RGB" else shape
 
@@ -65,8 +66,8 @@ def _opened(cell: Any) -> Any:
 
     try:
         return Image.open(io.BytesIO(cell), formats=("PNG", "JPEG"))
-    except UnidentifiedImageError:  # its text is the address of the bytes
-        raise ValueError("no PNG or JPEG file") from None
+    except UnidentifiedImageError:  # its message is the address of the bytes
+        raise ValueError("not a PNG or JPEG file") from None
 
 
 def _mode(image: Any, cell: Any) -> str:
@@ -75,7 +76,7 @@ def _mode(image: Any, cell: Any) -> str:
 
 def _check_mode(mode: str) -> None:
     if mode not in ("L", "RGB"):
-        raise ValueError(f"an image of mode {mode}; 8-bit gray levels (L) or RGB are read")
+        raise ValueError(f"an image of mode {mode}; only 8-bit gray levels (L) and RGB are supported")
 
 
 def _is_deep_rgb(image: Any, cell: Any) -> bool:
@@ -86,6 +87,6 @@ def _pixels(image: Any, raw_mode: str | None = None) -> Array:
     if raw_mode is not None:
         image.tile = [(decoder, box, offset, raw_mode) for decoder, box, offset, _ in image.tile]
     if image.mode not in ("L", "RGB", "I", "I;16", "I;16B"):
-        raise ValueError(f"an image of mode {image.mode}; expected gray levels or RGB")
+        raise ValueError(f"an image of mode {image.mode}, expected gray levels or RGB")
     pixels = np.asarray(image)
     return pixels.astype(np.uint16) if image.mode.startswith("I") else pixels

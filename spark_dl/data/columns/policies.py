@@ -1,4 +1,4 @@
-"""What becomes of rows with nulls, NaN and Inf: an error, or they are dropped or filled, and counted."""
+"""Cleaning rules: rows with nulls, NaN or Inf are an error, or are dropped or filled, and counted."""
 
 from __future__ import annotations
 
@@ -13,39 +13,40 @@ import pyarrow as pa
 
 from spark_dl.config.data import Data, Nonfinite, Nulls
 from spark_dl.data.columns import images
-from spark_dl.data.columns.cells import Shape, read_cells, whose
-from spark_dl.data.columns.encoding import MAX_WORDS
-from spark_dl.data.columns.nested import nonfinite_rows, null_rows
+from spark_dl.data.columns.cells import read_cells
+from spark_dl.data.columns.elements import shape_source
+from spark_dl.data.columns.encoding import MAX_VOCABULARY
+from spark_dl.data.columns.nesting import nonfinite_rows, null_rows
 from spark_dl.data.columns.ragged import Array, Ragged
-from spark_dl.data.columns.source import BadCellsError, SourceColumn
+from spark_dl.data.columns.source import BadCellsError, Shape, SourceColumn
 
 Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
 class Changes:
-    """How the rows of a dataset differ from those of its DataFrame."""
+    """Rows that were dropped and filled when a dataset was written."""
 
     dropped_rows: int = 0
     dropped: Mapping[str, int] = field(default_factory=dict)
-    """By column: dropped rows with a null, NaN or Inf in it. A row counts in each column that has one."""
+    """Dropped rows by column with a null, NaN or Inf. A row counts once in each such column."""
     filled: Mapping[str, int] = field(default_factory=dict)
-    """By column: rows with at least one filled value."""
+    """Rows with at least one filled value, by column."""
 
 
 @dataclass(frozen=True)
 class Rules:
-    """The settings by which the rows and values of a dataset were chosen when it was written."""
+    """Cleaning rules a dataset was written with (external data: is read with)."""
 
     nulls: str
     nonfinite: str
     fill: Mapping[str, Any] = field(default_factory=dict)
     counts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """By column `min_count` and `max_size` of a vocabulary that was counted then, where they were set."""
+    """`min_count` and `max_size` by column, for vocabularies that were counted with them."""
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Rules:
-        """Rules from the dict that `dataclasses.asdict` made of them, after a way through JSON."""
+        """Restores rules from `dataclasses.asdict` after a JSON round trip. Raises ValueError for invalid values."""
         for key, choices in (("nulls", get_args(Nulls)), ("nonfinite", get_args(Nonfinite))):
             if plain[key] not in choices:
                 raise ValueError(f"rules: found the {key} {plain[key]!r:.200}, expected one of {list(choices)}")
@@ -55,11 +56,11 @@ class Rules:
         return cls(**plain)
 
 
-_DEFAULT_COUNTS = {"min_count": 1, "max_size": MAX_WORDS}
+_DEFAULT_COUNTS = {"min_count": 1, "max_size": MAX_VOCABULARY}
 
 
 def rules_of(data: Data, known: Collection[str] = ()) -> Rules:
-    """The rules that the settings ask for. `known` are columns that get the words of another dataset."""
+    """The cleaning rules of the settings. # known: columns whose vocabulary comes from another dataset"""
     counts = {
         name: {key: settings[key] for key, usual in _DEFAULT_COUNTS.items() if settings.get(key, usual) != usual}
         for name, settings in data.encode.items()
@@ -69,10 +70,10 @@ def rules_of(data: Data, known: Collection[str] = ()) -> Rules:
 
 
 def check_rules(url: str, written: Rules | None, data: Data, known: Collection[str] = ()) -> None:
-    """Raises ValueError for settings that choose rows or values with which a dataset was not written.
+    """Raises ValueError for cleaning settings that differ from those a dataset was written with.
 
-    It is read as it is, so that they would do nothing. `written` is None where the dataset does not tell; `known` are
-    columns that get the words of another dataset.
+    A written dataset is read unchanged, so these settings would have no effect. `written` is None if the dataset does
+    not have its rules; `known` are columns whose vocabulary comes from another dataset.
     """
     asked = rules_of(data, known)
     pairs: list[tuple[str, Any, Any, bool]] = [
@@ -85,14 +86,15 @@ def check_rules(url: str, written: Rules | None, data: Data, known: Collection[s
         pairs += [(f"encode.{name}.{k}", n, before.get(k, _DEFAULT_COUNTS[k]), True) for k, n in counts.items()]
     for key, found, expected, is_set in pairs:
         if is_set and found != expected:
-            was = f"was written or opened with {expected!r}" if written else "does not say with what it was written"
+            was = f"was written or opened with {expected!r}" if written else "does not have its cleaning rules"
             raise ValueError(
-                f"data.{key}: found {found!r} for the dataset {url}, which {was} and is read as it is; leave the "
-                "setting out, or write the dataset with it (write_shards, jobs/prepare.py)"
+                f"data.{key}: found {found!r} for the dataset {url}, which {was} and is read unchanged; remove the "
+                "setting, or write the dataset again with it (write_shards, jobs/prepare.py)"
             )
 
 
 def add_changes(parts: Iterable[Changes]) -> Changes:
+    """Sums up changes."""
     rows, dropped, filled = 0, Counter[str](), Counter[str]()
     for part in parts:
         rows += part.dropped_rows
@@ -109,12 +111,12 @@ def clean_batch(
     shapes: Sequence[Shape | None] | None = None,
     may_drop: bool = True,
 ) -> tuple[list[Array | Ragged], Changes]:
-    """The cells of a batch of rows, as `data.nulls`, `data.nonfinite` and `data.fill` say. Called in Spark tasks.
+    """Reads a batch of rows with `data.nulls`, `data.nonfinite` and `data.fill` applied. Called in Spark tasks.
 
-    All columns come out with the same rows, which can be none. `shapes` are those of the cells, where they are known.
-    Where none may be dropped, `drop` is as `error`.
-    Raises BadCellsError for what these settings do not allow and for cells that cannot be stored; its row counts from
-    the start of the batch.
+    Returns the cells of each column, with the same rows (possibly none), and the changes. `shapes` are the expected
+    shapes of cells, None where unknown. With `may_drop=False`, `drop` behaves like `error`.
+    Raises BadCellsError for values that the settings do not allow and for cells that cannot be stored; its row counts
+    from the start of the batch.
     """
     keep: Mask = np.ones(len(arrays[0]), dtype=bool)
     dropped: dict[str, Mask] = {}
@@ -157,7 +159,7 @@ def clean_batch(
 def _check_images(column: SourceColumn, cells: Array | Ragged, known: Shape | None) -> None:
     assert isinstance(cells, Ragged)
     first = known
-    for row in range(len(cells)):  # Pillow opens one at a time
+    for row in range(len(cells)):  # Pillow opens one image at a time
         try:
             shape = images.image_shape(cells[row : row + 1].own_values, column.encoding.resize)
         except ValueError as error:
@@ -167,12 +169,12 @@ def _check_images(column: SourceColumn, cells: Array | Ragged, known: Shape | No
             resize = (
                 "" if len(shape) != len(first) else f"; data.encode.{column.name}.resize: [height, width] scales them"
             )
-            expected = f"one shape; {whose(known)} {first}{resize}"
+            expected = f"one shape; {shape_source(known)} {first}{resize}"
             raise BadCellsError(column.name, row, f"an image of shape {shape}", expected)
 
 
 def _checked_policy(column: SourceColumn, what: str, rows: Mask | None, policy: str, may_drop: bool) -> str:
-    """The policy, if it can deal with these bad rows."""
+    """The policy for these bad rows. Raises BadCellsError if it does not allow them."""
     can_do = policy == "allow" or (policy == "drop" and may_drop) or (policy == "fill" and column.fill is not None)
     if rows is None or can_do:
         return policy
@@ -189,11 +191,11 @@ def _checked_policy(column: SourceColumn, what: str, rows: Mask | None, policy: 
 
 
 def first_nonfinite_row(cells: Array | Ragged) -> int | None:
-    """The first row of decoded cells with NaN or Inf in it; None where there is none, or they cannot be."""
+    """The first row of decoded cells with NaN or Inf; None if there is none."""
     values = cells.own_values if isinstance(cells, Ragged) else cells
     if values.dtype.kind not in "fc":
         return None
-    # NOTE: one pass without a mask: NaN and Inf stay in a sum, which only values near the largest number overflow too.
+    # NOTE: one pass without a mask: a sum keeps NaN and Inf; otherwise only values near the maximum make it overflow.
     with np.errstate(all="ignore"):
         if np.isfinite(values.sum()):
             return None
@@ -207,16 +209,16 @@ def first_nonfinite_row(cells: Array | Ragged) -> int | None:
 
 
 def nonfinite_as_read(name: str) -> str:
-    """For an error: what is found in a column of a dataset that is read as it is, and what to change."""
+    """The error message for NaN or Inf in a column of a dataset that is read unchanged."""
     return (
-        f"column {name!r}: found NaN or Inf, expected none in a dataset that is read as it is; set data.nonfinite to "
-        f"allow, or, if others wrote it, to drop, or to fill with data.fill.{name}; if we did, write it anew with one "
-        "of these (write_shards, jobs/prepare.py)"
+        f"column {name!r}: found NaN or Inf, expected none in a dataset that is read unchanged; set data.nonfinite to "
+        f"allow; for external data also to drop, or to fill with data.fill.{name}; a dataset of spark_dl must be "
+        "written again with drop or fill (write_shards, jobs/prepare.py)"
     )
 
 
 def with_finite_values(cells: Array | Ragged, fill: Any) -> Array | Ragged:
-    """The cells with a value of `data.fill` in place of NaN and Inf; as they are where it is None."""
+    """Replaces NaN and Inf in decoded cells by `fill`; returns the cells unchanged if it is None."""
     values: Any = cells.values if isinstance(cells, Ragged) else cells
     if values.dtype.kind not in "fc" or fill is None or np.isfinite(values).all():
         return cells

@@ -1,4 +1,4 @@
-"""Columns whose cells have different lengths: all values end to end, and where each row of them starts."""
+"""Ragged arrays: rows of different lengths, stored as concatenated values and the offset of each row."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 MAX_AXES = 64
-"""Most axes of an array in NumPy 2; NumPy 1 has 32."""
+"""Maximum number of axes of a NumPy 2 array (NumPy 1: 32)."""
 _LONG_ROWS = 256
-"""Mean values of rows from which on they are copied one by one: to index each value takes 24 bytes of memory for it."""
+"""Mean length from which rows are copied one by one; indexing takes 24 bytes of memory per value."""
 _INDEXED_AT_ONCE = 1 << 17  # values, about
 
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
-    """Row `i` is `values[offsets[i] : offsets[i + 1]]`; values between rows, if any, belong to none.
+    """Rows of different lengths: row `i` is `values[offsets[i] : offsets[i + 1]]`.
 
     A slice of rows, `ragged[start:stop]`, shares the values.
     """
 
     values: Array
-    """All values, end to end. # (total, *inner)"""
+    """Concatenated values of all rows. # (total, *inner)"""
     offsets: npt.NDArray[np.int64]
-    """# (rows + 1,), not falling"""
+    """Start of each row, and the end of the last. # (rows + 1,), non-decreasing"""
     is_own: bool = False
-    """Whether nothing else has a part of the values' memory."""
+    """Whether no other array shares the memory of the values."""
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -43,7 +43,7 @@ class Ragged:
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
-        """# (rows,)"""
+        """Values of each row. # (rows,)"""
         return np.diff(self.offsets)
 
     @property
@@ -53,12 +53,12 @@ class Ragged:
 
     @property
     def own_values(self) -> Array:
-        """The values of these rows alone, without those before and after them. # (total, *inner)"""
+        """The values of these rows only, without those before and after a slice. # (total, *inner)"""
         return self.values[self.offsets[0] : self.offsets[-1]]
 
 
 class Stacked:
-    """Rows that come in pieces, laid end to end in one array."""
+    """Concatenates batches of rows into one preallocated array."""
 
     def __init__(self, array: Array, *, is_ragged: bool):
         """# array: (>= rows, *cell), or (>= values, *inner) where the rows are ragged"""
@@ -66,10 +66,10 @@ class Stacked:
         self.room_bytes = array.nbytes
         self._lengths: list[npt.NDArray[np.int64]] | None = [] if is_ragged else None
         self.rows = 0
-        """So far."""
+        """Rows added so far."""
 
     def add(self, piece: Array | Ragged) -> None:
-        """Raises ValueError for more than there is room for."""
+        """Appends rows. Raises ValueError if the array is full."""
         values = piece
         if isinstance(piece, Ragged):
             assert self._lengths is not None
@@ -78,12 +78,12 @@ class Stacked:
         stop = self._used + len(values)
         if stop > len(self._array):
             raise ValueError(f"found {stop} values or more, expected {len(self._array)}")
-        if len(values):  # of rows without values the inner shape is not known
+        if len(values):  # rows without values have no inner shape
             self._array[self._used : stop] = values
         self._used, self.rows = stop, self.rows + len(piece)
 
     def cells(self) -> Array | Ragged:
-        """All rows that were added; the array itself if they fill it."""
+        """All rows added; the array itself if it is full."""
         full = self._array if self._used == len(self._array) else self._array[: self._used]
         if self._lengths is None:
             return full
@@ -92,7 +92,7 @@ class Stacked:
 
 
 def from_lengths(values: Array, lengths: npt.NDArray[Any]) -> Ragged:
-    """Rows of these lengths, end to end. # values: (total, *inner), lengths: (rows,)"""
+    """Ragged rows of these lengths. # values: (total, *inner), lengths: (rows,)"""
     offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
     np.cumsum(lengths, out=offsets[1:])
     assert offsets[-1] == len(values)
@@ -100,7 +100,7 @@ def from_lengths(values: Array, lengths: npt.NDArray[Any]) -> Ragged:
 
 
 def take(ragged: Ragged, rows: npt.NDArray[np.integer[Any]]) -> Ragged:
-    """These rows, in this order, with values of their own. # rows: (n,)"""
+    """Copies the given rows, in this order. # rows: (n,)"""
     lengths, starts = ragged.lengths[rows], ragged.offsets[:-1][rows]
     found = from_lengths(np.empty((int(lengths.sum()), *ragged.inner), ragged.values.dtype), lengths)
     copy_rows(ragged.values, starts, lengths, found.values, found.offsets[:-1])
@@ -116,7 +116,7 @@ def copy_rows(
 ) -> None:
     """Copies rows: `lengths` values from each of `starts` to each of `places`. # values, out: (total, *inner)"""
     total = int(lengths.sum())
-    if total == 0:  # of rows without values the inner shape is not known
+    if total == 0:  # rows without values have no inner shape
         return
     if total <= _LONG_ROWS * len(lengths):
         size = max(1, len(lengths) * _INDEXED_AT_ONCE // total)
@@ -129,16 +129,17 @@ def copy_rows(
 
 
 def pad(ragged: Ragged, length: int | None = None, fill: Any = 0) -> tuple[Array, npt.NDArray[np.bool_]]:
-    """The rows as one array, filled up to `length`, by default the longest row's; and where its values are true ones.
+    """Pads the rows to `length` (default: the longest row).
 
-    Returns # (rows, length, *inner), (rows, length) bool. Raises ValueError for a row that is longer.
+    Returns the padded array and the mask of true values. # (rows, length, *inner), (rows, length) bool
+    Raises ValueError if a row is longer than `length`.
     """
     lengths = ragged.lengths
     longest = int(lengths.max(initial=0))
     length = longest if length is None else length
     if longest > length:
         row = int(np.argmax(lengths > length))
-        raise ValueError(f"row {row} has the length {int(lengths[row])}; at most {length} fit")
+        raise ValueError(f"found {int(lengths[row])} values in row {row}, expected at most {length}")
     mask = np.arange(length) < lengths[:, None]
     out = np.full((len(ragged), length, *ragged.inner), fill, dtype=ragged.values.dtype)
     if lengths.sum() <= _LONG_ROWS * len(ragged):
@@ -150,24 +151,24 @@ def pad(ragged: Ragged, length: int | None = None, fill: Any = 0) -> tuple[Array
 
 
 def padded_bytes(rows: int, longest: int, value_bytes: int) -> int:
-    """What `pad` takes for its array and its mask."""
+    """Bytes of the array and the mask that `pad` returns."""
     return rows * longest * (value_bytes + 1)
 
 
 def concatenate(parts: Sequence[Array | Ragged]) -> Array | Ragged:
-    """The rows of all parts, which are of one kind."""
+    """Concatenates arrays, or ragged arrays."""
     if len(parts) == 1:
         return parts[0]
     ragged = [p for p in parts if isinstance(p, Ragged)]
     if not ragged:
         return np.concatenate(parts)  # type: ignore[arg-type]
     assert len(ragged) == len(parts)
-    filled = [p.own_values for p in ragged if len(p.own_values)]  # rows without values do not know their inner shape
+    filled = [p.own_values for p in ragged if len(p.own_values)]  # rows without values have no inner shape
     return from_lengths(np.concatenate(filled or [ragged[0].own_values]), np.concatenate([p.lengths for p in ragged]))
 
 
 def _positions(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """`start, start + 1, ...` for each row, end to end. # (sum of lengths,)"""
+    """`start, start + 1, ...` of each row, concatenated. # (sum of lengths,)"""
     ends = np.cumsum(lengths)
     total = int(ends[-1]) if len(ends) else 0
     positions: npt.NDArray[np.int64] = np.arange(total) + np.repeat(starts - (ends - lengths), lengths)

@@ -1,8 +1,8 @@
-"""The columns of a dataset: how cells are stored in Parquet, and how stored columns become arrays again.
+"""The columns of a dataset: names, dtypes, shapes and encodings.
 
 A column of arrays or vectors of one shape is stored as binary cells in NumPy's `.npy` format, as Petastorm's
-`NdarrayCodec` writes them: every cell then has the same header, and a whole column is decoded as one strided view of
-the Arrow buffer, without a copy per row. Scalars are stored as their own Parquet type, ragged columns as lists.
+`NdarrayCodec` does: every cell has the same header, and a whole column is decoded as one strided view of the Arrow
+buffer, without a copy per row. Scalars are stored as their own Parquet type, ragged columns as lists.
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from spark_dl.data.columns import images
 from spark_dl.data.columns.encoding import Encoding, Settings
-from spark_dl.data.columns.ragged import MAX_AXES, Ragged
-from spark_dl.data.columns.ragged import Array as Array
+from spark_dl.data.columns.ragged import MAX_AXES, Array, Ragged
 from spark_dl.data.columns.source import SourceColumn
 
 MAX_GROUP_BYTES = 2**31 - 1
@@ -27,73 +25,79 @@ MAX_GROUP_BYTES = 2**31 - 1
 
 @dataclass(frozen=True)
 class Column:
-    """One column of a dataset: the name, the dtype of its elements (NumPy's name) and the shape of a cell."""
+    """One column of a dataset: name, NumPy dtype of its elements, and shape of a cell."""
 
     name: str
     dtype: str
     shape: tuple[int | None, ...] = ()
-    """None as the first axis where its length varies from row to row: a ragged column."""
+    """The first axis is None if its length varies from row to row: a ragged column."""
     codec: str = "scalar"
     """How cells are stored: `scalar`, a Parquet type; `ndarray`, `.npy` bytes of one dtype and shape; `list`, Parquet
-    lists; `binary`, bytes; `image`, a PNG or JPEG file; in datasets of others also `converted`, a Parquet type that
-    becomes numbers when it is read, `vector`, Spark ML's, `partition`, a value in the names of folders, and
+    lists; `binary`, bytes; `image`, a PNG or JPEG file. External datasets also have `converted`, a Parquet type that
+    is converted to numbers on reading; `vector`, a Spark ML vector; `partition`, a hive partition value; and
     `petastorm.*`."""
     encoding: Encoding = field(default_factory=Encoding)
-    """What the numbers mean."""
+    """What the numbers stand for."""
     mean_size: float | None = None
-    """Elements of a cell on average, over all axes, where that varies; of images the bytes of the file."""
+    """Mean number of elements per cell, over all axes, where it varies; for images, mean bytes of the file."""
     fill: Any = None
-    """What stands for nulls where they are filled when they are read, in datasets of others; in terms of the source."""
+    """Value that replaces nulls on reading, in external datasets, in the source type; None if nulls are not filled."""
 
     @property
     def is_ragged(self) -> bool:
-        """Whether it is decoded as `Ragged`."""
+        """Whether the column is decoded as `Ragged`."""
         return self.shape[:1] == (None,)
 
     @property
     def inner(self) -> tuple[int, ...]:
-        """The shape of a cell without an axis of varying length."""
+        """The shape of a cell without the axis of varying length."""
         return tuple(n for n in self.shape if n is not None)
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a cell as it is stored in our own shards; on average, where they vary."""
+        """Bytes of a cell as stored in our own shards; the mean if they vary."""
         if self.codec == "image":
             return math.ceil(self.mean_size or 0) + 4
         return self.value_bytes + (len(npy_header(self)) if self.codec == "ndarray" else 0)
 
     @property
     def value_bytes(self) -> int:
-        """Bytes of a cell in memory once it is decoded; on average, where they vary."""
+        """Bytes of a decoded cell in memory; the mean if they vary."""
         if self.is_ragged:
             size: float = self.group_bytes(1, self.mean_size or 0)
             return math.ceil(size)
         return np.dtype(self.dtype).itemsize * math.prod(self.inner)
 
     @property
-    def has_stored_words(self) -> bool:
-        """Whether the file holds its words as strings of Parquet, of which a dictionary tells each one once."""
-        return self.encoding.has_words and not self.codec.startswith("petastorm.")
+    def has_stored_strings(self) -> bool:
+        """Whether looked-up strings are stored as Parquet strings, which may be dictionary-encoded."""
+        return self.encoding.is_lookup and not self.codec.startswith("petastorm.")
 
     @property
     def is_encoded(self) -> bool:
-        """Whether cells are files, compressed, or texts of others, which are in memory beside what becomes of them."""
-        is_text = self.encoding.has_words and (self.codec == "converted" or self.codec.startswith("petastorm."))
-        return is_text or self.codec == "image" or self.codec.startswith(("petastorm.image", "petastorm.compressed"))
+        """Whether encoded cells (image files, compressed arrays, external strings) take memory beside decoded ones."""
+        is_string_or_binary = self.encoding.is_lookup and (
+            self.codec == "converted" or self.codec.startswith("petastorm.")
+        )
+        return (
+            is_string_or_binary
+            or self.codec == "image"
+            or self.codec.startswith(("petastorm.image", "petastorm.compressed"))
+        )
 
     def stored_bytes(self, rows: Any, size: Any = None) -> Any:
-        """Bytes of encoded cells of some rows, by the mean where their `size` is not known; 0 where they are not.
+        """Bytes of the encoded cells of some rows: `size` if known, else the mean; 0 if cells are not encoded.
 
-        Of arrays, elementwise.
+        Works elementwise on arrays.
         """
         if not self.is_encoded:
             return 0
         return rows * (self.mean_size or 0) if size is None else size
 
     def group_bytes(self, rows: Any, elements: Any = None) -> Any:
-        """Bytes in memory of decoded rows, that have so many elements if it is ragged; else by the mean.
+        """Bytes of decoded rows in memory. # elements: of ragged rows, None to use the mean
 
-        Of arrays, elementwise.
+        Works elementwise on arrays.
         """
         if not self.is_ragged or elements is None:
             return rows * self.value_bytes
@@ -101,15 +105,15 @@ class Column:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Column:
-        """A column from the dict that `dataclasses.asdict` made of it, after a way through JSON.
+        """Restores a column from `dataclasses.asdict` after a JSON round trip.
 
-        Raises ValueError for values that no column has, TypeError or LookupError for other keys.
+        Raises ValueError for invalid values, TypeError or LookupError for unknown or missing keys.
         """
         encoding = Encoding.from_plain(plain.get("encoding", {}))
         column = cls(**{**plain, "shape": tuple(plain["shape"]), "encoding": encoding})
         for key, is_value in _IS_VALUE.items():
             if not is_value(value := getattr(column, key)):
-                raise ValueError(f"column {column.name!r:.200}: found the {key} {value!r:.200}")
+                raise ValueError(f"column {column.name!r:.200}: found the invalid {key} {value!r:.200}")
         return column
 
 
@@ -127,7 +131,7 @@ def _is_shape(value: tuple[Any, ...]) -> bool:
 
 
 OWN_CODECS = ("scalar", "ndarray", "list", "binary", "image")
-"""How our own shards store cells."""
+"""Codecs of our own shards."""
 _IS_VALUE: Mapping[str, Callable[[Any], bool]] = {
     "name": lambda v: type(v) is str and v != "",
     "dtype": _is_dtype,
@@ -136,23 +140,23 @@ _IS_VALUE: Mapping[str, Callable[[Any], bool]] = {
     "mean_size": lambda v: v is None or (type(v) in (int, float) and 0 <= v < math.inf),
     "fill": lambda v: v is None or type(v) in (str, bool, int, float),
 }
-"""What the values of a column may be, whoever wrote them."""
+"""Checks of the fields of a column that was read from a manifest."""
 
 
 def codec_of(source: SourceColumn) -> str:
-    """How we store a column."""
+    """The codec of a column in our own shards."""
     if source.encoding.kind in ("bytes", "image"):
         return "image" if source.encoding.kind == "image" else "binary"
     return "list" if source.ragged else "scalar" if source.kind == "scalar" else "ndarray"
 
 
 def stored_column(source: SourceColumn, shape: tuple[int | None, ...]) -> Column:
-    """The column of cells of this shape, in our own shards."""
+    """The column in our own shards, for cells of this shape."""
     return Column(source.name, source.dtype, shape, codec_of(source), source.encoding, source.mean_size)
 
 
-def check_like(columns: Sequence[Column], others: Sequence[Column]) -> None:
-    """Raises ValueError if columns of the same name have another dtype, shape or encoding."""
+def check_reference_columns(columns: Sequence[Column], others: Sequence[Column]) -> None:
+    """Raises ValueError if two columns of the same name differ in dtype, shape or encoding."""
     by_name = {c.name: c for c in others}
     for column in columns:
         other = by_name.get(column.name, column)
@@ -165,13 +169,13 @@ def check_like(columns: Sequence[Column], others: Sequence[Column]) -> None:
                 )
 
 
-def words_of(columns: Sequence[Column]) -> dict[str, tuple[str, ...]]:
-    """The vocabularies among some columns, by their names."""
+def vocabularies_of(columns: Sequence[Column]) -> dict[str, tuple[str, ...]]:
+    """The vocabularies of some columns, by name."""
     return {c.name: c.encoding.vocabulary for c in columns if c.encoding.vocabulary is not None}
 
 
 def check_settings(columns: Sequence[Column], encode: Settings) -> None:
-    """Raises ValueError for settings of `data.encode` with which a dataset was not written."""
+    """Raises ValueError for settings of `data.encode` that differ from those a dataset was written with."""
     for column in columns:
         encoding = column.encoding
         found = {"as": encoding.kind, "ragged": column.is_ragged, "unit": encoding.unit, "buckets": encoding.buckets,
@@ -186,40 +190,25 @@ def check_settings(columns: Sequence[Column], encode: Settings) -> None:
 
 
 def cell_shape(codec: str, cells: Array | Ragged, encoding: Encoding) -> tuple[int | None, ...]:
-    """The shape of the cells before they are stored; of images that of the first one once it is decoded."""
+    """The shape of the cells before they are stored; for images, the decoded shape of the first one."""
     if not isinstance(cells, Ragged):
         return cells.shape[1:]
     is_image = codec == "image"
     return images.image_shape(cells[0:1].own_values, encoding.resize) if is_image else (None, *cells.inner)
 
 
-def empty_first(name: str, where: str) -> str:
-    """For an error: a column whose first cell has no values, so that all would be empty."""
+def empty_first_cell(name: str, where: str) -> str:
+    """The error message for a column whose first cell is empty."""
     return (
-        f"column {name!r}: the first cell of {where} is empty; it gives the shape of all; where lengths vary, set "
-        f"data.encode.{name}: {{ragged: true}}; else leave the column out"
+        f"column {name!r}: the first cell of {where} is empty, and the first cell gives the shape of all; if lengths "
+        f"vary, set data.encode.{name}: {{ragged: true}}; otherwise remove the column"
     )
 
 
 def npy_header(column: Column) -> bytes:
-    """The header that every cell of a tensor column starts with."""
+    """The `.npy` header that every cell of an `ndarray` column starts with."""
     buffer = io.BytesIO()
     dtype = np.dtype(column.dtype).newbyteorder("<")
     header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": column.shape}
     np.lib.format.write_array_header_1_0(buffer, header)
     return buffer.getvalue()
-
-
-def arrow_type(column: Column) -> pa.DataType:
-    """The type of the stored column."""
-    if column.codec in ("ndarray", "binary", "image"):
-        return pa.binary()
-    arrow = pa.from_numpy_dtype(np.dtype(column.dtype))
-    for _ in column.shape:
-        arrow = pa.list_(pa.field("element", arrow, nullable=False))
-    return arrow
-
-
-def arrow_field(column: Column) -> pa.Field:
-    """The stored column, which has no nulls."""
-    return pa.field(column.name, arrow_type(column), nullable=False)

@@ -1,4 +1,4 @@
-"""Columns before they are tensors: the types of Spark and Parquet that are accepted, and what `data.encode` chooses."""
+"""Source columns: the Spark and Parquet types that can become tensors, and how `data.encode` encodes them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from spark_dl.config.checks import suggestion
 from spark_dl.data.columns.encoding import CHOICES, Encoding
 
 HAS_DOT = (
-    "the name of a field of a struct has a dot, which divides the names of a path; rename it, or make it a column of "
-    "its own, in Spark"
+    "a struct field has a dot in its name, and dots separate the names of a path; rename the field, or select it as a "
+    "column of its own, in Spark"
 )
 SUPPORTED = (
     "numbers, boolean, decimal, date, timestamp, day-time intervals, string, binary, arrays of these, Spark ML "
@@ -22,31 +22,36 @@ SUPPORTED = (
 )
 
 
+Shape = tuple[int | None, ...]
+"""The shape of a cell; None stands for an axis of varying length."""
+NO_NULLS = "no nulls; set data.nulls to drop or fill"
+
+
 @dataclass(frozen=True)
 class SourceColumn:
-    """A column of a DataFrame or of a Parquet file of others, before the shape of its cells is known."""
+    """A column of a DataFrame or of an external Parquet file, before the shape of its cells is known."""
 
     name: str
     dtype: str
-    """Of the elements as they will be stored."""
+    """NumPy dtype of the stored elements."""
     kind: str
     """`scalar`, `array` or `vector`."""
     depth: int = 0
-    """Nesting of the arrays."""
+    """Nesting depth of arrays; 0 for scalars."""
     ragged: bool = False
-    """Whether the first axis may have another length in each row."""
+    """Whether the length of the first axis varies from row to row."""
     encoding: Encoding = Encoding()
     path: tuple[str, ...] = ()
-    """Where it is: the name, or the names from the outermost struct to the field."""
+    """Names from the outermost struct to the field; a top-level column has one."""
     fill: Any = None
-    """What stands for nulls, NaN and Inf where they are filled, in terms of the source."""
+    """Value of `data.fill` that replaces nulls, NaN and Inf, in the source type; None if they are not filled."""
     mean_size: float | None = None
-    """Elements of a cell on average, where that varies; of images the bytes of the file."""
+    """Mean number of elements per cell where it varies; for images, mean bytes of the file."""
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """The type of a cell, or of an array's elements."""
+    """The type of a scalar cell, or of the elements of an array."""
 
     family: str
     dtype: str
@@ -55,7 +60,7 @@ class Leaf:
 
 
 class BadCellsError(ValueError):
-    """Cells that cannot be stored; the writer adds where in the DataFrame they are. # row: the first bad one"""
+    """Cells that cannot be stored. The writer adds the partition. # row: the first bad row"""
 
     def __init__(self, column: str, row: int, found: str, expected: str):
         super().__init__(f"column {column!r}: found {found}, expected {expected}")
@@ -63,9 +68,9 @@ class BadCellsError(ValueError):
 
 
 def check_batch_names(names: Sequence[str], ragged: Sequence[str]) -> None:
-    """Raises ValueError for columns of names that batches have for something else. # ragged: those among the names
+    """Raises ValueError for column names that batches reserve. # ragged: the ragged columns among the names
 
-    A batch has the weights of its rows as `weight`, and beside a ragged column its mask or its offsets.
+    A batch has the weights of its rows as `weight`, and the mask or the offsets of each ragged column.
     """
     taken = {"weight": "the weights of its rows"}
     for name in ragged:
@@ -73,20 +78,20 @@ def check_batch_names(names: Sequence[str], ragged: Sequence[str]) -> None:
     for name in names:
         if name in taken:
             raise ValueError(
-                f"column {name!r}: a batch has {taken[name]} by this name; rename the column, "
+                f"column {name!r}: a batch uses this name for {taken[name]}; rename the column, "
                 f"df.withColumnRenamed({name!r}, ...), or leave it out of data.features"
             )
 
 
 def check_names(key: str, settings: Iterable[str], names: Sequence[str]) -> None:
-    """Raises ValueError for settings `data.<key>` of a column that is not read, naming the nearest that is."""
+    """Raises ValueError for settings `data.<key>` of a column that is not read, with the nearest name that is."""
     for name in settings:
         if name not in names:
             raise ValueError(f"data.{key}.{name}: no such column is read{suggestion(name, list(names))}")
 
 
 def arrow_source_column(name: str, arrow: pa.DataType, settings: Mapping[str, Any]) -> SourceColumn:
-    """A column of a Parquet file of others, by its Arrow type. Raises ValueError as `source_columns` does."""
+    """The column of an external Parquet file, from its Arrow type. Raises ValueError as `source_columns` does."""
     types = pa.types
     if _is_vector(arrow):
         return vector_column(name, settings)
@@ -96,20 +101,20 @@ def arrow_source_column(name: str, arrow: pa.DataType, settings: Mapping[str, An
     leaf = _arrow_leaf(inner.value_type if types.is_dictionary(inner) else inner)
     if leaf is None:
         raise ValueError(f"column {name!r} has Parquet type {arrow}, which cannot become a tensor; supported are "
-                         f"{SUPPORTED}; read it with Spark and convert it")  # fmt: skip
+                         f"{SUPPORTED}; convert it with Spark")  # fmt: skip
     return encoded_column(name, leaf, depth, str(arrow), settings)
 
 
 def _is_vector(arrow: pa.DataType) -> bool:
-    """Whether it is how Spark ML stores a vector; a struct may have fields of the same names."""
+    """Whether the type is the struct of a Spark ML vector; other structs may have fields of the same names."""
     types = pa.types
     if not types.is_struct(arrow) or [f.name for f in arrow] != ["type", "size", "indices", "values"]:
         return False
     kind, size, indices, values = (f.type for f in arrow)
     are_lists = all(types.is_list(t) or types.is_large_list(t) for t in (indices, values))
-    are_whole = types.is_integer(kind) and types.is_integer(size)
+    are_integers = types.is_integer(kind) and types.is_integer(size)
     return bool(
-        are_lists and are_whole and types.is_integer(indices.value_type) and types.is_floating(values.value_type)
+        are_lists and are_integers and types.is_integer(indices.value_type) and types.is_floating(values.value_type)
     )
 
 
@@ -135,40 +140,45 @@ def _arrow_leaf(arrow: pa.DataType) -> Leaf | None:
 
 
 def vector_column(name: str, settings: Mapping[str, Any]) -> SourceColumn:
+    """The source column of Spark ML vectors. Raises ValueError if there are settings."""
     if settings:
-        raise ValueError(f"data.encode.{name}: expected nothing for Spark ML vectors, found {dict(settings)}")
+        raise ValueError(f"data.encode.{name}: found {dict(settings)}, expected none for Spark ML vectors; remove them")
     return SourceColumn(name, "float64", "vector", 1)
 
 
-def encoded_column(name: str, leaf: Leaf, depth: int, text: str, settings: Mapping[str, Any]) -> SourceColumn:
+def encoded_column(name: str, leaf: Leaf, depth: int, type_name: str, settings: Mapping[str, Any]) -> SourceColumn:
+    """The source column of `depth` nested arrays of `leaf`, with the settings of `data.encode`.
+
+    `type_name` names the type in errors. Raises ValueError for settings that do not fit the type.
+    """
     choices, key = CHOICES[leaf.family], f"data.encode.{name}"
     chosen = settings.get("as")
     if chosen is None and leaf.family == "string":
         more = f" or {{{name}: {{as: bytes}}}}" if not depth else "; with ragged: true where lengths vary"
         raise ValueError(
-            f"column {name!r} has type {text}; say with data.encode how it becomes numbers: "
+            f"column {name!r} has type {type_name}; set data.encode to encode strings as numbers: "
             f"{{{name}: {{as: vocabulary}}}}, {{{name}: {{as: hash, buckets: 1000}}}}{more}"
         )
     if chosen is not None and chosen not in choices:
-        raise ValueError(f"{key}.as: expected one of {list(choices)} for type {text}, found {chosen!r}")
+        raise ValueError(f"{key}.as: expected one of {list(choices)} for type {type_name}, found {chosen!r}")
     kind = chosen or choices[0]
     ragged = bool(settings.get("ragged", False))
     if kind in ("bytes", "image"):
         if depth or ragged:
-            raise ValueError(f"{key}: expected a column of single cells for as: {kind}, found type {text}")
+            raise ValueError(f"{key}: expected a column without arrays for as: {kind}, found type {type_name}")
         size = settings.get("resize")
         resize = None if size is None else (size[0], size[1])
         return SourceColumn(name, "uint8", "scalar", 0, kind == "bytes", Encoding(kind, resize=resize))
     if ragged and not depth:
-        raise ValueError(f"{key}.ragged: expected an array, found type {text}")
-    words = settings.get("values")
+        raise ValueError(f"{key}.ragged: expected an array, found type {type_name}")
+    values = settings.get("values")
     unit = settings.get("unit", leaf.unit)
     encoding = Encoding(
         kind,
         unit=unit,
         scale=leaf.scale if kind == "decimal" else None,
         buckets=settings.get("buckets"),
-        vocabulary=None if words is None else tuple(words),
+        vocabulary=None if values is None else tuple(values),
         unknown=settings.get("unknown", "zero"),
     )
     dtype = "float64" if kind == "float" else leaf.dtype
@@ -178,26 +188,26 @@ def encoded_column(name: str, leaf: Leaf, depth: int, text: str, settings: Mappi
 
 
 def check_fill(column: SourceColumn, fill: Any, arrow: pa.DataType) -> None:
-    """Raises ValueError for a value of `data.fill` that the column cannot hold. # arrow: the type of its elements"""
+    """Raises ValueError for a value of `data.fill` that the column cannot hold. # arrow: the type of the elements"""
     if column.encoding.kind in ("bytes", "image"):
         raise ValueError(f"data.fill.{column.name}: {column.encoding.kind} cannot be filled; set data.nulls to drop")
     fill_scalar(column, fill, arrow)
 
 
 def fill_scalar(column: SourceColumn, fill: Any, arrow: pa.DataType) -> pa.Scalar:
-    """The value of `data.fill` as one of the column's type. Raises ValueError where it is none."""
+    """The value of `data.fill` in the column's type. Raises ValueError if it does not fit."""
     try:
         if pa.types.is_decimal(arrow):
             return pa.scalar(str(fill)).cast(arrow)
         if isinstance(fill, str) != (pa.types.is_string(arrow) or pa.types.is_large_string(arrow)) and not (
             isinstance(fill, str) and pa.types.is_temporal(arrow)
         ):
-            raise ValueError("another kind of value")
+            raise ValueError("a value of another type")
         if isinstance(fill, bool) != pa.types.is_boolean(arrow):
-            raise ValueError("a boolean is no number")
+            raise ValueError("a boolean is not a number")
         found = pa.scalar(fill).cast(arrow)
         if pa.types.is_floating(arrow) and math.isfinite(fill) and not math.isfinite(found.as_py()):
-            raise ValueError("out of its range")
+            raise ValueError("out of range")
         return found
     except (pa.ArrowException, ValueError, TypeError, ArithmeticError) as error:
         raise ValueError(

@@ -30,10 +30,10 @@ def prepare_folder(url: str, overwrite: bool) -> list[str]:
         if MANIFEST in old:
             if not overwrite:
                 raise ValueError(f"{url} holds a dataset already; pass overwrite=True to replace it")
-        elif foreign := [n for n in old if not is_dataset_file(n)]:
+        elif external := [n for n in old if not is_dataset_file(n)]:
             raise ValueError(
-                f"{url} is not empty and holds no dataset of spark_dl, but {foreign[:5]}, which stay as they are; name "
-                "an empty folder"
+                f"{url} is not empty and holds no dataset of spark_dl, but {external[:5]}, "
+                "which stay as they are; name an empty folder"
             )
         storage.make_folder(url)
         storage.write_bytes(storage.join(url, _PROBE), b"")

@@ -24,7 +24,7 @@ import pyarrow as pa
 
 from spark_dl import storage
 from spark_dl._version import __version__
-from spark_dl.data.columns import schema
+from spark_dl.data.columns import cell_codec, schema
 from spark_dl.data.columns.policies import Changes, Rules
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.dataset.records import ShardSet
@@ -142,7 +142,7 @@ def commit(shard_set: ShardSet) -> ShardSet:
 
 
 def _write_petastorm_metadata(shard_set: ShardSet) -> None:
-    arrow = pa.schema([schema.arrow_field(c) for c in shard_set.columns])
+    arrow = pa.schema([cell_codec.arrow_field(c) for c in shard_set.columns])
     row_groups = {s.name: len(s.row_groups) for s in shard_set.shards}
     try:
         unischema = petastorm_metadata.unischema_of(shard_set.columns)

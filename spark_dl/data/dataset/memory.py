@@ -39,7 +39,7 @@ def check_memory(
     if rows * row_bytes > share_mib(loader.memory_mib, num_datasets) * _MIB:
         raise ValueError(
             f"each rank has {rows} rows of {row_bytes} bytes of {shards.url} in a global batch, "
-            f"{rows * row_bytes / _MIB:.0f} MiB, and {said_memory(loader.memory_mib, num_datasets)}: lower "
+            f"{rows * row_bytes / _MIB:.0f} MiB, and {memory_setting(loader.memory_mib, num_datasets)}: lower "
             "train.global_batch_size, raise loader.memory_mib, or use more ranks"
         )
     if loader.ragged == "pad":
@@ -60,7 +60,7 @@ def _check_padded(shards: ShardSet, columns: Sequence[Column], config: Config, r
             raise ValueError(
                 f"column {column.name!r}: the {group_rows} rows of row group {group} of {shards.shards[shard].name} in "
                 f"{shards.url} have {values} values or more on average; a batch of {together} rows that is padded to "
-                f"one of them takes {size / _MIB:.0f} MiB, and {said_memory(memory_mib, num_datasets)}: set "
+                f"one of them takes {size / _MIB:.0f} MiB, and {memory_setting(memory_mib, num_datasets)}: set "
                 "loader.ragged to offsets, which pads none, lower train.global_batch_size, raise loader.memory_mib, or "
                 "use more ranks"
             )
@@ -72,9 +72,9 @@ def _longest_mean(shards: ShardSet, column: Column) -> tuple[int, tuple[int, int
     0 where it is not known: of others, bytes in the file are not those of the values, and empty lists count as one.
     """
     rows, counts = shards.shards.group_rows, shards.shards.elements.get(column.name)
-    if counts is None or (column.codec != "list" and shards.foreign):
+    if counts is None or (column.codec != "list" and shards.external):
         return 0, shards.shards.place_of(0)
-    elements = np.maximum(0, counts - rows) if shards.foreign else np.maximum(0, counts)
+    elements = np.maximum(0, counts - rows) if shards.external else np.maximum(0, counts)
     values = elements // max(1, math.prod(column.inner)) // np.maximum(1, rows)
     longest = int(values.argmax())
     return int(values[longest]), shards.shards.place_of(longest)
@@ -89,7 +89,7 @@ def check_row_groups(shards: ShardSet, columns: Sequence[Column], memory_mib: in
         raise ValueError(
             f"row group {group} of {shards.shards[shard].name} in {shards.url} has {rows} rows of "
             f"{size // rows} bytes, {size / _MIB:.0f} MiB; a row group is read as a whole, and "
-            f"{said_memory(memory_mib, num_datasets)}: raise it, or write the dataset with smaller row groups "
+            f"{memory_setting(memory_mib, num_datasets)}: raise it, or write the dataset with smaller row groups "
             "(shards.rows_per_row_group)"
         )
 
@@ -99,7 +99,7 @@ def share_mib(memory_mib: int, num_datasets: int) -> int:
     return max(1, memory_mib // num_datasets)
 
 
-def said_memory(memory_mib: int, num_datasets: int = 1) -> str:
+def memory_setting(memory_mib: int, num_datasets: int = 1) -> str:
     """What sets the memory of a loader, for messages."""
     share = f", of which each of {num_datasets} datasets has {share_mib(memory_mib, num_datasets)}"
     return f"loader.memory_mib={memory_mib}{share if num_datasets > 1 else ''}"
@@ -119,7 +119,8 @@ def warn_of_memory(
             "each rank reads %d streams with at least %.0f MiB of a row group in memory, %.0f MiB of %s, more than "
             "%s; lower loader.num_streams, use more ranks, write smaller row groups "
             "(shards.rows_per_row_group), or raise loader.memory_mib to say that there is room",
-            streams, segment / _MIB, streams * segment / _MIB, shards.url, said_memory(loader.memory_mib, num_datasets),
+            streams, segment / _MIB, streams * segment / _MIB, shards.url,
+            memory_setting(loader.memory_mib, num_datasets),
         )  # fmt: skip
 
 

@@ -42,9 +42,9 @@ class ShardSet:
     """What was dropped and filled when it was written."""
     rules: Rules | None = None
     """By which it was written, or, of others, is read; None in those of ours from before they were kept."""
-    foreign: bool = False
+    external: bool = False
     """Whether others wrote it: nulls, NaN and Inf are looked for when it is read."""
-    spread: LocalPlacement | None = None
+    placement: LocalPlacement | None = None
     """None where all shards lie at `url`."""
     run_starts: Array | None = field(default=None, compare=False)
     """For sequences (`data/sequences.py`), once they were looked for: the first row of each run. # (runs,) int64"""
@@ -63,7 +63,7 @@ class ShardSet:
         What lies on the ranks' own disks was written by the very run that reads it.
         """
         was_checked = self.rules is not None and self.rules.nonfinite != "allow"
-        return self.spread is not None or (was_checked and not self.foreign)
+        return self.placement is not None or (was_checked and not self.external)
 
     @property
     def num_shards(self) -> int:
@@ -102,9 +102,9 @@ class ShardSet:
     @property
     def part_groups(self) -> tuple[int, ...]:
         """Row groups of each part; none where the dataset lies in one place."""
-        if self.spread is None:
+        if self.placement is None:
             return ()
-        ends = np.cumsum([0, *self.spread.part_shards])
+        ends = np.cumsum([0, *self.placement.part_shards])
         return tuple(np.diff(self.shards.first_groups[ends]).tolist())
 
     def select(self, names: Sequence[str]) -> tuple[Column, ...]:

@@ -15,22 +15,24 @@ import pyarrow.compute as pc
 from spark_dl import storage
 from spark_dl.config import Data
 from spark_dl.config.checks import suggestion
-from spark_dl.data.columns import cells, nested, schema, stored_cells
+from spark_dl.data.columns import cell_codec, schema
+from spark_dl.data.columns.cells import read_cells
+from spark_dl.data.columns.nesting import leaf_type, null_rows
 from spark_dl.data.columns.ragged import Array
 from spark_dl.data.columns.schema import Column
-from spark_dl.data.columns.source import HAS_DOT, SourceColumn, arrow_source_column, check_fill
+from spark_dl.data.columns.source import HAS_DOT, NO_NULLS, SourceColumn, arrow_source_column, check_fill
 from spark_dl.data.external.files import File, check_in_all, elements_of, names_below, type_at
 from spark_dl.data.parquet import file as parquet_file
 from spark_dl.data.parquet.file import table_column
 from spark_dl.data.parquet.filters import NULL_PARTITION
-from spark_dl.data.petastorm.columns import CHARACTER_BYTES, is_text_or_time, petastorm_column, shape_of
+from spark_dl.data.petastorm.columns import CHARACTER_BYTES, is_string_or_time, petastorm_column, shape_of
 from spark_dl.data.petastorm.unischema import NUMBERS, Field
 
 _ROWS_AT_ONCE = 64
 _Shape = tuple[int | None, ...]
 
 
-def foreign_column(
+def external_column(
     name: str,
     url: str,
     files: Sequence[File],
@@ -45,9 +47,9 @@ def foreign_column(
     """
     is_partition = all(name in partition for partition in partitions.values())
     arrow = type_at(files[0].schema, name)
-    if name in fields and name in files[0].schema.names and not is_text_or_time(fields[name]):
+    if name in fields and name in files[0].schema.names and not is_string_or_time(fields[name]):
         column = petastorm_column(fields[name], settings)
-        _check_words(column)
+        _check_vocabulary(column)
         return _petastorm_column(column, settings.get("ragged", False), url, files, data)
     if arrow is not None:
         return _arrow_column(arrow_source_column(name, arrow, settings), arrow, url, files, data)
@@ -68,7 +70,7 @@ def _fill(source: SourceColumn, arrow: pa.DataType, data: Data) -> Any:
     value = data.fill.get(source.name)
     if value is None:
         return None
-    leaf = nested.leaf_type(arrow)
+    leaf = leaf_type(arrow)
     check_fill(source, value, leaf.value_type if pa.types.is_dictionary(leaf) else leaf)
     return value if data.nulls == "fill" else None
 
@@ -77,13 +79,13 @@ def _partition_column(
     name: str, values: Collection[str], dtype: str, settings: Mapping[str, Any], data: Data
 ) -> Column:
     """`dtype` is of the cells, where there are no settings that say how texts become numbers."""
-    column = _text_partition(name, settings) if settings else Column(name, dtype, (), "partition")
+    column = _string_partition(name, settings) if settings else Column(name, dtype, (), "partition")
     arrow = pa.string() if settings else pa.from_numpy_dtype(np.dtype(dtype))
     fill = _fill(SourceColumn(name, column.dtype, "scalar", encoding=column.encoding), arrow, data)
     if NULL_PARTITION in values and fill is None and data.nulls != "drop" and not data.filters:
         raise ValueError(
             f"column {name!r} is a partition that is null in some rows (the folder {name}={NULL_PARTITION}), expected "
-            f"{cells.NO_NULLS}, with data.fill.{name}"
+            f"{NO_NULLS}, with data.fill.{name}"
         )
     if not settings:
         _check_numbers(name, {*values} - {NULL_PARTITION}, np.dtype(dtype))
@@ -92,7 +94,7 @@ def _partition_column(
 
 def _petastorm_column(column: Column, is_ragged: bool, url: str, files: Sequence[File], data: Data) -> Column:
     dtype, shape = np.dtype(column.dtype), column.shape
-    has_words = column.encoding.has_words
+    is_lookup = column.encoding.is_lookup
     if column.name in data.fill and ("image" in column.codec or dtype.kind == "c"):
         raise ValueError(
             f"data.fill.{column.name}: images and complex numbers cannot be filled; set data.nulls to drop"
@@ -100,7 +102,7 @@ def _petastorm_column(column: Column, is_ragged: bool, url: str, files: Sequence
     fill = None
     if column.name in data.fill:
         source = SourceColumn(column.name, column.dtype, "array" if shape else "scalar", encoding=column.encoding)
-        fill = _fill(source, pa.string() if has_words else pa.from_numpy_dtype(dtype), data)
+        fill = _fill(source, pa.string() if is_lookup else pa.from_numpy_dtype(dtype), data)
     if None in shape[1 if is_ragged else 0 :]:
         paths = [storage.join(url, f.name) for f in files]
         found = _first_shape(column.name, paths, functools.partial(_petastorm_shape, column, is_ragged))
@@ -125,29 +127,29 @@ def _check_numbers(name: str, values: Collection[str], dtype: np.dtype[Any]) -> 
         )
 
 
-def _text_partition(name: str, settings: Mapping[str, Any]) -> Column:
+def _string_partition(name: str, settings: Mapping[str, Any]) -> Column:
     source = arrow_source_column(name, pa.string(), settings)
-    if not source.encoding.has_words:
+    if not source.encoding.is_lookup:
         found = source.encoding.kind
         raise ValueError(f"data.encode.{name}.as: expected vocabulary or hash for a partition, found {found!r}")
-    _check_words(source)
+    _check_vocabulary(source)
     return Column(name, source.dtype, (), "partition", source.encoding)
 
 
 def partition_cells(column: Column, value: str, rows: int) -> Array:
     """A partition's value, which all rows of its files have. # (rows,)"""
     if value == NULL_PARTITION and column.fill is None:
-        raise ValueError(f"column {column.name!r}: found a partition that is null, expected {cells.NO_NULLS}")
+        raise ValueError(f"column {column.name!r}: found a partition that is null, expected {NO_NULLS}")
     if column.encoding.kind == "number":
         number = float if np.dtype(column.dtype).kind == "f" else int
         return np.full(rows, number(column.fill if value == NULL_PARTITION else value), column.dtype)
-    cell = stored_cells.decode(column, pa.array([None if value == NULL_PARTITION else value], pa.string()))
+    cell = cell_codec.decode(column, pa.array([None if value == NULL_PARTITION else value], pa.string()))
     assert isinstance(cell, np.ndarray)
     return np.full(rows, cell[0])
 
 
 def _arrow_column(source: SourceColumn, arrow: pa.DataType, url: str, files: Sequence[File], data: Data) -> Column:
-    _check_words(source)
+    _check_vocabulary(source)
     source = dataclasses.replace(source, fill=_fill(source, arrow, data))
     kind = source.encoding.kind
     codec = "vector" if source.kind == "vector" else "list" if source.kind == "array" else schema.codec_of(source)
@@ -162,7 +164,7 @@ def _arrow_column(source: SourceColumn, arrow: pa.DataType, url: str, files: Seq
     return Column(source.name, source.dtype, shape, codec, source.encoding, mean, source.fill)
 
 
-def _check_words(source: SourceColumn | Column) -> None:
+def _check_vocabulary(source: SourceColumn | Column) -> None:
     if source.encoding.kind == "vocabulary" and source.encoding.vocabulary is None:
         raise ValueError(
             f"data.encode.{source.name}.values: expected the words of the vocabulary, found none; they are counted "
@@ -176,7 +178,7 @@ def _mean_size(name: str, files: Sequence[File], *, unit: int | None) -> float:
 
 def unit_of(column: Column) -> int | None:
     """Bytes of an element, where the bytes of cells tell how many there are."""
-    if column.codec.startswith("petastorm.") and column.encoding.has_words:
+    if column.codec.startswith("petastorm.") and column.encoding.is_lookup:
         return CHARACTER_BYTES
     in_bytes = column.codec.startswith("petastorm.") or column.encoding.kind == "bytes"
     return np.dtype(column.dtype).itemsize if in_bytes else None
@@ -185,11 +187,11 @@ def unit_of(column: Column) -> int | None:
 def _arrow_shape(source: SourceColumn, codec: str, cell: pa.Array, data: Data) -> _Shape | None:
     """The shape of a cell; None for one with nulls, where they are no error, and an empty one of a ragged column."""
     may_be_null = data.nulls != "error" or data.filters
-    if may_be_null and (cell.null_count if source.fill is not None else nested.null_rows(cell) is not None):
+    if may_be_null and (cell.null_count if source.fill is not None else null_rows(cell) is not None):
         return None
     if source.ragged and not pc.list_value_length(cell)[0].as_py():
         return None
-    return schema.cell_shape(codec, cells.read_cells(source, cell), source.encoding)
+    return schema.cell_shape(codec, read_cells(source, cell), source.encoding)
 
 
 def _petastorm_shape(column: Column, is_ragged: bool, cell: pa.Array) -> _Shape | None:
@@ -207,7 +209,7 @@ def _first_shape(name: str, paths: Sequence[str], shape_of_cell: Callable[[pa.Ar
         except ValueError as error:
             raise ValueError(f"{error}; in a row of {path}, which gives the shape of all") from error
         if shape is not None and 0 in shape:
-            raise ValueError(schema.empty_first(name, path))
+            raise ValueError(schema.empty_first_cell(name, path))
         if shape is not None:
             return shape
     raise ValueError(f"column {name!r}: all cells of {paths[0]} are empty, and of all other files")

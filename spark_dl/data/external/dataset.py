@@ -18,13 +18,13 @@ import numpy as np
 
 from spark_dl import storage
 from spark_dl.config import Data
-from spark_dl.data.columns import cells, schema
+from spark_dl.data.columns import schema
 from spark_dl.data.columns.policies import Rules
 from spark_dl.data.columns.schema import Column
-from spark_dl.data.columns.source import check_batch_names, check_names
+from spark_dl.data.columns.source import NO_NULLS, check_batch_names, check_names
 from spark_dl.data.dataset.records import ShardSet
 from spark_dl.data.dataset.shard_table import Shard, ShardTable
-from spark_dl.data.external.columns import foreign_column, unit_of
+from spark_dl.data.external.columns import external_column, unit_of
 from spark_dl.data.external.files import (
     File,
     elements_of,
@@ -43,7 +43,11 @@ _READERS = 16
 
 
 def open_parquet(
-    url: str | os.PathLike[str], names: Sequence[str], *, data: Data | None = None, like: Sequence[Column] = ()
+    url: str | os.PathLike[str],
+    names: Sequence[str],
+    *,
+    data: Data | None = None,
+    reference_columns: Sequence[Column] = (),
 ) -> ShardSet:
     """A Parquet file, a folder of them, or a Petastorm dataset, with these of its columns. Called on the driver.
 
@@ -70,16 +74,16 @@ def open_parquet(
     if not files:
         raise ValueError(f"the dataset {url} has no rows")
     partitions = {f.name: _partitions_of(f) if root else {} for f in files}
-    words = schema.words_of(like)
+    words = schema.vocabularies_of(reference_columns)
     settings = {n: {**({"values": list(words[n])} if n in words else {}), **data.encode.get(n, {})} for n in names}
-    columns = tuple(foreign_column(name, base, files, partitions, fields, settings[name], data) for name in names)
+    columns = tuple(external_column(name, base, files, partitions, fields, settings[name], data) for name in names)
     check_batch_names(names, [c.name for c in columns if c.is_ragged])
-    schema.check_like(columns, like)
+    schema.check_reference_columns(columns, reference_columns)
     _check_same_columns(url, files, [c.name for c in columns if c.codec != "partition"])
     _check_nulls(url, files, columns, data)
     _check_finite(url, columns, data)
     shards = ShardTable.of(_shard(file, columns, partitions[file.name]) for file in files)
-    return ShardSet(base, columns, shards, rules=Rules(data.nulls, data.nonfinite, dict(data.fill)), foreign=True)
+    return ShardSet(base, columns, shards, rules=Rules(data.nulls, data.nonfinite, dict(data.fill)), external=True)
 
 
 def _partitions_of(file: File) -> dict[str, str]:
@@ -102,7 +106,7 @@ def _check_nulls(url: str, files: Sequence[File], columns: Sequence[Column], dat
             missing = "; data.nulls is fill, and it has no value" if data.nulls == "fill" else ""
             raise ValueError(
                 f"column {column.name!r}: found {sum(n for _, _, n in nulls)} null(s) in {url}, first {first} in row "
-                f"group {group} of {file.name}, expected {cells.NO_NULLS}, with data.fill.{column.name}{missing}"
+                f"group {group} of {file.name}, expected {NO_NULLS}, with data.fill.{column.name}{missing}"
             )
         if nulls:
             _log.info(

@@ -1,4 +1,4 @@
-"""The files of datasets that others wrote: which of a folder count, and what their footers tell."""
+"""The files of external datasets: which files of a folder are data, and what their footers say."""
 
 from __future__ import annotations
 
@@ -23,37 +23,41 @@ from spark_dl.data.parquet import file as parquet_file
 
 @dataclass(frozen=True)
 class File:
+    """A Parquet file and its footer."""
+
     name: str
     bytes: int
     row_groups: tuple[int, ...]
     schema: pa.Schema
     sizes: Mapping[str, tuple[tuple[int, int], ...]]
-    """Values and stored bytes in each row group of the leaf columns whose cells vary, by their paths."""
+    """(Values, stored bytes) in each row group, by the path of the leaf column; only leaves of varying cell size."""
     nulls: Mapping[str, tuple[int, ...]]
-    """Nulls in each row group, as far as the footer tells, of columns that are no lists or vectors, by their names."""
+    """Nulls in each row group, by column, as far as the footer has them; not for lists and vectors."""
 
 
 def list_files(url: str, *, require_success: bool = True) -> tuple[bool, list[tuple[str, int]]]:
-    """Whether the URL is a folder, and (path, bytes) of its data files, by name; hidden ones are passed by.
+    """Lists the data files of a dataset: whether the URL is a folder, and (path, bytes) of its files, sorted by path.
 
-    Raises ValueError where there are none, and for a folder that is not whole; with `require_success` also for what
-    Spark wrote without `_SUCCESS`.
+    Hidden files are skipped. Raises ValueError if there are no data files, if the folder is incomplete or belongs to a
+    table format, and with `require_success` if Spark wrote the files and left no `_SUCCESS`.
     """
     filesystem, path = storage.resolve(url)
     info = storage.info(url)
     if info.type == fs.FileType.NotFound:
-        raise ValueError(f"no dataset at {url}: found nothing (a path without a scheme is one on the local disk)")
+        raise ValueError(f"no dataset at {url}: found nothing (a path without a scheme is a local path)")
     if info.type == fs.FileType.File:
         return False, [(posixpath.basename(path), info.size)]
     entries = filesystem.get_file_info(fs.FileSelector(path, recursive=True))
     names = [entry.path[len(path.rstrip("/")) + 1 :] for entry in entries]
     _check_whole(url, names)
     above: set[str] = set()
-    for folder in parents_of(url):
-        with contextlib.suppress(OSError):  # who may read a partition need not be one who may list them all
+    parents = parents_of(url)
+    for folder in parents:
+        with contextlib.suppress(OSError):  # the user may be allowed to read one partition only
             listed = storage.list_names(folder)
             _check_no_job(folder, listed)
             above.update(listed)
+    _check_no_iceberg_parent(url, storage.dirname([url, *parents][-1]))
     if require_success and "_SUCCESS" not in above:
         _check_success(url, names)
     found = []
@@ -61,7 +65,7 @@ def list_files(url: str, *, require_success: bool = True) -> tuple[bool, list[tu
         if entry.type == fs.FileType.Directory or any(_is_hidden(part) for part in relative.split("/")):
             continue
         if entry.type != fs.FileType.File:
-            raise ValueError(f"{storage.join(url, relative)} is neither a file nor a folder; take it out")
+            raise ValueError(f"{storage.join(url, relative)} is neither a file nor a folder; remove it")
         found.append((relative, entry.size))
     if storage.is_local(url):
         _check_links(path, [relative for relative, _ in found])
@@ -71,7 +75,7 @@ def list_files(url: str, *, require_success: bool = True) -> tuple[bool, list[tu
 
 
 def parents_of(url: str) -> list[str]:
-    """The folders that a folder such as `year=2024/month=5` is a partition of, up to that of the dataset; else none."""
+    """The parent folders of a hive partition such as `year=2024/month=5`, up to the dataset's own; empty otherwise."""
     found = []
     while "=" in storage.name(url):
         url = storage.dirname(url)
@@ -80,22 +84,24 @@ def parents_of(url: str) -> list[str]:
 
 
 def _is_hidden(name: str) -> bool:
-    """As Spark has it: `_day=5` is a partition."""
+    """Whether Spark skips a file or folder of this name; `_day=5` is a partition."""
     return name.startswith(".") or (name.startswith("_") and "=" not in name)
 
 
 _NOT_WHOLE = {
-    "_temporary": "a Spark job is writing there or was killed; wait for its end, or write the dataset again",
-    ".spark-staging-": "a Spark job is writing there or was killed; wait for its end, or write the dataset again",
-    "_spark_metadata": "a streaming query wrote it, and its log says which files count; read it with Spark",
-    "_delta_log": "it is a Delta table, whose log says which files count; read it with Spark",
-    ".hoodie": "it is a Hudi table, whose timeline says which files count; read it with Spark",
+    "_temporary": "a Spark job is writing there or was killed; wait until it ends, or write the dataset again",
+    ".spark-staging-": "a Spark job is writing there or was killed; wait until it ends, or write the dataset again",
+    "_spark_metadata": "a streaming query wrote it, and its log lists the valid files; read it with Spark",
+    "_delta_log": "it is a Delta table, whose log lists the valid files; read it with Spark",
+    ".hoodie": "it is a Hudi table, whose timeline lists the valid files; read it with Spark",
 }
-"""Folders with which the data files beside them are not the dataset, by the start of their names."""
+"""Hidden folders, by the start of their names, that show that the files beside them are not the dataset as such."""
+_ICEBERG = "it is an Iceberg table, whose metadata lists the valid files of each snapshot; read it with Spark"
+_ICEBERG_METADATA = re.compile(r"(.*/)?metadata/[^/]*\.metadata\.json(\.gz)?")
 
 
 def _check_whole(url: str, names: Sequence[str]) -> None:
-    """Raises ValueError for a folder whose files, by these names, are not all of a dataset or more than it."""
+    """Raises ValueError if the files of these names are not exactly one dataset."""
     listed = set(names)
     folders = [posixpath.dirname(name) for name in names if posixpath.basename(name) == MANIFEST]
     if datasets := sorted(f for f in folders if f and not any(_is_hidden(part) for part in f.split("/"))):
@@ -109,14 +115,16 @@ def _check_whole(url: str, names: Sequence[str]) -> None:
         if is_own_shard(file) and posixpath.join(folder, MANIFEST) not in listed:
             raise ValueError(
                 f"{storage.join(url, name)} is a shard of a spark_dl dataset without its manifest {MANIFEST}: its "
-                "writer was killed or is still running, so that rows may be missing or there twice; wait for its end, "
-                "or write the dataset again"
+                "writer was killed or is still running, and rows may be missing or duplicated; wait until it ends, or "
+                "write the dataset again"
             )
 
 
 def _check_no_job(url: str, names: Sequence[str]) -> None:
-    """Raises ValueError for a folder in which something else says which files count."""
+    """Raises ValueError for a folder in which a job is writing, or whose table format decides which files are valid."""
     for name in names:
+        if _ICEBERG_METADATA.fullmatch(name):
+            raise ValueError(f"{url} cannot be read as plain Parquet files: found {name} in it; {_ICEBERG}")
         parts = name.split("/")
         depth, hidden = next(((i, part) for i, part in enumerate(parts, 1) if _is_hidden(part)), (0, ""))
         for start, why in _NOT_WHOLE.items():
@@ -125,37 +133,51 @@ def _check_no_job(url: str, names: Sequence[str]) -> None:
                 raise ValueError(f"{url} cannot be read as plain Parquet files: found {found} in it; {why}")
 
 
+def _check_no_iceberg_parent(url: str, parent: str) -> None:
+    """Raises ValueError for the data folder of an Iceberg table: `metadata/` lies beside it."""
+    listed: list[str] = []
+    with contextlib.suppress(OSError):  # the user may not be allowed to list it
+        listed = [f"metadata/{name}" for name in storage.list_names(storage.join(parent, "metadata"))]
+    if found := next(filter(_ICEBERG_METADATA.fullmatch, listed), None):
+        raise ValueError(
+            f"{url} cannot be read as plain Parquet files: found {found} in its parent folder {parent}; {_ICEBERG}"
+        )
+
+
 def _check_success(url: str, names: Sequence[str]) -> None:
-    """Raises ValueError for files that Spark wrote, by these names, whose job has not said that it ended well."""
+    """Raises ValueError for files that Spark wrote, by their names, without the `_SUCCESS` of a finished job."""
     done = {posixpath.dirname(name) for name in names if posixpath.basename(name) == "_SUCCESS"}
     for name in sorted(name for name in names if not any(_is_hidden(part) for part in name.split("/"))):
         folders = {"", *itertools.accumulate(posixpath.dirname(name).split("/"), posixpath.join)}
         if re.match(r"(.*/)?part-\d{5}-", name) and not done & folders:
             raise ValueError(
-                f"{url} may not be whole: found {name}, which Spark wrote, and no _SUCCESS, which it writes last: its "
-                "job was killed or is still running, or writes none; write the dataset again, or, if it is whole, put "
-                "an empty file _SUCCESS there or set data.require_success to false"
+                f"{url} may be incomplete: found {name}, which Spark wrote, and no _SUCCESS, which Spark writes last; "
+                "the job was killed, is still running, or is configured to write none: write the dataset again, or, if "
+                "it is complete, add an empty file _SUCCESS or set data.require_success to false"
             )
 
 
 def _check_links(path: str, names: Sequence[str]) -> None:
-    """Raises ValueError for links in a local folder that lead nowhere, or twice to a file, whose rows would be there
-    twice. # names: of its data files"""
+    """Raises ValueError for broken links in a local folder, and for links that would duplicate the rows of a file.
+
+    # names: of the data files
+    """
     for folder, _, files in os.walk(path):
         for file in files:
             link = os.path.join(folder, file)
             if not os.path.exists(link) and not any(map(_is_hidden, os.path.relpath(link, path).split(os.sep))):
-                raise ValueError(f"{link} is a link to {os.readlink(link)}, where nothing is; take it out, or mend it")
+                raise ValueError(f"{link} is a link to {os.readlink(link)}, which does not exist; remove or repair it")
     known: dict[str, str] = {}
     for name in names:
         if (other := known.setdefault(os.path.realpath(os.path.join(path, name)), name)) != name:
             raise ValueError(
-                f"{name} and {other} in {path} are one file, through a link: its rows would be there twice; take the "
-                "link out"
+                f"{name} and {other} in {path} are the same file, through a link: its rows would be duplicated; remove "
+                "the link"
             )
 
 
 def read_footer(url: str, is_folder: bool, names: Sequence[str], name: str, size: int) -> File:
+    """Reads the footer of a data file. Raises ValueError if it cannot be read. # names: the columns that are read"""
     path = storage.join(url, name) if is_folder else url
     try:
         with storage.open_input(path) as source:
@@ -166,19 +188,19 @@ def read_footer(url: str, is_folder: bool, names: Sequence[str], name: str, size
         raise ValueError(f"{path} cannot be read: {error}; check its owner and mode") from error
     except (pa.ArrowException, OSError) as error:
         raise ValueError(
-            f"{path} ({size} bytes) is not a Parquet file that can be read: {error}; take out what is no data, or "
+            f"{path} ({size} bytes) is not a readable Parquet file: {error}; remove files that are not data, or "
             "write the dataset again"
         ) from error
 
 
 def _sizes(footer: pq.ParquetFile, names: Sequence[str]) -> Mapping[str, tuple[tuple[int, int], ...]]:
-    """Of lists and bytes among some columns."""
+    """(Values, stored bytes) of the lists, strings and binary leaves among some columns, by path and row group."""
     metadata, leaves = footer.metadata, [footer.schema.column(i) for i in range(len(footer.schema))]
     varying = [
         (i, leaf.path)
         for i, leaf in enumerate(leaves)
         if (leaf.max_repetition_level or leaf.physical_type.endswith("BYTE_ARRAY"))
-        and any(parquet_file.is_of(name, leaf.path) for name in names)
+        and any(parquet_file.leaf_in_column(name, leaf.path) for name in names)
     ]
     groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)] if varying else []
     chunks = {path: [group.column(i) for group in groups] for i, path in varying}
@@ -197,12 +219,12 @@ def _nulls(footer: pq.ParquetFile, names: Sequence[str]) -> Mapping[str, tuple[i
 
 
 def elements_of(name: str, file: File, *, unit: int | None) -> tuple[int, ...]:
-    """The elements of a column in each row group: its values, nulls and empty lists among them, or bytes by a unit.
+    """Elements of a column in each row group: values, including nulls and empty lists, or bytes divided by `unit`.
 
-    Bytes are what they take in the file without Parquet's compression, but with its dictionaries and a codec's own:
-    less than they have where there are such, which the loader finds when it reads them.
+    Bytes are counted before Parquet's compression but after dictionary encoding and the codec's own compression. Where
+    either is used, the decoded cells are larger; the loader finds out when it reads them.
     """
-    sizes = next((sizes for path, sizes in file.sizes.items() if parquet_file.is_of(name, path)), ())
+    sizes = next((sizes for path, sizes in file.sizes.items() if parquet_file.leaf_in_column(name, path)), ())
     return tuple(num_values if unit is None else num_bytes // unit for num_values, num_bytes in sizes)
 
 
@@ -217,9 +239,9 @@ def names_below(fields: Any, prefix: str = "") -> list[str]:
 
 
 def type_at(arrow: pa.Schema, name: str) -> pa.DataType | None:
-    """The type of a column, or of a field of a struct by its path."""
+    """The type of a column, or of a field of a struct by its path; None if there is none."""
     if (count := arrow.names.count(name)) > 1:
-        raise ValueError(f"column {name!r} is there {count} times in one file; write it again with names that differ")
+        raise ValueError(f"found column {name!r} {count} times in one file; write the file again with unique names")
     if count:
         return arrow.field(name).type
     found: Any = arrow
@@ -232,20 +254,21 @@ def type_at(arrow: pa.Schema, name: str) -> pa.DataType | None:
 
 
 def check_in_all(url: str, name: str, has: Mapping[str, bool], *, key: str = "") -> None:
-    """Raises ValueError for a column that some files have, and others have not.
+    """Raises ValueError for a column that only some of the files have.
 
-    `has` is by the names of the files, `key` what begins the message: the setting that asks for the column.
+    `has` maps the names of files to whether they have the column; `key` begins the message with the setting that names
+    the column.
     """
     there, missing = ([file for file, is_there in has.items() if is_there == wanted] for wanted in (True, False))
     if there and missing:
         raise ValueError(
             f"{key}column {name!r} is in {there[0]} and not in {missing[0]} of {url}; all files of a dataset must have "
-            f"it, or be in folders {name}=..."
+            f"it, or lie in folders {name}=..."
         )
 
 
 def without_nullability(arrow: pa.DataType | None) -> pa.DataType | None:
-    """The type, whose elements and fields may be null: what no value tells is not a difference between files."""
+    """The type with nullable elements and fields, to compare files: nullability is not a difference between them."""
     types = pa.types
     if arrow is None:
         return None

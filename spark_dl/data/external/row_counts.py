@@ -64,7 +64,7 @@ def filter_rows(shards: ShardSet, config: Config) -> ShardSet:
     data = config.data
     no_nulls, finite = _columns_that_drop(shards, config)
     conditions = _conditions_of(shards, data.filters, no_nulls, finite)
-    said = _text(data.filters, no_nulls, finite)
+    described = _described(data.filters, no_nulls, finite)
     memory = ByteBudget(config.loader.memory_mib << 20)
     with ThreadPoolExecutor(_READERS, thread_name_prefix="spark_dl filters") as readers:
         counted = list(readers.map(lambda shard: _count(shards.url, shard, conditions, memory), shards.shards))
@@ -73,10 +73,10 @@ def filter_rows(shards: ShardSet, config: Config) -> ShardSet:
     if not rows.any():
         asked = (("data.filters", data.filters), ("data.nulls", no_nulls), ("data.nonfinite", finite))
         keys = ", ".join(key for key, is_set in asked if is_set)
-        raise ValueError(f"{keys}: none of the {stored} rows of {shards.url} passes {said}")
+        raise ValueError(f"{keys}: none of the {stored} rows of {shards.url} passes {described}")
     _log.info(
         "%d of %d rows, in %d of %d row groups, pass %s in %s; %d row groups were read to count them",
-        rows.sum(), stored, np.count_nonzero(rows), len(rows), said, shards.url, num_read,
+        rows.sum(), stored, np.count_nonzero(rows), len(rows), described, shards.url, num_read,
     )  # fmt: skip
     return dataclasses.replace(shards, filtered=Filtered(conditions, rows))
 
@@ -87,9 +87,9 @@ def _columns_that_drop(shards: ShardSet, config: Config) -> tuple[tuple[str, ...
     """
     no_nulls: tuple[str, ...] = ()
     finite: tuple[str, ...] = ()
-    if shards.foreign and config.data.nulls == "drop":
+    if shards.external and config.data.nulls == "drop":
         no_nulls = config.stored_columns
-    if shards.foreign and config.data.nonfinite == "drop":
+    if shards.external and config.data.nonfinite == "drop":
         finite = tuple(c.name for c in shards.select(config.stored_columns) if np.dtype(c.dtype).kind in "fc")
     return no_nulls, finite
 
@@ -127,7 +127,7 @@ def _open(path: str, source: Any, shard: Shard, names: Sequence[str] = ()) -> pq
     """A shard whose footer is the one that the dataset says. # source: a file of pyarrow"""
     try:
         return parquet_file.open_file(
-            source, footer_bytes=shard.footer_bytes, footer_crc32=shard.footer_crc32, as_words=names
+            source, footer_bytes=shard.footer_bytes, footer_crc32=shard.footer_crc32, dictionary_columns=names
         )
     except (pa.ArrowException, ValueError, OSError) as error:
         raise RuntimeError(f"cannot read the footer of {path} for data.filters: {error}") from error
@@ -152,7 +152,7 @@ def _count(url: str, shard: Shard, conditions: AnyOf, memory: ByteBudget) -> tup
         with storage.open_input(path) as source:
             file = _open(path, source, shard, columns_of(left))
             _check_file(path, file, shard, left)
-            indexed = IndexedFile(source, file, as_words=columns_of(left))
+            indexed = IndexedFile(source, file, dictionary_columns=columns_of(left))
             found = [
                 _count_row_group(path, file, indexed, group, left, memory) for group in range(len(shard.row_groups))
             ]
@@ -227,7 +227,7 @@ def _bounds(chunk: Any, arrow: pa.DataType) -> Bounds:
     return Bounds(low, high, has_nulls, only_nulls)
 
 
-def _text(filters: Sequence[Any], no_nulls: Sequence[str], finite: Sequence[str]) -> str:
+def _described(filters: Sequence[Any], no_nulls: Sequence[str], finite: Sequence[str]) -> str:
     texts = [" and ".join(f"{name} {op} {value!r}" for name, op, value in alternative) for alternative in filters]
     either = " or ".join(f"({text})" if len(texts) > 1 else text for text in texts)[:500]
     columns = [

@@ -55,6 +55,6 @@ def build_train_loader(
 ) -> BatchLoader:
     """The loader that a rank trains from: shuffled, augmented, in micro-batches. As `build_loader`."""
     return build_loader(
-        data, config, rank=rank, world_size=world_size, part="train", micro_batches=config.train.accumulation_steps,
+        data, config, rank=rank, world_size=world_size, split="train", micro_batches=config.train.accumulation_steps,
         prepare=functools.partial(spec.prepare, augment_seed=config.train.seed), pin=pin,
     )  # fmt: skip

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from spark_dl.config import Config
 from spark_dl.data.columns.batch import WEIGHT_BYTES, BatchBuilder, Prepare, StepBatches, StepRows
 from spark_dl.data.columns.ragged import Array
-from spark_dl.data.dataset.memory import check_memory, decoding_bytes, said_memory, share_mib
+from spark_dl.data.dataset.memory import check_memory, decoding_bytes, memory_setting, share_mib
 from spark_dl.data.dataset.records import ShardSet
 from spark_dl.data.load.arena import Arena
 from spark_dl.data.load.window_reader import Schedule, WindowReader
@@ -29,7 +29,7 @@ from spark_dl.data.store.cache import build_cache
 
 READY_SHARE = 4
 """Batches that are ready have the memory divided by this."""
-_LOTS = 8
+_BUNDLES = 8
 """Parts of that memory which steps are gathered for at once: several are being made, waiting and in use."""
 _STEPS_AT_ONCE = 16
 _GATHER_BYTES = 4 << 20
@@ -39,7 +39,7 @@ _MIB = 1 << 20
 class Loader:
     """The batches of one rank. Not collective: every rank has its own, and they need not talk to each other.
 
-    `part` chooses the rows that train or validate where `train.validation_fraction` splits one dataset. With
+    `split` chooses the rows that train or validate where `train.validation_fraction` splits one dataset. With
     `shuffle=False` the rows come in the order of the dataset. `prepare` is called with each micro-batch in the loader's
     thread, and (epoch, step, rank, number of the micro-batch); with `pin` it is then copied to page-locked memory.
     `loader.memory_mib` is shared by the loaders of `num_datasets`.
@@ -54,7 +54,7 @@ class Loader:
         *,
         rank: int,
         world_size: int,
-        part: Split = "all",
+        split: Split = "all",
         shuffle: bool = True,
         micro_batches: int = 1,
         prepare: Prepare | None = None,
@@ -65,13 +65,13 @@ class Loader:
         self.columns = shards.select(config.data.columns)
         self._budget = share_mib(loader.memory_mib, num_datasets) * _MIB
         check_memory(shards, self.columns, config, world_size, num_datasets)
-        if part != "all":
+        if split != "all":
             check_held_out(shards.rows, train.validation_fraction)
-        reader = rank if shards.spread is None else shards.spread.part
+        reader = rank if shards.placement is None else shards.placement.part
         self._streams = streams_of_rank(loader.num_streams, reader, world_size)
-        said = said_memory(loader.memory_mib, num_datasets)
-        limits = Limits(self._budget, self._budget // max(1, len(self._streams)), said)
-        self._rows = build_rows(shards, self.columns, config, part, build_cache(config.shards), limits)
+        setting = memory_setting(loader.memory_mib, num_datasets)
+        limits = Limits(self._budget, self._budget // max(1, len(self._streams)), setting)
+        self._rows = build_rows(shards, self.columns, config, split, build_cache(config.shards), limits)
         self._row_bytes = sum(c.value_bytes for c in self._rows.columns)
         self._is_ragged = any(c.is_ragged for c in self.columns)
         group_bytes = shards.group_bytes(self.columns)
@@ -92,11 +92,11 @@ class Loader:
         )
         self._rank = rank
         self._builder = BatchBuilder(
-            self._rows.columns, micro_batches, loader.ragged, prepare, pin, memory=self._budget, said_memory=said
+            self._rows.columns, micro_batches, loader.ragged, prepare, pin, memory=self._budget, memory_setting=setting
         )
         # Row groups as the threads read them, and those that are held for streams that meet in them.
         # Rows of a part are copied from those of the row group, and all rows where some are filled.
-        holds_out = part != "all" and train.validation_fraction > 0
+        holds_out = split != "all" and train.validation_fraction > 0
         copies = 1 + holds_out + (config.data.nonfinite == "fill" and not shards.is_checked)
         decoding = decoding_bytes(self.columns, self._largest_bytes, is_filtered=shards.filtered is not None)
         one_in_hand = copies * self._largest_bytes + decoding
@@ -107,10 +107,10 @@ class Loader:
         ragged rows: where they are longer fewer are ready."""
         # Several small steps are gathered at once: what Python costs is then paid once for all of them. They are also
         # handed over at once, which wakes the training loop once, unless `prepare` takes its time with each of them.
-        self._lot_bytes = max(1, min(_GATHER_BYTES, self._ready_bytes // _LOTS))
-        self._at_once = max(1, min(_STEPS_AT_ONCE, int(self._lot_bytes // self._most_batch_bytes())))
-        self._lot = self._at_once if prepare is None else 1
-        self._lots_ahead = -(-self.prefetch // self._lot)
+        self._bundle_bytes = max(1, min(_GATHER_BYTES, self._ready_bytes // _BUNDLES))
+        self._at_once = max(1, min(_STEPS_AT_ONCE, int(self._bundle_bytes // self._most_batch_bytes())))
+        self._bundle = self._at_once if prepare is None else 1
+        self._bundles_ahead = -(-self.prefetch // self._bundle)
         self._threads = max(1, min(loader.reader_threads, int(self._budget // max(1, one_in_hand))))
         self._in_hand = self._threads * one_in_hand + HELD_ROW_GROUPS * self._largest_bytes
         self._spare: list[Arena] = []
@@ -118,14 +118,14 @@ class Loader:
     def epoch(self, epoch: int, start_step: int = 0) -> Generator[StepBatches, None, None]:
         """The steps of an epoch, from `start_step` on. Reading ahead stops when the iterator is closed."""
         room = PrefetchBudget(self._ready_bytes)
-        return read_ahead(self._batches(epoch, start_step, room), self._lots_ahead, room)
+        return read_ahead(self._batches(epoch, start_step, room), self._bundles_ahead, room)
 
     def _batches(self, epoch: int, start_step: int, room: PrefetchBudget) -> Generator[list[StepBatches], None, None]:
         step = start_step
-        with closing(self.steps(epoch, start_step)) as lots:
-            for rows in lots:
+        with closing(self.steps(epoch, start_step)) as bundles:
+            for rows in bundles:
                 sizes = [self._builder.bytes_of([own], (epoch, i, self._rank)) for i, own in enumerate(rows, step)]
-                for first, stop in _lots(sizes, self._lot, self._lot_bytes):
+                for first, stop in _bundles(sizes, self._bundle, self._bundle_bytes):
                     room.take(sum(sizes[first:stop]))
                     yield [
                         StepBatches(
@@ -166,7 +166,9 @@ class Loader:
         if (of_group := self._group_row_bytes) is not None:
             slot_bytes = max(self._row_bytes, *(s.windows.largest_bytes(of_group) for s in schedule.streams))
         streams = len(self._streams)
-        batches = (self._lots_ahead + 2) * max(self._lot_bytes, streams * self.plan.stream_batch * self._row_bytes)
+        batches = (self._bundles_ahead + 2) * max(
+            self._bundle_bytes, streams * self.plan.stream_batch * self._row_bytes
+        )
         if self._is_ragged:
             batches = max(batches, self._ready_bytes)
         self._slots_bytes = max(0, self._budget - batches - self._in_hand)
@@ -245,7 +247,7 @@ class _Cursor:
         return taken, weights
 
 
-def _lots(sizes: Sequence[int], most: int, most_bytes: int) -> Iterator[tuple[int, int]]:
+def _bundles(sizes: Sequence[int], most: int, most_bytes: int) -> Iterator[tuple[int, int]]:
     """(First, stop) of items that go together: at most `most`, and `most_bytes` unless it is one alone."""
     first, total = 0, 0
     for i, size in enumerate(sizes):
@@ -258,7 +260,7 @@ def _lots(sizes: Sequence[int], most: int, most_bytes: int) -> Iterator[tuple[in
 
 
 def read_ahead(
-    lots: Iterator[list[StepBatches]], depth: int, room: PrefetchBudget | None = None
+    bundles: Iterator[list[StepBatches]], depth: int, room: PrefetchBudget | None = None
 ) -> Generator[StepBatches, None, None]:
     """The items of some lists. The iterator runs in a thread, at most `depth` lists ahead; its exceptions are raised
     here. From `room` it takes memory for each list before it makes it, which is given back when the list is taken.
@@ -277,8 +279,8 @@ def read_ahead(
 
     def work() -> None:
         try:
-            with closing(lots):  # type: ignore[type-var]  # a generator: its own threads end with it
-                for item in lots:
+            with closing(bundles):  # type: ignore[type-var]  # a generator: its own threads end with it
+                for item in bundles:
                     if not put(item):
                         return
             put(None)
@@ -295,7 +297,7 @@ def read_ahead(
                 finally:
                     del item  # it has this frame
             if room is not None:
-                room.give_first_back()
+                room.release_first()
             yield from item
     finally:
         stop.set()

@@ -17,7 +17,7 @@ from typing import Any
 from spark_dl.config import Config
 from spark_dl.data.columns.batch import BatchBuilder, Prepare, StepBatches, StepRows
 from spark_dl.data.columns.schema import Column
-from spark_dl.data.dataset.memory import said_memory
+from spark_dl.data.dataset.memory import memory_setting
 from spark_dl.data.dataset.records import ShardSet
 from spark_dl.data.load.loader import READY_SHARE, Loader, read_ahead
 from spark_dl.data.parquet.byte_budget import PrefetchBudget
@@ -150,7 +150,7 @@ class MixedLoader:
         memory_mib = config.loader.memory_mib
         self._builder = BatchBuilder(
             self.columns, micro_batches, config.loader.ragged, prepare, pin, memory=memory_mib << 20,
-            said_memory=said_memory(memory_mib),
+            memory_setting=memory_setting(memory_mib),
         )  # fmt: skip
         self._ready_bytes = (memory_mib << 20) // READY_SHARE
 
@@ -176,7 +176,7 @@ class MixedLoader:
         first = epoch * self.plan.passes(loader.plan)
         number, step = divmod(start_step, loader.plan.steps)
         while True:
-            with contextlib.closing(loader.steps(first + number, step)) as lots:
-                for lot in lots:
-                    yield from lot
+            with contextlib.closing(loader.steps(first + number, step)) as bundles:
+                for bundle in bundles:
+                    yield from bundle
             number, step = number + 1, 0

@@ -20,7 +20,7 @@ from spark_dl import storage
 from spark_dl.config import Config
 from spark_dl.data.columns.batch import BatchBuilder, Prepare, StepBatches, StepRows
 from spark_dl.data.columns.policies import first_nonfinite_row, nonfinite_as_read
-from spark_dl.data.columns.schema import Array
+from spark_dl.data.columns.ragged import Array
 from spark_dl.data.dataset.records import ShardSet
 from spark_dl.data.petastorm.metadata import COMMON_METADATA, UNISCHEMA_KEY, read_metadata
 from spark_dl.data.petastorm.unischema_reader import read_unischema
@@ -49,13 +49,13 @@ class PetastormLoader:
         *,
         rank: int,
         world_size: int,
-        part: Split = "all",
+        split: Split = "all",
         shuffle: bool = True,
         micro_batches: int = 1,
         prepare: Prepare | None = None,
         pin: bool = False,
     ):
-        assert part != "validation", "the settings refuse train.validation_fraction here"
+        assert split != "validation", "the settings refuse train.validation_fraction here"
         self.columns = shards.select(config.data.columns)
         self._shards, self._config = shards, config
         self._rank, self._world_size = rank, world_size

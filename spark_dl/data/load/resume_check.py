@@ -35,10 +35,10 @@ def dataset_digest(data: ShardSet | Mixture) -> dict[str, Any]:
         return dict(data.digest)
     files = _files(data)
     columns = [asdict(c) for c in data.columns]
-    if data.spread is None:
+    if data.placement is None:
         passing = data.filtered.group_rows.tolist() if data.filtered else None
         return {"rows": data.rows, "shards": len(files), "sha256": _digest(columns, files, passing)}
-    counts, rows = data.spread.part_shards, iter([sum(groups) for groups, _ in files])
+    counts, rows = data.placement.part_shards, iter([sum(groups) for groups, _ in files])
     part_rows = [sum(itertools.islice(rows, n)) for n in counts]
     return {"part_rows": part_rows, "sha256": _digest(columns, files, counts)}
 
@@ -111,10 +111,11 @@ def check_same_rows(saved: Mapping[str, Any] | None, shards: ShardSet | Mixture,
         )
     name, now, before = _first_difference(now, before)
     raise ValueError(
-        f"cannot resume: the dataset {name}has changed since the checkpoint was made in the middle of an epoch, or "
-        f"with train.validation_fraction; found {_said(now)}, expected {_said(before)}, with the same columns, files, "
-        "row groups and data.filters, else rows would be repeated and lost; bring the dataset back, or start anew in "
-        "another run_dir; at the end of an epoch, without train.validation_fraction, a run can go on with other rows"
+        f"cannot resume: the dataset {name}has changed since the checkpoint was saved in the middle of an epoch, or "
+        f"with train.validation_fraction: found {_described(now)}, expected {_described(before)}, with the same "
+        "columns, files, row groups and data.filters; other rows would be repeated or skipped; restore the dataset, "
+        "or start again in another run_dir; at the end of an epoch and without train.validation_fraction a run can "
+        "resume with other rows"
     )
 
 
@@ -127,5 +128,5 @@ def _first_difference(now: Mapping[str, Any], before: Mapping[str, Any]) -> tupl
     return f"{name!r} ", now["datasets"][name], known.get(name, {})
 
 
-def _said(rows: Mapping[str, Any]) -> str:
+def _described(rows: Mapping[str, Any]) -> str:
     return f"{rows.get('rows')} rows in {rows.get('shards')} files ({str(rows.get('sha256'))[:8]})"

@@ -60,6 +60,6 @@ class PrefetchBudget(ByteBudget):
         super().take(size)
         self._held.append(size)
 
-    def give_first_back(self) -> None:
+    def release_first(self) -> None:
         """Gives back what was taken first, of what is held."""
         self.give_back(self._held.popleft())

@@ -28,7 +28,7 @@ def open_file(
     *,
     footer_bytes: int = 0,
     footer_crc32: int = 0,
-    as_words: Sequence[str] = (),
+    dictionary_columns: Sequence[str] = (),
     buffered: bool = False,
 ) -> pq.ParquetFile:
     """Opens a Parquet file, local or remote, to read row groups from. # source: a file of pyarrow
@@ -50,15 +50,20 @@ def open_file(
             )
         options["metadata"] = pq.read_metadata(pa.BufferReader(end))
     file = pq.ParquetFile(source, **options)
-    words = _words(file, as_words)
+    words = _words(file, dictionary_columns)
     return _with_dictionaries(source, file, words, buffered) if words else file
 
 
 def reopened(
-    source: Any, file: pq.ParquetFile, *, before: Sequence[str], as_words: Sequence[str] = (), buffered: bool = False
+    source: Any,
+    file: pq.ParquetFile,
+    *,
+    before: Sequence[str],
+    dictionary_columns: Sequence[str] = (),
+    buffered: bool = False,
 ) -> pq.ParquetFile:
     """An open file with other columns as dictionaries; itself where none of the columns `before` come so now."""
-    words = _words(file, as_words)
+    words = _words(file, dictionary_columns)
     return file if words == _words(file, before) else _with_dictionaries(source, file, words, buffered)
 
 
@@ -67,7 +72,7 @@ def dictionary_bytes(chunk: Any) -> int:
     return chunk.data_page_offset - (chunk.dictionary_page_offset or chunk.data_page_offset)  # type: ignore[no-any-return]
 
 
-def is_of(name: str, path: str) -> bool:
+def leaf_in_column(name: str, path: str) -> bool:
     """Whether a leaf of Parquet is of the column of this name."""
     return path == name or path.startswith(f"{name}.")
 
@@ -90,7 +95,7 @@ def _words(file: pq.ParquetFile, names: Sequence[str]) -> list[str]:
     found = []
     for i in range(len(file.schema)) if names else ():
         leaf = file.schema.column(i)
-        if leaf.physical_type == "BYTE_ARRAY" and any(is_of(name, leaf.path) for name in names):
+        if leaf.physical_type == "BYTE_ARRAY" and any(leaf_in_column(name, leaf.path) for name in names):
             groups = (file.metadata.row_group(group) for group in range(file.metadata.num_row_groups))
             if any("DICTIONARY" in encoding for group in groups for encoding in group.column(i).encodings):
                 found.append(leaf.path)
@@ -103,7 +108,7 @@ def decoded_bytes(stored: pa.ChunkedArray | pa.Array) -> int:
     for leaf in chunks_of(stored):
         while pa.types.is_list(leaf.type) or pa.types.is_large_list(leaf.type):
             leaf = leaf.flatten()
-        if pa.types.is_dictionary(leaf.type) and is_text(leaf.type.value_type):
+        if pa.types.is_dictionary(leaf.type) and is_string_or_binary(leaf.type.value_type):
             total += pc.sum(pc.binary_length(leaf.dictionary).cast(pa.int64()).take(leaf.indices)).as_py() or 0
     return total
 
@@ -118,7 +123,7 @@ def small_type(arrow: pa.DataType) -> pa.DataType:
     return {pa.large_string(): pa.string(), pa.large_binary(): pa.binary()}.get(arrow, arrow)
 
 
-def is_text(arrow: pa.DataType) -> bool:
+def is_string_or_binary(arrow: pa.DataType) -> bool:
     """Whether a type is one of texts or bytes of any length."""
     types = pa.types
     return bool(

@@ -19,8 +19,8 @@ import pyarrow.compute as pc
 
 from spark_dl.config.checks import suggestion
 from spark_dl.data.columns.encoding import Encoding
-from spark_dl.data.columns.nested import nonfinite_rows, null_rows
-from spark_dl.data.parquet.file import chunks_of, is_text
+from spark_dl.data.columns.nesting import nonfinite_rows, null_rows
+from spark_dl.data.parquet.file import chunks_of, is_string_or_binary
 
 Mask = npt.NDArray[np.bool_]
 _ORDER = {"<": pc.less, "<=": pc.less_equal, ">": pc.greater, ">=": pc.greater_equal}
@@ -146,7 +146,7 @@ def passing_rows(any_of: AnyOf, column: Callable[[str], pa.ChunkedArray], rows: 
 def _rows_that_hold(condition: Condition, stored: pa.ChunkedArray | pa.Array) -> Mask:
     """Which cells fulfil a condition. # (rows,)"""
     if pa.types.is_dictionary(stored.type):
-        if is_text(stored.type.value_type) and not condition.is_of_any_type:
+        if is_string_or_binary(stored.type.value_type) and not condition.is_of_any_type:
             of_chunks = [_rows_by_word(condition, chunk) for chunk in chunks_of(stored)]
             return np.concatenate([np.empty(0, np.bool_), *of_chunks])
         if condition.op != _NOT_NULL:
@@ -238,7 +238,7 @@ def _stored_value(value: Any, arrow: pa.DataType, encoding: Encoding) -> pa.Arra
         ticks = pa.date32() if encoding.unit == "D" else pa.timestamp(encoding.unit, "UTC")
         return _value(value, ticks).cast(pa.int32() if encoding.unit == "D" else pa.int64()).cast(arrow)
     if encoding.kind == "decimal":
-        return _value(Decimal(_number_text(value)).scaleb(encoding.scale or 0), pa.decimal128(38, 0)).cast(arrow)
+        return _value(Decimal(_number_string(value)).scaleb(encoding.scale or 0), pa.decimal128(38, 0)).cast(arrow)
     return _value(value, arrow)
 
 
@@ -246,7 +246,7 @@ def _value(value: Any, arrow: pa.DataType) -> pa.Array:
     types = pa.types
     is_number = isinstance(value, (int, float, Decimal)) and not isinstance(value, bool)
     if types.is_decimal(arrow):
-        return pa.array([Decimal(_number_text(value))], arrow)
+        return pa.array([Decimal(_number_string(value))], arrow)
     if (types.is_integer(arrow) or types.is_floating(arrow)) and not types.is_float16(arrow) and is_number:
         found = pa.array([value]).cast(arrow)
         if types.is_floating(arrow) and not np.isfinite(found[0].as_py()):
@@ -265,7 +265,7 @@ def _value(value: Any, arrow: pa.DataType) -> pa.Array:
     raise ValueError("another kind of value" if is_known else "cells of this type cannot be compared")
 
 
-def _number_text(value: Any) -> str:
+def _number_string(value: Any) -> str:
     if isinstance(value, bool):
         raise ValueError("another kind of value")
     return str(value)

@@ -82,9 +82,9 @@ class _Pages:
 class IndexedFile:
     """An open Parquet file, of which parts of row groups are read; all of them where it has no page index."""
 
-    def __init__(self, source: Any, file: pq.ParquetFile, *, as_words: Sequence[str] = ()):
+    def __init__(self, source: Any, file: pq.ParquetFile, *, dictionary_columns: Sequence[str] = ()):
         """`source` is the file of pyarrow that `file` reads, opened with `as_words`."""
-        self._source, self._file, self._as_words = source, file, as_words
+        self._source, self._file, self._as_words = source, file, dictionary_columns
         self._leaves = [file.schema.column(i) for i in range(len(file.schema))]
         self._numbers: dict[str, list[int]] = {}
         """Of the leaves of a column or of a field of a struct, by its path."""
@@ -133,7 +133,9 @@ class IndexedFile:
             table = table if rows.all() else table.filter(pa.array(rows))
             cells = {name: table_column(table, name) for name in whole}
         if needed:
-            part = parquet_file.open_file(pa.BufferReader(self._file_of(group, needed)), as_words=self._as_words)
+            part = parquet_file.open_file(
+                pa.BufferReader(self._file_of(group, needed)), dictionary_columns=self._as_words
+            )
             for name, (_, pages, chosen) in needed.items():
                 column = table_column(part.read_row_group(0, [name], use_threads=False), name)
                 of_pages = rows[np.repeat(chosen, pages.rows)]

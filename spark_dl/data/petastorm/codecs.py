@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import decimal
-import functools
-import io
 import math
-import struct
-import zipfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
-from spark_dl.data.columns.cells import NO_NULLS
 from spark_dl.data.columns.images import OtherSizeError, read_image
 from spark_dl.data.columns.ragged import Array
-from spark_dl.data.parquet.file import chunks_of
-from spark_dl.data.petastorm.npy import ONE_HEADER_AT_A_TIME, header_of
+from spark_dl.data.columns.source import NO_NULLS
+from spark_dl.data.petastorm.npy import header_of, read_npy, read_npz
 from spark_dl.data.petastorm.unischema import TIMES, Field
-
-_MAX_CELL_BYTES = 1 << 31
-"""Most bytes that a compressed cell may unpack to."""
-_ZIP_END, _ZIP_ENTRY = struct.Struct("<4s6xHI4xH"), struct.Struct("<4s20xI")
-"""The end of a zip archive: its magic, entries, bytes of its directory, which lies before it, and of a comment; an
-entry's magic and unpacked size."""
 
 
 class CellError(ValueError):
@@ -73,42 +61,12 @@ def decode(
         view = _one_view(field, cells)
         if view is not None:
             return view
-    readers: dict[str, Callable[[Field, memoryview], Array]] = {
-        "ndarray": _read_npy,
-        "compressed_ndarray": _read_npz,
-        "image": functools.partial(_read_image, resize=resize),
+    readers: dict[str, Callable[[memoryview], Array]] = {
+        "ndarray": read_npy,
+        "compressed_ndarray": read_npz,
+        "image": lambda cell: read_image(cell, field.shape, resize=resize),
     }
     return _together(field, [_read_cell(field, i, cell, readers[kind]) for i, cell in enumerate(cells)])
-
-
-def unpacked_bytes(stored: pa.ChunkedArray | pa.Array) -> int:
-    """What the compressed cells of a column unpack to, as they say it themselves. # stored: binary, or a dictionary"""
-    total = 0
-    for chunk in chunks_of(stored):
-        is_dictionary = pa.types.is_dictionary(chunk.type)
-        cells = chunk.dictionary if is_dictionary else chunk
-        sizes = pa.array([_unpacked_bytes(cell.as_buffer()) if cell.is_valid else 0 for cell in cells], pa.int64())
-        total += pc.sum(sizes.take(chunk.indices) if is_dictionary else sizes).as_py() or 0
-    return total
-
-
-def _unpacked_bytes(cell: Any) -> int:
-    """Of a zip archive, by the directory that `zipfile` reads; 0 for what is none, which is an error later."""
-    content = memoryview(cell)
-    end = len(content) - _ZIP_END.size
-    if end >= 0:  # most are of one file, without a comment and without a second end of 64 bits before this one
-        magic, count, directory_bytes, comment_bytes = _ZIP_END.unpack_from(content, end)
-        at = end - directory_bytes
-        is_simple = magic == b"PK\5\6" and comment_bytes == 0 and bytes(content[max(0, end - 20) :][:4]) != b"PK\6\7"
-        if is_simple and count == 1 and 0 <= at <= end - _ZIP_ENTRY.size:
-            magic, size = _ZIP_ENTRY.unpack_from(content, at)
-            if magic == b"PK\1\2" and size < 0xFFFFFFFF:
-                return int(size)
-    try:
-        with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            return sum(entry.file_size for entry in archive.infolist())
-    except Exception:  # what `zipfile` raises for bytes that are no archive is not defined
-        return 0
 
 
 def _bad_cell(field: Field, row: int, found: str, expected: str) -> CellError:
@@ -231,11 +189,11 @@ def _fixed_width(values: Array, field: Field) -> Array:
     return values if field.dtype == "decimal" else values.astype(_numpy_dtype(field))
 
 
-def _read_cell(field: Field, row: int, cell: Any, read: Callable[[Field, memoryview], Array]) -> Array | None:
+def _read_cell(field: Field, row: int, cell: Any, read: Callable[[memoryview], Array]) -> Array | None:
     if not cell.is_valid:
         return None
     try:
-        value = read(field, memoryview(cell.as_buffer()))
+        value = read(memoryview(cell.as_buffer()))
     except ImportError:
         raise
     except OtherSizeError as error:
@@ -292,28 +250,3 @@ def _one_view(field: Field, cells: pa.Array) -> Array | None:
     strides = [dtype.itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     view: Array = np.ndarray((rows, *shape), dtype, raw, start, (size, *strides))
     return view if dtype.isnative else view.astype(dtype.newbyteorder("="))
-
-
-def _read_npy(field: Field, cell: memoryview) -> Array:
-    """A view of the cell."""
-    if bytes(cell[6:7]) == b"\3":  # for names of fields that are not Latin; the parser is not public
-        with ONE_HEADER_AT_A_TIME:
-            return np.lib.format.read_array(io.BytesIO(cell), allow_pickle=False)  # type: ignore[no-any-return]
-    start, shape, is_fortran, dtype = header_of(cell)
-    if dtype.hasobject:
-        raise ValueError("Python objects, which are a pickle")
-    value: Array = np.ndarray(shape, dtype, cell, start, order="F" if is_fortran else "C")
-    return value
-
-
-def _read_npz(field: Field, cell: memoryview) -> Array:
-    with zipfile.ZipFile(io.BytesIO(cell)) as archive:
-        entry = archive.getinfo("arr.npy")
-        if entry.file_size > _MAX_CELL_BYTES:
-            raise ValueError(f"an array of {entry.file_size} bytes; at most {_MAX_CELL_BYTES} are unpacked")
-        with archive.open(entry) as file:  # `archive.read` would unpack more than the directory says
-            return _read_npy(field, memoryview(file.read(entry.file_size)))
-
-
-def _read_image(field: Field, cell: memoryview, *, resize: Sequence[int] | None) -> Array:
-    return read_image(cell, field.shape, resize=resize)

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from spark_dl.data.columns.cells import Lookup, word_indices
 from spark_dl.data.columns.encoding import Encoding
+from spark_dl.data.columns.lookup import Lookup, string_indices
 from spark_dl.data.columns.ragged import Array, Ragged, from_lengths
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.columns.source import BadCellsError, SourceColumn, arrow_source_column
@@ -23,7 +23,7 @@ CHARACTER_BYTES = 4
 _NO_NUMBERS = ("str", "bytes", "decimal", *TIMES)
 
 
-def is_text_or_time(field: Field) -> bool:
+def is_string_or_time(field: Field) -> bool:
     """Whether a field is one that becomes numbers as the column of a plain Parquet file does: its cells are alike."""
     is_of_parquet = field.codec is None or field.codec.kind == "scalar"
     return is_of_parquet and (field.dtype == "str" or (field.shape == () and field.dtype in _NO_NUMBERS))
@@ -36,7 +36,7 @@ def petastorm_column(field: Field, settings: Mapping[str, Any]) -> Column:
     (`shape_of`). Raises ValueError for what makes no tensor, and for settings that the field does not have.
     """
     if field.dtype == "str" and field.codec is not None and "ndarray" in field.codec.kind:
-        return _column_of_words(field, settings)
+        return _string_column(field, settings)
     kind = field.codec.kind if field.codec else "scalar"  # without a codec Petastorm reads what Parquet holds
     can_be_ragged, is_image = field.shape[:1] == (None,) and "ndarray" in kind, kind == "image"
     has_image_settings = is_image and settings.get("as") == "image" and settings.keys() <= {"as", "resize"}
@@ -57,7 +57,7 @@ def petastorm_column(field: Field, settings: Mapping[str, Any]) -> Column:
             "which do not make a tensor; leave it out, or write the dataset with Spark first"
         )
     if can_be_ragged and not settings:
-        raise _no_word_of_ragged(field)
+        raise _ragged_not_set(field)
     image_format = f".{field.codec.image_format}" if field.codec and field.codec.image_format else ""
     column = Column(field.name, field.dtype, field.shape, f"petastorm.{kind}{image_format}")
     if settings.get("resize"):
@@ -67,14 +67,14 @@ def petastorm_column(field: Field, settings: Mapping[str, Any]) -> Column:
     return dataclasses.replace(column, encoding=Encoding("image")) if settings.get("as") else column
 
 
-def _column_of_words(field: Field, settings: Mapping[str, Any]) -> Column:
+def _string_column(field: Field, settings: Mapping[str, Any]) -> Column:
     """The column of a field of arrays of strings, whose words become numbers as those of Spark's arrays do."""
     arrow = pa.string()
     for _ in field.shape:
         arrow = pa.list_(arrow)
     source = arrow_source_column(field.name, arrow, settings)
     if field.shape[:1] == (None,) and "ragged" not in settings:
-        raise _no_word_of_ragged(field)
+        raise _ragged_not_set(field)
     if source.ragged and field.shape[:1] != (None,):
         raise ValueError(
             f"data.encode.{field.name}.ragged: found true for a column of shape {field.shape}, whose first axis does "
@@ -84,7 +84,7 @@ def _column_of_words(field: Field, settings: Mapping[str, Any]) -> Column:
     return Column(field.name, source.dtype, field.shape, f"petastorm.{field.codec.kind}", source.encoding)
 
 
-def _no_word_of_ragged(field: Field) -> ValueError:
+def _ragged_not_set(field: Field) -> ValueError:
     return ValueError(
         f"column {field.name!r} has the shape {field.shape}, of which the first axis may vary; say whether it does "
         f"with data.encode: {{{field.name}: {{ragged: true}}}}, or {{{field.name}: {{ragged: false}}}} if all "
@@ -116,7 +116,7 @@ def decode(
     field = _field(column, is_nullable=column.fill is not None)
     try:
         cells = codecs.decode(field, stored, resize=column.encoding.resize)
-        if column.encoding.has_words:
+        if column.encoding.is_lookup:
             cells = _looked_up(column, list(cells), lookup)
     except codecs.CellError as found:
         error = found if rows is None else found.in_row(int(rows[found.row]))
@@ -138,7 +138,7 @@ def decode(
             start, cells[row] = start + length, None  # it is not needed twice
         return from_lengths(values, lengths)
     fill = column.fill
-    if column.encoding.has_words and fill is not None:
+    if column.encoding.is_lookup and fill is not None:
         (fill,) = _looked_up(column, [np.array(fill)], lookup)
     filled = np.empty((len(cells), *column.inner), dtype=column.dtype)
     for row, cell in enumerate(cells):
@@ -152,7 +152,7 @@ def _looked_up(column: Column, cells: Sequence[Array | None], lookup: Lookup) ->
     strings = [_strings(column, row, cell) for row, cell in enumerate(cells) if cell is not None]
     source = SourceColumn(column.name, column.dtype, "array", encoding=column.encoding)
     try:
-        numbers = word_indices(source, pa.concat_arrays([pa.array([], pa.string()), *strings]), lookup)
+        numbers = string_indices(source, pa.concat_arrays([pa.array([], pa.string()), *strings]), lookup)
     except BadCellsError as error:
         row = int(np.searchsorted(ends, error.row, side="right"))
         raise codecs.CellError(column.name, row, error.found, error.expected) from None
@@ -171,5 +171,5 @@ def _field(column: Column, *, is_nullable: bool) -> Field:
     kind, _, image_format = column.codec.removeprefix("petastorm.").partition(".")
     spark_type = "LongType" if kind == "scalar" else None  # which one it is does not matter for reading
     codec = Codec(kind, image_format or None, spark_type=spark_type)  # type: ignore[arg-type]
-    dtype = "str" if column.encoding.has_words else column.dtype
+    dtype = "str" if column.encoding.is_lookup else column.dtype
     return Field(column.name, dtype, column.shape, codec, is_nullable)

@@ -1,21 +1,82 @@
-"""Headers of NumPy's `.npy` format, as they stand in the cells of Petastorm."""
+"""Petastorm's `.npy` and compressed `.npz` cells: their headers, their values and their unpacked sizes."""
 
 from __future__ import annotations
 
 import functools
 import io
+import struct
 import threading
+import zipfile
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
+from spark_dl.data.columns.ragged import Array
+from spark_dl.data.parquet.file import chunks_of
+
+_MAX_CELL_BYTES = 1 << 31
+"""Most bytes that a compressed cell may unpack to."""
+_ZIP_END, _ZIP_ENTRY = struct.Struct("<4s6xHI4xH"), struct.Struct("<4s20xI")
+"""The end of a zip archive: its magic, entries, bytes of its directory, which lies before it, and of a comment; an
+entry's magic and unpacked size."""
 _MAX_HEADER_BYTES = 10_000
 """Of a `.npy` cell: NumPy refuses longer ones, too."""
-
-
-ONE_HEADER_AT_A_TIME = threading.Lock()
+_ONE_HEADER_AT_A_TIME = threading.Lock()
 """NumPy reads the header of a `.npy` cell with `ast.literal_eval`, which raises SystemError now and then where several
 threads are in it (python/cpython#106905; Python 3.11.7 has the fault)."""
+
+
+def unpacked_bytes(stored: pa.ChunkedArray | pa.Array) -> int:
+    """What the compressed cells of a column unpack to, as they say it themselves. # stored: binary, or a dictionary"""
+    total = 0
+    for chunk in chunks_of(stored):
+        is_dictionary = pa.types.is_dictionary(chunk.type)
+        cells = chunk.dictionary if is_dictionary else chunk
+        sizes = pa.array([_unpacked_bytes(cell.as_buffer()) if cell.is_valid else 0 for cell in cells], pa.int64())
+        total += pc.sum(sizes.take(chunk.indices) if is_dictionary else sizes).as_py() or 0
+    return total
+
+
+def _unpacked_bytes(cell: Any) -> int:
+    """Of a zip archive, by the directory that `zipfile` reads; 0 for what is none, which is an error later."""
+    content = memoryview(cell)
+    end = len(content) - _ZIP_END.size
+    if end >= 0:  # most are of one file, without a comment and without a second end of 64 bits before this one
+        magic, count, directory_bytes, comment_bytes = _ZIP_END.unpack_from(content, end)
+        at = end - directory_bytes
+        is_simple = magic == b"PK\5\6" and comment_bytes == 0 and bytes(content[max(0, end - 20) :][:4]) != b"PK\6\7"
+        if is_simple and count == 1 and 0 <= at <= end - _ZIP_ENTRY.size:
+            magic, size = _ZIP_ENTRY.unpack_from(content, at)
+            if magic == b"PK\1\2" and size < 0xFFFFFFFF:
+                return int(size)
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            return sum(entry.file_size for entry in archive.infolist())
+    except Exception:  # what `zipfile` raises for bytes that are no archive is not defined
+        return 0
+
+
+def read_npy(cell: memoryview) -> Array:
+    """A view of the cell."""
+    if bytes(cell[6:7]) == b"\3":  # for names of fields that are not Latin; the parser is not public
+        with _ONE_HEADER_AT_A_TIME:
+            return np.lib.format.read_array(io.BytesIO(cell), allow_pickle=False)  # type: ignore[no-any-return]
+    start, shape, is_fortran, dtype = header_of(cell)
+    if dtype.hasobject:
+        raise ValueError("Python objects, which are a pickle")
+    value: Array = np.ndarray(shape, dtype, cell, start, order="F" if is_fortran else "C")
+    return value
+
+
+def read_npz(cell: memoryview) -> Array:
+    with zipfile.ZipFile(io.BytesIO(cell)) as archive:
+        entry = archive.getinfo("arr.npy")
+        if entry.file_size > _MAX_CELL_BYTES:
+            raise ValueError(f"an array of {entry.file_size} bytes; at most {_MAX_CELL_BYTES} are unpacked")
+        with archive.open(entry) as file:  # `archive.read` would unpack more than the directory says
+            return read_npy(memoryview(file.read(entry.file_size)))
 
 
 def header_of(cell: memoryview) -> tuple[int, tuple[int, ...], bool, np.dtype[Any]]:
@@ -41,7 +102,7 @@ def _parsed_header(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]
     if version not in ((1, 0), (2, 0)):
         raise ValueError(f"version {version} of the format")
     read = formats.read_array_header_1_0 if version == (1, 0) else formats.read_array_header_2_0
-    with ONE_HEADER_AT_A_TIME:
+    with _ONE_HEADER_AT_A_TIME:
         shape, is_fortran, dtype = read(file)
     if any(n < 0 for n in shape):  # np.ndarray takes -1 for what is there
         raise ValueError(f"the shape {shape}")

@@ -16,7 +16,7 @@ import pyarrow as pa
 from spark_dl import storage
 from spark_dl.config.data import Nonfinite
 from spark_dl.data.columns import policies
-from spark_dl.data.columns.cells import looks_up_words
+from spark_dl.data.columns.lookup import keeps_dictionary
 from spark_dl.data.columns.ragged import Array, Ragged, from_lengths, take
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.dataset.records import ShardSet
@@ -25,7 +25,7 @@ from spark_dl.data.parquet import file as parquet_file
 from spark_dl.data.parquet import filters
 from spark_dl.data.parquet.buffer_pool import BufferPool
 from spark_dl.data.parquet.byte_budget import ByteBudget
-from spark_dl.data.petastorm import codecs
+from spark_dl.data.petastorm.npy import unpacked_bytes
 from spark_dl.data.plan import FILLER, Segment, Split, rows_held_out, split_rows
 from spark_dl.data.read.shard_file import ShardFile, is_sliced
 from spark_dl.data.store.cache import DiskCache, open_input
@@ -46,7 +46,7 @@ class Limits:
     """Bytes of all that is decoded at once, and so of each row group."""
     window: int
     """Bytes of a window, unless it is of one row group."""
-    said: str
+    setting: str
     """What sets them, for messages."""
 
 
@@ -59,7 +59,7 @@ class Rows:
         columns: Sequence[Column],
         fraction: float,
         seed: int,
-        part: Split,
+        split: Split,
         *,
         cache: DiskCache | None = None,
         nonfinite: Nonfinite = "allow",
@@ -75,17 +75,17 @@ class Rows:
         self._limits, self._has_unknown = limits, False
         asked = filters.columns_of(shards.filtered.conditions) if shards.filtered else []
         self._names = [*(c.name for c in columns), *asked]
-        self._words = [c.name for c in columns if c.has_stored_words]
+        self._words = [c.name for c in columns if c.has_stored_strings]
         self._decoding = ByteBudget(limits.memory if limits else 0)
         self._shards, self.columns, self._cache = shards, tuple(columns), cache
-        self._seed, self._part = seed, part
+        self._seed, self._split = seed, split
         self._passing = shards.group_rows
-        self._held_out = rows_held_out(self._passing, 0.0 if part == "all" else fraction)
+        self._held_out = rows_held_out(self._passing, 0.0 if split == "all" else fraction)
         self._memory = {c.name: BufferPool() for c in columns}
         self._of_thread = threading.local()  # pyarrow's readers of a file are not made for several threads
         self._held: OrderedDict[int, Future[list[Array | Ragged]]] = OrderedDict()
         self._held_lock = threading.Lock()
-        if part == "validation":
+        if split == "validation":
             self.group_rows = self._held_out
         else:
             self.group_rows = self._passing - self._held_out if self._held_out.any() else self._passing
@@ -160,7 +160,7 @@ class Rows:
                 f"the rows of {len(pieces[0]) - 1} row groups of {self._shards.url}, those before row group {group} of "
                 f"{self._shards.shards[shard].name}, take {size / _MIB:.0f} MiB once they are decoded, more than the "
                 f"footers tell, and are to be shuffled together with more; each stream has {limits.window / _MIB:.0f} "
-                f"MiB of {limits.said}: lower loader.shuffle_window_rows, or raise loader.memory_mib"
+                f"MiB of {limits.setting}: lower loader.shuffle_window_rows, or raise loader.memory_mib"
             )
 
     def _take(self, size: int) -> None:
@@ -181,10 +181,10 @@ class Rows:
         """
         number = segment.row_group
         if number == FILLER:
-            assert self._shards.spread is not None
-            return [_one_row(c, self._shards.spread.filler[c.name]) for c in self.columns]
+            assert self._shards.placement is not None
+            return [_one_row(c, self._shards.placement.filler[c.name]) for c in self.columns]
         if self._is_alone(segment):
-            return self._part_of(number, places)
+            return self._rows_of_split(number, places)
         with self._held_lock:  # streams meet in this row group, or sequences pass into it: it is asked for again
             held = self._held.get(number)
             is_mine = held is None
@@ -194,7 +194,7 @@ class Rows:
                     self._held.popitem(last=False)
         if is_mine:  # the others wait for it, and do not decode it too
             try:
-                held.set_result(self._part_of(number, [None] * len(self.columns)))
+                held.set_result(self._rows_of_split(number, [None] * len(self.columns)))
             except BaseException as error:
                 held.set_exception(error)
                 with self._held_lock:
@@ -204,13 +204,13 @@ class Rows:
         finally:
             del held  # its error has this frame
 
-    def _part_of(self, number: int, places: Places) -> list[Array | Ragged]:
+    def _rows_of_split(self, number: int, places: Places) -> list[Array | Ragged]:
         if self._held_out[number]:
             places = [None] * len(self.columns)
         arrays = self._decode(number, places)
         if self._held_out[number]:
             kept = split_rows(int(self._passing[number]), int(self._held_out[number]), self._seed, number)
-            rows = kept[self._part == "validation"]
+            rows = kept[self._split == "validation"]
             return [take(a, rows) if isinstance(a, Ragged) else a[rows] for a in arrays]
         return arrays
 
@@ -280,7 +280,7 @@ class Rows:
             column.name: _unknown_bytes(column, stored[column.name])
             for column in self.columns
             if column.name in stored
-            and not (column.has_stored_words and looks_up_words(column.encoding, stored[column.name].type))
+            and not (column.has_stored_strings and keeps_dictionary(column.encoding, stored[column.name].type))
         }
         size = sum(found.values())
         self._has_unknown |= size > 0
@@ -288,7 +288,7 @@ class Rows:
             name = max(found, key=lambda name: found[name])
             raise ValueError(
                 f"column {name!r}: the cells have {stored[name].nbytes / _MIB:.1f} MiB as they are stored, and "
-                f"{found[name] / _MIB:.0f} MiB once they are decoded; {self._limits.said}: raise it, or write the "
+                f"{found[name] / _MIB:.0f} MiB once they are decoded; {self._limits.setting}: raise it, or write the "
                 "dataset with smaller row groups"
             )
         return found
@@ -335,4 +335,4 @@ def _one_row(column: Column, cell: Array) -> Array | Ragged:
 def _unknown_bytes(column: Column, stored: pa.ChunkedArray) -> int:
     """What cells take once they are decoded beyond what the footer tells: dictionaries, and compressed arrays."""
     is_compressed = column.codec.startswith("petastorm.compressed")
-    return parquet_file.decoded_bytes(stored) + (codecs.unpacked_bytes(stored) if is_compressed else 0)
+    return parquet_file.decoded_bytes(stored) + (unpacked_bytes(stored) if is_compressed else 0)

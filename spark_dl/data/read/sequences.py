@@ -137,12 +137,12 @@ class SequenceRows:
 
 
 def build_rows(
-    shards: ShardSet, columns: Sequence[Column], config: Config, part: Split, cache: DiskCache | None, limits: Limits
+    shards: ShardSet, columns: Sequence[Column], config: Config, split: Split, cache: DiskCache | None, limits: Limits
 ) -> Rows | SequenceRows:
     """What a loader reads: the rows of a dataset, or with `sequences` its samples. Called on a worker."""
     data, sequences = config.data, config.sequences
     rows = Rows(
-        shards, columns, config.train.validation_fraction, config.train.seed, part, cache=cache,
+        shards, columns, config.train.validation_fraction, config.train.seed, split, cache=cache,
         nonfinite=data.nonfinite, fill=data.fill, limits=limits,
     )  # fmt: skip
     if sequences is None:

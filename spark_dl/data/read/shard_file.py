@@ -12,8 +12,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from spark_dl.data.columns import stored_cells
-from spark_dl.data.columns.cells import Lookup
+from spark_dl.data.columns import cell_codec
+from spark_dl.data.columns.lookup import Lookup
 from spark_dl.data.columns.ragged import Array, Ragged, Stacked
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.dataset.shard_table import Shard
@@ -47,7 +47,11 @@ class ShardFile:
         """`names` are the columns that are read, and `words` those that look up words."""
         self._source, self._is_local = source, is_local
         self.parquet = parquet_file.open_file(
-            source, footer_bytes=shard.footer_bytes, footer_crc32=shard.footer_crc32, as_words=names, buffered=is_local
+            source,
+            footer_bytes=shard.footer_bytes,
+            footer_crc32=shard.footer_crc32,
+            dictionary_columns=names,
+            buffered=is_local,
         )
         self._names, self._words = names, words
         self._leaves = {self.parquet.schema.column(i).path: i for i in range(len(self.parquet.schema))}
@@ -55,7 +59,7 @@ class ShardFile:
     @functools.cached_property
     def indexed(self) -> IndexedFile:
         """For row groups that are read in part."""
-        return IndexedFile(self._source, self.parquet, as_words=self._names)
+        return IndexedFile(self._source, self.parquet, dictionary_columns=self._names)
 
     def read(self, group: int, names: Sequence[str]) -> dict[str, pa.ChunkedArray]:
         """The stored cells of some columns, whole."""
@@ -68,7 +72,7 @@ class ShardFile:
     def _sliced(self) -> pq.ParquetFile:
         """The file with all but words as they are, not as dictionaries: of those each slice has a copy."""
         return parquet_file.reopened(
-            self._source, self.parquet, before=self._names, as_words=self._words, buffered=self._is_local
+            self._source, self.parquet, before=self._names, dictionary_columns=self._words, buffered=self._is_local
         )
 
     def read_slices(
@@ -116,14 +120,18 @@ class ShardFile:
             return False
         chunks = self._chunks(column, group)
         are_whole = all(_WHOLE_BYTES.issuperset(chunk.encodings) for chunk in chunks)
-        if column.has_stored_words:
+        if column.has_stored_strings:
             return are_whole or all(0 < parquet_file.dictionary_bytes(c) <= _SMALL_DICTIONARY_BYTES for c in chunks)
         return are_whole or column.codec == "list" or not column.is_ragged
 
     def _chunks(self, column: Column, group: int) -> list[Any]:
         """What the footer tells of the column's leaves; of a column `x` those of another, `x.y`, may be among them."""
         metadata = self.parquet.metadata.row_group(group)
-        return [metadata.column(leaf) for path, leaf in self._leaves.items() if parquet_file.is_of(column.name, path)]
+        return [
+            metadata.column(leaf)
+            for path, leaf in self._leaves.items()
+            if parquet_file.leaf_in_column(column.name, path)
+        ]
 
     def _most_values(self, column: Column, group: int, size: int | None = None) -> int:
         """Of the rows of a ragged column, over all axes: nulls and empty lists count, too, and each cell of bytes has
@@ -169,7 +177,7 @@ class ShardFile:
         cells = pages.read_plain(
             self._source, chunk, levels=levels, cell_bytes=column.row_bytes, rows=rows, memory=memory
         )
-        return None if cells is None else stored_cells.view(column, cells)
+        return None if cells is None else cell_codec.view(column, cells)
 
 
 def _target(column: Column, rows: int, most_values: int, place: Array | None, memory: BufferPool) -> Stacked:
@@ -192,4 +200,4 @@ def _decode(
     """The stored cells of some rows. # rows: their numbers in the row group; None for all of it"""
     if column.codec.startswith("petastorm."):
         return petastorm_columns.decode(column, stored, rows=rows, lookup=lookup)
-    return stored_cells.decode(column, stored, rows=rows, lookup=lookup)
+    return cell_codec.decode(column, stored, rows=rows, lookup=lookup)

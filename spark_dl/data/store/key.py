@@ -1,9 +1,9 @@
-"""The key of a dataset that a DataFrame would be written as: equal work has an equal key, in any session, by any user.
+"""The key of the shards that a DataFrame would be written as, equal for equal work in any session and for any user.
 
 The key is a SHA-256 of the analysed logical plan, the versions of the source files, the schema, the settings that
-decide what shards hold, and the version of their format. Where something that decides the rows cannot be seen, there is
-no key: a needless write costs time, a wrong reuse would train on other rows. Over Spark Connect the analysed plan stays
-in the server, so there the user names the rows; a name can be given elsewhere, too.
+decide what the shards hold, and the version of their format. If anything that decides the rows is not visible in the
+plan, there is no key: a needless write costs time, but a wrong reuse would train on other rows. Over Spark Connect the
+analysed plan stays on the server, so the user must name the rows; a name can also be given elsewhere.
 """
 
 from __future__ import annotations
@@ -32,24 +32,34 @@ _NODES = (
     "Join", "LocalLimit", "Offset", "OneRowRelation", "Project", "Range", "Repartition", "RepartitionByExpression",
     "Sort", "SubqueryAlias", "Union", "View", "Window",
 )  # fmt: skip
-"""Operators whose rows follow from what the plan shows and from their input."""
+"""Operators whose rows follow from the plan and their input."""
 _HIDDEN = re.compile(r"UDF|UDAF|Invoke|Subquery|ListQuery|Exists$|Lambda|Reflect|PythonUD|ScalaAgg|TypedAgg")
 """Expressions that run code or read rows that the plan does not show."""
+_SPARK_FORMATS = {
+    "org.apache.spark.sql.execution.datasources.": (
+        "binaryfile.BinaryFileFormat", "csv.CSVFileFormat", "json.JsonFileFormat", "orc.OrcFileFormat",
+        "parquet.ParquetFileFormat", "text.TextFileFormat",
+    ),
+    "org.apache.spark.sql.avro.": ("AvroFileFormat",),
+}  # fmt: skip
+"""Spark's own file formats, by package: their rows follow from the content of the data files alone."""
+_SPARK_INDEXES = ("InMemoryFileIndex", "CatalogFileIndex", "MetadataLogFileIndex")
+"""Spark's own file indexes. Table formats have others: their logs change rows without changing a data file."""
 _NOW = re.compile(r"^(Current(?!Row)|Now$|Local(Date)?Timestamp|CurDate|Session)")
 _TIME_OF_RUN = re.compile(r"(?i)\s*(now|today|tomorrow|yesterday)\b")
-"""Texts that Spark takes for the time of the run where they become dates."""
+"""Strings that Spark resolves to the time of the run when they are cast to dates."""
 _CONF = (
     "spark.sql.session.timeZone", "spark.sql.ansi.enabled", "spark.sql.caseSensitive",
     "spark.sql.legacy.timeParserPolicy", "spark.sql.parquet.mergeSchema", "spark.sql.files.ignoreCorruptFiles",
     "spark.sql.files.ignoreMissingFiles", "spark.sql.columnNameOfCorruptRecord",
     "spark.sql.parquet.datetimeRebaseModeInRead", "spark.sql.parquet.int96RebaseModeInRead",
 )  # fmt: skip
-"""Settings of the session that change what a plan yields."""
+"""Session settings that change the result of a plan."""
 _STAT_THREADS = 16
 
 
 class NoKeyError(Exception):
-    """There is no key for a DataFrame; the text says why."""
+    """A DataFrame has no key; the message says why."""
 
 
 def store_key(
@@ -57,14 +67,15 @@ def store_key(
     data: Data,
     layout: Shards,
     columns: Sequence[str] = (),
-    like: Sequence[Column] = (),
+    reference_columns: Sequence[Column] = (),
     *,
     name: str | None = None,
 ) -> str:
-    """The key of a DataFrame's shards that are written `like` some columns, 64 hex digits. On the driver; runs no job.
+    """The key of the shards of a DataFrame, 64 hex digits. Called on the driver; runs no job.
 
-    With `name` the user vouches that DataFrames of that name and of one schema have the same rows; else the plan tells.
-    Raises NoKeyError for a plan that is not deterministic, or of which the rows do not follow from what can be seen.
+    `reference_columns` give vocabularies, as in `write_shards`. With `name` the user guarantees that DataFrames of this
+    name and one schema have the same rows; by default the plan decides. Raises NoKeyError for a plan that is not
+    deterministic, or whose rows depend on something that is not visible.
     """
     content = {
         **({"name": name} if name is not None else _plan(df)),
@@ -72,7 +83,7 @@ def store_key(
         "data": dataclasses.asdict(data),
         "layout": [layout.rows_per_row_group, layout.rows_per_shard],
         "columns": list(columns or data.columns),
-        "words": {c.name: c.encoding.vocabulary for c in like if c.encoding.vocabulary is not None},
+        "words": {c.name: c.encoding.vocabulary for c in reference_columns if c.encoding.vocabulary is not None},
         "format": [FORMAT, VERSION],
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
@@ -81,15 +92,15 @@ def store_key(
 def _plan(df: DataFrame) -> dict[str, Any]:
     if not hasattr(df, "_jdf"):
         raise NoKeyError(
-            "over Spark Connect the plan that decides its rows stays in the server; name them, "
-            "store_shards(df, data, key='...') or jobs/prepare.py --key, and train on the dataset that this gives"
+            "over Spark Connect the plan that decides its rows stays on the server; name the rows with "
+            "store_shards(df, data, key='...') or jobs/prepare.py --key, and train on the resulting dataset"
         )
     execution: Any = df._jdf.queryExecution()
     plan = execution.analyzed()
     try:
         nodes = json.loads(plan.toJSON())
-    except Exception as error:  # py4j's, of an operator that Spark cannot write as JSON
-        raise NoKeyError(f"Spark cannot show its plan: {error}") from error
+    except Exception as error:  # raised by py4j for an operator that Spark cannot write as JSON
+        raise NoKeyError(f"Spark cannot write its plan as JSON: {error}") from error
     _check_nodes(nodes)
     if not plan.deterministic():
         raise NoKeyError("its plan is not deterministic (rand, uuid, shuffle ...)")
@@ -98,7 +109,7 @@ def _plan(df: DataFrame) -> dict[str, Any]:
     relations = _relations(plan)
     return {
         "plan": _normalised(nodes),
-        # What the JSON leaves out, such as the mode of a cast; the numbers of its columns differ between sessions.
+        # Has what the JSON omits, such as the mode of a cast. Column ids differ between sessions.
         "text": re.sub(r"#\d+L?", "#", _text(df, plan)),
         "relations": relations,
         "files": _versions(df.inputFiles()) if relations else [],
@@ -112,20 +123,22 @@ def _check_nodes(nodes: Any) -> None:
         short = name.rpartition(".")[2].rstrip("$")
         if name.startswith(f"{_CATALYST}plans.logical."):
             if short not in _NODES:
-                raise NoKeyError(f"its plan holds {short}, whose rows cannot be told from the plan")
+                raise NoKeyError(f"its plan holds {short}, whose rows do not follow from the plan")
         elif name.startswith(f"{_CATALYST}expressions."):
             if _HIDDEN.search(short):
-                raise NoKeyError(f"its plan holds {short}, which does not show all that decides the rows")
+                raise NoKeyError(f"its plan holds {short}, which hides what decides the rows")
             if _NOW.search(short):
                 raise NoKeyError(f"its rows depend on {short}, which differs from run to run")
             if short == "Literal" and _TIME_OF_RUN.match(str(node.get("value"))):
-                raise NoKeyError(f"it holds the text {node['value']!r}, which as a date is another one each day")
+                raise NoKeyError(
+                    f"it holds the string {node['value']!r}, which as a date depends on the day of the run"
+                )
         elif name != _RELATION:
-            raise NoKeyError(f"its plan reads from {short}, whose rows cannot be told from the plan")
+            raise NoKeyError(f"its plan reads from {short}, whose rows do not follow from the plan")
 
 
 def _plan_nodes(nodes: Any) -> Iterator[dict[str, Any]]:
-    """Operators and expressions, at any depth."""
+    """Yields all operators and expressions of a plan, at any depth."""
     if isinstance(nodes, dict):
         if "class" in nodes:
             yield nodes
@@ -136,7 +149,7 @@ def _plan_nodes(nodes: Any) -> Iterator[dict[str, Any]]:
 
 
 def _normalised(nodes: Any) -> Any:
-    """A plan as JSON with its column ids, which Spark counts through a session, numbered in the order they come."""
+    """A plan as JSON with its column ids, which Spark counts per session, numbered by first occurrence."""
     seen: dict[Any, int] = {}
 
     def walk(node: Any) -> Any:
@@ -152,7 +165,7 @@ def _normalised(nodes: Any) -> Any:
 
 
 def _text(df: DataFrame, plan: Any) -> str:
-    """The plan as Spark prints it, with nothing left out for length."""
+    """The plan as Spark prints it, without truncation."""
     conf, name = df.sparkSession.conf, "spark.sql.debug.maxToStringFields"
     before = conf.get(name, None)
     conf.set(name, str(2**31 - 1))
@@ -163,7 +176,7 @@ def _text(df: DataFrame, plan: Any) -> str:
 
 
 def _relations(plan: Any) -> list[dict[str, Any]]:
-    """What the plan reads files with: format, options, folders, in the order of the plan."""
+    """Format, options, folders and columns of each file relation, in the order of the plan."""
     leaves, found = plan.collectLeaves(), []
     for i in range(leaves.size()):
         leaf = leaves.apply(i)
@@ -172,8 +185,11 @@ def _relations(plan: Any) -> list[dict[str, Any]]:
         relation = leaf.relation()
         if relation.getClass().getSimpleName() != "HadoopFsRelation":
             raise NoKeyError(
-                f"its plan reads from {relation.getClass().getSimpleName()}, whose versions cannot be seen"
+                f"its plan reads from {relation.getClass().getSimpleName()}, whose versions are not visible"
             )
+        file_format, index = (x.getClass().getName() for x in (relation.fileFormat(), relation.location()))
+        if reason := reason_without_key(file_format, index):
+            raise NoKeyError(reason)
         options, pairs = relation.options().iterator(), []
         while options.hasNext():
             pair = options.next()
@@ -181,7 +197,7 @@ def _relations(plan: Any) -> list[dict[str, Any]]:
         roots = relation.location().rootPaths()
         found.append(
             {
-                "format": relation.fileFormat().getClass().getName(),
+                "format": file_format,
                 "options": sorted(pairs),
                 "folders": [roots.apply(r).toString() for r in range(roots.size())],
                 "columns": [relation.dataSchema().json(), relation.partitionSchema().json()],
@@ -190,17 +206,32 @@ def _relations(plan: Any) -> list[dict[str, Any]]:
     return found
 
 
+def reason_without_key(file_format: str, index: str) -> str | None:
+    """Why files read with these Java classes have no key, or None if they have one.
+
+    Delta, Hudi and other table formats mark rows as deleted in files of their own (deletion vectors, logs), so equal
+    data files do not mean equal rows.
+    """
+    names = [f"{package}{name}" for package, formats in _SPARK_FORMATS.items() for name in formats]
+    if file_format not in names:
+        return f"its plan reads files with {file_format}, which is none of Spark's own file formats"
+    package, _, name = index.rpartition(".")
+    if not package.startswith("org.apache.spark.sql.execution.") or name not in _SPARK_INDEXES:
+        return f"its plan lists files with {index}, which is none of Spark's own file indexes"
+    return None
+
+
 def _versions(urls: list[str]) -> list[list[Any]]:
-    """Path, bytes and time of change of the source files, by path."""
+    """Path, bytes and modification time of the source files, sorted by path."""
 
     def version(url: str) -> list[Any]:
         with contextlib.suppress(OSError, ValueError):
             found = storage.info(url)
             if found.size is not None:
                 return [url, found.size, found.mtime_ns]
-        raise NoKeyError(f"the driver cannot see the version of its source file {url}")
+        raise NoKeyError(f"the driver cannot read the size and modification time of its source file {url}")
 
     if not urls:
-        raise NoKeyError("Spark does not say which files it reads")
+        raise NoKeyError("Spark does not list its source files")
     with ThreadPoolExecutor(_STAT_THREADS) as threads:
         return list(threads.map(version, sorted(urls)))

@@ -105,7 +105,7 @@ def store_shards(
     columns: Sequence[str] = (),
     key: str | None = None,
     run: str = "",
-    like: Sequence[Column] = (),
+    reference_columns: Sequence[Column] = (),
     before_commit: Callable[[], None] | None = None,
 ) -> tuple[ShardSet, Lease | None]:
     """The shards of a DataFrame in the store `shards.store`: those that another run has written, else written now.
@@ -123,11 +123,13 @@ def store_shards(
     reason = "shards.store is not set"
     if layout.store:
         try:
-            found = store_key(df, data, layout, columns, like, name=key)
+            found = store_key(df, data, layout, columns, reference_columns, name=key)
 
             def write(target: str) -> ShardSet:
-                written = write_shards(df, target, data, shards=layout, columns=columns, like=like)
-                if key is None and store_key(df, data, layout, columns, like) != found:
+                written = write_shards(
+                    df, target, data, shards=layout, columns=columns, reference_columns=reference_columns
+                )
+                if key is None and store_key(df, data, layout, columns, reference_columns) != found:
                     raise RuntimeError(
                         "the source files of the DataFrame changed while its shards were written, which may hold rows "
                         "of both versions; run again"
@@ -145,7 +147,14 @@ def store_shards(
     if url is None:
         raise ValueError(f"there is no folder to write the shards to, and {reason}")
     return write_shards(
-        df, url, data, shards=layout, columns=columns, overwrite=True, like=like, before_commit=before_commit
+        df,
+        url,
+        data,
+        shards=layout,
+        columns=columns,
+        overwrite=True,
+        reference_columns=reference_columns,
+        before_commit=before_commit,
     ), None
 
 

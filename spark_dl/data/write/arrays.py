@@ -1,4 +1,4 @@
-"""Shards from NumPy arrays, without Spark."""
+"""Writes arrays in memory as a dataset, without Spark."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def write_arrays(
 ) -> ShardSet:
     """Writes arrays in memory as a dataset, without Spark. # each (rows, *cell); one axis makes a scalar column
 
-    Raises ValueError for a folder that is in use, for names that batches have for something else, for arrays of unequal
-    length, without rows, or of what is no number, and for NaN and Inf unless `data.nonfinite` is `allow`; no row is
-    dropped or filled here.
+    No row is dropped or filled. Raises ValueError for a folder that is in use, column names that batches reserve,
+    arrays of unequal length, without rows or of an unsupported dtype, and NaN and Inf unless `data.nonfinite` is
+    `allow`.
     """
     data = data or Data()
     url = storage.absolute(url)
@@ -62,10 +62,10 @@ def write_arrays(
 
 
 def _check_arrays(columns: Mapping[str, Array | Ragged]) -> None:
-    """Raises ValueError for what cannot be stored as the columns of one dataset."""
+    """Raises ValueError for arrays that cannot be stored as the columns of one dataset."""
     for name, array in columns.items():
         if type(name) is not str or not name:
-            raise ValueError(f"found the column name {name!r}, expected a text that is not empty")
+            raise ValueError(f"found the column name {name!r}, expected a non-empty string")
         values = array.values if isinstance(array, Ragged) else array
         if not isinstance(values, np.ndarray) or values.ndim == 0:
             found = (
@@ -76,7 +76,9 @@ def _check_arrays(columns: Mapping[str, Array | Ragged]) -> None:
         is_real = dtype.kind in "biuf" and dtype.itemsize <= 8
         may_be_complex = values.ndim > 1 and not isinstance(array, Ragged)
         if not dtype.isnative or not (is_real or (may_be_complex and dtype in (np.complex64, np.complex128))):
-            complex_too = "" if dtype.kind != "c" else "; complex ones of up to 128 bits in arrays of two or more axes"
+            complex_too = (
+                "" if dtype.kind != "c" else ", or complex numbers of up to 128 bits in arrays of two or more axes"
+            )
             raise ValueError(
                 f"column {name!r}: found the dtype {dtype.str if dtype.kind in 'biufc' else dtype}, expected booleans, "
                 f"integers or floats of up to 64 bits in this machine's byte order{complex_too}; convert it with astype"

@@ -1,4 +1,4 @@
-"""Columns of a DataFrame, by their Spark types, and what `data.encode` and `data.fill` choose for them."""
+"""Source columns of a DataFrame, from its Spark types and the settings of `data.encode` and `data.fill`."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ _NUMBERS = {
 def source_columns(
     schema: StructType, names: Sequence[str], encode: Settings | None = None, fill: Mapping[str, Any] | None = None
 ) -> tuple[SourceColumn, ...]:
-    """The asked columns of a DataFrame, as `data.encode` and `data.fill` say. Called on the driver.
+    """The source columns of a DataFrame, with `data.encode` and `data.fill` applied. Called on the driver.
 
-    Raises ValueError for a column that is missing, naming the nearest one, for a type that no model can read, and for
+    Raises ValueError for a missing column, with the nearest name, for a type that cannot become a tensor, and for
     settings that do not fit the type.
     """
     check_names("encode", encode or {}, names)
@@ -72,7 +72,7 @@ def _spark_type_at(schema: StructType, name: str) -> tuple[tuple[str, ...], Data
                 raise ValueError(f"column {name!r}: {HAS_DOT}")
             raise ValueError(
                 f"no column {name!r} in the DataFrame{suggestion(name, known)}; its columns are {list(top)} "
-                "(data.features and data.label say which are read)"
+                "(data.features and data.label choose the columns)"
             )
         found = fields[part]
     return path, found

@@ -1,4 +1,4 @@
-"""What a DataFrame is asked before its rows are written: the words of its columns, and how long its cells are."""
+"""Statistics of a DataFrame that are computed before its rows are written: vocabularies and mean cell sizes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from spark_dl.data.columns.encoding import MAX_WORDS, Settings
+from spark_dl.data.columns.encoding import MAX_VOCABULARY, Settings
 from spark_dl.data.columns.source import SourceColumn
 
 if TYPE_CHECKING:
@@ -20,10 +20,10 @@ _SAMPLE_ROWS = 1000
 def with_vocabularies(
     df: DataFrame, columns: Sequence[SourceColumn], encode: Settings, known: Mapping[str, tuple[str, ...]]
 ) -> tuple[SourceColumn, ...]:
-    """The columns with their words: given ones, known ones (of another dataset), else those of the DataFrame.
+    """The columns with their vocabularies: configured, known from another dataset, or counted in the DataFrame.
 
-    One aggregation counts the words of all columns that have none. They are ordered by count, then by code point.
-    Raises ValueError for more than `max_size` words that occur `min_count` times, for none at all, and for no rows.
+    One aggregation counts the strings of all columns without a vocabulary, ordered by count, then by code point.
+    Raises ValueError if more than `max_size` strings occur `min_count` times, if none does, and if there are no rows.
     """
     columns = [
         replace(c, encoding=replace(c.encoding, vocabulary=known[c.name]))
@@ -35,16 +35,18 @@ def with_vocabularies(
         i: c for i, c in enumerate(columns) if c.encoding.kind == "vocabulary" and c.encoding.vocabulary is None
     }
     if open_ones:
-        for i, words in _count_words(df, open_ones, encode).items():
+        for i, words in _count_vocabularies(df, open_ones, encode).items():
             columns[i] = replace(columns[i], encoding=replace(columns[i].encoding, vocabulary=words))
     return tuple(columns)
 
 
-def _count_words(df: DataFrame, columns: Mapping[int, SourceColumn], encode: Settings) -> dict[int, tuple[str, ...]]:
+def _count_vocabularies(
+    df: DataFrame, columns: Mapping[int, SourceColumn], encode: Settings
+) -> dict[int, tuple[str, ...]]:
     from pyspark.sql import functions as F
 
     settings = {i: encode.get(c.name, {}) for i, c in columns.items()}
-    most = {i: s.get("max_size", MAX_WORDS) for i, s in settings.items()}
+    most = {i: s.get("max_size", MAX_VOCABULARY) for i, s in settings.items()}
     pairs = []
     for i, column in columns.items():
         number = F.lit(i).alias("i")
@@ -63,12 +65,14 @@ def _count_words(df: DataFrame, columns: Mapping[int, SourceColumn], encode: Set
         key = f"data.encode.{columns[i].name}"
         if len(words) > most[i]:
             raise ValueError(
-                f"{key}: found more than {most[i]} words; raise {key}.max_size or {key}.min_count, or set as: hash"
+                f"{key}: found more than {most[i]} strings; raise {key}.max_size or {key}.min_count, or set as: hash"
             )
         if not words:
             if df.isEmpty():
                 raise ValueError(f"{NO_ROWS}; training needs at least one")
-            raise ValueError(f"{key}: found no word that occurs {settings[i].get('min_count', 1)} time(s) or more")
+            raise ValueError(
+                f"{key}: found no string that occurs {settings[i].get('min_count', 1)} time(s) or more; lower min_count"
+            )
     return {i: tuple(word for _, word in sorted(words)) for i, words in found.items()}
 
 
@@ -79,7 +83,7 @@ def _pair_with(number: Expression) -> Callable[[Expression], Expression]:
 
 
 def with_mean_sizes(df: DataFrame, columns: Sequence[SourceColumn]) -> tuple[SourceColumn, ...]:
-    """The columns with the mean number of elements in their cells, where it varies, over the first rows."""
+    """The columns with the mean number of elements per cell, where it varies, estimated from a sample of rows."""
     from pyspark.sql import functions as F
 
     varying = {i: c for i, c in enumerate(columns) if c.ragged or c.encoding.kind == "image"}
@@ -95,14 +99,14 @@ def with_mean_sizes(df: DataFrame, columns: Sequence[SourceColumn]) -> tuple[Sou
 
 
 def expression(column: SourceColumn) -> Expression:
-    """The column of the DataFrame, also inside structs."""
+    """The Spark expression of a column or a struct field."""
     from pyspark.sql import functions as F
 
     return F.col(".".join("`" + part.replace("`", "``") + "`" for part in column.path))
 
 
 def _leaves(array: Any, depth: int) -> Any:
-    """All elements of a cell as one array."""
+    """The Spark expression of all elements of a cell as one array."""
     from pyspark.sql import functions as F
 
     if depth == 0:

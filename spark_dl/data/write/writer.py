@@ -1,4 +1,4 @@
-"""Writes rows as shards: Parquet files of row groups of an exact row count. Runs in Spark tasks, or without Spark."""
+"""Writes rows as shards: Parquet files with row groups of an exact row count. Used in Spark tasks and without Spark."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from spark_dl import storage
 from spark_dl.config import Shards
-from spark_dl.data.columns import ragged, schema, stored_cells
+from spark_dl.data.columns import cell_codec, ragged, schema
 from spark_dl.data.columns.ragged import Array, Ragged
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.columns.source import BadCellsError
@@ -23,11 +23,11 @@ from spark_dl.data.parquet import file as parquet_file
 _ROW_GROUP_BYTES = 4 << 20
 _SHARD_BYTES = 64 << 20
 _PAGE_BYTES = 1 << 30
-"""One page for each column of a row group, which is then read without a decoder."""
+"""Page size that makes each column of a row group one page, which is read without a decoder."""
 
 
 def rows_per_file(columns: Iterable[Column], layout: Shards) -> tuple[int, int]:
-    """Rows of a row group and of a shard: as configured, else by size."""
+    """Rows of a row group and of a shard: the configured numbers, or numbers from the size of a row."""
     row_bytes = max(1, sum(c.row_bytes for c in columns))
     group = layout.rows_per_row_group or max(1, min(1 << 16, 1 << (_ROW_GROUP_BYTES // row_bytes).bit_length() >> 1))
     shard = layout.rows_per_shard or max(1, _SHARD_BYTES // row_bytes)
@@ -35,16 +35,16 @@ def rows_per_file(columns: Iterable[Column], layout: Shards) -> tuple[int, int]:
 
 
 class ShardWriter:
-    """Cuts a sequence of rows into shards of `shard_rows` rows and row groups of `group_rows` rows."""
+    """Writes a sequence of rows as shards of `shard_rows` rows with row groups of `group_rows` rows."""
 
     def __init__(self, url: str, prefix: str, columns: tuple[Column, ...], group_rows: int, shard_rows: int):
         self.columns = columns
         self._url, self._prefix = url, prefix
         self._group_rows, self._shard_rows = group_rows, shard_rows
         self.sizes = [0] * len(columns)
-        """Elements that were written of each column."""
+        """Number of elements written of each column."""
         self._filled: set[int] = set()
-        """Ragged columns of which there were values, so that their inner shape is known."""
+        """Ragged columns that had values so far; their inner shape is known."""
         self._held: list[list[Array | Ragged]] = []
         self._held_rows = 0
         self._shards: list[Shard] = []
@@ -55,20 +55,20 @@ class ShardWriter:
         self._sink: _HashingSink | None = None
 
     def append(self, arrays: Sequence[Array | Ragged]) -> None:
-        """Adds rows: of images the bytes of their files. Raises BadCellsError for cells of another shape."""
+        """Adds rows (images as the bytes of their files). Raises BadCellsError for cells of another shape."""
         for i, array in enumerate(arrays):
             self._check_shape(i, array)
             self.sizes[i] += array.own_values.size if isinstance(array, Ragged) else array.size
         self._held.append(list(arrays))
         self._held_rows += len(arrays[0])
         if self._held_rows >= self._group_rows:
-            self._write_groups(whole_only=True)
+            self._write_groups(full_only=True)
 
     def _check_shape(self, i: int, array: Array | Ragged) -> None:
         column = self.columns[i]
         found = schema.cell_shape(column.codec, array, column.encoding)
         if isinstance(array, Ragged) and column.is_ragged:
-            if len(array.own_values) == 0:  # rows without values do not know their inner shape
+            if len(array.own_values) == 0:  # rows without values have no inner shape
                 return
             if i not in self._filled:
                 self._filled.add(i)
@@ -80,25 +80,27 @@ class ShardWriter:
         raise BadCellsError(column.name, 0, f"cells of shape {found}", f"{column.shape} as in the rows before{hint}")
 
     def known_shapes(self) -> tuple[tuple[int | None, ...] | None, ...]:
-        """Of the cells of each column; None where all rows of a ragged column are empty, so that it is not known."""
+        """Shape of the cells of each column; None (unknown) if all rows of a ragged column are empty."""
         is_known = [not c.is_ragged or i in self._filled for i, c in enumerate(self.columns)]
         return tuple(c.shape if k else None for c, k in zip(self.columns, is_known, strict=True))
 
     def close(self) -> list[Shard]:
-        self._write_groups(whole_only=False)
+        """Writes the remaining rows and returns all shards."""
+        self._write_groups(full_only=False)
         self._end_shard()
         return self._shards
 
     def abort(self) -> None:
+        """Closes the open file, after an error."""
         if self._file is not None:
             self._file.close()
 
-    def _write_groups(self, whole_only: bool) -> None:
+    def _write_groups(self, full_only: bool) -> None:
         arrays = (
             [ragged.concatenate([h[i] for h in self._held]) for i in range(len(self.columns))] if self._held else []
         )
         start, rows = 0, self._held_rows
-        while rows - start >= self._group_rows or (start < rows and not whole_only):
+        while rows - start >= self._group_rows or (start < rows and not full_only):
             stop = min(rows, start + self._group_rows)
             self._write_group([a[start:stop] for a in arrays])
             start = stop
@@ -106,8 +108,8 @@ class ShardWriter:
         self._held_rows = rows - start
 
     def _write_group(self, arrays: list[Array | Ragged]) -> None:
-        cells = [stored_cells.encode(c, a) for c, a in zip(self.columns, arrays, strict=True)]
-        table = pa.Table.from_arrays(cells, schema=pa.schema([schema.arrow_field(c) for c in self.columns]))
+        cells = [cell_codec.encode(c, a) for c, a in zip(self.columns, arrays, strict=True)]
+        table = pa.Table.from_arrays(cells, schema=pa.schema([cell_codec.arrow_field(c) for c in self.columns]))
         if self._file is None:
             self._sink = _HashingSink(storage.join(self._url, self._next_name()))
             scalars = [c.name for c in self.columns if c.codec == "scalar"]
@@ -143,7 +145,7 @@ class ShardWriter:
 
 
 class _HashingSink:
-    """A file that is hashed while it is written, so that the manifest's checksum costs no second read."""
+    """A file that is hashed while it is written, so the checksum in the manifest needs no second read."""
 
     def __init__(self, url: str):
         self._stream = storage.open_output(url)
@@ -167,12 +169,12 @@ class _HashingSink:
         self._stream.flush()
 
     def begin_footer(self) -> int:
-        """Called before the footer is written; returns where it begins."""
+        """Marks the beginning of the footer and returns its position. Called before the footer is written."""
         self._in_footer = True
         return self._size
 
     def finish(self) -> tuple[int, str, int]:
-        """The bytes and SHA-256 of the file, and the CRC-32 of its footer."""
+        """Closes the file; returns its size in bytes, its SHA-256, and the CRC-32 of its footer."""
         self._stream.close()
         self.closed = True
         return self._size, self._hash.hexdigest(), self._crc32

@@ -19,7 +19,7 @@ from spark_dl import Data
 from spark_dl.data import local
 from spark_dl.data.columns.policies import Changes
 from spark_dl.data.dataset.shard_table import Shard
-from spark_dl.data.write.shards import PartitionResult
+from spark_dl.data.write.partition import PartitionResult
 from tests.builders.local_rows import SHARDS, SOURCE, batches_of
 
 SETTINGS = local.RowSettings(data=Data())
@@ -30,7 +30,7 @@ def spill_parts(stack, folder, sizes):
     firsts = np.cumsum([0, *sizes])
     return [
         stack.enter_context(
-            local.spill(batches_of(n, int(first)), SOURCE, Data(), layout=SHARDS, part=i, folder=str(folder))
+            local.spill(batches_of(n, int(first)), SOURCE, Data(), layout=SHARDS, task=i, folder=str(folder))
         )
         for i, (n, first) in enumerate(zip(sizes, firsts, strict=False))
     ]  # fmt: skip
@@ -90,11 +90,11 @@ def test_a_fraction_for_validation_is_exact_over_all_ranks(tmp_path):
         spilled = assemble_all(spill_parts(stack, tmp_path, (90, 4, 0)))
         ranks = [local.RankRows(rows, replace(SETTINGS, validation_fraction=0.1)) for rows in spilled]
         seen = {}
-        for part in ("train", "validation"):
-            loaders = [r.loader(4, part=part) for r in ranks]
+        for split in ("train", "validation"):
+            loaders = [r.loader(4, split=split) for r in ranks]
             assert len({loader.plan.steps for loader in loaders}) == 1
             batches = [s.micro_batches[0] for loader in loaders for s in loader.epoch(0)]
-            seen[part] = sorted(int(x) for b in batches for x in b["label"][b["weight"] == 1])
+            seen[split] = sorted(int(x) for b in batches for x in b["label"][b["weight"] == 1])
     assert len(seen["validation"]) == round(0.1 * 94)
     assert sorted(seen["train"] + seen["validation"]) == list(range(94))
 
@@ -125,7 +125,7 @@ def ragged(first, lengths):
 def test_what_does_not_fit_is_the_same_error_on_all_ranks(tmp_path, inputs, message):
     with contextlib.ExitStack() as stack:
         spilled = [
-            stack.enter_context(local.spill(batches, SOURCE, Data(), layout=SHARDS, part=i, folder=str(tmp_path)))
+            stack.enter_context(local.spill(batches, SOURCE, Data(), layout=SHARDS, task=i, folder=str(tmp_path)))
             for i, batches in enumerate(inputs)
         ]
         errors = assemble_all(spilled)
@@ -136,15 +136,15 @@ def test_what_does_not_fit_is_the_same_error_on_all_ranks(tmp_path, inputs, mess
 
 def test_the_input_is_consumed_even_if_it_is_bad(tmp_path):
     batches = iter([*ragged(0, [3, 4]), *batches_of(100)])
-    with local.spill(batches, SOURCE, Data(), layout=SHARDS, part=0, folder=str(tmp_path)) as spilled:
-        assert spilled.part.error
+    with local.spill(batches, SOURCE, Data(), layout=SHARDS, task=0, folder=str(tmp_path)) as spilled:
+        assert spilled.result.error
     assert next(batches, None) is None
 
 
 def test_files_are_for_this_user_alone_and_gone_at_the_end(tmp_path):
     umask = os.umask(0)
     try:
-        with local.spill(batches_of(300), SOURCE, Data(), layout=SHARDS, part=0, folder=str(tmp_path)) as spilled:
+        with local.spill(batches_of(300), SOURCE, Data(), layout=SHARDS, task=0, folder=str(tmp_path)) as spilled:
             assert stat.S_IMODE(os.stat(spilled.url).st_mode) == 0o700
             files = os.listdir(spilled.url)
             assert len(files) == 5
@@ -153,7 +153,7 @@ def test_files_are_for_this_user_alone_and_gone_at_the_end(tmp_path):
         assert os.listdir(tmp_path) == []
         with (
             pytest.raises(ValueError, match="after an error"),
-            local.spill(batches_of(300), SOURCE, Data(), layout=SHARDS, part=0, folder=str(tmp_path)),
+            local.spill(batches_of(300), SOURCE, Data(), layout=SHARDS, task=0, folder=str(tmp_path)),
         ):
             raise ValueError("after an error")
         assert os.listdir(tmp_path) == []
@@ -166,7 +166,7 @@ import sys, time
 from spark_dl.data import local
 from spark_dl import Data
 from tests.builders.local_rows import SHARDS, SOURCE, batches_of
-with local.spill(batches_of(300), SOURCE, Data(), layout=SHARDS, part=0, folder=sys.argv[1]) as spilled:
+with local.spill(batches_of(300), SOURCE, Data(), layout=SHARDS, task=0, folder=sys.argv[1]) as spilled:
     print(spilled.url, flush=True)
     time.sleep(60)
 """
@@ -190,7 +190,7 @@ from spark_dl.data import local
 from tests.builders.local_rows import SOURCE, batches_of
 from spark_dl import Data, Shards
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-with local.spill(batches_of(5000, width=784), SOURCE, Data(), layout=Shards(), part=3, folder=sys.argv[1]):
+with local.spill(batches_of(5000, width=784), SOURCE, Data(), layout=Shards(), task=3, folder=sys.argv[1]):
     pass
 """
 
@@ -208,7 +208,7 @@ from spark_dl import Data, Shards
 from spark_dl.data import local
 from tests.builders.local_rows import SOURCE, batches_of
 process, peak, done = psutil.Process(), 0, False
-settings = {"layout": Shards(), "part": 0, "folder": sys.argv[1]}
+settings = {"layout": Shards(), "task": 0, "folder": sys.argv[1]}
 def watch():
     global peak
     while not done:
@@ -222,7 +222,7 @@ rows = int(sys.argv[2])
 with local.spill(batches_of(rows, size=10_000, width=784), SOURCE, Data(), **settings) as spilled:
     done = True
     thread.join()
-    print(spilled.part.shards and sum(s.bytes for s in spilled.part.shards), peak - before)
+    print(spilled.result.shards and sum(s.bytes for s in spilled.result.shards), peak - before)
 """
 
 

@@ -75,11 +75,11 @@ def test_values_end_to_end_have_offsets(shards):
             assert batch["points"].shape == (int((ids % 3).sum()), 2)
 
 
-@pytest.mark.parametrize("part", ["train", "validation"])
-def test_ragged_rows_are_split_for_validation(shards, part):
-    (loader,) = loaders(shards, validation_fraction=0.3, part=part)
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_ragged_rows_are_split_for_validation(shards, split):
+    (loader,) = loaders(shards, validation_fraction=0.3, split=split)
     batches = [b for step in loader.epoch(0) for b in step.micro_batches]
-    assert sum(float(b["weight"].sum()) for b in batches) == (30 if part == "validation" else 70)
+    assert sum(float(b["weight"].sum()) for b in batches) == (30 if split == "validation" else 70)
     assert all(torch.equal(b["tokens"], b["id"][:, None] * b["tokens_mask"]) for b in batches)
 
 
@@ -136,7 +136,7 @@ def test_a_result_that_is_not_a_batch_is_an_error_that_names_the_function(shards
 
 @pytest.mark.parametrize("name", ["weight", "tokens_mask", "tokens_offsets"])
 def test_a_column_by_the_name_of_something_else_in_batches_is_an_error_before_any_rank_starts(tmp_path, shards, name):
-    match = rf"column '{name}': a batch has .* by this name; rename the column, df.withColumnRenamed\('{name}', ...\)"
+    match = rf"column '{name}': a batch uses this name for .*; rename the column, df.withColumnRenamed\('{name}', ...\)"
     data = Data(features=("tokens", name), label=None, encode={"tokens": {"ragged": True}})
     spark = t.StructType([t.StructField("tokens", t.ArrayType(t.LongType())), t.StructField(name, t.LongType())])
     with pytest.raises(ValueError, match=match):

@@ -74,17 +74,17 @@ def malformed(field, row, value):
 
 
 @pytest.mark.parametrize(("field", "row", "value", "found"), [
-    ("type", 0, None, "a vector of another type"),
-    ("type", 3, 2, "a vector of another type"),
+    ("type", 0, None, "a vector of unknown type"),
+    ("type", 3, 2, "a vector of unknown type"),
     ("size", 1, None, "a sparse vector without a size"),
-    ("indices", 1, [0], "a vector with more indices than it should have, or fewer"),
-    ("indices", 4, None, "a vector with more indices than it should have, or fewer"),
-    ("indices", 3, [0, 1, 2], "a vector with more indices than it should have, or fewer"),
-    ("values", 1, [7.0], "a vector with more indices than it should have, or fewer"),
+    ("indices", 1, [0], "a vector with another number of indices than of values"),
+    ("indices", 4, None, "a vector with another number of indices than of values"),
+    ("indices", 3, [0, 1, 2], "a vector with another number of indices than of values"),
+    ("values", 1, [7.0], "a vector with another number of indices than of values"),
     ("indices", 1, [0, None], "a null among the indices of a vector"),
 ])  # fmt: skip
 def test_vectors_that_spark_does_not_make_are_an_error(field, row, value, found):
-    with pytest.raises(BadCellsError, match=f"column 'c': found {found}, expected vectors of Spark ML") as error:
+    with pytest.raises(BadCellsError, match=f"column 'c': found {found}, expected Spark ML vectors") as error:
         read_cells(VECTOR, malformed(field, row, value))
     assert error.value.row == row
 
@@ -106,11 +106,11 @@ def array_column(depth=1):
     (array_column(), nested([[1], None], 1, pa.int32()), 1, "1 null"),
     (array_column(), nested([[1, 2], [3, 4], [5, None]], 1, pa.int32()), 2, "null inside an array"),
     (array_column(2), nested([[[1], [2]], [[3], [None]]], 2, pa.int32()), 1, "null inside an array"),
-    (array_column(), nested([[1, 2], [3, 4], [5]], 1, pa.int32()), 2, r"lengths \[1, 2\].*the first has 2"),
+    (array_column(), nested([[1, 2], [3, 4], [5]], 1, pa.int32()), 2, r"lengths \[1, 2\].*the first cell has 2"),
     (array_column(2), nested([[[1, 2]], [[3, 4]], [[5]]], 2, pa.int32()), 2, r"lengths \[1, 2\]"),
     (array_column(2), nested([[[1], [2]], [[3], [4, 5]]], 2, pa.int32()), 1, r"lengths \[1, 2\]"),
     (array_column(2), nested([[[1], [2]], [[3]]], 2, pa.int32()), 1, r"lengths \[1, 2\]"),
-    (VECTOR, vectors([1.0, 2.0], (2, {}), (3, {})), 2, r"sizes \[2, 3\].*the first has 2"),
+    (VECTOR, vectors([1.0, 2.0], (2, {}), (3, {})), 2, r"sizes \[2, 3\].*the first cell has 2"),
     (VECTOR, vectors((2, {0: 1.0}), [1.0]), 1, r"sizes \[1, 2\]"),
     (VECTOR, vectors([1.0, 2.0], (2, {}), (2, {1: None})), 2, "a null inside a vector, expected no nulls"),
     (VECTOR, vectors([1.0, 2.0], [3.0, None]), 1, "a null inside a vector"),
@@ -175,7 +175,7 @@ def test_durations_are_ticks(unit):
 def test_a_time_that_does_not_fit_is_an_error():
     array = pa.array([0, 10**10], pa.timestamp("s"))
     with pytest.raises(
-        BadCellsError, match=r"'c': found 2286-11-20.*outside of int64 in ns.*data.encode.c.unit"
+        BadCellsError, match=r"'c': found 2286-11-20.*outside int64 in ns.*data.encode.c.unit"
     ) as caught:
         read_cells(column("timestamp", unit="ns"), array)
     assert caught.value.row == 1
@@ -213,7 +213,9 @@ def test_words_by_vocabulary_and_by_hash(arrow):
     assert read_cells(column("vocabulary", vocabulary=known), array).tolist() == [2, 3, 4, 2, 0, 1]
     strict = column("vocabulary", vocabulary=known, unknown="error")
     assert read_cells(strict, array[:4]).tolist() == [1, 2, 3, 1]
-    with pytest.raises(BadCellsError, match=r"found 'unseen', expected one of 4 words; .*unknown: zero") as caught:
+    with pytest.raises(
+        BadCellsError, match=r"found 'unseen', expected one of 4 known strings; .*unknown: zero"
+    ) as caught:
         read_cells(strict, array[2:])
     assert caught.value.row == 2
     found = read_cells(column("hash", buckets=1000), array)
@@ -285,10 +287,10 @@ def test_an_array_of_unequal_length_says_how_to_allow_it():
 
 @pytest.mark.parametrize(("column", "stored", "shape", "row", "message"), [
     (array_column(), nested([[5] * 5, [3] * 3, [3] * 3], 1, pa.int32()), (3,), 0, r"\[3, 5\].*have 3, or .*ragged"),
-    (array_column(), nested([[5] * 5, [5] * 5], 1, pa.int32()), (3,), 0, r"\[5\].*elsewhere have 3, or .*ragged"),
+    (array_column(), nested([[5] * 5, [5] * 5], 1, pa.int32()), (3,), 0, r"\[5\].*the other cells have 3, or .*ragged"),
     (array_column(2), nested([[[1], [2]], [[3, 4], [5, 6]]], 2, pa.int32()), (2, 2), 0, r"lengths \[1, 2\].*have 2"),
-    (VECTOR, vectors([1.0, 2.0], (3, {}), (3, {})), (3,), 0, r"sizes \[2, 3\].*elsewhere have 3"),
-    (VECTOR, vectors((2, {}), (2, {})), (3,), 0, r"sizes \[2\].*elsewhere have 3"),
+    (VECTOR, vectors([1.0, 2.0], (3, {}), (3, {})), (3,), 0, r"sizes \[2, 3\].*the other cells have 3"),
+    (VECTOR, vectors((2, {}), (2, {})), (3,), 0, r"sizes \[2\].*the other cells have 3"),
 ])  # fmt: skip
 def test_a_known_shape_tells_which_row_is_the_odd_one(column, stored, shape, row, message):
     with pytest.raises(BadCellsError, match=message) as caught:
@@ -332,7 +334,9 @@ def test_a_null_ragged_array_becomes_an_empty_one():
 
 
 def test_only_nulls_give_no_length_to_fill():
-    with pytest.raises(BadCellsError, match=r"only nulls in 2 rows, expected an array that gives the length"):
+    with pytest.raises(
+        BadCellsError, match=r"only nulls in 2 rows, expected at least one array, which gives the length"
+    ):
         read_cells(column("number", "int32", 1, fill=7), nested([None, None], 1, pa.int32()))
 
 

@@ -23,14 +23,14 @@ def test_the_header_gives_the_shape_of_the_pixels(image_format, shape):
 
 @pytest.mark.parametrize("mode", ["1", "P", "RGBA", "LA", "I;16"])
 def test_other_modes_are_an_error(mode):
-    with pytest.raises(ValueError, match="an image of mode .*; 8-bit gray levels"):
+    with pytest.raises(ValueError, match="an image of mode .*; only 8-bit gray levels"):
         image_shape(png((4, 4, 3) if mode != "I;16" else (4, 4), mode=mode))
 
 
 @pytest.mark.parametrize("damage", [lambda f: b"", lambda f: b"GIF89a", lambda f: f[:20], lambda f: b"x" + f[1:],
                                     lambda f: f[:50] + bytes([f[50] ^ 1]) + f[51:]])  # fmt: skip
 def test_what_is_no_image_is_an_error(damage):
-    with pytest.raises(ValueError, match="a cell that is no PNG or JPEG image"):
+    with pytest.raises(ValueError, match="a cell that is not a PNG or JPEG image"):
         image_shape(damage(png((40, 40))))
 
 

@@ -195,7 +195,10 @@ def test_the_row_of_another_error_counts_the_dropped_ones():
 
 def test_images_of_unequal_shape_and_other_bytes_are_an_error():
     column = source(dtype="uint8", encoding=Encoding("image"))
-    for bad, match in ((png((3, 2)), r"an image of shape \(3, 2\), expected one shape"), (b"GIF89a", "no PNG or JPEG")):
+    for bad, match in (
+        (png((3, 2)), r"an image of shape \(3, 2\), expected one shape"),
+        (b"GIF89a", "not a PNG or JPEG"),
+    ):
         with pytest.raises(BadCellsError, match=match) as caught:
             clean_batch([column], [pa.array([png((2, 3)), png((2, 3)), bad])], Data())
         assert caught.value.row == 2
@@ -203,7 +206,7 @@ def test_images_of_unequal_shape_and_other_bytes_are_an_error():
 
 def test_a_known_shape_of_images_tells_which_one_is_odd():
     column = source(dtype="uint8", encoding=Encoding("image"))
-    with pytest.raises(BadCellsError, match=r"image of shape \(3, 2\), .* elsewhere have \(2, 3\)") as caught:
+    with pytest.raises(BadCellsError, match=r"image of shape \(3, 2\), .* the other cells have \(2, 3\)") as caught:
         clean_batch([column], [pa.array([png((3, 2)), png((2, 3))])], Data(), shapes=[(2, 3)])
     assert caught.value.row == 0
 

@@ -56,7 +56,7 @@ def test_pad(lengths, inner, more, fill):
 
 
 def test_a_row_that_is_too_long_is_an_error():
-    with pytest.raises(ValueError, match="row 2 has the length 5; at most 3 fit"):
+    with pytest.raises(ValueError, match="found 5 values in row 2, expected at most 3"):
         pad(make([2, 0, 5, 1]), 3)
 
 

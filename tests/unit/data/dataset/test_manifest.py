@@ -14,7 +14,7 @@ from spark_dl import read_shards
 from spark_dl.data.dataset.folder import abandon, prepare_folder
 from spark_dl.data.dataset.manifest import crc32_of
 from spark_dl.data.external.dataset import open_parquet
-from spark_dl.data.write import arrays
+from spark_dl.data.write import arrays as arrays_module
 from tests.builders.datasets import write_dataset
 
 ROWS = {"id": np.arange(100), "x": np.arange(200, dtype=np.float32).reshape(100, 2)}
@@ -99,7 +99,7 @@ def test_a_value_that_a_manifest_cannot_have_is_named_with_its_path(tmp_path, pl
     change(tmp_path / "d", lambda m: m[place][0].update({key: value}))
     with pytest.raises(ValueError, match=r"/d/_manifest.json is not a manifest that can be read: ") as caught:
         read_shards(str(tmp_path / "d"))
-    assert f"found the {key} {value!r:.40}" in str(caught.value)
+    assert f"found the invalid {key} {value!r:.40}" in str(caught.value)
 
 
 @pytest.mark.parametrize(("edit", "match"), [
@@ -199,14 +199,14 @@ def test_what_a_killed_writer_left_is_replaced(tmp_path):
 
 def test_the_shards_of_another_write_at_the_same_time_stay(tmp_path, monkeypatch):
     others = ["part-0123abcd-00000-1-0000.parquet", "_manifest.json.tmp-0123456789ab"]
-    commit = arrays.commit
+    commit = arrays_module.commit
 
     def while_another_one_writes(shard_set):
         for name in others:
             (tmp_path / name).write_text("theirs")
         return commit(shard_set)
 
-    monkeypatch.setattr(arrays, "commit", while_another_one_writes)
+    monkeypatch.setattr(arrays_module, "commit", while_another_one_writes)
     written = dataset(tmp_path)
     assert {*os.listdir(tmp_path)} == {
         "_manifest.json", "_common_metadata", *others, *(s.name for s in written.shards)
@@ -250,7 +250,7 @@ def open_as_nobody(url, kind):
     return read_shards(url) if kind == "ours" else open_parquet(url, ["id"])
 
 
-@pytest.mark.parametrize("kind", ["ours", "foreign"])
+@pytest.mark.parametrize("kind", ["ours", "external"])
 @pytest.mark.parametrize("what", ["folder", "file"])
 def test_what_may_not_be_read_is_an_error_that_names_it(tmp_path, kind, what):
     if os.geteuid() != 0:
@@ -296,6 +296,6 @@ def test_a_path_without_a_scheme_is_a_local_one_and_the_error_says_so(tmp_path, 
     with pytest.raises(ValueError, match=rf"no dataset at {tmp_path}/bucket/key: found nothing"):
         read_shards("bucket/key")
     with pytest.raises(
-        ValueError, match=rf"no dataset at {tmp_path}/bucket/key: .* without a scheme is one on the local"
+        ValueError, match=rf"no dataset at {tmp_path}/bucket/key: .*a path without a scheme is a local path"
     ):
         open_parquet("bucket/key", ["id"])

@@ -54,8 +54,8 @@ def test_the_bytes_of_row_groups_are_their_own_where_they_are_known_and_else_tho
 
 
 def test_the_parts_of_a_dataset_on_the_ranks_have_their_row_groups():
-    spread = LocalPlacement(0, (1, 0, 3), {})
-    assert ShardSet("/nowhere", (), SHARDS, spread=spread).part_groups == (3, 0, 3)
+    placement = LocalPlacement(0, (1, 0, 3), {})
+    assert ShardSet("/nowhere", (), SHARDS, placement=placement).part_groups == (3, 0, 3)
 
 
 @pytest.mark.parametrize("cache_dir", [None, "/cache"])

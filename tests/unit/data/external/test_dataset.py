@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from spark_dl import Data
-from spark_dl.data.columns import stored_cells
+from spark_dl.data.columns import cell_codec
 from spark_dl.data.columns.encoding import Encoding
 from spark_dl.data.columns.ragged import concatenate
 from spark_dl.data.columns.schema import Column
@@ -151,8 +151,8 @@ def test_whether_elements_may_be_null_is_no_difference_between_files(tmp_path):
 def test_links_that_lead_nowhere_or_twice_to_a_file_are_refused(tmp_path):
     pq.write_table(table(rows=5), tmp_path / "a.parquet")
     for link, target, match in (
-        ("b.parquet", "/nowhere", "b.parquet is a link to /nowhere, where nothing is"),
-        ("again", tmp_path, "are one file, through a link: its rows would be there twice"),
+        ("b.parquet", "/nowhere", "b.parquet is a link to /nowhere, which does not exist"),
+        ("again", tmp_path, "are the same file, through a link: its rows would be duplicated"),
         ("c.parquet", tmp_path / "a.parquet", "c.parquet and a.parquet in .* are one file|a.parquet and c.parquet in"),
     ):
         (tmp_path / link).symlink_to(target)
@@ -171,13 +171,13 @@ def test_names_that_are_not_one_column(tmp_path):
     ids = pa.array(range(5))
     pq.write_table(pa.Table.from_arrays([ids, ids, ids], ["x", "x", "id"]), tmp_path / "a.parquet")
     assert open_parquet(str(tmp_path), ["id"]).rows == 5
-    with pytest.raises(ValueError, match="column 'x' is there 2 times in one file"):
+    with pytest.raises(ValueError, match="found column 'x' 2 times in one file"):
         open_parquet(str(tmp_path), ["id", "x"])
     users = pa.StructArray.from_arrays([ids, ids], ["a.b", "age"])
     pq.write_table(pa.table({"user": users}), tmp_path / "a.parquet")
     assert open_parquet(str(tmp_path), ["user.age"]).rows == 5
     with pytest.raises(
-        ValueError, match=r"column 'user.a.b': the name of a field of a struct has a dot, .*; rename it"
+        ValueError, match=r"column 'user.a.b': a struct field has a dot in its name, .*; rename the field"
     ):
         open_parquet(str(tmp_path), ["user.a.b"])
     with pytest.raises(ValueError, match=r"no column 'user.aeg' .* did you mean 'user.age'"):
@@ -204,12 +204,12 @@ def test_what_cannot_be_read_is_an_error_that_names_it(tmp_path):
     fails("found nothing", url=tmp_path / "nowhere")
     fails("without data files")
     (tmp_path / "b.parquet").write_bytes(b"")
-    fails(r"b.parquet \(0 bytes\) is not a Parquet file")
+    fails(r"b.parquet \(0 bytes\) is not a readable Parquet file")
     (tmp_path / "b.parquet").write_bytes(b"PAR1" + b"x" * 100)
-    fails(r"b.parquet \(104 bytes\) is not a Parquet file")
+    fails(r"b.parquet \(104 bytes\) is not a readable Parquet file")
     pq.write_table(table(), tmp_path / "b.parquet")
     fails("no column 'idd' .* did you mean 'id'", "idd")
-    fails("column 'text' has type string; say with data.encode", "text")
+    fails("column 'text' has type string; set data.encode", "text")
     pq.write_table(table().set_column(0, "id", pa.array(np.arange(ROWS, dtype=np.int32))), tmp_path / "c.parquet")
     fails("column 'id' has type int64 in b.parquet and int32 in c.parquet")
     pq.write_table(table().drop_columns(["id"]), tmp_path / "c.parquet")
@@ -217,7 +217,7 @@ def test_what_cannot_be_read_is_an_error_that_names_it(tmp_path):
     pq.write_table(table(rows=0), tmp_path / "c.parquet")
     assert open_parquet(str(tmp_path), ["id"]).rows == ROWS  # a file without rows has nothing to disagree with
     (tmp_path / "notes.txt").write_text("no data")
-    fails(r"notes.txt \(7 bytes\) is not a Parquet file .*; take out what is no data")
+    fails(r"notes.txt \(7 bytes\) is not a readable Parquet file.*; remove files that are not data")
 
 
 def spoil_magic(content):
@@ -240,7 +240,7 @@ def test_a_damaged_footer_is_an_error_that_names_the_file_and_no_file_is_passed_
     for name in ("a.parquet", "b.parquet", "c.parquet"):
         pq.write_table(table(), tmp_path / name)
     (tmp_path / "b.parquet").write_bytes(spoil((tmp_path / "b.parquet").read_bytes()))
-    with pytest.raises(ValueError, match=r"/b.parquet \(\d+ bytes\) is not a Parquet file that can be read"):
+    with pytest.raises(ValueError, match=r"/b.parquet \(\d+ bytes\) is not a readable Parquet file"):
         open_parquet(str(tmp_path), ["id"])
 
 
@@ -270,6 +270,24 @@ def test_also_further_down(tmp_path, folder):
         open_parquet(str(tmp_path), ["id"])
 
 
+@pytest.mark.parametrize("name", ["v1.metadata.json", "00000-6c3c.metadata.json", "v2.metadata.json.gz"])
+@pytest.mark.parametrize("folder", ["data", "data/day=1/kind=a"])
+def test_an_iceberg_table_is_refused(tmp_path, name, folder):
+    """Also its data folder alone, which has files of older snapshots, and a partition of it."""
+    data = tmp_path / "rows" / folder
+    data.mkdir(parents=True)
+    pq.write_table(table(), data / "a.parquet")
+    (tmp_path / "metadata").mkdir()
+    (tmp_path / "metadata" / "snapshots.json").write_text("{}")  # any dataset may lie beside such a folder
+    (tmp_path / "rows" / "metadata").mkdir()
+    assert open_parquet(str(data), ["id"]).rows == ROWS
+    (tmp_path / "rows" / "metadata" / name).write_text("{}")
+    with pytest.raises(ValueError, match=rf"found metadata/{name} in it; it is an Iceberg table"):
+        open_parquet(str(tmp_path / "rows"), ["id"])
+    with pytest.raises(ValueError, match=rf"found metadata/{name} in its parent folder .*; it is an Iceberg table"):
+        open_parquet(str(data), ["id"])
+
+
 def test_each_partition_may_be_a_job_of_its_own(tmp_path):
     for day in ("day=1", "day=2"):
         (tmp_path / day).mkdir()
@@ -285,7 +303,9 @@ def test_what_spark_wrote_needs_the_file_that_it_writes_last(tmp_path):
     partition.mkdir(parents=True)
     pq.write_table(table(), partition / "part-00000-1b2c.snappy.parquet")
     for folder, file in ((tmp_path, "year=2024/month=5/part-00000-1b2c"), (partition, "part-00000-1b2c")):
-        with pytest.raises(ValueError, match=rf"{folder} may not be whole: found {file}.*no _SUCCESS.*require_success"):
+        with pytest.raises(
+            ValueError, match=rf"{folder} may be incomplete: found {file}.*no _SUCCESS.*require_success"
+        ):
             open_parquet(str(folder), ["id"])
         assert open_parquet(str(folder), ["id"], data=Data(require_success=False)).rows == ROWS
     (tmp_path / "_SUCCESS").write_text("")
@@ -492,7 +512,7 @@ def read_all(shards):
     files = [pq.ParquetFile(f"{shards.url}/{s.name}") for s in shards.shards]
     groups = [f.read_row_group(g, [c.name for c in shards.columns]) for f in files for g in range(f.num_row_groups)]
     return {
-        c.name: concatenate([stored_cells.decode(c, table_column(g, c.name)) for g in groups]) for c in shards.columns
+        c.name: concatenate([cell_codec.decode(c, table_column(g, c.name)) for g in groups]) for c in shards.columns
     }  # fmt: skip
 
 
@@ -559,9 +579,11 @@ def test_every_type_of_parquet_becomes_numbers(tmp_path, use_dictionary):
 
 def test_the_vocabulary_is_that_of_the_training_dataset(tmp_path):
     pq.write_table(pa.table({"name": ["a", "b", "c"]}), tmp_path / "a.parquet")
-    like = [Column("name", "int64", (), "scalar", Encoding("vocabulary", vocabulary=("c", "a")))]
+    reference_columns = [Column("name", "int64", (), "scalar", Encoding("vocabulary", vocabulary=("c", "a")))]
     data = Data(encode={"name": {"as": "vocabulary"}})
-    assert read_all(open_parquet(str(tmp_path), ["name"], data=data, like=like))["name"].tolist() == [2, 0, 1]
+    assert read_all(open_parquet(str(tmp_path), ["name"], data=data, reference_columns=reference_columns))[
+        "name"
+    ].tolist() == [2, 0, 1]
     with pytest.raises(ValueError, match=r"data.encode.name.values: expected the words .* only where Spark writes"):
         open_parquet(str(tmp_path), ["name"], data=data)
 
@@ -679,9 +701,9 @@ def test_fields_of_petastorm_of_every_type_become_numbers_as_columns_of_plain_pa
 
 
 @pytest.mark.parametrize(("name", "encode", "match"), [
-    ("name", {}, "column 'name' has type string; say with data.encode"),
+    ("name", {}, "column 'name' has type string; set data.encode"),
     ("lists", {}, r"column 'lists' has the shape \(None,\), .*{lists: {ragged: true}}, or {lists: {ragged: false}} if"),
-    ("lists", {"lists": {"ragged": False}}, "column 'lists': the first cell of .* is empty; .*set data.encode.lists"),
+    ("lists", {"lists": {"ragged": False}}, "column 'lists': the first cell of .* is empty.* set data.encode.lists"),
     ("any", {}, r"column 'any' has the shape \(None, None\), .*{ragged: true}"),
     ("lists", {"lists": {"as": "hash", "buckets": 3}}, r"data.encode.lists: .*; expected {ragged: true} or {ragged: f"),
     ("id", {"id": {"as": "float"}}, "data.encode.id: .*; expected nothing"),
@@ -760,7 +782,7 @@ def test_nulls_among_arrays_of_strings_of_petastorm_are_dropped_or_filled_with_a
 
 
 @pytest.mark.parametrize(("shape", "settings", "match"), [
-    ((2,), {}, r"column 'tags' has type list<.*say with data\.encode how it becomes numbers: {tags: {as: vocabulary"),
+    ((2,), {}, r"column 'tags' has type list<.*set data\.encode to encode strings as numbers: {tags: {as: vocabulary"),
     ((2,), {"as": "bytes"}, r"data\.encode\.tags"),
     ((2,), {"as": "vocabulary"}, r"data\.encode\.tags\.values: expected the words"),
     ((2,), {**HASHED, "ragged": True}, r"data\.encode\.tags\.ragged: found true for a column of shape \(2,\)"),
@@ -774,7 +796,7 @@ def test_arrays_of_strings_of_petastorm_need_settings_that_fit(tmp_path, shape, 
 
 def test_a_word_that_no_vocabulary_has_and_four_bytes_that_are_no_character_name_their_row(tmp_path):
     url = dataset_of_tags(tmp_path / "data", TAGS)
-    with pytest.raises(RuntimeError, match=r"'tags', row 1: found 'longer', expected one of 4 words"):
+    with pytest.raises(RuntimeError, match=r"'tags', row 1: found 'longer', expected one of 4 known strings"):
         tags_of(url, {**WORDS, "values": ["ä", "b", "", "c"], "unknown": "error"}, filters=[["id", "==", 1]])
     for name, character in (("half", 0xD800), ("none", 0x7FFFFFFF)):
         cell = np.array(["a", "b"])

@@ -269,8 +269,8 @@ def test_a_batch_that_does_not_fit_once_it_is_padded_is_an_error_with_both_sizes
         return
     message = (
         "column 'x': the 16 rows of rank 0 in step 0 of epoch 0 take 5 MiB, of 5 MiB with all columns, and "
-        "loader.memory_mib=4; the longest of them has 65536 values, to which the others are padded: set loader.ragged "
-        "to offsets, which pads none, lower train.global_batch_size, raise loader.memory_mib, or use more ranks"
+        "loader.memory_mib=4; the longest of them has 65536 values, to which all others are padded: set loader.ragged "
+        "to offsets, which does not pad, lower train.global_batch_size, raise loader.memory_mib, or use more ranks"
     )
     with pytest.raises(ValueError, match=message):
         list(loader.epoch(0))
@@ -444,7 +444,9 @@ def test_texts_that_are_looked_up_are_not_decoded(tmp_path, arrow_peak, page_ind
     assert sorted(found[0].tolist()) == list(range(1200, 6000))
     assert torch.equal(found[1], found[0] // 1200 - 1)
     assert arrow_peak() < 64 << 20
-    with pytest.raises(RuntimeError, match="'x': found 'aaa.*, expected one of 4 words.* first in row 0 of the row"):
+    with pytest.raises(
+        RuntimeError, match="'x': found 'aaa.*, expected one of 4 known strings.* first in row 0 of the row"
+    ):
         list(loaders(shards, 1, words_config("vocabulary"))[0].epoch(0))
 
 
@@ -515,8 +517,8 @@ def test_without_shuffle_each_stream_reads_on_in_the_order_of_the_dataset(tmp_pa
 def test_training_and_validation_rows_are_disjoint_and_complete(tmp_path, fraction, world_size):
     shards, settings = dataset(tmp_path / "d", 101), config(validation_fraction=fraction)
     read = {
-        part: [i for loader in loaders(shards, world_size, settings, part=part) for i in true_ids(loader)]
-        for part in ("train", "validation", "all")
+        split: [i for loader in loaders(shards, world_size, settings, split=split) for i in true_ids(loader)]
+        for split in ("train", "validation", "all")
     }
     assert len(read["validation"]) == round(fraction * 101)
     assert sorted(read["train"] + read["validation"]) == sorted(read["all"]) == list(range(101))
@@ -528,15 +530,15 @@ def test_training_and_validation_rows_are_disjoint_and_complete(tmp_path, fracti
 ])  # fmt: skip
 def test_a_fraction_that_leaves_no_rows_is_an_error(tmp_path, fraction, message):
     shards = dataset(tmp_path / "d", 101)
-    for part in ("train", "validation"):
+    for split in ("train", "validation"):
         with pytest.raises(ValueError, match=message):
-            loaders(shards, 1, config(validation_fraction=fraction), part=part)
+            loaders(shards, 1, config(validation_fraction=fraction), split=split)
     assert len(true_ids(loaders(shards, 1, config(validation_fraction=fraction))[0])) == 101
 
 
 def test_the_validation_rows_are_the_same_in_every_epoch(tmp_path):
     shards = dataset(tmp_path / "d", 101)
-    loader = loaders(shards, 1, config(validation_fraction=0.3), part="validation")[0]
+    loader = loaders(shards, 1, config(validation_fraction=0.3), split="validation")[0]
     assert sorted(true_ids(loader, 0)) == sorted(true_ids(loader, 5))
 
 

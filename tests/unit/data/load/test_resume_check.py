@@ -26,16 +26,16 @@ def saved_at(step, data):
     return json.loads(json.dumps({**dataset_digest(data), "step_of_epoch": step}))
 
 
-def spread(sizes, digest="a"):
+def placement(sizes, digest="a"):
     shards = tuple(Shard(f"{i}", (n,), 8 * n, digest) for i, n in enumerate(sizes))
     columns = (Column("x", "int64"),)
-    return ShardSet("/nowhere", columns, shards, spread=LocalPlacement(0, (1,) * len(sizes), {"x": np.array(1)}))
+    return ShardSet("/nowhere", columns, shards, placement=LocalPlacement(0, (1,) * len(sizes), {"x": np.array(1)}))
 
 
 def test_rows_on_the_ranks_must_be_the_same_in_the_same_places():
-    saved = saved_at(3, spread((5, 5)))
-    check_same_rows(saved, spread((5, 5)), validation_fraction=0.0)
-    for other in (spread((6, 4)), spread((5, 5), "b"), spread((10,))):
+    saved = saved_at(3, placement((5, 5)))
+    check_same_rows(saved, placement((5, 5)), validation_fraction=0.0)
+    for other in (placement((6, 4)), placement((5, 5), "b"), placement((10,))):
         with pytest.raises(ValueError, match=r"made with \[5, 5\] rows on the ranks, now they have .*shards.storage"):
             check_same_rows(saved, other, validation_fraction=0.0)
         check_same_rows({**saved, "step_of_epoch": 0}, other, validation_fraction=0.0)

@@ -39,9 +39,11 @@ def config(filters=(), **settings):
     return make_config(features=("id",), label=None, filters=filters, **settings)
 
 
-def read(shards, world_size=1, part="all", epoch=0, **settings):
+def read(shards, world_size=1, split="all", epoch=0, **settings):
     """The ids that are read, on all ranks."""
-    loaders = [Loader(shards, config(**settings), rank=r, world_size=world_size, part=part) for r in range(world_size)]
+    loaders = [
+        Loader(shards, config(**settings), rank=r, world_size=world_size, split=split) for r in range(world_size)
+    ]
     steps = [list(loader.epoch(epoch)) for loader in loaders]
     assert len({len(s) for s in steps}) == 1
     batches = [b for s in steps for step in s for b in step.micro_batches]
@@ -175,7 +177,7 @@ def test_the_order_does_not_depend_on_the_number_of_ranks(tmp_path):
 
 def test_validation_rows_are_drawn_from_those_that_pass(tmp_path):
     shards = filtered(dataset(tmp_path, 200), ["id", ">", 32])
-    parts = {part: read(shards, 2, part=part, validation_fraction=0.25) for part in ("train", "validation")}
+    parts = {split: read(shards, 2, split=split, validation_fraction=0.25) for split in ("train", "validation")}
     assert len(parts["validation"]) == round(167 * 0.25)
     assert sorted(parts["train"] + parts["validation"]) == list(range(33, 200))
 
@@ -231,8 +233,8 @@ def test_cells_of_rows_that_do_not_pass_are_not_decoded(tmp_path):
         read(filtered(shards, ["x", "!=", 1]))
 
 
-@pytest.mark.parametrize("part", ["train", "validation"])
-def test_ragged_columns_and_partitions_keep_to_their_rows(tmp_path, part):
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_ragged_columns_and_partitions_keep_to_their_rows(tmp_path, split):
     for half in (0, 1):
         (tmp_path / f"half={half}").mkdir()
         rows = range(half * 50, half * 50 + 50)
@@ -244,7 +246,7 @@ def test_ragged_columns_and_partitions_keep_to_their_rows(tmp_path, part):
     )  # fmt: skip
     shards = filter_rows(open_parquet(str(tmp_path), settings.data.features, data=settings.data), settings)
     found = []
-    for step in Loader(shards, settings, rank=0, world_size=1, part=part).epoch(0):
+    for step in Loader(shards, settings, rank=0, world_size=1, split=split).epoch(0):
         batch = {name: t.numpy() for name, t in step.micro_batches[0].items()}
         lists = np.split(batch["list"], batch["list_offsets"][1:-1])
         for i, values, half, weight in zip(batch["id"], lists, batch["half"], batch["weight"], strict=True):
@@ -253,7 +255,7 @@ def test_ragged_columns_and_partitions_keep_to_their_rows(tmp_path, part):
                 found.append(int(i))
     passing = {i for i in range(100) if i % 7 <= 2}
     held_out = round(0.3 * len(passing))
-    assert len(found) == len(set(found)) == (held_out if part == "validation" else len(passing) - held_out)
+    assert len(found) == len(set(found)) == (held_out if split == "validation" else len(passing) - held_out)
     assert set(found) <= passing
 
 

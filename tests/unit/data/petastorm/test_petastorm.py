@@ -24,10 +24,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from spark_dl.data.columns import stored_cells
+from spark_dl.data.columns import cell_codec
 from spark_dl.data.columns.encoding import Encoding
 from spark_dl.data.columns.schema import Column
-from spark_dl.data.petastorm import codecs
+from spark_dl.data.petastorm import npy as npy_cells
 from spark_dl.data.petastorm.codecs import decode
 from spark_dl.data.petastorm.metadata import (
     ROW_GROUPS_KEY,
@@ -415,7 +415,7 @@ def test_what_we_store_is_decoded_by_its_unischema():
         for shape in ((), (3,), (2, 1, 3)):
             column = Column("x", dtype, shape, "ndarray" if shape else "scalar")
             values = (rng.normal(size=(7, *shape)) * 50).astype(dtype)
-            found = decode(unischema_of([column]).fields[0], stored_cells.encode(column, values))
+            found = decode(unischema_of([column]).fields[0], cell_codec.encode(column, values))
             assert found.dtype == values.dtype
             np.testing.assert_array_equal(found, values)
 
@@ -622,11 +622,11 @@ def commented(cell, comment=b"words"):
 @pytest.mark.parametrize("change", [commented, lambda c: b"before" + c, lambda c: c])
 def test_what_archives_unpack_to_is_what_is_read(change):
     cell = change(npz(np.zeros(1000)))
-    assert codecs.unpacked_bytes(pa.array([cell, None, cell])) == 2 * len(npy(np.zeros(1000)))
+    assert npy_cells.unpacked_bytes(pa.array([cell, None, cell])) == 2 * len(npy(np.zeros(1000)))
     field = Field("x", "float64", (1000,), ZIPPED)
     np.testing.assert_array_equal(decode(field, cells(cell)), np.zeros((1, 1000)))
     empty = commented(cell, b"PK\5\6" + b"\0" * 18)  # which looks like the end of an archive without files
-    assert codecs.unpacked_bytes(pa.array([empty])) == 0
+    assert npy_cells.unpacked_bytes(pa.array([empty])) == 0
     with pytest.raises(ValueError, match="row 0: found a cell that cannot be read"):
         decode(field, cells(empty))
 
@@ -637,7 +637,7 @@ def test_cells_that_promise_more_than_they_hold_are_refused(monkeypatch):
     np.lib.format.write_array_header_1_0(file, header)
     with pytest.raises(ValueError, match="row 0: .*cannot be read"):
         decode(Field("x", "float64", (None,), NDARRAY), cells(file.getvalue()))
-    monkeypatch.setattr(codecs, "_MAX_CELL_BYTES", 10_000)
+    monkeypatch.setattr(npy_cells, "_MAX_CELL_BYTES", 10_000)
     with pytest.raises(ValueError, match="row 0: .*10000"):
         decode(Field("x", "float64", (None,), ZIPPED), cells(npz(np.zeros(10_000))))
     archive = io.BytesIO()

@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from spark_dl import Data
-from spark_dl.data.columns import cells as cells_of
-from spark_dl.data.columns.cells import Lookup
+from spark_dl.data.columns import lookup as lookup_module
 from spark_dl.data.columns.encoding import Encoding
+from spark_dl.data.columns.lookup import Lookup
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.dataset.shard_table import Shard
 from spark_dl.data.external.dataset import open_parquet
@@ -107,13 +107,13 @@ def write(path, cells, field, **layout):
     return str(path)
 
 
-def rows_of(url, encode, *, part="all", **fields):
+def rows_of(url, encode, *, split="all", **fields):
     """The cells of an epoch by their ids."""
     encode = {"x": encode} if encode else {}
     config = make_config(features=("x",), label="id", encode=encode, ragged="offsets", global_batch_size=20, **fields)
     shards = filter_rows(open_parquet(url, ["x", "id"], data=config.data), config)
     found = {}
-    for step in Loader(shards, config, rank=0, world_size=1, part=part).epoch(0):
+    for step in Loader(shards, config, rank=0, world_size=1, split=split).epoch(0):
         for batch in step.micro_batches:
             for row in np.flatnonzero(batch["weight"].numpy()):
                 cell = batch["x"]
@@ -142,7 +142,7 @@ def test_every_row_has_its_values(tmp_path, kind, use_dictionary):
     url = write(tmp_path, cells(range(ROWS)), field, use_dictionary=use_dictionary)
     for streams in (1, 2, 4):
         assert_cells(rows_of(url, encode, num_streams=streams), cell_of, range(ROWS))
-    part = rows_of(url, encode, num_streams=2, part="train", validation_fraction=0.3)
+    part = rows_of(url, encode, num_streams=2, split="train", validation_fraction=0.3)
     assert_cells(part, cell_of, part)
     assert len(part) == 350
 
@@ -171,8 +171,8 @@ def test_encodings_that_do_not_tell_how_many_bytes_there_are(tmp_path, kind, enc
 
 
 BAD = {
-    "images": (b"GIF", "column 'x', row {row}: found a cell that cannot be read: no PNG or JPEG"),
-    "Petastorm's images": (b"GIF", "field 'x', row {row}: found a cell that cannot be read .*no PNG or JPEG"),
+    "images": (b"GIF", "column 'x', row {row}: found a cell that cannot be read: not a PNG or JPEG"),
+    "Petastorm's images": (b"GIF", "field 'x', row {row}: found a cell that cannot be read .*not a PNG or JPEG"),
     "arrays": (npy_cells(np.zeros(3, "f4"))[0], r"field 'x', row {row}: found a cell of shape \(3,\), .*reads cells"),
     "compressed arrays": (b"PK", "field 'x', row {row}: found a cell that cannot be read .*codec compressed_ndarray"),
 }  # fmt: skip
@@ -209,7 +209,7 @@ def looked_up(monkeypatch):
             words.append(word.decode())
             return zlib.crc32(word)
 
-    monkeypatch.setattr(cells_of, "zlib", Counted)
+    monkeypatch.setattr(lookup_module, "zlib", Counted)
     return words
 
 
@@ -251,7 +251,9 @@ def test_a_lookup_knows_the_words_of_the_piece_before(looked_up, pieces):
 def test_words_that_no_vocabulary_has_name_their_row(tmp_path):
     words = pa.array([["a"] * 1000 if i != 288 else [*["a"] * 999, "b"] for i in range(ROWS)])
     url = write(tmp_path, words, None)
-    match = "row group 0 of .*column 'x': found 'b' inside an array, expected one of 1 words; .*first in row 288 of"
+    match = (
+        "row group 0 of .*column 'x': found 'b' inside an array, expected one of 1 known strings; .*first in row 288 of"
+    )
     encode = {"as": "vocabulary", "values": ["a"]}
     with pytest.raises(RuntimeError, match=match):
         rows_of(url, {**encode, "unknown": "error"}, num_streams=1, filters=(("id", ">=", 100),))

@@ -79,7 +79,7 @@ def test_rows_that_are_held_out_and_filters(tmp_path, streams):
         open_parquet(write(tmp_path, x), [*FEATURES, "id"]),
         config(num_streams=streams, validation_fraction=0.3),
     )
-    train, validation = (rows_of(shards, settings, part=part) for part in ("train", "validation"))
+    train, validation = (rows_of(shards, settings, split=split) for split in ("train", "validation"))
     assert len(validation["id"]) == 450
     assert_rows(train, x, np.setdiff1d(np.arange(ROWS), validation["id"]))
     assert_rows(validation, x, validation["id"])
@@ -111,8 +111,8 @@ def test_ragged_rows_have_their_values(tmp_path, how, streams, fraction, filters
     )  # fmt: skip
     shards = filter_rows(open_parquet(str(tmp_path), ["x", "pairs", "id"], data=settings.data), settings)
     found = {}
-    for part in ("train", "validation") if fraction else ("all",):
-        loader = Loader(shards, settings, rank=0, world_size=1, part=part)
+    for split in ("train", "validation") if fraction else ("all",):
+        loader = Loader(shards, settings, rank=0, world_size=1, split=split)
         for step in loader.epoch(0):
             for batch in step.micro_batches:
                 for row in np.flatnonzero(batch["weight"].numpy()):

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from spark_dl import Data, Shards
-from spark_dl.data.columns import schema, stored_cells
+from spark_dl.data.columns import cell_codec, schema
 from spark_dl.data.columns.encoding import Encoding
 from spark_dl.data.columns.policies import clean_batch
 from spark_dl.data.columns.ragged import Ragged, concatenate, from_lengths
@@ -33,7 +33,7 @@ def read_back(url, shards, columns):
     """All columns, decoded row group by row group."""
     files = [pq.ParquetFile(f"{url}/{s.name}") for s in shards]
     groups = [f.read_row_group(g) for f in files for g in range(f.num_row_groups)]
-    return [concatenate([stored_cells.decode(c, g.column(c.name)) for g in groups]) for c in columns]
+    return [concatenate([cell_codec.decode(c, g.column(c.name)) for g in groups]) for c in columns]
 
 
 def rows_of(cells):

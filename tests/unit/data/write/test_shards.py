@@ -8,7 +8,7 @@ from spark_dl import Data, Shards
 from spark_dl.data.columns.ragged import from_lengths
 from spark_dl.data.columns.source import SourceColumn
 from spark_dl.data.write.arrays import write_arrays
-from spark_dl.data.write.shards import write_part
+from spark_dl.data.write.partition import write_part
 from tests.builders.cells import vectors
 
 
@@ -22,7 +22,7 @@ def part_of(folder, *batches, column=None, arrow=None, **data):
 
 def test_an_array_of_another_length_is_named_by_its_row_in_the_partition(tmp_path):
     error = part_of(tmp_path, [[1, 2, 3]] * 4, [[4] * 5, [1, 2, 3], [1, 2, 3]]).error
-    assert "found arrays of lengths [3, 5], expected one length; those elsewhere have 3, or set data.encode.x" in error
+    assert "found arrays of lengths [3, 5], expected one length; the other cells have 3, or set data.encode.x" in error
     assert error.endswith("first in partition 7, row 4")
 
 
@@ -40,7 +40,7 @@ def test_the_length_of_filled_arrays_is_that_of_the_rows_before(tmp_path):
 ])  # fmt: skip
 def test_arrays_without_values_give_no_shape(tmp_path, rows, arrow, column):
     error = part_of(tmp_path, rows, column=column, arrow=arrow).error
-    assert "column 'x': the first cell of partition 7 is empty; it gives the shape of all; " in error
+    assert "column 'x': the first cell of partition 7 is empty, and the first cell gives the shape of all; " in error
     assert "set data.encode.x: {ragged: true}" in error
     assert not list(tmp_path.iterdir())
 

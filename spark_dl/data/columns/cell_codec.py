@@ -1,4 +1,4 @@
-"""Cells of a column as they are stored in Parquet: encoded when rows are written, decoded when they are read."""
+"""Encodes arrays as the Arrow cells of our shards, and decodes stored cells as arrays."""
 
 from __future__ import annotations
 
@@ -9,16 +9,32 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from spark_dl.data.columns import images
-from spark_dl.data.columns.cells import Lookup, read_cells
+from spark_dl.data.columns.cells import read_cells
+from spark_dl.data.columns.lookup import Lookup
 from spark_dl.data.columns.ragged import Array, Ragged
-from spark_dl.data.columns.schema import MAX_GROUP_BYTES, Column, arrow_type, npy_header
+from spark_dl.data.columns.schema import MAX_GROUP_BYTES, Column, npy_header
 from spark_dl.data.columns.source import BadCellsError, SourceColumn
 
 
-def encode(column: Column, values: Array | Ragged) -> pa.Array:
-    """Stored cells from an array # (rows, *shape), or from ragged rows: of numbers, or the bytes of each cell.
+def arrow_type(column: Column) -> pa.DataType:
+    """The Arrow type of the stored column."""
+    if column.codec in ("ndarray", "binary", "image"):
+        return pa.binary()
+    arrow = pa.from_numpy_dtype(np.dtype(column.dtype))
+    for _ in column.shape:
+        arrow = pa.list_(pa.field("element", arrow, nullable=False))
+    return arrow
 
-    Raises ValueError for more than fits into one row group.
+
+def arrow_field(column: Column) -> pa.Field:
+    """The Arrow field of the stored column, which is not nullable."""
+    return pa.field(column.name, arrow_type(column), nullable=False)
+
+
+def encode(column: Column, values: Array | Ragged) -> pa.Array:
+    """Encodes an array # (rows, *shape), or ragged rows of numbers or of the bytes of each cell.
+
+    Raises ValueError if the cells do not fit into one row group.
     """
     if isinstance(values, Ragged):
         return _encode_ragged(column, values)
@@ -58,7 +74,9 @@ def _check_group_bytes(column: Column, rows: int, size: int) -> None:
     if size > MAX_GROUP_BYTES:
         most = MAX_GROUP_BYTES * rows // size
         change = (
-            f"set shards.rows_per_row_group to at most {most}" if most else "one row is larger: store less in a cell"
+            f"set shards.rows_per_row_group to at most {most}"
+            if most
+            else "a single row is larger: store smaller cells"
         )
         raise ValueError(
             f"column {column.name!r}: {rows} row(s) of {-(-size // rows)} bytes do not fit into one row group of "
@@ -73,16 +91,18 @@ def decode(
     rows: npt.NDArray[np.int64] | None = None,
     lookup: Lookup | None = None,
 ) -> Array | Ragged:
-    """An array from stored cells # (rows, *shape), of a tensor column a view of the Arrow buffer; or ragged rows.
+    """Decodes stored cells as an array # (rows, *shape), or as ragged rows. Tensors are views of the Arrow buffer.
 
-    Columns of others (timestamps, decimals, strings ...) become numbers here, as their encoding says.
-    rows: their numbers in their row group, for messages; by default they are all of it.
-    lookup: that of the column, where these are a piece of it.
-    Raises ValueError for a null, and for a cell that is not of the column's dtype and shape.
+    Timestamps, decimals, strings and other columns of external datasets are converted to numbers by their encoding.
+    rows: row numbers in the row group, for error messages; by default the cells are the whole row group.
+    lookup: keeps looked-up strings between the batches of one column.
+    Raises ValueError for a null, and for a cell that does not have the column's dtype and shape.
     """
     array = stored.combine_chunks() if isinstance(stored, pa.ChunkedArray) else stored
     if isinstance(array, pa.ChunkedArray):  # combine_chunks keeps chunks that together pass 2 GiB
-        raise ValueError(f"column {column.name!r}: a row group of more than 2 GiB")
+        raise ValueError(
+            f"column {column.name!r}: found a row group of more than 2 GiB; lower shards.rows_per_row_group"
+        )
     if column.codec == "ndarray":
         return _decode_npy(column, array)
     kind = {"list": "array", "vector": "vector"}.get(column.codec, "scalar")
@@ -110,7 +130,7 @@ def _decode_images(column: Column, files: Array | Ragged, rows: npt.NDArray[np.i
                 f"column {column.name!r}, row {row}: found {error}, expected the shape {column.shape}; "
                 f"data.encode.{column.name}.resize: [height, width] scales images"
             ) from None
-        except Exception as error:  # what Pillow raises for bytes that are no image is not defined
+        except Exception as error:  # Pillow defines no errors for bad bytes
             raise ValueError(f"column {column.name!r}, row {row}: found a cell that cannot be read: {error}") from error
         if image.shape != column.shape or image.dtype != out.dtype:
             raise ValueError(
@@ -132,9 +152,9 @@ def _decode_npy(column: Column, array: pa.Array) -> Array:
 
 
 def view(column: Column, cells: npt.NDArray[np.uint8]) -> Array:
-    """Stored cells as values, without a copy. # cells: (rows, column.row_bytes) -> (rows, *shape)
+    """Views stored cells as values, without a copy. # cells: (rows, column.row_bytes) -> (rows, *shape)
 
-    Raises ValueError if a cell is not of the column's dtype and shape.
+    Raises ValueError if a cell does not have the column's dtype and shape.
     """
     header = npy_header(column) if column.codec == "ndarray" else b""
     if not _all_start_with(cells, header):
@@ -150,12 +170,12 @@ def view(column: Column, cells: npt.NDArray[np.uint8]) -> Array:
 
 
 def _other_cells(column: Column) -> ValueError:
-    expected = f"dtype {column.dtype} and shape {column.shape}, which the manifest gives"
-    return ValueError(f"column {column.name!r}: stored cells do not all have {expected}")
+    expected = f"dtype {column.dtype} and shape {column.shape} as in the manifest"
+    return ValueError(f"column {column.name!r}: stored cells do not all have {expected}; write the dataset again")
 
 
 def _all_start_with(cells: npt.NDArray[np.uint8], header: bytes) -> bool:
-    """Whether every cell has this header, compared eight bytes at a time. # cells: (rows, bytes of a cell)"""
+    """Whether every cell starts with this header, eight bytes at a time. # cells: (rows, bytes of a cell)"""
     words = cells[:, : len(header)].view(np.uint64)  # a header's length is a multiple of 64
     return bool((words == np.frombuffer(header, dtype=np.uint64)).all())
 

@@ -1,4 +1,4 @@
-"""Levels of nested Arrow arrays, and where their nulls and values that are not finite lie."""
+"""Nested Arrow columns level by level: the lists of a column, their elements, and the row of each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pyarrow.compute as pc
 
 
 def leaf_type(arrow: pa.DataType) -> pa.DataType:
-    """The type of an array's elements, of a vector's numbers, or the type itself."""
+    """The type of the innermost elements: of nested arrays, of a vector, or the type itself."""
     if pa.types.is_struct(arrow):
         return pa.float64()
     while _is_list(arrow):
@@ -18,7 +18,7 @@ def leaf_type(arrow: pa.DataType) -> pa.DataType:
 
 
 def levels(array: pa.Array) -> list[pa.Array]:
-    """A column, its lists' elements, theirs, and so on; of Spark ML vectors their numbers."""
+    """The column, the elements of its lists, their elements, and so on; for Spark ML vectors, their values."""
     if pa.types.is_struct(array.type):
         lists = array.field("values")
         return [array, lists, lists.flatten()]
@@ -29,7 +29,7 @@ def levels(array: pa.Array) -> list[pa.Array]:
 
 
 def rows_of_level(found: list[pa.Array], level: int) -> npt.NDArray[np.int64]:
-    """The row of each value of a level. # (len(found[level]),)"""
+    """The row of each value of one of the `levels`. # (len(found[level]),)"""
     rows = np.arange(len(found[0]))
     for lists in found[:level]:
         if _is_list(lists.type):
@@ -38,7 +38,7 @@ def rows_of_level(found: list[pa.Array], level: int) -> npt.NDArray[np.int64]:
 
 
 def null_rows(array: pa.Array) -> npt.NDArray[np.bool_] | None:
-    """Rows with a null in them, at any depth; None where there are none. # (rows,)"""
+    """Mask of rows with a null at any depth; None if there are none. # (rows,)"""
     found = levels(array)
     if not any(values.null_count for values in found):
         return None
@@ -50,7 +50,7 @@ def null_rows(array: pa.Array) -> npt.NDArray[np.bool_] | None:
 
 
 def nonfinite_rows(array: pa.Array) -> npt.NDArray[np.bool_] | None:
-    """Rows with NaN or Inf in them, at any depth; None where there are none. # (rows,)"""
+    """Mask of rows with NaN or Inf at any depth; None if there are none. # (rows,)"""
     found = levels(array)
     if not pa.types.is_floating(found[-1].type):
         return None
@@ -66,11 +66,3 @@ def nonfinite_rows(array: pa.Array) -> npt.NDArray[np.bool_] | None:
 def _is_list(arrow: pa.DataType) -> bool:
     types = pa.types
     return bool(types.is_list(arrow) or types.is_large_list(arrow) or types.is_fixed_size_list(arrow))
-
-
-def decoded(array: pa.Array) -> pa.Array:
-    return array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
-
-
-def plain_type(arrow: pa.DataType) -> pa.DataType:
-    return arrow.value_type if pa.types.is_dictionary(arrow) else arrow

@@ -1,8 +1,8 @@
-"""The driver story: from a DataFrame to trained weights. `train` is check, prepare, launch, result.
+"""The driver: from a DataFrame to trained weights. `train` is check, prepare, launch, result.
 
-1. `check_settings`: what can be seen before anything moves.
-2. `prepare_run`: the DataFrame becomes a dataset on storage (a dataset that exists is used as it is), and a `Run`.
-3. `run_barrier(worker.main, run)`: one barrier task per rank trains; rank 0 commits checkpoints.
+1. `check_settings` checks the settings, the model and the session, before any data is read.
+2. `prepare_run` writes the DataFrame as a dataset, or opens an existing dataset, and returns a `Run`.
+3. `run_barrier(worker.main, run)` starts one barrier task per rank. Rank 0 commits checkpoints.
 """
 
 from __future__ import annotations
@@ -45,33 +45,33 @@ _log = logging.getLogger("spark_dl")
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What training leaves."""
+    """The result of `train`."""
 
     run_dir: str
     checkpoint: str
-    """URL of the last checkpoint, which holds the weights."""
+    """URL of the last checkpoint, with the trained weights."""
     epochs: int
     steps: int
     """Optimizer steps, over all epochs and attempts."""
     rows: int
     """Rows used, over all epochs and attempts."""
     train_loss: float | None
-    """Mean loss of the last epoch's rows, as they were trained on."""
+    """Mean loss over the training rows of the last epoch, computed during training."""
     metrics: dict[str, Any]
-    """Loss and metrics of the validation rows after the last epoch; empty where there are none."""
+    """Loss and metrics of the validation rows after the last epoch; empty without validation."""
     rows_per_s: float
-    """Rows per second of this attempt's loop, over all ranks, with evaluations and checkpoints."""
+    """Rows per second of this attempt over all ranks, including evaluations and checkpoints."""
     seconds: float
-    """Of the whole call: shards, launch, training."""
+    """Duration of the whole call: shards, launch, training."""
     history: list[dict[str, Any]] = field(default_factory=list, repr=False)
-    """Per epoch: `epoch`, `train_loss`, `metrics`."""
+    """One entry per epoch: `epoch`, `train_loss`, `metrics`."""
     stopped_early: bool = False
     staleness: dict[str, Any] | None = None
-    """With parameter servers: `mean`, `max` and `counts` of how many updates the gradients that were used were behind,
-    and how many computations were `discarded`, as they were cancelled or too old. Over all attempts."""
+    """With parameter servers, over all attempts: `mean`, `max` and `counts` of the staleness of applied gradients, in
+    updates, and the number of `discarded` computations, which were cancelled or too stale."""
 
     def load_model(self, spec: ModelSpec) -> nn.Module:
-        """The trained model, on the CPU, in evaluation mode."""
+        """Returns the trained model, on the CPU, in evaluation mode."""
         return load_model(spec, self.checkpoint)
 
 
@@ -86,17 +86,18 @@ def train(
     overwrite: bool = False,
     progress: bool = True,
 ) -> TrainResult:
-    """Trains on a DataFrame or on a dataset by its URL. Called on the driver.
+    """Trains on a DataFrame, or on a dataset by its URL. Called on the driver.
 
-    With several of them, by name, every global batch has rows of each, in `loader.proportions`.
+    data: a DataFrame, a dataset or its URL; or a mapping of names to these, mixed in every global batch in
+        `loader.proportions`.
+    run_dir: folder or URL for shards (of a DataFrame), checkpoints, settings and metrics. All executors must have
+        access to it. With `shards.storage` "local" the rows are written to the local disks of the ranks' hosts instead.
 
-    `run_dir` gets the shards (of a DataFrame), checkpoints, settings and metrics; all executors must reach it. With
-    `resume` training goes on from its last checkpoint with the shards that are there, or starts anew where there is
-    none; with `overwrite` what it holds is deleted. With `shards.storage` "local" the rows go to the disks of the
-    ranks' hosts instead, and no further.
+    resume: continues from the last checkpoint in `run_dir`, with its shards; without one, starts from the beginning.
+    overwrite: deletes an earlier run in `run_dir`.
 
-    Raises ValueError for settings, a model or data that do not fit, before any rank starts where that can be seen;
-    RuntimeError for a cluster that cannot run the job; RankError for a rank that fails.
+    Raises ValueError for invalid settings, models and data, if possible before any rank starts; RuntimeError if the
+    cluster cannot run the job; RankError if a rank fails.
     """
     start = time.perf_counter()
     config, data = config or Config(), as_sources(data)
@@ -118,9 +119,10 @@ def evaluate(
     checkpoint_url: str | os.PathLike[str],
     config: Config | None = None,
 ) -> dict[str, Any]:
-    """Loss and metrics of a checkpoint (or the last one of a run) over all rows, exact to the row. On the driver.
+    """Computes the loss and metrics of a checkpoint, or of the last one of a run, over all rows. Called on the driver.
 
-    Without `config` the settings of the checkpoint hold. A DataFrame is written as shards to the run's folder first.
+    Every row counts exactly once. The default of `config` is the checkpoint's settings. A DataFrame is first written as
+    shards to the run folder.
     Returns `{"rows", "loss", <metrics>}`. Raises as `train` does.
     """
     data, saved = as_sources(data), checkpoint.find(checkpoint_url, names=(MODEL,))
@@ -136,9 +138,9 @@ def launch(
 ) -> list[Any]:
     """Runs `fn(*args, **kwargs)` as `num_ranks` ranks in one barrier job. Called on the driver.
 
-    Returns what the ranks return (numbers, strings, arrays and tensors, in dicts, lists and tuples), by rank. Inside,
-    the environment is as under torchrun: `torch.distributed.init_process_group()` joins the others.
-    Raises as `run_barrier` does: in particular RankError with the traceback of the rank that failed first.
+    Returns the results of the ranks by rank: numbers, strings, arrays and tensors, in dicts, lists and tuples. In `fn`
+    the environment is as under torchrun: `torch.distributed.init_process_group()` joins the group of all ranks.
+    Raises as `run_barrier` does, in particular RankError with the traceback of the first rank that failed.
     """
     settings = dataclasses.replace(settings or Launch(), num_ranks=num_ranks)
     return run_barrier(find_session(None), worker.call, fn, args, kwargs, settings, launch=settings)
@@ -156,13 +158,13 @@ def run_on_dataframe(
     validation_fraction: float = 0.0,
     **kwargs: Any,
 ) -> list[Any]:
-    """Runs `fn(rows, **kwargs)` as `launch` does, with the rows of a DataFrame on the ranks' own disks. On the driver.
+    """Runs `fn(rows, **kwargs)` as `launch` does, on the rows of a DataFrame. Called on the driver.
 
-    `rows` is a `RankRows`: `rows.batches(64, epoch=0)` gives the rank's batches, the same number of them on all ranks.
-    The rows stream into the ranks, which spill them to their hosts' disks in bounded memory: no storage that the
-    executors share is needed. `data` names the columns, by default all of the DataFrame; `shards` says how they are
-    stored, `loader` how they are read, and `validation_fraction` of them are held out.
-    Raises as `launch` does, and ValueError for rows that cannot become tensors, and for a DataFrame without any.
+    `rows` is a `RankRows`: `rows.batches(64, epoch=0)` yields the batches of the rank, the same number on all ranks.
+    The rows are streamed to the ranks, which write them to local disks in bounded memory. Shared storage is not needed.
+    data: the columns; by default all columns of the DataFrame. shards: the layout of the rows on disk.
+    loader: how rows are read. validation_fraction: fraction of rows for `rows.loader(..., split="validation")`.
+    Raises as `launch` does, and ValueError for rows that cannot be converted to tensors and for an empty DataFrame.
     """
     settings = dataclasses.replace(settings or Launch(), num_ranks=num_ranks)
     data = data or Data(features=tuple(df.columns), label=None)
@@ -180,9 +182,10 @@ def run_on_dataframe(
 def _launch_run(
     spark: Any, run: Run, data: Any, *, task: str, reference_columns: Sequence[Column] = (), **watch: Any
 ) -> dict[str, Any]:
-    """Runs a task where its strategy runs, and returns its result. `watch` is as for `run_barrier`.
+    """Runs a task on ranks or from the driver, as its strategy needs, and returns its result.
 
-    With local storage the rows of the DataFrame `data` stream into the ranks, in columns as `reference_columns`.
+    With local storage the rows of the DataFrame `data` are streamed to the ranks, with columns as `reference_columns`.
+    watch: `on_event` and `poll` of `run_barrier`.
     """
     config = run.config
     strategy = strategies.find(config.parallel.strategy)

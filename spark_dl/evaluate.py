@@ -27,7 +27,7 @@ _METRIC_MODULES = ("torchmetrics", "torchmetrics.classification", "torchmetrics.
 
 
 def evaluate(run: Run, world: World) -> dict[str, Any]:
-    """Loads the weights of `run.checkpoint` and evaluates `run.train`'s rows. Collective; the same on all ranks."""
+    """Evaluates the weights of `run.checkpoint` on the rows of `run.train`. Collective; the same on all ranks."""
     assert run.checkpoint is not None
     model = load_model(run.spec, run.checkpoint, sha256=run.checkpoint_sha256).to(world.device)
     loader = build_loader(
@@ -38,10 +38,10 @@ def evaluate(run: Run, world: World) -> dict[str, Any]:
 
 
 def load_model(spec: ModelSpec, checkpoint_url: str, *, sha256: str | None = None) -> nn.Module:
-    """The model with the weights of a checkpoint, on the CPU, in evaluation mode. Called on the driver or a worker.
+    """Builds the model with the weights of a checkpoint, on the CPU, in evaluation mode. Called on any side.
 
-    `sha256` is that of the manifest that was checked before. Raises ValueError for weights that do not fit, and for a
-    damaged checkpoint, naming file and cause.
+    sha256: checksum of the checkpoint's manifest, if it was checked before.
+    Raises ValueError for weights of another model, and for a damaged checkpoint, with the file and the cause.
     """
     model = spec.build()
     weights = checkpoint.load(checkpoint.open_checkpoint(checkpoint_url, sha256=sha256), MODEL)["0"]
@@ -55,7 +55,7 @@ def load_model(spec: ModelSpec, checkpoint_url: str, *, sha256: str | None = Non
 def evaluate_model(
     spec: ModelSpec, model: nn.Module, loader: BatchLoader, config: Config, world: World
 ) -> dict[str, Any]:
-    """Mean loss and metrics over the true rows of a loader. Collective; the same on all ranks."""
+    """Computes the mean loss and the metrics over the true rows of a loader. Collective; the same on all ranks."""
     metrics = {name: build_metric(name, args).to(world.device) for name, args in config.train.metrics.items()}
     total = torch.zeros((), dtype=torch.float64, device=world.device)
     with _in_evaluation_mode(model), torch.inference_mode():
@@ -71,7 +71,7 @@ def evaluate_model(
                         metric.update(output[true_rows].float(), label[true_rows])
     sum_over_ranks(total)
     with warnings.catch_warnings():
-        # A rank that had no true row has nothing to add; torchmetrics warns of it.
+        # torchmetrics warns on a rank without true rows.
         warnings.filterwarnings("ignore", message=".*was called before the ``update``.*")
         values = {name: _plain(metric.compute()) for name, metric in metrics.items()}
     return {"loss": float(total) / loader.plan.rows, **values}
@@ -79,20 +79,20 @@ def evaluate_model(
 
 @contextlib.contextmanager
 def _in_evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Afterwards each module is in the mode in which it was: frozen ones stay in evaluation mode in training, too."""
+    """Sets evaluation mode for the block, and then restores the mode of each module, as some may be frozen."""
     before = {module: module.training for module in model.modules()}
     was_training = model.training
     model.eval()
     try:
         yield
     finally:
-        model.train(was_training)  # some modules do more here than to set the mode
+        model.train(was_training)  # some modules override this
         for module, mode in before.items():
             module.training = mode
 
 
 def build_metric(name: str, args: Mapping[str, Any]) -> Metric:
-    """A metric of torchmetrics by the name of its class. Raises ValueError for an unknown one, or wrong arguments."""
+    """Builds a metric of torchmetrics. Raises ValueError for an unknown class or wrong arguments."""
     arguments = {key: value for key, value in args.items() if key != "class"}
     for module in _METRIC_MODULES:
         cls = getattr(importlib.import_module(module), args["class"], None)

@@ -1,4 +1,4 @@
-"""What a job's data are on the driver: DataFrames, URLs or datasets, which all become datasets before ranks start."""
+"""The data of a job on the driver. DataFrames and URLs become datasets before ranks start."""
 
 from __future__ import annotations
 
@@ -35,36 +35,36 @@ _log = logging.getLogger("spark_dl")
 
 
 def as_source(data: Any) -> Any:
-    """A DataFrame, a dataset or its URL, as it was passed; a path becomes text. Raises ValueError for what is none."""
+    """Returns a DataFrame, a dataset or a URL unchanged, a path as a string. Raises ValueError for other types."""
     if isinstance(data, os.PathLike):
         return storage.text_of(data)
     if not isinstance(data, (str, ShardSet)) and not hasattr(data, "sparkSession"):
         raise ValueError(
-            "expected a DataFrame of Spark, the path or URL of a dataset, or what read_shards gives, found a "
-            f"{type(data).__module__}.{type(data).__name__}; spark.createDataFrame makes a DataFrame of lists or pandas"
+            "expected a DataFrame of Spark, the path or URL of a dataset, or the result of read_shards, found a "
+            f"{type(data).__module__}.{type(data).__name__}; spark.createDataFrame converts lists and pandas"
         )
     return data
 
 
 def check_storage(config: Config, data: Any, validation: Any = None) -> None:
-    """Raises ValueError for data that cannot lie where `shards.storage` says, or that `data.filters` cannot filter."""
+    """Raises ValueError for data that `shards.storage` or `data.filters` do not support."""
     check_unfiltered(config.data, data, validation)
     if config.shards.storage == "shared":
         return
     if isinstance(data, (str, ShardSet)):
         raise ValueError(
-            "shards.storage: 'local' is for a DataFrame, found a dataset, which is read where it is; set it to 'shared'"
+            "shards.storage: 'local' is for DataFrames, found a dataset, which is read in place; set it to 'shared'"
         )
     if validation is not None and not isinstance(validation, (str, ShardSet)):
         raise ValueError(
-            "shards.storage: 'local' holds one DataFrame, found another one for validation; set "
-            "train.validation_fraction instead, pass a dataset that all executors reach, or set shards.storage to "
+            "shards.storage: 'local' supports one DataFrame, found a second one for validation; set "
+            "train.validation_fraction instead, pass a dataset that all executors can access, or set shards.storage to "
             "'shared'"
         )
 
 
 def check_mixture(config: Config, data: Any) -> None:
-    """Raises ValueError unless there is a share in `loader.proportions` for each of several datasets."""
+    """Raises ValueError unless `loader.proportions` has a share for each of several datasets."""
     proportions = config.loader.proportions
     names = list(data) if isinstance(data, Mapping) else []
     if sorted(names) != sorted(proportions):
@@ -79,28 +79,26 @@ def check_mixture(config: Config, data: Any) -> None:
 
 
 def warn_of_few_rows(rows: int, config: Config) -> None:
-    """Logs it if those of the rows that are trained on do not fill one global batch. On the driver."""
+    """Logs a warning if the training rows do not fill one global batch. Called on the driver."""
     size = config.train.global_batch_size
     rows -= sum(rows_held_out((rows,), config.train.validation_fraction))
     if rows < size:
         _log.warning(
-            "%d rows to train on are fewer than a global batch of %d over %d ranks: each epoch is one step, in which "
-            "the other %d places count for nothing; lower train.global_batch_size",
+            "%d training rows are fewer than a global batch of %d over %d ranks: each epoch is one step, with %d "
+            "rows of padding; lower train.global_batch_size",
             rows, size, config.launch.num_ranks, size - rows,
         )  # fmt: skip
 
 
 def check_unfiltered(data: Data, *sources: Any) -> None:
-    """Raises ValueError for DataFrames with `data.filters`, which are for datasets."""
+    """Raises ValueError for `data.filters` with a DataFrame, as they are for datasets."""
     several = [list(source.values()) if isinstance(source, Mapping) else [source] for source in sources]
     if data.filters and not all(s is None or isinstance(s, (str, ShardSet)) for found in several for s in found):
-        raise ValueError(
-            "data.filters: for datasets, which are read where they lie, found a DataFrame; filter that: df.filter(...)"
-        )
+        raise ValueError("data.filters: expected a dataset, found a DataFrame; filter the DataFrame: df.filter(...)")
 
 
 def check_rank_rows(df: DataFrame, data: Data, shards: Shards, loader: Loader) -> None:
-    """Raises ValueError for settings that mean nothing where a function gets the rows of a DataFrame on each rank."""
+    """Raises ValueError for settings that `run_on_dataframe` does not support."""
     check_unfiltered(data, df)
     for key, found, usual in (
         ("loader.reader", loader.reader, "spark_dl"),
@@ -110,15 +108,15 @@ def check_rank_rows(df: DataFrame, data: Data, shards: Shards, loader: Loader) -
     ):
         if found != usual:
             raise ValueError(
-                f"{key}: found {found!r} with run_on_dataframe, whose rows stream from one DataFrame to the "
-                f"ranks' own disks and are read there; expected {usual!r}, leave it out"
+                f"{key}: found {found!r} with run_on_dataframe, which streams the rows of one DataFrame to "
+                f"the local disks of ranks; expected {usual!r}, remove it"
             )
 
 
 def as_written(data: Data, source: str | ShardSet) -> Data:
-    """Settings of another dataset for one of ours that is there already: without those that choose rows and values.
+    """Returns settings for a dataset written by spark_dl, without those that clean rows when it is written.
 
-    One of others has them chosen when it is read.
+    An external dataset is cleaned when it is read.
     """
     if source.external if isinstance(source, ShardSet) else not _is_ours(source):
         return data
@@ -137,14 +135,15 @@ def shards_of(
     num_datasets: int = 1,
     before_commit: Callable[[], None] | None = None,
 ) -> ShardSet:
-    """The dataset to read: as given, or written from a DataFrame; a run that goes on reads what it wrote before.
+    """Opens a dataset, or writes a DataFrame as one. A resumed run opens the dataset that it wrote before.
 
-    Its columns must be like those of another dataset, whose vocabularies it gets: that which is or was trained on.
-    What is read from the store is kept there until the stack is closed. `num_datasets` share the memory of a loader.
-    `before_commit` is as for `write_shards`.
+    reference_columns: columns of the training dataset. The columns must match them, and have their vocabularies.
+    until_done: shards of a store are not deleted until this stack is closed.
+    num_datasets: number of datasets that share the memory of a loader.
+    before_commit: as for `write_shards`.
     """
     if config.shards.storage == "local" and not isinstance(data, (str, ShardSet)):
-        return ShardSet("", (), ShardTable.of(()))  # the ranks make it
+        return ShardSet("", (), ShardTable.of(()))  # the ranks write it
     if isinstance(data, str) and _is_ours(data):
         data = read_shards(data)
     elif isinstance(data, str):
@@ -172,17 +171,17 @@ def _check_policies(config: Config) -> None:
     for key in ("nulls", "nonfinite"):
         if config.loader.reader == "petastorm" and (policy := getattr(config.data, key)) in ("drop", "fill"):
             raise ValueError(
-                f"data.{key}: found {policy!r} with loader.reader=petastorm, which reads an external dataset as it is; "
+                f"data.{key}: found {policy!r} with loader.reader=petastorm, which does not clean rows; "
                 "set loader.reader to spark_dl"
             )
 
 
 def _is_ours(url: str) -> bool:
-    """Whether it is a dataset with a manifest."""
+    """Whether spark_dl wrote the dataset: it has a manifest."""
     try:
         return storage.exists(storage.join(url, MANIFEST))
     except OSError as error:
-        raise ValueError(f"cannot read the dataset {url}: {error}; check its owner and mode") from error
+        raise ValueError(f"cannot read the dataset {url}: {error}; check its permissions") from error
 
 
 def _shards_of_rows(
@@ -209,6 +208,6 @@ def _shards_of_rows(
             return shards
         lease = found
     until_done.callback(lease.release)
-    delete_dataset(url)  # what an earlier run without the store may have written
+    delete_dataset(url)  # an earlier attempt without the store may have written it
     storage.write_bytes(pointer, json.dumps({"url": shards.url}).encode())
     return shards

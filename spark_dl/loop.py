@@ -1,4 +1,4 @@
-"""The training loop of one rank. All ranks run it in step; what it decides, it decides alike on all of them."""
+"""The training loop of one rank. All ranks run it in lockstep, and take the same decisions."""
 
 from __future__ import annotations
 
@@ -38,12 +38,13 @@ def train(
 ) -> dict[str, Any]:
     """Trains as one rank. Collective; every rank returns the same.
 
-    `parallelize` is the strategy's. Where the driver trains for all ranks, `build_train_loader` is its own, and
-    `num_ranks` says how many share a step (`train.lr_scaling`), other than those of the world. Without
-    `check_steps` only losses and checkpoints are checked: to measure what the check of each step costs.
-    Raises RuntimeError if a loss, a gradient or a weight is not finite, which names the rank, the step and the
-    parameter where that began, or if a checkpoint cannot be written; ValueError for settings or a model that do not
-    fit the data.
+    parallelize: function of the strategy.
+    build_train_loader, num_ranks: for a driver that trains on behalf of all ranks, the loader, and the number of ranks
+        that share a step (`train.lr_scaling`).
+    check_steps: whether gradients and weights are checked in each step, and not only losses and checkpoints. For
+        benchmarks.
+    Raises RuntimeError if a loss, a gradient or a weight is not finite, with the rank, the step and the first bad
+    parameter, and if a checkpoint cannot be written; ValueError if settings or model do not match the data.
     """
     seed_generators(run.config.train.seed)  # the same weights on all ranks
     trainable = delayed(parallelize(run.spec, world, run.config), run.config, world.rank)
@@ -54,7 +55,7 @@ def train(
         )  # fmt: skip
         return Training(run, world, trainable, loader, num_ranks=num_ranks, check_steps=check_steps).run()
     except BaseException as error:
-        _clear_frames(error)  # their variables keep what `close` lets go of, such as DDP
+        _clear_frames(error)  # their local variables would keep DDP alive after `close`
         raise
     finally:
         trainable.close()
@@ -70,11 +71,12 @@ def _clear_frames(error: BaseException) -> None:
 
 
 class Training:
-    """What all ways of training share: epochs of steps, and between them validation, checkpoints and early stopping.
+    """Epochs of steps, with validation, checkpoints and early stopping after each epoch.
 
-    Rank `log_rank` writes the metrics. `num_ranks` share a step, where they are not all of the world, and an epoch
-    has `steps_per_epoch`, where the loader's plan does not say it. Without `check_steps` the steps are checked
-    elsewhere, or not at all.
+    num_ranks: number of ranks that share a step, if not the world size.
+    steps_per_epoch: number of steps of an epoch, if not that of the loader's plan.
+    log_rank: the rank that writes metrics.
+    check_steps: whether this object checks that each step is finite.
     """
 
     def __init__(
@@ -92,7 +94,7 @@ class Training:
         self.spec, self.config, self.world, self.trainable = run.spec, run.config, world, trainable
         self.loader, self.validation = loader, _validation_loader(run, world)
         self.steps_per_epoch = steps_per_epoch or loader.plan.steps
-        seed_generators(self.config.train.seed + 1 + world.rank)  # other dropout on each
+        seed_generators(self.config.train.seed + 1 + world.rank)  # different dropout on each rank
         self.schedule = Schedule(trainable.optimizer, self.config)
         self.state = RunState(run, world, trainable, self.schedule, loader.columns, num_ranks or world.world_size)
         fp16 = self.config.train.precision == "fp16"
@@ -101,20 +103,20 @@ class Training:
         self.log = MetricsLog(run.run_dir, writes=writes, first_step=first_step, report=world.report)
         self.timer = StepTimer()
         self.pending = torch.zeros((), dtype=torch.float64, device=world.device)
-        """Sum of this rank's losses since they were last logged."""
+        """Sum of this rank's losses since the last log line."""
         self.pending_rows = 0
         self.lr = 0.0
         """Learning rate of the last step."""
 
     @property
     def progress(self) -> Progress:
-        """How far the run has come."""
+        """Epochs, steps and rows done so far."""
         return self.state.progress
 
     def run(self, train_epoch: Callable[[], bool] | None = None) -> dict[str, Any]:
-        """Trains until all epochs are done, or `max_steps`, or all ranks stop early. Collective.
+        """Trains until all epochs or `max_steps` are done, or until early stopping. Collective.
 
-        `train_epoch` makes the steps of an epoch that are left, where they are not made by `Training.train_epoch`.
+        train_epoch: replaces `Training.train_epoch`.
         """
         try:
             return self._run_epochs(train_epoch or self.train_epoch)
@@ -153,7 +155,7 @@ class Training:
         }
 
     def train_epoch(self) -> bool:
-        """Makes the steps of the epoch that are left. Returns False if `max_steps` ended it. Collective."""
+        """Trains the remaining steps of the epoch. Returns False if `max_steps` ended it early. Collective."""
         progress, config = self.progress, self.config
         self.timer.reset()
         batches = self.timer.timed(self.loader.epoch(progress.epoch, progress.step))
@@ -194,9 +196,9 @@ class Training:
             self.step_check.end_step(progress.global_step, loss)
 
     def _log_steps(self) -> None:
-        """Sums the losses since the last time over the ranks, and writes a line of metrics.
+        """Reduces the losses since the last log line over the ranks, and writes a log line.
 
-        Raises NotFiniteError, on all ranks alike, if any rank has found NaN or Inf since then.
+        Raises NotFiniteError on all ranks if any rank has found NaN or Inf since then.
         """
         total = self.pending.clone() if self.step_check is None else self.step_check.mark(self.pending)
         sum_over_ranks(total)
@@ -207,7 +209,7 @@ class Training:
         self.write_steps(float(total))
 
     def write_steps(self, total: float, **more: Any) -> None:
-        """Logs the steps since the last time, of which `total` is the sum of losses, with `more` figures."""
+        """Writes a log line for the steps since the last one. total: their sum of losses. more: further values."""
         progress, rows = self.progress, self.pending_rows
         loss = total / rows
         progress.loss_sum += total
@@ -250,7 +252,7 @@ class Training:
             self.save()
 
     def is_over(self) -> bool:
-        """Whether the run ends here, as all ranks stop early or `max_steps` are done."""
+        """Whether the run ends here: early stopping, or `max_steps` done."""
         limit = self.config.train.max_steps
         return self.progress.stopped_early or (limit is not None and self.progress.global_step >= limit)
 
@@ -259,13 +261,13 @@ class Training:
         return min(total, self.config.train.max_steps or total)
 
     def _train_loss(self) -> float | None:
-        """Mean loss of the last epoch, or of what was done of it."""
+        """Mean loss of the current epoch so far, or of the last epoch."""
         if self.progress.step:
             return self.progress.loss_sum / self.progress.epoch_rows
         return self.progress.history[-1]["train_loss"] if self.progress.history else None
 
     def save(self) -> None:
-        """Writes a checkpoint, with the weights of all ranks brought together. Collective."""
+        """Writes a checkpoint, after synchronizing the weights of all ranks. Collective."""
         if self.pending_rows:  # the sum of losses is part of the state
             self._log_steps()
         self.trainable.settle()
@@ -273,7 +275,7 @@ class Training:
 
 
 def _validation_loader(run: Run, world: World) -> BatchLoader | None:
-    """The loader of the validation rows: of their own dataset, or of a part of the training dataset, if any."""
+    """Returns the loader of validation rows: of a separate dataset, of a split of the training dataset, or None."""
     split: dict[str, Any] = {}
     if run.validation is None:
         if not run.config.train.validation_fraction:

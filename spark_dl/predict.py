@@ -1,4 +1,4 @@
-"""Predictions for a DataFrame: the columns that a trained model adds to it."""
+"""Adds the predictions of a trained model to a DataFrame."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ _ROWS_AT_ONCE = 1024
 def predict(
     df: DataFrame, spec: ModelSpec, checkpoint_url: str | os.PathLike[str], config: Config | None = None
 ) -> DataFrame:
-    """The DataFrame with the columns of `spec.predict` added, computed when it is used. Called on the driver.
+    """Adds the columns of `spec.predict` to a DataFrame. Lazy. Called on the driver.
 
-    Every row comes out once, in its partition and order. Each task loads the model once, and uses the GPU that Spark
-    gives it, if any. Columns: one value per row becomes a scalar column, more become (nested) arrays.
+    Rows keep their partition and order. Each task loads the model once, and uses the GPU that Spark assigned to it, if
+    any. One value per row becomes a scalar column; more values become (nested) arrays.
 
-    Nulls, NaN and Inf in a feature are filled or allowed as the settings of the training say, or those of `config`;
-    else they fail the job, also where training dropped their rows: drop them in the DataFrame.
-    Raises ValueError for a missing feature, a checkpoint that does not fit, or a column that is there already.
+    Nulls, NaN and Inf in features are filled or allowed as in `config`, by default the settings of training. All others
+    fail the job, even if training dropped their rows: drop them in the DataFrame.
+    Raises ValueError for a missing feature, a checkpoint of another model, or a column name that exists already.
     """
     saved = checkpoint.find(checkpoint_url, names=(MODEL,))
     config = config or build_config(saved.manifest["config"])
@@ -53,12 +53,14 @@ def predict(
     if config.sequences is not None:
         raise ValueError(
             f"predict: the model reads sequences (sequences.length={config.sequences.length}), found rows of a "
-            "DataFrame; call TrainResult.load_model's model on sequences of your own"
+            "DataFrame; call the model of TrainResult.load_model on your own sequences"
         )
     sources = _trained_sources(df.schema, columns, config)
     added = _added_fields(spec, saved, columns, config)
     if taken := [name for name in added if name in df.columns]:
-        raise ValueError(f"the DataFrame has a column {taken[0]!r} already, which spec.predict would add")
+        raise ValueError(
+            f"the DataFrame already has a column {taken[0]!r}, which spec.predict returns; rename one of them"
+        )
     from pyspark.sql.types import StructType
 
     out = StructType(list(df.schema.fields))
@@ -82,7 +84,7 @@ def predict(
 
 
 def _trained_columns(saved: checkpoint.Saved, config: Config) -> list[Column]:
-    """The features as the model was trained on them, in the order of `config`."""
+    """Returns the feature columns of training, in the order of `config`."""
     trained = {c.name: c for c in saved.columns}
     for name in config.data.features:
         if name not in trained:
@@ -94,7 +96,7 @@ def _trained_columns(saved: checkpoint.Saved, config: Config) -> list[Column]:
 
 
 def _added_fields(spec: ModelSpec, saved: checkpoint.Saved, columns: list[Column], config: Config) -> dict[str, Any]:
-    """Names and Spark types of the new columns, found by a call of the model on the driver with two rows of zeros."""
+    """Returns names and Spark types of the new columns, by calling the model on the driver with two rows of zeros."""
     from pyspark.sql.pandas.types import from_arrow_type
 
     model = load_model(spec, saved.url, sha256=saved.sha256)
@@ -134,7 +136,7 @@ def _predict_batches(
 
 
 def _trained_sources(fields: StructType, columns: list[Column], config: Config) -> tuple[SourceColumn, ...]:
-    """The features in the DataFrame, with the vocabularies of the training dataset."""
+    """Returns the features of the DataFrame with the vocabularies of the training dataset."""
     names = [c.name for c in columns]
     encode = {name: settings for name, settings in config.data.encode.items() if name in names}
     fill = {name: value for name, value in config.data.fill.items() if name in names}
@@ -157,9 +159,9 @@ def _two_rows_of_zeros(column: Column) -> Array | Ragged:
 def _features(
     sources: Sequence[SourceColumn], columns: Sequence[Column], batch: pa.RecordBatch, data: Data
 ) -> list[Array | Ragged]:
-    """The columns as the model was trained on them. # each (rows, *cell)
+    """Returns the features as in training. # each (rows, *cell)
 
-    Raises BadCellsError for nulls, NaN and Inf that the settings do not fill or allow, and for other bad cells.
+    Raises BadCellsError for nulls, NaN and Inf that are not filled or allowed, and for other invalid cells.
     """
     stored = [batch.column(batch.schema.get_field_index(s.path[0])) for s in sources]
     found = [pc.struct_field(a, list(s.path[1:])) if s.path[1:] else a for s, a in zip(sources, stored, strict=True)]
@@ -182,7 +184,7 @@ def _as_trained(column: Column, values: Array | Ragged) -> Array | Ragged:
 def _outputs(
     spec: ModelSpec, model: Any, columns: list[Column], cells: Sequence[Array | Ragged], config: Config, device: Any
 ) -> dict[str, torch.Tensor]:
-    """The new columns of some rows, each # (rows, ...)"""
+    """Computes the new columns of a batch. # each (rows, ...)"""
     batch = spec.prepare(build_batch(columns, cells, config.loader.ragged))
     with torch.inference_mode():
         on_device = {name: tensor.to(device) for name, tensor in batch.items()}
@@ -195,7 +197,7 @@ def _outputs(
 
 
 def _to_arrow(value: torch.Tensor) -> pa.Array:
-    """A tensor as a column: [rows] as scalars, [rows, n] as arrays, [rows, n, m] as arrays of arrays."""
+    """Converts a tensor to a column: [rows] to scalars, [rows, n] to arrays, [rows, n, m] to arrays of arrays."""
     if value.dtype in (torch.bfloat16, torch.float16):
         value = value.float()
     array = pa.array(value.detach().cpu().contiguous().reshape(-1).numpy())

@@ -1,6 +1,6 @@
-"""What lies between a call of `train` and its first step: datasets, resume, and every check of data, once.
+"""Prepares a run on the driver: checks the data, opens or writes datasets, finds the checkpoint to resume.
 
-`prepare_run` makes the `Run`, which is all that travels to the ranks. Called on the driver.
+`prepare_run` returns the `Run`, which is sent to the ranks.
 """
 
 from __future__ import annotations
@@ -40,11 +40,10 @@ def prepare_run(
     resume: bool = False,
     overwrite: bool = False,
 ) -> Iterator[Run]:
-    """A run that is ready to start, with its datasets written or opened, and checked.
+    """Yields a run that is ready to start, with its datasets written or opened, and checked.
 
-    Shards that are read from a store are kept there until the end of the block. Raises ValueError for data, settings
-    and a run_dir that do not fit, before anything of an earlier run is deleted; RuntimeError where a newer attempt of
-    the run has begun.
+    Shards in a store are not deleted until the end of the block. Raises ValueError for invalid data, settings and
+    `run_dir`, before an earlier run is deleted; RuntimeError if a newer attempt of the run has started.
     """
     run_dir = storage.absolute(run_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}")
     check_storage(config, data, validation)
@@ -54,30 +53,32 @@ def prepare_run(
         check_newest = functools.partial(generations.check_newest, run_dir, generation)
         datasets = _Datasets(run_dir, config, until_done, saved is not None, check_newest)
         train = datasets.to_train_on(data)
-        if config.shards.storage == "shared":  # with local storage the ranks check
+        if config.shards.storage == "shared":  # with local storage the ranks check this
             check_rows(train, config, saved.manifest if saved else None)
             warn_of_few_rows(train.rows, config)
-        reference_columns = train.columns and train.select(config.data.columns)  # with local storage not known yet
-        held = None if validation is None else datasets.to_shards(validation, "validation", reference_columns)
+        reference_columns = train.columns and train.select(config.data.columns)  # unknown yet with local storage
+        validation_shards = (
+            None if validation is None else datasets.to_shards(validation, "validation", reference_columns)
+        )
         run = Run(
             spec=spec,
             config=config,
             train=for_ranks(train, config),
-            validation=None if held is None else for_ranks(held, config),
+            validation=None if validation_shards is None else for_ranks(validation_shards, config),
             run_dir=run_dir,
             generation=generation,
             checkpoint=saved.url if saved else None,
             checkpoint_sha256=saved.sha256 if saved else "",
         )
-        # Not before, as data that do not fit must not cost anybody a run.
-        attempt.take_over(run, overwrite=overwrite, keep=[*datasets.written, *_urls(train), *_urls(held)])
+        # Only now, so that an earlier run is not deleted for invalid data.
+        attempt.take_over(run, overwrite=overwrite, keep=[*datasets.written, *_urls(train), *_urls(validation_shards)])
         _log.info("training on %d ranks%s", config.launch.num_ranks, f", from step {saved.step}" if saved else "")
         yield run
 
 
 @contextlib.contextmanager
 def prepare_evaluation(data: Any, spec: ModelSpec, config: Config, saved: checkpoint.Saved) -> Iterator[Run]:
-    """A run that evaluates a checkpoint; shards of a DataFrame are deleted at the end of the block."""
+    """Yields a run that evaluates a checkpoint. Shards of a DataFrame are deleted at the end of the block."""
     check_storage(config, data)
     run_dir = checkpoint.run_dir_of(saved)
     written = storage.join(run_dir, SHARDS, f"evaluate-{uuid.uuid4().hex[:8]}")
@@ -91,25 +92,25 @@ def prepare_evaluation(data: Any, spec: ModelSpec, config: Config, saved: checkp
 
 
 def as_sources(data: Any) -> Any:
-    """One dataset, or several by name, each a DataFrame, a dataset or its URL. Raises ValueError for anything else."""
+    """Returns one dataset, or several by name, as `as_source` does. Raises ValueError for other types."""
     return {name: as_source(d) for name, d in data.items()} if isinstance(data, Mapping) else as_source(data)
 
 
 @dataclass(frozen=True)
 class _Datasets:
-    """Where the datasets of one attempt are written, and which were."""
+    """Opens and writes the datasets of one attempt."""
 
     run_dir: str
     config: Config
     until_done: contextlib.ExitStack
     reuse: bool
-    """Whether shards that an earlier attempt wrote are read."""
+    """Whether to use the shards of an earlier attempt."""
     before_commit: Callable[[], None]
     written: list[str] = field(default_factory=list)
-    """URLs of those that come from DataFrames."""
+    """URLs of the datasets that are written from DataFrames."""
 
     def to_train_on(self, data: Any) -> ShardSet | Mixture:
-        """The dataset to train on, or the mixture of several."""
+        """Returns the dataset to train on, or the mixture of several datasets."""
         if not isinstance(data, Mapping):
             return self.to_shards(data, "train")
         datasets: dict[str, ShardSet] = {}
@@ -126,7 +127,7 @@ class _Datasets:
         config: Config | None = None,
         num_datasets: int = 1,
     ) -> ShardSet:
-        """One dataset, as `shards_of` opens or writes it. `config` has the settings of one of several datasets."""
+        """Opens or writes one dataset with `shards_of`. config: settings of this dataset, if there are several."""
         url = storage.join(self.run_dir, SHARDS, name)
         if not isinstance(rows, (str, ShardSet)) and self.config.shards.storage == "shared":
             self.written.append(url)
@@ -137,6 +138,6 @@ class _Datasets:
 
 
 def _urls(data: ShardSet | Mixture | None) -> list[str]:
-    """Where the datasets lie that are read; rows on the ranks' own disks have no URL."""
+    """URLs of the datasets; rows on the local disks of ranks have none."""
     datasets = data.datasets.values() if isinstance(data, Mixture) else [data] if data else []
     return [shards.url for shards in datasets if shards.url]

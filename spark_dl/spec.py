@@ -1,4 +1,4 @@
-"""What travels from the driver to a rank: the user's functions, the shards, the settings."""
+"""`ModelSpec`, the user's functions, and `Run`, which the driver sends to the ranks."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ if TYPE_CHECKING:
 
 Batch = Mapping[str, Tensor]
 """Columns by name, each [rows, *shape of a cell] with the dtype it was stored with, and `weight`, [rows] float32:
-1 for a true row, 0 for one that only fills a batch."""
+1 for a true row, 0 for padding."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """A model and its loss.
 
-    build: called without arguments on every rank, after seeding; returns the model on the CPU. Modules that are in
-        evaluation mode, such as a frozen BatchNorm, stay so in training; a whole model in evaluation mode, as
-        pretrained ones often come, is put into training mode.
-    loss: called with (output, label), or with (output, batch) where `data.label` is null; returns one value per row,
-        [rows] or [rows, ...] (averaged over the further axes). The name or the class of a loss of `torch.nn` is built
-        with `reduction="none"`.
-    forward: called with (model, batch), returns the output. By default the model is called with the columns of
-        `data.features` in their order.
-    transform: called with each batch in the loader's threads, in training and evaluation, and in `predict`, before the
-        batch goes to the device; returns the batch that `forward` and the loss see. It must keep the rows.
-    augment: called after it with (batch, generator) in training only; the `torch.Generator` is seeded by the epoch, the
-        step and the rank, so that a resumed run draws the same numbers.
-    predict: called with the output, returns the columns that `predict` adds, each [rows, ...]. By default one column,
-        `prediction`, with the output itself.
+    build: called without arguments on every rank, after seeding; returns the model on the CPU. Modules in evaluation
+        mode, such as a frozen BatchNorm, stay in evaluation mode. If the model itself is in evaluation mode, as many
+        pretrained models are, all of it is set to training mode.
+    loss: called with (output, label), or with (output, batch) if `data.label` is null; returns one value per row,
+        [rows] or [rows, ...] (averaged over the other axes). A name or a class of a loss in `torch.nn` is built with
+        `reduction="none"`.
+    forward: called with (model, batch); returns the output. The default calls the model with the columns of
+        `data.features`, in this order.
+    transform: called with each batch on the CPU, in a thread of the loader or in `predict`; returns the batch for
+        `forward` and the loss. It must keep the number and the order of rows.
+    augment: called after `transform` with (batch, generator), in training only. The `torch.Generator` is seeded by
+        epoch, step and rank, so that a resumed run draws the same numbers.
+    predict: called with the output; returns the columns that `predict` adds, each [rows, ...]. The default is one
+        column, `prediction`, with the output.
     """
 
     build: Callable[[], nn.Module]
@@ -65,22 +65,22 @@ class ModelSpec:
         object.__setattr__(self, "loss", build_loss(self.loss))
 
     def build_to_train(self) -> nn.Module:
-        """The model in training mode. Called on every rank. Raises ValueError if `build` returns no model."""
+        """Builds the model in training mode. Called on every rank. Raises ValueError for another type."""
         model = self.build()
         if not isinstance(model, nn.Module):
             raise ValueError(f"spec.build: expected a function that returns a torch.nn.Module, it returned {model!r}")
         return model if model.training else model.train()
 
     def prepare(self, batch: Batch, key: Sequence[int] = (), *, augment_seed: int | None = None) -> Batch:
-        """The batch after `transform` and, with a seed, `augment`. Called in the loader's threads.
+        """Applies `transform` and, with a seed, `augment`. Called in threads of the loader.
 
-        `key` tells the batch from all others. Raises ValueError for a result that is no mapping of names to tensors.
+        key: unique key of the batch. Raises ValueError for a result that is not a mapping of names to tensors.
         """
         out = batch if self.transform is None else self._checked("transform", self.transform(batch), batch)
         if self.augment is not None and augment_seed is not None:
             generator = torch.Generator()
             seed = np.random.SeedSequence((augment_seed, *key)).generate_state(1, np.uint64)[0]
-            generator.manual_seed(int(seed) >> 1)  # it takes 63 bits
+            generator.manual_seed(int(seed) >> 1)  # manual_seed takes 63 bits
             out = self._checked("augment", self.augment(out, generator), batch)
         return out
 
@@ -90,30 +90,30 @@ class ModelSpec:
         return {**out, "weight": batch["weight"]} if "weight" in batch else out
 
     def output(self, model: nn.Module, batch: Batch, features: tuple[str, ...]) -> Tensor:
-        """The model's output for a batch. Called on a rank, or in a task of `predict`."""
+        """Computes the model's output for a batch. Called on a rank, or in a task of `predict`."""
         return self.forward(model, batch) if self.forward else model(*(batch[name] for name in features))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One training or evaluation run, as every rank gets it."""
+    """One training or evaluation run, as the driver sends it to every rank."""
 
     spec: ModelSpec
     config: Config
     train: ShardSet | Mixture
-    """The rows to train on, or to evaluate. Empty where they stream into the ranks (`shards.storage` "local")."""
+    """The rows to train on or to evaluate. Empty if they are streamed to the ranks (`shards.storage` "local")."""
     run_dir: str
     validation: ShardSet | None = None
     generation: int = 0
-    """Number of this attempt; a rank of an older one may not commit a checkpoint."""
+    """Number of this attempt. Ranks of older attempts must not commit checkpoints."""
     checkpoint: str | None = None
-    """Checkpoint to go on from, or to evaluate."""
+    """Checkpoint to resume from, or to evaluate."""
     checkpoint_sha256: str | None = None
-    """Checksum of its manifest, as the driver has checked it; None without such a check."""
+    """Checksum of its manifest, computed on the driver; None if it was not checked."""
 
 
 def build_loss(loss: Any) -> Callable[..., Tensor]:
-    """A loss with one value per row, from a function, or from the name, class or instance of a loss of `torch.nn`."""
+    """Returns a loss with one value per row, given a function, or a name, class or instance of a loss in `torch.nn`."""
     if isinstance(loss, str):
         known = [
             n for n, c in vars(nn).items() if n.endswith("Loss") and "reduction" in inspect.signature(c).parameters
@@ -149,9 +149,9 @@ def row_losses(spec: ModelSpec, output: Tensor, batch: Batch, label: str | None)
 
 
 def weighted_loss_sum(spec: ModelSpec, model: nn.Module, batch: Batch, config: Config) -> tuple[Tensor, Tensor]:
-    """The model's output and the sum of the losses of the true rows, a float32 scalar.
+    """Computes the model's output, and the sum of losses over the true rows, a float32 scalar.
 
-    Every way of training here goes through this function, so all of them compute the same mathematics.
+    All strategies use this function, so all of them compute the same loss.
     """
     device_type = batch["weight"].device.type
     dtype = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[config.train.precision]
@@ -162,9 +162,9 @@ def weighted_loss_sum(spec: ModelSpec, model: nn.Module, batch: Batch, config: C
 
 
 def import_object(path: str, key: str) -> Any:
-    """The object that `package.module:name` or `folder/file.py:name` names.
+    """Imports an object by `package.module:name` or `folder/file.py:name`. Called on the driver.
 
-    What comes from a file travels to the ranks by value, so the file need not exist there. Called on the driver.
+    Objects of a file are pickled by value, so the file need not exist on executors.
     """
     where, _, name = path.partition(":")
     if not where or not name:

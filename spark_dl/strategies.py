@@ -1,7 +1,7 @@
-"""The table of strategies: what trains each of them. Its settings, and what it needs, are in its own module.
+"""The table of strategies. The settings and requirements of each strategy are in its module.
 
-A strategy of another package is found by an entry point of the group `spark_dl.strategies`, whose value is a
-`Strategy`; so the ranks find it, too, wherever the package is installed.
+Other packages add strategies by entry points of the group `spark_dl.strategies`, whose values are `Strategy` objects.
+Such a package must be installed on the driver and on executors.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ Parallelize: TypeAlias = Callable[[ModelSpec, World, Config], Trainable]
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """One line of the table. Exactly one of the three functions is given."""
+    """A row of the table. Exactly one of the three training functions is set."""
 
     settings: type[Parallel]
-    """Frozen dataclass of its settings; its class variables say what it needs."""
+    """Frozen dataclass of the settings. Its class variables declare what the strategy needs."""
     parallelize: Parallelize | None = None
-    """Trains on ranks by `spark_dl.loop`; collective. Raises as the strategy's own function does."""
+    """Prepares the model for `spark_dl.loop` on each rank. Collective."""
     train_on_ranks: Callable[[Run, World], dict[str, Any]] | None = None
-    """Trains on ranks by a loop of its own; collective."""
+    """Trains on each rank with another loop. Collective."""
     train_from_driver: Callable[..., dict[str, Any]] | None = None
     """Trains from the driver, `(spark, run, *, report)`."""
     check: Callable[[Any, Config], None] = lambda spark, config: None
-    """Raises ValueError if this machine or session lacks what it needs. Called on the driver before anything starts."""
+    """Raises ValueError if the machine or the session cannot run the strategy. Called on the driver before any job."""
 
 
 def _by_spark(settings: type[Parallel], aggregate: driver_loop.Aggregate) -> Strategy:
@@ -65,9 +65,9 @@ STRATEGIES = (
 
 
 def find(name: str) -> Strategy:
-    """The strategy of this name, from the table or from an installed package.
+    """Returns the strategy of this name, from the table or from an installed package.
 
-    Raises ValueError for an unknown name, with the nearest known one, and for an entry point that gives no `Strategy`.
+    Raises ValueError for an unknown name, with the closest known name, and for an entry point of another type.
     """
     for strategy in STRATEGIES:
         if strategy.settings.strategy == name:
@@ -79,7 +79,7 @@ def find(name: str) -> Strategy:
 
 
 def names() -> list[str]:
-    """Names of all strategies, those of other packages last."""
+    """Returns the names of all strategies, those of other packages last."""
     points = [point.name for point in importlib.metadata.entry_points(group=GROUP)]
     return [*(strategy.settings.strategy for strategy in STRATEGIES), *points]
 

@@ -1,6 +1,6 @@
-"""The worker story: what one rank does, from joining the others to leaving them.
+"""One rank: joins the process group, trains or evaluates, and leaves the group.
 
-The same entry runs in a barrier task, which `driver.py` starts, and under torchrun, where a script calls `main(run)`.
+`main` runs in a barrier task, which `driver.py` starts, and under torchrun, where a script calls `main(run)`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from spark_dl.storage_check import check_reach
 from spark_dl.world import World
 
 Report = Callable[[Mapping[str, Any]], None]
-"""Sends an event to the driver; never waits and never raises."""
+"""Sends an event to the driver. Does not block and does not raise."""
 
 
 def main(
@@ -40,10 +40,10 @@ def main(
     rows: TaskInput | None = None,
     report: Report | None = None,
 ) -> RankResult:
-    """Trains or evaluates as one of the ranks of a run. Collective: called on every rank.
+    """Trains or evaluates as one rank of a run. Collective: called on every rank.
 
     task: `train` or `evaluate`.
-    rows: with `shards.storage` "local", the rows that stream into this task; they replace `run.train`.
+    rows: with `shards.storage` "local", the rows that are streamed to this task; they replace `run.train`.
     columns: the columns of `rows`.
     """
     config = run.config
@@ -73,12 +73,12 @@ def call(
     rows: TaskInput | None = None,
     report: Report | None = None,
 ) -> RankResult:
-    """Calls a user's function as one of the ranks. Collective: called on every rank.
+    """Calls a user's function as one rank. Collective: called on every rank.
 
-    The environment is as under torchrun (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR ...), and the function makes the
+    The environment is as under torchrun (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR ...). The function creates the
     process group itself, if it needs one: `torch.distributed.init_process_group()`.
 
-    rows: rows that stream into this task; the function gets them as its first argument, a `RankRows`.
+    rows: rows that are streamed to this task, the first argument of the function, as a `RankRows`.
     columns, settings: the columns of `rows`, and how they are stored and read.
     """
     with (
@@ -98,7 +98,7 @@ def _train(run: Run, world: World) -> dict[str, Any]:
     strategy = strategies.find(run.config.parallel.strategy)
     if strategy.train_on_ranks is not None:
         return strategy.train_on_ranks(run, world)
-    assert strategy.parallelize is not None, "the driver's loop runs no ranks"
+    assert strategy.parallelize is not None, "strategies of the driver do not start ranks"
     return train(run, world, strategy.parallelize)
 
 
@@ -106,7 +106,7 @@ def _train(run: Run, world: World) -> dict[str, Any]:
 def _spilled(
     rows: TaskInput | None, columns: Sequence[SourceColumn], settings: Config | local.RowSettings | None
 ) -> Iterator[local.Spilled | None]:
-    """The rows of this task, on its host's disk until the end; None where none stream in."""
+    """Writes the rows of this task to the local disk for the block. Yields None if no rows are streamed."""
     if rows is None:
         yield None
         return
@@ -118,7 +118,7 @@ def _spilled(
 
 
 def _check_streamed(shards: ShardSet, run: Run, world: World, task: str) -> None:
-    """What the driver checks of a dataset that it can see. Raises ValueError, the same on all ranks."""
+    """Checks streamed rows as the driver checks datasets. Raises the same ValueError on all ranks."""
     check_memory(shards, shards.select(run.config.data.columns), run.config, world.world_size)
     if task == "train":
         saved = None

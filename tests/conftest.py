@@ -22,15 +22,14 @@ _LEAVE_WAIT_S = 10.0
 
 
 def pytest_collection_modifyitems(items):
-    """Cheap tests first, so that a simple mistake is seen at once; then those that take long in one process together,
-    so that none of them begins when the others have ended."""
+    """Tests that share a fixture run in one process, so the largest groups come first and unit tests fill what is left."""
     items[:] = [item for item in items if not _in_another_mode(item)]
     for item in items:
         if (marker := item.get_closest_marker("slow_in")) and item.callspec.params["spark"] in marker.args:
             item.add_marker("slow")
-    order = {"unit": 0, "storage": 0, "connect": 1, "local-cluster": 2, "ranks": 3,
-             "tests/spark/test_jobs.py": 4, "hosts": 5, "petastorm": 6, "spark": 7, "gpu": 8}  # fmt: skip
-    items.sort(key=lambda item: order.get(_costly_fixture(item.nodeid), order.get(Path(item.path).parent.name, 0)))
+    order = {"ranks": 0, "local-cluster": 1, "connect": 2, "tests/spark/test_jobs.py": 3, "hosts": 3, "package": 3,
+             "tests/spark/test_code_blocks.py": 3, "petastorm": 4, "spark": 5, "storage": 6, "unit": 7, "gpu": 8}  # fmt: skip
+    items.sort(key=lambda item: order.get(_costly_fixture(item.nodeid), order[item.nodeid.split("/")[1]]))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -1,4 +1,4 @@
-"""Settings of a run: frozen dataclasses that check themselves when they are made, on the driver, before any job."""
+"""Settings of a run: frozen dataclasses that check their values on the driver, before any Spark job."""
 
 from spark_dl.config.checkpoint import Checkpoint
 from spark_dl.config.config import Config

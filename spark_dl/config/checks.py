@@ -1,4 +1,4 @@
-"""How settings are checked: each error names the key, what was expected and what was found."""
+"""Checks of settings. Each error names the key, the expected value and the value found."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ ENCODINGS: Mapping[str, frozenset[str]] = {
     "bytes": frozenset(),
     "image": frozenset({"resize"}),
 }
-"""What a column can be stored as (`as` in `data.encode`), and the further settings of each."""
+"""The values of `as` in `data.encode`, and the other settings that each of them takes."""
 FILTER_OPS = ("==", "!=", "<", "<=", ">", ">=", "in", "not in")
 Conditions = tuple[tuple[tuple[str, str, Any], ...], ...]
-"""`data.filters` in full: a row passes if all [column, op, value] of any of these hold."""
+"""`data.filters` in disjunctive normal form: a row passes if all (column, op, value) of any inner tuple hold."""
 
 
 def check(ok: bool, key: str, expected: str, found: Any) -> None:
@@ -33,20 +33,20 @@ def check(ok: bool, key: str, expected: str, found: Any) -> None:
 
 
 def section_name(section: type) -> str:
-    """Name of a section in keys: `parallel` for the settings of every strategy, else the name of its class."""
+    """Returns the name of a section in keys: `parallel` for all strategies, else the class name in lower case."""
     return str(getattr(section, "SECTION", section.__name__.lower()))
 
 
 def check_number(section: Any, name: str, low: float, *, above: bool = False, whole: bool = False) -> None:
     value, key = getattr(section, name), f"{section_name(type(section))}.{name}"
-    kind = "a whole number" if whole else "a finite number"
+    kind = "an integer" if whole else "a finite number"
     number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
     fits = number and math.isfinite(value) and (value > low if above else value >= low)
     check(fits, key, f"{kind} {'>' if above else '>='} {low:g}", value)
 
 
 def check_choices(section: Any) -> None:
-    """Every field whose type is a `Literal` holds one of its values."""
+    """Checks that every field whose type is a `Literal` has one of its values."""
     for name, hint in get_type_hints(type(section)).items():
         choices = get_args(hint)
         if getattr(hint, "__origin__", None) is Literal:
@@ -61,7 +61,7 @@ def check_bool(section: Any, *names: str) -> None:
 
 
 def check_class(key: str, module: str, base: str, name: Any) -> None:
-    """`name` is a public class of `module` that derives from its class `base`."""
+    """Checks that `name` is a public class of `module` that derives from its class `base`."""
     classes = vars(importlib.import_module(module))
     known = [n for n, c in classes.items() if isinstance(c, type) and issubclass(c, classes[base])]
     known = [n for n in known if n != base and not n.startswith("_")]
@@ -70,16 +70,16 @@ def check_class(key: str, module: str, base: str, name: Any) -> None:
 
 
 def suggestion(name: str, known: Sequence[str]) -> str:
-    """The end of an error message for an unknown name: the nearest known one, or all of them when none is near."""
+    """Returns the end of an error message for an unknown name: the closest known name, or all known names."""
     by_lower = {k.lower(): k for k in known}
     near = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
     return f"; did you mean {by_lower[near[0]]!r}?" if near else f"; known are {', '.join(sorted(known))}"
 
 
 def missing_on_executors(error: str) -> str | None:
-    """What to tell of a failed Spark job whose workers lack this package or one that it needs; None for other errors.
+    """Returns the message for a Spark job that failed because a package is missing on executors, or None.
 
-    error: what Spark tells of the job.
+    error: Spark's message.
     """
     found = re.search(r"No module named '?((?:spark_dl|torch|numpy|pandas|pyarrow)[\w.]*)", error)
     return found and (
@@ -89,7 +89,7 @@ def missing_on_executors(error: str) -> str | None:
 
 
 def check_encoding(key: str, settings: Any) -> None:
-    """One entry of `data.encode`. Whether it fits the column's type is checked when the type is known."""
+    """Checks one entry of `data.encode`. The column's type is checked later, when it is known."""
     check(isinstance(settings, Mapping), key, "a mapping such as {as: hash, buckets: 1000}", settings)
     chosen = settings.get("as")
     check(chosen is None or chosen in list(ENCODINGS), f"{key}.as", f"one of {list(ENCODINGS)}", chosen)
@@ -105,17 +105,22 @@ def check_encoding(key: str, settings: Any) -> None:
     check(chosen != "hash" or "buckets" in settings, f"{key}.buckets", "the number of buckets", None)
     for name in ("buckets", "min_count", "max_size"):
         value = settings.get(name, 1)
-        check(type(value) is int and 1 <= value < 2**63, f"{key}.{name}", "a whole number >= 1", value)
+        check(type(value) is int and 1 <= value < 2**63, f"{key}.{name}", "an integer >= 1", value)
     size = settings.get("resize", [1, 1])
     is_size = _is_list(size) and len(size) == 2 and all(type(n) is int and 1 <= n < 2**16 for n in size)
     check(is_size, f"{key}.resize", "[height, width] in pixels", size)
-    words = settings.get("values", ["word"])
-    is_list = isinstance(words, Sequence) and not isinstance(words, str) and all(isinstance(w, str) for w in words)
-    check(is_list and 0 < len(words) == len({*words}), f"{key}.values", "a list of different words", words)
+    strings = settings.get("values", ["a"])
+    is_list = (
+        isinstance(strings, Sequence) and not isinstance(strings, str) and all(isinstance(s, str) for s in strings)
+    )
+    check(is_list and 0 < len(strings) == len({*strings}), f"{key}.values", "a list of distinct strings", strings)
 
 
 def full_filters(filters: Any) -> Conditions:
-    """`data.filters` as alternatives of conditions; one list of conditions is one alternative. Dates become texts."""
+    """Returns `data.filters` in disjunctive normal form. A flat list of conditions is one conjunction.
+
+    Dates become ISO 8601 strings.
+    """
     form = "[column, op, value] (all must hold), or lists of such lists (any)"
     check(_is_list(filters) and all(_is_list(f) and f for f in filters), "data.filters", f"a list of {form}", filters)
     alternatives = [filters] if filters and isinstance(filters[0][0], str) else filters
@@ -134,7 +139,7 @@ def _full_condition(column: str, op: Any, value: Any) -> tuple[str, str, Any]:
     values = [v.isoformat() if isinstance(v, datetime.date) else v for v in (value if several else [value])]
     for v in values:
         fits = isinstance(v, str | int) or (isinstance(v, float) and math.isfinite(v))
-        check(fits, key, "finite numbers, true, false, texts or dates (a null never passes)", v)
+        check(fits, key, "finite numbers, true, false, strings or dates (a null never passes)", v)
     return column, op, tuple(values) if several else values[0]
 
 

@@ -1,4 +1,4 @@
-"""All sections together."""
+"""`Config`: all sections of settings."""
 
 import dataclasses
 import json
@@ -20,7 +20,7 @@ from spark_dl.parallel.ddp import DDP
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """All settings of a run. Raises ValueError for settings that exclude each other or do not fit."""
+    """All settings of a run. Raises ValueError for invalid settings and for settings that exclude each other."""
 
     data: Data = field(default_factory=Data)
     shards: Shards = field(default_factory=Shards)
@@ -43,7 +43,7 @@ class Config:
 
     @property
     def stored_columns(self) -> tuple[str, ...]:
-        """The columns that a dataset needs: those that are read, and those that sequences are found by."""
+        """Columns that a dataset must have: those that are read, and those that `sequences` uses."""
         return tuple(dict.fromkeys((*self.data.columns, *(self.sequences.columns if self.sequences else ()))))
 
     @property
@@ -52,7 +52,7 @@ class Config:
         return self.launch.num_ranks - self.parallel.servers
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dicts, lists and scalars, as they are written to `config.yaml` and to checkpoints."""
+        """Returns the settings as plain dicts, lists and scalars, the form of `config.yaml` and of checkpoints."""
         plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
         plain["parallel"] = {"strategy": self.parallel.strategy, **plain["parallel"]}
         return plain

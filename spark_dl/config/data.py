@@ -1,4 +1,4 @@
-"""The section `data`: which columns are read, how they become numbers, and how rows are cleaned."""
+"""The section `data`: which columns are read, how they are encoded as numbers, and how rows are cleaned."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ Nonfinite = Literal["error", "drop", "fill", "allow"]
 class Data:
     """Which columns are read, how they become numbers, and how rows are cleaned.
 
-    All of it is part of what the shards of a DataFrame hold, so all of it is in their key in a store.
+    All these settings determine the contents of shards, so they are part of their key in a store.
     """
 
     features: tuple[str, ...] = ("features",)
@@ -61,8 +61,8 @@ class Data:
             check(fits, f"data.fill.{name}", "a finite number, true, false or a string", value)
         if self.fill and "fill" not in (self.nulls, self.nonfinite):
             raise ValueError(
-                f"data.fill: found {dict(self.fill)} while neither data.nulls nor data.nonfinite is fill, so that "
-                "nothing is filled; set one of them to fill, or leave it out"
+                f"data.fill: found {dict(self.fill)} while neither data.nulls nor data.nonfinite is fill, so "
+                "nothing would be filled; set one of them to fill, or remove data.fill"
             )
 
     @property

@@ -1,4 +1,4 @@
-"""The section `faults`: delays that are injected on purpose, to see what slow ranks do."""
+"""The section `faults`: injected delays, to test the effect of slow ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ Straggler = Literal["none", "constant", "exponential", "shifted"]
 
 @dataclass(frozen=True, kw_only=True)
 class Faults:
-    """Delays that are injected on purpose, to see what slow ranks do."""
+    """Injected delays, to test the effect of slow ranks."""
 
     MAY_CHANGE: ClassVar[bool] = True
     straggler: Straggler = "none"
-    """Distribution of the delay that is added to every gradient computation."""
+    """Distribution of the delay of each gradient computation."""
     straggler_s: float = 0.0
     """Mean of the delay, in seconds; `shifted` waits half of it, then an exponential time of that mean."""
     straggler_ranks: tuple[int, ...] = ()
@@ -37,6 +37,6 @@ class Faults:
         object.__setattr__(self, "straggler_ranks", tuple(ranks))
         if self.straggler_ranks and self.straggler == "none":
             raise ValueError(
-                f"faults.straggler_ranks: expected none with faults.straggler='none', which delays no rank, found "
-                f"{list(self.straggler_ranks)}; choose a faults.straggler, or leave it out"
+                f"faults.straggler_ranks: expected an empty list with faults.straggler='none', found "
+                f"{list(self.straggler_ranks)}; set faults.straggler, or remove it"
             )

@@ -1,4 +1,4 @@
-"""Fields of sections, with what resume must know of them."""
+"""Fields of sections, and whether they can change between a run and its resume."""
 
 import dataclasses
 from dataclasses import field
@@ -8,9 +8,9 @@ _MAY_CHANGE = {"may_change": True}
 
 
 def may_change(default: Any) -> Any:
-    """A field that a resumed run may set differently: it does not change what was trained so far.
+    """Declares a field that can change on resume, because it does not affect the steps trained so far.
 
-    default: the value, or for a dict a function that makes it (`dict`).
+    default: the default value, or a factory such as `dict`.
     """
     if callable(default):
         return field(default_factory=default, metadata=_MAY_CHANGE)
@@ -18,7 +18,7 @@ def may_change(default: Any) -> Any:
 
 
 def fixed_on_resume(section: type) -> list[str]:
-    """Names of the fields of a section that a resumed run must set as before; none where `MAY_CHANGE` is true of it."""
+    """Returns the names of the fields of a section that must not change on resume; none if it is `MAY_CHANGE`."""
     if getattr(section, "MAY_CHANGE", False):
         return []
     return [f.name for f in dataclasses.fields(section) if not f.metadata.get("may_change")]

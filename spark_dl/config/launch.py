@@ -1,4 +1,4 @@
-"""The section `launch`: how the barrier job starts, and how long anything may wait."""
+"""The section `launch`: how the barrier job starts, and its time limits."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -7,12 +7,12 @@ from spark_dl.config.checks import check, check_choices, check_number
 
 Device = Literal["auto", "cpu", "cuda"]
 _LONGEST_WAIT_S = 7 * 24 * 3600
-"""Longest wait that is accepted; longer ones overflow the clocks of those that wait."""
+"""Longest accepted time limit, a week. Much longer ones overflow the timers of gloo and of sockets."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """How the barrier job starts and how long anything may wait."""
+    """How the barrier job starts, and its time limits."""
 
     MAY_CHANGE: ClassVar[bool] = True
     num_ranks: int = 1

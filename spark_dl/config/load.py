@@ -1,6 +1,6 @@
-"""Settings from outside: YAML files and dotted command-line overrides (`--train.lr=0.1`), through jsonargparse.
+"""Reads settings from YAML files and dotted command-line overrides (`--train.lr=0.1`), with jsonargparse.
 
-They are read in two passes: first `parallel.strategy`, then all settings, with those of that strategy as `parallel`.
+Parsing has two passes: the first finds `parallel.strategy`, which defines the fields of `parallel` in the second.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DEFAULT_STRATEGY = "ddp"
 
 
 def sections(strategy: str = DEFAULT_STRATEGY) -> dict[str, type]:
-    """The dataclass of each section, by its name in `Config`. Raises ValueError for an unknown strategy."""
+    """Returns the dataclass of each section by its name in `Config`. Raises ValueError for an unknown strategy."""
     found: dict[str, type] = {}
     for name, hint in typing.get_type_hints(Config).items():
         options = [t for t in typing.get_args(hint) if t is not types.NoneType]
@@ -36,15 +36,15 @@ def sections(strategy: str = DEFAULT_STRATEGY) -> dict[str, type]:
 
 
 def config_keys(strategy: str = DEFAULT_STRATEGY) -> list[str]:
-    """All dotted keys, such as `train.lr`."""
+    """Returns all dotted keys, such as `train.lr`."""
     keys = [f"{name}.{f.name}" for name, section in sections(strategy).items() for f in dataclasses.fields(section)]
     return [*keys, "parallel.strategy"]
 
 
 def build_config(plain: Mapping[str, Any]) -> Config:
-    """A `Config` from plain nested dicts, such as those of a YAML file; keys that are missing keep their defaults.
+    """Builds a `Config` from nested dicts, such as those of a YAML file. Missing keys have their defaults.
 
-    Raises ValueError for an unknown key, naming the nearest one, and for a value that does not fit.
+    Raises ValueError for an unknown key, with the closest known key, and for an invalid value.
     """
     parallel = plain.get("parallel", {})
     strategy = parallel.get("strategy", DEFAULT_STRATEGY) if isinstance(parallel, Mapping) else DEFAULT_STRATEGY
@@ -62,7 +62,7 @@ def build_config(plain: Mapping[str, Any]) -> Config:
             if key not in fields:
                 raise ValueError(_unknown_key(f"{name}.{key}", strategy, config_keys(strategy)))
         for key, field in fields.items():
-            check(key in own or not _is_required(field), f"{name}.{key}", "a value, which it has no default for", None)
+            check(key in own or not _is_required(field), f"{name}.{key}", "a value, as there is no default", None)
         built[name] = known[name](**own)
     return Config(**built)
 
@@ -74,7 +74,7 @@ def _is_required(field: dataclasses.Field[Any]) -> bool:
 def load_config(path: str | Path | None = None, overrides: Sequence[str] | Mapping[str, Any] = ()) -> Config:
     """Reads a YAML file and applies dotted overrides, `["train.lr=0.1"]` or `{"train.lr": 0.1}`.
 
-    Raises ValueError for an unknown key, naming the nearest one, and for a value that does not fit.
+    Raises ValueError for an unknown key, with the closest known key, and for an invalid value.
     """
     pairs = overrides.items() if isinstance(overrides, Mapping) else [o.partition("=")[::2] for o in overrides]
     args = [f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in pairs]
@@ -87,16 +87,16 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] | Mappi
 def parse_config(
     parser: jsonargparse.ArgumentParser, args: Sequence[str], more_keys: Sequence[str] = ()
 ) -> tuple[Config, dict[str, Any]]:
-    """Adds all settings to a parser that has `--config`, and parses. Returns them, and all that the parser found.
+    """Adds all settings to a parser that has `--config`, and parses. Returns the settings and all parsed values.
 
-    more_keys: arguments that the parser has already, for suggestions. Raises ValueError as `load_config` does.
+    more_keys: other arguments of the parser, for suggestions. Raises ValueError as `load_config` does.
     """
     strategy = strategy_of(args)
     known = sections(strategy)
     parser.add_argument("--parallel.strategy", default=strategy, help=f"one of {', '.join(strategies.names())}")
     for name, section in known.items():
         if name == "sequences":
-            parser.add_argument("--sequences", type=section | None, default=None, help="null: each row is a sample")
+            parser.add_argument("--sequences", type=section | None, default=None, help="null if each row is a sample")
         else:
             parser.add_class_arguments(section, name)
     try:
@@ -107,7 +107,7 @@ def parse_config(
 
 
 def strategy_of(args: Sequence[str]) -> str:
-    """`parallel.strategy` as the command line and its `--config` files say; the last one counts."""
+    """Returns `parallel.strategy` from the command line and its `--config` files. The last occurrence wins."""
     found = DEFAULT_STRATEGY
     pairs = [
         (a.partition("=")[0], a.partition("=")[2] if "=" in a else b)
@@ -122,7 +122,7 @@ def strategy_of(args: Sequence[str]) -> str:
 
 
 def _strategy_in(name: str, value: str) -> str | None:
-    """The strategy that a YAML file names, or the value of `--parallel`; None where it cannot be read."""
+    """Returns the strategy in a YAML file or in the value of `--parallel`; None if it cannot be read."""
     try:
         read = yaml.safe_load(value if name == "--parallel" or not Path(value).is_file() else Path(value).read_text())
     except (OSError, yaml.YAMLError):
@@ -133,7 +133,7 @@ def _strategy_in(name: str, value: str) -> str | None:
 
 
 def _explain(message: str, strategy: str, known: Sequence[str]) -> str:
-    """The message of jsonargparse in one line, and, where it is about an unknown key, with the nearest known key."""
+    """Returns the message of jsonargparse in one line. For an unknown key it has the closest known key."""
     message = _as_of_group(message)
     group = re.search(r"Group '([\w.]+)' does not accept option '([\w.]+)'", message)
     other = re.search(r"(?:[Uu]nrecognized arguments: --|Option ')([\w.]+)", message)
@@ -144,7 +144,7 @@ def _explain(message: str, strategy: str, known: Sequence[str]) -> str:
 
 
 def _as_of_group(message: str) -> str:
-    """The message about a section that may be null, `sequences`, in the form of those about the other sections."""
+    """Rewrites a message about `sequences`, an optional section, in the form of messages about other sections."""
     section = re.match(r'Parser key "(\w+)":\s+Does not validate against any of the Union subtypes', message)
     problem = re.search(r"Problem with given class_path '[\w.]+':\s+(.*?)\s+- Expected a ", message, re.DOTALL)
     if not (section and problem):
@@ -158,7 +158,7 @@ def _unknown_key(key: str, strategy: str, known: Sequence[str]) -> str:
     section, _, name = key.partition(".")
     if section == "parallel" and (having := _strategies_with(name)):
         return (
-            f"{key}: not a setting of parallel.strategy={strategy!r}, but of {' and '.join(having)}; leave it out, or "
+            f"{key}: not a setting of parallel.strategy={strategy!r}, but of {' and '.join(having)}; remove it, or "
             "choose another strategy"
         )
     nearest = suggestion(key, known)
@@ -168,7 +168,7 @@ def _unknown_key(key: str, strategy: str, known: Sequence[str]) -> str:
 
 
 def _strategies_with(name: str) -> list[str]:
-    """Names of the strategies that have a setting; those that cannot be loaded have none."""
+    """Returns the names of the strategies that have a setting, except strategies that cannot be loaded."""
     return [n for n, settings in _settings() if isinstance(settings, type) and name in _names(settings)]
 
 
@@ -177,7 +177,7 @@ def _names(section: type) -> set[str]:
 
 
 def _settings() -> Iterator[tuple[str, type[Parallel] | ValueError]]:
-    """Each strategy's name, and its settings or why they cannot be loaded: a package that is broken bars no other."""
+    """Yields the name of each strategy, with its settings or with the error of loading it."""
     for name in strategies.names():
         try:
             yield name, strategies.find(name).settings
@@ -186,8 +186,8 @@ def _settings() -> Iterator[tuple[str, type[Parallel] | ValueError]]:
 
 
 def describe_settings() -> str:
-    """The settings of `sequences` and of all strategies, one on each line, for `--help`."""
-    lines = ["settings of sequences, which may be null:", "", *_lines_of("sequences", sections()["sequences"])]
+    """Returns the settings of `sequences` and of all strategies, one per line, for `--help`."""
+    lines = ["settings of sequences (optional):", "", *_lines_of("sequences", sections()["sequences"])]
     lines += ["", "settings of parallel, by strategy:"]
     for name, settings in _settings():
         if isinstance(settings, ValueError):

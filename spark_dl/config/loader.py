@@ -1,4 +1,4 @@
-"""The section `loader`: the order of rows, how they are read, and how batches are made of them."""
+"""The section `loader`: the order of rows, reading, and batches."""
 
 import math
 from collections.abc import Mapping
@@ -14,30 +14,32 @@ Reader = Literal["spark_dl", "petastorm"]
 
 @dataclass(frozen=True, kw_only=True)
 class Loader:
-    """The order of rows, how they are read, and how batches are made of them."""
+    """The order of rows, reading, and batches."""
 
     num_streams: int = 16
-    """Canonical streams of the plan: at least the number of ranks, best a multiple of it; divides the global batch."""
+    """Canonical streams of the plan. At least the number of ranks, preferably a multiple of it; divides the global
+    batch size."""
     shuffle: bool = True
-    """Whether each epoch has an order of its own."""
+    """Whether rows are shuffled, in a different order in each epoch."""
     shuffle_window_rows: int = 65536
     """Rows that are shuffled together, divided among the streams."""
     memory_mib: int = 512
-    """Memory of each rank's loader, in MiB: open windows, reading ahead, prefetched batches. The shuffle window is
-    smaller where it needs more than a quarter of it; one row group for each stream is held in any case. Mixed datasets
-    have equal shares of it."""
+    """Memory of each rank's loader, in MiB: open shuffle windows, read-ahead, prefetched batches. The shuffle window is
+    reduced if it needs more than a quarter of this. One row group per stream is always kept. Mixed datasets have equal
+    shares."""
     reader_threads: int = may_change(2)
-    """Most threads of each rank that read and decode; fewer where memory_mib has no room for a row group of each."""
+    """Maximum number of threads of each rank that read and decode; fewer if `memory_mib` is too small for a row group
+    per thread."""
     prefetch_batches: int = may_change(4)
-    """Batches that each rank prefetches: fewer where they need more than a quarter of memory_mib, but at least one.
-    Small ones are made up to 16 at a time."""
+    """Batches that each rank prefetches; fewer if they need more than a quarter of `memory_mib`, but at least one.
+    Small batches are built up to 16 at a time."""
     ragged: Ragged = "pad"
-    """Form of ragged columns in batches: `pad`, filled with zeros up to the longest row, with `name_mask`; `offsets`,
-    all values end to end, with `name_offsets`."""
+    """Form of ragged columns in batches: `pad`, padded with zeros to the longest row, with `<name>_mask`; `offsets`,
+    concatenated values, with `<name>_offsets`."""
     proportions: dict[str, float] = field(default_factory=dict)
-    """Share of each dataset in every global batch, by name, where several are mixed."""
+    """Share of each dataset in every global batch, by name, for training on several datasets."""
     reader: Reader = "spark_dl"
-    """What reads the shards. `petastorm` is the package of that name, for comparison, where it is installed."""
+    """Reader of shards. `petastorm` uses the package of that name, for comparison; it must be installed."""
 
     def __post_init__(self) -> None:
         for name in ("num_streams", "shuffle_window_rows", "memory_mib", "reader_threads", "prefetch_batches"):

@@ -1,4 +1,4 @@
-"""The section `parallel`: what the settings of every strategy have in common. Each strategy's own are in its module."""
+"""The section `parallel`: the base class of the settings of all strategies, which are in the strategies' modules."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -8,20 +8,20 @@ from spark_dl.config.conflicts import Conflict
 
 @dataclass(frozen=True, kw_only=True)
 class Parallel:
-    """Settings of a strategy. A strategy derives a frozen dataclass of its own from this one.
+    """Base class of the settings of a strategy, a frozen dataclass.
 
-    The class variables say what the strategy needs; the driver checks them before any Spark job.
+    The class variables declare what the strategy needs. The driver checks them before any Spark job.
     """
 
     SECTION: ClassVar[str] = "parallel"
     strategy: ClassVar[str] = ""
     """Name of the strategy in `parallel.strategy`."""
     has_group: ClassVar[bool] = True
-    """Whether the ranks form a process group of torch."""
+    """Whether the ranks form a `torch.distributed` process group."""
     one_rank: ClassVar[bool] = False
-    """Whether it trains with one rank only."""
+    """Whether the strategy needs exactly one rank."""
     by_spark: ClassVar[bool] = False
-    """Whether Spark itself aggregates: the driver trains, with jobs of stateless tasks."""
+    """Whether Spark aggregates the gradients: the driver runs the loop, with jobs of stateless tasks."""
     excludes: ClassVar[tuple[Conflict, ...]] = ()
     """Settings of other sections that the strategy does not support, beyond those in `conflicts.CONFLICTS`."""
 

@@ -14,11 +14,11 @@ class Sequences:
     stride: int = 1
     """Rows from the start of a sample to the start of the next one."""
     order: str | None = None
-    """Column by which the rows are in order, such as a time; a step back is an error."""
+    """Column that gives the order of rows, such as a time. It must not decrease within a group."""
     group: str | None = None
-    """Column that is the same in all rows of a sample, such as a device's number."""
+    """Column with one value per sample, such as a device number."""
     max_gap: float | None = None
-    """Largest step of `order` from a row of a sample to the next one."""
+    """Largest difference of `order` between consecutive rows of a sample."""
 
     def __post_init__(self) -> None:
         for name in ("length", "stride"):
@@ -34,5 +34,5 @@ class Sequences:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Columns that samples are found by."""
+        """The columns `order` and `group`, if they are set."""
         return tuple(name for name in (self.order, self.group) if name is not None)

@@ -1,4 +1,4 @@
-"""The section `shards`: how the rows of a DataFrame are laid out in files, and where these are kept."""
+"""The section `shards`: the layout of a DataFrame's rows in files, and the place of these files."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,27 +11,27 @@ Storage = Literal["shared", "local"]
 
 @dataclass(frozen=True, kw_only=True)
 class Shards:
-    """How the rows of a DataFrame are laid out in files, and where these are kept."""
+    """The layout of a DataFrame's rows in files, and the place of these files."""
 
     rows_per_row_group: int = 0
     """Rows of each row group; 0 chooses about 4 MiB."""
     rows_per_shard: int = 0
     """Rows of each file, rounded up to whole row groups; 0 chooses about 64 MiB."""
     storage: Storage = "shared"
-    """Where shards are written: `shared`, to the run's folder, which all executors reach; `local`, to the disk of each
-    rank's host, dealt round-robin, for the time of the run."""
+    """Where shards are written. `shared`: to the run folder, which all executors can access. `local`: to the local disk
+    of each rank's host, round-robin, for the duration of the run."""
     store: str | None = may_change(None)
-    """Folder or URL where shards are kept by content, for other runs and users to find."""
+    """Folder or URL where shards are stored by content, so that other runs and users can reuse them."""
     store_ttl_days: float = may_change(30.0)
-    """Days without use after which `jobs/prepare.py --clean` deletes shards from the store."""
+    """Days without use after which `jobs/prepare.py --clean` deletes shards in the store."""
     cache_dir: str | None = may_change(None)
     """Folder on each host's local disk for copies of remote shards, shared by the ranks of the host and later runs."""
     cache_mib: int = may_change(0)
-    """MiB that the copies may take up; 0 keeps none."""
+    """Maximum size of the copies in MiB; 0 for no copies."""
 
     @property
     def has_layout(self) -> bool:
-        """Whether the rows of row groups and files are given, so that the size of cells need not be known."""
+        """Whether the rows per row group and per file are set, so that the size of cells is not needed."""
         return bool(self.rows_per_row_group and self.rows_per_shard)
 
     def __post_init__(self) -> None:

@@ -15,16 +15,17 @@ Mode = Literal["min", "max"]
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
-    """The optimization: what a single process would do with the same global batches."""
+    """The optimization. It does not depend on the number of ranks: one process with the same global batches does the
+    same."""
 
     global_batch_size: int = 64
-    """Rows of one optimizer step, over all ranks and micro-batches; does not change with the number of ranks."""
+    """Rows of one optimizer step, over all ranks and micro-batches. Independent of the number of ranks."""
     accumulation_steps: int = 1
-    """Micro-batches that each rank cuts its part of a global batch into."""
+    """Micro-batches of each rank per optimizer step."""
     epochs: int = may_change(1)
     """Passes over the data."""
     max_steps: int | None = may_change(None)
-    """Optimizer steps after which training ends, in the middle of an epoch if need be."""
+    """Maximum number of optimizer steps; training can end in the middle of an epoch."""
     optimizer: str = "SGD"
     """Name of a class of `torch.optim`."""
     lr: float = 0.01
@@ -46,13 +47,13 @@ class Train:
     precision: Precision = "float32"
     """Arithmetic of forward and backward; `bf16` and `fp16` use autocast, the weights stay float32."""
     validation_fraction: float = 0.0
-    """Fraction of the training rows, drawn at random, that is used for validation instead. In [0, 1)."""
+    """Fraction of the training rows, chosen at random, that is used for validation. In [0, 1)."""
     metrics: dict[str, dict[str, Any]] = may_change(dict)
     """Metrics by name: `{accuracy: {class: MulticlassAccuracy, num_classes: 10}}`, classes of torchmetrics."""
     early_stop_metric: str | None = may_change(None)
-    """`loss` or a name of `metrics`, of the validation rows, that must go on improving."""
+    """`loss` or a name of `metrics`, on the validation rows. Training stops when it no longer improves."""
     early_stop_mode: Mode = may_change("min")
-    """Whether less (`min`) or more (`max`) of it is better."""
+    """Whether a lower (`min`) or a higher (`max`) value is better."""
     early_stop_patience: int = may_change(3)
     """Epochs without an improvement after which all ranks stop."""
     early_stop_min_delta: float = may_change(0.0)
@@ -60,7 +61,7 @@ class Train:
     seed: int = 0
     """Seed of the weights, the order of rows and the random numbers of each rank."""
     log_every: int = may_change(10)
-    """Steps between two lines of metrics; the loss is summed over the ranks only then."""
+    """Steps between two log lines. The loss is reduced over the ranks only for these."""
 
     def __post_init__(self) -> None:
         for name in ("global_batch_size", "accumulation_steps", "epochs", "early_stop_patience", "log_every"):
@@ -77,7 +78,7 @@ class Train:
         check_number(self, "early_stop_min_delta", 0)
         check_choices(self)
         check_class("train.optimizer", "torch.optim", "Optimizer", self.optimizer)
-        calls_back = self.optimizer == "LBFGS"  # its step computes the loss again and again
+        calls_back = self.optimizer == "LBFGS"  # its step evaluates the loss several times
         check(not calls_back, "train.optimizer", "an optimizer that takes one gradient per step", self.optimizer)
         for name in ("optimizer_args", "scheduler_args", "metrics"):
             value = getattr(self, name)

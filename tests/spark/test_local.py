@@ -276,8 +276,8 @@ def test_a_source_that_was_not_dealt_is_an_error(spark):
 def test_what_local_storage_cannot_do_is_said_before_anything_starts(spark, points, tmp_path):
     config = small_config(2, data=LOCAL)
     for data, validation, message in [
-        (str(tmp_path), None, "shards.storage: 'local' is for a DataFrame, found a dataset"),
-        (points, points, "shards.storage: 'local' holds one DataFrame, found another one for validation"),
+        (str(tmp_path), None, "shards.storage: 'local' is for DataFrames, found a dataset"),
+        (points, points, "shards.storage: 'local' supports one DataFrame, found a second one for validation"),
     ]:
         with pytest.raises(ValueError, match=message):
             spark_dl.train(data, MLP, config, validation=validation, run_dir=str(tmp_path / "run"))

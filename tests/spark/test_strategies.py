@@ -162,7 +162,7 @@ def test_it_is_listed_and_what_cannot_be_loaded_is_an_error_that_names_it(instal
     assert found["names"][:2] == ["ddp", "horovod"]
     assert {*found["names"][-4:]} == {"toy", "broken", "other_name", "no_strategy"}
     expected = [
-        "parallel.first: expected a whole number >= 1, found 0",
+        "parallel.first: expected an integer >= 1, found 0",
         "parallel.bucket_mib: not a setting of parallel.strategy='toy', but of ddp and horovod;",
         "parallel.folder: not a setting of parallel.strategy='ddp', but of toy;",
         "launch.num_ranks: expected 1 with parallel.strategy='toy', found 2",

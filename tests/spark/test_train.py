@@ -342,7 +342,7 @@ def test_predict_refuses_what_does_not_fit(spark, points, tmp_path):
     result = spark_dl.train(points, MLP, small_config(1, train={"epochs": 1}), run_dir=str(tmp_path / "run"))
     with pytest.raises(ValueError, match="no column 'features'"):
         spark_dl.predict(points.drop("features"), MLP, result.run_dir)
-    with pytest.raises(ValueError, match="has a column 'prediction' already"):
+    with pytest.raises(ValueError, match="already has a column 'prediction'"):
         spark_dl.predict(points.withColumnRenamed("name", "prediction"), MLP, result.run_dir)
     with pytest.raises(ValueError, match="do not fit the model"):
         spark_dl.predict(points, ModelSpec(build=lambda: torch.nn.Linear(4, 3)), result.run_dir)

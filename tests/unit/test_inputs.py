@@ -178,11 +178,11 @@ def test_fewer_rows_than_a_global_batch_are_said_with_their_numbers(caplog):
     warn_of_few_rows(size, config)
     assert not caplog.records
     warn_of_few_rows(size - 3, config)
-    assert f"{size - 3} rows to train on are fewer than a global batch of {size}" in caplog.text
-    assert "over 2 ranks: each epoch is one step, in which the other 3 places count for nothing" in caplog.text
+    assert f"{size - 3} training rows are fewer than a global batch of {size}" in caplog.text
+    assert "over 2 ranks: each epoch is one step, with 3 rows of padding" in caplog.text
     caplog.clear()
     warn_of_few_rows(size, small_config(2, data={"validation_fraction": 0.25}))
-    assert f"{size - size // 4} rows to train on are fewer than a global batch of {size}" in caplog.text
+    assert f"{size - size // 4} training rows are fewer than a global batch of {size}" in caplog.text
 
 
 def test_datasets_are_named_by_paths_too(tmp_path):

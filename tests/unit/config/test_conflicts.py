@@ -121,7 +121,7 @@ def test_the_global_batch_must_be_a_multiple_of_the_streams(batch, streams, near
 
 @pytest.mark.parametrize(("ranks", "proposed"), [(17, 17), (20, 20), (32, 32), (100, 100)])
 def test_there_must_be_a_stream_for_every_rank(ranks, proposed):
-    message = rf"^loader\.num_streams: .*num_ranks={ranks}, found 16.* {proposed} would do"
+    message = rf"^loader\.num_streams: .*num_ranks={ranks}, found 16.* {proposed} works"
     with pytest.raises(ValueError, match=message):
         make_config(num_ranks=ranks)
     make_config(num_ranks=ranks, num_streams=proposed, global_batch_size=2 * proposed)

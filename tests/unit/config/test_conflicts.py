@@ -130,7 +130,7 @@ def test_there_must_be_a_stream_for_every_rank(ranks, proposed):
 @pytest.mark.parametrize(("ranks", "proposed"), [(3, 18), (5, 20), (7, 21)])
 def test_with_local_storage_the_ranks_have_equal_streams(ranks, proposed):
     message = (
-        rf"^loader\.num_streams: expected a multiple of launch\.num_ranks={ranks} .*, found 16: .*; {proposed} would"
+        rf"^loader\.num_streams: expected a multiple of launch\.num_ranks={ranks} .*, found 16: .*; {proposed} works"
     )
     with pytest.raises(ValueError, match=message):
         make_config(storage="local", num_ranks=ranks)

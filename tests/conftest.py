@@ -22,13 +22,15 @@ _LEAVE_WAIT_S = 10.0
 
 
 def pytest_collection_modifyitems(items):
-    """Tests that share a fixture run in one process, so the largest groups come first and unit tests fill what is left."""
+    """The largest groups of tests that run in one process come first; unit tests fill the rest of the time."""
     items[:] = [item for item in items if not _in_another_mode(item)]
     for item in items:
         if (marker := item.get_closest_marker("slow_in")) and item.callspec.params["spark"] in marker.args:
             item.add_marker("slow")
-    order = {"ranks": 0, "local-cluster": 1, "connect": 2, "tests/spark/test_jobs.py": 3, "hosts": 3, "package": 3,
-             "tests/spark/test_code_blocks.py": 3, "petastorm": 4, "spark": 5, "storage": 6, "unit": 7, "gpu": 8}  # fmt: skip
+    order = {
+        "ranks": 0, "local-cluster": 1, "connect": 2, "hosts": 3, "package": 3, "tests/spark/test_jobs.py": 3,
+        "tests/spark/test_code_blocks.py": 3, "petastorm": 4, "spark": 5, "storage": 6, "unit": 7,
+    }  # fmt: skip
     items.sort(key=lambda item: order.get(_costly_fixture(item.nodeid), order[item.nodeid.split("/")[1]]))
 
 

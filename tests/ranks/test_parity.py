@@ -33,8 +33,14 @@ def assert_same_training(tmp_path, config, rows, **options):
     reference.assert_same_training(train, tmp_path, config, rows, **options)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("rows", [480, 509, 17], ids=["whole batches", "short last batch", "fewer rows than streams"])
+@pytest.mark.parametrize(
+    ("num_ranks", "rows"),
+    [
+        pytest.param(4, 480, id="4-whole batches"),
+        *(pytest.param(n, 509, id=f"{n}-short last batch") for n in (1, 2, 3)),
+        *(pytest.param(n, 17, id=f"{n}-fewer rows than streams") for n in (1, 4)),
+    ],
+)
 def test_same_as_one_process(tmp_path, num_ranks, rows):
     assert_same_training(tmp_path, small_config(num_ranks), rows)
 
@@ -44,8 +50,7 @@ def test_fewer_rows_than_ranks_train_exactly(tmp_path, rows):
     assert_same_training(tmp_path, small_config(4), rows)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3, 4])
-@pytest.mark.parametrize("accumulation_steps", [2, 5])
+@pytest.mark.parametrize(("num_ranks", "accumulation_steps"), [(1, 2), (3, 5), (4, 2)])
 def test_accumulation_changes_nothing(tmp_path, num_ranks, accumulation_steps):
     assert_same_training(tmp_path, small_config(num_ranks, train={"accumulation_steps": accumulation_steps}), 245)
 
@@ -92,9 +97,16 @@ def test_a_mixture_trains_alike_on_any_number_of_ranks(tmp_path):
         torch.testing.assert_close(weights[name], expected[name], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("accumulation_steps", [1, pytest.param(2, marks=pytest.mark.slow), 3])
-@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 3])
-@pytest.mark.parametrize("more", [{}, {"all_reduce": "ring"}], ids=["backend", "ring"])
+@pytest.mark.parametrize(
+    ("more", "num_ranks", "accumulation_steps"),
+    [
+        pytest.param({}, 3, 1, id="backend-3-1"),
+        pytest.param({"all_reduce": "ring"}, 3, 3, id="ring-3-3"),
+        pytest.param({}, 1, 2, id="backend-1-2", marks=pytest.mark.slow),
+        pytest.param({"all_reduce": "ring"}, 1, 1, id="ring-1-1", marks=pytest.mark.slow),
+        pytest.param({"all_reduce": "ring"}, 3, 2, id="ring-3-2", marks=pytest.mark.slow),
+    ],
+)
 def test_a_static_graph_changes_nothing(tmp_path, num_ranks, accumulation_steps, more):
     train = {"optimizer_args": {"momentum": 0.9}, "accumulation_steps": accumulation_steps}
     config = small_config(num_ranks, train=train, parallel=parallel(static_graph=True, bucket_mib=0.0001, **more))

@@ -81,7 +81,10 @@ BAD = {
         "column 'label' has type map<.*supported are numbers",
     ),
     "array of maps": (lambda s: s.range(3).selectExpr("array(map(id, id)) AS label"), "'label' has type array<map<"),
-    "array of strings": (lambda s: s.range(3).selectExpr("array('a') AS label"), "'label' has type array<string>; say"),
+    "array of strings": (
+        lambda s: s.range(3).selectExpr("array('a') AS label"),
+        "'label' has type array<string>; set data.encode",
+    ),
     "some empty arrays": (
         lambda s: s.range(0, 9, 1, 2).selectExpr("IF(id = 5, array(), array(id)) AS label"),
         "'label': .*(lengths|shape)",

@@ -261,7 +261,7 @@ def test_a_run_goes_on_in_an_epoch_only_with_the_dataset_that_it_was_trained_on(
     with pytest.raises(ValueError, match=r"found 540 rows in 4 files .*expected 500 rows in 3 files"):
         spark_dl.train(path, MLP, more, run_dir=run_dir, resume=True)
     points.drop("name").write.mode("overwrite").parquet(path)  # the same rows in files of other names
-    with pytest.raises(ValueError, match=r"the dataset has changed since the checkpoint was made"):
+    with pytest.raises(ValueError, match=r"the dataset has changed since the checkpoint was saved"):
         spark_dl.train(path, MLP, more, run_dir=run_dir, resume=True)
 
 

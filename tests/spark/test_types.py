@@ -114,9 +114,9 @@ def test_a_vocabulary_is_counted_by_spark_and_kept(spark, tmp_path):
 
 
 @pytest.mark.parametrize(("settings", "match"), [
-    ({"max_size": 3}, "data.encode.city: found more than 3 words; raise data.encode.city.max_size or"),
-    ({"min_count": 9}, r"data.encode.city: found no word that occurs 9 time\(s\) or more"),
-    ({"values": ["Bonn", "Ulm", "Aue"], "unknown": "error"}, "'city': found 'Köln', expected one of 3 known strings.*row 3"),
+    ({"max_size": 3}, "data.encode.city: found more than 3 strings; raise data.encode.city.max_size or"),
+    ({"min_count": 9}, r"data.encode.city: found no string that occurs 9 time\(s\) or more"),
+    ({"values": ["Bonn", "Ulm", "Aue"], "unknown": "error"}, "found 'Köln', expected one of 3 known strings.*row 3"),
 ])  # fmt: skip
 def test_a_vocabulary_that_does_not_fit_is_an_error(spark, tmp_path, settings, match):
     df = words(spark, *CITIES).coalesce(1).select("city")
@@ -130,7 +130,7 @@ def test_no_rows_are_an_error_before_words_are_missed(spark, tmp_path):
     encode = {"city": {"as": "vocabulary"}}
     with pytest.raises(ValueError, match="the DataFrame has no rows; training needs at least one"):
         write(df.filter("city = 'Rom'"), tmp_path, encode=encode)
-    with pytest.raises(ValueError, match="data.encode.city: found no word that occurs 1 time"):
+    with pytest.raises(ValueError, match="data.encode.city: found no string that occurs 1 time"):
         write(df.selectExpr("nullif(city, city) AS city"), tmp_path, encode=encode)
 
 

@@ -72,7 +72,7 @@ def read_shards(url: str | os.PathLike[str]) -> ShardSet:
         _check_once("column", [c.name for c in columns])
         _check_once("shard", [s.name for s in shards])
         if other := [c for c in columns if c.codec not in schema.OWN_CODECS]:
-            raise ValueError(f"column {other[0].name!r}: found the codec {other[0].codec!r:.200}")
+            raise ValueError(f"column {other[0].name!r}: found the invalid codec {other[0].codec!r:.200}")
         rules = Rules.from_plain(manifest["rules"]) if "rules" in manifest else None
         shard_set = ShardSet(url, columns, ShardTable.of(shards), Changes(**manifest.get("changes", {})), rules)
     except (LookupError, TypeError, AttributeError, ValueError) as error:
@@ -172,7 +172,7 @@ def shard_from_plain(plain: Mapping[str, Any]) -> Shard:
         ("footer_crc32", footer[1], type(footer[1]) is int and 0 <= footer[1] < 2**32),
     ):
         if not is_value:
-            raise ValueError(f"the shard {name!r:.200}: found the {what} {value!r:.200}")
+            raise ValueError(f"the shard {name!r:.200}: found the invalid {what} {value!r:.200}")
     if bad := [n for n in groups if not 0 < n < 2**31]:
         raise ValueError(f"the shard {name!r:.200}: found a row group of {bad[0]!r} rows")
     elements, stored = (_counts_from_plain(plain, what) for what in ("elements", "stored"))
@@ -184,5 +184,7 @@ def _counts_from_plain(plain: Mapping[str, Any], what: str) -> dict[str, tuple[i
     found = plain.get(what, {})
     for name, counts in found.items():
         if [type(n) is int and 0 <= n < 2**63 for n in counts] != [True] * len(plain["row_groups"]):
-            raise ValueError(f"the shard {plain['name']!r:.200}: found the {what} {counts!r:.200} of {name!r:.200}")
+            raise ValueError(
+                f"the shard {plain['name']!r:.200}: found the invalid {what} {counts!r:.200} of {name!r:.99}"
+            )
     return {name: tuple(counts) for name, counts in found.items()}

@@ -1,6 +1,6 @@
-"""An attempt of a run: its number, the checkpoint that it goes on from, and what it takes over of the run_dir.
+"""Starts an attempt of a run on the driver: its generation, the checkpoint to resume from, and the run folder.
 
-Called on the driver.
+All functions are called on the driver.
 """
 
 from __future__ import annotations
@@ -23,22 +23,25 @@ _log = logging.getLogger("spark_dl")
 def begin_attempt(
     run_dir: str, config: Config, *, resume: bool, overwrite: bool
 ) -> tuple[int, checkpoint.Saved | None]:
-    """The number of this attempt, and the checkpoint to go on from, if any."""
+    """Returns the generation of this attempt, and the checkpoint to resume from, or None.
+
+    Raises ValueError if the run folder cannot be used, or a resume is not possible.
+    """
     if resume and overwrite:
         raise ValueError("resume and overwrite exclude each other")
     check_folder(run_dir, overwrite=overwrite)
     strict, step = config.checkpoint.strict, checkpoint.last_step(run_dir)
     if step is not None and not resume and not overwrite:
         raise ValueError(
-            f"{run_dir} holds checkpoints already (the last is of step {step}); resume to go on from there, "
-            "overwrite to delete them, or name another run_dir"
+            f"{run_dir} already has checkpoints (the last one of step {step}); set resume to continue from "
+            "it, overwrite to delete them, or use another run_dir"
         )
     found = _check_resume(run_dir, config) if resume else None
     try:
         generation = checkpoint.start_generation(run_dir, after=checkpoint.newest_attempt(run_dir))
     except OSError as error:
         raise ValueError(f"cannot write to the run_dir {run_dir}: {error}") from error
-    # Ranks of an older attempt, whose driver is gone, may have saved until now, and cannot any more.
+    # Ranks of an older attempt could save until now. The new generation fences them.
     saved = checkpoint.last_valid(run_dir, strict=strict, trusted=found) if resume else None
     if saved is not None:
         checkpoint.check_same_settings(saved, config)
@@ -46,7 +49,7 @@ def begin_attempt(
 
 
 def _check_resume(run_dir: str, config: Config) -> checkpoint.Saved | None:
-    """The checkpoint to go on from, if any. Raises ValueError for what cannot be resumed; no attempt has begun yet."""
+    """Returns the checkpoint to resume from, or None. Raises ValueError for a run that cannot be resumed."""
     strict = config.checkpoint.strict
     found = checkpoint.last_valid(run_dir, strict=strict)
     damage = generations.damage(run_dir, at_least=checkpoint.newest_attempt(run_dir))
@@ -54,7 +57,7 @@ def _check_resume(run_dir: str, config: Config) -> checkpoint.Saved | None:
         raise ValueError(f"checkpoint.strict: {damage}; resume once with checkpoint.strict set to false")
     if damage:
         used = found.url if found else "the start"
-        _log.warning("%s; the next generation is above all that have saved, and training goes on from %s", damage, used)
+        _log.warning("%s; using a generation above all saved ones, and resuming from %s", damage, used)
     if found is not None:
         checkpoint.check_same_settings(found, config)
         metrics.read_metrics(run_dir)
@@ -62,12 +65,12 @@ def _check_resume(run_dir: str, config: Config) -> checkpoint.Saved | None:
 
 
 def take_over(run: Run, *, overwrite: bool, keep: Sequence[str]) -> None:
-    """The run_dir becomes that of this run, which starts now; the datasets at `keep` are read."""
+    """Prepares the run folder for the run, which starts now. keep: URLs of datasets that must not be deleted."""
     generations.check_newest(run.run_dir, run.generation)
     try:
         if overwrite:
             delete_run(run.run_dir, keep)
-        if run.checkpoint is None:  # what an attempt without a checkpoint has left
+        if run.checkpoint is None:  # of an attempt without a checkpoint
             storage.delete_file(storage.join(run.run_dir, metrics.FILE))
         content = yaml.safe_dump(run.config.to_dict(), sort_keys=False)
         storage.write_bytes(storage.join(run.run_dir, CONFIG), content.encode())

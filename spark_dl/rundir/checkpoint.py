@@ -1,11 +1,11 @@
-"""Checkpoints: a folder of files, one part per rank, that exists only once its manifest is written.
+"""Checkpoints: folders with one file per rank. A checkpoint is committed by its manifest, which is written last.
 
     <run_dir>/checkpoints/step-00000120.gen-0001/
-        model.pt  training.pt                   by rank 0: the same on all ranks
-        rank-00000.pt  rank-00001.pt ...        by each rank: its random number generators, and what else it alone has
+        model.pt  training.pt                   by rank 0: state that is the same on all ranks
+        rank-00000.pt  rank-00001.pt ...        by each rank: its random number generators and other state of the rank
         MANIFEST.json                           by rank 0, last: sizes, SHA-256, step, generation, settings
 
-Files hold tensors and plain data, and are read with `weights_only=True`. A damaged checkpoint is passed by, and named.
+Files contain tensors and plain data, and are read with `weights_only=True`. Damaged checkpoints are skipped and logged.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ class Saved:
 
     @property
     def sha256(self) -> str:
-        """The checksum of the manifest, and so of all that it names."""
+        """Checksum of the manifest, which has the checksums of all files."""
         return str(self.manifest["sha256"])
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """The columns that the model was trained on."""
+        """Columns of the training dataset."""
         return tuple(Column.from_plain(c) for c in self.manifest["columns"])
 
 
 def folder(run_dir: str) -> str:
-    """Where the checkpoints of a run are."""
+    """Returns the folder of a run's checkpoints."""
     return storage.join(run_dir, FOLDER)
 
 
@@ -71,13 +71,13 @@ def save(
     of_rank: Mapping[str, Any] | None = None,
     problem: str = "",
 ) -> str:
-    """Writes a checkpoint; collective. Returns its URL once it is committed. Older ones go, save `checkpoint.keep`.
+    """Writes and commits a checkpoint, and deletes all but the newest `checkpoint.keep`. Collective. Returns its URL.
 
-    `rows` says which rows were trained on (`data/same_rows.py`); `of_rank` is what this rank alone has; `problem` is
-    why this rank has nothing that may be saved.
+    rows: digest of the training rows (`data/load/resume_check.py`). of_rank: state of this rank only.
+    problem: the reason why the state of this rank must not be saved, or empty.
 
-    Raises RuntimeError on every rank if any rank has a problem or could not write its part, and on a rank of an older
-    attempt.
+    Raises RuntimeError on every rank if any rank has a problem or cannot write its file, or if a newer attempt of the
+    run has started.
     """
     url = storage.join(folder(run_dir), checkpoint_files.folder_name(step, generation))
     parts: dict[str, Any] = {rank_file(rank): {"random": rank_state.random_state(), "state": of_rank or {}}}
@@ -89,7 +89,7 @@ def save(
             written = [checkpoint_files.write(url, name, content) for name, content in parts.items()]
     except OSError as error:
         problem = f"rank {rank} cannot write to {url}: {error}"
-    # Every rank must have written its part before the manifest says that the checkpoint is whole.
+    # The manifest is written only after every rank has written its file.
     reports: list[Any] = gather_json({"files": written, "problem": problem})
     problems = [r["problem"] for r in reports if r["problem"]]
     if rank == 0 and not problems:
@@ -112,7 +112,7 @@ def save(
 
 
 def _commit(run_dir: str, url: str, manifest: Mapping[str, Any]) -> str:
-    """Writes the manifest, unless another attempt of the run has begun since. Returns what went wrong, or nothing."""
+    """Writes the manifest, unless a newer attempt of the run has started. Returns the problem, or an empty string."""
     try:
         if why := superseded(run_dir, manifest["generation"]):
             checkpoint_files.delete(url)
@@ -124,9 +124,9 @@ def _commit(run_dir: str, url: str, manifest: Mapping[str, Any]) -> str:
 
 
 def _delete_old(run_dir: str, keep: int, generation: int) -> None:
-    """Deletes all but the newest `keep` whole checkpoints, and of older attempts what is damaged or never committed.
+    """Deletes all but the newest `keep` checkpoints, and damaged or uncommitted checkpoints of older attempts.
 
-    Only warns of what cannot be deleted, as the new checkpoint is there, and training goes well.
+    Logs a warning if it cannot, because the new checkpoint is committed and training can continue.
     """
     try:
         whole = [saved.url for saved in list_checkpoints(run_dir)]
@@ -138,33 +138,33 @@ def _delete_old(run_dir: str, keep: int, generation: int) -> None:
 
 
 def _folders(run_dir: str) -> list[tuple[tuple[int, int], str]]:
-    """((generation, step), URL) of each folder that has the name of a checkpoint, oldest first.
+    """Returns ((generation, step), URL) of each folder with the name of a checkpoint, oldest first.
 
-    A later attempt is newer at any step: it may have begun before the last step of the one before it.
+    Checkpoints of a later attempt are newer at any step, because it may have resumed from an earlier step.
     """
     named = [(parse_name(name), storage.join(folder(run_dir), name)) for name in storage.list_names(folder(run_dir))]
     return sorted((at, url) for at, url in named if at is not None)
 
 
 def newest_attempt(run_dir: str) -> int:
-    """The newest attempt that has saved anything, by the names of the folders; 0 without any."""
+    """Returns the newest generation among the names of checkpoint folders; 0 without any."""
     return max((attempt for (attempt, _), _ in _folders(run_dir)), default=0)
 
 
 def last_step(run_dir: str) -> int | None:
-    """The step of the newest checkpoint that was committed, whole or damaged; None without any."""
+    """Returns the step of the newest committed checkpoint, even if it is damaged; None without any."""
     steps = [step for (_, step), url in _folders(run_dir) if _was_committed(url)]
     return steps[-1] if steps else None
 
 
 def _was_committed(url: str) -> bool:
-    """Whether there is a manifest or, where it was lost, all that rank 0 writes before it."""
+    """Whether the manifest exists or, if it was lost, all files that rank 0 writes before it."""
     names = storage.list_names(url)
     return MANIFEST in names or {MODEL, TRAINING, rank_file(0)} <= {*names}
 
 
 def list_checkpoints(run_dir: str) -> list[Saved]:
-    """The committed checkpoints of a run, oldest first, but for those that their manifest or sizes show as damaged."""
+    """Returns the committed checkpoints of a run, oldest first, without those whose manifest or sizes are damaged."""
     found = []
     for _, url in _folders(run_dir):
         try:
@@ -177,7 +177,7 @@ def list_checkpoints(run_dir: str) -> list[Saved]:
 
 
 def latest(run_dir: str) -> Saved | None:
-    """The newest of `list_checkpoints`, or None."""
+    """Returns the newest of `list_checkpoints`, or None."""
     found = list_checkpoints(run_dir)
     return found[-1] if found else None
 
@@ -185,10 +185,11 @@ def latest(run_dir: str) -> Saved | None:
 def last_valid(
     run_dir: str, *, strict: bool = False, names: Collection[str] | None = None, trusted: Saved | None = None
 ) -> Saved | None:
-    """The newest checkpoint of a run with all its checksums (or those of the files `names`); None before the first.
+    """Returns the newest checkpoint of a run whose files have the right checksums; None if there are no checkpoints.
 
-    Called on the driver. Newer ones that are damaged are logged with their causes; `trusted` was checked before.
-    Raises ValueError if none is valid, naming each with its cause, and with `strict` if the newest one is not.
+    Called on the driver. Damaged newer checkpoints are logged with their causes.
+    names: the files to check, by default all. trusted: a checkpoint that was checked before.
+    Raises ValueError if no checkpoint is valid, and with `strict` if the newest one is damaged.
     """
     damaged: list[str] = []
     for _, url in reversed(_folders(run_dir)):
@@ -200,10 +201,10 @@ def last_valid(
                 checkpoint_files.check_contents(url, saved.manifest, names)
         except DamagedError as error:
             if not storage.exists(storage.join(url, MANIFEST)) and not _was_committed(url):
-                continue  # it is being deleted right now
+                continue  # another process is deleting it
             if strict:
                 raise ValueError(
-                    f"checkpoint.strict: {error}; bring the file back, or set checkpoint.strict to false to go on from "
+                    f"checkpoint.strict: {error}; restore the file, or set checkpoint.strict to false to resume from "
                     "the last valid checkpoint"
                 ) from error
             damaged.append(str(error))
@@ -213,16 +214,16 @@ def last_valid(
         return saved
     if damaged:
         raise ValueError(
-            f"{run_dir} has no valid checkpoint: {'; '.join(damaged)}; bring the files back, or start again with "
-            "overwrite, or in another run_dir"
+            f"{run_dir} has no valid checkpoint: {'; '.join(damaged)}; restore the files, or start again with "
+            "overwrite or another run_dir"
         )
     return None
 
 
 def _open(url: str) -> Saved | None:
-    """A checkpoint by its manifest, with its sizes checked; None if it was never committed, or is just being deleted.
+    """Opens a checkpoint and checks the sizes of its files. Returns None if it is not committed or is being deleted.
 
-    Raises DamagedError, and ValueError for another version.
+    Raises DamagedError, and ValueError for another version of the format.
     """
     try:
         saved = open_checkpoint(url)
@@ -237,23 +238,23 @@ def _open(url: str) -> Saved | None:
 def open_checkpoint(url: str, *, sha256: str | None = None) -> Saved:
     """Opens a checkpoint by its manifest. Called on the driver and on workers; `load` checks the files.
 
-    `sha256` is that of the manifest that the driver has checked. Raises FileNotFoundError if there is none,
-    DamagedError for a damaged one, ValueError for another version, RuntimeError for another manifest than that.
+    sha256: checksum of the manifest that the driver has checked. Raises FileNotFoundError without a manifest,
+    DamagedError for a damaged one, ValueError for another version, RuntimeError for another checksum.
     """
     manifest = checkpoint_files.read_manifest(url)
     if sha256 is not None and manifest["sha256"] != sha256:
         raise RuntimeError(
-            f"{storage.join(url, MANIFEST)} is not the one that the driver has checked (SHA-256 {manifest['sha256']}, "
-            f"expected {sha256}); another job writes to this folder"
+            f"{storage.join(url, MANIFEST)} has changed since the driver checked it (found the SHA-256 "
+            f"{manifest['sha256']}, expected {sha256}); another job writes to this folder"
         )
     return Saved(url, manifest["step"], manifest["generation"], manifest)
 
 
 def find(url: str | os.PathLike[str], *, names: Collection[str] | None = None) -> Saved:
-    """A checkpoint by its own URL, or the last valid one of a run by its folder, with the checksums of its files.
+    """Opens a checkpoint by its URL, or the last valid checkpoint by the run folder, and checks its files.
 
-    `names` are the files that are read, by default all. Called on the driver. Raises ValueError if there is none, or if
-    it is damaged, naming file and cause.
+    Called on the driver. names: the files to check, by default all. Raises ValueError if there is no checkpoint, or if
+    it is damaged, with the file and the cause.
     """
     url = storage.absolute(url)
     if parse_name(storage.name(url)) is not None or storage.exists(storage.join(url, MANIFEST)):
@@ -264,19 +265,19 @@ def find(url: str | os.PathLike[str], *, names: Collection[str] | None = None) -
         return saved
     saved = last_valid(url, names=names)
     if saved is None:
-        raise ValueError(f"no checkpoint at {url}: expected a checkpoint, or a run's folder that holds one")
+        raise ValueError(f"no checkpoint at {url}: expected a checkpoint, or a run folder with checkpoints")
     return saved
 
 
 def run_dir_of(saved: Saved) -> str:
-    """The folder of the run that a checkpoint belongs to; the checkpoint's own where it was copied out of its run."""
+    """Returns the run folder of a checkpoint; the checkpoint's own folder if it was copied from its run."""
     parent = storage.dirname(saved.url)
     run_dir = storage.dirname(parent)
     return run_dir if parent == folder(run_dir) else saved.url
 
 
 def load(saved: Saved, name: str) -> Any:
-    """The content of one file of a checkpoint, on the CPU. Raises DamagedError if it is not as it was written."""
+    """Loads one file of a checkpoint to the CPU. Raises DamagedError if it is damaged."""
     return checkpoint_files.read(saved.url, saved.manifest, name)
 
 
@@ -305,7 +306,7 @@ def check_same_settings(saved: Saved, config: Config) -> None:
         ]
     if differ:
         raise ValueError(
-            f"cannot resume from {saved.url} with other settings ({'; '.join(differ)}); set them back, or train in "
+            f"cannot resume from {saved.url} with other settings ({'; '.join(differ)}); restore them, or use "
             "another run_dir"
         )
 
@@ -313,10 +314,10 @@ def check_same_settings(saved: Saved, config: Config) -> None:
 def load_rank_state(
     saved: Saved, rank: int, world_size: int, saved_rank: Callable[[int], int] | None = None
 ) -> dict[str, Any]:
-    """What this rank alone had, by name; with another number of ranks than then the mean of all of theirs.
+    """Returns the state of this rank, by name; if the number of ranks has changed, the mean state of all saved ranks.
 
-    The mean is that of floating point tensors, each over the ranks that had it; all else is that of the first of them.
-    `saved_rank` says otherwise which rank of the checkpoint's this one follows, from their number.
+    The mean is taken of floating point tensors, each over the ranks that have it; other values are of the first rank.
+    saved_rank: maps the number of saved ranks to the saved rank that this rank takes its state from.
     """
     ranks: int = saved.manifest["world_size"]
     if saved_rank is not None:
@@ -327,7 +328,7 @@ def load_rank_state(
 
 
 def _state_of_rank(saved: Saved, rank: int) -> dict[str, Any]:
-    """What a rank of the run that was saved alone had, by name."""
+    """Returns the state of one rank of the checkpoint, by name."""
     state: dict[str, Any] = load(saved, rank_file(rank))["state"]
     return state
 

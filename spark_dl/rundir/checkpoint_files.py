@@ -1,6 +1,6 @@
-"""The files of one checkpoint: how they are written, checked against the manifest, read and deleted.
+"""Writes, checks, reads and deletes the files of one checkpoint.
 
-The manifest has the bytes and the SHA-256 of every file, and a SHA-256 of itself (of what it says, not of its layout).
+The manifest has the size and the SHA-256 of every file, and a SHA-256 of its own values.
 """
 
 from __future__ import annotations
@@ -27,43 +27,44 @@ _CHUNK_BYTES = 16 * 2**20
 
 
 class DamagedError(ValueError):
-    """A checkpoint is not as it was written; the text names the file and the cause."""
+    """A checkpoint is damaged. The message names the file and the cause."""
 
     def __init__(self, path: str, cause: str):
         super().__init__(f"{path} is damaged: {cause}")
 
 
 def rank_file(rank: int) -> str:
-    """The name of the file that a rank alone writes."""
+    """Returns the name of the file of one rank."""
     return f"rank-{rank:05d}.pt"
 
 
 def folder_name(step: int, generation: int) -> str:
-    """The name of a checkpoint's folder."""
+    """Returns the name of a checkpoint's folder."""
     return f"step-{step:08d}.gen-{generation:04d}"
 
 
 def parse_name(name: str) -> tuple[int, int] | None:
-    """(generation, step) of a checkpoint by the name of its folder; None for another name."""
+    """Returns (generation, step) of the name of a checkpoint's folder; None for other names."""
     match = _NAME.fullmatch(name)
     return (int(match.group(2)), int(match.group(1))) if match else None
 
 
 def is_own_file(name: str) -> bool:
-    """Whether the name of a file is one that this package gives to the files of a checkpoint."""
+    """Whether this is the name of a file of a checkpoint."""
     return _OWN_FILE.fullmatch(name) is not None
 
 
 def delete(url: str) -> None:
-    """Deletes the files of a checkpoint by their names, the manifest first, and the folder if it is empty then.
+    """Deletes the files of a checkpoint by their names, and then the folder if it is empty.
 
-    What is half deleted does not count. Raises OSError if the folder is a symbolic link, which is not followed.
+    The manifest is first, so that a partly deleted checkpoint is not committed. Raises OSError if the folder is a
+    symbolic link.
     """
     storage.delete_known(url, is_own_file, first=MANIFEST)
 
 
 class _Hashed:
-    """A file that is hashed while it is written, so that neither a copy nor a second read is needed."""
+    """A file that is hashed while it is written, without a copy in memory."""
 
     def __init__(self, file: Any):
         self._file, self._hash, self.bytes = file, hashlib.sha256(), 0
@@ -76,7 +77,7 @@ class _Hashed:
         return size
 
     def flush(self) -> None:
-        """As torch asks for; the file is flushed when it is closed."""
+        """Required by torch. The file is flushed when it is closed."""
 
     def sha256(self) -> str:
         return self._hash.hexdigest()
@@ -89,16 +90,16 @@ def write(url: str, name: str, content: Any) -> dict[str, Any]:
         try:
             torch.save(content, cast("IO[bytes]", hashed))
         except RuntimeError as error:
-            # When a write fails, torch still ends its archive, and the error of that hides the one of the storage.
+            # After a failed write torch closes its archive, and that error would hide the error of the storage.
             raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
     return {"name": name, "bytes": hashed.bytes, "sha256": hashed.sha256()}
 
 
 def read(url: str, manifest: Mapping[str, Any], name: str) -> Any:
-    """The content of a file, on the CPU, as the manifest knows it. Raises DamagedError, and OSError."""
+    """Loads a file to the CPU, and checks it against the manifest. Raises DamagedError and OSError."""
     entry, path = manifest["files"].get(name), storage.join(url, name)
     if entry is None:
-        raise DamagedError(path, "the manifest does not know it")
+        raise DamagedError(path, "it is not in the manifest")
     try:
         data = storage.read_bytes(path)
     except FileNotFoundError:
@@ -116,22 +117,22 @@ def _compare(path: str, entry: Mapping[str, Any], size: int | None, sha256: str 
 
 
 def write_manifest(url: str, manifest: Mapping[str, Any]) -> None:
-    """Writes the manifest, with which the checkpoint is committed. Raises OSError."""
+    """Writes the manifest, which commits the checkpoint. Raises OSError."""
     plain = json.loads(json.dumps({"format": FORMAT, "version": VERSION, **manifest}))
     content = json.dumps({**plain, "sha256": digest(plain)}, indent=1)
     storage.write_bytes(storage.join(url, MANIFEST), content.encode())
 
 
 def digest(manifest: Mapping[str, Any]) -> str:
-    """The checksum of what a manifest says, but for its own checksum."""
+    """Returns the SHA-256 of a manifest's values, without its field `sha256`."""
     rest = {key: value for key, value in manifest.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def read_manifest(url: str) -> dict[str, Any]:
-    """What the manifest of a checkpoint says, checked. Raises DamagedError, FileNotFoundError and other OSError.
+    """Reads and checks the manifest of a checkpoint.
 
-    ValueError for one of another version, which is not damaged.
+    Raises DamagedError, FileNotFoundError and other OSError, and ValueError for another version of the format.
     """
     path = storage.join(url, MANIFEST)
     if storage.is_link(path):
@@ -145,14 +146,14 @@ def read_manifest(url: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise DamagedError(path, f"it is not JSON: {error}") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise DamagedError(path, f"found no manifest of the format {FORMAT}")
+        raise DamagedError(path, f"expected the format {FORMAT}")
     if manifest.get("version") == 1 and "sha256" not in manifest:
         raise ValueError(
-            f"{path} was written by an earlier spark_dl (version 1, without a checksum of itself), and this one reads "
+            f"{path} was written by an earlier spark_dl (version 1, without its own checksum), and this one reads "
             f"version {VERSION}; load it with the spark_dl that wrote it"
         )
     if (found := manifest.get("sha256")) != digest(manifest):
-        raise DamagedError(path, f"found the SHA-256 {found!r:.80} of itself, expected {digest(manifest)}")
+        raise DamagedError(path, f"found its own SHA-256 as {found!r:.80}, expected {digest(manifest)}")
     if manifest.get("version") != VERSION:
         raise ValueError(f"{path} has version {manifest.get('version')!r:.80}; this spark_dl reads version {VERSION}")
     _check_fields(path, manifest, parse_name(storage.name(url)))
@@ -170,11 +171,13 @@ def _check_fields(path: str, manifest: Mapping[str, Any], named: tuple[int, int]
             raise DamagedError(path, f"found the file {name!r:.80} with {entry!r:.80}, expected its bytes and SHA-256")
     found = manifest["generation"], manifest["step"]
     if named is not None and named != found:
-        raise DamagedError(path, f"found generation {found[0]} and step {found[1]}, which is not that of its folder")
+        raise DamagedError(
+            path, f"found generation {found[0]} and step {found[1]}, expected those in the name of its folder"
+        )
 
 
 def check_sizes(url: str, manifest: Mapping[str, Any]) -> None:
-    """Raises DamagedError unless every file is there, no link, and as long as the manifest says. One listing."""
+    """Raises DamagedError unless every file exists with the size in the manifest and is not a link. One listing."""
     sizes = {i.base_name: i.size if i.type == FileType.File else None for i in storage.list_infos(url)}
     for name, entry in manifest["files"].items():
         path = storage.join(url, name)
@@ -186,7 +189,7 @@ def check_sizes(url: str, manifest: Mapping[str, Any]) -> None:
 
 
 def check_contents(url: str, manifest: Mapping[str, Any], names: Collection[str] | None = None) -> None:
-    """Raises DamagedError unless the files (these, or all) have their checksums. Reads them, in bounded memory."""
+    """Raises DamagedError unless the files `names`, by default all, have the right checksums. Bounded memory."""
     for name, entry in manifest["files"].items():
         if names is not None and name not in names:
             continue

@@ -1,11 +1,11 @@
-"""A run's folder: what is written there, the mark by which it is known as ours, and what `overwrite` may delete.
+"""The run folder: its contents, the mark that a run wrote it, and the files that `overwrite` deletes.
 
-    generations/000001                                  the mark: the first thing that a run writes (generations.py)
+    generations/000001                                  the mark: the first file of a run (generations.py)
     config.yaml  metrics.jsonl
     checkpoints/step-00000120.gen-0001/...              checkpoint.py
     shards/{train,train-<name>,validation,evaluate-<id>}/...      data/dataset/folder.py
 
-Files are deleted by these names alone, and nothing through a symbolic link. All functions are called on the driver.
+Only files with these names are deleted, and links are not followed. All functions are called on the driver.
 """
 
 from __future__ import annotations
@@ -28,21 +28,22 @@ _SHARD_SET = re.compile(r"train|train-.+|validation|evaluate-[0-9a-f]{8}")
 
 
 def check_folder(run_dir: str, *, overwrite: bool) -> None:
-    """Raises ValueError for a folder in use that no run of ours has marked, and with `overwrite` for links in it."""
+    """Raises ValueError for a folder with files but without the mark of a run, and with `overwrite` for links in it."""
     found = [name for name in _NAMES if _holds(storage.join(run_dir, name))]
     if found and not _is_marked(run_dir):
         raise ValueError(
-            f"{run_dir} holds {', '.join(found)} without the mark of a run ({generations.FOLDER}/000001), so this "
-            "version of spark_dl did not write them; nothing was changed: name another run_dir, or move them away"
+            f"{run_dir} contains {', '.join(found)} without the mark of a run ({generations.FOLDER}/000001), so this "
+            "version of spark_dl did not write them; nothing was changed: use another run_dir, or move them"
         )
     if overwrite:
         _check_links(run_dir)
 
 
 def delete_run(run_dir: str, keep: Collection[str]) -> None:
-    """Deletes what earlier runs have left: checkpoints, metrics, and shards but for the datasets of these URLs.
+    """Deletes the checkpoints, metrics and shards of earlier runs, except the datasets at the URLs `keep`.
 
-    The generations stay, which fence ranks of earlier attempts. Raises ValueError for links, before anything is gone.
+    Generations are not deleted, as they fence ranks of earlier attempts. Raises ValueError for links, before anything
+    is deleted.
     """
     _check_links(run_dir)
     used = [storage.identity(url) for url in keep]
@@ -56,7 +57,7 @@ def delete_run(run_dir: str, keep: Collection[str]) -> None:
 
 
 def _holds(url: str) -> bool:
-    """Whether there is a file, a link, or a folder that is not empty."""
+    """Whether this is a file, a link, or a folder that is not empty."""
     found = storage.info(url).type
     return storage.is_link(url) or (found == FileType.File) or bool(storage.list_infos(url))
 
@@ -83,16 +84,16 @@ def _shard_sets(run_dir: str) -> list[str]:
 
 
 def _check_links(run_dir: str) -> None:
-    """Raises ValueError that names the first link in the way of `overwrite`. The run_dir itself may be one."""
+    """Raises ValueError for the first link that `overwrite` would delete. The run folder itself can be a link."""
     if not storage.is_local(run_dir):
         return
     top = [storage.join(run_dir, name) for name in (generations.FOLDER, *_NAMES)]
     folders = [*_checkpoints(run_dir), *_shard_sets(run_dir)]
     files = [(storage.join(folder, name), name) for folder in folders for name in storage.list_names(folder)]
-    ours = [url for url, name in files if is_dataset_file(name) or checkpoint_files.is_own_file(name)]
-    for url in (*top, *folders, *ours):
+    known = [url for url, name in files if is_dataset_file(name) or checkpoint_files.is_own_file(name)]
+    for url in (*top, *folders, *known):
         if storage.is_link(url):
             raise ValueError(
-                f"{url} is a symbolic link to {os.readlink(storage.absolute(url))}: overwrite deletes nothing through "
-                "links, and nothing was changed; remove the link, or name another run_dir"
+                f"{url} is a symbolic link to {os.readlink(storage.absolute(url))}: overwrite does not "
+                "follow links, and nothing was changed; remove the link, or use another run_dir"
             )

@@ -1,9 +1,9 @@
-"""Attempts of a run: every driver that begins takes the next generation, which is given once, and fences older ones.
+"""Attempts of a run. Each attempt takes the next generation, a number that is used once, and fences older attempts.
 
-    <run_dir>/generations/000003      created exclusively: who took it, with a checksum
+    <run_dir>/generations/000003      created exclusively: the driver that took it, with a checksum
 
-The name alone is the number, so a damaged file loses nothing. A rank commits a checkpoint only while no newer one is
-there. The first of these files is also the mark by which a folder is known to be a run's.
+The file name is the number, so a damaged file does not lose it. A rank commits a checkpoint only if its generation is
+the newest one. The first file is also the mark of a run folder.
 """
 
 from __future__ import annotations
@@ -28,27 +28,28 @@ _MAX_TRIES = 1000
 
 
 def start_generation(run_dir: str, *, after: int = 0) -> int:
-    """Begins a new attempt of a run: from now on no rank of an older one can commit. Called on the driver.
+    """Starts a new attempt of a run, and fences the ranks of older attempts. Called on the driver.
 
-    Its number is above all that were given, and above `after`. Raises OSError where the run_dir cannot be written to.
+    Returns its generation, which is above all existing ones and above `after`. Raises OSError if the run folder is not
+    writable.
     """
     first = max(read_generation(run_dir), after) + 1
     for generation in range(first, first + _MAX_TRIES):
         if create_exclusively(record_url(run_dir, generation), _record(generation)):
             return generation
     raise RuntimeError(
-        f"other drivers took the generations {first} to {first + _MAX_TRIES - 1} of {run_dir} meanwhile; stop them"
+        f"other drivers took the generations {first} to {first + _MAX_TRIES - 1} of {run_dir}; stop them"
     )
 
 
 def read_generation(run_dir: str) -> int:
-    """The number of the newest attempt of a run; 0 before the first."""
+    """Returns the newest generation of a run; 0 before the first attempt."""
     names = storage.list_names(storage.join(run_dir, FOLDER))
     return max((int(name) for name in names if re.fullmatch(r"\d{6,}", name)), default=0)
 
 
 def superseded(run_dir: str, generation: int) -> str:
-    """Why an attempt may not write any more: who began a newer one. Empty while it is the newest."""
+    """Returns a message if a newer attempt has started, with its host and process; otherwise an empty string."""
     newest = read_generation(run_dir)
     if newest <= generation:
         return ""
@@ -57,31 +58,31 @@ def superseded(run_dir: str, generation: int) -> str:
         who = f", on host {found.get('host')} by process {found.get('pid')} at {found.get('started')}"
     except ValueError:
         who = ""
-    return f"this is attempt {generation} of the run {run_dir}, and attempt {newest} has begun since{who}"
+    return f"this is attempt {generation} of the run {run_dir}, and attempt {newest} has started since{who}"
 
 
 def check_newest(run_dir: str, generation: int) -> None:
-    """Raises RuntimeError if a newer attempt has begun."""
+    """Raises RuntimeError if a newer attempt has started."""
     if why := superseded(run_dir, generation):
-        raise RuntimeError(f"{why}; it goes on, and this one stops")
+        raise RuntimeError(f"{why}; the newer attempt continues, and this one stops")
 
 
 @contextlib.contextmanager
 def explained(run_dir: str, generation: int) -> Iterator[None]:
-    """Names a newer attempt as the cause of what goes wrong in an older one, whose shards it may have replaced."""
+    """Adds a newer attempt, if any, as the cause to errors in the block: it may have replaced the shards."""
     try:
         yield
     except Exception as error:
         why = ""
-        with contextlib.suppress(OSError):  # the error itself says more
+        with contextlib.suppress(OSError):  # the original error is more helpful
             why = superseded(run_dir, generation)
-        if not why or "has begun since" in str(error):
+        if not why or "has started since" in str(error):
             raise
-        raise RuntimeError(f"{why}; it goes on, and this one stopped: {error}") from error
+        raise RuntimeError(f"{why}; the newer attempt continues, and this one stopped: {error}") from error
 
 
 def damage(run_dir: str, *, at_least: int = 0) -> str:
-    """What is wrong with the file of the newest attempt, which is `at_least` that; empty where nothing is."""
+    """Returns the damage of the file of the newest generation, at least `at_least`; empty if it is valid."""
     newest = max(read_generation(run_dir), at_least)
     try:
         if newest:
@@ -92,18 +93,18 @@ def damage(run_dir: str, *, at_least: int = 0) -> str:
 
 
 def record_url(run_dir: str, generation: int) -> str:
-    """The file of an attempt."""
+    """Returns the URL of a generation's file."""
     return storage.join(run_dir, FOLDER, f"{generation:06d}")
 
 
 def read_record(url: str) -> dict[str, Any]:
-    """Who took a generation: `generation`, `host`, `pid`, `started`. Raises ValueError with the file and the cause."""
+    """Reads the driver of a generation: `generation`, `host`, `pid`, `started`. Raises ValueError if it is damaged."""
     if storage.is_link(url):
         raise ValueError(f"{url} is damaged: it is a symbolic link")
     try:
         record = json.loads(storage.read_bytes(url))
         if not isinstance(record, dict) or record.get("format") != FORMAT:
-            raise ValueError(f"found no record of the format {FORMAT}")
+            raise ValueError(f"expected the format {FORMAT}")
         if (found := record.pop("crc32", None)) != _crc32(record):
             raise ValueError(f"found the crc32 {found!r:.40}, expected {_crc32(record)}")
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What one rank alone has: its random number generators, and the mean of what several ranks had."""
+"""State of one rank: its random number generators, and means of the states of several ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 
 def mean_of(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The mean of floating point tensors, each over the states that have it; all else is that of the first of them."""
+    """Returns the means of floating point tensors over the states that have them; other values of the first state."""
     total: Any = {}
     for state in states:
         total = _added(total, state)
@@ -27,7 +27,7 @@ class _Sum:
 
 
 def _added(total: Any, state: Any) -> Any:
-    """A state added to the sum of those before; None where there was none."""
+    """Adds a state to a sum of states, which is None at first."""
     if isinstance(state, Mapping):
         before = total or {}
         return {**before, **{key: _added(before.get(key), value) for key, value in state.items()}}
@@ -43,7 +43,7 @@ def _means(total: Any) -> Any:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Puts the generators of this process back to where `random_state` saw them."""
+    """Restores the generators of this process from `random_state`."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, keys, *rest = state["numpy"]
@@ -54,7 +54,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 
 def random_state() -> dict[str, Any]:
-    """The state of the generators of this process, as plain data and tensors."""
+    """Returns the state of the generators of this process, as plain data and tensors."""
     version, internal, gauss = random.getstate()
     kind, keys, *rest = np.random.get_state(legacy=True)
     return {

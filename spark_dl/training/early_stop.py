@@ -1,4 +1,4 @@
-"""Early stopping: whether the metric of an epoch is a gain, and which metrics can say so."""
+"""Early stopping, and the check that its metric is a single number."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _ROWS = 8
 
 
 def decide(progress: Progress, train: Train, metrics: Mapping[str, Any], device: torch.device) -> None:
-    """Counts an epoch, and decides whether it was the last one. Collective.
+    """Updates early stopping after an epoch, and decides whether to stop. Collective.
 
-    NaN is no gain, and is never the best value. Raises ValueError if the metric is no single number.
+    NaN is neither an improvement nor the best value. Raises ValueError if the metric is not a single number.
     """
     if train.early_stop_metric is None:
         return
@@ -33,31 +33,34 @@ def decide(progress: Progress, train: Train, metrics: Mapping[str, Any], device:
     if not isinstance(found, int | float):
         raise _not_scalar(train.early_stop_metric, f"{found!r}"[:80])
     value = float(found) if train.early_stop_mode == "min" else -float(found)
-    best = math.inf if progress.best is None or math.isnan(progress.best) else progress.best  # NaN: of older versions
+    best = math.inf if progress.best is None or math.isnan(progress.best) else progress.best  # older versions saved NaN
     if value < best - train.early_stop_min_delta:
         progress.best, progress.epochs_without_gain = value, 0
     else:
         progress.epochs_without_gain += 1
     stop = torch.tensor(int(progress.epochs_without_gain >= train.early_stop_patience), device=device)
-    broadcast_from_rank0(stop)  # rank 0 decides for all, should a metric ever differ between ranks
+    broadcast_from_rank0(stop)  # one decision, even if a metric differs between ranks
     progress.stopped_early = bool(stop)
 
 
 def take_up(progress: Progress, before: Train, train: Train) -> None:
-    """Early stopping may go on by other settings than those `before`, and by another metric begins again."""
+    """Applies the current settings to resumed early stopping. Another metric or mode starts it again."""
     if (before.early_stop_metric, before.early_stop_mode) != (train.early_stop_metric, train.early_stop_mode):
         progress.best, progress.epochs_without_gain = None, 0
     progress.stopped_early = progress.epochs_without_gain >= train.early_stop_patience
 
 
 def check_scalar(name: str, metric: Metric) -> None:
-    """Raises ValueError if a metric gives several values for made-up rows. Called on the driver, before any rank.
+    """Raises ValueError if a metric returns several values for synthetic rows. Called on the driver.
 
-    A metric that takes none of these rows passes here; `decide` finds it after the first epoch.
+    A metric that accepts none of these rows passes; `decide` checks it after the first epoch.
     """
     for output, label in _rows(metric):
         value = None
-        with contextlib.suppress(Exception), warnings.catch_warnings():  # of many kinds, for rows that do not fit
+        with (
+            contextlib.suppress(Exception),
+            warnings.catch_warnings(),
+        ):  # metrics raise many types for other kinds of rows
             warnings.simplefilter("ignore")
             metric.reset()
             metric.update(output, label)
@@ -70,7 +73,7 @@ def check_scalar(name: str, metric: Metric) -> None:
 
 
 def _rows(metric: Metric) -> Iterator[tuple[Tensor, Tensor]]:
-    """Outputs and labels as models have them: of classes, of several labels, of two classes, of numbers."""
+    """Yields synthetic outputs and labels: multiclass, multilabel, binary, regression."""
     classes, labels = getattr(metric, "num_classes", None), getattr(metric, "num_labels", None)
     if isinstance(classes, int):
         yield torch.eye(classes).repeat(_ROWS, 1), torch.arange(classes).repeat(_ROWS)
@@ -83,6 +86,6 @@ def _rows(metric: Metric) -> Iterator[tuple[Tensor, Tensor]]:
 
 def _not_scalar(name: str, found: str) -> ValueError:
     return ValueError(
-        f"train.early_stop_metric: expected a metric of one number, found {name!r} with {found}; give train.metrics."
-        f"{name} an average over the classes or outputs, such as average: macro, or name another one"
+        f"train.early_stop_metric: expected a metric of one number, found {name!r} with {found}; set an average in "
+        f"train.metrics.{name}, such as average: macro, or choose another metric"
     )

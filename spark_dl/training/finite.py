@@ -1,8 +1,8 @@
-"""NaN and Inf in what a rank computes: found where they begin, before other ranks get them, and named.
+"""Detects NaN and Inf in losses, gradients and weights on the rank where they first occur.
 
-Each rank looks at its own loss and gradients, before they are exchanged, and at its weights after the step. What it
-finds stays on the device with the number of the step. It makes the rank's sum of losses NaN, which the loop sums over
-the ranks anyway before it logs, saves or ends: so all ranks learn of it together, and the device never waits.
+Each rank checks its loss and its gradients before the exchange, and its weights after the step. The result stays on the
+device, with the number of the step, and makes the rank's sum of losses NaN. The loop reduces this sum over the ranks
+before it logs, saves or ends, so all ranks stop at the same step, without another exchange or synchronization.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from torch import Tensor, nn
 from spark_dl.gather import gather_json
 
 LOSS, GRADIENT, WEIGHT = range(3)
-"""What can be found, in the order in which a step computes it."""
+"""Kinds of findings, in the order of computation in a step."""
 MIN_LOSS_SCALE = 1e-4
-"""The smallest scale of fp16's losses, as in fairseq: where gradients still overflow, the scale is not the reason."""
+"""Smallest loss scale of fp16, as in fairseq. If gradients overflow below it, the scale is not the cause."""
 _NEVER = 2**62
 _ADVICE = "Try a lower train.lr, train.clip_grad_norm, train.warmup_steps, or train.precision float32"
 
 
 @dataclass(frozen=True, order=True)
 class Finding:
-    """NaN or Inf on a rank. The smallest finding is the one that the others follow from."""
+    """NaN or Inf on a rank. The smallest finding is the origin of the others."""
 
     global_step: int
-    """Counted from 1."""
+    """Number of the step, from 1."""
     kind: int
     """`LOSS`, `GRADIENT` or `WEIGHT`."""
     rank: int
     name: str = ""
-    """The parameter, the first one in the order of the model; empty for a loss."""
+    """Name of the first bad parameter, in the order of the model; empty for a loss."""
 
 
 class NotFiniteError(RuntimeError):
-    """NaN or Inf was found. The training loop, which knows the run, adds the rest of the message."""
+    """NaN or Inf was found. The training loop adds the details of the run to the message."""
 
     def __init__(self, finding: Finding):
         super().__init__(f"{finding}")
@@ -48,7 +48,7 @@ class NotFiniteError(RuntimeError):
 
 
 def explain(finding: Finding, epoch: int, epoch_start: int, last_checkpoint: str | None) -> str:
-    """The message for a finding. `epoch_start` is the number of steps before the epoch."""
+    """Returns the error message for a finding. epoch_start: number of steps before the epoch."""
     what, why = {
         LOSS: ("the loss", ""),
         GRADIENT: (f"the gradient of {finding.name!r}", "; the loss was finite"),
@@ -66,10 +66,10 @@ def explain(finding: Finding, epoch: int, epoch_start: int, last_checkpoint: str
 
 
 class StepCheck:
-    """The loss, gradients and weights of one rank, checked in every step without waiting for the device."""
+    """Checks the loss, gradients and weights of one rank in every step, without synchronizing the device."""
 
     def __init__(self, model: nn.Module, device: torch.device, *, gradients: bool):
-        """gradients: False where NaN and Inf in them are no error, as with fp16, whose scaler leaves the step out."""
+        """gradients: False with fp16, where the scaler skips steps with NaN or Inf in gradients."""
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.numel()]
         self._names, self._weights = [name for name, _ in named], [p for _, p in named]
         count = 1 + 2 * len(named)
@@ -84,7 +84,7 @@ class StepCheck:
         ]
 
     def _note_gradient(self, index: int) -> Callable[[Tensor], None]:
-        # NOTE: called before DDP and Horovod take the gradient, which they do when its node of the graph has run.
+        # NOTE: hooks of DDP and Horovod run after this one.
         def note(parameter: Tensor) -> None:
             assert parameter.grad is not None
             self._gradients[index] = _extremes(parameter.grad)
@@ -92,7 +92,7 @@ class StepCheck:
         return note
 
     def end_step(self, global_step: int, loss: Tensor) -> None:
-        """Checks a step, once it is done. # loss: scalar"""
+        """Checks a step after the optimizer step. # loss: scalar"""
         with torch.no_grad():
             found = [_extremes(loss), *self._gradients, *(_extremes(w) for w in self._weights)]
             sizes = torch.stack([value for values in found for value in values]).abs()
@@ -101,24 +101,24 @@ class StepCheck:
         self._gradients = [*self._none]
 
     def mark(self, losses: Tensor) -> Tensor:
-        """The losses, or NaN after a finding. # losses: scalar"""
+        """Returns the losses, or NaN after a finding. # losses: scalar"""
         return torch.where((self._first < _NEVER).any(), math.nan, losses)
 
     def finding(self, rank: int) -> Finding | None:
-        """The first finding of this rank. Waits for the device."""
+        """Returns the first finding of this rank, or None. Synchronizes the device."""
         steps, count = self._first.tolist(), len(self._names)
         kinds = [LOSS, *[GRADIENT] * count, *[WEIGHT] * count]
         step, kind, index = min((step, kind, i) for i, (step, kind) in enumerate(zip(steps, kinds, strict=True)))
         return None if step == _NEVER else Finding(step, kind, rank, ["", *self._names, *self._names][index])
 
     def close(self) -> None:
-        """Takes the hooks from the model."""
+        """Removes the hooks from the model."""
         for handle in self._handles:
             handle.remove()
 
 
 def find_in_gradients(model: nn.Module, loss: Tensor, rank: int, global_step: int) -> Finding | None:
-    """What a rank finds in its sum of losses and gradients, before it sends them elsewhere. Waits for the device."""
+    """Checks a rank's loss and gradients before they are sent. Synchronizes the device."""
     if not is_finite(loss):
         return Finding(global_step, LOSS, rank)
     name = first_not_finite((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
@@ -126,42 +126,42 @@ def find_in_gradients(model: nn.Module, loss: Tensor, rank: int, global_step: in
 
 
 def first_of_all(own: Finding | None) -> Finding | None:
-    """The finding of all ranks that the others follow from. Collective."""
+    """Returns the first finding over all ranks, or None. Collective."""
     found = [Finding(*each) for each in gather_json(own and dataclasses.astuple(own)) if each is not None]
     return min(found, default=None)
 
 
 def check_loss_scale(scaler: Any, global_step: int) -> None:
-    """Raises RuntimeError, on all ranks alike, where fp16's gradients overflow in step after step.
+    """Raises RuntimeError on all ranks if fp16 gradients overflow in many consecutive steps.
 
-    Such a step is left out, and the next loss is scaled less; below `MIN_LOSS_SCALE` the scale is not the reason.
-    scaler: the GradScaler; None with another precision.
+    The scaler skips such steps and lowers the scale. Below `MIN_LOSS_SCALE` the scale is not the cause.
+    scaler: the GradScaler, or None with another precision.
     """
     if scaler is not None and scaler.get_scale() < MIN_LOSS_SCALE:
         raise RuntimeError(
-            f"train.precision: with fp16 the gradients are not finite (NaN or Inf) in step after step, up to step "
-            f"{global_step}, though the loss is scaled by {scaler.get_scale():g}; the weights have not changed since "
-            "these began. Try train.precision bf16 or float32, or a lower train.lr"
+            f"train.precision: with fp16 the gradients are not finite (NaN or Inf) in many consecutive steps, until "
+            f"step {global_step}, with the loss scale {scaler.get_scale():g}; the weights have not changed in these steps. "
+            "Try train.precision bf16 or float32, or a lower train.lr"
         )
 
 
 class StateCheck:
-    """What of a run's state may hold NaN and Inf: what held them at the start, such as masks for attention."""
+    """Checks a run's state for NaN and Inf, except tensors that had them at the start, such as attention masks."""
 
     def __init__(self, modules: Sequence[nn.Module], checkpoint: str | None):
-        """checkpoint: from which the state comes, if from one. Raises ValueError for a trained parameter."""
+        """checkpoint: source of the state, if it was restored. Raises ValueError for a bad trained parameter."""
         trained = ((name, p) for module in modules for name, p in module.named_parameters() if p.requires_grad)
         if (found := first_not_finite(trained)) is not None:
             where = f"the checkpoint {checkpoint}" if checkpoint else "spec.build"
             raise ValueError(
-                f"{where}: the parameter {found!r} is not finite (NaN or Inf) before the first step; go on from an "
-                "earlier checkpoint, or build finite weights"
+                f"{where}: the parameter {found!r} is not finite (NaN or Inf) before the first step; resume from "
+                "an earlier checkpoint, or build finite weights"
             )
         state = {str(i): module.state_dict() for i, module in enumerate(modules)}
         self._allowed = frozenset(name for name, tensor in named_tensors(state, "model") if not is_finite(tensor))
 
     def problem(self, state: Mapping[str, Any], rank: int, last_checkpoint: str | None) -> str:
-        """Why this rank's state is not to be saved; empty where it may be. `state["model"]` are the modules' ones."""
+        """Returns why this rank's state must not be saved, or an empty string. state["model"]: of the modules."""
         named = ((name, t) for part, value in state.items() for name, t in named_tensors(value, part))
         found = first_not_finite((name, tensor) for name, tensor in named if name not in self._allowed)
         if found is None:
@@ -174,10 +174,10 @@ def _saved(last_checkpoint: str | None) -> str:
 
 
 def _extremes(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Scalars that are all finite if all elements are: NaN and Inf pass through minima, maxima and norms of them.
+    """Returns scalars that are finite if and only if all elements are: minimum and maximum, or the maximum norm.
 
-    NOTE: on a CPU a pass for both extremes takes a twentieth of the time of the maximum norm, which torch does not
-    vectorize there. Sums and other norms overflow where the elements do not.
+    NOTE: on a CPU the minimum and maximum take a twentieth of the time of the maximum norm, which torch does not
+    vectorize there. Sums and other norms can overflow for finite elements.
     """
     if tensor.is_sparse:
         tensor = tensor._values()
@@ -191,17 +191,17 @@ def _extremes(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether all elements are finite. Waits for the device."""
+    """Whether all elements are finite. Synchronizes the device."""
     return all(math.isfinite(value) for value in map(float, _extremes(tensor)))
 
 
 def first_not_finite(named: Iterable[tuple[str, Tensor]]) -> str | None:
-    """The name of the first tensor with NaN or Inf, or None. Waits for the device."""
+    """Returns the name of the first tensor with NaN or Inf, or None. Synchronizes the device."""
     return next((name for name, tensor in named if not is_finite(tensor)), None)
 
 
 def named_tensors(state: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
-    """The floating point tensors of a nested state, by their path."""
+    """Yields the floating point tensors of a nested state with their paths."""
     if isinstance(state, Tensor) and (state.is_floating_point() or state.is_complex()):
         yield prefix, state
     elif isinstance(state, Mapping):

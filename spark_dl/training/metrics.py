@@ -1,4 +1,4 @@
-"""What a run measures: a JSON line per logged step and per epoch in `<run_dir>/metrics.jsonl`."""
+"""Metrics of a run: one JSON line per logged step and per epoch in `<run_dir>/metrics.jsonl`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ FILE = "metrics.jsonl"
 
 
 class MetricsLog:
-    """The lines of a run, written by one of its ranks and reported to the driver as they come.
+    """Writes the lines of a run on one rank, and reports them to the driver.
 
-    On a local disk each line is there at once; elsewhere the file is written at the end of every epoch.
+    On a local disk each line is written at once; on other storage the file is written at the end of every epoch.
     """
 
     def __init__(self, run_dir: str, *, writes: bool, first_step: int, report: Callable[[Mapping[str, Any]], None]):
@@ -31,7 +31,7 @@ class MetricsLog:
             self.flush()
 
     def write(self, kind: str, **values: Any) -> None:
-        """Adds a line; on the ranks that do not write nothing happens."""
+        """Adds a line. Does nothing on ranks that do not write."""
         if not self._writes:
             return
         line = {"kind": kind, **values, "time": time.time()}
@@ -42,15 +42,15 @@ class MetricsLog:
         self._report({**line, "kind": f"metrics {kind}"})
 
     def flush(self) -> None:
-        """Writes the whole file anew, which drops the lines of steps that a resumed run does again."""
+        """Writes the whole file, without the lines of steps that a resumed run repeats."""
         if self._writes:
             storage.write_bytes(self._url, "".join(line + "\n" for line in self._lines).encode())
 
 
 def read_metrics(run_dir: str) -> list[dict[str, Any]]:
-    """The lines of a run so far, as dicts; a line that is being written is left out.
+    """Returns the complete lines of a run as dicts.
 
-    Raises ValueError for a file that is a symbolic link, or that holds anything else.
+    Raises ValueError if the file is a symbolic link or is damaged.
     """
     url = storage.join(run_dir, FILE)
     if storage.is_link(url):
@@ -70,14 +70,14 @@ def _parse(url: str, number: int, line: bytes) -> dict[str, Any]:
         return found
     raise ValueError(
         f"{url} is damaged: found {line[:80]!r} in line {number}, expected a JSON object with kind, step and time; "
-        "move the file away to go on without the metrics so far"
+        "move the file to continue without earlier metrics"
     )
 
 
 def follow(run_dir: str) -> Callable[[], list[dict[str, Any]]]:
-    """A function that returns the lines that have come since it was last called, as events.
+    """Returns a function that returns the lines since its last call, as events.
 
-    For drivers without a listener (Spark Connect), which see the run's folder only.
+    For drivers without a listener (Spark Connect), which can only read the run folder.
     """
     seen = 0.0
 
@@ -85,18 +85,18 @@ def follow(run_dir: str) -> Callable[[], list[dict[str, Any]]]:
         nonlocal seen
         try:
             new = [line for line in read_metrics(run_dir) if line["time"] > seen]
-        except OSError as error:  # the ranks may reach it all the same, and train on
-            _log.warning("cannot read the metrics of %s, which come later: %s", run_dir, error)
+        except OSError as error:  # ranks may have access to it and continue
+            _log.warning("cannot read the metrics of %s; trying again: %s", run_dir, error)
             return []
         seen = max([seen, *(line["time"] for line in new)])
         return [{**line, "kind": f"metrics {line['kind']}"} for line in new]
 
-    poll()  # what an earlier attempt wrote is not news
+    poll()  # skips the lines of earlier attempts
     return poll
 
 
 class StepTimer:
-    """Seconds of the steps since the last reset, and how many of them went by waiting for data."""
+    """Duration of the steps since the last reset, in seconds, and the part of it spent waiting for data."""
 
     def __init__(self) -> None:
         self.reset()
@@ -107,7 +107,7 @@ class StepTimer:
         self.rows = 0
 
     def timed(self, batches: Any) -> Any:
-        """Yields from an iterator and counts the time spent waiting for it."""
+        """Yields from an iterator, and adds the time spent waiting for it to `data_s`."""
         iterator = iter(batches)
         try:
             while True:

@@ -1,4 +1,4 @@
-"""The learning rate of each step: what the user wrote, times warm-up, under a scheduler of `torch.optim`."""
+"""The learning rate of each step: a scheduler of `torch.optim`, with a linear warm-up."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from spark_dl.config import Config
 
 
 class Schedule:
-    """A scheduler and a linear warm-up. The warm-up is a factor at the time of the step, so it fits any scheduler."""
+    """A scheduler and a linear warm-up. The warm-up is a factor during the step, so it works with any scheduler."""
 
     def __init__(self, optimizer: Optimizer, config: Config):
         self._optimizer, self._train = optimizer, config.train
@@ -24,11 +24,13 @@ class Schedule:
             try:
                 self.scheduler = cls(optimizer, **self._train.scheduler_args)
             except TypeError as error:
-                raise ValueError(f"train.scheduler_args: {cls.__name__} does not take them: {error}") from error
+                raise ValueError(
+                    f"train.scheduler_args: {cls.__name__} does not accept these arguments: {error}"
+                ) from error
 
     @contextlib.contextmanager
     def warm(self, global_step: int) -> Iterator[float]:
-        """Within, the learning rates are those of this step. Yields that of the first parameter group."""
+        """Sets the learning rates of this step for the block. Yields the rate of the first parameter group."""
         groups = self._optimizer.param_groups
         full = [group["lr"] for group in groups]
         factor = min(1.0, (global_step + 1) / self._train.warmup_steps) if self._train.warmup_steps else 1.0
@@ -41,12 +43,12 @@ class Schedule:
                 group["lr"] = lr
 
     def end_step(self) -> None:
-        """To be called after every optimizer step."""
+        """Must be called after every optimizer step."""
         if self.scheduler is not None and self._train.scheduler_interval == "step":
             self.scheduler.step()
 
     def end_epoch(self, loss: float) -> None:
-        """To be called after every epoch, with the validation loss (or the training loss where there is none)."""
+        """Must be called after every epoch, with the validation loss, or the training loss without validation."""
         if self.scheduler is None or self._train.scheduler_interval != "epoch":
             return
         if isinstance(self.scheduler, lr_scheduler.ReduceLROnPlateau):
@@ -55,16 +57,16 @@ class Schedule:
             self.scheduler.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """What `torch.load(weights_only=True)` takes. Raises ValueError for a scheduler that holds anything else."""
+        """Returns a state for `torch.load(weights_only=True)`. Raises ValueError if the scheduler has other objects."""
         if self.scheduler is None:
             return {}
         return plain_state(self.scheduler.state_dict(), f"train.scheduler: {type(self.scheduler).__name__}")  # type: ignore[no-any-return]
 
     def load_state_dict(self, state: dict[str, Any], lr_ratio: float) -> None:
-        """Restores the scheduler. `lr_ratio` is the factor by which `train.lr_scaling` now differs from then."""
+        """Restores the scheduler. lr_ratio: current factor of `train.lr_scaling` over the saved one."""
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state)
-        # These two go by rates of their own, which scaling never touches.
+        # These two have absolute rates, which are not scaled.
         if lr_ratio == 1.0 or isinstance(self.scheduler, (lr_scheduler.OneCycleLR, lr_scheduler.CyclicLR)):
             return
         for group in self._optimizer.param_groups:
@@ -77,9 +79,9 @@ class Schedule:
 
 
 def plain_state(value: Any, owner: str) -> Any:
-    """A state dict without what `torch.load(weights_only=True)` refuses: defaultdicts, counters, functions.
+    """Returns a state dict that `torch.load(weights_only=True)` accepts: without defaultdicts, counters and functions.
 
-    Raises ValueError that names the owner, the key and the type of what is neither a tensor, a number nor a string.
+    Raises ValueError, with owner, key and type, for values that are not tensors, numbers or strings.
     """
     if isinstance(value, dict):
         return {k: plain_state(v, f"{owner}[{k!r}]") for k, v in value.items() if not callable(v)}
@@ -90,6 +92,6 @@ def plain_state(value: Any, owner: str) -> Any:
     if value is None or isinstance(value, (torch.Tensor, int, float, str)):
         return value
     raise ValueError(
-        f"{owner}: found a {type(value).__module__}.{type(value).__qualname__} in its state, which a checkpoint cannot "
-        "hold; expected tensors, numbers and strings, in dicts, lists and tuples"
+        f"{owner}: found a {type(value).__module__}.{type(value).__qualname__} in its state, which cannot be saved "
+        "in a checkpoint; expected tensors, numbers and strings, in dicts, lists and tuples"
     )

@@ -1,4 +1,4 @@
-"""What a run needs to go on: weights, optimizer, schedule and progress. A checkpoint holds all of it."""
+"""The state of a run in checkpoints: weights, optimizer, schedule and progress."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from spark_dl.world import World
 
 @dataclass
 class Progress:
-    """How far a run has come."""
+    """Epochs, steps and rows of a run so far."""
 
     epoch: int = 0
     step: int = 0
-    """Steps of the current epoch so far."""
+    """Steps done in the current epoch."""
     global_step: int = 0
     rows: int = 0
     """True rows used, over all epochs."""
     epoch_rows: int = 0
     """True rows used in the current epoch."""
     loss_sum: float = 0.0
-    """Sum of the losses of the epoch's rows so far, over all ranks."""
+    """Sum of the losses in the current epoch, over all ranks."""
     history: list[dict[str, Any]] = field(default_factory=list)
     """One dict per finished epoch."""
     best: float | None = None
@@ -45,7 +45,7 @@ class Progress:
 
 
 class RunState:
-    """The state of one rank. `save` is collective; `num_ranks` share a step."""
+    """The state of one rank. num_ranks: ranks that share a step."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class RunState:
         self._dataset = dataset_digest(run.train)
         self.progress = Progress()
         self.saved_url: str | None = None
-        """The last checkpoint that was saved or restored."""
+        """URL of the last checkpoint that was saved or restored."""
         self.saved_step: int | None = None
         if run.checkpoint is not None:
             self._restore(checkpoint.open_checkpoint(run.checkpoint, sha256=run.checkpoint_sha256))
@@ -119,7 +119,7 @@ class RunState:
 
 
 def seed_generators(seed: int) -> None:
-    """Seeds the generators of this process, which belongs to the rank alone."""
+    """Seeds the random number generators of this process."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

@@ -327,7 +327,7 @@ def test_an_older_attempt_cannot_commit(tmp_path):
     run = make_run(tmp_path, small_config(2), spec=MLP)
     checkpoint.start_generation(run.run_dir)
     checkpoint.start_generation(run.run_dir)
-    with pytest.raises(RankFailed, match="this is attempt 1 of the run .*attempt 2 has begun since"):
+    with pytest.raises(RankFailed, match="this is attempt 1 of the run .*attempt 2 has started since"):
         run_ranks(train_rank, 2, dataclasses.replace(run, generation=1))
     assert checkpoint.latest(run.run_dir) is None
 

@@ -45,7 +45,7 @@ def check_one_won(found, run_dir, points):
     (result,) = [f for f in found if not isinstance(f, Exception)]
     assert isinstance(error, RuntimeError), error
     assert "attempt 1" in str(error)
-    assert "attempt 2 has begun since" in str(error)
+    assert "attempt 2 has started since" in str(error)
     assert {saved.generation for saved in checkpoint.list_checkpoints(run_dir)} == {2}
     assert spark_dl.read_shards(f"{run_dir}/shards/train").rows == points.count()
     assert spark_dl.evaluate(points, MLP, run_dir)["rows"] == points.count()

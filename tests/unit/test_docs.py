@@ -1,5 +1,6 @@
 """README and docs: sizes, links, and the page that is written from docstrings."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -78,3 +79,36 @@ def test_the_pages_are_built_without_a_warning(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "html" / "index.html").exists()
+
+
+def messages():
+    """The strings of the package and its jobs, on one line each, with "..." for what is filled in."""
+
+    def text(node):
+        match node:
+            case ast.Constant(value=str()):
+                return node.value
+            case ast.JoinedStr():
+                return "".join(text(part) for part in node.values)
+            case ast.BinOp(op=ast.Add()):
+                return text(node.left) + text(node.right)
+            case _:
+                return "..."
+
+    found = set()
+    for path in (*(ROOT / "spark_dl").rglob("*.py"), *(ROOT / "jobs").glob("*.py")):
+        found |= {text(node) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.expr)}
+    return "\n".join(re.sub(r"%[\d.]*[dsfg]", "...", " ".join(message.split())) for message in found)
+
+
+def key_words(page):
+    """The parts of a message in the first column of the page's tables, without what is filled in."""
+    for table in re.findall(r"^\| key words .*\n\|-.*\n((?:\|.*\n)+)", page, re.MULTILINE):
+        for row in re.findall(r"^\| (.*?) \|", table, re.MULTILINE):
+            yield from (part.strip(" `.:=") for part in re.split(r";|\.\.\.|<\w+>|`", row))
+
+
+def test_the_page_of_failures_has_the_words_of_the_messages():
+    known = messages()
+    page = (ROOT / "docs" / "failures.md").read_text()
+    assert [words for words in key_words(page) if words not in known] == []

@@ -261,7 +261,7 @@ def test_what_an_older_attempt_saves_while_another_begins_is_gone_on_from(tmp_pa
 
 def test_what_may_not_begin_leaves_an_attempt_that_runs_alone(tmp_path):
     handmade(tmp_path, 1)
-    for how, message in (({"resume": False}, "holds checkpoints already"), ({"resume": True}, "other settings")):
+    for how, message in (({"resume": False}, "already has checkpoints"), ({"resume": True}, "other settings")):
         with pytest.raises(ValueError, match=message):
             attempt.begin_attempt(str(tmp_path), Config(train=Train(lr=9.0)), **how, overwrite=False)
     assert read_generation(str(tmp_path)) == 0

@@ -137,7 +137,7 @@ def test_none_valid_is_an_error_that_lists_each_with_its_cause(run_dir):
             use(run_dir)
         for bad in (path_of(run_dir, 1, "model.pt"), path_of(run_dir, 2, "MANIFEST.json")):
             assert f"{bad} is damaged: " in str(caught.value)
-    with pytest.raises(ValueError, match=r"holds checkpoints already \(the last is of step 2\)"):
+    with pytest.raises(ValueError, match=r"already has checkpoints \(the last one of step 2\)"):
         attempt.begin_attempt(str(run_dir), Config(), resume=False, overwrite=False)
     assert generations.read_generation(str(run_dir)) == 1
 
@@ -218,7 +218,7 @@ def test_ranks_load_only_what_the_driver_has_checked(run_dir, group):
     saved = checkpoint.find(str(run_dir))
     assert checkpoint.open_checkpoint(saved.url, sha256=saved.sha256) == saved
     save(run_dir, step=2, generation=1, model={"0": {"w": torch.ones(3)}}, config=Config(train=Train(lr=0.5)))
-    with pytest.raises(RuntimeError, match=r"MANIFEST\.json is not the one that the driver has checked"):
+    with pytest.raises(RuntimeError, match=r"MANIFEST\.json has changed since the driver checked it"):
         checkpoint.open_checkpoint(saved.url, sha256=saved.sha256)
 
 

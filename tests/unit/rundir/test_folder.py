@@ -57,7 +57,7 @@ def test_a_folder_without_the_mark_is_refused_and_named(tmp_path, how, name):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text("theirs")
     before = files(tmp_path)
-    with pytest.raises(ValueError, match=rf"holds {name.split('/')[0]} without the mark of a run"):
+    with pytest.raises(ValueError, match=rf"contains {name.split('/')[0]} without the mark of a run"):
         begin(tmp_path, **how)
     assert files(tmp_path) == before
 
@@ -67,7 +67,7 @@ def test_a_mark_that_somebody_else_wrote_is_none(tmp_path, damage):
     for name in ("generations/000001", "checkpoints/best.ckpt"):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_bytes(damage)
-    with pytest.raises(ValueError, match="holds checkpoints without the mark of a run"):
+    with pytest.raises(ValueError, match="contains checkpoints without the mark of a run"):
         begin(tmp_path)
 
 

@@ -89,9 +89,9 @@ def test_the_file_says_who_took_it_and_other_names_do_not_count(tmp_path):
     why = generations.superseded(run_dir, 1)
     record = generations.read_record(generations.record_url(run_dir, 2))
     assert "attempt 1" in why
-    assert f"attempt 2 has begun since, on host {record['host']} by process {record['pid']}" in why
+    assert f"attempt 2 has started since, on host {record['host']} by process {record['pid']}" in why
     assert generations.superseded(run_dir, 2) == ""
-    with pytest.raises(RuntimeError, match="attempt 2 has begun since"):
+    with pytest.raises(RuntimeError, match="attempt 2 has started since"):
         generations.check_newest(run_dir, 1)
 
 
@@ -133,7 +133,7 @@ def test_an_older_attempt_is_told_why_it_fails(tmp_path):
         raise KeyError("own")
     generations.start_generation(run_dir)
     with (
-        pytest.raises(RuntimeError, match=r"attempt 1 .*attempt 2 has begun since.*its shards are gone"),
+        pytest.raises(RuntimeError, match=r"attempt 1 .*attempt 2 has started since.*its shards are gone"),
         generations.explained(run_dir, generation),
     ):
         raise FileNotFoundError("its shards are gone")

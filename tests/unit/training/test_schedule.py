@@ -86,7 +86,7 @@ def test_the_plateau_reads_the_loss():
 
 
 def test_wrong_arguments_are_an_error_that_names_the_key():
-    with pytest.raises(ValueError, match=r"^train\.scheduler_args: StepLR does not take them"):
+    with pytest.raises(ValueError, match=r"^train\.scheduler_args: StepLR does not accept these arguments"):
         build(scheduler="StepLR", scheduler_args={"stepsize": 2})
 
 

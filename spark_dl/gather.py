@@ -1,6 +1,7 @@
-"""What every rank has to say, on every rank: sums, JSON values and tensors of any shape.
+"""Sums, and gathers of JSON values and of tensors of any shape, over all ranks.
 
-Through plain tensors: `all_gather_object` would unpickle what peers send. A single rank needs no process group.
+All data are sent as tensors, because `all_gather_object` would unpickle data of peers. A single rank needs no process
+group.
 """
 
 from __future__ import annotations
@@ -16,31 +17,32 @@ from torch import Tensor
 
 
 def sum_over_ranks(tensor: Tensor) -> None:
-    """Adds up a tensor over the ranks, in place. Collective."""
+    """Sums a tensor over the ranks, in place. Collective."""
     if dist.is_initialized():
         dist.all_reduce(tensor)
 
 
 def broadcast_from_rank0(tensor: Tensor) -> None:
-    """Overwrites a tensor with that of rank 0. Collective."""
+    """Broadcasts the tensor of rank 0, in place. Collective."""
     if dist.is_initialized():
         dist.broadcast(tensor, 0)
 
 
 def gather_json(value: Any) -> list[Any]:
-    """The values of all ranks, by rank. Collective."""
+    """Returns the JSON values of all ranks, by rank. Collective."""
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     return [json.loads(part.numpy().tobytes()) for part in _gather_bytes(data)]
 
 
 def gather_by_store(store: dist.Store, rank: int, world_size: int, name: str, value: Any) -> list[Any]:
-    """The JSON values of all ranks, by rank, without a process group: rank 0 puts them together. Collective.
+    """Returns the JSON values of all ranks, by rank, without a process group. Collective.
 
-    `name` is used once per store. Raises an error of torch.distributed if a rank does not come in the store's timeout.
+    name: unique in the store. Raises an error of torch.distributed if a rank does not call it within the store's
+    timeout.
     """
 
     def put(key: str, value: Any) -> None:
-        store.set(key, zlib.compress(json.dumps(value).encode()))  # type: ignore[arg-type] # bytes are taken too
+        store.set(key, zlib.compress(json.dumps(value).encode()))  # type: ignore[arg-type] # bytes are accepted
 
     def get(key: str) -> Any:
         return json.loads(zlib.decompress(store.get(key)))
@@ -53,10 +55,10 @@ def gather_by_store(store: dist.Store, rank: int, world_size: int, name: str, va
 
 
 def gather_tensors(tensor: Tensor, group: Any = None) -> list[Tensor]:
-    """The tensors of all ranks, by rank, each with its own shape. Collective.
+    """Returns the tensors of all ranks, by rank, which can have different shapes. Collective.
 
-    A rank that has nothing (no elements) gets the dtype and the further axes of those that have, so that the tensors
-    can be concatenated. Fits torchmetrics' `dist_sync_fn`, whose own gathering crashes in that case.
+    A tensor without elements is returned with the dtype and the other axes of the tensors with elements, so that they
+    can be concatenated. For `dist_sync_fn` of torchmetrics, whose own gather fails in this case.
     """
     about = gather_json({"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")})
     parts = _gather_bytes(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8))
@@ -70,7 +72,7 @@ def gather_tensors(tensor: Tensor, group: Any = None) -> list[Tensor]:
 
 
 def _gather_bytes(data: Tensor) -> list[Tensor]:
-    """uint8 tensors of any length, on the CPU. # data: (length,)"""
+    """Gathers uint8 tensors of any length, on the CPU. # data: (length,)"""
     if not dist.is_initialized():
         return [data]
     on_gpu = dist.get_backend() == "nccl"

@@ -1,4 +1,4 @@
-"""What the jobs share: arguments, the Spark session, datasets, progress, plots, the last line and the exit code."""
+"""Shared code of the jobs: arguments, Spark session, datasets, progress, plots, output and exit codes."""
 
 from spark_dl.cli.arguments import Input, Job, Model, dataset, join, log, parse, read_datasets, run
 

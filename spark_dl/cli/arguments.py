@@ -1,4 +1,4 @@
-"""What the jobs share: one parser, the Spark session, the datasets, the last line of output and the exit code."""
+"""Shared code of the jobs: the parser, the Spark session, the datasets, the output and the exit code."""
 
 from __future__ import annotations
 
@@ -23,50 +23,50 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 log = logging.getLogger("spark_dl")
-"""For people, on standard error; standard output is for the result."""
+"""Log on standard error. Standard output is for the result."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Input:
-    """Where the rows come from: files or a table through Spark, or datasets that are read where they lie."""
+    """Input rows: files or a table, read by Spark, or datasets that are read in place."""
 
     path: str | None = None
-    """Path or URL that Spark reads."""
+    """Path or URL for Spark's reader."""
     format: str = "parquet"
     """Format of the files: csv, parquet, json, orc ..."""
     options: dict[str, str | bool | int | float] = field(default_factory=dict)
-    """Options of Spark's reader for that format."""
+    """Options of Spark's reader for this format."""
     table: str | None = None
     """A table of the catalog, instead of `path`."""
     sql: dict[str, str] = field(default_factory=dict)
-    """Views by name, each a SELECT from `input` (what was read) or an earlier view. The views `train`, `validation` and
-    `test` are the datasets; without any, `input` is `train`."""
+    """Views by name, each a SELECT from `input` (the rows read) or from earlier views. The views `train`, `validation`
+    and `test` are the datasets. Without views, `input` is `train`."""
     datasets: dict[str, str] = field(default_factory=dict)
-    """URLs of datasets by name (`train`, `validation`, `test`), instead of all the above: of `jobs/prepare.py`, plain
-    Parquet or Petastorm's."""
+    """URLs of datasets by name (`train`, `validation`, `test`), instead of the other settings: written by
+    `jobs/prepare.py`, plain Parquet, or Petastorm."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """The model, each function as `package.module:name` or `folder/file.py:name`."""
+    """The functions of the model, as `package.module:name` or `folder/file.py:name`."""
 
     build: str = ""
     """Function that returns the model."""
     loss: str = "CrossEntropyLoss"
     """A loss of `torch.nn` by name, or a function."""
     forward: str | None = None
-    """Function (model, batch) -> output; by default the model is called with the features."""
+    """Function (model, batch) -> output. The default calls the model with the features."""
     predict: str | None = None
     """Function (output) -> columns that `predict` adds."""
     transform: str | None = None
-    """Function (batch) -> batch, called in the loader's threads."""
+    """Function (batch) -> batch, called in threads of the loader."""
     augment: str | None = None
     """Function (batch, generator) -> batch, called in training only."""
     plot: str | None = None
     """Function (rows, path) that draws a few predicted rows of the test set."""
 
     def spec(self) -> ModelSpec:
-        """The functions themselves. Raises ValueError that names the key of one that cannot be found."""
+        """Imports the functions. Raises ValueError, with the key, for a function that cannot be imported."""
         if not self.build:
             raise ValueError("model.build: expected 'package.module:name' or 'folder/file.py:name', found nothing")
         functions = {
@@ -80,32 +80,32 @@ class Model:
 
 @dataclass(frozen=True)
 class Job:
-    """A job's settings, checked, before Spark is started."""
+    """The checked settings of a job."""
 
     args: Mapping[str, Any]
-    """The job's own options, by name."""
+    """The options of this job, by name."""
     config: Config
     input: Input
     model: Model
 
     def session(self, name: str) -> Any:
-        """The Spark session, started with `--master` and `--spark_conf` where they are given."""
+        """Starts the Spark session, with `--master` and `--spark_conf`."""
         return build_session(name, master=self.args["master"], conf=self.args["spark_conf"])
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter, jsonargparse.DefaultHelpFormatter):
-    """Keeps the lines of a job's description and of the list of settings."""
+    """Keeps line breaks in the description and in the list of settings."""
 
 
 def parse(description: str, options: Mapping[str, tuple[Any, Any, str]]) -> Job:
     """Reads the command line and `--config` files. Ends the process with exit code 2 on wrong usage.
 
-    `options` are the job's own: name -> (type, default, help); a bool is a flag.
+    options: options of this job, name -> (type, default, help). A bool is a flag.
     """
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)  # for --help
     parser = jsonargparse.ArgumentParser(
         description=description,
-        epilog=describe_settings() if {"-h", "--help"} & {*sys.argv[1:]} else None,  # loads other packages
+        epilog=describe_settings() if {"-h", "--help"} & {*sys.argv[1:]} else None,  # loads packages of entry points
         formatter_class=_HelpFormatter,
         exit_on_error=False,
         allow_abbrev=False,
@@ -135,10 +135,10 @@ def parse(description: str, options: Mapping[str, tuple[Any, Any, str]]) -> Job:
 
 
 def read_datasets(spark: Any, source: Input, mixed: Iterable[str] = ()) -> dict[str, DataFrame | str]:
-    """The datasets of a job by name: `train`, and `validation` and `test` where there are such. On the driver.
+    """Reads the datasets of a job, by name: `train`, `validation`, `test`. Called on the driver.
 
-    Those of `input.datasets` are URLs, which `train` and `evaluate` open. `mixed` are the names of those that take the
-    place of `train`.
+    Datasets of `input.datasets` are URLs, which `train` and `evaluate` open.
+    mixed: names of the datasets that are mixed for training, instead of `train`.
     """
     if source.datasets:
         return dict(source.datasets)
@@ -147,7 +147,7 @@ def read_datasets(spark: Any, source: Input, mixed: Iterable[str] = ()) -> dict[
     elif source.path:
         df = spark.read.format(source.format).options(**source.options).load(source.path)
     else:
-        raise ValueError("input: expected a path, a table or datasets, found none of them")
+        raise ValueError("input: expected a path, a table or datasets, found none")
     if not source.sql:
         return {"train": df}
     df.createOrReplaceTempView("input")
@@ -157,17 +157,17 @@ def read_datasets(spark: Any, source: Input, mixed: Iterable[str] = ()) -> dict[
 
 
 def dataset(datasets: Mapping[str, Any], name: str) -> Any:
-    """The dataset of this name. Raises ValueError that names those that there are."""
+    """Returns the dataset of this name. Raises ValueError with the known names."""
     if name not in datasets:
         raise ValueError(f"no dataset {name!r} among {sorted(datasets)}; add it to input.sql or input.datasets")
     return datasets[name]
 
 
 def run(work: Callable[[], Mapping[str, Any]]) -> NoReturn:
-    """Runs a job to its end: one JSON object as the last line of standard output, and the exit code.
+    """Runs a job, prints its result as one JSON object in the last line of standard output, and exits.
 
-    0: done; 1: failed, with the reason on standard error; 130 and 143: ended by SIGINT or SIGTERM, as shells report it.
-    (2, wrong usage, comes from `parse`.)
+    Exit codes: 0 success; 1 failure, with the error on standard error; 130 after SIGINT, 143 after SIGTERM. `parse`
+    exits with 2 on wrong usage.
     """
     received: list[int] = []
 

@@ -1,4 +1,4 @@
-"""Pictures of a run, drawn with matplotlib on the driver."""
+"""Plots of a run, with matplotlib, on the driver."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from spark_dl.training import metrics
 def plot_loss(run_dir: str) -> str | None:
     """Draws `<run_dir>/loss.png`: training loss by step, validation loss by epoch. Returns its path.
 
-    None where nothing was logged, matplotlib is not installed (`pip install spark_dl[plot]`), or the run is not on a
+    Returns None without metrics, without matplotlib (`pip install spark_dl[plot]`), or if the run folder is not on a
     local disk.
     """
     lines = metrics.read_metrics(run_dir)
@@ -37,7 +37,7 @@ def plot_loss(run_dir: str) -> str | None:
 
 
 def build_figure(width: float = 8, height: float = 4.5) -> Any:
-    """An empty figure (sizes in inches), without a display; None where matplotlib is not installed."""
+    """Returns an empty figure that needs no display, or None without matplotlib. width, height: in inches."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:

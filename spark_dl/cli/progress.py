@@ -1,4 +1,4 @@
-"""A progress bar on the driver that moves while the ranks train, in a terminal or a notebook; quiet elsewhere."""
+"""A progress bar on the driver, in terminals and notebooks."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from tqdm.auto import tqdm
 
 
 class ProgressBar:
-    """Shows the events of a run: steps of all, loss, rows per second, and the validation metrics of the last epoch."""
+    """Shows steps, loss, rows per second, and the validation metrics of the last epoch."""
 
     def __init__(self, name: str, *, enabled: bool = True):
-        # disable=None: tqdm is quiet by itself where standard error is not a terminal
+        # disable=None: tqdm writes nothing if standard error is not a terminal
         self._bar = tqdm(desc=name, unit="step", file=sys.stderr, disable=None if enabled else True)
         self._shown: dict[str, str] = {}
 

@@ -58,7 +58,7 @@ CONFLICTS = (
     # the reader of Petastorm
     Conflict("train.validation_fraction", lambda c: _petastorm(c) and bool(c.train.validation_fraction),
              "not supported with loader.reader=petastorm, which reads whole row groups; pass the validation rows as a "
-             "dataset of their own"),
+             "separate dataset"),
     Conflict("data.filters", lambda c: _petastorm(c) and bool(c.data.filters),
              "not supported with loader.reader=petastorm, which reads whole row groups"),
     Conflict("shards.storage", lambda c: _petastorm(c) and _local(c),
@@ -74,7 +74,7 @@ CONFLICTS = (
     # sequences
     Conflict("train.validation_fraction", lambda c: c.sequences is not None and bool(c.train.validation_fraction),
              "not supported with sequences, as a row can be in several samples; pass the validation "
-             "rows as a dataset of their own"),
+             "rows as a separate dataset"),
     Conflict("shards.storage", lambda c: c.sequences is not None and _local(c),
              "expected 'shared' with sequences, found 'local', which does not keep the order of rows"),
     Conflict("data.filters", lambda c: c.sequences is not None and bool(c.data.filters),

@@ -1,11 +1,11 @@
-"""The rows of a DataFrame on the disks of the ranks' own hosts: no storage that all of them reach is needed.
+"""Local storage: the rows of a DataFrame on the local disks of the ranks' hosts, without shared storage.
 
-1. `deal_rows` (driver): Spark deals the rows round-robin to one partition per rank, in an order that the rows decide.
-2. `spill` (rank): the rank's barrier task writes the rows that stream in as shards, in bounded memory.
-3. `assemble` (rank): the ranks tell each other what they have; each then holds the same dataset, of which it can read
-   its own part, and the plan deals streams by parts.
+1. `deal_rows` (driver): Spark distributes the rows round-robin to one partition per rank.
+2. `spill` (rank): the rank's barrier task writes its streamed rows as shards, in bounded memory.
+3. `assemble` (rank): the ranks exchange descriptions of their shards. Each rank then has the same dataset, of which it
+   reads its own part, and the plan assigns streams by parts.
 
-A part's rows differ from another's by at most the number of partitions of the DataFrame, so few places are padded.
+The rows of two parts differ by at most the number of partitions of the DataFrame, so there is little padding.
 """
 
 from __future__ import annotations
@@ -55,11 +55,12 @@ Gather = Callable[[str, Any], list[Any]]
 def deal_rows(
     df: DataFrame, data: Data, layout: Shards, num_ranks: int, reference_columns: Sequence[Column] = ()
 ) -> tuple[DataFrame, tuple[SourceColumn, ...]]:
-    """The DataFrame with one partition per rank, and its columns. Called on the driver; nothing runs yet.
+    """Returns the DataFrame with one partition per rank, and its columns. Lazy. Called on the driver.
 
-    Spark deals the rows of each partition round-robin, which is repeatable where the DataFrame is, but a rank gets them
-    in the order in which shuffled blocks arrive. So each partition is sorted, by a hash of the row: any DataFrame has
-    one, and it leaves no trace of the order in which the rows were stored. `like` are columns whose vocabularies serve.
+    Round-robin partitioning is deterministic if the DataFrame is, but the order of rows within a partition depends on
+    the arrival of shuffle blocks. Therefore each partition is sorted by a hash of the rows, which is independent of the
+    order in which they were stored.
+    reference_columns: columns whose vocabularies are used.
     Raises ValueError for a missing column or a type that cannot become a tensor.
     """
     selected, sources = select_sources(df, data.columns, data, layout, reference_columns)
@@ -71,7 +72,7 @@ def deal_rows(
 
 @dataclass(frozen=True)
 class Spilled:
-    """What a rank has on its disk."""
+    """The shards of a rank on its local disk."""
 
     url: str
     sources: tuple[SourceColumn, ...]
@@ -88,21 +89,21 @@ def spill(
     task: int,
     folder: str,
 ) -> Iterator[Spilled]:
-    """Writes the rows of a task to a new folder inside `folder`, which is deleted at the end. Called on a rank.
+    """Writes the rows of a task to a new folder in `folder`, and deletes it after the block. Called on a rank.
 
-    Bad cells are not raised here but kept in the part, so that all ranks learn of them in `assemble`.
-    Raises RuntimeError if the disk cannot be written to.
+    Errors of cells are returned in the result, so that all ranks raise them in `assemble`.
+    Raises RuntimeError if the disk is not writable.
     """
     with _temporary_folder(folder) as path:
         umask = os.umask(0o077)
         try:
             written = write_part(batches, path, f"part-{task:05d}", sources, data, task, layout=layout)
             if written.error:
-                written = dataclasses.replace(written, error=f"{written.error} (as the rows were dealt to the ranks)")
+                written = dataclasses.replace(written, error=f"{written.error} (after rows were distributed to ranks)")
         except OSError as error:
             raise RuntimeError(
-                f"cannot spill the rows of task {task} to {path}: {error}; free space there, or name other disks in "
-                "spark.local.dir"
+                f"cannot spill the rows of task {task} to {path}: {error}; free space there, or set spark.local.dir to "
+                "other disks"
             ) from error
         finally:
             os.umask(umask)
@@ -111,9 +112,9 @@ def spill(
 
 @contextlib.contextmanager
 def _temporary_folder(parent: str) -> Iterator[str]:
-    """A folder with a name that nobody can foresee, mode 0700, deleted at the end, also if this process is killed.
+    """Creates a folder with a random name and mode 0700. Deletes it after the block, even if this process is killed.
 
-    A process of its own deletes it: its standard input ends when this process does, however that ends.
+    Another process deletes the folder when its standard input is closed, which happens when this process ends.
     """
     path = tempfile.mkdtemp(prefix="spark_dl-", dir=parent)
     guard = subprocess.Popen(
@@ -133,18 +134,18 @@ def _temporary_folder(parent: str) -> Iterator[str]:
 
 
 def assemble(spilled: Spilled, gather: Gather) -> ShardSet:
-    """The dataset that all ranks hold together, as this rank sees it. Collective: called on every rank.
+    """Returns the dataset of all ranks, of which this rank can read its own part. Collective: called on every rank.
 
-    Raises ValueError, the same on all ranks, for bad cells on any of them, cells of unequal shape, and no rows at all.
+    Raises the same ValueError on all ranks for invalid cells on any rank, cells of unequal shape, and no rows.
     """
     found = (PartitionResult.from_plain(p) for p in gather("parts", asdict(spilled.result)))
     parts = sorted(found, key=lambda p: p.partition)
     own = spilled.result.partition
     assert [p.partition for p in parts] == list(range(len(parts)))
-    parts[own] = spilled.result  # the files that are opened here are those that were written here
+    parts[own] = spilled.result  # not gathered, to open the files that this rank wrote
     columns = with_sizes(agreed_columns(spilled.sources, parts), parts)
     row = _first_row(spilled, columns) if spilled.result.shards else None
-    if not all(p.shards for p in parts):  # a rank without rows fills its batches with a row of another one
+    if not all(p.shards for p in parts):  # ranks without rows pad their batches with a row of another rank
         donor = next(p.partition for p in parts if p.shards)
         offered = gather("filler", _pack(row) if row and donor == own else None)
         row = row or _unpack(next(o for o in offered if o))
@@ -162,7 +163,7 @@ def assemble(spilled: Spilled, gather: Gather) -> ShardSet:
 
 
 def _first_row(spilled: Spilled, columns: tuple[Column, ...]) -> list[Array]:
-    """The cells of this rank's first row, of ragged columns their values."""
+    """Returns the cells of this rank's first row; for ragged columns their values."""
     out: list[Array | list[Ragged]] = [[] if c.is_ragged else np.empty((1, *c.inner), dtype=c.dtype) for c in columns]
     own = ShardSet(spilled.url, columns, ShardTable.of(spilled.result.shards))
     rows.Rows(own, columns, 0.0, 0, "all").read_into([Segment(0, 0, 1)], out)
@@ -184,29 +185,29 @@ def _unpack(row: Sequence[str]) -> list[Array]:
 
 @dataclass(frozen=True, kw_only=True)
 class RowSettings:
-    """How the rows that stream into ranks are stored and read, for `run_on_dataframe`."""
+    """Settings of streamed rows, for `run_on_dataframe`."""
 
     data: Data
     shards: Shards = field(default_factory=Shards)
     loader: Loader = field(default_factory=Loader)
-    """Order of rows and form of batches; the number of streams is that of the ranks."""
+    """Order of rows and form of batches. The number of streams is the number of ranks."""
     validation_fraction: float = 0.0
 
 
 @dataclass(frozen=True)
 class RankRows:
-    """The rows of a DataFrame that one rank has on its own disk; `run_on_dataframe` gives them to the function.
+    """The rows of a DataFrame on the local disk of one rank: the first argument of the function of `run_on_dataframe`.
 
-    Reading is not collective, and all ranks take the same number of steps.
+    Reading is not collective. All ranks have the same number of steps.
     """
 
     dataset: ShardSet
-    """The rows of all ranks; the files of other ranks lie elsewhere."""
+    """The dataset of all ranks. Only the files of this rank are on this host's disk."""
     settings: RowSettings
 
     @property
     def shards(self) -> ShardSet:
-        """This rank's own rows, as Parquet files in a local folder; they are deleted when the function returns."""
+        """The rows of this rank, as Parquet files in a local folder, which is deleted when the function returns."""
         assert self.dataset.placement is not None
         part, counts = self.dataset.placement.part, self.dataset.placement.part_shards
         first = sum(counts[:part])
@@ -214,12 +215,12 @@ class RankRows:
         return ShardSet(self.dataset.url, self.dataset.columns, own)
 
     def loader(self, batch_size: int, *, shuffle: bool = True, seed: int = 0, split: Split = "all") -> loaders.Loader:
-        """A loader of batches of `batch_size` rows per rank.
+        """Returns a loader of batches of `batch_size` rows per rank.
 
-        `for step in loader.epoch(0)` gives `step.micro_batches[0]` (columns and `weight`, 0 where a place is only
-        filled) and `step.rows`, the true rows on all ranks together.
+        `for step in loader.epoch(0)` yields `step.micro_batches[0]` (columns, and `weight`, 0 for padding) and
+        `step.rows`, the number of true rows over all ranks.
 
-        `split` chooses the rows that train or validate where `validation_fraction` splits them.
+        split: the rows to read, if `validation_fraction` is set: `all`, `train` or `validation`.
         """
         assert self.dataset.placement is not None
         num_ranks = len(self.dataset.placement.part_shards)
@@ -239,9 +240,10 @@ class RankRows:
     def batches(
         self, batch_size: int, *, epoch: int = 0, shuffle: bool = True, seed: int = 0
     ) -> Iterator[dict[str, Tensor]]:
-        """The batches of one epoch: columns by name, [batch_size, ...], and `weight`, [batch_size] float32.
+        """Yields the batches of one epoch: columns by name, [batch_size, ...], and `weight`, [batch_size] float32.
 
-        Ragged columns come as `loader.ragged` says: padded, with `<name>_mask`, or end to end, with `<name>_offsets`.
+        Ragged columns have the form of `loader.ragged`: padded, with `<name>_mask`, or concatenated, with
+        `<name>_offsets`.
         """
         for step in self.loader(batch_size, shuffle=shuffle, seed=seed).epoch(epoch):
             yield step.micro_batches[0]

@@ -140,7 +140,7 @@ def check_loss_scale(scaler: Any, global_step: int) -> None:
     if scaler is not None and scaler.get_scale() < MIN_LOSS_SCALE:
         raise RuntimeError(
             f"train.precision: with fp16 the gradients are not finite (NaN or Inf) in many consecutive steps, until "
-            f"step {global_step}, with the loss scale {scaler.get_scale():g}; the weights have not changed in these steps. "
+            f"step {global_step}, with the loss scale {scaler.get_scale():g}; the weights did not change in them. "
             "Try train.precision bf16 or float32, or a lower train.lr"
         )
 

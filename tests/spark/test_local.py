@@ -138,7 +138,10 @@ def test_ragged_rows(spark, rows):
 
 
 BAD = {
-    "null": ("nullif(id, 77) AS id", r"column 'id': found null\(s\) in 1 row.*\(as the rows were dealt to the ranks\)"),
+    "null": (
+        "nullif(id, 77) AS id",
+        r"column 'id': found null\(s\) in 1 row.*\(after rows were distributed to ranks\)",
+    ),
     "nan": ("IF(id = 5, double('NaN'), 1.0D) AS id", "column 'id': found NaN or Inf"),
     "ragged": ("sequence(0, IF(id = 5, 1, 2)) AS id", "column 'id': .*(lengths|shape)"),
     "ragged between ranks": ("sequence(0, IF(id < 50, 1, 2)) AS id", "column 'id': .*(lengths|shape)"),

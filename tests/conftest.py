@@ -8,6 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
+
+# Before torch is imported. Ranks of tests share two cores: threads of OpenMP that wait for work keep them busy.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 import torch.distributed as dist
 
 from tests.builders import s3

@@ -99,7 +99,7 @@ def _serve(connection):
         os.environ.update(
             RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size),
             MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True",
-            TORCHELASTIC_RESTART_COUNT="0", GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1",
+            TORCHELASTIC_RESTART_COUNT="0", GLOO_SOCKET_IFNAME="lo",
         )  # fmt: skip
         try:
             connection.send((fn(*args), None))

@@ -124,12 +124,12 @@ def test_an_error_of_the_dataframe_itself_is_not_swallowed(spark, tmp_path):
 def test_a_folder_in_use_is_not_overwritten_unasked(spark, tmp_path):
     df = spark.range(5)
     write_shards(df, str(tmp_path / "d"), columns=["id"])
-    with pytest.raises(ValueError, match="holds a dataset already"):
+    with pytest.raises(ValueError, match="already has a dataset"):
         write_shards(df, str(tmp_path / "d"), columns=["id"])
     assert write_shards(df.limit(3), str(tmp_path / "d"), columns=["id"], overwrite=True).rows == 3
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").write_text("mine")
-    with pytest.raises(ValueError, match=r"not empty and holds no dataset of spark_dl, but \['thesis.txt'\]"):
+    with pytest.raises(ValueError, match=r"not empty and has no dataset of spark_dl, but \['thesis.txt'\]"):
         write_shards(df, str(tmp_path / "other"), columns=["id"], overwrite=True)
     assert (tmp_path / "other" / "thesis.txt").read_text() == "mine"
 
@@ -183,7 +183,7 @@ def _reads_meanwhile(url, old, batches):
         time.sleep(0.05)
     assert {p.name for p in _whole_shards(url)} > {old}
     assert read_shards(url).rows == 40
-    with pytest.raises(ValueError, match="is not whole: found .*, expected no such file"):
+    with pytest.raises(ValueError, match="is incomplete: found .*, expected no such file"):
         open_parquet(url, ["id"])  # as Petastorm's own reader has it
 
 
@@ -249,7 +249,7 @@ def test_what_the_driver_does_not_see_is_not_committed(spark, tmp_path):
     """As where executors write to disks of their own under the same path."""
     df = spark.range(0, 100, 1, 2).mapInArrow(partial(_without_shards, str(tmp_path / "d")), "id long")
     with pytest.raises(
-        ValueError, match=r"is not whole: found nothing at part-.*; it must lie on storage that the driver"
+        ValueError, match=r"is incomplete: found nothing at part-.*; use storage that the driver"
     ):
         write_shards(df, str(tmp_path / "d"), shards=SMALL, columns=["id"])
     assert os.listdir(tmp_path / "d") == []

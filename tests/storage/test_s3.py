@@ -41,7 +41,7 @@ def test_a_dataset_is_written_opened_and_read(s3, tmp_path):
     assert sorted(labels(read_shards(url))) == list(range(ROWS))
     on_disk, _ = write(str(tmp_path / "set"))
     assert labels(read_shards(url)) == labels(on_disk)
-    with pytest.raises(ValueError, match="holds a dataset already|in use|is not empty"):
+    with pytest.raises(ValueError, match="already has a dataset|in use|is not empty"):
         write(url)
 
 

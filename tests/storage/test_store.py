@@ -189,7 +189,7 @@ def test_a_stored_dataset_that_is_not_whole_is_an_error_that_says_what_to_delete
     lease.release()
     storage.delete(storage.join(shards.url, shards.shards[0].name))
     with pytest.raises(
-        ValueError, match=rf"is not whole: .* in the store: delete the folder {re.escape(shards.url)}, and run again"
+        ValueError, match=rf"is incomplete: .* in the store: delete the folder {re.escape(shards.url)}, and run again"
     ):
         hold(folder)
     assert not [thread for thread in threading.enumerate() if thread.name == "spark_dl lease"]

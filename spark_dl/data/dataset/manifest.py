@@ -1,12 +1,11 @@
-"""A dataset on storage, as its manifest says it: its columns, its shards, and what each of them holds.
+"""The manifest of a dataset: its columns, its shards, and the rows of every row group.
 
-`_manifest.json` (the schema, the rows of every row group, sizes and checksums) is written last: a folder without it is
-not a dataset.
+`_manifest.json` is written last. It commits the dataset: a folder without it is not a dataset.
 
-It is JSON of any size: that of 100,000 files with 2.5 million row groups has 41 MiB, which the driver reads and checks
-once, in seconds (`jobs/bench.py scale`). Ranks do not read it. They get a `ShardTable`, columns of which 1.4 MiB are
-left when they are compressed, as most row counts are equal and names are numbered. A columnar file beside the manifest
-would save the driver those seconds, and cost a new format, a second file to commit and a read on every rank.
+The manifest of 100,000 files with 2.5 million row groups has 41 MiB of JSON, which the driver reads and checks once, in
+seconds (`jobs/bench.py scale`). Ranks do not read it. They receive a `ShardTable`, which is 1.4 MiB compressed. A
+columnar file would save the driver these seconds, at the cost of a second format, a second file to commit and a read on
+every rank.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from spark_dl.data.petastorm import metadata as petastorm_metadata
 _log = logging.getLogger("spark_dl")
 
 MANIFEST = "_manifest.json"
-"""Named with an underscore, so that Spark, Petastorm and pyarrow read the folder as plain Parquet and pass it by."""
+"""Name of the manifest. Spark, Petastorm and pyarrow ignore names with a leading underscore."""
 FORMAT = "spark_dl.shards"
 VERSION = 3
 _FIRST_WITH_CRC32 = 3
@@ -44,7 +43,7 @@ CANNOT_WRITE = "cannot write to"
 def read_shards(url: str | os.PathLike[str]) -> ShardSet:
     """Opens a dataset by its manifest. Called on the driver.
 
-    Raises ValueError if there is none, or if it is not one that this version can read.
+    Raises ValueError without a manifest, and for a manifest that is damaged or of a newer version.
     """
     url = storage.absolute(url)
     path = storage.join(url, MANIFEST)
@@ -76,13 +75,13 @@ def read_shards(url: str | os.PathLike[str]) -> ShardSet:
         rules = Rules.from_plain(manifest["rules"]) if "rules" in manifest else None
         shard_set = ShardSet(url, columns, ShardTable.of(shards), Changes(**manifest.get("changes", {})), rules)
     except (LookupError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"{path} is not a manifest that can be read: {error!r}") from error
-    _check_files(shard_set, "write it again, or bring the file back")
+        raise ValueError(f"{path} is not a valid manifest: {error!r}") from error
+    _check_files(shard_set, "write it again, or restore the file")
     return shard_set
 
 
 def crc32_of(manifest: Mapping[str, Any]) -> int:
-    """The checksum of a manifest, by which a flipped bit in it is known; of what it says, not of its layout."""
+    """Returns the checksum of a manifest's values, which does not depend on the layout of the JSON."""
     return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
 
 
@@ -94,10 +93,9 @@ def _check_once(what: str, names: Sequence[str]) -> None:
 
 
 def _check_files(shard_set: ShardSet, change: str) -> None:
-    """Raises ValueError unless every shard lies in the folder itself and is as long as the manifest says.
+    """Raises ValueError unless every shard is in the folder and has the size in the manifest. One listing.
 
-    One listing for all of them. The name of a shard is one that this package gives, so it leads nowhere else; neither
-    may a symbolic link. `change` says what to do where one is missing.
+    Names of other forms, and links that lead outside of the folder, are refused. change: advice for a missing shard.
     """
     url, is_local = shard_set.url, storage.is_local(shard_set.url)
     found = {info.base_name: info.size for info in storage.list_infos(url)}
@@ -105,19 +103,21 @@ def _check_files(shard_set: ShardSet, change: str) -> None:
         if not re.fullmatch(r"part-[0-9a-z-]+\.parquet", str(name)):
             raise ValueError(
                 f"{storage.join(url, MANIFEST)} names the shard {name!r:.200}, expected part-<name>.parquet in "
-                "its own folder; the manifest was not written by spark_dl, do not trust it"
+                "its own folder; the manifest was not written by spark_dl; do not trust it"
             )
         path = os.path.join(url, name)
         if is_local and os.path.islink(path) and os.path.dirname(os.path.realpath(path)) != os.path.realpath(url):
             raise ValueError(f"{path} is a link that leads to {os.path.realpath(path)}, outside of its dataset")
         if found.get(name) != size:
             what = f"{found[name]} bytes" if name in found else "nothing"
-            raise ValueError(f"the dataset {url} is not whole: found {what} at {name}, expected {size} bytes; {change}")
+            raise ValueError(
+                f"the dataset {url} is incomplete: found {what} at {name}, expected {size} bytes; {change}"
+            )
 
 
 def commit(shard_set: ShardSet) -> ShardSet:
-    """Writes Petastorm's metadata, then the manifest: from now on the folder is a dataset."""
-    _check_files(shard_set, "it must lie on storage that the driver and all executors share")
+    """Writes Petastorm's metadata, and then the manifest, which commits the dataset."""
+    _check_files(shard_set, "use storage that the driver and all executors share")
     manifest = {
         "format": FORMAT,
         "version": VERSION,
@@ -128,14 +128,14 @@ def commit(shard_set: ShardSet) -> ShardSet:
         "changes": asdict(shard_set.changes),
         **({"rules": asdict(shard_set.rules)} if shard_set.rules else {}),
     }
-    manifest["crc32"] = crc32_of(json.loads(json.dumps(manifest)))  # as it is when it is read
+    manifest["crc32"] = crc32_of(json.loads(json.dumps(manifest)))  # the values after a JSON round trip
     common = storage.join(shard_set.url, petastorm_metadata.COMMON_METADATA)
     replaced = storage.read_bytes(common) if storage.exists(common) else None
     try:
         _write_petastorm_metadata(shard_set)
         storage.write_bytes(storage.join(shard_set.url, MANIFEST), json.dumps(manifest).encode())
     except OSError:
-        if replaced is not None:  # the dataset that this one was to replace is still there
+        if replaced is not None:  # the existing dataset was not replaced
             storage.write_bytes(common, replaced)
         raise
     return shard_set
@@ -149,16 +149,16 @@ def _write_petastorm_metadata(shard_set: ShardSet) -> None:
         petastorm_metadata.write_common_metadata(
             shard_set.url, arrow, unischema=unischema, row_groups_per_file=row_groups
         )
-    except ValueError as error:  # such as a name with a space, which is no hindrance here
+    except ValueError as error:  # for example, a column name with a space
         _log.warning("Petastorm's make_reader cannot open %s: %s", shard_set.url, error)
-        # That of the dataset which this one replaces would be wrong.
+        # Metadata of the replaced dataset would be wrong.
         storage.delete_file(storage.join(shard_set.url, petastorm_metadata.COMMON_METADATA))
 
 
 def shard_from_plain(plain: Mapping[str, Any]) -> Shard:
-    """A shard from the dict that `dataclasses.asdict` made of it, after a way through JSON.
+    """Restores a shard from `dataclasses.asdict` after a JSON round trip.
 
-    Raises ValueError for values that no shard has, LookupError for a missing key.
+    Raises ValueError for invalid values, LookupError for a missing key.
     """
     name, size, digest, groups = plain["name"], plain["bytes"], plain["sha256"], plain["row_groups"]
     footer = plain.get("footer_bytes", 0), plain.get("footer_crc32", 0)
@@ -180,7 +180,7 @@ def shard_from_plain(plain: Mapping[str, Any]) -> Shard:
 
 
 def _counts_from_plain(plain: Mapping[str, Any], what: str) -> dict[str, tuple[int, ...]]:
-    """Of a shard from before they were kept, none."""
+    """Returns counts by column; none for shards of earlier versions."""
     found = plain.get(what, {})
     for name, counts in found.items():
         if [type(n) is int and 0 <= n < 2**63 for n in counts] != [True] * len(plain["row_groups"]):

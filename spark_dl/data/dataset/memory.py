@@ -1,4 +1,4 @@
-"""What `loader.memory_mib` has room for: checked on the driver before any task starts, and by every loader."""
+"""Checks of `loader.memory_mib`, on the driver before any task starts, and in every loader."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _log = logging.getLogger("spark_dl")
 
 _MIB = 1 << 20
 _DECODING = 3
-"""Memory to read lists, vectors and bytes, over that of their values, beyond them: Arrow holds encoded pages, levels
-and values that grow. Measured with pyarrow 26: 45 MiB for lists of 11 MiB."""
+"""Additional memory to read lists, vectors and bytes, relative to their values: encoded pages, levels and growing
+buffers of Arrow. Measured with pyarrow 26: 45 MiB for lists of 11 MiB."""
 _SLICED_DECODING_BYTES = 24 << 20
-"""The same where they are decoded in slices, at most: of local files 5 MiB are held at a time, and Arrow's allocator
-(mimalloc) keeps several times that for each thread until it ends. Of remote files a column is read as a whole; that is
-no more than the values, which lie in the arena."""
+"""Maximum of it for decoding in slices: local files have 5 MiB in memory at a time, and Arrow's allocator (mimalloc)
+keeps several times that for each thread. Columns of remote files are read as a whole, which takes no more than the
+values in the arena."""
 
 
 def check_memory(
@@ -30,7 +30,8 @@ def check_memory(
 ) -> None:
     """Raises ValueError if a row group, or a rank's part of a global batch, does not fit into a loader's memory.
 
-    `num_ranks` read the dataset, and `num_datasets` share the memory. Called on the driver, and by every loader.
+    num_ranks: ranks that read the dataset. num_datasets: datasets that share the memory. Called on the driver, and by
+    every loader.
     """
     check_row_groups(shards, columns, config.loader.memory_mib, num_datasets)
     loader = config.loader
@@ -47,8 +48,9 @@ def check_memory(
 
 
 def _check_padded(shards: ShardSet, columns: Sequence[Column], config: Config, rows: int, num_datasets: int) -> None:
-    """Raises ValueError if a batch will not fit once it is padded, as far as that is known before it is read: a row
-    group has a row that is as long as its mean. # rows: of a rank's batch
+    """Raises ValueError if a padded batch will not fit. Before reading, only mean lengths per row group are known.
+
+    # rows: of a rank's batch
     """
     memory_mib, together = config.loader.memory_mib, rows // config.train.accumulation_steps
     for column in columns if shards.filtered is None else ():
@@ -82,7 +84,7 @@ def _longest_mean(shards: ShardSet, column: Column) -> tuple[int, tuple[int, int
 
 def check_row_groups(shards: ShardSet, columns: Sequence[Column], memory_mib: int, num_datasets: int = 1) -> None:
     """Raises ValueError if the largest row group of the dataset does not fit into a loader's memory."""
-    sizes = np.where(shards.group_rows > 0, shards.group_bytes(columns), -1)  # of those that are read
+    sizes = np.where(shards.group_rows > 0, shards.group_bytes(columns), -1)  # row groups that are read
     largest = int(sizes.argmax())
     (shard, group, rows), size = shards.shards.place_of(largest), int(sizes[largest])
     if size > share_mib(memory_mib, num_datasets) * _MIB:
@@ -95,12 +97,12 @@ def check_row_groups(shards: ShardSet, columns: Sequence[Column], memory_mib: in
 
 
 def share_mib(memory_mib: int, num_datasets: int) -> int:
-    """Of each of the datasets that are mixed."""
+    """Returns the memory of each dataset, in MiB."""
     return max(1, memory_mib // num_datasets)
 
 
 def memory_setting(memory_mib: int, num_datasets: int = 1) -> str:
-    """What sets the memory of a loader, for messages."""
+    """Returns the setting of a loader's memory, for messages."""
     share = f", of which each of {num_datasets} datasets has {share_mib(memory_mib, num_datasets)}"
     return f"loader.memory_mib={memory_mib}{share if num_datasets > 1 else ''}"
 
@@ -108,9 +110,9 @@ def memory_setting(memory_mib: int, num_datasets: int = 1) -> str:
 def warn_of_memory(
     shards: ShardSet, columns: Sequence[Column], loader: Loader, num_ranks: int, num_datasets: int = 1
 ) -> None:
-    """Logs it if the streams of a rank need more than `loader.memory_mib`, though each row group fits. On the driver.
+    """Logs a warning if the streams of a rank need more than `loader.memory_mib`. Called on the driver.
 
-    Each stream has at least one segment in memory: a row group, or all that the stream has of it.
+    Each stream has at least one segment in memory: a row group, or its part of one.
     """
     sizes = shards.group_bytes(columns)[shards.group_rows > 0]
     streams, segment = -(-loader.num_streams // num_ranks), min(int(sizes.max()), int(sizes.sum()) / loader.num_streams)
@@ -118,14 +120,14 @@ def warn_of_memory(
         _log.warning(
             "each rank reads %d streams with at least %.0f MiB of a row group in memory, %.0f MiB of %s, more than "
             "%s; lower loader.num_streams, use more ranks, write smaller row groups "
-            "(shards.rows_per_row_group), or raise loader.memory_mib to say that there is room",
+            "(shards.rows_per_row_group), or raise loader.memory_mib if the host has more memory",
             streams, segment / _MIB, streams * segment / _MIB, shards.url,
             memory_setting(loader.memory_mib, num_datasets),
         )  # fmt: skip
 
 
 def decoding_bytes(columns: Sequence[Column], size: int, *, is_filtered: bool) -> float:
-    """Memory to decode a row group, beyond that of its values. # size: theirs, in bytes"""
+    """Returns the additional memory to decode a row group, in bytes. # size: bytes of its values"""
     decoded = sum(c.value_bytes for c in columns if c.codec in ("list", "vector", "binary", "petastorm.ndarray"))
     at_once = _DECODING * size * decoded / max(1, sum(c.value_bytes for c in columns))
     return at_once if is_filtered else min(at_once, _SLICED_DECODING_BYTES)

@@ -1,4 +1,4 @@
-"""What a dataset is made of: the `ShardSet` that says what is where."""
+"""`ShardSet`, the description of a dataset."""
 
 from __future__ import annotations
 
@@ -19,48 +19,48 @@ from spark_dl.data.plan import Ints
 
 @dataclass(frozen=True)
 class LocalPlacement:
-    """How a dataset lies on the disks of the ranks, as one of them sees it: it can read its own part only."""
+    """The placement of a dataset on the local disks of ranks, for one rank, which can read its own part only."""
 
     part: int
-    """This rank's part: the number of its barrier task."""
+    """The part of this rank: the number of its barrier task."""
     part_shards: tuple[int, ...]
-    """Shards of each part, in the order of the dataset."""
+    """Number of shards of each part, in the order of the dataset."""
     filler: Mapping[str, Array]
-    """One row by column, each (*cell,), of ragged columns its values, (length, *inner), for places of batches that
-    count with weight 0 on a rank without rows."""
+    """One row by column, each (*cell,), or (length, *inner) for ragged columns. It pads the batches of ranks without
+    rows, with weight 0."""
 
 
 @dataclass(frozen=True)
 class ShardSet:
-    """A committed dataset: what its manifest says."""
+    """A committed dataset, as described by its manifest."""
 
     url: str
     columns: tuple[Column, ...]
     shards: ShardTable
-    """Made of any sequence of them."""
+    """The data files. The constructor accepts any sequence of `Shard`."""
     changes: Changes = field(default_factory=Changes)
-    """What was dropped and filled when it was written."""
+    """Numbers of dropped rows and filled cells, when it was written."""
     rules: Rules | None = None
-    """By which it was written, or, of others, is read; None in those of ours from before they were kept."""
+    """Cleaning rules of writing, or, for an external dataset, of reading; None for datasets of earlier versions."""
     external: bool = False
-    """Whether others wrote it: nulls, NaN and Inf are looked for when it is read."""
+    """Whether it was not written by spark_dl: nulls, NaN and Inf are then detected when it is read."""
     placement: LocalPlacement | None = None
-    """None where all shards lie at `url`."""
+    """None if all shards are at `url`."""
     run_starts: Array | None = field(default=None, compare=False)
-    """For sequences (`data/sequences.py`), once they were looked for: the first row of each run. # (runs,) int64"""
+    """For sequences (`data/read/sequences.py`): the first row of each run of consecutive rows. # (runs,) int64"""
     filtered: Filtered | None = None
-    """None where all rows are read."""
+    """The rows that pass `data.filters`; None if all rows are read."""
     digest: Mapping[str, Any] | None = field(default=None, compare=False)
-    """What `same_rows.fingerprint` made of it, where that of which it was made has not come along, as on the ranks."""
+    """Digest of its rows (`data/load/resume_check.py`), on ranks, which do not have all data to compute it."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shards", ShardTable.of(self.shards))
 
     @property
     def is_checked(self) -> bool:
-        """Whether NaN and Inf were looked for when it was written, as `data.nonfinite` says.
+        """Whether NaN and Inf were detected when it was written, according to `data.nonfinite`.
 
-        What lies on the ranks' own disks was written by the very run that reads it.
+        True with local storage, as the same run has written the rows.
         """
         was_checked = self.rules is not None and self.rules.nonfinite != "allow"
         return self.placement is not None or (was_checked and not self.external)
@@ -75,13 +75,13 @@ class ShardSet:
 
     @property
     def group_rows(self) -> Ints:
-        """Rows of each row group that are read. # (row groups,)"""
+        """Number of rows to read of each row group. # (row groups,)"""
         return self.filtered.group_rows if self.filtered else self.shards.group_rows
 
     def group_bytes(self, columns: Sequence[Column]) -> Ints:
-        """Bytes in memory to read some columns of each row group, which is read as a whole. # (row groups,)
+        """Returns the bytes in memory to read columns of each row group. # (row groups,)
 
-        They are those that are decoded (`decoded_bytes`), and of encoded cells (images, say) also what is read of them.
+        This is `decoded_bytes`, and for encoded cells, such as images, also their encoded size.
         """
         rows, stored = self.shards.group_rows, np.zeros(len(self.shards.group_rows))
         for column in (c for c in columns if c.is_encoded):
@@ -89,9 +89,9 @@ class ShardSet:
         return self.decoded_bytes(columns) + np.ceil(stored).astype(np.int64)
 
     def decoded_bytes(self, columns: Sequence[Column]) -> Ints:
-        """Bytes in memory of some columns of each row group, decoded. # (row groups,)
+        """Returns the bytes in memory of decoded columns of each row group. # (row groups,)
 
-        Of ragged columns what is known of each row group counts; else the mean of all rows.
+        For ragged columns with the counts of each row group, if they are known, or with the mean of all rows.
         """
         rows = self.shards.group_rows
         decoded: Ints = rows * sum(c.value_bytes for c in columns if not c.is_ragged)
@@ -101,14 +101,14 @@ class ShardSet:
 
     @property
     def part_groups(self) -> tuple[int, ...]:
-        """Row groups of each part; none where the dataset lies in one place."""
+        """Number of row groups of each part; empty without parts."""
         if self.placement is None:
             return ()
         ends = np.cumsum([0, *self.placement.part_shards])
         return tuple(np.diff(self.shards.first_groups[ends]).tolist())
 
     def select(self, names: Sequence[str]) -> tuple[Column, ...]:
-        """The columns of these names. Raises ValueError for one that is missing, naming the nearest."""
+        """Returns the columns of these names. Raises ValueError, with the closest name, for a missing column."""
         by_name = {c.name: c for c in self.columns}
         for name in names:
             if name not in by_name:

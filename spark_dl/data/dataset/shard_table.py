@@ -1,7 +1,7 @@
-"""The shards of a dataset as columns, so that a dataset of a hundred thousand files is some arrays, not objects.
+"""The shards of a dataset as columns, so that a dataset of 100,000 files is a few arrays and not as many objects.
 
-The driver reads the manifest once, and checks it. To the ranks go these columns, of which little is left once they are
-compressed; no rank parses a manifest. A `Shard` is made of them where one is asked for, such as a file that is opened.
+The driver reads and checks the manifest once, and sends these columns, compressed, to the ranks. A `Shard` is built on
+access, for example to open a file.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ class Shard:
     """Rows of each row group."""
     bytes: int
     sha256: str = ""
-    """Of the whole file; empty in datasets of others."""
+    """Checksum of the whole file; empty for external datasets."""
     footer_bytes: int = 0
-    """Of the end of the file, from Parquet's footer on; 0 where it is not known."""
+    """Size of the end of the file, from the Parquet footer; 0 if unknown."""
     footer_crc32: int = 0
     partition: tuple[tuple[str, str], ...] = ()
-    """Column names and values from the names of its folders (hive), in datasets of others."""
+    """Column names and values of its Hive partition, for external datasets."""
     elements: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Of each ragged column the elements in each row group, over all axes; empty where they are not known."""
+    """Number of elements in each row group, over all axes, by ragged column; empty if unknown."""
     stored: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Of each column of encoded cells (images, say) their bytes in each row group; empty where they are not known."""
+    """Bytes of encoded cells, such as images, in each row group, by column; empty if unknown."""
 
     @property
     def rows(self) -> int:
@@ -58,22 +58,22 @@ NOT_KNOWN = -1
 
 @dataclass(frozen=True, eq=False)
 class ShardTable(Sequence[Shard]):
-    """The shards of a dataset, in its order."""
+    """The shards of a dataset, in order."""
 
     files: pa.RecordBatch
-    """What is known of each file, but for its row groups. # (shards,)"""
+    """The fields of each file, except those of its row groups. # (shards,)"""
     first_groups: Ints
-    """The first row group of each shard, and at the end their number. # (shards + 1,)"""
+    """The first row group of each shard, and the total number of row groups. # (shards + 1,)"""
     group_rows: Ints
     """Stored rows of each row group of the dataset. # (row groups,)"""
     elements: Mapping[str, Ints]
-    """`Shard.elements` by column, -1 where they are not known. # each (row groups,)"""
+    """`Shard.elements` by column; -1 if unknown. # each (row groups,)"""
     stored: Mapping[str, Ints]
-    """`Shard.stored` by column, -1 where they are not known. # each (row groups,)"""
+    """`Shard.stored` by column; -1 if unknown. # each (row groups,)"""
 
     @classmethod
     def of(cls, shards: Iterable[Shard]) -> ShardTable:
-        """The table of some shards; one that is a table stays as it is."""
+        """Returns the table of shards; a table is returned unchanged."""
         if isinstance(shards, ShardTable):
             return shards
         shards = [*shards]
@@ -120,17 +120,17 @@ class ShardTable(Sequence[Shard]):
         return isinstance(other, Sequence) and tuple(self) == tuple(other)
 
     def column(self, name: str) -> list[Any]:
-        """One of the fields of all files."""
+        """Returns a field of all files."""
         found: list[Any] = self.files.column(name).to_pylist()
         return found
 
     def place_of(self, group: int) -> tuple[int, int, int]:
-        """(Shard, row group of the shard, stored rows) of a row group of the dataset."""
+        """Returns (shard, row group in the shard, stored rows) of a row group of the dataset."""
         shard = int(np.searchsorted(self.first_groups, group, side="right")) - 1
         return shard, group - int(self.first_groups[shard]), int(self.group_rows[group])
 
     def without(self, *, checksums: bool, counts_but_of: Sequence[str]) -> ShardTable:
-        """What a rank needs that reads some columns: the counts of these alone, and `checksums` of files or not."""
+        """Returns the table with the counts of some columns only, and without checksums of files if not `checksums`."""
         files = self.files
         if not checksums:
             columns = [*files.columns[:2], pa.array([""] * len(files), pa.string()), *files.columns[3:]]
@@ -142,7 +142,7 @@ class ShardTable(Sequence[Shard]):
 
 
 def _counted(shards: Sequence[Shard], counts_of: Callable[[Shard], Mapping[str, Sequence[int]]]) -> dict[str, Ints]:
-    """Counts of the row groups of all shards, by column."""
+    """Returns the counts of the row groups of all shards, by column."""
     found = {}
     for name in dict.fromkeys(name for s in shards for name in counts_of(s)):
         counts = (counts_of(s).get(name) or (NOT_KNOWN,) * len(s.row_groups) for s in shards)
@@ -151,6 +151,6 @@ def _counted(shards: Sequence[Shard], counts_of: Callable[[Shard], Mapping[str, 
 
 
 def known_or_mean(known: Ints | None, bytes_of: Callable[..., Any], rows: Ints) -> Any:
-    """The bytes of row groups, by their counts where they are known. # known, rows: (row groups,)"""
+    """Returns the bytes of row groups, by their counts if they are known. # known, rows: (row groups,)"""
     mean = bytes_of(rows)
     return mean if known is None else np.where(known == NOT_KNOWN, mean, bytes_of(rows, known))

@@ -153,7 +153,7 @@ def _check_listed(url: str, files: Sequence[File], listed: Mapping[str, int]) ->
             there = f"{found[name]} row groups" if name in found else "nothing"
             expected = f"{listed[name]} row groups" if name in listed else "no such file"
             raise ValueError(
-                f"the dataset {url} is not whole: found {there} at {name!r:.200}, expected {expected}, as its "
+                f"the dataset {url} is incomplete: found {there} at {name!r:.200}, expected {expected}, as its "
                 f"{petastorm_metadata.COMMON_METADATA} says; bring the files back as they were, or write Petastorm's "
                 "metadata again (petastorm-generate-metadata.py)"
             )

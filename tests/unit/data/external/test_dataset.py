@@ -423,7 +423,7 @@ def write_petastorm_list(folder, row_groups):
 def test_files_other_than_petastorm_lists_are_an_error_that_names_them(petastorm, damage, match):
     assert open_parquet(str(petastorm), ["id"]).rows == 50
     damage(petastorm)
-    with pytest.raises(ValueError, match=rf"the dataset {petastorm} is not whole: {match}"):
+    with pytest.raises(ValueError, match=rf"the dataset {petastorm} is incomplete: {match}"):
         open_parquet(str(petastorm), ["id"])
     part = petastorm / "year=2024"
     assert open_parquet(str(part), ["id"]).rows == open_parquet(str(part / "a.parquet"), ["id"]).rows == 20

@@ -248,9 +248,7 @@ def _must_not_run(batches):
 def test_what_the_driver_does_not_see_is_not_committed(spark, tmp_path):
     """As where executors write to disks of their own under the same path."""
     df = spark.range(0, 100, 1, 2).mapInArrow(partial(_without_shards, str(tmp_path / "d")), "id long")
-    with pytest.raises(
-        ValueError, match=r"is incomplete: found nothing at part-.*; use storage that the driver"
-    ):
+    with pytest.raises(ValueError, match=r"is incomplete: found nothing at part-.*; use storage that the driver"):
         write_shards(df, str(tmp_path / "d"), shards=SMALL, columns=["id"])
     assert os.listdir(tmp_path / "d") == []
 

@@ -108,7 +108,7 @@ def test_a_damaged_entry_is_found_and_fetched_again(s3, cache, damage, caplog):
     with open(path, "wb") as file:
         file.write({"flip": flipped, "cut": content[:-1], "grow": content + b"x"}[damage])
     assert read(url, cache, **known) == content
-    assert "is damaged and is fetched again" in caplog.text
+    assert "is damaged and will be downloaded again" in caplog.text
     assert read(url, cache, **known) == content
 
 
@@ -118,7 +118,7 @@ def test_a_truncated_or_changed_remote_file_is_an_error_and_leaves_nothing(s3, c
     for other in (content[:-1], bytes(MIB)):
         storage.write_bytes(url, other)
         if known == "sha256":
-            with pytest.raises(OSError, match="changed.* is damaged: .* bytes, where 1048576 are expected"):
+            with pytest.raises(OSError, match="changed.* is damaged: found .* expected 1048576 bytes"):
                 read(url, cache, **about)
             assert entries(cache) == []
         else:  # the files of others have no checksum: their new version is another entry

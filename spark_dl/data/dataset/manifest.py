@@ -75,7 +75,7 @@ def read_shards(url: str | os.PathLike[str]) -> ShardSet:
         rules = Rules.from_plain(manifest["rules"]) if "rules" in manifest else None
         shard_set = ShardSet(url, columns, ShardTable.of(shards), Changes(**manifest.get("changes", {})), rules)
     except (LookupError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"{path} is not a valid manifest: {error!r}") from error
+        raise ValueError(f"{path} is not a manifest: {error!r}") from error
     _check_files(shard_set, "write it again, or restore the file")
     return shard_set
 

@@ -1,11 +1,11 @@
 """A cache of remote shards on the local disk, shared by the ranks of a host and by later runs.
 
-Whole files are kept, not row groups: a file is what the manifest has a checksum of, and a rank reads most of the files
-that its streams open. An entry is written under a temporary name, checked, and renamed; to drop it is to unlink it,
-which takes nothing from a reader that has it open. Processes need no server to agree: they use flock, which the kernel
-lets go when its holder dies, so that what a killed process left is told from a download that goes on.
+Entries are whole files, because the manifest has checksums of files, and a rank reads most of the files that its
+streams open. An entry is written under a temporary name, checked, and renamed. It is evicted by unlinking, which does
+not affect readers that have it open. Processes coordinate with flock. The kernel releases the lock of a killed process, so its
+incomplete download can be distinguished from a running one.
 
-The folder belongs to one user (mode 0700, files 0600). Entries are named by a hash, never by what a manifest says.
+The folder belongs to one user (mode 0700, files 0600). Entries are named by a hash, never by a name in a manifest.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ _FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
 
 @dataclass(frozen=True)
 class DiskCache:
-    """A folder of cached files and the bytes that they may take up together."""
+    """A folder of cached files, and the maximum of their total size."""
 
     folder: str
     limit_bytes: int
 
 
 def build_cache(shards: Shards) -> DiskCache | None:
-    """The cache that the settings ask for, if any."""
+    """Returns the cache of the settings, or None."""
     return DiskCache(shards.cache_dir, shards.cache_mib << 20) if shards.cache_dir and shards.cache_mib else None
 
 
 def open_input(url: str, *, cache: DiskCache | None = None, sha256: str = "", size: int = 0) -> Any:
-    """A file to read at random, as pyarrow's NativeFile: from the cache where it is remote and fits. On workers.
+    """Opens a file for random access, as pyarrow's NativeFile. Called on workers. Remote files are cached if they fit.
 
-    sha256, size: of the file, in bytes, as the manifest has them; without a checksum the file's own size and time of
-    change, as the storage has them now, tell one version from another.
-    Raises OSError if the file is not there, not as long as it should be or has another checksum; ValueError for a
-    folder that is not this user's alone.
+    sha256, size: checksum and size in bytes, from the manifest. Without a checksum, versions of the file are
+        distinguished by its current size and modification time.
+    Raises OSError if the file does not exist or has another size or checksum; ValueError for a cache folder that other
+    users have access to.
     """
     if cache is None or storage.is_local(url):
         return storage.open_input(url)
@@ -72,7 +72,7 @@ def open_input(url: str, *, cache: DiskCache | None = None, sha256: str = "", si
     entry = _open_entry(path, sha256, size)
     if entry is None:
         with _locked(os.path.join(cache.folder, f"lock-{int(name, 16) % _LOCK_FILES:02d}")) as is_mine:
-            # Another process may have fetched it while this one waited.
+            # Another process may have downloaded it in the meantime.
             entry = _open_entry(path, sha256, size)
             if entry is None and is_mine:
                 entry = _fetch(url, cache, path, sha256, size)
@@ -84,22 +84,22 @@ def _check_folder(folder: str) -> None:
     found = os.lstat(folder)
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise ValueError(
-            f"shards.cache_dir {folder}: expected a folder of this user alone (mode 0700) that is no link, found owner "
-            f"{found.st_uid} and mode {stat.filemode(found.st_mode)}; name a new folder"
+            f"shards.cache_dir {folder}: expected a folder of this user with mode 0700 that is not a link, found owner "
+            f"{found.st_uid} and mode {stat.filemode(found.st_mode)}; use a new folder"
         )
 
 
 def _make_folder(path: str, mode: int) -> None:
-    """Makes a folder, and its parents so that no other user may write there, whatever the umask."""
+    """Creates a folder and its parents, which no other user can write to, whatever the umask."""
     path = os.path.abspath(path)
     if not os.path.isdir(path):
         _make_folder(os.path.dirname(path), 0o755)
-        with contextlib.suppress(FileExistsError):  # another process was faster, or it is no folder, which is checked
+        with contextlib.suppress(FileExistsError):  # created by another process, or not a folder, which is checked
             os.mkdir(path, mode)
 
 
 def _open_entry(path: str, sha256: str, size: int) -> Any:
-    """An entry of the cache, or None; a damaged one is dropped."""
+    """Opens an entry of the cache. Returns None if it does not exist. Deletes a damaged entry."""
     try:
         descriptor = os.open(path, os.O_RDONLY | _FLAGS)
     except FileNotFoundError:
@@ -109,12 +109,12 @@ def _open_entry(path: str, sha256: str, size: int) -> Any:
         is_whole = stat.S_ISREG(found.st_mode) and found.st_size == size
         if is_whole and (not sha256 or _digest(path, found.st_ino, found.st_mtime_ns) == sha256):
             os.utime(descriptor, ns=(time.time_ns(), found.st_mtime_ns))
-            # The same file, whatever has become of its name.
+            # The open file, even if it was renamed or unlinked.
             return pa.OSFile(f"/dev/fd/{descriptor}")
-        _log.warning("the cached file %s is damaged and is fetched again", path)
+        _log.warning("the cached file %s is damaged and will be downloaded again", path)
         os.unlink(path)
         return None
-    except FileNotFoundError:  # dropped meanwhile
+    except FileNotFoundError:  # deleted by another process
         return None
     finally:
         os.close(descriptor)
@@ -122,7 +122,7 @@ def _open_entry(path: str, sha256: str, size: int) -> Any:
 
 @lru_cache(maxsize=4096)
 def _digest(path: str, inode: int, mtime_ns: int) -> str:
-    """The checksum of an entry, which a process computes once; the inode and time tell it from a later one."""
+    """Returns the checksum of an entry. Cached by inode and time, so that a process computes it once."""
     found = hashlib.sha256()
     with open(os.open(path, os.O_RDONLY | _FLAGS), "rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
@@ -132,7 +132,7 @@ def _digest(path: str, inode: int, mtime_ns: int) -> str:
 
 @contextlib.contextmanager
 def _locked(path: str) -> Iterator[bool]:
-    """Holds a lock among the processes of the host; gives False if another one has not let it go in time."""
+    """Holds a lock among the processes of the host. Yields False if it was not acquired in time."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | _FLAGS, 0o600)
     try:
         end = time.monotonic() + _LOCK_WAIT_S
@@ -152,7 +152,7 @@ def _try_lock(descriptor: int) -> bool:
 
 
 def _fetch(url: str, cache: DiskCache, path: str, sha256: str, size: int) -> Any:
-    """Downloads a file into the cache and opens it; None if there is no room, as other downloads take it up."""
+    """Downloads a file to the cache and opens it. Returns None if other downloads have taken the space."""
     temporary = f"{path}.tmp-{uuid.uuid4().hex[:8]}"
     try:
         descriptor = _reserve(cache, temporary, size)
@@ -160,7 +160,7 @@ def _fetch(url: str, cache: DiskCache, path: str, sha256: str, size: int) -> Any
             return None
         with open(descriptor, "wb") as file:
             _download(url, file, sha256, size)
-            # Not while another process counts what there is: it could miss the file by both names.
+            # Locked, because a concurrent scan could miss the file under both names.
             with _locked(os.path.join(cache.folder, "lock-space")):
                 os.rename(temporary, path)
     finally:
@@ -170,33 +170,33 @@ def _fetch(url: str, cache: DiskCache, path: str, sha256: str, size: int) -> Any
 
 
 def _reserve(cache: DiskCache, temporary: str, size: int) -> int | None:
-    """Makes room, dropping what was not used for longest, and an empty file of `size` bytes, locked and open to write.
+    """Evicts least recently used entries, and creates a file of `size` bytes. Returns its locked descriptor.
 
-    None where other downloads have taken the room.
+    Returns None if other downloads have taken the space.
     """
     with _locked(os.path.join(cache.folder, "lock-space")) as is_mine:
         entries, total = _scan(cache.folder, temporary) if is_mine else ([], cache.limit_bytes)
         for _, entry_bytes, path in sorted(entries):
             if total + size <= cache.limit_bytes:
                 break
-            with contextlib.suppress(FileNotFoundError):  # a reader that found it damaged was faster
+            with contextlib.suppress(FileNotFoundError):  # a reader deleted it as damaged
                 os.unlink(path)
             total -= entry_bytes
         if total + size > cache.limit_bytes:
             return None
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600)
-        is_marked = _try_lock(descriptor)  # until the file is closed: it says that the download is going on
+        is_marked = _try_lock(descriptor)  # held until the file is closed: the download is running
         assert is_marked
         os.ftruncate(descriptor, size)
         return descriptor
 
 
 def _scan(folder: str, temporary: str) -> tuple[list[tuple[int, int, str]], int]:
-    """(Time of the last use, bytes, path) of the entries, and the bytes of these and of downloads that are going on.
+    """Returns (time of the last use, bytes, path) of all entries, and the total size including running downloads.
 
-    Removes what killed downloads have left. Called by the holder of the lock, so no file is just being made, and before
-    a download to `temporary`, so no other one of the same file goes on: a killed process lets its lock on that go, and
-    a moment later those on what it wrote.
+    Deletes files of killed downloads. The caller holds the lock of the folder, so no file is being created, and the
+    lock of the file of `temporary`, so no other download of this file is running. (A killed process releases that
+    lock, and shortly after it the locks of files that it wrote.)
     """
     own = f"{os.path.basename(temporary).partition('.tmp-')[0]}.tmp-"
     entries, total = [], 0
@@ -210,7 +210,7 @@ def _scan(folder: str, temporary: str) -> tuple[list[tuple[int, int, str]], int]
             elif found.name.startswith(own) or _is_abandoned(found.path):
                 os.unlink(found.path)
                 continue
-        except FileNotFoundError:  # renamed, or dropped as damaged, meanwhile
+        except FileNotFoundError:  # renamed or deleted by another process
             continue
         total += status.st_size
     return entries, total
@@ -233,7 +233,7 @@ def _download(url: str, file: IO[bytes], sha256: str, size: int) -> None:
             if done <= size:
                 _write(file, chunk)
     if done != size or (sha256 and found.hexdigest() != sha256):
-        raise OSError(f"{url} is damaged: {done} bytes, where {size} are expected, or another SHA-256 than it had")
+        raise OSError(f"{url} is damaged: found {done} bytes or another SHA-256, expected {size} bytes")
 
 
 def _write(file: IO[bytes], chunk: bytes) -> None:

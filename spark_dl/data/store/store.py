@@ -1,12 +1,12 @@
-"""A store of shards by content: what one run has written is found by every other run that would write the same.
+"""A store of shards by content, so that runs reuse shards that another run has written.
 
-    <store>/<key>/<name>/                     a dataset, there once its manifest is, as everywhere
-    <store>/<key>/leases/<name>.<id>.json     who uses it: host, pid, run, and until when
+    <store>/<key>/<name>/                     a dataset, committed by its manifest
+    <store>/<key>/leases/<name>.<id>.json     a user of the dataset: host, pid, run, expiry
 
-There is no rename and no exclusive write on object stores, so nothing here needs them. Two writers of a key write a
-dataset each, and the one whose manifest is older wins: the other finds it, uses it, and removes its own. A reader
-writes its lease first and looks for the manifest again; who removes a dataset deletes its manifest first and looks for
-leases again. So whatever the order, no dataset goes while someone reads it.
+Object stores have no rename and not all have exclusive writes, so the store does not need them. Two writers of a key
+both write a dataset, and the one with the older manifest wins: the other writer uses it and removes its own. A reader
+writes its lease, and then checks the manifest again. A cleaner deletes the manifest, and then checks for leases again.
+Therefore a dataset is not deleted while it is read, whatever the order of these steps.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ if TYPE_CHECKING:
 _log = logging.getLogger("spark_dl")
 
 LEASE_S = 600.0
-"""How long a lease holds without being renewed, in seconds: well above the differences between the clocks of hosts."""
+"""Lifetime of a lease without renewal, in seconds: well above clock differences between hosts."""
 HALF_WRITTEN_S = 86400.0
-"""Age from which a dataset without a manifest and without a lease is taken for the rest of a killed writer."""
+"""Age in seconds after which a dataset without manifest and lease is considered abandoned by a killed writer."""
 
 
 class NoLeaseError(ValueError):
-    """This user may not write a lease; the text says what to change."""
+    """This user cannot write a lease. The message says what to change."""
 
 
 class Lease:
-    """Keeps a dataset of the store from being removed, until it is released. A thread renews it; on the driver.
+    """Protects a dataset of the store from deletion until `release`. A thread renews it. Used on the driver.
 
-    Raises NoLeaseError where it cannot be written.
+    Raises NoLeaseError if it cannot be written.
     """
 
     def __init__(self, folder: str, name: str, run: str):
@@ -63,23 +63,23 @@ class Lease:
         except OSError as error:
             raise NoLeaseError(
                 f"shards.store: cannot write the lease {self._url}, without which the shards could be deleted while "
-                f"they are read: {error}; a store that several users share needs a group-writable folder, with setgid "
-                "so that what is made in it is of the same group (chmod g+rwxs), and umask 002 for its users"
+                f"they are read: {error}; a store of several users needs a group-writable folder with setgid, so "
+                "that new files have the same group (chmod g+rwxs), and umask 002 for its users"
             ) from error
         self._thread = threading.Thread(target=self._renew, name="spark_dl lease", daemon=True)
         self._thread.start()
 
     def release(self) -> None:
-        """Lets the dataset go. The file stays until the store is cleaned: it tells when the dataset was last used."""
+        """Releases the dataset. The file stays until the store is cleaned, as the time of the last use."""
         self._stop.set()
         self._thread.join()
         try:
             self._write(0.0)
-        except OSError as error:  # it expires by itself, and must not hide why the run ended
+        except OSError as error:  # the lease expires, and this must not hide an error of the run
             _log.warning("the lease %s cannot be released: %s", self._url, error)
 
     def drop(self) -> None:
-        """Releases without a trace."""
+        """Releases the dataset and deletes the file."""
         self._stop.set()
         self._thread.join()
         storage.delete_file(self._url)
@@ -88,7 +88,7 @@ class Lease:
         while not self._stop.wait(LEASE_S / 5):
             try:
                 self._write(LEASE_S)
-            except OSError as error:  # tried again in time; a store that stays away is an error of its readers too
+            except OSError as error:  # retried; readers also fail if the store is unavailable
                 _log.warning("the lease %s cannot be renewed: %s", self._url, error)
 
     def _write(self, seconds: float) -> None:
@@ -108,16 +108,17 @@ def store_shards(
     reference_columns: Sequence[Column] = (),
     before_commit: Callable[[], None] | None = None,
 ) -> tuple[ShardSet, Lease | None]:
-    """The shards of a DataFrame in the store `shards.store`: those that another run has written, else written now.
+    """Returns the shards of a DataFrame in the store `shards.store`, and writes them if no run has written them before.
 
-    Called on the driver. With `key` the user names the rows, in place of what their plan tells, as where it is not
-    deterministic, and over Spark Connect, where it cannot be seen: a DataFrame with the same name, schema and settings
-    is found again, so a name must change whenever the rows do.
+    Called on the driver. Without a store, without a key, or without permission to write a lease, the shards are written
+    at `url`, and the log says why. The lease protects the shards until it is released.
 
-    Where there is no store, the DataFrame has no key, or this user may not write a lease to the store, they are written
-    at `url`; the log says why. The lease keeps them until it is released; `run` says whose it is. `like` is as for
-    `write_shards`, and so is `before_commit`, for shards at `url`. Raises as `write_shards` does, ValueError if they
-    cannot be stored and there is no `url`, RuntimeError if the source files change meanwhile.
+    key: a name for the rows, if the plan of the DataFrame gives no key: a plan that is not deterministic, or Spark
+        Connect. DataFrames with the same name, schema and settings have the same shards, so the name must change
+        whenever the rows change.
+    run: owner of the lease, for people. reference_columns, before_commit: as for `write_shards`.
+    Raises as `write_shards` does; ValueError if shards cannot be stored and there is no `url`; RuntimeError if the
+    source files change while they are read.
     """
     layout, columns = shards or Shards(), columns or data.columns
     reason = "shards.store is not set"
@@ -131,7 +132,7 @@ def store_shards(
                 )
                 if key is None and store_key(df, data, layout, columns, reference_columns) != found:
                     raise RuntimeError(
-                        "the source files of the DataFrame changed while its shards were written, which may hold rows "
+                        "the source files of the DataFrame changed while its shards were written, which may have rows "
                         "of both versions; run again"
                     )
                 return written
@@ -159,7 +160,7 @@ def store_shards(
 
 
 def find_or_write(store: str, key: str, write: Callable[[str], ShardSet], *, run: str) -> tuple[ShardSet, Lease]:
-    """The dataset of a key, found in the store or written by `write(url)`, and a lease on it. Called on the driver."""
+    """Returns the dataset of a key, from the store or from `write(url)`, and a lease. Called on the driver."""
     folder = storage.join(storage.absolute(store), key)
     if found := _open(folder, run):
         return found
@@ -169,7 +170,7 @@ def find_or_write(store: str, key: str, write: Callable[[str], ShardSet], *, run
         shards = write(url)
         first = _committed(folder)[0][1]
         if first != own.name and (found := _open(folder, run)):
-            _log.info("another run has written the same shards meanwhile; these are used")
+            _log.info("another run has written the same shards at the same time; using them")
             own.drop()
             _remove(folder, own.name)
             return found
@@ -181,9 +182,9 @@ def find_or_write(store: str, key: str, write: Callable[[str], ShardSet], *, run
 
 
 def reopen(url: str, *, run: str) -> tuple[ShardSet, Lease]:
-    """A dataset of the store by its URL, as a resumed run needs it, and a lease on it.
+    """Opens a dataset of the store by its URL for a resumed run, and takes a lease.
 
-    Raises ValueError if it has been cleaned away.
+    Raises ValueError if it was deleted.
     """
     lease = Lease(storage.dirname(url), storage.name(url), run)
     try:
@@ -192,12 +193,12 @@ def reopen(url: str, *, run: str) -> tuple[ShardSet, Lease]:
         lease.drop()
         raise ValueError(
             f"the shards that this run was trained on are no longer in the store (shards.store_ttl_days): {error}; "
-            "start anew with overwrite, or in another run_dir"
+            "start again with overwrite, or in another run_dir"
         ) from error
 
 
 def _open(folder: str, run: str) -> tuple[ShardSet, Lease] | None:
-    """The oldest dataset of a key, with a lease, if there is one."""
+    """Returns the oldest dataset of a key with a lease, or None."""
     for mtime_s, name in _committed(folder):
         lease = Lease(folder, name, run)
         url = storage.join(folder, name)
@@ -213,7 +214,7 @@ def _open(folder: str, run: str) -> tuple[ShardSet, Lease] | None:
 
 
 def _committed(folder: str) -> list[tuple[float, str]]:
-    """(Time of the manifest, name) of the datasets of a key, oldest first."""
+    """Returns (time of the manifest, name) of the datasets of a key, oldest first."""
     found = []
     for name in _names(folder):
         manifest = storage.info(storage.join(folder, name, MANIFEST))
@@ -240,7 +241,7 @@ class _LeaseFile:
 
 
 def _leases(folder: str, name: str) -> list[_LeaseFile]:
-    """The lease files of a dataset, the last to expire last. One that cannot be read holds for a day."""
+    """Returns the lease files of a dataset by expiry. Files that cannot be parsed expire after a day."""
     found = []
     inner = storage.join(folder, "leases")
     for file in storage.list_infos(inner):
@@ -258,10 +259,10 @@ def _leases(folder: str, name: str) -> list[_LeaseFile]:
 
 
 def _remove(folder: str, name: str) -> bool:
-    """Removes a dataset, unless someone holds it; then only its manifest, so that nobody else finds it."""
+    """Deletes a dataset without leases. With leases deletes only its manifest, so that no other run uses it."""
     url = storage.join(folder, name)
     if storage.is_link(url):
-        raise OSError(f"{url} is a symbolic link, through which nothing is deleted")
+        raise OSError(f"{url} is a symbolic link, which is not followed")
     storage.delete_file(storage.join(url, MANIFEST))
     leases = _leases(folder, name)
     if leases and leases[-1].expires > time.time():
@@ -273,21 +274,22 @@ def _remove(folder: str, name: str) -> bool:
 
 
 def clean_store(store: str, *, ttl_days: float) -> dict[str, int]:
-    """Deletes what nobody holds and has not used for `ttl_days`, and what killed writers left. Called on the driver.
+    """Deletes datasets without leases that were not used for `ttl_days`, and files of killed writers.
 
-    Returns the number of datasets `deleted`, `kept`, and `denied`, which expired but this user may not delete (the log
-    names them), and the `bytes` that were deleted. Raises ValueError for a store that does not exist.
+    Called on the driver. Returns the numbers of datasets `deleted`, `kept` and `denied`, and the `bytes` deleted.
+    `denied` datasets have expired, but this user has no permission to delete them; they are logged.
+    Raises ValueError for a store that does not exist.
     """
     store, now = storage.absolute(store), time.time()
     if not storage.exists(store):
-        raise ValueError(f"shards.store: found nothing to clean at {store}, expected a store")
+        raise ValueError(f"shards.store: found nothing at {store}, expected a store")
     result = {"deleted": 0, "kept": 0, "denied": 0, "bytes": 0}
     for key in storage.list_names(store):
         if not re.fullmatch(r"[0-9a-f]{64}", key):
             continue
         folder = storage.join(store, key)
         if storage.is_link(folder):
-            _log.warning("%s is a symbolic link, through which nothing is deleted", folder)
+            _log.warning("%s is a symbolic link, which is not followed", folder)
             result["denied"] += len(_names(folder))
             continue
         for name in _names(folder):
@@ -299,17 +301,17 @@ def clean_store(store: str, *, ttl_days: float) -> dict[str, int]:
                 else:
                     result["kept"] += 1
             except OSError as error:
-                _log.warning("%s may not be deleted by this user: %s", storage.join(folder, name), error)
+                _log.warning("this user cannot delete %s: %s", storage.join(folder, name), error)
                 result["denied"] += 1
         try:
             _delete_stray_leases(folder, now)
         except OSError as error:
-            _log.warning("old leases in %s may not be deleted by this user: %s", folder, error)
+            _log.warning("this user cannot delete old leases in %s: %s", folder, error)
     return result
 
 
 def _delete_stray_leases(folder: str, now: float) -> None:
-    """Those of datasets that are gone, such as a lease that was released while its dataset was cleaned."""
+    """Deletes leases of deleted datasets, for example released during the deletion."""
     names, inner = _names(folder), storage.join(folder, "leases")
     for file in storage.list_infos(inner):
         if file.base_name.split(".")[0] not in names and now - (file.mtime_ns or 0) / 1e9 > HALF_WRITTEN_S:
@@ -320,7 +322,7 @@ def _is_expired(folder: str, name: str, now: float, ttl_s: float) -> bool:
     leases = _leases(folder, name)
     if leases and leases[-1].expires > now:
         return False
-    for lease in leases[:-1]:  # the last one tells when the dataset was last used
+    for lease in leases[:-1]:  # the last one has the time of the last use
         storage.delete_file(lease.url)
     files = storage.list_infos(storage.join(folder, name))
     is_whole = any(file.base_name == MANIFEST for file in files)

@@ -97,7 +97,7 @@ def test_a_manifest_that_is_not_one_is_one_error(tmp_path, edit):
 def test_a_value_that_a_manifest_cannot_have_is_named_with_its_path(tmp_path, place, key, value):
     dataset(tmp_path / "d")
     change(tmp_path / "d", lambda m: m[place][0].update({key: value}))
-    with pytest.raises(ValueError, match=r"/d/_manifest.json is not a valid manifest: ") as caught:
+    with pytest.raises(ValueError, match=r"/d/_manifest.json is not a manifest: ") as caught:
         read_shards(str(tmp_path / "d"))
     assert f"found the invalid {key} {value!r:.40}" in str(caught.value)
 
@@ -116,7 +116,7 @@ def test_a_value_that_a_manifest_cannot_have_is_named_with_its_path(tmp_path, pl
 def test_what_a_manifest_cannot_say_is_one_error_that_names_it(tmp_path, edit, match):
     dataset(tmp_path / "d")
     change(tmp_path / "d", edit)
-    with pytest.raises(ValueError, match=rf"/d/_manifest.json is not a valid manifest: .*{match}"):
+    with pytest.raises(ValueError, match=rf"/d/_manifest.json is not a manifest: .*{match}"):
         read_shards(str(tmp_path / "d"))
 
 
@@ -272,7 +272,7 @@ def test_what_may_not_be_read_is_an_error_that_names_it(tmp_path, kind, what):
 def test_elements_of_a_ragged_column_that_cannot_be_are_refused(tmp_path, counts):
     dataset(tmp_path / "d")
     change(tmp_path / "d", lambda m: m["shards"][0].update(elements={"x": counts}))
-    with pytest.raises(ValueError, match="_manifest.json is not a valid manifest: "):
+    with pytest.raises(ValueError, match="_manifest.json is not a manifest: "):
         read_shards(str(tmp_path / "d"))
     change(tmp_path / "d", lambda m: m["shards"][0].pop("elements"))  # a manifest from before they were kept
     assert read_shards(str(tmp_path / "d")).rows == 100

@@ -1,7 +1,7 @@
-"""Files that exactly one of several writers creates.
+"""Exclusive creation of files: of several writers exactly one succeeds.
 
-pyarrow has no exclusive write: on S3 it silently ignores `If-None-Match`, and on HDFS it overwrites. So local files are
-opened with O_EXCL, objects on S3 are put by boto3, and fsspec's files are opened with mode "xb".
+pyarrow has no exclusive writes: on S3 it silently ignores `If-None-Match`, and on HDFS it overwrites. Therefore local
+files are opened with O_EXCL, S3 objects are written with boto3, and files of fsspec are opened with mode "xb".
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _CONFLICT_WAIT_S = 0.2
 
 
 def create_exclusively(url: str, content: bytes) -> bool:
-    """Writes a file unless there is one, and returns whether it wrote it: of several writers exactly one gets True.
+    """Writes a file if it does not exist. Returns whether this call wrote it.
 
-    Holds on local disks and NFS (O_EXCL), on S3 (a conditional put, which needs boto3) and where fsspec opens files
-    with mode "xb". Elsewhere (GCS, Azure and HDFS through pyarrow, S3 without boto3) the file is looked for, written
-    and read back: writers at the same instant may all get True, which is logged once for each kind of store. `content`
-    must differ between writers.
+    Exclusive on local disks and NFS (O_EXCL), on S3 (a conditional put, with boto3), and with fsspec if it supports mode
+    "xb". On other storage (GCS, Azure, HDFS with pyarrow, S3 without boto3) it checks for the file, writes it, and
+    reads it back: simultaneous writers can all get True. This is logged once per scheme.
+    content: must differ between writers.
     """
     filesystem, path = storage.resolve(url)
     storage.make_folder(storage.dirname(storage.absolute(url)))
@@ -39,7 +39,7 @@ def create_exclusively(url: str, content: bytes) -> bool:
             create = _exclusive_put(url, filesystem, path, content)
             if not create():
                 return False
-            is_refused = not create()  # a store that ignores the condition writes again
+            is_refused = not create()  # a store that ignores the condition writes twice
     except (ImportError, NotImplementedError) as error:
         _warn_not_exclusive(storage.scheme(url), str(error))
         if storage.exists(url):
@@ -65,7 +65,7 @@ def _create_local(path: str, content: bytes) -> bool:
 
 
 def _exclusive_put(url: str, filesystem: Any, path: str, content: bytes) -> Callable[[], bool]:
-    """A function that writes the file unless there is one, and returns whether it did."""
+    """Returns a function that writes the file if it does not exist, and returns whether it did."""
     if storage.scheme(url) == "s3":
         return _s3_put(url, path, content, region=filesystem.region)
     if not isinstance(filesystem, fs.PyFileSystem):
@@ -77,7 +77,7 @@ def _exclusive_put(url: str, filesystem: Any, path: str, content: bytes) -> Call
                 file.write(content)
         except FileExistsError:
             return False
-        except ValueError as error:  # how some implementations refuse a mode
+        except ValueError as error:  # some implementations do not support the mode
             raise NotImplementedError(str(error)) from error
         return True
 
@@ -85,9 +85,9 @@ def _exclusive_put(url: str, filesystem: Any, path: str, content: bytes) -> Call
 
 
 def _s3_put(url: str, path: str, content: bytes, *, region: str) -> Callable[[], bool]:
-    """A conditional put through boto3, with pyarrow's region and endpoint.
+    """Returns a conditional put with boto3, with pyarrow's region and endpoint.
 
-    Credentials come from where pyarrow's come from: AWS_* in the environment, profiles, roles.
+    Credentials have the same sources as pyarrow's: AWS_* in the environment, profiles, roles.
     """
     from boto3.session import Session
     from botocore import UNSIGNED
@@ -116,8 +116,8 @@ def _s3_put(url: str, path: str, content: bytes, *, region: str) -> Callable[[],
                 if status == 412:
                     return False
                 if status == 501:
-                    raise NotImplementedError(f"the store does not know conditional puts: {error}") from error
-                if status != 409:  # one of two puts at the same time may be asked to try again
+                    raise NotImplementedError(f"the store does not support conditional puts: {error}") from error
+                if status != 409:  # concurrent puts can get a conflict, to be retried
                     raise OSError(f"{error} (HTTP {status})") from error
             except ParamValidationError as error:
                 raise NotImplementedError(f"boto3 is too old for conditional puts: {error}") from error
@@ -131,9 +131,9 @@ def _s3_put(url: str, path: str, content: bytes, *, region: str) -> Callable[[],
 
 @lru_cache(maxsize=16)
 def _warn_not_exclusive(scheme: str, why: str) -> None:
-    """Logs it once in a process."""
+    """Logs a warning, once per process and scheme."""
     install = "; install spark_dl[s3] on the driver" if scheme == "s3" else ""
     _log.warning(
-        "%s:// cannot create a file exclusively (%s): two drivers that start on one run_dir at the same instant may "
+        "%s:// cannot create a file exclusively (%s): two drivers that start at the same time on one run_dir can "
         "get the same generation; start them one after the other%s", scheme, why, install,
     )  # fmt: skip

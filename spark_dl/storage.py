@@ -1,12 +1,12 @@
-"""Files of a run by path or URL: local disks, S3, GCS, Azure, HDFS through pyarrow's filesystems, all else by fsspec.
+"""Files by path or URL: local disks, S3, GCS, Azure and HDFS with pyarrow, all other file systems with fsspec.
 
-A URL is `scheme://host/path?options`. Its path may be percent-encoded or written as it is; `?` begins the options, as
-the filesystem knows them (`s3://bucket/key?endpoint_override=host:9000&scheme=http`). All functions here keep them,
-and no other module takes a URL apart. Credentials do not belong in URLs, which are logged and stored: they come from
-the environment (`AWS_ACCESS_KEY_ID` ...), profiles or roles.
+A URL is `scheme://host/path?options`. The path can be percent-encoded or not. The options are those of the file system
+(`s3://bucket/key?endpoint_override=host:9000&scheme=http`). All functions of this module keep them, and no other module
+parses URLs. URLs must not have credentials, because they are logged and stored. Credentials are taken from the
+environment (`AWS_ACCESS_KEY_ID` ...), profiles or roles.
 
-Writes are atomic: a file is there whole, or not at all. On local disks (and NFS) that is a temporary file in the same
-folder, fsync, rename, fsync of the folder; on object stores a put is atomic by itself.
+Writes are atomic. On local disks (and NFS) a write is a temporary file in the same folder, fsync, rename, and fsync of
+the folder; on object stores a put is atomic.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _SECRET = re.compile(r"secret|password|token|signature|credential$|(^|_|-)(key|s
 
 @dataclass(frozen=True)
 class _Location:
-    """A URL in parts; a path on a local disk has no scheme."""
+    """A parsed URL; a local path has no scheme."""
 
     scheme: str
     host: str
     path: str
-    """As it is, without percent-encoding; absolute, save for a URL that ends with its host."""
+    """The path without percent-encoding; absolute, or empty for a URL that ends with its host."""
     options: str = ""
 
     def __str__(self) -> str:
@@ -48,7 +48,7 @@ class _Location:
 
 def _parse(url: str) -> _Location:
     match = re.match(r"(?i)([a-z][a-z0-9+.-]*)://([^/?]*)([^?]*)\??(.*)\Z", url, re.DOTALL)
-    if match is None and url.startswith("file:/"):  # as Hadoop writes them
+    if match is None and url.startswith("file:/"):  # the form of Hadoop
         match = re.match(r"(file):()([^?]*)\??(.*)\Z", url, re.DOTALL)
     if match is None:
         return _Location("", "", url)
@@ -57,9 +57,9 @@ def _parse(url: str) -> _Location:
 
 
 def resolve(url: str) -> tuple[Any, str]:
-    """The filesystem of a URL and the path on it. Called on the driver and on workers; no file is touched.
+    """Returns the file system of a URL, and the path in it, without access to files. Called on the driver and workers.
 
-    Raises ValueError for a scheme that nothing installed can open, for wrong options, and for a password in the URL.
+    Raises ValueError for an unsupported scheme, for invalid options, and for a password in the URL.
     """
     at = _parse(url)
     if not at.scheme:
@@ -72,7 +72,7 @@ def resolve(url: str) -> tuple[Any, str]:
     try:
         filesystem, root = _filesystem(at.scheme, at.host, at.options, os.getpid())
     except ImportError as error:
-        raise ValueError(f"cannot open {url!r}: a package is missing that {at.scheme}:// needs: {error}") from error
+        raise ValueError(f"cannot open {url!r}: {at.scheme}:// needs a package that is missing: {error}") from error
     except (ArrowInvalid, ArrowNotImplementedError, OSError, ValueError, TypeError) as error:
         raise ValueError(f"cannot open {url!r}: {error}") from error
     return filesystem, f"{root.rstrip('/')}{at.path}" if at.path.strip("/") else root
@@ -80,10 +80,10 @@ def resolve(url: str) -> tuple[Any, str]:
 
 @lru_cache(maxsize=16)
 def _filesystem(scheme: str, host: str, options: str, pid: int) -> tuple[Any, str]:
-    """The filesystem of a host or bucket, and its root.
+    """Returns the file system of a host or bucket, and its root.
 
-    Connections and the search for a bucket's region make one expensive, so it is kept; `pid` gives a forked worker one
-    of its own, for it has none of the threads of its parent.
+    Cached, because connections and the lookup of a bucket's region are slow. `pid` is part of the key, as a forked
+    worker does not have the threads of its parent.
     """
     url = str(_Location(scheme, host, "/" if scheme in ("hdfs", "viewfs") else "", options))
     if scheme in _BY_PYARROW:
@@ -105,7 +105,7 @@ def _check_no_secrets(at: _Location) -> None:
     if (has_user and ":" in user) or secret:
         shown = _Location(at.scheme, f"***@{host}" if has_user else host, at.path, "***" if at.options else "")
         raise ValueError(
-            f"the URL {str(shown)!r} holds credentials, which would come into logs and files; remove them and set them "
+            f"the URL {str(shown)!r} has credentials, which would be logged and stored; remove them, and set them "
             "in the environment of driver and executors (for S3: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY), or use a "
             "profile or role"
         )
@@ -113,7 +113,7 @@ def _check_no_secrets(at: _Location) -> None:
 
 @contextlib.contextmanager
 def explained(url: str) -> Iterator[None]:
-    """What goes wrong on a remote filesystem, with the URL. Of a server that is gone one hears after 6 s of retries."""
+    """Adds the URL to errors of a remote file system. An unreachable server is an error after 6 s of retries."""
     try:
         yield
     except OSError as error:
@@ -129,37 +129,37 @@ def explained(url: str) -> Iterator[None]:
 
 
 def is_local(url: str) -> bool:
-    """Whether the URL is on a mounted filesystem."""
+    """Whether the URL is a local path or a file URL."""
     return _parse(url).scheme in ("", "file")
 
 
 def scheme(url: str) -> str:
-    """The scheme of a URL; empty for a local path."""
+    """Returns the scheme of a URL; empty for a local path."""
     return _parse(url).scheme
 
 
 def options(url: str) -> dict[str, str]:
-    """The options of a URL's filesystem."""
+    """Returns the options in a URL."""
     return dict(parse_qsl(_parse(url).options))
 
 
 def is_link(url: str) -> bool:
-    """Whether the file or folder itself is a symbolic link; object stores have none."""
+    """Whether the file or folder is a symbolic link. False on object stores."""
     return is_local(url) and os.path.islink(resolve(url)[1])
 
 
 def text_of(url: str | os.PathLike[str]) -> str:
-    """A URL or path as text. Raises ValueError for a URL as a `pathlib.Path`, which would be another one."""
+    """Returns a URL or path as a string. Raises ValueError for a URL as a `pathlib.Path`, which loses a slash."""
     text = os.fspath(url)
     if not isinstance(url, str) and re.match(r"[a-zA-Z][a-zA-Z0-9+.-]+:/", text):
-        raise ValueError(f"{text!r}: pathlib.Path makes one slash of the two of a URL; pass the URL as a string")
+        raise ValueError(f"{text!r}: pathlib.Path removes a slash of the URL; pass the URL as a string")
     return text
 
 
 def absolute(url: str | os.PathLike[str]) -> str:
-    """The URL, or the absolute path of a local one: a task has another working directory than the driver.
+    """Returns the URL, or the absolute path of a local one, without a trailing slash.
 
-    Without a slash at its end.
+    Tasks do not have the working directory of the driver.
     """
     url = text_of(url)
     resolved, at = resolve(url)[1], _parse(url)
@@ -167,7 +167,7 @@ def absolute(url: str | os.PathLike[str]) -> str:
 
 
 def identity(url: str) -> str:
-    """What is the same for all URLs of one file or folder: without options, and on local disks without links."""
+    """Returns a string that is equal for all URLs of a file or folder: without options, and with links resolved."""
     if is_local(url):
         return os.path.realpath(resolve(url)[1])
     at = _parse(url)
@@ -175,66 +175,67 @@ def identity(url: str) -> str:
 
 
 def join(url: str, *names: str) -> str:
-    """The URL of a file or folder in a folder, by names as they are, without percent-encoding."""
+    """Returns the URL of a file or folder in a folder. names: without percent-encoding."""
     at = _parse(url)
     return str(replace(at, path=posixpath.join(at.path or ("/" if at.scheme else ""), *names)))
 
 
 def dirname(url: str) -> str:
-    """The URL of the folder that a file or folder is in."""
+    """Returns the URL of the parent folder."""
     at = _parse(url)
     return str(replace(at, path=posixpath.dirname(at.path)))
 
 
 def name(url: str) -> str:
-    """The name of a file or folder in its folder, as it is."""
+    """Returns the name of a file or folder, without percent-encoding."""
     return posixpath.basename(_parse(url).path)
 
 
 def exists(url: str) -> bool:
-    """Whether there is a file or folder."""
+    """Whether the file or folder exists."""
     return bool(info(url).type != fs.FileType.NotFound)
 
 
 def info(url: str) -> Any:
-    """pyarrow's FileInfo of a file or folder (type, size in bytes, mtime_ns); also where there is none."""
+    """Returns pyarrow's FileInfo (type, size in bytes, mtime_ns) of a file or folder, even if it does not exist."""
     filesystem, path = resolve(url)
     with explained(url):
         return filesystem.get_file_info(path)
 
 
 def open_input(url: str) -> Any:
-    """A file to read at random, as pyarrow's NativeFile. Raises OSError (FileNotFoundError, PermissionError)."""
+    """Opens a file for random access, as pyarrow's NativeFile. Raises OSError (FileNotFoundError, PermissionError)."""
     filesystem, path = resolve(url)
     with explained(url):
         return filesystem.open_input_file(path)
 
 
 def open_output(url: str) -> Any:
-    """A file to write, as pyarrow's NativeFile; on an object store it is there once it is closed."""
+    """Opens a file for writing, as pyarrow's NativeFile. On object stores the file exists after it is closed."""
     filesystem, path = resolve(url)
     with explained(url):
         return filesystem.open_output_stream(path)
 
 
 def read_bytes(url: str) -> bytes:
-    """The content of a file. Raises OSError (FileNotFoundError, PermissionError) with its path."""
+    """Reads a file. Raises OSError (FileNotFoundError, PermissionError) with its path."""
     with open_input(url) as stream, explained(url):
         return bytes(stream.read())
 
 
 def write_bytes(url: str, content: bytes) -> None:
-    """Writes a file, atomically and durably; its folder is made if need be."""
-    whole = memoryview(content)  # what is not bytes is an error before anything is written
+    """Writes a file atomically and durably, and creates its folder."""
+    whole = memoryview(content)  # other types are an error before the file is created
     with writing(url) as file:
         file.write(whole)
 
 
 @contextlib.contextmanager
 def writing(url: str) -> Iterator[Any]:
-    """A file to write: on local disks it is there, whole and durable, once the block ends without an error.
+    """Opens a file for writing in the block, and creates its folder.
 
-    On object stores it is there once it is closed; what was written before an error may be left. Its folder is made.
+    On local disks the file appears atomically and durably if the block ends without an error. On object stores it
+    exists after it is closed, and an error can leave an incomplete file.
     """
     make_folder(dirname(absolute(url)))
     if not is_local(url):
@@ -242,7 +243,7 @@ def writing(url: str) -> Iterator[Any]:
             yield stream
         return
     path = resolve(url)[1]
-    temporary = f"{path}.tmp-{uuid.uuid4().hex[:12]}"  # unknown to other hosts and users, and never opened by a link
+    temporary = f"{path}.tmp-{uuid.uuid4().hex[:12]}"  # random, so that no other process opens it or links to it
     try:
         with open(temporary, "xb") as file:
             yield file
@@ -257,7 +258,7 @@ def writing(url: str) -> Iterator[Any]:
 
 
 def sync_folder(path: str) -> None:
-    """Makes the names in a local folder durable."""
+    """Syncs a local folder to disk, so that the names of new files are durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -266,7 +267,7 @@ def sync_folder(path: str) -> None:
 
 
 def make_folder(url: str) -> None:
-    """Makes a folder and its parents; on object stores, where there are no folders, nothing is made."""
+    """Creates a folder and its parents. Does nothing on object stores, which have no folders."""
     filesystem, path = resolve(url)
     if isinstance(filesystem, fs.LocalFileSystem):
         os.makedirs(path, exist_ok=True)
@@ -276,28 +277,28 @@ def make_folder(url: str) -> None:
 
 
 def list_names(url: str) -> list[str]:
-    """Names of the files and folders in a folder, sorted; none if it does not exist."""
+    """Returns the sorted names in a folder; empty if it does not exist."""
     return sorted(found.base_name for found in list_infos(url))
 
 
 def list_infos(url: str) -> list[Any]:
-    """pyarrow's FileInfo of each file and folder in a folder; none if it does not exist."""
+    """Returns pyarrow's FileInfo of each file and folder in a folder; empty if it does not exist."""
     filesystem, path = resolve(url)
     found: list[Any] = []
-    # NOTE: pyarrow looks whether the folder is there after it could not list it; one that is made in between is new.
+    # NOTE: pyarrow checks existence after a failed listing. A folder that is created in between is an error.
     with explained(url), contextlib.suppress(FileNotFoundError):
         found = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True))
     return [f for f in found if f.path.strip("/") != path.strip("/")]
 
 
 def delete(url: str) -> None:
-    """Deletes a file, or a folder with all in it; nothing if it does not exist. Of a symbolic link the link alone.
+    """Deletes a file, or a folder with its contents. Links are not followed. Does nothing if it does not exist.
 
-    For what the caller has made itself. `delete_known` is for folders that may hold files of somebody else.
+    Only for files that the caller has created. `delete_known` is for folders that may contain other files.
     """
     filesystem, path = resolve(url)
     _check_no_pattern(url, filesystem, path)
-    # Another process may delete the same: what is gone is not an error.
+    # Another process may delete it at the same time.
     with explained(url), contextlib.suppress(FileNotFoundError):
         kind = filesystem.get_file_info(path).type
         if kind == fs.FileType.Directory:
@@ -307,7 +308,7 @@ def delete(url: str) -> None:
 
 
 def delete_file(url: str) -> None:
-    """Deletes a file, of a symbolic link the link alone; nothing if it does not exist. Raises OSError for a folder."""
+    """Deletes a file or a link. Does nothing if it does not exist. Raises OSError for a folder."""
     filesystem, path = resolve(url)
     _check_no_pattern(url, filesystem, path)
     with explained(url), contextlib.suppress(FileNotFoundError):
@@ -318,30 +319,30 @@ def delete_file(url: str) -> None:
 
 
 def delete_known(url: str, is_known: Callable[[str], bool], *, first: str) -> list[str]:
-    """Deletes the files of a folder whose names are known, and the folder if it is empty then. Returns what is left.
+    """Deletes the files in a folder with known names, and then the folder if it is empty. Returns the remaining names.
 
-    The file `first` goes before the others: what is half deleted is known by its absence.
-    Raises OSError if the folder itself is a symbolic link, which is not followed.
+    first: name of the file that is deleted first, so that its absence marks a partly deleted folder.
+    Raises OSError if the folder is a symbolic link.
     """
     filesystem, path = resolve(url)
     _check_no_pattern(url, filesystem, path)
     if is_link(url):
-        raise OSError(f"{path} is a symbolic link to {os.readlink(path)}, through which nothing is deleted")
+        raise OSError(f"{path} is a symbolic link to {os.readlink(path)}, which is not followed")
     delete_file(join(url, first))
     infos = list_infos(url)
     is_file = {i.base_name: i.type != fs.FileType.Directory or is_link(join(url, i.base_name)) for i in infos}
     left = [name for name in is_file if not (is_file[name] and is_known(name))]
     if not left and not is_local(url):
-        delete(url)  # in one request for many files
+        delete(url)  # one request deletes many files
         return left
     for name in is_file.keys() - left:
         delete_file(join(url, name))
     if not left:
-        with contextlib.suppress(OSError):  # it is gone, or somebody has just written a file there
+        with contextlib.suppress(OSError):  # deleted by another process, or a new file was created
             os.rmdir(path)
     return left
 
 
 def _check_no_pattern(url: str, filesystem: Any, path: str) -> None:
     if isinstance(filesystem, fs.PyFileSystem) and glob.has_magic(path):
-        raise ValueError(f"cannot delete {url}: with * ? [ in a name, fsspec would delete by a pattern")
+        raise ValueError(f"cannot delete {url}: fsspec would use * ? [ in a name as a pattern")

@@ -1,7 +1,7 @@
-"""Whether every rank reaches what a run reads and writes: asked once, before training, with one error for all ranks.
+"""Checks before training that every rank can read the datasets and write to the run folder.
 
-Without this a host that does not mount a folder fails at its first read, minutes later, or writes checkpoints that
-nobody else sees.
+Without this check, a host that does not mount a folder fails at its first read, or writes checkpoints that other hosts
+cannot read.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from spark_dl.spec import Run
 
 
 def check_reach(run: Run, gather: Gather, *, rank: int, host: str, writes: bool) -> None:
-    """Opens a shard of each dataset and the checkpoint, and with `writes` writes to the run_dir. Collective; on ranks.
+    """Opens a shard of each dataset and the checkpoint, and with `writes` writes to the run folder. Collective.
 
-    Raises RuntimeError, the same on all ranks, that names the path and the hosts that do not reach it.
+    Raises the same RuntimeError on all ranks, with the path and the hosts that have no access.
     """
     problem = _cannot_read(run)
     probe = storage.join(run.run_dir, f"probe-{uuid.uuid4().hex}")
@@ -47,13 +47,13 @@ def _raise_first(found: list[dict[str, str]]) -> None:
     hosts = sorted({h for _, h, _ in bad[1:]})
     more = f" (and on {len(bad) - 1} more ranks, on {', '.join(hosts[:8])})" if hosts else ""
     raise RuntimeError(
-        f"rank {rank} on host {host}: {problem}{more}; all executors must reach datasets and run_dir under the same "
-        "path: name a folder on storage that they share, and check its owner and mode"
+        f"rank {rank} on host {host}: {problem}{more}; all executors need access to datasets and run_dir by the same "
+        "path: use a folder on shared storage, and check its permissions"
     )
 
 
 def _cannot_read(run: Run) -> str:
-    """What this rank cannot read, and why; empty where it can read all."""
+    """Returns what this rank cannot read, and why; empty if it can read everything."""
     files = [("dataset", url) for url in _first_shards(run.train)]
     files += [("validation dataset", url) for url in _first_shards(run.validation)]
     if run.checkpoint is not None:
@@ -61,13 +61,13 @@ def _cannot_read(run: Run) -> str:
     for name, url in files:
         try:
             storage.open_input(url).close()
-        except (OSError, ValueError) as error:  # ValueError: a package is missing on this host
+        except (OSError, ValueError) as error:  # ValueError if a package is missing on this host
             return f"the {name} {storage.dirname(url)} is not readable: {error}"
     return ""
 
 
 def _first_shards(data: ShardSet | Mixture | None) -> list[str]:
-    """The first shard of each dataset; none of rows on the ranks' own disks, which each has written itself."""
+    """Returns the first shard of each dataset, except datasets on the local disks of ranks."""
     datasets = data.datasets.values() if isinstance(data, Mixture) else [data] if data is not None else []
     return [storage.join(d.url, d.shards[0].name) for d in datasets if d.shards and d.placement is None]
 
@@ -77,7 +77,7 @@ def _cannot_write(probe: str) -> str:
     try:
         storage.write_bytes(probe, content)
         if storage.read_bytes(probe) != content:
-            return f"{probe} does not hold what was written"
+            return f"{probe} does not have the content that was written"
     except (OSError, ValueError) as error:
         return f"the run_dir {storage.dirname(probe)} is not writable: {error}"
     return ""
@@ -93,5 +93,5 @@ def _is_there(url: str) -> bool:
 def _delete(probe: str) -> None:
     try:
         storage.delete_file(probe)
-    except OSError:  # that it cannot be written to was said, and hides nothing here
+    except OSError:  # reported before
         return

@@ -25,7 +25,7 @@ def test_any_name_of_a_folder_and_a_file_works_everywhere(folder, name):
     assert storage.absolute(storage.join(url, "")) == storage.absolute(url)
     storage.write_bytes(storage.join(folder, "other"), b"")
     if folder.startswith("memory") and name in ("what?", "[x]"):
-        with pytest.raises(ValueError, match="would delete by a pattern"):
+        with pytest.raises(ValueError, match="in a name as a pattern"):
             storage.delete(inner)
         return
     storage.delete(inner)
@@ -77,7 +77,7 @@ def test_names_are_put_before_the_options_and_encoded(url, joined, parent):
 )
 def test_credentials_in_a_url_are_refused_and_not_repeated(url):
     for use in (storage.resolve, storage.read_bytes, storage.absolute, storage.list_names):
-        with pytest.raises(ValueError, match="holds credentials") as caught:
+        with pytest.raises(ValueError, match="has credentials") as caught:
             use(url)
         assert "MARKER" not in str(caught.value)
 

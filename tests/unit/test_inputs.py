@@ -192,7 +192,7 @@ def test_datasets_are_named_by_paths_too(tmp_path):
     assert as_source("s3://bucket/d") == "s3://bucket/d"
     for what in (as_source, read_shards):
         with pytest.raises(
-            ValueError, match="'s3:/bucket/d': pathlib.Path makes one slash .* pass the URL as a string"
+            ValueError, match="'s3:/bucket/d': pathlib.Path removes a slash .* pass the URL as a string"
         ):
             what(Path("s3://bucket/d"))
     assert as_source(shards) is shards

@@ -2,8 +2,8 @@
 
 Entries are whole files, because the manifest has checksums of files, and a rank reads most of the files that its
 streams open. An entry is written under a temporary name, checked, and renamed. It is evicted by unlinking, which does
-not affect readers that have it open. Processes coordinate with flock. The kernel releases the lock of a killed process, so its
-incomplete download can be distinguished from a running one.
+not affect readers that have it open. Processes coordinate with flock. The kernel releases the lock of a killed process,
+so its incomplete download can be distinguished from a running one.
 
 The folder belongs to one user (mode 0700, files 0600). Entries are named by a hash, never by a name in a manifest.
 """

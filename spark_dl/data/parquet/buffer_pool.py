@@ -1,4 +1,4 @@
-"""Memory for large arrays that is used again: fresh memory costs about as much as reading or gathering into it does."""
+"""Reuses the memory of large arrays. New memory takes about as long as reading or gathering into it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import numpy as np
 
 from spark_dl.data.columns.ragged import Array
 
-_KEPT = 8  # blocks that nobody has, at most
+_KEPT = 8  # maximum number of unused blocks
 
 
 class BufferPool:
-    """Makes arrays of about one size, in memory of arrays that are gone. Any number of threads may ask.
+    """Allocates arrays of similar sizes, in the memory of released arrays. Thread-safe.
 
-    It comes from the system and goes back to it: what C's allocator keeps of freed arrays differs from run to run.
+    Blocks are mapped from the system and returned to it, because the memory that malloc keeps differs from run to run.
     """
 
     def __init__(self) -> None:
@@ -26,9 +26,9 @@ class BufferPool:
         self._lent: dict[int, tuple[weakref.ref[Array], mmap.mmap]] = {}
 
     def take(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """An array of any values. Its memory is used again once neither it nor any view of it is left.
+        """Returns an uninitialized array. Its memory is reused after the array and all views of it are released.
 
-        Memory that is too small is given up, so that soon all of it is as large as is asked for.
+        Blocks that are too small are dropped, so that all blocks soon have the requested size.
         """
         size = math.prod(shape) * dtype.itemsize
         try:
@@ -36,9 +36,9 @@ class BufferPool:
         except IndexError:
             block = None
         if block is None or len(block) < size:
-            step = max(mmap.PAGESIZE, 1 << size.bit_length() >> 4)  # what is not written to takes no memory
+            step = max(mmap.PAGESIZE, 1 << size.bit_length() >> 4)  # pages that are not written take no memory
             block = mmap.mmap(-1, (size // step + 1) * step, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # A view of a view holds the first array whose memory is no other array's (PyArray_SetBaseObject): this one.
+        # Views refer to the first array that owns its memory (PyArray_SetBaseObject), which is this one.
         whole: Array = np.frombuffer(block, np.uint8, count=size)
         lent = weakref.ref(whole, self._give_back)
         self._lent[id(lent)] = lent, block

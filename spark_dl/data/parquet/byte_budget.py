@@ -1,4 +1,4 @@
-"""A number of bytes that threads share: who is to make something asks first, and waits until there is room for it."""
+"""Limits on the memory of several threads: a thread takes bytes before it allocates, and waits until they are free."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 
 class ByteBudget:
-    """Bytes that several threads may hold, all of them together."""
+    """A limit on the total bytes of several threads."""
 
     def __init__(self, size: int):
         self.size = size
@@ -18,14 +18,14 @@ class ByteBudget:
         self._changed = threading.Condition()
 
     def take(self, size: int) -> None:
-        """Waits until there are `size` bytes; where nothing is held there are, whatever the size.
+        """Waits until `size` bytes are free. If no bytes are taken, any size is granted.
 
-        Raises RuntimeError once it is closed.
+        Raises RuntimeError after `close`.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed or not self._used or self._used + size <= self.size)
             if self._is_closed:
-                raise RuntimeError("nobody takes what is made any more")
+                raise RuntimeError("the consumer has stopped")
             self._used += size
 
     def give_back(self, size: int) -> None:
@@ -35,7 +35,7 @@ class ByteBudget:
 
     @contextlib.contextmanager
     def of(self, size: int) -> Iterator[None]:
-        """Takes bytes and gives them back at the end."""
+        """Takes bytes for the block."""
         self.take(size)
         try:
             yield
@@ -43,14 +43,14 @@ class ByteBudget:
             self.give_back(size)
 
     def close(self) -> None:
-        """Ends all waiting."""
+        """Raises RuntimeError in all waiting threads."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
 
 
 class PrefetchBudget(ByteBudget):
-    """Of things that one thread makes, and another one takes from it in their order."""
+    """A limit on the bytes of a queue: one thread takes bytes, another releases them in the same order."""
 
     def __init__(self, size: int):
         super().__init__(size)
@@ -61,5 +61,5 @@ class PrefetchBudget(ByteBudget):
         self._held.append(size)
 
     def release_first(self) -> None:
-        """Gives back what was taken first, of what is held."""
+        """Releases the bytes that were taken first."""
         self.give_back(self._held.popleft())

@@ -1,7 +1,7 @@
-"""Parquet files with a checksum on every page, which is checked on reading. pyarrow 14 has none: it is said once.
+"""Opens Parquet files with page checksums, which are verified on reading. pyarrow 14 has none, which is logged once.
 
-Parquet has no checksum of a file's footer, and one flipped bit of it can crash the process that reads it. So our own
-datasets keep one in their manifest, with which the footer is checked before it is parsed.
+Parquet has no checksum of the footer, and a flipped bit in it can crash the reader. Therefore the manifest of our
+datasets has one, which is verified before the footer is parsed.
 """
 
 from __future__ import annotations
@@ -31,15 +31,14 @@ def open_file(
     dictionary_columns: Sequence[str] = (),
     buffered: bool = False,
 ) -> pq.ParquetFile:
-    """Opens a Parquet file, local or remote, to read row groups from. # source: a file of pyarrow
+    """Opens a local or remote Parquet file. # source: a pyarrow file
 
-    footer_bytes, footer_crc32: of the end of the file from the footer on; 0 bytes where they are not known.
-    as_words: columns of which texts and bytes come as Arrow's dictionaries where the file has dictionaries of them: the
-    footer does not tell how much larger they are once each cell has its own (`decoded_bytes`).
-    buffered: column chunks are read in small pieces, as they are decoded, not as a whole; for files on a local disk.
-    Timestamps of 96 bits, as Spark writes them by default, become microseconds, as they are in a DataFrame: nanoseconds
-    overflow after the year 2262.
-    Raises ValueError for another footer. Reading a page whose checksum is wrong raises OSError.
+    footer_bytes, footer_crc32: size and checksum of the end of the file, from the footer; 0 bytes if unknown.
+    dictionary_columns: columns of strings and bytes that are read as Arrow dictionaries, if they are dictionary-encoded
+        in the file. Their decoded size (`decoded_bytes`) is not in the footer.
+    buffered: whether column chunks are read in small pieces during decoding; for files on a local disk.
+    96-bit timestamps, Spark's default, are read as microseconds, as in a DataFrame. Nanoseconds overflow after 2262.
+    Raises ValueError for another checksum of the footer. Reading a page with a wrong checksum raises OSError.
     """
     options = _options(buffered)
     if footer_bytes:
@@ -50,8 +49,8 @@ def open_file(
             )
         options["metadata"] = pq.read_metadata(pa.BufferReader(end))
     file = pq.ParquetFile(source, **options)
-    words = _words(file, dictionary_columns)
-    return _with_dictionaries(source, file, words, buffered) if words else file
+    leaves = _dictionary_leaves(file, dictionary_columns)
+    return _with_dictionaries(source, file, leaves, buffered) if leaves else file
 
 
 def reopened(
@@ -62,18 +61,20 @@ def reopened(
     dictionary_columns: Sequence[str] = (),
     buffered: bool = False,
 ) -> pq.ParquetFile:
-    """An open file with other columns as dictionaries; itself where none of the columns `before` come so now."""
-    words = _words(file, dictionary_columns)
-    return file if words == _words(file, before) else _with_dictionaries(source, file, words, buffered)
+    """Returns an open file with other dictionary columns; the same file if they are the same as `before`."""
+    leaves = _dictionary_leaves(file, dictionary_columns)
+    if leaves == _dictionary_leaves(file, before):
+        return file
+    return _with_dictionaries(source, file, leaves, buffered)
 
 
 def dictionary_bytes(chunk: Any) -> int:
-    """Of the dictionary of a column chunk, as they are stored; 0 where it has none. # chunk: its metadata"""
+    """Returns the stored bytes of a column chunk's dictionary; 0 without one. # chunk: its metadata"""
     return chunk.data_page_offset - (chunk.dictionary_page_offset or chunk.data_page_offset)  # type: ignore[no-any-return]
 
 
 def leaf_in_column(name: str, path: str) -> bool:
-    """Whether a leaf of Parquet is of the column of this name."""
+    """Whether a Parquet leaf belongs to the column of this name."""
     return path == name or path.startswith(f"{name}.")
 
 
@@ -90,8 +91,8 @@ def _options(buffered: bool) -> dict[str, Any]:
     return options
 
 
-def _words(file: pq.ParquetFile, names: Sequence[str]) -> list[str]:
-    """The leaves of texts and bytes, among some columns, that have a dictionary in some row group."""
+def _dictionary_leaves(file: pq.ParquetFile, names: Sequence[str]) -> list[str]:
+    """Returns the leaves of strings and bytes that are dictionary-encoded in any row group."""
     found = []
     for i in range(len(file.schema)) if names else ():
         leaf = file.schema.column(i)
@@ -103,7 +104,7 @@ def _words(file: pq.ParquetFile, names: Sequence[str]) -> list[str]:
 
 
 def decoded_bytes(stored: pa.ChunkedArray | pa.Array) -> int:
-    """What the texts or bytes of a column take once each cell has its own, if they came as dictionaries; else 0."""
+    """Returns the bytes of a dictionary column of strings or bytes after decoding; 0 for other columns."""
     total = 0
     for leaf in chunks_of(stored):
         while pa.types.is_list(leaf.type) or pa.types.is_large_list(leaf.type):
@@ -114,17 +115,17 @@ def decoded_bytes(stored: pa.ChunkedArray | pa.Array) -> int:
 
 
 def chunks_of(stored: pa.ChunkedArray | pa.Array) -> list[pa.Array]:
-    """A column's arrays, or the one that it is."""
+    """Returns the chunks of a column, or the array itself."""
     return stored.chunks if isinstance(stored, pa.ChunkedArray) else [stored]
 
 
 def small_type(arrow: pa.DataType) -> pa.DataType:
-    """The type of the words of a column of this type."""
+    """Returns the type with 32-bit offsets of a string or binary type."""
     return {pa.large_string(): pa.string(), pa.large_binary(): pa.binary()}.get(arrow, arrow)
 
 
 def is_string_or_binary(arrow: pa.DataType) -> bool:
-    """Whether a type is one of texts or bytes of any length."""
+    """Whether this is a type of strings or bytes of variable length."""
     types = pa.types
     return bool(
         types.is_string(arrow) or types.is_large_string(arrow) or types.is_binary(arrow) or types.is_large_binary(arrow)
@@ -132,7 +133,7 @@ def is_string_or_binary(arrow: pa.DataType) -> bool:
 
 
 def open_writer(sink: Any, schema: pa.Schema, **options: Any) -> pq.ParquetWriter:
-    """Opens a Parquet file to write. # sink: a writable file; options: of `pyarrow.parquet.ParquetWriter`"""
+    """Opens a Parquet file for writing. # sink: a writable file; options: of `pyarrow.parquet.ParquetWriter`"""
     return pq.ParquetWriter(sink, schema, **options, **({"write_page_checksum": True} if _checks_pages() else {}))
 
 
@@ -140,14 +141,14 @@ def open_writer(sink: Any, schema: pa.Schema, **options: Any) -> pq.ParquetWrite
 def _checks_pages() -> bool:
     if not HAS_CHECKSUMS:
         _log.warning(
-            "pyarrow %s has no checksums of pages: a flipped bit in a shard goes unseen; they need pyarrow 15 or newer",
+            "pyarrow %s has no page checksums, so flipped bits in shards are not detected; use pyarrow 15 or newer",
             pa.__version__,
         )
     return HAS_CHECKSUMS
 
 
 def table_column(table: pa.Table, name: str) -> pa.ChunkedArray:
-    """A column of what was read, or a field of a struct by its path, for `schema.decode`."""
+    """Returns a column, or a field of a struct by its path."""
     if name in table.column_names:
         return table.column(name)
     first, *path = name.split(".")

@@ -1,7 +1,7 @@
-"""Which rows of a dataset are read (`data.filters`): conditions on columns, decided by bounds or row by row. Pure.
+"""`data.filters`: conditions on columns, evaluated on statistics or row by row. Pure functions.
 
-A null never passes, whatever the operator, as in SQL; NaN passes `!=` and `not in` alone. Bounds are what Parquet keeps
-of each row group: all values that are neither null nor NaN lie between them, and they need not occur.
+As in SQL, nulls pass no operator. NaN passes only `!=` and `not in`. Bounds are Parquet statistics: all values that are
+neither null nor NaN are within them, and the bounds need not occur as values.
 """
 
 from __future__ import annotations
@@ -28,52 +28,52 @@ _COMPLEMENT = {"<": ">=", "<=": ">", ">": "<=", ">=": "<"}
 _NEGATED = ("!=", "not in")
 _NOT_NULL, _FINITE = "is not null", "is finite"
 NULL_PARTITION = "__HIVE_DEFAULT_PARTITION__"
-"""The name of a folder of rows whose value is null."""
+"""Hive's name of the partition of nulls."""
 
 
 @dataclass(frozen=True)
 class Condition:
-    """What one column of a row must hold."""
+    """A condition on one column."""
 
     column: str
     op: str
-    """`==`, `!=`, `<`, `<=`, `>`, `>=`, `in`, `not in`; or, looking inside arrays too, `is not null`, and `is finite`,
-    which nulls are."""
+    """`==`, `!=`, `<`, `<=`, `>`, `>=`, `in`, `not in`; `is not null` and `is finite` also apply to elements of arrays.
+    Nulls pass `is finite`."""
     values: pa.Array
-    """Of the type of the column as it is stored; the first one counts, save for `==`, `!=`, `in`, `not in`."""
+    """Values of the stored type of the column. `<`, `<=`, `>` and `>=` use the first one."""
 
     @property
     def is_of_any_type(self) -> bool:
-        """Whether it compares with no value."""
+        """Whether it has no values to compare with."""
         return self.op in (_NOT_NULL, _FINITE)
 
 
 AnyOf = tuple[tuple[Condition, ...], ...]
-"""A row passes if all conditions of any of these hold: `()` is passed by no row, `((),)` by every row."""
+"""A row passes if all conditions of any inner tuple hold. No row passes `()`, and all rows pass `((),)`."""
 
 
 @dataclass(frozen=True, eq=False)
 class Filtered:
-    """The rows of a dataset that are read."""
+    """The rows of a dataset that pass `data.filters`."""
 
     conditions: AnyOf
     group_rows: npt.NDArray[np.int64]
-    """How many rows of each row group pass. # (row groups,)"""
+    """Number of passing rows of each row group. # (row groups,)"""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What is known of a column in a row group without reading it."""
+    """Statistics of a column in a row group or page."""
 
     low: pa.Scalar | None = None
     high: pa.Scalar | None = None
     has_nulls: bool = True
-    """Whether there may be some."""
+    """Whether there can be nulls."""
     only_nulls: bool = False
 
 
 def simplify(any_of: AnyOf, decide: Callable[[Condition], bool | None]) -> AnyOf:
-    """What is left to look at: `decide` says whether a condition holds for all rows, for none, or (None) for some."""
+    """Removes decided conditions. decide: whether a condition holds for all rows, for none, or None if unknown."""
     left = []
     for all_of in any_of:
         answers = [(condition, decide(condition)) for condition in all_of]
@@ -83,9 +83,9 @@ def simplify(any_of: AnyOf, decide: Callable[[Condition], bool | None]) -> AnyOf
 
 
 def holds_within(condition: Condition, bounds: Bounds) -> bool | None:
-    """Whether a condition holds for all values between bounds (True), for none (False); None where that is not known.
+    """Whether a condition holds for all values within bounds (True), for none (False), or None if unknown.
 
-    A float column may hold NaN outside its bounds, which no number tells.
+    A float column can have NaN, which statistics do not show.
     """
     if condition.op == _FINITE:
         return None
@@ -107,7 +107,7 @@ def holds_within(condition: Condition, bounds: Bounds) -> bool | None:
 
 
 def _holds_between(condition: Condition, low: pa.Scalar, high: pa.Scalar) -> tuple[bool, bool]:
-    """Whether all values between bounds fulfil a condition, and whether none does; a negated one without its `not`."""
+    """Whether all values within bounds meet a condition, and whether none does, ignoring a negation."""
     if condition.op not in _ORDER:
         outside = pc.or_(pc.less(condition.values, low), pc.greater(condition.values, high))
         single = pc.and_(pc.equal(condition.values, low), pc.equal(condition.values, high))
@@ -119,7 +119,7 @@ def _holds_between(condition: Condition, low: pa.Scalar, high: pa.Scalar) -> tup
 
 
 def of_partition(conditions: AnyOf, partition: Sequence[tuple[str, str]]) -> AnyOf:
-    """What is left to look at in a file whose folders give these columns, by name and value."""
+    """Removes the conditions that a file's Hive partition decides. partition: column names and values"""
     values = dict(partition)
 
     def decide(condition: Condition) -> bool | None:
@@ -133,7 +133,7 @@ def of_partition(conditions: AnyOf, partition: Sequence[tuple[str, str]]) -> Any
 
 
 def passing_rows(any_of: AnyOf, column: Callable[[str], pa.ChunkedArray], rows: int) -> Mask:
-    """Which rows pass. `column` gives the stored cells of a column by its name. # (rows,)"""
+    """Returns which rows pass. column: returns the stored cells of a column by name. # (rows,)"""
     passed = np.zeros(rows, dtype=np.bool_)
     for all_of in any_of:
         each = np.ones(rows, dtype=np.bool_)
@@ -144,10 +144,10 @@ def passing_rows(any_of: AnyOf, column: Callable[[str], pa.ChunkedArray], rows: 
 
 
 def _rows_that_hold(condition: Condition, stored: pa.ChunkedArray | pa.Array) -> Mask:
-    """Which cells fulfil a condition. # (rows,)"""
+    """Returns which cells meet a condition. # (rows,)"""
     if pa.types.is_dictionary(stored.type):
         if is_string_or_binary(stored.type.value_type) and not condition.is_of_any_type:
-            of_chunks = [_rows_by_word(condition, chunk) for chunk in chunks_of(stored)]
+            of_chunks = [_rows_by_dictionary(condition, chunk) for chunk in chunks_of(stored)]
             return np.concatenate([np.empty(0, np.bool_), *of_chunks])
         if condition.op != _NOT_NULL:
             stored = stored.cast(stored.type.value_type)
@@ -164,8 +164,8 @@ def _rows_that_hold(condition: Condition, stored: pa.ChunkedArray | pa.Array) ->
     return np.asarray(pc.fill_null(held, False), dtype=np.bool_)
 
 
-def _rows_by_word(condition: Condition, stored: pa.Array) -> Mask:
-    """Which cells of a dictionary fulfil a condition, which each word is looked up for once. # (rows,)"""
+def _rows_by_dictionary(condition: Condition, stored: pa.Array) -> Mask:
+    """Returns which cells of a dictionary array meet a condition, evaluated once per dictionary value. # (rows,)"""
     held = np.append(_rows_that_hold(condition, stored.dictionary.cast(condition.values.type)), False)
     words = pc.fill_null(stored.indices.cast(pa.int64()), len(held) - 1).to_numpy(zero_copy_only=False)
     rows: Mask = held[words]
@@ -173,12 +173,12 @@ def _rows_by_word(condition: Condition, stored: pa.Array) -> Mask:
 
 
 def without_nulls(any_of: AnyOf, types: Mapping[str, pa.DataType]) -> AnyOf:
-    """These conditions, and no null in some columns. # types: of those as they are stored, by name"""
+    """Adds conditions that columns have no nulls. # types: stored types by column name"""
     return _with(any_of, _NOT_NULL, types)
 
 
 def without_nonfinite(any_of: AnyOf, types: Mapping[str, pa.DataType]) -> AnyOf:
-    """These conditions, and neither NaN nor Inf in some columns. # types: of those as they are stored, by name"""
+    """Adds conditions that columns have neither NaN nor Inf. # types: stored types by column name"""
     return _with(any_of, _FINITE, types)
 
 
@@ -188,7 +188,7 @@ def _with(any_of: AnyOf, op: str, types: Mapping[str, pa.DataType]) -> AnyOf:
 
 
 def columns_of(any_of: AnyOf) -> list[str]:
-    """The columns that conditions look at, each once."""
+    """Returns the distinct columns of conditions."""
     return list(dict.fromkeys(condition.column for all_of in any_of for condition in all_of))
 
 
@@ -197,10 +197,10 @@ def typed_conditions(
     types: Mapping[str, pa.DataType],
     encodings: Mapping[str, Encoding] | None = None,
 ) -> AnyOf:
-    """`data.filters` with values of the columns' types. # types: of the stored columns, by name
+    """Converts the values of `data.filters` to the types of the columns. # types: stored types by column name
 
-    `encodings` says what the numbers of our own shards mean: texts become ticks or positions of words there.
-    Raises ValueError for a value that does not fit its column.
+    encodings: encodings of our shards, where strings are converted to ticks or vocabulary indices.
+    Raises ValueError for a value that does not match its column.
     """
     return tuple(
         tuple(

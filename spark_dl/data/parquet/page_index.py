@@ -1,8 +1,8 @@
-"""Rows of a row group by the pages that hold them, as Parquet's page index tells: what filters leave out is not read.
+"""Reads only the pages with rows that can pass filters, by Parquet's page index.
 
-pyarrow writes page indexes, and Spark does, but pyarrow reads whole column chunks (apache/arrow#45284). So it is handed
-files in memory that have the pages in question, and no others. Format: https://github.com/apache/parquet-format
-(PageIndex.md; parquet_file.thrift, whose numbers of fields stand here).
+pyarrow and Spark write page indexes, but pyarrow reads whole column chunks (apache/arrow#45284). Therefore this module
+builds files in memory with the chosen pages for pyarrow. Format: https://github.com/apache/parquet-format
+(PageIndex.md; field numbers from parquet.thrift).
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ _ROW_GROUPS, _NUM_ROWS = 4, 3  # of FileMetaData
 _COLUMNS, _GROUP_ROWS = 1, 3  # of RowGroup
 _METADATA, _OFFSET_INDEX, _COLUMN_INDEX = 3, (4, 5), (6, 7)  # of ColumnChunk; (offset, length) of the indexes
 _COMPRESSED_BYTES, _DATA_PAGE, _DICTIONARY_PAGE = 7, 9, 11  # of ColumnMetaData
-_KEPT_METADATA = (1, 2, 3, 4, 5, 6, 7, 9)  # all that is required; the rest tells of all pages
-_SHARE = 0.5  # of a column's bytes: where more are needed, it is read as a whole
+_KEPT_METADATA = (1, 2, 3, 4, 5, 6, 7, 9)  # the required fields; others describe all pages
+_SHARE = 0.5  # of a column's bytes; above it the column is read as a whole
 _NUMBERS = {"INT32": "<i4", "INT64": "<i8", "FLOAT": "<f4", "DOUBLE": "<f8"}
 _UNITS = {"milliseconds": "ms", "microseconds": "us", "nanoseconds": "ns"}
 _END_BYTES = 8  # the footer's length, and the magic
-_MIN_CHUNK_BYTES = 64 << 10  # a column chunk of fewer is read before its pages are looked up
-_MAX_FOOTER_BYTES = 256 << 10  # a longer one takes longer to parse here than its pages save
-_MAX_INDEX_BYTES = 1 << 20  # of a file's indexes: more are read one by one
-_GAP_BYTES = 1 << 20  # between pages: on an object store a read takes as long as so many bytes
+_MIN_CHUNK_BYTES = 64 << 10  # smaller column chunks are read as a whole
+_MAX_FOOTER_BYTES = 256 << 10  # parsing a larger footer takes longer than skipped pages save
+_MAX_INDEX_BYTES = 1 << 20  # of all indexes of a file; above it they are read one by one
+_GAP_BYTES = 1 << 20  # between pages; on object stores a request costs as much as reading these bytes
 
 
 @dataclass(frozen=True)
@@ -58,46 +58,46 @@ class _Pages:
 
     offsets: Ints
     sizes: Ints
-    """With their headers, in bytes."""
+    """Sizes in bytes, including headers."""
     starts: Ints
-    """The first row of each, and at the end the rows of the row group. # (pages + 1,)"""
+    """The first row of each page, and the number of rows of the row group. # (pages + 1,)"""
 
     @property
     def rows(self) -> Ints:
-        """Rows of each page. # (pages,)"""
+        """Number of rows of each page. # (pages,)"""
         return np.diff(self.starts)
 
     @property
     def ends(self) -> Ints:
-        """Where each page ends in the file. # (pages,)"""
+        """End offset of each page in the file. # (pages,)"""
         return self.offsets + self.sizes
 
     def spans(self, chosen: Mask) -> list[Ints]:
-        """The chosen pages, by number, in lists of those that one read brings: what lies between them is little."""
+        """Groups the chosen pages, by number, into reads of pages with small gaps between them."""
         numbers = np.flatnonzero(chosen)
         gaps = self.offsets[numbers[1:]] - self.ends[numbers[:-1]]
         return np.split(numbers, np.flatnonzero(gaps > _GAP_BYTES) + 1) if len(numbers) else []
 
 
 class IndexedFile:
-    """An open Parquet file, of which parts of row groups are read; all of them where it has no page index."""
+    """An open Parquet file that reads parts of row groups; whole row groups without a page index."""
 
     def __init__(self, source: Any, file: pq.ParquetFile, *, dictionary_columns: Sequence[str] = ()):
-        """`source` is the file of pyarrow that `file` reads, opened with `as_words`."""
+        """source: the pyarrow file of `file`, which was opened with `dictionary_columns`."""
         self._source, self._file, self._as_words = source, file, dictionary_columns
         self._leaves = [file.schema.column(i) for i in range(len(file.schema))]
         self._numbers: dict[str, list[int]] = {}
-        """Of the leaves of a column or of a field of a struct, by its path."""
+        """Numbers of the leaves of a column or a struct field, by path."""
         for i, leaf in enumerate(self._leaves):
             for path in itertools.accumulate(leaf.path.split("."), "{}.{}".format):
                 self._numbers.setdefault(path, []).append(i)
         self._footer: Struct | None = None
-        self._indexes = 0, b""  # where they are in the file, and their bytes
+        self._indexes = 0, b""  # offset in the file, bytes
 
     def read_passing(self, group: int, names: Sequence[str], any_of: AnyOf) -> tuple[dict[str, pa.ChunkedArray], Mask]:
-        """The stored cells of some columns in the rows that pass, and which rows of the row group those are.
+        """Reads the stored cells of passing rows, and returns them with the mask of these rows in the row group.
 
-        Raises OSError for a page index that does not fit the pages, and pyarrow's errors for damaged pages.
+        Raises OSError for a page index that does not match the pages, and pyarrow's errors for damaged pages.
         """
         passes = self.rows_that_may_pass(group, any_of)
         asked = self.read(group, columns_of(any_of), passes)
@@ -107,7 +107,7 @@ class IndexedFile:
         return {name: found[name] if name in found else asked[name].filter(pa.array(held)) for name in names}, passes
 
     def rows_that_may_pass(self, group: int, any_of: AnyOf) -> Mask:
-        """Those that the bounds of their pages do not rule out. # (rows,)"""
+        """Returns the rows that can pass, by the bounds of their pages. # (rows,)"""
         rows = self._file.metadata.row_group(group).num_rows
         may = np.zeros(rows, dtype=np.bool_)
         for all_of in any_of:
@@ -202,7 +202,7 @@ class IndexedFile:
         return np.repeat(each, pages.rows)
 
     def _pages_of(self, group: int, name: str) -> tuple[int, _Pages] | None:
-        """The leaf of a column that has one, and its pages, where there is an index of them."""
+        """Returns the leaf of a column and its pages; None without a page index or with several leaves."""
         leaves = self._numbers.get(name, [])
         metadata = self._file.metadata.row_group(group)
         has_index = len(leaves) == 1 and getattr(metadata.column(leaves[0]), "has_offset_index", False)
@@ -216,12 +216,12 @@ class IndexedFile:
             locations = value_of(self._struct(offset, length), 1)
             offsets, sizes, starts = (np.array([value_of(page, n) for page in locations], np.int64) for n in (1, 2, 3))
             pages = _Pages(offsets, sizes, np.append(starts, metadata.num_rows))
-            # NOTE: pyarrow also writes pages without a row, which are of no use here.
+            # NOTE: pyarrow also writes pages without rows, which are not supported here.
             fits = starts[0] == 0 and (pages.rows > 0).all() and (sizes > 0).all() and offsets[0] >= chunk
             return (leaves[0], pages) if fits and (pages.ends == np.append(offsets[1:], end)).all() else None
 
     def _chunk(self, group: int, leaf: int) -> tuple[int, int]:
-        """Where a column of a row group begins and ends in the file."""
+        """Returns the start and end offset of a column chunk in the file."""
         chunk = self._file.metadata.row_group(group).column(leaf)
         start = min(filter(None, (chunk.dictionary_page_offset, chunk.data_page_offset)))
         return start, start + chunk.total_compressed_size
@@ -231,7 +231,7 @@ class IndexedFile:
         return found
 
     def _read_footer(self) -> Struct:
-        """With the page indexes, which lie before it, in one more read: over a network each takes its time."""
+        """Reads the footer, and the page indexes before it in one read, to save requests."""
         if self._footer is None:
             size = self._source.size()
             footer_at = size - _END_BYTES - int.from_bytes(self._read(size - _END_BYTES, 4), "little")
@@ -248,7 +248,7 @@ class IndexedFile:
 
     def _read(self, offset: int, length: int) -> bytes:
         if offset < 0 or length < 0 or offset + length > self._source.size():
-            raise OSError(f"the file has {self._source.size()} bytes, and its page index tells of more")
+            raise OSError(f"the file has {self._source.size()} bytes, and its page index refers to more")
         first, held = self._indexes
         if first <= offset and offset + length <= first + len(held):
             return held[offset - first :][:length]
@@ -258,11 +258,11 @@ class IndexedFile:
 
 def _check_rows(name: str, found: int, expected: int) -> None:
     if found != expected:
-        raise OSError(f"pages of column {name!r} have {found} rows, and by the page index {expected}")
+        raise OSError(f"pages of column {name!r} have {found} rows, expected {expected} by the page index")
 
 
 def _num_values(page: memoryview) -> int:
-    """Of a data page of version 1 or 2, with its nulls."""
+    """Returns the number of values of a data page of version 1 or 2, including nulls."""
     with _damage_explained():
         header, _ = read_struct(page)
         data = value_of(header, 5) or value_of(header, 8)
@@ -271,7 +271,7 @@ def _num_values(page: memoryview) -> int:
 
 @contextlib.contextmanager
 def _damage_explained() -> Iterator[None]:
-    """Raises OSError for structs that are not what Parquet says."""
+    """Raises OSError for invalid structs."""
     try:
         yield
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
@@ -279,7 +279,7 @@ def _damage_explained() -> Iterator[None]:
 
 
 def _bound(stored: bytes, leaf: Any, arrow: pa.DataType) -> pa.Scalar | None:
-    """A bound of a page's values as a value of the column's type; None where it cannot be told. # leaf: its schema"""
+    """Converts a page's bound to the type of the column; None if it cannot. # leaf: its schema"""
     types = pa.types
     try:
         if types.is_string(arrow) or types.is_large_string(arrow):
@@ -298,4 +298,4 @@ def _bound(stored: bytes, leaf: Any, arrow: pa.DataType) -> pa.Scalar | None:
             return pa.array(value).cast(arrow)[0]
     except (pa.ArrowException, ValueError, KeyError, IndexError):
         pass
-    return None  # such as of decimals: the rows themselves decide
+    return None  # for example, of decimals: rows are evaluated

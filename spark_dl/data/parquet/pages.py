@@ -1,7 +1,7 @@
-"""Parquet pages without a decoder: the values of an uncompressed, plain page are a view of its bytes.
+"""Reads Parquet pages without a decoder: the values of uncompressed, plain pages are a view of their bytes.
 
-That is how our own shards are written: PLAIN encoding, no compression, no dictionary, no nulls. One read brings a whole
-column chunk, its pages' checksums are verified, and what remains is a view. The format:
+Our shards are written in this form: PLAIN encoding, no compression, no dictionary, no nulls. A column chunk is read as
+a whole, and the checksums of its pages are verified. Format:
 https://github.com/apache/parquet-format (parquet.thrift, PageHeader; Encodings.md, PLAIN).
 """
 
@@ -18,7 +18,7 @@ from spark_dl.data.parquet.thrift import read_struct, value_of
 
 try:
     from isal.isal_zlib import crc32  # the same function, six times as fast
-except ImportError:  # no wheel for this kind of processor
+except ImportError:  # no wheel for this processor
     crc32 = zlib.crc32
 
 Bytes = npt.NDArray[np.uint8]
@@ -29,11 +29,11 @@ _LENGTH_BYTES = 4
 
 
 def read_plain(source: Any, chunk: Any, *, levels: int, cell_bytes: int, rows: int, memory: BufferPool) -> Bytes | None:
-    """The cells of a column chunk as they lie in the file, or None if it is not stored plainly. # (rows, cell_bytes)
+    """Returns the stored cells of a column chunk, or None if it has another encoding. # (rows, cell_bytes)
 
-    `source` is a pyarrow file, `chunk` the metadata of the column chunk, `levels` its highest definition level (0 for a
-    required column, 1 for an optional one), `cell_bytes` the size that every cell must have; strings of bytes come
-    without their lengths. They lie in `memory`, and `source` is no other thread's.
+    source: a pyarrow file, not shared between threads. chunk: metadata of the column chunk. levels: its maximum
+    definition level (0 for a required column, 1 for an optional one). cell_bytes: the size of every cell; lengths of
+    byte arrays are removed. memory: pool of the returned array.
     Raises ValueError if a page's checksum does not match its bytes.
     """
     is_binary = chunk.physical_type == "BYTE_ARRAY"
@@ -50,7 +50,7 @@ def read_plain(source: Any, chunk: Any, *, levels: int, cell_bytes: int, rows: i
     start = 0
     while start < len(content):
         header, body_start = read_struct(content, start)
-        page = value_of(header, 5)  # of a data page of version 1: 1 is its number of values, 2 their encoding
+        page = value_of(header, 5)  # data page of version 1; field 1 is the number of values, 2 the encoding
         if value_of(header, 1) != _DATA_PAGE or not isinstance(page, dict) or value_of(page, 2) != _PLAIN:
             return None
         size, count, crc = value_of(header, 3), value_of(page, 1), value_of(header, 4, 0)
@@ -62,7 +62,7 @@ def read_plain(source: Any, chunk: Any, *, levels: int, cell_bytes: int, rows: i
             return None
         if 4 in header and crc32(body) != crc & 0xFFFFFFFF:
             raise ValueError("a page's checksum does not match its bytes; the file was changed after it was written")
-        if levels:  # a null has a level and no value: without any, the values have their full size
+        if levels:  # nulls have a level but no value, so the size of values shows that there are none
             body_start += _LENGTH_BYTES + int.from_bytes(body[:_LENGTH_BYTES], "little")
         if count < 0 or start - body_start != count * stored:
             return None
@@ -70,7 +70,7 @@ def read_plain(source: Any, chunk: Any, *, levels: int, cell_bytes: int, rows: i
     if sum(stop - first for first, stop in spans) != rows * stored:
         return None
     first, end = spans[0] if spans else (0, 0)
-    for start, stop in spans[1:]:  # pages of values, moved together
+    for start, stop in spans[1:]:  # concatenates the values of pages
         content[end : end + stop - start] = content[start:stop]
         end += stop - start
     cells = block[first:end].reshape(rows, stored)

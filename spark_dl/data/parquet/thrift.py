@@ -1,7 +1,7 @@
-"""Thrift's compact protocol, in which Parquet's footers, page headers and page indexes are written.
+"""Thrift's compact protocol, the format of Parquet's footers, page headers and page indexes.
 
-Source: https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md. Parquet has no maps and no
-sets, and neither has this.
+Source: https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md. Parquet uses
+neither maps nor sets, which are not supported here.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ _MAX_DEPTH = 32
 
 
 class Field(NamedTuple):
-    """A value and its type. Lists have a `Many`, structs a `Struct`, doubles their 8 bytes."""
+    """A type and a value: `Many` for lists, `Struct` for structs, 8 bytes for doubles."""
 
     kind: int
     value: Any
 
 
 class Many(NamedTuple):
-    """The items of a list, and their type."""
+    """The type and the items of a list."""
 
     kind: int
     items: Sequence[Any]
 
 
 Struct = dict[int, Field]
-"""The fields of a struct by their numbers."""
+"""The fields of a struct, by number."""
 
 
 def value_of(struct: Struct, number: int, default: Any = None) -> Any:
-    """The value of a field; of a list its items."""
+    """Returns the value of a field; for a list its items."""
     if number not in struct:
         return default
     value = struct[number].value
@@ -40,7 +40,7 @@ def value_of(struct: Struct, number: int, default: Any = None) -> Any:
 
 
 def read_struct(content: bytes | memoryview, position: int = 0, depth: int = 0) -> tuple[Struct, int]:
-    """A struct, and the position after it. Raises ValueError or IndexError for bytes that are none."""
+    """Parses a struct. Returns it with the position after it. Raises ValueError or IndexError for invalid bytes."""
     fields: Struct = {}
     number = 0
     while (byte := content[position]) != 0:
@@ -53,7 +53,7 @@ def read_struct(content: bytes | memoryview, position: int = 0, depth: int = 0) 
 
 def _value(content: bytes | memoryview, position: int, kind: int, depth: int) -> tuple[Any, int]:
     if depth > _MAX_DEPTH:
-        raise ValueError(f"Thrift structs and lists in each other, more than {_MAX_DEPTH} deep")
+        raise ValueError(f"Thrift structs and lists are nested more than {_MAX_DEPTH} deep")
     if kind in (I16, I32, I64):
         return _zigzag(content, position)
     if kind == STRUCT:
@@ -67,7 +67,7 @@ def _value(content: bytes | memoryview, position: int, kind: int, depth: int) ->
         return content[position] == TRUE, position + 1
     if kind in (BYTE, DOUBLE):
         return _bytes(content, position, 1 if kind == BYTE else 8)
-    raise ValueError(f"a field of Thrift type {kind}, which Parquet has not")
+    raise ValueError(f"a field of Thrift type {kind}, which Parquet does not use")
 
 
 def _list(content: bytes | memoryview, position: int, depth: int) -> tuple[Many, int]:
@@ -75,7 +75,7 @@ def _list(content: bytes | memoryview, position: int, depth: int) -> tuple[Many,
     position += 1
     if length == 15:
         length, position = _varint(content, position)
-    if length > len(content) - position:  # each item has a byte at least
+    if length > len(content) - position:  # each item has at least a byte
         raise ValueError(f"a list of {length} items in {len(content) - position} bytes")
     items = []
     for _ in range(length):
@@ -87,7 +87,7 @@ def _list(content: bytes | memoryview, position: int, depth: int) -> tuple[Many,
 def _bytes(content: bytes | memoryview, position: int, length: int) -> tuple[bytes, int]:
     found = bytes(content[position : position + length])
     if len(found) != length:
-        raise ValueError(f"{length} bytes, of which {len(found)} are there")
+        raise ValueError(f"found {len(found)} bytes, expected {length}")
     return found, position + length
 
 
@@ -97,7 +97,7 @@ def _varint(content: bytes | memoryview, position: int) -> tuple[int, int]:
         value |= (byte & 0x7F) << shift
         shift, position = shift + 7, position + 1
         if shift > 63:
-            raise ValueError("a whole number of more than 64 bits")
+            raise ValueError("an integer of more than 64 bits")
     return value | byte << shift, position + 1
 
 
@@ -107,7 +107,7 @@ def _zigzag(content: bytes | memoryview, position: int) -> tuple[int, int]:
 
 
 def write_struct(struct: Struct) -> bytes:
-    """The bytes of a struct."""
+    """Serializes a struct."""
     out = bytearray()
     last = 0
     for number, (kind, value) in sorted(struct.items()):

@@ -1,8 +1,7 @@
-"""One barrier job: the same function on every rank, all at once, with all results or one error.
+"""Barrier jobs: runs one function on all ranks at the same time, and returns all results or raises one error.
 
-`spark.range(0, n, 1, n).mapInArrow(task, ..., barrier=True)` is the whole launch: it works in classic Spark and over
-Spark Connect, and each task's own Python process is the rank. Instead of the range another DataFrame can be given,
-whose rows then stream into the ranks.
+The launch is `spark.range(0, n, 1, n).mapInArrow(task, ..., barrier=True)`, in classic Spark and over Spark Connect.
+The Python process of each task is the rank. The rows of another DataFrame can be streamed to the ranks instead.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from spark_dl.launch.watch import Address, Listener, Sender
 _log = logging.getLogger("spark_dl")
 
 _ROOT_CAUSE_WAIT_S = 2.0
-"""How long a failure that only follows from another one waits for that other one to be known."""
+"""How long to wait for the root cause after a failure that is only a consequence."""
 _SILENCE_S = 3.0
-"""A rank that sends no sign of life for so long is the cause, where others only lost contact or waited in vain."""
+"""A rank without a heartbeat for longer is the root cause, if the other ranks only lost a connection or timed out."""
 _POLL_S = 1.0
-"""How often a driver without a listener looks for news."""
+"""Interval in which a driver without a listener calls `poll`."""
 _CANCEL_WAIT_S = 30.0
 _ABORTED_BY_DRIVER_WAIT_S = 20.0
 
@@ -42,23 +41,23 @@ Event = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class RankResult:
-    """What a function that `run_barrier` runs returns: its rank, which the rendezvous dealt, and its result."""
+    """The return value of a function under `run_barrier`: its result, and its rank from the rendezvous."""
 
     rank: int
     result: Any
     refused: str = ""
-    """What is wrong with the input, where the ranks have agreed on it and none went on; `run_barrier` raises it."""
+    """Why all ranks refused the input; empty if they did not. `run_barrier` raises it."""
 
 
 @dataclass(frozen=True)
 class TaskInput:
-    """What a task of a job with a source gets. Its batches are to be consumed to the end."""
+    """The input of a task of a job with a source. The task must consume all batches."""
 
     batches: Iterator[pa.RecordBatch]
     task: int
-    """Number of the task: the partition of the source."""
+    """Index of the task: the partition of the source."""
     folder: str
-    """A folder of Spark's on a disk of this host; Spark deletes it when the executor ends."""
+    """A local folder of Spark on this host. Spark deletes it when the executor ends."""
 
 
 def run_barrier(
@@ -71,15 +70,16 @@ def run_barrier(
     source: Any = None,
     **kwargs: Any,
 ) -> list[Any]:
-    """Runs `fn(*args, report=..., **kwargs)` on `launch.num_ranks` ranks. Called on the driver; returns by rank.
+    """Runs `fn(*args, report=..., **kwargs)` on `launch.num_ranks` ranks. Called on the driver.
 
-    With `source`, a DataFrame of as many partitions as ranks, the tasks get its rows: `fn(..., rows=TaskInput)`.
+    Returns the results by rank. The job has ended when this function returns or raises.
 
-    `on_event` gets what ranks report, in the driver's thread, while they run. Over Spark Connect, where ranks cannot
-    reach the driver, it gets what `poll` returns.
-    Raises ValueError for a call that cannot be sent and for input that the ranks refuse, RuntimeError for a cluster
-    that cannot run it or does not start it within `launch.start_timeout_s`, RankError for a rank that fails. In every
-    case the job has ended then.
+    on_event: called in the driver's thread with the events of the ranks, while they run. Over Spark Connect, where
+        ranks cannot connect to the driver, it gets the events that `poll` returns.
+    source: a DataFrame with one partition per rank. The ranks get its rows: `fn(..., rows=TaskInput)`.
+
+    Raises ValueError for a call that cannot be pickled and for input that the ranks refuse, RuntimeError if the cluster
+    cannot run the job or does not start it within `launch.start_timeout_s`, RankError if a rank fails.
     """
     preflight.check(spark, launch)
     if source is not None:
@@ -101,27 +101,27 @@ def run_barrier(
         if listener:
             listener.close()
     rows = sorted(job.rows, key=lambda row: row["rank"])
-    if not rows:  # Spark runs no task at all for what it knows to be empty
-        raise ValueError("the DataFrame has no rows; at least one is needed")
+    if not rows:  # Spark runs no task if it knows that the DataFrame is empty
+        raise ValueError("the DataFrame has no rows; expected at least one")
     if refused := [row["refused"] for row in rows if row["refused"]]:
         raise ValueError(refused[0])
     return [payload.unpack_result(bytes(row["result"])) for row in rows]
 
 
 def _listen(spark: Any) -> Listener:
-    """A listener where Spark's own driver listens, under the name by which executors know the driver."""
+    """Returns a listener on the bind address of Spark's driver, with the driver's host name for executors."""
     conf = spark.sparkContext.getConf()
     public = conf.get("spark.driver.host")
     return Listener(conf.get("spark.driver.bindAddress") or public, public)
 
 
 class _Job:
-    """A Spark job in a thread of its own, so that the driver can watch it and cancel it."""
+    """A Spark job in its own thread, so that the driver can watch and cancel it."""
 
     def __init__(self, spark: Any, df: Any, num_ranks: int, events: queue.Queue[Any], *, computes_first: bool):
         self._num_ranks = num_ranks
         self.computes_first = computes_first
-        """Whether the job has stages before that of the ranks, which may take any time."""
+        """Whether the job has stages before the stage of the ranks. These can take any time."""
         self.rows: list[Any] = []
         self.error: BaseException | None = None
         self._spark, self._df, self._events = spark, df, events
@@ -140,10 +140,10 @@ class _Job:
 
     @contextlib.contextmanager
     def _task_counts(self) -> Iterator[None]:
-        """Over Spark Connect, where ranks cannot say that they have started, Spark's own progress does.
+        """Puts events with the number of running tasks, from Spark's progress. Only over Spark Connect.
 
-        NOTE: Spark reports on all operations of the session, so another one with as many tasks is taken for this job;
-        the start timeout then does not apply.
+        NOTE: Spark reports the progress of all operations of the session. Another operation with the same number of
+        tasks is mistaken for this job, and the start timeout then does not apply.
         """
         if not hasattr(self._spark, "registerProgressHandler") or not preflight.is_connect(self._spark):
             yield
@@ -162,17 +162,17 @@ class _Job:
             self._spark.removeProgressHandler(on_progress)
 
     def _mark(self) -> None:
-        """Names the job, so that it can be cancelled. Job groups and tags belong to the thread that starts the job."""
+        """Names the job, so that it can be cancelled. Must run in the thread that starts the job."""
         if preflight.is_connect(self._spark):
             self._spark.addTag(self._name)
         else:
-            # Interrupted tasks end at once; otherwise Spark leaves a Python worker that waits until it returns.
+            # Interrupted tasks end at once. Otherwise a Python worker that waits would run until it returns.
             self._spark.sparkContext.setJobGroup(self._name, "spark_dl ranks", interruptOnCancel=True)
 
     def has_tasks(self) -> bool:
-        """Whether tasks of the job run, or those of its last stage have run. False over Spark Connect.
+        """Whether tasks of the job are running, or tasks of its last stage have completed. False over Spark Connect.
 
-        Of a barrier stage all run, if any. Spark's answer may be as old as a heartbeat of the executors (10 s).
+        All tasks of a barrier stage run, or none. Spark's counts can be as old as the executors' heartbeat (10 s).
         """
         if preflight.is_connect(self._spark):
             return False
@@ -183,15 +183,15 @@ class _Job:
         return any(stage.numActiveTasks for stage in stages) or bool(stages and stages[-1].numCompletedTasks)
 
     def cancel(self) -> None:
-        """Ends the job and waits until Spark has ended it; without effect on a job that is over."""
+        """Cancels the job and waits until Spark has ended it. Does nothing if the job has ended."""
         end = time.monotonic() + _CANCEL_WAIT_S
         while self._thread.is_alive() and time.monotonic() < end:
-            with contextlib.suppress(Exception):  # the session may be gone, and the job with it
+            with contextlib.suppress(Exception):  # the session may have ended, and the job with it
                 if preflight.is_connect(self._spark):
                     self._spark.interruptTag(self._name)
                 else:
                     self._spark.sparkContext.cancelJobGroup(self._name)
-            self._thread.join(0.5)  # again, in case that the job had not begun yet
+            self._thread.join(0.5)  # then cancel again: the job may not have started yet
 
 
 def _watch(
@@ -202,9 +202,9 @@ def _watch(
     poll: Callable[[], list[dict[str, Any]]] | None,
     silence: Callable[[], Mapping[int, float]],
 ) -> None:
-    """Follows a job to its end. Raises the root cause of its failure. `poll` is given where there is no listener.
+    """Waits for the end of a job. Raises the root cause if it fails. `poll` is None if there is a listener.
 
-    `silence` tells for how many seconds each rank at work was not heard.
+    silence: returns the seconds since the last heartbeat, by task, of the tasks that have not ended.
     """
 
     def silent_for(seconds: float) -> dict[int, float]:
@@ -222,12 +222,12 @@ def _watch(
             event = events.get(timeout=0.2)
             kind = event["kind"]
             if kind == "job ended" and job.error is None:
-                _pass_on(poll, on_event)  # what came since the last time
+                _pass_on(poll, on_event)  # the last events
                 return
             if kind in ("job ended", "failed", "lost"):
                 failures.append(event)
                 is_root = kind == "lost" or (kind == "failed" and not event["follows"])
-                # A rank that was killed and one that raised in consequence are told apart by a short wait.
+                # The root cause, such as a killed rank, can arrive shortly after an error that follows from it.
                 wait = 0.2 if is_root else _ROOT_CAUSE_WAIT_S
                 decide_at = min(decide_at or float("inf"), time.monotonic() + wait)
             elif kind in ("started", "joined"):
@@ -243,24 +243,24 @@ def _watch(
                 on_event(event)
         if decide_at is not None and time.monotonic() >= decide_at:
             raise root_cause(failures, known, job.error, silent_for(_SILENCE_S))
-        silent = silent_for(launch.collective_timeout_s)  # nobody may be waiting for it, or be able to say so
+        silent = silent_for(launch.collective_timeout_s)  # other ranks may not notice it
         silent_at = (silent_at or time.monotonic()) if silent else None
-        if silent_at and time.monotonic() - silent_at > _SILENCE_S:  # it was not the driver that stood still
+        if silent_at and time.monotonic() - silent_at > _SILENCE_S:  # the driver itself did not hang
             raise root_cause(failures, known, job.error, silent)
         if time.monotonic() >= poll_at:
             _pass_on(poll, on_event)
             poll_at = time.monotonic() + _POLL_S
         if running < launch.num_ranks and time.monotonic() > deadline:
             if job.has_tasks():
-                if job.computes_first:  # the DataFrame is still being computed, or the ranks cannot reach the driver
+                if job.computes_first:  # Spark still computes the DataFrame, or the ranks cannot reach the driver
                     deadline = time.monotonic() + launch.start_timeout_s
                     continue
                 running = launch.num_ranks
-                _log.warning("the ranks run, but cannot reach the driver to report progress; is its port closed?")
+                _log.warning("the ranks run, but cannot reach the driver to report progress; open its port")
                 continue
             raise RuntimeError(
                 f"{running} of {launch.num_ranks} ranks started within launch.start_timeout_s="
-                f"{launch.start_timeout_s:g} s; the cluster is busy with other jobs, or its executors are not up yet"
+                f"{launch.start_timeout_s:g} s; the cluster is busy with other jobs, or its executors have not started"
             )
 
 
@@ -273,11 +273,11 @@ def _pass_on(poll: Callable[[], list[dict[str, Any]]] | None, on_event: Callable
 def _rank_task(
     packed: bytes, address: Address | None, num_ranks: int, has_source: bool
 ) -> Callable[[Iterator[Any]], Iterator[Any]]:
-    """The task of one rank."""
+    """Returns the function that Spark runs as the task of one rank."""
 
     def run_rank(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         if not has_source:
-            # Spark uses a Python worker again, with torch already imported, only if its input was consumed.
+            # Spark reuses a Python worker, with torch already imported, only if its input was consumed.
             for _ in batches:
                 pass
         from pyspark import BarrierTaskContext
@@ -292,14 +292,14 @@ def _rank_task(
             sender.send({**event, **me})
             if event["kind"] == "joined":
                 me["rank"] = event["rank"]
-                sender.flush()  # from here on the rank may die of anything, and is to be named
+                sender.flush()  # if the process is killed from now on, the driver knows its rank
 
         report({"kind": "started"})
         try:
             fn, args, kwargs = payload.unpack_call(packed)
             if (found := len(context.getTaskInfos())) != num_ranks:
                 raise RuntimeError(
-                    f"Spark started {found} tasks for {num_ranks} ranks; the DataFrame was not dealt to them"
+                    f"Spark started {found} tasks for {num_ranks} ranks; the DataFrame must have one partition per rank"
                 )
             if has_source:
                 kwargs["rows"] = TaskInput(batches, task, _local_folder(task))
@@ -310,8 +310,8 @@ def _rank_task(
             sender.send({"kind": "failed", **failure})
             sender.close()
             if sender.is_connected:
-                # The driver has the error now and cancels the job, which kills this process without a line in Spark's
-                # log. Only if the driver does not, Spark has to learn it from here.
+                # The driver has the error and cancels the job, which kills this process without an error in Spark's
+                # log. If the driver does not cancel the job in time, this task fails.
                 time.sleep(_ABORTED_BY_DRIVER_WAIT_S)
             elif failure["follows"]:
                 time.sleep(_ROOT_CAUSE_WAIT_S)  # let the root cause reach Spark first
@@ -330,6 +330,6 @@ def _rank_task(
 
 
 def _local_folder(task: int) -> str:
-    """A folder of Spark's on a disk of this host: the tasks take turns, where there are several disks."""
+    """Returns a local folder of Spark on this host. With several disks, the tasks are spread over them."""
     folders = [f for f in os.environ.get("SPARK_LOCAL_DIRS", "").split(",") if f and os.path.isdir(f)]
     return folders[task % len(folders)] if folders else tempfile.gettempdir()

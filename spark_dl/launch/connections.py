@@ -1,7 +1,7 @@
-"""TCP connections between ranks, beside those of the process group.
+"""TCP connections between ranks, in addition to those of the process group.
 
-A rank opens a port and publishes it in the run's store; others connect by its name there. A connection is taken only if
-it begins with the token that the store holds, so that what else runs in the network cannot join by mistake.
+A rank opens a port and publishes it by name in the run's store, and other ranks connect to it. A connection must begin
+with the token in the store. Other programs on the network therefore cannot connect by mistake.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _WELCOME = b"\x01"
 
 
 class Peer(NamedTuple):
-    """A rank at the other end of a connection."""
+    """The rank at the other end of a connection."""
 
     rank: int
     host: str
@@ -32,9 +32,9 @@ class Peer(NamedTuple):
 
 
 class Port:
-    """A port of this rank, which others find in the run's store by `name`; `title` is what errors call it.
+    """A port of this rank, published in the run's store as `name`. Error messages call it `title`.
 
-    A context manager, which closes the port, not the connections that came by it.
+    A context manager. It closes the port, but not the accepted connections.
     """
 
     def __init__(self, world: World, name: str, title: str):
@@ -52,9 +52,9 @@ class Port:
         self._listener.close()
 
     def accept(self, expected: Iterable[int], timeout_s: float) -> list[Peer]:
-        """A connection from each of the expected ranks, which wait until all have come.
+        """Waits for the connections of the expected ranks, and returns them. The ranks wait until all have connected.
 
-        Raises RuntimeError that names those that do not come within `timeout_s`.
+        Raises RuntimeError that names the ranks that do not connect within `timeout_s`.
         """
         missing, end = set(expected), time.monotonic() + timeout_s
         peers: list[Peer] = []
@@ -70,8 +70,8 @@ class Port:
                     ) from None
                 on_error.enter_context(sock)
                 hello = _read_hello(sock)
-                is_ours = hmac.compare_digest(str(hello.get("token")).encode(), self._token.encode())
-                if not is_ours or hello["rank"] not in missing:
+                has_token = hmac.compare_digest(str(hello.get("token")).encode(), self._token.encode())
+                if not has_token or hello["rank"] not in missing:
                     sock.close()
                     continue
                 missing.remove(hello["rank"])
@@ -84,17 +84,18 @@ class Port:
 
 
 def connect(world: World, name: str, rank: int, timeout_s: float) -> Peer:
-    """A connection to the port that `rank` publishes by `name`, once it has those of all ranks that it expects.
+    """Connects to the port that `rank` publishes as `name`. Returns when all ranks that it expects have connected.
 
-    Raises RuntimeError that names its host if that cannot be, or the rank if it does not publish a port in time. Its
-    socket waits `timeout_s` at most, as do those of `Port.accept`.
+    Operations on the socket wait at most `timeout_s`, also on the sockets of `Port.accept`.
+    Raises RuntimeError with the rank and its host if the connection fails, and if `rank` does not publish a port in
+    time.
     """
     try:
         about = json.loads(world.store.get(name))
     except dist.DistStoreError as error:
         raise RuntimeError(
             f"rank {world.rank} on host {world.host} waited for rank {rank} to open a port ({name}) for longer than "
-            "launch.start_timeout_s; if that rank is still at work, as in spec.build, raise it"
+            "launch.start_timeout_s; if that rank is slow, for example in spec.build, raise launch.start_timeout_s"
         ) from error
     hello = json.dumps({"token": about["token"], "rank": world.rank, "host": world.host}).encode()
     try:
@@ -115,7 +116,7 @@ def connect(world: World, name: str, rank: int, timeout_s: float) -> Peer:
 
 
 def _read_hello(sock: socket.socket) -> dict[str, Any]:
-    """What a new connection says of itself; nothing if it does not within seconds, so that strangers hold up nobody."""
+    """Reads the first message of a connection. Returns {} if none comes in time: no client may block others."""
     sock.settimeout(_HELLO_S)
     try:
         hello = json.loads(_read_exactly(sock, min(4096, int.from_bytes(_read_exactly(sock, 4), "big"))))

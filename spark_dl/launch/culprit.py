@@ -1,4 +1,4 @@
-"""Which part of what is sent to the ranks cannot be pickled, named as the user's code names it."""
+"""Finds the part of a call that cannot be pickled, and names it as in the user's code."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from typing import Any
 
 _MAX_VISITED = 200
 _OPAQUE = {"pyspark", "py4j", "threading", "queue", "concurrent", "multiprocessing", "asyncio", "socket", "_io"}
-"""Packages whose objects are named as a whole, as what they are made of tells the user nothing."""
+"""Packages whose objects are named as a whole. Their internal attributes would not help the user."""
 _NOT_PICKLED = {"__dict__", "__weakref__", "_abc_impl", "__builtins__"}
 """Attributes of classes and modules that pickling leaves out."""
 _ON_DRIVER = (
-    ", which exists on the driver only; pass what the ranks need of it as arguments (numbers, strings, arrays), and "
-    "a DataFrame as the data of spark_dl.train or spark_dl.run_on_dataframe"
+    ", which exists on the driver only; pass the values that the ranks need as arguments (numbers, strings, arrays), "
+    "and a DataFrame as the data of spark_dl.train or spark_dl.run_on_dataframe"
 )
 _BUILD_INSIDE = "; build it inside the function (or in spec.build), which runs on the ranks"
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where an object was found: an expression, and the function whose variable it begins with."""
+    """The place of an object: an expression, and the function whose variable the expression begins with."""
 
     root: str
-    """The argument that it belongs to."""
+    """The argument that contains the object."""
     expression: str
     of: str = ""
 
@@ -46,7 +46,7 @@ class _Place:
 
 
 def dumps(value: Any) -> bytes:
-    """An object as Spark's cloudpickle pickles it. Raises what its parts raise, if they cannot be pickled."""
+    """Pickles an object with Spark's cloudpickle. Raises the errors of parts that cannot be pickled."""
     out = io.BytesIO()
     _pickler()(out).dump(value)
     return out.getvalue()
@@ -58,7 +58,7 @@ def _pickler() -> Any:
 
     class Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
         def reducer_override(self, value: Any) -> Any:
-            # Spark Connect pickles a session as its number, which means nothing on an executor.
+            # Spark Connect pickles a session as its id, which is not valid on an executor.
             if type(value).__module__ == "pyspark.sql.connect.session" and type(value).__name__ == "SparkSession":
                 raise TypeError("a SparkSession cannot be pickled")
             return super().reducer_override(value)
@@ -67,10 +67,10 @@ def _pickler() -> Any:
 
 
 def describe_culprit(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """A sentence that names the innermost part of a call that cannot be pickled, its type, and what to change.
+    """Returns a sentence with the innermost part of a call that cannot be pickled, its type, and what to change.
 
-    Called on the driver, for a call that `dumps` has refused. Looks at the nearest parts first: variables
-    and default values of functions, attributes, items, and members of classes that are sent with their code.
+    Called on the driver, after `dumps` has failed. Searches breadth first: variables and default values of functions,
+    attributes, items, and members of classes that are pickled with their code.
     """
     roots = [("function", fn), *_named_arguments(fn, args), *kwargs.items()]
     queue = collections.deque((_Place(name, name), value) for name, value in roots if _error_of(value) is not None)
@@ -97,7 +97,7 @@ def _sentence(place: _Place, value: Any) -> str:
 
 
 def _named_arguments(fn: Any, args: tuple[Any, ...]) -> list[tuple[str, Any]]:
-    """Positional arguments by the names of their parameters."""
+    """Returns the positional arguments with the names of their parameters."""
     try:
         return list(inspect.signature(fn).bind_partial(*args).arguments.items())
     except (TypeError, ValueError):  # not a Python function, or one that does not take them
@@ -105,7 +105,7 @@ def _named_arguments(fn: Any, args: tuple[Any, ...]) -> list[tuple[str, Any]]:
 
 
 def _error_of(value: Any) -> Exception | None:
-    """Why an object cannot be pickled; None for one that can."""
+    """Returns the error of pickling an object; None if it can be pickled."""
     try:
         dumps(value)
     except Exception as error:
@@ -114,7 +114,7 @@ def _error_of(value: Any) -> Exception | None:
 
 
 def _parts(place: _Place, value: Any) -> Iterator[tuple[_Place, Any]]:
-    """What an object is pickled with. Asks the object itself for nothing, as py4j's objects have every attribute."""
+    """Yields the parts that are pickled with an object. Skips dynamic attributes: py4j objects have any."""
     if isinstance(value, dict):
         yield from ((place.item(f"[{key!r}]"), part) for key, part in value.items())
     elif isinstance(value, (list, tuple, set, frozenset, collections.deque)):
@@ -152,10 +152,10 @@ def _attributes(place: _Place, values: Mapping[str, Any]) -> Iterator[tuple[_Pla
 
 
 def _variables(function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
-    """Closure cells, defaults and globals of a function that is pickled with its code."""
+    """Yields closure cells, defaults and globals of a function that is pickled with its code."""
     code = function.__code__
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        if cell != types.CellType():  # one that is still empty
+        if cell != types.CellType():  # an empty cell
             yield name, cell.cell_contents
     defaults = function.__defaults__ or ()
     yield from zip(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount], defaults, strict=True)
@@ -165,7 +165,7 @@ def _variables(function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """The code of a function and of those that are defined in it."""
+    """Yields the code of a function and of the functions that it defines."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

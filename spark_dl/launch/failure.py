@@ -1,4 +1,4 @@
-"""What a failed job is told as: one error with its root cause, whichever way the news of it came."""
+"""The error of a failed job: finds the root cause in the events of the ranks and the error of Spark."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from spark_dl.config.checks import missing_on_executors
 
 
 class RankError(RuntimeError):
-    """A rank failed, and with it the job. The message holds the rank's own traceback.
+    """A rank failed, and the job was ended. The message has the traceback of the rank.
 
-    host and pid say where it ran. rank is None if it failed before the ranks were dealt; rank and pid are None where
-    Spark alone tells of it, as over Spark Connect of a rank that was killed.
+    rank: the failed rank; None if it failed before the ranks were dealt.
+    host, pid: host and process id of the rank.
+    rank and pid are None if only Spark reports the failure, for example of a killed rank over Spark Connect.
     """
 
     def __init__(self, message: str, *, rank: int | None, host: str, pid: int | None):
@@ -32,18 +33,18 @@ def _rank_error(message: str, rank: int | None, host: str, pid: int | None) -> R
 
 
 class OtherRankError(RuntimeError):
-    """Raised on a rank that stops for what another one has found, which the message names."""
+    """Raised on a rank that stops because of a problem on another rank. The message names the problem."""
 
 
 def describe(error: BaseException, me: Mapping[str, Any]) -> dict[str, Any]:
-    """A failure as plain data. Called on a rank; `me` has its `task`, `host`, `pid`, and `rank` if it has one."""
+    """Returns a failure as plain data. Called on a rank. `me` has its `task`, `host`, `pid`, and `rank` if known."""
     frames = "".join(traceback.format_exception(error))
     message = f"{type(error).__name__}: {error}"
     return {**me, "error": message[:4000], "traceback": frames[-16000:], "follows": follows(error)}
 
 
 def follows(error: BaseException) -> bool:
-    """Whether an error only says that another rank has gone, or has failed."""
+    """Whether an error is only a consequence of the failure or exit of another rank."""
     import torch.distributed as dist
 
     if isinstance(error, (OtherRankError, dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)):
@@ -57,11 +58,11 @@ def follows(error: BaseException) -> bool:
 
 
 class RankFailedError(Exception):
-    """Raised in a task, so that Spark ends the job. Its text carries the failure to a driver without a listener."""
+    """Raised in a task, so that Spark ends the job. A driver without a listener reads the failure from its message."""
 
 
 def failed_in_task(failure: Mapping[str, Any]) -> RankFailedError:
-    """What a task raises for a failure, as `describe` gives it."""
+    """Returns the exception that a task raises for a failure from `describe`."""
     encoded = base64.b64encode(json.dumps(failure).encode()).decode()
     return RankFailedError(f"{_name(failure.get('rank'), failure['task'])} failed [spark_dl failure {encoded}]")
 
@@ -80,9 +81,9 @@ def root_cause(
     error: BaseException | None,
     silent: Mapping[int, float],
 ) -> BaseException:
-    """The failure that the others follow from: the first rank that raised by itself, or that was killed, or is silent.
+    """Returns the root cause: the first rank that raised an error of its own, or was killed, or is silent.
 
-    `known` has what each task said of itself; `silent` are the tasks without a sign of life, and for how many seconds.
+    known: what each task has reported about itself. silent: seconds since the last heartbeat, of the silent tasks.
     """
     raised = [f for f in failures if f["kind"] == "failed"]
     by_spark = _failure_in(str(error)) if error else None
@@ -102,12 +103,12 @@ def root_cause(
     if silent:
         tasks = sorted(silent, key=lambda task: -silent[task])
         return _error_about(tasks, (
-            f"gave no sign of life for {silent[tasks[0]]:.0f} s: the host cannot be reached from the driver, or the "
-            "process hangs (stopped, swapped out, or in a call that holds Python's lock)"
+            f"sent no heartbeat for {silent[tasks[0]]:.0f} s: the driver cannot reach the host, or the process hangs "
+            "(stopped, swapped out, or in a call that holds the GIL)"
         ), known, raised)  # fmt: skip
     if absent := _absent(raised, known):
         return _error_about(absent, (
-            "never entered a collective operation: it is alive, and stuck or still at work; if it needs so long, "
+            "never entered a collective operation: its process is alive, but hangs or is slow; if it needs more time, "
             "raise launch.collective_timeout_s"
         ), known, raised)  # fmt: skip
     if raised:
@@ -131,13 +132,13 @@ def root_cause(
 
 
 def _who(known: Mapping[int, Mapping[str, Any]], task: int) -> tuple[int | None, str, int | None]:
-    """Rank, host and process id of a task, as far as it has said them."""
+    """Returns rank, host and process id of a task, as far as it has reported them."""
     who = known.get(task, {})
     return who.get("rank"), who.get("host", "an unknown host"), who.get("pid")
 
 
 def _absent(raised: list[dict[str, Any]], known: Mapping[int, Mapping[str, Any]]) -> list[int]:
-    """The tasks that others waited for in vain: neither failed, as those have by a timeout, nor done."""
+    """Returns the tasks that other tasks timed out waiting for: they have neither failed nor ended."""
     if not raised or not re.search(r"timed? ?out", raised[0]["error"], re.IGNORECASE):
         return []
     failed = {failure["task"] for failure in raised}
@@ -147,13 +148,14 @@ def _absent(raised: list[dict[str, Any]], known: Mapping[int, Mapping[str, Any]]
 def _error_about(
     tasks: list[int], what: str, known: Mapping[int, Mapping[str, Any]], raised: list[dict[str, Any]]
 ) -> RankError:
-    """An error that names ranks which have not said themselves what is wrong; `raised` is what others met."""
+    """Returns an error about ranks that reported none. `raised` has the errors of other ranks, as consequences."""
     rank, host, pid = _who(known, tasks[0])
-    met = ""
+    consequence = ""
     if raised:
         first = raised[0]
-        met = f". {_name(first.get('rank'), first['task'])} on {first['host']} waited in vain: {first['error']}"
-    return RankError(f"{_names(tasks, known)} {what}{met}", rank=rank, host=host, pid=pid)
+        name = _name(first.get("rank"), first["task"])
+        consequence = f". As a consequence, {name} on {first['host']} failed: {first['error']}"
+    return RankError(f"{_names(tasks, known)} {what}{consequence}", rank=rank, host=host, pid=pid)
 
 
 def _names(tasks: list[int], known: Mapping[int, Mapping[str, Any]]) -> str:

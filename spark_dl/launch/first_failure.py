@@ -1,7 +1,7 @@
-"""The failure that the others follow from, told by the ranks to each other: under torchrun, where no driver finds it.
+"""The root cause of a failure under torchrun, which the ranks exchange among themselves, as there is no driver.
 
-A rank that fails by itself leaves its error in the store before it leaves the process group. One that only loses it
-fails with that error then, not with the backend's words about a closed connection.
+A rank with an error of its own writes it to the store before it leaves the process group. Ranks that lose their
+connection to it raise that error instead of the backend's error about a closed connection.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
     from spark_dl.world import World
 
 _WAIT_S = 2.0
-"""How long a rank waits for the error of another one, and then for all others to have left or to know it too."""
+"""How long a rank waits for the error of another rank, and then for all other ranks to leave."""
 _FIRST = "failed/first"
 
 
 def tell(world: World, error: BaseException) -> None:
-    """Leaves the error of a rank that failed by itself for the others. Before the rank leaves the process group."""
+    """Writes an error to the store, unless it follows from another rank's. Called before the rank leaves the group."""
     if not follows(error):
-        told = json.dumps({"rank": world.rank, "host": world.host, "error": f"{type(error).__name__}: {error}"})
-        _bounded(lambda: world.store.compare_set(_FIRST, "", told))
+        content = json.dumps({"rank": world.rank, "host": world.host, "error": f"{type(error).__name__}: {error}"})
+        _bounded(lambda: world.store.compare_set(_FIRST, "", content))
 
 
 def raise_told(world: World, error: BaseException) -> None:
-    """Raises RuntimeError with what another rank has told, on a rank that has only lost it. After it left the group.
+    """Raises RuntimeError with the first error of another rank, if `error` follows from it.
 
-    Returns, on other ranks too, once all ranks have left, or some seconds later: the store may go with this rank, and
-    torchrun ends all other ranks when the first one ends.
+    Called after the rank has left the process group. First waits some seconds for all ranks to leave: the store can end
+    with this rank, and torchrun ends all ranks when the first rank ends.
     """
     wait = datetime.timedelta(seconds=_WAIT_S)
     found: list[bytes] = []
@@ -56,10 +56,10 @@ def raise_told(world: World, error: BaseException) -> None:
 
 
 def _bounded(call: Callable[[], object]) -> None:
-    """Does without what the store's host does not answer: not each call of a store has a timeout that holds."""
+    """Calls a function of the store with a time limit, as not all of them respect a timeout. Ignores errors."""
 
     def attempt() -> None:
-        with contextlib.suppress(Exception):  # nobody has told anything, not all ranks leave, or the store is gone
+        with contextlib.suppress(Exception):  # no error in the store, not all ranks have left, or the store has ended
             call()
 
     thread = threading.Thread(target=attempt, name="spark_dl first failure", daemon=True)

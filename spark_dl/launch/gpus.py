@@ -1,4 +1,4 @@
-"""Which devices a rank uses."""
+"""The devices of a rank."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import torch
 
 
 def gpus_of_task(wanted: str, resources: Mapping[str, Any]) -> tuple[torch.device, ...]:
-    """The GPUs that Spark gave a barrier task; none where it uses the CPU. Called on a worker.
+    """Returns the GPUs that Spark assigned to a barrier task; empty on the CPU. Called on a worker.
 
-    Raises RuntimeError if a GPU is asked for and the task has none, or has one that torch cannot use.
+    wanted: `launch.device`. Raises RuntimeError if it is "cuda" and the task has no GPU, and if torch cannot use the
+    task's GPU.
     """
     addresses = resources["gpu"].addresses if "gpu" in resources else []
     if wanted == "cpu" or (wanted == "auto" and not addresses):
@@ -29,37 +30,37 @@ def gpus_of_task(wanted: str, resources: Mapping[str, Any]) -> tuple[torch.devic
 
 
 def device_indices(addresses: Sequence[str], visible: str | None, count: int) -> list[int]:
-    """Torch's indices of the GPUs with Spark's addresses, in a process that sees `count` GPUs.
+    """Returns torch's indices of the GPUs with Spark's addresses, in a process that sees `count` GPUs.
 
-    addresses: what the discovery script printed: indices of the host, or UUIDs (`GPU-...`, `MIG-...`).
-    visible: CUDA_VISIBLE_DEVICES of the process, if it is set. Torch numbers the GPUs by their places in it.
-    Raises RuntimeError for an address that cannot be found among them.
+    addresses: output of the discovery script: indices on the host, or UUIDs (`GPU-...`, `MIG-...`).
+    visible: CUDA_VISIBLE_DEVICES of the process, if set. Torch numbers GPUs by their position in it.
+    Raises RuntimeError if an address is not found.
     """
     names = visible_names(visible, count)
     places = [_place(address, names) for address in addresses]
     if None not in places:
         return [place for place in places if place is not None]
-    if len(addresses) == count:  # the process sees the GPUs of its task alone, by whatever numbers
+    if len(addresses) == count:  # the process sees only the GPUs of its task
         return list(range(count))
-    are_of_host = not any(name.isdigit() for name in names)  # and nothing numbers them otherwise
-    if are_of_host and all(address.isdigit() and int(address) < count for address in addresses):
+    has_host_indices = not any(name.isdigit() for name in names)  # CUDA_VISIBLE_DEVICES does not renumber the GPUs
+    if has_host_indices and all(address.isdigit() and int(address) < count for address in addresses):
         return [int(address) for address in addresses]
     raise RuntimeError(
         f"Spark gave this task the GPUs {list(addresses)}, and torch finds {count} with CUDA_VISIBLE_DEVICES="
         f"{'(not set)' if visible is None else visible}; make spark.executor.resource.gpu.discoveryScript "
-        "print the indices that nvidia-smi shows, or set CUDA_VISIBLE_DEVICES of the executor to what it prints"
+        "print the indices of nvidia-smi, or set CUDA_VISIBLE_DEVICES of the executor to the output of that script"
     )
 
 
 def visible_names(visible: str | None, count: int) -> list[str]:
-    """CUDA_VISIBLE_DEVICES as a list, one name for each of `count` GPUs; empty where it has no effect."""
+    """Returns CUDA_VISIBLE_DEVICES as a list with one name per visible GPU; empty if it has no effect."""
     names = [name.strip() for name in visible.split(",")] if visible else []
-    # CUDA stops at the first name that it does not know. With fewer names than GPUs, it was set when CUDA had started.
+    # CUDA stops at the first unknown name. With fewer names than GPUs, the variable was set after CUDA had started.
     return names[:count] if len(names) >= count else []
 
 
 def _place(address: str, names: Sequence[str]) -> int | None:
-    """The place of a GPU in CUDA_VISIBLE_DEVICES, which may have the first letters of a UUID."""
+    """Returns the position of a GPU in CUDA_VISIBLE_DEVICES, which may contain prefixes of UUIDs; None if not found."""
     for place, name in enumerate(names):
         if address == name or (name.startswith(("GPU-", "MIG-")) and address.startswith(name)):
             return place
@@ -67,24 +68,24 @@ def _place(address: str, names: Sequence[str]) -> int | None:
 
 
 def name_on_host(device: torch.device, visible: str | None, count: int) -> str:
-    """A name that tells the GPUs of a host apart, also where its processes see different ones."""
+    """Returns a name of a GPU that is unique on its host, even if processes see different GPUs."""
     names = visible_names(visible, count)
     return f"GPU {names[device.index]}" if names and device.index is not None else str(device)
 
 
 def gpus_of_local_rank(wanted: str, local_rank: int, local_world_size: int) -> tuple[torch.device, ...]:
-    """The GPU of a rank that torchrun started; all of the host's for one that is alone there; none on a CPU.
+    """Returns the GPU of a rank under torchrun, or all GPUs if it is the only rank on its host; empty on the CPU.
 
-    Raises RuntimeError if a GPU is asked for and there is none.
+    wanted: `launch.device`. Raises RuntimeError if there are fewer GPUs than ranks on this host.
     """
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return ()
     if local_rank >= torch.cuda.device_count():
-        raise RuntimeError(f"local rank {local_rank} has no GPU: this host has {torch.cuda.device_count()}")
+        raise RuntimeError(f"local rank {local_rank} has no GPU: this host has {torch.cuda.device_count()} GPU(s)")
     indices = range(torch.cuda.device_count()) if local_world_size == 1 else [local_rank]
     return tuple(torch.device("cuda", index) for index in indices)
 
 
 def first(gpus: tuple[torch.device, ...]) -> torch.device:
-    """The device of a rank: the first of its GPUs, or the CPU."""
+    """Returns the device of a rank: the first of its GPUs, or the CPU."""
     return gpus[0] if gpus else torch.device("cpu")

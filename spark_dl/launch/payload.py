@@ -1,7 +1,7 @@
-"""What travels between the driver and the ranks.
+"""Serialization of calls and results between the driver and the ranks.
 
-To the ranks goes the user's code, pickled as Spark itself does it. Back come only data: JSON, NumPy arrays and tensors,
-in dicts, lists and tuples. The driver never unpickles what a rank sends.
+Calls are pickled with Spark's cloudpickle. Results are data only: JSON, NumPy arrays and tensors, in dicts, lists and
+tuples. The driver never unpickles data from a rank.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from spark_dl.launch.culprit import describe_culprit, dumps
 
 _FILE_MODULES = "_spark_dl_file_"
 _LEVEL = 3
-"""Of zstd: rows of millions of row groups are mostly alike, and level 1 leaves 300 times as much of such."""
+"""Level of zstd. A table of millions of row groups is 300 times larger with level 1, as its rows are similar."""
 
 
 def pack_call(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    """A call as bytes, for the ranks. Called on the driver. Raises ValueError that names what cannot be pickled."""
+    """Pickles a call. Called on the driver. Raises ValueError that names the part that cannot be pickled."""
     from pyspark import cloudpickle
 
     for name, module in list(sys.modules.items()):
-        if name.startswith(_FILE_MODULES):  # code that was read from a file by its path exists only on the driver
+        if name.startswith(_FILE_MODULES):  # modules that were loaded from a file path exist only on the driver
             cloudpickle.register_pickle_by_value(module)
     try:
         packed = dumps((fn, args, kwargs))
@@ -40,11 +40,11 @@ def pack_call(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
 
 
 def unpack_call(packed: bytes) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """The call that the driver packed. Called on a rank. Raises RuntimeError if its code is missing there."""
+    """Unpickles a call from the driver. Called on a rank. Raises RuntimeError if a module is missing there."""
     try:
         (size,) = struct.unpack_from("<Q", packed)
         unpacked = pa.decompress(memoryview(packed)[8:], size, codec="zstd")
-        call: tuple[Any, tuple[Any, ...], dict[str, Any]] = pickle.loads(unpacked)  # noqa: S301 - from our own driver
+        call: tuple[Any, tuple[Any, ...], dict[str, Any]] = pickle.loads(unpacked)  # noqa: S301 - from the driver
     except ModuleNotFoundError as error:
         raise RuntimeError(
             f"no module {error.name!r} on this executor (Python is {sys.executable}); install it there, or send it "
@@ -54,9 +54,9 @@ def unpack_call(packed: bytes) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
 
 
 def pack_result(result: Any) -> bytes:
-    """What a rank returns, as bytes: a JSON tree, then the arrays that it refers to in NumPy's format.
+    """Returns a rank's result as bytes: a JSON tree, and then its arrays in NumPy's format.
 
-    Raises TypeError that names the place of a value of another type.
+    Raises TypeError with the place of a value of an unsupported type.
     """
     arrays: list[np.ndarray[Any, Any]] = []
     tree = json.dumps(_to_tree(result, "result", arrays)).encode()
@@ -69,7 +69,7 @@ def pack_result(result: Any) -> bytes:
 
 
 def unpack_result(packed: bytes) -> Any:
-    """What a rank returned. Called on the driver."""
+    """Returns the result of a rank from the bytes of `pack_result`. Called on the driver."""
     (length,) = struct.unpack_from("<Q", packed)
     tree = json.loads(packed[8 : 8 + length])
     return _from_tree(tree, io.BytesIO(packed[8 + length :]))
@@ -85,13 +85,13 @@ def _to_tree(value: Any, path: str, arrays: list[np.ndarray[Any, Any]]) -> Any:
         dtype = str(tensor.dtype).removeprefix("torch.")
         try:
             array = tensor.contiguous().numpy()
-        except TypeError:  # a dtype that NumPy does not have, such as bfloat16, travels as its bytes
+        except TypeError:  # NumPy does not have this dtype, such as bfloat16: sent as bytes
             array = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
         arrays.append(array)
         return {"kind": "tensor", "dtype": dtype, "shape": list(tensor.shape)}
     if isinstance(value, (np.ndarray, np.generic)):
         if value.dtype.hasobject or isinstance(value, np.ma.MaskedArray):
-            raise TypeError(f"{path}: cannot return an array of Python objects, or a masked one, from a rank")
+            raise TypeError(f"{path}: cannot return an array of Python objects or a masked array from a rank")
         arrays.append(np.asarray(value))
         return {"kind": "array" if isinstance(value, np.ndarray) else "scalar"}
     if isinstance(value, (list, tuple)):
@@ -102,7 +102,7 @@ def _to_tree(value: Any, path: str, arrays: list[np.ndarray[Any, Any]]) -> Any:
         return {"kind": "dict", "items": pairs}
     raise TypeError(
         f"{path}: cannot return a {type(value).__module__}.{type(value).__qualname__} from a rank; return numbers, "
-        "strings, NumPy arrays and tensors, in dicts, lists and tuples (of a model, its state_dict())"
+        "strings, NumPy arrays and tensors, in dicts, lists and tuples (for a model, its state_dict())"
     )
 
 

@@ -1,4 +1,4 @@
-"""Checks on the driver before a barrier job: what Spark would refuse late, or wait for in silence."""
+"""Checks on the driver before a barrier job, for problems that Spark would report late or not at all."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Any
 from spark_dl.config import Launch
 
 _EXECUTORS_WAIT_S = 10.0
-"""Executors of a session that has just started need a few seconds to register."""
+"""How long to wait for the executors of a new session to register."""
 
 
 def check(spark: Any, launch: Launch, *, at_once: bool = True) -> None:
-    """Raises ValueError for a Spark setting under which ranks cannot run, RuntimeError for too few slots.
+    """Checks that ranks can run. Raises ValueError for an unsupported Spark setting, RuntimeError for too few slots.
 
-    at_once: whether all ranks run at the same time, as in a barrier stage. The tasks of other stages wait for a slot.
-    Spark itself checks the slots 40 times, 15 s apart (`spark.scheduler.barrier.maxConcurrentTasksCheck.*`), and says
-    nothing meanwhile; here the answer takes seconds.
+    at_once: whether all ranks run at the same time, as in a barrier stage. Tasks of other stages can wait for a slot.
+    Spark itself checks the slots 40 times every 15 s (`spark.scheduler.barrier.maxConcurrentTasksCheck.*`) without a
+    message. This check takes seconds.
     """
     if at_once and _conf(spark, "spark.dynamicAllocation.enabled") == "true":
         raise ValueError(
-            "spark.dynamicAllocation.enabled is true; barrier jobs need it to be false (SPARK-24942), with as many "
-            "executors as the ranks need"
+            "spark.dynamicAllocation.enabled: found true, expected false for barrier jobs (SPARK-24942); set it to "
+            "false, with enough executors for all ranks"
         )
     if _conf(spark, "spark.python.worker.killOnIdleTimeout") == "true":
         raise ValueError(
-            "spark.python.worker.killOnIdleTimeout is true; Spark would kill a rank that trains and returns nothing "
-            "for a while; set it to false"
+            "spark.python.worker.killOnIdleTimeout: found true, expected false, as Spark would kill a rank that trains "
+            "and returns no rows; set it to false"
         )
     if launch.device == "cuda" and not _conf(spark, "spark.task.resource.gpu.amount"):
         raise ValueError(
@@ -39,12 +39,12 @@ def check(spark: Any, launch: Launch, *, at_once: bool = True) -> None:
 
 
 def check_disks(spark: Any) -> None:
-    """Raises ValueError where rows may not lie on the disks of executors as they are."""
+    """Raises ValueError if Spark encrypts its local files. spark_dl does not encrypt rows on the executors' disks."""
     if _conf(spark, "spark.io.encryption.enabled") == "true":
         raise ValueError(
-            "spark.io.encryption.enabled is true, and rows on the ranks' own disks (shards.storage='local', "
-            "run_on_dataframe) are not encrypted; set shards.storage to 'shared', or the former to false where the "
-            "executors' disks are encrypted by themselves"
+            "spark.io.encryption.enabled: found true, expected false, as rows on the ranks' local disks "
+            "(shards.storage='local', run_on_dataframe) are not encrypted; set shards.storage to 'shared', or "
+            "spark.io.encryption.enabled to false if the executors' disks are encrypted"
         )
 
 
@@ -65,12 +65,12 @@ def check_slots(spark: Any, num_ranks: int) -> None:
 
 
 def is_connect(spark: Any) -> bool:
-    """Whether the session is a Spark Connect one, which has no SparkContext here."""
+    """Whether this is a Spark Connect session, which has no SparkContext."""
     return type(spark).__module__.startswith("pyspark.sql.connect")
 
 
 def num_slots(spark: Any) -> int | None:
-    """Tasks that can run at once on the executors that are there; None if it cannot be known."""
+    """Returns the number of tasks that can run at the same time on the current executors; None if unknown."""
     if is_connect(spark):
         return _slots_of_master(_conf(spark, "spark.master") or "", int(_conf(spark, "spark.task.cpus") or 1))
     context = spark.sparkContext._jsc.sc()
@@ -79,7 +79,7 @@ def num_slots(spark: Any) -> int | None:
 
 
 def _slots_of_master(master: str, task_cpus: int) -> int | None:
-    """Slots of a local master by its URL; over Spark Connect this is all that can be seen of the cluster."""
+    """Returns the slots of a local master; None for others. Spark Connect gives no other data about the cluster."""
     if match := re.fullmatch(r"local(?:\[(\d+)(?:,\s*\d+)?\])?", master):
         return int(match.group(1) or 1) // task_cpus
     if match := re.fullmatch(r"local-cluster\[\s*(\d+)\s*,\s*(\d+)\s*,\s*\d+\s*\]", master):

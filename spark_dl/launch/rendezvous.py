@@ -1,7 +1,7 @@
-"""How ranks meet: from barrier tasks (or torchrun's environment) to a `World` with a store and a process group.
+"""Rendezvous: from barrier tasks (or torchrun's environment) to a `World` with a store and a process group.
 
-Rank 0 binds a listening socket to port 0 and publishes the port that it got, so no port is guessed. Before any
-collective operation all ranks exchange what they are (versions, host, device); a disagreement is the same error on all.
+Rank 0 listens on a free port, which the operating system selects, and publishes it. Before any collective operation all
+ranks exchange versions, host and device. A disagreement raises the same error on all ranks.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# NOTE: before there is a process group. Its functions have the default group of the moment of the import as a default
-# argument: where DDP imports it later, that group never goes, its threads and sockets stay, and at times one of these
-# threads aborts the process when it ends.
+# NOTE: must be imported before there is a process group. Its functions have the default group at import time as a
+# default argument. If DDP imports it later, that group is never freed: its threads and sockets stay, and sometimes one
+# of the threads aborts the process at exit.
 import torch.distributed.nn.functional
 
 from spark_dl._version import __version__
@@ -35,7 +35,7 @@ _MUST_AGREE = ("python", "torch", "spark_dl", "device_type")
 
 @dataclass(frozen=True)
 class Peer:
-    """What a task tells the others about itself."""
+    """Data about a task, which all tasks exchange."""
 
     partition: int
     host: str
@@ -43,7 +43,7 @@ class Peer:
     port: int
     device: str
     gpu: str
-    """A name of the device that tells the GPUs of a host apart."""
+    """Name of the device, unique among the GPUs of its host."""
     python: str
     torch: str
     spark_dl: str
@@ -56,12 +56,13 @@ class Peer:
 
 @contextlib.contextmanager
 def join(launch: Launch, *, init_group: bool = True, report: Any = None) -> Iterator[World]:
-    """Joins the other ranks, from inside a barrier task or under torchrun; leaves on success, aborts on an error.
+    """Joins the other ranks, in a barrier task or under torchrun. Leaves on success, and aborts on an error.
 
-    Collective: every rank of the job calls it. With `init_group` the default process group is made (NCCL on GPUs, else
-    Gloo); without it, `torch.distributed.init_process_group()` can be called by the user's own code, as under torchrun.
-    Raises RuntimeError if the ranks do not all come within `launch.start_timeout_s`, or do not fit together; under
-    torchrun also with the error of a rank that failed, on all that lost it.
+    Collective: every rank of the job calls it.
+    init_group: creates the default process group (NCCL on GPUs, else Gloo). Without it, the user's code can call
+        `torch.distributed.init_process_group()`, as under torchrun.
+    Raises RuntimeError if not all ranks join within `launch.start_timeout_s`, or as `check_peers` does.
+    Under torchrun, ranks that fail as a consequence raise the error of the rank that failed first.
     """
     context = _barrier_context()
     with _restored_process(), contextlib.ExitStack() as cleanup:
@@ -102,7 +103,7 @@ def _meet_in_barrier(context: Any, launch: Launch, report: Any, cleanup: context
     host = [info.address for info in context.getTaskInfos()][partition].rsplit(":", 1)[0].strip("[]")
     address = local_address(host)
     listener = None
-    if partition == 0:  # the first task is always rank 0, so it can open the store before the ranks are dealt
+    if partition == 0:  # always rank 0, so it can open the port of the store before the ranks are dealt
         listener = cleanup.enter_context(socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET))
         listener.bind((address, 0))
         listener.listen(1024)
@@ -142,7 +143,7 @@ def _meet_in_barrier(context: Any, launch: Launch, report: Any, cleanup: context
 
 
 def _meet_by_env(launch: Launch, report: Any) -> World:
-    """The world that torchrun describes in the environment; a single rank where there is none."""
+    """Returns the world in torchrun's environment variables; a world of one rank without them."""
     env = os.environ
     rank, world_size = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))
     local_rank = int(env.get("LOCAL_RANK", 0))
@@ -152,13 +153,13 @@ def _meet_by_env(launch: Launch, report: Any) -> World:
     store: dist.Store
     if "MASTER_ADDR" not in env:
         if world_size > 1:
-            raise RuntimeError("WORLD_SIZE is set, but MASTER_ADDR is not: start the ranks with torchrun")
+            raise RuntimeError("WORLD_SIZE is set, but MASTER_ADDR is not; start the ranks with torchrun")
         store = dist.HashStore()
     else:
         is_master = rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         address, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
         store = dist.TCPStore(address, port, world_size, is_master, timeout, wait_for_workers=False)
-        # One process may join several times, one after another: each time by keys of its own.
+        # A process can join several times in sequence. Each time uses its own keys.
         attempt = f"spark_dl/{env.get('TORCHELASTIC_RESTART_COUNT', 0)}"
         store = dist.PrefixStore(f"{attempt}/{store.add(f'{attempt}/joins/{rank}', 1)}", store)
     return World(
@@ -176,7 +177,7 @@ def _meet_by_env(launch: Launch, report: Any) -> World:
 
 
 def check_peers(peers: Sequence[Peer]) -> None:
-    """All ranks must run the same versions and kind of device, and no two the same GPU. Raises RuntimeError if not."""
+    """Raises RuntimeError if versions or device types of the ranks differ, or if two ranks have the same GPU."""
     for what in _MUST_AGREE:
         values = [getattr(p, what) for p in peers]
         if len(set(values)) > 1:
@@ -187,12 +188,12 @@ def check_peers(peers: Sequence[Peer]) -> None:
         if p.device_type == "cuda" and (other := used.setdefault((p.host, p.gpu), p.partition)) != p.partition:
             raise RuntimeError(
                 f"tasks {other} and {p.partition} on {p.host} were both given {p.gpu}; set "
-                "spark.task.resource.gpu.amount to 1, so that each rank has a GPU of its own"
+                "spark.task.resource.gpu.amount to 1, so that each rank has its own GPU"
             )
 
 
 def deal_ranks(peers: Sequence[Peer]) -> list[int]:
-    """The partition of each rank: ranks of one host lie together, hosts in the order of their first partition."""
+    """Returns the partition of each rank. Ranks of one host are consecutive; hosts are ordered by first partition."""
     hosts: dict[str, list[int]] = {}
     for p in sorted(peers, key=lambda p: p.partition):
         hosts.setdefault(p.host, []).append(p.partition)
@@ -201,7 +202,7 @@ def deal_ranks(peers: Sequence[Peer]) -> list[int]:
 
 def _open_store(first: Peer, rank: int, world_size: int, launch: Launch, listener: socket.socket | None) -> dist.Store:
     timeout = datetime.timedelta(seconds=launch.start_timeout_s)
-    # The store takes over a copy of the bound socket, so it listens on this one address and port.
+    # The store gets a duplicate of the bound socket, so it listens on exactly this address and port.
     descriptor = os.dup(listener.fileno()) if listener else None
     try:
         return dist.TCPStore(
@@ -228,21 +229,22 @@ def _init_group(world: World, launch: Launch) -> None:
         timeout=timeout,
         device_id=world.device if backend == "nccl" else None,
     )
-    # A rank that fails at once closes connections that others may still be making: they would fail first, by that.
+    # Wait until all ranks have connected. Otherwise the early failure of one rank breaks connections of other ranks
+    # while they connect, and their errors come first.
     if world.store.add("connected", 1) == world.world_size:
         world.store.set("all_connected", "1")
     world.store.wait(["all_connected"], timeout)
 
 
 def _leave(world: World, launch: Launch) -> None:
-    """Rank 0 holds the store, so it goes last: the others say that they are done, and rank 0 waits for them."""
+    """Leaves the process group. Rank 0 hosts the store, so it waits until all other ranks have left."""
     if dist.is_initialized():
         dist.destroy_process_group()
     world.store.set(f"left/{world.rank}", "1")
     if world.rank == 0:
-        others = [f"left/{r}" for r in range(1, world.world_size)]
-        if others:
-            world.store.wait(others, datetime.timedelta(seconds=launch.collective_timeout_s))
+        keys = [f"left/{r}" for r in range(1, world.world_size)]
+        if keys:
+            world.store.wait(keys, datetime.timedelta(seconds=launch.collective_timeout_s))
 
 
 def _abort_group() -> None:
@@ -258,7 +260,7 @@ def _abort_group() -> None:
 
 @contextlib.contextmanager
 def _restored_process() -> Iterator[None]:
-    """Spark uses its Python workers again: what a rank sets in the process is put back."""
+    """Restores environment variables and the number of threads, as Spark reuses its Python workers."""
     env, threads = dict(os.environ), torch.get_num_threads()
     try:
         yield
@@ -269,7 +271,7 @@ def _restored_process() -> Iterator[None]:
 
 
 def _torchrun_env(world: World) -> dict[str, str]:
-    """The variables that torchrun would set; `init_process_group()` then joins by the store that is already open."""
+    """Returns the variables that torchrun would set. With them `init_process_group()` joins the existing store."""
     store = world.store
     assert isinstance(store, dist.TCPStore)
     return {
@@ -289,9 +291,9 @@ def _socket_interface() -> str:
 
 
 def interfaces_of_host(host: str) -> set[str]:
-    """The network interfaces by which others reach this host: that with its address, and what GLOO_SOCKET_IFNAME names.
+    """Returns this host's network interfaces for other ranks: the one with its address, and GLOO_SOCKET_IFNAME.
 
-    Raises RuntimeError where none has the address.
+    Raises RuntimeError if no interface has the address.
     """
     address = local_address(host)
     name = interface_of(address)

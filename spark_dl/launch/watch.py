@@ -1,11 +1,10 @@
-"""Events from the ranks to the driver: joined, progress, failed. The driver listens, each rank has a sender.
+"""Events from the ranks to the driver: joined, progress, failed. The driver has a listener, each rank has a sender.
 
-Connections are authenticated by the run's secret (the challenge of `multiprocessing.connection`, HMAC); events are
-JSON, never pickle. A rank whose connection ends without a word has been killed, and is named as such. One that has
-nothing to say sends a sign of life each second: a host that is cut off and a process that hangs are known by
-their silence.
-Where the driver has no address that executors reach (Spark Connect), there is no listener, and a rank's failure is read
-from the error that Spark brings.
+Connections are authenticated with the run's secret (HMAC challenge of `multiprocessing.connection`). Events are JSON,
+never pickle. If a connection ends without a final event, the rank was killed. An idle rank sends a heartbeat each
+second. Without heartbeats, the host is cut off or the process hangs.
+Over Spark Connect executors cannot reach the driver. There is no listener, and the failure of a rank is read from
+Spark's error.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from typing import Any
 _MAX_FRAME = 1 << 20
 _AUTH_TIMEOUT_S = 5.0
 _CONNECT_TIMEOUT_S = 10.0
-_SIGN_OF_LIFE_S = 1.0
+_HEARTBEAT_S = 1.0
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where the driver listens, and the secret that opens it."""
+    """The address of the driver's listener, and the secret for connections to it."""
 
     host: str
     port: int
@@ -38,10 +37,10 @@ class Address:
 
 
 class Listener:
-    """Receives events on the driver. `events` holds them as dicts, in the order of arrival, each with its `task`."""
+    """Receives events on the driver. `events` has them as dicts, in order of arrival, each with its `task`."""
 
     def __init__(self, bind_host: str, public_host: str | None = None):
-        """Listens on `bind_host`, at any free port; executors reach it as `public_host`, where that is another name."""
+        """Listens on a free port of `bind_host`. `public_host` is the host name for executors, by default the same."""
         self.events: queue.Queue[dict[str, Any]] = queue.Queue()
         self._secret = os.urandom(32)
         family = socket.AF_INET6 if ":" in bind_host else socket.AF_INET
@@ -51,12 +50,12 @@ class Listener:
         self.address = Address(public_host or bind_host, self._socket.getsockname()[1], self._secret)
         self._connections: set[connection.Connection] = set()
         self._heard: dict[int, float] = {}
-        """When each task was heard last, of those that are still at work."""
+        """Time of the last event or heartbeat of each task that has not ended."""
         self._thread = threading.Thread(target=self._accept, name="spark_dl listener", daemon=True)
         self._thread.start()
 
     def silence(self) -> dict[int, float]:
-        """Seconds since each task was heard, of those that came and have not ended."""
+        """Returns the seconds since the last event or heartbeat, by task, of connected tasks that have not ended."""
         now = time.monotonic()
         return {task: now - at for task, at in list(self._heard.items())}
 
@@ -102,7 +101,7 @@ class Listener:
             conn.close()
 
     def _authenticate(self, conn: connection.Connection) -> bool:
-        """Challenge and answer, in bounded time: a client that sends nothing is closed."""
+        """Authenticates a client in bounded time. The connection of a client that sends nothing is closed."""
         timer = threading.Timer(_AUTH_TIMEOUT_S, _shut, (conn,))
         timer.daemon = True
         timer.start()
@@ -117,18 +116,18 @@ class Listener:
 
 
 def _shut(conn: connection.Connection) -> None:
-    """Ends a connection that another thread reads, so that the thread gets an end of file."""
+    """Shuts down a connection that another thread reads, so that the thread gets EOFError."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(conn.fileno())) as sock:
         sock.shutdown(socket.SHUT_RDWR)
 
 
 class Sender:
-    """Sends a rank's events to the driver from a thread of its own: training never waits for the driver."""
+    """Sends a rank's events to the driver in its own thread. Training never waits for the driver."""
 
     def __init__(self, address: Address | None, task: int):
         self._task = task
         self.is_connected = False
-        """Whether the driver knows this rank; it stays so when the connection is lost later."""
+        """Whether this rank has ever been connected to the driver. Stays true if the connection is lost."""
         self._queue: queue.Queue[bytes | threading.Event | None] = queue.Queue(maxsize=1000)
         self._thread: threading.Thread | None = None
         if address is not None:
@@ -136,16 +135,16 @@ class Sender:
             self._thread.start()
 
     def send(self, event: Mapping[str, Any]) -> None:
-        """Queues an event; one of more than 1 MiB, or that is not JSON, or for which there is no room, is dropped."""
+        """Queues an event. Drops it if it has more than 1 MiB or is not JSON-serializable, or if the queue is full."""
         with contextlib.suppress(queue.Full, TypeError, ValueError):
             frame = json.dumps({**event, "task": self._task, "time": time.time()}).encode()
             if len(frame) <= _MAX_FRAME:
                 self._queue.put_nowait(frame)
 
     def flush(self, timeout_s: float = 2.0) -> None:
-        """Returns when what is queued is on its way, and reaches the driver even if this process is killed now.
+        """Waits until all queued events are sent, so that they reach the driver even if this process is killed.
 
-        Waits no longer than `timeout_s`, which it does where the driver cannot be reached.
+        Waits at most `timeout_s`, for example if the driver cannot be reached.
         """
         if self._thread is not None:
             is_sent = threading.Event()
@@ -154,7 +153,7 @@ class Sender:
                 is_sent.wait(timeout_s)
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Sends what is queued, but waits no longer than `timeout_s`."""
+        """Sends the queued events and ends the thread. Waits at most `timeout_s`."""
         if self._thread is not None:
             with contextlib.suppress(queue.Full):
                 self._queue.put(None, timeout=timeout_s)
@@ -162,7 +161,7 @@ class Sender:
 
     def _next(self) -> bytes | threading.Event | None:
         try:
-            return self._queue.get(timeout=_SIGN_OF_LIFE_S)
+            return self._queue.get(timeout=_HEARTBEAT_S)
         except queue.Empty:
             return json.dumps({"kind": "alive", "task": self._task}).encode()
 
@@ -176,7 +175,7 @@ class Sender:
                     else:
                         conn.send_bytes(item)
         except (OSError, EOFError, connection.AuthenticationError):  # type: ignore[attr-defined]
-            return  # the driver cannot be reached: Spark's own channel still carries results and errors
+            return  # the driver cannot be reached; Spark still returns results and errors
 
 
 @contextlib.contextmanager

@@ -62,8 +62,8 @@ def check_available(config: Config) -> None:
     if importlib.util.find_spec("horovod") is None:
         raise ValueError(
             "parallel.strategy: horovod is not installed in this Python; build it for its torch with "
-            "conf/build_horovod.sh (a C++ compiler is needed; see the README) and install the wheel for the driver and "
-            "the executors, or set parallel.strategy to ddp"
+            "conf/build_horovod.sh (needs a C++ compiler; see docs/strategies.md) and install the wheel for the driver "
+            "and the executors, or set parallel.strategy to ddp"
         )
 
 

@@ -153,7 +153,7 @@ def test_a_link_that_is_cut_is_one_error_that_names_the_host(start):
     job.wait_for_step(10)
     host, pid = job.ranks()[1]
     job.bed.cut(host)
-    assert_one_error(job, host, pid, "gave no sign of life for", TIMEOUT_S + 15)
+    assert_one_error(job, host, pid, "sent no heartbeat for", TIMEOUT_S + 15)
 
 
 @pytest.mark.parametrize("what", ["the rank", "all of the host"])
@@ -165,7 +165,7 @@ def test_what_is_frozen_is_one_error_that_names_the_host(start, what):
         os.kill(pid, signal.SIGSTOP)
     else:
         job.bed.freeze(host)
-    assert_one_error(job, host, pid, "gave no sign of life for", TIMEOUT_S + 15)
+    assert_one_error(job, host, pid, "sent no heartbeat for", TIMEOUT_S + 15)
 
 
 def test_a_killed_rank_is_one_error_that_names_the_host(start):

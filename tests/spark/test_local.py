@@ -213,7 +213,7 @@ def test_a_rank_that_fails_leaves_no_rows_behind(spark, tmp_path, how, message):
 def test_rows_are_not_put_on_disks_that_are_to_be_encrypted(spark, monkeypatch):
     conf = {"spark.io.encryption.enabled": "true"}
     monkeypatch.setattr(preflight, "_conf", lambda spark, key: conf.get(key))
-    with pytest.raises(ValueError, match=r"spark.io.encryption.enabled is true, .* shards.storage to 'shared'"):
+    with pytest.raises(ValueError, match=r"spark.io.encryption.enabled: found true, .* shards.storage to 'shared'"):
         spark_dl.run_on_dataframe(_rows_of_rank, spark.range(9), num_ranks=2, batch_size=4)
 
 

@@ -37,10 +37,10 @@ def lost(task):
             [failed(0, TIMED_OUT, follows=True), failed(1, CLOSED, follows=True)],
             {2: 9.0},
             2,
-            "gave no sign of life for 9 s",
+            "sent no heartbeat for 9 s",
         ),
-        ([failed(0, CLOSED, follows=True)], {2: 9.0}, 2, "gave no sign of life for 9 s"),
-        ([], {1: 9.0}, 1, "gave no sign of life for 9 s"),
+        ([failed(0, CLOSED, follows=True)], {2: 9.0}, 2, "sent no heartbeat for 9 s"),
+        ([], {1: 9.0}, 1, "sent no heartbeat for 9 s"),
         (
             [failed(0, TIMED_OUT, follows=True), failed(1, CLOSED, follows=True)],
             {},
@@ -59,8 +59,8 @@ def test_the_root_cause(failures, silent, task, message):
 
 def test_several_silent_ranks_are_all_named_the_longest_silent_first():
     error = root_cause([failed(0, TIMED_OUT, follows=True)], KNOWN, None, {1: 8.0, 2: 9.4})
-    assert str(error).startswith("rank 2 on host2 (pid 102), rank 0 on host1 (pid 101) gave no sign of life for 9 s: ")
-    assert str(error).endswith(f". rank 1 on host0 waited in vain: {TIMED_OUT}")
+    assert str(error).startswith("rank 2 on host2 (pid 102), rank 0 on host1 (pid 101) sent no heartbeat for 9 s: ")
+    assert str(error).endswith(f". As a consequence, rank 1 on host0 failed: {TIMED_OUT}")
     assert error.host == "host2"
 
 
@@ -73,4 +73,4 @@ def test_a_rank_that_is_done_is_not_missed():
 def test_a_silent_task_without_a_rank_is_named_by_its_task():
     known = {0: {"kind": "started", "task": 0, "host": "host0", "pid": 100}}
     error = root_cause([], known, None, {0: 20.0})
-    assert str(error).startswith("task 0 (which has no rank yet) on host0 (pid 100) gave no sign of life for 20 s")
+    assert str(error).startswith("task 0 (which has no rank yet) on host0 (pid 100) sent no heartbeat for 20 s")

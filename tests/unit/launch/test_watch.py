@@ -105,14 +105,14 @@ def test_what_a_rank_has_flushed_is_known_though_it_is_killed_at_once(listener):
 
 
 def test_a_rank_with_nothing_to_say_is_not_silent_until_it_is_done(listener, monkeypatch):
-    monkeypatch.setattr(watch, "_SIGN_OF_LIFE_S", 0.05)
+    monkeypatch.setattr(watch, "_HEARTBEAT_S", 0.05)
     sender = Sender(listener.address, 2)
     sender.send({"kind": "started"})
     take(listener, 1)
     for _ in range(10):
         time.sleep(0.1)
         assert listener.silence()[2] < 0.5
-    assert listener.events.empty()  # signs of life are no events
+    assert listener.events.empty()  # heartbeats are not events
     sender.send({"kind": "done"})
     sender.close()
     take(listener, 1)

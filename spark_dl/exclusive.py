@@ -25,7 +25,7 @@ _CONFLICT_WAIT_S = 0.2
 def create_exclusively(url: str, content: bytes) -> bool:
     """Writes a file if it does not exist. Returns whether this call wrote it.
 
-    Exclusive on local disks and NFS (O_EXCL), on S3 (a conditional put, with boto3), and with fsspec if it has mode "xb".
+    Exclusive on local disks and NFS (O_EXCL), on S3 (a conditional put, with boto3), and with fsspec if it has "xb".
     On other storage (GCS, Azure, HDFS with pyarrow, S3 without boto3) it checks for the file, writes it, and reads it
     back: simultaneous writers can all get True. This is logged once per scheme.
     content: must differ between writers.

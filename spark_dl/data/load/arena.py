@@ -1,7 +1,7 @@
-"""The arena: the rows of all open windows side by side, one array per column, so that a batch is one gather.
+"""The arena: the rows of all open windows in one array per column, so that a batch is one gather.
 
-It has slots, each for the rows of one window, and a tail for each stream: where what is left of a window does not fill
-a batch, it moves to the tail, so that the slot is free before the stream's next window is needed.
+A slot has the rows of one window. Each stream also has a tail. If the remaining rows of a window do not fill a batch,
+they are copied to the tail. So the slot is free before the stream's next window is needed.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ class Arena:
         self._gathered = [BufferPool() for _ in columns]
 
     def slot(self, number: int) -> list[Array | list[Ragged]]:
-        """Where a window is written to: an array, # (slot_rows, *cell), or for a ragged column a list of its pieces."""
+        """The memory of a slot by column: an array, # (slot_rows, *cell), or an empty list for ragged pieces."""
         start = self.slot_start(number)
         return [c.slot(number) if isinstance(c, _Lists) else c[start : start + self.slot_rows] for c in self._columns]
 
     def clear(self, number: int) -> None:
-        """Gives up the ragged rows of a slot."""
+        """Drops the ragged rows of a slot."""
         for column in self._columns:
             if isinstance(column, _Lists):
                 column.slot(number)
 
     def slot_start(self, number: int) -> int:
-        """Position of a slot's first row."""
+        """Returns the position of a slot's first row."""
         return number * self.slot_rows
 
     def to_tail(self, number: int, positions: Ints) -> Ints:
-        """Copies rows, at most `tail_rows`, to a tail, in this order, and returns where they are now."""
+        """Copies at most `tail_rows` rows to a tail, in this order, and returns their new positions."""
         start = self.num_slots * self.slot_rows + number * self.tail_rows
         for column in self._columns:
             if isinstance(column, _Lists):
@@ -56,7 +56,7 @@ class Arena:
         return np.arange(start, start + len(positions))
 
     def take(self, positions: Ints) -> list[Array | list[Ragged]]:
-        """The rows at some positions of several steps, one item per column, to be indexed by the step.
+        """Gathers the rows of several steps: one item per column, indexed by step.
 
         # positions: (steps, rows) -> (steps, rows, *cell)
         """
@@ -68,13 +68,13 @@ class Arena:
                 out.append([rows[k : k + size] for k in range(0, len(rows), size)])
             else:
                 target = memory.take((*positions.shape, *column.shape[1:]), column.dtype)
-                np.take(column, positions, axis=0, out=target, mode="clip")  # with "raise" NumPy would copy twice
+                np.take(column, positions, axis=0, out=target, mode="clip")  # with "raise" NumPy copies twice
                 out.append(target)
         return out
 
 
 class _Lists:
-    """A ragged column of the arena: slots and tails are blocks of rows, each with values of its own."""
+    """A ragged column of the arena: slots and tails are blocks of rows, each with its own values array."""
 
     def __init__(self, column: Column, num_slots: int, slot_rows: int, num_tails: int, tail_rows: int):
         self._dtype, self._inner = np.dtype(column.dtype), column.inner
@@ -92,7 +92,7 @@ class _Lists:
         self._blocks[self._num_slots + number] = [self.take(positions, BufferPool())] if len(positions) else []
 
     def take(self, positions: Ints, memory: BufferPool) -> Ragged:
-        """The rows at some positions, in `memory`. # positions: (rows,)"""
+        """Gathers the rows at some positions into `memory`. # positions: (rows,)"""
         blocks = np.searchsorted(self._ends, positions, side="right")
         lengths, starts = np.empty_like(positions), np.empty_like(positions)
         chosen = {int(number): np.flatnonzero(blocks == number) for number in np.unique(blocks)}

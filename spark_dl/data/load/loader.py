@@ -1,7 +1,7 @@
-"""The loader: follows the plan and yields the batches of one rank, step by step, read ahead in threads.
+"""The loader: follows the plan and yields the batches of one rank, step by step, prefetched in threads.
 
-Reader threads lay the windows of the rank's streams into an arena; one more thread gathers batches from it. The order
-of everything is the plan's, whatever thread is faster. Memory is the arena's, which is of a set size.
+Reader threads write the windows of the rank's streams into an arena. One more thread gathers batches from the arena.
+The order of rows follows from the plan, not from the speed of the threads. The arena has a fixed size.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from spark_dl.data.read.sequences import build_rows
 from spark_dl.data.store.cache import build_cache
 
 READY_SHARE = 4
-"""Batches that are ready have the memory divided by this."""
+"""Prefetched batches have this fraction of the memory: one over the number."""
 _BUNDLES = 8
-"""Parts of that memory which steps are gathered for at once: several are being made, waiting and in use."""
+"""Bundles that share the memory of prefetched batches: several are being built, waiting and in use."""
 _STEPS_AT_ONCE = 16
 _GATHER_BYTES = 4 << 20
 _MIB = 1 << 20
 
 
 class Loader:
-    """The batches of one rank. Not collective: every rank has its own, and they need not talk to each other.
+    """The batches of one rank. Not collective: every rank has its own loader, and loaders do not communicate.
 
-    `split` chooses the rows that train or validate where `train.validation_fraction` splits one dataset. With
-    `shuffle=False` the rows come in the order of the dataset. `prepare` is called with each micro-batch in the loader's
-    thread, and (epoch, step, rank, number of the micro-batch); with `pin` it is then copied to page-locked memory.
-    `loader.memory_mib` is shared by the loaders of `num_datasets`.
+    `split` selects the training or the validation rows if `train.validation_fraction` splits one dataset. With
+    `shuffle=False` the rows come in the order of the dataset. `prepare` is called in the loader's thread, with each
+    micro-batch and (epoch, step, rank, number of the micro-batch). With `pin` the result is copied to page-locked
+    memory. The loaders of `num_datasets` datasets share `loader.memory_mib`.
 
     Raises ValueError if a row group or a batch does not fit into its memory, or if there are no rows to read.
     """
@@ -77,7 +77,7 @@ class Loader:
         group_bytes = shards.group_bytes(self.columns)
         self._largest_bytes = int(group_bytes[shards.group_rows > 0].max())
         self._group_row_bytes: npt.NDArray[np.float64] | None = None
-        if self._is_ragged:  # else the rows of all row groups are alike
+        if self._is_ragged:  # otherwise all rows have the same size
             self._group_row_bytes = shards.decoded_bytes(self.columns) / np.maximum(1, shards.shards.group_rows)
         self.plan = Plan(
             group_rows=self._rows.group_rows,
@@ -94,29 +94,28 @@ class Loader:
         self._builder = BatchBuilder(
             self._rows.columns, micro_batches, loader.ragged, prepare, pin, memory=self._budget, memory_setting=setting
         )
-        # Row groups as the threads read them, and those that are held for streams that meet in them.
-        # Rows of a part are copied from those of the row group, and all rows where some are filled.
-        holds_out = split != "all" and train.validation_fraction > 0
-        copies = 1 + holds_out + (config.data.nonfinite == "fill" and not shards.is_checked)
+        # Selecting the rows of a split copies them. Filling NaN and Inf copies all rows.
+        has_split = split != "all" and train.validation_fraction > 0
+        copies = 1 + has_split + (config.data.nonfinite == "fill" and not shards.is_checked)
         decoding = decoding_bytes(self.columns, self._largest_bytes, is_filtered=shards.filtered is not None)
-        one_in_hand = copies * self._largest_bytes + decoding
+        thread_bytes = copies * self._largest_bytes + decoding
         batch_bytes = max(1, len(self._streams) * self.plan.stream_batch * self._row_bytes)
         self._ready_bytes = self._budget // READY_SHARE
         self.prefetch = max(1, min(loader.prefetch_batches, self._ready_bytes // batch_bytes))
-        """Batches that may be ready: as many as fit into a quarter of the memory, and one in any case. By the mean of
-        ragged rows: where they are longer fewer are ready."""
-        # Several small steps are gathered at once: what Python costs is then paid once for all of them. They are also
-        # handed over at once, which wakes the training loop once, unless `prepare` takes its time with each of them.
+        """Maximum number of prefetched batches: at least one, and as many as fit into a quarter of the memory. Ragged
+        rows count with their mean size; if rows are longer, fewer batches are prefetched."""
+        # Several small steps are gathered together, so the overhead of Python is paid once. They are also passed on
+        # together, which wakes the training loop once, unless each of them has to wait for `prepare`.
         self._bundle_bytes = max(1, min(_GATHER_BYTES, self._ready_bytes // _BUNDLES))
-        self._at_once = max(1, min(_STEPS_AT_ONCE, int(self._bundle_bytes // self._most_batch_bytes())))
+        self._at_once = max(1, min(_STEPS_AT_ONCE, int(self._bundle_bytes // self._max_batch_bytes())))
         self._bundle = self._at_once if prepare is None else 1
         self._bundles_ahead = -(-self.prefetch // self._bundle)
-        self._threads = max(1, min(loader.reader_threads, int(self._budget // max(1, one_in_hand))))
-        self._in_hand = self._threads * one_in_hand + HELD_ROW_GROUPS * self._largest_bytes
+        self._threads = max(1, min(loader.reader_threads, int(self._budget // max(1, thread_bytes))))
+        self._decoding_bytes = self._threads * thread_bytes + HELD_ROW_GROUPS * self._largest_bytes
         self._spare: list[Arena] = []
 
     def epoch(self, epoch: int, start_step: int = 0) -> Generator[StepBatches, None, None]:
-        """The steps of an epoch, from `start_step` on. Reading ahead stops when the iterator is closed."""
+        """Yields the steps of an epoch, from `start_step` on. Prefetching stops when the iterator is closed."""
         room = PrefetchBudget(self._ready_bytes)
         return read_ahead(self._batches(epoch, start_step, room), self._bundles_ahead, room)
 
@@ -136,17 +135,17 @@ class Loader:
                     ]  # fmt: skip
                 step += len(rows)
 
-    def _most_batch_bytes(self) -> float:
-        """Of the rank's rows of a step before they are padded: of ragged ones by the row group of the longest rows."""
+    def _max_batch_bytes(self) -> float:
+        """Bytes of the rank's rows of a step before padding, by the row group with the longest ragged rows."""
         row_bytes: float = self._row_bytes
         if self._group_row_bytes is not None:
             row_bytes = max(row_bytes, float(self._group_row_bytes.max()))
         return max(1, len(self._streams) * self.plan.stream_batch * (row_bytes + WEIGHT_BYTES))
 
     def steps(self, epoch: int, start_step: int = 0) -> Generator[list[StepRows], None, None]:
-        """The rank's rows of the steps of an epoch, from `start_step` on, gathered by who asks for them, some at once.
+        """Yields bundles of steps of an epoch, from `start_step` on: the rank's rows, gathered in the caller's thread.
 
-        Windows are read ahead, in threads, until the iterator is closed.
+        Windows are prefetched in threads until the iterator is closed.
         """
         if start_step >= self.plan.steps:
             return
@@ -157,21 +156,21 @@ class Loader:
         self._spare.append(arena)
 
     def _arena(self, schedule: Schedule) -> Arena:
-        """An arena of a slot for each stream and, as far as the budget goes, another to read ahead into.
+        """Makes an arena with one slot per stream, and a second one to prefetch into as far as the budget allows.
 
-        That of the epoch before is used again: fresh memory costs as much as reading does.
+        The arena of the previous epoch is reused if possible: new memory costs as much time as reading.
         """
         slot_rows = max(1, *(s.windows.largest_rows for s in schedule.streams))
         slot_bytes: float = self._row_bytes * slot_rows
-        if (of_group := self._group_row_bytes) is not None:
-            slot_bytes = max(self._row_bytes, *(s.windows.largest_bytes(of_group) for s in schedule.streams))
+        if (row_bytes := self._group_row_bytes) is not None:
+            slot_bytes = max(self._row_bytes, *(s.windows.largest_bytes(row_bytes) for s in schedule.streams))
         streams = len(self._streams)
         batches = (self._bundles_ahead + 2) * max(
             self._bundle_bytes, streams * self.plan.stream_batch * self._row_bytes
         )
         if self._is_ragged:
             batches = max(batches, self._ready_bytes)
-        self._slots_bytes = max(0, self._budget - batches - self._in_hand)
+        self._slots_bytes = max(0, self._budget - batches - self._decoding_bytes)
         fits = int(self._slots_bytes // max(1, slot_bytes))
         num_slots = min(max(fits, streams), 2 * streams, sum(schedule.num_reads))
         while self._spare:
@@ -205,21 +204,21 @@ class Loader:
 
 
 class _Cursor:
-    """Walks through one stream: where its next rows are in the arena."""
+    """A cursor in one stream: the positions of its next rows in the arena."""
 
     def __init__(self, stream: int, arena: Arena, reader: WindowReader, batch: int):
         self._stream, self._arena, self._reader, self._batch = stream, arena, reader, batch
         self._order: Ints = np.empty(0, dtype=np.int64)
         self._last: Ints = self._order
-        """Of the row that was used last."""
+        """Position of the last used row."""
         self._true_rows = 0
-        """Of `_order`; the others fill batches and have weight 0."""
+        """Number of true rows in `_order`; the rest pads batches with weight 0."""
         self._slot: int | None = None
 
     def fill(self, rows_to_end: int) -> int:
-        """Makes at least one batch of positions ready, waiting for windows if need be, and returns how many there are.
+        """Prepares at least one batch of positions, and returns their number. Waits for windows if necessary.
 
-        Once the stream has run out, its last row is repeated up to the end of the epoch.
+        At the end of the stream its last row is repeated up to the end of the epoch.
         """
         while len(self._order) < self._batch:
             left = self._order if len(self._order) else self._last
@@ -239,7 +238,7 @@ class _Cursor:
         return len(self._order)
 
     def take(self, rows: int) -> tuple[Ints, Array]:
-        """The next positions and their weights. # (rows,), (rows,)"""
+        """Returns the next positions and their weights. # (rows,), (rows,)"""
         taken, self._order = self._order[:rows], self._order[rows:]
         weights = (np.arange(rows) < self._true_rows).astype(np.float32)
         self._true_rows = max(0, self._true_rows - rows)
@@ -248,7 +247,7 @@ class _Cursor:
 
 
 def _bundles(sizes: Sequence[int], most: int, most_bytes: int) -> Iterator[tuple[int, int]]:
-    """(First, stop) of items that go together: at most `most`, and `most_bytes` unless it is one alone."""
+    """Yields (first, stop) of each bundle: at most `most` items, and `most_bytes` bytes unless it has one item."""
     first, total = 0, 0
     for i, size in enumerate(sizes):
         if i > first and (i - first == most or total + size > most_bytes):
@@ -262,8 +261,9 @@ def _bundles(sizes: Sequence[int], most: int, most_bytes: int) -> Iterator[tuple
 def read_ahead(
     bundles: Iterator[list[StepBatches]], depth: int, room: PrefetchBudget | None = None
 ) -> Generator[StepBatches, None, None]:
-    """The items of some lists. The iterator runs in a thread, at most `depth` lists ahead; its exceptions are raised
-    here. From `room` it takes memory for each list before it makes it, which is given back when the list is taken.
+    """Yields the items of lists that are made in a thread, at most `depth` lists ahead. Raises the thread's exceptions.
+
+    The thread takes memory for each list from `room`. It is given back when the list is consumed.
     """
     ready: queue.Queue[list[StepBatches] | BaseException | None] = queue.Queue(maxsize=depth)
     stop = threading.Event()
@@ -279,12 +279,12 @@ def read_ahead(
 
     def work() -> None:
         try:
-            with closing(bundles):  # type: ignore[type-var]  # a generator: its own threads end with it
+            with closing(bundles):  # type: ignore[type-var]  # a generator: closing it ends its threads
                 for item in bundles:
                     if not put(item):
                         return
             put(None)
-        except BaseException as error:  # raised again by the reader of the queue
+        except BaseException as error:  # raised again in the consumer's thread
             put(error)
 
     thread = threading.Thread(target=work, name="spark_dl loader", daemon=True)
@@ -295,7 +295,7 @@ def read_ahead(
                 try:
                     raise item
                 finally:
-                    del item  # it has this frame
+                    del item  # its traceback refers to this frame
             if room is not None:
                 room.release_first()
             yield from item

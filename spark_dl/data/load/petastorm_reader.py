@@ -1,7 +1,7 @@
-"""Batches through Petastorm's own readers (`loader.reader: petastorm`), to compare them with ours in one job.
+"""Batches through Petastorm's own readers (`loader.reader: petastorm`), to compare both readers in one job.
 
-Petastorm deals whole row groups: rank r of R has every R-th one, from number r on. The ranks know from the footers what
-each of them gets, so they take the same number of steps without talking to each other.
+Petastorm deals whole row groups: rank r of R gets every R-th one, from number r on. All ranks compute the rows of each
+rank from the footers. So they take the same number of steps without communication.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _EARLY_END_S = 0.01
 class PetastormLoader:
     """The batches of one rank through Petastorm, with the interface of `Loader`. Not collective.
 
-    Training (`shuffle=True`) ends with the rank that has the fewest rows; how many rows of the others are left out of
-    each epoch is logged. With `shuffle=False` every row is used once, and ranks that have none left give rows of
-    weight 0. Rows are shuffled within `loader.shuffle_window_rows`, shared out among the ranks.
+    Training (`shuffle=True`) ends an epoch with the rank that has the fewest rows. The number of rows left out is
+    logged. With `shuffle=False` every row is used once, and ranks without rows left give rows of weight 0. Rows are
+    shuffled within windows of `loader.shuffle_window_rows`, divided among the ranks.
 
-    Raises ValueError if Petastorm cannot be imported, refuses the dataset or deals a rank no rows.
+    Raises ValueError if Petastorm cannot be imported, cannot open the dataset, or deals no rows to a rank.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class PetastormLoader:
         prepare: Prepare | None = None,
         pin: bool = False,
     ):
-        assert split != "validation", "the settings refuse train.validation_fraction here"
+        assert split != "validation", "the checks of the configuration exclude train.validation_fraction here"
         self.columns = shards.select(config.data.columns)
         self._shards, self._config = shards, config
         self._rank, self._world_size = rank, world_size
@@ -66,23 +66,23 @@ class PetastormLoader:
         self.plan = PetastormPlan(self._dealt_rows(), config.train.global_batch_size, every_row=not shuffle)
         if self.plan.left_out and rank == 0:
             _log.warning(
-                "Petastorm deals the ranks %s of %d rows; an epoch ends with the rank that has the fewest, and leaves "
-                "out %d rows (loader.reader: spark_dl uses every row)",
+                "Petastorm deals %s of %d rows to the ranks; an epoch ends with the rank that has the fewest rows, and "
+                "leaves out %d rows (loader.reader: spark_dl uses every row)",
                 list(self.plan.rank_rows), shards.rows, self.plan.left_out,
             )  # fmt: skip
 
     def epoch(self, epoch: int, start_step: int = 0) -> Generator[StepBatches, None, None]:
-        """The steps of an epoch, from `start_step` on; what comes before is read and passed by.
+        """Yields the steps of an epoch, from `start_step` on. The steps before it are read and skipped.
 
-        The order of the rows is Petastorm's: its threads do not repeat it from run to run.
-        Raises RuntimeError if Petastorm fails, or gives another number of rows than the row groups hold.
+        Petastorm's order of rows differs from run to run. Raises RuntimeError if Petastorm fails, or if its number of
+        rows differs from that of the row groups.
         """
         if start_step:
             _log.warning(
-                "epoch %d is taken up at step %d through Petastorm, whose order is another in each run: rows that were "
-                "used before can come again, and others not at all, until the epoch ends", epoch, start_step,
+                "epoch %d resumes at step %d with Petastorm, whose order of rows differs from run to run: until the "
+                "epoch ends, some rows can be repeated and some left out", epoch, start_step,
             )  # fmt: skip
-        seed = int(np.random.default_rng((self._config.train.seed, epoch)).integers(1, 2**31))  # to Petastorm 0 is none
+        seed = int(np.random.default_rng((self._config.train.seed, epoch)).integers(1, 2**31))  # Petastorm ignores 0
         batch, plan = self.plan.rank_batch(self._rank), self.plan
         pieces = self._pieces(seed)
         windows = self._windows(pieces, np.random.default_rng((seed, self._rank)))
@@ -100,13 +100,13 @@ class PetastormLoader:
 
     def _step(self, epoch: int, step: int, arrays: Sequence[Array], filler: Sequence[Array]) -> StepBatches:
         rows, batch = len(arrays[0]), self.plan.rank_batch(self._rank)
-        whole = [np.concatenate([a, np.repeat(f, batch - rows, axis=0)]) for a, f in zip(arrays, filler, strict=True)]
+        padded = [np.concatenate([a, np.repeat(f, batch - rows, axis=0)]) for a, f in zip(arrays, filler, strict=True)]
         weight = (np.arange(batch) < rows).astype(np.float32)
-        batches = self._build([StepRows(whole, weight)], (epoch, step, self._rank))
+        batches = self._build([StepRows(padded, weight)], (epoch, step, self._rank))
         return StepBatches(step, batches, self.plan.batch_rows(step))
 
     def _windows(self, pieces: Iterator[list[Array]], rng: np.random.Generator) -> Iterator[list[Array]]:
-        """The rows of the reader, joined to windows and shuffled in them. # each array: (window rows, *cell)"""
+        """Yields the reader's rows, joined to windows and shuffled within them. # each array: (window rows, *cell)"""
         window = self._config.loader.shuffle_window_rows // self._world_size if self._shuffle else 0
         target = max(window, self.plan.rank_batch(self._rank))
         held: list[list[Array]] = []
@@ -128,15 +128,15 @@ class PetastormLoader:
         return [a[order] for a in arrays]
 
     def _pieces(self, seed: int) -> Generator[list[Array], None, None]:
-        """What the reader of this rank gives: row groups, or single rows. # each array: (rows, *cell)"""
+        """Yields the output of this rank's reader: row groups, or single rows. # each array: (rows, *cell)"""
         left, early_ends = self.plan.rank_rows[self._rank], 0
         reader = self._open(seed, cur_shard=self._rank, shard_count=self._world_size)
         try:
             while left > 0:
                 item = _next(reader, self._shards.url)
                 if item is None:
-                    # NOTE: Petastorm's thread pool compares its queues and asks its ventilator one after the other, and
-                    # so can say that it is at its end when row groups are still to come. Asked again, it goes on.
+                    # NOTE: Petastorm's thread pool checks its queues and its ventilator one after the other. It can
+                    # report the end while row groups are still to come. The next call then continues.
                     early_ends += 1
                     if early_ends > _EARLY_ENDS:
                         raise RuntimeError(f"Petastorm left out {left} rows of {self._shards.url} on rank {self._rank}")
@@ -146,7 +146,7 @@ class PetastormLoader:
                 left -= len(arrays[0])
                 yield arrays
             if left < 0:
-                raise RuntimeError(f"Petastorm gave {-left} rows of {self._shards.url} more than there are")
+                raise RuntimeError(f"Petastorm gave {-left} rows more than {self._shards.url} has")
         finally:
             reader.stop()
             reader.join()
@@ -160,8 +160,9 @@ class PetastormLoader:
                 array = array.astype(column.dtype)
             if str(array.dtype) != column.dtype or array.shape[1:] != column.shape:
                 raise RuntimeError(
-                    f"column {column.name!r}: Petastorm gives cells of {array.dtype}, shape {array.shape[1:]}, for "
-                    f"{column.dtype}, shape {column.shape} in {self._shards.url}; loader.reader: spark_dl reads it"
+                    f"column {column.name!r} of {self._shards.url}: found cells of {array.dtype}, shape "
+                    f"{array.shape[1:]} from Petastorm, expected {column.dtype}, shape {column.shape}; set "
+                    "loader.reader to spark_dl, which reads it"
                 )
             may_be_bad = self._config.data.nonfinite == "error" and not self._shards.is_checked
             if may_be_bad and first_nonfinite_row(array) is not None:
@@ -170,7 +171,10 @@ class PetastormLoader:
         return arrays
 
     def _open(self, seed: int, **shard: int) -> Any:
-        """`make_batch_reader` where all columns are Parquet's own types, else `make_reader`, which decodes cells."""
+        """Opens `make_batch_reader` if all columns have plain Parquet types, else `make_reader`, which decodes cells.
+
+        Raises ValueError if Petastorm cannot open the dataset.
+        """
         is_plain = all(c.codec in ("scalar", "list", "partition") for c in self.columns)
         make = self._petastorm.make_batch_reader if is_plain else self._petastorm.make_reader
         url = f"file://{self._shards.url}" if storage.is_local(self._shards.url) else self._shards.url
@@ -179,11 +183,11 @@ class PetastormLoader:
             return make(
                 url, schema_fields=fields, shuffle_row_groups=self._shuffle, workers_count=threads, seed=seed, **shard
             )
-        except Exception as error:  # of many kinds
+        except Exception as error:  # Petastorm raises many types
             raise ValueError(f"Petastorm cannot open {self._shards.url}: {type(error).__name__}: {error}") from error
 
     def _dealt_rows(self) -> tuple[int, ...]:
-        """Rows of each rank, from the row groups that Petastorm finds, in its order."""
+        """Returns the rows of each rank, from the row groups that Petastorm finds, in Petastorm's order."""
         stored = {(s.name, group): rows for s in self._shards.shards for group, rows in enumerate(s.row_groups)}
         load_row_groups = self._petastorm.etl.dataset_metadata.load_row_groups
         reader = self._open(1)
@@ -196,14 +200,15 @@ class PetastormLoader:
         names = [(path[path.find(root) + len(root) :], group) for path, group in found]
         if sorted(names) != sorted(stored):
             raise ValueError(
-                f"Petastorm finds {len(names)} row groups in {self._shards.url}, and spark_dl {len(stored)} others; "
-                "Petastorm reads whole folders"
+                f"{self._shards.url}: found {len(names)} row groups with Petastorm, expected the {len(stored)} of "
+                "spark_dl; Petastorm reads whole folders, so remove the other files, or set loader.reader to spark_dl"
             )
         rows = tuple(sum(stored[n] for n in names[rank :: self._world_size]) for rank in range(self._world_size))
         if not all(rows):
             raise ValueError(
-                f"Petastorm deals whole row groups, and {self._shards.url} has {len(names)} for {self._world_size} "
-                "ranks: one would have no rows; write smaller ones (shards.rows_per_row_group), or use fewer ranks"
+                f"{self._shards.url}: found {len(names)} row groups for {self._world_size} ranks, and Petastorm deals "
+                "whole row groups, so one rank would have no rows; write smaller row groups "
+                "(shards.rows_per_row_group), or use fewer ranks"
             )
         return rows
 
@@ -213,16 +218,16 @@ def _import_petastorm() -> Any:
         import petastorm.etl.dataset_metadata
 
         return petastorm
-    except (ImportError, AttributeError) as error:  # with a newer pyarrow it misses names
+    except (ImportError, AttributeError) as error:  # Petastorm uses names that newer pyarrow versions removed
         raise ValueError(
-            f"loader.reader: petastorm cannot be imported here, beside pyarrow {pa.__version__} and numpy "
+            f"loader.reader: petastorm cannot be imported here, with pyarrow {pa.__version__} and numpy "
             f"{np.__version__} ({error}); pip install 'pyarrow<15' 'numpy<2' petastorm==0.13.1, or set loader.reader "
             "to spark_dl, which reads the same datasets without it"
         ) from error
 
 
 def _check_metadata(url: str) -> None:
-    """Petastorm unpickles what it finds in the metadata: only a plain Unischema may get there."""
+    """Checks that the metadata has only a plain Unischema, as Petastorm unpickles it. Raises ValueError if not."""
     for name in (COMMON_METADATA, "_metadata"):
         metadata = read_metadata(url, name)
         if UNISCHEMA_KEY in metadata:
@@ -232,12 +237,12 @@ def _check_metadata(url: str) -> None:
 def _next(reader: Any, url: str) -> Any:
     try:
         return next(reader, None)
-    except Exception as error:  # of many kinds
+    except Exception as error:  # Petastorm raises many types
         raise RuntimeError(f"Petastorm cannot read {url}: {type(error).__name__}: {error}") from error
 
 
 def _batches(windows: Iterator[list[Array]], rows: int) -> Iterator[list[Array]]:
-    """The rows of windows in batches of `rows`; the last one may have fewer. # each array: (rows, *cell)"""
+    """Yields the rows of windows in batches of `rows`; the last batch can be shorter. # each array: (rows, *cell)"""
     held: list[Array] | None = None
     for window in windows:
         held = window if held is None else [np.concatenate([h, w]) for h, w in zip(held, window, strict=True)]

@@ -109,7 +109,7 @@ def test_training_reads_no_row_twice_and_leaves_out_as_many_as_it_says(answer, c
 
 def test_more_ranks_than_row_groups_are_an_error(answer):
     for name in ("shards", "plain"):
-        assert "has 10 for 12 ranks" in answer[name]["too many ranks"]
+        assert "found 10 row groups for 12 ranks" in answer[name]["too many ranks"]
 
 
 def test_metadata_that_petastorm_would_unpickle_are_checked_first(tmp_path):

@@ -292,11 +292,11 @@ def test_errors_before_any_rank_starts(spark, points, tmp_path):
     fails("train.validation_fraction=0.0009 of 500 rows is 0 rows, which leaves none to validate with", config=few)
     shards = spark_dl.write_shards(points.drop("name"), str(tmp_path / "data"))
     large = small_config(2, train={"global_batch_size": 96_000}, data={"memory_mib": 1})
-    match = "each rank has 48000 rows of 24 bytes of .*/data in a global batch, 1 MiB, and loader.memory_mib="
-    fails(f"{match}1: lower train.global_batch_size", data=shards, config=large)
+    match = "/data: each rank has 48000 rows of 24 bytes in a global batch, 1 MiB, and loader.memory_mib="
+    fails(f"{match}1; lower train.global_batch_size", data=shards, config=large)
     shares = {"memory_mib": 2, "proportions": {"a": 1, "b": 1}}
     mixed = small_config(2, train={"global_batch_size": 192_000}, data=shares)
-    fails(f"{match}2, of which each of 2 datasets has 1: lower", data={"a": shards, "b": shards}, config=mixed)
+    fails(f"{match}2 .1 for each of 2 datasets.; lower", data={"a": shards, "b": shards}, config=mixed)
     fails("9 ranks need 9 task slots", config=small_config(9), error=RuntimeError)
     lock = threading.Lock()
     fails(

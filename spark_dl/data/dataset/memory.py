@@ -28,7 +28,7 @@ values in the arena."""
 def check_memory(
     shards: ShardSet, columns: Sequence[Column], config: Config, num_ranks: int, num_datasets: int = 1
 ) -> None:
-    """Raises ValueError if a row group, or a rank's part of a global batch, does not fit into a loader's memory.
+    """Raises ValueError if a row group, or a rank's rows of a global batch, do not fit into a loader's memory.
 
     num_ranks: ranks that read the dataset. num_datasets: datasets that share the memory. Called on the driver, and by
     every loader.
@@ -39,8 +39,8 @@ def check_memory(
     row_bytes = sum(c.value_bytes for c in columns) * (config.sequences.length if config.sequences else 1)
     if rows * row_bytes > share_mib(loader.memory_mib, num_datasets) * _MIB:
         raise ValueError(
-            f"each rank has {rows} rows of {row_bytes} bytes of {shards.url} in a global batch, "
-            f"{rows * row_bytes / _MIB:.0f} MiB, and {memory_setting(loader.memory_mib, num_datasets)}: lower "
+            f"{shards.url}: each rank has {rows} rows of {row_bytes} bytes in a global batch, "
+            f"{rows * row_bytes / _MIB:.0f} MiB, and {memory_setting(loader.memory_mib, num_datasets)}; lower "
             "train.global_batch_size, raise loader.memory_mib, or use more ranks"
         )
     if loader.ragged == "pad":
@@ -52,26 +52,27 @@ def _check_padded(shards: ShardSet, columns: Sequence[Column], config: Config, r
 
     # rows: of a rank's batch
     """
-    memory_mib, together = config.loader.memory_mib, rows // config.train.accumulation_steps
+    memory_mib, batch_rows = config.loader.memory_mib, rows // config.train.accumulation_steps
     for column in columns if shards.filtered is None else ():
         if not column.is_ragged:
             continue
         values, (shard, group, group_rows) = _longest_mean(shards, column)
-        size = padded_bytes(together, values, np.dtype(column.dtype).itemsize * math.prod(column.inner))
+        size = padded_bytes(batch_rows, values, np.dtype(column.dtype).itemsize * math.prod(column.inner))
         if size > share_mib(memory_mib, num_datasets) * _MIB:
             raise ValueError(
                 f"column {column.name!r}: the {group_rows} rows of row group {group} of {shards.shards[shard].name} in "
-                f"{shards.url} have {values} values or more on average; a batch of {together} rows that is padded to "
-                f"one of them takes {size / _MIB:.0f} MiB, and {memory_setting(memory_mib, num_datasets)}: set "
-                "loader.ragged to offsets, which pads none, lower train.global_batch_size, raise loader.memory_mib, or "
-                "use more ranks"
+                f"{shards.url} have {values} values or more on average; a batch of {batch_rows} rows padded to this "
+                f"length takes {size / _MIB:.0f} MiB, and {memory_setting(memory_mib, num_datasets)}; set "
+                "loader.ragged to offsets, which does not pad, lower train.global_batch_size, raise loader.memory_mib, "
+                "or use more ranks"
             )
 
 
 def _longest_mean(shards: ShardSet, column: Column) -> tuple[int, tuple[int, int, int]]:
-    """The most values that rows of a row group have on average, at least, and that row group: (shard, number, rows).
+    """Returns the largest mean number of values per row of a row group, and the row group: (shard, number, rows).
 
-    0 where it is not known: of others, bytes in the file are not those of the values, and empty lists count as one.
+    The number is a lower bound, 0 if unknown. In external datasets the bytes in the file are not the bytes of the
+    values, and an empty list counts as one value.
     """
     rows, counts = shards.shards.group_rows, shards.shards.elements.get(column.name)
     if counts is None or (column.codec != "list" and shards.external):
@@ -91,8 +92,8 @@ def check_row_groups(shards: ShardSet, columns: Sequence[Column], memory_mib: in
         raise ValueError(
             f"row group {group} of {shards.shards[shard].name} in {shards.url} has {rows} rows of "
             f"{size // rows} bytes, {size / _MIB:.0f} MiB; a row group is read as a whole, and "
-            f"{memory_setting(memory_mib, num_datasets)}: raise it, or write the dataset with smaller row groups "
-            "(shards.rows_per_row_group)"
+            f"{memory_setting(memory_mib, num_datasets)}; raise loader.memory_mib, or write the dataset with smaller "
+            "row groups (shards.rows_per_row_group)"
         )
 
 

@@ -136,7 +136,7 @@ class ShardTable(Sequence[Shard]):
             columns = [*files.columns[:2], pa.array([""] * len(files), pa.string()), *files.columns[3:]]
             files = pa.RecordBatch.from_arrays(columns, schema=_FILES)
         elements, stored = (
-            {name: c for name, c in counts.items() if name in counts_but_of} for counts in (self.elements, self.stored)
+            {name: c for name, c in counts.items() if name in names} for counts in (self.elements, self.stored)
         )
         return dataclasses.replace(self, files=files, elements=elements, stored=stored)
 

@@ -1,4 +1,4 @@
-"""The choice of what reads the rows: one function, which training and evaluation call."""
+"""Builds the loader that the configuration selects, for training and evaluation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from spark_dl.spec import ModelSpec
 
 
 class BatchLoader(Protocol):
-    """The batches of one rank, as `Loader` has them."""
+    """The batches of one rank, with the interface of `Loader`."""
 
     @property
     def plan(self) -> Plan | MixedPlan | PetastormPlan: ...
@@ -32,15 +32,15 @@ class BatchLoader(Protocol):
 
 
 def build_loader(data: ShardSet | Mixture, config: Config, **options: Any) -> BatchLoader:
-    """The loader of a dataset or of a mixture, that `loader.reader` names. Called on a worker; not collective.
+    """Builds the loader of a dataset or a mixture, as `loader.reader` selects. Called on a worker; not collective.
 
-    `options` are those of `Loader`. Raises as the loaders do, and ValueError for `data.filters` whose rows were not
-    counted on the driver.
+    `options` are the options of `Loader`. Raises the errors of the loaders, and ValueError for `data.filters` if the
+    driver did not count the rows that pass.
     """
     for shards in data.datasets.values() if isinstance(data, Mixture) else [data]:
         if leaves_out_rows(shards, config) and shards.filtered is None:
             raise ValueError(
-                f"data.filters, data.nulls, data.nonfinite: all rows of {shards.url} would be read; count those "
+                f"data.filters, data.nulls, data.nonfinite: all rows of {shards.url} would be read; count the rows "
                 "that pass before the ranks start, with spark_dl.data.external.row_counts.filter_rows, as "
                 "spark_dl.train does"
             )
@@ -53,7 +53,7 @@ def build_loader(data: ShardSet | Mixture, config: Config, **options: Any) -> Ba
 def build_train_loader(
     data: ShardSet | Mixture, spec: ModelSpec, config: Config, *, rank: int, world_size: int, pin: bool = False
 ) -> BatchLoader:
-    """The loader that a rank trains from: shuffled, augmented, in micro-batches. As `build_loader`."""
+    """Builds the training loader of a rank: shuffled, augmented, in micro-batches. Raises as `build_loader` does."""
     return build_loader(
         data, config, rank=rank, world_size=world_size, split="train", micro_batches=config.train.accumulation_steps,
         prepare=functools.partial(spec.prepare, augment_seed=config.train.seed), pin=pin,

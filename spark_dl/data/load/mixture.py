@@ -1,8 +1,8 @@
-"""Several datasets mixed by proportion: every global batch has its share of rows of each.
+"""Mixtures: several datasets mixed by proportion, with a share of each dataset in every global batch.
 
-Each dataset has a plan and a loader of its own. In an epoch of the mixture every row of every dataset is used at least
-once: the dataset that takes the most steps sets the length, and the others begin again, in a new order, where they end
-before it. So the position is (epoch, step) here, too, and the order does not depend on the number of ranks.
+Each dataset has its own plan and loader. An epoch of the mixture uses every row of every dataset at least once: the
+dataset with the most steps sets the length, and shorter datasets start again in a new order. So the position of a
+mixture is (epoch, step), too, and the order does not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Mixture:
 
     @property
     def url(self) -> str:
-        """The URLs of all, for messages."""
+        """The URLs of all datasets, for messages."""
         return ", ".join(dataset.url for dataset in self.datasets.values())
 
     @property
@@ -41,7 +41,7 @@ class Mixture:
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """Those of the first dataset."""
+        """Columns of the first dataset."""
         return next(iter(self.datasets.values())).columns
 
     @property
@@ -49,42 +49,42 @@ class Mixture:
         return sum(dataset.rows for dataset in self.datasets.values())
 
     def select(self, names: Sequence[str]) -> tuple[Column, ...]:
-        """The columns of these names. Raises ValueError for one that is missing or not the same in all datasets."""
-        first_name, *others = self.datasets
+        """Returns the columns of these names. Raises ValueError if one is missing, or differs between the datasets."""
+        first_name, *other_names = self.datasets
         columns = self.datasets[first_name].select(names)
-        for name in others:
+        for name in other_names:
             for a, b in zip(columns, self.datasets[name].select(names), strict=True):
                 if (a.dtype, a.shape) != (b.dtype, b.shape):
                     raise ValueError(
-                        f"column {a.name!r} has dtype {a.dtype} and shape {a.shape} in the dataset {first_name!r}, and "
-                        f"{b.dtype} and {b.shape} in {name!r}; datasets that are mixed need the same columns"
+                        f"column {a.name!r}: found the dtype {b.dtype} and shape {b.shape} in the dataset {name!r}, "
+                        f"expected {a.dtype} and {a.shape} as in {first_name!r}; mixed datasets need the same columns"
                     )
         return columns
 
 
 def batch_shares(proportions: Mapping[str, float], global_batch_size: int, num_streams: int) -> dict[str, int]:
-    """Rows of each dataset in a global batch: multiples of `num_streams`, as near to the proportions as they can be.
+    """Returns each dataset's rows in a global batch: the multiples of `num_streams` closest to the proportions.
 
-    By the method of the largest remainder. Raises ValueError if a dataset would have no rows.
+    Uses the largest remainder method. Raises ValueError if a dataset would have no rows.
     """
     units = global_batch_size // num_streams
     total = sum(proportions.values())
     exact = {name: units * p / total for name, p in proportions.items()}
     shares = {name: int(e) for name, e in exact.items()}
-    by_remainder = sorted(exact, key=lambda name: shares[name] - exact[name])  # a stable sort: ties in their order
+    by_remainder = sorted(exact, key=lambda name: shares[name] - exact[name])  # stable: ties keep their order
     for name in by_remainder[: units - sum(shares.values())]:
         shares[name] += 1
     if empty := [name for name, share in shares.items() if share == 0]:
         raise ValueError(
             f"loader.proportions: the dataset {empty[0]!r} would have no row in a global batch of {global_batch_size}, "
             f"which is dealt in {units} lots of loader.num_streams={num_streams} rows; raise train.global_batch_size, "
-            "lower loader.num_streams, or raise its proportion"
+            "lower loader.num_streams, or raise the proportion of the dataset"
         )
     return {name: share * num_streams for name, share in shares.items()}
 
 
 def dataset_configs(config: Config) -> dict[str, Config]:
-    """The settings for each dataset of a mixture, with its share of a global batch. Raises as `batch_shares`."""
+    """Returns the configuration of each dataset, with its share of a global batch. Raises as `batch_shares` does."""
     shares = batch_shares(config.loader.proportions, config.train.global_batch_size, config.loader.num_streams)
     return {
         name: dataclasses.replace(config, train=dataclasses.replace(config.train, global_batch_size=share))
@@ -94,7 +94,7 @@ def dataset_configs(config: Config) -> dict[str, Config]:
 
 @dataclass(frozen=True)
 class MixedPlan:
-    """The steps of an epoch of several plans, side by side."""
+    """The combined steps of several plans in an epoch."""
 
     plans: tuple[Plan, ...]
 
@@ -105,26 +105,26 @@ class MixedPlan:
 
     @cached_property
     def rows(self) -> int:
-        """Rows that an epoch uses, with those of the datasets that begin again."""
+        """Rows that an epoch uses, with the repeated rows of shorter datasets."""
         return self.rows_before(self.steps)
 
     def batch_rows(self, step: int) -> int:
-        """True rows of global batch `step`, over all ranks."""
+        """Returns the true rows of global batch `step`, over all ranks."""
         return sum(plan.batch_rows(step % plan.steps) for plan in self.plans)
 
     def rows_before(self, step: int) -> int:
-        """True rows of an epoch's global batches before `step`, over all ranks."""
+        """Returns the true rows of an epoch's global batches before `step`, over all ranks."""
         return sum(step // plan.steps * plan.rows + plan.rows_before(step % plan.steps) for plan in self.plans)
 
     def passes(self, plan: Plan) -> int:
-        """How often an epoch begins with a plan's dataset."""
+        """Returns the number of times that an epoch starts a plan's dataset."""
         return -(-self.steps // plan.steps)
 
 
 class MixedLoader:
     """The batches of one rank from a mixture, with the interface and the options of `Loader`. Not collective.
 
-    The rows of all datasets are one batch before `prepare` sees them. Each dataset has an equal share of
+    The rows of all datasets are joined to one batch before `prepare` is called. Each dataset has an equal share of
     `loader.memory_mib`. Raises ValueError as `batch_shares` and `Loader` do.
     """
 
@@ -142,8 +142,8 @@ class MixedLoader:
         self.columns = mixture.select(config.data.columns)
         configs = dataset_configs(config)
         self._loaders = [
-            Loader(mixture.datasets[name], own, rank=rank, num_datasets=len(configs), **options)
-            for name, own in configs.items()
+            Loader(mixture.datasets[name], share, rank=rank, num_datasets=len(configs), **options)
+            for name, share in configs.items()
         ]
         self.plan = MixedPlan(tuple(loader.plan for loader in self._loaders))
         self._rank = rank
@@ -155,7 +155,7 @@ class MixedLoader:
         self._ready_bytes = (memory_mib << 20) // READY_SHARE
 
     def epoch(self, epoch: int, start_step: int = 0) -> Generator[StepBatches, None, None]:
-        """The steps of an epoch, from `start_step` on. Reading ahead stops when the iterator is closed."""
+        """Yields the steps of an epoch, from `start_step` on. Prefetching stops when the iterator is closed."""
         room = PrefetchBudget(self._ready_bytes)
         return read_ahead(
             self._batches(epoch, start_step, room), min(loader.prefetch for loader in self._loaders), room

@@ -1,7 +1,7 @@
-"""Which rows a run was trained on: a digest in its checkpoints, and whether the run can go on with the rows of now.
+"""Checks that a run resumes with the rows it was trained on, by a digest of the dataset in its checkpoints.
 
-The order of an epoch follows from the row groups of the dataset. Where these are others, an epoch that goes on in its
-middle would repeat some rows and leave others out.
+The order of an epoch follows from the row groups of the dataset. With other row groups, an epoch that resumes in the
+middle would repeat some rows and skip others.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ _log = logging.getLogger("spark_dl")
 
 
 def dataset_digest(data: ShardSet | Mixture) -> dict[str, Any]:
-    """Which rows lie where, for a checkpoint: counts, for messages, and a hash of all; of a mixture by dataset. Pure.
+    """Returns a digest of the rows and their places, for a checkpoint: a hash, and counts for messages. Pure.
 
-    The files of our own datasets count by their checksums, those of others by their names and sizes. Where the dataset
-    lies does not matter, so that it can be moved; a file of others that is replaced by one as long is not seen.
+    A mixture has one digest per dataset. Files written by spark_dl are identified by checksum, external files by name
+    and size. The URL is not part of the digest, so a dataset can be moved. An external file that is replaced by one of
+    the same size is not detected.
     """
     if isinstance(data, Mixture):
         return {"datasets": {name: dataset_digest(dataset) for name, dataset in data.datasets.items()}}
@@ -44,7 +45,7 @@ def dataset_digest(data: ShardSet | Mixture) -> dict[str, Any]:
 
 
 def _files(data: ShardSet) -> list[tuple[list[int], Any]]:
-    """The rows of the row groups of each file, and what tells it from others."""
+    """Returns the row group sizes and the identity of each file: its checksum, or its name and size."""
     table = data.shards
     names, sizes, digests = (table.column(name) for name in ("name", "bytes", "sha256"))
     rows, firsts = table.group_rows.tolist(), itertools.pairwise(table.first_groups.tolist())
@@ -57,16 +58,16 @@ def for_ranks(data: ShardSet, config: Config) -> ShardSet: ...
 @overload
 def for_ranks(data: ShardSet | Mixture, config: Config) -> ShardSet | Mixture: ...
 def for_ranks(data: ShardSet | Mixture, config: Config) -> ShardSet | Mixture:
-    """A dataset as it travels to the ranks: without what they do not read, and with what `dataset_digest` makes of it.
+    """Returns a dataset as it is sent to the ranks: without the parts that they do not use, and with its digest.
 
-    Called on the driver. Checksums of whole files are for the cache of `shards.cache_dir`; the counts of row groups for
-    the columns that are read.
+    Called on the driver. Only the cache of `shards.cache_dir` needs the checksums of whole files. Of the counts per row
+    group, ranks need those of the columns that are read.
     """
     if isinstance(data, Mixture):
         return Mixture({name: for_ranks(dataset, config) for name, dataset in data.datasets.items()})
-    if not data.shards:  # the ranks make it
+    if not data.shards:  # the ranks write the shards
         return data
-    table = data.shards.without(checksums=config.shards.cache_dir is not None, counts_but_of=config.data.columns)
+    table = data.shards.for_columns(config.data.columns, checksums=config.shards.cache_dir is not None)
     return dataclasses.replace(data, shards=table, digest=dataset_digest(data))
 
 
@@ -75,10 +76,10 @@ def _digest(*content: Any) -> str:
 
 
 def check_rows(shards: ShardSet | Mixture, config: Config, saved: Mapping[str, Any] | None) -> None:
-    """Whether a run can train on these rows. Called on the driver, or with shards.storage="local" on the ranks.
+    """Checks that a run can train on these rows. Called on the driver, or with shards.storage="local" on the ranks.
 
-    saved: manifest of the checkpoint to go on from, if any. Raises ValueError if `train.validation_fraction` leaves no
-    rows for one side, and as `check_same_rows` does.
+    saved: manifest of the checkpoint to resume from, if any. Raises ValueError if `train.validation_fraction` leaves no
+    training or no validation rows, and as `check_same_rows` does.
     """
     check_held_out(shards.rows, config.train.validation_fraction)
     if saved is not None:
@@ -86,41 +87,41 @@ def check_rows(shards: ShardSet | Mixture, config: Config, saved: Mapping[str, A
 
 
 def check_same_rows(saved: Mapping[str, Any] | None, shards: ShardSet | Mixture, *, validation_fraction: float) -> None:
-    """Whether a run can go on from a checkpoint with the rows of now. `saved` is its `rows`.
+    """Checks that a run can resume from a checkpoint with the current rows. `saved` is the checkpoint's `rows`.
 
-    Called on the driver, and with shards.storage="local" on the ranks, once they have their rows. Raises ValueError for
-    other rows, or the same in other places, in the middle of an epoch or where a part of them is held out for
-    validation. At the end of an epoch training can go on with any rows.
+    Called on the driver, and with shards.storage="local" on the ranks, once they have their rows. At the end of an
+    epoch a run without `train.validation_fraction` can resume with any rows. In all other cases raises ValueError if
+    the rows or their places differ.
     """
     if saved is None:
-        _log.warning("the checkpoint does not say which rows it was made with, so that they cannot be compared")
+        _log.warning("the checkpoint has no digest of its rows, so they cannot be compared with the current rows")
         return
     now = dataset_digest(shards)
     before = {key: value for key, value in saved.items() if key != "step_of_epoch"}
     if before == now:
         return
     if saved.get("step_of_epoch") == 0 and not validation_fraction:
-        _log.warning("the rows are not those of the checkpoint; training goes on with them, at the start of an epoch")
+        _log.warning("the rows are not those of the checkpoint; training resumes with them at the start of an epoch")
         return
     if "part_rows" in now:
         raise ValueError(
             f"cannot resume: the checkpoint was made with {before.get('part_rows')} rows on the ranks, now they "
             f"have {now['part_rows']}, or other values or another order (shards.storage='local'); use the same number "
-            "of ranks and a DataFrame that gives the same rows each time, resume from the end of an epoch (without "
+            "of ranks and a DataFrame with the same rows each time, resume from the end of an epoch (without "
             "train.validation_fraction), or set shards.storage to 'shared', which keeps the rows with the run"
         )
     name, now, before = _first_difference(now, before)
     raise ValueError(
         f"cannot resume: the dataset {name}has changed since the checkpoint was saved in the middle of an epoch, or "
         f"with train.validation_fraction: found {_described(now)}, expected {_described(before)}, with the same "
-        "columns, files, row groups and data.filters; other rows would be repeated or skipped; restore the dataset, "
-        "or start again in another run_dir; at the end of an epoch and without train.validation_fraction a run can "
-        "resume with other rows"
+        "columns, files, row groups and data.filters; rows would be repeated or skipped; restore the dataset, or start "
+        "again in another run_dir; a run without train.validation_fraction can resume with other rows at the end of "
+        "an epoch"
     )
 
 
 def _first_difference(now: Mapping[str, Any], before: Mapping[str, Any]) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """The name of a dataset that has changed, for a message, and what is known of it now and before."""
+    """Returns the name of the first changed dataset, for a message, and its digests now and before."""
     if "datasets" not in now:
         return "", dict(now), dict(before)
     known = before.get("datasets", {})

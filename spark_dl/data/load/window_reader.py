@@ -1,4 +1,4 @@
-"""Reads the windows of a rank's streams into an arena, in the order in which they are needed, in threads."""
+"""Reads the windows of a rank's streams into an arena, in the order of use, in threads."""
 
 from __future__ import annotations
 
@@ -21,36 +21,36 @@ from spark_dl.data.read.sequences import SequenceRows
 
 @dataclass(frozen=True)
 class Read:
-    """A window that a stream needs from step `step` on, without the first `skip` rows of its order."""
+    """A window that a stream uses from step `step` on, without the first `skip` rows of its order."""
 
     step: int
     stream: int
-    """Number of the stream among those of the rank."""
+    """Index of the stream among the rank's streams."""
     window: Window
     skip: int
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What some streams need from a step on. A window is made when it is asked for: an epoch may have millions."""
+    """The windows that streams use from a step on. They are made one by one, as an epoch can have millions."""
 
     streams: Sequence[Stream]
     batch: int
-    """Rows that each stream gives to each global batch."""
+    """Rows of each stream in each global batch."""
     start_step: int
 
     @property
     def num_reads(self) -> tuple[int, ...]:
-        """How many windows each stream needs."""
+        """Number of windows of each stream."""
         return tuple(max(1, len(s.windows.from_row(self.start_step * self.batch))) for s in self.streams)
 
     def reads(self) -> Iterator[Read]:
-        """The windows in the order of need."""
-        of_streams = [self._reads_of(i, stream) for i, stream in enumerate(self.streams)]
-        return heapq.merge(*of_streams, key=lambda read: (read.step, read.stream))
+        """Yields the windows of all streams in the order of use."""
+        by_stream = [self._reads_of(i, stream) for i, stream in enumerate(self.streams)]
+        return heapq.merge(*by_stream, key=lambda read: (read.step, read.stream))
 
     def _reads_of(self, number: int, stream: Stream) -> Iterator[Read]:
-        """A stream without rows from the start on has a window of which all is skipped: its last row fills batches."""
+        """Yields a stream's windows. A stream without rows left has its last window, all skipped: its last row pads."""
         has_rows = False
         for window, skip in windows_from(stream, self.start_step * self.batch):
             has_rows = True
@@ -66,24 +66,24 @@ _READERS: weakref.WeakSet[WindowReader] = weakref.WeakSet()
 
 @atexit.register
 def _end_readers() -> None:
-    """A thread that comes back from C++ to an interpreter that is gone can hang the exit of the process."""
+    """Ends all threads: one that returns from C++ after the interpreter has ended can hang the process at exit."""
     for reader in [*_READERS]:
         reader.end(_EXIT_WAIT_S)
 
 
 class WindowReader:
-    """Reads windows into free slots of the arena, in the order of need, in threads.
+    """Threads that read windows into free slots of the arena, in the order of use.
 
-    It cannot come to a halt: each stream needs one window at a time, so with a slot for each of them the window that is
-    needed next has a slot, or a stream is about to free one. More slots than that are used as long as windows as large
-    as the largest one so far fit into `memory`, which the footers of some files do not tell.
+    There is no deadlock. Each stream needs one window at a time, and the arena has a slot for each stream. So the next
+    window has a slot, or a stream will free one. Additional slots are used as long as windows of the largest size read
+    so far fit into `memory`: some footers do not give the size of a window.
     """
 
     def __init__(self, rows: Rows | SequenceRows, schedule: Schedule, arena: Arena, threads: int, memory: float):
         self._rows, self._arena = rows, arena
         self._memory, self._largest = memory, 0
         self._lock = threading.Lock()
-        """For the largest window, which all threads compare with theirs."""
+        """Guards `_largest`, which all threads update."""
         self._pending = schedule.reads()
         self._next = next(self._pending, None)
         self._free = list(range(arena.num_slots))
@@ -98,33 +98,33 @@ class WindowReader:
                 thread = threading.Thread(target=self._work, name=f"spark_dl reader {i}", daemon=True)
                 thread.start()
                 self._threads.append(thread)
-        except BaseException:  # no more threads
+        except BaseException:  # a thread cannot be started
             self.close()
             raise
         self._submit()
 
     def has_more(self, stream: int) -> bool:
-        """Whether the stream has windows that it has not taken yet."""
+        """Whether the stream has windows left."""
         return self._left[stream] > 0
 
     def next(self, stream: int) -> tuple[Read, int]:
-        """Waits for the next window of a stream: what it is, and its slot."""
+        """Waits for the next window of a stream, and returns it with its slot."""
         read, slot, done = self._coming[stream].popleft()
         try:
             done.result()
         finally:
-            del done  # its error has this frame
+            del done  # its traceback refers to this frame
         self._left[stream] -= 1
         return read, slot
 
     def free(self, slot: int) -> None:
-        """Gives a slot back, whose rows are not needed any more."""
+        """Gives back a slot whose rows are not needed any more."""
         self._arena.clear(slot)
         self._free.append(slot)
         self._submit()
 
     def end(self, timeout_s: float | None = None) -> None:
-        """Ends the threads, once they have read what they are at, and waits so long for each of them."""
+        """Ends the threads after their current window, and waits up to `timeout_s` for each; None waits forever."""
         self._has_ended = True
         for _ in self._threads:
             self._asked.put(None)
@@ -132,7 +132,7 @@ class WindowReader:
             thread.join(timeout_s)
 
     def close(self) -> None:
-        """Ends the threads, and forgets what they have read: an error in it has frames that have this reader."""
+        """Ends the threads, and drops their results: the traceback of an error refers to this reader."""
         self.end()
         self._coming.clear()
 
@@ -150,15 +150,15 @@ class WindowReader:
     def _work(self) -> None:
         while (asked := self._asked.get()) is not None and not self._has_ended:
             self._answer(*asked)
-            del asked  # while it waits for the next
+            del asked  # releases the window while this thread waits for the next one
         self._rows.end_thread()
 
     def _answer(self, window: Window, slot: int, done: Future[None]) -> None:
         try:
             self._read_into(window, self._arena.slot(slot))
-        except BaseException as error:  # raised again by who waits for the window
+        except BaseException as error:  # raised again in the thread that waits for the window
             done.set_exception(error)
-            del self, done  # the error has this frame
+            del self, done  # the traceback refers to this frame
         else:
             done.set_result(None)
 

@@ -849,7 +849,7 @@ def test_compressed_arrays_that_do_not_fit_are_an_error_before_they_are_unpacked
     assert sorted(int(i) for m in found for i in m["id"]) == list(range(20))
     assert all(m["x"].shape == (4, 500_000) and not m["x"].any() for m in found)
     del found
-    match = "row group 0 of .* has 20 rows of 20\\d{5} bytes, 38 MiB; .*loader.memory_mib=16: raise it"
+    match = "row group 0 of .* has 20 rows of 20\\d{5} bytes, 38 MiB; .*loader.memory_mib=16; raise loader.memory_mib"
     if is_ragged:
         match = (
             r"cannot read row group 0 of .*0.parquet: column 'x': the cells have 0.\d MiB as they are stored, and \d\d "

@@ -116,7 +116,7 @@ def test_datasets_with_other_columns_are_an_error_that_names_both():
     def dataset(dtype):
         return ShardSet("/nowhere", (Column("x", dtype, (2,), "ndarray"), Column("id", "int64")), ())
 
-    with pytest.raises(ValueError, match="'x' has dtype float32 .* in the dataset 'a', and float64 .* in 'b'"):
+    with pytest.raises(ValueError, match="'x': found the dtype float64 .* in the dataset 'b', expected float32 .* 'a'"):
         Mixture({"a": dataset("float32"), "b": dataset("float64")}).select(["x", "id"])
 
 
@@ -230,11 +230,11 @@ def wide_mixture(folder):
 
 
 @pytest.mark.parametrize(("memory_mib", "batch", "message"), [
-    (3, 4, "10 rows of 112008 bytes, 1 MiB; .*loader.memory_mib=3, of which each of 2 datasets has 1: raise it, or"),
+    (3, 4, "10 rows of 112008 bytes, 1 MiB; .*loader.memory_mib=3 .1 for each of 2 datasets.; raise loader"),
     (4, 4, None),
     (4, 36, None),
-    (5, 40, "each rank has 20 rows of 112008 bytes of .*/a in a global batch, 2 MiB, and loader.memory_mib=5, of which "
-            "each of 2 datasets has 2: lower train.global_batch_size, raise loader.memory_mib"),
+    (5, 40, "/a: each rank has 20 rows of 112008 bytes in a global batch, 2 MiB, and loader.memory_mib=5 "
+            ".2 for each of 2 datasets.; lower train.global_batch_size, raise loader.memory_mib"),
     (6, 40, None),
 ])  # fmt: skip
 def test_what_does_not_fit_into_a_dataset_s_share_of_the_memory_is_said_on_the_driver_too(

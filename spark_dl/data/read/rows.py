@@ -1,4 +1,4 @@
-"""The rows of a dataset by row group: read, verified, decoded, and laid where the loader wants them."""
+"""The rows of a dataset by row group: read, checked, decoded, and written to the loader's memory."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ from spark_dl.data.read.shard_file import ShardFile, is_sliced
 from spark_dl.data.store.cache import DiskCache, open_input
 
 Places = Sequence[Array | None]
-"""Where rows go, one for each column; None for a ragged one, and where another array is to be made. # (rows, *cell)"""
+"""Target arrays by column; None for ragged columns, and if a new array should be made. # each (rows, *cell)"""
 _OPEN_FILES = 16
 _MIB = 1 << 20
 HELD_ROW_GROUPS = 2
-"""Decoded row groups that are kept for streams that meet in them."""
+"""Decoded row groups that are kept for streams that share them."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """ByteBudget for what the footers did not tell the size of."""
+    """Memory limits for columns whose decoded size is not in the footers."""
 
     memory: int
-    """Bytes of all that is decoded at once, and so of each row group."""
+    """Maximum bytes that are decoded at a time, over all threads."""
     window: int
-    """Bytes of a window, unless it is of one row group."""
+    """Maximum bytes of a window of several row groups."""
     setting: str
-    """What sets them, for messages."""
+    """The setting of these limits, for messages."""
 
 
 class Rows:
-    """The rows of a dataset, or of the part of it that trains or validates. Any number of threads may read."""
+    """The rows of a dataset, or its training or validation rows. Any number of threads may read."""
 
     def __init__(
         self,
@@ -66,23 +66,23 @@ class Rows:
         fill: Mapping[str, Any] | None = None,
         limits: Limits | None = None,
     ):
-        """`nonfinite` is looked at for datasets that were not checked when they were written, as those of others.
+        """`nonfinite` is used for datasets that were not checked on writing, such as external ones.
 
-        `fill` are the values of `data.fill`, which `nonfinite="fill"` puts in place of NaN and Inf.
+        `fill` are the values of `data.fill`, which replace NaN and Inf with `nonfinite="fill"`.
         """
         self._nonfinite: Nonfinite = "allow" if shards.is_checked else nonfinite
         self._fill = fill or {}
         self._limits, self._has_unknown = limits, False
-        asked = filters.columns_of(shards.filtered.conditions) if shards.filtered else []
-        self._names = [*(c.name for c in columns), *asked]
-        self._words = [c.name for c in columns if c.has_stored_strings]
+        filter_columns = filters.columns_of(shards.filtered.conditions) if shards.filtered else []
+        self._names = [*(c.name for c in columns), *filter_columns]
+        self._string_columns = [c.name for c in columns if c.has_stored_strings]
         self._decoding = ByteBudget(limits.memory if limits else 0)
         self._shards, self.columns, self._cache = shards, tuple(columns), cache
         self._seed, self._split = seed, split
         self._passing = shards.group_rows
         self._held_out = rows_held_out(self._passing, 0.0 if split == "all" else fraction)
         self._memory = {c.name: BufferPool() for c in columns}
-        self._of_thread = threading.local()  # pyarrow's readers of a file are not made for several threads
+        self._of_thread = threading.local()  # pyarrow's file readers are not thread-safe
         self._held: OrderedDict[int, Future[list[Array | Ragged]]] = OrderedDict()
         self._held_lock = threading.Lock()
         if split == "validation":
@@ -91,10 +91,10 @@ class Rows:
             self.group_rows = self._passing - self._held_out if self._held_out.any() else self._passing
 
     def read_into(self, segments: Sequence[Segment], out: Sequence[Array | list[Ragged]]) -> None:
-        """Writes the rows of some segments one after another into `out`, which has one item per column.
+        """Writes the rows of segments one after another into `out`, which has one item per column.
 
-        That is an array, # (>= rows, *cell), or for a ragged column a list, to which each segment's rows are added.
-        Raises RuntimeError that names the file for one that is missing, damaged or not what the dataset says.
+        An item is an array, # (>= rows, *cell), or for a ragged column a list, to which each segment's rows are
+        appended. Raises RuntimeError with the URL of a file that is missing, damaged or different from the manifest.
         """
         done = 0
         for segment in segments:
@@ -120,51 +120,52 @@ class Rows:
                 place[:] = array[segment.start : segment.stop]
 
     def _is_alone(self, segment: Segment) -> bool:
-        """Whether no other stream asks for the row group."""
+        """Whether no other stream reads the row group."""
         return segment.row_group != FILLER and segment.rows == int(self.group_rows[segment.row_group])
 
     def _is_sliced(self, column: Column, number: int, conditions: filters.AnyOf) -> bool:
-        """Whether a column of a row group may be read in slices: not where many of its pages need not be read at all,
-        nor where filters look at it.
+        """Whether a column of a row group can be read in slices.
+
+        False if filters read the column, and if most rows do not pass: then many pages are not read at all.
         """
         passing, stored = int(self._passing[number]), int(self._shards.shards.group_rows[number])
         return is_sliced(column) and 2 * passing >= stored and column.name not in filters.columns_of(conditions)
 
     def _own_rows(self, column: Column, array: Ragged, segment: Segment) -> Ragged:
-        """The rows of a segment, without the rest of what was read of the row group."""
+        """Returns the rows of a segment, copied if the array has other rows too."""
         if array.is_own and self._is_alone(segment):
             return array
         rows = array[segment.start : segment.stop]
         own = rows.own_values
-        # ByteBudget that is used again has room for a row group, which is too much for a few rows.
+        # A pooled buffer has the size of a row group, which is too large for a few rows.
         memory = self._memory[column.name] if 2 * own.nbytes >= array.own_values.nbytes else BufferPool()
         values = memory.take(own.shape, own.dtype)
         values[:] = own
         return Ragged(values, rows.offsets - rows.offsets[0])
 
     def end_thread(self) -> None:
-        """Gives up what the thread that calls this has open, and what Arrow's allocator keeps for it: it reads no more.
+        """Closes the files of the calling thread and releases Arrow's unused memory. Called before the thread ends.
 
-        A heap of that allocator stays as large as it was when its thread ends.
+        Otherwise the allocator's heap keeps its size after the thread has ended.
         """
         vars(self._of_thread).clear()
         pa.default_memory_pool().release_unused()
 
     def _check_window(self, segment: Segment, out: Sequence[Array | list[Ragged]], limits: Limits) -> None:
-        """Raises ValueError for a window that was as large as it may be without its last row group."""
+        """Raises ValueError if a window was too large before its last row group was added."""
         pieces = [column for column in out if isinstance(column, list)]
         size = sum(piece.own_values.nbytes for column in pieces for piece in column[:-1])
         if size > limits.window:
             shard, group, _ = self._shards.shards.place_of(segment.row_group)
             raise ValueError(
-                f"the rows of {len(pieces[0]) - 1} row groups of {self._shards.url}, those before row group {group} of "
+                f"the rows of {len(pieces[0]) - 1} row groups of {self._shards.url}, before row group {group} of "
                 f"{self._shards.shards[shard].name}, take {size / _MIB:.0f} MiB once they are decoded, more than the "
-                f"footers tell, and are to be shuffled together with more; each stream has {limits.window / _MIB:.0f} "
-                f"MiB of {limits.setting}: lower loader.shuffle_window_rows, or raise loader.memory_mib"
+                f"footers say, and more rows are shuffled with them; each stream has {limits.window / _MIB:.0f} MiB of "
+                f"{limits.setting}; lower loader.shuffle_window_rows, or raise loader.memory_mib"
             )
 
     def _take(self, size: int) -> None:
-        """Waits for memory to decode into, which this thread gives back when it has copied what it read."""
+        """Waits for memory to decode into. This thread gives it back after its rows are copied."""
         if size and self._limits is not None:
             self._decoding.take(size)
             self._of_thread.taken = size
@@ -175,7 +176,7 @@ class Rows:
             self._of_thread.taken = 0
 
     def _row_group(self, segment: Segment, places: Places) -> list[Array | Ragged]:
-        """All rows of the segment's row group that are of this part; `places` themselves where they were decoded there.
+        """Returns the rows of the segment's row group, within the split: `places` themselves for cells decoded there.
 
         # places: (segment.rows, *cell) for each column that is not ragged
         """
@@ -185,14 +186,14 @@ class Rows:
             return [_one_row(c, self._shards.placement.filler[c.name]) for c in self.columns]
         if self._is_alone(segment):
             return self._rows_of_split(number, places)
-        with self._held_lock:  # streams meet in this row group, or sequences pass into it: it is asked for again
+        with self._held_lock:  # several streams or sequences share this row group, so it will be used again
             held = self._held.get(number)
             is_mine = held is None
             if held is None:
                 held = self._held[number] = Future()
                 while len(self._held) > HELD_ROW_GROUPS:
                     self._held.popitem(last=False)
-        if is_mine:  # the others wait for it, and do not decode it too
+        if is_mine:  # other threads wait for the result, and do not decode the row group again
             try:
                 held.set_result(self._rows_of_split(number, [None] * len(self.columns)))
             except BaseException as error:
@@ -202,7 +203,7 @@ class Rows:
         try:
             return held.result()
         finally:
-            del held  # its error has this frame
+            del held  # its traceback refers to this frame
 
     def _rows_of_split(self, number: int, places: Places) -> list[Array | Ragged]:
         if self._held_out[number]:
@@ -231,16 +232,16 @@ class Rows:
                 for c, place in zip(self.columns, places, strict=True)
                 if plain[c.name] is None and self._is_sliced(c, number, conditions) and file.comes_in_slices(c, group)
             ]
-            other = {c.name for c, _ in sliced} | {c.name for c in self.columns if c.codec == "partition"}
-            rest = [c.name for c in self.columns if plain[c.name] is None and c.name not in other]
+            not_whole = {c.name for c, _ in sliced} | {c.name for c in self.columns if c.codec == "partition"}
+            whole = [c.name for c in self.columns if plain[c.name] is None and c.name not in not_whole]
             kept: filters.Mask | None = None
             numbers: npt.NDArray[np.int64] | None = None
             if conditions:
-                stored, kept = file.indexed.read_passing(group, rest, conditions)
+                stored, kept = file.indexed.read_passing(group, whole, conditions)
                 self._check_passing(number, kept)
                 numbers = np.flatnonzero(kept)
             else:
-                stored = file.read(group, rest)
+                stored = file.read(group, whole)
             read = file.read_slices(group, passing, sliced, self._memory, kept)
             read |= {n: c if kept is None else c[kept] for n, c in plain.items() if c is not None}
             unknown = self._unknown_bytes(stored)
@@ -268,13 +269,13 @@ class Rows:
                     raise ValueError(f"column {column.name!r}: found {len(cells)} rows, expected {passing}")
             return arrays
         except Exception as error:
-            of_rows = "the rows that pass data.filters of " if passing < rows else ""
-            raise RuntimeError(f"cannot read {of_rows}row group {group} of {url}: {error}") from error
+            passing_rows = "the rows that pass data.filters of " if passing < rows else ""
+            raise RuntimeError(f"cannot read {passing_rows}row group {group} of {url}: {error}") from error
 
     def _unknown_bytes(self, stored: Mapping[str, pa.ChunkedArray]) -> dict[str, int]:
-        """What stored columns take once they are decoded, by their names, as far as the footer does not tell it.
+        """Returns the decoded bytes of stored columns, by name, that the footer does not give.
 
-        Raises ValueError for more than there is memory for.
+        Raises ValueError if they do not fit into the memory.
         """
         found = {
             column.name: _unknown_bytes(column, stored[column.name])
@@ -288,21 +289,22 @@ class Rows:
             name = max(found, key=lambda name: found[name])
             raise ValueError(
                 f"column {name!r}: the cells have {stored[name].nbytes / _MIB:.1f} MiB as they are stored, and "
-                f"{found[name] / _MIB:.0f} MiB once they are decoded; {self._limits.setting}: raise it, or write the "
-                "dataset with smaller row groups"
+                f"{found[name] / _MIB:.0f} MiB once they are decoded, with {self._limits.setting}; raise "
+                "loader.memory_mib, or write the dataset with smaller row groups"
             )
         return found
 
     def _check_passing(self, number: int, passes: filters.Mask) -> None:
-        """Raises ValueError unless as many rows of a row group pass as the driver counted. # passes: (stored rows,)"""
+        """Raises ValueError if the number of passing rows is not the driver's. # passes: (stored rows,)"""
         if (found := np.count_nonzero(passes)) != self._passing[number]:
             raise ValueError(
-                f"{found} rows pass data.filters, data.nulls and data.nonfinite, where {self._passing[number]} did "
-                "when the run began; the file has changed since"
+                f"found {found} rows that pass data.filters, data.nulls and data.nonfinite, expected "
+                f"{self._passing[number]} as at the start of the run; the file has changed since, so start the run "
+                "again"
             )
 
     def _conditions(self, number: int) -> filters.AnyOf:
-        """What rows of a row group must hold; nothing where all of them are read."""
+        """Returns the conditions on the rows of a row group; none if all its rows are read."""
         shard, _, rows = self._shards.shards.place_of(number)
         if self._shards.filtered is None or self._passing[number] == rows:
             return ()
@@ -319,8 +321,8 @@ class Rows:
                 raise ValueError(
                     f"found {size} bytes, expected {stored.bytes}; the file is not the one that was opened"
                 )
-            is_local = storage.is_local(url) or isinstance(source, pa.OSFile)  # of the cache
-            opened[shard] = ShardFile(source, stored, self._names, self._words, is_local=is_local)
+            is_local = storage.is_local(url) or isinstance(source, pa.OSFile)  # a cached file
+            opened[shard] = ShardFile(source, stored, self._names, self._string_columns, is_local=is_local)
             while len(opened) > _OPEN_FILES:
                 opened.popitem(last=False)
         opened.move_to_end(shard)
@@ -328,11 +330,11 @@ class Rows:
 
 
 def _one_row(column: Column, cell: Array) -> Array | Ragged:
-    """A cell as the rows of a column."""
+    """Returns a cell as a column of one row."""
     return from_lengths(cell, np.array([len(cell)])) if column.is_ragged else cell[None]
 
 
 def _unknown_bytes(column: Column, stored: pa.ChunkedArray) -> int:
-    """What cells take once they are decoded beyond what the footer tells: dictionaries, and compressed arrays."""
+    """Returns the decoded bytes that the footer does not give: dictionaries, and compressed arrays."""
     is_compressed = column.codec.startswith("petastorm.compressed")
     return parquet_file.decoded_bytes(stored) + (unpacked_bytes(stored) if is_compressed else 0)

@@ -1,9 +1,9 @@
-"""Sequences: samples of consecutive rows, across row groups and files, counted before any of them is read.
+"""Sequences: samples of consecutive rows, across row groups and files, counted before any sample is read.
 
-The rows of a dataset make up runs: rows that follow each other without a change of `sequences.group` and without a
-step of `sequences.order` above `sequences.max_gap`. A sample is `length` rows of one run; the samples of a run
-begin at its first row and every `stride` rows after it. Only where the runs begin has to be looked for in the rows; the
-rest is arithmetic, so the plan has its counts up front and a rank finds the rows of any sample.
+The rows of a dataset form runs: consecutive rows without a change of `sequences.group` and without a step of
+`sequences.order` above `sequences.max_gap`. A sample is `length` rows of one run. The samples of a run begin at its
+first row and every `stride` rows after it. Only the starts of the runs are read from the dataset. The rest is
+arithmetic, so the plan knows the number of samples in advance, and a rank can find the rows of any sample.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from spark_dl.data.store.cache import DiskCache
 
 _READERS = 4
 _AT_ONCE = 1024
-"""Row groups that are scanned or wait for it: each takes memory, and there may be millions of them."""
+"""Row groups that are submitted to the readers at once: each takes memory, and there can be millions."""
 _PIECE_BYTES = 4 << 20
 
 
@@ -50,14 +50,14 @@ class SequenceIndex:
         return int(self._run_rows.max())
 
     def samples_before(self, rows: Ints) -> Ints:
-        """How many samples begin before each of some rows. # (n,) -> (n,)"""
+        """Returns the number of samples that begin before each row. # (n,) -> (n,)"""
         run = np.searchsorted(self.run_starts, rows, side="right") - 1
-        of_run: Ints = -((self.run_starts[run] - rows) // self.stride)
-        before: Ints = self._ends[run] - np.maximum(0, self._counts[run] - of_run)
+        before_in_run: Ints = -((self.run_starts[run] - rows) // self.stride)
+        before: Ints = self._ends[run] - np.maximum(0, self._counts[run] - before_in_run)
         return before
 
     def first_rows(self, samples: Ints) -> Ints:
-        """The first row of each of some samples. # (n,) -> (n,)"""
+        """Returns the first row of each sample. # (n,) -> (n,)"""
         run = np.searchsorted(self._ends, samples, side="right")
         first: Ints = self.run_starts[run] + (samples - self._ends[run] + self._counts[run]) * self.stride
         return first
@@ -78,10 +78,10 @@ class SequenceIndex:
 
 
 class SequenceRows:
-    """The samples of a dataset, where the plan and the loader have rows. Any number of threads may read.
+    """The samples of a dataset, with the interface of `Rows`. Any number of threads may read.
 
-    In place of row groups stand pieces: the samples that begin in one row group, cut where they take up much memory, as
-    a row is in as many samples as they are long.
+    Pieces replace row groups. A piece is the samples that begin in one row group. Large pieces are cut, as a row can be
+    in many samples.
     """
 
     def __init__(self, rows: Rows, sequences: SequenceIndex):
@@ -92,17 +92,17 @@ class SequenceRows:
         self.group_rows: Ints = np.diff(self._bounds)
 
     def _cut(self, size: int) -> Ints:
-        """The first sample of each piece, of about `size` samples at most, and where the last one ends."""
+        """Returns the first sample of each piece, of about `size` samples at most, and the end of the last piece."""
         ends = self._sequences.samples_before(self._group_ends)
         samples = np.diff(ends, prepend=0)  # (row groups,), as `parts`
         parts = -(-samples // size)
         group = np.repeat(np.arange(len(parts)), parts)  # (pieces,)
-        number = np.arange(1, len(group) + 1) - (np.cumsum(parts) - parts)[group]  # in its row group, from 1 on
+        number = np.arange(1, len(group) + 1) - (np.cumsum(parts) - parts)[group]  # within its row group, from 1
         bounds: Ints = (ends - samples)[group] + samples[group] * number // parts[group]
         return np.concatenate([[0], bounds])
 
     def read_into(self, segments: Sequence[Segment], out: Sequence[Array | list[Ragged]]) -> None:
-        """Writes the samples of some segments one after another into arrays. # out: (>= samples, length, *cell)
+        """Writes the samples of segments one after another into arrays. # out: (>= samples, length, *cell)
 
         Raises as `Rows.read_into` does.
         """
@@ -120,11 +120,11 @@ class SequenceRows:
             done += segment.rows
 
     def end_thread(self) -> None:
-        """As `Rows.end_thread`."""
+        """Releases resources of this thread, as `Rows.end_thread`."""
         self._rows.end_thread()
 
     def _segments(self, first: int, stop: int) -> list[Segment]:
-        """Rows [first; stop - 1] of the dataset, by row group."""
+        """Returns rows [first; stop - 1] of the dataset as segments of row groups."""
         segments, group = [], int(np.searchsorted(self._group_ends, first, side="right"))
         while first < stop:
             end = int(self._group_ends[group])
@@ -139,7 +139,7 @@ class SequenceRows:
 def build_rows(
     shards: ShardSet, columns: Sequence[Column], config: Config, split: Split, cache: DiskCache | None, limits: Limits
 ) -> Rows | SequenceRows:
-    """What a loader reads: the rows of a dataset, or with `sequences` its samples. Called on a worker."""
+    """Returns the rows of a dataset, or its samples with `sequences`, for a loader. Called on a worker."""
     data, sequences = config.data, config.sequences
     rows = Rows(
         shards, columns, config.train.validation_fraction, config.train.seed, split, cache=cache,
@@ -153,40 +153,45 @@ def build_rows(
 
 
 def with_runs(shards: ShardSet, sequences: Sequences | None, names: Sequence[str]) -> ShardSet:
-    """The dataset with where its runs begin; as it is without `sequences`, or where they are known.
+    """Returns the dataset with the starts of its runs; unchanged without `sequences`, or if they are known.
 
-    Called on the driver; a loader does it where no driver did. Only the columns of order and group are read.
+    Called on the driver, or by a loader if the driver did not. Only the columns of order and group are read.
 
-    Raises ValueError for rows that are not in order, for ragged columns and columns that have no order, and where no
-    run is long enough for a sample. # names: the columns that are read
+    Raises ValueError for rows that are not in order, for ragged columns, for columns without an order, and if no run is
+    long enough for a sample. # names: the columns to read
     """
     if sequences is None or shards.run_starts is not None:
         return shards
     if ragged := [c.name for c in shards.select(names) if c.is_ragged]:
-        raise ValueError(f"sequences.length: column {ragged[0]!r} is ragged; sequences are of cells of one shape")
+        raise ValueError(
+            f"sequences.length: column {ragged[0]!r} is ragged, expected columns with cells of one shape; remove it "
+            "from data.features, or write it with one shape"
+        )
     starts = _find_runs(shards, sequences) if sequences.columns else np.zeros(1, dtype=np.int64)
     index = SequenceIndex(starts, shards.rows, sequences.length, sequences.stride)
     if not index.samples:
         raise ValueError(
-            f"sequences.length={sequences.length}: {shards.url} has no such sequence; its {shards.rows} rows "
-            f"make up {len(starts)} runs, of which the longest has {index.longest_run} rows (sequences.group "
-            "and sequences.max_gap end a run; rows of a group must follow each other)"
+            f"sequences.length={sequences.length}: {shards.url} has no sequence of this length; its {shards.rows} rows "
+            f"form {len(starts)} runs, and the longest run has {index.longest_run} rows; lower sequences.length, or "
+            "raise sequences.max_gap (sequences.group and sequences.max_gap end a run; rows of a group must be "
+            "consecutive)"
         )
     return dataclasses.replace(shards, run_starts=starts)
 
 
 @dataclass(frozen=True)
 class _Scan:
-    """What a row group tells: the rows that begin a run, save its first, whose place the row before it decides."""
+    """The run starts in a row group, without its first row, which depends on the row before it."""
 
     starts: Ints
     first: list[Array]
     """The cells of the first row, one per column. # each (1,)"""
     last: list[Array]
+    """The cells of the last row, one per column. # each (1,)"""
 
 
 def _find_runs(shards: ShardSet, sequences: Sequences) -> Ints:
-    """The first row of each run. # (runs,)"""
+    """Returns the first row of each run. # (runs,)"""
     columns = shards.select(sequences.columns)
     for column in columns:
         is_number = column.shape == () and (column.dtype != "bool" or column.name == sequences.group)
@@ -221,9 +226,9 @@ def _find_runs(shards: ShardSet, sequences: Sequences) -> Ints:
 
 
 def _breaks(shards: ShardSet, sequences: Sequences, cells: Sequence[Array], number: int, first: int) -> Ints:
-    """Which of some rows begin a run, other than the first one. # each (rows,) -> (breaks,)
+    """Returns the rows that begin a run, without the first row. # each (rows,) -> (breaks,)
 
-    Raises ValueError if the order goes back: the first of the rows is row `first` of row group `number`.
+    Raises ValueError if the order decreases. For its message, the first row is row `first` of row group `number`.
     """
     order = cells[0] if sequences.order else None
     is_new = np.zeros(max(0, len(cells[0]) - 1), dtype=bool)
@@ -239,7 +244,7 @@ def _breaks(shards: ShardSet, sequences: Sequences, cells: Sequence[Array], numb
 
 
 def _steps(order: Array) -> Array:
-    """From each row to the next one, right where the order does not fall, also from one end of int64 to the other."""
+    """Returns the differences of consecutive rows in ascending order. uint64 has room for the whole range of int64."""
     return np.diff(order.astype(np.uint64 if order.dtype.kind in "iu" else np.float64))
 
 

@@ -1,4 +1,4 @@
-"""An open shard: the cells of its row groups, read whole or some rows at a time, as arrays."""
+"""An open shard: the cells of its row groups as arrays, read as a whole or in slices of rows."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ from spark_dl.data.parquet.buffer_pool import BufferPool
 from spark_dl.data.parquet.page_index import IndexedFile
 from spark_dl.data.petastorm import columns as petastorm_columns
 
-_WHOLE_BYTES = {"PLAIN", "RLE", "BIT_PACKED"}
-"""Parquet's encodings with which a page has all bytes of its cells; the other two are of levels."""
+_PLAIN_ENCODINGS = {"PLAIN", "RLE", "BIT_PACKED"}
+"""Parquet's encodings without a dictionary. `PLAIN` is of values, the other two are of levels."""
 _SMALL_DICTIONARY_BYTES = 64 << 10
-"""Of a dictionary that is not full, as writers end it at 1 MiB before it is compressed."""
+"""Maximum size of a dictionary that is surely not full: writers stop at 1 MiB before compression."""
 SLICE_BYTES = 512 << 10
-"""Of the values that are decoded at a time, straight to where they go."""
+"""Bytes of the values of a slice, which are decoded directly into their target."""
 
 
 def is_sliced(column: Column) -> bool:
-    """Whether its cells are decoded some rows at a time: all at once they take Arrow twice the memory of their values,
-    and lists several times as much.
+    """Whether the cells of a column are decoded in slices.
+
+    To decode all at once, Arrow needs twice the memory of the values, and for lists several times as much.
     """
     kind = column.codec.removeprefix("petastorm.").split(".")[0]
     return kind in ("list", "vector", "ndarray", "compressed_ndarray", "binary", "image")
@@ -43,8 +44,10 @@ def is_sliced(column: Column) -> bool:
 class ShardFile:
     """An open shard."""
 
-    def __init__(self, source: Any, shard: Shard, names: Sequence[str], words: Sequence[str], *, is_local: bool):
-        """`names` are the columns that are read, and `words` those that look up words."""
+    def __init__(
+        self, source: Any, shard: Shard, names: Sequence[str], string_columns: Sequence[str], *, is_local: bool
+    ):
+        """`names` are the columns to read, and `string_columns` those with looked-up strings."""
         self._source, self._is_local = source, is_local
         self.parquet = parquet_file.open_file(
             source,
@@ -53,16 +56,16 @@ class ShardFile:
             dictionary_columns=names,
             buffered=is_local,
         )
-        self._names, self._words = names, words
+        self._names, self._string_columns = names, string_columns
         self._leaves = {self.parquet.schema.column(i).path: i for i in range(len(self.parquet.schema))}
 
     @functools.cached_property
     def indexed(self) -> IndexedFile:
-        """For row groups that are read in part."""
+        """The file with its page index, for row groups that are read in part."""
         return IndexedFile(self._source, self.parquet, dictionary_columns=self._names)
 
     def read(self, group: int, names: Sequence[str]) -> dict[str, pa.ChunkedArray]:
-        """The stored cells of some columns, whole."""
+        """Reads the stored cells of some columns of a whole row group."""
         if not names:
             return {}
         table = self.parquet.read_row_group(group, names, use_threads=False)
@@ -70,9 +73,13 @@ class ShardFile:
 
     @functools.cached_property
     def _sliced(self) -> pq.ParquetFile:
-        """The file with all but words as they are, not as dictionaries: of those each slice has a copy."""
+        """The file with dictionaries for looked-up strings only, as each slice has a copy of its dictionaries."""
         return parquet_file.reopened(
-            self._source, self.parquet, before=self._names, dictionary_columns=self._words, buffered=self._is_local
+            self._source,
+            self.parquet,
+            before=self._names,
+            dictionary_columns=self._string_columns,
+            buffered=self._is_local,
         )
 
     def read_slices(
@@ -83,18 +90,18 @@ class ShardFile:
         memory: Mapping[str, BufferPool],
         kept: filters.Mask | None,
     ) -> dict[str, Array | Ragged]:
-        """The cells of a row group, decoded some rows at a time: each column at its place, or in `memory`.
+        """Decodes the cells of a row group in slices: each column into its place, or into `memory`.
 
-        `rows` of them are kept. # kept: (stored rows,); None where all are
+        `rows` is the number of kept rows. # kept: (stored rows,); None if all rows are kept
         """
         if not columns:
             return {}
         targets = [
-            (c, Lookup(c.encoding), _target(c, rows, self._most_values(c, group), place, memory[c.name]))
+            (c, Lookup(c.encoding), _target(c, rows, self._max_values(c, group), place, memory[c.name]))
             for c, place in columns
         ]
-        of_columns = [c for c, _ in columns]
-        size, names = slice_rows(of_columns, sum(c.value_bytes for c in of_columns)), [c.name for c in of_columns]
+        sliced = [c for c, _ in columns]
+        size, names = slice_rows(sliced, sum(c.value_bytes for c in sliced)), [c.name for c in sliced]
         first = 0
         for batch in self._sliced.iter_batches(size, [group], names, use_threads=False):
             table = pa.Table.from_batches([batch])
@@ -107,25 +114,27 @@ class ShardFile:
             first += len(batch)
         for column, _, target in targets:
             if target.rows != rows:
-                raise ValueError(f"found {target.rows} rows in the pages of {column.name!r}, expected {rows}")
-        if kept is not None:  # slices of other sizes: Arrow's allocator (mimalloc) would keep 40 MiB of such, not 10
+                raise ValueError(f"column {column.name!r}: found {target.rows} rows in its pages, expected {rows}")
+        if kept is not None:  # slices of varying size: Arrow's allocator (mimalloc) would keep 40 MiB instead of 10
             pa.default_memory_pool().release_unused()
         return {column.name: target.cells() for column, _, target in targets}
 
     def comes_in_slices(self, column: Column, group: int) -> bool:
-        """Whether a column is read some rows at a time, too: not where only a dictionary or the cells themselves tell
-        how much they take, nor words of a dictionary that may have become full: each slice would have all so far.
+        """Whether a column is also read in slices.
+
+        False if the size of the cells is only known from a dictionary or the cells, and for strings whose dictionary
+        can be full: each slice would have all strings read so far.
         """
         if column.codec.startswith("petastorm.compressed"):
             return False
         chunks = self._chunks(column, group)
-        are_whole = all(_WHOLE_BYTES.issuperset(chunk.encodings) for chunk in chunks)
+        are_plain = all(_PLAIN_ENCODINGS.issuperset(chunk.encodings) for chunk in chunks)
         if column.has_stored_strings:
-            return are_whole or all(0 < parquet_file.dictionary_bytes(c) <= _SMALL_DICTIONARY_BYTES for c in chunks)
-        return are_whole or column.codec == "list" or not column.is_ragged
+            return are_plain or all(0 < parquet_file.dictionary_bytes(c) <= _SMALL_DICTIONARY_BYTES for c in chunks)
+        return are_plain or column.codec == "list" or not column.is_ragged
 
     def _chunks(self, column: Column, group: int) -> list[Any]:
-        """What the footer tells of the column's leaves; of a column `x` those of another, `x.y`, may be among them."""
+        """Returns the footer's metadata of a column's leaves. Leaves of a column `x.y` can be among those of `x`."""
         metadata = self.parquet.metadata.row_group(group)
         return [
             metadata.column(leaf)
@@ -133,9 +142,11 @@ class ShardFile:
             if parquet_file.leaf_in_column(column.name, path)
         ]
 
-    def _most_values(self, column: Column, group: int, size: int | None = None) -> int:
-        """Of the rows of a ragged column, over all axes: nulls and empty lists count, too, and each cell of bytes has
-        its length. # size: of cells that are bytes, if it is known; by default what they take in the file
+    def _max_values(self, column: Column, group: int, size: int | None = None) -> int:
+        """Returns an upper bound of the values of a ragged column in a row group, over all axes.
+
+        Nulls, empty lists and the lengths of byte cells count, too. # size: bytes of byte cells; by default their bytes
+        in the file
         """
         chunks, itemsize = self._chunks(column, group), external_columns.unit_of(column) or 1
         if column.codec == "list":
@@ -152,23 +163,23 @@ class ShardFile:
         memory: BufferPool,
         rows: npt.NDArray[np.int64] | None,
     ) -> Array | Ragged:
-        """Stored cells that were read whole. Those that may are decoded some at a time: at their place, or in `memory`.
+        """Decodes stored cells that were read as a whole: in slices, into their place or `memory`, if `is_sliced`.
 
-        # size: of all of them in bytes once they are decoded, if their footer does not tell it; rows: their numbers in
-        # the row group, None for all of it
+        # size: bytes of the decoded cells, if the footer does not give it; rows: their positions in the row group,
+        # None for all rows
         """
         if not is_sliced(column):
             return _decode(column, stored, rows)
-        target = _target(column, len(stored), self._most_values(column, group, size or stored.nbytes), place, memory)
+        target = _target(column, len(stored), self._max_values(column, group, size or stored.nbytes), place, memory)
         rows, lookup = np.arange(len(stored)) if rows is None else rows, Lookup(column.encoding)
-        together = slice_rows([column], max(column.value_bytes, target.room_bytes / max(1, len(stored))))
-        for first in range(0, len(stored), together):
-            part = slice(first, first + together)
+        at_once = slice_rows([column], max(column.value_bytes, target.room_bytes / max(1, len(stored))))
+        for first in range(0, len(stored), at_once):
+            part = slice(first, first + at_once)
             target.add(_decode(column, stored[part], rows[part], lookup))
         return target.cells()
 
     def plain(self, column: Column, group: int, rows: int, memory: BufferPool) -> Array | None:
-        """The cells without a decoder, in `memory`, if they are stored as the shards of this package are."""
+        """Reads the cells without a decoder into `memory`, if they are stored as in spark_dl's shards, else None."""
         if column.codec not in ("scalar", "ndarray") or column.name not in self._leaves:
             return None
         leaf = self._leaves[column.name]
@@ -180,24 +191,24 @@ class ShardFile:
         return None if cells is None else cell_codec.view(column, cells)
 
 
-def _target(column: Column, rows: int, most_values: int, place: Array | None, memory: BufferPool) -> Stacked:
-    """Where so many rows are decoded to: their place, or `memory`. # most_values: of a ragged column, over all axes"""
+def _target(column: Column, rows: int, max_values: int, place: Array | None, memory: BufferPool) -> Stacked:
+    """Returns the target to decode rows into: their place, or `memory`. # max_values: if ragged, over all axes"""
     if place is None:
-        length = most_values // max(1, math.prod(column.inner)) if column.is_ragged else rows
+        length = max_values // max(1, math.prod(column.inner)) if column.is_ragged else rows
         place = memory.take((length, *column.inner), np.dtype(column.dtype))
     return Stacked(place, is_ragged=column.is_ragged)
 
 
 def slice_rows(columns: Sequence[Column], row_bytes: float) -> int:
-    """Rows that are decoded at a time: at least as many words as the vocabulary has, which each slice goes through."""
-    words = max(len(c.encoding.vocabulary or ()) for c in columns)
-    return max(1, int(max(SLICE_BYTES, words * np.dtype(np.int64).itemsize) // max(1, row_bytes)))
+    """Returns the rows of a slice. It is larger for a large vocabulary, which each slice searches as a whole."""
+    entries = max(len(c.encoding.vocabulary or ()) for c in columns)
+    return max(1, int(max(SLICE_BYTES, entries * np.dtype(np.int64).itemsize) // max(1, row_bytes)))
 
 
 def _decode(
     column: Column, stored: Any, rows: npt.NDArray[np.int64] | None, lookup: Lookup | None = None
 ) -> Array | Ragged:
-    """The stored cells of some rows. # rows: their numbers in the row group; None for all of it"""
+    """Decodes the stored cells of some rows. # rows: positions in the row group; None for all rows"""
     if column.codec.startswith("petastorm."):
         return petastorm_columns.decode(column, stored, rows=rows, lookup=lookup)
     return cell_codec.decode(column, stored, rows=rows, lookup=lookup)

@@ -853,7 +853,7 @@ def test_compressed_arrays_that_do_not_fit_are_an_error_before_they_are_unpacked
     if is_ragged:
         match = (
             r"cannot read row group 0 of .*0.parquet: column 'x': the cells have 0.\d MiB as they are stored, and \d\d "
-            "MiB once they are decoded; loader.memory_mib=16: raise it, or write the dataset with smaller row groups"
+            "MiB once they are decoded, with loader.memory_mib=16; raise loader.memory_mib, or write the dataset"
         )
     tracemalloc.start()
     try:

@@ -402,7 +402,7 @@ def test_bytes_that_do_not_fit_once_they_are_decoded_are_an_error_with_both_size
     shards = open_parquet(str(tmp_path), ["x", "id"], data=settings.data)
     message = (
         r"cannot read row group 0 of .*a.parquet: column 'x': the cells have 0.5 MiB as they are "
-        "stored, and 572 MiB once they are decoded; loader.memory_mib=64: raise it, or write the dataset with smaller "
+        "stored, and 572 MiB once they are decoded, with loader.memory_mib=64; raise loader.memory_mib, or write"
     )
     with pytest.raises(RuntimeError, match=message):
         list(loaders(shards, 1, settings)[0].epoch(0))

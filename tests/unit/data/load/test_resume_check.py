@@ -107,4 +107,4 @@ def test_what_a_checkpoint_keeps_does_not_grow_with_the_files():
 
 def test_a_checkpoint_that_does_not_say_its_rows_is_said(tmp_path, caplog):
     check_same_rows(None, plain(tmp_path / "a", ("1.parquet", 0, 32)), validation_fraction=0.0)
-    assert "does not say which rows" in caplog.text
+    assert "has no digest of its rows" in caplog.text

@@ -271,7 +271,7 @@ def test_a_file_that_changes_after_it_was_counted(tmp_path):
     shards = dataclasses.replace(shards, shards=files)
     with pytest.raises(
         RuntimeError,
-        match=r"1.parquet.* rows pass data.filters, data.nulls and data.nonfinite, where \d+ did .*changed",
+        match=r"1.parquet.* rows that pass data.filters, data.nulls and data.nonfinite, expected \d+ .*changed",
     ):
         read(shards)
 

@@ -82,7 +82,7 @@ def test_every_valid_sample_is_read_once_with_its_rows(tmp_path, length, stride,
     asked = {f"sequence_{key}": value for key, value in found_by.items()}
     config = settings(sequence_length=length, sequence_stride=stride, **asked)
     if not starts:
-        with pytest.raises(ValueError, match=rf"sequences\.length={length}: .* has no such sequence; its 157 rows"):
+        with pytest.raises(ValueError, match=rf"sequences\.length={length}: .* has no sequence of .*; its 157 rows"):
             runs_of(shards, config)
         return
     loader = Loader(runs_of(shards, config), config, rank=0, world_size=1)

@@ -194,7 +194,7 @@ def test_resume_goes_on_and_overwrite_starts_anew(spark, points, tmp_path):
     run_dir = str(tmp_path / "run")
     config = small_config(2, train={"epochs": 1})
     spark_dl.train(points, MLP, config, run_dir=run_dir, resume=True)  # nothing to resume from: starts
-    with pytest.raises(ValueError, match=r"already has checkpoints \(the last one of step 11\); resume"):
+    with pytest.raises(ValueError, match=r"already has checkpoints \(the last one of step 11\); set resume"):
         spark_dl.train(points, MLP, config, run_dir=run_dir)
     more = small_config(2, train={"epochs": 2})
     resumed = spark_dl.train(points, MLP, more, run_dir=run_dir, resume=True)

@@ -129,8 +129,8 @@ class ShardTable(Sequence[Shard]):
         shard = int(np.searchsorted(self.first_groups, group, side="right")) - 1
         return shard, group - int(self.first_groups[shard]), int(self.group_rows[group])
 
-    def without(self, *, checksums: bool, counts_but_of: Sequence[str]) -> ShardTable:
-        """Returns the table with the counts of some columns only, and without checksums of files if not `checksums`."""
+    def for_columns(self, names: Sequence[str], *, checksums: bool) -> ShardTable:
+        """Returns the table with the counts of some columns only, with or without checksums of files."""
         files = self.files
         if not checksums:
             columns = [*files.columns[:2], pa.array([""] * len(files), pa.string()), *files.columns[3:]]

@@ -271,7 +271,7 @@ def test_a_rank_of_an_older_attempt_cannot_commit(tmp_path, group):
     old = checkpoint.start_generation(str(tmp_path))
     save(tmp_path, step=1, generation=old)
     new = checkpoint.start_generation(str(tmp_path))
-    with pytest.raises(RuntimeError, match=r"step 2 not saved: this is attempt 1 .*attempt 2 has begun"):
+    with pytest.raises(RuntimeError, match=r"step 2 not saved: this is attempt 1 .*attempt 2 has started"):
         save(tmp_path, step=2, generation=old)
     assert steps(tmp_path) == [1]
     save(tmp_path, step=2, generation=new)

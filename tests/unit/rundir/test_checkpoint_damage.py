@@ -210,7 +210,7 @@ def test_a_checkpoint_of_before_the_checksums_says_so(run_dir):
     manifest = {**json.loads(path.read_text()), "version": 1}
     del manifest["sha256"]
     path.write_text(json.dumps(manifest))
-    with pytest.raises(ValueError, match=r"written by an earlier spark_dl \(version 1, without a checksum"):
+    with pytest.raises(ValueError, match=r"written by an earlier spark_dl \(version 1, without its own checksum"):
         checkpoint.find(str(run_dir))
 
 
@@ -233,7 +233,7 @@ def test_the_checkpoint_that_was_just_saved_is_kept_whatever_older_attempts_left
 
 def test_a_refused_commit_leaves_nothing(run_dir, group):
     checkpoint.start_generation(str(run_dir))
-    with pytest.raises(RuntimeError, match="attempt 2 has begun"):
+    with pytest.raises(RuntimeError, match="attempt 2 has started"):
         save(run_dir, step=3, generation=1)
     assert not path_of(run_dir, 3, "").exists()
 

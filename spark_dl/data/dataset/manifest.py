@@ -107,7 +107,10 @@ def _check_files(shard_set: ShardSet, change: str) -> None:
             )
         path = os.path.join(url, name)
         if is_local and os.path.islink(path) and os.path.dirname(os.path.realpath(path)) != os.path.realpath(url):
-            raise ValueError(f"{path} is a link that leads to {os.path.realpath(path)}, outside of its dataset")
+            raise ValueError(
+                f"{path} is a link to {os.path.realpath(path)}, expected a file in the folder of its dataset; replace "
+                "the link with the file"
+            )
         if found.get(name) != size:
             what = f"{found[name]} bytes" if name in found else "nothing"
             raise ValueError(
@@ -174,7 +177,7 @@ def shard_from_plain(plain: Mapping[str, Any]) -> Shard:
         if not is_value:
             raise ValueError(f"the shard {name!r:.200}: found the invalid {what} {value!r:.200}")
     if bad := [n for n in groups if not 0 < n < 2**31]:
-        raise ValueError(f"the shard {name!r:.200}: found a row group of {bad[0]!r} rows")
+        raise ValueError(f"shard {name!r:.200}: found a row group of {bad[0]!r} rows, expected 1 to 2**31 - 1 rows")
     elements, stored = (_counts_from_plain(plain, what) for what in ("elements", "stored"))
     return Shard(name, tuple(groups), size, digest, *footer, elements=elements, stored=stored)
 

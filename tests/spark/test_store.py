@@ -236,7 +236,7 @@ def test_spark_s_own_file_formats_have_keys_and_others_have_none(spark, source, 
         (rows.select("value") if form == "text" else rows).write.format(form).save(str(tmp_path / form))
         assert key(spark.read.format(form).load(str(tmp_path / form)).selectExpr("1 AS label", "2 AS features"))
     images = spark.read.format("image").load(source).selectExpr("image.height AS label", "image.width AS features")
-    with pytest.raises(NoKeyError, match="ImageFileFormat, which is none of Spark's own file formats"):
+    with pytest.raises(NoKeyError, match="ImageFileFormat, which is not one of Spark's own file formats"):
         key(images)
 
 
@@ -247,7 +247,7 @@ def test_without_a_key_the_shards_are_written_to_the_run_and_the_log_says_why(sp
     df = spark.createDataFrame(rows, "features array<float>, label bigint")
     config = small_config(1, train={"epochs": 1}, data={"store": str(tmp_path / "store")})
     assert spark_dl.train(df, MLP, config, run_dir=str(tmp_path / "run")).rows == 60
-    reason = "over Spark Connect" if mode == "connect" else "its plan (holds|reads from) LogicalRDD"
+    reason = "over Spark Connect" if mode == "connect" else "its plan (has|reads from) LogicalRDD"
     assert re.search(f"the store cannot be used for this DataFrame: {reason}", caplog.text)
     assert "_manifest.json" in os.listdir(tmp_path / "run" / "shards" / "train")
     assert not os.path.exists(tmp_path / "store")

@@ -109,7 +109,7 @@ def _plan(df: DataFrame) -> dict[str, Any]:
     relations = _relations(plan)
     return {
         "plan": _normalised(nodes),
-        # Has what the JSON omits, such as the mode of a cast. Column ids differ between sessions.
+        # The printed plan has details that the JSON omits, such as the mode of a cast. Column ids differ by session.
         "text": re.sub(r"#\d+L?", "#", _text(df, plan)),
         "relations": relations,
         "files": _versions(df.inputFiles()) if relations else [],
@@ -123,15 +123,15 @@ def _check_nodes(nodes: Any) -> None:
         short = name.rpartition(".")[2].rstrip("$")
         if name.startswith(f"{_CATALYST}plans.logical."):
             if short not in _NODES:
-                raise NoKeyError(f"its plan holds {short}, whose rows do not follow from the plan")
+                raise NoKeyError(f"its plan has {short}, whose rows do not follow from the plan")
         elif name.startswith(f"{_CATALYST}expressions."):
             if _HIDDEN.search(short):
-                raise NoKeyError(f"its plan holds {short}, which hides what decides the rows")
+                raise NoKeyError(f"its plan has {short}, which can depend on more than the plan shows")
             if _NOW.search(short):
                 raise NoKeyError(f"its rows depend on {short}, which differs from run to run")
             if short == "Literal" and _TIME_OF_RUN.match(str(node.get("value"))):
                 raise NoKeyError(
-                    f"it holds the string {node['value']!r}, which as a date depends on the day of the run"
+                    f"its plan has the string {node['value']!r}, which as a date depends on the day of the run"
                 )
         elif name != _RELATION:
             raise NoKeyError(f"its plan reads from {short}, whose rows do not follow from the plan")
@@ -214,10 +214,10 @@ def reason_without_key(file_format: str, index: str) -> str | None:
     """
     names = [f"{package}{name}" for package, formats in _SPARK_FORMATS.items() for name in formats]
     if file_format not in names:
-        return f"its plan reads files with {file_format}, which is none of Spark's own file formats"
+        return f"its plan reads files with {file_format}, which is not one of Spark's own file formats"
     package, _, name = index.rpartition(".")
     if not package.startswith("org.apache.spark.sql.execution.") or name not in _SPARK_INDEXES:
-        return f"its plan lists files with {index}, which is none of Spark's own file indexes"
+        return f"its plan lists files with {index}, which is not one of Spark's own file indexes"
     return None
 
 

@@ -146,7 +146,7 @@ def store_shards(
             if url is not None:
                 _log.warning("the shards are written to the run: %s", reason)
     if url is None:
-        raise ValueError(f"there is no folder to write the shards to, and {reason}")
+        raise ValueError(f"there is no folder to write the shards to, and {reason}; pass url, or set shards.store")
     return write_shards(
         df,
         url,
@@ -325,6 +325,6 @@ def _is_expired(folder: str, name: str, now: float, ttl_s: float) -> bool:
     for lease in leases[:-1]:  # the last one has the time of the last use
         storage.delete_file(lease.url)
     files = storage.list_infos(storage.join(folder, name))
-    is_whole = any(file.base_name == MANIFEST for file in files)
+    is_committed = any(file.base_name == MANIFEST for file in files)
     last = max([0.0, *(lease.expires for lease in leases), *(file.mtime_ns / 1e9 for file in files if file.mtime_ns)])
-    return bool(now - last > (ttl_s if is_whole else HALF_WRITTEN_S))
+    return bool(now - last > (ttl_s if is_committed else HALF_WRITTEN_S))

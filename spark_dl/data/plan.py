@@ -164,11 +164,11 @@ class Plan:
     def __post_init__(self) -> None:
         object.__setattr__(self, "group_rows", np.asarray(self.group_rows, dtype=np.int64))
         if self.rows < 1:
-            raise ValueError("the dataset has no rows; at least one is needed")
+            raise ValueError("the dataset has no rows, expected at least one")
         if self.num_streams < 1 or self.global_batch_size % self.num_streams:
             raise ValueError(
                 f"train.global_batch_size={self.global_batch_size} is not a multiple of loader.num_streams="
-                f"{self.num_streams}: every global batch takes the same number of rows from each stream"
+                f"{self.num_streams}: every global batch has the same number of rows of each stream; change one of them"
             )
 
     @cached_property
@@ -202,8 +202,8 @@ class Plan:
     def _bounds(self) -> Ints:
         """Start of each stream in the concatenated rows, and end of the last one. # (streams + 1,)"""
         bounds = [0]
-        line = np.concatenate([[0], np.cumsum(self.group_rows)])[np.cumsum([0, *self._parts])].tolist()
-        for part, (first_row, end) in enumerate(itertools.pairwise(line)):
+        part_bounds = np.concatenate([[0], np.cumsum(self.group_rows)])[np.cumsum([0, *self._parts])].tolist()
+        for part, (first_row, end) in enumerate(itertools.pairwise(part_bounds)):
             streams = len(self.streams_of_part(part))
             bounds += [first_row + i * (end - first_row) // streams for i in range(1, streams + 1)]
         return np.asarray(bounds, dtype=np.int64)
@@ -256,13 +256,13 @@ class Plan:
         segment_rows = segments[:, 2] - segments[:, 1]
         sizes = np.zeros(len(segments))
         if self.row_bytes is not None:
-            sizes, most = segment_rows * self.row_bytes[segments[:, 0]], self.window_bytes / self.num_streams
+            sizes, max_bytes = segment_rows * self.row_bytes[segments[:, 0]], self.window_bytes / self.num_streams
         ends, rows, size = [], 0, 0.0
         # NOTE: sizes are added one by one, because differences of cumulative sums have other rounding errors.
         for end, (more_rows, more) in enumerate(zip(segment_rows.tolist(), sizes.tolist(), strict=True), 1):
             rows += more_rows
-            size += more
-            if rows >= target or size >= most or end == len(segments):
+            size += more_bytes
+            if rows >= target or size >= max_bytes or end == len(segments):
                 ends.append(end)
                 rows, size = 0, 0.0
         return np.asarray(ends, dtype=np.int64)
@@ -273,7 +273,7 @@ def streams_of_rank(num_streams: int, rank: int, world_size: int) -> range:
     if num_streams < world_size:
         raise ValueError(
             f"loader.num_streams={num_streams} is less than launch.num_ranks={world_size}: each rank reads at least "
-            "one stream; raise loader.num_streams (and with it train.global_batch_size, its multiple)"
+            "one stream; raise loader.num_streams (and train.global_batch_size, which must be a multiple of it)"
         )
     return range(rank * num_streams // world_size, (rank + 1) * num_streams // world_size)
 

@@ -12,13 +12,14 @@ class Checkpoint:
 
     MAY_CHANGE: ClassVar[bool] = True
     every_steps: int = 0
-    """Steps between two checkpoints; 0 saves only by epochs."""
+    """Number of steps between two checkpoints; 0 saves checkpoints only as set in `every_epochs`."""
     every_epochs: int = 1
-    """Epochs between two checkpoints. The end of training is always saved."""
+    """Number of epochs between two checkpoints. A checkpoint is always saved at the end of training."""
     keep: int = 2
-    """Checkpoints that are kept: the newest ones."""
+    """Number of checkpoints to keep. The newest are kept."""
     strict: bool = False
-    """Whether a damaged newest checkpoint stops a resume; else the last valid one is used, with a warning."""
+    """Whether a resume fails if the newest checkpoint is damaged. Otherwise, the last valid checkpoint is used, with a
+    warning."""
 
     def __post_init__(self) -> None:
         check_number(self, "every_steps", 0, whole=True)

@@ -73,8 +73,8 @@ CONFLICTS = (
              "shards.storage to shared, or remove shards.store"),
     # sequences
     Conflict("train.validation_fraction", lambda c: c.sequences is not None and bool(c.train.validation_fraction),
-             "not supported with sequences, as a row can be in several samples; pass the validation "
-             "rows as a separate dataset"),
+             "not supported with sequences, because a row could be in training and validation samples; pass the "
+             "validation rows as a separate dataset"),
     Conflict("shards.storage", lambda c: c.sequences is not None and _local(c),
              "expected 'shared' with sequences, found 'local', which does not keep the order of rows"),
     Conflict("data.filters", lambda c: c.sequences is not None and bool(c.data.filters),
@@ -96,15 +96,16 @@ CONFLICTS = (
              "expected 'spark_dl' with parallel.strategy={c.parallel.strategy!r}, found 'petastorm': the next "
              "task of a rank may read its rows again, and Petastorm's order is not reproducible"),
     Conflict("loader.ragged", lambda c: c.parallel.strategy == "dp_single_process" and c.loader.ragged == "offsets",
-             "expected 'pad' with parallel.strategy='dp_single_process', which splits columns by rows, not 'offsets'"),
+             "expected 'pad' with parallel.strategy='dp_single_process', which splits columns by rows, found "
+             "'offsets'"),
     Conflict("train.precision", lambda c: _error_feedback(c) and c.train.precision == "fp16",
-             "expected bf16 or float32 with a parallel.compression that has error feedback, which a changing loss "
-             "scale makes wrong, found fp16"),
+             "expected bf16 or float32 with parallel.compression 'powersgd', 'threshold' or 'topk', because error "
+             "feedback needs a constant loss scale, found fp16"),
     Conflict("train.optimizer", lambda c: _served(c) and c.train.optimizer not in ELEMENTWISE,
              f"expected one of {', '.join(ELEMENTWISE)} with parallel.strategy={{c.parallel.strategy!r}}, whose "
              "servers split the weights into blocks, found {c.train.optimizer!r}"),
     Conflict("train.clip_grad_norm", lambda c: c.parallel.servers > 1 and c.train.clip_grad_norm is not None,
-             "expected null with several parallel.num_servers, none of which has the whole gradient, found "
+             "expected null with parallel.num_servers above 1, because no server has the whole gradient, found "
              "{c.train.clip_grad_norm}"),
     Conflict("train.precision", lambda c: _served(c) and c.train.precision == "fp16",
              "expected float32 or bf16 with parallel.strategy={c.parallel.strategy!r}, where ranks would use "

@@ -15,26 +15,29 @@ Nonfinite = Literal["error", "drop", "fill", "allow"]
 class Data:
     """Which columns are read, how they become numbers, and how rows are cleaned.
 
-    All these settings determine the contents of shards, so they are part of their key in a store.
+    All these settings determine the contents of the shards, so the key of the shards in `shards.store` includes them.
     """
 
     features: tuple[str, ...] = ("features",)
-    """Columns that the model is called with, in this order."""
+    """Columns that are passed to the model, in this order."""
     label: str | None = "label"
-    """Column that the loss is called with; null for a loss that reads the whole batch."""
+    """Column that is passed to the loss; null for a loss that takes the whole batch."""
     encode: dict[str, dict[str, Any]] = field(default_factory=dict)
     """How columns become numbers, where there is a choice: `{city: {as: vocabulary, min_count: 2}, name: {as: hash,
     buckets: 1000}, text: {as: bytes}, photo: {as: image, resize: [224, 224]}, price: {as: float}, when: {as: timestamp,
     unit: ms}, clicks: {ragged: true}}`."""
     nulls: Nulls = "error"
-    """What happens to rows with a null, also inside an array: an error, or they are dropped, or filled from `fill`."""
+    """What to do with rows that contain a null, including nulls inside arrays: `error` raises an error, `drop` drops
+    the rows, `fill` uses the values in `data.fill`."""
     nonfinite: Nonfinite = "error"
-    """What happens to rows with NaN or Inf: as for nulls, or they are kept as they are (`allow`)."""
+    """What to do with rows that contain NaN or Inf: `error`, `drop` and `fill` as for `data.nulls`; `allow` keeps
+    them."""
     fill: dict[str, Any] = field(default_factory=dict)
-    """Values by column that replace nulls, NaN and Inf where they are filled: `{age: 0, city: unknown}`."""
+    """Values by column that replace nulls, NaN and Inf with `fill`: `{age: 0, city: unknown}`."""
     filters: Sequence[Any] = ()
-    """Rows of a dataset that are read: `[[age, ">", 30], [city, in, [Rome, Oslo]]]`, of which all must hold, or a list
-    of such lists, of which any. Operators: == != < <= > >= in, not in. A null never passes. Times are ISO 8601."""
+    """Rows of a dataset that are read: `[[age, ">", 30], [city, in, [Rome, Oslo]]]`, A row must meet all conditions of
+    the list. With a list of such lists, a row must meet all conditions of at least one of them. Operators: == != < <= >
+    >= in, not in. A null never meets a condition. Times are in ISO 8601 format."""
     require_success: bool = True
     """Whether a folder of Parquet that Spark wrote needs the file `_SUCCESS`, which Spark writes there last."""
 

@@ -17,9 +17,10 @@ class Faults:
     straggler: Straggler = "none"
     """Distribution of the delay of each gradient computation."""
     straggler_s: float = 0.0
-    """Mean of the delay, in seconds; `shifted` waits half of it, then an exponential time of that mean."""
+    """Mean of the delay, in seconds; `shifted` waits for half of this mean, plus an exponentially distributed time with
+    the other half as its mean."""
     straggler_ranks: tuple[int, ...] = ()
-    """Ranks that are delayed; empty: all."""
+    """Ranks that are delayed. An empty list delays all ranks."""
 
     def __post_init__(self) -> None:
         check_choices(self)

@@ -16,14 +16,15 @@ class Launch:
 
     MAY_CHANGE: ClassVar[bool] = True
     num_ranks: int = 1
-    """Ranks: barrier tasks, each one process on one device."""
+    """Number of ranks. Each rank is a barrier task with one process on one device."""
     device: Device = "auto"
     """`auto` uses the GPU that Spark gives the task, else the CPU."""
     start_timeout_s: float = 120.0
-    """Longest wait, in seconds, for all ranks to start and meet, once a DataFrame that streams in is computed."""
+    """Maximum wait, in seconds, for all ranks to start and connect. If the ranks receive the rows of a DataFrame, the
+    wait begins when the DataFrame is computed."""
     collective_timeout_s: float = 300.0
-    """Longest wait, in seconds, of one collective operation, and longest silence of a rank towards the driver; where
-    Spark aggregates, the longest step."""
+    """Maximum duration, in seconds, of one collective operation, and maximum time without a heartbeat from a rank to
+    the driver. With `tree_reduce` and `shuffle_reduce`, the maximum duration of a step."""
     threads: int = 0
     """CPU threads of each rank; 0 leaves them as Spark set them (`spark.task.cpus`)."""
 

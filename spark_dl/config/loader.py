@@ -14,15 +14,15 @@ Reader = Literal["spark_dl", "petastorm"]
 
 @dataclass(frozen=True, kw_only=True)
 class Loader:
-    """The order of rows, reading, and batches."""
+    """The order of rows, how they are read, and how batches are built."""
 
     num_streams: int = 16
-    """Canonical streams of the plan. At least the number of ranks, preferably a multiple of it; divides the global
-    batch size."""
+    """Number of streams that the rows are divided into. It must be at least the number of ranks, preferably a multiple,
+    and must divide the global batch size."""
     shuffle: bool = True
     """Whether rows are shuffled, in a different order in each epoch."""
     shuffle_window_rows: int = 65536
-    """Rows that are shuffled together, divided among the streams."""
+    """Number of rows that are shuffled together, over all streams."""
     memory_mib: int = 512
     """Memory of each rank's loader, in MiB: open shuffle windows, read-ahead, prefetched batches. The shuffle window is
     reduced if it needs more than a quarter of this. One row group per stream is always kept. Mixed datasets have equal

@@ -7,12 +7,12 @@ from spark_dl.config.checks import check, check_number
 
 @dataclass(frozen=True, kw_only=True)
 class Sequences:
-    """Samples of consecutive rows; columns of a batch are then [rows, length, ...]."""
+    """Samples that consist of consecutive rows. The columns of a batch then have the shape [samples, length, ...]."""
 
     length: int
-    """Rows of each sample."""
+    """Number of rows in each sample."""
     stride: int = 1
-    """Rows from the start of a sample to the start of the next one."""
+    """Number of rows from the start of a sample to the start of the next sample."""
     order: str | None = None
     """Column that gives the order of rows, such as a time. It must not decrease within a group."""
     group: str | None = None

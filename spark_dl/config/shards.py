@@ -1,4 +1,4 @@
-"""The section `shards`: the layout of a DataFrame's rows in files, and the place of these files."""
+"""The section `shards`: the layout of a DataFrame's rows in files, and the location of these files."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,17 +11,17 @@ Storage = Literal["shared", "local"]
 
 @dataclass(frozen=True, kw_only=True)
 class Shards:
-    """The layout of a DataFrame's rows in files, and the place of these files."""
+    """The layout of a DataFrame's rows in files, and the location of these files."""
 
     rows_per_row_group: int = 0
-    """Rows of each row group; 0 chooses about 4 MiB."""
+    """Number of rows in each row group; 0 selects a number that gives about 4 MiB."""
     rows_per_shard: int = 0
-    """Rows of each file, rounded up to whole row groups; 0 chooses about 64 MiB."""
+    """Number of rows in each file, rounded up to whole row groups; 0 selects a number that gives about 64 MiB."""
     storage: Storage = "shared"
     """Where shards are written. `shared`: to the run folder, which all executors can access. `local`: to the local disk
     of each rank's host, round-robin, for the duration of the run."""
     store: str | None = may_change(None)
-    """Folder or URL where shards are stored by content, so that other runs and users can reuse them."""
+    """Folder or URL of a shard store, which other runs and users can reuse. Shards are identified by their content."""
     store_ttl_days: float = may_change(30.0)
     """Days without use after which `jobs/prepare.py --clean` deletes shards in the store."""
     cache_dir: str | None = may_change(None)

@@ -43,13 +43,15 @@ class Train:
     warmup_steps: int = 0
     """Steps over which the learning rate rises linearly to its value."""
     clip_grad_norm: float | None = None
-    """Largest L2 norm of the reduced gradient."""
+    """Maximum L2 norm of the gradient after the reduction over ranks; larger gradients are scaled down. Null disables
+    clipping."""
     precision: Precision = "float32"
-    """Arithmetic of forward and backward; `bf16` and `fp16` use autocast, the weights stay float32."""
+    """Precision of the forward and backward passes. `bf16` and `fp16` use autocast, and the weights stay in float32."""
     validation_fraction: float = 0.0
     """Fraction of the training rows, chosen at random, that is used for validation. In [0, 1)."""
     metrics: dict[str, dict[str, Any]] = may_change(dict)
-    """Metrics by name: `{accuracy: {class: MulticlassAccuracy, num_classes: 10}}`, classes of torchmetrics."""
+    """Metrics by name, as torchmetrics classes and their arguments: `{accuracy: {class: MulticlassAccuracy,
+    num_classes: 10}}`."""
     early_stop_metric: str | None = may_change(None)
     """`loss` or a name of `metrics`, on the validation rows. Training stops when it no longer improves."""
     early_stop_mode: Mode = may_change("min")
@@ -57,7 +59,7 @@ class Train:
     early_stop_patience: int = may_change(3)
     """Epochs without an improvement after which all ranks stop."""
     early_stop_min_delta: float = may_change(0.0)
-    """Least change that counts as an improvement."""
+    """Smallest change that counts as an improvement."""
     seed: int = 0
     """Seed of the weights, the order of rows and the random numbers of each rank."""
     log_every: int = may_change(10)

@@ -252,14 +252,14 @@ class Plan:
 
     def _window_ends(self, segments: Ints) -> Ints:
         """Returns the number of segments up to the end of each window. # (segments, 3) -> (windows,)"""
-        target, most = max(1, self.window_rows // self.num_streams), math.inf
+        target, max_bytes = max(1, self.window_rows // self.num_streams), math.inf
         segment_rows = segments[:, 2] - segments[:, 1]
         sizes = np.zeros(len(segments))
         if self.row_bytes is not None:
             sizes, max_bytes = segment_rows * self.row_bytes[segments[:, 0]], self.window_bytes / self.num_streams
         ends, rows, size = [], 0, 0.0
         # NOTE: sizes are added one by one, because differences of cumulative sums have other rounding errors.
-        for end, (more_rows, more) in enumerate(zip(segment_rows.tolist(), sizes.tolist(), strict=True), 1):
+        for end, (more_rows, more_bytes) in enumerate(zip(segment_rows.tolist(), sizes.tolist(), strict=True), 1):
             rows += more_rows
             size += more_bytes
             if rows >= target or size >= max_bytes or end == len(segments):

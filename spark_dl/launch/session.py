@@ -18,8 +18,10 @@ def build_session(name: str, *, master: str | None = None, conf: Mapping[str, st
     """Returns the session of `spark-submit` or the notebook, or starts one. Called on the driver.
 
     master: a master URL, or `sc://host:port` for Spark Connect. The default is Spark's setting, else `local[*]`.
+
     conf: Spark settings. They override the settings of `spark-submit` and of properties files, which override the
         defaults of this function. Ignored for Spark Connect, with a warning, as the server has its own settings.
+
     Executors run the driver's Python unless PYSPARK_PYTHON or `spark.pyspark.python` sets another one.
     """
     from pyspark import SparkContext

@@ -41,14 +41,15 @@ _OF_COMPRESSION: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class DDP(Parallel):
-    """PyTorch's DistributedDataParallel: gradients in buckets, averaged by all-reduce while backward runs."""
+    """PyTorch's DistributedDataParallel: all-reduce averages the gradients in buckets during the backward pass."""
 
     strategy: ClassVar[str] = "ddp"
     bucket_mib: float | Literal["auto"] = 25.0
     """Size of the flat gradient buffers of one all-reduce, in MiB. `auto` measures at the start of a run when gradients
-    are ready and how long all-reduces take, and picks the size with the shortest step; not for `compression`."""
+    are ready and how long all-reduces take, and selects the size with the shortest step. `auto` cannot be used with
+    `compression`."""
     find_unused_parameters: bool = False
-    """For models of which a step may not use all parameters."""
+    """For models where a step can leave some parameters unused."""
     static_graph: bool = False
     """Promise that every step uses the same parameters in the same way."""
     sync_batchnorm: bool = False
@@ -60,14 +61,15 @@ class DDP(Parallel):
     """Form in which gradients are sent. All but fp16 and bf16 keep what they leave out and add it to the next step's
     gradient (error feedback)."""
     compression_start_step: int = 2
-    """Steps at the start of a run that send whole gradients, with powersgd, threshold and topk."""
+    """Number of steps at the start of a run that send uncompressed gradients, with `powersgd`, `threshold` and
+    `topk`."""
     powersgd_rank: int = 1
     """Rank of the matrices that PowerSGD sends."""
     threshold: float = 0.001
-    """Value that `threshold` sends, with the sign, for each element whose size is above it. In the unit of the gradient
-    of the mean loss over a rank's rows, whatever the number of ranks."""
+    """Value that `threshold` sends, with the sign of the element, for each element whose absolute value exceeds it. It
+    applies to the gradient of the mean loss over one rank's rows, for any number of ranks."""
     topk_ratio: float = 0.01
-    """Fraction of the elements of each bucket, the largest ones, that `topk` sends. In (0, 1]."""
+    """Fraction of the elements of each bucket that `topk` sends: those with the largest absolute values. In (0, 1]."""
 
     def __post_init__(self) -> None:
         if self.bucket_mib != "auto":

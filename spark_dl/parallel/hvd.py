@@ -34,7 +34,7 @@ Wait: TypeAlias = Callable[[Callable[[], object]], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Horovod(Parallel):
-    """Horovod: gradients, averaged by its own all-reduce while backward runs."""
+    """Horovod: its own all-reduce averages the gradients during the backward pass."""
 
     strategy: ClassVar[str] = "horovod"
     bucket_mib: float = 25.0
@@ -42,7 +42,7 @@ class Horovod(Parallel):
     compression: Literal["none", "fp16"] = "none"
     """Form in which gradients are sent."""
     adasum: bool = False
-    """Horovod's adaptive sum in place of the mean."""
+    """Horovod's adaptive sum (Adasum) instead of the mean. Not supported: it needs MPI."""
 
     def __post_init__(self) -> None:
         check_number(self, "bucket_mib", 0, above=True)

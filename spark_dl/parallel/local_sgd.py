@@ -30,7 +30,7 @@ class LocalSGD(Parallel):
 
     strategy: ClassVar[str] = "local_sgd"
     sync_every_steps: int = 8
-    """Steps after which the weights of the ranks are averaged."""
+    """Number of steps between two averages of the weights of the ranks."""
     sync_start_step: int = 0
     """Steps at the start of a run in which the gradients are averaged instead (post-local SGD)."""
     sync_batchnorm: bool = False

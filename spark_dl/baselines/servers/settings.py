@@ -24,11 +24,11 @@ class ParameterServer(Parallel):
     server_mode: ServerMode = "sync"
     """When the servers update the weights, as in Dutta et al. 2018."""
     server_k: int = 0
-    """Gradients that the servers wait for in the modes with a K; 0: as many as there are ranks that train."""
+    """Number of gradients that the servers wait for, in the modes with a K; 0 means the number of ranks that train."""
     max_staleness: int | None = None
-    """Most updates that a gradient may be behind the weights that it is added to; an older one is computed again."""
+    """Maximum number of updates that a gradient may lag behind the weights. An older gradient is computed again."""
     staleness_lr: bool = False
-    """Divide the learning rate of a gradient by one more than the updates that it is behind."""
+    """Divide the learning rate for a gradient by 1 plus the number of updates that it lags behind."""
 
     def __post_init__(self) -> None:
         check_number(self, "num_servers", 1, whole=True)

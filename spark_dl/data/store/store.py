@@ -116,6 +116,7 @@ def store_shards(
     key: a name for the rows, if the plan of the DataFrame gives no key: a plan that is not deterministic, or Spark
         Connect. DataFrames with the same name, schema and settings have the same shards, so the name must change
         whenever the rows change.
+
     run: owner of the lease, for people. reference_columns, before_commit: as for `write_shards`.
     Raises as `write_shards` does; ValueError if shards cannot be stored and there is no `url`; RuntimeError if the
     source files change while they are read.

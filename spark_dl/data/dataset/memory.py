@@ -104,7 +104,7 @@ def share_mib(memory_mib: int, num_datasets: int) -> int:
 
 def memory_setting(memory_mib: int, num_datasets: int = 1) -> str:
     """Returns the setting of a loader's memory, for messages."""
-    share = f", of which each of {num_datasets} datasets has {share_mib(memory_mib, num_datasets)}"
+    share = f" ({share_mib(memory_mib, num_datasets)} for each of {num_datasets} datasets)"
     return f"loader.memory_mib={memory_mib}{share if num_datasets > 1 else ''}"
 
 

@@ -232,7 +232,7 @@ class Training:
     def _validate(self) -> dict[str, Any]:
         if self.validation is None:
             return {}
-        self.trainable.settle()
+        self.trainable.sync_weights()
         model = self.trainable.modules[0]
         return evaluate_model(self.spec, model, self.validation, self.config, self.world)
 
@@ -270,7 +270,7 @@ class Training:
         """Writes a checkpoint, after synchronizing the weights of all ranks. Collective."""
         if self.pending_rows:  # the sum of losses is part of the state
             self._log_steps()
-        self.trainable.settle()
+        self.trainable.sync_weights()
         self.state.save()
 
 

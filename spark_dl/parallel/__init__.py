@@ -1,1 +1,1 @@
-"""Seam 1: how the ranks share a step. A strategy is a function `parallelize(spec, world, config) -> Trainable`."""
+"""Strategies: how the ranks share a step. A strategy is a function `parallelize(spec, world, config) -> Trainable`."""

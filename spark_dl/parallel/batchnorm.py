@@ -1,6 +1,6 @@
-"""BatchNorm over the rows of all ranks, as a single process would see them (`parallel.sync_batchnorm`).
+"""BatchNorm over the rows of all ranks, as in a single process (`parallel.sync_batchnorm`).
 
-On GPUs it is torch's own SyncBatchNorm, which runs nowhere else. On CPUs it is the one below.
+On GPUs this is torch's SyncBatchNorm, which supports only GPUs. On CPUs it is `CpuSyncBatchNorm`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 def synchronize_batchnorm(
     spec: ModelSpec, model: nn.Module, config: Config, device: torch.device
 ) -> tuple[ModelSpec, nn.Module]:
-    """The model with every BatchNorm synchronized, and the spec to call it by. Called on a worker, for a model on CPU.
+    """Returns the model with every BatchNorm synchronized, and the spec that calls it. Called on a rank.
 
-    On CPUs the rows of weight 0, which only fill a short batch, do not count; on GPUs they do.
+    model: on the CPU. Rows of weight 0 fill a short batch. They do not count on CPUs; they do count on GPUs.
     """
     if device.type == "cuda":
         return spec, nn.SyncBatchNorm.convert_sync_batchnorm(model)
@@ -50,25 +50,25 @@ def _converted(module: nn.Module) -> nn.Module:
 
 
 class CpuSyncBatchNorm(_BatchNorm):
-    """A BatchNorm whose mean and variance, in training, are those of the true rows of all ranks. Collective.
+    """A BatchNorm that, in training, uses the mean and variance of the true rows of all ranks. Collective.
 
-    An input whose first axis is not the rows of the batch counts as a whole. Where no rank has a true row, as in the
-    last micro-batches of a very short batch, each rank normalizes by itself.
+    If the first axis of an input is not the rows of the batch, all its rows count. If no rank has a true row, as in the
+    last micro-batches of a very short batch, each rank uses its own mean and variance.
     """
 
     row_weight: Tensor | None = None
-    """[rows] of the micro-batch that comes next: 1 for a true row, else 0."""
+    """[rows] of the next micro-batch: 1 for a true row, else 0."""
 
     @classmethod
     def like(cls, norm: _BatchNorm) -> CpuSyncBatchNorm:
-        """With the same settings, and the parameters and buffers themselves."""
+        """Returns a module with the settings of `norm`, which shares its parameters and buffers."""
         new = cls(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
         new.weight, new.bias = norm.weight, norm.bias
         new.running_mean, new.running_var = norm.running_mean, norm.running_var
         new.num_batches_tracked = norm.num_batches_tracked
         return new.train(norm.training)
 
-    def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002 - as torch has it
+    def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002 - torch's name
         if input.ndim < 2:
             raise ValueError(f"BatchNorm takes [rows, channels, ...], found the shape {tuple(input.shape)}")
 
@@ -92,7 +92,7 @@ class CpuSyncBatchNorm(_BatchNorm):
 
 
 class _Normalize(torch.autograd.Function):
-    """Batch normalization (Ioffe and Szegedy 2015, arXiv:1502.03167) in which a row counts as much as it weighs."""
+    """Batch normalization (Ioffe and Szegedy 2015, arXiv:1502.03167) with weighted rows."""
 
     @staticmethod
     def forward(
@@ -100,7 +100,7 @@ class _Normalize(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, float]:
         """# x: (rows, channels, ...), row_weight: (rows,), weight and bias: (channels,)
 
-        Returns the output, mean and variance over the ranks, [channels] float64, and how many values each is of.
+        Returns the output, the mean and variance over the ranks, [channels] float64, and the number of values of each.
         """
         count, mean, squares = _over_ranks(*_statistics(x, row_weight))
         ctx.is_alone = count == 0
@@ -125,7 +125,7 @@ class _Normalize(torch.autograd.Function):
         grad_weight = (grad * normalized).sum(dims)
         grad_x = None
         if ctx.needs_input_grad[0]:
-            # The output depends on each row by itself, and by the mean and the variance, to which it added its weight.
+            # The output depends on each row directly, and through the mean and the variance.
             sums = torch.cat([grad_bias, grad_weight])
             if not ctx.is_alone:
                 dist.all_reduce(sums)
@@ -137,7 +137,7 @@ class _Normalize(torch.autograd.Function):
 
 
 def _statistics(x: Tensor, row_weight: Tensor) -> tuple[float, Tensor, Tensor]:
-    """How many values each channel has, their mean, and the sum of their squared distances from it; float64."""
+    """Returns each channel's number of values, mean, and sum of squared distances from the mean; float64."""
     count = float(row_weight.sum()) * math.prod(x.shape[2:])
     shape = (1, -1, *[1] * (x.ndim - 2))
 
@@ -150,7 +150,7 @@ def _statistics(x: Tensor, row_weight: Tensor) -> tuple[float, Tensor, Tensor]:
 
 
 def _over_ranks(count: float, mean: Tensor, squares: Tensor) -> tuple[float, Tensor, Tensor]:
-    """The same over the values of all ranks, by the updating formula of Chan, Golub and LeVeque 1979. Collective."""
+    """Combines the `_statistics` of all ranks by the updating formula of Chan, Golub and LeVeque 1979. Collective."""
     own = torch.cat([mean.new_tensor([count]), mean, squares])
     parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, own)

@@ -36,7 +36,7 @@ _OF_COMPRESSION: Mapping[str, tuple[str, ...]] = {
     "threshold": ("threshold",),
     "topk_ratio": ("topk",),
 }
-"""Settings that only some compressions have."""
+"""Settings that only some compressions use."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,31 +45,29 @@ class DDP(Parallel):
 
     strategy: ClassVar[str] = "ddp"
     bucket_mib: float | Literal["auto"] = 25.0
-    """Size of the flat gradient buffers of one all-reduce, in MiB. `auto` measures at the start of a run when gradients
-    are ready and how long all-reduces take, and selects the size with the shortest step. `auto` cannot be used with
-    `compression`."""
+    """Size of one all-reduce's flat gradient buffer, in MiB. `auto` measures at the start of a run when gradients are
+    ready and how long all-reduces take, and chooses the size with the shortest step. Not with `compression`."""
     find_unused_parameters: bool = False
-    """For models where a step can leave some parameters unused."""
+    """For models with parameters that some steps do not use."""
     static_graph: bool = False
     """Promise that every step uses the same parameters in the same way."""
     sync_batchnorm: bool = False
-    """Normalize by the mean and variance of the global batch, not of each rank's part of it."""
+    """Normalize by the mean and variance of the global batch, not of the rank's part."""
     all_reduce: AllReduce = "backend"
-    """How gradients are summed: by the backend (Gloo, NCCL), or by an algorithm of
+    """All-reduce that sums gradients: the backend's (Gloo, NCCL), or an algorithm of
     `spark_dl.parallel.exchange.collectives`."""
     compression: Compression = "none"
-    """Form in which gradients are sent. All but fp16 and bf16 keep what they leave out and add it to the next step's
-    gradient (error feedback)."""
+    """Form in which gradients are sent. All except fp16 and bf16 keep the part that was not sent and add it to the next
+    step's gradient (error feedback)."""
     compression_start_step: int = 2
-    """Number of steps at the start of a run that send uncompressed gradients, with `powersgd`, `threshold` and
-    `topk`."""
+    """Number of steps at the start of a run that send whole gradients, with powersgd, threshold and topk."""
     powersgd_rank: int = 1
-    """Rank of the matrices that PowerSGD sends."""
+    """Rank of PowerSGD's low-rank products."""
     threshold: float = 0.001
-    """Value that `threshold` sends, with the sign of the element, for each element whose absolute value exceeds it. It
-    applies to the gradient of the mean loss over one rank's rows, for any number of ranks."""
+    """Value that `threshold` sends, with the sign, for each element with a larger absolute value. It applies to the
+    gradient of the mean loss over a rank's rows, for any number of ranks."""
     topk_ratio: float = 0.01
-    """Fraction of the elements of each bucket that `topk` sends: those with the largest absolute values. In (0, 1]."""
+    """Fraction of each bucket's elements that `topk` sends: those with the largest absolute values. In (0, 1]."""
 
     def __post_init__(self) -> None:
         if self.bucket_mib != "auto":
@@ -93,7 +91,7 @@ class DDP(Parallel):
             if self.compression not in choices and getattr(self, name) != getattr(type(self), name):
                 raise ValueError(
                     f"parallel.{name}: only supported with parallel.compression={' or '.join(choices)}, found "
-                    f"{self.compression!r}; leave it out, or choose one of these"
+                    f"{self.compression!r}; remove it, or choose one of these"
                 )
         if self.compression != "none" and self.all_reduce != "backend":
             raise ValueError(
@@ -109,9 +107,9 @@ class DDP(Parallel):
 
 
 def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
-    """A copy of the model on every rank, with gradients averaged in buckets while backward runs. Collective.
+    """Builds a copy of the model on every rank. Gradients are averaged in buckets while backward runs. Collective.
 
-    Raises ValueError on every rank if the backend cannot send what `parallel.compression` asks for.
+    Raises ValueError on every rank if the backend cannot sum the dtype of `parallel.compression`.
     """
     settings = config.parallel
     assert isinstance(settings, DDP)
@@ -121,7 +119,7 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
 
 
 def build_model(spec: ModelSpec, world: World, config: Config, *, sync_batchnorm: bool) -> tuple[ModelSpec, nn.Module]:
-    """The model on the rank's device, with synchronized BatchNorm if asked for, and the spec to call it by."""
+    """Builds the model on the rank's device, with synchronized BatchNorm if set. Returns the spec to use, too."""
     model = spec.build_to_train()
     if sync_batchnorm:
         spec, model = synchronize_batchnorm(spec, model, config, world.device)
@@ -137,15 +135,15 @@ def average_gradients(
     *,
     settings: DDP,
 ) -> Trainable:
-    """A model that is the same on all ranks, trained by DDP. Collective; raises as `parallelize` does."""
+    """Returns a model that is trained by DDP, the same on all ranks. Collective. Raises as `parallelize` does."""
     bucket_size = BucketSize(settings)
     exchange = build_exchange(model, world, settings, timeout_s=config.launch.collective_timeout_s)
-    settled = False
+    is_final = False  # the layout of DDP's buckets
     wrapped: DistributedDataParallel | None = None
     scaler = Scaler(optimizer, config, world.device)
 
     def backward(micro_batches: Sequence[Batch], rows: int) -> Tensor:
-        # DDP divides the sum over the ranks by their number; the mean is to be over the true rows.
+        # DDP divides the sum over the ranks by their number, but the mean must be over the true rows.
         factor = world.world_size / rows
         return add_gradients(
             spec, wrapped or model, micro_batches, config,
@@ -154,32 +152,32 @@ def average_gradients(
         )  # fmt: skip
 
     def forward_backward(micro_batches: Sequence[Batch], rows: int) -> Tensor:
-        nonlocal settled, wrapped
+        nonlocal is_final, wrapped
         if wrapped is None:
-            # The last micro-batch alone, as its gradients are those that are exchanged while they come. Torch's static
-            # graph also fails where its first backward pass exchanges nothing.
+            # Only the last micro-batch, as only its backward pass exchanges gradients. Torch's static graph also fails
+            # if its first backward pass exchanges nothing.
             trial = functools.partial(_run_without_trace, model, lambda: backward(micro_batches[-1:], rows))
-            size_mib = bucket_size.settle(model, trial, world)
+            size_mib = bucket_size.choose(model, trial, world)
             wrapped = _wrap(model, size_mib, world, settings)
             if exchange is not None:
                 hook = exchange.hook
-                wrapped.register_comm_hook(None, lambda _, bucket: hook(bucket) if settled else average_whole(bucket))
+                wrapped.register_comm_hook(None, lambda _, bucket: hook(bucket) if is_final else average_whole(bucket))
             for _ in range(2 if settings.static_graph else 1):
                 trial()
-            settled = True
+            is_final = True
         total = backward(micro_batches, rows)
         scaler.unscale()
         return total
 
-    def settle() -> None:
-        # DDP hands out the buffers of rank 0 before each forward pass; what came after that differs.
+    def sync_weights() -> None:
+        # DDP broadcasts rank 0's buffers before each forward pass, so they differ after it.
         for buffer in model.buffers():
             dist.broadcast(buffer, 0)
 
     def close() -> None:
-        # NOTE: DDP's objects go before the process group does. Its reducer holds the group, and lets go of it under
-        # Python's lock: if it is the last to do so, it waits for Gloo's threads, which may wait for the lock to let go
-        # of a tensor (pytorch/pytorch#56297), and the rank hangs.
+        # NOTE: DDP must be freed before the process group. Its reducer refers to the group, and releases it holding the
+        # GIL. If that is the last reference, it waits for Gloo's threads, which may wait for the GIL to free a tensor
+        # (pytorch/pytorch#56297), and the rank hangs.
         nonlocal wrapped
         wrapped = None
         if exchange is not None:
@@ -192,7 +190,7 @@ def average_gradients(
         clip_grad_norm=lambda norm: nn.utils.clip_grad_norm_(model.parameters(), norm),
         step=scaler.step,
         extra_state={"bucket_size": bucket_size, **scaler.state},
-        settle=settle,
+        sync_weights=sync_weights,
         rank_state=exchange.rank_state if exchange else {},
         close=close,
     )
@@ -210,13 +208,13 @@ def _wrap(model: nn.Module, bucket_mib: float, world: World, settings: DDP) -> D
 
 
 def _run_without_trace(model: nn.Module, backward: Callable[[], object]) -> None:
-    """Runs a backward pass that leaves no trace: before the first step, so that DDP's buckets are final then.
+    """Runs a backward pass and restores buffers and generators. Before the first step, so that DDP's buckets are final.
 
-    NOTE: DDP lays its buckets out anew after the first backward pass, in the order in which gradients came. With three
-    ranks or more the order of the sums in a ring depends on that layout, so without this a resumed run, whose first
-    pass comes later, could differ from an uninterrupted one in the last bits. What compression leaves out is kept for
-    each bucket, so it must not begin before either. With a static graph DDP learns the graph in the first pass and
-    the order of the gradients in the second, so it takes both. Costs a step at the start of a run.
+    NOTE: after the first backward pass DDP rebuilds its buckets in the order in which gradients were ready. With three
+    or more ranks the order of the sums in a ring depends on that layout. Without this pass, a resumed run, whose first
+    pass is later, could differ from an uninterrupted one in the last bits. Compression keeps residuals by bucket, so it
+    must not start earlier either. With a static graph DDP records the graph in the first pass and the order of the
+    gradients in the second, so two passes are needed. Costs a step at the start of a run.
     """
     buffers = [b.detach().clone() for b in model.buffers()]
     gpus = {p.device.index for p in model.parameters() if p.device.type == "cuda"}

@@ -1,4 +1,4 @@
-"""The random number generators of a process, as they were before."""
+"""Saves and restores the random number generators of a process."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import torch
 
 @contextlib.contextmanager
 def generators_kept(gpus: Iterable[int]) -> Iterator[None]:
-    """Afterwards Python's, NumPy's and PyTorch's generators, that of the CPU and those of these GPUs, go on as if
-    nothing had been drawn or seeded within. On the driver or a rank.
+    """Restores the states of Python's, NumPy's and PyTorch's generators (for the CPU and these GPUs) on exit.
+
+    Called on the driver or a rank.
     """
     states = random.getstate(), np.random.get_state()
     try:

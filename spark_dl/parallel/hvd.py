@@ -1,8 +1,7 @@
-"""Ring all-reduce by Horovod (Sergeev and Del Balso 2018, arXiv:1802.05799), in ranks that run already.
+"""Ring all-reduce by Horovod (Sergeev and Del Balso 2018, arXiv:1802.05799), in ranks that are already running.
 
-`horovodrun` would log in to the hosts, start the processes and tell each its place in environment variables. Here Spark
-has started the ranks and they have met, so they set these variables themselves, and rank 0 runs Horovod's own
-rendezvous server for as long as they connect.
+`horovodrun` logs in to the hosts, starts the processes and gives each its rank in environment variables. Here Spark has
+started the ranks. They set these variables themselves, and rank 0 runs Horovod's rendezvous server while they connect.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ Wait: TypeAlias = Callable[[Callable[[], object]], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Horovod(Parallel):
-    """Horovod: its own all-reduce averages the gradients during the backward pass."""
+    """Horovod: gradients, averaged by Horovod's all-reduce while backward runs."""
 
     strategy: ClassVar[str] = "horovod"
     bucket_mib: float = 25.0
@@ -42,7 +41,7 @@ class Horovod(Parallel):
     compression: Literal["none", "fp16"] = "none"
     """Form in which gradients are sent."""
     adasum: bool = False
-    """Horovod's adaptive sum (Adasum) instead of the mean. Not supported: it needs MPI."""
+    """Use Horovod's adaptive sum instead of the mean."""
 
     def __post_init__(self) -> None:
         check_number(self, "bucket_mib", 0, above=True)
@@ -51,13 +50,13 @@ class Horovod(Parallel):
 
 
 def check_available(config: Config) -> None:
-    """Raises ValueError for what cannot run here. Called on the driver before any rank starts, and on every rank."""
+    """Raises ValueError for Adasum, or without Horovod. Called on the driver before ranks start, and on every rank."""
     if _settings(config).adasum:
-        # Its operations exist only where MPI runs, on GPUs too: see CreateOperationManager in operations.cc of Horovod
-        # 0.28.1. And a process can start MPI once only, while Spark uses its Python workers again.
+        # Adasum needs MPI, on GPUs too: see CreateOperationManager in operations.cc of Horovod 0.28.1. A process can
+        # start MPI only once, but Spark reuses its Python workers.
         raise ValueError(
-            "parallel.adasum: Horovod computes Adasum over MPI alone, whose processes mpirun must have started, and "
-            "barrier tasks are started by Spark; set it to false"
+            "parallel.adasum: Horovod computes Adasum over MPI alone, whose processes mpirun must start, but Spark "
+            "starts the ranks; set it to false"
         )
     if importlib.util.find_spec("horovod") is None:
         raise ValueError(
@@ -73,16 +72,16 @@ def _settings(config: Config) -> Horovod:
 
 
 def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
-    """A copy of the model on every rank, with gradients averaged by Horovod while backward runs. Collective.
+    """Builds a copy of the model on every rank. Horovod averages the gradients while backward runs. Collective.
 
-    Raises ValueError as `check_available` does; RuntimeError where Horovod was built for another torch.
+    Raises ValueError as `check_available` does, and RuntimeError if Horovod was built for another torch.
     """
     check_available(config)
     hvd = _import()
     model = spec.build_to_train().to(world.device)
     plain = build_optimizer(model, config, world.world_size)
     with contextlib.ExitStack() as cleanup:
-        cleanup.callback(hvd.shutdown)  # ends its thread: Spark uses the process again
+        cleanup.callback(hvd.shutdown)  # ends its thread, as Spark reuses the process
         wait = cleanup.enter_context(_bounded_waits(hvd, config.launch.collective_timeout_s))
         _connect(hvd, world, config, wait)
         optimizer = _distributed(hvd, plain, model, config)
@@ -91,17 +90,17 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
     is_first = True
 
     def broadcast_from_rank0(tensors: Mapping[str, Any]) -> None:
-        # NOTE: not hvd.broadcast_optimizer_state, which unpickles what rank 0 sends. Plain numbers come from the
+        # NOTE: not hvd.broadcast_optimizer_state, which unpickles data from rank 0. Plain numbers come from the
         # settings and the checkpoint, which all ranks have.
         found = {name: value for name, value in tensors.items() if isinstance(value, Tensor)}
         wait(lambda: hvd.broadcast_parameters(found, root_rank=0))
 
     def forward_backward(micro_batches: Sequence[Batch], rows: int) -> Tensor:
         nonlocal is_first
-        if is_first:  # and not before, so that what a checkpoint holds has been loaded
+        if is_first:  # not earlier, as a checkpoint is loaded after `parallelize`
             broadcast_from_rank0({**model.state_dict(), **_state_of(optimizer)})
             is_first = False
-        # Horovod divides the sum over the ranks by their number; the mean is to be over the true rows.
+        # Horovod divides the sum over the ranks by their number, but the mean must be over the true rows.
         factor = world.world_size / rows
         total = add_gradients(
             spec, model, micro_batches, config, device=world.device,
@@ -122,7 +121,7 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
         clip_grad_norm=lambda norm: nn.utils.clip_grad_norm_(model.parameters(), norm),
         step=step,
         extra_state=scaler.state,
-        settle=lambda: broadcast_from_rank0(dict(model.named_buffers())),
+        sync_weights=lambda: broadcast_from_rank0(dict(model.named_buffers())),
         close=close,
     )
 
@@ -134,8 +133,8 @@ def _distributed(hvd: Any, plain: torch.optim.Optimizer, model: nn.Module, confi
         compression=getattr(hvd.Compression, _settings(config).compression),
         backward_passes_per_step=config.train.accumulation_steps,
     )
-    # It is a new object, made from the parameter groups alone: what other arguments left in the state, as Adagrad's
-    # initial_accumulator_value does, has to follow.
+    # Horovod makes a new optimizer from the parameter groups alone. The state must be copied, as other arguments, such
+    # as Adagrad's initial_accumulator_value, may have set it.
     optimizer.load_state_dict(plain.state_dict())
     return optimizer
 
@@ -148,16 +147,16 @@ def _state_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 def _import() -> Any:
     try:
         import horovod.torch
-    except Exception as error:  # it also fails where it was built for another torch
+    except Exception as error:  # not only ImportError if it was built for another torch
         raise RuntimeError(
             f"parallel.strategy: horovod is installed, but cannot be imported with torch {torch.__version__}: {error}; "
-            "build it anew with conf/build_horovod.sh"
+            "build it again with conf/build_horovod.sh"
         ) from error
     return horovod.torch
 
 
 def _connect(hvd: Any, world: World, config: Config, wait: Wait) -> None:
-    """Starts Horovod on this rank, which connects it to the others. Collective."""
+    """Starts Horovod on this rank and connects it to the other ranks. Collective."""
     slots = _slots(world)
     with contextlib.ExitStack() as until_connected:
         if world.rank == 0:
@@ -171,24 +170,24 @@ def _connect(hvd: Any, world: World, config: Config, wait: Wait) -> None:
             "GLOO_RENDEZVOUS_ADDR": address, "GLOO_RENDEZVOUS_PORT": port, "GLOO_IFACE": world.interface or "",
             "CONTROLLER": "gloo", "CPU_OPERATIONS": "gloo",
         }  # fmt: skip
-        # NOTE: which gradients share a buffer depends on when they are ready, to the millisecond, and with three ranks
-        # or more the order of the sums in a ring depends on the buffers: two runs can differ in the last bits.
+        # NOTE: which gradients share a buffer depends on the millisecond in which they are ready. With three or more
+        # ranks the order of the sums in a ring depends on the buffers, so two runs can differ in the last bits.
         limits = {
             "FUSION_THRESHOLD": round(_settings(config).bucket_mib * 2**20),
             "GLOO_TIMEOUT_SECONDS": math.ceil(config.launch.collective_timeout_s),
         }
         with _environment({**place, **limits}):
             hvd.init()
-        wait(hvd.barrier)  # until here other ranks may ask the server
+        wait(hvd.barrier)  # until then other ranks may use the server
 
 
 def _slots(world: World) -> list[Any]:
-    """Horovod's account of who is where, by rank. Collective; all ranks have imported Horovod then."""
+    """Returns Horovod's description of each rank's place. Collective; on return all ranks have imported Horovod."""
     from horovod.runner.common.util import hosts
 
     world.store.set(f"horovod/local_rank/{world.rank}", str(world.local_rank))
     sizes: list[int] = []
-    for rank in range(world.world_size):  # those of a host lie together, and the first of them has local rank 0
+    for rank in range(world.world_size):  # ranks of a host are consecutive, and start with local rank 0
         is_first = int(world.store.get(f"horovod/local_rank/{rank}")) == 0
         sizes = [*sizes, 1] if is_first else [*sizes[:-1], sizes[-1] + 1]
     found = [hosts.HostInfo(f"host-{i}", size) for i, size in enumerate(sizes)]
@@ -199,7 +198,7 @@ def _slots(world: World) -> list[Any]:
 
 @contextlib.contextmanager
 def _rendezvous_server(address: str, slots: Sequence[Any]) -> Iterator[Any]:
-    """Horovod's own server, on one address and a port that is free (its own starter takes all addresses)."""
+    """Runs Horovod's server on one address and a free port. (Horovod's own start function binds all addresses.)"""
     from horovod.runner.http import http_server
 
     server = http_server.RendezvousHTTPServer((address, 0), http_server.RendezvousHandler, verbose=0)
@@ -218,27 +217,27 @@ def _rendezvous_server(address: str, slots: Sequence[Any]) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _bounded_waits(hvd: Any, limit_s: float) -> Iterator[Wait]:
-    """Gives a function that calls one which waits for other ranks, and raises RuntimeError if that takes too long.
+    """Yields a function that calls a blocking function, and raises RuntimeError if that waits longer than `limit_s`.
 
-    NOTE: Gloo's timeout is for messages, and Horovod's threads send them also while a rank computes or sleeps. Its own
-    check for ranks that do not come (HOROVOD_STALL_SHUTDOWN_TIME_SECONDS) never finds any with Gloo: the list of ranks
-    that it goes through stays empty (gloo_controller.cc of 0.28.1 reserves its memory and does not resize it).
+    NOTE: Gloo's timeout is for messages, and Horovod's threads send messages even while a rank computes or sleeps.
+    Horovod's check for absent ranks (HOROVOD_STALL_SHUTDOWN_TIME_SECONDS) never finds one with Gloo, because its list
+    of ranks is always empty (gloo_controller.cc of 0.28.1 reserves its memory and does not resize it).
     """
     begun: float | None = None
     is_over = threading.Event()
 
     def watch() -> None:
         while not is_over.wait(min(limit_s / 10, 1.0)):
-            since = begun  # which the other thread may set to None at any time
+            since = begun  # a copy, as the other thread may set it to None
             if since is not None and time.monotonic() - since > limit_s:
-                hvd.shutdown()  # on all ranks, as their threads agree on it; the wait ends with an error
+                hvd.shutdown()  # stops Horovod on all ranks; the wait then ends with an error
                 return
 
-    def wait(until_done: Callable[[], object]) -> None:
+    def wait(blocking: Callable[[], object]) -> None:
         nonlocal begun
         begun = start = time.monotonic()
         try:
-            until_done()
+            blocking()
         except Exception as error:
             if time.monotonic() - start < limit_s:
                 raise
@@ -259,7 +258,7 @@ def _bounded_waits(hvd: Any, limit_s: float) -> Iterator[Wait]:
 
 @contextlib.contextmanager
 def _environment(values: Mapping[str, Any]) -> Iterator[None]:
-    """Sets HOROVOD_* variables, which Horovod reads when it starts, and puts them back."""
+    """Sets HOROVOD_* variables, which Horovod reads when it starts, and restores them on exit."""
     names = [f"HOROVOD_{name}" for name in values]
     before = {name: os.environ[name] for name in names if name in os.environ}
     os.environ.update(zip(names, map(str, values.values()), strict=True))

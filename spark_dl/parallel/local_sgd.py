@@ -1,5 +1,5 @@
-"""Local SGD: each rank takes steps on its own, and every few steps the weights are averaged (Stich 2019,
-arXiv:1805.09767). With `sync_start_step` gradients are averaged in the steps before it: post-local SGD (Lin et al.
+"""Local SGD: each rank takes its own steps, and the weights are averaged every few steps (Stich 2019,
+arXiv:1805.09767). With `sync_start_step`, gradients are averaged in all earlier steps: post-local SGD (Lin et al.
 2020, "Don't Use Large Mini-Batches, Use Local SGD", arXiv:1808.07217).
 """
 
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSGD(Parallel):
-    """Local SGD: each rank takes steps on its own, and every few steps the weights are averaged."""
+    """Local SGD: each rank takes its own steps, and the weights are averaged every few steps."""
 
     strategy: ClassVar[str] = "local_sgd"
     sync_every_steps: int = 8
-    """Number of steps between two averages of the weights of the ranks."""
+    """Number of steps between two averages of the ranks' weights."""
     sync_start_step: int = 0
-    """Steps at the start of a run in which the gradients are averaged instead (post-local SGD)."""
+    """Number of steps at the start of a run that average the gradients instead (post-local SGD)."""
     sync_batchnorm: bool = False
-    """Normalize by the mean and variance of the global batch, not of each rank's part of it."""
+    """Normalize by the mean and variance of the global batch, not of the rank's part."""
 
     def __post_init__(self) -> None:
         check_number(self, "sync_every_steps", 1, whole=True)
@@ -43,7 +43,7 @@ class LocalSGD(Parallel):
 
 
 def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
-    """A model and an optimizer on every rank, and weights that are averaged by `parallel.sync_*`. Collective."""
+    """Builds a model and an optimizer on every rank. `parallel.sync_*` says when weights are averaged. Collective."""
     settings = config.parallel
     assert isinstance(settings, LocalSGD)
     spec, model = ddp.build_model(spec, world, config, sync_batchnorm=settings.sync_batchnorm)
@@ -63,13 +63,13 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
         step=training.step,
         extra_state={"local_sgd": training, **(together.extra_state if together else {})},
         rank_state={"optimizer": OptimizerState(optimizer), **alone.extra_state},
-        settle=training.settle,
+        sync_weights=training.sync_weights,
         close=together.close if together else lambda: None,
     )
 
 
 class _LocalSgd:
-    """Which steps are taken alone, and how many rows each rank has trained on since the weights were the same."""
+    """Number of steps taken, and of rows trained since the last average, on this rank and on all ranks."""
 
     def __init__(self, alone: Trainable, together: Trainable | None, settings: LocalSGD):
         self._alone, self._together = alone, together
@@ -77,53 +77,53 @@ class _LocalSgd:
         self._step = self._own_rows = self._all_rows = 0
 
     def forward_backward(self, micro_batches: Sequence[Batch], rows: int) -> Tensor:
-        """As of a Trainable; alone, the gradient is that of the mean loss over this rank's own true rows."""
+        """See `Trainable`. In a local step the gradient is of the mean loss over this rank's true rows."""
         if self._together is not None and self._step < self._start:
             return self._together.forward_backward(micro_batches, rows)
         own_rows = sum(int(batch["weight"].sum()) for batch in micro_batches)
         self._own_rows += own_rows
         self._all_rows += rows
         total = self._alone.forward_backward(micro_batches, max(own_rows, 1))
-        if not own_rows:  # without gradients the optimizer leaves the weights, also where it has momentum or decay
+        if not own_rows:  # without gradients the optimizer does not change the weights, even with momentum or decay
             self._alone.optimizer.zero_grad(set_to_none=True)
         return total
 
     def step(self) -> None:
-        """One step of the optimizer, and an average of the weights where one is due."""
+        """Takes a step of the optimizer, and averages the weights if that is due."""
         if self._together is not None and self._step < self._start:
             self._together.step()
         else:
             self._alone.step()
             if (self._step + 1 - self._start) % self._every == 0:
-                self.settle()
+                self.sync_weights()
         self._step += 1
 
-    def settle(self) -> None:
-        """Averages the weights, if they differ by now, or brings the buffers together as DDP does. Collective.
+    def sync_weights(self) -> None:
+        """Averages the weights if they may differ, or else broadcasts the buffers as DDP does. Collective.
 
-        Each rank counts by the rows that it has trained on since the last time, so that every row counts the same: with
-        plain SGD and an average after every step, the result is that of a single process.
+        Each rank is weighted by the rows that it has trained on since the last average, so every row counts the same.
+        With plain SGD and an average after every step, the result is that of a single process.
         """
         if self._all_rows:
             average_weights(self._alone.modules[0], self._own_rows / self._all_rows)
             self._own_rows = self._all_rows = 0
-        elif self._together is not None and self._step <= self._start:  # nothing but gradients was averaged yet
-            self._together.settle()
+        elif self._together is not None and self._step <= self._start:  # no local step was taken yet
+            self._together.sync_weights()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self._step}  # a checkpoint is saved after `settle`
+        return {"step": self._step}  # a checkpoint is saved after `sync_weights`
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._step = state["step"]
 
 
 def average_weights(model: nn.Module, share: float) -> None:
-    """Replaces the trained parameters and the buffers of a model by their mean over the ranks. Collective.
+    """Replaces a model's trained parameters and buffers by their weighted mean over the ranks. Collective.
 
-    share: how much this rank counts; those of all ranks add up to 1. Whole numbers stay as they are.
+    share: weight of this rank. The weights of all ranks add up to 1. Integer buffers stay as they are.
     """
     _average([p.detach() for p in model.parameters() if p.requires_grad], share, torch.float32)
-    # In float64, what is the same on all ranks, such as a table of constants, stays the same to the last bit.
+    # In float64, buffers that are equal on all ranks, such as tables of constants, keep their exact values.
     _average([b for b in model.buffers() if b.is_floating_point()], share, torch.float64)
 
 

@@ -1,4 +1,4 @@
-"""Training by one rank: on its device, or split over all GPUs of its task by torch's DataParallel."""
+"""Training by one rank: on its device, or on all GPUs of its task with torch's DataParallel."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Single(Parallel):
 
 @dataclass(frozen=True, kw_only=True)
 class DPSingleProcess(Parallel):
-    """One rank on all GPUs of its task, by torch's DataParallel; with fewer than two GPUs the same as `single`."""
+    """One rank on all GPUs of its task, with torch's DataParallel; with fewer than two GPUs the same as `single`."""
 
     strategy: ClassVar[str] = "dp_single_process"
     has_group: ClassVar[bool] = False
@@ -40,14 +40,14 @@ class DPSingleProcess(Parallel):
 
 
 def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
-    """The model on the rank's device. Not collective: there is one rank, and no process group."""
+    """Builds the model on the rank's device. Not collective: there is one rank and no process group."""
     model = spec.build_to_train().to(world.device)
     return train_alone(spec, model, build_optimizer(model, config, world.world_size), world, config)
 
 
 def parallelize_over_gpus(spec: ModelSpec, world: World, config: Config) -> Trainable:
-    """The model on all GPUs of the task: each step copies it to them, splits the rows, and sums the gradients on the
-    first one. With fewer than two GPUs the same as `parallelize`. Not collective.
+    """Builds the model for all GPUs of the task. Each step copies the model to all of them, splits the rows, and sums
+    the gradients on the first GPU. With fewer than two GPUs the same as `parallelize`. Not collective.
     """
     model = spec.build_to_train().to(world.device)
     optimizer = build_optimizer(model, config, world.world_size)
@@ -64,7 +64,10 @@ def train_alone(
     spec: ModelSpec, model: nn.Module, optimizer: torch.optim.Optimizer, world: World, config: Config, *,
     wrapped: nn.Module | None = None,
 ) -> Trainable:  # fmt: skip
-    """A model that takes steps by this rank's rows alone: `rows` of `forward_backward` are theirs. Not collective."""
+    """Returns a model that is trained on this rank's rows alone. `forward_backward` divides their losses by `rows`.
+
+    Not collective.
+    """
     scaler = Scaler(optimizer, config, world.device)
 
     def forward_backward(micro_batches: Sequence[Batch], rows: int) -> Tensor:

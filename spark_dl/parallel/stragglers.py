@@ -1,4 +1,4 @@
-"""Slow ranks on purpose, to see what they cost each strategy: a delay before every gradient computation."""
+"""Artificial delays before every gradient computation, to measure what slow ranks cost each strategy."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 def delay_s(config: Config, rank: int, computation: int) -> float:
-    """Seconds that a rank waits before its n-th computation of a gradient, by the `faults.straggler*` settings.
+    """Returns the seconds that a rank waits before its n-th gradient computation, by the `faults.straggler*` settings.
 
-    A function of its arguments and of `train.seed`. The mean is `straggler_s` for each distribution; those of Dutta et
-    al. 2018 (Slow and Stale Gradients Can Win the Race, section 3) are exponential and shifted exponential.
+    Depends only on its arguments and `train.seed`. The mean of each distribution is `straggler_s`. Dutta et al. 2018
+    (Slow and Stale Gradients Can Win the Race, section 3) use the exponential and the shifted exponential.
     """
     faults = config.faults
     if faults.straggler == "none" or (faults.straggler_ranks and rank not in faults.straggler_ranks):
@@ -34,7 +34,7 @@ def delay_s(config: Config, rank: int, computation: int) -> float:
 
 
 def delayed(trainable: Trainable, config: Config, rank: int) -> Trainable:
-    """The trainable with the configured delay before each of its steps."""
+    """Returns the trainable with the configured delay before each gradient computation."""
     if config.faults.straggler == "none":
         return trainable
     computations = 0

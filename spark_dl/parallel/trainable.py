@@ -1,4 +1,4 @@
-"""What a strategy returns, and the optimizer that all of them build in the same way."""
+"""The `Trainable` that a strategy returns, and the optimizer, loss scaler and gradients that strategies share."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ class Trainable:
     """A model that can take optimizer steps on all ranks together."""
 
     modules: list[nn.Module]
-    """What a checkpoint holds and an evaluation calls, without wrappers."""
+    """Modules for checkpoints and evaluations, without wrappers."""
     optimizer: torch.optim.Optimizer
     forward_backward: Callable[[Sequence[Batch], int], Tensor]
     """(micro-batches of this rank, true rows of the global batch) -> sum of this rank's losses, a float32 scalar.
-    Collective. On return every `.grad` is the gradient of the mean loss over the global batch's true rows; over this
-    rank's own ones where it steps by itself (`local_sgd`)."""
+    Collective. On return every `.grad` is the gradient of the mean loss over the global batch's true rows; in the local
+    steps of `local_sgd`, over this rank's true rows."""
     clip_grad_norm: Callable[[float], Tensor]
-    """Scales the reduced gradients to at most this L2 norm. Collective; returns the norm before."""
+    """Scales the reduced gradients to at most this L2 norm. Returns the norm before the scaling. Collective."""
     step: Callable[[], None]
-    """Applies the gradients. With fp16 a step whose gradients overflowed is left out, on all ranks alike."""
+    """Applies the gradients. With fp16, a step with overflowed gradients is skipped on all ranks."""
     extra_state: Mapping[str, Any] = field(default_factory=dict)
     """Further objects with `state_dict` and `load_state_dict`, the same on all ranks."""
     rank_state: Mapping[str, Any] = field(default_factory=dict)
-    """The same for what each rank has of its own, such as what compression left out: tensors and plain data. Where a
-    run goes on with another number of ranks, each gets the mean of the tensors over the ranks of before."""
+    """Objects whose state differs between ranks, such as the residuals of compression: tensors and plain data. If a run
+    resumes with another number of ranks, each rank gets the mean of the tensors over the ranks of the checkpoint."""
     saved_rank: Callable[[int], int] | None = None
-    """(ranks of a checkpoint) -> the rank of it whose `rank_state` this rank takes, where that is not as said above."""
-    settle: Callable[[], None] = lambda: None
-    """Brings the weights of all ranks together; called before an evaluation and a checkpoint. Collective."""
+    """(number of ranks in a checkpoint) -> the rank whose `rank_state` this rank loads; None: as `rank_state` says."""
+    sync_weights: Callable[[], None] = lambda: None
+    """Makes the weights and buffers equal on all ranks, before an evaluation and a checkpoint. Collective."""
     close: Callable[[], None] = lambda: None
-    """Ends what runs beside the training, such as threads. Called once, also after an error; not collective."""
+    """Stops threads and releases resources of the strategy. Called once, also after an error. Not collective."""
 
 
 def add_gradients(
@@ -52,8 +52,8 @@ def add_gradients(
 ) -> Tensor:  # fmt: skip
     """Adds this rank's gradients of the sum of the true rows' losses to `.grad`. Returns that sum, a float32 scalar.
 
-    scale: what backward begins with, from the sum of a micro-batch.
-    before_last: context of all micro-batches but the last one, such as DDP's `no_sync`.
+    scale: (loss sum of a micro-batch) -> scalar for backward.
+    before_last: context of all micro-batches except the last, such as DDP's `no_sync`.
     """
     total = torch.zeros((), device=device)
     for i, batch in enumerate(micro_batches):
@@ -67,21 +67,21 @@ def add_gradients(
 
 
 class Scaler:
-    """What training in fp16 needs around an optimizer (Micikevicius et al. 2018, section 3.2): the loss is scaled, so
-    that small gradients are not lost, and a step whose gradients overflowed is left out. Else it changes nothing.
+    """Loss scaling for fp16 (Micikevicius et al. 2018, section 3.2). Small gradients do not underflow, and a step with
+    overflowed gradients is skipped. With any other precision it changes nothing.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, config: Config, device: torch.device):
         self._optimizer = optimizer
         self._scaler = torch.amp.GradScaler(device.type, enabled=config.train.precision == "fp16")
         self.state = {"scaler": self._scaler} if self._scaler.is_enabled() else {}
-        """Of `Trainable.extra_state`."""
+        """Entries for `Trainable.extra_state`."""
 
     def scale(self, losses: Tensor) -> Tensor:
         return self._scaler.scale(losses)
 
     def unscale(self) -> None:
-        """Brings the reduced gradients to their true size."""
+        """Divides the reduced gradients by the scale."""
         if self._scaler.is_enabled():
             self._scaler.unscale_(self._optimizer)
 
@@ -91,7 +91,7 @@ class Scaler:
 
 
 class OptimizerState:
-    """What an optimizer has learned on this rank; its settings are those of all ranks, which the schedule restores."""
+    """State of an optimizer on this rank, without its settings, which the schedule restores on all ranks."""
 
     def __init__(self, optimizer: torch.optim.Optimizer):
         self._optimizer = optimizer
@@ -104,7 +104,10 @@ class OptimizerState:
 
 
 def build_optimizer(model: nn.Module, config: Config, world_size: int) -> torch.optim.Optimizer:
-    """The configured optimizer of `torch.optim` over the parameters that require a gradient."""
+    """Builds the configured `torch.optim` optimizer for the parameters that require a gradient.
+
+    Raises ValueError if no parameter does, or if the optimizer does not take `train.optimizer_args`.
+    """
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
         raise ValueError("spec.build: no parameter of the model requires a gradient; there is nothing to train")
@@ -120,6 +123,6 @@ def build_optimizer(model: nn.Module, config: Config, world_size: int) -> torch.
 
 
 def lr_factor(config: Config, world_size: int) -> float:
-    """What `train.lr` is multiplied by: 1 unless `train.lr_scaling` says otherwise. It counts the ranks that train."""
+    """Returns the factor of `train.lr` by `train.lr_scaling`, from the number of ranks that train."""
     ranks = world_size - config.parallel.servers
     return {"none": 1.0, "linear": float(ranks), "sqrt": math.sqrt(ranks)}[config.train.lr_scaling]

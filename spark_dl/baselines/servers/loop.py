@@ -151,10 +151,10 @@ class _ServedTraining:
             rank_state={"block": OptimizerState(self.block.optimizer)} if self.roles.is_server else {},
             # On another number of ranks the server of the same block.
             saved_rank=lambda ranks: ranks - len(self.roles.servers) + self.roles.block,
-            settle=self._settle,
+            sync_weights=self._sync_weights,
         )
 
-    def _settle(self) -> None:
+    def _sync_weights(self) -> None:
         if self.roles.is_server:
             self.own.copy_(self.block.weights.detach())
         self.flat.bring_together(self.roles.first)

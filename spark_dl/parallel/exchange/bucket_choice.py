@@ -1,4 +1,4 @@
-"""The bucket size of `parallel.bucket_mib: auto`: the best one for this model, on these ranks, on this network."""
+"""Chooses the bucket size for `parallel.bucket_mib: auto` by measurements with this model, these ranks and network."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _REPEATS = 3
 
 
 class BucketSize:
-    """What `parallel.bucket_mib` says or, with `auto`, what was measured to be best. Goes with a checkpoint, so that a
-    resumed run has the same buckets, and with them the same order of sums."""
+    """Bucket size of `parallel.bucket_mib`, measured if it is `auto`. Saved in checkpoints, so that a resumed run has
+    the same buckets and the same order of sums."""
 
     def __init__(self, settings: DDP):
-        asked = settings.bucket_mib
-        self.mib: float | None = None if isinstance(asked, str) else asked
+        configured = settings.bucket_mib
+        self.mib: float | None = None if isinstance(configured, str) else configured
         self._algorithm = settings.all_reduce
 
     def state_dict(self) -> dict[str, Any]:
@@ -39,14 +39,14 @@ class BucketSize:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.mib = state["mib"] if self.mib is None else self.mib
 
-    def settle(self, model: nn.Module, backward: Callable[[], object], world: World) -> float:
-        """The size in MiB. Collective; the first call measures, where nothing is set, with all-reduces of some sizes.
+    def choose(self, model: nn.Module, backward: Callable[[], object], world: World) -> float:
+        """Returns the size in MiB. Collective. With `auto`, the first call measures all-reduces of some sizes.
 
-        backward: a backward pass of the bare model on this rank, as the one whose gradients are exchanged.
+        backward: runs a backward pass of the bare model on this rank, of a micro-batch whose gradients are exchanged.
         """
         if self.mib is None:
             ready_s, sizes = time_gradients(model, backward)
-            # Not the sum of `sizes`: a rank may use other parameters than the others, but must measure what they do.
+            # Not the sum of `sizes`: ranks may use different parameters, but all must measure the same all-reduces.
             total = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
             probes = [mib for mib in _PROBE_MIB if mib * MIB <= max(2 * total, MIB)]
             seconds = [_time_all_reduce(mib, self._algorithm, world.device) for mib in probes]
@@ -61,31 +61,31 @@ class BucketSize:
 
 
 def time_gradients(model: nn.Module, backward: Callable[[], object]) -> tuple[list[float], list[int]]:
-    """When each parameter's gradient comes, in seconds from the first one on, and its bytes, in the order of coming.
+    """Returns when each gradient is ready, in seconds after the first one, and its bytes, in the order of these times.
 
-    Runs `backward` twice, the first time to warm up.
+    Runs `backward` twice; the first pass is a warm-up.
     """
-    came: list[tuple[float, int]] = []
+    ready: list[tuple[float, int]] = []
 
     def note(parameter: Tensor) -> None:
         if parameter.device.type == "cuda":
             torch.cuda.synchronize(parameter.device)
-        came.append((time.perf_counter(), parameter.numel() * parameter.element_size()))
+        ready.append((time.perf_counter(), parameter.numel() * parameter.element_size()))
 
     handles = [p.register_post_accumulate_grad_hook(note) for p in model.parameters() if p.requires_grad]
     try:
         backward()
-        came.clear()
+        ready.clear()
         backward()
     finally:
         for handle in handles:
             handle.remove()
-    first = came[0][0]
-    return [moment - first for moment, _ in came], [size for _, size in came]
+    first = ready[0][0]
+    return [moment - first for moment, _ in ready], [size for _, size in ready]
 
 
 def _time_all_reduce(mib: float, algorithm: str, device: torch.device) -> float:
-    """Median seconds of the all-reduce that `parallel.all_reduce` names, of the slowest rank. Collective."""
+    """Returns the median seconds of an all-reduce by `parallel.all_reduce`, on the slowest rank. Collective."""
     data, taken = torch.ones(int(mib * MIB) // 4, device=device), []
     for i in range(_REPEATS + 1):
         dist.barrier()
@@ -96,7 +96,7 @@ def _time_all_reduce(mib: float, algorithm: str, device: torch.device) -> float:
             collectives.all_reduce(data, algorithm)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        if i:  # the first one warms up
+        if i:  # the first is a warm-up
             taken.append(time.perf_counter() - start)
         data.fill_(1.0)
     slowest = torch.tensor(statistics.median(taken), dtype=torch.float64, device=device)

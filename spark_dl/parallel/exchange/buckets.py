@@ -1,8 +1,8 @@
-"""Which gradients DDP puts into one bucket, how long a step then takes, and which bucket size makes it shortest.
+"""Model of DDP's buckets: which gradients share one, how long a step takes, and which bucket size is fastest.
 
-Pure arithmetic. Gradients are given in backward order, the order in which they come. Source of the pipeline: Li et al.
-2020, "PyTorch Distributed" (VLDB 13(12)), sections 3.2.2 and 3.2.3: small buckets start early but pay the latency of an
-all-reduce each, one large bucket starts when backward has ended, and the best lies between them.
+Pure arithmetic. Gradients are in backward order, in which they are ready. Source of the pipeline: Li et al. 2020,
+"PyTorch Distributed" (VLDB 13(12)), sections 3.2.2 and 3.2.3. Small buckets start early, but each costs the latency of
+an all-reduce. One large bucket starts after the backward pass. The best size lies between them.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ MIB = 1 << 20
 
 
 def assign_buckets(sizes_bytes: Sequence[int], bucket_bytes: int) -> list[list[int]]:
-    """Indices of the gradients in each bucket: one is full once it holds `bucket_bytes` or more.
+    """Returns the indices of each bucket's gradients. A bucket with `bucket_bytes` or more is full.
 
     This is DDP's rule (`compute_bucket_assignment_by_size` in torch's reducer.cpp) for gradients of one dtype on one
-    device, with the size passed as `bucket_cap_mb`; only by its default is the first bucket smaller.
+    device, with the size given as `bucket_cap_mb`. With DDP's default size the first bucket is smaller.
     """
     buckets: list[list[int]] = []
-    held = bucket_bytes
+    filled = bucket_bytes
     for index, size in enumerate(sizes_bytes):
-        if held >= bucket_bytes:
+        if filled >= bucket_bytes:
             buckets.append([])
-            held = 0
+            filled = 0
         buckets[-1].append(index)
-        held += size
+        filled += size
     return buckets
 
 
 def all_reduce_times(
     ready_s: Sequence[float], sizes_bytes: Sequence[int], bucket_bytes: int, all_reduce_s: Callable[[float], float]
 ) -> list[tuple[float, float]]:
-    """Start and end of each bucket's all-reduce, in seconds from the start of backward.
+    """Returns the start and end of each bucket's all-reduce, in seconds from the start of backward.
 
-    ready_s: when each gradient comes.
-    all_reduce_s: seconds of an all-reduce of so many bytes.
-    Buckets go one after another: each when its last gradient has come and the bucket before it is done.
+    ready_s: when each gradient is ready.
+    all_reduce_s: (bytes) -> seconds of an all-reduce.
+    A bucket starts when its last gradient is ready and the bucket before it is done.
     """
     times: list[tuple[float, float]] = []
     free = 0.0
@@ -53,7 +53,7 @@ def all_reduce_times(
 def backward_s(
     ready_s: Sequence[float], sizes_bytes: Sequence[int], bucket_bytes: int, all_reduce_s: Callable[[float], float]
 ) -> float:
-    """Seconds from the start of backward until all gradients are reduced."""
+    """Returns the seconds from the start of backward until all gradients are reduced."""
     return max(ready_s[-1], all_reduce_times(ready_s, sizes_bytes, bucket_bytes, all_reduce_s)[-1][1])
 
 
@@ -61,9 +61,9 @@ def choose_bucket_mib(
     ready_s: Sequence[float], sizes_bytes: Sequence[int], all_reduce_s: Callable[[float], float], *,
     candidates_mib: Sequence[float] = CANDIDATES_MIB,
 ) -> float:  # fmt: skip
-    """The candidate with the shortest backward pass. Of equal ones the largest, which has the fewest messages.
+    """Returns the candidate with the shortest backward pass; of equal ones the largest, which has the fewest messages.
 
-    Times that differ by less than a millionth count as equal.
+    Times that differ by less than a millionth are equal.
     """
 
     def seconds(mib: float) -> float:
@@ -74,9 +74,9 @@ def choose_bucket_mib(
 
 
 def interpolate_all_reduce_s(sizes_bytes: Sequence[float], seconds: Sequence[float]) -> Callable[[float], float]:
-    """Seconds of an all-reduce from measured ones, straight lines between them and on past the outermost two.
+    """Returns a function (bytes) -> seconds of an all-reduce, by linear interpolation and extrapolation.
 
-    At least two different sizes in ascending order; otherwise ValueError.
+    Raises ValueError for fewer than two sizes, or sizes that are not in ascending order.
     """
     if len(sizes_bytes) < 2 or any(a >= b for a, b in itertools.pairwise(sizes_bytes)):
         raise ValueError(f"expected two or more sizes in ascending order, found {list(sizes_bytes)}")

@@ -1,7 +1,7 @@
-"""All-reduce written out with send and receive over the process group: `ALGORITHMS` by name, to compare and to train.
+"""All-reduce by send and receive over the process group: `ALGORITHMS` by name, for comparison and training.
 
-All of them leave the same bits on all ranks: each element is summed at one rank, in one order, and then copied; with
-`naive` all ranks sum in the same order.
+With each of them all ranks get the same bits. An element is summed on one rank, in one order, and then copied. With
+`naive`, all ranks sum in the same order.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ from spark_dl.parallel.exchange.rounds import (
     tree_rounds,
 )
 
-_PIECES_PER_CHUNK = 2  # of the ring's chunks; more overlap better, and cost more wake-ups
+_PIECES_PER_CHUNK = 2  # in the ring; more pieces overlap better, but cost more wake-ups
 _MIN_PIECE_BYTES, _MAX_PIECE_BYTES = 128 << 10, 4 << 20
-_AHEAD = 8  # receives that are posted at a time
-_TAG = 0x5DA11  # apart from those of other messages on the same group
+_AHEAD = 8  # most receives that are posted at a time
+_TAG = 0x5DA11  # differs from the tags of other messages on the same group
 
 
 def all_reduce(tensor: Tensor, algorithm: str, group: dist.ProcessGroup | None = None) -> None:
     """Sums a tensor over the ranks of a group, in place. Collective: the same shape and dtype on every rank.
 
-    `tensor`: any shape, numbers of any dtype, on the device that the group's backend works on.
-    Raises ValueError for an unknown algorithm and for tensors that are sparse or bool, RuntimeError when a rank is lost
-    or does not answer within the group's timeout.
+    `tensor`: any shape, numbers of any dtype, on a device of the group's backend.
+    Raises ValueError for an unknown algorithm, or a sparse or bool tensor. Raises RuntimeError if a rank is lost, or
+    does not answer within the group's timeout.
     """
     check_algorithm(algorithm)
     ALGORITHMS[algorithm](tensor, group)
 
 
 def average(flat: Tensor, algorithm: str, group: dist.ProcessGroup) -> None:
-    """Mean of a flat tensor over the ranks, in place; divided before it is summed, so that fp16 does not overflow."""
+    """Averages a flat tensor over the ranks, in place. Divides before the sum, so that fp16 does not overflow."""
     for (part,) in _slices(flat):
         part.div_(group.size())
     all_reduce(flat, algorithm, group)
 
 
 def check_algorithm(algorithm: str) -> None:
-    """Raises ValueError if there is no such algorithm."""
+    """Raises ValueError for an unknown algorithm."""
     if algorithm not in ALGORITHMS:
         raise ValueError(f"unknown all-reduce algorithm {algorithm!r}{suggestion(algorithm, list(ALGORITHMS))}")
 
@@ -61,9 +61,9 @@ def check_algorithm(algorithm: str) -> None:
 def _in_place(
     tensor: Tensor, group: dist.ProcessGroup | None, *, sum_flat: Callable[[Tensor, dist.ProcessGroup], None]
 ) -> None:
-    """An all-reduce of flat, contiguous tensors, for tensors of any shape and strides."""
+    """Applies `sum_flat`, which needs flat contiguous tensors, to a tensor of any shape and strides."""
     if tensor.layout != torch.strided or tensor.dtype == torch.bool:
-        raise ValueError(f"all_reduce sums dense tensors of numbers, not {tensor.layout} of {tensor.dtype}")
+        raise ValueError(f"all_reduce: found {tensor.layout} of {tensor.dtype}, expected a dense tensor of numbers")
     group = group or dist.group.WORLD
     assert group is not None, "there is no process group"
     if group.size() == 1:
@@ -76,19 +76,19 @@ def _in_place(
 
 
 def _piece_length(flat: Tensor, world_size: int) -> int:
-    """Elements of a piece: the same on all ranks."""
+    """Returns the number of elements of a piece, the same on all ranks."""
     fair = flat.nbytes // (world_size * _PIECES_PER_CHUNK)
     return min(max(fair, _MIN_PIECE_BYTES), _MAX_PIECE_BYTES) // flat.itemsize
 
 
 def _sum_naively(flat: Tensor, group: dist.ProcessGroup) -> None:
-    """Every rank sends all that it has to every other one, and sums what it then has in the order of the ranks."""
+    """Sends the whole tensor from every rank to every other rank. Each rank sums them in the order of the ranks."""
     rank, world_size = group.rank(), group.size()
 
     def start(piece: Tensor) -> tuple[Tensor, list[Tensor], list[_Transfer]]:
         parts = [piece if r == rank else torch.empty_like(piece) for r in range(world_size)]
         ops: list[_Op] = []
-        for i in range(1, world_size):  # each rank begins with another one
+        for i in range(1, world_size):  # each rank begins with a different peer
             to, source = (rank + i) % world_size, (rank - i) % world_size
             ops += [(dist.irecv, parts[source], source), (dist.isend, piece, to)]
         return piece, parts, _start(ops, group)
@@ -96,8 +96,8 @@ def _sum_naively(flat: Tensor, group: dist.ProcessGroup) -> None:
     def finish(piece: Tensor, parts: list[Tensor], transfers: list[_Transfer]) -> None:
         for transfer in transfers:
             transfer.wait()
-        for own, *others in _slices(piece, *parts):
-            own.copy_(functools.reduce(Tensor.add_, others[2:], others[0] + others[1]))
+        for target, *addends in _slices(piece, *parts):
+            target.copy_(functools.reduce(Tensor.add_, addends[2:], addends[0] + addends[1]))
 
     under_way: deque[tuple[Tensor, list[Tensor], list[_Transfer]]] = deque()
     for piece in flat.split(_piece_length(flat, world_size)) if len(flat) else ():
@@ -117,11 +117,11 @@ def _sum_by_rounds(
     in_step: bool = False,
     ahead: int = _AHEAD,
 ) -> None:
-    """Does the rounds that `plan` gives to this rank.
+    """Runs the rounds that `plan` gives for this rank.
 
-    Over Gloo, receives are posted ahead of time: a sender has to hear that its peer is ready, and where links are full
-    that word waits behind the data. With `in_step`, and always on GPUs, the receive and the send of a piece are posted
-    together: NCCL takes them in the order of posting, and one alone could wait for one that comes after it.
+    Over Gloo, receives are posted ahead of time. A Gloo sender waits for its peer's ready message, which on a full link
+    queues behind the data. With `in_step`, and always on GPUs, a piece's receive and send are posted together, because
+    NCCL runs them in the order of posting, and one alone could wait for a later one.
     """
     length = _piece_length(flat, group.size())
     pieces = cut_rounds(plan(group.rank(), group.size(), flat.numel()), length, pipelined=pipelined)
@@ -133,7 +133,7 @@ def _sum_by_rounds(
 
 
 class _Exchange:
-    """The pieces of one all-reduce on this rank, under way."""
+    """State of one all-reduce on this rank: its posted receives and sends."""
 
     def __init__(self, flat: Tensor, group: dist.ProcessGroup, pieces: Sequence[Piece], ahead: int):
         self._flat, self._group, self._ahead = flat, group, ahead
@@ -142,13 +142,13 @@ class _Exchange:
         self._num_posted = self._num_done = 0
         self._sent: list[_Transfer] = []
         self._scratch: list[Tensor] = []
-        """Not in use now; each as long as the longest piece that is added."""
+        """Unused buffers, each with the length of the longest received piece that is added."""
         self._scratch_length = max((m.stop - m.start for m, adds in self._receives if adds), default=0)
 
     def run(self, pieces: Sequence[Piece]) -> None:
         for piece in pieces:
             self._finish(piece.after)
-            # Few at a time, so that the first send does not wait until all receives are posted.
+            # Two receives per piece, so that the first send does not wait until all receives are posted.
             self._post(min(self._num_posted + 2, self._num_done + self._ahead), piece.send)
         self._finish(len(self._receives))
         self._wait_sent()
@@ -163,7 +163,7 @@ class _Exchange:
         self._wait_sent()
 
     def _finish(self, num_receives: int) -> None:
-        """Until so many receives are done, others take the places of those that are."""
+        """Waits until `num_receives` are done. Posts a new receive for each finished one."""
         while self._num_done < num_receives:
             self._finish_one()
             self._post(self._num_done + self._ahead)
@@ -172,16 +172,16 @@ class _Exchange:
         transfer, target, scratch = self._posted.popleft()
         transfer.wait()
         if scratch is not None:
-            for own, other in _slices(target, scratch[: len(target)]):
-                own.add_(other)
+            for part, received in _slices(target, scratch[: len(target)]):
+                part.add_(received)
             self._scratch.append(scratch)
         self._num_done += 1
 
     def _post(self, num_receives: int, send: Message | None = None) -> None:
-        """Posts receives until there are so many in all, with a send.
+        """Posts receives up to a total of `num_receives`, and a send.
 
-        What replaces elements is received in place, also ahead of time: it holds what this rank has sent of them, so
-        it cannot come before that is read.
+        Elements to replace are received in place, even ahead of time. The peer computes them from the elements that
+        this rank sends, so they cannot arrive before those are read.
         """
         ops: list[_Op] = []
         targets = []
@@ -192,7 +192,7 @@ class _Exchange:
                 scratch = self._scratch.pop() if self._scratch else target.new_empty(self._scratch_length)
             targets.append((target, scratch))
             ops.append((dist.irecv, target if scratch is None else scratch[: len(target)], receive.peer))
-        if send:  # the last, or the word that this rank is ready waits behind what it sends
+        if send:  # last, or this rank's ready message queues behind its data
             ops.append((dist.isend, self._flat[send.start : send.stop], send.peer))
         transfers = _start(ops, self._group)
         if send:
@@ -205,11 +205,11 @@ class _Exchange:
             transfer.wait()
 
 
-_Op = tuple[Callable[..., dist.Work | None], Tensor, int]  # dist.isend or dist.irecv, what, and the peer
+_Op = tuple[Callable[..., dist.Work | None], Tensor, int]  # dist.isend or dist.irecv, tensor, peer
 
 
 class _Transfer(NamedTuple):
-    """A send or a receive under way."""
+    """A started send or receive."""
 
     work: dist.Work
     peer: int
@@ -222,7 +222,7 @@ class _Transfer(NamedTuple):
 
 @contextlib.contextmanager
 def _named_loss(peers: Set[int], group: dist.ProcessGroup) -> Iterator[None]:
-    """Says in an error of the backend whose it is. `peers`: ranks of the group."""
+    """Adds the ranks to an error of the backend. `peers`: ranks of the group."""
     try:
         yield
     except RuntimeError as error:
@@ -231,24 +231,24 @@ def _named_loss(peers: Set[int], group: dist.ProcessGroup) -> Iterator[None]:
 
 
 def _slices(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Tensors of one length, in parts that are worked on one after another.
+    """Splits tensors of equal length into short parts, to work on one after another.
 
-    NOTE: with several threads, which torch takes for anything longer, each waits for the others; on CPUs that are busy,
-    as in a backward pass, that took up to 40 times as long as the whole exchange. One thread keeps up with a network.
+    NOTE: torch uses several threads for longer parts, which wait for each other. On busy CPUs, as in a backward pass,
+    that took up to 40 times as long as the whole exchange. One thread is fast enough for a network.
     """
     length = max(1, len(tensors[0])) if tensors[0].is_cuda else 1 << 14
     return zip(*(t.split(length) for t in tensors), strict=True)
 
 
 def _start(ops: Sequence[_Op], group: dist.ProcessGroup) -> list[_Transfer]:
-    """Starts sends and receives, all together where the backend can; else an error tells which of them has failed."""
+    """Starts sends and receives: together on GPUs; on CPUs one by one, so that an error names the one that failed."""
     together = [ops] if ops and ops[0][1].is_cuda else [[op] for op in ops]
     transfers = []
     for batch in together:
         p2p = [dist.P2POp(op, tensor, group=group, tag=_TAG, group_peer=peer) for op, tensor, peer in batch]
         with _named_loss({peer for _, _, peer in batch}, group):
             works = dist.batch_isend_irecv(p2p)
-        if len(works) < len(batch):  # NCCL has one for all of them
+        if len(works) < len(batch):  # NCCL returns one for all of them
             works = works * len(batch)
         transfers += [_Transfer(work, peer, group) for work, (_, _, peer) in zip(works, batch, strict=True)]
     return transfers
@@ -267,4 +267,4 @@ ALGORITHMS: dict[str, Callable[[Tensor, dist.ProcessGroup | None], None]] = {
     "ring": _algorithm(ring_rounds, pipelined=True),
     "halving_doubling": _algorithm(halving_doubling_rounds),
 }
-"""Each sums a tensor in place over a group, or the default one; see `all_reduce`."""
+"""(tensor, group or None for the default group): sums the tensor in place. See `all_reduce`."""

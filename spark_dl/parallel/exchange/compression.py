@@ -1,9 +1,9 @@
-"""Sparse gradients with error feedback: what a step leaves out waits in a residual and is added to the next gradient.
+"""Sparse gradients with error feedback: elements that were not sent are kept in a residual and added to the next one.
 
-`threshold` is that of Strom 2015, "Scalable distributed DNN training using commodity GPU cloud computing"; `topk` of
+Sources: for `threshold` Strom 2015, "Scalable distributed DNN training using commodity GPU cloud computing"; for `topk`
 Aji and Heafield 2017 (arXiv:1704.05021), with the convergence proof of Stich et al. 2018 (arXiv:1809.07599). Gradients
-are as DDP has them: each rank's sum over its rows times ranks / rows of the global batch, which is the gradient of the
-mean loss over its own rows where all have as many. So their size does not depend on the number of ranks.
+are scaled as in DDP: the sum over a rank's rows, times ranks / rows of the global batch. If all ranks have equally many
+rows, this is the gradient of the mean loss over the rank's rows. So its size does not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ import torch.distributed as dist
 from torch import Tensor
 
 _SAMPLE = 1 << 16
-"""Elements by which the search for the largest ones estimates where they begin."""
+"""Elements of the sample from which `largest` estimates the smallest of the largest elements."""
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients that are exchanged together, laid end to end, and what earlier steps left out of them."""
+    """Concatenated gradients that are exchanged together, and their residuals."""
 
     gradient: Tensor
-    """[elements]: this rank's; the mean over the ranks is to take its place."""
+    """[elements]: of this rank; to be replaced by the mean over the ranks."""
     residual: Tensor
-    """[elements]: what this rank has not sent yet."""
+    """[elements]: the part that this rank has not sent yet."""
     shapes: Mapping[str, torch.Size]
-    """By name, in their order."""
+    """Parameter name -> shape, in the order of the gradient."""
 
 
 Average: TypeAlias = Callable[[Bucket, dist.ProcessGroup], None]
-"""Puts the mean over the ranks in the place of a bucket's gradient, or what is sent of it. Collective."""
+"""Replaces a bucket's gradient by the mean over the ranks of the parts that are sent. Collective."""
 
 
 def average_thresholded(bucket: Bucket, group: dist.ProcessGroup, *, threshold: float) -> None:
-    """Sends `threshold`, with the sign, for each element whose gradient and residual together are above it. Collective.
+    """Sends `threshold`, with the sign, for each element of gradient + residual that is larger in size. Collective.
 
-    4 bytes per element that is sent, to every other rank. NaN is never sent: who computes gradients must look for it.
+    Sends 4 bytes per element to every other rank. NaN is never sent; the caller must check for it.
     """
     bucket.residual.add_(bucket.gradient)
     sent = take_above(bucket.residual, threshold)
@@ -52,9 +52,9 @@ def average_thresholded(bucket: Bucket, group: dist.ProcessGroup, *, threshold: 
 
 
 def average_largest(bucket: Bucket, group: dist.ProcessGroup, *, ratio: float) -> None:
-    """Sends the given part of the elements, those whose gradient and residual together are the largest. Collective.
+    """Sends the given fraction of the elements of gradient + residual, the largest in size. Collective.
 
-    8 bytes per element that is sent, to every other rank.
+    Sends 8 bytes per element to every other rank.
     """
     bucket.residual.add_(bucket.gradient)
     sent = take_largest(bucket.residual, math.ceil(ratio * bucket.residual.numel()))
@@ -65,9 +65,9 @@ def average_largest(bucket: Bucket, group: dist.ProcessGroup, *, ratio: float) -
 
 
 def take_above(residual: Tensor, threshold: float) -> Tensor:
-    """Takes `threshold`, with the sign, from each element that is larger in size. Returns what was taken, [n] int32.
+    """Subtracts `threshold`, with the sign, from each element that is larger in size. Returns them, [n] int32.
 
-    One number per element, as Strom packs them: its index, or for a negative one the index with all bits inverted.
+    Each is one number, as in Strom: the index of the element, with all bits inverted if the element is negative.
     """
     index = _indices(residual.abs() > threshold)
     is_negative = residual[index] < 0
@@ -88,9 +88,9 @@ def _signed(size: float, is_negative: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def take_largest(residual: Tensor, count: int) -> Tensor:
-    """Takes the `count` elements that are largest in size. Returns what was taken, [2 * count] int32.
+    """Subtracts the `count` elements that are largest in size. Returns them, [2 * count] int32.
 
-    First their indices, then the bits of their values as float32; what rounding to float32 loses stays in the residual.
+    First their indices, then the bits of their float32 values. The rounding error of float32 stays in the residual.
     """
     index = largest(residual.abs(), count)
     values = residual[index].float()
@@ -105,15 +105,14 @@ def add_largest(taken: Tensor, out: Tensor) -> None:
 
 
 def largest(sizes: Tensor, count: int) -> Tensor:
-    """The indices of the `count` largest elements, in any order. # sizes: (n,), none negative
+    """Returns the indices of the `count` largest elements, in any order. # sizes: (n,), none negative
 
-    NOTE: on a CPU, torch.topk of 6.5 million elements takes 113 ms. A sample tells about where the largest begin, and
-    only what is above that is searched: 9 ms for 1 %. The result is the same, as all are searched where the sample
-    misleads.
+    NOTE: on a CPU, torch.topk of 6.5 million elements takes 113 ms. A lower bound, estimated from a sample, leaves
+    fewer elements to search: 9 ms for 1 %. If the estimate is bad, all elements are searched: the result is the same.
     """
     wanted = math.ceil(1.25 * count / len(sizes) * _SAMPLE) + 64
     if not sizes.is_cuda and len(sizes) > 4 * _SAMPLE and wanted < _SAMPLE // 4:
-        sample = sizes[:: len(sizes) // _SAMPLE | 1]  # odd: no multiple of the usual widths of a layer
+        sample = sizes[:: len(sizes) // _SAMPLE | 1]  # odd: not a multiple of usual layer widths
         above = _indices(sizes >= sample.topk(min(wanted, len(sample))).values[-1])
         if count <= len(above) < len(sizes) // 2:
             return above[sizes[above].topk(count, sorted=False).indices]
@@ -121,22 +120,22 @@ def largest(sizes: Tensor, count: int) -> Tensor:
 
 
 def _indices(mask: Tensor) -> Tensor:
-    """Where a mask is true. NOTE: on a CPU, NumPy finds out five times as fast as torch. # mask: (n,) bool"""
+    """Returns the indices of true elements. NOTE: on a CPU, NumPy is five times as fast as torch. # mask: (n,) bool"""
     return mask.nonzero().squeeze(1) if mask.is_cuda else torch.from_numpy(np.flatnonzero(mask.numpy()))
 
 
 def all_gather(part: Tensor, group: dist.ProcessGroup, *, same_length: bool = False) -> list[Tensor]:
-    """The flat tensors of all ranks, by rank, each of its own length. Collective.
+    """Returns the flat tensors of all ranks, by rank. Their lengths may differ. Collective.
 
-    They travel padded to the longest, and to one element at least: Gloo was seen to hang where all are empty
+    They are sent padded to the longest, and to at least one element, as Gloo can hang if all are empty
     (github.com/sands-lab/grace/issues/16).
     """
     num_ranks = group.size()
     lengths = [len(part)] * num_ranks
     if not same_length:
-        told = torch.empty(num_ranks, 1, dtype=torch.int64, device=part.device)
-        dist.all_gather(list(told), torch.tensor([len(part)], device=part.device), group=group)
-        lengths = told.flatten().tolist()
+        gathered = torch.empty(num_ranks, 1, dtype=torch.int64, device=part.device)
+        dist.all_gather(list(gathered), torch.tensor([len(part)], device=part.device), group=group)
+        lengths = gathered.flatten().tolist()
     padded = part.new_zeros(max(1, *lengths))
     padded[: len(part)] = part
     parts = torch.empty(num_ranks, len(padded), dtype=part.dtype, device=part.device)

@@ -1,4 +1,4 @@
-"""How DDP's gradient buckets go from rank to rank, where it is not by DDP's own all-reduce."""
+"""Exchanges of DDP's gradient buckets that replace DDP's all-reduce."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Hook: TypeAlias = Callable[[dist.GradBucket], "Future[Tensor]"]
 
 @dataclass(frozen=True)
 class Exchange:
-    """What takes the place of DDP's all-reduce. Its hook is collective: called for the same buckets on all ranks."""
+    """A replacement of DDP's all-reduce. Its hook is collective: called for the same buckets on all ranks."""
 
     hook: Hook
     rank_state: Mapping[str, Any] = field(default_factory=dict)
@@ -36,9 +36,9 @@ class Exchange:
 
 
 def build_exchange(model: nn.Module, world: World, settings: DDP, *, timeout_s: float) -> Exchange | None:
-    """The exchange that `parallel.compression` or `parallel.all_reduce` names; None for DDP's own. Collective.
+    """Builds the exchange for `parallel.compression` or `parallel.all_reduce`; None: DDP's all-reduce. Collective.
 
-    Raises ValueError on every rank if the backend cannot sum what would be sent.
+    Raises ValueError on every rank if the backend cannot sum the dtype that is sent.
     """
     if settings.all_reduce != "backend":
         return build_all_reduce(settings.all_reduce, timeout_s=timeout_s)
@@ -64,7 +64,7 @@ def build_exchange(model: nn.Module, world: World, settings: DDP, *, timeout_s: 
 
 
 def build_all_reduce(algorithm: str, *, timeout_s: float) -> Exchange:
-    """Buckets averaged by an all-reduce of ours, one of `collectives.ALGORITHMS`. Collective.
+    """Builds an exchange that averages buckets by one of `collectives.ALGORITHMS`. Collective.
 
     No wait for another rank takes longer than `timeout_s`. Raises ValueError for an unknown algorithm.
     """
@@ -79,16 +79,16 @@ def build_all_reduce(algorithm: str, *, timeout_s: float) -> Exchange:
 
 
 def average_whole(bucket: dist.GradBucket) -> Future[Tensor]:
-    """The mean of whole gradients, by the backend's all-reduce, as DDP computes it without a hook. Collective."""
+    """Averages whole gradients by the backend's all-reduce, as DDP does without a hook. Collective."""
     return default_hooks.allreduce_hook(None, bucket)  # type: ignore[arg-type] # None is the group of all ranks
 
 
 def check_can_sum(dtype: torch.dtype, device: torch.device) -> None:
-    """Raises ValueError, on every rank, if the backend has no sum of this dtype. Collective."""
+    """Raises ValueError on every rank if the backend cannot sum this dtype. Collective."""
     try:
         dist.all_reduce(torch.zeros(1, dtype=dtype, device=device))
     except RuntimeError as error:
-        if "scalar type" not in str(error):  # it is not about the dtype
+        if "scalar type" not in str(error):  # not about the dtype
             raise
         raise ValueError(
             f"parallel.compression: {dist.get_backend()} of torch {torch.__version__} cannot sum {dtype}; use fp16, or "
@@ -97,10 +97,10 @@ def check_can_sum(dtype: torch.dtype, device: torch.device) -> None:
 
 
 class ErrorFeedback:
-    """A compressed average of each bucket, and what this rank has left to send of it (the residual)."""
+    """Compressed averages of buckets, and each bucket's residual: the part that this rank has not sent yet."""
 
     def __init__(self, average: Average, model: nn.Module, in_order: SerialCollectives, *, start_step: int):
-        """Before `start_step` whole gradients are sent."""
+        """Steps before `start_step` send whole gradients."""
         self._average, self._in_order, self._start_step, self._step = average, in_order, start_step, 0
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._shapes: dict[int, dict[str, torch.Size]] = {}
@@ -127,7 +127,7 @@ class ErrorFeedback:
         return self._in_order.run(lambda group: self._average(flat, group), gradient)
 
     def state_dict(self) -> dict[str, Any]:
-        """The residuals by parameter, [elements] each, as DDP may lay out other buckets in a resumed run."""
+        """Returns the residuals by parameter, [elements] each, as buckets may differ in a resumed run."""
         residuals = dict(self._loaded)
         for index, shapes in self._shapes.items():
             parts = self._residuals[index].split([shape.numel() for shape in shapes.values()])

@@ -1,8 +1,8 @@
 """PowerSGD: gradients as products of two thin matrices (Vogels et al. 2019, arXiv:1905.13727, algorithms 1 and 2).
 
-Not torch's `powerSGD_hook`: it starts the second and third all-reduce of a bucket from callbacks, in the order in which
-the first ones end, which differs between ranks, so over Gloo a model of several buckets hangs. It also seeds the global
-generators, divides by zero where a whole gradient is zero, and its state is bound to one layout of buckets.
+Not torch's `powerSGD_hook`, for three reasons. It starts a bucket's second and third all-reduce from callbacks, in an
+order that differs between ranks, so a model of several buckets hangs over Gloo. It seeds the global generators, and
+divides by zero if a whole gradient is zero. Its state depends on the layout of the buckets.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from spark_dl.parallel.exchange.compression import Bucket
 
 
 class PowerSgd:
-    """Averages gradients, and keeps for each matrix the factor Q, from which the next step starts (warm start)."""
+    """PowerSGD with warm start: the factor Q of each matrix is kept as the start of the next step."""
 
     def __init__(self, rank: int):
-        """`rank` is that of the products, the number of columns of their factors."""
+        """rank: number of columns of the factors."""
         self._rank = rank
         self._q: dict[str, Tensor] = {}
         self._noise: dict[str, Tensor] = {}
 
     def average(self, bucket: Bucket, group: dist.ProcessGroup) -> None:
-        """Sends thin factors of each matrix of which they are at most half, and all else whole. Collective.
+        """Averages a bucket. Sends factors of a matrix if `is_worthwhile`, and other parameters whole. Collective.
 
-        4 * rank * (rows + columns) bytes for a float32 matrix, in two all-reduces. A parameter of more than two axes is
-        a matrix of its first one by all others. All ranks get the same product P Q^T of the mean; what it differs by
-        from this rank's gradient is its residual.
+        Sends 4 * rank * (rows + columns) bytes for a float32 matrix, in two all-reduces. A parameter of more than two
+        axes is a matrix: its first axis by all other axes. All ranks get the same product P Q^T of the mean. The
+        residual is this rank's gradient minus that product.
         """
         flat = bucket.gradient.add_(bucket.residual)
         sizes = [shape.numel() for shape in bucket.shapes.values()]
@@ -57,12 +57,12 @@ class PowerSgd:
         self._q |= qs
 
     def start(self, name: str, matrix: Tensor) -> Tensor:
-        """The factor of the step before, made orthonormal; random at first, and after a step without any gradient."""
+        """Returns the last step's factor, orthonormal. Random in the first step and after a step without gradient."""
         columns = matrix.shape[1]
         if name not in self._noise:
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))  # the same on all ranks
             noise = torch.randn(columns, min(self._rank, *matrix.shape), generator=generator)
-            # NOTE: so small that it is lost in any gradient: without one, a Q of zeros would stay so for good.
+            # NOTE: too small to change the factor of a gradient. Without it, a Q of zeros would stay zero.
             self._noise[name] = 1e-20 * noise.to(matrix.device)
         noise = self._noise[name]
         return orthonormal(noise + self._q[name].to(noise) if name in self._q else noise).to(matrix.dtype)
@@ -75,22 +75,22 @@ class PowerSgd:
 
 
 def is_worthwhile(shape: Sequence[int], rank: int) -> bool:
-    """Whether the two factors of a parameter of this shape have at most half its elements."""
+    """Returns whether the two factors of a parameter of this shape have at most half its elements."""
     rows, columns = shape[0] if shape else 1, math.prod(shape[1:])
     return 0 < 2 * min(rank, rows, columns) * (rows + columns) <= rows * columns
 
 
 def orthonormal(matrix: Tensor) -> Tensor:
-    """Orthonormal columns that span those of a matrix. # matrix: (n, r), n >= r
+    """Returns an orthonormal basis of a matrix's columns. # matrix: (n, r), n >= r
 
-    By QR rather than Gram-Schmidt, which divides by zero for a column of zeros.
+    By QR, because Gram-Schmidt divides by zero for a column of zeros.
     """
     q: Tensor = torch.linalg.qr(matrix.to(torch.promote_types(matrix.dtype, torch.float32))).Q
     return q.to(matrix.dtype)
 
 
 def _all_reduce(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Replaces tensors by their mean over the ranks, all together. Collective: the same shapes on all ranks."""
+    """Replaces tensors by their mean over the ranks, in one all-reduce. Collective: the same shapes on all ranks."""
     if not tensors:
         return
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])

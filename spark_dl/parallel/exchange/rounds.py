@@ -1,8 +1,8 @@
-"""All-reduce algorithms as lists of rounds: what one rank sends and receives, in order. Pure: nothing is sent here.
+"""All-reduce algorithms as lists of rounds: the messages of one rank, in order. Pure: nothing is sent here.
 
-Each function takes (rank, world_size, length), `length` in elements, and returns the rounds of that rank. In a round a
-rank sends and receives at the same time. Where there are fewer elements than ranks some messages are empty; they are
-empty to both sides, and neither sends nor waits for them.
+Each function takes (rank, world_size, length), with `length` in elements, and returns the rounds of that rank. In a
+round a rank sends and receives at the same time. With fewer elements than ranks some messages are empty. Both sides
+skip an empty message.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Message(NamedTuple):
 
 
 class Round(NamedTuple):
-    """One rank's part of a round. What it receives is added to its own elements, or else replaces them."""
+    """One rank's part of a round. If `adds`, received elements are added to the rank's; otherwise they replace them."""
 
     send: Message | None = None
     receive: Message | None = None
@@ -35,13 +35,13 @@ class Piece(NamedTuple):
     receive: Message | None
     adds: bool
     after: int
-    """How many of the rank's receives, counted from its first, must be done before this is sent."""
+    """Number of the rank's receives that must be done before this piece is sent."""
 
 
 def reduce_broadcast_rounds(rank: int, world_size: int, length: int) -> list[Round]:
-    """Rank 0 adds what the others have, in the order of the ranks, then sends each of them the sum: a star.
+    """Star: rank 0 adds the tensors of all other ranks, in the order of the ranks, then sends the sum to each of them.
 
-    length * (world_size - 1) elements come in at rank 0, and as many go out.
+    Rank 0 receives length * (world_size - 1) elements, and sends as many.
     """
     if rank > 0:
         whole = Message(0, 0, length)
@@ -51,7 +51,7 @@ def reduce_broadcast_rounds(rank: int, world_size: int, length: int) -> list[Rou
 
 
 def tree_rounds(rank: int, world_size: int, length: int) -> list[Round]:
-    """Reduce up a binomial tree to rank 0, then broadcast down the same tree: 2 * ceil(log2(world_size)) rounds.
+    """Tree: reduce up a binomial tree to rank 0, then broadcast down it: 2 * ceil(log2(world_size)) rounds.
 
     Source: the binomial trees of Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective Communication Operations
     in MPICH", IJHPCA 19(1).
@@ -73,10 +73,10 @@ def tree_rounds(rank: int, world_size: int, length: int) -> list[Round]:
 
 
 def ring_rounds(rank: int, world_size: int, length: int) -> list[Round]:
-    """Scatter-reduce, then all-gather, round a ring: each rank sends about 2 * length * (world_size - 1) / world_size.
+    """Ring: reduce-scatter, then all-gather. A rank sends about 2 * length * (world_size - 1) / world_size elements.
 
-    The tensor is cut into one chunk per rank. In each round a rank sends to the next rank the chunk that it received in
-    the round before. After world_size - 1 rounds it has the sum of one chunk, and the sums go round in the same way.
+    The tensor is cut into one chunk per rank. In each round a rank sends the chunk of the last round to the next rank.
+    After world_size - 1 rounds each rank has the sum of one chunk. The sums then pass round the ring in the same way.
 
     Source: Patarasuk, Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69(2).
     """
@@ -98,9 +98,9 @@ def ring_rounds(rank: int, world_size: int, length: int) -> list[Round]:
 def halving_doubling_rounds(rank: int, world_size: int, length: int) -> list[Round]:
     """Reduce-scatter by recursive halving, all-gather by recursive doubling: 2 * log2(world_size) rounds.
 
-    Each rank sends about 2 * length * (world_size - 1) / world_size elements where the number of ranks is a power of
-    two. Otherwise the first ranks act in pairs: the even rank gives all that it has to the odd one, which takes part
-    for both, and sends it the sum when all is done. That is two rounds more, of `length` elements each.
+    Each rank sends about 2 * length * (world_size - 1) / world_size elements if the number of ranks is a power of two.
+    Otherwise the first ranks form pairs. The even rank sends its tensor to the odd rank, which takes part for both and
+    sends the sum back at the end. These are two more rounds, of `length` elements each.
 
     Source: Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective Communication Operations in MPICH", IJHPCA
     19(1), on allreduce; the algorithm is Rabenseifner's.
@@ -111,12 +111,12 @@ def halving_doubling_rounds(rank: int, world_size: int, length: int) -> list[Rou
     if is_paired and rank % 2 == 0:
         whole = Message(rank + 1, 0, length)
         return [Round(send=whole), Round(receive=whole)]
-    number = rank // 2 if is_paired else rank - num_pairs  # among those that take part
+    number = rank // 2 if is_paired else rank - num_pairs  # among the ranks that take part
     halving, doubling = [], []
     start, stop, distance = 0, length, power // 2
     while distance:
-        other = number ^ distance
-        peer = 2 * other + 1 if other < num_pairs else other + num_pairs
+        partner = number ^ distance
+        peer = 2 * partner + 1 if partner < num_pairs else partner + num_pairs
         middle = (start + stop) // 2
         lower, upper = Message(peer, start, middle), Message(peer, middle, stop)
         keep, give = (upper, lower) if number & distance else (lower, upper)
@@ -131,13 +131,13 @@ def halving_doubling_rounds(rank: int, world_size: int, length: int) -> list[Rou
 
 
 def cut_rounds(rounds: Sequence[Round], piece_length: int, *, pipelined: bool = False) -> list[Piece]:
-    """Rounds in near-equal pieces of at most `piece_length` elements; those of one message are in order.
+    """Cuts rounds into near-equal pieces of at most `piece_length` elements. The pieces of a message are in order.
 
-    A piece is sent when all receives of earlier rounds are done. With `pipelined`, for rounds that each send what the
-    round before received (a ring), it is sent as soon as its own elements were received there.
+    A piece is sent when all receives of earlier rounds are done. With `pipelined`, it is sent as soon as its elements
+    were received. That is for a ring, where each round sends the elements that the last round received.
     """
     pieces = []
-    earlier = done = 0  # receives up to the round before the last one, and up to the last one
+    earlier = done = 0  # receives before the previous round, and before this round
     for i, round_ in enumerate(rounds):
         sends, receives = _cut(round_.send, piece_length), _cut(round_.receive, piece_length)
         for j, (send, receive) in enumerate(zip_longest(sends, receives)):
@@ -148,7 +148,7 @@ def cut_rounds(rounds: Sequence[Round], piece_length: int, *, pipelined: bool = 
 
 
 def _cut(message: Message | None, piece_length: int) -> list[Message]:
-    """Depends on the message's length alone, so that sender and receiver cut alike."""
+    """Cuts a message by its length alone, so that sender and receiver get the same pieces."""
     if message is None:
         return []
     peer, start, stop = message
@@ -159,5 +159,5 @@ def _cut(message: Message | None, piece_length: int) -> list[Message]:
 
 
 def elements_sent(rounds: Sequence[Round]) -> int:
-    """Elements that a rank sends in these rounds."""
+    """Returns the number of elements that a rank sends in these rounds."""
     return sum(r.send.stop - r.send.start for r in rounds if r.send)

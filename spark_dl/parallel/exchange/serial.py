@@ -1,4 +1,4 @@
-"""Collectives beside the backward pass, one after another, so that they have the same order on all ranks."""
+"""Collectives during the backward pass, one after another, so that all ranks run them in the same order."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ Work: TypeAlias = Callable[[dist.ProcessGroup], None]
 
 
 class SerialCollectives:
-    """Does one piece of work after another, each with collectives of one group: in a thread, on GPUs in a stream.
+    """Runs functions with collectives one after another: on CPUs in a thread, on GPUs in a stream.
 
-    The group is its own, over all ranks: Gloo pairs what the ranks send by its order within a group, and the thread and
-    the backward pass, with DDP's and BatchNorm's collectives, take turns by chance.
+    They use a group of their own, over all ranks. Gloo matches messages by their order within a group, but the order of
+    this thread and of the backward pass, with DDP's and BatchNorm's collectives, varies.
     """
 
     def __init__(self, timeout_s: float):
@@ -38,21 +38,21 @@ class SerialCollectives:
         self._problem: Exception | None = None
 
     def run(self, work: Work, result: Tensor) -> Future[Tensor]:
-        """A future of `result`, which is there when `work` is done; returns at once.
+        """Starts `work` and returns a future of `result`, which is complete when `work` is done.
 
-        An error of one piece of work is the error of all after it.
+        After an error, all later calls fail with the same error.
         """
-        assert self._group is not None, "it is closed"
+        assert self._group is not None, "the exchange is closed"
         if result.is_cuda:
             return self._run_in_stream(work, result, self._group)
         if self._thread is None:
-            # A daemon: a process whose peer is lost need not wait for it to end.
+            # A daemon, so that a process can exit while the thread waits for a lost peer.
             self._thread = threading.Thread(
                 target=self._serve, args=(self._group,), name="spark_dl exchange", daemon=True
             )
             self._thread.start()
         future: Future[Tensor] = Future()
-        # DDP waits in C++, where the exception of a Python future is a value like any other; one that a callback raises
+        # DDP waits in C++, where a Python future's exception is an ordinary value. An exception that a callback raises
         # is an error there.
         checked = future.then(lambda done: done.value())
         self._queue.put((work, result, future))
@@ -70,21 +70,21 @@ class SerialCollectives:
             except Exception as error:
                 if self._problem is None:
                     self._problem = error
-                    _abort(group)  # so that the other ranks need not wait until they time out
+                    _abort(group)  # so that the other ranks do not wait for their timeout
                 future.set_exception(error)  # type: ignore[arg-type] # typed as a result
 
     def _run_in_stream(self, work: Work, result: Tensor, group: dist.ProcessGroup) -> Future[Tensor]:
-        # Where collectives are only put into streams, the backward pass itself can do so, and their order is its own.
+        # On GPUs collectives are only queued in a stream. No thread is needed, and the backward pass sets their order.
         self._stream = self._stream or torch.cuda.Stream(result.device)
         self._stream.wait_stream(torch.cuda.current_stream(result.device))
         future: Future[Tensor] = Future(devices=[result.device])
         with torch.cuda.stream(self._stream), torch.no_grad():
             work(group)
-            future.set_result(result)  # whoever waits for it waits for the stream
+            future.set_result(result)  # a wait for the future waits for the stream
         return future
 
     def close(self) -> None:
-        """Ends the thread and the group. Not collective; what is under way then, as after an error, is broken off."""
+        """Ends the thread and the group. Not collective. Aborts running work, for example after an error."""
         group, self._group = self._group, None
         if group is None:
             return
@@ -95,17 +95,17 @@ class SerialCollectives:
             if self._thread.is_alive():
                 _abort(group)
                 self._thread.join(_ABORT_WAIT_S)
-        if dist.is_initialized():  # else its groups are gone, too
+        if dist.is_initialized():  # else the group is already destroyed
             dist.destroy_process_group(group)
 
 
 def _abort(group: dist.ProcessGroup) -> None:
-    """Breaks off the waits of all threads on a group, of this rank and of those that wait for it."""
+    """Aborts all waits on a group, on this rank and on ranks that wait for it."""
     if dist.get_backend(group) != "gloo":
         group.abort()
         return
-    # NOTE: Gloo cannot interrupt a wait, but when one times out, it closes all connections of the group, and with that
-    # ends all others. So this waits for a message that nobody sends.
+    # NOTE: Gloo cannot interrupt a wait. But when one wait times out, Gloo closes all connections of the group, which
+    # ends all other waits. So this waits for a message that no rank sends.
     peer = (group.rank() + 1) % group.size()
-    with contextlib.suppress(RuntimeError):  # the timeout, or what has closed the connections before
+    with contextlib.suppress(RuntimeError):  # the timeout, or an earlier loss of the connections
         group.recv([torch.empty(1)], peer, 0).wait(datetime.timedelta(milliseconds=1))

@@ -390,6 +390,6 @@ def test_the_user_s_session_and_random_numbers_stay_as_they_were(spark, tmp_path
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_connect_is_refused_before_anything_runs(spark, tmp_path, strategy):
     shards = write_dataset(str(tmp_path / "data"), blobs(50))
-    with pytest.raises(ValueError, match=f"parallel.strategy: '{strategy}' is made of RDDs"):
+    with pytest.raises(ValueError, match=f"parallel.strategy: '{strategy}' uses RDDs"):
         spark_dl.train(shards, MLP, config_of(strategy, 2), run_dir=str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()

@@ -1,4 +1,4 @@
-"""What a rank adds to a step, and how such parts are added up: for all the ways in which Spark can move them."""
+"""A rank's contribution to a step, and the sum of such contributions, for every way in which Spark moves them."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ Flags = npt.NDArray[np.bool_]
 
 @dataclass
 class GradientSum:
-    """The gradient of one rank's rows of a global batch, or the sum of several of them, or a block of either."""
+    """The gradient of one rank's rows of a global batch, the sum of several ranks' gradients, or a block of either."""
 
     gradient: Floats
-    """Of the trained parameters, end to end. # (elements,) float32; float64 where a parameter is float64"""
+    """Gradients of the trained parameters, concatenated. # (elements,) float32; float64 if a parameter is float64"""
     loss_sum: float = 0.0
     used: Flags | None = None
-    """Which parameters the loss depends on. # (parameters,) bool; only in the first block"""
+    """Whether the loss depends on each parameter. # (parameters,) bool; only in the first block"""
     buffers: list[Bytes] | None = None
-    """The model's buffers after the step, as `to_arrays` gives them; only in the first block, and only of rank 0."""
+    """The model's buffers after the step, from `to_arrays`; only in the first block, and only of rank 0."""
     finding: Finding | None = None
     """The first NaN or Inf of these ranks; only in the first block."""
 
     def cut(self, num_blocks: int) -> Iterator[tuple[int, GradientSum]]:
-        """The part in near-equal blocks, by number. The arrays are views."""
+        """Yields near-equal blocks with their numbers. The arrays are views."""
         size, bounds = len(self.gradient), range(num_blocks + 1)
         ends = [size * i // num_blocks for i in bounds]
         yield 0, GradientSum(self.gradient[: ends[1]], self.loss_sum, self.used, self.buffers, self.finding)
@@ -42,7 +42,7 @@ class GradientSum:
 
 
 def add(a: GradientSum, b: GradientSum) -> GradientSum:
-    """The sum of two parts, or of two blocks of the same number. It takes the place of `a`, in the same memory."""
+    """Adds two gradient sums, or two blocks of the same number, in place. Returns `a` with the sum."""
     a.gradient += b.gradient
     a.loss_sum += b.loss_sum
     if a.used is not None and b.used is not None:
@@ -53,7 +53,7 @@ def add(a: GradientSum, b: GradientSum) -> GradientSum:
 
 
 def join(blocks: Sequence[tuple[int, GradientSum]]) -> GradientSum:
-    """The part of which these are all blocks, in any order."""
+    """Joins all blocks of a gradient sum, given in any order."""
     parts = [part for _, part in sorted(blocks, key=lambda numbered: numbered[0])]
     first = parts[0]
     gradient = np.concatenate([p.gradient for p in parts])
@@ -61,27 +61,27 @@ def join(blocks: Sequence[tuple[int, GradientSum]]) -> GradientSum:
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that are trained, in the order in which their gradients lie in a `GradientSum`."""
+    """Returns the trained parameters, in the order of their gradients in a `GradientSum`."""
     return [p for p in model.parameters() if p.requires_grad]
 
 
 def check_real(model: nn.Module) -> None:
-    """Raises ValueError for complex parameters that are trained. Called on the driver, once."""
+    """Raises ValueError for complex trained parameters. Called on the driver, once."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.is_complex():
             raise ValueError(
-                f"spec.build: the parameter {name} is {parameter.dtype}, and Spark aggregates real gradients; hold it "
-                "as real numbers (torch.view_as_complex gives the complex ones), or set parallel.strategy to ddp"
+                f"spec.build: the parameter {name} is {parameter.dtype}, but Spark aggregates only real gradients; "
+                "store it as real numbers (torch.view_as_complex converts them), or set parallel.strategy to ddp"
             )
 
 
 def frozen(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that are not."""
+    """Returns the parameters that are not trained."""
     return [p for p in model.parameters() if not p.requires_grad]
 
 
 def to_arrays(tensors: Sequence[Tensor]) -> list[Bytes]:
-    """The bytes of tensors of any dtype, also such as NumPy has not. The arrays share the memory of tensors on a CPU.
+    """Returns the bytes of tensors of any dtype, even those that NumPy lacks. Arrays of CPU tensors share their memory.
 
     # each: (bytes,) uint8
     """
@@ -89,21 +89,21 @@ def to_arrays(tensors: Sequence[Tensor]) -> list[Bytes]:
 
 
 def from_arrays(arrays: Sequence[Bytes], tensors: Sequence[Tensor]) -> None:
-    """Overwrites tensors with what `to_arrays` gave of such tensors."""
+    """Overwrites tensors with arrays that `to_arrays` made."""
     with torch.no_grad():
         for array, tensor in zip(arrays, tensors, strict=True):
             tensor.copy_(torch.from_numpy(array).view(tensor.dtype).view(tensor.shape))
 
 
 def flat_gradient(parameters: Sequence[nn.Parameter]) -> tuple[Floats, Flags]:
-    """The `.grad` of parameters as `GradientSum` has them, zeros where there is none, and which of them have one.
+    """Returns the `gradient` and `used` of a `GradientSum` from the `.grad` of parameters; zeros for a missing `.grad`.
 
     Raises ValueError for a sparse gradient.
     """
     if any(p.grad is not None and p.grad.layout != torch.strided for p in parameters):
         raise ValueError(
-            "spec.build: a parameter has a sparse gradient, which is not aggregated by Spark; build the embedding with "
-            "sparse=False, or set parallel.strategy to ddp"
+            "spec.build: a parameter has a sparse gradient, but Spark aggregates only dense ones; build the embedding "
+            "with sparse=False, or set parallel.strategy to ddp"
         )
     dtype = torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32
     pieces = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
@@ -112,7 +112,7 @@ def flat_gradient(parameters: Sequence[nn.Parameter]) -> tuple[Floats, Flags]:
 
 
 def set_gradient(total: GradientSum, parameters: Sequence[nn.Parameter]) -> None:
-    """Gives parameters the `.grad` of a sum over all ranks; None where no rank had one."""
+    """Sets the `.grad` of parameters to a sum over all ranks; None if no rank had a gradient."""
     assert total.used is not None
     chunks = torch.from_numpy(total.gradient).split([p.numel() for p in parameters])
     for parameter, chunk, is_used in zip(parameters, chunks, total.used, strict=True):

@@ -1,12 +1,12 @@
-"""Training from the driver: one Spark job per step. What the strategies that Spark itself aggregates have in common.
+"""Training from the driver with one Spark job per step: the common part of the strategies that Spark aggregates.
 
-The driver runs the ordinary loop as if it were alone: it has the model, the optimizer, checkpoints and metrics. Only
-its batches are not rows but places in the plan, and its gradient comes from a job: the weights are broadcast, one task
-per rank computes the gradient of that rank's rows, and `aggregate` adds them up.
+The driver runs the ordinary loop as a single process, with the model, the optimizer, checkpoints and metrics. Its
+batches are positions in the plan instead of rows. Its gradient comes from a job: the weights are broadcast, one task
+per rank computes the gradient of that rank's rows, and `aggregate` adds the gradients.
 
-Spark repeats tasks that fail (`spark.task.maxFailures`), also those of an executor that was lost. Gradients are added
-in the order of the ranks where Spark's own order is fixed: `treeReduce` without a level in between, and any shuffle
-inside one executor. Else the last bits of a sum of three or more depend on which shuffle block comes first.
+Spark repeats failed tasks (`spark.task.maxFailures`), including those of a lost executor. Gradients are added in the
+order of the ranks if Spark's order is fixed: `treeReduce` without an intermediate level, and any shuffle inside one
+executor. Otherwise the last bits of a sum of three or more depend on which shuffle block arrives first.
 """
 
 from __future__ import annotations
@@ -57,18 +57,18 @@ def train(
     *,
     report: Callable[[Mapping[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
-    """Trains from the driver with `launch.num_ranks` tasks per step. Returns what `spark_dl.loop.train` does.
+    """Trains from the driver with `launch.num_ranks` tasks per step. Returns the result of `spark_dl.loop.train`.
 
-    `report` gets the metrics as they come. Validation runs here, on the driver's CPU and over all its rows.
-    Raises ValueError for a session without RDDs; RankError for a task that fails, RuntimeError for a job that fails
-    otherwise, or takes longer than `launch.collective_timeout_s`; and as the loop does. No job of it runs then.
+    `report` is called with each line of metrics. Validation runs on the driver's CPU, over all validation rows.
+    Raises ValueError for a session without RDDs, RankError if a task fails, RuntimeError if a job fails otherwise or
+    takes longer than `launch.collective_timeout_s`, and as the loop does. No job of this call runs after an error.
     """
     check(spark, run.config)
     world = World(
         rank=0, world_size=1, local_rank=0, local_world_size=1, host=platform.node(), device=torch.device("cpu"),
         store=dist.HashStore(), report=report or (lambda event: None),
     )  # fmt: skip
-    # The loop seeds the generators of its process, which is here the user's.
+    # The loop seeds the generators of its process, which here is the user's.
     with generators_kept(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()):
         return loop.train(
             run,
@@ -80,11 +80,11 @@ def train(
 
 
 def check(spark: Any, config: Config) -> None:
-    """Raises ValueError for a session without RDDs. Called before anything runs."""
+    """Raises ValueError for a session without RDDs. Called before the first job."""
     if preflight.is_connect(spark):
         raise ValueError(
-            f"parallel.strategy: {config.parallel.strategy!r} is made of RDDs, which Spark Connect does not have; use "
-            "a classic session (a spark.master in place of sc://), or another strategy, such as ddp"
+            f"parallel.strategy: {config.parallel.strategy!r} uses RDDs, which Spark Connect does not have; use a "
+            "classic session (a spark.master instead of sc://), or another strategy, such as ddp"
         )
 
 
@@ -123,7 +123,7 @@ def _parallelize(spark: SparkSession, run: Run, aggregate: Aggregate) -> Trainab
 
 @dataclass(frozen=True)
 class _Places:
-    """The loader of a driver that reads no rows: of each step, only its place."""
+    """The driver's loader. It reads no rows: a batch is only the position of a step."""
 
     plan: Any
     columns: Any
@@ -135,29 +135,29 @@ class _Places:
 
 
 def _build_places(data: Any, spec: Any, config: Config, **options: Any) -> BatchLoader:
-    options["world_size"] = config.launch.num_ranks  # those that read: each must have the memory for its part alone
-    loader = build_train_loader(data, spec, config, **options)  # reads nothing before it is asked for an epoch
+    options["world_size"] = config.launch.num_ranks  # each rank reads, and needs memory for its part only
+    loader = build_train_loader(data, spec, config, **options)  # reads nothing before `epoch` is called
     return _Places(loader.plan, loader.columns)
 
 
 class _Jobs:
     """The Spark jobs of one call of `train`: one for each step.
 
-    They are started from a thread of their own, so that an interrupt never meets this one inside a call to the JVM,
-    which would leave the job running, and so that the job group of the user's thread stays as it is.
+    A separate thread starts them. An interrupt of the caller's thread then never happens inside a call to the JVM, which would
+    leave the job running. The job group of the caller's thread does not change, either.
     """
 
     def __init__(self, spark: SparkSession, run: Run, aggregate: Aggregate):
         self._context, self._run, self._aggregate = spark.sparkContext, run, aggregate
         self._id = f"spark_dl-{uuid.uuid4().hex}"
         num_ranks = run.config.launch.num_ranks
-        # Kept in memory, so that Spark sends each rank to the executor that has it, where its loader is open.
+        # Persisted, so that Spark schedules each rank on the executor with its partition, where its loader is open.
         self._ranks = self._context.parallelize(range(num_ranks), num_ranks).persist()
         self._attempt: Any = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="spark_dl steps")
 
     def run(self, step: Step, frozen: Sequence[Tensor]) -> GradientSum:
-        """The sum of all ranks' parts of a step. When this raises, its job has ended."""
+        """Returns the sum of all ranks' gradients of a step. If this raises, its job has ended."""
         from py4j.protocol import Py4JJavaError
         from pyspark.errors import PySparkException
 
@@ -180,7 +180,7 @@ class _Jobs:
     def _run_job(self, step: Step, frozen: Sequence[Tensor]) -> GradientSum:
         context = self._context
         if self._attempt is None:
-            # Interrupted tasks free their slots at once. A Python worker notices when it has computed its step.
+            # Interrupted tasks free their slots at once. A Python worker notices it after it has computed its step.
             context.setJobGroup(self._id, f"spark_dl {self._run.config.parallel.strategy}", interruptOnCancel=True)
             packed = payload.pack_call(None, (self._run,), {})
             self._attempt = context.broadcast(Attempt(self._id, packed, gradient_sum.to_arrays(frozen)))
@@ -192,23 +192,23 @@ class _Jobs:
             sent.destroy()
 
     def _cancel(self, job: Future[GradientSum]) -> None:
-        """Ends a job and waits until Spark has ended it; without effect on one that is over."""
+        """Cancels a job and waits until it has ended. Does nothing if it has already ended."""
         end = time.monotonic() + _CANCEL_WAIT_S
         while not job.done() and time.monotonic() < end:
-            with contextlib.suppress(Exception):  # the session may be gone, and the job with it
+            with contextlib.suppress(Exception):  # the session, and with it the job, may have ended
                 self._context.cancelJobGroup(self._id)
-            wait([job], 0.5)  # again, in case that the job had not begun yet
+            wait([job], 0.5)  # the loop cancels again, in case the job had not begun
 
     def close(self) -> None:
-        """Frees what Spark holds for the tasks. The workers free what they hold by themselves."""
+        """Frees the persisted and broadcast data. The Python workers free their memory by themselves."""
         self._thread.shutdown(wait=False)
-        with contextlib.suppress(Exception):  # the session may be gone, and all of this with it
+        with contextlib.suppress(Exception):  # the session, and with it this data, may have ended
             self._ranks.unpersist()
             if self._attempt is not None:
                 self._attempt.destroy()
 
     def _cause(self, error: Exception) -> BaseException:
-        """Of a failed job. The tasks of its first stage are the ranks; those of later ones only add up."""
+        """Returns the root cause of a failed job. The tasks of its first stage are the ranks; later stages only add."""
         num_ranks, text = self._run.config.launch.num_ranks, str(error)
         tracker = self._context.statusTracker()
         job = tracker.getJobInfo(max(tracker.getJobIdsForGroup(self._id), default=-1))

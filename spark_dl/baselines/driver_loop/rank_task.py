@@ -1,7 +1,7 @@
-"""One rank's share of one step, as a task of a Spark job. All that it computes follows from what the driver sends.
+"""One rank's part of one step, as a task of a Spark job. Its result depends only on the data from the driver.
 
-What is slow to make is kept in Spark's Python worker for the next task: the model, whose values every task overwrites,
-and the open loader of the rank, which has read ahead. A task that finds none makes its own.
+Spark's Python worker keeps what is slow to build for the next task: the model, whose values every task overwrites, and
+the open loader of the rank, which has read ahead. A task builds what its worker does not have.
 """
 
 from __future__ import annotations
@@ -50,20 +50,20 @@ VERSIONS = (("torch", torch.__version__), ("spark_dl", __version__))
 
 @dataclass(frozen=True)
 class Attempt:
-    """What all tasks of a call of `train` have in common."""
+    """Data for all tasks of a call of `train`."""
 
     id: str
     packed: bytes
-    """The run, as `payload.pack_call` packs it."""
+    """The run, packed by `payload.pack_call`."""
     frozen: list[Bytes]
     """The parameters that are not trained."""
     versions: tuple[tuple[str, str], ...] = VERSIONS
-    """Of what computes, on the driver."""
+    """Versions on the driver."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """What the tasks of one step have in common."""
+    """Data for the tasks of one step."""
 
     epoch: int
     step: int
@@ -72,18 +72,18 @@ class Step:
     rows: int
     """True rows of the global batch."""
     scale: float
-    """What the loss is multiplied by, so that small gradients are not lost in fp16; 1 otherwise."""
+    """Factor of the loss, so that small gradients do not underflow in fp16; 1 otherwise."""
     weights: list[Bytes]
     """The trained parameters, then the buffers."""
 
 
 def part_of_rank(ranks: Iterator[int], *, attempt: Broadcast[Attempt], step: Broadcast[Step]) -> Iterator[GradientSum]:
-    """The gradient of a rank's part of a global batch. Called by Spark, in a task whose partition holds the rank.
+    """Yields the gradient of a rank's part of a global batch. Called by Spark, in a task whose partition is the rank.
 
-    Added up over all ranks it is the gradient of the mean loss over the true rows. Raises RankFailedError, whose text
-    tells the driver who failed and why.
+    The sum over all ranks is the gradient of the mean loss over the true rows. Raises RankFailedError, whose message
+    gives the driver the failed rank and the error.
     """
-    (rank,) = ranks  # to the end: a worker whose task has left some input is not used again
+    (rank,) = ranks  # reads all input: Spark does not reuse a worker whose task left some
     try:
         with _kept(attempt.value) as kept:
             part = _compute(kept, rank, step.value)
@@ -100,8 +100,8 @@ def _compute(kept: _Kept, rank: int, step: Step) -> GradientSum:
     model = kept.model.to(device)
     parameters = trained(model)
     from_arrays(step.weights, [*parameters, *model.buffers()])
-    # NOTE: another dropout for each rank and step, so that it does not depend on which worker has the task. These are
-    # not the numbers that a rank of DDP would draw, whose generator runs on from step to step.
+    # NOTE: a seed for each rank and step, so that dropout does not depend on the worker that runs the task. A rank of
+    # DDP draws different numbers, as its generator continues from step to step.
     seed = np.random.SeedSequence((config.train.seed, rank, step.global_step)).generate_state(1, np.uint64)[0]
     seed_generators(int(seed) >> 1)
     time.sleep(delay_s(config, rank, step.global_step))
@@ -110,10 +110,10 @@ def _compute(kept: _Kept, rank: int, step: Step) -> GradientSum:
     with _threads(config.launch.threads):
         total = add_gradients(spec, model, batches, config, device=device, scale=lambda losses: losses * factor)
     finding = None
-    if config.train.precision != "fp16":  # whose scaler, on the driver, leaves out a step that overflows
+    if config.train.precision != "fp16":  # with fp16, the scaler on the driver skips a step that overflows
         finding = find_in_gradients(model, total, rank, step.global_step + 1)
     gradient, used = flat_gradient(parameters)
-    buffers = to_arrays(list(model.buffers())) if rank == 0 else None  # as DDP, which hands out those of rank 0
+    buffers = to_arrays(list(model.buffers())) if rank == 0 else None  # DDP, too, uses the buffers of rank 0
     return GradientSum(gradient, float(total), used, buffers, finding)
 
 
@@ -127,7 +127,7 @@ def _device(run: Run) -> torch.device:
 
 @contextlib.contextmanager
 def _threads(num_threads: int) -> Iterator[None]:
-    """Runs with so many threads; 0 leaves those that Spark gives the task (`spark.task.cpus`)."""
+    """Sets torch's number of threads within; 0 keeps the number that Spark sets (`spark.task.cpus`)."""
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads or before)
     try:
@@ -137,28 +137,29 @@ def _threads(num_threads: int) -> Iterator[None]:
 
 
 class _Kept:
-    """What a Python worker keeps for the tasks of one attempt. Used under `_LOCK` alone."""
+    """Model and loaders that a Python worker keeps for the tasks of one attempt. Used only with `_LOCK` held."""
 
     def __init__(self, attempt: Attempt):
         if attempt.versions != VERSIONS:
-            raise RuntimeError(f"the driver has {dict(attempt.versions)}, this executor {dict(VERSIONS)}")
+            raise RuntimeError(
+                f"the driver has {dict(attempt.versions)}, this executor {dict(VERSIONS)}; install the same versions"
+            )
         if not gc.get_freeze_count():
-            # NOTE: Spark's worker collects garbage after every task, which takes 0.1 s with the objects of torch. Those
-            # that are there by now are never collected; modules, for the most part. `launch.daemon` does the same.
+            # NOTE: Spark's worker collects garbage after every task, which takes 0.1 s with torch's objects. `freeze` excludes
+            # all present objects, mostly modules, from collections. `launch.daemon` does the same.
             gc.freeze()
         _, (self.run,), _ = payload.unpack_call(attempt.packed)
         self.id = attempt.id
         self.model = self.run.spec.build_to_train()
         from_arrays(attempt.frozen, frozen(self.model))
-        self._loaders: dict[int, _OpenLoader] = {}  # the one that was used last is last
+        self._loaders: dict[int, _OpenLoader] = {}  # in order of last use
 
     def batches(self, rank: int, step: Step, *, pin: bool = False) -> list[Batch]:
-        """The micro-batches of a rank, with `pin` in page-locked memory.
+        """Returns the micro-batches of a rank, in page-locked memory with `pin`.
 
-        NOTE: Spark gives the tasks of an executor to its Python workers as these come free, so where an executor has
-        several task slots each of its workers sees all of its ranks in turn, and has a loader for each, up to
-        `_MAX_LOADERS`. Rows are then read by each of these workers, and each loader may hold `loader.memory_mib`.
-        Executors of one slot read every row once.
+        NOTE: Spark gives an executor's tasks to any free Python worker. If an executor has several task slots, each of
+        its workers gets all of its ranks in turn, and has a loader for each, up to `_MAX_LOADERS`. Then each of these
+        workers reads the rows, and each loader may use `loader.memory_mib`. With one slot every row is read once.
         """
         loader = self._loaders.pop(rank) if rank in self._loaders else _OpenLoader(self.run, rank, pin)
         self._loaders[rank] = loader
@@ -173,7 +174,7 @@ class _Kept:
 
 
 class _OpenLoader:
-    """The loader of a rank, at some step."""
+    """The loader of a rank, and its position."""
 
     def __init__(self, run: Run, rank: int, pin: bool):
         self._loader = build_train_loader(
@@ -181,10 +182,10 @@ class _OpenLoader:
         )
         self._steps: Any = iter(())
         self._next: tuple[int, int] | None = None
-        """Epoch and step of the batches that come next."""
+        """Epoch and step of the next batches."""
 
     def batches(self, step: Step) -> list[Batch]:
-        """Those of a step. To pass by steps that other workers had is cheaper than to read a window anew."""
+        """Returns a step's micro-batches. Skips steps of other workers, which is cheaper than to read a window again."""
         epoch, ready = self._next or (-1, 0)
         if step.epoch != epoch or not ready <= step.step <= ready + _MAX_STEPS_PASSED_BY:
             self.close()
@@ -202,9 +203,9 @@ class _OpenLoader:
             self._next = None
 
 
-# NOTE: the one state of the package that belongs to a process: Spark offers a task nothing else that outlives it. A
-# timer ends the threads and frees the memory, whatever has become of the driver, once no task has come for as long as
-# a step may take, `launch.collective_timeout_s`: less would drop all of it in every step where links are slow.
+# NOTE: the only global state of the package: in Spark nothing else outlives a task. After
+# `launch.collective_timeout_s` without a task, the longest time of a step, a timer ends the threads and frees the
+# memory, even if the driver was lost. A shorter time would drop this state in every step on slow links.
 _LOCK = threading.Lock()
 _KEPT: dict[str, _Kept] = {}
 _TIMERS: list[threading.Timer] = []
@@ -212,7 +213,7 @@ _TIMERS: list[threading.Timer] = []
 
 @contextlib.contextmanager
 def _kept(attempt: Attempt) -> Iterator[_Kept]:
-    """What this worker has kept of an attempt, or made now. That of another attempt goes, and all after an error."""
+    """Yields the state of an attempt, made if there is none. Drops it after an error, and other attempts' state."""
     with _LOCK:
         while _TIMERS:
             _TIMERS.pop().cancel()

@@ -1,8 +1,8 @@
-"""Gradients added up by a shuffle: a reduce-scatter with Spark's `reduceByKey`, after which the driver gathers.
+"""Sum of gradients by a shuffle: a reduce-scatter with Spark's `reduceByKey`, then a gather on the driver.
 
-Every task cuts its gradient into as many blocks as there are ranks. Block k of all of them goes to reducer k, which
-adds them, and the driver collects one sum of each block. So each task sends the bytes of one gradient, each reducer
-gets as many, and so does the driver, whatever the number of ranks.
+Every task cuts its gradient into as many blocks as there are ranks. Reducer k gets block k of all tasks and adds them.
+The driver collects the sum of each block. For any number of ranks, each task sends the bytes of one gradient, and each
+reducer and the driver receive as many.
 """
 
 from __future__ import annotations
@@ -28,6 +28,6 @@ class ShuffleReduce(Parallel):
 
 
 def aggregate(parts: RDD[GradientSum], config: Config) -> GradientSum:
-    """The sum of all ranks' parts. Called on the driver, as one Spark job."""
+    """Returns the sum of all ranks' gradients. Called on the driver; runs one Spark job."""
     num_ranks = config.launch.num_ranks
     return join(parts.flatMap(lambda part: part.cut(num_ranks)).reduceByKey(add, num_ranks).collect())

@@ -1,8 +1,8 @@
-"""Gradients added up by Spark's `treeReduce`, as Spark's own MLlib does it.
+"""Sum of gradients by Spark's `treeReduce`, as in Spark MLlib.
 
-The tasks' gradients are added in `parallel.tree_depth` levels. Between two levels whole gradients are shuffled to fewer
-tasks, and the tasks of the last level send theirs to the driver, which adds them. Spark leaves out a level that would
-not save anything: with depth 2 and up to 4 ranks the driver gets all gradients.
+Gradients are added in `parallel.tree_depth` levels. Between two levels whole gradients are shuffled to fewer tasks. The
+tasks of the last level send their sums to the driver, which adds them. Spark skips a level that would not save work:
+with depth 2 and up to 4 ranks the driver gets all gradients.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class TreeReduce(Parallel):
 
 
 def aggregate(parts: RDD[GradientSum], config: Config) -> GradientSum:
-    """The sum of all ranks' parts. Called on the driver, as one Spark job."""
+    """Returns the sum of all ranks' gradients. Called on the driver; runs one Spark job."""
     assert isinstance(config.parallel, TreeReduce)
     total: GradientSum = parts.treeReduce(add, config.parallel.tree_depth)
     return total

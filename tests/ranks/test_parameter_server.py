@@ -434,11 +434,11 @@ def train_and_stand_still(run, rank):
         pytest.param(
             2,
             "async",
-            r"no word from rank 2 on host \S+, (the first|a parameter) server, for 4 s",
+            r"no message from rank 2 on host \S+, (the first|a parameter) server, for 4 s",
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            3, "sync", r"no word from rank 3 on host \S+, a parameter server, for 1 s", marks=pytest.mark.slow
+            3, "sync", r"no message from rank 3 on host \S+, a parameter server, for 1 s", marks=pytest.mark.slow
         ),
     ],
 )

@@ -143,8 +143,8 @@ def _build_places(data: Any, spec: Any, config: Config, **options: Any) -> Batch
 class _Jobs:
     """The Spark jobs of one call of `train`: one for each step.
 
-    A separate thread starts them. An interrupt of the caller's thread then never happens inside a call to the JVM, which would
-    leave the job running. The job group of the caller's thread does not change, either.
+    A separate thread starts them. So an interrupt of the caller's thread never happens inside a call to the JVM, which
+    would leave the job running. The job group of the caller's thread does not change, either.
     """
 
     def __init__(self, spark: SparkSession, run: Run, aggregate: Aggregate):

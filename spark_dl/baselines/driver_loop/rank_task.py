@@ -145,8 +145,8 @@ class _Kept:
                 f"the driver has {dict(attempt.versions)}, this executor {dict(VERSIONS)}; install the same versions"
             )
         if not gc.get_freeze_count():
-            # NOTE: Spark's worker collects garbage after every task, which takes 0.1 s with torch's objects. `freeze` excludes
-            # all present objects, mostly modules, from collections. `launch.daemon` does the same.
+            # NOTE: Spark's worker collects garbage after every task, which takes 0.1 s with torch's objects. `freeze`
+            # excludes all present objects, mostly modules, from collections. `launch.daemon` does the same.
             gc.freeze()
         _, (self.run,), _ = payload.unpack_call(attempt.packed)
         self.id = attempt.id
@@ -185,7 +185,7 @@ class _OpenLoader:
         """Epoch and step of the next batches."""
 
     def batches(self, step: Step) -> list[Batch]:
-        """Returns a step's micro-batches. Skips steps of other workers, which is cheaper than to read a window again."""
+        """Returns a step's micro-batches. Skips steps of other workers: cheaper than to read a window again."""
         epoch, ready = self._next or (-1, 0)
         if step.epoch != epoch or not ready <= step.step <= ready + _MAX_STEPS_PASSED_BY:
             self.close()

@@ -1,9 +1,9 @@
-"""The mini-batches of an epoch that are still to be used, and which trainer has which. Pure.
+"""Deals the unused mini-batches of an epoch to the trainers. Pure.
 
-A mini-batch is a part of a global batch: part p of step t are the rows that the p-th of `num_parts` ranks reads of it.
-Each trainer works through a part of its own. One that has come to the end of it takes over the later half of what
-another still has before it, so that nobody waits for a slow trainer at the end of an epoch, and every mini-batch is
-used once. The halving is that of work stealing over ranges (Blumofe and Leiserson 1999, JACM 46(5), is the theory).
+A mini-batch is a part of a global batch: part p of step t is the rows that rank p of `num_parts` ranks reads in step t.
+Each trainer works through its own part. A trainer at the end of its part takes the later half of another trainer's
+remaining range. So no trainer waits for a slow one at the end of an epoch, and every mini-batch is used once. This is
+work stealing over ranges (theory: Blumofe and Leiserson 1999, JACM 46(5)).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class MiniBatch(NamedTuple):
 
 @dataclass
 class _Range:
-    """Steps [start; stop - 1] of a part that are not used yet, and who works on them."""
+    """Unused steps [start; stop - 1] of a part, and the trainer that works on them."""
 
     part: int
     start: int
@@ -35,7 +35,7 @@ class _Range:
 
 
 class MiniBatchQueue:
-    """What is left of an epoch's mini-batches. `ranges` are (part, first step, end) without gaps or overlaps."""
+    """The unused mini-batches of an epoch. `ranges` are (part, first step, end) without gaps or overlaps."""
 
     def __init__(self, num_parts: int, ranges: Sequence[tuple[int, int, int]]):
         self.num_parts = num_parts
@@ -43,11 +43,11 @@ class MiniBatchQueue:
 
     @classmethod
     def whole(cls, num_parts: int, steps: int, start: int = 0) -> MiniBatchQueue:
-        """All mini-batches of the steps [start; steps - 1], a part for each of `num_parts` trainers."""
+        """Returns all mini-batches of steps [start; steps - 1], with a part for each of `num_parts` trainers."""
         return cls(num_parts, [(part, start, steps) for part in range(num_parts)])
 
     def of(self, trainer: int) -> MiniBatch | None:
-        """The mini-batch that a trainer is to compute, and has until `finish`; None if there is none for it."""
+        """Returns the mini-batch that a trainer must compute, the same until `finish`; None if none is left for it."""
         found = self._range_of(trainer) or self._free_range(trainer) or self._half_of_another()
         if found is None:
             return None
@@ -55,7 +55,7 @@ class MiniBatchQueue:
         return MiniBatch(found.part, found.start)
 
     def finish(self, trainer: int) -> None:
-        """The mini-batch that a trainer has is used."""
+        """Marks the trainer's mini-batch as used."""
         found = self._range_of(trainer)
         assert found is not None
         found.start += 1
@@ -64,19 +64,19 @@ class MiniBatchQueue:
 
     @property
     def num_left(self) -> int:
-        """Mini-batches that are not used yet."""
+        """Number of unused mini-batches."""
         return sum(r.left for r in self._ranges)
 
     def _range_of(self, trainer: int) -> _Range | None:
         return next((r for r in self._ranges if r.trainer == trainer), None)
 
     def _free_range(self, trainer: int) -> _Range | None:
-        """A range that nobody has: of the trainer's own part, or else the longest one."""
+        """Returns a range without a trainer: of the trainer's own part, or else the longest one."""
         free = [r for r in self._ranges if r.trainer is None]
         return max(free, key=lambda r: (r.part == trainer, r.left, -r.part), default=None)
 
     def _half_of_another(self) -> _Range | None:
-        """The later half of the longest range; its owner keeps at least the mini-batch that it works on."""
+        """Splits the longest range and returns its later half. Its trainer keeps at least the current mini-batch."""
         longest = max(self._ranges, key=lambda r: (r.left, -r.part), default=None)
         if longest is None or longest.left < 2:
             return None
@@ -87,15 +87,15 @@ class MiniBatchQueue:
         return taken
 
     def to_plain(self) -> dict[str, Any]:
-        """What is left, as JSON and checkpoints hold it."""
+        """Returns the unused ranges as plain data for JSON and checkpoints."""
         return {"num_parts": self.num_parts, "ranges": [[r.part, r.start, r.stop] for r in self._ranges]}
 
 
 def deal_again(plain: dict[str, Any], num_trainers: int) -> MiniBatchQueue:
-    """What was left when a checkpoint was made, for the trainers of now.
+    """Returns the unused mini-batches of a checkpoint, for the current number of trainers.
 
-    Where all parts stand at the same step, as they do in the synchronous mode, the rest is dealt for `num_trainers`, so
-    that these take the same global batches on any number of ranks. Else the parts are those of then.
+    If all parts are at the same step, as in the mode `sync`, the rest is dealt to `num_trainers`. The global batches
+    are then the same for any number of ranks. Otherwise the parts are those of the checkpoint.
     """
     ranges = [(part, start, stop) for part, start, stop in plain["ranges"]]
     bounds = {(start, stop) for _, start, stop in ranges}

@@ -13,11 +13,11 @@ from spark_dl.spec import ModelSpec
 
 
 class FlatModel:
-    """A model whose trainable parameters, and their gradients, are views of two flat vectors, float32, on its device.
+    """A model whose trainable parameters and their gradients are views of two flat float32 vectors on its device.
 
-    A server's block is a range of elements, whatever parameters it cuts through. A parameter that a mini-batch does not
-    use has gradient 0. Raises ValueError for a model without trainable parameters, or with fewer elements than servers,
-    and for parameters that are not float32.
+    A server's block is a range of elements, and may cut through parameters. A parameter that a mini-batch does not use
+    has gradient 0. Raises ValueError for a model without trainable parameters, or with fewer elements than servers, and
+    for parameters that are not float32.
     """
 
     def __init__(self, spec: ModelSpec, device: torch.device, num_servers: int):
@@ -42,20 +42,20 @@ class FlatModel:
         if size < num_servers:
             raise ValueError(f"parallel.num_servers: expected at most {size}, the model's weights, found {num_servers}")
         self.blocks = [slice(s * size // num_servers, (s + 1) * size // num_servers) for s in range(num_servers)]
-        """Elements of each server."""
+        """Range of elements of each server."""
 
     def name_of(self, element: int) -> str:
-        """The parameter that an element of the weights belongs to."""
+        """Returns the name of the parameter that contains an element of the weights."""
         return self._names[bisect.bisect_right(self._ends, element)]
 
     def broadcast_from_rank0(self) -> None:
-        """Rank 0's model on every rank, as `spec.build` may draw from a generator that nobody seeds. Collective."""
+        """Copies rank 0's model to every rank, as `spec.build` may use a generator that is not seeded. Collective."""
         frozen = (p.detach() for p in self.model.parameters() if not p.requires_grad)
         for tensor in (self.weights, *frozen, *self.model.buffers()):
             _broadcast(tensor, 0)
 
     def bring_together(self, first_server: int) -> None:
-        """Each server's block and rank 0's buffers, such as those of BatchNorm, on every rank. Collective."""
+        """Copies each server's block, and rank 0's buffers, such as BatchNorm's, to every rank. Collective."""
         for server, block in enumerate(self.blocks):
             _broadcast(self.weights[block], first_server + server)
         for buffer in self.model.buffers():

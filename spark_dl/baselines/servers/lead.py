@@ -1,4 +1,4 @@
-"""The first server: decides by the rules of the mode, tells the other servers, and sees to it that trainers answer."""
+"""The first server: applies the rules of the mode, sends orders to the other servers, and checks trainers' answers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from spark_dl.baselines.servers.wire import Message
 from spark_dl.config import Config
 
 OnUpdate = Callable[[Sequence[Gradient], Sequence[Mapping[str, Any]]], str | None]
-"""(the gradients of an update that was made, what their trainers said with each) -> why to pause, or None."""
+"""(gradients of an update, the head of each gradient's message) -> the reason to pause, or None."""
 
 
 class LeadServer:
-    """The first server's work. `followers` are the ranks of the other servers; `first_step` are the updates of the run
-    before the coordinator's."""
+    """The work of the first server. `followers` are the ranks of the other servers. `first_step` is the number of
+    updates in the run before the coordinator's first."""
 
     def __init__(
         self, server: Server, coordinator: Coordinator, followers: range, config: Config, *, first_step: int = 0
@@ -30,54 +30,54 @@ class LeadServer:
         self._server, self._wire, self._coordinator, self._followers = server, server.wire, coordinator, followers
         self._timeout_s = config.launch.collective_timeout_s
         self._by_staleness = settings_of(config).staleness_lr
-        self._said: dict[Key, Mapping[str, Any]] = {}  # with the gradients that are in no update yet
-        self._owed: dict[int, int] = {}  # the number of each trainer's last assignment
-        self._owed_since: dict[int, float] = {}
-        self._reassured_at = time.monotonic()
-        self._held: deque[Message] = deque()  # what came while trainers went to pause
+        self._heads: dict[Key, Mapping[str, Any]] = {}  # heads of the gradients that are not in an update yet
+        self._assigned: dict[int, int] = {}  # trainer -> number of its last assignment
+        self._unanswered_since: dict[int, float] = {}
+        self._keepalive_at = time.monotonic()
+        self._backlog: deque[Message] = deque()  # messages that arrived while trainers paused
 
     def run(self, deal: MiniBatchQueue, epoch: int, on_update: OnUpdate) -> str:
-        """Has the trainers work on what is left of an epoch. Returns why it ended: "epoch", or what `on_update` said.
+        """Runs the rest of an epoch. Returns the reason why it ended: "epoch", or the result of `on_update`.
 
-        Raises RuntimeError that names the rank and host of a trainer that goes, or does not answer in time.
+        Raises RuntimeError with the rank and host of a trainer that is lost, or does not answer in time.
         """
-        self._owed_since.clear()
+        self._unanswered_since.clear()
         self._give(self._coordinator.begin(deal), deal, epoch)
         while not self._coordinator.is_done:
-            message = self._held.popleft() if self._held else self._wire.receive(self._patience_s())
+            message = self._backlog.popleft() if self._backlog else self._wire.receive(self._wait_s())
             if message is not None:
-                self._hear(message)
+                self._note_answer(message)
                 if message.head["kind"] == "gradient" and (why := self._use(message, deal, epoch, on_update)):
                     return why
             self._check_answers()
-            self._reassure()
+            self._send_keepalives()
         return "epoch"
 
-    def pause(self, told: Mapping[str, Any]) -> None:
-        """Tells all ranks to pause, and waits until the trainers do."""
+    def pause(self, state: Mapping[str, Any]) -> None:
+        """Sends all ranks the order to pause, with `state`. Waits until the trainers have paused."""
         for trainer in range(self._coordinator.num_trainers):
-            self._wire.send(trainer, {**told, "kind": "pause"}, replaceable=True)
-        self._order("pause", **told)
+            self._wire.send(trainer, {**state, "kind": "pause"}, replaceable=True)
+        self._order("pause", **state)
         self._wire.drain(self._timeout_s)
-        self._held += self._server.wait_for_pause(self._coordinator.num_trainers, self._timeout_s)
+        self._backlog += self._server.wait_for_pause(self._coordinator.num_trainers, self._timeout_s)
 
     def _use(self, message: Message, deal: MiniBatchQueue, epoch: int, on_update: OnUpdate) -> str | None:
-        """Puts a gradient to use, or drops it; why to pause, or None."""
+        """Uses or drops a gradient. Returns the reason to pause, or None."""
         key = (message.rank, message.head["number"])
         self._server.keep(message)
-        self._said[key] = message.head
+        self._heads[key] = message.head
         outcome = self._coordinator.push(*key, message.head["rows"])
         if outcome.dropped:
             self._order("drop", dropped=outcome.dropped)
             self._server.drop(outcome.dropped)
             for dropped in outcome.dropped:
-                del self._said[dropped]
+                del self._heads[dropped]
         if outcome.used:
             used = [(g.trainer, g.number) for g in outcome.used]
             shares, lr_factor = shares_of(outcome.used, by_staleness=self._by_staleness)
             self._order("update", used=used, shares=shares, lr_factor=lr_factor)
             self._server.update(used, shares, lr_factor)
-            if why := on_update(outcome.used, [self._said.pop(key) for key in used]):
+            if why := on_update(outcome.used, [self._heads.pop(key) for key in used]):
                 self._coordinator.stop(outcome.assignments)
                 return why
         self._give(outcome.assignments, deal, epoch)
@@ -94,35 +94,35 @@ class LeadServer:
             }  # fmt: skip
             body = self._server.snapshot() if a.sends_weights else None
             self._wire.send(a.trainer, head, body, replaceable=True)
-            self._owed[a.trainer] = a.number
-            self._owed_since.setdefault(a.trainer, time.monotonic())
+            self._assigned[a.trainer] = a.number
+            self._unanswered_since.setdefault(a.trainer, time.monotonic())
 
     def _order(self, kind: str, **order: Any) -> None:
         for follower in self._followers:
             self._wire.send(follower, {"kind": kind, **order})
 
-    def _hear(self, message: Message) -> None:
-        if message.head["number"] == self._owed[message.rank]:
-            self._owed_since.pop(message.rank, None)
-        else:  # an answer to an earlier assignment; it may just have got the newest one
-            self._owed_since[message.rank] = time.monotonic()
+    def _note_answer(self, message: Message) -> None:
+        if message.head["number"] == self._assigned[message.rank]:
+            self._unanswered_since.pop(message.rank, None)
+        else:  # it answers an earlier assignment, and may just have received the newest one
+            self._unanswered_since[message.rank] = time.monotonic()
 
-    def _patience_s(self) -> float:
-        """Until somebody is late, or is to be reassured."""
-        oldest = min(self._owed_since.values(), default=time.monotonic())
-        return max(0.0, min(oldest + self._timeout_s, self._reassured_at + self._timeout_s / 2) - time.monotonic())
+    def _wait_s(self) -> float:
+        """Returns the seconds until an answer is late or a keepalive is due."""
+        oldest = min(self._unanswered_since.values(), default=time.monotonic())
+        return max(0.0, min(oldest + self._timeout_s, self._keepalive_at + self._timeout_s / 2) - time.monotonic())
 
-    def _reassure(self) -> None:
-        """Lets trainers that have nothing to do know that others have, so that they do not give up on this server."""
-        if time.monotonic() - self._reassured_at < self._timeout_s / 2:
+    def _send_keepalives(self) -> None:
+        """Sends idle trainers a keepalive, so that they do not time out while they wait for this server."""
+        if time.monotonic() - self._keepalive_at < self._timeout_s / 2:
             return
-        self._reassured_at = time.monotonic()
+        self._keepalive_at = time.monotonic()
         for trainer in range(self._coordinator.num_trainers):
-            if trainer not in self._owed_since:
-                self._wire.send(trainer, {"kind": "wait", "number": self._owed.get(trainer, 0)}, replaceable=True)
+            if trainer not in self._unanswered_since:
+                self._wire.send(trainer, {"kind": "wait", "number": self._assigned.get(trainer, 0)}, replaceable=True)
 
     def _check_answers(self) -> None:
-        late = [r for r, since in self._owed_since.items() if time.monotonic() - since > self._timeout_s]
+        late = [r for r, since in self._unanswered_since.items() if time.monotonic() - since > self._timeout_s]
         if late:
             named = ", ".join(f"rank {rank} on host {self._wire.host_of(rank)}" for rank in sorted(late))
             raise RuntimeError(

@@ -1,22 +1,22 @@
-"""Parameter servers: a loop on ranks, in the place of `loop.train`. The last ranks are servers, the others train.
+"""Parameter servers: a loop on ranks, instead of `loop.train`. The last ranks are servers, the other ranks train.
 
-    trainer        servers/trainer.py   weights and a mini-batch come, a gradient goes
-    server         servers/server.py    gradients come, a step of its block of the weights, weights go
-    first server   servers/lead.py      also decides which gradients make an update, and who computes what
+    trainer        servers/trainer.py   receives weights and a mini-batch, sends a gradient
+    server         servers/server.py    receives gradients, updates its block of the weights, sends weights
+    first server   servers/lead.py      also decides which gradients make an update, and assigns mini-batches
                    servers/rules.py     the six modes of Dutta et al. 2018
                    servers/deal.py      the mini-batches of an epoch
 
-At the end of an epoch, and for a checkpoint, the first server has all ranks pause. They bring the weights together and
-do what `loop.Training` does for every strategy: validate, save, decide whether to stop. What is under way when a
-checkpoint is due is computed anew after it, so that a run that is resumed has lost and repeated no row.
+At the end of an epoch, and for a checkpoint, the first server pauses all ranks. They synchronize the weights and do
+what `loop.Training` does for every strategy: validate, save, decide whether to stop. Computations that a checkpoint
+interrupts are repeated after it, so a resumed run neither loses nor repeats a row.
 
-A step is one update at the servers. In the mode `sync` it uses the global batch of that step, and the weights are
-those of DDP. In the others an epoch has about (steps of DDP) x (trainers) / K of them. A mini-batch is one trainer's
-part of a global batch.
+A step is one update at the servers. In the mode `sync` it uses the global batch of that step, and the weights are the
+same as with DDP. In the other modes an epoch has about (steps of DDP) x (trainers) / K updates. A mini-batch is one
+trainer's part of a global batch.
 
-With each update a trainer sends a gradient and gets the weights: with W trainers and weights of N bytes, 2NW pass
-through the servers together, uncompressed (the parameter server of Li et al. 2014, Scaling Distributed Machine Learning
-with the Parameter Server, OSDI). Buffers, such as the statistics of BatchNorm, are those of rank 0.
+For each update a trainer sends a gradient and receives the weights. With W trainers and weights of N bytes, the servers
+together send and receive 2NW bytes, uncompressed (the parameter server of Li et al. 2014, Scaling Distributed Machine
+Learning with the Parameter Server, OSDI). Buffers, such as the statistics of BatchNorm, are those of rank 0.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ from spark_dl.world import World
 
 
 def train(run: Run, world: World) -> dict[str, Any]:
-    """Trains as one rank, a trainer or a server. Collective; every rank returns the same.
+    """Trains as one rank, a trainer or a server. Collective. Returns the same on every rank.
 
-    That is what `loop.train` returns, and `staleness`: `mean`, `max` and `counts` of the staleness of the gradients
-    that were used, and how many computations were `discarded`, because they were cancelled or too old.
-    A trainer that finds NaN or Inf in its gradient, or a server in its weights, fails before it sends them.
-    Raises as `loop.train` does, and RuntimeError that names the rank and host of a server or trainer that is gone, or
-    that is silent for `launch.collective_timeout_s`; half of it for weights that are due, twice for the first server,
-    which waits itself for others.
+    Returns the result of `loop.train` with `staleness`: `mean`, `max` and `counts` of the used gradients' staleness,
+    and the number of `discarded` computations, which were cancelled or too old.
+    A trainer with NaN or Inf in its gradient, or a server with NaN or Inf in its weights, fails before it sends them.
+    Raises as `loop.train` does. Raises RuntimeError with the rank and host of a server or trainer that was lost, or
+    sent nothing for `launch.collective_timeout_s`. The limit is half of that for weights, and twice that for the first
+    server, which itself waits for trainers.
     """
     roles = Roles(world.rank, world.world_size, run.config.parallel.servers)
     seed_generators(run.config.train.seed)  # the same weights on all ranks
@@ -71,13 +71,13 @@ def train(run: Run, world: World) -> dict[str, Any]:
 
 
 @dataclass
-class _Standing:
-    """What the first server knows of a run, beside its progress. All ranks are told when they pause."""
+class _ServerState:
+    """State of the first server, without the progress. All ranks receive it at a pause."""
 
     deal: dict[str, Any] | None = None
-    """What is left of the epoch; None between epochs."""
+    """Unused mini-batches of the epoch; None between epochs."""
     staleness: dict[str, int] = field(default_factory=dict)
-    """How many gradients were used, by their staleness."""
+    """Number of used gradients by staleness."""
     discarded: int = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -88,7 +88,7 @@ class _Standing:
             setattr(self, name, value)
 
     def summary(self) -> dict[str, Any]:
-        """The staleness of a run, as its result says it."""
+        """Returns the `staleness` of a run's result."""
         counts = {int(staleness): count for staleness, count in self.staleness.items()}
         gradients = sum(counts.values())
         mean = sum(staleness * count for staleness, count in counts.items()) / gradients if gradients else 0.0
@@ -96,28 +96,28 @@ class _Standing:
 
 
 _COUNTS = ("step", "global_step", "rows", "epoch_rows", "loss_sum")
-"""What of the progress a pause does not count on all ranks alike."""
+"""Fields of the progress that only the first server knows before a pause."""
 
 
 class _ServedTraining:
-    """The training of one rank, with an epoch whose steps the servers make."""
+    """The training of one rank, with epochs whose steps are updates at the servers."""
 
     def __init__(self, run: Run, world: World, roles: Roles, flat: FlatModel, wire: Transport):
-        self.roles, self.flat, self.standing = roles, flat, _Standing()
+        self.roles, self.flat, self.server_state = roles, flat, _ServerState()
         self.batches = MiniBatches(run, roles, pin=world.device.type == "cuda")
-        self.own = flat.weights[flat.blocks[roles.block] if roles.is_server else slice(0)]
-        self.block = Block(self.own, run.config, world.world_size)
+        self.own_weights = flat.weights[flat.blocks[roles.block] if roles.is_server else slice(0)]
+        self.block = Block(self.own_weights, run.config, world.world_size)
         loader = self.batches.loader_of(world.rank)
         self.rules = rules_of(settings_of(run.config), len(roles.trainers))
         self.training = Training(
             run, world, self._trainable(run), loader, log_rank=roles.first, check_steps=False,
-            # Where every update has K gradients; the last ones of an epoch may have fewer.
+            # If every update has K gradients. The last ones of an epoch may have fewer.
             steps_per_epoch=math.ceil(loader.plan.steps * len(roles.trainers) / self.rules.k),
         )  # fmt: skip
         self.pending_staleness: list[int] = []
         self._deal: MiniBatchQueue | None = None
         if roles.is_server:
-            self.block.place(self.own)  # a checkpoint's, where there is one
+            self.block.place(self.own_weights)  # may be loaded from a checkpoint
             self._server = Server(wire, self._update, self.block.snapshot)
         else:
             self._trainer = Trainer(run.spec, run.config, flat, wire, roles.servers, world.rank)
@@ -125,8 +125,8 @@ class _ServedTraining:
             self._coordinator = Coordinator(
                 self.rules,
                 len(roles.trainers),
-                staleness=Counter({int(s): count for s, count in self.standing.staleness.items()}),
-                discarded=self.standing.discarded,
+                staleness=Counter({int(s): count for s, count in self.server_state.staleness.items()}),
+                discarded=self.server_state.discarded,
             )
             self._lead = LeadServer(
                 self._server, self._coordinator, roles.servers[1:], run.config,
@@ -134,9 +134,9 @@ class _ServedTraining:
             )  # fmt: skip
 
     def run(self) -> dict[str, Any]:
-        """As `Training.run`, with the staleness of the gradients."""
+        """Calls `Training.run`. Adds the staleness of the gradients to its result."""
         try:
-            return {**self.training.run(self._train_epoch), "staleness": self.standing.summary()}
+            return {**self.training.run(self._train_epoch), "staleness": self.server_state.summary()}
         finally:
             self.batches.close()
 
@@ -147,29 +147,29 @@ class _ServedTraining:
             forward_backward=lambda batches, rows: add_gradient(run.spec, self.flat, batches, rows, run.config),
             clip_grad_norm=self.block.clip_grad_norm,
             step=self.block.optimizer.step,
-            extra_state={"servers": self.standing},
+            extra_state={"servers": self.server_state},
             rank_state={"block": OptimizerState(self.block.optimizer)} if self.roles.is_server else {},
-            # On another number of ranks the server of the same block.
+            # With another number of ranks, the server of the same block.
             saved_rank=lambda ranks: ranks - len(self.roles.servers) + self.roles.block,
             sync_weights=self._sync_weights,
         )
 
     def _sync_weights(self) -> None:
         if self.roles.is_server:
-            self.own.copy_(self.block.weights.detach())
+            self.own_weights.copy_(self.block.weights.detach())
         self.flat.bring_together(self.roles.first)
 
     def _train_epoch(self) -> bool:
         self.training.timer.reset()
         while True:
-            told = self._work_until_pause()
-            self._catch_up(told)
-            if told["why"] != "checkpoint":
-                return bool(told["why"] == "epoch")
+            pause = self._work_until_pause()
+            self._catch_up(pause)
+            if pause["why"] != "checkpoint":
+                return bool(pause["why"] == "epoch")
             self.training.save()
 
     def _work_until_pause(self) -> dict[str, Any]:
-        """What the first server says when it has all ranks pause."""
+        """Works until the next pause. Returns the first server's order to pause."""
         if not self.roles.is_server:
             return self._trainer.work(self.batches)
         if self.roles.rank != self.roles.first:
@@ -179,40 +179,40 @@ class _ServedTraining:
         why = self._lead.run(deal, self.training.progress.epoch, self._on_update)
         if self.training.pending_rows:
             self._write_updates()
-        self._deal, self.standing.deal = (None, None) if why == "epoch" else (deal, deal.to_plain())
+        self._deal, self.server_state.deal = (None, None) if why == "epoch" else (deal, deal.to_plain())
         counts = self._coordinator.staleness
-        self.standing.staleness = {str(staleness): counts[staleness] for staleness in sorted(counts)}
-        self.standing.discarded = self._coordinator.discarded
+        self.server_state.staleness = {str(staleness): counts[staleness] for staleness in sorted(counts)}
+        self.server_state.discarded = self._coordinator.discarded
         progress = {name: getattr(self.training.progress, name) for name in _COUNTS}
-        told = {"why": why, "progress": progress, "standing": self.standing.state_dict()}
-        self._lead.pause(told)
-        return told
+        pause = {"why": why, "progress": progress, "server_state": self.server_state.state_dict()}
+        self._lead.pause(pause)
+        return pause
 
     def _deal_of_epoch(self) -> MiniBatchQueue:
-        """What is left of the epoch: all of it, or what a pause or a checkpoint left."""
+        """Returns the unused mini-batches: of the whole epoch, or after a pause or a checkpoint."""
         num_trainers = len(self.roles.trainers)
         if self._deal is not None:
             return self._deal
-        if self.standing.deal is not None:
-            return deal_again(self.standing.deal, num_trainers)
+        if self.server_state.deal is not None:
+            return deal_again(self.server_state.deal, num_trainers)
         return MiniBatchQueue.whole(num_trainers, self.training.loader.plan.steps)
 
-    def _catch_up(self, told: Mapping[str, Any]) -> None:
-        """Every rank knows what the first server knows, and its schedule is as far as that of the servers."""
+    def _catch_up(self, pause: Mapping[str, Any]) -> None:
+        """Brings this rank's progress, schedule and server state up to those of the first server."""
         progress = self.training.progress
-        for _ in range(told["progress"]["global_step"] - progress.global_step):
-            self.block.optimizer.step()  # of no weights: a scheduler wants to see it
+        for _ in range(pause["progress"]["global_step"] - progress.global_step):
+            self.block.optimizer.step()  # without weights; PyTorch's schedulers expect the call
             self.training.schedule.end_step()
-        for name, count in told["progress"].items():
+        for name, count in pause["progress"].items():
             setattr(progress, name, count)
-        self.standing.load_state_dict(told["standing"])
+        self.server_state.load_state_dict(pause["server_state"])
 
     def _update(self, gradients: Sequence[Numbers], shares: Sequence[float], lr_factor: float) -> None:
-        """One step of this server's block."""
+        """Updates this server's block."""
         training, progress = self.training, self.training.progress
         with training.schedule.warm(progress.global_step) as training.lr:
             self.block.update(gradients, shares, lr_factor, training.config.train.clip_grad_norm)
-        if not is_finite(self.block.weights):  # and no trainer gets any of it
+        if not is_finite(self.block.weights):  # before any trainer receives these weights
             bad = int((~torch.isfinite(self.block.weights)).nonzero()[0])
             name = self.flat.name_of(self.flat.blocks[self.roles.block].start + bad)
             raise NotFiniteError(Finding(progress.global_step + 1, WEIGHT, self.roles.rank, name))
@@ -220,24 +220,24 @@ class _ServedTraining:
         progress.step += 1
         progress.global_step += 1
 
-    def _on_update(self, gradients: Sequence[Gradient], said: Sequence[Mapping[str, Any]]) -> str | None:
-        """Counts an update, on the first server; why all are to pause, or None."""
+    def _on_update(self, gradients: Sequence[Gradient], heads: Sequence[Mapping[str, Any]]) -> str | None:
+        """Counts an update, on the first server. Returns the reason to pause, or None."""
         training, rows = self.training, sum(g.rows for g in gradients)
         progress, config = training.progress, training.config
-        training.pending += sum(head["loss"] for head in said)
+        training.pending += sum(head["loss"] for head in heads)
         training.pending_rows += rows
         progress.epoch_rows += rows
         progress.rows += rows
         training.timer.rows += rows
         self.pending_staleness += [g.staleness for g in gradients if g.rows]
-        training.timer.data_s += sum(head["data_s"] for head in said) / len(self.roles.trainers)
+        training.timer.data_s += sum(head["data_s"] for head in heads) / len(self.roles.trainers)
         if progress.global_step % config.train.log_every == 0:
             self._write_updates()
         every = config.checkpoint.every_steps
         if self._coordinator.is_done:
             return "epoch"
         if progress.epoch_rows == training.loader.plan.rows:
-            return None  # the mini-batches that are left have no true row, and end the epoch without an update
+            return None  # the remaining mini-batches have no true row, and end the epoch without an update
         if training.is_over():
             return "over"
         return "checkpoint" if every and progress.global_step % every == 0 else None

@@ -1,4 +1,4 @@
-"""The rows of the mini-batches that a trainer is given: mostly one after another, of its own part."""
+"""Reads the rows of a trainer's mini-batches, which are mostly consecutive steps of its part."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from spark_dl.spec import Batch, Run
 
 
 class MiniBatches:
-    """Reads them with one loader at a time, so that the memory is that of one."""
+    """The mini-batches of a trainer. Only one loader is open at a time, to limit memory."""
 
     def __init__(self, run: Run, roles: Roles, *, pin: bool):
         self._roles = roles
         self._build = functools.partial(build_train_loader, run.train, run.spec, run.config, pin=pin)
         self._loader: BatchLoader
-        self._part: tuple[int, int] | None = None  # and how many there are: of the loader
+        self._part: tuple[int, int] | None = None  # part and number of parts of the loader
         self._steps: Any = None  # a generator
         self._at: tuple[int, int] | None = None  # epoch and step of the last mini-batch
         self._last: Sequence[Batch] = ()
 
     def loader_of(self, rank: int) -> BatchLoader:
-        """A loader that is not read, for its plan and columns. A server has no part of its own."""
+        """Returns a loader for its plan and columns, not to be read. A server gets the last trainer's."""
         trainers = self._roles.trainers
         return self._build(rank=min(rank, trainers[-1]), world_size=len(trainers))
 
     def read(self, epoch: int, num_parts: int, part: int, step: int) -> Sequence[Batch]:
-        """The micro-batches of a mini-batch. One that is asked for again is there already."""
+        """Returns the micro-batches of a mini-batch. The last one is kept, for a second call."""
         if self._part != (part, num_parts):
             self.close()
             self._loader, self._part = self._build(rank=part, world_size=num_parts), (part, num_parts)
@@ -41,7 +41,7 @@ class MiniBatches:
         return self._last
 
     def close(self) -> None:
-        """Ends reading ahead."""
+        """Stops reading ahead."""
         self._stop_reading()
         self._part = self._at = None
 

@@ -1,4 +1,4 @@
-"""Which ranks are servers and which train, and who connects with whom."""
+"""Roles of the ranks, servers or trainers, and the connections between them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from spark_dl.world import World
 
 @dataclass(frozen=True)
 class Roles:
-    """Which ranks are what. Raises ValueError if no rank is left to train."""
+    """The roles of all ranks. Raises ValueError if no rank is left to train."""
 
     rank: int
     world_size: int
@@ -21,8 +21,8 @@ class Roles:
     def __post_init__(self) -> None:
         if self.num_servers >= self.world_size:
             raise ValueError(
-                f"parallel.num_servers: expected fewer than the {self.world_size} ranks that were started, so that "
-                f"some train, found {self.num_servers}"
+                f"parallel.num_servers: found {self.num_servers}, expected fewer than the {self.world_size} ranks that "
+                "were started; set it lower, or start more ranks"
             )
 
     @property
@@ -35,7 +35,7 @@ class Roles:
 
     @property
     def first(self) -> int:
-        """The first server, which decides."""
+        """Rank of the first server, which decides for all servers."""
         return self.servers[0]
 
     @property
@@ -44,14 +44,14 @@ class Roles:
 
     @property
     def block(self) -> int:
-        """The number of a server's block."""
+        """Number of this server's block."""
         return self.rank - self.first
 
 
 def connect_all(world: World, roles: Roles, config: Config, most_numbers: int) -> Transport:
-    """Connects every trainer with every server, and these with the first of them. Collective.
+    """Connects every trainer with every server, and every other server with the first one. Collective.
 
-    `most_numbers` is the length of the longest block. Raises RuntimeError if ranks do not come in time.
+    `most_numbers` is the length of the longest block. Raises RuntimeError if a rank does not connect in time.
     """
 
     def name(rank: int) -> str:

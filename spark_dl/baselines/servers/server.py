@@ -1,8 +1,8 @@
-"""What a server rank does between two pauses. The first server decides (`lead.py`); the others do what it says.
+"""The work of a server between two pauses. The first server decides (`lead.py`); the other servers follow its orders.
 
-All servers see all gradients, each its own block of them, and must put the same ones into the same updates, or the
-weights that a trainer gets would be of no one moment. So the first server alone counts gradients, and sends the others
-orders: which gradients make an update, which are dropped, and who is given weights. They carry them out one by one.
+Every server receives its block of every gradient. All servers must use the same gradients in the same updates, or a
+trainer would get blocks of different versions. So only the first server counts gradients. It sends orders to the other
+servers: which gradients make an update, which are dropped, and who gets weights. They execute the orders one by one.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from spark_dl.baselines.servers.wire import Message, Numbers, Transport
 Key = tuple[int, int]
 """A trainer and the number of its computation."""
 Update = Callable[[Sequence[Numbers], Sequence[float], float], None]
-"""(gradients, the share of each, factor of the learning rate): one step of this server's block."""
+"""(gradients, their shares, factor of the learning rate): updates this server's block."""
 
 
 class Server:
-    """The gradients of a block that have come, and the connections to trainers and other servers."""
+    """Received gradients of a server's block, and its connections to trainers and other servers."""
 
     def __init__(self, wire: Transport, update: Update, snapshot: Callable[[], Numbers]):
         self.wire, self.snapshot = wire, snapshot
         self.orders: deque[Mapping[str, Any]] = deque()
-        """Of the first server, not carried out yet: some may come before the pause that ends an epoch."""
+        """Orders of the first server that are not executed yet. Some may arrive before the pause that ends an epoch."""
         self._update = update
         self._gradients: dict[Key, Numbers] = {}
         self._unwanted: set[Key] = set()
 
     def keep(self, message: Message) -> None:
-        """Keeps a gradient until it is said what becomes of it."""
+        """Keeps a gradient until it is used or dropped."""
         key = (message.rank, message.head["number"])
         assert message.body is not None
         if key in self._unwanted:
@@ -41,10 +41,10 @@ class Server:
             self._gradients[key] = message.body
 
     def wait_for_pause(self, trainers: int, timeout_s: float) -> list[Message]:
-        """Takes what trainers have sent up to their word that they pause; returns it, without that word.
+        """Receives messages until every trainer has sent 'pausing'. Returns all other messages.
 
-        So a gradient that the other servers have used, and that has come here in part, comes whole. Raises RuntimeError
-        that names who goes, or who says nothing for too long.
+        So a gradient that other servers have already used arrives completely. Raises RuntimeError with the rank and
+        host of a trainer that is lost, or sends nothing for too long.
         """
         found, pausing = [], set[int]()
         while len(pausing) < trainers:
@@ -52,8 +52,8 @@ class Server:
             if message is None:
                 late = [f"rank {r} on host {self.wire.host_of(r)}" for r in range(trainers) if r not in pausing]
                 raise RuntimeError(
-                    f"no word from {', '.join(late)} for {timeout_s:g} s (launch.collective_timeout_s): a process or "
-                    "its network hangs, or a mini-batch takes longer than that"
+                    f"no message from {', '.join(late)} for {timeout_s:g} s (launch.collective_timeout_s): a process "
+                    "or its network hangs, or a mini-batch takes longer than that"
                 )
             if message.head["kind"] == "pausing":
                 pausing.add(message.rank)
@@ -62,11 +62,11 @@ class Server:
         return found
 
     def has(self, keys: Sequence[Key]) -> bool:
-        """Whether these gradients have come."""
+        """Returns whether these gradients have arrived."""
         return all(tuple(key) in self._gradients for key in keys)
 
     def drop(self, keys: Sequence[Key]) -> None:
-        """These gradients are in no update. They may be on their way still."""
+        """Drops gradients, including those that have not arrived yet."""
         for trainer, number in keys:
             if (trainer, number) in self._gradients:
                 self.wire.give_back(self._gradients.pop((trainer, number)))
@@ -74,7 +74,7 @@ class Server:
                 self._unwanted.add((trainer, number))
 
     def update(self, keys: Sequence[Key], shares: Sequence[float], lr_factor: float) -> None:
-        """One step of the block, with these gradients."""
+        """Updates the block with these gradients."""
         gradients = [self._gradients.pop((trainer, number)) for trainer, number in keys]
         self._update(gradients, shares, lr_factor)
         for gradient in gradients:
@@ -82,17 +82,17 @@ class Server:
 
 
 def follow(server: Server, first: int, trainers: int, timeout_s: float) -> dict[str, Any]:
-    """Carries out the orders of the first server, up to one to pause, which is returned. Called on the other servers.
+    """Executes the first server's orders until an order to pause. Returns that order. Called on the other servers.
 
-    Raises RuntimeError if a rank goes, or nothing comes for twice `timeout_s`: the first server waits for half as long,
-    and knows better whom for.
+    Raises RuntimeError if a rank is lost, or no message arrives for twice `timeout_s`. The first server waits half as
+    long, as its error names the rank that is late.
     """
     orders, pausing = server.orders, 0
     while True:
         while orders and server.has(orders[0].get("used", ())):
             if orders[0]["kind"] != "pause":
-                _carry_out(server, orders.popleft())
-            elif pausing == trainers:  # what is not sent yet stays so: a trainer that pauses does not read it
+                _execute(server, orders.popleft())
+            elif pausing == trainers:  # unsent weights stay unsent, as a pausing trainer does not read them
                 return dict(orders.popleft())
             else:
                 break
@@ -100,18 +100,18 @@ def follow(server: Server, first: int, trainers: int, timeout_s: float) -> dict[
         if message is None:
             host = server.wire.host_of(first)
             raise RuntimeError(
-                f"no word from rank {first} on host {host}, the first server, for {2 * timeout_s:g} s (twice "
+                f"no message from rank {first} on host {host}, the first server, for {2 * timeout_s:g} s (twice "
                 "launch.collective_timeout_s): its process or its network hangs"
             )
         if message.rank == first:
             orders.append(message.head)
-        elif message.head["kind"] == "pausing":  # what it has sent before has come whole
+        elif message.head["kind"] == "pausing":  # its earlier gradients have arrived completely
             pausing += 1
         else:
             server.keep(message)
 
 
-def _carry_out(server: Server, order: Mapping[str, Any]) -> None:
+def _execute(server: Server, order: Mapping[str, Any]) -> None:
     if order["kind"] == "update":
         server.update(order["used"], order["shares"], order["lr_factor"])
     elif order["kind"] == "drop":

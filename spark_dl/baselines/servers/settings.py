@@ -16,19 +16,19 @@ ServerMode = Literal["sync", "k_sync", "k_batch_sync", "async", "k_async", "k_ba
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterServer(Parallel):
-    """Parameter servers: the last ranks hold the weights, the others send gradients and receive weights."""
+    """Parameter servers: the last ranks store the weights; the other ranks send gradients and receive weights."""
 
     strategy: ClassVar[str] = "parameter_server"
     num_servers: int = 1
-    """How many of the ranks are parameter servers; the others train."""
+    """Number of ranks that are parameter servers; the other ranks train."""
     server_mode: ServerMode = "sync"
     """When the servers update the weights, as in Dutta et al. 2018."""
     server_k: int = 0
-    """Number of gradients that the servers wait for, in the modes with a K; 0 means the number of ranks that train."""
+    """Number of gradients that the servers wait for in the modes with a K; 0: the number of ranks that train."""
     max_staleness: int | None = None
-    """Maximum number of updates that a gradient may lag behind the weights. An older gradient is computed again."""
+    """Maximum number of updates between a gradient's weights and the current weights; an older one is recomputed."""
     staleness_lr: bool = False
-    """Divide the learning rate for a gradient by 1 plus the number of updates that it lags behind."""
+    """Divide the learning rate of a gradient by 1 + the number of updates since its weights."""
 
     def __post_init__(self) -> None:
         check_number(self, "num_servers", 1, whole=True)
@@ -40,13 +40,13 @@ class ParameterServer(Parallel):
         if self.server_k and self.server_mode in ("sync", "async"):
             raise ValueError(
                 f"parallel.server_k: only supported in the modes with a K, found {self.server_k} with "
-                f"parallel.server_mode={self.server_mode!r}"
+                f"parallel.server_mode={self.server_mode!r}; remove it, or choose another mode"
             )
         for name, given in (("max_staleness", self.max_staleness is not None), ("staleness_lr", self.staleness_lr)):
             if given and self.server_mode in ("sync", "k_sync", "k_batch_sync"):
                 raise ValueError(
                     f"parallel.{name}: only supported in the asynchronous modes; with parallel.server_mode="
-                    f"{self.server_mode!r} no gradient is ever behind the weights"
+                    f"{self.server_mode!r} no gradient is stale; remove it, or choose another mode"
                 )
 
     @property
@@ -55,6 +55,6 @@ class ParameterServer(Parallel):
 
 
 def settings_of(config: Config) -> ParameterServer:
-    """The settings of the strategy, where it is this one."""
+    """Returns `config.parallel`, which must be a `ParameterServer`."""
     assert isinstance(config.parallel, ParameterServer)
     return config.parallel

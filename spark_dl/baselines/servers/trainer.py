@@ -1,4 +1,4 @@
-"""What a rank that trains does between two pauses: gets weights and a mini-batch, computes a gradient, sends it."""
+"""The work of a trainer between two pauses: receive weights and a mini-batch, compute a gradient, send it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from spark_dl.training.finite import Finding, NotFiniteError, find_in_gradients,
 
 
 def add_gradient(spec: ModelSpec, flat: FlatModel, micro_batches: Sequence[Batch], rows: int, config: Config) -> Tensor:
-    """Adds the gradient of (the sum of losses) / rows to the flat gradients; returns the sum. Not collective."""
+    """Adds the gradient of (sum of losses) / rows to the flat gradients. Returns the sum. Not collective."""
     return add_gradients(
         spec, flat.model, micro_batches, config,
         device=flat.weights.device, scale=lambda losses: losses / max(1, rows),
@@ -28,108 +28,108 @@ def add_gradient(spec: ModelSpec, flat: FlatModel, micro_batches: Sequence[Batch
 
 
 class Trainer:
-    """A trainer's connections to the servers, its model, and what it was told last."""
+    """A trainer's connections to the servers, its model, and the last message of each server."""
 
     def __init__(self, spec: ModelSpec, config: Config, flat: FlatModel, wire: Transport, servers: range, rank: int):
         self._spec, self._config, self._flat, self._wire = spec, config, flat, wire
         self._servers, self._rank = servers, rank
         self._timeout_s = config.launch.collective_timeout_s
-        self._told: dict[int, Message] = {}  # the last message of each server
-        self._heard_at = 0.0  # when the last word of the first server came
+        self._latest: dict[int, Message] = {}  # the last message of each server
+        self._heard_at = 0.0  # time of the first server's last message
         self._computed = 0
         """Number of the last assignment that was computed or given up."""
         self._computations = 0
 
     def work(self, batches: MiniBatches) -> dict[str, Any]:
-        """Computes what the first server assigns, until it says to pause; returns what it said.
+        """Computes what the first server assigns, until its order to pause. Returns that order.
 
-        Raises RuntimeError that names the rank and host of a server that goes, or that says nothing for too long.
+        Raises RuntimeError with the rank and host of a server that is lost, or sends nothing for too long.
         """
         while True:
-            told = self._next_assignment()
-            if told["kind"] == "pause":
+            order = self._next_assignment()
+            if order["kind"] == "pause":
                 self._pause()
-                return told
-            self._load_weights(told)
-            self._computed = told["number"]
-            if not self._compute(told, batches):
-                self._wire.send(self._servers[0], {"kind": "gave_up", "number": told["number"]})
+                return order
+            self._load_weights(order)
+            self._computed = order["number"]
+            if not self._compute(order, batches):
+                self._wire.send(self._servers[0], {"kind": "gave_up", "number": order["number"]})
 
     def _pause(self) -> None:
-        """Tells the servers, once all gradients are on their way: one may have used its part of a gradient already."""
+        """Sends 'pausing' to the servers after all gradients, as a server may already have used its block of one."""
         for server in self._servers:
             self._wire.send(server, {"kind": "pausing"})
         self._wire.drain(self._timeout_s)
 
     def _next_assignment(self) -> dict[str, Any]:
-        """What the first server says next, once the weights that go with it have come from all servers."""
-        start, told, told_at = time.monotonic(), None, 0.0
+        """Returns the next order of the first server, once its weights have arrived from all servers."""
+        start, order, order_at = time.monotonic(), None, 0.0
         while True:
-            news = self._news()
-            if news is not None and news["kind"] == "pause":
-                del self._told[self._servers[0]]
-                return news
-            if news is not None and not (missing := self._missing(news)):
-                return news
-            if news is not told:
-                if told is not None:  # the first server is not to wait for an answer to what it has superseded
-                    self._wire.send(self._servers[0], {"kind": "gave_up", "number": told["number"]})
-                told, told_at = news, time.monotonic()
-            # Weights come at once, but for the first server's word it takes the other trainers, for whom it waits for
-            # up to the timeout, and says meanwhile that it is there. Whoever waits for what is directly at fault gives
-            # up first, and names it.
+            new = self._new_order()
+            if new is not None and new["kind"] == "pause":
+                del self._latest[self._servers[0]]
+                return new
+            if new is not None and not (missing := self._missing(new)):
+                return new
+            if new is not order:
+                if order is not None:  # the first server must not wait for an answer to a superseded order
+                    self._wire.send(self._servers[0], {"kind": "gave_up", "number": order["number"]})
+                order, order_at = new, time.monotonic()
+            # Weights arrive at once, so their limit is short. The next order may take longer: the first server waits
+            # for other trainers up to the timeout, and sends keepalives meanwhile. With these limits, the rank that
+            # waits directly for the failed one times out first, and names it.
             heard_at = max(start, self._heard_at)
-            since, limit_s = (heard_at, 2 * self._timeout_s) if told is None else (told_at, self._timeout_s / 2)
+            since, limit_s = (heard_at, 2 * self._timeout_s) if order is None else (order_at, self._timeout_s / 2)
             left = since + limit_s - time.monotonic()
             if left <= 0:
-                silent = [self._servers[0]] if told is None else missing
+                silent = [self._servers[0]] if order is None else missing
                 named = ", ".join(f"rank {rank} on host {self._wire.host_of(rank)}" for rank in silent)
                 raise RuntimeError(
-                    f"no word from {named}, a parameter server, for {limit_s:g} s ({limit_s / self._timeout_s:g} times "
-                    "launch.collective_timeout_s): its process or its network hangs, or other trainers take "
+                    f"no message from {named}, a parameter server, for {limit_s:g} s ({limit_s / self._timeout_s:g} "
+                    "times launch.collective_timeout_s): its process or its network hangs, or other trainers take "
                     "that long"
                 )
-            self._hear(left)
+            self._receive(left)
 
-    def _news(self) -> dict[str, Any] | None:
-        """What the first server said since the last assignment that was worked on."""
-        message = self._told.get(self._servers[0])
+    def _new_order(self) -> dict[str, Any] | None:
+        """Returns the first server's order if it is newer than the last computed one, or else None."""
+        message = self._latest.get(self._servers[0])
         is_new = message is not None and (message.head["kind"] == "pause" or message.head["number"] > self._computed)
         return message.head if message is not None and is_new else None
 
-    def _missing(self, told: dict[str, Any]) -> list[int]:
-        """The servers whose weights for an assignment have not come."""
-        if not told["sends_weights"]:
+    def _missing(self, order: dict[str, Any]) -> list[int]:
+        """Returns the servers whose weights for an assignment have not arrived."""
+        if not order["sends_weights"]:
             return []
-        return [s for s in self._servers if s not in self._told or self._told[s].head["number"] != told["number"]]
+        return [s for s in self._servers if s not in self._latest or self._latest[s].head["number"] != order["number"]]
 
-    def _hear(self, timeout_s: float) -> None:
-        """Takes the next message, if one comes in time; it is the only one of its server that counts."""
+    def _receive(self, timeout_s: float) -> None:
+        """Receives the next message, if one arrives in time. It replaces the last message of its server."""
         message = self._wire.receive(timeout_s)
         if message is not None:
-            before = self._told.get(message.rank)
+            before = self._latest.get(message.rank)
             self._wire.give_back(before.body if before is not None else None)
-            self._told[message.rank] = message
+            self._latest[message.rank] = message
             if message.rank == self._servers[0]:
                 self._heard_at = time.monotonic()
 
-    def _load_weights(self, told: dict[str, Any]) -> None:
-        if told["sends_weights"]:
+    def _load_weights(self, order: dict[str, Any]) -> None:
+        if order["sends_weights"]:
             for server, block in zip(self._servers, self._flat.blocks, strict=True):
-                body = self._told[server].body
+                body = self._latest[server].body
                 assert body is not None
                 self._flat.weights[block].copy_(torch.from_numpy(body))
 
-    def _compute(self, told: dict[str, Any], batches: MiniBatches) -> bool:
-        """Computes and sends a gradient; False if the first server said something newer in the meantime."""
+    def _compute(self, order: dict[str, Any], batches: MiniBatches) -> bool:
+        """Computes and sends a gradient. Returns False if a newer order arrived in the meantime."""
         delay = delay_s(self._config, self._rank, self._computations)
         self._computations += 1
         if self._is_superseded(delay):
             return False
         start = time.perf_counter()
-        micro_batches = batches.read(told["epoch"], told["num_parts"], told["part"], told["step"])
+        micro_batches = batches.read(order["epoch"], order["num_parts"], order["part"], order["step"])
         data_s = time.perf_counter() - start
-        self._wire.drain(self._timeout_s)  # of the gradient before this one, which has the same memory
+        self._wire.drain(self._timeout_s)  # the last gradient is sent from the same memory
         self._flat.gradients.zero_()
         rows = sum(int((batch["weight"] > 0).sum()) for batch in micro_batches)
         total = torch.zeros((), device=self._flat.weights.device)
@@ -139,30 +139,30 @@ class Trainer:
             total += add_gradient(self._spec, self._flat, [batch], rows, self._config)
         if self._is_superseded(0.0):
             return False
-        if (finding := self._find(total, told)) is not None:
-            raise NotFiniteError(finding)  # and no server gets any of it
-        said = {"kind": "gradient", "number": told["number"]}
+        if (finding := self._find(total, order)) is not None:
+            raise NotFiniteError(finding)  # before any server receives it
+        head = {"kind": "gradient", "number": order["number"]}
         gradients = self._flat.gradients.cpu().numpy()
         self._wire.send(
             self._servers[0],
-            {**said, "rows": rows, "loss": float(total), "data_s": data_s},
+            {**head, "rows": rows, "loss": float(total), "data_s": data_s},
             gradients[self._flat.blocks[0]],
         )
         for server, block in zip(self._servers[1:], self._flat.blocks[1:], strict=True):
-            self._wire.send(server, said, gradients[block])
+            self._wire.send(server, head, gradients[block])
         return True
 
-    def _find(self, total: Tensor, told: dict[str, Any]) -> Finding | None:
+    def _find(self, total: Tensor, order: dict[str, Any]) -> Finding | None:
         if is_finite(self._flat.gradients) and is_finite(total):
             return None
-        return find_in_gradients(self._flat.model, total, self._rank, told["global_step"])
+        return find_in_gradients(self._flat.model, total, self._rank, order["global_step"])
 
     def _is_superseded(self, wait_s: float) -> bool:
-        """Whether the first server has said something newer; waits for it for a time."""
+        """Returns whether the first server has sent a newer order. Waits up to `wait_s` for one."""
         end = time.monotonic() + wait_s
-        while self._news() is None:
+        while self._new_order() is None:
             left = end - time.monotonic()
-            self._hear(max(0.0, left))
+            self._receive(max(0.0, left))
             if left <= 0:
-                return self._news() is not None
+                return self._new_order() is not None
         return True

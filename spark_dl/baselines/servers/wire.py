@@ -1,12 +1,12 @@
-"""Messages between trainers and servers: plain TCP connections, each message a small JSON object and float32 numbers.
+"""Messages between trainers and servers over TCP: each message is a small JSON object and float32 numbers.
 
-Neither side ever blocks in a send: what a connection does not take at once waits in memory, and goes out while the
-sender waits for messages. So two that send to each other at the same time cannot stop each other, and a server takes
-parts of gradients from all trainers as they come. `torch.distributed` has no such receive: its `recv` from any rank
-waits for a message of one known size, cannot be given up, and closes the connection when it times out.
+A send never blocks. Data that the connection does not take at once stays in memory, and is sent while the sender waits
+for messages. So two ranks that send to each other cannot deadlock, and a server receives parts of gradients from all
+trainers as they arrive. `torch.distributed` does not offer this: its `recv` from any rank waits for a message of one
+known size, cannot be cancelled, and closes the connection when it times out.
 
-On the wire: the bytes of the JSON object (4 bytes) and of the numbers (8), then these. Nothing is encrypted, as in Gloo
-and NCCL.
+Wire format: the size of the JSON object (4 bytes), the size of the numbers (8 bytes), then both. Not encrypted, as with
+Gloo and NCCL.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MOST_JSON_BYTES = 1 << 20
 
 
 class Message(NamedTuple):
-    """What a rank sent."""
+    """A received message."""
 
     rank: int
     head: dict[str, Any]
@@ -46,7 +46,7 @@ class _Outgoing:
 
 @dataclass
 class _Incoming:
-    """A message of which a part has come: first its sizes, then the JSON object and the numbers."""
+    """A partly received message: first its sizes, then the JSON object and the numbers."""
 
     view: memoryview
     filled: int = 0
@@ -70,7 +70,7 @@ class _Peer:
 
 
 class Transport:
-    """The connections of a rank. `most_numbers` is the length of the longest body that it takes."""
+    """The connections of a rank. `most_numbers` is the maximum length of a received body."""
 
     def __init__(self, most_numbers: int):
         self._most_bytes = 4 * most_numbers
@@ -80,7 +80,7 @@ class Transport:
         self._spare: list[Numbers] = []
 
     def add(self, rank: int, host: str, sock: socket.socket) -> None:
-        """A connection to a rank, which is this object's from now on."""
+        """Adds a connection to a rank, and takes ownership of the socket."""
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setblocking(False)
         self._peers[rank] = _Peer(rank, host, sock)
@@ -92,31 +92,31 @@ class Transport:
     def send(
         self, rank: int, head: Mapping[str, Any], body: Numbers | None = None, *, replaceable: bool = False
     ) -> None:
-        """Sends a message, now or while this rank receives or drains. The body must stay as it is until then.
+        """Sends a message, now or during `receive` or `drain`. The body must not change until it is sent.
 
-        A replaceable message that has not begun to go out when the next replaceable one is sent is left out: only the
-        newest counts, and a rank that does not read takes up the memory of two.
+        A replaceable message is dropped if the next replaceable one is sent before its transfer has begun. Only the
+        newest counts, so a rank that does not read needs memory for two messages at most.
         """
         peer = self._peers[rank]
-        text = json.dumps(head).encode()
+        encoded = json.dumps(head).encode()
         data = memoryview(b"") if body is None else body.data.cast("B")
         if replaceable:
             peer.out = deque(o for o in peer.out if o.begun or not o.replaceable)
-        views = deque([memoryview(_SIZES.pack(len(text), len(data)) + text), *([data] if len(data) else [])])
+        views = deque([memoryview(_SIZES.pack(len(encoded), len(data)) + encoded), *([data] if len(data) else [])])
         peer.out.append(_Outgoing(views, replaceable))
         self._write(peer)
         self._watch(peer)
 
     def receive(self, timeout_s: float) -> Message | None:
-        """The next message, in the order in which they came; None if there is none within `timeout_s`.
+        """Returns the next message, in the order of arrival; None if none arrives within `timeout_s`.
 
-        Raises RuntimeError that names the rank and its host if a connection has ended.
+        Raises RuntimeError with the rank and its host if a connection has ended.
         """
         self._move(timeout_s, lambda: bool(self._inbox))
         return self._inbox.popleft() if self._inbox else None
 
     def drain(self, timeout_s: float) -> None:
-        """Waits until all that was sent is on its way. Raises RuntimeError that names who does not take it."""
+        """Waits until all messages are written to the connections. Raises RuntimeError if a rank does not read."""
         self._move(timeout_s, lambda: not any(p.out for p in self._peers.values()))
         slow = [f"rank {p.rank} on host {p.host}" for p in self._peers.values() if p.out]
         if slow:
@@ -126,18 +126,18 @@ class Transport:
             )
 
     def give_back(self, body: Numbers | None) -> None:
-        """The body of a message is not needed any more: its memory is used for another one."""
+        """Releases the body of a message, whose memory is used for later messages."""
         if body is not None:
             self._spare.append(body)
 
     def close(self) -> None:
-        """Ends all connections."""
+        """Closes all connections."""
         for peer in self._peers.values():
             peer.sock.close()
         self._selector.close()
 
     def _move(self, timeout_s: float, is_enough: Callable[[], bool]) -> None:
-        """Sends and receives until `is_enough()`, at most for `timeout_s`, but at least what is ready now."""
+        """Sends and receives until `is_enough()` or for `timeout_s`, but at least the data that is ready now."""
         end = time.monotonic() + timeout_s
         while not is_enough():
             left = end - time.monotonic()
@@ -172,7 +172,7 @@ class Transport:
             raise _lost(peer, error.strerror or str(error)) from error
 
     def _read(self, peer: _Peer) -> None:
-        """What has come from a peer, up to the end of a message."""
+        """Reads the available data of a peer, up to the end of a message."""
         while True:
             coming = peer.coming
             try:
@@ -188,16 +188,16 @@ class Transport:
                 return
 
     def _next_stage(self, peer: _Peer) -> bool:
-        """What is to come next, after a part has come to its end; whether that was the end of a message."""
+        """Prepares for the next part of a message after a complete one. Returns whether the message is complete."""
         coming = peer.coming
         if coming.stage == "sizes":
-            text_bytes, coming.body_bytes = _SIZES.unpack(coming.view)
-            if not 0 < text_bytes <= _MOST_JSON_BYTES or coming.body_bytes > self._most_bytes or coming.body_bytes % 4:
+            json_bytes, coming.body_bytes = _SIZES.unpack(coming.view)
+            if not 0 < json_bytes <= _MOST_JSON_BYTES or coming.body_bytes > self._most_bytes or coming.body_bytes % 4:
                 raise RuntimeError(
-                    f"rank {peer.rank} on host {peer.host} sent {text_bytes} + {coming.body_bytes} bytes, where at "
-                    f"most {_MOST_JSON_BYTES} + {self._most_bytes} are expected"
+                    f"rank {peer.rank} on host {peer.host} sent a message of {json_bytes} + {coming.body_bytes} bytes, "
+                    f"expected at most {_MOST_JSON_BYTES} + {self._most_bytes}"
                 )
-            coming.stage, coming.view, coming.filled = "json", memoryview(bytearray(text_bytes)), 0
+            coming.stage, coming.view, coming.filled = "json", memoryview(bytearray(json_bytes)), 0
             return False
         if coming.stage == "json":
             coming.head = json.loads(bytes(coming.view))
@@ -210,7 +210,7 @@ class Transport:
         return True
 
     def _memory(self, numbers: int) -> Numbers:
-        """Memory for a body: that of an earlier one, where there is some, as fresh memory costs as much as a copy."""
+        """Returns memory for a body, reused from an earlier one if possible, as new memory costs as much as a copy."""
         for i, spare in enumerate(self._spare):
             if len(spare) == numbers:
                 return self._spare.pop(i)
@@ -218,5 +218,5 @@ class Transport:
 
 
 def _lost(peer: _Peer, why: str) -> RuntimeError:
-    # The words of the system tell the driver that this error follows from another rank's end.
-    return RuntimeError(f"rank {peer.rank} on host {peer.host} has gone: {why}")
+    # From the system's words in `why` the driver sees that another rank's failure caused this error.
+    return RuntimeError(f"lost the connection to rank {peer.rank} on host {peer.host}: {why}")

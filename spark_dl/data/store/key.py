@@ -1,9 +1,9 @@
-"""The key of the shards that a DataFrame would be written as, equal for equal work in any session and for any user.
+"""The key of the shards of a DataFrame: equal for the same rows and settings, in any session and for any user.
 
 The key is a SHA-256 of the analysed logical plan, the versions of the source files, the schema, the settings that
-decide what the shards hold, and the version of their format. If anything that decides the rows is not visible in the
-plan, there is no key: a needless write costs time, but a wrong reuse would train on other rows. Over Spark Connect the
-analysed plan stays on the server, so the user must name the rows; a name can also be given elsewhere.
+decide the content of the shards, and the version of their format. If the plan does not show all that decides the rows,
+there is no key: a needless write costs time, but a wrong reuse would train on other rows. Over Spark Connect the
+analysed plan stays on the server, so the user must name the rows. A name can also be given elsewhere.
 """
 
 from __future__ import annotations
@@ -207,9 +207,9 @@ def _relations(plan: Any) -> list[dict[str, Any]]:
 
 
 def reason_without_key(file_format: str, index: str) -> str | None:
-    """Why files read with these Java classes have no key, or None if they have one.
+    """Returns why files read with these Java classes have no key, or None if they have one.
 
-    Delta, Hudi and other table formats mark rows as deleted in files of their own (deletion vectors, logs), so equal
+    Delta, Hudi and other table formats mark rows as deleted in separate files (deletion vectors, logs), so equal
     data files do not mean equal rows.
     """
     names = [f"{package}{name}" for package, formats in _SPARK_FORMATS.items() for name in formats]

@@ -101,7 +101,9 @@ def check_same_rows(saved: Mapping[str, Any] | None, shards: ShardSet | Mixture,
     if before == now:
         return
     if saved.get("step_of_epoch") == 0 and not validation_fraction:
-        _log.warning("the rows differ from the rows of the checkpoint; training resumes with them at the start of an epoch")
+        _log.warning(
+            "the rows differ from those of the checkpoint; training resumes with them at the start of an epoch"
+        )
         return
     if "part_rows" in now:
         raise ValueError(

@@ -42,14 +42,16 @@ import spark_dl
 config = spark_dl.Config(train=spark_dl.Train(epochs=5, lr=0.05), parallel=spark_dl.DDP(bucket_mib=10))
 ```
 
-A value on the command line overrides a value in a file. An unknown key causes an error that suggests the closest known key.
-Settings that [cannot be used together](#settings-that-cannot-be-used-together) cause an error that names both. A
-[resumed](ways-in.md) run must have the same settings as before; only those marked *may change* can differ.
+A value on the command line overrides a value in a file. An unknown key causes an error that suggests the
+closest known key.
+Settings that [cannot be used together](#settings-that-cannot-be-used-together) cause an error that names both.
+A [resumed](ways-in.md) run must have the same settings as before; only those marked *may change* can differ.
 """
 
 CONFLICTS_HEAD = """## Settings that cannot be used together
 
-The driver checks these combinations before it starts any Spark job. The error text is the setting, followed by the message.
+The driver checks these combinations before it starts any Spark job. The error text is the setting, followed by the
+message.
 
 | Setting | Message |
 |---|---|"""
@@ -57,7 +59,8 @@ NUMBERS = """
 These settings must be consistent:
 
 - `train.global_batch_size` is a multiple of `loader.num_streams`.
-- `loader.num_streams` is at least `launch.num_ranks`; with `shards.storage: local`, it is a multiple of `launch.num_ranks`.
+- `loader.num_streams` is at least `launch.num_ranks`. With `shards.storage: local`, it is a multiple of
+  `launch.num_ranks`.
 - `parallel.num_servers` is less than `launch.num_ranks`. `parallel.server_k` is at most the number of ranks that train.
 - `faults.straggler_ranks` contains only ranks that train.
 - `train.accumulation_steps` is at most the number of rows in each rank's part of a global batch.

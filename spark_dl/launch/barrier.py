@@ -226,7 +226,7 @@ def _watch(
                 return
             if kind in ("job ended", "failed", "lost"):
                 failures.append(event)
-                is_root = kind == "lost" or (kind == "failed" and not event["follows"])
+                is_root = kind == "lost" or (kind == "failed" and not event["is_secondary"])
                 # The root cause, such as a killed rank, can arrive shortly after an error that follows from it.
                 wait = 0.2 if is_root else _ROOT_CAUSE_WAIT_S
                 decide_at = min(decide_at or float("inf"), time.monotonic() + wait)
@@ -313,7 +313,7 @@ def _rank_task(
                 # The driver has the error and cancels the job, which kills this process without an error in Spark's
                 # log. If the driver does not cancel the job in time, this task fails.
                 time.sleep(_ABORTED_BY_DRIVER_WAIT_S)
-            elif failure["follows"]:
+            elif failure["is_secondary"]:
                 time.sleep(_ROOT_CAUSE_WAIT_S)  # let the root cause reach Spark first
             raise failed_in_task(failure) from error
         sender.send({"kind": "done"})

@@ -40,10 +40,10 @@ def describe(error: BaseException, me: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a failure as plain data. Called on a rank. `me` has its `task`, `host`, `pid`, and `rank` if known."""
     frames = "".join(traceback.format_exception(error))
     message = f"{type(error).__name__}: {error}"
-    return {**me, "error": message[:4000], "traceback": frames[-16000:], "follows": follows(error)}
+    return {**me, "error": message[:4000], "traceback": frames[-16000:], "is_secondary": is_secondary(error)}
 
 
-def follows(error: BaseException) -> bool:
+def is_secondary(error: BaseException) -> bool:
     """Whether an error is only a consequence of the failure or exit of another rank."""
     import torch.distributed as dist
 
@@ -89,7 +89,7 @@ def root_cause(
     by_spark = _failure_in(str(error)) if error else None
     if by_spark:
         raised.append(by_spark)
-    roots = [f for f in raised if not f["follows"]]
+    roots = [f for f in raised if not f["is_secondary"]]
     lost = [f for f in failures if f["kind"] == "lost"]
     if roots:
         return _error_of(roots[0])

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from spark_dl.launch.failure import follows
+from spark_dl.launch.failure import is_secondary
 
 if TYPE_CHECKING:
     from spark_dl.world import World
@@ -23,14 +23,14 @@ _WAIT_S = 2.0
 _FIRST = "failed/first"
 
 
-def tell(world: World, error: BaseException) -> None:
+def publish(world: World, error: BaseException) -> None:
     """Writes an error to the store, unless it follows from another rank's. Called before the rank leaves the group."""
-    if not follows(error):
+    if not is_secondary(error):
         content = json.dumps({"rank": world.rank, "host": world.host, "error": f"{type(error).__name__}: {error}"})
         _bounded(lambda: world.store.compare_set(_FIRST, "", content))
 
 
-def raise_told(world: World, error: BaseException) -> None:
+def raise_published(world: World, error: BaseException) -> None:
     """Raises RuntimeError with the first error of another rank, if `error` follows from it.
 
     Called after the rank has left the process group. First waits some seconds for all ranks to leave: the store can end
@@ -47,7 +47,7 @@ def raise_told(world: World, error: BaseException) -> None:
         world.store.set(f"left/{world.rank}", "1")
         world.store.wait([f"left/{rank}" for rank in range(world.world_size)], wait)
 
-    if follows(error):
+    if is_secondary(error):
         _bounded(listen)
     _bounded(leave)
     if found:

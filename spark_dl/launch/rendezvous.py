@@ -82,10 +82,10 @@ def join(launch: Launch, *, init_group: bool = True, report: Any = None) -> Iter
             yield world
         except BaseException as error:
             if context is None:
-                first_failure.tell(world, error)
+                first_failure.publish(world, error)
             _abort_group()
             if context is None:
-                first_failure.raise_told(world, error)
+                first_failure.raise_published(world, error)
             raise
         _leave(world, launch)
 

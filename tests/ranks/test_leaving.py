@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from spark_dl import DDP, LocalSGD, ModelSpec, worker
 from spark_dl.launch import first_failure
-from spark_dl.launch.failure import follows
+from spark_dl.launch.failure import is_secondary
 from spark_dl.parallel import ddp
 from spark_dl.world import World
 from tests.builders.models import MLP, build_mlp, small_config
@@ -144,8 +144,8 @@ def test_a_store_that_does_not_answer_hides_no_error():
         answers.clear()
         start = time.monotonic()
         for error in (ValueError("own"), RuntimeError("Connection closed by peer")):
-            first_failure.tell(world, error)
-            first_failure.raise_told(world, error)
+            first_failure.publish(world, error)
+            first_failure.raise_published(world, error)
         assert time.monotonic() - start < 20
         ours.close()
         theirs.close()
@@ -156,8 +156,8 @@ def test_an_error_of_storage_is_no_sign_of_a_lost_rank():
     read.__cause__ = OSError("Connection reset by peer")
     lost = RuntimeError("rank 0 lost rank 1: Connection reset by peer")
     lost.__cause__ = ConnectionResetError("Connection reset by peer")
-    assert not follows(read)
-    assert follows(lost)
+    assert not is_secondary(read)
+    assert is_secondary(lost)
 
 
 LEAVES = """

@@ -418,7 +418,7 @@ def train_and_stand_still(run, rank):
     try:
         worker.main(run)
     except RuntimeError as error:
-        if not describe(error, {})["follows"]:  # as the driver tells the cause from its consequences
+        if not describe(error, {})["is_secondary"]:  # as the driver tells the cause from its consequences
             Path(run.run_dir, f"error-{me}").write_text(str(error))
         time.sleep(1)  # all ranks have seen it before the first one ends the test
         raise

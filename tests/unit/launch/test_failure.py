@@ -16,7 +16,13 @@ CLOSED = "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by pe
 
 
 def failed(task, error, *, follows):
-    return {**KNOWN[task], "kind": "failed", "error": error, "traceback": f"Traceback of {task}", "follows": follows}
+    return {
+        **KNOWN[task],
+        "kind": "failed",
+        "error": error,
+        "traceback": f"Traceback of {task}",
+        "is_secondary": follows,
+    }
 
 
 IN_VAIN = [failed(0, TIMED_OUT, follows=True), failed(1, CLOSED, follows=True)]

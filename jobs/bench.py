@@ -1,4 +1,4 @@
-"""Measures spark_dl against its peers, both in one run, and ends with one JSON object."""
+"""Measures spark_dl and its peers in one run, and prints one JSON object at the end."""
 
 import argparse
 import dataclasses
@@ -49,14 +49,14 @@ def bench_exchange(args: argparse.Namespace) -> dict[str, Any]:
     report.check(args.report)
     if args.master:
         if args.mtu or args.congestion_control:
-            raise ValueError("--mtu, --congestion-control: those of --master's hosts are as they are; leave them out")
+            raise ValueError("--mtu, --congestion-control: cannot be set with --master; leave them out")
         if not args.folder:
-            raise ValueError("--folder: name a folder or URL that all hosts of --master reach")
+            raise ValueError("--folder: expected a folder or URL that all hosts of --master can access, found nothing")
         session = build_session("spark_dl bench", master=args.master)
         results = compare.compare_on(session, args.folder, options, Log(_show))
     else:
         if args.folder:
-            raise ValueError("--folder: it is for a cluster that is there; give --master, too, or leave it out")
+            raise ValueError("--folder: only for an existing cluster; also set --master, or leave it out")
         results = compare.compare(options, Log(_show))
     report.write_report(results, args.report)
     _show(f"report: {args.report}")
@@ -71,7 +71,7 @@ def _session(args: argparse.Namespace) -> Any:
 
 
 def _options(cls: Any, args: argparse.Namespace) -> Any:
-    """A dataclass of a benchmark's options, each an argument of its name."""
+    """Adds an argument for each field of a dataclass of options."""
     return cls(**{field.name: getattr(args, field.name) for field in dataclasses.fields(cls)})
 
 
@@ -90,18 +90,20 @@ def build_parser() -> argparse.ArgumentParser:
     def add(name: str, text: str, run: Any, *, repeats: int | None = 7) -> argparse.ArgumentParser:
         command = what.add_parser(name, help=text, description=text)
         command.set_defaults(run=run)
-        command.add_argument("--repeats", type=int, default=repeats, help="counted repetitions; the median is taken")
+        command.add_argument(
+            "--repeats", type=int, default=repeats, help="counted repetitions, of which the median is printed"
+        )
         return command
 
     of_launch = add("launch", "a warm launch of two ranks: spark_dl.launch and TorchDistributor", bench_launch)
     of_step = add("step", "steps per second: the worker loop and a bare DDP loop under torchrun", bench_step)
     of_loader = add(
-        "loader", "rows per second of a shuffled epoch: our loader, Petastorm's, Mosaic's, WebDataset, Ray Data, HF "
-        "datasets, tensors in memory, and the limits of memory and of Arrow",
+        "loader", "rows per second of a shuffled epoch: spark_dl, Petastorm, Mosaic, WebDataset, Ray Data, HF, "
+        "tensors in memory, and the limits of memory and of Arrow",
         bench_loader,
     )  # fmt: skip
     of_shards = add(
-        "shards", "seconds to write a cached DataFrame: shards, df.write.parquet, Petastorm's converter", bench_shards
+        "shards", "seconds to write a cached DataFrame: spark_dl, df.write.parquet, Petastorm's converter", bench_shards
     )
     for command in (of_launch, of_step, of_shards):
         command.add_argument("--ranks", type=int, default=2, help="ranks of both (default: 2)")
@@ -111,41 +113,45 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_argument("--scale", type=float, default=1.0, help="size of the datasets (default: 1)")
         command.add_argument("--petastorm_python", default=".venv-petastorm/bin/python", help="of its environment")
     names = ", ".join(loader.PEERS)
-    of_loader.add_argument("--peers", type=_words, default=loader.PEERS, help=f"with commas between, of {names}")
+    of_loader.add_argument("--peers", type=_words, default=loader.PEERS, help=f"comma-separated, of {names}")
     of_loader.add_argument(
-        "--peers_python", default=loader.PEERS_PYTHON, help="of their environment (make setup-peers)"
+        "--peers_python", default=loader.PEERS_PYTHON, help="Python of their environment (make setup-peers)"
     )
-    of_gpu = add("gpu", "images per second of a ResNet-50 in bf16: fed by the loader, and on one batch kept on the GPU",
+    of_gpu = add("gpu", "images per second of a ResNet-50 in bf16: with the loader, and with one batch on the GPU",
                  bench_gpu)  # fmt: skip
     usual = gpu.Options()
     of_gpu.add_argument("--device", choices=("cuda", "cpu"), default=usual.device)
     of_gpu.add_argument("--batch-size", type=int, default=usual.batch_size, help="a multiple of 16 (default: 256)")
-    of_gpu.add_argument("--steps", type=int, default=usual.steps, help="of each loop in each turn (default: 100)")
-    of_gpu.add_argument("--image-size", type=int, default=usual.image_size, help="pixels of a side (default: 224)")
+    of_gpu.add_argument("--steps", type=int, default=usual.steps, help="steps of each loop in each turn (default: 100)")
+    of_gpu.add_argument(
+        "--image-size", type=int, default=usual.image_size, help="height and width in pixels (default: 224)"
+    )
     of_gpu.add_argument("--no-compile", dest="compile", action="store_false", help="without torch.compile")
     of_scale = add(
-        "scale", "a manifest of many files: seconds to open it, MiB to a rank, and a rank's plan of an epoch",
+        "scale", "a manifest of many files: seconds to open it, MiB sent to a rank, and a rank's plan of an epoch",
         bench_scale, repeats=scale.Options().repeats,
     )  # fmt: skip
     of_scale.add_argument("--files", type=int, default=scale.Options().files, help="(default: 100000)")
-    of_scale.add_argument("--row-groups", type=int, default=scale.Options().row_groups, help="of each file (25)")
+    of_scale.add_argument(
+        "--row-groups", type=int, default=scale.Options().row_groups, help="row groups of each file (25)"
+    )
     of_filters = add(
         "filters", "seconds and MiB that data.filters reads with Parquet's page index and without", bench_filters,
         repeats=filters.Options().repeats,
     )  # fmt: skip
-    of_filters.add_argument("--rows", type=int, default=filters.Options().rows, help="of each file (400000)")
-    of_filters.add_argument("--floats", type=int, default=filters.Options().floats, help="of a row (64)")
+    of_filters.add_argument("--rows", type=int, default=filters.Options().rows, help="rows of each file (400000)")
+    of_filters.add_argument("--floats", type=int, default=filters.Options().floats, help="elements of a row (64)")
     of_filters.add_argument("--shares", type=list_of(float), default=filters.Options().shares, help="(0.01,0.1)")
     of_exchange = add(
         "exchange",
-        "one exchange of gradients by ring, by Spark's own aggregation, by parameter servers: seconds, bytes, overlap, "
-        "scaling, stragglers; on hosts that it makes on this machine (as root), or on a cluster that is there",
+        "one exchange of gradients by ring, Spark's aggregation, parameter servers: seconds, bytes, overlap, scaling, "
+        "stragglers; on virtual hosts on this machine (as root), or on an existing cluster",
         bench_exchange, repeats=None,
     )  # fmt: skip
     add_arguments(of_exchange)
-    of_exchange.add_argument("--report", default="runs/exchange/report.html", help="page that is written")
-    of_exchange.add_argument("--master", help="URL of a cluster that is there, with one task slot on each host")
-    of_exchange.add_argument("--folder", help="with --master: a folder or URL that all its hosts reach")
+    of_exchange.add_argument("--report", default="runs/exchange/report.html", help="HTML page to write")
+    of_exchange.add_argument("--master", help="URL of an existing cluster, with one task slot on each host")
+    of_exchange.add_argument("--folder", help="with --master: a folder or URL that all its hosts can access")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""Evaluates a checkpoint on a dataset, exact to the row.
+"""Evaluates a checkpoint on a dataset. Each row counts exactly once.
 
 jobs/evaluate.py --config conf/train/digits.yaml --checkpoint_path runs/digits
 """
@@ -10,15 +10,15 @@ import spark_dl
 from spark_dl import cli
 
 OPTIONS: dict[str, tuple[Any, Any, str]] = {
-    "checkpoint_path": (str, None, "a checkpoint, or the folder of a run for its last one"),
-    "dataset": (str, "test", "which of the input's datasets"),
+    "checkpoint_path": (str, None, "a checkpoint, or a run_dir, for its last checkpoint"),
+    "dataset": (str, "test", "name of a dataset of the input"),
 }
 
 
 def evaluate(job: cli.Job) -> dict[str, Any]:
     start = time.perf_counter()
     if not job.args["checkpoint_path"]:
-        raise ValueError("checkpoint_path: expected a checkpoint or a run's folder, found nothing")
+        raise ValueError("checkpoint_path: expected a checkpoint or a run_dir, found nothing")
     spec = job.model.spec()
     spark = job.session("spark_dl evaluate")
     data = cli.dataset(cli.read_datasets(spark, job.input), job.args["dataset"])

@@ -11,8 +11,8 @@ import spark_dl
 from spark_dl import cli
 
 OPTIONS: dict[str, tuple[Any, Any, str]] = {
-    "checkpoint_path": (str, None, "a checkpoint, or the folder of a run for its last one"),
-    "dataset": (str, "test", "which of the input's datasets"),
+    "checkpoint_path": (str, None, "a checkpoint, or a run_dir, for its last checkpoint"),
+    "dataset": (str, "test", "name of a dataset of the input"),
     "output": (str, None, "folder for the Parquet files"),
     "mode": (str, "errorifexists", "Spark's save mode: errorifexists, overwrite, append, ignore"),
 }
@@ -27,7 +27,7 @@ def predict(job: cli.Job) -> dict[str, Any]:
     spark = job.session("spark_dl predict")
     data = cli.dataset(cli.read_datasets(spark, job.input), job.args["dataset"])
     if isinstance(data, str):
-        raise ValueError("input.datasets: predictions are for DataFrames; give input.path or input.table instead")
+        raise ValueError("input.datasets: predictions need a DataFrame; use input.path or input.table instead")
     predictions = spark_dl.predict(data, spec, job.args["checkpoint_path"], job.config)
     keeps = job.args["mode"].lower() in ("append", "ignore")
     before = _count_rows(spark, job.args["output"]) if keeps else 0
@@ -37,7 +37,7 @@ def predict(job: cli.Job) -> dict[str, Any]:
 
 
 def _count_rows(spark: Any, path: str) -> int:
-    """Rows of Parquet files; 0 where there are none yet."""
+    """Returns the rows of Parquet files; 0 if there are none."""
     from pyspark.errors import AnalysisException
 
     try:

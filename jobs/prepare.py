@@ -1,11 +1,11 @@
-"""Writes the datasets of a job as shards, so that later jobs need not read and clean them again.
+"""Writes the datasets of a job as shards, so that later jobs do not read and clean them again.
 
 jobs/prepare.py --config conf/train/digits.yaml --output /data/digits
 jobs/train.py --config conf/train/digits.yaml --input.datasets '{train: /data/digits/train}'
 
-With `--shards.store` and without `--output` they go to the store, where runs with the same data and settings find them.
-`--key` names the rows there, as is needed over Spark Connect, and must change whenever they do. `--clean` deletes from
-the store what was not used for `shards.store_ttl_days`.
+With `--shards.store` and without `--output`, it writes to the store, where runs with the same data and settings find
+the shards. `--key` names the rows in the store. Spark Connect needs it. Change it whenever the rows change. `--clean`
+deletes datasets from the store that were not used for `shards.store_ttl_days`.
 """
 
 import time
@@ -15,10 +15,10 @@ import spark_dl
 from spark_dl import cli
 
 OPTIONS: dict[str, tuple[Any, Any, str]] = {
-    "output": (str, None, "folder that gets one dataset per name: train, validation, test"),
-    "key": (str, None, "name of the rows in shards.store, in place of what their plan tells; for Spark Connect"),
-    "clean": (bool, False, "write nothing: delete from shards.store what has expired and nobody uses"),
-    "overwrite": (bool, False, "replace datasets that are there"),
+    "output": (str, None, "folder for one dataset per name: train, validation, test"),
+    "key": (str, None, "name of the rows in shards.store, instead of a key from their query plan; for Spark Connect"),
+    "clean": (bool, False, "write nothing; delete expired and unused datasets from shards.store"),
+    "overwrite": (bool, False, "replace existing datasets"),
 }
 
 
@@ -34,17 +34,17 @@ def prepare(job: cli.Job) -> dict[str, Any]:
         raise ValueError("output: expected a folder, found nothing; pass --output or --shards.store")
     if job.input.datasets:
         raise ValueError(
-            f"input.datasets: found {sorted(job.input.datasets)}, which are written already and need no preparing; "
-            "give input.path or input.table to write others, or pass input.datasets to jobs/train.py as they are"
+            f"input.datasets: found {sorted(job.input.datasets)}, which are already written; "
+            "use input.path or input.table to write other datasets, or pass input.datasets to jobs/train.py"
         )
     spark = job.session("spark_dl prepare")
     written: dict[str, Any] = {}
     layout: dict[str, Any] = {"shards": config.shards, "columns": config.stored_columns}
-    train: tuple[Any, ...] = ()  # the others are written like it: with its vocabularies and shapes
+    train: tuple[Any, ...] = ()  # other datasets get its vocabularies and shapes
     datasets = cli.read_datasets(spark, job.input, config.loader.proportions)
     if not datasets:
         raise ValueError(
-            f"input.sql: expected a view train, validation, test or one of loader.proportions, found {[*job.input.sql]}"
+            f"input.sql: expected train, validation, test or a name in loader.proportions, found {[*job.input.sql]}"
         )
     for name, df in datasets.items():
         if job.args["output"]:

@@ -1,4 +1,4 @@
-"""Trains a model; where there is a dataset `test`, evaluates on it and writes its predictions as Parquet.
+"""Trains a model. If there is a dataset `test`, evaluates on it and writes its predictions as Parquet.
 
 jobs/train.py --config conf/train/digits.yaml --master 'local[2]' --train.epochs 10
 spark-submit --properties-file conf/spark/standalone.conf jobs/train.py --config conf/train/digits.yaml
@@ -12,9 +12,9 @@ from spark_dl import cli
 from spark_dl.cli import plots
 
 OPTIONS: dict[str, tuple[Any, Any, str]] = {
-    "run_dir": (str | None, None, "folder for checkpoints, settings, metrics; all executors must reach it"),
-    "resume": (bool, False, "go on from the last checkpoint of run_dir"),
-    "overwrite": (bool, False, "delete what run_dir holds"),
+    "run_dir": (str | None, None, "folder for checkpoints, settings and metrics; all executors must have access"),
+    "resume": (bool, False, "continue from the last checkpoint of run_dir"),
+    "overwrite": (bool, False, "delete the run in run_dir first"),
     "no_progress": (bool, False, "do not show a progress bar"),
 }
 
@@ -49,11 +49,11 @@ def test(job: cli.Job, spec: spark_dl.ModelSpec, data: Any, result: spark_dl.Tra
     metrics = spark_dl.evaluate(data, spec, result.checkpoint, job.config)
     metrics.pop("rows")
     cli.log.info(f"test: {metrics}")
-    if not isinstance(data, str) and not job.config.sequences:  # predictions are for rows of DataFrames
+    if not isinstance(data, str) and not job.config.sequences:  # predictions need a DataFrame
         try:
             write_predictions(job, spec, data, result)
-        except Exception as error:  # the model is trained, and what was measured is not to be lost
-            cli.log.warning(f"predictions failed, for which jobs/predict.py has an --output: {error}")
+        except Exception as error:  # keeps the trained model and its metrics
+            cli.log.warning(f"predictions failed: {error}; run jobs/predict.py with another --output")
     return metrics
 
 

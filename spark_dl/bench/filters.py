@@ -1,8 +1,8 @@
-"""What Parquet's page index is worth to `data.filters`: seconds and bytes with and without one, in one run.
+"""Measures what Parquet's page index saves for `data.filters`: seconds and bytes with and without it, in one run.
 
-The same random rows are written with a page index and without; without it the bounds of row groups decide alone. The
-filter asks for a range of `key`, which is in order over all files (`sorted`), in order within each row group, which
-then all hold some of the range (`clustered`), or in no order (`shuffled`).
+The same random rows are written with and without a page index. Without it, only the statistics of row groups are used.
+The filter selects a range of `key`, which is sorted over all files (`sorted`), sorted within each row group, so that
+every row group has rows in the range (`clustered`), or not sorted (`shuffled`).
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ _MIB = 1 << 20
 @dataclass(frozen=True)
 class Options:
     rows: int = 400_000
-    """Of each of two files, which is one row group."""
+    """Rows of each of the two files. A file is one row group."""
     floats: int = 64
-    """Of a row: its cell of float32."""
+    """Elements of a row's float32 cell."""
     shares: tuple[float, ...] = (0.01, 0.1)
-    """Of the rows that pass."""
+    """Fractions of the rows that pass."""
     repeats: int = 5
 
 
 def measure(options: Options) -> dict[str, Any]:
-    """By layout and share medians of seconds and MiB read, with the page index and without. Without Spark, on Linux.
+    """Measures median seconds and MiB by layout and share, with and without the page index. Without Spark, on Linux.
 
-    `count` is what the driver does before training, `epoch` one epoch of one rank. What is read is counted as the
-    system calls of this process (`rchar`), from a warm page cache: over a network bytes cost more than here.
+    `count` is what the driver does before training. `epoch` is one epoch of one rank. MiB are those of this process's
+    read calls (`rchar`), with a warm page cache. Over a network, bytes cost more.
     """
     results: dict[str, Any] = {}
     for layout in LAYOUTS:
@@ -106,7 +106,7 @@ def _read(folder: str, config: Config) -> dict[str, float]:
 
 
 def _cost(work: Callable[[], Any]) -> tuple[Any, float, float]:
-    """What it returns, its seconds, and the MiB that this process read meanwhile."""
+    """Returns the result of `call`, its seconds, and the MiB that this process read."""
     before, start = _read_bytes(), time.perf_counter()
     result = work()
     return result, time.perf_counter() - start, (_read_bytes() - before) / _MIB

@@ -1,8 +1,8 @@
-"""What a large dataset costs before its first row is read: to open it, to send it to a rank, and a rank's plan.
+"""Measures the cost of a large dataset before its first row is read: opening, sending to a rank, and a rank's plan.
 
-The manifest is a real one, committed and opened by the package's own functions with all their checks. Its data files
-are sparse: they have their size, and no content. Each rank is a process of its own, which unpacks what travels to it,
-builds its loader as in training, and goes through all windows of an epoch; rows are not read.
+The manifest is real: the package commits and opens it, with all checks. The data files are sparse, with a size but
+without content. Each rank is a process that unpacks its task, builds its loader as in training, and goes through all
+windows of an epoch without reading rows.
 """
 
 from __future__ import annotations
@@ -48,16 +48,15 @@ _MIB = 1 << 20
 class Options:
     files: int = 100_000
     row_groups: int = 25
-    """Of each file, of 4 MiB each."""
+    """Row groups of each file, of 4 MiB each."""
     repeats: int = 3
 
 
 def measure(options: Options) -> dict[str, Any]:
-    """Median seconds to open the dataset, MiB that travel to a rank, and by number of ranks a rank's plan. Without
-    Spark.
+    """Measures median seconds to open the dataset, MiB sent to a rank, and a rank's plan by number of ranks.
 
-    `plan_s` are the seconds from the bytes that have arrived to the last window of an epoch, `plan_mib` is the peak of
-    the process's resident memory (VmHWM) meanwhile, over what it held before: NumPy's arrays count.
+    Without Spark. `plan_s` is the time from the received bytes to the last window of an epoch. `plan_mib` is the
+    increase of the peak resident memory (VmHWM) during that time, with NumPy's arrays.
     """
     with tempfile.TemporaryDirectory() as folder:
         _timed("written", lambda: write_dataset(f"{folder}/data", options))
@@ -71,7 +70,7 @@ def measure(options: Options) -> dict[str, Any]:
 
 
 def write_dataset(url: str, options: Options) -> ShardSet:
-    """A dataset of sparse files, of which the last row group of each is not full."""
+    """Writes a dataset of sparse files. The last row group of each file is not full."""
     rng = np.random.default_rng(0)
     Path(url).mkdir()
     columns = (Column("x", "float32", (_ROW_FLOATS,), "ndarray"), Column("y", "int64"))
@@ -89,7 +88,7 @@ def write_dataset(url: str, options: Options) -> ShardSet:
 
 
 def pack(shards: ShardSet) -> bytes:
-    """The call of a training run, as it travels to a task."""
+    """Returns the call of a training run, as Spark sends it to a task."""
     config = Config(
         data=Data(features=("x",), label="y"),
         loader=Loading(num_streams=_STREAMS),
@@ -109,9 +108,9 @@ def _ask_rank(packed: str, num_ranks: int) -> dict[str, float]:
 
 
 def _rank_main(packed: str, num_ranks: int) -> None:
-    """The rank in the middle, in a process of its own."""
+    """Measures the middle rank, in a process of its own."""
     arrived = Path(packed).read_bytes()
-    with contextlib.suppress(OSError):  # else the peak of the imports counts, too, where it is higher
+    with contextlib.suppress(OSError):  # resets the peak, which imports may have raised
         Path("/proc/self/clear_refs").write_text("5")
     before, start = _resident_mib("VmRSS"), time.perf_counter()
     _, (run,), _ = payload.unpack_call(arrived)
@@ -128,7 +127,7 @@ def _rank_main(packed: str, num_ranks: int) -> None:
 
 
 def _resident_mib(name: str) -> float:
-    """VmRSS, what of this process is in memory now, or VmHWM, the most that was. On Linux."""
+    """Returns this process's VmRSS (resident memory now) or VmHWM (peak), in bytes. On Linux."""
     found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     return int(found[1]) / 1024

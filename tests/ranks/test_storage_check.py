@@ -74,7 +74,7 @@ def train_as_nobody(run, only_rank):
 @as_root
 @pytest.mark.parametrize("rank", ["0", "1"])
 @pytest.mark.parametrize(("hidden", "message"), [
-    ("data", r"rank {rank} on host \S+: the dataset .*/data is not readable: .*No such file.*; all executors must"),
+    ("data", r"rank {rank} on host \S+: the dataset .*/data is not readable: .*No such file.*; all executors need"),
     ("shared", r"rank 1 on host \S+: the run_dir .*/shared/run is another folder than on the host of rank 0"),
 ])  # fmt: skip
 def test_a_folder_that_not_all_hosts_have(tmp_path, rank, hidden, message):

@@ -171,7 +171,7 @@ def test_datasets_that_are_written_are_not_prepared_again(tmp_path):
     settings = on_prepared({"train": {"url": str(tmp_path / "train")}}, "train")
     out, err = run_job(*PLAIN, "jobs/prepare.py", *settings, "--output", str(tmp_path / "out"), code=1)
     assert out == ""
-    assert "error: input.datasets: found ['train'], which are written already and need no preparing" in err
+    assert "error: input.datasets: found ['train'], which are already written" in err
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
-"""What the benchmark of gradient exchange found, in sentences: answers to what one asks of all-reduce in Spark.
+"""The results of the gradient exchange benchmark in sentences: answers to common questions about all-reduce in Spark.
 
-The results are those of `report.py`. Pure.
+The results are those of `report.py`. Pure functions.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def answers(results: Mapping[str, Any]) -> list[str]:
-    """What the figures say to the questions that one asks of all-reduce in Spark, a sentence each."""
+    """Returns one sentence for each question that the results can answer."""
     parts = (_cost_of_shuffles, _crossings, _compression, _overlap, _waves, _waiting)
     return [sentence for part in parts for sentence in part(results)]
 
@@ -36,7 +36,7 @@ def _cost_of_shuffles(results: Mapping[str, Any]) -> list[str]:
     ring = here[RING]
     allowed = f" ({ring['ratio_to_limit']:.0%} of what the links allow)" if ring["ratio_to_limit"] else ""
     return [
-        f"What a shuffle costs more than a ring: for {mib:g} MiB on {hosts} hosts the ring takes "
+        f"Cost of a shuffle compared to a ring: for {mib:g} MiB on {hosts} hosts, the ring takes "
         f"{ring['seconds']:.2f} s{allowed}; {', '.join(factors)}."
     ]
 
@@ -58,7 +58,7 @@ def _compression(results: Mapping[str, Any]) -> list[str]:
                 f"{r['times_ring']:.2f} times as long" for r in rows
             ]  # fmt: skip
             found.append(f"{method} against whole gradients, {rows[0]['mib']:g} MiB: {'; '.join(cases)}.")
-    return ["Where compression pays, and where it does not. " + " ".join(found)] if found else []
+    return ["When compression helps. " + " ".join(found)] if found else []
 
 
 def _by_method(rows: Rows) -> list[tuple[str, list[Mapping[str, Any]]]]:
@@ -77,9 +77,9 @@ def _waves(results: Mapping[str, Any]) -> list[str]:
         return []
     few, many, ring = trees[0], trees[-1], refused[0]
     return [
-        f"Not all tasks are active at once: with {many['ranks']} ranks on {many['slots']} slots treeReduce runs them "
-        f"in waves, and a step takes {many['step_s']:.2f} s in place of {few['step_s']:.2f} s with {few['ranks']}; the "
-        f"ranks of a ring need each other, so DDP refuses this after {ring['refused_s']:.1f} s."
+        f"Fewer slots than ranks: with {many['ranks']} ranks on {many['slots']} slots, treeReduce runs tasks in waves. "
+        f"A step takes {many['step_s']:.2f} s instead of {few['step_s']:.2f} s with {few['ranks']} ranks. All ranks of "
+        f"a ring must run at once, so DDP stops with an error after {ring['refused_s']:.1f} s."
     ]
 
 
@@ -90,7 +90,7 @@ def _overlap(results: Mapping[str, Any]) -> list[str]:
     ring = rows[RING]
     whole = ring["hidden_s"] + ring["exposed_s"]
     text = (
-        f"What overlap is worth: DDP hides {ring['hidden_s']:.2f} of {whole:.2f} s of communication behind the "
+        f"Overlap: DDP hides {ring['hidden_s']:.2f} of {whole:.2f} s of communication behind the "
         f"backward pass, and its step takes {ring['step_s']:.2f} s, {ring['times_largest']:.2f} times the larger of "
         "compute and communication"
     )
@@ -110,6 +110,6 @@ def _waiting(results: Mapping[str, Any]) -> list[str]:
     ordered = sorted(rows, key=lambda r: float(r["seconds"]))
     first, last = ordered[0], ordered[-1]
     return [
-        f"What slow ranks cost: with the same rows, {first['method']} is done after {first['seconds']:.0f} s (accuracy "
+        f"Cost of slow ranks: with the same rows, {first['method']} finishes after {first['seconds']:.0f} s (accuracy "
         f"{first['accuracy']:.3f}), {last['method']} after {last['seconds']:.0f} s ({last['accuracy']:.3f})."
     ]

@@ -1,10 +1,10 @@
-"""Where the time of a training step goes, as in Figure 6 of Li et al. 2020, "PyTorch Distributed" (VLDB 13(12)).
+"""Splits the time of a training step into parts, as Figure 6 of Li et al. 2020, "PyTorch Distributed" (VLDB 13(12)).
 
-Times are `time.perf_counter` seconds. On Linux that is one clock for all processes of a host, network namespaces
-included, so ranks that share a kernel can be compared.
+Times are `time.perf_counter` seconds. On Linux, all processes of a machine share this clock, also in network
+namespaces, so the times of ranks with the same kernel can be compared.
 """
 
-# Without `from __future__ import annotations`: DDP looks at the annotations of its hooks, and wants types, not names.
+# Without `from __future__ import annotations`: DDP checks the annotations of its hooks, and needs types, not strings.
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -24,19 +24,19 @@ Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
 @dataclass(frozen=True)
 class BucketTimes:
-    """One bucket's all-reduce on one rank."""
+    """All-reduce of one bucket on one rank."""
 
     index: int
     num_bytes: int
     start: float
-    """When this rank handed it over."""
+    """Time at which this rank started the all-reduce."""
     end: float
 
 
 def recording_hook(records: list[BucketTimes], hook: Hook = allreduce_hook) -> Hook:
-    """A communication hook that does what `hook` does and appends each bucket's times, in the order of their ends.
+    """Returns a communication hook that calls `hook` and appends each bucket's times, in the order of their ends.
 
-    For `DistributedDataParallel.register_comm_hook(state, ...)`; the state is passed on. Called on a worker.
+    For `DistributedDataParallel.register_comm_hook(state, ...)`; `state` is passed to `hook`. Called on a worker.
     """
 
     def recorded(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -53,20 +53,20 @@ def recording_hook(records: list[BucketTimes], hook: Hook = allreduce_hook) -> H
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Seconds of one step on one rank. All but `hidden_s` add up to the step."""
+    """Seconds of one step on one rank. All parts except `hidden_s` add up to the step."""
 
     forward_s: float
     backward_s: float
-    """Computing gradients, with what was communicated meanwhile."""
+    """Computation of gradients, including hidden communication."""
     hidden_s: float
-    """Communication that took place while the rank computed."""
+    """Communication during computation."""
     exposed_s: float
-    """Communication for which the rank had to wait."""
+    """Communication that the rank waits for."""
     wait_s: float
-    """Neither computing nor communicating, because another rank had not come to the same bucket."""
+    """Waiting for another rank to reach the same bucket."""
     optimizer_s: float
     other_s: float
-    """All the rest, such as waiting for data."""
+    """The rest, such as waiting for data."""
 
     @property
     def step_s(self) -> float:
@@ -80,9 +80,9 @@ def break_down(
 ) -> Breakdown:  # fmt: skip
     """Splits one step of one rank.
 
-    communication: from when all ranks had handed a bucket over to its end; `shared_intervals` finds it. With a rank's
-        own records alone, waiting for others counts as communication.
-    waits: from when this rank had handed a bucket over to when all had.
+    # communication: intervals from the start of a bucket's all-reduce on the last rank to its end (`shared_intervals`);
+    #     with only this rank's records, waiting for other ranks counts as communication
+    # waits: intervals from the start of a bucket's all-reduce on this rank to its start on the last rank
     """
     forward, backward = (times.forward_start, times.forward_end), (times.backward_start, times.backward_end)
     compute = [forward, backward]
@@ -103,10 +103,9 @@ def break_down(
 
 
 def shared_intervals(records: Sequence[Sequence[BucketTimes]], rank: int) -> tuple[list[Interval], list[Interval]]:
-    """The communication and the waits of a rank in one step, from the records of all ranks, [ranks][buckets].
+    """Returns communication and waits of a rank in one step, from the records of all ranks, [ranks][buckets].
 
-    A bucket's all-reduce can begin when the last rank has handed it over. Raises ValueError if the ranks have not the
-    same buckets.
+    A bucket's all-reduce starts when the last rank calls it. Raises ValueError if ranks have different buckets.
     """
     by_index = [{bucket.index: bucket for bucket in rank_records} for rank_records in records]
     if any(found.keys() != by_index[0].keys() for found in by_index):
@@ -120,7 +119,7 @@ def shared_intervals(records: Sequence[Sequence[BucketTimes]], rank: int) -> tup
 
 
 def hidden_and_exposed_s(compute: Iterable[Interval], communication: Iterable[Interval]) -> tuple[float, float]:
-    """Seconds of communication within and outside of computing. Intervals may overlap, and count once."""
+    """Returns seconds of communication during computation and outside of it. Overlapping intervals count once."""
     compute, communication = list(compute), list(communication)
     computed_s, all_s = covered_s(compute), covered_s([*compute, *communication])
     exposed_s = all_s - computed_s
@@ -128,7 +127,7 @@ def hidden_and_exposed_s(compute: Iterable[Interval], communication: Iterable[In
 
 
 def covered_s(intervals: Iterable[Interval]) -> float:
-    """Length of the union of intervals."""
+    """Returns the length of the union of intervals."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, reached))

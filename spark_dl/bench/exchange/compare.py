@@ -1,8 +1,8 @@
-"""The comparison of all ways to exchange gradients, section by section, and the report on it.
+"""Runs the comparison of all ways to exchange gradients, section by section.
 
-`compare` makes hosts on links of a set rate on this machine (`testbed`) and runs the sections there, with the driver on
-a host of its own; `compare_on` runs them on the executors of a Spark session that is there. Each section is measured by
-a module of its own, and one that fails is left out, with its reason; `conclusions.py` has what follows from them.
+`compare` creates virtual hosts with limited links on this machine (`testbed`) and runs the sections there, with the
+driver on its own host. `compare_on` runs them on the executors of an existing Spark session. Each section has a module.
+A section that fails is left out, with the reason. `conclusions.py` derives further results.
 """
 
 from __future__ import annotations
@@ -37,24 +37,25 @@ from spark_dl.launch.session import build_session
 _ON_OTHER_BEDS = ("compression", "scaling")
 _TIMEOUT_S = 7200.0
 _MEMORY_MIB = 2048
-"""Of each executor: with 1 GiB blocks of 64 MiB keep its garbage collector busy."""
+"""Memory of each executor. With 1 GiB, blocks of 64 MiB keep its garbage collector busy."""
 
 Results = dict[str, Any]
 
 
 def compare(options: Options, log: Log) -> Results:
-    """All sections on hosts of this machine, and `left_out`, what failed.
+    """Runs all sections on virtual hosts of this machine. `left_out` has the parts that failed.
 
-    Raises ValueError for more hosts than `testbed` makes, RuntimeError where it cannot make any, saying why.
+    Raises ValueError for more hosts than `testbed` supports, and RuntimeError, with the reason, if it cannot create
+    any.
     """
     if max(options.hosts) > testbed.MAX_HOSTS:
         raise ValueError(
-            f"hosts: at most {testbed.MAX_HOSTS} are made on one machine, found {listed(options.hosts)}; give "
-            "--master for a cluster that is there"
+            f"hosts: at most {testbed.MAX_HOSTS} can be created on one machine, found {listed(options.hosts)}; "
+            "set --master to use an existing cluster"
         )
     reason = testbed.unavailable()
     if reason:
-        raise RuntimeError(f"no hosts can be made on this machine: {reason}; give --master for a cluster that is there")
+        raise RuntimeError(f"cannot create hosts on this machine: {reason}; set --master to use an existing cluster")
     results: Results = {}
     for i, num_hosts in enumerate(sorted(options.hosts)):
         is_last = i == len(options.hosts) - 1
@@ -70,7 +71,7 @@ def compare(options: Options, log: Log) -> Results:
     if "scaling" in options.sections and _methods("scaling", options, log):
         results["scaling"] = _scaling(options, log)
     if not any(results.values()):
-        raise RuntimeError("nothing was measured; see above")
+        raise RuntimeError("no results; see the log above")
     network = (
         f"{listed(options.hosts)} hosts on one machine, links of {_rate(options.rate_mbit)}, frames of {options.mtu} "
         f"bytes, TCP {options.congestion_control}"
@@ -79,27 +80,27 @@ def compare(options: Options, log: Log) -> Results:
 
 
 def compare_on(spark: Any, folder: str, options: Options, log: Log) -> Results:
-    """All sections but `compression` and `scaling`, as `compare`, on a cluster with one task slot on each host.
+    """Runs all sections except `compression` and `scaling` on a cluster with one task slot on each host.
 
-    All hosts reach `folder`; what is written there goes again. Raises ValueError for more than one number of hosts,
-    RuntimeError where the application does not have just so many task slots, one on each host.
+    All hosts must have access to `folder`. Its new files are deleted at the end. Raises ValueError for more than one
+    number of hosts, and RuntimeError if the application does not have exactly one task slot on each of these hosts.
     """
     if len(options.hosts) != 1:
-        raise ValueError(f"hosts: expected one number with a cluster that is there, found {listed(options.hosts)}")
+        raise ValueError(f"hosts: expected one number with --master, found {listed(options.hosts)}")
     (num_hosts,) = options.hosts
     reached = sorted(read_links(spark, num_hosts).keys())
     workers = [host for host in reached if not host.startswith("driver ")]
     slots = num_slots(spark)
     if len(workers) != num_hosts or slots not in (num_hosts, None):
         raise RuntimeError(
-            f"hosts: {num_hosts} tasks came to {', '.join(workers)}, and the application has {slots} task slots; "
-            f"expected {num_hosts}, one on each of {num_hosts} hosts: give it that many executors on hosts of their "
-            "own (spark.executor.instances or, on a standalone cluster, spark.cores.max), and set spark.executor.cores "
+            f"hosts: {num_hosts} tasks ran on {', '.join(workers)}, and the application has {slots} task slots; "
+            f"expected {num_hosts}, one on each of {num_hosts} hosts; start one executor on each host "
+            "(spark.executor.instances or, on a standalone cluster, spark.cores.max), and set spark.executor.cores "
             "to spark.task.cpus"
         )
     for section in _ON_OTHER_BEDS:
         if section in options.sections:
-            log.leave_out(section, "it needs hosts that are made on this machine")
+            log.leave_out(section, "needs virtual hosts on this machine")
     with own_folder(folder) as here:
         results = measure(spark, here, options, same_clock=False, log=log)
     network = f"{num_hosts} hosts of {spark.conf.get('spark.master')}, links of {_rate(options.rate_mbit)}"
@@ -108,7 +109,7 @@ def compare_on(spark: Any, folder: str, options: Options, log: Log) -> Results:
 
 @contextlib.contextmanager
 def own_folder(url: str) -> Iterator[str]:
-    """The URL of a new folder in this one; deleted in the end."""
+    """Yields the URL of a new folder in `folder`, and deletes it at the end."""
     folder = storage.join(url, f"spark_dl-bench-{uuid.uuid4().hex}")
     try:
         yield folder
@@ -125,8 +126,10 @@ def measure(
     log: Log,
     save: Callable[[Results], None] = lambda results: None,
 ) -> Results:
-    """The sections that run as Spark jobs. Called on the driver. `save` gets all results so far, after each section and
-    after each row of `exchange`. A section that fails is left out.
+    """Runs the sections that are Spark jobs. Called on the driver.
+
+    `save` gets all results so far, after each section and after each row of `exchange`. A section that fails is left
+    out.
     """
     num_hosts = max(options.hosts)
     results: Results = {}
@@ -169,10 +172,10 @@ def measure(
 
 
 def _methods(section: str, options: Options, log: Log) -> list[str]:
-    """What a section measures of the methods that were asked for; says so where that is nothing."""
+    """Returns the selected methods that a section measures, and logs if there are none."""
     methods = measured_in(section, options.methods)
     if not methods:
-        log.leave_out(section, "none of the methods that were asked for is measured there")
+        log.leave_out(section, "measures none of the selected methods")
     return methods
 
 
@@ -183,7 +186,7 @@ def _bed(num_hosts: int, options: Options) -> contextlib.AbstractContextManager[
 
 
 def _on_testbed(options: Options, log: Log) -> Results:
-    """`measure` in a process on the driver's host of a bed that is made for it."""
+    """Runs `measure` in a process on the driver's host of a new bed."""
     with _bed(options.hosts[0], options) as bed:
         log.show(f"starting Spark on {options.hosts[0]} hosts")
         master = start_spark(bed, memory_mib=_MEMORY_MIB)
@@ -192,20 +195,20 @@ def _on_testbed(options: Options, log: Log) -> Results:
         process = bed.popen(bed.driver, [sys.executable, "-m", "spark_dl.bench.exchange.compare", settings, str(path)])
         try:
             code = process.wait(_TIMEOUT_S)
-            ended = f"ended with exit code {code}; see above" if code else ""
+            ended = f"ended with exit code {code}; see the log above" if code else ""
         except subprocess.TimeoutExpired:
-            ended = f"was not done within {_TIMEOUT_S:g} s; choose fewer --sections, --methods or --mib"
+            ended = f"took longer than {_TIMEOUT_S:g} s; choose fewer --sections, --methods or --mib"
         results: Results = json.loads(path.read_text()) if path.exists() else {}
         log.left_out += results.pop("left_out", [])
         if ended:
             log.leave_out(f"the rest on {options.hosts[0]} hosts", f"the driver on {bed.driver.name} {ended}")
         if not any(results.values()):
-            raise RuntimeError(f"nothing was measured on {options.hosts[0]} hosts; see above")
+            raise RuntimeError(f"no results on {options.hosts[0]} hosts; see the log above")
         return results
 
 
 def _compression(options: Options, rows: Sequence[Mapping[str, Any]], log: Log) -> list[dict[str, Any]]:
-    """Exchanges with compression and without, at the set rate, as in `rows`, and on links without a limit."""
+    """Measures exchanges with and without compression, at the set rate (from `rows`) and on links without a limit."""
     hosts, mib = max(options.hosts), sorted(options.mib)[len(options.mib) // 2]
     methods = tuple(measured_in("compression", options.methods))
     here = dataclasses.replace(
@@ -227,7 +230,7 @@ def _compression(options: Options, rows: Sequence[Mapping[str, Any]], log: Log) 
 
 
 def _scaling(options: Options, log: Log) -> list[dict[str, Any]]:
-    """Weak and strong scaling on up to 16 hosts, without Spark: its executors would be too many for one machine."""
+    """Measures weak and strong scaling on up to 16 hosts, without Spark, whose executors need too much memory."""
     rows: list[dict[str, Any]] = []
     todo = [(kind, method) for kind in ("weak", "strong") for method in measured_in("scaling", options.methods)]
     for ranks in sorted(options.scaling_ranks):
@@ -238,7 +241,7 @@ def _scaling(options: Options, log: Log) -> list[dict[str, Any]]:
             for kind, method in tuple(todo):
                 try:
                     rows.append(_scaled_step(bed, kind, method, ranks, options))
-                except RuntimeError as error:  # more ranks would not do it either
+                except RuntimeError as error:  # more ranks would fail, too
                     log.leave_out(f"{kind} scaling of {method} to {ranks} ranks and more", str(error))
                     todo.remove((kind, method))
                 else:
@@ -247,7 +250,7 @@ def _scaling(options: Options, log: Log) -> list[dict[str, Any]]:
 
 
 def _scaled_step(bed: testbed.Bed, kind: str, method: str, ranks: int, options: Options) -> dict[str, Any]:
-    """A row of the section `scaling`. Raises RuntimeError if the ranks fail."""
+    """Measures a row of the section `scaling`. Raises RuntimeError if the ranks fail."""
     backward_s = _balanced_backward_s(options)
     share, all_reduce = (
         1 / ranks if kind == "strong" else 1.0,
@@ -268,7 +271,7 @@ def _scaled_step(bed: testbed.Bed, kind: str, method: str, ranks: int, options: 
 
 
 def _balanced_backward_s(options: Options) -> float:
-    """Seconds of a backward pass that equal those of a ring on many hosts: 2 N bytes at the link's rate."""
+    """Returns seconds of a backward pass that takes as long as a ring on many hosts: 2 N bytes at the link's rate."""
     gradient_bytes = PROFILES[options.profile]().shrunk(options.scale).gradient_bytes
     return 2 * gradient_bytes / ((options.rate_mbit or 1000.0) * 1e6 / 8)
 
@@ -292,7 +295,7 @@ def _about(options: Options, network: str) -> dict[str, Any]:
 
 
 def _main(settings: dict[str, Any], path: str) -> None:
-    """The driver's process on a bed."""
+    """Runs the driver's process on a bed."""
     folder, master = settings.pop("folder"), settings.pop("master")
     plain: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
     options = Options(**plain)

@@ -1,9 +1,9 @@
-"""What follows from measured exchanges: factors, crossings, the cost model and its errors, large clusters. Pure.
+"""Results derived from measured exchanges: factors, crossings, the cost model and its errors, large clusters. Pure.
 
-Nothing here goes beyond what was measured or counted. A crossing lies between two measured sizes. The model of a method
-is fitted to the smallest and the largest gradient, on the fewest and on the most hosts, and only where other points are
-left to check it; only a model that has passed is used, beside what was measured. What is said of large clusters is
-counted, and takes no fit.
+No result goes beyond what was measured or counted. A crossing lies between two measured sizes. The model of a method is
+fitted to the smallest and largest gradients on the fewest and most hosts, and checked on the other points. Without
+other points there is no model, and a model that fails the check is not used. Figures of large clusters are counted,
+without a fit.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from spark_dl.bench.model.work import Exchange, work
 from spark_dl.parallel.exchange import buckets
 
 BUCKET_MIB = 25.0
-"""Of the whole model: as many buckets as it has, a part of it has, too."""
+"""Buckets of the whole model. A scaled model has the same number."""
 CLEAR = 1.05
-"""From one run to the next the same exchange differs by up to 5 %: methods that are nearer to each other are equal."""
+"""Smallest relative difference that counts. The same exchange differs by up to 5 % between runs."""
 MOST_ERROR = 0.25
-"""Largest relative error on held-out points with which a model is used."""
+"""Largest accepted relative error of a model on held-out points."""
 RANKS = (16, 64, 256, 1024, 4096)
-"""Of the large clusters."""
+"""Numbers of ranks of the large clusters."""
 Row = Mapping[str, Any]
 Rows = Sequence[Row]
 
 
 def conclude(results: Mapping[str, Any], log: Log) -> dict[str, Any]:
-    """The results with what follows from those that are there: `exchange` has the factor by which the ring is faster
-    (`times_ring`), `scaling` its efficiency, and there are `model`, `crossings` and `plan`, if anything is in them.
+    """Returns the results with derived results: `times_ring` in `exchange`, efficiency in `scaling`, and the sections
+    `model`, `crossings` and `plan`, if they have rows.
 
-    A method whose model cannot be checked, or does not pass, is left out of it with the reason.
+    A method whose model cannot be checked, or fails the check, is left out of `model`, with the reason.
     """
     found = dict(results)
     models: dict[str, _Model] = {}
@@ -57,7 +57,7 @@ def conclude(results: Mapping[str, Any], log: Log) -> dict[str, Any]:
 
 
 def with_times_ring(rows: Iterable[Row]) -> list[dict[str, Any]]:
-    """The rows with how many times as long as DDP's ring they take, of the same gradient on as many hosts."""
+    """Returns the rows with their time divided by that of DDP's ring, for the same gradient and number of hosts."""
     rows = list(rows)
     ring = {(row["hosts"], row["mib"]): row["seconds"] for row in rows if row["method"] == RING}
     seconds = [ring.get((row["hosts"], row["mib"])) for row in rows]
@@ -65,19 +65,19 @@ def with_times_ring(rows: Iterable[Row]) -> list[dict[str, Any]]:
 
 
 def _of_methods(rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:
-    """The rows of each method that the cost model counts, by its name."""
+    """Returns the rows of each method in the cost model, by the method's name."""
     counted = [row for row in rows if row["method"] in METHODS and METHODS[row["method"]].counted_as]
     return [(m, [r for r in counted if r["method"] == m]) for m in dict.fromkeys(r["method"] for r in counted)]
 
 
 @dataclass(frozen=True)
 class _Model:
-    """The cost model of one method, and how it fits."""
+    """The cost model of one method, and its errors."""
 
     network: cost.Network
     points: list[dict[str, Any]]
     error: float
-    """The largest relative one on held-out points."""
+    """Largest relative error on held-out points."""
 
 
 def _models(rows: Rows, log: Log) -> dict[str, _Model]:
@@ -92,20 +92,21 @@ def _models(rows: Rows, log: Log) -> dict[str, _Model]:
         if model.error > MOST_ERROR:
             log.leave_out(
                 f"predictions of the cost model for {method}",
-                f"on held-out points it is up to {model.error:.0%} off; expected at most {MOST_ERROR:.0%}",
+                f"the error on held-out points is up to {model.error:.0%}; expected at most {MOST_ERROR:.0%}",
             )
     if unchecked:
         log.leave_out(
             f"the cost model of {', '.join(unchecked)}",
-            "it is fitted to the smallest and the largest gradient and checked on those between; measure three sizes "
-            "(--mib)",
+            "it is fitted to the smallest and largest gradients and checked on the others; measure three sizes (--mib)",
         )
     return found
 
 
 def _fit(method: str, rows: Rows, fitted: Rows) -> _Model:
-    """Of what is compressed, N is the bytes that are sent of a gradient, as they were counted. What goes in buckets has
-    the calls and messages of each.
+    """Returns the exchange of a row, for the cost model.
+
+    With compression, N is the counted bytes of the compressed gradient. With buckets, each has its own calls and
+    messages.
     """
     share = _share(method, fitted)
     network = cost.fit([cost.Point(_exchange(row, share), row["seconds"]) for row in fitted])
@@ -118,7 +119,7 @@ def _fit(method: str, rows: Rows, fitted: Rows) -> _Model:
 
 
 def _share(method: str, rows: Rows) -> float:
-    """How much of a gradient a method sends, by the bytes that were counted for its largest one; 1 if all of it."""
+    """Returns the fraction of a gradient that a method sends, by the counted bytes of the largest gradient."""
     if not METHODS[method].is_compressed:
         return 1.0
     largest = max(row["mib"] for row in rows)
@@ -133,15 +134,16 @@ def _exchange(row: Row, share: float) -> Exchange:
 
 
 def _exchange_of(name: str, num_ranks: int, gradient_bytes: float, share: float = 1.0) -> Exchange:
-    """What a method does with a gradient of which it sends a share; buckets are those of the whole gradient."""
+    """Returns the exchange of a method that sends a fraction of a gradient. Buckets are those of the whole gradient."""
     method = METHODS[name]
     bucket_bytes = BUCKET_MIB * 2**20 * share if method.is_bucketed else math.inf
     return Exchange(method.counted_as, num_ranks, gradient_bytes * share, bucket_bytes=bucket_bytes)
 
 
 def _crossings(rows: Rows) -> list[dict[str, Any]]:
-    """Where a method that sends whole gradients is clearly faster than the ring at one measured size, and clearly
-    slower at the next one at which they are not equal.
+    """Returns the sizes between which a method without compression changes from faster to slower than the ring.
+
+    Sizes with equal times are skipped.
     """
     found = []
     for method, all_hosts in _of_methods(rows):
@@ -159,8 +161,9 @@ def _crossings(rows: Rows) -> list[dict[str, Any]]:
 
 
 def _plan(rows: Rows) -> list[dict[str, Any]]:
-    """What an exchange of ResNet-50's gradient asks of `RANKS` ranks, and of as many as were measured at the most, with
-    what was counted there for the largest gradient, in proportion.
+    """Returns messages and bytes of an exchange of ResNet-50's gradient, for `RANKS` ranks and for the measured hosts.
+
+    The latter also have the bytes that were counted for the largest gradient, scaled to ResNet-50.
     """
     gradient_bytes = PROFILES["resnet50"]().gradient_bytes
     found = []
@@ -180,10 +183,9 @@ def _plan(rows: Rows) -> list[dict[str, Any]]:
 
 
 def with_efficiency(row: Row, rows: Rows, networks: Mapping[str, cost.Network]) -> dict[str, Any]:
-    """The row with its efficiency: against the same step on one rank and, in strong scaling, its share of it.
+    """Returns the row with its efficiency, relative to the step on one rank (divided by the ranks in strong scaling).
 
-    With `predicted_efficiency`, where the network is known as the method finds it. Without either where the step on one
-    rank was not measured.
+    With `predicted_efficiency` if the method has a model. Without both if the step on one rank was not measured.
     """
     alone = next((r for r in rows if (r["kind"], r["method"], r["ranks"]) == (row["kind"], row["method"], 1)), None)
     if alone is None:
@@ -197,7 +199,7 @@ def with_efficiency(row: Row, rows: Rows, networks: Mapping[str, cost.Network]) 
 
 
 def _predicted_step_s(row: Row, network: cost.Network) -> float:
-    """By the cost model of an all-reduce and the pipeline of DDP's buckets."""
+    """Predicts a step with the cost model of an all-reduce and the pipeline of DDP's buckets."""
     if row["ranks"] == 1:
         return float(row["forward_s"] + row["backward_s"])
     profile = PROFILES[row["profile"]]().shrunk(row["scale"])

@@ -1,7 +1,7 @@
 """Loss against time and against steps under stragglers: the error-runtime trade-off of Dutta et al. 2018.
 
-The same small network learns the UCI handwritten digits (those of scikit-learn) by every strategy, while every
-computation of a gradient is delayed by an exponential time.
+Each strategy trains the same small network on the UCI handwritten digits (from scikit-learn). Each gradient computation
+is delayed by an exponentially distributed time.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from spark_dl.data.write.arrays import write_arrays
 from spark_dl.spec import ModelSpec
 from spark_dl.training import metrics
 
-_HELD_OUT = 5  # every fifth image validates
+_HELD_OUT = 5  # every fifth image is for validation
 _OTHERWISE: Mapping[str, Mapping[str, Any]] = {
     "ddp threshold": {"threshold": 0.01},
     "parameter_server async": {"staleness_lr": True},
 }
-"""Settings that this network needs. At the learning rate of the others, with gradients that are two updates behind,
-asynchronous servers reached 26 to 90 % of the digits."""
+"""Settings of asynchronous servers. At the other methods' learning rate, with gradients two updates old, their accuracy
+was 26 to 90 %."""
 
 
 def strategies(num_ranks: int) -> dict[str, Parallel]:
-    """What is compared, by the names of the report; Horovod where it is installed."""
+    """Returns the compared strategies by their names in the report. Horovod only if it is installed."""
     here = [m for m in measured_in("stragglers", [*METHODS]) if m != "horovod" or importlib.util.find_spec(m)]
     return {m: dataclasses.replace(settings_of(m, num_ranks), **_OTHERWISE.get(m, {})) for m in here}
 
@@ -57,8 +57,8 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Rows of `method, seconds, loss, accuracy, staleness, exact, curve` for the report. Called on the driver.
 
-    One rank on each of `num_hosts` hosts, of parameter servers one of them. `folder` is one that all of them reach.
-    `methods` are names of `strategies`, all by default; one that fails is left out.
+    Each of `num_hosts` hosts has one rank; with parameter servers, one of the ranks is a server. All hosts must have
+    access to `folder`. `methods` are names of `strategies`, by default all. A method that fails is left out.
     """
     write_digits(folder)
     log = log or Log()
@@ -84,12 +84,12 @@ def measure(
 
 
 def _update_s(curve: Sequence[Mapping[str, float]]) -> float | None:
-    """Mean seconds between two updates."""
+    """Returns mean seconds between two updates."""
     return (curve[-1]["seconds"] - curve[0]["seconds"]) / (len(curve) - 1) if len(curve) > 1 else None
 
 
 def _theory_s(parallel: Parallel, num_hosts: int, straggler_s: float) -> float | None:
-    """Expected seconds of an update if there were nothing but the delays (Dutta et al. 2018)."""
+    """Returns expected seconds of an update from the delays alone (Dutta et al. 2018)."""
     if parallel.strategy == "local_sgd" or not straggler_s:
         return None
     delay = Delay(constant_s=0.0, exponential_s=straggler_s)
@@ -134,6 +134,6 @@ def write_digits(folder: str) -> None:
 
 
 def curve_of(run_dir: str) -> list[dict[str, float]]:
-    """`seconds, step, loss` of each update of a run, in seconds from the first one."""
+    """Returns `seconds, step, loss` of each update of a run. Seconds count from the first update."""
     lines = [line for line in metrics.read_metrics(run_dir) if line["kind"] == "step"]
     return [{"seconds": s["time"] - lines[0]["time"], "step": s["step"], "loss": s["loss"]} for s in lines]

@@ -1,13 +1,13 @@
-"""What one exchange of gradients takes, by method and size: seconds of the slowest rank, bytes on the links.
+"""Measures one exchange of gradients by method and size: seconds of the slowest rank, and bytes on the links.
 
-Gradients are random, and computing them takes no time. Methods are those of `methods.py`, all on the same ranks or
+Gradients are random, and their computation takes no time. All methods of `methods.py` run on the same ranks or
 executors:
 
-    backend, ring, tree ...      one all-reduce of one tensor: the backend's, and those of `parallel.collectives`
+    backend, ring, tree ...      one all-reduce of one tensor, by the backend or `parallel.exchange.collectives`
     ddp, ddp powersgd, horovod   a backward pass of the strategy, as the training loop calls it
-    tree_reduce, parameter_server sync ...   whole training steps, by the metrics of a run of `spark_dl.train`
+    tree_reduce, parameter_server sync ...   whole training steps, from the metrics of a run of `spark_dl.train`
 
-And `stream`, which exchanges nothing: the bytes of a ring to the next rank, as fast as TCP lets them through.
+`stream` does not exchange gradients: it sends the bytes of a ring to the next rank, as fast as TCP can.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Rows of the section `exchange` of the report (see `report.py`). Called on the driver.
 
-    One rank runs on each of `num_hosts` hosts. `folder` is one that all of them reach, for the methods that are runs.
-    `rate_mbit` is the rate of each link in each direction; without it, and for compression, rows have no limit. `save`
-    gets the rows so far after each one. A method that fails is left out.
+    One rank runs on each of `num_hosts` hosts. Methods that are runs need a `folder` that all hosts can access.
+    `rate_mbit` is the rate of each link in each direction. Without it, and with compression, rows have no limit. `save`
+    gets the rows so far after each row. A method that fails is left out.
     """
     log = log or Log()
     rows: list[dict[str, Any]] = []
@@ -86,9 +86,9 @@ def measure(
 
 
 def _limit(method: str, found: Mapping[str, Any], hosts: int, mib: float, rate_mbit: float | None) -> dict[str, Any]:
-    """What no all-reduce on links of this rate beats: 2 N (P - 1) / P bytes per rank (Patarasuk & Yuan 2009).
+    """Returns the least seconds of an all-reduce at this rate: 2 N (P - 1) / P bytes per rank (Patarasuk & Yuan 2009).
 
-    There is none for what sends less than the gradient.
+    None for methods that send less than the gradient.
     """
     if rate_mbit is None or METHODS[method].is_compressed:
         return {"limit_s": None, "ratio_to_limit": None}
@@ -97,7 +97,7 @@ def _limit(method: str, found: Mapping[str, Any], hosts: int, mib: float, rate_m
 
 
 def random_profile(mib: float) -> Profile:
-    """A model of so many MiB of float32 in square matrices of 1 MiB; what is left over is a vector."""
+    """Returns a model of `mib` MiB of float32: square matrices of 1 MiB, and a vector for the rest."""
     elements = round(mib * 2**18)
     whole, rest = divmod(elements, _MATRIX * _MATRIX)
     shapes = [(_MATRIX, _MATRIX)] * whole + ([(rest,)] if rest else [])
@@ -110,7 +110,7 @@ def _spec(mib: float) -> ModelSpec:
 
 
 def config_of(parallel: Parallel, num_ranks: int, **train: Any) -> Config:
-    """Settings of steps on one row per rank."""
+    """Returns the settings of steps with one row per rank."""
     return Config(
         data=Data(features=("x",), label=None),
         loader=Loader(num_streams=num_ranks, shuffle=False),
@@ -121,7 +121,7 @@ def config_of(parallel: Parallel, num_ranks: int, **train: Any) -> Config:
 
 
 def parallelize(config: Config) -> strategies.Parallelize:
-    """The function by which a strategy trains on ranks."""
+    """Returns the strategy's function that trains on ranks."""
     found = strategies.find(config.parallel.strategy).parallelize
     assert found is not None
     return found
@@ -139,7 +139,7 @@ def _measure_on_ranks(spark: Any, method: str, num_hosts: int, mib: float, repea
 
 
 def _time_on_rank(method: str, mib: float, repeats: int, config: Config, report: Any = None) -> RankResult:
-    """One rank: the seconds of each exchange, and the mean of the bytes that passed its host's link."""
+    """Runs one rank. Returns the seconds of each exchange, and the mean bytes through its host's link."""
     with join(config.launch, report=report) as world, contextlib.ExitStack() as until_done:
         exchange = _exchange_of(method, mib, config, world, until_done)
         for _ in range(METHODS[method].warm_ups):
@@ -159,8 +159,10 @@ def _time_on_rank(method: str, mib: float, repeats: int, config: Config, report:
 
 
 def _steady(exchange: Callable[[], object], repeats: int) -> int:
-    """How often a short exchange is repeated, so that its median means something: `repeats` times or for some `_LONG_S`
-    seconds, the same on all ranks. Collective.
+    """Returns the number of repetitions of an exchange: `repeats`, or more for a short exchange (about `_LONG_S`
+    seconds).
+
+    The same on all ranks. Collective.
     """
     dist.barrier()
     start = time.perf_counter()
@@ -181,7 +183,7 @@ def _exchange_of(
 
 
 def _all_reduce(method: str, mib: float) -> Callable[[], object]:
-    gradient = torch.randn(round(mib * 2**18)) * 1e-3  # 27 sums over 16 ranks are still finite
+    gradient = torch.randn(round(mib * 2**18)) * 1e-3  # 27 sums over 16 ranks stay finite
 
     def exchange() -> None:
         if method == "backend":
@@ -205,7 +207,7 @@ def _backward(config: Config, mib: float, world: World, until_done: contextlib.E
 
 
 def batch_of(world: World) -> Batch:
-    """A row of a rank, which gives it gradients of its own."""
+    """Returns the row of a rank, from which its gradients are drawn."""
     return {"x": torch.full((1, 1), float(world.rank)), "weight": torch.ones(1)}
 
 
@@ -219,12 +221,12 @@ def measure_job(
     repeats: int,
     num_ranks: int | None = None,
 ) -> dict[str, Any]:
-    """Seconds and bytes of a step of a whole run, one rank on each host, or `num_ranks`. Called on the driver.
+    """Returns seconds and bytes of a step of a run, with one rank on each host, or `num_ranks`. Called on the driver.
 
-    Two runs, a short and a long one: the steps that only the long one has are without its start and its end. Where an
-    update takes the gradients of K of the trainers only, a step is as many updates as take one of each trainer; the
-    first of these steps is not counted, in which all trainers begin at once; and at least twice as many are counted
-    where nobody is cancelled, as who sends when then differs from one to the next.
+    Bytes are the difference of a short and a long run, so they do not include the start and the end. If an update needs
+    the gradients of only K trainers, a step is as many updates as use one gradient of each trainer. The first step,
+    in which all trainers start together, is not counted. If no gradient is cancelled, at least twice as many steps are
+    counted, as the order of trainers varies.
     """
     num_ranks = num_ranks or num_hosts
     trainers, k, cancels = _trainers_and_k(parallel, num_ranks)
@@ -232,7 +234,9 @@ def measure_job(
     before, counted = 1, repeats
     if k < trainers:
         before, counted = 1 + math.ceil(updates), trainers * math.ceil((repeats if cancels else 2 * repeats) / k)
-    rows = num_ranks * (k * (before + counted) + 2)  # enough for each trainer, also if all others are cancelled
+    rows = num_ranks * (
+        k * (before + counted) + 2
+    )  # enough for each trainer, even if all other gradients are cancelled
     write_arrays({"x": np.random.default_rng(0).random((rows, 1), dtype=np.float32)}, f"{folder}/data")
     marks = [read_links(spark, num_hosts)]
     seconds: list[float] = []
@@ -245,13 +249,14 @@ def measure_job(
         seconds = [after - first for first, after in itertools.pairwise(times)][-counted:]
         storage.delete(run_dir)
     if any(mark.keys() != marks[0].keys() for mark in marks):
-        raise RuntimeError(f"ranks ran on other hosts from run to run: {[sorted(mark) for mark in marks]}; give the "
-                           "application as many executors as hosts, with one task slot each")  # fmt: skip
+        raise RuntimeError(f"ranks ran on different hosts in different runs: "
+                           f"{[sorted(mark) for mark in marks]}; start one executor on each host, with one task slot"
+                           )  # fmt: skip
     short, long = ({host: after[host] - before[host] for host in after} for before, after in itertools.pairwise(marks))
     links = {host: _per_step(long[host] - short[host], counted / updates) for host in long}
     sent = [link.sent for host, link in links.items() if not host.startswith("driver ")]
     return {
-        # Updates of single gradients come in bunches, of which the median says nothing.
+        # Updates of single gradients come in bursts, so a median is not meaningful.
         "seconds": statistics.median(seconds) if k == trainers else statistics.mean(seconds) * updates,
         "bytes_per_rank": statistics.mean(sent),
         "busiest_link_bytes": max(max(link.sent, link.received) for link in links.values()),
@@ -259,9 +264,7 @@ def measure_job(
 
 
 def _trainers_and_k(parallel: Parallel, num_ranks: int) -> tuple[int, int, bool]:
-    """How many ranks train, how many of their gradients make an update (all, but for some parameter servers), and
-    whether it cancels what is under way.
-    """
+    """Returns the number of trainers, the gradients of an update, and whether an update cancels other gradients."""
     if not isinstance(parallel, ParameterServer):
         return num_ranks, num_ranks, True
     trainers = num_ranks - parallel.num_servers

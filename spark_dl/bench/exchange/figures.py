@@ -1,4 +1,4 @@
-"""The pictures of the report on gradient exchange, each from the rows of one section, as SVG texts."""
+"""Figures of the report on gradient exchange. Each draws the rows of one section as an SVG string."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _MARKERS = "osD^vP*X"
 
 
 def color_of(method: str) -> str:
-    """The same color for a method in all pictures; `parameter_server async` has that of its first word."""
+    """Color of a method in all figures. `parameter_server async` has the color of `parameter_server`."""
     return _COLORS.get(method.split()[0], "#555555")
 
 
 def draw(plot: Callable[[Any], None], *, width: float = 7.2, height: float = 4.0) -> str:
-    """What `plot` draws on an empty matplotlib figure (sizes in inches), as an SVG element."""
+    """Calls `plot` on an empty matplotlib figure (sizes in inches) and returns an SVG element."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -34,7 +34,7 @@ def draw(plot: Callable[[Any], None], *, width: float = 7.2, height: float = 4.0
 
 
 def exchange_times(rows: Rows, hosts: int) -> Callable[[Any], None]:
-    """Seconds by gradient size on a number of hosts, each method a line, with the limit of the link."""
+    """Draws seconds by gradient size, one line per method, with the limit of the link."""
 
     def plot(figure: Any) -> None:
         axes = figure.subplots()
@@ -52,7 +52,7 @@ def exchange_times(rows: Rows, hosts: int) -> Callable[[Any], None]:
 
 
 def exchange_bytes(rows: Rows, hosts: int) -> Callable[[Any], None]:
-    """Bytes that a rank sends and that the busiest link carries, in gradients, at the largest size."""
+    """Draws the bytes sent by a rank and over the busiest link, in gradients, at the largest size."""
 
     def plot(figure: Any) -> None:
         axes = figure.subplots()
@@ -75,7 +75,7 @@ def exchange_bytes(rows: Rows, hosts: int) -> Callable[[Any], None]:
 
 
 def breakdown(rows: Rows) -> Callable[[Any], None]:
-    """Seconds of a step by what they went to, as figure 6 of Li et al. 2020."""
+    """Draws the parts of a step's time, as Figure 6 of Li et al. 2020."""
 
     def plot(figure: Any) -> None:
         axes = figure.subplots()
@@ -101,7 +101,7 @@ def breakdown(rows: Rows) -> Callable[[Any], None]:
 
 
 def buckets(rows: Rows, chosen_mib: float | None) -> Callable[[Any], None]:
-    """Step time by bucket size, as figures 7 and 8 of Li et al. 2020, with what `bucket_mib: auto` chose."""
+    """Draws step time by bucket size, as Figures 7 and 8 of Li et al. 2020, with the choice of `bucket_mib: auto`."""
 
     def plot(figure: Any) -> None:
         axes = figure.subplots()
@@ -119,7 +119,7 @@ def buckets(rows: Rows, chosen_mib: float | None) -> Callable[[Any], None]:
 
 
 def scaling(rows: Rows) -> Callable[[Any], None]:
-    """Efficiency by ranks, weak and strong, beside the cost model's."""
+    """Draws weak and strong scaling efficiency by ranks, measured and predicted."""
 
     def plot(figure: Any) -> None:
         for axes, kind in zip(figure.subplots(1, 2, sharey=True), ("weak", "strong"), strict=True):
@@ -139,7 +139,7 @@ def scaling(rows: Rows) -> Callable[[Any], None]:
 
 
 def error_runtime(rows: Rows) -> Callable[[Any], None]:
-    """Loss by wall-clock and by steps under stragglers, as the error-runtime curves of Dutta et al. 2018."""
+    """Draws loss by time and by steps under stragglers, as the error-runtime curves of Dutta et al. 2018."""
 
     def plot(figure: Any) -> None:
         for axes, key in zip(figure.subplots(1, 2, sharey=True), ("seconds", "step"), strict=True):
@@ -147,7 +147,7 @@ def error_runtime(rows: Rows) -> Callable[[Any], None]:
                 curve = row["curve"]
                 axes.plot([p[key] for p in curve], [p["loss"] for p in curve], color=f"C{i}", linewidth=1.2,
                           label=row["method"])  # fmt: skip
-            axes.set(yscale="log", xlabel="seconds" if key == "seconds" else "updates of the weights")
+            axes.set(yscale="log", xlabel="seconds" if key == "seconds" else "weight updates")
             _finish(axes, legend=key == "step")
         figure.axes[0].set_ylabel("training loss")
 
@@ -155,7 +155,7 @@ def error_runtime(rows: Rows) -> Callable[[Any], None]:
 
 
 def large_clusters(rows: Rows) -> Callable[[Any], None]:
-    """Messages one after another and the busiest link by ranks up to thousands, as they are counted."""
+    """Draws the counted sequential messages and bytes over the busiest link, up to thousands of ranks."""
 
     def plot(figure: Any) -> None:
         left, right = figure.subplots(1, 2)
@@ -163,7 +163,7 @@ def large_clusters(rows: Rows) -> Callable[[Any], None]:
             _line(left, points, "ranks", "messages", i, method)
             gib = [{"ranks": p["ranks"], "gib": p["busiest_link_bytes"] / 2**30} for p in points]
             _line(right, gib, "ranks", "gib", i, method, color=color_of(method))
-        left.set(xscale="log", yscale="log", xlabel="ranks", ylabel="messages, one after another")
+        left.set(xscale="log", yscale="log", xlabel="ranks", ylabel="sequential messages")
         right.set(xscale="log", yscale="log", xlabel="ranks", ylabel="GiB over the busiest link")
         _finish(left)
         _finish(right, legend=False)
@@ -172,7 +172,7 @@ def large_clusters(rows: Rows) -> Callable[[Any], None]:
 
 
 def prediction(rows: Rows) -> Callable[[Any], None]:
-    """Measured seconds against those of the cost model; points that it was not fitted on are filled."""
+    """Draws measured and predicted seconds. Points that were not used for the fit are filled."""
 
     def plot(figure: Any) -> None:
         axes = figure.subplots()
@@ -199,7 +199,7 @@ def _line(axes: Any, points: Iterable[Mapping[str, Any]], x: str, y: str, i: int
 
 
 def _by(rows: Rows, key: str) -> list[tuple[str, list[Mapping[str, Any]]]]:
-    """The rows by the value of a column, in the order in which the values first come."""
+    """Returns the rows grouped by a column, in the order of first occurrence."""
     found: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         found.setdefault(row[key], []).append(row)

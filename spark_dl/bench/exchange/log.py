@@ -1,4 +1,4 @@
-"""What a long measurement says while it runs, and what it had to leave out."""
+"""Log of a long measurement: progress lines, and the parts that failed."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections.abc import Callable, Iterator
 
 
 class Log:
-    """Shows lines to whoever waits, and keeps what is left out with its reason, for the report. Used on the driver."""
+    """Prints progress lines, and collects the parts that are left out, with reasons, for the report. For the driver."""
 
     def __init__(self, show: Callable[[str], None] = lambda line: None):
         self.show = show
         self.left_out: list[str] = []
-        """Lines of `what: why`."""
+        """Lines `what: why`."""
 
     @contextlib.contextmanager
     def attempt(self, what: str) -> Iterator[None]:
-        """Leaves out what raises in the block: what came before is not lost, and what comes after may do."""
+        """Catches an error of the block and records the part as left out, so that other parts still run."""
         try:
             yield
         except Exception as error:
             self.leave_out(what, str(error).strip() or type(error).__name__)
 
     def leave_out(self, what: str, reason: str) -> None:
-        """Shows the whole reason; the first line of it is kept."""
+        """Prints the whole reason and keeps its first line."""
         self.show(f"left out: {what}: {reason}")
         self.left_out.append(f"{what}: {reason.splitlines()[0]}")

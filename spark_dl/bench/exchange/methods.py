@@ -1,4 +1,4 @@
-"""All ways to exchange gradients that are compared, in one table: their settings, how each is measured, and where."""
+"""Table of the compared ways to exchange gradients: settings, kind of measurement, and sections."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from spark_dl.parallel.hvd import Horovod
 from spark_dl.parallel.local_sgd import LocalSGD
 
 RING = "ddp"
-"""The method that the others are compared with: the backend's ring, through DDP."""
+"""Baseline of the comparison: the backend's ring, through DDP."""
 How = Literal["backward", "all_reduce", "job", "weights", "stream"]
 _EVERYWHERE = ("exchange", "breakdown", "stragglers")
 
@@ -27,17 +27,17 @@ class Method:
     """One way to exchange gradients."""
 
     how: How
-    """How it is measured: a backward pass of the strategy; one all-reduce of one tensor; whole training steps of a run,
-    by its metrics. Of `weights`, which are sent now and then, only runs are compared; `stream` exchanges nothing."""
+    """Kind of measurement: a backward pass of the strategy, one all-reduce of one tensor, or the training steps of a
+    run. Methods that send `weights` in intervals are compared only as runs. `stream` does not exchange gradients."""
     parallel: Parallel
     counted_as: str = ""
-    """The name by which the cost model counts its messages and bytes (`work.METHODS`); empty where it does not."""
+    """Name in the cost model (`work.METHODS`), or empty."""
     is_exact: bool = True
-    """Whether it gives the weights of a single process on the same global batches."""
+    """Whether the weights equal those of a single process with the same global batches."""
     warm_ups: int = 3
-    """Exchanges that are not counted; enough for compression to have begun (`parallel.compression_start_step`)."""
+    """Exchanges that are not counted, until compression has started (`parallel.compression_start_step`)."""
     sections: Sequence[str] = _EVERYWHERE
-    """Sections of the report that measure it; `compression` has what is compressed, and the ring beside it."""
+    """Sections of the report that measure it. `compression` measures compressed methods and the ring."""
 
     @property
     def is_compressed(self) -> bool:
@@ -46,7 +46,7 @@ class Method:
 
     @property
     def is_bucketed(self) -> bool:
-        """Whether gradients go in the buckets of `parallel.bucket_mib`."""
+        """Whether gradients are sent in the buckets of `parallel.bucket_mib`."""
         return self.how == "backward"
 
 
@@ -74,8 +74,8 @@ METHODS: Mapping[str, Method] = {
     "ddp ring": _ddp(all_reduce="ring", scales=True),
     "ddp fp16": _ddp(compression="fp16"),
     "ddp powersgd": _ddp(compression="powersgd"),
-    # With a threshold enough warm-ups for as much to be sent as comes in: a random walk reaches it after some 31 steps.
-    # What is sparse goes from every rank to all others.
+    # A threshold needs warm-ups until elements reach it: a random walk needs about 31 steps.
+    # Sparse gradients are sent from each rank to all others.
     "ddp threshold": _ddp("naive", 40, compression="threshold", threshold=5 * GRADIENT_STD),
     "ddp topk": _ddp("naive", compression="topk"),
     "horovod": Method("backward", Horovod(), "ring", sections=("exchange", "stragglers")),
@@ -84,14 +84,14 @@ METHODS: Mapping[str, Method] = {
     "shuffle_reduce": Method("job", ShuffleReduce(), "shuffle_reduce"),
     **{f"parameter_server {mode}": _servers(mode) for mode in get_args(ServerMode)},
     "local_sgd": Method("weights", LocalSGD(), is_exact=False, sections=("stragglers",)),
-    # What TCP lets through; measured where it is asked for.
+    # Limit of TCP; measured only on request.
     "stream": Method("stream", DDP(), is_exact=False, warm_ups=1, sections=("exchange",)),
 }
-"""By the names of the report."""
+"""Methods by their names in the report."""
 
 
 def measured_in(section: str, asked: Sequence[str]) -> list[str]:
-    """Those of the methods that a section measures, in the order in which they were asked for."""
+    """Returns the given methods that a section measures, in the given order."""
     if section == "compression":
         compressed = [name for name in asked if METHODS[name].is_compressed]
         return [*(name for name in asked if name == RING), *compressed] if compressed else []
@@ -99,7 +99,7 @@ def measured_in(section: str, asked: Sequence[str]) -> list[str]:
 
 
 def settings_of(name: str, num_ranks: int) -> Parallel:
-    """The settings of a method on so many ranks; modes that wait for K gradients wait for all but one."""
+    """Returns the settings of a method. Modes that wait for K gradients wait for all but one."""
     parallel = METHODS[name].parallel
     if isinstance(parallel, ParameterServer) and parallel.server_mode not in ("sync", "async"):
         return dataclasses.replace(parallel, server_k=max(1, num_ranks - 2))

@@ -1,4 +1,4 @@
-"""What the comparison of gradient exchanges measures: its options, and the arguments of the command that set them."""
+"""Options of the comparison of gradient exchanges, and their command line arguments."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ SECTIONS = ("exchange", "compression", "breakdown", "buckets", "waves", "scaling
 
 @dataclass(frozen=True)
 class Options:
-    """What is compared. Plain values, which travel to the driver's host as JSON.
+    """Options of the comparison. Plain values, which are sent to the driver's host as JSON.
 
-    The default shows the contrast of a ring, treeReduce, a shuffle and parameter servers; `FULL` is all of it.
+    The default compares a ring, treeReduce, a shuffle and parameter servers. `FULL` compares everything.
     """
 
     hosts: tuple[int, ...] = (4,)
-    """Numbers of hosts of the section `exchange`; the largest one is that of the sections after it."""
+    """Numbers of hosts of the section `exchange`. Later sections use the largest."""
     rate_mbit: float | None = 200.0
-    """Of each link, in each direction; of a cluster that is there, what is known of it."""
+    """Rate of each link in each direction. For an existing cluster: its rate, if known."""
     mtu: int = testbed.MTU
-    """Bytes of a frame on the hosts that are made."""
+    """Bytes of a frame on virtual hosts."""
     congestion_control: str = netns.RENO
-    """TCP's, on the hosts that are made: one that the machine's kernel has."""
+    """Congestion control of TCP on virtual hosts. The machine's kernel must have it."""
     mib: tuple[float, ...] = (1.0, 8.0, 32.0)
-    """Sizes of the gradient: the smallest and the largest fit the cost model, and those between check it."""
+    """Sizes of the gradient. The cost model is fitted to the smallest and largest, and checked on the others."""
     methods: tuple[str, ...] = (
         "ddp", "ddp ring", "ddp topk", "tree_reduce", "shuffle_reduce", "parameter_server sync",
         "parameter_server async", "local_sgd",
@@ -39,9 +39,9 @@ class Options:
     sections: tuple[str, ...] = tuple(name for name in SECTIONS if name != "buckets")
     repeats: int = 3
     profile: str = "resnet50"
-    """The network of the simulated steps; its backward pass takes as long as their communication."""
+    """Network of the simulated steps. Its backward pass takes as long as their communication."""
     scale: float = 0.1
-    """Fraction of its parameters."""
+    """Fraction of the network's parameters."""
     scaling_ranks: tuple[int, ...] = (1, 2, 4, 8)
     straggler_s: float = 0.05
     """Mean delay of each gradient in the section `stragglers`."""
@@ -50,18 +50,18 @@ class Options:
         for name, known in (("methods", METHODS), ("sections", SECTIONS)):
             unknown = [value for value in getattr(self, name) if value not in known]
             if unknown:
-                raise ValueError(f"{name}: unknown {', '.join(unknown)}; known are {', '.join(known)}")
+                raise ValueError(f"{name}: unknown {', '.join(unknown)}; expected some of {', '.join(known)}")
         if self.profile not in PROFILES:
-            raise ValueError(f"profile: unknown {self.profile}; known are {', '.join(PROFILES)}")
+            raise ValueError(f"profile: unknown {self.profile}; expected one of {', '.join(PROFILES)}")
         if not self.hosts or min(self.hosts) < 2:
-            raise ValueError(f"hosts: expected numbers of at least 2, found {listed(self.hosts)}")
+            raise ValueError(f"hosts: expected numbers >= 2, found {listed(self.hosts)}")
         if not self.scaling_ranks or not all(1 <= ranks <= testbed.MAX_HOSTS for ranks in self.scaling_ranks):
             raise ValueError(
                 f"scaling_ranks: expected numbers from 1 to {testbed.MAX_HOSTS}, found {listed(self.scaling_ranks)}"
             )
         if 1 not in self.scaling_ranks:
             raise ValueError(
-                f"scaling_ranks: expected 1 among them, to compare with, found {listed(self.scaling_ranks)}"
+                f"scaling_ranks: expected 1 among the numbers, as the baseline, found {listed(self.scaling_ranks)}"
             )
         if not self.mib or not all(size > 0 for size in self.mib):
             raise ValueError(f"mib: expected sizes above 0, found {listed(self.mib)}")
@@ -79,31 +79,31 @@ FULL = Options(
     sections=SECTIONS,
     scaling_ranks=(1, 2, 4, 8, 16),
 )
-"""All methods, whose exchanges alone take 40 minutes on 2 cores, and all sections."""
+"""All methods and sections. The exchanges take 40 minutes on 2 cores."""
 
 _LENGTHS = """
-By default, in about 20 minutes on 2 cores: gradients of 1, 8 and 32 MiB by DDP's ring (Gloo's and our own), top-k,
-treeReduce, a shuffle, synchronous and asynchronous parameter servers and, under stragglers, local SGD; all sections but
-buckets; scaling to 8 ranks. With --full, in a bit more than an hour: gradients of 1, 16 and 64 MiB; on top Horovod, the
-other compressions, each all-reduce alone and the other modes of parameter servers; all sections; scaling to 16 ranks.
-Arguments that are given hold in both.
+The default takes about 20 minutes on 2 cores. It measures gradients of 1, 8 and 32 MiB with DDP's ring (by Gloo and by
+spark_dl), top-k, treeReduce, a shuffle, synchronous and asynchronous parameter servers and, under stragglers, local
+SGD. It has all sections except buckets, and scaling to 8 ranks. --full takes a little more than an hour. It measures
+gradients of 1, 16 and 64 MiB, also with Horovod, the other compressions, each all-reduce alone and the other modes of
+parameter servers. It has all sections, and scaling to 16 ranks. Other arguments override both.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options as arguments; what is not given is left to `from_arguments`."""
+    """Adds the options as arguments. `from_arguments` sets the defaults."""
     parser.epilog = _LENGTHS
-    parser.add_argument("--full", action="store_true", help="all of it, in an hour; what that is stands below")
+    parser.add_argument("--full", action="store_true", help="measure everything, in about an hour; see below")
     texts: dict[str, tuple[Callable[[str], Any], str]] = {
         "hosts": (list_of(int), "numbers of hosts (4)"),
-        "rate_mbit": (float, "of each link, in each direction (200; with --master unknown)"),
-        "mtu": (int, "bytes of a frame, of hosts it makes (9000)"),
-        "congestion_control": (str, "TCP's, of hosts that it makes (reno)"),
+        "rate_mbit": (float, "rate of each link in each direction (200; with --master unknown)"),
+        "mtu": (int, "bytes of a frame on virtual hosts (9000)"),
+        "congestion_control": (str, "congestion control of TCP on virtual hosts (reno)"),
         "mib": (list_of(float), "gradient sizes"),
         "methods": (list_of(str), f"of {', '.join(METHODS)}"),
         "sections": (list_of(str), f"of {', '.join(SECTIONS)}"),
         "profile": (str, f"the simulated network: {', '.join(PROFILES)} (resnet50)"),
-        "scale": (float, "of its parameters (0.1)"),
+        "scale": (float, "fraction of its parameters (0.1)"),
         "scaling_ranks": (list_of(int), "numbers of ranks of the section scaling"),
         "straggler_s": (float, "mean delay of each gradient in the section stragglers, in seconds (0.05)"),
     }
@@ -112,9 +112,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def from_arguments(args: argparse.Namespace) -> Options:
-    """The options that were given, and the others as `--full` says. Raises ValueError for values that cannot be."""
+    """Returns the given options, with defaults by `--full`. Raises ValueError for invalid values."""
     given = {field.name: getattr(args, field.name) for field in dataclasses.fields(Options)}
-    if args.master:  # nothing is known of its network
+    if args.master:  # its rate is unknown
         base = dataclasses.replace(FULL if args.full else Options(), rate_mbit=None)
     else:
         base = FULL if args.full else Options()
@@ -122,7 +122,7 @@ def from_arguments(args: argparse.Namespace) -> Options:
 
 
 def listed(values: Sequence[float]) -> str:
-    """Numbers with commas between, for an error."""
+    """Returns comma-separated numbers, for an error."""
     return ", ".join(f"{v:g}" for v in values) or "none"
 
 
@@ -131,6 +131,6 @@ def list_of(kind: type) -> Callable[[str], tuple[Any, ...]]:
         try:
             return tuple(kind(part) for part in text.split(","))
         except ValueError:
-            raise argparse.ArgumentTypeError(f"expected numbers with commas between, found {text!r}") from None
+            raise argparse.ArgumentTypeError(f"expected comma-separated numbers, found {text!r}") from None
 
     return parse

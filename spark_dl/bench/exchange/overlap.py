@@ -1,8 +1,8 @@
-"""What a strategy hides of its communication behind compute, and what the size of DDP's buckets has to do with it.
+"""Measures how much communication a strategy hides behind computation, and the effect of DDP's bucket size.
 
-A simulated network (`profiles.py`) whose backward pass takes as long as its communication alone, and its forward pass
-half of that: the point at which overlap is worth most. Gradients come in the backward pass, so nothing can hide behind
-the forward pass, and no step takes less than forward pass and communication together.
+The backward pass of a simulated network (`profiles.py`) takes as long as its communication alone, and its forward pass
+half of that. Here overlap helps most. Gradients are ready only in the backward pass, so a step takes at least the time
+of the forward pass plus that of the communication.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def measure(
     same_clock: bool,
     log: Log,
 ) -> dict[str, Any]:
-    """The sections `breakdown` and `buckets` of the report, as far as `sections` names them. Called on the driver.
+    """Measures the sections `breakdown` and `buckets` of the report, if `sections` has them. Called on the driver.
 
-    The breakdown is that of the methods that are named and have overlap or, to compare, none.
+    `breakdown` measures the given methods with overlap and, for comparison, without.
     """
     launch = Launch(num_ranks=num_hosts, device="cpu")
 
@@ -92,7 +92,7 @@ def measure(
 
 
 def _choose_on_rank(profile: str, settings: dict[str, Any], report: Any = None) -> RankResult:
-    """What `parallel.bucket_mib: auto` chooses in a run of the strategy itself. Collective, in a barrier task."""
+    """Returns the choice of `parallel.bucket_mib: auto` in a run of the strategy. Collective, in a barrier task."""
     with join(Launch(device="cpu"), report=report) as world, contextlib.ExitStack() as until_done:
         config = exchange.config_of(ddp.DDP(bucket_mib="auto"), world.world_size)
         trainable = ddp.parallelize(accelerator_spec(PROFILES[profile](), **settings), world, config)
@@ -102,7 +102,7 @@ def _choose_on_rank(profile: str, settings: dict[str, Any], report: Any = None) 
 
 
 def _time_all_reduces(spark: Any, num_hosts: int) -> Callable[[float], float]:
-    """Seconds of an all-reduce by its bytes, as measured at some sizes."""
+    """Returns seconds of an all-reduce by its bytes, interpolated between measured sizes."""
     rows = exchange.measure(spark, "", num_hosts=num_hosts, mib=_ALL_REDUCE_MIB, methods=["backend"])
     return interpolate_all_reduce_s([row["mib"] * MIB for row in rows], [row["seconds"] for row in rows])
 
@@ -110,7 +110,7 @@ def _time_all_reduces(spark: Any, num_hosts: int) -> Callable[[float], float]:
 def _job_row(
     spark: Any, folder: str, method: str, spec: ModelSpec, num_hosts: int, repeats: int, compute: dict[str, float]
 ) -> dict[str, Any]:
-    """A method without overlap: all but compute is exposed, the update of the weights with it."""
+    """Measures a method without overlap: all time except computation is exposed, including the weight update."""
     settings = settings_of(method, num_hosts)
     found = exchange.measure_job(
         spark, f"{folder}/{method.replace(' ', '-')}", settings, spec, num_hosts=num_hosts, repeats=repeats

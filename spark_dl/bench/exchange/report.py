@@ -1,20 +1,20 @@
-"""One self-contained HTML page from what the benchmark of gradient exchange measured: pictures, tables, sentences.
+"""Writes the results of the gradient exchange benchmark as one self-contained HTML page: figures, tables, sentences.
 
-The results are plain data, a list of rows for each section, all optional:
+The results are plain data, a list of rows for each section. All sections are optional:
 
     exchange      method, exact, hosts, mib, seconds, bytes_per_rank, busiest_link_bytes, limit_s, ratio_to_limit,
                   times_ring
-    crossings     method, hosts, faster_mib, slower_mib: measured sizes at which it is faster and slower than the ring
+    crossings     method, hosts, faster_mib, slower_mib: measured sizes at which it is faster, and slower, than the ring
     breakdown     method, profile, step_s, forward_s, backward_s, hidden_s, exposed_s, optimizer_s, wait_s, other_s,
                   communication_s (alone), times_largest (of the larger of compute and communication)
-    buckets       profile, bucket_mib, step_s, predicted_s; `auto_bucket_mib` is what `bucket_mib: auto` chose
+    buckets       profile, bucket_mib, step_s, predicted_s; `auto_bucket_mib` is the choice of `bucket_mib: auto`
     compression   method, hosts, mib, rate_mbit, seconds, bytes_per_rank, times_ring, bytes_factor (of ddp's bytes)
     waves         method, ranks, slots, compute_s, step_s or refused_s and reason
     scaling       kind (weak, strong), method, ranks, step_s, efficiency, predicted_efficiency
     stragglers    method, accuracy, seconds, staleness, exact, update_s, theory_s, curve of {seconds, step, loss}
     model         method, hosts, mib, measured_s, predicted_s, held_out
     plan          method, ranks, messages, bytes_per_rank, busiest_link_bytes, measured_busiest_bytes
-    left_out      texts: what failed, and why
+    left_out      strings: what failed, and why
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _WORKERS, _STEPS_PER_S, _RESNET50_BYTES = 256, 3, PROFILES["resnet50"]().gradien
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table."""
+    """Column of a table."""
 
     key: str
     title: str
@@ -48,7 +48,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page."""
+    """Part of the page."""
 
     title: str
     texts: Sequence[str]
@@ -59,7 +59,7 @@ class Section:
 
 
 def write_report(results: Mapping[str, Any], path: str | Path) -> None:
-    """Writes the results as JSON, then beside it the page `<path>`. Called on the driver. Raises as `check` does."""
+    """Writes the results as JSON, and the page `path` beside it. Called on the driver. Raises as `check` does."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).with_suffix(".json").write_text(json.dumps(results, indent=1), encoding="utf-8")
     check(path)
@@ -68,7 +68,7 @@ def write_report(results: Mapping[str, Any], path: str | Path) -> None:
     template = resources.files("spark_dl.bench.exchange").joinpath("report.html").read_text()
     page = jinja2.Environment(autoescape=True).from_string(template)
     html = page.render(
-        title="Gradient exchange: ring, Spark's own aggregation, parameter servers",
+        title="Gradient exchange: ring, Spark's aggregation, parameter servers",
         about=_about(results.get("about", {})),
         answers=answers(results),
         sections=[build(results) for key, build in _SECTIONS.items() if results.get(key)],
@@ -79,9 +79,11 @@ def write_report(results: Mapping[str, Any], path: str | Path) -> None:
 
 
 def check(path: str | Path) -> None:
-    """Raises ValueError for the name of the JSON beside the page, ModuleNotFoundError without matplotlib or Jinja."""
+    """Raises ValueError if `path` ends with .json, and ModuleNotFoundError without matplotlib or Jinja."""
     if Path(path).suffix == ".json":
-        raise ValueError(f"report: expected the name of a page, as report.html, found {path}; its JSON is beside it")
+        raise ValueError(
+            f"report: expected the name of a page, such as report.html, found {path}; the JSON is written beside it"
+        )
     for name in ("jinja2", "matplotlib"):
         if importlib.util.find_spec(name) is None:
             raise ModuleNotFoundError(f"the report needs {name}: pip install 'spark_dl[plot]'")
@@ -146,14 +148,13 @@ def _exchange(results: Mapping[str, Any]) -> Section:
     ]
     return Section(
         "One exchange, by method and size",
-        ["Random gradients, inside a running job. Of all-reduces, DDP and Horovod: medians of the slowest rank's "
-         "seconds from gradients on every rank to their sum on every rank. Of treeReduce, the shuffle and parameter "
-         "servers: the time from step to step of a run, with the update of the weights and the scheduling of tasks, "
-         "as these belong to their exchange; medians, too, but where an update takes the gradients of K trainers "
-         "only the mean of as many updates as take one of each trainer. One host of each run with parameter servers "
-         "is the server. Bytes are those of the hosts' own network interfaces. Exact methods give the weights of a "
-         "single process. The limit is 2 N (P - 1) / P bytes per rank at the link's rate, which no all-reduce of "
-         "whole gradients beats (Patarasuk & Yuan 2009)."],
+        ["Random gradients, inside a running job. For all-reduces, DDP and Horovod: median seconds of the slowest "
+         "rank, from gradients on every rank to their sum on every rank. For treeReduce, the shuffle and parameter "
+         "servers: median time of a training step, which includes the weight update and the scheduling of tasks. If "
+         "an update needs the gradients of only K trainers: the mean over as many updates as use one gradient of each "
+         "trainer. With parameter servers, one host is the server. Bytes are counted by the hosts' network "
+         "interfaces. Exact methods give the weights of a single process. The limit is 2 N (P - 1) / P bytes per rank "
+         "at the link's rate, the least possible for whole gradients (Patarasuk & Yuan 2009)."],
         drawn, columns, _table(rows, columns), is_open=True,
     )  # fmt: skip
 
@@ -166,11 +167,11 @@ def _breakdown(results: Mapping[str, Any]) -> Section:
         _number("times_largest", "times the larger of compute and communication", _factor),
     ]  # fmt: skip
     return Section(
-        "Where the time of a step goes",
-        ["Compute is simulated: it takes a set time, and yields random gradients of the real sizes in the real order. "
-         "Hidden communication runs while backward computes; exposed communication is waited for. Of DDP the parts are "
-         "means over the ranks, and the step is that of the slowest. Of treeReduce, the shuffle and parameter servers "
-         "all that is not compute counts as exposed: scheduling, pickling and the update of the weights, too."],
+        "Time of a step by parts",
+        ["Computation is simulated: it takes a set time, and produces random gradients in real sizes and order. "
+         "Hidden communication runs during the backward pass. Ranks wait for exposed communication. For DDP, the parts "
+         "are means over the ranks, and the step is that of the slowest. For treeReduce, the shuffle and parameter "
+         "servers, all other time counts as exposed, including scheduling, pickling and the weight update."],
         [figures.draw(figures.breakdown(rows))], columns, _table(rows, columns), is_open=True,
     )  # fmt: skip
 
@@ -180,9 +181,9 @@ def _buckets(results: Mapping[str, Any]) -> Section:
     columns = [_text("profile", "profile"), _number("bucket_mib", "bucket, MiB", _plain), _number("step_s", "step, s"),
                _number("predicted_s", "model, s")]  # fmt: skip
     return Section(
-        "The size of buckets",
-        ["Small buckets start early and pay the latency often; large ones start late. Li et al. 2020 (figures 7 and 8) "
-         "find the best size in the middle."],
+        "Bucket size",
+        ["Small buckets start early, but each has a latency. Large buckets start late. In Li et al. 2020 (Figures 7, "
+         "8), medium sizes are best."],
         [figures.draw(figures.buckets(rows, results.get("auto_bucket_mib")))], columns, _table(rows, columns),
     )  # fmt: skip
 
@@ -196,9 +197,9 @@ def _where_compression_pays(results: Mapping[str, Any]) -> Section:
         _number("bytes_factor", "of its bytes", _percent),
     ]  # fmt: skip
     return Section(
-        "Where compression pays, and where it does not",
-        ["The same exchanges on links of the set rate and on links without a limit, where only the work is left: to "
-         "compress, and to take apart what all others have sent."],
+        "When compression helps",
+        ["The same exchanges on links of the set rate, and on links without a limit, where only the time to compress "
+         "and decompress remains."],
         [], columns, _table(rows, columns),
     )  # fmt: skip
 
@@ -212,7 +213,7 @@ def _fewer_slots(results: Mapping[str, Any]) -> Section:
     ]  # fmt: skip
     return Section(
         "Fewer slots than ranks",
-        ["Tasks that do not talk to each other can run in waves; those of a ring must all be there."],
+        ["Independent tasks can run in waves. The ranks of a ring must all run at once."],
         [], columns, _table(rows, columns),
     )  # fmt: skip
 
@@ -226,7 +227,8 @@ def _scaling(results: Mapping[str, Any]) -> Section:
     ]  # fmt: skip
     return Section(
         "Scaling",
-        ["Weak: each rank has the same compute at any number of ranks. Strong: the compute of one step is shared out."],
+        ["Weak: the computation of each rank does not depend on the number of ranks. Strong: the ranks share the "
+        "computation of one step."],
         [figures.draw(figures.scaling(rows), width=9)], columns, _table(rows, columns),
     )  # fmt: skip
 
@@ -241,9 +243,9 @@ def _stragglers(results: Mapping[str, Any]) -> Section:
     ]  # fmt: skip
     return Section(
         "Slow ranks: loss by time and by steps",
-        ["Every gradient computation is delayed by a random time. Exact methods give the weights of a single process; "
-         "the others trade the error of stale or fewer gradients for time (Dutta et al. 2018). By their theory an "
-         "update takes so long for the delays alone, without any compute or communication."],
+        ["Each gradient computation is delayed by a random time. Exact methods give the weights of a single process. "
+         "The others save time, but use stale or fewer gradients (Dutta et al. 2018). The theoretical time of an "
+         "update includes only the delays, not computation and communication."],
         [figures.draw(figures.error_runtime(rows), width=9)], columns, _table(rows, columns), is_open=True,
     )  # fmt: skip
 
@@ -258,7 +260,7 @@ def _model(results: Mapping[str, Any]) -> Section:
     held_out = [abs(r["predicted_s"] / r["measured_s"] - 1) for r in rows if r["held_out"]]
     worst = f" The largest error on {len(held_out)} held-out points is {max(held_out):.1%}." if held_out else ""
     return Section(
-        "The cost model against what was measured",
+        "Cost model and measurements",
         ["A model of latency, bandwidth and work per byte for each method, fitted on some of the points and checked on "
          "the others." + worst],
         [figures.draw(figures.prediction(rows))], columns, _table(rows, columns),
@@ -273,10 +275,10 @@ def _plan(results: Mapping[str, Any]) -> Section:
         _number("measured_busiest_bytes", "measured", _mib),
     ]  # fmt: skip
     return Section(
-        "What large clusters would have to carry",
-        ["Of ResNet-50's gradient, counted: the messages that follow each other and the bytes, of methods that send "
-         "whole gradients. How long they take depends on a network that was not measured. The first row of a method is "
-         "of as many hosts as were measured, with what their interfaces counted for the largest gradient, in "
+        "Messages and bytes on large clusters",
+        ["Counted for ResNet-50's gradient and methods that send whole gradients: sequential messages, and bytes. "
+         "Times depend on the network and were not measured. The first row of a method is for the measured number of "
+         "hosts, with the bytes that their interfaces counted for the largest gradient, in "
          "proportion.",
          f"For comparison: {_WORKERS} workers that each send {_STEPS_PER_S} gradients of ResNet-50 per second bring "
          f"one parameter server {server_bytes_per_s(_WORKERS, _RESNET50_BYTES, _STEPS_PER_S) / 2**30:.1f} GiB/s; in a "

@@ -1,6 +1,6 @@
-"""Training steps of a simulated accelerator on ranks: how long they take, and where the time goes.
+"""Measures training steps of a simulated accelerator on ranks, and their parts.
 
-The ranks are barrier tasks, by `run_barrier(spark, time_steps, ...)`, or processes with the environment of torchrun:
+Ranks are barrier tasks, started by `run_barrier(spark, time_steps, ...)`, or processes with torchrun's environment:
 
     python -m spark_dl.bench.exchange.steps '<settings as JSON>' result.json
 """
@@ -36,7 +36,7 @@ from spark_dl.world import World
 
 @dataclass(frozen=True)
 class Steps:
-    """What is trained, and how: settings that travel as JSON."""
+    """Settings of the measurement, sent as JSON."""
 
     profile: str = "resnet50"
     scale: float = 1.0
@@ -44,17 +44,17 @@ class Steps:
     forward_s: float = 0.0
     backward_s: float = 0.0
     parallel: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of `Parallel`: how DDP's buckets are exchanged."""
+    """Settings of `parallel` for DDP."""
     bucket_mib: float = 25.0
     warm_ups: int = 2
     num_steps: int = 5
     same_clock: bool = True
-    """Whether all ranks are processes of one machine, whose clocks can be compared."""
+    """Whether all ranks run on one machine, so that their clocks can be compared."""
     timeout_s: float = 600.0
 
 
 def time_steps(settings: Mapping[str, Any], report: Any = None) -> RankResult:
-    """Median seconds of a step of DDP and of its parts, the same on all ranks. Collective, in a barrier task or not."""
+    """Returns median seconds of a DDP step and of its parts, the same on all ranks. Collective."""
     steps = Steps(**settings)
     launch = Launch(device="cpu", collective_timeout_s=steps.timeout_s, start_timeout_s=steps.timeout_s)
     with join(launch, report=report) as world:
@@ -62,7 +62,7 @@ def time_steps(settings: Mapping[str, Any], report: Any = None) -> RankResult:
 
 
 def _measure(steps: Steps, world: World) -> dict[str, Any]:
-    # NOTE: a function of its own, so that DDP's objects go before the process group: see `parallel.ddp`.
+    # NOTE: a separate function, so that DDP's objects are freed before the process group: see `parallel.ddp`.
     with contextlib.ExitStack() as until_done:
         records: list[BucketTimes] = []
         model = build_accelerator(
@@ -107,7 +107,7 @@ def _step(
 
 
 def _medians(taken: Sequence[_Taken], rank: int, same_clock: bool) -> dict[str, Any]:
-    """Of the step whose slowest rank took the median time: its parts, as means over the ranks, and that time."""
+    """Returns the median step time (of the slowest rank), and that step's parts as means over the ranks."""
     own = [[dataclasses.asdict(bucket) for bucket in step.buckets] for step in taken]
     everyones = gather_json(own) if same_clock else None
     parts = []

@@ -1,4 +1,4 @@
-"""What TCP makes of the links: each rank streams as many bytes as a ring sends, and nobody waits for another rank."""
+"""Measures the rate of TCP on the links: each rank streams as many bytes as a ring sends, without synchronization."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _PIECE_BYTES = 1 << 20
 def stream_to_next(
     world: World, num_bytes: int, until_done: contextlib.ExitStack, timeout_s: float
 ) -> Callable[[], None]:
-    """Connects this rank to the next one and the one before. Collective.
+    """Connects this rank to the next and the previous rank. Collective.
 
-    Returns a function that sends `num_bytes` random bytes to the next rank while it receives as many. No ring with one
-    connection to each neighbour can be faster on these hosts with their TCP. Raises RuntimeError if ranks do not
-    connect within `timeout_s`, OSError for a connection that fails or does nothing for so long.
+    Returns a function that sends `num_bytes` random bytes to the next rank and receives as many. A ring with one TCP
+    connection to each neighbor cannot be faster on these hosts. Raises RuntimeError if ranks do not connect within
+    `timeout_s`, and OSError if a connection fails or has no traffic for that time.
     """
     ahead, behind = (until_done.enter_context(sock) for sock in _connect(world, timeout_s))
     piece, buffer = memoryview(secrets.token_bytes(_PIECE_BYTES)), bytearray(_PIECE_BYTES)
@@ -43,7 +43,9 @@ def stream_to_next(
             left -= received
         sender.join()
         if left:
-            errors.append(ConnectionError(f"the rank before {world.rank} left {left} bytes before the end"))
+            errors.append(
+                ConnectionError(f"the rank before {world.rank} closed the connection {left} bytes before the end")
+            )
         if errors:
             raise errors[0]
 
@@ -51,8 +53,8 @@ def stream_to_next(
 
 
 def _connect(world: World, timeout_s: float) -> tuple[socket.socket, socket.socket]:
-    """Sockets to the next rank and from the one before."""
+    """Returns sockets to the next rank and from the previous rank."""
     ahead, behind = (world.rank + 1) % world.world_size, (world.rank - 1) % world.world_size
     with Port(world, f"stream/{world.rank}", "the next rank") as port, ThreadPoolExecutor(1) as pool:
-        accepting = pool.submit(port.accept, [behind], timeout_s)  # all ranks connect and accept at the same time
+        accepting = pool.submit(port.accept, [behind], timeout_s)  # all ranks connect and accept at once
         return connect(world, f"stream/{ahead}", ahead, timeout_s).sock, accepting.result()[0].sock

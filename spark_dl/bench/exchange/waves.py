@@ -1,7 +1,7 @@
-"""What becomes of a step where Spark has fewer task slots than there are ranks.
+"""Measures a step when Spark has fewer task slots than ranks.
 
-The tasks of an ordinary stage wait for each other in no way, so Spark runs them in waves, one after another. The ranks
-of a ring need each other in every step, so all must be there at once: what barrier mode is for.
+Tasks of an ordinary stage are independent, so Spark runs them in waves. Ranks of a ring exchange data in every step, so
+all must run at once, which barrier mode ensures.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ _MIB = 1.0
 def measure(
     spark: Any, folder: str, *, num_hosts: int, repeats: int, show: Callable[[str], None] = lambda line: None
 ) -> list[dict[str, Any]]:
-    """Rows of `method, ranks, slots, compute_s, step_s` for the report; of a ring with too few slots `refused_s` and
-    `reason` in place of `step_s`. Called on the driver, on a cluster with one task slot on each of `num_hosts` hosts.
+    """Returns rows of `method, ranks, slots, compute_s, step_s` for the report.
+
+    A ring with too few slots has `refused_s` and `reason` instead of `step_s`. Called on the driver of a cluster with
+    one task slot on each of `num_hosts` hosts.
     """
     spec = accelerator_spec(exchange.random_profile(_MIB), forward_s=_COMPUTE_S / 3, backward_s=_COMPUTE_S * 2 / 3)
     rows: list[dict[str, Any]] = []

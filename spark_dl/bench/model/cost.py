@@ -1,9 +1,9 @@
-"""How long an exchange of gradients takes: the alpha-beta-gamma model of Hockney 1994 and Thakur et al. 2005.
+"""Predicts the time of a gradient exchange: the alpha-beta-gamma model of Hockney 1994 and Thakur et al. 2005.
 
     seconds = overhead * calls + alpha * messages + bytes / rate + gamma * bytes touched
 
-What an exchange does is counted in `work.py`; what the network and the machine make of it, four numbers per method, is
-fitted to measured points and checked against others. Pure: only numpy, no I/O.
+`work.py` counts the calls, messages and bytes. The four parameters of a method are fitted to measured points and
+checked on other points. Pure functions.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from spark_dl.bench.model.work import BY_SPARK, Exchange, work
 
 @dataclass(frozen=True)
 class Network:
-    """A network, and the software on it, as one method finds it."""
+    """Parameters of a network and its software, for one method."""
 
     alpha_s: float
     """Latency of a message."""
     bytes_per_s: float
-    """Rate of a host's link in each direction; may be infinite. The model's beta is its inverse."""
+    """Rate of a host's link in each direction; may be infinite. Beta of the model is its inverse."""
     gamma_s_per_byte: float = 0.0
-    """Time to add, or for Python to serialize, a byte."""
+    """Time to add a byte, or to serialize it in Python."""
     overhead_s: float = 0.0
-    """Of each all-reduce, or of each Spark stage."""
+    """Time of each all-reduce, or of each Spark stage."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class Cost:
 
     seconds: float
     bytes_per_rank: float
-    """Sent by a rank, on average."""
+    """Bytes sent by a rank, on average."""
     busiest_link_bytes: float
-    """Through the busiest host's link, in the direction in which it carries more."""
+    """Bytes over the busiest host's link, in its busier direction."""
 
 
 @dataclass(frozen=True)
@@ -65,22 +65,22 @@ def cost(exchange: Exchange, network: Network) -> Cost:
 
 
 def fit(points: Sequence[Point]) -> Network:
-    """The network that explains measured exchanges of one method best: least squares of the relative errors.
+    """Fits the parameters to measured exchanges of one method: least squares of the relative errors.
 
-    No number is negative. Where two networks explain the points equally well, as where bytes sent and bytes touched are
-    in proportion (in a ring they always are), the one with fewer numbers above 0 is returned: it predicts the same. And
-    where latency and overhead cannot be told apart, as by points of one number of ranks, it is latency, which grows
-    with the ranks; of Spark's stages it is overhead, which does not.
+    All parameters are >= 0. If two solutions are equally good, for example because bytes sent and bytes touched are
+    proportional (as in a ring), the solution with fewer positive parameters is returned. It predicts the same. If the
+    points cannot separate latency from overhead, for example with one number of ranks, latency is used, which grows
+    with the ranks; for Spark's stages, overhead is used, which does not.
     Raises ValueError for no points, for points of several methods, and for seconds that are not above 0.
     """
     methods = {point.exchange.method for point in points}
     if len(methods) != 1:
         raise ValueError(f"expected points of one method, found {sorted(methods) or 'no points'}")
     if not all(0 < point.seconds < math.inf for point in points):
-        raise ValueError("expected seconds above 0 of every point")
+        raise ValueError("expected seconds > 0 for every point")
     counts = np.array([_counts(point.exchange) for point in points])  # (points, 4)
     relative = counts / np.array([[point.seconds] for point in points])
-    first = [0, 1] if methods <= BY_SPARK else [1, 0]  # the earlier of two columns that explain as much
+    first = [0, 1] if methods <= BY_SPARK else [1, 0]  # the first of two equally good columns
     order = [*first, 2, 3]
     found = _non_negative_least_squares(relative[:, order])
     overhead_s, alpha_s, s_per_byte, gamma = (found[order.index(i)] for i in range(4))
@@ -93,10 +93,10 @@ def _counts(exchange: Exchange) -> tuple[float, float, float, float]:
 
 
 def _non_negative_least_squares(a: np.ndarray[Any, Any]) -> list[float]:
-    """x >= 0 with the least |a x - 1|; a is [points, numbers].
+    """Returns x >= 0 with the least |a x - 1|. # a: [points, parameters]
 
-    The best x is the plain least squares solution in the columns in which it is not 0, so all sets of columns are
-    tried: with four there are 15.
+    The best x is the least squares solution in the columns where it is not 0, so all 15 sets of four columns are
+    tried.
     """
     target, scale = np.ones(len(a)), np.abs(a).max(axis=0)
     best, best_error = [0.0] * a.shape[1], math.inf
@@ -115,5 +115,5 @@ def _non_negative_least_squares(a: np.ndarray[Any, Any]) -> list[float]:
 
 
 def server_bytes_per_s(num_workers: int, gradient_bytes: float, steps_per_s: float, *, servers: int = 1) -> float:
-    """What each server must receive, and send, for all workers to take so many steps per second."""
+    """Returns the bytes per second that each server receives, and sends, if all workers take these steps per second."""
     return num_workers * gradient_bytes * steps_per_s / servers

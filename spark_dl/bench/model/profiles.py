@@ -1,7 +1,7 @@
-"""What networks weigh and what their layers cost: every parameter tensor of ResNet-50 and BERT, in forward order.
+"""Sizes and costs of the layers of networks: each parameter tensor of ResNet-50 and BERT, in forward order.
 
-A layer's share of the compute is its share of the multiply-adds of a forward pass. Only convolutions, linear layers and
-the two products of attention are counted, as torchvision and the ptflops and fvcore counters do; biases, normalization,
+A layer's share of the computation is its share of the multiply-adds of a forward pass. Only convolutions, linear layers
+and the two products of attention are counted, as torchvision, ptflops and fvcore do. Biases, normalization,
 activations, pooling and embeddings have a share of 0. Sources: He et al. 2016, "Deep Residual Learning for Image
 Recognition", table 1, with the stride in the 3x3 convolution as in torchvision; Devlin et al. 2019, "BERT", section 3,
 with the tensors of Hugging Face's `BertModel`.
@@ -23,7 +23,7 @@ class Layer:
     name: str
     shape: tuple[int, ...]
     share: float
-    """Of the time of a forward pass, and of a backward pass; all layers' shares sum to 1."""
+    """Fraction of the time of a forward pass, and of a backward pass. The fractions of all layers sum to 1."""
 
     @property
     def num_parameters(self) -> int:
@@ -37,13 +37,13 @@ class Layer:
 
 @dataclass(frozen=True)
 class Profile:
-    """A network, as far as the exchange of its gradients goes."""
+    """Layers of a network, for the exchange of its gradients."""
 
     name: str
     layers: tuple[Layer, ...]
     """In forward order."""
     multiply_adds: int
-    """Of a forward pass of one input: an image of 224 x 224, or a sequence of the length that `bert` was given."""
+    """Multiply-adds of a forward pass of one input: an image of 224 x 224, or a sequence of `bert`'s length."""
 
     @property
     def num_parameters(self) -> int:
@@ -51,15 +51,15 @@ class Profile:
 
     @property
     def gradient_bytes(self) -> int:
-        """Of all layers, in float32."""
+        """Bytes of all layers, in float32."""
         return sum(layer.gradient_bytes for layer in self.layers)
 
     def backward_layers(self) -> tuple[Layer, ...]:
-        """The layers in the order in which their gradients come: the last one first."""
+        """Returns the layers in the order of their gradients: the last layer first."""
         return self.layers[::-1]
 
     def ready_s(self, backward_s: float) -> list[float]:
-        """Seconds from the start of a backward pass of `backward_s` to each gradient, in backward order."""
+        """Returns seconds from the start of a backward pass to each gradient, in backward order."""
         ready, passed = [], 0.0
         for layer in self.backward_layers():
             passed += layer.share
@@ -67,9 +67,9 @@ class Profile:
         return ready
 
     def shrunk(self, fraction: float) -> Profile:
-        """The same network with about that fraction of the parameters: each tensor's first axis is shortened.
+        """Returns the network with about this fraction of the parameters, by shortening each tensor's first axis.
 
-        Shares stay as they are. `fraction` is above 0 and at most 1; otherwise ValueError.
+        Shares do not change. Raises ValueError unless 0 < `fraction` <= 1.
         """
         if not 0 < fraction <= 1:
             raise ValueError(f"scale: expected a fraction above 0 and at most 1, found {fraction!r}")
@@ -80,7 +80,7 @@ class Profile:
 
 
 def resnet50() -> Profile:
-    """ResNet-50 for 1000 classes: 161 tensors, 25,557,032 parameters, 4.09 billion multiply-adds per image."""
+    """Returns ResNet-50 for 1000 classes: 161 tensors, 25,557,032 parameters, 4.09 billion multiply-adds per image."""
     tensors = [*_convolution("conv1", 3, 64, kernel=7, size=112), *_norm("bn1", 64)]
     channels, size = 64, 56
     for stage, (blocks, width) in enumerate(((3, 64), (4, 128), (6, 256), (3, 512)), start=1):
@@ -92,10 +92,10 @@ def resnet50() -> Profile:
 
 
 def bert(name: str, *, hidden: int, num_layers: int, sequence_length: int = 128) -> Profile:
-    """BERT's encoder with pooler for the uncased vocabulary.
+    """Returns BERT's encoder with pooler for the uncased vocabulary.
 
-    Base is 199 tensors and 109,482,240 parameters, large 391 and 335,141,888. By default a sequence is of 128 tokens,
-    as in 90 % of the steps of its pre-training (Devlin et al. 2019, appendix A.2).
+    Base has 199 tensors and 109,482,240 parameters, large has 391 and 335,141,888. By default a sequence has 128
+    tokens, as in 90 % of the steps of BERT's pre-training (Devlin et al. 2019, appendix A.2).
     """
     tensors = [
         ("embeddings.word_embeddings.weight", (30522, hidden), 0),
@@ -120,7 +120,7 @@ PROFILES: dict[str, Callable[[], Profile]] = {"resnet50": resnet50, "bert_base":
 
 
 _Tensor = tuple[str, tuple[int, ...], int]
-"""Name, shape and multiply-adds of one input."""
+"""Name, shape and multiply-adds for one input."""
 
 
 def _profile(name: str, tensors: list[_Tensor]) -> Profile:
@@ -130,7 +130,7 @@ def _profile(name: str, tensors: list[_Tensor]) -> Profile:
 
 
 def _convolution(name: str, inputs: int, outputs: int, *, kernel: int, size: int) -> list[_Tensor]:
-    """A square kernel without bias; `size` is the height and width of what comes out."""
+    """Returns a square kernel without bias. # size: height and width of the output"""
     return [(f"{name}.weight", (outputs, inputs, kernel, kernel), outputs * inputs * kernel**2 * size**2)]
 
 
@@ -139,13 +139,13 @@ def _norm(name: str, channels: int) -> list[_Tensor]:
 
 
 def _linear(name: str, inputs: int, outputs: int, *, positions: int = 1, further: int = 0) -> list[_Tensor]:
-    """Applied at each of `positions`; `further` multiply-adds without weights are done after it."""
+    """Returns a linear layer at each of `positions`, followed by `further` multiply-adds without weights."""
     weight = (f"{name}.weight", (outputs, inputs), outputs * inputs * positions + further)
     return [weight, (f"{name}.bias", (outputs,), 0)]
 
 
 def _bottleneck(name: str, inputs: int, width: int, size: int, shrinks: bool) -> list[_Tensor]:
-    """Three convolutions and, where the shape changes, a fourth on the way past them; `size` is that of the input."""
+    """Returns three convolutions and, if the shape changes, a fourth in the shortcut. # size: of the input"""
     outputs, out = 4 * width, size // 2 if shrinks else size
     tensors = [
         *_convolution(f"{name}.conv1", inputs, width, kernel=1, size=size),
@@ -162,7 +162,7 @@ def _bottleneck(name: str, inputs: int, width: int, size: int, shrinks: bool) ->
 
 
 def _encoder_layer(name: str, hidden: int, length: int) -> list[_Tensor]:
-    # Queries times keys, and their weights times values: done after the three projections, so backward before them.
+    # Queries times keys, and weights times values: after the three projections, so before them in the backward pass.
     attention = 2 * length * length * hidden
     return [
         *_linear(f"{name}.attention.self.query", hidden, hidden, positions=length),

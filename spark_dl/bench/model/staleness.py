@@ -1,15 +1,16 @@
-"""How long an iteration takes when ranks are randomly slow: the runtime analysis of Dutta et al. 2018, "Slow and Stale
-Gradients Can Win the Race: Error-Runtime Trade-offs in Distributed SGD" (AISTATS). Pure arithmetic.
+"""Predicts the time of an iteration with randomly slow ranks: the runtime analysis of Dutta et al. 2018, "Slow and
+Stale
+Gradients Can Win the Race: Error-Runtime Trade-offs in Distributed SGD" (AISTATS). Pure functions.
 
-P workers compute gradients, each in a random time X of its own, and send them to a parameter server. An iteration is
-one update of the weights. In the six modes the server waits for ...
+P workers compute gradients, each in a random time X, and send them to a parameter server. An iteration is one update of
+the weights. In the six modes the server waits for:
 
     sync            the gradients of all workers
-    k_sync          the first K workers; the others give up and start anew with the new weights
-    k_batch_sync    the first K gradients, several from a fast worker, all with the same weights; others as before
-    async           one gradient; its worker goes on with the new weights, the others with what they have
-    k_async         gradients of K different workers, which then go on with the new weights
-    k_batch_async   K gradients, of whichever workers; each worker goes on at once
+    k_sync          the first K workers; the others cancel and start again with the new weights
+    k_batch_sync    the first K gradients, several from a fast worker, all with the same weights; others cancel
+    async           one gradient; its worker continues with the new weights, the others with their old weights
+    k_async         gradients of K different workers, which then continue with the new weights
+    k_batch_async   K gradients of any workers; each worker continues at once
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ MODES = ("sync", "k_sync", "k_batch_sync", "async", "k_async", "k_batch_async")
 
 @dataclass(frozen=True)
 class Delay:
-    """A shifted exponential: a gradient takes `constant_s` and on top an exponential time with this mean.
+    """A shifted exponential distribution: a gradient takes `constant_s` plus an exponential time with this mean.
 
-    With one of them 0 it is an exponential, or a constant.
+    Either may be 0.
     """
 
     constant_s: float
@@ -39,21 +40,21 @@ class Delay:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Where an expected time lies; both are the same where it is known exactly."""
+    """Bounds of an expected time. They are equal if it is known exactly."""
 
     lower_s: float
     upper_s: float
 
 
 def iteration_s(mode: str, num_workers: int, delay: Delay, *, k: int | None = None) -> Bounds:
-    """Expected seconds between two updates of the weights.
+    """Returns expected seconds between two updates of the weights.
 
-    Exact but for `k_batch_sync` and `k_async` where the delay has a constant part, for which there are bounds. `k` is
-    for the modes that have it in their name; `sync` waits for all workers and `async` for one. Raises ValueError for an
-    unknown mode, and for a k that the mode cannot have.
+    Exact, except for `k_batch_sync` and `k_async` if the delay has a constant part; these have bounds. `k` is for the
+    modes with k in their name. `sync` waits for all workers, and `async` for one. Raises ValueError for an unknown
+    mode, and for an invalid k.
     """
     k = _checked_k(mode, num_workers, k)
-    # P workers that never pause: Dutta et al., from the rate of a renewal process. No other mode is faster.
+    # P workers that never pause: Dutta et al., from the rate of a renewal process. This is the fastest mode.
     without_pause = k * delay.mean_s / num_workers
     if mode in ("sync", "k_sync"):
         waited = order_statistic_s(k, num_workers, delay)
@@ -63,7 +64,7 @@ def iteration_s(mode: str, num_workers: int, delay: Delay, *, k: int | None = No
     if mode == "k_async":
         if k == 1:
             return Bounds(without_pause, without_pause)
-        # Who is at work already takes no longer than who starts anew: upper bound, exact without memory.
+        # A worker in the middle of a gradient ends no later than one that starts: an upper bound, exact if memoryless.
         waited = order_statistic_s(k, num_workers, delay)
         is_exact = delay.constant_s == 0 or k == num_workers
         return Bounds(waited if is_exact else without_pause, waited)
@@ -77,7 +78,7 @@ def iteration_s(mode: str, num_workers: int, delay: Delay, *, k: int | None = No
 
 
 def order_statistic_s(k: int, num_workers: int, delay: Delay) -> float:
-    """Expected time of the k-th of P gradients that were started together: c + (H(P) - H(P-k)) / mu.
+    """Returns the expected time of the k-th of P gradients that start together: c + (H(P) - H(P-k)) / mu.
 
     The gaps between the ends of exponential times are exponential with rates P mu, (P-1) mu, ... (Renyi 1953).
     """
@@ -86,12 +87,12 @@ def order_statistic_s(k: int, num_workers: int, delay: Delay) -> float:
 
 def _checked_k(mode: str, num_workers: int, k: int | None) -> int:
     if mode not in MODES:
-        raise ValueError(f"mode: unknown {mode!r}; known are {', '.join(MODES)}")
+        raise ValueError(f"mode: unknown {mode!r}; expected one of {', '.join(MODES)}")
     if num_workers < 1:
         raise ValueError(f"num_workers: expected at least 1, found {num_workers}")
     if mode in ("sync", "async"):
         if k is not None:
-            raise ValueError(f"k: {mode} has none, found {k}")
+            raise ValueError(f"k: expected none for {mode}, found {k}")
         return num_workers if mode == "sync" else 1
     most = None if "batch" in mode else num_workers
     if k is None or k < 1 or (most is not None and k > most):

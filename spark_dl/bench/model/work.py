@@ -1,9 +1,9 @@
-"""What every method of exchanging gradients has to do: messages, bytes on the links, bytes to add. Pure arithmetic.
+"""Counts the work of each method of gradient exchange: messages, bytes on the links, bytes to add. Pure functions.
 
 Hosts have one rank each and a full-duplex link on which they send one message and receive one message at a time, the
 one-port model of Hockney 1994, "The communication challenge for MPP", and Chan et al. 2007, "Collective communication:
-theory, practice, and experience". Counts are those of the critical path: what the last rank to finish has waited for.
-N is the bytes of the gradient, P the number of ranks. Blocks are taken as equal: P need not divide N, but nearly does.
+theory, practice, and experience". Counts are those of the critical path, which ends at the last rank. N is the bytes of
+the gradient, and P the number of ranks. Blocks are assumed to be equal, as P nearly divides N.
 """
 
 from __future__ import annotations
@@ -16,67 +16,67 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Exchange:
-    """One exchange of gradients: how, between how many ranks, of how many bytes.
+    """One exchange of gradients: method, number of ranks, and bytes.
 
-    Raises ValueError for an unknown method, and for parameter servers that leave no rank to compute.
+    Raises ValueError for an unknown method, and if all ranks are parameter servers.
     """
 
     method: str
     num_ranks: int
     gradient_bytes: float
     servers: int = 1
-    """Ranks that are parameter servers, each of an equal part of the gradient; all others compute."""
+    """Ranks that are parameter servers, each for an equal part of the gradient. All others compute."""
     depth: int = 2
     """Of treeReduce."""
     bucket_bytes: float = math.inf
-    """The gradient goes in buckets of this size, each with calls and messages of its own."""
+    """Size of buckets. Each bucket has its own calls and messages."""
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
-            raise ValueError(f"method: unknown {self.method!r}; known are {', '.join(METHODS)}")
+            raise ValueError(f"method: unknown {self.method!r}; expected one of {', '.join(METHODS)}")
         if self.num_ranks < 1 or self.gradient_bytes < 0 or self.servers < 1 or self.depth < 1:
             raise ValueError(f"expected at least one rank, one server, depth 1 and no negative size, found {self}")
         if not self.bucket_bytes > 0:
             raise ValueError(f"bucket_bytes: expected more than 0, found {self.bucket_bytes}")
         if self.method == "parameter_server" and self.num_ranks <= self.servers:
             raise ValueError(
-                f"parameter_server: {self.servers} servers of {self.num_ranks} ranks leave none to compute"
+                f"parameter_server: found {self.servers} servers, expected fewer than the {self.num_ranks} ranks"
             )
 
 
 @dataclass(frozen=True)
 class Work:
-    """What an exchange costs, whatever the network."""
+    """Work of an exchange, independent of the network."""
 
     calls: int
-    """All-reduces, or Spark stages: each has a cost of its own, whatever the size."""
+    """All-reduces, or Spark stages. Each has a cost that does not depend on the size."""
     messages: float
     """One after another on the critical path."""
     link_bytes: float
     """One after another on the critical path."""
     touched_bytes: float
-    """Added, or serialized or deserialized by Python, one after another on the critical path."""
+    """Bytes added, or serialized or deserialized in Python, sequentially on the critical path."""
     bytes_per_rank: float
-    """Sent by a rank, on average over the ranks."""
+    """Bytes sent by a rank, on average over the ranks."""
     busiest_link_bytes: float
-    """Through the busiest host's link (the Spark driver's counts), in the direction in which it carries more."""
+    """Bytes over the busiest host's link (including the Spark driver's), in its busier direction."""
 
 
 def work(exchange: Exchange) -> Work:
-    """What the exchange has to do."""
+    """Returns the work of an exchange."""
     found = METHODS[exchange.method](exchange)
     buckets = max(1, math.ceil(exchange.gradient_bytes / exchange.bucket_bytes))
     return replace(found, calls=buckets * found.calls, messages=buckets * found.messages)
 
 
 def _naive(exchange: Exchange) -> Work:
-    """Every rank sends its gradient to all others, and adds up what it gets."""
+    """Every rank sends its gradient to all others, and adds the received gradients."""
     others, size = exchange.num_ranks - 1, exchange.gradient_bytes
     return Work(1, others, others * size, others * size, others * size, others * size)
 
 
 def _reduce_broadcast(exchange: Exchange) -> Work:
-    """A star: rank 0 receives the gradients of all others one by one, and sends them the sum."""
+    """A star: rank 0 receives the gradients of the others one by one, and sends them the sum."""
     others, size = exchange.num_ranks - 1, exchange.gradient_bytes
     sent = 2 * others * size / exchange.num_ranks
     return Work(1, 2 * others, 2 * others * size, others * size, sent, others * size)
@@ -103,8 +103,8 @@ def _halving_doubling(exchange: Exchange) -> Work:
     """Recursive halving, then recursive doubling; Thakur, Rabenseifner and Gropp 2005, "Optimization of collective
     communication operations in MPICH", section 4.5.
 
-    Where P is no power of two, so many ranks first give their gradient to a neighbour that the rest is one, and get the
-    result from it at the end: two more messages, and twice N more through the neighbour's link.
+    If P is not a power of two, the surplus ranks first send their gradient to a neighbor, and get the result from it at
+    the end: two more messages, and 2N more over the neighbor's link.
     """
     ranks, size = exchange.num_ranks, exchange.gradient_bytes
     rounds = int(math.log2(ranks))
@@ -117,10 +117,10 @@ def _halving_doubling(exchange: Exchange) -> Work:
 
 
 def _parameter_server(exchange: Exchange) -> Work:
-    """Synchronous: every computing rank sends its gradient to the servers, and gets the weights when all have.
+    """Synchronous: every computing rank sends its gradient to the servers, and gets the weights when all have sent.
 
-    With one server 2N(P-1) pass its link, half of it in each direction. Li et al. 2014, "Scaling distributed machine
-    learning with the parameter server". Either the servers' links or the ranks' own are the slower.
+    With one server, 2N(P-1) bytes pass its link, half in each direction. Li et al. 2014, "Scaling distributed machine
+    learning with the parameter server". The slower of the servers' links and the ranks' links counts.
     """
     workers, size = exchange.num_ranks - exchange.servers, exchange.gradient_bytes
     at_server = workers * size / exchange.servers
@@ -132,13 +132,13 @@ def _parameter_server(exchange: Exchange) -> Work:
 def _tree_reduce(exchange: Exchange) -> Work:
     """Weights by Spark's broadcast, gradients by `RDD.treeReduce`, which ends at the driver.
 
-    Each level of the tree is a shuffle, that is a stage. Python pickles a gradient wherever it leaves a process.
+    Each level of the tree is a shuffle, and so a stage. Python pickles a gradient whenever it leaves a process.
     """
     ranks, size = exchange.num_ranks, exchange.gradient_bytes
     copies = driver_copies(ranks, size)
     levels = tree_levels(ranks, exchange.depth)
     fan_ins = [math.ceil(before / after) for before, after in itertools.pairwise(levels)]
-    remote = (ranks - 1) / ranks  # a block lies on its reader's own host in one case of P
+    remote = (ranks - 1) / ranks  # one of P blocks is on its reader's host
     through_shuffles = sum(fan_ins) * remote
     at_driver = levels[-1]
     total = (ranks - copies) + sum(levels[:-1]) * remote + at_driver
@@ -181,11 +181,13 @@ METHODS: dict[str, Callable[[Exchange], Work]] = {
 
 
 BY_SPARK = frozenset({"tree_reduce", "shuffle_reduce"})
-"""Methods whose calls are Spark's stages."""
+"""Methods whose calls are Spark stages."""
 
 
 def tree_levels(num_partitions: int, depth: int) -> list[int]:
-    """Partitions before each level of PySpark's `RDD.treeReduce`; the driver gets the last ones. pyspark/core/rdd.py"""
+    """Returns the partitions before each level of PySpark's `RDD.treeReduce` (pyspark/core/rdd.py). The driver gets the
+    last ones.
+    """
     scale = max(math.ceil(num_partitions ** (1.0 / depth)), 2)
     levels, left = [num_partitions], float(num_partitions)
     while left > scale + left / scale:
@@ -199,19 +201,19 @@ BLOCK_BYTES = 4 << 20
 
 
 def driver_copies(num_hosts: int, num_bytes: float) -> float:
-    """How often the driver sends each block of a broadcast, on average (Spark's `TorrentBroadcast`).
+    """Returns how often the driver sends each block of a broadcast, on average (Spark's `TorrentBroadcast`).
 
-    Every host fetches the blocks in an order of its own, each from a host that has it already, drawn at random. Fetches
-    of a block that follow each other would ask the driver with chance 1, 1/2, 1/3 ..., H(P) times in all; but of m
-    blocks some 1 + (P-1)/m first fetches come at once, and all of them find the driver alone. So a broadcast of one
-    block is sent P times. An estimate: within 5 % of fetches simulated in step, up to 15 % below others.
+    Each host fetches the blocks in its own random order, each from a random host that has it. Sequential fetches of a
+    block would use the driver with probability 1, 1/2, 1/3 ..., H(P) times in all. But with m blocks, about
+    1 + (P-1)/m first fetches come at once, and all use the driver. So a broadcast of one block is sent P times. This is
+    an estimate: within 5 % of a simulation with synchronous fetches, and up to 15 % below other simulations.
     """
     at_once = 1 + (num_hosts - 1) / max(1, math.ceil(num_bytes / BLOCK_BYTES))
     return at_once + harmonic(num_hosts) - harmonic(at_once)
 
 
 def harmonic(n: float) -> float:
-    """1 + 1/2 + ... + 1/n; between whole numbers by the asymptotic series, right to 2e-3."""
+    """Returns 1 + 1/2 + ... + 1/n; between integers by the asymptotic series, with an error below 2e-3."""
     if n == int(n):
         return math.fsum(1 / i for i in range(1, int(n) + 1))
     middle = n + 0.5

@@ -1,7 +1,7 @@
-"""Mosaic StreamingDataset, WebDataset and Ray Data as peers of the loader benchmark, in an environment of their own.
+"""Mosaic StreamingDataset, WebDataset and Ray Data as peers of the loader benchmark, in a separate environment.
 
-Each writes the rows in its own format first, which is not timed, and then reads them shuffled, in batches, without
-further processes but those that Ray itself starts. This file runs by its path, without spark_dl.
+Each peer first writes the rows in its own format, which is not timed. Then it reads them, shuffled and in batches,
+without other processes except those that Ray starts. Run this file by its path; it does not import spark_dl.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from typing import Any
 import numpy as np
 
 BATCH, BUFFER_ROWS = 256, 32768
-"""The buffer that shuffles is that of the Petastorm peers."""
+"""Rows of the shuffle buffer, as for the Petastorm peers."""
 _FILES = 16
 _MOST_ROWS = 60_000
-"""Mosaic and WebDataset write and read row by row: as many as `img` has, of `tab` the first ones."""
+"""Rows for Mosaic and WebDataset, which read row by row: all rows of `img`, and the first rows of `tab`."""
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 Epoch = Callable[[int], Iterator[Any]]
 
 
 def build_mosaic(folder: str, rows: Arrays) -> Epoch:
-    """MDS shards, shuffled by the default algorithm in blocks of more rows than there are."""
-    # Only `streaming.base` is imported: the package itself also imports datasets of vision, and so torchvision, which
-    # must have been built for just this torch.
+    """Reads MDS shards, shuffled by the default algorithm in blocks larger than the dataset."""
+    # Imports only `streaming.base`: the package also imports vision datasets, and so torchvision, which
+    # must be built for this version of torch.
     spec = importlib.util.find_spec("streaming")
     assert spec is not None
     sys.modules["streaming"] = importlib.util.module_from_spec(spec)
@@ -51,7 +51,7 @@ def build_mosaic(folder: str, rows: Arrays) -> Epoch:
 
 
 def build_webdataset(folder: str, rows: Arrays) -> Epoch:
-    """Tar files of NumPy arrays, whose order is shuffled, and their rows through a buffer."""
+    """Reads tar files of NumPy arrays in shuffled order, and shuffles their rows in a buffer."""
     import webdataset
 
     names = [name for name in rows if name != "label"]
@@ -78,7 +78,7 @@ def build_webdataset(folder: str, rows: Arrays) -> Epoch:
 
 
 def build_ray(folder: str, rows: Arrays) -> Epoch:
-    """Parquet with Ray's type of tensors, whose blocks are shuffled, and their rows through a buffer."""
+    """Reads Parquet with Ray's tensor type, with shuffled blocks, and shuffles their rows in a buffer."""
     import pyarrow as pa
     import pyarrow.parquet as pq
     import ray

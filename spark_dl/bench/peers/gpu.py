@@ -1,6 +1,6 @@
-"""Whether the loader keeps a GPU at work: a ResNet-50 in bf16 that it feeds, against one batch kept on the device.
+"""Measures whether the loader keeps a GPU busy: a bf16 ResNet-50 with the loader, and with one batch on the device.
 
-`measure` starts this file under torchrun, with one rank; there both loops take turns. Images are random uint8, read
+`measure` starts this file under torchrun, with one rank, which runs both loops in turn. Images are random uint8, read
 from storage, copied through page-locked memory, and converted on the device.
 """
 
@@ -42,18 +42,18 @@ class Options:
     device: str = "cuda"
     batch_size: int = 256
     steps: int = 100
-    """Of each loop, in each turn: many more than the batches that the loader's memory holds when the clock starts."""
+    """Steps of each loop in each turn: many more than the batches in the loader's memory at the start."""
     image_size: int = 224
-    """Pixels of a side."""
+    """Height and width in pixels."""
     compile: bool = True
-    """Whether the model goes through torch.compile."""
+    """Whether the model is compiled with torch.compile."""
     repeats: int = 7
 
 
 def measure(options: Options) -> dict[str, Any]:
-    """Images per second of both loops, medians, and the median of the ratios of neighbouring turns. Without Spark.
+    """Measures median images per second of both loops, and the median ratio of neighboring turns. Without Spark.
 
-    Raises ValueError if there is no such device here, or if nothing is left to count.
+    Raises ValueError if the device does not exist, or if `steps` is less than 2.
     """
     if options.steps < 2:
         raise ValueError(f"--steps: expected at least 2, as the first is not counted, found {options.steps}")
@@ -78,8 +78,8 @@ def measure(options: Options) -> dict[str, Any]:
 class ResNet50(nn.Module):
     """Images uint8 [rows, 3, height, width] -> scores [rows, 1000].
 
-    He et al. 2016, "Deep Residual Learning for Image Recognition", table 1; as is usual today, the 3 x 3 convolutions
-    have the strides.
+    He et al. 2016, "Deep Residual Learning for Image Recognition", table 1; as is usual today, the 3 x 3
+    convolutions have the strides.
     """
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ def _build(compiled: bool) -> nn.Module:
 
 
 def _rank_main(folder: str, options: Options) -> None:
-    """The measurement, under torchrun."""
+    """Runs the measurement, under torchrun."""
     config = Config(
         data=Data(features=("image",), label="label"),
         train=Train(global_batch_size=options.batch_size, lr=0.01, precision="bf16", optimizer_args={"momentum": 0.9}),
@@ -162,7 +162,7 @@ def _again(batch: Batch, times: int) -> Iterator[Batch]:
 
 
 def _images_per_s(trainable: Trainable, batches: Iterable[Batch], rows: int, device: torch.device) -> float:
-    """Without the first step, which waits for the start of the epoch."""
+    """Returns the rate without the first step, which waits for the start of the epoch."""
     start, steps = 0.0, -1
     for batch in batches:
         trainable.forward_backward([batch], rows)

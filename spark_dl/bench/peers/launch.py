@@ -1,4 +1,4 @@
-"""How long a launch takes: `spark_dl.launch` against PySpark's TorchDistributor, in one run."""
+"""Measures the time of a launch: `spark_dl.launch` and PySpark's TorchDistributor, in one run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def measure(spark: Any, *, num_ranks: int = 2, repeats: int = 5) -> dict[str, Any]:
-    """Median seconds of a warm launch of ranks that join by gloo and add up their ranks. Called on the driver.
+    """Measures median seconds of a warm launch whose ranks join with gloo and sum their ranks. Called on the driver.
 
     Both are called in turn, after one launch each that is not counted.
     """

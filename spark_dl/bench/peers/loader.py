@@ -1,10 +1,10 @@
-"""Rows per second of one shuffled epoch, one process: our loader and its peers on the same rows, in one run.
+"""Measures rows per second of one shuffled epoch in one process: spark_dl and its peers on the same rows, in one run.
 
-Each peer is a process of its own, started once; epochs are then run in turn, so that no peer has a quieter machine than
-another. Peers: Petastorm's BatchedDataLoader and DataLoader (in an environment of their own), Mosaic StreamingDataset,
-WebDataset and Ray Data (in another one, each with its own format), HF datasets, a DataLoader over tensors in memory.
-Limits: Arrow's, decoding list columns without any shuffle, and that of memory, where one thread gathers shuffled rows
-of arrays. `spark_dl_parquet` is our loader on the plain Parquet files (lists, snappy, dictionary) that the others read.
+Each peer is a process that is started once. Peers run epochs in turn, so that all see the same machine load. Peers:
+Petastorm's BatchedDataLoader and DataLoader (in a separate environment), Mosaic StreamingDataset, WebDataset and Ray
+Data (in another environment, each with its own format), HF datasets, and a DataLoader over tensors in memory. Limits:
+Arrow decoding list columns without a shuffle, and one thread that gathers shuffled rows of arrays in memory.
+`spark_dl_parquet` is our loader on the plain Parquet files (lists, snappy, dictionary) that the other peers read.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from spark_dl.bench.peers.peer import Epoch, Peer, absent, answers, dataset_comm
 
 BATCH = 256
 WINDOW_ROWS = 1 << 17
-"""Rows that we shuffle together: as many as it takes to part neighbours as well as Petastorm's buffer does."""
+"""Rows of our shuffle window, chosen to separate neighbors as well as Petastorm's buffer does."""
 _FILES = 4
 _PEER_S, _FEWEST = 60.0, 3
-"""A peer whose epochs have taken so long together is asked for no more of them, if so many have been counted."""
+"""A peer whose counted epochs took this long runs no more epochs, if it has run the minimum number."""
 _MEMORY_MIB = 1024
 
 PEERS = (
@@ -54,20 +54,20 @@ class Options:
 
     repeats: int = 7
     scale: float = 1.0
-    """Size of the datasets: 60,000 and 1,000,000 rows at 1."""
+    """Size of the datasets: 60,000 and 1,000,000 rows for 1."""
     peers: tuple[str, ...] = PEERS
     petastorm_python: str = PETASTORM_PYTHON
     peers_python: str = PEERS_PYTHON
 
     def __post_init__(self) -> None:
         if unknown := [name for name in self.peers if name not in PEERS]:
-            raise ValueError(f"--peers: unknown {', '.join(unknown)}; known are {', '.join(PEERS)}")
+            raise ValueError(f"--peers: unknown {', '.join(unknown)}; expected some of {', '.join(PEERS)}")
 
 
 def measure(options: Options) -> dict[str, Any]:
-    """Median rows per second per peer, for `img` and `tab`, and how well each shuffles. Without Spark.
+    """Measures median rows per second and shuffle quality of each peer, for `img` and `tab`. Without Spark.
 
-    A peer that cannot run here has null, and `left_out` has the reason.
+    A peer that cannot run has null, and `left_out` has the reason.
     """
     results: dict[str, Any] = {}
     sizes = {"img": (image_rows, 60_000), "tab": (table_rows, 1_000_000)}
@@ -75,7 +75,7 @@ def measure(options: Options) -> dict[str, Any]:
         for name, (draw, rows) in sizes.items():
             arrays = draw(round(rows * options.scale))
             _write(f"{folder}/{name}", arrays)
-            order = np.argsort(arrays.pop("label"))  # the place of a row in the files, by its label
+            order = np.argsort(arrays.pop("label"))  # position of a row in the files, by its label
             arrays.clear()
             results[name] = _measure_peers(f"{folder}/{name}", order, options)
             _print_table(name, results[name])
@@ -86,20 +86,20 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 
 
 def image_rows(rows: int) -> Arrays:
-    """`img`: 784 float32 and a label, random."""
+    """Returns `img`: 784 random float32 values and a label."""
     rng = np.random.default_rng(0)
     return {"image": rng.random((rows, 784), dtype=np.float32), "label": rng.permutation(rows)}
 
 
 def table_rows(rows: int) -> Arrays:
-    """`tab`: 13 float32, 26 int64 and a label, random."""
+    """Returns `tab`: 13 float32 values, 26 int64 values and a label, all random."""
     rng = np.random.default_rng(0)
     dense, sparse = rng.random((rows, 13), dtype=np.float32), rng.integers(0, 1 << 40, (rows, 26))
     return {"dense": dense, "sparse": sparse, "label": rng.permutation(rows)}
 
 
 def write_parquet(folder: str, arrays: Arrays) -> None:
-    """The rows as plain Parquet in `folder/parquet`: lists, snappy, dictionary."""
+    """Writes the rows as plain Parquet to `folder/parquet`: lists, snappy, dictionary."""
     Path(folder, "parquet").mkdir(parents=True)
     rows = len(arrays["label"])
     for i in range(_FILES):
@@ -109,7 +109,7 @@ def write_parquet(folder: str, arrays: Arrays) -> None:
 
 
 def _write(folder: str, arrays: Arrays) -> None:
-    """The rows as plain Parquet, as our shards, and as NumPy files."""
+    """Writes the rows as plain Parquet, as our shards, and as NumPy files."""
     from spark_dl.data.write.arrays import write_arrays
 
     write_parquet(folder, arrays)
@@ -153,13 +153,13 @@ def _start(name: str, folder: str, options: Options) -> Peer:
 
 
 def _quality(labels: np.ndarray[Any, Any], order: np.ndarray[Any, Any]) -> dict[str, float]:
-    """How far an epoch's order is from that of the files.
+    """Compares the order of an epoch with the order in the files.
 
-    `displacement`: mean distance between a row's place in the files and in the epoch, as a part of all rows; 1/3 is
-    what a perfect shuffle has. `neighbours`: the share of rows whose next row in the files is in the same batch (the
-    order inside of a batch does not matter); BATCH / rows is what a perfect shuffle has.
+    `displacement`: mean distance between a row's positions in the files and in the epoch, divided by the rows. A
+    perfect shuffle has 1/3. `neighbours`: fraction of rows whose next row in the files is in the same batch (the order
+    inside a batch does not matter). A perfect shuffle has BATCH / rows.
     """
-    places = order[labels]  # of all rows, or of the first ones, where a peer has no more
+    places = order[labels]  # of all rows, or of the first rows if a peer reads no more
     batch_of = np.full(len(places), -1)
     batch_of[places] = np.arange(len(places)) // BATCH
     displacement = np.abs(places - np.arange(len(places))).mean() / len(places)
@@ -171,7 +171,7 @@ def _print_table(name: str, result: dict[str, Any]) -> None:
     print(f"\n{name:18} {'rows/s':>12} {'ours is':>9} {'displacement':>13} {'neighbours':>11}", file=sys.stderr)
     for peer in PEERS:
         if result.get(peer) is not None:
-            shuffle = result["shuffle"].get(peer)  # one that ended before it said its order has none
+            shuffle = result["shuffle"].get(peer)  # a peer that ended early has no order
             quality = f"{shuffle['displacement']:13.3f} {shuffle['neighbours']:11.2%}" if shuffle else ""
             factor = f"{ours / result[peer]:8.2f}x" if ours else ""
             print(f"{peer:18} {result[peer]:12,.0f} {factor:9} {quality}", file=sys.stderr)

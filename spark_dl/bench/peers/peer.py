@@ -1,7 +1,7 @@
-"""A peer of a benchmark: a process that is started once and measures itself whenever it is asked to.
+"""A peer of a benchmark: a process that is started once and runs a measurement for each request.
 
-So peers with environments of their own take turns in one run, and none has a quieter machine than another. A peer in
-another environment runs this file by its path: it needs nothing but NumPy.
+Peers with different environments take turns in one run, so that all see the same machine load. A peer in another
+environment runs this file by its path. It needs only NumPy.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from typing import Any
 import numpy as np
 
 Epoch = Callable[[int], Iterable[Any]]
-"""From the number of an epoch to the labels of each of its batches, in the order of use."""
+"""Maps an epoch number to the labels of each batch, in order."""
 _EPOCH_LIMIT_S = 10.0
 _ANSWER_S = 900.0
-"""How long a peer may take for one answer: its start and the writing of its dataset are in the first."""
+"""Longest time for one response. The first response includes the start and the writing of the dataset."""
 _LEAVE_S = 10.0
 _TRIES = 5
-"""On a busy machine Petastorm's reader now and then ends an epoch at once, without a row; that is no rate."""
+"""Attempts for an epoch. On a busy machine, Petastorm's reader sometimes ends an epoch without a row."""
 
 
 class Peer:
-    """The asking side. A peer that cannot run here is left out, and a line on standard error says why."""
+    """The requesting side. A peer that cannot run is left out, with the reason on standard error."""
 
     def __init__(self, name: str, command: Sequence[str], *, absent: str | None = None):
-        """`absent` is why it cannot even be started, if that is known."""
+        """# absent: why the peer cannot be started, if known"""
         self._name = name
         self.reason: str | None = None
-        """Why it is left out, if it is."""
+        """Reason for leaving the peer out, or None."""
         self._process: subprocess.Popen[str] | None = None
         if absent:
             self._leave_out(absent)
@@ -46,7 +46,7 @@ class Peer:
             self._leave_out(f"{error}")
 
     def ask(self, what: str) -> dict[str, Any] | None:
-        """Its answer to a line of text; None if it does not run here."""
+        """Returns the response to a request line; None if the peer does not run."""
         if self._process is None or self._process.stdin is None or self._process.stdout is None:
             return None
         late = threading.Timer(_ANSWER_S, self._process.kill)
@@ -54,7 +54,7 @@ class Peer:
         try:
             self._process.stdin.write(what + "\n")
             self._process.stdin.flush()
-            for line in self._process.stdout:  # a peer's library may print, too
+            for line in self._process.stdout:  # libraries may also print
                 if line.startswith("{"):
                     answer: dict[str, Any] = json.loads(line)
                     return answer
@@ -67,7 +67,7 @@ class Peer:
         return None
 
     def close(self) -> None:
-        """Ends the process: by the end of its input, so that its library tidies up, or else by SIGKILL."""
+        """Ends the process by closing its input, so that its library cleans up, or by SIGKILL."""
         if self._process is not None:
             try:
                 self._process.communicate(timeout=_LEAVE_S)
@@ -82,19 +82,19 @@ class Peer:
 
 
 def absent(python: str, target: str) -> str | None:
-    """Why a peer's environment is not there, naming the target of `make` that makes it; None if it is."""
+    """Returns why a peer's environment does not exist, with the `make` target; None if it exists."""
     return None if Path(python).is_file() else f"there is no {python}; `make {target}` makes it"
 
 
 def dataset_command(python: str, name: str, folder: str, columns: Iterable[str]) -> list[str]:
-    """That of a loader with the other loaders' environment. Its home is `folder`, and it reports to nobody."""
+    """Returns environment variables for peers in the loaders' environment: home is `folder`, no telemetry."""
     script = str(Path(__file__).with_name("dataset_peers.py"))
     variables = [f"HOME={folder}", "RAY_USAGE_STATS_ENABLED=0"]
     return ["env", *variables, python, "-W", "ignore", script, name, folder, *columns]
 
 
 def petastorm_command(python: str, *arguments: str) -> list[str]:
-    """That of a peer in Petastorm's environment, which has a Spark of its own, whatever these variables say."""
+    """Returns environment variables for Petastorm's environment, which has its own Spark."""
     of_another = ("SPARK_HOME", "SPARK_CONF_DIR", "SPARK_REMOTE", "SPARK_CONNECT_MODE_ENABLED")
     without = [word for name in of_another for word in ("-u", name)]
     script = str(Path(__file__).with_name("petastorm_peer.py"))
@@ -102,16 +102,16 @@ def petastorm_command(python: str, *arguments: str) -> list[str]:
 
 
 def serve(answer: Callable[[str], dict[str, Any]]) -> None:
-    """The peer's side: answers each line of standard input, until it ends."""
+    """Runs the peer's side: responds to each line of standard input, until its end."""
     for line in sys.stdin:
         print(json.dumps(answer(line.strip())), flush=True)
 
 
 def answers(epoch: Epoch, *, limit_s: float = _EPOCH_LIMIT_S) -> Callable[[str], dict[str, Any]]:
-    """A loader's answers: to `epoch`, its rows and seconds; to `labels PATH`, the order of an epoch, there.
+    """Responds for a loader: to `epoch` with rows and seconds, to `labels PATH` with the order of an epoch in that
+    file.
 
-    Of an epoch that takes longer than `limit_s` the first rows count. That is no rate of a loader that fills a buffer
-    first: it has none.
+    If an epoch takes longer than `limit_s`, its first rows count. Use no limit for a loader that fills a buffer first.
     """
     numbers = itertools.count()
 
@@ -123,7 +123,7 @@ def answers(epoch: Epoch, *, limit_s: float = _EPOCH_LIMIT_S) -> Callable[[str],
                 rows += len(labels)
                 if what == "labels":
                     kept.append(np.asarray(labels))
-                elif time.perf_counter() - start > limit_s:  # the rate of a slow peer is clear by then
+                elif time.perf_counter() - start > limit_s:  # the rate of a slow peer is known by now
                     break
             seconds = time.perf_counter() - start
             if rows:

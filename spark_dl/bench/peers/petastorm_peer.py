@@ -1,4 +1,4 @@
-"""Petastorm's loaders and converter as peers of the benchmarks, in Petastorm's own environment, without spark_dl."""
+"""Petastorm's loaders and converter as peers of the benchmarks, in Petastorm's environment, without spark_dl."""
 
 import runpy
 import sys
@@ -12,7 +12,7 @@ BATCH, BUFFER_ROWS = 256, 32768
 
 
 def build_loader(name: str, folder: str) -> Any:
-    """The epochs of one of Petastorm's loaders over the plain Parquet files."""
+    """Returns the epochs of one of Petastorm's loaders over the plain Parquet files."""
     from petastorm import make_batch_reader
     from petastorm.pytorch import BatchedDataLoader, DataLoader
 
@@ -29,7 +29,7 @@ def build_loader(name: str, folder: str) -> Any:
 
 
 def build_converter(folder: str, cores: str) -> Callable[[str], dict[str, Any]]:
-    """Writes the cached rows through `make_spark_converter` whenever it is asked to."""
+    """Writes the cached rows through `make_spark_converter` for each request."""
     from petastorm.spark import SparkDatasetConverter, make_spark_converter
     from pyspark.sql import SparkSession
     from pyspark.sql import functions as F
@@ -43,7 +43,7 @@ def build_converter(folder: str, cores: str) -> Callable[[str], dict[str, Any]]:
     def write(line: str) -> dict[str, Any]:
         nonlocal written
         written += 1
-        fresh = df.withColumn("run", F.lit(written))  # of the same plan it would find what it wrote before
+        fresh = df.withColumn("run", F.lit(written))  # with the same plan, the converter would reuse earlier files
         start = time.perf_counter()
         converter = make_spark_converter(fresh)
         seconds = time.perf_counter() - start

@@ -1,4 +1,4 @@
-"""Seconds to write a cached DataFrame: our shards, Spark's own Parquet, and Petastorm's converter, in one run."""
+"""Measures seconds to write a cached DataFrame: our shards, Spark's Parquet, and Petastorm's converter, in one run."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 def measure(spark: SparkSession, *, repeats: int, scale: float = 1.0, petastorm_python: str) -> dict[str, Any]:
-    """Median seconds of each, for `img` and `tab` of the loader benchmark. Called on the driver.
+    """Measures median seconds of each, for `img` and `tab` of the loader benchmark. Called on the driver.
 
-    Petastorm runs in a Spark of its own version and environment, with as many cores.
+    Petastorm runs in its own environment and version of Spark, with the same number of cores.
     """
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:

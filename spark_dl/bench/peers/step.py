@@ -1,8 +1,8 @@
-"""What the worker loop costs: its steps per second against a bare DDP loop of the same model and batches, in one run.
+"""Measures the cost of the worker loop: its steps per second, and those of a bare DDP loop, in one run.
 
-`measure` starts this file under torchrun; there each rank runs both loops in turn. The bare loop has its batches ready
-in memory; the worker loop reads them from storage, logs, and saves a checkpoint at its end. It also runs without the
-check of each step for NaN and Inf, to show what that costs.
+`measure` starts this file under torchrun. Each rank runs both loops in turn, with the same model and batches. The bare
+loop has its batches in memory. The worker loop reads them from storage, logs, and saves a checkpoint at its end. It
+also runs without the check for NaN and Inf, to show the cost of the check.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ _ROWS, _BATCH, _EPOCHS = 12_800, 64, 2
 
 
 def measure(*, num_ranks: int = 2, repeats: int = 7) -> dict[str, Any]:
-    """Median steps per second of all loops, and medians of the ratios of neighbouring runs. Without Spark.
+    """Measures median steps per second of all loops, and median ratios of neighboring runs. Without Spark.
 
-    `ratio` is that of the worker loop to bare DDP, `check_ratio` that to itself without the check for NaN and Inf.
+    `ratio` is the worker loop to bare DDP. `check_ratio` is the worker loop to itself without the check for NaN and
+    Inf.
     """
     with tempfile.TemporaryDirectory() as folder:
         rng = np.random.default_rng(0)
@@ -62,7 +63,7 @@ def build_cnn() -> nn.Module:
 
 
 def _bare_ddp(batches: list[dict[str, torch.Tensor]]) -> float:
-    """Steps per second of the loop that one writes by hand, inside of a process group."""
+    """Returns steps per second of a handwritten loop, inside a process group."""
     torch.manual_seed(0)
     model = DistributedDataParallel(build_cnn())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
@@ -79,7 +80,7 @@ def _bare_ddp(batches: list[dict[str, torch.Tensor]]) -> float:
 
 
 def _rank_main(folder: str, repeats: int, num_ranks: int) -> None:
-    """One rank of the measurement, under torchrun."""
+    """Runs one rank of the measurement, under torchrun."""
     torch.set_num_threads(1)
     shards = read_shards(f"{folder}/data")
     config = Config(
@@ -92,7 +93,7 @@ def _rank_main(folder: str, repeats: int, num_ranks: int) -> None:
     run = Run(spec=ModelSpec(build=build_cnn), config=config, train=shards, run_dir="")
     rank = 0
     for i in range(repeats + 1):
-        for name in sorted(rates, reverse=bool(i % 2)):  # in turn, so that none always runs on the warmer machine
+        for name in sorted(rates, reverse=bool(i % 2)):  # in turn, so that no loop always runs first
             own = dataclasses.replace(run, run_dir=f"{folder}/{name}-{i}")
             if name == "spark_dl":
                 done = run_worker(own)

@@ -1,7 +1,7 @@
-"""A testbed by hand, as root:
+"""Creates a testbed by hand, as root:
 
 python -m spark_dl.bench.testbed --hosts 4 --rate-mbit 200 --spark     # shows how to enter; removed after Ctrl-C
-python -m spark_dl.bench.testbed --reap                                # removes what dead makers have left
+python -m spark_dl.bench.testbed --reap                                # removes leftovers of dead processes
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ def _main() -> None:
     parser.add_argument("--hosts", type=int, default=4, help="hosts besides the driver's (default: 4)")
     parser.add_argument("--rate-mbit", type=float, help="rate of each link in either direction; by default no limit")
     parser.add_argument("--spark", action="store_true", help="start a Spark master and a worker on each host")
-    parser.add_argument(
-        "--reap", action="store_true", help="remove what makers have left that are dead, and nothing else"
-    )
+    parser.add_argument("--reap", action="store_true", help="remove leftovers of dead processes, and nothing else")
     args = parser.parse_args()
     if args.reap:
         for bed in reap.leftovers():
@@ -34,7 +32,7 @@ def _main() -> None:
             print(f"Spark master (run the driver on the host `driver`): {standalone.start_spark(made)}")
         for host in (made.driver, *made.hosts):
             print(f"{host.name}  {host.address}  ip netns exec {host.namespace} bash")
-        print("Ctrl-C removes all of it", flush=True)
+        print("press Ctrl-C to remove the testbed", flush=True)
         signal.pause()
 
 

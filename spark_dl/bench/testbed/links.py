@@ -1,4 +1,4 @@
-"""What has passed a host's network interface, by the kernel's own counters."""
+"""Bytes through a host's network interfaces, from the kernel's counters."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ class LinkBytes:
 
 
 def read_link(host: str) -> LinkBytes:
-    """The counters of the interface by which others reach this host under that name, and of those that
-    GLOO_SOCKET_IFNAME gives to the ranks, where these are others. Linux only.
+    """Returns the counters of the interface with the host's address, and of the interfaces in GLOO_SOCKET_IFNAME.
 
-    Raises RuntimeError where no interface has the host's address, or there is none of such a name.
+    Linux only. Raises RuntimeError if no interface has the host's address, or an interface does not exist.
     """
     names = interfaces_of_host(host)
     counters = parse_counters(Path("/proc/self/net/dev").read_text())
@@ -37,7 +36,7 @@ def read_link(host: str) -> LinkBytes:
 
 
 def parse_counters(text: str) -> dict[str, LinkBytes]:
-    """The content of `/proc/net/dev` by interface."""
+    """Returns the counters of `/proc/net/dev` by interface."""
     found = {}
     for line in text.splitlines()[2:]:
         name, _, values = line.partition(":")
@@ -47,9 +46,9 @@ def parse_counters(text: str) -> dict[str, LinkBytes]:
 
 
 def read_links(spark: Any, num_hosts: int) -> dict[str, LinkBytes]:
-    """The counters of all hosts with executors, by their names, and of the driver's. Called on the driver.
+    """Returns the counters of all executors' hosts, by name, and of the driver's host. Called on the driver.
 
-    One rank runs on each host, where each has one task slot. Raises as `run_barrier` does.
+    One rank runs on each host, which must have one task slot. Raises as `run_barrier` does.
     """
     found = run_barrier(spark, _read_own_link, launch=Launch(num_ranks=num_hosts, device="cpu"))
     by_host = {host: LinkBytes(**counted) for host, counted in found}
@@ -63,7 +62,7 @@ def _read_own_link(report: Any = None) -> RankResult:
     context = BarrierTaskContext.get()
     assert isinstance(context, BarrierTaskContext)
     task = context.partitionId()
-    context.barrier()  # so that each host has a task of its own
+    context.barrier()  # so that each host has one task
     host = context.getTaskInfos()[task].address.rsplit(":", 1)[0].strip("[]")
     link = read_link(host)
     return RankResult(task, (host, {"received": link.received, "sent": link.sent}))

@@ -1,9 +1,8 @@
-"""The network of a testbed: hosts are network namespaces around a switch, each on a link of a set rate. Linux, root.
+"""The network of a testbed: network namespaces as hosts, a switch, and links with a set rate. Needs Linux and root.
 
-The switch is a namespace of its own, with a bridge in it. So nothing is added to the network of the machine itself,
-there is no address or route that could collide, and several beds can be at once, all with the same addresses.
-A link is a veth pair with a token bucket (tc-tbf(8)) at both ends: what a host sends waits in the host, and what it
-receives in the switch.
+The switch is a namespace with a bridge. Nothing is added to the network of the machine itself, so addresses and routes
+cannot collide, and several beds can exist at once with the same addresses. A link is a veth pair with a token bucket
+(tc-tbf(8)) at both ends: sent frames queue in the host, and received frames in the switch.
 """
 
 from __future__ import annotations
@@ -16,36 +15,35 @@ from dataclasses import dataclass
 from spark_dl.bench.testbed.reap import FILES, bed_folder, run_tool
 
 INTERFACE = "eth0"
-"""Name of the one interface that each host has, besides loopback."""
+"""Name of each host's interface, besides loopback."""
 _SWITCH = "switch"
 _PORTS_WAIT_S = 10.0
 
 _NETWORK = "10.0.0.0/24"
 RENO = "reno"
-"""NOTE: TCP's congestion control, the one that every Linux lets all namespaces have, so that figures do not depend on
-the machine's. With BBR each connection sends next to nothing for 200 ms every ten seconds (Cardwell et al. 2016,
-PROBE_RTT): an all-reduce of 64 MiB over 8 hosts then took 4.80 to 5.20 s, and 4.76 to 4.77 s with Reno, where the links
-allow 4.75."""
+"""NOTE: every Linux supports this congestion control in all namespaces, so figures do not depend on the machine's. With
+BBR, each connection sends almost nothing for 200 ms every ten seconds (Cardwell et al. 2016, PROBE_RTT). An all-reduce
+of 64 MiB over 8 hosts took 4.80 to 5.20 s with BBR, and 4.76 to 4.77 s with Reno. The limit of the links is 4.75 s."""
 _BURST_S = 0.0004
 _MIN_BURST_FRAMES = 2
 _QUEUE_S = 0.05
 _MIN_QUEUE_BYTES = 1 << 19
-"""NOTE: a bucket's burst passes at full speed, so it must be short against what is measured, and not so short that a
-late timer costs rate. The queue must take what several hosts send to one at once: of 7 senders at 200 Mbit/s, 256 KiB
-lost a fifth of all packets, and the transfer took 1.4 times as long as with 1 MB. The cost is that a full queue
-delays packets by 50 ms, longer below 84 Mbit/s."""
+"""NOTE: a burst of the token bucket passes at full speed, so it must be small relative to a measurement, but large
+enough that late timers do not lower the rate. The queue must hold packets that several hosts send to one host at once.
+With 7 senders at 200 Mbit/s and 256 KiB, a fifth of all packets was lost, and the transfer took 1.4 times as long as
+with 1 MB. In return, a full queue delays packets by 50 ms, and longer below 84 Mbit/s."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """One host of a bed."""
+    """Host of a bed."""
 
     name: str
-    """Its host name, which all hosts of the bed resolve; the switch's port to it has this name too."""
+    """Host name, which all hosts of the bed resolve. The switch's port has the same name."""
     address: str
-    """IPv4 address of its interface."""
+    """IPv4 address of the interface."""
     namespace: str
-    """For `ip netns exec`."""
+    """Namespace for `ip netns exec`."""
     interface: str = INTERFACE
 
     @property
@@ -54,15 +52,15 @@ class Host:
 
     @property
     def switch(self) -> str:
-        """The namespace with the other end of its link."""
+        """Namespace with the other end of the link."""
         return f"{self.bed}.{_SWITCH}"
 
 
 @dataclass(frozen=True)
 class Counters:
-    """What passed a host's link, in Ethernet frames with all their headers, as the host sees it.
+    """Bytes over a host's link, in Ethernet frames with headers, from the host's side.
 
-    NOTE: above 1 Gbit/s the kernel hands several frames on as one, which then count the headers of one.
+    NOTE: above 1 Gbit/s, the kernel may merge frames, which then have the headers of one frame.
     """
 
     tx_bytes: int
@@ -80,9 +78,9 @@ class Counters:
 def create(
     bed: str, names: Sequence[str], *, rate_mbit: float | None, mtu: int, congestion_control: str = RENO
 ) -> tuple[Host, ...]:
-    """Makes the hosts of these names, all reachable from each other, and the bed's folder.
+    """Creates connected hosts with these names, and the bed's folder.
 
-    Raises RuntimeError where a tool fails; what was made until then is left for `remove`.
+    Raises RuntimeError if a tool fails. `remove` then deletes what was created.
     """
     hosts = tuple(Host(name, f"10.0.0.{i}", f"{bed}.{name}") for i, name in enumerate(names, start=1))
     switch = hosts[0].switch
@@ -107,7 +105,7 @@ def create(
 
 
 def _link(host: Host, hosts: Sequence[Host], mtu: int, congestion_control: str) -> None:
-    """Links a host to the switch. With all neighbours known and no IPv6, nothing is sent that no process has sent."""
+    """Links a host to the switch. Without ARP and IPv6, only the processes' own traffic is sent."""
     interface = f"{host.interface} mtu {mtu} address {_mac(host)} netns {host.namespace}"
     run_tool(["ip", "-n", host.switch, "-batch", "-"], [
         f"link add name {host.name} mtu {mtu} type veth peer name {interface}",
@@ -129,7 +127,7 @@ def _mac(host: Host) -> str:
 
 
 def _wait_for_ports(hosts: Sequence[Host]) -> None:
-    """The switch passes frames on to a new port only some time after it is up."""
+    """Waits until the switch forwards frames to new ports."""
     end = time.monotonic() + _PORTS_WAIT_S
     while True:
         links = json.loads(run_tool(["ip", "-n", hosts[0].switch, "-d", "-j", "link"]))
@@ -138,12 +136,12 @@ def _wait_for_ports(hosts: Sequence[Host]) -> None:
         if not waiting:
             return
         if time.monotonic() > end:
-            raise RuntimeError(f"the switch does not pass frames on to {waiting} {_PORTS_WAIT_S:g} s after they are up")
+            raise RuntimeError(f"the switch does not forward frames to {waiting} {_PORTS_WAIT_S:g} s after they are up")
         time.sleep(0.02)
 
 
 def set_rate(host: Host, rate_mbit: float, *, mtu: int) -> None:
-    """Limits a host's link in both directions, from now on."""
+    """Limits a host's link in both directions."""
     bytes_per_s = rate_mbit * 1e6 / 8
     burst = max(int(bytes_per_s * _BURST_S), _MIN_BURST_FRAMES * (mtu + 14))
     queue = max(int(bytes_per_s * _QUEUE_S), _MIN_QUEUE_BYTES)
@@ -158,17 +156,17 @@ def connect(host: Host) -> None:
 
 
 def disconnect(host: Host) -> None:
-    """Takes a host's port out of the switch: frames are lost from now on, and nothing tells either end."""
+    """Removes a host's port from the switch: frames are lost, and neither end is notified."""
     run_tool(["ip", "-n", host.switch, "link", "set", "dev", host.name, "nomaster"])
 
 
 def read_counters(hosts: Iterable[Host]) -> dict[str, Counters]:
-    """What has passed each host's link so far, by its name; `hosts` are of one bed."""
+    """Returns the bytes over each host's link so far, by host name. # hosts: of one bed"""
     hosts = list(hosts)
     links = json.loads(run_tool(["ip", "-n", hosts[0].switch, "-s", "-j", "link"]))
     ports = {link["ifname"]: link["stats64"] for link in links}
     found = {}
     for host in hosts:
-        sent, received = ports[host.name]["rx"], ports[host.name]["tx"]  # as the switch's port has them
+        sent, received = ports[host.name]["rx"], ports[host.name]["tx"]  # from the switch's side
         found[host.name] = Counters(sent["bytes"], received["bytes"], sent["packets"], received["packets"])
     return found

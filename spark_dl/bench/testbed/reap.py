@@ -1,10 +1,10 @@
-"""The end of a testbed: kills what runs on its hosts and removes all that belongs to it, however its maker ended.
+"""Removes a testbed: kills the processes on its hosts, and deletes its parts, however its creator ended.
 
-All of a bed has the bed's name in its own name: namespaces, their files in /etc/netns, a folder for temporary files.
-The name holds the process id and start time of the maker, so leftovers of dead makers can be told from beds in use.
+All parts of a bed have its name in their name: namespaces, their files in /etc/netns, and a folder for temporary files.
+The name contains the process id and the start time of the creator, so leftovers can be told from beds in use.
 
-Run as a file, this module is a bed's guard (`python reap.py BED`): it removes the bed when its maker is gone. It needs
-nothing but the standard library, so that this process is small and starts at once.
+Run as a file, this module is a bed's guard (`python reap.py BED`): it removes the bed when its creator has ended. It
+needs only the standard library, so the process is small and starts fast.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-NAMESPACES, FILES = Path("/run/netns"), Path("/etc/netns")  # as ip-netns(8) has them
+NAMESPACES, FILES = Path("/run/netns"), Path("/etc/netns")  # as in ip-netns(8)
 _NAMES = re.compile(r"(spark_dl-(\d+)-(\d+)-\d+)(\..+)?")
 _TOOL_TIMEOUT_S = 30.0
 _KILL_WAIT_S = 30.0
@@ -32,17 +32,17 @@ _serial = itertools.count()
 
 
 def bed_name() -> str:
-    """A new name for a bed of this process; its parts are named `NAME.part`."""
+    """Returns a new name for a bed of this process. Its parts are named `NAME.part`."""
     return f"spark_dl-{os.getpid()}-{_start_time(os.getpid())}-{next(_serial)}"
 
 
 def bed_folder(bed: str) -> Path:
-    """Where a bed has its temporary files."""
+    """Returns the folder for a bed's temporary files."""
     return Path(tempfile.gettempdir(), bed)
 
 
 def processes(namespaces: Iterable[str]) -> list[int]:
-    """The processes inside namespaces, by their ids; those that have ended but were not waited for do not count."""
+    """Returns the process ids in namespaces, without zombies."""
     keys = set()
     for namespace in namespaces:
         with contextlib.suppress(FileNotFoundError):
@@ -53,7 +53,7 @@ def processes(namespaces: Iterable[str]) -> list[int]:
 def _processes_in(keys: set[tuple[int, int]]) -> list[int]:
     found = []
     for pid in (int(name) for name in os.listdir("/proc") if name.isdecimal()):
-        # One that may not be looked at, as init in a container, is none of ours.
+        # A process without access, such as init in a container, is not part of a bed.
         with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
             if _key(os.stat(f"/proc/{pid}/ns/net")) in keys:
                 found.append(pid)
@@ -65,12 +65,12 @@ def _key(namespace: os.stat_result) -> tuple[int, int]:
 
 
 def remove(bed: str) -> None:
-    """Kills what runs on a bed's hosts and removes all that belongs to it; what is gone already is no error.
+    """Kills the processes on a bed's hosts and removes its parts. Missing parts are not an error.
 
     Raises RuntimeError if something cannot be removed.
     """
     namespaces = [name for name in _names_in(NAMESPACES) if name.startswith(f"{bed}.")]
-    with contextlib.ExitStack() as files:  # an open file keeps a namespace's identity from being used again
+    with contextlib.ExitStack() as files:  # an open file prevents reuse of a namespace's identity
         keys = set()
         for name in namespaces:
             with contextlib.suppress(FileNotFoundError):
@@ -80,7 +80,7 @@ def remove(bed: str) -> None:
         _kill_all(bed, keys)
         for name in namespaces:
             _delete_namespace(name)
-        _kill_all(bed, keys)  # what entered just before its namespace lost its name
+        _kill_all(bed, keys)  # processes that entered just before the namespace lost its name
     folders = [FILES / name for name in _names_in(FILES) if name.startswith(f"{bed}.")]
     for folder in (*folders, bed_folder(bed)):
         with contextlib.suppress(FileNotFoundError):
@@ -92,7 +92,7 @@ def _kill_all(bed: str, keys: set[tuple[int, int]]) -> None:
     while pids := _processes_in(keys):
         if time.monotonic() > end:
             raise RuntimeError(
-                f"processes {pids} of the testbed {bed} are still there {_KILL_WAIT_S:g} s after SIGKILL"
+                f"processes {pids} of the testbed {bed} are still running {_KILL_WAIT_S:g} s after SIGKILL"
             )
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -104,12 +104,12 @@ def _delete_namespace(name: str) -> None:
     try:
         run_tool(["ip", "netns", "delete", name])
     except RuntimeError:
-        if (NAMESPACES / name).exists():  # else another process has removed it
+        if (NAMESPACES / name).exists():  # otherwise another process has removed it
             raise
 
 
 def leftovers() -> list[str]:
-    """The beds whose makers are dead."""
+    """Returns the beds whose creators have ended."""
     found = set()
     for folder in (NAMESPACES, FILES, Path(tempfile.gettempdir())):
         for name in _names_in(folder):
@@ -127,7 +127,7 @@ def _names_in(folder: Path) -> list[str]:
 
 
 def _start_time(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; None if it has ended. See proc_pid_stat(5)."""
+    """Returns the start time of a process, in clock ticks since boot; None if it has ended. See proc_pid_stat(5)."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -138,7 +138,7 @@ def _start_time(pid: int) -> int | None:
 def start_guard(bed: str) -> subprocess.Popen[bytes]:
     """Starts the process that removes the bed when its standard input is closed, or when this process has ended.
 
-    It ends with exit code 0 when all is gone.
+    Its exit code is 0 if everything was removed.
     """
     return subprocess.Popen(
         [sys.executable, "-I", "-S", __file__, bed],
@@ -155,13 +155,13 @@ def _guard(bed: str) -> None:
         if _start_time(pid) == started:
             select.select([sys.stdin, maker], [], [])
     remove(bed)
-    if _start_time(pid) != started:  # a tool that the maker had started may have been making something still
+    if _start_time(pid) != started:  # a tool that the creator started may still have been running
         time.sleep(1.0)
         remove(bed)
 
 
 def run_tool(command: Sequence[str], lines: Sequence[str] = ()) -> str:
-    """The output of a command that reads `lines`. Raises RuntimeError, with its own words, if it fails."""
+    """Returns the output of a command with `lines` as input. Raises RuntimeError with its errors if it fails."""
     try:
         done = subprocess.run(
             command, input="".join(f"{line}\n" for line in lines), capture_output=True, text=True,

@@ -1,4 +1,4 @@
-"""Spark's own cluster manager on a testbed: a master on the driver's host, a worker on each of the others."""
+"""Spark's standalone cluster manager on a testbed: a master on the driver's host, and a worker on each other host."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PORT, _UI_PORT = 7077, 8080
 _POLL_S = 0.1
 _DAEMON = {
     "SPARK_DAEMON_MEMORY": "256m",
-    # These processes only start others: what counts is that they are up soon.
+    # These processes only start others, so a fast start matters more than speed.
     "SPARK_DAEMON_JAVA_OPTS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
 }
 
@@ -33,21 +33,21 @@ while True:
         pass
     time.sleep(0.2)
 """
-"""Runs where the master is, as nothing else reaches it: ends when so many workers have registered."""
+"""Program on the master's host, which ends when this number of workers have registered."""
 
 
 def start_spark(bed: Bed, *, cores_per_worker: int = 1, memory_mib: int = 1024, timeout_s: float = 180.0) -> str:
-    """Starts a Spark master on the driver's host and one worker on each of the others; returns the master's URL.
+    """Starts a Spark master on the driver's host and one worker on each other host. Returns the master's URL.
 
-    They run until the bed is removed. Run the driver there too: `bed.popen(bed.driver, ...)`; it needs no setting but
-    the URL. Raises RuntimeError, with the end of its log, if a daemon ends, or if not all workers have registered
+    They run until the bed is removed. Run the driver on its host with `bed.popen(bed.driver, ...)`. It needs only the
+    URL. Raises RuntimeError, with the end of its log, if a daemon ends, or if not all workers have registered
     within `timeout_s`.
     """
     end = time.monotonic() + timeout_s
     master, url = bed.driver.name, f"spark://{bed.driver.name}:{_PORT}"
     arguments = ["--host", master, "--port", str(_PORT), "--webui-port", str(_UI_PORT)]
     daemons = [_start_daemon(bed, bed.driver, "master.Master", arguments)]
-    _wait_for_workers(bed, 0, daemons, end)  # a worker that finds no master tries again only after some 10 s
+    _wait_for_workers(bed, 0, daemons, end)  # a worker without a master tries again only after about 10 s
     for host in bed.hosts:
         arguments = [
             "--host",
@@ -96,11 +96,12 @@ def _wait_for_workers(bed: Bed, num_workers: int, daemons: Sequence[_Daemon], en
                     )
             if time.monotonic() > end:
                 raise RuntimeError(
-                    f"the Spark master did not say in time that it is up and has {num_workers} workers; its log: "
-                    f"{read_tail(daemons[0].log)}"
+                    f"the Spark master did not have {num_workers} workers in time; its log: {read_tail(daemons[0].log)}"
                 )
             time.sleep(_POLL_S)
     finally:
         kill(waiting)
     if waiting.returncode:
-        raise RuntimeError(f"what waits for the Spark master ended with exit code {waiting.returncode}; see above")
+        raise RuntimeError(
+            f"the wait for the Spark master ended with exit code {waiting.returncode}; see the log above"
+        )

@@ -1,4 +1,4 @@
-"""A network with a limit on one machine: hosts on links of a set rate, with processes in them.
+"""Virtual hosts on one machine, with links of a set rate.
 
     with testbed.hosts(4, rate_mbit=200) as bed:
         bed.run_ranks([sys.executable, "ring.py"], timeout_s=60)           # one rank per host, as torchrun starts them
@@ -8,10 +8,10 @@
         bed.run(bed.driver, [sys.executable, "job.py", "--master", master], timeout_s=300)
         before = bed.counters()                                            # bytes of each link
 
-The driver has a host of its own, `bed.driver`, on a link like the others': what all send to it goes through that link,
-as in a cluster. Hosts share the files of the machine, and its cores. A bed is removed, with all processes on its hosts,
-when the `with` block ends or when its maker's process ends in any way, SIGKILL too: a small process of its own sees to
-it. If that one is killed as well, `python -m spark_dl.bench.testbed --reap` does.
+The driver has its own host, `bed.driver`, with a link of the same rate, as in a cluster. Hosts share the files and
+cores of the machine. A bed is removed, with all processes on its hosts, when the `with` block ends, or when the
+creator's process ends in any way, including SIGKILL. A small guard process does this. If the guard is also killed, run
+`python -m spark_dl.bench.testbed --reap`.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from spark_dl.bench.testbed.netns import Counters, Host
 
 MAX_HOSTS = 16
 MTU = 9000
-"""Jumbo frames, as the networks of data centres have: of a frame's bytes 0.7 % are headers, with 1500 it is 4.4 %."""
+"""Jumbo frames, as in data centers: headers are 0.7 % of a frame's bytes, and 4.4 % with an MTU of 1500."""
 _GUARD_WAIT_S = 60.0
 _STOP_WAIT_S = 10.0
 _TAIL = 3000
 _RANKS_PORT = 29500
 _POLL_S = 0.02
 
-# The host's name belongs to the process (a UTS namespace), so that what the process says of itself is right.
+# A UTS namespace gives the process the host's name.
 _ENTER = 'hostname "$0" && exec "$@"'
 
 
@@ -47,10 +47,10 @@ _ENTER = 'hostname "$0" && exec "$@"'
 def hosts(
     num_hosts: int, *, rate_mbit: float | None = None, mtu: int = MTU, congestion_control: str = netns.RENO
 ) -> Iterator[Bed]:
-    """Makes `num_hosts` hosts (at most 16) and one for a driver, each on a link of `rate_mbit` in either direction.
+    """Creates `num_hosts` hosts (at most 16) and a driver's host, with links of `rate_mbit` in each direction.
 
-    Without a rate links are as fast as the machine. `mtu` are the bytes of a frame, `congestion_control` is TCP's, one
-    that the machine's kernel has. Raises RuntimeError where that cannot be; `unavailable()` says why.
+    Without a rate, links have no limit. `mtu` is the bytes of a frame. `congestion_control` is that of TCP; the
+    machine's kernel must have it. Raises RuntimeError if a bed cannot be created; `unavailable()` returns the reason.
     """
     if not 1 <= num_hosts <= MAX_HOSTS:
         raise ValueError(f"num_hosts: expected 1 to {MAX_HOSTS}, found {num_hosts}")
@@ -69,7 +69,7 @@ def hosts(
 
 
 def unavailable() -> str | None:
-    """Why no bed can be made on this machine; None where one can. Makes and removes a bed of one host to find out."""
+    """Returns why a bed cannot be created on this machine, or None. Creates and removes a bed with one host."""
     if not sys.platform.startswith("linux") or os.geteuid() != 0:
         return "a testbed needs Linux and root"
     missing = [tool for tool in ("ip", "tc", "unshare", "hostname") if shutil.which(tool) is None]
@@ -79,11 +79,11 @@ def unavailable() -> str | None:
         with hosts(1, rate_mbit=10):
             return None
     except (RuntimeError, OSError) as error:
-        return f"network namespaces with a token bucket cannot be made here: {error}"
+        return f"cannot create network namespaces with a token bucket: {error}"
 
 
 def _remove(bed: str, guard: subprocess.Popen[bytes]) -> None:
-    """Has the guard remove the bed; does it here, for the error to be seen, if the guard has not."""
+    """Requests removal by the guard. If the guard fails, removes the bed here, so that the error is raised."""
     assert guard.stdin is not None
     guard.stdin.close()
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -95,14 +95,14 @@ def _remove(bed: str, guard: subprocess.Popen[bytes]) -> None:
 
 
 class Bed:
-    """Hosts that are up. Made by `hosts`, used from the process that made it."""
+    """Running hosts, created by `hosts`. Used only in the process that created them."""
 
     def __init__(self, driver: Host, others: tuple[Host, ...], *, mtu: int):
         self.driver = driver
-        """A host for the driver of a job: no Spark worker, and no rank of `run_ranks`, runs there."""
+        """Host for the driver of a job, without Spark workers and ranks of `run_ranks`."""
         self.hosts = others
         self.folder = reap.bed_folder(driver.bed)
-        """For temporary files; goes with the bed."""
+        """Folder for temporary files, deleted with the bed."""
         self._mtu = mtu
         self._processes: list[subprocess.Popen[Any]] = []
         self._num_runs = 0
@@ -112,8 +112,8 @@ class Bed:
     ) -> subprocess.Popen[Any]:
         """Starts a process on a host; `env` is added to the environment. Its pid is the command's, in a new session.
 
-        It has the host's name, `/etc/hosts` and interface, and Spark's variables for them; its temporary files go with
-        the bed, for most processes end with it, by SIGKILL. `options` are Popen's.
+        It has the host's name, `/etc/hosts` and interface, and Spark's environment variables for them. Its temporary
+        files are deleted with the bed. `options` are those of Popen.
         """
         variables = {
             "SPARK_LOCAL_IP": host.address, "SPARK_LOCAL_HOSTNAME": host.name, "PYSPARK_PYTHON": sys.executable,
@@ -128,9 +128,9 @@ class Bed:
         return process
 
     def run(self, host: Host, command: Sequence[str], *, timeout_s: float, env: Mapping[str, str] | None = None) -> str:
-        """Runs a command on a host to its end and returns its standard output.
+        """Runs a command on a host and returns its standard output.
 
-        Raises RuntimeError, with the end of its standard error, if it fails or is not done within `timeout_s`.
+        Raises RuntimeError, with the end of its standard error, if it fails or takes longer than `timeout_s`.
         """
         out, err = subprocess.PIPE, subprocess.PIPE
         process = self.popen(host, command, env=env, stdout=out, stderr=err, text=True)
@@ -152,10 +152,11 @@ class Bed:
         num_ranks: int | None = None,
         env: Mapping[str, str] | None = None,
     ) -> list[str]:
-        """Runs a command on every host (or the first `num_ranks`), one rank each; returns the outputs by rank.
+        """Runs a command on every host (or the first `num_ranks`), with one rank each. Returns the outputs by rank.
 
         The environment is that of torchrun, with one thread for each rank. Raises RuntimeError, with the end of its
-        standard error, for the first rank that fails, or for those not done within `timeout_s`; all are killed then.
+        standard error, for the first rank that fails, or for the ranks that take longer than `timeout_s`. All ranks are
+        then killed.
         """
         hosts = self.hosts[:num_ranks]
         assert len(hosts) == (num_ranks or len(self.hosts)), f"{num_ranks} ranks on {len(self.hosts)} hosts"
@@ -185,7 +186,9 @@ class Bed:
             codes = [process.poll() for process in ranks]
             failed = [rank for rank, code in enumerate(codes) if code]
             if failed:
-                rank = min(failed, key=lambda rank: codes[rank] or 0)  # one that a signal ended before one that noticed
+                rank = min(
+                    failed, key=lambda rank: codes[rank] or 0
+                )  # a rank ended by a signal comes before ranks that noticed
                 what, error = f"(rank {rank}) {_ended(codes[rank])}", read_tail(f"{files[rank]}.err")
                 raise RuntimeError(_failure(self.hosts[rank], command, what, error))
             if all(code == 0 for code in codes):
@@ -197,15 +200,15 @@ class Bed:
         raise RuntimeError(f"{' '.join(command)} did not end within {timeout_s:g} s on {names}: {error}")
 
     def counters(self) -> dict[str, Counters]:
-        """What has passed each host's link so far, by the host's name, the driver's too."""
+        """Returns the bytes over each host's link so far, by host name, including the driver's."""
         return netns.read_counters((self.driver, *self.hosts))
 
     def processes(self, host: Host) -> list[int]:
-        """The ids of the processes that run on a host."""
+        """Returns the ids of the processes on a host."""
         return reap.processes([host.namespace])
 
     def cut(self, host: Host) -> None:
-        """Cuts a host off from the others: frames are lost, and no connection is closed."""
+        """Disconnects a host: frames are lost, and connections stay open."""
         netns.disconnect(host)
 
     def restore(self, host: Host) -> None:
@@ -213,11 +216,11 @@ class Bed:
         netns.connect(host)
 
     def set_rate(self, host: Host, rate_mbit: float) -> None:
-        """Gives one host's link another rate."""
+        """Sets the rate of one host's link."""
         netns.set_rate(host, rate_mbit, mtu=self._mtu)
 
     def freeze(self, host: Host) -> None:
-        """Stops all processes of a host (SIGSTOP); to others it is a host that answers no more."""
+        """Stops all processes of a host (SIGSTOP), so that it no longer responds."""
         self._signal(host, signal.SIGSTOP)
 
     def thaw(self, host: Host) -> None:
@@ -230,7 +233,7 @@ class Bed:
                 os.kill(pid, number)
 
     def _wait_for_processes(self) -> None:
-        """After the bed is removed: its processes are dead, and need only be waited for."""
+        """Waits for the processes of a removed bed, which are dead."""
         for process in self._processes:
             process.wait(_STOP_WAIT_S)
             for pipe in (process.stdin, process.stdout, process.stderr):
@@ -239,14 +242,14 @@ class Bed:
 
 
 def kill(process: subprocess.Popen[Any]) -> None:
-    """Ends a process that `popen` started, and those that it has started in its session."""
+    """Ends a process that `popen` started, and the processes of its session."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait(_STOP_WAIT_S)
 
 
 def read_tail(path: str | Path) -> str:
-    """The end of a log, for an error."""
+    """Returns the end of a log, for an error."""
     return Path(path).read_text(errors="replace")[-_TAIL:].strip()
 
 
@@ -260,5 +263,5 @@ def _ended(code: int | None) -> str:
 
 
 def _close(pipe: IO[Any]) -> None:
-    with contextlib.suppress(BrokenPipeError):  # what was still to be written to a dead process
+    with contextlib.suppress(BrokenPipeError):  # data that was not yet written to the dead process
         pipe.close()

@@ -1,4 +1,4 @@
-"""The columns of datasets that others wrote: what becomes of each, and the shape of its cells. Called on the driver."""
+"""Columns of external datasets: how each becomes a tensor, and the shape of its cells. Called on the driver."""
 
 from __future__ import annotations
 
@@ -41,9 +41,10 @@ def external_column(
     settings: Mapping[str, Any],
     data: Data,
 ) -> Column:
-    """The column of this name: of Petastorm's schema, of Parquet's, or of the folders. Called on the driver.
+    """Returns a column by its name, from Petastorm's schema, the Parquet schema or hive partitions. Called on the
+    driver.
 
-    Raises ValueError for one that is missing or cannot become a tensor, and for settings that do not fit it.
+    Raises ValueError for a column that is missing or cannot become a tensor, and for settings that do not fit it.
     """
     is_partition = all(name in partition for partition in partitions.values())
     arrow = type_at(files[0].schema, name)
@@ -55,8 +56,8 @@ def external_column(
         return _arrow_column(arrow_source_column(name, arrow, settings), arrow, url, files, data)
     if is_partition:
         values = {partition[name] for partition in partitions.values()}
-        of_petastorm = fields[name].dtype if name in fields else ""
-        dtype = of_petastorm if of_petastorm in NUMBERS and "complex" not in of_petastorm else "int64"
+        stored = fields[name].dtype if name in fields else ""
+        dtype = stored if stored in NUMBERS and "complex" not in stored else "int64"
         return _partition_column(name, values, dtype, settings, data)
     check_in_all(url, name, {f.name: name in partitions[f.name] or type_at(f.schema, name) is not None for f in files})
     known = [*names_below(files[0].schema), *next(iter(partitions.values()))]
@@ -66,7 +67,7 @@ def external_column(
 
 
 def _fill(source: SourceColumn, arrow: pa.DataType, data: Data) -> Any:
-    """What nulls of a column become, if it is said. # arrow: the type of its cells"""
+    """Returns the value that replaces nulls; None if `data.fill` has none. # arrow: the type of the column's cells"""
     value = data.fill.get(source.name)
     if value is None:
         return None
@@ -78,7 +79,7 @@ def _fill(source: SourceColumn, arrow: pa.DataType, data: Data) -> Any:
 def _partition_column(
     name: str, values: Collection[str], dtype: str, settings: Mapping[str, Any], data: Data
 ) -> Column:
-    """`dtype` is of the cells, where there are no settings that say how texts become numbers."""
+    """Returns the column of a hive partition. # dtype: of the cells, if `settings` (`data.encode`) are empty"""
     column = _string_partition(name, settings) if settings else Column(name, dtype, (), "partition")
     arrow = pa.string() if settings else pa.from_numpy_dtype(np.dtype(dtype))
     fill = _fill(SourceColumn(name, column.dtype, "scalar", encoding=column.encoding), arrow, data)
@@ -118,11 +119,11 @@ def _check_numbers(name: str, values: Collection[str], dtype: np.dtype[Any]) -> 
     else:
         low, high = np.iinfo(dtype).min, np.iinfo(dtype).max
         are_numbers = all(re.fullmatch(r"-?[0-9]+", v) and low <= int(v) <= high for v in values)
-        expected = f"whole numbers of {8 * dtype.itemsize} bits"
+        expected = f"integers of {8 * dtype.itemsize} bits"
     if not are_numbers:
         raise ValueError(
             f"column {name!r} is a partition with values such as {sorted(values)[:3]}; only {expected} "
-            f"become tensors as they are; say with data.encode how these do: {{{name}: {{as: hash, buckets: 1000}}}}, "
+            f"become tensors without an encoding; set data.encode: {{{name}: {{as: hash, buckets: 1000}}}}, "
             f"or {{{name}: {{as: vocabulary, values: [...]}}}}"
         )
 
@@ -137,7 +138,7 @@ def _string_partition(name: str, settings: Mapping[str, Any]) -> Column:
 
 
 def partition_cells(column: Column, value: str, rows: int) -> Array:
-    """A partition's value, which all rows of its files have. # (rows,)"""
+    """Returns the value of a partition, once for each row. # (rows,)"""
     if value == NULL_PARTITION and column.fill is None:
         raise ValueError(f"column {column.name!r}: found a partition that is null, expected {NO_NULLS}")
     if column.encoding.kind == "number":
@@ -167,8 +168,8 @@ def _arrow_column(source: SourceColumn, arrow: pa.DataType, url: str, files: Seq
 def _check_vocabulary(source: SourceColumn | Column) -> None:
     if source.encoding.kind == "vocabulary" and source.encoding.vocabulary is None:
         raise ValueError(
-            f"data.encode.{source.name}.values: expected the words of the vocabulary, found none; they are counted "
-            "only where Spark writes the shards (write_shards, jobs/prepare.py); or set as: hash"
+            f"data.encode.{source.name}.values: expected the vocabulary, found none; spark_dl counts strings "
+            "only when Spark writes the shards (write_shards, jobs/prepare.py); list the strings, or set as: hash"
         )
 
 
@@ -177,7 +178,7 @@ def _mean_size(name: str, files: Sequence[File], *, unit: int | None) -> float:
 
 
 def unit_of(column: Column) -> int | None:
-    """Bytes of an element, where the bytes of cells tell how many there are."""
+    """Bytes of an element, if the number of elements follows from the bytes of a cell; otherwise None."""
     if column.codec.startswith("petastorm.") and column.encoding.is_lookup:
         return CHARACTER_BYTES
     in_bytes = column.codec.startswith("petastorm.") or column.encoding.kind == "bytes"
@@ -185,7 +186,7 @@ def unit_of(column: Column) -> int | None:
 
 
 def _arrow_shape(source: SourceColumn, codec: str, cell: pa.Array, data: Data) -> _Shape | None:
-    """The shape of a cell; None for one with nulls, where they are no error, and an empty one of a ragged column."""
+    """Returns the shape of a cell; None for an empty ragged cell, and for nulls that are filled or dropped."""
     may_be_null = data.nulls != "error" or data.filters
     if may_be_null and (cell.null_count if source.fill is not None else null_rows(cell) is not None):
         return None
@@ -195,28 +196,31 @@ def _arrow_shape(source: SourceColumn, codec: str, cell: pa.Array, data: Data) -
 
 
 def _petastorm_shape(column: Column, is_ragged: bool, cell: pa.Array) -> _Shape | None:
-    """The shape of a cell; None for a null, and for an empty one of a ragged column."""
+    """Returns the shape of a cell; None for a null, and for an empty ragged cell."""
     shape = shape_of(column, cell)
     return None if shape is None or (is_ragged and 0 in shape) else shape
 
 
 def _first_shape(name: str, paths: Sequence[str], shape_of_cell: Callable[[pa.Array], _Shape | None]) -> _Shape:
-    """The shape of the first cell that has one: all others must have the same, in a ragged column but for the first
-    axis. A cell without values does not know its inner shape."""
+    """Returns the shape of the first cell that has one. All cells must have it, except for a ragged column's first
+    axis.
+
+    An empty cell does not have an inner shape.
+    """
     for path, cell in _cells(name, paths):
         try:
             shape = shape_of_cell(cell)
         except ValueError as error:
-            raise ValueError(f"{error}; in a row of {path}, which gives the shape of all") from error
+            raise ValueError(f"{error}; in a row of {path}, which gives the shape of all cells") from error
         if shape is not None and 0 in shape:
             raise ValueError(schema.empty_first_cell(name, path))
         if shape is not None:
             return shape
-    raise ValueError(f"column {name!r}: all cells of {paths[0]} are empty, and of all other files")
+    raise ValueError(f"column {name!r}: the cells of {paths[0]} and of all other files are empty")
 
 
 def _cells(name: str, paths: Sequence[str]) -> Iterator[tuple[str, pa.Array]]:
-    """The cells of a column, one by one, and the file of each. # (1,)"""
+    """Yields the file and the cell, for each cell of a column. # cell: (1,)"""
     for path in paths:
         with storage.open_input(path) as file:
             opened = parquet_file.open_file(file, buffered=storage.is_local(path))

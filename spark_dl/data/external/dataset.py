@@ -1,8 +1,8 @@
-"""Datasets that others wrote, as they are: plain Parquet files and folders, hive partitions, Petastorm datasets.
+"""External datasets: Parquet files and folders, hive partitions, and Petastorm datasets that spark_dl did not write.
 
-Only footers are read to open one, and the first row for the shape of its cells. Files must have the same columns.
-Timestamps, decimals, strings and the like become numbers when they are read, as `data.encode` says; nulls, NaN and Inf
-are dropped and filled then, too.
+Only footers are read to open a dataset, and the first row for the shapes of cells. Files must have the same columns.
+When cells are read, strings, timestamps and decimals become numbers as `data.encode` says, and nulls, NaN and Inf are
+dropped or filled.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ def open_parquet(
     data: Data | None = None,
     reference_columns: Sequence[Column] = (),
 ) -> ShardSet:
-    """A Parquet file, a folder of them, or a Petastorm dataset, with these of its columns. Called on the driver.
+    """Opens columns of a Parquet file, of a folder of Parquet files, or of a Petastorm dataset. Called on the driver.
 
-    Columns become numbers as `data.encode` says; a vocabulary is given with it, or is that of `like`, the columns of
-    another dataset. Nulls, NaN and Inf are filled when they are read; rows with them are dropped by `filter_rows`.
+    `data.encode` says how columns become numbers. Vocabularies come from `data.encode` or from `reference_columns`, the
+    columns of another dataset. Nulls, NaN and Inf are filled when they are read. `filter_rows` drops rows with them.
 
-    Raises ValueError for a path without Parquet files, a file that is not one, files whose columns differ, a column
-    that is missing or cannot become a tensor, nulls that the footers tell of and that are neither dropped nor filled,
-    and Petastorm metadata that names anything but a schema.
+    Raises ValueError for a path without Parquet files, a file that is not Parquet, files whose columns differ, a column
+    that is missing or cannot become a tensor, nulls in the footers that are neither dropped nor filled, and Petastorm
+    metadata that contain anything but a schema.
     """
     data = data or Data()
     check_names("encode", data.encode, names)
@@ -74,8 +74,10 @@ def open_parquet(
     if not files:
         raise ValueError(f"the dataset {url} has no rows")
     partitions = {f.name: _partitions_of(f) if root else {} for f in files}
-    words = schema.vocabularies_of(reference_columns)
-    settings = {n: {**({"values": list(words[n])} if n in words else {}), **data.encode.get(n, {})} for n in names}
+    vocabularies = schema.vocabularies_of(reference_columns)
+    settings = {
+        n: {**({"values": list(vocabularies[n])} if n in vocabularies else {}), **data.encode.get(n, {})} for n in names
+    }
     columns = tuple(external_column(name, base, files, partitions, fields, settings[name], data) for name in names)
     check_batch_names(names, [c.name for c in columns if c.is_ragged])
     schema.check_reference_columns(columns, reference_columns)
@@ -87,15 +89,15 @@ def open_parquet(
 
 
 def _partitions_of(file: File) -> dict[str, str]:
-    """The columns that folders give, and that are not in the file itself: what it holds is what counts."""
+    """Returns the hive partition's values by column, without columns that the file itself has."""
     found = petastorm_metadata.hive_partitions(file.name)
     return {name: value for name, value in found.items() if name not in file.schema.names}
 
 
 def _check_nulls(url: str, files: Sequence[File], columns: Sequence[Column], data: Data) -> None:
-    """Raises ValueError for nulls that footers tell of, and that are neither dropped nor filled; says what is filled.
+    """Raises ValueError for nulls in the footers that are neither dropped nor filled, and logs what is filled.
 
-    With `data.filters` those rows may not be read, and the loader finds out.
+    With `data.filters`, the rows with nulls may not be read, so the loader checks them.
     """
     if data.nulls == "drop" or data.filters:
         return
@@ -103,7 +105,7 @@ def _check_nulls(url: str, files: Sequence[File], columns: Sequence[Column], dat
         nulls = [(file, group, n) for file in files for group, n in enumerate(file.nulls.get(column.name, ())) if n]
         if nulls and column.fill is None:
             file, group, first = nulls[0]
-            missing = "; data.nulls is fill, and it has no value" if data.nulls == "fill" else ""
+            missing = "; data.nulls is fill, but this column has no value" if data.nulls == "fill" else ""
             raise ValueError(
                 f"column {column.name!r}: found {sum(n for _, _, n in nulls)} null(s) in {url}, first {first} in row "
                 f"group {group} of {file.name}, expected {NO_NULLS}, with data.fill.{column.name}{missing}"
@@ -115,12 +117,12 @@ def _check_nulls(url: str, files: Sequence[File], columns: Sequence[Column], dat
 
 
 def _check_finite(url: str, columns: Sequence[Column], data: Data) -> None:
-    """Raises ValueError for numbers that cannot be looked at without decoding each cell, where NaN drops its row."""
+    """Raises ValueError if NaN drops rows and a column must be decoded to find NaN."""
     encoded = (c.name for c in columns if c.codec.startswith("petastorm.") and np.dtype(c.dtype).kind in "fc")
     if data.nonfinite == "drop" and (name := next(encoded, None)):
         raise ValueError(
-            f"data.nonfinite: found 'drop' for {url}, whose column {name!r} holds arrays that Petastorm encoded; set "
-            "it to fill or allow, or write the dataset with Spark first (write_shards, jobs/prepare.py)"
+            f"data.nonfinite: found 'drop' for {url}, whose column {name!r} contains arrays that Petastorm encoded; "
+            "set it to fill or allow, or write the dataset with Spark first (write_shards, jobs/prepare.py)"
         )
 
 
@@ -133,7 +135,7 @@ def _shard(file: File, columns: Sequence[Column], partition: Mapping[str, str]) 
 
 
 def _petastorm_fields(url: str, files: Sequence[File]) -> Mapping[str, Field]:
-    """The fields of Petastorm's schema, if there is one; of a whole dataset, `files` must be those that it lists."""
+    """Returns the fields of Petastorm's schema, if there is one. # files: those of a whole dataset, or none"""
     top = next(reversed(parents_of(url)), url)
     metadata = petastorm_metadata.read_metadata(top)
     if files and top == url and (row_groups := petastorm_metadata.read_row_groups(url, metadata)) is not None:
@@ -146,7 +148,7 @@ def _petastorm_fields(url: str, files: Sequence[File]) -> Mapping[str, Field]:
 
 
 def _check_listed(url: str, files: Sequence[File], listed: Mapping[str, int]) -> None:
-    """Raises ValueError unless the files of a folder are those that Petastorm lists, as Petastorm itself asks."""
+    """Raises ValueError unless the files of a folder are those in Petastorm's list, which Petastorm itself requires."""
     found = {f.name: len(f.row_groups) for f in files if sum(f.row_groups) or f.name in listed}
     for name in sorted({*found, *listed}):
         if found.get(name) != listed.get(name):
@@ -154,17 +156,17 @@ def _check_listed(url: str, files: Sequence[File], listed: Mapping[str, int]) ->
             expected = f"{listed[name]} row groups" if name in listed else "no such file"
             raise ValueError(
                 f"the dataset {url} is incomplete: found {there} at {name!r:.200}, expected {expected}, as its "
-                f"{petastorm_metadata.COMMON_METADATA} says; bring the files back as they were, or write Petastorm's "
+                f"{petastorm_metadata.COMMON_METADATA} says; restore the files, or write Petastorm's "
                 "metadata again (petastorm-generate-metadata.py)"
             )
 
 
 def _check_same_columns(url: str, files: Sequence[File], names: Sequence[str]) -> None:
-    """Columns are read by name: their order, and others beside them, may differ from file to file."""
+    """Raises ValueError if a column's type differs between files. Order and other columns may differ."""
     for (first, other), name in itertools.product(itertools.pairwise(files), names):
         types: list[Any] = [type_at(f.schema, name) for f in (first, other)]
         if without_nullability(types[0]) != without_nullability(types[1]):
             raise ValueError(
                 f"column {name!r} has type {types[0]} in {first.name} and {types[1] or 'is missing'} in {other.name} "
-                f"of {url}; all files of a dataset must agree; read them with Spark and write them with one schema"
+                f"of {url}; read the files with Spark and write them with one schema"
             )

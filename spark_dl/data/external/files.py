@@ -32,7 +32,7 @@ class File:
     sizes: Mapping[str, tuple[tuple[int, int], ...]]
     """(Values, stored bytes) in each row group, by the path of the leaf column; only leaves of varying cell size."""
     nulls: Mapping[str, tuple[int, ...]]
-    """Nulls in each row group, by column, as far as the footer has them; not for lists and vectors."""
+    """Nulls in each row group, by column, if the footer has them; not for lists and vectors."""
 
 
 def list_files(url: str, *, require_success: bool = True) -> tuple[bool, list[tuple[str, int]]]:
@@ -75,7 +75,7 @@ def list_files(url: str, *, require_success: bool = True) -> tuple[bool, list[tu
 
 
 def parents_of(url: str) -> list[str]:
-    """The parent folders of a hive partition such as `year=2024/month=5`, up to the dataset's own; empty otherwise."""
+    """Returns the parents of a hive partition like `year=2024/month=5`, up to the dataset's folder; else none."""
     found = []
     while "=" in storage.name(url):
         url = storage.dirname(url)
@@ -84,7 +84,7 @@ def parents_of(url: str) -> list[str]:
 
 
 def _is_hidden(name: str) -> bool:
-    """Whether Spark skips a file or folder of this name; `_day=5` is a partition."""
+    """Returns whether Spark skips a file or folder of this name. `_day=5` is a partition."""
     return name.startswith(".") or (name.startswith("_") and "=" not in name)
 
 
@@ -95,7 +95,7 @@ _NOT_WHOLE = {
     "_delta_log": "it is a Delta table, whose log lists the valid files; read it with Spark",
     ".hoodie": "it is a Hudi table, whose timeline lists the valid files; read it with Spark",
 }
-"""Hidden folders, by the start of their names, that show that the files beside them are not the dataset as such."""
+"""Hidden folders, by the start of their names, which mean that not all files beside them are valid data."""
 _ICEBERG = "it is an Iceberg table, whose metadata lists the valid files of each snapshot; read it with Spark"
 _ICEBERG_METADATA = re.compile(r"(.*/)?metadata/[^/]*\.metadata\.json(\.gz)?")
 
@@ -106,7 +106,7 @@ def _check_whole(url: str, names: Sequence[str]) -> None:
     folders = [posixpath.dirname(name) for name in names if posixpath.basename(name) == MANIFEST]
     if datasets := sorted(f for f in folders if f and not any(_is_hidden(part) for part in f.split("/"))):
         raise ValueError(
-            f"{url} is not one dataset: it holds the datasets {datasets[:9]}, each with its manifest; name one of "
+            f"{url} is not one dataset: it contains the datasets {datasets[:9]}, each with its manifest; name one of "
             "them, or mix several with loader.proportions"
         )
     _check_no_job(url, names)
@@ -145,7 +145,7 @@ def _check_no_iceberg_parent(url: str, parent: str) -> None:
 
 
 def _check_success(url: str, names: Sequence[str]) -> None:
-    """Raises ValueError for files that Spark wrote, by their names, without the `_SUCCESS` of a finished job."""
+    """Raises ValueError for files with names that Spark gives, without the `_SUCCESS` of a finished job."""
     done = {posixpath.dirname(name) for name in names if posixpath.basename(name) == "_SUCCESS"}
     for name in sorted(name for name in names if not any(_is_hidden(part) for part in name.split("/"))):
         folders = {"", *itertools.accumulate(posixpath.dirname(name).split("/"), posixpath.join)}
@@ -160,7 +160,7 @@ def _check_success(url: str, names: Sequence[str]) -> None:
 def _check_links(path: str, names: Sequence[str]) -> None:
     """Raises ValueError for broken links in a local folder, and for links that would duplicate the rows of a file.
 
-    # names: of the data files
+    # names: names of the data files
     """
     for folder, _, files in os.walk(path):
         for file in files:
@@ -170,10 +170,7 @@ def _check_links(path: str, names: Sequence[str]) -> None:
     known: dict[str, str] = {}
     for name in names:
         if (other := known.setdefault(os.path.realpath(os.path.join(path, name)), name)) != name:
-            raise ValueError(
-                f"{name} and {other} in {path} are the same file, through a link: its rows would be duplicated; remove "
-                "the link"
-            )
+            raise ValueError(f"{name} and {other} in {path} are the same file, because of a link; remove the link")
 
 
 def read_footer(url: str, is_folder: bool, names: Sequence[str], name: str, size: int) -> File:
@@ -194,7 +191,7 @@ def read_footer(url: str, is_folder: bool, names: Sequence[str], name: str, size
 
 
 def _sizes(footer: pq.ParquetFile, names: Sequence[str]) -> Mapping[str, tuple[tuple[int, int], ...]]:
-    """(Values, stored bytes) of the lists, strings and binary leaves among some columns, by path and row group."""
+    """Returns (values, stored bytes) of the list, string and binary leaves of `columns`, by path and row group."""
     metadata, leaves = footer.metadata, [footer.schema.column(i) for i in range(len(footer.schema))]
     varying = [
         (i, leaf.path)
@@ -219,17 +216,17 @@ def _nulls(footer: pq.ParquetFile, names: Sequence[str]) -> Mapping[str, tuple[i
 
 
 def elements_of(name: str, file: File, *, unit: int | None) -> tuple[int, ...]:
-    """Elements of a column in each row group: values, including nulls and empty lists, or bytes divided by `unit`.
+    """Returns the elements of a column in each row group: values, including nulls and empty lists, or bytes / `unit`.
 
-    Bytes are counted before Parquet's compression but after dictionary encoding and the codec's own compression. Where
-    either is used, the decoded cells are larger; the loader finds out when it reads them.
+    Bytes are counted before Parquet's compression, but after dictionary encoding and the codec's own compression. With
+    either, the decoded cells are larger, and the loader counts them when it reads them.
     """
     sizes = next((sizes for path, sizes in file.sizes.items() if parquet_file.leaf_in_column(name, path)), ())
     return tuple(num_values if unit is None else num_bytes // unit for num_values, num_bytes in sizes)
 
 
 def names_below(fields: Any, prefix: str = "") -> list[str]:
-    """The paths of columns and of the fields of structs."""
+    """Returns the paths of columns and of the fields of structs."""
     found = []
     for field in fields:
         found.append(f"{prefix}{field.name}")
@@ -239,7 +236,7 @@ def names_below(fields: Any, prefix: str = "") -> list[str]:
 
 
 def type_at(arrow: pa.Schema, name: str) -> pa.DataType | None:
-    """The type of a column, or of a field of a struct by its path; None if there is none."""
+    """Returns the type of a column, or of a struct's field by its path; None if there is none."""
     if (count := arrow.names.count(name)) > 1:
         raise ValueError(f"found column {name!r} {count} times in one file; write the file again with unique names")
     if count:
@@ -263,12 +260,12 @@ def check_in_all(url: str, name: str, has: Mapping[str, bool], *, key: str = "")
     if there and missing:
         raise ValueError(
             f"{key}column {name!r} is in {there[0]} and not in {missing[0]} of {url}; all files of a dataset must have "
-            f"it, or lie in folders {name}=..."
+            f"the column, or be in folders {name}=..."
         )
 
 
 def without_nullability(arrow: pa.DataType | None) -> pa.DataType | None:
-    """The type with nullable elements and fields, to compare files: nullability is not a difference between them."""
+    """Returns the type with nullable elements and fields, to compare the types of files without their nullability."""
     types = pa.types
     if arrow is None:
         return None

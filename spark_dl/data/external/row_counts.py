@@ -1,8 +1,8 @@
-"""How many rows of each row group are read, as `data.filters` says, and `drop` of `data.nulls` and `data.nonfinite`.
+"""Counts the rows of each row group that pass `data.filters`, and `drop` of `data.nulls` and `data.nonfinite`.
 
-Called on the driver: the plan needs it before the first row is read. Names of folders (hive partitions) and the bounds
-that Parquet keeps decide what they can; they never tell whether numbers are finite. Of the row groups that they leave
-open, only the columns that are still in question are read.
+Called on the driver: the plan needs these counts before the first row is read. Hive partitions and Parquet's statistics
+decide most row groups. Statistics do not say whether numbers are finite. For the other row groups, only the columns of
+undecided conditions are read.
 """
 
 from __future__ import annotations
@@ -47,17 +47,16 @@ _READERS = 16
 
 
 def leaves_out_rows(shards: ShardSet, config: Config) -> bool:
-    """Whether some rows of a dataset may not be read, so that those that are have to be counted first."""
+    """Returns whether some rows of a dataset may be skipped, so that its rows must be counted first."""
     return bool(config.data.filters or any(_columns_that_drop(shards, config)))
 
 
 def filter_rows(shards: ShardSet, config: Config) -> ShardSet:
-    """The dataset with only the rows that `config.data` leaves to be read; as it is where it leaves out none.
+    """Returns the dataset with only the rows that pass `config.data`; unchanged if all rows pass.
 
-    Called on the driver, which holds no more than `loader.memory_mib` at a time. Raises ValueError for a column that is
-    missing, a value that does not fit its column, files whose types differ, a row group that has to be read and is
-    larger than that, and if no row passes; RuntimeError for a file that is missing, damaged or not what the dataset
-    says.
+    Called on the driver, which reads at most `loader.memory_mib` at a time. Raises ValueError for a missing column, a
+    value that does not fit its column, files whose types differ, a row group that must be read and is larger than
+    `loader.memory_mib`, and if no row passes. Raises RuntimeError for a file that is missing, damaged or changed.
     """
     if not leaves_out_rows(shards, config):
         return shards
@@ -82,8 +81,9 @@ def filter_rows(shards: ShardSet, config: Config) -> ShardSet:
 
 
 def _columns_that_drop(shards: ShardSet, config: Config) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The columns in which a null drops its row when it is read, also inside an array, and those in which NaN or Inf
-    does. In datasets of others only: of ours such rows were dropped when they were written.
+    """Returns the columns in which a null drops its row, also inside an array, and those in which NaN or Inf does.
+
+    For external datasets only: spark_dl drops such rows when it writes shards.
     """
     no_nulls: tuple[str, ...] = ()
     finite: tuple[str, ...] = ()
@@ -108,7 +108,9 @@ def _conditions_of(shards: ShardSet, filters: Sequence[Any], no_nulls: Sequence[
             check_in_all(shards.url, name, has, key="data.filters: ")
             near = suggestion(name, [*schema.names, *partitions[0]])
             raise ValueError(f"data.filters: no column {name!r} in the dataset {shards.url}{near}")
-    stored = {c.name: c.encoding for c in shards.columns if c.codec == "scalar"}  # in our own shards numbers mean more
+    stored = {
+        c.name: c.encoding for c in shards.columns if c.codec == "scalar"
+    }  # cells of spark_dl's shards may be encoded
     conditions = typed_conditions(filters, types, stored) if filters else ((),)
     conditions = without_nulls(conditions, {name: types[name] for name in no_nulls})
     return without_nonfinite(conditions, {name: types[name] for name in finite})
@@ -124,7 +126,7 @@ def _read_schema(shards: ShardSet) -> pa.Schema:
 
 
 def _open(path: str, source: Any, shard: Shard, names: Sequence[str] = ()) -> pq.ParquetFile:
-    """A shard whose footer is the one that the dataset says. # source: a file of pyarrow"""
+    """Opens a shard. Raises ValueError if its footer is not the recorded one. # source: a pyarrow file"""
     try:
         return parquet_file.open_file(
             source, footer_bytes=shard.footer_bytes, footer_crc32=shard.footer_crc32, dictionary_columns=names
@@ -134,7 +136,7 @@ def _open(path: str, source: Any, shard: Shard, names: Sequence[str] = ()) -> pq
 
 
 def _partition_type(values: Sequence[str]) -> pa.DataType:
-    """Whole numbers where all are, else texts."""
+    """Returns integers if all values are integers; otherwise strings."""
     try:
         pa.array([v for v in values if v != NULL_PARTITION], pa.string()).cast(pa.int64())
     except pa.ArrowInvalid:
@@ -143,7 +145,7 @@ def _partition_type(values: Sequence[str]) -> pa.DataType:
 
 
 def _count(url: str, shard: Shard, conditions: AnyOf, memory: ByteBudget) -> tuple[list[int], int]:
-    """Rows that pass of each row group of a shard, and how many row groups were read for it."""
+    """Returns the rows of each row group of a shard that pass, and how many row groups were read to count them."""
     left = of_partition(conditions, shard.partition)
     if left in ((), ((),)):
         return [rows if left else 0 for rows in shard.row_groups], 0
@@ -164,16 +166,16 @@ def _count(url: str, shard: Shard, conditions: AnyOf, memory: ByteBudget) -> tup
 def _check_file(path: str, file: pq.ParquetFile, shard: Shard, conditions: AnyOf) -> None:
     found = tuple(file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups))
     if found != shard.row_groups:
-        raise RuntimeError(f"{path} has row groups of {found} rows, where the dataset says {shard.row_groups}")
+        raise RuntimeError(f"{path} has row groups of {found} rows, expected {shard.row_groups}")
     for condition in itertools.chain.from_iterable(conditions):
         arrow = type_at(file.schema_arrow, condition.column)
         expected, plain = condition.values.type, arrow
-        if arrow is not None and pa.types.is_dictionary(arrow):  # large texts come as dictionaries of small ones
+        if arrow is not None and pa.types.is_dictionary(arrow):  # large strings are read as dictionaries of small ones
             plain = expected if parquet_file.small_type(expected) == arrow.value_type else arrow.value_type
         if plain != expected and not condition.is_of_any_type:
             raise ValueError(
                 f"data.filters: column {condition.column!r} has type {plain or 'none'} in {path} and "
-                f"{expected} in the first file; all files of a dataset must agree"
+                f"{expected} in the first file; read the files with Spark and write them with one schema"
             )
 
 
@@ -206,13 +208,13 @@ def _count_row_group(
 
 
 def _may_have_nulls(chunk: Any) -> bool:
-    """Whether a column of a row group may have nulls, at any depth; empty lists count as such here."""
+    """Returns whether a column of a row group may have nulls at any depth. Empty lists count as nulls here."""
     statistics = chunk.statistics
     return statistics is None or not statistics.has_null_count or statistics.null_count > 0
 
 
 def _bounds(chunk: Any, arrow: pa.DataType) -> Bounds:
-    """What a footer tells of a column in a row group."""
+    """Returns a column's statistics of a row group, from the footer."""
     statistics = chunk.statistics
     if statistics is None:
         return Bounds()

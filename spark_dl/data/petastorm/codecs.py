@@ -18,34 +18,34 @@ from spark_dl.data.petastorm.unischema import TIMES, Field
 
 
 class CellError(ValueError):
-    """A cell that is not what its field says."""
+    """A cell that does not fit its field."""
 
     def __init__(self, field: str, row: int, found: str, expected: str):
         super().__init__(f"field {field!r}, row {row}: found {found}, expected {expected}")
         self.field, self.row, self.found, self.expected = field, row, found, expected
 
     def in_row(self, row: int) -> CellError:
-        """The same of another row."""
+        """Returns the same error for another row."""
         return type(self)(self.field, row, self.found, self.expected)
 
 
 class OtherShapeError(CellError):
-    """A cell of another shape than the field's."""
+    """A cell whose shape is not the field's."""
 
 
 def decode(
     field: Field, array: pa.Array | pa.ChunkedArray, *, resize: Sequence[int] | None = None
 ) -> Array | list[Array | None]:
-    """The cells of a stored column: [rows, *shape], or a list where one array cannot hold them.
+    """Decodes the cells of a stored column, to an array [rows, *shape] or a list of arrays.
 
-    The array has the field's dtype; strings, bytes and decimals of scalar fields are an object array of Python's `str`,
-    `bytes` and `Decimal`, with None for null. A list with one array [*shape] per row, or None for null, is returned for
-    a field whose shape varies, and for a column that has nulls. `.npy` cells that are alike become one view of the
-    Arrow buffer, which cannot be written to. Values of a hive partition may be passed as an array of strings. Images
-    are scaled to the height and width of `resize`.
+    An array has the field's dtype. Strings, bytes and decimals of scalar fields become an object array of Python's
+    `str`, `bytes` and `Decimal`, with None for null. If the field's shape varies, or the column has nulls, a list with
+    one array [*shape] per row, or None for null, is returned. `.npy` cells with the same header become one read-only
+    view of the Arrow buffer. Values of a hive partition may be passed as an array of strings. Images are resized to
+    `resize` (height, width).
 
-    Raises ValueError, naming the field and the row, for a cell that is not of the field's dtype and shape
-    (OtherShapeError), for a null in a field that has none, and for a number that the dtype cannot hold.
+    Raises ValueError, with the field and the row, for a cell that does not have the field's dtype and shape
+    (OtherShapeError), for a null in a field without nulls, and for a number outside the dtype's range.
     """
     stored = _one_array(field, array)
     if stored.null_count and not field.nullable:
@@ -94,7 +94,7 @@ def _binary(field: Field, stored: pa.Array) -> pa.Array:
 
 
 def _together(field: Field, cells: list[Array | None]) -> Array | list[Array | None]:
-    """One array if the field's shape is fixed and no cell is null."""
+    """Returns one array if the field's shape is fixed and no cell is null; otherwise a list."""
     present = [c for c in cells if c is not None]
     if field.fixed_shape is None or len(present) < len(cells):
         return cells
@@ -120,7 +120,7 @@ def _scalars(field: Field, stored: pa.Array) -> Array | list[Array | None]:
 
 
 def _numbers(field: Field, stored: pa.Array, rows: Array) -> Array:
-    """Numbers cast to the field's dtype; whole ones must fit. # rows: [len(stored)], where each stands, for messages"""
+    """Casts numbers to the field's dtype. Integers must fit. # rows: [len(stored)], row numbers for messages"""
     if field.dtype in TIMES:
         values: Array = stored.to_numpy(zero_copy_only=False)
         if values.dtype.kind != np.dtype(field.dtype).kind:
@@ -144,7 +144,7 @@ def _numbers(field: Field, stored: pa.Array, rows: Array) -> Array:
 
 
 def _objects(field: Field, stored: pa.Array) -> Array:
-    """Python's `str`, `bytes` or `Decimal` for each row, None for null. # [rows], object"""
+    """Returns Python's `str`, `bytes` or `Decimal` for each row, and None for null. # [rows], object"""
     convert: dict[str, Callable[[Any], Any]] = {
         "str": lambda v: bytes(v).decode() if isinstance(v, bytes) else str(v),
         "bytes": lambda v: v.encode() if isinstance(v, str) else bytes(v),
@@ -164,7 +164,7 @@ def _objects(field: Field, stored: pa.Array) -> Array:
 
 
 def _list_cells(field: Field, stored: pa.Array) -> list[Array | None]:
-    """Cells of a column of Arrow lists, which a field without a codec may be."""
+    """Decodes a column of Arrow lists, which a field without a codec may have."""
     if len(field.shape) != 1 or not (pa.types.is_list(stored.type) or pa.types.is_large_list(stored.type)):
         raise ValueError(f"field {field.name!r}: found a column of {stored.type} for the shape {field.shape}; "
                          "without a codec, only lists of one axis are read")  # fmt: skip
@@ -179,7 +179,7 @@ def _list_cells(field: Field, stored: pa.Array) -> list[Array | None]:
             raise _bad_cell(field, row, "a null inside a list", "no nulls there")
         try:
             value = np.asarray(_scalars(element, values))
-        except CellError as error:  # its row is a place in the list
+        except CellError as error:  # its row is the position in the list
             raise error.in_row(row) from None
         cells.append(_checked(field, row, value if value.dtype != object else _fixed_width(value, field)))
     return cells
@@ -198,7 +198,7 @@ def _read_cell(field: Field, row: int, cell: Any, read: Callable[[memoryview], A
         raise
     except OtherSizeError as error:
         raise OtherShapeError(field.name, row, str(error), f"the shape {field.shape}") from None
-    except Exception as error:  # what the parsers of these formats raise for bytes that are not theirs is not defined
+    except Exception as error:  # these parsers may raise any exception for invalid bytes
         assert field.codec is not None
         found = f"a cell that cannot be read ({type(error).__name__}: {error!s:.200})"
         raise _bad_cell(field, row, found, f"one of the codec {field.codec.kind}") from error
@@ -206,7 +206,7 @@ def _read_cell(field: Field, row: int, cell: Any, read: Callable[[memoryview], A
 
 
 def _checked(field: Field, row: int, value: Array) -> Array:
-    """The cell in the byte order of this machine, if it is of the field's dtype and shape."""
+    """Returns the cell in this machine's byte order. Raises for another dtype or shape than the field's."""
     _check_cell(field, row, dtype=value.dtype, shape=value.shape)
     return value if value.dtype.isnative else value.astype(value.dtype.newbyteorder("="))
 
@@ -226,7 +226,7 @@ def _is_dtype(field: Field, dtype: np.dtype[Any]) -> bool:
 
 
 def _one_view(field: Field, cells: pa.Array) -> Array | None:
-    """All cells as one view of the Arrow buffer, if their headers are the same bytes; else None. # [rows, *shape]"""
+    """Returns all cells as one view of the Arrow buffer, if all headers are equal; otherwise None. # [rows, *shape]"""
     rows = len(cells)
     if rows == 0:
         return None

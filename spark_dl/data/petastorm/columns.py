@@ -1,4 +1,4 @@
-"""Columns of Petastorm datasets that others wrote: which fields become tensors, and their cells as arrays."""
+"""Columns of external Petastorm datasets: which fields become tensors, and their cells as arrays."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from spark_dl.data.petastorm import codecs
 from spark_dl.data.petastorm.unischema import TIMES, Codec, Field
 
 CHARACTER_BYTES = 4
-"""Of a string in an array of NumPy; one of no characters takes as much."""
+"""Bytes of a character in a NumPy array of strings. An empty string takes the same."""
 _NO_NUMBERS = ("str", "bytes", "decimal", *TIMES)
 
 
 def is_string_or_time(field: Field) -> bool:
-    """Whether a field is one that becomes numbers as the column of a plain Parquet file does: its cells are alike."""
+    """Returns whether a field is stored and encoded like a Parquet column of strings or times."""
     is_of_parquet = field.codec is None or field.codec.kind == "scalar"
     return is_of_parquet and (field.dtype == "str" or (field.shape == () and field.dtype in _NO_NUMBERS))
 
 
 def petastorm_column(field: Field, settings: Mapping[str, Any]) -> Column:
-    """The column of a field of numbers. Called on the driver.
+    """Returns the column of a numeric field. Called on the driver.
 
-    Where `shape` holds None other than as the first axis of a ragged column, the first cell gives the shape of all
-    (`shape_of`). Raises ValueError for what makes no tensor, and for settings that the field does not have.
+    If `shape` contains None, other than for the first axis of a ragged column, the first cell gives the shape of all
+    cells (`shape_of`). Raises ValueError if the field cannot become a tensor, and for settings that it does not have.
     """
     if field.dtype == "str" and field.codec is not None and "ndarray" in field.codec.kind:
         return _string_column(field, settings)
@@ -54,7 +54,7 @@ def petastorm_column(field: Field, settings: Mapping[str, Any]) -> Column:
     if field.dtype in (*_NO_NUMBERS, "object"):
         raise ValueError(
             f"column {field.name!r} has dtype {field.dtype}, shape {field.shape} and the codec {kind} of Petastorm, "
-            "which do not make a tensor; leave it out, or write the dataset with Spark first"
+            "which cannot become a tensor; leave it out, or write the dataset with Spark first"
         )
     if can_be_ragged and not settings:
         raise _ragged_not_set(field)
@@ -68,7 +68,7 @@ def petastorm_column(field: Field, settings: Mapping[str, Any]) -> Column:
 
 
 def _string_column(field: Field, settings: Mapping[str, Any]) -> Column:
-    """The column of a field of arrays of strings, whose words become numbers as those of Spark's arrays do."""
+    """Returns the column of a field of arrays of strings, which are encoded like Spark's arrays of strings."""
     arrow = pa.string()
     for _ in field.shape:
         arrow = pa.list_(arrow)
@@ -86,14 +86,14 @@ def _string_column(field: Field, settings: Mapping[str, Any]) -> Column:
 
 def _ragged_not_set(field: Field) -> ValueError:
     return ValueError(
-        f"column {field.name!r} has the shape {field.shape}, of which the first axis may vary; say whether it does "
+        f"column {field.name!r} has the shape {field.shape}, whose first axis may vary; set whether it does, "
         f"with data.encode: {{{field.name}: {{ragged: true}}}}, or {{{field.name}: {{ragged: false}}}} if all "
         "cells have the shape of the first one"
     )
 
 
 def shape_of(column: Column, cell: pa.Array) -> tuple[int, ...] | None:
-    """The shape of a cell; None where it is null. # cell: (1,), stored"""
+    """Returns the shape of a cell; None for a null. # cell: (1,), stored"""
     (value,) = codecs.decode(_field(column, is_nullable=True), cell, resize=column.encoding.resize)
     return None if value is None else value.shape
 
@@ -105,12 +105,12 @@ def decode(
     rows: npt.NDArray[np.int64] | None = None,
     lookup: Lookup | None = None,
 ) -> Array | Ragged:
-    """A stored column of a Petastorm dataset as an array # (rows, *shape), or as ragged rows.
+    """Decodes a stored column of a Petastorm dataset to an array (rows, *shape), or to ragged rows.
 
-    Where the column has a fill, a null becomes an array of it, or an empty one in a ragged column.
-    Raises ValueError for other nulls, and for a cell that is not of the column's dtype and shape, with its row.
-    rows: their numbers in their row group, for messages; by default they are all of it. lookup: that of the column,
-    where it has words and comes in pieces.
+    If the column has a fill, a null becomes an array of the fill, or an empty array in a ragged column.
+    Raises ValueError, with the row, for other nulls, and for a cell without the column's dtype and shape.
+    # rows: row numbers in the row group, for messages; by default 0, 1, ...
+    # lookup: for a column of strings that is decoded in several calls
     """
     lookup = lookup or Lookup(column.encoding)
     field = _field(column, is_nullable=column.fill is not None)
@@ -124,7 +124,7 @@ def decode(
             raise error from found.__cause__
         settings = "as: image, resize: [height, width]" if "image" in column.codec else "ragged: true"
         instead = (
-            "" if column.is_ragged else f"; data.encode.{column.name}: {{{settings}}} reads cells of several shapes"
+            "" if column.is_ragged else f"; data.encode.{column.name}: {{{settings}}} reads cells of different shapes"
         )
         raise ValueError(f"{error}{instead}") from None
     if isinstance(cells, np.ndarray):
@@ -147,7 +147,7 @@ def decode(
 
 
 def _looked_up(column: Column, cells: Sequence[Array | None], lookup: Lookup) -> list[Array | None]:
-    """The numbers of the words of some cells, each of the same shape. # cells: of NumPy's strings; None is a null"""
+    """Returns the vocabulary ids or hashes of cells of one shape. # cells: NumPy arrays of strings; None is a null"""
     ends = np.cumsum([0 if cell is None else cell.size for cell in cells])
     strings = [_strings(column, row, cell) for row, cell in enumerate(cells) if cell is not None]
     source = SourceColumn(column.name, column.dtype, "array", encoding=column.encoding)
@@ -163,13 +163,13 @@ def _looked_up(column: Column, cells: Sequence[Array | None], lookup: Lookup) ->
 def _strings(column: Column, row: int, cell: Array) -> pa.Array:
     try:
         return pa.array(cell.ravel().tolist(), pa.string())
-    except (ValueError, SystemError) as error:  # four bytes that are no character, or half of one
-        raise codecs.CellError(column.name, row, f"a string that is none ({error})", "strings of Unicode") from error
+    except (ValueError, SystemError) as error:  # four bytes that are not a character, or a surrogate
+        raise codecs.CellError(column.name, row, f"an invalid string ({error})", "strings of Unicode") from error
 
 
 def _field(column: Column, *, is_nullable: bool) -> Field:
     kind, _, image_format = column.codec.removeprefix("petastorm.").partition(".")
-    spark_type = "LongType" if kind == "scalar" else None  # which one it is does not matter for reading
+    spark_type = "LongType" if kind == "scalar" else None  # either format is decoded in the same way
     codec = Codec(kind, image_format or None, spark_type=spark_type)  # type: ignore[arg-type]
     dtype = "str" if column.encoding.is_lookup else column.dtype
     return Field(column.name, dtype, column.shape, codec, is_nullable)

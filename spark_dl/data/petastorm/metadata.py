@@ -1,7 +1,7 @@
-"""What makes a folder of Parquet files a Petastorm dataset, without Petastorm: `_common_metadata` and hive partitions.
+"""Reads and writes the metadata of Petastorm datasets, without Petastorm: `_common_metadata` and hive partitions.
 
-Petastorm keeps the dataset's schema, the Unischema, as a pickle in the key-value metadata of `_common_metadata`, which
-`unischema_reader` reads and `unischema_writer` writes.
+Petastorm stores the dataset's schema, the Unischema, as a pickle in the key-value metadata of `_common_metadata`.
+`unischema_reader` reads it, and `unischema_writer` writes it.
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ _SPARK_TYPE_OF = {
 
 
 def common_metadata(unischema: Unischema, row_groups_per_file: Mapping[str, int]) -> dict[bytes, bytes]:
-    """The keys of `_common_metadata` that Petastorm reads. # paths relative to the dataset's folder -> row groups
+    """Returns the keys of `_common_metadata` that Petastorm reads. # paths relative to the dataset's folder -> row
+    groups
 
-    Raises ValueError for a path outside the folder, or a count that is not a whole number.
+    Raises ValueError for a path outside the folder, or a count that is not an integer.
     """
     for path, count in row_groups_per_file.items():
         hive_partitions(path)
         if type(count) is not int or count < 0:
-            raise ValueError(f"row groups of {path!r}: expected a whole number >= 0, found {count!r}")
+            raise ValueError(f"row groups of {path!r}: expected an integer >= 0, found {count!r}")
     return {UNISCHEMA_KEY: write_unischema(unischema), ROW_GROUPS_KEY: json.dumps(dict(row_groups_per_file)).encode()}
 
 
@@ -54,8 +55,8 @@ def write_common_metadata(
 ) -> None:
     """Writes `_common_metadata` into the folder of a dataset, so that Petastorm's `make_reader` opens it.
 
-    arrow_schema: of the Parquet files; its own metadata are kept.
-    row_groups_per_file: all files of the dataset, by their path relative to the folder.
+    # arrow_schema: of the Parquet files; its metadata are kept
+    # row_groups_per_file: of all files of the dataset, by path relative to the folder
     """
     metadata = {**(arrow_schema.metadata or {}), **common_metadata(unischema, row_groups_per_file)}
     file = io.BytesIO()
@@ -64,9 +65,9 @@ def write_common_metadata(
 
 
 def read_metadata(url: str, name: str = COMMON_METADATA) -> Mapping[bytes, bytes]:
-    """The keys of `_common_metadata` or `_metadata` in the folder of a dataset; none where there is no such file.
+    """Returns the keys of `_common_metadata` or `_metadata` in a dataset's folder; none without such a file.
 
-    Raises ValueError that names the file for one that is not Parquet metadata.
+    Raises ValueError, with the path, if the file is not Parquet metadata.
     """
     path = storage.join(url, name)
     if not storage.exists(path):
@@ -81,9 +82,9 @@ def read_metadata(url: str, name: str = COMMON_METADATA) -> Mapping[bytes, bytes
 
 
 def read_row_groups(url: str, metadata: Mapping[bytes, bytes]) -> Mapping[str, int] | None:
-    """The files that Petastorm's metadata list, by path relative to the folder, and their row groups; None without.
+    """Returns the row groups of the files in Petastorm's metadata, by path relative to the folder; None without a list.
 
-    The paths are what someone wrote: to be compared, never opened. Raises ValueError for anything but such a list.
+    Do not open these paths; only compare them. They may point anywhere. Raises ValueError for an invalid list.
     """
     if ROW_GROUPS_KEY not in metadata:
         return None
@@ -104,17 +105,18 @@ def _no_list(url: str, why: object) -> ValueError:
 
 
 def unischema_of(columns: Sequence[Column], *, name: str = "Schema") -> Unischema:
-    """The Unischema of columns as `schema.encode` stores them: scalars as they are, tensors as `.npy` cells.
+    """Returns the Unischema of columns as `schema.encode` stores them: scalars without a codec, tensors as `.npy`
+    cells.
 
-    Raises ValueError for a name that cannot be a field of a namedtuple, which is what Petastorm's rows are, and for a
-    column that Petastorm has no codec for.
+    Raises ValueError for a name that cannot be a field of a namedtuple, the type of Petastorm's rows, and for a column
+    without a Petastorm codec.
     """
     fields = []
     for column in columns:
         if not column.name.isidentifier() or keyword.iskeyword(column.name) or column.name.startswith("_"):
             raise ValueError(
                 f"column {column.name!r}: Petastorm makes a Python attribute of each column; expected letters, digits "
-                "and underscores, a letter first, and no word of Python; rename it in the DataFrame"
+                "and underscores, starting with a letter, and not a Python keyword; rename it in the DataFrame"
             )
         fields.append(_field_of(column))
     return Unischema(name, tuple(fields))
@@ -123,13 +125,13 @@ def unischema_of(columns: Sequence[Column], *, name: str = "Schema") -> Unischem
 def _field_of(column: Column) -> Field:
     if column.codec == "ndarray":
         return Field(column.name, column.dtype, column.shape, Codec("ndarray"))
-    if column.codec == "image":  # Petastorm reads what the file is, PNG or JPEG, and does not scale it
+    if column.codec == "image":  # Petastorm detects PNG and JPEG, and does not resize
         shape = column.shape if column.encoding.resize is None else (None, None, *column.shape[2:])
         return Field(column.name, column.dtype, shape, Codec("image", "png"))
     if column.codec == "binary":
         return Field(column.name, "bytes", (), Codec("scalar", spark_type="BinaryType"))
     if column.codec == "list" and column.shape == (None,):
-        return Field(column.name, column.dtype, column.shape)  # what Parquet holds, as an array
+        return Field(column.name, column.dtype, column.shape)  # Petastorm reads the Parquet list as an array
     if column.codec != "scalar" or column.dtype not in _SPARK_TYPE_OF:
         raise ValueError(
             f"column {column.name!r}: found dtype {column.dtype}, shape {column.shape} and cells stored as "
@@ -139,10 +141,10 @@ def _field_of(column: Column) -> Field:
 
 
 def hive_partitions(relative_path: str) -> dict[str, str]:
-    """The columns that the folders of a file's path give: `day=2020-01-01/part.parquet` -> {"day": "2020-01-01"}.
+    """Returns the hive partition of a file by its path: `day=2020-01-01/part.parquet` -> {"day": "2020-01-01"}.
 
-    Percent signs are decoded, as Spark writes them; the name of the file gives no column. Raises ValueError for a path
-    that is absolute or leads outside its folder, and for a column that is there twice.
+    Spark's percent-encoding is decoded. The file name is not part of the partition. Raises ValueError for a path that
+    is absolute or outside its folder, and for a column that occurs twice.
     """
     parts = relative_path.split("/")
     if any(unquote(p) in ("", ".", "..") for p in parts) or "\\" in relative_path or "\0" in unquote(relative_path):
@@ -153,6 +155,6 @@ def hive_partitions(relative_path: str) -> dict[str, str]:
         if not equals:
             continue
         if unquote(key) in found:
-            raise ValueError(f"the partition column {unquote(key)!r} is there twice in {relative_path!r}")
+            raise ValueError(f"the partition column {unquote(key)!r} occurs twice in {relative_path!r}")
         found[unquote(key)] = unquote(value)
     return found

@@ -1,4 +1,4 @@
-"""Petastorm's `.npy` and compressed `.npz` cells: their headers, their values and their unpacked sizes."""
+"""Petastorm's `.npy` and compressed `.npz` cells: headers, values and uncompressed sizes."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from spark_dl.data.columns.ragged import Array
 from spark_dl.data.parquet.file import chunks_of
 
 _MAX_CELL_BYTES = 1 << 31
-"""Most bytes that a compressed cell may unpack to."""
+"""Largest uncompressed size of a compressed cell."""
 _ZIP_END, _ZIP_ENTRY = struct.Struct("<4s6xHI4xH"), struct.Struct("<4s20xI")
-"""The end of a zip archive: its magic, entries, bytes of its directory, which lies before it, and of a comment; an
-entry's magic and unpacked size."""
+"""End record of a zip archive (signature, entries, bytes of the directory before it, bytes of the comment), and a
+directory entry's signature and uncompressed size."""
 _MAX_HEADER_BYTES = 10_000
-"""Of a `.npy` cell: NumPy refuses longer ones, too."""
+"""Largest header of a `.npy` cell. NumPy has the same limit."""
 _ONE_HEADER_AT_A_TIME = threading.Lock()
-"""NumPy reads the header of a `.npy` cell with `ast.literal_eval`, which raises SystemError now and then where several
-threads are in it (python/cpython#106905; Python 3.11.7 has the fault)."""
+"""NumPy reads `.npy` headers with `ast.literal_eval`, which can raise SystemError when several threads call it
+(python/cpython#106905; Python 3.11.7 has the bug)."""
 
 
 def unpacked_bytes(stored: pa.ChunkedArray | pa.Array) -> int:
-    """What the compressed cells of a column unpack to, as they say it themselves. # stored: binary, or a dictionary"""
+    """Returns the uncompressed bytes of compressed cells, from their headers. # stored: binary, or a dictionary"""
     total = 0
     for chunk in chunks_of(stored):
         is_dictionary = pa.types.is_dictionary(chunk.type)
@@ -40,10 +40,10 @@ def unpacked_bytes(stored: pa.ChunkedArray | pa.Array) -> int:
 
 
 def _unpacked_bytes(cell: Any) -> int:
-    """Of a zip archive, by the directory that `zipfile` reads; 0 for what is none, which is an error later."""
+    """Returns the uncompressed size of a zip archive, from its directory; 0 for invalid bytes, a later error."""
     content = memoryview(cell)
     end = len(content) - _ZIP_END.size
-    if end >= 0:  # most are of one file, without a comment and without a second end of 64 bits before this one
+    if end >= 0:  # fast path: one file, no comment, no 64-bit end record
         magic, count, directory_bytes, comment_bytes = _ZIP_END.unpack_from(content, end)
         at = end - directory_bytes
         is_simple = magic == b"PK\5\6" and comment_bytes == 0 and bytes(content[max(0, end - 20) :][:4]) != b"PK\6\7"
@@ -54,13 +54,13 @@ def _unpacked_bytes(cell: Any) -> int:
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             return sum(entry.file_size for entry in archive.infolist())
-    except Exception:  # what `zipfile` raises for bytes that are no archive is not defined
+    except Exception:  # `zipfile` may raise any exception for invalid bytes
         return 0
 
 
 def read_npy(cell: memoryview) -> Array:
-    """A view of the cell."""
-    if bytes(cell[6:7]) == b"\3":  # for names of fields that are not Latin; the parser is not public
+    """Returns a view of the cell."""
+    if bytes(cell[6:7]) == b"\3":  # version 3, for field names outside Latin-1; its parser is not public
         with _ONE_HEADER_AT_A_TIME:
             return np.lib.format.read_array(io.BytesIO(cell), allow_pickle=False)  # type: ignore[no-any-return]
     start, shape, is_fortran, dtype = header_of(cell)
@@ -75,28 +75,28 @@ def read_npz(cell: memoryview) -> Array:
         entry = archive.getinfo("arr.npy")
         if entry.file_size > _MAX_CELL_BYTES:
             raise ValueError(f"an array of {entry.file_size} bytes; at most {_MAX_CELL_BYTES} are unpacked")
-        with archive.open(entry) as file:  # `archive.read` would unpack more than the directory says
+        with archive.open(entry) as file:  # `archive.read` may return more than the directory's size
             return read_npy(memoryview(file.read(entry.file_size)))
 
 
 def header_of(cell: memoryview) -> tuple[int, tuple[int, ...], bool, np.dtype[Any]]:
-    """Of a `.npy` cell: where the values start, their shape, whether they lie in Fortran's order, and their dtype.
+    """Returns a `.npy` cell's start of the values, shape, whether it is in Fortran order, and dtype.
 
-    Raises ValueError for what is none of version 1 or 2 (`numpy.lib.format`).
+    Raises ValueError for bytes that are not `.npy` of version 1 or 2 (`numpy.lib.format`).
     """
-    length_bytes = 2 if bytes(cell[6:7]) == b"\1" else 4  # in version 1, and in others
+    length_bytes = 2 if bytes(cell[6:7]) == b"\1" else 4  # in version 1, and in later versions
     start = 8 + length_bytes + int.from_bytes(cell[8 : 8 + length_bytes], "little")
     if start > _MAX_HEADER_BYTES:
         raise ValueError(f"a header of {start} bytes; at most {_MAX_HEADER_BYTES} are read")
     try:
         return start, *_parsed_header(bytes(cell[:start]))
-    except Exception as error:  # what Python's parser raises for texts that are no header is not defined
-        raise ValueError(f"no header ({type(error).__name__}: {error!s:.200})") from None
+    except Exception as error:  # Python's parser may raise any exception for invalid text
+        raise ValueError(f"an invalid header ({type(error).__name__}: {error!s:.200})") from None
 
 
 @functools.lru_cache(maxsize=4096)
 def _parsed_header(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Parsing one takes longer than reading the values of a small cell, and those of a column are much alike."""
+    """Cached, as parsing a header takes longer than reading a small cell, and a column has few different headers."""
     file, formats = io.BytesIO(header), np.lib.format
     version = formats.read_magic(file)
     if version not in ((1, 0), (2, 0)):
@@ -104,6 +104,6 @@ def _parsed_header(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]
     read = formats.read_array_header_1_0 if version == (1, 0) else formats.read_array_header_2_0
     with _ONE_HEADER_AT_A_TIME:
         shape, is_fortran, dtype = read(file)
-    if any(n < 0 for n in shape):  # np.ndarray takes -1 for what is there
+    if any(n < 0 for n in shape):  # np.ndarray accepts -1
         raise ValueError(f"the shape {shape}")
     return shape, is_fortran, dtype

@@ -1,4 +1,4 @@
-"""Checks the opcodes of a pickled Unischema before anything reads it: which ones there are, how many, and how deep."""
+"""Checks the opcodes of a pickled Unischema before it is read: kinds, count and depth."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _MAX_OPCODES = 1_000_000
 
 
 class UnsafeMetadataError(ValueError):
-    """Metadata that is not a plain Unischema, refused before anything that it names could run."""
+    """Metadata that is not a plain Unischema. Raised before any code that it names can run."""
 
 
 _PUTS, _GETS = {"PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"}, {"GET", "BINGET", "LONG_BINGET"}
@@ -26,19 +26,21 @@ _OPCODES = _ATOMS | _PUTS | _GETS | {
 
 
 def check_opcodes(pickled: bytes) -> None:
-    """Refuses what could cost much time or memory, or run anything, before the unpickler sees it.
+    """Raises UnsafeMetadataError for a pickle that could take much time or memory, or run code.
 
-    The stack is followed as far as to know the keys of dicts: a key of nested tuples, each twice in the next, would be
-    hashed for ever, and a deep one overruns the stack of C. Raises UnsafeMetadataError.
+    The stack is followed only to check the keys of dicts. A key of nested tuples, each twice in the next, would be
+    hashed for a very long time, and deep nesting overflows the C stack.
     """
     if len(pickled) > _MAX_PICKLE_BYTES:
-        raise UnsafeMetadataError(f"a pickled Unischema of {len(pickled)} bytes; at most {_MAX_PICKLE_BYTES} are read")
-    stack: list[bool | None] = []  # True for text and numbers, False for other objects, None for a mark
+        raise UnsafeMetadataError(f"a pickled Unischema of {len(pickled)} bytes; expected at most {_MAX_PICKLE_BYTES}")
+    stack: list[bool | None] = []  # True for a string or a number, False for another object, None for a mark
     memo: dict[int, bool] = {}
     for count, (op, arg, _) in enumerate(pickletools.genops(pickled), 1):
         if op.name not in _OPCODES:
             named = f" {arg!r:.100}" if isinstance(arg, str) else ""
-            raise UnsafeMetadataError(f"the pickled Unischema has the opcode {op.name}{named}, which none needs")
+            raise UnsafeMetadataError(
+                f"the pickled Unischema has the opcode {op.name}{named}, which a Unischema does not need"
+            )
         if count > _MAX_OPCODES:
             raise UnsafeMetadataError(f"the pickled Unischema has more than {_MAX_OPCODES} opcodes")
         if op.name == "FRAME" and int(arg or 0) > len(pickled):
@@ -55,13 +57,13 @@ def check_opcodes(pickled: bytes) -> None:
 
 
 def _follow(op: pickletools.OpcodeInfo, stack: list[bool | None]) -> None:
-    """What an opcode does to the stack."""
+    """Applies an opcode to the stack."""
     fixed, items = len(op.stack_before), list[bool]()
     if pickletools.markobject in op.stack_before:
         fixed = op.stack_before.index(pickletools.markobject)
         while (item := stack.pop()) is not None:
             items.append(item)
-    operands: list[bool | None] = [stack.pop() for _ in range(fixed)]  # the last one first, as the items
+    operands: list[bool | None] = [stack.pop() for _ in range(fixed)]  # the last item first
     if None in operands:
         raise UnsafeMetadataError(f"the pickled Unischema has the opcode {op.name} without its operands")
     keys: Mapping[str, Sequence[bool | None]] = {
@@ -70,5 +72,5 @@ def _follow(op: pickletools.OpcodeInfo, stack: list[bool | None]) -> None:
         "DICT": items[1::2],
     }
     if not all(keys.get(op.name, ())):
-        raise UnsafeMetadataError("the pickled Unischema has a dict whose keys are not text")
+        raise UnsafeMetadataError("the pickled Unischema has a dict whose keys are not strings")
     stack.extend(None if o is pickletools.markobject else op.name in _ATOMS for o in op.stack_after)

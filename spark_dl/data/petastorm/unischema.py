@@ -1,4 +1,4 @@
-"""What a Petastorm schema says: the Unischema, its fields and their codecs, as plain frozen records."""
+"""Petastorm's schema: the Unischema, its fields and their codecs, as frozen records."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SPARK_PARAMETERS = {
     "CharType": {"length": 1},
     "VarcharType": {"length": 1},
 }
-"""Whole numbers that a type has, and their defaults."""
+"""Integer parameters of Spark types, and their defaults."""
 NUMBERS = (
     "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
     "float16", "float32", "float64", "complex64", "complex128",
@@ -36,41 +36,43 @@ DTYPES = frozenset({*NUMBERS, *TIMES, "bool", "str", "bytes", "object", "decimal
 
 @dataclass(frozen=True)
 class Codec:
-    """How the cells of a field are stored. Raises ValueError for a kind that there is not."""
+    """Storage format of a field's cells. Raises ValueError for an unknown kind."""
 
     kind: Kind
     image_format: str | None = None
-    """Of images: `png` or `jpeg` (`jpg`)."""
+    """For images: `png` or `jpeg` (`jpg`)."""
     quality: int | None = None
-    """Of images: JPEG's quality, by default 80."""
+    """For images: JPEG quality, by default 80."""
     spark_type: str | None = None
-    """Of scalars: a name of `pyspark.sql.types`, such as `LongType` or `DecimalType(10,9)`."""
+    """For scalars: a name of `pyspark.sql.types`, such as `LongType` or `DecimalType(10,9)`."""
 
     def __post_init__(self) -> None:
         if self.kind not in CODECS.values():
             raise ValueError(f"codec: expected one of {list(CODECS.values())}, found {self.kind!r}")
         if (self.kind == "image") != (self.image_format is not None):
-            raise ValueError(f"codec {self.kind}: found the image format {self.image_format!r}; images alone have one")
+            raise ValueError(f"codec {self.kind}: found the image format {self.image_format!r}; only images have one")
         if (self.kind == "scalar") != (self.spark_type is not None):
-            raise ValueError(f"codec {self.kind}: found the Spark type {self.spark_type!r}; scalars alone have one")
+            raise ValueError(f"codec {self.kind}: found the Spark type {self.spark_type!r}; only scalars have one")
         if self.spark_type is not None:
             split_spark_type(self.spark_type)
         if self.kind == "image" and self.quality is None:
             object.__setattr__(self, "quality", 80)  # Petastorm's default
         is_quality = type(self.quality) is int and abs(self.quality) < 2**31
         if is_quality != (self.kind == "image"):
-            raise ValueError(f"codec {self.kind}: found the quality {self.quality!r:.20}; images have a whole number")
+            raise ValueError(
+                f"codec {self.kind}: found the quality {self.quality!r:.20}; expected an integer for images"
+            )
 
 
 @dataclass(frozen=True)
 class Field:
-    """One column. Raises ValueError for a dtype or a shape that no field has."""
+    """One column. Raises ValueError for an invalid dtype or shape."""
 
     name: str
     dtype: str
-    """NumPy's name, or `str`, `bytes`, `decimal`, `object`, `datetime64`, `timedelta64`."""
+    """Name of the NumPy dtype, or `str`, `bytes`, `decimal`, `object`, `datetime64`, `timedelta64`."""
     shape: tuple[int | None, ...] = ()
-    """Of a cell; None where the length varies from row to row."""
+    """Shape of a cell; None for an axis whose length varies between rows."""
     codec: Codec | None = None
     nullable: bool = False
 
@@ -80,7 +82,9 @@ class Field:
         if self.dtype not in DTYPES:
             raise ValueError(f"field {self.name!r}: expected a dtype among {sorted(DTYPES)}, found {self.dtype!r}")
         if len(self.shape) > MAX_AXES:
-            raise ValueError(f"field {self.name!r}: found a shape of {len(self.shape)} axes; NumPy has {MAX_AXES}")
+            raise ValueError(
+                f"field {self.name!r}: found a shape of {len(self.shape)} axes; NumPy has at most {MAX_AXES}"
+            )
         for n in self.shape:
             if n is not None and not (type(n) is int and 0 <= n < 2**31):
                 raise ValueError(f"field {self.name!r}: expected a shape of lengths and None, found {self.shape!r:.80}")
@@ -89,7 +93,7 @@ class Field:
 
     @property
     def fixed_shape(self) -> tuple[int, ...] | None:
-        """The shape of every cell, or None where it varies."""
+        """Shape of every cell, or None if it varies."""
         fixed = tuple(n for n in self.shape if n is not None)
         return fixed if len(fixed) == len(self.shape) else None
 
@@ -104,10 +108,10 @@ class Unischema:
     def __post_init__(self) -> None:
         names = [f.name for f in self.fields]
         if len(set(names)) != len(names):
-            raise ValueError(f"unischema {self.name!r}: expected each field once, found {names}")
+            raise ValueError(f"unischema {self.name!r}: found a field twice among {names}")
 
     def field(self, name: str) -> Field:
-        """The field of this name. Raises ValueError if there is none."""
+        """Returns a field by its name. Raises ValueError if there is none."""
         for field in self.fields:
             if field.name == name:
                 return field
@@ -124,6 +128,6 @@ def split_spark_type(spark_type: str) -> tuple[str, list[str]]:
     args = match[2].split(",") if match[2] else []
     parameters = ",".join(SPARK_PARAMETERS.get(match[1], ()))
     if len(args) != len(SPARK_PARAMETERS.get(match[1], ())) or not all(re.fullmatch(r"-?\d{1,9}", a) for a in args):
-        expected = f"{match[1]}({parameters}) in whole numbers" if parameters else match[1]
+        expected = f"{match[1]}({parameters}) with integers" if parameters else match[1]
         raise ValueError(f"codec: expected {expected}, found {spark_type!r:.80}")
     return match[1], args

@@ -46,10 +46,11 @@ _OTHER_NAMES = {
 
 
 def read_unischema(pickled: bytes) -> Unischema:
-    """A Unischema from its pickle, as Petastorm 0.4.0 to 0.13.1 wrote it under Python 2 or 3. Nothing of it is run.
+    """Reads a Unischema pickled by Petastorm 0.4.0 to 0.13.1 under Python 2 or 3. No code of it is
+    run.
 
-    Raises UnsafeMetadataError (a ValueError) for anything else: another class or function (named in the message), an
-    opcode that no Unischema needs, more than 16 MiB, or a pickle that is cut short.
+    Raises UnsafeMetadataError (a ValueError) for another class or function (named in the message), an opcode that a
+    Unischema does not need, more than 16 MiB, or a truncated pickle.
     """
     try:
         check_opcodes(pickled)
@@ -57,33 +58,33 @@ def read_unischema(pickled: bytes) -> Unischema:
         return _unischema(root)
     except UnsafeMetadataError:
         raise
-    except Exception as error:  # pickle promises no particular errors for what is not a pickle
+    except Exception as error:  # pickle may raise any exception for invalid bytes
         raise UnsafeMetadataError(f"not a pickled Unischema: {type(error).__name__}: {error!s:.200}") from error
 
 
 class _Sealed(type):
-    """Classes that a pickle cannot change (BUILD sets attributes of whatever object it is given)."""
+    """Metaclass of classes that a pickle cannot change. (The opcode BUILD sets attributes of any object.)"""
 
     def __setattr__(cls, name: str, value: Any) -> None:
         raise UnsafeMetadataError(f"the pickled Unischema sets {name!r:.80} of the class {cls.__name__}")
 
 
 class _Stub(metaclass=_Sealed):
-    """Stands for a class that a pickle names. Cannot be called."""
+    """Stands for a class in the pickle. Cannot be called."""
 
     __slots__ = ()
     dtype: ClassVar[str] = ""
-    """What it means as the type of a field."""
+    """Dtype of a field with this class as its type."""
 
     def __new__(cls, *args: Any) -> Any:
-        raise UnsafeMetadataError(f"the pickled Unischema calls {cls.__name__}, which is only the name of a type there")
+        raise UnsafeMetadataError(f"the pickled Unischema calls {cls.__name__}, which a Unischema uses only as a type")
 
     def __setstate__(self, state: Any) -> None:
         raise UnsafeMetadataError(f"the pickled Unischema sets the state of {type(self).__name__}")
 
 
 class _Record(_Stub):
-    """Stands for an object: what its class was called with, and the state that was set."""
+    """Stands for an object: the arguments of its class, and its state."""
 
     __slots__ = ("args", "state")
     args: tuple[Any, ...]
@@ -99,7 +100,7 @@ class _Record(_Stub):
 
 
 class _NumpyDtype(_Record):
-    """`numpy.dtype("f4", False, True)`; the state repeats it, save for the byte order, which is not the field's."""
+    """`numpy.dtype("f4", False, True)`; the state adds the byte order, which a field does not have."""
 
     __slots__ = ()
 
@@ -111,7 +112,7 @@ class _Reconstructor(_Stub):
         made, base, state = args
         is_tuple = base is _GLOBALS["builtins", "tuple"] and type(state) is tuple
         if not _is_record_class(made) or not (is_tuple or (base is _GLOBALS["builtins", "object"] and state is None)):
-            raise UnsafeMetadataError("the pickled Unischema rebuilds an object that is none of Petastorm's")
+            raise UnsafeMetadataError("the pickled Unischema rebuilds an object that is not Petastorm's")
         return made(*state) if is_tuple else made()
 
 
@@ -126,16 +127,16 @@ class _Restore(_Stub):
 
 
 class _Dict(_Stub):
-    """`OrderedDict()`, or of pairs as Python 2 has it."""
+    """`OrderedDict()`, or with pairs, as Python 2 pickles it."""
 
     def __new__(cls, pairs: Any = ()) -> Any:
         if not all(type(p) in (list, tuple) and len(p) == 2 and type(p[0]) is str for p in pairs):
-            raise UnsafeMetadataError("the pickled Unischema has a dict whose keys are not text")
+            raise UnsafeMetadataError("the pickled Unischema has a dict whose keys are not strings")
         return dict(pairs)
 
 
 class _NumpyScalar(_Stub):
-    """`numpy.core.multiarray.scalar(dtype, bytes)`: a length of a shape that was a NumPy integer."""
+    """`numpy.core.multiarray.scalar(dtype, bytes)`: an axis length that was a NumPy integer."""
 
     def __new__(cls, *args: Any) -> Any:
         dtype, value = args
@@ -161,7 +162,7 @@ def _stub(base: type[_Stub], name: str, dtype: str = "") -> type[_Stub]:
 
 
 def _globals() -> dict[tuple[str, str], type[_Stub]]:
-    """Every (module, name) that a Unischema may name, and what stands for it."""
+    """Returns the stub of every (module, name) that a Unischema may contain."""
     unischema, field = _stub(_Record, "Unischema"), _stub(_Record, "UnischemaField")
     codecs = {name: _stub(_Record, name) for name in CODECS}
     found = {(f"{package}.codecs", name): codecs[name] for package in _PACKAGES for name in codecs}
@@ -185,19 +186,19 @@ _GLOBALS = _globals()
 
 
 class _InertUnpickler(pickle.Unpickler):
-    """An unpickler that knows nothing but the stubs above."""
+    """An unpickler that creates only the stubs above."""
 
     def find_class(self, module: str, name: str, /) -> Any:
         try:
             return _GLOBALS[module, name]
         except KeyError:
             raise UnsafeMetadataError(
-                f"the pickled Unischema names {module!r:.100}, {name!r:.100}, which Petastorm's own schemas do not; it "
-                "is not loaded (fields with codecs of your own cannot be read)"
+                f"the pickled Unischema names {module!r:.100}, {name!r:.100}, which Petastorm's schemas do not name; "
+                "it is not loaded (fields with custom codecs cannot be read)"
             ) from None
 
     def persistent_load(self, pid: Any) -> Any:
-        raise UnsafeMetadataError("the pickled Unischema has a persistent id, which none needs")
+        raise UnsafeMetadataError("the pickled Unischema has a persistent id, which a Unischema does not need")
 
 
 def _is_record_class(value: Any, name: str | None = None) -> bool:
@@ -210,7 +211,7 @@ def _expect(ok: bool, what: str) -> None:
 
 
 def _unischema(root: Any) -> Unischema:
-    _expect(_is_record_class(type(root), "Unischema"), "it holds another object")
+    _expect(_is_record_class(type(root), "Unischema"), "it contains another object")
     state = root.state
     _expect(type(state) is dict and type(state.get("_name")) is str, "it has no name")
     fields = state.get("_fields")
@@ -222,20 +223,23 @@ def _unischema(root: Any) -> Unischema:
 
 def _field(value: Any) -> Field:
     _expect(_is_record_class(type(value), "UnischemaField"), "a field is another object")
-    _expect(3 <= len(value.args) <= 5, f"a field of {len(value.args)} values")
+    _expect(3 <= len(value.args) <= 5, f"a field with {len(value.args)} values")
     defaults: tuple[Any, ...] = (None, False)
     values: tuple[Any, ...] = value.args + defaults[len(value.args) - 3 :]
     name, dtype, shape, codec, nullable = values
-    _expect(type(shape) in (tuple, list) and len(shape) <= MAX_AXES, f"a shape that is no tuple of {MAX_AXES} axes")
-    _expect(all(n is None or type(n) is int for n in shape), "a shape of odd lengths")
+    _expect(
+        type(shape) in (tuple, list) and len(shape) <= MAX_AXES,
+        f"a shape that is not a tuple of at most {MAX_AXES} axes",
+    )
+    _expect(all(n is None or type(n) is int for n in shape), "a shape with invalid lengths")
     return Field(name, _dtype_name(dtype), tuple(shape), None if codec is None else _codec(codec), nullable)
 
 
 def _dtype_name(value: Any) -> str:
-    """The dtype that a field's `numpy_dtype` means: a class, or an instance of `numpy.dtype`."""
+    """Returns the dtype of a field's `numpy_dtype`: a class, or an instance of `numpy.dtype`."""
     if isinstance(value, _NumpyDtype):
         code = value.args[0] if value.args else None
-        _expect(type(code) is str and re.fullmatch(r"[<>|=]?[biufcUSOMm]\d{0,4}", code) is not None, "an odd dtype")
+        _expect(type(code) is str and re.fullmatch(r"[<>|=]?[biufcUSOMm]\d{0,4}", code) is not None, "an invalid dtype")
         dtype = np.dtype(code)
         kinds = {"U": "str", "S": "bytes", "O": "object", "M": "datetime64", "m": "timedelta64"}
         return kinds.get(dtype.kind, str(dtype.name))
@@ -247,7 +251,7 @@ def _codec(value: Any) -> Codec:
     name = type(value).__name__
     _expect(_is_record_class(type(value)) and name in CODECS, "a codec is another object")
     state = value.state
-    _expect(type(state) is dict, "a codec of an odd state")
+    _expect(type(state) is dict, "a codec with an invalid state")
     if name == "ScalarCodec":
         return Codec("scalar", spark_type=_spark_type(state.get("_spark_type")))
     if name != "CompressedImageCodec":
@@ -263,12 +267,12 @@ def _spark_type(value: Any) -> str:
     _expect(_is_record_class(kind) and name in SPARK_TYPES, "a scalar codec without its Spark type")
     args = () if kind is value else value.args
     state: Any = {} if kind is value else value.state
-    _expect(type(state) is dict, "a Spark type of an odd state")
+    _expect(type(state) is dict, "a Spark type with an invalid state")
     if name == "ArrayType":
         return f"ArrayType({_spark_type(args[0] if args else state.get('elementType'))})"
     if name not in SPARK_PARAMETERS:
         return name
     known = enumerate(SPARK_PARAMETERS[name].items())
     numbers = [args[i] if i < len(args) else state.get(key, default) for i, (key, default) in known]
-    _expect(all(type(n) is int for n in numbers), f"a {name} of odd parameters")
+    _expect(all(type(n) is int for n in numbers), f"a {name} with invalid parameters")
     return f"{name}({','.join(str(n) for n in numbers)})"

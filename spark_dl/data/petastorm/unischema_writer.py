@@ -1,4 +1,4 @@
-"""Writes a Unischema as the pickle that Petastorm reads. No object is pickled: the opcodes are assembled."""
+"""Writes a Unischema as the pickle that Petastorm reads, opcode by opcode, without pickling an object."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from spark_dl.data.petastorm.unischema import CODECS, Codec, Field, Unischema, s
 
 
 def write_unischema(unischema: Unischema) -> bytes:
-    """The pickle (protocol 2) that Petastorm reads as this Unischema, with the fields in this order."""
+    """Returns the pickle (protocol 2) of this Unischema for Petastorm, with the fields in this order."""
     out = [b"\x80\x02", _global("petastorm.unischema", "Unischema"), b")\x81}(", _text("_name")]
     out += [_text(unischema.name), _text("_fields"), _global("collections", "OrderedDict"), b")R("]
     for i, field in enumerate(unischema.fields):
@@ -23,7 +23,7 @@ def write_unischema(unischema: Unischema) -> bytes:
 _UNISCHEMA_ATTRIBUTES = (
     "fields", "create_schema_view", "as_spark_schema", "make_namedtuple", "make_namedtuple_tf", "from_arrow_schema",
 )  # fmt: skip
-"""Fields of these names are no attributes of Petastorm's object, whose own attributes they would hide."""
+"""Fields with these names are not set as attributes, as they would hide attributes of Petastorm's object."""
 
 
 def _text(text: str) -> bytes:
@@ -62,7 +62,7 @@ def _pickled_codec(codec: Codec) -> bytes:
 
 
 def _pickled_spark_type(spark_type: str) -> bytes:
-    """The call of the type: its constructor sets the state that the reader's version of PySpark has."""
+    """Returns the call of the type's constructor, which sets the state for the reader's version of PySpark."""
     name, args = split_spark_type(spark_type)
     values = [_pickled_spark_type(a) if name == "ArrayType" else _number(int(a)) for a in args]
     return b"".join([_global("pyspark.sql.types", name), b"(", *values, b"tR"])

@@ -13,15 +13,15 @@ from spark_dl.bench.exchange.options import FULL, SECTIONS, Options, add_argumen
 
 @pytest.mark.parametrize(("wrong", "named"), [({"methods": ("ddp", "rign")}, "rign"), ({"sections": ("all",)}, "all")])
 def test_an_unknown_method_or_section_is_named_with_those_that_are_known(wrong, named):
-    with pytest.raises(ValueError, match=rf"^{next(iter(wrong))}: unknown {named}; known are "):
+    with pytest.raises(ValueError, match=rf"^{next(iter(wrong))}: unknown {named}; expected some of "):
         Options(**wrong)
 
 
 @pytest.mark.parametrize(("wrong", "message"), [
-    ({"hosts": (4, 1)}, "hosts: expected numbers of at least 2, found 4, 1"), ({"hosts": ()}, "found none"),
-    ({"scaling_ranks": (2, 4)}, "scaling_ranks: expected 1 among them, to compare with, found 2, 4"),
+    ({"hosts": (4, 1)}, "hosts: expected numbers >= 2, found 4, 1"), ({"hosts": ()}, "found none"),
+    ({"scaling_ranks": (2, 4)}, "scaling_ranks: expected 1 among the numbers, as the baseline, found 2, 4"),
     ({"scaling_ranks": (1, 32)}, "scaling_ranks: expected numbers from 1 to 16, found 1, 32"),
-    ({"profile": "resnet"}, "profile: unknown resnet; known are resnet50, bert_base, bert_large"),
+    ({"profile": "resnet"}, "profile: unknown resnet; expected one of resnet50, bert_base, bert_large"),
     ({"mib": (0,)}, "mib: expected sizes above 0, found 0"), ({"scale": 1.5}, "scale: .*, found 1.5"),
     ({"repeats": 0}, "repeats of at least 1"), ({"rate_mbit": 0}, "a rate_mbit above 0"),
     ({"mtu": 100}, "mtu: expected 576 to 65535 bytes, found 100"),
@@ -32,7 +32,9 @@ def test_settings_that_cannot_be_are_refused_before_anything_is_measured(wrong, 
 
 
 def test_more_hosts_than_one_machine_makes_are_refused_with_another_way():
-    with pytest.raises(ValueError, match=r"^hosts: at most 16 are made on one machine, found 4, 17; give --master"):
+    with pytest.raises(
+        ValueError, match=r"^hosts: at most 16 can be created on one machine, found 4, 17; set --master"
+    ):
         compare.compare(Options(hosts=(4, 17)), Log())
 
 
@@ -40,9 +42,9 @@ def test_sections_that_measure_none_of_the_methods_say_so(monkeypatch):
     monkeypatch.setattr(compare.testbed, "unavailable", lambda: None)
     log = Log()
     options = Options(methods=("tree_reduce",), sections=("compression", "scaling"))
-    with pytest.raises(RuntimeError, match="nothing was measured; see above"):
+    with pytest.raises(RuntimeError, match="no results; see the log above"):
         compare.compare(options, log)
-    why = "none of the methods that were asked for is measured there"
+    why = "measures none of the selected methods"
     assert log.left_out == [f"compression: {why}", f"scaling: {why}"]
 
 

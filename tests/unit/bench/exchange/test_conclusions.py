@@ -109,7 +109,7 @@ def test_a_model_that_does_not_pass_is_shown_and_predicts_nothing():
     assert [p["held_out"] for p in found["model"]] == [False, True, False]
     assert not any("predicted_efficiency" in r for r in found["scaling"])
     assert len(log.left_out) == 1
-    assert "predictions of the cost model for ddp: on held-out points it is up to 38% off" in log.left_out[0]
+    assert "predictions of the cost model for ddp: the error on held-out points is up to 38%" in log.left_out[0]
 
 
 def test_rows_say_how_many_times_as_long_as_the_ring_they_take():

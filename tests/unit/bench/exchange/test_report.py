@@ -104,16 +104,16 @@ def test_a_part_that_was_not_measured_is_not_there(tmp_path):
 def test_the_answers_are_the_figures():
     found = answers(RESULTS)
     assert found[0].startswith(
-        "What a shuffle costs more than a ring: for 64 MiB on 4 hosts the ring takes 4.27 s (94% of"
+        "Cost of a shuffle compared to a ring: for 64 MiB on 4 hosts, the ring takes 4.27 s (94% of"
     )
     assert "tree_reduce takes 5.0 times as long, parameter_server async takes 2.0 times as long" in found[0]
     assert "On 4 hosts tree_reduce is faster than DDP's ring at 1 MiB and slower at 16 MiB" in found[1]
     assert "ddp topk against whole gradients, 16 MiB: at 200 Mbit/s it sends 8.0 times fewer" in found[2]
     assert "takes 0.25 times as long; on links without a limit" in found[2]
     assert "DDP hides 1.50 of 2.50 s" in found[3]
-    assert "with 8 ranks on 4 slots treeReduce runs them in waves, and a step takes 1.40 s in place of 0.80" in found[4]
-    assert "DDP refuses this after 0.2 s" in found[4]
-    assert "parameter_server async is done after 10 s (accuracy 0.970), ddp after 30 s" in found[5]
+    assert "with 8 ranks on 4 slots, treeReduce runs tasks in waves. A step takes 1.40 s instead of 0.80" in found[4]
+    assert "DDP stops with an error after 0.2 s" in found[4]
+    assert "parameter_server async finishes after 10 s (accuracy 0.970), ddp after 30 s" in found[5]
     assert answers({}) == []
 
 
@@ -149,5 +149,7 @@ def test_what_was_left_out_stands_in_the_page(tmp_path):
 
 
 def test_a_page_in_the_place_of_its_json_is_refused_before_anything_is_measured(tmp_path):
-    with pytest.raises(ValueError, match=r"^report: expected the name of a page, as report\.html, found .*out\.json"):
+    with pytest.raises(
+        ValueError, match=r"^report: expected the name of a page, such as report\.html, found .*out\.json"
+    ):
         report.check(tmp_path / "out.json")

@@ -88,7 +88,7 @@ def test_bounds_are_in_order_and_more_gradients_take_longer(mode, delay):
 
 
 @pytest.mark.parametrize(("mode", "k", "message"), [
-    ("ksync", 2, "unknown 'ksync'"), ("sync", 2, "sync has none"), ("k_sync", None, "from 1 to 4"),
+    ("ksync", 2, "unknown 'ksync'"), ("sync", 2, "expected none for sync"), ("k_sync", None, "from 1 to 4"),
     ("k_async", 5, "from 1 to 4"), ("k_batch_async", 0, "from 1 to any number"),
 ])  # fmt: skip
 def test_errors_name_what_is_wrong(mode, k, message):

@@ -233,11 +233,11 @@ def test_a_dataset_without_its_manifest_is_not_read_as_plain_parquet(tmp_path, l
 def test_a_folder_of_several_datasets_is_not_read_as_one(tmp_path, kept):
     for name in ("test", "deep/train", *kept):
         dataset(tmp_path / "all" / name)
-    match = r"/all is not one dataset: it holds the datasets \['deep/train', 'test'\], .*; name one of them"
+    match = r"/all is not one dataset: it contains the datasets \['deep/train', 'test'\], .*; name one of them"
     with pytest.raises(ValueError, match=match):
         open_parquet(str(tmp_path / "all"), ["id"])
     shutil.rmtree(tmp_path / "all" / "deep")
-    with pytest.raises(ValueError, match=r"/all is not one dataset: it holds the datasets \['test'\]"):
+    with pytest.raises(ValueError, match=r"/all is not one dataset: it contains the datasets \['test'\]"):
         open_parquet(str(tmp_path / "all"), ["id"])
     assert open_parquet(str(tmp_path / "all" / "test"), ["id"]).rows == 100
 

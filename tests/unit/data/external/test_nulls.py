@@ -192,7 +192,7 @@ def test_rows_with_nan_and_inf_are_dropped(tmp_path, until_done, compression):
 @pytest.mark.parametrize(("names", "data", "match"), [
     (["age"], {}, r"column 'age': found 2 null\(s\) in .*, first 1 in row group 0 of a.parquet, expected no nulls;"),
     (["user.size"], {}, r"column 'user.size': found 2 null\(s\)"),
-    (["age", "id"], {"nulls": "fill", "fill": {"id": 3}}, "column 'age': .*data.nulls is fill, and it has no value"),
+    (["age", "id"], {"nulls": "fill", "fill": {"id": 3}}, "'age': .*data.nulls is fill, but this column has"),
     (["photo"], {"nulls": "fill", "encode": {"photo": ENCODE["photo"]}}, r"column 'photo': found 2 null\(s\)"),
     (["photo"], {"nulls": "fill", "encode": {"photo": ENCODE["photo"]}, "fill": {"photo": 0}},
      "data.fill.photo: image cannot be filled; set data.nulls to drop"),
@@ -332,7 +332,7 @@ def test_nullable_fields_of_petastorm_are_filled(petastorm, until_done):
     ("count", {}, r"column 'count': found 3 null\(s\) in .*, first 2 in row group 0 of 0.parquet, expected no nulls"),
     ("fixed", {}, r"column 'fixed': found 3 null\(s\)"),
     ("fixed", {"nulls": "fill", "fill": {"fixed": "x"}}, "data.fill.fixed: expected a value of type float"),
-    ("fixed", {"nulls": "drop", "nonfinite": "drop"}, "data.nonfinite: found 'drop' for .* 'fixed' holds arrays"),
+    ("fixed", {"nulls": "drop", "nonfinite": "drop"}, "data.nonfinite: found 'drop' for .* 'fixed' contains arrays"),
     ("png", {"nulls": "fill", "fill": {"png": 0}}, "data.fill.png: images and complex numbers cannot be filled; set"),
     ("gray", {"encode": {"gray": {"as": "hash", "buckets": 3}}}, r"data.encode.gray: .*; expected {as: image, resize"),
     ("fixed", {"encode": {"fixed": {"as": "image", "resize": [2, 2]}}}, "data.encode.fixed: .*; expected nothing"),

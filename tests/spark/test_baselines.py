@@ -64,8 +64,10 @@ def assert_ended(pids, wait_s=30):
 
 
 @pytest.mark.modes("local")
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize(("strategy", "num_ranks"), [
+    ("tree_reduce", 3), ("shuffle_reduce", 4),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in [("tree_reduce", 4), ("shuffle_reduce", 2)]),
+])  # fmt: skip
 def test_same_as_one_process(spark, tmp_path, strategy, num_ranks):
     assert_same_training(spark, tmp_path, config_of(strategy, num_ranks), rows=509)  # 22 steps; the last ones are short
 

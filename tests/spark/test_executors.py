@@ -33,7 +33,9 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.parametrize("daemon", ["pyspark.daemon", "spark_dl.launch.daemon"])
+@pytest.mark.parametrize("daemon", [
+    pytest.param("pyspark.daemon", marks=pytest.mark.slow), "spark_dl.launch.daemon",
+])  # fmt: skip
 def test_a_python_without_the_package_is_an_error_that_says_what_to_install(tmp_path, daemon):
     venv = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True, timeout=60)

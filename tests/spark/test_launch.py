@@ -43,7 +43,7 @@ def test_a_thread_without_a_session_of_its_own_uses_the_default_one(spark):
     assert [r["rank"] for r in results] == [0]
 
 
-@pytest.mark.slow_in("connect")
+@pytest.mark.slow_in("local", "connect")
 def test_python_workers_are_used_again_and_left_clean(spark):
     def state():
         before = dist.is_initialized(), "RANK" in os.environ
@@ -97,6 +97,7 @@ def test_the_root_cause_is_named_not_a_survivor(spark):
     assert error.value.rank == 2
 
 
+@pytest.mark.slow_in("local", "connect")
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.modes("local"))])
 def test_a_rank_that_is_killed(spark, mode, victim):
     def work():
@@ -113,7 +114,7 @@ def test_a_rank_that_is_killed(spark, mode, victim):
 
 
 @pytest.mark.modes("local")  # over Spark Connect ranks have no connection to the driver
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_rank_that_stands_still_is_named_whether_others_wait_for_it_or_not(spark, num_ranks):
     def work():
         dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=4))

@@ -44,6 +44,7 @@ def run(tmp_path):
 SUBMIT = [f"{SPARK_HOME}/bin/spark-submit", "--master", "local[1]"]
 
 
+@pytest.mark.slow
 def test_what_spark_submit_is_told_wins_over_our_defaults(run, tmp_path):
     (tmp_path / "own.conf").write_text(f"{DAEMON} pyspark.daemon\n{LEVEL} WARN\n")
     told = ["--properties-file", str(tmp_path / "own.conf"), "--conf", f"{PROGRESS}=true"]
@@ -66,6 +67,7 @@ def test_spark_defaults_conf_wins_over_our_defaults_in_plain_python(run, tmp_pat
     assert found == {**expected, "python": str(tmp_path / "python"), "master": "local[1]"}
 
 
+@pytest.mark.slow
 def test_plain_python_has_our_defaults(run):
     found = run(sys.executable, master="local[2]")
     assert found == {**OURS, "python": sys.executable, "master": "local[2]"}

@@ -14,7 +14,7 @@ from spark_dl.exclusive import create_exclusively
 from spark_dl.rundir import generations
 from tests.builders.s3 import BUCKET
 
-TIMES = 20
+TIMES = 10
 WRITERS = 4
 
 

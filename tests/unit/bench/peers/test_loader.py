@@ -26,7 +26,7 @@ def test_peers_whose_environment_is_not_there_are_left_out_with_the_reason():
         }
 
 
-@pytest.mark.parametrize(("most_s", "epochs"), [(0.0, 3), (1e9, 6)])
+@pytest.mark.parametrize(("most_s", "epochs"), [(0.0, 3), pytest.param(1e9, 6, marks=pytest.mark.slow)])
 def test_a_slow_peer_is_measured_less_often(monkeypatch, most_s, epochs):
     asked = []
 

@@ -73,7 +73,7 @@ def suggestion(name: str, known: Sequence[str]) -> str:
     """Returns the end of an error message for an unknown name: the closest known name, or all known names."""
     by_lower = {k.lower(): k for k in known}
     near = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
-    return f"; did you mean {by_lower[near[0]]!r}?" if near else f"; known are {', '.join(sorted(known))}"
+    return f"; did you mean {by_lower[near[0]]!r}?" if near else f"; expected one of {', '.join(sorted(known))}"
 
 
 def missing_on_executors(error: str) -> str | None:

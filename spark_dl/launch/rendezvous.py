@@ -182,7 +182,10 @@ def check_peers(peers: Sequence[Peer]) -> None:
         values = [getattr(p, what) for p in peers]
         if len(set(values)) > 1:
             table = ", ".join(f"task {p.partition} on {p.host}: {v}" for p, v in zip(peers, values, strict=True))
-            raise RuntimeError(f"the ranks do not agree on {what}: {table}; install the same on all executors")
+            same = "set launch.device, or use executors with equal devices" if what == "device_type" else (
+                f"install the same version of {what} on all executors"
+            )  # fmt: skip
+            raise RuntimeError(f"the ranks do not agree on {what}: {table}; {same}")
     used: dict[tuple[str, str], int] = {}
     for p in peers:
         if p.device_type == "cuda" and (other := used.setdefault((p.host, p.gpu), p.partition)) != p.partition:

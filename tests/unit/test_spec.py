@@ -52,7 +52,7 @@ def test_a_loss_that_reduces_the_rows_is_an_error_that_says_how_to_build_it(redu
 @pytest.mark.parametrize("name", ["CrossEntropy", "ReLU", "functional", "", "mse_loss", "Module"])
 def test_an_unknown_loss_is_an_error_that_lists_the_known_ones(name):
     with pytest.raises(
-        ValueError, match=rf"^spec\.loss: no loss '{name}' in torch.nn; (known are|did you mean) .*Loss"
+        ValueError, match=rf"^spec\.loss: no loss '{name}' in torch.nn; (expected one of|did you mean) .*Loss"
     ):
         build_loss(name)
 

@@ -226,7 +226,7 @@ def test_an_unknown_optimizer_suggests_the_nearest(optimizer, near):
 
 def test_a_suggestion_is_the_nearest_name_or_all_names():
     assert suggestion("LABLE", ["label", "image"]) == "; did you mean 'label'?"
-    assert suggestion("zzz", ["label", "image"]) == "; known are image, label"
+    assert suggestion("zzz", ["label", "image"]) == "; expected one of image, label"
 
 
 def test_arguments_must_be_plain_data():

@@ -87,12 +87,12 @@ def test_settings_survive_yaml():
 
 
 @pytest.mark.parametrize(("text", "key", "near"), [
-    ("train: {learning_rte: 1}", "train.learning_rte", "did you mean|known are"),
+    ("train: {learning_rte: 1}", "train.learning_rte", "did you mean|expected one of"),
     ("train: {epoch: 1}", "train.epoch", r"did you mean 'train\.epochs'"),
     ("data: {num_stream: 8}", "data.num_stream", r"did you mean 'loader\.num_streams'"),
     ("data: {validation_fraction: 0.1}", "data.validation_fraction", r"did you mean 'train\.validation_fraction'"),
     ("trian: {lr: 1}", "trian.*", "did you mean 'train"),
-    ("zzz: 1", "zzz", f"known are {SECTIONS}$"),
+    ("zzz: 1", "zzz", f"expected one of {SECTIONS}$"),
     ("sequences: {lenth: 3}", "sequences.lenth", r"did you mean 'sequences\.length'"),
     ("sequences: {length: 3, strid: 2}", "sequences.strid", r"did you mean 'sequences\.stride'"),
 ])  # fmt: skip
@@ -106,7 +106,7 @@ def test_an_unknown_key_in_a_file_suggests_the_nearest(tmp_path, text, key, near
     (["trian.lr=1"], r"did you mean 'train\.lr'"),
     (["launch.ranks=1"], r"did you mean 'launch\.num_ranks'"),
     (["data.num_stream=8"], r"did you mean 'loader\.num_streams'"),
-    (["zzz=1"], f"known are {SECTIONS}$"),
+    (["zzz=1"], f"expected one of {SECTIONS}$"),
     (["sequences.lenth=3"], r"did you mean 'sequences\.length'"),
     (["sequences.strid=2", "sequences.length=3"], r"did you mean 'sequences\.stride'"),
 ])  # fmt: skip

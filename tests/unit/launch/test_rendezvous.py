@@ -68,7 +68,9 @@ def test_another_version_is_an_error_with_the_version_of_every_rank(what, values
 
 
 def test_some_on_gpus_and_some_on_cpus_is_an_error():
-    with pytest.raises(RuntimeError, match="do not agree on device_type: task 0 on a: cuda, task 1 on b: cpu"):
+    with pytest.raises(
+        RuntimeError, match="do not agree on device_type: task 0 on a: cuda, task 1 on b: cpu; set launch.device"
+    ):
         check_peers(peers("ab", device=["cuda:0", "cpu"]))
 
 

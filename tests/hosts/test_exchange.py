@@ -120,7 +120,7 @@ def test_a_cluster_that_is_there(hosts, tmp_path):
         )  # fmt: skip
     assert {(row["method"], row["mib"]) for row in last["rows"]} == {(m, mib) for m in methods for mib in (1, 4)}
     scaling, unchecked = last["left_out"]
-    assert scaling == "scaling: it needs hosts that are made on this machine"
+    assert scaling == "scaling: needs virtual hosts on this machine"
     assert unchecked.startswith("the cost model of ddp, ddp topk: ")
     sizes = {row["bucket_mib"] for row in results["buckets"]}
     assert len(sizes) > 3

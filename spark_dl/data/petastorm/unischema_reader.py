@@ -1,7 +1,7 @@
-"""Reads a Unischema from its pickle without unpickling what others wrote.
+"""Reads a Unischema from its pickle, without running code from the pickle.
 
-The opcodes of the pickle are checked first; then every class that it names is looked up in an exact list and stands for
-an inert record, so that reading calls no code but that of this module.
+The opcodes of the pickle are checked first. Each class in the pickle is then looked up in an exact list and becomes
+an inert record, so that only code of this module is called.
 """
 
 from __future__ import annotations

@@ -60,8 +60,8 @@ def _check_padded(shards: ShardSet, columns: Sequence[Column], config: Config, r
         size = padded_bytes(batch_rows, values, np.dtype(column.dtype).itemsize * math.prod(column.inner))
         if size > share_mib(memory_mib, num_datasets) * _MIB:
             raise ValueError(
-                f"column {column.name!r}: the {group_rows} rows of row group {group} of {shards.shards[shard].name} in "
-                f"{shards.url} have {values} values or more on average; a batch of {batch_rows} rows padded to this "
+                f"column {column.name!r}: the {group_rows} rows of row group {group} of {shards.shards.name_of(shard)} "
+                f"in {shards.url} have {values} values or more on average; a batch of {batch_rows} rows padded to this "
                 f"length takes {size / _MIB:.0f} MiB, and {memory_setting(memory_mib, num_datasets)}; set "
                 "loader.ragged to offsets, which does not pad, lower train.global_batch_size, raise loader.memory_mib, "
                 "or use more ranks"
@@ -90,7 +90,7 @@ def check_row_groups(shards: ShardSet, columns: Sequence[Column], memory_mib: in
     (shard, group, rows), size = shards.shards.place_of(largest), int(sizes[largest])
     if size > share_mib(memory_mib, num_datasets) * _MIB:
         raise ValueError(
-            f"row group {group} of {shards.shards[shard].name} in {shards.url} has {rows} rows of "
+            f"row group {group} of {shards.shards.name_of(shard)} in {shards.url} has {rows} rows of "
             f"{size // rows} bytes, {size / _MIB:.0f} MiB; a row group is read as a whole, and "
             f"{memory_setting(memory_mib, num_datasets)}; raise loader.memory_mib, or write the dataset with smaller "
             "row groups (shards.rows_per_row_group)"

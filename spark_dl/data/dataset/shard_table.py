@@ -103,7 +103,9 @@ class ShardTable(Sequence[Shard]):
         return self._made(range(len(self)))
 
     def _made(self, numbers: range) -> Iterator[Shard]:
-        files = self.files if len(numbers) == len(self) else self.files.take(pa.array(numbers, pa.int64()))
+        files = self.files.slice(numbers.start, len(numbers))
+        if numbers.step != 1:
+            files = self.files.take(pa.array(numbers, pa.int64()))
         names = [field.name for field in _FILES]
         for number, *values in zip(numbers, *(column.to_pylist() for column in files.columns), strict=True):
             groups = slice(*self.first_groups[number : number + 2].tolist())
@@ -123,6 +125,14 @@ class ShardTable(Sequence[Shard]):
         """Returns a field of all files."""
         found: list[Any] = self.files.column(name).to_pylist()
         return found
+
+    def name_of(self, shard: int) -> str:
+        """Returns the file name of a shard."""
+        return str(self.files.column("name")[shard].as_py())
+
+    def partition_of(self, shard: int) -> tuple[tuple[str, str], ...]:
+        """Returns column names and values of a shard's Hive partition."""
+        return tuple(self.files.column("partition")[shard].as_py())
 
     def place_of(self, group: int) -> tuple[int, int, int]:
         """Returns (shard, row group in the shard, stored rows) of a row group of the dataset."""

@@ -240,7 +240,8 @@ class _Cursor:
     def take(self, rows: int) -> tuple[Ints, Array]:
         """Returns the next positions and their weights. # (rows,), (rows,)"""
         taken, self._order = self._order[:rows], self._order[rows:]
-        weights = (np.arange(rows) < self._true_rows).astype(np.float32)
+        weights = np.zeros(rows, dtype=np.float32)
+        weights[: self._true_rows] = 1
         self._true_rows = max(0, self._true_rows - rows)
         self._last = taken[-1:]
         return taken, weights

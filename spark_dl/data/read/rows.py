@@ -159,9 +159,9 @@ class Rows:
             shard, group, _ = self._shards.shards.place_of(segment.row_group)
             raise ValueError(
                 f"the rows of {len(pieces[0]) - 1} row groups of {self._shards.url}, before row group {group} of "
-                f"{self._shards.shards[shard].name}, take {size / _MIB:.0f} MiB once they are decoded, more than the "
-                f"footers say, and more rows are shuffled with them; each stream has {limits.window / _MIB:.0f} MiB of "
-                f"{limits.setting}; lower loader.shuffle_window_rows, or raise loader.memory_mib"
+                f"{self._shards.shards.name_of(shard)}, take {size / _MIB:.0f} MiB after decoding, more than "
+                f"the footers say, and more rows are shuffled with them; each stream has {limits.window / _MIB:.0f} MiB "
+                f"of {limits.setting}; lower loader.shuffle_window_rows, or raise loader.memory_mib"
             )
 
     def _take(self, size: int) -> None:
@@ -218,7 +218,7 @@ class Rows:
     def _decode(self, number: int, places: Places) -> list[Array | Ragged]:
         shard, group, rows = self._shards.shards.place_of(number)
         passing = int(self._passing[number])
-        url = storage.join(self._shards.url, self._shards.shards[shard].name)
+        url = storage.join(self._shards.url, self._shards.shards.name_of(shard))
         try:
             file = self._open(shard, url)
             groups = file.parquet.metadata.num_row_groups
@@ -246,14 +246,14 @@ class Rows:
             read |= {n: c if kept is None else c[kept] for n, c in plain.items() if c is not None}
             unknown = self._unknown_bytes(stored)
             self._take(sum(unknown.values()))
-            partition = dict(self._shards.shards[shard].partition)
             arrays: list[Array | Ragged] = []
             for column, place in zip(self.columns, places, strict=True):
                 name = column.name
                 if name in read:
                     arrays.append(read[name])
                 elif column.codec == "partition":
-                    arrays.append(external_columns.partition_cells(column, partition[name], passing))
+                    value = dict(self._shards.shards.partition_of(shard))[name]
+                    arrays.append(external_columns.partition_cells(column, value, passing))
                 else:
                     cells, size, memory = stored[name], unknown.get(name), self._memory[name]
                     arrays.append(file.decode(column, group, cells, size, place, memory, numbers))
@@ -308,7 +308,7 @@ class Rows:
         shard, _, rows = self._shards.shards.place_of(number)
         if self._shards.filtered is None or self._passing[number] == rows:
             return ()
-        return filters.of_partition(self._shards.filtered.conditions, self._shards.shards[shard].partition)
+        return filters.of_partition(self._shards.filtered.conditions, self._shards.shards.partition_of(shard))
 
     def _open(self, shard: int, url: str) -> ShardFile:
         if not hasattr(self._of_thread, "opened"):

@@ -254,6 +254,6 @@ def _order_error(shards: ShardSet, sequences: Sequences, order: Array, at: int, 
     within = f" within one {sequences.group!r}" if sequences.group else ""
     return ValueError(
         f"sequences.order: column {sequences.order!r} goes from {order[at]} to {order[at + 1]}{within} in row "
-        f"{first + at + 1} of row group {group} of {shards.shards[shard].name} in {shards.url}; expected rows in "
+        f"{first + at + 1} of row group {group} of {shards.shards.name_of(shard)} in {shards.url}; expected rows in "
         f"order: sort the DataFrame before it is written, df.orderBy({', '.join(keys)})"
     )

@@ -161,7 +161,8 @@ class Rows:
                 f"the rows of {len(pieces[0]) - 1} row groups of {self._shards.url}, before row group {group} of "
                 f"{self._shards.shards.name_of(shard)}, take {size / _MIB:.0f} MiB once they are decoded, more "
                 "than the footers say, and more rows are shuffled with them; each stream has "
-                f"{limits.window / _MIB:.0f} MiB of {limits.setting}; lower loader.shuffle_window_rows, or raise loader.memory_mib"
+                f"{limits.window / _MIB:.0f} MiB of {limits.setting}; lower "
+                "loader.shuffle_window_rows, or raise loader.memory_mib"
             )
 
     def _take(self, size: int) -> None:

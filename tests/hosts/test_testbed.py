@@ -320,6 +320,6 @@ def test_without_the_right_to_make_networks_the_reason_is_given_and_nothing_left
     code = UNAVAILABLE.format("print(os.getpid(), flush=True)")
     confined = ["setpriv", "--inh-caps=-all", "--bounding-set=-all"]
     pid, found = reason(*confined, sys.executable, "-c", code).split("\n", 1)
-    assert found.startswith("network namespaces with a token bucket cannot be made here: ip -batch - failed: ")
+    assert found.startswith("cannot create network namespaces with a token bucket: ip -batch - failed: ")
     assert "Operation not permitted" in found
     assert parts(f"spark_dl-{pid}-") == set()

@@ -119,7 +119,7 @@ def test_exit_codes_are_what_a_scheduler_expects(tmp_path, more, code, message):
     assert message in done.stderr
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143)])  # SIGINT: spark/test_jobs.py
 def test_a_job_that_is_ended_by_a_signal_says_so(tmp_path, number, code):
     data = Path(sklearn.__file__).parent / "datasets/data/digits.csv.gz"
     command = [*JOB, "--input.path", data, "--run_dir", tmp_path / "run", "--train.epochs", "100000"]

@@ -18,7 +18,6 @@ from tests.ranks.launcher import run_ranks
 
 METHODS = {
     "exact": {},
-    "fp16": {"compression": "fp16"},
     "bf16": {"compression": "bf16"},
     "powersgd": {"compression": "powersgd", "powersgd_rank": 2, "compression_start_step": 30},
     "threshold": {"compression": "threshold", "threshold": 0.004, "compression_start_step": 30},

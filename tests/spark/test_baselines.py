@@ -66,7 +66,6 @@ def assert_ended(pids, wait_s=30):
 @pytest.mark.modes("local")
 @pytest.mark.parametrize(("strategy", "num_ranks"), [
     ("tree_reduce", 3), ("shuffle_reduce", 4),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in [("tree_reduce", 4), ("shuffle_reduce", 2)]),
 ])  # fmt: skip
 def test_same_as_one_process(spark, tmp_path, strategy, num_ranks):
     assert_same_training(spark, tmp_path, config_of(strategy, num_ranks), rows=509)  # 22 steps; the last ones are short
@@ -144,10 +143,10 @@ def _build_batch_norm_mlp():
 
 
 @pytest.mark.slow
-@pytest.mark.modes("local", "local-cluster")
+@pytest.mark.modes("local-cluster")
 @pytest.mark.timeout(300)
 def test_same_as_ddp_with_batch_norm_and_validation(spark, tmp_path):
-    """By the public function, in one JVM and on several; validation sees all of its rows, as an evaluation does."""
+    """By the public function, on several JVMs; validation sees all of its rows, as an evaluation does."""
     shards, test = (
         write_dataset(str(tmp_path / name), blobs(rows, seed), group_rows=40, shard_rows=120)
         for name, rows, seed in (("train", 509, 0), ("test", 101, 1))

@@ -38,7 +38,7 @@ def _columns(output):
     return {"prediction": output.argmax(1), "probability": output.softmax(1)}
 
 
-@pytest.mark.slow_in("local")
+@pytest.mark.modes("local-cluster", "connect")
 def test_train_evaluate_predict(spark, points, tmp_path):
     config = small_config(2, train={"epochs": 6, "metrics": METRICS}, data={"validation_fraction": 0.2})
     spec = ModelSpec(build=build_mlp, predict=_columns)

@@ -111,8 +111,8 @@ CONFLICTS = (
              "expected float32 or bf16 with parallel.strategy={c.parallel.strategy!r}, where ranks would use "
              "different loss scales, found fp16"),
     Conflict("shards.storage", lambda c: _served(c) and _local(c),
-             "expected 'shared' with parallel.strategy={c.parallel.strategy!r}, found 'local', which also sends rows "
-             "to servers"),
+             "expected 'shared' with parallel.strategy={c.parallel.strategy!r}, found 'local', which would also send "
+             "rows to the servers, and they do not train"),
     Conflict("loader.reader", lambda c: _served(c) and _petastorm(c),
              "expected 'spark_dl' with parallel.strategy={c.parallel.strategy!r}, where ranks take over rows of "
              "other ranks, found 'petastorm'"),

@@ -15,7 +15,8 @@ Nonfinite = Literal["error", "drop", "fill", "allow"]
 class Data:
     """Which columns are read, how they become numbers, and how rows are cleaned.
 
-    All these settings determine the contents of the shards, so the key of the shards in `shards.store` includes them.
+    All these settings determine the contents of the shards, so they are part of the key that identifies the
+    shards in `shards.store`.
     """
 
     features: tuple[str, ...] = ("features",)
@@ -23,9 +24,9 @@ class Data:
     label: str | None = "label"
     """Column that is passed to the loss; null for a loss that takes the whole batch."""
     encode: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """How columns become numbers, where there is a choice: `{city: {as: vocabulary, min_count: 2}, name: {as: hash,
-    buckets: 1000}, text: {as: bytes}, photo: {as: image, resize: [224, 224]}, price: {as: float}, when: {as: timestamp,
-    unit: ms}, clicks: {ragged: true}}`."""
+    """How columns become numbers, for columns that can be converted in several ways: `{city: {as: vocabulary,
+    min_count: 2}, name: {as: hash, buckets: 1000}, text: {as: bytes}, photo: {as: image, resize: [224, 224]}, price:
+    {as: float}, when: {as: timestamp, unit: ms}, clicks: {ragged: true}}`."""
     nulls: Nulls = "error"
     """What to do with rows that contain a null, including nulls inside arrays: `error` raises an error, `drop` drops
     the rows, `fill` uses the values in `data.fill`."""
@@ -33,13 +34,14 @@ class Data:
     """What to do with rows that contain NaN or Inf: `error`, `drop` and `fill` as for `data.nulls`; `allow` keeps
     them."""
     fill: dict[str, Any] = field(default_factory=dict)
-    """Values by column that replace nulls, NaN and Inf with `fill`: `{age: 0, city: unknown}`."""
+    """Values, by column, that replace nulls, NaN and Inf if `data.nulls` or `data.nonfinite` is `fill`: `{age: 0, city:
+    unknown}`."""
     filters: Sequence[Any] = ()
-    """Rows of a dataset that are read: `[[age, ">", 30], [city, in, [Rome, Oslo]]]`, A row must meet all conditions of
-    the list. With a list of such lists, a row must meet all conditions of at least one of them. Operators: == != < <= >
-    >= in, not in. A null never meets a condition. Times are in ISO 8601 format."""
+    """Conditions that select the rows of a dataset: `[[age, ">", 30], [city, in, [Rome, Oslo]]]`. A row must meet all
+    conditions of the list. With a list of such lists, a row must meet all conditions of at least one of them.
+    Operators: == != < <= > >= in, not in. A null never meets a condition. Times are in ISO 8601 format."""
     require_success: bool = True
-    """Whether a folder of Parquet that Spark wrote needs the file `_SUCCESS`, which Spark writes there last."""
+    """Whether a folder of Parquet files from Spark must contain `_SUCCESS`, the last file that Spark writes."""
 
     def __post_init__(self) -> None:
         is_list = isinstance(self.features, Sequence) and not isinstance(self.features, str)

@@ -21,12 +21,12 @@ class Launch:
     """`auto` uses the GPU that Spark gives the task, else the CPU."""
     start_timeout_s: float = 120.0
     """Maximum wait, in seconds, for all ranks to start and connect. If the ranks receive the rows of a DataFrame, the
-    wait begins when the DataFrame is computed."""
+    wait begins when the DataFrame has been computed."""
     collective_timeout_s: float = 300.0
     """Maximum duration, in seconds, of one collective operation, and maximum time without a heartbeat from a rank to
     the driver. With `tree_reduce` and `shuffle_reduce`, the maximum duration of a step."""
     threads: int = 0
-    """CPU threads of each rank; 0 leaves them as Spark set them (`spark.task.cpus`)."""
+    """Number of CPU threads of each rank; 0 uses the number that Spark sets (`spark.task.cpus`)."""
 
     def __post_init__(self) -> None:
         check_number(self, "num_ranks", 1, whole=True)

@@ -17,25 +17,25 @@ class Loader:
     """The order of rows, how they are read, and how batches are built."""
 
     num_streams: int = 16
-    """Number of streams that the rows are divided into. It must be at least the number of ranks, preferably a multiple,
-    and must divide the global batch size."""
+    """Number of streams that the rows are divided into. It must divide the global batch size and be at least the
+    number of ranks. A multiple of the number of ranks is best."""
     shuffle: bool = True
     """Whether rows are shuffled, in a different order in each epoch."""
     shuffle_window_rows: int = 65536
     """Number of rows that are shuffled together, over all streams."""
     memory_mib: int = 512
     """Memory of each rank's loader, in MiB: open shuffle windows, read-ahead, prefetched batches. The shuffle window is
-    reduced if it needs more than a quarter of this. One row group per stream is always kept. Mixed datasets have equal
-    shares."""
+    reduced if it needs more than a quarter of this memory. The loader always keeps one row group per stream in
+    memory. When several datasets are mixed, each gets an equal share of the memory."""
     reader_threads: int = may_change(2)
     """Maximum number of threads of each rank that read and decode; fewer if `memory_mib` is too small for a row group
     per thread."""
     prefetch_batches: int = may_change(4)
     """Batches that each rank prefetches; fewer if they need more than a quarter of `memory_mib`, but at least one.
-    Small batches are built up to 16 at a time."""
+    The loader builds at most 16 small batches at a time."""
     ragged: Ragged = "pad"
-    """Form of ragged columns in batches: `pad`, padded with zeros to the longest row, with `<name>_mask`; `offsets`,
-    concatenated values, with `<name>_offsets`."""
+    """Form of ragged columns in batches. `pad` pads each row with zeros to the length of the longest row, and adds
+    `<name>_mask`. `offsets` concatenates the values, and adds `<name>_offsets`."""
     proportions: dict[str, float] = field(default_factory=dict)
     """Share of each dataset in every global batch, by name, for training on several datasets."""
     reader: Reader = "spark_dl"

@@ -16,7 +16,7 @@ class Sequences:
     order: str | None = None
     """Column that gives the order of rows, such as a time. It must not decrease within a group."""
     group: str | None = None
-    """Column with one value per sample, such as a device number."""
+    """Column that has the same value in all rows of a sample, such as a device number."""
     max_gap: float | None = None
     """Largest difference of `order` between consecutive rows of a sample."""
 

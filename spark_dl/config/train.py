@@ -15,8 +15,8 @@ Mode = Literal["min", "max"]
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
-    """The optimization. It does not depend on the number of ranks: one process with the same global batches does the
-    same."""
+    """The optimization. It does not depend on the number of ranks: one process with the same global batches takes the
+    same steps."""
 
     global_batch_size: int = 64
     """Rows of one optimizer step, over all ranks and micro-batches. Independent of the number of ranks."""
@@ -53,7 +53,8 @@ class Train:
     """Metrics by name, as torchmetrics classes and their arguments: `{accuracy: {class: MulticlassAccuracy,
     num_classes: 10}}`."""
     early_stop_metric: str | None = may_change(None)
-    """`loss` or a name of `metrics`, on the validation rows. Training stops when it no longer improves."""
+    """`loss`, or the name of a metric in `train.metrics`, on the validation rows. Training stops when this value no
+    longer improves."""
     early_stop_mode: Mode = may_change("min")
     """Whether a lower (`min`) or a higher (`max`) value is better."""
     early_stop_patience: int = may_change(3)
@@ -63,7 +64,7 @@ class Train:
     seed: int = 0
     """Seed of the weights, the order of rows and the random numbers of each rank."""
     log_every: int = may_change(10)
-    """Steps between two log lines. The loss is reduced over the ranks only for these."""
+    """Steps between two log lines. The loss is reduced over the ranks only for these lines."""
 
     def __post_init__(self) -> None:
         for name in ("global_batch_size", "accumulation_steps", "epochs", "early_stop_patience", "log_every"):

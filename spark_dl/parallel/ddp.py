@@ -45,8 +45,9 @@ class DDP(Parallel):
 
     strategy: ClassVar[str] = "ddp"
     bucket_mib: float | Literal["auto"] = 25.0
-    """Size of one all-reduce's flat gradient buffer, in MiB. `auto` measures at the start of a run when gradients are
-    ready and how long all-reduces take, and chooses the size with the shortest step. Not with `compression`."""
+    """Size of one all-reduce's flat gradient buffer, in MiB. At the start of a run, `auto` measures the time at which
+    gradients are ready and the duration of all-reduces. It then chooses the size that gives the shortest step. `auto`
+    is not supported with `compression`."""
     find_unused_parameters: bool = False
     """For models with parameters that some steps do not use."""
     static_graph: bool = False
@@ -60,12 +61,14 @@ class DDP(Parallel):
     """Form in which gradients are sent. All except fp16 and bf16 keep the part that was not sent and add it to the next
     step's gradient (error feedback)."""
     compression_start_step: int = 2
-    """Number of steps at the start of a run that send whole gradients, with powersgd, threshold and topk."""
+    """With powersgd, threshold and topk: number of steps at the start of a run in which the ranks send whole
+    gradients."""
     powersgd_rank: int = 1
     """Rank of PowerSGD's low-rank products."""
     threshold: float = 0.001
-    """Value that `threshold` sends, with the sign, for each element with a larger absolute value. It applies to the
-    gradient of the mean loss over a rank's rows, for any number of ranks."""
+    """Value for `compression: threshold`. For each element with a larger absolute value, a rank sends this value with
+    the element's sign. A rank compares its own gradient, that of the mean loss over its rows, so the value does not
+    depend on the number of ranks."""
     topk_ratio: float = 0.01
     """Fraction of each bucket's elements that `topk` sends: those with the largest absolute values. In (0, 1]."""
 

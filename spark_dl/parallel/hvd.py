@@ -33,7 +33,7 @@ Wait: TypeAlias = Callable[[Callable[[], object]], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Horovod(Parallel):
-    """Horovod: gradients, averaged by Horovod's all-reduce while backward runs."""
+    """Horovod: its all-reduce averages the gradients during the backward pass."""
 
     strategy: ClassVar[str] = "horovod"
     bucket_mib: float = 25.0
@@ -41,7 +41,7 @@ class Horovod(Parallel):
     compression: Literal["none", "fp16"] = "none"
     """Form in which gradients are sent."""
     adasum: bool = False
-    """Use Horovod's adaptive sum instead of the mean."""
+    """Use Horovod's adaptive sum instead of the mean. Not supported: Horovod implements Adasum only for MPI."""
 
     def __post_init__(self) -> None:
         check_number(self, "bucket_mib", 0, above=True)
@@ -55,8 +55,8 @@ def check_available(config: Config) -> None:
         # Adasum needs MPI, on GPUs too: see CreateOperationManager in operations.cc of Horovod 0.28.1. A process can
         # start MPI only once, but Spark reuses its Python workers.
         raise ValueError(
-            "parallel.adasum: Horovod computes Adasum over MPI alone, whose processes mpirun must start, but Spark "
-            "starts the ranks; set it to false"
+            "parallel.adasum: not supported: Horovod implements Adasum only for MPI, and mpirun must start the "
+            "processes of MPI, but Spark starts the ranks; set it to false"
         )
     if importlib.util.find_spec("horovod") is None:
         raise ValueError(

@@ -32,7 +32,8 @@ class LocalSGD(Parallel):
     sync_every_steps: int = 8
     """Number of steps between two averages of the ranks' weights."""
     sync_start_step: int = 0
-    """Number of steps at the start of a run that average the gradients instead (post-local SGD)."""
+    """Number of steps at the start of a run in which the gradients are averaged instead of the weights (post-local
+    SGD)."""
     sync_batchnorm: bool = False
     """Normalize by the mean and variance of the global batch, not of the rank's part."""
 

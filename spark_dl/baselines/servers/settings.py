@@ -24,11 +24,13 @@ class ParameterServer(Parallel):
     server_mode: ServerMode = "sync"
     """When the servers update the weights, as in Dutta et al. 2018."""
     server_k: int = 0
-    """Number of gradients that the servers wait for in the modes with a K; 0: the number of ranks that train."""
+    """Number of gradients (K) that the servers wait for, in the modes whose names contain `k_`. 0 means the number of
+    ranks that train."""
     max_staleness: int | None = None
-    """Maximum number of updates between a gradient's weights and the current weights; an older one is recomputed."""
+    """Maximum staleness of a gradient: the number of updates since the weights that it was computed with. An older
+    gradient is computed again."""
     staleness_lr: bool = False
-    """Divide the learning rate of a gradient by 1 + the number of updates since its weights."""
+    """Divide the learning rate for a gradient by 1 + its staleness."""
 
     def __post_init__(self) -> None:
         check_number(self, "num_servers", 1, whole=True)
@@ -39,7 +41,7 @@ class ParameterServer(Parallel):
         check_bool(self, "staleness_lr")
         if self.server_k and self.server_mode in ("sync", "async"):
             raise ValueError(
-                f"parallel.server_k: only supported in the modes with a K, found {self.server_k} with "
+                f"parallel.server_k: only supported in the modes whose names contain k_, found {self.server_k} with "
                 f"parallel.server_mode={self.server_mode!r}; remove it, or choose another mode"
             )
         for name, given in (("max_staleness", self.max_staleness is not None), ("staleness_lr", self.staleness_lr)):

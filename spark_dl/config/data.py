@@ -22,7 +22,7 @@ class Data:
     features: tuple[str, ...] = ("features",)
     """Columns that are passed to the model, in this order."""
     label: str | None = "label"
-    """Column that is passed to the loss; null for a loss that takes the whole batch."""
+    """Column that is passed to the loss; null if the loss gets the whole batch instead of one column."""
     encode: dict[str, dict[str, Any]] = field(default_factory=dict)
     """How columns become numbers, for columns that can be converted in several ways: `{city: {as: vocabulary,
     min_count: 2}, name: {as: hash, buckets: 1000}, text: {as: bytes}, photo: {as: image, resize: [224, 224]}, price:

@@ -32,7 +32,7 @@ class Loader:
     per thread."""
     prefetch_batches: int = may_change(4)
     """Batches that each rank prefetches; fewer if they need more than a quarter of `memory_mib`, but at least one.
-    The loader builds at most 16 small batches at a time."""
+    Small batches are built together, at most 16 at a time."""
     ragged: Ragged = "pad"
     """Form of ragged columns in batches. `pad` pads each row with zeros to the length of the longest row, and adds
     `<name>_mask`. `offsets` concatenates the values, and adds `<name>_offsets`."""

@@ -19,10 +19,10 @@ class Shards:
     """Number of rows in each file, rounded up to whole row groups; 0 selects a number that gives about 64 MiB."""
     storage: Storage = "shared"
     """Where shards are written. `shared`: to the run folder, which all executors can access. `local`: to the local
-    disks of the ranks' hosts. The rows are distributed round-robin and kept for the duration of the run."""
+    disks of the ranks' hosts, where the rows are distributed round-robin and deleted at the end of the run."""
     store: str | None = may_change(None)
-    """Folder or URL of a store for shards. Other runs and users can reuse the shards in it. Shards are identified by
-    their content."""
+    """Folder or URL of a store for shards. Other runs and users can reuse the shards in it. A key that is computed
+    from the DataFrame and the settings identifies the shards."""
     store_ttl_days: float = may_change(30.0)
     """Days without use after which `jobs/prepare.py --clean` deletes shards in the store."""
     cache_dir: str | None = may_change(None)

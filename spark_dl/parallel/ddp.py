@@ -67,8 +67,8 @@ class DDP(Parallel):
     """Rank of PowerSGD's low-rank products."""
     threshold: float = 0.001
     """Value for `compression: threshold`. For each element with a larger absolute value, a rank sends this value with
-    the element's sign. A rank compares its own gradient, that of the mean loss over its rows, so the value does not
-    depend on the number of ranks."""
+    the element's sign. Each rank compares the value with the gradient of the mean loss over its own rows, so the
+    same value suits any number of ranks."""
     topk_ratio: float = 0.01
     """Fraction of each bucket's elements that `topk` sends: those with the largest absolute values. In (0, 1]."""
 

@@ -20,7 +20,7 @@ METHODS = {
     "exact": {},
     "bf16": {"compression": "bf16"},
     "powersgd": {"compression": "powersgd", "powersgd_rank": 2, "compression_start_step": 30},
-    "threshold": {"compression": "threshold", "threshold": 0.004, "compression_start_step": 30},
+    "threshold": {"compression": "threshold", "threshold": 0.01, "compression_start_step": 30},
     "topk": {"compression": "topk", "topk_ratio": 0.01, "compression_start_step": 30},
     "horovod fp16": {"strategy": "horovod", "compression": "fp16"},
     "local_sgd": {"strategy": "local_sgd", "sync_every_steps": 8},
@@ -30,8 +30,8 @@ NUM_TEST, NUM_RANKS, EPOCHS = 360, 3, 10
 
 
 def build_classifier():
-    """About a million parameters."""
-    return nn.Sequential(nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 896), nn.ReLU(), nn.Linear(896, 10))
+    """About a quarter of a million parameters."""
+    return nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 448), nn.ReLU(), nn.Linear(448, 10))
 
 
 def digits():
@@ -70,7 +70,7 @@ def make_run(tmp_path, method, num_ranks):
     features, label = digits()
     columns = {"features": features[NUM_TEST:], "label": label[NUM_TEST:]}
     shards = write_dataset(str(tmp_path / "data"), columns, group_rows=120, shard_rows=720)
-    buckets = {} if "strategy" in METHODS[method] else {"bucket_mib": 2}
+    buckets = {} if "strategy" in METHODS[method] else {"bucket_mib": 0.5}
     config = make_config(
         global_batch_size=48, epochs=EPOCHS, lr=0.05, optimizer_args={"momentum": 0.9}, log_every=1000,
         scheduler="ExponentialLR", scheduler_args={"gamma": 0.8}, num_streams=24, num_ranks=num_ranks, threads=1,

@@ -183,4 +183,5 @@ print(gloo_threads())
 def test_no_thread_of_a_process_group_is_left():
     """In a process of its own: what it imports, and when, makes the difference."""
     done = subprocess.run([sys.executable, "-c", LEAVES], capture_output=True, text=True, timeout=60)
-    assert done.stdout.split() == ["True", "0"], done.stderr
+    said = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]  # torch 2.8 logs there
+    assert said == ["True", "0"], done.stderr

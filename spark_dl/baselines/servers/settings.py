@@ -27,8 +27,8 @@ class ParameterServer(Parallel):
     """Number of gradients (K) that the servers wait for, in the modes whose names contain `k_`. 0 means the number of
     ranks that train."""
     max_staleness: int | None = None
-    """Maximum staleness of a gradient: the number of updates since the weights that it was computed with. An older
-    gradient is computed again."""
+    """Maximum staleness of a gradient: the number of updates by which it lags behind the weights. A gradient with a
+    larger staleness is computed again."""
     staleness_lr: bool = False
     """Divide the learning rate for a gradient by 1 + its staleness."""
 

@@ -14,6 +14,8 @@ from typing import Any
 _MAX_VISITED = 200
 _OPAQUE = {"pyspark", "py4j", "threading", "queue", "concurrent", "multiprocessing", "asyncio", "socket", "_io"}
 """Packages whose objects are named as a whole. Their internal attributes would not help the user."""
+_SUSPENDED = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
+"""Objects that are named as a whole, too: their frames contain objects that cannot be pickled."""
 _NOT_PICKLED = {"__dict__", "__weakref__", "_abc_impl", "__builtins__"}
 """Attributes of classes and modules that pickling leaves out."""
 _ON_DRIVER = (
@@ -137,7 +139,7 @@ def _parts(place: _Place, value: Any) -> Iterator[tuple[_Place, Any]]:
     elif isinstance(value, type):
         yield from _attributes(place.of_class(value.__qualname__.rpartition(".")[2]), vars(value))
         yield from ((place.of_class(base.__name__), base) for base in value.__bases__)
-    elif type(value).__module__.split(".")[0] not in _OPAQUE:
+    elif not isinstance(value, _SUSPENDED) and type(value).__module__.split(".")[0] not in _OPAQUE:
         yield from _attributes(place, getattr(value, "__dict__", {}))
         slots = [
             n for c in type(value).__mro__ for n, s in vars(c).items() if isinstance(s, types.MemberDescriptorType)

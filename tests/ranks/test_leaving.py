@@ -180,8 +180,8 @@ print(gloo_threads())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are counted by Linux's /proc")
+@pytest.mark.skipif(torch.__version__ < "2.9", reason="torch 2.8 does not name its threads")
 def test_no_thread_of_a_process_group_is_left():
     """In a process of its own: what it imports, and when, makes the difference."""
     done = subprocess.run([sys.executable, "-c", LEAVES], capture_output=True, text=True, timeout=60)
-    said = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]  # torch 2.8 logs there
-    assert said == ["True", "0"], done.stderr
+    assert done.stdout.split() == ["True", "0"], done.stderr

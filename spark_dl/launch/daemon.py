@@ -10,6 +10,7 @@ NOTE: importing torch starts no threads and does not initialize CUDA, so forking
 import gc
 
 import pyarrow  # noqa: F401
+import torch._dynamo  # the first optimizer of a process imports it, which takes a second
 import torch.distributed
 import torch.optim  # noqa: F401
 from pyspark.daemon import manager

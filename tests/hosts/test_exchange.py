@@ -10,8 +10,17 @@ from spark_dl.bench.testbed import testbed
 from spark_dl.bench.testbed.standalone import start_spark
 from spark_dl.parallel.exchange.buckets import CANDIDATES_MIB
 from tests.hosts.conftest import REPOSITORY, parts
+from tests.spark.conftest import FAST_JVM
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fast_jvm():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAVA_TOOL_OPTIONS", FAST_JVM)
+        yield
+
 
 KEYS = {"method", "exact", "hosts", "mib", "seconds", "bytes_per_rank", "limit_s", "ratio_to_limit",
         "busiest_link_bytes", "times_ring"}  # fmt: skip

@@ -31,5 +31,6 @@ def run_petastorm(tmp_path_factory):
 def run_there(*arguments, timeout_s):
     env = {k: v for k, v in os.environ.items() if k not in ("SPARK_HOME", "SPARK_CONF_DIR", "PYTHONSTARTUP")}
     env |= {"PYTHONPATH": str(ROOT), "PYSPARK_PYTHON": str(PYTHON), "PYSPARK_DRIVER_PYTHON": str(PYTHON),
-            "SPARK_LOCAL_IP": "127.0.0.1", "OMP_NUM_THREADS": "1"}  # fmt: skip
+            "SPARK_LOCAL_IP": "127.0.0.1", "OMP_NUM_THREADS": "1",
+            "JAVA_TOOL_OPTIONS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"}  # fmt: skip
     return subprocess.run([PYTHON, *arguments], env=env, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s)

@@ -15,8 +15,8 @@ Nonfinite = Literal["error", "drop", "fill", "allow"]
 class Data:
     """Which columns are read, how they become numbers, and how rows are cleaned.
 
-    All these settings determine the contents of the shards, so they are part of the key that identifies the
-    shards in `shards.store`.
+    The settings that determine the contents of shards are also part of the key of the shards in a store
+    (`shards.store`).
     """
 
     features: tuple[str, ...] = ("features",)

@@ -20,8 +20,8 @@ class Launch:
     device: Device = "auto"
     """`auto` uses the GPU that Spark gives the task, else the CPU."""
     start_timeout_s: float = 120.0
-    """Maximum wait, in seconds, for all ranks to start and connect. If the ranks receive the rows of a DataFrame, the
-    wait begins when the DataFrame has been computed."""
+    """Maximum wait, in seconds, for all ranks to start and connect. With `shards.storage: local`
+    and `run_on_dataframe`, the wait begins when the DataFrame has been computed."""
     collective_timeout_s: float = 300.0
     """Maximum duration, in seconds, of one collective operation, and maximum time without a heartbeat from a rank to
     the driver. With `tree_reduce` and `shuffle_reduce`, the maximum duration of a step."""

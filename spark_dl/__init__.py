@@ -18,7 +18,8 @@ from spark_dl.parallel.ddp import DDP
 from spark_dl.parallel.hvd import Horovod
 from spark_dl.parallel.local_sgd import LocalSGD
 from spark_dl.parallel.single import DPSingleProcess, Single
-from spark_dl.predict import predict
+from spark_dl.predict import predict, predict_udf, save_model
+from spark_dl.scoring.saved_model import load_model
 from spark_dl.spec import ModelSpec, import_object
 from spark_dl.strategies import Strategy
 from spark_dl.world import World
@@ -55,9 +56,12 @@ __all__ = [
     "import_object",
     "launch",
     "load_config",
+    "load_model",
     "predict",
+    "predict_udf",
     "read_shards",
     "run_on_dataframe",
+    "save_model",
     "store_shards",
     "train",
     "write_shards",

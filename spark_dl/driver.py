@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from torch import nn
 
 from spark_dl import strategies, worker
-from spark_dl.check import check_settings, evaluation_config, find_session
-from spark_dl.cli.progress import ProgressBar
+from spark_dl.checks.settings import check_settings, evaluation_config
+from spark_dl.cli.progress import Progress
 from spark_dl.config import Config, Data, Launch, Loader, Shards
 from spark_dl.config.load import build_config
 from spark_dl.data import local
@@ -29,6 +29,7 @@ from spark_dl.data.local import RowSettings
 from spark_dl.evaluate import load_model
 from spark_dl.inputs import check_rank_rows
 from spark_dl.launch.barrier import run_barrier
+from spark_dl.launch.session import find_session
 from spark_dl.prepare import as_sources, prepare_evaluation, prepare_run
 from spark_dl.rundir import checkpoint
 from spark_dl.rundir.checkpoint_files import MODEL
@@ -36,9 +37,14 @@ from spark_dl.spec import ModelSpec, Run
 from spark_dl.training import metrics
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
+    from pyspark.sql import DataFrame, SparkSession
 
     Source: TypeAlias = DataFrame | str | os.PathLike[str] | ShardSet
+
+OnEvent: TypeAlias = Callable[[Mapping[str, Any]], None]
+EVENTS = ("joined", "step", "epoch", "checkpoint")
+"""Values of `kind` in the events for `on_event`, which are dicts. `joined`: a rank has joined, with `rank`, `host` and
+`pid`; not over Spark Connect. The others are the lines of `metrics.jsonl`."""
 
 _log = logging.getLogger("spark_dl")
 
@@ -85,6 +91,8 @@ def train(
     resume: bool = False,
     overwrite: bool = False,
     progress: bool = True,
+    on_event: OnEvent | Sequence[OnEvent] = (),
+    spark: SparkSession | None = None,
 ) -> TrainResult:
     """Trains on a DataFrame, or on a dataset by its URL. Called on the driver.
 
@@ -95,21 +103,25 @@ def train(
 
     resume: continues from the last checkpoint in `run_dir`, with its shards; without one, starts from the beginning.
     overwrite: deletes an earlier run in `run_dir`.
+    on_event: functions that the driver calls with each event of the run (`EVENTS`). If one raises, the run ends.
+    spark: the session; by default that of the DataFrame, of this thread or of the process.
 
     Raises ValueError for invalid settings, models and data, if possible before any rank starts; RuntimeError if the
     cluster cannot run the job; RankError if a rank fails.
     """
-    start = time.perf_counter()
+    start, functions = time.perf_counter(), _functions(on_event)
     config, data = config or Config(), as_sources(data)
     validation = None if validation is None else as_sources(validation)
-    spark = find_session(data)
+    spark = find_session(data, spark)
     check_settings(spark, spec, config, has_validation=validation is not None)
     options: dict[str, Any] = {"run_dir": run_dir, "resume": resume, "overwrite": overwrite}
     with (
-        prepare_run(data, spec, config, validation=validation, **options) as run,
-        ProgressBar("train", enabled=progress) as bar,
+        Progress("train", enabled=progress) as shown,
+        prepare_run(data, spec, config, validation=validation, stage=shown.stage, **options) as run,
     ):
-        result = _launch_run(spark, run, data, task="train", on_event=bar.show, poll=metrics.follow(run.run_dir))
+        shown.stage(f"starting {config.launch.num_ranks} rank(s)")
+        events = _events(shown, functions)
+        result = _launch_run(spark, run, data, task="train", on_event=events, poll=metrics.follow(run.run_dir))
     return TrainResult(**{**result, "run_dir": run.run_dir, "seconds": time.perf_counter() - start})
 
 
@@ -118,6 +130,9 @@ def evaluate(
     spec: ModelSpec,
     checkpoint_url: str | os.PathLike[str],
     config: Config | None = None,
+    *,
+    progress: bool = True,
+    spark: SparkSession | None = None,
 ) -> dict[str, Any]:
     """Computes the loss and metrics of a checkpoint, or of the last one of a run, over all rows. Called on the driver.
 
@@ -127,10 +142,14 @@ def evaluate(
     """
     data, saved = as_sources(data), checkpoint.find(checkpoint_url, names=(MODEL,))
     config = config or evaluation_config(build_config(saved.manifest["config"]), data)
-    spark = find_session(data)
+    spark = find_session(data, spark)
     check_settings(spark, spec, config, has_validation=True)
-    with prepare_evaluation(data, spec, config, saved) as run:
-        return _launch_run(spark, run, data, task="evaluate", reference_columns=saved.columns)
+    with (
+        Progress("evaluate", enabled=progress) as shown,
+        prepare_evaluation(data, spec, config, saved, stage=shown.stage) as run,
+    ):
+        shown.stage(f"starting {config.launch.num_ranks} rank(s)")
+        return _launch_run(spark, run, data, task="evaluate", reference_columns=saved.columns, on_event=_events(shown))
 
 
 def launch(
@@ -177,6 +196,26 @@ def run_on_dataframe(
         find_session(df), worker.call, fn, (), kwargs, settings, columns=columns, settings=rows,
         launch=settings, source=dealt,
     )  # fmt: skip
+
+
+def _functions(on_event: Any) -> list[OnEvent]:
+    functions = list(on_event) if isinstance(on_event, Sequence) else [on_event]
+    for function in functions:
+        if not callable(function):
+            raise ValueError(f"on_event: expected a function or a list of functions, found {function!r}")
+    return functions
+
+
+def _events(shown: Progress, functions: Sequence[OnEvent] = ()) -> OnEvent:
+    """Returns a function that shows an event, and passes it on to the user's functions."""
+
+    def pass_on(event: Mapping[str, Any]) -> None:
+        shown.show(event)
+        if event["kind"] in EVENTS:
+            for function in functions:
+                function(event)
+
+    return pass_on
 
 
 def _launch_run(

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
-import warnings
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+import time
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
 
 from spark_dl.config import Config
-from spark_dl.config.checks import suggestion
 from spark_dl.data.load.build import BatchLoader, build_loader
-from spark_dl.gather import gather_tensors, sum_over_ranks
+from spark_dl.gather import sum_over_ranks
 from spark_dl.rundir import checkpoint
 from spark_dl.rundir.checkpoint_files import MODEL
 from spark_dl.spec import ModelSpec, Run, weighted_loss_sum
+from spark_dl.training.row_metrics import build_metrics
 from spark_dl.world import World
 
-if TYPE_CHECKING:
-    from torchmetrics import Metric
-
-_METRIC_MODULES = ("torchmetrics", "torchmetrics.classification", "torchmetrics.regression")
+_REPORT_S = 1.0
+"""Seconds between two reports of the progress of an evaluation."""
 
 
 def evaluate(run: Run, world: World) -> dict[str, Any]:
@@ -55,25 +52,28 @@ def load_model(spec: ModelSpec, checkpoint_url: str, *, sha256: str | None = Non
 def evaluate_model(
     spec: ModelSpec, model: nn.Module, loader: BatchLoader, config: Config, world: World
 ) -> dict[str, Any]:
-    """Computes the mean loss and the metrics over the true rows of a loader. Collective; the same on all ranks."""
-    metrics = {name: build_metric(name, args).to(world.device) for name, args in config.train.metrics.items()}
+    """Computes the mean loss and the metrics over the true rows of a loader. Collective; the same on all ranks.
+
+    With `data.weight`, the loss of a row is multiplied by its weight, and the mean is still over the rows.
+    """
+    metrics = build_metrics(spec, config)
+    for row_metric in metrics:
+        row_metric.metric.to(world.device)
     total = torch.zeros((), dtype=torch.float64, device=world.device)
+    report_at = time.monotonic() + _REPORT_S
     with _in_evaluation_mode(model), torch.inference_mode():
         for step in loader.epoch(0):
+            if world.rank == 0 and time.monotonic() >= report_at:
+                world.report({"kind": "evaluation", "step": step.step, "steps": loader.plan.steps})
+                report_at = time.monotonic() + _REPORT_S
             for cpu_batch in step.micro_batches:
                 batch = {name: tensor.to(world.device, non_blocking=True) for name, tensor in cpu_batch.items()}
                 output, losses = weighted_loss_sum(spec, model, batch, config)
                 total += losses
-                true_rows = batch["weight"] > 0
-                if metrics and bool(true_rows.any()):
-                    label = batch[config.data.label or ""]
-                    for metric in metrics.values():
-                        metric.update(output[true_rows].float(), label[true_rows])
+                for row_metric in metrics:
+                    row_metric.update(output, batch)
     sum_over_ranks(total)
-    with warnings.catch_warnings():
-        # torchmetrics warns on a rank without true rows.
-        warnings.filterwarnings("ignore", message=".*was called before the ``update``.*")
-        values = {name: _plain(metric.compute()) for name, metric in metrics.items()}
+    values = {row_metric.name: row_metric.compute() for row_metric in metrics}
     return {"loss": float(total) / loader.plan.rows, **values}
 
 
@@ -89,28 +89,3 @@ def _in_evaluation_mode(model: nn.Module) -> Iterator[None]:
         model.train(was_training)  # some modules override this
         for module, mode in before.items():
             module.training = mode
-
-
-def build_metric(name: str, args: Mapping[str, Any]) -> Metric:
-    """Builds a metric of torchmetrics. Raises ValueError for an unknown class or wrong arguments."""
-    arguments = {key: value for key, value in args.items() if key != "class"}
-    for module in _METRIC_MODULES:
-        cls = getattr(importlib.import_module(module), args["class"], None)
-        if isinstance(cls, type):
-            try:
-                metric: Metric = cls(**arguments, dist_sync_fn=gather_tensors)
-            except (TypeError, ValueError) as error:
-                raise ValueError(f"train.metrics.{name}: {args['class']} does not take {arguments}: {error}") from error
-            return metric
-    known = sorted({n for m in _METRIC_MODULES for n in importlib.import_module(m).__all__})
-    raise ValueError(
-        f"train.metrics.{name}: no class {args['class']!r} in torchmetrics{suggestion(args['class'], known)}"
-    )
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.item() if value.ndim == 0 else value.tolist()
-    if isinstance(value, Mapping):
-        return {k: _plain(v) for k, v in value.items()}
-    return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value

@@ -158,7 +158,7 @@ def shards_of(
         )
     data = filter_rows(data, config)
     columns = data.select(config.data.columns)
-    check_batch_names(config.data.columns, [c.name for c in columns if c.is_ragged])
+    check_batch_names(config.data.columns, [c.name for c in columns if c.is_ragged], config.data.weight)
     check_reference_columns(columns, reference_columns)
     check_settings(columns, config.data.encode)
     num_readers = config.num_trainers

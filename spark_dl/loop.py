@@ -272,6 +272,10 @@ class Training:
             self._log_steps()
         self.trainable.sync_weights()
         self.state.save()
+        self.log.write(
+            "checkpoint", epoch=self.progress.epoch, step=self.progress.global_step, steps=self._total_steps(),
+            url=self.state.saved_url,
+        )  # fmt: skip
 
 
 def _validation_loader(run: Run, world: World) -> BatchLoader | None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spark_dl import storage
+from spark_dl.checks.dtypes import check_dtypes
 from spark_dl.config import Config
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.dataset.folder import delete_dataset
@@ -39,11 +40,13 @@ def prepare_run(
     run_dir: Any = None,
     resume: bool = False,
     overwrite: bool = False,
+    stage: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Run]:
     """Yields a run that is ready to start, with its datasets written or opened, and checked.
 
-    Shards in a store are not deleted until the end of the block. Raises ValueError for invalid data, settings and
-    `run_dir`, before an earlier run is deleted; RuntimeError if a newer attempt of the run has started.
+    Shards in a store are not deleted until the end of the block. `stage` is called with a text about what is done now.
+    Raises ValueError for invalid data, settings and `run_dir`, before an earlier run is deleted; RuntimeError if a
+    newer attempt of the run has started.
     """
     run_dir = storage.absolute(run_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}")
     check_storage(config, data, validation)
@@ -51,7 +54,7 @@ def prepare_run(
     generation, saved = attempt.begin_attempt(run_dir, config, resume=resume, overwrite=overwrite)
     with contextlib.ExitStack() as until_done, generations.explained(run_dir, generation):
         check_newest = functools.partial(generations.check_newest, run_dir, generation)
-        datasets = _Datasets(run_dir, config, until_done, saved is not None, check_newest)
+        datasets = _Datasets(run_dir, config, until_done, saved is not None, check_newest, stage)
         train = datasets.to_train_on(data)
         if config.shards.storage == "shared":  # with local storage the ranks check this
             check_rows(train, config, saved.manifest if saved else None)
@@ -70,6 +73,8 @@ def prepare_run(
             checkpoint=saved.url if saved else None,
             checkpoint_sha256=saved.sha256 if saved else "",
         )
+        if run.train.columns:  # unknown with local storage
+            check_dtypes(spec, run.train.select(config.data.columns), config)
         # Only now, so that an earlier run is not deleted for invalid data.
         attempt.take_over(run, overwrite=overwrite, keep=[*datasets.written, *_urls(train), *_urls(validation_shards)])
         _log.info("training on %d ranks%s", config.launch.num_ranks, f", from step {saved.step}" if saved else "")
@@ -77,14 +82,19 @@ def prepare_run(
 
 
 @contextlib.contextmanager
-def prepare_evaluation(data: Any, spec: ModelSpec, config: Config, saved: checkpoint.Saved) -> Iterator[Run]:
+def prepare_evaluation(
+    data: Any, spec: ModelSpec, config: Config, saved: checkpoint.Saved, *, stage: Callable[[str], None]
+) -> Iterator[Run]:
     """Yields a run that evaluates a checkpoint. Shards of a DataFrame are deleted at the end of the block."""
     check_storage(config, data)
+    _say_stage(stage, data, config, "evaluate")
     run_dir = checkpoint.run_dir_of(saved)
     written = storage.join(run_dir, SHARDS, f"evaluate-{uuid.uuid4().hex[:8]}")
     with contextlib.ExitStack() as until_done:
         until_done.callback(delete_dataset, written)
         shards = shards_of(data, written, config, until_done, saved.columns, reuse=False)
+        if shards.columns:
+            check_dtypes(spec, shards.select(config.data.columns), config)
         yield Run(
             spec=spec, config=config, train=for_ranks(shards, config), run_dir=run_dir, checkpoint=saved.url,
             checkpoint_sha256=saved.sha256,
@@ -106,6 +116,7 @@ class _Datasets:
     reuse: bool
     """Whether to use the shards of an earlier attempt."""
     before_commit: Callable[[], None]
+    stage: Callable[[str], None]
     written: list[str] = field(default_factory=list)
     """URLs of the datasets that are written from DataFrames."""
 
@@ -129,12 +140,20 @@ class _Datasets:
     ) -> ShardSet:
         """Opens or writes one dataset with `shards_of`. config: settings of this dataset, if there are several."""
         url = storage.join(self.run_dir, SHARDS, name)
+        _say_stage(self.stage, rows, self.config, name)
         if not isinstance(rows, (str, ShardSet)) and self.config.shards.storage == "shared":
             self.written.append(url)
         return shards_of(
             rows, url, config or self.config, self.until_done, reference_columns,
             reuse=self.reuse, num_datasets=num_datasets, before_commit=self.before_commit,
         )  # fmt: skip
+
+
+def _say_stage(stage: Callable[[str], None], rows: Any, config: Config, name: str) -> None:
+    if isinstance(rows, (str, ShardSet)):
+        stage(f"opening the {name} dataset")
+    elif config.shards.storage == "shared":
+        stage(f"writing the {name} rows")
 
 
 def _urls(data: ShardSet | Mixture | None) -> list[str]:

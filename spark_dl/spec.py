@@ -8,7 +8,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,8 +24,10 @@ if TYPE_CHECKING:
     from spark_dl.data.load.mixture import Mixture
 
 Batch = Mapping[str, Tensor]
-"""Columns by name, each [rows, *shape of a cell] with the dtype it was stored with, and `weight`, [rows] float32:
-1 for a true row, 0 for padding."""
+"""Columns by name, each [rows, *shape of a cell] with the dtype of `data.cast`, else the stored one, and `weight`,
+[rows] float32: 1, or the value of `data.weight`, for a true row, 0 for padding."""
+Output = Tensor | Mapping[str, Tensor] | Sequence[Tensor]
+"""What a model returns for a batch: one tensor, or several by name or position, each [rows, ...]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,21 +47,31 @@ class ModelSpec:
     augment: called after `transform` with (batch, generator), in training only. The `torch.Generator` is seeded by
         epoch, step and rank, so that a resumed run draws the same numbers.
     predict: called with the output; returns the columns that `predict` adds, each [rows, ...]. The default is one
-        column, `prediction`, with the output.
+        column, `prediction`, with the output; for a model with several outputs, one column for each of them, with its
+        name, or `prediction_0`, `prediction_1` ...
+    metrics: metrics of your own by name, beside those of `train.metrics`: functions, called with (output, batch), which
+        return one value per row, [rows], and are averaged over all rows by weight; and classes or instances of
+        `torchmetrics.Metric`, updated with (output, label), or (output, batch) if `data.label` is null.
     """
 
     build: Callable[[], nn.Module]
     loss: str | Callable[..., Tensor] = "CrossEntropyLoss"
-    forward: Callable[[nn.Module, Batch], Tensor] | None = None
-    predict: Callable[[Tensor], Mapping[str, Tensor]] | None = None
+    forward: Callable[[nn.Module, Batch], Output] | None = None
+    predict: Callable[[Any], Mapping[str, Tensor]] | None = None
     transform: Callable[[Batch], Batch] | None = None
     augment: Callable[[Batch, torch.Generator], Batch] | None = None
+    metrics: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("build", "forward", "predict", "transform", "augment"):
             value = getattr(self, name)
             if not callable(value) and (value is not None or name == "build"):
                 raise ValueError(f"spec.{name}: expected a function, found {value!r}")
+        for name, metric in self.metrics.items():
+            if not callable(metric):
+                raise ValueError(
+                    f"spec.metrics[{name!r}]: expected a function or a class of torchmetrics.Metric, found {metric!r}"
+                )
         if isinstance(self.build, nn.Module):
             raise ValueError("spec.build: expected a function that returns the model, found the model itself")
         object.__setattr__(self, "loss", build_loss(self.loss))
@@ -89,9 +101,19 @@ class ModelSpec:
             raise ValueError(f"spec.{name}: expected a mapping of names to tensors, found {type(out).__name__}")
         return {**out, "weight": batch["weight"]} if "weight" in batch else out
 
-    def output(self, model: nn.Module, batch: Batch, features: tuple[str, ...]) -> Tensor:
+    def output(self, model: nn.Module, batch: Batch, features: tuple[str, ...]) -> Output:
         """Computes the model's output for a batch. Called on a rank, or in a task of `predict`."""
         return self.forward(model, batch) if self.forward else model(*(batch[name] for name in features))
+
+    def predictions(self, output: Output) -> dict[str, Tensor]:
+        """Returns the columns that `predict` adds for an output."""
+        if self.predict is not None:
+            return dict(self.predict(output))
+        if isinstance(output, Tensor):
+            return {"prediction": output}
+        if isinstance(output, Mapping):
+            return {name: value for name, value in output.items() if isinstance(value, Tensor)}
+        return {f"prediction_{i}": value for i, value in enumerate(output)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +159,7 @@ def build_loss(loss: Any) -> Callable[..., Tensor]:
     return cast("Callable[..., Tensor]", loss)
 
 
-def row_losses(spec: ModelSpec, output: Tensor, batch: Batch, label: str | None) -> Tensor:
+def row_losses(spec: ModelSpec, output: Output, batch: Batch, label: str | None) -> Tensor:
     """The loss of each row of a batch. # (rows,)"""
     target: Any = batch if label is None else batch[label]
     losses = spec.loss(output, target)  # type: ignore[operator]
@@ -148,7 +170,7 @@ def row_losses(spec: ModelSpec, output: Tensor, batch: Batch, label: str | None)
     return losses.flatten(1).mean(1) if losses.ndim > 1 else losses
 
 
-def weighted_loss_sum(spec: ModelSpec, model: nn.Module, batch: Batch, config: Config) -> tuple[Tensor, Tensor]:
+def weighted_loss_sum(spec: ModelSpec, model: nn.Module, batch: Batch, config: Config) -> tuple[Output, Tensor]:
     """Computes the model's output, and the sum of losses over the true rows, a float32 scalar.
 
     All strategies use this function, so all of them compute the same loss.

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from spark_dl import strategies
+from spark_dl.checks.dtypes import check_dtypes
+from spark_dl.checks.storage import check_reach
 from spark_dl.config import Config, Launch
 from spark_dl.data import local
 from spark_dl.data.columns.source import SourceColumn
@@ -25,7 +27,6 @@ from spark_dl.launch.barrier import RankResult, TaskInput
 from spark_dl.loop import train
 from spark_dl.rundir import checkpoint
 from spark_dl.spec import Run
-from spark_dl.storage_check import check_reach
 from spark_dl.world import World
 
 Report = Callable[[Mapping[str, Any]], None]
@@ -120,6 +121,7 @@ def _spilled(
 def _check_streamed(shards: ShardSet, run: Run, world: World, task: str) -> None:
     """Checks streamed rows as the driver checks datasets. Raises the same ValueError on all ranks."""
     check_memory(shards, shards.select(run.config.data.columns), run.config, world.world_size)
+    check_dtypes(run.spec, shards.select(run.config.data.columns), run.config)
     if task == "train":
         saved = None
         if run.checkpoint is not None:

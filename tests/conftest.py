@@ -102,11 +102,12 @@ def _children():
 
 
 def _descendants(pid):
+    """Not below a JVM: its children move from thread to thread as threads end, so one reading can miss them."""
     found = []
     for listed in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):  # the thread or the process has just ended
             for child in map(int, listed.read_text().split()):
-                found += [child, *_descendants(child)]
+                found += [child, *([] if "/bin/java " in _command(child) else _descendants(child))]
     return found
 
 

@@ -62,6 +62,9 @@ class Model:
     """Function (batch) -> batch, called in threads of the loader."""
     augment: str | None = None
     """Function (batch, generator) -> batch, called in training only."""
+    metrics: dict[str, str] = field(default_factory=dict)
+    """Metrics of your own by name: functions (output, batch) -> one value per row, or classes of
+    torchmetrics.Metric."""
     plot: str | None = None
     """Function (rows, path) that draws a few predicted rows of the test set."""
 
@@ -75,7 +78,8 @@ class Model:
             if (path := getattr(self, name)) is not None
         }
         loss = import_object(self.loss, "model.loss") if ":" in self.loss else self.loss
-        return ModelSpec(loss=loss, **functions)
+        metrics = {name: import_object(path, f"model.metrics.{name}") for name, path in self.metrics.items()}
+        return ModelSpec(loss=loss, metrics=metrics, **functions)
 
 
 @dataclass(frozen=True)

@@ -1,39 +1,119 @@
-"""A progress bar on the driver, in terminals and notebooks."""
+"""Progress on the driver: a bar in a terminal or a notebook, and a line every few seconds elsewhere."""
 
 from __future__ import annotations
 
+import importlib.util
 import sys
+import threading
+import time
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
-from tqdm.auto import tqdm
+from tqdm import tqdm
+
+LINE_S = 5.0
+"""Seconds between two lines, where there is no bar."""
+_SILENT_S = 60.0
+"""Seconds after which a line is repeated, as a sign of life."""
+_REFRESH_S = 1.0
 
 
-class ProgressBar:
-    """Shows steps, loss, rows per second, and the validation metrics of the last epoch."""
+class Progress:
+    """Shows what a call does: its stages, and in training the steps, loss, rows per second and validation metrics.
+
+    A context manager. Everything is written to standard error.
+    """
 
     def __init__(self, name: str, *, enabled: bool = True):
-        # disable=None: tqdm writes nothing if standard error is not a terminal
-        self._bar = tqdm(desc=name, unit="step", file=sys.stderr, disable=None if enabled else True)
+        self._name, self._start = name, time.monotonic()
         self._shown: dict[str, str] = {}
+        self._place = ""
+        self._stage = "starting"
+        self._last_line, self._last_line_at = "", -LINE_S
+        self._bar = _build_bar(name) if enabled else None
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+        if enabled:
+            self._thread = threading.Thread(target=self._tick, name="spark_dl progress", daemon=True)
+            self._thread.start()
 
-    def __enter__(self) -> ProgressBar:
+    def __enter__(self) -> Progress:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._bar.close()
+        self._closed.set()
+        if self._thread is None:
+            return
+        self._thread.join()
+        if self._bar is not None:
+            self._bar.close()
+        else:
+            self._stage = "done" if kind is None else "failed"
+            self._write_line()
+
+    def stage(self, text: str) -> None:
+        """Shows what the call does now, such as `writing shards`."""
+        self._describe(text)
+        if self._bar is not None:
+            self._bar.refresh()
+        elif self._thread is not None:
+            self._write_line()
 
     def show(self, event: Mapping[str, Any]) -> None:
-        """Shows one event of `run_barrier`."""
-        if event["kind"] == "metrics step":
+        """Shows one event of a run."""
+        kind = event["kind"]
+        if kind == "step":
             self._shown |= {"loss": f"{event['loss']:.4g}", "rows/s": f"{event['rows_per_s']:,.0f}"}
-        elif event["kind"] == "metrics epoch":
+        elif kind == "epoch":
             numbers = {k: v for k, v in event["metrics"].items() if isinstance(v, (int, float))}
             self._shown |= {f"val {name}": f"{value:.4g}" for name, value in numbers.items()}
-        else:
+        elif kind == "evaluation":
+            self._describe(f"evaluating {event['step']}/{event['steps']}")
+        if kind in ("step", "epoch"):
+            self._describe("")
+            self._place = f"step {event['step']}/{event['steps']}"
+            if self._bar is not None:
+                self._bar.total, self._bar.n = event["steps"], event["step"]
+                self._bar.set_postfix(self._shown)
+
+    def _describe(self, stage: str) -> None:
+        self._stage = stage
+        if self._bar is not None:
+            self._bar.set_description_str(": ".join(filter(None, (self._name, stage))), refresh=False)
+
+    def _tick(self) -> None:
+        while not self._closed.wait(_REFRESH_S):
+            if self._bar is not None:
+                self._bar.refresh()  # the time goes on where no step ends
+            elif time.monotonic() - self._last_line_at >= LINE_S:
+                self._write_line()
+
+    def _write_line(self) -> None:
+        now = time.monotonic()
+        found = [self._stage, self._place, *(f"{name} {value}" for name, value in self._shown.items())]
+        line = ", ".join(text for text in found if text)
+        if line == self._last_line and now - self._last_line_at < _SILENT_S:
             return
-        if not self._bar.disable:
-            self._bar.total = event["steps"]
-            self._bar.n = event["step"]
-            self._bar.set_postfix(self._shown)
+        self._last_line, self._last_line_at = line, now
+        seconds = int(now - self._start)
+        print(f"{self._name}: {line} [{seconds // 60}:{seconds % 60:02}]", file=sys.stderr, flush=True)
+
+
+def _build_bar(name: str) -> Any:
+    """Returns a bar of tqdm for the terminal or the notebook; None if standard error is neither."""
+    options: dict[str, Any] = {"desc": name, "unit": "step"}
+    if not _is_notebook():
+        return tqdm(file=sys.stderr, **options) if sys.stderr.isatty() else None
+    if importlib.util.find_spec("ipywidgets") is None:
+        return tqdm(file=sys.stderr, ncols=100, **options)  # a line of text, written again and again
+    from tqdm.notebook import tqdm as notebook_bar
+
+    return notebook_bar(**options)
+
+
+def _is_notebook() -> bool:
+    """Whether this process is the kernel of a notebook."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return shell is not None and "IPKernelApp" in shell.config

@@ -5,9 +5,11 @@ The checks within one section are in its `__post_init__`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from spark_dl.config.checks import suggestion
 
 if TYPE_CHECKING:
     from spark_dl.config.config import Config
@@ -41,6 +43,10 @@ def _petastorm(c: Config) -> bool:
 
 def _error_feedback(c: Config) -> bool:
     return getattr(c.parallel, "compression", "none") in ("powersgd", "threshold", "topk")
+
+
+def _metrics(c: Config) -> list[Mapping[str, Any]]:
+    return list(c.train.metrics.values())
 
 
 def _served(c: Config) -> bool:
@@ -82,10 +88,11 @@ CONFLICTS = (
              "before it is written"),
     Conflict("loader.reader", lambda c: c.sequences is not None and _petastorm(c),
              "expected 'spark_dl' with sequences, found 'petastorm'"),
+    Conflict("data.weight", lambda c: c.sequences is not None and c.data.weight is not None,
+             "not supported with sequences, whose samples have several rows; return weighted losses from spec.loss"),
     # labels
-    Conflict("train.metrics", lambda c: bool(c.train.metrics) and c.data.label is None,
-             "need data.label, which is null; set data.label, or remove the metrics (the loss is always "
-             "reported)"),
+    Conflict("train.metrics", lambda c: c.data.label is None and not all("label" in m for m in _metrics(c)),
+             "need data.label, which is null; set data.label, or set `label` of each metric to one of data.labels"),
     # strategies
     Conflict("launch.num_ranks", lambda c: c.parallel.one_rank and c.launch.num_ranks != 1,
              "expected 1 with parallel.strategy={c.parallel.strategy!r}, found {c.launch.num_ranks}"),
@@ -124,8 +131,18 @@ def check_conflicts(config: Config) -> None:
     for conflict in (*CONFLICTS, *config.parallel.excludes):
         if conflict.excluded(config):
             raise ValueError(f"{conflict.key}: {conflict.message.format(c=config)}")
+    _check_metrics(config)
     _check_streams(config)
     _check_ranks(config)
+
+
+def _check_metrics(config: Config) -> None:
+    for name, args in config.train.metrics.items():
+        if (label := args.get("label")) is not None and label not in config.data.columns:
+            raise ValueError(
+                f"train.metrics.{name}.label: no column {label!r} is read"
+                f"{suggestion(label, list(config.data.columns))}; add it to data.labels"
+            )
 
 
 def _check_streams(config: Config) -> None:

@@ -5,10 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from spark_dl.config.checks import check, check_bool, check_choices, check_encoding, full_filters
+from spark_dl.config.checks import check, check_bool, check_choices, check_encoding, full_filters, suggestion
 
 Nulls = Literal["error", "drop", "fill"]
 Nonfinite = Literal["error", "drop", "fill", "allow"]
+DTYPES = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
+"""Values of `data.cast`: the NumPy dtypes that torch has too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +25,16 @@ class Data:
     """Columns that are passed to the model, in this order."""
     label: str | None = "label"
     """Column that is passed to the loss; null if the loss gets the whole batch instead of one column."""
+    labels: tuple[str, ...] = ()
+    """Further columns for the loss (with `data.label: null`) and for the metrics. They are not passed to the model, and
+    `predict` does not need them."""
+    weight: str | None = None
+    """Column with the weight of each row, a finite number >= 0. The loss of a row is multiplied by it. The gradient and
+    the mean loss are still divided by the number of rows, so weights with a mean of 1 keep the learning rate right. A
+    row of weight 0 does not count in metrics."""
+    cast: dict[str, str] = field(default_factory=dict)
+    """NumPy dtypes, by column, in which batches have the columns: `{features: float32, label: int64}`. Stored columns
+    keep their dtypes. Spark ML vectors are float64, and most models are float32."""
     encode: dict[str, dict[str, Any]] = field(default_factory=dict)
     """How columns become numbers, for columns that can be converted in several ways: `{city: {as: vocabulary,
     min_count: 2}, name: {as: hash, buckets: 1000}, text: {as: bytes}, photo: {as: image, resize: [224, 224]}, price:
@@ -47,10 +59,17 @@ class Data:
         is_list = isinstance(self.features, Sequence) and not isinstance(self.features, str)
         check(is_list, "data.features", "a list of column names", self.features)
         object.__setattr__(self, "features", tuple(self.features))
+        are_labels = isinstance(self.labels, Sequence) and not isinstance(self.labels, str)
+        check(are_labels, "data.labels", "a list of column names", self.labels)
+        object.__setattr__(self, "labels", tuple(self.labels))
         check(len(self.features) > 0, "data.features", "at least one column name", self.features)
+        check(self.weight is None or isinstance(self.weight, str), "data.weight", "a column name", self.weight)
+        check(self.weight != "", "data.weight", "a column name", self.weight)
         for name in self.columns:
-            check(isinstance(name, str) and name != "", "data.features and data.label", "column names", name)
+            is_name = isinstance(name, str) and name != ""
+            check(is_name, "data.features, data.label and data.labels", "column names", name)
         check(len(set(self.columns)) == len(self.columns), "data.features", "each column once", self.columns)
+        self._check_cast()
         check_bool(self, "require_success")
         check_choices(self)
         check(isinstance(self.encode, Mapping), "data.encode", "a mapping of columns to settings", self.encode)
@@ -58,6 +77,13 @@ class Data:
             check_encoding(f"data.encode.{name}", settings)
         object.__setattr__(self, "filters", full_filters(self.filters))
         self._check_fill()
+
+    def _check_cast(self) -> None:
+        check(isinstance(self.cast, Mapping), "data.cast", "a mapping of columns to dtypes", self.cast)
+        for name, dtype in self.cast.items():
+            if name not in self.columns:
+                raise ValueError(f"data.cast.{name}: no such column is read{suggestion(name, list(self.columns))}")
+            check(dtype in DTYPES, f"data.cast.{name}", f"one of {list(DTYPES)}", dtype)
 
     def _check_fill(self) -> None:
         check(isinstance(self.fill, Mapping), "data.fill", "a mapping of columns to values", self.fill)
@@ -72,5 +98,6 @@ class Data:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns that are read: the features, then the label."""
-        return (*self.features, *([self.label] if self.label is not None else []))
+        """The columns that are read: the features, the label, the other labels and the weight."""
+        others = (name for name in (self.label, *self.labels, self.weight) if name is not None)
+        return (*self.features, *others)

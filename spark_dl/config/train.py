@@ -51,10 +51,11 @@ class Train:
     """Fraction of the training rows, chosen at random, that is used for validation. In [0, 1)."""
     metrics: dict[str, dict[str, Any]] = may_change(dict)
     """Metrics by name, as torchmetrics classes and their arguments: `{accuracy: {class: MulticlassAccuracy,
-    num_classes: 10}}`."""
+    num_classes: 10}}`. `label` names another column than `data.label`. `output` is a key or an index, for models with
+    several outputs. `ModelSpec.metrics` has metrics of your own."""
     early_stop_metric: str | None = may_change(None)
-    """`loss`, or the name of a metric in `train.metrics`, on the validation rows. Training stops when this value no
-    longer improves."""
+    """`loss`, or the name of a metric in `train.metrics` or `ModelSpec.metrics`, on the validation rows. Training stops
+    when this value no longer improves."""
     early_stop_mode: Mode = may_change("min")
     """Whether a lower (`min`) or a higher (`max`) value is better."""
     early_stop_patience: int = may_change(3)
@@ -94,6 +95,10 @@ class Train:
             is_metric = isinstance(args, Mapping) and isinstance(args.get("class"), str)
             check(is_metric, f"train.metrics.{name}", "{class: <torchmetrics class>, <its arguments>}", args)
             check(name != "loss", "train.metrics", "another name than 'loss', which is always reported", name)
-        known = ["loss", *self.metrics]
-        if self.early_stop_metric is not None:
-            check(self.early_stop_metric in known, "train.early_stop_metric", f"one of {known}", self.early_stop_metric)
+            has_label = isinstance(args.get("label", "a"), str)
+            check(has_label, f"train.metrics.{name}.label", "the name of a column", args.get("label"))
+            has_output = isinstance(args.get("output", 0), (str, int)) and not isinstance(args.get("output"), bool)
+            check(has_output, f"train.metrics.{name}.output", "a key or an index of the output", args.get("output"))
+        if self.early_stop_metric is not None:  # ModelSpec.metrics may have it
+            is_name = isinstance(self.early_stop_metric, str) and self.early_stop_metric != ""
+            check(is_name, "train.early_stop_metric", "loss or the name of a metric", self.early_stop_metric)

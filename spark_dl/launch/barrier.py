@@ -7,13 +7,12 @@ The Python process of each task is the rank. The rows of another DataFrame can b
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import queue
 import tempfile
-import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +22,8 @@ import pyarrow as pa
 from spark_dl.config import Launch
 from spark_dl.launch import payload, preflight
 from spark_dl.launch.failure import describe, failed_in_task, root_cause
-from spark_dl.launch.watch import Address, Listener, Sender
+from spark_dl.launch.watch import Address, Listener, Reporter, Sender
+from spark_dl.spark_job import SparkJob, is_connect
 
 _log = logging.getLogger("spark_dl")
 
@@ -33,7 +33,6 @@ _SILENCE_S = 3.0
 """A rank without a heartbeat for longer is the root cause, if the other ranks only lost a connection or timed out."""
 _POLL_S = 1.0
 """Interval in which a driver without a listener calls `poll`."""
-_CANCEL_WAIT_S = 30.0
 _ABORTED_BY_DRIVER_WAIT_S = 20.0
 
 Event = Mapping[str, Any]
@@ -85,7 +84,7 @@ def run_barrier(
     if source is not None:
         preflight.check_disks(spark)
     packed = payload.pack_call(fn, args, kwargs)
-    listener = None if preflight.is_connect(spark) else _listen(spark)
+    listener = None if is_connect(spark) else _listen(spark, launch.num_ranks)
     events: queue.Queue[Any] = listener.events if listener else queue.Queue()
     try:
         task = _rank_task(packed, listener.address if listener else None, launch.num_ranks, source is not None)
@@ -108,35 +107,39 @@ def run_barrier(
     return [payload.unpack_result(bytes(row["result"])) for row in rows]
 
 
-def _listen(spark: Any) -> Listener:
+def _listen(spark: Any, num_ranks: int) -> Listener:
     """Returns a listener on the bind address of Spark's driver, with the driver's host name for executors."""
     conf = spark.sparkContext.getConf()
     public = conf.get("spark.driver.host")
-    return Listener(conf.get("spark.driver.bindAddress") or public, public)
+    return Listener(conf.get("spark.driver.bindAddress") or public, public, num_ranks=num_ranks)
 
 
 class _Job:
-    """A Spark job in its own thread, so that the driver can watch and cancel it."""
+    """The Spark job of the ranks."""
 
     def __init__(self, spark: Any, df: Any, num_ranks: int, events: queue.Queue[Any], *, computes_first: bool):
-        self._num_ranks = num_ranks
+        self._spark, self._num_ranks, self._events = spark, num_ranks, events
         self.computes_first = computes_first
         """Whether the job has stages before the stage of the ranks. These can take any time."""
-        self.rows: list[Any] = []
-        self.error: BaseException | None = None
-        self._spark, self._df, self._events = spark, df, events
-        self._name = f"spark_dl-{uuid.uuid4().hex}"
-        self._thread = threading.Thread(target=self._work, name="spark_dl job", daemon=True)
-        self._thread.start()
+        self._job = SparkJob(
+            spark, functools.partial(self._collect, df), description="spark_dl ranks",
+            on_end=lambda: events.put({"kind": "job ended"}),
+        )  # fmt: skip
+        self.cancel = self._job.cancel
 
-    def _work(self) -> None:
-        try:
-            self._mark()
-            with self._task_counts():
-                self.rows = self._df.collect()
-        except BaseException as error:  # raised again by _watch
-            self.error = error
-        self._events.put({"kind": "job ended"})
+    @property
+    def rows(self) -> list[Any]:
+        """The rows of the ranks, after the job has ended without an error."""
+        return list(self._job.result)
+
+    @property
+    def error(self) -> BaseException | None:
+        """The error of Spark, after the job has failed."""
+        return self._job.error
+
+    def _collect(self, df: Any) -> list[Any]:
+        with self._task_counts():
+            return list(df.collect())
 
     @contextlib.contextmanager
     def _task_counts(self) -> Iterator[None]:
@@ -145,7 +148,7 @@ class _Job:
         NOTE: Spark reports the progress of all operations of the session. Another operation with the same number of
         tasks is mistaken for this job, and the start timeout then does not apply.
         """
-        if not hasattr(self._spark, "registerProgressHandler") or not preflight.is_connect(self._spark):
+        if not hasattr(self._spark, "registerProgressHandler") or not is_connect(self._spark):
             yield
             return
 
@@ -161,37 +164,18 @@ class _Job:
         finally:
             self._spark.removeProgressHandler(on_progress)
 
-    def _mark(self) -> None:
-        """Names the job, so that it can be cancelled. Must run in the thread that starts the job."""
-        if preflight.is_connect(self._spark):
-            self._spark.addTag(self._name)
-        else:
-            # Interrupted tasks end at once. Otherwise a Python worker that waits would run until it returns.
-            self._spark.sparkContext.setJobGroup(self._name, "spark_dl ranks", interruptOnCancel=True)
-
     def has_tasks(self) -> bool:
         """Whether tasks of the job are running, or tasks of its last stage have completed. False over Spark Connect.
 
         All tasks of a barrier stage run, or none. Spark's counts can be as old as the executors' heartbeat (10 s).
         """
-        if preflight.is_connect(self._spark):
+        if is_connect(self._spark):
             return False
         tracker = self._spark.sparkContext.statusTracker()
-        jobs = [tracker.getJobInfo(i) for i in tracker.getJobIdsForGroup(self._name)]
+        jobs = [tracker.getJobInfo(i) for i in tracker.getJobIdsForGroup(self._job.name)]
         ids = sorted({i for job in jobs if job for i in job.stageIds})
         stages = [stage for i in ids if (stage := tracker.getStageInfo(i))]
         return any(stage.numActiveTasks for stage in stages) or bool(stages and stages[-1].numCompletedTasks)
-
-    def cancel(self) -> None:
-        """Cancels the job and waits until Spark has ended it. Does nothing if the job has ended."""
-        end = time.monotonic() + _CANCEL_WAIT_S
-        while self._thread.is_alive() and time.monotonic() < end:
-            with contextlib.suppress(Exception):  # the session may have ended, and the job with it
-                if preflight.is_connect(self._spark):
-                    self._spark.interruptTag(self._name)
-                else:
-                    self._spark.sparkContext.cancelJobGroup(self._name)
-            self._thread.join(0.5)  # then cancel again: the job may not have started yet
 
 
 def _watch(
@@ -285,15 +269,9 @@ def _rank_task(
         context = BarrierTaskContext.get()
         task = context.partitionId()
         host = context.getTaskInfos()[task].address.rsplit(":", 1)[0]
-        me = {"host": host, "pid": os.getpid()}
+        me: dict[str, Any] = {"host": host, "pid": os.getpid()}
         sender = Sender(address, task)
-
-        def report(event: Mapping[str, Any]) -> None:
-            sender.send({**event, **me})
-            if event["kind"] == "joined":
-                me["rank"] = event["rank"]
-                sender.flush()  # if the process is killed from now on, the driver knows its rank
-
+        report = Reporter(sender, me)
         report({"kind": "started"})
         try:
             fn, args, kwargs = payload.unpack_call(packed)

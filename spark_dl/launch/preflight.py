@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 from spark_dl.config import Launch
+from spark_dl.spark_job import is_connect
 
 _EXECUTORS_WAIT_S = 10.0
 """How long to wait for the executors of a new session to register."""
@@ -62,11 +63,6 @@ def check_slots(spark: Any, num_ranks: int) -> None:
             f"(spark.master={_conf(spark, 'spark.master')}, spark.task.cpus={_conf(spark, 'spark.task.cpus') or 1}); "
             "lower launch.num_ranks, or give the application more executors or cores"
         )
-
-
-def is_connect(spark: Any) -> bool:
-    """Whether this is a Spark Connect session, which has no SparkContext."""
-    return type(spark).__module__.startswith("pyspark.sql.connect")
 
 
 def num_slots(spark: Any) -> int | None:

@@ -1,7 +1,8 @@
 """Rendezvous: from barrier tasks (or torchrun's environment) to a `World` with a store and a process group.
 
-Rank 0 listens on a free port, which the operating system selects, and publishes it. Before any collective operation all
-ranks exchange versions, host and device. A disagreement raises the same error on all ranks.
+The tasks exchange one message each, through the driver's listener, or with Spark's `allGather` if the driver cannot be
+reached. Rank 0 listens on a free port, which the operating system selects, and publishes it. Before any collective
+operation all ranks exchange versions, host and device. A disagreement raises the same error on all ranks.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import torch.distributed.nn.functional
 from spark_dl._version import __version__
 from spark_dl.config import Launch
 from spark_dl.launch import first_failure, gpus
+from spark_dl.launch.watch import Reporter
 from spark_dl.world import World, interface_of, local_address
 
 _MUST_AGREE = ("python", "torch", "spark_dl", "device_type")
@@ -121,7 +123,7 @@ def _meet_in_barrier(context: Any, launch: Launch, report: Any, cleanup: context
         spark_dl=__version__,
         pid=os.getpid(),
     )
-    peers = [Peer(**json.loads(message)) for message in context.allGather(json.dumps(vars(me)))]
+    peers = [Peer(**json.loads(found)) for found in _exchange(context, report, json.dumps(vars(me)), launch)]
     check_peers(peers)
     ranks = deal_ranks(peers)
     rank = ranks.index(partition)
@@ -140,6 +142,16 @@ def _meet_in_barrier(context: Any, launch: Launch, report: Any, cleanup: context
         socket_interface=_socket_interface(),
         report=report or (lambda event: None),
     )
+
+
+def _exchange(context: Any, report: Any, message: str, launch: Launch) -> list[str]:
+    """Returns the messages of all tasks. Collective. Through the driver's listener if all tasks can reach it."""
+    if isinstance(report, Reporter):
+        found = report.exchange(message, launch.start_timeout_s)
+        if found is not None:
+            return found
+    gathered: list[str] = context.allGather(message)
+    return gathered
 
 
 def _meet_by_env(launch: Launch, report: Any) -> World:

@@ -1,4 +1,4 @@
-"""Starts the Spark session of a job."""
+"""Starts the Spark session of a job, and finds the one that is there."""
 
 from __future__ import annotations
 
@@ -50,6 +50,33 @@ def build_session(name: str, *, master: str | None = None, conf: Mapping[str, st
     for key, value in conf.items():
         builder = builder.config(key, value)
     return builder.getOrCreate()
+
+
+def find_session(data: Any = None, spark: Any = None) -> Any:
+    """Returns `spark`, else the session of a DataFrame, else that of this thread, else that of the process.
+
+    data: a DataFrame, a mapping of names to data, or other data, which has no session.
+    Raises ValueError if `spark` is no session, and RuntimeError if there is none.
+    """
+    if spark is not None:
+        if not hasattr(spark, "createDataFrame"):
+            raise ValueError(f"spark: expected a SparkSession, found {type(spark).__name__}")
+        return spark
+    for source in data.values() if isinstance(data, Mapping) else [data]:
+        if hasattr(source, "sparkSession"):
+            return source.sparkSession
+    from pyspark.errors import PySparkRuntimeError
+    from pyspark.sql import SparkSession
+
+    try:
+        # NOTE: an active session belongs to a thread of the JVM. Other threads have none, nor has a notebook after the
+        # interrupt of a cell, which ends the connection to that thread. `active` then returns the process's session.
+        return SparkSession.active()
+    except PySparkRuntimeError as error:
+        raise RuntimeError(
+            "no active Spark session; create one, with SparkSession.builder.getOrCreate() or spark_dl.build_session, "
+            "or pass it: spark=..."
+        ) from error
 
 
 _DEFAULTS = {

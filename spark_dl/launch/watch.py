@@ -1,5 +1,8 @@
 """Events from the ranks to the driver: joined, progress, failed. The driver has a listener, each rank has a sender.
 
+The ranks also meet here: each sends a message, and gets those of all ranks. Spark's `allGather` does the same, but its
+JVM looks for the messages once a second.
+
 Connections are authenticated with the run's secret (HMAC challenge of `multiprocessing.connection`). Events are JSON,
 never pickle. If a connection ends without a final event, the rank was killed. An idle rank sends a heartbeat each
 second. Without heartbeats, the host is cut off or the process hangs.
@@ -22,9 +25,17 @@ from multiprocessing import connection
 from typing import Any
 
 _MAX_FRAME = 1 << 20
+_MAX_ANSWER = 1 << 28
+"""Bytes of the messages of all ranks."""
 _AUTH_TIMEOUT_S = 5.0
 _CONNECT_TIMEOUT_S = 10.0
 _HEARTBEAT_S = 1.0
+_MEETING_S = 10.0
+"""How long ranks wait for the others in the driver's listener, before all of them use Spark's `allGather`."""
+_REACH_S = 3.0
+"""How long a rank tries to reach the driver before it uses `allGather`."""
+_LEAVE = b"null"
+"""The answer to ranks that shall use `allGather`, as some ranks cannot reach the driver."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +50,12 @@ class Address:
 class Listener:
     """Receives events on the driver. `events` has them as dicts, in order of arrival, each with its `task`."""
 
-    def __init__(self, bind_host: str, public_host: str | None = None):
-        """Listens on a free port of `bind_host`. `public_host` is the host name for executors, by default the same."""
+    def __init__(self, bind_host: str, public_host: str | None = None, *, num_ranks: int = 0):
+        """Listens on a free port of `bind_host`. `public_host` is the host name for executors, by default the same.
+
+        num_ranks: number of ranks that meet here.
+        """
+        self._meeting = _Meeting(num_ranks)
         self.events: queue.Queue[dict[str, Any]] = queue.Queue()
         self._secret = os.urandom(32)
         family = socket.AF_INET6 if ":" in bind_host else socket.AF_INET
@@ -64,6 +79,7 @@ class Listener:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+        self._meeting.close()
         for conn in list(self._connections):
             _shut(conn)
         self._thread.join(_AUTH_TIMEOUT_S)
@@ -87,7 +103,9 @@ class Listener:
                 event = json.loads(conn.recv_bytes(_MAX_FRAME))
                 kind, task = event["kind"], int(event["task"])
                 self._heard[task] = time.monotonic()
-                if kind != "alive":
+                if kind == "meet":
+                    self._meeting.add(task, event["message"], conn)
+                elif kind != "alive":
                     self.events.put(event)
                 if kind in ("done", "failed"):
                     del self._heard[task]
@@ -115,6 +133,46 @@ class Listener:
         return True
 
 
+class _Meeting:
+    """Collects one message of each rank, and sends all of them to every rank."""
+
+    def __init__(self, num_ranks: int):
+        self._num_ranks = num_ranks
+        self._lock = threading.Lock()
+        self._messages: dict[int, str] = {}
+        self._waiting: list[connection.Connection] = []
+        self._answer: bytes | None = None
+        self._timer: threading.Timer | None = None
+
+    def add(self, task: int, message: str, conn: connection.Connection) -> None:
+        with self._lock:
+            self._messages[task] = message
+            self._waiting.append(conn)
+            if self._timer is None:
+                self._timer = threading.Timer(_MEETING_S, self._give_up)
+                self._timer.name, self._timer.daemon = "spark_dl meeting", True
+                self._timer.start()
+            if self._answer is None and len(self._messages) == self._num_ranks:
+                self._answer = json.dumps([self._messages[t] for t in sorted(self._messages)]).encode()
+                self._timer.cancel()
+            self._send_answer()
+
+    def _give_up(self) -> None:
+        """Sends all ranks away, also those that come later, so that none waits here while another one cannot come."""
+        with self._lock:
+            self._answer = self._answer or _LEAVE
+            self._send_answer()
+
+    def _send_answer(self) -> None:
+        while self._answer is not None and self._waiting:
+            with contextlib.suppress(OSError):  # the rank has ended; its connection says so
+                self._waiting.pop().send_bytes(self._answer)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+
 def _shut(conn: connection.Connection) -> None:
     """Shuts down a connection that another thread reads, so that the thread gets EOFError."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(conn.fileno())) as sock:
@@ -129,6 +187,9 @@ class Sender:
         self.is_connected = False
         """Whether this rank has ever been connected to the driver. Stays true if the connection is lost."""
         self._queue: queue.Queue[bytes | threading.Event | None] = queue.Queue(maxsize=1000)
+        self._conn: connection.Connection | None = None
+        self._tried = threading.Event()
+        """Set when this rank is connected, or cannot reach the driver."""
         self._thread: threading.Thread | None = None
         if address is not None:
             self._thread = threading.Thread(target=self._work, args=(address,), name="spark_dl sender", daemon=True)
@@ -152,6 +213,22 @@ class Sender:
                 self._queue.put_nowait(is_sent)
                 is_sent.wait(timeout_s)
 
+    def exchange(self, message: str, timeout_s: float) -> list[str] | None:
+        """Sends a message to the driver, and returns those of all ranks, by task. Collective.
+
+        Returns None if the driver cannot be reached by all ranks. Raises RuntimeError if it does not answer in time.
+        """
+        if self._thread is None or not self._tried.wait(_REACH_S) or self._conn is None:
+            return None
+        self.send({"kind": "meet", "message": message})
+        try:
+            if not self._conn.poll(timeout_s):
+                raise RuntimeError(f"the driver did not answer within {timeout_s:g} s (launch.start_timeout_s)")
+            answer: list[str] | None = json.loads(self._conn.recv_bytes(_MAX_ANSWER))
+        except (OSError, EOFError) as error:
+            raise RuntimeError("the driver has closed its connection while the ranks met") from error
+        return answer
+
     def close(self, timeout_s: float = 2.0) -> None:
         """Sends the queued events and ends the thread. Waits at most `timeout_s`."""
         if self._thread is not None:
@@ -168,7 +245,8 @@ class Sender:
     def _work(self, address: Address) -> None:
         try:
             with _connect(address) as conn:
-                self.is_connected = True
+                self._conn, self.is_connected = conn, True
+                self._tried.set()
                 while (item := self._next()) is not None:
                     if isinstance(item, threading.Event):
                         item.set()
@@ -176,6 +254,26 @@ class Sender:
                         conn.send_bytes(item)
         except (OSError, EOFError, connection.AuthenticationError):  # type: ignore[attr-defined]
             return  # the driver cannot be reached; Spark still returns results and errors
+        finally:
+            self._tried.set()
+
+
+class Reporter:
+    """What a rank has of the driver: a call reports an event. Does not block and does not raise."""
+
+    def __init__(self, sender: Sender, me: dict[str, Any]):
+        """me: `host` and `pid`, and later `rank`, which every event has."""
+        self._sender, self._me = sender, me
+
+    def __call__(self, event: Mapping[str, Any]) -> None:
+        self._sender.send({**event, **self._me})
+        if event["kind"] == "joined":
+            self._me["rank"] = event["rank"]
+            self._sender.flush()  # if the process is killed from now on, the driver knows its rank
+
+    def exchange(self, message: str, timeout_s: float) -> list[str] | None:
+        """Returns the messages of all ranks, by task; None if not all ranks can reach the driver. Collective."""
+        return self._sender.exchange(message, timeout_s)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from spark_dl.spec import Batch, ModelSpec
+from spark_dl.spec import Batch, ModelSpec, Output
 
 if TYPE_CHECKING:
     from spark_dl.config import Config
@@ -33,9 +33,9 @@ def synchronize_batchnorm(
     model = _converted(model)
     norms = [module for module in model.modules() if isinstance(module, CpuSyncBatchNorm)]
 
-    def forward(module: nn.Module, batch: Batch) -> Tensor:
+    def forward(module: nn.Module, batch: Batch) -> Output:
         for norm in norms:
-            norm.row_weight = batch["weight"]
+            norm.row_weight = (batch["weight"] > 0).float()
         return spec.output(module, batch, config.data.features)
 
     return dataclasses.replace(spec, forward=forward), model

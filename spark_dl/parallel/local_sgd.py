@@ -81,7 +81,7 @@ class _LocalSgd:
         """See `Trainable`. In a local step the gradient is of the mean loss over this rank's true rows."""
         if self._together is not None and self._step < self._start:
             return self._together.forward_backward(micro_batches, rows)
-        own_rows = sum(int(batch["weight"].sum()) for batch in micro_batches)
+        own_rows = sum(int((batch["weight"] > 0).sum()) for batch in micro_batches)
         self._own_rows += own_rows
         self._all_rows += rows
         total = self._alone.forward_backward(micro_batches, max(own_rows, 1))

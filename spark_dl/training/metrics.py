@@ -39,7 +39,7 @@ class MetricsLog:
         if self._is_local:
             with open(storage.absolute(self._url), "a") as file:
                 file.write(self._lines[-1] + "\n")
-        self._report({**line, "kind": f"metrics {kind}"})
+        self._report(line)
 
     def flush(self) -> None:
         """Writes the whole file, without the lines of steps that a resumed run repeats."""
@@ -89,7 +89,7 @@ def follow(run_dir: str) -> Callable[[], list[dict[str, Any]]]:
             _log.warning("cannot read the metrics of %s; trying again: %s", run_dir, error)
             return []
         seen = max([seen, *(line["time"] for line in new)])
-        return [{**line, "kind": f"metrics {line['kind']}"} for line in new]
+        return new
 
     poll()  # skips the lines of earlier attempts
     return poll

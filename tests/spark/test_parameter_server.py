@@ -27,14 +27,13 @@ def servers(mode, train=None, **sections):
 
 @pytest.mark.slow
 @pytest.mark.modes("local")
-def test_train_from_a_dataframe(spark, points, tmp_path, monkeypatch):
-    seen = []
-    monkeypatch.setattr("spark_dl.cli.progress.ProgressBar.show", lambda bar, event: seen.append(event))
-    result = spark_dl.train(points, MLP, servers("k_batch_async", {"epochs": 4}), run_dir=str(tmp_path / "run"))
+def test_train_from_a_dataframe(spark, points, tmp_path):
+    seen, config = [], servers("k_batch_async", {"epochs": 4})
+    result = spark_dl.train(points, MLP, config, run_dir=str(tmp_path / "run"), on_event=seen.append)
     assert (result.epochs, result.rows) == (4, 1600)
     assert result.history[-1]["train_loss"] < result.history[0]["train_loss"]
     assert result.staleness["discarded"] == 0
-    steps = [event["step"] for event in seen if event["kind"] == "metrics step"]
+    steps = [event["step"] for event in seen if event["kind"] == "step"]
     assert steps == list(range(1, result.steps + 1))
     assert spark_dl.evaluate(points, MLP, result.run_dir)["rows"] == 500
     assert spark_dl.predict(points, MLP, result.run_dir).count() == 500

@@ -172,10 +172,12 @@ def test_equal_plans_have_equal_keys_and_others_do_not(spark, source, tmp_path):
 IN_KEY = [
     {"features": ("id",)}, {"label": None}, {"encode": {"label": {"as": "hash", "buckets": 3}}}, {"nulls": "fill"},
     {"nulls": "fill", "fill": {"label": 1}}, {"nonfinite": "allow"}, {"filters": [["id", ">", 3]]},
-    {"require_success": False}, {"rows_per_row_group": 7}, {"rows_per_shard": 7},
+    {"require_success": False}, {"rows_per_row_group": 7}, {"rows_per_shard": 7}, {"labels": ("id",)},
+    {"features": ("label",), "label": None, "weight": "id"},
 ]  # fmt: skip
 NOT_IN_KEY = [
     {"storage": "local"}, {"store": "x"}, {"store_ttl_days": 1.0}, {"cache_dir": "/c", "cache_mib": 1},
+    {"cast": {"label": "float32"}},
     {"shuffle": False, "num_streams": 32, "ragged": "offsets"}, {"seed": 3, "validation_fraction": 0.1},
 ]  # fmt: skip
 
@@ -187,7 +189,11 @@ def test_a_key_changes_with_what_shards_hold_and_with_no_other_setting(spark, so
     assert len({*keys}) == len(keys)
     assert {key(df, **fields) for fields in NOT_IN_KEY} == {key(df)}
     tried = {name for fields in IN_KEY for name in fields}
-    assert tried == {f.name for f in dataclasses.fields(Data)} | {"rows_per_row_group", "rows_per_shard"}
+    only_of_batches = {"cast"}
+    assert tried | only_of_batches == {f.name for f in dataclasses.fields(Data)} | {
+        "rows_per_row_group",
+        "rows_per_shard",
+    }
     assert {f.name for f in dataclasses.fields(Shards)} <= tried | {name for fields in NOT_IN_KEY for name in fields}
 
 

@@ -1,7 +1,9 @@
 """train, evaluate and predict from a DataFrame, in every mode."""
 
+import concurrent.futures
 import dataclasses
 import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -10,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from pyspark.ml.linalg import Vectors
 from pyspark.sql import functions as F
 from torch.nn import functional
 
@@ -174,20 +177,114 @@ class LossOnceSeen:
         return functional.cross_entropy(output, label, reduction="none")
 
 
-def test_progress_reaches_the_driver_while_ranks_train(spark, points, tmp_path, monkeypatch):
+def test_events_reach_the_driver_while_ranks_train(spark, mode, points, tmp_path):
     seen, mark = [], tmp_path / "seen"
 
-    def show(bar, event):
-        seen.append(event)
-        if event["kind"] == "metrics step":
+    def touch(event):
+        if event["kind"] == "step":
             mark.touch()
 
-    monkeypatch.setattr("spark_dl.cli.progress.ProgressBar.show", show)
     spec = ModelSpec(build=build_mlp, loss=LossOnceSeen(str(mark)))
-    spark_dl.train(points, spec, small_config(2, train={"epochs": 3}), run_dir=str(tmp_path / "run"))
-    steps = [event for event in seen if event["kind"] == "metrics step"]
+    config = small_config(2, train={"epochs": 3})
+    result = spark_dl.train(points, spec, config, run_dir=str(tmp_path / "run"), on_event=[seen.append, touch])
+    steps = [event for event in seen if event["kind"] == "step"]
     assert [event["step"] for event in steps] == list(range(1, 34))
     assert all(event["steps"] == 33 for event in steps)
+    epochs = [event["train_loss"] for event in seen if event["kind"] == "epoch"]
+    assert epochs == [entry["train_loss"] for entry in result.history]
+    assert [event["url"] for event in seen if event["kind"] == "checkpoint"][-1] == result.checkpoint
+    joined = {event["rank"] for event in seen if event["kind"] == "joined"}
+    assert joined == (set() if mode == "connect" else {0, 1})
+
+
+@pytest.mark.modes("local")
+@pytest.mark.parametrize("strategy", [spark_dl.DDP(), spark_dl.TreeReduce()], ids=lambda s: s.strategy)
+def test_a_function_for_events_that_raises_ends_the_run_and_the_next_run_works(points, tmp_path, strategy):
+    def stop_at_3(event):
+        if event["kind"] == "step" and event["step"] >= 3:
+            raise LookupError("enough")
+
+    config = small_config(2, train={"epochs": 50}, parallel=strategy)
+    with pytest.raises(LookupError, match="enough"):
+        spark_dl.train(points, MLP, config, run_dir=str(tmp_path / "run"), on_event=stop_at_3)
+    assert spark_dl.train(points, MLP, small_config(4), run_dir=str(tmp_path / "next")).epochs == 2
+    with pytest.raises(ValueError, match=r"on_event: expected a function or a list of functions, found 'print'"):
+        spark_dl.train(points, MLP, config, on_event=["print"])
+
+
+@pytest.mark.modes("local", "connect")
+def test_train_and_evaluate_work_in_any_thread_and_take_a_session(spark, points, tmp_path):
+    shards = spark_dl.write_shards(points, str(tmp_path / "data"))
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        args = (shards.url, MLP, small_config(2))
+        result = pool.submit(spark_dl.train, *args, run_dir=str(tmp_path / "run"), spark=spark).result(60)
+        found = pool.submit(spark_dl.evaluate, shards.url, MLP, result.checkpoint).result(60)
+    assert found["rows"] == 500
+    with pytest.raises(ValueError, match="spark: expected a SparkSession, found str"):
+        spark_dl.train(shards.url, MLP, small_config(2), spark="local[2]")
+
+
+@pytest.mark.modes("local")
+@pytest.mark.parametrize("storage", ["shared", "local"])
+def test_a_vector_of_doubles_and_a_double_label_are_an_error_that_names_them_and_can_be_cast(spark, tmp_path, storage):
+    rows = [(Vectors.dense(x), float(y)) for x, y in zip(*map(np.ndarray.tolist, blobs(200).values()), strict=True)]
+    df = spark.createDataFrame(rows, ["features", "label"])
+    cast = "{features: float32, label: int64}"
+    with pytest.raises(ValueError, match=rf"'features' is float64, 'label' is float64; set data.cast: {cast}"):
+        spark_dl.train(df, MLP, small_config(2, storage=storage), run_dir=str(tmp_path / "run"))
+    config = small_config(2, storage=storage, data={"cast": {"features": "float32", "label": "int64"}})
+    result = spark_dl.train(df, MLP, config, run_dir=str(tmp_path / "cast"))
+    assert spark_dl.evaluate(df, MLP, result.checkpoint)["rows"] == 200
+    assert spark_dl.predict(df, MLP, result.checkpoint).select("prediction").count() == 200
+
+
+@pytest.mark.modes("local")
+def test_predict_does_not_ask_for_labels_and_weights(spark, points, tmp_path):
+    df = points.withColumn("w", F.lit(1.0)).withColumn("kind", F.col("label"))
+    data = {"label": None, "labels": ("label", "kind"), "weight": "w"}
+    spec = ModelSpec(build=build_mlp, loss=CrossEntropyOfKind())
+    result = spark_dl.train(df, spec, small_config(2, data=data), run_dir=str(tmp_path / "run"))
+    predicted = spark_dl.predict(points.select("features"), spec, result.checkpoint)
+    assert predicted.columns == ["features", "prediction"]
+    assert predicted.count() == 500
+
+
+class CrossEntropyOfKind:
+    def __call__(self, output, batch):
+        assert torch.equal(batch["kind"], batch["label"])
+        return functional.cross_entropy(output, batch["kind"], reduction="none")
+
+
+@pytest.mark.slow_in("local-cluster", "connect")
+def test_an_interrupt_ends_the_job_that_writes_shards_and_frees_its_slots(spark, tmp_path):
+    """As in a notebook, whose cells are interrupted by a KeyboardInterrupt in the main thread."""
+    started = tmp_path / "started"
+
+    def wait(batches):
+        for batch in batches:
+            started.touch()
+            time.sleep(600)
+            yield batch
+
+    df = spark.range(0, 100, 1, 40).selectExpr("CAST(id AS FLOAT) AS features", "id AS label")
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # not PySpark's, which cancels all jobs
+    thread = threading.Thread(target=interrupt_once, args=(started,))
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            spark_dl.train(df.mapInArrow(wait, df.schema), MLP, small_config(2), run_dir=str(tmp_path / "run"))
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        thread.join()
+    assert list((tmp_path / "run").rglob("*.parquet")) == []
+    assert spark_dl.launch(os.getpid, num_ranks=4, settings=spark_dl.Launch(start_timeout_s=30))  # all slots
+
+
+def interrupt_once(started):
+    end = time.monotonic() + 60
+    while not started.exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
 
 @pytest.mark.modes("local")

@@ -96,8 +96,8 @@ def test_the_package_is_found():
 
 @pytest.mark.parametrize("name", MODULES)
 def test_pyspark_is_imported_on_the_driver_s_side_and_when_it_is_needed(name):
-    driver_side = ("cli/", "driver.py", "prepare.py", "check.py", "inputs.py", "predict.py", "data/write/",
-                   "data/store/", "data/local.py", "launch/", "ml/", "baselines/", "bench/")  # fmt: skip
+    driver_side = ("cli/", "driver.py", "prepare.py", "checks/settings.py", "inputs.py", "predict.py", "data/write/",
+                   "data/store/", "data/local.py", "launch/", "ml/", "scoring/", "baselines/", "bench/")  # fmt: skip
     for found in imports_of(MODULES[name]):
         if top_name(found.module) == "pyspark":
             assert name.startswith(driver_side), f"{name} imports {found.module}"
@@ -119,7 +119,7 @@ def test_horovod_is_imported_in_its_strategy_alone(name):
 
 @pytest.mark.parametrize("part", ["data", "launch", "parallel"])
 def test_data_launch_and_parallel_know_only_themselves_and_what_is_common(part):
-    common = {"_version", "config", "spec", "storage", "world"}
+    common = {"_version", "config", "spark_job", "spec", "storage", "world"}
     for name, path in files(f"{part}/").items():
         for module in ours(path):
             if name == "launch/daemon.py" and not module:  # an entry of its own, which imports all there is
@@ -221,7 +221,7 @@ ON_RANKS = ("data/", "launch/", "parallel/", "baselines/servers/", "rundir/", "t
 
 @pytest.mark.parametrize("name", files(*ON_RANKS))
 def test_what_runs_on_ranks_knows_nothing_of_the_driver_s_side(name):
-    above = {"driver", "prepare", "check", "inputs", "cli", "predict", "notebook", "ml", "bench"}
+    above = {"driver", "prepare", "inputs", "cli", "predict", "notebook", "ml", "scoring", "bench"}
     found = ours(MODULES[name])
     assert not {module.split(".")[0] for module in found} & above
     assert not [module for module in found if module.startswith("baselines.driver_loop")]
@@ -229,8 +229,8 @@ def test_what_runs_on_ranks_knows_nothing_of_the_driver_s_side(name):
 
 @pytest.mark.parametrize("name", files("baselines/"))
 def test_baselines_are_made_of_what_all_ways_of_training_have_in_common(name):
-    common = {"_version", "baselines", "config", "data", "gather", "launch", "loop", "parallel", "rundir", "spec",
-              "training", "world"}  # fmt: skip
+    common = {"_version", "baselines", "config", "data", "gather", "launch", "loop", "parallel", "rundir",
+              "spark_job", "spec", "training", "world"}  # fmt: skip
     assert {module.split(".")[0] for module in ours(MODULES[name])} <= common
 
 

@@ -33,10 +33,11 @@ from spark_dl.baselines.driver_loop.rank_task import Attempt, Step, part_of_rank
 from spark_dl.config import Config
 from spark_dl.data.columns.batch import StepBatches
 from spark_dl.data.load.build import BatchLoader, build_train_loader
-from spark_dl.launch import payload, preflight
+from spark_dl.launch import payload
 from spark_dl.launch.failure import root_cause
 from spark_dl.parallel.generators import generators_kept
 from spark_dl.parallel.trainable import Scaler, Trainable, build_optimizer
+from spark_dl.spark_job import is_connect
 from spark_dl.spec import Batch, Run
 from spark_dl.training.finite import NotFiniteError
 from spark_dl.world import World
@@ -81,7 +82,7 @@ def train(
 
 def check(spark: Any, config: Config) -> None:
     """Raises ValueError for a session without RDDs. Called before the first job."""
-    if preflight.is_connect(spark):
+    if is_connect(spark):
         raise ValueError(
             f"parallel.strategy: {config.parallel.strategy!r} uses RDDs, which Spark Connect does not have; use a "
             "classic session (a spark.master instead of sc://), or another strategy, such as ddp"

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from spark_dl.config import Data
+from spark_dl.data.columns.inputs import cast_cells, cast_columns, row_weights
 from spark_dl.data.columns.ragged import Array, Ragged, concatenate, pad, padded_bytes
 from spark_dl.data.columns.schema import Column
 
@@ -40,20 +42,22 @@ class StepBatches:
     step: int
     """Number of the step in its epoch."""
     micro_batches: list[Batch]
-    """Columns by name, [rows, *cell], and `weight`, [rows] float32; on the CPU. Ragged columns as in `build_batch`."""
+    """Columns by name, [rows, *cell], and `weight`, [rows] float32: 1, or the value of `data.weight`, for a true row,
+    0 for padding. On the CPU. Ragged columns as in `build_batch`."""
     rows: int
     """True rows of the global batch, over all ranks."""
 
 
 def build_batch(columns: Sequence[Column], cells: Sequence[Array | Ragged], ragged: str) -> Batch:
-    """Makes tensors of arrays, sharing their memory.
+    """Makes tensors of arrays, sharing their memory if they have the dtypes of the columns. # cells: of each column
 
     With `ragged="pad"` a ragged column becomes `name`, [rows, longest, *inner], padded with zeros, and `name_mask`,
     [rows, longest] bool. With `ragged="offsets"` it becomes `name`, [values, *inner], concatenated, and
     `name_offsets`, [rows + 1] int64.
     """
     batch: Batch = {}
-    for column, values in zip(columns, cells, strict=True):
+    for column, stored in zip(columns, cells, strict=True):
+        values = cast_cells(column.name, stored, column.dtype)
         if not isinstance(values, Ragged):
             batch[column.name] = torch.from_numpy(values)
         elif ragged == "pad":
@@ -70,7 +74,9 @@ def build_batch(columns: Sequence[Column], cells: Sequence[Array | Ragged], ragg
 class BatchBuilder:
     """Builds the micro-batches of a step of one rank."""
 
-    columns: Sequence[Column]
+    stored: Sequence[Column]
+    """The columns of the dataset, in the order of `data.columns`."""
+    data: Data
     micro_batches: int = 1
     ragged: str = "pad"
     prepare: Prepare | None = None
@@ -80,6 +86,11 @@ class BatchBuilder:
     """Maximum bytes of the micro-batches of a step; None for no limit."""
     memory_setting: str = ""
     """The setting of the memory limit, for error messages."""
+
+    @functools.cached_property
+    def columns(self) -> tuple[Column, ...]:
+        """The columns in the dtypes of `data.cast`."""
+        return cast_columns(self.stored, self.data.cast)
 
     def bytes_of(self, parts: Sequence[StepRows], key: Sequence[int]) -> int:
         """Bytes of what `build` makes of these rows, before `prepare`.
@@ -112,6 +123,10 @@ class BatchBuilder:
         return WEIGHT_BYTES + sum(c.value_bytes for c in self.columns if not c.is_ragged)
 
     @functools.cached_property
+    def _weight_index(self) -> int:
+        return [c.name for c in self.stored].index(self.data.weight or "")
+
+    @functools.cached_property
     def _ragged(self) -> list[tuple[int, Column]]:
         return [(i, c) for i, c in enumerate(self.columns) if c.is_ragged]
 
@@ -140,7 +155,11 @@ class BatchBuilder:
             # Arrays are concatenated before they become tensors: longest rows and offsets differ between datasets.
             cells = [concatenate(c) for c in zip(*(piece.cells for piece in pieces), strict=True)]
             batch = build_batch(self.columns, cells, self.ragged)
-            batch["weight"] = torch.from_numpy(np.concatenate([piece.weight for piece in pieces]))
+            weight = np.concatenate([piece.weight for piece in pieces])
+            if self.data.weight is not None:
+                del batch[self.data.weight]
+                weight = row_weights(self.data.weight, cells[self._weight_index], weight)
+            batch["weight"] = torch.from_numpy(weight)
             if self.prepare is not None:
                 batch = dict(self.prepare(batch, (*key, i)))
             batches.append({name: t.pin_memory() for name, t in batch.items()} if self.pin else batch)

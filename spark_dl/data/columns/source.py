@@ -67,12 +67,13 @@ class BadCellsError(ValueError):
         self.row, self.found, self.expected = row, found, expected
 
 
-def check_batch_names(names: Sequence[str], ragged: Sequence[str]) -> None:
+def check_batch_names(names: Sequence[str], ragged: Sequence[str], weight: str | None = None) -> None:
     """Raises ValueError for column names that batches reserve. # ragged: the ragged columns among the names
 
     A batch has the weights of its rows as `weight`, and the mask or the offsets of each ragged column.
+    weight: the column of `data.weight`, which may have this name.
     """
-    taken = {"weight": "the weights of its rows"}
+    taken = {} if weight == "weight" else {"weight": "the weights of its rows"}
     for name in ragged:
         taken |= {f"{name}_mask": f"the mask of {name!r}", f"{name}_offsets": f"the offsets of {name!r}"}
     for name in names:

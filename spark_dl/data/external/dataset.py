@@ -79,7 +79,7 @@ def open_parquet(
         n: {**({"values": list(vocabularies[n])} if n in vocabularies else {}), **data.encode.get(n, {})} for n in names
     }
     columns = tuple(external_column(name, base, files, partitions, fields, settings[name], data) for name in names)
-    check_batch_names(names, [c.name for c in columns if c.is_ragged])
+    check_batch_names(names, [c.name for c in columns if c.is_ragged], data.weight)
     schema.check_reference_columns(columns, reference_columns)
     _check_same_columns(url, files, [c.name for c in columns if c.codec != "partition"])
     _check_nulls(url, files, columns, data)

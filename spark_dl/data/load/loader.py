@@ -92,8 +92,9 @@ class Loader:
         )
         self._rank = rank
         self._builder = BatchBuilder(
-            self._rows.columns, micro_batches, loader.ragged, prepare, pin, memory=self._budget, memory_setting=setting
-        )
+            self._rows.columns, config.data, micro_batches, loader.ragged, prepare, pin, memory=self._budget,
+            memory_setting=setting,
+        )  # fmt: skip
         # Selecting the rows of a split copies them. Filling NaN and Inf copies all rows.
         has_split = split != "all" and train.validation_fraction > 0
         copies = 1 + has_split + (config.data.nonfinite == "fill" and not shards.is_checked)

@@ -149,7 +149,7 @@ class MixedLoader:
         self._rank = rank
         memory_mib = config.loader.memory_mib
         self._builder = BatchBuilder(
-            self.columns, micro_batches, config.loader.ragged, prepare, pin, memory=memory_mib << 20,
+            self.columns, config.data, micro_batches, config.loader.ragged, prepare, pin, memory=memory_mib << 20,
             memory_setting=memory_setting(memory_mib),
         )  # fmt: skip
         self._ready_bytes = (memory_mib << 20) // READY_SHARE

@@ -60,7 +60,7 @@ class PetastormLoader:
         self._shards, self._config = shards, config
         self._rank, self._world_size = rank, world_size
         self._shuffle = shuffle and config.loader.shuffle
-        self._build = BatchBuilder(self.columns, micro_batches, config.loader.ragged, prepare, pin).build
+        self._build = BatchBuilder(self.columns, config.data, micro_batches, config.loader.ragged, prepare, pin).build
         _check_metadata(shards.url)
         self._petastorm = _import_petastorm()
         self.plan = PetastormPlan(self._dealt_rows(), config.train.global_batch_size, every_row=not shuffle)

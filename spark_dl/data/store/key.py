@@ -56,6 +56,8 @@ _CONF = (
 )  # fmt: skip
 """Session settings that change the result of a plan."""
 _STAT_THREADS = 16
+_OF_BATCHES = ("labels", "weight", "cast")
+"""Settings of `data` that do not change the content of shards, beside the names of the columns."""
 
 
 class NoKeyError(Exception):
@@ -80,7 +82,7 @@ def store_key(
     content = {
         **({"name": name} if name is not None else _plan(df)),
         "schema": df.schema.jsonValue(),
-        "data": dataclasses.asdict(data),
+        "data": {k: v for k, v in dataclasses.asdict(data).items() if k not in _OF_BATCHES},
         "layout": [layout.rows_per_row_group, layout.rows_per_shard],
         "columns": list(columns or data.columns),
         "words": {c.name: c.encoding.vocabulary for c in reference_columns if c.encoding.vocabulary is not None},

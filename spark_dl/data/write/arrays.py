@@ -52,7 +52,7 @@ def write_arrays(
                 "or change the array"
             )
         written.append(Column(name, str(values.dtype), shape, codec, mean_size=mean))
-    source.check_batch_names([*columns], [c.name for c in written if c.is_ragged])
+    source.check_batch_names([*columns], [c.name for c in written if c.is_ragged], data.weight)
     old, token = prepare_folder(url, overwrite=False), uuid.uuid4().hex[:8]
     writer = ShardWriter(url, f"part-{token}", tuple(written), *rows_per_file(written, shards or Shards()))
     writer.append(list(columns.values()))

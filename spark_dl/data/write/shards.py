@@ -71,7 +71,7 @@ def write_shards(
     data, layout = data or Data(), shards or Shards()
     url = storage.absolute(url)
     names = tuple(columns or data.columns)
-    spark_types.source_columns(df.schema, names, data.encode, data.fill)  # checked before the folder is changed
+    spark_types.source_columns(df.schema, names, data.encode, data.fill, weight=data.weight)  # before any change
     old = prepare_folder(url, overwrite)
     selected, sources = select_sources(df, names, data, layout, reference_columns)
     token = uuid.uuid4().hex[:8]  # distinguishes these files from those of a killed writer whose tasks still run
@@ -103,7 +103,7 @@ def select_sources(
     Runs Spark jobs for vocabularies and mean sizes. Raises ValueError for a missing column, and for types or settings
     that cannot become a tensor.
     """
-    sources = spark_types.source_columns(df.schema, names, data.encode, data.fill)
+    sources = spark_types.source_columns(df.schema, names, data.encode, data.fill, weight=data.weight)
     sources = with_vocabularies(df, sources, data.encode, vocabularies_of(reference_columns))
     if not layout.has_layout:  # otherwise the size of cells is not needed
         sources = with_mean_sizes(df, sources)

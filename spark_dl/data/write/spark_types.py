@@ -37,9 +37,16 @@ _NUMBERS = {
 
 
 def source_columns(
-    schema: StructType, names: Sequence[str], encode: Settings | None = None, fill: Mapping[str, Any] | None = None
+    schema: StructType,
+    names: Sequence[str],
+    encode: Settings | None = None,
+    fill: Mapping[str, Any] | None = None,
+    *,
+    weight: str | None = None,
 ) -> tuple[SourceColumn, ...]:
     """The source columns of a DataFrame, with `data.encode` and `data.fill` applied. Called on the driver.
+
+    weight: the column of `data.weight`.
 
     Raises ValueError for a missing column, with the nearest name, for a type that cannot become a tensor, and for
     settings that do not fit the type.
@@ -54,7 +61,7 @@ def source_columns(
         if value is not None:
             _check_spark_fill(column, value, found)
         columns.append(dataclasses.replace(column, path=path, fill=value))
-    check_batch_names(names, [c.name for c in columns if c.ragged])
+    check_batch_names(names, [c.name for c in columns if c.ragged], weight)
     return tuple(columns)
 
 

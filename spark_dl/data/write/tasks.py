@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from spark_dl.config.checks import missing_on_executors
 from spark_dl.data.dataset.manifest import CANNOT_WRITE
 from spark_dl.data.write.partition import PartitionResult
+from spark_dl.spark_job import collect
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 def run_tasks(df: DataFrame, task: Any) -> list[PartitionResult]:
     """Runs a task over the partitions of a DataFrame. Raises RuntimeError, with its cause, if a task cannot write."""
     try:
-        rows = df.mapInArrow(task, "part string").collect()
+        rows = collect(df.mapInArrow(task, "part string"))
     except Exception as error:  # Spark Connect and classic Spark have different classes
         if found := re.search(rf"^\s*RuntimeError: ({CANNOT_WRITE}.*)$", str(error), re.MULTILINE):
             raise RuntimeError(found.group(1)) from error

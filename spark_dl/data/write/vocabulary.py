@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from spark_dl.data.columns.encoding import MAX_VOCABULARY, Settings
 from spark_dl.data.columns.source import SourceColumn
+from spark_dl.spark_job import collect
 
 if TYPE_CHECKING:
     from pyspark.sql import Column as Expression
@@ -57,7 +58,7 @@ def _count_vocabularies(
     least = F.lit(1)
     for i, s in settings.items():
         least = F.when(F.col("i") == i, s.get("min_count", 1)).otherwise(least)
-    rows = counts.filter(F.col("count") >= least).limit(sum(most.values()) + 1).collect()
+    rows = collect(counts.filter(F.col("count") >= least).limit(sum(most.values()) + 1))
     found: dict[int, list[tuple[int, str]]] = {i: [] for i in columns}
     for row in rows:
         found[row["i"]].append((-row["count"], row["word"]))
@@ -94,7 +95,7 @@ def with_mean_sizes(df: DataFrame, columns: Sequence[SourceColumn]) -> tuple[Sou
         for c in varying.values()
     ]
     sample = df.select(*(size.alias(f"s{i}") for i, size in zip(varying, sizes, strict=True))).limit(_SAMPLE_ROWS)
-    means = sample.agg(*(F.avg(f"s{i}").alias(f"s{i}") for i in varying)).collect()[0]
+    means = collect(sample.agg(*(F.avg(f"s{i}").alias(f"s{i}") for i in varying)))[0]
     return tuple(replace(c, mean_size=means[f"s{i}"]) if i in varying else c for i, c in enumerate(columns))
 
 

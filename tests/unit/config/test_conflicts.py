@@ -41,6 +41,7 @@ EXCLUSIVE = [  # the key that the error names, and settings of which each is val
     ("shards.storage", SEQUENCES, LOCAL),
     ("data.filters", SEQUENCES, FILTERS),
     ("loader.reader", SEQUENCES, PETASTORM),
+    ("data.weight", SEQUENCES, {"weight": "w"}),
     ("train.metrics", {"label": None}, METRICS),
     ("launch.num_ranks", {"parallel": Single()}, {"num_ranks": 2}),
     ("launch.num_ranks", {"parallel": DPSingleProcess()}, {"num_ranks": 3}),
@@ -196,3 +197,10 @@ def test_ranks_that_compute_nothing_cannot_be_slow(strategy):
 def test_servers_do_not_train():
     assert with_servers(num_servers=3).num_trainers == 1
     assert Config().num_trainers == 1
+
+
+def test_a_metric_of_a_column_that_is_not_read_is_an_error_with_the_nearest_name():
+    metrics = {"accuracy": {"class": "MulticlassAccuracy", "label": "kid"}}
+    with pytest.raises(ValueError, match=r"train.metrics.accuracy.label: no column 'kid' is read.*'kind'.*data.labels"):
+        make_config(metrics=metrics, labels=("kind",))
+    assert make_config(metrics=metrics, labels=("kid",), label=None).train.metrics == metrics

@@ -1,5 +1,6 @@
 """Events from ranks to the driver: in order, only from those who know the secret, and never the end of the listener."""
 
+import concurrent.futures
 import contextlib
 import json
 import queue
@@ -255,3 +256,62 @@ def test_an_event_that_cannot_be_sent_does_not_lose_the_rank(event):
         assert listener.events.empty()
     finally:
         listener.close()
+
+
+def meet(senders, timeout_s=WAIT_S):
+    """What each of these ranks gets when it sends its own name."""
+    with concurrent.futures.ThreadPoolExecutor(len(senders)) as pool:
+        return list(pool.map(lambda s: s.exchange(f"rank of task {s._task}", timeout_s), senders))
+
+
+@pytest.fixture
+def meeting():
+    """A listener where three ranks meet, and a function that makes the senders of some tasks."""
+    before = set(threading.enumerate())
+    listener, senders = Listener("127.0.0.1", num_ranks=3), []
+
+    def connect(*tasks, address=None):
+        senders.extend(Sender(address or listener.address, task) for task in tasks)
+        return senders[-len(tasks) :]
+
+    yield listener, connect
+    for sender in senders:
+        sender.close()
+    listener.close()
+    wait_until(lambda: set(threading.enumerate()) <= before)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
+def test_ranks_get_the_messages_of_all_by_task(meeting, order):
+    _, connect = meeting
+    assert meet(connect(*order)) == [["rank of task 0", "rank of task 1", "rank of task 2"]] * 3
+
+
+def test_ranks_that_cannot_all_reach_the_driver_meet_elsewhere_and_so_do_those_that_come_later(meeting, monkeypatch):
+    listener, connect = meeting
+    monkeypatch.setattr(watch, "_MEETING_S", 0.2)
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        nobody = Address("127.0.0.1", closed.getsockname()[1], listener.address.secret)
+        assert meet([*connect(0, 1), *connect(2, address=nobody)]) == [None] * 3
+    assert meet(connect(2)) == [None]
+
+
+def test_without_an_address_ranks_meet_elsewhere():
+    assert Sender(None, 0).exchange("here", WAIT_S) is None
+
+
+def test_a_driver_that_ends_while_ranks_meet_is_an_error_on_them(meeting):
+    listener, connect = meeting
+    senders = connect(0, 1)
+    timer = threading.Timer(0.3, listener.close)
+    timer.start()
+    with pytest.raises(RuntimeError, match="the driver has closed its connection while the ranks met"):
+        meet(senders)
+    timer.join()
+
+
+def test_a_driver_that_does_not_answer_is_an_error_in_bounded_time(meeting):
+    _, connect = meeting
+    with pytest.raises(RuntimeError, match=r"the driver did not answer within 0.2 s \(launch.start_timeout_s\)"):
+        meet(connect(0), timeout_s=0.2)

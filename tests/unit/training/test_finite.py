@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from spark_dl import Train
-from spark_dl.evaluate import build_metric
 from spark_dl.training import early_stop
 from spark_dl.training.finite import (
     GRADIENT,
@@ -19,6 +18,7 @@ from spark_dl.training.finite import (
     check_loss_scale,
     is_finite,
 )
+from spark_dl.training.row_metrics import build_metric
 from spark_dl.training.state import Progress
 
 CPU = torch.device("cpu")
@@ -160,7 +160,7 @@ def test_a_metric_of_several_values_is_an_error_that_names_the_setting():
     ids=str,
 )
 def test_metrics_of_several_values_are_found_on_made_up_rows(args, scalar):
-    metric = build_metric("m", args)
+    metric = build_metric("m", args, "label").metric
     if scalar:
         early_stop.check_scalar("m", metric)
     else:

@@ -17,7 +17,7 @@ def test_only_lines_that_are_new_are_news(tmp_path):
     poll = metrics.follow(str(tmp_path))
     assert poll() == []
     write(tmp_path, first, second)
-    assert poll() == [{**second, "kind": "metrics step"}]
+    assert poll() == [{**second, "kind": "step"}]
     assert poll() == []
 
 

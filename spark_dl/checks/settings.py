@@ -8,33 +8,23 @@ from typing import Any
 from spark_dl import strategies
 from spark_dl.config import Config
 from spark_dl.data.dataset.records import ShardSet
-from spark_dl.evaluate import build_metric
 from spark_dl.inputs import as_written
 from spark_dl.launch import payload, preflight
 from spark_dl.spec import ModelSpec
 from spark_dl.training.early_stop import check_scalar
-
-
-def find_session(data: Any) -> Any:
-    """Returns the session of a DataFrame, or of this thread, or the default one. Raises RuntimeError without one."""
-    if hasattr(data, "sparkSession"):
-        return data.sparkSession
-    from pyspark.errors import PySparkRuntimeError
-    from pyspark.sql import SparkSession
-
-    try:
-        return SparkSession.active()  # of this thread, or the default one
-    except PySparkRuntimeError as error:
-        raise RuntimeError("no active Spark session; create one: SparkSession.builder.getOrCreate()") from error
+from spark_dl.training.row_metrics import build_metrics
 
 
 def check_settings(spark: Any, spec: ModelSpec, config: Config, *, has_validation: bool) -> None:
     """Raises ValueError for invalid settings and functions, RuntimeError if the cluster is too small."""
     strategies.find(config.parallel.strategy).check(spark, config)
-    for name, args in config.train.metrics.items():
-        metric = build_metric(name, args)
-        if name == config.train.early_stop_metric:
-            check_scalar(name, metric)
+    metrics = build_metrics(spec, config)
+    stops_at, known = config.train.early_stop_metric, ["loss", *(m.name for m in metrics)]
+    if stops_at is not None and stops_at not in known:
+        raise ValueError(f"train.early_stop_metric: expected one of {known}, found {stops_at!r}")
+    for metric in metrics:
+        if metric.name == stops_at and metric.function is None:
+            check_scalar(metric.name, metric.metric)
     if config.train.early_stop_metric and not (has_validation or config.train.validation_fraction):
         raise ValueError(
             "train.early_stop_metric: needs validation rows; set train.validation_fraction, or pass validation"

@@ -1,0 +1,75 @@
+"""A trial step on the driver: finds columns whose dtype does not fit the model, before ranks are started.
+
+Spark ML vectors and labels are float64, and most models are float32. Without this check, PyTorch raises an error on the
+ranks that names no column.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from spark_dl.config import Config
+from spark_dl.data.columns.batch import build_batch
+from spark_dl.data.columns.inputs import cast_columns, two_rows_of_zeros
+from spark_dl.data.columns.schema import Column
+from spark_dl.spec import ModelSpec, weighted_loss_sum
+
+_IS_ABOUT_DTYPES = re.compile(r"dtype|scalar type|Double|Half|not implemented for '(Int|Short|Char|Byte|Bool)'")
+
+
+def check_dtypes(spec: ModelSpec, columns: Sequence[Column], config: Config) -> None:
+    """Raises ValueError if the model or the loss cannot take the dtype of a column, with the setting that casts it.
+
+    Called on the driver. Builds the model and computes a step with two rows of zeros, but only if a feature is float64
+    or float16, or a label is neither float32 nor int64. Other errors of the step are left to the ranks.
+    columns: the columns that are read.
+    """
+    dtypes = {c.name: c.dtype for c in cast_columns(columns, config.data.cast)}
+    features = [name for name in config.data.features if dtypes[name] in ("float64", "float16")]
+    labels = [n for n in (config.data.label, *config.data.labels) if n and dtypes[n] not in ("float32", "int64")]
+    if not features and not labels:
+        return
+    with torch.random.fork_rng(devices=[]):
+        try:
+            model = spec.build_to_train().eval()
+        except Exception:
+            return  # the ranks raise it, with their devices
+        error = _failure(spec, model, columns, config, {})
+        if error is None:
+            return
+        choices = itertools.product([{}, dict.fromkeys(features, "float32")], _label_casts(labels))
+        for casts in ({**a, **b} for a, b in choices):
+            if casts and _failure(spec, model, columns, config, casts) is None:
+                found = ", ".join(f"{name!r} is {dtypes[name]}" for name in casts)
+                setting = ", ".join(f"{name}: {dtype}" for name, dtype in casts.items())
+                raise ValueError(
+                    f"the model or the loss does not take the dtype of a column: column {found}; set data.cast: "
+                    f"{{{setting}}}, or cast it in the DataFrame (PyTorch: {error})"
+                ) from error
+
+
+def _label_casts(labels: Sequence[str]) -> list[dict[str, str]]:
+    return [{}, *(dict.fromkeys(labels, dtype) for dtype in ("float32", "int64") if labels)]
+
+
+def _failure(
+    spec: ModelSpec, model: nn.Module, columns: Sequence[Column], config: Config, casts: Mapping[str, str]
+) -> Exception | None:
+    """Returns the error about dtypes of a step with two rows of zeros; None if there is none."""
+    read = [c for c in cast_columns(columns, {**config.data.cast, **casts}) if c.name != config.data.weight]
+    if config.sequences is not None:
+        read = [dataclasses.replace(c, shape=(config.sequences.length, *c.shape)) for c in read]
+    batch = build_batch(read, [two_rows_of_zeros(c) for c in read], config.loader.ragged)
+    batch["weight"] = torch.ones(2)
+    try:
+        _, total = weighted_loss_sum(spec, model, spec.prepare(batch), config)
+        total.backward()
+    except Exception as error:
+        return error if _IS_ABOUT_DTYPES.search(str(error)) else None
+    return None

@@ -1,0 +1,59 @@
+"""From stored cells to those of a batch: the dtypes of `data.cast`, and the weights of `data.weight`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from spark_dl.data.columns.ragged import Array, Ragged, from_lengths
+from spark_dl.data.columns.schema import Column
+
+
+def cast_columns(columns: Sequence[Column], cast: Mapping[str, str]) -> tuple[Column, ...]:
+    """Returns the columns as they are in a batch, with the dtypes of `data.cast`."""
+    return tuple(dataclasses.replace(c, dtype=cast.get(c.name, c.dtype)) for c in columns)
+
+
+def cast_cells(name: str, cells: Array | Ragged, dtype: str) -> Array | Ragged:
+    """Returns cells in another dtype; the same cells if they have it already.
+
+    Numbers are rounded to the nearest value of a floating-point dtype. Raises ValueError for a number that is too large
+    for the dtype, and for a fraction or NaN where the dtype is an integer or bool.
+    """
+    values: Any = cells.values if isinstance(cells, Ragged) else cells
+    if str(values.dtype) == dtype:
+        return cells
+    with np.errstate(all="ignore"):
+        found = values.astype(dtype)
+        is_same = np.isfinite(found) == np.isfinite(values) if found.dtype.kind == "f" else found == values
+    if not is_same.all():
+        raise ValueError(
+            f"column {name!r}: found the value {values[~is_same][0]} of {values.dtype}, expected values that "
+            f"{dtype} can hold (data.cast.{name}); choose another dtype, or change the values"
+        )
+    return Ragged(found, cells.offsets) if isinstance(cells, Ragged) else found
+
+
+def two_rows_of_zeros(column: Column) -> Array | Ragged:
+    """Returns cells to try a model with, in the stored dtype. # (2, *cell)"""
+    if column.is_ragged:
+        return from_lengths(np.zeros((2, *column.inner), dtype=column.dtype), np.ones(2, dtype=np.int64))
+    return np.zeros((2, *column.inner), dtype=column.dtype)
+
+
+def row_weights(name: str, cells: Array | Ragged, is_true_row: Array) -> Array:
+    """Returns the weights of rows from a column: 0 for padding. # is_true_row: (rows,) 1 or 0; returns (rows,) float32
+
+    Raises ValueError for a column with more than one value per row, and for negative weights, NaN and Inf.
+    """
+    if isinstance(cells, Ragged) or cells.ndim != 1:
+        raise ValueError(f"data.weight: expected one number per row in column {name!r}, found arrays")
+    weights = cells.astype(np.float32)
+    if not ((weights >= 0) & np.isfinite(weights)).all():
+        bad = cells[~((weights >= 0) & np.isfinite(weights))][0]
+        raise ValueError(f"data.weight: expected finite weights >= 0 in column {name!r}, found {bad}")
+    found: Array = weights * is_true_row
+    return found

@@ -1,0 +1,109 @@
+"""`TorchClassifier` and its model, with Spark's output columns."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from pyspark.ml.functions import array_to_vector
+from pyspark.ml.linalg import VectorUDT
+from pyspark.ml.param.shared import HasPredictionCol, HasProbabilityCol, HasRawPredictionCol
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F
+from pyspark.sql.types import ArrayType, DataType, DoubleType
+from torch import nn
+
+from spark_dl.config import Config
+from spark_dl.ml.estimator import TorchEstimator
+from spark_dl.ml.model import TorchModel
+from spark_dl.scoring.outputs import ClassColumns, Squeezed, single_output
+from spark_dl.scoring.scorer import Scorer
+from spark_dl.spec import ModelSpec
+
+
+class _ClassifierParams(HasPredictionCol, HasProbabilityCol, HasRawPredictionCol):
+    """Names of the columns that the model adds. An empty name leaves out the column."""
+
+    def output_columns(self) -> dict[str, str]:
+        """The names of the added columns, by what they have."""
+        found = {
+            "rawPrediction": self.getRawPredictionCol(),
+            "probability": self.getProbabilityCol(),
+            "prediction": self.getPredictionCol(),
+        }
+        return {kind: name for kind, name in found.items() if name}
+
+
+class TorchClassificationModel(TorchModel, _ClassifierParams):
+    """Adds `prediction` (double), `probability` and `rawPrediction` (vectors with one entry per class)."""
+
+    def _find_facts(self) -> dict[str, Any]:
+        output = single_output(self.trained.trial())
+        return {"numClasses": 2 if output.ndim == 1 or output.shape[1] == 1 else int(output.shape[1])}
+
+    @property
+    def numClasses(self) -> int:
+        """Number of classes."""
+        return int(self.facts["numClasses"])
+
+    @property
+    def scorer(self) -> Scorer:
+        """The model with the functions that compute its columns."""
+        spec = dataclasses.replace(self.trained.spec, predict=ClassColumns(self.output_columns()))
+        return dataclasses.replace(self.trained, spec=spec)
+
+    def _types(self, of_vectors: DataType) -> dict[str, DataType]:
+        columns = self.output_columns().items()
+        return {name: DoubleType() if kind == "prediction" else of_vectors for kind, name in columns}
+
+    def _arrow_fields(self) -> dict[str, DataType]:
+        return self._types(ArrayType(DoubleType()))
+
+    def _fields(self) -> dict[str, DataType]:
+        return self._types(VectorUDT())
+
+    def _transform(self, dataset: DataFrame) -> DataFrame:
+        found = super()._transform(dataset)
+        vectors = [name for kind, name in self.output_columns().items() if kind != "prediction"]
+        return found.withColumns({name: array_to_vector(F.col(f"`{name}`")) for name in vectors}) if vectors else found
+
+
+class TorchClassifier(TorchEstimator, _ClassifierParams):
+    """Trains a classifier: a model whose output are logits, one per class, or one per row for two classes.
+
+    The arguments are those of `TorchEstimator`, and `predictionCol`, `probabilityCol` and `rawPredictionCol`, whose
+    names can be empty. The label has the values 0 to classes - 1, of any numeric type; in batches it is int64, or
+    float32 for `BCEWithLogitsLoss`. The default loss is `CrossEntropyLoss`.
+    """
+
+    _model = TorchClassificationModel
+
+    def __init__(
+        self,
+        spec: ModelSpec | Callable[[], nn.Module],
+        config: Config | None = None,
+        *,
+        predictionCol: str | None = None,
+        probabilityCol: str | None = None,
+        rawPredictionCol: str | None = None,
+        **params: Any,
+    ):
+        super().__init__(spec, config, **params)
+        self.setParams(predictionCol=predictionCol, probabilityCol=probabilityCol, rawPredictionCol=rawPredictionCol)
+
+    def _spec_of(self, spec: Any) -> ModelSpec:
+        found = super()._spec_of(spec)
+        if found.predict is not None:
+            raise ValueError(
+                "spec.predict: expected none for a classifier, which adds Spark's columns; use TorchEstimator"
+            )
+        if isinstance(found.loss, nn.BCELoss):
+            raise ValueError("spec.loss: a classifier needs logits, found BCELoss; use BCEWithLogitsLoss")
+        return found
+
+    def _label_dtype(self) -> str | None:
+        return "float32" if isinstance(self.spec.loss, nn.BCEWithLogitsLoss) else "int64"
+
+    def _spec_to_train(self, config: Config) -> ModelSpec:
+        return dataclasses.replace(self.spec, forward=Squeezed(self.spec, config.data.features))

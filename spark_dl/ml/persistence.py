@@ -1,0 +1,135 @@
+"""Save and load of estimators and models: Spark's metadata, and the format of `scoring/saved_model.py`. No pickle."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pyspark
+from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReader, MLWriter
+from pyspark.sql import DataFrame
+
+from spark_dl import storage
+from spark_dl.config.checks import suggestion
+from spark_dl.config.load import build_config
+from spark_dl.scoring import names, saved_model
+from spark_dl.scoring.scorer import saved_scorer
+from spark_dl.spec import ModelSpec, build_loss
+
+if TYPE_CHECKING:
+    from spark_dl.ml.estimator import TorchEstimator
+    from spark_dl.ml.model import TorchModel
+
+_FUNCTIONS = ("build", "forward", "predict", "transform", "augment")
+_MODEL = "model"
+_has_session = int(pyspark.__version__.split(".")[0]) >= 4
+"""Whether Spark's writer of metadata takes a session; before Spark 4 it takes the SparkContext."""
+
+
+def select(df: DataFrame, columns: list[str]) -> DataFrame:
+    """Returns some columns of a DataFrame. Raises ValueError, with the nearest name, for a column that is missing."""
+    for name in columns:
+        if name not in df.columns:
+            raise ValueError(
+                f"no column {name!r} in the DataFrame{suggestion(name, df.columns)}; its columns are {df.columns}"
+            )
+    return df.select(*(f"`{name}`" for name in columns))
+
+
+class ModelWriter(MLWriter):
+    """Writes a model."""
+
+    def __init__(self, instance: TorchModel):
+        super().__init__()
+        self.instance = instance
+
+    def saveImpl(self, path: str) -> None:
+        """Writes the weights, and then the metadata."""
+        trained, kind = self.instance.trained, self.instance.getOrDefault(self.instance.saveFormat)
+        saved_model.write_saved_model(
+            storage.join(storage.absolute(path), _MODEL), trained.load(), trained.spec, trained.config,
+            trained.columns, format=kind,
+        )  # fmt: skip
+        _write_metadata(self, path, {"facts": self.instance.facts})
+
+
+class ModelReader(MLReader["TorchModel"]):
+    """Reads a model. Load only models that you trust: their functions are imported and called."""
+
+    def __init__(self, cls: type[TorchModel]):
+        super().__init__()
+        self._cls = cls
+
+    def load(self, path: str) -> TorchModel:
+        """Reads a model that `save` has written."""
+        metadata = _read_metadata(self, path)
+        saved = saved_model.read_saved_model(storage.join(storage.absolute(path), _MODEL))
+        model = self._cls(saved_scorer(saved), facts=metadata["facts"])
+        model._resetUid(metadata["uid"])
+        DefaultParamsReader.getAndSetParams(model, metadata)
+        return model
+
+
+class EstimatorWriter(MLWriter):
+    """Writes an estimator: its functions by importable names, its settings and its params."""
+
+    def __init__(self, instance: TorchEstimator):
+        super().__init__()
+        self.instance = instance
+
+    def saveImpl(self, path: str) -> None:
+        """Writes the metadata."""
+        spec = self.instance.spec
+        functions = {name: getattr(spec, name) for name in _FUNCTIONS}
+        extra = {
+            "functions": {n: names.name_of(function, f"spec.{n}") for n, function in functions.items() if function},
+            "metrics": {n: names.name_of(metric, f"spec.metrics[{n!r}]") for n, metric in spec.metrics.items()},
+            "loss": _name_of_loss(spec),
+            "config": self.instance.config.to_dict(),
+            "progress": self.instance.progress,
+        }
+        _write_metadata(self, path, extra)
+
+
+class EstimatorReader(MLReader["TorchEstimator"]):
+    """Reads an estimator."""
+
+    def __init__(self, cls: type[TorchEstimator]):
+        super().__init__()
+        self._cls = cls
+
+    def load(self, path: str) -> TorchEstimator:
+        """Reads an estimator that `save` has written."""
+        metadata = _read_metadata(self, path)
+        functions = {n: names.object_of(found, f"{path}: {n}") for n, found in metadata["functions"].items()}
+        metrics = {n: names.object_of(found, f"{path}: metrics") for n, found in metadata["metrics"].items()}
+        loss = metadata["loss"] if ":" not in metadata["loss"] else names.object_of(metadata["loss"], f"{path}: loss")
+        spec = ModelSpec(loss=loss, metrics=metrics, **functions)
+        estimator = self._cls(spec, build_config(metadata["config"]), progress=metadata["progress"])
+        estimator._resetUid(metadata["uid"])
+        DefaultParamsReader.getAndSetParams(estimator, metadata)
+        return estimator
+
+
+def _name_of_loss(spec: ModelSpec) -> Any:
+    """Returns a loss of `torch.nn` by its name, if it has only default arguments; else the name of a function."""
+    name = type(spec.loss).__name__
+    if type(spec.loss).__module__.startswith("torch.nn."):
+        if repr(vars(build_loss(name))) == repr(vars(spec.loss)):
+            return name
+        raise ValueError(
+            f"spec.loss: {name} has arguments, which the files of an estimator cannot hold; write a function at the "
+            "top of a module that calls it"
+        )
+    return names.name_of(spec.loss, "spec.loss")
+
+
+def _write_metadata(writer: MLWriter, path: str, extra: dict[str, Any]) -> None:
+    instance: Any = writer.instance  # type: ignore[attr-defined]
+    DefaultParamsWriter.saveMetadata(
+        instance, path, writer.sparkSession if _has_session else writer.sc, extraMetadata=extra
+    )
+
+
+def _read_metadata(reader: MLReader[Any], path: str) -> dict[str, Any]:
+    found: dict[str, Any] = DefaultParamsReader.loadMetadata(path, reader.sparkSession if _has_session else reader.sc)
+    return found

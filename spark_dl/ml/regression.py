@@ -1,0 +1,74 @@
+"""`TorchRegressor` and its model, with Spark's output column."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from pyspark.ml.param.shared import HasPredictionCol
+from pyspark.sql.types import DataType, DoubleType
+from torch import nn
+
+from spark_dl.config import Config
+from spark_dl.ml.estimator import TorchEstimator
+from spark_dl.ml.model import TorchModel
+from spark_dl.scoring.outputs import Squeezed, ValueColumn
+from spark_dl.scoring.scorer import Scorer
+from spark_dl.spec import ModelSpec
+
+
+class TorchRegressionModel(TorchModel, HasPredictionCol):
+    """Adds `prediction` (double)."""
+
+    def _find_facts(self) -> dict[str, Any]:
+        ValueColumn("prediction")(self.trained.trial())
+        return {"outputs": 1}
+
+    @property
+    def scorer(self) -> Scorer:
+        """The model with the function that computes its column."""
+        spec = dataclasses.replace(self.trained.spec, predict=ValueColumn(self.getPredictionCol()))
+        return dataclasses.replace(self.trained, spec=spec)
+
+    def _arrow_fields(self) -> dict[str, DataType]:
+        return {self.getPredictionCol(): DoubleType()}
+
+
+class TorchRegressor(TorchEstimator, HasPredictionCol):
+    """Trains a regressor: a model with one output per row, [rows] or [rows, 1].
+
+    The arguments are those of `TorchEstimator`, and `predictionCol`. The label is of any numeric type; in batches it is
+    float32. The default loss is `MSELoss`.
+    """
+
+    _model = TorchRegressionModel
+
+    def __init__(
+        self,
+        spec: ModelSpec | Callable[[], nn.Module],
+        config: Config | None = None,
+        *,
+        predictionCol: str | None = None,
+        **params: Any,
+    ):
+        super().__init__(spec, config, **params)
+        self.setParams(predictionCol=predictionCol)
+
+    def _spec_of(self, spec: Any) -> ModelSpec:
+        found = super()._spec_of(spec)
+        if found is not spec:
+            return ModelSpec(build=found.build, loss="MSELoss")
+        if found.predict is not None:
+            raise ValueError(
+                "spec.predict: expected none for a regressor, which adds Spark's column; use TorchEstimator"
+            )
+        if isinstance(found.loss, nn.CrossEntropyLoss):
+            raise ValueError('spec.loss: found CrossEntropyLoss for a regressor; set a loss, such as loss="MSELoss"')
+        return spec
+
+    def _label_dtype(self) -> str | None:
+        return "float32"
+
+    def _spec_to_train(self, config: Config) -> ModelSpec:
+        return dataclasses.replace(self.spec, forward=Squeezed(self.spec, config.data.features))

@@ -1,0 +1,170 @@
+"""Key columns of a dataset: read from its files as they are, with the types that they have in Spark."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from spark_dl import storage
+from spark_dl.config.checks import suggestion
+from spark_dl.data.columns.encoding import Encoding
+from spark_dl.data.dataset.records import ShardSet
+
+if TYPE_CHECKING:
+    from pyspark.sql.types import DataType
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key column."""
+
+    name: str
+    arrow: pa.DataType
+    """The type that it has in Spark."""
+    encoding: Encoding | None = None
+    """How its values are stored in a dataset of spark_dl; None for an external dataset."""
+    is_partition: bool = False
+
+    def spark_type(self) -> DataType:
+        """Returns the type of the column in Spark. Called on the driver."""
+        from pyspark.sql.pandas.types import from_arrow_type
+
+        return from_arrow_type(self.arrow)
+
+    def restore(self, stored: pa.Array) -> pa.Array:
+        """Returns stored values as they were before they were encoded."""
+        encoding = self.encoding
+        if encoding is None or encoding.kind == "number":
+            return stored.cast(self.arrow)
+        if encoding.vocabulary is not None:
+            words = [None, *encoding.vocabulary] if encoding.unknown == "zero" else [*encoding.vocabulary]
+            return pc.take(pa.array(words, pa.string()), stored)
+        ticks = stored.cast(pa.int32() if encoding.unit == "D" else pa.int64())
+        return ticks.view(_ticks(encoding)).cast(self.arrow)
+
+
+def find_keys(shards: ShardSet, names: Sequence[str]) -> tuple[Key, ...]:
+    """Returns the key columns of a dataset. Called on the driver.
+
+    Raises ValueError for a column that is missing, has several values per row, or cannot be restored.
+    """
+    if isinstance(names, str):
+        raise ValueError(f"keys: expected a list of columns, found {names!r}")
+    if not names:
+        return ()
+    return tuple(_external_keys(shards, names) if shards.external else [_own_key(shards, name) for name in names])
+
+
+class KeyReader:
+    """Reads the key columns of row groups. Used by one thread."""
+
+    def __init__(self, shards: ShardSet, found: Sequence[Key]):
+        self._shards, self._keys = shards, found
+        self._opened: tuple[int, pq.ParquetFile] | None = None
+
+    def read(self, group: int) -> dict[str, pa.Array]:
+        """Returns the key columns of a row group, by name."""
+        shard, number, rows = self._shards.shards.place_of(group)
+        stored = [key.name for key in self._keys if not key.is_partition]
+        table = self._open(shard).read_row_group(number, stored, use_threads=False) if stored else None
+        partition = dict(self._shards.shards.partition_of(shard))
+        found: dict[str, pa.Array] = {}
+        for key in self._keys:
+            if key.is_partition:
+                found[key.name] = pa.repeat(pa.scalar(_partition_value(partition[key.name]), key.arrow), rows)
+            else:
+                assert table is not None
+                found[key.name] = key.restore(_one_array(table.column(key.name)))
+        return found
+
+    def _open(self, shard: int) -> pq.ParquetFile:
+        if self._opened is None or self._opened[0] != shard:
+            url = storage.join(self._shards.url, self._shards.shards.name_of(shard))
+            self._opened = shard, _open_file(url)
+        return self._opened[1]
+
+
+def _external_keys(shards: ShardSet, names: Sequence[str]) -> list[Key]:
+    first = shards.shards[0]
+    file = _open_file(storage.join(shards.url, first.name))
+    schema = file.schema_arrow
+    leaves = [file.schema.column(i) for i in range(len(file.schema))]
+    instants = {leaf.path for leaf in leaves if leaf.physical_type == "INT96"}
+    partitions = dict(first.partition)
+    found = []
+    for name in names:
+        if name in partitions:
+            found.append(Key(name, pa.string(), is_partition=True))
+            continue
+        if name not in schema.names:
+            raise _missing(name, shards, [*schema.names, *partitions])
+        # Spark writes its timestamps as INT96, for which Arrow has no time zone.
+        arrow = pa.timestamp("us", "UTC") if name in instants else _as_in_spark(schema.field(name).type)
+        if arrow is None:
+            raise ValueError(f"keys: column {name!r} has type {schema.field(name).type}, expected one value per row")
+        found.append(Key(name, arrow))
+    return found
+
+
+def _own_key(shards: ShardSet, name: str) -> Key:
+    columns = {c.name: c for c in shards.columns}
+    if name not in columns:
+        raise _missing(name, shards, list(columns))
+    column, encoding = columns[name], columns[name].encoding
+    if column.shape or column.codec != "scalar":
+        raise ValueError(f"keys: column {name!r} has several values per row, expected one")
+    if encoding.kind == "number":
+        return Key(name, pa.from_numpy_dtype(np.dtype(column.dtype)), encoding)
+    if encoding.vocabulary is not None:
+        return Key(name, pa.string(), encoding)
+    if encoding.kind in ("timestamp", "duration"):
+        ticks = _ticks(encoding)
+        day = ticks if encoding.unit == "D" else None
+        return Key(
+            name, day or (pa.timestamp("us", "UTC") if encoding.kind == "timestamp" else pa.duration("us")), encoding
+        )
+    raise ValueError(
+        f"keys: column {name!r} is stored as {encoding.kind}, from which its values cannot be restored; choose a "
+        "column of numbers, times, or strings with a vocabulary"
+    )
+
+
+def _ticks(encoding: Encoding) -> pa.DataType:
+    if encoding.kind == "duration":
+        return pa.duration(encoding.unit)
+    return pa.date32() if encoding.unit == "D" else pa.timestamp(encoding.unit, "UTC")
+
+
+def _as_in_spark(arrow: pa.DataType) -> pa.DataType | None:
+    """Returns the type in which Spark holds such values; None for values that are no keys."""
+    if pa.types.is_timestamp(arrow):
+        return pa.timestamp("us", arrow.tz and "UTC")
+    if pa.types.is_dictionary(arrow):
+        return _as_in_spark(arrow.value_type)
+    unsigned: Mapping[pa.DataType, pa.DataType] = {
+        pa.uint8(): pa.int16(), pa.uint16(): pa.int32(), pa.uint32(): pa.int64(), pa.uint64(): pa.decimal128(20, 0),
+        pa.large_string(): pa.string(), pa.large_binary(): pa.binary(), pa.float16(): pa.float32(),
+    }  # fmt: skip
+    return None if pa.types.is_nested(arrow) else unsigned.get(arrow, arrow)
+
+
+def _open_file(url: str) -> pq.ParquetFile:
+    return pq.ParquetFile(storage.open_input(url), coerce_int96_timestamp_unit="us")
+
+
+def _partition_value(text: str) -> str | None:
+    return None if text == "__HIVE_DEFAULT_PARTITION__" else text
+
+
+def _one_array(column: pa.ChunkedArray) -> pa.Array:
+    return column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
+
+
+def _missing(name: Any, shards: ShardSet, known: list[str]) -> ValueError:
+    return ValueError(f"keys: no column {name!r} in the dataset {shards.url}{suggestion(str(name), known)}")

@@ -1,0 +1,248 @@
+"""Saved models: weights as safetensors, and everything else as JSON. Read without Spark and without unpickling.
+
+A folder has `model.json` and `model.safetensors`. The functions of the model are stored by their importable names, so
+their modules must be installed where the model is loaded. With `format="export"` the folder has `model.pt2`, a program
+of `torch.export`, instead of weights and names. It needs no module but torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import io
+import json
+import os
+import pickle
+import tempfile
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from spark_dl import storage
+from spark_dl.config import Config, Data, Loader
+from spark_dl.data.columns.batch import build_batch
+from spark_dl.data.columns.inputs import cast_columns, two_rows_of_zeros
+from spark_dl.data.columns.schema import Column
+from spark_dl.scoring import names
+from spark_dl.spec import ModelSpec
+
+Format = Literal["weights", "export"]
+DESCRIPTION, WEIGHTS, PROGRAM = "model.json", "model.safetensors", "model.pt2"
+_FORMAT, _VERSION = "spark_dl.model", 1
+_FUNCTIONS = ("build", "forward", "predict", "transform")
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """The description of a saved model."""
+
+    url: str
+    spec: ModelSpec
+    config: Config
+    """The settings of the features and of their batches; all others are defaults."""
+    columns: tuple[Column, ...]
+    """The features, as the model was trained on them."""
+
+
+def write_saved_model(
+    url: str | os.PathLike[str],
+    model: nn.Module,
+    spec: ModelSpec,
+    config: Config,
+    columns: Sequence[Column],
+    *,
+    format: Format = "weights",  # noqa: A002 - the word that Spark and torch use
+) -> None:
+    """Writes a model to a folder that is empty or does not exist. Called on the driver.
+
+    model: the trained model, on the CPU, in evaluation mode. columns: the features as trained.
+    Raises ValueError for a folder that is in use, for functions without an importable name (`format="weights"`), and
+    for models that `torch.export` does not take (`format="export"`).
+    """
+    if format not in ("weights", "export"):
+        raise ValueError(f"format: expected 'weights' or 'export', found {format!r}")
+    url = storage.absolute(url)
+    if storage.exists(url) and storage.list_names(url):
+        raise ValueError(f"cannot save a model to {url}: the folder is not empty; choose another one, or delete it")
+    described: dict[str, Any] = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "data": dataclasses.asdict(features_only(config.data)),
+        "ragged": config.loader.ragged,
+        "columns": [dataclasses.asdict(c) for c in columns],
+    }
+    if format == "weights":
+        functions = {name: getattr(spec, name) for name in _FUNCTIONS}
+        described["functions"] = {
+            name: names.name_of(function, f"spec.{name}") for name, function in functions.items() if function
+        }
+        content, file = safetensors.torch.save(_separate(model.state_dict())), WEIGHTS
+    else:
+        content, file = _exported(model, spec, config, columns), PROGRAM
+    described |= {"file": file, "sha256": hashlib.sha256(content).hexdigest()}
+    storage.make_folder(url)
+    storage.write_bytes(storage.join(url, file), content)
+    storage.write_bytes(storage.join(url, DESCRIPTION), json.dumps(described, indent=1).encode())
+
+
+def read_saved_model(url: str | os.PathLike[str]) -> SavedModel:
+    """Reads the description of a saved model, and imports its functions. Called on any side.
+
+    Load only models that you trust: it imports the modules that the file names, and calls `build`.
+    Raises ValueError if the folder has no model, or a function cannot be imported.
+    """
+    url = storage.absolute(url)
+    described = _read_description(url)
+    if described["file"] == PROGRAM:
+        spec = ModelSpec(build=functools.partial(load_model, url), loss=_no_loss)
+    else:
+        functions = {
+            name: names.object_of(found, f"{storage.join(url, DESCRIPTION)}: functions.{name}")
+            for name, found in described["functions"].items()
+        }
+        spec = ModelSpec(loss=_no_loss, **functions)
+    config = Config(data=Data(**described["data"]), loader=Loader(ragged=described["ragged"]))
+    return SavedModel(url, spec, config, tuple(Column.from_plain(c) for c in described["columns"]))
+
+
+def load_model(url: str | os.PathLike[str]) -> nn.Module:
+    """Loads a model of `save_model`, on the CPU, in evaluation mode. Needs no Spark. Called on any side.
+
+    Load only models that you trust: the modules that the files name are imported, and their functions called. Nothing
+    is unpickled. An exported program is called with the features in their order, and returns columns by name.
+
+    Raises ValueError as `read_saved_model` does, and if the file is damaged or the weights are those of another model.
+    """
+    url = storage.absolute(url)
+    described = _read_description(url)
+    path = storage.join(url, described["file"])
+    try:
+        content = storage.read_bytes(path)
+    except FileNotFoundError as error:
+        raise ValueError(f"{path} is missing; copy the whole folder of the model") from error
+    if hashlib.sha256(content).hexdigest() != described["sha256"]:
+        raise ValueError(f"{path} is damaged: its checksum is not that of {DESCRIPTION}; save the model again")
+    if described["file"] == PROGRAM:
+        _refuse_pickles(content, path)
+        return _Program(torch.export.load(io.BytesIO(content)).module())
+    model = read_saved_model(url).spec.build()
+    try:
+        model.load_state_dict(safetensors.torch.load(content))
+    except RuntimeError as error:
+        raise ValueError(f"the weights of {url} do not fit the model of its build function: {error}") from error
+    return model.eval()
+
+
+def _read_description(url: str) -> dict[str, Any]:
+    path = storage.join(url, DESCRIPTION)
+    try:
+        found = json.loads(storage.read_bytes(path))
+    except FileNotFoundError as error:
+        raise ValueError(f"{url} has no {DESCRIPTION}, so it is not a saved model; save_model writes one") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}; save the model again") from error
+    if not isinstance(found, dict) or found.get("format") != _FORMAT or found.get("version") != _VERSION:
+        raise ValueError(
+            f"{path}: expected the format {_FORMAT!r}, version {_VERSION}; save the model with this version of spark_dl"
+        )
+    return found
+
+
+def features_only(data: Data) -> Data:
+    """Returns the settings of the features, which is all that a model needs to predict."""
+    kept = set(data.features)
+
+    def of_features(settings: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in settings.items() if name in kept}
+
+    fill = of_features(data.fill)
+    can_fill = {"nulls": data.nulls, "nonfinite": data.nonfinite} if fill else {
+        "nulls": "error" if data.nulls == "fill" else data.nulls,
+        "nonfinite": "error" if data.nonfinite == "fill" else data.nonfinite,
+    }  # fmt: skip
+    return Data(
+        features=data.features, label=None, encode=of_features(data.encode), cast=of_features(data.cast), fill=fill,
+        **can_fill,
+    )  # fmt: skip
+
+
+def _separate(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns contiguous tensors that share no memory, as safetensors needs. Tied weights are stored twice."""
+    return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in state.items()}
+
+
+def _no_loss(output: Any, label: Any) -> Any:
+    raise RuntimeError("a saved model has no loss; evaluate the checkpoint, with the ModelSpec of its training")
+
+
+def _exported(model: nn.Module, spec: ModelSpec, config: Config, columns: Sequence[Column]) -> bytes:
+    if any(c.is_ragged for c in columns):
+        raise ValueError("format='export' does not support ragged columns; use format='weights'")
+    read = cast_columns(columns, config.data.cast)
+    batch = build_batch(read, [two_rows_of_zeros(c) for c in columns], config.loader.ragged)
+    inputs = tuple(batch[name] for name in config.data.features)
+    rows = torch.export.Dim("rows", min=1)
+    try:
+        program = torch.export.export(
+            _Whole(model, spec, config.data.features), inputs, dynamic_shapes=(tuple({0: rows} for _ in inputs),)
+        )
+    except Exception as error:  # torch.export raises many types
+        cause = str(error).partition("\n")[0]
+        raise ValueError(
+            f"torch.export cannot export the model: {type(error).__name__}: {cause}; use format='weights'"
+        ) from error
+    with tempfile.TemporaryDirectory(prefix="spark_dl-") as folder:
+        torch.export.save(program, (path := Path(folder) / PROGRAM))
+        return path.read_bytes()
+
+
+def _refuse_pickles(content: bytes, path: str) -> None:
+    """Raises ValueError for a program with objects that `torch.export.load` would unpickle without restrictions."""
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        for name in archive.namelist():
+            try:
+                if name.endswith("_config.json"):
+                    entries = json.loads(archive.read(name))["config"].values()
+                    is_safe = not any(entry["use_pickle"] for entry in entries)
+                elif is_safe := name.endswith(".pt"):
+                    torch.load(io.BytesIO(archive.read(name)), weights_only=True)
+                else:
+                    is_safe = "custom_obj" not in name and "opaque_obj" not in name
+            except (pickle.UnpicklingError, RuntimeError):
+                is_safe = False
+            if not is_safe:
+                raise ValueError(f"{path}: {name} has pickled objects, which are not loaded; save the model again")
+
+
+class _Whole(nn.Module):
+    """From features to predictions, with the functions of the spec."""
+
+    def __init__(self, model: nn.Module, spec: ModelSpec, features: tuple[str, ...]):
+        super().__init__()
+        self.model, self._spec, self._features = model, spec, features
+
+    def forward(self, *inputs: Tensor) -> dict[str, Tensor]:
+        batch = self._spec.prepare(dict(zip(self._features, inputs, strict=True)))
+        return self._spec.predictions(self._spec.output(self.model, batch, self._features))
+
+
+class _Program(nn.Module):
+    """An exported program, which is always in evaluation mode. Its outputs are the columns by name."""
+
+    def __init__(self, program: nn.Module):
+        super().__init__()
+        self._program = program
+        self.training = False
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self._program(*inputs)
+
+    def train(self, mode: bool = True) -> _Program:
+        return self

@@ -1,0 +1,98 @@
+"""One Spark job in its own thread, so that the driver can watch and cancel it.
+
+An interrupt of the caller's thread then never happens inside a call to the JVM, which would leave the job running.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+_CANCEL_WAIT_S = 30.0
+
+
+def is_connect(spark: Any) -> bool:
+    """Whether this is a Spark Connect session, which has no SparkContext."""
+    return type(spark).__module__.startswith("pyspark.sql.connect")
+
+
+def collect(df: Any) -> list[Any]:
+    """Returns `df.collect()`. If this thread is interrupted, the job is cancelled. Called on the driver."""
+    job = SparkJob(df.sparkSession, df.collect)
+    try:
+        while not job.wait(3600.0):
+            pass
+    except BaseException:
+        job.cancel()
+        raise
+    if job.error is not None:
+        raise job.error
+    rows: list[Any] = job.result
+    return rows
+
+
+class SparkJob:
+    """A call that runs Spark jobs, in a thread with the caller's local properties, such as its scheduler pool.
+
+    call: the call. description: shown in Spark's UI; the jobs then also have `name` as their group.
+    on_end: called in the thread after the call.
+    """
+
+    def __init__(
+        self,
+        spark: Any,
+        call: Callable[[], Any],
+        *,
+        description: str | None = None,
+        on_end: Callable[[], None] = lambda: None,
+    ):
+        self.name = f"spark_dl-{uuid.uuid4().hex}"
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self._spark, self._description = spark, description
+        self._properties = None if is_connect(spark) else spark.sparkContext._jsc.sc().getLocalProperties().clone()
+        # NOTE: not Thread.join, which takes a running thread for ended if a signal interrupts it (before Python 3.13).
+        self._has_ended = threading.Event()
+        threading.Thread(target=self._work, args=(call, on_end), name="spark_dl job", daemon=True).start()
+
+    def _work(self, call: Callable[[], Any], on_end: Callable[[], None]) -> None:
+        try:
+            self._mark()
+            self.result = call()
+        except BaseException as error:  # raised again by the caller
+            self.error = error
+        self._has_ended.set()
+        on_end()
+
+    def _mark(self) -> None:
+        """Names the jobs of this thread, so that they can be cancelled."""
+        if is_connect(self._spark):
+            self._spark.addTag(self.name)
+            return
+        context = self._spark.sparkContext
+        context._jsc.sc().setLocalProperties(self._properties)
+        # Interrupted tasks end at once. Otherwise a Python worker that waits would run until it returns.
+        if self._description is None:
+            context.setInterruptOnCancel(True)
+        else:
+            context.setJobGroup(self.name, self._description, interruptOnCancel=True)
+        context.addJobTag(self.name)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits for the end of the call. Returns whether it has ended."""
+        return self._has_ended.wait(timeout_s)
+
+    def cancel(self) -> None:
+        """Cancels the jobs and waits until the call has ended. Does nothing if it has ended."""
+        end = time.monotonic() + _CANCEL_WAIT_S
+        while not self._has_ended.is_set() and time.monotonic() < end:
+            with contextlib.suppress(Exception):  # the session may have ended, and the jobs with it
+                if is_connect(self._spark):
+                    self._spark.interruptTag(self.name)
+                else:
+                    self._spark.sparkContext.cancelJobsWithTag(self.name)
+            self._has_ended.wait(0.5)  # then cancel again: the job may not have started yet

@@ -1,0 +1,137 @@
+"""The metrics of an evaluation: classes of torchmetrics, and functions and classes of the user's own."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from spark_dl.config import Config
+from spark_dl.config.checks import suggestion
+from spark_dl.gather import gather_tensors
+from spark_dl.spec import Batch, ModelSpec, Output
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
+
+_MODULES = ("torchmetrics", "torchmetrics.classification", "torchmetrics.regression")
+_OWN_ARGUMENTS = ("class", "label", "output")
+"""Arguments of `train.metrics` that select what the metric sees; all others are those of the class."""
+
+
+@dataclass
+class RowMetric:
+    """A metric over the true rows of all ranks. `update` is called per batch, `compute` is collective."""
+
+    name: str
+    metric: Metric
+    function: Any = None
+    """The user's function, whose values per row `metric` averages; None for a class of torchmetrics."""
+    label: str | None = None
+    """Column that the metric compares with the output; None if it gets the whole batch."""
+    output: str | int | None = None
+    """Key or index of the output, for models with several outputs."""
+
+    def update(self, output: Output, batch: Batch) -> None:
+        """Adds the rows of a batch whose weight is above 0."""
+        weight = batch["weight"]
+        counts = weight > 0
+        if not bool(counts.any()):
+            return
+        if self.function is not None:
+            values = self.function(output, batch)
+            if not isinstance(values, Tensor) or values.shape != weight.shape:
+                found = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
+                raise ValueError(
+                    f"spec.metrics[{self.name!r}]: expected one value per row, shape {tuple(weight.shape)}, found "
+                    f"{found}"
+                )
+            self.metric.update(values[counts].double(), weight[counts].double())
+            return
+        target = batch if self.label is None else batch[self.label]
+        self.metric.update(_rows_of(self._chosen(output), counts), _rows_of(target, counts))
+
+    def compute(self) -> Any:
+        """Returns the value over all ranks, as plain numbers and lists. Collective."""
+        with warnings.catch_warnings():  # torchmetrics warns on a rank without true rows
+            warnings.filterwarnings("ignore", message=".*was called before the ``update``.*")
+            return _plain(self.metric.compute())
+
+    def _chosen(self, output: Any) -> Any:
+        if self.output is None:
+            return output
+        try:
+            return output[self.output]
+        except (LookupError, TypeError) as error:
+            known = list(output) if isinstance(output, Mapping) else f"a {type(output).__name__}"
+            raise ValueError(
+                f"train.metrics.{self.name}.output: found {self.output!r}, the model's output has {known}"
+            ) from error
+
+
+def build_metrics(spec: ModelSpec, config: Config) -> list[RowMetric]:
+    """Builds the metrics of `train.metrics` and of `ModelSpec.metrics`. Called on any side.
+
+    Raises ValueError for an unknown class, wrong arguments, and a name that is used twice.
+    """
+    found = [build_metric(name, args, config.data.label) for name, args in config.train.metrics.items()]
+    for name, metric in spec.metrics.items():
+        if name in config.train.metrics or name == "loss":
+            raise ValueError(f"spec.metrics: the name {name!r} is already that of another metric; choose another one")
+        found.append(_own_metric(name, metric, config.data.label))
+    return found
+
+
+def build_metric(name: str, args: Mapping[str, Any], label: str | None) -> RowMetric:
+    """Builds a metric of torchmetrics. Raises ValueError for an unknown class or wrong arguments."""
+    arguments = {key: value for key, value in args.items() if key not in _OWN_ARGUMENTS}
+    for module in _MODULES:
+        cls = getattr(importlib.import_module(module), args["class"], None)
+        if isinstance(cls, type):
+            try:
+                metric: Metric = cls(**arguments, dist_sync_fn=gather_tensors)
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"train.metrics.{name}: {args['class']} does not take {arguments}: {error}") from error
+            return RowMetric(name, metric, label=args.get("label", label), output=args.get("output"))
+    known = sorted({n for m in _MODULES for n in importlib.import_module(m).__all__})
+    raise ValueError(
+        f"train.metrics.{name}: no class {args['class']!r} in torchmetrics{suggestion(args['class'], known)}; "
+        "ModelSpec.metrics has metrics of your own"
+    )
+
+
+def _own_metric(name: str, metric: Any, label: str | None) -> RowMetric:
+    from torchmetrics import MeanMetric, Metric
+
+    if isinstance(metric, type) and issubclass(metric, Metric):
+        metric = metric()
+    if isinstance(metric, Metric):
+        metric = copy.deepcopy(metric)
+        metric.dist_sync_fn = gather_tensors
+        return RowMetric(name, metric, label=label)
+    mean = MeanMetric(dist_sync_fn=gather_tensors).set_dtype(torch.float64)
+    return RowMetric(name, mean, function=metric)
+
+
+def _rows_of(values: Any, rows: Tensor) -> Any:
+    """Selects rows of a tensor, or of the tensors of an output or a batch that have one entry per row."""
+    if isinstance(values, Tensor):
+        chosen = values[rows] if values.ndim and len(values) == len(rows) else values
+        return chosen.float() if chosen.is_floating_point() else chosen
+    if isinstance(values, Mapping):
+        return {key: _rows_of(value, rows) for key, value in values.items()}
+    return [_rows_of(v, rows) for v in values] if isinstance(values, Sequence) else values
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.item() if value.ndim == 0 else value.tolist()
+    if isinstance(value, Mapping):
+        return {k: _plain(v) for k, v in value.items()}
+    return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,320 @@
+"""Spark ML: the estimators in pipelines, with Spark's own feature stages, evaluators and tuning."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from pyspark.ml import Pipeline, PipelineModel
+from pyspark.ml.evaluation import MulticlassClassificationEvaluator, RegressionEvaluator
+from pyspark.ml.feature import StringIndexer, VectorAssembler
+from pyspark.ml.linalg import VectorUDT
+from pyspark.ml.tuning import (
+    CrossValidator,
+    CrossValidatorModel,
+    ParamGridBuilder,
+    TrainValidationSplit,
+    TrainValidationSplitModel,
+)
+from pyspark.sql import functions as F
+from pyspark.sql.types import ArrayType, DoubleType, FloatType, LongType
+from torch import nn
+
+import spark_dl
+from spark_dl import ModelSpec
+from spark_dl.ml import (
+    TorchClassificationModel,
+    TorchClassifier,
+    TorchEstimator,
+    TorchModel,
+    TorchRegressionModel,
+    TorchRegressor,
+)
+from tests.builders.models import blobs, build_mlp, small_config
+
+CONFIG = small_config(2, train={"epochs": 4})
+NAMES = ("a", "b", "c", "d")
+REPOSITORY = Path(__file__).parents[2]
+CONNECT = ("SPARK_REMOTE", "SPARK_LOCAL_REMOTE", "SPARK_CONNECT_MODE_ENABLED")
+
+
+def build_linear():
+    return nn.Linear(4, 1)
+
+
+class TwoOutputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 3), nn.Linear(1, 1)
+
+    def forward(self, features, extra):
+        return {"classes": self.first(features), "amount": self.second(extra.float()[:, None] / 240)[:, 0]}
+
+
+def two_losses(output, batch):
+    classes = nn.functional.cross_entropy(output["classes"], batch["label"].long(), reduction="none")
+    return classes + (output["amount"] - batch["target"]) ** 2
+
+
+@pytest.fixture(scope="module")
+def points(spark):
+    """Four columns of doubles, a word with the class, and other columns for the tests."""
+    columns = blobs(240)
+    words = ["red", "green", "blue"]
+    rows = [
+        (*(float(v) for v in x), words[y], int(y), float(y), i, i % 6 == 0, float(1 + i % 2))
+        for i, (x, y) in enumerate(zip(*columns.values(), strict=True))
+    ]
+    names = [*NAMES, "word", "label", "target", "id", "held", "w"]
+    return spark.createDataFrame(rows, names).withColumn("label", F.col("label").cast("int")).repartition(3).cache()
+
+
+def vectors(df):
+    return VectorAssembler(inputCols=list(NAMES), outputCol="features").transform(df)
+
+
+def classifier(tmp_path, **params):
+    return TorchClassifier(build_mlp, CONFIG, runDir=str(tmp_path / "runs"), progress=False, **params)
+
+
+def pipeline_of(estimator):
+    indexer = StringIndexer(inputCol="word", outputCol="index", stringOrderType="alphabetAsc")
+    return Pipeline(stages=[indexer, VectorAssembler(inputCols=list(NAMES), outputCol="features"), estimator])
+
+
+LOAD = """
+import json, sys
+from pyspark.ml import PipelineModel
+from pyspark.sql import SparkSession
+spark = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
+model = PipelineModel.load(sys.argv[1])
+rows = [(*values, "red") for values in json.loads(sys.argv[2])]
+df = spark.createDataFrame(rows, "a double, b double, c double, d double, word string")
+print(json.dumps([row["probability"].toArray().tolist() for row in model.transform(df).collect()]))
+spark.stop()
+"""
+
+
+def probabilities_in_a_new_process(path, features):
+    environment = {k: v for k, v in os.environ.items() if k not in CONNECT}
+    found = subprocess.run(
+        [sys.executable, "-c", LOAD, path, json.dumps(features)],
+        capture_output=True, text=True, timeout=90, cwd=REPOSITORY, env=environment,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr
+    return json.loads(found.stdout.splitlines()[-1])
+
+
+def test_a_pipeline_fits_transforms_saves_and_loads_in_a_new_process(spark, points, tmp_path):
+    model = pipeline_of(classifier(tmp_path, labelCol="index")).fit(points)
+    found = model.transform(points)
+    assert found.columns == [*points.columns, "index", "features", "rawPrediction", "probability", "prediction"]
+    kinds = [VectorUDT(), VectorUDT(), DoubleType()]
+    assert [found.schema[name].dataType for name in found.columns[-3:]] == kinds
+    stage = model.stages[-1]
+    assert stage.transformSchema(vectors(points).schema).fieldNames()[-3:] == found.columns[-3:]
+    assert (stage.numClasses, len(stage.result.history)) == (3, 4)
+    assert MulticlassClassificationEvaluator(labelCol="index", metricName="accuracy").evaluate(found) > 0.7
+
+    rows = found.orderBy("id").collect()
+    features = [[row[name] for name in NAMES] for row in rows]
+    with torch.no_grad():
+        expected = stage.load_model()(torch.tensor(features)).double().softmax(1)
+    np.testing.assert_allclose([row["probability"].toArray() for row in rows], expected, atol=1e-5)
+    assert [row["prediction"] for row in rows] == expected.argmax(1).double().tolist()
+
+    path = str(tmp_path / "saved")
+    model.write().overwrite().save(path)
+    again = PipelineModel.load(path)
+    assert again.stages[-1].uid == stage.uid
+    assert [row["prediction"] for row in again.transform(points).orderBy("id").collect()] == [
+        row["prediction"] for row in rows
+    ]
+    np.testing.assert_allclose(probabilities_in_a_new_process(path, features[:5]), expected[:5], atol=1e-5)
+
+
+@pytest.mark.slow_in("local-cluster")
+def test_cross_validation_chooses_the_better_learning_rate(spark, points, tmp_path):
+    estimator = classifier(tmp_path, labelCol="index")
+    pipeline = pipeline_of(estimator)
+    grid = ParamGridBuilder().addGrid(estimator.lr, [1e-6, 0.1]).build()
+    evaluator = MulticlassClassificationEvaluator(labelCol="index", metricName="accuracy")
+    found = CrossValidator(
+        estimator=pipeline, estimatorParamMaps=grid, evaluator=evaluator, numFolds=2, seed=1
+    ).fit(points)  # fmt: skip
+    assert found.avgMetrics[1] > found.avgMetrics[0]
+    best = found.bestModel.stages[-1]
+    assert best.getOrDefault(best.lr) == 0.1
+    path = str(tmp_path / "saved")
+    found.write().overwrite().save(path)
+    again = CrossValidatorModel.load(path)
+    assert (
+        again.transform(points).select("prediction").collect() == found.transform(points).select("prediction").collect()
+    )
+
+
+@pytest.mark.modes("local")
+def test_a_train_validation_split_with_settings_in_its_grid(spark, points, tmp_path):
+    estimator = TorchRegressor(build_linear, CONFIG, labelCol="target", runDir=str(tmp_path / "runs"), progress=False)
+    grid = ParamGridBuilder().addGrid(estimator.settings, [{"train.lr": 1e-6}, {"train.optimizer": "Adam"}]).build()
+    split = TrainValidationSplit(
+        estimator=estimator, estimatorParamMaps=grid, evaluator=RegressionEvaluator(labelCol="target"), seed=1
+    )
+    found = split.fit(vectors(points))
+    assert found.validationMetrics[1] < found.validationMetrics[0]
+    assert found.bestModel.transform(vectors(points)).schema["prediction"].dataType == DoubleType()
+    found.save(str(tmp_path / "saved"))
+    again = TrainValidationSplitModel.load(str(tmp_path / "saved"))
+    assert type(again.bestModel) is TorchRegressionModel
+    rows = [m.transform(vectors(points)).select("prediction").collect() for m in (found, again)]
+    assert rows[0] == rows[1]
+
+
+@pytest.mark.modes("local")
+def test_weights_validation_rows_and_lists_of_columns(spark, points, tmp_path):
+    spec = ModelSpec(build=TwoOutputs, loss=two_losses)
+    df = points.withColumn("features", F.array(*NAMES))
+    estimator = TorchEstimator(
+        spec, CONFIG, featuresCol=["features", "id"], labelCols=["label", "target"], weightCol="w",
+        validationIndicatorCol="held", runDir=str(tmp_path / "runs"), progress=False,
+    )  # fmt: skip
+    model = estimator.fit(df)
+    assert (model.result.rows, set(model.result.metrics)) == (4 * 200, {"loss"})
+    config = spark_dl.load_config(str(Path(model.result.run_dir) / "config.yaml"))
+    assert (config.data.features, config.data.labels) == (("features", "id"), ("label", "target"))
+    assert (config.data.weight, config.data.label, dict(config.data.cast)) == ("w", None, {"features": "float32"})
+    assert not list((Path(model.result.run_dir) / "shards").glob("*/*.parquet"))
+    found = model.transform(df.select("id", "features"))
+    assert found.columns == ["id", "features", "classes", "amount"]
+    assert found.schema["classes"].dataType == ArrayType(FloatType())
+    model.save(str(tmp_path / "saved"))
+    again = TorchModel.load(str(tmp_path / "saved"))
+    assert again.transform(df).select("amount").collect() == model.transform(df).select("amount").collect()
+    assert again.facts == model.facts
+    assert type(spark_dl.load_model(tmp_path / "saved" / "model")) is TwoOutputs
+    assert spark_dl.predict(df, str(tmp_path / "saved" / "model")).columns[-2:] == ["classes", "amount"]
+
+
+@pytest.mark.modes("local")
+def test_one_logit_is_a_binary_classifier_and_columns_can_be_left_out(spark, points, tmp_path):
+    spec = ModelSpec(build=build_linear, loss="BCEWithLogitsLoss")
+    df = vectors(points).withColumn("label", (F.col("label") == 1).cast("double"))
+    estimator = TorchClassifier(
+        spec, CONFIG, rawPredictionCol="", probabilityCol="p", predictionCol="y", runDir=str(tmp_path / "runs"),
+        progress=False,
+    )  # fmt: skip
+    model = estimator.fit(df)
+    found = model.transform(df)
+    assert (found.columns[-2:], model.numClasses) == (["p", "y"], 2)
+    assert "rawPrediction" not in found.columns
+    row = found.first()
+    assert row["y"] == float(row["p"][1] > 0.5)
+    assert float(row["p"].toArray().sum()) == pytest.approx(1)
+    renamed = model.copy({model.predictionCol: "z"})
+    assert renamed.transform(df).columns[-1] == "z"
+    score = spark_dl.predict_udf(model)
+    assert df.select(score("features").alias("s")).select("s.*").columns == ["p", "y"]
+
+
+@pytest.mark.modes("local")
+def test_an_estimator_is_saved_by_the_names_of_its_functions(spark, points, tmp_path):
+    spec = ModelSpec(build=TwoOutputs, loss=two_losses)
+    estimator = TorchEstimator(spec, CONFIG, featuresCol=["features", "id"], labelCols=["label", "target"], epochs=7)
+    estimator.save(str(tmp_path / "a"))
+    again = TorchEstimator.load(str(tmp_path / "a"))
+    assert (again.spec, again.config, again.uid) == (spec, CONFIG, estimator.uid)
+    assert again.extractParamMap() == estimator.extractParamMap()
+    pipeline_of(classifier(tmp_path, labelCol="index", lr=0.5)).save(str(tmp_path / "b"))
+    loaded = Pipeline.load(str(tmp_path / "b")).getStages()[-1]
+    assert type(loaded) is TorchClassifier
+    assert type(loaded.spec.loss) is nn.CrossEntropyLoss
+    assert loaded.getOrDefault(loaded.lr) == 0.5
+    with pytest.raises(ValueError, match=r"spec.build: .*no name that another process can import"):
+        TorchClassifier(lambda: nn.Linear(4, 3)).save(str(tmp_path / "c"))
+    smoothed = ModelSpec(build=build_mlp, loss=nn.CrossEntropyLoss(reduction="none", label_smoothing=0.1))
+    with pytest.raises(ValueError, match="CrossEntropyLoss has arguments"):
+        TorchClassifier(smoothed).save(str(tmp_path / "d"))
+
+
+@pytest.mark.modes("local")
+def test_a_model_of_a_notebook_is_saved_as_a_program(spark, points, tmp_path):
+    spec = ModelSpec(build=lambda: nn.Sequential(nn.Linear(4, 3)))
+    estimator = TorchClassifier(spec, CONFIG, runDir=str(tmp_path / "runs"), saveFormat="export", progress=False)
+    model = estimator.fit(vectors(points))
+    model.save(str(tmp_path / "saved"))
+    again = TorchClassificationModel.load(str(tmp_path / "saved"))
+    df = vectors(points).orderBy("id")
+    a, b = ([row["probability"].toArray() for row in m.transform(df).collect()] for m in (model, again))
+    np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+@pytest.mark.modes("local", "connect")
+def test_a_stream_is_scored(spark, points, tmp_path):
+    model = classifier(tmp_path).fit(vectors(points))
+    vectors(points).select("id", "features").write.parquet(str(tmp_path / "in"))
+    stream = spark.readStream.schema(vectors(points).select("id", "features").schema).parquet(str(tmp_path / "in"))
+    query = (
+        model.transform(stream).writeStream.format("parquet").option("checkpointLocation", str(tmp_path / "state"))
+        .trigger(availableNow=True).start(str(tmp_path / "out"))
+    )  # fmt: skip
+    assert query.awaitTermination(90)
+    found = spark.read.parquet(str(tmp_path / "out"))
+    expected = model.transform(vectors(points)).select("id", "prediction")
+    assert found.count() == 240
+    assert found.select("id", "prediction").exceptAll(expected).isEmpty()
+
+
+@pytest.mark.modes("local")
+def test_dtypes_of_labels_and_features(spark, points, tmp_path):
+    df = vectors(points)
+    for kind in ("tinyint", "bigint", "double", "decimal(3,0)"):
+        model = classifier(tmp_path, epochs=1).fit(df.withColumn("label", F.col("label").cast(kind)))
+        assert model.numClasses == 3, kind
+    array = points.withColumn("features", F.array(*NAMES))
+    model = classifier(tmp_path, epochs=1).fit(array)
+    assert model.transform(array).count() == 240
+    with pytest.raises(ValueError, match="column 'features' has type string"):
+        model.transform(array.withColumn("features", F.col("word")))
+    estimator = TorchEstimator(
+        ModelSpec(build=build_mlp, predict=_argmax), CONFIG, epochs=1, runDir=str(tmp_path / "runs"), progress=False
+    )
+    kept = estimator.fit(df.withColumn("label", F.col("label").cast("bigint")))
+    assert kept.transform(df).schema["best"].dataType == LongType()
+
+
+def _argmax(output):
+    return {"best": output.argmax(1)}
+
+
+@pytest.mark.modes("local")
+def test_what_cannot_be_fitted_or_transformed_is_refused_before_any_rank_starts(spark, points, tmp_path):
+    df = vectors(points)
+    for estimator, match in (
+        (classifier(tmp_path, labelCol="lable"), "no column 'lable' in the DataFrame.*did you mean 'label'"),
+        (classifier(tmp_path, featuresCol="feature"), "no column 'feature'.*did you mean 'features'"),
+        (classifier(tmp_path, weightCol="weight"), "no column 'weight'"),
+        (classifier(tmp_path, validationIndicatorCol="label"), "expected a boolean column, found 'label' of type int"),
+        (classifier(tmp_path, labelCol="word"), "word"),
+        (classifier(tmp_path, settings={"train.lrr": 1}), "train.lrr"),
+        (classifier(tmp_path, settings={"lr": 1}), "expected keys such as 'train.lr', found 'lr'"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=match):
+            estimator.fit(df)
+    assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").glob("*/checkpoints/*"))
+    for make, match in (
+        (lambda: TorchClassifier(build_mlp()), "spec: expected a ModelSpec, or a function that returns the model"),
+        (lambda: TorchClassifier(ModelSpec(build=build_mlp, predict=_argmax)), "use TorchEstimator"),
+        (lambda: TorchClassifier(ModelSpec(build=build_linear, loss="BCELoss")), "use BCEWithLogitsLoss"),
+        (lambda: TorchRegressor(ModelSpec(build=build_linear)), "found CrossEntropyLoss for a regressor"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=match):
+            make()
+    model = classifier(tmp_path, epochs=1).fit(df)
+    with pytest.raises(ValueError, match="no column 'features'"):
+        model.transform(points)
+    with pytest.raises(ValueError, match="already has a column 'prediction'"):
+        model.transform(df.withColumn("prediction", F.lit(0)))

@@ -1,0 +1,207 @@
+"""Saved models: written, read in another process without Spark, and refused when they are damaged."""
+
+import hashlib
+import io
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from spark_dl import Config, Data, Loader, ModelSpec
+from spark_dl.data.columns.schema import Column
+from spark_dl.scoring.saved_model import load_model, read_saved_model, write_saved_model
+from spark_dl.scoring.scorer import Scorer
+from tests.builders.models import build_dropout_mlp, build_mlp
+
+COLUMNS = (Column("features", "float32", (4,), "list"),)
+CONFIG = Config(data=Data(features=("features",), label="label", cast={"label": "int64"}, weight="w"))
+FORMATS = ("weights", "export")
+
+
+def halved(batch):
+    return {**batch, "features": batch["features"] / 2}
+
+
+def two_columns(output):
+    return {"best": output.argmax(1), "scores": output}
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.b.weight = self.a.weight
+
+    def forward(self, features):
+        return self.b(self.a(features)), features.sum(1)
+
+
+SPECS = {
+    "plain": ModelSpec(build=build_mlp),
+    "functions": ModelSpec(build=build_dropout_mlp, transform=halved, predict=two_columns),
+    "tied": ModelSpec(build=Tied),
+}
+
+
+def trained(spec):
+    model = spec.build().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    return model
+
+
+def saved(folder, name, kind="weights"):
+    spec = SPECS[name]
+    model = trained(spec)
+    write_saved_model(folder, model, spec, CONFIG, COLUMNS, format=kind)
+    return Scorer(spec=spec, config=CONFIG, columns=COLUMNS, url="", sha256=""), model
+
+
+def scorer_at(folder):
+    found = read_saved_model(folder)
+    return Scorer(spec=found.spec, config=found.config, columns=found.columns, url=found.url, sha256="")
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("name", SPECS)
+def test_a_saved_model_predicts_what_the_trained_one_does(tmp_path, name, kind):
+    scorer, model = saved(tmp_path / "m", name, kind)
+    cells = [np.random.default_rng(0).normal(size=(37, 4)).astype(np.float32)]
+    expected = scorer.outputs(model, cells, "cpu")
+    found = scorer_at(tmp_path / "m")
+    outputs = found.outputs(found.load(), cells, "cpu")
+    assert outputs.keys() == expected.keys()
+    for column, value in expected.items():
+        torch.testing.assert_close(outputs[column], value)
+
+
+def test_only_the_settings_of_features_are_saved(tmp_path):
+    saved(tmp_path / "m", "plain")
+    found = read_saved_model(tmp_path / "m")
+    assert found.config == Config(data=Data(features=("features",), label=None))
+    assert found.columns == COLUMNS
+
+
+LOAD = """
+import sys, torch
+from spark_dl.scoring.saved_model import load_model
+output = load_model(sys.argv[1])(torch.ones(2, 4))
+print((output["prediction"] if isinstance(output, dict) else output).tolist())
+assert not {name.split(".")[0] for name in sys.modules} & {"pyspark", "py4j", "tests"} - set(sys.argv[2:])
+"""
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_another_process_loads_a_model_without_spark(tmp_path, kind):
+    _, model = saved(tmp_path / "m", "plain", kind)
+    needed = ["tests"] if kind == "weights" else []
+    found = subprocess.run(
+        [sys.executable, "-c", LOAD, str(tmp_path / "m"), *needed], capture_output=True, text=True, timeout=60
+    )
+    assert found.returncode == 0, found.stderr
+    np.testing.assert_allclose(json.loads(found.stdout), model(torch.ones(2, 4)).detach(), rtol=1e-5)
+
+
+def test_weights_are_no_pickle(tmp_path):
+    saved(tmp_path / "m", "plain")
+    assert sorted(os.listdir(tmp_path / "m")) == ["model.json", "model.safetensors"]
+    with pytest.raises(pickle.UnpicklingError):
+        pickle.loads((tmp_path / "m" / "model.safetensors").read_bytes())
+
+
+def test_a_folder_that_is_in_use_and_functions_without_a_name_are_refused(tmp_path):
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "mine.txt").write_text("mine")
+    with pytest.raises(ValueError, match="the folder is not empty"):
+        saved(tmp_path / "used", "plain")
+    with pytest.raises(ValueError, match="expected 'weights' or 'export', found 'pickle'"):
+        saved(tmp_path / "m", "plain", "pickle")
+    spec = ModelSpec(build=build_mlp, predict=lambda output: {"y": output})
+    with pytest.raises(ValueError, match=r"spec.predict: .*format='export'"):
+        write_saved_model(tmp_path / "m", build_mlp(), spec, CONFIG, COLUMNS)
+    assert not (tmp_path / "m").exists()
+    write_saved_model(tmp_path / "m", build_mlp().eval(), spec, CONFIG, COLUMNS, format="export")
+    assert scorer_at(tmp_path / "m").trial().keys() == {"y"}
+
+
+def test_what_torch_export_does_not_take_is_refused(tmp_path):
+    class Odd(nn.Linear):
+        def forward(self, features):
+            return super().forward(features if float(features.sum()) > 0 else -features)
+
+    spec = ModelSpec(build=lambda: Odd(4, 2))
+    with pytest.raises(ValueError, match="torch.export cannot export the model: .*use format='weights'"):
+        write_saved_model(tmp_path / "m", spec.build(), spec, CONFIG, COLUMNS, format="export")
+    ragged = (Column("features", "float32", (None,), "list"),)
+    config = Config(data=CONFIG.data, loader=Loader(ragged="offsets"))
+    with pytest.raises(ValueError, match="does not support ragged columns"):
+        write_saved_model(tmp_path / "m", build_mlp(), SPECS["plain"], config, ragged, format="export")
+
+
+def _edit(folder, **changes):
+    path = folder / "model.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_damaged_and_foreign_files_are_refused(tmp_path):
+    saved(tmp_path / "m", "plain")
+
+    def copy():
+        shutil.rmtree(tmp_path / "c", ignore_errors=True)
+        shutil.copytree(tmp_path / "m", tmp_path / "c")
+        return tmp_path / "c"
+
+    def flip(folder):
+        content = bytearray((folder / "model.safetensors").read_bytes())
+        content[-1] ^= 1
+        (folder / "model.safetensors").write_bytes(content)
+
+    build = "tests.builders.models:build_dropout_mlp"
+    for damage, match in (
+        (flip, "checksum"), (lambda c: (c / "model.safetensors").unlink(), "is missing"),
+        (lambda c: (c / "model.json").write_text("{"), "is damaged"),
+        (lambda c: (c / "model.json").unlink(), "no model.json"),
+        (lambda c: _edit(c, version=2), "version 1"), (lambda c: _edit(c, functions={"build": build}), "do not fit"),
+        (lambda c: _edit(c, functions={"build": "os:getcwd"}), "standard library"),
+        (lambda c: _edit(c, functions={"build": "gone_module:build"}), "install it here"),
+    ):  # fmt: skip
+        folder = copy()
+        damage(folder)
+        with pytest.raises(ValueError, match=match):
+            load_model(folder)
+
+
+class Bomb:
+    def __reduce__(self):
+        return os.mkdir, (os.environ["SPARK_DL_TEST_BOMB"],)
+
+
+@pytest.mark.parametrize(
+    "member", ["data/sample_inputs/model.pt", "data/constants/opaque_obj_0", "data/weights/model.pt"]
+)
+def test_an_exported_program_with_a_pickle_in_it_is_not_loaded(tmp_path, monkeypatch, member):
+    monkeypatch.setenv("SPARK_DL_TEST_BOMB", str(tmp_path / "exploded"))
+    saved(tmp_path / "m", "plain", "export")
+    path = tmp_path / "m" / "model.pt2"
+    changed = io.BytesIO()
+    torch.save(Bomb(), bomb := io.BytesIO())
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(changed, "w") as new:
+        root = old.namelist()[0].split("/")[0]
+        for name in old.namelist():
+            if name != f"{root}/{member}":
+                new.writestr(name, old.read(name))
+        new.writestr(f"{root}/{member}", bomb.getvalue())
+    path.write_bytes(changed.getvalue())
+    _edit(tmp_path / "m", sha256=hashlib.sha256(changed.getvalue()).hexdigest())
+    with pytest.raises(ValueError, match="has pickled objects, which are not loaded"):
+        load_model(tmp_path / "m")
+    assert not (tmp_path / "exploded").exists()

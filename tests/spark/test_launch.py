@@ -186,8 +186,8 @@ def test_a_busy_cluster_is_an_error_after_the_start_timeout(spark, mode):
 def test_a_driver_whose_port_is_closed_gets_results_and_errors_all_the_same(spark, monkeypatch):
     """Executors reach Spark's own ports, but perhaps not the listener's."""
 
-    def unreachable(spark):
-        listener = Listener("127.0.0.1")
+    def unreachable(spark, num_ranks):
+        listener = Listener("127.0.0.1", num_ranks=num_ranks)
         listener.address = dataclasses.replace(listener.address, port=1)
         return listener
 

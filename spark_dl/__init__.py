@@ -14,6 +14,7 @@ from spark_dl.data.write.shards import write_shards
 from spark_dl.driver import TrainResult, evaluate, launch, run_on_dataframe, train
 from spark_dl.launch.failure import RankError
 from spark_dl.launch.session import build_session
+from spark_dl.open_dataset import open_dataset
 from spark_dl.parallel.ddp import DDP
 from spark_dl.parallel.hvd import Horovod
 from spark_dl.parallel.local_sgd import LocalSGD
@@ -57,6 +58,7 @@ __all__ = [
     "launch",
     "load_config",
     "load_model",
+    "open_dataset",
     "predict",
     "predict_udf",
     "read_shards",

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import nn
 
-from spark_dl import strategies, worker
+from spark_dl import storage, strategies, worker
 from spark_dl.checks.settings import check_settings, evaluation_config
 from spark_dl.cli.progress import Progress
+from spark_dl.cli.rank_output import follow_logs, show_output
 from spark_dl.config import Config, Data, Launch, Loader, Shards
 from spark_dl.config.load import build_config
 from spark_dl.data import local
@@ -29,10 +30,13 @@ from spark_dl.data.local import RowSettings
 from spark_dl.evaluate import load_model
 from spark_dl.inputs import check_rank_rows
 from spark_dl.launch.barrier import run_barrier
+from spark_dl.launch.rank.script import read_script, run_script
 from spark_dl.launch.session import find_session
 from spark_dl.prepare import as_sources, prepare_evaluation, prepare_run
 from spark_dl.rundir import checkpoint
 from spark_dl.rundir.checkpoint_files import MODEL
+from spark_dl.rundir.folder import LOGS
+from spark_dl.spark_job import is_connect
 from spark_dl.spec import ModelSpec, Run
 from spark_dl.training import metrics
 
@@ -153,16 +157,39 @@ def evaluate(
 
 
 def launch(
-    fn: Callable[..., Any], *args: Any, num_ranks: int = 1, settings: Launch | None = None, **kwargs: Any
+    fn: Callable[..., Any] | str | os.PathLike[str],
+    *args: Any,
+    num_ranks: int = 1,
+    settings: Launch | None = None,
+    env: Mapping[str, str] | None = None,
+    spark: SparkSession | None = None,
+    **kwargs: Any,
 ) -> list[Any]:
-    """Runs `fn(*args, **kwargs)` as `num_ranks` ranks in one barrier job. Called on the driver.
+    """Runs a function or a program as `num_ranks` ranks in one barrier job. Called on the driver.
 
-    Returns the results of the ranks by rank: numbers, strings, arrays and tensors, in dicts, lists and tuples. In `fn`
-    the environment is as under torchrun: `torch.distributed.init_process_group()` joins the group of all ranks.
-    Raises as `run_barrier` does, in particular RankError with the traceback of the first rank that failed.
+    fn: a function, called as `fn(*args, **kwargs)`; or the path of a Python program, or `"-m"` and the name of a
+        module, with its arguments as strings: `launch("train.py", "--lr", "0.1", num_ranks=4)`. A program runs in a
+        process of its own on each rank, from the driver's working folder if the executor has it.
+    env: environment variables of the ranks, set before anything is imported there.
+    settings: time limits, the device, and `output`, which ranks' standard output and error the driver shows.
+
+    Returns the results of the ranks by rank: numbers, strings, arrays and tensors, in dicts, lists and tuples; of a
+    program None. The environment is as under torchrun: `torch.distributed.init_process_group()` joins the group of all
+    ranks. A function that takes an optimizer step without it fails, unless `launch.independent_ranks` is set.
+    Raises as `run_barrier` does, in particular RankError with the traceback, or the exit code, of the first rank that
+    failed.
     """
     settings = dataclasses.replace(settings or Launch(), num_ranks=num_ranks)
-    return run_barrier(find_session(None), worker.call, fn, args, kwargs, settings, launch=settings)
+    spark = find_session(None, spark)
+    if isinstance(fn, (str, os.PathLike)):
+        if kwargs:
+            raise ValueError(f"launch: a script takes arguments as strings, found {', '.join(kwargs)}=...")
+        script = read_script(fn, args, env or {})
+        fn, args, env = run_script, (script,), None
+    return run_barrier(
+        spark, worker.call, fn, args, kwargs, settings, launch=settings, env=env, on_event=show_output,
+        poll=follow_logs(settings),
+    )  # fmt: skip
 
 
 def run_on_dataframe(
@@ -175,6 +202,7 @@ def run_on_dataframe(
     shards: Shards | None = None,
     loader: Loader | None = None,
     validation_fraction: float = 0.0,
+    env: Mapping[str, str] | None = None,
     **kwargs: Any,
 ) -> list[Any]:
     """Runs `fn(rows, **kwargs)` as `launch` does, on the rows of a DataFrame. Called on the driver.
@@ -194,7 +222,7 @@ def run_on_dataframe(
     dealt, columns = local.deal_rows(df, rows.data, rows.shards, num_ranks)
     return run_barrier(
         find_session(df), worker.call, fn, (), kwargs, settings, columns=columns, settings=rows,
-        launch=settings, source=dealt,
+        launch=settings, source=dealt, env=env, on_event=show_output, poll=follow_logs(settings),
     )  # fmt: skip
 
 
@@ -228,17 +256,25 @@ def _launch_run(
     """
     config = run.config
     strategy = strategies.find(config.parallel.strategy)
+    launch = _with_log_dir(config.launch, run.run_dir) if is_connect(spark) else config.launch
+    polls = [watch.pop("poll", list), follow_logs(launch)]
+    watch["poll"] = lambda: [event for poll in polls for event in poll()]
     streams = config.shards.storage == "local"
     if not streams:
         _log.info("%d rows in %d shards at %s", run.train.rows, run.train.num_shards, run.train.url)
     if task == "train" and strategy.train_from_driver is not None:
         return strategy.train_from_driver(spark, run, report=watch["on_event"])
     if not streams:
-        results = run_barrier(spark, worker.main, run, task=task, launch=config.launch, **watch)
+        results = run_barrier(spark, worker.main, run, task=task, launch=launch, **watch)
     else:
         dealt, columns = local.deal_rows(data, config.data, config.shards, config.launch.num_ranks, reference_columns)
-        results = run_barrier(
-            spark, worker.main, run, task=task, columns=columns, launch=config.launch, source=dealt, **watch
-        )
+        results = run_barrier(spark, worker.main, run, task=task, columns=columns, launch=launch, source=dealt, **watch)
     result: dict[str, Any] = results[0]
     return result
+
+
+def _with_log_dir(launch: Launch, run_dir: str) -> Launch:
+    """Returns settings with a folder for the output of the ranks, which cannot reach the driver."""
+    if launch.log_dir or launch.output == "none" or not storage.is_local(run_dir):
+        return launch
+    return dataclasses.replace(launch, log_dir=storage.resolve(storage.join(run_dir, LOGS))[1])

@@ -118,7 +118,7 @@ def as_written(data: Data, source: str | ShardSet) -> Data:
 
     An external dataset is cleaned when it is read.
     """
-    if source.external if isinstance(source, ShardSet) else not _is_ours(source):
+    if source.external if isinstance(source, ShardSet) else not is_ours(source):
         return data
     nonfinite: Nonfinite = "allow" if data.nonfinite == "allow" else "error"
     return dataclasses.replace(data, nulls="error", nonfinite=nonfinite, fill={})
@@ -144,7 +144,7 @@ def shards_of(
     """
     if config.shards.storage == "local" and not isinstance(data, (str, ShardSet)):
         return ShardSet("", (), ShardTable.of(()))  # the ranks write it
-    if isinstance(data, str) and _is_ours(data):
+    if isinstance(data, str) and is_ours(data):
         data = read_shards(data)
     elif isinstance(data, str):
         data = open_parquet(data, config.stored_columns, data=config.data, reference_columns=reference_columns)
@@ -176,7 +176,7 @@ def _check_policies(config: Config) -> None:
             )
 
 
-def _is_ours(url: str) -> bool:
+def is_ours(url: str) -> bool:
     """Whether spark_dl wrote the dataset: it has a manifest."""
     try:
         return storage.exists(storage.join(url, MANIFEST))

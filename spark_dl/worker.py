@@ -23,7 +23,8 @@ from spark_dl.data.load.resume_check import check_rows
 from spark_dl.evaluate import evaluate
 from spark_dl.gather import gather_by_store
 from spark_dl.launch import rendezvous
-from spark_dl.launch.barrier import RankResult, TaskInput
+from spark_dl.launch.rank.environment import error_if_alone, fresh_stores
+from spark_dl.launch.rank.task import RankResult, TaskInput
 from spark_dl.loop import train
 from spark_dl.rundir import checkpoint
 from spark_dl.spec import Run
@@ -77,7 +78,8 @@ def call(
     """Calls a user's function as one rank. Collective: called on every rank.
 
     The environment is as under torchrun (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR ...). The function creates the
-    process group itself, if it needs one: `torch.distributed.init_process_group()`.
+    process group itself, if it needs one: `torch.distributed.init_process_group()`. It can do so several times.
+    A function that calls `sys.exit(0)` returns None.
 
     rows: rows that are streamed to this task, the first argument of the function, as a `RankRows`.
     columns, settings: the columns of `rows`, and how they are stored and read.
@@ -92,7 +94,15 @@ def call(
                 args = (local.RankRows(local.assemble(spilled, _gather(world)), settings), *args)
             except ValueError as error:
                 return RankResult(world.rank, None, refused=str(error))
-        return RankResult(world.rank, fn(*args, **kwargs))
+        alone = contextlib.nullcontext() if launch.independent_ranks else error_if_alone(world)
+        with alone, fresh_stores():
+            try:
+                result = fn(*args, **kwargs)
+            except SystemExit as end:
+                if end.code not in (None, 0):
+                    raise
+                result = None
+        return RankResult(world.rank, result)
 
 
 def _train(run: Run, world: World) -> dict[str, Any]:

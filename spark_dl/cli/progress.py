@@ -12,6 +12,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from spark_dl.cli.rank_output import show_output
+
 LINE_S = 5.0
 """Seconds between two lines, where there is no bar."""
 _SILENT_S = 60.0
@@ -63,7 +65,9 @@ class Progress:
     def show(self, event: Mapping[str, Any]) -> None:
         """Shows one event of a run."""
         kind = event["kind"]
-        if kind == "step":
+        if kind == "output":
+            show_output(event, None if self._bar is None else self._write_above)
+        elif kind == "step":
             self._shown |= {"loss": f"{event['loss']:.4g}", "rows/s": f"{event['rows_per_s']:,.0f}"}
         elif kind == "epoch":
             numbers = {k: v for k, v in event["metrics"].items() if isinstance(v, (int, float))}
@@ -76,6 +80,11 @@ class Progress:
             if self._bar is not None:
                 self._bar.total, self._bar.n = event["steps"], event["step"]
                 self._bar.set_postfix(self._shown)
+
+    def _write_above(self, line: str, stream: Any) -> None:
+        """Writes a line above the bar."""
+        assert self._bar is not None
+        self._bar.write(line, file=stream)
 
     def _describe(self, stage: str) -> None:
         self._stage = stage

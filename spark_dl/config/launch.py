@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from spark_dl.config.checks import check, check_choices, check_number
+from spark_dl.config.checks import check, check_bool, check_choices, check_number
 
 Device = Literal["auto", "cpu", "cuda"]
+RankOutput = Literal["all", "rank0", "none"]
 _LONGEST_WAIT_S = 7 * 24 * 3600
 """Longest accepted time limit, a week. Much longer ones overflow the timers of gloo and of sockets."""
 
@@ -27,6 +28,15 @@ class Launch:
     the driver. With `tree_reduce` and `shuffle_reduce`, the maximum duration of a step."""
     threads: int = 0
     """Number of CPU threads of each rank; 0 uses the number that Spark sets (`spark.task.cpus`)."""
+    output: RankOutput = "all"
+    """Which ranks' standard output and standard error the driver shows, each line prefixed by its rank."""
+    log_dir: str = ""
+    """Folder for the output of each rank, `rank-<n>.log`. Over Spark Connect, where ranks cannot reach the driver, the
+    driver reads it from there while the ranks run, so all hosts need access to the folder; without it, the driver shows
+    the last 64 KiB of each rank at the end. Training runs over Connect use the folder `logs` of a local `run_dir`."""
+    independent_ranks: bool = False
+    """Whether the ranks of `launch` may train without a process group, each a model of its own. The default is an
+    error at the first optimizer step, as a rank that trains alone is mostly a mistake that nobody notices."""
 
     def __post_init__(self) -> None:
         check_number(self, "num_ranks", 1, whole=True)
@@ -35,4 +45,9 @@ class Launch:
             check_number(self, name, 0, above=True)
             value = getattr(self, name)
             check(value <= _LONGEST_WAIT_S, f"launch.{name}", f"at most {_LONGEST_WAIT_S} s, a week", value)
+        check(
+            isinstance(self.log_dir, str) and "://" not in self.log_dir,
+            "launch.log_dir", "the path of a folder that all hosts can access", self.log_dir,
+        )  # fmt: skip
+        check_bool(self, "independent_ranks")
         check_choices(self)

@@ -223,8 +223,16 @@ class RankRows:
         split: the rows to read, if `validation_fraction` is set: `all`, `train` or `validation`.
         """
         assert self.dataset.placement is not None
+        config, own = self.config(batch_size, seed=seed), self.dataset.placement.part
+        return loaders.Loader(
+            self.dataset, config, rank=own, world_size=config.launch.num_ranks, split=split, shuffle=shuffle
+        )
+
+    def config(self, batch_size: int, *, seed: int = 0) -> Config:
+        """Returns the settings of a loader of batches of `batch_size` rows per rank."""
+        assert self.dataset.placement is not None
         num_ranks = len(self.dataset.placement.part_shards)
-        config = Config(
+        return Config(
             data=self.settings.data,
             loader=dataclasses.replace(self.settings.loader, num_streams=num_ranks),
             train=Train(
@@ -234,8 +242,6 @@ class RankRows:
             ),
             launch=Launch(num_ranks=num_ranks),
         )
-        own = self.dataset.placement.part
-        return loaders.Loader(self.dataset, config, rank=own, world_size=num_ranks, split=split, shuffle=shuffle)
 
     def batches(
         self, batch_size: int, *, epoch: int = 0, shuffle: bool = True, seed: int = 0

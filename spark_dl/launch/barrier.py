@@ -8,55 +8,32 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import logging
-import os
 import queue
-import tempfile
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
-
-import pyarrow as pa
 
 from spark_dl.config import Launch
 from spark_dl.launch import payload, preflight
-from spark_dl.launch.failure import describe, failed_in_task, root_cause
-from spark_dl.launch.watch import Address, Listener, Reporter, Sender
+from spark_dl.launch.failure import root_cause
+from spark_dl.launch.rank.task import ROOT_CAUSE_WAIT_S, SCHEMA, RankResult, rank_task
+from spark_dl.launch.session import worker_env
+from spark_dl.launch.watch import Listener
 from spark_dl.spark_job import SparkJob, is_connect
 
 _log = logging.getLogger("spark_dl")
 
-_ROOT_CAUSE_WAIT_S = 2.0
-"""How long to wait for the root cause after a failure that is only a consequence."""
+_LAST_EVENTS_WAIT_S = 1.0
+"""How long to wait for events that the ranks sent before the job ended."""
 _SILENCE_S = 3.0
 """A rank without a heartbeat for longer is the root cause, if the other ranks only lost a connection or timed out."""
 _POLL_S = 1.0
 """Interval in which a driver without a listener calls `poll`."""
-_ABORTED_BY_DRIVER_WAIT_S = 20.0
 
 Event = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class RankResult:
-    """The return value of a function under `run_barrier`: its result, and its rank from the rendezvous."""
-
-    rank: int
-    result: Any
-    refused: str = ""
-    """Why all ranks refused the input; empty if they did not. `run_barrier` raises it."""
-
-
-@dataclass(frozen=True)
-class TaskInput:
-    """The input of a task of a job with a source. The task must consume all batches."""
-
-    batches: Iterator[pa.RecordBatch]
-    task: int
-    """Index of the task: the partition of the source."""
-    folder: str
-    """A local folder of Spark on this host. Spark deletes it when the executor ends."""
 
 
 def run_barrier(
@@ -67,6 +44,7 @@ def run_barrier(
     on_event: Callable[[Event], None] | None = None,
     poll: Callable[[], list[dict[str, Any]]] | None = None,
     source: Any = None,
+    env: Mapping[str, str] | None = None,
     **kwargs: Any,
 ) -> list[Any]:
     """Runs `fn(*args, report=..., **kwargs)` on `launch.num_ranks` ranks. Called on the driver.
@@ -76,6 +54,7 @@ def run_barrier(
     on_event: called in the driver's thread with the events of the ranks, while they run. Over Spark Connect, where
         ranks cannot connect to the driver, it gets the events that `poll` returns.
     source: a DataFrame with one partition per rank. The ranks get its rows: `fn(..., rows=TaskInput)`.
+    env: environment variables of the ranks, which are set before their Python starts.
 
     Raises ValueError for a call that cannot be pickled and for input that the ranks refuse, RuntimeError if the cluster
     cannot run the job or does not start it within `launch.start_timeout_s`, RankError if a rank fails.
@@ -87,12 +66,17 @@ def run_barrier(
     listener = None if is_connect(spark) else _listen(spark, launch.num_ranks)
     events: queue.Queue[Any] = listener.events if listener else queue.Queue()
     try:
-        task = _rank_task(packed, listener.address if listener else None, launch.num_ranks, source is not None)
+        task = rank_task(
+            packed, listener.address if listener else None, launch, env=env or {}, has_source=source is not None,
+            has_log=not re.match(r"local(\[|$)", spark.conf.get("spark.master", "")),
+        )  # fmt: skip
         tasks = spark.range(0, launch.num_ranks, 1, launch.num_ranks) if source is None else source
-        df = tasks.mapInArrow(task, "rank int, result binary, refused string", barrier=True)
+        with worker_env(spark, env or {}):
+            df = tasks.mapInArrow(task, SCHEMA, barrier=True)
         job = _Job(spark, df, launch.num_ranks, events, computes_first=source is not None)
         try:
-            _watch(job, events, launch, on_event, *((None, listener.silence) if listener else (poll or list, dict)))
+            watched = (None, listener.silence) if listener else (poll or list, dict)
+            _Watch(job, launch, on_event, *watched).run(events)
         except BaseException:
             job.cancel()
             raise
@@ -104,6 +88,10 @@ def run_barrier(
         raise ValueError("the DataFrame has no rows; expected at least one")
     if refused := [row["refused"] for row in rows if row["refused"]]:
         raise ValueError(refused[0])
+    if on_event:
+        for row in rows:
+            for stream, line in json.loads(row["output"]):
+                on_event({"kind": "output", "rank": row["rank"], "stream": stream, "lines": [line]})
     return [payload.unpack_result(bytes(row["result"])) for row in rows]
 
 
@@ -178,136 +166,101 @@ class _Job:
         return any(stage.numActiveTasks for stage in stages) or bool(stages and stages[-1].numCompletedTasks)
 
 
-def _watch(
-    job: _Job,
-    events: queue.Queue[Any],
-    launch: Launch,
-    on_event: Callable[[Event], None] | None,
-    poll: Callable[[], list[dict[str, Any]]] | None,
-    silence: Callable[[], Mapping[int, float]],
-) -> None:
-    """Waits for the end of a job. Raises the root cause if it fails. `poll` is None if there is a listener.
+class _Watch:
+    """Waits for the end of a job, and passes events on. Raises the root cause if the job fails.
 
+    poll: returns further events; None if there is a listener.
     silence: returns the seconds since the last heartbeat, by task, of the tasks that have not ended.
     """
 
-    def silent_for(seconds: float) -> dict[int, float]:
-        return {task: s for task, s in silence().items() if s > seconds}
+    def __init__(
+        self,
+        job: _Job,
+        launch: Launch,
+        on_event: Callable[[Event], None] | None,
+        poll: Callable[[], list[dict[str, Any]]] | None,
+        silence: Callable[[], Mapping[int, float]],
+    ):
+        self._job, self._launch, self._on_event, self._poll, self._silence = job, launch, on_event, poll, silence
+        self._known: dict[int, dict[str, Any]] = {}
+        """What each task has reported about itself."""
+        self._running = 0
+        self._failures: list[dict[str, Any]] = []
+        self._deadline = time.monotonic() + launch.start_timeout_s
+        self._decide_at: float | None = None
+        """When the root cause is chosen among the failures."""
+        self._end_at: float | None = None
+        """Until when the last events of a job are awaited that has ended."""
+        self._silent_at: float | None = None
+        self._poll_at = 0.0
 
-    known: dict[int, dict[str, Any]] = {}
-    running = 0
-    failures: list[dict[str, Any]] = []
-    deadline = time.monotonic() + launch.start_timeout_s
-    decide_at: float | None = None
-    silent_at: float | None = None
-    poll_at = 0.0
-    while True:
-        with contextlib.suppress(queue.Empty):
-            event = events.get(timeout=0.2)
-            kind = event["kind"]
-            if kind == "job ended" and job.error is None:
-                _pass_on(poll, on_event)  # the last events
-                return
-            if kind in ("job ended", "failed", "lost"):
-                failures.append(event)
-                is_root = kind == "lost" or (kind == "failed" and not event["is_secondary"])
-                # The root cause, such as a killed rank, can arrive shortly after an error that follows from it.
-                wait = 0.2 if is_root else _ROOT_CAUSE_WAIT_S
-                decide_at = min(decide_at or float("inf"), time.monotonic() + wait)
-            elif kind in ("started", "joined"):
-                known.setdefault(event["task"], {}).update(event)
-                running = len(known)
-            elif kind == "done":
-                known.setdefault(event["task"], {})["is_done"] = True
-            elif kind == "tasks":
-                running = max(running, event["running"])
-            elif kind == "computing":
-                deadline = time.monotonic() + launch.start_timeout_s
-            if on_event:
-                on_event(event)
-        if decide_at is not None and time.monotonic() >= decide_at:
-            raise root_cause(failures, known, job.error, silent_for(_SILENCE_S))
-        silent = silent_for(launch.collective_timeout_s)  # other ranks may not notice it
-        silent_at = (silent_at or time.monotonic()) if silent else None
-        if silent_at and time.monotonic() - silent_at > _SILENCE_S:  # the driver itself did not hang
-            raise root_cause(failures, known, job.error, silent)
-        if time.monotonic() >= poll_at:
-            _pass_on(poll, on_event)
-            poll_at = time.monotonic() + _POLL_S
-        if running < launch.num_ranks and time.monotonic() > deadline:
-            if job.has_tasks():
-                if job.computes_first:  # Spark still computes the DataFrame, or the ranks cannot reach the driver
-                    deadline = time.monotonic() + launch.start_timeout_s
-                    continue
-                running = launch.num_ranks
-                _log.warning("the ranks run, but cannot reach the driver to report progress; open its port")
-                continue
+    def run(self, events: queue.Queue[Any]) -> None:
+        """Returns when the job has ended, and all its events have been passed on."""
+        while not self._has_ended():
+            with contextlib.suppress(queue.Empty):
+                event = events.get(timeout=0.2)
+                self._take(event)
+                if self._on_event:
+                    self._on_event(event)
+            self._raise_failure()
+            if time.monotonic() >= self._poll_at:
+                self._pass_on()
+                self._poll_at = time.monotonic() + _POLL_S
+            if self._running < self._launch.num_ranks and time.monotonic() > self._deadline:
+                self._check_start()
+        self._pass_on()
+
+    def _has_ended(self) -> bool:
+        if self._end_at is None:
+            return False
+        return time.monotonic() >= self._end_at or all(who.get("is_done") for who in self._known.values())
+
+    def _take(self, event: Event) -> None:
+        kind = event["kind"]
+        if kind == "job ended" and self._job.error is None:
+            self._end_at = time.monotonic() + _LAST_EVENTS_WAIT_S
+        elif kind in ("job ended", "failed", "lost"):
+            self._failures.append(dict(event))
+            is_root = kind == "lost" or (kind == "failed" and not event["is_secondary"])
+            # The root cause, such as a killed rank, can arrive shortly after an error that follows from it.
+            wait = 0.2 if is_root else ROOT_CAUSE_WAIT_S
+            self._decide_at = min(self._decide_at or float("inf"), time.monotonic() + wait)
+        elif kind in ("started", "joined"):
+            self._known.setdefault(event["task"], {}).update(event)
+            self._running = len(self._known)
+        elif kind == "done":
+            self._known.setdefault(event["task"], {})["is_done"] = True
+        elif kind == "tasks":
+            self._running = max(self._running, event["running"])
+        elif kind == "computing":
+            self._deadline = time.monotonic() + self._launch.start_timeout_s
+
+    def _silent_for(self, seconds: float) -> dict[int, float]:
+        return {task: s for task, s in self._silence().items() if s > seconds}
+
+    def _raise_failure(self) -> None:
+        if self._decide_at is not None and time.monotonic() >= self._decide_at:
+            raise root_cause(self._failures, self._known, self._job.error, self._silent_for(_SILENCE_S))
+        silent = self._silent_for(self._launch.collective_timeout_s)  # other ranks may not notice it
+        self._silent_at = (self._silent_at or time.monotonic()) if silent else None
+        if self._silent_at and time.monotonic() - self._silent_at > _SILENCE_S:  # the driver itself did not hang
+            raise root_cause(self._failures, self._known, self._job.error, silent)
+
+    def _check_start(self) -> None:
+        """Raises RuntimeError if the ranks have not started in time."""
+        if not self._job.has_tasks():
             raise RuntimeError(
-                f"{running} of {launch.num_ranks} ranks started within launch.start_timeout_s="
-                f"{launch.start_timeout_s:g} s; the cluster is busy with other jobs, or its executors have not started"
+                f"{self._running} of {self._launch.num_ranks} ranks started within launch.start_timeout_s="
+                f"{self._launch.start_timeout_s:g} s; the cluster is busy with other jobs, or its executors have not "
+                "started"
             )
+        if self._job.computes_first:  # Spark still computes the DataFrame, or the ranks cannot reach the driver
+            self._deadline = time.monotonic() + self._launch.start_timeout_s
+        else:
+            self._running = self._launch.num_ranks
+            _log.warning("the ranks run, but cannot reach the driver to report progress; open its port")
 
-
-def _pass_on(poll: Callable[[], list[dict[str, Any]]] | None, on_event: Callable[[Event], None] | None) -> None:
-    if poll and on_event:
-        for event in poll():
-            on_event(event)
-
-
-def _rank_task(
-    packed: bytes, address: Address | None, num_ranks: int, has_source: bool
-) -> Callable[[Iterator[Any]], Iterator[Any]]:
-    """Returns the function that Spark runs as the task of one rank."""
-
-    def run_rank(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        if not has_source:
-            # Spark reuses a Python worker, with torch already imported, only if its input was consumed.
-            for _ in batches:
-                pass
-        from pyspark import BarrierTaskContext
-
-        context = BarrierTaskContext.get()
-        task = context.partitionId()
-        host = context.getTaskInfos()[task].address.rsplit(":", 1)[0]
-        me: dict[str, Any] = {"host": host, "pid": os.getpid()}
-        sender = Sender(address, task)
-        report = Reporter(sender, me)
-        report({"kind": "started"})
-        try:
-            fn, args, kwargs = payload.unpack_call(packed)
-            if (found := len(context.getTaskInfos())) != num_ranks:
-                raise RuntimeError(
-                    f"Spark started {found} tasks for {num_ranks} ranks; the DataFrame must have one partition per rank"
-                )
-            if has_source:
-                kwargs["rows"] = TaskInput(batches, task, _local_folder(task))
-            done = fn(*args, report=report, **kwargs)
-            result = payload.pack_result(done.result)
-        except BaseException as error:
-            failure = describe(error, {**me, "task": task})
-            sender.send({"kind": "failed", **failure})
-            sender.close()
-            if sender.is_connected:
-                # The driver has the error and cancels the job, which kills this process without an error in Spark's
-                # log. If the driver does not cancel the job in time, this task fails.
-                time.sleep(_ABORTED_BY_DRIVER_WAIT_S)
-            elif failure["is_secondary"]:
-                time.sleep(_ROOT_CAUSE_WAIT_S)  # let the root cause reach Spark first
-            raise failed_in_task(failure) from error
-        sender.send({"kind": "done"})
-        sender.close()
-        yield pa.RecordBatch.from_pydict(
-            {
-                "rank": pa.array([done.rank], pa.int32()),
-                "result": pa.array([result], pa.binary()),
-                "refused": pa.array([done.refused], pa.string()),
-            }
-        )
-
-    return run_rank
-
-
-def _local_folder(task: int) -> str:
-    """Returns a local folder of Spark on this host. With several disks, the tasks are spread over them."""
-    folders = [f for f in os.environ.get("SPARK_LOCAL_DIRS", "").split(",") if f and os.path.isdir(f)]
-    return folders[task % len(folders)] if folders else tempfile.gettempdir()
+    def _pass_on(self) -> None:
+        if self._poll and self._on_event:
+            for event in self._poll():
+                self._on_event(event)

@@ -6,10 +6,14 @@ import base64
 import json
 import re
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spark_dl.config.checks import missing_on_executors
+from spark_dl.launch.rank.script import ScriptError
+
+_OUTPUT_CHARACTERS = 4000
+"""How much of the end of a rank's output is in its error."""
 
 
 class RankError(RuntimeError):
@@ -36,11 +40,31 @@ class OtherRankError(RuntimeError):
     """Raised on a rank that stops because of a problem on another rank. The message names the problem."""
 
 
-def describe(error: BaseException, me: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a failure as plain data. Called on a rank. `me` has its `task`, `host`, `pid`, and `rank` if known."""
-    frames = "".join(traceback.format_exception(error))
-    message = f"{type(error).__name__}: {error}"
-    return {**me, "error": message[:4000], "traceback": frames[-16000:], "is_secondary": is_secondary(error)}
+def describe(
+    error: BaseException,
+    me: Mapping[str, Any],
+    output: Sequence[tuple[str, str]] = (),
+    *,
+    is_shown: bool = True,
+) -> dict[str, Any]:
+    """Returns a failure as plain data. Called on a rank. `me` has its `task`, `host`, `pid`, and `rank` if known.
+
+    output: the last lines of the rank, each with its stream. is_shown: whether the driver has got them already.
+    """
+    lines = "\n".join(line for _, line in output)[-_OUTPUT_CHARACTERS:]
+    found = {**me, "error": f"{type(error).__name__}: {error}"[:4000]}
+    if isinstance(error, ScriptError):
+        # The program's own traceback is in its output, and says whether it failed because of another rank.
+        return {**found, "error": str(error), "output": lines, "is_secondary": _is_of_lost_connection(lines)}
+    if isinstance(error, SystemExit):
+        found["error"] = f"the function ended with exit code {error.code} (sys.exit)"
+    frames = "".join(traceback.format_exception(error))[-16000:]
+    return {
+        **found,
+        "traceback": frames,
+        "output": "" if is_shown else lines,
+        "is_secondary": is_secondary(error),
+    }
 
 
 def is_secondary(error: BaseException) -> bool:
@@ -49,12 +73,16 @@ def is_secondary(error: BaseException) -> bool:
 
     if isinstance(error, (OtherRankError, dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)):
         return True
+    of_storage = isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, ConnectionError)
+    return isinstance(error, RuntimeError) and not of_storage and _is_of_lost_connection(str(error))
+
+
+def _is_of_lost_connection(text: str) -> bool:
     signs = (
         r"Connection closed by peer|Connection reset by peer|Broken pipe|gloo/transport|Connection refused|"
         r"Horovod has been shut down"
     )
-    of_storage = isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, ConnectionError)
-    return isinstance(error, RuntimeError) and not of_storage and re.search(signs, str(error)) is not None
+    return re.search(signs, text) is not None
 
 
 class RankFailedError(Exception):
@@ -165,11 +193,12 @@ def _names(tasks: list[int], known: Mapping[int, Mapping[str, Any]]) -> str:
 
 def _error_of(failure: Mapping[str, Any]) -> RankError:
     rank, host, pid = failure.get("rank"), failure["host"], failure["pid"]
-    return RankError(
-        f"{_name(rank, failure['task'])} on {host} (pid {pid}) failed: {failure['error']}\n\n"
-        f"Traceback on the rank:\n{failure['traceback']}",
-        rank=rank, host=host, pid=pid,
-    )  # fmt: skip
+    text = f"{_name(rank, failure['task'])} on {host} (pid {pid}) failed: {failure['error']}"
+    if failure.get("traceback"):
+        text += f"\n\nTraceback on the rank:\n{failure['traceback']}"
+    if failure.get("output"):
+        text += f"\n\nLast output of the rank:\n{failure['output']}"
+    return RankError(text, rank=rank, host=host, pid=pid)
 
 
 def _name(rank: int | None, task: int) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import hashlib
 import json
 import os
 import platform
@@ -29,6 +30,7 @@ import torch.distributed.nn.functional
 from spark_dl._version import __version__
 from spark_dl.config import Launch
 from spark_dl.launch import first_failure, gpus
+from spark_dl.launch.rank.environment import restored_process, torchrun_env
 from spark_dl.launch.watch import Reporter
 from spark_dl.world import World, interface_of, local_address
 
@@ -67,12 +69,8 @@ def join(launch: Launch, *, init_group: bool = True, report: Any = None) -> Iter
     Under torchrun, ranks that fail as a consequence raise the error of the rank that failed first.
     """
     context = _barrier_context()
-    with _restored_process(), contextlib.ExitStack() as cleanup:
-        if context is None:
-            world = _meet_by_env(launch, report)
-        else:
-            world = _meet_in_barrier(context, launch, report, cleanup)
-            os.environ.update(_torchrun_env(world))
+    with restored_process(), contextlib.ExitStack() as cleanup:
+        world = _meet_by_env(launch, report) if context is None else _meet_in_barrier(context, launch, report, cleanup)
         world.report({"kind": "joined", "rank": world.rank})
         if launch.threads:
             torch.set_num_threads(launch.threads)
@@ -123,14 +121,16 @@ def _meet_in_barrier(context: Any, launch: Launch, report: Any, cleanup: context
         spark_dl=__version__,
         pid=os.getpid(),
     )
-    peers = [Peer(**json.loads(found)) for found in _exchange(context, report, json.dumps(vars(me)), launch)]
+    messages = _exchange(context, report, json.dumps(vars(me)), launch)
+    peers = [Peer(**json.loads(message)) for message in messages]
     check_peers(peers)
     ranks = deal_ranks(peers)
     rank = ranks.index(partition)
     by_partition = {p.partition: p for p in peers}
     local = [p for p in ranks if by_partition[p].host == host]
+    hosts = list(dict.fromkeys(by_partition[p].host for p in ranks))
     store = _open_store(by_partition[0], rank, len(peers), launch, listener)
-    return World(
+    world = World(
         rank=rank,
         world_size=len(peers),
         local_rank=local.index(partition),
@@ -142,6 +142,9 @@ def _meet_in_barrier(context: Any, launch: Launch, report: Any, cleanup: context
         socket_interface=_socket_interface(),
         report=report or (lambda event: None),
     )
+    run_id = hashlib.sha256("".join(messages).encode()).hexdigest()[:16]  # the same on all ranks
+    os.environ.update(torchrun_env(world, group_rank=hosts.index(host), num_groups=len(hosts), run_id=run_id))
+    return world
 
 
 def _exchange(context: Any, report: Any, message: str, launch: Launch) -> list[str]:
@@ -271,34 +274,6 @@ def _abort_group() -> None:
         _abort_process_group()
     else:
         dist.destroy_process_group()
-
-
-@contextlib.contextmanager
-def _restored_process() -> Iterator[None]:
-    """Restores environment variables and the number of threads, as Spark reuses its Python workers."""
-    env, threads = dict(os.environ), torch.get_num_threads()
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(env)
-        torch.set_num_threads(threads)
-
-
-def _torchrun_env(world: World) -> dict[str, str]:
-    """Returns the variables that torchrun would set. With them `init_process_group()` joins the existing store."""
-    store = world.store
-    assert isinstance(store, dist.TCPStore)
-    return {
-        "RANK": str(world.rank),
-        "WORLD_SIZE": str(world.world_size),
-        "LOCAL_RANK": str(world.local_rank),
-        "LOCAL_WORLD_SIZE": str(world.local_world_size),
-        "MASTER_ADDR": store.host,
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-    }
 
 
 def _socket_interface() -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
+
+from spark_dl.spark_job import is_connect
 
 _log = logging.getLogger("spark_dl")
 
@@ -61,22 +64,63 @@ def find_session(data: Any = None, spark: Any = None) -> Any:
     if spark is not None:
         if not hasattr(spark, "createDataFrame"):
             raise ValueError(f"spark: expected a SparkSession, found {type(spark).__name__}")
-        return spark
+        return _with_own_python(spark)
     for source in data.values() if isinstance(data, Mapping) else [data]:
         if hasattr(source, "sparkSession"):
-            return source.sparkSession
+            return _with_own_python(source.sparkSession)
     from pyspark.errors import PySparkRuntimeError
     from pyspark.sql import SparkSession
 
     try:
         # NOTE: an active session belongs to a thread of the JVM. Other threads have none, nor has a notebook after the
         # interrupt of a cell, which ends the connection to that thread. `active` then returns the process's session.
-        return SparkSession.active()
+        return _with_own_python(SparkSession.active())
     except PySparkRuntimeError as error:
         raise RuntimeError(
             "no active Spark session; create one, with SparkSession.builder.getOrCreate() or spark_dl.build_session, "
             "or pass it: spark=..."
         ) from error
+
+
+def _with_own_python(spark: Any) -> Any:
+    """Makes a local session run the driver's Python, if the user has not chosen one.
+
+    Spark's default is `python3` of the path, which outside an activated environment is not the driver's Python.
+    """
+    if is_connect(spark) or "PYSPARK_PYTHON" in os.environ:
+        return spark
+    conf = spark.sparkContext.getConf()
+    if (conf.get("spark.master") or "").startswith("local") and not conf.get("spark.pyspark.python"):
+        spark.sparkContext.pythonExec = sys.executable
+    return spark
+
+
+@contextlib.contextmanager
+def worker_env(spark: Any, env: Mapping[str, str]) -> Iterator[None]:
+    """Sets environment variables for the Python workers of the functions that are given to Spark in the block.
+
+    Spark starts Python workers of their own for each set of variables, so they are set before anything is imported.
+    Raises ValueError over Spark Connect, where the server sets the variables of its workers.
+    """
+    if not env:
+        yield
+        return
+    for name, value in env.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise ValueError(f"env: expected names and values of type str, found {name!r}: {value!r}")
+    if is_connect(spark):
+        raise ValueError(
+            "env: found variables over Spark Connect, whose server starts the Python workers; set "
+            f"spark.executorEnv.{next(iter(env))} there, or run a script, whose process gets them"
+        )
+    environment = spark.sparkContext.environment
+    before = dict(environment)
+    environment.update(env)
+    try:
+        yield
+    finally:
+        environment.clear()
+        environment.update(before)
 
 
 _DEFAULTS = {

@@ -195,12 +195,17 @@ class Sender:
             self._thread = threading.Thread(target=self._work, args=(address,), name="spark_dl sender", daemon=True)
             self._thread.start()
 
-    def send(self, event: Mapping[str, Any]) -> None:
-        """Queues an event. Drops it if it has more than 1 MiB or is not JSON-serializable, or if the queue is full."""
+    def send(self, event: Mapping[str, Any]) -> bool:
+        """Queues an event. Drops it if it has more than 1 MiB or is not JSON-serializable, or if the queue is full.
+
+        Returns whether the event was queued.
+        """
         with contextlib.suppress(queue.Full, TypeError, ValueError):
             frame = json.dumps({**event, "task": self._task, "time": time.time()}).encode()
             if len(frame) <= _MAX_FRAME:
                 self._queue.put_nowait(frame)
+                return True
+        return False
 
     def flush(self, timeout_s: float = 2.0) -> None:
         """Waits until all queued events are sent, so that they reach the driver even if this process is killed.
@@ -265,11 +270,17 @@ class Reporter:
         """me: `host` and `pid`, and later `rank`, which every event has."""
         self._sender, self._me = sender, me
 
-    def __call__(self, event: Mapping[str, Any]) -> None:
-        self._sender.send({**event, **self._me})
+    def __call__(self, event: Mapping[str, Any]) -> bool:
+        """Returns whether the event was queued, and not dropped."""
+        is_queued = self._sender.send({**event, **self._me})
         if event["kind"] == "joined":
             self._me["rank"] = event["rank"]
-            self._sender.flush()  # if the process is killed from now on, the driver knows its rank
+            self.flush()  # if the process is killed from now on, the driver knows its rank
+        return is_queued
+
+    def flush(self) -> None:
+        """Waits until the driver has got all queued events, for at most 2 seconds."""
+        self._sender.flush()
 
     def exchange(self, message: str, timeout_s: float) -> list[str] | None:
         """Returns the messages of all ranks, by task; None if not all ranks can reach the driver. Collective."""

@@ -1,7 +1,7 @@
 """The run folder: its contents, the mark that a run wrote it, and the files that `overwrite` deletes.
 
     generations/000001                                  the mark: the first file of a run (generations.py)
-    config.yaml  metrics.jsonl
+    config.yaml  metrics.jsonl  logs/rank-0.log ...
     checkpoints/step-00000120.gen-0001/...              checkpoint.py
     shards/{train,train-<name>,validation,evaluate-<id>}/...      data/dataset/folder.py
 
@@ -23,7 +23,10 @@ from spark_dl.training import metrics
 
 CONFIG = "config.yaml"
 SHARDS = "shards"
-_NAMES = (checkpoint.FOLDER, SHARDS, metrics.FILE, CONFIG)
+LOGS = "logs"
+"""Output of the ranks (`launch.log_dir`), where they cannot send it to the driver."""
+_NAMES = (checkpoint.FOLDER, SHARDS, metrics.FILE, CONFIG, LOGS)
+_LOG = re.compile(r"rank-\d+\.log")
 _SHARD_SET = re.compile(r"train|train-.+|validation|evaluate-[0-9a-f]{8}")
 
 
@@ -53,7 +56,8 @@ def delete_run(run_dir: str, keep: Collection[str]) -> None:
         own = storage.identity(url)
         if not any(at == own or at.startswith(f"{own}/") for at in used):
             delete_dataset(url)
-    storage.delete_file(storage.join(run_dir, metrics.FILE))
+    for url in (storage.join(run_dir, metrics.FILE), *_logs(run_dir)):
+        storage.delete_file(url)
 
 
 def _holds(url: str) -> bool:
@@ -83,6 +87,11 @@ def _shard_sets(run_dir: str) -> list[str]:
     return [storage.join(folder, name) for name in storage.list_names(folder) if _SHARD_SET.fullmatch(name)]
 
 
+def _logs(run_dir: str) -> list[str]:
+    folder = storage.join(run_dir, LOGS)
+    return [storage.join(folder, name) for name in storage.list_names(folder) if _LOG.fullmatch(name)]
+
+
 def _check_links(run_dir: str) -> None:
     """Raises ValueError for the first link that `overwrite` would delete. The run folder itself can be a link."""
     if not storage.is_local(run_dir):
@@ -91,7 +100,7 @@ def _check_links(run_dir: str) -> None:
     folders = [*_checkpoints(run_dir), *_shard_sets(run_dir)]
     files = [(storage.join(folder, name), name) for folder in folders for name in storage.list_names(folder)]
     known = [url for url, name in files if is_dataset_file(name) or checkpoint_files.is_own_file(name)]
-    for url in (*top, *folders, *known):
+    for url in (*top, *folders, *known, *_logs(run_dir)):
         if storage.is_link(url):
             raise ValueError(
                 f"{url} is a symbolic link to {os.readlink(storage.absolute(url))}: overwrite does not "

@@ -18,7 +18,7 @@ from spark_dl.data.dataset.records import ShardSet
 from spark_dl.data.local import RowSettings
 from spark_dl.data.plan import Plan
 from spark_dl.data.write.writer import rows_per_file
-from spark_dl.launch.barrier import TaskInput
+from spark_dl.launch.rank.task import TaskInput
 from spark_dl.rundir import checkpoint
 from spark_dl.spec import Run
 from spark_dl.training.metrics import read_metrics

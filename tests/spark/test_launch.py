@@ -5,6 +5,7 @@ import dataclasses
 import datetime
 import os
 import signal
+import sys
 import threading
 import time
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 import spark_dl
 from spark_dl import Launch, RankError
-from spark_dl.launch import barrier, preflight
+from spark_dl.launch import barrier, preflight, session
 from spark_dl.launch.watch import Listener
 
 
@@ -41,6 +42,218 @@ def test_a_thread_without_a_session_of_its_own_uses_the_default_one(spark):
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         results = pool.submit(spark_dl.launch, _sum_of_ranks, 1.0, num_ranks=1).result(60)
     assert [r["rank"] for r in results] == [0]
+
+
+@pytest.mark.modes("local", "connect")
+def test_a_session_that_is_passed_is_used_also_where_a_thread_has_none(spark, monkeypatch):
+    monkeypatch.setattr(session, "_with_own_python", lambda found: found)
+    monkeypatch.setattr("pyspark.sql.SparkSession.active", lambda: pytest.fail("looked for another session"))
+    assert spark_dl.launch(_rank, num_ranks=2, spark=spark) == [0, 1]
+    with pytest.raises(ValueError, match="spark: expected a SparkSession, found str"):
+        spark_dl.launch(_rank, num_ranks=2, spark="local[2]")
+
+
+def _rank():
+    return int(os.environ["RANK"])
+
+
+def _write(text):
+    print(text, os.environ["RANK"])
+    print("a warning", file=sys.stderr)
+    os.system("echo of a child")
+
+
+@pytest.mark.slow_in("local-cluster")
+def test_the_output_of_the_ranks_comes_to_the_driver_with_their_rank(spark, mode, capfd):
+    spark_dl.launch(_write, "hello from", num_ranks=2)
+    out, err = capfd.readouterr()
+    expected = {f"[rank {rank}] {line}" for rank in (0, 1) for line in (f"hello from {rank}", "of a child")}
+    assert expected <= set(out.splitlines())
+    assert {"[rank 0] a warning", "[rank 1] a warning"} <= set(err.splitlines())
+    if mode.startswith("local[") and mode != "local-cluster":
+        assert not {"hello from 0", "a warning"} & {*out.splitlines(), *err.splitlines()}  # not a second time
+
+
+@pytest.mark.modes("local", "connect")
+@pytest.mark.parametrize(("output", "ranks"), [("rank0", {0}), ("none", set())])
+def test_output_of_rank_0_or_of_no_rank(spark, capfd, output, ranks):
+    spark_dl.launch(_write, "hello from", num_ranks=2, settings=Launch(output=output))
+    out, _ = capfd.readouterr()
+    assert {line for line in out.splitlines() if "hello" in line} == {f"[rank {r}] hello from {r}" for r in ranks}
+
+
+@pytest.mark.modes("local", "connect")
+def test_files_of_the_ranks_have_their_output(spark, tmp_path, capfd):
+    spark_dl.launch(_write, "hello from", num_ranks=2, settings=Launch(log_dir=str(tmp_path / "logs")))
+    files = {path.name: path.read_text() for path in (tmp_path / "logs").iterdir()}
+    assert files.keys() == {"rank-0.log", "rank-1.log"}
+    assert "stdout: hello from 1\n" in files["rank-1.log"]
+    assert "stderr: a warning\n" in files["rank-1.log"]
+    assert capfd.readouterr().out.count("hello from") == 2  # over Connect it comes from the files
+
+
+@pytest.mark.modes("connect")
+def test_over_connect_output_comes_while_the_ranks_run(spark, tmp_path, capfd):
+    def write_and_wait(go_on):
+        print("at work", flush=True)
+        end = time.monotonic() + 60
+        while not os.path.exists(go_on):
+            assert time.monotonic() < end
+            time.sleep(0.05)
+
+    settings = Launch(log_dir=str(tmp_path / "logs"))
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        job = pool.submit(
+            spark_dl.launch, write_and_wait, str(tmp_path / "go"), num_ranks=1, settings=settings, spark=spark
+        )
+        out, end = "", time.monotonic() + 60
+        while "[rank 0] at work" not in out:
+            assert time.monotonic() < end
+            assert not job.done()
+            time.sleep(0.1)
+            out += capfd.readouterr().out
+        (tmp_path / "go").touch()
+        job.result(60)
+
+
+def _import_late():
+    import torch
+
+    return os.environ["LATE"], torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
+
+
+@pytest.mark.slow_in("local-cluster")
+@pytest.mark.modes("local", "local-cluster")
+def test_variables_are_set_before_anything_is_imported(spark):
+    env = {"LATE": "1", "OMP_NUM_THREADS": "3"}
+    assert spark_dl.launch(_import_late, num_ranks=2, env=env) == [("1", 3, "3")] * 2
+    assert spark_dl.launch(lambda: os.environ.get("LATE"), num_ranks=1) == [None]
+    with pytest.raises(ValueError, match=r"env: expected names and values of type str, found 'LATE': 1"):
+        spark_dl.launch(_rank, env={"LATE": 1})
+
+
+@pytest.mark.modes("connect")
+def test_variables_over_connect_are_an_error_but_for_scripts(spark, tmp_path):
+    with pytest.raises(ValueError, match=r"set spark\.executorEnv\.LATE there, or run a script"):
+        spark_dl.launch(_rank, num_ranks=1, env={"LATE": "1"})
+    (tmp_path / "print.py").write_text(f"import os; open({str(tmp_path / 'out')!r}, 'w').write(os.environ['LATE'])")
+    spark_dl.launch(tmp_path / "print.py", num_ranks=1, env={"LATE": "1"})
+    assert (tmp_path / "out").read_text() == "1"
+
+
+SCRIPT = """
+import argparse, os, pathlib, torch, torch.distributed as dist
+parser = argparse.ArgumentParser()
+parser.add_argument("--lr", type=float)
+parser.add_argument("--fails", type=int)
+args = parser.parse_args()
+dist.init_process_group("gloo")
+if args.fails == dist.get_rank():
+    raise KeyError("the culprit")
+total = torch.tensor([args.lr])
+dist.all_reduce(total)
+print("total", total.item(), "of", dist.get_world_size(), os.environ["LOCAL_RANK"])
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow_in("local-cluster", "connect")
+def test_a_script_runs_with_its_arguments_on_all_ranks(spark, tmp_path, capfd):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    assert spark_dl.launch(tmp_path / "train.py", "--lr", 0.5, num_ranks=2) == [None, None]
+    out = capfd.readouterr().out.splitlines()
+    assert {"[rank 0] total 1.0 of 2 0", "[rank 1] total 1.0 of 2 1"} <= set(out)
+
+
+@pytest.mark.slow_in("local-cluster", "connect")
+def test_the_rank_whose_script_failed_first_is_named_with_its_exit_code_and_last_lines(spark, tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    match = r"(?s)rank 1 on .* failed: train\.py ended with exit code 1.*KeyError: 'the culprit'"
+    with pytest.raises(RankError, match=match) as caught:
+        spark_dl.launch(str(tmp_path / "train.py"), "--lr=0.5", "--fails=1", num_ranks=2)
+    assert caught.value.rank == 1
+
+
+@pytest.mark.modes("local")
+def test_what_is_no_script_is_an_error_before_any_rank_starts(spark):
+    with pytest.raises(ValueError, match=r"no file 'missing\.py' on the driver"):
+        spark_dl.launch("missing.py", num_ranks=2)
+    with pytest.raises(ValueError, match=r"a script takes arguments as strings, found lr=\.\.\."):
+        spark_dl.launch("missing.py", lr=0.1)
+
+
+@pytest.mark.slow_in("connect")
+@pytest.mark.modes("local", "connect")
+@pytest.mark.parametrize(("end", "match"), [
+    (os._exit, r"rank 1 on .* failed: the function ended with exit code 3 \(os\._exit\)"),
+    (sys.exit, r"rank 1 on .* failed: the function ended with exit code 3 \(sys\.exit\)"),
+])  # fmt: skip
+def test_the_exit_code_of_a_rank_that_ends_its_process_is_named(spark, mode, end, match):
+    def work(name):
+        if os.environ["RANK"] == "1":
+            getattr(os if name == "_exit" else sys, name)(3)  # cloudpickle would send another os._exit
+        time.sleep(30)
+
+    if mode == "connect" and end is os._exit:
+        match = "was killed"  # the rank cannot tell the driver
+    with pytest.raises(RankError, match=match):
+        spark_dl.launch(work, end.__name__, num_ranks=2)
+
+
+@pytest.mark.modes("local")
+def test_a_function_that_exits_with_0_has_succeeded(spark):
+    assert spark_dl.launch(sys.exit, 0, num_ranks=1) == [None]
+
+
+def _leave_traces():
+    torch.set_default_dtype(torch.float64)
+    torch.set_grad_enabled(False)
+    torch.manual_seed(5)
+
+
+@pytest.mark.modes("local")
+def test_global_state_of_torch_does_not_reach_the_next_call_in_the_same_worker(spark):
+    def look():
+        drawn = torch.rand(1).item()
+        return os.getpid(), str(torch.get_default_dtype()), torch.is_grad_enabled(), drawn
+
+    before = spark_dl.launch(look, num_ranks=2)
+    spark_dl.launch(_leave_traces, num_ranks=2)
+    after = spark_dl.launch(look, num_ranks=2)
+    assert sorted(after) == sorted(before)
+    assert after[0][1:3] == ("torch.float32", True)
+
+
+def _groups(count):
+    sums = []
+    for i in range(count):
+        dist.init_process_group("gloo")
+        total = torch.tensor([i + dist.get_rank()])
+        dist.all_reduce(total)
+        sums.append(int(total))
+        dist.destroy_process_group()
+    return sums
+
+
+@pytest.mark.modes("local")
+def test_several_process_groups_in_one_launch(spark):
+    assert spark_dl.launch(_groups, 3, num_ranks=2) == [[1, 3, 5]] * 2
+
+
+def _step_alone():
+    model = torch.nn.Linear(1, 1)
+    model(torch.ones(1)).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    return "stepped"
+
+
+@pytest.mark.modes("local", "connect")
+def test_a_rank_that_would_train_alone_is_an_error_unless_it_is_wanted(spark):
+    with pytest.raises(RankError, match="takes an optimizer step without a process group, so it would train alone"):
+        spark_dl.launch(_step_alone, num_ranks=2)
+    wanted = Launch(independent_ranks=True)
+    assert spark_dl.launch(_step_alone, num_ranks=2, settings=wanted) == ["stepped"] * 2
+    assert spark_dl.launch(_step_alone, num_ranks=1) == ["stepped"]
 
 
 @pytest.mark.slow_in("local", "connect")

@@ -35,7 +35,8 @@ from spark_dl.bench.model.profiles import Layer, Profile
 from spark_dl.bench.testbed.links import LinkBytes, read_link, read_links
 from spark_dl.config import Config, Data, Launch, Loader, Parallel, Train
 from spark_dl.data.write.arrays import write_arrays
-from spark_dl.launch.barrier import RankResult, run_barrier
+from spark_dl.launch.barrier import run_barrier
+from spark_dl.launch.rank.task import RankResult
 from spark_dl.launch.rendezvous import join
 from spark_dl.parallel.exchange import collectives
 from spark_dl.spec import Batch, ModelSpec

@@ -19,7 +19,8 @@ from spark_dl.bench.exchange.methods import METHODS, measured_in, settings_of
 from spark_dl.bench.exchange.steps import Steps, time_steps
 from spark_dl.bench.model.profiles import PROFILES
 from spark_dl.config import Launch
-from spark_dl.launch.barrier import RankResult, run_barrier
+from spark_dl.launch.barrier import run_barrier
+from spark_dl.launch.rank.task import RankResult
 from spark_dl.launch.rendezvous import join
 from spark_dl.parallel import ddp
 from spark_dl.parallel.exchange.buckets import CANDIDATES_MIB, MIB, backward_s, interpolate_all_reduce_s

@@ -27,7 +27,7 @@ from spark_dl.bench.exchange.breakdown import BucketTimes, break_down, recording
 from spark_dl.bench.model.profiles import PROFILES
 from spark_dl.config import Launch
 from spark_dl.gather import gather_json
-from spark_dl.launch.barrier import RankResult
+from spark_dl.launch.rank.task import RankResult
 from spark_dl.launch.rendezvous import join
 from spark_dl.parallel.ddp import DDP
 from spark_dl.parallel.exchange.exchange import build_exchange

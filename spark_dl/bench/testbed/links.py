@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from spark_dl.config import Launch
-from spark_dl.launch.barrier import RankResult, run_barrier
+from spark_dl.launch.barrier import run_barrier
+from spark_dl.launch.rank.task import RankResult
 from spark_dl.launch.rendezvous import interfaces_of_host
 
 

@@ -1,0 +1,144 @@
+"""`RankDataset`: the rows of one rank as an iterable of batches, for a training loop of the user's own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from typing import Any
+
+from torch.utils.data import IterableDataset, get_worker_info
+
+from spark_dl.config import Config
+from spark_dl.data.columns.batch import Batch
+from spark_dl.data.columns.schema import Column
+from spark_dl.data.dataset.records import ShardSet
+from spark_dl.data.load.build import BatchLoader
+from spark_dl.data.load.resume_check import dataset_digest
+
+_CALLERS = 12
+"""How many callers are looked at."""
+
+
+class RankDataset(IterableDataset[Any]):
+    """The batches of one rank, as `open_dataset` returns them. Not collective: each rank reads on its own.
+
+    Each `iter()` yields one epoch: `len()` batches, the same number on all ranks. The first one is epoch 0, and each
+    further one is the next epoch, in a new order. `set_epoch` selects another one. Batches are read and prefetched
+    in threads, so a DataLoader around this dataset needs `batch_size=None` and `num_workers=0`.
+
+    `state_dict` and `load_state_dict` follow the stateful protocol of torchdata: a loop that stops after any batch goes
+    on with the next one.
+    """
+
+    def __init__(
+        self,
+        loader: BatchLoader,
+        shards: ShardSet,
+        config: Config,
+        *,
+        shuffle: bool,
+        transform: Callable[[Batch], Any] | None = None,
+    ):
+        self._loader, self._transform = loader, transform
+        self._order = {
+            "global_batch_size": config.train.global_batch_size,
+            "num_streams": config.loader.num_streams,
+            "shuffle_window_rows": config.loader.shuffle_window_rows,
+            "shuffle": config.loader.shuffle and shuffle,
+            "seed": config.train.seed,
+            "rows": dataset_digest(shards),
+        }
+        """All that the order of rows depends on."""
+        self._epoch, self._step = 0, 0
+        self._is_started = False
+        """Whether the current epoch was begun by `iter()`."""
+        self.batch_rows = 0
+        """True rows of the current batch over all ranks: the sum of rows without padding."""
+
+    def __len__(self) -> int:
+        """Returns the batches of an epoch, the same number on all ranks."""
+        return self._loader.plan.steps
+
+    @property
+    def rows(self) -> int:
+        """Rows of an epoch over all ranks, without padding."""
+        return self._loader.plan.rows
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """The columns of a batch, with their dtypes and shapes."""
+        return self._loader.columns
+
+    @property
+    def epoch(self) -> int:
+        """The current epoch; before the first `iter()`, the one that it will begin."""
+        return self._epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Selects the epoch of the next `iter()`. A position from `load_state_dict` in the same epoch is kept."""
+        if self._is_started or epoch != self._epoch:
+            self._epoch, self._step, self._is_started = epoch, 0, False
+
+    def __iter__(self) -> Iterator[Any]:
+        if get_worker_info() is not None:
+            raise RuntimeError(
+                "open_dataset: found a worker process of a DataLoader, each of which would read all rows of the rank; "
+                "set num_workers=0 (the dataset reads in threads: loader.reader_threads)"
+            )
+        if name := _splits_again():
+            raise RuntimeError(
+                f"open_dataset: found {name} of Accelerate, which would split the rows of a rank once more, and lose "
+                "rows; do not pass this dataset to Accelerator.prepare; with the Trainer of transformers, return it "
+                "from get_train_dataloader"
+            )
+        return self._batches()
+
+    def _batches(self) -> Iterator[Any]:
+        # Runs when the first batch is asked for: some loops call `iter` an additional time, to see whether they can.
+        if self._is_started:
+            self._epoch, self._step = self._epoch + 1, 0
+        self._is_started = True
+        epoch, start_step = self._epoch, self._step
+        with closing(self._loader.epoch(epoch, start_step)) as steps:
+            for step in steps:
+                batch = step.micro_batches[0]
+                self._epoch, self._step, self.batch_rows = epoch, step.step + 1, step.rows
+                yield batch if self._transform is None else self._transform(batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the position, as plain data: the epoch, the number of its batches that were yielded, and the order.
+
+        The same on all ranks that have yielded the same number of batches, so one rank can save it for all.
+        """
+        return {"epoch": self._epoch, "step": self._step, **self._order}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues at a position of `state_dict`: the next `iter()` yields the rest of that epoch.
+
+        The number of ranks can differ if the global batch has the same size. Raises ValueError if the rows, or
+        settings that their order depends on, differ from those of the state.
+        """
+        for name, now in self._order.items():
+            if (found := state.get(name)) != now:
+                raise ValueError(
+                    f"load_state_dict: found {name}={found!r}, expected {now!r} as in this dataset; rows would be "
+                    "repeated or skipped; open it with the same rows and settings (a global batch is batch_size rows "
+                    "of each rank), or start a new epoch with set_epoch"
+                )
+        self._epoch, self._step, self._is_started = int(state["epoch"]), int(state["step"]), False
+        if self._step >= len(self):  # the epoch was over
+            self._epoch, self._step = self._epoch + 1, 0
+
+
+def _splits_again() -> str:
+    """Returns the class of Accelerate that asks for the rows to split them again; empty if none does."""
+    frame = sys._getframe(1)
+    for _ in range(_CALLERS):
+        name = type(frame.f_locals.get("self")).__name__
+        if name in ("IterableDatasetShard", "DataLoaderDispatcher"):
+            return name
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return ""

@@ -1,0 +1,194 @@
+"""The process of a rank: torchrun's environment in it, its place among the ranks, and its state after a call.
+
+Spark reuses its Python workers, so a rank must leave the process as it found it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import importlib
+import os
+import random
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from spark_dl.world import World
+
+
+def torchrun_env(world: World, *, group_rank: int, num_groups: int, run_id: str) -> dict[str, str]:
+    """Returns the variables that torchrun would set. With them `init_process_group()` joins the existing store.
+
+    A group is the ranks of one host, as torchrun's agent is. Hosts can have different numbers of ranks.
+    """
+    store = world.store
+    assert isinstance(store, dist.TCPStore)
+    rank, world_size = str(world.rank), str(world.world_size)
+    env = {
+        "RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_RANK": str(world.local_rank),
+        "LOCAL_WORLD_SIZE": str(world.local_world_size),
+        "GROUP_RANK": str(group_rank),
+        "GROUP_WORLD_SIZE": str(num_groups),
+        "NODE_RANK": str(group_rank),  # not torchrun's, but read by libraries for the same
+        "ROLE_NAME": "default",
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": world_size,
+        "MASTER_ADDR": store.host,
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+    }
+    if world.device.type == "cpu":
+        # Without it, Accelerate and the Trainer of transformers take a rank on a CPU for a process of its own.
+        env["ACCELERATE_USE_CPU"] = os.environ.get("ACCELERATE_USE_CPU", "true")
+    return env
+
+
+def find_place() -> tuple[int, int]:
+    """Returns (rank, world size): of the process group, else of the environment, else (0, 1)."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+@contextlib.contextmanager
+def applied(env: Mapping[str, str]) -> Iterator[None]:
+    """Sets the user's environment variables in the block.
+
+    The Python worker was started with them, except OMP_NUM_THREADS, which Spark replaces by `spark.task.cpus`.
+    """
+    before, threads = dict(os.environ), torch.get_num_threads()
+    os.environ.update(env)
+    if "OMP_NUM_THREADS" in env:
+        torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        torch.set_num_threads(threads)
+
+
+@contextlib.contextmanager
+def restored_process() -> Iterator[None]:
+    """Restores the process after the block: environment, working folder, import path, torch's global settings.
+
+    Random number generators continue where they were before the block.
+    """
+    env, cwd, path, argv = dict(os.environ), os.getcwd(), list(sys.path), list(sys.argv)
+    settings = [(setter, getter()) for getter, setter in _TORCH_SETTINGS]
+    device = torch.get_default_device()
+    flags = [(flags, name, getattr(flags, name)) for flags, name in _TORCH_FLAGS]
+    deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    generators = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        with warnings.catch_warnings():
+            yield
+    finally:
+        os.environ.clear()
+        os.environ.update(env)
+        sys.path[:], sys.argv[:] = path, argv
+        with contextlib.suppress(OSError):  # the folder was deleted
+            os.chdir(cwd)
+        for setter, value in settings:
+            setter(value)
+        torch.set_default_device(None if device.type == "cpu" else device)
+        for flags_of, name, value in flags:
+            if getattr(flags_of, name) != value:
+                setattr(flags_of, name, value)
+        torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
+        random.setstate(generators[0])
+        np.random.set_state(generators[1])
+        torch.set_rng_state(generators[2])
+        _reset_accelerate()
+
+
+_TORCH_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.is_grad_enabled, torch._C._set_grad_enabled),
+    (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+)
+_TORCH_FLAGS: tuple[tuple[Any, str], ...] = (
+    (torch.backends.cudnn, "enabled"),
+    (torch.backends.cudnn, "benchmark"),
+    (torch.backends.cudnn, "deterministic"),
+    (torch.backends.cudnn, "allow_tf32"),
+)
+
+
+def _reset_accelerate() -> None:
+    """Forgets the process group that Accelerate has found; it is kept in a variable of the library."""
+    state = sys.modules.get("accelerate.state")
+    if state is not None:
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
+
+
+@contextlib.contextmanager
+def fresh_stores() -> Iterator[None]:
+    """Gives each `init_process_group()` of the block its own keys in the store of the environment.
+
+    Without it, a second process group reads the addresses of the first one and fails to connect: torch takes the store
+    of an agent for a new one each time. All ranks must create their groups in the same order.
+    """
+    # Not an import statement: torch.distributed has a function with the name of this module.
+    handlers = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
+    original, count = handlers["env"], 0
+
+    def open_store(url: str, timeout: datetime.timedelta, **kwargs: Any) -> Iterator[tuple[dist.Store, int, int]]:
+        nonlocal count
+        env = os.environ
+        if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # a store of the user's own
+            yield from original(url, timeout, **kwargs)
+            return
+        count += 1
+        client = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), None, False, timeout)
+        yield dist.PrefixStore(f"group {count}", client), int(env["RANK"]), int(env["WORLD_SIZE"])
+
+    handlers["env"] = open_store
+    try:
+        yield
+    finally:
+        handlers["env"] = original
+
+
+@contextlib.contextmanager
+def error_if_alone(world: World) -> Iterator[None]:
+    """Makes a first optimizer step without a process group an error, in the block.
+
+    Such a rank trains alone: no gradient of another rank reaches it, and nobody notices.
+    """
+    if world.world_size == 1:
+        yield
+        return
+
+    def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        handle.remove()
+        horovod = sys.modules.get("horovod.torch")
+        if not dist.is_initialized() and not (horovod is not None and horovod.is_initialized()):
+            raise RuntimeError(
+                f"rank {world.rank} of {world.world_size} takes an optimizer step without a process group, so it would "
+                "train alone; call torch.distributed.init_process_group() and wrap the model in "
+                "DistributedDataParallel (Lightning: Trainer(devices=..., num_nodes=...) whose product is WORLD_SIZE); "
+                "if each rank shall train a model of its own, set launch.independent_ranks to true"
+            )
+
+    handle = register_optimizer_step_pre_hook(check)
+    try:
+        yield
+    finally:
+        handle.remove()

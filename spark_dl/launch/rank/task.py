@@ -1,0 +1,181 @@
+"""The task of one rank: what Spark runs in the Python worker. Calls the function, and returns its result as a row."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from spark_dl.config import Launch
+from spark_dl.launch import payload
+from spark_dl.launch.failure import describe, failed_in_task
+from spark_dl.launch.rank.environment import applied
+from spark_dl.launch.rank.output import Output, line_buffered
+from spark_dl.launch.watch import Address, Reporter, Sender
+
+ROOT_CAUSE_WAIT_S = 2.0
+"""How long to wait for the root cause after a failure that is only a consequence."""
+_ABORTED_BY_DRIVER_WAIT_S = 20.0
+SCHEMA = "rank int, result binary, refused string, output string"
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """The return value of a function under `run_barrier`: its result, and its rank from the rendezvous."""
+
+    rank: int
+    result: Any
+    refused: str = ""
+    """Why all ranks refused the input; empty if they did not. `run_barrier` raises it."""
+
+
+@dataclass(frozen=True)
+class TaskInput:
+    """The input of a task of a job with a source. The task must consume all batches."""
+
+    batches: Iterator[pa.RecordBatch]
+    task: int
+    """Index of the task: the partition of the source."""
+    folder: str
+    """A local folder of Spark on this host. Spark deletes it when the executor ends."""
+
+
+def rank_task(
+    packed: bytes,
+    address: Address | None,
+    launch: Launch,
+    *,
+    env: Mapping[str, str],
+    has_source: bool,
+    has_log: bool,
+) -> Callable[[Iterator[Any]], Iterator[Any]]:
+    """Returns the function that Spark runs as the task of one rank. Called on the driver.
+
+    packed: the call, of `payload.pack_call`. address: that of the driver's listener.
+    env: the user's environment variables.
+    has_source: whether the input of the task are rows for the function.
+    has_log: whether this process writes to the log of an executor, and not to the terminal of the driver.
+    """
+
+    def run_rank(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        if not has_source:
+            # Spark reuses a Python worker, with torch already imported, only if its input was consumed.
+            for _ in batches:
+                pass
+        from pyspark import BarrierTaskContext
+
+        context = BarrierTaskContext.get()
+        task, infos = context.partitionId(), context.getTaskInfos()
+        me: dict[str, Any] = {"host": infos[task].address.rsplit(":", 1)[0], "pid": os.getpid()}
+        sender = Sender(address, task)
+        report = Reporter(sender, me)
+        report({"kind": "started"})
+        output = _open_output(report, me, launch, has_log=has_log)
+        try:
+            with _reported_exit(sender, output, me), applied(env):
+                if len(infos) != launch.num_ranks:
+                    raise RuntimeError(
+                        f"Spark started {len(infos)} tasks for {launch.num_ranks} ranks; the DataFrame must have one "
+                        "partition per rank"
+                    )
+                rows = {"rows": TaskInput(batches, task, _local_folder(task))} if has_source else {}
+                fn, args, kwargs = payload.unpack_call(packed)
+                done: RankResult = fn(*args, report=report, **kwargs, **rows)
+                result = payload.pack_result(done.result)
+        except BaseException as error:
+            last_lines = _close_output(output)
+            is_shown = sender.is_connected or bool(launch.log_dir)
+            failure = describe(error, {**me, "task": task}, last_lines, is_shown=is_shown)
+            _end_with(failure, sender)
+            raise failed_in_task(failure) from error
+        last_lines = _close_output(output)
+        sender.send({"kind": "done"})
+        sender.close()
+        # The driver has the output already, if this rank could reach it, or a file.
+        is_wanted = not sender.is_connected and not launch.log_dir and _is_wanted(launch, done.rank)
+        yield pa.RecordBatch.from_pydict(
+            {
+                "rank": pa.array([done.rank], pa.int32()),
+                "result": pa.array([result], pa.binary()),
+                "refused": pa.array([done.refused], pa.string()),
+                "output": pa.array([json.dumps(last_lines if is_wanted else [])], pa.string()),
+            }
+        )
+
+    return run_rank
+
+
+def _end_with(failure: Mapping[str, Any], sender: Sender) -> None:
+    """Reports a failure to the driver, and waits for the driver to end this process.
+
+    The driver cancels the job, which kills this process without an error in Spark's log. If it does not, or cannot be
+    reached, this function returns.
+    """
+    sender.send({"kind": "failed", **failure})
+    sender.close()
+    if sender.is_connected:
+        time.sleep(_ABORTED_BY_DRIVER_WAIT_S)
+    elif failure["is_secondary"]:
+        time.sleep(ROOT_CAUSE_WAIT_S)  # let the root cause reach Spark first
+
+
+def _is_wanted(launch: Launch, rank: int | None) -> bool:
+    """Whether the output of a rank goes to the driver. A task that has no rank yet passes."""
+    return launch.output == "all" or (launch.output == "rank0" and not rank)
+
+
+def _open_output(report: Reporter, me: Mapping[str, Any], launch: Launch, *, has_log: bool) -> Output | None:
+    """Starts to read the output of this process. `me` has its `rank` as soon as it is known."""
+    if launch.output == "none" and has_log and not launch.log_dir:
+        return None
+
+    def send(event: Mapping[str, Any]) -> bool:
+        return report(event) if _is_wanted(launch, me.get("rank")) else True
+
+    def log_file() -> Path | None:
+        return Path(launch.log_dir, f"rank-{me['rank']}.log") if launch.log_dir and "rank" in me else None
+
+    return Output(send, log_file, has_log=has_log)
+
+
+def _close_output(output: Output | None) -> list[tuple[str, str]]:
+    if output is None:
+        return []
+    output.close()
+    return output.tail()
+
+
+@contextlib.contextmanager
+def _reported_exit(sender: Sender, output: Output | None, me: Mapping[str, Any]) -> Iterator[None]:
+    """Makes `os._exit` in the block a failure with its exit code, which nobody else would know."""
+    exit_process, pid = os._exit, os.getpid()
+
+    def report_and_exit(status: int) -> None:
+        if os.getpid() == pid:  # not in a child
+            _close_output(output)
+            error = f"the function ended with exit code {status} (os._exit)"
+            stack = "".join(traceback.format_stack())
+            _end_with({**me, "error": error, "traceback": stack, "is_secondary": False}, sender)
+        exit_process(status)
+
+    os._exit = report_and_exit  # type: ignore[assignment]
+    try:
+        with line_buffered():
+            yield
+    finally:
+        os._exit = exit_process
+
+
+def _local_folder(task: int) -> str:
+    """Returns a local folder of Spark on this host. With several disks, the tasks are spread over them."""
+    folders = [f for f in os.environ.get("SPARK_LOCAL_DIRS", "").split(",") if f and os.path.isdir(f)]
+    return folders[task % len(folders)] if folders else tempfile.gettempdir()

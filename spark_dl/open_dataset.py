@@ -1,0 +1,102 @@
+"""`open_dataset`: a dataset, or the rows of `run_on_dataframe`, for a training loop of the user's own on a rank."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable
+from typing import Any
+
+from spark_dl.config import Config, Data, Launch, Loader, Train
+from spark_dl.data.columns.batch import Batch
+from spark_dl.data.dataset.manifest import MANIFEST, read_shards
+from spark_dl.data.dataset.records import ShardSet
+from spark_dl.data.load.build import build_loader
+from spark_dl.data.load.iterable import RankDataset
+from spark_dl.data.local import RankRows
+from spark_dl.data.plan import Split
+from spark_dl.inputs import as_source, is_ours, shards_of
+from spark_dl.launch.rank.environment import find_place
+
+
+def open_dataset(
+    source: str | os.PathLike[str] | ShardSet | RankRows,
+    data: Data | None = None,
+    *,
+    batch_size: int,
+    shuffle: bool = True,
+    seed: int = 0,
+    split: Split = "all",
+    validation_fraction: float = 0.0,
+    loader: Loader | None = None,
+    transform: Callable[[Batch], Any] | None = None,
+) -> RankDataset:
+    """Opens a dataset for this rank: an iterable of its batches, with `len`, `set_epoch` and `state_dict`.
+
+    Called on a rank: in `launch`, in `run_on_dataframe`, under torchrun, or alone in a process. The rank and the number
+    of ranks come from the process group or the environment. All ranks must pass the same arguments.
+
+    source: the URL of a dataset, the result of `read_shards`, or the rows that `run_on_dataframe` passes to its
+        function, which have their own settings (`data`, `loader`, `validation_fraction`).
+    data: the columns of a batch; the default is all columns, if spark_dl wrote the dataset.
+    batch_size: rows of each batch of this rank. The last batch is filled with rows whose `weight` is 0.
+    split: the rows to read, if `validation_fraction` is set: `all`, `train` or `validation`.
+    loader: how rows are read. `num_streams` is lowered to the largest number that fits the ranks and the batch.
+    transform: called with each batch; returns what is yielded, such as `lambda b: (b["features"], b["label"])`.
+
+    A batch has the columns by name, [batch_size, ...], and `weight`, [batch_size] float32: 1, or the value of
+    `data.weight`, for a true row, 0 for padding. Every row is in exactly one batch of one rank in each epoch.
+    Raises ValueError for a missing dataset or column, and for settings that do not fit the dataset.
+    """
+    rank, num_ranks = find_place()
+    if isinstance(source, RankRows):
+        if (data, loader, validation_fraction) != (None, None, 0.0):
+            raise ValueError(
+                "open_dataset: found rows of run_on_dataframe with data, loader or validation_fraction; pass these to "
+                "run_on_dataframe"
+            )
+        shards = source.dataset
+        config = source.config(batch_size, seed=seed)
+    else:
+        shards, data = _open(source, data)
+        loader = loader or Loader()
+        config = Config(
+            data=data,
+            loader=dataclasses.replace(loader, num_streams=_streams(loader.num_streams, batch_size, num_ranks)),
+            train=Train(global_batch_size=batch_size * num_ranks, seed=seed, validation_fraction=validation_fraction),
+            launch=Launch(num_ranks=num_ranks),
+        )
+        with contextlib.ExitStack() as until_done:
+            shards = shards_of(shards, "", config, until_done, reuse=False)
+    batches = build_loader(shards, config, rank=rank, world_size=num_ranks, split=split, shuffle=shuffle)
+    return RankDataset(batches, shards, config, shuffle=shuffle, transform=transform)
+
+
+def _open(source: Any, data: Data | None) -> tuple[Any, Data]:
+    """Returns a URL or a dataset, and its columns."""
+    source = as_source(source)
+    if hasattr(source, "sparkSession"):
+        raise ValueError(
+            "open_dataset: found a DataFrame, which exists on the driver only; expected the URL of a dataset; "
+            "spark_dl.write_shards writes one, and spark_dl.run_on_dataframe streams the rows to the ranks"
+        )
+    if isinstance(source, str) and is_ours(source):
+        source = read_shards(source)
+    if data is None:
+        if not isinstance(source, ShardSet):
+            raise ValueError(
+                f"open_dataset: {source} was not written by spark_dl (it has no {MANIFEST}); set the columns to read: "
+                "data=spark_dl.Data(features=(...), label=...)"
+            )
+        data = Data(features=tuple(column.name for column in source.columns), label=None)
+    return source, data
+
+
+def _streams(most: int, batch_size: int, num_ranks: int) -> int:
+    """Returns the largest number of streams that is a multiple of the ranks and divides the global batch.
+
+    Of a global batch, so that the order of rows is the same for any number of ranks where the number allows it.
+    """
+    fitting = [n for n in range(num_ranks, max(most, num_ranks) + 1, num_ranks) if batch_size * num_ranks % n == 0]
+    return max(fitting)

@@ -1,0 +1,160 @@
+"""The process of a rank: torchrun's variables, what a call leaves behind, and a rank that would train alone."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from spark_dl.launch.rank.environment import error_if_alone, find_place, restored_process, torchrun_env
+from spark_dl.world import World
+
+HOSTS = ("a", "a", "b")
+"""Two ranks on one host and one on another."""
+
+
+@pytest.fixture
+def store():
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def world_of(rank, store=None, hosts=HOSTS, device="cpu"):
+    same = [r for r, host in enumerate(hosts) if host == hosts[rank]]
+    return World(
+        rank=rank, world_size=len(hosts), local_rank=same.index(rank), local_world_size=len(same), host=hosts[rank],
+        device=torch.device(device), store=store,
+    )  # fmt: skip
+
+
+def env_of(rank, store, **options):
+    names = list(dict.fromkeys(HOSTS))
+    return torchrun_env(
+        world_of(rank, store, **options), group_rank=names.index(HOSTS[rank]), num_groups=len(names), run_id="id"
+    )
+
+
+def test_the_environment_has_every_variable_that_torchrun_sets(tmp_path, store):
+    program = tmp_path / "print_env.py"
+    program.write_text("import json, os; print(json.dumps(dict(os.environ)))")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", str(program)]
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(("TORCH", "OMP"))}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=plain, timeout=100)
+    added = json.loads(done.stdout).keys() - plain.keys()
+    not_needed = {"OMP_NUM_THREADS", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE", "LC_CTYPE"}
+    assert added - not_needed <= env_of(0, store).keys()
+
+
+def test_ranks_and_groups_are_right_for_unequal_hosts(store):
+    names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "GROUP_WORLD_SIZE", "WORLD_SIZE")
+    found = [[env_of(rank, store)[name] for name in names] for rank in range(3)]
+    assert found == [list("0020023"), list("1120023"), list("2011123")]
+    assert {env_of(rank, store)["TORCHELASTIC_RUN_ID"] for rank in range(3)} == {"id"}
+
+
+def test_accelerate_is_told_of_a_cpu_unless_the_user_has_said_something(store, monkeypatch):
+    assert env_of(0, store)["ACCELERATE_USE_CPU"] == "true"
+    assert "ACCELERATE_USE_CPU" not in env_of(0, store, device="cuda:0")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "false")
+    assert env_of(0, store)["ACCELERATE_USE_CPU"] == "false"
+
+
+def test_the_place_comes_from_the_environment_or_is_that_of_one_process(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert find_place() == (0, 1)
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert find_place() == (2, 3)
+
+
+def state():
+    return {
+        "threads": torch.get_num_threads(),
+        "dtype": torch.get_default_dtype(),
+        "device": torch.zeros(1).device,
+        "grad": torch.is_grad_enabled(),
+        "anomaly": torch.is_anomaly_enabled(),
+        "matmul": torch.get_float32_matmul_precision(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "cudnn": torch.backends.cudnn.benchmark,
+        "env": dict(os.environ),
+        "cwd": os.getcwd(),
+        "path": list(sys.path),
+        "argv": list(sys.argv),
+        "filters": list(warnings.filters),
+        "random": random.getstate(),
+        "numpy": np.random.get_state()[1].tolist(),
+        "torch": torch.get_rng_state().tolist(),
+    }
+
+
+def change_everything(folder):
+    torch.set_num_threads(torch.get_num_threads() + 1)
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    torch.set_grad_enabled(False)
+    torch.autograd.set_detect_anomaly(True)
+    torch.set_float32_matmul_precision("medium")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = not torch.backends.cudnn.benchmark
+    os.environ["OF_A_RANK"] = "1"
+    os.chdir(folder)
+    sys.path.append("/of/a/rank")
+    sys.argv.append("--of-a-rank")
+    warnings.simplefilter("error")
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+
+
+def test_nothing_that_a_call_changes_is_left_to_the_next_one(tmp_path):
+    def fail_after_changes():
+        with restored_process():
+            change_everything(tmp_path)
+            raise KeyError
+
+    before = state()
+    with pytest.raises(KeyError):
+        fail_after_changes()
+    assert state() == before
+
+
+def test_the_next_call_gets_an_accelerate_that_has_found_no_ranks_yet():
+    accelerate = pytest.importorskip("accelerate")
+    with restored_process():
+        accelerate.Accelerator(cpu=True)
+    assert accelerate.state.PartialState._shared_state == {}
+
+
+def step():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(1, 2)).sum().backward()
+    before = model.weight.detach().clone()
+    optimizer.step()
+    assert not torch.equal(before, model.weight)
+
+
+def test_a_step_without_a_process_group_is_an_error_before_it_changes_weights():
+    alone = pytest.raises(RuntimeError, match=r"rank 1 of 3 takes an optimizer step without a process group")
+    with error_if_alone(world_of(1)), alone:
+        step()
+    step()  # nothing is left
+
+
+def test_a_single_rank_and_ranks_with_a_group_may_step(tmp_path):
+    with error_if_alone(world_of(0, hosts=("a",))):
+        step()
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        with error_if_alone(world_of(1)):
+            step()
+    finally:
+        dist.destroy_process_group()

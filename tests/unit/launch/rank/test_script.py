@@ -1,0 +1,106 @@
+"""Programs as the function of a rank: what can be one, and how its end is reported."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from spark_dl.launch.rank.script import Script, ScriptError, read_script, run_script
+
+
+def script_of(tmp_path, text, *args, env=None):
+    path = tmp_path / "train.py"
+    path.write_text(text)
+    return read_script(str(path), args, env or {})
+
+
+@pytest.mark.parametrize(("program", "args", "message"), [
+    ("missing.py", (), "no file 'missing.py' on the driver"),
+    (".", (), "no file"),
+    ("-m", (), 'name of a module after "-m"'),
+    ("-m", ("--lr",), 'name of a module after "-m"'),
+    ("-m", ("json", {"lr": 1}), r"strings or numbers, found \{'lr': 1\}"),
+    ("-m", ("json", True), "strings or numbers, found True"),
+])  # fmt: skip
+def test_what_is_no_program_is_an_error_on_the_driver(program, args, message):
+    with pytest.raises(ValueError, match=message):
+        read_script(program, args, {})
+
+
+def test_a_program_runs_where_it_is_with_its_arguments_and_the_driver_s_folder(tmp_path, monkeypatch):
+    (tmp_path / "beside.py").write_text("value = 7")
+    monkeypatch.chdir(tmp_path)
+    text = (
+        "import os, sys, beside\n"
+        "open('out', 'w').write(repr((sys.argv, os.getcwd(), beside.value, os.environ['LR'], __name__)))"
+    )
+    run_script(script_of(tmp_path, text, "--lr", 0.1, env={"LR": "3"}))
+    path = str(tmp_path / "train.py")
+    assert (tmp_path / "out").read_text() == repr(([path, "--lr", "0.1"], str(tmp_path), 7, "3", "__main__"))
+
+
+def test_a_program_that_another_host_does_not_have_is_sent(tmp_path):
+    script = script_of(tmp_path, f"import os; open({str(tmp_path / 'out')!r}, 'w').write(__file__)")
+    (tmp_path / "train.py").write_text("raise SystemExit('another program of this name')")
+    run_script(Script(name=script.name, args=(), folder="/nowhere", env={}, source=script.source))
+    copy = (tmp_path / "out").read_text()
+    assert copy.endswith("/train.py")
+    assert not os.path.exists(os.path.dirname(copy))
+
+
+def test_a_module_runs_as_under_torchrun(tmp_path, monkeypatch):
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "job.py").write_text("import sys; sys.exit(int(sys.argv[1]))")
+    monkeypatch.chdir(tmp_path)
+    run_script(read_script("-m", ["package.job", "0"], {}))
+    with pytest.raises(ScriptError, match=r"^-m package.job ended with exit code 3$"):
+        run_script(read_script("-m", ["package.job", "3"], {}))
+
+
+@pytest.mark.parametrize(("text", "end"), [
+    ("import sys; sys.exit(5)", "ended with exit code 5"),
+    ("raise KeyError('x')", "ended with exit code 1"),
+    ("import os; os._exit(7)", "ended with exit code 7"),
+    ("import os; os.kill(os.getpid(), 9)", r"was killed by SIGKILL \(9\)"),
+])  # fmt: skip
+def test_the_exit_code_or_the_signal_is_named(tmp_path, text, end):
+    with pytest.raises(ScriptError, match=f"^train.py {end}$"):
+        run_script(script_of(tmp_path, text))
+
+
+def test_a_rank_that_is_killed_takes_its_program_with_it(tmp_path):
+    script = tmp_path / "train.py"
+    pid_file = tmp_path / "pid"
+    script.write_text(
+        f"import os, time; open({str(pid_file) + '.new'!r}, 'w').write(str(os.getpid()))\n"
+        f"os.rename({str(pid_file) + '.new'!r}, {str(pid_file)!r}); time.sleep(60)"
+    )
+    rank = (
+        "import sys; from spark_dl.launch.rank.script import read_script, run_script\n"
+        "run_script(read_script(sys.argv[1], [], {}))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", rank, str(script)])
+    end = time.monotonic() + 60
+    while not pid_file.exists():
+        assert time.monotonic() < end
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    pid = int(pid_file.read_text())
+    while is_running(pid):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def is_running(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -170,6 +170,7 @@ def launch(
     fn: a function, called as `fn(*args, **kwargs)`; or the path of a Python program, or `"-m"` and the name of a
         module, with its arguments as strings: `launch("train.py", "--lr", "0.1", num_ranks=4)`. A program runs in a
         process of its own on each rank, from the driver's working folder if the executor has it.
+
     env: environment variables of the ranks, set before anything is imported there.
     settings: time limits, the device, and `output`, which ranks' standard output and error the driver shows.
 

@@ -39,6 +39,7 @@ def open_dataset(
 
     source: the URL of a dataset, the result of `read_shards`, or the rows that `run_on_dataframe` passes to its
         function, which have their own settings (`data`, `loader`, `validation_fraction`).
+
     data: the columns of a batch; the default is all columns, if spark_dl wrote the dataset.
     batch_size: rows of each batch of this rank. The last batch is filled with rows whose `weight` is 0.
     split: the rows to read, if `validation_fraction` is set: `all`, `train` or `validation`.

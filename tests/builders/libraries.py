@@ -46,7 +46,7 @@ def train_alone(url):
     return weights_of(model)
 
 
-def train_with_lightning(url):
+def train_with_lightning(url, devices=None):
     import lightning
 
     class Classifier(lightning.LightningModule):
@@ -66,7 +66,7 @@ def train_with_lightning(url):
     torch.manual_seed(0)
     module = Classifier()
     trainer = lightning.Trainer(
-        accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy="ddp", max_epochs=EPOCHS, logger=False,
+        accelerator="cpu", devices=devices or int(os.environ["WORLD_SIZE"]), max_epochs=EPOCHS, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(module, open_rows(url))
@@ -98,19 +98,19 @@ class BertOnRows(nn.Module):
         return self.bert(input_ids=tokens, labels=label)
 
 
-def train_with_transformers(url, folder):
+def train_with_transformers(url, folder, overrides_loader=True):
     from transformers import Trainer, TrainingArguments
 
     class RowsTrainer(Trainer):
         def get_train_dataloader(self):
-            return open_rows(url)
+            return open_rows(url) if overrides_loader else super().get_train_dataloader()
 
     torch.manual_seed(0)
     arguments = TrainingArguments(
         output_dir=folder, num_train_epochs=EPOCHS, learning_rate=LR, optim="sgd", lr_scheduler_type="constant",
         max_grad_norm=0, save_strategy="no", report_to="none", disable_tqdm=True,
     )  # fmt: skip
-    trainer = RowsTrainer(model=BertOnRows(), args=arguments)
+    trainer = RowsTrainer(model=BertOnRows(), args=arguments, train_dataset=open_rows(url))
     trainer.train()
     return {
         "rank": arguments.process_index,

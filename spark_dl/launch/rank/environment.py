@@ -178,13 +178,13 @@ def error_if_alone(world: World) -> Iterator[None]:
 
     def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         handle.remove()
-        horovod = sys.modules.get("horovod.torch")
-        if not dist.is_initialized() and not (horovod is not None and horovod.is_initialized()):
+        if reason := _why_alone():
             raise RuntimeError(
-                f"rank {world.rank} of {world.world_size} takes an optimizer step without a process group, so it would "
-                "train alone; call torch.distributed.init_process_group() and wrap the model in "
-                "DistributedDataParallel (Lightning: Trainer(devices=..., num_nodes=...) whose product is WORLD_SIZE); "
-                "if each rank shall train a model of its own, set launch.independent_ranks to true"
+                f"rank {world.rank} of {world.world_size} takes an optimizer step {reason}, so it would train alone; "
+                "call torch.distributed.init_process_group() and wrap the model in DistributedDataParallel (Lightning: "
+                "Trainer(devices=..., num_nodes=...) whose product is WORLD_SIZE; transformers and Accelerate: leave "
+                "ACCELERATE_USE_CPU as it is); if each rank shall train a model of its own, set "
+                "launch.independent_ranks to true"
             )
 
     handle = register_optimizer_step_pre_hook(check)
@@ -192,3 +192,13 @@ def error_if_alone(world: World) -> Iterator[None]:
         yield
     finally:
         handle.remove()
+
+
+def _why_alone() -> str:
+    """Returns why a rank trains alone; empty if it has a process group."""
+    horovod, accelerate = sys.modules.get("horovod.torch"), sys.modules.get("accelerate.state")
+    if accelerate is not None and accelerate.PartialState._shared_state.get("num_processes") == 1:
+        return "with an Accelerate that has found one process"  # though it has created a process group
+    if dist.is_initialized() or (horovod is not None and horovod.is_initialized()):
+        return ""
+    return "without a process group"

@@ -1,0 +1,186 @@
+"""A dataset for a loop of the user's own: every row once on one rank, in an order that can be continued anywhere."""
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+import spark_dl
+from spark_dl import Data, Loader
+from spark_dl.data.local import RankRows, RowSettings
+from tests.builders.datasets import write_dataset
+from tests.ranks.launcher import run_ranks
+
+ROWS = 245
+DATA = Data(features=("x",), label="id")
+
+
+@pytest.fixture
+def url(tmp_path):
+    rng = np.random.default_rng(0)
+    columns = {"x": rng.random((ROWS, 3), dtype=np.float32), "id": np.arange(ROWS), "w": np.full(ROWS, 2.0)}
+    write_dataset(str(tmp_path / "data"), columns, group_rows=20, shard_rows=60)
+    return str(tmp_path / "data")
+
+
+def ids_of(batch):
+    """The true rows of a batch."""
+    return batch["id"][batch["weight"] > 0].tolist()
+
+
+def read_epochs(url, epochs, batch_size, **options):
+    """The rows of each batch of each epoch, and what the dataset says of itself."""
+    dataset = spark_dl.open_dataset(url, DATA, batch_size=batch_size, **options)
+    found = [[ids_of(batch) for batch in dataset] for _ in range(epochs)]
+    return {"batches": found, "len": len(dataset), "rows": dataset.rows, "epoch": dataset.epoch}
+
+
+@pytest.mark.parametrize(("world_size", "batch_size"), [(1, 16), (2, 16), (3, 10), (3, 100)])
+def test_every_row_is_in_one_batch_of_one_rank_in_each_epoch(url, world_size, batch_size):
+    ranks = run_ranks(read_epochs, world_size, url, 2, batch_size)
+    for epoch in range(2):
+        rows = [row for rank in ranks for batch in rank["batches"][epoch] for row in batch]
+        assert sorted(rows) == list(range(ROWS))
+    assert {rank["len"] for rank in ranks} == {len(b) for rank in ranks for b in rank["batches"]}
+    assert {(rank["rows"], rank["epoch"]) for rank in ranks} == {(ROWS, 1)}
+    assert ranks[0]["batches"][0] != ranks[0]["batches"][1]
+
+
+def test_global_batches_do_not_depend_on_the_number_of_ranks(url):
+    def batches_of(world_size):
+        ranks = run_ranks(read_epochs, world_size, url, 1, 24 // world_size)
+        steps = zip(*(rank["batches"][0] for rank in ranks), strict=True)
+        return [sorted(row for part in step for row in part) for step in steps]
+
+    assert batches_of(1) == batches_of(2) == batches_of(4)
+
+
+def stop_and_go_on(url, batch_size, stop, options):
+    """The batches before a stop, and after it in a new object; with those of a run that did not stop."""
+    whole = spark_dl.open_dataset(url, DATA, batch_size=batch_size, **options)
+    first = spark_dl.open_dataset(url, DATA, batch_size=batch_size, **options)
+    second = spark_dl.open_dataset(url, DATA, batch_size=batch_size, **options)
+    expected = [ids_of(b) for _ in range(2) for b in whole]
+    found = []
+    for batch in first:
+        found.append(ids_of(batch))
+        if len(found) == stop:
+            break
+    second.load_state_dict(pickle.loads(pickle.dumps(first.state_dict())))
+    while len(found) < len(expected):
+        found += [ids_of(b) for b in second]
+    return expected, found, second.epoch
+
+
+@pytest.mark.parametrize("stop", [1, 5, 8])
+@pytest.mark.parametrize("options", [{}, {"shuffle": False}])
+def test_a_loop_that_stops_goes_on_with_the_next_batch(url, stop, options):
+    for expected, found, epoch in run_ranks(stop_and_go_on, 2, url, 16, stop, options):
+        assert found == expected
+        assert epoch == 1
+
+
+def go_on_with(url, batch_size, state):
+    dataset = spark_dl.open_dataset(url, DATA, batch_size=batch_size)
+    dataset.load_state_dict(state)
+    return [ids_of(batch) for batch in dataset]
+
+
+def test_the_rest_of_an_epoch_is_read_by_another_number_of_ranks(url):
+    dataset = spark_dl.open_dataset(url, DATA, batch_size=24)
+    batches = iter(dataset)
+    read = [row for _ in range(3) for row in ids_of(next(batches))]
+    rest = [row for rank in run_ranks(go_on_with, 2, url, 12, dataset.state_dict()) for b in rank for row in b]
+    assert sorted(read + rest) == list(range(ROWS))
+
+
+def test_a_position_in_other_rows_is_an_error_that_names_what_differs(url):
+    state = spark_dl.open_dataset(url, DATA, batch_size=24).state_dict()
+    for name, options in {
+        "global_batch_size": {"batch_size": 12},
+        "seed": {"batch_size": 24, "seed": 1},
+        "shuffle": {"batch_size": 24, "shuffle": False},
+    }.items():
+        other = spark_dl.open_dataset(url, DATA, **options)
+        with pytest.raises(ValueError, match=f"load_state_dict: found {name}="):
+            other.load_state_dict(state)
+
+
+def test_it_is_what_training_loops_know(url):
+    dataset = spark_dl.open_dataset(url, DATA, batch_size=16)
+    assert isinstance(dataset, IterableDataset)
+    iter(dataset)  # some loops look whether they can, and ask again
+    first = [ids_of(b) for b in dataset]
+    dataset.set_epoch(0)
+    assert [ids_of(b) for b in DataLoader(dataset, batch_size=None)] == first
+    dataset.set_epoch(3)
+    third = [ids_of(b) for b in dataset]
+    dataset.set_epoch(3)
+    assert [ids_of(b) for b in dataset] == third != first
+
+
+def test_set_epoch_at_the_start_of_an_epoch_keeps_the_position_in_it(url):
+    dataset = spark_dl.open_dataset(url, DATA, batch_size=16)
+    batches = iter(dataset)
+    read = [ids_of(next(batches)) for _ in range(4)]
+    again = spark_dl.open_dataset(url, DATA, batch_size=16)
+    again.load_state_dict(dataset.state_dict())
+    again.set_epoch(0)  # as loops do at the start of each epoch
+    assert sorted(row for batch in [*read, *(ids_of(b) for b in again)] for row in batch) == list(range(ROWS))
+
+
+def test_worker_processes_of_a_data_loader_are_refused(url):
+    dataset = spark_dl.open_dataset(url, DATA, batch_size=16)
+    with pytest.raises(RuntimeError, match="set num_workers=0"):
+        list(DataLoader(dataset, batch_size=None, num_workers=1))
+
+
+def test_a_library_that_would_split_the_rows_once_more_is_refused(url):
+    data_loader = pytest.importorskip("accelerate.data_loader")
+    dataset = spark_dl.open_dataset(url, DATA, batch_size=16)
+    shard = data_loader.IterableDatasetShard(dataset, batch_size=1, num_processes=2, process_index=0)
+    with pytest.raises(RuntimeError, match="IterableDatasetShard of Accelerate"):
+        list(shard)
+
+
+def test_batches_have_the_weights_of_a_column_and_the_form_of_a_function(url):
+    data = Data(features=("x",), label="id", weight="w")
+    dataset = spark_dl.open_dataset(
+        url, data, batch_size=100, transform=lambda b: (b["x"], b["id"], b["weight"]), split="all"
+    )
+    weights = torch.cat([weight for _, _, weight in dataset])
+    assert weights.unique().tolist() == [0.0, 2.0]
+    assert int((weights > 0).sum()) == ROWS
+
+
+def test_the_default_columns_are_all_columns_and_splits_share_the_rows(url):
+    parts = {
+        split: spark_dl.open_dataset(url, batch_size=16, validation_fraction=0.2, split=split)
+        for split in ("train", "validation")
+    }
+    assert [column.name for column in parts["train"].columns] == ["x", "id", "w"]
+    rows = {split: {row for b in part for row in ids_of(b)} for split, part in parts.items()}
+    assert not rows["train"] & rows["validation"]
+    assert len(rows["train"] | rows["validation"]) == ROWS
+
+
+def test_what_is_no_dataset_is_an_error_that_says_what_to_pass(tmp_path, url):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"x": [1.0]}), tmp_path / "plain.parquet")
+    with pytest.raises(ValueError, match=r"was not written by spark_dl .* data=spark_dl\.Data"):
+        spark_dl.open_dataset(tmp_path / "plain.parquet", batch_size=4)
+    plain = spark_dl.open_dataset(tmp_path / "plain.parquet", Data(features=("x",), label=None), batch_size=4)
+    assert next(iter(plain))["x"].tolist()[:1] == [1.0]
+    with pytest.raises(ValueError, match="expected a DataFrame of Spark, the path or URL of a dataset"):
+        spark_dl.open_dataset([1, 2], batch_size=4)
+    with pytest.raises(ValueError, match="no column 'y'"):
+        spark_dl.open_dataset(url, Data(features=("y",), label=None), batch_size=4)
+    rows = RankRows(spark_dl.read_shards(url), RowSettings(data=DATA))
+    with pytest.raises(ValueError, match="pass these to run_on_dataframe"):
+        spark_dl.open_dataset(rows, DATA, batch_size=4)
+    with pytest.raises(ValueError, match="num_streams"):
+        spark_dl.open_dataset(url, DATA, batch_size=4, loader=Loader(num_streams=0))

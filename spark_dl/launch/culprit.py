@@ -47,10 +47,15 @@ class _Place:
         return _Place(self.root, name)
 
 
-def dumps(value: Any) -> bytes:
-    """Pickles an object with Spark's cloudpickle. Raises the errors of parts that cannot be pickled."""
+def dumps(value: Any, modules: set[str] | None = None) -> bytes:
+    """Pickles an object with Spark's cloudpickle. Raises the errors of parts that cannot be pickled.
+
+    modules: gets the names of the modules whose functions and classes are found in the object.
+    """
     out = io.BytesIO()
-    _pickler()(out).dump(value)
+    pickler = _pickler()(out)
+    pickler.modules = set() if modules is None else modules
+    pickler.dump(value)
     return out.getvalue()
 
 
@@ -59,7 +64,13 @@ def _pickler() -> Any:
     from pyspark import cloudpickle
 
     class Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
+        modules: set[str]
+
         def reducer_override(self, value: Any) -> Any:
+            if isinstance(value, types.ModuleType):
+                self.modules.add(value.__name__)
+            elif isinstance(value, (type, types.FunctionType)) and isinstance(value.__module__, str):
+                self.modules.add(value.__module__)
             # Spark Connect pickles a session as its id, which is not valid on an executor.
             if type(value).__module__ == "pyspark.sql.connect.session" and type(value).__name__ == "SparkSession":
                 raise TypeError("a SparkSession cannot be pickled")

@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from spark_dl.launch import sources
 from spark_dl.launch.culprit import describe_culprit, dumps
 
 _FILE_MODULES = "_spark_dl_file_"
@@ -25,16 +26,21 @@ _LEVEL = 3
 
 
 def pack_call(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    """Pickles a call. Called on the driver. Raises ValueError that names the part that cannot be pickled."""
+    """Pickles a call, with the sources of modules beside the user's program. Called on the driver.
+
+    Raises ValueError that names the part that cannot be pickled.
+    """
     from pyspark import cloudpickle
 
     for name, module in list(sys.modules.items()):
         if name.startswith(_FILE_MODULES):  # modules that were loaded from a file path exist only on the driver
             cloudpickle.register_pickle_by_value(module)
+    modules: set[str] = set()
     try:
-        packed = dumps((fn, args, kwargs))
+        call = dumps((fn, args, kwargs), modules)
     except Exception as error:
         raise ValueError(describe_culprit(fn, args, kwargs)) from error
+    packed = pickle.dumps((sources.sources_of(modules), call))
     compressed: bytes = pa.Codec("zstd", compression_level=_LEVEL).compress(packed, asbytes=True)
     return struct.pack("<Q", len(packed)) + compressed
 
@@ -44,7 +50,9 @@ def unpack_call(packed: bytes) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     try:
         (size,) = struct.unpack_from("<Q", packed)
         unpacked = pa.decompress(memoryview(packed)[8:], size, codec="zstd")
-        call: tuple[Any, tuple[Any, ...], dict[str, Any]] = pickle.loads(unpacked)  # noqa: S301 - from the driver
+        found, pickled = pickle.loads(unpacked)  # noqa: S301 - from the driver
+        sources.install(found)
+        call: tuple[Any, tuple[Any, ...], dict[str, Any]] = pickle.loads(pickled)  # noqa: S301 - from the driver
     except ModuleNotFoundError as error:
         raise RuntimeError(
             f"no module {error.name!r} on this executor (Python is {sys.executable}); install it there, or send it "

@@ -1,0 +1,92 @@
+"""Modules beside the user's program: sent with a call, and used only by a process that has them nowhere else."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import spark_dl
+
+ROOT = str(Path(spark_dl.__file__).parents[1])
+RANK = """
+import sys
+from spark_dl.launch import payload
+for path in sys.argv[1:]:
+    fn, args, kwargs = payload.unpack_call(open(path, "rb").read())
+    print(fn(*args))
+"""
+
+
+def python(folder, program, *args, path=()):
+    """Runs a program in a folder, with our package and the folders `path` on its import path."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, path), ROOT])}
+    done = subprocess.run(
+        [sys.executable, *program, *map(str, args)], capture_output=True, text=True, cwd=folder, env=env, timeout=60
+    )
+    return done.stdout.splitlines(), done.stderr
+
+
+@pytest.fixture
+def project(tmp_path):
+    """A program with a package, a folder of modules without `__init__.py`, and a module that nothing refers to."""
+    folder = tmp_path / "project"
+    (folder / "models" / "parts").mkdir(parents=True)
+    (folder / "models" / "__init__.py").write_text("")
+    (folder / "models" / "mlp.py").write_text(
+        "from . import sizes\nfrom models.parts.layer import width\n"
+        "def build(factor):\n    return sizes.DEPTH * width() * factor\n"
+        "def fail():\n    raise KeyError('here')\n"
+    )
+    (folder / "models" / "sizes.py").write_text("DEPTH = 3\n")
+    (folder / "models" / "parts" / "layer.py").write_text("def width():\n    return 7\n")
+    (folder / "pack.py").write_text(
+        "import sys, numpy, models.mlp as mlp\nfrom spark_dl.launch import payload\n"
+        "fn, args = (mlp.fail, ()) if sys.argv[2] == 'fail' else (mlp.build, (2,))\n"
+        "open(sys.argv[1], 'wb').write(payload.pack_call(fn, args, {}))\n"
+    )
+    return folder
+
+
+def pack(project, call, what="build", cwd=None):
+    _, errors = python(cwd or project, [project / "pack.py"], call, what)
+    assert call.exists(), errors
+    return call
+
+
+@pytest.mark.parametrize("in_folder", [True, False])
+def test_a_module_beside_the_program_reaches_a_process_that_does_not_have_it(tmp_path, project, in_folder):
+    call = pack(project, tmp_path / "call", cwd=project if in_folder else "/")
+    assert python("/", ["-c", RANK], call) == (["42"], "")
+
+
+def test_a_process_that_has_the_module_uses_its_own(tmp_path, project):
+    call = pack(project, tmp_path / "call")
+    other = tmp_path / "installed" / "models"
+    other.mkdir(parents=True)
+    (other / "mlp.py").write_text("def build(factor):\n    return 'its own'\n")
+    assert python("/", ["-c", RANK], call, path=[tmp_path / "installed"]) == (["its own"], "")
+
+
+def test_a_changed_module_replaces_the_earlier_one_in_a_process_that_is_used_again(tmp_path, project):
+    first = pack(project, tmp_path / "first")
+    (project / "models" / "sizes.py").write_text("DEPTH = 5\n")
+    second = pack(project, tmp_path / "second")
+    assert python("/", ["-c", RANK], first, second, first) == (["42", "70", "42"], "")
+
+
+def test_a_traceback_has_the_lines_of_the_module(tmp_path, project):
+    _, errors = python("/", ["-c", RANK], pack(project, tmp_path / "call", "fail"))
+    assert f'File "{project / "models" / "mlp.py"}", line 6, in fail' in errors
+    assert "raise KeyError('here')" in errors
+
+
+def test_installed_packages_and_ours_are_not_sent(tmp_path, project):
+    program = (
+        "import json, os, sys, numpy, torch, models.mlp, spark_dl\n"
+        "from spark_dl.launch.sources import sources_of\n"
+        "print(sorted(sources_of({'models.mlp'})), sources_of({'numpy', 'spark_dl.spec', 'json'}), sources_of(set()))"
+    )
+    names = ["models", "models.mlp", "models.parts.layer", "models.sizes"]
+    assert python(project, ["-c", program]) == ([f"{names} {{}} {{}}"], "")

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from spark_dl.ml.estimator import TorchEstimator
     from spark_dl.ml.model import TorchModel
 
-_FUNCTIONS = ("build", "forward", "predict", "transform", "augment")
+_FUNCTIONS = (
+    "build", "forward", "predict", "transform", "augment", "optimizer", "batch_loss", "evaluation", "set_position",
+)  # fmt: skip
 _MODEL = "model"
 _has_session = int(pyspark.__version__.split(".")[0]) >= 4
 """Whether Spark's writer of metadata takes a session; before Spark 4 it takes the SparkContext."""
@@ -102,7 +104,8 @@ class EstimatorReader(MLReader["TorchEstimator"]):
         metadata = _read_metadata(self, path)
         functions = {n: names.object_of(found, f"{path}: {n}") for n, found in metadata["functions"].items()}
         metrics = {n: names.object_of(found, f"{path}: metrics") for n, found in metadata["metrics"].items()}
-        loss = metadata["loss"] if ":" not in metadata["loss"] else names.object_of(metadata["loss"], f"{path}: loss")
+        loss = metadata["loss"]
+        loss = names.object_of(loss, f"{path}: loss") if ":" in (loss or "") else loss
         spec = ModelSpec(loss=loss, metrics=metrics, **functions)
         estimator = self._cls(spec, build_config(metadata["config"]), progress=metadata["progress"])
         estimator._resetUid(metadata["uid"])
@@ -111,7 +114,12 @@ class EstimatorReader(MLReader["TorchEstimator"]):
 
 
 def _name_of_loss(spec: ModelSpec) -> Any:
-    """Returns a loss of `torch.nn` by its name, if it has only default arguments; else the name of a function."""
+    """Returns a loss of `torch.nn` by its name, if it has only default arguments; else the name of a function.
+
+    None with `spec.batch_loss`.
+    """
+    if spec.loss is None:
+        return None
     name = type(spec.loss).__name__
     if type(spec.loss).__module__.startswith("torch.nn."):
         if repr(vars(build_loss(name))) == repr(vars(spec.loss)):

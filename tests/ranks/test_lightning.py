@@ -24,7 +24,7 @@ from tests.builders.lightning_modules import (
     WithState,
 )
 from tests.builders.models import blobs, build_dropout_mlp, small_config
-from tests.ranks.launcher import RankFailed, run_ranks
+from tests.ranks.launcher import run_ranks
 from tests.ranks.runs import assert_same_to_the_bit, cut_at, make_run, resume, train, train_rank
 
 VALIDATION_ROWS = 61
@@ -177,32 +177,3 @@ def test_the_trained_module_is_a_lightning_module_with_these_weights(tmp_path):
     torch.testing.assert_close(module.state_dict(), checkpoint.load(saved, "model.pt")["0"])
     with pytest.raises(RuntimeError, match="not attached to a `Trainer`"):
         module.trainer.max_epochs  # noqa: B018 - as before the training
-
-
-class AsksTheTrainer(Classifier):
-    def training_step(self, batch, batch_idx):
-        return super().training_step(batch, batch_idx) / self.trainer.max_epochs
-
-
-class Skips(Classifier):
-    def training_step(self, batch, batch_idx):
-        return None
-
-
-class PerRow(Classifier):
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        return nn.functional.cross_entropy(self(x), y, reduction="none")
-
-
-@pytest.mark.parametrize(
-    ("build", "fact"),
-    [
-        (AsksTheTrainer, r"self\.trainer\.max_epochs: spark_dl trains without Lightning's Trainer"),
-        (Skips, "training_step: expected the mean loss of the batch.*found NoneType"),
-        (PerRow, r"expected the mean loss of the rows, a tensor with one value, found shape"),
-    ],
-)
-def test_what_a_step_must_not_do_is_an_error(tmp_path, build, fact):
-    with pytest.raises(RankFailed, match=fact):
-        run_ranks(train_rank, 1, run_of(tmp_path, config_of(1), build))

@@ -13,7 +13,7 @@ from torch import nn
 from spark_dl.config import Config
 from spark_dl.data.load.build import BatchLoader, build_loader
 from spark_dl.gather import sum_over_ranks
-from spark_dl.loss import autocast, true_rows, weighted_loss_sum
+from spark_dl.parallel.loss import autocast, true_rows, weighted_loss_sum
 from spark_dl.rundir import checkpoint
 from spark_dl.rundir.checkpoint_files import MODEL
 from spark_dl.spec import ModelSpec, Run

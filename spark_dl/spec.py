@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 Batch = Mapping[str, Tensor]
 """Columns by name, each [rows, *shape of a cell] with the dtype of `data.cast`, else the stored one, and `weight`,
 [rows] float32: 1, or the value of `data.weight`, for a true row, 0 for padding."""
+FUNCTIONS = (
+    "build", "forward", "predict", "transform", "augment", "optimizer", "batch_loss", "evaluation", "set_position",
+)  # fmt: skip
+"""The fields of a `ModelSpec` that are functions, beside the loss and the metrics."""
 Output = Tensor | Mapping[str, Tensor] | Sequence[Tensor]
 """What a model returns for a batch: one tensor, or several by name or position, each [rows, ...]."""
 
@@ -83,6 +87,7 @@ class ModelSpec:
         one, and the model has a BatchNorm that needs two, the batch has this row twice.
     evaluation: called with the model at the start of an evaluation; returns an `Evaluation`, which gets the true rows
         of each batch and computes the values of the evaluation, such as `loss`, instead of `loss` and `batch_loss`.
+
     set_position: called with the model and a `Position` before every step and before every validation.
     """
 
@@ -115,6 +120,7 @@ class ModelSpec:
             seeding, and once here, to check it; or a module, of which every rank trains a copy, with its weights.
         batch: called with the columns of the true rows and `weight`; returns the argument `batch` of the steps. The
             default is the tuple of the columns: features, label, `data.labels`; for `predict_step`, of the features.
+
         ignore_hooks: names of overridden methods that may be left out, because spark_dl does not call them.
         functions: `transform`, `augment`, `predict` and `metrics` of the spec.
 
@@ -131,17 +137,7 @@ class ModelSpec:
         return cls(**spec_fields(module, batch=batch, ignore_hooks=ignore_hooks), **functions)
 
     def __post_init__(self) -> None:
-        functions = (
-            "forward",
-            "predict",
-            "transform",
-            "augment",
-            "optimizer",
-            "batch_loss",
-            "evaluation",
-            "set_position",
-        )
-        for name in ("build", *functions):
+        for name in FUNCTIONS:
             value = getattr(self, name)
             if not callable(value) and (value is not None or name == "build"):
                 raise ValueError(f"spec.{name}: expected a function, found {value!r}")

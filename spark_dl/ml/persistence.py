@@ -13,15 +13,12 @@ from spark_dl.config.checks import suggestion
 from spark_dl.config.load import build_config
 from spark_dl.scoring import names, saved_model
 from spark_dl.scoring.scorer import saved_scorer
-from spark_dl.spec import ModelSpec, build_loss
+from spark_dl.spec import FUNCTIONS, ModelSpec, build_loss
 
 if TYPE_CHECKING:
     from spark_dl.ml.estimator import TorchEstimator
     from spark_dl.ml.model import TorchModel
 
-_FUNCTIONS = (
-    "build", "forward", "predict", "transform", "augment", "optimizer", "batch_loss", "evaluation", "set_position",
-)  # fmt: skip
 _MODEL = "model"
 _has_session = int(pyspark.__version__.split(".")[0]) >= 4
 """Whether Spark's writer of metadata takes a session; before Spark 4 it takes the SparkContext."""
@@ -81,7 +78,7 @@ class EstimatorWriter(MLWriter):
     def saveImpl(self, path: str) -> None:
         """Writes the metadata."""
         spec = self.instance.spec
-        functions = {name: getattr(spec, name) for name in _FUNCTIONS}
+        functions = {name: getattr(spec, name) for name in FUNCTIONS}
         extra = {
             "functions": {n: names.name_of(function, f"spec.{n}") for n, function in functions.items() if function},
             "metrics": {n: names.name_of(metric, f"spec.metrics[{n!r}]") for n, metric in spec.metrics.items()},

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from spark_dl.loss import weighted_loss_sum
 from spark_dl.optimization import Optimization, check_parameters, scale_rates
+from spark_dl.parallel.loss import weighted_loss_sum
 from spark_dl.spec import Batch, ModelSpec
 
 if TYPE_CHECKING:

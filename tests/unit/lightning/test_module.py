@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from spark_dl import Config, Data, ModelSpec
-from spark_dl.loss import weighted_loss_sum
+from spark_dl.parallel.loss import weighted_loss_sum
 from spark_dl.spec import Position
 from tests.builders.lightning_modules import Classifier
 

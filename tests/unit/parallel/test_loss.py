@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from spark_dl import Config, Data, ModelSpec, Train
-from spark_dl.loss import true_rows, weighted_loss_sum
+from spark_dl.parallel.loss import true_rows, weighted_loss_sum
 
 CONFIG = Config(data=Data(features=("x",)))
 

@@ -96,6 +96,8 @@ class Training:
         self.steps_per_epoch = steps_per_epoch or loader.plan.steps
         seed_generators(self.config.train.seed + 1 + world.rank)  # different dropout on each rank
         self.schedule = Schedule(trainable.optimizer, self.config, own=trainable.optimization)
+        if self.validation is None:
+            self.schedule.check_without_validation()
         self.state = RunState(run, world, trainable, self.schedule, loader.columns, num_ranks or world.world_size)
         fp16 = self.config.train.precision == "fp16"
         self.step_check = StepCheck(trainable.modules[0], world.device, gradients=not fp16) if check_steps else None

@@ -23,7 +23,8 @@ class Schedule:
     def __init__(self, optimizer: Optimizer, config: Config, *, own: Optimization | None = None):
         self._optimizer, self._train = optimizer, config.train
         self._interval: str = self._train.scheduler_interval
-        self._frequency, self._monitor = 1, None
+        self._frequency = 1
+        self._monitor: str | None = None
         self.scheduler: Any = None
         if own is not None and own.scheduler is not None:
             self.scheduler = own.scheduler
@@ -76,9 +77,17 @@ class Schedule:
             numbers = [name for name, value in values.items() if isinstance(value, int | float)]
             raise ValueError(
                 f"spec.optimizer: the scheduler monitors {self._monitor!r}, expected one of {numbers}, the numbers of "
-                "this epoch; other names need validation rows, and a metric of this name"
+                "this epoch; add a metric of this name, or monitor one of these"
             )
         return float(found)
+
+    def check_without_validation(self) -> None:
+        """Raises ValueError if the scheduler monitors a value of validation rows. Called if there are none."""
+        if self._monitor not in (None, "train_loss"):
+            raise ValueError(
+                f"spec.optimizer: the scheduler monitors {self._monitor!r}, which needs validation rows; set "
+                "train.validation_fraction, pass validation, or monitor 'train_loss'"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Returns a state for `torch.load(weights_only=True)`. Raises ValueError if the scheduler has other objects."""

@@ -1,5 +1,6 @@
 """An optimizer of the user's own, with a scheduler: what is accepted, and its learning rates."""
 
+import contextlib
 import functools
 
 import pytest
@@ -100,6 +101,15 @@ def test_a_value_that_is_not_there_is_an_error_that_names_those_that_are():
     own = plateau("val_los")
     with pytest.raises(ValueError, match=r"monitors 'val_los', expected one of \['train_loss', 'loss'\]"):
         Schedule(own.optimizer, Config(), own=own).end_epoch(1.0, {"loss": 2.0, "matrix": [[1]]})
+
+
+def test_a_value_of_validation_rows_needs_them():
+    for monitor, needs in (("val_loss", True), ("loss", True), ("train_loss", False), (None, False)):
+        own = plateau(monitor)
+        schedule = Schedule(own.optimizer, Config(), own=own)
+        expected = pytest.raises(ValueError, match=f"monitors '{monitor}', which needs validation rows")
+        with expected if needs else contextlib.nullcontext():
+            schedule.check_without_validation()
 
 
 def of_another():

@@ -5,7 +5,9 @@ import pytest
 import torch
 from torchmetrics import MeanMetric
 
-from spark_dl import ModelSpec
+from spark_dl import ModelSpec, Train
+from spark_dl.training import early_stop
+from spark_dl.training.state import Progress
 from tests.builders.lightning_modules import Classifier
 
 SIZES = (4, 1, 3)
@@ -105,3 +107,9 @@ def test_without_a_validation_step_the_loss_is_that_of_training():
     for x in ([1.0, 2.0], [6.0]):
         evaluation.update({"x": torch.tensor(x), "weight": torch.ones(len(x))})
     assert evaluation.compute() == {"loss": 3.0}
+
+
+def test_early_stopping_at_a_name_that_was_not_logged_is_an_error_that_names_those_that_were():
+    train, values = Train(early_stop_metric="val_loss"), values_of(log())
+    with pytest.raises(ValueError, match=r"train\.early_stop_metric: expected one of \['a'\].*found 'val_loss'"):
+        early_stop.decide(Progress(), train, values, torch.device("cpu"))

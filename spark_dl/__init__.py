@@ -15,6 +15,7 @@ from spark_dl.driver import TrainResult, evaluate, launch, run_on_dataframe, tra
 from spark_dl.launch.failure import RankError
 from spark_dl.launch.session import build_session
 from spark_dl.open_dataset import open_dataset
+from spark_dl.optimization import Optimization
 from spark_dl.parallel.ddp import DDP
 from spark_dl.parallel.hvd import Horovod
 from spark_dl.parallel.local_sgd import LocalSGD
@@ -37,6 +38,7 @@ __all__ = [
     "Loader",
     "LocalSGD",
     "ModelSpec",
+    "Optimization",
     "Parallel",
     "ParameterServer",
     "RankError",

@@ -13,9 +13,10 @@ from torch import nn
 from spark_dl.config import Config
 from spark_dl.data.load.build import BatchLoader, build_loader
 from spark_dl.gather import sum_over_ranks
+from spark_dl.parallel.loss import autocast, true_rows, weighted_loss_sum
 from spark_dl.rundir import checkpoint
 from spark_dl.rundir.checkpoint_files import MODEL
-from spark_dl.spec import ModelSpec, Run, weighted_loss_sum
+from spark_dl.spec import ModelSpec, Run
 from spark_dl.training.row_metrics import build_metrics
 from spark_dl.world import World
 
@@ -55,8 +56,10 @@ def evaluate_model(
     """Computes the mean loss and the metrics over the true rows of a loader. Collective; the same on all ranks.
 
     With `data.weight`, the loss of a row is multiplied by its weight, and the mean is still over the rows.
+    With `spec.evaluation`, its values replace the loss. Raises ValueError if one of them has the name of a metric.
     """
     metrics = build_metrics(spec, config)
+    own = None if spec.evaluation is None else spec.evaluation(model)
     for row_metric in metrics:
         row_metric.metric.to(world.device)
     total = torch.zeros((), dtype=torch.float64, device=world.device)
@@ -68,13 +71,27 @@ def evaluate_model(
                 report_at = time.monotonic() + _REPORT_S
             for cpu_batch in step.micro_batches:
                 batch = {name: tensor.to(world.device, non_blocking=True) for name, tensor in cpu_batch.items()}
-                output, losses = weighted_loss_sum(spec, model, batch, config)
-                total += losses
+                output = None
+                if own is None:
+                    output, losses = weighted_loss_sum(spec, model, batch, config)
+                    total += losses
+                elif bool((batch["weight"] > 0).any()):
+                    with autocast(batch, config):
+                        own.update(true_rows(batch, model))
+                if metrics and output is None:  # these functions return none
+                    with autocast(batch, config):
+                        output = spec.output(model, batch, config.data.features)
                 for row_metric in metrics:
+                    assert output is not None
                     row_metric.update(output, batch)
     sum_over_ranks(total)
     values = {row_metric.name: row_metric.compute() for row_metric in metrics}
-    return {"loss": float(total) / loader.plan.rows, **values}
+    found = {"loss": float(total) / loader.plan.rows} if own is None else own.compute()
+    if taken := sorted(found.keys() & values.keys()):
+        raise ValueError(
+            f"train.metrics, spec.metrics: spec.evaluation has a value {taken[0]!r}, too; rename one of them"
+        )
+    return {**found, **values}
 
 
 @contextlib.contextmanager

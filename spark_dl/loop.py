@@ -18,7 +18,7 @@ from spark_dl.gather import sum_over_ranks
 from spark_dl.launch.failure import OtherRankError
 from spark_dl.parallel.stragglers import delayed
 from spark_dl.parallel.trainable import Trainable
-from spark_dl.spec import ModelSpec, Run
+from spark_dl.spec import ModelSpec, Position, Run
 from spark_dl.training import early_stop, finite
 from spark_dl.training.finite import LOSS, Finding, NotFiniteError, StepCheck
 from spark_dl.training.metrics import MetricsLog, StepTimer
@@ -95,7 +95,9 @@ class Training:
         self.loader, self.validation = loader, _validation_loader(run, world)
         self.steps_per_epoch = steps_per_epoch or loader.plan.steps
         seed_generators(self.config.train.seed + 1 + world.rank)  # different dropout on each rank
-        self.schedule = Schedule(trainable.optimizer, self.config)
+        self.schedule = Schedule(trainable.optimizer, self.config, own=trainable.optimization)
+        if self.validation is None:
+            self.schedule.check_without_validation()
         self.state = RunState(run, world, trainable, self.schedule, loader.columns, num_ranks or world.world_size)
         fp16 = self.config.train.precision == "fp16"
         self.step_check = StepCheck(trainable.modules[0], world.device, gradients=not fp16) if check_steps else None
@@ -178,6 +180,7 @@ class Training:
     def _train_step(self, batch: StepBatches) -> None:
         """One optimizer step."""
         trainable, progress = self.trainable, self.progress
+        self._set_position()
         loss = trainable.forward_backward(batch.micro_batches, batch.rows)
         self.pending += loss
         if self.config.train.clip_grad_norm is not None:
@@ -185,7 +188,7 @@ class Training:
         with self.schedule.warm(progress.global_step) as self.lr:
             trainable.step()
         trainable.optimizer.zero_grad()
-        self.schedule.end_step()
+        self.schedule.end_step(progress.step + 1)
         progress.step += 1
         progress.global_step += 1
         progress.rows += batch.rows
@@ -233,8 +236,14 @@ class Training:
         if self.validation is None:
             return {}
         self.trainable.sync_weights()
+        self._set_position()
         model = self.trainable.modules[0]
         return evaluate_model(self.spec, model, self.validation, self.config, self.world)
+
+    def _set_position(self) -> None:
+        if self.spec.set_position is not None:
+            position = Position(self.progress.epoch, self.progress.step, self.progress.global_step)
+            self.spec.set_position(self.trainable.modules[0], position)
 
     def _end_epoch(self, metrics: dict[str, Any]) -> None:
         progress = self.progress
@@ -244,7 +253,7 @@ class Training:
         self.log.flush()
         progress.history.append(entry)
         progress.epoch, progress.step, progress.epoch_rows, progress.loss_sum = progress.epoch + 1, 0, 0, 0.0
-        self.schedule.end_epoch(metrics.get("loss", loss))
+        self.schedule.end_epoch(loss, metrics, epoch=progress.epoch)
         early_stop.decide(progress, self.config.train, metrics, self.world.device)
         every_steps = self.config.checkpoint.every_steps
         is_due = every_steps and progress.global_step % every_steps == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
 import inspect
@@ -10,13 +9,14 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from spark_dl.config.checks import suggestion
+from spark_dl.optimization import Optimization
 
 if TYPE_CHECKING:
     from spark_dl.config import Config
@@ -26,8 +26,35 @@ if TYPE_CHECKING:
 Batch = Mapping[str, Tensor]
 """Columns by name, each [rows, *shape of a cell] with the dtype of `data.cast`, else the stored one, and `weight`,
 [rows] float32: 1, or the value of `data.weight`, for a true row, 0 for padding."""
+FUNCTIONS = (
+    "build", "forward", "predict", "transform", "augment", "optimizer", "batch_loss", "evaluation", "set_position",
+)  # fmt: skip
+"""The fields of a `ModelSpec` that are functions, beside the loss and the metrics."""
 Output = Tensor | Mapping[str, Tensor] | Sequence[Tensor]
 """What a model returns for a batch: one tensor, or several by name or position, each [rows, ...]."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """The position of a run, before a step or an evaluation."""
+
+    epoch: int
+    """Number of finished epochs."""
+    step: int
+    """Steps done in the current epoch."""
+    global_step: int
+    """Optimizer steps done, over all epochs."""
+
+
+class Evaluation(Protocol):
+    """The values of one evaluation, from the rows of all ranks."""
+
+    def update(self, batch: Batch) -> None:
+        """Adds a batch of true rows. Called on a rank, in evaluation mode. Not collective: ranks have different numbers
+        of batches."""
+
+    def compute(self) -> Mapping[str, Any]:
+        """Returns numbers, or lists of numbers, by name, the same on all ranks. Collective."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +66,7 @@ class ModelSpec:
         pretrained models are, all of it is set to training mode.
     loss: called with (output, label), or with (output, batch) if `data.label` is null; returns one value per row,
         [rows] or [rows, ...] (averaged over the other axes). A name or a class of a loss in `torch.nn` is built with
-        `reduction="none"`.
+        `reduction="none"`. The default is `CrossEntropyLoss`.
     forward: called with (model, batch); returns the output. The default calls the model with the columns of
         `data.features`, in this order.
     transform: called with each batch on the CPU, in a thread of the loader or in `predict`; returns the batch for
@@ -52,18 +79,65 @@ class ModelSpec:
     metrics: metrics of your own by name, beside those of `train.metrics`: functions, called with (output, batch), which
         return one value per row, [rows], and are averaged over all rows by weight; and classes or instances of
         `torchmetrics.Metric`, updated with (output, label), or (output, batch) if `data.label` is null.
+    optimizer: called with the model, on every rank; returns an optimizer, or an `Optimization`, which also has a
+        scheduler, instead of `train.optimizer` and `train.scheduler`. `train.lr_scaling` multiplies its learning rates.
+    batch_loss: called with (model, batch) instead of `forward` and `loss`; returns the mean loss of the rows of the
+        batch, one value. The batch has only true rows, so the sum of these means times their rows is exact. If a rank
+        has no true row in a micro-batch, the batch is padding, of weight 0, and the result counts nothing. If it has
+        one, and the model has a BatchNorm that needs two, the batch has this row twice.
+    evaluation: called with the model at the start of an evaluation; returns an `Evaluation`, which gets the true rows
+        of each batch and computes the values of the evaluation, such as `loss`, instead of `loss` and `batch_loss`.
+
+    set_position: called with the model and a `Position` before every step and before every validation.
     """
 
     build: Callable[[], nn.Module]
-    loss: str | Callable[..., Tensor] = "CrossEntropyLoss"
+    loss: str | Callable[..., Tensor] | None = None
     forward: Callable[[nn.Module, Batch], Output] | None = None
     predict: Callable[[Any], Mapping[str, Tensor]] | None = None
     transform: Callable[[Batch], Batch] | None = None
     augment: Callable[[Batch, torch.Generator], Batch] | None = None
     metrics: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer | Optimization] | None = None
+    batch_loss: Callable[[nn.Module, Batch], Tensor] | None = None
+    evaluation: Callable[[nn.Module], Evaluation] | None = None
+    set_position: Callable[[nn.Module, Position], None] | None = None
+
+    @classmethod
+    def from_lightning(
+        cls,
+        module: Any,
+        *,
+        batch: Callable[[Batch], Any] | None = None,
+        ignore_hooks: Sequence[str] = (),
+        **functions: Any,
+    ) -> ModelSpec:
+        """Returns the spec of a LightningModule, which is trained without Lightning's Trainer. Called on the driver.
+
+        The methods `training_step`, `validation_step`, `configure_optimizers`, `forward` and `predict_step` are used.
+
+        module: a function or a class that is called without arguments and builds the module, on every rank, after
+            seeding, and once here, to check it; or a module, of which every rank trains a copy, with its weights.
+        batch: called with the columns of the true rows and `weight`; returns the argument `batch` of the steps. The
+            default is the tuple of the columns: features, label, `data.labels`; for `predict_step`, of the features.
+
+        ignore_hooks: names of overridden methods that may be left out, because spark_dl does not call them.
+        functions: `transform`, `augment`, `predict` and `metrics` of the spec.
+
+        `training_step` must return the mean loss over the rows of its batch. What it logs is not kept: spark_dl logs
+        the loss. What `validation_step` returns is averaged over the rows as `loss`, and what it logs for the epoch
+        are metrics, combined over all rows and ranks as Lightning does. Without `validation_step`, `loss` is that of
+        `training_step`. In the steps, `self.trainer` has only the epoch, the step and the rank.
+
+        Raises ValueError for manual optimization, several optimizers or schedulers, and overridden methods that
+        spark_dl does not call.
+        """
+        from spark_dl.lightning.module import spec_fields
+
+        return cls(**spec_fields(module, batch=batch, ignore_hooks=ignore_hooks), **functions)
 
     def __post_init__(self) -> None:
-        for name in ("build", "forward", "predict", "transform", "augment"):
+        for name in FUNCTIONS:
             value = getattr(self, name)
             if not callable(value) and (value is not None or name == "build"):
                 raise ValueError(f"spec.{name}: expected a function, found {value!r}")
@@ -74,7 +148,12 @@ class ModelSpec:
                 )
         if isinstance(self.build, nn.Module):
             raise ValueError("spec.build: expected a function that returns the model, found the model itself")
-        object.__setattr__(self, "loss", build_loss(self.loss))
+        if self.batch_loss is None:
+            object.__setattr__(self, "loss", build_loss("CrossEntropyLoss" if self.loss is None else self.loss))
+        elif self.loss is not None:
+            raise ValueError(
+                "spec.loss: has no effect with spec.batch_loss, which computes the loss; remove one of them"
+            )
 
     def build_to_train(self) -> nn.Module:
         """Builds the model in training mode. Called on every rank. Raises ValueError for another type."""
@@ -157,30 +236,6 @@ def build_loss(loss: Any) -> Callable[..., Tensor]:
     if not callable(loss):
         raise ValueError(f"spec.loss: expected a function or the name of a loss of torch.nn, found {loss!r}")
     return cast("Callable[..., Tensor]", loss)
-
-
-def row_losses(spec: ModelSpec, output: Output, batch: Batch, label: str | None) -> Tensor:
-    """The loss of each row of a batch. # (rows,)"""
-    target: Any = batch if label is None else batch[label]
-    losses = spec.loss(output, target)  # type: ignore[operator]
-    rows = batch["weight"].shape[0]
-    if not isinstance(losses, Tensor) or losses.ndim == 0 or losses.shape[0] != rows:
-        found = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
-        raise ValueError(f"spec.loss: expected one value per row, shape ({rows},), found {found}; use reduction='none'")
-    return losses.flatten(1).mean(1) if losses.ndim > 1 else losses
-
-
-def weighted_loss_sum(spec: ModelSpec, model: nn.Module, batch: Batch, config: Config) -> tuple[Output, Tensor]:
-    """Computes the model's output, and the sum of losses over the true rows, a float32 scalar.
-
-    All strategies use this function, so all of them compute the same loss.
-    """
-    device_type = batch["weight"].device.type
-    dtype = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[config.train.precision]
-    with torch.autocast(device_type, dtype=dtype) if dtype else contextlib.nullcontext():
-        output = spec.output(model, batch, config.data.features)
-        losses = row_losses(spec, output, batch, config.data.label)
-    return output, (losses.float() * batch["weight"]).sum()
 
 
 def import_object(path: str, key: str) -> Any:

@@ -18,7 +18,8 @@ from spark_dl.config import Config
 from spark_dl.data.columns.batch import build_batch
 from spark_dl.data.columns.inputs import cast_columns, two_rows_of_zeros
 from spark_dl.data.columns.schema import Column
-from spark_dl.spec import ModelSpec, weighted_loss_sum
+from spark_dl.parallel.loss import weighted_loss_sum
+from spark_dl.spec import ModelSpec
 
 _IS_ABOUT_DTYPES = re.compile(r"dtype|scalar type|Double|Half|not implemented for '(Int|Short|Char|Byte|Bool)'")
 

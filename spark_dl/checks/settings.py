@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from spark_dl import strategies
+from spark_dl.checks.functions import check_functions
 from spark_dl.config import Config
 from spark_dl.data.dataset.records import ShardSet
 from spark_dl.inputs import as_written
@@ -18,9 +19,10 @@ from spark_dl.training.row_metrics import build_metrics
 def check_settings(spark: Any, spec: ModelSpec, config: Config, *, has_validation: bool) -> None:
     """Raises ValueError for invalid settings and functions, RuntimeError if the cluster is too small."""
     strategies.find(config.parallel.strategy).check(spark, config)
+    check_functions(spec, config)
     metrics = build_metrics(spec, config)
     stops_at, known = config.train.early_stop_metric, ["loss", *(m.name for m in metrics)]
-    if stops_at is not None and stops_at not in known:
+    if stops_at is not None and stops_at not in known and spec.evaluation is None:
         raise ValueError(f"train.early_stop_metric: expected one of {known}, found {stops_at!r}")
     for metric in metrics:
         if metric.name == stops_at and metric.function is None:

@@ -13,13 +13,12 @@ from spark_dl.config.checks import suggestion
 from spark_dl.config.load import build_config
 from spark_dl.scoring import names, saved_model
 from spark_dl.scoring.scorer import saved_scorer
-from spark_dl.spec import ModelSpec, build_loss
+from spark_dl.spec import FUNCTIONS, ModelSpec, build_loss
 
 if TYPE_CHECKING:
     from spark_dl.ml.estimator import TorchEstimator
     from spark_dl.ml.model import TorchModel
 
-_FUNCTIONS = ("build", "forward", "predict", "transform", "augment")
 _MODEL = "model"
 _has_session = int(pyspark.__version__.split(".")[0]) >= 4
 """Whether Spark's writer of metadata takes a session; before Spark 4 it takes the SparkContext."""
@@ -79,7 +78,7 @@ class EstimatorWriter(MLWriter):
     def saveImpl(self, path: str) -> None:
         """Writes the metadata."""
         spec = self.instance.spec
-        functions = {name: getattr(spec, name) for name in _FUNCTIONS}
+        functions = {name: getattr(spec, name) for name in FUNCTIONS}
         extra = {
             "functions": {n: names.name_of(function, f"spec.{n}") for n, function in functions.items() if function},
             "metrics": {n: names.name_of(metric, f"spec.metrics[{n!r}]") for n, metric in spec.metrics.items()},
@@ -102,7 +101,8 @@ class EstimatorReader(MLReader["TorchEstimator"]):
         metadata = _read_metadata(self, path)
         functions = {n: names.object_of(found, f"{path}: {n}") for n, found in metadata["functions"].items()}
         metrics = {n: names.object_of(found, f"{path}: metrics") for n, found in metadata["metrics"].items()}
-        loss = metadata["loss"] if ":" not in metadata["loss"] else names.object_of(metadata["loss"], f"{path}: loss")
+        loss = metadata["loss"]
+        loss = names.object_of(loss, f"{path}: loss") if ":" in (loss or "") else loss
         spec = ModelSpec(loss=loss, metrics=metrics, **functions)
         estimator = self._cls(spec, build_config(metadata["config"]), progress=metadata["progress"])
         estimator._resetUid(metadata["uid"])
@@ -111,7 +111,12 @@ class EstimatorReader(MLReader["TorchEstimator"]):
 
 
 def _name_of_loss(spec: ModelSpec) -> Any:
-    """Returns a loss of `torch.nn` by its name, if it has only default arguments; else the name of a function."""
+    """Returns a loss of `torch.nn` by its name, if it has only default arguments; else the name of a function.
+
+    None with `spec.batch_loss`.
+    """
+    if spec.loss is None:
+        return None
     name = type(spec.loss).__name__
     if type(spec.loss).__module__.startswith("torch.nn."):
         if repr(vars(build_loss(name))) == repr(vars(spec.loss)):

@@ -33,12 +33,21 @@ def synchronize_batchnorm(
     model = _converted(model)
     norms = [module for module in model.modules() if isinstance(module, CpuSyncBatchNorm)]
 
-    def forward(module: nn.Module, batch: Batch) -> Output:
+    def set_weights(batch: Batch) -> None:
         for norm in norms:
             norm.row_weight = (batch["weight"] > 0).float()
+
+    def forward(module: nn.Module, batch: Batch) -> Output:
+        set_weights(batch)
         return spec.output(module, batch, config.data.features)
 
-    return dataclasses.replace(spec, forward=forward), model
+    def batch_loss(module: nn.Module, batch: Batch) -> Tensor:
+        assert spec.batch_loss is not None
+        set_weights(batch)
+        return spec.batch_loss(module, batch)
+
+    by_batch = None if spec.batch_loss is None else batch_loss
+    return dataclasses.replace(spec, forward=forward, batch_loss=by_batch), model
 
 
 def _converted(module: nn.Module) -> nn.Module:

@@ -15,11 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from spark_dl.config.checks import check, check_bool, check_choices, check_number
 from spark_dl.config.parallel import Parallel
+from spark_dl.optimization import Optimization
 from spark_dl.parallel.batchnorm import synchronize_batchnorm
 from spark_dl.parallel.exchange.bucket_choice import BucketSize
 from spark_dl.parallel.exchange.exchange import average_whole, build_exchange
 from spark_dl.parallel.generators import generators_kept
-from spark_dl.parallel.trainable import Scaler, Trainable, add_gradients, build_optimizer
+from spark_dl.parallel.trainable import Scaler, Trainable, add_gradients, build_optimization
 from spark_dl.spec import Batch, ModelSpec
 
 if TYPE_CHECKING:
@@ -117,8 +118,8 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
     settings = config.parallel
     assert isinstance(settings, DDP)
     spec, model = build_model(spec, world, config, sync_batchnorm=settings.sync_batchnorm)
-    optimizer = build_optimizer(model, config, world.world_size)
-    return average_gradients(spec, model, optimizer, world, config, settings=settings)
+    optimization = build_optimization(spec, model, config, world.world_size)
+    return average_gradients(spec, model, optimization, world, config, settings=settings)
 
 
 def build_model(spec: ModelSpec, world: World, config: Config, *, sync_batchnorm: bool) -> tuple[ModelSpec, nn.Module]:
@@ -132,7 +133,7 @@ def build_model(spec: ModelSpec, world: World, config: Config, *, sync_batchnorm
 def average_gradients(
     spec: ModelSpec,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimization: Optimization,
     world: World,
     config: Config,
     *,
@@ -143,7 +144,7 @@ def average_gradients(
     exchange = build_exchange(model, world, settings, timeout_s=config.launch.collective_timeout_s)
     is_final = False  # the layout of DDP's buckets
     wrapped: DistributedDataParallel | None = None
-    scaler = Scaler(optimizer, config, world.device)
+    scaler = Scaler(optimization.optimizer, config, world.device)
 
     def backward(micro_batches: Sequence[Batch], rows: int) -> Tensor:
         # DDP divides the sum over the ranks by their number, but the mean must be over the true rows.
@@ -188,7 +189,8 @@ def average_gradients(
 
     return Trainable(
         modules=[model],
-        optimizer=optimizer,
+        optimizer=optimization.optimizer,
+        optimization=optimization,
         forward_backward=forward_backward,
         clip_grad_norm=lambda norm: nn.utils.clip_grad_norm_(model.parameters(), norm),
         step=scaler.step,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from spark_dl.config.checks import check_bool, check_number
 from spark_dl.config.parallel import Parallel
 from spark_dl.parallel import ddp, single
-from spark_dl.parallel.trainable import OptimizerState, Trainable, build_optimizer
+from spark_dl.parallel.trainable import OptimizerState, Trainable, build_optimization
 from spark_dl.spec import Batch, ModelSpec
 
 if TYPE_CHECKING:
@@ -50,15 +50,17 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
     spec, model = ddp.build_model(spec, world, config, sync_batchnorm=settings.sync_batchnorm)
     for tensor in (*model.parameters(), *model.buffers()):
         dist.broadcast(tensor.detach(), 0)
-    optimizer = build_optimizer(model, config, world.world_size)
-    alone = single.train_alone(spec, model, optimizer, world, config)
+    optimization = build_optimization(spec, model, config, world.world_size)
+    optimizer = optimization.optimizer
+    alone = single.train_alone(spec, model, optimization, world, config)
     together = None
     if settings.sync_start_step:
-        together = ddp.average_gradients(spec, model, optimizer, world, config, settings=ddp.DDP())
+        together = ddp.average_gradients(spec, model, optimization, world, config, settings=ddp.DDP())
     training = _LocalSgd(alone, together, settings)
     return Trainable(
         modules=[model],
         optimizer=optimizer,
+        optimization=optimization,
         forward_backward=training.forward_backward,
         clip_grad_norm=alone.clip_grad_norm,
         step=training.step,

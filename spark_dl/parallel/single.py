@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from spark_dl.config.parallel import Parallel
-from spark_dl.parallel.trainable import Scaler, Trainable, add_gradients, build_optimizer
+from spark_dl.optimization import Optimization
+from spark_dl.parallel.trainable import Scaler, Trainable, add_gradients, build_optimization
 from spark_dl.spec import Batch, ModelSpec
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class DPSingleProcess(Parallel):
 def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
     """Builds the model on the rank's device. Not collective: there is one rank and no process group."""
     model = spec.build_to_train().to(world.device)
-    return train_alone(spec, model, build_optimizer(model, config, world.world_size), world, config)
+    return train_alone(spec, model, build_optimization(spec, model, config, world.world_size), world, config)
 
 
 def parallelize_over_gpus(spec: ModelSpec, world: World, config: Config) -> Trainable:
@@ -50,25 +50,25 @@ def parallelize_over_gpus(spec: ModelSpec, world: World, config: Config) -> Trai
     the gradients on the first GPU. With fewer than two GPUs the same as `parallelize`. Not collective.
     """
     model = spec.build_to_train().to(world.device)
-    optimizer = build_optimizer(model, config, world.world_size)
+    optimization = build_optimization(spec, model, config, world.world_size)
     if len(world.gpus) < 2:
         found = f"{len(world.gpus)} GPU" if world.gpus else "no GPU"
         _log.info("parallel.strategy 'dp_single_process' trains as 'single' does: the task has %s", found)
-        return train_alone(spec, model, optimizer, world, config)
+        return train_alone(spec, model, optimization, world, config)
     _log.info("the model is copied to %d GPUs in each step", len(world.gpus))
     wrapped = nn.DataParallel(model, device_ids=[gpu.index for gpu in world.gpus])
-    return train_alone(spec, model, optimizer, world, config, wrapped=wrapped)
+    return train_alone(spec, model, optimization, world, config, wrapped=wrapped)
 
 
 def train_alone(
-    spec: ModelSpec, model: nn.Module, optimizer: torch.optim.Optimizer, world: World, config: Config, *,
+    spec: ModelSpec, model: nn.Module, optimization: Optimization, world: World, config: Config, *,
     wrapped: nn.Module | None = None,
 ) -> Trainable:  # fmt: skip
     """Returns a model that is trained on this rank's rows alone. `forward_backward` divides their losses by `rows`.
 
     Not collective.
     """
-    scaler = Scaler(optimizer, config, world.device)
+    scaler = Scaler(optimization.optimizer, config, world.device)
 
     def forward_backward(micro_batches: Sequence[Batch], rows: int) -> Tensor:
         total = add_gradients(
@@ -80,7 +80,8 @@ def train_alone(
 
     return Trainable(
         modules=[model],
-        optimizer=optimizer,
+        optimizer=optimization.optimizer,
+        optimization=optimization,
         forward_backward=forward_backward,
         clip_grad_norm=lambda norm: nn.utils.clip_grad_norm_(model.parameters(), norm),
         step=scaler.step,

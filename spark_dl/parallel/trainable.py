@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from spark_dl.spec import Batch, ModelSpec, weighted_loss_sum
+from spark_dl.optimization import Optimization, check_parameters, scale_rates
+from spark_dl.parallel.loss import weighted_loss_sum
+from spark_dl.spec import Batch, ModelSpec
 
 if TYPE_CHECKING:
     from spark_dl.config import Config
@@ -32,6 +34,8 @@ class Trainable:
     """Scales the reduced gradients to at most this L2 norm. Returns the norm before the scaling. Collective."""
     step: Callable[[], None]
     """Applies the gradients. With fp16, a step with overflowed gradients is skipped on all ranks."""
+    optimization: Optimization | None = None
+    """How `ModelSpec.optimizer` schedules the learning rates. None: `train.scheduler` does."""
     extra_state: Mapping[str, Any] = field(default_factory=dict)
     """Further objects with `state_dict` and `load_state_dict`, the same on all ranks."""
     rank_state: Mapping[str, Any] = field(default_factory=dict)
@@ -101,6 +105,20 @@ class OptimizerState:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": state["state"]})
+
+
+def build_optimization(spec: ModelSpec, model: nn.Module, config: Config, world_size: int) -> Optimization:
+    """Builds the optimizer of `ModelSpec.optimizer`, or the configured one, with the factor of `train.lr_scaling`.
+
+    Raises ValueError as `build_optimizer` does, and for an optimizer of other parameters than the model's.
+    """
+    if spec.optimizer is None:
+        return Optimization(optimizer=build_optimizer(model, config, world_size))
+    found = spec.optimizer(model)
+    optimization = found if isinstance(found, Optimization) else Optimization(optimizer=found)
+    check_parameters(optimization.optimizer, model)
+    scale_rates(optimization.optimizer, optimization.scheduler, lr_factor(config, world_size))
+    return optimization
 
 
 def build_optimizer(model: nn.Module, config: Config, world_size: int) -> torch.optim.Optimizer:

@@ -25,10 +25,16 @@ _ROWS = 8
 def decide(progress: Progress, train: Train, metrics: Mapping[str, Any], device: torch.device) -> None:
     """Updates early stopping after an epoch, and decides whether to stop. Collective.
 
-    NaN is neither an improvement nor the best value. Raises ValueError if the metric is not a single number.
+    NaN is neither an improvement nor the best value. Raises ValueError if there is no such metric, or
+    if it is not a single number.
     """
     if train.early_stop_metric is None:
         return
+    if train.early_stop_metric not in metrics:  # `ModelSpec.evaluation` has names that only an evaluation shows
+        raise ValueError(
+            f"train.early_stop_metric: expected one of {list(metrics)}, the values of the validation rows, found "
+            f"{train.early_stop_metric!r}"
+        )
     found = metrics[train.early_stop_metric]
     if not isinstance(found, int | float):
         raise _not_scalar(train.early_stop_metric, f"{found!r}"[:80])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,15 +11,25 @@ import torch
 from torch.optim import Optimizer, lr_scheduler
 
 from spark_dl.config import Config
+from spark_dl.optimization import Optimization, scale_rates
 
 
 class Schedule:
-    """A scheduler and a linear warm-up. The warm-up is a factor during the step, so it works with any scheduler."""
+    """A scheduler and a linear warm-up. The warm-up is a factor during the step, so it works with any scheduler.
 
-    def __init__(self, optimizer: Optimizer, config: Config):
+    own: the scheduler of `ModelSpec.optimizer`, instead of that of the settings.
+    """
+
+    def __init__(self, optimizer: Optimizer, config: Config, *, own: Optimization | None = None):
         self._optimizer, self._train = optimizer, config.train
+        self._interval: str = self._train.scheduler_interval
+        self._frequency = 1
+        self._monitor: str | None = None
         self.scheduler: Any = None
-        if self._train.scheduler is not None:
+        if own is not None and own.scheduler is not None:
+            self.scheduler = own.scheduler
+            self._interval, self._frequency, self._monitor = own.interval, own.frequency, own.monitor
+        elif self._train.scheduler is not None:
             cls = getattr(lr_scheduler, self._train.scheduler)
             try:
                 self.scheduler = cls(optimizer, **self._train.scheduler_args)
@@ -42,19 +52,42 @@ class Schedule:
             for group, lr in zip(groups, full, strict=True):
                 group["lr"] = lr
 
-    def end_step(self) -> None:
-        """Must be called after every optimizer step."""
-        if self.scheduler is not None and self._train.scheduler_interval == "step":
+    def end_step(self, step: int = 1) -> None:
+        """Must be called after every optimizer step. step: number of steps of the epoch so far."""
+        if self.scheduler is not None and self._interval == "step" and step % self._frequency == 0:
             self.scheduler.step()
 
-    def end_epoch(self, loss: float) -> None:
-        """Must be called after every epoch, with the validation loss, or the training loss without validation."""
-        if self.scheduler is None or self._train.scheduler_interval != "epoch":
+    def end_epoch(self, train_loss: float, metrics: Mapping[str, Any] | None = None, *, epoch: int = 1) -> None:
+        """Must be called after every epoch. metrics: of the validation rows. epoch: number of epochs so far.
+
+        Raises ValueError if the metrics lack the value that the scheduler monitors.
+        """
+        if self.scheduler is None or self._interval != "epoch" or epoch % self._frequency:
             return
         if isinstance(self.scheduler, lr_scheduler.ReduceLROnPlateau):
-            self.scheduler.step(loss)
+            self.scheduler.step(self._monitored({"train_loss": train_loss, **(metrics or {})}))
         else:
             self.scheduler.step()
+
+    def _monitored(self, values: Mapping[str, Any]) -> float:
+        if self._monitor is None:
+            return float(values.get("loss", values["train_loss"]))
+        found = values.get(self._monitor)
+        if not isinstance(found, int | float):
+            numbers = [name for name, value in values.items() if isinstance(value, int | float)]
+            raise ValueError(
+                f"spec.optimizer: the scheduler monitors {self._monitor!r}, expected one of {numbers}, the numbers of "
+                "this epoch; add a metric of this name, or monitor one of these"
+            )
+        return float(found)
+
+    def check_without_validation(self) -> None:
+        """Raises ValueError if the scheduler monitors a value of validation rows. Called if there are none."""
+        if self._monitor not in (None, "train_loss"):
+            raise ValueError(
+                f"spec.optimizer: the scheduler monitors {self._monitor!r}, which needs validation rows; set "
+                "train.validation_fraction, pass validation, or monitor 'train_loss'"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Returns a state for `torch.load(weights_only=True)`. Raises ValueError if the scheduler has other objects."""
@@ -66,16 +99,7 @@ class Schedule:
         """Restores the scheduler. lr_ratio: current factor of `train.lr_scaling` over the saved one."""
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state)
-        # These two have absolute rates, which are not scaled.
-        if lr_ratio == 1.0 or isinstance(self.scheduler, (lr_scheduler.OneCycleLR, lr_scheduler.CyclicLR)):
-            return
-        for group in self._optimizer.param_groups:
-            for key in ("lr", "initial_lr"):
-                if key in group:
-                    group[key] = group[key] * lr_ratio
-        for name in ("base_lrs", "_last_lr"):
-            if hasattr(self.scheduler, name):
-                setattr(self.scheduler, name, [float(lr) * lr_ratio for lr in getattr(self.scheduler, name)])
+        scale_rates(self._optimizer, self.scheduler, lr_ratio)
 
 
 def plain_state(value: Any, owner: str) -> Any:

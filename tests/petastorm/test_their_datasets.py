@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from spark_dl import ModelSpec
 from spark_dl.data.external.dataset import open_parquet
 from spark_dl.data.load.loader import Loader
-from spark_dl.spec import weighted_loss_sum
+from spark_dl.parallel.loss import weighted_loss_sum
 from tests.builders.batches import rows_of
 from tests.builders.petastorm import read_dataset
 from tests.builders.settings import make_config

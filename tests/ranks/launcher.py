@@ -16,7 +16,8 @@ from multiprocessing.connection import wait
 import torch.distributed as dist
 
 _context = mp.get_context("forkserver")
-_context.set_forkserver_preload(["spark_dl.worker", "torch._dynamo", "pyarrow.parquet"])  # an optimizer imports _dynamo
+# An optimizer imports _dynamo, and metrics torchmetrics, which takes seconds on each rank.
+_context.set_forkserver_preload(["spark_dl.worker", "torch._dynamo", "pyarrow.parquet", "torchmetrics"])
 _pool = []  # (process, connection) of each rank
 _ROOT_CAUSE_WAIT_S = 3.0  # a rank that fails may be heard of later than one that has lost it
 

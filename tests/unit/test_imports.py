@@ -108,7 +108,8 @@ def test_pyspark_is_imported_on_the_driver_s_side_and_when_it_is_needed(name):
 @pytest.mark.parametrize("name", [*MODULES, *SCRIPTS])
 def test_optional_packages_are_imported_when_they_are_needed(name):
     at_top = {top_name(i.module) for i in imports_of({**MODULES, **SCRIPTS}[name]) if i.is_at_top}
-    assert not at_top & {"petastorm", "horovod", "matplotlib", "mlflow", "tensorboard", "datasets", "boto3", "botocore"}
+    optional = {"petastorm", "horovod", "matplotlib", "mlflow", "tensorboard", "datasets", "boto3", "botocore"}
+    assert not at_top & {*optional, "lightning", "pytorch_lightning"}
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -119,7 +120,7 @@ def test_horovod_is_imported_in_its_strategy_alone(name):
 
 @pytest.mark.parametrize("part", ["data", "launch", "parallel"])
 def test_data_launch_and_parallel_know_only_themselves_and_what_is_common(part):
-    common = {"_version", "config", "spark_job", "spec", "storage", "world"}
+    common = {"_version", "config", "optimization", "spark_job", "spec", "storage", "world"}
     for name, path in files(f"{part}/").items():
         for module in ours(path):
             if name == "launch/daemon.py" and not module:  # an entry of its own, which imports all there is
@@ -216,7 +217,7 @@ def test_only_the_table_of_strategies_knows_the_baselines_that_run_on_ranks():
 
 
 ON_RANKS = ("data/", "launch/", "parallel/", "baselines/servers/", "rundir/", "training/", "evaluate", "loop",
-            "worker", "world", "spec", "config", "storage")  # fmt: skip
+            "lightning/", "optimization", "worker", "world", "spec", "config", "storage")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", files(*ON_RANKS))

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from spark_dl import Config, Data, ModelSpec, Train, import_object
-from spark_dl.spec import build_loss, row_losses, weighted_loss_sum
+from spark_dl.parallel.loss import row_losses, weighted_loss_sum
+from spark_dl.spec import build_loss
 
 OUTPUT, TARGET = torch.tensor([[2.0, 0.0], [0.0, 1.0], [3.0, 3.0]]), torch.tensor([0, 0, 1])
 PER_ROW = nn.functional.cross_entropy(OUTPUT, TARGET, reduction="none")

@@ -36,7 +36,7 @@ from spark_dl.data.load.build import BatchLoader, build_train_loader
 from spark_dl.launch import payload
 from spark_dl.launch.failure import root_cause
 from spark_dl.parallel.generators import generators_kept
-from spark_dl.parallel.trainable import Scaler, Trainable, build_optimizer
+from spark_dl.parallel.trainable import Scaler, Trainable, build_optimization
 from spark_dl.spark_job import is_connect
 from spark_dl.spec import Batch, Run
 from spark_dl.training.finite import NotFiniteError
@@ -93,9 +93,9 @@ def _parallelize(spark: SparkSession, run: Run, aggregate: Aggregate) -> Trainab
     config = run.config
     model = run.spec.build_to_train()
     gradient_sum.check_real(model)
-    optimizer = build_optimizer(model, config, config.launch.num_ranks)
+    optimization = build_optimization(run.spec, model, config, config.launch.num_ranks)
     parameters, buffers = gradient_sum.trained(model), list(model.buffers())
-    scaler = Scaler(optimizer, config, torch.device("cpu"))
+    scaler = Scaler(optimization.optimizer, config, torch.device("cpu"))
     jobs = _Jobs(spark, run, aggregate)
 
     def forward_backward(micro_batches: Sequence[Batch], rows: int) -> Tensor:
@@ -113,7 +113,8 @@ def _parallelize(spark: SparkSession, run: Run, aggregate: Aggregate) -> Trainab
 
     return Trainable(
         modules=[model],
-        optimizer=optimizer,
+        optimizer=optimization.optimizer,
+        optimization=optimization,
         forward_backward=forward_backward,
         clip_grad_norm=lambda norm: nn.utils.clip_grad_norm_(parameters, norm),
         step=scaler.step,

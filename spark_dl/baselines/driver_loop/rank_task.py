@@ -35,7 +35,7 @@ from spark_dl.launch import gpus, payload
 from spark_dl.launch.failure import describe, failed_in_task
 from spark_dl.parallel.stragglers import delay_s
 from spark_dl.parallel.trainable import add_gradients
-from spark_dl.spec import Run
+from spark_dl.spec import Position, Run
 from spark_dl.training.finite import find_in_gradients
 from spark_dl.training.state import seed_generators
 
@@ -106,6 +106,8 @@ def _compute(kept: _Kept, rank: int, step: Step) -> GradientSum:
     seed_generators(int(seed) >> 1)
     time.sleep(delay_s(config, rank, step.global_step))
     model.zero_grad(set_to_none=True)
+    if spec.set_position is not None:
+        spec.set_position(model, Position(step.epoch, step.step, step.global_step))
     factor = step.scale / step.rows
     with _threads(config.launch.threads):
         total = add_gradients(spec, model, batches, config, device=device, scale=lambda losses: losses * factor)

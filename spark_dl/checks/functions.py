@@ -1,0 +1,75 @@
+"""Settings that exclude each other with the functions of a `ModelSpec`, in one table.
+
+Settings that exclude other settings are in `config.conflicts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from spark_dl.config import Config, Train
+from spark_dl.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class FunctionConflict:
+    """A row of the table."""
+
+    key: str
+    """Setting that the error names."""
+    excluded: Callable[[ModelSpec, Config], bool]
+    """Whether a spec and a configuration have the conflict."""
+    message: str
+    """What was expected and found, why, and what to change. A format string with the configuration as `c`."""
+
+
+def _set_beside_optimizer(name: str) -> FunctionConflict:
+    return FunctionConflict(
+        f"train.{name}",
+        lambda s, c: s.optimizer is not None and getattr(c.train, name) != getattr(_DEFAULTS, name),
+        "has no effect with spec.optimizer (a LightningModule: configure_optimizers), which builds the optimizer and "
+        "the scheduler; remove it",
+    )
+
+
+_DEFAULTS = Train()
+
+CONFLICTS = (
+    *(_set_beside_optimizer(name) for name in (
+        "optimizer", "lr", "optimizer_args", "scheduler", "scheduler_args", "scheduler_interval",
+    )),
+    FunctionConflict("parallel.strategy", lambda s, c: s.optimizer is not None and c.parallel.servers > 0,
+                     "expected a strategy without servers with spec.optimizer, found {c.parallel.strategy!r}, whose "
+                     "servers have blocks of the weights instead of the model; set ddp"),
+    FunctionConflict("parallel.strategy", lambda s, c: s.optimizer is not None and c.parallel.strategy == "horovod",
+                     "expected another strategy with spec.optimizer, found 'horovod', which builds a new optimizer "
+                     "that a scheduler does not know; set ddp"),
+    FunctionConflict("parallel.strategy", lambda s, c: s.set_position is not None and c.parallel.servers > 0,
+                     "expected a strategy without servers with spec.set_position, found {c.parallel.strategy!r}, whose "
+                     "ranks have no common step; set ddp"),
+    FunctionConflict("parallel.strategy", lambda s, c: s.batch_loss is not None and _splits_batches(c),
+                     "expected one process for each GPU with spec.batch_loss, found 'dp_single_process', which splits "
+                     "batches inside the forward pass; set ddp"),
+    FunctionConflict("data.weight", lambda s, c: s.batch_loss is not None and c.data.weight is not None,
+                     "not supported with spec.batch_loss (a LightningModule: training_step), whose mean over a batch "
+                     "gives all rows the same weight; add the column to data.labels, and weight the rows there"),
+    FunctionConflict("loader.ragged", lambda s, c: _by_batch(s) and c.loader.ragged == "offsets",
+                     "expected 'pad' with spec.batch_loss and spec.evaluation, which get the true rows of a batch, "
+                     "found 'offsets'"),
+)  # fmt: skip
+
+
+def _splits_batches(config: Config) -> bool:
+    return config.parallel.strategy == "dp_single_process"
+
+
+def _by_batch(spec: ModelSpec) -> bool:
+    return spec.batch_loss is not None or spec.evaluation is not None
+
+
+def check_functions(spec: ModelSpec, config: Config) -> None:
+    """Raises ValueError for the first conflict in the table. Called on the driver, before any data is read."""
+    for conflict in CONFLICTS:
+        if conflict.excluded(spec, config):
+            raise ValueError(f"{conflict.key}: {conflict.message.format(c=config)}")

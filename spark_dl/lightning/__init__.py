@@ -1,0 +1,1 @@
+"""LightningModules without Lightning's Trainer (`ModelSpec.from_lightning`). No module here imports Lightning."""

@@ -1,0 +1,85 @@
+"""`Optimization`, an optimizer with its scheduler, as `ModelSpec.optimizer` returns it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+from torch.optim import LBFGS, Optimizer
+from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimization:
+    """An optimizer, and a scheduler of its learning rates. Built on every rank."""
+
+    optimizer: Optimizer
+    """An optimizer that takes one gradient per step. LBFGS is not supported."""
+    scheduler: LRScheduler | None = None
+    """A scheduler of this optimizer."""
+    interval: Literal["step", "epoch"] = "epoch"
+    """When the scheduler steps. `ReduceLROnPlateau` needs `epoch`."""
+    frequency: int = 1
+    """The scheduler steps after every `frequency` epochs, or after every `frequency` steps of an epoch."""
+    monitor: str | None = None
+    """Value that `ReduceLROnPlateau` reads: `loss` or another metric of the validation rows, or `train_loss`. None:
+    the validation loss, or the training loss without validation rows."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.optimizer, Optimizer) or isinstance(self.optimizer, LBFGS):
+            raise ValueError(
+                "spec.optimizer: expected an optimizer of torch.optim that takes one gradient per step, found "
+                f"{type(self.optimizer).__name__}"
+            )
+        if self.scheduler is not None:
+            self._check_scheduler()
+
+    def _check_scheduler(self) -> None:
+        name = type(self.scheduler).__name__
+        if not isinstance(self.scheduler, (LRScheduler, ReduceLROnPlateau)):
+            raise ValueError(f"spec.optimizer: expected a scheduler of torch.optim.lr_scheduler, found {name}")
+        if self.scheduler.optimizer is not self.optimizer:
+            raise ValueError(f"spec.optimizer: the {name} schedules another optimizer than the one that is returned")
+        if self.interval not in ("step", "epoch"):
+            raise ValueError(f"spec.optimizer: expected interval 'step' or 'epoch', found {self.interval!r}")
+        if isinstance(self.scheduler, ReduceLROnPlateau) and self.interval == "step":
+            raise ValueError("spec.optimizer: expected interval 'epoch' for ReduceLROnPlateau, found 'step'")
+        if not isinstance(self.frequency, int) or self.frequency < 1:
+            raise ValueError(f"spec.optimizer: expected an integer frequency of at least 1, found {self.frequency!r}")
+
+
+def check_parameters(optimizer: Optimizer, model: nn.Module) -> None:
+    """Raises ValueError if an optimizer has parameters that are not the model's, or none that requires a gradient."""
+    own = {id(parameter) for parameter in model.parameters()}
+    found = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not all(id(parameter) in own for parameter in found):
+        raise ValueError("spec.optimizer: the optimizer has parameters that are not parameters of the model")
+    if not any(parameter.requires_grad for parameter in found):
+        raise ValueError("spec.optimizer: no parameter of the optimizer requires a gradient; there is nothing to train")
+
+
+def scale_rates(optimizer: Optimizer, scheduler: Any, ratio: float) -> None:
+    """Multiplies the learning rates of an optimizer, and the base rates of its scheduler, by a ratio.
+
+    Does nothing for OneCycleLR and CyclicLR, whose rates are absolute. scheduler: None, or a scheduler.
+    """
+    schedulers = list(_with_inner(scheduler))
+    if ratio == 1.0 or any(isinstance(s, (OneCycleLR, CyclicLR)) for s in schedulers):
+        return
+    for group in optimizer.param_groups:
+        for key in ("lr", "initial_lr"):
+            if key in group:
+                group[key] = group[key] * ratio
+    for part in schedulers:
+        for name in ("base_lrs", "_last_lr"):
+            if hasattr(part, name):
+                setattr(part, name, [float(lr) * ratio for lr in getattr(part, name)])
+
+
+def _with_inner(scheduler: Any) -> Iterator[Any]:
+    """Yields a scheduler and those that it is made of, such as those of SequentialLR."""
+    yield scheduler
+    for part in getattr(scheduler, "_schedulers", ()):
+        yield from _with_inner(part)

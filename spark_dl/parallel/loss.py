@@ -1,0 +1,103 @@
+"""The loss of a batch, as all strategies and evaluations compute it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from spark_dl.spec import Batch, ModelSpec, Output
+
+if TYPE_CHECKING:
+    from spark_dl.config import Config
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+def row_losses(spec: ModelSpec, output: Output, batch: Batch, label: str | None) -> Tensor:
+    """The loss of each row of a batch. # (rows,)"""
+    target: Any = batch if label is None else batch[label]
+    assert callable(spec.loss)
+    losses = spec.loss(output, target)
+    rows = batch["weight"].shape[0]
+    if not isinstance(losses, Tensor) or losses.ndim == 0 or losses.shape[0] != rows:
+        found = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
+        raise ValueError(f"spec.loss: expected one value per row, shape ({rows},), found {found}; use reduction='none'")
+    return losses.flatten(1).mean(1) if losses.ndim > 1 else losses
+
+
+def weighted_loss_sum(spec: ModelSpec, model: nn.Module, batch: Batch, config: Config) -> tuple[Output | None, Tensor]:
+    """Computes the model's output, and the sum of losses over the true rows, a float32 scalar.
+
+    All strategies use this function, so all of them compute the same loss. The output is None with `spec.batch_loss`.
+    """
+    with autocast(batch, config):
+        if spec.batch_loss is not None:
+            return None, _batch_loss_sum(spec.batch_loss, model, batch)
+        output = spec.output(model, batch, config.data.features)
+        losses = row_losses(spec, output, batch, config.data.label)
+    return output, (losses.float() * batch["weight"]).sum()
+
+
+def autocast(batch: Batch, config: Config) -> contextlib.AbstractContextManager[Any]:
+    """Returns the context of `train.precision` for computations with a batch."""
+    dtype = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[config.train.precision]
+    return torch.autocast(batch["weight"].device.type, dtype=dtype) if dtype else contextlib.nullcontext()
+
+
+def _batch_loss_sum(loss: Callable[[nn.Module, Batch], Tensor], model: nn.Module, batch: Batch) -> Tensor:
+    """The mean loss of the true rows, times their number; 0 with a gradient of 0 if there are none."""
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    rows = true_rows(batch, inner)
+    mean = loss(inner, rows) if inner is model else _call_inside(model, inner, loss, rows)
+    if not isinstance(mean, Tensor) or mean.numel() != 1:
+        found = f"shape {tuple(mean.shape)}" if isinstance(mean, Tensor) else type(mean).__name__
+        raise ValueError(f"spec.batch_loss: expected the mean loss of the rows, a tensor with one value, found {found}")
+    return mean.reshape(()).float() * int((batch["weight"] > 0).sum())
+
+
+def _call_inside(
+    wrapped: nn.Module, inner: nn.Module, function: Callable[[nn.Module, Batch], Tensor], batch: Batch
+) -> Tensor:
+    """Calls a function in place of the forward pass of a model in DDP, which prepares the exchange of gradients."""
+    own = vars(inner).get("forward")
+
+    def restore() -> None:
+        vars(inner).pop("forward", None)
+        if own is not None:
+            inner.forward = own
+
+    def forward(moved: Batch) -> Tensor:
+        restore()
+        return function(inner, moved)
+
+    inner.forward = forward
+    try:
+        return cast("Tensor", wrapped(dict(batch)))
+    finally:
+        restore()
+
+
+def true_rows(batch: Batch, model: nn.Module) -> Batch:
+    """Returns the rows whose weight is above 0; the batch itself if there are none.
+
+    A single row is returned twice to a model in training that has a BatchNorm of torch, which needs two rows. The mean
+    over the batch stays the same. # each (rows, ...)
+    """
+    weight = batch["weight"]
+    (index,) = torch.nonzero(weight > 0, as_tuple=True)
+    if len(index) == 1 and any(type(module) in _BATCH_NORMS and module.training for module in model.modules()):
+        index = index.repeat(2)
+    elif len(index) in (0, len(weight)):
+        return batch
+    for name, tensor in batch.items():
+        if not tensor.ndim or len(tensor) != len(weight):
+            raise ValueError(
+                f"spec.batch_loss: expected one entry per row in the column {name!r}, shape ({len(weight)}, ...), "
+                f"found shape {tuple(tensor.shape)}"
+            )
+    return {name: tensor[index] for name, tensor in batch.items()}

@@ -1,0 +1,88 @@
+"""The loss of a batch: by rows, and as a mean of the true rows."""
+
+import pytest
+import torch
+from torch import nn
+
+from spark_dl import Config, Data, ModelSpec, Train
+from spark_dl.parallel.loss import true_rows, weighted_loss_sum
+
+CONFIG = Config(data=Data(features=("x",)))
+
+
+def mean_loss(model, batch):
+    return (model(batch["x"])[:, 0] - batch["label"]).square().mean()
+
+
+def batch_of(weight, **columns):
+    rows = len(weight)
+    x = torch.arange(2.0 * rows).reshape(rows, 2)
+    return {"x": x, "label": torch.ones(rows), "weight": torch.tensor(weight), **columns}
+
+
+def gradient_of(spec, model, batch, config=CONFIG):
+    model.zero_grad()
+    output, total = weighted_loss_sum(spec, model, batch, config)
+    total.backward()
+    return output, total, model.weight.grad
+
+
+@pytest.mark.parametrize("weight", [[1.0, 1.0, 1.0], [1.0, 0.0, 1.0], [0.0, 0.0, 1.0], [0.0, 0.0, 0.0]])
+def test_a_mean_over_the_true_rows_has_the_sum_and_the_gradient_of_a_loss_by_rows(weight):
+    model = nn.Linear(2, 1)
+    by_rows = ModelSpec(build=nn.Identity, loss=lambda output, label: (output[:, 0] - label).square())
+    by_batch = ModelSpec(build=nn.Identity, batch_loss=mean_loss)
+    _, expected, expected_gradient = gradient_of(by_rows, model, batch_of(weight))
+    output, total, gradient = gradient_of(by_batch, model, batch_of(weight))
+    assert output is None
+    torch.testing.assert_close(total, expected)
+    torch.testing.assert_close(gradient, expected_gradient)
+
+
+def test_a_mean_is_computed_in_the_precision_of_the_settings():
+    dtypes = []
+    spec = ModelSpec(build=nn.Identity, batch_loss=lambda model, batch: dtypes.append(model(batch["x"]).dtype) or LOSS)
+    _, total = weighted_loss_sum(spec, nn.Linear(2, 1), batch_of([1.0]), Config(train=Train(precision="bf16")))
+    assert dtypes == [torch.bfloat16]
+    assert total.dtype == torch.float32
+
+
+LOSS = torch.tensor(1.0, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(("loss", "found"), [(torch.ones(2), r"shape \(2,\)"), (1.5, "float"), (None, "NoneType")])
+def test_a_mean_must_be_one_value(loss, found):
+    spec = ModelSpec(build=nn.Identity, batch_loss=lambda model, batch: loss)
+    with pytest.raises(ValueError, match=rf"spec\.batch_loss: expected the mean loss.*found {found}"):
+        weighted_loss_sum(spec, nn.Identity(), batch_of([1.0, 1.0]), CONFIG)
+
+
+def test_padding_is_left_out_of_every_column():
+    found = true_rows(batch_of([1.0, 0.0, 1.0], word=torch.tensor([5, 6, 7])), nn.Identity())
+    assert found["word"].tolist() == [5, 7]
+    assert found["x"].tolist() == [[0, 1], [4, 5]]
+    assert found["weight"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("model", "rows"),
+    [
+        pytest.param(nn.BatchNorm1d(2), 2, id="training"),
+        pytest.param(nn.BatchNorm1d(2).eval(), 1, id="evaluation"),
+        pytest.param(nn.Linear(2, 2), 1, id="no BatchNorm"),
+    ],
+)
+def test_a_batchnorm_in_training_gets_its_only_row_twice(model, rows):
+    found = true_rows(batch_of([0.0, 1.0]), nn.Sequential(model))
+    assert found["x"].tolist() == [[2, 3]] * rows
+    model(found["x"])
+
+
+def test_a_column_that_has_no_rows_is_named():
+    with pytest.raises(ValueError, match=r"one entry per row in the column 'offsets'.*found shape \(3,\)"):
+        true_rows(batch_of([1.0, 0.0], offsets=torch.arange(3)), nn.Identity())
+
+
+def test_a_loss_beside_a_mean_has_no_effect_and_is_an_error():
+    with pytest.raises(ValueError, match=r"spec\.loss: has no effect with spec\.batch_loss"):
+        ModelSpec(build=nn.Identity, loss="MSELoss", batch_loss=mean_loss)

@@ -1,0 +1,136 @@
+"""An optimizer of the user's own, with a scheduler: what is accepted, and its learning rates."""
+
+import contextlib
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, lr_scheduler
+
+from spark_dl import Config, Launch, ModelSpec, Optimization, Train
+from spark_dl.parallel.trainable import build_optimization
+from spark_dl.training.schedule import Schedule
+
+MODEL = nn.Linear(1, 1)
+
+
+def sgd(lr=0.1):
+    return SGD(MODEL.parameters(), lr=lr)
+
+
+def build(optimizer, **train):
+    config = Config(train=Train(**train), launch=Launch(num_ranks=4))
+    return build_optimization(ModelSpec(build=nn.Identity, optimizer=optimizer), MODEL, config, 4)
+
+
+def by_steps(_, **options):
+    optimizer = sgd()
+    scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5)
+    return Optimization(optimizer=optimizer, scheduler=scheduler, interval="step", **options)
+
+
+def rates_of(optimization, steps, **train):
+    """The rates of steps of epochs of 3 steps."""
+    schedule = Schedule(optimization.optimizer, Config(train=Train(**train)), own=optimization)
+    found = []
+    for step in range(steps):
+        with schedule.warm(step) as lr:
+            optimization.optimizer.step()
+        schedule.end_step(step % 3 + 1)
+        found.append(lr)
+        if step % 3 == 2:
+            schedule.end_epoch(1.0, {}, epoch=step // 3 + 1)
+    return found
+
+
+def test_a_bare_optimizer_keeps_its_rate():
+    assert rates_of(build(lambda model: sgd(0.3)), 2) == [0.3, 0.3]
+
+
+def test_a_scheduler_of_its_own_steps_by_its_interval_and_frequency():
+    assert rates_of(build(by_steps), 3) == pytest.approx([0.1, 0.05, 0.025])
+    every_second = build(functools.partial(by_steps, frequency=2))
+    assert rates_of(every_second, 7) == pytest.approx([0.1, 0.1, 0.05, 0.05, 0.05, 0.025, 0.025]), "within an epoch"
+
+
+def test_warm_up_and_scaling_multiply_the_rates():
+    optimization = build(by_steps, lr_scaling="linear")
+    assert rates_of(optimization, 3, warmup_steps=2) == pytest.approx([0.2, 0.2, 0.1])
+
+
+def sequential(model, factor=1.0):
+    optimizer = sgd(0.1 * factor)
+    parts = [lr_scheduler.ConstantLR(optimizer, 0.5, 2), lr_scheduler.CosineAnnealingLR(optimizer, 4)]
+    scheduler = lr_scheduler.SequentialLR(optimizer, parts, milestones=[2])
+    return Optimization(optimizer=optimizer, scheduler=scheduler, interval="step")
+
+
+def test_scaling_reaches_the_schedulers_inside_a_scheduler():
+    scaled = rates_of(build(sequential, lr_scaling="linear"), 6)
+    assert scaled == pytest.approx(rates_of(build(functools.partial(sequential, factor=4)), 6))
+
+
+def test_rates_of_a_one_cycle_are_absolute():
+    def one_cycle(model):
+        optimizer = sgd()
+        scheduler = lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=6)
+        return Optimization(optimizer=optimizer, scheduler=scheduler, interval="step")
+
+    assert rates_of(build(one_cycle, lr_scaling="linear"), 6) == rates_of(build(one_cycle), 6)
+
+
+def plateau(monitor):
+    optimizer = sgd()
+    scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+    return Optimization(optimizer=optimizer, scheduler=scheduler, monitor=monitor)
+
+
+@pytest.mark.parametrize(("monitor", "expected"), [
+    (None, 0.05), ("loss", 0.05), ("val_acc", 0.1), ("train_loss", 0.1),
+])  # fmt: skip
+def test_a_plateau_reads_the_value_that_it_monitors(monitor, expected):
+    own = plateau(monitor)
+    schedule = Schedule(own.optimizer, Config(), own=own)
+    for epoch, (train_loss, loss, val_acc) in enumerate([(3.0, 1.0, 0.9), (2.0, 1.5, 0.5)], 1):
+        schedule.end_epoch(train_loss, {"loss": loss, "val_acc": val_acc}, epoch=epoch)
+    assert own.optimizer.param_groups[0]["lr"] == pytest.approx(expected)
+
+
+def test_a_value_that_is_not_there_is_an_error_that_names_those_that_are():
+    own = plateau("val_los")
+    with pytest.raises(ValueError, match=r"monitors 'val_los', expected one of \['train_loss', 'loss'\]"):
+        Schedule(own.optimizer, Config(), own=own).end_epoch(1.0, {"loss": 2.0, "matrix": [[1]]})
+
+
+def test_a_value_of_validation_rows_needs_them():
+    for monitor, needs in (("val_loss", True), ("loss", True), ("train_loss", False), (None, False)):
+        own = plateau(monitor)
+        schedule = Schedule(own.optimizer, Config(), own=own)
+        expected = pytest.raises(ValueError, match=f"monitors '{monitor}', which needs validation rows")
+        with expected if needs else contextlib.nullcontext():
+            schedule.check_without_validation()
+
+
+def of_another():
+    return Optimization(optimizer=sgd(), scheduler=lr_scheduler.StepLR(sgd(), 1))
+
+
+def plateau_by_steps():
+    optimizer = sgd()
+    return Optimization(optimizer=optimizer, scheduler=lr_scheduler.ReduceLROnPlateau(optimizer), interval="step")
+
+
+@pytest.mark.parametrize(("make", "fact"), [
+    (lambda: torch.optim.LBFGS(MODEL.parameters()), "takes one gradient per step, found LBFGS"),
+    (lambda: None, "found NoneType"),
+    (lambda: Optimization(optimizer=sgd(), scheduler="StepLR"), "expected a scheduler.*found str"),
+    (of_another, "the StepLR schedules another optimizer"),
+    (plateau_by_steps, "expected interval 'epoch' for ReduceLROnPlateau"),
+    (lambda: by_steps(None, frequency=0), "integer frequency of at least 1, found 0"),
+    (lambda: SGD(nn.Linear(1, 1).parameters()), "parameters that are not parameters of the model"),
+    (lambda: SGD([p.requires_grad_(False) for p in nn.Linear(1, 1).parameters()]), "not parameters of the model"),
+])  # fmt: skip
+def test_what_is_no_optimization_is_an_error_that_says_why(make, fact):
+    with pytest.raises(ValueError, match=rf"spec\.optimizer: .*{fact}"):
+        build(lambda model: make())

@@ -16,13 +16,14 @@ def train(rows: spark_dl.RankRows, epochs: int, lr: float) -> dict[str, object]:
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Linear(2, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    dataset = spark_dl.open_dataset(rows, batch_size=64)
     for epoch in range(epochs):
-        for step in rows.loader(batch_size=64).epoch(epoch):  # as many steps on every rank
-            batch = step.micro_batches[0]
+        dataset.set_epoch(epoch)
+        for batch in dataset:  # as many batches on every rank
             x = torch.stack([batch["x"], batch["y"]], dim=1)
             losses = (model(x).squeeze(1) - batch["z"]) ** 2
             # Filled places have weight 0. DDP takes the mean over the ranks; this makes it the mean over the rows.
-            loss = (losses * batch["weight"]).sum() * dist.get_world_size() / step.rows
+            loss = (losses * batch["weight"]).sum() * dist.get_world_size() / dataset.batch_rows
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

@@ -19,9 +19,9 @@ from tests.ranks.launcher import pool_pids
 
 _KEPT = {
     "PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "SPARK_HOME", "PYSPARK_PYTHON", "PYSPARK_DRIVER_PYTHON",
-    "SPARK_LOCAL_IP", "PYTHONPATH", "JAVA_TOOL_OPTIONS", *s3.ENV,
+    "SPARK_LOCAL_IP", "PYTHONPATH", "JAVA_TOOL_OPTIONS", "PYTORCH_NVML_BASED_CUDA_CHECK", *s3.ENV,
 }  # fmt: skip
-"""Set by torch and by the Spark fixture, for the whole session."""
+"""Set by torch, by Lightning and by the Spark fixture, for the whole session."""
 _LEAVE_WAIT_S = 10.0
 
 

@@ -55,6 +55,17 @@ def test_anchors_are_headings(path):
         assert anchor in headings(page), f"{page} has no heading {anchor}"
 
 
+def test_the_table_of_lines_counts_the_code_below_it_and_no_other_tool_needs_fewer():
+    text = (ROOT / "docs" / "lines-of-code.md").read_text()
+    rows = re.findall(r"^\| ([^|]+) \| (\d+) \| [^|]+ \| (\d+) \|$", text, re.MULTILINE)
+    sections = {title: body for title, body in re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)}
+    assert [task for task, *_ in rows] == list(sections)
+    for task, ours, theirs in rows:
+        blocks = re.findall(r"^```python\n(.*?)^```", sections[task], re.MULTILINE | re.DOTALL)
+        assert [len(block.split("\n")) - 1 - block.count("\n\n") for block in blocks] == [int(ours), int(theirs)], task
+        assert int(ours) <= int(theirs)
+
+
 def test_every_public_name_is_in_the_reference():
     listed = re.findall(r"^\.\. auto\w+:: (\w+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
     assert sorted(listed) == sorted([*spark_dl.__all__, *spark_dl.ml.__all__])

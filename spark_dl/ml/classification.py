@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pyspark.ml.functions import array_to_vector
 from pyspark.ml.linalg import VectorUDT
@@ -21,9 +21,24 @@ from spark_dl.scoring.outputs import ClassColumns, Squeezed, single_output
 from spark_dl.scoring.scorer import Scorer
 from spark_dl.spec import ModelSpec
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 
 class _ClassifierParams(HasPredictionCol, HasProbabilityCol, HasRawPredictionCol):
     """Names of the columns that the model adds. An empty name leaves out the column."""
+
+    def setPredictionCol(self, value: str) -> Self:
+        """Sets the name of the column with the predicted class."""
+        return self._set(predictionCol=value)  # type: ignore[no-any-return]
+
+    def setProbabilityCol(self, value: str) -> Self:
+        """Sets the name of the column with the probability of each class."""
+        return self._set(probabilityCol=value)  # type: ignore[no-any-return]
+
+    def setRawPredictionCol(self, value: str) -> Self:
+        """Sets the name of the column with the outputs of the model."""
+        return self._set(rawPredictionCol=value)  # type: ignore[no-any-return]
 
     def output_columns(self) -> dict[str, str]:
         """The names of the added columns, by what they have."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from pyspark.ml.param import Param, Params, TypeConverters
 from pyspark.ml.param.shared import HasFeaturesCol, HasLabelCol, HasSeed, HasValidationIndicatorCol, HasWeightCol
@@ -11,6 +12,9 @@ from pyspark.sql.types import ArrayType, DoubleType, StructType
 
 from spark_dl.config import Config, Data
 from spark_dl.config.load import build_config
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _SETTINGS = {
     "epochs": "train.epochs",
@@ -61,6 +65,30 @@ class TorchParams(HasFeaturesCol, HasLabelCol, HasWeightCol, HasValidationIndica
         if isinstance(given.get("featuresCol"), (list, tuple)):
             given = {**given, "featuresCols": list(given["featuresCol"]), "featuresCol": None}
         self._set(**{name: value for name, value in given.items() if value is not None})  # type: ignore[attr-defined]
+
+    def setFeaturesCol(self, value: str | Sequence[str]) -> Self:
+        """Sets the feature column, or a list of feature columns."""
+        return self._with(featuresCol=value)
+
+    def setLabelCol(self, value: str) -> Self:
+        """Sets the label column."""
+        return self._with(labelCol=value)
+
+    def setWeightCol(self, value: str) -> Self:
+        """Sets the column with the weight of each row."""
+        return self._with(weightCol=value)
+
+    def setValidationIndicatorCol(self, value: str) -> Self:
+        """Sets the boolean column that is true for validation rows."""
+        return self._with(validationIndicatorCol=value)
+
+    def setSaveFormat(self, value: str) -> Self:
+        """Sets how models are saved: `weights` or `export`."""
+        return self._with(saveFormat=value)
+
+    def _with(self, **given: Any) -> Self:
+        self.set_given(given)
+        return self
 
     def feature_columns(self) -> tuple[str, ...]:
         """The columns that are passed to the model, in this order."""

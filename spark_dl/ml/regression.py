@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pyspark.ml.param.shared import HasPredictionCol
 from pyspark.sql.types import DataType, DoubleType
@@ -17,8 +17,19 @@ from spark_dl.scoring.outputs import Squeezed, ValueColumn
 from spark_dl.scoring.scorer import Scorer
 from spark_dl.spec import ModelSpec
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
-class TorchRegressionModel(TorchModel, HasPredictionCol):
+
+class _RegressorParams(HasPredictionCol):
+    """Name of the column that the model adds."""
+
+    def setPredictionCol(self, value: str) -> Self:
+        """Sets the name of the column with the predicted value."""
+        return self._set(predictionCol=value)  # type: ignore[no-any-return]
+
+
+class TorchRegressionModel(TorchModel, _RegressorParams):
     """Adds `prediction` (double)."""
 
     def _find_facts(self) -> dict[str, Any]:
@@ -35,7 +46,7 @@ class TorchRegressionModel(TorchModel, HasPredictionCol):
         return {self.getPredictionCol(): DoubleType()}
 
 
-class TorchRegressor(TorchEstimator, HasPredictionCol):
+class TorchRegressor(TorchEstimator, _RegressorParams):
     """Trains a regressor: a model with one output per row, [rows] or [rows, 1].
 
     The arguments are those of `TorchEstimator`, and `predictionCol`. The label is of any numeric type; in batches it is

@@ -13,11 +13,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from pyspark.sql import SparkSession
 
 import spark_dl
 from spark_dl import Launch, RankError
 from spark_dl.launch import barrier, preflight, session
 from spark_dl.launch.watch import Listener
+from tests.builders.datasets import write_dataset
+from tests.builders.models import MLP, blobs, small_config
 
 
 def _sum_of_ranks(scale, offset=0):
@@ -51,6 +54,42 @@ def test_a_session_that_is_passed_is_used_also_where_a_thread_has_none(spark, mo
     assert spark_dl.launch(_rank, num_ranks=2, spark=spark) == [0, 1]
     with pytest.raises(ValueError, match="spark: expected a SparkSession, found str"):
         spark_dl.launch(_rank, num_ranks=2, spark="local[2]")
+
+
+@pytest.mark.slow
+@pytest.mark.modes("local")
+def test_launch_and_train_work_after_an_interrupted_action_whose_thread_has_no_session_any_more(spark, tmp_path):
+    """As in a notebook, whose cells are interrupted by a KeyboardInterrupt in the main thread."""
+
+    def wait(batches):
+        for batch in batches:
+            (tmp_path / "started").touch()
+            time.sleep(600)
+            yield batch
+
+    def interrupt():
+        end = time.monotonic() + 60
+        while not (tmp_path / "started").exists() and time.monotonic() < end:
+            time.sleep(0.05)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    df = spark.range(4)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            df.mapInArrow(wait, df.schema).count()
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        thread.join()
+        spark.sparkContext.cancelAllJobs()
+    assert SparkSession.getActiveSession() is None
+    assert spark_dl.launch(_rank, num_ranks=2) == [0, 1]
+    url = str(tmp_path / "data")
+    write_dataset(url, blobs(48))
+    result = spark_dl.train(url, MLP, small_config(2, train={"epochs": 1}), run_dir=str(tmp_path / "run"))
+    assert spark_dl.evaluate(url, MLP, result.checkpoint)["rows"] == 48
 
 
 def _rank():

@@ -177,6 +177,9 @@ def test_a_train_validation_split_with_settings_in_its_grid(spark, points, tmp_p
 @pytest.mark.modes("local")
 def test_weights_validation_rows_and_lists_of_columns(spark, points, tmp_path):
     spec = ModelSpec(build=TwoOutputs, loss=two_losses)
+    named = TorchRegressor(build_linear).setFeaturesCol(["a", "b"]).setLabelCol("target").setWeightCol("w")
+    assert (named.feature_columns(), named.getLabelCol(), named.getWeightCol()) == (("a", "b"), "target", "w")
+    assert named.setPredictionCol("y").getPredictionCol() == "y"
     df = points.withColumn("features", F.array(*NAMES))
     estimator = TorchEstimator(
         spec, CONFIG, featuresCol=["features", "id"], labelCols=["label", "target"], weightCol="w",
@@ -216,6 +219,7 @@ def test_one_logit_is_a_binary_classifier_and_columns_can_be_left_out(spark, poi
     assert float(row["p"].toArray().sum()) == pytest.approx(1)
     renamed = model.copy({model.predictionCol: "z"})
     assert renamed.transform(df).columns[-1] == "z"
+    assert model.copy().setPredictionCol("z").setProbabilityCol("").transform(df).columns[-1] == "z"
     score = spark_dl.predict_udf(model)
     assert df.select(score("features").alias("s")).select("s.*").columns == ["p", "y"]
 

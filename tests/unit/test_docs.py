@@ -58,7 +58,7 @@ def test_anchors_are_headings(path):
 def test_the_table_of_lines_counts_the_code_below_it_and_no_other_tool_needs_fewer():
     text = (ROOT / "docs" / "lines-of-code.md").read_text()
     rows = re.findall(r"^\| ([^|]+) \| (\d+) \| [^|]+ \| (\d+) \|$", text, re.MULTILINE)
-    sections = {title: body for title, body in re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)}
+    sections = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL))
     assert [task for task, *_ in rows] == list(sections)
     for task, ours, theirs in rows:
         blocks = re.findall(r"^```python\n(.*?)^```", sections[task], re.MULTILINE | re.DOTALL)

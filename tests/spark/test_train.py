@@ -255,6 +255,28 @@ class CrossEntropyOfKind:
         return functional.cross_entropy(output, batch["kind"], reduction="none")
 
 
+def build_and_print():
+    print("built by", os.environ["RANK"])
+    return build_mlp()
+
+
+@pytest.mark.slow_in("connect")
+@pytest.mark.modes("local", "connect")
+def test_the_output_of_ranks_that_train_comes_to_the_driver_and_over_connect_by_files(spark, mode, tmp_path, capfd):
+    columns = blobs(96)
+    rows = [(x.tolist(), int(y)) for x, y in zip(*columns.values(), strict=True)]
+    df = spark.createDataFrame(rows, "features array<float>, label bigint")
+    config, run = small_config(2, train={"epochs": 1}), tmp_path / "run"
+    for _ in range(2):  # the second run deletes the files of the first one
+        spark_dl.train(df, ModelSpec(build=build_and_print), config, run_dir=str(run), overwrite=True)
+        lines = [line for line in capfd.readouterr().out.splitlines() if "built" in line]
+        assert sorted(lines) == ["[rank 0] built by 0", "[rank 1] built by 1"]
+    if mode == "connect":
+        assert (run / "logs" / "rank-1.log").read_text().count("stdout: built by 1\n") == 1
+    else:
+        assert not (run / "logs").exists()
+
+
 @pytest.mark.slow_in("local-cluster", "connect")
 def test_an_interrupt_ends_the_job_that_writes_shards_and_frees_its_slots(spark, tmp_path):
     """As in a notebook, whose cells are interrupted by a KeyboardInterrupt in the main thread."""

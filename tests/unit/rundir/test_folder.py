@@ -18,7 +18,8 @@ OURS = ("checkpoints/step-00000001.gen-0001", "shards/train", "shards/train-a b"
         "shards/evaluate-0123abcd")  # fmt: skip
 THEIRS = ("checkpoints/best.ckpt", "checkpoints/step-00000001.gen-0001/notes.txt", "checkpoints/step-7/model.pt",
           "shards/mine/x", "shards/train/notes.txt", "shards/evaluate-mine/part-0123abcd-0000.parquet",
-          "notes.txt", "predictions/part-0.parquet", "metrics.jsonl.bak")  # fmt: skip
+          "notes.txt", "predictions/part-0.parquet", "metrics.jsonl.bak", "logs/rank-0.log.bak",
+          "logs/mine")  # fmt: skip
 
 
 def a_run(run_dir):
@@ -33,6 +34,9 @@ def a_run(run_dir):
     for path in (half / "model.pt.tmp-0123456789ab", saved / "rank-00001.pt", run_dir / "metrics.jsonl",
                  run_dir / "config.yaml", run_dir / "shards/validation/_manifest.json.tmp-0123456789ab"):  # fmt: skip
         path.write_bytes(b"ours")
+    (run_dir / "logs").mkdir()
+    for rank in (0, 12):
+        (run_dir / "logs" / f"rank-{rank}.log").write_text("stdout: ours")
     return run_dir
 
 

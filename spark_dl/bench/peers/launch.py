@@ -7,7 +7,6 @@ starts its own Python daemon. A process has one session, so this file runs as a 
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -50,14 +49,13 @@ def measure(spark: Any, *, num_ranks: int = 2, repeats: int = 5) -> dict[str, An
 def measure_plain(master: str, *, num_ranks: int = 2, repeats: int = 5) -> float:
     """Returns the median seconds of a warm `spark_dl.launch` in a plain session on `master`, in a process of its own.
 
-    Stop the caller's session first if the cluster does not have the slots for both. Raises RuntimeError if the process
-    fails.
+    Stop the caller's session first if the cluster does not have the slots for both. `build_session` has set
+    PYSPARK_PYTHON for the process, too. Raises RuntimeError if the process fails.
     """
-    # Under spark-submit these would connect the process to the JVM of this one.
-    env = {name: value for name, value in os.environ.items() if not name.startswith("PYSPARK_GATEWAY")}
+    # Under spark-submit, these variables would connect the process to the JVM of this one.
+    without = ["-u", "PYSPARK_GATEWAY_PORT", "-u", "PYSPARK_GATEWAY_SECRET"]
     command = [sys.executable, "-m", "spark_dl.bench.peers.launch", master, str(num_ranks), str(repeats)]
-    env.setdefault("PYSPARK_PYTHON", sys.executable)
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=_PLAIN_LIMIT_S, env=env)
+    done = subprocess.run(["env", *without, *command], stdout=subprocess.PIPE, text=True, timeout=_PLAIN_LIMIT_S)
     if done.returncode:
         raise RuntimeError(f"the launch in a plain session ended with exit code {done.returncode}")
     seconds: float = json.loads(done.stdout.splitlines()[-1])

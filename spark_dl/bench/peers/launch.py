@@ -54,8 +54,9 @@ def measure_plain(master: str, *, num_ranks: int = 2, repeats: int = 5) -> float
     """
     # Under spark-submit, these variables would connect the process to the JVM of this one.
     without = ["-u", "PYSPARK_GATEWAY_PORT", "-u", "PYSPARK_GATEWAY_SECRET"]
-    command = [sys.executable, "-m", "spark_dl.bench.peers.launch", master, str(num_ranks), str(repeats)]
-    done = subprocess.run(["env", *without, *command], stdout=subprocess.PIPE, text=True, timeout=_PLAIN_LIMIT_S)
+    module = "spark_dl.bench.peers.launch"
+    command = ["env", *without, sys.executable, "-m", module, master, str(num_ranks), str(repeats)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=_PLAIN_LIMIT_S)
     if done.returncode:
         raise RuntimeError(f"the launch in a plain session ended with exit code {done.returncode}")
     seconds: float = json.loads(done.stdout.splitlines()[-1])

@@ -11,15 +11,24 @@ from spark_dl.bench.exchange import compare, report
 from spark_dl.bench.exchange.answers import answers
 from spark_dl.bench.exchange.log import Log
 from spark_dl.bench.exchange.options import add_arguments, from_arguments, list_of
-from spark_dl.bench.peers import gpu, launch, loader, shards, step
+from spark_dl.bench.peers import gpu, launch, loader, predict, shards, step
 
 
 def bench_launch(args: argparse.Namespace) -> dict[str, Any]:
-    return launch.measure(_session(args), num_ranks=args.ranks, repeats=args.repeats)
+    session = _session(args)
+    master = session.conf.get("spark.master")
+    result = launch.measure(session, num_ranks=args.ranks, repeats=args.repeats)
+    session.stop()  # its slots are for the plain session
+    plain_s = launch.measure_plain(master, num_ranks=args.ranks, repeats=args.repeats)
+    return {**result, "plain_session_s": plain_s}
 
 
 def bench_step(args: argparse.Namespace) -> dict[str, Any]:
     return step.measure(num_ranks=args.ranks, repeats=args.repeats)
+
+
+def bench_predict(args: argparse.Namespace) -> dict[str, Any]:
+    return predict.measure(_session(args), repeats=args.repeats, scale=args.scale)
 
 
 def bench_loader(args: argparse.Namespace) -> dict[str, Any]:
@@ -95,8 +104,18 @@ def build_parser() -> argparse.ArgumentParser:
         )
         return command
 
-    of_launch = add("launch", "a warm launch of two ranks: spark_dl.launch and TorchDistributor", bench_launch)
-    of_step = add("step", "steps per second: the worker loop and a bare DDP loop under torchrun", bench_step)
+    of_launch = add(
+        "launch", "a warm launch of two ranks: spark_dl.launch, also in a plain session, and TorchDistributor",
+        bench_launch,
+    )  # fmt: skip
+    of_step = add(
+        "step", "steps per second: the worker loop and a bare DDP loop under torchrun, in alternating pairs",
+        bench_step, repeats=step.PAIRS,
+    )  # fmt: skip
+    of_predict = add(
+        "predict", "rows per second of scoring a CNN on Parquet: a model of spark_dl.ml, predict of a dataset, "
+        "predict_batch_udf, and the limits of Spark and of the model", bench_predict,
+    )  # fmt: skip
     of_loader = add(
         "loader", "rows per second of a shuffled epoch: spark_dl, Petastorm, Mosaic, WebDataset, Ray Data, HF, "
         "tensors in memory, and the limits of memory and of Arrow",
@@ -105,12 +124,13 @@ def build_parser() -> argparse.ArgumentParser:
     of_shards = add(
         "shards", "seconds to write a cached DataFrame: spark_dl, df.write.parquet, Petastorm's converter", bench_shards
     )
-    for command in (of_launch, of_step, of_shards):
-        command.add_argument("--ranks", type=int, default=2, help="ranks of both (default: 2)")
-    for command in (of_launch, of_shards):
+    for command in (of_launch, of_step, of_predict, of_shards):
+        command.add_argument("--ranks", type=int, default=2, help="ranks, or tasks (default: 2)")
+    for command in (of_launch, of_predict, of_shards):
         command.add_argument("--master", help="Spark master URL (default: local[ranks])")
-    for command in (of_loader, of_shards):
+    for command in (of_loader, of_predict, of_shards):
         command.add_argument("--scale", type=float, default=1.0, help="size of the datasets (default: 1)")
+    for command in (of_loader, of_shards):
         command.add_argument("--petastorm_python", default=".venv-petastorm/bin/python", help="of its environment")
     names = ", ".join(loader.PEERS)
     of_loader.add_argument("--peers", type=_words, default=loader.PEERS, help=f"comma-separated, of {names}")

@@ -30,7 +30,7 @@ def evaluate(run: Run, world: World) -> dict[str, Any]:
     model = load_model(run.spec, run.checkpoint, sha256=run.checkpoint_sha256).to(world.device)
     loader = build_loader(
         run.train, run.config, rank=world.rank, world_size=world.world_size, shuffle=False,
-        prepare=run.spec.prepare, pin=world.device.type == "cuda",
+        prepare=run.spec.prepare_in_loader(), pin=world.device.type == "cuda",
     )  # fmt: skip
     return {"rows": loader.plan.rows, **evaluate_model(run.spec, model, loader, run.config, world)}
 

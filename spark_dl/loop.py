@@ -296,5 +296,6 @@ def _validation_loader(run: Run, world: World) -> BatchLoader | None:
         split = {"split": "validation"}
     return build_loader(
         run.train if run.validation is None else run.validation, run.config, rank=world.rank,
-        world_size=world.world_size, shuffle=False, prepare=run.spec.prepare, pin=world.device.type == "cuda", **split,
+        world_size=world.world_size, shuffle=False, prepare=run.spec.prepare_in_loader(),
+        pin=world.device.type == "cuda", **split,
     )  # fmt: skip

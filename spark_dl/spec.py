@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -174,6 +175,15 @@ class ModelSpec:
             generator.manual_seed(int(seed) >> 1)  # manual_seed takes 63 bits
             out = self._checked("augment", self.augment(out, generator), batch)
         return out
+
+    def prepare_in_loader(self, augment_seed: int | None = None) -> Callable[..., Batch] | None:
+        """Returns `prepare` for a loader; None without `transform` and `augment`.
+
+        A loader that has nothing to call passes several steps on at once, which wakes the training loop less often.
+        """
+        if self.transform is None and (self.augment is None or augment_seed is None):
+            return None
+        return functools.partial(self.prepare, augment_seed=augment_seed)
 
     def _checked(self, name: str, out: Any, batch: Batch) -> Batch:
         if not isinstance(out, Mapping) or not all(isinstance(t, Tensor) for t in out.values()):

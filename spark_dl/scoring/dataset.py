@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
     from pyspark.sql.types import DataType
 
-_TASK_BYTES = 32 << 20
+_TASK_BYTES = 128 << 20
 """Decoded bytes of the row groups of a task, as its output is one batch."""
 _TASKS_PER_SLOT = 2
 

@@ -5,9 +5,11 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from spark_dl.bench.peers.loader import PEERS
+from spark_dl.bench.peers.predict import _check_same
 from tests.spark.conftest import FAST_JVM, REPOSITORY
 
 DATASETS = ("mosaic_streaming", "webdataset", "ray_data")
@@ -136,7 +138,43 @@ def test_strategies_are_compared_on_slow_ranks(tmp_path):
 
 @pytest.mark.slow
 def test_the_loop_is_measured_beside_bare_ddp_and_without_its_check():
-    result, _ = bench("step", "--repeats", "1")
-    assert list(result) == ["bare_ddp", "spark_dl", "unchecked", "ratio", "ratios", "check_ratio", "check_ratios"]
-    assert result["ratio"] == pytest.approx(result["spark_dl"] / result["bare_ddp"])
-    assert result["check_ratio"] == pytest.approx(result["spark_dl"] / result["unchecked"])
+    result, log = bench("step", "--repeats", "2")
+    of_ratios = [f"{name}{what}" for name in ("ratio", "check_ratio") for what in ("", "_quartiles", "s")]
+    assert list(result) == ["bare_ddp", "spark_dl", "unchecked", *of_ratios]
+    for name, peer in (("ratio", "bare_ddp"), ("check_ratio", "unchecked")):
+        low, high = sorted(result[f"{name}s"])
+        assert low > 0
+        assert result[f"{name}_quartiles"] == pytest.approx([low + (high - low) / 4, high - (high - low) / 4])
+        assert result[name] == pytest.approx((low + high) / 2)
+        assert result[peer] > 0
+    assert "worker loop to bare DDP" in log
+
+
+@pytest.mark.slow
+def test_a_launch_is_measured_in_our_session_in_a_plain_one_and_beside_torchdistributor():
+    result, _ = bench("launch", "--repeats", "1")
+    assert list(result) == [
+        "torch_distributor_s", "new_workers_s", "spark_dl_s", "ratio", "repeats", "plain_session_s",
+    ]  # fmt: skip
+    assert min(result.values()) > 0
+    assert result["ratio"] == pytest.approx(result["spark_dl_s"] / result["torch_distributor_s"])
+
+
+@pytest.mark.slow
+def test_scoring_is_measured_beside_predict_batch_udf_and_its_limits():
+    result, log = bench("predict", "--scale", "0.02", "--repeats", "1")
+    ways = ["transform", "predict_batch_udf", "floor", "from_dataset", "bare_forward"]
+    ratios = ["transform_to_floor", "transform_to_udf", "from_dataset_to_udf"]
+    assert list(result) == [*ways, *ratios, "repeats"]
+    assert min(result[way] for way in ways) > 0
+    assert result["transform_to_udf"] == pytest.approx(result["transform"] / result["predict_batch_udf"])
+    assert all(way in log for way in ways)
+
+
+def test_a_way_that_predicts_other_values_or_rows_is_not_measured():
+    labels, expected = np.array([7, 8]), np.array([1.0, 2.0])
+    _check_same({"same": {7: 1.0, 8: 2.0}}, labels, expected)
+    with pytest.raises(RuntimeError, match="other: predictions differ"):
+        _check_same({"same": {7: 1.0, 8: 2.0}, "other": {7: 1.0, 8: 2.1}}, labels, expected)
+    with pytest.raises(RuntimeError, match="fewer: found predictions of 1 rows, expected 2"):
+        _check_same({"fewer": {7: 1.0}}, labels, expected)

@@ -175,3 +175,14 @@ def test_a_name_that_a_file_lacks_is_an_error_that_names_the_key_and_the_file(tm
     (tmp_path / "empty_model.py").write_text("")
     with pytest.raises(ValueError, match=r"^model\.build: .*empty_model\.py has no 'build'"):
         import_object(f"{tmp_path}/empty_model.py:build", "model.build")
+
+
+def test_a_loader_has_a_function_to_call_only_if_the_spec_has_one():
+    batch = {"x": torch.ones(2), "weight": torch.ones(2)}
+    assert ModelSpec(build=build).prepare_in_loader(augment_seed=3) is None
+    transformed = ModelSpec(build=build, transform=lambda b: {"x": b["x"] * 2}).prepare_in_loader()
+    assert transformed(batch, (0, 1))["x"].tolist() == [2.0, 2.0]
+    augmenting = ModelSpec(build=build, augment=lambda b, g: {"x": b["x"] + torch.rand(2, generator=g)})
+    assert augmenting.prepare_in_loader() is None  # in an evaluation nothing is augmented
+    drawn = [augmenting.prepare_in_loader(3)(batch, (0, step))["x"].tolist() for step in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]

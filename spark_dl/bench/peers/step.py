@@ -32,14 +32,15 @@ from spark_dl.parallel import ddp
 from spark_dl.spec import ModelSpec, Run
 from spark_dl.worker import main as run_worker
 
+PAIRS = 15
 _ROWS, _BATCH, _EPOCHS = 12_800, 64, 2
 
 
-def measure(*, num_ranks: int = 2, repeats: int = 7) -> dict[str, Any]:
-    """Measures median steps per second of all loops, and median ratios of neighboring runs. Without Spark.
+def measure(*, num_ranks: int = 2, repeats: int = PAIRS) -> dict[str, Any]:
+    """Measures median steps per second of all loops, and ratios of neighboring runs: pairs. Without Spark.
 
-    `ratio` is the worker loop to bare DDP. `check_ratio` is the worker loop to itself without the check for NaN and
-    Inf.
+    `ratio` is the worker loop to bare DDP: the median of the pairs. `ratio_quartiles` are the first and the third
+    quartile. `check_ratio` is the worker loop to itself without the check for NaN and Inf.
     """
     with tempfile.TemporaryDirectory() as folder:
         rng = np.random.default_rng(0)
@@ -51,6 +52,8 @@ def measure(*, num_ranks: int = 2, repeats: int = 7) -> dict[str, Any]:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
         subprocess.run([*torchrun, "-m", "spark_dl.bench.peers.step", folder, str(repeats), str(num_ranks)], check=True)
         result: dict[str, Any] = json.loads(Path(folder, "result.json").read_text())
+    low, high = result["ratio_quartiles"]
+    print(f"worker loop to bare DDP: {result['ratio']:.3f}, quartiles {low:.3f} and {high:.3f}", file=sys.stderr)
     return result
 
 
@@ -112,7 +115,8 @@ def _rank_main(folder: str, repeats: int, num_ranks: int) -> None:
         found: dict[str, Any] = {name: statistics.median(values) for name, values in rates.items()}
         for name, peer in (("ratio", "bare_ddp"), ("check_ratio", "unchecked")):
             ratios = [ours / other for ours, other in zip(rates["spark_dl"], rates[peer], strict=True)]
-            found |= {name: statistics.median(ratios), f"{name}s": ratios}
+            quartiles = np.quantile(ratios, (0.25, 0.5, 0.75)).tolist()
+            found |= {name: quartiles[1], f"{name}_quartiles": quartiles[::2], f"{name}s": ratios}
         Path(folder, "result.json").write_text(json.dumps(found))
 
 

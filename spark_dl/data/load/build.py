@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Generator
 from typing import Any, Protocol
 
@@ -56,5 +55,5 @@ def build_train_loader(
     """Builds the training loader of a rank: shuffled, augmented, in micro-batches. Raises as `build_loader` does."""
     return build_loader(
         data, config, rank=rank, world_size=world_size, split="train", micro_batches=config.train.accumulation_steps,
-        prepare=functools.partial(spec.prepare, augment_seed=config.train.seed), pin=pin,
+        prepare=spec.prepare_in_loader(config.train.seed), pin=pin,
     )  # fmt: skip

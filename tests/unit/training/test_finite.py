@@ -64,10 +64,12 @@ def step(model, check, number, factor=1.0, then=lambda: None):
     model.zero_grad()
 
 
+@pytest.mark.parametrize("waits", [True, False], ids=["values_at_once", "values_later"])
 @pytest.mark.parametrize(("factor", "bad_step"), [(math.nan, 2), (math.inf, 3)])
-def test_the_first_bad_step_is_kept(factor, bad_step):
+def test_the_first_bad_step_is_kept(factor, bad_step, waits):
     model = Two()
     check = StepCheck(model, CPU, gradients=True)
+    check._waits = waits  # False: as on a GPU, where reading a value would stop the stream
     for number in range(1, 5):
         step(model, check, number, factor if number >= bad_step else 1.0)
         assert math.isnan(check.mark(torch.tensor(1.0))) == (number >= bad_step)
@@ -78,9 +80,11 @@ def test_the_first_bad_step_is_kept(factor, bad_step):
     assert all(not hooks for hooks in (p._post_accumulate_grad_hooks for p in model.parameters()))
 
 
-def test_a_weight_is_found_after_the_step_and_a_loss_comes_first():
+@pytest.mark.parametrize("waits", [True, False], ids=["values_at_once", "values_later"])
+def test_a_weight_is_found_after_the_step_and_a_loss_comes_first(waits):
     model = Two()
     check = StepCheck(model, CPU, gradients=True)
+    check._waits = waits
     step(model, check, 1, then=lambda: model.wide.data.fill_(math.inf))
     assert check.finding(0) == Finding(1, WEIGHT, 0, "wide")
     step(model, check, 2)

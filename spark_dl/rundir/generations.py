@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from spark_dl import storage
-from spark_dl.exclusive import create_exclusively
+from spark_dl.rundir.exclusive import create_exclusively
 
 FOLDER = "generations"
 FORMAT = "spark_dl.generation"

@@ -9,9 +9,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from spark_dl import exclusive, storage
-from spark_dl.exclusive import create_exclusively
-from spark_dl.rundir import generations
+from spark_dl import storage
+from spark_dl.rundir import exclusive, generations
+from spark_dl.rundir.exclusive import create_exclusively
 from tests.builders.s3 import BUCKET
 
 TIMES = 10

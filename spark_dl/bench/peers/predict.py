@@ -35,7 +35,7 @@ from spark_dl.scoring.scorer import ROWS_AT_ONCE
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-_ROWS, _TRAINED_ROWS = 60_000, 64
+_ROWS, _TRAINED_ROWS = 240_000, 64
 _TOLERANCE = 1e-5
 """Relative difference of predictions: torch may sum in another order for another number of rows."""
 

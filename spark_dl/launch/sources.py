@@ -7,6 +7,7 @@ process that finds the module nowhere else.
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -44,27 +45,32 @@ def sources_of(names: Collection[str]) -> dict[str, Source]:
     for name, module in list(sys.modules.items()):
         path = _source_path(module, folders)
         if path is not None:
-            found[name] = Source(str(path), hasattr(module, "__path__"), path.read_text())
+            found[name] = Source(path, hasattr(module, "__path__"), Path(path).read_text())
     return found if sum(len(source.text) for source in found.values()) <= _MAX_BYTES else {}
 
 
-def _project_folders() -> tuple[Path, ...]:
+def _project_folders() -> tuple[str, ...]:
+    """Returns the folders, each with a separator at its end, as modules name them and without links."""
     program = getattr(sys.modules.get("__main__"), "__file__", None)
     folders = [os.getcwd(), *([os.path.dirname(os.path.abspath(program))] if program else [])]
-    return tuple(Path(os.path.realpath(folder)) for folder in folders)
+    return tuple({os.path.join(path, "") for folder in folders for path in (folder, os.path.realpath(folder))})
 
 
-def _source_path(module: Any, folders: Collection[Path]) -> Path | None:
-    """Returns the file of a module of the project; None for any other module."""
+@functools.cache
+def _installed_folders() -> tuple[str, ...]:
+    folders = [sysconfig.get_path(key) for key in ("stdlib", "purelib", "platlib")]
+    return tuple({os.path.join(path, "") for folder in folders for path in (folder, os.path.realpath(folder))})
+
+
+def _source_path(module: Any, folders: tuple[str, ...]) -> str | None:
+    """Returns the file of a module of the project; None for any other module. Called for thousands of modules."""
     file = getattr(module, "__file__", None)
-    name = getattr(module, "__name__", "")
-    if not isinstance(file, str) or not file.endswith(".py") or name.split(".")[0] in _NEVER_SENT:
+    if not isinstance(file, str) or not file.endswith(".py") or not file.startswith(folders):
         return None
-    path = Path(os.path.realpath(file))
-    installed = [Path(os.path.realpath(sysconfig.get_path(key))) for key in ("stdlib", "purelib", "platlib")]
-    if "site-packages" in path.parts or any(path.is_relative_to(folder) for folder in installed):
+    is_installed = "site-packages" in file or file.startswith(_installed_folders())
+    if is_installed or getattr(module, "__name__", "").partition(".")[0] in _NEVER_SENT:
         return None
-    return path if any(path.is_relative_to(folder) for folder in folders) and path.is_file() else None
+    return file if os.path.isfile(file) else None
 
 
 def install(sources: dict[str, Source]) -> None:

@@ -132,9 +132,12 @@ def test_set_epoch_at_the_start_of_an_epoch_keeps_the_position_in_it(url):
 
 
 def test_worker_processes_of_a_data_loader_are_refused(url):
-    dataset = spark_dl.open_dataset(url, DATA, batch_size=16)
-    with pytest.raises(RuntimeError, match="set num_workers=0"):
-        list(DataLoader(dataset, batch_size=None, num_workers=1))
+    batches = iter(DataLoader(spark_dl.open_dataset(url, DATA, batch_size=16), batch_size=None, num_workers=1))
+    try:
+        with pytest.raises(RuntimeError, match="set num_workers=0"):
+            next(batches)
+    finally:
+        batches._shutdown_workers()  # else they end with the traceback that refers to them
 
 
 def test_a_library_that_would_split_the_rows_once_more_is_refused(url):

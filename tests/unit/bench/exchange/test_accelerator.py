@@ -10,7 +10,7 @@ from torch import nn
 
 from spark_dl.bench.exchange.accelerator import accelerator_spec, build_accelerator
 from spark_dl.bench.model.profiles import PROFILES, bert, resnet50
-from spark_dl.spec import weighted_loss_sum
+from spark_dl.parallel.loss import weighted_loss_sum
 from tests.builders.models import small_config
 
 

@@ -159,7 +159,7 @@ def evaluate(
 def launch(
     fn: Callable[..., Any] | str | os.PathLike[str],
     *args: Any,
-    num_ranks: int = 1,
+    num_ranks: int | None = None,
     settings: Launch | None = None,
     env: Mapping[str, str] | None = None,
     spark: SparkSession | None = None,
@@ -171,6 +171,7 @@ def launch(
         module, with its arguments as strings: `launch("train.py", "--lr", "0.1", num_ranks=4)`. A program runs in a
         process of its own on each rank, from the driver's working folder if the executor has it.
 
+    num_ranks: by default that of `settings`.
     env: environment variables of the ranks, set before anything is imported there.
     settings: time limits, the device, and `output`, which ranks' standard output and error the driver shows.
 
@@ -180,13 +181,14 @@ def launch(
     Raises as `run_barrier` does, in particular RankError with the traceback, or the exit code, of the first rank that
     failed.
     """
-    settings = dataclasses.replace(settings or Launch(), num_ranks=num_ranks)
+    settings = _launch_settings(settings, num_ranks)
     spark = find_session(None, spark)
     if isinstance(fn, (str, os.PathLike)):
         if kwargs:
             raise ValueError(f"launch: a script takes arguments as strings, found {', '.join(kwargs)}=...")
         script = read_script(fn, args, env or {})
         fn, args, env = run_script, (script,), None
+    _check_callable(fn)
     return run_barrier(
         spark, worker.call, fn, args, kwargs, settings, launch=settings, env=env, on_event=show_output,
         poll=follow_logs(settings),
@@ -197,7 +199,7 @@ def run_on_dataframe(
     fn: Callable[..., Any],
     df: DataFrame,
     *,
-    num_ranks: int = 1,
+    num_ranks: int | None = None,
     settings: Launch | None = None,
     data: Data | None = None,
     shards: Shards | None = None,
@@ -214,17 +216,41 @@ def run_on_dataframe(
     loader: how rows are read. validation_fraction: fraction of rows for `rows.loader(..., split="validation")`.
     Raises as `launch` does, and ValueError for rows that cannot be converted to tensors and for an empty DataFrame.
     """
-    settings = dataclasses.replace(settings or Launch(), num_ranks=num_ranks)
+    settings = _launch_settings(settings, num_ranks)
+    _check_callable(fn)
+    if not hasattr(df, "sparkSession"):
+        raise ValueError(
+            f"run_on_dataframe: expected a function and a DataFrame of Spark, found a {type(df).__name__}; for a "
+            "dataset by its URL, use spark_dl.open_dataset in spark_dl.launch"
+        )
     data = data or Data(features=tuple(df.columns), label=None)
     rows = RowSettings(
         data=data, shards=shards or Shards(), loader=loader or Loader(), validation_fraction=validation_fraction
     )
     check_rank_rows(df, rows.data, rows.shards, rows.loader)
-    dealt, columns = local.deal_rows(df, rows.data, rows.shards, num_ranks)
+    dealt, columns = local.deal_rows(df, rows.data, rows.shards, settings.num_ranks)
     return run_barrier(
         find_session(df), worker.call, fn, (), kwargs, settings, columns=columns, settings=rows,
         launch=settings, source=dealt, env=env, on_event=show_output, poll=follow_logs(settings),
     )  # fmt: skip
+
+
+def _launch_settings(settings: Launch | None, num_ranks: int | None) -> Launch:
+    """Returns the settings with the number of ranks of the call. Raises ValueError if both give one, and differ."""
+    if settings is None:
+        return Launch(num_ranks=1 if num_ranks is None else num_ranks)
+    if not isinstance(settings, Launch):
+        raise ValueError(f"settings: expected a spark_dl.Launch, found {type(settings).__name__}")
+    if num_ranks is None:
+        return settings
+    if settings.num_ranks not in (num_ranks, Launch().num_ranks):
+        raise ValueError(f"num_ranks: found {num_ranks}, and {settings.num_ranks} in settings; set one of them")
+    return dataclasses.replace(settings, num_ranks=num_ranks)
+
+
+def _check_callable(fn: Any) -> None:
+    if not callable(fn):
+        raise ValueError(f"expected a function that runs on the ranks, found a {type(fn).__name__}")
 
 
 def _functions(on_event: Any) -> list[OnEvent]:

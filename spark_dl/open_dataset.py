@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 from spark_dl.config import Config, Data, Launch, Loader, Train
 from spark_dl.data.columns.batch import Batch
@@ -51,6 +51,9 @@ def open_dataset(
     Raises ValueError for a missing dataset or column, and for settings that do not fit the dataset.
     """
     rank, num_ranks = find_place()
+    _check_arguments(data, batch_size, split, validation_fraction)
+    if not isinstance(source, RankRows) and split != "all" and not validation_fraction:
+        raise ValueError(f"open_dataset: split={split!r} needs validation_fraction")
     if isinstance(source, RankRows):
         if (data, loader, validation_fraction) != (None, None, 0.0):
             raise ValueError(
@@ -72,6 +75,20 @@ def open_dataset(
             shards = shards_of(shards, "", config, until_done, reuse=False)
     batches = build_loader(shards, config, rank=rank, world_size=num_ranks, split=split, shuffle=shuffle)
     return RankDataset(batches, shards, config, shuffle=shuffle, transform=transform)
+
+
+def _check_arguments(data: Any, batch_size: Any, split: Any, validation_fraction: float) -> None:
+    if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
+        raise ValueError(f"open_dataset: batch_size: expected an integer >= 1, found {batch_size!r}")
+    if data is not None and not isinstance(data, Data):
+        raise ValueError(f"open_dataset: data: expected a spark_dl.Data, found {type(data).__name__}")
+    if split not in get_args(Split):
+        raise ValueError(f"open_dataset: split: expected one of {list(get_args(Split))}, found {split!r}")
+    if validation_fraction and split == "all":
+        raise ValueError(
+            f"open_dataset: validation_fraction={validation_fraction} has no effect with split='all'; set split to "
+            "'train' or 'validation'"
+        )
 
 
 def _open(source: Any, data: Data | None) -> tuple[Any, Data]:

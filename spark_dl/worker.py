@@ -23,7 +23,7 @@ from spark_dl.data.load.resume_check import check_rows
 from spark_dl.evaluate import evaluate
 from spark_dl.gather import gather_by_store
 from spark_dl.launch import rendezvous
-from spark_dl.launch.rank.environment import error_if_alone, fresh_stores
+from spark_dl.launch.rank.environment import error_if_alone, own_groups
 from spark_dl.launch.rank.task import RankResult, TaskInput
 from spark_dl.loop import train
 from spark_dl.rundir import checkpoint
@@ -95,7 +95,7 @@ def call(
             except ValueError as error:
                 return RankResult(world.rank, None, refused=str(error))
         alone = contextlib.nullcontext() if launch.independent_ranks else error_if_alone(world)
-        with alone, fresh_stores():
+        with alone, own_groups(launch.collective_timeout_s):
             try:
                 result = fn(*args, **kwargs)
             except SystemExit as end:

@@ -60,6 +60,7 @@ def run_barrier(
     cannot run the job or does not start it within `launch.start_timeout_s`, RankError if a rank fails.
     """
     preflight.check(spark, launch)
+    preflight.check_log_dir(launch)
     if source is not None:
         preflight.check_disks(spark)
     packed = payload.pack_call(fn, args, kwargs)
@@ -84,8 +85,13 @@ def run_barrier(
         if listener:
             listener.close()
     rows = sorted(job.rows, key=lambda row: row["rank"])
-    if not rows:  # Spark runs no task if it knows that the DataFrame is empty
+    if not rows and source is not None:  # Spark runs no task if it knows that the DataFrame is empty
         raise ValueError("the DataFrame has no rows; expected at least one")
+    if len(rows) < launch.num_ranks:  # Spark says so only in its log
+        raise RuntimeError(
+            f"the results of {launch.num_ranks - len(rows)} of {launch.num_ranks} ranks did not reach the driver; they "
+            "may be larger than its memory; raise spark.driver.memory, or write large results to files"
+        )
     if refused := [row["refused"] for row in rows if row["refused"]]:
         raise ValueError(refused[0])
     if on_event:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from typing import Any
@@ -47,6 +48,15 @@ def check_disks(spark: Any) -> None:
             "(shards.storage='local', run_on_dataframe) are not encrypted; set shards.storage to 'shared', or "
             "spark.io.encryption.enabled to false if the executors' disks are encrypted"
         )
+
+
+def check_log_dir(launch: Launch) -> None:
+    """Creates `launch.log_dir`. Raises ValueError if that is not possible, as ranks would lose their output."""
+    if launch.log_dir:
+        try:
+            os.makedirs(launch.log_dir, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"launch.log_dir: cannot create the folder {launch.log_dir!r}: {error}") from error
 
 
 def check_slots(spark: Any, num_ranks: int) -> None:

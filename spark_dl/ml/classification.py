@@ -117,6 +117,9 @@ class TorchClassifier(TorchEstimator, _ClassifierParams):
             raise ValueError("spec.loss: a classifier needs logits, found BCELoss; use BCEWithLogitsLoss")
         return found
 
+    def _added_columns(self) -> dict[str, str]:
+        return {f"{kind}Col": name for kind, name in self.output_columns().items()}
+
     def _label_dtype(self) -> str | None:
         return "float32" if isinstance(self.spec.loss, nn.BCEWithLogitsLoss) else "int64"
 

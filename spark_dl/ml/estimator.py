@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pyspark.ml import Estimator
 from pyspark.ml.util import MLReadable, MLWritable
@@ -21,6 +21,9 @@ from spark_dl.ml.params import TorchParams
 from spark_dl.rundir.folder import SHARDS
 from spark_dl.scoring.scorer import scorer_of
 from spark_dl.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class TorchEstimator(Estimator[TorchModel], TorchParams, MLWritable, MLReadable["TorchEstimator"]):
@@ -69,6 +72,7 @@ class TorchEstimator(Estimator[TorchModel], TorchParams, MLWritable, MLReadable[
     ):
         super().__init__()
         self.spec, self.config, self.progress = self._spec_of(spec), config or Config(), progress
+        self._setDefault(**self.params_of(self.config))
         self.setParams(
             featuresCol=featuresCol, labelCol=labelCol, labelCols=labelCols, weightCol=weightCol,
             validationIndicatorCol=validationIndicatorCol, numRanks=numRanks, epochs=epochs,
@@ -87,8 +91,57 @@ class TorchEstimator(Estimator[TorchModel], TorchParams, MLWritable, MLReadable[
         self.set_given(given)
         return self
 
+    def setFeaturesCol(self, value: str | Sequence[str]) -> Self:
+        """Sets the feature column, or a list of feature columns."""
+        return self._with(featuresCol=value)
+
+    def setLabelCol(self, value: str) -> Self:
+        """Sets the label column."""
+        return self._with(labelCol=value)
+
+    def setWeightCol(self, value: str) -> Self:
+        """Sets the column with the weight of each row."""
+        return self._with(weightCol=value)
+
+    def setValidationIndicatorCol(self, value: str) -> Self:
+        """Sets the boolean column that is true for validation rows."""
+        return self._with(validationIndicatorCol=value)
+
+    def setRunDir(self, value: str) -> Self:
+        """Sets the folder or URL of the runs."""
+        return self._with(runDir=value)
+
+    def setNumRanks(self, value: int) -> Self:
+        """Sets the number of ranks."""
+        return self._with(numRanks=value)
+
+    def setEpochs(self, value: int) -> Self:
+        """Sets the number of passes over the data."""
+        return self._with(epochs=value)
+
+    def setGlobalBatchSize(self, value: int) -> Self:
+        """Sets the rows of one optimizer step, over all ranks."""
+        return self._with(globalBatchSize=value)
+
+    def setLr(self, value: float) -> Self:
+        """Sets the learning rate."""
+        return self._with(lr=value)
+
+    def setSeed(self, value: int) -> Self:
+        """Sets the seed of the order of rows and of the random generators."""
+        return self._with(seed=value)
+
+    def setSaveFormat(self, value: str) -> Self:
+        """Sets how models are saved: `weights` or `export`."""
+        return self._with(saveFormat=value)
+
+    def _with(self, **given: Any) -> Self:
+        self.set_given(given)
+        return self
+
     def _fit(self, dataset: DataFrame) -> TorchModel:
         config = self.build_config(self.config, dataset.schema, self._label_dtype())
+        self._check_columns(dataset, config)
         train, validation = self._split(dataset, self.read_columns(config))
         base = self.getOrDefault(self.runDir)
         run_dir = storage.join(storage.absolute(base), f"{self.uid}-{uuid.uuid4().hex[:8]}")
@@ -100,6 +153,24 @@ class TorchEstimator(Estimator[TorchModel], TorchParams, MLWritable, MLReadable[
             delete_dataset(storage.join(run_dir, SHARDS, name))
         model: TorchModel = self._copyValues(self._model(scorer_of(self.spec, result.checkpoint, config), result))
         return model
+
+    def _check_columns(self, dataset: DataFrame, config: Config) -> None:
+        """Raises ValueError for params that exclude each other, and for output columns that exist."""
+        if self.isSet(self.validationIndicatorCol) and config.train.validation_fraction:
+            raise ValueError(
+                "validationIndicatorCol: found it together with train.validation_fraction="
+                f"{config.train.validation_fraction}; set one of them"
+            )
+        names = list(self._added_columns().items())
+        for param, name in names:
+            if name in dataset.columns:
+                raise ValueError(f"{param}: the DataFrame already has a column {name!r}; rename one of them")
+            if [other for other, taken in names if taken == name] != [param]:
+                raise ValueError(f"{param}: found {name!r} for several columns; expected a name for each")
+
+    def _added_columns(self) -> dict[str, str]:
+        """The names of the columns that the model adds, by their params, if params set them."""
+        return {}
 
     def _label_dtype(self) -> str | None:
         """The dtype of the label in batches; None keeps that of the column."""

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pyspark.ml.param import Param, Params, TypeConverters
 from pyspark.ml.param.shared import HasFeaturesCol, HasLabelCol, HasSeed, HasValidationIndicatorCol, HasWeightCol
-from pyspark.sql.types import ArrayType, DoubleType, StructType
+from pyspark.sql.types import ArrayType, DecimalType, DoubleType, StructType
 
-from spark_dl.config import Config, Data
+from spark_dl.config import Config
 from spark_dl.config.load import build_config
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from spark_dl.scoring.saved_model import FORMATS
 
 _SETTINGS = {
     "epochs": "train.epochs",
@@ -24,6 +20,12 @@ _SETTINGS = {
     "numRanks": "launch.num_ranks",
 }
 """Keys of the settings that have a param of their own."""
+
+
+def _to_format(value: Any) -> str:
+    if value not in FORMATS:
+        raise TypeError(f"expected one of {list(FORMATS)}, found {value!r}")
+    return str(value)
 
 
 class TorchParams(HasFeaturesCol, HasLabelCol, HasWeightCol, HasValidationIndicatorCol, HasSeed):
@@ -52,43 +54,29 @@ class TorchParams(HasFeaturesCol, HasLabelCol, HasWeightCol, HasValidationIndica
         "must have access to it.", TypeConverters.toString,
     )  # fmt: skip
     saveFormat = Param(
-        Params._dummy(), "saveFormat", "how models are saved: weights, or export (torch.export).",
-        TypeConverters.toString,
+        Params._dummy(), "saveFormat", "how models are saved: weights, or export (torch.export).", _to_format,
     )  # fmt: skip
 
     def __init__(self) -> None:
         super().__init__()
+        self._defaultParamMap.pop(self.seed)  # type: ignore[attr-defined]  # Spark's own default, which is not used
         self._setDefault(labelCol="label", runDir="runs", saveFormat="weights")  # type: ignore[attr-defined]
 
     def set_given(self, given: dict[str, Any]) -> None:
         """Sets the params that are not None. A list as `featuresCol` becomes `featuresCols`."""
         if isinstance(given.get("featuresCol"), (list, tuple)):
             given = {**given, "featuresCols": list(given["featuresCol"]), "featuresCol": None}
+        elif given.get("featuresCol") is not None:
+            self.clear(self.featuresCols)
         self._set(**{name: value for name, value in given.items() if value is not None})  # type: ignore[attr-defined]
 
-    def setFeaturesCol(self, value: str | Sequence[str]) -> Self:
-        """Sets the feature column, or a list of feature columns."""
-        return self._with(featuresCol=value)
-
-    def setLabelCol(self, value: str) -> Self:
-        """Sets the label column."""
-        return self._with(labelCol=value)
-
-    def setWeightCol(self, value: str) -> Self:
-        """Sets the column with the weight of each row."""
-        return self._with(weightCol=value)
-
-    def setValidationIndicatorCol(self, value: str) -> Self:
-        """Sets the boolean column that is true for validation rows."""
-        return self._with(validationIndicatorCol=value)
-
-    def setSaveFormat(self, value: str) -> Self:
-        """Sets how models are saved: `weights` or `export`."""
-        return self._with(saveFormat=value)
-
-    def _with(self, **given: Any) -> Self:
-        self.set_given(given)
-        return self
+    def params_of(self, config: Config) -> dict[str, Any]:
+        """Returns the settings that have a param of their own, as the defaults of the params."""
+        found = {}
+        for name, key in _SETTINGS.items():
+            section, _, setting = key.partition(".")
+            found[name] = getattr(getattr(config, section), setting)
+        return found
 
     def feature_columns(self) -> tuple[str, ...]:
         """The columns that are passed to the model, in this order."""
@@ -103,34 +91,58 @@ class TorchParams(HasFeaturesCol, HasLabelCol, HasWeightCol, HasValidationIndica
         changed = base.to_dict()
         settings = self.getOrDefault(self.settings) if self.isSet(self.settings) else {}
         own = {key: self.getOrDefault(name) for name, key in _SETTINGS.items() if self.isSet(self.getParam(name))}
+        if (strategy := settings.get("parallel.strategy", base.parallel.strategy)) != base.parallel.strategy:
+            changed["parallel"] = {"strategy": strategy}
         for key, value in {**settings, **own}.items():
             section, _, name = key.partition(".")
             if section not in changed or not name:
                 raise ValueError(f"settings: expected keys such as 'train.lr', found {key!r}")
             changed[section] = {**(changed[section] or {}), name: value}
-        changed["data"] = {}  # its columns are checked together with the settings of the params, below
-        return dataclasses.replace(build_config(changed), data=self._build_data(base.data, schema, label_dtype))
+        changed["data"] |= self._columns(changed["data"])
+        self._add_conversions(changed["data"], schema, label_dtype)
+        return build_config(changed)
 
-    def _build_data(self, base: Data, schema: StructType, label_dtype: str | None) -> Data:
-        features = self.feature_columns()
-        label, labels = (None, tuple(self.getOrDefault(self.labelCols))) if self.isSet(self.labelCols) else (
-            self.getLabelCol(), ()
-        )  # fmt: skip
-        doubles = {field.name: "float32" for field in schema.fields if field.name in features and _is_double(field)}
-        of_label = {} if label is None or label_dtype is None else {label: label_dtype}
-        return dataclasses.replace(
-            base, features=features, label=label, labels=labels,
-            weight=self.getWeightCol() if self.isSet(self.weightCol) else None,
-            cast={**doubles, **of_label, **base.cast},
-        )  # fmt: skip
+    def _columns(self, data: dict[str, Any]) -> dict[str, Any]:
+        """The columns of the params that are set, which override those of the settings."""
+        found: dict[str, Any] = {}
+        if self.isSet(self.featuresCols) or self.isSet(self.featuresCol):
+            found["features"] = list(self.feature_columns())
+        if self.isSet(self.labelCols):
+            found |= {"label": None, "labels": list(self.getOrDefault(self.labelCols))}
+        elif self.isSet(self.labelCol):
+            found |= {"label": self.getLabelCol(), "labels": []}
+        if self.isSet(self.weightCol):
+            found["weight"] = self.getWeightCol()
+        return found
+
+    def _add_conversions(self, data: dict[str, Any], schema: StructType, label_dtype: str | None) -> None:
+        """Makes doubles and decimals float32 features, and gives the label the dtype that the loss needs."""
+        types = {name: _type_of(schema, name) for name in (*data["features"], data["label"], *data["labels"])}
+        decimals = [name for name, kind in types.items() if isinstance(_element(kind), DecimalType)]
+        data["encode"] = {**{name: {"as": "float"} for name in decimals}, **data["encode"]}
+        floats = [name for name in data["features"] if name in decimals or _is_double(types[name])]
+        of_label = {} if data["label"] is None or label_dtype is None else {data["label"]: label_dtype}
+        data["cast"] = {**dict.fromkeys(floats, "float32"), **of_label, **data["cast"]}
 
     def read_columns(self, config: Config) -> list[str]:
         """The columns of the DataFrame that are read: those of structs by their outermost name."""
         return list(dict.fromkeys(name if "." not in name else name.split(".")[0] for name in config.stored_columns))
 
 
-def _is_double(field: Any) -> bool:
-    kind = field.dataType
+def _type_of(schema: StructType, name: str | None) -> Any:
+    """Returns the type of a column, or of a field of a struct as `struct.field`; None if there is none."""
+    kind: Any = schema
+    for part in (name or "").split("."):
+        fields = {field.name: field.dataType for field in getattr(kind, "fields", ())}
+        kind = fields.get(part)
+    return kind
+
+
+def _element(kind: Any) -> Any:
     while isinstance(kind, ArrayType):
         kind = kind.elementType
-    return isinstance(kind, DoubleType) or type(kind).__name__ == "VectorUDT"
+    return kind
+
+
+def _is_double(kind: Any) -> bool:
+    return isinstance(_element(kind), DoubleType) or type(kind).__name__ == "VectorUDT"

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from spark_dl.ml.estimator import TorchEstimator
     from spark_dl.ml.model import TorchModel
 
-_MODEL = "model"
 _has_session = int(pyspark.__version__.split(".")[0]) >= 4
 """Whether Spark's writer of metadata takes a session; before Spark 4 it takes the SparkContext."""
 
@@ -41,14 +40,20 @@ class ModelWriter(MLWriter):
         super().__init__()
         self.instance = instance
 
+    def save(self, path: str) -> None:
+        """Writes the model. What cannot be saved is found before `overwrite` deletes anything."""
+        self._packed = self._pack()
+        super().save(path)
+
     def saveImpl(self, path: str) -> None:
         """Writes the weights, and then the metadata."""
-        trained, kind = self.instance.trained, self.instance.getOrDefault(self.instance.saveFormat)
-        saved_model.write_saved_model(
-            storage.join(storage.absolute(path), _MODEL), trained.load(), trained.spec, trained.config,
-            trained.columns, format=kind,
-        )  # fmt: skip
+        packed = getattr(self, "_packed", None) or self._pack()
+        packed.write(storage.join(storage.absolute(path), saved_model.STAGE))
         _write_metadata(self, path, {"facts": self.instance.facts})
+
+    def _pack(self) -> saved_model.PackedModel:
+        trained, kind = self.instance.trained, self.instance.getOrDefault(self.instance.saveFormat)
+        return saved_model.pack_model(trained.load(), trained.spec, trained.config, trained.columns, format=kind)
 
 
 class ModelReader(MLReader["TorchModel"]):
@@ -60,8 +65,8 @@ class ModelReader(MLReader["TorchModel"]):
 
     def load(self, path: str) -> TorchModel:
         """Reads a model that `save` has written."""
-        metadata = _read_metadata(self, path)
-        saved = saved_model.read_saved_model(storage.join(storage.absolute(path), _MODEL))
+        metadata = _read_metadata(self, path, self._cls)
+        saved = saved_model.read_saved_model(storage.join(storage.absolute(path), saved_model.STAGE))
         model = self._cls(saved_scorer(saved), facts=metadata["facts"])
         model._resetUid(metadata["uid"])
         DefaultParamsReader.getAndSetParams(model, metadata)
@@ -75,18 +80,25 @@ class EstimatorWriter(MLWriter):
         super().__init__()
         self.instance = instance
 
+    def save(self, path: str) -> None:
+        """Writes the estimator. What cannot be saved is found before `overwrite` deletes anything."""
+        self._describe()
+        super().save(path)
+
     def saveImpl(self, path: str) -> None:
         """Writes the metadata."""
+        _write_metadata(self, path, self._describe())
+
+    def _describe(self) -> dict[str, Any]:
         spec = self.instance.spec
         functions = {name: getattr(spec, name) for name in FUNCTIONS}
-        extra = {
+        return {
             "functions": {n: names.name_of(function, f"spec.{n}") for n, function in functions.items() if function},
             "metrics": {n: names.name_of(metric, f"spec.metrics[{n!r}]") for n, metric in spec.metrics.items()},
             "loss": _name_of_loss(spec),
             "config": self.instance.config.to_dict(),
             "progress": self.instance.progress,
         }
-        _write_metadata(self, path, extra)
 
 
 class EstimatorReader(MLReader["TorchEstimator"]):
@@ -98,7 +110,7 @@ class EstimatorReader(MLReader["TorchEstimator"]):
 
     def load(self, path: str) -> TorchEstimator:
         """Reads an estimator that `save` has written."""
-        metadata = _read_metadata(self, path)
+        metadata = _read_metadata(self, path, self._cls)
         functions = {n: names.object_of(found, f"{path}: {n}") for n, found in metadata["functions"].items()}
         metrics = {n: names.object_of(found, f"{path}: metrics") for n, found in metadata["metrics"].items()}
         loss = metadata["loss"]
@@ -135,6 +147,9 @@ def _write_metadata(writer: MLWriter, path: str, extra: dict[str, Any]) -> None:
     )
 
 
-def _read_metadata(reader: MLReader[Any], path: str) -> dict[str, Any]:
+def _read_metadata(reader: MLReader[Any], path: str, cls: type) -> dict[str, Any]:
     found: dict[str, Any] = DefaultParamsReader.loadMetadata(path, reader.sparkSession if _has_session else reader.sc)
+    name = f"{cls.__module__}.{cls.__name__}"
+    if found["class"] != name:
+        raise ValueError(f"{path} has a {found['class']}, found {name}.load; load it with the class that it has")
     return found

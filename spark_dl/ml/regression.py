@@ -78,6 +78,9 @@ class TorchRegressor(TorchEstimator, _RegressorParams):
             raise ValueError('spec.loss: found CrossEntropyLoss for a regressor; set a loss, such as loss="MSELoss"')
         return spec
 
+    def _added_columns(self) -> dict[str, str]:
+        return {"predictionCol": self.getPredictionCol()}
+
     def _label_dtype(self) -> str | None:
         return "float32"
 

@@ -19,7 +19,7 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import safetensors.torch
 import torch
@@ -34,7 +34,10 @@ from spark_dl.scoring import names
 from spark_dl.spec import ModelSpec
 
 Format = Literal["weights", "export"]
+FORMATS = get_args(Format)
 DESCRIPTION, WEIGHTS, PROGRAM = "model.json", "model.safetensors", "model.pt2"
+STAGE = "model"
+"""Folder of the saved model in a saved stage of Spark ML."""
 _FORMAT, _VERSION = "spark_dl.model", 1
 _FUNCTIONS = ("build", "forward", "predict", "transform")
 
@@ -51,26 +54,39 @@ class SavedModel:
     """The features, as the model was trained on them."""
 
 
-def write_saved_model(
-    url: str | os.PathLike[str],
+@dataclass(frozen=True)
+class PackedModel:
+    """The content of a folder of a saved model."""
+
+    described: dict[str, Any]
+    content: bytes
+
+    def write(self, url: str | os.PathLike[str]) -> None:
+        """Writes the folder. Called on the driver. Raises ValueError for a folder that is in use."""
+        url = storage.absolute(url)
+        if storage.exists(url) and storage.list_names(url):
+            raise ValueError(f"cannot save a model to {url}: the folder is not empty; choose another one, or delete it")
+        storage.make_folder(url)
+        storage.write_bytes(storage.join(url, self.described["file"]), self.content)
+        storage.write_bytes(storage.join(url, DESCRIPTION), json.dumps(self.described, indent=1).encode())
+
+
+def pack_model(
     model: nn.Module,
     spec: ModelSpec,
     config: Config,
     columns: Sequence[Column],
     *,
     format: Format = "weights",  # noqa: A002 - the word that Spark and torch use
-) -> None:
-    """Writes a model to a folder that is empty or does not exist. Called on the driver.
+) -> PackedModel:
+    """Returns the files of a model, before anything is written or deleted. Called on the driver.
 
     model: the trained model, on the CPU, in evaluation mode. columns: the features as trained.
-    Raises ValueError for a folder that is in use, for functions without an importable name (`format="weights"`), and
-    for models that `torch.export` does not take (`format="export"`).
+    Raises ValueError for functions without an importable name (`format="weights"`), and for models that `torch.export`
+    does not take (`format="export"`).
     """
-    if format not in ("weights", "export"):
-        raise ValueError(f"format: expected 'weights' or 'export', found {format!r}")
-    url = storage.absolute(url)
-    if storage.exists(url) and storage.list_names(url):
-        raise ValueError(f"cannot save a model to {url}: the folder is not empty; choose another one, or delete it")
+    if format not in FORMATS:
+        raise ValueError(f"format: expected {' or '.join(map(repr, FORMATS))}, found {format!r}")
     described: dict[str, Any] = {
         "format": _FORMAT,
         "version": _VERSION,
@@ -86,10 +102,12 @@ def write_saved_model(
         content, file = safetensors.torch.save(_separate(model.state_dict())), WEIGHTS
     else:
         content, file = _exported(model, spec, config, columns), PROGRAM
-    described |= {"file": file, "sha256": hashlib.sha256(content).hexdigest()}
-    storage.make_folder(url)
-    storage.write_bytes(storage.join(url, file), content)
-    storage.write_bytes(storage.join(url, DESCRIPTION), json.dumps(described, indent=1).encode())
+    return PackedModel({**described, "file": file, "sha256": hashlib.sha256(content).hexdigest()}, content)
+
+
+def write_saved_model(url: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+    """Writes a model, with the arguments of `pack_model`, to a folder that is empty or does not exist."""
+    pack_model(*args, **kwargs).write(url)
 
 
 def read_saved_model(url: str | os.PathLike[str]) -> SavedModel:
@@ -98,7 +116,7 @@ def read_saved_model(url: str | os.PathLike[str]) -> SavedModel:
     Load only models that you trust: it imports the modules that the file names, and calls `build`.
     Raises ValueError if the folder has no model, or a function cannot be imported.
     """
-    url = storage.absolute(url)
+    url = _folder_of(url)
     described = _read_description(url)
     if described["file"] == PROGRAM:
         spec = ModelSpec(build=functools.partial(load_model, url), loss=_no_loss)
@@ -120,7 +138,7 @@ def load_model(url: str | os.PathLike[str]) -> nn.Module:
 
     Raises ValueError as `read_saved_model` does, and if the file is damaged or the weights are those of another model.
     """
-    url = storage.absolute(url)
+    url = _folder_of(url)
     described = _read_description(url)
     path = storage.join(url, described["file"])
     try:
@@ -138,6 +156,14 @@ def load_model(url: str | os.PathLike[str]) -> nn.Module:
     except RuntimeError as error:
         raise ValueError(f"the weights of {url} do not fit the model of its build function: {error}") from error
     return model.eval()
+
+
+def _folder_of(url: str | os.PathLike[str]) -> str:
+    """Returns the folder of a saved model; of a stage that Spark ML has saved, the folder in it."""
+    url = storage.absolute(url)
+    inner = storage.join(url, STAGE)
+    has_own = storage.exists(storage.join(url, DESCRIPTION))
+    return inner if not has_own and storage.exists(storage.join(inner, DESCRIPTION)) else url
 
 
 def _read_description(url: str) -> dict[str, Any]:

@@ -187,3 +187,16 @@ def test_what_is_no_dataset_is_an_error_that_says_what_to_pass(tmp_path, url):
         spark_dl.open_dataset(rows, DATA, batch_size=4)
     with pytest.raises(ValueError, match="num_streams"):
         spark_dl.open_dataset(url, DATA, batch_size=4, loader=Loader(num_streams=0))
+
+
+@pytest.mark.parametrize(("options", "match"), [
+    ({"batch_size": "16"}, "batch_size: expected an integer >= 1, found '16'"),
+    ({"batch_size": 0}, "batch_size: expected an integer >= 1, found 0"),
+    ({"batch_size": 4, "split": "test", "validation_fraction": 0.2}, "split: expected one of .* found 'test'"),
+    ({"batch_size": 4, "split": "validation"}, "split='validation' needs validation_fraction"),
+    ({"batch_size": 4, "validation_fraction": 0.2}, "validation_fraction=0.2 has no effect with split='all'"),
+    ({"batch_size": 4, "data": {"features": ["x"]}}, r"data: expected a spark_dl\.Data, found dict"),
+])  # fmt: skip
+def test_wrong_arguments_are_an_error_that_names_them(url, options, match):
+    with pytest.raises(ValueError, match=f"open_dataset: {match}"):
+        spark_dl.open_dataset(url, **options)

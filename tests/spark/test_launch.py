@@ -214,6 +214,42 @@ def test_the_rank_whose_script_failed_first_is_named_with_its_exit_code_and_last
 
 
 @pytest.mark.modes("local")
+def test_the_number_of_ranks_comes_from_the_call_or_the_settings(spark):
+    assert spark_dl.launch(_rank, settings=Launch(num_ranks=2)) == [0, 1]
+    with pytest.raises(ValueError, match="num_ranks: found 3, and 2 in settings"):
+        spark_dl.launch(_rank, num_ranks=3, settings=Launch(num_ranks=2))
+
+
+@pytest.mark.modes("local")
+@pytest.mark.parametrize(("call", "match"), [
+    (lambda: spark_dl.launch(None), "expected a function that runs on the ranks, found a NoneType"),
+    (lambda: spark_dl.launch(_rank, settings={"output": "none"}), r"settings: expected a spark_dl\.Launch, found dict"),
+    (lambda: spark_dl.launch(_rank, env=["A=1"]), r"env: expected a mapping of names to values, found \['A=1'\]"),
+    (lambda: spark_dl.launch(_rank, env={"RANK": "7"}), "env: RANK is set by spark_dl on each rank"),
+    (lambda: spark_dl.launch(_rank, settings=Launch(log_dir="/proc/logs")), "launch.log_dir: cannot create the folder"),
+    (lambda: spark_dl.run_on_dataframe(_rank, "/data"), "expected a function and a DataFrame of Spark, found a str"),
+])  # fmt: skip
+def test_wrong_arguments_are_refused_before_any_rank_starts(spark, call, match):
+    with pytest.raises(ValueError, match=match):
+        call()
+
+
+def _wait_for_rank_0(seconds):
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 0:
+        time.sleep(seconds)
+    dist.all_reduce(torch.ones(1))
+
+
+@pytest.mark.modes("local")
+def test_groups_of_the_user_s_own_have_the_time_limit_of_the_settings(spark):
+    start = time.monotonic()
+    with pytest.raises(RankError, match="(?i)timed out"):
+        spark_dl.launch(_wait_for_rank_0, 60, num_ranks=2, settings=Launch(collective_timeout_s=2))
+    assert time.monotonic() - start < 40
+
+
+@pytest.mark.modes("local")
 def test_what_is_no_script_is_an_error_before_any_rank_starts(spark):
     with pytest.raises(ValueError, match=r"no file 'missing\.py' on the driver"):
         spark_dl.launch("missing.py", num_ranks=2)

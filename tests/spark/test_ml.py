@@ -1,5 +1,6 @@
 """Spark ML: the estimators in pipelines, with Spark's own feature stages, evaluators and tuning."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -322,3 +323,81 @@ def test_what_cannot_be_fitted_or_transformed_is_refused_before_any_rank_starts(
         model.transform(points)
     with pytest.raises(ValueError, match="already has a column 'prediction'"):
         model.transform(df.withColumn("prediction", F.lit(0)))
+
+
+@pytest.mark.modes("local")
+def test_settings_of_the_config_and_by_key_hold_unless_a_param_is_set(spark, points):
+    def config_of(estimator):
+        return estimator.build_config(estimator.config, vectors(points).schema, None)
+
+    base = small_config(2, data={"label": "index", "weight": "w", "features": ("features",)})
+    found = config_of(TorchEstimator(build_mlp, base))
+    assert (found.data.label, found.data.weight, found.train.lr) == ("index", "w", base.train.lr)
+    assert TorchEstimator(build_mlp, base).getOrDefault("lr") == base.train.lr
+    settings = {
+        "data.nulls": "drop",
+        "data.cast": {"target": "float32"},
+        "parallel.strategy": "single",
+        "train.lr": 0.5,
+    }
+    found = config_of(TorchEstimator(build_mlp, labelCol="target", settings=settings, lr=0.25))
+    assert (found.data.nulls, found.data.label, found.parallel.strategy, found.train.lr) == (
+        "drop",
+        "target",
+        "single",
+        0.25,
+    )
+    assert found.data.cast == {"features": "float32", "target": "float32"}
+    with pytest.raises(ValueError, match="data.nonsense"):
+        config_of(TorchEstimator(build_mlp, settings={"data.nonsense": 1}))
+    metrics = {"mae": {"class": "MeanAbsoluteError", "label": "target"}}
+    several = TorchEstimator(build_mlp, labelCols=["label", "target"], settings={"train.metrics": metrics})
+    assert config_of(several).data.labels == ("label", "target")
+    listed = TorchEstimator(build_mlp).setFeaturesCol(["a", "b"])
+    assert config_of(listed).data.features == ("a", "b")
+    assert config_of(listed.setFeaturesCol("features")).data.features == ("features",)
+
+
+@pytest.mark.modes("local")
+def test_decimals_are_numbers_in_their_own_unit(spark, tmp_path):
+    rows = spark.range(200).selectExpr(
+        "array(float(id) / 200) AS features", "CAST(id / 200 AS DECIMAL(10, 2)) AS label"
+    )
+    estimator = TorchRegressor(OneInput, runDir=str(tmp_path), epochs=20, lr=0.5, progress=False, globalBatchSize=16)
+    predicted = estimator.fit(rows).transform(rows.where("label = 0.5")).first()["prediction"]
+    assert predicted == pytest.approx(0.5, abs=0.1)
+
+
+class OneInput(nn.Linear):
+    def __init__(self):
+        super().__init__(1, 1)
+
+
+@pytest.mark.modes("local")
+def test_what_cannot_be_saved_leaves_the_model_that_was_saved_before(spark, points, tmp_path):
+    model = classifier(tmp_path).fit(vectors(points))
+    path = str(tmp_path / "saved")
+    model.save(path)
+    local = TorchClassificationModel(
+        dataclasses.replace(model.trained, spec=ModelSpec(build=lambda: build_mlp())), None
+    )
+    with pytest.raises(ValueError, match="spec.build"):
+        local.write().overwrite().save(path)
+    assert TorchClassificationModel.load(path).uid == model.uid
+    assert isinstance(spark_dl.load_model(path), nn.Module)
+    with pytest.raises(ValueError, match="has a .*TorchClassificationModel"):
+        TorchModel.load(path)
+
+
+@pytest.mark.modes("local")
+def test_columns_and_splits_that_exclude_each_other_are_refused_before_training(spark, points, tmp_path):
+    df = vectors(points)
+    with pytest.raises(ValueError, match="probabilityCol: the DataFrame already has a column 'word'"):
+        classifier(tmp_path, probabilityCol="word").fit(df)
+    with pytest.raises(ValueError, match="probabilityCol: found 'prediction' for several columns"):
+        classifier(tmp_path, probabilityCol="prediction").fit(df)
+    both = {"validationIndicatorCol": "held", "settings": {"train.validation_fraction": 0.1}}
+    with pytest.raises(ValueError, match="found it together with train.validation_fraction=0.1"):
+        classifier(tmp_path, **both).fit(df)
+    with pytest.raises(TypeError, match="saveFormat"):
+        classifier(tmp_path, saveFormat="onnx")

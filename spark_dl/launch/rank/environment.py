@@ -18,9 +18,16 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from spark_dl.world import World
+
+RANK_VARIABLES = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK",
+    "MASTER_ADDR", "MASTER_PORT",
+)  # fmt: skip
+"""Variables that each rank has its own value of, or that the ranks meet by."""
 
 
 def torchrun_env(world: World, *, group_rank: int, num_groups: int, run_id: str) -> dict[str, str]:
@@ -139,12 +146,18 @@ def _reset_accelerate() -> None:
 
 
 @contextlib.contextmanager
-def fresh_stores() -> Iterator[None]:
-    """Gives each `init_process_group()` of the block its own keys in the store of the environment.
+def own_groups(timeout_s: float) -> Iterator[None]:
+    """Gives each `init_process_group()` of the block its own keys in the store, and a time limit by default.
 
-    Without it, a second process group reads the addresses of the first one and fails to connect: torch takes the store
-    of an agent for a new one each time. All ranks must create their groups in the same order.
+    Without keys of its own, a second process group reads the addresses of the first one and fails to connect: torch
+    takes the store of an agent for a new one each time. All ranks must create their groups in the same order.
+
+    timeout_s: the limit of a collective operation, if the call does not set one; torch's default is 10 or 30 minutes.
     """
+    limits = ("default_pg_timeout", "default_pg_nccl_timeout")
+    torch_limits = {name: getattr(distributed_c10d, name) for name in limits if hasattr(distributed_c10d, name)}
+    for name in torch_limits:
+        setattr(distributed_c10d, name, datetime.timedelta(seconds=timeout_s))
     # Not an import statement: torch.distributed has a function with the name of this module.
     handlers = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
     original, count = handlers["env"], 0
@@ -164,6 +177,8 @@ def fresh_stores() -> Iterator[None]:
         yield
     finally:
         handlers["env"] = original
+        for name, limit in torch_limits.items():
+            setattr(distributed_c10d, name, limit)
 
 
 @contextlib.contextmanager

@@ -80,6 +80,7 @@ def is_secondary(error: BaseException) -> bool:
 def _is_of_lost_connection(text: str) -> bool:
     signs = (
         r"Connection closed by peer|Connection reset by peer|Broken pipe|gloo/transport|Connection refused|"
+        r"Application timeout caused pair closure|"  # of Gloo, after another operation has timed out
         r"Horovod has been shut down"
     )
     return re.search(signs, text) is not None

@@ -3,7 +3,8 @@
 import pytest
 
 from spark_dl import RankError
-from spark_dl.launch.failure import root_cause
+from spark_dl.launch.failure import describe, is_secondary, root_cause
+from spark_dl.launch.rank.script import ScriptError
 
 RANKS = {0: 1, 1: 0, 2: 2}
 """The rank of each task: they are dealt by host."""
@@ -80,3 +81,21 @@ def test_a_silent_task_without_a_rank_is_named_by_its_task():
     known = {0: {"kind": "started", "task": 0, "host": "host0", "pid": 100}}
     error = root_cause([], known, None, {0: 20.0})
     assert str(error).startswith("task 0 (which has no rank yet) on host0 (pid 100) sent no heartbeat for 20 s")
+
+
+@pytest.mark.parametrize("text", ["Connection closed by peer", "Application timeout caused pair closure"])
+def test_an_error_of_a_lost_connection_follows_from_another_also_of_a_script(text):
+    assert is_secondary(RuntimeError(text))
+    me = {"task": 0, "host": "a", "pid": 1}
+    error = ScriptError("train.py ended with exit code 1")
+    assert describe(error, me, [("stderr", f"RuntimeError: {text}")])["is_secondary"]
+    own = describe(error, me, [("stdout", "step 1"), ("stderr", "KeyError: 'x'")])
+    assert (own["is_secondary"], own["output"]) == (False, "step 1\nKeyError: 'x'")
+
+
+def test_the_last_lines_of_a_rank_are_in_its_error_unless_the_driver_has_shown_them():
+    me, lines = {"task": 0, "host": "a", "pid": 1}, [("stdout", "the last line")]
+    shown, hidden = (describe(KeyError("x"), me, lines, is_shown=is_shown) for is_shown in (True, False))
+    assert (shown["output"], hidden["output"]) == ("", "the last line")
+    error = root_cause([{"kind": "failed", **hidden}], {}, None, {})
+    assert str(error).endswith("Last output of the rank:\nthe last line")

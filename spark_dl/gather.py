@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,15 +18,8 @@ from torch import Tensor
 
 def sum_over_ranks(tensor: Tensor) -> None:
     """Sums a tensor over the ranks, in place. Collective."""
-    start_sum_over_ranks(tensor)()
-
-
-def start_sum_over_ranks(tensor: Tensor) -> Callable[[], None]:
-    """Starts to sum a tensor over the ranks, in place, and returns a function that waits for the sum. Collective."""
-    if not dist.is_initialized():
-        return lambda: None
-    work = dist.all_reduce(tensor, async_op=True)
-    return lambda: None if work is None else work.wait()
+    if dist.is_initialized():
+        dist.all_reduce(tensor)
 
 
 def broadcast_from_rank0(tensor: Tensor) -> None:

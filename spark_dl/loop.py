@@ -6,17 +6,15 @@ import math
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from spark_dl.config import Config
 from spark_dl.data.columns.batch import StepBatches
 from spark_dl.data.load.build import BatchLoader, build_loader, build_train_loader
 from spark_dl.evaluate import evaluate_model
-from spark_dl.gather import start_sum_over_ranks
+from spark_dl.gather import sum_over_ranks
 from spark_dl.launch.failure import OtherRankError
 from spark_dl.parallel.stragglers import delayed
 from spark_dl.parallel.trainable import Trainable
@@ -72,16 +70,6 @@ def _clear_frames(error: BaseException) -> None:
         cause = cause.__cause__ or cause.__context__
 
 
-@dataclass(frozen=True)
-class _LogLine:
-    """A log line whose losses are still summed over the ranks."""
-
-    steps: dict[str, Any]
-    total: Tensor
-    """The sum of losses, float64 scalar. Complete after `wait`."""
-    wait: Callable[[], None]
-
-
 class Training:
     """Epochs of steps, with validation, checkpoints and early stopping after each epoch.
 
@@ -121,8 +109,6 @@ class Training:
         self.pending_rows = 0
         self.lr = 0.0
         """Learning rate of the last step."""
-        self._log_line: _LogLine | None = None
-        """The last log line, while its losses are summed over the ranks."""
 
     @property
     def progress(self) -> Progress:
@@ -178,7 +164,6 @@ class Training:
         try:
             for batch in batches:
                 self._train_step(batch)
-                self._end_log_line()
                 if progress.global_step % config.train.log_every == 0:
                     self._log_steps()
                 every = config.checkpoint.every_steps
@@ -190,7 +175,6 @@ class Training:
             batches.close()
         if self.pending_rows:
             self._log_steps()
-        self._end_log_line()
         return progress.step == self.loader.plan.steps
 
     def _train_step(self, batch: StepBatches) -> None:
@@ -215,53 +199,38 @@ class Training:
             self.step_check.end_step(progress.global_step, loss)
 
     def _log_steps(self) -> None:
-        """Starts to sum the losses since the last log line over the ranks, for the next log line. Collective.
+        """Reduces the losses since the last log line over the ranks, and writes a log line.
 
-        The sum travels while the next step computes. `_end_log_line` must be called before the next log line.
+        Raises NotFiniteError on all ranks if any rank has found NaN or Inf since then.
         """
         total = self.pending.clone() if self.step_check is None else self.step_check.mark(self.pending)
-        self._log_line = _LogLine(self._take_steps(), total, start_sum_over_ranks(total))
-
-    def _end_log_line(self) -> None:
-        """Writes the log line that `_log_steps` has begun, if any. Collective.
-
-        Raises NotFiniteError on all ranks if any rank has found NaN or Inf in these steps.
-        """
-        line, self._log_line = self._log_line, None
-        if line is None:
-            return
-        line.wait()
-        if not math.isfinite(float(line.total)):
+        sum_over_ranks(total)
+        if not math.isfinite(float(total)):
             own = None if self.step_check is None else self.step_check.finding(self.world.rank)
-            raise NotFiniteError(finite.first_of_all(own) or Finding(line.steps["step"], LOSS, self.world.rank))
-        finite.check_loss_scale(self.trainable.extra_state.get("scaler"), line.steps["step"])
-        self._write(line.steps, float(line.total))
+            raise NotFiniteError(finite.first_of_all(own) or Finding(self.progress.global_step, LOSS, self.world.rank))
+        finite.check_loss_scale(self.trainable.extra_state.get("scaler"), self.progress.global_step)
+        self.write_steps(float(total))
 
     def write_steps(self, total: float, **more: Any) -> None:
         """Writes a log line for the steps since the last one. total: their sum of losses. more: further values."""
-        self._write({**self._take_steps(), **more}, total)
-
-    def _take_steps(self) -> dict[str, Any]:
-        """Returns what a log line says of the steps since the last one, except their loss, and begins the next one."""
-        steps = {
-            "epoch": self.progress.epoch,
-            "step": self.progress.global_step,
-            "steps": self._total_steps(),
-            "rows": self.pending_rows,
-            "lr": self.lr,
-            "rows_per_s": self.timer.rows / max(self.timer.seconds, 1e-9),
-            "data_s": self.timer.data_s,
-            "seconds": self.timer.seconds,
-        }
+        progress, rows = self.progress, self.pending_rows
+        loss = total / rows
+        progress.loss_sum += total
         self.pending.zero_()
         self.pending_rows = 0
+        self.log.write(
+            "step",
+            epoch=progress.epoch,
+            step=progress.global_step,
+            steps=self._total_steps(),
+            loss=loss,
+            lr=self.lr,
+            rows_per_s=self.timer.rows / max(self.timer.seconds, 1e-9),
+            data_s=self.timer.data_s,
+            seconds=self.timer.seconds,
+            **more,
+        )
         self.timer.reset()
-        return steps
-
-    def _write(self, steps: dict[str, Any], total: float) -> None:
-        self.progress.loss_sum += total
-        loss = total / steps.pop("rows")
-        self.log.write("step", **steps, loss=loss)
 
     def _validate(self) -> dict[str, Any]:
         if self.validation is None:
@@ -310,7 +279,6 @@ class Training:
         """Writes a checkpoint, after synchronizing the weights of all ranks. Collective."""
         if self.pending_rows:  # the sum of losses is part of the state
             self._log_steps()
-        self._end_log_line()
         self.trainable.sync_weights()
         self.state.save()
         self.log.write(

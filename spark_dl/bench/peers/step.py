@@ -33,7 +33,7 @@ from spark_dl.spec import ModelSpec, Run
 from spark_dl.worker import main as run_worker
 
 PAIRS = 15
-_ROWS, _BATCH, _EPOCHS = 25_600, 64, 2
+_ROWS, _BATCH, _EPOCHS = 12_800, 64, 2
 
 
 def measure(*, num_ranks: int = 2, repeats: int = PAIRS) -> dict[str, Any]:

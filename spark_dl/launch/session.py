@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from spark_dl.launch.rank.environment import RANK_VARIABLES
+from spark_dl.launch.rank.environment import check_env
 from spark_dl.spark_job import is_connect
 
 _log = logging.getLogger("spark_dl")
@@ -103,16 +103,10 @@ def worker_env(spark: Any, env: Mapping[str, str]) -> Iterator[None]:
     Spark starts Python workers of their own for each set of variables, so they are set before anything is imported.
     Raises ValueError over Spark Connect, where the server sets the variables of its workers.
     """
-    if not env and isinstance(env, Mapping):
+    check_env(env)
+    if not env:
         yield
         return
-    if not isinstance(env, Mapping):
-        raise ValueError(f"env: expected a mapping of names to values, found {env!r:.200}")
-    for name, value in env.items():
-        if name in RANK_VARIABLES:
-            raise ValueError(f"env: {name} is set by spark_dl on each rank; remove it")
-        if not isinstance(name, str) or not isinstance(value, str):
-            raise ValueError(f"env: expected names and values of type str, found {name!r}: {value!r}")
     if is_connect(spark):
         raise ValueError(
             "env: found variables over Spark Connect, whose server starts the Python workers; set "

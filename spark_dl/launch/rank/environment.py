@@ -30,6 +30,17 @@ RANK_VARIABLES = (
 """Variables that each rank has its own value of, or that the ranks meet by."""
 
 
+def check_env(env: Mapping[str, str]) -> None:
+    """Raises ValueError for environment variables of the user that ranks cannot get. Called on the driver."""
+    if not isinstance(env, Mapping):
+        raise ValueError(f"env: expected a mapping of names to values, found {env!r:.200}")
+    for name, value in env.items():
+        if name in RANK_VARIABLES:
+            raise ValueError(f"env: {name} is set by spark_dl on each rank; remove it")
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise ValueError(f"env: expected names and values of type str, found {name!r}: {value!r}")
+
+
 def torchrun_env(world: World, *, group_rank: int, num_groups: int, run_id: str) -> dict[str, str]:
     """Returns the variables that torchrun would set. With them `init_process_group()` joins the existing store.
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from spark_dl.launch.rank.environment import check_env
+
 # Replaces itself with the program. Linux kills the program when the process of the rank ends, as in a cancelled job.
 _START = (
     "import ctypes, os, sys; libc = ctypes.CDLL(None); hasattr(libc, 'prctl') and libc.prctl(1, 9); "
@@ -47,8 +49,10 @@ class Script:
 def read_script(program: str | os.PathLike[str], args: Sequence[Any], env: Mapping[str, str]) -> Script:
     """Returns the program of `launch("train.py", ...)` or `launch("-m", "package.module", ...)`. Called on the driver.
 
-    Raises ValueError for a missing file or module name, and for arguments that are no strings or numbers.
+    Raises ValueError for a missing file or module name, for arguments that are no strings or numbers, and as
+    `check_env` does.
     """
+    check_env(env)
     for arg in args:
         if not isinstance(arg, (str, int, float, os.PathLike)) or isinstance(arg, bool):
             raise ValueError(f"launch: the arguments of a script are strings or numbers, found {arg!r:.200}")

@@ -30,6 +30,16 @@ def test_what_is_no_program_is_an_error_on_the_driver(program, args, message):
         read_script(program, args, {})
 
 
+@pytest.mark.parametrize(("env", "message"), [
+    (["A=1"], "env: expected a mapping of names to values"),
+    ({"A": 1}, "env: expected names and values of type str, found 'A': 1"),
+    ({"MASTER_PORT": "1"}, "env: MASTER_PORT is set by spark_dl on each rank"),
+])  # fmt: skip
+def test_variables_that_ranks_cannot_get_are_an_error_on_the_driver(env, message):
+    with pytest.raises(ValueError, match=message):
+        read_script("-m", ["json"], env)
+
+
 def test_a_program_runs_where_it_is_with_its_arguments_and_the_driver_s_folder(tmp_path, monkeypatch):
     (tmp_path / "beside.py").write_text("value = 7")
     monkeypatch.chdir(tmp_path)

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import logging
 import os
 import time
@@ -188,7 +189,7 @@ def launch(
             raise ValueError(f"launch: a script takes arguments as strings, found {', '.join(kwargs)}=...")
         script = read_script(fn, args, env or {})
         fn, args, env = run_script, (script,), None
-    _check_callable(fn)
+    _check_call(fn, args, kwargs)
     return run_barrier(
         spark, worker.call, fn, args, kwargs, settings, launch=settings, env=env, on_event=show_output,
         poll=follow_logs(settings),
@@ -217,12 +218,12 @@ def run_on_dataframe(
     Raises as `launch` does, and ValueError for rows that cannot be converted to tensors and for an empty DataFrame.
     """
     settings = _launch_settings(settings, num_ranks)
-    _check_callable(fn)
     if not hasattr(df, "sparkSession"):
         raise ValueError(
             f"run_on_dataframe: expected a function and a DataFrame of Spark, found a {type(df).__name__}; for a "
             "dataset by its URL, use spark_dl.open_dataset in spark_dl.launch"
         )
+    _check_call(fn, ("rows",), kwargs)
     data = data or Data(features=tuple(df.columns), label=None)
     rows = RowSettings(
         data=data, shards=shards or Shards(), loader=loader or Loader(), validation_fraction=validation_fraction
@@ -248,9 +249,19 @@ def _launch_settings(settings: Launch | None, num_ranks: int | None) -> Launch:
     return dataclasses.replace(settings, num_ranks=num_ranks)
 
 
-def _check_callable(fn: Any) -> None:
+def _check_call(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raises ValueError for what is not a function, and for arguments that its signature does not take."""
     if not callable(fn):
         raise ValueError(f"expected a function that runs on the ranks, found a {type(fn).__name__}")
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # a function without a signature, such as one written in C
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        name = getattr(fn, "__qualname__", type(fn).__name__)
+        raise ValueError(f"the call of {name}{signature} on the ranks: {error}") from None
 
 
 def _functions(on_event: Any) -> list[OnEvent]:

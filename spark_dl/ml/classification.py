@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from pyspark.ml.linalg import VectorUDT
 from pyspark.ml.param.shared import HasPredictionCol, HasProbabilityCol, HasRawPredictionCol
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
-from pyspark.sql.types import ArrayType, DataType, DoubleType
+from pyspark.sql.types import ArrayType, DataType, DoubleType, NumericType
 from torch import nn
 
 from spark_dl.config import Config
@@ -23,6 +24,9 @@ from spark_dl.spec import ModelSpec
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+_NO_CLASS = "labelCol: expected classes 0, 1, 2 ..."
 
 
 class _ClassifierParams(HasPredictionCol, HasProbabilityCol, HasRawPredictionCol):
@@ -119,6 +123,23 @@ class TorchClassifier(TorchEstimator, _ClassifierParams):
 
     def _added_columns(self) -> dict[str, str]:
         return {f"{kind}Col": name for kind, name in self.output_columns().items()}
+
+    def _fit(self, dataset: DataFrame) -> TorchModel:
+        try:
+            return super()._fit(dataset)
+        except Exception as error:  # of Spark, which has computed the label
+            if found := re.search(rf"{re.escape(_NO_CLASS)} .*, found \S+", str(error)):
+                raise ValueError(found.group()) from error
+            raise
+
+    def _with_checked_label(self, df: DataFrame, config: Config) -> DataFrame:
+        name = config.data.label
+        if name not in df.columns or not isinstance(df.schema[name].dataType, NumericType):
+            return df
+        label = F.col(f"`{name}`")  # CrossEntropyLoss ignores -100 without a word
+        message = F.concat(F.lit(f"{_NO_CLASS} in {name!r}, found "), label.cast("string"))
+        is_class = label.isNull() | ((label >= 0) & (label == F.floor(label)))
+        return df.withColumn(name, F.when(is_class, label).otherwise(F.raise_error(message)))
 
     def _label_dtype(self) -> str | None:
         return "float32" if isinstance(self.spec.loss, nn.BCEWithLogitsLoss) else "int64"

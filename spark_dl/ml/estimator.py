@@ -15,6 +15,7 @@ from torch import nn
 from spark_dl import driver, storage
 from spark_dl.config import Config
 from spark_dl.data.dataset.folder import delete_dataset
+from spark_dl.data.write.vocabulary import NO_ROWS
 from spark_dl.ml import persistence
 from spark_dl.ml.model import TorchModel
 from spark_dl.ml.params import TorchParams
@@ -142,13 +143,22 @@ class TorchEstimator(Estimator[TorchModel], TorchParams, MLWritable, MLReadable[
     def _fit(self, dataset: DataFrame) -> TorchModel:
         config = self.build_config(self.config, dataset.schema, self._label_dtype())
         self._check_columns(dataset, config)
-        train, validation = self._split(dataset, self.read_columns(config))
+        train, validation = self._split(self._with_checked_label(dataset, config), self.read_columns(config))
         base = self.getOrDefault(self.runDir)
         run_dir = storage.join(storage.absolute(base), f"{self.uid}-{uuid.uuid4().hex[:8]}")
-        result = driver.train(
-            train, self._spec_to_train(config), config, validation=validation, run_dir=run_dir, progress=self.progress,
-            spark=dataset.sparkSession,
-        )  # fmt: skip
+        try:
+            result = driver.train(
+                train, self._spec_to_train(config), config, validation=validation, run_dir=run_dir,
+                progress=self.progress, spark=dataset.sparkSession,
+            )  # fmt: skip
+        except ValueError as error:
+            if validation is None or NO_ROWS not in str(error):
+                raise
+            column = self.getValidationIndicatorCol()
+            raise ValueError(
+                f"validationIndicatorCol: expected training rows (false or null) and validation rows (true) in "
+                f"{column!r}, found rows of one kind only"
+            ) from error
         for name in ("train", "validation"):  # a fit is not resumed, so its rows are not needed any more
             delete_dataset(storage.join(run_dir, SHARDS, name))
         model: TorchModel = self._copyValues(self._model(scorer_of(self.spec, result.checkpoint, config), result))
@@ -171,6 +181,10 @@ class TorchEstimator(Estimator[TorchModel], TorchParams, MLWritable, MLReadable[
     def _added_columns(self) -> dict[str, str]:
         """The names of the columns that the model adds, by their params, if params set them."""
         return {}
+
+    def _with_checked_label(self, df: DataFrame, config: Config) -> DataFrame:
+        """Returns the rows, with a label whose wrong values raise an error when they are computed."""
+        return df
 
     def _label_dtype(self) -> str | None:
         """The dtype of the label in batches; None keeps that of the column."""

@@ -22,12 +22,26 @@ def row_losses(spec: ModelSpec, output: Output, batch: Batch, label: str | None)
     """The loss of each row of a batch. # (rows,)"""
     target: Any = batch if label is None else batch[label]
     assert callable(spec.loss)
-    losses = spec.loss(output, target)
+    try:
+        losses = spec.loss(output, target)
+    except IndexError as error:  # of torch, for a class that the output does not have
+        raise ValueError(_explain(error, output, batch, label)) from error
     rows = batch["weight"].shape[0]
     if not isinstance(losses, Tensor) or losses.ndim == 0 or losses.shape[0] != rows:
         found = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
         raise ValueError(f"spec.loss: expected one value per row, shape ({rows},), found {found}; use reduction='none'")
     return losses.flatten(1).mean(1) if losses.ndim > 1 else losses
+
+
+def _explain(error: IndexError, output: Output, batch: Batch, label: str | None) -> str:
+    text = f"spec.loss: {error}"
+    if label is None or not isinstance(output, Tensor):
+        return text
+    low, high = batch[label].aminmax()
+    return (
+        f"{text} The column {label!r} has values from {low.item():g} to {high.item():g} in this batch, and the model's "
+        f"output has the shape {tuple(output.shape)}: one class per entry of its second axis"
+    )
 
 
 def weighted_loss_sum(spec: ModelSpec, model: nn.Module, batch: Batch, config: Config) -> tuple[Output | None, Tensor]:

@@ -29,7 +29,7 @@ class ClassColumns:
     """A `predict` with the columns of a classifier, from logits. # [rows, classes], [rows, 1] or [rows]
 
     names: the columns, by `rawPrediction` and `probability`, [rows, classes], and `prediction`, [rows]; all float64.
-    One logit per row is that of the second of two classes.
+    The prediction of a row with NaN among its logits is NaN. One logit per row is that of the second of two classes.
     """
 
     names: Mapping[str, str]
@@ -42,7 +42,8 @@ class ClassColumns:
             probability = torch.stack([torch.sigmoid(-positive), torch.sigmoid(positive)], 1)
         else:
             raw, probability = logits, logits.softmax(1)
-        found = {"rawPrediction": raw, "probability": probability, "prediction": raw.argmax(1).double()}
+        prediction = raw.argmax(1).double().masked_fill(raw.isnan().any(1), torch.nan)  # NaN is no class
+        found = {"rawPrediction": raw, "probability": probability, "prediction": prediction}
         return {name: found[kind] for kind, name in self.names.items()}
 
 

@@ -223,6 +223,8 @@ def test_the_number_of_ranks_comes_from_the_call_or_the_settings(spark):
 @pytest.mark.modes("local")
 @pytest.mark.parametrize(("call", "match"), [
     (lambda: spark_dl.launch(None), "expected a function that runs on the ranks, found a NoneType"),
+    (lambda: spark_dl.launch(_rank, 1), r"the call of _rank\(\) on the ranks: too many positional arguments"),
+    (lambda: spark_dl.launch(_wait_for_rank_0), r"_wait_for_rank_0\(seconds\).*missing a required argument: 'seconds'"),
     (lambda: spark_dl.launch(_rank, settings={"output": "none"}), r"settings: expected a spark_dl\.Launch, found dict"),
     (lambda: spark_dl.launch(_rank, env=["A=1"]), r"env: expected a mapping of names to values, found \['A=1'\]"),
     (lambda: spark_dl.launch(_rank, env={"RANK": "7"}), "env: RANK is set by spark_dl on each rank"),

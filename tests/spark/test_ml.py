@@ -298,6 +298,8 @@ def _argmax(output):
 @pytest.mark.modes("local")
 def test_what_cannot_be_fitted_or_transformed_is_refused_before_any_rank_starts(spark, points, tmp_path):
     df = vectors(points)
+    labels = {"minus": F.col("label") - 100 * (F.col("id") == 7).cast("int"), "half": F.col("target") / 2}
+    wrong = df.withColumns({**labels, "never": F.lit(False)})
     for estimator, match in (
         (classifier(tmp_path, labelCol="lable"), "no column 'lable' in the DataFrame.*did you mean 'label'"),
         (classifier(tmp_path, featuresCol="feature"), "no column 'feature'.*did you mean 'features'"),
@@ -306,9 +308,12 @@ def test_what_cannot_be_fitted_or_transformed_is_refused_before_any_rank_starts(
         (classifier(tmp_path, labelCol="word"), "word"),
         (classifier(tmp_path, settings={"train.lrr": 1}), "train.lrr"),
         (classifier(tmp_path, settings={"lr": 1}), "expected keys such as 'train.lr', found 'lr'"),
+        (classifier(tmp_path, labelCol="minus"), "labelCol: expected classes 0, 1, 2 ... in 'minus', found -100"),
+        (classifier(tmp_path, labelCol="half"), "labelCol: expected classes 0, 1, 2 ... in 'half', found 0.5"),
+        (classifier(tmp_path, validationIndicatorCol="never"), "validationIndicatorCol.*'never'"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=match):
-            estimator.fit(df)
+            estimator.fit(wrong)
     assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").glob("*/checkpoints/*"))
     for make, match in (
         (lambda: TorchClassifier(build_mlp()), "spec: expected a ModelSpec, or a function that returns the model"),

@@ -57,6 +57,12 @@ def test_a_mean_must_be_one_value(loss, found):
         weighted_loss_sum(spec, nn.Identity(), batch_of([1.0, 1.0]), CONFIG)
 
 
+def test_a_class_that_the_output_does_not_have_is_named_with_its_column():
+    batch = batch_of([1.0, 1.0], label=torch.tensor([0, 7]))
+    with pytest.raises(ValueError, match=r"column 'label' has values from 0 to 7 in this batch.*shape \(2, 3\)"):
+        weighted_loss_sum(ModelSpec(build=nn.Identity), nn.Linear(2, 3), batch, CONFIG)
+
+
 def test_padding_is_left_out_of_every_column():
     found = true_rows(batch_of([1.0, 0.0, 1.0], word=torch.tensor([5, 6, 7])), nn.Identity())
     assert found["word"].tolist() == [5, 7]

@@ -32,6 +32,13 @@ def test_probabilities_of_large_logits_are_finite():
     assert torch.equal(found["p"], torch.tensor([[0.0, 1.0], [1.0, 0.0]], dtype=torch.float64))
 
 
+def test_the_prediction_of_a_row_with_nan_is_nan():
+    for logits in (torch.tensor([[1.0, 2.0], [torch.nan, 1.0]]), torch.tensor([1.0, torch.nan])):
+        found = ClassColumns(ALL)(logits)["y"]
+        assert found[0] == 1.0
+        assert found[1].isnan()
+
+
 def test_the_column_of_a_regressor():
     for output in (
         torch.tensor([[1.5], [2.0]]),

@@ -2,7 +2,7 @@
 PY := .venv/bin/python
 ARGS ?= --overwrite
 
-.PHONY: train test test-slow test-oldest check lint type docs bench clean setup setup-all setup-petastorm setup-peers setup-oldest setup-horovod
+.PHONY: train test test-slow test-long test-oldest check lint type docs bench clean setup setup-all setup-petastorm setup-peers setup-oldest setup-horovod
 
 setup:
 	@./conf/setup_env.sh
@@ -35,13 +35,16 @@ setup-all: setup
 .venv/.made-from: setup
 
 test: setup-all .venv/spark.jsa lint type ## lint, types, and the tests that this machine can run, but for those that are slow
-	@$(PY) -m pytest --numprocesses=3 --no-loadscope-reorder -m 'not slow'
+	@$(PY) -m pytest --numprocesses=3 --no-loadscope-reorder -m 'not slow and not long'
 
-test-slow: setup-all .venv/spark.jsa ## all other tests: whole jobs, kills, clusters, networks, memory
-	@$(PY) -m pytest --numprocesses=3 --no-loadscope-reorder -m slow
+test-slow: setup-all .venv/spark.jsa ## slow tests: whole jobs, kills, clusters, networks, memory
+	@$(PY) -m pytest --numprocesses=3 --no-loadscope-reorder -m 'slow and not long'
+
+test-long: setup-all .venv/spark.jsa ## tests that take minutes, or repeat a slow test on another kind of cluster; before a release
+	@$(PY) -m pytest --numprocesses=3 --no-loadscope-reorder -m long
 
 test-oldest: setup-oldest ## unit tests and tests of local Spark on the oldest versions that setup.cfg allows, in .venv-oldest
-	@PYTHONPATH=$(CURDIR) .venv-oldest/bin/python -m pytest --numprocesses=3 --no-loadscope-reorder -m 'not slow' -k 'not connect and not cluster and not s3' \
+	@PYTHONPATH=$(CURDIR) .venv-oldest/bin/python -m pytest --numprocesses=3 --no-loadscope-reorder -m 'not slow and not long' -k 'not connect and not cluster and not s3' \
 		--ignore tests/spark/test_jobs.py --ignore tests/spark/test_strategies.py tests/unit tests/spark
 
 check: setup ## lint, types, and the unit tests of what changed since HEAD (or since BASE=main), in a minute

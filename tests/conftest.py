@@ -29,8 +29,9 @@ def pytest_collection_modifyitems(items):
     """The largest groups of tests that run in one process come first; unit tests fill the rest of the time."""
     items[:] = [item for item in items if not _in_another_mode(item)]
     for item in items:
-        if (marker := item.get_closest_marker("slow_in")) and item.callspec.params["spark"] in marker.args:
-            item.add_marker("slow")
+        for kind in ("slow", "long"):
+            if (marker := item.get_closest_marker(f"{kind}_in")) and item.callspec.params["spark"] in marker.args:
+                item.add_marker(kind)
     order = {
         "ranks": 0, "local-cluster": 1, "connect": 2, "hosts": 3, "package": 3, "tests/spark/test_jobs.py": 3,
         "tests/spark/test_code_blocks.py": 3, "petastorm": 4, "spark": 5, "storage": 6, "unit": 7,

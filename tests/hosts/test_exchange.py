@@ -12,7 +12,7 @@ from spark_dl.parallel.exchange.buckets import CANDIDATES_MIB
 from tests.hosts.conftest import REPOSITORY, parts
 from tests.spark.conftest import FAST_JVM
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module", autouse=True)

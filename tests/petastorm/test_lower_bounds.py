@@ -9,6 +9,7 @@ TESTS = ("data/columns", "data/external", "data/petastorm", "test_spec.py", "tes
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.long
 def test_unit_tests_pass_there():
     if not PYTHON.exists():
         pytest.skip("no .venv-petastorm; `make setup-petastorm` makes it (Python 3.11)")

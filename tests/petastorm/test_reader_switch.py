@@ -66,6 +66,7 @@ def evaluate_rank(run):
 
 
 @pytest.mark.parametrize("name", ["shards", "plain"])
+@pytest.mark.slow
 def test_training_and_evaluation(answer, datasets, name):
     ranks = answer[name]["ranks"]
     steps = 11 if len(ranks) == 1 else 10

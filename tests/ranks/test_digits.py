@@ -98,6 +98,7 @@ def expected(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "exact"])
+@pytest.mark.long
 def test_the_same_accuracy_within_a_point_with_fewer_bytes(tmp_path, expected, method):
     """What Horovod sends is not counted: its collectives are not torch's."""
     if method.startswith("horovod"):

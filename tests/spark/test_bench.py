@@ -39,6 +39,7 @@ def run(*command):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_loader_is_measured_beside_its_peers():
     peers = [peer for peer in PEERS if peer not in DATASETS]
     result, log = bench("loader", "--scale", "0.02", "--repeats", "1", "--peers", ",".join(peers))
@@ -70,6 +71,7 @@ def test_the_loader_is_measured_beside_loaders_with_formats_of_their_own():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_writing_shards_is_measured_beside_its_peers():
     result, log = bench("shards", "--scale", "0.02", "--repeats", "1", "--master", "local[2]")
     assert list(result) == ["img", "tab"]
@@ -83,6 +85,7 @@ def test_writing_shards_is_measured_beside_its_peers():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_loader_feeds_a_device_as_fast_as_one_batch_that_stays_there():
     """On the CPU, to see that the command runs: what it measures needs a GPU."""
     small = ("--device", "cpu", "--batch-size", "16", "--steps", "4", "--image-size", "32", "--no-compile")
@@ -92,6 +95,7 @@ def test_the_loader_feeds_a_device_as_fast_as_one_batch_that_stays_there():
     assert len(result["ratios"]) == 2
 
 
+@pytest.mark.slow
 def test_a_large_dataset_is_measured_before_its_first_row_is_read():
     result, log = bench("scale", "--files", "100", "--repeats", "1")
     assert list(result) == ["open_s", "travels_mib", "ranks"]
@@ -118,6 +122,7 @@ def test_filters_are_measured_with_a_page_index_and_without():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_strategies_are_compared_on_slow_ranks(tmp_path):
     methods, page = ["ddp", "tree_reduce", "parameter_server async"], tmp_path / "report.html"
     done = run(
@@ -137,6 +142,7 @@ def test_strategies_are_compared_on_slow_ranks(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_loop_is_measured_beside_bare_ddp_and_without_its_check():
     result, log = bench("step", "--repeats", "2")
     of_ratios = [f"{name}{what}" for name in ("ratio", "check_ratio") for what in ("", "_quartiles", "s")]
@@ -151,6 +157,7 @@ def test_the_loop_is_measured_beside_bare_ddp_and_without_its_check():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_launch_is_measured_in_our_session_in_a_plain_one_and_beside_torchdistributor():
     result, _ = bench("launch", "--repeats", "1")
     assert list(result) == [
@@ -161,6 +168,7 @@ def test_a_launch_is_measured_in_our_session_in_a_plain_one_and_beside_torchdist
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_scoring_is_measured_beside_predict_batch_udf_and_its_limits():
     result, log = bench("predict", "--scale", "0.02", "--repeats", "1")
     ways = ["transform", "predict_batch_udf", "floor", "from_dataset", "bare_forward"]

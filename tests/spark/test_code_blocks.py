@@ -24,6 +24,7 @@ from spark_dl import cli
 
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md"))]
+LONGEST = ("docs/spark-ml.md", "docs/ways-in.md", "docs/lines-of-code.md")
 SHOWN = ("text", "toml", "properties", "{toctree}", "{eval-rst}")
 PROGRAMS = ("make", "git", "python", "spark-submit", "torchrun", "cd", "build_horovod.sh")
 NOT_RUN = re.compile(r"<!-- not run: \S.* -->\n\Z")
@@ -92,7 +93,7 @@ def parse_arguments(job, words):
 
 
 @pytest.mark.modes("local")
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [pytest.param(p, marks=pytest.mark.slow) if p in LONGEST else p for p in PAGES])
 def test_code_blocks(spark, page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for example in SYBIL.parse(ROOT / page).examples():

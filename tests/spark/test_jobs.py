@@ -152,6 +152,7 @@ def test_predict_with_its_checkpoint(digits, main_run, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_datasets_of_others_are_trained_on_and_evaluated(tmp_path):
     """Evaluated on the dataset `test`; jobs/evaluate.py reads datasets in `test_evaluate_its_checkpoint`."""
     rows = {"image": np.random.default_rng(0).random((96, 64), dtype=np.float32), "digit": np.arange(96) % 10}
@@ -175,6 +176,7 @@ def test_datasets_that_are_written_are_not_prepared_again(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_datasets_of_a_mixture_are_prepared(digits, tmp_path):
     columns = "transform(slice(array(*), 1, 64), p -> CAST(p AS FLOAT)) AS image, CAST(_c64 AS BIGINT) AS digit"
     sql = {name: f"SELECT {columns} FROM input WHERE _c64 {which}" for name, which in (("many", "< 8"), ("few", "> 7"))}

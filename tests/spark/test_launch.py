@@ -41,6 +41,7 @@ def test_results_of_all_ranks_in_rank_order(spark, num_ranks):
 
 
 @pytest.mark.modes("local", "connect")
+@pytest.mark.slow_in("connect")
 def test_a_thread_without_a_session_of_its_own_uses_the_default_one(spark):
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         results = pool.submit(spark_dl.launch, _sum_of_ranks, 1.0, num_ranks=1).result(60)
@@ -333,7 +334,7 @@ def test_a_rank_that_would_train_alone_is_an_error_unless_it_is_wanted(spark):
     assert spark_dl.launch(_step_alone, num_ranks=1) == ["stepped"]
 
 
-@pytest.mark.slow_in("local", "connect")
+@pytest.mark.slow_in("local-cluster", "connect")
 def test_python_workers_are_used_again_and_left_clean(spark):
     def state():
         before = dist.is_initialized(), "RANK" in os.environ
@@ -433,6 +434,7 @@ def test_a_rank_that_is_stuck_is_named_not_those_that_wait_for_it(spark):
     _assert_pid_ends(error.value.pid)
 
 
+@pytest.mark.slow_in("local-cluster")
 def test_too_few_slots_is_an_error_within_seconds(spark):
     start = time.monotonic()
     with pytest.raises(RuntimeError, match=r"9 ranks need 9 task slots .* the cluster has 4 .* launch.num_ranks"):

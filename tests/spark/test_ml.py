@@ -110,6 +110,7 @@ def probabilities_in_a_new_process(path, features):
     return json.loads(found.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow_in("local-cluster", "connect")
 def test_a_pipeline_fits_transforms_saves_and_loads_in_a_new_process(spark, points, tmp_path):
     model = pipeline_of(classifier(tmp_path, labelCol="index")).fit(points)
     found = model.transform(points)
@@ -138,7 +139,8 @@ def test_a_pipeline_fits_transforms_saves_and_loads_in_a_new_process(spark, poin
     np.testing.assert_allclose(probabilities_in_a_new_process(path, features[:5]), expected[:5], atol=1e-5)
 
 
-@pytest.mark.slow_in("local-cluster")
+@pytest.mark.slow
+@pytest.mark.long_in("local-cluster")
 def test_cross_validation_chooses_the_better_learning_rate(spark, points, tmp_path):
     estimator = classifier(tmp_path, labelCol="index")
     pipeline = pipeline_of(estimator)
@@ -159,6 +161,7 @@ def test_cross_validation_chooses_the_better_learning_rate(spark, points, tmp_pa
 
 
 @pytest.mark.modes("local")
+@pytest.mark.slow
 def test_a_train_validation_split_with_settings_in_its_grid(spark, points, tmp_path):
     estimator = TorchRegressor(build_linear, CONFIG, labelCol="target", runDir=str(tmp_path / "runs"), progress=False)
     grid = ParamGridBuilder().addGrid(estimator.settings, [{"train.lr": 1e-6}, {"train.optimizer": "Adam"}]).build()

@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.spark.conftest import FAST_JVM, REPOSITORY
 
 MODEL = """
@@ -38,6 +40,7 @@ print("dataset", spark_dl.predict("run/shards/train", spec, result.checkpoint, s
 """
 
 
+@pytest.mark.slow
 def test_a_program_with_a_plain_session_and_a_module_beside_it(tmp_path):
     (tmp_path / "model.py").write_text(MODEL)
     (tmp_path / "program.py").write_text(PROGRAM)

@@ -53,6 +53,7 @@ def test_what_spark_submit_is_told_wins_over_our_defaults(run, tmp_path):
     assert found == {**expected, "python": sys.executable, "master": "local[1]"}
 
 
+@pytest.mark.slow
 def test_spark_submit_that_is_told_nothing_leaves_our_defaults_and_conf_wins_over_all(run):
     told = ["--conf", f"{LEVEL}=WARN", "--conf", f"spark.pyspark.python={sys.executable}"]
     found = run(*SUBMIT, *told, conf={LEVEL: "INFO"})

@@ -290,6 +290,7 @@ def test_source_files_that_change_meanwhile_are_an_error(spark, source, tmp_path
 
 @local
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_job_stores_and_cleans(spark, source, tmp_path):
     def prepare(*args):
         command = [sys.executable, "jobs/prepare.py", "--shards.store", str(tmp_path / "store"), *args]

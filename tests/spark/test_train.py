@@ -42,6 +42,7 @@ def _columns(output):
 
 
 @pytest.mark.modes("local-cluster", "connect")
+@pytest.mark.slow_in("local-cluster")
 def test_train_evaluate_predict(spark, mode, points, tmp_path):
     config = small_config(2, train={"epochs": 6, "metrics": METRICS}, data={"validation_fraction": 0.2})
     spec = ModelSpec(build=build_mlp, predict=_columns)
@@ -480,6 +481,7 @@ def test_predict_refuses_what_does_not_fit(spark, points, tmp_path):
 
 
 @pytest.mark.modes("local", "connect")
+@pytest.mark.slow_in("connect")
 def test_the_job_predict_counts_the_rows_that_it_wrote(spark, points, tmp_path, monkeypatch):
     trained = spark_dl.train(points, MLP, small_config(1, train={"epochs": 1}), run_dir=str(tmp_path / "run"))
     points.write.parquet(str(tmp_path / "points"))

@@ -134,6 +134,7 @@ def write(folder, columns, field, group_rows, layout):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.long
 def test_memory_to_read_data_of_others_is_within_its_budget(tmp_path, kind):
     """16 row groups of 11 MiB, once they are decoded; of compressed arrays the files count, too."""
     cells, data, field, layout = KINDS[kind]

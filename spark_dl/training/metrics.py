@@ -55,23 +55,34 @@ def read_metrics(run_dir: str) -> list[dict[str, Any]]:
     url = storage.join(run_dir, FILE)
     if storage.is_link(url):
         raise ValueError(f"{url} is a symbolic link, expected the run's own file; remove the link")
+    lines, damaged = read_valid_lines(run_dir)
+    if damaged:
+        number, line = damaged[0]
+        raise ValueError(
+            f"{url} is damaged: found {line[:80]!r} in line {number}, expected a JSON object with kind, step and time; "
+            "move the file to continue without earlier metrics"
+        )
+    return lines
+
+
+def read_valid_lines(run_dir: str) -> tuple[list[dict[str, Any]], list[tuple[int, bytes]]]:
+    """Returns the complete lines of a run as dicts, and the damaged lines with their numbers."""
+    url = storage.join(run_dir, FILE)
     if not storage.exists(url):
-        return []
-    lines = storage.read_bytes(url).splitlines(keepends=True)
-    return [_parse(url, number, line) for number, line in enumerate(lines, 1) if line.endswith(b"\n")]
-
-
-def _parse(url: str, number: int, line: bytes) -> dict[str, Any]:
-    try:
-        found = json.loads(line)
-    except ValueError:
-        found = None
-    if isinstance(found, dict) and {"kind", "step", "time"} <= found.keys():
-        return found
-    raise ValueError(
-        f"{url} is damaged: found {line[:80]!r} in line {number}, expected a JSON object with kind, step and time; "
-        "move the file to continue without earlier metrics"
-    )
+        return [], []
+    valid, damaged = [], []
+    for number, line in enumerate(storage.read_bytes(url).splitlines(keepends=True), 1):
+        if not line.endswith(b"\n"):  # it is being written
+            continue
+        try:
+            found = json.loads(line)
+        except (ValueError, RecursionError):
+            found = None
+        if isinstance(found, dict) and {"kind", "step", "time"} <= found.keys():
+            valid.append(found)
+        else:
+            damaged.append((number, line))
+    return valid, damaged
 
 
 def follow(run_dir: str) -> Callable[[], list[dict[str, Any]]]:

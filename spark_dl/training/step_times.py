@@ -100,7 +100,8 @@ def num_groups(num_ranks: int, log_every: int) -> int:
 def split_times(times: Times, seconds: float) -> dict[str, Any]:
     """Returns the fields of a log line: `ranks`, with the seconds of each rank in lists, and `communication_s`.
 
-    The parts of a rank add up to `seconds`. Without groups of steps, only `data_s` is known.
+    The parts of a rank add up to `seconds`, or to more if the rank began the interval earlier than the one that logs.
+    Without groups of steps, only `data_s` is known.
     times: of all ranks. # [ranks, 2 + groups]
     seconds: duration of the interval on the rank that logs, with the reduction of the losses at its end.
     """

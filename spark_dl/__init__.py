@@ -24,6 +24,7 @@ from spark_dl.predict import predict, predict_udf, save_model
 from spark_dl.scoring.saved_model import load_model
 from spark_dl.spec import ModelSpec, import_object
 from spark_dl.strategies import Strategy
+from spark_dl.track.report import report
 from spark_dl.world import World
 
 __all__ = [
@@ -64,6 +65,7 @@ __all__ = [
     "predict",
     "predict_udf",
     "read_shards",
+    "report",
     "run_on_dataframe",
     "save_model",
     "store_shards",

@@ -32,9 +32,9 @@ from spark_dl.evaluate import load_model
 from spark_dl.inputs import check_rank_rows
 from spark_dl.launch.barrier import run_barrier
 from spark_dl.launch.rank.script import read_script, run_script
-from spark_dl.launch.session import find_session
+from spark_dl.launch.session import describe_session, find_session
 from spark_dl.prepare import as_sources, prepare_evaluation, prepare_run
-from spark_dl.rundir import checkpoint
+from spark_dl.rundir import checkpoint, environment
 from spark_dl.rundir.checkpoint_files import MODEL
 from spark_dl.rundir.folder import LOGS
 from spark_dl.spark_job import is_connect
@@ -123,10 +123,12 @@ def train(
     with (
         Progress("train", enabled=progress) as shown,
         prepare_run(data, spec, config, validation=validation, stage=shown.stage, **options) as run,
+        environment.recorded(run, describe_session(spark)) as record_end,
     ):
         shown.stage(f"starting {config.launch.num_ranks} rank(s)")
         events = _events(shown, functions)
         result = _launch_run(spark, run, data, task="train", on_event=events, poll=metrics.follow(run.run_dir))
+        record_end(result)
     return TrainResult(**{**result, "run_dir": run.run_dir, "seconds": time.perf_counter() - start})
 
 

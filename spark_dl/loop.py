@@ -21,9 +21,10 @@ from spark_dl.parallel.trainable import Trainable
 from spark_dl.spec import ModelSpec, Position, Run
 from spark_dl.training import early_stop, finite
 from spark_dl.training.finite import LOSS, Finding, NotFiniteError, StepCheck
-from spark_dl.training.metrics import MetricsLog, StepTimer
+from spark_dl.training.metrics import MetricsLog
 from spark_dl.training.schedule import Schedule
 from spark_dl.training.state import Progress, RunState, seed_generators
+from spark_dl.training.step_times import StepTimer, Times, split_times
 from spark_dl.world import World
 
 
@@ -103,7 +104,10 @@ class Training:
         self.step_check = StepCheck(trainable.modules[0], world.device, gradients=not fp16) if check_steps else None
         first_step, writes = self.progress.global_step, world.rank == log_rank
         self.log = MetricsLog(run.run_dir, writes=writes, first_step=first_step, report=world.report)
-        self.timer = StepTimer()
+        self.timer = StepTimer(
+            world.rank if num_ranks is None else slice(None), num_ranks or world.world_size,
+            log_every=self.config.train.log_every, clock=trainable.clock,
+        )  # fmt: skip
         self.pending = torch.zeros((), dtype=torch.float64, device=world.device)
         """Sum of this rank's losses since the last log line."""
         self.pending_rows = 0
@@ -136,9 +140,10 @@ class Training:
         metrics: dict[str, Any] = self.progress.history[-1]["metrics"] if self.progress.history else {}
         while self.progress.epoch < self.config.train.epochs and not self.is_over():
             is_whole = train_epoch()
+            validation_start = time.perf_counter()
             metrics = self._validate()
             if is_whole:
-                self._end_epoch(metrics)
+                self._end_epoch(metrics, time.perf_counter() - validation_start)
         if self.state.saved_step != self.progress.global_step:
             self.save()
         seconds = time.perf_counter() - start
@@ -197,40 +202,48 @@ class Training:
         self.timer.rows += batch.rows
         if self.step_check is not None:
             self.step_check.end_step(progress.global_step, loss)
+        self.timer.end_step()
 
     def _log_steps(self) -> None:
-        """Reduces the losses since the last log line over the ranks, and writes a log line.
+        """Reduces the losses and times since the last log line over the ranks, and writes a log line.
 
         Raises NotFiniteError on all ranks if any rank has found NaN or Inf since then.
         """
-        total = self.pending.clone() if self.step_check is None else self.step_check.mark(self.pending)
-        sum_over_ranks(total)
-        if not math.isfinite(float(total)):
+        losses = self.pending if self.step_check is None else self.step_check.mark(self.pending)
+        reduced = self.timer.with_losses(losses)
+        sum_over_ranks(reduced)
+        total = float(reduced[0])
+        if not math.isfinite(total):
             own = None if self.step_check is None else self.step_check.finding(self.world.rank)
             raise NotFiniteError(finite.first_of_all(own) or Finding(self.progress.global_step, LOSS, self.world.rank))
         finite.check_loss_scale(self.trainable.extra_state.get("scaler"), self.progress.global_step)
-        self.write_steps(float(total))
+        self.write_steps(total, self.timer.times_of(reduced))
 
-    def write_steps(self, total: float, **more: Any) -> None:
-        """Writes a log line for the steps since the last one. total: their sum of losses. more: further values."""
-        progress, rows = self.progress, self.pending_rows
-        loss = total / rows
+    def write_steps(self, total: float, times: Times | None = None, **more: Any) -> None:
+        """Writes a log line for the steps since the last one.
+
+        total: their sum of losses. times: those of all ranks. more: further values.
+        """
+        progress, rows, now = self.progress, self.pending_rows, time.perf_counter()
+        seconds = self.timer.seconds_until(now)
         progress.loss_sum += total
         self.pending.zero_()
         self.pending_rows = 0
+        if times is not None and self.log.writes:
+            more |= split_times(times, seconds)
         self.log.write(
             "step",
             epoch=progress.epoch,
             step=progress.global_step,
             steps=self._total_steps(),
-            loss=loss,
+            loss=total / rows,
             lr=self.lr,
-            rows_per_s=self.timer.rows / max(self.timer.seconds, 1e-9),
-            data_s=self.timer.data_s,
-            seconds=self.timer.seconds,
+            rows_per_s=self.timer.rows / max(seconds, 1e-9),
+            data_s=self.timer.data_s if times is None else float(times[0, 0]),
+            seconds=seconds,
             **more,
         )
-        self.timer.reset()
+        self.timer.reset(now)
 
     def _validate(self) -> dict[str, Any]:
         if self.validation is None:
@@ -245,11 +258,12 @@ class Training:
             position = Position(self.progress.epoch, self.progress.step, self.progress.global_step)
             self.spec.set_position(self.trainable.modules[0], position)
 
-    def _end_epoch(self, metrics: dict[str, Any]) -> None:
+    def _end_epoch(self, metrics: dict[str, Any], validation_s: float) -> None:
         progress = self.progress
         loss = progress.loss_sum / self.loader.plan.rows
         entry = {"epoch": progress.epoch, "train_loss": loss, "metrics": metrics}
-        self.log.write("epoch", step=progress.global_step, steps=self._total_steps(), **entry)
+        own = {} if self.validation is None else {"validation_s": validation_s}
+        self.log.write("epoch", step=progress.global_step, steps=self._total_steps(), **entry, **own)
         self.log.flush()
         progress.history.append(entry)
         progress.epoch, progress.step, progress.epoch_rows, progress.loss_sum = progress.epoch + 1, 0, 0, 0.0
@@ -279,12 +293,15 @@ class Training:
         """Writes a checkpoint, after synchronizing the weights of all ranks. Collective."""
         if self.pending_rows:  # the sum of losses is part of the state
             self._log_steps()
+        start = time.perf_counter()
         self.trainable.sync_weights()
         self.state.save()
+        end = time.perf_counter()
         self.log.write(
             "checkpoint", epoch=self.progress.epoch, step=self.progress.global_step, steps=self._total_steps(),
-            url=self.state.saved_url,
+            url=self.state.saved_url, seconds=end - start,
         )  # fmt: skip
+        self.timer.reset(end)
 
 
 def _validation_loader(run: Run, world: World) -> BatchLoader | None:

@@ -26,7 +26,7 @@ from spark_dl.launch import rendezvous
 from spark_dl.launch.rank.environment import error_if_alone, own_groups
 from spark_dl.launch.rank.task import RankResult, TaskInput
 from spark_dl.loop import train
-from spark_dl.rundir import checkpoint
+from spark_dl.rundir import checkpoint, environment
 from spark_dl.spec import Run
 from spark_dl.world import World
 
@@ -107,10 +107,15 @@ def call(
 
 def _train(run: Run, world: World) -> dict[str, Any]:
     strategy = strategies.find(run.config.parallel.strategy)
-    if strategy.train_on_ranks is not None:
-        return strategy.train_on_ranks(run, world)
-    assert strategy.parallelize is not None, "strategies of the driver do not start ranks"
-    return train(run, world, strategy.parallelize)
+    ranks = _gather(world)("environment", environment.about_rank(world))
+    with environment.recorded_on_ranks(run, ranks, writes=world.rank == 0) as record_end:
+        if strategy.train_on_ranks is not None:
+            result = strategy.train_on_ranks(run, world)
+        else:
+            assert strategy.parallelize is not None, "strategies of the driver do not start ranks"
+            result = train(run, world, strategy.parallelize)
+        record_end(result)
+    return result
 
 
 @contextlib.contextmanager

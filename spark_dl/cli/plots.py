@@ -1,7 +1,11 @@
-"""Plots of a run, with matplotlib, on the driver."""
+"""Plots, with matplotlib, and pages that contain them, with Jinja. On the driver."""
 
 from __future__ import annotations
 
+import importlib.util
+import io
+from collections.abc import Callable, Mapping
+from importlib import resources
 from typing import Any
 
 from spark_dl import storage
@@ -43,3 +47,35 @@ def build_figure(width: float = 8, height: float = 4.5) -> Any:
     except ModuleNotFoundError:
         return None
     return Figure(figsize=(width, height), layout="constrained")
+
+
+def check_packages(what: str) -> None:
+    """Raises ModuleNotFoundError without matplotlib or Jinja. what: what needs them, for the message."""
+    for name in ("jinja2", "matplotlib"):
+        if importlib.util.find_spec(name) is None:
+            raise ModuleNotFoundError(f"{what} needs {name}: pip install 'spark_dl[plot]'")
+
+
+def draw(
+    plot: Callable[[Any], None], *, width: float = 7.2, height: float = 4.0, style: Mapping[str, Any] | None = None
+) -> str:
+    """Calls `plot` on an empty matplotlib figure (sizes in inches) and returns an SVG element. style: of matplotlib."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "spark_dl", "font.size": 9, **(style or {})}):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        plot(figure)
+        text = io.StringIO()
+        figure.savefig(text, format="svg", metadata={"Date": None})
+    return text.getvalue()[text.getvalue().index("<svg") :]
+
+
+def render_page(package: str, name: str, **values: Any) -> str:
+    """Fills in a template of a package. Values are escaped, except those that the template marks as safe."""
+    import jinja2
+
+    template = resources.files(package).joinpath(name).read_text(encoding="utf-8")
+    return (
+        jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(template).render(values)
+    )

@@ -83,6 +83,13 @@ def find_session(data: Any = None, spark: Any = None) -> Any:
         ) from error
 
 
+def describe_session(spark: Any) -> dict[str, str]:
+    """Returns the version, master and application of a session, for people."""
+    master = str(spark.conf.get("spark.master", ""))
+    kind = " over Spark Connect" if is_connect(spark) else ""
+    return {"version": f"{spark.version}{kind}", "master": master, "application": spark.conf.get("spark.app.id", "")}
+
+
 def _with_own_python(spark: Any) -> Any:
     """Makes a local session run the driver's Python, if the user has not chosen one.
 

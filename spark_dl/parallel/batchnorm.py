@@ -5,6 +5,7 @@ On GPUs this is torch's SyncBatchNorm, which supports only GPUs. On CPUs it is `
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from spark_dl.parallel.exchange_clock import ExchangeClock
 from spark_dl.spec import Batch, ModelSpec, Output
 
 if TYPE_CHECKING:
@@ -22,16 +24,19 @@ if TYPE_CHECKING:
 
 
 def synchronize_batchnorm(
-    spec: ModelSpec, model: nn.Module, config: Config, device: torch.device
+    spec: ModelSpec, model: nn.Module, config: Config, device: torch.device, clock: ExchangeClock | None = None
 ) -> tuple[ModelSpec, nn.Module]:
     """Returns the model with every BatchNorm synchronized, and the spec that calls it. Called on a rank.
 
     model: on the CPU. Rows of weight 0 fill a short batch. They do not count on CPUs; they do count on GPUs.
+    clock: measures the exchanges of statistics, on CPUs.
     """
     if device.type == "cuda":
         return spec, nn.SyncBatchNorm.convert_sync_batchnorm(model)
     model = _converted(model)
     norms = [module for module in model.modules() if isinstance(module, CpuSyncBatchNorm)]
+    for norm in norms:
+        norm.clock = clock
 
     def set_weights(batch: Batch) -> None:
         for norm in norms:
@@ -67,6 +72,8 @@ class CpuSyncBatchNorm(_BatchNorm):
 
     row_weight: Tensor | None = None
     """[rows] of the next micro-batch: 1 for a true row, else 0."""
+    clock: ExchangeClock | None = None
+    """Measures the exchanges."""
 
     @classmethod
     def like(cls, norm: _BatchNorm) -> CpuSyncBatchNorm:
@@ -88,7 +95,7 @@ class CpuSyncBatchNorm(_BatchNorm):
         weight = self.row_weight
         if weight is None or len(weight) != len(input):
             weight = torch.ones(len(input))
-        output, mean, variance, count = _Normalize.apply(input, weight, self.weight, self.bias, self.eps)
+        output, mean, variance, count = _Normalize.apply(input, weight, self.weight, self.bias, self.eps, self.clock)
         if self.running_mean is not None and self.running_var is not None and count > 0:
             assert self.num_batches_tracked is not None
             self.num_batches_tracked.add_(1)
@@ -105,13 +112,21 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, row_weight: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+        ctx: Any,
+        x: Tensor,
+        row_weight: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        clock: ExchangeClock | None,
     ) -> tuple[Tensor, Tensor, Tensor, float]:
         """# x: (rows, channels, ...), row_weight: (rows,), weight and bias: (channels,)
 
         Returns the output, the mean and variance over the ranks, [channels] float64, and the number of values of each.
         """
-        count, mean, squares = _over_ranks(*_statistics(x, row_weight))
+        own, ctx.clock = _statistics(x, row_weight), clock or contextlib.nullcontext()
+        with ctx.clock:
+            count, mean, squares = _over_ranks(*own)
         ctx.is_alone = count == 0
         if ctx.is_alone:
             row_weight = torch.ones_like(row_weight)
@@ -137,12 +152,13 @@ class _Normalize(torch.autograd.Function):
             # The output depends on each row directly, and through the mean and the variance.
             sums = torch.cat([grad_bias, grad_weight])
             if not ctx.is_alone:
-                dist.all_reduce(sums)
+                with ctx.clock:
+                    dist.all_reduce(sums)
             by_mean, by_variance = (part.view(shape) for part in (sums / ctx.count).chunk(2))
             share = row_weight.view(-1, *[1] * (x.ndim - 1))
             scale = inverse_std if weight is None else inverse_std * weight
             grad_x = (scale.view(shape) * (grad - share * (by_mean + normalized * by_variance))).to(x.dtype)
-        return grad_x, None, None if weight is None else grad_weight, None if weight is None else grad_bias, None
+        return grad_x, None, None if weight is None else grad_weight, None if weight is None else grad_bias, None, None
 
 
 def _statistics(x: Tensor, row_weight: Tensor) -> tuple[float, Tensor, Tensor]:

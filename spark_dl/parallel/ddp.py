@@ -19,6 +19,7 @@ from spark_dl.optimization import Optimization
 from spark_dl.parallel.batchnorm import synchronize_batchnorm
 from spark_dl.parallel.exchange.bucket_choice import BucketSize
 from spark_dl.parallel.exchange.exchange import average_whole, build_exchange
+from spark_dl.parallel.exchange_clock import ExchangeClock, build_clock
 from spark_dl.parallel.generators import generators_kept
 from spark_dl.parallel.trainable import Scaler, Trainable, add_gradients, build_optimization
 from spark_dl.spec import Batch, ModelSpec
@@ -117,28 +118,26 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
     """
     settings = config.parallel
     assert isinstance(settings, DDP)
-    spec, model = build_model(spec, world, config, sync_batchnorm=settings.sync_batchnorm)
+    clock = build_clock(world)
+    spec, model = build_model(spec, world, config, sync_batchnorm=settings.sync_batchnorm, clock=clock)
     optimization = build_optimization(spec, model, config, world.world_size)
-    return average_gradients(spec, model, optimization, world, config, settings=settings)
+    return average_gradients(spec, model, optimization, world, config, settings=settings, clock=clock)
 
 
-def build_model(spec: ModelSpec, world: World, config: Config, *, sync_batchnorm: bool) -> tuple[ModelSpec, nn.Module]:
+def build_model(
+    spec: ModelSpec, world: World, config: Config, *, sync_batchnorm: bool, clock: ExchangeClock | None
+) -> tuple[ModelSpec, nn.Module]:
     """Builds the model on the rank's device, with synchronized BatchNorm if set. Returns the spec to use, too."""
     model = spec.build_to_train()
     if sync_batchnorm:
-        spec, model = synchronize_batchnorm(spec, model, config, world.device)
+        spec, model = synchronize_batchnorm(spec, model, config, world.device, clock)
     return spec, model.to(world.device)
 
 
 def average_gradients(
-    spec: ModelSpec,
-    model: nn.Module,
-    optimization: Optimization,
-    world: World,
-    config: Config,
-    *,
-    settings: DDP,
-) -> Trainable:
+    spec: ModelSpec, model: nn.Module, optimization: Optimization, world: World, config: Config, *,
+    settings: DDP, clock: ExchangeClock | None,
+) -> Trainable:  # fmt: skip
     """Returns a model that is trained by DDP, the same on all ranks. Collective. Raises as `parallelize` does."""
     bucket_size = BucketSize(settings)
     exchange = build_exchange(model, world, settings, timeout_s=config.launch.collective_timeout_s)
@@ -152,7 +151,7 @@ def average_gradients(
         return add_gradients(
             spec, wrapped or model, micro_batches, config,
             device=world.device, scale=lambda losses: scaler.scale(losses * factor),
-            before_last=wrapped.no_sync if wrapped else contextlib.nullcontext,
+            before_last=wrapped.no_sync if wrapped else contextlib.nullcontext, clock=clock,
         )  # fmt: skip
 
     def forward_backward(micro_batches: Sequence[Batch], rows: int) -> Tensor:
@@ -163,6 +162,8 @@ def average_gradients(
             trial = functools.partial(_run_without_trace, model, lambda: backward(micro_batches[-1:], rows))
             size_mib = bucket_size.choose(model, trial, world)
             wrapped = _wrap(model, size_mib, world, settings)
+            if clock is not None:
+                clock.watch_buffers(wrapped, model)
             if exchange is not None:
                 hook = exchange.hook
                 wrapped.register_comm_hook(None, lambda _, bucket: hook(bucket) if is_final else average_whole(bucket))
@@ -197,6 +198,7 @@ def average_gradients(
         extra_state={"bucket_size": bucket_size, **scaler.state},
         sync_weights=sync_weights,
         rank_state=exchange.rank_state if exchange else {},
+        clock=clock,
         close=close,
     )
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from spark_dl.config.checks import check_bool, check_choices, check_number
 from spark_dl.config.parallel import Parallel
+from spark_dl.parallel.exchange_clock import build_clock
 from spark_dl.parallel.trainable import Scaler, Trainable, add_gradients, build_optimizer
 from spark_dl.spec import Batch, ModelSpec
 
@@ -86,7 +87,7 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
         _connect(hvd, world, config, wait)
         optimizer = _distributed(hvd, plain, model, config)
         close = cleanup.pop_all().close
-    scaler = Scaler(optimizer, config, world.device)
+    scaler, clock = Scaler(optimizer, config, world.device), build_clock(world)
     is_first = True
 
     def broadcast_from_rank0(tensors: Mapping[str, Any]) -> None:
@@ -106,7 +107,8 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
             spec, model, micro_batches, config, device=world.device,
             scale=lambda losses: scaler.scale(losses * factor),
         )  # fmt: skip
-        wait(optimizer.synchronize)
+        with clock or contextlib.nullcontext():
+            wait(optimizer.synchronize)
         scaler.unscale()
         return total
 
@@ -121,6 +123,7 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
         clip_grad_norm=lambda norm: nn.utils.clip_grad_norm_(model.parameters(), norm),
         step=step,
         extra_state=scaler.state,
+        clock=clock,
         sync_weights=lambda: broadcast_from_rank0(dict(model.named_buffers())),
         close=close,
     )

@@ -5,6 +5,7 @@ arXiv:1805.09767). With `sync_start_step`, gradients are averaged in all earlier
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from spark_dl.config.checks import check_bool, check_number
 from spark_dl.config.parallel import Parallel
 from spark_dl.parallel import ddp, single
+from spark_dl.parallel.exchange_clock import ExchangeClock, build_clock
 from spark_dl.parallel.trainable import OptimizerState, Trainable, build_optimization
 from spark_dl.spec import Batch, ModelSpec
 
@@ -47,7 +49,8 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
     """Builds a model and an optimizer on every rank. `parallel.sync_*` says when weights are averaged. Collective."""
     settings = config.parallel
     assert isinstance(settings, LocalSGD)
-    spec, model = ddp.build_model(spec, world, config, sync_batchnorm=settings.sync_batchnorm)
+    clock = build_clock(world)
+    spec, model = ddp.build_model(spec, world, config, sync_batchnorm=settings.sync_batchnorm, clock=clock)
     for tensor in (*model.parameters(), *model.buffers()):
         dist.broadcast(tensor.detach(), 0)
     optimization = build_optimization(spec, model, config, world.world_size)
@@ -55,8 +58,8 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
     alone = single.train_alone(spec, model, optimization, world, config)
     together = None
     if settings.sync_start_step:
-        together = ddp.average_gradients(spec, model, optimization, world, config, settings=ddp.DDP())
-    training = _LocalSgd(alone, together, settings)
+        together = ddp.average_gradients(spec, model, optimization, world, config, settings=ddp.DDP(), clock=clock)
+    training = _LocalSgd(alone, together, settings, clock)
     return Trainable(
         modules=[model],
         optimizer=optimizer,
@@ -66,6 +69,7 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
         step=training.step,
         extra_state={"local_sgd": training, **(together.extra_state if together else {})},
         rank_state={"optimizer": OptimizerState(optimizer), **alone.extra_state},
+        clock=clock,
         sync_weights=training.sync_weights,
         close=together.close if together else lambda: None,
     )
@@ -74,8 +78,8 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
 class _LocalSgd:
     """Number of steps taken, and of rows trained since the last average, on this rank and on all ranks."""
 
-    def __init__(self, alone: Trainable, together: Trainable | None, settings: LocalSGD):
-        self._alone, self._together = alone, together
+    def __init__(self, alone: Trainable, together: Trainable | None, settings: LocalSGD, clock: ExchangeClock | None):
+        self._alone, self._together, self._clock = alone, together, clock
         self._start, self._every = settings.sync_start_step, settings.sync_every_steps
         self._step = self._own_rows = self._all_rows = 0
 
@@ -98,7 +102,8 @@ class _LocalSgd:
         else:
             self._alone.step()
             if (self._step + 1 - self._start) % self._every == 0:
-                self.sync_weights()
+                with self._clock or contextlib.nullcontext():
+                    self.sync_weights()
         self._step += 1
 
     def sync_weights(self) -> None:

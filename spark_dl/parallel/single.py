@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from spark_dl.config.parallel import Parallel
 from spark_dl.optimization import Optimization
+from spark_dl.parallel.exchange_clock import build_clock
 from spark_dl.parallel.trainable import Scaler, Trainable, add_gradients, build_optimization
 from spark_dl.spec import Batch, ModelSpec
 
@@ -86,4 +87,5 @@ def train_alone(
         clip_grad_norm=lambda norm: nn.utils.clip_grad_norm_(model.parameters(), norm),
         step=scaler.step,
         extra_state=scaler.state,
+        clock=build_clock(world),
     )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from spark_dl.optimization import Optimization, check_parameters, scale_rates
+from spark_dl.parallel.exchange_clock import ExchangeClock, StepClock
 from spark_dl.parallel.loss import weighted_loss_sum
 from spark_dl.spec import Batch, ModelSpec
 
@@ -43,6 +44,8 @@ class Trainable:
     resumes with another number of ranks, each rank gets the mean of the tensors over the ranks of the checkpoint."""
     saved_rank: Callable[[int], int] | None = None
     """(number of ranks in a checkpoint) -> the rank whose `rank_state` this rank loads; None: as `rank_state` says."""
+    clock: StepClock | None = None
+    """Measures how long this rank is blocked in the exchanges of `forward_backward` and `step`. None: not measured."""
     sync_weights: Callable[[], None] = lambda: None
     """Makes the weights and buffers equal on all ranks, before an evaluation and a checkpoint. Collective."""
     close: Callable[[], None] = lambda: None
@@ -53,11 +56,13 @@ def add_gradients(
     spec: ModelSpec, module: nn.Module, micro_batches: Sequence[Batch], config: Config, *, device: torch.device,
     scale: Callable[[Tensor], Tensor],
     before_last: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    clock: ExchangeClock | None = None,
 ) -> Tensor:  # fmt: skip
     """Adds this rank's gradients of the sum of the true rows' losses to `.grad`. Returns that sum, a float32 scalar.
 
     scale: (loss sum of a micro-batch) -> scalar for backward.
     before_last: context of all micro-batches except the last, such as DDP's `no_sync`.
+    clock: measures how long the backward passes wait for exchanges after their last gradient.
     """
     total = torch.zeros((), device=device)
     for i, batch in enumerate(micro_batches):
@@ -65,8 +70,13 @@ def add_gradients(
         is_last = i == len(micro_batches) - 1
         with contextlib.nullcontext() if is_last else before_last():
             _, losses = weighted_loss_sum(spec, module, on_device, config)
-            scale(losses).backward()
+            scaled = scale(losses)
+            if clock is not None:
+                clock.watch_backward(scaled)
+            scaled.backward()
         total += losses.detach()
+    if clock is not None:
+        clock.end_backward()
     return total
 
 

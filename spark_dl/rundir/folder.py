@@ -2,6 +2,7 @@
 
     generations/000001                                  the mark: the first file of a run (generations.py)
     config.yaml  metrics.jsonl  logs/rank-0.log ...
+    environment/000001-driver.json ...                  environment.py
     checkpoints/step-00000120.gen-0001/...              checkpoint.py
     shards/{train,train-<name>,validation,evaluate-<id>}/...      data/dataset/folder.py
 
@@ -18,14 +19,14 @@ from pyarrow.fs import FileType
 
 from spark_dl import storage
 from spark_dl.data.dataset.folder import delete_dataset, is_dataset_file
-from spark_dl.rundir import checkpoint, checkpoint_files, generations
+from spark_dl.rundir import checkpoint, checkpoint_files, environment, generations
 from spark_dl.training import metrics
 
 CONFIG = "config.yaml"
 SHARDS = "shards"
 LOGS = "logs"
 """Output of the ranks (`launch.log_dir`), where they cannot send it to the driver."""
-_NAMES = (checkpoint.FOLDER, SHARDS, metrics.FILE, CONFIG, LOGS)
+_NAMES = (checkpoint.FOLDER, SHARDS, metrics.FILE, CONFIG, LOGS, environment.FOLDER)
 _LOG = re.compile(r"rank-\d+\.log")
 _SHARD_SET = re.compile(r"train|train-.+|validation|evaluate-[0-9a-f]{8}")
 
@@ -56,7 +57,7 @@ def delete_run(run_dir: str, keep: Collection[str]) -> None:
         own = storage.identity(url)
         if not any(at == own or at.startswith(f"{own}/") for at in used):
             delete_dataset(url)
-    for url in (storage.join(run_dir, metrics.FILE), *_logs(run_dir)):
+    for url in (storage.join(run_dir, metrics.FILE), *_logs(run_dir), *_environment(run_dir)):
         storage.delete_file(url)
 
 
@@ -92,6 +93,11 @@ def _logs(run_dir: str) -> list[str]:
     return [storage.join(folder, name) for name in storage.list_names(folder) if _LOG.fullmatch(name)]
 
 
+def _environment(run_dir: str) -> list[str]:
+    folder = storage.join(run_dir, environment.FOLDER)
+    return [storage.join(folder, name) for name in storage.list_names(folder) if environment.is_own_file(name)]
+
+
 def _check_links(run_dir: str) -> None:
     """Raises ValueError for the first link that `overwrite` would delete. The run folder itself can be a link."""
     if not storage.is_local(run_dir):
@@ -100,7 +106,7 @@ def _check_links(run_dir: str) -> None:
     folders = [*_checkpoints(run_dir), *_shard_sets(run_dir)]
     files = [(storage.join(folder, name), name) for folder in folders for name in storage.list_names(folder)]
     known = [url for url, name in files if is_dataset_file(name) or checkpoint_files.is_own_file(name)]
-    for url in (*top, *folders, *known, *_logs(run_dir)):
+    for url in (*top, *folders, *known, *_logs(run_dir), *_environment(run_dir)):
         if storage.is_link(url):
             raise ValueError(
                 f"{url} is a symbolic link to {os.readlink(storage.absolute(url))}: overwrite does not "

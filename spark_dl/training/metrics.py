@@ -22,17 +22,17 @@ class MetricsLog:
 
     def __init__(self, run_dir: str, *, writes: bool, first_step: int, report: Callable[[Mapping[str, Any]], None]):
         self._url = storage.join(run_dir, FILE)
-        self._report, self._writes = report, writes
+        self.writes, self._report = writes, report
         self._lines: list[str] = []
         self._is_local = storage.is_local(run_dir)
-        if self._writes:
+        if self.writes:
             before = read_metrics(run_dir) if first_step else []
             self._lines = [json.dumps(line) for line in before if line["step"] <= first_step]
             self.flush()
 
     def write(self, kind: str, **values: Any) -> None:
         """Adds a line. Does nothing on ranks that do not write."""
-        if not self._writes:
+        if not self.writes:
             return
         line = {"kind": kind, **values, "time": time.time()}
         self._lines.append(json.dumps(line))
@@ -43,7 +43,7 @@ class MetricsLog:
 
     def flush(self) -> None:
         """Writes the whole file, without the lines of steps that a resumed run repeats."""
-        if self._writes:
+        if self.writes:
             storage.write_bytes(self._url, "".join(line + "\n" for line in self._lines).encode())
 
 
@@ -55,23 +55,34 @@ def read_metrics(run_dir: str) -> list[dict[str, Any]]:
     url = storage.join(run_dir, FILE)
     if storage.is_link(url):
         raise ValueError(f"{url} is a symbolic link, expected the run's own file; remove the link")
+    lines, damaged = read_valid_lines(run_dir)
+    if damaged:
+        number, line = damaged[0]
+        raise ValueError(
+            f"{url} is damaged: found {line[:80]!r} in line {number}, expected a JSON object with kind, step and time; "
+            "move the file to continue without earlier metrics"
+        )
+    return lines
+
+
+def read_valid_lines(run_dir: str) -> tuple[list[dict[str, Any]], list[tuple[int, bytes]]]:
+    """Returns the complete lines of a run as dicts, and the damaged lines with their numbers."""
+    url = storage.join(run_dir, FILE)
     if not storage.exists(url):
-        return []
-    lines = storage.read_bytes(url).splitlines(keepends=True)
-    return [_parse(url, number, line) for number, line in enumerate(lines, 1) if line.endswith(b"\n")]
-
-
-def _parse(url: str, number: int, line: bytes) -> dict[str, Any]:
-    try:
-        found = json.loads(line)
-    except ValueError:
-        found = None
-    if isinstance(found, dict) and {"kind", "step", "time"} <= found.keys():
-        return found
-    raise ValueError(
-        f"{url} is damaged: found {line[:80]!r} in line {number}, expected a JSON object with kind, step and time; "
-        "move the file to continue without earlier metrics"
-    )
+        return [], []
+    valid, damaged = [], []
+    for number, line in enumerate(storage.read_bytes(url).splitlines(keepends=True), 1):
+        if not line.endswith(b"\n"):  # it is being written
+            continue
+        try:
+            found = json.loads(line)
+        except (ValueError, RecursionError):
+            found = None
+        if isinstance(found, dict) and {"kind", "step", "time"} <= found.keys():
+            valid.append(found)
+        else:
+            damaged.append((number, line))
+    return valid, damaged
 
 
 def follow(run_dir: str) -> Callable[[], list[dict[str, Any]]]:
@@ -93,34 +104,3 @@ def follow(run_dir: str) -> Callable[[], list[dict[str, Any]]]:
 
     poll()  # skips the lines of earlier attempts
     return poll
-
-
-class StepTimer:
-    """Duration of the steps since the last reset, in seconds, and the part of it spent waiting for data."""
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        self._start = time.perf_counter()
-        self.data_s = 0.0
-        self.rows = 0
-
-    def timed(self, batches: Any) -> Any:
-        """Yields from an iterator, and adds the time spent waiting for it to `data_s`."""
-        iterator = iter(batches)
-        try:
-            while True:
-                start = time.perf_counter()
-                try:
-                    item = next(iterator)
-                except StopIteration:
-                    return
-                self.data_s += time.perf_counter() - start
-                yield item
-        finally:
-            iterator.close()
-
-    @property
-    def seconds(self) -> float:
-        return time.perf_counter() - self._start

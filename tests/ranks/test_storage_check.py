@@ -125,7 +125,7 @@ def test_nothing_is_left_in_the_run_dir(tmp_path):
 @as_root
 @pytest.mark.parametrize(("free_bytes", "message"), [
     (0, "the run_dir .*/run is not writable: .*No space left on device"),
-    (8192, "checkpoint at step 6 not saved: rank [01] cannot write to .*No space left on device"),
+    (16384, "checkpoint at step 6 not saved: rank [01] cannot write to .*No space left on device"),
 ])  # fmt: skip
 def test_a_full_disk_is_one_error(tmp_path, free_bytes, message):
     """Before training where nothing fits, and at the first checkpoint where that does not."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -31,12 +31,14 @@ class GradientSum:
     """The model's buffers after the step, from `to_arrays`; only in the first block, and only of rank 0."""
     finding: Finding | None = None
     """The first NaN or Inf of these ranks; only in the first block."""
+    seconds: dict[int, tuple[float, float]] = field(default_factory=dict)
+    """Seconds of each of these ranks: waiting for data, computing; only in the first block."""
 
     def cut(self, num_blocks: int) -> Iterator[tuple[int, GradientSum]]:
         """Yields near-equal blocks with their numbers. The arrays are views."""
         size, bounds = len(self.gradient), range(num_blocks + 1)
         ends = [size * i // num_blocks for i in bounds]
-        yield 0, GradientSum(self.gradient[: ends[1]], self.loss_sum, self.used, self.buffers, self.finding)
+        yield 0, dataclasses.replace(self, gradient=self.gradient[: ends[1]])
         for k in bounds[1:-1]:
             yield k, GradientSum(self.gradient[ends[k] : ends[k + 1]])
 
@@ -48,6 +50,7 @@ def add(a: GradientSum, b: GradientSum) -> GradientSum:
     if a.used is not None and b.used is not None:
         a.used |= b.used
     a.buffers = b.buffers if a.buffers is None else a.buffers
+    a.seconds |= b.seconds
     a.finding = min(filter(None, (a.finding, b.finding)), default=None)
     return a
 

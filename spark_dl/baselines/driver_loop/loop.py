@@ -22,6 +22,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -35,6 +36,7 @@ from spark_dl.data.columns.batch import StepBatches
 from spark_dl.data.load.build import BatchLoader, build_train_loader
 from spark_dl.launch import payload
 from spark_dl.launch.failure import root_cause
+from spark_dl.parallel.exchange_clock import Seconds
 from spark_dl.parallel.generators import generators_kept
 from spark_dl.parallel.trainable import Scaler, Trainable, build_optimization
 from spark_dl.spark_job import is_connect
@@ -96,13 +98,15 @@ def _parallelize(spark: SparkSession, run: Run, aggregate: Aggregate) -> Trainab
     optimization = build_optimization(run.spec, model, config, config.launch.num_ranks)
     parameters, buffers = gradient_sum.trained(model), list(model.buffers())
     scaler = Scaler(optimization.optimizer, config, torch.device("cpu"))
-    jobs = _Jobs(spark, run, aggregate)
+    jobs, clock = _Jobs(spark, run, aggregate), _TaskClock(config.launch.num_ranks)
 
     def forward_backward(micro_batches: Sequence[Batch], rows: int) -> Tensor:
         epoch, step, global_step = micro_batches[0]["place"].tolist()
         weights = gradient_sum.to_arrays([*parameters, *buffers])
         scale = float(scaler.scale(torch.ones(())))
+        start = time.perf_counter()
         total = jobs.run(Step(epoch, step, global_step, rows, scale, weights), gradient_sum.frozen(model))
+        clock.add(time.perf_counter() - start, total.seconds)
         if total.finding is not None:
             raise NotFiniteError(total.finding)
         gradient_sum.set_gradient(total, parameters)
@@ -119,8 +123,28 @@ def _parallelize(spark: SparkSession, run: Run, aggregate: Aggregate) -> Trainab
         clip_grad_norm=lambda norm: nn.utils.clip_grad_norm_(parameters, norm),
         step=scaler.step,
         extra_state=scaler.state,
+        clock=clock,
         close=jobs.close,
     )
+
+
+class _TaskClock:
+    """Times of all ranks, which are tasks of jobs. A rank counts as blocked while its task does not compute."""
+
+    def __init__(self, num_ranks: int):
+        self._data_s, self._blocked_s = np.zeros(num_ranks), np.zeros(num_ranks)
+
+    def add(self, job_s: float, seconds: Mapping[int, tuple[float, float]]) -> None:
+        """Adds a job. seconds: by rank: waiting for data, computing."""
+        for rank, (data_s, compute_s) in seconds.items():
+            self._data_s[rank] += data_s
+            self._blocked_s[rank] += max(0.0, job_s - data_s - compute_s)
+
+    def take_step(self) -> tuple[Seconds, Seconds]:
+        """See `StepClock`."""
+        taken = self._data_s.copy(), self._blocked_s.copy()
+        self._data_s[:] = self._blocked_s[:] = 0.0
+        return taken
 
 
 @dataclass(frozen=True)

@@ -94,9 +94,10 @@ def part_of_rank(ranks: Iterator[int], *, attempt: Broadcast[Attempt], step: Bro
 
 
 def _compute(kept: _Kept, rank: int, step: Step) -> GradientSum:
-    spec, config = kept.run.spec, kept.run.config
+    spec, config, start = kept.run.spec, kept.run.config, time.perf_counter()
     device = _device(kept.run)
     batches = kept.batches(rank, step, pin=device.type == "cuda")
+    data_s = time.perf_counter() - start
     model = kept.model.to(device)
     parameters = trained(model)
     from_arrays(step.weights, [*parameters, *model.buffers()])
@@ -116,7 +117,8 @@ def _compute(kept: _Kept, rank: int, step: Step) -> GradientSum:
         finding = find_in_gradients(model, total, rank, step.global_step + 1)
     gradient, used = flat_gradient(parameters)
     buffers = to_arrays(list(model.buffers())) if rank == 0 else None  # DDP, too, uses the buffers of rank 0
-    return GradientSum(gradient, float(total), used, buffers, finding)
+    seconds = {rank: (data_s, time.perf_counter() - start - data_s)}
+    return GradientSum(gradient, float(total), used, buffers, finding, seconds)
 
 
 def _device(run: Run) -> torch.device:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,19 +17,6 @@ _MARKERS = "osD^vP*X"
 def color_of(method: str) -> str:
     """Color of a method in all figures. `parameter_server async` has the color of `parameter_server`."""
     return _COLORS.get(method.split()[0], "#555555")
-
-
-def draw(plot: Callable[[Any], None], *, width: float = 7.2, height: float = 4.0) -> str:
-    """Calls `plot` on an empty matplotlib figure (sizes in inches) and returns an SVG element."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "spark_dl", "font.size": 9}):
-        figure = Figure(figsize=(width, height), layout="constrained")
-        plot(figure)
-        text = io.StringIO()
-        figure.savefig(text, format="svg", metadata={"Date": None})
-    return text.getvalue()[text.getvalue().index("<svg") :]
 
 
 def exchange_times(rows: Rows, hosts: int) -> Callable[[Any], None]:

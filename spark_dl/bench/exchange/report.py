@@ -19,11 +19,9 @@ The results are plain data, a list of rows for each section. All sections are op
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +29,7 @@ from spark_dl.bench.exchange import figures
 from spark_dl.bench.exchange.answers import answers
 from spark_dl.bench.model.cost import server_bytes_per_s
 from spark_dl.bench.model.profiles import PROFILES
+from spark_dl.cli.plots import check_packages, draw, render_page
 
 Rows = Sequence[Mapping[str, Any]]
 _WORKERS, _STEPS_PER_S, _RESNET50_BYTES = 256, 3, PROFILES["resnet50"]().gradient_bytes
@@ -63,18 +62,15 @@ def write_report(results: Mapping[str, Any], path: str | Path) -> None:
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).with_suffix(".json").write_text(json.dumps(results, indent=1), encoding="utf-8")
     check(path)
-    import jinja2
-
-    template = resources.files("spark_dl.bench.exchange").joinpath("report.html").read_text()
-    page = jinja2.Environment(autoescape=True).from_string(template)
-    html = page.render(
+    html = render_page(
+        "spark_dl.bench.exchange", "report.html",
         title="Gradient exchange: ring, Spark's aggregation, parameter servers",
         about=_about(results.get("about", {})),
         answers=answers(results),
         sections=[build(results) for key, build in _SECTIONS.items() if results.get(key)],
         left_out=results.get("left_out") or [],
         facts={key: value for key, value in results.get("about", {}).items() if value not in (None, "")},
-    )
+    )  # fmt: skip
     Path(path).write_text(html, encoding="utf-8")
 
 
@@ -84,9 +80,7 @@ def check(path: str | Path) -> None:
         raise ValueError(
             f"report: expected the name of a page, such as report.html, found {path}; the JSON is written beside it"
         )
-    for name in ("jinja2", "matplotlib"):
-        if importlib.util.find_spec(name) is None:
-            raise ModuleNotFoundError(f"the report needs {name}: pip install 'spark_dl[plot]'")
+    check_packages("the report")
 
 
 def _about(about: Mapping[str, Any]) -> str:
@@ -142,7 +136,7 @@ def _exchange(results: Mapping[str, Any]) -> Section:
         _number("ratio_to_limit", "of the limit", _percent), _number("times_ring", "times DDP's ring", _factor),
     ]  # fmt: skip
     drawn = [
-        figures.draw(plot(rows, hosts))
+        draw(plot(rows, hosts))
         for hosts in sorted({r["hosts"] for r in rows})
         for plot in (figures.exchange_times, figures.exchange_bytes)
     ]
@@ -172,7 +166,7 @@ def _breakdown(results: Mapping[str, Any]) -> Section:
          "Hidden communication runs during the backward pass. Ranks wait for exposed communication. For DDP, the parts "
          "are means over the ranks, and the step is that of the slowest. For treeReduce, the shuffle and parameter "
          "servers, all other time counts as exposed, including scheduling, pickling and the weight update."],
-        [figures.draw(figures.breakdown(rows))], columns, _table(rows, columns), is_open=True,
+        [draw(figures.breakdown(rows))], columns, _table(rows, columns), is_open=True,
     )  # fmt: skip
 
 
@@ -184,7 +178,7 @@ def _buckets(results: Mapping[str, Any]) -> Section:
         "Bucket size",
         ["Small buckets start early, but each has a latency. Large buckets start late. In Li et al. 2020 (Figures 7, "
          "8), medium sizes are best."],
-        [figures.draw(figures.buckets(rows, results.get("auto_bucket_mib")))], columns, _table(rows, columns),
+        [draw(figures.buckets(rows, results.get("auto_bucket_mib")))], columns, _table(rows, columns),
     )  # fmt: skip
 
 
@@ -229,7 +223,7 @@ def _scaling(results: Mapping[str, Any]) -> Section:
         "Scaling",
         ["Weak: the computation of each rank does not depend on the number of ranks. Strong: the ranks share the "
         "computation of one step."],
-        [figures.draw(figures.scaling(rows), width=9)], columns, _table(rows, columns),
+        [draw(figures.scaling(rows), width=9)], columns, _table(rows, columns),
     )  # fmt: skip
 
 
@@ -246,7 +240,7 @@ def _stragglers(results: Mapping[str, Any]) -> Section:
         ["Each gradient computation is delayed by a random time. Exact methods give the weights of a single process. "
          "The others save time, but use stale or fewer gradients (Dutta et al. 2018). The theoretical time of an "
          "update includes only the delays, not computation and communication."],
-        [figures.draw(figures.error_runtime(rows), width=9)], columns, _table(rows, columns), is_open=True,
+        [draw(figures.error_runtime(rows), width=9)], columns, _table(rows, columns), is_open=True,
     )  # fmt: skip
 
 
@@ -263,7 +257,7 @@ def _model(results: Mapping[str, Any]) -> Section:
         "Cost model and measurements",
         ["A model of latency, bandwidth and work per byte for each method, fitted on some of the points and checked on "
          "the others." + worst],
-        [figures.draw(figures.prediction(rows))], columns, _table(rows, columns),
+        [draw(figures.prediction(rows))], columns, _table(rows, columns),
     )  # fmt: skip
 
 
@@ -283,7 +277,7 @@ def _plan(results: Mapping[str, Any]) -> Section:
          f"For comparison: {_WORKERS} workers that each send {_STEPS_PER_S} gradients of ResNet-50 per second bring "
          f"one parameter server {server_bytes_per_s(_WORKERS, _RESNET50_BYTES, _STEPS_PER_S) / 2**30:.1f} GiB/s; in a "
          f"ring each rank sends {_STEPS_PER_S * 2 * _RESNET50_BYTES * (_WORKERS - 1) / _WORKERS / 2**30:.2f} GiB/s."],
-        [figures.draw(figures.large_clusters(rows), width=9)], columns, _table(rows, columns),
+        [draw(figures.large_clusters(rows), width=9)], columns, _table(rows, columns),
     )  # fmt: skip
 
 

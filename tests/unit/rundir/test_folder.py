@@ -19,7 +19,7 @@ OURS = ("checkpoints/step-00000001.gen-0001", "shards/train", "shards/train-a b"
 THEIRS = ("checkpoints/best.ckpt", "checkpoints/step-00000001.gen-0001/notes.txt", "checkpoints/step-7/model.pt",
           "shards/mine/x", "shards/train/notes.txt", "shards/evaluate-mine/part-0123abcd-0000.parquet",
           "notes.txt", "predictions/part-0.parquet", "metrics.jsonl.bak", "logs/rank-0.log.bak",
-          "logs/mine")  # fmt: skip
+          "logs/mine", "environment/1.json", "environment/000001-driver.json.bak", "report.html")  # fmt: skip
 
 
 def a_run(run_dir):
@@ -34,6 +34,9 @@ def a_run(run_dir):
     for path in (half / "model.pt.tmp-0123456789ab", saved / "rank-00001.pt", run_dir / "metrics.jsonl",
                  run_dir / "config.yaml", run_dir / "shards/validation/_manifest.json.tmp-0123456789ab"):  # fmt: skip
         path.write_bytes(b"ours")
+    (run_dir / "environment").mkdir()
+    for name in ("000001-driver.json", "000001-ranks.json", "000001-ranks.json.tmp-0123456789ab"):
+        (run_dir / "environment" / name).write_bytes(b"ours")
     (run_dir / "logs").mkdir()
     for rank in (0, 12):
         (run_dir / "logs" / f"rank-{rank}.log").write_text("stdout: ours")
@@ -107,8 +110,9 @@ def test_a_dataset_that_is_used_stays_by_whatever_url(tmp_path, by):
     assert os.listdir(run_dir / "shards") == ["train"]
 
 
-LINKS = ("checkpoints", "shards", "generations", "metrics.jsonl", "config.yaml", OURS[0], f"{OURS[0]}/model.pt",
-         f"{OURS[0]}/MANIFEST.json", "shards/train", "shards/train/_manifest.json")  # fmt: skip
+LINKS = ("checkpoints", "shards", "generations", "metrics.jsonl", "config.yaml", "environment",
+         "environment/000001-driver.json", OURS[0], f"{OURS[0]}/model.pt", f"{OURS[0]}/MANIFEST.json", "shards/train",
+         "shards/train/_manifest.json")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LINKS)

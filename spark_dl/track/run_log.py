@@ -1,0 +1,191 @@
+"""Reads a run folder for people: also one of a run that goes on, that failed, or that an older version wrote."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from spark_dl import storage
+from spark_dl.rundir import checkpoint, environment, generations
+from spark_dl.rundir.folder import CONFIG
+from spark_dl.training import metrics
+
+Line = Mapping[str, Any]
+PREPARING, NOT_RECORDED = "preparing", "not recorded"
+"""Outcomes beside those of `environment`: before the ranks start, and of a run of an older version."""
+
+
+@dataclass
+class Attempt:
+    """One attempt of a run, with the lines that it wrote."""
+
+    generation: int
+    about: Mapping[str, Any]
+    """Facts by the driver, and over them those by rank 0."""
+    outcome: str
+    error: str = ""
+    started: float | None = None
+    ended: float | None = None
+    steps: list[Line] = field(default_factory=list)
+    epochs: list[Line] = field(default_factory=list)
+    checkpoints: list[Line] = field(default_factory=list)
+
+    @property
+    def ranks(self) -> Sequence[Mapping[str, Any]]:
+        """Facts about each rank; empty if they are not known."""
+        found = self.about.get("ranks")
+        return found if isinstance(found, list) and all(isinstance(rank, dict) for rank in found) else []
+
+    def host_of(self, rank: int) -> str:
+        """Host of a rank; empty if it is not known."""
+        return str(self.ranks[rank].get("host", "")) if rank < len(self.ranks) else ""
+
+
+@dataclass(frozen=True)
+class RunLog:
+    """What is known about a run."""
+
+    run_dir: str
+    attempts: list[Attempt]
+    """Oldest first; at least one."""
+    config: Mapping[str, Any]
+    """Settings of the newest attempt; empty if they are not known."""
+    kept: frozenset[str]
+    """Names of the checkpoints that are there now."""
+    problems: list[str]
+    """What is damaged, and left out."""
+
+    def lines(self, kind: str) -> list[Line]:
+        """Lines of all attempts: `steps`, `epochs` or `checkpoints`."""
+        return [line for attempt in self.attempts for line in getattr(attempt, kind)]
+
+    @property
+    def last(self) -> Attempt:
+        return self.attempts[-1]
+
+
+def read_run(run_dir: str) -> RunLog:
+    """Reads a run folder. Called on the driver, without Spark. Raises ValueError if there is no run."""
+    names = storage.list_names(run_dir)
+    own = {metrics.FILE, generations.FOLDER, environment.FOLDER, checkpoint.FOLDER}
+    if not own & {*names}:
+        found = f"found {', '.join(names[:8])}" if names else "found nothing"
+        raise ValueError(f"no run at {run_dir}: expected a run_dir of spark_dl.train, with {metrics.FILE}; {found}")
+    lines, damaged = metrics.read_valid_lines(run_dir)
+    problems = [f"{metrics.FILE}, line {number}: {line[:80].decode(errors='replace')}" for number, line in damaged]
+    recorded, bad_files = environment.read(run_dir)
+    attempts = _attempts(run_dir, recorded, is_legacy=not recorded and bool(lines))
+    kept = frozenset(storage.list_names(checkpoint.folder(run_dir)))
+    _share_out(lines, attempts)
+    _finish(attempts)
+    return RunLog(run_dir, attempts, _config(run_dir, attempts), kept, [*problems, *bad_files])
+
+
+def number(value: Any) -> float | None:
+    """Returns a number of a file as a float, also NaN; None for other values."""
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _attempts(run_dir: str, recorded: Sequence[environment.Attempt], *, is_legacy: bool) -> list[Attempt]:
+    found = {attempt.generation: attempt for attempt in recorded}
+    for name in storage.list_names(storage.join(run_dir, generations.FOLDER)):
+        if name.isdecimal():
+            found.setdefault(int(name), environment.Attempt(int(name)))
+    if not found:
+        return [Attempt(0, {}, NOT_RECORDED)]
+    newest = max(found)
+    return [_attempt(run_dir, found[g], is_newest=g == newest, is_legacy=is_legacy) for g in sorted(found)]
+
+
+def _attempt(run_dir: str, known: environment.Attempt, *, is_newest: bool, is_legacy: bool) -> Attempt:
+    driver, ranks = known.driver, known.ranks
+    begun: dict[str, Any] = {}
+    try:
+        begun = generations.read_record(generations.record_url(run_dir, known.generation))
+    except (OSError, ValueError):  # damaged, or a run under torchrun, which has none
+        begun = {}
+    outcome = ranks.get("outcome") or driver.get("outcome")
+    if outcome in (None, environment.RUNNING):
+        is_gone = not is_newest or _is_gone(driver or begun)
+        outcome = environment.INTERRUPTED if is_gone else environment.RUNNING if driver or ranks else PREPARING
+    if is_legacy:
+        outcome = NOT_RECORDED
+    return Attempt(
+        known.generation,
+        {**begun, **driver, **ranks, "driver": driver.get("host") or begun.get("host")},
+        str(outcome),
+        error=str(driver.get("error") or ""),
+        started=number(ranks.get("started")) or number(driver.get("started")) or _seconds(begun.get("started")),
+        ended=number(driver.get("ended")) or number(ranks.get("ended")),
+    )
+
+
+def _is_gone(record: Mapping[str, Any]) -> bool:
+    """Whether the driver was a process of this host that has ended."""
+    pid = record.get("pid")
+    if record.get("host") != socket.gethostname() or not isinstance(pid, int) or pid <= 0:
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:  # of another user
+        return False
+    return False
+
+
+def _seconds(started: Any) -> float | None:
+    try:
+        return datetime.datetime.strptime(str(started), "%Y-%m-%dT%H:%M:%S%z").timestamp()
+    except ValueError:
+        return None
+
+
+def _share_out(lines: Sequence[Line], attempts: Sequence[Attempt]) -> None:
+    """Gives each attempt the lines that were written after its start, and before that of the next one."""
+    kinds = {"step": "steps", "epoch": "epochs", "checkpoint": "checkpoints"}
+    for line in lines:
+        at = number(line["time"]) or 0.0
+        own = attempts[0]
+        for attempt in attempts[1:]:
+            if attempt.started is not None and at >= attempt.started:
+                own = attempt
+        if line["kind"] in kinds:
+            getattr(own, kinds[line["kind"]]).append(line)
+
+
+def _finish(attempts: Sequence[Attempt]) -> None:
+    """Says of runs of older versions what their lines tell: that all steps are done."""
+    last = attempts[-1]
+    if last.outcome == NOT_RECORDED and last.checkpoints:
+        saved = last.checkpoints[-1]
+        if saved["step"] == saved.get("steps"):
+            last.outcome = environment.FINISHED
+    for attempt in attempts:
+        if attempt.ended is None and attempt.outcome not in (environment.RUNNING, PREPARING):
+            times = [number(line["time"]) for line in (*attempt.steps, *attempt.epochs, *attempt.checkpoints)]
+            attempt.ended = max((t for t in times if t is not None), default=None)
+
+
+def last_sign(attempt: Attempt) -> float:
+    """Returns the time of the last line of an attempt, or of its start."""
+    times = [number(line["time"]) for line in (*attempt.steps, *attempt.epochs, *attempt.checkpoints)]
+    return max([t for t in (*times, attempt.started) if t is not None], default=time.time())
+
+
+def _config(run_dir: str, attempts: Sequence[Attempt]) -> Mapping[str, Any]:
+    found = attempts[-1].about.get("config")
+    if found is None:
+        url = storage.join(run_dir, CONFIG)
+        try:
+            found = yaml.safe_load(storage.read_bytes(url)) if storage.exists(url) else {}
+        except (OSError, ValueError, yaml.YAMLError):
+            found = {}
+    return found if isinstance(found, dict) else {}

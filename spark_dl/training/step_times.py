@@ -1,0 +1,124 @@
+"""Splits the time between two log lines on every rank: data, compute, communication, wait.
+
+A rank measures, with a few calls of a clock per step, how long it waited for its loader, and how long it was blocked in
+exchanges with other ranks. The rest of its time is computation. These numbers travel with the sum of losses, which is
+reduced over the ranks for each log line, so they cost no message.
+
+A blocked rank either waits for a slower rank or for the network. In each step, the rank that comes last to the exchange
+waits for nobody: it is blocked for the shortest time, and only by the communication. So in each step the shortest time
+of all ranks is communication, and what another rank is blocked for longer is wait. No clocks of ranks are compared.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from spark_dl.parallel.exchange_clock import StepClock
+
+Times = npt.NDArray[np.float64]
+"""[ranks, 2 + groups of steps]: seconds waited for data, seconds of all steps, and seconds blocked in each group."""
+_MOST_VALUES = 4096
+"""Largest number of values for groups of steps that travel with a log line. With more ranks, steps share a value."""
+
+
+class StepTimer:
+    """Times of the steps since the last log line, of this rank, or of all ranks on a driver that trains for them."""
+
+    def __init__(self, ranks: int | slice, num_ranks: int, *, log_every: int, clock: StepClock | None):
+        """ranks: this rank, or `slice(None)` for all.
+
+        clock: None if the strategy does not measure exchanges. Then only the wait for data is known.
+        """
+        self._ranks, self._clock, self._every = ranks, clock, log_every
+        # The same number for every line of a run, so that the sum of losses is always added in the same order.
+        self._groups = num_groups(num_ranks, log_every) if clock is not None else 0
+        self._times: Times = np.zeros((num_ranks, 2 + self._groups))
+        self.reset()
+
+    def reset(self, at: float | None = None) -> None:
+        """Begins a new interval. at: its start on `time.perf_counter`, by default now."""
+        self._start = time.perf_counter() if at is None else at
+        self.data_s = 0.0
+        self.rows = 0
+        self._steps = 0
+        self._times[:] = 0.0
+
+    def timed(self, batches: Any) -> Any:
+        """Yields from an iterator, and adds the time spent waiting for it to `data_s`."""
+        iterator = iter(batches)
+        try:
+            while True:
+                start = time.perf_counter()
+                try:
+                    item = next(iterator)
+                except StopIteration:
+                    return
+                self.data_s += time.perf_counter() - start
+                yield item
+        finally:
+            iterator.close()
+
+    def end_step(self) -> None:
+        """Counts the exchanges of a step."""
+        if self._clock is not None:
+            data_s, blocked_s = self._clock.take_step()
+            self._times[self._ranks, 0] += data_s
+            self._times[self._ranks, 2 + self._steps * self._groups // self._every] += blocked_s
+        self._steps += 1
+
+    def with_losses(self, losses: Tensor) -> Tensor:
+        """Returns a vector whose sum over the ranks has the sum of losses, and then the times of all ranks.
+
+        losses: float64 scalar. Called once for each interval.
+        """
+        self._times[self._ranks, 0] += self.data_s
+        self._times[self._ranks, 1] = self.seconds_until(time.perf_counter())
+        return torch.cat([losses.reshape(1), torch.from_numpy(self._times).reshape(-1).to(losses.device)])
+
+    def times_of(self, values: Tensor) -> Times:
+        """Returns the times in a reduced vector of `with_losses`."""
+        times: Times = values[1:].numpy(force=True).reshape(self._times.shape)
+        return times
+
+    def seconds_until(self, now: float) -> float:
+        """Returns the duration of the interval until `now` on `time.perf_counter`."""
+        return now - self._start
+
+
+def num_groups(num_ranks: int, log_every: int) -> int:
+    """Returns how many values a rank sends for the steps of an interval; neighboring steps may share one."""
+    return min(log_every, max(1, _MOST_VALUES // num_ranks))
+
+
+def split_times(times: Times, seconds: float) -> dict[str, Any]:
+    """Returns the fields of a log line: `ranks`, with the seconds of each rank in lists, and `communication_s`.
+
+    The parts of a rank add up to `seconds`, or to more if the rank began the interval earlier than the one that logs.
+    Without groups of steps, only `data_s` is known.
+    times: of all ranks. # [ranks, 2 + groups]
+    seconds: duration of the interval on the rank that logs, with the reduction of the losses at its end.
+    """
+    data_s, steps_s, blocked = times[:, 0], times[:, 1], times[:, 2:]
+    if not blocked.shape[1]:
+        return {"ranks": {"data_s": _rounded(data_s)}}
+    if len(times) == 1:  # there is no other rank to reduce the losses with
+        steps_s = np.array([seconds])
+    last = np.maximum(seconds - steps_s, 0.0)  # in the reduction of the losses, which is an exchange, too
+    blocked = np.column_stack([blocked, last])
+    communication = blocked.min(axis=0)
+    wait_s = (blocked - communication).sum(axis=1)
+    compute_s = np.maximum(steps_s - data_s - times[:, 2:].sum(axis=1), 0.0)
+    ranks = {"data_s": _rounded(data_s), "compute_s": _rounded(compute_s), "wait_s": _rounded(wait_s)}
+    return {"ranks": ranks, "communication_s": round(float(communication.sum()), 6)}
+
+
+def _rounded(values: Times) -> list[float]:
+    """Microseconds are enough, and short in a file."""
+    return [round(value, 6) for value in values.tolist()]

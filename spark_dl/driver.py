@@ -38,6 +38,7 @@ from spark_dl.rundir.checkpoint_files import MODEL
 from spark_dl.rundir.folder import LOGS
 from spark_dl.spark_job import is_connect
 from spark_dl.spec import ModelSpec, Run
+from spark_dl.track import tracking
 from spark_dl.training import metrics
 
 if TYPE_CHECKING:
@@ -118,14 +119,17 @@ def train(
     validation = None if validation is None else as_sources(validation)
     spark = find_session(data, spark)
     check_settings(spark, spec, config, has_validation=validation is not None)
+    tracking.check(config.track)
     options: dict[str, Any] = {"run_dir": run_dir, "resume": resume, "overwrite": overwrite}
     with (
         Progress("train", enabled=progress) as shown,
         prepare_run(data, spec, config, validation=validation, stage=shown.stage, **options) as run,
+        tracking.tracking(run, resume=resume) as tracker,
     ):
         shown.stage(f"starting {config.launch.num_ranks} rank(s)")
-        events = _events(shown, functions)
+        events = _events(shown, [tracker.put, *functions])
         result = _launch_run(spark, run, data, task="train", on_event=events, poll=metrics.follow(run.run_dir))
+        tracker.finish(result, shown.stage)
     return TrainResult(**{**result, "run_dir": run.run_dir, "seconds": time.perf_counter() - start})
 
 

@@ -36,9 +36,10 @@ from spark_dl.prepare import as_sources, prepare_evaluation, prepare_run
 from spark_dl.rundir import checkpoint
 from spark_dl.rundir.checkpoint_files import MODEL
 from spark_dl.rundir.folder import LOGS
-from spark_dl.spark_job import is_connect
+from spark_dl.spark_job import describe, is_connect
 from spark_dl.spec import ModelSpec, Run
 from spark_dl.track import tracking
+from spark_dl.track.values import name_of
 from spark_dl.training import metrics
 
 if TYPE_CHECKING:
@@ -186,8 +187,9 @@ def launch(
     failed.
     """
     settings = _launch_settings(settings, num_ranks)
-    spark = find_session(None, spark)
+    spark, subject = find_session(None, spark), name_of(fn)
     if isinstance(fn, (str, os.PathLike)):
+        subject = str(args[0] if fn == "-m" and args else fn)
         if kwargs:
             raise ValueError(f"launch: a script takes arguments as strings, found {', '.join(kwargs)}=...")
         script = read_script(fn, args, env or {})
@@ -195,7 +197,7 @@ def launch(
     _check_callable(fn)
     return run_barrier(
         spark, worker.call, fn, args, kwargs, settings, launch=settings, env=env, on_event=show_output,
-        poll=follow_logs(settings),
+        poll=follow_logs(settings), description=describe("launch", settings.num_ranks, subject),
     )  # fmt: skip
 
 
@@ -236,6 +238,7 @@ def run_on_dataframe(
     return run_barrier(
         find_session(df), worker.call, fn, (), kwargs, settings, columns=columns, settings=rows,
         launch=settings, source=dealt, env=env, on_event=show_output, poll=follow_logs(settings),
+        description=describe("run_on_dataframe", settings.num_ranks, name_of(fn)),
     )  # fmt: skip
 
 
@@ -290,6 +293,8 @@ def _launch_run(
     launch = _with_log_dir(config.launch, run.run_dir) if is_connect(spark) else config.launch
     polls = [watch.pop("poll", list), follow_logs(launch)]
     watch["poll"] = lambda: [event for poll in polls for event in poll()]
+    subject = run.run_dir if task == "train" else str(run.checkpoint)
+    watch["description"] = describe(task, launch.num_ranks, subject)
     streams = config.shards.storage == "local"
     if not streams:
         _log.info("%d rows in %d shards at %s", run.train.rows, run.train.num_shards, run.train.url)

@@ -59,8 +59,8 @@ def connect(track: Track) -> tuple[MlflowClient, str]:
             f"track.mlflow: the server {without_password(uri)} does not answer; start it, set "
             "track.mlflow_tracking_uri or MLFLOW_TRACKING_URI to another one, or set track.mlflow to false"
         )
-    client = mlflow.MlflowClient(tracking_uri=uri)
     with _explained(uri):
+        client = mlflow.MlflowClient(tracking_uri=uri)
         client.search_experiments(max_results=1)
     return client, uri
 
@@ -330,14 +330,13 @@ def _params(run: Run) -> dict[str, str]:
     """The settings by their keys, the model, and what the run depends on besides."""
     from importlib import metadata
 
-    loss: Any = run.spec.loss or run.spec.batch_loss
     datasets = run.train.datasets if isinstance(run.train, Mixture) else {"": run.train}
     rows = sum(shards.rows for shards in datasets.values())
     versions = {name: metadata.version(name) for name in ("torch", "pyspark")}
     return {
         **flatten(run.config.to_dict()),
         "model": name_of(run.spec.build),
-        "loss": name_of(loss),
+        "loss": name_of(run.spec.loss or run.spec.batch_loss),
         **({"train_rows": str(rows)} if rows else {}),  # unknown with local storage
         **flatten({"version": {"spark_dl": __version__, **versions, "python": platform.python_version()}}),
     }

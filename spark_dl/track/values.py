@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 _POSITION = ("kind", "epoch", "step", "steps", "seconds", "time", "task", "rank", "host", "pid")
@@ -58,7 +58,7 @@ def as_value(value: str, longest: int) -> str:
     return value if len(value) <= longest else f"{value[: longest - 3]}..."
 
 
-def name_of(function: Callable[..., Any]) -> str:
-    """Returns the name of a function, of the function in a partial, or of the class of another callable."""
+def name_of(function: Any) -> str:
+    """Returns the name of a function or a class, of the function in a partial, or of the class of another object."""
     inner = getattr(function, "func", function)
     return str(getattr(inner, "__qualname__", None) or type(inner).__name__)

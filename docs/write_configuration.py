@@ -62,7 +62,7 @@ These settings must be consistent:
 - `loader.num_streams` is at least `launch.num_ranks`. With `shards.storage: local`, it is a multiple of
   `launch.num_ranks`.
 - `parallel.num_servers` is less than `launch.num_ranks`. `parallel.server_k` is at most the number of ranks that train.
-- `faults.straggler_ranks` contains only ranks that train.
+- `faults.straggler_ranks` contains only ranks that train, `track.profile_ranks` only ranks below `launch.num_ranks`.
 - `train.accumulation_steps` is at most the number of rows in each rank's part of a global batch.
 """
 
@@ -114,6 +114,7 @@ def _worst(parallel: Any) -> Any:
         loader=SimpleNamespace(reader="petastorm"),
         launch=SimpleNamespace(num_ranks=0),
         train=SimpleNamespace(precision="fp16", optimizer="LBFGS"),
+        track=SimpleNamespace(profile_steps=(1, 2)),
     )
 
 

@@ -4,7 +4,7 @@ from spark_dl._version import __version__ as __version__
 from spark_dl.baselines.driver_loop.shuffle_reduce import ShuffleReduce
 from spark_dl.baselines.driver_loop.tree_reduce import TreeReduce
 from spark_dl.baselines.servers.settings import ParameterServer
-from spark_dl.config import Checkpoint, Config, Data, Faults, Launch, Loader, Parallel, Sequences, Shards, Train
+from spark_dl.config import Checkpoint, Config, Data, Faults, Launch, Loader, Parallel, Sequences, Shards, Track, Train
 from spark_dl.config.load import load_config
 from spark_dl.data.dataset.manifest import read_shards
 from spark_dl.data.dataset.records import ShardSet
@@ -50,6 +50,7 @@ __all__ = [
     "ShuffleReduce",
     "Single",
     "Strategy",
+    "Track",
     "Train",
     "TrainResult",
     "TreeReduce",

@@ -37,8 +37,10 @@ from spark_dl.prepare import as_sources, prepare_evaluation, prepare_run
 from spark_dl.rundir import checkpoint, environment
 from spark_dl.rundir.checkpoint_files import MODEL
 from spark_dl.rundir.folder import LOGS
-from spark_dl.spark_job import is_connect
+from spark_dl.spark_job import describe, is_connect
 from spark_dl.spec import ModelSpec, Run
+from spark_dl.track import tracking
+from spark_dl.track.values import name_of
 from spark_dl.training import metrics
 
 if TYPE_CHECKING:
@@ -119,16 +121,17 @@ def train(
     validation = None if validation is None else as_sources(validation)
     spark = find_session(data, spark)
     check_settings(spark, spec, config, has_validation=validation is not None)
+    tracking.check(config.track)
     options: dict[str, Any] = {"run_dir": run_dir, "resume": resume, "overwrite": overwrite}
     with (
         Progress("train", enabled=progress) as shown,
         prepare_run(data, spec, config, validation=validation, stage=shown.stage, **options) as run,
         environment.recorded(run, describe_session(spark)) as record_end,
+        tracking.tracking(run, resume=resume) as tracker,
     ):
-        shown.stage(f"starting {config.launch.num_ranks} rank(s)")
-        events = _events(shown, functions)
-        result = _launch_run(spark, run, data, task="train", on_event=events, poll=metrics.follow(run.run_dir))
+        result = _launch_run(spark, run, data, shown, task="train", functions=[tracker.put, *functions])
         record_end(result)
+        tracker.finish(result, shown.stage)
     return TrainResult(**{**result, "run_dir": run.run_dir, "seconds": time.perf_counter() - start})
 
 
@@ -155,8 +158,7 @@ def evaluate(
         Progress("evaluate", enabled=progress) as shown,
         prepare_evaluation(data, spec, config, saved, stage=shown.stage) as run,
     ):
-        shown.stage(f"starting {config.launch.num_ranks} rank(s)")
-        return _launch_run(spark, run, data, task="evaluate", reference_columns=saved.columns, on_event=_events(shown))
+        return _launch_run(spark, run, data, shown, task="evaluate", reference_columns=saved.columns)
 
 
 def launch(
@@ -185,8 +187,9 @@ def launch(
     failed.
     """
     settings = _launch_settings(settings, num_ranks)
-    spark = find_session(None, spark)
+    spark, subject = find_session(None, spark), name_of(fn)
     if isinstance(fn, (str, os.PathLike)):
+        subject = str(args[0] if fn == "-m" and args else fn)
         if kwargs:
             raise ValueError(f"launch: a script takes arguments as strings, found {', '.join(kwargs)}=...")
         script = read_script(fn, args, env or {})
@@ -194,7 +197,7 @@ def launch(
     _check_call(fn, args, kwargs)
     return run_barrier(
         spark, worker.call, fn, args, kwargs, settings, launch=settings, env=env, on_event=show_output,
-        poll=follow_logs(settings),
+        poll=follow_logs(settings), description=describe("launch", settings.num_ranks, subject),
     )  # fmt: skip
 
 
@@ -235,6 +238,7 @@ def run_on_dataframe(
     return run_barrier(
         find_session(df), worker.call, fn, (), kwargs, settings, columns=columns, settings=rows,
         launch=settings, source=dealt, env=env, on_event=show_output, poll=follow_logs(settings),
+        description=describe("run_on_dataframe", settings.num_ranks, name_of(fn)),
     )  # fmt: skip
 
 
@@ -274,7 +278,7 @@ def _functions(on_event: Any) -> list[OnEvent]:
     return functions
 
 
-def _events(shown: Progress, functions: Sequence[OnEvent] = ()) -> OnEvent:
+def _events(shown: Progress, functions: Sequence[OnEvent]) -> OnEvent:
     """Returns a function that shows an event, and passes it on to the user's functions."""
 
     def pass_on(event: Mapping[str, Any]) -> None:
@@ -287,18 +291,24 @@ def _events(shown: Progress, functions: Sequence[OnEvent] = ()) -> OnEvent:
 
 
 def _launch_run(
-    spark: Any, run: Run, data: Any, *, task: str, reference_columns: Sequence[Column] = (), **watch: Any
-) -> dict[str, Any]:
+    spark: Any, run: Run, data: Any, shown: Progress, *,
+    task: str, functions: Sequence[OnEvent] = (), reference_columns: Sequence[Column] = (),
+) -> dict[str, Any]:  # fmt: skip
     """Runs a task on ranks or from the driver, as its strategy needs, and returns its result.
 
     With local storage the rows of the DataFrame `data` are streamed to the ranks, with columns as `reference_columns`.
-    watch: `on_event` and `poll` of `run_barrier`.
+    functions: those of the user for events.
     """
     config = run.config
     strategy = strategies.find(config.parallel.strategy)
     launch = _with_log_dir(config.launch, run.run_dir) if is_connect(spark) else config.launch
-    polls = [watch.pop("poll", list), follow_logs(launch)]
-    watch["poll"] = lambda: [event for poll in polls for event in poll()]
+    polls = [metrics.follow(run.run_dir) if task == "train" else list, follow_logs(launch)]
+    watch: dict[str, Any] = {
+        "on_event": _events(shown, functions),
+        "poll": lambda: [event for poll in polls for event in poll()],
+        "description": describe(task, launch.num_ranks, run.run_dir if task == "train" else str(run.checkpoint)),
+    }
+    shown.stage(f"starting {launch.num_ranks} rank(s)")
     streams = config.shards.storage == "local"
     if not streams:
         _log.info("%d rows in %d shards at %s", run.train.rows, run.train.num_shards, run.train.url)

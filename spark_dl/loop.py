@@ -22,6 +22,7 @@ from spark_dl.spec import ModelSpec, Position, Run
 from spark_dl.training import early_stop, finite
 from spark_dl.training.finite import LOSS, Finding, NotFiniteError, StepCheck
 from spark_dl.training.metrics import MetricsLog
+from spark_dl.training.profile import build_profile
 from spark_dl.training.schedule import Schedule
 from spark_dl.training.state import Progress, RunState, seed_generators
 from spark_dl.training.step_times import StepTimer, Times, split_times
@@ -104,6 +105,7 @@ class Training:
         self.step_check = StepCheck(trainable.modules[0], world.device, gradients=not fp16) if check_steps else None
         first_step, writes = self.progress.global_step, world.rank == log_rank
         self.log = MetricsLog(run.run_dir, writes=writes, first_step=first_step, report=world.report)
+        self.profile = build_profile(run, world, first_step)
         self.timer = StepTimer(
             world.rank if num_ranks is None else slice(None), num_ranks or world.world_size,
             log_every=self.config.train.log_every, clock=trainable.clock,
@@ -134,6 +136,8 @@ class Training:
         finally:
             if self.step_check is not None:
                 self.step_check.close()
+            if self.profile is not None:
+                self.profile.close()
 
     def _run_epochs(self, train_epoch: Callable[[], bool]) -> dict[str, Any]:
         start, rows_before = time.perf_counter(), self.progress.rows
@@ -166,6 +170,8 @@ class Training:
         progress, config = self.progress, self.config
         self.timer.reset()
         batches = self.timer.timed(self.loader.epoch(progress.epoch, progress.step))
+        if self.profile is not None:
+            batches = self.profile.steps(batches)
         try:
             for batch in batches:
                 self._train_step(batch)

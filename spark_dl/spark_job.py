@@ -20,9 +20,14 @@ def is_connect(spark: Any) -> bool:
     return type(spark).__module__.startswith("pyspark.sql.connect")
 
 
-def collect(df: Any) -> list[Any]:
+def describe(call: str, num_ranks: int, subject: str) -> str:
+    """Returns the description of the job of some ranks, such as `spark_dl train: 2 ranks, /data/runs/digits`."""
+    return f"spark_dl {call}: {num_ranks} rank{'s' * (num_ranks != 1)}, {subject}"
+
+
+def collect(df: Any, description: str) -> list[Any]:
     """Returns `df.collect()`. If this thread is interrupted, the job is cancelled. Called on the driver."""
-    job = SparkJob(df.sparkSession, df.collect)
+    job = SparkJob(df.sparkSession, df.collect, description=description)
     try:
         while not job.wait(3600.0):
             pass
@@ -38,7 +43,9 @@ def collect(df: Any) -> list[Any]:
 class SparkJob:
     """A call that runs Spark jobs, in a thread with the caller's local properties, such as its scheduler pool.
 
-    call: the call. description: shown in Spark's UI; the jobs then also have `name` as their group.
+    The properties of the caller's thread do not change.
+    description: shown in Spark's UI. Over Spark Connect, it is a tag of the operation.
+    own_group: whether the group of the jobs is `name`, and not that of the caller.
     on_end: called in the thread after the call.
     """
 
@@ -47,13 +54,14 @@ class SparkJob:
         spark: Any,
         call: Callable[[], Any],
         *,
-        description: str | None = None,
+        description: str,
+        own_group: bool = False,
         on_end: Callable[[], None] = lambda: None,
     ):
         self.name = f"spark_dl-{uuid.uuid4().hex}"
         self.result: Any = None
         self.error: BaseException | None = None
-        self._spark, self._description = spark, description
+        self._spark, self._description, self._own_group = spark, description, own_group
         self._properties = None if is_connect(spark) else spark.sparkContext._jsc.sc().getLocalProperties().clone()
         # NOTE: not Thread.join, which takes a running thread for ended if a signal interrupts it (before Python 3.13).
         self._has_ended = threading.Event()
@@ -72,14 +80,16 @@ class SparkJob:
         """Names the jobs of this thread, so that they can be cancelled."""
         if is_connect(self._spark):
             self._spark.addTag(self.name)
+            self._spark.addTag(self._description.replace(",", ";"))  # a tag has no comma
             return
         context = self._spark.sparkContext
         context._jsc.sc().setLocalProperties(self._properties)
         # Interrupted tasks end at once. Otherwise a Python worker that waits would run until it returns.
-        if self._description is None:
-            context.setInterruptOnCancel(True)
-        else:
+        if self._own_group:
             context.setJobGroup(self.name, self._description, interruptOnCancel=True)
+        else:
+            context.setInterruptOnCancel(True)
+            context.setJobDescription(self._description)
         context.addJobTag(self.name)
 
     def wait(self, timeout_s: float) -> bool:

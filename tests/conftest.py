@@ -11,6 +11,7 @@ import pytest
 
 # Before torch is imported. Ranks of tests share two cores: threads of OpenMP that wait for work keep them busy.
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 
 import torch.distributed as dist
 
@@ -19,9 +20,10 @@ from tests.ranks.launcher import pool_pids
 
 _KEPT = {
     "PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "SPARK_HOME", "PYSPARK_PYTHON", "PYSPARK_DRIVER_PYTHON",
-    "SPARK_LOCAL_IP", "PYTHONPATH", "JAVA_TOOL_OPTIONS", "PYTORCH_NVML_BASED_CUDA_CHECK", *s3.ENV,
+    "SPARK_LOCAL_IP", "PYTHONPATH", "JAVA_TOOL_OPTIONS", "PYTORCH_NVML_BASED_CUDA_CHECK",
+    "_MLFLOW_TELEMETRY_SESSION_ID", *s3.ENV,
 }  # fmt: skip
-"""Set by torch, by Lightning and by the Spark fixture, for the whole session."""
+"""Set by torch, by Lightning, by MLflow and by the Spark fixture, for the whole session."""
 _LEAVE_WAIT_S = 10.0
 
 

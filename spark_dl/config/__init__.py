@@ -9,6 +9,7 @@ from spark_dl.config.loader import Loader
 from spark_dl.config.parallel import Parallel
 from spark_dl.config.sequences import Sequences
 from spark_dl.config.shards import Shards
+from spark_dl.config.track import Track
 from spark_dl.config.train import Train
 
 __all__ = [
@@ -21,5 +22,6 @@ __all__ = [
     "Parallel",
     "Sequences",
     "Shards",
+    "Track",
     "Train",
 ]

@@ -14,6 +14,7 @@ from spark_dl.config.loader import Loader
 from spark_dl.config.parallel import Parallel
 from spark_dl.config.sequences import Sequences
 from spark_dl.config.shards import Shards
+from spark_dl.config.track import Track
 from spark_dl.config.train import Train
 from spark_dl.parallel.ddp import DDP
 
@@ -32,6 +33,7 @@ class Config:
     """Settings of the strategy, such as `spark_dl.DDP(bucket_mib=10)`."""
     launch: Launch = field(default_factory=Launch)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    track: Track = field(default_factory=Track)
     faults: Faults = field(default_factory=Faults)
 
     def __post_init__(self) -> None:

@@ -123,6 +123,9 @@ CONFLICTS = (
     Conflict("loader.reader", lambda c: _served(c) and _petastorm(c),
              "expected 'spark_dl' with parallel.strategy={c.parallel.strategy!r}, where ranks take over rows of "
              "other ranks, found 'petastorm'"),
+    Conflict("track.profile_steps", lambda c: (c.parallel.by_spark or _served(c)) and c.track.profile_steps is not None,
+             "expected null with parallel.strategy={c.parallel.strategy!r}, whose ranks do not take the steps of a "
+             "run one by one, found {c.track.profile_steps}"),
 )  # fmt: skip
 
 
@@ -182,6 +185,11 @@ def _check_ranks(config: Config) -> None:
         raise ValueError(
             f"faults.straggler_ranks: expected ranks below {trainers}, the number of ranks that train "
             f"with launch.num_ranks={config.launch.num_ranks}, found {list(config.faults.straggler_ranks)}"
+        )
+    if any(rank >= config.launch.num_ranks for rank in config.track.profile_ranks):
+        raise ValueError(
+            f"track.profile_ranks: expected ranks below launch.num_ranks={config.launch.num_ranks}, found "
+            f"{list(config.track.profile_ranks)}"
         )
     batch, streams = config.train.global_batch_size, config.loader.num_streams
     least = batch // streams * (streams // trainers)

@@ -41,6 +41,7 @@ def run_barrier(
     fn: Callable[..., RankResult],
     *args: Any,
     launch: Launch,
+    description: str = "spark_dl ranks",
     on_event: Callable[[Event], None] | None = None,
     poll: Callable[[], list[dict[str, Any]]] | None = None,
     source: Any = None,
@@ -51,6 +52,7 @@ def run_barrier(
 
     Returns the results by rank. The job has ended when this function returns or raises.
 
+    description: of the job, in Spark's UI.
     on_event: called in the driver's thread with the events of the ranks, while they run. Over Spark Connect, where
         ranks cannot connect to the driver, it gets the events that `poll` returns.
     source: a DataFrame with one partition per rank. The ranks get its rows: `fn(..., rows=TaskInput)`.
@@ -74,7 +76,7 @@ def run_barrier(
         tasks = spark.range(0, launch.num_ranks, 1, launch.num_ranks) if source is None else source
         with worker_env(spark, env or {}):
             df = tasks.mapInArrow(task, SCHEMA, barrier=True)
-        job = _Job(spark, df, launch.num_ranks, events, computes_first=source is not None)
+        job = _Job(spark, df, launch.num_ranks, events, description=description, computes_first=source is not None)
         try:
             watched = (None, listener.silence) if listener else (poll or list, dict)
             _Watch(job, launch, on_event, *watched).run(events)
@@ -111,12 +113,14 @@ def _listen(spark: Any, num_ranks: int) -> Listener:
 class _Job:
     """The Spark job of the ranks."""
 
-    def __init__(self, spark: Any, df: Any, num_ranks: int, events: queue.Queue[Any], *, computes_first: bool):
+    def __init__(
+        self, spark: Any, df: Any, num_ranks: int, events: queue.Queue[Any], *, description: str, computes_first: bool
+    ):
         self._spark, self._num_ranks, self._events = spark, num_ranks, events
         self.computes_first = computes_first
         """Whether the job has stages before the stage of the ranks. These can take any time."""
         self._job = SparkJob(
-            spark, functools.partial(self._collect, df), description="spark_dl ranks",
+            spark, functools.partial(self._collect, df), description=description, own_group=True,
             on_end=lambda: events.put({"kind": "job ended"}),
         )  # fmt: skip
         self.cancel = self._job.cancel

@@ -287,14 +287,15 @@ def check_same_settings(saved: Saved, config: Config) -> None:
     Fields that `config.fields.may_change` marks may differ: they do not change what was trained so far.
     """
     before, now = saved.manifest["config"], config.to_dict()
-    if unknown := sorted(before.keys() ^ now.keys()):
+    optional = {name for name in now if getattr(type(getattr(config, name)), "MAY_CHANGE", False)}
+    if unknown := sorted((before.keys() ^ now.keys()) - optional):
         raise ValueError(
             f"cannot resume from {saved.url}, which another version of spark_dl has written (sections of its settings "
             f"that differ: {', '.join(unknown)}); train again in another run_dir"
         )
     differ: list[str] = []
     for name in now:
-        old, new = before[name] or {}, now[name] or {}
+        old, new = before.get(name) or {}, now[name] or {}
         section = getattr(config, name)
         keys = {*fixed_on_resume(type(section))} if section is not None else old.keys()
         if old.get("strategy") != new.get("strategy"):  # the others are settings of another strategy

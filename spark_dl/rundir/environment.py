@@ -36,6 +36,8 @@ RUNNING, FINISHED, STOPPED_EARLY, FAILED, INTERRUPTED = "running", "finished", "
 """Values of `outcome`."""
 _FORMAT = "spark_dl.environment"
 _NAME = re.compile(r"(\d{6,})-(driver|ranks)\.json")
+OWN_FILE = re.compile(rf"{_NAME.pattern}(\.tmp-[0-9a-f]*)?")
+"""The names of the files in the folder."""
 _MAX_ERROR = 20_000
 _log = logging.getLogger("spark_dl")
 
@@ -47,11 +49,6 @@ class Attempt:
     generation: int
     driver: Mapping[str, Any] = field(default_factory=dict)
     ranks: Mapping[str, Any] = field(default_factory=dict)
-
-
-def is_own_file(name: str) -> bool:
-    """Whether this is the name of a file in the folder."""
-    return _NAME.fullmatch(re.sub(r"\.tmp-[0-9a-f]*$", "", name)) is not None
 
 
 def read(run_dir: str) -> tuple[list[Attempt], list[str]]:

@@ -1,8 +1,9 @@
 """The run folder: its contents, the mark that a run wrote it, and the files that `overwrite` deletes.
 
     generations/000001                                  the mark: the first file of a run (generations.py)
-    config.yaml  metrics.jsonl  logs/rank-0.log ...
+    config.yaml  metrics.jsonl  mlflow.json  logs/rank-0.log ...
     environment/000001-driver.json ...                  environment.py
+    tensorboard/events.out.tfevents....spark_dl  profile/rank-0.pt.trace.json.gz ...
     checkpoints/step-00000120.gen-0001/...              checkpoint.py
     shards/{train,train-<name>,validation,evaluate-<id>}/...      data/dataset/folder.py
 
@@ -26,8 +27,21 @@ CONFIG = "config.yaml"
 SHARDS = "shards"
 LOGS = "logs"
 """Output of the ranks (`launch.log_dir`), where they cannot send it to the driver."""
+TENSORBOARD = "tensorboard"
+EVENT_FILE_END = ".spark_dl"
+"""The end of the names of event files, which tells them from those of other programs."""
+MLFLOW = "mlflow.json"
+"""The MLflow run of this run."""
+PROFILE = "profile"
+TRACE = "rank-{}.pt.trace.json.gz"
 _NAMES = (checkpoint.FOLDER, SHARDS, metrics.FILE, CONFIG, LOGS, environment.FOLDER)
-_LOG = re.compile(r"rank-\d+\.log")
+_SMALL_FILES = {
+    environment.FOLDER: environment.OWN_FILE,
+    LOGS: re.compile(r"rank-\d+\.log"),
+    TENSORBOARD: re.compile(rf"events\.out\.tfevents\..*{re.escape(EVENT_FILE_END)}"),
+    PROFILE: re.compile(re.escape(TRACE).replace(r"\{\}", r"\d+")),
+}
+"""The names of the files in folders that are not deleted as a whole."""
 _SHARD_SET = re.compile(r"train|train-.+|validation|evaluate-[0-9a-f]{8}")
 
 
@@ -57,7 +71,7 @@ def delete_run(run_dir: str, keep: Collection[str]) -> None:
         own = storage.identity(url)
         if not any(at == own or at.startswith(f"{own}/") for at in used):
             delete_dataset(url)
-    for url in (storage.join(run_dir, metrics.FILE), *_logs(run_dir), *_environment(run_dir)):
+    for url in (storage.join(run_dir, metrics.FILE), storage.join(run_dir, MLFLOW), *_small_files(run_dir)):
         storage.delete_file(url)
 
 
@@ -88,25 +102,24 @@ def _shard_sets(run_dir: str) -> list[str]:
     return [storage.join(folder, name) for name in storage.list_names(folder) if _SHARD_SET.fullmatch(name)]
 
 
-def _logs(run_dir: str) -> list[str]:
-    folder = storage.join(run_dir, LOGS)
-    return [storage.join(folder, name) for name in storage.list_names(folder) if _LOG.fullmatch(name)]
-
-
-def _environment(run_dir: str) -> list[str]:
-    folder = storage.join(run_dir, environment.FOLDER)
-    return [storage.join(folder, name) for name in storage.list_names(folder) if environment.is_own_file(name)]
+def _small_files(run_dir: str) -> list[str]:
+    """The output of ranks, event files and profiles."""
+    found = []
+    for folder, is_own in _SMALL_FILES.items():
+        url = storage.join(run_dir, folder)
+        found += [storage.join(url, name) for name in storage.list_names(url) if is_own.fullmatch(name)]
+    return found
 
 
 def _check_links(run_dir: str) -> None:
     """Raises ValueError for the first link that `overwrite` would delete. The run folder itself can be a link."""
     if not storage.is_local(run_dir):
         return
-    top = [storage.join(run_dir, name) for name in (generations.FOLDER, *_NAMES)]
+    top = [storage.join(run_dir, name) for name in (generations.FOLDER, *_NAMES, MLFLOW, TENSORBOARD, PROFILE)]
     folders = [*_checkpoints(run_dir), *_shard_sets(run_dir)]
     files = [(storage.join(folder, name), name) for folder in folders for name in storage.list_names(folder)]
     known = [url for url, name in files if is_dataset_file(name) or checkpoint_files.is_own_file(name)]
-    for url in (*top, *folders, *known, *_logs(run_dir), *_environment(run_dir)):
+    for url in (*top, *folders, *known, *_small_files(run_dir)):
         if storage.is_link(url):
             raise ValueError(
                 f"{url} is a symbolic link to {os.readlink(storage.absolute(url))}: overwrite does not "

@@ -18,12 +18,13 @@ from spark_dl import (
     Shards,
     ShuffleReduce,
     Single,
+    Track,
     Train,
     TreeReduce,
 )
 
 SECTIONS = {"data": Data, "shards": Shards, "loader": Loader, "train": Train, "launch": Launch,
-            "checkpoint": Checkpoint, "faults": Faults}  # fmt: skip
+            "checkpoint": Checkpoint, "track": Track, "faults": Faults}  # fmt: skip
 _STRATEGIES = (DDP, Horovod, LocalSGD, Single, DPSingleProcess, TreeReduce, ShuffleReduce, ParameterServer)
 STRATEGIES = {cls.strategy: cls for cls in _STRATEGIES}
 

@@ -39,7 +39,7 @@ from spark_dl.launch.failure import root_cause
 from spark_dl.parallel.exchange_clock import Seconds
 from spark_dl.parallel.generators import generators_kept
 from spark_dl.parallel.trainable import Scaler, Trainable, build_optimization
-from spark_dl.spark_job import is_connect
+from spark_dl.spark_job import describe, is_connect
 from spark_dl.spec import Batch, Run
 from spark_dl.training.finite import NotFiniteError
 from spark_dl.world import World
@@ -207,7 +207,9 @@ class _Jobs:
         context = self._context
         if self._attempt is None:
             # Interrupted tasks free their slots at once. A Python worker notices it after it has computed its step.
-            context.setJobGroup(self._id, f"spark_dl {self._run.config.parallel.strategy}", interruptOnCancel=True)
+            subject = f"{self._run.run_dir}, {self._run.config.parallel.strategy}"
+            description = describe("train", self._run.config.launch.num_ranks, subject)
+            context.setJobGroup(self._id, description, interruptOnCancel=True)
             packed = payload.pack_call(None, (self._run,), {})
             self._attempt = context.broadcast(Attempt(self._id, packed, gradient_sum.to_arrays(frozen)))
         sent = context.broadcast(step)

@@ -67,7 +67,8 @@ def join_small(
                 yield pa.RecordBatch.from_pydict({"part": [json.dumps(asdict(part))]})
 
     joined: dict[int, list[Shard]] = {}
-    for part in run_tasks(spark.range(0, len(files), 1, len(files)), join_file):
+    ranges = spark.range(0, len(files), 1, len(files))
+    for part in run_tasks(ranges, join_file, f"spark_dl: joining small shards of {url}"):
         joined.setdefault(files[part.partition][0], []).extend(part.shards)
     return [shard for i, run in enumerate(runs) for shard in joined.get(i, run)]
 

@@ -76,7 +76,9 @@ def write_shards(
     selected, sources = select_sources(df, names, data, layout, reference_columns)
     token = uuid.uuid4().hex[:8]  # distinguishes these files from those of a killed writer whose tasks still run
     try:
-        parts = run_tasks(selected, _partition_writer(url, sources, data, layout, token))
+        parts = run_tasks(
+            selected, _partition_writer(url, sources, data, layout, token), f"spark_dl: writing the rows of {url}"
+        )
         written = agreed_columns(sources, parts)
         changes = add_changes(p.changes for p in parts)
         schema.check_reference_columns(written, reference_columns)

@@ -17,10 +17,13 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 
-def run_tasks(df: DataFrame, task: Any) -> list[PartitionResult]:
-    """Runs a task over the partitions of a DataFrame. Raises RuntimeError, with its cause, if a task cannot write."""
+def run_tasks(df: DataFrame, task: Any, description: str) -> list[PartitionResult]:
+    """Runs a task over the partitions of a DataFrame. Raises RuntimeError, with its cause, if a task cannot write.
+
+    description: of the job, in Spark's UI.
+    """
     try:
-        rows = collect(df.mapInArrow(task, "part string"))
+        rows = collect(df.mapInArrow(task, "part string"), description)
     except Exception as error:  # Spark Connect and classic Spark have different classes
         if found := re.search(rf"^\s*RuntimeError: ({CANNOT_WRITE}.*)$", str(error), re.MULTILINE):
             raise RuntimeError(found.group(1)) from error

@@ -58,7 +58,9 @@ def _count_vocabularies(
     least = F.lit(1)
     for i, s in settings.items():
         least = F.when(F.col("i") == i, s.get("min_count", 1)).otherwise(least)
-    rows = collect(counts.filter(F.col("count") >= least).limit(sum(most.values()) + 1))
+    rows = collect(
+        counts.filter(F.col("count") >= least).limit(sum(most.values()) + 1), "spark_dl: counting words of vocabularies"
+    )
     found: dict[int, list[tuple[int, str]]] = {i: [] for i in columns}
     for row in rows:
         found[row["i"]].append((-row["count"], row["word"]))
@@ -95,7 +97,9 @@ def with_mean_sizes(df: DataFrame, columns: Sequence[SourceColumn]) -> tuple[Sou
         for c in varying.values()
     ]
     sample = df.select(*(size.alias(f"s{i}") for i, size in zip(varying, sizes, strict=True))).limit(_SAMPLE_ROWS)
-    means = collect(sample.agg(*(F.avg(f"s{i}").alias(f"s{i}") for i in varying)))[0]
+    means = collect(
+        sample.agg(*(F.avg(f"s{i}").alias(f"s{i}") for i in varying)), "spark_dl: sampling the sizes of cells"
+    )[0]
     return tuple(replace(c, mean_size=means[f"s{i}"]) if i in varying else c for i, c in enumerate(columns))
 
 

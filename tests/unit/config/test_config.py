@@ -18,6 +18,7 @@ from spark_dl import (
     ParameterServer,
     Sequences,
     Shards,
+    Track,
     Train,
     TreeReduce,
 )
@@ -186,6 +187,28 @@ INVALID = [  # section, key, invalid values, and invalid combinations of values
     (Checkpoint, "checkpoint.every_epochs", [0, -1, 2.0, None]),
     (Checkpoint, "checkpoint.keep", [0, -1, 2.0, None]),
     (Checkpoint, "checkpoint.strict", ["yes", 1, None]),
+    (Track, "track.tensorboard", [0, "yes", None]),
+    (Track, "track.mlflow", [1, "true", None]),
+    *(
+        (Track, f"track.mlflow_{name}", [3, None, "x"], [{"mlflow": True, f"mlflow_{name}": 3}])
+        for name in ("experiment_name", "run_name")
+    ),
+    (
+        Track,
+        "track.mlflow_tracking_uri",
+        [3, None, "http://host:5000"],
+        [
+            {"mlflow": True, "mlflow_tracking_uri": f"{scheme}://me:secret@host/db"}
+            for scheme in ("https", "postgresql")
+        ],
+    ),
+    (Track, "track.mlflow_registered_model_name", [3, "x"], [{"mlflow": True, "mlflow_registered_model_name": "x"}]),
+    (Track, "track.mlflow_tags", ["a", None, {"a": "b"}], [{"mlflow": True, "mlflow_tags": {3: "a"}}]),
+    (Track, "track.mlflow_tags.a", [], [{"mlflow": True, "mlflow_tags": {"a": v}} for v in (3, None)]),
+    (Track, "track.mlflow_log_model", [1, None, True]),
+    (Track, "track.mlflow_log_checkpoint", [1, None, True]),
+    (Track, "track.profile_steps", [3, "1,2", [1], [0, 3], [3, 2], [1, 2, 3], [1, 2.0], [True, 2]]),
+    (Track, "track.profile_ranks", [0, "0", None, [-1], [1.0], [True], [0]]),
     (Faults, "faults.straggler", ["normal", None]),
     (Faults, "faults.straggler_s", [-1, NAN, INF, "1", None, 0.5], [{"straggler": "constant"}]),
     (Faults, "faults.straggler_ranks", [0, "0", [-1], [1.0], [True], None, [1]]),
@@ -219,7 +242,8 @@ def test_the_table_of_invalid_values_knows_every_setting_of_every_strategy(strat
 
 def test_defaults_are_valid():
     sections = {"data": Data(), "shards": Shards(), "loader": Loader(), "sequences": None, "train": Train(),
-                "parallel": DDP(), "launch": Launch(), "checkpoint": Checkpoint(), "faults": Faults()}  # fmt: skip
+                "parallel": DDP(), "launch": Launch(), "checkpoint": Checkpoint(), "track": Track(),
+                "faults": Faults()}  # fmt: skip
     assert Config() == Config(**sections)
     assert [f.name for f in dataclasses.fields(Config)] == [*sections]
 

@@ -58,6 +58,8 @@ EXCLUSIVE = [  # the key that the error names, and settings of which each is val
     ("train.clip_grad_norm", TWO_SERVERS, {"clip_grad_norm": 1.0}),
     ("train.precision", SERVED, {"precision": "fp16"}),
     ("shards.storage", SERVED, LOCAL),
+    ("track.profile_steps", SERVED, {"profile_steps": (1, 2)}),
+    ("track.profile_steps", {"parallel": TreeReduce()}, {"profile_steps": (1, 2)}),
     ("loader.reader", SERVED, PETASTORM),
 ]
 
@@ -192,6 +194,14 @@ def test_ranks_that_compute_nothing_cannot_be_slow(strategy):
     build(0, 3)
     with pytest.raises(ValueError, match=r"^faults\.straggler_ranks: expected ranks below 4, .*, found \[0, 4\]$"):
         build(0, 4)
+
+
+def test_only_ranks_that_exist_are_profiled():
+    make_config(num_ranks=2, profile_steps=(1, 2), profile_ranks=[0, 1])
+    with pytest.raises(
+        ValueError, match=r"^track\.profile_ranks: expected ranks below launch.num_ranks=2, found \[2\]"
+    ):
+        make_config(num_ranks=2, profile_steps=(1, 2), profile_ranks=[2])
 
 
 def test_servers_do_not_train():

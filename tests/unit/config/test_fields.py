@@ -14,7 +14,7 @@ MAY_CHANGE = {
     "loader.reader_threads", "loader.prefetch_batches",
     "train.epochs", "train.max_steps", "train.metrics", "train.early_stop_metric", "train.early_stop_mode",
     "train.early_stop_patience", "train.early_stop_min_delta", "train.log_every",
-    *(key for key in config_keys() if key.startswith(("launch.", "checkpoint.", "faults."))),
+    *(key for key in config_keys() if key.startswith(("launch.", "checkpoint.", "track.", "faults."))),
 }  # fmt: skip
 
 
@@ -54,6 +54,13 @@ def test_a_section_that_another_version_has_is_an_error_that_names_it():
     before["extra"] = before.pop("loader")
     with pytest.raises(ValueError, match=r"another version of spark_dl .*: extra, loader\)"):
         check_same_settings(Saved("/run/checkpoints/1", 1, 1, {"config": before}), Config())
+
+
+@pytest.mark.parametrize("missing", ["track", "faults"])
+def test_a_section_that_may_change_may_be_missing_in_an_older_checkpoint(missing):
+    before = Config().to_dict()
+    del before[missing]
+    check_same_settings(Saved("/run/checkpoints/1", 1, 1, {"config": before}), Config())
 
 
 def test_sequences_cannot_come_or_go():

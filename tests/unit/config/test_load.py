@@ -21,7 +21,7 @@ from spark_dl import (
 )
 from spark_dl.config.load import build_config, config_keys
 
-SECTIONS = "checkpoint, data, faults, launch, loader, parallel, sequences, shards, train"
+SECTIONS = "checkpoint, data, faults, launch, loader, parallel, sequences, shards, track, train"
 
 
 def write(tmp_path, text):

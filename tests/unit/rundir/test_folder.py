@@ -19,7 +19,8 @@ OURS = ("checkpoints/step-00000001.gen-0001", "shards/train", "shards/train-a b"
 THEIRS = ("checkpoints/best.ckpt", "checkpoints/step-00000001.gen-0001/notes.txt", "checkpoints/step-7/model.pt",
           "shards/mine/x", "shards/train/notes.txt", "shards/evaluate-mine/part-0123abcd-0000.parquet",
           "notes.txt", "predictions/part-0.parquet", "metrics.jsonl.bak", "logs/rank-0.log.bak",
-          "logs/mine", "environment/1.json", "environment/000001-driver.json.bak", "report.html")  # fmt: skip
+          "logs/mine", "environment/1.json", "environment/000001-driver.json.bak", "report.html", "mlflow.db",
+          "tensorboard/events.out.tfevents.1.host.1.0", "profile/rank-0.json")  # fmt: skip
 
 
 def a_run(run_dir):
@@ -40,6 +41,13 @@ def a_run(run_dir):
     (run_dir / "logs").mkdir()
     for rank in (0, 12):
         (run_dir / "logs" / f"rank-{rank}.log").write_text("stdout: ours")
+    for name in (
+        "tensorboard/events.out.tfevents.1.host.1.0.spark_dl",
+        "profile/rank-1.pt.trace.json.gz",
+        "mlflow.json",
+    ):
+        (run_dir / name).parent.mkdir(exist_ok=True)
+        (run_dir / name).write_text("ours")
     return run_dir
 
 

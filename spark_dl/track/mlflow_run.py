@@ -1,0 +1,342 @@
+"""A run of MLflow for a run of spark_dl: parameters, metrics, tags and artifacts, written on the driver.
+
+All calls name the server and the run, so the state of `mlflow` in the user's process does not change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import platform
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from spark_dl import storage
+from spark_dl._version import __version__
+from spark_dl.config import Track
+from spark_dl.data.load.mixture import Mixture
+from spark_dl.rundir.folder import CONFIG, MLFLOW
+from spark_dl.spec import Run
+from spark_dl.track.background import Background, Event
+from spark_dl.track.values import as_key, as_value, flatten, metrics_of, name_of
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+_log = logging.getLogger("spark_dl")
+
+_LONGEST_KEY, _LONGEST_VALUE = 250, 500
+_PARAMS_AT_ONCE, _METRICS_AT_ONCE = 100, 1000
+_PROBE_S = 5.0
+"""How long a server may take to answer before it counts as down."""
+_CHECKPOINT = "checkpoint"
+"""Folder of the artifacts of the last checkpoint."""
+
+
+def connect(track: Track) -> tuple[MlflowClient, str]:
+    """Returns a client, and the tracking URI. Called on the driver, before any data is read.
+
+    Raises ValueError without the package, and RuntimeError if the server or the database cannot be used.
+    """
+    try:
+        import mlflow
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"track.mlflow: needs the package mlflow on the driver ({error}); install spark_dl[mlflow], or set it to "
+            "false"
+        ) from error
+    uri = track.mlflow_tracking_uri or mlflow.get_tracking_uri()
+    if not answers(uri):
+        raise RuntimeError(
+            f"track.mlflow: the server {without_password(uri)} does not answer; start it, set "
+            "track.mlflow_tracking_uri or MLFLOW_TRACKING_URI to another one, or set track.mlflow to false"
+        )
+    with _explained(uri):
+        client = mlflow.MlflowClient(tracking_uri=uri)
+        client.search_experiments(max_results=1)
+    return client, uri
+
+
+def answers(uri: str) -> bool:
+    """Whether a tracking server answers within seconds. True for databases.
+
+    MLflow itself repeats its calls for minutes.
+    """
+    if not uri.startswith(("http://", "https://")):
+        return True
+    import requests
+
+    try:
+        requests.get(f"{uri.rstrip('/')}/health", timeout=_PROBE_S)
+    except (requests.exceptions.SSLError, requests.exceptions.ProxyError):
+        return True  # MLflow has settings for these
+    except requests.exceptions.RequestException:
+        return False
+    return True
+
+
+def without_password(uri: str) -> str:
+    """Returns a URI without the user and the password in it."""
+    return re.sub(r"://[^/]*@", "://", uri)
+
+
+@contextlib.contextmanager
+def _explained(uri: str) -> Iterator[None]:
+    """Raises RuntimeError with the server for any error of MLflow, but not for errors of the settings."""
+    try:
+        yield
+    except ValueError:
+        raise
+    except Exception as error:  # of HTTP, of a database or of MLflow
+        raise RuntimeError(f"track.mlflow: cannot use MLflow at {without_password(uri)}: {error}") from error
+
+
+@dataclass
+class MlflowRun:
+    """An open run of MLflow."""
+
+    client: MlflowClient
+    uri: str
+    run_id: str
+    experiment_id: str
+    is_own: bool
+    """Whether spark_dl ends the run."""
+    logged_steps: dict[str, int] = field(default_factory=dict)
+    """The last step of each metric that earlier attempts have logged."""
+
+    @property
+    def name(self) -> str:
+        """The server and the run, for messages."""
+        at = without_password(self.uri).rstrip("/")
+        if at.startswith(("http://", "https://")):
+            return f"MLflow ({at}/#/experiments/{self.experiment_id}/runs/{self.run_id})"
+        return f"MLflow ({at}, run {self.run_id})"
+
+    def write(self, events: Sequence[Event]) -> None:
+        """Logs metrics, and the URL of the last checkpoint. Raises OSError if the server does not answer."""
+        from mlflow.entities import Metric, RunTag
+
+        metrics = [
+            Metric(as_key(name, _LONGEST_KEY), value, round(event["time"] * 1000), event["step"])
+            for event in events
+            for name, value in metrics_of(event).items()
+            if event["step"] > self.logged_steps.get(as_key(name, _LONGEST_KEY), 0)
+        ]
+        urls = [event["url"] for event in events if event["kind"] == "checkpoint"]
+        tags = [RunTag("spark_dl.checkpoint", urls[-1])] if urls else []
+        if metrics or tags:
+            self._check_answer()
+        for start in range(0, len(metrics), _METRICS_AT_ONCE):
+            self._log_batch(metrics=metrics[start : start + _METRICS_AT_ONCE])
+        if tags:
+            self._log_batch(tags=tags)
+
+    def _log_batch(self, **values: Any) -> None:
+        from mlflow.exceptions import MlflowException
+
+        try:
+            self.client.log_batch(self.run_id, synchronous=True, **values)
+        except MlflowException as error:
+            if error.get_http_status_code() != 400:
+                raise
+            _log.warning("%s does not accept these values, which are left out: %s", self.name, error)
+
+    def end(self, status: str) -> None:
+        """Ends the run, if it is not the user's. Raises OSError if the server does not answer."""
+        if self.is_own:
+            self._check_answer()
+            self.client.set_terminated(self.run_id, status)
+
+    def _check_answer(self) -> None:
+        if not answers(self.uri):
+            raise OSError("the server does not answer")
+
+    def upload(self, url: str, names: Sequence[str], folder: str) -> None:
+        """Uploads files of a folder as artifacts."""
+        with tempfile.TemporaryDirectory(prefix="spark_dl-") as local:
+            for name in names:
+                source = storage.join(url, name)
+                path = storage.absolute(source)
+                if not storage.is_local(source):
+                    path = os.path.join(local, name)
+                    with storage.open_input(source) as remote, open(path, "wb") as file:
+                        shutil.copyfileobj(remote, file)
+                self.client.log_artifact(self.run_id, path, folder)
+
+
+@contextlib.contextmanager
+def tracking(run: Run, *, resume: bool) -> Iterator[tuple[MlflowRun, Background]]:
+    """Yields the run of MLflow, and a thread that logs events to it. Called on the driver.
+
+    The run is the one that is active in this thread; else, with `resume`, that of the earlier attempts; else a new one,
+    which ends with the block as FINISHED, FAILED or KILLED.
+    Raises ValueError for settings that do not fit the active run, RuntimeError if the server cannot be used.
+    """
+    track = run.config.track
+    client, uri = connect(track)
+    with _explained(uri):
+        logged = _open_run(client, uri, run, resume=resume)
+        _log_start(logged, run)
+    _log.info("%s", logged.name)
+    thread = Background(logged.name, logged.write, logged.end)
+    status = "FAILED"
+    try:
+        yield logged, thread
+        status = "FINISHED"
+    except (KeyboardInterrupt, SystemExit):
+        status = "KILLED"
+        raise
+    finally:
+        thread.close(status)
+
+
+def _open_run(client: MlflowClient, uri: str, run: Run, *, resume: bool) -> MlflowRun:
+    import mlflow
+
+    track = run.config.track
+    active = mlflow.active_run()
+    saved_id = _saved_run(run.run_dir, uri) if resume else None
+    if active is not None:
+        _check_active(active, track)
+        found = client.get_run(active.info.run_id)
+        opened = MlflowRun(client, uri, found.info.run_id, found.info.experiment_id, is_own=False)
+        if saved_id == found.info.run_id:
+            opened.logged_steps = _last_steps(found)
+    elif saved_id is not None:
+        opened = _reopen(client, uri, saved_id, run.run_dir)
+    else:
+        opened = _create(client, uri, track, storage.name(run.run_dir))
+    saved = {"tracking_uri": without_password(uri), "experiment_id": opened.experiment_id, "run_id": opened.run_id}
+    storage.write_bytes(storage.join(run.run_dir, MLFLOW), json.dumps(saved).encode())
+    return opened
+
+
+def _check_active(active: Any, track: Track) -> None:
+    """Raises ValueError if the settings name another server or experiment than that of the active run."""
+    import mlflow
+
+    found = mlflow.get_tracking_uri()
+    if track.mlflow_tracking_uri and track.mlflow_tracking_uri.rstrip("/") != found.rstrip("/"):
+        raise ValueError(
+            f"track.mlflow_tracking_uri: expected {without_password(found)!r}, the server of the active MLflow run, "
+            f"found {track.mlflow_tracking_uri!r}; remove it, or end the active run before"
+        )
+    name = track.mlflow_experiment_name
+    if name and (expected := mlflow.get_experiment(active.info.experiment_id).name) != name:
+        raise ValueError(
+            f"track.mlflow_experiment_name: expected {expected!r}, the experiment of the active MLflow run, found "
+            f"{name!r}; remove it, or end the active run before"
+        )
+
+
+def _saved_run(run_dir: str, uri: str) -> str | None:
+    """Returns the id of the MLflow run of earlier attempts; None if there is none on this server."""
+    url = storage.join(run_dir, MLFLOW)
+    if not storage.exists(url):
+        return None
+    try:
+        saved = json.loads(storage.read_bytes(url))
+        return str(saved["run_id"]) if saved["tracking_uri"] == without_password(uri) else None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{url} is damaged ({error}); delete it to log to a new MLflow run") from error
+
+
+def _reopen(client: MlflowClient, uri: str, run_id: str, run_dir: str) -> MlflowRun:
+    from mlflow.exceptions import MlflowException
+
+    try:
+        found = client.get_run(run_id)
+        is_there = found.info.lifecycle_stage == "active"
+    except MlflowException as error:
+        if error.get_http_status_code() != 404:
+            raise
+        is_there = False
+    if not is_there:
+        raise ValueError(
+            f"track.mlflow: the MLflow run {run_id} of earlier attempts has been deleted; restore it, or delete "
+            f"{storage.join(run_dir, MLFLOW)} to log to a new run"
+        )
+    client.update_run(run_id, status="RUNNING")
+    return MlflowRun(client, uri, run_id, found.info.experiment_id, is_own=True, logged_steps=_last_steps(found))
+
+
+def _last_steps(found: Any) -> dict[str, int]:
+    """Returns the last step of each metric of a run."""
+    return {metric.key: metric.step for metric in found.data.to_proto().metrics}
+
+
+def _create(client: MlflowClient, uri: str, track: Track, name: str) -> MlflowRun:
+    from mlflow.tracking.context.registry import resolve_tags
+
+    experiment_id = _experiment(client, uri, track.mlflow_experiment_name)
+    created = client.create_run(experiment_id, run_name=track.mlflow_run_name or name, tags=resolve_tags())
+    return MlflowRun(client, uri, created.info.run_id, experiment_id, is_own=True)
+
+
+def _experiment(client: MlflowClient, uri: str, name: str) -> str:
+    """Returns the id of the experiment of this name, which is created if it does not exist."""
+    import mlflow
+    from mlflow.exceptions import MlflowException
+    from mlflow.tracking.fluent import _get_experiment_id
+
+    if not name:
+        is_default = uri == mlflow.get_tracking_uri()
+        return str((_get_experiment_id() if is_default else None) or "0")
+    found = client.get_experiment_by_name(name)
+    if found is None:
+        try:
+            return str(client.create_experiment(name))
+        except MlflowException:  # another run has created it
+            found = client.get_experiment_by_name(name)
+            if found is None:
+                raise
+    if found.lifecycle_stage != "active":
+        raise ValueError(
+            f"track.mlflow_experiment_name: the experiment {name!r} has been deleted; restore it, or choose another "
+            "name"
+        )
+    return str(found.experiment_id)
+
+
+def _log_start(logged: MlflowRun, run: Run) -> None:
+    """Logs the settings as parameters and as an artifact, and the tags."""
+    from mlflow.entities import Param, RunTag
+
+    client, run_id = logged.client, logged.run_id
+    before: Mapping[str, str] = client.get_run(run_id).data.params
+    params = {as_key(name, _LONGEST_KEY): as_value(value, _LONGEST_VALUE) for name, value in _params(run).items()}
+    if changed := sorted(name for name in params if before.get(name, params[name]) != params[name]):
+        _log.warning(
+            "%s: parameters of a run cannot change, so it keeps its values of %s; its artifact %s has the new ones",
+            logged.name, ", ".join(changed), CONFIG,
+        )  # fmt: skip
+    new = [Param(name, value) for name, value in params.items() if name not in before]
+    tags = {**run.config.track.mlflow_tags, "spark_dl.run_dir": run.run_dir}
+    client.log_batch(run_id, tags=[RunTag(name, value) for name, value in tags.items()], synchronous=True)
+    for start in range(0, len(new), _PARAMS_AT_ONCE):
+        client.log_batch(run_id, params=new[start : start + _PARAMS_AT_ONCE], synchronous=True)
+    client.log_text(run_id, yaml.safe_dump(run.config.to_dict(), sort_keys=False), CONFIG)
+
+
+def _params(run: Run) -> dict[str, str]:
+    """The settings by their keys, the model, and what the run depends on besides."""
+    from importlib import metadata
+
+    datasets = run.train.datasets if isinstance(run.train, Mixture) else {"": run.train}
+    rows = sum(shards.rows for shards in datasets.values())
+    versions = {name: metadata.version(name) for name in ("torch", "pyspark")}
+    return {
+        **flatten(run.config.to_dict()),
+        "model": name_of(run.spec.build),
+        "loss": name_of(run.spec.loss or run.spec.batch_loss),
+        **({"train_rows": str(rows)} if rows else {}),  # unknown with local storage
+        **flatten({"version": {"spark_dl": __version__, **versions, "python": platform.python_version()}}),
+    }

@@ -38,6 +38,7 @@ from spark_dl.rundir.checkpoint_files import MODEL
 from spark_dl.rundir.folder import LOGS
 from spark_dl.spark_job import is_connect
 from spark_dl.spec import ModelSpec, Run
+from spark_dl.track.notebook import result_html
 from spark_dl.training import metrics
 
 if TYPE_CHECKING:
@@ -83,6 +84,10 @@ class TrainResult:
     def load_model(self, spec: ModelSpec) -> nn.Module:
         """Returns the trained model, on the CPU, in evaluation mode."""
         return load_model(spec, self.checkpoint)
+
+    def _repr_html_(self) -> str:
+        """Called by notebooks."""
+        return result_html(self)
 
 
 def train(

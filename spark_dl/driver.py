@@ -40,6 +40,7 @@ from spark_dl.rundir.folder import LOGS
 from spark_dl.spark_job import describe, is_connect
 from spark_dl.spec import ModelSpec, Run
 from spark_dl.track import tracking
+from spark_dl.track.notebook import result_html
 from spark_dl.track.values import name_of
 from spark_dl.training import metrics
 
@@ -86,6 +87,10 @@ class TrainResult:
     def load_model(self, spec: ModelSpec) -> nn.Module:
         """Returns the trained model, on the CPU, in evaluation mode."""
         return load_model(spec, self.checkpoint)
+
+    def _repr_html_(self) -> str:
+        """Called by notebooks."""
+        return result_html(self)
 
 
 def train(

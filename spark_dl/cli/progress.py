@@ -1,4 +1,4 @@
-"""Progress on the driver: a bar in a terminal or a notebook, and a line every few seconds elsewhere."""
+"""Progress on the driver: a bar in a terminal, a bar and the loss in a notebook, a line every few seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 from tqdm import tqdm
 
 from spark_dl.cli.rank_output import show_output
+from spark_dl.track.notebook import LiveCurve, build_bar, is_notebook
 
 LINE_S = 5.0
 """Seconds between two lines, where there is no bar."""
@@ -24,7 +25,7 @@ _REFRESH_S = 1.0
 class Progress:
     """Shows what a call does: its stages, and in training the steps, loss, rows per second and validation metrics.
 
-    A context manager. Everything is written to standard error.
+    A context manager. Everything is written to standard error. In a notebook, the loss is a picture, too.
     """
 
     def __init__(self, name: str, *, enabled: bool = True):
@@ -34,6 +35,7 @@ class Progress:
         self._stage = "starting"
         self._last_line, self._last_line_at = "", -LINE_S
         self._bar = _build_bar(name) if enabled else None
+        self._curve = LiveCurve() if enabled and is_notebook() else None
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
         if enabled:
@@ -48,7 +50,12 @@ class Progress:
         if self._thread is None:
             return
         self._thread.join()
+        if self._curve is not None:
+            self._curve.close()
         if self._bar is not None:
+            if kind is None:
+                self._describe("" if self._bar.n else "done")
+                self._bar.total = self._bar.n or None  # less than planned, if the run stopped early
             self._bar.close()
         else:
             self._stage = "done" if kind is None else "failed"
@@ -80,6 +87,8 @@ class Progress:
             if self._bar is not None:
                 self._bar.total, self._bar.n = event["steps"], event["step"]
                 self._bar.set_postfix(self._shown)
+        if self._curve is not None:
+            self._curve.show(event)
 
     def _write_above(self, line: str, stream: Any) -> None:
         """Writes a line above the bar."""
@@ -112,17 +121,8 @@ class Progress:
 def _build_bar(name: str) -> Any:
     """Returns a bar of tqdm for the terminal or the notebook; None if standard error is neither."""
     options: dict[str, Any] = {"desc": name, "unit": "step"}
-    if not _is_notebook():
+    if not is_notebook():
         return tqdm(file=sys.stderr, **options) if sys.stderr.isatty() else None
     if importlib.util.find_spec("ipywidgets") is None:
         return tqdm(file=sys.stderr, ncols=100, **options)  # a line of text, written again and again
-    from tqdm.notebook import tqdm as notebook_bar
-
-    return notebook_bar(**options)
-
-
-def _is_notebook() -> bool:
-    """Whether this process is the kernel of a notebook."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    return shell is not None and "IPKernelApp" in shell.config
+    return build_bar(**options)

@@ -11,29 +11,62 @@ from typing import Any
 
 from spark_dl.config.checks import missing_on_executors
 from spark_dl.launch.rank.script import ScriptError
+from spark_dl.launch.shown_error import as_html, as_lines
 
 _OUTPUT_CHARACTERS = 4000
 """How much of the end of a rank's output is in its error."""
 
 
 class RankError(RuntimeError):
-    """A rank failed, and the job was ended. The message has the traceback of the rank.
+    """A rank failed, and the job was ended. The message has the reason, and the traceback of the rank.
 
     rank: the failed rank; None if it failed before the ranks were dealt.
     host, pid: host and process id of the rank.
+    reason: the root cause, without tracebacks.
+    rank_traceback: the traceback on the rank; empty for a rank that was killed or that hangs.
+    rank_output: the last lines that the rank has written, if they were not shown; else empty.
     rank and pid are None if only Spark reports the failure, for example of a killed rank over Spark Connect.
     """
 
-    def __init__(self, message: str, *, rank: int | None, host: str, pid: int | None):
-        super().__init__(message)
+    def __init__(
+        self,
+        reason: str,
+        *,
+        rank: int | None,
+        host: str,
+        pid: int | None,
+        rank_traceback: str = "",
+        rank_output: str = "",
+    ):
+        text = reason
+        if rank_traceback:
+            text += f"\n\nTraceback on the rank:\n{rank_traceback}"
+        if rank_output:
+            text += f"\n\nLast output of the rank:\n{rank_output}"
+        super().__init__(text)
         self.rank, self.host, self.pid = rank, host, pid
+        self.reason, self.rank_traceback, self.rank_output = reason, rank_traceback, rank_output
 
     def __reduce__(self) -> Any:
-        return _rank_error, (str(self), self.rank, self.host, self.pid)
+        return _rank_error, (self.reason, {name: getattr(self, name) for name in _ABOUT_RANK})
+
+    def _render_traceback_(self) -> list[str]:
+        """Called by IPython, which shows the lines instead of a traceback."""
+        try:
+            return as_lines(self)
+        except Exception:  # IPython, of any version, is asked for its cells; the message must be shown in any case
+            return traceback.format_exception(self)
+
+    def _repr_html_(self) -> str:
+        """Called by notebooks for an error that is the value of a cell."""
+        return as_html(self)
 
 
-def _rank_error(message: str, rank: int | None, host: str, pid: int | None) -> RankError:
-    return RankError(message, rank=rank, host=host, pid=pid)
+_ABOUT_RANK = ("rank", "host", "pid", "rank_traceback", "rank_output")
+
+
+def _rank_error(reason: str, about: Mapping[str, Any]) -> RankError:
+    return RankError(reason, **about)
 
 
 class OtherRankError(RuntimeError):
@@ -194,12 +227,11 @@ def _names(tasks: list[int], known: Mapping[int, Mapping[str, Any]]) -> str:
 
 def _error_of(failure: Mapping[str, Any]) -> RankError:
     rank, host, pid = failure.get("rank"), failure["host"], failure["pid"]
-    text = f"{_name(rank, failure['task'])} on {host} (pid {pid}) failed: {failure['error']}"
-    if failure.get("traceback"):
-        text += f"\n\nTraceback on the rank:\n{failure['traceback']}"
-    if failure.get("output"):
-        text += f"\n\nLast output of the rank:\n{failure['output']}"
-    return RankError(text, rank=rank, host=host, pid=pid)
+    return RankError(
+        f"{_name(rank, failure['task'])} on {host} (pid {pid}) failed: {failure['error']}",
+        rank=rank, host=host, pid=pid,
+        rank_traceback=failure.get("traceback") or "", rank_output=failure.get("output") or "",
+    )  # fmt: skip
 
 
 def _name(rank: int | None, task: int) -> str:

@@ -81,7 +81,7 @@ def in_terminal(program):
 
 
 @pytest.mark.parametrize("has_widgets", [True, False])
-def test_a_notebook_gets_a_bar_with_and_without_widgets(tmp_path, has_widgets, monkeypatch):
+def test_a_notebook_gets_a_bar_and_one_curve_with_and_without_widgets(tmp_path, has_widgets, monkeypatch):
     import nbformat
     from nbclient import NotebookClient
 
@@ -96,3 +96,8 @@ def test_a_notebook_gets_a_bar_with_and_without_widgets(tmp_path, has_widgets, m
     assert len(widgets) == has_widgets
     assert ("train: 100%" in text) != has_widgets
     assert "Warning" not in text
+    if has_widgets:  # what a page shows that has no widgets
+        assert re.search(r"train: 100%\|#+\| 10/10 .*, val loss=0.25\]", widgets[0].data["text/plain"])
+    (curve,) = [o.data for o in cell.outputs if "text/html" in o.get("data", {})]
+    assert curve["text/plain"] == "training loss 0.25 (step 10), validation loss 0.25 (step 10)"
+    assert curve["text/html"].count("<svg") == 1

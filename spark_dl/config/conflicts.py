@@ -112,10 +112,10 @@ CONFLICTS = (
              "expected 'auto' with parallel.strategy={c.parallel.strategy!r}, whose tasks get the GPUs of the "
              "session, found {c.launch.gpus_per_rank}; set spark.task.resource.gpu.amount"),
     Conflict("parallel.all_reduce", lambda c: _shares_gpus(c) and _own_all_reduce(c),
-             "expected 'backend' with launch.gpus_per_rank={c.launch.gpus_per_rank}, as ranks that share a GPU use "
+             "expected 'backend' with launch.gpus_per_rank below 1, as ranks that share a GPU use "
              "Gloo, which sends no messages between GPUs, found {c.parallel.all_reduce!r}"),
     Conflict("parallel.compression", lambda c: _shares_gpus(c) and _error_feedback(c),
-             "expected none, fp16 or bf16 with launch.gpus_per_rank={c.launch.gpus_per_rank}, as ranks that share a "
+             "expected none, fp16 or bf16 with launch.gpus_per_rank below 1, as ranks that share a "
              "GPU use Gloo, found {c.parallel.compression!r}"),
     Conflict("train.compile", lambda c: c.train.compile and (_replaces_weights(c) or c.parallel.all_gpus),
              "not supported with parallel.strategy={c.parallel.strategy!r}, which copies or replaces the weights of "

@@ -131,7 +131,8 @@ def device_indices(addresses: Sequence[str], seen: Seen) -> list[int]:
     places = [_place(address, seen) for address in addresses]
     if None not in places:
         return [place for place in places if place is not None]
-    if len(addresses) == count:  # the process sees only the GPUs of its task
+    is_another = all(seen.uuids) and not seen.are_slices and any(a.startswith("GPU-") for a in addresses)
+    if len(addresses) == count and not is_another:  # the process sees only the GPUs of its task
         return list(range(count))
     has_host_indices = not any(name.isdigit() for name in seen.names)  # CUDA_VISIBLE_DEVICES does not renumber the GPUs
     if has_host_indices and all(address.isdigit() and int(address) < count for address in addresses):

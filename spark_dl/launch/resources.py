@@ -6,9 +6,11 @@ A session has GPUs for each executor (`spark.executor.resource.gpu.amount`) and 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,7 +120,8 @@ def build_profile(spark: Any, launch: Launch) -> Any:
         requests = requests.resource("gpu", amount)
     profile = ResourceProfileBuilder().require(requests).build
     if is_connect(spark):
-        _ = profile.id  # creates it on the server; a thread without an active session cannot
+        with _active(spark):
+            assert profile.id is not None  # asking for it creates the profile on the server
         return profile
     # Spark keeps every profile until the session ends, and YARN takes equal ones for different ones.
     manager = spark.sparkContext._jsc.sc().resourceProfileManager()
@@ -127,3 +130,15 @@ def build_profile(spark: Any, launch: Launch) -> Any:
         return ResourceProfile(_java_resource_profile=found.get())
     manager.addResourceProfile(profile._java_resource_profile)
     return profile
+
+
+@contextlib.contextmanager
+def _active(spark: Any) -> Iterator[None]:
+    """Makes a session of Spark Connect the one of this thread for the block, as profiles take no session."""
+    threads = type(spark)._active_session
+    before = getattr(threads, "session", None)
+    threads.session = spark
+    try:
+        yield
+    finally:
+        threads.session = before

@@ -131,6 +131,12 @@ def test_an_address_that_cannot_be_found_is_an_error_that_names_what_is_seen(add
         device_indices(addresses, Seen(visible, ("",) * count))
 
 
+@pytest.mark.parametrize("address", [C, "GPU-aa"])
+def test_one_gpu_that_is_seen_is_not_taken_for_one_with_another_uuid(address):
+    with pytest.raises(RuntimeError, match=f"torch finds 1 .*: {A}; make"):
+        device_indices([address], Seen(None, (A,)))
+
+
 def test_a_uuid_that_is_not_seen_is_an_error_with_those_that_are():
     with pytest.raises(
         RuntimeError, match=rf"the GPUs \['{C}'\], and torch finds 2 with .*\(not set\): {A}, {B}; make"

@@ -112,8 +112,8 @@ def _worst(parallel: Any) -> Any:
         parallel=parallel,
         shards=SimpleNamespace(storage="local"),
         loader=SimpleNamespace(reader="petastorm"),
-        launch=SimpleNamespace(num_ranks=0),
-        train=SimpleNamespace(precision="fp16", optimizer="LBFGS"),
+        launch=SimpleNamespace(num_ranks=0, gpus_per_rank=0.5),
+        train=SimpleNamespace(precision="fp16", optimizer="LBFGS", compile=True, channels_last=True),
         track=SimpleNamespace(profile_steps=(1, 2)),
     )
 

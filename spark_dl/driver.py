@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from torch import nn
 
 from spark_dl import storage, strategies, worker
-from spark_dl.checks.settings import check_settings, evaluation_config
+from spark_dl.checks.settings import check_settings, evaluation_config, launch_of
 from spark_dl.cli.progress import Progress
 from spark_dl.cli.rank_output import follow_logs, show_output
 from spark_dl.config import Config, Data, Launch, Loader, Shards
@@ -306,7 +306,8 @@ def _launch_run(
     """
     config = run.config
     strategy = strategies.find(config.parallel.strategy)
-    launch = _with_log_dir(config.launch, run.run_dir) if is_connect(spark) else config.launch
+    launch = launch_of(spark, config)
+    launch = _with_log_dir(launch, run.run_dir) if is_connect(spark) else launch
     polls = [metrics.follow(run.run_dir) if task == "train" else list, follow_logs(launch)]
     watch: dict[str, Any] = {
         "on_event": _events(shown, functions),

@@ -13,6 +13,7 @@ from torch import nn
 from spark_dl.config import Config
 from spark_dl.data.load.build import BatchLoader, build_loader
 from spark_dl.gather import sum_over_ranks
+from spark_dl.parallel.layout import to_device
 from spark_dl.parallel.loss import autocast, true_rows, weighted_loss_sum
 from spark_dl.rundir import checkpoint
 from spark_dl.rundir.checkpoint_files import MODEL
@@ -70,7 +71,7 @@ def evaluate_model(
                 world.report({"kind": "evaluation", "step": step.step, "steps": loader.plan.steps})
                 report_at = time.monotonic() + _REPORT_S
             for cpu_batch in step.micro_batches:
-                batch = {name: tensor.to(world.device, non_blocking=True) for name, tensor in cpu_batch.items()}
+                batch = to_device(cpu_batch, world.device, config)
                 output = None
                 if own is None:
                     output, losses = weighted_loss_sum(spec, model, batch, config)

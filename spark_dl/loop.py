@@ -16,6 +16,7 @@ from spark_dl.data.load.build import BatchLoader, build_loader, build_train_load
 from spark_dl.evaluate import evaluate_model
 from spark_dl.gather import sum_over_ranks
 from spark_dl.launch.failure import OtherRankError
+from spark_dl.parallel.layout import apply_layout
 from spark_dl.parallel.stragglers import delayed
 from spark_dl.parallel.trainable import Trainable
 from spark_dl.spec import ModelSpec, Position, Run
@@ -51,6 +52,7 @@ def train(
     seed_generators(run.config.train.seed)  # the same weights on all ranks
     trainable = delayed(parallelize(run.spec, world, run.config), run.config, world.rank)
     try:
+        apply_layout(trainable.modules[0], run.config)
         loader = build_train_loader(
             run.train, run.spec, run.config, rank=world.rank, world_size=world.world_size,
             pin=world.device.type == "cuda",

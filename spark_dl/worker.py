@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,12 +24,16 @@ from spark_dl.data.load.resume_check import check_rows
 from spark_dl.evaluate import evaluate
 from spark_dl.gather import gather_by_store
 from spark_dl.launch import rendezvous
-from spark_dl.launch.rank.environment import error_if_alone, own_groups
+from spark_dl.launch.rank.environment import error_if_alone, error_on_other_gpu, own_groups
+from spark_dl.launch.rank.script import run_script
 from spark_dl.launch.rank.task import RankResult, TaskInput
 from spark_dl.loop import train
 from spark_dl.rundir import checkpoint, environment
 from spark_dl.spec import Run
+from spark_dl.training.memory import out_of_memory_explained
 from spark_dl.world import World
+
+_log = logging.getLogger("spark_dl")
 
 Report = Callable[[Mapping[str, Any]], None]
 """Sends an event to the driver. Does not block and does not raise."""
@@ -61,7 +66,9 @@ def main(
             except ValueError as error:
                 return RankResult(world.rank, None, refused=str(error))
             run = dataclasses.replace(run, train=shards)
-        return RankResult(world.rank, _train(run, world) if task == "train" else evaluate(run, world))
+        _say_unused_gpus(config, world)
+        with out_of_memory_explained(config, world):
+            return RankResult(world.rank, _train(run, world) if task == "train" else evaluate(run, world))
 
 
 def call(
@@ -86,7 +93,8 @@ def call(
     """
     with (
         _spilled(rows, columns, settings) as spilled,
-        rendezvous.join(launch, init_group=False, report=report) as world,
+        # A script has its GPU for itself, so this process must not take memory of it.
+        rendezvous.join(launch, init_group=False, use_gpu=fn is not run_script, report=report) as world,
     ):
         if spilled is not None:
             assert settings is not None
@@ -94,8 +102,10 @@ def call(
                 args = (local.RankRows(local.assemble(spilled, _gather(world)), settings), *args)
             except ValueError as error:
                 return RankResult(world.rank, None, refused=str(error))
+        if fn is run_script:
+            kwargs = {**kwargs, "gpu_env": world.child_env}
         alone = contextlib.nullcontext() if launch.independent_ranks else error_if_alone(world)
-        with alone, own_groups(launch.collective_timeout_s):
+        with alone, error_on_other_gpu(world), own_groups(launch.collective_timeout_s):
             try:
                 result = fn(*args, **kwargs)
             except SystemExit as end:
@@ -103,6 +113,14 @@ def call(
                     raise
                 result = None
         return RankResult(world.rank, result)
+
+
+def _say_unused_gpus(config: Config, world: World) -> None:
+    if world.rank == 0 and len(world.gpus) > 1 and not config.parallel.all_gpus:
+        _log.warning(
+            "each rank has %d GPUs and trains on one of them; set launch.gpus_per_rank to 1, with more ranks, or "
+            "parallel.strategy to dp_single_process, with one rank", len(world.gpus),
+        )  # fmt: skip
 
 
 def _train(run: Run, world: World) -> dict[str, Any]:

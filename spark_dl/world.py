@@ -15,7 +15,10 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class World:
-    """A rank's place among the ranks: `rank` in [0, world_size), `local_rank` in [0, local_world_size) on its host."""
+    """A rank's place among the ranks: `rank` in [0, world_size), `local_rank` in [0, local_world_size).
+
+    Local ranks number the ranks of a host. Ranks of a host that see different GPUs are numbered apart.
+    """
 
     rank: int
     world_size: int
@@ -26,6 +29,12 @@ class World:
     store: dist.Store
     gpus: tuple[torch.device, ...] = ()
     """All GPUs of the task; `device` is the first one. Empty on the CPU."""
+    backend: str = "gloo"
+    """Backend of the default process group: `nccl`, or `gloo` on CPUs, and on GPUs that several ranks share."""
+    child_env: Mapping[str, str] = field(default_factory=dict)
+    """Variables for a child process, in which the GPU of local rank n has the index n. Empty on the CPU."""
+    holds_store: bool = False
+    """Whether this process holds the store, so that it must leave last."""
     socket_interface: str = ""
     """Network interface of GLOO_SOCKET_IFNAME; empty if it is not set."""
     report: Callable[[Mapping[str, Any]], None] = field(default=lambda event: None, repr=False)

@@ -54,6 +54,9 @@ CONFLICTS = (
     FunctionConflict("data.weight", lambda s, c: s.batch_loss is not None and c.data.weight is not None,
                      "not supported with spec.batch_loss (a LightningModule: training_step), whose mean over a batch "
                      "gives all rows the same weight; add the column to data.labels, and weight the rows there"),
+    FunctionConflict("train.compile", lambda s, c: s.batch_loss is not None and c.train.compile,
+                     "not supported with spec.batch_loss (a LightningModule: training_step), which calls the parts of "
+                     "the model itself; compile them in spec.build"),
     FunctionConflict("loader.ragged", lambda s, c: _by_batch(s) and c.loader.ragged == "offsets",
                      "expected 'pad' with spec.batch_loss and spec.evaluation, which get the true rows of a batch, "
                      "found 'offsets'"),

@@ -7,10 +7,10 @@ from typing import Any
 
 from spark_dl import strategies
 from spark_dl.checks.functions import check_functions
-from spark_dl.config import Config
+from spark_dl.config import Config, Launch
 from spark_dl.data.dataset.records import ShardSet
 from spark_dl.inputs import as_written
-from spark_dl.launch import payload, preflight
+from spark_dl.launch import payload, preflight, resources
 from spark_dl.spec import ModelSpec
 from spark_dl.training.early_stop import check_scalar
 from spark_dl.training.row_metrics import build_metrics
@@ -32,7 +32,14 @@ def check_settings(spark: Any, spec: ModelSpec, config: Config, *, has_validatio
             "train.early_stop_metric: needs validation rows; set train.validation_fraction, or pass validation"
         )
     payload.pack_call(None, (), {"spec": spec})
-    preflight.check(spark, config.launch, at_once=not config.parallel.by_spark)
+    preflight.check(spark, launch_of(spark, config), at_once=not config.parallel.by_spark)
+
+
+def launch_of(spark: Any, config: Config) -> Launch:
+    """Returns the settings of the launch, with the number of GPUs that the strategy needs."""
+    if not config.parallel.all_gpus:
+        return config.launch
+    return resources.with_all_gpus(config.launch, resources.read_session(spark))
 
 
 def evaluation_config(config: Config, data: Any) -> Config:

@@ -49,8 +49,20 @@ def _metrics(c: Config) -> list[Mapping[str, Any]]:
     return list(c.train.metrics.values())
 
 
+def _shares_gpus(c: Config) -> bool:
+    return c.launch.gpus_per_rank != "auto" and 0 < c.launch.gpus_per_rank < 1
+
+
+def _own_all_reduce(c: Config) -> bool:
+    return getattr(c.parallel, "all_reduce", "backend") != "backend"
+
+
 def _served(c: Config) -> bool:
     return c.parallel.servers > 0
+
+
+def _replaces_weights(c: Config) -> bool:
+    return c.parallel.by_spark or _served(c)
 
 
 CONFLICTS = (
@@ -96,6 +108,21 @@ CONFLICTS = (
     # strategies
     Conflict("launch.num_ranks", lambda c: c.parallel.one_rank and c.launch.num_ranks != 1,
              "expected 1 with parallel.strategy={c.parallel.strategy!r}, found {c.launch.num_ranks}"),
+    Conflict("launch.gpus_per_rank", lambda c: c.parallel.by_spark and c.launch.gpus_per_rank != "auto",
+             "expected 'auto' with parallel.strategy={c.parallel.strategy!r}, whose tasks get the GPUs of the "
+             "session, found {c.launch.gpus_per_rank}; set spark.task.resource.gpu.amount"),
+    Conflict("parallel.all_reduce", lambda c: _shares_gpus(c) and _own_all_reduce(c),
+             "expected 'backend' with launch.gpus_per_rank below 1, as ranks that share a GPU use "
+             "Gloo, which sends no messages between GPUs, found {c.parallel.all_reduce!r}"),
+    Conflict("parallel.compression", lambda c: _shares_gpus(c) and _error_feedback(c),
+             "expected none, fp16 or bf16 with launch.gpus_per_rank below 1, as ranks that share a "
+             "GPU use Gloo, found {c.parallel.compression!r}"),
+    Conflict("train.compile", lambda c: c.train.compile and (_replaces_weights(c) or c.parallel.all_gpus),
+             "not supported with parallel.strategy={c.parallel.strategy!r}, which copies or replaces the weights of "
+             "the model; set it to false, or use ddp, horovod, local_sgd or single"),
+    Conflict("train.channels_last", lambda c: c.train.channels_last and _replaces_weights(c),
+             "not supported with parallel.strategy={c.parallel.strategy!r}, which replaces the weights of the model; "
+             "set it to false, or use ddp, horovod, local_sgd or single"),
     Conflict("shards.storage", lambda c: c.parallel.by_spark and _local(c),
              "expected 'shared' with parallel.strategy={c.parallel.strategy!r}, found 'local': the next task "
              "of a rank can run on another executor, which does not have its rows"),

@@ -20,6 +20,8 @@ class Parallel:
     """Whether the ranks form a `torch.distributed` process group."""
     one_rank: ClassVar[bool] = False
     """Whether the strategy needs exactly one rank."""
+    all_gpus: ClassVar[bool] = False
+    """Whether a rank uses all GPUs of its task, and not only the first one."""
     by_spark: ClassVar[bool] = False
     """Whether Spark aggregates the gradients: the driver runs the loop, with jobs of stateless tasks."""
     excludes: ClassVar[tuple[Conflict, ...]] = ()

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from spark_dl.config.checks import check, check_choices, check_class, check_number
+from spark_dl.config.checks import check, check_bool, check_choices, check_class, check_number
 from spark_dl.config.fields import may_change
 
 LrScaling = Literal["none", "linear", "sqrt"]
@@ -47,6 +47,12 @@ class Train:
     clipping."""
     precision: Precision = "float32"
     """Precision of the forward and backward passes. `bf16` and `fp16` use autocast, and the weights stay in float32."""
+    compile: bool = may_change(False)
+    """Compile the model with `torch.compile`. The first steps then take longer, also those of a validation. Needs a C++
+    compiler on the executors."""
+    channels_last: bool = may_change(False)
+    """Keep images, the tensors with 4 axes of the model and of batches, in the memory format `channels_last`, which
+    convolutions in bf16 and fp16 on GPUs prefer."""
     validation_fraction: float = 0.0
     """Fraction of the training rows, chosen at random, that is used for validation. In [0, 1)."""
     metrics: dict[str, dict[str, Any]] = may_change(dict)
@@ -80,6 +86,7 @@ class Train:
         check_number(self, "validation_fraction", 0)
         check(self.validation_fraction < 1, "train.validation_fraction", "a number < 1", self.validation_fraction)
         check_number(self, "early_stop_min_delta", 0)
+        check_bool(self, "compile", "channels_last")
         check_choices(self)
         check_class("train.optimizer", "torch.optim", "Optimizer", self.optimizer)
         calls_back = self.optimizer == "LBFGS"  # its step evaluates the loss several times

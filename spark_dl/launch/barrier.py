@@ -61,7 +61,7 @@ def run_barrier(
     Raises ValueError for a call that cannot be pickled and for input that the ranks refuse, RuntimeError if the cluster
     cannot run the job or does not start it within `launch.start_timeout_s`, RankError if a rank fails.
     """
-    preflight.check(spark, launch)
+    profile = preflight.check(spark, launch)
     preflight.check_log_dir(launch)
     if source is not None:
         preflight.check_disks(spark)
@@ -75,7 +75,8 @@ def run_barrier(
         )  # fmt: skip
         tasks = spark.range(0, launch.num_ranks, 1, launch.num_ranks) if source is None else source
         with worker_env(spark, env or {}):
-            df = tasks.mapInArrow(task, SCHEMA, barrier=True)
+            # Without a profile, also on Spark 3.5, which has no such argument.
+            df = tasks.mapInArrow(task, SCHEMA, barrier=True, **({} if profile is None else {"profile": profile}))
         job = _Job(spark, df, launch.num_ranks, events, description=description, computes_first=source is not None)
         try:
             watched = (None, listener.silence) if listener else (poll or list, dict)

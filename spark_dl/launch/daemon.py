@@ -8,6 +8,10 @@ NOTE: importing torch starts no threads and does not initialize CUDA, so forking
 """
 
 import gc
+import os
+
+# A package that asks whether there is a GPU while it is imported must not start CUDA: forks cannot use it then.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import pyarrow  # noqa: F401
 import torch._dynamo  # the first optimizer of a process imports it, which takes a second

@@ -8,14 +8,18 @@ import time
 from typing import Any
 
 from spark_dl.config import Launch
+from spark_dl.launch import resources
 from spark_dl.spark_job import is_connect
 
 _EXECUTORS_WAIT_S = 10.0
 """How long to wait for the executors of a new session to register."""
 
 
-def check(spark: Any, launch: Launch, *, at_once: bool = True) -> None:
-    """Checks that ranks can run. Raises ValueError for an unsupported Spark setting, RuntimeError for too few slots.
+def check(spark: Any, launch: Launch, *, at_once: bool = True) -> Any:
+    """Checks that ranks can run. Returns the resource profile of their stage, if it needs one.
+
+    Raises ValueError for an unsupported Spark setting and for GPUs that ranks cannot get, RuntimeError for too few
+    slots.
 
     at_once: whether all ranks run at the same time, as in a barrier stage. Tasks of other stages can wait for a slot.
     Spark itself checks the slots 40 times every 15 s (`spark.scheduler.barrier.maxConcurrentTasksCheck.*`) without a
@@ -31,13 +35,16 @@ def check(spark: Any, launch: Launch, *, at_once: bool = True) -> None:
             "spark.python.worker.killOnIdleTimeout: found true, expected false, as Spark would kill a rank that trains "
             "and returns no rows; set it to false"
         )
-    if launch.device == "cuda" and not _conf(spark, "spark.task.resource.gpu.amount"):
-        raise ValueError(
-            "launch.device is 'cuda', but spark.task.resource.gpu.amount is not set; set it to 1, with "
-            "spark.executor.resource.gpu.amount and spark.executor.resource.gpu.discoveryScript"
-        )
-    if at_once:
-        check_slots(spark, launch.num_ranks)
+    if not at_once:
+        if launch.device == "cuda" and not _conf(spark, resources.TASK):
+            raise ValueError(
+                f"launch.device: found 'cuda', but {resources.TASK} is not set; set it to 1, with "
+                f"{resources.EXECUTOR} and {resources.SCRIPT}"
+            )
+        return None
+    profile = resources.build_profile(spark, launch)
+    check_slots(spark, launch, profile)
+    return profile
 
 
 def check_disks(spark: Any) -> None:
@@ -59,29 +66,33 @@ def check_log_dir(launch: Launch) -> None:
             raise ValueError(f"launch.log_dir: cannot create the folder {launch.log_dir!r}: {error}") from error
 
 
-def check_slots(spark: Any, num_ranks: int) -> None:
-    """Raises RuntimeError if the cluster has fewer task slots than ranks."""
-    end = time.monotonic() + _EXECUTORS_WAIT_S
-    slots = num_slots(spark)
+def check_slots(spark: Any, launch: Launch, profile: Any = None) -> None:
+    """Raises RuntimeError if the cluster has fewer task slots than ranks. # profile: the resources of a rank"""
+    end, num_ranks = time.monotonic() + _EXECUTORS_WAIT_S, launch.num_ranks
+    slots = num_slots(spark, profile)
     fixed = (_conf(spark, "spark.master") or "").startswith("local[")
     while slots is not None and slots < num_ranks and not fixed and time.monotonic() < end:
         time.sleep(0.2)
-        slots = num_slots(spark)
+        slots = num_slots(spark, profile)
     if slots is not None and slots < num_ranks:
+        gpus = "" if profile is None else f", launch.gpus_per_rank={launch.gpus_per_rank}"
+        if executor_gpus := _conf(spark, resources.EXECUTOR):
+            gpus += f", {resources.EXECUTOR}={executor_gpus}, {resources.TASK}={_conf(spark, resources.TASK)}"
         raise RuntimeError(
             f"{num_ranks} ranks need {num_ranks} task slots at the same time, and the cluster has {slots} "
-            f"(spark.master={_conf(spark, 'spark.master')}, spark.task.cpus={_conf(spark, 'spark.task.cpus') or 1}); "
-            "lower launch.num_ranks, or give the application more executors or cores"
+            f"(spark.master={_conf(spark, 'spark.master')}, spark.task.cpus={_conf(spark, 'spark.task.cpus') or 1}"
+            f"{gpus}); lower launch.num_ranks, or give the application more executors"
+            f"{', cores or GPUs' if gpus else ' or cores'}"
         )
 
 
-def num_slots(spark: Any) -> int | None:
+def num_slots(spark: Any, profile: Any = None) -> int | None:
     """Returns the number of tasks that can run at the same time on the current executors; None if unknown."""
     if is_connect(spark):
         return _slots_of_master(_conf(spark, "spark.master") or "", int(_conf(spark, "spark.task.cpus") or 1))
     context = spark.sparkContext._jsc.sc()
-    profile = context.resourceProfileManager().resourceProfileFromId(0)
-    return int(context.maxNumConcurrentTasks(profile))
+    default = context.resourceProfileManager().resourceProfileFromId(0)
+    return int(context.maxNumConcurrentTasks(default if profile is None else profile._java_resource_profile))
 
 
 def _slots_of_master(master: str, task_cpus: int) -> int | None:

@@ -1,8 +1,8 @@
 """Rendezvous: from barrier tasks (or torchrun's environment) to a `World` with a store and a process group.
 
 The tasks exchange one message each, through the driver's listener, or with Spark's `allGather` if the driver cannot be
-reached. Rank 0 listens on a free port, which the operating system selects, and publishes it. Before any collective
-operation all ranks exchange versions, host and device. A disagreement raises the same error on all ranks.
+reached. Task 0 listens on a free port, which the operating system selects, and publishes it. Before any collective
+operation all ranks exchange versions, host and GPU. A disagreement raises the same error on all ranks.
 """
 
 from __future__ import annotations
@@ -10,13 +10,11 @@ from __future__ import annotations
 import contextlib
 import datetime
 import hashlib
-import json
+import logging
 import os
-import platform
 import socket
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,44 +25,25 @@ import torch.distributed as dist
 # of the threads aborts the process at exit.
 import torch.distributed.nn.functional
 
-from spark_dl._version import __version__
 from spark_dl.config import Launch
 from spark_dl.launch import first_failure, gpus
+from spark_dl.launch.peers import Peer, backend_of, check_peers, child_env, deal_ranks, describe, from_json, sharing
 from spark_dl.launch.rank.environment import restored_process, torchrun_env
 from spark_dl.launch.watch import Reporter
 from spark_dl.world import World, interface_of, local_address
 
-_MUST_AGREE = ("python", "torch", "spark_dl", "device_type")
-
-
-@dataclass(frozen=True)
-class Peer:
-    """Data about a task, which all tasks exchange."""
-
-    partition: int
-    host: str
-    address: str
-    port: int
-    device: str
-    gpu: str
-    """Name of the device, unique among the GPUs of its host."""
-    python: str
-    torch: str
-    spark_dl: str
-    pid: int
-
-    @property
-    def device_type(self) -> str:
-        return self.device.split(":")[0]
+_log = logging.getLogger("spark_dl")
 
 
 @contextlib.contextmanager
-def join(launch: Launch, *, init_group: bool = True, report: Any = None) -> Iterator[World]:
+def join(launch: Launch, *, init_group: bool = True, use_gpu: bool = True, report: Any = None) -> Iterator[World]:
     """Joins the other ranks, in a barrier task or under torchrun. Leaves on success, and aborts on an error.
 
     Collective: every rank of the job calls it.
-    init_group: creates the default process group (NCCL on GPUs, else Gloo). Without it, the user's code can call
+    init_group: creates the default process group (`World.backend`). Without it, the user's code can call
         `torch.distributed.init_process_group()`, as under torchrun.
+    use_gpu: makes the rank's GPU the current device. It then takes some of the GPU's memory for this process.
+
     Raises RuntimeError if not all ranks join within `launch.start_timeout_s`, or as `check_peers` does.
     Under torchrun, ranks that fail as a consequence raise the error of the rank that failed first.
     """
@@ -74,7 +53,7 @@ def join(launch: Launch, *, init_group: bool = True, report: Any = None) -> Iter
         world.report({"kind": "joined", "rank": world.rank})
         if launch.threads:
             torch.set_num_threads(launch.threads)
-        if world.device.type == "cuda":
+        if world.device.type == "cuda" and use_gpu:
             torch.cuda.set_device(world.device)
         if init_group:
             _init_group(world, launch)
@@ -100,51 +79,66 @@ def _barrier_context() -> Any:
 
 def _meet_in_barrier(context: Any, launch: Launch, report: Any, cleanup: contextlib.ExitStack) -> World:
     partition = context.partitionId()
-    host = [info.address for info in context.getTaskInfos()][partition].rsplit(":", 1)[0].strip("[]")
+    executors = [info.address for info in context.getTaskInfos()]
+    task_hosts = [_host_of(executor) for executor in executors]
+    host = task_hosts[partition]
     address = local_address(host)
     listener = None
-    if partition == 0:  # always rank 0, so it can open the port of the store before the ranks are dealt
+    if partition == 0:  # opens the port of the store before the ranks are dealt
         listener = cleanup.enter_context(socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET))
         listener.bind((address, 0))
         listener.listen(1024)
-    own_gpus = gpus.gpus_of_task(launch.device, context.resources())
-    device = gpus.first(own_gpus)
-    me = Peer(
-        partition=partition,
-        host=host,
-        address=address,
-        port=listener.getsockname()[1] if listener else 0,
-        device=str(device),
-        gpu=gpus.name_on_host(device, os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.device_count()),
-        python=platform.python_version(),
-        torch=torch.__version__,
-        spark_dl=__version__,
-        pid=os.getpid(),
-    )
-    messages = _exchange(context, report, json.dumps(vars(me)), launch)
-    peers = [Peer(**json.loads(message)) for message in messages]
-    check_peers(peers)
+    addresses = gpus.addresses_of(context.resources())
+    by_number = launch.device == "cuda" or (launch.device == "auto" and launch.gpus_per_rank != "auto")
+    if by_number and not addresses:  # a local master; the driver allows it there alone
+        local_tasks = [task for task, other in enumerate(task_hosts) if other == host]
+        place = local_tasks.index(partition), len(local_tasks)
+        own_gpus = gpus.gpus_of_local_rank(launch.device, *place, launch.gpus_per_rank)
+    else:
+        own_gpus = gpus.gpus_of_task(launch.device, context.resources())
+    port = listener.getsockname()[1] if listener else 0
+    me = describe(partition, host, executors[partition], own_gpus, addresses, address=address, port=port)
+    messages = _exchange(context, report, me.to_json(), launch)
+    peers = [from_json(message) for message in messages]
+    check_peers(peers, launch)
     ranks = deal_ranks(peers)
-    rank = ranks.index(partition)
-    by_partition = {p.partition: p for p in peers}
-    local = [p for p in ranks if by_partition[p].host == host]
-    hosts = list(dict.fromkeys(by_partition[p].host for p in ranks))
+    rank, by_partition = ranks.index(partition), {p.partition: p for p in peers}
+    local = [by_partition[p] for p in ranks if by_partition[p].place == me.place]
+    places = list(dict.fromkeys(by_partition[p].place for p in ranks))
     store = _open_store(by_partition[0], rank, len(peers), launch, listener)
     world = World(
         rank=rank,
         world_size=len(peers),
-        local_rank=local.index(partition),
+        local_rank=local.index(me),
         local_world_size=len(local),
         host=host,
         device=torch.device(me.device),
         store=store,
         gpus=own_gpus,
+        backend=backend_of(peers),
+        child_env=child_env(me, local),
+        holds_store=partition == 0,
         socket_interface=_socket_interface(),
         report=report or (lambda event: None),
     )
+    _say_shared(peers, rank, ranks)
     run_id = hashlib.sha256("".join(messages).encode()).hexdigest()[:16]  # the same on all ranks
-    os.environ.update(torchrun_env(world, group_rank=hosts.index(host), num_groups=len(hosts), run_id=run_id))
+    os.environ.update(torchrun_env(world, group_rank=places.index(me.place), num_groups=len(places), run_id=run_id))
     return world
+
+
+def _host_of(executor: str) -> str:
+    return executor.rsplit(":", 1)[0].strip("[]")
+
+
+def _say_shared(peers: Sequence[Peer], rank: int, ranks: Sequence[int]) -> None:
+    """Says once, on rank 0, which ranks share a GPU."""
+    shared = [f"{ranks.index(a.partition)} and {ranks.index(b.partition)}" for a, b, _ in sharing(peers)]
+    if shared and rank == 0:
+        _log.warning(
+            "ranks %s share a GPU; Gloo sends their gradients, as NCCL takes one rank on a GPU; for a GPU for each "
+            "rank, set launch.gpus_per_rank to 1", ", ".join(shared),
+        )  # fmt: skip
 
 
 def _exchange(context: Any, report: Any, message: str, launch: Launch) -> list[str]:
@@ -164,7 +158,7 @@ def _meet_by_env(launch: Launch, report: Any) -> World:
     local_rank = int(env.get("LOCAL_RANK", 0))
     timeout = datetime.timedelta(seconds=launch.start_timeout_s)
     local_world_size = int(env.get("LOCAL_WORLD_SIZE", 1))
-    own_gpus = gpus.gpus_of_local_rank(launch.device, local_rank, local_world_size)
+    own_gpus = gpus.gpus_of_local_rank(launch.device, local_rank, local_world_size, launch.gpus_per_rank)
     store: dist.Store
     if "MASTER_ADDR" not in env:
         if world_size > 1:
@@ -177,45 +171,32 @@ def _meet_by_env(launch: Launch, report: Any) -> World:
         # A process can join several times in sequence. Each time uses its own keys.
         attempt = f"spark_dl/{env.get('TORCHELASTIC_RESTART_COUNT', 0)}"
         store = dist.PrefixStore(f"{attempt}/{store.add(f'{attempt}/joins/{rank}', 1)}", store)
+    host = socket.gethostname()
+    peers = _exchange_by_store(store, describe(rank, host, f"{host}:{os.getpid()}", own_gpus, ()), world_size, timeout)
+    check_peers(peers, launch)
+    _say_shared(peers, rank, range(world_size))
     return World(
         rank=rank,
         world_size=world_size,
         local_rank=local_rank,
         local_world_size=local_world_size,
-        host=socket.gethostname(),
+        host=host,
         device=gpus.first(own_gpus),
         store=store,
         gpus=own_gpus,
+        backend=backend_of(peers),
+        holds_store=rank == 0,
         socket_interface=_socket_interface(),
         report=report or (lambda event: None),
     )
 
 
-def check_peers(peers: Sequence[Peer]) -> None:
-    """Raises RuntimeError if versions or device types of the ranks differ, or if two ranks have the same GPU."""
-    for what in _MUST_AGREE:
-        values = [getattr(p, what) for p in peers]
-        if len(set(values)) > 1:
-            table = ", ".join(f"task {p.partition} on {p.host}: {v}" for p, v in zip(peers, values, strict=True))
-            same = "set launch.device, or use executors with equal devices" if what == "device_type" else (
-                f"install the same version of {what} on all executors"
-            )  # fmt: skip
-            raise RuntimeError(f"the ranks do not agree on {what}: {table}; {same}")
-    used: dict[tuple[str, str], int] = {}
-    for p in peers:
-        if p.device_type == "cuda" and (other := used.setdefault((p.host, p.gpu), p.partition)) != p.partition:
-            raise RuntimeError(
-                f"tasks {other} and {p.partition} on {p.host} were both given {p.gpu}; set "
-                "spark.task.resource.gpu.amount to 1, so that each rank has its own GPU"
-            )
-
-
-def deal_ranks(peers: Sequence[Peer]) -> list[int]:
-    """Returns the partition of each rank. Ranks of one host are consecutive; hosts are ordered by first partition."""
-    hosts: dict[str, list[int]] = {}
-    for p in sorted(peers, key=lambda p: p.partition):
-        hosts.setdefault(p.host, []).append(p.partition)
-    return [partition for partitions in hosts.values() for partition in partitions]
+def _exchange_by_store(store: dist.Store, me: Peer, world_size: int, timeout: datetime.timedelta) -> list[Peer]:
+    """Returns the peers of all ranks. Collective."""
+    keys = [f"peer/{rank}" for rank in range(world_size)]
+    store.set(keys[me.partition], me.to_json())
+    store.wait(keys, timeout)
+    return [from_json(message.decode()) for message in store.multi_get(keys)]
 
 
 def _open_store(first: Peer, rank: int, world_size: int, launch: Launch, listener: socket.socket | None) -> dist.Store:
@@ -224,18 +205,18 @@ def _open_store(first: Peer, rank: int, world_size: int, launch: Launch, listene
     descriptor = os.dup(listener.fileno()) if listener else None
     try:
         return dist.TCPStore(
-            first.address, first.port, world_size, rank == 0, timeout, wait_for_workers=False,
+            first.address, first.port, world_size, listener is not None, timeout, wait_for_workers=False,
             master_listen_fd=descriptor,
         )  # fmt: skip
     except Exception as error:
         raise RuntimeError(
-            f"rank {rank} on {socket.gethostname()} cannot reach rank 0 at {first.address}:{first.port} within "
+            f"rank {rank} on {socket.gethostname()} cannot reach task 0 at {first.address}:{first.port} within "
             f"{launch.start_timeout_s:g} s: {error}; executors must reach each other on any port"
         ) from error
 
 
 def _init_group(world: World, launch: Launch) -> None:
-    backend = "nccl" if world.device.type == "cuda" else "gloo"
+    backend = world.backend
     if backend == "gloo" and "GLOO_SOCKET_IFNAME" not in os.environ and (interface := world.interface):
         os.environ["GLOO_SOCKET_IFNAME"] = interface
     timeout = datetime.timedelta(seconds=launch.collective_timeout_s)
@@ -255,12 +236,12 @@ def _init_group(world: World, launch: Launch) -> None:
 
 
 def _leave(world: World, launch: Launch) -> None:
-    """Leaves the process group. Rank 0 hosts the store, so it waits until all other ranks have left."""
+    """Leaves the process group. The rank that holds the store waits until all other ranks have left."""
     if dist.is_initialized():
         dist.destroy_process_group()
     world.store.set(f"left/{world.rank}", "1")
-    if world.rank == 0:
-        keys = [f"left/{r}" for r in range(1, world.world_size)]
+    if world.holds_store:
+        keys = [f"left/{r}" for r in range(world.world_size) if r != world.rank]
         if keys:
             world.store.wait(keys, datetime.timedelta(seconds=launch.collective_timeout_s))
 

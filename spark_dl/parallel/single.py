@@ -38,6 +38,7 @@ class DPSingleProcess(Parallel):
     strategy: ClassVar[str] = "dp_single_process"
     has_group: ClassVar[bool] = False
     one_rank: ClassVar[bool] = True
+    all_gpus: ClassVar[bool] = True
 
 
 def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:

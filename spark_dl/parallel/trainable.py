@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from spark_dl.optimization import Optimization, check_parameters, scale_rates
 from spark_dl.parallel.exchange_clock import ExchangeClock, StepClock
+from spark_dl.parallel.layout import to_device
 from spark_dl.parallel.loss import weighted_loss_sum
 from spark_dl.spec import Batch, ModelSpec
 
@@ -66,7 +67,7 @@ def add_gradients(
     """
     total = torch.zeros((), device=device)
     for i, batch in enumerate(micro_batches):
-        on_device = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+        on_device = to_device(batch, device, config)
         is_last = i == len(micro_batches) - 1
         with contextlib.nullcontext() if is_last else before_last():
             _, losses = weighted_loss_sum(spec, module, on_device, config)

@@ -12,7 +12,7 @@ import os
 import random
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -218,6 +218,38 @@ def error_if_alone(world: World) -> Iterator[None]:
         yield
     finally:
         handle.remove()
+
+
+@contextlib.contextmanager
+def error_on_other_gpu(world: World) -> Iterator[None]:
+    """Makes a first optimizer step on a GPU that Spark did not assign to this rank an error, in the block.
+
+    Programs for torchrun use the GPU with the index `LOCAL_RANK`, which can be one of another application.
+    """
+    if not world.gpus:
+        yield
+        return
+
+    def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        handle.remove()
+        check_own_gpus(world, {p.device for group in optimizer.param_groups for p in group["params"]})
+
+    handle = register_optimizer_step_pre_hook(check)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def check_own_gpus(world: World, used: Iterable[torch.device]) -> None:
+    """Raises RuntimeError if one of the devices is a GPU that is not this rank's."""
+    for device in used:
+        if device.type == "cuda" and device not in world.gpus:
+            raise RuntimeError(
+                f"rank {world.rank} trains on {device}, and its GPU is {', '.join(map(str, world.gpus))}; use "
+                "torch.cuda.current_device() instead of LOCAL_RANK, or run the program as a script, in which the GPU "
+                "of a rank has the index LOCAL_RANK"
+            )
 
 
 def _why_alone() -> str:

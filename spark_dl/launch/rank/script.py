@@ -71,14 +71,15 @@ def read_script(program: str | os.PathLike[str], args: Sequence[Any], env: Mappi
     return Script(name=str(path.resolve()), args=tuple(texts), folder=os.getcwd(), env=env, source=content)
 
 
-def run_script(script: Script) -> None:
+def run_script(script: Script, *, gpu_env: Mapping[str, str] | None = None) -> None:
     """Runs the program in a child process until it ends. Called on a rank, with torchrun's environment.
 
+    gpu_env: `World.child_env`. The user's variables come first.
     Raises ScriptError with the exit code, or the signal, of a program that fails.
     """
     with _on_this_host(script) as command:
         folder = script.folder if os.path.isdir(script.folder) else None
-        env = {**os.environ, **script.env}
+        env = {**os.environ, **(gpu_env or {}), **script.env}
         env["PYTHONPATH"] = os.pathsep.join([*filter(None, [env.get("PYTHONPATH")]), *_added_path()])
         child = subprocess.Popen(
             [sys.executable, "-c", _START, str(os.getpid()), "-u", *command, *script.args],

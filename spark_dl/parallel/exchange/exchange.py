@@ -38,8 +38,9 @@ class Exchange:
 def build_exchange(model: nn.Module, world: World, settings: DDP, *, timeout_s: float) -> Exchange | None:
     """Builds the exchange for `parallel.compression` or `parallel.all_reduce`; None: DDP's all-reduce. Collective.
 
-    Raises ValueError on every rank if the backend cannot sum the dtype that is sent.
+    Raises ValueError on every rank if the backend cannot sum the dtype that is sent, or not send it between GPUs.
     """
+    _check_backend(world, settings)
     if settings.all_reduce != "backend":
         return build_all_reduce(settings.all_reduce, timeout_s=timeout_s)
     if settings.compression == "none":
@@ -61,6 +62,18 @@ def build_exchange(model: nn.Module, world: World, settings: DDP, *, timeout_s: 
     in_order = SerialCollectives(timeout_s)
     feedback = ErrorFeedback(average, model, in_order, start_step=settings.compression_start_step)
     return Exchange(feedback.hook, {"error_feedback": feedback, **state}, in_order.close)
+
+
+def _check_backend(world: World, settings: DDP) -> None:
+    """Raises ValueError if ranks share a GPU, and the exchange needs more than Gloo can do with tensors on GPUs."""
+    if world.device.type == "cpu" or world.backend == "nccl":
+        return
+    if settings.all_reduce != "backend" or settings.compression in ("powersgd", "threshold", "topk"):
+        key = "all_reduce" if settings.all_reduce != "backend" else "compression"
+        raise ValueError(
+            f"parallel.{key}: found {getattr(settings, key)!r}, which needs NCCL, and NCCL takes one rank on a GPU; "
+            f"set it to {'backend' if key == 'all_reduce' else 'none, fp16 or bf16'}, or launch.gpus_per_rank to 1"
+        )
 
 
 def build_all_reduce(algorithm: str, *, timeout_s: float) -> Exchange:

@@ -25,6 +25,7 @@ CASES = [
     ("parallel.strategy", {"set_position": nothing}, {"parallel": ParameterServer(), "num_ranks": 2}),
     ("parallel.strategy", BATCH_LOSS, {"parallel": parallel("dp_single_process")}),
     ("data.weight", BATCH_LOSS, {"weight": "w"}),
+    ("train.compile", BATCH_LOSS, {"compile": True}),
     ("loader.ragged", BATCH_LOSS, {"ragged": "offsets"}),
     ("loader.ragged", {"evaluation": nothing}, {"ragged": "offsets"}),
 ]

@@ -45,6 +45,15 @@ EXCLUSIVE = [  # the key that the error names, and settings of which each is val
     ("train.metrics", {"label": None}, METRICS),
     ("launch.num_ranks", {"parallel": Single()}, {"num_ranks": 2}),
     ("launch.num_ranks", {"parallel": DPSingleProcess()}, {"num_ranks": 3}),
+    ("launch.gpus_per_rank", {"parallel": TreeReduce()}, {"gpus_per_rank": 1}),
+    ("parallel.all_reduce", {"parallel": DDP(all_reduce="ring")}, {"gpus_per_rank": 0.5}),
+    *(("parallel.compression", {"parallel": DDP(compression=c)}, {"gpus_per_rank": 0.5}) for c in ("powersgd", "topk")),
+    *(
+        ("train.compile", strategy, {"compile": True})
+        for strategy in (SERVED, {"parallel": TreeReduce()}, {"parallel": DPSingleProcess()})
+    ),
+    ("train.channels_last", {"parallel": ShuffleReduce()}, {"channels_last": True}),
+    ("train.channels_last", SERVED, {"channels_last": True}),
     ("shards.storage", {"parallel": TreeReduce()}, LOCAL),
     ("shards.storage", {"parallel": ShuffleReduce()}, LOCAL),
     ("loader.reader", {"parallel": TreeReduce()}, PETASTORM),
@@ -106,6 +115,10 @@ def test_a_strategy_adds_lines_of_its_own():
     {"parallel": ParameterServer(), "num_ranks": 2, "clip_grad_norm": 1.0, "precision": "bf16", "optimizer": "AdamW"},
     {"parallel": LocalSGD(), "precision": "fp16", "optimizer": "Adafactor", "clip_grad_norm": 1.0},
     {"metrics": {}, "label": None},
+    {"parallel": DDP(compression="bf16"), "gpus_per_rank": 0.5},
+    {"parallel": DDP(all_reduce="ring", compression="none"), "gpus_per_rank": 1},
+    {"parallel": DPSingleProcess(), "gpus_per_rank": 4, "channels_last": True},
+    {"parallel": LocalSGD(), "compile": True, "channels_last": True},
 ], ids=str)  # fmt: skip
 def test_what_does_not_exclude_each_other(settings):
     make_config(**settings)

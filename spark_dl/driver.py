@@ -25,7 +25,6 @@ from spark_dl.cli.rank_output import follow_logs, show_output
 from spark_dl.config import Config, Data, Launch, Loader, Shards
 from spark_dl.config.load import build_config
 from spark_dl.data import local
-from spark_dl.data.columns.schema import Column
 from spark_dl.data.dataset.records import ShardSet
 from spark_dl.data.local import RowSettings
 from spark_dl.evaluate import load_model
@@ -163,7 +162,7 @@ def evaluate(
         Progress("evaluate", enabled=progress) as shown,
         prepare_evaluation(data, spec, config, saved, stage=shown.stage) as run,
     ):
-        return _launch_run(spark, run, data, shown, task="evaluate", reference_columns=saved.columns)
+        return _launch_run(spark, run, data, shown, task="evaluate")
 
 
 def launch(
@@ -296,12 +295,11 @@ def _events(shown: Progress, functions: Sequence[OnEvent]) -> OnEvent:
 
 
 def _launch_run(
-    spark: Any, run: Run, data: Any, shown: Progress, *,
-    task: str, functions: Sequence[OnEvent] = (), reference_columns: Sequence[Column] = (),
-) -> dict[str, Any]:  # fmt: skip
+    spark: Any, run: Run, data: Any, shown: Progress, *, task: str, functions: Sequence[OnEvent] = ()
+) -> dict[str, Any]:
     """Runs a task on ranks or from the driver, as its strategy needs, and returns its result.
 
-    With local storage the rows of the DataFrame `data` are streamed to the ranks, with columns as `reference_columns`.
+    With local storage the rows of the DataFrame `data` are streamed to the ranks.
     functions: those of the user for events.
     """
     config = run.config
@@ -323,7 +321,8 @@ def _launch_run(
     if not streams:
         results = run_barrier(spark, worker.main, run, task=task, launch=launch, **watch)
     else:
-        dealt, columns = local.deal_rows(data, config.data, config.shards, config.launch.num_ranks, reference_columns)
+        num_ranks, before = config.launch.num_ranks, run.reference_columns
+        dealt, columns = local.deal_rows(data, config.data, config.shards, num_ranks, before)
         results = run_barrier(spark, worker.main, run, task=task, columns=columns, launch=launch, source=dealt, **watch)
     result: dict[str, Any] = results[0]
     return result

@@ -26,6 +26,7 @@ from spark_dl.inputs import as_source, check_mixture, check_storage, shards_of, 
 from spark_dl.rundir import attempt, checkpoint, generations
 from spark_dl.rundir.folder import SHARDS
 from spark_dl.spec import ModelSpec, Run
+from spark_dl.training import initial
 
 _log = logging.getLogger("spark_dl")
 
@@ -54,8 +55,9 @@ def prepare_run(
     generation, saved = attempt.begin_attempt(run_dir, config, resume=resume, overwrite=overwrite)
     with contextlib.ExitStack() as until_done, generations.explained(run_dir, generation):
         check_newest = functools.partial(generations.check_newest, run_dir, generation)
+        spec, before = initial.begin(spec, config, saved, run_dir, overwrite=overwrite)
         datasets = _Datasets(run_dir, config, until_done, saved is not None, check_newest, stage)
-        train = datasets.to_train_on(data)
+        train = datasets.to_train_on(data, before)
         if config.shards.storage == "shared":  # with local storage the ranks check this
             check_rows(train, config, saved.manifest if saved else None)
             warn_of_few_rows(train.rows, config)
@@ -72,6 +74,7 @@ def prepare_run(
             generation=generation,
             checkpoint=saved.url if saved else None,
             checkpoint_sha256=saved.sha256 if saved else "",
+            reference_columns=tuple(before),
         )
         if run.train.columns:  # unknown with local storage
             check_dtypes(spec, run.train.select(config.data.columns), config)
@@ -97,7 +100,7 @@ def prepare_evaluation(
             check_dtypes(spec, shards.select(config.data.columns), config)
         yield Run(
             spec=spec, config=config, train=for_ranks(shards, config), run_dir=run_dir, checkpoint=saved.url,
-            checkpoint_sha256=saved.sha256,
+            checkpoint_sha256=saved.sha256, reference_columns=saved.columns,
         )  # fmt: skip
 
 
@@ -120,13 +123,14 @@ class _Datasets:
     written: list[str] = field(default_factory=list)
     """URLs of the datasets that are written from DataFrames."""
 
-    def to_train_on(self, data: Any) -> ShardSet | Mixture:
+    def to_train_on(self, data: Any, reference_columns: Sequence[Column]) -> ShardSet | Mixture:
         """Returns the dataset to train on, or the mixture of several datasets."""
         if not isinstance(data, Mapping):
-            return self.to_shards(data, "train")
+            return self.to_shards(data, "train", reference_columns)
         datasets: dict[str, ShardSet] = {}
         for name, own in dataset_configs(self.config).items():
-            reference_columns = next(iter(datasets.values())).columns if datasets else ()
+            if datasets:
+                reference_columns = next(iter(datasets.values())).columns
             datasets[name] = self.to_shards(data[name], f"train-{name}", reference_columns, own, len(data))
         return Mixture(datasets)
 

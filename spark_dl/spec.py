@@ -21,6 +21,7 @@ from spark_dl.optimization import Optimization
 
 if TYPE_CHECKING:
     from spark_dl.config import Config
+    from spark_dl.data.columns.schema import Column
     from spark_dl.data.dataset.records import ShardSet
     from spark_dl.data.load.mixture import Mixture
 
@@ -221,6 +222,8 @@ class Run:
     """Checkpoint to resume from, or to evaluate."""
     checkpoint_sha256: str | None = None
     """Checksum of its manifest, computed on the driver; None if it was not checked."""
+    reference_columns: tuple[Column, ...] = ()
+    """Columns of another dataset, whose vocabularies rows that are streamed to the ranks get."""
 
 
 def build_loss(loss: Any) -> Callable[..., Tensor]:

@@ -17,6 +17,7 @@ from spark_dl.checks.dtypes import check_dtypes
 from spark_dl.checks.storage import check_reach
 from spark_dl.config import Config, Launch
 from spark_dl.data import local
+from spark_dl.data.columns.schema import check_reference_columns
 from spark_dl.data.columns.source import SourceColumn
 from spark_dl.data.dataset.memory import check_memory
 from spark_dl.data.dataset.records import ShardSet
@@ -30,6 +31,7 @@ from spark_dl.launch.rank.task import RankResult, TaskInput
 from spark_dl.loop import train
 from spark_dl.rundir import checkpoint, environment
 from spark_dl.spec import Run
+from spark_dl.training import initial
 from spark_dl.training.memory import out_of_memory_explained
 from spark_dl.world import World
 
@@ -58,6 +60,8 @@ def main(
         _spilled(rows, columns, config) as spilled,
         rendezvous.join(config.launch, init_group=config.parallel.has_group, report=report) as world,
     ):
+        if task == "train":
+            run = initial.for_rank(run)
         check_reach(run, _gather(world), rank=world.rank, host=world.host, writes=task == "train")
         if spilled is not None:
             try:
@@ -153,6 +157,7 @@ def _spilled(
 
 def _check_streamed(shards: ShardSet, run: Run, world: World, task: str) -> None:
     """Checks streamed rows as the driver checks datasets. Raises the same ValueError on all ranks."""
+    check_reference_columns(shards.columns, run.reference_columns)
     check_memory(shards, shards.select(run.config.data.columns), run.config, world.world_size)
     check_dtypes(run.spec, shards.select(run.config.data.columns), run.config)
     if task == "train":

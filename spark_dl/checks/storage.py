@@ -14,6 +14,7 @@ from spark_dl.data.load.mixture import Mixture
 from spark_dl.data.local import Gather
 from spark_dl.rundir.checkpoint_files import MANIFEST
 from spark_dl.spec import Run
+from spark_dl.training.initial import InitialWeights
 
 
 def check_reach(run: Run, gather: Gather, *, rank: int, host: str, writes: bool) -> None:
@@ -58,6 +59,8 @@ def _cannot_read(run: Run) -> str:
     files += [("validation dataset", url) for url in _first_shards(run.validation)]
     if run.checkpoint is not None:
         files.append(("checkpoint", storage.join(run.checkpoint, MANIFEST)))
+    if isinstance(run.spec.build, InitialWeights):
+        files.append(("checkpoint of train.init_from", storage.join(run.spec.build.url, MANIFEST)))
     for name, url in files:
         try:
             storage.open_input(url).close()

@@ -68,6 +68,10 @@ class Train:
     """Epochs without an improvement after which all ranks stop."""
     early_stop_min_delta: float = may_change(0.0)
     """Smallest change that counts as an improvement."""
+    init_from: str | None = None
+    """A checkpoint, or the folder of a run, whose last checkpoint is used. The model begins with its weights and
+    buffers; the optimizer, the scheduler and the number of steps begin anew. Strings get the vocabularies of that run.
+    A resumed run continues from its own checkpoint."""
     seed: int = 0
     """Seed of the weights, the order of rows and the random numbers of each rank."""
     log_every: int = may_change(10)
@@ -106,6 +110,9 @@ class Train:
             check(has_label, f"train.metrics.{name}.label", "the name of a column", args.get("label"))
             has_output = isinstance(args.get("output", 0), (str, int)) and not isinstance(args.get("output"), bool)
             check(has_output, f"train.metrics.{name}.output", "a key or an index of the output", args.get("output"))
+        if self.init_from is not None:
+            is_url = isinstance(self.init_from, str) and self.init_from != ""
+            check(is_url, "train.init_from", "the path or URL of a checkpoint or of a run", self.init_from)
         if self.early_stop_metric is not None:  # ModelSpec.metrics may have it
             is_name = isinstance(self.early_stop_metric, str) and self.early_stop_metric != ""
             check(is_name, "train.early_stop_metric", "loss or the name of a metric", self.early_stop_metric)

@@ -521,3 +521,34 @@ def test_predict_treats_nulls_nan_and_inf_as_training_did(spark, points, tmp_pat
             predictions(rows[name], refused)
     allowed = small_config(1, data={"nonfinite": "allow"})
     assert np.isnan(predictions(rows["nan"], refused, allowed)[1]).all()
+
+
+def _build_city():
+    return torch.nn.Sequential(torch.nn.Embedding(4, 3))  # three words, and all others
+
+
+@pytest.mark.modes("local")
+@pytest.mark.parametrize("storage", ["shared", pytest.param("local", marks=pytest.mark.slow)])
+def test_a_run_on_new_rows_begins_with_the_weights_and_the_words_of_another(spark, tmp_path, storage):
+    """Of the new rows' own words, the most frequent one would have the index of another word of the first run."""
+    data = {"features": ("city",), "encode": {"city": {"as": "vocabulary"}}, "storage": storage}
+    schema = "city string, label bigint"
+    old = spark.createDataFrame([("Rome", 0)] * 60 + [("Oslo", 1)] * 40 + [("Bern", 2)] * 20, schema)
+    new = spark.createDataFrame([("Oslo", 1)] * 60 + [("Pisa", 0)] * 30, schema)
+    spec = ModelSpec(build=_build_city)
+    settings = {"epochs": 20, "lr": 1.0}
+    first = spark_dl.train(old, spec, small_config(2, train=settings, data=data), run_dir=str(tmp_path / "first"))
+    before = first.load_model(spec).state_dict()["0.weight"]
+    assert before.argmax(1)[1:].tolist() == [0, 1, 2]
+
+    settings |= {"epochs": 1, "init_from": first.checkpoint}
+    config = small_config(2, train=settings, data=data)
+    after = spark_dl.train(new, spec, config, run_dir=str(tmp_path / "second")).load_model(spec).state_dict()
+    changed = (after["0.weight"] != before).any(1).tolist()
+    assert changed == [True, False, True, False]  # an unknown word, and Oslo
+    assert checkpoint.latest(str(tmp_path / "second")).columns == checkpoint.latest(str(tmp_path / "first")).columns
+
+    other = ModelSpec(build=build_mlp)
+    with pytest.raises(ValueError, match=r"^train\.init_from: the weights of .* do not fit the model"):
+        spark_dl.train(new, other, config, run_dir=str(tmp_path / "third"))
+    assert not (tmp_path / "third" / "shards").exists()

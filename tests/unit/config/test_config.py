@@ -139,6 +139,7 @@ INVALID = [  # section, key, invalid values, and invalid combinations of values
     (Train, "train.metrics", [None, "accuracy"], [{"metrics": {"loss": {"class": "MeanMetric"}}}]),
     (Train, "train.early_stop_metric", [3, ""]),
     (Train, "train.early_stop_mode", ["minimum", None]),
+    (Train, "train.init_from", ["", 3, ["/run"]]),
     (Train, "train.early_stop_patience", [0, -1, 2.0, None]),
     (Train, "train.early_stop_min_delta", [-0.1, NAN, INF, None]),
     (Train, "train.seed", [-1, 1.0, True, None]),

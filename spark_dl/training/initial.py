@@ -1,0 +1,128 @@
+"""The weights that a run begins with: those of a checkpoint of another run (`train.init_from`)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from spark_dl.config import Config
+from spark_dl.data.columns.schema import Column
+from spark_dl.rundir import checkpoint
+from spark_dl.rundir.checkpoint_files import MODEL
+from spark_dl.spec import ModelSpec, Run
+
+_NAMED = 5
+"""Names of parameters in an error."""
+
+
+@dataclass(frozen=True)
+class InitialWeights:
+    """A `ModelSpec.build` that loads the weights and buffers of a checkpoint into the model. Called on every rank."""
+
+    build: Callable[[], nn.Module]
+    url: str
+    """The checkpoint."""
+    sha256: str
+    """Checksum of its manifest, which was checked before."""
+
+    def __call__(self) -> nn.Module:
+        """Builds the model with the weights. Raises as `load_initial_weights` does, and for a damaged checkpoint."""
+        return self.load_into(self.build())
+
+    def load_into(self, model: nn.Module) -> nn.Module:
+        """Returns the model with the weights."""
+        saved = checkpoint.open_checkpoint(self.url, sha256=self.sha256)
+        if isinstance(model, nn.Module):  # another type is reported by the caller
+            load_initial_weights(model, checkpoint.load(saved, MODEL)["0"], self.url)
+        return model
+
+
+def begin(
+    spec: ModelSpec, config: Config, saved: checkpoint.Saved | None, run_dir: str, *, overwrite: bool
+) -> tuple[ModelSpec, Sequence[Column]]:
+    """Returns the spec with the weights of `train.init_from`, and the columns that the model was trained on before.
+
+    Called on the driver. saved: the checkpoint that the run resumes from, which replaces these weights, or None.
+    Raises ValueError if the checkpoint is missing or damaged, if its weights are those of another model, or if
+    `overwrite` would delete it.
+    """
+    if config.train.init_from is None:
+        return spec, ()
+    if saved is not None:
+        return spec, saved.columns
+    found = _find(config.train.init_from)
+    if overwrite and checkpoint.run_dir_of(found) == run_dir:
+        raise ValueError(
+            f"train.init_from: {found.url} is a checkpoint of the run_dir, which overwrite deletes; use another run_dir"
+        )
+    weights = InitialWeights(spec.build, found.url, found.sha256)
+    _check_fits(weights)
+    return dataclasses.replace(spec, build=weights), found.columns
+
+
+def for_rank(run: Run) -> Run:
+    """Returns the run with the weights of `train.init_from`, if no driver has prepared it, as under torchrun."""
+    url = run.config.train.init_from
+    if url is None or run.checkpoint is not None or isinstance(run.spec.build, InitialWeights):
+        return run
+    found = _find(url)
+    spec = dataclasses.replace(run.spec, build=InitialWeights(run.spec.build, found.url, found.sha256))
+    return dataclasses.replace(run, spec=spec)
+
+
+def _find(url: str) -> checkpoint.Saved:
+    try:
+        return checkpoint.find(url, names=(MODEL,))
+    except ValueError as error:
+        raise ValueError(f"train.init_from: {error}") from error
+
+
+def _check_fits(weights: InitialWeights) -> None:
+    """Raises ValueError if the weights are those of another model, before ranks start.
+
+    Other errors of `build` are left to the ranks, which may have packages and devices that the driver lacks.
+    """
+    with torch.random.fork_rng(devices=[]):
+        try:
+            model = weights.build()
+        except Exception:
+            return
+        weights.load_into(model)
+
+
+def load_initial_weights(model: nn.Module, weights: Mapping[str, Tensor], url: str) -> None:
+    """Loads the weights and buffers of a checkpoint. Raises ValueError unless names, shapes and dtypes are the same."""
+    own = model.state_dict()
+    problems = []
+    if missing := [name for name in own if name not in weights]:
+        problems.append(f"not in the checkpoint: {_list(missing)}")
+    if unknown := [name for name in weights if name not in own]:
+        problems.append(f"not in the model: {_list(unknown)}")
+    different = [
+        f"{name}: {_describe(weights[name])} in the checkpoint, {_describe(value)} in the model"
+        for name, value in own.items()
+        if name in weights and _describe(weights[name]) != _describe(value)
+    ]
+    if different:
+        problems.append(_list(different))
+    if problems:
+        raise ValueError(
+            f"train.init_from: the weights of {url} do not fit the model of spec.build ({'; '.join(problems)}); build "
+            "the same model, or leave out train.init_from and load the parts that fit in spec.build"
+        )
+    model.load_state_dict(weights)
+
+
+def _describe(value: object) -> str:
+    if not isinstance(value, Tensor):  # of get_extra_state
+        return type(value).__name__
+    return f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+
+
+def _list(names: list[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"{', '.join(names[:_NAMED])}{more}"

@@ -39,6 +39,7 @@ class SparkJob:
     """A call that runs Spark jobs, in a thread with the caller's local properties, such as its scheduler pool.
 
     call: the call. description: shown in Spark's UI; the jobs then also have `name` as their group.
+    tag: a tag of the jobs, beside their `name`.
     on_end: called in the thread after the call.
     """
 
@@ -48,12 +49,13 @@ class SparkJob:
         call: Callable[[], Any],
         *,
         description: str | None = None,
+        tag: str | None = None,
         on_end: Callable[[], None] = lambda: None,
     ):
         self.name = f"spark_dl-{uuid.uuid4().hex}"
         self.result: Any = None
         self.error: BaseException | None = None
-        self._spark, self._description = spark, description
+        self._spark, self._description, self._tag = spark, description, tag
         self._properties = None if is_connect(spark) else spark.sparkContext._jsc.sc().getLocalProperties().clone()
         # NOTE: not Thread.join, which takes a running thread for ended if a signal interrupts it (before Python 3.13).
         self._has_ended = threading.Event()
@@ -80,7 +82,8 @@ class SparkJob:
             context.setInterruptOnCancel(True)
         else:
             context.setJobGroup(self.name, self._description, interruptOnCancel=True)
-        context.addJobTag(self.name)
+        for tag in filter(None, (self.name, self._tag)):
+            context.addJobTag(tag)
 
     def wait(self, timeout_s: float) -> bool:
         """Waits for the end of the call. Returns whether it has ended."""

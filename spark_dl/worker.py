@@ -61,7 +61,7 @@ def main(
             except ValueError as error:
                 return RankResult(world.rank, None, refused=str(error))
             run = dataclasses.replace(run, train=shards)
-        return RankResult(world.rank, _train(run, world) if task == "train" else evaluate(run, world))
+        return RankResult(world.rank, train_run(run, world) if task == "train" else evaluate(run, world))
 
 
 def call(
@@ -105,7 +105,8 @@ def call(
         return RankResult(world.rank, result)
 
 
-def _train(run: Run, world: World) -> dict[str, Any]:
+def train_run(run: Run, world: World) -> dict[str, Any]:
+    """Trains with the strategy of a run. Collective in the world; every rank returns the same."""
     strategy = strategies.find(run.config.parallel.strategy)
     if strategy.train_on_ranks is not None:
         return strategy.train_on_ranks(run, world)

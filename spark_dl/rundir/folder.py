@@ -4,6 +4,8 @@
     config.yaml  metrics.jsonl  logs/rank-0.log ...
     checkpoints/step-00000120.gen-0001/...              checkpoint.py
     shards/{train,train-<name>,validation,evaluate-<id>}/...      data/dataset/folder.py
+    trials/0003/...  trials/0003-fold-1/...             of `spark_dl.tune`: a run folder for each training
+    study.log                                           of `spark_dl.tune`: Optuna's study, if it is kept here
 
 Only files with these names are deleted, and links are not followed. All functions are called on the driver.
 """
@@ -25,9 +27,29 @@ CONFIG = "config.yaml"
 SHARDS = "shards"
 LOGS = "logs"
 """Output of the ranks (`launch.log_dir`), where they cannot send it to the driver."""
-_NAMES = (checkpoint.FOLDER, SHARDS, metrics.FILE, CONFIG, LOGS)
+TRIALS = "trials"
+STUDY = "study.log"
+_NAMES = (checkpoint.FOLDER, SHARDS, metrics.FILE, CONFIG, LOGS, TRIALS, STUDY)
 _LOG = re.compile(r"rank-\d+\.log")
+_TRIAL = re.compile(r"\d{4,}(-fold-\d+)?")
 _SHARD_SET = re.compile(r"train|train-.+|validation|evaluate-[0-9a-f]{8}")
+
+
+def trial_dir(run_dir: str, number: int, fold: int | None = None) -> str:
+    """Returns the run folder of a trial, or of the training of one of its folds."""
+    return storage.join(run_dir, TRIALS, f"{number:04d}" + ("" if fold is None else f"-fold-{fold}"))
+
+
+def has_trials(run_dir: str) -> bool:
+    """Whether a run has trials."""
+    return any(storage.exists(storage.join(trial, CONFIG)) for trial in _trials(run_dir))
+
+
+def _trials(run_dir: str) -> list[str]:
+    """Returns the run folders of the trials of a run."""
+    folder = storage.join(run_dir, TRIALS)
+    named = [storage.join(folder, name) for name in storage.list_names(folder) if _TRIAL.fullmatch(name)]
+    return [trial for trial in named if storage.is_link(trial) or _is_marked(trial)]
 
 
 def check_folder(run_dir: str, *, overwrite: bool) -> None:
@@ -43,7 +65,7 @@ def check_folder(run_dir: str, *, overwrite: bool) -> None:
 
 
 def delete_run(run_dir: str, keep: Collection[str]) -> None:
-    """Deletes the checkpoints, metrics and shards of earlier runs, except the datasets at the URLs `keep`.
+    """Deletes the checkpoints, metrics, shards and trials of earlier runs, except the datasets at the URLs `keep`.
 
     Generations are not deleted, as they fence ranks of earlier attempts. Raises ValueError for links, before anything
     is deleted.
@@ -56,8 +78,11 @@ def delete_run(run_dir: str, keep: Collection[str]) -> None:
         own = storage.identity(url)
         if not any(at == own or at.startswith(f"{own}/") for at in used):
             delete_dataset(url)
-    for url in (storage.join(run_dir, metrics.FILE), *_logs(run_dir)):
+    for url in (*(storage.join(run_dir, name) for name in (metrics.FILE, STUDY)), *_logs(run_dir)):
         storage.delete_file(url)
+    for trial in _trials(run_dir):
+        delete_run(trial, keep)
+        storage.delete_file(storage.join(trial, CONFIG))
 
 
 def _holds(url: str) -> bool:
@@ -100,9 +125,12 @@ def _check_links(run_dir: str) -> None:
     folders = [*_checkpoints(run_dir), *_shard_sets(run_dir)]
     files = [(storage.join(folder, name), name) for folder in folders for name in storage.list_names(folder)]
     known = [url for url, name in files if is_dataset_file(name) or checkpoint_files.is_own_file(name)]
-    for url in (*top, *folders, *known, *_logs(run_dir)):
+    trials = _trials(run_dir)
+    for url in (*top, *folders, *known, *_logs(run_dir), *trials):
         if storage.is_link(url):
             raise ValueError(
                 f"{url} is a symbolic link to {os.readlink(storage.absolute(url))}: overwrite does not "
                 "follow links, and nothing was changed; remove the link, or use another run_dir"
             )
+    for trial in trials:
+        _check_links(trial)

@@ -25,6 +25,8 @@ from spark_dl.scoring.saved_model import load_model
 from spark_dl.spec import ModelSpec, import_object
 from spark_dl.strategies import Strategy
 from spark_dl.track.report import report
+from spark_dl.trials.results import TrialResult, TuneResult
+from spark_dl.trials.tune import tune
 from spark_dl.world import World
 
 __all__ = [
@@ -54,6 +56,8 @@ __all__ = [
     "Train",
     "TrainResult",
     "TreeReduce",
+    "TrialResult",
+    "TuneResult",
     "World",
     "build_session",
     "clean_store",
@@ -71,5 +75,6 @@ __all__ = [
     "save_model",
     "store_shards",
     "train",
+    "tune",
     "write_shards",
 ]

@@ -120,7 +120,7 @@ def train(
     Raises ValueError for invalid settings, models and data, if possible before any rank starts; RuntimeError if the
     cluster cannot run the job; RankError if a rank fails.
     """
-    start, functions = time.perf_counter(), _functions(on_event)
+    start, functions = time.perf_counter(), as_functions(on_event)
     config, data = config or Config(), as_sources(data)
     validation = None if validation is None else as_sources(validation)
     spark = find_session(data, spark)
@@ -274,7 +274,8 @@ def _check_call(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None
         raise ValueError(f"the call of {name}{signature} on the ranks: {error}") from None
 
 
-def _functions(on_event: Any) -> list[OnEvent]:
+def as_functions(on_event: Any) -> list[OnEvent]:
+    """Returns the functions of `on_event`. Raises ValueError for anything else."""
     functions = list(on_event) if isinstance(on_event, Sequence) else [on_event]
     for function in functions:
         if not callable(function):

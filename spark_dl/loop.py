@@ -277,6 +277,7 @@ class Training:
         progress.epoch, progress.step, progress.epoch_rows, progress.loss_sum = progress.epoch + 1, 0, 0, 0.0
         self.schedule.end_epoch(loss, metrics, epoch=progress.epoch)
         early_stop.decide(progress, self.config.train, metrics, self.world.device)
+        early_stop.ask(progress, entry, self.world)
         every_steps = self.config.checkpoint.every_steps
         is_due = every_steps and progress.global_step % every_steps == 0
         if is_due or progress.epoch % self.config.checkpoint.every_epochs == 0:

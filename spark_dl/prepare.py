@@ -12,7 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from spark_dl import storage
 from spark_dl.checks.dtypes import check_dtypes
@@ -34,18 +34,21 @@ _log = logging.getLogger("spark_dl")
 @contextlib.contextmanager
 def prepare_run(
     data: Any,
-    spec: ModelSpec,
+    spec: ModelSpec | None,
     config: Config,
     *,
     validation: Any = None,
     run_dir: Any = None,
     resume: bool = False,
     overwrite: bool = False,
+    reuse_shards: bool = False,
     stage: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Run]:
     """Yields a run that is ready to start, with its datasets written or opened, and checked.
 
     Shards in a store are not deleted until the end of the block. `stage` is called with a text about what is done now.
+    spec: None for trials, each of which has its own.
+    reuse_shards: uses the shards of an earlier attempt also without a checkpoint.
     Raises ValueError for invalid data, settings and `run_dir`, before an earlier run is deleted; RuntimeError if a
     newer attempt of the run has started.
     """
@@ -56,7 +59,8 @@ def prepare_run(
     with contextlib.ExitStack() as until_done, generations.explained(run_dir, generation):
         check_newest = functools.partial(generations.check_newest, run_dir, generation)
         spec, before = initial.begin(spec, config, saved, run_dir, overwrite=overwrite)
-        datasets = _Datasets(run_dir, config, until_done, saved is not None, check_newest, stage)
+        reuse = saved is not None or reuse_shards
+        datasets = _Datasets(run_dir, config, until_done, reuse, check_newest, stage)
         train = datasets.to_train_on(data, before)
         if config.shards.storage == "shared":  # with local storage the ranks check this
             check_rows(train, config, saved.manifest if saved else None)
@@ -66,7 +70,7 @@ def prepare_run(
             None if validation is None else datasets.to_shards(validation, "validation", reference_columns)
         )
         run = Run(
-            spec=spec,
+            spec=cast("ModelSpec", spec),
             config=config,
             train=for_ranks(train, config),
             validation=None if validation_shards is None else for_ranks(validation_shards, config),
@@ -76,7 +80,7 @@ def prepare_run(
             checkpoint_sha256=saved.sha256 if saved else "",
             reference_columns=tuple(before),
         )
-        if run.train.columns:  # unknown with local storage
+        if run.train.columns and spec is not None:  # the columns are unknown with local storage
             check_dtypes(spec, run.train.select(config.data.columns), config)
         # Only now, so that an earlier run is not deleted for invalid data.
         attempt.take_over(run, overwrite=overwrite, keep=[*datasets.written, *_urls(train), *_urls(validation_shards)])

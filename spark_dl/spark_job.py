@@ -46,6 +46,7 @@ class SparkJob:
     The properties of the caller's thread do not change.
     description: shown in Spark's UI. Over Spark Connect, it is a tag of the operation.
     own_group: whether the group of the jobs is `name`, and not that of the caller.
+    tag: a tag of the jobs, beside their `name`.
     on_end: called in the thread after the call.
     """
 
@@ -56,12 +57,13 @@ class SparkJob:
         *,
         description: str,
         own_group: bool = False,
+        tag: str | None = None,
         on_end: Callable[[], None] = lambda: None,
     ):
         self.name = f"spark_dl-{uuid.uuid4().hex}"
         self.result: Any = None
         self.error: BaseException | None = None
-        self._spark, self._description, self._own_group = spark, description, own_group
+        self._spark, self._description, self._own_group, self._tag = spark, description, own_group, tag
         self._properties = None if is_connect(spark) else spark.sparkContext._jsc.sc().getLocalProperties().clone()
         # NOTE: not Thread.join, which takes a running thread for ended if a signal interrupts it (before Python 3.13).
         self._has_ended = threading.Event()
@@ -90,7 +92,8 @@ class SparkJob:
         else:
             context.setInterruptOnCancel(True)
             context.setJobDescription(self._description)
-        context.addJobTag(self.name)
+        for tag in filter(None, (self.name, self._tag)):
+            context.addJobTag(tag)
 
     def wait(self, timeout_s: float) -> bool:
         """Waits for the end of the call. Returns whether it has ended."""

@@ -39,6 +39,9 @@ class World:
     """Network interface of GLOO_SOCKET_IFNAME; empty if it is not set."""
     report: Callable[[Mapping[str, Any]], None] = field(default=lambda event: None, repr=False)
     """Sends an event, a small JSON-serializable dict, to the driver. Does not block and does not raise."""
+    ends_run: Callable[[Mapping[str, Any]], bool] | None = field(default=None, repr=False)
+    """Called on rank 0 after each epoch, with its entry in the history: whether the run ends there, as a trial that is
+    pruned does. None: it never does. Waits for the driver."""
 
     @property
     def address(self) -> str:

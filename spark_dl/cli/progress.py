@@ -79,6 +79,14 @@ class Progress:
         elif kind == "epoch":
             numbers = {k: v for k, v in event["metrics"].items() if isinstance(v, (int, float))}
             self._shown |= {f"val {name}": f"{value:.4g}" for name, value in numbers.items()}
+        elif kind == "trial":
+            self._describe("")
+            self._place = f"trial {event['done']}/{event['trials']}"
+            if event["best"] is not None:
+                self._shown["best"] = f"{event['best']:.6g}"
+            if self._bar is not None:
+                self._bar.unit, self._bar.total, self._bar.n = "trial", event["trials"], event["done"]
+                self._bar.set_postfix(self._shown)
         elif kind == "evaluation":
             self._describe(f"evaluating {event['step']}/{event['steps']}")
         if kind in ("step", "epoch"):

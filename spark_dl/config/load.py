@@ -67,6 +67,24 @@ def build_config(plain: Mapping[str, Any]) -> Config:
     return Config(**built)
 
 
+def with_settings(plain: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns nested dicts for `build_config`: those of a `Config`, with other values by key, such as `train.lr`.
+
+    Another `parallel.strategy` has its own settings, and none of the old strategy. Raises ValueError for a key without
+    a section.
+    """
+    changed = dict(plain)
+    strategy = settings.get("parallel.strategy", plain["parallel"]["strategy"])
+    if strategy != plain["parallel"]["strategy"]:
+        changed["parallel"] = {"strategy": strategy}
+    for key, value in settings.items():
+        section, _, name = key.partition(".")
+        if section not in changed or not name:
+            raise ValueError(f"settings: expected keys such as 'train.lr', found {key!r}")
+        changed[section] = {**(changed[section] or {}), name: value}
+    return changed
+
+
 def _is_required(field: dataclasses.Field[Any]) -> bool:
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 

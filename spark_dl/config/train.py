@@ -55,6 +55,9 @@ class Train:
     convolutions in bf16 and fp16 on GPUs prefer."""
     validation_fraction: float = 0.0
     """Fraction of the training rows, chosen at random, that is used for validation. In [0, 1)."""
+    validation_fold: int | None = None
+    """For cross-validation with a `validation_fraction` of 1/k: the fold, from 0 to k - 1, whose rows are used for
+    validation. The k folds are disjoint and have all rows, chosen at random by `seed`."""
     metrics: dict[str, dict[str, Any]] = may_change(dict)
     """Metrics by name, as torchmetrics classes and their arguments: `{accuracy: {class: MulticlassAccuracy,
     num_classes: 10}}`. `label` names another column than `data.label`. `output` is a key or an index, for models with
@@ -89,6 +92,8 @@ class Train:
         check_number(self, "lr", 0, above=True)
         check_number(self, "validation_fraction", 0)
         check(self.validation_fraction < 1, "train.validation_fraction", "a number < 1", self.validation_fraction)
+        if self.validation_fold is not None:
+            self._check_fold()
         check_number(self, "early_stop_min_delta", 0)
         check_bool(self, "compile", "channels_last")
         check_choices(self)
@@ -116,3 +121,12 @@ class Train:
         if self.early_stop_metric is not None:  # ModelSpec.metrics may have it
             is_name = isinstance(self.early_stop_metric, str) and self.early_stop_metric != ""
             check(is_name, "train.early_stop_metric", "loss or the name of a metric", self.early_stop_metric)
+
+    def _check_fold(self) -> None:
+        check_number(self, "validation_fold", 0, whole=True)
+        folds = round(1 / self.validation_fraction) if self.validation_fraction else 0
+        check(
+            folds > 1 and abs(self.validation_fraction * folds - 1) < 0.01,
+            "train.validation_fraction", "1/k for the k folds of train.validation_fold", self.validation_fraction,
+        )  # fmt: skip
+        check(int(self.validation_fold or 0) < folds, "train.validation_fold", f"below {folds}", self.validation_fold)

@@ -285,22 +285,26 @@ def windows_from(stream: Stream, row: int) -> Iterator[tuple[Window, int]]:
         yield window, max(0, row - window.first)
 
 
-def rows_held_out(group_rows: npt.ArrayLike, fraction: float) -> Ints:
-    """Returns the number of validation rows of each row group: `round(fraction * rows)` in total, spread evenly."""
-    ends = np.cumsum(np.asarray(group_rows, dtype=np.int64))
-    rows = int(ends[-1]) if len(ends) else 0
-    total = round(fraction * rows)
+def rows_held_out(group_rows: npt.ArrayLike, fraction: float, fold: int | None = None) -> Ints:
+    """Returns the number of validation rows of each row group: `round(fraction * rows)` in total, spread evenly.
+
+    fold: with a fraction of 1/k, the fold of k folds: the rows at the positions `fold`, `fold + k` and so on.
+    """
+    ends = np.concatenate([[0], np.cumsum(np.asarray(group_rows, dtype=np.int64))])
+    rows, total = int(ends[-1]), round(fraction * int(ends[-1]))
+    if fold is not None:
+        folds = round(1 / fraction)
+        return np.asarray(np.diff((ends - fold + folds - 1) // folds), np.int64)
     if not total:
-        return np.zeros(len(ends), np.int64)
+        return np.zeros(len(ends) - 1, np.int64)
     # Python integers if the product does not fit into 64 bits.
     cuts = ends.astype(np.int64 if rows * total < 2**63 else object) * total // rows
-    before = np.concatenate([[0], cuts.astype(np.int64)])
-    return np.asarray(np.diff(before), np.int64)
+    return np.asarray(np.diff(cuts.astype(np.int64)), np.int64)
 
 
-def check_held_out(rows: int, fraction: float) -> None:
+def check_held_out(rows: int, fraction: float, fold: int | None = None) -> None:
     """Raises ValueError if a fraction other than 0 leaves no rows for validation, or none for training."""
-    held_out = round(fraction * rows)
+    held_out = int(rows_held_out([rows], fraction, fold)[0])
     if fraction and not 0 < held_out < rows:
         use, change = ("train on", "lower") if held_out else ("validate with", "raise")
         raise ValueError(
@@ -309,10 +313,10 @@ def check_held_out(rows: int, fraction: float) -> None:
         )
 
 
-def split_rows(rows: int, held_out: int, seed: int, row_group: int) -> tuple[Ints, Ints]:
+def split_rows(rows: int, held_out: slice, seed: int, row_group: int) -> tuple[Ints, Ints]:
     """Returns the training and the validation rows of a row group, chosen at random.
 
-    # (rows - held_out,), (held_out,), both sorted
+    held_out: the validation rows, in a random order of the rows. # two arrays, both sorted, together (rows,)
     """
     order = np.random.default_rng((seed, row_group, 0x51)).permutation(rows)
-    return np.sort(order[held_out:]), np.sort(order[:held_out])
+    return np.sort(np.delete(order, held_out)), np.sort(order[held_out])

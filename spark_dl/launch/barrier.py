@@ -24,6 +24,8 @@ from spark_dl.launch.session import worker_env
 from spark_dl.launch.watch import Listener
 from spark_dl.spark_job import SparkJob, is_connect
 
+RANKS = "spark_dl-ranks"
+"""Tag of the Spark jobs of ranks."""
 _log = logging.getLogger("spark_dl")
 
 _LAST_EVENTS_WAIT_S = 1.0
@@ -43,6 +45,7 @@ def run_barrier(
     launch: Launch,
     description: str = "spark_dl ranks",
     on_event: Callable[[Event], None] | None = None,
+    on_ask: Callable[[Event], Mapping[int, Any]] | None = None,
     poll: Callable[[], list[dict[str, Any]]] | None = None,
     source: Any = None,
     env: Mapping[str, str] | None = None,
@@ -55,6 +58,8 @@ def run_barrier(
     description: of the job, in Spark's UI.
     on_event: called in the driver's thread with the events of the ranks, while they run. Over Spark Connect, where
         ranks cannot connect to the driver, it gets the events that `poll` returns.
+    on_ask: called in the driver's thread with each question of a rank (`Reporter.ask`); returns answers by task, also
+        to earlier questions of other ranks. Not over Spark Connect.
     source: a DataFrame with one partition per rank. The ranks get its rows: `fn(..., rows=TaskInput)`.
     env: environment variables of the ranks, which are set before their Python starts.
 
@@ -79,8 +84,8 @@ def run_barrier(
             df = tasks.mapInArrow(task, SCHEMA, barrier=True, **({} if profile is None else {"profile": profile}))
         job = _Job(spark, df, launch.num_ranks, events, description=description, computes_first=source is not None)
         try:
-            watched = (None, listener.silence) if listener else (poll or list, dict)
-            _Watch(job, launch, on_event, *watched).run(events)
+            watch = _Watch(job, launch, on_event, on_ask, listener, None if listener else poll or list)
+            watch.run(events)
         except BaseException:
             job.cancel()
             raise
@@ -121,7 +126,7 @@ class _Job:
         self.computes_first = computes_first
         """Whether the job has stages before the stage of the ranks. These can take any time."""
         self._job = SparkJob(
-            spark, functools.partial(self._collect, df), description=description, own_group=True,
+            spark, functools.partial(self._collect, df), description=description, own_group=True, tag=RANKS,
             on_end=lambda: events.put({"kind": "job ended"}),
         )  # fmt: skip
         self.cancel = self._job.cancel
@@ -176,12 +181,27 @@ class _Job:
         stages = [stage for i in ids if (stage := tracker.getStageInfo(i))]
         return any(stage.numActiveTasks for stage in stages) or bool(stages and stages[-1].numCompletedTasks)
 
+    def waits_for_own_jobs(self) -> bool:
+        """Whether other ranks of this application run, such as those of another thread. False over Spark Connect."""
+        if is_connect(self._spark):
+            return False
+        tracker = self._spark.sparkContext._jsc.sc().statusTracker()
+        running = [number for number in tracker.getJobIdsForTag(RANKS) if self._is_active(number)]
+        own = self._spark.sparkContext.statusTracker().getJobIdsForGroup(self._job.name)
+        return bool({*running} - {*own})
+
+    def _is_active(self, number: int) -> bool:
+        """Whether tasks of a job are running."""
+        tracker = self._spark.sparkContext.statusTracker()
+        job = tracker.getJobInfo(number)
+        stages = [tracker.getStageInfo(i) for i in job.stageIds] if job else []
+        return any(stage is not None and stage.numActiveTasks for stage in stages)
+
 
 class _Watch:
     """Waits for the end of a job, and passes events on. Raises the root cause if the job fails.
 
     poll: returns further events; None if there is a listener.
-    silence: returns the seconds since the last heartbeat, by task, of the tasks that have not ended.
     """
 
     def __init__(
@@ -189,10 +209,12 @@ class _Watch:
         job: _Job,
         launch: Launch,
         on_event: Callable[[Event], None] | None,
+        on_ask: Callable[[Event], Mapping[int, Any]] | None,
+        listener: Listener | None,
         poll: Callable[[], list[dict[str, Any]]] | None,
-        silence: Callable[[], Mapping[int, float]],
     ):
-        self._job, self._launch, self._on_event, self._poll, self._silence = job, launch, on_event, poll, silence
+        self._job, self._launch, self._on_event, self._on_ask = job, launch, on_event, on_ask
+        self._listener, self._poll = listener, poll
         self._known: dict[int, dict[str, Any]] = {}
         """What each task has reported about itself."""
         self._running = 0
@@ -211,7 +233,9 @@ class _Watch:
             with contextlib.suppress(queue.Empty):
                 event = events.get(timeout=0.2)
                 self._take(event)
-                if self._on_event:
+                if event["kind"] == "ask":
+                    self._answer(event)
+                elif self._on_event:
                     self._on_event(event)
             self._raise_failure()
             if time.monotonic() >= self._poll_at:
@@ -220,6 +244,12 @@ class _Watch:
             if self._running < self._launch.num_ranks and time.monotonic() > self._deadline:
                 self._check_start()
         self._pass_on()
+
+    def _answer(self, question: Event) -> None:
+        assert self._listener is not None
+        assert self._on_ask is not None, "no function of the driver answers the ranks"
+        for task, answer in self._on_ask(question).items():
+            self._listener.answer(task, answer)
 
     def _has_ended(self) -> bool:
         if self._end_at is None:
@@ -247,7 +277,8 @@ class _Watch:
             self._deadline = time.monotonic() + self._launch.start_timeout_s
 
     def _silent_for(self, seconds: float) -> dict[int, float]:
-        return {task: s for task, s in self._silence().items() if s > seconds}
+        silence = self._listener.silence() if self._listener else {}
+        return {task: s for task, s in silence.items() if s > seconds}
 
     def _raise_failure(self) -> None:
         if self._decide_at is not None and time.monotonic() >= self._decide_at:
@@ -260,6 +291,9 @@ class _Watch:
     def _check_start(self) -> None:
         """Raises RuntimeError if the ranks have not started in time."""
         if not self._job.has_tasks():
+            if self._job.waits_for_own_jobs():
+                self._deadline = time.monotonic() + self._launch.start_timeout_s
+                return
             raise RuntimeError(
                 f"{self._running} of {self._launch.num_ranks} ranks started within launch.start_timeout_s="
                 f"{self._launch.start_timeout_s:g} s; the cluster is busy with other jobs, or its executors have not "

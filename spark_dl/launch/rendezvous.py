@@ -56,13 +56,13 @@ def join(launch: Launch, *, init_group: bool = True, use_gpu: bool = True, repor
         if world.device.type == "cuda" and use_gpu:
             torch.cuda.set_device(world.device)
         if init_group:
-            _init_group(world, launch)
+            create_group(world, launch)
         try:
             yield world
         except BaseException as error:
             if context is None:
                 first_failure.publish(world, error)
-            _abort_group()
+            abort_group()
             if context is None:
                 first_failure.raise_published(world, error)
             raise
@@ -215,7 +215,8 @@ def _open_store(first: Peer, rank: int, world_size: int, launch: Launch, listene
         ) from error
 
 
-def _init_group(world: World, launch: Launch) -> None:
+def create_group(world: World, launch: Launch) -> None:
+    """Creates the default process group, with the backend of the world. Collective."""
     backend = world.backend
     if backend == "gloo" and "GLOO_SOCKET_IFNAME" not in os.environ and (interface := world.interface):
         os.environ["GLOO_SOCKET_IFNAME"] = interface
@@ -246,7 +247,8 @@ def _leave(world: World, launch: Launch) -> None:
             world.store.wait(keys, datetime.timedelta(seconds=launch.collective_timeout_s))
 
 
-def _abort_group() -> None:
+def abort_group() -> None:
+    """Ends the default process group without waiting for other ranks. Not collective."""
     if not dist.is_initialized():
         return
     if dist.get_backend() == "nccl":

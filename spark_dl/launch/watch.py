@@ -1,7 +1,7 @@
 """Events from the ranks to the driver: joined, progress, failed. The driver has a listener, each rank has a sender.
 
 The ranks also meet here: each sends a message, and gets those of all ranks. Spark's `allGather` does the same, but its
-JVM looks for the messages once a second.
+JVM looks for the messages once a second. A rank can also ask the driver a question, and waits for the answer.
 
 Connections are authenticated with the run's secret (HMAC challenge of `multiprocessing.connection`). Events are JSON,
 never pickle. If a connection ends without a final event, the rank was killed. An idle rank sends a heartbeat each
@@ -64,6 +64,8 @@ class Listener:
         self._socket.listen(1024)
         self.address = Address(public_host or bind_host, self._socket.getsockname()[1], self._secret)
         self._connections: set[connection.Connection] = set()
+        self._asking: dict[int, connection.Connection] = {}
+        """Connections of the tasks that wait for an answer."""
         self._heard: dict[int, float] = {}
         """Time of the last event or heartbeat of each task that has not ended."""
         self._thread = threading.Thread(target=self._accept, name="spark_dl listener", daemon=True)
@@ -73,6 +75,11 @@ class Listener:
         """Returns the seconds since the last event or heartbeat, by task, of connected tasks that have not ended."""
         now = time.monotonic()
         return {task: now - at for task, at in list(self._heard.items())}
+
+    def answer(self, task: int, value: Any) -> None:
+        """Answers the question of a task, an event of the kind `ask`. value: JSON-serializable."""
+        with contextlib.suppress(OSError):  # the rank has ended; its connection says so
+            self._asking.pop(task).send_bytes(json.dumps(value).encode())
 
     def close(self) -> None:
         """Stops listening and closes all connections."""
@@ -106,6 +113,8 @@ class Listener:
                 if kind == "meet":
                     self._meeting.add(task, event["message"], conn)
                 elif kind != "alive":
+                    if kind == "ask":
+                        self._asking[task] = conn
                     self.events.put(event)
                 if kind in ("done", "failed"):
                     del self._heard[task]
@@ -200,12 +209,17 @@ class Sender:
 
         Returns whether the event was queued.
         """
-        with contextlib.suppress(queue.Full, TypeError, ValueError):
-            frame = json.dumps({**event, "task": self._task, "time": time.time()}).encode()
-            if len(frame) <= _MAX_FRAME:
+        with contextlib.suppress(queue.Full):
+            if (frame := self._frame(event)) is not None:
                 self._queue.put_nowait(frame)
                 return True
         return False
+
+    def _frame(self, event: Mapping[str, Any]) -> bytes | None:
+        with contextlib.suppress(TypeError, ValueError):
+            frame = json.dumps({**event, "task": self._task, "time": time.time()}).encode()
+            return frame if len(frame) <= _MAX_FRAME else None
+        return None
 
     def flush(self, timeout_s: float = 2.0) -> None:
         """Waits until all queued events are sent, so that they reach the driver even if this process is killed.
@@ -223,16 +237,34 @@ class Sender:
 
         Returns None if the driver cannot be reached by all ranks. Raises RuntimeError if it does not answer in time.
         """
-        if self._thread is None or not self._tried.wait(_REACH_S) or self._conn is None:
+        if not self.reaches_driver():
             return None
-        self.send({"kind": "meet", "message": message})
-        try:
-            if not self._conn.poll(timeout_s):
-                raise RuntimeError(f"the driver did not answer within {timeout_s:g} s (launch.start_timeout_s)")
-            answer: list[str] | None = json.loads(self._conn.recv_bytes(_MAX_ANSWER))
-        except (OSError, EOFError) as error:
-            raise RuntimeError("the driver has closed its connection while the ranks met") from error
+        limit = f"the driver did not answer within {timeout_s:g} s (launch.start_timeout_s)"
+        answer: list[str] | None = self.ask({"kind": "meet", "message": message}, timeout_s, limit)
         return answer
+
+    def reaches_driver(self) -> bool:
+        """Whether this rank is connected to the driver. Waits some seconds for the connection."""
+        return self._thread is not None and self._tried.wait(_REACH_S) and self._conn is not None
+
+    def ask(self, event: Mapping[str, Any], timeout_s: float, limit: str) -> Any:
+        """Sends an event, and returns the driver's answer. Only one thread of a rank asks, and only if it is connected.
+
+        limit: the message of the RuntimeError if the driver does not answer in time. Also raises RuntimeError if the
+        driver has gone, and ValueError for an event of more than 1 MiB.
+        """
+        assert self._conn is not None
+        if (frame := self._frame(event)) is None:
+            raise ValueError(f"expected a question of at most {_MAX_FRAME >> 20} MiB of JSON, found {event!r:.200}")
+        try:
+            self._queue.put(frame, timeout=timeout_s)
+            if not self._conn.poll(timeout_s):
+                raise RuntimeError(limit)
+            return json.loads(self._conn.recv_bytes(_MAX_ANSWER))
+        except queue.Full:
+            raise RuntimeError(limit) from None
+        except (OSError, EOFError) as error:
+            raise RuntimeError("the driver has closed its connection while a rank waited for its answer") from error
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Sends the queued events and ends the thread. Waits at most `timeout_s`."""
@@ -285,6 +317,18 @@ class Reporter:
     def exchange(self, message: str, timeout_s: float) -> list[str] | None:
         """Returns the messages of all ranks, by task; None if not all ranks can reach the driver. Collective."""
         return self._sender.exchange(message, timeout_s)
+
+    def ask(self, question: Mapping[str, Any], timeout_s: float, limit: str) -> Any:
+        """Returns the driver's answer to a question. Not collective. Raises as `Sender.ask` does.
+
+        Raises RuntimeError if this rank cannot reach the driver.
+        """
+        if not self._sender.reaches_driver():
+            raise RuntimeError(
+                f"host {self._me['host']} cannot reach the driver, which the ranks ask; open the ports of the driver "
+                "(spark.driver.host, spark.driver.bindAddress) to the executors"
+            )
+        return self._sender.ask({**question, "kind": "ask", **self._me}, timeout_s, limit)
 
 
 @contextlib.contextmanager

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pyspark.ml import Estimator
@@ -18,10 +19,12 @@ from spark_dl.data.dataset.folder import delete_dataset
 from spark_dl.data.write.vocabulary import NO_ROWS
 from spark_dl.ml import persistence
 from spark_dl.ml.model import TorchModel
+from spark_dl.ml.multiple import models_together
 from spark_dl.ml.params import TorchParams
 from spark_dl.rundir.folder import SHARDS
 from spark_dl.scoring.scorer import scorer_of
 from spark_dl.spec import ModelSpec
+from spark_dl.trials.listed import train_listed
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -46,6 +49,9 @@ class TorchEstimator(Estimator[TorchModel], TorchParams, MLWritable, MLReadable[
 
     saveFormat: how models are saved, `weights` or `export`, as in `spark_dl.save_model`.
 
+    parallelTrials: number of models that `CrossValidator` and `TrainValidationSplit` train at the same time, each on
+        `numRanks` ranks, in one barrier job for all param maps. The default, 1, is a job for each of them.
+
     The model adds the columns of `spec.predict`, for any number of outputs.
     """
 
@@ -69,6 +75,7 @@ class TorchEstimator(Estimator[TorchModel], TorchParams, MLWritable, MLReadable[
         settings: dict[str, Any] | None = None,
         runDir: str | None = None,
         saveFormat: str | None = None,
+        parallelTrials: int | None = None,
         progress: bool = True,
     ):
         super().__init__()
@@ -78,6 +85,7 @@ class TorchEstimator(Estimator[TorchModel], TorchParams, MLWritable, MLReadable[
             featuresCol=featuresCol, labelCol=labelCol, labelCols=labelCols, weightCol=weightCol,
             validationIndicatorCol=validationIndicatorCol, numRanks=numRanks, epochs=epochs,
             globalBatchSize=globalBatchSize, lr=lr, seed=seed, settings=settings, runDir=runDir, saveFormat=saveFormat,
+            parallelTrials=parallelTrials,
         )  # fmt: skip
 
     def _spec_of(self, spec: Any) -> ModelSpec:
@@ -136,33 +144,80 @@ class TorchEstimator(Estimator[TorchModel], TorchParams, MLWritable, MLReadable[
         """Sets how models are saved: `weights` or `export`."""
         return self._with(saveFormat=value)
 
+    def setParallelTrials(self, value: int) -> Self:
+        """Sets the number of param maps whose models are trained at the same time."""
+        return self._with(parallelTrials=value)
+
     def _with(self, **given: Any) -> Self:
         self.set_given(given)
         return self
 
     def _fit(self, dataset: DataFrame) -> TorchModel:
-        config = self.build_config(self.config, dataset.schema, self._label_dtype())
-        self._check_columns(dataset, config)
+        config, run_dir = self._config_for(dataset), self._new_run_dir()
         train, validation = self._split(self._with_checked_label(dataset, config), self.read_columns(config))
-        base = self.getOrDefault(self.runDir)
-        run_dir = storage.join(storage.absolute(base), f"{self.uid}-{uuid.uuid4().hex[:8]}")
-        try:
+        with self._errors_of_params():
             result = driver.train(
                 train, self._spec_to_train(config), config, validation=validation, run_dir=run_dir,
                 progress=self.progress, spark=dataset.sparkSession,
             )  # fmt: skip
+        _delete_rows(run_dir)
+        return self._model_of(result, config)
+
+    def fitMultiple(self, dataset: DataFrame, paramMaps: Sequence[Any]) -> Any:
+        """Fits a model for each param map, `parallelTrials` of them at the same time.
+
+        Returns an iterator of (index, model). With `parallelTrials` above 1, all models are trained when the first one
+        is asked for.
+        """
+        if self.getOrDefault(self.parallelTrials) == 1:
+            return super().fitMultiple(dataset, paramMaps)
+        estimator = self.copy()
+        return models_together(lambda: estimator._fit_together(dataset, paramMaps), len(paramMaps))
+
+    def _fit_together(self, dataset: DataFrame, param_maps: Sequence[Any]) -> list[TorchModel]:
+        copies = [self.copy(params) for params in param_maps]
+        configs, run_dir = [copy._config_for(dataset) for copy in copies], self._new_run_dir()
+        if len({copy._validation_column() for copy in copies}) > 1:
+            raise ValueError("validationIndicatorCol: expected the same one in all param maps with parallelTrials")
+        rows = self._with_checked_label(dataset, configs[0])
+        train, validation = copies[0]._split(rows, self.read_columns(configs[0]))
+        specs = [c._spec_to_train(config) for c, config in zip(copies, configs, strict=True)]
+        with self._errors_of_params():
+            results = train_listed(
+                dataset.sparkSession, train, specs, configs, validation=validation, run_dir=run_dir,
+                parallel_trials=self.getOrDefault(self.parallelTrials), progress=self.progress,
+            )  # fmt: skip
+        _delete_rows(run_dir)
+        return [c._model_of(*found) for c, *found in zip(copies, results, configs, strict=True)]
+
+    @contextlib.contextmanager
+    def _errors_of_params(self) -> Iterator[None]:
+        """Raises ValueError that names the param, for a DataFrame without rows of one kind."""
+        try:
+            yield
         except ValueError as error:
-            if validation is None or NO_ROWS not in str(error):
+            if not self.isSet(self.validationIndicatorCol) or NO_ROWS not in str(error):
                 raise
             column = self.getValidationIndicatorCol()
             raise ValueError(
-                f"validationIndicatorCol: expected training rows (false or null) and validation rows (true) in "
+                "validationIndicatorCol: expected training rows (false or null) and validation rows (true) in "
                 f"{column!r}, found rows of one kind only"
             ) from error
-        for name in ("train", "validation"):  # a fit is not resumed, so its rows are not needed any more
-            delete_dataset(storage.join(run_dir, SHARDS, name))
+
+    def _config_for(self, dataset: DataFrame) -> Config:
+        config = self.build_config(self.config, dataset.schema, self._label_dtype())
+        self._check_columns(dataset, config)
+        return config
+
+    def _new_run_dir(self) -> str:
+        return storage.join(storage.absolute(self.getOrDefault(self.runDir)), f"{self.uid}-{uuid.uuid4().hex[:8]}")
+
+    def _model_of(self, result: driver.TrainResult, config: Config) -> TorchModel:
         model: TorchModel = self._copyValues(self._model(scorer_of(self.spec, result.checkpoint, config), result))
         return model
+
+    def _validation_column(self) -> str | None:
+        return self.getValidationIndicatorCol() if self.isSet(self.validationIndicatorCol) else None
 
     def _check_columns(self, dataset: DataFrame, config: Config) -> None:
         """Raises ValueError for params that exclude each other, and for output columns that exist."""
@@ -213,3 +268,9 @@ class TorchEstimator(Estimator[TorchModel], TorchParams, MLWritable, MLReadable[
     def read(cls) -> persistence.EstimatorReader:
         """Returns a reader of estimators."""
         return persistence.EstimatorReader(cls)
+
+
+def _delete_rows(run_dir: str) -> None:
+    """Deletes the shards of a fit. It is not resumed, so they are not needed any more."""
+    for name in ("train", "validation"):
+        delete_dataset(storage.join(run_dir, SHARDS, name))

@@ -9,7 +9,7 @@ from pyspark.ml.param.shared import HasFeaturesCol, HasLabelCol, HasSeed, HasVal
 from pyspark.sql.types import ArrayType, DecimalType, DoubleType, StructType
 
 from spark_dl.config import Config
-from spark_dl.config.load import build_config
+from spark_dl.config.load import build_config, with_settings
 from spark_dl.scoring.saved_model import FORMATS
 
 _SETTINGS = {
@@ -53,6 +53,10 @@ class TorchParams(HasFeaturesCol, HasLabelCol, HasWeightCol, HasValidationIndica
         Params._dummy(), "runDir", "folder or URL for the runs of fit; each call makes a folder there. All executors "
         "must have access to it.", TypeConverters.toString,
     )  # fmt: skip
+    parallelTrials = Param(
+        Params._dummy(), "parallelTrials", "with several param maps, such as those of CrossValidator: number of models "
+        "that are trained at the same time, each by numRanks ranks, in one barrier job.", TypeConverters.toInt,
+    )  # fmt: skip
     saveFormat = Param(
         Params._dummy(), "saveFormat", "how models are saved: weights, or export (torch.export).", _to_format,
     )  # fmt: skip
@@ -60,7 +64,7 @@ class TorchParams(HasFeaturesCol, HasLabelCol, HasWeightCol, HasValidationIndica
     def __init__(self) -> None:
         super().__init__()
         self._defaultParamMap.pop(self.seed)  # type: ignore[attr-defined]  # Spark's own default, which is not used
-        self._setDefault(labelCol="label", runDir="runs", saveFormat="weights")  # type: ignore[attr-defined]
+        self._setDefault(labelCol="label", runDir="runs", saveFormat="weights", parallelTrials=1)  # type: ignore[attr-defined]
 
     def set_given(self, given: dict[str, Any]) -> None:
         """Sets the params that are not None. A list as `featuresCol` becomes `featuresCols`."""
@@ -88,16 +92,9 @@ class TorchParams(HasFeaturesCol, HasLabelCol, HasWeightCol, HasValidationIndica
 
         label_dtype: dtype of the label in batches; None keeps that of the column.
         """
-        changed = base.to_dict()
         settings = self.getOrDefault(self.settings) if self.isSet(self.settings) else {}
         own = {key: self.getOrDefault(name) for name, key in _SETTINGS.items() if self.isSet(self.getParam(name))}
-        if (strategy := settings.get("parallel.strategy", base.parallel.strategy)) != base.parallel.strategy:
-            changed["parallel"] = {"strategy": strategy}
-        for key, value in {**settings, **own}.items():
-            section, _, name = key.partition(".")
-            if section not in changed or not name:
-                raise ValueError(f"settings: expected keys such as 'train.lr', found {key!r}")
-            changed[section] = {**(changed[section] or {}), name: value}
+        changed = with_settings(base.to_dict(), {**settings, **own})
         changed["data"] |= self._columns(changed["data"])
         self._add_conversions(changed["data"], schema, label_dtype)
         return build_config(changed)

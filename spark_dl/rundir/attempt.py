@@ -13,7 +13,7 @@ import yaml
 from spark_dl import storage
 from spark_dl.config import Config
 from spark_dl.rundir import checkpoint, generations
-from spark_dl.rundir.folder import CONFIG, check_folder, delete_run
+from spark_dl.rundir.folder import CONFIG, check_folder, delete_run, has_trials
 from spark_dl.spec import Run
 from spark_dl.training import metrics
 
@@ -35,6 +35,11 @@ def begin_attempt(
         raise ValueError(
             f"{run_dir} already has checkpoints (the last one of step {step}); set resume to continue from "
             "it, overwrite to delete them, or use another run_dir"
+        )
+    if not resume and not overwrite and has_trials(run_dir):
+        raise ValueError(
+            f"{run_dir} already has trials of spark_dl.tune; set resume to continue its study, overwrite to delete "
+            "them, or use another run_dir"
         )
     found = _check_resume(run_dir, config) if resume else None
     try:

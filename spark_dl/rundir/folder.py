@@ -6,6 +6,8 @@
     tensorboard/events.out.tfevents....spark_dl  profile/rank-0.pt.trace.json.gz ...
     checkpoints/step-00000120.gen-0001/...              checkpoint.py
     shards/{train,train-<name>,validation,evaluate-<id>}/...      data/dataset/folder.py
+    trials/0003/...  trials/0003-fold-1/...             of `spark_dl.tune`: a run folder for each training
+    study.log                                           of `spark_dl.tune`: Optuna's study, if it is kept here
 
 Only files with these names are deleted, and links are not followed. All functions are called on the driver.
 """
@@ -27,6 +29,8 @@ CONFIG = "config.yaml"
 SHARDS = "shards"
 LOGS = "logs"
 """Output of the ranks (`launch.log_dir`), where they cannot send it to the driver."""
+TRIALS = "trials"
+STUDY = "study.log"
 TENSORBOARD = "tensorboard"
 EVENT_FILE_END = ".spark_dl"
 """The end of the names of event files, which tells them from those of other programs."""
@@ -34,7 +38,7 @@ MLFLOW = "mlflow.json"
 """The MLflow run of this run."""
 PROFILE = "profile"
 TRACE = "rank-{}.pt.trace.json.gz"
-_NAMES = (checkpoint.FOLDER, SHARDS, metrics.FILE, CONFIG, LOGS, environment.FOLDER)
+_NAMES = (checkpoint.FOLDER, SHARDS, metrics.FILE, CONFIG, LOGS, environment.FOLDER, TRIALS, STUDY)
 _SMALL_FILES = {
     environment.FOLDER: environment.OWN_FILE,
     LOGS: re.compile(r"rank-\d+\.log"),
@@ -42,7 +46,25 @@ _SMALL_FILES = {
     PROFILE: re.compile(re.escape(TRACE).replace(r"\{\}", r"\d+")),
 }
 """The names of the files in folders that are not deleted as a whole."""
+_TRIAL = re.compile(r"\d{4,}(-fold-\d+)?")
 _SHARD_SET = re.compile(r"train|train-.+|validation|evaluate-[0-9a-f]{8}")
+
+
+def trial_dir(run_dir: str, number: int, fold: int | None = None) -> str:
+    """Returns the run folder of a trial, or of the training of one of its folds."""
+    return storage.join(run_dir, TRIALS, f"{number:04d}" + ("" if fold is None else f"-fold-{fold}"))
+
+
+def has_trials(run_dir: str) -> bool:
+    """Whether a run has trials."""
+    return any(storage.exists(storage.join(trial, CONFIG)) for trial in _trials(run_dir))
+
+
+def _trials(run_dir: str) -> list[str]:
+    """Returns the run folders of the trials of a run."""
+    folder = storage.join(run_dir, TRIALS)
+    named = [storage.join(folder, name) for name in storage.list_names(folder) if _TRIAL.fullmatch(name)]
+    return [trial for trial in named if storage.is_link(trial) or _is_marked(trial)]
 
 
 def check_folder(run_dir: str, *, overwrite: bool) -> None:
@@ -58,7 +80,7 @@ def check_folder(run_dir: str, *, overwrite: bool) -> None:
 
 
 def delete_run(run_dir: str, keep: Collection[str]) -> None:
-    """Deletes the checkpoints, metrics and shards of earlier runs, except the datasets at the URLs `keep`.
+    """Deletes the checkpoints, metrics, shards and trials of earlier runs, except the datasets at the URLs `keep`.
 
     Generations are not deleted, as they fence ranks of earlier attempts. Raises ValueError for links, before anything
     is deleted.
@@ -71,8 +93,12 @@ def delete_run(run_dir: str, keep: Collection[str]) -> None:
         own = storage.identity(url)
         if not any(at == own or at.startswith(f"{own}/") for at in used):
             delete_dataset(url)
-    for url in (storage.join(run_dir, metrics.FILE), storage.join(run_dir, MLFLOW), *_small_files(run_dir)):
+    files = (storage.join(run_dir, name) for name in (metrics.FILE, MLFLOW, STUDY))
+    for url in (*files, *_small_files(run_dir)):
         storage.delete_file(url)
+    for trial in _trials(run_dir):
+        delete_run(trial, keep)
+        storage.delete_file(storage.join(trial, CONFIG))
 
 
 def _holds(url: str) -> bool:
@@ -119,9 +145,11 @@ def _check_links(run_dir: str) -> None:
     folders = [*_checkpoints(run_dir), *_shard_sets(run_dir)]
     files = [(storage.join(folder, name), name) for folder in folders for name in storage.list_names(folder)]
     known = [url for url, name in files if is_dataset_file(name) or checkpoint_files.is_own_file(name)]
-    for url in (*top, *folders, *known, *_small_files(run_dir)):
+    for url in (*top, *folders, *known, *_small_files(run_dir), *_trials(run_dir)):
         if storage.is_link(url):
             raise ValueError(
                 f"{url} is a symbolic link to {os.readlink(storage.absolute(url))}: overwrite does not "
                 "follow links, and nothing was changed; remove the link, or use another run_dir"
             )
+    for trial in _trials(run_dir):
+        _check_links(trial)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from spark_dl.config import Train
     from spark_dl.training.state import Progress
+    from spark_dl.world import World
 
 _ROWS = 8
 
@@ -47,6 +48,15 @@ def decide(progress: Progress, train: Train, metrics: Mapping[str, Any], device:
     stop = torch.tensor(int(progress.epochs_without_gain >= train.early_stop_patience), device=device)
     broadcast_from_rank0(stop)  # one decision, even if a metric differs between ranks
     progress.stopped_early = bool(stop)
+
+
+def ask(progress: Progress, entry: Mapping[str, Any], world: World) -> None:
+    """Ends the run if the driver says so after an epoch (`World.ends_run`). Collective."""
+    if world.ends_run is None:
+        return
+    stop = torch.tensor(int(world.rank == 0 and world.ends_run(entry)), device=world.device)
+    broadcast_from_rank0(stop)
+    progress.stopped_early |= bool(stop)
 
 
 def take_up(progress: Progress, before: Train, train: Train) -> None:

@@ -42,11 +42,12 @@ class InitialWeights:
 
 
 def begin(
-    spec: ModelSpec, config: Config, saved: checkpoint.Saved | None, run_dir: str, *, overwrite: bool
-) -> tuple[ModelSpec, Sequence[Column]]:
+    spec: ModelSpec | None, config: Config, saved: checkpoint.Saved | None, run_dir: str, *, overwrite: bool
+) -> tuple[ModelSpec | None, Sequence[Column]]:
     """Returns the spec with the weights of `train.init_from`, and the columns that the model was trained on before.
 
-    Called on the driver. saved: the checkpoint that the run resumes from, which replaces these weights, or None.
+    Called on the driver. spec: None for trials, each of which has its own; their ranks load the weights (`for_rank`).
+    saved: the checkpoint that the run resumes from, which replaces these weights, or None.
     Raises ValueError if the checkpoint is missing or damaged, if its weights are those of another model, or if
     `overwrite` would delete it.
     """
@@ -59,6 +60,8 @@ def begin(
         raise ValueError(
             f"train.init_from: {found.url} is a checkpoint of the run_dir, which overwrite deletes; use another run_dir"
         )
+    if spec is None:
+        return None, found.columns
     weights = InitialWeights(spec.build, found.url, found.sha256)
     _check_fits(weights)
     return dataclasses.replace(spec, build=weights), found.columns

@@ -97,7 +97,8 @@ def test_the_package_is_found():
 @pytest.mark.parametrize("name", MODULES)
 def test_pyspark_is_imported_on_the_driver_s_side_and_when_it_is_needed(name):
     driver_side = ("cli/", "driver.py", "prepare.py", "checks/settings.py", "inputs.py", "predict.py", "data/write/",
-                   "data/store/", "data/local.py", "launch/", "ml/", "scoring/", "baselines/", "bench/")  # fmt: skip
+                   "data/store/", "data/local.py", "launch/", "ml/", "scoring/", "baselines/", "bench/",
+                   "trials/tune.py")  # fmt: skip
     for found in imports_of(MODULES[name]):
         if top_name(found.module) == "pyspark":
             assert name.startswith(driver_side), f"{name} imports {found.module}"
@@ -108,8 +109,18 @@ def test_pyspark_is_imported_on_the_driver_s_side_and_when_it_is_needed(name):
 @pytest.mark.parametrize("name", [*MODULES, *SCRIPTS])
 def test_optional_packages_are_imported_when_they_are_needed(name):
     at_top = {top_name(i.module) for i in imports_of({**MODULES, **SCRIPTS}[name]) if i.is_at_top}
-    optional = {"petastorm", "horovod", "matplotlib", "mlflow", "tensorboard", "datasets", "boto3", "botocore"}
-    assert not at_top & {*optional, "lightning", "pytorch_lightning"}
+    optional = {
+        "petastorm",
+        "horovod",
+        "matplotlib",
+        "mlflow",
+        "tensorboard",
+        "datasets",
+        "boto3",
+        "botocore",
+        "optuna",
+    }
+    assert not at_top & {*optional, "lightning", "pytorch_lightning", "optuna"}
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -217,13 +228,14 @@ def test_only_the_table_of_strategies_knows_the_baselines_that_run_on_ranks():
 
 
 ON_RANKS = ("data/", "launch/", "parallel/", "baselines/servers/", "rundir/", "training/", "evaluate", "loop",
-            "lightning/", "optimization", "worker", "world", "spec", "config", "storage")  # fmt: skip
+            "lightning/", "optimization", "trials/rank", "trials/order", "worker", "world", "spec", "config",
+            "storage")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", files(*ON_RANKS))
 def test_what_runs_on_ranks_knows_nothing_of_the_driver_s_side(name):
-    above = {"driver", "prepare", "inputs", "cli", "predict", "track", "ml", "scoring", "bench"}
-    found = ours(MODULES[name])
+    above = {"driver", "prepare", "inputs", "cli", "predict", "track", "ml", "scoring", "bench", "trials"}
+    found = ours(MODULES[name]) - {"trials.order"}
     assert not {module.split(".")[0] for module in found} & above
     assert not [module for module in found if module.startswith("baselines.driver_loop")]
 

@@ -66,7 +66,7 @@ class Loader:
         self._budget = share_mib(loader.memory_mib, num_datasets) * _MIB
         check_memory(shards, self.columns, config, world_size, num_datasets)
         if split != "all":
-            check_held_out(shards.rows, train.validation_fraction)
+            check_held_out(shards.rows, train.validation_fraction, train.validation_fold)
         reader = rank if shards.placement is None else shards.placement.part
         self._streams = streams_of_rank(loader.num_streams, reader, world_size)
         setting = memory_setting(loader.memory_mib, num_datasets)

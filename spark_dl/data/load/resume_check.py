@@ -81,7 +81,7 @@ def check_rows(shards: ShardSet | Mixture, config: Config, saved: Mapping[str, A
     saved: manifest of the checkpoint to resume from, if any. Raises ValueError if `train.validation_fraction` leaves no
     training or no validation rows, and as `check_same_rows` does.
     """
-    check_held_out(shards.rows, config.train.validation_fraction)
+    check_held_out(shards.rows, config.train.validation_fraction, config.train.validation_fold)
     if saved is not None:
         check_same_rows(saved.get("rows"), shards, validation_fraction=config.train.validation_fraction)
 

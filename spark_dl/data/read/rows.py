@@ -61,6 +61,7 @@ class Rows:
         seed: int,
         split: Split,
         *,
+        fold: int | None = None,
         cache: DiskCache | None = None,
         nonfinite: Nonfinite = "allow",
         fill: Mapping[str, Any] | None = None,
@@ -80,7 +81,9 @@ class Rows:
         self._shards, self.columns, self._cache = shards, tuple(columns), cache
         self._seed, self._split = seed, split
         self._passing = shards.group_rows
-        self._held_out = rows_held_out(self._passing, 0.0 if split == "all" else fraction)
+        self._fold = None if split == "all" else fold
+        self._held_out = rows_held_out(self._passing, 0.0 if split == "all" else fraction, self._fold)
+        self._folds = 0 if self._fold is None else round(1 / fraction)
         self._memory = {c.name: BufferPool() for c in columns}
         self._of_thread = threading.local()  # pyarrow's file readers are not thread-safe
         self._held: OrderedDict[int, Future[list[Array | Ragged]]] = OrderedDict()
@@ -211,7 +214,11 @@ class Rows:
             places = [None] * len(self.columns)
         arrays = self._decode(number, places)
         if self._held_out[number]:
-            kept = split_rows(int(self._passing[number]), int(self._held_out[number]), self._seed, number)
+            held_out = slice(int(self._held_out[number]))
+            if self._fold is not None:
+                first = int(self._passing[:number].sum())
+                held_out = slice((self._fold - first) % self._folds, None, self._folds)
+            kept = split_rows(int(self._passing[number]), held_out, self._seed, number)
             rows = kept[self._split == "validation"]
             return [take(a, rows) if isinstance(a, Ragged) else a[rows] for a in arrays]
         return arrays

@@ -142,8 +142,8 @@ def build_rows(
     """Returns the rows of a dataset, or its samples with `sequences`, for a loader. Called on a worker."""
     data, sequences = config.data, config.sequences
     rows = Rows(
-        shards, columns, config.train.validation_fraction, config.train.seed, split, cache=cache,
-        nonfinite=data.nonfinite, fill=data.fill, limits=limits,
+        shards, columns, config.train.validation_fraction, config.train.seed, split,
+        fold=config.train.validation_fold, cache=cache, nonfinite=data.nonfinite, fill=data.fill, limits=limits,
     )  # fmt: skip
     if sequences is None:
         return rows

@@ -48,18 +48,9 @@ def torchrun_env(world: World, *, group_rank: int, num_groups: int, run_id: str)
     """
     store = world.store
     assert isinstance(store, dist.TCPStore)
-    rank, world_size = str(world.rank), str(world.world_size)
     env = {
-        "RANK": rank,
-        "WORLD_SIZE": world_size,
-        "LOCAL_RANK": str(world.local_rank),
-        "LOCAL_WORLD_SIZE": str(world.local_world_size),
-        "GROUP_RANK": str(group_rank),
-        "GROUP_WORLD_SIZE": str(num_groups),
-        "NODE_RANK": str(group_rank),  # not torchrun's, but read by libraries for the same
+        **place_env(world, group_rank=group_rank, num_groups=num_groups),
         "ROLE_NAME": "default",
-        "ROLE_RANK": rank,
-        "ROLE_WORLD_SIZE": world_size,
         "MASTER_ADDR": store.host,
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_RUN_ID": run_id,
@@ -72,6 +63,22 @@ def torchrun_env(world: World, *, group_rank: int, num_groups: int, run_id: str)
         # Without it, Accelerate and the Trainer of transformers take a rank on a CPU for a process of its own.
         env["ACCELERATE_USE_CPU"] = os.environ.get("ACCELERATE_USE_CPU", "true")
     return env
+
+
+def place_env(world: World, *, group_rank: int, num_groups: int) -> dict[str, str]:
+    """Returns the variables of torchrun for the place of a rank among the others."""
+    rank, world_size = str(world.rank), str(world.world_size)
+    return {
+        "RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_RANK": str(world.local_rank),
+        "LOCAL_WORLD_SIZE": str(world.local_world_size),
+        "GROUP_RANK": str(group_rank),
+        "GROUP_WORLD_SIZE": str(num_groups),
+        "NODE_RANK": str(group_rank),  # not torchrun's, but read by libraries for the same
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": world_size,
+    }
 
 
 def find_place() -> tuple[int, int]:

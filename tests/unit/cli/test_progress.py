@@ -46,6 +46,15 @@ def test_a_file_gets_lines_with_the_stage_and_then_the_place_and_the_values():
     assert done.stdout == ""
 
 
+def test_trials_are_counted_with_their_best_value():
+    program = (
+        "from spark_dl.cli.progress import Progress\nwith Progress('tune') as shown:\n"
+        "    for done, best in ((1, None), (2, 0.25)):\n"
+        "        shown.show({'kind': 'trial', 'done': done, 'trials': 8, 'best': best})"
+    )
+    assert re.search(r"tune: 25%\|.* 2/8 .*best=0.25", in_terminal(program).replace("  ", " "))
+
+
 def test_a_failure_is_said_in_the_last_line():
     program = "from spark_dl.cli.progress import Progress\nwith Progress('train'): raise ValueError('no rows')"
     done = subprocess.run(

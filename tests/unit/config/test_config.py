@@ -127,6 +127,13 @@ INVALID = [  # section, key, invalid values, and invalid combinations of values
     (Train, "train.precision", ["float16", "fp32", None]),
     (Train, "train.compile", [0, 1, "true", None]),
     (Train, "train.channels_last", [0, 1, "true", None]),
+    (Train, "train.validation_fold", [-1, 1.0, "0", True], [{"validation_fraction": 0.2, "validation_fold": 5}]),
+    (
+        Train,
+        "train.validation_fraction",
+        [],
+        [{"validation_fold": 0}, {"validation_fold": 0, "validation_fraction": 0.15}],
+    ),
     (Train, "train.validation_fraction", [-0.1, 1, 1.5, NAN, INF, "0.1", True, None]),
     (Train, "train.metrics.m", [], [{"metrics": {"m": bad}} for bad in ({}, "Accuracy", None, {"class": 3})]),
     (Train, "train.metrics.m.label", [], [{"metrics": {"m": {"class": "MeanMetric", "label": v}}} for v in (3, None)]),

@@ -257,10 +257,20 @@ def test_the_held_out_rows_are_the_fraction_and_spread_evenly(fraction):
         assert all(abs(h - n * sum(held) / rows) < 1 for h, n in zip(held, groups, strict=True))
 
 
+@pytest.mark.parametrize("folds", [2, 3, 5])
+def test_the_folds_have_equal_numbers_of_rows_and_all_rows_together(folds):
+    for rows in (folds, 7, 100, 1001):
+        groups = cut(rows, seed=3)
+        held = np.stack([rows_held_out(groups, 1 / folds, fold) for fold in range(folds)])
+        np.testing.assert_array_equal(held.sum(0), groups)
+        assert np.ptp(held.sum(1)) <= 1
+        assert (np.ptp(held, axis=0) <= 1).all()
+
+
 @pytest.mark.parametrize("rows", [1, 2, 13, 64])
 def test_a_row_group_is_split_into_two_parts_without_common_rows(rows):
     for held_out in range(rows + 1):
-        train, validation = split_rows(rows, held_out, seed=4, row_group=2)
+        train, validation = split_rows(rows, slice(held_out), seed=4, row_group=2)
         assert len(validation) == held_out
         np.testing.assert_array_equal(np.sort(np.concatenate([train, validation])), np.arange(rows))
         assert list(train) == sorted(train)
@@ -268,6 +278,6 @@ def test_a_row_group_is_split_into_two_parts_without_common_rows(rows):
 
 
 def test_the_split_is_drawn_anew_for_each_seed_and_row_group_and_is_repeatable():
-    drawn = [tuple(split_rows(64, 32, seed, group)[1]) for seed in range(3) for group in range(3)]
+    drawn = [tuple(split_rows(64, slice(32), seed, group)[1]) for seed in range(3) for group in range(3)]
     assert len(set(drawn)) == 9
-    assert drawn[0] == tuple(split_rows(64, 32, 0, 0)[1])
+    assert drawn[0] == tuple(split_rows(64, slice(32), 0, 0)[1])

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 import pytest
 
 from spark_dl.launch import watch
-from spark_dl.launch.watch import Address, Listener, Sender, _connect
+from spark_dl.launch.watch import Address, Listener, Reporter, Sender, _connect
 
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 
@@ -306,7 +306,7 @@ def test_a_driver_that_ends_while_ranks_meet_is_an_error_on_them(meeting):
     senders = connect(0, 1)
     timer = threading.Timer(0.3, listener.close)
     timer.start()
-    with pytest.raises(RuntimeError, match="the driver has closed its connection while the ranks met"):
+    with pytest.raises(RuntimeError, match="the driver has closed its connection while a rank waited for its answer"):
         meet(senders)
     timer.join()
 
@@ -315,3 +315,31 @@ def test_a_driver_that_does_not_answer_is_an_error_in_bounded_time(meeting):
     _, connect = meeting
     with pytest.raises(RuntimeError, match=r"the driver did not answer within 0.2 s \(launch.start_timeout_s\)"):
         meet(connect(0), timeout_s=0.2)
+
+
+def test_a_rank_asks_and_gets_its_own_answer_in_any_order(listener):
+    senders = {task: Sender(listener.address, task) for task in range(3)}
+    reporters = {task: Reporter(sender, {"host": "here", "pid": task}) for task, sender in senders.items()}
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        answers = {task: pool.submit(r.ask, {"what": "next"}, WAIT_S, "late") for task, r in reporters.items()}
+        events = {event["task"]: event for event in take(listener, 3)}
+        assert {(e["kind"], e["what"], e["host"]) for e in events.values()} == {("ask", "next", "here")}
+        for task in (2, 0, 1):
+            listener.answer(task, {"for": events[task]["pid"]})
+        assert {task: answer.result(WAIT_S) for task, answer in answers.items()} == {n: {"for": n} for n in range(3)}
+    for sender in senders.values():
+        sender.send({"kind": "done"})
+        sender.close()
+
+
+def test_a_question_without_an_answer_ends_in_bounded_time_and_one_without_a_driver_at_once(listener):
+    sender = Sender(listener.address, 0)
+    reporter = Reporter(sender, {"host": "here", "pid": 1})
+    with pytest.raises(RuntimeError, match="no answer in time"):
+        reporter.ask({"what": "next"}, 0.1, "no answer in time")
+    with pytest.raises(ValueError, match="expected a question of at most 1 MiB of JSON"):
+        reporter.ask({"what": "a" * TOO_LARGE}, WAIT_S, "late")
+    sender.close()
+    listener.answer(0, "a rank that has gone gets none")
+    with pytest.raises(RuntimeError, match="host here cannot reach the driver, which the ranks ask; open the ports"):
+        Reporter(Sender(None, 0), {"host": "here", "pid": 1}).ask({"what": "next"}, WAIT_S, "late")

@@ -107,6 +107,37 @@ def test_exactly_what_our_code_writes_is_deleted(tmp_path):
     assert not (run_dir / "shards/validation").exists()
 
 
+def test_the_trials_of_a_run_are_deleted_like_runs_and_nothing_else_in_their_folder(tmp_path):
+    run_dir = a_run(tmp_path / "run")
+    (run_dir / "study.log").write_text("ours")
+    for name in ("0003", "0003-fold-1"):
+        a_run(run_dir / "trials" / name)
+    theirs = ("trials/notes.txt", "trials/0004/model.pt", "trials/mine/config.yaml", "trials/0003/notes.txt")
+    for name in theirs:
+        (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
+        (run_dir / name).write_text("theirs")
+    delete_run(str(run_dir), keep=())
+    left = {name for name in files(run_dir) if not name.startswith("generations/") and "/generations/" not in name}
+    assert left == {*theirs, "config.yaml"}
+    assert begin(run_dir, overwrite=False) == (2, None)
+    (run_dir / "trials/0003/config.yaml").write_text("ours")
+    with pytest.raises(ValueError, match=r"already has trials of spark_dl.tune; set resume .* overwrite"):
+        begin(run_dir, overwrite=False)
+
+
+@pytest.mark.parametrize("name", ["study.log", "trials/0003", "trials/0003/checkpoints", "trials"])
+def test_a_link_among_trials_is_refused(tmp_path, name):
+    run_dir = a_run(tmp_path / "run")
+    (run_dir / "study.log").write_text("ours")
+    a_run(run_dir / "trials/0003")
+    (run_dir / name).rename(tmp_path / "target")
+    (run_dir / name).symlink_to(tmp_path / "target")
+    before = files(tmp_path)
+    with pytest.raises(ValueError, match=rf"/{name} is a symbolic link to .*/target"):
+        delete_run(str(run_dir), keep=())
+    assert files(tmp_path) == before
+
+
 @pytest.mark.parametrize("by", ["path", "link", "url"])
 def test_a_dataset_that_is_used_stays_by_whatever_url(tmp_path, by):
     run_dir = a_run(tmp_path / "run")

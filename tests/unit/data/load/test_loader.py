@@ -524,6 +524,22 @@ def test_training_and_validation_rows_are_disjoint_and_complete(tmp_path, fracti
     assert sorted(read["train"] + read["validation"]) == sorted(read["all"]) == list(range(101))
 
 
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_every_row_is_for_validation_in_one_fold(tmp_path, world_size):
+    shards, held_out = dataset(tmp_path / "d", 101), []
+    for fold in range(4):
+        settings = config(validation_fraction=0.25, validation_fold=fold)
+        train, validation = (
+            [i for loader in loaders(shards, world_size, settings, split=split) for i in true_ids(loader)]
+            for split in ("train", "validation")
+        )
+        assert sorted(train + validation) == list(range(101))
+        assert len(validation) in (25, 26)
+        held_out += validation
+    assert sorted(held_out) == list(range(101))
+    assert held_out[:25] != sorted(held_out)[:25]
+
+
 @pytest.mark.parametrize(("fraction", "message"), [
     (0.004, "train.validation_fraction=0.004 of 101 rows is 0 rows, which leaves none to validate with; raise it"),
     (0.999, "train.validation_fraction=0.999 of 101 rows is 101 rows, which leaves none to train on; lower it"),

@@ -1,0 +1,270 @@
+"""The trials of an Optuna study: asks the study for settings, and tells it the values. On the driver only.
+
+The study is the record of the trials: each trial has its run folder, its results and its error as attributes. A trial
+without an error that has failed was lost with its driver or its job. A resumed run trains it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from spark_dl.config import Config
+from spark_dl.config.load import build_config, with_settings
+from spark_dl.driver import TrainResult
+from spark_dl.rundir import generations
+from spark_dl.rundir.folder import has_trials
+from spark_dl.spec import ModelSpec, Run
+from spark_dl.trials.order import Order, Spec, begin, spec_of, split_values
+from spark_dl.trials.results import Direction, State, TrialResult, history_of
+
+if TYPE_CHECKING:
+    import optuna
+
+_log = logging.getLogger("spark_dl")
+
+RUN_DIR, VALUES, RESULTS, ERROR, RETRY_OF = (
+    f"spark_dl:{name}" for name in ("run_dir", "values", "results", "error", "retry_of")
+)
+"""Attributes of the trials of a study. `run_dir` is that of the whole run."""
+
+Check = Callable[[ModelSpec, Config], None]
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What a study minimizes or maximizes."""
+
+    metric: str
+    """`train_loss`, or a value of the validation rows."""
+    num_folds: int = 0
+
+    def value(self, train_loss: float | None, values: Mapping[str, Any]) -> float:
+        """Returns the value of a trial. Raises ValueError if it has no such value, or not one finite number."""
+        known = {"train_loss": train_loss, **values}
+        if self.metric not in known:
+            raise ValueError(f"metric: expected one of {list(known)}, found {self.metric!r}")
+        found = known[self.metric]
+        if not isinstance(found, (int, float)) or not math.isfinite(found):
+            raise ValueError(f"metric: expected a finite number, found {self.metric}={found!r:.80}")
+        return float(found)
+
+
+@dataclass
+class _Running:
+    """A trial that is not finished."""
+
+    trial: optuna.Trial
+    values: list[float] = field(default_factory=list)
+    """The value of each training of the trial that has ended."""
+    results: list[dict[str, Any]] = field(default_factory=list)
+    is_pruned: bool = False
+
+
+class StudyTrials:
+    """The trainings of a study, as `Trials`: one for each trial, or one for each fold of a trial."""
+
+    def __init__(
+        self,
+        study: optuna.Study,
+        suggest: Callable[[optuna.Trial], Mapping[str, Any]],
+        spec: Spec,
+        run: Run,
+        goal: Goal,
+        *,
+        num_trials: int,
+        check: Check,
+        on_event: Callable[[Mapping[str, Any]], None],
+    ):
+        self._study, self._suggest, self._spec, self._run, self._goal = study, suggest, spec, run, goal
+        self._num_trials, self._check, self._on_event = num_trials, check, on_event
+        self._orders: deque[Order] = deque()
+        """Trainings that no group has got yet."""
+        self._running: dict[int, _Running] = {}
+        self._ended = len(_ended(study, run.run_dir))
+
+    def next(self) -> Order | None:
+        while not self._orders and self._ended + len(self._running) < self._num_trials:
+            self._ask()
+        return self._orders.popleft() if self._orders else None
+
+    def prepare(self) -> bool:
+        """Chooses the settings of the first trial. Returns False if there is nothing to train."""
+        order = self.next()
+        if order is not None:
+            self._orders.appendleft(order)
+        return order is not None
+
+    def ends(self, order: Order, entry: Mapping[str, Any]) -> bool:
+        running = self._running.get(order.trial)
+        if running is None:  # another fold has failed, or the folds so far were pruned
+            return True
+        if self._goal.num_folds:
+            return False
+        try:
+            value = self._goal.value(entry["train_loss"], entry["metrics"])
+        except ValueError:  # `finish` says so
+            return True
+        running.trial.report(value, entry["epoch"])
+        if entry["epoch"] + 1 < order.config.train.epochs:
+            running.is_pruned = bool(running.trial.should_prune())
+        return running.is_pruned
+
+    def finish(self, order: Order, result: Mapping[str, Any] | None, error: BaseException | None) -> None:
+        running = self._running.get(order.trial)
+        if running is None:
+            return
+        if result is None:
+            self._fail(order.trial, str(error))
+            return
+        running.results.append({**result, "run_dir": order.run_dir})
+        running.trial.set_user_attr(RESULTS, running.results)
+        try:
+            running.values.append(self._goal.value(result["train_loss"], result["metrics"]))
+        except ValueError as found:
+            self._fail(order.trial, str(found))
+            return
+        mean = sum(running.values) / len(running.values)
+        done, folds = len(running.values), self._goal.num_folds
+        if done < folds:
+            running.trial.report(mean, done - 1)
+            running.is_pruned = bool(running.trial.should_prune())
+        if running.is_pruned:
+            self._end(order.trial, "pruned")
+        elif done >= folds:
+            self._end(order.trial, "complete", mean)
+
+    def _ask(self) -> None:
+        """Asks the study for a trial, and puts its trainings into the queue. A trial with invalid settings fails."""
+        import optuna
+
+        generations.check_newest(self._run.run_dir, self._run.generation)
+        trial = self._study.ask()
+        trial.set_user_attr(RUN_DIR, self._run.run_dir)
+        self._running[trial.number] = _Running(trial)
+        try:
+            values = self._suggest(trial)
+            if isinstance(values, Mapping):
+                trial.set_user_attr(VALUES, dict(values))
+            config, arguments = split_values(values, self._run.config)
+            self._check(spec_of(self._spec, arguments), config)
+            self._orders += [self._begin(trial.number, config, arguments, fold) for fold in self._folds()]
+        except optuna.TrialPruned:
+            self._end(trial.number, "pruned")
+        except Exception as error:  # of the user's functions, too
+            self._fail(trial.number, f"{type(error).__name__}: {error}")
+
+    def _folds(self) -> list[int | None]:
+        return list(range(self._goal.num_folds)) or [None]
+
+    def _begin(self, trial: int, config: Config, arguments: Mapping[str, Any], fold: int | None) -> Order:
+        if fold is not None:
+            own = {"train.validation_fraction": 1 / self._goal.num_folds, "train.validation_fold": fold}
+            config = build_config(with_settings(config.to_dict(), own))
+        return begin(self._run, trial, config, arguments, fold)
+
+    def _fail(self, number: int, error: str) -> None:
+        self._running[number].trial.set_user_attr(ERROR, error)
+        _log.warning("trial %d failed: %s", number, error.partition("\n")[0])
+        self._end(number, "failed")
+
+    def _end(self, number: int, state: State, value: float | None = None) -> None:
+        """Tells the study the end of a trial. Trainings of it that no group has got yet are dropped."""
+        running = self._running.pop(number)
+        self._orders = deque(order for order in self._orders if order.trial != number)
+        self._ended += 1
+        self._study.tell(running.trial, value, _states()[state])
+        best = best_value(self._study, self._run.run_dir)
+        self._on_event({
+            "kind": "trial", "trial": number, "state": state, "value": value, "done": self._ended,
+            "trials": self._num_trials, "best": best,
+        })  # fmt: skip
+
+    def lose(self) -> None:
+        """Marks the trials that are not finished as failed, without an error: their job has ended."""
+        for number in list(self._running):
+            with contextlib.suppress(Exception):  # the first error is more helpful; `take_up` marks them otherwise
+                self._study.tell(self._running.pop(number).trial, state=_states()["failed"])
+
+
+def take_up(study: optuna.Study, run_dir: str) -> None:
+    """Queues the trials again that an earlier attempt of this run has lost, with the same values.
+
+    Called when the run has a new generation, so the earlier attempt gives out no more trials. Raises ValueError if the
+    study does not have the trials of the run.
+    """
+    import optuna
+
+    own = _own(study, run_dir)
+    if not own and has_trials(run_dir):
+        raise ValueError(
+            f"study: found none of the trials of {run_dir}; to resume, pass the study of the earlier attempt from its "
+            "storage: optuna.load_study(...)"
+        )
+    for trial in own:
+        if trial.state == optuna.trial.TrialState.RUNNING:
+            study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
+    again = {trial.user_attrs.get(RETRY_OF) for trial in own}
+    for trial in _own(study, run_dir):
+        if _is_lost(trial) and trial.number not in again:
+            study.enqueue_trial(trial.params, user_attrs={RUN_DIR: run_dir, RETRY_OF: trial.number})
+
+
+def results_of(study: optuna.Study, run_dir: str, base: Config) -> tuple[TrialResult, ...]:
+    """Returns the finished trials of a run, by number."""
+    return tuple(_result(trial, base) for trial in _ended(study, run_dir))
+
+
+def best_value(study: optuna.Study, run_dir: str) -> float | None:
+    """Returns the best value of the complete trials of a run."""
+    values = [t.value for t in _ended(study, run_dir) if t.value is not None and t.state.name == "COMPLETE"]
+    return (min if direction_of(study) == "minimize" else max)(values, default=None)
+
+
+def direction_of(study: optuna.Study) -> Direction:
+    """Returns the direction of a study with one objective."""
+    return "minimize" if study.direction.name == "MINIMIZE" else "maximize"
+
+
+def _states() -> dict[State, optuna.trial.TrialState]:
+    from optuna.trial import TrialState
+
+    return {"complete": TrialState.COMPLETE, "pruned": TrialState.PRUNED, "failed": TrialState.FAIL}
+
+
+def _own(study: optuna.Study, run_dir: str) -> list[optuna.trial.FrozenTrial]:
+    """Returns the trials of a run; a study can have others, too."""
+    return [trial for trial in study.get_trials(deepcopy=False) if trial.user_attrs.get(RUN_DIR) == run_dir]
+
+
+def _ended(study: optuna.Study, run_dir: str) -> list[optuna.trial.FrozenTrial]:
+    return [trial for trial in _own(study, run_dir) if trial.state.is_finished() and not _is_lost(trial)]
+
+
+def _is_lost(trial: optuna.trial.FrozenTrial) -> bool:
+    return trial.state.name == "FAIL" and ERROR not in trial.user_attrs
+
+
+def _result(trial: optuna.trial.FrozenTrial, base: Config) -> TrialResult:
+    values = trial.user_attrs.get(VALUES, {})
+    config = None
+    with contextlib.suppress(ValueError):
+        config = split_values(values, base)[0]
+    return TrialResult(
+        number=trial.number,
+        state=next(state for state, known in _states().items() if known == trial.state),
+        values=values,
+        value=trial.value,
+        config=config if VALUES in trial.user_attrs else None,
+        results=tuple(
+            TrainResult(**{**found, "history": history_of(found["run_dir"])})
+            for found in trial.user_attrs.get(RESULTS, ())
+        ),
+        error=trial.user_attrs.get(ERROR, ""),
+        seconds=trial.duration.total_seconds() if trial.duration else 0.0,
+    )

@@ -60,6 +60,8 @@ def main(
         _spilled(rows, columns, config) as spilled,
         rendezvous.join(config.launch, init_group=config.parallel.has_group, report=report) as world,
     ):
+        if task == "train":
+            run = initial.for_rank(run)
         check_reach(run, _gather(world), rank=world.rank, host=world.host, writes=task == "train")
         if spilled is not None:
             try:
@@ -127,7 +129,7 @@ def _say_unused_gpus(config: Config, world: World) -> None:
 
 def train_run(run: Run, world: World) -> dict[str, Any]:
     """Trains with the strategy of a run. Collective in the world; every rank returns the same."""
-    run, strategy = initial.for_rank(run), strategies.find(run.config.parallel.strategy)
+    strategy = strategies.find(run.config.parallel.strategy)
     ranks = _gather(world)("environment", environment.about_rank(world))
     with environment.recorded_on_ranks(run, ranks, writes=world.rank == 0) as record_end:
         if strategy.train_on_ranks is not None:

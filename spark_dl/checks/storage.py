@@ -59,7 +59,7 @@ def _cannot_read(run: Run) -> str:
     files += [("validation dataset", url) for url in _first_shards(run.validation)]
     if run.checkpoint is not None:
         files.append(("checkpoint", storage.join(run.checkpoint, MANIFEST)))
-    if isinstance(run.spec.build, InitialWeights):
+    if run.spec is not None and isinstance(run.spec.build, InitialWeights):
         files.append(("checkpoint of train.init_from", storage.join(run.spec.build.url, MANIFEST)))
     for name, url in files:
         try:

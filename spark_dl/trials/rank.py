@@ -22,6 +22,7 @@ from spark_dl.launch.rank.groups import Group, group_of, joined
 from spark_dl.launch.rank.task import RankResult
 from spark_dl.launch.watch import Reporter
 from spark_dl.spec import Run
+from spark_dl.training import initial
 from spark_dl.trials.order import Spec, spec_of
 
 _WAIT_S = 0.5
@@ -73,7 +74,7 @@ def _train(order: Mapping[str, Any], run: Run, spec: Spec, group: Group, report:
                 run, spec=spec_of(spec, order["arguments"]), config=config, run_dir=order["run_dir"],
                 generation=order["generation"],
             )  # fmt: skip
-            result = worker.train_run(own, dataclasses.replace(world, report=report_trial, ends_run=ends_run))
+            result = worker.train_run(initial.for_rank(own), dataclasses.replace(world, report=report_trial, ends_run=ends_run))
     except (Exception, SystemExit) as error:
         failure = describe(error, {"rank": group.world.rank, "host": group.world.host, "pid": os.getpid()})
         outcome: dict[str, Any] = {"failed": failure}

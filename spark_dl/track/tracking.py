@@ -67,7 +67,7 @@ class Tracker:
         if track.mlflow_log_model:
             with self._as_warning("the model"):
                 uri = mlflow_model.log_model(self.mlflow, self.run, self.example, url, result["steps"])
-                _log.info("model: %s", uri)
+                _log.info("the model is logged to MLflow as %s", uri)
 
     @contextlib.contextmanager
     def _as_warning(self, what: str) -> Iterator[None]:

@@ -64,6 +64,7 @@ type: setup
 bench: setup-all setup-peers ## all benchmarks, in about an hour; see jobs/bench.py --help
 	@$(PY) jobs/bench.py launch
 	@$(PY) jobs/bench.py step
+	@$(PY) jobs/bench.py track
 	@$(PY) jobs/bench.py predict
 	@$(PY) jobs/bench.py loader
 	@$(PY) jobs/bench.py shards

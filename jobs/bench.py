@@ -11,7 +11,7 @@ from spark_dl.bench.exchange import compare, report
 from spark_dl.bench.exchange.answers import answers
 from spark_dl.bench.exchange.log import Log
 from spark_dl.bench.exchange.options import add_arguments, from_arguments, list_of
-from spark_dl.bench.peers import gpu, launch, loader, predict, shards, step
+from spark_dl.bench.peers import gpu, launch, loader, predict, shards, step, track
 
 
 def bench_launch(args: argparse.Namespace) -> dict[str, Any]:
@@ -25,6 +25,10 @@ def bench_launch(args: argparse.Namespace) -> dict[str, Any]:
 
 def bench_step(args: argparse.Namespace) -> dict[str, Any]:
     return step.measure(num_ranks=args.ranks, repeats=args.repeats)
+
+
+def bench_track(args: argparse.Namespace) -> dict[str, Any]:
+    return track.measure(_session(args), num_ranks=args.ranks, repeats=args.repeats)
 
 
 def bench_predict(args: argparse.Namespace) -> dict[str, Any]:
@@ -112,6 +116,10 @@ def build_parser() -> argparse.ArgumentParser:
         "step", "steps per second: the worker loop and a bare DDP loop under torchrun, in alternating pairs",
         bench_step, repeats=step.PAIRS,
     )  # fmt: skip
+    of_track = add(
+        "track", "steps per second of training with MLflow (a server on SQLite) and TensorBoard, and without, in "
+        "alternating pairs", bench_track, repeats=track.PAIRS,
+    )  # fmt: skip
     of_predict = add(
         "predict", "rows per second of scoring a CNN on Parquet: a model of spark_dl.ml, predict of a dataset, "
         "predict_batch_udf, and the limits of Spark and of the model", bench_predict,
@@ -124,9 +132,9 @@ def build_parser() -> argparse.ArgumentParser:
     of_shards = add(
         "shards", "seconds to write a cached DataFrame: spark_dl, df.write.parquet, Petastorm's converter", bench_shards
     )
-    for command in (of_launch, of_step, of_predict, of_shards):
+    for command in (of_launch, of_step, of_track, of_predict, of_shards):
         command.add_argument("--ranks", type=int, default=2, help="ranks, or tasks (default: 2)")
-    for command in (of_launch, of_predict, of_shards):
+    for command in (of_launch, of_track, of_predict, of_shards):
         command.add_argument("--master", help="Spark master URL (default: local[ranks])")
     for command in (of_loader, of_predict, of_shards):
         command.add_argument("--scale", type=float, default=1.0, help="size of the datasets (default: 1)")

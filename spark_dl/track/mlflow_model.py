@@ -5,6 +5,7 @@ Nothing is pickled, and the model is loaded without spark_dl and without the cod
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import tempfile
 from collections.abc import Callable, Sequence
@@ -42,7 +43,7 @@ class Example:
         """Reads the first rows of the training data. Returns None if only the ranks have them."""
         if not run.train.columns:
             return None
-        config = run.config
+        config = dataclasses.replace(run.config, loader=dataclasses.replace(run.config.loader, reader="spark_dl"))
         _check_columns(run.train.select(config.data.columns), config.data.features)
         loader = build_loader(run.train, config, rank=0, world_size=config.num_trainers, shuffle=False)
         batches = loader.epoch(0)
@@ -96,6 +97,7 @@ def log_model(logged: MlflowRun, run: Run, example: Example | None, checkpoint_u
     from mlflow.entities import LoggedModelOutput
     from mlflow.models import Model
 
+    logged.check_answer()
     saved = checkpoint.find(checkpoint_url, names=(MODEL,))
     example = example or Example.of_zeros(run, saved.columns)
     model, client = load_model(run.spec, saved.url, sha256=saved.sha256), logged.client

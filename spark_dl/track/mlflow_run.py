@@ -111,6 +111,11 @@ class MlflowRun:
     """Whether spark_dl ends the run."""
     logged_steps: dict[str, int] = field(default_factory=dict)
     """The last step of each metric that earlier attempts have logged."""
+    thread: Background = field(init=False)
+    """Passes events on to `write`, and at its end to `end`."""
+
+    def __post_init__(self) -> None:
+        self.thread = Background(self.name, self.write, self.end)
 
     @property
     def name(self) -> str:
@@ -133,7 +138,7 @@ class MlflowRun:
         urls = [event["url"] for event in events if event["kind"] == "checkpoint"]
         tags = [RunTag("spark_dl.checkpoint", urls[-1])] if urls else []
         if metrics or tags:
-            self._check_answer()
+            self.check_answer()
         for start in range(0, len(metrics), _METRICS_AT_ONCE):
             self._log_batch(metrics=metrics[start : start + _METRICS_AT_ONCE])
         if tags:
@@ -152,15 +157,17 @@ class MlflowRun:
     def end(self, status: str) -> None:
         """Ends the run, if it is not the user's. Raises OSError if the server does not answer."""
         if self.is_own:
-            self._check_answer()
+            self.check_answer()
             self.client.set_terminated(self.run_id, status)
 
-    def _check_answer(self) -> None:
+    def check_answer(self) -> None:
+        """Raises OSError if the server does not answer, for which MLflow itself would wait for minutes."""
         if not answers(self.uri):
             raise OSError("the server does not answer")
 
     def upload(self, url: str, names: Sequence[str], folder: str) -> None:
-        """Uploads files of a folder as artifacts."""
+        """Uploads files of a folder as artifacts. Raises OSError if the server does not answer."""
+        self.check_answer()
         with tempfile.TemporaryDirectory(prefix="spark_dl-") as local:
             for name in names:
                 source = storage.join(url, name)
@@ -173,29 +180,28 @@ class MlflowRun:
 
 
 @contextlib.contextmanager
-def tracking(run: Run, *, resume: bool) -> Iterator[tuple[MlflowRun, Background]]:
-    """Yields the run of MLflow, and a thread that logs events to it. Called on the driver.
+def tracking(run: Run, *, resume: bool) -> Iterator[MlflowRun]:
+    """Yields the run of MLflow, whose thread logs events. Called on the driver.
 
     The run is the one that is active in this thread; else, with `resume`, that of the earlier attempts; else a new one,
     which ends with the block as FINISHED, FAILED or KILLED.
     Raises ValueError for settings that do not fit the active run, RuntimeError if the server cannot be used.
     """
-    track = run.config.track
-    client, uri = connect(track)
+    client, uri = connect(run.config.track)
     with _explained(uri):
         logged = _open_run(client, uri, run, resume=resume)
-        _log_start(logged, run)
-    _log.info("%s", logged.name)
-    thread = Background(logged.name, logged.write, logged.end)
     status = "FAILED"
     try:
-        yield logged, thread
+        with _explained(uri):
+            _log_start(logged, run)
+        _log.info("%s", logged.name)
+        yield logged
         status = "FINISHED"
     except (KeyboardInterrupt, SystemExit):
         status = "KILLED"
         raise
     finally:
-        thread.close(status)
+        logged.thread.close(status)
 
 
 def _open_run(client: MlflowClient, uri: str, run: Run, *, resume: bool) -> MlflowRun:
@@ -207,16 +213,11 @@ def _open_run(client: MlflowClient, uri: str, run: Run, *, resume: bool) -> Mlfl
     if active is not None:
         _check_active(active, track)
         found = client.get_run(active.info.run_id)
-        opened = MlflowRun(client, uri, found.info.run_id, found.info.experiment_id, is_own=False)
-        if saved_id == found.info.run_id:
-            opened.logged_steps = _last_steps(found)
-    elif saved_id is not None:
-        opened = _reopen(client, uri, saved_id, run.run_dir)
-    else:
-        opened = _create(client, uri, track, storage.name(run.run_dir))
-    saved = {"tracking_uri": without_password(uri), "experiment_id": opened.experiment_id, "run_id": opened.run_id}
-    storage.write_bytes(storage.join(run.run_dir, MLFLOW), json.dumps(saved).encode())
-    return opened
+        steps = _last_steps(found) if saved_id == found.info.run_id else {}
+        return MlflowRun(client, uri, found.info.run_id, found.info.experiment_id, is_own=False, logged_steps=steps)
+    if saved_id is not None:
+        return _reopen(client, uri, saved_id, run.run_dir)
+    return _create(client, uri, track, storage.name(run.run_dir))
 
 
 def _check_active(active: Any, track: Track) -> None:
@@ -307,10 +308,12 @@ def _experiment(client: MlflowClient, uri: str, name: str) -> str:
 
 
 def _log_start(logged: MlflowRun, run: Run) -> None:
-    """Logs the settings as parameters and as an artifact, and the tags."""
+    """Logs the settings as parameters and as an artifact, and the tags. The run folder gets the id of the run."""
     from mlflow.entities import Param, RunTag
 
     client, run_id = logged.client, logged.run_id
+    saved = {"tracking_uri": without_password(logged.uri), "experiment_id": logged.experiment_id, "run_id": run_id}
+    storage.write_bytes(storage.join(run.run_dir, MLFLOW), json.dumps(saved).encode())
     before: Mapping[str, str] = client.get_run(run_id).data.params
     params = {as_key(name, _LONGEST_KEY): as_value(value, _LONGEST_VALUE) for name, value in _params(run).items()}
     if changed := sorted(name for name in params if before.get(name, params[name]) != params[name]):

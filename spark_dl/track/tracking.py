@@ -39,8 +39,8 @@ class Tracker:
 
     run: Run
     threads: tuple[Background, ...]
+    """The threads of TensorBoard and MLflow."""
     mlflow: MlflowRun | None
-    of_mlflow: Background | None
     example: Example | None
     """Rows for the signature of the model that is logged at the end; None if only the ranks have rows."""
 
@@ -57,10 +57,8 @@ class Tracker:
                 "track.profile_steps: no profile was written, as this attempt did not take the steps %d to %d",
                 *track.profile_steps,
             )
-        if self.mlflow is None or self.of_mlflow is None:
+        if self.mlflow is None or not self.mlflow.thread.drain():  # which logs the reason
             return
-        if not self.of_mlflow.drain():
-            return  # the thread has logged the reason
         stage("logging to MLflow")
         url = result["checkpoint"]
         names = storage.list_names(url) if track.mlflow_log_checkpoint else [MANIFEST]
@@ -69,7 +67,7 @@ class Tracker:
         if track.mlflow_log_model:
             with self._as_warning("the model"):
                 uri = mlflow_model.log_model(self.mlflow, self.run, self.example, url, result["steps"])
-                _log.info("model: %s", uri)
+                _log.info("the model is logged to MLflow as %s", uri)
 
     @contextlib.contextmanager
     def _as_warning(self, what: str) -> Iterator[None]:
@@ -94,13 +92,13 @@ def tracking(run: Run, *, resume: bool) -> Iterator[Tracker]:
         example = Example.of_run(run)
         mlflow_model.check(run, example)
     with contextlib.ExitStack() as stack:
-        threads, logged, of_mlflow = [], None, None
+        threads, logged = [], None
         if track.tensorboard:
             threads.append(stack.enter_context(tensorboard.tracking(run, first_step)))
         if track.mlflow:
-            logged, of_mlflow = stack.enter_context(mlflow_run.tracking(run, resume=resume))
-            threads.append(of_mlflow)
-        yield Tracker(run, tuple(threads), logged, of_mlflow, example)
+            logged = stack.enter_context(mlflow_run.tracking(run, resume=resume))
+            threads.append(logged.thread)
+        yield Tracker(run, tuple(threads), logged, example)
 
 
 def _has_profiles(run_dir: str) -> bool:

@@ -70,11 +70,12 @@ def _train(order: Mapping[str, Any], run: Run, spec: Spec, group: Group, report:
 
     try:
         with joined(group, order["name"], config.launch, has_group=config.parallel.has_group) as world:
-            own = dataclasses.replace(
+            trial = dataclasses.replace(
                 run, spec=spec_of(spec, order["arguments"]), config=config, run_dir=order["run_dir"],
                 generation=order["generation"],
             )  # fmt: skip
-            result = worker.train_run(initial.for_rank(own), dataclasses.replace(world, report=report_trial, ends_run=ends_run))
+            own = dataclasses.replace(world, report=report_trial, ends_run=ends_run)
+            result = worker.train_run(initial.for_rank(trial), own)
     except (Exception, SystemExit) as error:
         failure = describe(error, {"rank": group.world.rank, "host": group.world.host, "pid": os.getpid()})
         outcome: dict[str, Any] = {"failed": failure}

@@ -40,6 +40,16 @@ def run(*command):
 
 @pytest.mark.slow
 @pytest.mark.long
+def test_training_is_measured_with_tracking_and_without():
+    result, log = bench("track", "--repeats", "1")
+    assert result["plain_steps_per_s"] > 0
+    assert len(result["ratios"]) == 1
+    assert result["ratio"] == pytest.approx(result["tracked_steps_per_s"] / result["plain_steps_per_s"])
+    assert "with tracking to without" in log
+
+
+@pytest.mark.slow
+@pytest.mark.long
 def test_the_loader_is_measured_beside_its_peers():
     peers = [peer for peer in PEERS if peer not in DATASETS]
     result, log = bench("loader", "--scale", "0.02", "--repeats", "1", "--peers", ",".join(peers))

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md"))]
 LONGEST = ("docs/spark-ml.md", "docs/ways-in.md", "docs/lines-of-code.md")
 SHOWN = ("text", "toml", "properties", "{toctree}", "{eval-rst}")
-PROGRAMS = ("make", "git", "python", "spark-submit", "torchrun", "cd", "build_horovod.sh")
+PROGRAMS = ("make", "git", "python", "spark-submit", "torchrun", "tensorboard", "cd", "build_horovod.sh")
 NOT_RUN = re.compile(r"<!-- not run: \S.* -->\n\Z")
 IN_IMAGE = re.compile(r"(local://)?/opt/spark_dl/")
 """Where the container image of docs/running-on-clusters.md has this repository."""

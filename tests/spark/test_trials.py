@@ -121,7 +121,8 @@ def test_folds_are_trained_in_one_job_and_the_default_study_is_in_the_run_folder
     assert len(again.trials) == 3
     assert again.best.value == min(trial.value for trial in again.trials)
     assert len(tune(1, overwrite=True).trials) == 1
-    assert sorted(os.listdir(tmp_path / "run" / "trials" / "0001-fold-0")) == ["checkpoints", "environment", "generations"]
+    left = sorted(os.listdir(tmp_path / "run" / "trials" / "0001-fold-0"))
+    assert left == ["checkpoints", "environment", "generations"]
 
 
 @pytest.mark.modes("local")

@@ -245,6 +245,17 @@ def test_a_run_that_fails_is_failed(tmp_path, uri):
     assert found_run(run, uri)[0].info.status == "FAILED"
 
 
+def test_artifacts_that_cannot_be_written_are_an_error_before_ranks_start(tmp_path, uri):
+    run = make_run(tmp_path, config_with(uri))
+    (tmp_path / "mlruns").write_text("a file where MLflow stores artifacts")
+    with (
+        pytest.raises(RuntimeError, match=r"track.mlflow: cannot use MLflow at sqlite:.*mlruns"),
+        tracking.tracking(run, resume=False),
+    ):
+        raise AssertionError("the ranks would have started")
+    assert found_run(run, uri)[0].info.status == "FAILED"
+
+
 def test_a_server_that_is_down_is_an_error_within_seconds():
     start = time.monotonic()
     with pytest.raises(RuntimeError, match=r"track.mlflow: the server http://127.0.0.1:9 does not answer; start it"):

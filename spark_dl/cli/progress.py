@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 import threading
 import time
@@ -131,6 +130,4 @@ def _build_bar(name: str) -> Any:
     options: dict[str, Any] = {"desc": name, "unit": "step"}
     if not is_notebook():
         return tqdm(file=sys.stderr, **options) if sys.stderr.isatty() else None
-    if importlib.util.find_spec("ipywidgets") is None:
-        return tqdm(file=sys.stderr, ncols=100, **options)  # a line of text, written again and again
     return build_bar(**options)

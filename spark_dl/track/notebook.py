@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import html
+import importlib.util
+import io
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
 
 from spark_dl.track.curve import TRAINING, VALIDATION, Line, Points, draw
 
 if TYPE_CHECKING:
     from spark_dl.driver import TrainResult
 
+_BAR_S = 0.1
+"""Seconds between two states of a bar of text."""
 _STEP_S, _EPOCH_S = 1.0, 0.25
 """Seconds between two pictures, for the loss of steps and of validation."""
 
@@ -25,11 +31,46 @@ def is_notebook() -> bool:
 
 
 def build_bar(**options: Any) -> Any:
-    """Returns a bar of tqdm as a widget. Where no widgets are shown, as in a saved page, its last state is text."""
+    """Returns a bar of tqdm, with its arguments, in an output of its own: a widget, or text without ipywidgets."""
+    return _widget_bar(options) if importlib.util.find_spec("ipywidgets") is not None else _text_bar(options)
+
+
+def _text_bar(options: Mapping[str, Any]) -> Any:
+    """Returns a bar that replaces its output. A bar on standard error would be cut in two by the curve."""
     from IPython.display import display
-    from tqdm.notebook import tqdm
 
     class Bar(tqdm):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self._output: Any = None
+            self._shown_at = float("-inf")
+            super().__init__(file=io.StringIO(), **options)
+
+        def display(self, msg: str | None = None, pos: int | None = None) -> None:
+            """Called by tqdm to show the bar; with an empty text to clear it."""
+            if msg == "" or time.monotonic() - self._shown_at < _BAR_S:
+                return
+            self._shown_at = time.monotonic()
+            shown = {"text/plain": msg or str(self)}
+            if self._output is None:
+                self._output = display(shown, raw=True, display_id=True)
+            else:
+                self._output.update(shown, raw=True)
+
+        def close(self) -> None:
+            if not self.disable:
+                self._shown_at = float("-inf")
+                self.display()
+            super().close()
+
+    return Bar()
+
+
+def _widget_bar(options: Mapping[str, Any]) -> Any:
+    """Returns a bar that is a widget. Where no widgets are shown, as in a saved page, its last state is text."""
+    from IPython.display import display
+    from tqdm.notebook import tqdm as notebook_tqdm
+
+    class Bar(notebook_tqdm):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__(display=False, **options)
             self._output = display(self._bundle(), raw=True, display_id=True)

@@ -2,7 +2,7 @@
 PY := .venv/bin/python
 ARGS ?= --overwrite
 
-.PHONY: train test test-slow test-oldest check lint type docs bench clean setup setup-all setup-petastorm setup-peers setup-oldest setup-horovod
+.PHONY: train test test-slow test-gpu test-oldest check lint type docs bench clean setup setup-all setup-petastorm setup-peers setup-oldest setup-horovod
 
 setup:
 	@./conf/setup_env.sh
@@ -35,10 +35,13 @@ setup-all: setup
 .venv/.made-from: setup
 
 test: setup-all .venv/spark.jsa lint type ## lint, types, and the tests that this machine can run, but for those that are slow
-	@$(PY) -m pytest --numprocesses=3 --no-loadscope-reorder -m 'not slow'
+	@CUDA_VISIBLE_DEVICES= $(PY) -m pytest --numprocesses=3 --no-loadscope-reorder -m 'not slow'
 
 test-slow: setup-all .venv/spark.jsa ## all other tests: whole jobs, kills, clusters, networks, memory
-	@$(PY) -m pytest --numprocesses=3 --no-loadscope-reorder -m slow
+	@CUDA_VISIBLE_DEVICES= $(PY) -m pytest --numprocesses=3 --no-loadscope-reorder -m slow
+
+test-gpu: setup .venv/spark.jsa ## all tests that need a GPU; `make test-gpu DEVICE=cpu` runs them on the CPU in its place
+	@SPARK_DL_TEST_DEVICE=$(DEVICE) $(PY) -m pytest tests/gpu
 
 test-oldest: setup-oldest ## unit tests and tests of local Spark on the oldest versions that setup.cfg allows, in .venv-oldest
 	@PYTHONPATH=$(CURDIR) .venv-oldest/bin/python -m pytest --numprocesses=3 --no-loadscope-reorder -m 'not slow' -k 'not connect and not cluster and not s3' \

@@ -2,7 +2,7 @@
 PY := .venv/bin/python
 ARGS ?= --overwrite
 
-.PHONY: train test test-slow test-long test-oldest check lint type docs bench clean setup setup-all setup-petastorm setup-peers setup-oldest setup-horovod
+.PHONY: train test test-slow test-long test-gpu test-oldest check lint type docs bench clean setup setup-all setup-petastorm setup-peers setup-oldest setup-horovod
 
 setup:
 	@./conf/setup_env.sh
@@ -35,13 +35,16 @@ setup-all: setup
 .venv/.made-from: setup
 
 test: setup-all .venv/spark.jsa lint type ## lint, types, and the tests that this machine can run, but for those that are slow
-	@$(PY) -m pytest --numprocesses=3 --no-loadscope-reorder -m 'not slow and not long'
+	@CUDA_VISIBLE_DEVICES= $(PY) -m pytest --numprocesses=3 --no-loadscope-reorder -m 'not slow and not long'
 
 test-slow: setup-all .venv/spark.jsa ## slow tests: whole jobs, kills, clusters, networks, memory
-	@$(PY) -m pytest --numprocesses=3 --no-loadscope-reorder -m 'slow and not long'
+	@CUDA_VISIBLE_DEVICES= $(PY) -m pytest --numprocesses=3 --no-loadscope-reorder -m 'slow and not long'
 
 test-long: setup-all .venv/spark.jsa ## tests that take minutes, or repeat a slow test on another kind of cluster; before a release
-	@$(PY) -m pytest --numprocesses=3 --no-loadscope-reorder -m long
+	@CUDA_VISIBLE_DEVICES= $(PY) -m pytest --numprocesses=3 --no-loadscope-reorder -m long
+
+test-gpu: setup .venv/spark.jsa ## all tests that need a GPU; `make test-gpu DEVICE=cpu` runs them on the CPU in its place
+	@SPARK_DL_TEST_DEVICE=$(DEVICE) $(PY) -m pytest tests/gpu
 
 test-oldest: setup-oldest ## unit tests and tests of local Spark on the oldest versions that setup.cfg allows, in .venv-oldest
 	@PYTHONPATH=$(CURDIR) .venv-oldest/bin/python -m pytest --numprocesses=3 --no-loadscope-reorder -m 'not slow and not long' -k 'not connect and not cluster and not s3' \

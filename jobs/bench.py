@@ -145,9 +145,15 @@ def build_parser() -> argparse.ArgumentParser:
     of_loader.add_argument(
         "--peers_python", default=loader.PEERS_PYTHON, help="Python of their environment (make setup-peers)"
     )
-    of_gpu = add("gpu", "images per second of a ResNet-50 in bf16: with the loader, and with one batch on the GPU",
-                 bench_gpu)  # fmt: skip
     usual = gpu.Options()
+    of_gpu = add(
+        "gpu", "images per second of a ResNet-50 on a GPU: with the loader, and with one batch that stays there; under "
+        "the worker loop, and in a bare script; by NCCL with one rank; in bf16, compiled, with channels_last",
+        bench_gpu, repeats=usual.repeats,
+    )  # fmt: skip
+    of_gpu.add_argument(
+        "--parts", type=_words, default=usual.parts, help=f"comma-separated, of {', '.join(gpu.PARTS)} (default: all)"
+    )
     of_gpu.add_argument("--device", choices=("cuda", "cpu"), default=usual.device)
     of_gpu.add_argument("--batch-size", type=int, default=usual.batch_size, help="a multiple of 16 (default: 256)")
     of_gpu.add_argument("--steps", type=int, default=usual.steps, help="steps of each loop in each turn (default: 100)")

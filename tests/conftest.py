@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(items):
             if (marker := item.get_closest_marker(f"{kind}_in")) and item.callspec.params["spark"] in marker.args:
                 item.add_marker(kind)
     order = {
-        "ranks": 0, "local-cluster": 1, "connect": 2, "hosts": 3, "package": 3, "tests/spark/test_jobs.py": 3,
+        "ranks": 0, "gpu": 0, "local-cluster": 1, "connect": 2, "hosts": 3, "package": 3, "tests/spark/test_jobs.py": 3,
         "tests/spark/test_code_blocks.py": 3, "petastorm": 4, "spark": 5, "storage": 6, "unit": 7,
     }  # fmt: skip
     items.sort(key=lambda item: order.get(_costly_fixture(item.nodeid), order[item.nodeid.split("/")[1]]))
@@ -61,7 +61,7 @@ def _costly_fixture(nodeid):
     path, _, test = nodeid.partition("::")
     mode = re.search(r"[\[-](local-cluster|connect)[-\]]", test)  # a local session starts quickly
     folder = Path(path).parent.name
-    return mode.group(1) if folder == "spark" and mode else folder if folder in ("ranks", "hosts") else path
+    return mode.group(1) if folder == "spark" and mode else folder if folder in ("ranks", "hosts", "gpu") else path
 
 
 def _in_another_mode(item):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import types
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,7 +22,23 @@ def apply_layout(module: nn.Module, config: Config) -> None:
     if config.train.channels_last:
         module.to(memory_format=torch.channels_last)  # type: ignore[call-overload] # of tensors with 4 axes
     if config.train.compile:
-        module.compile()
+        _compile(module)
+
+
+def _compile(module: nn.Module) -> None:
+    """Compiles the calls of a module, in place, so that wrappers such as DDP need not know.
+
+    NOTE: `module.compile()` compiles nothing if the class of the module is torch's own, such as `nn.Sequential`: torch
+    skips the frames of its own files. This function's frame is not skipped. Its code is a copy, as torch keeps compiled
+    graphs by code, at most eight: a process that trains nine models, one after another, would stop compiling.
+    """
+    call = module._call_impl
+
+    def call_module(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    own = types.FunctionType(call_module.__code__.replace(), globals(), closure=call_module.__closure__)
+    module._compiled_call_impl = torch.compile(own)
 
 
 def to_device(batch: Batch, device: torch.device, config: Config) -> Batch:

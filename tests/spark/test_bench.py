@@ -95,17 +95,6 @@ def test_writing_shards_is_measured_beside_its_peers():
 
 
 @pytest.mark.slow
-@pytest.mark.long
-def test_the_loader_feeds_a_device_as_fast_as_one_batch_that_stays_there():
-    """On the CPU, to see that the command runs: what it measures needs a GPU."""
-    small = ("--device", "cpu", "--batch-size", "16", "--steps", "4", "--image-size", "32", "--no-compile")
-    result = json.loads(run("jobs/bench.py", "gpu", *small, "--repeats", "2").stdout.splitlines()[-1])
-    assert result["device"] == "cpu"
-    assert min(result["spark_dl"], result["on_device"]) > 0
-    assert len(result["ratios"]) == 2
-
-
-@pytest.mark.slow
 def test_a_large_dataset_is_measured_before_its_first_row_is_read():
     result, log = bench("scale", "--files", "100", "--repeats", "1")
     assert list(result) == ["open_s", "travels_mib", "ranks"]

@@ -1,5 +1,6 @@
 """The process of a rank: torchrun's variables, what a call leaves behind, and a rank that would train alone."""
 
+import dataclasses
 import json
 import os
 import random
@@ -13,7 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from spark_dl.launch.rank.environment import error_if_alone, find_place, restored_process, torchrun_env
+from spark_dl.launch.rank import environment
+from spark_dl.launch.rank.environment import (
+    check_own_gpus,
+    error_if_alone,
+    error_on_other_gpu,
+    find_place,
+    restored_process,
+    torchrun_env,
+)
 from spark_dl.world import World
 
 HOSTS = ("a", "a", "b")
@@ -158,3 +167,23 @@ def test_a_single_rank_and_ranks_with_a_group_may_step(tmp_path):
             step()
     finally:
         dist.destroy_process_group()
+
+
+def test_a_step_on_the_gpu_of_another_rank_is_an_error_that_says_which_is_its_own():
+    own = dataclasses.replace(world_of(1, device="cuda:3"), gpus=(torch.device("cuda", 3), torch.device("cuda", 2)))
+    check_own_gpus(own, [torch.device("cuda", 3), torch.device("cuda", 2), torch.device("cpu")])
+    with pytest.raises(RuntimeError, match=r"rank 1 trains on cuda:1, and its GPU is cuda:3, cuda:2; use torch.cuda"):
+        check_own_gpus(own, [torch.device("cuda", 3), torch.device("cuda", 1)])
+
+
+def test_the_device_of_a_step_is_looked_at_once_on_ranks_with_a_gpu_alone(monkeypatch):
+    looked = []
+    monkeypatch.setattr(environment, "check_own_gpus", lambda world, used: looked.append({d.type for d in used}))
+    with_gpu = dataclasses.replace(world_of(0, device="cuda:0"), gpus=(torch.device("cuda", 0),))
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    for world in (world_of(0), with_gpu):
+        with error_on_other_gpu(world):
+            optimizer.step()
+            optimizer.step()
+    optimizer.step()
+    assert looked == [{"cpu"}]

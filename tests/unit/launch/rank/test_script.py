@@ -52,6 +52,15 @@ def test_a_program_runs_where_it_is_with_its_arguments_and_the_driver_s_folder(t
     assert (tmp_path / "out").read_text() == repr(([path, "--lr", "0.1"], str(tmp_path), 7, "3", "__main__"))
 
 
+def test_a_program_sees_the_gpus_of_its_rank_unless_the_user_says_which(tmp_path):
+    text = "import os; open('out', 'a').write(os.environ.get('CUDA_VISIBLE_DEVICES', 'all') + ' ')"
+    text = text.replace("'out'", repr(str(tmp_path / "out")))
+    for gpu_env, env in (({}, {}), ({"CUDA_VISIBLE_DEVICES": "GPU-a"}, {}),
+                         ({"CUDA_VISIBLE_DEVICES": "GPU-a"}, {"CUDA_VISIBLE_DEVICES": "7"})):  # fmt: skip
+        run_script(script_of(tmp_path, text, env=env), gpu_env=gpu_env)
+    assert (tmp_path / "out").read_text() == "all GPU-a 7 "
+
+
 def test_a_program_that_another_host_does_not_have_is_sent(tmp_path):
     script = script_of(tmp_path, f"import os; open({str(tmp_path / 'out')!r}, 'w').write(__file__)")
     (tmp_path / "train.py").write_text("raise SystemExit('another program of this name')")

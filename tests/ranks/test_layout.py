@@ -1,0 +1,63 @@
+"""`train.compile` and `train.channels_last`: the same training, in another layout."""
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+from spark_dl import DDP, LocalSGD, ModelSpec, worker
+from spark_dl.rundir import checkpoint
+from tests.builders.models import small_config
+from tests.ranks.launcher import run_ranks
+from tests.ranks.runs import make_run, train
+
+
+def build_cnn():
+    """Of classes of torch alone, which `nn.Module.compile` leaves as they are."""
+    return nn.Sequential(
+        nn.Unflatten(1, (2, 1, 2)), nn.Conv2d(2, 8, 2, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(),
+        nn.Linear(48, 3),
+    )  # fmt: skip
+
+
+CNN = ModelSpec(build=build_cnn)
+MOMENTUM = {"optimizer_args": {"momentum": 0.9}, "validation_fraction": 0.1}
+
+
+def config_of(num_ranks, parallel, **settings):
+    return small_config(
+        num_ranks, train={**MOMENTUM, **settings}, launch={"collective_timeout_s": 90}, parallel=parallel
+    )
+
+
+def train_and_count(run):
+    counters.clear()
+    worker.main(run)
+    return counters["frames"]["ok"]
+
+
+def assert_close(saved, other):
+    expected, found = (checkpoint.load(s, "model.pt")["0"] for s in (saved, other))
+    assert expected.keys() == found.keys()
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("parallel", [DDP(), DDP(compression="topk"), LocalSGD(sync_every_steps=2)], ids=str)
+def test_channels_last_trains_the_same(tmp_path, parallel):
+    plain = train(make_run(tmp_path, config_of(2, parallel), spec=CNN, name="plain"))
+    other = train(make_run(tmp_path, config_of(2, parallel, channels_last=True), spec=CNN, name="other"))
+    assert_close(plain, other)
+    weight = checkpoint.load(other, "model.pt")["0"]["1.weight"]
+    assert weight.is_contiguous(memory_format=torch.channels_last)
+    assert not weight.is_contiguous()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_a_compiled_model_trains_the_same_and_each_run_compiles_its_own(tmp_path):
+    plain = train(make_run(tmp_path, config_of(2, DDP()), spec=CNN, name="plain"))
+    for name in ("first", "second"):  # in the same processes
+        run = make_run(tmp_path, config_of(2, DDP(), compile=True, channels_last=True), spec=CNN, name=name)
+        assert min(run_ranks(train_and_count, 2, run, timeout_s=180)) >= 2  # in training and in evaluation mode
+        assert_close(plain, checkpoint.latest(run.run_dir))

@@ -15,9 +15,13 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
     return {"report": spark_dl.report(args.run_dir, args.path)}
 
 
-if __name__ == "__main__":
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run_dir", help="folder or URL of a run of jobs/train.py")
     parser.add_argument("--path", help="file or URL of the page; by default report.html in run_dir")
-    arguments = parser.parse_args()
+    return parser
+
+
+if __name__ == "__main__":
+    arguments = build_parser().parse_args()
     cli.run(lambda: report(arguments))

@@ -76,7 +76,7 @@ def _content(run: RunLog, now: float) -> dict[str, Any]:
         "checkpoints": _checkpoint_table(run),
         "attempts": _attempt_table(run, now) if len(run.attempts) > 1 else [],
         "environment": _environment(run.last),
-        "ranks": [[str(i), *(text(rank.get(key)) for key in ("host", "device", "threads", "pid"))]
+        "ranks": [[str(i), *(str(rank.get(key, "")) for key in ("host", "device", "threads", "pid"))]
                   for i, rank in enumerate(run.last.ranks)],
         "datasets": _datasets(run.last),
         "config": yaml.safe_dump(dict(run.config), sort_keys=False, allow_unicode=True) if run.config else "",
@@ -92,13 +92,14 @@ def _strategy(run: RunLog) -> str:
 
 def _state(attempt: Attempt, now: float) -> str:
     """Returns a sentence about how the run ended, or goes on."""
+    doubt = "" if attempt.is_alive else ", or its driver was stopped"
     ago = duration(max(0.0, now - last_sign(attempt)))
     return {
         environment.FINISHED: "All steps were done.",
         environment.STOPPED_EARLY: "Early stopping ended the run.",
         environment.FAILED: "The run failed.",
         environment.INTERRUPTED: "The run was interrupted, or its driver was stopped. It can be resumed.",
-        environment.RUNNING: f"The run goes on, or its driver was stopped. The last line was written {ago} ago.",
+        environment.RUNNING: f"The run goes on{doubt}. The last line was written {ago} ago.",
         PREPARING: f"The ranks have not started. The attempt began {ago} ago.",
     }.get(attempt.outcome, "The version of spark_dl that wrote this run did not record how it ended.")
 
@@ -112,7 +113,7 @@ def _facts(run: RunLog, now: float) -> list[tuple[str, str]]:
     rates = [rate for line in steps if (rate := number(line.get("rows_per_s"))) is not None]
     facts = [
         ("strategy", f"{_strategy(run)}, {ranks} rank{'s' * (ranks != 1)}{where}" if ranks else _strategy(run)),
-        ("steps", f"{text(last.get('step'))} of {text(last.get('steps'))}" if steps else "none yet"),
+        ("steps", f"{text(last.get('step'))} of {text(last.get('steps'))}" if steps else "none"),
         ("epochs", f"{len(epochs)} of {text(_nested(run.config, 'train', 'epochs'))}" if run.config else ""),
         ("training loss", text((epochs[-1] if epochs else last).get("train_loss" if epochs else "loss"))),
         *((f"validation {name}", text(value)) for name, value in _last_metrics(epochs).items()),
@@ -151,7 +152,7 @@ def _checkpoint_table(run: RunLog) -> list[list[str]]:
 def _attempt_table(run: RunLog, now: float) -> list[list[str]]:
     return [
         [str(a.generation), when(a.started), duration(seconds_of(a, now)), a.outcome,
-         f"{text(a.steps[0]['step'])} to {text(a.steps[-1]['step'])}" if a.steps else "", a.error]
+         f"{text(a.steps[0]['step'])} to {text(a.steps[-1]['step'])}" if a.steps else "", a.error.partition("\n")[0]]
         for a in run.attempts
     ]  # fmt: skip
 

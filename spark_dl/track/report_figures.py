@@ -85,8 +85,9 @@ def _draw(title: str, plot: Callable[[Any], bool]) -> str:
         has_points = plot(axes)
         axes.grid(alpha=0.5, linewidth=0.5)
         axes.set_xlabel("step")
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.margins(x=0.02)
-        if axes.get_legend_handles_labels()[0]:
+        if axes.get_legend_handles_labels()[0] and axes.get_legend() is None:
             axes.legend()
 
     with warnings.catch_warnings():
@@ -159,6 +160,7 @@ def _parts(axes: Any, split: TimeSplit) -> bool:
         parts[0][0], [y for _, y in parts], labels=PARTS, colors=[_COLORS[part] for part in PARTS], linewidth=0
     )
     axes.set_ylim(bottom=0)
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(PARTS))
     return True
 
 

@@ -72,7 +72,7 @@ def _whole_bar(attempt: Attempt, now: float) -> Bar:
     }
     whole = max(seconds_of(attempt, now), sum(spent.values()), 1e-9)
     spent["start and other"] = whole - sum(spent.values())
-    names = {"steps": "compute", "validation": "evaluation", "checkpoints": "saving", "start and other": "wait"}
+    names = {"steps": "steps", "validation": "evaluation", "checkpoints": "saving", "start and other": "wait"}
     return Bar("", "", [(names[n], 100 * s / whole, f"{n} {duration(s)}") for n, s in spent.items()])
 
 
@@ -134,11 +134,10 @@ def _straggler_texts(attempt: Attempt, split: TimeSplit) -> list[str]:
 def _straggler_text(attempt: Attempt, slow: Straggler) -> str:
     host = attempt.host_of(slow.rank)
     what = {"data": "mostly to wait for data", "compute": "mostly to compute"}.get(
-        slow.cause, "to wait for data and to compute"
+        slow.cause, f"to wait for data ({duration(slow.data_s)}) and to compute ({duration(slow.compute_s)})"
     )
     return (
         f"Rank {slow.rank}{f' on {host}' * bool(host)} was busy {slow.factor:.1f} times as long as the median of the "
         f"other ranks, in {slow.intervals} of {slow.of} log lines (steps {slow.first_step:,} to {slow.last_step:,}). "
-        f"It took {duration(slow.surplus_s)} longer, {what} (data {duration(slow.data_s)}, compute "
-        f"{duration(slow.compute_s)})."
+        f"It took {duration(slow.surplus_s)} longer, {what}."
     )

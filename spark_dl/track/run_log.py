@@ -31,7 +31,12 @@ class Attempt:
     """Facts by the driver, and over them those by rank 0."""
     outcome: str
     error: str = ""
+    is_alive: bool = False
+    """Whether its driver is a process of this host that is there now."""
     started: float | None = None
+    """Of the driver, or without one of the ranks."""
+    lines_from: float | None = None
+    """Start of the ranks, on the clock of the one that writes lines."""
     ended: float | None = None
     steps: list[Line] = field(default_factory=list)
     epochs: list[Line] = field(default_factory=list)
@@ -107,13 +112,15 @@ def _attempts(run_dir: str, recorded: Sequence[environment.Attempt], *, is_legac
 def _attempt(run_dir: str, known: environment.Attempt, *, is_newest: bool, is_legacy: bool) -> Attempt:
     driver, ranks = known.driver, known.ranks
     begun: dict[str, Any] = {}
+    is_alive = None
     try:
         begun = generations.read_record(generations.record_url(run_dir, known.generation))
     except (OSError, ValueError):  # damaged, or a run under torchrun, which has none
         begun = {}
     outcome = ranks.get("outcome") or driver.get("outcome")
     if outcome in (None, environment.RUNNING):
-        is_gone = not is_newest or _is_gone(driver or begun)
+        is_alive = _is_alive(driver or begun)
+        is_gone = not is_newest or is_alive is False
         outcome = environment.INTERRUPTED if is_gone else environment.RUNNING if driver or ranks else PREPARING
     if is_legacy:
         outcome = NOT_RECORDED
@@ -122,23 +129,25 @@ def _attempt(run_dir: str, known: environment.Attempt, *, is_newest: bool, is_le
         {**begun, **driver, **ranks, "driver": driver.get("host") or begun.get("host")},
         str(outcome),
         error=str(driver.get("error") or ""),
-        started=number(ranks.get("started")) or number(driver.get("started")) or _seconds(begun.get("started")),
+        is_alive=bool(is_alive),
+        started=number(driver.get("started")) or number(ranks.get("started")) or _seconds(begun.get("started")),
+        lines_from=number(ranks.get("started")),
         ended=number(driver.get("ended")) or number(ranks.get("ended")),
     )
 
 
-def _is_gone(record: Mapping[str, Any]) -> bool:
-    """Whether the driver was a process of this host that has ended."""
+def _is_alive(record: Mapping[str, Any]) -> bool | None:
+    """Whether the driver's process is there; None if it ran on another host."""
     pid = record.get("pid")
     if record.get("host") != socket.gethostname() or not isinstance(pid, int) or pid <= 0:
-        return False
+        return None
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except OSError:  # of another user
+    except (ProcessLookupError, OverflowError):
         return False
-    return False
+    except OSError:  # of another user
+        return True
+    return True
 
 
 def _seconds(started: Any) -> float | None:
@@ -155,7 +164,8 @@ def _share_out(lines: Sequence[Line], attempts: Sequence[Attempt]) -> None:
         at = number(line["time"]) or 0.0
         own = attempts[0]
         for attempt in attempts[1:]:
-            if attempt.started is not None and at >= attempt.started:
+            begin = attempt.lines_from or attempt.started
+            if begin is not None and at >= begin:
                 own = attempt
         if line["kind"] in kinds:
             getattr(own, kinds[line["kind"]]).append(line)

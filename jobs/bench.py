@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from spark_dl import build_session, cli
-from spark_dl.bench import filters, scale
+from spark_dl.bench import filters, scale, trials
 from spark_dl.bench.exchange import compare, report
 from spark_dl.bench.exchange.answers import answers
 from spark_dl.bench.exchange.log import Log
@@ -55,6 +55,12 @@ def bench_scale(args: argparse.Namespace) -> dict[str, Any]:
 
 def bench_filters(args: argparse.Namespace) -> dict[str, Any]:
     return filters.measure(_options(filters.Options, args))
+
+
+def bench_trials(args: argparse.Namespace) -> dict[str, Any]:
+    options = _options(trials.Options, args)
+    session = build_session("spark_dl bench", master=args.master or f"local[{options.groups * options.ranks}]")
+    return trials.measure(session, options)
 
 
 def bench_exchange(args: argparse.Namespace) -> dict[str, Any]:
@@ -176,6 +182,19 @@ def build_parser() -> argparse.ArgumentParser:
     of_filters.add_argument("--rows", type=int, default=filters.Options().rows, help="rows of each file (400000)")
     of_filters.add_argument("--floats", type=int, default=filters.Options().floats, help="elements of a row (64)")
     of_filters.add_argument("--shares", type=list_of(float), default=filters.Options().shares, help="(0.01,0.1)")
+    of_trials = add(
+        "trials", "seconds of trials on groups of ranks in one job, and as one job after another; with ranks that "
+        "compute, and with ranks that sleep", bench_trials, repeats=trials.Options().repeats,
+    )  # fmt: skip
+    default = trials.Options()
+    of_trials.add_argument("--trials", type=int, default=default.trials, help="(default: 8)")
+    of_trials.add_argument("--groups", type=int, default=default.groups, help="trials at the same time (default: 2)")
+    of_trials.add_argument("--ranks", type=int, default=default.ranks, help="ranks of each trial (default: 1)")
+    of_trials.add_argument("--epochs", type=int, default=default.epochs, help="epochs of each trial (default: 5)")
+    of_trials.add_argument(
+        "--sleep_s", type=float, default=default.sleep_s, help="seconds of a step that sleeps (0.02)"
+    )
+    of_trials.add_argument("--master", help="local Spark master URL (default: local[groups * ranks])")
     of_exchange = add(
         "exchange",
         "one exchange of gradients by ring, Spark's aggregation, parameter servers: seconds, bytes, overlap, scaling, "

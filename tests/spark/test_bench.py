@@ -142,6 +142,35 @@ def test_strategies_are_compared_on_slow_ranks(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.long
+@pytest.mark.timeout(300)
+def test_trials_in_one_job_find_the_same_as_one_job_after_another_in_about_half_of_the_time():
+    result, _ = bench("trials", "--repeats", "1", "--epochs", "1", "--sleep_s", "0.06")
+    assert (result["trials"], result["groups"]) == (8, 2)
+    for measured in (result["digits"], result["sleep"]):
+        assert measured["same_trials"]
+        assert measured["ratio"] == pytest.approx(measured["one_job_s"] / measured["job_by_job_s"])
+    assert result["sleep"]["ratio"] <= 0.55  # the digits compete for cores with the other tests
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_optimizers_and_batch_sizes_are_compared_in_one_job(tmp_path):
+    done = run("examples/compare_optimizers.py", "--epochs", "4", "--folder", str(tmp_path))
+    of_optimizers, of_sizes = done.stdout.split("\n\n")[:2]
+    losses = {line.split()[0]: float(line.split()[2]) for line in of_optimizers.splitlines()[1:]}
+    assert list(losses) == ["SGD", "momentum", "Nesterov", "AdaGrad", "RMSProp", "AdaDelta", "Adam"]
+    assert max(losses.values()) < 1.0  # of ten classes; at the start it is 2.3
+    by_size = [(int(line.split()[0]), float(line.split()[3])) for line in of_sizes.splitlines()[1:]]
+    constant, scaled = dict(by_size[::2]), dict(by_size[1::2])
+    assert constant[64] == scaled[64]
+    assert constant[512] > 1.5 * constant[64]  # fewer steps of the same size
+    assert scaled[512] < constant[512]
+    for name in ("optimizers.png", "batch_sizes.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+@pytest.mark.long
 def test_the_loop_is_measured_beside_bare_ddp_and_without_its_check():
     result, log = bench("step", "--repeats", "2")
     of_ratios = [f"{name}{what}" for name in ("ratio", "check_ratio") for what in ("", "_quartiles", "s")]

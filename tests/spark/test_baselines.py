@@ -19,6 +19,7 @@ from spark_dl import ModelSpec, RankError, strategies, worker
 from spark_dl.data.load.mixture import Mixture
 from spark_dl.rundir import checkpoint
 from spark_dl.spec import Run
+from spark_dl.track.time_split import split_of
 from spark_dl.training.metrics import read_metrics
 from tests.builders import reference
 from tests.builders.datasets import write_dataset
@@ -69,6 +70,11 @@ def assert_ended(pids, wait_s=30):
 ])  # fmt: skip
 def test_same_as_one_process(spark, tmp_path, strategy, num_ranks):
     assert_same_training(spark, tmp_path, config_of(strategy, num_ranks), rows=509)  # 22 steps; the last ones are short
+    split = split_of([line for line in read_metrics(str(tmp_path / "run")) if line["kind"] == "step"])
+    assert split.data.shape == (22, num_ranks)
+    assert (split.compute > 0).all()
+    parts = split.data + split.compute + split.communication + split.wait
+    assert parts == pytest.approx(np.repeat(split.seconds[:, None], num_ranks, axis=1), rel=0.01, abs=1e-3)
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from spark_dl.data.parquet import file as parquet_file
 from spark_dl.data.parquet import page_index
 from spark_dl.data.parquet.filters import typed_conditions
 from spark_dl.data.parquet.page_index import IndexedFile
-from spark_dl.rundir import checkpoint
+from spark_dl.rundir import checkpoint, environment
 from tests.builders.models import MLP, blobs, build_mlp, same_bits, small_config
 
 METRICS = {"accuracy": {"class": "MulticlassAccuracy", "num_classes": 3, "average": "micro"}}
@@ -53,12 +53,18 @@ def test_train_evaluate_predict(spark, mode, points, tmp_path):
     assert sorted(os.listdir(tmp_path / "run")) == [
         "checkpoints",
         "config.yaml",
+        "environment",
         "generations",
         *(["logs"] if mode == "connect" else []),  # of ranks that cannot reach the driver
         "metrics.jsonl",
         "shards",
     ]
     assert spark_dl.load_config(str(tmp_path / "run" / "config.yaml")) == config
+    (attempt,), _ = environment.read(result.run_dir)
+    assert (attempt.driver["outcome"], attempt.driver["steps"]) == (environment.FINISHED, 54)
+    assert spark.version in attempt.driver["spark"]["version"]
+    assert all(attempt.driver["spark"].values())
+    assert [rank["device"] for rank in attempt.ranks["ranks"]] == ["cpu", "cpu"]
 
     found = spark_dl.evaluate(points, spec, result.run_dir)
     assert os.listdir(tmp_path / "run" / "shards") == ["train"]

@@ -28,7 +28,7 @@ if ! java -version 2>&1 | grep -qE 'version "(17|21)'; then
     fi
 fi
 
-key=$(key_of conf/requirements/main.txt conf/requirements/dev.txt setup.cfg)
+key=$(key_of conf/requirements/{main,dev,mlflow}.txt setup.cfg)
 if ! is_made .venv "$key"; then
     python=${PYTHON:-python3}
     "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
@@ -41,6 +41,7 @@ if ! is_made .venv "$key"; then
     }
     rm -f .venv/.made-from
     pip_of .venv -r conf/requirements/dev.txt
+    pip_of .venv --no-deps -r conf/requirements/mlflow.txt
     pip_of .venv --no-deps --no-build-isolation -e .
     echo "$key $PWD" >.venv/.made-from
     say "done"

@@ -29,8 +29,12 @@ def jobs_of(spark):
     found = {}
     for i in range(jobs.size()):
         job = jobs.apply(i)
-        found[job.jobId()] = (str(job.description().getOrElse(None)), str(job.jobGroup().getOrElse(None)))
+        found[job.jobId()] = (text_of(job.description()), text_of(job.jobGroup()))
     return found
+
+
+def text_of(option):
+    return str(option.get()) if option.isDefined() else ""
 
 
 def rank_number():

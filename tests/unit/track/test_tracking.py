@@ -245,7 +245,8 @@ def test_a_run_that_fails_is_failed(tmp_path, uri):
     assert found_run(run, uri)[0].info.status == "FAILED"
 
 
-def test_artifacts_that_cannot_be_written_are_an_error_before_ranks_start(tmp_path, uri):
+def test_artifacts_that_cannot_be_written_are_an_error_before_ranks_start(tmp_path):
+    uri = f"sqlite:///{tmp_path}/mlflow.db"  # of its own: its artifacts are in this working folder
     run = make_run(tmp_path, config_with(uri))
     (tmp_path / "mlruns").write_text("a file where MLflow stores artifacts")
     with (

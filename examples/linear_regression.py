@@ -1,8 +1,9 @@
 """Linear regression in three ways: a gradient written by hand, `nn.Linear`, and the exact solution of Spark ML.
 
-The data are the 442 patients of scikit-learn's diabetes table: ten measurements, and how far the disease went in a year.
-First, tensors and one all-reduce per step, in a function that runs on the ranks. Then, `nn.Linear` with `spark_dl.train`
-and three strategies side by side: the ring of DDP, Horovod, if it is installed, and Spark's own `treeReduce`.
+The data are the 442 patients of scikit-learn's diabetes table: ten measurements, and the state of the disease a year
+later. First, tensors and one all-reduce per step, in a function that runs on the ranks. Then, `nn.Linear` with
+`spark_dl.train` and three strategies side by side: the ring of DDP, Horovod, if it is installed, and Spark's own
+`treeReduce`.
 
 .venv/bin/python examples/linear_regression.py
 .venv/bin/python examples/linear_regression.py --master spark://host:7077 --folder hdfs:///tmp/linear_regression
@@ -84,7 +85,10 @@ def train(df: DataFrame, strategy: str, total: int, args: argparse.Namespace) ->
     config = spark_dl.Config(
         data=spark_dl.Data(features=("features",), label="target"),
         train=spark_dl.Train(
-            global_batch_size=16 * math.ceil(total / 16), epochs=args.steps, lr=LR, optimizer_args={"momentum": MOMENTUM}
+            global_batch_size=16 * math.ceil(total / 16),
+            epochs=args.steps,
+            lr=LR,
+            optimizer_args={"momentum": MOMENTUM},
         ),
         checkpoint=spark_dl.Checkpoint(every_epochs=args.steps),  # only at the end
         launch=spark_dl.Launch(num_ranks=args.ranks),
@@ -106,7 +110,7 @@ def mean_squared_error(df: DataFrame, weights: list[float], bias: float) -> floa
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--master", default="local[2]", help="Spark master URL (default: local[2])")
-    parser.add_argument("--folder", default="runs/linear_regression", help="folder or URL that all hosts reach, for runs")
+    parser.add_argument("--folder", default="runs/linear_regression", help="folder or URL that all hosts reach")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=100, help="steps of each way (default: 100)")
     return parser.parse_args()
@@ -119,7 +123,9 @@ def main() -> None:
     total = df.count()
     ways = {
         "exact, by Spark ML": lambda: solve(df),
-        "by hand": lambda: spark_dl.run_on_dataframe(descend, df, num_ranks=args.ranks, total=total, steps=args.steps)[0],
+        "by hand": lambda: spark_dl.run_on_dataframe(descend, df, num_ranks=args.ranks, total=total, steps=args.steps)[
+            0
+        ],
     }
     for strategy in STRATEGIES:
         if strategy == "horovod" and importlib.util.find_spec("horovod") is None:

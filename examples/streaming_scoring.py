@@ -7,8 +7,8 @@ query continues where the first one stopped, as after a restart or in the next r
 .venv/bin/python examples/streaming_scoring.py
 .venv/bin/python examples/streaming_scoring.py --master spark://host:7077 --folder hdfs:///tmp/streaming_scoring
 
-Promise: the id of every image is in the result exactly once, with the prediction of the batch `transform`. The exit code
-is 1 if it is not.
+Promise: the id of every image is in the result exactly once, with the prediction of the batch `transform`.
+The exit code is 1 if it is not.
 """
 
 import argparse
@@ -52,14 +52,14 @@ def train(df: DataFrame, args: argparse.Namespace, folder: str) -> TorchClassifi
 def deliver(images: DataFrame, folder: str, files: int) -> None:
     """Images arrive as Parquet files. Spark moves each file to the folder once it is complete."""
     for file in range(files):
-        part = images.filter(F.col("id") % files == file).select("id", "image")
+        part = images.filter(F.pmod(F.xxhash64("id"), F.lit(files)) == file).select("id", "image")
         part.coalesce(1).write.mode("append").parquet(f"{folder}/incoming")
 
 
 def score(spark: SparkSession, folder: str) -> list[int]:
     """Scores the files that have arrived since the last call. Returns the number of rows of each micro-batch.
 
-    The checkpoint knows which files are done, and the sink which micro-batches: one that is repeated is not added twice.
+    The checkpoint knows which files are done. The sink knows which micro-batches it has, and adds none of them twice.
     """
     model = TorchClassificationModel.load(f"{folder}/model")
     incoming = spark.readStream.schema("id BIGINT, image ARRAY<FLOAT>").option("maxFilesPerTrigger", 1)
@@ -73,12 +73,11 @@ def score(spark: SparkSession, folder: str) -> list[int]:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--master", default="local[2]", help="Spark master URL (default: local[2])")
-    parser.add_argument(
-        "--folder", default="runs/streaming_scoring", help="folder or URL that all hosts reach, for a new folder of each run"
-    )
+    where = "folder or URL that all hosts reach; each run makes a new folder in it"
+    parser.add_argument("--folder", default="runs/streaming_scoring", help=where)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--files", type=int, default=3, help="files that arrive before each of the two queries (default: 3)")
+    parser.add_argument("--files", type=int, default=3, help="files that arrive before each query (default: 3)")
     return parser.parse_args()
 
 
@@ -100,8 +99,8 @@ def main() -> None:
     expected = model.transform(new).select("id", "label", F.col("prediction").alias("expected")).cache()
     scored = spark.read.parquet(f"{folder}/scored").select("id", "prediction").cache()
     both = expected.join(scored, "id").agg(
-        F.count_if("prediction = expected").alias("equal"),
-        F.count_if("prediction = label").alias("right"),
+        F.count_if(F.col("prediction") == F.col("expected")).alias("equal"),
+        F.count_if(F.col("prediction") == F.col("label")).alias("right"),
     )  # fmt: skip
     rows, ids, total = scored.count(), scored.select("id").distinct().count(), expected.count()
     equal, right = both.first()

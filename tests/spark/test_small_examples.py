@@ -1,0 +1,64 @@
+"""The examples that need no download, run as a user runs them, keep what their docstrings promise."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.spark.conftest import FAST_JVM, REPOSITORY
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+TIMEOUT_S = 300
+
+
+def run(name, folder, *args, code=0):
+    """Runs an example in a local session. Returns its standard output and standard error."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("SPARK_", "PYSPARK_"))}
+    env |= {"JAVA_TOOL_OPTIONS": FAST_JVM, "SPARK_LOCAL_IP": "127.0.0.1", "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(
+        [sys.executable, f"examples/{name}.py", "--folder", str(folder), *args],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        cwd=REPOSITORY,
+        env=env,
+    )
+    assert done.returncode == code, done.stdout[-2000:] + done.stderr[-3000:]
+    return done.stdout, done.stderr
+
+
+def test_linear_regression_reaches_the_exact_solution(tmp_path):
+    pytest.importorskip("sklearn")
+    out, _ = run("linear_regression", tmp_path)
+    errors = dict(re.findall(r"^(\S.*?) +\d+\.\d +(\d\.\d+)$", out, re.MULTILINE))
+    assert {"exact, by Spark ML", "by hand", "nn.Linear, ddp", "nn.Linear, tree_reduce"} <= set(errors)
+    assert ("nn.Linear, horovod" in errors) != ("horovod is left out" in out)
+    exact = float(errors["exact, by Spark ML"])
+    assert exact == pytest.approx(
+        0.4823 * 441 / 442, abs=1e-4
+    )  # 1 - R^2 of this table is 0.4823; Spark divides by n - 1
+    for error in errors.values():
+        assert exact <= float(error) + 1e-6 <= exact * 1.001 + 2e-6
+    last = re.fullmatch(
+        r"largest excess over the exact solution 0\.0\d+%, between strategies 0\.\d+%", out.splitlines()[-1]
+    )
+    assert last, out
+
+
+def test_linear_regression_says_so_if_it_does_not(tmp_path):
+    pytest.importorskip("sklearn")
+    _, err = run("linear_regression", tmp_path, "--steps", "2", code=1)
+    assert "error: the excess is above 0.1%" in err
+
+
+def test_streaming_scoring_scores_every_row_once(tmp_path):
+    pytest.importorskip("sklearn")
+    out, _ = run("streaming_scoring", tmp_path)
+    batches = [[int(n) for n in found.split(",")] for found in re.findall(r"^query \d: .*\[(.*)\]$", out, re.MULTILINE)]
+    assert [len(found) for found in batches] == [3, 3]
+    assert [sum(found) for found in batches] == [599, 599]
+    assert "1198 images: 1198 rows scored, 1198 ids, 1198 predictions equal" in out.splitlines()[-1]
+    (accuracy,) = re.findall(r"^(\d+\.\d)% of the digits are right", out, re.MULTILINE)
+    assert float(accuracy) > 80

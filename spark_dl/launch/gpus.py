@@ -168,7 +168,7 @@ def gpus_of_local_rank(
         return ()
     if wanted == "auto" and not torch.cuda.is_available():
         return ()
-    _check_cuda("launch.device is 'cuda', but")
+    _check_cuda("launch.device: found 'cuda', but")
     count = torch.cuda.device_count()
     if gpus_per_rank == "auto":
         indices = range(count) if local_world_size == 1 else range(local_rank, local_rank + 1)

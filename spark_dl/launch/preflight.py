@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from spark_dl.config import Launch
-from spark_dl.launch import resources
+from spark_dl.launch import gpus, resources
 from spark_dl.spark_job import is_connect
 
 _EXECUTORS_WAIT_S = 10.0
@@ -43,8 +43,19 @@ def check(spark: Any, launch: Launch, *, at_once: bool = True) -> Any:
             )
         return None
     profile = resources.build_profile(spark, launch)
+    check_local_gpus(spark, launch)
     check_slots(spark, launch, profile)
     return profile
+
+
+def check_local_gpus(spark: Any, launch: Launch) -> None:
+    """Raises ValueError if this host has too few GPUs for ranks of a local master, which take them by their number."""
+    if launch.device != "cuda" or is_connect(spark) or not resources.read_session(spark).is_local:
+        return
+    try:
+        gpus.gpus_of_local_rank("cuda", launch.num_ranks - 1, launch.num_ranks, launch.gpus_per_rank)
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error
 
 
 def check_disks(spark: Any) -> None:
@@ -75,14 +86,14 @@ def check_slots(spark: Any, launch: Launch, profile: Any = None) -> None:
         time.sleep(0.2)
         slots = num_slots(spark, profile)
     if slots is not None and slots < num_ranks:
-        gpus = "" if profile is None else f", launch.gpus_per_rank={launch.gpus_per_rank}"
+        about = "" if profile is None else f", launch.gpus_per_rank={launch.gpus_per_rank}"
         if executor_gpus := _conf(spark, resources.EXECUTOR):
-            gpus += f", {resources.EXECUTOR}={executor_gpus}, {resources.TASK}={_conf(spark, resources.TASK)}"
+            about += f", {resources.EXECUTOR}={executor_gpus}, {resources.TASK}={_conf(spark, resources.TASK)}"
         raise RuntimeError(
             f"{num_ranks} ranks need {num_ranks} task slots at the same time, and the cluster has {slots} "
             f"(spark.master={_conf(spark, 'spark.master')}, spark.task.cpus={_conf(spark, 'spark.task.cpus') or 1}"
-            f"{gpus}); lower launch.num_ranks, or give the application more executors"
-            f"{', cores or GPUs' if gpus else ' or cores'}"
+            f"{about}); lower launch.num_ranks, or give the application more executors"
+            f"{', cores or GPUs' if about else ' or cores'}"
         )
 
 

@@ -442,6 +442,14 @@ def test_too_few_slots_is_an_error_within_seconds(spark):
     assert time.monotonic() - start < 60  # launch.start_timeout_s is 120
 
 
+@pytest.mark.parametrize("settings", [{"device": "cuda"}, {"device": "cuda", "gpus_per_rank": 0.5}], ids=str)
+def test_a_gpu_that_no_rank_can_get_is_an_error_before_any_task(spark, mode, monkeypatch, settings):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    expected, settings = (RankError if mode == "connect" else ValueError), spark_dl.Launch(num_ranks=2, **settings)
+    with pytest.raises(expected, match=r"launch\.(device: found 'cuda', but|gpus_per_rank: expected at most)"):
+        spark_dl.launch(_sum_of_ranks, 1.0, settings=settings)
+
+
 @pytest.mark.slow
 @pytest.mark.modes("local", "connect")
 def test_a_busy_cluster_is_an_error_after_the_start_timeout(spark, mode):

@@ -200,7 +200,7 @@ def test_too_few_gpus_for_the_ranks_of_a_host_is_an_error_that_says_how_to_share
 def test_without_a_gpu_auto_is_the_cpu_and_cuda_is_an_error(host):
     host([])
     assert gpus_of_local_rank("auto", 0, 1) == ()
-    with pytest.raises(RuntimeError, match="launch.device is 'cuda', but torch .* finds no CUDA here"):
+    with pytest.raises(RuntimeError, match="launch.device: found 'cuda', but torch .* finds no CUDA here"):
         gpus_of_local_rank("cuda", 0, 1)
 
 

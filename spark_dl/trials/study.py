@@ -87,9 +87,11 @@ class StudyTrials:
         """Trainings that no group has got yet."""
         self._running: dict[int, _Running] = {}
         self._ended = len(_ended(study, run.run_dir))
+        self._is_over = False
+        """Whether the sampler has no more settings to choose, such as those of a grid."""
 
     def next(self) -> Order | None:
-        while not self._orders and self._ended + len(self._running) < self._num_trials:
+        while not self._orders and not self._is_over and self._ended + len(self._running) < self._num_trials:
             self._ask()
         return self._orders.popleft() if self._orders else None
 
@@ -175,10 +177,10 @@ class StudyTrials:
 
     def _end(self, number: int, state: State, value: float | None = None) -> None:
         """Tells the study the end of a trial. Trainings of it that no group has got yet are dropped."""
-        running = self._running.pop(number)
+        del self._running[number]
         self._orders = deque(order for order in self._orders if order.trial != number)
         self._ended += 1
-        self._study.tell(running.trial, value, _states()[state])
+        self._is_over |= _tell(self._study, number, state, value)
         best = best_value(self._study, self._run.run_dir)
         self._on_event({
             "kind": "trial", "trial": number, "state": state, "value": value, "done": self._ended,
@@ -189,7 +191,8 @@ class StudyTrials:
         """Marks the trials that are not finished as failed, without an error: their job has ended."""
         for number in list(self._running):
             with contextlib.suppress(Exception):  # the first error is more helpful; `take_up` marks them otherwise
-                self._study.tell(self._running.pop(number).trial, state=_states()["failed"])
+                del self._running[number]
+                _tell(self._study, number, "failed")
 
 
 def take_up(study: optuna.Study, run_dir: str) -> None:
@@ -198,8 +201,6 @@ def take_up(study: optuna.Study, run_dir: str) -> None:
     Called when the run has a new generation, so the earlier attempt gives out no more trials. Raises ValueError if the
     study does not have the trials of the run.
     """
-    import optuna
-
     own = _own(study, run_dir)
     if not own and has_trials(run_dir):
         raise ValueError(
@@ -207,12 +208,27 @@ def take_up(study: optuna.Study, run_dir: str) -> None:
             "storage: optuna.load_study(...)"
         )
     for trial in own:
-        if trial.state == optuna.trial.TrialState.RUNNING:
-            study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
+        if trial.state.name == "RUNNING":
+            _tell(study, trial.number, "failed")
     again = {trial.user_attrs.get(RETRY_OF) for trial in own}
     for trial in _own(study, run_dir):
         if _is_lost(trial) and trial.number not in again:
             study.enqueue_trial(trial.params, user_attrs={RUN_DIR: run_dir, RETRY_OF: trial.number})
+
+
+def _tell(study: optuna.Study, number: int, state: State, value: float | None = None) -> bool:
+    """Tells a study the end of a trial. Returns whether its sampler wants to end the study."""
+    try:
+        study.tell(number, value, _states()[state])
+    except Exception as error:
+        # NOTE: with the last trial of a grid, GridSampler and BruteForceSampler call `Study.stop`, which is an error
+        # outside of `Study.optimize`. The trial has its state by then.
+        if not study.get_trials(deepcopy=False)[number].state.is_finished():
+            raise
+        if "Study.stop" in str(error):
+            return True
+        _log.warning("the sampler of the study failed after trial %d: %r", number, error)
+    return False
 
 
 def results_of(study: optuna.Study, run_dir: str, base: Config) -> tuple[TrialResult, ...]:

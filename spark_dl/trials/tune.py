@@ -57,23 +57,24 @@ def tune(
     All trials read one dataset, which is written or opened once. A group of `launch.num_ranks` ranks trains a trial as
     `train` does. The cluster needs `parallel_trials * launch.num_ranks` task slots. A failed trial ends no other one.
 
-    spec: the model; or a function that returns it, called on ranks with the arguments that `suggest` chooses.
+    spec: the model; or a function that returns it for the arguments that `suggest` chooses, called on both sides.
 
     suggest: called on the driver with each `optuna.Trial`; returns a dict. Keys with a section, such as `train.lr`, are
         settings that replace those of `config`. All other keys are arguments of the function `spec`.
 
     num_trials: number of trials of this run. With `resume`, those of earlier attempts count.
+    direction: `minimize` (the default) or `maximize`, for a new study.
+    resume: continues the study in `run_dir`, with its shards. Trials that were not finished are trained again.
+
     metric: the value of a trial after the last epoch: `train_loss`, or `loss` or a metric of the validation rows. The
         study's pruner gets it after each epoch.
 
-    direction: `minimize` (the default) or `maximize`, for a new study.
     study: a study with one objective; by default a new one, with the TPE sampler seeded by `train.seed` and without a
         pruner, in the file `study.log` of a local `run_dir`.
 
     num_folds: trains each trial on each fold of a cross-validation, on several groups at the same time. Its value is
         the mean over the folds, which the pruner gets after each fold.
 
-    resume: continues the study in `run_dir`, with its shards. Trials that were not finished are trained again.
     on_event: functions that get the events of the trainings, as for `train`, each with `trial`; and at the end of each
         trial an event `trial`, with its `state` and `value`, and the `best` value so far.
 
@@ -98,10 +99,7 @@ def tune(
         if resume:
             take_up(study, run.run_dir)
         _run(search, study, run, shown)
-    results = results_of(study, run.run_dir, run.config)
-    if results and all(trial.state == "failed" for trial in results):
-        raise RuntimeError(f"all {len(results)} trials failed; trial {results[0].number}: {results[0].error}")
-    return TuneResult(run.run_dir, metric, direction_of(study), results, study, time.perf_counter() - start)
+    return _result(study, run, metric, time.perf_counter() - start)
 
 
 @dataclass(frozen=True)
@@ -131,6 +129,14 @@ def _run(search: _Search, study: Any, run: Run, shown: Progress) -> None:
     except BaseException:
         trials.lose()
         raise
+
+
+def _result(study: Any, run: Run, metric: str, seconds: float) -> TuneResult:
+    """Returns the result of a run. Raises RuntimeError if all its trials have failed."""
+    trials = results_of(study, run.run_dir, run.config)
+    if trials and all(trial.state == "failed" for trial in trials):
+        raise RuntimeError(f"all {len(trials)} trials failed; trial {trials[0].number}: {trials[0].error}")
+    return TuneResult(run.run_dir, metric, direction_of(study), trials, study, seconds)
 
 
 def _check(

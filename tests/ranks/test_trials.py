@@ -19,7 +19,7 @@ from spark_dl.trials.hand_out import HandOut
 from spark_dl.trials.order import begin
 from spark_dl.trials.rank import run_trials
 from tests.builders.models import DROPOUT_MLP, MLP, build_mlp, small_config
-from tests.ranks.launcher import run_ranks
+from tests.ranks.launcher import RankFailed, run_ranks
 from tests.ranks.runs import assert_same_to_the_bit, make_run, train
 
 
@@ -129,6 +129,8 @@ class Failing:
                 raise ZeroDivisionError("no loss")
             if self.kind == "exit":
                 raise SystemExit(3)
+            if self.kind == "hang":
+                time.sleep(60)
             return output.sum(1) * math.nan
         return nn.functional.cross_entropy(output, label, reduction="none")
 
@@ -151,6 +153,21 @@ def test_a_trial_that_fails_on_one_rank_ends_on_all_of_its_ranks_and_on_no_other
     alone = train(make_run(tmp_path, base, name="alone"))
     for number in (0, 3, 5):
         assert_same_to_the_bit(checkpoint.latest(f"{trials.run.run_dir}/trials/{number:04d}"), alone)
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_in_a_trial_ends_the_job_in_bounded_time(tmp_path):
+    base = small_config(2, launch={"collective_timeout_s": 2})
+    trials = Listed(shared_run(tmp_path, base), [base] * 2, {0: {"rank": 1, "kind": "hang"}})
+    start = time.monotonic()
+    message = (
+        r"rank (0|2) waited longer than launch.collective_timeout_s=2 s for the driver, or for another rank of its group "
+        r"\(ranks (0 to 1|2 to 3)\) to end a trial"
+    )
+    with pytest.raises(RankFailed, match=message):
+        train_trials(trials, failing_spec, num_groups=2)
+    assert time.monotonic() - start < 30
+    assert sorted(trials.results) == [1]  # of the other group
 
 
 def test_a_trial_that_is_pruned_ends_on_all_ranks_after_the_same_epoch(tmp_path):

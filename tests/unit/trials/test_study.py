@@ -77,6 +77,37 @@ def test_the_best_trial_does_not_depend_on_how_many_are_trained_at_the_same_time
     assert [number for number, *_ in found[1]] == [0, 1, 2, 3]
 
 
+@pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
+@pytest.mark.parametrize("sampler", [
+    lambda: optuna.samplers.GridSampler({"lr": [0.25, 0.5, 0.75]}, seed=1), optuna.samplers.BruteForceSampler,
+], ids=["grid", "brute force"])  # fmt: skip
+def test_a_grid_is_trained_once_and_then_the_run_is_over(tmp_path, sampler):
+    study = optuna.create_study(sampler=sampler())
+    points = [0.25, 0.5, 0.75]
+    trials, _ = start(
+        tmp_path, study, lambda trial: {"train.lr": trial.suggest_categorical("lr", points)}, num_trials=5
+    )
+    train_all(trials, lr_of)
+    assert sorted(t.value for t in results_of(study, str(tmp_path), BASE)) == points
+    trials, _ = start(tmp_path, study, num_trials=3)
+    assert not trials.prepare()  # a resumed run has nothing left to train
+
+
+def test_a_point_of_a_grid_that_was_lost_is_trained_again(tmp_path):
+    def grid():
+        return optuna.samplers.GridSampler({"lr": [0.25, 0.5, 0.75]}, seed=1)
+
+    study = new_study(sampler=grid())
+    trials, _ = start(tmp_path, study, num_trials=3)
+    trials.next()
+    train_all(trials, lr_of)
+    study.sampler = grid()
+    resumed, _ = start(tmp_path, study, num_trials=3)
+    take_up(study, str(tmp_path))
+    train_all(resumed, lr_of)
+    assert sorted(t.value for t in results_of(study, str(tmp_path), BASE)) == [0.25, 0.5, 0.75]
+
+
 def test_a_failure_is_that_of_its_trial(tmp_path):
     def bad(trial):
         if trial.number == 3:

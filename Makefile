@@ -2,7 +2,7 @@
 PY := .venv/bin/python
 ARGS ?= --overwrite
 
-.PHONY: train test test-slow test-oldest check lint type docs bench clean setup setup-all setup-petastorm setup-peers setup-oldest setup-horovod
+.PHONY: train test test-slow test-long test-oldest check lint type docs bench clean setup setup-all setup-petastorm setup-peers setup-oldest setup-horovod
 
 setup:
 	@./conf/setup_env.sh
@@ -37,8 +37,11 @@ setup-all: setup
 test: setup-all .venv/spark.jsa lint type ## lint, types, and the tests that this machine can run, but for those that are slow
 	@$(PY) -m pytest --numprocesses=3 --no-loadscope-reorder -m 'not slow'
 
-test-slow: setup-all .venv/spark.jsa ## all other tests: whole jobs, kills, clusters, networks, memory
-	@$(PY) -m pytest --numprocesses=3 --no-loadscope-reorder -m slow
+test-slow: setup-all .venv/spark.jsa ## all other tests but those that are long: whole jobs, kills, clusters, networks, memory
+	@$(PY) -m pytest --numprocesses=3 --no-loadscope-reorder -m 'slow and not long'
+
+test-long: setup-all .venv/spark.jsa ## the tests that take more than 90 s each, one after another
+	@$(PY) -m pytest -m long
 
 test-oldest: setup-oldest ## unit tests and tests of local Spark on the oldest versions that setup.cfg allows, in .venv-oldest
 	@PYTHONPATH=$(CURDIR) .venv-oldest/bin/python -m pytest --numprocesses=3 --no-loadscope-reorder -m 'not slow' -k 'not connect and not cluster and not s3' \

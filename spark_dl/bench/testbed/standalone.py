@@ -36,8 +36,22 @@ while True:
 """Program on the master's host, which ends when this number of workers have registered."""
 
 
-def start_spark(bed: Bed, *, cores_per_worker: int = 1, memory_mib: int = 1024, timeout_s: float = 180.0) -> str:
+_HIDE = 'mkdir "$1" && mount --bind "$2" "$1" && mount -t tmpfs none "$0" && shift 2 && exec "$@"'
+"""Program that runs a command with an empty folder $0, and Spark, of folder $2, in folder $1."""
+
+
+def start_spark(
+    bed: Bed,
+    *,
+    cores_per_worker: int = 1,
+    memory_mib: int = 1024,
+    timeout_s: float = 180.0,
+    hidden: str | None = None,
+) -> str:
     """Starts a Spark master on the driver's host and one worker on each other host. Returns the master's URL.
+
+    hidden: a folder that is empty for the workers and their executors, such as the virtual environment of the driver.
+        They have Spark itself, also if it is in this folder.
 
     They run until the bed is removed. Run the driver on its host with `bed.popen(bed.driver, ...)`. It needs only the
     URL. Raises RuntimeError, with the end of its log, if a daemon ends, or if not all workers have registered
@@ -59,7 +73,7 @@ def start_spark(bed: Bed, *, cores_per_worker: int = 1, memory_mib: int = 1024, 
             "--webui-port",
             "0",
         ]
-        daemons.append(_start_daemon(bed, host, "worker.Worker", [*arguments, url]))
+        daemons.append(_start_daemon(bed, host, "worker.Worker", [*arguments, url], hidden))
     _wait_for_workers(bed, len(bed.hosts), daemons, end)
     return url
 
@@ -71,14 +85,18 @@ class _Daemon:
     process: subprocess.Popen[Any]
 
 
-def _start_daemon(bed: Bed, host: Host, name: str, arguments: list[str]) -> _Daemon:
+def _start_daemon(bed: Bed, host: Host, name: str, arguments: list[str], hidden: str | None = None) -> _Daemon:
     import pyspark
 
     home = os.path.dirname(str(pyspark.__file__))
     folder = bed.folder / f"spark-{host.name}"
     folder.mkdir()
+    enter: list[str] = []
+    if hidden is not None:
+        enter = ["unshare", "--mount", "sh", "-c", _HIDE, os.path.realpath(hidden), f"{folder}/home", home]
+        home = f"{folder}/home"
     env = {**_DAEMON, "SPARK_HOME": home, "SPARK_LOCAL_DIRS": str(folder), "SPARK_WORKER_DIR": str(folder)}
-    command = [f"{home}/bin/spark-class", f"org.apache.spark.deploy.{name}", *arguments]
+    command = [*enter, f"{home}/bin/spark-class", f"org.apache.spark.deploy.{name}", *arguments]
     with open(folder / "log", "wb") as log:
         process = bed.popen(host, command, env=env, stdout=log, stderr=log, cwd=folder)
     return _Daemon(host, folder / "log", process)

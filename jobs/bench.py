@@ -28,7 +28,7 @@ def bench_step(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def bench_track(args: argparse.Namespace) -> dict[str, Any]:
-    return track.measure(_session(args), num_ranks=args.ranks, repeats=args.repeats)
+    return track.measure(_session(args), num_ranks=args.ranks, repeats=args.repeats, epochs=args.epochs)
 
 
 def bench_predict(args: argparse.Namespace) -> dict[str, Any]:
@@ -150,6 +150,9 @@ def build_parser() -> argparse.ArgumentParser:
     of_loader.add_argument("--peers", type=_words, default=loader.PEERS, help=f"comma-separated, of {names}")
     of_loader.add_argument(
         "--peers_python", default=loader.PEERS_PYTHON, help="Python of their environment (make setup-peers)"
+    )
+    of_track.add_argument(
+        "--epochs", type=int, default=track.EPOCHS, help="epochs of 200 steps of each run (default: 5)"
     )
     usual = gpu.Options()
     of_gpu = add(

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import pytest
 
 import spark_dl
+import spark_dl.ml
 
 PACKAGE = Path(spark_dl.__file__).parent
 ROOT = PACKAGE.parent
@@ -254,12 +255,13 @@ def test_jobs_and_examples_use_the_public_names(name):
     for node in ast.walk(tree):
         used = set()
         if isinstance(node, ast.ImportFrom) and top_name(node.module) == "spark_dl":
-            used = {a.name for a in node.names} if node.module == "spark_dl" else {node.module.split(".")[1]}
+            is_public = node.module in ("spark_dl", "spark_dl.ml")
+            used = {a.name for a in node.names} if is_public else {node.module.split(".")[1]}
         elif isinstance(node, ast.Import):
             used = {a.name.split(".")[1] for a in node.names if a.name.startswith("spark_dl.")}
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "spark_dl":
             used = {node.attr}
-        assert used <= {*spark_dl.__all__, *open_to_jobs}
+        assert used <= {*spark_dl.__all__, *spark_dl.ml.__all__, *open_to_jobs}
 
 
 def dotted(node):

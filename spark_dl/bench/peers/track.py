@@ -26,8 +26,8 @@ from spark_dl.data.write.arrays import write_arrays
 from spark_dl.spec import ModelSpec
 from spark_dl.track.mlflow_run import answers
 
-PAIRS = 7
-_ROWS, _BATCH, _EPOCHS = 12_800, 64, 5
+PAIRS, EPOCHS = 7, 5
+_ROWS, _BATCH = 12_800, 64
 _START_S = 180.0
 
 
@@ -77,9 +77,10 @@ class MlflowServer:
             self._process = None
 
 
-def measure(spark: Any, *, num_ranks: int = 2, repeats: int = PAIRS) -> dict[str, Any]:
+def measure(spark: Any, *, num_ranks: int = 2, repeats: int = PAIRS, epochs: int = EPOCHS) -> dict[str, Any]:
     """Measures median steps per second with tracking and without, in neighboring runs: pairs. Called on the driver.
 
+    epochs: of each run, of 200 steps each.
     `ratio` is the median of the pairs, `ratio_quartiles` are the first and the third quartile. `seconds` are those of
     the whole calls of `train`, with the start and the end of the runs of MLflow.
     """
@@ -94,9 +95,9 @@ def measure(spark: Any, *, num_ranks: int = 2, repeats: int = PAIRS) -> dict[str
             for name in sorted(ways, reverse=bool(i % 2)):  # in turn, so that neither always runs first
                 config = Config(
                     data=Data(features=("image",), label="digit"),
-                    train=Train(global_batch_size=_BATCH, epochs=_EPOCHS, lr=0.01, optimizer_args={"momentum": 0.9}),
+                    train=Train(global_batch_size=_BATCH, epochs=epochs, lr=0.01, optimizer_args={"momentum": 0.9}),
                     launch=Launch(num_ranks=num_ranks, device="cpu"),
-                    checkpoint=Checkpoint(every_epochs=_EPOCHS),
+                    checkpoint=Checkpoint(every_epochs=epochs),
                     track=ways[name],
                 )
                 result = driver.train(

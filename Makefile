@@ -26,6 +26,9 @@ train: setup .data/digits.csv.gz ## train on the digits; `make train ARGS=--resu
 	@mkdir -p .data
 	@$(PY) -c "import shutil, sklearn, pathlib; shutil.copy(pathlib.Path(sklearn.__file__).parent / 'datasets/data/digits.csv.gz', '$@')"
 
+.data/flights.csv.zip: | setup
+	@$(PY) -c "import pathlib, examples.flights; examples.flights.download(pathlib.Path('$@'))" || echo "no flights: their test is skipped"
+
 setup-all: setup
 	@$(MAKE) --no-print-directory --jobs=2 setup-petastorm setup-horovod
 
@@ -40,7 +43,7 @@ test: setup-all .venv/spark.jsa lint type ## lint, types, and the tests that thi
 test-slow: setup-all .venv/spark.jsa ## slow tests: whole jobs, kills, clusters, networks, memory
 	@CUDA_VISIBLE_DEVICES= $(PY) -m pytest --numprocesses=3 --no-loadscope-reorder -m 'slow and not long'
 
-test-long: setup-all .venv/spark.jsa ## tests that take minutes, or repeat a slow test on another kind of cluster; before a release
+test-long: setup-all .venv/spark.jsa .data/flights.csv.zip ## tests that take minutes, or repeat a slow test on another kind of cluster; before a release
 	@CUDA_VISIBLE_DEVICES= $(PY) -m pytest --numprocesses=3 --no-loadscope-reorder -m long
 
 test-gpu: setup .venv/spark.jsa ## all tests that need a GPU; `make test-gpu DEVICE=cpu` runs them on the CPU in its place

@@ -1,4 +1,4 @@
-"""The examples that need no download, run as a user runs them, keep what their docstrings promise."""
+"""The examples, run as a user runs them, keep what their docstrings promise."""
 
 import os
 import re
@@ -62,3 +62,19 @@ def test_streaming_scoring_scores_every_row_once(tmp_path):
     assert "1198 images: 1198 rows scored, 1198 ids, 1198 predictions equal" in out.splitlines()[-1]
     (accuracy,) = re.findall(r"^(\d+\.\d)% of the digits are right", out, re.MULTILINE)
     assert float(accuracy) > 80
+
+
+@pytest.mark.long
+def test_embeddings_of_real_flights_are_as_good_as_logistic_regression_or_better(tmp_path):
+    if not (REPOSITORY / ".data" / "flights.csv.zip").exists():
+        pytest.skip("no .data/flights.csv.zip; `make .data/flights.csv.zip` downloads it")
+    out, _ = run("flights", tmp_path)
+    (found,) = re.findall(r"embeddings (0\.\d+), Spark's logistic regression (0\.\d+)$", out, re.MULTILINE)
+    assert float(found[0]) >= float(found[1]) > 0.6
+
+
+def test_a_cnn_knows_from_which_photo_a_tile_is(tmp_path):
+    pytest.importorskip("sklearn")
+    out, _ = run("images", tmp_path)
+    (accuracy,) = re.findall(r"^accuracy on the held-out tiles: (\d+\.\d)%$", out, re.MULTILINE)
+    assert float(accuracy) >= 90

@@ -73,7 +73,7 @@ def _whole_bar(attempt: Attempt, now: float) -> Bar:
     whole = max(seconds_of(attempt, now), sum(spent.values()), 1e-9)
     spent["start and other"] = whole - sum(spent.values())
     names = {"steps": "steps", "validation": "evaluation", "checkpoints": "saving", "start and other": "wait"}
-    return Bar("", "", [(names[n], 100 * s / whole, f"{n} {duration(s)}") for n, s in spent.items()])
+    return Bar("", "", [(names[n], 100 * s / whole, f"{n} {duration(s)}") for n, s in spent.items() if s > 0])
 
 
 def _sum(lines: Sequence[Line], key: str) -> float:

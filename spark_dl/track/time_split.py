@@ -15,7 +15,7 @@ SLOW_FACTOR = 1.25
 """A rank is slow in an interval if it was busy for longer than this times the median of the other ranks."""
 LEAST_INTERVALS = 3
 """Fewer slow intervals in a row are no straggler."""
-LEAST_SHARE = 0.02
+LEAST_SHARE = 0.05
 """A straggler's surplus is more than this share of the time."""
 _MANY = 16
 

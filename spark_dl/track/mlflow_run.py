@@ -37,8 +37,6 @@ _LONGEST_KEY, _LONGEST_VALUE = 250, 500
 _PARAMS_AT_ONCE, _METRICS_AT_ONCE = 100, 1000
 _PROBE_S = 5.0
 """How long a server may take to answer before it counts as down."""
-_CHECKPOINT = "checkpoint"
-"""Folder of the artifacts of the last checkpoint."""
 
 
 def connect(track: Track) -> tuple[MlflowClient, str]:
@@ -110,7 +108,7 @@ class MlflowRun:
     is_own: bool
     """Whether spark_dl ends the run."""
     logged_steps: dict[str, int] = field(default_factory=dict)
-    """The last step of each metric that earlier attempts have logged."""
+    """The last step of each metric that has been logged, also by earlier attempts."""
     thread: Background = field(init=False)
     """Passes events on to `write`, and at its end to `end`."""
 
@@ -140,7 +138,9 @@ class MlflowRun:
         if metrics or tags:
             self.check_answer()
         for start in range(0, len(metrics), _METRICS_AT_ONCE):
-            self._log_batch(metrics=metrics[start : start + _METRICS_AT_ONCE])
+            some = metrics[start : start + _METRICS_AT_ONCE]
+            self._log_batch(metrics=some)
+            self.logged_steps |= {metric.key: metric.step for metric in some}
         if tags:
             self._log_batch(tags=tags)
 

@@ -245,14 +245,12 @@ def test_a_run_that_fails_is_failed(tmp_path, uri):
     assert found_run(run, uri)[0].info.status == "FAILED"
 
 
-def test_artifacts_that_cannot_be_written_are_an_error_before_ranks_start(tmp_path):
-    uri = f"sqlite:///{tmp_path}/mlflow.db"  # of its own: its artifacts are in this working folder
-    run = make_run(tmp_path, config_with(uri))
-    (tmp_path / "mlruns").write_text("a file where MLflow stores artifacts")
-    with (
-        pytest.raises(RuntimeError, match=r"track.mlflow: cannot use MLflow at sqlite:.*mlruns"),
-        tracking.tracking(run, resume=False),
-    ):
+def test_artifacts_that_cannot_be_written_are_an_error_before_ranks_start(tmp_path, uri):
+    (tmp_path / "file").write_text("a file where MLflow stores artifacts")
+    mlflow.MlflowClient(uri).create_experiment("no artifacts", artifact_location=f"{tmp_path}/file/artifacts")
+    run = make_run(tmp_path, config_with(uri, mlflow_experiment_name="no artifacts"))
+    refused = r"track.mlflow: cannot use MLflow at sqlite:.*/file/artifacts"
+    with pytest.raises(RuntimeError, match=refused), tracking.tracking(run, resume=False):
         raise AssertionError("the ranks would have started")
     assert found_run(run, uri)[0].info.status == "FAILED"
 

@@ -161,8 +161,8 @@ def test_a_rank_that_hangs_in_a_trial_ends_the_job_in_bounded_time(tmp_path):
     trials = Listed(shared_run(tmp_path, base), [base] * 2, {0: {"rank": 1, "kind": "hang"}})
     start = time.monotonic()
     message = (
-        r"rank (0|2) waited longer than launch.collective_timeout_s=2 s for the driver, or for another rank of its group "
-        r"\(ranks (0 to 1|2 to 3)\) to end a trial"
+        r"rank (0|2) waited longer than launch.collective_timeout_s=2 s for the driver, or for another rank of its "
+        r"group \(ranks (0 to 1|2 to 3)\) to end a trial"
     )
     with pytest.raises(RankFailed, match=message):
         train_trials(trials, failing_spec, num_groups=2)

@@ -44,10 +44,10 @@ def run_trials(run: Run, spec: Spec, *, report: Reporter) -> RankResult:
         group = group_of(world, gather("hosts", world.host), launch.num_ranks)
         outcome: dict[str, Any] = {}
         first = group.number * launch.num_ranks
+        last = first + launch.num_ranks - 1
         limit = (
             f"rank {world.rank} waited longer than launch.collective_timeout_s={launch.collective_timeout_s:g} s for "
-            f"the driver, or for another rank of its group (ranks {first} to {first + launch.num_ranks - 1}) to end a "
-            "trial"
+            f"the driver, or for another rank of its group (ranks {first} to {last}) to end a trial"
         )
         while (order := report.ask({"what": "next", **outcome}, launch.collective_timeout_s, limit)) != "end":
             if order == "wait":

@@ -30,7 +30,6 @@ def run(name, folder, *args, code=0):
 
 
 def test_linear_regression_reaches_the_exact_solution(tmp_path):
-    pytest.importorskip("sklearn")
     out, _ = run("linear_regression", tmp_path)
     errors = dict(re.findall(r"^(\S.*?) +\d+\.\d +(\d\.\d+)$", out, re.MULTILINE))
     assert {"exact, by Spark ML", "by hand", "nn.Linear, ddp", "nn.Linear, tree_reduce"} <= set(errors)
@@ -47,14 +46,13 @@ def test_linear_regression_reaches_the_exact_solution(tmp_path):
     assert last, out
 
 
+@pytest.mark.long
 def test_linear_regression_says_so_if_it_does_not(tmp_path):
-    pytest.importorskip("sklearn")
     _, err = run("linear_regression", tmp_path, "--steps", "2", code=1)
     assert "error: the excess is above 0.1%" in err
 
 
 def test_streaming_scoring_scores_every_row_once(tmp_path):
-    pytest.importorskip("sklearn")
     out, _ = run("streaming_scoring", tmp_path)
     batches = [[int(n) for n in found.split(",")] for found in re.findall(r"^query \d: .*\[(.*)\]$", out, re.MULTILINE)]
     assert [len(found) for found in batches] == [3, 3]

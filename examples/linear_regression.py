@@ -33,7 +33,7 @@ TOLERANCE = 1e-3
 """How far a mean squared error may be above the exact one, as a fraction of it."""
 AGREEMENT = 1e-5
 """How far the mean squared errors of two strategies may be apart, as a fraction of them."""
-LR, MOMENTUM = 0.1, 0.9
+LR, MOMENTUM = 0.25, 0.85
 STRATEGIES = {"ddp": spark_dl.DDP(), "horovod": spark_dl.Horovod(), "tree_reduce": spark_dl.TreeReduce()}
 
 
@@ -80,16 +80,17 @@ SPEC = spark_dl.ModelSpec(build=build_model, loss="MSELoss")
 def train(df: DataFrame, strategy: str, total: int, args: argparse.Namespace) -> tuple[list[float], float]:
     """The same steps by `spark_dl.train`: each batch is the whole table.
 
-    The size of a batch must be a multiple of `loader.num_streams`, 16 by default.
+    The size of a batch must be a multiple of the ranks and of `loader.num_streams`.
     """
     config = spark_dl.Config(
         data=spark_dl.Data(features=("features",), label="target"),
         train=spark_dl.Train(
-            global_batch_size=16 * math.ceil(total / 16),
+            global_batch_size=args.ranks * math.ceil(total / args.ranks),
             epochs=args.steps,
             lr=LR,
             optimizer_args={"momentum": MOMENTUM},
         ),
+        loader=spark_dl.Loader(num_streams=args.ranks),
         checkpoint=spark_dl.Checkpoint(every_epochs=args.steps),  # only at the end
         launch=spark_dl.Launch(num_ranks=args.ranks),
         parallel=STRATEGIES[strategy],
@@ -112,7 +113,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--master", default="local[2]", help="Spark master URL (default: local[2])")
     parser.add_argument("--folder", default="runs/linear_regression", help="folder or URL that all hosts reach")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=100, help="steps of each way (default: 100)")
+    parser.add_argument("--steps", type=int, default=80, help="steps of each way (default: 80)")
     return parser.parse_args()
 
 

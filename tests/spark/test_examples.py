@@ -52,6 +52,7 @@ def test_linear_regression_reaches_the_exact_solution(tmp_path):
     assert last, out
 
 
+@pytest.mark.long
 def test_linear_regression_says_so_if_it_does_not(tmp_path):
     _, err = run("linear_regression", tmp_path, "--steps", "2", code=1)
     assert "error: the excess is above 0.1%" in err

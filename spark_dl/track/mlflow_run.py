@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import platform
-import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,6 +25,7 @@ from spark_dl.data.load.mixture import Mixture
 from spark_dl.rundir.folder import CONFIG, MLFLOW
 from spark_dl.spec import Run
 from spark_dl.track.background import Background, Event
+from spark_dl.track.mlflow_server import answers, connect, explained, without_password
 from spark_dl.track.values import as_key, as_value, flatten, metrics_of, name_of
 
 if TYPE_CHECKING:
@@ -35,66 +35,6 @@ _log = logging.getLogger("spark_dl")
 
 _LONGEST_KEY, _LONGEST_VALUE = 250, 500
 _PARAMS_AT_ONCE, _METRICS_AT_ONCE = 100, 1000
-_PROBE_S = 5.0
-"""How long a server may take to answer before it counts as down."""
-
-
-def connect(track: Track) -> tuple[MlflowClient, str]:
-    """Returns a client, and the tracking URI. Called on the driver, before any data is read.
-
-    Raises ValueError without the package, and RuntimeError if the server or the database cannot be used.
-    """
-    try:
-        import mlflow
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"track.mlflow: needs the package mlflow on the driver ({error}); install spark_dl[mlflow], or set it to "
-            "false"
-        ) from error
-    uri = track.mlflow_tracking_uri or mlflow.get_tracking_uri()
-    if not answers(uri):
-        raise RuntimeError(
-            f"track.mlflow: the server {without_password(uri)} does not answer; start it, set "
-            "track.mlflow_tracking_uri or MLFLOW_TRACKING_URI to another one, or set track.mlflow to false"
-        )
-    with _explained(uri):
-        client = mlflow.MlflowClient(tracking_uri=uri)
-        client.search_experiments(max_results=1)
-    return client, uri
-
-
-def answers(uri: str) -> bool:
-    """Whether a tracking server answers within seconds. True for databases.
-
-    MLflow itself repeats its calls for minutes.
-    """
-    if not uri.startswith(("http://", "https://")):
-        return True
-    import requests
-
-    try:
-        requests.get(f"{uri.rstrip('/')}/health", timeout=_PROBE_S)
-    except (requests.exceptions.SSLError, requests.exceptions.ProxyError):
-        return True  # MLflow has settings for these
-    except requests.exceptions.RequestException:
-        return False
-    return True
-
-
-def without_password(uri: str) -> str:
-    """Returns a URI without the user and the password in it."""
-    return re.sub(r"://[^/]*@", "://", uri)
-
-
-@contextlib.contextmanager
-def _explained(uri: str) -> Iterator[None]:
-    """Raises RuntimeError with the server for any error of MLflow, but not for errors of the settings."""
-    try:
-        yield
-    except ValueError:
-        raise
-    except Exception as error:  # of HTTP, of a database or of MLflow
-        raise RuntimeError(f"track.mlflow: cannot use MLflow at {without_password(uri)}: {error}") from error
 
 
 @dataclass
@@ -188,11 +128,11 @@ def tracking(run: Run, *, resume: bool) -> Iterator[MlflowRun]:
     Raises ValueError for settings that do not fit the active run, RuntimeError if the server cannot be used.
     """
     client, uri = connect(run.config.track)
-    with _explained(uri):
+    with explained(uri):
         logged = _open_run(client, uri, run, resume=resume)
     status = "FAILED"
     try:
-        with _explained(uri):
+        with explained(uri):
             _log_start(logged, run)
         _log.info("%s", logged.name)
         yield logged

@@ -18,7 +18,7 @@ from spark_dl import ModelSpec, Track, storage, worker
 from spark_dl.data.columns.schema import Column
 from spark_dl.evaluate import load_model
 from spark_dl.rundir import checkpoint
-from spark_dl.track import mlflow_model, mlflow_run, tracking
+from spark_dl.track import mlflow_model, mlflow_server, tracking
 from tests.builders.datasets import write_dataset
 from tests.builders.models import MLP, small_config
 from tests.ranks.runs import cut_at, make_run
@@ -382,4 +382,4 @@ def test_a_profile_that_was_not_reached_is_a_warning(tmp_path, caplog):
     ("postgresql://u:p@db/mlflow", "postgresql://db/mlflow"), ("databricks", "databricks"),
 ])  # fmt: skip
 def test_a_password_is_never_shown(uri, shown):
-    assert mlflow_run.without_password(uri) == shown
+    assert mlflow_server.without_password(uri) == shown

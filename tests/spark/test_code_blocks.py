@@ -3,7 +3,7 @@
     ```python     run; the blocks of a page share their names
     ```yaml       read as the `--config` of a job, which knows the settings, `input` and `model`
     ```bash       read, never run: programs, make targets and files exist, and the job's own parser takes the arguments
-    ```text       shown only, as are `toml` and `properties`
+    ```text       shown only, as are `toml`, `properties` and `dockerfile`
 
 Blocks that readers do not need to see stand in `<!--- invisible-code-block: python ... -->`. A block of Python that
 cannot be run has a comment right above it, `<!-- not run: reason -->`; it is compiled all the same. A block of bash may
@@ -25,8 +25,11 @@ from spark_dl import cli
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md"))]
 LONGEST = ("docs/spark-ml.md", "docs/ways-in.md", "docs/lines-of-code.md")
-SHOWN = ("text", "toml", "properties", "{toctree}", "{eval-rst}")
-PROGRAMS = ("make", "git", "python", "spark-submit", "torchrun", "tensorboard", "cd", "build_horovod.sh")
+SHOWN = ("text", "toml", "properties", "dockerfile", "{toctree}", "{eval-rst}")
+PROGRAMS = (
+    "make", "git", "python", "python3", "spark-submit", "torchrun", "tensorboard", "cd", "build_horovod.sh", "tar", "export", "docker",
+    "kubectl",
+)  # fmt: skip
 NOT_RUN = re.compile(r"<!-- not run: \S.* -->\n\Z")
 IN_IMAGE = re.compile(r"(local://)?/opt/spark_dl/")
 """Where the container image of docs/running-on-clusters.md has this repository."""

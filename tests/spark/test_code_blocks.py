@@ -27,8 +27,8 @@ PAGES = ["README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").
 LONGEST = ("docs/spark-ml.md", "docs/ways-in.md", "docs/lines-of-code.md")
 SHOWN = ("text", "toml", "properties", "dockerfile", "{toctree}", "{eval-rst}")
 PROGRAMS = (
-    "make", "git", "python", "python3", "spark-submit", "torchrun", "tensorboard", "cd", "build_horovod.sh", "tar", "export", "docker",
-    "kubectl",
+    "make", "git", "python", "python3", "spark-submit", "torchrun", "tensorboard", "cd", "build_horovod.sh", "tar",
+    "export", "docker", "kubectl",
 )  # fmt: skip
 NOT_RUN = re.compile(r"<!-- not run: \S.* -->\n\Z")
 IN_IMAGE = re.compile(r"(local://)?/opt/spark_dl/")

@@ -204,7 +204,7 @@ def _open_study(direction: Direction | None, run: Run, *, resume: bool) -> Any:
         found = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(path))
     study = optuna.create_study(
         storage=found,
-        study_name=STUDY,
+        study_name="trials",
         direction=direction or "minimize",
         load_if_exists=resume,
         pruner=optuna.pruners.NopPruner(),

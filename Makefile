@@ -27,7 +27,7 @@ train: setup .data/digits.csv.gz ## train on the digits; `make train ARGS=--resu
 	@$(PY) -c "import shutil, sklearn, pathlib; shutil.copy(pathlib.Path(sklearn.__file__).parent / 'datasets/data/digits.csv.gz', '$@')"
 
 .data/flights.csv.zip: | setup
-	@$(PY) -c "import pathlib, examples.flights; examples.flights.download(pathlib.Path('$@'))" || echo "no flights: their test is skipped"
+	@$(PY) -c "import pathlib, examples.flights; examples.flights.download(pathlib.Path('$@'))" || echo "no flights: their tests are skipped"
 
 setup-all: setup
 	@$(MAKE) --no-print-directory --jobs=2 setup-petastorm setup-horovod

@@ -35,6 +35,13 @@ def run(name, folder, *args, code=0):
     return done.stdout, done.stderr
 
 
+@pytest.fixture
+def flights():
+    """The table of flights that `make test-long` downloads."""
+    if not (REPOSITORY / ".data" / "flights.csv.zip").exists():
+        pytest.skip("no .data/flights.csv.zip; `make .data/flights.csv.zip` downloads it")
+
+
 def test_linear_regression_reaches_the_exact_solution(tmp_path):
     out, _ = run("linear_regression", tmp_path)
     errors = dict(re.findall(r"^(\S.*?) +\d+\.\d +(\d\.\d+)$", out, re.MULTILINE))
@@ -69,9 +76,7 @@ def test_streaming_scoring_scores_every_row_once(tmp_path):
 
 
 @pytest.mark.long
-def test_embeddings_of_real_flights_are_as_good_as_logistic_regression_or_better(tmp_path):
-    if not (REPOSITORY / ".data" / "flights.csv.zip").exists():
-        pytest.skip("no .data/flights.csv.zip; `make .data/flights.csv.zip` downloads it")
+def test_embeddings_of_real_flights_are_as_good_as_logistic_regression_or_better(flights, tmp_path):
     out, _ = run("flights", tmp_path)
     (found,) = re.findall(r"embeddings (0\.\d+), Spark's logistic regression (0\.\d+)$", out, re.MULTILINE)
     assert float(found[0]) >= float(found[1]) > 0.6
@@ -81,3 +86,36 @@ def test_a_cnn_knows_from_which_photo_a_tile_is(tmp_path):
     out, _ = run("images", tmp_path)
     (accuracy,) = re.findall(r"^accuracy on the held-out tiles: (\d+\.\d)%$", out, re.MULTILINE)
     assert float(accuracy) >= 90
+
+
+@pytest.mark.long
+def test_a_model_of_flights_is_better_after_each_new_month(flights, tmp_path):
+    out, _ = run("incremental", tmp_path)
+    lines = re.findall(
+        r"^month (\d+) arrived, .*: AUROC on month (\d+): (0\.\d+) before, (0\.\d+) after$", out, re.MULTILINE
+    )
+    assert [(int(month), int(unseen)) for month, unseen, *_ in lines] == [(5, 6), (6, 7)]
+    for *_, before, after in lines:
+        assert 0.6 < float(before) < float(after)
+    assert sorted(p.name for p in (tmp_path / "table").glob("month=*")) == [f"month={n}" for n in range(1, 7)]
+    steps = [int(n) for n in re.findall(r"^\S*run-0\d: (\d+) steps", out, re.MULTILINE)]
+    assert len(steps) == 3
+    assert max(steps[1:]) < 60 < steps[0]  # 28,128 and 27,075 rows in batches of 512: the new month only
+
+
+def test_flights_that_cannot_be_downloaded_are_an_error_that_says_what_to_do(tmp_path):
+    env = {
+        "PIP_INDEX_URL": "http://127.0.0.1:9/",
+        "PIP_EXTRA_INDEX_URL": "",
+        "PIP_CONFIG_FILE": os.devnull,
+        "PIP_RETRIES": "0",
+    }
+    wanted = tmp_path / "flights.csv.zip"
+    command = [sys.executable, "examples/flights.py", "--download", "--data", wanted]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=100, cwd=REPOSITORY, env={**os.environ, **env}
+    )
+    assert done.returncode == 1
+    assert "error: cannot download the flights: ERROR: " in done.stderr
+    assert f"name it with --data, or copy it to {wanted}" in done.stderr
+    assert not wanted.exists()

@@ -111,6 +111,7 @@ class EntityEmbeddings(nn.Module):
     def __init__(self, sizes: list[int], numbers: int):
         super().__init__()
         self.embeddings = nn.ModuleList(nn.Embedding(size, min(50, (size + 1) // 2)) for size in sizes)
+        self.dropout = nn.Dropout(0.2)  # days that are held out differ: the network must not rely on one category alone
         width = sum(embedding.embedding_dim for embedding in self.embeddings) + numbers
         self.network = nn.Sequential(
             nn.Linear(width, 128), nn.ReLU(), nn.Dropout(0.1),
@@ -122,7 +123,7 @@ class EntityEmbeddings(nn.Module):
         """Indices [rows, categories] of any dtype, and numbers [rows, numbers] -> logits [rows, 1]."""
         indices = categories.long()
         embedded = [embedding(indices[:, i]) for i, embedding in enumerate(self.embeddings)]
-        return self.network(torch.cat([*embedded, numbers], dim=1))
+        return self.network(torch.cat([self.dropout(torch.cat(embedded, dim=1)), numbers], dim=1))
 
 
 def build_pipeline(sizes: list[int], args: argparse.Namespace) -> Pipeline:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from pyspark.ml.functions import array_to_vector
@@ -124,13 +125,15 @@ class TorchClassifier(TorchEstimator, _ClassifierParams):
     def _added_columns(self) -> dict[str, str]:
         return {f"{kind}Col": name for kind, name in self.output_columns().items()}
 
-    def _fit(self, dataset: DataFrame) -> TorchModel:
-        try:
-            return super()._fit(dataset)
-        except Exception as error:  # of Spark, which has computed the label
-            if found := re.search(rf"{re.escape(_NO_CLASS)} .*, found \S+", str(error)):
-                raise ValueError(found.group()) from error
-            raise
+    @contextlib.contextmanager
+    def _errors_of_params(self) -> Iterator[None]:
+        with super()._errors_of_params():
+            try:
+                yield
+            except Exception as error:  # of Spark, which has computed the label
+                if found := re.search(rf"{re.escape(_NO_CLASS)} .*, found \S+", str(error)):
+                    raise ValueError(found.group()) from error
+                raise
 
     def _with_checked_label(self, df: DataFrame, config: Config) -> DataFrame:
         name = config.data.label

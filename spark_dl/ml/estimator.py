@@ -192,7 +192,7 @@ class TorchEstimator(Estimator[TorchModel], TorchParams, MLWritable, MLReadable[
 
     @contextlib.contextmanager
     def _errors_of_params(self) -> Iterator[None]:
-        """Raises ValueError that names the param, for a DataFrame without rows of one kind."""
+        """Raises ValueError that names the param for rows that do not fit it, in a block that computes them."""
         try:
             yield
         except ValueError as error:

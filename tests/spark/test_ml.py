@@ -317,6 +317,10 @@ def test_what_cannot_be_fitted_or_transformed_is_refused_before_any_rank_starts(
     ):  # fmt: skip
         with pytest.raises(ValueError, match=match):
             estimator.fit(wrong)
+    together = classifier(tmp_path, labelCol="minus", parallelTrials=2)
+    grid = ParamGridBuilder().addGrid(together.lr, [0.1, 0.2]).build()
+    with pytest.raises(ValueError, match=r"^labelCol: expected classes 0, 1, 2 \.\.\. in 'minus', found -100$"):
+        next(together.fitMultiple(wrong, grid))
     assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").glob("*/checkpoints/*"))
     for make, match in (
         (lambda: TorchClassifier(build_mlp()), "spec: expected a ModelSpec, or a function that returns the model"),

@@ -6,6 +6,7 @@ An interrupt of the caller's thread then never happens inside a call to the JVM,
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import time
 import uuid
@@ -18,6 +19,11 @@ _CANCEL_WAIT_S = 30.0
 def is_connect(spark: Any) -> bool:
     """Whether this is a Spark Connect session, which has no SparkContext."""
     return type(spark).__module__.startswith("pyspark.sql.connect")
+
+
+def is_local_master(master: str) -> bool:
+    """Whether this is the URL of a local master, whose tasks run in the driver's process. `local-cluster` is none."""
+    return re.match(r"local(\[|$)", master) is not None
 
 
 def describe(call: str, num_ranks: int, subject: str) -> str:

@@ -11,9 +11,8 @@ import functools
 import json
 import logging
 import queue
-import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from spark_dl.config import Launch
@@ -22,7 +21,7 @@ from spark_dl.launch.failure import root_cause
 from spark_dl.launch.rank.task import ROOT_CAUSE_WAIT_S, SCHEMA, RankResult, rank_task
 from spark_dl.launch.session import worker_env
 from spark_dl.launch.watch import Listener
-from spark_dl.spark_job import SparkJob, is_connect
+from spark_dl.spark_job import SparkJob, is_connect, is_local_master
 
 RANKS = "spark_dl-ranks"
 """Tag of the Spark jobs of ranks."""
@@ -76,7 +75,7 @@ def run_barrier(
     try:
         task = rank_task(
             packed, listener.address if listener else None, launch, env=env or {}, has_source=source is not None,
-            has_log=not re.match(r"local(\[|$)", spark.conf.get("spark.master", "")),
+            has_log=not is_local_master(spark.conf.get("spark.master", "")),
         )  # fmt: skip
         tasks = spark.range(0, launch.num_ranks, 1, launch.num_ranks) if source is None else source
         with worker_env(spark, env or {}):
@@ -175,27 +174,26 @@ class _Job:
         """
         if is_connect(self._spark):
             return False
-        tracker = self._spark.sparkContext.statusTracker()
-        jobs = [tracker.getJobInfo(i) for i in tracker.getJobIdsForGroup(self._job.name)]
-        ids = sorted({i for job in jobs if job for i in job.stageIds})
-        stages = [stage for i in ids if (stage := tracker.getStageInfo(i))]
+        stages = self._stages(self._own_ids())
         return any(stage.numActiveTasks for stage in stages) or bool(stages and stages[-1].numCompletedTasks)
 
     def waits_for_own_jobs(self) -> bool:
         """Whether other ranks of this application run, such as those of another thread. False over Spark Connect."""
         if is_connect(self._spark):
             return False
-        tracker = self._spark.sparkContext._jsc.sc().statusTracker()
-        running = [number for number in tracker.getJobIdsForTag(RANKS) if self._is_active(number)]
-        own = self._spark.sparkContext.statusTracker().getJobIdsForGroup(self._job.name)
-        return bool({*running} - {*own})
+        of_ranks = self._spark.sparkContext._jsc.sc().statusTracker().getJobIdsForTag(RANKS)
+        return any(stage.numActiveTasks for stage in self._stages({*of_ranks} - self._own_ids()))
 
-    def _is_active(self, number: int) -> bool:
-        """Whether tasks of a job are running."""
+    def _own_ids(self) -> set[int]:
+        """Returns the ids of the Spark jobs of these ranks."""
+        return {*self._spark.sparkContext.statusTracker().getJobIdsForGroup(self._job.name)}
+
+    def _stages(self, job_ids: Iterable[int]) -> list[Any]:
+        """Returns Spark's counts of the stages of some jobs, in the order of the stages."""
         tracker = self._spark.sparkContext.statusTracker()
-        job = tracker.getJobInfo(number)
-        stages = [tracker.getStageInfo(i) for i in job.stageIds] if job else []
-        return any(stage is not None and stage.numActiveTasks for stage in stages)
+        jobs = [tracker.getJobInfo(i) for i in job_ids]
+        ids = sorted({i for job in jobs if job for i in job.stageIds})
+        return [stage for i in ids if (stage := tracker.getStageInfo(i))]
 
 
 class _Watch:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 _SMI_WAIT_S = 30.0
-_UUID = ("GPU-", "MIG-")
+UUID_STARTS = ("GPU-", "MIG-")
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Seen:
         if self.are_slices and address.startswith("MIG-"):
             return address
         name = self.name_of(index)
-        return name if name.startswith(_UUID) else f"GPU {name}" if self.names else f"cuda:{index}"
+        return name if name.startswith(UUID_STARTS) else f"GPU {name}" if self.names else f"cuda:{index}"
 
 
 def see_gpus() -> Seen:
@@ -64,7 +64,7 @@ def see_gpus() -> Seen:
 
 
 def _with_prefix(uuid: str) -> str:
-    return uuid if not uuid or uuid.startswith(_UUID) else f"GPU-{uuid}"
+    return uuid if not uuid or uuid.startswith(UUID_STARTS) else f"GPU-{uuid}"
 
 
 def gpus_of_task(wanted: str, resources: Mapping[str, Any]) -> tuple[torch.device, ...]:
@@ -85,7 +85,7 @@ def gpus_of_task(wanted: str, resources: Mapping[str, Any]) -> tuple[torch.devic
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     _check_cuda(f"Spark gave this task GPU {addresses[0]}, but")
     seen = see_gpus()
-    if any(name.startswith(_UUID) for name in seen.names) and any(a.isdigit() for a in addresses):
+    if any(name.startswith(UUID_STARTS) for name in seen.names) and any(a.isdigit() for a in addresses):
         listed = listed_uuids()  # nvidia-smi's numbers say nothing about a list of UUIDs
         addresses = [listed.get(address, address) for address in addresses]
     return tuple(torch.device("cuda", index) for index in device_indices(addresses, seen))
@@ -148,10 +148,10 @@ def device_indices(addresses: Sequence[str], seen: Seen) -> list[int]:
 
 def _place(address: str, seen: Seen) -> int | None:
     """Returns torch's index of an address, by UUID or by its name in CUDA_VISIBLE_DEVICES; None if not found."""
-    if address.startswith(_UUID) and address.lower() in (known := [uuid.lower() for uuid in seen.uuids]):
+    if address.startswith(UUID_STARTS) and address.lower() in (known := [uuid.lower() for uuid in seen.uuids]):
         return known.index(address.lower())
     for place, name in enumerate(seen.names):
-        if address == name or (name.startswith(_UUID) and address.lower().startswith(name.lower())):
+        if address == name or (name.startswith(UUID_STARTS) and address.lower().startswith(name.lower())):
             return place
     return None
 

@@ -54,7 +54,7 @@ class Peer:
     @property
     def gpu_keys(self) -> dict[tuple[str, str], str]:
         """Returns the GPUs by what is the same for two tasks on one GPU. A UUID is the same in different containers."""
-        return {("" if gpu.startswith(("GPU-", "MIG-")) else self.host, gpu): gpu for gpu in self.gpus}
+        return {("" if gpu.startswith(gpus.UUID_STARTS) else self.host, gpu): gpu for gpu in self.gpus}
 
     @property
     def place(self) -> tuple[str, str]:

@@ -9,13 +9,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from spark_dl.config import Launch
-from spark_dl.spark_job import is_connect
+from spark_dl.spark_job import is_connect, is_local_master
 
 _log = logging.getLogger("spark_dl")
 
@@ -36,7 +35,7 @@ class Session:
 
     @property
     def is_local(self) -> bool:
-        return bool(re.match(r"local(\[|$)", self.master))
+        return is_local_master(self.master)
 
     @property
     def why_no_profile(self) -> str:

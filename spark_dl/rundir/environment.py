@@ -88,14 +88,15 @@ def recorded(run: Run, spark: Mapping[str, Any]) -> Iterator[Callable[[Mapping[s
         yield result.update
     except BaseException as error:
         is_failure = isinstance(error, Exception)
-        end = {"outcome": FAILED if is_failure else INTERRUPTED, "error": f"{type(error).__name__}: {error}"}
-        _write(run, "driver", {**about, **end, "error": end["error"][:_MAX_ERROR], "ended": time.time()})
+        text = f"{type(error).__name__}: {error}"[:_MAX_ERROR]
+        end = {"outcome": FAILED if is_failure else INTERRUPTED, "error": text, "ended": time.time()}
+        _write(run, "driver", {**about, **end})
         raise
     _write(run, "driver", {**about, **_end(result)})
 
 
 def about_rank(world: World) -> dict[str, Any]:
-    """Returns the facts about this rank that `start_on_ranks` takes."""
+    """Returns the facts about this rank that `recorded_on_ranks` takes."""
     is_gpu = world.device.type == "cuda"
     return {
         "host": world.host,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from spark_dl.track.curve import TRAINING, VALIDATION, Line, Points, draw
+from spark_dl.track.values import is_number
 
 if TYPE_CHECKING:
     from spark_dl.driver import TrainResult
@@ -149,7 +150,7 @@ def result_html(result: TrainResult) -> str:
     numbers = {"epochs": f"{result.epochs:,}", "steps": f"{result.steps:,}", "rows": f"{result.rows:,}"}
     if result.train_loss is not None:
         numbers["training loss"] = f"{result.train_loss:.4g}"
-    scalars = {name: value for name, value in result.metrics.items() if _is_number(value)}
+    scalars = {name: value for name, value in result.metrics.items() if is_number(value)}
     numbers |= {f"validation {name}": f"{value:.4g}" for name, value in scalars.items()}
     numbers |= {"rows/s": f"{result.rows_per_s:,.0f}", "seconds": f"{result.seconds:,.1f}"}
     if result.staleness is not None:
@@ -175,7 +176,7 @@ def _curve_of_epochs(history: Sequence[Mapping[str, Any]]) -> str:
     training, validation = Points(), Points()
     for entry in history:
         training.add(entry["epoch"], entry["train_loss"])
-        if _is_number(loss := entry["metrics"].get("loss")):
+        if is_number(loss := entry["metrics"].get("loss")):
             validation.add(entry["epoch"], loss)
     lines = (
         Line("training loss", TRAINING, training.all(), has_dots=len(history) < 50),
@@ -188,7 +189,7 @@ def _table_of_epochs(history: Sequence[Mapping[str, Any]]) -> str:
     """Returns a folded table with the numbers of the epochs: the first and the last ones, if there are many."""
     if not history:
         return ""
-    names = list(dict.fromkeys(name for entry in history for name, v in entry["metrics"].items() if _is_number(v)))
+    names = list(dict.fromkeys(name for entry in history for name, v in entry["metrics"].items() if is_number(v)))
     head = "".join(f"<th>{html.escape(name)}</th>" for name in ("epoch", "train_loss", *names))
     rows = []
     for entry in history if len(history) <= 2 * _ENDS else [*history[:_ENDS], None, *history[-_ENDS:]]:
@@ -196,7 +197,7 @@ def _table_of_epochs(history: Sequence[Mapping[str, Any]]) -> str:
             rows.append(f'<tr><td colspan="{len(names) + 2}">{len(history) - 2 * _ENDS:,} more in `history`</td></tr>')
             continue
         values = (entry["train_loss"], *(entry["metrics"].get(name) for name in names))
-        cells = "".join(f"<td>{f'{v:.4g}' if _is_number(v) else ''}</td>" for v in values)
+        cells = "".join(f"<td>{f'{v:.4g}' if is_number(v) else ''}</td>" for v in values)
         rows.append(f"<tr><td>{entry['epoch']}</td>{cells}</tr>")
     return (
         "<details><summary>Each epoch</summary>"
@@ -207,7 +208,3 @@ def _table_of_epochs(history: Sequence[Mapping[str, Any]]) -> str:
 
 _ENDS = 25
 """Epochs at each end of the table."""
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -95,13 +96,7 @@ def _draw(title: str, plot: Callable[[Any], bool]) -> str:
         svg = plots.draw(on, width=4.8, height=2.9, style=_STYLE)
     for name, color in {**_COLORS, "text": _TEXT, "line": _LINE}.items():
         svg = svg.replace(color, f"var(--{name})")
-    return svg.replace("<svg ", f'<svg role="img" aria-label="{_escaped(title)}" ', 1) if has_points else ""
-
-
-def _escaped(text: str) -> str:
-    for sign, name in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ('"', "&quot;")):
-        text = text.replace(sign, name)
-    return text
+    return svg.replace("<svg ", f'<svg role="img" aria-label="{html.escape(title)}" ', 1) if has_points else ""
 
 
 def _points(lines: Sequence[Line], value: Callable[[Line], Any]) -> tuple[Floats, Floats]:

@@ -15,6 +15,7 @@ import yaml
 from spark_dl import storage
 from spark_dl.rundir import checkpoint, environment, generations
 from spark_dl.rundir.folder import CONFIG
+from spark_dl.track.values import is_number
 from spark_dl.training import metrics
 
 Line = Mapping[str, Any]
@@ -95,7 +96,7 @@ def read_run(run_dir: str) -> RunLog:
 
 def number(value: Any) -> float | None:
     """Returns a number of a file as a float, also NaN; None for other values."""
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    return float(value) if is_number(value) else None
 
 
 def _attempts(run_dir: str, recorded: Sequence[environment.Attempt], *, is_legacy: bool) -> list[Attempt]:

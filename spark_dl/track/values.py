@@ -26,14 +26,15 @@ def metrics_of(event: Mapping[str, Any]) -> dict[str, float]:
 def _numbers(values: Mapping[str, Any], prefix: str) -> dict[str, float]:
     found: dict[str, float] = {}
     for name, value in values.items():
-        if _is_number(value):
+        if is_number(value):
             found[f"{prefix}/{name}"] = float(value)
-        elif prefix == "validation" and isinstance(value, list) and all(map(_is_number, value)):
+        elif prefix == "validation" and isinstance(value, list) and all(map(is_number, value)):
             found |= {f"{prefix}/{name}/{i}": float(number) for i, number in enumerate(value)}
     return found
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether this is a number, also NaN. True and False are none."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from spark_dl.cli.progress import Progress
+from spark_dl.driver import EVENTS, OnEvent
 from spark_dl.launch.barrier import run_barrier
 from spark_dl.launch.failure import root_cause
 from spark_dl.spec import Run
@@ -37,6 +39,22 @@ def run_trials(
     launch = dataclasses.replace(run.config.launch, num_ranks=num_ranks * num_groups)
     hand_out = HandOut(trials, num_ranks)
     run_barrier(spark, rank.run_trials, run, spec, launch=launch, on_event=on_event, on_ask=hand_out.answer)
+
+
+def show_trials(shown: Progress, functions: Sequence[OnEvent] = ()) -> OnEvent:
+    """Returns a function that shows the ends of trials and the output of ranks, and calls the user's functions.
+
+    The steps of trials that are trained at the same time would take turns in one bar.
+    """
+
+    def pass_on(event: Mapping[str, Any]) -> None:
+        if event["kind"] in ("output", "trial"):
+            shown.show(event)
+        if event["kind"] in (*EVENTS, "trial"):
+            for function in functions:
+                function(event)
+
+    return pass_on
 
 
 class HandOut:

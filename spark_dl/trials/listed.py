@@ -11,7 +11,7 @@ from spark_dl.driver import TrainResult
 from spark_dl.prepare import prepare_run
 from spark_dl.spec import ModelSpec, Run
 from spark_dl.trials.checks import check_cluster, check_trial
-from spark_dl.trials.hand_out import run_trials
+from spark_dl.trials.hand_out import run_trials, show_trials
 from spark_dl.trials.order import TUNED, Order, begin
 from spark_dl.trials.results import history_of
 
@@ -49,10 +49,7 @@ def train_listed(
         for spec, config in zip(specs, configs, strict=True):
             check_trial(spark, spec, config, run)
 
-        def show(event: Mapping[str, Any]) -> None:
-            if event["kind"] in ("output", "trial"):
-                shown.show(event)
-
+        show = show_trials(shown)
         trials = _Listed(run, configs, show)
         shown.stage(f"starting {num_groups} x {run.config.launch.num_ranks} rank(s)")
         run_trials(spark, run, _SpecOf(specs), trials, num_groups=num_groups, on_event=show)

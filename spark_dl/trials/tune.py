@@ -13,14 +13,14 @@ from spark_dl import storage
 from spark_dl.cli.progress import Progress
 from spark_dl.config import Config
 from spark_dl.config.checks import suggestion
-from spark_dl.driver import EVENTS, OnEvent, as_functions
+from spark_dl.driver import OnEvent, as_functions
 from spark_dl.launch.session import find_session
 from spark_dl.prepare import as_sources, prepare_run
 from spark_dl.rundir.folder import STUDY
 from spark_dl.spec import ModelSpec, Run
 from spark_dl.training.row_metrics import build_metrics
 from spark_dl.trials.checks import check_cluster, check_trial
-from spark_dl.trials.hand_out import run_trials
+from spark_dl.trials.hand_out import run_trials, show_trials
 from spark_dl.trials.order import Spec
 from spark_dl.trials.results import Direction, TuneResult
 from spark_dl.trials.study import Goal, StudyTrials, direction_of, results_of, take_up
@@ -117,7 +117,7 @@ class _Search:
 
 def _run(search: _Search, study: Any, run: Run, shown: Progress) -> None:
     """Trains the trials that are left. If the job ends early, the study has no trial that seems to run."""
-    pass_on = _events(shown, search.functions)
+    pass_on = show_trials(shown, search.functions)
     trials = StudyTrials(
         study, search.suggest, search.spec, run, search.goal, num_trials=search.num_trials,
         check=_checks(search.spark, run, search.goal), on_event=pass_on,
@@ -225,14 +225,3 @@ def _checks(spark: Any, run: Run, goal: Goal) -> Callable[[ModelSpec, Config], N
             raise ValueError(f"metric: no value {goal.metric!r}{suggestion(goal.metric, known)}")
 
     return check
-
-
-def _events(shown: Progress, functions: Sequence[OnEvent]) -> OnEvent:
-    def pass_on(event: Mapping[str, Any]) -> None:
-        if event["kind"] in ("output", "trial"):
-            shown.show(event)
-        if event["kind"] in (*EVENTS, "trial"):
-            for function in functions:
-                function(event)
-
-    return pass_on

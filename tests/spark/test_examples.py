@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from tests.spark.conftest import FAST_JVM, REPOSITORY
+from tests.spark.conftest import REPOSITORY
+from tests.spark.test_jobs import environment
 
 HAS_SKLEARN = importlib.util.find_spec("sklearn") is not None  # importing it changes the environment
 pytestmark = [
@@ -19,19 +20,11 @@ pytestmark = [
 TIMEOUT_S = 300
 
 
-def run(name, folder, *args, code=0):
+def run(name, *args, code=0):
     """Runs an example in a local session. Returns its standard output and standard error."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("SPARK_", "PYSPARK_"))}
-    env |= {"JAVA_TOOL_OPTIONS": FAST_JVM, "SPARK_LOCAL_IP": "127.0.0.1", "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(
-        [sys.executable, f"examples/{name}.py", "--folder", str(folder), *args],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        cwd=REPOSITORY,
-        env=env,
-    )
-    assert done.returncode == code, done.stdout[-2000:] + done.stderr[-3000:]
+    command = [sys.executable, f"examples/{name}.py", *map(str, args)]
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == code, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout, done.stderr
 
 
@@ -43,7 +36,7 @@ def flights():
 
 
 def test_linear_regression_reaches_the_exact_solution(tmp_path):
-    out, _ = run("linear_regression", tmp_path)
+    out, _ = run("linear_regression", "--folder", tmp_path)
     errors = dict(re.findall(r"^(\S.*?) +\d+\.\d +(\d\.\d+)$", out, re.MULTILINE))
     assert {"exact, by Spark ML", "by hand", "nn.Linear, ddp", "nn.Linear, tree_reduce"} <= set(errors)
     assert ("nn.Linear, horovod" in errors) != ("horovod is left out" in out)
@@ -61,12 +54,12 @@ def test_linear_regression_reaches_the_exact_solution(tmp_path):
 
 @pytest.mark.long
 def test_linear_regression_says_so_if_it_does_not(tmp_path):
-    _, err = run("linear_regression", tmp_path, "--steps", "2", code=1)
+    _, err = run("linear_regression", "--folder", tmp_path, "--steps", "2", code=1)
     assert "error: the excess is above 0.1%" in err
 
 
 def test_streaming_scoring_scores_every_row_once(tmp_path):
-    out, _ = run("streaming_scoring", tmp_path)
+    out, _ = run("streaming_scoring", "--folder", tmp_path)
     batches = [[int(n) for n in found.split(",")] for found in re.findall(r"^query \d: .*\[(.*)\]$", out, re.MULTILINE)]
     assert [len(found) for found in batches] == [3, 3]
     assert [sum(found) for found in batches] == [599, 599]
@@ -77,20 +70,20 @@ def test_streaming_scoring_scores_every_row_once(tmp_path):
 
 @pytest.mark.long
 def test_embeddings_of_real_flights_are_as_good_as_logistic_regression_or_better(flights, tmp_path):
-    out, _ = run("flights", tmp_path)
+    out, _ = run("flights", "--folder", tmp_path)
     (found,) = re.findall(r"embeddings (0\.\d+), Spark's logistic regression (0\.\d+)$", out, re.MULTILINE)
     assert float(found[0]) >= float(found[1]) > 0.6
 
 
 def test_a_cnn_knows_from_which_photo_a_tile_is(tmp_path):
-    out, _ = run("images", tmp_path)
+    out, _ = run("images", "--folder", tmp_path)
     (accuracy,) = re.findall(r"^accuracy on the held-out tiles: (\d+\.\d)%$", out, re.MULTILINE)
     assert float(accuracy) >= 90
 
 
 @pytest.mark.long
 def test_a_model_of_flights_is_better_after_each_new_month(flights, tmp_path):
-    out, _ = run("incremental", tmp_path)
+    out, _ = run("incremental", "--folder", tmp_path)
     lines = re.findall(
         r"^month (\d+) arrived, .*: AUROC on month (\d+): (0\.\d+) before, (0\.\d+) after$", out, re.MULTILINE
     )

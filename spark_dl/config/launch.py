@@ -22,10 +22,10 @@ class Launch:
     """`auto` uses the GPU that Spark gives the task, else the CPU. With `cuda`, a missing GPU is an error; with a local
     master, where Spark gives no GPUs, ranks take them by their number."""
     gpus_per_rank: float | Literal["auto"] = "auto"
-    """GPUs that Spark gives to each rank: a whole number, 0, or a fraction for ranks that share a GPU (0.5: two ranks
-    on one GPU). `auto` is `spark.task.resource.gpu.amount`, or, if that is not set and executors have GPUs, 1
-    (`dp_single_process`: all GPUs of an executor). An amount that differs from the session's needs Spark 4 and
-    standalone, YARN or Kubernetes."""
+    """Number of GPUs that Spark assigns to each rank: a whole number, or a number below 1 for ranks that share a GPU.
+    With 0.5, two ranks share one. `auto` uses `spark.task.resource.gpu.amount`. If that is not set and executors have
+    GPUs, `auto` is 1, and with `dp_single_process` all GPUs of an executor. An amount that differs from that of the
+    session needs Spark 4, and standalone, YARN or Kubernetes."""
     start_timeout_s: float = 120.0
     """Maximum wait, in seconds, for all ranks to start and connect. With `shards.storage: local`
     and `run_on_dataframe`, the wait begins when the DataFrame has been computed."""
@@ -58,7 +58,7 @@ class Launch:
         if self.gpus_per_rank != "auto":
             check_number(self, "gpus_per_rank", 0)
             is_amount = self.gpus_per_rank <= 1 or self.gpus_per_rank % 1 == 0
-            check(is_amount, "launch.gpus_per_rank", "a whole number, or a fraction of 1", self.gpus_per_rank)
+            check(is_amount, "launch.gpus_per_rank", "a whole number, or a number below 1", self.gpus_per_rank)
             has_gpu = self.gpus_per_rank > 0 or self.device != "cuda"
             check(has_gpu, "launch.gpus_per_rank", "more than 0 with launch.device=cuda", self.gpus_per_rank)
         check_bool(self, "independent_ranks")

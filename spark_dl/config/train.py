@@ -72,9 +72,9 @@ class Train:
     early_stop_min_delta: float = may_change(0.0)
     """Smallest change that counts as an improvement."""
     init_from: str | None = None
-    """A checkpoint, or the folder of a run, whose last checkpoint is used. The model begins with its weights and
-    buffers; the optimizer, the scheduler and the number of steps begin anew. Strings get the vocabularies of that run.
-    A resumed run continues from its own checkpoint."""
+    """A checkpoint, or the folder of a run, whose last checkpoint is used. The model starts with its weights and
+    buffers. The optimizer and the scheduler start without a state, and the steps are counted from 0. Strings get the
+    vocabularies of that run. A resumed run continues from its own checkpoint."""
     seed: int = 0
     """Seed of the weights, the order of rows and the random numbers of each rank."""
     log_every: int = may_change(10)

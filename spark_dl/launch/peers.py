@@ -1,6 +1,6 @@
-"""What the ranks tell each other before the first collective operation, and what follows from it.
+"""The facts that ranks exchange before the first collective operation: versions, hosts and GPUs.
 
-Each task sends a `Peer`. All tasks get those of all tasks, so all come to the same ranks, backend and errors.
+Each task sends a `Peer`, and gets the peers of all tasks. So all tasks compute the same ranks, backend and errors.
 """
 
 from __future__ import annotations

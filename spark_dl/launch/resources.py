@@ -24,7 +24,7 @@ SCRIPT = "spark.executor.resource.gpu.discoveryScript"
 
 @dataclass(frozen=True)
 class Session:
-    """What a Spark session says about GPUs."""
+    """The settings of a Spark session about GPUs."""
 
     executor: float = 0.0
     """GPUs of an executor."""
@@ -56,7 +56,7 @@ class Session:
 
 
 def read_session(spark: Any) -> Session:
-    """Returns what a session says about GPUs."""
+    """Returns the settings of a session about GPUs."""
     executor, task = (float(spark.conf.get(key, None) or 0) for key in (EXECUTOR, TASK))
     return Session(executor, task, spark.conf.get("spark.master", None) or "", spark.version)
 

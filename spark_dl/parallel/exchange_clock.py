@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 Seconds = float | npt.NDArray[np.float64]
-"""Of this rank, or of all ranks, [ranks], on a driver that trains for them."""
+"""Seconds of this rank; on a driver that trains for all ranks, an array of theirs. # [ranks]"""
 
 
 class StepClock(Protocol):
-    """What a training loop reads after every step."""
+    """A clock that a training loop reads after every step."""
 
     def take_step(self) -> tuple[Seconds, Seconds]:
         """Returns the times since the last call: waiting for data, beside the loop's own wait for its loader; and

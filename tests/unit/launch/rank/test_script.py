@@ -52,7 +52,8 @@ def test_a_program_runs_where_it_is_with_its_arguments_and_the_driver_s_folder(t
     assert (tmp_path / "out").read_text() == repr(([path, "--lr", "0.1"], str(tmp_path), 7, "3", "__main__"))
 
 
-def test_a_program_sees_the_gpus_of_its_rank_unless_the_user_says_which(tmp_path):
+def test_a_program_sees_the_gpus_of_its_rank_unless_the_user_says_which(tmp_path, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)  # tests without a GPU set it
     text = "import os; open('out', 'a').write(os.environ.get('CUDA_VISIBLE_DEVICES', 'all') + ' ')"
     text = text.replace("'out'", repr(str(tmp_path / "out")))
     for gpu_env, env in (({}, {}), ({"CUDA_VISIBLE_DEVICES": "GPU-a"}, {}),

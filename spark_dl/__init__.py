@@ -19,6 +19,7 @@ from spark_dl.optimization import Optimization
 from spark_dl.parallel.ddp import DDP
 from spark_dl.parallel.hvd import Horovod
 from spark_dl.parallel.local_sgd import LocalSGD
+from spark_dl.parallel.mesh.settings import Mesh
 from spark_dl.parallel.single import DPSingleProcess, Single
 from spark_dl.predict import predict, predict_udf, save_model
 from spark_dl.scoring.saved_model import load_model
@@ -40,6 +41,7 @@ __all__ = [
     "Launch",
     "Loader",
     "LocalSGD",
+    "Mesh",
     "ModelSpec",
     "Optimization",
     "Parallel",

@@ -34,7 +34,6 @@ from spark_dl.launch.rank.script import read_script, run_script
 from spark_dl.launch.session import describe_session, find_session
 from spark_dl.prepare import as_sources, prepare_evaluation, prepare_run
 from spark_dl.rundir import checkpoint, environment
-from spark_dl.rundir.checkpoint_files import MODEL
 from spark_dl.rundir.folder import LOGS
 from spark_dl.spark_job import describe, is_connect
 from spark_dl.spec import ModelSpec, Run
@@ -154,7 +153,7 @@ def evaluate(
     shards to the run folder.
     Returns `{"rows", "loss", <metrics>}`. Raises as `train` does.
     """
-    data, saved = as_sources(data), checkpoint.find(checkpoint_url, names=(MODEL,))
+    data, saved = as_sources(data), checkpoint.find(checkpoint_url, only_weights=True)
     config = config or evaluation_config(build_config(saved.manifest["config"]), data)
     spark = find_session(data, spark)
     check_settings(spark, spec, config, has_validation=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,10 +14,10 @@ from spark_dl.config import Config
 from spark_dl.data.load.build import BatchLoader, build_loader
 from spark_dl.gather import sum_over_ranks
 from spark_dl.parallel.layout import to_device
-from spark_dl.parallel.loss import autocast, true_rows, weighted_loss_sum
+from spark_dl.parallel.loss import autocast, loss_sum, true_rows, weighted_loss_sum
 from spark_dl.rundir import checkpoint
-from spark_dl.rundir.checkpoint_files import MODEL
-from spark_dl.spec import ModelSpec, Run
+from spark_dl.rundir.weights import load_weights
+from spark_dl.spec import Batch, ModelSpec, Output, Run
 from spark_dl.training.row_metrics import build_metrics
 from spark_dl.world import World
 
@@ -43,7 +43,7 @@ def load_model(spec: ModelSpec, checkpoint_url: str, *, sha256: str | None = Non
     Raises ValueError for weights of another model, and for a damaged checkpoint, with the file and the cause.
     """
     model = spec.build()
-    weights = checkpoint.load(checkpoint.open_checkpoint(checkpoint_url, sha256=sha256), MODEL)["0"]
+    weights = load_weights(checkpoint.open_checkpoint(checkpoint_url, sha256=sha256))
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
@@ -52,11 +52,20 @@ def load_model(spec: ModelSpec, checkpoint_url: str, *, sha256: str | None = Non
 
 
 def evaluate_model(
-    spec: ModelSpec, model: nn.Module, loader: BatchLoader, config: Config, world: World
+    spec: ModelSpec,
+    model: nn.Module,
+    loader: BatchLoader,
+    config: Config,
+    world: World,
+    *,
+    forward: Callable[[Batch], Output | None] | None = None,
+    counts: bool = True,
 ) -> dict[str, Any]:
     """Computes the mean loss and the metrics over the true rows of a loader. Collective; the same on all ranks.
 
     With `data.weight`, the loss of a row is multiplied by its weight, and the mean is still over the rows.
+    forward, counts: see `Trainable`.
+
     With `spec.evaluation`, its values replace the loss. Raises ValueError if one of them has the name of a metric.
     """
     metrics = build_metrics(spec, config)
@@ -73,8 +82,16 @@ def evaluate_model(
             for cpu_batch in step.micro_batches:
                 batch = to_device(cpu_batch, world.device, config)
                 output = None
-                if own is None:
+                if forward is not None:
+                    with autocast(batch, config):
+                        output = forward(batch)
+                        if output is None or not counts:
+                            continue
+                        total += loss_sum(spec, output, batch, config)
+                elif own is None:
                     output, losses = weighted_loss_sum(spec, model, batch, config)
+                    if not counts:
+                        continue
                     total += losses
                 elif bool((batch["weight"] > 0).any()):
                     with autocast(batch, config):

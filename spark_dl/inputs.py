@@ -161,7 +161,7 @@ def shards_of(
     check_batch_names(config.data.columns, [c.name for c in columns if c.is_ragged], config.data.weight)
     check_reference_columns(columns, reference_columns)
     check_settings(columns, config.data.encode)
-    num_readers = config.num_trainers
+    num_readers = config.data_size
     check_memory(data, columns, config, num_readers, num_datasets)
     warn_of_memory(data, columns, config.loader, num_readers, num_datasets)
     return with_runs(data, config.sequences, config.data.columns)

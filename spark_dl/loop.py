@@ -54,7 +54,7 @@ def train(
     try:
         apply_layout(trainable.modules[0], run.config)
         loader = build_train_loader(
-            run.train, run.spec, run.config, rank=world.rank, world_size=world.world_size,
+            run.train, run.spec, run.config, rank=world.data_rank, world_size=world.data_size,
             pin=world.device.type == "cuda",
         )  # fmt: skip
         return Training(run, world, trainable, loader, num_ranks=num_ranks, check_steps=check_steps).run()
@@ -98,11 +98,11 @@ class Training:
         self.spec, self.config, self.world, self.trainable = run.spec, run.config, world, trainable
         self.loader, self.validation = loader, _validation_loader(run, world)
         self.steps_per_epoch = steps_per_epoch or loader.plan.steps
-        seed_generators(self.config.train.seed + 1 + world.rank)  # different dropout on each rank
+        seed_generators(self.config.train.seed + 1 + world.seed_rank)  # different dropout on each rank
         self.schedule = Schedule(trainable.optimizer, self.config, own=trainable.optimization)
         if self.validation is None:
             self.schedule.check_without_validation()
-        self.state = RunState(run, world, trainable, self.schedule, loader.columns, num_ranks or world.world_size)
+        self.state = RunState(run, world, trainable, self.schedule, loader.columns, num_ranks or world.data_size)
         fp16 = self.config.train.precision == "fp16"
         self.step_check = StepCheck(trainable.modules[0], world.device, gradients=not fp16) if check_steps else None
         first_step, writes = self.progress.global_step, world.rank == log_rank
@@ -259,7 +259,10 @@ class Training:
         self.trainable.sync_weights()
         self._set_position()
         model = self.trainable.modules[0]
-        return evaluate_model(self.spec, model, self.validation, self.config, self.world)
+        return evaluate_model(
+            self.spec, model, self.validation, self.config, self.world, forward=self.trainable.forward,
+            counts=self.trainable.counts,
+        )  # fmt: skip
 
     def _set_position(self) -> None:
         if self.spec.set_position is not None:
@@ -321,7 +324,7 @@ def _validation_loader(run: Run, world: World) -> BatchLoader | None:
             return None
         split = {"split": "validation"}
     return build_loader(
-        run.train if run.validation is None else run.validation, run.config, rank=world.rank,
-        world_size=world.world_size, shuffle=False, prepare=run.spec.prepare_in_loader(),
+        run.train if run.validation is None else run.validation, run.config, rank=world.data_rank,
+        world_size=world.data_size, shuffle=False, prepare=run.spec.prepare_in_loader(),
         pin=world.device.type == "cuda", **split,
     )  # fmt: skip

@@ -20,6 +20,7 @@ from spark_dl.config import Config
 from spark_dl.config.checks import suggestion
 from spark_dl.config.parallel import Parallel
 from spark_dl.parallel import ddp, hvd, local_sgd, single
+from spark_dl.parallel.mesh.settings import Mesh
 from spark_dl.parallel.trainable import Trainable
 from spark_dl.spec import ModelSpec, Run
 from spark_dl.world import World
@@ -50,6 +51,12 @@ def _by_spark(settings: type[Parallel], aggregate: driver_loop.Aggregate) -> Str
     return Strategy(settings=settings, train_from_driver=train, check=driver_loop.check)
 
 
+def _mesh(spec: ModelSpec, world: World, config: Config) -> Trainable:
+    from spark_dl.parallel.mesh import mesh  # a second of imports, which only its ranks need
+
+    return mesh.parallelize(spec, world, config)
+
+
 STRATEGIES = (
     Strategy(settings=ddp.DDP, parallelize=ddp.parallelize),
     Strategy(
@@ -58,6 +65,7 @@ STRATEGIES = (
     Strategy(settings=local_sgd.LocalSGD, parallelize=local_sgd.parallelize),
     Strategy(settings=single.Single, parallelize=single.parallelize),
     Strategy(settings=single.DPSingleProcess, parallelize=single.parallelize_over_gpus),
+    Strategy(settings=Mesh, parallelize=_mesh),
     _by_spark(tree_reduce.TreeReduce, tree_reduce.aggregate),
     _by_spark(shuffle_reduce.ShuffleReduce, shuffle_reduce.aggregate),
     Strategy(settings=ParameterServer, train_on_ranks=parameter_server.train),

@@ -130,6 +130,7 @@ def _say_unused_gpus(config: Config, world: World) -> None:
 def train_run(run: Run, world: World) -> dict[str, Any]:
     """Trains with the strategy of a run. Collective in the world; every rank returns the same."""
     strategy = strategies.find(run.config.parallel.strategy)
+    world = run.config.parallel.place(world)
     ranks = _gather(world)("environment", environment.about_rank(world))
     with environment.recorded_on_ranks(run, ranks, writes=world.rank == 0) as record_end:
         if strategy.train_on_ranks is not None:
@@ -159,7 +160,7 @@ def _spilled(
 def _check_streamed(shards: ShardSet, run: Run, world: World, task: str) -> None:
     """Checks streamed rows as the driver checks datasets. Raises the same ValueError on all ranks."""
     check_reference_columns(shards.columns, run.reference_columns)
-    check_memory(shards, shards.select(run.config.data.columns), run.config, world.world_size)
+    check_memory(shards, shards.select(run.config.data.columns), run.config, run.config.data_size)
     check_dtypes(run.spec, shards.select(run.config.data.columns), run.config)
     if task == "train":
         saved = None

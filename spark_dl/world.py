@@ -33,6 +33,12 @@ class World:
     """Backend of the default process group: `nccl`, or `gloo` on CPUs, and on GPUs that several ranks share."""
     child_env: Mapping[str, str] = field(default_factory=dict)
     """Variables for a child process, in which the GPU of local rank n has the index n. Empty on the CPU."""
+    part: int | None = None
+    """Which part of each global batch this rank trains on, if not that of its rank."""
+    num_parts: int | None = None
+    """Number of parts of each global batch, if not one per rank."""
+    seed_part: int | None = None
+    """Number that sets the random numbers of this rank apart, if not its rank."""
     holds_store: bool = False
     """Whether this process holds the store, so that it must leave last."""
     socket_interface: str = ""
@@ -42,6 +48,21 @@ class World:
     ends_run: Callable[[Mapping[str, Any]], bool] | None = field(default=None, repr=False)
     """Called on rank 0 after each epoch, with its entry in the history: whether the run ends there, as a trial that is
     pruned does. None: it never does. Waits for the driver."""
+
+    @property
+    def data_rank(self) -> int:
+        """Which part of each global batch this rank trains on, in [0, data_size)."""
+        return self.rank if self.part is None else self.part
+
+    @property
+    def data_size(self) -> int:
+        """Number of parts of each global batch: of ranks, or groups of ranks, that train on different rows."""
+        return self.world_size if self.num_parts is None else self.num_parts
+
+    @property
+    def seed_rank(self) -> int:
+        """Number that sets the random numbers of this rank apart. Ranks with the same one draw the same numbers."""
+        return self.rank if self.seed_part is None else self.seed_part
 
     @property
     def address(self) -> str:

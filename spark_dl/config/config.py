@@ -53,6 +53,11 @@ class Config:
         """Number of ranks that compute gradients."""
         return self.launch.num_ranks - self.parallel.servers
 
+    @property
+    def data_size(self) -> int:
+        """Number of parts of each global batch: of ranks, or groups of ranks, that train on different rows."""
+        return self.parallel.data_size(self.launch.num_ranks)
+
     def to_dict(self) -> dict[str, Any]:
         """Returns the settings as plain dicts, lists and scalars, the form of `config.yaml` and of checkpoints."""
         plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))

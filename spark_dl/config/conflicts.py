@@ -176,7 +176,7 @@ def _check_metrics(config: Config) -> None:
 
 
 def _check_streams(config: Config) -> None:
-    batch, streams, ranks = config.train.global_batch_size, config.loader.num_streams, config.launch.num_ranks
+    batch, streams, ranks = config.train.global_batch_size, config.loader.num_streams, config.data_size
     if batch % streams:
         near = max(streams, round(batch / streams) * streams)
         raise ValueError(
@@ -185,15 +185,20 @@ def _check_streams(config: Config) -> None:
         )
     if streams < ranks:
         raise ValueError(
-            f"loader.num_streams: expected at least launch.num_ranks={ranks}, found {streams}: each rank reads whole "
+            f"loader.num_streams: expected at least {_ranks(config)}, found {streams}: each rank reads whole "
             f"streams; {ranks * -(-16 // ranks)} works, if train.global_batch_size is a multiple of it"
         )
     if config.shards.storage == "local" and streams % ranks:
         raise ValueError(
-            f"loader.num_streams: expected a multiple of launch.num_ranks={ranks} with shards.storage='local', found "
+            f"loader.num_streams: expected a multiple of {_ranks(config)} with shards.storage='local', found "
             f"{streams}: all ranks have the same number of streams; "
             f"{-(-streams // ranks) * ranks} works, if train.global_batch_size is a multiple of it"
         )
+
+
+def _ranks(config: Config) -> str:
+    ranks, data = config.launch.num_ranks, config.data_size
+    return f"launch.num_ranks={ranks}" if ranks == data else f"{data}, the number of data ranks,"
 
 
 def _check_ranks(config: Config) -> None:
@@ -219,9 +224,9 @@ def _check_ranks(config: Config) -> None:
             f"{list(config.track.profile_ranks)}"
         )
     batch, streams = config.train.global_batch_size, config.loader.num_streams
-    least = batch // streams * (streams // trainers)
+    least = batch // streams * (streams // config.data_size)
     if config.train.accumulation_steps > least:
         raise ValueError(
             f"train.accumulation_steps: expected at most {least}, the smallest number of rows that a rank has "
-            f"in a global batch of {batch} on {trainers} ranks, found {config.train.accumulation_steps}"
+            f"in a global batch of {batch} on {config.data_size} ranks, found {config.train.accumulation_steps}"
         )

@@ -1,9 +1,14 @@
 """The section `parallel`: the base class of the settings of all strategies, which are in the strategies' modules."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from spark_dl.config.conflicts import Conflict
+
+if TYPE_CHECKING:
+    from spark_dl.world import World
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,3 +36,11 @@ class Parallel:
     def servers(self) -> int:
         """Number of ranks that hold weights and do not train."""
         return 0
+
+    def data_size(self, num_ranks: int) -> int:
+        """Returns the number of parts of each global batch. Raises ValueError if the ranks cannot be arranged so."""
+        return num_ranks - self.servers
+
+    def place(self, world: World) -> World:
+        """Returns the world with this rank's part of each global batch. Called on every rank, before training."""
+        return world

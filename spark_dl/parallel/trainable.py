@@ -15,10 +15,11 @@ from spark_dl.optimization import Optimization, check_parameters, scale_rates
 from spark_dl.parallel.exchange_clock import ExchangeClock, StepClock
 from spark_dl.parallel.layout import to_device
 from spark_dl.parallel.loss import weighted_loss_sum
-from spark_dl.spec import Batch, ModelSpec
+from spark_dl.spec import Batch, ModelSpec, Output
 
 if TYPE_CHECKING:
     from spark_dl.config import Config
+    from spark_dl.parallel.mesh.state import MeshState
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,13 @@ class Trainable:
     """(number of ranks in a checkpoint) -> the rank whose `rank_state` this rank loads; None: as `rank_state` says."""
     clock: StepClock | None = None
     """Measures how long this rank is blocked in the exchanges of `forward_backward` and `step`. None: not measured."""
+    forward: Callable[[Batch], Output | None] | None = None
+    """(batch on the device) -> the model's output, in an evaluation; None on ranks that do not have it. None: every
+    rank computes it with `modules`. Collective in the ranks of a copy of the model."""
+    counts: bool = True
+    """Whether the outputs of this rank count in an evaluation. One rank of each copy of the model counts."""
+    state: MeshState | None = None
+    """State of which ranks have different parts, in the place of `modules` and `optimizer` in checkpoints."""
     sync_weights: Callable[[], None] = lambda: None
     """Makes the weights and buffers equal on all ranks, before an evaluation and a checkpoint. Collective."""
     close: Callable[[], None] = lambda: None

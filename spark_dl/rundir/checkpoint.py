@@ -13,19 +13,22 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from spark_dl import storage
 from spark_dl.config import Config
 from spark_dl.config.fields import fixed_on_resume
 from spark_dl.data.columns.schema import Column
 from spark_dl.gather import gather_json
-from spark_dl.rundir import checkpoint_files, rank_state
-from spark_dl.rundir.checkpoint_files import MANIFEST, MODEL, TRAINING, DamagedError, parse_name, rank_file
+from spark_dl.rundir import checkpoint_files, rank_state, tensor_files
+from spark_dl.rundir.checkpoint_files import MANIFEST, MODEL, TRAINING, DamagedError, is_weights, parse_name, rank_file
 from spark_dl.rundir.generations import start_generation as start_generation
 from spark_dl.rundir.generations import superseded
+
+if TYPE_CHECKING:
+    from spark_dl.parallel.mesh.state import MeshState
 
 _log = logging.getLogger("spark_dl")
 FOLDER = "checkpoints"
@@ -65,14 +68,17 @@ def save(
     step: int,
     config: Config,
     columns: Sequence[Column],
-    model: Mapping[str, Any],
     training: Mapping[str, Any],
+    model: Mapping[str, Any] | None = None,
+    tensors: MeshState | None = None,
     rows: Mapping[str, Any] | None = None,
     of_rank: Mapping[str, Any] | None = None,
     problem: str = "",
 ) -> str:
     """Writes and commits a checkpoint, and deletes all but the newest `checkpoint.keep`. Collective. Returns its URL.
 
+    model: weights that are the same on all ranks. tensors: in its place, weights and optimizer of which ranks have
+        different parts.
     rows: digest of the training rows (`data/load/resume_check.py`). of_rank: state of this rank only.
     problem: the reason why the state of this rank must not be saved, or empty.
 
@@ -81,8 +87,10 @@ def save(
     """
     url = storage.join(folder(run_dir), checkpoint_files.folder_name(step, generation))
     parts: dict[str, Any] = {rank_file(rank): {"random": rank_state.random_state(), "state": of_rank or {}}}
+    files, about = tensor_files.of_rank(tensors, rank)
+    parts |= files
     if rank == 0:
-        parts |= {MODEL: model, TRAINING: training}
+        parts |= {TRAINING: training} if model is None else {MODEL: model, TRAINING: training}
     written: list[dict[str, Any]] = []
     try:
         if not problem:
@@ -90,7 +98,7 @@ def save(
     except OSError as error:
         problem = f"rank {rank} cannot write to {url}: {error}"
     # The manifest is written only after every rank has written its file.
-    reports: list[Any] = gather_json({"files": written, "problem": problem})
+    reports: list[Any] = gather_json({"files": written, "problem": problem, "tensors": about})
     problems = [r["problem"] for r in reports if r["problem"]]
     if rank == 0 and not problems:
         manifest = {
@@ -101,6 +109,7 @@ def save(
             "columns": [dataclasses.asdict(c) for c in columns],
             "config": config.to_dict(),
             "rows": rows,
+            **tensor_files.merge([r["tensors"] for r in reports]),
         }
         problems = [_commit(run_dir, url, manifest)]
         if not problems[0]:
@@ -160,7 +169,7 @@ def last_step(run_dir: str) -> int | None:
 def _was_committed(url: str) -> bool:
     """Whether the manifest exists or, if it was lost, all files that rank 0 writes before it."""
     names = storage.list_names(url)
-    return MANIFEST in names or {MODEL, TRAINING, rank_file(0)} <= {*names}
+    return MANIFEST in names or ({TRAINING, rank_file(0)} <= {*names} and any(is_weights(name) for name in names))
 
 
 def list_checkpoints(run_dir: str) -> list[Saved]:
@@ -183,12 +192,12 @@ def latest(run_dir: str) -> Saved | None:
 
 
 def last_valid(
-    run_dir: str, *, strict: bool = False, names: Collection[str] | None = None, trusted: Saved | None = None
+    run_dir: str, *, strict: bool = False, only_weights: bool = False, trusted: Saved | None = None
 ) -> Saved | None:
     """Returns the newest checkpoint of a run whose files have the right checksums; None if there are no checkpoints.
 
     Called on the driver. Damaged newer checkpoints are logged with their causes.
-    names: the files to check, by default all. trusted: a checkpoint that was checked before.
+    only_weights: whether only the files of the weights are checked. trusted: a checkpoint that was checked before.
     Raises ValueError if no checkpoint is valid, and with `strict` if the newest one is damaged.
     """
     damaged: list[str] = []
@@ -198,7 +207,7 @@ def last_valid(
             if saved is None:
                 continue
             if saved != trusted:
-                checkpoint_files.check_contents(url, saved.manifest, names)
+                checkpoint_files.check_contents(url, saved.manifest, only_weights=only_weights)
         except DamagedError as error:
             if not storage.exists(storage.join(url, MANIFEST)) and not _was_committed(url):
                 continue  # another process is deleting it
@@ -250,20 +259,20 @@ def open_checkpoint(url: str, *, sha256: str | None = None) -> Saved:
     return Saved(url, manifest["step"], manifest["generation"], manifest)
 
 
-def find(url: str | os.PathLike[str], *, names: Collection[str] | None = None) -> Saved:
+def find(url: str | os.PathLike[str], *, only_weights: bool = False) -> Saved:
     """Opens a checkpoint by its URL, or the last valid checkpoint by the run folder, and checks its files.
 
-    Called on the driver. names: the files to check, by default all. Raises ValueError if there is no checkpoint, or if
-    it is damaged, with the file and the cause.
+    Called on the driver. only_weights: whether only the files of the weights are checked. Raises ValueError if there is
+    no checkpoint, or if it is damaged, with the file and the cause.
     """
     url = storage.absolute(url)
     if parse_name(storage.name(url)) is not None or storage.exists(storage.join(url, MANIFEST)):
         saved = _open(url)
         if saved is None:
             raise ValueError(f"no checkpoint at {url}: it has no {MANIFEST}")
-        checkpoint_files.check_contents(url, saved.manifest, names)
+        checkpoint_files.check_contents(url, saved.manifest, only_weights=only_weights)
         return saved
-    saved = last_valid(url, names=names)
+    saved = last_valid(url, only_weights=only_weights)
     if saved is None:
         raise ValueError(f"no checkpoint at {url}: expected a checkpoint, or a run folder with checkpoints")
     return saved

@@ -9,7 +9,7 @@ import hashlib
 import io
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import IO, Any, cast
 
 import torch
@@ -22,7 +22,7 @@ FORMAT = "spark_dl.checkpoint"
 VERSION = 2
 MODEL, TRAINING = "model.pt", "training.pt"
 _NAME = re.compile(r"step-(\d+)\.gen-(\d+)")
-_OWN_FILE = re.compile(r"(MANIFEST\.json|model\.pt|training\.pt|rank-\d{5,}\.pt)(\.tmp-[0-9a-f]*)?")
+_OWN_FILE = re.compile(r"(MANIFEST\.json|model\.pt|training\.pt|(rank|model|optimizer)-\d{5,}\.pt)(\.tmp-[0-9a-f]*)?")
 _CHUNK_BYTES = 16 * 2**20
 
 
@@ -47,6 +47,11 @@ def parse_name(name: str) -> tuple[int, int] | None:
     """Returns (generation, step) of the name of a checkpoint's folder; None for other names."""
     match = _NAME.fullmatch(name)
     return (int(match.group(2)), int(match.group(1))) if match else None
+
+
+def is_weights(name: str) -> bool:
+    """Whether a file of a checkpoint has weights: `model.pt`, or `model-00000.pt` by each rank."""
+    return name.startswith("model")
 
 
 def is_own_file(name: str) -> bool:
@@ -188,10 +193,10 @@ def check_sizes(url: str, manifest: Mapping[str, Any]) -> None:
         _compare(path, entry, sizes[name])
 
 
-def check_contents(url: str, manifest: Mapping[str, Any], names: Collection[str] | None = None) -> None:
-    """Raises DamagedError unless the files `names`, by default all, have the right checksums. Bounded memory."""
+def check_contents(url: str, manifest: Mapping[str, Any], *, only_weights: bool = False) -> None:
+    """Raises DamagedError unless all files, or those of the weights, have the right checksums. Bounded memory."""
     for name, entry in manifest["files"].items():
-        if names is not None and name not in names:
+        if only_weights and not is_weights(name):
             continue
         path, size, found = storage.join(url, name), 0, hashlib.sha256()
         try:

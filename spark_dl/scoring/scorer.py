@@ -21,7 +21,6 @@ from spark_dl.data.columns.ragged import Array, Ragged
 from spark_dl.data.columns.schema import Column
 from spark_dl.evaluate import load_model
 from spark_dl.rundir import checkpoint
-from spark_dl.rundir.checkpoint_files import MODEL
 from spark_dl.scoring import saved_model
 from spark_dl.spec import Batch, ModelSpec
 
@@ -115,7 +114,7 @@ def scorer_of(spec: ModelSpec, checkpoint_url: Any, config: Config | None = None
 
     Raises ValueError if the checkpoint lacks a feature, and for models that read sequences.
     """
-    saved = checkpoint.find(checkpoint_url, names=(MODEL,))
+    saved = checkpoint.find(checkpoint_url, only_weights=True)
     config = config or build_config(saved.manifest["config"])
     if config.sequences is not None:
         raise ValueError(

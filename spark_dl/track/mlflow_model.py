@@ -23,7 +23,6 @@ from spark_dl.data.columns.schema import Column
 from spark_dl.data.load.build import build_loader
 from spark_dl.evaluate import load_model
 from spark_dl.rundir import checkpoint
-from spark_dl.rundir.checkpoint_files import MODEL
 from spark_dl.spec import ModelSpec, Run
 from spark_dl.track.mlflow_run import MlflowRun
 
@@ -45,7 +44,7 @@ class Example:
             return None
         config = dataclasses.replace(run.config, loader=dataclasses.replace(run.config.loader, reader="spark_dl"))
         _check_columns(run.train.select(config.data.columns), config.data.features)
-        loader = build_loader(run.train, config, rank=0, world_size=config.num_trainers, shuffle=False)
+        loader = build_loader(run.train, config, rank=0, world_size=config.data_size, shuffle=False)
         batches = loader.epoch(0)
         try:
             batch = next(batches).micro_batches[0]
@@ -98,7 +97,7 @@ def log_model(logged: MlflowRun, run: Run, example: Example | None, checkpoint_u
     from mlflow.models import Model
 
     logged.check_answer()
-    saved = checkpoint.find(checkpoint_url, names=(MODEL,))
+    saved = checkpoint.find(checkpoint_url, only_weights=True)
     example = example or Example.of_zeros(run, saved.columns)
     model, client = load_model(run.spec, saved.url, sha256=saved.sha256), logged.client
     created = client.create_logged_model(logged.experiment_id, name=NAME, source_run_id=logged.run_id)

@@ -189,6 +189,8 @@ def _saved(last_checkpoint: str | None) -> str:
 
 def _elements(tensor: Tensor) -> Tensor:
     """Returns the stored elements of a tensor, as real numbers."""
+    if (to_local := getattr(tensor, "to_local", None)) is not None:  # a DTensor, whose sum would be collective
+        tensor = to_local()
     if tensor.is_sparse:
         tensor = tensor._values()
     if tensor.is_complex():

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from spark_dl.config import Config
 from spark_dl.data.columns.schema import Column
 from spark_dl.rundir import checkpoint
-from spark_dl.rundir.checkpoint_files import MODEL
+from spark_dl.rundir.weights import load_weights
 from spark_dl.spec import ModelSpec, Run
 
 _NAMED = 5
@@ -37,7 +37,7 @@ class InitialWeights:
         """Returns the model with the weights."""
         saved = checkpoint.open_checkpoint(self.url, sha256=self.sha256)
         if isinstance(model, nn.Module):  # another type is reported by the caller
-            load_initial_weights(model, checkpoint.load(saved, MODEL)["0"], self.url)
+            load_initial_weights(model, load_weights(saved), self.url)
         return model
 
 
@@ -79,7 +79,7 @@ def for_rank(run: Run) -> Run:
 
 def _find(url: str) -> checkpoint.Saved:
     try:
-        return checkpoint.find(url, names=(MODEL,))
+        return checkpoint.find(url, only_weights=True)
     except ValueError as error:
         raise ValueError(f"train.init_from: {error}") from error
 

@@ -21,7 +21,7 @@ def out_of_memory_explained(config: Config, world: World) -> Iterator[None]:
         if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator" not in str(error):
             raise
         train = config.train
-        rows = -(-train.global_batch_size // (config.num_trainers * train.accumulation_steps))
+        rows = -(-train.global_batch_size // (config.data_size * train.accumulation_steps))
         shared = ", and other ranks use the same GPU (launch.gpus_per_rank)" if _is_shared(world) else ""
         raise RuntimeError(
             f"rank {world.rank} on {world.host}: {world.device} has no memory left, with about {rows} rows in a "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from spark_dl.data.columns.schema import Column
 from spark_dl.data.load.resume_check import dataset_digest
 from spark_dl.parallel.trainable import Trainable, lr_factor
 from spark_dl.rundir import checkpoint
+from spark_dl.rundir.tensor_files import TensorFiles
 from spark_dl.spec import Run
 from spark_dl.training import early_stop
 from spark_dl.training.finite import StateCheck
@@ -70,16 +71,18 @@ class RunState:
     def save(self) -> None:
         """Writes a checkpoint. Collective. Raises as `rundir.checkpoint.save` does, also for NaN and Inf."""
         trainable, world, config = self._trainable, self._world, self._run.config
+        parts = trainable.state
         model = {str(i): module.state_dict() for i, module in enumerate(trainable.modules)}
+        optimizer = trainable.optimizer.state_dict()
         training = {
-            "optimizer": trainable.optimizer.state_dict(),
+            "optimizer": optimizer if parts is None else {"param_groups": _settings_of(optimizer)},
             "scheduler": self._schedule.state_dict(),
             "extra": {name: part.state_dict() for name, part in trainable.extra_state.items()},
             "progress": dataclasses.asdict(self.progress),
             "lr_factor": lr_factor(config, self._num_ranks),
         }
         of_rank = {name: part.state_dict() for name, part in trainable.rank_state.items()}
-        state = {"model": model, "training": training, "rank": of_rank}
+        state = {"model": model, "training": {**training, "optimizer": optimizer}, "rank": of_rank}
         self.saved_url = checkpoint.save(
             self._run.run_dir,
             rank=world.rank,
@@ -89,8 +92,9 @@ class RunState:
             config=config,
             columns=self._columns,
             rows={**self._dataset, "step_of_epoch": self.progress.step},
-            model=model,
+            model=model if parts is None else None,
             training=training,
+            tensors=parts,
             of_rank=of_rank,
             problem=self._check.problem(state, world.rank, self.saved_url),
         )
@@ -98,11 +102,14 @@ class RunState:
 
     def _restore(self, saved: checkpoint.Saved) -> None:
         trainable, world, train = self._trainable, self._world, self._run.config.train
-        weights = checkpoint.load(saved, "model.pt")
-        for i, module in enumerate(trainable.modules):
-            module.load_state_dict(weights[str(i)])
         state = checkpoint.load(saved, "training.pt")
-        trainable.optimizer.load_state_dict(state["optimizer"])
+        if trainable.state is not None:
+            _load_parts(trainable, saved, state["optimizer"]["param_groups"])
+        else:
+            weights = checkpoint.load(saved, "model.pt")
+            for i, module in enumerate(trainable.modules):
+                module.load_state_dict(weights[str(i)])
+            trainable.optimizer.load_state_dict(state["optimizer"])
         now = lr_factor(self._run.config, self._num_ranks)
         self._schedule.load_state_dict(state["scheduler"], now / state["lr_factor"])
         for name, part in trainable.extra_state.items():
@@ -115,7 +122,21 @@ class RunState:
         early_stop.take_up(self.progress, Train(**saved.manifest["config"]["train"]), train)
         self.saved_url, self.saved_step = saved.url, self.progress.global_step
         if not checkpoint.restore_random_state(saved, world.rank, world.world_size):
-            seed_generators(train.seed + 1 + world.rank + 100_003 * self.progress.global_step)
+            seed_generators(train.seed + 1 + world.seed_rank + 100_003 * self.progress.global_step)
+
+
+def _settings_of(optimizer: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns the groups of an optimizer's `state_dict` without their parameters, which differ between ranks."""
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer["param_groups"]]
+
+
+def _load_parts(trainable: Trainable, saved: checkpoint.Saved, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Loads what this rank has of the weights and of the optimizer's state, from any mesh."""
+    assert trainable.state is not None
+    model, optimizer = (TensorFiles(saved.url, saved.manifest, kind) for kind in ("model", "optimizer"))
+    trainable.state.load(model.read, optimizer.read, optimizer.shapes)
+    for group, before in zip(trainable.optimizer.param_groups, groups, strict=True):
+        group.update(before)
 
 
 def seed_generators(seed: int) -> None:

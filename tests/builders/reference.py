@@ -6,6 +6,7 @@ from torch.nn import functional as F
 
 from spark_dl.data.plan import Plan
 from spark_dl.rundir import checkpoint
+from spark_dl.rundir.weights import load_weights
 from spark_dl.spec import Run
 from spark_dl.training.metrics import read_metrics
 from tests.builders.datasets import global_batches, write_dataset
@@ -16,7 +17,9 @@ def reference(columns, config, group_rows, build=build_mlp):
     """Losses per step and weights of a plain loop over the same global batches, without the package's loop."""
     torch.manual_seed(config.train.seed)
     model = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=config.train.lr, **config.train.optimizer_args)
+    optimizer = getattr(torch.optim, config.train.optimizer)(
+        model.parameters(), lr=config.train.lr, **config.train.optimizer_args
+    )
     plan = Plan(
         group_rows=group_rows, global_batch_size=config.train.global_batch_size, num_streams=config.loader.num_streams,
         window_rows=config.loader.shuffle_window_rows, seed=config.train.seed,
@@ -46,6 +49,6 @@ def assert_same_training(train, tmp_path, config, rows, group_rows=40, spec=MLP)
     lines = [line for line in read_metrics(run.run_dir) if line["kind"] == "step"]
     assert result["rows"] == rows * config.train.epochs
     np.testing.assert_allclose([line["loss"] for line in lines], losses, rtol=1e-5)
-    trained = checkpoint.load(checkpoint.find(run.run_dir), "model.pt")["0"]
+    trained = load_weights(checkpoint.find(run.run_dir))
     for name, expected in weights.items():
         torch.testing.assert_close(trained[name], expected, rtol=1e-5, atol=1e-6)

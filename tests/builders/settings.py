@@ -13,6 +13,7 @@ from spark_dl import (
     Launch,
     Loader,
     LocalSGD,
+    Mesh,
     ParameterServer,
     Sequences,
     Shards,
@@ -25,7 +26,7 @@ from spark_dl import (
 
 SECTIONS = {"data": Data, "shards": Shards, "loader": Loader, "train": Train, "launch": Launch,
             "checkpoint": Checkpoint, "track": Track, "faults": Faults}  # fmt: skip
-_STRATEGIES = (DDP, Horovod, LocalSGD, Single, DPSingleProcess, TreeReduce, ShuffleReduce, ParameterServer)
+_STRATEGIES = (DDP, Mesh, Horovod, LocalSGD, Single, DPSingleProcess, TreeReduce, ShuffleReduce, ParameterServer)
 STRATEGIES = {cls.strategy: cls for cls in _STRATEGIES}
 
 

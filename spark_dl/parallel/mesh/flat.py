@@ -1,0 +1,286 @@
+"""Gradients of data ranks, summed in flat buckets; ZeRO-1 and ZeRO-2 (Rajbhandari et al. 2020, arXiv:1910.02054).
+
+Each data rank has a shard of every bucket: the same part of its gradients, of its weights, and of the optimizer's state
+for them. With stage 1 a rank keeps all gradients, with stage 2 those of its shard. After the optimizer step the ranks
+gather the weights of all shards.
+
+This needs an optimizer that updates each element independently, as its parameters are flat shards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from spark_dl.parallel.exchange_clock import ExchangeClock
+from spark_dl.parallel.mesh.collectives import gather_parts, start_reduce_scatter
+from spark_dl.parallel.mesh.groups import Groups
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Returns the elements that this rank has: of a DTensor its local tensor, else the tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+
+
+@dataclass
+class Bucket:
+    """Parameters of one dtype and one optimizer group, whose gradients are exchanged together."""
+
+    names: list[str]
+    parameters: list[nn.Parameter]
+    group: int
+    """Index of the group of the optimizer."""
+    length: int
+    """Number of elements with padding, a multiple of the number of shards."""
+    weights: Tensor | None = None
+    """Flat buffer that holds the parameters, with stage 1 and 2. # [length]"""
+    gradients: Tensor | None = None
+    """Flat buffer that holds the gradients, with stage 0 and 1. # [length]"""
+    shard: nn.Parameter | None = None
+    """This rank's part of `weights`."""
+    waiting: set[int] = field(default_factory=set)
+    """Parameters whose gradients this backward pass has not computed yet, by position."""
+
+    def shard_range(self) -> tuple[int, int]:
+        """Returns the range of the bucket that `shard` is."""
+        assert self.shard is not None
+        assert self.weights is not None
+        start = int(self.shard.storage_offset() - self.weights.storage_offset())
+        return start, start + len(self.shard)
+
+    def ranges(self) -> Iterator[tuple[str, nn.Parameter, int, int]]:
+        """Yields each parameter with its range in the bucket."""
+        at = 0
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            end = at + local(parameter).numel()
+            yield name, parameter, at, end
+            at = end
+
+
+class FlatGradients:
+    """Sums the gradients of a model over its data ranks, in buckets, while the backward pass computes the next ones."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        groups: Groups,
+        *,
+        stage: int,
+        bucket_bytes: int,
+        clock: ExchangeClock | None = None,
+    ):
+        self._groups, self._stage, self._clock = groups, stage, clock
+        self.buckets = _deal(model, optimizer, groups.dims.shards, bucket_bytes)
+        self._is_exchanging = True
+        self._launched = self._to_launch = 0
+        self._pending: list[tuple[Bucket, Callable[[], Tensor | None]]] = []
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        if stage:
+            index = 0 if groups.shards is None else groups.shards.rank()
+            for bucket in self.buckets:
+                _flatten(bucket, groups.dims.shards, index)
+            shard_optimizer(optimizer, self.buckets)
+
+    def start(self, num_passes: int) -> None:
+        """Prepares the gradients of a step. num_passes: number of its micro-batches."""
+        self._launched = 0
+        self._to_launch = len(self.buckets) * (num_passes if self._stage == 2 else 1)
+        if not self._handles:  # after those of others, which need the gradients that stage 2 frees
+            self._handles = [
+                parameter.register_post_accumulate_grad_hook(self._note(bucket, i))
+                for bucket in self.buckets
+                for i, parameter in enumerate(bucket.parameters)
+            ]
+        for bucket in self.buckets:
+            bucket.waiting = set(range(len(bucket.parameters)))
+            if self._stage == 2:
+                assert bucket.shard is not None
+                bucket.shard.grad = torch.zeros_like(bucket.shard)
+                continue
+            if bucket.gradients is None:
+                bucket.gradients = local(bucket.parameters[0]).new_zeros(bucket.length)
+            bucket.gradients.zero_()
+            for _, parameter, start, end in bucket.ranges():
+                parameter.grad = _like(parameter, bucket.gradients[start:end])
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Context of the micro-batches before the last one: with stage 0 and 1 their gradients are only added up."""
+        self._is_exchanging = self._stage == 2
+        try:
+            yield
+        finally:
+            self._is_exchanging = True
+            if self._stage < 2:
+                for bucket in self.buckets:
+                    bucket.waiting = set(range(len(bucket.parameters)))
+
+    def finish(self) -> None:
+        """Waits for all exchanges of a step. Then the gradients are the sums over all data ranks. Collective."""
+        while self._launched < self._to_launch:
+            self._launch_next()
+        with self._clock or contextlib.nullcontext():
+            while self._pending:
+                self._end_first()
+            if self._groups.replicas is not None:
+                for bucket in self.buckets:
+                    assert bucket.shard is not None
+                    dist.all_reduce(bucket.shard.grad, group=self._groups.replicas)
+
+    def gather_weights(self) -> None:
+        """Gathers the weights of all shards, after a step of the optimizer. Collective."""
+        if self._groups.shards is None:
+            return
+        with self._clock or contextlib.nullcontext():
+            for bucket in self.buckets:
+                assert bucket.weights is not None
+                gather_parts(bucket.weights, self._groups.shards)
+
+    def close(self) -> None:
+        """Removes the hooks from the model."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _note(self, bucket: Bucket, index: int) -> Callable[[Tensor], None]:
+        def note(parameter: Tensor) -> None:
+            bucket.waiting.discard(index)
+            if self._is_exchanging:
+                while self._launched < self._to_launch and not self._next.waiting:
+                    self._launch_next()
+
+        return note
+
+    @property
+    def _next(self) -> Bucket:
+        return self.buckets[self._launched % len(self.buckets)]
+
+    def _launch_next(self) -> None:
+        # Always in the order of the buckets, and as many on each rank: a rank may not use all parameters.
+        bucket = self._next
+        bucket.waiting = set(range(len(bucket.parameters)))
+        self._launched += 1
+        self._launch(bucket)
+
+    def _launch(self, bucket: Bucket) -> None:
+        groups, flat = self._groups, bucket.gradients
+        if self._stage == 2:
+            if len(self._pending) > 1:  # so that at most two whole buckets of gradients exist
+                self._end_first()
+            flat = local(bucket.parameters[0]).new_zeros(bucket.length)
+            for _, parameter, start, end in bucket.ranges():
+                if parameter.grad is not None:
+                    flat[start:end] = _of_gradient(parameter).reshape(-1)
+                    parameter.grad = None
+        assert flat is not None
+        if groups.shards is not None:
+            self._pending.append((bucket, start_reduce_scatter(flat, groups.shards)))
+        elif groups.data is not None:
+            work = dist.all_reduce(flat, group=groups.data, async_op=True)
+            self._pending.append((bucket, work.wait))
+        elif self._stage:
+            self._pending.append((bucket, lambda: flat))
+
+    def _end_first(self) -> None:
+        bucket, wait = self._pending.pop(0)
+        found = wait()
+        if bucket.shard is None:
+            return
+        assert isinstance(found, Tensor)
+        if self._stage == 2:
+            assert bucket.shard.grad is not None
+            bucket.shard.grad += found
+        else:
+            assert bucket.gradients is not None
+            start, stop = bucket.shard_range()
+            own = bucket.gradients[start:stop]
+            own.copy_(found)
+            bucket.shard.grad = own
+
+
+def _deal(model: nn.Module, optimizer: torch.optim.Optimizer, shards: int, most_bytes: int) -> list[Bucket]:
+    """Deals the parameters of an optimizer to buckets, those of the last layers first, as their gradients are."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    order = {key: i for i, key in enumerate(names)}
+    found: list[Bucket] = []
+    for index, group in enumerate(optimizer.param_groups):
+        open_buckets: dict[torch.dtype, tuple[Bucket, int]] = {}
+        trained = [p for p in group["params"] if p.requires_grad]
+        for parameter in sorted(trained, key=lambda p: -order[id(p)]):
+            size = local(parameter).numel()
+            bucket, used = open_buckets.get(parameter.dtype, (None, 0))
+            if bucket is None or (used + size) * parameter.element_size() > most_bytes:
+                bucket, used = Bucket([], [], index, 0), 0
+                found.append(bucket)
+            bucket.names.append(names[id(parameter)])
+            bucket.parameters.append(parameter)
+            bucket.length = -(-(used + size) // shards) * shards
+            open_buckets[parameter.dtype] = bucket, used + size
+    return sorted(found, key=lambda bucket: -order[id(bucket.parameters[0])])
+
+
+def _flatten(bucket: Bucket, shards: int, index: int) -> None:
+    """Moves the parameters of a bucket into one flat buffer, and makes this rank's part of it a parameter."""
+    bucket.weights = local(bucket.parameters[0]).new_zeros(bucket.length)
+    for _, parameter, start, end in bucket.ranges():
+        own = local(parameter)
+        view = bucket.weights[start:end].view(own.shape)
+        view.copy_(own)
+        if isinstance(parameter, DTensor):
+            parameter._local_tensor = view
+        else:
+            parameter.data = view
+    length = bucket.length // shards
+    bucket.shard = nn.Parameter(bucket.weights[index * length : (index + 1) * length])
+
+
+def shard_optimizer(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
+    """Makes an optimizer train the shards of buckets in place of their parameters.
+
+    State that exists before the first step, such as Adagrad's sums, is cut as the parameters are.
+    """
+    before, state = [list(group["params"]) for group in optimizer.param_groups], dict(optimizer.state)
+    for index, group in enumerate(optimizer.param_groups):
+        own = [bucket for bucket in buckets if bucket.group == index]
+        dealt = {id(parameter) for bucket in own for parameter in bucket.parameters}
+        group["params"] = [bucket.shard for bucket in own] + [p for p in before[index] if id(p) not in dealt]
+    for bucket in buckets:
+        assert bucket.shard is not None
+        start, stop = bucket.shard_range()
+        states = [state.get(parameter, {}) for parameter in bucket.parameters]
+        for key, value in states[0].items():
+            if not isinstance(value, Tensor) or value.shape != bucket.parameters[0].shape:
+                optimizer.state[bucket.shard][key] = value
+                continue
+            flat = local(value).new_zeros(bucket.length)
+            for (_, _, low, high), of_parameter in zip(bucket.ranges(), states, strict=True):
+                flat[low:high] = local(of_parameter[key]).reshape(-1)
+            optimizer.state[bucket.shard][key] = flat[start:stop].clone()
+        for parameter in bucket.parameters:
+            optimizer.state.pop(parameter, None)
+
+
+def _like(parameter: nn.Parameter, flat: Tensor) -> Tensor:
+    """Returns a flat tensor in the form of a parameter, without a copy."""
+    view = flat.view(local(parameter).shape)
+    if isinstance(parameter, DTensor):
+        return DTensor.from_local(
+            view, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
+            stride=parameter.stride(),
+        )  # fmt: skip
+    return view
+
+
+def _of_gradient(parameter: nn.Parameter) -> Tensor:
+    """Returns the local elements of a parameter's gradient, summed as the parameter is laid out."""
+    gradient = parameter.grad
+    assert gradient is not None
+    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+        gradient = gradient.redistribute(placements=parameter.placements)
+    return local(gradient)

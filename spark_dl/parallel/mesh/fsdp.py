@@ -1,0 +1,73 @@
+"""ZeRO-3: weights, gradients and the optimizer's state in shards, by torch's `fully_shard` (Zhao et al. 2023,
+arXiv:2304.11277)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from spark_dl.parallel.mesh.collectives import start_reduce_scatter
+
+
+class _ReduceScatter:
+    """A reduce-scatter for FSDP that sends 0.75 of a tensor with 4 ranks, where that of Gloo sends 1.5."""
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        output_tensor.copy_(start_reduce_scatter(input_tensor, group)())
+
+
+def shard_fully(model: nn.Module, units: Sequence[nn.Module], mesh: DeviceMesh) -> None:
+    """Replaces the parameters of a model by their shards. Collective.
+
+    The weights of a unit are gathered for its forward and its backward pass, so a rank has the whole weights of one
+    unit at a time, or of two while it gathers the next one.
+
+    units: modules of the model that are called as modules. Those that share parameters are gathered together.
+    mesh: of the axis `shards`, or of `replicas` and `shards`.
+    """
+    for together in _with_shared_parameters(units):
+        fully_shard(together if len(together) > 1 else together[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    uses_gloo = dist.get_backend(mesh.get_group("shards")) == "gloo"
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            # With a factor of one FSDP would ask for a sum that is multiplied before, which Gloo does not have.
+            module.set_force_sum_reduction_for_comms(True)
+            if uses_gloo:
+                module.set_custom_reduce_scatter(_ReduceScatter())  # type: ignore[arg-type]
+
+
+def default_units(model: nn.Module) -> list[nn.Module]:
+    """Returns the children of a model that have parameters; of lists and chains of modules, their children."""
+    found: list[nn.Module] = []
+    for child in model.children():
+        inner = list(child.children()) if isinstance(child, (nn.ModuleList, nn.Sequential)) else [child]
+        found += [module for module in inner if next(module.parameters(), None) is not None]
+    return found
+
+
+def _with_shared_parameters(units: Sequence[nn.Module]) -> list[list[nn.Module]]:
+    """Returns the units in lists of those that share parameters with each other."""
+    groups: list[tuple[set[int], list[nn.Module]]] = []
+    for unit in units:
+        ids, modules = {id(p) for p in unit.parameters()}, [unit]
+        apart = []
+        for other_ids, others in groups:
+            if ids & other_ids:
+                ids, modules = ids | other_ids, others + modules
+            else:
+                apart.append((other_ids, others))
+        groups = [*apart, (ids, modules)]
+    return [modules for _, modules in groups]

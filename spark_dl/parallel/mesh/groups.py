@@ -1,0 +1,85 @@
+"""The process groups of a mesh."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from spark_dl.parallel.mesh.dims import Dims, Place
+
+if TYPE_CHECKING:
+    from spark_dl.world import World
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of one rank: the ranks with which it exchanges along each axis. None where it would be alone."""
+
+    dims: Dims
+    at: Place
+    pipeline: dist.ProcessGroup | None
+    data: dist.ProcessGroup | None
+    tensor: dist.ProcessGroup | None
+    shards: dist.ProcessGroup | None
+    """Ranks with different shards of the same state."""
+    replicas: dist.ProcessGroup | None
+    """Ranks with the same shards."""
+
+    def device_mesh(self, device_type: str) -> DeviceMesh | None:
+        """Returns torch's mesh of the ranks of this pipeline stage, with those of the axes `replicas`, `shards` and
+        `tensor` that have several ranks; None if there are none. Not collective."""
+        dims = self.dims
+        by_place = [
+            [
+                [dims.rank(Place(self.at.pipeline, replica * dims.shards + shard, t)) for t in range(dims.tensor)]
+                for shard in range(dims.shards)
+            ]
+            for replica in range(dims.data // dims.shards)
+        ]  # fmt: skip
+        axes = [("replicas", self.replicas), ("shards", self.shards), ("tensor", self.tensor)]
+        named = [(name, group) for name, group in axes if group is not None]
+        if not named:
+            return None
+        names, groups = tuple(name for name, _ in named), [group for _, group in named]
+        ranks = torch.tensor(by_place)
+        if "replicas" not in names:  # replicas without shards exchange gradients, which torch's mesh is not used for
+            ranks = ranks[self.at.data // dims.shards]
+        if len(names) == 1:
+            return DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=names)
+        return DeviceMesh.from_group(groups, device_type, mesh=ranks.squeeze(), mesh_dim_names=names)
+
+
+def build_groups(world: World, dims: Dims, timeout_s: float) -> Groups:
+    """Creates the process groups of a mesh. Collective.
+
+    NOTE: the groups of torch's `init_device_mesh` wait for 30 minutes, whatever the timeout of the default group is.
+    """
+    timeout = datetime.timedelta(seconds=timeout_s)
+
+    def build(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+        own = None
+        if len(groups[0]) == 1:
+            return None
+        for ranks in groups:  # every rank must call new_group for all of them
+            group = dist.new_group(list(ranks), timeout=timeout)
+            if world.rank in ranks:
+                own = group
+        return own
+
+    data = build(dims.data_groups())
+    is_hybrid = 1 < dims.shards < dims.data
+    return Groups(
+        dims=dims,
+        at=dims.place(world.rank),
+        pipeline=build(dims.pipeline_groups()),
+        data=data,
+        tensor=build(dims.tensor_groups()),
+        shards=build(dims.shard_groups()) if is_hybrid else data if dims.shards > 1 else None,
+        replicas=build(dims.replica_groups()) if is_hybrid else None,
+    )

@@ -1,0 +1,214 @@
+"""The state of one rank of a mesh by names: which elements of each tensor of the model and of the optimizer it has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from spark_dl.parallel.mesh.flat import Bucket, local
+from spark_dl.parallel.mesh.groups import Groups
+from spark_dl.parallel.mesh.pieces import Layout, of_boxes, whole
+
+
+@dataclass(frozen=True)
+class Held:
+    """Elements of a tensor that this rank has."""
+
+    tensor: Tensor
+    """As many elements as the layout has, in its order. It shares the memory of the model or of the optimizer."""
+    layout: Layout
+    writes: bool
+    """Whether this rank writes them to checkpoints, as the first of those that have them."""
+
+
+Read = Callable[[Sequence[tuple[str, Layout]]], list[Tensor]]
+"""(names and layouts) -> the elements of each, flat, on the CPU. A name is that of `weights` or `optimizer_state`."""
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """A part of an optimizer's parameter that belongs to one parameter of the model."""
+
+    name: str
+    start: int
+    stop: int
+    """Range in the optimizer's parameter."""
+    offset: int
+    """First element among those of the model's parameter that this rank has."""
+    layout: Layout
+    writes: bool
+
+
+class MeshState:
+    """The state of a model and its optimizer on one rank."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        groups: Groups,
+        *,
+        buckets: Sequence[Bucket] = (),
+        cut: Mapping[str, Layout] | None = None,
+    ):
+        """buckets: of ZeRO-1 and 2. cut: layouts of parameters that are cut, but are not DTensors."""
+        self._model, self._optimizer, self._groups = model, optimizer, groups
+        self._buckets = [bucket for bucket in buckets if bucket.shard is not None]
+        self._cut = dict(cut or {})
+
+    def tied(self) -> dict[str, str]:
+        """Returns further names of tensors, with the name under which each is held."""
+        first: dict[int, str] = {}
+        found = {}
+        for name, tensor in self._named():
+            if id(tensor) in first:
+                found[name] = first[id(tensor)]
+            else:
+                first[id(tensor)] = name
+        return found
+
+    def weights(self) -> dict[str, Held]:
+        """Returns the parameters and persistent buffers that this rank has, by name."""
+        sliced = {s.name: s for bucket in self._buckets for s in self._slices_of(bucket)}
+        bucketed = {name for bucket in self._buckets for name in bucket.names}
+        found = {}
+        tied = self.tied()
+        for name, tensor in self._named():
+            if name in tied:
+                continue
+            if name not in bucketed:
+                found[name] = Held(local(tensor).reshape(-1), self._layout(name, tensor), self._writes(name, tensor))
+            elif name in sliced:
+                part = sliced[name]
+                flat = local(tensor).reshape(-1)
+                own = flat[part.offset : part.offset + part.stop - part.start]
+                found[name] = Held(own, part.layout, part.writes)
+        return found
+
+    def _named(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._model.state_dict(keep_vars=True).items():
+            if not isinstance(tensor, Tensor):
+                raise ValueError(
+                    f"spec.build: the model has a state that is not a tensor, {name!r}, which parallel.strategy='mesh' "
+                    "cannot save"
+                )
+            yield name, tensor
+
+    def _layout(self, name: str, tensor: Tensor) -> Layout:
+        if name in self._cut:
+            return self._cut[name]
+        if isinstance(tensor, DTensor):
+            sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+            return of_boxes(tensor.shape, [(offsets, sizes)])
+        return whole(tensor.shape)
+
+    def _writes(self, name: str, tensor: Tensor, *, is_sharded: bool = False) -> bool:
+        at, dims = self._groups.at, self._groups.dims
+        axes = {"tensor": at.tensor, "shards": at.data % dims.shards, "replicas": at.data // dims.shards}
+        if is_sharded:
+            axes["shards"] = 0
+        if name in self._cut:
+            axes["tensor"] = 0
+        if isinstance(tensor, DTensor):
+            names = tensor.device_mesh.mesh_dim_names or ()
+            for axis, placement in zip(names, tensor.placements, strict=True):
+                if not isinstance(placement, Replicate):
+                    axes[axis] = 0
+        return not any(axes.values())
+
+    def _slices_of(self, bucket: Bucket) -> Iterator[_Slice]:
+        low, high = bucket.shard_range()
+        for name, parameter, start, stop in bucket.ranges():
+            first, last = max(start, low), min(stop, high)
+            if first < last:
+                layout = self._layout(name, parameter).part(first - start, last - start)
+                writes = self._writes(name, parameter, is_sharded=True)
+                yield _Slice(name, first - low, last - low, first - start, layout, writes)
+
+    def _optimized(self) -> Iterator[tuple[nn.Parameter, list[_Slice]]]:
+        """Yields the parameters of the optimizer with the parameters of the model that they are made of."""
+        of_shard = {id(bucket.shard): bucket for bucket in self._buckets}
+        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) in of_shard:
+                    yield parameter, list(self._slices_of(of_shard[id(parameter)]))
+                else:
+                    name = names[id(parameter)]
+                    layout = self._layout(name, parameter)
+                    count = local(parameter).numel()
+                    yield parameter, [_Slice(name, 0, count, 0, layout, self._writes(name, parameter))]
+
+    def optimizer_state(self) -> dict[str, Held]:
+        """Returns the tensors of the optimizer's state, by `<parameter>/<key>`, such as `fc.weight/exp_avg`.
+
+        Tensors that do not have an element for each of the parameter, such as the number of steps, are whole.
+        """
+        found = {}
+        for parameter, slices in self._optimized():
+            for key, value in self._optimizer.state.get(parameter, {}).items():
+                if not isinstance(value, Tensor):
+                    raise ValueError(
+                        f"train.optimizer: the state {key!r} of {type(self._optimizer).__name__} is not a tensor, "
+                        "which parallel.strategy='mesh' cannot save"
+                    )
+                flat = local(value).reshape(-1)
+                for part in slices:
+                    if value.shape == parameter.shape:
+                        own = Held(flat[part.start : part.stop], part.layout, part.writes)
+                    else:
+                        own = Held(flat, whole(local(value).shape), part.writes and _has_first(part.layout))
+                    found[f"{part.name}/{key}"] = own
+        return found
+
+    def load(self, read_weights: Read, read_optimizer: Read, saved: Mapping[str, Sequence[int]]) -> None:
+        """Loads what this rank has of a checkpoint, whatever mesh it was saved on. Not collective.
+
+        saved: shape of each tensor of the optimizer's state in the checkpoint, by `<parameter>/<key>`.
+        """
+        tied = self.tied()
+        own = [(name, tensor) for name, tensor in self._named() if name not in tied]
+        found = read_weights([(name, self._layout(name, tensor)) for name, tensor in own])
+        for (_, tensor), value in zip(own, found, strict=True):
+            target = local(tensor)
+            target.copy_(value.view(target.shape))
+        for parameter, slices in self._optimized():
+            state = self._optimizer.state[parameter]
+            state.clear()
+            for key in sorted({name.rpartition("/")[2] for part in slices for name in saved if _of(name, part.name)}):
+                state[key] = self._read_state(parameter, slices, key, read_optimizer, saved)
+
+    def _read_state(
+        self, parameter: nn.Parameter, slices: Sequence[_Slice], key: str, read: Read,
+        saved: Mapping[str, Sequence[int]],
+    ) -> Tensor:  # fmt: skip
+        first = f"{slices[0].name}/{key}"
+        if tuple(saved[first]) != slices[0].layout.shape:
+            shape = tuple(saved[first])
+            (value,) = read([(first, whole(shape))])
+            return value.view(shape)
+        values = read([(f"{part.name}/{key}", part.layout) for part in slices])
+        target = torch.zeros_like(local(parameter), dtype=values[0].dtype)
+        flat = target.view(-1)
+        for part, value in zip(slices, values, strict=True):
+            flat[part.start : part.stop] = value.to(flat.device)
+        if isinstance(parameter, DTensor):
+            return DTensor.from_local(
+                target, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
+                stride=parameter.stride(),
+            )  # fmt: skip
+        return target
+
+
+def _of(name: str, parameter: str) -> bool:
+    return name.rpartition("/")[0] == parameter
+
+
+def _has_first(layout: Layout) -> bool:
+    """Whether a rank has the first element of a tensor, and so writes what belongs to the tensor as a whole."""
+    return any(not any(piece.offsets) and piece.start == 0 for piece in layout.pieces)

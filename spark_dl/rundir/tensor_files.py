@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from spark_dl import storage
-from spark_dl.parallel.mesh.pieces import Layout, Piece, may_overlap, whole
+from spark_dl.parallel.mesh.pieces import Layout, Piece, may_overlap, missing_elements, whole
 from spark_dl.rundir import checkpoint_files
 from spark_dl.rundir.checkpoint_files import DamagedError
 
@@ -67,6 +67,10 @@ def merge(by_rank: Sequence[Any]) -> dict[str, Any]:
                 tensor = merged[kind].setdefault(name, {**entry, "files": {}})
                 tensor.pop("pieces", None)
                 tensor["files"][file_name(kind, rank)] = entry["pieces"]
+    for kind in KINDS:
+        for name, tensor in merged[kind].items():
+            pieces = [Piece.from_plain(plain) for part in tensor["files"].values() for plain in part]
+            assert not missing_elements(tensor["shape"], pieces), f"no rank writes some elements of {kind} {name!r}"
     return {"tensors": merged}
 
 

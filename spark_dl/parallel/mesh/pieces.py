@@ -6,7 +6,6 @@ flat shards. A checkpoint names the pieces in its files, so that a run on any ot
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -95,16 +94,5 @@ def may_overlap(one: Piece, other: Piece) -> bool:
 
 
 def missing_elements(shape: Sequence[int], pieces: Iterable[Piece]) -> int:
-    """Returns how many elements of a tensor are in none of the pieces, or how often too many are in several.
-
-    Zero if each element is in exactly one piece, when no two pieces overlap. The result is a count, not a place.
-    """
+    """Returns how many elements of a tensor are in none of the pieces, which have no element in common."""
     return math.prod(shape) - sum(piece.length for piece in pieces)
-
-
-def overlapping(pieces: Sequence[Piece]) -> tuple[Piece, Piece] | None:
-    """Returns two pieces of the same box whose ranges overlap, or of boxes that overlap; None if there are none."""
-    for one, other in itertools.combinations(pieces, 2):
-        if may_overlap(one, other):
-            return one, other
-    return None

@@ -203,7 +203,7 @@ def test_what_is_no_strategy_is_an_error_that_names_the_key_and_all_strategies(t
 OTHERS = [  # a strategy, settings of which the last is another's, and whose that is
     ({"strategy": "horovod", "sync_batchnorm": True}, "ddp and local_sgd"),
     ({"strategy": "local_sgd", "compression": "fp16"}, "ddp and horovod"),
-    ({"strategy": "tree_reduce", "tree_depth": 3, "bucket_mib": 9}, "ddp and horovod"),
+    ({"strategy": "tree_reduce", "tree_depth": 3, "bucket_mib": 9}, "ddp and horovod and mesh"),
     ({"strategy": "single", "static_graph": True}, "ddp"),
     ({"adasum": True}, "horovod"),
     ({"sync_every_steps": 2}, "local_sgd"),

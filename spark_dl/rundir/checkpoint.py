@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -319,33 +319,3 @@ def check_same_settings(saved: Saved, config: Config) -> None:
             f"cannot resume from {saved.url} with other settings ({'; '.join(differ)}); restore them, or use "
             "another run_dir"
         )
-
-
-def load_rank_state(
-    saved: Saved, rank: int, world_size: int, saved_rank: Callable[[int], int] | None = None
-) -> dict[str, Any]:
-    """Returns the state of this rank, by name; if the number of ranks has changed, the mean state of all saved ranks.
-
-    The mean is taken of floating point tensors, each over the ranks that have it; other values are of the first rank.
-    saved_rank: maps the number of saved ranks to the saved rank that this rank takes its state from.
-    """
-    ranks: int = saved.manifest["world_size"]
-    if saved_rank is not None:
-        return _state_of_rank(saved, saved_rank(ranks))
-    if ranks == world_size:
-        return _state_of_rank(saved, rank)
-    return rank_state.mean_of(_state_of_rank(saved, other) for other in range(ranks))
-
-
-def _state_of_rank(saved: Saved, rank: int) -> dict[str, Any]:
-    """Returns the state of one rank of the checkpoint, by name."""
-    state: dict[str, Any] = load(saved, rank_file(rank))["state"]
-    return state
-
-
-def restore_random_state(saved: Saved, rank: int, world_size: int) -> bool:
-    """Puts the random number generators of a rank back; False if the checkpoint was of another number of ranks."""
-    if saved.manifest["world_size"] != world_size:
-        return False
-    rank_state.set_random_state(load(saved, rank_file(rank))["random"])
-    return True

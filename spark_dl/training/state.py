@@ -15,7 +15,7 @@ from spark_dl.config import Train
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.load.resume_check import dataset_digest
 from spark_dl.parallel.trainable import Trainable, lr_factor
-from spark_dl.rundir import checkpoint
+from spark_dl.rundir import checkpoint, rank_files
 from spark_dl.rundir.tensor_files import TensorFiles
 from spark_dl.spec import Run
 from spark_dl.training import early_stop
@@ -115,13 +115,13 @@ class RunState:
         for name, part in trainable.extra_state.items():
             part.load_state_dict(state["extra"][name])
         if trainable.rank_state:
-            of_rank = checkpoint.load_rank_state(saved, world.rank, world.world_size, trainable.saved_rank)
+            of_rank = rank_files.load_rank_state(saved, world.rank, world.world_size, trainable.saved_rank)
             for name, part in trainable.rank_state.items():
                 part.load_state_dict(of_rank[name])
         self.progress = Progress(**state["progress"])
         early_stop.take_up(self.progress, Train(**saved.manifest["config"]["train"]), train)
         self.saved_url, self.saved_step = saved.url, self.progress.global_step
-        if not checkpoint.restore_random_state(saved, world.rank, world.world_size):
+        if not rank_files.restore_random_state(saved, world.rank, world.world_size, self._run.config):
             seed_generators(train.seed + 1 + world.seed_rank + 100_003 * self.progress.global_step)
 
 

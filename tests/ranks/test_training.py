@@ -10,7 +10,7 @@ from torch import nn
 
 from spark_dl import DDP, Checkpoint, Config, Launch, ModelSpec, worker
 from spark_dl.launch import rendezvous
-from spark_dl.rundir import checkpoint
+from spark_dl.rundir import checkpoint, rank_files
 from spark_dl.spec import Run
 from spark_dl.training.metrics import read_metrics
 from tests.builders.datasets import write_dataset
@@ -342,8 +342,8 @@ def save_and_load_rank_states(run_dir):
             model={}, training={}, of_rank=state(world.rank),
         )  # fmt: skip
         saved = checkpoint.open_checkpoint(url)
-        own = checkpoint.load_rank_state(saved, world.rank, world.world_size)
-        return own, checkpoint.load_rank_state(saved, 0, world.world_size + 1)
+        own = rank_files.load_rank_state(saved, world.rank, world.world_size)
+        return own, rank_files.load_rank_state(saved, 0, world.world_size + 1)
 
 
 def test_what_each_rank_has_alone_is_saved_and_is_their_mean_for_another_number_of_ranks(tmp_path):

@@ -15,7 +15,7 @@ from spark_dl import Checkpoint, Config, Data, Launch, Loader, Train, storage
 from spark_dl.config.load import build_config
 from spark_dl.data.columns.schema import Column
 from spark_dl.launch.rendezvous import join
-from spark_dl.rundir import attempt, checkpoint, checkpoint_files
+from spark_dl.rundir import attempt, checkpoint, checkpoint_files, rank_files
 from spark_dl.rundir.generations import read_generation
 
 COLUMNS = (Column("features", "float32", (2, 3), "ndarray"), Column("label", "int64"))
@@ -296,10 +296,10 @@ def test_what_only_some_ranks_have_is_the_mean_of_theirs(tmp_path):
     """As the state of Adam where a rank never used an expert."""
     used = [{0: {"step": torch.tensor(8.0)}, 1: {"step": torch.tensor(float(n)), "seen": n}} for n in (4, 6)]
     saved = of_ranks(tmp_path, {"state": used[0]}, {"state": used[1]}, {"state": {0: {"step": torch.tensor(2.0)}}})
-    assert checkpoint.load_rank_state(saved, 1, 2) == {
+    assert rank_files.load_rank_state(saved, 1, 2) == {
         "state": {0: {"step": torch.tensor(6.0)}, 1: {"step": torch.tensor(5.0), "seen": 4}}
     }
-    assert checkpoint.load_rank_state(saved, 2, 3) == {"state": {0: {"step": torch.tensor(2.0)}}}
+    assert rank_files.load_rank_state(saved, 2, 3) == {"state": {0: {"step": torch.tensor(2.0)}}}
 
 
 BASE = {"global_batch_size": 64, "lr": 0.1}
@@ -349,7 +349,7 @@ def test_random_numbers_go_on_where_they_were(tmp_path, group):
     saved = checkpoint.open_checkpoint(save(tmp_path))
     expected = draw()
     draw()
-    assert checkpoint.restore_random_state(saved, rank=0, world_size=1)
+    assert rank_files.restore_random_state(saved, 0, 1, Config())
     assert draw() == expected
 
 
@@ -358,6 +358,6 @@ def test_random_numbers_of_another_number_of_ranks_are_left_alone(tmp_path, grou
     before = torch.get_rng_state()
     torch.rand(1)
     now = torch.get_rng_state()
-    assert not checkpoint.restore_random_state(saved, rank=0, world_size=2)
+    assert not rank_files.restore_random_state(saved, 0, 2, Config())
     assert torch.equal(torch.get_rng_state(), now)
     assert not torch.equal(before, now)

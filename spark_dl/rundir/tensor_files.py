@@ -6,6 +6,7 @@ of each tensor and the pieces in each file, so that a run on any other mesh, or 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -82,14 +83,19 @@ class TensorFiles:
     manifest: Mapping[str, Any]
     kind: str
 
-    @property
+    @functools.cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the whole tensors, by name."""
         return {name: tuple(entry["shape"]) for name, entry in self._entries.items()}
 
-    @property
+    @functools.cached_property
     def _entries(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.manifest["tensors"][self.kind]
+        """What the manifest says of each tensor. Tied parameters have an entry under each of their names."""
+        found: dict[str, Any] = dict(self.manifest["tensors"][self.kind])
+        for name, other in self.manifest["tensors"]["tied"].items():
+            for own, entry in list(found.items()):
+                if own == other or own.startswith(f"{other}/"):
+                    found.setdefault(name + own[len(other) :], {**entry, "name": own})
         return found
 
     def read(self, wanted: Sequence[tuple[str, Layout]]) -> list[Tensor]:
@@ -99,20 +105,19 @@ class TensorFiles:
         DamagedError for a damaged file, and for elements that no file has.
         """
         found: list[Tensor] = []
-        by_file: dict[str, list[tuple[int, list[Piece]]]] = {}
+        by_file: dict[str, list[tuple[int, str, list[Piece]]]] = {}
         for i, (name, layout) in enumerate(wanted):
             entry = self._entry(name, layout.shape)
             found.append(torch.empty(layout.length, dtype=getattr(torch, entry["dtype"])))
             for file, plain in entry["files"].items():
                 pieces = self._pieces(name, plain)
                 if any(may_overlap(own, other) for own in layout.pieces for other in pieces):
-                    by_file.setdefault(file, []).append((i, pieces))
+                    by_file.setdefault(file, []).append((i, entry.get("name", name), pieces))
         missing = [layout.length for _, layout in wanted]
         for file, needed in sorted(by_file.items()):
             content = checkpoint_files.read(self.url, self.manifest, file)
-            for i, pieces in needed:
-                name, layout = wanted[i]
-                missing[i] -= _copy(found[i], layout, content[name], pieces)
+            for i, name, pieces in needed:
+                missing[i] -= _copy(found[i], wanted[i][1], content[name], pieces)
         for (name, _), count in zip(wanted, missing, strict=True):
             if count:
                 raise DamagedError(self.url, f"its files lack {count} elements of {name!r}")

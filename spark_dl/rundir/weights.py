@@ -18,6 +18,4 @@ def load_weights(saved: Saved) -> dict[str, Tensor]:
     if "tensors" not in saved.manifest:
         weights: dict[str, Tensor] = checkpoint.load(saved, MODEL)["0"]
         return weights
-    found = TensorFiles(saved.url, saved.manifest, "model").read_whole()
-    tied = saved.manifest["tensors"]["tied"]
-    return {**found, **{name: found[other] for name, other in tied.items()}}
+    return TensorFiles(saved.url, saved.manifest, "model").read_whole()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from spark_dl.parallel.mesh.flat import Bucket, local
 from spark_dl.parallel.mesh.groups import Groups
-from spark_dl.parallel.mesh.pieces import Layout, of_boxes, whole
+from spark_dl.parallel.mesh.pieces import Layout, whole
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class MeshState:
         buckets: Sequence[Bucket] = (),
         cut: Mapping[str, Layout] | None = None,
     ):
-        """buckets: of ZeRO-1 and 2. cut: layouts of parameters that are cut, but are not DTensors."""
+        """buckets: of ZeRO-1 and 2. cut: layouts of the parameters that are cut over tensor ranks."""
         self._model, self._optimizer, self._groups = model, optimizer, groups
         self._buckets = [bucket for bucket in buckets if bucket.shard is not None]
         self._cut = dict(cut or {})
@@ -100,12 +101,13 @@ class MeshState:
             yield name, tensor
 
     def _layout(self, name: str, tensor: Tensor) -> Layout:
-        if name in self._cut:
-            return self._cut[name]
+        layout = self._cut.get(name, whole(tensor.shape))
         if isinstance(tensor, DTensor):
+            # ZeRO-3 shards along the first axis, so a shard is a range of the elements that its ranks have together.
             sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-            return of_boxes(tensor.shape, [(offsets, sizes)])
-        return whole(tensor.shape)
+            row = math.prod(tensor.shape[1:])
+            return layout.part(offsets[0] * row, (offsets[0] + sizes[0]) * row) if tensor.ndim else layout
+        return layout
 
     def _writes(self, name: str, tensor: Tensor, *, is_sharded: bool = False) -> bool:
         at, dims = self._groups.at, self._groups.dims

@@ -91,6 +91,8 @@ class ModelSpec:
         of each batch and computes the values of the evaluation, such as `loss`, instead of `loss` and `batch_loss`.
 
     set_position: called with the model and a `Position` before every step and before every validation.
+    experts: names of the `spark_dl.nn.MoE` layers whose experts are divided among ranks by `parallel.experts`, or
+        patterns such as `layers.*.moe`, where `*` stands for any characters. The default is all of them.
     """
 
     build: Callable[[], nn.Module]
@@ -104,6 +106,7 @@ class ModelSpec:
     batch_loss: Callable[[nn.Module, Batch], Tensor] | None = None
     evaluation: Callable[[nn.Module], Evaluation] | None = None
     set_position: Callable[[nn.Module, Position], None] | None = None
+    experts: Sequence[str] | None = None
 
     @classmethod
     def from_lightning(
@@ -143,6 +146,8 @@ class ModelSpec:
             value = getattr(self, name)
             if not callable(value) and (value is not None or name == "build"):
                 raise ValueError(f"spec.{name}: expected a function, found {value!r}")
+        if isinstance(self.experts, str):
+            raise ValueError(f"spec.experts: expected a list of names or patterns, found {self.experts!r}")
         for name, metric in self.metrics.items():
             if not callable(metric):
                 raise ValueError(

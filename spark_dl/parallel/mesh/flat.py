@@ -10,7 +10,7 @@ This needs an optimizer that updates each element independently, as its paramete
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from spark_dl.parallel.exchange_clock import ExchangeClock
-from spark_dl.parallel.mesh.collectives import gather_parts, start_reduce_scatter
-from spark_dl.parallel.mesh.groups import Groups
+from spark_dl.parallel.mesh.collectives import gather_parts, start_reduce_scatter, start_sum
+from spark_dl.parallel.mesh.groups import Groups, Holders
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -30,13 +30,16 @@ def local(tensor: Tensor) -> Tensor:
 
 @dataclass
 class Bucket:
-    """Parameters of one dtype and one optimizer group, whose gradients are exchanged together."""
+    """Parameters of one dtype and one optimizer group, which the same ranks have, and whose gradients are exchanged
+    together."""
 
     names: list[str]
     parameters: list[nn.Parameter]
     group: int
     """Index of the group of the optimizer."""
-    length: int
+    holders: Holders
+    """Ranks that have the parameters."""
+    length: int = 0
     """Number of elements with padding, a multiple of the number of shards."""
     weights: Tensor | None = None
     """Flat buffer that holds the parameters, with stage 1 and 2. # [length]"""
@@ -74,18 +77,19 @@ class FlatGradients:
         *,
         stage: int,
         bucket_bytes: int,
+        experts: Collection[str] = (),
         clock: ExchangeClock | None = None,
     ):
-        self._groups, self._stage, self._clock = groups, stage, clock
-        self.buckets = _deal(model, optimizer, groups.dims.shards, bucket_bytes)
+        """experts: names of the parameters that only the ranks with the same experts have."""
+        self._stage, self._clock = stage, clock
+        self.buckets = _deal(model, optimizer, groups, bucket_bytes, experts)
         self._is_exchanging = True
         self._launched = self._to_launch = 0
-        self._pending: list[tuple[Bucket, Callable[[], Tensor | None]]] = []
+        self._pending: list[tuple[Bucket, Callable[[], Tensor]]] = []
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         if stage:
-            index = 0 if groups.shards is None else groups.shards.rank()
             for bucket in self.buckets:
-                _flatten(bucket, groups.dims.shards, index)
+                _flatten(bucket)
             shard_optimizer(optimizer, self.buckets)
 
     def start(self, num_passes: int) -> None:
@@ -129,19 +133,18 @@ class FlatGradients:
         with self._clock or contextlib.nullcontext():
             while self._pending:
                 self._end_first()
-            if self._groups.replicas is not None:
-                for bucket in self.buckets:
+            for bucket in self.buckets:
+                if bucket.holders.replicas is not None:
                     assert bucket.shard is not None
-                    dist.all_reduce(bucket.shard.grad, group=self._groups.replicas)
+                    dist.all_reduce(bucket.shard.grad, group=bucket.holders.replicas)
 
     def gather_weights(self) -> None:
         """Gathers the weights of all shards, after a step of the optimizer. Collective."""
-        if self._groups.shards is None:
-            return
         with self._clock or contextlib.nullcontext():
             for bucket in self.buckets:
-                assert bucket.weights is not None
-                gather_parts(bucket.weights, self._groups.shards)
+                if bucket.holders.shards is not None:
+                    assert bucket.weights is not None
+                    gather_parts(bucket.weights, bucket.holders.shards)
 
     def close(self) -> None:
         """Removes the hooks from the model."""
@@ -169,7 +172,7 @@ class FlatGradients:
         self._launch(bucket)
 
     def _launch(self, bucket: Bucket) -> None:
-        groups, flat = self._groups, bucket.gradients
+        holders, flat = bucket.holders, bucket.gradients
         if self._stage == 2:
             if len(self._pending) > 1:  # so that at most two whole buckets of gradients exist
                 self._end_first()
@@ -179,20 +182,16 @@ class FlatGradients:
                     flat[start:end] = _of_gradient(parameter).reshape(-1)
                     parameter.grad = None
         assert flat is not None
-        if groups.shards is not None:
-            self._pending.append((bucket, start_reduce_scatter(flat, groups.shards)))
-        elif groups.data is not None:
-            work = dist.all_reduce(flat, group=groups.data, async_op=True)
-            self._pending.append((bucket, work.wait))
-        elif self._stage:
-            self._pending.append((bucket, lambda: flat))
+        if holders.shards is not None:
+            self._pending.append((bucket, start_reduce_scatter(flat, holders.shards)))
+        else:
+            self._pending.append((bucket, start_sum(flat, holders.everyone)))
 
     def _end_first(self) -> None:
         bucket, wait = self._pending.pop(0)
         found = wait()
         if bucket.shard is None:
             return
-        assert isinstance(found, Tensor)
         if self._stage == 2:
             assert bucket.shard.grad is not None
             bucket.shard.grad += found
@@ -204,28 +203,31 @@ class FlatGradients:
             bucket.shard.grad = own
 
 
-def _deal(model: nn.Module, optimizer: torch.optim.Optimizer, shards: int, most_bytes: int) -> list[Bucket]:
+def _deal(
+    model: nn.Module, optimizer: torch.optim.Optimizer, groups: Groups, most_bytes: int, experts: Collection[str]
+) -> list[Bucket]:
     """Deals the parameters of an optimizer to buckets, those of the last layers first, as their gradients are."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     order = {key: i for i, key in enumerate(names)}
     found: list[Bucket] = []
     for index, group in enumerate(optimizer.param_groups):
-        open_buckets: dict[torch.dtype, tuple[Bucket, int]] = {}
+        open_buckets: dict[tuple[torch.dtype, bool], tuple[Bucket, int]] = {}
         trained = [p for p in group["params"] if p.requires_grad]
         for parameter in sorted(trained, key=lambda p: -order[id(p)]):
-            size = local(parameter).numel()
-            bucket, used = open_buckets.get(parameter.dtype, (None, 0))
+            size, is_expert = local(parameter).numel(), names[id(parameter)] in experts
+            bucket, used = open_buckets.get((parameter.dtype, is_expert), (None, 0))
             if bucket is None or (used + size) * parameter.element_size() > most_bytes:
-                bucket, used = Bucket([], [], index, 0), 0
+                bucket, used = Bucket([], [], index, groups.holders(of_experts=is_expert)), 0
                 found.append(bucket)
+            shards = bucket.holders.num_shards
             bucket.names.append(names[id(parameter)])
             bucket.parameters.append(parameter)
             bucket.length = -(-(used + size) // shards) * shards
-            open_buckets[parameter.dtype] = bucket, used + size
+            open_buckets[parameter.dtype, is_expert] = bucket, used + size
     return sorted(found, key=lambda bucket: -order[id(bucket.parameters[0])])
 
 
-def _flatten(bucket: Bucket, shards: int, index: int) -> None:
+def _flatten(bucket: Bucket) -> None:
     """Moves the parameters of a bucket into one flat buffer, and makes this rank's part of it a parameter."""
     bucket.weights = local(bucket.parameters[0]).new_zeros(bucket.length)
     for _, parameter, start, end in bucket.ranges():
@@ -236,7 +238,8 @@ def _flatten(bucket: Bucket, shards: int, index: int) -> None:
             parameter._local_tensor = view
         else:
             parameter.data = view
-    length = bucket.length // shards
+    length = bucket.length // bucket.holders.num_shards
+    index = 0 if bucket.holders.shards is None else bucket.holders.shards.rank()
     bucket.shard = nn.Parameter(bucket.weights[index * length : (index + 1) * length])
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from spark_dl.parallel import ddp
 from spark_dl.parallel.ddp import DDP
-from spark_dl.parallel.exchange_clock import build_clock
+from spark_dl.parallel.exchange_clock import ExchangeClock, build_clock
+from spark_dl.parallel.mesh.experts import divide_experts, release_peers
 from spark_dl.parallel.mesh.flat import FlatGradients, local
 from spark_dl.parallel.mesh.fsdp import default_units, shard_fully
 from spark_dl.parallel.mesh.groups import Groups, build_groups
@@ -34,18 +35,11 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
     assert isinstance(settings, Mesh)
     groups = build_groups(world, settings.dims(world.world_size), config.launch.collective_timeout_s)
     clock = build_clock(world)
-    if settings.model == 1 and not settings.zero_stage:
-        spec, model = ddp.build_model(spec, world, config, sync_batchnorm=False, clock=clock)
-        optimization = build_optimization(spec, model, config, groups.dims.data)
-        plain = ddp.average_gradients(
-            spec, model, optimization, world, config, settings=DDP(bucket_mib=settings.bucket_mib), clock=clock
-        )
-        # The size of buckets is no setting here, and other meshes do not have its state.
-        extra = {name: part for name, part in plain.extra_state.items() if name != "bucket_size"}
-        state = MeshState(model, optimization.optimizer, groups)
-        return dataclasses.replace(plain, state=state, extra_state=extra)
+    if settings.model == settings.experts == 1 and not settings.zero_stage:
+        return _as_ddp(spec, world, config, settings, groups, clock)
     model = spec.build_to_train().to(world.device)
     _broadcast(model, groups)
+    experts = divide_experts(model, spec.experts, groups, clock)
     if settings.zero_stage == 3:
         mesh = groups.device_mesh(world.device.type)
         if mesh is not None and groups.shards is not None:
@@ -56,7 +50,7 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
     if settings.zero_stage < 3:
         flat = FlatGradients(
             model, optimizer, groups, stage=settings.zero_stage, bucket_bytes=int(settings.bucket_mib * _MIB),
-            clock=clock,
+            experts=experts, clock=clock,
         )  # fmt: skip
 
     def forward_backward(micro_batches: Sequence[Batch], rows: int) -> Tensor:
@@ -78,31 +72,59 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
         if flat is not None:
             flat.gather_weights()
 
+    def close() -> None:
+        release_peers(model)
+        if flat is not None:
+            flat.close()
+
+    of_experts = {id(parameter) for name, parameter in model.named_parameters() if name in experts}
     return Trainable(
         modules=[model],
         optimizer=optimizer,
         optimization=optimization,
         forward_backward=forward_backward,
-        clip_grad_norm=lambda norm: clip_grad_norm(optimizer, groups, norm, is_sharded=settings.zero_stage > 0),
+        clip_grad_norm=lambda norm: clip_grad_norm(
+            optimizer, groups, norm, is_sharded=settings.zero_stage > 0, experts=of_experts
+        ),
         step=step,
         sync_weights=lambda: _broadcast_buffers(model, groups),
         clock=clock,
-        state=MeshState(model, optimizer, groups, buckets=flat.buckets if flat else ()),
-        close=flat.close if flat else lambda: None,
+        sum_over_data=lambda tensor: _sum_over_data(tensor, groups),
+        state=MeshState(model, optimizer, groups, buckets=flat.buckets if flat else (), experts=experts),
+        close=close,
     )
 
 
-def clip_grad_norm(optimizer: torch.optim.Optimizer, groups: Groups, most: float, *, is_sharded: bool) -> Tensor:
+def _as_ddp(
+    spec: ModelSpec, world: World, config: Config, settings: Mesh, groups: Groups, clock: ExchangeClock | None
+) -> Trainable:
+    spec, model = ddp.build_model(spec, world, config, sync_batchnorm=False, clock=clock)
+    optimization = build_optimization(spec, model, config, groups.dims.data)
+    plain = ddp.average_gradients(
+        spec, model, optimization, world, config, settings=DDP(bucket_mib=settings.bucket_mib), clock=clock
+    )
+    # The size of buckets is no setting here, and other meshes do not have its state.
+    extra = {name: part for name, part in plain.extra_state.items() if name != "bucket_size"}
+    state = MeshState(model, optimization.optimizer, groups)
+    return dataclasses.replace(plain, state=state, extra_state=extra)
+
+
+def clip_grad_norm(
+    optimizer: torch.optim.Optimizer, groups: Groups, most: float, *, is_sharded: bool, experts: Collection[int] = ()
+) -> Tensor:
     """Scales the gradients to at most this L2 norm over the whole model. Returns the norm before. Collective.
 
     Each rank adds the squares of the gradients that it alone has, or has as the first of several ranks.
+
+    experts: ids of the parameters that only the ranks with the same experts have. Shards of them are as other shards.
     """
-    gradients = [local(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    gradients = [local(p.grad) for p in parameters]
     dims, at = groups.dims, groups.at
-    is_first = at.data // dims.shards == 0 if is_sharded else at.data == 0
     squares = torch.zeros((), dtype=torch.float64, device=gradients[0].device if gradients else None)
-    if is_first:
-        for gradient in gradients:
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parts = dims.shards if is_sharded else dims.experts if id(parameter) in experts else 1
+        if at.data < parts:
             squares += torch.linalg.vector_norm(gradient).double() ** 2
     if dims.num_ranks > 1:
         dist.all_reduce(squares)
@@ -112,6 +134,11 @@ def clip_grad_norm(optimizer: torch.optim.Optimizer, groups: Groups, most: float
         for gradient in gradients:
             gradient.mul_(factor.to(gradient.dtype))
     return norm.float()
+
+
+def _sum_over_data(tensor: Tensor, groups: Groups) -> None:
+    if groups.data is not None:
+        dist.all_reduce(tensor, group=groups.data)
 
 
 def _broadcast(model: nn.Module, groups: Groups) -> None:

@@ -91,6 +91,7 @@ class ModelSpec:
         of each batch and computes the values of the evaluation, such as `loss`, instead of `loss` and `batch_loss`.
 
     set_position: called with the model and a `Position` before every step and before every validation.
+
     experts: names of the `spark_dl.nn.MoE` layers whose experts are divided among ranks by `parallel.experts`, or
         patterns such as `layers.*.moe`, where `*` stands for any characters. The default is all of them.
     """

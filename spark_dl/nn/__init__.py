@@ -2,3 +2,5 @@
 
 from spark_dl.nn.feed_forward import FeedForward as FeedForward
 from spark_dl.nn.moe import MoE as MoE
+
+__all__ = ["FeedForward", "MoE"]

@@ -64,10 +64,12 @@ def grouped_matmul(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
 
 
 def _can_group(rows: Tensor, matrices: Tensor) -> bool:
-    """Whether torch multiplies these in one call. It fails for no rows, and for rows that are not aligned."""
+    """Whether torch multiplies these in one call. It fails for no rows, for rows that are not aligned, and in
+    `torch.compile` for numbers of rows that vary."""
     grouped = ("float32", "bfloat16", "float16") if rows.device.type == "cpu" else ("bfloat16",)
     return (
         hasattr(F, "grouped_mm")
+        and not torch.compiler.is_compiling()
         and len(rows) > 0
         and rows.dtype == matrices.dtype
         and str(rows.dtype).removeprefix("torch.") in grouped

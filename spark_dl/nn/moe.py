@@ -27,16 +27,20 @@ class MoE(nn.Module):
     num_experts: number of experts.
     top_k: number of experts of each token.
     hidden, activation, gated: see `FeedForward`, the default for the experts.
+
     experts: the experts, if they are not a `FeedForward`: a module without buffers, whose parameters all have a
         leading axis of `num_experts`. It is called with tokens sorted by expert, [tokens, width], and the number of
         tokens of each expert, [experts], and returns the outputs, [tokens, width]. With `parallel.experts`, its
         parameters have the experts of one rank.
+
     score: how the router turns its values into scores.
+
     balance: what keeps the experts equally busy. `bias`: a bias for the choice of experts, which changes by
         `bias_rate` after each optimizer step, from the tokens of all ranks in that step (Wang et al. 2024,
         arXiv:2408.15664). It has no gradient, so it does not disturb the loss. `loss`: an auxiliary loss with the
         factor `loss_weight` (Fedus et al. 2021, arXiv:2101.03961, equation 4), from the tokens of all ranks in a
         micro-batch. `none`: nothing.
+
     capacity_factor: in training, an expert takes at most this many times its equal share of the tokens of a
         micro-batch on one rank, rounded up. First choices come before second ones, and earlier tokens before later
         ones. The others are dropped: the expert adds nothing to their output. Results then depend on the number of

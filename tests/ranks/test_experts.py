@@ -1,5 +1,6 @@
 """Experts on different ranks give what one process gives, in the layer and in whole training runs."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -285,3 +286,17 @@ def test_bf16_on_different_ranks_is_bf16_in_one_process(tmp_path):
         run = make_run(tmp_path, config, spec=BIASED, name=f"{num_ranks}")
         losses.append([entry["train_loss"] for entry in run_ranks(train_rank, num_ranks, run)[0]["history"]])
     assert losses[0] == pytest.approx(losses[1], rel=0.02)
+
+
+def compile_layer():
+    """Largest differences of the output and of a gradient of a compiled layer."""
+    layer = build_layer(2)
+    compiled, x = torch.compile(copy.deepcopy(layer)), some_tokens()
+    outputs = [backward(module, x, ROWS) for module in (layer, compiled)]
+    gradients = [module.experts.up.grad for module in (layer, compiled)]
+    return [float((a - b).abs().max()) for a, b in (outputs, gradients)]
+
+
+@pytest.mark.slow
+def test_a_compiled_layer_gives_the_same():
+    assert max(run_ranks(compile_layer, 1, timeout_s=100)[0]) < 1e-5

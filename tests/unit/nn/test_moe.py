@@ -189,7 +189,7 @@ def test_rows_of_weight_0_do_not_count_and_take_no_capacity():
     assert output[2, 0].abs().sum() > 0
     assert output[[0, 0, 1, 1, 2, 3, 3], [0, 1, 0, 1, 1, 0, 1]].eq(0).all()
     scores = layer.router(x[2:].reshape(-1, 8)).scores
-    assert layer.auxiliary_loss.detach().item() == pytest.approx(0.01 * 4 * float(scores.mean(0)[0]))
+    assert layer.auxiliary_loss.detach().item() == pytest.approx(0.01 * 4 * scores.mean(0)[0].item())
 
 
 def test_a_mask_keeps_tokens_out_of_the_layer():

@@ -152,6 +152,7 @@ class PipeDream:
             optimizer.zero_grad()
         while self._grad_sends:
             _wait(self._grad_sends.popleft())
+        self._close_inboxes()
         assert self._updates == self._started
         self._settled = self._updates
         self._versions.clear()
@@ -174,10 +175,25 @@ class PipeDream:
             boundary = boundaries[self._rank]
             self._gradients = _Inbox(self._stages, boundary, self._rank + 1, _GRADIENT_TAG, gradients=True)
 
+    def _close_inboxes(self) -> None:
+        """Sends the next stage what it has posted a receive for: a message without meaning.
+
+        NOTE: costs the transfer of one activation. A receive that stays posted would take the first message of another
+        object that uses the group, and gloo cannot cancel it.
+        """
+        sends: list[Any] = []
+        if self._gradients is not None:
+            unused = list(meta_like(self._stages.boundaries[self._rank], self._stages.device))
+            sends = self._send(unused, self._rank + 1, _ACTIVATION_TAG)
+        if self._activations is not None:
+            self._activations.take()
+        _wait(sends)
+        self._activations = self._gradients = None
+
     def _forward(self, mini_batch: _MiniBatch, batch: Batch, rows: int, weights: Version) -> Tensor:
         value: Any = None
         if self._activations is not None:
-            self._activations.expect(1)  # one more than this, which comes in the next step
+            self._activations.expect(1)  # one more than this: of the next step, or of settle
             leaves = self._activations.take()
             mini_batch.received.append(leaves)
             value = self._activations.boundary.wrap([enter(leaf) for leaf in leaves])

@@ -9,12 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 from spark_dl.parallel.mesh.tensor.parallelize import parallelize_tensors
 from spark_dl.parallel.mesh.tensor.plan import resolve_tensor_plan
 from spark_dl.parallel.mesh.tensor.words import take
-from tests.builders.tensor_models import LENGTH, MODELS, VOCABULARY, WIDTH, batches
+from tests.builders.tensor_models import LENGTH, MODELS, VOCABULARY, WIDTH, OwnBlock, batches
 from tests.ranks.test_collectives import run_in_group, same_on_all_ranks
 
 OPTIMIZERS = {
@@ -176,9 +177,25 @@ def test_a_rank_holds_its_part_of_what_is_cut(num_ranks):
         assert left == []
 
 
+class Residual(nn.Module):
+    """Adds what it gets, which is whole, to a slice of a sequence."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(self.up(x))
+
+
+def build_residual():
+    return nn.Sequential(*(nn.Sequential(nn.LayerNorm(WIDTH), Residual()) for _ in range(2)))
+
+
 def error_of(name, plan, sequence, features):
     torch.manual_seed(5)
-    model = nn.Sequential(nn.Linear(WIDTH, 8)) if name == "linear" else MODELS[name]()[0]
+    own = {"linear": lambda: nn.Sequential(nn.Linear(WIDTH, 8)), "residual": build_residual}
+    model = own[name]() if name in own else MODELS[name]()[0]
     words = resolve_tensor_plan(model, plan, 2, sequence=sequence)
     parallelize_tensors(model, words, mesh(), sequence=sequence)
     with pytest.raises((ValueError, IndexError)) as raised:
@@ -194,7 +211,41 @@ PAIR = {"layers.layers.*.linear1": "colwise", "layers.layers.*.linear2": "rowwis
      "spec.tensor_plan: expected a layer that is cut by rows after '0'"),
     ("chain", {"3": "rowwise"}, torch.zeros(2, WIDTH),
      "spec.tensor_plan: expected 12 inputs for '3', this rank's slice of what a layer before has cut, found 24"),
+    ("residual", {"*.1.up": "colwise", "*.1.down": "rowwise"}, torch.zeros(2, 2, WIDTH),
+     "parallel.sequence: expected 1 of 2 positions in the input of '1.0', along axis 1, found the shape (2, 2, 16)"),
     ("tied", {"embed": "vocab", **PAIR}, torch.full((5, LENGTH), VOCABULARY), "expected indices in [0, 21), found 21"),
 ])  # fmt: skip
 def test_errors_of_ranks(name, plan, features, expected):
-    assert all(expected in error for error in run_in_group(error_of, 2, name, plan, False, features))
+    assert all(expected in error for error in run_in_group(error_of, 2, name, plan, name == "residual", features))
+
+
+def largest_difference_with_shards(name, sequence):
+    """Of the weights of a model whose slices are cut by `fully_shard`, two shards of two slices."""
+    expected, _, _ = train(name, cut=False)
+    rank = dist.get_rank()
+    tensor, data = ([dist.new_group(ranks) for ranks in groups] for groups in ([[0, 1], [2, 3]], [[0, 2], [1, 3]]))
+    shards = DeviceMesh.from_group(data[rank % 2], "cpu", mesh_dim_names=("shards",))
+    over = DeviceMesh.from_group(tensor[rank // 2], "cpu", mesh_dim_names=("tensor",))
+    torch.manual_seed(5)
+    model, plan = MODELS[name]()
+    slices = parallelize_tensors(model, resolve_tensor_plan(model, plan, 2, sequence=sequence), over, sequence=sequence)
+    layers = [m for m in model.modules() if isinstance(m, nn.TransformerEncoderLayer | OwnBlock)]
+    for module in (*layers, model):
+        fully_shard(module, mesh=shards)
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    step = OPTIMIZERS["sgd"](model.parameters())
+    torch.manual_seed(7)
+    for features, label in batches(name, 4):
+        step.zero_grad()
+        (F.cross_entropy(model(features).flatten(0, -2), label.flatten()) / 2).backward()
+        step.step()
+    own, whole = dict(model.named_parameters()), dict(expected.named_parameters())
+    return max(float((p.full_tensor() - take(whole[n], slices[n].boxes)).abs().max()) for n, p in own.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("name", ["encoder", "own"])
+def test_slices_can_be_cut_into_shards(name, sequence):
+    assert max(run_in_group(largest_difference_with_shards, 4, name, sequence)) < 1e-6

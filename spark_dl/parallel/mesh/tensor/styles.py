@@ -1,8 +1,8 @@
 """How a module is cut and called: one of torch's parallel styles for each word of a tensor plan.
 
-The parameters stay plain tensors: a rank's slices. torch's own styles make them DTensors, which optimizers and loss
-scaling do not take together with other tensors, and send three all-reduces in the backward pass where three projections
-have the same input.
+The parameters stay plain tensors: a rank's slices. torch's own styles make them DTensors, which `clip_grad_norm_` does
+not take together with other tensors, and send three all-reduces in the backward pass where three projections have the
+same input.
 """
 
 from __future__ import annotations

@@ -41,6 +41,24 @@ def test_optimizers_with_state(tmp_path, optimizer, zero_stage):
     assert_same_training(tmp_path, config, 245)
 
 
+MESHES_OF_MODELS = [
+    (2, {"pipeline": 2}),
+    (2, {"tensor": 2}),
+    (4, {"pipeline": 2}),
+    (4, {"pipeline": 2, "zero_stage": 1}),
+    (4, {"pipeline": 2, "zero_stage": 3, "schedule": "gpipe"}),
+    (4, {"tensor": 2}),
+    *((4, {"tensor": 2, "zero_stage": stage}) for stage in (1, 2, 3)),
+    pytest.param(8, {"tensor": 2, "zero_stage": 3, "replicas": 2}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("num_ranks", "mesh"), MESHES_OF_MODELS)
+def test_models_that_are_cut(tmp_path, num_ranks, mesh):
+    train = {**MOMENTUM, "accumulation_steps": 2}
+    assert_same_training(tmp_path, small_config(num_ranks, train=train, parallel=Mesh(**mesh)), 245)
+
+
 def with_mesh(config, num_ranks, **mesh):
     launch = dataclasses.replace(config.launch, num_ranks=num_ranks)
     return dataclasses.replace(config, parallel=Mesh(**mesh), launch=launch)
@@ -86,6 +104,32 @@ class Block(nn.Module):
 
     def forward(self, x):
         return x + self.norm(self.inner(x).relu())
+
+
+class Wide(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, width))
+
+    def forward(self, x):
+        return x + self.inner(x)
+
+
+def build_wide():
+    return nn.Sequential(nn.Linear(4, 16), Wide(16), nn.LayerNorm(16), Wide(16), nn.Linear(16, 3))
+
+
+@pytest.mark.parametrize(("num_ranks", "mesh"), [
+    (4, {"pipeline": 2, "tensor": 2}),
+    (4, {"pipeline": 2, "tensor": 2, "schedule": "interleaved", "stages_per_rank": 2}),
+    (4, {"pipeline": 4, "schedule": "gpipe", "stages": (1, 2, 1, 1)}),
+    (4, {"pipeline": 2, "schedule": "zero_bubble"}),
+    pytest.param(8, {"tensor": 2, "pipeline": 2, "zero_stage": 1}, marks=pytest.mark.slow),
+    pytest.param(8, {"tensor": 2, "pipeline": 2, "zero_stage": 3}, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_deeper_models_that_are_cut(tmp_path, num_ranks, mesh):
+    config = small_config(num_ranks, train={**MOMENTUM, "accumulation_steps": 2}, parallel=Mesh(**mesh))
+    assert_same_training(tmp_path, config, 245, spec=ModelSpec(build=build_wide))
 
 
 def build_deep():

@@ -10,7 +10,7 @@ This needs an optimizer that updates each element independently, as its paramete
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -74,10 +74,12 @@ class FlatGradients:
         *,
         stage: int,
         bucket_bytes: int,
+        kinds: Mapping[str, Hashable] | None = None,
         clock: ExchangeClock | None = None,
     ):
+        """kinds: of parameters, by name. Those of different kinds are in different buckets."""
         self._groups, self._stage, self._clock = groups, stage, clock
-        self.buckets = _deal(model, optimizer, groups.dims.shards, bucket_bytes)
+        self.buckets = _deal(model, optimizer, groups.dims.shards, bucket_bytes, kinds or {})
         self._is_exchanging = True
         self._launched = self._to_launch = 0
         self._pending: list[tuple[Bucket, Callable[[], Tensor | None]]] = []
@@ -133,6 +135,17 @@ class FlatGradients:
                 for bucket in self.buckets:
                     assert bucket.shard is not None
                     dist.all_reduce(bucket.shard.grad, group=self._groups.replicas)
+
+    def exchange(self) -> None:
+        """Sums gradients that were computed without `start`, after a backward pass, over all data ranks. Collective."""
+        found = [[parameter.grad for parameter in bucket.parameters] for bucket in self.buckets]
+        self.start(1)
+        for bucket, gradients in zip(self.buckets, found, strict=True):
+            for parameter, gradient in zip(bucket.parameters, gradients, strict=True):
+                if gradient is not None:
+                    assert parameter.grad is not None
+                    parameter.grad.copy_(gradient)
+        self.finish()
 
     def gather_weights(self) -> None:
         """Gathers the weights of all shards, after a step of the optimizer. Collective."""
@@ -204,24 +217,28 @@ class FlatGradients:
             bucket.shard.grad = own
 
 
-def _deal(model: nn.Module, optimizer: torch.optim.Optimizer, shards: int, most_bytes: int) -> list[Bucket]:
+def _deal(
+    model: nn.Module, optimizer: torch.optim.Optimizer, shards: int, most_bytes: int,
+    kinds: Mapping[str, Hashable],
+) -> list[Bucket]:  # fmt: skip
     """Deals the parameters of an optimizer to buckets, those of the last layers first, as their gradients are."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     order = {key: i for i, key in enumerate(names)}
     found: list[Bucket] = []
     for index, group in enumerate(optimizer.param_groups):
-        open_buckets: dict[torch.dtype, tuple[Bucket, int]] = {}
+        open_buckets: dict[Hashable, tuple[Bucket, int]] = {}
         trained = [p for p in group["params"] if p.requires_grad]
         for parameter in sorted(trained, key=lambda p: -order[id(p)]):
             size = local(parameter).numel()
-            bucket, used = open_buckets.get(parameter.dtype, (None, 0))
+            kind = (parameter.dtype, kinds.get(names[id(parameter)]))
+            bucket, used = open_buckets.get(kind, (None, 0))
             if bucket is None or (used + size) * parameter.element_size() > most_bytes:
                 bucket, used = Bucket([], [], index, 0), 0
                 found.append(bucket)
             bucket.names.append(names[id(parameter)])
             bucket.parameters.append(parameter)
             bucket.length = -(-(used + size) // shards) * shards
-            open_buckets[parameter.dtype] = bucket, used + size
+            open_buckets[kind] = bucket, used + size
     return sorted(found, key=lambda bucket: -order[id(bucket.parameters[0])])
 
 

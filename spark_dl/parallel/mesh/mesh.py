@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from spark_dl.parallel import ddp
 from spark_dl.parallel.ddp import DDP
-from spark_dl.parallel.exchange_clock import build_clock
+from spark_dl.parallel.exchange_clock import ExchangeClock, build_clock
+from spark_dl.parallel.mesh.build import Part, build_part
 from spark_dl.parallel.mesh.flat import FlatGradients, local
-from spark_dl.parallel.mesh.fsdp import default_units, shard_fully
 from spark_dl.parallel.mesh.groups import Groups, build_groups
+from spark_dl.parallel.mesh.pipedream import PipeDream
+from spark_dl.parallel.mesh.pipeline import Pipeline
 from spark_dl.parallel.mesh.settings import Mesh
 from spark_dl.parallel.mesh.state import MeshState
 from spark_dl.parallel.trainable import Trainable, add_gradients, build_optimization
@@ -44,84 +48,140 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
         extra = {name: part for name, part in plain.extra_state.items() if name != "bucket_size"}
         state = MeshState(model, optimization.optimizer, groups)
         return dataclasses.replace(plain, state=state, extra_state=extra)
-    model = spec.build_to_train().to(world.device)
-    _broadcast(model, groups)
-    if settings.zero_stage == 3:
-        mesh = groups.device_mesh(world.device.type)
-        if mesh is not None and groups.shards is not None:
-            shard_fully(model, default_units(model), mesh)
-    optimization = build_optimization(spec, model, config, groups.dims.data)
-    optimizer = optimization.optimizer
+    _check(spec, settings)
+    part = build_part(spec, world, config, groups)
+    optimization = build_optimization(spec, part.module, config, groups.dims.data)
     flat = None
     if settings.zero_stage < 3:
         flat = FlatGradients(
-            model, optimizer, groups, stage=settings.zero_stage, bucket_bytes=int(settings.bucket_mib * _MIB),
-            clock=clock,
+            part.module, optimization.optimizer, groups, stage=settings.zero_stage, clock=clock,
+            bucket_bytes=int(settings.bucket_mib * _MIB),
+            kinds={name: (name in part.cut, is_counted(part, p)) for name, p in part.module.named_parameters()},
         )  # fmt: skip
-
-    def forward_backward(micro_batches: Sequence[Batch], rows: int) -> Tensor:
-        if flat is None:
-            return add_gradients(
-                spec, model, micro_batches, config, device=world.device, scale=lambda losses: losses / rows,
-                clock=clock,
-            )  # fmt: skip
-        flat.start(len(micro_batches))
-        total = add_gradients(
-            spec, model, micro_batches, config, device=world.device, scale=lambda losses: losses / rows,
-            before_last=flat.no_sync,
-        )  # fmt: skip
-        flat.finish()
-        return total
-
-    def step() -> None:
-        optimizer.step()
-        if flat is not None:
-            flat.gather_weights()
-
+    training = MeshTraining(spec, part, optimization.optimizer, flat, groups, world, config, clock)
     return Trainable(
-        modules=[model],
-        optimizer=optimizer,
+        modules=[part.module],
+        optimizer=optimization.optimizer,
         optimization=optimization,
-        forward_backward=forward_backward,
-        clip_grad_norm=lambda norm: clip_grad_norm(optimizer, groups, norm, is_sharded=settings.zero_stage > 0),
-        step=step,
-        sync_weights=lambda: _broadcast_buffers(model, groups),
+        forward_backward=training.forward_backward,
+        clip_grad_norm=training.clip_grad_norm,
+        step=training.step,
+        forward=None if part.pipeline is None else part.pipeline.forward,
+        counts=groups.at.tensor == 0,
+        sync_weights=training.sync_weights,
         clock=clock,
-        state=MeshState(model, optimizer, groups, buckets=flat.buckets if flat else ()),
+        state=MeshState(
+            part.module, optimization.optimizer, groups, buckets=flat.buckets if flat else (), cut=part.cut
+        ),
         close=flat.close if flat else lambda: None,
     )
 
 
-def clip_grad_norm(optimizer: torch.optim.Optimizer, groups: Groups, most: float, *, is_sharded: bool) -> Tensor:
-    """Scales the gradients to at most this L2 norm over the whole model. Returns the norm before. Collective.
+def _check(spec: ModelSpec, settings: Mesh) -> None:
+    if settings.tensor > 1 and spec.evaluation is not None:
+        raise ValueError(
+            f"spec.evaluation: not supported with parallel.tensor={settings.tensor}, where several ranks evaluate the "
+            "same rows; use spec.metrics"
+        )
 
-    Each rank adds the squares of the gradients that it alone has, or has as the first of several ranks.
-    """
-    gradients = [local(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    dims, at = groups.dims, groups.at
-    is_first = at.data // dims.shards == 0 if is_sharded else at.data == 0
-    squares = torch.zeros((), dtype=torch.float64, device=gradients[0].device if gradients else None)
-    if is_first:
-        for gradient in gradients:
-            squares += torch.linalg.vector_norm(gradient).double() ** 2
-    if dims.num_ranks > 1:
+
+def is_counted(part: Part, parameter: nn.Parameter) -> bool:
+    """Whether this rank counts a parameter in a norm over the model: of copies on several stages, one counts."""
+    if not isinstance(part.pipeline, Pipeline):
+        return True
+    return any(parameter is counted for counted in part.pipeline.counted_parameters())
+
+
+class MeshTraining:
+    """The steps of one rank of a mesh. The functions are those of `Trainable`."""
+
+    def __init__(
+        self, spec: ModelSpec, part: Part, optimizer: torch.optim.Optimizer, flat: FlatGradients | None,
+        groups: Groups, world: World, config: Config, clock: ExchangeClock | None,
+    ):  # fmt: skip
+        self._spec, self._part, self._optimizer, self._flat = spec, part, optimizer, flat
+        self._groups, self._world, self._config, self._clock = groups, world, config, clock
+
+    def forward_backward(self, micro_batches: Sequence[Batch], rows: int) -> Tensor:
+        pipeline, flat = self._part.pipeline, self._flat
+        if isinstance(pipeline, PipeDream):
+            total = pipeline.forward_backward(micro_batches, rows)
+            if pipeline.has_gradients:
+                self._exchange()
+        elif pipeline is not None:
+            if flat is not None:
+                flat.start(len(micro_batches))
+            with flat.no_sync() if flat is not None else contextlib.nullcontext():
+                total = pipeline.forward_backward(micro_batches, rows)
+            if flat is not None:
+                flat.finish()
+        else:
+            total = self._without_pipeline(micro_batches, rows)
+        return total if self._groups.at.tensor == 0 else torch.zeros_like(total)
+
+    def _without_pipeline(self, micro_batches: Sequence[Batch], rows: int) -> Tensor:
+        flat = self._flat
+        if flat is not None:
+            flat.start(len(micro_batches))
+        total = add_gradients(
+            self._spec, self._part.module, micro_batches, self._config, device=self._world.device,
+            scale=lambda losses: losses / rows, clock=self._clock if flat is None else None,
+            before_last=contextlib.nullcontext if flat is None else flat.no_sync,
+        )  # fmt: skip
+        if flat is not None:
+            flat.finish()
+        return total
+
+    def _exchange(self) -> None:
+        """Sums the gradients of a mini-batch that PipeDream has computed."""
+        if self._flat is not None and self._groups.data is not None:
+            self._flat.exchange()
+
+    def step(self) -> None:
+        if isinstance(self._part.pipeline, PipeDream):
+            self._part.pipeline.step(self._optimizer)
+            return
+        self._optimizer.step()
+        if self._flat is not None:
+            self._flat.gather_weights()
+
+    def sync_weights(self) -> None:
+        if isinstance(self._part.pipeline, PipeDream):
+            self._part.pipeline.settle(self._optimizer, self._exchange)
+        if self._groups.data is not None:
+            for buffer in self._part.module.buffers():
+                dist.broadcast(local(buffer), group_src=0, group=self._groups.data)
+
+    def clip_grad_norm(self, most: float) -> Tensor:
+        """Scales the gradients to at most this L2 norm over the whole model. Returns the norm before. Collective.
+
+        Each rank adds the squares of the gradients that it alone has, or has as the first of several ranks.
+        """
+        squares = torch.zeros((), dtype=torch.float64, device=self._world.device)
+        gradients = []
+        for parameter, counts in self._counted():
+            if parameter.grad is not None:
+                gradient = local(parameter.grad)
+                gradients.append(gradient)
+                if counts:
+                    squares += torch.linalg.vector_norm(gradient).double() ** 2
         dist.all_reduce(squares)
-    norm = squares.sqrt()
-    factor = most / (norm + 1e-6)
-    if factor < 1:
+        norm = squares.sqrt()
+        factor = (most / (norm + 1e-6)).clamp(max=1.0)
         for gradient in gradients:
             gradient.mul_(factor.to(gradient.dtype))
-    return norm.float()
+        return norm.float()
 
-
-def _broadcast(model: nn.Module, groups: Groups) -> None:
-    """Makes the weights of all data ranks those of the first one, as DDP does. Kinds of CPUs can differ in bits."""
-    if groups.data is not None:
-        for tensor in (*model.parameters(), *model.buffers()):
-            dist.broadcast(tensor.detach(), group_src=0, group=groups.data)
-
-
-def _broadcast_buffers(model: nn.Module, groups: Groups) -> None:
-    if groups.data is not None:
-        for buffer in model.buffers():
-            dist.broadcast(local(buffer), group_src=0, group=groups.data)
+    def _counted(self) -> Iterator[tuple[nn.Parameter, bool]]:
+        """Yields the parameters of the optimizer, and whether this rank counts them in a norm over the model."""
+        dims, at = self._groups.dims, self._groups.at
+        names = {id(parameter): name for name, parameter in self._part.module.named_parameters()}
+        of_shard = {id(bucket.shard): bucket for bucket in self._flat.buckets} if self._flat is not None else {}
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                bucket = of_shard.get(id(parameter))
+                first = parameter if bucket is None else bucket.parameters[0]
+                is_sharded = bucket is not None or isinstance(parameter, DTensor)
+                is_first = at.data // dims.shards == 0 if is_sharded else at.data == 0
+                is_cut = names[id(first)] in self._part.cut
+                yield parameter, is_first and (is_cut or at.tensor == 0) and is_counted(self._part, first)

@@ -32,16 +32,6 @@ Version = list[dict[str, Tensor]]
 """Weights of the stage after some update: of each layer, by their names in the layer."""
 
 
-def check_pipedream(spec: ModelSpec, config: Config, *, num_ranks: int) -> None:
-    """Raises ValueError, with the setting, for what PipeDream cannot do. Called on the driver."""
-    check_pipeline(spec, config, schedule="pipedream", num_ranks=num_ranks)
-    if config.train.clip_grad_norm is not None:
-        raise ValueError(
-            "train.clip_grad_norm: not supported with parallel.schedule='pipedream': the stages apply gradients of "
-            "different mini-batches, so there is no norm over the model; set it to null, or use '1f1b'"
-        )
-
-
 @dataclass
 class _MiniBatch:
     """A mini-batch whose forward pass this stage has computed, and its backward pass not yet."""
@@ -74,7 +64,7 @@ class PipeDream:
         group: dist.ProcessGroup, device: torch.device, vertical_sync: bool = False,
     ):  # fmt: skip
         num_ranks = dist.get_world_size(group)
-        check_pipedream(spec, config, num_ranks=num_ranks)
+        check_pipeline(spec, num_ranks)
         assert len(cut) == num_ranks
         if dist.get_backend(group) != "gloo":
             raise ValueError(
@@ -105,6 +95,11 @@ class PipeDream:
     def module(self) -> nn.Module:
         """The model with only the layers of this rank. Parameters, buffers and state have their names in the model."""
         return self._stages.module
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether `.grad` has the gradients of a mini-batch, which `step` applies."""
+        return self._due is not None
 
     @property
     def is_last(self) -> bool:

@@ -9,6 +9,7 @@ around it, such as `torch.autocast`, are entered on every stage.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -235,6 +236,15 @@ class _Enter(torch.autograd.Function):
 def enter(tensor: Tensor) -> Tensor:
     """Returns a received tensor so that layers can change it in place, and its gradient is contiguous."""
     return _Enter.apply(tensor) if tensor.requires_grad else tensor  # type: ignore[no-any-return]
+
+
+def without_storage(module: nn.Module) -> nn.Module:
+    """Returns a copy of a module whose parameters and buffers are on the meta device."""
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in module.parameters()
+    }
+    memo |= {id(buffer): torch.empty_like(buffer, device="meta") for buffer in module.buffers()}
+    return copy.deepcopy(module, memo)
 
 
 def to_meta(module: nn.Module, kept: Sequence[nn.Module]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from spark_dl.parallel.layout import to_device
 from spark_dl.parallel.mesh.layers import Layer, Tied, check_cut, cut_chain, find_tied
-from spark_dl.parallel.mesh.stage import Boundary, Stage, find_boundaries, remove_layer, to_meta
+from spark_dl.parallel.mesh.stage import Boundary, Stage, find_boundaries, remove_layer, to_meta, without_storage
 from spark_dl.spec import Batch, ModelSpec, Output
 
 if TYPE_CHECKING:
@@ -58,6 +58,10 @@ class Stages:
         """The parameters that several ranks have a copy of, with these ranks instead of layers."""
         _check_buffers(chain, rank_of_layer)
         _check_trained(self._layers, self.ranks)
+        self._without_storage = [
+            [Layer(each.name, without_storage(each.module)) for each in own] for own in self._layers
+        ]
+        """Copies of all layers as they were built, whole and without hooks, to find what stages pass on."""
         self._keep_own([layer for layer, rank in zip(chain, rank_of_layer, strict=True) if rank == self.rank])
         self.stages = {
             i: Stage(spec, model, config, layers, is_first=i == 0, is_last=i == self.num_stages - 1)
@@ -105,7 +109,7 @@ class Stages:
             _check_shapes(found, expected)
         batches = [to_device(batch, self.device, self._config) for batch in micro_batches]
         if self._shapes is None:
-            self.boundaries = find_boundaries(self._spec, self.module, self._config, self._layers, batches[0])
+            self.boundaries = find_boundaries(self._spec, self.module, self._config, self._without_storage, batches[0])
             self._shapes = shapes[:1]
         return batches
 
@@ -151,7 +155,10 @@ class Stages:
             total = parts[ranks[0]].clone()
             for rank in ranks[1:]:
                 total += parts[rank]
-            parameter.grad = total
+            if parameter.grad is None:
+                parameter.grad = total
+            else:  # in place, as it can be a view of a bucket
+                parameter.grad.copy_(total)
 
     def _send(self, value: Any, rank: int) -> None:
         """Sends a tensor or a tuple of tensors, with their shapes."""

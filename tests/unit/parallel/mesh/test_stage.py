@@ -6,7 +6,6 @@ from torch import nn
 
 from spark_dl import ModelSpec
 from spark_dl.parallel.mesh.layers import build_chain, cut_chain
-from spark_dl.parallel.mesh.pipedream import check_pipedream
 from spark_dl.parallel.mesh.pipeline import check_pipeline
 from spark_dl.parallel.mesh.stage import Stage, find_boundaries, to_meta
 from tests.builders.models import build_dropout_mlp
@@ -121,26 +120,9 @@ def spec_with(**functions):
     return ModelSpec(build=build_dropout_mlp, **functions)
 
 
-@pytest.mark.parametrize(
-    ("spec", "train", "schedule", "stages_per_rank", "message"),
-    [
-        (spec_with(batch_loss=lambda m, b: 0), {}, "gpipe", 1, r"spec.batch_loss: not supported with"),
-        (spec_with(evaluation=lambda m: None), {}, "gpipe", 1, r"spec.evaluation: not supported"),
-        (SPEC, {"precision": "fp16"}, "gpipe", 1, r"train.precision: 'fp16' is not supported with parallel.pipeline=4"),
-        (SPEC, {"accumulation_steps": 3}, "1f1b", 1, r"train.accumulation_steps, .* at least 4, .* found 3"),
-        (SPEC, {"accumulation_steps": 9}, "interleaved", 2, r"train.accumulation_steps, .* multiple of 2, .* found 9"),
-        (SPEC, {"accumulation_steps": 9}, "zero_bubble", 1, r"train.accumulation_steps, .* multiple of 2, .* found 9"),
-        (SPEC, {"accumulation_steps": 4}, "gpipe", 2, r"parallel.stages_per_rank: expected 1 with .*'gpipe', found 2"),
-        (SPEC, {"accumulation_steps": 4}, "zbv", 1, r"parallel.stages_per_rank: expected 2 with .*'zbv', found 1"),
-    ],
-)  # fmt: skip
-def test_what_a_pipeline_cannot_do_is_an_error(spec, train, schedule, stages_per_rank, message):
-    config = make_config(features=("features",), label="label", global_batch_size=144, num_streams=144, **train)
-    with pytest.raises(ValueError, match=message):
-        check_pipeline(spec, config, schedule=schedule, num_ranks=4, stages_per_rank=stages_per_rank)
-
-
-def test_pipedream_has_no_norm_over_the_model():
-    check_pipedream(SPEC, CONFIG, num_ranks=4)
-    with pytest.raises(ValueError, match=r"train.clip_grad_norm: not supported with parallel.schedule='pipedream'"):
-        check_pipedream(SPEC, make_config(features=("features",), label="label", clip_grad_norm=1.0), num_ranks=4)
+@pytest.mark.parametrize("name", ["batch_loss", "evaluation"])
+def test_functions_that_need_the_whole_model_are_an_error(name):
+    check_pipeline(SPEC, 4)
+    spec = ModelSpec(build=build_dropout_mlp, **{name: lambda *_: 0})
+    with pytest.raises(ValueError, match=f"spec.{name}: not supported with parallel.pipeline=4"):
+        check_pipeline(spec, 4)

@@ -48,7 +48,6 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
         extra = {name: part for name, part in plain.extra_state.items() if name != "bucket_size"}
         state = MeshState(model, optimization.optimizer, groups)
         return dataclasses.replace(plain, state=state, extra_state=extra)
-    _check(spec, settings)
     part = build_part(spec, world, config, groups)
     optimization = build_optimization(spec, part.module, config, groups.dims.data)
     flat = None
@@ -75,14 +74,6 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
         ),
         close=flat.close if flat else lambda: None,
     )
-
-
-def _check(spec: ModelSpec, settings: Mesh) -> None:
-    if settings.tensor > 1 and spec.evaluation is not None:
-        raise ValueError(
-            f"spec.evaluation: not supported with parallel.tensor={settings.tensor}, where several ranks evaluate the "
-            "same rows; use spec.metrics"
-        )
 
 
 def is_counted(part: Part, parameter: nn.Parameter) -> bool:

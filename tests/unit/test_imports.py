@@ -192,8 +192,8 @@ def test_every_package_that_is_imported_is_declared():
     assert at_top <= known
 
 
-PURE = ("data/plan.py", "parallel/exchange/buckets.py", "parallel/exchange/rounds.py", "bench/model/cost.py",
-        "bench/model/work.py", "bench/model/staleness.py", "bench/model/profiles.py")  # fmt: skip
+PURE = ("data/plan.py", "parallel/exchange/buckets.py", "parallel/exchange/rounds.py", "parallel/cost/cost.py",
+        "parallel/cost/work.py", "bench/model/staleness.py", "bench/model/profiles.py")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PURE)

@@ -20,6 +20,7 @@ from spark_dl.parallel.ddp import DDP
 from spark_dl.parallel.hvd import Horovod
 from spark_dl.parallel.local_sgd import LocalSGD
 from spark_dl.parallel.single import DPSingleProcess, Single
+from spark_dl.planning.plan import MeshPlans, plan_mesh
 from spark_dl.predict import predict, predict_udf, save_model
 from spark_dl.scoring.saved_model import load_model
 from spark_dl.spec import ModelSpec, import_object
@@ -40,6 +41,7 @@ __all__ = [
     "Launch",
     "Loader",
     "LocalSGD",
+    "MeshPlans",
     "ModelSpec",
     "Optimization",
     "Parallel",
@@ -67,6 +69,7 @@ __all__ = [
     "load_config",
     "load_model",
     "open_dataset",
+    "plan_mesh",
     "predict",
     "predict_udf",
     "read_shards",

@@ -14,9 +14,9 @@ from pyarrow.fs import FileType
 from spark_dl import storage
 from spark_dl.training import metrics
 
-_TEXT, _LINE = "#00a001", "#00a002"
+TEXT, _LINE = "#00a001", "#00a002"
 _PAGE_STYLE = {
-    "text.color": _TEXT, "axes.labelcolor": _TEXT, "xtick.color": _TEXT, "ytick.color": _TEXT, "axes.edgecolor": _LINE,
+    "text.color": TEXT, "axes.labelcolor": TEXT, "xtick.color": TEXT, "ytick.color": TEXT, "axes.edgecolor": _LINE,
     "grid.color": _LINE, "figure.facecolor": "none", "axes.facecolor": "none", "savefig.facecolor": "none",
     "legend.facecolor": "none", "legend.edgecolor": "none", "axes.spines.right": False, "legend.fontsize": 8,
 }  # fmt: skip
@@ -89,19 +89,22 @@ def draw_for_page(
     colors: what `plot` draws with, by the name of the variable that the page has in its place.
     """
     svg = draw(plot, width=width, height=height, style=_PAGE_STYLE)
-    for name, color in {**colors, "text": _TEXT, "line": _LINE}.items():
+    for name, color in {**colors, "text": TEXT, "line": _LINE}.items():
         svg = svg.replace(color, f"var(--{name})")
     return svg.replace("<svg ", f'<svg role="img" aria-label="{html.escape(title)}" ', 1)
 
 
-def check_replaceable(url: str, mark: str, what: str) -> None:
-    """Raises ValueError if there is something at `url` that does not begin with `mark`, as `what` does."""
+def check_replaceable(url: str, mark: str, what: str, *, key: str = "path") -> None:
+    """Raises ValueError if there is something at `url` that does not begin with `mark`, as `what` does.
+
+    key: argument that the user gave the URL by.
+    """
     kind = storage.info(url).type
     if kind == FileType.NotFound:
         return
     if kind != FileType.File or mark.encode() not in storage.read_bytes(url)[:200]:
         found = "a folder" if kind == FileType.Directory else f"a file that is not {what}"
-        raise ValueError(f"path: {url} is {found}; nothing was changed: pass the path of a new file")
+        raise ValueError(f"{key}: {url} is {found}; nothing was changed: pass the path of a new file")
 
 
 def render_page(package: str, name: str, **values: Any) -> str:

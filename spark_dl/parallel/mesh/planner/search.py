@@ -35,6 +35,11 @@ class Plan:
     """The exchange of gradients after it."""
 
     @property
+    def cut(self) -> tuple[int, ...]:
+        """Number of layers of each stage."""
+        return tuple(len(stage.segment.kinds) for stage in self.stages)
+
+    @property
     def step_s(self) -> float:
         return self.pipeline_s + self.exposed_s
 

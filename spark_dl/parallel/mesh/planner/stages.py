@@ -32,10 +32,14 @@ class StageCost(NamedTuple):
     """One stage. Seconds are those of a micro-batch, except `sync_s`."""
 
     segment: Segment
-    transfer_s: float
-    """Receives and sends, each counted at both of its ends: the output, and its gradient."""
-    gather_s: float
-    """Collectives of ZeRO-2 and ZeRO-3."""
+    before_s: float
+    """A transfer from or to the stage before it: of the output of a micro-batch, or of its gradient."""
+    after_s: float
+    """The same with the stage after it."""
+    zero_forward_s: float
+    """Collectives of ZeRO-3 in a forward pass."""
+    zero_backward_s: float
+    """Collectives of ZeRO-2 and ZeRO-3 in a backward pass."""
     period_s: float
     """How often the stage can do a micro-batch."""
     behind_s: float
@@ -45,9 +49,22 @@ class StageCost(NamedTuple):
     memory: Memory
 
     @property
+    def forward_s(self) -> float:
+        return self.segment.forward_s + self.zero_forward_s
+
+    @property
+    def backward_s(self) -> float:
+        return self.segment.backward_s + self.zero_backward_s
+
+    @property
+    def transfer_s(self) -> float:
+        return self.before_s + self.after_s
+
+    @property
     def seconds(self) -> float:
-        """What the stage adds to the time of the first micro-batch."""
-        return self.segment.seconds + self.transfer_s + self.gather_s
+        """What the stage adds to the time of the first micro-batch. Each transfer is counted at one end on the way
+        forward, and at the other on the way back."""
+        return self.forward_s + self.backward_s + self.transfer_s
 
 
 class Stages:
@@ -105,16 +122,18 @@ class Stages:
     def _cost(self, stage: int, start: int, end: int, segment: Segment) -> StageCost:
         before_s = self._send_s(stage - 1, start) if stage else 0.0
         after_s = self._send_s(stage, end) if stage < self._choice.dims.pipeline - 1 else 0.0
-        gather_forward_s, gather_backward_s, sync_s = self._zero(stage, segment)
-        forward_s, backward_s = segment.forward_s + gather_forward_s, segment.backward_s + gather_backward_s
+        zero_forward_s, zero_backward_s, sync_s = self._zero(stage, segment)
+        forward_s, backward_s = segment.forward_s + zero_forward_s, segment.backward_s + zero_backward_s
         if self._choice.schedule == GPIPE:  # sends while the next micro-batch is computed
             period_s = max(forward_s, after_s) + max(backward_s, before_s)
         else:  # waits for its neighbors between a forward and a backward pass
             period_s = forward_s + backward_s + before_s + after_s
         return StageCost(
             segment,
-            transfer_s=before_s + after_s,
-            gather_s=gather_forward_s + gather_backward_s,
+            before_s=before_s,
+            after_s=after_s,
+            zero_forward_s=zero_forward_s,
+            zero_backward_s=zero_backward_s,
             period_s=period_s,
             behind_s=after_s + backward_s,
             sync_s=sync_s,

@@ -59,9 +59,10 @@ def test_zero_moves_the_bytes_of_its_stage(zero_stage):
     scatter, gather = reduce_scatter_s(4, weights, NETWORK), all_gather_s(4, weights, NETWORK)
     by_layer = 2 * all_gather_s(4, weights / 2, NETWORK)  # two layers, each with its own messages
     expected = {
-        0: (0, all_reduce_s(4, weights, NETWORK)), 1: (0, scatter + gather), 2: (scatter, gather), 3: (3 * by_layer, 0),
+        0: (0, 0, all_reduce_s(4, weights, NETWORK)), 1: (0, 0, scatter + gather), 2: (0, scatter, gather),
+        3: (by_layer, 2 * by_layer, 0),
     }  # fmt: skip
-    assert (found.gather_s, found.sync_s) == pytest.approx(expected[zero_stage])
+    assert (found.zero_forward_s, found.zero_backward_s, found.sync_s) == pytest.approx(expected[zero_stage])
     states = held(7000, STATES["adam"], zero_stage, 4).total
     gathered = 4 * 4000 * 2 if zero_stage == 3 else 0  # weights and gradients of the largest layer
     assert found.memory.total == pytest.approx(states + found.memory.activations + gathered)

@@ -218,7 +218,8 @@ def build_parser() -> argparse.ArgumentParser:
     of_literature.set_defaults(run=bench_literature)
     of_literature.add_argument(
         "--profiles", default=literature.PROFILES,
-        help=f"folder with the profiles of PipeDream, vgg16.txt and resnet50.txt (default: {literature.PROFILES})",
+        help="folder with PipeDream's profiles: profiler/image_classification/profiles of a clone of "
+        f"github.com/msr-fiddle/pipedream, or vgg16.txt and resnet50.txt (default: {literature.PROFILES})",
     )  # fmt: skip
     return parser
 

@@ -43,19 +43,22 @@ for which rate they are: with transfers between stages, 25 Gbit/s gives all thre
 def rows(folder: str | Path) -> list[dict[str, Any]]:
     """Returns a row for each published plan.
 
-    folder: has vgg16.txt and resnet50.txt. Raises FileNotFoundError, with what to do, if it does not.
+    folder: has vgg16.txt and resnet50.txt, or vgg16/graph.txt and resnet50/graph.txt, as the authors' repository.
+    Raises FileNotFoundError, with what to do, if it does not.
     """
-    folder = Path(folder)
-    profiles = {}
-    for name in dict.fromkeys(each.profile for each in PUBLISHED):
-        path = folder / f"{name}.txt"
-        if not path.is_file():
-            raise FileNotFoundError(
-                f"there is no {path}: it is profiler/image_classification/profiles/{name}/graph.txt of "
-                "github.com/msr-fiddle/pipedream; name its folder with --profiles"
-            )
-        profiles[name] = states(read_graph(path))
+    names = dict.fromkeys(each.profile for each in PUBLISHED)
+    profiles = {name: states(read_graph(_find(Path(folder), name))) for name in names}
     return [_row(each, profiles[each.profile]) for each in PUBLISHED]
+
+
+def _find(folder: Path, name: str) -> Path:
+    for path in (folder / f"{name}.txt", folder / name / "graph.txt"):
+        if path.is_file():
+            return path
+    raise FileNotFoundError(
+        f"there is no {folder / name}.txt and no {folder / name}/graph.txt; set --profiles to the folder "
+        "profiler/image_classification/profiles of a clone of github.com/msr-fiddle/pipedream"
+    )
 
 
 def _row(published: Published, found_states: list[Any]) -> dict[str, Any]:

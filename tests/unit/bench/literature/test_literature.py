@@ -48,6 +48,13 @@ def test_pipedream_s_plans_are_those_of_its_authors():
     assert (resnet["replication"], round(resnet["times_data_parallel"], 3)) == ("straight", 1.544)
 
 
+def test_profiles_are_found_as_in_the_authors_repository(tmp_path):
+    for name in ("vgg16", "resnet50"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "graph.txt").write_text((profiles() / f"{name}.txt").read_text())
+    assert all(row["equal"] for row in pipedream.rows(tmp_path))
+
+
 def test_without_the_profiles_the_section_says_so_and_the_others_are_there(tmp_path):
     shown = []
     results = measure(Options(profiles=str(tmp_path)), shown.append)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from spark_dl.parallel.mesh.planner.choices import Problem, choices
 from spark_dl.parallel.mesh.planner.memory import Memory
 from spark_dl.parallel.mesh.planner.stages import Choice, Stages
-from spark_dl.parallel.mesh.planner.tensor import Segment
+from spark_dl.parallel.mesh.planner.tensor import Segments
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ def least_memory(problem: Problem) -> Least | None:
 
     None if the ranks, the layers and the batch allow no mesh.
     """
-    tables: dict[tuple[object, ...], list[Segment]] = {}
+    segments = Segments(problem.layers, problem.cluster.within)
     best: Least | None = None
     for choice in choices(problem):
-        stages = Stages(problem.layers, problem.cluster, problem.states, choice, tables)
+        stages = Stages(problem.layers, problem.cluster, problem.states, choice, segments)
         found = _least(stages, choice, len(problem.layers))
         if best is None or found.memory.total < best.memory.total:
             best = found

@@ -15,7 +15,7 @@ from spark_dl.parallel.mesh.planner.choices import Problem, choices
 from spark_dl.parallel.mesh.planner.cuts import best_cuts, step_s
 from spark_dl.parallel.mesh.planner.least import why_none_fits
 from spark_dl.parallel.mesh.planner.stages import Choice, StageCost, Stages
-from spark_dl.parallel.mesh.planner.tensor import Segment
+from spark_dl.parallel.mesh.planner.tensor import Segments
 
 _BETTER = 1 - 1e-9
 """A plan replaces another that is simpler only if its step is shorter by more than rounding."""
@@ -65,12 +65,12 @@ def search(problem: Problem) -> list[Plan]:
     If plans have equal times, the one with a lower ZeRO stage, 1F1B and fewer micro-batches is returned.
     Raises ValueError, with what to change, if no plan fits.
     """
-    tables: dict[tuple[object, ...], list[Segment]] = {}
+    segments = Segments(problem.layers, problem.cluster.within)
     best: dict[Dims, Plan] = {}
     for choice in choices(problem):
         known = best.get(choice.dims)
         limit_s = known.step_s * _BETTER if known else math.inf
-        if found := _plan(problem, choice, tables, limit_s):
+        if found := _plan(problem, choice, segments, limit_s):
             best[choice.dims] = found
     if not best:
         raise ValueError(why_none_fits(problem))
@@ -79,14 +79,14 @@ def search(problem: Problem) -> list[Plan]:
 
 def plan_of(problem: Problem, choice: Choice, starts: Sequence[int]) -> Plan | None:
     """Returns the plan of a choice and cuts, or None if it does not fit into memory."""
-    stages = Stages(problem.layers, problem.cluster, problem.states, choice, {})
+    stages = Stages(
+        problem.layers, problem.cluster, problem.states, choice, Segments(problem.layers, problem.cluster.within)
+    )
     return _with_cuts(stages, choice, tuple(starts), len(problem.layers))
 
 
-def _plan(
-    problem: Problem, choice: Choice, tables: dict[tuple[object, ...], list[Segment]], limit_s: float
-) -> Plan | None:
-    stages = Stages(problem.layers, problem.cluster, problem.states, choice, tables)
+def _plan(problem: Problem, choice: Choice, segments: Segments, limit_s: float) -> Plan | None:
+    stages = Stages(problem.layers, problem.cluster, problem.states, choice, segments)
     num_layers, pipeline = len(problem.layers), choice.dims.pipeline
     prefix_s = [0.0, *(stages.fastest(0, end).seconds for end in range(1, num_layers + 1))]
     if prefix_s[-1] * (1 + (choice.micro_batches - 1) / pipeline) >= limit_s:

@@ -12,7 +12,7 @@ from spark_dl.parallel.mesh.dims import Dims
 from spark_dl.parallel.mesh.planner.links import Links
 from spark_dl.parallel.mesh.planner.memory import GPIPE, Memory, States, held, micro_batches_kept
 from spark_dl.parallel.mesh.planner.records import REPLICATED, WHOLE_WEIGHTS, Cluster, Layer
-from spark_dl.parallel.mesh.planner.tensor import Segment, Weigh, fastest, segments_from, smallest
+from spark_dl.parallel.mesh.planner.tensor import Segment, Segments
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,7 @@ class StageCost(NamedTuple):
 
 
 class Stages:
-    """Costs of the stages of one choice.
-
-    tables: the segments of tensor plans by size of tensor groups, rows and start, to be shared between choices.
-    """
+    """Costs of the stages of one choice. `segments` are those of the layers, and are shared between choices."""
 
     def __init__(
         self,
@@ -79,14 +76,14 @@ class Stages:
         cluster: Cluster,
         states: States,
         choice: Choice,
-        tables: dict[tuple[object, ...], list[Segment]],
+        segments: Segments,
     ):
         self._layers, self._cluster, self._states, self._choice = layers, cluster, states, choice
-        self._tables, self._links = tables, Links(choice.dims, cluster)
+        self._segments, self._links = segments, Links(choice.dims, cluster)
 
     def fastest(self, start: int, end: int) -> Segment:
         """Returns the fastest tensor plan of layers `start` to `end` - 1."""
-        return self._segment(start, end, fastest, "fastest")
+        return self._segments.fastest(start, end, rows=self._choice.rows, tensor=self._choice.dims.tensor)
 
     def cost(self, stage: int, start: int, end: int) -> StageCost | None:
         """Returns the cost of layers `start` to `end` - 1 as a stage: with the fastest tensor plan, or that with the
@@ -98,22 +95,17 @@ class Stages:
 
     def least_memory(self, stage: int, start: int, end: int) -> StageCost:
         """Returns the cost of a stage with the tensor plan of the fewest bytes, whether it fits or not."""
-        per_weight_byte = held(1, self._states, self._choice.zero_stage, self._choice.dims.data).total
-        weigh_by = per_weight_byte / self._states.weights, self._kept(stage)
-        return self._cost(stage, start, end, self._segment(start, end, smallest(*weigh_by), weigh_by))
-
-    def of(self, stage: int, start: int, segment: Segment) -> StageCost:
-        """Returns the cost of a stage whose tensor plan is known."""
-        return self._cost(stage, start, start + len(segment.kinds), segment)
-
-    def _segment(self, start: int, end: int, weigh: Weigh, name: object) -> Segment:
-        tensor, rows = self._choice.dims.tensor, self._choice.rows
-        key = (tensor, rows, start, name if tensor > 1 else "fastest")  # without tensor ranks there is one plan
-        if key not in self._tables:
-            self._tables[key] = segments_from(
-                self._layers, start, rows=rows, tensor=tensor, network=self._cluster.within, weigh=weigh
-            )
-        return self._tables[key][end - start - 1]
+        choice = self._choice
+        per_parameter = held(1, self._states, choice.zero_stage, choice.dims.data).total
+        segment = self._segments.smallest(
+            start,
+            end,
+            rows=choice.rows,
+            tensor=choice.dims.tensor,
+            bytes_per_weight_byte=per_parameter / self._states.weights,
+            micro_batches=self._kept(stage),
+        )
+        return self._cost(stage, start, end, segment)
 
     def _kept(self, stage: int) -> int:
         choice = self._choice

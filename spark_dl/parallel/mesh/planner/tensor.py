@@ -109,45 +109,112 @@ def smallest(bytes_per_weight_byte: float, micro_batches: int) -> Weigh:
     return weigh
 
 
-def segments_from(
-    layers: Sequence[Layer], start: int, *, rows: float, tensor: int, network: Network, weigh: Weigh = fastest
-) -> list[Segment]:
-    """Returns the best plan of layers `start` to `end` - 1, for each `end` from `start` + 1 to the last."""
-    best: dict[str, Segment] = {}  # by the kind of the last layer
-    found = []
-    for i in range(start, len(layers)):
-        layer, reached = layers[i], {}
-        for kind in (REPLICATED, *(each for each in CUTS if each in layer.tensor)) if tensor > 1 else (REPLICATED,):
-            own = _one(layer, kind, rows, tensor, network)
-            if i == start:
-                num_bytes = layers[i - 1].output_bytes * rows if i else 0.0
-                reached[kind] = _joined(None, own, (_WHOLE, _TAKES[kind]), num_bytes, tensor, network)
-            else:
-                num_bytes = layers[i - 1].output_bytes * rows
-                ways = (
-                    _joined(before, own, (_GIVES[last], _TAKES[kind]), num_bytes, tensor, network)
-                    for last, before in best.items()
-                )
-                reached[kind] = min(ways, key=weigh)
-        best = reached
-        num_bytes = layer.output_bytes * rows
-        ends = (_ended(segment, _GIVES[kind], num_bytes, tensor, network) for kind, segment in best.items())
-        found.append(min(ends, key=weigh))
-    return found
+class TensorChain:
+    """Layers on the tensor ranks of a stage: the time of each way to cut each layer, and between two neighbors."""
+
+    def __init__(self, layers: Sequence[Layer], *, rows: float, tensor: int, network: Network):
+        self._own = [
+            {kind: _one(layer, kind, rows, tensor, network) for kind in _kinds(layer, tensor)} for layer in layers
+        ]
+        kinds = [[REPLICATED], *(list(own) for own in self._own)]  # a stage begins with whole rows
+        sizes = [0.0, *(layer.output_bytes * rows for layer in layers)]  # the model's input has no gradient
+        self._between = [
+            {(last, kind): _between(_GIVES[last], _TAKES[kind], size, tensor, network)
+             for last in {REPLICATED, *kinds[i]} for kind in own}
+            for i, (own, size) in enumerate(zip(self._own, sizes, strict=False))
+        ]  # fmt: skip
+        self._end_s = [
+            {kind: _between(_GIVES[kind], _WHOLE, size, tensor, network)[0] for kind in own}
+            for own, size in zip(self._own, sizes[1:], strict=True)
+        ]
+
+    def best_from(self, start: int, weigh: Weigh = fastest) -> list[Segment]:
+        """Returns the best plan of layers `start` to `end` - 1, for each `end` from `start` + 1 to the last."""
+        best: dict[str, Segment] = {}  # by the kind of the last layer
+        found = []
+        for i in range(start, len(self._own)):
+            reached = {}
+            for kind in self._own[i]:
+                if i == start:
+                    reached[kind] = self._joined(None, REPLICATED, i, kind)
+                else:
+                    reached[kind] = min(
+                        [self._joined(before, last, i, kind) for last, before in best.items()], key=weigh
+                    )
+            best = reached
+            found.append(min([self._ended(segment, i) for segment in best.values()], key=weigh))
+        return found
+
+    def cost(self, start: int, kinds: Sequence[str]) -> Segment:
+        """Returns the cost of layers from `start` that are cut in the given ways."""
+        found, last = None, REPLICATED
+        for i, kind in enumerate(kinds, start=start):
+            found, last = self._joined(found, last, i, kind), kind
+        assert found is not None
+        return self._ended(found, start + len(kinds) - 1)
+
+    def _joined(self, before: Segment | None, last: str, i: int, kind: str) -> Segment:
+        """Appends layer i to a segment."""
+        own = self._own[i][kind]
+        forward_s, backward_s = self._between[i][last, kind]
+        if before is None:
+            return own._replace(forward_s=own.forward_s + forward_s, backward_s=own.backward_s + backward_s)
+        return Segment(
+            before.kinds + own.kinds,
+            before.forward_s + forward_s + own.forward_s,
+            before.backward_s + backward_s + own.backward_s,
+            before.weight_bytes + own.weight_bytes,
+            before.kept_bytes + own.kept_bytes,
+            before.units + own.units,
+            before.shared_bytes + own.shared_bytes,
+        )
+
+    def _ended(self, segment: Segment, last: int) -> Segment:
+        """Adds the collective after which all ranks have whole rows."""
+        end_s = self._end_s[last][segment.kinds[-1]]
+        return segment._replace(forward_s=segment.forward_s + end_s) if end_s else segment
 
 
-def cost_of(
-    layers: Sequence[Layer], start: int, kinds: Sequence[str], *, rows: float, tensor: int, network: Network
-) -> Segment:
-    """Returns the cost of layers from `start` that are cut in the given ways."""
-    found, gives = None, _WHOLE
-    for i, kind in enumerate(kinds, start=start):
-        own = _one(layers[i], kind, rows, tensor, network)
-        num_bytes = layers[i - 1].output_bytes * rows if i else 0.0
-        found = _joined(found, own, (gives, _TAKES[kind]), num_bytes, tensor, network)
-        gives = _GIVES[kind]
-    assert found is not None
-    return _ended(found, gives, layers[start + len(kinds) - 1].output_bytes * rows, tensor, network)
+class Segments:
+    """The best segments of a chain of layers. Each is found once, for all plans with as many rows and tensor ranks."""
+
+    def __init__(self, layers: Sequence[Layer], network: Network):
+        self._layers, self._network = layers, network
+        self._chains: dict[tuple[float, int], TensorChain] = {}
+        self._found: dict[tuple[object, ...], list[Segment]] = {}
+
+    def fastest(self, start: int, end: int, *, rows: float, tensor: int) -> Segment:
+        """Returns layers `start` to `end` - 1 with the plan that takes the least time."""
+        return self._best(start, end, rows, tensor, fastest, "fastest")
+
+    def smallest(
+        self, start: int, end: int, *, rows: float, tensor: int, bytes_per_weight_byte: float, micro_batches: int
+    ) -> Segment:
+        """Returns layers `start` to `end` - 1 with the plan that holds the fewest bytes, as the function `smallest`."""
+        by = bytes_per_weight_byte, micro_batches
+        return self._best(start, end, rows, tensor, smallest(*by), by)
+
+    def _best(self, start: int, end: int, rows: float, tensor: int, weigh: Weigh, name: object) -> Segment:
+        key = (rows, tensor, start, name if tensor > 1 else "")  # without tensor ranks there is one plan
+        if key not in self._found:
+            chain = self._chains.get((rows, tensor))
+            if chain is None:
+                chain = TensorChain(self._layers, rows=rows, tensor=tensor, network=self._network)
+                self._chains[rows, tensor] = chain
+            self._found[key] = chain.best_from(start, weigh)
+        return self._found[key][end - start - 1]
+
+
+def _kinds(layer: Layer, tensor: int) -> list[str]:
+    return [REPLICATED, *(each for each in CUTS if each in layer.tensor)] if tensor > 1 else [REPLICATED]
+
+
+def _between(gives: str, takes: str, num_bytes: float, tensor: int, network: Network) -> tuple[float, float]:
+    forward, backward = _BETWEEN[gives, takes]
+    return (
+        forward(tensor, num_bytes, network) if forward else 0.0,
+        backward(tensor, num_bytes, network) if backward else 0.0,
+    )
 
 
 def _one(layer: Layer, kind: str, rows: float, tensor: int, network: Network) -> Segment:
@@ -163,28 +230,3 @@ def _one(layer: Layer, kind: str, rows: float, tensor: int, network: Network) ->
     weights = layer.parameter_bytes / (1 if kind in WHOLE_WEIGHTS else tensor)
     units = int(layer.parameter_bytes > 0)
     return Segment((kind,), forward_s, backward_s, weights, kept, units, weights if kind == SEQUENCE else 0.0)
-
-
-def _joined(
-    before: Segment | None, own: Segment, between: tuple[str, str], num_bytes: float, tensor: int, network: Network
-) -> Segment:
-    forward, backward = _BETWEEN[between]
-    forward_s = forward(tensor, num_bytes, network) if forward else 0.0
-    backward_s = backward(tensor, num_bytes, network) if backward else 0.0
-    if before is None:
-        return own._replace(forward_s=own.forward_s + forward_s, backward_s=own.backward_s + backward_s)
-    return Segment(
-        before.kinds + own.kinds,
-        before.forward_s + forward_s + own.forward_s,
-        before.backward_s + backward_s + own.backward_s,
-        before.weight_bytes + own.weight_bytes,
-        before.kept_bytes + own.kept_bytes,
-        before.units + own.units,
-        before.shared_bytes + own.shared_bytes,
-    )
-
-
-def _ended(segment: Segment, gives: str, num_bytes: float, tensor: int, network: Network) -> Segment:
-    forward, backward = _BETWEEN[gives, _WHOLE]
-    assert backward is None
-    return segment._replace(forward_s=segment.forward_s + (forward(tensor, num_bytes, network) if forward else 0.0))

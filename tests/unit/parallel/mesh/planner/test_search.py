@@ -14,6 +14,7 @@ from spark_dl.parallel.mesh.planner.memory import GPIPE, ONE_F_ONE_B, STATES
 from spark_dl.parallel.mesh.planner.records import Cluster, Layer, Seconds
 from spark_dl.parallel.mesh.planner.search import plan_of, search
 from spark_dl.parallel.mesh.planner.stages import Stages
+from spark_dl.parallel.mesh.planner.tensor import Segments
 from tests.builders import chains
 
 GIB = 2**30
@@ -21,9 +22,9 @@ GIB = 2**30
 
 def by_brute_force(problem):
     """The shortest step of each mesh: every choice with every cut."""
-    tables, found = {}, {}
+    segments, found = Segments(problem.layers, problem.cluster.within), {}
     for choice in choices(problem):
-        cost = functools.cache(Stages(problem.layers, problem.cluster, problem.states, choice, tables).cost)
+        cost = functools.cache(Stages(problem.layers, problem.cluster, problem.states, choice, segments).cost)
         for inner in itertools.combinations(range(1, len(problem.layers)), choice.dims.pipeline - 1):
             bounds = itertools.pairwise((0, *inner, len(problem.layers)))
             stages = [cost(i, start, end) for i, (start, end) in enumerate(bounds)]
@@ -60,9 +61,9 @@ def test_no_other_plan_is_better(seed):
 @pytest.mark.parametrize("seed", range(20))
 def test_no_other_plan_needs_less_memory(seed):
     problem = chains.problem(random.Random(seed), most_layers=6, most_ranks=4)
-    held = []
+    held, segments = [], Segments(problem.layers, problem.cluster.within)
     for choice in choices(problem):
-        stages = Stages(problem.layers, problem.cluster, problem.states, choice, {})
+        stages = Stages(problem.layers, problem.cluster, problem.states, choice, segments)
         for inner in itertools.combinations(range(1, len(problem.layers)), choice.dims.pipeline - 1):
             bounds = itertools.pairwise((0, *inner, len(problem.layers)))
             held.append(max(stages.least_memory(i, *at).memory.total for i, at in enumerate(bounds)))

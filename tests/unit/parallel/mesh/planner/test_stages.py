@@ -8,6 +8,7 @@ from spark_dl.parallel.mesh.dims import Dims
 from spark_dl.parallel.mesh.planner.memory import GPIPE, ONE_F_ONE_B, STATES, held
 from spark_dl.parallel.mesh.planner.records import Cluster, Layer, Seconds
 from spark_dl.parallel.mesh.planner.stages import Choice, Stages
+from spark_dl.parallel.mesh.planner.tensor import Segments
 
 NETWORK = Network(1e-3, 1e6)
 LAYERS = tuple(
@@ -20,7 +21,7 @@ WEIGHTS = 4000 * 10
 def stages(dims, *, zero_stage=0, schedule=ONE_F_ONE_B, micro_batches=4, rows=2, layers=LAYERS, memory=float("inf")):
     cluster = Cluster(dims[0] * dims[1] * dims[2], 1, NETWORK, NETWORK, memory)
     choice = Choice(Dims(*dims), zero_stage, schedule, micro_batches, rows)
-    return Stages(layers, cluster, STATES["adam"], choice, {})
+    return Stages(layers, cluster, STATES["adam"], choice, Segments(layers, NETWORK))
 
 
 def test_a_stage_computes_and_exchanges_with_its_neighbors():
@@ -69,14 +70,14 @@ def test_zero_moves_the_bytes_of_its_stage(zero_stage):
 
 
 def test_without_pipeline_gradients_are_sent_during_the_backward_pass():
+    def exposed(network):
+        choice, cluster = Choice(Dims(1, 2, 1), 0, ONE_F_ONE_B, 1, 2), Cluster(2, 1, network, network)
+        return Stages(LAYERS, cluster, STATES["adam"], choice, Segments(LAYERS, network)).cost(0, 0, 4).sync_s
+
     slow, fast = Network(0, 1e3), Network(0, 1e9)
-    cluster = Cluster(2, 1, slow, slow)
-    found = Stages(LAYERS, cluster, STATES["adam"], Choice(Dims(1, 2, 1), 0, ONE_F_ONE_B, 1, 2), {}).cost(0, 0, 4)
     # the last layer's gradient is ready after 4 s, and the link is busy from then on
-    assert found.sync_s == pytest.approx(all_reduce_s(2, WEIGHTS, slow) - 3 * 4)
-    cluster = Cluster(2, 1, fast, fast)
-    found = Stages(LAYERS, cluster, STATES["adam"], Choice(Dims(1, 2, 1), 0, ONE_F_ONE_B, 1, 2), {}).cost(0, 0, 4)
-    assert found.sync_s == pytest.approx(all_reduce_s(2, 4000, fast))  # only that of the first layer is left
+    assert exposed(slow) == pytest.approx(all_reduce_s(2, WEIGHTS, slow) - 3 * 4)
+    assert exposed(fast) == pytest.approx(all_reduce_s(2, 4000, fast))  # only that of the first layer is left
 
 
 def test_if_the_fastest_tensor_plan_does_not_fit_the_smallest_is_taken():

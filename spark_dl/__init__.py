@@ -21,6 +21,7 @@ from spark_dl.parallel.hvd import Horovod
 from spark_dl.parallel.local_sgd import LocalSGD
 from spark_dl.parallel.mesh.settings import Mesh
 from spark_dl.parallel.single import DPSingleProcess, Single
+from spark_dl.planning.plan import MeshPlans, plan_mesh
 from spark_dl.predict import predict, predict_udf, save_model
 from spark_dl.scoring.saved_model import load_model
 from spark_dl.spec import ModelSpec, import_object
@@ -42,6 +43,7 @@ __all__ = [
     "Loader",
     "LocalSGD",
     "Mesh",
+    "MeshPlans",
     "ModelSpec",
     "Optimization",
     "Parallel",
@@ -69,6 +71,7 @@ __all__ = [
     "load_config",
     "load_model",
     "open_dataset",
+    "plan_mesh",
     "predict",
     "predict_udf",
     "read_shards",

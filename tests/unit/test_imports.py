@@ -192,8 +192,9 @@ def test_every_package_that_is_imported_is_declared():
     assert at_top <= known
 
 
-PURE = ("data/plan.py", "parallel/exchange/buckets.py", "parallel/exchange/rounds.py", "bench/model/cost.py",
-        "bench/model/work.py", "bench/model/staleness.py", "bench/model/profiles.py")  # fmt: skip
+PURE = ("data/plan.py", "parallel/exchange/buckets.py", "parallel/exchange/rounds.py", "parallel/cost/cost.py",
+        "parallel/cost/work.py", "parallel/cost/collectives.py", "parallel/mesh/dims.py",
+        *files("parallel/mesh/planner/"), "bench/model/staleness.py", "bench/model/profiles.py")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PURE)
@@ -235,7 +236,7 @@ ON_RANKS = ("data/", "launch/", "parallel/", "baselines/servers/", "rundir/", "t
 
 @pytest.mark.parametrize("name", files(*ON_RANKS))
 def test_what_runs_on_ranks_knows_nothing_of_the_driver_s_side(name):
-    above = {"driver", "prepare", "inputs", "cli", "predict", "track", "ml", "scoring", "bench", "trials"}
+    above = {"driver", "prepare", "inputs", "cli", "predict", "track", "ml", "scoring", "bench", "trials", "planning"}
     found = ours(MODULES[name]) - {"trials.order"}
     assert not {module.split(".")[0] for module in found} & above
     assert not [module for module in found if module.startswith("baselines.driver_loop")]

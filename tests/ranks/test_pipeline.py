@@ -219,6 +219,38 @@ def test_tied_weights_have_the_same_bits_on_all_ranks(num_ranks, schedule):
     torch.testing.assert_close([sum(x) for x in zip(*(r[0] for r in of_ranks), strict=True)], losses, rtol=1e-5, atol=0)
 
 
+class BySign(nn.Module):
+    """Computes rows apart by the sign of a value, as experts do: shapes within it depend on values."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, value):
+        (above,), (below,) = torch.where(value[:, 0] > 0), torch.where(value[:, 0] <= 0)
+        order = torch.cat([above, below])
+        parts = [layer(value[index]) for layer, index in ((self.first, above), (self.second, below)) if len(index)]
+        return torch.cat(parts)[torch.argsort(order)]
+
+
+def build_by_sign():
+    torch.manual_seed(5)
+    return nn.Sequential(
+        nn.Linear(4, 8), nn.BatchNorm1d(8), BySign(), nn.BatchNorm1d(8), BySign(), nn.Dropout(0.0), nn.Linear(8, 8),
+        nn.BatchNorm1d(8), nn.Linear(8, 3),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_layers_whose_shapes_are_found_by_computing_them(num_ranks):
+    """BatchNorm would show it if the pass that finds the shapes left anything behind."""
+    schedules = [("1f1b", 1), ("zero_bubble", 1)] + ([("zbv", 2), ("interleaved", 2)] if num_ranks == 2 else [])
+    cuts = {1: {2: [5, 4], 4: [2, 2, 3, 2]}[num_ranks], 2: [2, 2, 3, 2]}
+    assert_same_bits(
+        Case(ModelSpec(build=build_by_sign), rows=100), num_ranks, *((s, n, cuts[n]) for s, n in schedules)
+    )
+
+
 def train_data_rank(case):
     with joined() as world:
         group, same_stage, data_rank = data_ranks(world)

@@ -46,6 +46,10 @@ def check_pipeline(
         raise ValueError(
             f"train.precision: 'fp16' is not supported with parallel.pipeline={num_ranks}; use bf16, or float32"
         )
+    if config.train.compile:
+        raise ValueError(
+            f"train.compile: not supported with parallel.pipeline={num_ranks}: ranks call layers, and not the model"
+        )
     if stages_per_rank > 1 and schedule not in _SEVERAL_STAGES:
         raise ValueError(
             f"parallel.stages_per_rank: expected 1 with parallel.schedule={schedule!r}, found {stages_per_rank}; only "
@@ -224,7 +228,7 @@ class Pipeline:
     def _torch_stage(self, index: int, stage: Stage) -> PipelineStage:
         from torch.distributed.pipelining import PipelineStage
 
-        sent = [self._sent(boundary) for boundary in self._stages.boundaries]
+        sent = {i: self._sent(boundary) for i, boundary in self._stages.boundaries.items()}
         loss = torch.empty((), device="meta", requires_grad=True)
         return PipelineStage(
             _StageModule(self, stage, index), index, self._stages.num_stages, self._stages.device,

@@ -53,12 +53,13 @@ def weighted_loss_sum(spec: ModelSpec, model: nn.Module, batch: Batch, config: C
         if spec.batch_loss is not None:
             return None, _batch_loss_sum(spec.batch_loss, model, batch)
         output = spec.output(model, batch, config.data.features)
-        return output, loss_sum(spec, output, batch, config)
+    return output, loss_sum(spec, output, batch, config)
 
 
 def loss_sum(spec: ModelSpec, output: Output, batch: Batch, config: Config) -> Tensor:
-    """Computes the sum of losses over the true rows, a float32 scalar, from the model's output. In `autocast`."""
-    losses = row_losses(spec, output, batch, config.data.label)
+    """Computes the sum of losses over the true rows from the model's output, a float32 scalar."""
+    with autocast(batch, config):
+        losses = row_losses(spec, output, batch, config.data.label)
     return (losses.float() * batch["weight"]).sum()
 
 

@@ -19,6 +19,23 @@ from tests.builders.settings import make_config
 CPU = torch.device("cpu")
 
 
+def data_ranks(group):
+    """Of four ranks: the pipeline of two ranks that this one is in, the group of its stage, and its data rank."""
+    rank = dist.get_rank(group)
+    pipelines, stages = ([dist.new_group(ranks) for ranks in of_all] for of_all in ([[0, 2], [1, 3]], [[0, 1], [2, 3]]))
+    return pipelines[rank % 2], stages[rank // 2], rank % 2
+
+
+def part_of(micro_batches, data_rank):
+    """Every second row of each micro-batch."""
+    return [{name: values[data_rank::2] for name, values in batch.items()} for batch in micro_batches]
+
+
+def sum_gradients(module, group):
+    for parameter in module.parameters():
+        dist.all_reduce(parameter.grad, group=group)
+
+
 @contextlib.contextmanager
 def joined():
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))

@@ -1,5 +1,7 @@
 """PipeDream gives the bits of SGD with delayed gradients, as one process simulates it."""
 
+import functools
+
 import pytest
 import torch
 
@@ -8,8 +10,8 @@ from spark_dl.parallel.mesh.layers import build_chain, cut_chain
 from spark_dl.parallel.mesh.pipedream import PipeDream
 from tests.builders.models import same_bits
 from tests.ranks.launcher import RankFailed, run_ranks
-from tests.ranks.pipelines import CPU, Case, adam, joined
-from tests.ranks.test_pipeline import TWO_TOWERS, Tied, forward_tokens, nothing_pickled
+from tests.ranks.pipelines import CPU, Case, adam, data_ranks, joined, part_of, sum_gradients
+from tests.ranks.test_pipeline import TWO_TOWERS, Tied, build_linears, forward_tokens, nothing_pickled
 
 CUTS = {2: [4, 8], 4: [2, 2, 6, 2]}
 """Of the layers of `build_normed`."""
@@ -153,6 +155,38 @@ def test_other_optimizers_and_models(case, cut):
     of_ranks = [r[0] for r in results]
     assert [sum(each) for each in zip(*(r[0] for r in of_ranks), strict=True)] == losses
     assert same_bits({name: t for r in of_ranks for name, t in r[1].items()}, state)
+
+
+def train_data_rank(case, cut):
+    with joined() as world:
+        group, same_stage, data_rank = data_ranks(world)
+        pipeline = build_pipedream(case, group, cut)
+        optimizer = case.optimizer(pipeline.module.parameters())
+
+        def reduce():
+            if any(p.grad is not None for p in pipeline.module.parameters()):
+                sum_gradients(pipeline.module, same_stage)
+
+        for step, (micro_batches, rows) in enumerate(case.steps()):
+            pipeline.forward_backward(part_of(micro_batches, data_rank), rows)
+            reduce()
+            set_rate(optimizer, step)
+            pipeline.step(optimizer)
+            optimizer.zero_grad()
+        pipeline.settle(optimizer, reduce)
+        return pipeline.module.state_dict()
+
+
+def test_two_pipelines_that_share_the_rows():
+    case, cut = (
+        Case(ModelSpec(build=functools.partial(build_linears, 4)), global_batch_size=24, micro_batches=1),
+        [2, 2],
+    )
+    _, state = simulate(case, cut, False, None)
+    for trained in run_ranks(train_data_rank, 4, case, cut):
+        assert trained
+        for name, tensor in trained.items():
+            torch.testing.assert_close(tensor, state[name], rtol=1e-5, atol=1e-6)
 
 
 def build_rank(case, cut):

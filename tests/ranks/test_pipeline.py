@@ -15,7 +15,7 @@ from spark_dl.parallel.mesh.layers import balance, build_chain
 from spark_dl.parallel.mesh.pipeline import Pipeline
 from tests.builders.models import same_bits
 from tests.ranks.launcher import RankFailed, run_ranks
-from tests.ranks.pipelines import CPU, Case, adam, joined
+from tests.ranks.pipelines import CPU, Case, adam, build_normed, data_ranks, joined, part_of, sum_gradients
 
 SCHEDULES = [("naive", 1), ("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1), ("zero_bubble", 2),
              ("zbv", 2)]  # fmt: skip
@@ -217,6 +217,110 @@ def test_tied_weights_have_the_same_bits_on_all_ranks(num_ranks, schedule):
         torch.testing.assert_close(tensor, state[name], rtol=1e-5, atol=1e-6)
     assert sum(r[3] for r in of_ranks) == sum(p.numel() for p in Tied().parameters())
     torch.testing.assert_close([sum(x) for x in zip(*(r[0] for r in of_ranks), strict=True)], losses, rtol=1e-5, atol=0)
+
+
+class BySign(nn.Module):
+    """Computes rows apart by the sign of a value, as experts do: shapes within it depend on values."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, value):
+        (above,), (below,) = torch.where(value[:, 0] > 0), torch.where(value[:, 0] <= 0)
+        order = torch.cat([above, below])
+        parts = [layer(value[index]) for layer, index in ((self.first, above), (self.second, below)) if len(index)]
+        return torch.cat(parts)[torch.argsort(order)]
+
+
+def build_by_sign():
+    torch.manual_seed(5)
+    return nn.Sequential(
+        nn.Linear(4, 8), nn.BatchNorm1d(8), BySign(), nn.BatchNorm1d(8), BySign(), nn.Dropout(0.0), nn.Linear(8, 8),
+        nn.BatchNorm1d(8), nn.Linear(8, 3),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_layers_whose_shapes_are_found_by_computing_them(num_ranks):
+    """BatchNorm would show it if the pass that finds the shapes left anything behind."""
+    schedules = [("1f1b", 1), ("zero_bubble", 1)] + ([("zbv", 2), ("interleaved", 2)] if num_ranks == 2 else [])
+    cuts = {1: {2: [5, 4], 4: [2, 2, 3, 2]}[num_ranks], 2: [2, 2, 3, 2]}
+    assert_same_bits(
+        Case(ModelSpec(build=build_by_sign), rows=100), num_ranks, *((s, n, cuts[n]) for s, n in schedules)
+    )
+
+
+def train_data_rank(case):
+    with joined() as world:
+        group, same_stage, data_rank = data_ranks(world)
+        pipeline = build_pipeline(case, group, "1f1b", 1)
+        optimizer = case.optimizer(pipeline.module.parameters())
+        losses = []
+        for micro_batches, rows in case.steps():
+            losses.append(float(pipeline.forward_backward(part_of(micro_batches, data_rank), rows)))
+            sum_gradients(pipeline.module, same_stage)
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses, pipeline.module.state_dict()
+
+
+def test_two_pipelines_that_share_the_rows():
+    case = Case(ModelSpec(build=functools.partial(build_linears, 4)))
+    losses, state, _ = case.train_alone()
+    results = run_ranks(train_data_rank, 4, case)
+    torch.testing.assert_close([sum(of_step) for of_step in zip(*(r[0] for r in results), strict=True)], losses)
+    for _, trained in results:
+        assert trained
+        for name, tensor in trained.items():
+            torch.testing.assert_close(tensor, state[name], rtol=1e-5, atol=1e-6)
+
+
+def build_frozen():
+    """The first stage of two on the first rank has nothing to train, so what it passes on has no gradient."""
+    model = build_normed()
+    for layer in model[:4]:
+        layer.requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble", "zbv"])
+def test_a_stage_with_frozen_layers(schedule):
+    assert_same_bits(Case(ModelSpec(build=build_frozen), rows=100), 2, (schedule, 2, [4, 4, 2, 2]))
+
+
+class Beside(nn.Module):
+    """Passes on a parameter beside its values."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.shift = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+
+    def forward(self, value):
+        return self.linear(value), self.shift * 2
+
+
+class Add(nn.Module):
+    def forward(self, pair):
+        return pair[0] + pair[1]
+
+
+def build_beside():
+    torch.manual_seed(4)
+    return nn.Sequential(nn.Linear(4, 4), Beside(), Add(), nn.Linear(4, 3))
+
+
+@pytest.mark.parametrize("schedule", ["zero_bubble", "1f1b"])
+def test_a_gradient_that_a_schedule_would_leave_out_is_an_error(schedule):
+    """With three ranks, as the first stage computes all its gradients at once."""
+    case, cut = Case(ModelSpec(build=build_beside)), [1, 1, 2]
+    if schedule == "1f1b":
+        assert_same_bits(case, 3, (schedule, 1, cut))
+        return
+    with pytest.raises(
+        RankFailed, match=r"RuntimeError: parallel.schedule: 'zero_bubble' cannot .* gradient of 1.shift"
+    ):
+        run_ranks(train_rank, 3, case, [(schedule, 1, cut)])
 
 
 def hold_rank(case):

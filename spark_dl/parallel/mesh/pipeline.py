@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from spark_dl.parallel.mesh.layers import Layer, Tied
-from spark_dl.parallel.mesh.stage import Stage, enter
+from spark_dl.parallel.mesh.stage import Boundary, Stage, enter
 from spark_dl.parallel.mesh.stages import Stages
 from spark_dl.spec import Batch, ModelSpec, Output
 
@@ -72,6 +72,8 @@ class Pipeline:
         self._rows = 0
         self._losses: list[Tensor] = []
         self._error: Exception | None = None
+        self._used: list[nn.Parameter] | None = [] if schedule in _SPLIT else None
+        """In the first step, the parameters that later stages need gradients of; None if they need not be checked."""
 
     @property
     def module(self) -> nn.Module:
@@ -105,6 +107,7 @@ class Pipeline:
             if self._step is None:
                 self._step = self._build_step()
             self._step(len(micro_batches))
+            self._check_gradients()
             self._stages.sum_tied_gradients()
             total = torch.zeros((), device=self._stages.device)
             for loss in self._losses:
@@ -137,13 +140,28 @@ class Pipeline:
             if stage.is_last:
                 losses = stage.loss_sum(batch, received)
                 self._losses.append(losses.detach())
-                return losses / self._rows
-            sent = stages.boundaries[index].unwrap(stage.activation(batch, received))
-            # The schedules detach what was sent, which torch does not do with views.
-            return tuple(t.clone() if t._is_view() and self._schedule in _SPLIT else t for t in sent)
+                found: tuple[Tensor, ...] = (losses / self._rows,)
+            else:
+                found = stages.boundaries[index].unwrap(stage.activation(batch, received))
+            if self._schedule in _SPLIT:  # such a schedule detaches them, which torch does not do with views
+                found = tuple(t.clone() if t._is_view() else t for t in found)
+            if self._used is not None:
+                self._used += _parameters_of(found)
+            return found[0] if stage.is_last else found
         except Exception as error:
             self._error = error
             raise
+
+    def _check_gradients(self) -> None:
+        """Raises RuntimeError if a schedule has left out the gradient of a parameter, in the first step."""
+        used, self._used = self._used or [], None
+        missing = {id(parameter) for parameter in used if parameter.grad is None}
+        names = [name for name, parameter in self.module.named_parameters() if id(parameter) in missing]
+        if names:
+            raise RuntimeError(
+                f"parallel.schedule: {self._schedule!r} cannot compute the gradient of {', '.join(names)}, which "
+                "reaches an output of its stage beside the input of the stage; use '1f1b' or 'interleaved'"
+            )
 
     def _build_step(self) -> Callable[[int], None]:
         """Returns a function of the number of micro-batches that runs the schedule."""
@@ -174,14 +192,47 @@ class Pipeline:
     def _torch_stage(self, index: int, stage: Stage) -> PipelineStage:
         from torch.distributed.pipelining import PipelineStage
 
-        boundaries = self._stages.boundaries
+        sent = {i: self._sent(boundary) for i, boundary in self._stages.boundaries.items()}
         loss = torch.empty((), device="meta", requires_grad=True)
         return PipelineStage(
             _StageModule(self, stage, index), index, self._stages.num_stages, self._stages.device,
-            input_args=() if stage.is_first else boundaries[index - 1].tensors,
-            output_args=loss if stage.is_last else boundaries[index].tensors,
+            input_args=() if stage.is_first else sent[index - 1],
+            output_args=loss if stage.is_last else sent[index],
             group=self._stages.group,
         )  # fmt: skip
+
+    def _sent(self, boundary: Boundary) -> tuple[Tensor, ...]:
+        """Returns what the schedules know of a boundary.
+
+        NOTE: a schedule that computes the gradients of inputs and weights apart finds weights by the way from them to
+        an input with a gradient. Without one, as behind stages with frozen parameters, torch would leave their
+        gradients out, silently. So the input gets a gradient, which is sent for nothing.
+        """
+        tensors = boundary.tensors
+        if self._schedule not in _SPLIT or any(t.requires_grad for t in tensors):
+            return tensors
+        found = tuple(torch.empty_like(t, requires_grad=t.is_floating_point()) for t in tensors)
+        if not any(t.requires_grad for t in found):
+            raise ValueError(
+                f"parallel.schedule: {self._schedule!r} needs a tensor of floating-point numbers at the end of each "
+                f"stage, found none after the layer {boundary.layer!r}; use '1f1b' or 'interleaved', or cut the model "
+                "elsewhere (parallel.stages)"
+            )
+        return found
+
+
+def _parameters_of(outputs: Sequence[Tensor]) -> list[nn.Parameter]:
+    """Returns the parameters that outputs were computed from."""
+    nodes: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    seen, found = set(nodes), []
+    while nodes:
+        node = nodes.pop()
+        if isinstance(getattr(node, "variable", None), nn.Parameter):
+            found.append(node.variable)
+        following = {each for each, _ in node.next_functions if each is not None} - seen
+        seen |= following
+        nodes += following
+    return found
 
 
 class _StageModule(nn.Module):

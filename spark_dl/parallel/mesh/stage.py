@@ -156,13 +156,17 @@ def _describe(tensors: Sequence[Tensor]) -> str:
     return ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors) or "no tensor"
 
 
+class UnknownShape(Exception):  # noqa: N818 - not a mistake of the user
+    """The shape of a layer's output is not known before it is computed."""
+
+
 def find_boundaries(
     spec: ModelSpec, model: nn.Module, config: Config, stages: Sequence[Sequence[Layer]], batch: Batch,
 ) -> list[Boundary]:  # fmt: skip
     """Returns what each stage but the last one passes on for a batch, without computing it: with torch's fake tensors.
 
     The layers can be on the meta device. Their parameters, buffers and the generators stay as they are.
-    Raises ValueError if a stage passes on anything but tensors, or if its shapes depend on values.
+    Raises UnknownShape if a layer computes with the values of tensors; ValueError if a stage passes on anything else.
     """
     found: list[tuple[Layer, Any]] = []
     device = batch["weight"].device
@@ -177,7 +181,7 @@ def find_boundaries(
             spec.output(model, batch, config.data.features)
     except _Left:
         pass
-    return [_boundary(layer, value) for layer, value in found]
+    return [boundary_of(layer.name, value) for layer, value in found]
 
 
 def _fake_pass(
@@ -201,24 +205,22 @@ def _fake_pass(
                 try:
                     value = functional_call(layer.module, {name: fake(t) for name, t in named}, args, dict(kwargs))
                 except Exception as error:
-                    raise ValueError(
-                        f"spec.layers: cannot find the shape of the output of {layer.name!r} without computing it, "
-                        f"which a pipeline needs: {error}"
-                    ) from error
+                    raise UnknownShape(f"the layer {layer.name!r}: {type(error).__name__}: {error}") from error
                 args, kwargs = (value,), {}
             found.append((layers[-1], value))
     return found
 
 
-def _boundary(layer: Layer, value: Any) -> Boundary:
+def boundary_of(layer: str, value: Any) -> Boundary:
+    """Returns the boundary of a stage whose last layer has this output. Raises ValueError if it cannot be sent."""
     tensors = tensors_of(value)
     if tensors is None:
         raise ValueError(
-            f"spec.layers: expected a tensor or a tuple of tensors from the layer {layer.name!r}, which ends a stage, "
+            f"spec.layers: expected a tensor or a tuple of tensors from the layer {layer!r}, which ends a stage, "
             f"found {type(value).__name__}; end the stage at another layer (parallel.stages)"
         )
     metas = [torch.empty(t.shape, dtype=t.dtype, device="meta").requires_grad_(t.requires_grad) for t in tensors]
-    return Boundary(layer.name, not isinstance(value, Tensor), tuple(metas))
+    return Boundary(layer, not isinstance(value, Tensor), tuple(metas))
 
 
 class _Enter(torch.autograd.Function):

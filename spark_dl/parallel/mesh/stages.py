@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +13,24 @@ from torch import Tensor, nn
 
 from spark_dl.parallel.layout import to_device
 from spark_dl.parallel.mesh.layers import Layer, Tied, check_cut, cut_chain, find_tied
-from spark_dl.parallel.mesh.stage import Boundary, Stage, find_boundaries, remove_layer, to_meta, without_storage
+from spark_dl.parallel.mesh.stage import (
+    Boundary,
+    Stage,
+    UnknownShape,
+    boundary_of,
+    enter,
+    find_boundaries,
+    remove_layer,
+    to_meta,
+    without_storage,
+)
+from spark_dl.parallel.mesh.trial import state_kept
 from spark_dl.spec import Batch, ModelSpec, Output
 
 if TYPE_CHECKING:
     from spark_dl.config import Config
 
+_log = logging.getLogger("spark_dl")
 _HEADER = 64
 """Numbers that are sent before tensors of unknown shape."""
 _TAG, _TIED_TAG = 11, 12
@@ -76,8 +89,8 @@ class Stages:
             if self.rank in tied.layers
         ]
         self._shapes: list[dict[str, torch.Size]] | None = None
-        self.boundaries: list[Boundary] = []
-        """What each stage but the last one passes on. Known after the first `take`."""
+        self.boundaries: dict[int, Boundary] = {}
+        """What stages pass on, by their index: at least those of this rank and before them. Known after `take`."""
 
     def _keep_own(self, own: Sequence[Layer]) -> None:
         kept = [layer.module for layer in own]
@@ -99,7 +112,7 @@ class Stages:
         return [p for p in self.module.parameters() if id(p) not in others]
 
     def take(self, micro_batches: Sequence[Batch]) -> list[Batch]:
-        """Returns the micro-batches of a step on the device. Finds the boundaries for the first one.
+        """Returns the micro-batches of a step on the device. Finds the boundaries for the first one. Collective.
 
         Raises ValueError on all ranks if their shapes differ from each other, or from those of the first step.
         """
@@ -109,9 +122,29 @@ class Stages:
             _check_shapes(found, expected)
         batches = [to_device(batch, self.device, self._config) for batch in micro_batches]
         if self._shapes is None:
-            self.boundaries = find_boundaries(self._spec, self.module, self._config, self._without_storage, batches[0])
+            self.boundaries = self._find_boundaries(batches[0])
             self._shapes = shapes[:1]
         return batches
+
+    def _find_boundaries(self, batch: Batch) -> dict[int, Boundary]:
+        try:
+            return dict(enumerate(find_boundaries(self._spec, self.module, self._config, self._without_storage, batch)))
+        except UnknownShape as reason:  # on all ranks, as all have the same layers and the same batch
+            _log.info("the first batch is computed once more, to find the shapes that stages pass on: %s", reason)
+        found = {}
+        with state_kept(self.module), torch.enable_grad():
+            received: Any = None
+            for index, stage in sorted(self.stages.items()):
+                if index and self.ranks[index - 1] != self.rank:
+                    received = self._receive(self.ranks[index - 1])
+                    found[index - 1] = boundary_of(self._layers[index - 1][-1].name, received)
+                if stage.is_last:
+                    break
+                received = stage.activation(batch, received)
+                found[index] = boundary_of(stage.layers[-1].name, received)
+                if self.ranks[index + 1] != self.rank:
+                    self._send(received, self.ranks[index + 1])
+        return found
 
     def forward(self, batch: Batch) -> Output | None:
         """Computes the output of the model for a batch with any number of rows. Collective over the pipeline.
@@ -165,7 +198,7 @@ class Stages:
         tensors = [value] if isinstance(value, Tensor) else list(value)
         numbers = [0 if isinstance(value, Tensor) else 1, len(tensors)]
         for tensor in tensors:
-            numbers += [_DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape]
+            numbers += [_DTYPES.index(tensor.dtype), tensor.requires_grad, tensor.ndim, *tensor.shape]
         assert len(numbers) <= _HEADER
         header = torch.tensor(numbers + [0] * (_HEADER - len(numbers)), device=self.device)
         for tensor in (header, *tensors):
@@ -178,10 +211,10 @@ class Stages:
         is_tuple, count = next(numbers), next(numbers)
         tensors = []
         for _ in range(count):
-            dtype, ndim = _DTYPES[next(numbers)], next(numbers)
-            shape = list(itertools.islice(numbers, ndim))
-            tensors.append(torch.empty(shape, dtype=dtype, device=self.device))
-            dist.recv(tensors[-1], group=self.group, group_src=rank, tag=_TAG)
+            dtype, has_gradient, ndim = _DTYPES[next(numbers)], bool(next(numbers)), next(numbers)
+            tensor = torch.empty(list(itertools.islice(numbers, ndim)), dtype=dtype, device=self.device)
+            dist.recv(tensor, group=self.group, group_src=rank, tag=_TAG)
+            tensors.append(enter(tensor.requires_grad_(has_gradient)))
         return tuple(tensors) if is_tuple else tensors[0]
 
 

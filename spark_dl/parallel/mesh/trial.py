@@ -58,7 +58,7 @@ def _output(
 
     replaced = contextlib.nullcontext() if chain is None else forward_replaced(model, forward)
     try:
-        with _state_kept(model), torch.no_grad(), autocast(batch, config), replaced:
+        with state_kept(model), torch.no_grad(), autocast(batch, config), replaced:
             return spec.output(model, batch, config.data.features)
     except Exception as error:
         if not layer:
@@ -132,7 +132,7 @@ def _seconds(
     for parameter, _ in gradients:
         parameter.grad = None
     try:
-        with _state_kept(model), torch.enable_grad(), autocast(batch, config), forward_replaced(model, forward):
+        with state_kept(model), torch.enable_grad(), autocast(batch, config), forward_replaced(model, forward):
             spec.output(model, batch, config.data.features)
     finally:
         for parameter, gradient in gradients:
@@ -161,7 +161,7 @@ def _timed(function: Callable[[], Any], device: torch.device) -> tuple[float, An
 
 
 @contextlib.contextmanager
-def _state_kept(model: nn.Module) -> Iterator[None]:
+def state_kept(model: nn.Module) -> Iterator[None]:
     """Restores the buffers of a model and the generators on exit."""
     gpus = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]

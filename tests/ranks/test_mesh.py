@@ -59,19 +59,33 @@ def test_models_that_are_cut(tmp_path, num_ranks, mesh):
     assert_same_training(tmp_path, small_config(num_ranks, train=train, parallel=Mesh(**mesh)), 245)
 
 
+@pytest.mark.parametrize("vertical_sync", [False, True])
+def test_pipedream_trains_on_data_ranks_as_on_one(tmp_path, vertical_sync):
+    """Its weights are those of delayed SGD; here, those of 2 x 2 ranks are those of 2 x 1."""
+    trained = []
+    for num_ranks in (2, 4):
+        mesh = Mesh(pipeline=2, schedule="pipedream", vertical_sync=vertical_sync)
+        config = small_config(num_ranks, train={"optimizer_args": {"momentum": 0.9}}, parallel=mesh)
+        trained.append(load_weights(train(make_run(tmp_path, config, name=f"run-{num_ranks}"))))
+    one, two = trained
+    for name, weight in one.items():
+        torch.testing.assert_close(two[name], weight, rtol=1e-5, atol=1e-6)
+
+
 def with_mesh(config, num_ranks, **mesh):
     launch = dataclasses.replace(config.launch, num_ranks=num_ranks)
     return dataclasses.replace(config, parallel=Mesh(**mesh), launch=launch)
 
 
-MESHES = [(4, {"zero_stage": 3}), (2, {"zero_stage": 2}), (1, {}), (3, {"zero_stage": 1}), (2, {}),
-          (4, {"zero_stage": 3, "replicas": 2})]  # fmt: skip
+MESHES = [(4, {"zero_stage": 3}), (4, {"tensor": 2}), (4, {"pipeline": 2, "zero_stage": 1}), (1, {}),
+          (2, {"zero_stage": 2}), (2, {"pipeline": 2, "schedule": "gpipe"}), (4, {"tensor": 2, "zero_stage": 1}),
+          (3, {}), (4, {"zero_stage": 3, "replicas": 2})]  # fmt: skip
 
 
 @pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
 def test_a_run_goes_on_on_another_mesh(tmp_path, optimizer):
     args = {"momentum": 0.9} if optimizer == "SGD" else {}
-    config = small_config(1, train={"optimizer": optimizer, "optimizer_args": args, "epochs": 2}, parallel=Mesh())
+    config = small_config(1, train={"optimizer": optimizer, "optimizer_args": args, "accumulation_steps": 2}, parallel=Mesh())
     whole = train(make_run(tmp_path, config, name="whole"))
     steps = range(1, len(MESHES) + 1)
     run, saved = make_run(tmp_path, config), None

@@ -36,12 +36,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--optimizer", default="adam", help="adam, momentum or sgd in float32, or mixed_adam (default: adam)"
     )
-    for name, text, rate, latency in (
-        ("", "between hosts: of a host's link", 10_000.0, 0.1), ("local_", "within a host", 80_000.0, 0.02),
-    ):  # fmt: skip
-        parser.add_argument(f"--{name}rate_mbit", type=float, default=rate, help=f"Mbit/s {text} (default: {rate:g})")
+    for name, link, message, rate, latency in (
+        ("", "of a host's link, in each direction", "between hosts", 10_000.0, 0.1),
+        ("local_", "between two ranks of a host", "within a host", 80_000.0, 0.02),
+    ):
+        parser.add_argument(f"--{name}rate_mbit", type=float, default=rate, help=f"Mbit/s {link} (default: {rate:g})")
         parser.add_argument(
-            f"--{name}latency_ms", type=float, default=latency, help=f"of a message {text} (default: {latency:g})"
+            f"--{name}latency_ms", type=float, default=latency, help=f"of a message {message} (default: {latency:g})"
         )
     parser.add_argument(
         "--zero_stages", type=_numbers, default=(0, 1, 2, 3), help="comma-separated, to choose from (default: 0,1,2,3)"

@@ -10,7 +10,7 @@ from typing import Any
 
 from spark_dl import storage
 from spark_dl.config.checks import suggestion
-from spark_dl.parallel.mesh.planner.records import CUTS, Layer, Seconds
+from spark_dl.parallel.mesh.planner.records import KINDS, Layer, Seconds
 
 _LAYER = ("name", "forward_s", "backward_s", "parameter_bytes", "output_bytes", "kept_bytes", "tensor", "repeat")
 _NEEDED = ("name", "forward_s", "backward_s", "parameter_bytes", "output_bytes", "kept_bytes")
@@ -78,10 +78,10 @@ def _seconds(content: Any, where: str) -> Seconds:
 
 def _tensor(content: Any, where: str) -> tuple[str, ...]:
     if not isinstance(content, Sequence) or isinstance(content, str):
-        raise ValueError(f"{where}: expected a list of {', '.join(CUTS)}, found {content!r}")
+        raise ValueError(f"{where}: expected a list of {', '.join(KINDS)}, found {content!r}")
     for each in content:
-        if each not in CUTS:
-            raise ValueError(f"{where}: expected a list of {', '.join(CUTS)}, found {each!r}")
+        if each not in KINDS:
+            raise ValueError(f"{where}: expected a list of {', '.join(KINDS)}, found {each!r}")
     return tuple(content)
 
 

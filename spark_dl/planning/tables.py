@@ -105,7 +105,8 @@ def as_dict(problem: Problem, plan: Plan) -> dict[str, Any]:
     choice, dims = plan.choice, plan.choice.dims
     return {
         "pipeline": dims.pipeline, "data": dims.data, "tensor": dims.tensor, "zero_stage": choice.zero_stage,
-        "schedule": choice.schedule, "micro_batches": choice.micro_batches, "rows_of_micro_batch": choice.rows,
+        "schedule": choice.schedule if dims.pipeline > 1 else None, "micro_batches": choice.micro_batches,
+        "rows_of_micro_batch": choice.rows,
         "step_s": plan.step_s, "exposed_exchange_s": plan.exposed_s, "bubble": plan.bubble,
         "memory_bytes": plan.memory_bytes,
         "stages": [

@@ -5,12 +5,12 @@ import random
 from spark_dl.parallel.cost.cost import Network
 from spark_dl.parallel.mesh.planner.choices import Problem
 from spark_dl.parallel.mesh.planner.memory import STATES
-from spark_dl.parallel.mesh.planner.records import CUTS, Cluster, Layer, Seconds
+from spark_dl.parallel.mesh.planner.records import KINDS, Cluster, Layer, Seconds
 
 WITHIN, BETWEEN = Network(1e-5, 5e9), Network(1e-4, 1e8)
 
 
-def layers(rng: random.Random, count: int, *, cuts: tuple[str, ...] = CUTS) -> tuple[Layer, ...]:
+def layers(rng: random.Random, count: int, *, kinds: tuple[str, ...] = KINDS) -> tuple[Layer, ...]:
     return tuple(
         Layer(
             f"layer{i}",
@@ -19,7 +19,7 @@ def layers(rng: random.Random, count: int, *, cuts: tuple[str, ...] = CUTS) -> t
             parameter_bytes=rng.choice((0, rng.randrange(4, 4_000_000, 4))),
             output_bytes=rng.uniform(0, 1e5),
             kept_bytes=rng.uniform(0, 4e5),
-            tensor=tuple(kind for kind in cuts if rng.random() < 0.4),
+            tensor=tuple(kind for kind in kinds if rng.random() < 0.4),
         )
         for i in range(count)
     )

@@ -1,6 +1,7 @@
 """PipeDream gives the bits of SGD with delayed gradients, as one process simulates it."""
 
 import functools
+import warnings
 
 import pytest
 import torch
@@ -187,6 +188,24 @@ def test_two_pipelines_that_share_the_rows():
         assert trained
         for name, tensor in trained.items():
             torch.testing.assert_close(tensor, state[name], rtol=1e-5, atol=1e-6)
+
+
+def schedule_rank(case, cut):
+    with joined() as group, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pipeline = build_pipedream(case, group, cut)
+        optimizer = case.optimizer(pipeline.module.parameters())
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        for micro_batches, rows in case.steps():
+            pipeline.forward_backward(micro_batches, rows)
+            pipeline.step(optimizer)
+            optimizer.zero_grad()
+            scheduler.step()
+        pipeline.settle(optimizer)
+
+
+def test_a_scheduler_that_is_called_before_the_first_update_does_not_warn():
+    run_ranks(schedule_rank, 2, Case(rows=100, micro_batches=1), CUTS[2])
 
 
 def build_rank(case, cut):

@@ -134,6 +134,9 @@ class PipeDream:
         (self._flight[-1] if self._flight else self._due_one()).settings = settings
         if self._due is not None:
             self._apply(optimizer)
+        else:
+            # NOTE: schedulers of torch warn if they are called before the optimizer, and look at this attribute.
+            optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def settle(self, optimizer: torch.optim.Optimizer, reduce: Callable[[], None] = lambda: None) -> None:
         """Computes the backward passes that are left, and applies their gradients. Collective over the pipeline.

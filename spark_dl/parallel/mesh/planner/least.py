@@ -70,6 +70,6 @@ def why_none_fits(problem: Problem) -> str:
         f"no plan fits into memory_gib={cluster.memory_bytes / 2**30:.4g} of a rank. The smallest needs "
         f"{memory.total / 2**30:.4g} GiB: {states / 2**30:.4g} for weights, gradients and optimizer, and "
         f"{memory.activations / 2**30:.4g} for activations, with pipeline={dims.pipeline}, data={dims.data}, "
-        f"tensor={dims.tensor}, zero_stage={choice.zero_stage}, and {choice.micro_batches} micro-batches of "
-        f"{choice.rows} rows. Use devices with more memory, {hint}"
+        f"tensor={dims.tensor}, zero_stage={choice.zero_stage}, micro_batches={choice.micro_batches}, "
+        f"rows={choice.rows}. Use devices with more memory, {hint}"
     )

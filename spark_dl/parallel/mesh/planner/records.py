@@ -10,7 +10,7 @@ from spark_dl.parallel.cost.cost import Network
 REPLICATED, COLWISE, ROWWISE, SEQUENCE, SPLIT, BLOCK = (
     "replicated", "colwise", "rowwise", "sequence", "split", "block",
 )  # fmt: skip
-CUTS = (COLWISE, ROWWISE, SEQUENCE, SPLIT, BLOCK)
+KINDS = (COLWISE, ROWWISE, SEQUENCE, SPLIT, BLOCK)
 """How a layer can be cut over tensor ranks, in the order of preference between cuts that cost the same (`tensor.py`
 describes them). Every layer can also be replicated."""
 WHOLE_WEIGHTS = (REPLICATED, SEQUENCE)
@@ -41,7 +41,7 @@ class Layer:
     kept_bytes: float = 0.0
     """Bytes that a forward pass keeps for the backward pass, per row."""
     tensor: tuple[str, ...] = ()
-    """How it can be cut over tensor ranks, of `CUTS`."""
+    """How it can be cut over tensor ranks, of `KINDS`."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from spark_dl.parallel.cost.cost import Network
 from spark_dl.parallel.mesh.planner.records import (
     BLOCK,
     COLWISE,
-    CUTS,
+    KINDS,
     REPLICATED,
     ROWWISE,
     SEQUENCE,
@@ -206,7 +206,7 @@ class Segments:
 
 
 def _kinds(layer: Layer, tensor: int) -> list[str]:
-    return [REPLICATED, *(each for each in CUTS if each in layer.tensor)] if tensor > 1 else [REPLICATED]
+    return [REPLICATED, *(each for each in KINDS if each in layer.tensor)] if tensor > 1 else [REPLICATED]
 
 
 def _between(gives: str, takes: str, num_bytes: float, tensor: int, network: Network) -> tuple[float, float]:

@@ -85,7 +85,9 @@ MESHES = [(4, {"zero_stage": 3}), (4, {"tensor": 2}), (4, {"pipeline": 2, "zero_
 @pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
 def test_a_run_goes_on_on_another_mesh(tmp_path, optimizer):
     args = {"momentum": 0.9} if optimizer == "SGD" else {}
-    config = small_config(1, train={"optimizer": optimizer, "optimizer_args": args, "accumulation_steps": 2}, parallel=Mesh())
+    config = small_config(
+        1, train={"optimizer": optimizer, "optimizer_args": args, "accumulation_steps": 2}, parallel=Mesh()
+    )
     whole = train(make_run(tmp_path, config, name="whole"))
     steps = range(1, len(MESHES) + 1)
     run, saved = make_run(tmp_path, config), None

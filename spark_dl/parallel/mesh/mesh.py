@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -76,6 +77,26 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
     )
 
 
+def _check_same_rows(micro_batches: Sequence[Batch], groups: Groups, world: World) -> None:
+    """Raises RuntimeError on all ranks of a copy of the model that do not have the same batches. Collective."""
+    checksum = 0
+    for batch in micro_batches:
+        for name in sorted(batch):
+            checksum = zlib.crc32(batch[name].contiguous().view(torch.uint8).numpy().data, checksum)
+    for group in (groups.tensor, groups.pipeline):
+        if group is None:
+            continue
+        own = torch.tensor([checksum], device=world.device)
+        found = [torch.empty_like(own) for _ in range(group.size())]
+        dist.all_gather(found, own, group=group)
+        if any(int(each) != checksum for each in found):
+            raise RuntimeError(
+                f"rank {world.rank} on host {world.host}: the ranks of one copy of the model have different batches, "
+                f"ranks {dist.get_process_group_ranks(group)}; spec.transform must not draw random numbers: use "
+                "spec.augment, whose generator is the same on these ranks"
+            )
+
+
 def is_counted(part: Part, parameter: nn.Parameter) -> bool:
     """Whether this rank counts a parameter in a norm over the model: of copies on several stages, one counts."""
     if not isinstance(part.pipeline, Pipeline):
@@ -92,8 +113,12 @@ class MeshTraining:
     ):  # fmt: skip
         self._spec, self._part, self._optimizer, self._flat = spec, part, optimizer, flat
         self._groups, self._world, self._config, self._clock = groups, world, config, clock
+        self._is_first_step = True
 
     def forward_backward(self, micro_batches: Sequence[Batch], rows: int) -> Tensor:
+        if self._is_first_step:
+            _check_same_rows(micro_batches, self._groups, self._world)
+            self._is_first_step = False
         pipeline, flat = self._part.pipeline, self._flat
         if isinstance(pipeline, PipeDream):
             total = pipeline.forward_backward(micro_batches, rows)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from torch.torch_version import TorchVersion
+
 from spark_dl.config.checks import check_bool, check_choices, check_number
 from spark_dl.config.conflicts import ELEMENTWISE, Conflict
 from spark_dl.config.fields import may_change
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from spark_dl.config import Config
     from spark_dl.world import World
 
+OLDEST_TORCH = "2.13"
 Schedule = Literal["naive", "gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "pipedream"]
 _SEVERAL_STAGES = ("interleaved", "zero_bubble", "zbv")
 """Schedules with several stages on a rank."""
@@ -74,6 +77,15 @@ EXCLUDES = (
              "expected 'pad' with parallel.pipeline above 1, where stages exchange tensors with one entry per row, "
              "found 'offsets'"),
 )  # fmt: skip
+
+
+def check_version(found: str) -> None:
+    """Raises ValueError for a version of torch that is older than those on which the mesh was tested."""
+    if TorchVersion(found) < OLDEST_TORCH:
+        raise ValueError(
+            f"parallel.strategy: 'mesh' needs torch {OLDEST_TORCH} or newer, on which it was tested, found {found}; "
+            "install it on the driver and on executors, or use 'ddp'"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -77,6 +77,7 @@ bench: setup-all setup-peers ## all benchmarks, in about an hour; see jobs/bench
 	@$(PY) jobs/bench.py scale
 	@$(PY) jobs/bench.py filters
 	@$(PY) jobs/bench.py trials
+	@$(PY) jobs/bench.py literature
 	@$(PY) jobs/bench.py exchange
 
 clean:

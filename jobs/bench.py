@@ -11,6 +11,7 @@ from spark_dl.bench.exchange import compare, report
 from spark_dl.bench.exchange.answers import answers
 from spark_dl.bench.exchange.log import Log
 from spark_dl.bench.exchange.options import add_arguments, from_arguments, list_of
+from spark_dl.bench.literature import literature
 from spark_dl.bench.peers import gpu, launch, loader, predict, shards, step, track
 
 
@@ -61,6 +62,10 @@ def bench_trials(args: argparse.Namespace) -> dict[str, Any]:
     options = _options(trials.Options, args)
     session = build_session("spark_dl bench", master=args.master or f"local[{options.groups * options.ranks}]")
     return trials.measure(session, options)
+
+
+def bench_literature(args: argparse.Namespace) -> dict[str, Any]:
+    return literature.measure(_options(literature.Options, args), _show)
 
 
 def bench_exchange(args: argparse.Namespace) -> dict[str, Any]:
@@ -208,6 +213,14 @@ def build_parser() -> argparse.ArgumentParser:
     of_exchange.add_argument("--report", default="runs/exchange/report.html", help="HTML page to write")
     of_exchange.add_argument("--master", help="URL of an existing cluster, with one task slot on each host")
     of_exchange.add_argument("--folder", help="with --master: a folder or URL that all its hosts can access")
+    text = "published figures of ZeRO, GPipe, PipeDream and BERT-Large beside those of the planner's formulas"
+    of_literature = what.add_parser("literature", help=text, description=text)
+    of_literature.set_defaults(run=bench_literature)
+    of_literature.add_argument(
+        "--profiles", default=literature.PROFILES,
+        help="folder with PipeDream's profiles: profiler/image_classification/profiles of a clone of "
+        f"github.com/msr-fiddle/pipedream, or vgg16.txt and resnet50.txt (default: {literature.PROFILES})",
+    )  # fmt: skip
     return parser
 
 

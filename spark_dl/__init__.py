@@ -22,6 +22,7 @@ from spark_dl.parallel.hvd import Horovod
 from spark_dl.parallel.local_sgd import LocalSGD
 from spark_dl.parallel.mesh.settings import Mesh
 from spark_dl.parallel.single import DPSingleProcess, Single
+from spark_dl.planning.plan import MeshPlans, plan_mesh
 from spark_dl.predict import predict, predict_udf, save_model
 from spark_dl.scoring.saved_model import load_model
 from spark_dl.spec import ModelSpec, import_object
@@ -43,6 +44,7 @@ __all__ = [
     "Loader",
     "LocalSGD",
     "Mesh",
+    "MeshPlans",
     "ModelSpec",
     "Optimization",
     "Parallel",
@@ -71,6 +73,7 @@ __all__ = [
     "load_model",
     "nn",
     "open_dataset",
+    "plan_mesh",
     "predict",
     "predict_udf",
     "read_shards",

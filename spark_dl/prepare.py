@@ -11,11 +11,12 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from spark_dl import storage
 from spark_dl.checks.dtypes import check_dtypes
+from spark_dl.checks.mesh import fit_mesh
 from spark_dl.config import Config
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.dataset.folder import delete_dataset
@@ -82,6 +83,7 @@ def prepare_run(
         )
         if run.train.columns and spec is not None:  # the columns are unknown with local storage
             check_dtypes(spec, run.train.select(config.data.columns), config)
+            run = replace(run, config=fit_mesh(spec, run.train, config, saved))
         # Only now, so that an earlier run is not deleted for invalid data.
         attempt.take_over(run, overwrite=overwrite, keep=[*datasets.written, *_urls(train), *_urls(validation_shards)])
         _log.info("training on %d ranks%s", config.launch.num_ranks, f", from step {saved.step}" if saved else "")

@@ -89,11 +89,16 @@ class ModelSpec:
         one, and the model has a BatchNorm that needs two, the batch has this row twice.
     evaluation: called with the model at the start of an evaluation; returns an `Evaluation`, which gets the true rows
         of each batch and computes the values of the evaluation, such as `loss`, instead of `loss` and `batch_loss`.
+    layers: names or patterns of modules which, called in order on each other's output, are the model, such as
+        `["embed", "layers.*", "norm", "head"]`: where `parallel.pipeline` cuts it. The default is the children of an
+        `nn.Sequential`.
+    tensor_plan: how `parallel.tensor` cuts modules: words such as `colwise` and `rowwise` by names or patterns, as in
+        Hugging Face's `base_model_tp_plan`. The default is the model's own plan, or that of its kind of layers.
+
+    experts: names or patterns of the `spark_dl.nn.MoE` layers whose experts `parallel.experts` divides among ranks,
+        such as `["layers.*.moe"]`. The default is all of them.
 
     set_position: called with the model and a `Position` before every step and before every validation.
-
-    experts: names of the `spark_dl.nn.MoE` layers whose experts are divided among ranks by `parallel.experts`, or
-        patterns such as `layers.*.moe`, where `*` stands for any characters. The default is all of them.
     """
 
     build: Callable[[], nn.Module]
@@ -107,6 +112,8 @@ class ModelSpec:
     batch_loss: Callable[[nn.Module, Batch], Tensor] | None = None
     evaluation: Callable[[nn.Module], Evaluation] | None = None
     set_position: Callable[[nn.Module, Position], None] | None = None
+    layers: Sequence[str] | None = None
+    tensor_plan: Mapping[str, str] | None = None
     experts: Sequence[str] | None = None
 
     @classmethod

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import html
 import importlib.util
 import io
 from collections.abc import Callable, Mapping
 from importlib import resources
 from typing import Any
 
+from pyarrow.fs import FileType
+
 from spark_dl import storage
 from spark_dl.training import metrics
+
+TEXT, _LINE = "#00a001", "#00a002"
+_PAGE_STYLE = {
+    "text.color": TEXT, "axes.labelcolor": TEXT, "xtick.color": TEXT, "ytick.color": TEXT, "axes.edgecolor": _LINE,
+    "grid.color": _LINE, "figure.facecolor": "none", "axes.facecolor": "none", "savefig.facecolor": "none",
+    "legend.facecolor": "none", "legend.edgecolor": "none", "axes.spines.right": False, "legend.fontsize": 8,
+}  # fmt: skip
 
 
 def plot_loss(run_dir: str) -> str | None:
@@ -69,6 +79,32 @@ def draw(
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None})
     return text.getvalue()[text.getvalue().index("<svg") :]
+
+
+def draw_for_page(
+    plot: Callable[[Any], None], *, title: str, colors: Mapping[str, str], width: float, height: float
+) -> str:
+    """Draws as `draw` does, in the colors of a page, for light and dark: `--text`, `--line` and those of `colors`.
+
+    colors: what `plot` draws with, by the name of the variable that the page has in its place.
+    """
+    svg = draw(plot, width=width, height=height, style=_PAGE_STYLE)
+    for name, color in {**colors, "text": TEXT, "line": _LINE}.items():
+        svg = svg.replace(color, f"var(--{name})")
+    return svg.replace("<svg ", f'<svg role="img" aria-label="{html.escape(title)}" ', 1)
+
+
+def check_replaceable(url: str, mark: str, what: str, *, key: str = "path") -> None:
+    """Raises ValueError if there is something at `url` that does not begin with `mark`, as `what` does.
+
+    key: argument that the user gave the URL by.
+    """
+    kind = storage.info(url).type
+    if kind == FileType.NotFound:
+        return
+    if kind != FileType.File or mark.encode() not in storage.read_bytes(url)[:200]:
+        found = "a folder" if kind == FileType.Directory else f"a file that is not {what}"
+        raise ValueError(f"{key}: {url} is {found}; nothing was changed: pass the path of a new file")
 
 
 def render_page(package: str, name: str, **values: Any) -> str:

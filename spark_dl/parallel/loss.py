@@ -58,13 +58,15 @@ def weighted_loss_sum(spec: ModelSpec, model: nn.Module, batch: Batch, config: C
         else:
             note_rows(model, batch["weight"])
             output = spec.output(model, batch, config.data.features)
-            losses = loss_sum(spec, output, batch, config)
-        return output, add_auxiliary_losses(model, losses, batch["weight"])
+    if output is not None:
+        losses = loss_sum(spec, output, batch, config)
+    return output, add_auxiliary_losses(model, losses, batch["weight"])
 
 
 def loss_sum(spec: ModelSpec, output: Output, batch: Batch, config: Config) -> Tensor:
-    """Computes the sum of losses over the true rows, a float32 scalar, from the model's output. In `autocast`."""
-    losses = row_losses(spec, output, batch, config.data.label)
+    """Computes the sum of losses over the true rows from the model's output, a float32 scalar."""
+    with autocast(batch, config):
+        losses = row_losses(spec, output, batch, config.data.label)
     return (losses.float() * batch["weight"]).sum()
 
 

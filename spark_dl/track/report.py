@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
-from pyarrow.fs import FileType
 
 from spark_dl import storage
 from spark_dl._version import __version__
@@ -42,19 +41,10 @@ def report(run_dir: str | os.PathLike[str], path: str | os.PathLike[str] | None 
     run_dir = storage.absolute(run_dir)
     url = storage.join(run_dir, FILE) if path is None else storage.absolute(path)
     run = read_run(run_dir)
-    _check_replaceable(url)
+    plots.check_replaceable(url, _MARK, "a report of spark_dl")
     page = plots.render_page("spark_dl.track", FILE, mark=_MARK, **_content(run, time.time()))
     storage.write_bytes(url, page.encode())
     return url
-
-
-def _check_replaceable(url: str) -> None:
-    kind = storage.info(url).type
-    if kind == FileType.NotFound:
-        return
-    if kind != FileType.File or _MARK.encode() not in storage.read_bytes(url)[:200]:
-        what = "a folder" if kind == FileType.Directory else "a file that is not a report of spark_dl"
-        raise ValueError(f"path: {url} is {what}; nothing was changed: pass the path of a new file")
 
 
 def _content(run: RunLog, now: float) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -21,17 +20,11 @@ MOST_POINTS = 600
 """Points of a curve. With more, neighbors are replaced by their mean."""
 _MOST_METRICS = 8
 _MOST_TICKS = 8
-_TEXT, _LINE = "#00a001", "#00a002"
 _COLORS = {
     "training": "#00a011", "epoch": "#00a012", "validation": "#00a013",
     **{part: f"#00a02{i}" for i, part in enumerate(PARTS)},
 }  # fmt: skip
 """Colors that matplotlib writes, and that are replaced by variables."""
-_STYLE = {
-    "text.color": _TEXT, "axes.labelcolor": _TEXT, "xtick.color": _TEXT, "ytick.color": _TEXT, "axes.edgecolor": _LINE,
-    "grid.color": _LINE, "figure.facecolor": "none", "axes.facecolor": "none", "savefig.facecolor": "none",
-    "legend.facecolor": "none", "legend.edgecolor": "none", "axes.spines.right": False, "legend.fontsize": 8,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -93,10 +86,8 @@ def _draw(title: str, plot: Callable[[Any], bool]) -> str:
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")  # the browser has it
-        svg = plots.draw(on, width=4.8, height=2.9, style=_STYLE)
-    for name, color in {**_COLORS, "text": _TEXT, "line": _LINE}.items():
-        svg = svg.replace(color, f"var(--{name})")
-    return svg.replace("<svg ", f'<svg role="img" aria-label="{html.escape(title)}" ', 1) if has_points else ""
+        svg = plots.draw_for_page(on, title=title, colors=_COLORS, width=4.8, height=2.9)
+    return svg if has_points else ""
 
 
 def _points(lines: Sequence[Line], value: Callable[[Line], Any]) -> tuple[Floats, Floats]:

@@ -11,7 +11,7 @@ from torch import nn
 from spark_dl import DDP, Launch, Mesh, ModelSpec
 from spark_dl.launch import rendezvous
 from spark_dl.nn import MoE
-from spark_dl.parallel.mesh.experts import divide_experts
+from spark_dl.parallel.mesh.experts.divide import connect_experts, cut_experts
 from spark_dl.parallel.mesh.groups import build_groups
 from spark_dl.rundir.weights import load_weights
 from spark_dl.training.metrics import read_metrics
@@ -69,7 +69,8 @@ def layer_on_ranks(experts, top_k, even):
     with rendezvous.join(Launch()) as world:
         groups = build_groups(world, Mesh(experts=experts).dims(world.world_size), 20)
         layer = build_layer(top_k, even=even)
-        layouts = divide_experts(layer, None, groups, None)
+        layouts = cut_experts(layer, [""], groups)
+        connect_experts(layer, [""], groups, None)
         layer.sum_over_data = dist.all_reduce
         rows = ROWS // world.world_size
         tokens = one_hot() if even else some_tokens()
@@ -189,6 +190,24 @@ def test_experts_with_shards(tmp_path, train, options):
 def test_adam_with_all_experts_on_different_ranks(tmp_path, zero_stage):
     config = small_config(4, train=ADAM, parallel=Mesh(experts=4, zero_stage=zero_stage))
     assert_same_training(tmp_path, config, 245, spec=BIASED)
+
+
+def build_deep():
+    layers = (nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 32), Residual(), Residual(bias_rate=0.05), nn.Linear(32, 3))
+    return nn.Sequential(*layers)
+
+
+@pytest.mark.parametrize("mesh", [
+    {"pipeline": 2},
+    {"pipeline": 2, "schedule": "gpipe", "zero_stage": 1},
+    {"tensor": 2},
+    {"tensor": 2, "zero_stage": 2},
+], ids=str)  # fmt: skip
+def test_experts_of_models_that_are_cut(tmp_path, mesh):
+    config = small_config(4, train={**MOMENTUM, "accumulation_steps": 2}, parallel=Mesh(experts=2, **mesh))
+    assert_same_training(tmp_path, config, 245, spec=ModelSpec(build=build_deep))
+    lines = [line for line in read_metrics(str(tmp_path / "run")) if line["kind"] == "step"]
+    assert all(line["expert_load"].keys() == {"3.moe", "4.moe"} for line in lines)
 
 
 def test_shards_with_as_many_replicas_as_ranks(tmp_path):

@@ -12,7 +12,7 @@ from spark_dl.evaluate import load_model
 from spark_dl.parallel.loss import weighted_loss_sum
 from spark_dl.rundir.weights import load_weights
 from tests.builders.models import small_config
-from tests.ranks.launcher import run_ranks
+from tests.ranks.launcher import RankFailed, run_ranks
 from tests.ranks.runs import cut_at, make_run, resume, train, train_rank
 from tests.ranks.test_parity import assert_same_training
 
@@ -41,19 +41,64 @@ def test_optimizers_with_state(tmp_path, optimizer, zero_stage):
     assert_same_training(tmp_path, config, 245)
 
 
+MESHES_OF_MODELS = [
+    (2, {"pipeline": 2}),
+    (2, {"tensor": 2}),
+    (4, {"pipeline": 2}),
+    (4, {"pipeline": 2, "zero_stage": 1}),
+    (4, {"pipeline": 2, "zero_stage": 3, "schedule": "gpipe"}),
+    (4, {"tensor": 2}),
+    *((4, {"tensor": 2, "zero_stage": stage}) for stage in (1, 2, 3)),
+    pytest.param(8, {"tensor": 2, "zero_stage": 3, "replicas": 2}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("num_ranks", "mesh"), MESHES_OF_MODELS)
+def test_models_that_are_cut(tmp_path, num_ranks, mesh):
+    train = {**MOMENTUM, "accumulation_steps": 2}
+    assert_same_training(tmp_path, small_config(num_ranks, train=train, parallel=Mesh(**mesh)), 245)
+
+
+@pytest.mark.parametrize("vertical_sync", [False, True])
+def test_pipedream_trains_on_data_ranks_as_on_one(tmp_path, vertical_sync):
+    """Its weights are those of delayed SGD; here, those of 2 x 2 ranks are those of 2 x 1."""
+    trained = []
+    for num_ranks in (2, 4):
+        mesh = Mesh(pipeline=2, schedule="pipedream", vertical_sync=vertical_sync)
+        config = small_config(num_ranks, train={"optimizer_args": {"momentum": 0.9}}, parallel=mesh)
+        trained.append(load_weights(train(make_run(tmp_path, config, name=f"run-{num_ranks}"))))
+    one, two = trained
+    for name, weight in one.items():
+        torch.testing.assert_close(two[name], weight, rtol=1e-5, atol=1e-6)
+
+
+def draws(batch):
+    return {**batch, "features": batch["features"] + torch.rand(1)}
+
+
+def test_rows_that_differ_within_a_copy_of_the_model_are_an_error(tmp_path):
+    spec = ModelSpec(build=build_wide, transform=draws)
+    config = small_config(2, parallel=Mesh(pipeline=2, schedule="gpipe"))
+    with pytest.raises(RankFailed, match=r"different batches, ranks \[0, 1\]; spec.transform must not draw"):
+        train(make_run(tmp_path, config, spec=spec))
+
+
 def with_mesh(config, num_ranks, **mesh):
     launch = dataclasses.replace(config.launch, num_ranks=num_ranks)
     return dataclasses.replace(config, parallel=Mesh(**mesh), launch=launch)
 
 
-MESHES = [(4, {"zero_stage": 3}), (2, {"zero_stage": 2}), (1, {}), (3, {"zero_stage": 1}), (2, {}),
-          (4, {"zero_stage": 3, "replicas": 2})]  # fmt: skip
+MESHES = [(4, {"zero_stage": 3}), (4, {"tensor": 2}), (4, {"pipeline": 2, "zero_stage": 1}), (1, {}),
+          (2, {"zero_stage": 2}), (2, {"pipeline": 2, "schedule": "gpipe"}), (4, {"tensor": 2, "zero_stage": 1}),
+          (3, {}), (4, {"zero_stage": 3, "replicas": 2})]  # fmt: skip
 
 
 @pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
 def test_a_run_goes_on_on_another_mesh(tmp_path, optimizer):
     args = {"momentum": 0.9} if optimizer == "SGD" else {}
-    config = small_config(1, train={"optimizer": optimizer, "optimizer_args": args, "epochs": 2}, parallel=Mesh())
+    config = small_config(
+        1, train={"optimizer": optimizer, "optimizer_args": args, "accumulation_steps": 2}, parallel=Mesh()
+    )
     whole = train(make_run(tmp_path, config, name="whole"))
     steps = range(1, len(MESHES) + 1)
     run, saved = make_run(tmp_path, config), None
@@ -86,6 +131,32 @@ class Block(nn.Module):
 
     def forward(self, x):
         return x + self.norm(self.inner(x).relu())
+
+
+class Wide(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, width))
+
+    def forward(self, x):
+        return x + self.inner(x)
+
+
+def build_wide():
+    return nn.Sequential(nn.Linear(4, 16), Wide(16), nn.LayerNorm(16), Wide(16), nn.Linear(16, 3))
+
+
+@pytest.mark.parametrize(("num_ranks", "mesh"), [
+    (4, {"pipeline": 2, "tensor": 2}),
+    (4, {"pipeline": 2, "tensor": 2, "schedule": "interleaved", "stages_per_rank": 2}),
+    (4, {"pipeline": 4, "schedule": "gpipe", "stages": (1, 2, 1, 1)}),
+    (4, {"pipeline": 2, "schedule": "zero_bubble"}),
+    pytest.param(8, {"tensor": 2, "pipeline": 2, "zero_stage": 1}, marks=pytest.mark.slow),
+    pytest.param(8, {"tensor": 2, "pipeline": 2, "zero_stage": 3}, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_deeper_models_that_are_cut(tmp_path, num_ranks, mesh):
+    config = small_config(num_ranks, train={**MOMENTUM, "accumulation_steps": 2}, parallel=Mesh(**mesh))
+    assert_same_training(tmp_path, config, 245, spec=ModelSpec(build=build_wide))
 
 
 def build_deep():

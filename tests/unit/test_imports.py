@@ -2,6 +2,7 @@
 
 import ast
 import configparser
+import functools
 import re
 import sys
 from pathlib import Path
@@ -63,9 +64,15 @@ def is_module_of_ours(name):
     return path.is_dir() or path.with_suffix(".py").is_file()
 
 
+@functools.cache
+def tree_of(path):
+    return ast.parse(path.read_text())
+
+
+@functools.cache
 def imports_of(path):
     visitor = Imports()
-    visitor.visit(ast.parse(path.read_text()))
+    visitor.visit(tree_of(path))
     return visitor.found
 
 
@@ -73,6 +80,7 @@ def top_name(module):
     return module.split(".")[0]
 
 
+@functools.cache
 def ours(path):
     """The modules of the package that a file needs when it runs, without `spark_dl.`."""
     found = {i.module for i in imports_of(path) if top_name(i.module) == "spark_dl" and not i.is_for_types}
@@ -192,8 +200,9 @@ def test_every_package_that_is_imported_is_declared():
     assert at_top <= known
 
 
-PURE = ("data/plan.py", "parallel/exchange/buckets.py", "parallel/exchange/rounds.py", "bench/model/cost.py",
-        "bench/model/work.py", "bench/model/staleness.py", "bench/model/profiles.py")  # fmt: skip
+PURE = ("data/plan.py", "parallel/exchange/buckets.py", "parallel/exchange/rounds.py", "parallel/cost/cost.py",
+        "parallel/cost/work.py", "parallel/cost/collectives.py", "parallel/mesh/dims.py",
+        *files("parallel/mesh/planner/"), "bench/model/staleness.py", "bench/model/profiles.py")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PURE)
@@ -235,7 +244,7 @@ ON_RANKS = ("data/", "launch/", "parallel/", "baselines/servers/", "rundir/", "t
 
 @pytest.mark.parametrize("name", files(*ON_RANKS))
 def test_what_runs_on_ranks_knows_nothing_of_the_driver_s_side(name):
-    above = {"driver", "prepare", "inputs", "cli", "predict", "track", "ml", "scoring", "bench", "trials"}
+    above = {"driver", "prepare", "inputs", "cli", "predict", "track", "ml", "scoring", "bench", "trials", "planning"}
     found = ours(MODULES[name]) - {"trials.order"}
     assert not {module.split(".")[0] for module in found} & above
     assert not [module for module in found if module.startswith("baselines.driver_loop")]
@@ -251,7 +260,7 @@ def test_baselines_are_made_of_what_all_ways_of_training_have_in_common(name):
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_jobs_and_examples_use_the_public_names(name):
     open_to_jobs = {"cli", "bench"}
-    tree = ast.parse(SCRIPTS[name].read_text())
+    tree = tree_of(SCRIPTS[name])
     for node in ast.walk(tree):
         used = set()
         if isinstance(node, ast.ImportFrom) and top_name(node.module) == "spark_dl":
@@ -273,7 +282,7 @@ def dotted(node):
 
 @pytest.mark.parametrize("name", [*MODULES, *SCRIPTS])
 def test_environment_variables_are_touched_in_launch_alone(name):
-    tree = ast.parse({**MODULES, **SCRIPTS}[name].read_text())
+    tree = tree_of({**MODULES, **SCRIPTS}[name])
     used = {dotted(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     used |= {f"{n.module}.{a.name}" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names}
     if not name.startswith("launch/") and name != "parallel/hvd.py":  # which sets HOROVOD_* alone
@@ -312,7 +321,7 @@ def dangers(tree):
 
 @pytest.mark.parametrize("name", [*MODULES, *SCRIPTS])
 def test_nothing_is_unpickled_or_evaluated_but_what_was_reviewed(name):
-    found = {(name, danger) for danger in dangers(ast.parse({**MODULES, **SCRIPTS}[name].read_text()))}
+    found = {(name, danger) for danger in dangers(tree_of({**MODULES, **SCRIPTS}[name]))}
     assert found <= REVIEWED
 
 

@@ -17,9 +17,9 @@ from typing import Any
 
 from spark_dl.bench.exchange.log import Log
 from spark_dl.bench.exchange.methods import METHODS, RING
-from spark_dl.bench.model import cost
 from spark_dl.bench.model.profiles import PROFILES
-from spark_dl.bench.model.work import Exchange, work
+from spark_dl.parallel.cost import cost
+from spark_dl.parallel.cost.work import Exchange, work
 from spark_dl.parallel.exchange import buckets
 
 BUCKET_MIB = 25.0

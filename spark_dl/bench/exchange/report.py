@@ -27,9 +27,9 @@ from typing import Any
 
 from spark_dl.bench.exchange import figures
 from spark_dl.bench.exchange.answers import answers
-from spark_dl.bench.model.cost import server_bytes_per_s
 from spark_dl.bench.model.profiles import PROFILES
 from spark_dl.cli.plots import check_packages, draw, render_page
+from spark_dl.parallel.cost.cost import server_bytes_per_s
 
 Rows = Sequence[Mapping[str, Any]]
 _WORKERS, _STEPS_PER_S, _RESNET50_BYTES = 256, 3, PROFILES["resnet50"]().gradient_bytes

@@ -10,7 +10,7 @@ This needs an optimizer that updates each element independently, as its paramete
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -77,12 +77,16 @@ class FlatGradients:
         *,
         stage: int,
         bucket_bytes: int,
+        kinds: Mapping[str, Hashable] | None = None,
         experts: Collection[str] = (),
         clock: ExchangeClock | None = None,
     ):
-        """experts: names of the parameters that only the ranks with the same experts have."""
+        """kinds: of parameters, by name. Those of different kinds are in different buckets.
+
+        experts: names of the parameters that only the ranks with the same experts have.
+        """
         self._stage, self._clock = stage, clock
-        self.buckets = _deal(model, optimizer, groups, bucket_bytes, experts)
+        self.buckets = _deal(model, optimizer, groups, bucket_bytes, kinds or {}, experts)
         self._is_exchanging = True
         self._launched = self._to_launch = 0
         self._pending: list[tuple[Bucket, Callable[[], Tensor]]] = []
@@ -137,6 +141,17 @@ class FlatGradients:
                 if bucket.holders.replicas is not None:
                     assert bucket.shard is not None
                     dist.all_reduce(bucket.shard.grad, group=bucket.holders.replicas)
+
+    def exchange(self) -> None:
+        """Sums gradients that were computed without `start`, after a backward pass, over all data ranks. Collective."""
+        found = [[parameter.grad for parameter in bucket.parameters] for bucket in self.buckets]
+        self.start(1)
+        for bucket, gradients in zip(self.buckets, found, strict=True):
+            for parameter, gradient in zip(bucket.parameters, gradients, strict=True):
+                if gradient is not None:
+                    assert parameter.grad is not None
+                    parameter.grad.copy_(gradient)
+        self.finish()
 
     def gather_weights(self) -> None:
         """Gathers the weights of all shards, after a step of the optimizer. Collective."""
@@ -204,26 +219,28 @@ class FlatGradients:
 
 
 def _deal(
-    model: nn.Module, optimizer: torch.optim.Optimizer, groups: Groups, most_bytes: int, experts: Collection[str]
-) -> list[Bucket]:
+    model: nn.Module, optimizer: torch.optim.Optimizer, groups: Groups, most_bytes: int,
+    kinds: Mapping[str, Hashable], experts: Collection[str],
+) -> list[Bucket]:  # fmt: skip
     """Deals the parameters of an optimizer to buckets, those of the last layers first, as their gradients are."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     order = {key: i for i, key in enumerate(names)}
     found: list[Bucket] = []
     for index, group in enumerate(optimizer.param_groups):
-        open_buckets: dict[tuple[torch.dtype, bool], tuple[Bucket, int]] = {}
+        open_buckets: dict[Hashable, tuple[Bucket, int]] = {}
         trained = [p for p in group["params"] if p.requires_grad]
         for parameter in sorted(trained, key=lambda p: -order[id(p)]):
-            size, is_expert = local(parameter).numel(), names[id(parameter)] in experts
-            bucket, used = open_buckets.get((parameter.dtype, is_expert), (None, 0))
+            size, name = local(parameter).numel(), names[id(parameter)]
+            kind = (parameter.dtype, kinds.get(name), name in experts)
+            bucket, used = open_buckets.get(kind, (None, 0))
             if bucket is None or (used + size) * parameter.element_size() > most_bytes:
-                bucket, used = Bucket([], [], index, groups.holders(of_experts=is_expert)), 0
+                bucket, used = Bucket([], [], index, groups.holders(of_experts=name in experts)), 0
                 found.append(bucket)
             shards = bucket.holders.num_shards
-            bucket.names.append(names[id(parameter)])
+            bucket.names.append(name)
             bucket.parameters.append(parameter)
             bucket.length = -(-(used + size) // shards) * shards
-            open_buckets[parameter.dtype, is_expert] = bucket, used + size
+            open_buckets[kind] = bucket, used + size
     return sorted(found, key=lambda bucket: -order[id(bucket.parameters[0])])
 
 

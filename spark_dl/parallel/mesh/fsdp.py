@@ -27,18 +27,20 @@ class _ReduceScatter:
         output_tensor.copy_(start_reduce_scatter(input_tensor, group)())
 
 
-def shard_fully(model: nn.Module, units: Sequence[nn.Module], mesh: DeviceMesh) -> None:
+def shard_fully(model: nn.Module, units: Sequence[nn.Module], mesh: DeviceMesh, *, with_rest: bool = True) -> None:
     """Replaces the parameters of a model by their shards. Collective.
 
     The weights of a unit are gathered for its forward and its backward pass, so a rank has the whole weights of one
     unit at a time, or of two while it gathers the next one.
 
     units: modules of the model that are called as modules. Those that share parameters are gathered together.
+    with_rest: whether the model is called itself, so that its other parameters are sharded, too.
     mesh: of the axis `shards`, or of `replicas` and `shards`.
     """
-    for together in _with_shared_parameters(units):
+    for together in _with_shared_parameters([unit for unit in units if next(unit.parameters(), None) is not None]):
         fully_shard(together if len(together) > 1 else together[0], mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    if with_rest:
+        fully_shard(model, mesh=mesh)
     uses_gloo = dist.get_backend(mesh.get_group("shards")) == "gloo"
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Collection, Sequence
+import zlib
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from spark_dl.parallel import ddp
 from spark_dl.parallel.ddp import DDP
 from spark_dl.parallel.exchange_clock import ExchangeClock, build_clock
-from spark_dl.parallel.mesh.experts import divide_experts, release_peers
+from spark_dl.parallel.mesh.build import Part, build_part
+from spark_dl.parallel.mesh.experts.divide import release_peers
 from spark_dl.parallel.mesh.flat import FlatGradients, local
-from spark_dl.parallel.mesh.fsdp import default_units, shard_fully
 from spark_dl.parallel.mesh.groups import Groups, build_groups
+from spark_dl.parallel.mesh.pipedream import PipeDream
+from spark_dl.parallel.mesh.pipeline import Pipeline
 from spark_dl.parallel.mesh.settings import Mesh
 from spark_dl.parallel.mesh.state import MeshState
 from spark_dl.parallel.trainable import Trainable, add_gradients, build_optimization
@@ -36,119 +41,181 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
     groups = build_groups(world, settings.dims(world.world_size), config.launch.collective_timeout_s)
     clock = build_clock(world)
     if settings.model == settings.experts == 1 and not settings.zero_stage:
-        return _as_ddp(spec, world, config, settings, groups, clock)
-    model = spec.build_to_train().to(world.device)
-    _broadcast(model, groups)
-    experts = divide_experts(model, spec.experts, groups, clock)
-    if settings.zero_stage == 3:
-        mesh = groups.device_mesh(world.device.type)
-        if mesh is not None and groups.shards is not None:
-            shard_fully(model, default_units(model), mesh)
-    optimization = build_optimization(spec, model, config, groups.dims.data)
-    optimizer = optimization.optimizer
+        spec, model = ddp.build_model(spec, world, config, sync_batchnorm=False, clock=clock)
+        optimization = build_optimization(spec, model, config, groups.dims.data)
+        plain = ddp.average_gradients(
+            spec, model, optimization, world, config, settings=DDP(bucket_mib=settings.bucket_mib), clock=clock
+        )
+        # The size of buckets is no setting here, and other meshes do not have its state.
+        extra = {name: part for name, part in plain.extra_state.items() if name != "bucket_size"}
+        state = MeshState(model, optimization.optimizer, groups)
+        return dataclasses.replace(plain, state=state, extra_state=extra)
+    part = build_part(spec, world, config, groups, clock)
+    optimization = build_optimization(spec, part.module, config, groups.dims.data)
     flat = None
     if settings.zero_stage < 3:
         flat = FlatGradients(
-            model, optimizer, groups, stage=settings.zero_stage, bucket_bytes=int(settings.bucket_mib * _MIB),
-            experts=experts, clock=clock,
+            part.module, optimization.optimizer, groups, stage=settings.zero_stage, clock=clock,
+            bucket_bytes=int(settings.bucket_mib * _MIB),
+            experts=part.experts,
+            kinds={name: (name in part.cut, is_counted(part, p)) for name, p in part.module.named_parameters()},
         )  # fmt: skip
+    training = MeshTraining(spec, part, optimization.optimizer, flat, groups, world, config, clock)
+    return Trainable(
+        modules=[part.module],
+        optimizer=optimization.optimizer,
+        optimization=optimization,
+        forward_backward=training.forward_backward,
+        clip_grad_norm=training.clip_grad_norm,
+        step=training.step,
+        forward=None if part.pipeline is None else part.pipeline.forward,
+        counts=groups.at.tensor == 0,
+        sync_weights=training.sync_weights,
+        sum_over_data=training.sum_over_data,
+        clock=clock,
+        state=MeshState(
+            part.module,
+            optimization.optimizer,
+            groups,
+            buckets=flat.buckets if flat else (),
+            cut=part.cut,
+            experts=part.experts,
+        ),
+        close=training.close,
+    )
 
-    def forward_backward(micro_batches: Sequence[Batch], rows: int) -> Tensor:
-        if flat is None:
-            return add_gradients(
-                spec, model, micro_batches, config, device=world.device, scale=lambda losses: losses / rows,
-                clock=clock,
-            )  # fmt: skip
-        flat.start(len(micro_batches))
+
+def _check_same_rows(micro_batches: Sequence[Batch], groups: Groups, world: World) -> None:
+    """Raises RuntimeError on all ranks of a copy of the model that do not have the same batches. Collective."""
+    checksum = 0
+    for batch in micro_batches:
+        for name in sorted(batch):
+            checksum = zlib.crc32(batch[name].contiguous().view(torch.uint8).numpy().data, checksum)
+    for group in (groups.tensor, groups.pipeline):
+        if group is None:
+            continue
+        own = torch.tensor([checksum], device=world.device)
+        found = [torch.empty_like(own) for _ in range(group.size())]
+        dist.all_gather(found, own, group=group)
+        if any(int(each) != checksum for each in found):
+            raise RuntimeError(
+                f"rank {world.rank} on host {world.host}: the ranks of one copy of the model have different batches, "
+                f"ranks {dist.get_process_group_ranks(group)}; spec.transform must not draw random numbers: use "
+                "spec.augment, whose generator is the same on these ranks"
+            )
+
+
+def is_counted(part: Part, parameter: nn.Parameter) -> bool:
+    """Whether this rank counts a parameter in a norm over the model: of copies on several stages, one counts."""
+    if not isinstance(part.pipeline, Pipeline):
+        return True
+    return any(parameter is counted for counted in part.pipeline.counted_parameters())
+
+
+class MeshTraining:
+    """The steps of one rank of a mesh. The functions are those of `Trainable`."""
+
+    def __init__(
+        self, spec: ModelSpec, part: Part, optimizer: torch.optim.Optimizer, flat: FlatGradients | None,
+        groups: Groups, world: World, config: Config, clock: ExchangeClock | None,
+    ):  # fmt: skip
+        self._spec, self._part, self._optimizer, self._flat = spec, part, optimizer, flat
+        self._groups, self._world, self._config, self._clock = groups, world, config, clock
+        self._is_first_step = True
+
+    def forward_backward(self, micro_batches: Sequence[Batch], rows: int) -> Tensor:
+        if self._is_first_step:
+            _check_same_rows(micro_batches, self._groups, self._world)
+            self._is_first_step = False
+        pipeline, flat = self._part.pipeline, self._flat
+        if isinstance(pipeline, PipeDream):
+            total = pipeline.forward_backward(micro_batches, rows)
+            if pipeline.has_gradients:
+                self._exchange()
+        elif pipeline is not None:
+            if flat is not None:
+                flat.start(len(micro_batches))
+            with flat.no_sync() if flat is not None else contextlib.nullcontext():
+                total = pipeline.forward_backward(micro_batches, rows)
+            if flat is not None:
+                flat.finish()
+        else:
+            total = self._without_pipeline(micro_batches, rows)
+        return total if self._groups.at.tensor == 0 else torch.zeros_like(total)
+
+    def _without_pipeline(self, micro_batches: Sequence[Batch], rows: int) -> Tensor:
+        flat = self._flat
+        if flat is not None:
+            flat.start(len(micro_batches))
         total = add_gradients(
-            spec, model, micro_batches, config, device=world.device, scale=lambda losses: losses / rows,
-            before_last=flat.no_sync,
+            self._spec, self._part.module, micro_batches, self._config, device=self._world.device,
+            scale=lambda losses: losses / rows, clock=self._clock if flat is None else None,
+            before_last=contextlib.nullcontext if flat is None else flat.no_sync,
         )  # fmt: skip
-        flat.finish()
+        if flat is not None:
+            flat.finish()
         return total
 
-    def step() -> None:
-        optimizer.step()
-        if flat is not None:
-            flat.gather_weights()
+    def _exchange(self) -> None:
+        """Sums the gradients of a mini-batch that PipeDream has computed."""
+        if self._flat is not None and self._groups.data is not None:
+            self._flat.exchange()
 
-    def close() -> None:
-        release_peers(model)
-        if flat is not None:
-            flat.close()
+    def step(self) -> None:
+        if isinstance(self._part.pipeline, PipeDream):
+            self._part.pipeline.step(self._optimizer)
+            return
+        self._optimizer.step()
+        if self._flat is not None:
+            self._flat.gather_weights()
 
-    of_experts = {id(parameter) for name, parameter in model.named_parameters() if name in experts}
-    return Trainable(
-        modules=[model],
-        optimizer=optimizer,
-        optimization=optimization,
-        forward_backward=forward_backward,
-        clip_grad_norm=lambda norm: clip_grad_norm(
-            optimizer, groups, norm, is_sharded=settings.zero_stage > 0, experts=of_experts
-        ),
-        step=step,
-        sync_weights=lambda: _broadcast_buffers(model, groups),
-        clock=clock,
-        sum_over_data=lambda tensor: _sum_over_data(tensor, groups),
-        state=MeshState(model, optimizer, groups, buckets=flat.buckets if flat else (), experts=experts),
-        close=close,
-    )
+    def sync_weights(self) -> None:
+        if isinstance(self._part.pipeline, PipeDream):
+            self._part.pipeline.settle(self._optimizer, self._exchange)
+        if self._groups.data is not None:
+            for buffer in self._part.module.buffers():
+                dist.broadcast(local(buffer), group_src=0, group=self._groups.data)
 
+    def sum_over_data(self, tensor: Tensor) -> None:
+        if self._groups.data is not None:
+            dist.all_reduce(tensor, group=self._groups.data)
 
-def _as_ddp(
-    spec: ModelSpec, world: World, config: Config, settings: Mesh, groups: Groups, clock: ExchangeClock | None
-) -> Trainable:
-    spec, model = ddp.build_model(spec, world, config, sync_batchnorm=False, clock=clock)
-    optimization = build_optimization(spec, model, config, groups.dims.data)
-    plain = ddp.average_gradients(
-        spec, model, optimization, world, config, settings=DDP(bucket_mib=settings.bucket_mib), clock=clock
-    )
-    # The size of buckets is no setting here, and other meshes do not have its state.
-    extra = {name: part for name, part in plain.extra_state.items() if name != "bucket_size"}
-    state = MeshState(model, optimization.optimizer, groups)
-    return dataclasses.replace(plain, state=state, extra_state=extra)
+    def close(self) -> None:
+        release_peers(self._part.module)
+        if self._flat is not None:
+            self._flat.close()
 
+    def clip_grad_norm(self, most: float) -> Tensor:
+        """Scales the gradients to at most this L2 norm over the whole model. Returns the norm before. Collective.
 
-def clip_grad_norm(
-    optimizer: torch.optim.Optimizer, groups: Groups, most: float, *, is_sharded: bool, experts: Collection[int] = ()
-) -> Tensor:
-    """Scales the gradients to at most this L2 norm over the whole model. Returns the norm before. Collective.
-
-    Each rank adds the squares of the gradients that it alone has, or has as the first of several ranks.
-
-    experts: ids of the parameters that only the ranks with the same experts have. Shards of them are as other shards.
-    """
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    gradients = [local(p.grad) for p in parameters]
-    dims, at = groups.dims, groups.at
-    squares = torch.zeros((), dtype=torch.float64, device=gradients[0].device if gradients else None)
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parts = dims.shards if is_sharded else dims.experts if id(parameter) in experts else 1
-        if at.data < parts:
-            squares += torch.linalg.vector_norm(gradient).double() ** 2
-    if dims.num_ranks > 1:
+        Each rank adds the squares of the gradients that it alone has, or has as the first of several ranks.
+        """
+        squares = torch.zeros((), dtype=torch.float64, device=self._world.device)
+        gradients = []
+        for parameter, counts in self._counted():
+            if parameter.grad is not None:
+                gradient = local(parameter.grad)
+                gradients.append(gradient)
+                if counts:
+                    squares += torch.linalg.vector_norm(gradient).double() ** 2
         dist.all_reduce(squares)
-    norm = squares.sqrt()
-    factor = most / (norm + 1e-6)
-    if factor < 1:
+        norm = squares.sqrt()
+        factor = (most / (norm + 1e-6)).clamp(max=1.0)
         for gradient in gradients:
             gradient.mul_(factor.to(gradient.dtype))
-    return norm.float()
+        return norm.float()
 
-
-def _sum_over_data(tensor: Tensor, groups: Groups) -> None:
-    if groups.data is not None:
-        dist.all_reduce(tensor, group=groups.data)
-
-
-def _broadcast(model: nn.Module, groups: Groups) -> None:
-    """Makes the weights of all data ranks those of the first one, as DDP does. Kinds of CPUs can differ in bits."""
-    if groups.data is not None:
-        for tensor in (*model.parameters(), *model.buffers()):
-            dist.broadcast(tensor.detach(), group_src=0, group=groups.data)
-
-
-def _broadcast_buffers(model: nn.Module, groups: Groups) -> None:
-    if groups.data is not None:
-        for buffer in model.buffers():
-            dist.broadcast(local(buffer), group_src=0, group=groups.data)
+    def _counted(self) -> Iterator[tuple[nn.Parameter, bool]]:
+        """Yields the parameters of the optimizer, and whether this rank counts them in a norm over the model."""
+        dims, at = self._groups.dims, self._groups.at
+        names = {id(parameter): name for name, parameter in self._part.module.named_parameters()}
+        of_shard = {id(bucket.shard): bucket for bucket in self._flat.buckets} if self._flat is not None else {}
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                bucket = of_shard.get(id(parameter))
+                first = parameter if bucket is None else bucket.parameters[0]
+                is_sharded = bucket is not None or isinstance(parameter, DTensor)
+                # Data ranks with different parts: shards, or experts, or no parts at all.
+                parts = dims.shards if is_sharded else dims.experts if names[id(first)] in self._part.experts else 1
+                is_cut = names[id(first)] in self._part.cut
+                yield parameter, at.data < parts and (is_cut or at.tensor == 0) and is_counted(self._part, first)

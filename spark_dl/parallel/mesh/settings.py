@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from torch.torch_version import TorchVersion
+
 from spark_dl.config.checks import check_bool, check_choices, check_number
 from spark_dl.config.conflicts import ELEMENTWISE, Conflict
 from spark_dl.config.fields import may_change
@@ -15,7 +17,12 @@ if TYPE_CHECKING:
     from spark_dl.config import Config
     from spark_dl.world import World
 
-Schedule = Literal["naive", "gpipe", "1f1b", "interleaved", "zero_bubble"]
+OLDEST_TORCH = "2.13"
+Schedule = Literal["naive", "gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "pipedream"]
+_SEVERAL_STAGES = ("interleaved", "zero_bubble", "zbv")
+"""Schedules with several stages on a rank."""
+_SPLIT = ("zero_bubble", "zbv")
+"""Schedules that compute the gradients of inputs and of weights apart."""
 
 
 def _mesh(config: Config) -> Mesh:
@@ -26,6 +33,15 @@ def _mesh(config: Config) -> Mesh:
 def _cuts(config: Config) -> bool:
     mesh = _mesh(config)
     return mesh.zero_stage > 0 or mesh.model > 1 or mesh.experts > 1
+
+
+def _pipes(config: Config, *schedules: str) -> bool:
+    mesh = _mesh(config)
+    return mesh.pipeline > 1 and mesh.schedule in schedules
+
+
+def _rounds(config: Config) -> int:
+    return max(1, config.train.accumulation_steps // _mesh(config).pipeline)
 
 
 EXCLUDES = (
@@ -40,6 +56,17 @@ EXCLUDES = (
     Conflict("train.channels_last", lambda c: _cuts(c) and c.train.channels_last,
              "not supported with parallel.strategy='mesh', whose ranks have flat parts of the weights; set it to "
              "false, or use ddp"),
+    Conflict("train.accumulation_steps", lambda c: _pipes(c, "1f1b") and c.train.accumulation_steps < _mesh(c).pipeline,
+             "the number of micro-batches: expected at least {c.parallel.pipeline}, the number of stages, with "
+             "parallel.schedule='1f1b', found {c.train.accumulation_steps}; raise it, or use 'gpipe'"),
+    Conflict("train.accumulation_steps",
+             lambda c: _pipes(c, "interleaved", "zero_bubble") and bool(c.train.accumulation_steps % _rounds(c)),
+             "the number of micro-batches: expected a multiple of the number of rounds with "
+             "parallel.schedule={c.parallel.schedule!r}, found {c.train.accumulation_steps}; a multiple of "
+             "{c.parallel.pipeline}, the number of ranks of a pipeline, always fits"),
+    Conflict("train.clip_grad_norm", lambda c: _pipes(c, "pipedream") and c.train.clip_grad_norm is not None,
+             "expected null with parallel.schedule='pipedream', whose stages apply gradients of different "
+             "mini-batches, so that there is no norm over the model, found {c.train.clip_grad_norm}; use '1f1b'"),
     Conflict("shards.storage", lambda c: _mesh(c).model > 1 and c.shards.storage == "local",
              "expected 'shared' with parallel.pipeline or parallel.tensor above 1, found 'local', which keeps the rows "
              "of a rank on its host alone: all ranks of a copy of the model read the same rows"),
@@ -48,10 +75,22 @@ EXCLUDES = (
              "is not the same on all ranks of a copy of the model"),
     Conflict("parallel.zero_stage", lambda c: _mesh(c).experts > 1 and _mesh(c).zero_stage == 3,
              "expected 0, 1 or 2 with parallel.experts above 1, as experts are not gathered for each layer, found 3"),
+    Conflict("parallel.experts", lambda c: _mesh(c).experts > 1 and _pipes(c, *_SPLIT),
+             "expected 1 with parallel.schedule={c.parallel.schedule!r}, which computes the gradients of weights apart "
+             "from those of tokens, found {c.parallel.experts}; use 1f1b"),
     Conflict("loader.ragged", lambda c: _mesh(c).pipeline > 1 and c.loader.ragged == "offsets",
              "expected 'pad' with parallel.pipeline above 1, where stages exchange tensors with one entry per row, "
              "found 'offsets'"),
 )  # fmt: skip
+
+
+def check_version(found: str) -> None:
+    """Raises ValueError for a version of torch that is older than those on which the mesh was tested."""
+    if TorchVersion(found) < OLDEST_TORCH:
+        raise ValueError(
+            f"parallel.strategy: 'mesh' needs torch {OLDEST_TORCH} or newer, on which it was tested, found {found}; "
+            "install it on the driver and on executors, or use 'ddp'"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,9 +105,23 @@ class Mesh(Parallel):
 
     pipeline: int = may_change(1)
     """Number of ranks that have different layers."""
+    schedule: Schedule = may_change("1f1b")
+    """Order in which a pipeline computes the micro-batches of a step, which are `train.accumulation_steps`: one after
+    another (`naive`), all forward passes first (`gpipe`), a forward and a backward pass in turn (`1f1b`), several
+    stages on each rank (`interleaved`), and also the gradients of weights apart (`zero_bubble`, `zbv`). `pipedream`
+    applies gradients that are late, without waiting."""
+    stages: tuple[int, ...] | None = may_change(None)
+    """Number of layers of each stage of a pipeline. Null: the stages take near-equal times, as the driver measures."""
+    stages_per_rank: int = may_change(1)
+    """Number of stages of each rank of a pipeline, with `interleaved`, `zero_bubble` and `zbv`."""
+    vertical_sync: bool = may_change(False)
+    """With `pipedream`: all stages compute a mini-batch with weights of the same age."""
     tensor: int = may_change(1)
     """Number of ranks that have slices of the same layers. They exchange activations in each layer, so they should be
     on one host."""
+    sequence: bool = may_change(False)
+    """With `tensor`: activations between the layers that are cut are slices of the sequence axis, so that norms and
+    dropout are computed once."""
     experts: int = may_change(1)
     """Number of ranks that have different experts of `spark_dl.nn.MoE` layers. They are data ranks, too, and exchange
     tokens in each of these layers."""
@@ -82,15 +135,57 @@ class Mesh(Parallel):
     """Size of one exchange of gradients, in MiB."""
 
     def __post_init__(self) -> None:
-        for name in ("pipeline", "tensor", "experts", "replicas"):
+        for name in ("pipeline", "tensor", "experts", "replicas", "stages_per_rank"):
             check_number(self, name, 1, whole=True)
         check_number(self, "bucket_mib", 0, above=True)
         check_choices(self)
-        check_bool(self)
+        check_bool(self, "sequence", "vertical_sync")
+        self._check_pipeline()
         if self.replicas > 1 and not self.zero_stage:
             raise ValueError(
                 f"parallel.replicas: only supported with parallel.zero_stage above 0, found {self.replicas}; without "
                 "shards every data rank has a copy"
+            )
+
+    def _check_pipeline(self) -> None:
+        if self.stages_per_rank > 1 and self.schedule not in _SEVERAL_STAGES:
+            raise ValueError(
+                f"parallel.stages_per_rank: expected 1 with parallel.schedule={self.schedule!r}, found "
+                f"{self.stages_per_rank}; only {', '.join(_SEVERAL_STAGES)} have several stages on a rank"
+            )
+        if self.schedule == "zbv" and self.stages_per_rank != 2:
+            raise ValueError(
+                f"parallel.stages_per_rank: expected 2 with parallel.schedule='zbv', found {self.stages_per_rank}"
+            )
+        if self.vertical_sync and self.schedule != "pipedream":
+            raise ValueError(
+                f"parallel.vertical_sync: only supported with parallel.schedule='pipedream', found {self.schedule!r}"
+            )
+        if self.sequence and self.tensor == 1:
+            raise ValueError("parallel.sequence: only supported with parallel.tensor above 1, found 1")
+        if self.stages is not None:
+            self._check_stages()
+        if self.pipeline == 1:
+            return
+        if self.zero_stage == 2 or (self.zero_stage and self.schedule == "pipedream"):
+            raise ValueError(
+                f"parallel.zero_stage: not supported with parallel.pipeline={self.pipeline} and parallel.schedule="
+                f"{self.schedule!r}, found {self.zero_stage}: micro-batches in flight need whole gradients; use "
+                f"{'0' if self.schedule == 'pipedream' else '0, 1 or 3'}"
+            )
+        if self.zero_stage == 3 and self.schedule in _SPLIT:
+            raise ValueError(
+                f"parallel.zero_stage: expected 0 or 1 with parallel.schedule={self.schedule!r}, which computes the "
+                "gradients of weights apart, found 3; use 1f1b or gpipe"
+            )
+
+    def _check_stages(self) -> None:
+        stages, expected = self.stages, self.pipeline * self.stages_per_rank
+        is_list = isinstance(stages, list | tuple) and all(type(size) is int and size > 0 for size in stages)
+        if not is_list or len(stages or ()) != expected:
+            raise ValueError(
+                f"parallel.stages: expected {expected} integers > 0, one for each stage of parallel.pipeline="
+                f"{self.pipeline} ranks, found {stages!r}"
             )
 
     @property

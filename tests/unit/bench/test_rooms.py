@@ -7,7 +7,7 @@ import pytest
 from tests.unit.test_imports import MODULES, files, ours
 
 BENCH = files("bench/")
-ROOMS = {"peers": set(), "model": set(), "testbed": set(), "exchange": {"model", "testbed"}}
+ROOMS = {"peers": set(), "model": set(), "testbed": set(), "literature": set(), "exchange": {"model", "testbed"}}
 """Each folder, and the other folders that it may import."""
 
 

@@ -8,8 +8,8 @@ from spark_dl.bench.exchange import report
 from spark_dl.bench.exchange.answers import answers
 from spark_dl.bench.exchange.conclusions import conclude, with_efficiency
 from spark_dl.bench.exchange.log import Log
-from spark_dl.bench.model.cost import Network, cost
-from spark_dl.bench.model.work import Exchange
+from spark_dl.parallel.cost.cost import Network, cost
+from spark_dl.parallel.cost.work import Exchange
 
 RING = Network(alpha_s=2e-4, bytes_per_s=24e6, overhead_s=1e-3)
 TREE = Network(alpha_s=1e-3, bytes_per_s=22e6, gamma_s_per_byte=4e-9, overhead_s=0.08)

@@ -5,7 +5,7 @@ import pytest
 from spark_dl import DDP
 from spark_dl.bench.exchange.conclusions import BUCKET_MIB
 from spark_dl.bench.exchange.methods import METHODS, measured_in, settings_of
-from spark_dl.bench.model import work
+from spark_dl.parallel.cost import work
 
 
 def test_the_exact_methods():

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from spark_dl.bench.model.work import BY_SPARK, Exchange, work
+from spark_dl.parallel.cost.work import BY_SPARK, Exchange, work
 
 
 @dataclass(frozen=True)

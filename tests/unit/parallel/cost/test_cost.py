@@ -7,15 +7,15 @@ import math
 import numpy as np
 import pytest
 
-from spark_dl.bench.model.cost import (
+from spark_dl.bench.model.profiles import resnet50
+from spark_dl.parallel.cost.cost import (
     Network,
     Point,
     cost,
     fit,
     server_bytes_per_s,
 )  # fmt: skip
-from spark_dl.bench.model.profiles import resnet50
-from spark_dl.bench.model.work import (
+from spark_dl.parallel.cost.work import (
     BLOCK_BYTES,
     BY_SPARK,
     METHODS,

@@ -1,0 +1,149 @@
+"""This rank's part of a model: its layers, and its slices of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch import nn
+
+from spark_dl.parallel.mesh.experts.divide import connect_experts, cut_experts, find_experts
+from spark_dl.parallel.mesh.fsdp import default_units, shard_fully
+from spark_dl.parallel.mesh.groups import Groups
+from spark_dl.parallel.mesh.layers import Layer, balance, build_chain, check_cut
+from spark_dl.parallel.mesh.pieces import Layout, of_boxes
+from spark_dl.parallel.mesh.pipedream import PipeDream
+from spark_dl.parallel.mesh.pipeline import Pipeline
+from spark_dl.parallel.mesh.settings import Mesh
+from spark_dl.parallel.mesh.tensor.parallelize import parallelize_tensors
+from spark_dl.parallel.mesh.tensor.plan import resolve_tensor_plan
+from spark_dl.parallel.mesh.tensor.words import COLUMNS, ROWS
+from spark_dl.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from spark_dl.config import Config
+    from spark_dl.parallel.exchange_clock import ExchangeClock
+    from spark_dl.world import World
+
+
+@dataclass(frozen=True)
+class Part:
+    """This rank's part of a model."""
+
+    module: nn.Module
+    """The model, with the layers that this rank has. Parameters have their names in the whole model."""
+    cut: Mapping[str, Layout] = field(default_factory=dict)
+    """What this rank has of the parameters that are cut over tensor ranks, by name."""
+    experts: Mapping[str, Layout] = field(default_factory=dict)
+    """What this rank has of the parameters of experts, by name, if other ranks have other experts."""
+    pipeline: Pipeline | PipeDream | None = None
+
+
+def build_part(
+    spec: ModelSpec, world: World, config: Config, groups: Groups, clock: ExchangeClock | None = None
+) -> Part:
+    """Builds the model, and keeps this rank's part of it on its device. Collective.
+
+    clock: measures the exchange of tokens between experts.
+    Raises ValueError as `build_chain`, `resolve_tensor_plan` and `find_experts` do.
+    """
+    settings = config.parallel
+    assert isinstance(settings, Mesh)
+    model = spec.build_to_train()
+    plan = None
+    if settings.tensor > 1:
+        plan = resolve_tensor_plan(model, spec.tensor_plan, settings.tensor, sequence=settings.sequence)
+    layers = find_experts(model, spec.experts, settings)
+    experts = cut_experts(model, layers, groups)
+    pipeline: Pipeline | PipeDream | None = None
+    chain: list[Layer] | None = None
+    if groups.pipeline is not None:
+        chain = build_chain(model, spec.layers)
+        sizes = [float(1 + sum(p.numel() for p in layer.module.parameters())) for layer in chain]
+        cut = cut_of(chain, settings, plan or {}, sizes)
+        if settings.schedule == "pipedream":
+            pipeline = PipeDream(
+                spec, model, chain, cut, config, group=groups.pipeline, device=world.device,
+                vertical_sync=settings.vertical_sync,
+            )  # fmt: skip
+        else:
+            pipeline = Pipeline(
+                spec, model, chain, cut, config, group=groups.pipeline, device=world.device,
+                schedule=settings.schedule, stages_per_rank=settings.stages_per_rank,
+            )  # fmt: skip
+    model.to(world.device)
+    own = dict(model.named_modules())
+    layouts: dict[str, Layout] = {}
+    mesh = groups.device_mesh(world.device.type)
+    if plan is not None:
+        assert mesh is not None
+        slices = parallelize_tensors(
+            model, {name: word for name, word in plan.items() if name in own}, mesh["tensor"],
+            sequence=settings.sequence,
+        )  # fmt: skip
+        layouts = {name: of_boxes(s.shape, s.boxes) for name, s in slices.items() if not s.is_replicated}
+    _broadcast(model, groups, experts)
+    connect_experts(model, layers, groups, clock)
+    if settings.zero_stage == 3 and groups.shards is not None:
+        assert mesh is not None
+        axes = ("replicas", "shards") if groups.replicas is not None else ("shards",)
+        if chain is None:
+            chain = build_chain(model, spec.layers) if spec.layers is not None else None
+        units = default_units(model) if chain is None else [layer.module for layer in chain if layer.name in own]
+        # A pipeline calls the layers, and never the model.
+        shard_fully(model, units, mesh[axes], with_rest=pipeline is None)
+    return Part(model, layouts, experts, pipeline)
+
+
+def cut_of(chain: Sequence[Layer], settings: Mesh, plan: Mapping[str, str], times: Sequence[float]) -> list[int]:
+    """Returns the number of layers of each stage: as `parallel.stages` says, or with near-equal times. On any side.
+
+    times: seconds, or any cost, of each layer. plan: how modules are cut over tensor ranks, by name.
+    Raises ValueError if the stages cannot be cut so.
+    """
+    units, num_stages = _units(chain, plan), settings.pipeline * settings.stages_per_rank
+    ends = [0, *itertools.accumulate(units)]
+    if settings.stages is None:
+        of_stages = balance([sum(times[a:b]) for a, b in itertools.pairwise(ends)], num_stages)
+        last = [0, *itertools.accumulate(of_stages)]
+        return [ends[b] - ends[a] for a, b in itertools.pairwise(last)]
+    cut = check_cut(settings.stages, len(chain), num_stages)
+    for end in itertools.accumulate(cut):
+        if end not in ends:
+            raise ValueError(
+                f"parallel.stages: a stage ends between the layers {chain[end - 1].name!r} and {chain[end].name!r}, "
+                "which tensor ranks cut by columns and by rows, so that one stage must have both"
+            )
+    return cut
+
+
+def _units(chain: Sequence[Layer], plan: Mapping[str, str]) -> list[int]:
+    """Returns numbers of consecutive layers that one stage must have: from one cut by columns to one cut by rows."""
+    units: list[int] = []
+    is_open = False
+    for layer in chain:
+        if is_open:
+            units[-1] += 1
+        else:
+            units.append(1)
+        word = plan.get(layer.name)
+        if word in COLUMNS and word != "colwise_gather_output":
+            is_open = True
+        elif word in ROWS:
+            is_open = False
+    return units
+
+
+def _broadcast(model: nn.Module, groups: Groups, experts: Collection[str]) -> None:
+    """Makes the weights of all data ranks those of the first one that has them, as DDP does. Kinds of CPUs can differ
+    in bits.
+
+    experts: names of the parameters that only the ranks with the same experts have.
+    """
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        group = groups.holders(of_experts=name in experts).everyone
+        if group is not None:
+            dist.broadcast(tensor.detach(), group_src=0, group=group)

@@ -1,0 +1,182 @@
+"""Exchanges of activations between tensor ranks, with their gradients.
+
+As in Megatron-LM: Shoeybi et al. 2019, arXiv:1909.08053, section 3; Korthikanti et al. 2022, arXiv:2205.05198.
+
+A tensor is whole, the same on all ranks; or each rank has a slice of it; or it is the sum of one part per rank. An
+exchange turns one of these into another, and its gradient turns them back:
+
+    function       activations         gradients
+    copied         whole               parts are summed
+    summed         parts are summed    whole
+    sliced         whole to slices     slices are joined
+    joined         slices are joined   whole to slices
+    gathered       slices are joined   parts are summed to slices
+    scattered      parts are summed to slices    slices are joined
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+
+def bounds(length: int, num_ranks: int, rank: int) -> tuple[int, int]:
+    """Returns the range of a rank's slice of an axis. The lengths of the slices differ by at most 1."""
+    base, rest = divmod(length, num_ranks)
+    start = rank * base + min(rank, rest)
+    return start, start + base + (rank < rest)
+
+
+@dataclass(frozen=True)
+class TensorRanks:
+    """The ranks that have slices of the same layers, seen by one of them."""
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> TensorRanks:
+        """Returns the ranks of a mesh with one axis."""
+        group = mesh.get_group()
+        return cls(group, group.rank(), group.size())
+
+    def bounds(self, length: int) -> tuple[int, int]:
+        """Returns the range of this rank's slice of an axis."""
+        return bounds(length, self.size, self.rank)
+
+
+def copied(x: Tensor, ranks: TensorRanks) -> Tensor:
+    """Returns a whole tensor of which each rank computes a part of the gradient. Collective in the backward pass."""
+    return _exchange(x, lambda x: x.view_as(x), lambda grad: _sum(grad, ranks))
+
+
+def summed(x: Tensor, ranks: TensorRanks) -> Tensor:
+    """Returns the sum of a tensor over the ranks. Collective."""
+    return _exchange(x, lambda x: _sum(x, ranks), lambda grad: grad)
+
+
+def sliced(x: Tensor, axis: int, ranks: TensorRanks) -> Tensor:
+    """Returns this rank's slice of a whole tensor. Collective in the backward pass."""
+    length = x.shape[axis]
+    return _exchange(x, lambda x: _slice(x, axis, ranks), lambda grad: _join(grad, axis, length, ranks))
+
+
+def joined(x: Tensor, axis: int, length: int, ranks: TensorRanks) -> Tensor:
+    """Returns the whole tensor, with which all ranks compute the same. Collective.
+
+    x: this rank's slice. length: of the whole axis.
+    """
+    return _exchange(x, lambda x: _join(x, axis, length, ranks), lambda grad: _slice(grad, axis, ranks))
+
+
+def gathered(x: Tensor, axis: int, length: int, ranks: TensorRanks) -> Tensor:
+    """Returns the whole tensor, of which each rank computes a part of the gradient. Collective in both passes.
+
+    x: this rank's slice. length: of the whole axis.
+    """
+    return _exchange(x, lambda x: _join(x, axis, length, ranks), lambda grad: _sum_slice(grad, axis, ranks))
+
+
+def scattered(x: Tensor, axis: int, ranks: TensorRanks) -> Tensor:
+    """Returns this rank's slice of the sum of a tensor over the ranks. Collective in both passes."""
+    length = x.shape[axis]
+    return _exchange(x, lambda x: _sum_slice(x, axis, ranks), lambda grad: _join(grad, axis, length, ranks))
+
+
+def with_equal_gradients(tensors: Sequence[Tensor], ranks: TensorRanks, *, sums: bool) -> list[Tensor]:
+    """Returns whole weights whose gradients are exchanged, all of them at once. Collective in the backward pass.
+
+    sums: whether each rank computes a part of the gradients, and they are summed. Otherwise they are averaged: ranks
+        compute the same, but processors of different kinds round differently, and their weights would drift apart.
+    """
+    return list(cast("tuple[Tensor, ...]", _EqualGradients.apply(ranks, sums, *tensors)))
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.back = back
+        return there(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return ctx.back(grads[0]), None, None
+
+
+def _exchange(x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+    return cast("Tensor", _Exchange.apply(x, there, back))
+
+
+class _EqualGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ranks: TensorRanks, sums: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.ranks, ctx.sums = ranks, sums
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        found = [grad for grad in grads if grad is not None]
+        exchanged: list[Tensor] = []
+        if found:
+            flat = torch.cat([grad.reshape(-1) for grad in found])
+            dist.all_reduce(flat, group=ctx.ranks.group)
+            if not ctx.sums:
+                flat /= ctx.ranks.size
+            parts = flat.split([grad.numel() for grad in found])
+            exchanged = [part.view(grad.shape) for part, grad in zip(parts, found, strict=True)]
+        left = iter(exchanged)
+        return None, None, *(None if grad is None else next(left) for grad in grads)
+
+
+def _sum(x: Tensor, ranks: TensorRanks) -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=ranks.group)
+    return total
+
+
+def _slice(x: Tensor, axis: int, ranks: TensorRanks) -> Tensor:
+    start, stop = ranks.bounds(x.shape[axis])
+    return x.narrow(axis, start, stop - start).contiguous()
+
+
+def _join(x: Tensor, axis: int, length: int, ranks: TensorRanks) -> Tensor:
+    own = _padded(x, axis, -(-length // ranks.size)).contiguous()
+    slices = [torch.empty_like(own) for _ in range(ranks.size)]
+    dist.all_gather(slices, own, group=ranks.group)
+    ends = [bounds(length, ranks.size, rank) for rank in range(ranks.size)]
+    return torch.cat([s.narrow(axis, 0, stop - start) for s, (start, stop) in zip(slices, ends, strict=True)], axis)
+
+
+def _sum_slice(x: Tensor, axis: int, ranks: TensorRanks) -> Tensor:
+    """NOTE: Gloo's reduce-scatter sends as much as an all-reduce (pytorch/pytorch#149869). Here each rank sends slices
+    to those that sum them, which is half of it, at the cost of a buffer of the tensor's size."""
+    length = x.shape[axis]
+    ends = [bounds(length, ranks.size, rank) for rank in range(ranks.size)]
+    longest = -(-length // ranks.size)
+    slices = torch.stack([_padded(x.narrow(axis, start, stop - start), axis, longest) for start, stop in ends])
+    if dist.get_backend(ranks.group) == "gloo":
+        received = torch.empty_like(slices)
+        dist.all_to_all_single(received.view(-1), slices.view(-1), group=ranks.group)
+        own = received.sum(0)
+    else:
+        own = torch.empty_like(slices[0])
+        dist.reduce_scatter(own, [*slices.unbind()], group=ranks.group)
+    start, stop = ends[ranks.rank]
+    return own.narrow(axis, 0, stop - start)
+
+
+def _padded(x: Tensor, axis: int, length: int) -> Tensor:
+    missing = length - x.shape[axis]
+    if not missing:
+        return x
+    shape = list(x.shape)
+    shape[axis] = missing
+    return torch.cat([x, x.new_zeros(shape)], axis)

@@ -1,0 +1,79 @@
+"""A model that is cut, from the driver: checked there, trained on barrier tasks, and used as any other."""
+
+import numpy as np
+import pytest
+from torch import nn
+
+import spark_dl
+from spark_dl import Mesh, ModelSpec
+from spark_dl.rundir import checkpoint
+from tests.builders.models import blobs, small_config
+
+pytestmark = pytest.mark.modes("local", "connect")
+
+
+class Wide(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+
+    def forward(self, x):
+        return x + self.inner(x)
+
+
+class Skips(nn.Module):
+    """Its second layer gets the input again, so it is no chain."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.second(x + self.first(x))
+
+
+def build():
+    return nn.Sequential(nn.Linear(4, 16), Wide(), Wide(), nn.Linear(16, 3))
+
+
+def frame(spark, rows=245):
+    columns = blobs(rows)
+    return spark.createDataFrame(
+        [(list(map(float, f)), int(y)) for f, y in zip(columns["features"], columns["label"], strict=True)],
+        "features array<float>, label long",
+    )
+
+
+def test_a_model_that_is_cut_trains_as_on_one_rank_and_predicts(spark, tmp_path):
+    df, spec = frame(spark), ModelSpec(build=build)
+    losses = {}
+    for name, num_ranks, mesh in (("one", 1, Mesh()), ("four", 4, Mesh(pipeline=2, tensor=2))):
+        config = small_config(num_ranks, train={"accumulation_steps": 2}, parallel=mesh)
+        result = spark_dl.train(df, spec, config, run_dir=str(tmp_path / name), spark=spark)
+        losses[name] = result.train_loss
+    assert losses["four"] == pytest.approx(losses["one"], rel=1e-5)
+    saved = checkpoint.find(result.checkpoint)
+    assert sum(saved.manifest["config"]["parallel"]["stages"]) == 4
+    predicted = spark_dl.predict(df, spec, result.checkpoint, config, spark=spark).collect()
+    assert len(predicted) == 245
+    assert np.isfinite([row.prediction for row in predicted]).all()
+    goes_on = spark_dl.train(
+        df, spec, small_config(1, train={"accumulation_steps": 2, "epochs": 3}, parallel=Mesh()),
+        run_dir=str(tmp_path / "four"), resume=True, spark=spark,
+    )  # fmt: skip
+    assert goes_on.epochs == 3
+
+
+@pytest.mark.modes("local")
+@pytest.mark.parametrize(("spec", "mesh", "message"), [
+    (ModelSpec(build=Skips, layers=["first", "second"]), {"pipeline": 2}, "spec.layers: .* give another output"),
+    (ModelSpec(build=build, layers=["0", "4"]), {"pipeline": 2}, "spec.layers: no module of Sequential matches '4'"),
+    (ModelSpec(build=build), {"pipeline": 2, "stages": (1, 1)}, "parallel.stages: .* with the sum 4"),
+    (ModelSpec(build=Skips), {"tensor": 2}, "spec.tensor_plan: expected a plan for Skips"),
+    (ModelSpec(build=build, tensor_plan={"1.inner.0": "colums"}), {"tensor": 2}, "spec.tensor_plan: .*colwise"),
+])  # fmt: skip
+def test_a_model_that_cannot_be_cut_is_an_error_before_any_task(spark, tmp_path, spec, mesh, message):
+    config = small_config(2, train={"accumulation_steps": 2}, parallel=Mesh(**mesh))
+    with pytest.raises(ValueError, match=message):
+        spark_dl.train(frame(spark), spec, config, run_dir=str(tmp_path / "run"), spark=spark)
+    assert not (tmp_path / "run" / "checkpoints").exists()

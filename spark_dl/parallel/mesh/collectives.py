@@ -53,4 +53,4 @@ def gather_parts(flat: Tensor, group: dist.ProcessGroup) -> None:
     """Fills a flat tensor with the parts of all ranks of a group, in place. Collective. # flat: [ranks * n]"""
     length = len(flat) // group.size()
     own = flat[group.rank() * length : (group.rank() + 1) * length].clone()
-    dist.all_gather_into_tensor(flat, own, group=group)
+    dist.all_gather_single(flat, own, group=group)

@@ -23,6 +23,7 @@ from spark_dl.parallel.mesh.settings import Mesh
 from spark_dl.parallel.single import DPSingleProcess, Single
 from spark_dl.planning.plan import MeshPlans, plan_mesh
 from spark_dl.predict import predict, predict_udf, save_model
+from spark_dl.scoring.export import export
 from spark_dl.scoring.saved_model import load_model
 from spark_dl.spec import ModelSpec, import_object
 from spark_dl.strategies import Strategy
@@ -66,6 +67,7 @@ __all__ = [
     "build_session",
     "clean_store",
     "evaluate",
+    "export",
     "import_object",
     "launch",
     "load_config",

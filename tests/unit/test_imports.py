@@ -140,7 +140,7 @@ def test_horovod_is_imported_in_its_strategy_alone(name):
 
 @pytest.mark.parametrize("part", ["data", "launch", "parallel"])
 def test_data_launch_and_parallel_know_only_themselves_and_what_is_common(part):
-    common = {"_version", "config", "optimization", "spark_job", "spec", "storage", "world"}
+    common = {"_version", "config", "nn", "optimization", "spark_job", "spec", "storage", "world"}
     for name, path in files(f"{part}/").items():
         for module in ours(path):
             if name == "launch/daemon.py" and not module:  # an entry of its own, which imports all there is
@@ -238,7 +238,7 @@ def test_only_the_table_of_strategies_knows_the_baselines_that_run_on_ranks():
 
 
 ON_RANKS = ("data/", "launch/", "parallel/", "baselines/servers/", "rundir/", "training/", "evaluate", "loop",
-            "lightning/", "optimization", "trials/rank", "trials/order", "worker", "world", "spec", "config",
+            "lightning/", "nn/", "optimization", "trials/rank", "trials/order", "worker", "world", "spec", "config",
             "storage")  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from spark_dl.optimization import Optimization
 from spark_dl.parallel.ddp import DDP
 from spark_dl.parallel.hvd import Horovod
 from spark_dl.parallel.local_sgd import LocalSGD
+from spark_dl.parallel.mesh.auto.settings import Auto
 from spark_dl.parallel.mesh.settings import Mesh
 from spark_dl.parallel.single import DPSingleProcess, Single
 from spark_dl.planning.plan import MeshPlans, plan_mesh
@@ -35,6 +36,7 @@ from spark_dl.world import World
 
 __all__ = [
     "DDP",
+    "Auto",
     "Checkpoint",
     "Config",
     "DPSingleProcess",

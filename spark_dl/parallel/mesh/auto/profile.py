@@ -89,17 +89,16 @@ def fit_line(rows: Sequence[int], seconds: Sequence[float]) -> Seconds:
     return Seconds(fixed, (seconds[-1] - fixed) / rows[-1])
 
 
-def state_bytes(spec: ModelSpec, model: nn.Module, config: Config) -> float:
+def state_bytes(spec: ModelSpec, config: Config) -> float:
     """Returns the bytes of the optimizer's state per parameter. With `spec.optimizer`, those of Adam.
 
     One step of the optimizer on two elements shows it.
     """
     if spec.optimizer is not None:
         return 8.0
-    own = build_optimizer(model, config, 1)
-    parameter = nn.Parameter(torch.zeros(2, dtype=torch.float32))
-    optimizer = type(own)([parameter], **own.defaults)
-    parameter.grad = torch.ones_like(parameter)
+    model = nn.Linear(1, 2, bias=False)
+    optimizer = build_optimizer(model, config, 1)
+    model.weight.grad = torch.ones_like(model.weight)
     optimizer.step()
-    state = optimizer.state[parameter].values()
-    return sum(t.nbytes for t in state if isinstance(t, torch.Tensor) and t.shape == parameter.shape) / 2
+    state = optimizer.state[model.weight].values()
+    return sum(t.nbytes for t in state if isinstance(t, torch.Tensor) and t.shape == model.weight.shape) / 2

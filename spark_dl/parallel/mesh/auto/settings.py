@@ -34,6 +34,9 @@ EXCLUDES = (
     Conflict("train.lr_scaling", lambda c: c.train.lr_scaling != "none",
              "expected 'none' with parallel.strategy='auto', which chooses the number of data ranks, found "
              "{c.train.lr_scaling!r}; or set parallel.strategy to 'mesh'"),
+    Conflict("parallel.hosts", lambda c: bool(c.launch.num_ranks % (getattr(c.parallel, "hosts", None) or 1)),
+             "expected a divisor of launch.num_ranks={c.launch.num_ranks}, as hosts have equally many ranks, found "
+             "{c.parallel.hosts}"),
     _conflict("train.precision", "fp16", "float32 or bf16"),
     _conflict("train.compile", True, "false"),
     _conflict("train.channels_last", True, "false"),
@@ -59,7 +62,7 @@ class Auto(Parallel):
     hosts: int | None = may_change(None)
     """Number of hosts, with equally many ranks. Null: as the ranks find it in a short job before the training."""
     rate_mbit: float | None = may_change(None)
-    """Rate of a host's link in each direction, in Mbit/s. Null: measured in the same job, if there are several hosts."""
+    """Rate of a host's link in each direction, in Mbit/s. Null: measured, in the same job."""
     latency_ms: float | None = may_change(None)
     """Latency of a message between hosts, in milliseconds. Null: measured."""
     local_rate_mbit: float | None = may_change(None)

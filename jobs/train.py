@@ -15,6 +15,7 @@ OPTIONS: dict[str, tuple[Any, Any, str]] = {
     "run_dir": (str | None, None, "folder for checkpoints, settings and metrics; all executors must have access"),
     "resume": (bool, False, "continue from the last checkpoint of run_dir"),
     "overwrite": (bool, False, "delete the run in run_dir first"),
+    "export": (str | None, None, "safetensors file to write the trained weights to; nothing is overwritten"),
     "no_progress": (bool, False, "do not show a progress bar"),
 }
 
@@ -22,6 +23,8 @@ OPTIONS: dict[str, tuple[Any, Any, str]] = {
 def train(job: cli.Job) -> dict[str, Any]:
     start = time.perf_counter()
     spec = job.model.spec()
+    if job.args["export"]:
+        cli.check_export(job.args["export"])  # before hours of training
     spark = job.session("spark_dl train")
     mixed = job.config.loader.proportions
     datasets = cli.read_datasets(spark, job.input, mixed)
@@ -35,6 +38,8 @@ def train(job: cli.Job) -> dict[str, Any]:
         overwrite=job.args["overwrite"],
         progress=not job.args["no_progress"],
     )
+    if job.args["export"]:
+        cli.log.info(f"weights: {spark_dl.export(result.checkpoint, job.args['export'])}")
     metrics = result.metrics
     if "test" in datasets:
         metrics = test(job, spec, datasets["test"], result)

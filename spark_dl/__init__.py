@@ -20,10 +20,12 @@ from spark_dl.optimization import Optimization
 from spark_dl.parallel.ddp import DDP
 from spark_dl.parallel.hvd import Horovod
 from spark_dl.parallel.local_sgd import LocalSGD
+from spark_dl.parallel.mesh.auto.settings import Auto
 from spark_dl.parallel.mesh.settings import Mesh
 from spark_dl.parallel.single import DPSingleProcess, Single
 from spark_dl.planning.plan import MeshPlans, plan_mesh
 from spark_dl.predict import predict, predict_udf, save_model
+from spark_dl.scoring.export import export
 from spark_dl.scoring.saved_model import load_model
 from spark_dl.spec import ModelSpec, import_object
 from spark_dl.strategies import Strategy
@@ -34,6 +36,7 @@ from spark_dl.world import World
 
 __all__ = [
     "DDP",
+    "Auto",
     "Checkpoint",
     "Config",
     "DPSingleProcess",
@@ -67,6 +70,7 @@ __all__ = [
     "build_session",
     "clean_store",
     "evaluate",
+    "export",
     "import_object",
     "launch",
     "load_config",

@@ -125,7 +125,7 @@ def train(
     spark = find_session(data, spark)
     check_settings(spark, spec, config, has_validation=validation is not None)
     tracking.check(config.track)
-    options: dict[str, Any] = {"run_dir": run_dir, "resume": resume, "overwrite": overwrite}
+    options: dict[str, Any] = {"run_dir": run_dir, "resume": resume, "overwrite": overwrite, "spark": spark}
     with (
         Progress("train", enabled=progress) as shown,
         prepare_run(data, spec, config, validation=validation, stage=shown.stage, **options) as run,

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from spark_dl import storage
+from spark_dl.checks.auto import plan_mesh_of
 from spark_dl.checks.dtypes import check_dtypes
 from spark_dl.checks.mesh import fit_mesh
 from spark_dl.config import Config
@@ -38,6 +39,7 @@ def prepare_run(
     spec: ModelSpec | None,
     config: Config,
     *,
+    spark: Any = None,
     validation: Any = None,
     run_dir: Any = None,
     resume: bool = False,
@@ -49,6 +51,7 @@ def prepare_run(
 
     Shards in a store are not deleted until the end of the block. `stage` is called with a text about what is done now.
     spec: None for trials, each of which has its own.
+    spark: the session, for `parallel.strategy: auto`, which starts the ranks once to measure the network.
     reuse_shards: uses the shards of an earlier attempt also without a checkpoint.
     Raises ValueError for invalid data, settings and `run_dir`, before an earlier run is deleted; RuntimeError if a
     newer attempt of the run has started.
@@ -63,6 +66,9 @@ def prepare_run(
         reuse = saved is not None or reuse_shards
         datasets = _Datasets(run_dir, config, until_done, reuse, check_newest, stage)
         train = datasets.to_train_on(data, before)
+        if config.parallel.planned:
+            stage("planning the mesh")
+            config = plan_mesh_of(spark, spec, train, config, saved)
         if config.shards.storage == "shared":  # with local storage the ranks check this
             check_rows(train, config, saved.manifest if saved else None)
             warn_of_few_rows(train.rows, config)

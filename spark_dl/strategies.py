@@ -22,6 +22,7 @@ from spark_dl.config import Config
 from spark_dl.config.checks import suggestion
 from spark_dl.config.parallel import Parallel
 from spark_dl.parallel import ddp, hvd, local_sgd, single
+from spark_dl.parallel.mesh.auto.settings import Auto
 from spark_dl.parallel.mesh.settings import Mesh, check_version
 from spark_dl.parallel.trainable import Trainable
 from spark_dl.spec import ModelSpec, Run
@@ -59,6 +60,17 @@ def _mesh(spec: ModelSpec, world: World, config: Config) -> Trainable:
     return mesh.parallelize(spec, world, config)
 
 
+def _unplanned(spec: ModelSpec, world: World, config: Config) -> Trainable:
+    raise ValueError(
+        "parallel.strategy: found 'auto' on a rank; spark_dl.train plans the mesh on the driver. Without a driver, as "
+        "under torchrun, set it to 'mesh'"
+    )
+
+
+def _check_mesh(spark: Any, config: Config) -> None:
+    check_version(torch.__version__)
+
+
 STRATEGIES = (
     Strategy(settings=ddp.DDP, parallelize=ddp.parallelize),
     Strategy(
@@ -67,7 +79,8 @@ STRATEGIES = (
     Strategy(settings=local_sgd.LocalSGD, parallelize=local_sgd.parallelize),
     Strategy(settings=single.Single, parallelize=single.parallelize),
     Strategy(settings=single.DPSingleProcess, parallelize=single.parallelize_over_gpus),
-    Strategy(settings=Mesh, parallelize=_mesh, check=lambda spark, config: check_version(torch.__version__)),
+    Strategy(settings=Mesh, parallelize=_mesh, check=_check_mesh),
+    Strategy(settings=Auto, parallelize=_unplanned, check=_check_mesh),
     _by_spark(tree_reduce.TreeReduce, tree_reduce.aggregate),
     _by_spark(shuffle_reduce.ShuffleReduce, shuffle_reduce.aggregate),
     Strategy(settings=ParameterServer, train_on_ranks=parameter_server.train),

@@ -60,6 +60,9 @@ CONFLICTS = (
     FunctionConflict("parallel.experts", lambda s, c: s.evaluation is not None and _divides_experts(c),
                      "expected 1 with spec.evaluation (a LightningModule: validation_step), found "
                      "{c.parallel.experts}: ranks evaluate different numbers of batches, and cannot exchange tokens"),
+    FunctionConflict("parallel.strategy", lambda s, c: _by_batch(s) and c.parallel.planned,
+                     "expected another strategy with spec.batch_loss and spec.evaluation (a LightningModule), which "
+                     "need the whole model, found 'auto', whose plans can cut it; set ddp, or mesh with zero_stage"),
     FunctionConflict("loader.ragged", lambda s, c: _by_batch(s) and c.loader.ragged == "offsets",
                      "expected 'pad' with spec.batch_loss and spec.evaluation, which get the true rows of a batch, "
                      "found 'offsets'"),

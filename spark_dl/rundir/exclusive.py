@@ -56,10 +56,14 @@ def _create_local(path: str, content: bytes) -> bool:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     except FileExistsError:
         return False
-    with open(descriptor, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(descriptor)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(descriptor)
+    except BaseException:  # a part of the file would be taken for all of it
+        os.unlink(path)
+        raise
     storage.sync_folder(os.path.dirname(path))
     return True
 

@@ -99,7 +99,7 @@ def pack_model(
         described["functions"] = {
             name: names.name_of(function, f"spec.{name}") for name, function in functions.items() if function
         }
-        content, file = safetensors.torch.save(_separate(model.state_dict())), WEIGHTS
+        content, file = safetensors.torch.save(separate(model.state_dict())), WEIGHTS
     else:
         content, file = _exported(model, spec, config, columns), PROGRAM
     return PackedModel({**described, "file": file, "sha256": hashlib.sha256(content).hexdigest()}, content)
@@ -199,7 +199,7 @@ def features_only(data: Data) -> Data:
     )  # fmt: skip
 
 
-def _separate(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def separate(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns contiguous tensors that share no memory, as safetensors needs. Tied weights are stored twice."""
     return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in state.items()}
 

@@ -24,6 +24,7 @@ def check_cluster(spark: Any, config: Config, num_groups: int) -> None:
             "trials in one job: found a Spark Connect session; the ranks ask the driver for their trials, and cannot "
             "reach it over Spark Connect; use a classic session, or train one trial after another with train"
         )
+    _check_unplanned(config)
     if config.shards.storage == "local":
         raise ValueError("shards.storage: expected 'shared' for trials, each of which reads all rows, found 'local'")
     num_ranks = num_groups * config.launch.num_ranks
@@ -37,5 +38,14 @@ def check_trial(spark: Any, spec: ModelSpec, config: Config, run: Run) -> None:
             f"parallel.strategy: expected a strategy whose ranks train, found {config.parallel.strategy!r}, whose "
             "steps are Spark jobs of the driver"
         )
+    _check_unplanned(config)
     check_settings(spark, spec, config, has_validation=run.validation is not None)
     check_dtypes(spec, run.train.select(config.data.columns), config)
+
+
+def _check_unplanned(config: Config) -> None:
+    if config.parallel.planned:
+        raise ValueError(
+            f"parallel.strategy: expected another strategy for trials, found {config.parallel.strategy!r}, which plans "
+            "one training; set it to 'mesh'"
+        )

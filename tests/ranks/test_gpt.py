@@ -5,10 +5,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.torch
+import torch
 import yaml
 
 from examples import gpt
-from spark_dl import Mesh, ModelSpec
+from spark_dl import Mesh, ModelSpec, export
+from spark_dl.rundir import checkpoint
+from spark_dl.rundir.weights import load_weights
 from spark_dl.spec import Run
 from tests.builders.datasets import write_dataset
 from tests.builders.settings import make_config
@@ -56,3 +60,9 @@ def test_a_shared_weight_is_trained_as_on_one_rank(rows, tmp_path, on_one_rank, 
     found = result(rows, tmp_path, 4, **mesh)
     assert found["train_loss"] == pytest.approx(on_one_rank["train_loss"], rel=1e-5)
     assert found["metrics"]["loss"] == pytest.approx(on_one_rank["metrics"]["loss"], rel=1e-5)
+    model = SPEC.build()
+    model.load_state_dict(safetensors.torch.load_file(export(tmp_path, tmp_path / "gpt.safetensors")))
+    saved = checkpoint.find(found["checkpoint"])
+    assert saved.manifest["tensors"]["model"]["embed.tokens.weight"]["shape"] == [len(gpt.CHARACTERS), 16]
+    for name, weight in load_weights(saved).items():
+        assert torch.equal(model.state_dict()[name], weight)

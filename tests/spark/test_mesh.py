@@ -1,11 +1,14 @@
 """A model that is cut, from the driver: checked there, trained on barrier tasks, and used as any other."""
 
+import re
+
 import numpy as np
 import pytest
+import yaml
 from torch import nn
 
 import spark_dl
-from spark_dl import Mesh, ModelSpec
+from spark_dl import Auto, Mesh, ModelSpec
 from spark_dl.rundir import checkpoint
 from tests.builders.models import blobs, small_config
 
@@ -62,6 +65,27 @@ def test_a_model_that_is_cut_trains_as_on_one_rank_and_predicts(spark, tmp_path)
         run_dir=str(tmp_path / "four"), resume=True, spark=spark,
     )  # fmt: skip
     assert goes_on.epochs == 3
+
+
+@pytest.mark.slow
+@pytest.mark.modes("local")
+def test_a_mesh_that_the_driver_plans_is_kept_on_resume(spark, tmp_path, caplog):
+    caplog.set_level("INFO", "spark_dl")
+    df, spec, run_dir = frame(spark), ModelSpec(build=build), str(tmp_path / "run")
+    one = spark_dl.train(df, spec, small_config(1), run_dir=str(tmp_path / "one"), spark=spark)
+    auto = Auto(zero_stages=(0,), memory_gib=5e-5)  # the states of the whole model are about 36 KiB
+    result = spark_dl.train(df, spec, small_config(4, parallel=auto), run_dir=run_dir, spark=spark)
+    assert result.train_loss == pytest.approx(one.train_loss, rel=1e-5)
+    planned = checkpoint.find(result.checkpoint).manifest["config"]
+    assert planned["parallel"]["strategy"] == "mesh"
+    assert planned["parallel"]["pipeline"] * planned["parallel"]["tensor"] > 1
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text()) == planned
+    assert re.search(r"auto: network within hosts: [\d,]+ Mbit/s \(measured\), \S+ ms \(measured\)", caplog.text)
+    longer = small_config(4, train={"epochs": 3}, parallel=auto)
+    spark_dl.train(df, spec, longer, run_dir=run_dir, resume=True, spark=spark)
+    assert "auto: going on with the mesh of the checkpoint" in caplog.text
+    again = checkpoint.find(run_dir).manifest["config"]
+    assert (again["parallel"], again["train"]["epochs"]) == (planned["parallel"], 3)
 
 
 @pytest.mark.modes("local")

@@ -104,7 +104,7 @@ def cut_of(chain: Sequence[Layer], settings: Mesh, plan: Mapping[str, str], time
     times: seconds, or any cost, of each layer. plan: how modules are cut over tensor ranks, by name.
     Raises ValueError if the stages cannot be cut so.
     """
-    units, num_stages = _units(chain, plan), settings.pipeline * settings.stages_per_rank
+    units, num_stages = units_of(chain, plan), settings.pipeline * settings.stages_per_rank
     ends = [0, *itertools.accumulate(units)]
     if settings.stages is None:
         of_stages = balance([sum(times[a:b]) for a, b in itertools.pairwise(ends)], num_stages)
@@ -120,7 +120,7 @@ def cut_of(chain: Sequence[Layer], settings: Mesh, plan: Mapping[str, str], time
     return cut
 
 
-def _units(chain: Sequence[Layer], plan: Mapping[str, str]) -> list[int]:
+def units_of(chain: Sequence[Layer], plan: Mapping[str, str]) -> list[int]:
     """Returns numbers of consecutive layers that one stage must have: from one cut by columns to one cut by rows."""
     units: list[int] = []
     is_open = False

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -87,6 +88,20 @@ def _difference(found: Output, expected: Output) -> str:
     return ""
 
 
+class LayerPass(NamedTuple):
+    """What one layer took and kept in a forward and a backward pass of one micro-batch."""
+
+    forward_s: float
+    backward_s: float
+    output_bytes: int
+    kept_bytes: int
+    """Memory that the forward pass keeps for the backward pass, without parameters and buffers; 0 if not counted."""
+
+    @property
+    def seconds(self) -> float:
+        return self.forward_s + self.backward_s
+
+
 def measure_layers(
     spec: ModelSpec, model: nn.Module, chain: Sequence[Layer], batch: Batch, config: Config, *,
     device: torch.device, repeats: int = 3,
@@ -100,32 +115,51 @@ def measure_layers(
     times = torch.zeros(len(chain), dtype=torch.float64, device=device)
     is_distributed = dist.is_initialized()
     if not is_distributed or dist.get_rank() == 0:
-        moved = to_device(batch, device, config)
-        _seconds(spec, model, chain, moved, config)  # warms up
-        measured = [_seconds(spec, model, chain, moved, config) for _ in range(repeats)]
-        times.copy_(torch.tensor([statistics.median(of_layer) for of_layer in zip(*measured, strict=True)]))
+        found = measure_passes(spec, model, chain, to_device(batch, device, config), config, repeats=repeats)
+        times.copy_(torch.tensor([layer.seconds for layer in found]))
     if is_distributed:
         dist.broadcast(times, 0)
     return [float(seconds) for seconds in times]
 
 
-def _seconds(
-    spec: ModelSpec, model: nn.Module, chain: Sequence[Layer], batch: Batch, config: Config
-) -> list[float]:  # fmt: skip
+def measure_passes(
+    spec: ModelSpec, model: nn.Module, chain: Sequence[Layer], batch: Batch, config: Config, *, repeats: int = 3
+) -> list[LayerPass]:  # fmt: skip
+    """Measures the layers for one micro-batch: medians of the repeats. Not collective.
+
+    batch: on the device of the model, which must be whole. Gradients, buffers and generators stay as they are.
+    """
+    counted = _passes(spec, model, chain, batch, config, counts=True)  # warms up
+    measured = [_passes(spec, model, chain, batch, config) for _ in range(repeats)]
+    return [
+        LayerPass(
+            statistics.median(each.forward_s for each in of_layer),
+            statistics.median(each.backward_s for each in of_layer),
+            first.output_bytes,
+            first.kept_bytes,
+        )
+        for first, *of_layer in zip(counted, *measured, strict=True)
+    ]
+
+
+def _passes(
+    spec: ModelSpec, model: nn.Module, chain: Sequence[Layer], batch: Batch, config: Config, *, counts: bool = False
+) -> list[LayerPass]:  # fmt: skip
     found = []
+    device = batch["weight"].device
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         for layer in chain:
-
-            def run(layer: Layer = layer, args: Any = args, kwargs: Any = kwargs) -> Any:
-                value = layer.module(*args, **kwargs)
-                outputs = [t for t in tensors_of(value) or () if t.requires_grad]
-                if outputs:
-                    torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
-                return value
-
-            seconds, value = _timed(run, batch["weight"].device)
-            found.append(seconds)
+            kept: dict[int, int] = {}
+            with _bytes_kept(layer.module, kept) if counts else contextlib.nullcontext():
+                forward_s, value = _timed(functools.partial(layer.module, *args, **kwargs), device)
+            tensors = tensors_of(value) or ()
+            outputs = [t for t in tensors if t.requires_grad]
+            backward_s = 0.0
+            if outputs:
+                ones = [torch.ones_like(t) for t in outputs]
+                backward_s, _ = _timed(functools.partial(torch.autograd.backward, outputs, ones), device)
+            found.append(LayerPass(forward_s, backward_s, sum(t.nbytes for t in tensors), sum(kept.values())))
             args, kwargs = (_leaves(value),), {}
         return args[0]
 
@@ -139,6 +173,19 @@ def _seconds(
         for parameter, gradient in gradients:
             parameter.grad = gradient
     return found
+
+
+def _bytes_kept(module: nn.Module, kept: dict[int, int]) -> contextlib.AbstractContextManager[Any]:
+    """Collects the bytes of the memory that forward passes keep for backward passes, by its address."""
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers())}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    return torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
 
 
 def _leaves(value: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from spark_dl.parallel.mesh.dims import Dims
@@ -24,6 +24,8 @@ class Problem:
     global_batch_size: int
     zero_stages: tuple[int, ...] = ZERO_STAGES
     schedules: tuple[str, ...] = (ONE_F_ONE_B, GPIPE)
+    allows: Callable[[Choice], bool] = lambda choice: True
+    """Which choices the model, the data and the settings of a run allow."""
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -41,13 +43,18 @@ def choices(problem: Problem) -> Iterator[Choice]:
     """Returns all choices but those of the cuts, simple ones first.
 
     Tensor ranks are on one host. There are as many stages as layers at most. 1F1B needs a micro-batch for each stage.
+    There is no ZeRO-2 in a pipeline, whose micro-batches in flight need whole gradients.
     """
+    return filter(problem.allows, _choices(problem))
+
+
+def _choices(problem: Problem) -> Iterator[Choice]:
     for dims in meshes(problem.cluster, problem.layers):
         if problem.global_batch_size % dims.data:
             continue
         of_rank = problem.global_batch_size // dims.data
         for zero_stage in problem.zero_stages:
-            if zero_stage and dims.data == 1:
+            if zero_stage and (dims.data == 1 or (zero_stage == 2 and dims.pipeline > 1)):
                 continue
             for schedule in problem.schedules if dims.pipeline > 1 else problem.schedules[:1]:
                 for micro_batches in _divisors(of_rank):

@@ -42,6 +42,12 @@ class Layer:
     """Bytes that a forward pass keeps for the backward pass, per row."""
     tensor: tuple[str, ...] = ()
     """How it can be cut over tensor ranks, of `KINDS`."""
+    can_be_whole: bool = True
+    """Whether several tensor ranks can also have the layer replicated."""
+    whole_bytes: int = 0
+    """Of a `block`: those of `parameter_bytes` that each tensor rank has."""
+    all_reduces: int = 2
+    """Of a `block`: in each pass. A Transformer layer has one of attention and one of the linear layers."""
 
 
 @dataclass(frozen=True)

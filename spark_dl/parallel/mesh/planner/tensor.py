@@ -8,8 +8,8 @@ shortest path: a layer adds its time, and two neighbors add the time of the coll
     rowwise      the weights are cut by their inputs: takes a part of the features, gives partial sums
     sequence     whole weights; takes and gives a part of the sequence (normalization, dropout)
     split        takes and gives a part of the features (activation functions)
-    block        has its own plan inside, such as a whole Transformer layer; takes and gives whole rows, with two
-                 all-reduces of its output in each pass
+    block        has its own plan inside, such as a whole Transformer layer; takes and gives whole rows, with
+                 `all_reduces` of its output in each pass
 
 `colwise`, `rowwise` and `block`: Shoeybi et al. 2019, arXiv:1909.08053, section 3. `sequence`: Korthikanti et al. 2022,
 arXiv:2205.05198. Stages begin and end with whole rows.
@@ -61,8 +61,6 @@ _BETWEEN: dict[tuple[str, str], tuple[Collective | None, Collective | None]] = {
 """From what a layer gives to what the next takes: the collective of the forward pass on the output, and that of the
 backward pass on its gradient. A slice of what a rank has takes no time."""
 
-_BLOCK_ALL_REDUCES = 2
-"""In each pass: one of attention, one of the linear layers."""
 _BLOCK_WHOLE = 10 / 34
 """Part of a block's kept bytes that every tensor rank has: 10 of 34 (Korthikanti et al. 2022, equation 2)."""
 
@@ -206,7 +204,10 @@ class Segments:
 
 
 def _kinds(layer: Layer, tensor: int) -> list[str]:
-    return [REPLICATED, *(each for each in KINDS if each in layer.tensor)] if tensor > 1 else [REPLICATED]
+    if tensor == 1:
+        return [REPLICATED]
+    cut = [each for each in KINDS if each in layer.tensor]
+    return [REPLICATED, *cut] if layer.can_be_whole or not cut else cut
 
 
 def _between(gives: str, takes: str, num_bytes: float, tensor: int, network: Network) -> tuple[float, float]:
@@ -222,11 +223,12 @@ def _one(layer: Layer, kind: str, rows: float, tensor: int, network: Network) ->
     forward_s, backward_s = layer.forward.of(computed), layer.backward.of(computed)
     kept = layer.kept_bytes * rows
     if kind == BLOCK:
-        inside = _BLOCK_ALL_REDUCES * all_reduce_s(tensor, layer.output_bytes * rows, network)
+        inside = layer.all_reduces * all_reduce_s(tensor, layer.output_bytes * rows, network)
         forward_s, backward_s = forward_s + inside, backward_s + inside
         kept *= _BLOCK_WHOLE + (1 - _BLOCK_WHOLE) / tensor
     elif kind not in (REPLICATED, COLWISE):  # which keep their input, and have all of it
         kept /= tensor
-    weights = layer.parameter_bytes / (1 if kind in WHOLE_WEIGHTS else tensor)
+    whole = layer.parameter_bytes if kind in WHOLE_WEIGHTS else layer.whole_bytes if kind == BLOCK else 0
+    weights = whole + (layer.parameter_bytes - whole) / tensor
     units = int(layer.parameter_bytes > 0)
     return Segment((kind,), forward_s, backward_s, weights, kept, units, weights if kind == SEQUENCE else 0.0)

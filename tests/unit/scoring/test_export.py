@@ -1,0 +1,56 @@
+"""One safetensors file of a checkpoint; that of a mesh is in tests/ranks/test_gpt.py."""
+
+import pytest
+import safetensors
+import torch
+
+from spark_dl import Config, Launch, export
+from spark_dl.launch.rendezvous import join
+from spark_dl.rundir import checkpoint
+from spark_dl.rundir.exclusive import create_exclusively
+from tests.builders.models import build_mlp, same_bits
+
+
+@pytest.fixture
+def run_dir(tmp_path, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    run_dir, model = str(tmp_path / "run"), {"0": build_mlp().state_dict()}
+    with join(Launch(device="cpu")):
+        checkpoint.save(
+            run_dir, rank=0, world_size=1, generation=0, step=1, config=Config(), columns=(), model=model, training={}
+        )
+    return run_dir
+
+
+def test_a_run_and_its_checkpoint_give_the_same_file(run_dir, tmp_path):
+    saved = checkpoint.find(run_dir)
+    paths = [export(url, tmp_path / name) for url, name in ((run_dir, "a"), (saved.url, "b"))]
+    for path in paths:
+        with safetensors.safe_open(path, "pt") as file:
+            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+            assert file.metadata() == {
+                "format": "pt", "spark_dl.checkpoint": saved.url.rpartition("/")[2], "spark_dl.step": str(saved.step),
+            }  # fmt: skip
+        assert same_bits(found, checkpoint.load(saved, "model.pt")["0"])
+
+
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_nothing_is_overwritten(run_dir, tmp_path, is_folder):
+    there = tmp_path / "there"
+    there.mkdir() if is_folder else there.write_text("mine")
+    with pytest.raises(ValueError, match=r"export: .*/there exists, and nothing is overwritten; choose another path"):
+        export(run_dir, there)
+    assert is_folder or there.read_text() == "mine"
+
+
+def test_without_a_checkpoint_nothing_is_written(tmp_path):
+    with pytest.raises(ValueError, match="no checkpoint at"):
+        export(tmp_path / "none", tmp_path / "file")
+    assert not (tmp_path / "file").exists()
+
+
+def test_a_file_that_cannot_be_written_whole_is_not_there(tmp_path):
+    with pytest.raises(TypeError):
+        create_exclusively(str(tmp_path / "file"), torch.zeros(1))
+    assert not (tmp_path / "file").exists()

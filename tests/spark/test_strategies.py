@@ -163,7 +163,7 @@ def test_it_is_listed_and_what_cannot_be_loaded_is_an_error_that_names_it(instal
     assert {*found["names"][-4:]} == {"toy", "broken", "other_name", "no_strategy"}
     expected = [
         "parallel.first: expected an integer >= 1, found 0",
-        "parallel.bucket_mib: not a setting of parallel.strategy='toy', but of ddp and horovod;",
+        "parallel.bucket_mib: not a setting of parallel.strategy='toy', but of ddp and horovod and mesh;",
         "parallel.folder: not a setting of parallel.strategy='ddp', but of toy;",
         "launch.num_ranks: expected 1 with parallel.strategy='toy', found 2",
         "train.precision: not with toy",

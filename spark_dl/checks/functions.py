@@ -60,6 +60,9 @@ CONFLICTS = (
     FunctionConflict("parallel.experts", lambda s, c: s.evaluation is not None and _divides_experts(c),
                      "expected 1 with spec.evaluation (a LightningModule: validation_step), found "
                      "{c.parallel.experts}: ranks evaluate different numbers of batches, and cannot exchange tokens"),
+    FunctionConflict("parallel.zero_stage", lambda s, c: s.evaluation is not None and _gathers_weights(c),
+                     "expected 0, 1 or 2 with spec.evaluation (a LightningModule: validation_step), found 3: ranks "
+                     "evaluate different numbers of batches, and cannot gather weights in each of them"),
     FunctionConflict("parallel.strategy", lambda s, c: _by_batch(s) and c.parallel.planned,
                      "expected another strategy with spec.batch_loss and spec.evaluation (a LightningModule), which "
                      "need the whole model, found 'auto', whose plans can cut it; set ddp, or mesh with zero_stage"),
@@ -71,6 +74,10 @@ CONFLICTS = (
 
 def _splits_batches(config: Config) -> bool:
     return config.parallel.strategy == "dp_single_process"
+
+
+def _gathers_weights(config: Config) -> bool:
+    return getattr(config.parallel, "zero_stage", 0) == 3
 
 
 def _divides_experts(config: Config) -> bool:

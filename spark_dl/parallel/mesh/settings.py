@@ -187,6 +187,7 @@ class Mesh(Parallel):
                 f"parallel.stages: expected {expected} integers > 0, one for each stage of parallel.pipeline="
                 f"{self.pipeline} ranks, found {stages!r}"
             )
+        object.__setattr__(self, "stages", tuple(stages or ()))  # YAML has lists
 
     @property
     def model(self) -> int:

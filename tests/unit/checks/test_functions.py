@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from spark_dl import DDP, Mesh, ModelSpec, ParameterServer
+from spark_dl import DDP, Auto, Mesh, ModelSpec, ParameterServer
 from spark_dl.checks.functions import CONFLICTS, check_functions
 from tests.builders.settings import make_config, parallel
 
@@ -27,6 +27,8 @@ CASES = [
     ("data.weight", BATCH_LOSS, {"weight": "w"}),
     ("train.compile", BATCH_LOSS, {"compile": True}),
     ("parallel.experts", {"evaluation": nothing}, {"parallel": Mesh(experts=2), "num_ranks": 2}),
+    ("parallel.zero_stage", {"evaluation": nothing}, {"parallel": Mesh(zero_stage=3), "num_ranks": 2}),
+    ("parallel.strategy", BATCH_LOSS, {"parallel": Auto()}),
     ("loader.ragged", BATCH_LOSS, {"ragged": "offsets"}),
     ("loader.ragged", {"evaluation": nothing}, {"ragged": "offsets"}),
 ]

@@ -7,6 +7,7 @@ import pytest
 
 from spark_dl import (
     DDP,
+    Auto,
     Checkpoint,
     Config,
     Data,
@@ -177,6 +178,11 @@ INVALID = [  # section, key, invalid values, and invalid combinations of values
     (Horovod, "parallel.bucket_mib", [0, -1, NAN, INF, "25", None, "auto"]),
     (Horovod, "parallel.compression", ["topk", "bf16", "powersgd", None]),
     (Horovod, "parallel.adasum", [0, 1, "true", None]),
+    *((Auto, f"parallel.{name}", [0, -1, True, "1"]) for name in ("memory_gib", "rate_mbit", "local_rate_mbit")),
+    *((Auto, f"parallel.{name}", [-1, True, "1"]) for name in ("latency_ms", "local_latency_ms")),
+    (Auto, "parallel.hosts", [0, -1, 2.0, True]),
+    (Auto, "parallel.zero_stages", [(), (4,), ("1",), 1, None]),
+    (Auto, "parallel.schedules", [(), ("naive",), "1f1b", None]),
     (Mesh, "parallel.pipeline", [0, -1, 2.0, True, None]),
     (Mesh, "parallel.tensor", [0, -1, 2.0, True, None]),
     (Mesh, "parallel.experts", [0, -1, 2.0, True, None]),

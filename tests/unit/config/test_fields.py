@@ -46,8 +46,8 @@ def test_what_may_change_is_what_is_marked_and_nothing_else(strategy):
         marked |= {f"{name}.{f.name}" for f in fields if whole or f.metadata.get("may_change")}
     errors = {key: resume_error(config, key) for key in config_keys(strategy)}
     expected = set(MAY_CHANGE)
-    if strategy == "mesh":  # a checkpoint goes from any mesh to any other
-        expected |= {key for key in config_keys("mesh") if key.startswith("parallel.")} - {"parallel.strategy"}
+    if strategy in ("mesh", "auto"):  # a checkpoint goes from any mesh to any other
+        expected |= {key for key in config_keys(strategy) if key.startswith("parallel.")} - {"parallel.strategy"}
     assert {key for key, error in errors.items() if error is None} == marked == expected
     for key, error in errors.items():
         assert error is None or f"({key}: was 'another value', now " in error

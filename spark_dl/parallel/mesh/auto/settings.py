@@ -87,6 +87,7 @@ class Auto(Parallel):
             found = getattr(self, name)
             is_some = isinstance(found, tuple | list) and len(found) > 0 and all(each in known for each in found)
             check(is_some, f"parallel.{name}", f"some of {', '.join(map(str, known))}", found)
+            object.__setattr__(self, name, tuple(found))  # YAML has lists
 
     def data_size(self, num_ranks: int) -> int:
         """Returns 1, what every plan can have: the number is not known before the plan."""

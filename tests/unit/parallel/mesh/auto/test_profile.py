@@ -43,9 +43,7 @@ def test_bytes_and_seconds_of_each_layer():
     assert [layer.output_bytes for layer in (first, relu, sleeps, norm, head)] == [32, 32, 16, 16, 12]
     # A linear layer keeps its input, a ReLU its output.
     assert (first.kept_bytes, relu.kept_bytes, sleeps.kept_bytes, head.kept_bytes) == (16, 32, 32, 16)
-    assert sleeps.forward.per_row == pytest.approx(0.001, rel=0.3)
-    assert sleeps.forward.of(ROWS) == pytest.approx(0.020, rel=0.2)
-    assert sleeps.backward.of(ROWS) < 0.01
+    assert sleeps.forward.of(ROWS) >= 0.020 > first.forward.of(ROWS)  # a sleep lasts at least as long as it says
     assert all(layer.tensor == () for layer in (first, relu, sleeps, norm, head))
 
 
@@ -66,7 +64,8 @@ def test_a_line_through_two_sizes():
 
 
 @pytest.mark.parametrize(("optimizer", "args", "expected"), [
-    ("SGD", {}, 0), ("SGD", {"momentum": 0.9}, 4), ("AdamW", {}, 8), ("Adam", {"amsgrad": True}, 12), ("RMSprop", {}, 4),
+    ("SGD", {}, 0), ("SGD", {"momentum": 0.9}, 4), ("AdamW", {}, 8), ("Adam", {"amsgrad": True}, 12),
+    ("RMSprop", {}, 4),
 ])  # fmt: skip
 def test_bytes_of_the_optimizer(optimizer, args, expected):
     assert state_bytes(ModelSpec(build=build), make_config(optimizer=optimizer, optimizer_args=args)) == expected

@@ -41,13 +41,14 @@ def choices(problem: Problem) -> Iterator[Choice]:
     """Returns all choices but those of the cuts, simple ones first.
 
     Tensor ranks are on one host. There are as many stages as layers at most. 1F1B needs a micro-batch for each stage.
+    There is no ZeRO-2 in a pipeline, whose micro-batches in flight need whole gradients.
     """
     for dims in meshes(problem.cluster, problem.layers):
         if problem.global_batch_size % dims.data:
             continue
         of_rank = problem.global_batch_size // dims.data
         for zero_stage in problem.zero_stages:
-            if zero_stage and dims.data == 1:
+            if zero_stage and (dims.data == 1 or (zero_stage == 2 and dims.pipeline > 1)):
                 continue
             for schedule in problem.schedules if dims.pipeline > 1 else problem.schedules[:1]:
                 for micro_batches in _divisors(of_rank):

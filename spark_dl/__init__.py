@@ -1,5 +1,6 @@
 """Train PyTorch on the data that your Spark cluster already has."""
 
+from spark_dl import nn
 from spark_dl._version import __version__ as __version__
 from spark_dl.baselines.driver_loop.shuffle_reduce import ShuffleReduce
 from spark_dl.baselines.driver_loop.tree_reduce import TreeReduce
@@ -70,6 +71,7 @@ __all__ = [
     "launch",
     "load_config",
     "load_model",
+    "nn",
     "open_dataset",
     "plan_mesh",
     "predict",

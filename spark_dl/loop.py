@@ -21,6 +21,7 @@ from spark_dl.parallel.stragglers import delayed
 from spark_dl.parallel.trainable import Trainable
 from spark_dl.spec import ModelSpec, Position, Run
 from spark_dl.training import early_stop, finite
+from spark_dl.training.experts import ExpertBalance
 from spark_dl.training.finite import LOSS, Finding, NotFiniteError, StepCheck
 from spark_dl.training.metrics import MetricsLog
 from spark_dl.training.profile import build_profile
@@ -103,6 +104,7 @@ class Training:
         if self.validation is None:
             self.schedule.check_without_validation()
         self.state = RunState(run, world, trainable, self.schedule, loader.columns, num_ranks or world.data_size)
+        self.experts = ExpertBalance(trainable, world, self.config)
         fp16 = self.config.train.precision == "fp16"
         self.step_check = StepCheck(trainable.modules[0], world.device, gradients=not fp16) if check_steps else None
         first_step, writes = self.progress.global_step, world.rank == log_rank
@@ -200,6 +202,7 @@ class Training:
             trainable.clip_grad_norm(self.config.train.clip_grad_norm)
         with self.schedule.warm(progress.global_step) as self.lr:
             trainable.step()
+        self.experts.end_step()
         trainable.optimizer.zero_grad()
         self.schedule.end_step(progress.step + 1)
         progress.step += 1
@@ -225,7 +228,7 @@ class Training:
             own = None if self.step_check is None else self.step_check.finding(self.world.rank)
             raise NotFiniteError(finite.first_of_all(own) or Finding(self.progress.global_step, LOSS, self.world.rank))
         finite.check_loss_scale(self.trainable.extra_state.get("scaler"), self.progress.global_step)
-        self.write_steps(total, self.timer.times_of(reduced))
+        self.write_steps(total, self.timer.times_of(reduced), **self.experts.take_load())
 
     def write_steps(self, total: float, times: Times | None = None, **more: Any) -> None:
         """Writes a log line for the steps since the last one.

@@ -95,6 +95,9 @@ class ModelSpec:
     tensor_plan: how `parallel.tensor` cuts modules: words such as `colwise` and `rowwise` by names or patterns, as in
         Hugging Face's `base_model_tp_plan`. The default is the model's own plan, or that of its kind of layers.
 
+    experts: names or patterns of the `spark_dl.nn.MoE` layers whose experts `parallel.experts` divides among ranks,
+        such as `["layers.*.moe"]`. The default is all of them.
+
     set_position: called with the model and a `Position` before every step and before every validation.
     """
 
@@ -111,6 +114,7 @@ class ModelSpec:
     set_position: Callable[[nn.Module, Position], None] | None = None
     layers: Sequence[str] | None = None
     tensor_plan: Mapping[str, str] | None = None
+    experts: Sequence[str] | None = None
 
     @classmethod
     def from_lightning(
@@ -150,6 +154,8 @@ class ModelSpec:
             value = getattr(self, name)
             if not callable(value) and (value is not None or name == "build"):
                 raise ValueError(f"spec.{name}: expected a function, found {value!r}")
+        if isinstance(self.experts, str):
+            raise ValueError(f"spec.experts: expected a list of names or patterns, found {self.experts!r}")
         for name, metric in self.metrics.items():
             if not callable(metric):
                 raise ValueError(

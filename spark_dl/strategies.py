@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import torch
+
 from spark_dl.baselines.driver_loop import loop as driver_loop
 from spark_dl.baselines.driver_loop import shuffle_reduce, tree_reduce
 from spark_dl.baselines.servers import loop as parameter_server
@@ -20,7 +22,7 @@ from spark_dl.config import Config
 from spark_dl.config.checks import suggestion
 from spark_dl.config.parallel import Parallel
 from spark_dl.parallel import ddp, hvd, local_sgd, single
-from spark_dl.parallel.mesh.settings import Mesh
+from spark_dl.parallel.mesh.settings import Mesh, check_version
 from spark_dl.parallel.trainable import Trainable
 from spark_dl.spec import ModelSpec, Run
 from spark_dl.world import World
@@ -65,7 +67,7 @@ STRATEGIES = (
     Strategy(settings=local_sgd.LocalSGD, parallelize=local_sgd.parallelize),
     Strategy(settings=single.Single, parallelize=single.parallelize),
     Strategy(settings=single.DPSingleProcess, parallelize=single.parallelize_over_gpus),
-    Strategy(settings=Mesh, parallelize=_mesh),
+    Strategy(settings=Mesh, parallelize=_mesh, check=lambda spark, config: check_version(torch.__version__)),
     _by_spark(tree_reduce.TreeReduce, tree_reduce.aggregate),
     _by_spark(shuffle_reduce.ShuffleReduce, shuffle_reduce.aggregate),
     Strategy(settings=ParameterServer, train_on_ranks=parameter_server.train),

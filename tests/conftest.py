@@ -1,6 +1,7 @@
 """What every test must leave as it found it: environment, process group, threads, child processes, working folder."""
 
 import contextlib
+import gc
 import os
 import re
 import threading
@@ -41,6 +42,12 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: order.get(_costly_fixture(item.nodeid), order[item.nodeid.split("/")[1]]))
 
 
+def pytest_collection_finish():
+    """What is there now stays: torch, and 10,000 tests. Garbage collection need not go through it again and again."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """Tests that share a costly fixture run in one process: of a Spark cluster, of the rank pool, or of a file.
@@ -79,7 +86,9 @@ def pytest_runtest_setup(item):
 
 
 @pytest.fixture(autouse=True)
-def no_leaks(request, tmp_path):
+def no_leaks(request):
+    if "tmp_path" in request.fixturenames:  # so that it is removed after what uses it has ended
+        request.getfixturevalue("tmp_path")
     env = dict(os.environ)
     threads = set(threading.enumerate())
     children = _children()

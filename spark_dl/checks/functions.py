@@ -57,6 +57,9 @@ CONFLICTS = (
     FunctionConflict("train.compile", lambda s, c: s.batch_loss is not None and c.train.compile,
                      "not supported with spec.batch_loss (a LightningModule: training_step), which calls the parts of "
                      "the model itself; compile them in spec.build"),
+    FunctionConflict("parallel.experts", lambda s, c: s.evaluation is not None and _divides_experts(c),
+                     "expected 1 with spec.evaluation (a LightningModule: validation_step), found "
+                     "{c.parallel.experts}: ranks evaluate different numbers of batches, and cannot exchange tokens"),
     FunctionConflict("loader.ragged", lambda s, c: _by_batch(s) and c.loader.ragged == "offsets",
                      "expected 'pad' with spec.batch_loss and spec.evaluation, which get the true rows of a batch, "
                      "found 'offsets'"),
@@ -65,6 +68,10 @@ CONFLICTS = (
 
 def _splits_batches(config: Config) -> bool:
     return config.parallel.strategy == "dp_single_process"
+
+
+def _divides_experts(config: Config) -> bool:
+    return getattr(config.parallel, "experts", 1) > 1
 
 
 def _by_batch(spec: ModelSpec) -> bool:

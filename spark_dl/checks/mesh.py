@@ -21,12 +21,13 @@ _log = logging.getLogger("spark_dl")
 
 def fit_mesh(spec: ModelSpec, train: ShardSet | Mixture, config: Config, saved: Saved | None) -> Config:
     """Returns the settings with the number of layers of each stage, if the mesh has a pipeline. Called on the driver.
+    Builds the model if the mesh cuts it.
 
     saved: the checkpoint to resume, whose stages are used again if they are as many.
     Raises ValueError if the layers do not give the output of the model, or cannot be cut as the settings say.
     """
     mesh = config.parallel
-    if not isinstance(mesh, Mesh) or mesh.model == 1:
+    if not isinstance(mesh, Mesh) or mesh.model == mesh.experts == 1:
         return config
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.train.seed)
@@ -36,12 +37,14 @@ def fit_mesh(spec: ModelSpec, train: ShardSet | Mixture, config: Config, saved: 
 def _fitted(spec: ModelSpec, train: ShardSet | Mixture, config: Config, mesh: Mesh, saved: Saved | None) -> Mesh:
     # A second of imports, which only these meshes need.
     from spark_dl.parallel.mesh.build import cut_of
+    from spark_dl.parallel.mesh.experts.divide import find_experts
     from spark_dl.parallel.mesh.layers import build_chain
     from spark_dl.parallel.mesh.pipeline import check_pipeline
     from spark_dl.parallel.mesh.tensor.plan import resolve_tensor_plan
     from spark_dl.parallel.mesh.trial import check_chain, measure_layers
 
     model = spec.build_to_train()
+    find_experts(model, spec.experts, mesh)
     plan: Mapping[str, str] = {}
     if mesh.tensor > 1:
         if spec.evaluation is not None:

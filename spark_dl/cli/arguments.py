@@ -38,6 +38,8 @@ class Input:
     """Options of Spark's reader for this format."""
     table: str | None = None
     """A table of the catalog, instead of `path`."""
+    function: str | None = None
+    """Function (spark) -> DataFrame, as `package.module:name` or `folder/file.py:name`, instead of `path`."""
     sql: dict[str, str] = field(default_factory=dict)
     """Views by name, each a SELECT from `input` (the rows read) or from earlier views. The views `train`, `validation`
     and `test` are the datasets. Without views, `input` is `train`."""
@@ -65,6 +67,10 @@ class Model:
     metrics: dict[str, str] = field(default_factory=dict)
     """Metrics of your own by name: functions (output, batch) -> one value per row, or classes of
     torchmetrics.Metric."""
+    layers: list[str] | None = None
+    """Names or patterns of the modules which, called in order, are the model: where a pipeline cuts it."""
+    tensor_plan: dict[str, str] | None = None
+    """How modules are cut over tensor ranks: words, such as `colwise`, by names or patterns."""
     plot: str | None = None
     """Function (rows, path) that draws a few predicted rows of the test set."""
 
@@ -79,7 +85,9 @@ class Model:
         }
         loss = import_object(self.loss, "model.loss") if ":" in self.loss else self.loss
         metrics = {name: import_object(path, f"model.metrics.{name}") for name, path in self.metrics.items()}
-        return ModelSpec(loss=loss, metrics=metrics, **functions)
+        return ModelSpec(
+            loss=loss, metrics=metrics, layers=self.layers, tensor_plan=self.tensor_plan, **functions
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -146,12 +154,16 @@ def read_datasets(spark: Any, source: Input, mixed: Iterable[str] = ()) -> dict[
     """
     if source.datasets:
         return dict(source.datasets)
-    if source.table:
+    if source.function:
+        df = import_object(source.function, "input.function")(spark)
+        if not hasattr(df, "createOrReplaceTempView"):
+            raise ValueError(f"input.function: expected a function that returns a DataFrame, it returned {df!r:.80}")
+    elif source.table:
         df = spark.table(source.table)
     elif source.path:
         df = spark.read.format(source.format).options(**source.options).load(source.path)
     else:
-        raise ValueError("input: expected a path, a table or datasets, found none")
+        raise ValueError("input: expected a path, a table, a function or datasets, found none")
     if not source.sql:
         return {"train": df}
     df.createOrReplaceTempView("input")

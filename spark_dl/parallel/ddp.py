@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from spark_dl.config.checks import check, check_bool, check_choices, check_number
 from spark_dl.config.parallel import Parallel
+from spark_dl.nn.moe import moe_layers
 from spark_dl.optimization import Optimization
 from spark_dl.parallel.batchnorm import synchronize_batchnorm
 from spark_dl.parallel.exchange.bucket_choice import BucketSize
@@ -230,4 +231,6 @@ def _run_without_trace(model: nn.Module, backward: Callable[[], object]) -> None
     with torch.no_grad():
         for buffer, before in zip(model.buffers(), buffers, strict=True):
             buffer.copy_(before)
+    for layer in moe_layers(model).values():
+        layer.take_counts()  # only steps count
     model.zero_grad(set_to_none=True)

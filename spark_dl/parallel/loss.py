@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from spark_dl.nn.moe import add_auxiliary_losses, note_rows
 from spark_dl.spec import Batch, ModelSpec, Output
 
 if TYPE_CHECKING:
@@ -48,12 +49,18 @@ def weighted_loss_sum(spec: ModelSpec, model: nn.Module, batch: Batch, config: C
     """Computes the model's output, and the sum of losses over the true rows, a float32 scalar.
 
     All strategies use this function, so all of them compute the same loss. The output is None with `spec.batch_loss`.
+    The gradient of the sum includes the auxiliary losses of mixtures of experts, the value does not.
     """
+    output = None
     with autocast(batch, config):
         if spec.batch_loss is not None:
-            return None, _batch_loss_sum(spec.batch_loss, model, batch)
-        output = spec.output(model, batch, config.data.features)
-    return output, loss_sum(spec, output, batch, config)
+            losses = _batch_loss_sum(spec.batch_loss, model, batch)
+        else:
+            note_rows(model, batch["weight"])
+            output = spec.output(model, batch, config.data.features)
+    if output is not None:
+        losses = loss_sum(spec, output, batch, config)
+    return output, add_auxiliary_losses(model, losses, batch["weight"])
 
 
 def loss_sum(spec: ModelSpec, output: Output, batch: Batch, config: Config) -> Tensor:
@@ -73,6 +80,7 @@ def _batch_loss_sum(loss: Callable[[nn.Module, Batch], Tensor], model: nn.Module
     """The mean loss of the true rows, times their number; 0 with a gradient of 0 if there are none."""
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     rows = true_rows(batch, inner)
+    note_rows(inner, rows["weight"])
     mean = loss(inner, rows) if inner is model else _call_inside(model, inner, loss, rows)
     if not isinstance(mean, Tensor) or mean.numel() != 1:
         found = f"shape {tuple(mean.shape)}" if isinstance(mean, Tensor) else type(mean).__name__

@@ -42,8 +42,14 @@ class DPSingleProcess(Parallel):
 
 
 def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
-    """Builds the model on the rank's device. Not collective: there is one rank and no process group."""
-    model = spec.build_to_train().to(world.device)
+    """Builds the model on the rank's device. Not collective: there is one rank and no process group.
+
+    A model whose layers `spec.build` has put on several GPUs stays there: naive model parallelism, where one GPU
+    computes at a time. Its forward pass moves activations from GPU to GPU, and its output to the first one.
+    """
+    model = spec.build_to_train()
+    if len({p.device for p in model.parameters() if p.device.type == "cuda"}) < 2:
+        model = model.to(world.device)
     return train_alone(spec, model, build_optimization(spec, model, config, world.world_size), world, config)
 
 

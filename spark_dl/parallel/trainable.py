@@ -53,6 +53,9 @@ class Trainable:
     rank computes it with `modules`. Collective in the ranks of a copy of the model."""
     counts: bool = True
     """Whether the outputs of this rank count in an evaluation. One rank of each copy of the model counts."""
+    sum_over_data: Callable[[Tensor], None] | None = None
+    """Sums a tensor over the ranks that train the same layers on different rows, in place. Collective. None: these are
+    all ranks."""
     state: MeshState | None = None
     """State of which ranks have different parts, in the place of `modules` and `optimizer` in checkpoints."""
     sync_weights: Callable[[], None] = lambda: None

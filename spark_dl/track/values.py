@@ -17,7 +17,9 @@ def metrics_of(event: Mapping[str, Any]) -> dict[str, float]:
     Of a metric with a list of numbers, each number is a metric, `validation/recall/0` ...
     """
     if event["kind"] == "step":
-        return _numbers({name: value for name, value in event.items() if name not in _POSITION}, "train")
+        numbers = _numbers({name: value for name, value in event.items() if name not in _POSITION}, "train")
+        load = {name: layer["max_over_mean"] for name, layer in event.get("expert_load", {}).items()}
+        return {**numbers, **_numbers(load, "expert_load")}
     if event["kind"] == "epoch":
         return {**_numbers({"epoch_loss": event["train_loss"]}, "train"), **_numbers(event["metrics"], "validation")}
     return {}

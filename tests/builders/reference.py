@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from spark_dl.data.plan import Plan
+from spark_dl.nn.moe import moe_layers
 from spark_dl.rundir import checkpoint
 from spark_dl.rundir.weights import load_weights
 from spark_dl.spec import Run
@@ -31,10 +32,13 @@ def reference(columns, config, group_rows, build=build_mlp):
             ids = torch.tensor(batch)
             loss = F.cross_entropy(model(features[ids]), label[ids])
             optimizer.zero_grad()
-            loss.backward()
+            auxiliary = [m.auxiliary_loss for m in moe_layers(model).values() if m.auxiliary_loss is not None]
+            sum(auxiliary, loss).backward()
             if config.train.clip_grad_norm:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.clip_grad_norm)
             optimizer.step()
+            for layer in moe_layers(model).values():
+                layer.update_bias(layer.take_counts()[:-1])
             losses.append(loss.item())
     return losses, model.state_dict()
 

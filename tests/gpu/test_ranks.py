@@ -44,6 +44,26 @@ def losses_of(run):
     return [line["metrics"]["loss"] for line in read_metrics(run.run_dir) if line["kind"] == "epoch"]
 
 
+class OnTwo(nn.Module):
+    """Its layers are on two GPUs."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 16).to("cuda:0"), nn.Linear(16, 3).to("cuda:1")
+
+    def forward(self, x):
+        return self.second(self.first(x).tanh().to("cuda:1")).to(x.device)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_model_that_is_laid_on_two_gpus_stays_there_and_trains_as_on_one(tmp_path):
+    trained = []
+    for name, build in (("two", OnTwo), ("one", lambda: OnTwo().to("cuda:0"))):
+        config = config_on("cuda", gpus_per_rank=2, parallel=Single())
+        trained.append(weights_of(train(make_run(tmp_path, config, spec=ModelSpec(build=build), name=name))))
+    assert_close(*trained)
+
+
 # Process groups
 
 

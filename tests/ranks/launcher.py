@@ -17,7 +17,9 @@ import torch.distributed as dist
 
 _context = mp.get_context("forkserver")
 # An optimizer imports _dynamo, and metrics torchmetrics, which takes seconds on each rank.
-_context.set_forkserver_preload(["spark_dl.worker", "torch._dynamo", "pyarrow.parquet", "torchmetrics"])
+_context.set_forkserver_preload(
+    ["spark_dl.worker", "torch._dynamo", "pyarrow.parquet", "torchmetrics", "tests.ranks.freeze"]
+)
 _pool = []  # (process, connection) of each rank
 _ROOT_CAUSE_WAIT_S = 3.0  # a rank that fails may be heard of later than one that has lost it
 

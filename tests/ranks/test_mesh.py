@@ -12,7 +12,7 @@ from spark_dl.evaluate import load_model
 from spark_dl.parallel.loss import weighted_loss_sum
 from spark_dl.rundir.weights import load_weights
 from tests.builders.models import small_config
-from tests.ranks.launcher import run_ranks
+from tests.ranks.launcher import RankFailed, run_ranks
 from tests.ranks.runs import cut_at, make_run, resume, train, train_rank
 from tests.ranks.test_parity import assert_same_training
 
@@ -70,6 +70,17 @@ def test_pipedream_trains_on_data_ranks_as_on_one(tmp_path, vertical_sync):
     one, two = trained
     for name, weight in one.items():
         torch.testing.assert_close(two[name], weight, rtol=1e-5, atol=1e-6)
+
+
+def draws(batch):
+    return {**batch, "features": batch["features"] + torch.rand(1)}
+
+
+def test_rows_that_differ_within_a_copy_of_the_model_are_an_error(tmp_path):
+    spec = ModelSpec(build=build_wide, transform=draws)
+    config = small_config(2, parallel=Mesh(pipeline=2, schedule="gpipe"))
+    with pytest.raises(RankFailed, match=r"different batches, ranks \[0, 1\]; spec.transform must not draw"):
+        train(make_run(tmp_path, config, spec=spec))
 
 
 def with_mesh(config, num_ranks, **mesh):

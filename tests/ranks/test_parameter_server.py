@@ -162,7 +162,7 @@ def digits_runs(tmp_path_factory):
     return settings, run, run("one", one_rank)[0]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_learns_the_digits_as_well_as_one_process(digits_runs, mode):
     settings, run, expected = digits_runs

@@ -149,6 +149,7 @@ def _build_batch_norm_mlp():
 
 
 @pytest.mark.slow
+@pytest.mark.long_in("local-cluster")
 @pytest.mark.modes("local-cluster")
 @pytest.mark.timeout(300)
 def test_same_as_ddp_with_batch_norm_and_validation(spark, tmp_path):

@@ -108,6 +108,7 @@ def test_a_large_dataset_is_measured_before_its_first_row_is_read():
     assert "100 files, 2500 row groups" in log
 
 
+@pytest.mark.slow
 def test_filters_are_measured_with_a_page_index_and_without():
     result, _ = bench("filters", "--rows", "60000", "--repeats", "1", "--shares", "0.01")
     assert list(result) == ["sorted", "clustered", "shuffled"]

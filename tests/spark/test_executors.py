@@ -34,7 +34,7 @@ print(json.dumps(found))
 
 
 @pytest.mark.parametrize("daemon", [
-    pytest.param("pyspark.daemon", marks=pytest.mark.slow), "spark_dl.launch.daemon",
+    pytest.param("pyspark.daemon", marks=pytest.mark.long), "spark_dl.launch.daemon",
 ])  # fmt: skip
 @pytest.mark.slow
 def test_a_python_without_the_package_is_an_error_that_says_what_to_install(tmp_path, daemon):

@@ -126,6 +126,7 @@ def main_run(digits, tmp_path_factory):
     return run_dir, result_of(out)
 
 
+@pytest.mark.slow
 def test_the_main_job_through_spark_submit(main_run):
     run_dir, result = main_run
     assert result.keys() >= KEYS

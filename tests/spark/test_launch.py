@@ -162,7 +162,7 @@ def _import_late():
     return os.environ["LATE"], torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
 
 
-@pytest.mark.slow_in("local-cluster")
+@pytest.mark.slow
 @pytest.mark.modes("local", "local-cluster")
 def test_variables_are_set_before_anything_is_imported(spark):
     env = {"LATE": "1", "OMP_NUM_THREADS": "3"}

@@ -1,6 +1,5 @@
 """A model that is cut, from the driver: checked there, trained on barrier tasks, and used as any other."""
 
-
 import numpy as np
 import pytest
 from torch import nn

@@ -110,7 +110,7 @@ def probabilities_in_a_new_process(path, features):
     return json.loads(found.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow_in("local-cluster", "connect")
+@pytest.mark.slow
 def test_a_pipeline_fits_transforms_saves_and_loads_in_a_new_process(spark, points, tmp_path):
     model = pipeline_of(classifier(tmp_path, labelCol="index")).fit(points)
     found = model.transform(points)
@@ -260,6 +260,7 @@ def test_a_model_of_a_notebook_is_saved_as_a_program(spark, points, tmp_path):
     np.testing.assert_allclose(a, b, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.modes("local", "connect")
 def test_a_stream_is_scored(spark, points, tmp_path):
     model = classifier(tmp_path).fit(vectors(points))
@@ -276,6 +277,7 @@ def test_a_stream_is_scored(spark, points, tmp_path):
     assert found.select("id", "prediction").exceptAll(expected).isEmpty()
 
 
+@pytest.mark.slow
 @pytest.mark.modes("local")
 def test_dtypes_of_labels_and_features(spark, points, tmp_path):
     df = vectors(points)
@@ -298,6 +300,7 @@ def _argmax(output):
     return {"best": output.argmax(1)}
 
 
+@pytest.mark.slow
 @pytest.mark.modes("local")
 def test_what_cannot_be_fitted_or_transformed_is_refused_before_any_rank_starts(spark, points, tmp_path):
     df = vectors(points)
@@ -370,6 +373,7 @@ def test_settings_of_the_config_and_by_key_hold_unless_a_param_is_set(spark, poi
     assert config_of(listed.setFeaturesCol("features")).data.features == ("features",)
 
 
+@pytest.mark.slow
 @pytest.mark.modes("local")
 def test_decimals_are_numbers_in_their_own_unit(spark, tmp_path):
     rows = spark.range(200).selectExpr(

@@ -60,6 +60,7 @@ def test_spark_submit_that_is_told_nothing_leaves_our_defaults_and_conf_wins_ove
     assert found == {**OURS, LEVEL: "INFO", "python": sys.executable, "master": "local[1]"}
 
 
+@pytest.mark.slow
 def test_spark_defaults_conf_wins_over_our_defaults_in_plain_python(run, tmp_path):
     (tmp_path / "python").symlink_to(sys.executable)
     lines = {LEVEL: "WARN", DAEMON: "pyspark.daemon", "spark.pyspark.python": tmp_path / "python"}

@@ -99,6 +99,7 @@ def test_a_dataset_by_its_url_is_used_as_it_is(spark, points, tmp_path):
     assert by_set.metrics["loss"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.modes("local")
 def test_rows_that_pass_filters_are_trained_on_and_evaluated(spark, points, tmp_path):
     path = str(tmp_path / "data")
@@ -285,7 +286,7 @@ def test_the_output_of_ranks_that_train_comes_to_the_driver_and_over_connect_by_
         assert not (run / "logs").exists()
 
 
-@pytest.mark.slow_in("local-cluster", "connect")
+@pytest.mark.slow
 def test_an_interrupt_ends_the_job_that_writes_shards_and_frees_its_slots(spark, tmp_path):
     """As in a notebook, whose cells are interrupted by a KeyboardInterrupt in the main thread."""
     started = tmp_path / "started"
@@ -486,8 +487,8 @@ def test_predict_refuses_what_does_not_fit(spark, points, tmp_path):
         spark_dl.predict(wrong, MLP, result.run_dir).collect()
 
 
+@pytest.mark.slow
 @pytest.mark.modes("local", "connect")
-@pytest.mark.slow_in("connect")
 def test_the_job_predict_counts_the_rows_that_it_wrote(spark, points, tmp_path, monkeypatch):
     trained = spark_dl.train(points, MLP, small_config(1, train={"epochs": 1}), run_dir=str(tmp_path / "run"))
     points.write.parquet(str(tmp_path / "points"))

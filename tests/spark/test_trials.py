@@ -100,6 +100,7 @@ def test_a_study_in_sqlite_survives_a_killed_rank_and_is_resumed_from_one_datase
     assert same_bits(alone.load_model(MLP).state_dict(), best.result.load_model(MLP).state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.modes("local")
 def test_folds_are_trained_in_one_job_and_the_default_study_is_in_the_run_folder(spark, points, tmp_path):
     config = small_config(1, train={"epochs": 2, "log_every": 100})
@@ -172,6 +173,7 @@ def test_over_connect_trials_are_refused(spark, points, tmp_path):
         spark_dl.tune(points, MLP, lambda trial: {}, CONFIG, num_trials=2, run_dir=tmp_path / "run")
 
 
+@pytest.mark.slow
 @pytest.mark.modes("local")
 def test_models_of_param_maps_that_are_trained_together_are_those_that_are_fitted_one_by_one(spark, points, tmp_path):
     config = small_config(2, train={"log_every": 100})

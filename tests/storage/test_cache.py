@@ -207,6 +207,7 @@ def used_bytes_now(cache):
     return 0
 
 
+@pytest.mark.slow
 def test_many_processes_share_a_small_cache(s3, cache):
     files = [put(s3, f"many-{i}", 200_000 + i) for i in range(12)]
     about = [(url, known) for url, _, known in files]

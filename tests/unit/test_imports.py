@@ -2,6 +2,7 @@
 
 import ast
 import configparser
+import functools
 import re
 import sys
 from pathlib import Path
@@ -63,9 +64,15 @@ def is_module_of_ours(name):
     return path.is_dir() or path.with_suffix(".py").is_file()
 
 
+@functools.cache
+def tree_of(path):
+    return ast.parse(path.read_text())
+
+
+@functools.cache
 def imports_of(path):
     visitor = Imports()
-    visitor.visit(ast.parse(path.read_text()))
+    visitor.visit(tree_of(path))
     return visitor.found
 
 
@@ -73,6 +80,7 @@ def top_name(module):
     return module.split(".")[0]
 
 
+@functools.cache
 def ours(path):
     """The modules of the package that a file needs when it runs, without `spark_dl.`."""
     found = {i.module for i in imports_of(path) if top_name(i.module) == "spark_dl" and not i.is_for_types}
@@ -132,7 +140,7 @@ def test_horovod_is_imported_in_its_strategy_alone(name):
 
 @pytest.mark.parametrize("part", ["data", "launch", "parallel"])
 def test_data_launch_and_parallel_know_only_themselves_and_what_is_common(part):
-    common = {"_version", "config", "optimization", "spark_job", "spec", "storage", "world"}
+    common = {"_version", "config", "nn", "optimization", "spark_job", "spec", "storage", "world"}
     for name, path in files(f"{part}/").items():
         for module in ours(path):
             if name == "launch/daemon.py" and not module:  # an entry of its own, which imports all there is
@@ -230,7 +238,7 @@ def test_only_the_table_of_strategies_knows_the_baselines_that_run_on_ranks():
 
 
 ON_RANKS = ("data/", "launch/", "parallel/", "baselines/servers/", "rundir/", "training/", "evaluate", "loop",
-            "lightning/", "optimization", "trials/rank", "trials/order", "worker", "world", "spec", "config",
+            "lightning/", "nn/", "optimization", "trials/rank", "trials/order", "worker", "world", "spec", "config",
             "storage")  # fmt: skip
 
 
@@ -252,7 +260,7 @@ def test_baselines_are_made_of_what_all_ways_of_training_have_in_common(name):
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_jobs_and_examples_use_the_public_names(name):
     open_to_jobs = {"cli", "bench"}
-    tree = ast.parse(SCRIPTS[name].read_text())
+    tree = tree_of(SCRIPTS[name])
     for node in ast.walk(tree):
         used = set()
         if isinstance(node, ast.ImportFrom) and top_name(node.module) == "spark_dl":
@@ -274,7 +282,7 @@ def dotted(node):
 
 @pytest.mark.parametrize("name", [*MODULES, *SCRIPTS])
 def test_environment_variables_are_touched_in_launch_alone(name):
-    tree = ast.parse({**MODULES, **SCRIPTS}[name].read_text())
+    tree = tree_of({**MODULES, **SCRIPTS}[name])
     used = {dotted(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     used |= {f"{n.module}.{a.name}" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names}
     if not name.startswith("launch/") and name != "parallel/hvd.py":  # which sets HOROVOD_* alone
@@ -313,7 +321,7 @@ def dangers(tree):
 
 @pytest.mark.parametrize("name", [*MODULES, *SCRIPTS])
 def test_nothing_is_unpickled_or_evaluated_but_what_was_reviewed(name):
-    found = {(name, danger) for danger in dangers(ast.parse({**MODULES, **SCRIPTS}[name].read_text()))}
+    found = {(name, danger) for danger in dangers(tree_of({**MODULES, **SCRIPTS}[name]))}
     assert found <= REVIEWED
 
 

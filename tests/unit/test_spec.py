@@ -50,6 +50,11 @@ def test_a_loss_that_reduces_the_rows_is_an_error_that_says_how_to_build_it(redu
         build_loss(nn.MSELoss(reduction=reduction))
 
 
+def test_names_of_layers_are_a_list():
+    with pytest.raises(ValueError, match=r"^spec.experts: expected a list of names or patterns, found 'moe'"):
+        ModelSpec(build=build, experts="moe")
+
+
 @pytest.mark.parametrize("name", ["CrossEntropy", "ReLU", "functional", "", "mse_loss", "Module"])
 def test_an_unknown_loss_is_an_error_that_lists_the_known_ones(name):
     with pytest.raises(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch import nn
 
+from spark_dl.parallel.mesh.experts.divide import connect_experts, cut_experts, find_experts
 from spark_dl.parallel.mesh.fsdp import default_units, shard_fully
 from spark_dl.parallel.mesh.groups import Groups
 from spark_dl.parallel.mesh.layers import Layer, balance, build_chain, check_cut
@@ -24,6 +25,7 @@ from spark_dl.spec import ModelSpec
 
 if TYPE_CHECKING:
     from spark_dl.config import Config
+    from spark_dl.parallel.exchange_clock import ExchangeClock
     from spark_dl.world import World
 
 
@@ -35,13 +37,18 @@ class Part:
     """The model, with the layers that this rank has. Parameters have their names in the whole model."""
     cut: Mapping[str, Layout] = field(default_factory=dict)
     """What this rank has of the parameters that are cut over tensor ranks, by name."""
+    experts: Mapping[str, Layout] = field(default_factory=dict)
+    """What this rank has of the parameters of experts, by name, if other ranks have other experts."""
     pipeline: Pipeline | PipeDream | None = None
 
 
-def build_part(spec: ModelSpec, world: World, config: Config, groups: Groups) -> Part:
+def build_part(
+    spec: ModelSpec, world: World, config: Config, groups: Groups, clock: ExchangeClock | None = None
+) -> Part:
     """Builds the model, and keeps this rank's part of it on its device. Collective.
 
-    Raises ValueError as `build_chain` and `resolve_tensor_plan` do.
+    clock: measures the exchange of tokens between experts.
+    Raises ValueError as `build_chain`, `resolve_tensor_plan` and `find_experts` do.
     """
     settings = config.parallel
     assert isinstance(settings, Mesh)
@@ -49,6 +56,8 @@ def build_part(spec: ModelSpec, world: World, config: Config, groups: Groups) ->
     plan = None
     if settings.tensor > 1:
         plan = resolve_tensor_plan(model, spec.tensor_plan, settings.tensor, sequence=settings.sequence)
+    layers = find_experts(model, spec.experts, settings)
+    experts = cut_experts(model, layers, groups)
     pipeline: Pipeline | PipeDream | None = None
     chain: list[Layer] | None = None
     if groups.pipeline is not None:
@@ -76,7 +85,8 @@ def build_part(spec: ModelSpec, world: World, config: Config, groups: Groups) ->
             sequence=settings.sequence,
         )  # fmt: skip
         layouts = {name: of_boxes(s.shape, s.boxes) for name, s in slices.items() if not s.is_replicated}
-    _broadcast(model, groups)
+    _broadcast(model, groups, experts)
+    connect_experts(model, layers, groups, clock)
     if settings.zero_stage == 3 and groups.shards is not None:
         assert mesh is not None
         axes = ("replicas", "shards") if groups.replicas is not None else ("shards",)
@@ -85,7 +95,7 @@ def build_part(spec: ModelSpec, world: World, config: Config, groups: Groups) ->
         units = default_units(model) if chain is None else [layer.module for layer in chain if layer.name in own]
         # A pipeline calls the layers, and never the model.
         shard_fully(model, units, mesh[axes], with_rest=pipeline is None)
-    return Part(model, layouts, pipeline)
+    return Part(model, layouts, experts, pipeline)
 
 
 def cut_of(chain: Sequence[Layer], settings: Mesh, plan: Mapping[str, str], times: Sequence[float]) -> list[int]:
@@ -127,8 +137,13 @@ def _units(chain: Sequence[Layer], plan: Mapping[str, str]) -> list[int]:
     return units
 
 
-def _broadcast(model: nn.Module, groups: Groups) -> None:
-    """Makes the weights of all data ranks those of the first one, as DDP does. Kinds of CPUs can differ in bits."""
-    if groups.data is not None:
-        for tensor in (*model.parameters(), *model.buffers()):
-            dist.broadcast(tensor.detach(), group_src=0, group=groups.data)
+def _broadcast(model: nn.Module, groups: Groups, experts: Collection[str]) -> None:
+    """Makes the weights of all data ranks those of the first one that has them, as DDP does. Kinds of CPUs can differ
+    in bits.
+
+    experts: names of the parameters that only the ranks with the same experts have.
+    """
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        group = groups.holders(of_experts=name in experts).everyone
+        if group is not None:
+            dist.broadcast(tensor.detach(), group_src=0, group=group)

@@ -37,8 +37,20 @@ def start_reduce_scatter(flat: Tensor, group: dist.ProcessGroup) -> Callable[[],
     return finish_sum
 
 
+def start_sum(flat: Tensor, group: dist.ProcessGroup | None) -> Callable[[], Tensor]:
+    """Starts to sum a tensor over a group, in place. Returns a function that waits, and returns it. Collective."""
+    work = None if group is None else dist.all_reduce(flat, group=group, async_op=True)
+
+    def finish() -> Tensor:
+        if work is not None:
+            work.wait()
+        return flat
+
+    return finish
+
+
 def gather_parts(flat: Tensor, group: dist.ProcessGroup) -> None:
     """Fills a flat tensor with the parts of all ranks of a group, in place. Collective. # flat: [ranks * n]"""
     length = len(flat) // group.size()
     own = flat[group.rank() * length : (group.rank() + 1) * length].clone()
-    dist.all_gather_into_tensor(flat, own, group=group)
+    dist.all_gather_single(flat, own, group=group)

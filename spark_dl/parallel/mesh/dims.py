@@ -46,6 +46,7 @@ class Dims:
         assert min(self.pipeline, self.data, self.tensor, self.experts, self.shards) >= 1
         assert self.data % self.experts == 0
         assert self.data % self.shards == 0
+        assert self.shards == 1 or self.shards % self.experts == 0
 
     @property
     def num_ranks(self) -> int:
@@ -98,6 +99,10 @@ class Dims:
         """Returns the ranks that have the same experts."""
         return self._groups(lambda at: (at.pipeline, at.tensor, at.data % self.experts))
 
+    def expert_shard_groups(self) -> list[list[int]]:
+        """Returns the ranks that have different shards of the state of the same experts."""
+        return self._groups(lambda at: (at.pipeline, at.tensor, at.data // self.shards, at.data % self.experts))
+
     def _groups(self, key: Callable[[Place], Hashable]) -> list[list[int]]:
         found: dict[Hashable, list[int]] = {}
         for rank in range(self.num_ranks):
@@ -125,4 +130,10 @@ def mesh_of(
                 f"parallel.{key}: expected a divisor of the number of data ranks, launch.num_ranks={num_ranks} / "
                 f"({pipeline} * {tensor}) = {data}, found {size}"
             )
-    return Dims(pipeline, data, tensor, experts=experts, shards=data // replicas if shard else 1)
+    shards = data // replicas if shard else 1
+    if shard and shards % experts:
+        raise ValueError(
+            f"parallel.experts: expected a divisor of the number of data ranks / parallel.replicas = {data} / "
+            f"{replicas} = {shards}, found {experts}"
+        )
+    return Dims(pipeline, data, tensor, experts=experts, shards=shards)

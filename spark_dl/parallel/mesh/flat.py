@@ -10,7 +10,7 @@ This needs an optimizer that updates each element independently, as its paramete
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from spark_dl.parallel.exchange_clock import ExchangeClock
-from spark_dl.parallel.mesh.collectives import gather_parts, start_reduce_scatter
-from spark_dl.parallel.mesh.groups import Groups
+from spark_dl.parallel.mesh.collectives import gather_parts, start_reduce_scatter, start_sum
+from spark_dl.parallel.mesh.groups import Groups, Holders
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -30,13 +30,16 @@ def local(tensor: Tensor) -> Tensor:
 
 @dataclass
 class Bucket:
-    """Parameters of one dtype and one optimizer group, whose gradients are exchanged together."""
+    """Parameters of one dtype and one optimizer group, which the same ranks have, and whose gradients are exchanged
+    together."""
 
     names: list[str]
     parameters: list[nn.Parameter]
     group: int
     """Index of the group of the optimizer."""
-    length: int
+    holders: Holders
+    """Ranks that have the parameters."""
+    length: int = 0
     """Number of elements with padding, a multiple of the number of shards."""
     weights: Tensor | None = None
     """Flat buffer that holds the parameters, with stage 1 and 2. # [length]"""
@@ -75,19 +78,22 @@ class FlatGradients:
         stage: int,
         bucket_bytes: int,
         kinds: Mapping[str, Hashable] | None = None,
+        experts: Collection[str] = (),
         clock: ExchangeClock | None = None,
     ):
-        """kinds: of parameters, by name. Those of different kinds are in different buckets."""
-        self._groups, self._stage, self._clock = groups, stage, clock
-        self.buckets = _deal(model, optimizer, groups.dims.shards, bucket_bytes, kinds or {})
+        """kinds: of parameters, by name. Those of different kinds are in different buckets.
+
+        experts: names of the parameters that only the ranks with the same experts have.
+        """
+        self._stage, self._clock = stage, clock
+        self.buckets = _deal(model, optimizer, groups, bucket_bytes, kinds or {}, experts)
         self._is_exchanging = True
         self._launched = self._to_launch = 0
-        self._pending: list[tuple[Bucket, Callable[[], Tensor | None]]] = []
+        self._pending: list[tuple[Bucket, Callable[[], Tensor]]] = []
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         if stage:
-            index = 0 if groups.shards is None else groups.shards.rank()
             for bucket in self.buckets:
-                _flatten(bucket, groups.dims.shards, index)
+                _flatten(bucket)
             shard_optimizer(optimizer, self.buckets)
 
     def start(self, num_passes: int) -> None:
@@ -131,10 +137,10 @@ class FlatGradients:
         with self._clock or contextlib.nullcontext():
             while self._pending:
                 self._end_first()
-            if self._groups.replicas is not None:
-                for bucket in self.buckets:
+            for bucket in self.buckets:
+                if bucket.holders.replicas is not None:
                     assert bucket.shard is not None
-                    dist.all_reduce(bucket.shard.grad, group=self._groups.replicas)
+                    dist.all_reduce(bucket.shard.grad, group=bucket.holders.replicas)
 
     def exchange(self) -> None:
         """Sums gradients that were computed without `start`, after a backward pass, over all data ranks. Collective."""
@@ -149,12 +155,11 @@ class FlatGradients:
 
     def gather_weights(self) -> None:
         """Gathers the weights of all shards, after a step of the optimizer. Collective."""
-        if self._groups.shards is None:
-            return
         with self._clock or contextlib.nullcontext():
             for bucket in self.buckets:
-                assert bucket.weights is not None
-                gather_parts(bucket.weights, self._groups.shards)
+                if bucket.holders.shards is not None:
+                    assert bucket.weights is not None
+                    gather_parts(bucket.weights, bucket.holders.shards)
 
     def close(self) -> None:
         """Removes the hooks from the model."""
@@ -182,7 +187,7 @@ class FlatGradients:
         self._launch(bucket)
 
     def _launch(self, bucket: Bucket) -> None:
-        groups, flat = self._groups, bucket.gradients
+        holders, flat = bucket.holders, bucket.gradients
         if self._stage and len(self._pending) > 1:  # each needs a buffer of a bucket's size, or two with stage 2
             self._end_first()
         if self._stage == 2:
@@ -192,20 +197,16 @@ class FlatGradients:
                     flat[start:end] = _of_gradient(parameter).reshape(-1)
                     parameter.grad = None
         assert flat is not None
-        if groups.shards is not None:
-            self._pending.append((bucket, start_reduce_scatter(flat, groups.shards)))
-        elif groups.data is not None:
-            work = dist.all_reduce(flat, group=groups.data, async_op=True)
-            self._pending.append((bucket, work.wait))
-        elif self._stage:
-            self._pending.append((bucket, lambda: flat))
+        if holders.shards is not None:
+            self._pending.append((bucket, start_reduce_scatter(flat, holders.shards)))
+        else:
+            self._pending.append((bucket, start_sum(flat, holders.everyone)))
 
     def _end_first(self) -> None:
         bucket, wait = self._pending.pop(0)
         found = wait()
         if bucket.shard is None:
             return
-        assert isinstance(found, Tensor)
         if self._stage == 2:
             assert bucket.shard.grad is not None
             bucket.shard.grad += found
@@ -218,8 +219,8 @@ class FlatGradients:
 
 
 def _deal(
-    model: nn.Module, optimizer: torch.optim.Optimizer, shards: int, most_bytes: int,
-    kinds: Mapping[str, Hashable],
+    model: nn.Module, optimizer: torch.optim.Optimizer, groups: Groups, most_bytes: int,
+    kinds: Mapping[str, Hashable], experts: Collection[str],
 ) -> list[Bucket]:  # fmt: skip
     """Deals the parameters of an optimizer to buckets, those of the last layers first, as their gradients are."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -229,20 +230,21 @@ def _deal(
         open_buckets: dict[Hashable, tuple[Bucket, int]] = {}
         trained = [p for p in group["params"] if p.requires_grad]
         for parameter in sorted(trained, key=lambda p: -order[id(p)]):
-            size = local(parameter).numel()
-            kind = (parameter.dtype, kinds.get(names[id(parameter)]))
+            size, name = local(parameter).numel(), names[id(parameter)]
+            kind = (parameter.dtype, kinds.get(name), name in experts)
             bucket, used = open_buckets.get(kind, (None, 0))
             if bucket is None or (used + size) * parameter.element_size() > most_bytes:
-                bucket, used = Bucket([], [], index, 0), 0
+                bucket, used = Bucket([], [], index, groups.holders(of_experts=name in experts)), 0
                 found.append(bucket)
-            bucket.names.append(names[id(parameter)])
+            shards = bucket.holders.num_shards
+            bucket.names.append(name)
             bucket.parameters.append(parameter)
             bucket.length = -(-(used + size) // shards) * shards
             open_buckets[kind] = bucket, used + size
     return sorted(found, key=lambda bucket: -order[id(bucket.parameters[0])])
 
 
-def _flatten(bucket: Bucket, shards: int, index: int) -> None:
+def _flatten(bucket: Bucket) -> None:
     """Moves the parameters of a bucket into one flat buffer, and makes this rank's part of it a parameter."""
     bucket.weights = local(bucket.parameters[0]).new_zeros(bucket.length)
     for _, parameter, start, end in bucket.ranges():
@@ -253,7 +255,8 @@ def _flatten(bucket: Bucket, shards: int, index: int) -> None:
             parameter._local_tensor = view
         else:
             parameter.data = view
-    length = bucket.length // shards
+    length = bucket.length // bucket.holders.num_shards
+    index = 0 if bucket.holders.shards is None else bucket.holders.shards.rank()
     bucket.shard = nn.Parameter(bucket.weights[index * length : (index + 1) * length])
 
 

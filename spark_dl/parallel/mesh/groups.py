@@ -18,6 +18,23 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class Holders:
+    """Ranks that have the same parameters and train on different rows. They sum the gradients."""
+
+    everyone: dist.ProcessGroup | None
+    """All of them. None: this rank alone."""
+    shards: dist.ProcessGroup | None
+    """Those with different shards of the state of these parameters. None: this rank has all of it."""
+    replicas: dist.ProcessGroup | None
+    """Those with the same shard. None: this rank alone."""
+
+    @property
+    def num_shards(self) -> int:
+        """Number of shards of the state."""
+        return 1 if self.shards is None else self.shards.size()
+
+
+@dataclass(frozen=True)
 class Groups:
     """The groups of one rank: the ranks with which it exchanges along each axis. None where it would be alone."""
 
@@ -30,6 +47,19 @@ class Groups:
     """Ranks with different shards of the same state."""
     replicas: dist.ProcessGroup | None
     """Ranks with the same shards."""
+    experts: dist.ProcessGroup | None
+    """Ranks with different experts of the same layers, which exchange tokens."""
+    expert_replicas: dist.ProcessGroup | None
+    """Ranks with the same experts."""
+    expert_shards: dist.ProcessGroup | None
+    """Ranks with different shards of the state of the same experts."""
+
+    def holders(self, *, of_experts: bool = False) -> Holders:
+        """Returns the ranks with the parameters of this one: of its experts, or all others."""
+        everyone, shards = self.data, self.shards
+        if of_experts:
+            everyone, shards = self.expert_replicas, self.expert_shards
+        return Holders(everyone, shards, None if shards is None else self.replicas)
 
     def device_mesh(self, device_type: str) -> DeviceMesh | None:
         """Returns torch's mesh of the ranks of this pipeline stage, with those of the axes `replicas`, `shards` and
@@ -74,6 +104,10 @@ def build_groups(world: World, dims: Dims, timeout_s: float) -> Groups:
 
     data = build(dims.data_groups())
     is_hybrid = 1 < dims.shards < dims.data
+    expert_replicas = data if dims.experts == 1 else build(dims.expert_replica_groups())
+    expert_shards = None
+    if dims.shards > 1:
+        expert_shards = build(dims.expert_shard_groups()) if is_hybrid else expert_replicas
     return Groups(
         dims=dims,
         at=dims.place(world.rank),
@@ -82,4 +116,7 @@ def build_groups(world: World, dims: Dims, timeout_s: float) -> Groups:
         tensor=build(dims.tensor_groups()),
         shards=build(dims.shard_groups()) if is_hybrid else data if dims.shards > 1 else None,
         replicas=build(dims.replica_groups()) if is_hybrid else None,
+        experts=build(dims.expert_groups()),
+        expert_replicas=expert_replicas,
+        expert_shards=expert_shards,
     )

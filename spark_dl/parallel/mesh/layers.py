@@ -85,7 +85,7 @@ def _matched(model: nn.Module, patterns: Sequence[str]) -> list[Layer]:
     named = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if name]
     chain = []
     for pattern in patterns:
-        found = [Layer(name, module) for name, module in named if _matches(name, pattern)]
+        found = [Layer(name, module) for name, module in named if matches(name, pattern)]
         if not found:
             raise ValueError(
                 f"spec.layers: no module of {type(model).__name__} matches {pattern!r}; it has {_children(model)}"
@@ -94,7 +94,8 @@ def _matched(model: nn.Module, patterns: Sequence[str]) -> list[Layer]:
     return chain
 
 
-def _matches(name: str, pattern: str) -> bool:
+def matches(name: str, pattern: str) -> bool:
+    """Whether a pattern of names of modules fits a name. A `*` stands for one part of a name, or within it."""
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 

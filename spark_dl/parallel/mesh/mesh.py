@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from spark_dl.parallel import ddp
 from spark_dl.parallel.ddp import DDP
 from spark_dl.parallel.exchange_clock import ExchangeClock, build_clock
 from spark_dl.parallel.mesh.build import Part, build_part
+from spark_dl.parallel.mesh.experts.divide import release_peers
 from spark_dl.parallel.mesh.flat import FlatGradients, local
 from spark_dl.parallel.mesh.groups import Groups, build_groups
 from spark_dl.parallel.mesh.pipedream import PipeDream
@@ -38,7 +40,7 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
     assert isinstance(settings, Mesh)
     groups = build_groups(world, settings.dims(world.world_size), config.launch.collective_timeout_s)
     clock = build_clock(world)
-    if settings.model == 1 and not settings.zero_stage:
+    if settings.model == settings.experts == 1 and not settings.zero_stage:
         spec, model = ddp.build_model(spec, world, config, sync_batchnorm=False, clock=clock)
         optimization = build_optimization(spec, model, config, groups.dims.data)
         plain = ddp.average_gradients(
@@ -48,13 +50,14 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
         extra = {name: part for name, part in plain.extra_state.items() if name != "bucket_size"}
         state = MeshState(model, optimization.optimizer, groups)
         return dataclasses.replace(plain, state=state, extra_state=extra)
-    part = build_part(spec, world, config, groups)
+    part = build_part(spec, world, config, groups, clock)
     optimization = build_optimization(spec, part.module, config, groups.dims.data)
     flat = None
     if settings.zero_stage < 3:
         flat = FlatGradients(
             part.module, optimization.optimizer, groups, stage=settings.zero_stage, clock=clock,
             bucket_bytes=int(settings.bucket_mib * _MIB),
+            experts=part.experts,
             kinds={name: (name in part.cut, is_counted(part, p)) for name, p in part.module.named_parameters()},
         )  # fmt: skip
     training = MeshTraining(spec, part, optimization.optimizer, flat, groups, world, config, clock)
@@ -68,12 +71,38 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
         forward=None if part.pipeline is None else part.pipeline.forward,
         counts=groups.at.tensor == 0,
         sync_weights=training.sync_weights,
+        sum_over_data=training.sum_over_data,
         clock=clock,
         state=MeshState(
-            part.module, optimization.optimizer, groups, buckets=flat.buckets if flat else (), cut=part.cut
+            part.module,
+            optimization.optimizer,
+            groups,
+            buckets=flat.buckets if flat else (),
+            cut=part.cut,
+            experts=part.experts,
         ),
-        close=flat.close if flat else lambda: None,
+        close=training.close,
     )
+
+
+def _check_same_rows(micro_batches: Sequence[Batch], groups: Groups, world: World) -> None:
+    """Raises RuntimeError on all ranks of a copy of the model that do not have the same batches. Collective."""
+    checksum = 0
+    for batch in micro_batches:
+        for name in sorted(batch):
+            checksum = zlib.crc32(batch[name].contiguous().view(torch.uint8).numpy().data, checksum)
+    for group in (groups.tensor, groups.pipeline):
+        if group is None:
+            continue
+        own = torch.tensor([checksum], device=world.device)
+        found = [torch.empty_like(own) for _ in range(group.size())]
+        dist.all_gather(found, own, group=group)
+        if any(int(each) != checksum for each in found):
+            raise RuntimeError(
+                f"rank {world.rank} on host {world.host}: the ranks of one copy of the model have different batches, "
+                f"ranks {dist.get_process_group_ranks(group)}; spec.transform must not draw random numbers: use "
+                "spec.augment, whose generator is the same on these ranks"
+            )
 
 
 def is_counted(part: Part, parameter: nn.Parameter) -> bool:
@@ -92,8 +121,12 @@ class MeshTraining:
     ):  # fmt: skip
         self._spec, self._part, self._optimizer, self._flat = spec, part, optimizer, flat
         self._groups, self._world, self._config, self._clock = groups, world, config, clock
+        self._is_first_step = True
 
     def forward_backward(self, micro_batches: Sequence[Batch], rows: int) -> Tensor:
+        if self._is_first_step:
+            _check_same_rows(micro_batches, self._groups, self._world)
+            self._is_first_step = False
         pipeline, flat = self._part.pipeline, self._flat
         if isinstance(pipeline, PipeDream):
             total = pipeline.forward_backward(micro_batches, rows)
@@ -143,6 +176,15 @@ class MeshTraining:
             for buffer in self._part.module.buffers():
                 dist.broadcast(local(buffer), group_src=0, group=self._groups.data)
 
+    def sum_over_data(self, tensor: Tensor) -> None:
+        if self._groups.data is not None:
+            dist.all_reduce(tensor, group=self._groups.data)
+
+    def close(self) -> None:
+        release_peers(self._part.module)
+        if self._flat is not None:
+            self._flat.close()
+
     def clip_grad_norm(self, most: float) -> Tensor:
         """Scales the gradients to at most this L2 norm over the whole model. Returns the norm before. Collective.
 
@@ -173,6 +215,7 @@ class MeshTraining:
                 bucket = of_shard.get(id(parameter))
                 first = parameter if bucket is None else bucket.parameters[0]
                 is_sharded = bucket is not None or isinstance(parameter, DTensor)
-                is_first = at.data // dims.shards == 0 if is_sharded else at.data == 0
+                # Data ranks with different parts: shards, or experts, or no parts at all.
+                parts = dims.shards if is_sharded else dims.experts if names[id(first)] in self._part.experts else 1
                 is_cut = names[id(first)] in self._part.cut
-                yield parameter, is_first and (is_cut or at.tensor == 0) and is_counted(self._part, first)
+                yield parameter, at.data < parts and (is_cut or at.tensor == 0) and is_counted(self._part, first)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from torch.torch_version import TorchVersion
+
 from spark_dl.config.checks import check_bool, check_choices, check_number
 from spark_dl.config.conflicts import ELEMENTWISE, Conflict
 from spark_dl.config.fields import may_change
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from spark_dl.config import Config
     from spark_dl.world import World
 
+OLDEST_TORCH = "2.13"
 Schedule = Literal["naive", "gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "pipedream"]
 _SEVERAL_STAGES = ("interleaved", "zero_bubble", "zbv")
 """Schedules with several stages on a rank."""
@@ -29,7 +32,7 @@ def _mesh(config: Config) -> Mesh:
 
 def _cuts(config: Config) -> bool:
     mesh = _mesh(config)
-    return mesh.zero_stage > 0 or mesh.model > 1
+    return mesh.zero_stage > 0 or mesh.model > 1 or mesh.experts > 1
 
 
 def _pipes(config: Config, *schedules: str) -> bool:
@@ -70,10 +73,24 @@ EXCLUDES = (
     Conflict("loader.reader", lambda c: _mesh(c).model > 1 and c.loader.reader == "petastorm",
              "expected 'spark_dl' with parallel.pipeline or parallel.tensor above 1, found 'petastorm', whose order "
              "is not the same on all ranks of a copy of the model"),
+    Conflict("parallel.zero_stage", lambda c: _mesh(c).experts > 1 and _mesh(c).zero_stage == 3,
+             "expected 0, 1 or 2 with parallel.experts above 1, as experts are not gathered for each layer, found 3"),
+    Conflict("parallel.experts", lambda c: _mesh(c).experts > 1 and _pipes(c, *_SPLIT),
+             "expected 1 with parallel.schedule={c.parallel.schedule!r}, which computes the gradients of weights apart "
+             "from those of tokens, found {c.parallel.experts}; use 1f1b"),
     Conflict("loader.ragged", lambda c: _mesh(c).pipeline > 1 and c.loader.ragged == "offsets",
              "expected 'pad' with parallel.pipeline above 1, where stages exchange tensors with one entry per row, "
              "found 'offsets'"),
 )  # fmt: skip
+
+
+def check_version(found: str) -> None:
+    """Raises ValueError for a version of torch that is older than those on which the mesh was tested."""
+    if TorchVersion(found) < OLDEST_TORCH:
+        raise ValueError(
+            f"parallel.strategy: 'mesh' needs torch {OLDEST_TORCH} or newer, on which it was tested, found {found}; "
+            "install it on the driver and on executors, or use 'ddp'"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +122,9 @@ class Mesh(Parallel):
     sequence: bool = may_change(False)
     """With `tensor`: activations between the layers that are cut are slices of the sequence axis, so that norms and
     dropout are computed once."""
+    experts: int = may_change(1)
+    """Number of ranks that have different experts of `spark_dl.nn.MoE` layers. They are data ranks, too, and exchange
+    tokens in each of these layers."""
     zero_stage: Literal[0, 1, 2, 3] = may_change(0)
     """What each data rank has only a shard of (ZeRO, Rajbhandari et al. 2020): 1: the optimizer's state; 2: also the
     gradients; 3: also the weights."""
@@ -115,7 +135,7 @@ class Mesh(Parallel):
     """Size of one exchange of gradients, in MiB."""
 
     def __post_init__(self) -> None:
-        for name in ("pipeline", "tensor", "replicas", "stages_per_rank"):
+        for name in ("pipeline", "tensor", "experts", "replicas", "stages_per_rank"):
             check_number(self, name, 1, whole=True)
         check_number(self, "bucket_mib", 0, above=True)
         check_choices(self)
@@ -176,8 +196,9 @@ class Mesh(Parallel):
     def dims(self, num_ranks: int) -> Dims:
         """Returns the mesh of a number of ranks. Raises ValueError if the sizes do not divide it."""
         return mesh_of(
-            num_ranks, pipeline=self.pipeline, tensor=self.tensor, replicas=self.replicas, shard=self.zero_stage > 0
-        )
+            num_ranks, pipeline=self.pipeline, tensor=self.tensor, experts=self.experts, replicas=self.replicas,
+            shard=self.zero_stage > 0,
+        )  # fmt: skip
 
     def data_size(self, num_ranks: int) -> int:
         return self.dims(num_ranks).data

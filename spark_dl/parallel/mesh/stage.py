@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from spark_dl.nn.moe import note_rows
 from spark_dl.parallel.generators import generators_kept
 from spark_dl.parallel.loss import autocast, weighted_loss_sum
 from spark_dl.parallel.mesh.layers import Layer, tensors_of
@@ -93,6 +94,7 @@ class Stage:
         received: what the stage before it has passed on; not used by the first stage.
         """
         assert not self.is_last
+        note_rows(self._model, batch["weight"])
         try:
             with autocast(batch, self._config), self._in_place_of_model(received, weights):
                 self._spec.output(self._model, batch, self._config.data.features)

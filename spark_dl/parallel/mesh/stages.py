@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from spark_dl.parallel.layout import to_device
+from spark_dl.parallel.mesh.flat import local
 from spark_dl.parallel.mesh.layers import Layer, Tied, check_cut, cut_chain, find_tied
 from spark_dl.parallel.mesh.stage import (
     Boundary,
@@ -82,12 +83,6 @@ class Stages:
             if self.ranks[i] == self.rank
         }
         """The stages of this rank, by their index in the pipeline."""
-        named = dict(model.named_parameters(remove_duplicate=False))
-        self._tied_here = [
-            (next(named[name] for name in tied.names if name in named), tied.layers)
-            for tied in self.tied
-            if self.rank in tied.layers
-        ]
         self._shapes: list[dict[str, torch.Size]] | None = None
         self.boundaries: dict[int, Boundary] = {}
         """What stages pass on, by their index: at least those of this rank and before them. Known after `take`."""
@@ -106,9 +101,19 @@ class Stages:
         """The rank in the group that has the last stage."""
         return self.ranks[-1]
 
+    def _tied_here(self) -> list[tuple[nn.Parameter, tuple[int, ...]]]:
+        """Returns the tied parameters of this rank, with the ranks that have a copy."""
+        # By name, as tensor ranks and shards replace parameters after this object is built.
+        named = dict(self.module.named_parameters(remove_duplicate=False))
+        return [
+            (next(named[name] for name in tied.names if name in named), tied.layers)
+            for tied in self.tied
+            if self.rank in tied.layers
+        ]
+
     def counted_parameters(self) -> list[nn.Parameter]:
         """Returns the parameters that this rank counts in a norm over the model: of a tied one, one rank has it."""
-        others = {id(parameter) for parameter, ranks in self._tied_here if ranks[0] != self.rank}
+        others = {id(parameter) for parameter, ranks in self._tied_here() if ranks[0] != self.rank}
         return [p for p in self.module.parameters() if id(p) not in others]
 
     def take(self, micro_batches: Sequence[Batch]) -> list[Batch]:
@@ -168,10 +173,13 @@ class Stages:
 
         The gradients are added in the order of the stages on each rank.
         """
-        for parameter, ranks in self._tied_here:
+        for parameter, ranks in self._tied_here():
             if not parameter.requires_grad:
                 continue
-            own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradient = local(parameter.grad)  # of shards, what this rank has: the other copies have the same shards
+            own = gradient.contiguous()
             parts = {rank: own if rank == self.rank else torch.empty_like(own) for rank in ranks}
             works = [
                 work
@@ -188,10 +196,7 @@ class Stages:
             total = parts[ranks[0]].clone()
             for rank in ranks[1:]:
                 total += parts[rank]
-            if parameter.grad is None:
-                parameter.grad = total
-            else:  # in place, as it can be a view of a bucket
-                parameter.grad.copy_(total)
+            gradient.copy_(total)  # in place, as it can be a view of a bucket
 
     def _send(self, value: Any, rank: int) -> None:
         """Sends a tensor or a tuple of tensors, with their shapes."""

@@ -56,11 +56,15 @@ class MeshState:
         *,
         buckets: Sequence[Bucket] = (),
         cut: Mapping[str, Layout] | None = None,
+        experts: Mapping[str, Layout] | None = None,
     ):
-        """buckets: of ZeRO-1 and 2. cut: layouts of the parameters that are cut over tensor ranks."""
+        """buckets: of ZeRO-1 and 2. cut: layouts of the parameters that are cut over tensor ranks.
+
+        experts: layouts of the parameters of which this rank has some experts.
+        """
         self._model, self._optimizer, self._groups = model, optimizer, groups
         self._buckets = [bucket for bucket in buckets if bucket.shard is not None]
-        self._cut = dict(cut or {})
+        self._cut, self._experts = dict(cut or {}), dict(experts or {})
 
     def tied(self) -> dict[str, str]:
         """Returns further names of tensors, with the name under which each is held."""
@@ -101,7 +105,7 @@ class MeshState:
             yield name, tensor
 
     def _layout(self, name: str, tensor: Tensor) -> Layout:
-        layout = self._cut.get(name, whole(tensor.shape))
+        layout = self._experts.get(name) or self._cut.get(name) or whole(tensor.shape)
         if isinstance(tensor, DTensor):
             # ZeRO-3 shards along the first axis, so a shard is a range of the elements that its ranks have together.
             sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -114,6 +118,8 @@ class MeshState:
         axes = {"tensor": at.tensor, "shards": at.data % dims.shards, "replicas": at.data // dims.shards}
         if is_sharded:
             axes["shards"] = 0
+        elif name in self._experts:  # all that have the same experts have them whole
+            axes["shards"], axes["replicas"] = 0, at.data // dims.experts
         if name in self._cut:
             axes["tensor"] = 0
         if isinstance(tensor, DTensor):

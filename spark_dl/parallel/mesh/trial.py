@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from spark_dl.nn.moe import moe_layers
 from spark_dl.parallel.generators import generators_kept
 from spark_dl.parallel.layout import to_device
 from spark_dl.parallel.loss import autocast
@@ -172,6 +173,8 @@ def state_kept(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
+        for layer in moe_layers(model).values():
+            layer.take_counts()  # only steps count
 
 
 @contextlib.contextmanager

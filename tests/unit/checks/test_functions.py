@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from spark_dl import DDP, ModelSpec, ParameterServer
+from spark_dl import DDP, Mesh, ModelSpec, ParameterServer
 from spark_dl.checks.functions import CONFLICTS, check_functions
 from tests.builders.settings import make_config, parallel
 
@@ -26,6 +26,7 @@ CASES = [
     ("parallel.strategy", BATCH_LOSS, {"parallel": parallel("dp_single_process")}),
     ("data.weight", BATCH_LOSS, {"weight": "w"}),
     ("train.compile", BATCH_LOSS, {"compile": True}),
+    ("parallel.experts", {"evaluation": nothing}, {"parallel": Mesh(experts=2), "num_ranks": 2}),
     ("loader.ragged", BATCH_LOSS, {"ragged": "offsets"}),
     ("loader.ragged", {"evaluation": nothing}, {"ragged": "offsets"}),
 ]

@@ -63,6 +63,7 @@ def test_a_failure_is_said_in_the_last_line():
     assert "train: failed [0:00]" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("enabled", [True, False])
 def test_a_terminal_gets_a_bar_that_can_be_switched_off(enabled):
     program = PROGRAM.replace('Progress("train")', f'Progress("train", enabled={enabled})')
@@ -89,6 +90,7 @@ def in_terminal(program):
     return text.decode()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_widgets", [True, False])
 def test_a_notebook_gets_a_bar_and_one_curve_with_and_without_widgets(tmp_path, has_widgets, monkeypatch):
     import nbformat

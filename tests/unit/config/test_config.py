@@ -179,6 +179,7 @@ INVALID = [  # section, key, invalid values, and invalid combinations of values
     (Horovod, "parallel.adasum", [0, 1, "true", None]),
     (Mesh, "parallel.pipeline", [0, -1, 2.0, True, None]),
     (Mesh, "parallel.tensor", [0, -1, 2.0, True, None]),
+    (Mesh, "parallel.experts", [0, -1, 2.0, True, None]),
     (Mesh, "parallel.zero_stage", [-1, 4, "1", None]),
     (Mesh, "parallel.replicas", [0, -1, 2.0, True, None, 2]),
     (Mesh, "parallel.schedule", ["pipe", None, 1]),

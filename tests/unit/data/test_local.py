@@ -172,6 +172,7 @@ with local.spill(batches_of(300), SOURCE, Data(), layout=SHARDS, task=0, folder=
 """
 
 
+@pytest.mark.slow
 def test_files_are_gone_after_a_kill(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     url = process.stdout.readline().strip()
@@ -195,6 +196,7 @@ with local.spill(batches_of(5000, width=784), SOURCE, Data(), layout=Shards(), t
 """
 
 
+@pytest.mark.slow
 def test_a_disk_that_takes_no_more_is_named(tmp_path):
     done = subprocess.run([sys.executable, "-c", LIMITED, str(tmp_path)], capture_output=True, text=True, timeout=60)
     assert f"RuntimeError: cannot spill the rows of task 3 to {tmp_path}/spark_dl-" in done.stderr

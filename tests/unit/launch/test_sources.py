@@ -55,12 +55,14 @@ def pack(project, call, what="build", cwd=None):
     return call
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_folder", [True, False])
 def test_a_module_beside_the_program_reaches_a_process_that_does_not_have_it(tmp_path, project, in_folder):
     call = pack(project, tmp_path / "call", cwd=project if in_folder else "/")
     assert python("/", ["-c", RANK], call) == (["42"], "")
 
 
+@pytest.mark.slow
 def test_a_process_that_has_the_module_uses_its_own(tmp_path, project):
     call = pack(project, tmp_path / "call")
     other = tmp_path / "installed" / "models"

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from spark_dl import Config, Data, ModelSpec, Train
+from spark_dl.nn import MoE
 from spark_dl.parallel.loss import true_rows, weighted_loss_sum
 
 CONFIG = Config(data=Data(features=("x",)))
@@ -45,6 +46,14 @@ def test_a_mean_is_computed_in_the_precision_of_the_settings():
     _, total = weighted_loss_sum(spec, nn.Linear(2, 1), batch_of([1.0]), Config(train=Train(precision="bf16")))
     assert dtypes == [torch.bfloat16]
     assert total.dtype == torch.float32
+
+
+@pytest.mark.parametrize("by_batch", [False, True])
+def test_rows_of_weight_0_are_no_load_of_experts(by_batch):
+    functions = {"batch_loss": mean_loss} if by_batch else {"loss": lambda output, label: output[:, 0] - label}
+    model = MoE(2, 3, top_k=1)
+    weighted_loss_sum(ModelSpec(build=nn.Identity, **functions), model, batch_of([0.0, 1.0, 2.0, 0.0]), CONFIG)
+    assert model.take_counts()[:-1].sum() == 2
 
 
 LOSS = torch.tensor(1.0, dtype=torch.bfloat16)

@@ -16,6 +16,8 @@ def test_a_step_has_its_numbers_and_nothing_of_who_sent_it():
     expected = {"train/loss": 0.5, "train/lr": 0.1, "train/rows_per_s": 99.0, "train/data_s": 0.2}
     assert metrics_of(STEP) == expected
     assert metrics_of({**STEP, "staleness": 2, "ranks": [{"wait_s": 1.0}]}) == {**expected, "train/staleness": 2.0}
+    load = {"3.moe": {"share": [0.25, 0.75], "max_over_mean": 1.5, "dropped": 0.0}}
+    assert metrics_of({**STEP, "expert_load": load}) == {**expected, "expert_load/3.moe": 1.5}
 
 
 def test_an_epoch_has_the_mean_loss_and_the_metrics_of_the_validation():

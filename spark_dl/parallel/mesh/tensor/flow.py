@@ -36,10 +36,11 @@ class Flow:
 
         x: whole, or with an axis this rank's slice.
         """
-        if self.entered is not None and self.entered[0] is x and self.entered[1] == x._version:
+        has_version = not x.is_inference()  # without one, a change in place would not be seen
+        if has_version and self.entered is not None and self.entered[0] is x and self.entered[1] == x._version:
             return self.entered[2]
         entered = copied(x, self.ranks) if axis is None else gathered(x, axis, self.length, self.ranks)
-        self.entered = (x, x._version, entered)
+        self.entered = (x, x._version, entered) if has_version else None
         return entered
 
     def leave(self, *, sequence: int | None) -> None:

@@ -52,6 +52,7 @@ def measured_memory(few, url, epochs, **data):
     return map(int, done.stdout.split())
 
 
+@pytest.mark.slow
 def test_memory_is_flat_over_epochs_and_within_its_budget(tmp_path):
     x = np.random.default_rng(0).random((40_000, 1024), dtype=np.float32)  # 156 MiB
     shards = write_arrays({"x": x, "id": np.arange(40_000)}, str(tmp_path / "shards"))

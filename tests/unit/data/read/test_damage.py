@@ -31,6 +31,7 @@ def error_or_rows(shards):
         return str(error)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not parquet_file.HAS_CHECKSUMS, reason="pyarrow 14 has no checksums of pages")
 def test_a_flipped_bit_anywhere_gives_an_error_or_the_same_rows(tmp_path):
     shards = write_dataset(str(tmp_path / "d"), ROWS, group_rows=8, shard_rows=24)

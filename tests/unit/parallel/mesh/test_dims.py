@@ -8,7 +8,7 @@ from spark_dl.parallel.mesh.dims import Dims, Place, mesh_of
 def grid(pipeline):
     for data, tensor in itertools.product((1, 2, 4, 6), (1, 2, 4)):
         for experts, shards in itertools.product((1, 2, 3, 6), (1, 2, 4)):
-            if data % experts == 0 and data % shards == 0:
+            if data % experts == 0 and data % shards == 0 and (shards == 1 or shards % experts == 0):
                 yield Dims(pipeline, data, tensor, experts=experts, shards=shards)
 
 
@@ -38,6 +38,7 @@ def test_groups_partition_the_ranks(pipeline):
             "tensor_groups": dims.tensor, "data_groups": dims.data, "pipeline_groups": dims.pipeline,
             "model_groups": dims.model, "shard_groups": dims.shards, "replica_groups": dims.data // dims.shards,
             "expert_groups": dims.experts, "expert_replica_groups": dims.data // dims.experts,
+            "expert_shard_groups": max(1, dims.shards // dims.experts),
         }  # fmt: skip
         for name, size in sizes.items():
             groups = getattr(dims, name)()

@@ -3,6 +3,7 @@
 import pytest
 
 from spark_dl import Mesh
+from spark_dl.parallel.mesh.settings import check_version
 from tests.builders.settings import make_config
 
 
@@ -45,6 +46,14 @@ def test_settings_that_do_not_fit_each_other(mesh, message):
 def test_settings_of_other_sections(mesh, more, message):
     with pytest.raises(ValueError, match=message):
         make_config(**{"num_ranks": 4, "global_batch_size": 144, "num_streams": 144, **more}, parallel=Mesh(**mesh))
+
+
+@pytest.mark.parametrize("version", ["2.8.0", "2.12.1+cu126", "1.13.0"])
+def test_an_older_torch_is_an_error_that_says_which_is_needed(version):
+    check_version("2.13.0+cpu")
+    check_version("3.0.0")
+    with pytest.raises(ValueError, match=f"'mesh' needs torch 2.13 or newer, .* found {version.partition('+')[0]}"):
+        check_version(version)
 
 
 def test_data_ranks_are_what_pipeline_and_tensor_leave():

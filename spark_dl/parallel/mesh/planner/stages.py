@@ -190,8 +190,6 @@ class Stages:
         )
 
 
-def _by_unit(
-    collective: Collective, units: int, data: int, num_bytes: float, network: Network
-) -> float:
+def _by_unit(collective: Collective, units: int, data: int, num_bytes: float, network: Network) -> float:
     """Returns the seconds of one collective for each layer with weights. Only their total size matters."""
     return units * collective(data, num_bytes / units, network) if units else 0.0

@@ -67,7 +67,7 @@ lint: setup
 type: setup
 	@$(PY) -m mypy
 
-bench: setup-all setup-peers ## all benchmarks, in about an hour; see jobs/bench.py --help
+bench: setup-all setup-peers ## all benchmarks, in about 75 minutes; see jobs/bench.py --help
 	@$(PY) jobs/bench.py launch
 	@$(PY) jobs/bench.py step
 	@$(PY) jobs/bench.py track
@@ -78,6 +78,7 @@ bench: setup-all setup-peers ## all benchmarks, in about an hour; see jobs/bench
 	@$(PY) jobs/bench.py filters
 	@$(PY) jobs/bench.py trials
 	@$(PY) jobs/bench.py literature
+	@$(PY) jobs/bench.py parallel
 	@$(PY) jobs/bench.py exchange
 
 clean:

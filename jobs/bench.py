@@ -12,6 +12,8 @@ from spark_dl.bench.exchange.answers import answers
 from spark_dl.bench.exchange.log import Log
 from spark_dl.bench.exchange.options import add_arguments, from_arguments, list_of
 from spark_dl.bench.literature import literature
+from spark_dl.bench.parallel import parallel
+from spark_dl.bench.parallel import report as parallel_report
 from spark_dl.bench.peers import gpu, launch, loader, predict, shards, step, track
 
 
@@ -66,6 +68,20 @@ def bench_trials(args: argparse.Namespace) -> dict[str, Any]:
 
 def bench_literature(args: argparse.Namespace) -> dict[str, Any]:
     return literature.measure(_options(literature.Options, args), _show)
+
+
+def bench_parallel(args: argparse.Namespace) -> dict[str, Any]:
+    report.check(args.report)
+    options = parallel.Options(sections=args.sections, rate_mbit=args.rate_mbit, repeats=args.repeats)
+    published: list[str] = []
+    literature.measure(literature.Options(args.profiles), published.append)
+    results = parallel.measure(options, Log(_show))
+    parallel_report.write_report(
+        results, args.report, exchange_report=args.exchange_report, literature=published
+    )  # fmt: skip
+    for line in parallel_report.answers(results):
+        _show(line)
+    return {"report": args.report, **parallel.summary(results), "left_out": results["left_out"]}
 
 
 def bench_exchange(args: argparse.Namespace) -> dict[str, Any]:
@@ -213,14 +229,33 @@ def build_parser() -> argparse.ArgumentParser:
     of_exchange.add_argument("--report", default="runs/exchange/report.html", help="HTML page to write")
     of_exchange.add_argument("--master", help="URL of an existing cluster, with one task slot on each host")
     of_exchange.add_argument("--folder", help="with --master: a folder or URL that all its hosts can access")
+    of_parallel = add(
+        "parallel",
+        "models that are cut or sharded, on 4 virtual hosts of this machine (as root): bytes held and sent, bubbles "
+        "and throughput of pipelines, PipeDream beside GPipe, and the planner's choice among all plans",
+        bench_parallel, repeats=parallel.Options().repeats,
+    )  # fmt: skip
+    of_parallel.add_argument(
+        "--sections", type=_words, default=parallel.SECTIONS,
+        help=f"comma-separated, of {', '.join(parallel.SECTIONS)} (default: all)",
+    )  # fmt: skip
+    of_parallel.add_argument(
+        "--rate-mbit", type=float, default=parallel.Options().rate_mbit,
+        help="rate of each link in each direction, in the section `plans` (default: 200)",
+    )  # fmt: skip
+    of_parallel.add_argument("--report", default="runs/parallel/report.html", help="HTML page to write")
+    of_parallel.add_argument(
+        "--exchange-report", default="runs/exchange/report.html", help="page to link to, if it is there"
+    )
     text = "published figures of ZeRO, GPipe, PipeDream and BERT-Large beside those of the planner's formulas"
     of_literature = what.add_parser("literature", help=text, description=text)
     of_literature.set_defaults(run=bench_literature)
-    of_literature.add_argument(
-        "--profiles", default=literature.PROFILES,
-        help="folder with PipeDream's profiles: profiler/image_classification/profiles of a clone of "
-        f"github.com/msr-fiddle/pipedream, or vgg16.txt and resnet50.txt (default: {literature.PROFILES})",
-    )  # fmt: skip
+    for command in (of_parallel, of_literature):
+        command.add_argument(
+            "--profiles", default=literature.PROFILES,
+            help="folder with PipeDream's profiles: profiler/image_classification/profiles of a clone of "
+            f"github.com/msr-fiddle/pipedream, or vgg16.txt and resnet50.txt (default: {literature.PROFILES})",
+        )  # fmt: skip
     return parser
 
 

@@ -7,7 +7,16 @@ from typing import Any
 
 from spark_dl.cli import plots
 from spark_dl.parallel.mesh.planner.search import Plan
-from spark_dl.parallel.mesh.planner.timeline import BACKWARD, FORWARD, SYNC, Pass, StageTimes, end_s, timeline
+from spark_dl.parallel.mesh.planner.timeline import (
+    BACKWARD,
+    FORWARD,
+    SYNC,
+    WEIGHTS,
+    Pass,
+    StageTimes,
+    end_s,
+    timeline,
+)
 
 COLORS = {
     "forward": "#00a031", "backward": "#00a032", "sync": "#00a033", "number": "#00a034", "weights": "#00a041",
@@ -15,6 +24,8 @@ COLORS = {
 }  # fmt: skip
 MOST_MICRO_BATCHES = 32
 _MOST_NUMBERS = 400
+_LABELS = {FORWARD: "forward pass", BACKWARD: "backward pass", WEIGHTS: "gradients of weights",
+           SYNC: "exchange of gradients"}  # fmt: skip
 
 
 def passes_of(plan: Plan) -> list[Pass]:
@@ -23,13 +34,16 @@ def passes_of(plan: Plan) -> list[Pass]:
     return timeline(stages, plan.choice.schedule, min(plan.choice.micro_batches, MOST_MICRO_BATCHES))
 
 
-def draw_timeline(passes: Sequence[Pass], num_stages: int, *, title: str) -> str:
-    """Draws bars by stage and time, with the numbers of micro-batches where there is room. Returns an SVG element."""
+def draw_timeline(passes: Sequence[Pass], num_stages: int, *, title: str, row: str = "stage") -> str:
+    """Draws bars by stage and time, with the numbers of micro-batches where there is room. Returns an SVG element.
+
+    row: what a row is called, with its number.
+    """
     total_s = end_s(passes) or 1.0
 
     def plot(figure: Any) -> None:
         axes = figure.subplots()
-        for kind, label in ((FORWARD, "forward pass"), (BACKWARD, "backward pass"), (SYNC, "exchange of gradients")):
+        for kind, label in _LABELS.items():
             of_kind = [each for each in passes if each.kind == kind]
             for stage in range(num_stages):
                 bars = [(each.start_s, each.end_s - each.start_s) for each in of_kind if each.stage == stage]
@@ -38,12 +52,12 @@ def draw_timeline(passes: Sequence[Pass], num_stages: int, *, title: str) -> str
                 axes.broken_barh([], (0, 1), facecolor=COLORS[kind], label=label)
         _number(axes, passes, total_s)
         axes.set_ylim(num_stages - 0.5, -0.5)
-        axes.set_yticks(range(num_stages), [f"stage {i}" for i in range(num_stages)])
+        axes.set_yticks(range(num_stages), [f"{row} {i}" for i in range(num_stages)])
         axes.set_xlim(0, total_s)
         axes.set_xlabel("seconds")
         axes.spines[["top", "left"]].set_visible(False)
         axes.tick_params(axis="y", length=0)
-        axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False)
+        axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=len(_LABELS), frameon=False)
 
     return plots.draw_for_page(plot, title=title, colors=COLORS, width=10, height=1.1 + 0.36 * num_stages)
 

@@ -24,8 +24,11 @@ _pool = []  # (process, connection) of each rank
 _ROOT_CAUSE_WAIT_S = 3.0  # a rank that fails may be heard of later than one that has lost it
 
 
-def run_ranks(fn, world_size, *args, timeout_s=60):
-    """What `fn(*args)` returns on each rank, by rank. Raises RankFailed with the tracebacks of those that failed."""
+def run_ranks(fn, world_size, *args, timeout_s=60, wait_s=_ROOT_CAUSE_WAIT_S):
+    """What `fn(*args)` returns on each rank, by rank. Raises RankFailed with the tracebacks of those that failed.
+
+    wait_s: how long the other ranks are waited for when one has failed.
+    """
     while len(_pool) < world_size:
         ours, theirs = _context.Pipe()
         process = _context.Process(target=_serve, args=(theirs,), daemon=True)
@@ -43,7 +46,7 @@ def run_ranks(fn, world_size, *args, timeout_s=60):
     for rank in range(world_size):
         _pool[rank][1].send((fn, rank, world_size, port, args))
     try:
-        return _collect(world_size, timeout_s)
+        return _collect(world_size, timeout_s, wait_s)
     except BaseException:
         kill_ranks()
         raise
@@ -69,7 +72,7 @@ def kill_ranks():
     _pool.clear()
 
 
-def _collect(world_size, timeout_s):
+def _collect(world_size, timeout_s, wait_s):
     found, failures, end = {}, [], time.monotonic() + timeout_s
     while len(found) < world_size:
         waiting = {_pool[rank][1]: rank for rank in range(world_size) if rank not in found}
@@ -85,7 +88,7 @@ def _collect(world_size, timeout_s):
                 found[rank], failure = None, f"died with exit code {_pool[rank][0].exitcode}"
             if failure is not None:
                 if not failures:
-                    end = min(end, time.monotonic() + _ROOT_CAUSE_WAIT_S)
+                    end = min(end, time.monotonic() + wait_s)
                 failures.append(f"rank {rank}:\n{failure}")
     if failures:
         raise RankFailed("\n".join(failures))

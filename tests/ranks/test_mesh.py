@@ -1,6 +1,9 @@
 """The strategy `mesh` gives the weights of one process, and its checkpoints go from any mesh to any other."""
 
 import dataclasses
+import os
+import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from spark_dl import Mesh, ModelSpec
 from spark_dl.data.load.build import build_loader
 from spark_dl.evaluate import load_model
 from spark_dl.parallel.loss import weighted_loss_sum
+from spark_dl.rundir.checkpoint_files import DamagedError
 from spark_dl.rundir.weights import load_weights
 from tests.builders.models import small_config
 from tests.ranks.launcher import RankFailed, run_ranks
@@ -122,6 +126,43 @@ def test_a_run_that_is_resumed_on_the_same_mesh_has_the_same_bits(tmp_path, mesh
     assert expected.keys() == found.keys()
     for name, weight in expected.items():
         assert torch.equal(found[name], weight), name
+
+
+class Touch:
+    """Leaves a file behind when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_a_pickled_file_among_the_checkpoints_of_a_mesh_is_never_opened(tmp_path):
+    config = small_config(2, train={"accumulation_steps": 2}, parallel=Mesh(pipeline=2))
+    run = make_run(tmp_path, config)
+    saved = train(dataclasses.replace(run, config=cut_at(config, 4)))
+    folder, was_here = Path(saved.url), tmp_path / "was here"
+    names = ("model.pt", "model-00002.pt", "optimizer-00002.pt", "rank-00002.pt", ".metadata", "__0_0.distcp")
+    pickled = [folder / name for name in names] + [folder.parent / "state.pt", tmp_path / "read"]
+    for path in pickled:
+        assert not path.exists()
+        path.write_bytes(pickle.dumps(Touch(was_here)))
+        os.utime(path, (1, 2))
+    load_weights(saved)
+    load_model(run.spec, saved.url)
+    last = resume(run, saved, with_mesh(config, 4, tensor=2, zero_stage=1))
+    assert last.step == 12
+    *unread, control = pickled
+    control.read_bytes()
+    assert [path.name for path in unread if path.exists() and path.stat().st_atime != 1] == []
+    assert control.stat().st_atime != 1, "this file system does not say when a file was read"
+    in_place = Path(last.url) / "model-00001.pt"
+    assert in_place.exists()
+    in_place.write_bytes(pickle.dumps(Touch(was_here)))
+    with pytest.raises(DamagedError, match=r"model-00001\.pt is damaged"):
+        load_weights(last)
+    assert not was_here.exists()
 
 
 class Block(nn.Module):

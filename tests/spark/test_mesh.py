@@ -1,6 +1,10 @@
 """A model that is cut, from the driver: checked there, trained on barrier tasks, and used as any other."""
 
+import functools
+import os
 import re
+import signal
+import time
 
 import numpy as np
 import pytest
@@ -8,7 +12,7 @@ import yaml
 from torch import nn
 
 import spark_dl
-from spark_dl import Auto, Mesh, ModelSpec
+from spark_dl import Auto, Mesh, ModelSpec, RankError
 from spark_dl.rundir import checkpoint
 from tests.builders.models import blobs, small_config
 
@@ -101,3 +105,24 @@ def test_a_model_that_cannot_be_cut_is_an_error_before_any_task(spark, tmp_path,
     with pytest.raises(ValueError, match=message):
         spark_dl.train(frame(spark), spec, config, run_dir=str(tmp_path / "run"), spark=spark)
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def killed_on_rank_2(model, batch, folder):
+    model.calls = getattr(model, "calls", 0) + 1
+    if os.environ.get("RANK") == "2" and model.calls == 9:
+        (folder / "killed").write_text(str(time.time()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    return model(batch["features"])
+
+
+@pytest.mark.slow
+@pytest.mark.modes("local")
+@pytest.mark.parametrize("mesh", [{"pipeline": 2, "tensor": 2}, {"pipeline": 2, "zero_stage": 1}, {"tensor": 2}])
+def test_a_rank_that_is_killed_in_any_group_is_named(spark, tmp_path, mesh):
+    train = {"accumulation_steps": 2, "epochs": 100}
+    config = small_config(4, train=train, launch={"collective_timeout_s": 10}, parallel=Mesh(**mesh))
+    spec = ModelSpec(build=build, forward=functools.partial(killed_on_rank_2, folder=tmp_path))
+    with pytest.raises(RankError, match="rank 2 on .* was killed: its .*process ended without an error") as error:
+        spark_dl.train(frame(spark), spec, config, run_dir=str(tmp_path / "run"), spark=spark)
+    assert time.time() - float((tmp_path / "killed").read_text()) < 10 + 5
+    assert error.value.rank == 2

@@ -76,7 +76,7 @@ def compare(options: Options, log: Log) -> Results:
         f"{listed(options.hosts)} hosts on one machine, links of {_rate(options.rate_mbit)}, frames of {options.mtu} "
         f"bytes, TCP {options.congestion_control}"
     )
-    return {"about": _about(options, network), **conclude(results, log), "left_out": log.left_out}
+    return {"about": machine(network, options.repeats), **conclude(results, log), "left_out": log.left_out}
 
 
 def compare_on(spark: Any, folder: str, options: Options, log: Log) -> Results:
@@ -104,7 +104,7 @@ def compare_on(spark: Any, folder: str, options: Options, log: Log) -> Results:
     with own_folder(folder) as here:
         results = measure(spark, here, options, same_clock=False, log=log)
     network = f"{num_hosts} hosts of {spark.conf.get('spark.master')}, links of {_rate(options.rate_mbit)}"
-    return {"about": _about(options, network), **conclude(results, log), "left_out": log.left_out}
+    return {"about": machine(network, options.repeats), **conclude(results, log), "left_out": log.left_out}
 
 
 @contextlib.contextmanager
@@ -280,7 +280,8 @@ def _rate(mbit: float | None) -> str:
     return f"{mbit:g} Mbit/s" if mbit else "an unknown rate"
 
 
-def _about(options: Options, network: str) -> dict[str, Any]:
+def machine(network: str, repeats: int) -> dict[str, Any]:
+    """Returns what a report says about a measurement: when, where and how it was made."""
     import pyspark
     import torch
 
@@ -289,7 +290,7 @@ def _about(options: Options, network: str) -> dict[str, Any]:
         "network": network,
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()} {platform.release()}",
         "versions": f"Python {platform.python_version()}, torch {torch.__version__}, PySpark {pyspark.__version__}",
-        "repeats": options.repeats,
+        "repeats": repeats,
         "command": shlex.join(["jobs/bench.py", *sys.argv[1:]]),
     }
 

@@ -55,6 +55,8 @@ class Section:
     columns: Sequence[Column]
     rows: Sequence[Sequence[str]]
     is_open: bool = False
+    lines: Sequence[str] = ()
+    """Shown as they are."""
 
 
 def write_report(results: Mapping[str, Any], path: str | Path) -> None:

@@ -188,9 +188,9 @@ class FlatGradients:
 
     def _launch(self, bucket: Bucket) -> None:
         holders, flat = bucket.holders, bucket.gradients
+        if self._stage and len(self._pending) > 1:  # each needs a buffer of a bucket's size, or two with stage 2
+            self._end_first()
         if self._stage == 2:
-            if len(self._pending) > 1:  # so that at most two whole buckets of gradients exist
-                self._end_first()
             flat = local(bucket.parameters[0]).new_zeros(bucket.length)
             for _, parameter, start, end in bucket.ranges():
                 if parameter.grad is not None:

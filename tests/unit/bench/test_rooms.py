@@ -7,7 +7,8 @@ import pytest
 from tests.unit.test_imports import MODULES, files, ours
 
 BENCH = files("bench/")
-ROOMS = {"peers": set(), "model": set(), "testbed": set(), "literature": set(), "exchange": {"model", "testbed"}}
+ROOMS = {"peers": set(), "model": set(), "testbed": set(), "literature": set(), "exchange": {"model", "testbed"},
+         "parallel": {"exchange", "testbed"}}  # fmt: skip
 """Each folder, and the other folders that it may import."""
 
 

@@ -77,6 +77,13 @@ def search(problem: Problem) -> list[Plan]:
     return sorted(best.values(), key=lambda plan: plan.step_s)
 
 
+def plans_of_choices(problem: Problem) -> list[Plan]:
+    """Returns the plan with the best cuts of each choice that fits into memory, the shortest step first."""
+    segments = Segments(problem.layers, problem.cluster.within)
+    found = (_plan(problem, choice, segments, math.inf) for choice in choices(problem))
+    return sorted((plan for plan in found if plan is not None), key=lambda plan: plan.step_s)
+
+
 def plan_of(problem: Problem, choice: Choice, starts: Sequence[int]) -> Plan | None:
     """Returns the plan of a choice and cuts, or None if it does not fit into memory."""
     stages = Stages(

@@ -14,6 +14,9 @@ from spark_dl.parallel.mesh.planner.memory import GPIPE, Memory, States, held, m
 from spark_dl.parallel.mesh.planner.records import REPLICATED, WHOLE_WEIGHTS, Cluster, Layer
 from spark_dl.parallel.mesh.planner.tensor import Segment, Segments
 
+Collective = Callable[[int, float, Network], float]
+"""(ranks, bytes, network) -> seconds."""
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -146,27 +149,27 @@ class Stages:
         if zero == 3:
             gathered_s = _by_unit(all_gather_s, segment.units, data, weights, network)
             return gathered_s, gathered_s + _by_unit(reduce_scatter_s, segment.units, data, gradients, network), sync_s
-        if zero == 2:
-            return 0.0, reduce_scatter_s(data, gradients, network), sync_s + all_gather_s(data, weights, network)
-        if zero == 1:
-            exchange_s = reduce_scatter_s(data, gradients, network) + all_gather_s(data, weights, network)
-            return 0.0, 0.0, sync_s + exchange_s
+        collective = reduce_scatter_s if zero else all_reduce_s
         if self._choice.dims.pipeline == 1:
-            return 0.0, 0.0, sync_s + self._exposed_s(segment.kinds, network)
-        return 0.0, 0.0, sync_s + all_reduce_s(data, gradients, network)
+            summed_s = self._exposed_s(segment.kinds, collective, network)
+        else:
+            summed_s = collective(data, gradients, network)
+        if zero == 2:
+            return 0.0, summed_s, sync_s + all_gather_s(data, weights, network)
+        return 0.0, 0.0, sync_s + summed_s + (all_gather_s(data, weights, network) if zero else 0.0)
 
-    def _exposed_s(self, kinds: Sequence[str], network: Network) -> float:
-        """Returns the seconds of all-reduces of gradients that are left when the last backward pass ends.
+    def _exposed_s(self, kinds: Sequence[str], collective: Collective, network: Network) -> float:
+        """Returns the seconds of the sums of gradients that are left when the last backward pass ends.
 
-        Without pipeline and ZeRO, the gradients of a layer are sent while the layers before it are computed (Li et al.
-        2020, arXiv:2006.15704), one layer at a time. The all-reduces that follow the backward pass of layer k take as
-        long as those of layers 0 to k, less the backward passes of layers 0 to k - 1.
+        Without a pipeline, the gradients of a layer are sent while the layers before it are computed (Li et al. 2020,
+        arXiv:2006.15704), one layer at a time. What follows the backward pass of layer k takes as long as the
+        collectives of layers 0 to k, less the backward passes of layers 0 to k - 1.
         """
         exposed_s = sent_s = computed_s = 0.0
         for layer, kind in zip(self._layers, kinds, strict=True):
             gradients = layer.parameter_bytes * self._states.gradients / self._states.weights
             cut = 1 if kind in WHOLE_WEIGHTS else self._choice.dims.tensor
-            sent_s += all_reduce_s(self._choice.dims.data, gradients / cut, network)
+            sent_s += collective(self._choice.dims.data, gradients / cut, network)
             exposed_s = max(exposed_s, sent_s - computed_s)
             computed_s += layer.backward.of(self._choice.rows / (1 if kind == REPLICATED else self._choice.dims.tensor))
         return exposed_s
@@ -187,8 +190,6 @@ class Stages:
         )
 
 
-def _by_unit(
-    collective: Callable[[int, float, Network], float], units: int, data: int, num_bytes: float, network: Network
-) -> float:
+def _by_unit(collective: Collective, units: int, data: int, num_bytes: float, network: Network) -> float:
     """Returns the seconds of one collective for each layer with weights. Only their total size matters."""
     return units * collective(data, num_bytes / units, network) if units else 0.0

@@ -11,6 +11,8 @@ from typing import NamedTuple
 from spark_dl.parallel.mesh.planner.memory import GPIPE
 
 FORWARD, BACKWARD, SYNC = "forward", "backward", "sync"
+WEIGHTS = "weights"
+"""The gradients of weights, where they are computed apart from the backward pass."""
 
 
 class Pass(NamedTuple):

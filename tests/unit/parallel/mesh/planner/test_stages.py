@@ -69,15 +69,20 @@ def test_zero_moves_the_bytes_of_its_stage(zero_stage):
     assert found.memory.total == pytest.approx(states + found.memory.activations + gathered)
 
 
-def test_without_pipeline_gradients_are_sent_during_the_backward_pass():
+@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+def test_without_pipeline_gradients_are_sent_during_the_backward_pass(zero_stage):
+    collective = reduce_scatter_s if zero_stage else all_reduce_s
+
     def exposed(network):
-        choice, cluster = Choice(Dims(1, 2, 1), 0, ONE_F_ONE_B, 1, 2), Cluster(2, 1, network, network)
-        return Stages(LAYERS, cluster, STATES["adam"], choice, Segments(LAYERS, network)).cost(0, 0, 4).sync_s
+        choice, cluster = Choice(Dims(1, 2, 1), zero_stage, ONE_F_ONE_B, 1, 2), Cluster(2, 1, network, network)
+        found = Stages(LAYERS, cluster, STATES["adam"], choice, Segments(LAYERS, network)).cost(0, 0, 4)
+        gather_s = all_gather_s(2, WEIGHTS, network) if zero_stage else 0
+        return (found.zero_backward_s if zero_stage == 2 else 0) + found.sync_s - gather_s
 
     slow, fast = Network(0, 1e3), Network(0, 1e9)
     # the last layer's gradient is ready after 4 s, and the link is busy from then on
-    assert exposed(slow) == pytest.approx(all_reduce_s(2, WEIGHTS, slow) - 3 * 4)
-    assert exposed(fast) == pytest.approx(all_reduce_s(2, 4000, fast))  # only that of the first layer is left
+    assert exposed(slow) == pytest.approx(collective(2, WEIGHTS, slow) - 3 * 4)
+    assert exposed(fast) == pytest.approx(collective(2, 4000, fast))  # only that of the first layer is left
 
 
 def test_if_the_fastest_tensor_plan_does_not_fit_the_smallest_is_taken():

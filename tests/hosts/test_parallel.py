@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 SMALL = {
     "bubbles": {"pass_s": 0.06, "micro_batches": [4], "schedules": ["gpipe", "interleaved"]},
     "pipedream": {"pass_s": 0.12, "mini_batches": 8, "gpipe_steps": 2},
-    "plans": {"layers": 3, "parameter_mib": 0.25, "global_batch_size": 4},
+    "plans": {"layers": 3, "repeats": 1, "parameter_mib": 0.25, "global_batch_size": 4},
 }
 
 

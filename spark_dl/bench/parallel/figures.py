@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -87,8 +88,9 @@ def plans(rows: Rows) -> Callable[[Any], None]:
 
 
 def timeline(row: Mapping[str, Any], title: str) -> str:
-    """Draws what the ranks of a pipeline did, as they have noted it. Returns an SVG element."""
-    return draw_timeline([Pass(*each) for each in row["passes"]], row["stages"], title=title, row="rank")
+    """Draws what the ranks of a pipeline did, as they have noted it. Returns a caption and an SVG element."""
+    drawn = draw_timeline([Pass(*each) for each in row["passes"]], row["stages"], title=title, row="rank")
+    return f"<figcaption>{html.escape(title)}</figcaption>{drawn}"
 
 
 def _finish(axes: Any) -> None:

@@ -37,7 +37,7 @@ class Options:
     rate_mbit: float = 200.0
     """Rate of each link in each direction, in the section `plans`. In the others, links have no limit."""
     repeats: int = 3
-    """Steps of each schedule and each plan, of which the median is taken."""
+    """Steps of each schedule of a pipeline, of which the median is taken."""
     arguments: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     """Further arguments of the function of a section, by its name."""
 
@@ -57,11 +57,10 @@ def measure(options: Options, log: Log) -> dict[str, Any]:
     """
     if reason := testbed.unavailable():
         raise RuntimeError(f"cannot create hosts on this machine: {reason}")
-    repeats = {"repeats": options.repeats}
     results: dict[str, Any] = {}
     for name in options.sections:
         start = time.perf_counter()
-        own = repeats if name in ("bubbles", "plans") else {}
+        own = {"repeats": options.repeats} if name == "bubbles" else {}
         with log.attempt(name):
             rate = options.rate_mbit if name == "plans" else None
             results[name] = _on_ranks(name, {**own, **options.arguments.get(name, {})}, rate)

@@ -131,7 +131,8 @@ def _pipedream(rows: Rows) -> Section:
         "PipeDream and GPipe",
         ["The steps have equal rows, and the layers take a time for each row. PipeDream fills the pipeline once, GPipe "
          "in each step."],
-        [figures.timeline(row, f"{row['schedule']}, the first of {row['steps']} steps") for row in rows], columns, _table(rows, columns), is_open=True,
+        [figures.timeline(row, f"{row['schedule']}, the first of {row['steps']} steps") for row in rows],
+        columns, _table(rows, columns), is_open=True,
     )  # fmt: skip
 
 

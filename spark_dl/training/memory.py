@@ -23,10 +23,14 @@ def out_of_memory_explained(config: Config, world: World) -> Iterator[None]:
         train = config.train
         rows = -(-train.global_batch_size // (config.data_size * train.accumulation_steps))
         shared = ", and other ranks use the same GPU (launch.gpus_per_rank)" if _is_shared(world) else ""
+        smaller = "" if config.parallel.strategy == "mesh" else (
+            ". For a model that is itself too large, set parallel.strategy to mesh, with zero_stage, tensor or pipeline"
+        )  # fmt: skip
         raise RuntimeError(
             f"rank {world.rank} on {world.host}: {world.device} has no memory left, with about {rows} rows in a "
             f"micro-batch{shared}; raise train.accumulation_steps (now {train.accumulation_steps}), lower "
             f"train.global_batch_size (now {train.global_batch_size}), use more ranks, or set train.precision to bf16"
+            f"{smaller}"
         ) from error
 
 

@@ -243,10 +243,11 @@ def test_param_maps_that_need_other_rows_and_one_that_fails_are_errors(spark, po
         fit(lambda e: [{e.lr: 0.1}, {e.lr: 0.2}], parallel_trials=0)
 
 
+@pytest.mark.slow
 @pytest.mark.modes("local")
 def test_jobs_of_several_threads_wait_for_each_other_where_the_slots_do_not_suffice(spark):
     """As CrossValidator(parallelism=2) starts them; the second one has no slots until after its time limit."""
-    settings = Launch(num_ranks=3, start_timeout_s=1.0)
+    settings = Launch(num_ranks=3, start_timeout_s=3.0)
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        jobs = [pool.submit(spark_dl.launch, time.sleep, 2.5, settings=settings, spark=spark) for _ in range(2)]
+        jobs = [pool.submit(spark_dl.launch, time.sleep, 4.5, settings=settings, spark=spark) for _ in range(2)]
         assert [job.result(60) for job in jobs] == [[None] * 3] * 2

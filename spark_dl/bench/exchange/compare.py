@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from spark_dl import storage
-from spark_dl.bench.exchange import error_runtime, exchange, overlap, steps, waves
+from spark_dl.bench.exchange import backends, error_runtime, exchange, overlap, steps, waves
 from spark_dl.bench.exchange.conclusions import BUCKET_MIB, conclude, with_times_ring
 from spark_dl.bench.exchange.log import Log
 from spark_dl.bench.exchange.methods import METHODS, RING, measured_in
@@ -34,7 +34,7 @@ from spark_dl.bench.testbed.standalone import start_spark
 from spark_dl.launch.preflight import num_slots
 from spark_dl.launch.session import build_session
 
-_ON_OTHER_BEDS = ("compression", "scaling")
+_ON_OTHER_BEDS = ("backends", "compression", "scaling")
 _TIMEOUT_S = 7200.0
 _MEMORY_MIB = 2048
 """Memory of each executor. With 1 GiB, blocks of 64 MiB keep its garbage collector busy."""
@@ -65,6 +65,9 @@ def compare(options: Options, log: Log) -> Results:
             with log.attempt(f"{', '.join(sections)} on {num_hosts} hosts"):
                 for name, value in _on_testbed(here, log).items():
                     results[name] = results[name] + value if name in results else value
+    if "backends" in options.sections:
+        with log.attempt("backends"):
+            results["backends"] = _backends(options, log)
     if "compression" in options.sections and _methods("compression", options, log):
         with log.attempt("compression"):
             results["compression"] = _compression(options, results.get("exchange", []), log)
@@ -80,7 +83,7 @@ def compare(options: Options, log: Log) -> Results:
 
 
 def compare_on(spark: Any, folder: str, options: Options, log: Log) -> Results:
-    """Runs all sections except `compression` and `scaling` on a cluster with one task slot on each host.
+    """Runs all sections except `backends`, `compression` and `scaling` on a cluster with one task slot on each host.
 
     All hosts must have access to `folder`. Its new files are deleted at the end. Raises ValueError for more than one
     number of hosts, and RuntimeError if the application does not have exactly one task slot on each of these hosts.
@@ -205,6 +208,14 @@ def _on_testbed(options: Options, log: Log) -> Results:
         if not any(results.values()):
             raise RuntimeError(f"no results on {options.hosts[0]} hosts; see the log above")
         return results
+
+
+def _backends(options: Options, log: Log) -> list[dict[str, Any]]:
+    """Measures the all-reduce of Gloo, NCCL and MPI, each alone, with the largest number of hosts and gradient."""
+    with _bed(max(options.hosts), options) as bed:
+        return backends.measure(
+            bed, mib=max(options.mib), repeats=options.repeats, rate_mbit=options.rate_mbit, log=log
+        )
 
 
 def _compression(options: Options, rows: Sequence[Mapping[str, Any]], log: Log) -> list[dict[str, Any]]:

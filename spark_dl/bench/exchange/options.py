@@ -12,7 +12,7 @@ from spark_dl.bench.exchange.methods import METHODS
 from spark_dl.bench.model.profiles import PROFILES
 from spark_dl.bench.testbed import netns, testbed
 
-SECTIONS = ("exchange", "compression", "breakdown", "buckets", "waves", "scaling", "stragglers")
+SECTIONS = ("exchange", "backends", "compression", "breakdown", "buckets", "waves", "scaling", "stragglers")
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ The results are plain data, a list of rows for each section. All sections are op
 
     exchange      method, exact, hosts, mib, seconds, bytes_per_rank, busiest_link_bytes, limit_s, ratio_to_limit,
                   times_ring
+    backends      backend, hosts, mib, seconds, bytes_per_rank, limit_s, ratio_to_limit, note (why it was not measured)
     crossings     method, hosts, faster_mib, slower_mib: measured sizes at which it is faster, and slower, than the ring
     breakdown     method, profile, step_s, forward_s, backward_s, hidden_s, exposed_s, optimizer_s, wait_s, other_s,
                   communication_s (alone), times_largest (of the larger of compute and communication)
@@ -155,6 +156,22 @@ def _exchange(results: Mapping[str, Any]) -> Section:
     )  # fmt: skip
 
 
+def _backends(results: Mapping[str, Any]) -> Section:
+    rows = results["backends"]
+    columns = [
+        _text("backend", "backend"), _number("hosts", "hosts", _plain), _number("mib", "MiB", _plain),
+        _number("seconds", "seconds"), _number("bytes_per_rank", "MiB sent per rank", _mib),
+        _number("limit_s", "limit, s"), _number("ratio_to_limit", "of the limit", _percent), _text("note", "note"),
+    ]  # fmt: skip
+    return Section(
+        "Backends",
+        ["One all-reduce of one tensor by each backend alone, without Spark: median seconds of the slowest rank. Gloo "
+         "and NCCL are those of torch. MPI is Open MPI with mpi4py: `mpirun` starts its ranks, and all its messages "
+         "use TCP. The limit is that of the table above."],
+        [], columns, _table(rows, columns),
+    )  # fmt: skip
+
+
 def _breakdown(results: Mapping[str, Any]) -> Section:
     rows = results["breakdown"]
     parts = ("step", "forward", "backward", "hidden", "exposed", "optimizer", "wait", "other")
@@ -284,6 +301,7 @@ def _plan(results: Mapping[str, Any]) -> Section:
 
 
 _SECTIONS: dict[str, Callable[[Mapping[str, Any]], Section]] = {
-    "exchange": _exchange, "compression": _where_compression_pays, "breakdown": _breakdown, "buckets": _buckets,
-    "waves": _fewer_slots, "scaling": _scaling, "stragglers": _stragglers, "model": _model, "plan": _plan,
+    "exchange": _exchange, "backends": _backends, "compression": _where_compression_pays, "breakdown": _breakdown,
+    "buckets": _buckets, "waves": _fewer_slots, "scaling": _scaling, "stragglers": _stragglers, "model": _model,
+    "plan": _plan,
 }  # fmt: skip

@@ -1,9 +1,11 @@
 """A small GPT on the text of Python's standard library: the model and the rows of `conf/train/gpt.yaml`.
 
 `spec.layers` and `spec.tensor_plan`, which say how the model is cut over ranks, are in that file. There is no dropout,
-so that every way to cut the model gives the same weights, up to rounding.
+so that every way to cut the model gives the same weights, up to rounding. `conf/train/gpt-experts.yaml` has the same
+rows, and a mixture of experts in each block.
 
 jobs/train.py --config conf/train/gpt.yaml --master 'local[4]' --run_dir runs/gpt
+jobs/train.py --config conf/train/gpt-experts.yaml --master 'local[4]' --run_dir runs/gpt-experts
 """
 
 import glob
@@ -12,6 +14,8 @@ import sysconfig
 import torch
 from pyspark.sql import DataFrame, SparkSession
 from torch import Tensor, nn
+
+import spark_dl
 
 CHARACTERS = "\n" + "".join(chr(code) for code in range(32, 127))
 """The vocabulary: the code of a character is its position. Spark replaces all other characters by "?"."""
@@ -110,6 +114,28 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
+
+
+class ExpertBlock(nn.Module):
+    """A block in which each character passes through 2 of several feed-forward networks."""
+
+    def __init__(self, width: int, head_dim: int, num_experts: int):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = Attention(width, head_dim)
+        self.experts = spark_dl.nn.MoE(width, num_experts, top_k=2, bias_rate=0.01)  # balance in a short run
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.experts(self.norm2(x))
+
+
+class ExpertGPT(GPT):
+    """The same model with mixtures of experts: more parameters, and about twice the computation per character."""
+
+    def __init__(self, width: int = 64, num_blocks: int = 4, head_dim: int = 16, num_experts: int = 8):
+        super().__init__(width, num_blocks=0)
+        self.blocks.extend(ExpertBlock(width, head_dim, num_experts) for _ in range(num_blocks))
 
 
 def forward(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

@@ -16,7 +16,7 @@ from tests.hosts.conftest import REPOSITORY
 from tests.hosts.libraries_job import LIBRARIES, NUM_RANKS
 from tests.spark.conftest import FAST_JVM
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(300)]
 ROWS = libraries.GLOBAL_BATCH * 4
 
 

@@ -162,6 +162,7 @@ print(total[0].item(), os.environ["RANK"])
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_ranks_on_hosts_add_up_in_a_ring_at_the_rate_of_their_links(hosts):
     with hosts(4, rate_mbit=100) as bed:

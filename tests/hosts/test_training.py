@@ -127,6 +127,7 @@ def test_the_weights_are_those_of_one_process(start, num_ranks):
     job.assert_same_as_one_process()
 
 
+@pytest.mark.long
 def test_a_slow_host_and_a_link_that_fails_for_a_while_change_nothing_but_the_time(start):
     job = start(3, 60)
     job.wait_for_step(10)
@@ -156,7 +157,7 @@ def test_a_link_that_is_cut_is_one_error_that_names_the_host(start):
     assert_one_error(job, host, pid, "sent no heartbeat for", TIMEOUT_S + 15)
 
 
-@pytest.mark.parametrize("what", ["the rank", "all of the host"])
+@pytest.mark.parametrize("what", ["the rank", pytest.param("all of the host", marks=pytest.mark.long)])
 def test_what_is_frozen_is_one_error_that_names_the_host(start, what):
     job = start(3, FOR_EVER)
     job.wait_for_step(10)

@@ -88,6 +88,7 @@ def test_installed_in_a_clean_environment_it_trains(wheel, tmp_path):
     assert found["package"].startswith(str(tmp_path))
 
 
+@pytest.mark.long
 def test_spark_submit_sends_it_by_py_files(wheel, tmp_path):
     """Executors' Python has no spark_dl. Spark puts zip files of `--py-files` on their path; a wheel is one."""
     python = clean_python(tmp_path / "venv")
@@ -119,6 +120,7 @@ def test_exit_codes_are_what_a_scheduler_expects(tmp_path, more, code, message):
     assert message in done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143)])  # SIGINT: spark/test_jobs.py
 def test_a_job_that_is_ended_by_a_signal_says_so(tmp_path, number, code):
     data = Path(sklearn.__file__).parent / "datasets/data/digits.csv.gz"

@@ -17,6 +17,7 @@ from tests.builders.datasets import write_dataset
 from tests.builders.images import pixels, png
 from tests.petastorm.exchange import plain, plain_rows
 
+pytestmark = pytest.mark.slow
 SCALARS = ("bool", "int8", "uint8", "int16", "uint16", "int32", "int64", "float32", "float64")
 CELLS = (("float32", (3,)), ("uint8", (2, 3, 4)), ("int64", (1,)), ("bool", (2, 2)), ("float16", (5,)),
          ("uint32", (1, 1, 2)), ("float64", (0, 3)))  # fmt: skip

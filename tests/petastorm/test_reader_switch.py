@@ -41,7 +41,7 @@ def datasets(columns, tmp_path_factory):
     return {"shards": str(root / "shards"), "plain": str(root / "plain")}
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.long), 2])
 def answer(request, datasets, run_petastorm, tmp_path_factory):
     asked = {"run_dir": str(tmp_path_factory.mktemp("runs")), "datasets": datasets, "num_ranks": request.param}
     return run_petastorm("train_ranks", asked, timeout_s=115)
@@ -88,6 +88,7 @@ def test_training_and_evaluation(answer, datasets, name):
         assert "leaves out 10 rows" in said[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["shards", "plain"])
 def test_without_shuffling_every_row_is_read_once(answer, columns, name):
     ranks = answer[name]["in order"]
@@ -98,6 +99,7 @@ def test_without_shuffling_every_row_is_read_once(answer, columns, name):
         assert all(b["rows"] == step[0]["rows"] for b in step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["shards", "plain"])
 def test_training_reads_no_row_twice_and_leaves_out_as_many_as_it_says(answer, columns, name):
     ranks = answer[name]["shuffled"]

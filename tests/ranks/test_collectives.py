@@ -98,6 +98,7 @@ def test_sums_of_all_dtypes():
         assert wrong == []
 
 
+@pytest.mark.slow
 def test_sums_of_many_pieces():
     for wrong, _ in run_in_group(sums, 3, [torch.int32, torch.float32], [1_234_567]):
         assert wrong == []

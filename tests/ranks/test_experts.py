@@ -316,6 +316,7 @@ def compile_layer():
     return [float((a - b).abs().max()) for a, b in (outputs, gradients)]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_compiled_layer_gives_the_same():
     assert max(run_ranks(compile_layer, 1, timeout_s=100)[0]) < 1e-5

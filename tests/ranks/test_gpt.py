@@ -53,8 +53,8 @@ def on_one_rank(rows, tmp_path_factory):
 
 @pytest.mark.parametrize("mesh", [
     {"pipeline": 2, "tensor": 2},
-    {"pipeline": 2, "zero_stage": 3},
-    {"tensor": 2, "zero_stage": 1},
+    pytest.param({"pipeline": 2, "zero_stage": 3}, marks=pytest.mark.slow),
+    pytest.param({"tensor": 2, "zero_stage": 1}, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_a_shared_weight_is_trained_as_on_one_rank(rows, tmp_path, on_one_rank, mesh):
     found = result(rows, tmp_path, 4, **mesh)

@@ -14,11 +14,11 @@ from tests.ranks.test_mesh import build_wide
 
 TIMEOUT_S = 3
 MESHES = [
-    (1, {"pipeline": 2}),
     (2, {"tensor": 2, "zero_stage": 1}),
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in [
+            (1, {"pipeline": 2}),
             (2, {"pipeline": 2, "schedule": "pipedream"}),
             (3, {"pipeline": 2, "tensor": 2}),
             (0, {"zero_stage": 2}),

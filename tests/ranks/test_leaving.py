@@ -115,6 +115,7 @@ def test_without_a_driver_each_rank_says_what_failed_first(tmp_path, failing, ha
         kill_ranks()  # their environment is another one
 
 
+@pytest.mark.slow
 def test_a_store_that_does_not_answer_hides_no_error():
     """Its host stands still: connections stay open, and nothing comes."""
     wait = datetime.timedelta(seconds=5)

@@ -428,17 +428,17 @@ def train_and_stand_still(run, rank):
 @pytest.mark.parametrize(
     ("rank", "mode", "message"),
     [
-        pytest.param(1, "sync", r"no gradient from rank 1 on host \S+ for 2 s", marks=pytest.mark.slow),
+        pytest.param(1, "sync", r"no gradient from rank 1 on host \S+ for 2 s", marks=pytest.mark.long),
         (1, "k_sync", r"no gradient from rank 1 on host \S+ for 2 s"),
-        pytest.param(1, "k_batch_async", r"no gradient from rank 1 on host \S+ for 2 s", marks=pytest.mark.slow),
+        pytest.param(1, "k_batch_async", r"no gradient from rank 1 on host \S+ for 2 s", marks=pytest.mark.long),
         pytest.param(
             2,
             "async",
             r"no message from rank 2 on host \S+, (the first|a parameter) server, for 4 s",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.long,
         ),
         pytest.param(
-            3, "sync", r"no message from rank 3 on host \S+, a parameter server, for 1 s", marks=pytest.mark.slow
+            3, "sync", r"no message from rank 3 on host \S+, a parameter server, for 1 s", marks=pytest.mark.long
         ),
     ],
 )

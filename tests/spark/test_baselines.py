@@ -280,6 +280,7 @@ def test_models_and_loaders_stay_open_between_steps_and_are_closed_in_the_end(sp
     assert not found
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.modes("local", "local-cluster")
 def test_workers_do_not_look_through_the_objects_of_torch_after_every_task(spark):
@@ -318,6 +319,7 @@ class _Fault:
         raise ZeroDivisionError("the culprit")
 
 
+@pytest.mark.long_in("local-cluster")
 @pytest.mark.slow
 @pytest.mark.modes("local", "local-cluster")
 @pytest.mark.parametrize("strategy", STRATEGIES)

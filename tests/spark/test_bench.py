@@ -95,6 +95,7 @@ def test_writing_shards_is_measured_beside_its_peers():
     assert "petastorm_converter" in log
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_large_dataset_is_measured_before_its_first_row_is_read():
     result, log = bench("scale", "--files", "100", "--repeats", "1")
@@ -108,6 +109,7 @@ def test_a_large_dataset_is_measured_before_its_first_row_is_read():
     assert "100 files, 2500 row groups" in log
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_filters_are_measured_with_a_page_index_and_without():
     result, _ = bench("filters", "--rows", "60000", "--repeats", "1", "--shares", "0.01")
@@ -154,6 +156,7 @@ def test_trials_in_one_job_find_the_same_as_one_job_after_another_in_about_half_
     assert result["sleep"]["ratio"] <= 0.55  # the digits compete for cores with the other tests
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_optimizers_and_batch_sizes_are_compared_in_one_job(tmp_path):

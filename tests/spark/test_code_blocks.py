@@ -24,7 +24,10 @@ from spark_dl import cli
 
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md"))]
-LONGEST = ("docs/spark-ml.md", "docs/ways-in.md", "docs/lines-of-code.md")
+LONGEST = (
+    "docs/spark-ml.md", "docs/ways-in.md", "docs/lines-of-code.md", "docs/tracking.md", "docs/trials.md",
+    "docs/experts.md",
+)  # fmt: skip
 SHOWN = ("text", "toml", "properties", "dockerfile", "{toctree}", "{eval-rst}")
 PROGRAMS = (
     "make", "git", "python", "python3", "spark-submit", "torchrun", "tensorboard", "cd", "build_horovod.sh", "tar",

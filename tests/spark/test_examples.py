@@ -58,6 +58,7 @@ def test_linear_regression_says_so_if_it_does_not(tmp_path):
     assert "error: the excess is above 0.1%" in err
 
 
+@pytest.mark.long
 def test_streaming_scoring_scores_every_row_once(tmp_path):
     out, _ = run("streaming_scoring", "--folder", tmp_path)
     batches = [[int(n) for n in found.split(",")] for found in re.findall(r"^query \d: .*\[(.*)\]$", out, re.MULTILINE)]
@@ -75,6 +76,7 @@ def test_embeddings_of_real_flights_are_as_good_as_logistic_regression_or_better
     assert float(found[0]) >= float(found[1]) > 0.6
 
 
+@pytest.mark.long
 def test_a_cnn_knows_from_which_photo_a_tile_is(tmp_path):
     out, _ = run("images", "--folder", tmp_path)
     (accuracy,) = re.findall(r"^accuracy on the held-out tiles: (\d+\.\d)%$", out, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""The jobs of conf/train/gpt.yaml and gpt-auto.yaml as a user runs them: every mesh reaches the same loss."""
+"""The jobs of conf/train/gpt*.yaml as a user runs them: every mesh reaches the same loss."""
 
 import json
 import re
@@ -48,7 +48,7 @@ def test_the_weights_of_a_model_that_is_cut_are_one_file(two_by_two):
 
 @pytest.mark.parametrize("mesh", [
     {"pipeline": 1, "tensor": 1, "zero_stage": 3},
-    {"pipeline": 1, "tensor": 1, "ranks": 1},
+    pytest.param({"pipeline": 1, "tensor": 1, "ranks": 1}, marks=pytest.mark.long),
 ])  # fmt: skip
 def test_other_sizes_reach_the_same_loss(two_by_two, tmp_path, mesh):
     _, datasets, expected = two_by_two
@@ -69,6 +69,21 @@ def test_the_twin_plans_its_mesh_and_reaches_the_same_loss(two_by_two, tmp_path)
     assert "auto: to train with the same mesh again, set parallel.strategy=mesh and parallel." in err
 
 
+@pytest.mark.long
+def test_experts_of_stages_reach_the_loss_of_one_rank_with_all_of_them(two_by_two, tmp_path):
+    _, datasets, _ = two_by_two
+    one_rank = ["--launch.num_ranks", 1, "--parallel.pipeline", 1, "--parallel.experts", 1]
+    cut, config, _ = train(tmp_path / "cut", *datasets, conf="gpt-experts")
+    whole, _, _ = train(tmp_path / "whole", *datasets, *one_rank, conf="gpt-experts")
+    assert (config["parallel"]["pipeline"], config["parallel"]["experts"], config["launch"]["num_ranks"]) == (2, 2, 4)
+    assert 2 < cut["metrics"]["loss"] < 4.5
+    assert_same_loss(cut, whole)
+    lines = [json.loads(line) for line in (tmp_path / "cut" / "metrics.jsonl").read_text().splitlines()]
+    load = next(line["expert_load"] for line in lines if "expert_load" in line)
+    assert load.keys() == {f"blocks.{i}.experts" for i in range(4)}
+    assert all(sum(layer["share"]) == pytest.approx(1) for layer in load.values())
+
+
 def test_the_twins_differ_in_the_mesh_alone():
     gpt, twin = (yaml.safe_load((REPOSITORY / f"conf/train/{name}.yaml").read_text()) for name in ("gpt", "gpt-auto"))
     assert gpt.pop("parallel")["strategy"] == "mesh"
@@ -77,6 +92,7 @@ def test_the_twins_differ_in_the_mesh_alone():
     assert gpt == twin
 
 
+@pytest.mark.long
 def test_a_model_larger_than_the_memory_of_a_rank_is_trained_by_four(tmp_path):
     out, _ = run("memory_limit", "--run_dir", tmp_path, "--steps", "3")
     last = out.splitlines()[-1]

@@ -29,6 +29,7 @@ def horovod():
     pytest.importorskip("horovod.torch", reason=reason, exc_type=ImportError)
 
 
+@pytest.mark.long_in("local-cluster")
 @pytest.mark.slow
 @pytest.mark.modes("local", "local-cluster")
 def test_twice_in_the_same_workers_as_ddp_does(spark, points, tmp_path, horovod):
@@ -66,6 +67,7 @@ def test_a_rank_that_is_killed_is_one_error(spark, points, tmp_path, horovod):
     assert spark_dl.train(points, MLP, config, run_dir=str(tmp_path / "again")).steps == 12
 
 
+@pytest.mark.slow
 @pytest.mark.modes("local")
 @pytest.mark.parametrize(
     ("parallel", "message"),

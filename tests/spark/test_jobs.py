@@ -135,6 +135,7 @@ def test_the_main_job_through_spark_submit(main_run):
     assert {"loss.png", "predictions.png", "predictions"} <= set(os.listdir(run_dir))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_evaluate_its_checkpoint(prepared, main_run):
     run_dir, result = main_run
@@ -188,6 +189,7 @@ def test_the_datasets_of_a_mixture_are_prepared(digits, tmp_path):
     assert sum(rows.values()) == 1797
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_standalone_cluster_with_two_workers(prepared, tmp_path):
     spark_class, port = f"{SPARK_HOME}/bin/spark-class", free_port()

@@ -48,6 +48,7 @@ def test_a_thread_without_a_session_of_its_own_uses_the_default_one(spark):
     assert [r["rank"] for r in results] == [0]
 
 
+@pytest.mark.slow_in("connect")
 @pytest.mark.modes("local", "connect")
 def test_a_session_that_is_passed_is_used_also_where_a_thread_has_none(spark, monkeypatch):
     monkeypatch.setattr(session, "_with_own_python", lambda found: found)
@@ -162,6 +163,7 @@ def _import_late():
     return os.environ["LATE"], torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
 
 
+@pytest.mark.long_in("local-cluster")
 @pytest.mark.slow
 @pytest.mark.modes("local", "local-cluster")
 def test_variables_are_set_before_anything_is_imported(spark):
@@ -205,6 +207,8 @@ def test_a_script_runs_with_its_arguments_on_all_ranks(spark, tmp_path, capfd):
     assert {"[rank 0] total 1.0 of 2 0", "[rank 1] total 1.0 of 2 1"} <= set(out)
 
 
+@pytest.mark.long_in("local-cluster", "connect")
+@pytest.mark.slow
 @pytest.mark.slow_in("local-cluster", "connect")
 def test_the_rank_whose_script_failed_first_is_named_with_its_exit_code_and_last_lines(spark, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
@@ -244,6 +248,7 @@ def _wait_for_rank_0(seconds):
     dist.all_reduce(torch.ones(1))
 
 
+@pytest.mark.slow
 @pytest.mark.modes("local")
 def test_groups_of_the_user_s_own_have_the_time_limit_of_the_settings(spark):
     start = time.monotonic()
@@ -325,6 +330,7 @@ def _step_alone():
     return "stepped"
 
 
+@pytest.mark.long_in("connect")
 @pytest.mark.modes("local", "connect")
 def test_a_rank_that_would_train_alone_is_an_error_unless_it_is_wanted(spark):
     with pytest.raises(RankError, match="takes an optimizer step without a process group, so it would train alone"):
@@ -363,6 +369,7 @@ def test_any_callable_and_any_data(spark):
     assert results[0]["flag"] is True
 
 
+@pytest.mark.slow_in("local-cluster")
 def test_a_rank_that_raises(spark):
     def work():
         if os.environ["RANK"] == "1":
@@ -420,6 +427,7 @@ def test_a_rank_that_stands_still_is_named_whether_others_wait_for_it_or_not(spa
     _assert_pid_ends(error.value.pid)
 
 
+@pytest.mark.slow
 @pytest.mark.modes("local")
 def test_a_rank_that_is_stuck_is_named_not_those_that_wait_for_it(spark):
     def work():
@@ -442,6 +450,7 @@ def test_too_few_slots_is_an_error_within_seconds(spark):
     assert time.monotonic() - start < 60  # launch.start_timeout_s is 120
 
 
+@pytest.mark.long_in("connect")
 @pytest.mark.parametrize("settings", [{"device": "cuda"}, {"device": "cuda", "gpus_per_rank": 0.5}], ids=str)
 def test_a_gpu_that_no_rank_can_get_is_an_error_before_any_task(spark, mode, monkeypatch, settings):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -450,6 +459,7 @@ def test_a_gpu_that_no_rank_can_get_is_an_error_before_any_task(spark, mode, mon
         spark_dl.launch(_sum_of_ranks, 1.0, settings=settings)
 
 
+@pytest.mark.long_in("connect")
 @pytest.mark.slow
 @pytest.mark.modes("local", "connect")
 def test_a_busy_cluster_is_an_error_after_the_start_timeout(spark, mode):
@@ -561,6 +571,7 @@ def test_what_cannot_be_returned_is_named(spark):
         spark_dl.launch(lambda: {"model": torch.nn.Linear(1, 1)}, num_ranks=2)
 
 
+@pytest.mark.slow_in("local-cluster")
 @pytest.mark.modes("local", "local-cluster")  # over Spark Connect ranks cannot tell the driver their process ids
 def test_an_interrupt_on_the_driver_ends_the_ranks(spark):
     pids = []

@@ -40,6 +40,7 @@ def _rows_of_rank(rows, batch_size):
     return {"columns": columns, "steps": int(steps), "url": rows.shards.url, "own": rows.shards.rows, "mode": mode}
 
 
+@pytest.mark.long_in("connect")
 @pytest.mark.slow_in("local-cluster", "connect")
 def test_every_row_reaches_one_rank(spark):
     df = spark.range(0, 1003, 1, 5).selectExpr("id", "array(CAST(id AS FLOAT), 1.5f) AS a")
@@ -58,6 +59,7 @@ def test_every_row_reaches_one_rank(spark):
         assert torch.equal(a["columns"]["id"], b["columns"]["id"])
 
 
+@pytest.mark.long_in("local-cluster")
 @pytest.mark.slow
 def test_train_and_evaluate(spark, points, tmp_path):
     data = {**LOCAL, "validation_fraction": 0.2}
@@ -150,7 +152,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", [
-    pytest.param("null", marks=pytest.mark.slow_in("connect")),
+    pytest.param("null", marks=pytest.mark.slow_in("local-cluster", "connect")),
     *(pytest.param(case, marks=pytest.mark.modes("local")) for case in BAD if case != "null"),
 ])  # fmt: skip
 def test_bad_rows_are_one_error(spark, case):
@@ -186,6 +188,7 @@ def _fails_on_rank_1(rows, how, folder):
     dist.barrier()
 
 
+@pytest.mark.slow
 @pytest.mark.modes("local", "local-cluster")
 @pytest.mark.slow_in("local-cluster")
 @pytest.mark.parametrize(("how", "message"), [
@@ -231,6 +234,7 @@ def _slowly(batches):
     yield from batches
 
 
+@pytest.mark.long_in("connect")
 @pytest.mark.slow
 @pytest.mark.modes("local", "connect")
 def test_a_dataframe_may_take_longer_than_the_start_of_the_ranks(spark):

@@ -51,6 +51,7 @@ def frame(spark, rows=245):
     )
 
 
+@pytest.mark.slow_in("connect")
 def test_a_model_that_is_cut_trains_as_on_one_rank_and_predicts(spark, tmp_path):
     df, spec = frame(spark), ModelSpec(build=build)
     losses = {}

@@ -110,6 +110,7 @@ def probabilities_in_a_new_process(path, features):
     return json.loads(found.stdout.splitlines()[-1])
 
 
+@pytest.mark.long_in("local-cluster")
 @pytest.mark.slow
 def test_a_pipeline_fits_transforms_saves_and_loads_in_a_new_process(spark, points, tmp_path):
     model = pipeline_of(classifier(tmp_path, labelCol="index")).fit(points)
@@ -140,7 +141,7 @@ def test_a_pipeline_fits_transforms_saves_and_loads_in_a_new_process(spark, poin
 
 
 @pytest.mark.slow
-@pytest.mark.long_in("local-cluster")
+@pytest.mark.long_in("local-cluster", "connect")
 def test_cross_validation_chooses_the_better_learning_rate(spark, points, tmp_path):
     estimator = classifier(tmp_path, labelCol="index")
     pipeline = pipeline_of(estimator)
@@ -160,6 +161,7 @@ def test_cross_validation_chooses_the_better_learning_rate(spark, points, tmp_pa
     )
 
 
+@pytest.mark.long
 @pytest.mark.modes("local")
 @pytest.mark.slow
 def test_a_train_validation_split_with_settings_in_its_grid(spark, points, tmp_path):
@@ -260,6 +262,7 @@ def test_a_model_of_a_notebook_is_saved_as_a_program(spark, points, tmp_path):
     np.testing.assert_allclose(a, b, atol=1e-6)
 
 
+@pytest.mark.long_in("connect")
 @pytest.mark.slow
 @pytest.mark.modes("local", "connect")
 def test_a_stream_is_scored(spark, points, tmp_path):

@@ -64,6 +64,7 @@ def test_a_trainer_that_would_split_the_rows_of_a_rank_once_more_is_an_error(spa
         spark_dl.launch(libraries.train_with_transformers, url, str(tmp_path), False, num_ranks=2)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_accelerate_that_is_told_of_a_gpu_on_a_cpu_is_an_error(spark, url):
     """Else each rank would train alone, as `DistributedType.NO`, though there is a process group."""

@@ -62,6 +62,8 @@ def check(rows, saved, points):
         assert row["best"] == int(scores.argmax())
 
 
+@pytest.mark.long_in("local-cluster")
+@pytest.mark.slow_in("connect")
 def test_a_dataset_by_its_url_is_scored_with_keys_alone(spark, points, saved, tmp_path):
     points.write.parquet(str(tmp_path / "data"))
     keys = ["id", "word", "at", "day"]
@@ -75,6 +77,7 @@ def test_a_dataset_by_its_url_is_scored_with_keys_alone(spark, points, saved, tm
     assert spark_dl.predict(str(tmp_path / "data"), saved["one"], spark=spark).count() == ROWS
 
 
+@pytest.mark.slow
 @pytest.mark.modes("local")
 def test_keys_of_shards_are_restored_and_those_of_partitions_read(spark, points, saved, tmp_path):
     data = Data(features=tuple(points.columns), label=None, encode={"word": {"as": "vocabulary"}})
@@ -132,6 +135,7 @@ def test_a_model_is_a_function_of_spark_sql(spark, points, saved):
     assert found.where("size(scores) = 3").count() == ROWS
 
 
+@pytest.mark.slow
 @pytest.mark.modes("local")
 def test_the_function_of_a_model_takes_vectors_and_refuses_what_it_was_not_trained_on(spark, saved):
     rows = [(i, Vectors.dense(x.tolist())) for i, x in enumerate(blobs(20)["features"])]
@@ -153,6 +157,7 @@ def test_a_limit_ends_predictions_without_an_error(spark, points, saved, capfd):
     assert "BrokenPipe" not in capfd.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.modes("local")
 def test_a_saved_model_of_a_run_predicts_as_its_checkpoint_does(spark, points, tmp_path):
     labelled = points.withColumn("label", F.col("id") % 3)

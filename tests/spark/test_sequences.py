@@ -18,6 +18,7 @@ def sorted_rows(spark):
     return df.repartitionByRange(7, "device", "time").sortWithinPartitions("device", "time")
 
 
+@pytest.mark.long_in("connect")
 @pytest.mark.slow
 @pytest.mark.modes("local", "connect")
 def test_train_and_evaluate_on_a_sorted_dataframe(spark, sorted_rows, tmp_path):

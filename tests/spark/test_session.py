@@ -53,6 +53,7 @@ def test_what_spark_submit_is_told_wins_over_our_defaults(run, tmp_path):
     assert found == {**expected, "python": sys.executable, "master": "local[1]"}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_spark_submit_that_is_told_nothing_leaves_our_defaults_and_conf_wins_over_all(run):
     told = ["--conf", f"{LEVEL}=WARN", "--conf", f"spark.pyspark.python={sys.executable}"]
@@ -60,6 +61,7 @@ def test_spark_submit_that_is_told_nothing_leaves_our_defaults_and_conf_wins_ove
     assert found == {**OURS, LEVEL: "INFO", "python": sys.executable, "master": "local[1]"}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_spark_defaults_conf_wins_over_our_defaults_in_plain_python(run, tmp_path):
     (tmp_path / "python").symlink_to(sys.executable)

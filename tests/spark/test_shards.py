@@ -244,6 +244,7 @@ def _must_not_run(batches):
     yield from batches
 
 
+@pytest.mark.slow
 @pytest.mark.modes("local")
 def test_what_the_driver_does_not_see_is_not_committed(spark, tmp_path):
     """As where executors write to disks of their own under the same path."""

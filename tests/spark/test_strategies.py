@@ -150,6 +150,7 @@ def test_a_strategy_of_another_package_trains(installed, tmp_path):
     assert len({*steps.values()}) == 1, "one rank"
 
 
+@pytest.mark.slow
 def test_it_is_listed_and_what_cannot_be_loaded_is_an_error_that_names_it(installed):
     toy = {"strategy": "toy"}
     asked = [

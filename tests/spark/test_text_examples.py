@@ -16,6 +16,7 @@ def numbers(line):
 SMALL_TEXT = ["--packages", "asyncio,email,http,logging", "--width", "64", "--batch", "16", "--lr", "8e-3"]
 
 
+@pytest.mark.long
 def test_a_transformer_predicts_characters_better_than_bigrams(tmp_path):
     out, _ = run("text_generation", "--run_dir", tmp_path / "run", *SMALL_TEXT)
     last = out.splitlines()[-1]
@@ -25,6 +26,7 @@ def test_a_transformer_predicts_characters_better_than_bigrams(tmp_path):
     assert "\n    def " in out, "no generated text"
 
 
+@pytest.mark.long
 def test_a_bert_classifier_is_better_than_naive_bayes(tmp_path):
     pytest.importorskip("transformers")
     small = ["--layers", "1", "--epochs", "2"]

@@ -41,6 +41,7 @@ def rank_number():
     return int(os.environ["RANK"])
 
 
+@pytest.mark.slow
 @pytest.mark.modes("local")
 def test_jobs_name_the_run_in_spark_s_ui_and_the_user_s_group_stays(spark, points, tmp_path):
     context, run = spark.sparkContext, str(tmp_path / "run")

@@ -206,6 +206,7 @@ def test_events_reach_the_driver_while_ranks_train(spark, mode, points, tmp_path
     assert joined == (set() if mode == "connect" else {0, 1})
 
 
+@pytest.mark.slow
 @pytest.mark.modes("local")
 @pytest.mark.parametrize("strategy", [spark_dl.DDP(), spark_dl.TreeReduce()], ids=lambda s: s.strategy)
 def test_a_function_for_events_that_raises_ends_the_run_and_the_next_run_works(points, tmp_path, strategy):
@@ -286,6 +287,7 @@ def test_the_output_of_ranks_that_train_comes_to_the_driver_and_over_connect_by_
         assert not (run / "logs").exists()
 
 
+@pytest.mark.long_in("local-cluster")
 @pytest.mark.slow
 def test_an_interrupt_ends_the_job_that_writes_shards_and_frees_its_slots(spark, tmp_path):
     """As in a notebook, whose cells are interrupted by a KeyboardInterrupt in the main thread."""
@@ -487,6 +489,7 @@ def test_predict_refuses_what_does_not_fit(spark, points, tmp_path):
         spark_dl.predict(wrong, MLP, result.run_dir).collect()
 
 
+@pytest.mark.long_in("connect")
 @pytest.mark.slow
 @pytest.mark.modes("local", "connect")
 def test_the_job_predict_counts_the_rows_that_it_wrote(spark, points, tmp_path, monkeypatch):
@@ -504,6 +507,7 @@ def test_the_job_predict_counts_the_rows_that_it_wrote(spark, points, tmp_path, 
     assert found == [500, 500, 0, 500]
 
 
+@pytest.mark.slow
 @pytest.mark.modes("local")
 def test_predict_treats_nulls_nan_and_inf_as_training_did(spark, points, tmp_path):
     def trained(name, **data):
@@ -534,6 +538,7 @@ def _build_city():
     return torch.nn.Sequential(torch.nn.Embedding(4, 3))  # three words, and all others
 
 
+@pytest.mark.slow
 @pytest.mark.modes("local")
 @pytest.mark.parametrize("storage", ["shared", pytest.param("local", marks=pytest.mark.slow)])
 def test_a_run_on_new_rows_begins_with_the_weights_and_the_words_of_another(spark, tmp_path, storage):

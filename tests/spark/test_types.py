@@ -252,6 +252,7 @@ def city_rows(spark, *cities):
     return spark.createDataFrame(rows).repartition(2)
 
 
+@pytest.mark.slow
 def test_evaluation_and_prediction_use_the_words_of_the_training_dataset(spark, tmp_path):
     features = ("city", "user.age", "photo")
     encode = {"city": {"as": "vocabulary"}, "photo": {"as": "image"}}

@@ -58,6 +58,7 @@ def test_one_of_four_writers_wins_on_s3(s3):
         assert storage.read_bytes(url) == b"%d" % winners[0]
 
 
+@pytest.mark.slow
 def test_four_drivers_on_s3_get_a_generation_each(s3):
     for _ in range(TIMES // 4):
         run_dir = s3.url(f"runs/{uuid.uuid4().hex}")

@@ -102,6 +102,7 @@ def write_at_once(folder, start, index):
     return shards.url
 
 
+@pytest.mark.slow
 def test_two_processes_that_write_the_same_lose_nothing(folder):
     context = multiprocessing.get_context("forkserver")
     environ = dict(os.environ)  # the server of forked processes may be older than the session's S3 keys

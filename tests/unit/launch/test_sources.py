@@ -71,6 +71,7 @@ def test_a_process_that_has_the_module_uses_its_own(tmp_path, project):
     assert python("/", ["-c", RANK], call, path=[tmp_path / "installed"]) == (["its own"], "")
 
 
+@pytest.mark.slow
 def test_a_changed_module_replaces_the_earlier_one_in_a_process_that_is_used_again(tmp_path, project):
     first = pack(project, tmp_path / "first")
     (project / "models" / "sizes.py").write_text("DEPTH = 5\n")
@@ -78,6 +79,7 @@ def test_a_changed_module_replaces_the_earlier_one_in_a_process_that_is_used_aga
     assert python("/", ["-c", RANK], first, second, first) == (["42", "70", "42"], "")
 
 
+@pytest.mark.slow
 def test_a_traceback_has_the_lines_of_the_module(tmp_path, project):
     _, errors = python("/", ["-c", RANK], pack(project, tmp_path / "call", "fail"))
     assert f'File "{project / "models" / "mlp.py"}", line 6, in fail' in errors

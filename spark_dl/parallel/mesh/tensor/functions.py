@@ -25,6 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from spark_dl.parallel.mesh.collectives import start_reduce_scatter
+
 
 def bounds(length: int, num_ranks: int, rank: int) -> tuple[int, int]:
     """Returns the range of a rank's slice of an axis. The lengths of the slices differ by at most 1."""
@@ -156,19 +158,11 @@ def _join(x: Tensor, axis: int, length: int, ranks: TensorRanks) -> Tensor:
 
 
 def _sum_slice(x: Tensor, axis: int, ranks: TensorRanks) -> Tensor:
-    """NOTE: Gloo's reduce-scatter sends as much as an all-reduce (pytorch/pytorch#149869). Here each rank sends slices
-    to those that sum them, which is half of it, at the cost of a buffer of the tensor's size."""
     length = x.shape[axis]
     ends = [bounds(length, ranks.size, rank) for rank in range(ranks.size)]
     longest = -(-length // ranks.size)
     slices = torch.stack([_padded(x.narrow(axis, start, stop - start), axis, longest) for start, stop in ends])
-    if dist.get_backend(ranks.group) == "gloo":
-        received = torch.empty_like(slices)
-        dist.all_to_all_single(received.view(-1), slices.view(-1), group=ranks.group)
-        own = received.sum(0)
-    else:
-        own = torch.empty_like(slices[0])
-        dist.reduce_scatter(own, [*slices.unbind()], group=ranks.group)
+    own = start_reduce_scatter(slices.view(-1), ranks.group)().view(slices.shape[1:])
     start, stop = ends[ranks.rank]
     return own.narrow(axis, 0, stop - start)
 

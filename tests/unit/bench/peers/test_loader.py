@@ -11,6 +11,7 @@ def test_an_unknown_peer_is_named_with_those_that_are_known():
         loader.Options(peers=("spark_dl", "dali"))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_peers_whose_environment_is_not_there_are_left_out_with_the_reason():
     theirs = ("webdataset", "petastorm_rows")
@@ -28,7 +29,7 @@ def test_peers_whose_environment_is_not_there_are_left_out_with_the_reason():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("most_s", "epochs"), [(0.0, 3), pytest.param(1e9, 6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("most_s", "epochs"), [(0.0, 3), pytest.param(1e9, 6, marks=pytest.mark.long)])
 def test_a_slow_peer_is_measured_less_often(monkeypatch, most_s, epochs):
     asked = []
 

@@ -10,7 +10,7 @@ setup:
 setup-petastorm: setup ## Petastorm in .venv-petastorm; says so where that cannot be, and what needs it is left out
 	@./conf/setup_env.sh petastorm || true
 
-setup-peers: setup ## other loaders in .venv-peers, for `make bench`; says so where that cannot be, and they are left out
+setup-peers: setup ## other loaders, and mpi4py, in .venv-peers, for `make bench`; says so where that cannot be, and they are left out
 	@./conf/setup_env.sh peers || true
 
 setup-oldest: setup ## the oldest versions of setup.cfg, in .venv-oldest

@@ -73,7 +73,7 @@ if [ "${1:-}" = peers ]; then
     env=.venv-peers
     key=$(key_of conf/requirements/peers.txt)
     is_made $env "$key" && exit 0
-    say "making $env with Mosaic StreamingDataset, WebDataset and Ray Data (the first time, and when its requirements change)"
+    say "making $env with Mosaic StreamingDataset, WebDataset, Ray Data and mpi4py (the first time, and when its requirements change)"
     rm -rf $env
     .venv/bin/python -m venv $env || fail "could not make $env"
     pip_of $env --no-deps -r conf/requirements/peers.txt || fail "pip could not install conf/requirements/peers.txt into $env"

@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from spark_dl import storage
-from spark_dl.bench.exchange import backends, error_runtime, exchange, overlap, steps, waves
+from spark_dl.bench.exchange import error_runtime, exchange, overlap, steps, waves
 from spark_dl.bench.exchange.conclusions import BUCKET_MIB, conclude, with_times_ring
 from spark_dl.bench.exchange.log import Log
 from spark_dl.bench.exchange.methods import METHODS, RING, measured_in
 from spark_dl.bench.exchange.options import Options, listed
 from spark_dl.bench.model.profiles import PROFILES
-from spark_dl.bench.testbed import testbed
+from spark_dl.bench.testbed import backends, testbed
 from spark_dl.bench.testbed.links import read_links
 from spark_dl.bench.testbed.standalone import start_spark
 from spark_dl.launch.preflight import num_slots
@@ -214,7 +214,7 @@ def _backends(options: Options, log: Log) -> list[dict[str, Any]]:
     """Measures the all-reduce of Gloo, NCCL and MPI, each alone, with the largest number of hosts and gradient."""
     with _bed(max(options.hosts), options) as bed:
         return backends.measure(
-            bed, mib=max(options.mib), repeats=options.repeats, rate_mbit=options.rate_mbit, log=log
+            bed, mib=max(options.mib), repeats=options.repeats, rate_mbit=options.rate_mbit, show=log.show
         )
 
 

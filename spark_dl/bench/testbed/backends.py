@@ -3,14 +3,13 @@
 One rank runs on each host of a testbed. `mpirun` starts the ranks of MPI, and `Bed.run_ranks` those of the others, with
 torchrun's environment. This file is also the program of a rank:
 
-    python -m spark_dl.bench.exchange.backends '<settings as JSON>' result.json
+    python -m spark_dl.bench.testbed.backends '<settings as JSON>' result.json
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shlex
 import shutil
 import socket
@@ -19,7 +18,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,12 +25,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from spark_dl.bench.exchange.log import Log
 from spark_dl.bench.testbed.links import read_link
 from spark_dl.bench.testbed.testbed import Bed
 from spark_dl.gather import gather_json
 
 BACKENDS = ("gloo", "nccl", "mpi")
+_MPI_PYTHON = ".venv-peers/bin/python"
+"""NOTE: not the environment of the tests: with mpi4py there, Lightning and others would start MPI in every process."""
 _WARM_UPS = 2
 _TIMEOUT_S = 600.0
 
@@ -47,24 +46,28 @@ class Settings:
     repeats: int = 3
 
 
-def measure(bed: Bed, *, mib: float, repeats: int, rate_mbit: float | None, log: Log) -> list[dict[str, Any]]:
+def measure(
+    bed: Bed, *, mib: float, repeats: int, rate_mbit: float | None, show: Callable[[str], None] = lambda line: None
+) -> list[dict[str, Any]]:
     """Rows of the section `backends` of the report, one for each backend. Called where the bed was created.
 
-    A backend that cannot run here has a row without figures, whose `note` is the reason.
+    A backend that cannot run here, or that fails, has a row without figures, whose `note` is the reason.
     """
     num_hosts, rows = len(bed.hosts), []
     for backend in BACKENDS:
-        row: dict[str, Any] = {"backend": backend, "hosts": num_hosts, "mib": mib}
-        note = _absent(backend, num_hosts)
-        if note is None:
-            with log.attempt(f"backend {backend}"):
+        row: dict[str, Any] = {"backend": backend, "hosts": num_hosts, "mib": mib, "note": _absent(backend, num_hosts)}
+        if row["note"] is None:
+            try:
                 row |= _run(bed, Settings(backend, mib, repeats))
-                if rate_mbit is not None:
-                    limit_s = 2 * mib * 2**20 * (num_hosts - 1) / num_hosts / (rate_mbit * 1e6 / 8)
-                    row |= {"limit_s": limit_s, "ratio_to_limit": limit_s / row["seconds"]}
-                log.show(f"backend {backend}, {mib:g} MiB: {row['seconds']:.3f} s")
-            note = "" if "seconds" in row else log.left_out[-1].partition(": ")[2]
-        rows.append({**row, "note": note})
+            except RuntimeError as error:
+                row["note"] = f"failed: {str(error).splitlines()[-1]}"
+                show(f"backend {backend}: failed: {error}")
+            else:
+                show(f"backend {backend}, {mib:g} MiB: {row['seconds']:.3f} s")
+        if "seconds" in row and rate_mbit is not None:
+            limit_s = 2 * mib * 2**20 * (num_hosts - 1) / num_hosts / (rate_mbit * 1e6 / 8)
+            row |= {"limit_s": limit_s, "ratio_to_limit": limit_s / row["seconds"]}
+        rows.append(row)
     return rows
 
 
@@ -74,8 +77,8 @@ def _absent(backend: str, num_hosts: int) -> str | None:
         return f"not measured: NCCL needs one GPU for each rank, found {num_gpus} for {num_hosts} ranks"
     if backend == "mpi" and shutil.which("mpirun") is None:
         return "not measured: there is no mpirun; Debian or Ubuntu: apt install openmpi-bin"
-    if backend == "mpi" and find_spec("mpi4py") is None:
-        return "not measured: there is no mpi4py; pip install mpi4py"
+    if backend == "mpi" and not Path(_MPI_PYTHON).is_file():
+        return f"not measured: there is no {_MPI_PYTHON}; `make setup-peers` makes it"
     return None
 
 
@@ -85,7 +88,8 @@ def _run(bed: Bed, settings: Settings) -> dict[str, Any]:
     program = ["-m", __name__, json.dumps(dataclasses.asdict(settings)), str(path)]
     command = [sys.executable, *program]
     if settings.backend == "mpi":  # -m mpi4py ends all ranks if one raises
-        bed.run(bed.hosts[0], _mpirun(bed, [sys.executable, "-m", "mpi4py", *program]), timeout_s=_TIMEOUT_S)
+        command = _mpirun(bed, [str(Path(_MPI_PYTHON).absolute()), "-m", "mpi4py", *program])
+        bed.run(bed.hosts[0], command, timeout_s=_TIMEOUT_S, env={"PYTHONPATH": str(Path.cwd())})
     elif settings.backend == "nccl":  # shared memory would not cross the links
         env = {"NCCL_SOCKET_IFNAME": bed.hosts[0].interface, "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
         bed.run_ranks(command, timeout_s=_TIMEOUT_S, env=env)
@@ -140,11 +144,11 @@ class _Torch:
     """The default process group."""
 
     def __init__(self, settings: Settings):
-        device = torch.device("cuda", int(os.environ["RANK"])) if settings.backend == "nccl" else torch.device("cpu")
+        dist.init_process_group("cpu:gloo,cuda:nccl" if settings.backend == "nccl" else settings.backend)
+        self.rank = dist.get_rank()
+        device = torch.device("cuda", self.rank) if settings.backend == "nccl" else torch.device("cpu")
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else settings.backend)
-        self.rank = dist.get_rank()
         self._gradient = torch.randn(round(settings.mib * 2**18), device=device) * 1e-3
 
     def barrier(self) -> None:

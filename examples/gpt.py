@@ -89,11 +89,24 @@ class Block(nn.Module):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attention = Attention(width, head_dim)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
-        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
+        return x + self.feed_forward(self.norm2(x))
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class DenseBlock(Block):
+    """A block in which all characters pass through one feed-forward network."""
+
+    def __init__(self, width: int, head_dim: int):
+        super().__init__(width, head_dim)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        return self.down(nn.functional.gelu(self.up(x)))
 
 
 class GPT(nn.Module):
@@ -102,7 +115,7 @@ class GPT(nn.Module):
     def __init__(self, width: int = 64, num_blocks: int = 4, head_dim: int = 16):
         super().__init__()
         self.embed = Embeddings(width)
-        self.blocks = nn.ModuleList(Block(width, head_dim) for _ in range(num_blocks))
+        self.blocks = nn.ModuleList(DenseBlock(width, head_dim) for _ in range(num_blocks))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, len(CHARACTERS), bias=False)
         for embedding in (self.embed.tokens, self.embed.positions):
@@ -116,18 +129,15 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
 
-class ExpertBlock(nn.Module):
+class ExpertBlock(Block):
     """A block in which each character passes through 2 of several feed-forward networks."""
 
     def __init__(self, width: int, head_dim: int, num_experts: int):
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = Attention(width, head_dim)
+        super().__init__(width, head_dim)
         self.experts = spark_dl.nn.MoE(width, num_experts, top_k=2, bias_rate=0.01)  # balance in a short run
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm1(x))
-        return x + self.experts(self.norm2(x))
+    def feed_forward(self, x: Tensor) -> Tensor:
+        return self.experts(x)
 
 
 class ExpertGPT(GPT):

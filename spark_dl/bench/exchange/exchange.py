@@ -32,7 +32,8 @@ from spark_dl.bench.exchange.log import Log
 from spark_dl.bench.exchange.methods import METHODS, settings_of
 from spark_dl.bench.exchange.stream import stream_to_next
 from spark_dl.bench.model.profiles import Layer, Profile
-from spark_dl.bench.testbed.links import LinkBytes, read_link, read_links
+from spark_dl.bench.testbed.links import LinkBytes, read_links
+from spark_dl.bench.testbed.timing import all_reduce_limit_s, median_of_slowest, time_exchanges
 from spark_dl.config import Config, Data, Launch, Loader, Parallel, Train
 from spark_dl.data.write.arrays import write_arrays
 from spark_dl.launch.barrier import run_barrier
@@ -87,13 +88,10 @@ def measure(
 
 
 def _limit(method: str, found: Mapping[str, Any], hosts: int, mib: float, rate_mbit: float | None) -> dict[str, Any]:
-    """Returns the least seconds of an all-reduce at this rate: 2 N (P - 1) / P bytes per rank (Patarasuk & Yuan 2009).
-
-    None for methods that send less than the gradient.
-    """
+    """Returns the least seconds of an all-reduce at this rate. None for methods that send less than the gradient."""
     if rate_mbit is None or METHODS[method].is_compressed:
         return {"limit_s": None, "ratio_to_limit": None}
-    limit_s = 2 * mib * 2**20 * (hosts - 1) / hosts / (rate_mbit * 1e6 / 8)
+    limit_s = all_reduce_limit_s(mib, hosts, rate_mbit)
     return {"limit_s": limit_s, "ratio_to_limit": limit_s / found["seconds"]}
 
 
@@ -133,7 +131,7 @@ def _measure_on_ranks(spark: Any, method: str, num_hosts: int, mib: float, repea
     by_rank = run_barrier(spark, _time_on_rank, method, mib, repeats, config, launch=config.launch)
     sent = [r["sent"] for r in by_rank]
     return {
-        "seconds": statistics.median(max(times) for times in zip(*(r["seconds"] for r in by_rank), strict=True)),
+        "seconds": median_of_slowest([r["seconds"] for r in by_rank]),
         "bytes_per_rank": statistics.mean(sent),
         "busiest_link_bytes": max(max(r["sent"], r["received"]) for r in by_rank),
     }
@@ -146,15 +144,7 @@ def _time_on_rank(method: str, mib: float, repeats: int, config: Config, report:
         for _ in range(METHODS[method].warm_ups):
             exchange()
         repeats = _steady(exchange, repeats)
-        dist.barrier()
-        before, seconds = read_link(world.host), []
-        for _ in range(repeats):
-            dist.barrier()
-            start = time.perf_counter()
-            exchange()
-            seconds.append(time.perf_counter() - start)
-        dist.barrier()
-        link = read_link(world.host) - before
+        seconds, link = time_exchanges(exchange, dist.barrier, host=world.host, repeats=repeats)
         counted = {"sent": link.sent / repeats, "received": link.received / repeats}
         return RankResult(world.rank, {"seconds": seconds, **counted})
 

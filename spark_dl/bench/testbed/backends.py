@@ -15,7 +15,6 @@ import shutil
 import socket
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +24,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from spark_dl.bench.testbed.links import read_link
 from spark_dl.bench.testbed.testbed import Bed
+from spark_dl.bench.testbed.timing import all_reduce_limit_s, median_of_slowest, time_exchanges
 from spark_dl.gather import gather_json
 
 BACKENDS = ("gloo", "nccl", "mpi")
@@ -65,7 +64,7 @@ def measure(
             else:
                 show(f"backend {backend}, {mib:g} MiB: {row['seconds']:.3f} s")
         if "seconds" in row and rate_mbit is not None:
-            limit_s = 2 * mib * 2**20 * (num_hosts - 1) / num_hosts / (rate_mbit * 1e6 / 8)
+            limit_s = all_reduce_limit_s(mib, num_hosts, rate_mbit)
             row |= {"limit_s": limit_s, "ratio_to_limit": limit_s / row["seconds"]}
         rows.append(row)
     return rows
@@ -127,7 +126,7 @@ def _mpirun(bed: Bed, command: list[str]) -> list[str]:
 
 
 class _Ranks(Protocol):
-    """What the measurement needs of a backend. All methods are collective."""
+    """The ranks of one backend. All methods are collective."""
 
     rank: int
 
@@ -144,11 +143,12 @@ class _Torch:
     """The default process group."""
 
     def __init__(self, settings: Settings):
-        dist.init_process_group("cpu:gloo,cuda:nccl" if settings.backend == "nccl" else settings.backend)
+        uses_gpu = settings.backend == "nccl"
+        dist.init_process_group("cpu:gloo,cuda:nccl" if uses_gpu else settings.backend)
         self.rank = dist.get_rank()
-        device = torch.device("cuda", self.rank) if settings.backend == "nccl" else torch.device("cpu")
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+        if uses_gpu:
+            torch.cuda.set_device(self.rank)
+        device = "cuda" if uses_gpu else "cpu"
         self._gradient = torch.randn(round(settings.mib * 2**18), device=device) * 1e-3
 
     def barrier(self) -> None:
@@ -160,7 +160,7 @@ class _Torch:
             torch.cuda.synchronize()
 
     def gather(self, value: Any) -> list[Any]:
-        return list(gather_json(value))
+        return gather_json(value)
 
 
 class _Mpi:
@@ -184,30 +184,22 @@ class _Mpi:
         return list(self._world.allgather(value))
 
 
-def _time(ranks: _Ranks, repeats: int, read_sent: Callable[[], int]) -> dict[str, Any]:
+def _time(ranks: _Ranks, repeats: int) -> dict[str, Any]:
     """Returns the median seconds of the slowest rank, and the mean bytes that a rank sends. Collective."""
     for _ in range(_WARM_UPS):
         ranks.exchange()
-    ranks.barrier()
-    before, seconds = read_sent(), []
-    for _ in range(repeats):
-        ranks.barrier()
-        start = time.perf_counter()
-        ranks.exchange()
-        seconds.append(time.perf_counter() - start)
-    ranks.barrier()
-    sent = (read_sent() - before) / repeats
-    everyones = ranks.gather([seconds, sent])
+    host = socket.gethostbyname(socket.gethostname())
+    seconds, link = time_exchanges(ranks.exchange, ranks.barrier, host=host, repeats=repeats)
+    everyones = ranks.gather([seconds, link.sent / repeats])
     return {
-        "seconds": statistics.median(max(times) for times in zip(*(times for times, _ in everyones), strict=True)),
+        "seconds": median_of_slowest([times for times, _ in everyones]),
         "bytes_per_rank": statistics.mean(sent for _, sent in everyones),
     }
 
 
 def _main(settings: Settings, path: str) -> None:
     ranks = _Mpi(settings) if settings.backend == "mpi" else _Torch(settings)
-    address = socket.gethostbyname(socket.gethostname())
-    found = _time(ranks, settings.repeats, lambda: read_link(address).sent)
+    found = _time(ranks, settings.repeats)
     if ranks.rank == 0:
         Path(path).write_text(json.dumps(found))
     if settings.backend != "mpi":

@@ -72,7 +72,7 @@ def bench_literature(args: argparse.Namespace) -> dict[str, Any]:
 
 def bench_parallel(args: argparse.Namespace) -> dict[str, Any]:
     report.check(args.report)
-    options = parallel.Options(sections=args.sections, rate_mbit=args.rate_mbit, repeats=args.repeats)
+    options = parallel.Options(args.sections, args.rate_mbit, args.repeats, args.profiles)
     published: list[str] = []
     literature.measure(literature.Options(args.profiles), published.append)
     results = parallel.measure(options, Log(_show))
@@ -232,7 +232,7 @@ def build_parser() -> argparse.ArgumentParser:
     of_parallel = add(
         "parallel",
         "models that are cut or sharded, on 4 virtual hosts of this machine (as root): bytes held and sent, bubbles "
-        "and throughput of pipelines, PipeDream beside GPipe, and the planner's choice among all plans",
+        "and throughput of pipelines, PipeDream beside GPipe, the planner's choice among all plans, and VGG-16",
         bench_parallel, repeats=parallel.Options().repeats,
     )  # fmt: skip
     of_parallel.add_argument(

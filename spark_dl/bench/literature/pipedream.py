@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,20 +45,26 @@ def rows(folder: str | Path) -> list[dict[str, Any]]:
     """Returns a row for each published plan.
 
     folder: has vgg16.txt and resnet50.txt, or vgg16/graph.txt and resnet50/graph.txt, as the authors' repository.
-    Raises FileNotFoundError, with what to do, if it does not.
+    Raises FileNotFoundError as `find_profile` does.
     """
     names = dict.fromkeys(each.profile for each in PUBLISHED)
-    profiles = {name: states(read_graph(_find(Path(folder), name))) for name in names}
+    profiles = {name: states(read_graph(find_profile(folder, name))) for name in names}
     return [_row(each, profiles[each.profile]) for each in PUBLISHED]
 
 
-def _find(folder: Path, name: str) -> Path:
+def find_profile(folder: str | Path, name: str) -> Path:
+    """Returns the file of a network, such as vgg16. Variables of the environment in `folder` are filled in.
+
+    Raises FileNotFoundError, with what to do, if there is none.
+    """
+    folder = Path(os.path.expandvars(folder))
     for path in (folder / f"{name}.txt", folder / name / "graph.txt"):
         if path.is_file():
             return path
     raise FileNotFoundError(
         f"there is no {folder / name}.txt and no {folder / name}/graph.txt; set --profiles to the folder "
         "profiler/image_classification/profiles of a clone of github.com/msr-fiddle/pipedream"
+        + ("; the variable SPARK_DL_TEST_DATA is not set" if "$" in str(folder) else "")
     )
 
 

@@ -10,6 +10,7 @@ A layer is one line. Times are milliseconds and sizes are bytes, for one mini-ba
 
 from __future__ import annotations
 
+import graphlib
 import re
 from collections import defaultdict
 from collections.abc import Mapping
@@ -78,6 +79,30 @@ def _without_ends(nodes: Mapping[str, Node], edges: set[tuple[str, str]]) -> Gra
     }
     left = {name: node for name, node in nodes.items() if name not in inputs | unused}
     return Graph(left, frozenset(edge for edge in kept if not unused & {*edge}))
+
+
+def chain(graph: Graph) -> list[Node]:
+    """Returns the layers in their order. Each has weights, and includes the layers without weights that follow it.
+
+    Raises ValueError if they are not a chain, because a layer feeds one that is not the next.
+    """
+    before = {name: {source for source, target in graph.edges if target == name} for name in graph.nodes}
+    found: list[list[Node]] = []
+    place: dict[str, int] = {}
+    for name in graphlib.TopologicalSorter(before).static_order():
+        if graph.nodes[name].parameter_bytes or not found:
+            found.append([])
+        found[-1].append(graph.nodes[name])
+        place[name] = len(found) - 1
+    if branches := [f"{source} -> {target}" for source, target in graph.edges if place[target] > place[source] + 1]:
+        raise ValueError(f"expected a chain of layers; these feed one that is not the next: {', '.join(branches)}")
+    return [
+        Node(
+            nodes[0].name, sum(node.forward_s for node in nodes), sum(node.backward_s for node in nodes),
+            nodes[-1].output_bytes, nodes[0].parameter_bytes,
+        )
+        for nodes in found
+    ]  # fmt: skip
 
 
 def states(graph: Graph) -> list[State]:

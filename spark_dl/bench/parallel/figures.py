@@ -87,6 +87,21 @@ def plans(rows: Rows) -> Callable[[Any], None]:
     return plot
 
 
+def vgg16(rows: Rows) -> Callable[[Any], None]:
+    """Draws the seconds of a mini-batch of each form and rate, measured and predicted."""
+
+    def plot(figure: Any) -> None:
+        axes = figure.subplots()
+        names = [f"{row['form']}, {row['rate_gbit']:g} Gbit/s" for row in rows]
+        axes.barh(names, [row["mini_batch_s"] for row in rows], 0.6, color="#5b8fc9", label="measured")
+        axes.plot([row["predicted_s"] for row in rows], names, "k|", markersize=14, label="predicted")
+        axes.invert_yaxis()
+        axes.set_xlabel("seconds of a mini-batch of 128 images, on four workers")
+        _finish(axes)
+
+    return plot
+
+
 def timeline(row: Mapping[str, Any], title: str) -> str:
     """Draws what the ranks of a pipeline did, as they have noted it. Returns a caption and an SVG element."""
     drawn = draw_timeline([Pass(*each) for each in row["passes"]], row["stages"], title=title, row="rank")

@@ -5,6 +5,7 @@
     bubbles     pipelines of layers that sleep: bubble and throughput of each schedule, with a timeline
     pipedream   PipeDream beside GPipe with as many rows in a step
     plans       all plans of a small chain on limited links, beside what the planner predicts
+    vgg16       data parallelism, GPipe, 1F1B and PipeDream for PipeDream's profile of VGG-16, on limited links
 
 Each section has a module, which runs on the ranks. A section that fails is left out, with the reason.
 """
@@ -21,11 +22,15 @@ from typing import Any
 
 from spark_dl.bench.exchange.compare import machine
 from spark_dl.bench.exchange.log import Log
+from spark_dl.bench.literature.literature import PROFILES
+from spark_dl.bench.literature.pipedream import find_profile
+from spark_dl.bench.literature.profile_text import chain, read_graph
+from spark_dl.bench.parallel import vgg16
 from spark_dl.bench.parallel.plans import rank_correlation, times_best
 from spark_dl.bench.testbed import testbed
 
 NUM_RANKS = 4
-SECTIONS = ("held", "sent", "bubbles", "pipedream", "plans")
+SECTIONS = ("held", "sent", "bubbles", "pipedream", "plans", "vgg16")
 _TIMEOUT_S = 600.0
 
 
@@ -35,9 +40,12 @@ class Options:
 
     sections: tuple[str, ...] = SECTIONS
     rate_mbit: float = 200.0
-    """Rate of each link in each direction, in the section `plans`. In the others, links have no limit."""
+    """Rate of each link in each direction, in the section `plans`. `vgg16` has rates of its own, and in the others,
+    links have no limit."""
     repeats: int = 3
     """Steps of each schedule of a pipeline, of which the median is taken."""
+    profiles: str = PROFILES
+    """Folder with PipeDream's profiles, for the section `vgg16`."""
     arguments: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     """Further arguments of the function of a section, by its name."""
 
@@ -60,17 +68,33 @@ def measure(options: Options, log: Log) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for name in options.sections:
         start = time.perf_counter()
-        own = {"repeats": options.repeats} if name == "bubbles" else {}
         with log.attempt(name):
-            rate = options.rate_mbit if name == "plans" else None
-            results[name] = _on_ranks(name, {**own, **options.arguments.get(name, {})}, rate)
+            results[name] = _measure(name, options)
             log.show(f"{name}: measured in {time.perf_counter() - start:.0f} s")
     if not results:
         raise RuntimeError("no results; see the log above")
     network = (
-        f"{NUM_RANKS} hosts on one machine, links without a limit; for plans, links of {options.rate_mbit:g} Mbit/s"
+        f"{NUM_RANKS} hosts on one machine, links without a limit; for plans, links of {options.rate_mbit:g} Mbit/s, "
+        "and for vgg16, of " + " and ".join(f"{vgg16.link_mbit(rate):.3g} Mbit/s" for rate in vgg16.RATES_GBIT)
     )
     return {"about": machine(network, options.repeats), **results, "left_out": log.left_out}
+
+
+def _measure(name: str, options: Options) -> Any:
+    arguments = options.arguments.get(name, {})
+    if name == "vgg16":
+        layers = [
+            (node.forward_s, node.backward_s, node.output_bytes, node.parameter_bytes)
+            for node in chain(read_graph(find_profile(options.profiles, name)))
+        ]
+        rows = [
+            _on_ranks(name, {"layers": layers, "rate_gbit": rate, **arguments}, vgg16.link_mbit(rate))
+            for rate in vgg16.RATES_GBIT
+        ]
+        return [row for of_rate in rows for row in of_rate]
+    if name == "bubbles":
+        arguments = {"repeats": options.repeats, **arguments}
+    return _on_ranks(name, arguments, options.rate_mbit if name == "plans" else None)
 
 
 def _on_ranks(section: str, arguments: Mapping[str, Any], rate_mbit: float | None) -> Any:
@@ -104,6 +128,9 @@ def summary(results: Mapping[str, Any]) -> dict[str, Any]:
         found["planner"] = {
             "times_best": times_best(rows), "rank_correlation": rank_correlation(rows), "plans": len(rows),
         }  # fmt: skip
+    if rows := results.get("vgg16"):
+        keys = ("form", "rate_gbit", "mini_batch_s", "predicted_s", "times_data_parallel")
+        found["vgg16"] = [{key: row[key] for key in keys} for row in rows]
     return found
 
 

@@ -24,7 +24,7 @@ from spark_dl.world import World
 
 SHAPE = (128, 256)
 _ROW_BYTES = 4 * SHAPE[0] * SHAPE[1]
-_SMALL, _LARGE = 1 << 16, 1 << 21  # elements of the messages that the network is fitted to
+_SMALL, _LARGE = 1 << 18, 1 << 23  # bytes of the messages that the network is fitted to
 _MESSAGES = 5
 
 
@@ -42,7 +42,7 @@ def measure(
     network = fit_network(world)
     backward = Seconds(2 * fixed_s, 2 * per_row_s)
     chain = [
-        Layer("scale", Seconds(), Seconds(), 4 * SHAPE[-1], _ROW_BYTES),
+        Layer("scale", Seconds(), Seconds(), 4, _ROW_BYTES),
         *(Layer(f"layer{i}", times.forward, backward, parameter_bytes, _ROW_BYTES) for i in range(layers)),
     ]
     cluster = Cluster(world.world_size, world.world_size, within=network, between=network)
@@ -77,16 +77,16 @@ def _measure(plan: Plan, spec: Any, world: World, bucket_mib: float, repeats: in
         return statistics.median(_slowest(lambda: take_step(trainable, batches, config)) for _ in range(repeats))
 
 
-def fit_network(world: World) -> Network:
-    """Measures the latency and the rate of messages from each rank to the next. Collective."""
-    small_s, large_s = (_ring_s(world, elements) for elements in (_SMALL, _LARGE))
-    bytes_per_s = 4 * (_LARGE - _SMALL) / (large_s - small_s)
-    return Network(max(0.0, small_s - 4 * _SMALL / bytes_per_s), bytes_per_s)
+def fit_network(world: World, small: int = _SMALL, large: int = _LARGE) -> Network:
+    """Measures the latency and the rate of messages of these bytes from each rank to the next. Collective."""
+    small_s, large_s = (_ring_s(world, num_bytes) for num_bytes in (small, large))
+    bytes_per_s = (large - small) / (large_s - small_s)
+    return Network(max(0.0, small_s - small / bytes_per_s), bytes_per_s)
 
 
-def _ring_s(world: World, elements: int) -> float:
+def _ring_s(world: World, num_bytes: int) -> float:
     """Returns the seconds in which each rank sends a tensor to the next one, median of some. Collective."""
-    sent, received = torch.rand(elements), torch.empty(elements)
+    sent, received = torch.rand(num_bytes // 4), torch.empty(num_bytes // 4)
     ahead, behind = (world.rank + 1) % world.world_size, (world.rank - 1) % world.world_size
 
     def send() -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from spark_dl.bench.parallel import held, plans, sent, stages
+from spark_dl.bench.parallel import held, plans, sent, stages, vgg16
 from spark_dl.bench.parallel.training import TIMEOUT_S
 from spark_dl.config import Launch
 from spark_dl.launch.rendezvous import join
@@ -23,6 +23,7 @@ SECTIONS: Mapping[str, Callable[..., Any]] = {
     "bubbles": stages.measure_bubbles,
     "pipedream": stages.measure_pipedream,
     "plans": plans.measure,
+    "vgg16": vgg16.measure,
 }
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from spark_dl.bench.exchange.report import Column, Section, check
-from spark_dl.bench.parallel import figures
+from spark_dl.bench.parallel import figures, vgg16
 from spark_dl.bench.parallel.parallel import summary
 from spark_dl.cli.plots import draw, render_page
 
@@ -72,6 +72,18 @@ def answers(results: Mapping[str, Any]) -> list[str]:
             f"The plan that the planner chooses takes {planner['times_best']:.3f} times as long as the best of "
             f"{planner['plans']} plans that were measured (rank correlation {planner['rank_correlation']:.2f})."
         )
+    for rate, rows in _by_rate(main.get("vgg16", [])).items():
+        found.append(
+            f"VGG-16 on 4 workers at {rate:g} Gbit/s, seconds of a mini-batch: "
+            + ", ".join(f"{row['form']} {row['mini_batch_s']:.3f}" for row in rows) + "."
+        )  # fmt: skip
+    return found
+
+
+def _by_rate(rows: Rows) -> dict[float, list[Mapping[str, Any]]]:
+    found: dict[float, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(row["rate_gbit"], []).append(row)
     return found
 
 
@@ -151,6 +163,23 @@ def _plans(rows: Rows) -> Section:
     )  # fmt: skip
 
 
+def _vgg16(rows: Rows) -> Section:
+    columns = [
+        _number("rate_gbit", "Gbit/s", "{:g}".format), _text("form", "form"), _text("stages", "layers of a stage"),
+        _number("mini_batches", "mini-batches of a step", str), _number("mini_batch_s", "seconds of a mini-batch"),
+        _number("predicted_s", "predicted"), _number("times_data_parallel", "times data parallel"),
+    ]  # fmt: skip
+    return Section(
+        "VGG-16 on four workers",
+        ["The layers sleep for the times that the authors of PipeDream measured for mini-batches of 128 images. Bytes "
+         f"and rates are those of the profile and the network over {vgg16.SCALE}, so that all times are the true ones. "
+         "Each pipeline has the cuts of the planner. PipeDream takes a step for each mini-batch, the others for four."],
+        [draw(figures.vgg16(rows), height=3.4),
+         *(figures.timeline({**row, "stages": 4}, f"{row['form']}, {row['rate_gbit']:g} Gbit/s") for row in rows)],
+        columns, _table(rows, columns), is_open=True,
+    )  # fmt: skip
+
+
 def _table(rows: Rows, columns: Sequence[Column]) -> list[list[str]]:
     return [["" if row.get(c.key) is None else c.form(row[c.key]) for c in columns] for row in rows]
 
@@ -169,4 +198,5 @@ def _mib(value: float) -> str:
 
 _SECTIONS: Mapping[str, Callable[[Rows], Section]] = {
     "held": _held, "sent": _sent, "bubbles": _bubbles, "pipedream": _pipedream, "plans": _plans,
+    "vgg16": _vgg16,
 }  # fmt: skip

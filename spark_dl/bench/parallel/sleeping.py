@@ -44,16 +44,17 @@ class Sleep(NamedTuple):
 
 
 class SleepingLayer(nn.Module):
-    """Adds weights to its input, and sleeps in each pass.
+    """Adds the mean of its weights to its input, and sleeps in each pass.
 
     The gradients of the input and of the weights are two nodes of autograd, so that a schedule can compute them apart.
-    # weight: [n, features], the mean of which is added to [rows, ..., features]
+    # weight: [n]; input: [rows, ..., features]; output: [rows, ..., out_features], cut off or with zeros at its end
     """
 
-    def __init__(self, times: Times, features: int, parameter_bytes: int = 0):
+    def __init__(self, times: Times, out_features: int, parameter_bytes: int = 0):
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(max(1, parameter_bytes // 4 // features), features))
+        self.weight = nn.Parameter(torch.zeros(max(1, parameter_bytes // 4)))
         self.times = times
+        self.out_features = out_features
         self.is_awake = False
         """Whether it takes no time."""
         self.sleeps: list[Sleep] = []
@@ -61,7 +62,7 @@ class SleepingLayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rows = x.shape[0]
         weight = cast("Tensor", _OfWeights.apply(self.weight, self, rows))
-        return cast("Tensor", _OfInput.apply(x, self, rows)) + weight.mean(0)
+        return cast("Tensor", _OfInput.apply(x, self, rows)) + weight.mean()
 
     def sleep(self, kind: str, seconds: Seconds, rows: int) -> None:
         if not self.is_awake:
@@ -73,14 +74,18 @@ class SleepingLayer(nn.Module):
 class _OfInput(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: SleepingLayer, rows: int) -> Tensor:
-        ctx.layer, ctx.rows = layer, rows
+        ctx.layer, ctx.rows, ctx.features = layer, rows, x.shape[-1]
         layer.sleep(FORWARD, layer.times.forward, rows)
-        return x.view_as(x)
+        return _with_features(x, layer.out_features)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         ctx.layer.sleep(BACKWARD, ctx.layer.times.inputs, ctx.rows)
-        return grads[0], None, None
+        return _with_features(grads[0], ctx.features), None, None
+
+
+def _with_features(x: Tensor, features: int) -> Tensor:
+    return x.view_as(x) if x.shape[-1] == features else nn.functional.pad(x, (0, features - x.shape[-1]))
 
 
 class _OfWeights(torch.autograd.Function):
@@ -98,17 +103,17 @@ class _OfWeights(torch.autograd.Function):
 class Scale(nn.Module):
     """Stands before the first layer, which so computes the gradient of its input as the others do. Takes no time."""
 
-    def __init__(self, features: int):
+    def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(features))
+        self.weight = nn.Parameter(torch.ones(1))
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.weight
 
 
 def build_chain(times: Sequence[Times], features: int, parameter_bytes: int = 0) -> nn.Sequential:
-    """Returns `Scale` and the layers."""
-    return nn.Sequential(Scale(features), *(SleepingLayer(each, features, parameter_bytes) for each in times))
+    """Returns `Scale` and equal layers."""
+    return nn.Sequential(Scale(), *(SleepingLayer(each, features, parameter_bytes) for each in times))
 
 
 def layers_of(module: nn.Module) -> dict[int, SleepingLayer]:

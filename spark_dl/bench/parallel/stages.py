@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
 from spark_dl.bench.parallel.sleeping import Times, build_chain, passes, set_awake
 from spark_dl.bench.parallel.training import build_batches, build_config, build_spec, take_step, training
@@ -95,12 +96,27 @@ def measure_pipedream(
 
 
 def _of_steps(schedule: str, m: int, rows: int, steps: int, world: World, times: Times) -> dict[str, Any]:
-    """Takes steps of m micro-batches with so many rows, without a wait between them. Collective."""
     p = world.world_size
     parallel = Mesh(pipeline=p, schedule=schedule, stages=_stages(p))  # type: ignore[arg-type]
     config = build_config(parallel, p, micro_batches=m, rows=rows)
-    batches = build_batches(SHAPE, config)
-    with training(build_spec(lambda: build_chain([times] * p, SHAPE[-1])), world, config) as trainable:
+    found = timed_steps(lambda: build_chain([times] * p, SHAPE[-1]), SHAPE, world, config, steps)
+    # PipeDream fills the pipeline once, and GPipe in each step.
+    turns = steps + p - 1 if schedule == "pipedream" else steps * (m + p - 1)
+    return {
+        "schedule": schedule, "stages": p, "micro_batches": m, **found,
+        "of_ideal": turns * times.total_s(rows) / found["seconds"],
+    }  # fmt: skip
+
+
+def timed_steps(
+    build: Callable[[], nn.Module], shape: tuple[int, ...], world: World, config: Config, steps: int
+) -> dict[str, Any]:
+    """Takes steps without a wait between them. Returns their time, and the first passes of the layers. Collective.
+
+    shape: of a row
+    """
+    batches = build_batches(shape, config)
+    with training(build_spec(build), world, config) as trainable:
         _warm_up(trainable, batches, config)
         set_awake(trainable.modules[0], False)
 
@@ -111,12 +127,9 @@ def _of_steps(schedule: str, m: int, rows: int, steps: int, world: World, times:
 
         start, end = _timed(train)
         own = passes(trainable.modules[0], world.rank, start)
-    # PipeDream fills the pipeline once, and GPipe in each step.
-    turns = steps + p - 1 if schedule == "pipedream" else steps * (m + p - 1)
     return {
-        "schedule": schedule, "stages": p, "steps": steps, "rows": m * rows, "micro_batches": m,
-        "seconds": end - start, "steps_per_s": steps / (end - start),
-        "of_ideal": turns * times.total_s(rows) / (end - start),
+        "steps": steps, "rows": config.train.global_batch_size, "seconds": end - start,
+        "steps_per_s": steps / (end - start),
         "passes": [each for of_each in gather_json(own) for each in of_each if each[2] < _SHOWN],
     }  # fmt: skip
 

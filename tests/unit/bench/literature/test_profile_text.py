@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from spark_dl.bench.literature.profile_text import Graph, Node, read_graph, states
+from spark_dl.bench.literature.profile_text import Graph, Node, chain, read_graph, states
 from tests.unit.bench.literature.test_literature import profiles
 
 TEXT = """\
@@ -89,3 +89,19 @@ def test_a_circle_and_too_many_branches_are_errors():
 def test_published_profiles_have_as_many_states_as_in_the_authors_program():
     counts = {name: len(states(read_graph(profiles() / f"{name}.txt"))) for name in ("vgg16", "resnet50", "alexnet")}
     assert counts == {"vgg16": 40, "resnet50": 240, "alexnet": 22}
+
+
+def test_the_layers_of_a_chain_have_what_follows_them_without_weights():
+    layers = chain(read_graph(profiles() / "vgg16.txt"))
+    assert [layer.name.split("(")[0] for layer in layers] == ["Conv2d"] * 13 + ["Linear"] * 3
+    states_of_vgg16 = states(read_graph(profiles() / "vgg16.txt"))
+    assert sum(layer.forward_s + layer.backward_s for layer in layers) == pytest.approx(states_of_vgg16[-1].compute_s)
+    assert sum(layer.parameter_bytes for layer in layers) == states_of_vgg16[-1].parameter_bytes
+    assert layers[12].output_bytes == 4 * 128 * 512 * 7 * 7  # of 128 images, after the last pooling
+    assert layers[15].output_bytes == 4 * 128 * 1000
+
+
+def test_a_graph_with_a_branch_over_a_layer_is_no_chain():
+    assert [layer.name for layer in chain(graph_of(("a", "b"), ("b", "c")))] == ["a", "b", "c"]
+    with pytest.raises(ValueError, match="feed one that is not the next: a -> c"):
+        chain(graph_of(("a", "b"), ("b", "c"), ("a", "c")))

@@ -29,6 +29,11 @@ def plan(pipeline, predicted_s, measured_s):
     }  # fmt: skip
 
 
+def vgg16(form, rate_gbit, mini_batch_s):
+    return {"form": form, "rate_gbit": rate_gbit, "stages": [17], "mini_batches": 4, "mini_batch_s": mini_batch_s,
+            "predicted_s": 0.3, "times_data_parallel": 0.25 / mini_batch_s, "passes": PASSES}  # fmt: skip
+
+
 def held(form, point, other):
     return {"form": form, "point": point, "held": 16 + other, "weights": 4.0, "gradients": 4.0, "optimizer": 8.0,
             "other": other, "formula": 16.0, "unit": 0.1}  # fmt: skip
@@ -50,6 +55,7 @@ RESULTS = {
         for name, rate in (("pipedream", 1.6), ("gpipe", 1.0))
     ],
     "plans": [plan(4, 1.0, 1.3), plan(2, 1.5, 1.2), plan(1, 2.0, 2.4)],
+    "vgg16": [vgg16("data parallel", 10.0, 0.25), vgg16("pipedream", 10.0, 0.5), vgg16("gpipe", 1.0, 0.8)],
     "left_out": ["plans: <why>"],
 }  # fmt: skip
 
@@ -66,6 +72,9 @@ def test_the_summary_has_the_main_figures():
     assert len(found["throughput"]) == 3
     assert found["pipedream"] == {"of_ideal": 0.95, "times_gpipe": 1.6}
     assert found["planner"] == {"times_best": pytest.approx(1.3 / 1.2), "rank_correlation": 0.5, "plans": 3}
+    assert found["vgg16"][1] == {
+        "form": "pipedream", "rate_gbit": 10.0, "mini_batch_s": 0.5, "predicted_s": 0.3, "times_data_parallel": 0.5,
+    }  # fmt: skip
     assert parallel.summary({"left_out": []}) == {}
 
 
@@ -78,12 +87,13 @@ def test_the_page_shows_all_sections_and_links_to_the_other_report(tmp_path):
     page = path.read_text()
     assert json.loads(path.with_suffix(".json").read_text())["left_out"] == RESULTS["left_out"]
     assert '<a href="../exchange/report.html">' in page
-    assert page.count("<h2>") == 8  # five sections, published figures, left out, how it was measured
-    assert page.count("<svg") == 4 + 1 + 2 + 2  # a figure for each of four, and timelines
+    assert page.count("<h2>") == 9  # six sections, published figures, left out, how it was measured
+    assert page.count("<svg") == 5 + 1 + 2 + 2 + 3  # a figure for each of five, and timelines
     assert "54 of 54 &lt;cells&gt;" in page
     assert "plans: &lt;why&gt;" in page
     assert "#00a0" not in page  # what stands for the colors of the page
     assert all(f"--{name}:" in page for name in ("text", "line", "forward", "backward", "weights", "number", "sync"))
+    assert "VGG-16 on 4 workers at 10 Gbit/s, seconds of a mini-batch: data parallel 0.250, pipedream 0.500." in page
     assert "takes 1.083 times as long as the best of 3 plans" in page
 
 

@@ -84,10 +84,15 @@ def test_experts_of_stages_reach_the_loss_of_one_rank_with_all_of_them(two_by_tw
     assert all(sum(layer["share"]) == pytest.approx(1) for layer in load.values())
 
 
-def test_the_twins_differ_in_the_mesh_alone():
-    gpt, twin = (yaml.safe_load((REPOSITORY / f"conf/train/{name}.yaml").read_text()) for name in ("gpt", "gpt-auto"))
-    assert gpt.pop("parallel")["strategy"] == "mesh"
-    assert twin.pop("parallel") == {"strategy": "auto"}
+def test_the_twins_differ_in_the_mesh_and_the_experts_in_the_model_too():
+    gpt, twin, experts = (
+        yaml.safe_load((REPOSITORY / f"conf/train/{name}.yaml").read_text())
+        for name in ("gpt", "gpt-auto", "gpt-experts")
+    )
+    assert [each.pop("parallel")["strategy"] for each in (gpt, twin, experts)] == ["mesh", "auto", "mesh"]
+    own = {"build": "examples/gpt.py:GPT", "tensor_plan": gpt["model"]["tensor_plan"]}
+    assert {key: value for key, value in gpt["model"].items() if experts["model"].get(key) != value} == own
+    assert {**gpt, "model": experts["model"]} == experts
     del gpt["train"]["accumulation_steps"]
     assert gpt == twin
 

@@ -12,8 +12,10 @@ from spark_dl.data.dataset.records import ShardSet
 from spark_dl.data.local import RankRows
 from spark_dl.data.store.store import clean_store, store_shards
 from spark_dl.data.write.shards import write_shards
+from spark_dl.doctor.doctor import diagnose
+from spark_dl.doctor.findings import Diagnosis, Finding
 from spark_dl.driver import TrainResult, evaluate, launch, run_on_dataframe, train
-from spark_dl.launch.failure import RankError
+from spark_dl.launch.failures.errors import RankError
 from spark_dl.launch.session import build_session
 from spark_dl.open_dataset import open_dataset
 from spark_dl.optimization import Optimization
@@ -41,7 +43,9 @@ __all__ = [
     "Config",
     "DPSingleProcess",
     "Data",
+    "Diagnosis",
     "Faults",
+    "Finding",
     "Horovod",
     "Launch",
     "Loader",
@@ -69,6 +73,7 @@ __all__ = [
     "World",
     "build_session",
     "clean_store",
+    "diagnose",
     "evaluate",
     "export",
     "import_object",

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import logging
 import os
 import time
@@ -30,10 +29,13 @@ from spark_dl.data.local import RowSettings
 from spark_dl.evaluate import load_model
 from spark_dl.inputs import check_rank_rows
 from spark_dl.launch.barrier import run_barrier
+from spark_dl.launch.calls import check_call, launch_settings
+from spark_dl.launch.failures.errors import RankError
 from spark_dl.launch.rank.script import read_script, run_script
 from spark_dl.launch.session import describe_session, find_session
-from spark_dl.prepare import as_sources, prepare_evaluation, prepare_run
-from spark_dl.rundir import checkpoint, environment
+from spark_dl.launch.supervise import run_attempts
+from spark_dl.prepare import as_sources, next_attempt, prepare_evaluation, prepare_run
+from spark_dl.rundir import checkpoint, environment, generations
 from spark_dl.rundir.folder import LOGS
 from spark_dl.spark_job import describe, is_connect
 from spark_dl.spec import ModelSpec, Run
@@ -48,9 +50,10 @@ if TYPE_CHECKING:
     Source: TypeAlias = DataFrame | str | os.PathLike[str] | ShardSet
 
 OnEvent: TypeAlias = Callable[[Mapping[str, Any]], None]
-EVENTS = ("joined", "step", "epoch", "checkpoint")
+EVENTS = ("joined", "restart", "step", "epoch", "checkpoint")
 """Values of `kind` in the events for `on_event`, which are dicts. `joined`: a rank has joined, with `rank`, `host` and
-`pid`; not over Spark Connect. The others are the lines of `metrics.jsonl`."""
+`pid`; not over Spark Connect. `restart`: the ranks are started again, with `restarts`, and the `error`, `rank` and
+`step` of the failure. The others are the lines of `metrics.jsonl`."""
 
 _log = logging.getLogger("spark_dl")
 
@@ -78,6 +81,8 @@ class TrainResult:
     history: list[dict[str, Any]] = field(default_factory=list, repr=False)
     """One entry per epoch: `epoch`, `train_loss`, `metrics`."""
     stopped_early: bool = False
+    restarts: int = 0
+    """How often this call has started the ranks again after a failure."""
     staleness: dict[str, Any] | None = None
     """With parameter servers, over all attempts: `mean`, `max` and `counts` of the staleness of applied gradients, in
     updates, and the number of `discarded` computations, which were cancelled or too stale."""
@@ -117,7 +122,8 @@ def train(
     spark: the session; by default that of the DataFrame, of this thread or of the process.
 
     Raises ValueError for invalid settings, models and data, if possible before any rank starts; RuntimeError if the
-    cluster cannot run the job; RankError if a rank fails.
+    cluster cannot run the job; RankError if a rank fails, and another attempt would fail as well, or
+    `launch.max_restarts` are done.
     """
     start, functions = time.perf_counter(), as_functions(on_event)
     config, data = config or Config(), as_sources(data)
@@ -129,13 +135,36 @@ def train(
     with (
         Progress("train", enabled=progress) as shown,
         prepare_run(data, spec, config, validation=validation, stage=shown.stage, **options) as run,
-        environment.recorded(run, describe_session(spark)) as record_end,
         tracking.tracking(run, resume=resume) as tracker,
     ):
-        result = _launch_run(spark, run, data, shown, task="train", functions=[tracker.put, *functions])
-        record_end(result)
+        result = _train_in_attempts(spark, run, data, shown, [tracker.put, *functions])
         tracker.finish(result, shown.stage)
     return TrainResult(**{**result, "run_dir": run.run_dir, "seconds": time.perf_counter() - start})
+
+
+def _train_in_attempts(
+    spark: Any, run: Run, data: Any, shown: Progress, functions: Sequence[OnEvent]
+) -> dict[str, Any]:
+    """Starts the ranks, and after a failure again, from the last checkpoint. Returns the result of the last attempt."""
+
+    def attempt(number: int) -> dict[str, Any]:
+        nonlocal run
+        if number:
+            run = next_attempt(run)
+        with (
+            environment.recorded(run, describe_session(spark)) as record_end,
+            generations.explained(run.run_dir, run.generation),
+        ):
+            result = _launch_run(spark, run, data, shown, task="train", functions=functions, attempt=number)
+            record_end(result)
+        return {**result, "restarts": number}
+
+    def on_restart(error: RankError, restarts: int) -> None:
+        event = {"kind": "restart", "restarts": restarts, "error": error.reason, "rank": error.rank, "step": error.step}
+        for function in functions:
+            function(event)
+
+    return run_attempts(attempt, run.config.launch, on_restart=on_restart)
 
 
 def evaluate(
@@ -161,7 +190,10 @@ def evaluate(
         Progress("evaluate", enabled=progress) as shown,
         prepare_evaluation(data, spec, config, saved, stage=shown.stage) as run,
     ):
-        return _launch_run(spark, run, data, shown, task="evaluate")
+        return run_attempts(
+            lambda number: _launch_run(spark, run, data, shown, task="evaluate", attempt=number),
+            config.launch,
+        )  # fmt: skip
 
 
 def launch(
@@ -189,7 +221,7 @@ def launch(
     Raises as `run_barrier` does, in particular RankError with the traceback, or the exit code, of the first rank that
     failed.
     """
-    settings = _launch_settings(settings, num_ranks)
+    settings = launch_settings(settings, num_ranks)
     spark, subject = find_session(None, spark), name_of(fn)
     if isinstance(fn, (str, os.PathLike)):
         subject = str(args[0] if fn == "-m" and args else fn)
@@ -197,11 +229,9 @@ def launch(
             raise ValueError(f"launch: a script takes arguments as strings, found {', '.join(kwargs)}=...")
         script = read_script(fn, args, env or {})
         fn, args, env = run_script, (script,), None
-    _check_call(fn, args, kwargs)
-    return run_barrier(
-        spark, worker.call, fn, args, kwargs, settings, launch=settings, env=env, on_event=show_output,
-        poll=follow_logs(settings), description=describe("launch", settings.num_ranks, subject),
-    )  # fmt: skip
+    check_call(fn, args, kwargs)
+    return _call_in_attempts(spark, settings, fn, args, kwargs, settings, env=env,
+                             description=describe("launch", settings.num_ranks, subject))  # fmt: skip
 
 
 def run_on_dataframe(
@@ -225,52 +255,34 @@ def run_on_dataframe(
     loader: how rows are read. validation_fraction: fraction of rows for `rows.loader(..., split="validation")`.
     Raises as `launch` does, and ValueError for rows that cannot be converted to tensors and for an empty DataFrame.
     """
-    settings = _launch_settings(settings, num_ranks)
+    settings = launch_settings(settings, num_ranks)
     if not hasattr(df, "sparkSession"):
         raise ValueError(
             f"run_on_dataframe: expected a function and a DataFrame of Spark, found a {type(df).__name__}; for a "
             "dataset by its URL, use spark_dl.open_dataset in spark_dl.launch"
         )
-    _check_call(fn, ("rows",), kwargs)
+    check_call(fn, ("rows",), kwargs)
     data = data or Data(features=tuple(df.columns), label=None)
     rows = RowSettings(
         data=data, shards=shards or Shards(), loader=loader or Loader(), validation_fraction=validation_fraction
     )
     check_rank_rows(df, rows.data, rows.shards, rows.loader)
     dealt, columns = local.deal_rows(df, rows.data, rows.shards, settings.num_ranks)
-    return run_barrier(
-        find_session(df), worker.call, fn, (), kwargs, settings, columns=columns, settings=rows,
-        launch=settings, source=dealt, env=env, on_event=show_output, poll=follow_logs(settings),
+    return _call_in_attempts(
+        find_session(df), settings, fn, (), kwargs, settings, columns=columns, settings=rows, source=dealt, env=env,
         description=describe("run_on_dataframe", settings.num_ranks, name_of(fn)),
     )  # fmt: skip
 
 
-def _launch_settings(settings: Launch | None, num_ranks: int | None) -> Launch:
-    """Returns the settings with the number of ranks of the call. Raises ValueError if both give one, and differ."""
-    if settings is None:
-        return Launch(num_ranks=1 if num_ranks is None else num_ranks)
-    if not isinstance(settings, Launch):
-        raise ValueError(f"settings: expected a spark_dl.Launch, found {type(settings).__name__}")
-    if num_ranks is None:
-        return settings
-    if settings.num_ranks not in (num_ranks, Launch().num_ranks):
-        raise ValueError(f"num_ranks: found {num_ranks}, and {settings.num_ranks} in settings; set one of them")
-    return dataclasses.replace(settings, num_ranks=num_ranks)
-
-
-def _check_call(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raises ValueError for what is not a function, and for arguments that its signature does not take."""
-    if not callable(fn):
-        raise ValueError(f"expected a function that runs on the ranks, found a {type(fn).__name__}")
-    try:
-        signature = inspect.signature(fn)
-    except (TypeError, ValueError):  # a function without a signature, such as one written in C
-        return
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as error:
-        name = getattr(fn, "__qualname__", type(fn).__name__)
-        raise ValueError(f"the call of {name}{signature} on the ranks: {error}") from None
+def _call_in_attempts(spark: SparkSession, launch: Launch, *args: Any, **options: Any) -> list[Any]:
+    """Calls a user's function on ranks with `worker.call`, and after a failure again, if `launch` asks for it."""
+    return run_attempts(
+        lambda number: run_barrier(
+            spark, worker.call, *args, launch=launch, attempt=number, on_event=show_output, poll=follow_logs(launch),
+            **options,
+        ),
+        launch, default_restarts=0,
+    )  # fmt: skip
 
 
 def as_functions(on_event: Any) -> list[OnEvent]:
@@ -295,12 +307,12 @@ def _events(shown: Progress, functions: Sequence[OnEvent]) -> OnEvent:
 
 
 def _launch_run(
-    spark: Any, run: Run, data: Any, shown: Progress, *, task: str, functions: Sequence[OnEvent] = ()
+    spark: Any, run: Run, data: Any, shown: Progress, *, task: str, functions: Sequence[OnEvent] = (), attempt: int = 0
 ) -> dict[str, Any]:
     """Runs a task on ranks or from the driver, as its strategy needs, and returns its result.
 
     With local storage the rows of the DataFrame `data` are streamed to the ranks.
-    functions: those of the user for events.
+    functions: those of the user for events. attempt: number of failed attempts before this one.
     """
     config = run.config
     strategy = strategies.find(config.parallel.strategy)
@@ -310,9 +322,10 @@ def _launch_run(
     watch: dict[str, Any] = {
         "on_event": _events(shown, functions),
         "poll": lambda: [event for poll in polls for event in poll()],
+        "attempt": attempt,
         "description": describe(task, launch.num_ranks, run.run_dir if task == "train" else str(run.checkpoint)),
     }
-    shown.stage(f"starting {launch.num_ranks} rank(s)")
+    shown.stage(f"starting {launch.num_ranks} rank(s){f', restart {attempt}' if attempt else ''}")
     streams = config.shards.storage == "local"
     if not streams:
         _log.info("%d rows in %d shards at %s", run.train.rows, run.train.num_shards, run.train.url)

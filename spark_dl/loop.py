@@ -15,7 +15,8 @@ from spark_dl.data.columns.batch import StepBatches
 from spark_dl.data.load.build import BatchLoader, build_loader, build_train_loader
 from spark_dl.evaluate import evaluate_model
 from spark_dl.gather import sum_over_ranks
-from spark_dl.launch.failure import OtherRankError
+from spark_dl.launch.failures.errors import OtherRankError
+from spark_dl.launch.rank import status
 from spark_dl.parallel.layout import apply_layout
 from spark_dl.parallel.stragglers import delayed
 from spark_dl.parallel.trainable import Trainable
@@ -136,7 +137,7 @@ class Training:
             progress, finding = self.progress, error.finding
             text = finite.explain(finding, progress.epoch, progress.global_step - progress.step, self.state.saved_url)
             is_own = finding.rank == self.world.rank or self.world.world_size == 1
-            raise (RuntimeError if is_own else OtherRankError)(text) from None
+            raise (finite.NotFiniteTrainingError if is_own else OtherRankError)(text) from None
         finally:
             if self.step_check is not None:
                 self.step_check.close()
@@ -178,6 +179,7 @@ class Training:
             batches = self.profile.steps(batches)
         try:
             for batch in batches:
+                status.enter(status.TRAINING, progress.global_step + 1)
                 self._train_step(batch)
                 if progress.global_step % config.train.log_every == 0:
                     self._log_steps()
@@ -186,6 +188,7 @@ class Training:
                     self.save()
                 if self.is_over():
                     break
+                status.enter(status.READING)
         finally:
             batches.close()
         if self.pending_rows:
@@ -259,6 +262,7 @@ class Training:
     def _validate(self) -> dict[str, Any]:
         if self.validation is None:
             return {}
+        status.enter(status.VALIDATING)
         self.trainable.sync_weights()
         self._set_position()
         model = self.trainable.modules[0]
@@ -309,6 +313,7 @@ class Training:
         if self.pending_rows:  # the sum of losses is part of the state
             self._log_steps()
         start = time.perf_counter()
+        status.enter(status.SAVING)
         self.trainable.sync_weights()
         self.state.save()
         end = time.perf_counter()

@@ -60,40 +60,57 @@ def prepare_run(
     check_storage(config, data, validation)
     check_mixture(config, data)
     generation, saved = attempt.begin_attempt(run_dir, config, resume=resume, overwrite=overwrite)
-    with contextlib.ExitStack() as until_done, generations.explained(run_dir, generation):
-        check_newest = functools.partial(generations.check_newest, run_dir, generation)
-        spec, before = initial.begin(spec, config, saved, run_dir, overwrite=overwrite)
-        reuse = saved is not None or reuse_shards
-        datasets = _Datasets(run_dir, config, until_done, reuse, check_newest, stage)
-        train = datasets.to_train_on(data, before)
-        if config.parallel.planned:
-            stage("planning the mesh")
-            config = plan_mesh_of(spark, spec, train, config, saved)
-        if config.shards.storage == "shared":  # with local storage the ranks check this
-            check_rows(train, config, saved.manifest if saved else None)
-            warn_of_few_rows(train.rows, config)
-        reference_columns = train.columns and train.select(config.data.columns)  # unknown yet with local storage
-        validation_shards = (
-            None if validation is None else datasets.to_shards(validation, "validation", reference_columns)
-        )
-        run = Run(
-            spec=cast("ModelSpec", spec),
-            config=config,
-            train=for_ranks(train, config),
-            validation=None if validation_shards is None else for_ranks(validation_shards, config),
-            run_dir=run_dir,
-            generation=generation,
-            checkpoint=saved.url if saved else None,
-            checkpoint_sha256=saved.sha256 if saved else "",
-            reference_columns=tuple(before),
-        )
-        if run.train.columns and spec is not None:  # the columns are unknown with local storage
-            check_dtypes(spec, run.train.select(config.data.columns), config)
-            run = replace(run, config=fit_mesh(spec, run.train, config, saved))
-        # Only now, so that an earlier run is not deleted for invalid data.
-        attempt.take_over(run, overwrite=overwrite, keep=[*datasets.written, *_urls(train), *_urls(validation_shards)])
-        _log.info("training on %d ranks%s", config.launch.num_ranks, f", from step {saved.step}" if saved else "")
+    with contextlib.ExitStack() as until_done:
+        with generations.explained(run_dir, generation):
+            check_newest = functools.partial(generations.check_newest, run_dir, generation)
+            spec, before = initial.begin(spec, config, saved, run_dir, overwrite=overwrite)
+            reuse = saved is not None or reuse_shards
+            datasets = _Datasets(run_dir, config, until_done, reuse, check_newest, stage)
+            train = datasets.to_train_on(data, before)
+            if config.parallel.planned:
+                stage("planning the mesh")
+                config = plan_mesh_of(spark, spec, train, config, saved)
+            if config.shards.storage == "shared":  # with local storage the ranks check this
+                check_rows(train, config, saved.manifest if saved else None)
+                warn_of_few_rows(train.rows, config)
+            reference_columns = train.columns and train.select(config.data.columns)  # unknown yet with local storage
+            validation_shards = (
+                None if validation is None else datasets.to_shards(validation, "validation", reference_columns)
+            )
+            run = Run(
+                spec=cast("ModelSpec", spec),
+                config=config,
+                train=for_ranks(train, config),
+                validation=None if validation_shards is None else for_ranks(validation_shards, config),
+                run_dir=run_dir,
+                generation=generation,
+                checkpoint=saved.url if saved else None,
+                checkpoint_sha256=saved.sha256 if saved else "",
+                reference_columns=tuple(before),
+            )
+            if run.train.columns and spec is not None:  # the columns are unknown with local storage
+                check_dtypes(spec, run.train.select(config.data.columns), config)
+                run = replace(run, config=fit_mesh(spec, run.train, config, saved))
+            # Only now, so that an earlier run is not deleted for invalid data.
+            own = [*datasets.written, *_urls(train), *_urls(validation_shards)]
+            attempt.take_over(run, overwrite=overwrite, keep=own)
+            _log.info("training on %d ranks%s", config.launch.num_ranks, f", from step {saved.step}" if saved else "")
         yield run
+
+
+def next_attempt(run: Run) -> Run:
+    """Returns the run of another attempt after one that has failed, from the last checkpoint. Called on the driver.
+
+    Raises RuntimeError if the attempt of another driver has started since; ValueError as `begin_attempt` does.
+    """
+    generations.check_newest(run.run_dir, run.generation)
+    generation, saved = attempt.begin_attempt(run.run_dir, run.config, resume=True, overwrite=False)
+    found = replace(
+        run, generation=generation, checkpoint=saved.url if saved else None,
+        checkpoint_sha256=saved.sha256 if saved else "",
+    )  # fmt: skip
+    attempt.take_over(found, overwrite=False, keep=())
+    return found
 
 
 @contextlib.contextmanager

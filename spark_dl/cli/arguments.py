@@ -179,9 +179,12 @@ def dataset(datasets: Mapping[str, Any], name: str) -> Any:
     return datasets[name]
 
 
-def run(work: Callable[[], Mapping[str, Any]]) -> NoReturn:
+def run(
+    work: Callable[[], Mapping[str, Any]], *, is_success: Callable[[Mapping[str, Any]], bool] = lambda result: True
+) -> NoReturn:
     """Runs a job, prints its result as one JSON object in the last line of standard output, and exits.
 
+    is_success: whether a result is one of success; otherwise the exit code is 1.
     Exit codes: 0 success; 1 failure, with the error on standard error; 130 after SIGINT, 143 after SIGTERM. `parse`
     exits with 2 on wrong usage.
     """
@@ -201,7 +204,7 @@ def run(work: Callable[[], Mapping[str, Any]]) -> NoReturn:
     except Exception as error:
         _fail(f"{error}" if isinstance(error, (ValueError, RuntimeError)) else f"{type(error).__name__}: {error}", 1)
     print(json.dumps(result), flush=True)
-    sys.exit(0)
+    sys.exit(0 if is_success(result) else 1)
 
 
 def _fail(message: str, code: int) -> NoReturn:

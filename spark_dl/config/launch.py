@@ -40,6 +40,13 @@ class Launch:
     """Folder for the output of each rank, `rank-<n>.log`. Over Spark Connect, where ranks cannot reach the driver, the
     driver reads it from there while the ranks run, so all hosts need access to the folder; without it, the driver shows
     the last 64 KiB of each rank at the end. Training runs over Connect use the folder `logs` of a local `run_dir`."""
+    max_restarts: int | Literal["auto"] = "auto"
+    """How often ranks that have failed are started again: after a killed rank, a lost executor, a lost connection or an
+    error of the system, but not after an error of the code or of the data, and not after the same error twice in the
+    same step. A training continues from its last checkpoint. `auto` is 3 for `train` and `evaluate`, and 0 for `launch`
+    and `run_on_dataframe`, which would begin from the start."""
+    restart_wait_s: float = 1.0
+    """Wait, in seconds, before the ranks are started again. It doubles with each restart, up to a minute."""
     independent_ranks: bool = False
     """Whether the ranks of `launch` may train without a process group, each a model of its own. The default is an
     error at the first optimizer step, as a rank that trains alone is mostly a mistake that nobody notices."""
@@ -47,6 +54,9 @@ class Launch:
     def __post_init__(self) -> None:
         check_number(self, "num_ranks", 1, whole=True)
         check_number(self, "threads", 0, whole=True)
+        if self.max_restarts != "auto":
+            check_number(self, "max_restarts", 0, whole=True)
+        check_number(self, "restart_wait_s", 0)
         for name in ("start_timeout_s", "collective_timeout_s"):
             check_number(self, name, 0, above=True)
             value = getattr(self, name)

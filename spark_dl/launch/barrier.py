@@ -17,7 +17,7 @@ from typing import Any
 
 from spark_dl.config import Launch
 from spark_dl.launch import payload, preflight
-from spark_dl.launch.failure import root_cause
+from spark_dl.launch.failures.root_cause import root_cause
 from spark_dl.launch.rank.task import ROOT_CAUSE_WAIT_S, SCHEMA, RankResult, rank_task
 from spark_dl.launch.session import worker_env
 from spark_dl.launch.watch import Listener
@@ -25,6 +25,8 @@ from spark_dl.spark_job import SparkJob, is_connect, is_local_master
 
 RANKS = "spark_dl-ranks"
 """Tag of the Spark jobs of ranks."""
+_ATTEMPT = "SPARK_DL_ATTEMPT"
+"""Environment variable of ranks that were started again."""
 _log = logging.getLogger("spark_dl")
 
 _LAST_EVENTS_WAIT_S = 1.0
@@ -48,6 +50,7 @@ def run_barrier(
     poll: Callable[[], list[dict[str, Any]]] | None = None,
     source: Any = None,
     env: Mapping[str, str] | None = None,
+    attempt: int = 0,
     **kwargs: Any,
 ) -> list[Any]:
     """Runs `fn(*args, report=..., **kwargs)` on `launch.num_ranks` ranks. Called on the driver.
@@ -61,11 +64,13 @@ def run_barrier(
         to earlier questions of other ranks. Not over Spark Connect.
     source: a DataFrame with one partition per rank. The ranks get its rows: `fn(..., rows=TaskInput)`.
     env: environment variables of the ranks, which are set before their Python starts.
+    attempt: number of failed attempts before this one. After a failure the ranks get new Python workers, and the
+        cluster has `launch.start_timeout_s` to replace lost executors.
 
     Raises ValueError for a call that cannot be pickled and for input that the ranks refuse, RuntimeError if the cluster
     cannot run the job or does not start it within `launch.start_timeout_s`, RankError if a rank fails.
     """
-    profile = preflight.check(spark, launch)
+    profile = preflight.check(spark, launch, executors_wait_s=launch.start_timeout_s if attempt else None)
     preflight.check_log_dir(launch)
     if source is not None:
         preflight.check_disks(spark)
@@ -78,7 +83,8 @@ def run_barrier(
             has_log=not is_local_master(spark.conf.get("spark.master", "")),
         )  # fmt: skip
         tasks = spark.range(0, launch.num_ranks, 1, launch.num_ranks) if source is None else source
-        with worker_env(spark, env or {}):
+        is_new = attempt > 0 and not is_connect(spark)  # a Connect server sets the variables of its workers itself
+        with worker_env(spark, {**(env or {}), **({_ATTEMPT: str(attempt)} if is_new else {})}):
             # Without a profile, also on Spark 3.5, which has no such argument.
             df = tasks.mapInArrow(task, SCHEMA, barrier=True, **({} if profile is None else {"profile": profile}))
         job = _Job(spark, df, launch.num_ranks, events, description=description, computes_first=source is not None)
@@ -91,12 +97,17 @@ def run_barrier(
     finally:
         if listener:
             listener.close()
+    return _results(job, launch.num_ranks, on_event)
+
+
+def _results(job: _Job, num_ranks: int, on_event: Callable[[Event], None] | None) -> list[Any]:
+    """Returns the results by rank. Raises as `run_barrier` does."""
     rows = sorted(job.rows, key=lambda row: row["rank"])
-    if not rows and source is not None:  # Spark runs no task if it knows that the DataFrame is empty
+    if not rows and job.computes_first:  # Spark runs no task if it knows that the DataFrame is empty
         raise ValueError("the DataFrame has no rows; expected at least one")
-    if len(rows) < launch.num_ranks:  # Spark says so only in its log
+    if len(rows) < num_ranks:  # Spark says so only in its log
         raise RuntimeError(
-            f"the results of {launch.num_ranks - len(rows)} of {launch.num_ranks} ranks did not reach the driver; they "
+            f"the results of {num_ranks - len(rows)} of {num_ranks} ranks did not reach the driver; they "
             "may be larger than its memory; raise spark.driver.memory, or write large results to files"
         )
     if refused := [row["refused"] for row in rows if row["refused"]]:
@@ -183,6 +194,18 @@ class _Job:
             return False
         of_ranks = self._spark.sparkContext._jsc.sc().statusTracker().getJobIdsForTag(RANKS)
         return any(stage.numActiveTasks for stage in self._stages({*of_ranks} - self._own_ids()))
+
+    def why_session_ended(self) -> str:
+        """Returns what has ended the Spark session; empty while it runs, and over Spark Connect."""
+        if is_connect(self._spark):
+            return ""
+        context = self._spark.sparkContext._jsc
+        try:
+            if context is None or context.sc().isStopped():
+                return "the Spark session was stopped (spark.stop())"
+        except Exception:  # of py4j or its socket
+            return "the JVM of Spark's driver has ended; its log, or that of the kernel, may say why"
+        return ""
 
     def _own_ids(self) -> set[int]:
         """Returns the ids of the Spark jobs of these ranks."""
@@ -280,11 +303,18 @@ class _Watch:
 
     def _raise_failure(self) -> None:
         if self._decide_at is not None and time.monotonic() >= self._decide_at:
-            raise root_cause(self._failures, self._known, self._job.error, self._silent_for(_SILENCE_S))
+            raise self._root_cause(self._silent_for(_SILENCE_S))
         silent = self._silent_for(self._launch.collective_timeout_s)  # other ranks may not notice it
         self._silent_at = (self._silent_at or time.monotonic()) if silent else None
         if self._silent_at and time.monotonic() - self._silent_at > _SILENCE_S:  # the driver itself did not hang
-            raise root_cause(self._failures, self._known, self._job.error, silent)
+            raise self._root_cause(silent)
+
+    def _root_cause(self, silent: Mapping[int, float]) -> BaseException:
+        places = self._listener.places if self._listener else {}
+        known = {task: {**who, **places.get(task, {})} for task, who in self._known.items()}
+        if why := self._job.why_session_ended():
+            return RuntimeError(f"{why}, so the ranks have ended; build a session, and resume the run")
+        return root_cause(self._failures, known, self._job.error, silent)
 
     def _check_start(self) -> None:
         """Raises RuntimeError if the ranks have not started in time."""

@@ -15,13 +15,14 @@ _EXECUTORS_WAIT_S = 10.0
 """How long to wait for the executors of a new session to register."""
 
 
-def check(spark: Any, launch: Launch, *, at_once: bool = True) -> Any:
+def check(spark: Any, launch: Launch, *, at_once: bool = True, executors_wait_s: float | None = None) -> Any:
     """Checks that ranks can run. Returns the resource profile of their stage, if it needs one.
 
     Raises ValueError for an unsupported Spark setting and for GPUs that ranks cannot get, RuntimeError for too few
     slots.
 
     at_once: whether all ranks run at the same time, as in a barrier stage. Tasks of other stages can wait for a slot.
+    executors_wait_s: how long to wait for executors, by default 10 s.
     Spark itself checks the slots 40 times every 15 s (`spark.scheduler.barrier.maxConcurrentTasksCheck.*`) without a
     message. This check takes seconds.
     """
@@ -44,7 +45,7 @@ def check(spark: Any, launch: Launch, *, at_once: bool = True) -> Any:
         return None
     profile = resources.build_profile(spark, launch)
     check_local_gpus(spark, launch)
-    check_slots(spark, launch, profile)
+    check_slots(spark, launch, profile, executors_wait_s)
     return profile
 
 
@@ -77,9 +78,10 @@ def check_log_dir(launch: Launch) -> None:
             raise ValueError(f"launch.log_dir: cannot create the folder {launch.log_dir!r}: {error}") from error
 
 
-def check_slots(spark: Any, launch: Launch, profile: Any = None) -> None:
+def check_slots(spark: Any, launch: Launch, profile: Any = None, wait_s: float | None = None) -> None:
     """Raises RuntimeError if the cluster has fewer task slots than ranks. # profile: the resources of a rank"""
-    end, num_ranks = time.monotonic() + _EXECUTORS_WAIT_S, launch.num_ranks
+    end = time.monotonic() + (_EXECUTORS_WAIT_S if wait_s is None else wait_s)
+    num_ranks = launch.num_ranks
     slots = num_slots(spark, profile)
     fixed = (_conf(spark, "spark.master") or "").startswith("local[")
     while slots is not None and slots < num_ranks and not fixed and time.monotonic() < end:

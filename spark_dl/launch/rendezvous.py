@@ -26,7 +26,8 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 
 from spark_dl.config import Launch
-from spark_dl.launch import first_failure, gpus
+from spark_dl.launch import gpus
+from spark_dl.launch.failures import first_failure
 from spark_dl.launch.peers import Peer, backend_of, check_peers, child_env, deal_ranks, describe, from_json, sharing
 from spark_dl.launch.rank.environment import restored_process, torchrun_env
 from spark_dl.launch.watch import Reporter

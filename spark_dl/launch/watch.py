@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from multiprocessing import connection
 from typing import Any
 
+from spark_dl.launch.rank.status import Status, now
+
 _MAX_FRAME = 1 << 20
 _MAX_ANSWER = 1 << 28
 """Bytes of the messages of all ranks."""
@@ -68,6 +70,8 @@ class Listener:
         """Connections of the tasks that wait for an answer."""
         self._heard: dict[int, float] = {}
         """Time of the last event or heartbeat of each task that has not ended."""
+        self.places: dict[int, Status] = {}
+        """Where each task was, by its last event or heartbeat."""
         self._thread = threading.Thread(target=self._accept, name="spark_dl listener", daemon=True)
         self._thread.start()
 
@@ -110,6 +114,8 @@ class Listener:
                 event = json.loads(conn.recv_bytes(_MAX_FRAME))
                 kind, task = event["kind"], int(event["task"])
                 self._heard[task] = time.monotonic()
+                if (place := event.pop("at", None)) is not None:
+                    self.places[task] = {"phase": str(place["phase"]), "step": place["step"]}
                 if kind == "meet":
                     self._meeting.add(task, event["message"], conn)
                 elif kind != "alive":
@@ -217,7 +223,7 @@ class Sender:
 
     def _frame(self, event: Mapping[str, Any]) -> bytes | None:
         with contextlib.suppress(TypeError, ValueError):
-            frame = json.dumps({**event, "task": self._task, "time": time.time()}).encode()
+            frame = json.dumps({**event, "at": now(), "task": self._task, "time": time.time()}).encode()
             return frame if len(frame) <= _MAX_FRAME else None
         return None
 
@@ -277,7 +283,7 @@ class Sender:
         try:
             return self._queue.get(timeout=_HEARTBEAT_S)
         except queue.Empty:
-            return json.dumps({"kind": "alive", "task": self._task}).encode()
+            return json.dumps({"kind": "alive", "at": now(), "task": self._task}).encode()
 
     def _work(self, address: Address) -> None:
         try:

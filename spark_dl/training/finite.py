@@ -47,6 +47,13 @@ class NotFiniteError(RuntimeError):
         self.finding = finding
 
 
+class NotFiniteTrainingError(RuntimeError):
+    """A training has ended because of NaN or Inf, with the rank, the step and the first bad parameter in the text."""
+
+    is_retryable = False
+    """The same rows and weights give it again."""
+
+
 def explain(finding: Finding, epoch: int, epoch_start: int, last_checkpoint: str | None) -> str:
     """Returns the error message for a finding. epoch_start: number of steps before the epoch."""
     what, why = {

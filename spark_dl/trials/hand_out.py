@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from spark_dl.cli.progress import Progress
 from spark_dl.driver import EVENTS, OnEvent
 from spark_dl.launch.barrier import run_barrier
-from spark_dl.launch.failure import root_cause
+from spark_dl.launch.failures.root_cause import root_cause
 from spark_dl.spec import Run
 from spark_dl.trials import rank
 from spark_dl.trials.order import Order, Spec

@@ -9,6 +9,7 @@ from spark_dl.cli.progress import Progress
 from spark_dl.config import Config
 from spark_dl.driver import TrainResult
 from spark_dl.prepare import prepare_run
+from spark_dl.rundir import generations
 from spark_dl.spec import ModelSpec, Run
 from spark_dl.trials.checks import check_cluster, check_trial
 from spark_dl.trials.hand_out import run_trials, show_trials
@@ -45,6 +46,7 @@ def train_listed(
     with (
         Progress("fit", enabled=progress) as shown,
         prepare_run(data, None, configs[0], validation=validation, run_dir=run_dir, stage=shown.stage) as run,
+        generations.explained(run.run_dir, run.generation),
     ):
         for spec, config in zip(specs, configs, strict=True):
             check_trial(spark, spec, config, run)

@@ -16,6 +16,7 @@ from spark_dl.config.checks import suggestion
 from spark_dl.driver import OnEvent, as_functions
 from spark_dl.launch.session import find_session
 from spark_dl.prepare import as_sources, prepare_run
+from spark_dl.rundir import generations
 from spark_dl.rundir.folder import STUDY
 from spark_dl.spec import ModelSpec, Run
 from spark_dl.training.row_metrics import build_metrics
@@ -94,6 +95,7 @@ def tune(
     with (
         Progress("tune", enabled=progress) as shown,
         prepare_run(data, fixed, config, validation=validation, stage=shown.stage, **options) as run,
+        generations.explained(run.run_dir, run.generation),
     ):
         study = study or _open_study(direction, run, resume=resume)
         if resume:

@@ -30,6 +30,7 @@ def small_config(num_ranks, train=None, data=None, launch=None, **sections):
     fields = {
         "global_batch_size": 48, "lr": 0.1, "epochs": 2, "log_every": 1, "seed": 3, "num_streams": 24,
         "shuffle_window_rows": 96, "num_ranks": num_ranks, "collective_timeout_s": 20, "start_timeout_s": 20,
+        "max_restarts": 0,
     }  # fmt: skip
     return make_config(**{**fields, **(train or {}), **(data or {}), **(launch or {}), **sections})
 

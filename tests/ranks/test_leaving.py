@@ -19,8 +19,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from spark_dl import DDP, LocalSGD, ModelSpec, worker
-from spark_dl.launch import first_failure
-from spark_dl.launch.failure import is_secondary
+from spark_dl.launch.failures import first_failure
+from spark_dl.launch.failures.describe import is_secondary
 from spark_dl.parallel import ddp
 from spark_dl.world import World
 from tests.builders.models import MLP, build_mlp, small_config

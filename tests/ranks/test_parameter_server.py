@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from spark_dl import Checkpoint, ModelSpec, ParameterServer, worker
-from spark_dl.launch.failure import describe
+from spark_dl.launch.failures.describe import describe
 from spark_dl.rundir import checkpoint
 from spark_dl.spec import Run
 from spark_dl.training.metrics import read_metrics

@@ -107,7 +107,7 @@ def test_the_package_is_found():
 def test_pyspark_is_imported_on_the_driver_s_side_and_when_it_is_needed(name):
     driver_side = ("cli/", "driver.py", "prepare.py", "checks/settings.py", "inputs.py", "predict.py", "data/write/",
                    "data/store/", "data/local.py", "launch/", "ml/", "scoring/", "baselines/", "bench/",
-                   "trials/tune.py")  # fmt: skip
+                   "doctor/", "trials/tune.py")  # fmt: skip
     for found in imports_of(MODULES[name]):
         if top_name(found.module) == "pyspark":
             assert name.startswith(driver_side), f"{name} imports {found.module}"

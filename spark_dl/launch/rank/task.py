@@ -17,7 +17,8 @@ import pyarrow as pa
 
 from spark_dl.config import Launch
 from spark_dl.launch import payload
-from spark_dl.launch.failure import describe, failed_in_task
+from spark_dl.launch.failures.describe import describe, failed_in_task
+from spark_dl.launch.rank import status
 from spark_dl.launch.rank.environment import applied
 from spark_dl.launch.rank.output import Output, line_buffered
 from spark_dl.launch.watch import Address, Reporter, Sender
@@ -74,6 +75,7 @@ def rank_task(
         from pyspark import BarrierTaskContext
 
         context = BarrierTaskContext.get()
+        status.reset()
         task, infos = context.partitionId(), context.getTaskInfos()
         me: dict[str, Any] = {"host": infos[task].address.rsplit(":", 1)[0], "pid": os.getpid()}
         sender = Sender(address, task)
@@ -87,7 +89,8 @@ def rank_task(
                         f"Spark started {len(infos)} tasks for {launch.num_ranks} ranks; the DataFrame must have one "
                         "partition per rank"
                     )
-                rows = {"rows": TaskInput(batches, task, _local_folder(task))} if has_source else {}
+                folders = local_folders()  # with several disks, the tasks are spread over them
+                rows = {"rows": TaskInput(batches, task, folders[task % len(folders)])} if has_source else {}
                 fn, args, kwargs = payload.unpack_call(packed)
                 done: RankResult = fn(*args, report=report, **kwargs, **rows)
                 result = payload.pack_result(done.result)
@@ -159,13 +162,13 @@ def _reported_exit(sender: Sender, output: Output | None, me: Mapping[str, Any])
     """Makes `os._exit` in the block a failure with its exit code, which nobody else would know."""
     exit_process, pid = os._exit, os.getpid()
 
-    def report_and_exit(status: int) -> None:
+    def report_and_exit(code: int) -> None:
         if os.getpid() == pid:  # not in a child
             _close_output(output)
-            error = f"the function ended with exit code {status} (os._exit)"
+            error = f"the function ended with exit code {code} (os._exit)"
             stack = "".join(traceback.format_stack())
-            _end_with({**me, "error": error, "traceback": stack, "is_secondary": False}, sender)
-        exit_process(status)
+            _end_with({**status.now(), **me, "error": error, "traceback": stack, "is_secondary": False}, sender)
+        exit_process(code)
 
     os._exit = report_and_exit  # type: ignore[assignment]
     try:
@@ -175,7 +178,7 @@ def _reported_exit(sender: Sender, output: Output | None, me: Mapping[str, Any])
         os._exit = exit_process
 
 
-def _local_folder(task: int) -> str:
-    """Returns a local folder of Spark on this host. With several disks, the tasks are spread over them."""
+def local_folders() -> list[str]:
+    """Returns the local folders of Spark on this host, at least one."""
     folders = [f for f in os.environ.get("SPARK_LOCAL_DIRS", "").split(",") if f and os.path.isdir(f)]
-    return folders[task % len(folders)] if folders else tempfile.gettempdir()
+    return folders or [tempfile.gettempdir()]

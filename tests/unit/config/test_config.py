@@ -214,6 +214,8 @@ INVALID = [  # section, key, invalid values, and invalid combinations of values
     (Launch, "launch.start_timeout_s", [0, -1, NAN, INF, None]),
     (Launch, "launch.collective_timeout_s", [0, -1, NAN, INF, None, 604_801, 1e12]),
     (Launch, "launch.threads", [-1, 2.0, True, None]),
+    (Launch, "launch.max_restarts", [-1, 2.0, True, None, "never"]),
+    (Launch, "launch.restart_wait_s", [-1, NAN, INF, None]),
     (Launch, "launch.output", ["rank1", "", None, 0]),
     (Launch, "launch.log_dir", [None, 3, "s3://bucket/logs"]),
     (Launch, "launch.independent_ranks", [0, 1, "true", None]),

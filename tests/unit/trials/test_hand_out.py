@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from spark_dl.launch.failure import RankError
+from spark_dl.launch.failures.errors import RankError
 from spark_dl.trials.hand_out import HandOut
 from spark_dl.trials.order import Order
 from tests.builders.settings import make_config

@@ -3,7 +3,8 @@
 import pytest
 
 from spark_dl import RankError
-from spark_dl.launch.failure import describe, is_secondary, root_cause
+from spark_dl.launch.failures.describe import describe, is_secondary
+from spark_dl.launch.failures.root_cause import root_cause
 from spark_dl.launch.rank.script import ScriptError
 
 RANKS = {0: 1, 1: 0, 2: 2}

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from spark_dl.launch.failure import is_secondary
+from spark_dl.launch.failures.describe import is_secondary
 
 if TYPE_CHECKING:
     from spark_dl.world import World

@@ -1,0 +1,106 @@
+"""The failure of a rank as plain data, which the rank sends to the driver."""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickle
+import re
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from spark_dl.launch.failures.errors import OtherRankError
+from spark_dl.launch.rank import status
+from spark_dl.launch.rank.script import ScriptError
+
+_OUTPUT_CHARACTERS = 4000
+"""How much of the end of a rank's output is in its error."""
+_ERROR_CHARACTERS = 4000
+_OF_CODE_OR_DATA = (
+    ValueError, TypeError, LookupError, AttributeError, NameError, ImportError, ArithmeticError, AssertionError,
+    NotImplementedError, RecursionError, SyntaxError, pickle.PickleError, SystemExit,
+)  # fmt: skip
+
+
+def describe(
+    error: BaseException,
+    me: Mapping[str, Any],
+    output: Sequence[tuple[str, str]] = (),
+    *,
+    is_shown: bool = True,
+) -> dict[str, Any]:
+    """Returns a failure as plain data. Called on a rank. `me` has its `task`, `host`, `pid`, and `rank` if known.
+
+    output: the last lines of the rank, each with its stream. is_shown: whether the driver has got them already.
+    """
+    lines = "\n".join(line for _, line in output)[-_OUTPUT_CHARACTERS:]
+    found = {**status.now(), **me, "error": _text_of(error), "is_retryable": is_retryable(error)}
+    if isinstance(error, ScriptError):
+        # The program's own traceback is in its output, and says whether it failed because of another rank.
+        return {**found, "error": str(error), "output": lines, "is_secondary": _is_of_lost_connection(lines)}
+    if isinstance(error, SystemExit):
+        found["error"] = f"the function ended with exit code {error.code} (sys.exit)"
+    frames = "".join(traceback.format_exception(error))[-16000:]
+    return {
+        **found,
+        "traceback": frames,
+        "output": "" if is_shown else lines,
+        "is_secondary": is_secondary(error),
+    }
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS]
+    except Exception as second:  # in its `__str__`
+        return f"{type(error).__name__} (its message cannot be printed: {type(second).__name__})"
+
+
+def is_retryable(error: BaseException) -> bool:
+    """Whether another attempt can succeed: not after an error of the code or of the data.
+
+    An attribute `is_retryable` of the exception decides, if it has one.
+    """
+    return bool(getattr(error, "is_retryable", not isinstance(error, _OF_CODE_OR_DATA)))
+
+
+def is_secondary(error: BaseException) -> bool:
+    """Whether an error is only a consequence of the failure or exit of another rank."""
+    import torch.distributed as dist
+
+    if isinstance(error, (OtherRankError, dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)):
+        return True
+    of_storage = isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, ConnectionError)
+    return isinstance(error, RuntimeError) and not of_storage and _is_of_lost_connection(str(error))
+
+
+def _is_of_lost_connection(text: str) -> bool:
+    signs = (
+        r"Connection closed by peer|Connection reset by peer|Broken pipe|gloo/transport|Connection refused|"
+        r"Application timeout caused pair closure|"  # of Gloo, after another operation has timed out
+        r"Horovod has been shut down"
+    )
+    return re.search(signs, text) is not None
+
+
+class RankFailedError(Exception):
+    """Raised in a task, so that Spark ends the job. A driver without a listener reads the failure from its message."""
+
+
+def failed_in_task(failure: Mapping[str, Any]) -> RankFailedError:
+    """Returns the exception that a task raises for a failure from `describe`."""
+    encoded = base64.b64encode(json.dumps(failure).encode()).decode()
+    return RankFailedError(f"{name_of(failure.get('rank'), failure['task'])} failed [spark_dl failure {encoded}]")
+
+
+def failure_in(text: str) -> dict[str, Any] | None:
+    match = re.search(r"\[spark_dl failure ([A-Za-z0-9+/=]+)\]", text)
+    if match is None:
+        return None
+    failure: dict[str, Any] = json.loads(base64.b64decode(match.group(1)))
+    return failure
+
+
+def name_of(rank: int | None, task: int) -> str:
+    return f"task {task} (which has no rank yet)" if rank is None else f"rank {rank}"

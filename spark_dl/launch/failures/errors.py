@@ -1,0 +1,87 @@
+"""The errors of ranks: what a driver raises, and what ranks raise for each other."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from spark_dl.launch.failures.shown_error import as_html, as_lines
+
+
+class RankError(RuntimeError):
+    """A rank failed, and the job was ended. The message has the reason, and the traceback of the rank.
+
+    rank: the failed rank; None if it failed before the ranks were dealt.
+    host, pid: host and process id of the rank.
+    reason: the root cause, without tracebacks.
+    rank_traceback: the traceback on the rank; empty for a rank that was killed or that hangs.
+    rank_output: the last lines that the rank has written, if they were not shown; else empty.
+    step: optimizer step that the rank was in, from 1; None before the first one. phase: what it did there. Those of a
+    killed or silent rank come from its last heartbeat.
+    error: what the rank raised, as "Type: message"; empty for a rank that was killed or that hangs.
+    is_retryable: whether another attempt can succeed. It cannot after an error of the code or of the data.
+    earlier: reasons of the failures of earlier attempts, oldest first.
+    rank and pid are None if only Spark reports the failure, for example of a killed rank over Spark Connect.
+    """
+
+    def __init__(
+        self,
+        reason: str,
+        *,
+        rank: int | None,
+        host: str,
+        pid: int | None,
+        rank_traceback: str = "",
+        rank_output: str = "",
+        step: int | None = None,
+        phase: str = "",
+        error: str = "",
+        is_retryable: bool = True,
+        earlier: tuple[str, ...] = (),
+    ):
+        text = reason
+        for number, failure in enumerate(earlier, 1):
+            text += f"\nAttempt {number}: {failure}"
+        if rank_traceback:
+            text += f"\n\nTraceback on the rank:\n{rank_traceback}"
+        if rank_output:
+            text += f"\n\nLast output of the rank:\n{rank_output}"
+        super().__init__(text)
+        self.rank, self.host, self.pid = rank, host, pid
+        self.reason, self.rank_traceback, self.rank_output = reason, rank_traceback, rank_output
+        self.step, self.phase, self.error, self.is_retryable = step, phase, error, is_retryable
+        self.earlier = earlier
+
+    def after(self, earlier: Sequence[RankError], why_last: str) -> RankError:
+        """Returns this error as that of the last of several attempts. why_last: why there is no other one."""
+        reason = f"{self.reason} (after {len(earlier) + 1} attempts; {why_last})"
+        about = {name: getattr(self, name) for name in _ABOUT_RANK}
+        return RankError(reason, **{**about, "earlier": tuple(error.reason for error in earlier)})
+
+    def __reduce__(self) -> Any:
+        return _rank_error, (self.reason, {name: getattr(self, name) for name in _ABOUT_RANK})
+
+    def _render_traceback_(self) -> list[str]:
+        """Called by IPython, which shows the lines instead of a traceback."""
+        try:
+            return as_lines(self)
+        except Exception:  # IPython, of any version, is asked for its cells; the message must be shown in any case
+            return traceback.format_exception(self)
+
+    def _repr_html_(self) -> str:
+        """Called by notebooks for an error that is the value of a cell."""
+        return as_html(self)
+
+
+_ABOUT_RANK = (
+    "rank", "host", "pid", "rank_traceback", "rank_output", "step", "phase", "error", "is_retryable", "earlier",
+)  # fmt: skip
+
+
+def _rank_error(reason: str, about: Mapping[str, Any]) -> RankError:
+    return RankError(reason, **about)
+
+
+class OtherRankError(RuntimeError):
+    """Raised on a rank that stops because of a problem on another rank. The message names the problem."""

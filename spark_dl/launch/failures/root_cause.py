@@ -1,0 +1,129 @@
+"""The error of a failed job: finds the root cause in the events of the ranks and the error of Spark."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from spark_dl.config.checks import missing_on_executors
+from spark_dl.launch.failures.describe import failure_in, name_of
+from spark_dl.launch.failures.errors import RankError
+from spark_dl.launch.rank.status import Status, in_words
+
+
+def root_cause(
+    failures: list[dict[str, Any]],
+    known: Mapping[int, Mapping[str, Any]],
+    error: BaseException | None,
+    silent: Mapping[int, float],
+) -> BaseException:
+    """Returns the root cause: the first rank that raised an error of its own, or was killed, or is silent.
+
+    known: what each task has reported about itself. silent: seconds since the last heartbeat, of the silent tasks.
+    """
+    raised = [f for f in failures if f["kind"] == "failed"]
+    by_spark = failure_in(str(error)) if error else None
+    if by_spark:
+        raised.append(by_spark)
+    roots = [f for f in raised if not f["is_secondary"]]
+    lost = [f for f in failures if f["kind"] == "lost"]
+    if roots:
+        return _error_of(roots[0])
+    if lost:
+        rank, host, pid = _who(known, lost[0]["task"])
+        place = _place(known, lost[0]["task"])
+        return RankError(
+            f"{name_of(rank, lost[0]['task'])} on {host} (pid {pid}) was killed{in_words(**place)}: its process ended "
+            "without an error. A SIGKILL often comes from the host running out of memory; see the executor's and the "
+            "kernel's log",
+            rank=rank, host=host, pid=pid, **place,
+        )  # fmt: skip
+    if silent:
+        tasks = sorted(silent, key=lambda task: -silent[task])
+        return _error_about(tasks, (
+            f"sent no heartbeat for {silent[tasks[0]]:.0f} s: the driver cannot reach the host, or the process hangs "
+            "(stopped, swapped out, or in a call that holds the GIL)"
+        ), known, raised)  # fmt: skip
+    if absent := _absent(raised, known):
+        return _error_about(absent, (
+            "never entered a collective operation: its process is alive, but hangs or is slow; if it needs more time, "
+            "raise launch.collective_timeout_s"
+        ), known, raised)  # fmt: skip
+    if raised:
+        return _error_of(raised[0])
+    text = str(error)
+    if missing := missing_on_executors(text):
+        return RuntimeError(f"{missing}. Spark's error: {_last_lines(text)}")
+    if re.search(r"Python worker (exited|terminated|failed)", text):
+        found = re.search(r"Lost task (\d+)\.\d+ in stage \S+ \(TID \d+\) \((\S+) executor", text)
+        task, host = found.groups() if found else ("?", "an unknown host")
+        rank = known.get(int(task), {}).get("rank") if found else None
+        return RankError(
+            f"{f'task {task}' if rank is None else name_of(rank, int(task))} on {host} was killed: its Python process "
+            f"ended without an error. A SIGKILL often comes from the host running out of memory. Spark's error: "
+            f"{_last_lines(text)}",
+            rank=rank, host=host, pid=None,
+        )  # fmt: skip
+    if isinstance(error, Exception):
+        return RuntimeError(f"the job failed: {_last_lines(text)}").with_traceback(error.__traceback__)
+    return error or RuntimeError("the job failed")
+
+
+def _who(known: Mapping[int, Mapping[str, Any]], task: int) -> tuple[int | None, str, int | None]:
+    """Returns rank, host and process id of a task, as far as it has reported them."""
+    who = known.get(task, {})
+    return who.get("rank"), who.get("host", "an unknown host"), who.get("pid")
+
+
+def _place(about: Mapping[int, Mapping[str, Any]], task: int) -> Status:
+    """Returns where a task was, by its last heartbeat."""
+    return _place_in(about.get(task, {}))
+
+
+def _place_in(found: Mapping[str, Any]) -> Status:
+    return {"phase": found.get("phase", ""), "step": found.get("step")}
+
+
+def _absent(raised: list[dict[str, Any]], known: Mapping[int, Mapping[str, Any]]) -> list[int]:
+    """Returns the tasks that other tasks timed out waiting for: they have neither failed nor ended."""
+    if not raised or not re.search(r"timed? ?out", raised[0]["error"], re.IGNORECASE):
+        return []
+    failed = {failure["task"] for failure in raised}
+    return sorted(task for task, who in known.items() if task not in failed and not who.get("is_done"))
+
+
+def _error_about(
+    tasks: list[int], what: str, known: Mapping[int, Mapping[str, Any]], raised: list[dict[str, Any]]
+) -> RankError:
+    """Returns an error about ranks that reported none. `raised` has the errors of other ranks, as consequences."""
+    rank, host, pid = _who(known, tasks[0])
+    consequence = ""
+    if raised:
+        first = raised[0]
+        name = name_of(first.get("rank"), first["task"])
+        consequence = f". As a consequence, {name} on {first['host']} failed: {first['error']}"
+    place = _place(known, tasks[0])
+    return RankError(
+        f"{_names(tasks, known)} {what}{in_words(**place)}{consequence}", rank=rank, host=host, pid=pid, **place
+    )
+
+
+def _names(tasks: list[int], known: Mapping[int, Mapping[str, Any]]) -> str:
+    found = [(task, *_who(known, task)) for task in tasks]
+    return ", ".join(f"{name_of(rank, task)} on {host} (pid {pid})" for task, rank, host, pid in found)
+
+
+def _error_of(failure: Mapping[str, Any]) -> RankError:
+    rank, host, pid, place = failure.get("rank"), failure["host"], failure["pid"], _place_in(failure)
+    return RankError(
+        f"{name_of(rank, failure['task'])} on {host} (pid {pid}) failed{in_words(**place)}: {failure['error']}",
+        rank=rank, host=host, pid=pid, **place, error=failure["error"],
+        is_retryable=failure.get("is_retryable", True),
+        rank_traceback=failure.get("traceback") or "", rank_output=failure.get("output") or "",
+    )  # fmt: skip
+
+
+def _last_lines(text: str, limit: int = 2000) -> str:
+    head = re.split(r"\n\s*at (?:org|java|scala)\.|JVM stacktrace|Driver stacktrace", text)[0].strip()
+    return head if len(head) <= limit else "... " + head[-limit:]

@@ -1,0 +1,42 @@
+"""Where this process is in a run: its phase and step, which heartbeats and errors name."""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+STARTING, READING, TRAINING, VALIDATING, SAVING = (
+    "starting", "reading rows", "training", "validating", "saving a checkpoint",
+)  # fmt: skip
+
+
+class Status(TypedDict):
+    """As events and failures have it."""
+
+    phase: str
+    step: int | None
+    """Optimizer step that the rank is in, from 1; None if it has taken none."""
+
+
+_now: Status = {"phase": STARTING, "step": None}
+
+
+def enter(phase: str, step: int | None = None) -> None:
+    """Notes that this process begins a phase. step: None keeps the last one."""
+    _now["phase"] = phase
+    if step is not None:
+        _now["step"] = step
+
+
+def reset() -> None:
+    """Forgets what an earlier run of this process has noted."""
+    _now["phase"], _now["step"] = STARTING, None
+
+
+def now() -> Status:
+    """Returns what the process does now."""
+    return {**_now}
+
+
+def in_words(phase: str | None, step: int | None) -> str:
+    """Returns for example ` in step 12 (training)`; empty without a step."""
+    return "" if step is None else f" in step {step} ({phase})"

@@ -1,0 +1,215 @@
+"""Ranks that are killed are started again: the training goes on from its last checkpoint, to the same bits."""
+
+import dataclasses
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch.distributed as dist
+
+import spark_dl
+from spark_dl import Checkpoint, Launch, ModelSpec, RankError
+from spark_dl.rundir import checkpoint, environment
+from tests.builders.datasets import write_dataset
+from tests.builders.models import DROPOUT_MLP, blobs, small_config
+from tests.builders.settings import parallel
+from tests.ranks.runs import flat_tensors, rank_states
+from tests.spark.conftest import REPOSITORY
+from tests.spark.test_jobs import environment as job_environment
+
+STEPS = 6
+CONFIG = {"epochs": 2, "log_every": 1}
+
+
+@dataclasses.dataclass(frozen=True)
+class FaultOnce:
+    """`ModelSpec.set_position` of a model whose rank has a fault before a step, counted from 1, the first `times`."""
+
+    folder: str
+    fault: object
+    rank: int
+    step: int
+    times: int = 1
+
+    def __call__(self, model, position):
+        if position.global_step + 1 != self.step or dist.get_rank() != self.rank:
+            return
+        done = len(os.listdir(self.folder))
+        if done < self.times:
+            pathlib.Path(self.folder, f"{done}").touch()
+            self.fault()
+
+
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail_in_code():
+    raise ValueError("the culprit")
+
+
+def fail_in_system():
+    raise OSError("no route to host")
+
+
+def state_of(result):
+    """Weights, optimizer and generators of the last checkpoint."""
+    saved = checkpoint.find(result.checkpoint)
+    return flat_tensors({
+        "model": checkpoint.load(saved, "model.pt"), "training": checkpoint.load(saved, "training.pt"),
+        "ranks": dict(enumerate(rank_states(saved))),
+    })  # fmt: skip
+
+
+def assert_same_state(a, b):
+    assert a.keys() == b.keys()
+    for name, value in a.items():
+        same = value.equal(b[name]) if hasattr(value, "equal") else value == b[name]
+        assert same, name
+
+
+@pytest.fixture
+def train(spark, tmp_path):
+    """Trains in a folder of its own, with a fault. Returns the result and the events."""
+    shards = write_dataset(str(tmp_path / "data"), blobs(STEPS * 48), group_rows=40, shard_rows=120)
+
+    def run(name, *, every_steps=0, strategy="ddp", launch=None, **fault):
+        spec = DROPOUT_MLP
+        if fault:
+            (tmp_path / f"{name}-faults").mkdir()
+            once = FaultOnce(str(tmp_path / f"{name}-faults"), **fault)
+            spec = ModelSpec(build=DROPOUT_MLP.build, set_position=once)
+        config = small_config(
+            2, CONFIG, launch={"max_restarts": "auto", "restart_wait_s": 0.1, **(launch or {})},
+            parallel=parallel(strategy), checkpoint=Checkpoint(every_steps=every_steps, every_epochs=100),
+        )  # fmt: skip
+        events = []
+        result = spark_dl.train(
+            shards.url, spec, config, run_dir=str(tmp_path / name), progress=False, on_event=events.append
+        )
+        return result, events
+
+    return run
+
+
+@pytest.mark.modes("local", "local-cluster")
+@pytest.mark.slow_in("local-cluster")
+@pytest.mark.parametrize(("rank", "step", "every_steps"), [
+    (1, 5, 2), pytest.param(0, 1, 0, marks=pytest.mark.slow), pytest.param(0, 2 * STEPS, 4, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_F01_training_goes_on_by_itself_after_a_rank_was_killed(train, rank, step, every_steps):
+    whole, _ = train("whole", every_steps=every_steps)
+    start = time.monotonic()
+    result, events = train("killed", every_steps=every_steps, fault=kill, rank=rank, step=step)
+    assert (result.restarts, result.steps, result.rows) == (1, whole.steps, whole.rows)
+    assert_same_state(state_of(result), state_of(whole))
+    assert result.history == whole.history
+    assert time.monotonic() - start < 60
+    (restart,) = [event for event in events if event["kind"] == "restart"]
+    assert (restart["restarts"], restart["rank"]) == (1, rank)
+    assert "was killed" in restart["error"]
+    steps = [event["step"] for event in events if event["kind"] == "step"]
+    begins = max(0, (step - 1) // every_steps * every_steps if every_steps else 0)
+    assert steps[-2 * STEPS + begins :] == list(range(begins + 1, 2 * STEPS + 1))
+    attempts, _ = environment.read(result.run_dir)
+    assert [attempt.driver["outcome"] for attempt in attempts] == ["failed", "finished"]
+
+
+@pytest.mark.modes("local")
+def test_F02_a_user_s_value_error_is_raised_at_once_with_its_step(train):
+    with pytest.raises(RankError, match=r"failed in step 3 \(training\): ValueError: the culprit") as error:
+        train("failed", every_steps=2, fault=fail_in_code, rank=1, step=3)
+    assert (error.value.rank, error.value.step, error.value.phase) == (1, 3, "training")
+    assert (error.value.is_retryable, error.value.earlier) == (False, ())
+
+
+@pytest.mark.modes("local")
+def test_F03_the_same_error_twice_in_a_step_ends_the_run(train):
+    with pytest.raises(RankError, match=r"after 2 attempts; the same error came twice in step 3") as error:
+        train("failed", every_steps=2, fault=fail_in_system, rank=1, step=3, times=9)
+    assert len(error.value.earlier) == 1
+    assert "failed in step 3 (training): OSError: no route to host" in error.value.earlier[0]
+
+
+@pytest.mark.slow
+@pytest.mark.modes("local")
+def test_a_run_without_restarts_left_says_what_every_attempt_ended_with(train):
+    with pytest.raises(RankError, match=r"after 2 attempts; launch.max_restarts is 1") as error:
+        train("failed", launch={"max_restarts": 1}, fault=kill, rank=1, step=3, times=9)
+    assert "was killed" in error.value.earlier[0]
+
+
+def call(folder, times):
+    """What a rank of `launch` does."""
+    done = len(os.listdir(folder))
+    if os.environ["RANK"] == "0" and done < times:
+        pathlib.Path(folder, str(done)).touch()
+        kill()
+    return done, os.environ.get("SPARK_DL_ATTEMPT"), os.getpid()
+
+
+@pytest.mark.slow
+@pytest.mark.modes("local", "connect")
+def test_a_function_is_called_again_if_launch_asks_for_it(spark, tmp_path):
+    for times, restarts in ((1, 1), (1, 0)):
+        folder = tmp_path / f"{restarts}"
+        folder.mkdir()
+        settings = Launch(num_ranks=2, max_restarts=restarts, restart_wait_s=0.1)
+        if restarts:
+            found = spark_dl.launch(call, str(folder), times, settings=settings, spark=spark)
+            assert [done for done, _, _ in found] == [1, 1]
+        else:
+            with pytest.raises(RankError, match="was killed") as error:
+                spark_dl.launch(call, str(folder), times, settings=settings, spark=spark)
+            assert error.value.earlier == ()
+
+
+SESSION_ENDS = f"""
+import os, signal, sys, threading, time
+sys.path.insert(0, {str(REPOSITORY)!r})
+import spark_dl
+spark = spark_dl.build_session("test", master="local[2]")
+jvm = spark.sparkContext._jvm.java.lang.ProcessHandle.current().pid()
+
+def end():
+    time.sleep(1)
+    spark.stop() if sys.argv[1] == "stop" else os.kill(jvm, signal.SIGKILL)
+
+def wait():
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
+    dist.barrier()
+    time.sleep(60)
+
+settings = spark_dl.Launch(num_ranks=1, max_restarts=3, start_timeout_s=30)
+spark_dl.launch(lambda: None, num_ranks=1)
+threading.Thread(target=end).start()
+start = time.monotonic()
+try:
+    spark_dl.launch(wait, settings=settings)
+except spark_dl.RankError as error:
+    print("RankError", error)
+except RuntimeError as error:
+    print(error, time.monotonic() - start < 30)
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "cause"), [
+    ("stop", "the Spark session was stopped (spark.stop())"), ("kill", "the JVM of Spark's driver has ended"),
+])  # fmt: skip
+def test_a_session_that_ends_is_the_cause_and_not_a_killed_rank(tmp_path, how, cause):
+    (tmp_path / "script.py").write_text(SESSION_ENDS)
+    done = subprocess.run(
+        [sys.executable, tmp_path / "script.py", how], env=job_environment(), cwd=tmp_path, timeout=100,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    last = done.stdout.splitlines()[-1:]
+    assert last, done.stderr[-4000:]
+    assert last[0].startswith(cause), (last, done.stderr[-2000:])
+    assert last[0].endswith("build a session, and resume the run True")

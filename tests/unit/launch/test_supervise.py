@@ -1,0 +1,123 @@
+"""Which failures are worth another attempt, how long the driver waits, and what it raises at the end."""
+
+import logging
+import pickle
+
+import pytest
+
+from spark_dl import Launch, RankError
+from spark_dl.launch import supervise
+from spark_dl.launch.failures.describe import describe, is_retryable
+from spark_dl.launch.supervise import backoff_s, reason_to_stop, run_attempts
+
+QUICK = Launch(restart_wait_s=0)
+
+
+def killed(step=None):
+    return RankError("rank 1 on a (pid 7) was killed", rank=1, host="a", pid=7, step=step, phase="training")
+
+
+def raised(text, step, **about):
+    return RankError(f"rank 1 on a failed: {text}", rank=1, host="a", pid=7, step=step, error=text, **about)
+
+
+def attempts_of(errors, launch=QUICK, **options):
+    """Runs attempts that fail with these errors, one after another. Returns the numbers of the attempts."""
+    numbers, left = [], list(errors)
+
+    def attempt(number):
+        numbers.append(number)
+        if left:
+            raise left.pop(0)
+        return numbers
+
+    return run_attempts(attempt, launch, **options)
+
+
+@pytest.mark.parametrize("failures", [0, 1, 3])
+def test_ranks_are_started_again_until_an_attempt_succeeds(failures):
+    seen = []
+    numbers = attempts_of([killed(step) for step in range(failures)], on_restart=lambda *about: seen.append(about))
+    assert numbers == list(range(failures + 1))
+    assert [(error.step, restarts) for error, restarts in seen] == [(n, n + 1) for n in range(failures)]
+
+
+@pytest.mark.parametrize(("setting", "default", "expected"), [("auto", 3, 4), ("auto", 0, 1), (0, 3, 1), (2, 0, 3)])
+def test_the_last_error_is_raised_when_the_restarts_are_done(setting, default, expected):
+    errors = [killed(step) for step in range(9)]
+    launch = Launch(restart_wait_s=0, max_restarts=setting)
+    seen = []
+    with pytest.raises(RankError) as caught:
+        attempts_of(errors, launch, default_restarts=default, on_restart=lambda *about: seen.append(about))
+    assert caught.value.step == expected - 1 == len(seen)
+    assert len(caught.value.earlier) == expected - 1
+    assert (f"after {expected} attempts; launch.max_restarts is" in str(caught.value)) == (expected > 1)
+
+
+def test_F03_the_same_error_twice_in_the_same_step_stops():
+    same = [killed(3), raised("RuntimeError: x", 5), raised("RuntimeError: x", 5), killed(9)]
+    with pytest.raises(RankError, match=r"after 3 attempts; the same error came twice in step 5") as caught:
+        attempts_of(same)
+    assert caught.value.earlier == ("rank 1 on a (pid 7) was killed", "rank 1 on a failed: RuntimeError: x")
+    assert str(caught.value).count("Attempt ") == 2
+
+
+@pytest.mark.parametrize("errors", [
+    [raised("RuntimeError: x", 5), raised("RuntimeError: x", 6)],
+    [raised("RuntimeError: x", 5), raised("RuntimeError: y", 5)],
+    [raised("RuntimeError: x", None), raised("RuntimeError: x", None)],
+    [killed(5), killed(5)],  # by the last heartbeat, which can be a second old
+], ids=["steps", "errors", "no step", "killed"])  # fmt: skip
+def test_other_failures_do_not(errors):
+    assert reason_to_stop(errors, 3) == ""
+    assert len(attempts_of(errors)) == 3
+
+
+class UserError(RuntimeError):
+    is_retryable = False
+
+
+@pytest.mark.parametrize(("error", "expected"), [
+    (OSError("disk"), True), (RuntimeError("CUDA error"), True), (MemoryError(), True), (ConnectionError(), True),
+    (ValueError("x"), False), (TypeError(), False), (KeyError("x"), False), (ImportError("x"), False),
+    (ZeroDivisionError(), False), (AssertionError(), False), (pickle.PicklingError(), False), (SystemExit(3), False),
+    (UserError(), False),
+])  # fmt: skip
+def test_F02_an_error_of_the_code_or_the_data_is_not_retried(error, expected):
+    assert is_retryable(error) is expected
+    failure = describe(error, {"task": 0, "host": "a", "pid": 1})
+    assert failure["is_retryable"] is expected
+    last = raised("x", 2, is_retryable=failure["is_retryable"])
+    assert (reason_to_stop([last], 3) == "") is expected
+
+
+def test_an_error_that_is_not_of_a_rank_is_raised_at_once():
+    for error in (RuntimeError("too few slots"), ValueError("refused"), KeyboardInterrupt()):
+        with pytest.raises(type(error)):
+            attempts_of([error, killed()])
+
+
+def test_the_wait_doubles_up_to_a_minute_with_up_to_a_quarter_more():
+    for failures, least in ((1, 0.5), (2, 1.0), (3, 2.0), (7, 32.0), (8, 60.0), (500, 60.0)):
+        waits = [backoff_s(failures, 0.5) for _ in range(50)]
+        assert all(least <= wait <= least * 1.25 for wait in waits)
+        assert len(set(waits)) > 1
+    assert backoff_s(3, 0) == 0
+
+
+def test_a_restart_is_said_with_its_reason(caplog, monkeypatch):
+    waited = []
+    monkeypatch.setattr(supervise.time, "sleep", waited.append)
+    with caplog.at_level(logging.WARNING, "spark_dl"):
+        attempts_of([killed(4)], Launch())
+    assert [record.message.split(" in ")[0] for record in caplog.records] == [
+        "rank 1 on a (pid 7) was killed; starting the ranks again"
+    ]
+    assert "(restart 1 of 3)" in caplog.text
+    assert 1 <= waited[0] <= 1.25
+
+
+def test_the_error_of_several_attempts_survives_a_pickle():
+    error = raised("RuntimeError: x", 5, phase="training").after([killed(3)], "no more")
+    copy = pickle.loads(pickle.dumps(error))
+    assert (str(copy), copy.step, copy.phase, copy.earlier) == (str(error), 5, "training", error.earlier)

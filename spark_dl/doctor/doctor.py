@@ -1,0 +1,207 @@
+"""Looks at a session and its cluster before a run: what would fail there, late or without a reason, and what to change.
+
+The settings of Spark are read on the driver. Then a barrier job starts the ranks, which tell about their hosts, measure
+the connections between each other and use the run folder.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from spark_dl import storage
+from spark_dl.config import Config
+from spark_dl.doctor import on_rank
+from spark_dl.doctor.findings import ERROR, OK, WARNING, Diagnosis, Finding, sort
+from spark_dl.launch import preflight
+from spark_dl.launch.barrier import run_barrier
+from spark_dl.launch.session import find_session
+from spark_dl.spark_job import describe
+
+_LEAST_DISK_BYTES = 1 << 30
+_LEAST_SHM_BYTES = 64 << 20
+_LEAST_FILES = 1024
+_MOST_CLOCK_S = 2.0
+_SLOW_LINK = 0.5
+"""A link below this part of the median is slow."""
+
+Ranks = Sequence[Mapping[str, Any]]
+
+
+def diagnose(
+    config: Config | None = None, *, run_dir: str | os.PathLike[str] | None = None, spark: Any = None
+) -> Diagnosis:
+    """Checks the session and the cluster for a run with these settings. Called on the driver. Takes seconds.
+
+    Checked are the settings of Spark, the number of task slots, the versions on the executors, the connections between
+    all pairs of ranks with their rates, GPUs, clocks, disks, shared memory and limits of the hosts, and whether all of
+    them can use the run folder. Nothing is changed.
+
+    config: of the run; of its settings, those of `launch` matter.
+    run_dir: folder or URL of the run, which all hosts must be able to write to. By default it is not checked.
+    spark: the session; by default that of this thread or of the process.
+
+    Raises RuntimeError if there is no session. What is wrong is in the result.
+    """
+    start, launch = time.perf_counter(), (config or Config()).launch
+    spark = find_session(None, spark)
+    findings = list(_of_settings(spark))
+    ranks: list[dict[str, Any]] = []
+    try:
+        preflight.check(spark, launch)
+        findings.append(Finding("slots", OK, _slots(spark, launch.num_ranks)))
+        folder = storage.absolute(run_dir) if run_dir else ""
+        found = run_barrier(
+            spark, on_rank.examine, folder, os.urandom(32), launch.start_timeout_s, launch=launch,
+            description=describe("doctor", launch.num_ranks, ""),
+        )  # fmt: skip
+        ranks = [json.loads(each) for each in found]
+    except (ValueError, RuntimeError) as error:
+        findings.append(Finding("start of the ranks", ERROR, str(error)))
+    if ranks:
+        for check in (_versions, _links, _clocks, _devices, _hosts):
+            findings += check(ranks)
+        if run_dir:
+            findings += _folder(ranks, str(run_dir))
+    rates = tuple(tuple(rank["mbit_per_s"]) for rank in ranks)
+    return Diagnosis(sort(findings), tuple(ranks), rates, time.perf_counter() - start)
+
+
+def _of_settings(spark: Any) -> Iterator[Finding]:
+    """Settings of the session that do harm later. Those that forbid a launch are errors of `preflight`."""
+    if spark.conf.get("spark.speculation", "false") == "true":
+        yield Finding(
+            "spark.speculation", WARNING, "true: Spark never speculates about ranks, but copies tasks that write "
+            "shards or predict, which costs slots", "set spark.speculation to false",
+        )  # fmt: skip
+    encrypted = ("spark.network.crypto.enabled", "spark.ssl.enabled", "spark.authenticate.enableSaslEncryption")
+    if on := [key for key in encrypted if spark.conf.get(key, "false") == "true"]:
+        yield Finding(
+            "encryption", WARNING, f"{on[0]} is true, but the gradients between ranks are not encrypted",
+            "use a network that only the cluster can read, such as a private subnet, WireGuard or IPsec",
+        )  # fmt: skip
+
+
+def _slots(spark: Any, num_ranks: int) -> str:
+    slots = preflight.num_slots(spark)
+    return f"{num_ranks} wanted" if slots is None else f"{num_ranks} wanted, {slots} there"
+
+
+def _versions(ranks: Ranks) -> Iterator[Finding]:
+    for what, own in on_rank.versions().items():
+        others = _grouped(ranks, operator.itemgetter(what))
+        if set(others) == {own}:
+            continue
+        told = "; ".join(f"{version} on {', '.join(hosts)}" for version, hosts in others.items())
+        is_needed = what in ("python", "torch", "spark_dl")
+        differ = len(others) > 1 and is_needed
+        yield Finding(
+            f"version of {what}", ERROR if differ else WARNING, f"{own} on the driver; {told}",
+            f"install the same version of {what} on the driver and on all executors",
+        )  # fmt: skip
+    yield Finding("versions", OK, ", ".join(f"{what} {own}" for what, own in on_rank.versions().items()))
+
+
+def _links(ranks: Ranks) -> Iterator[Finding]:
+    for rank in ranks:
+        if problem := rank.get("address_error"):
+            yield Finding(
+                "address", ERROR, f"{rank['host']}: {problem}", "add the host's name to its /etc/hosts, or to DNS"
+            )
+    broken = [(a, int(b), why) for a, rank in enumerate(ranks) for b, why in rank["link_errors"].items()]
+    for a, b, why in broken[:8]:
+        yield Finding(
+            "connection", ERROR,
+            f"{ranks[a]['host']} ({ranks[a]['address']}) cannot connect to {ranks[b]['host']} ({ranks[b]['address']}): "
+            f"{why}",
+            "allow connections between executors on all ports, and set GLOO_SOCKET_IFNAME (spark.executorEnv."
+            "GLOO_SOCKET_IFNAME) if the hosts have several interfaces",
+        )  # fmt: skip
+    rates = sorted(rate for rank in ranks for rate in rank["mbit_per_s"] if rate is not None)
+    if not rates:
+        return
+    median = rates[len(rates) // 2]
+    slow = {
+        (ranks[a]["host"], ranks[b]["host"]): rate
+        for a, rank in enumerate(ranks)
+        for b, rate in enumerate(rank["mbit_per_s"])
+        if rate is not None and rate < _SLOW_LINK * median and ranks[a]["host"] != ranks[b]["host"]
+    }
+    told = ", ".join(f"{a} to {b} {rate:,.0f}" for (a, b), rate in list(slow.items())[:4])
+    interfaces = ", ".join(_grouped(ranks, lambda rank: rank["interface"] or rank["address"]))
+    text = f"{len(rates)} over {interfaces}, {rates[0]:,.0f} to {rates[-1]:,.0f} Mbit/s, median {median:,.0f}"
+    yield Finding(
+        "connections", WARNING if slow else OK, f"{text}; slow: {told}" if slow else text,
+        "look at the network of these hosts: a step waits for the slowest link" if slow else "",
+    )  # fmt: skip
+
+
+def _clocks(ranks: Ranks) -> Iterator[Finding]:
+    first, last = (f(ranks, key=lambda rank: rank["time"]) for f in (min, max))
+    apart = last["time"] - first["time"]
+    is_off = apart > _MOST_CLOCK_S
+    yield Finding(
+        "clocks", WARNING if is_off else OK,
+        f"{apart:.1f} s apart" + (f": {first['host']} is behind {last['host']}" if is_off else ""),
+        "synchronize the clocks of the hosts (NTP); logs and reports compare their times" if is_off else "",
+    )  # fmt: skip
+
+
+def _devices(ranks: Ranks) -> Iterator[Finding]:
+    by_host = {rank["host"]: rank["gpus"] for rank in ranks}
+    if not any(by_host.values()):
+        yield Finding("devices", OK, "CPUs; no rank sees a GPU")
+        return
+    told = "; ".join(f"{host}: {', '.join(gpus) or 'none'}" for host, gpus in by_host.items())
+    differ = len({len(gpus) for gpus in by_host.values()}) > 1
+    yield Finding(
+        "devices", WARNING if differ else OK, told,
+        "give all executors equally many GPUs, or set launch.device to cpu" if differ else "",
+    )  # fmt: skip
+
+
+def _hosts(ranks: Ranks) -> Iterator[Finding]:
+    limits: tuple[tuple[str, str, float, str, str], ...] = (
+        ("disk", "disk_free_bytes", _LEAST_DISK_BYTES, "GiB free", "free space there, or set spark.local.dir"),
+        ("shared memory", "shm_free_bytes", _LEAST_SHM_BYTES, "GiB free", "enlarge /dev/shm (docker: --shm-size)"),
+        ("open files", "open_files", _LEAST_FILES, "allowed", "raise the limit of the executors: ulimit -n 65536"),
+    )
+    for check, key, least, unit, change in limits:
+        known = {rank["host"]: rank[key] for rank in ranks if rank[key] is not None}
+        if not known:
+            continue
+        host, value = min(known.items(), key=lambda item: item[1])
+        is_short = value < least
+        shown = f"{value / 2**30:.1f}" if "GiB" in unit else f"{value:,}"
+        yield Finding(
+            check, WARNING if is_short else OK, f"at least {shown} {unit}" if not is_short else
+            f"{shown} {unit} on {host}", change if is_short else "",
+        )  # fmt: skip
+
+
+def _folder(ranks: Ranks, run_dir: str) -> Iterator[Finding]:
+    change = "use a folder that all hosts can write to by the same path or URL, and check its permissions"
+    if bad := _grouped([rank for rank in ranks if rank["writes"]], lambda rank: rank["writes"]):
+        why, hosts = next(iter(bad.items()))
+        yield Finding("run_dir", ERROR, f"{', '.join(hosts)} cannot write to {run_dir}: {why}", change)
+    elif apart := [rank for rank in ranks if rank["missing"]]:
+        other = ranks[apart[0]["missing"][0]]["host"]
+        yield Finding("run_dir", ERROR, f"{run_dir} on {apart[0]['host']} is another folder than on {other}", change)
+    else:
+        yield Finding(
+            "run_dir", OK, f"all hosts ({len({rank['host'] for rank in ranks})}) write to {run_dir} and see it"
+        )
+
+
+def _grouped(ranks: Ranks, value_of: Callable[[Any], str]) -> dict[str, list[str]]:
+    """Returns the hosts of each value."""
+    found: dict[str, list[str]] = {}
+    for rank in ranks:
+        hosts = found.setdefault(value_of(rank), [])
+        if rank["host"] not in hosts:
+            hosts.append(rank["host"])
+    return found

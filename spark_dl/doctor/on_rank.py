@@ -1,0 +1,109 @@
+"""What a rank tells a diagnosis about its host. Called on every rank, in a barrier task."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import shutil
+import socket
+import time
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from spark_dl import storage
+from spark_dl._version import __version__
+from spark_dl.doctor import links
+from spark_dl.launch.rank.task import RankResult, local_folders
+from spark_dl.launch.watch import Reporter
+from spark_dl.world import interface_of, local_address
+
+_SHM = "/dev/shm"  # noqa: S108 - where shared memory is, not a file
+
+
+def examine(run_dir: str, secret: bytes, timeout_s: float, *, report: Reporter) -> RankResult:
+    """Returns the facts of this rank. Collective.
+
+    run_dir: the folder that all ranks must write to; empty to leave this out. secret: of the connections.
+    """
+    from pyspark import BarrierTaskContext
+
+    context = BarrierTaskContext.get()
+    task, infos = context.partitionId(), context.getTaskInfos()
+    host = infos[task].address.rsplit(":", 1)[0].strip("[]")
+    facts: dict[str, Any] = {"host": host, "pid": os.getpid(), **versions(), **_limits(), "gpus": _gpus()}
+    try:
+        address = local_address(host)
+    except RuntimeError as error:
+        address, facts["address_error"] = "127.0.0.1", str(error)
+    with links.listening(address, secret) as port:
+        probe = storage.join(run_dir, f"probe-doctor-{secret.hex()[:8]}-{task}") if run_dir else ""
+        facts |= {"address": address, "interface": interface_of(address) or "", "writes": _write(probe)}
+        message = json.dumps([address, port])
+        places = report.exchange(message, timeout_s) or context.allGather(message)
+        facts["time"] = time.time()  # all ranks get the answer at nearly the same time
+        found = links.measure(task, [tuple(json.loads(each)) for each in places], secret)
+        facts["mbit_per_s"] = [None if rate is None else rate * 8 / 1e6 for rate, _ in found]
+        facts["link_errors"] = {str(other): why for other, (_, why) in enumerate(found) if why}
+        context.barrier()
+    if run_dir:
+        probes = [f"probe-doctor-{secret.hex()[:8]}-{other}" for other in range(len(infos))]
+        facts["missing"] = [t for t, name in enumerate(probes) if not _is_there(storage.join(run_dir, name))]
+        context.barrier()  # until all have looked
+        _delete(probe)
+    return RankResult(task, json.dumps(facts))
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions that a diagnosis compares with those of the driver."""
+    return {
+        "python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__,
+        "pyarrow": pa.__version__, "spark_dl": __version__,
+    }  # fmt: skip
+
+
+def _limits() -> dict[str, Any]:
+    return {
+        "cpus": os.cpu_count(), "threads": torch.get_num_threads(),
+        "disk_free_bytes": min(shutil.disk_usage(folder).free for folder in local_folders()),
+        "shm_free_bytes": shutil.disk_usage(_SHM).free if os.path.isdir(_SHM) else None,
+        "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        "hostname": socket.gethostname(),
+    }  # fmt: skip
+
+
+def _gpus() -> list[str]:
+    if not torch.cuda.is_available():
+        return []
+    return [f"{torch.cuda.get_device_name(i)} {torch.cuda.get_device_properties(i).uuid}"
+            for i in range(torch.cuda.device_count())]  # fmt: skip
+
+
+def _write(probe: str) -> str:
+    """Returns why this rank cannot write and read a file; empty if it can, or shall not."""
+    if not probe:
+        return ""
+    content = b"spark_dl writes here, and deletes this"
+    try:
+        storage.write_bytes(probe, content)
+        return "" if storage.read_bytes(probe) == content else "it has not the content that was written"
+    except (OSError, ValueError) as error:
+        return str(error)
+
+
+def _is_there(url: str) -> bool:
+    try:
+        return storage.exists(url)
+    except OSError:
+        return False
+
+
+def _delete(url: str) -> None:
+    try:
+        storage.delete_file(url)
+    except OSError:  # reported as not writable
+        return

@@ -1,0 +1,78 @@
+"""From what the ranks tell to findings: each fault beside healthy ranks, about which nothing is said."""
+
+import json
+
+import pytest
+
+from spark_dl.doctor import doctor, on_rank
+from spark_dl.doctor.findings import ERROR, OK, WARNING, Diagnosis, Finding, sort
+
+
+def rank(host, **changed):
+    return {
+        "host": host, "address": f"10.0.0.{host[-1]}", "interface": "eth0", "pid": 7, **on_rank.versions(),
+        "gpus": [], "disk_free_bytes": 50 << 30, "shm_free_bytes": 1 << 30, "open_files": 65536, "writes": "",
+        "missing": [], "time": 100.0, "mbit_per_s": [900.0] * 3, "link_errors": {}, **changed,
+    }  # fmt: skip
+
+
+def findings(*ranks):
+    found = [f for check in (doctor._versions, doctor._links, doctor._clocks, doctor._devices, doctor._hosts)
+             for f in check(ranks)]  # fmt: skip
+    return [*found, *doctor._folder(ranks, "/runs/1")]
+
+
+HEALTHY = [rank("host1"), rank("host2"), rank("host2")]
+
+
+def test_nothing_is_wrong_with_healthy_ranks():
+    found = findings(*HEALTHY)
+    assert {f.level for f in found} == {OK}
+    assert not any(f.change for f in found)
+    assert [f.check for f in found] == [
+        "versions", "connections", "clocks", "devices", "disk", "shared memory", "open files", "run_dir",
+    ]  # fmt: skip
+    assert found[-1].found == "all hosts (2) write to /runs/1 and see it"
+
+
+@pytest.mark.parametrize(("changed", "check", "level", "words", "key"), [
+    ({"torch": "2.0"}, "version of torch", ERROR, "2.0 on host3", "the same version of torch"),
+    ({"numpy": "1.0"}, "version of numpy", WARNING, "1.0 on host3", "the same version of numpy"),
+    ({"link_errors": {"0": "timed out"}}, "connection", ERROR, "host3 (10.0.0.3) cannot connect to host1 (10.0.0.1)",
+     "GLOO_SOCKET_IFNAME"),
+    ({"address_error": "host3 does not resolve"}, "address", ERROR, "does not resolve", "/etc/hosts"),
+    ({"mbit_per_s": [100.0, 900.0, None]}, "connections", WARNING, "slow: host3 to host1 100", "slowest link"),
+    ({"time": 107.5}, "clocks", WARNING, "7.5 s apart: host1 is behind host3", "NTP"),
+    ({"gpus": ["H100 GPU-1"]}, "devices", WARNING, "host1: none; host2: none; host3: H100 GPU-1", "launch.device"),
+    ({"disk_free_bytes": 1 << 29}, "disk", WARNING, "0.5 GiB free on host3", "spark.local.dir"),
+    ({"shm_free_bytes": 0}, "shared memory", WARNING, "0.0 GiB free on host3", "--shm-size"),
+    ({"open_files": 256}, "open files", WARNING, "256 allowed on host3", "ulimit"),
+    ({"writes": "Read-only file system"}, "run_dir", ERROR, "host3 cannot write to /runs/1: Read-only", "all hosts"),
+    ({"missing": [0]}, "run_dir", ERROR, "/runs/1 on host3 is another folder than on host1", "the same path"),
+])  # fmt: skip
+def test_one_rank_that_differs_is_named_with_what_to_change(changed, check, level, words, key):
+    found = [f for f in findings(rank("host1"), rank("host2"), rank("host3", **changed)) if f.level != OK]
+    assert [(f.check, f.level) for f in found] == [(check, level)]
+    assert words in found[0].found
+    assert key in found[0].change
+
+
+def test_a_version_that_only_the_driver_has_is_a_warning():
+    (found,) = [f for f in findings(*(rank(f"host{i}", torch="2.0") for i in (1, 2, 3))) if f.level != OK]
+    assert (found.check, found.level) == ("version of torch", WARNING)
+
+
+def test_a_host_without_shared_memory_is_not_looked_at():
+    assert "shared memory" not in {f.check for f in findings(*(rank("host1", shm_free_bytes=None) for _ in range(3)))}
+
+
+def test_a_diagnosis_shows_errors_first_and_what_to_change():
+    mixed = [Finding("a", OK, "fine"), Finding("b", WARNING, "slow", "set b"), Finding("c", ERROR, "<none>", "set c")]
+    found = Diagnosis(sort(mixed))
+    assert not found.is_healthy
+    assert Diagnosis(tuple(mixed[:2])).is_healthy
+    lines = found.text.splitlines()
+    assert [line.split()[0] for line in lines[2:5]] == ["error", "warning", "ok"]
+    assert lines[-2:] == ["- c: set c", "- b: set b"]
+    assert "&lt;none&gt;" in found._repr_html_()
+    assert json.loads(json.dumps(found.to_dict()))["healthy"] is False

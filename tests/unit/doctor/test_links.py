@@ -1,0 +1,55 @@
+"""Connections between ranks, which are threads here, with real sockets."""
+
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from spark_dl.doctor import links
+
+SECRET = bytes(range(32))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_each_rank_measures_the_rate_to_each_other_one(num_ranks):
+    with ThreadPoolExecutor(num_ranks) as pool:
+        ready, places = threading.Barrier(num_ranks, timeout=20), [("", 0)] * num_ranks
+
+        def run(rank):
+            with links.listening("127.0.0.1", SECRET) as port:
+                places[rank] = ("127.0.0.1", port)
+                ready.wait()
+                found = links.measure(rank, places, SECRET)
+                ready.wait()
+                return found
+
+        rates = list(pool.map(run, range(num_ranks), timeout=60))
+    for rank, row in enumerate(rates):
+        for other, (rate, why) in enumerate(row):
+            assert why == ""
+            assert rate is None if other == rank else rate > 1e6
+
+
+def test_a_rank_that_cannot_be_reached_is_named_with_the_reason():
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        ((_, own), (rate, why)) = links.measure(0, [("127.0.0.1", 1), closed.getsockname()], SECRET)
+    assert (own, rate) == ("", None)
+    assert "refused" in why
+
+
+@pytest.mark.parametrize("sent", [b"", b"short", bytes(32), b"x" * 100_000])
+def test_a_client_without_the_secret_gets_nothing(sent, monkeypatch):
+    monkeypatch.setattr(links, "CONNECT_S", 0.5)
+    with links.listening("127.0.0.1", SECRET) as port, socket.create_connection(("127.0.0.1", port), 5) as client:
+        start = time.monotonic()
+        try:
+            client.sendall(sent)
+            assert client.recv(1) == b""
+        except ConnectionError:  # closed while data were under way
+            pass
+        assert time.monotonic() - start < 5
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), 1).close()

@@ -98,7 +98,9 @@ def call(
     with (
         _spilled(rows, columns, settings) as spilled,
         # A script has its GPU for itself, so this process must not take memory of it.
-        rendezvous.join(launch, init_group=False, use_gpu=fn is not run_script, report=report) as world,
+        rendezvous.join(
+            launch, init_group=False, use_gpu=fn is not run_script, for_script=fn is run_script, report=report
+        ) as world,
     ):
         if spilled is not None:
             assert settings is not None
@@ -109,7 +111,7 @@ def call(
         if fn is run_script:
             kwargs = {**kwargs, "gpu_env": world.child_env}
         alone = contextlib.nullcontext() if launch.independent_ranks else error_if_alone(world)
-        with alone, error_on_other_gpu(world), own_groups(launch.collective_timeout_s):
+        with alone, error_on_other_gpu(world), own_groups(world, launch.collective_timeout_s):
             try:
                 result = fn(*args, **kwargs)
             except SystemExit as end:

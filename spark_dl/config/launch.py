@@ -47,6 +47,9 @@ class Launch:
     and `run_on_dataframe`, which would begin from the start."""
     restart_wait_s: float = 1.0
     """Wait, in seconds, before the ranks are started again. It doubles with each restart, up to a minute."""
+    allow_plaintext: bool = False
+    """Whether ranks may send gradients to each other unencrypted although Spark encrypts what it sends
+    (`spark.network.crypto.enabled`, `spark.ssl.enabled`). Set it if the network itself is private."""
     independent_ranks: bool = False
     """Whether the ranks of `launch` may train without a process group, each a model of its own. The default is an
     error at the first optimizer step, as a rank that trains alone is mostly a mistake that nobody notices."""
@@ -72,4 +75,5 @@ class Launch:
             has_gpu = self.gpus_per_rank > 0 or self.device != "cuda"
             check(has_gpu, "launch.gpus_per_rank", "more than 0 with launch.device=cuda", self.gpus_per_rank)
         check_bool(self, "independent_ranks")
+        check_bool(self, "allow_plaintext")
         check_choices(self)

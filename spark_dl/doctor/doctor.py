@@ -78,12 +78,6 @@ def _of_settings(spark: Any) -> Iterator[Finding]:
             "spark.speculation", WARNING, "true: Spark never speculates about ranks, but copies tasks that write "
             "shards or predict, which costs slots", "set spark.speculation to false",
         )  # fmt: skip
-    encrypted = ("spark.network.crypto.enabled", "spark.ssl.enabled", "spark.authenticate.enableSaslEncryption")
-    if on := [key for key in encrypted if spark.conf.get(key, "false") == "true"]:
-        yield Finding(
-            "encryption", WARNING, f"{on[0]} is true, but the gradients between ranks are not encrypted",
-            "use a network that only the cluster can read, such as a private subnet, WireGuard or IPsec",
-        )  # fmt: skip
 
 
 def _slots(spark: Any, num_ranks: int) -> str:

@@ -18,8 +18,8 @@ import torch
 from spark_dl import storage
 from spark_dl._version import __version__
 from spark_dl.doctor import links
+from spark_dl.launch.rank.sender import Reporter
 from spark_dl.launch.rank.task import RankResult, local_folders
-from spark_dl.launch.watch import Reporter
 from spark_dl.world import interface_of, local_address
 
 _SHM = "/dev/shm"  # noqa: S108 - where shared memory is, not a file

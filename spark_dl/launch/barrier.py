@@ -10,6 +10,7 @@ import contextlib
 import functools
 import json
 import logging
+import os
 import queue
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,7 +21,7 @@ from spark_dl.launch import payload, preflight
 from spark_dl.launch.failures.root_cause import root_cause
 from spark_dl.launch.rank.task import ROOT_CAUSE_WAIT_S, SCHEMA, RankResult, rank_task
 from spark_dl.launch.session import worker_env
-from spark_dl.launch.watch import Listener
+from spark_dl.launch.watch import CRASH, Listener
 from spark_dl.spark_job import SparkJob, is_connect, is_local_master
 
 RANKS = "spark_dl-ranks"
@@ -80,11 +81,13 @@ def run_barrier(
     try:
         task = rank_task(
             packed, listener.address if listener else None, launch, env=env or {}, has_source=source is not None,
+            secret=os.urandom(32), result_limit_bytes=preflight.result_limit_bytes(spark, launch.num_ranks),
             has_log=not is_local_master(spark.conf.get("spark.master", "")),
         )  # fmt: skip
         tasks = spark.range(0, launch.num_ranks, 1, launch.num_ranks) if source is None else source
-        is_new = attempt > 0 and not is_connect(spark)  # a Connect server sets the variables of its workers itself
-        with worker_env(spark, {**(env or {}), **({_ATTEMPT: str(attempt)} if is_new else {})}):
+        if attempt and not is_connect(spark):  # a Connect server sets the variables of its workers itself
+            env = {**(env or {}), _ATTEMPT: str(attempt)}
+        with worker_env(spark, env or {}):
             # Without a profile, also on Spark 3.5, which has no such argument.
             df = tasks.mapInArrow(task, SCHEMA, barrier=True, **({} if profile is None else {"profile": profile}))
         job = _Job(spark, df, launch.num_ranks, events, description=description, computes_first=source is not None)
@@ -256,7 +259,7 @@ class _Watch:
                 self._take(event)
                 if event["kind"] == "ask":
                     self._answer(event)
-                elif self._on_event:
+                elif self._on_event and event["kind"] not in ("stack", CRASH):
                     self._on_event(event)
             self._raise_failure()
             if time.monotonic() >= self._poll_at:
@@ -290,6 +293,8 @@ class _Watch:
         elif kind in ("started", "joined"):
             self._known.setdefault(event["task"], {}).update(event)
             self._running = len(self._known)
+        elif kind in ("stack", CRASH):
+            self._known.setdefault(event["task"], {})[kind] = event["stack" if kind == "stack" else "text"]
         elif kind == "done":
             self._known.setdefault(event["task"], {})["is_done"] = True
         elif kind == "tasks":

@@ -61,13 +61,20 @@ def unpack_call(packed: bytes) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     return call
 
 
-def pack_result(result: Any) -> bytes:
+def pack_result(result: Any, limit_bytes: int | None = None) -> bytes:
     """Returns a rank's result as bytes: a JSON tree, and then its arrays in NumPy's format.
 
-    Raises TypeError with the place of a value of an unsupported type.
+    Raises TypeError with the place of a value of an unsupported type, and ValueError for more than `limit_bytes`.
     """
     arrays: list[np.ndarray[Any, Any]] = []
     tree = json.dumps(_to_tree(result, "result", arrays)).encode()
+    size = len(tree) + sum(array.nbytes for array in arrays)
+    if limit_bytes is not None and size > limit_bytes:
+        raise ValueError(
+            f"the result of this rank has {size / 2**20:,.0f} MiB, and the driver can take {limit_bytes / 2**20:,.0f} "
+            "MiB of each rank; write it to a file and return its path, or raise spark.driver.memory and "
+            "spark.driver.maxResultSize"
+        )
     out = io.BytesIO()
     out.write(struct.pack("<Q", len(tree)))
     out.write(tree)

@@ -11,6 +11,8 @@ from spark_dl.config import Launch
 from spark_dl.launch import gpus, resources
 from spark_dl.spark_job import is_connect
 
+_COPIES = 6
+"""Copies of the results in the heap of the driver's JVM, at most, with some room."""
 _EXECUTORS_WAIT_S = 10.0
 """How long to wait for the executors of a new session to register."""
 
@@ -43,6 +45,7 @@ def check(spark: Any, launch: Launch, *, at_once: bool = True, executors_wait_s:
                 f"{resources.EXECUTOR} and {resources.SCRIPT}"
             )
         return None
+    check_encryption(spark, launch)
     profile = resources.build_profile(spark, launch)
     check_local_gpus(spark, launch)
     check_slots(spark, launch, profile, executors_wait_s)
@@ -57,6 +60,21 @@ def check_local_gpus(spark: Any, launch: Launch) -> None:
         gpus.gpus_of_local_rank("cuda", launch.num_ranks - 1, launch.num_ranks, launch.gpus_per_rank)
     except RuntimeError as error:
         raise ValueError(str(error)) from error
+
+
+ENCRYPTION = ("spark.network.crypto.enabled", "spark.ssl.enabled", "spark.authenticate.enableSaslEncryption")
+"""Settings by which Spark encrypts what it sends."""
+
+
+def check_encryption(spark: Any, launch: Launch) -> None:
+    """Raises ValueError if Spark encrypts what it sends, as the ranks do not encrypt what they send to each other."""
+    on = [key for key in ENCRYPTION if _conf(spark, key) == "true"]
+    if on and launch.num_ranks > 1 and not launch.allow_plaintext:
+        raise ValueError(
+            f"{on[0]}: found true, but the ranks would send gradients to each other unencrypted; use a network that "
+            "only the cluster can read, such as a private subnet, WireGuard or IPsec, and set launch.allow_plaintext "
+            "to true"
+        )
 
 
 def check_disks(spark: Any) -> None:
@@ -115,6 +133,24 @@ def _slots_of_master(master: str, task_cpus: int) -> int | None:
     if match := re.fullmatch(r"local-cluster\[\s*(\d+)\s*,\s*(\d+)\s*,\s*\d+\s*\]", master):
         return int(match.group(1)) * (int(match.group(2)) // task_cpus)
     return None
+
+
+def result_limit_bytes(spark: Any, num_ranks: int) -> int | None:
+    """Returns how large the result of one rank may be; None over Spark Connect, where the driver is the server's.
+
+    The results pass through the heap of the driver's JVM, which holds several copies of them for a moment.
+    """
+    if is_connect(spark):
+        return None
+    heap_bytes = spark.sparkContext._jvm.java.lang.Runtime.getRuntime().maxMemory()
+    limits = [heap_bytes // _COPIES, _bytes_of(_conf(spark, "spark.driver.maxResultSize") or "1g")]
+    return int(min(limit for limit in limits if limit) // num_ranks)
+
+
+def _bytes_of(text: str) -> int:
+    """Returns the bytes of a size as Spark writes it: 512m, 1g, or a number of bytes."""
+    found = re.fullmatch(r"(\d+)([kmgtp]?)b?", text.strip().lower())
+    return int(found[1]) << 10 * " kmgtp".index(found[2] or " ") if found else 0
 
 
 def _conf(spark: Any, key: str) -> str | None:

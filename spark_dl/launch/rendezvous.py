@@ -15,6 +15,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterator, Sequence
+from multiprocessing import AuthenticationError
 from typing import Any
 
 import torch
@@ -30,19 +31,24 @@ from spark_dl.launch import gpus
 from spark_dl.launch.failures import first_failure
 from spark_dl.launch.peers import Peer, backend_of, check_peers, child_env, deal_ranks, describe, from_json, sharing
 from spark_dl.launch.rank.environment import restored_process, torchrun_env
-from spark_dl.launch.watch import Reporter
+from spark_dl.launch.rank.sender import Reporter
+from spark_dl.launch.rank.store import RankStore, Server
+from spark_dl.launch.watch import Address
 from spark_dl.world import World, interface_of, local_address
 
 _log = logging.getLogger("spark_dl")
 
 
 @contextlib.contextmanager
-def join(launch: Launch, *, init_group: bool = True, use_gpu: bool = True, report: Any = None) -> Iterator[World]:
+def join(
+    launch: Launch, *, init_group: bool = True, use_gpu: bool = True, for_script: bool = False, report: Any = None
+) -> Iterator[World]:
     """Joins the other ranks, in a barrier task or under torchrun. Leaves on success, and aborts on an error.
 
     Collective: every rank of the job calls it.
     init_group: creates the default process group (`World.backend`). Without it, the user's code can call
         `torch.distributed.init_process_group()`, as under torchrun.
+    for_script: the ranks start programs, which can use a TCPStore alone; anybody who reaches its port can use it.
     use_gpu: makes the rank's GPU the current device. It then takes some of the GPU's memory for this process.
 
     Raises RuntimeError if not all ranks join within `launch.start_timeout_s`, or as `check_peers` does.
@@ -50,7 +56,10 @@ def join(launch: Launch, *, init_group: bool = True, use_gpu: bool = True, repor
     """
     context = _barrier_context()
     with restored_process(), contextlib.ExitStack() as cleanup:
-        world = _meet_by_env(launch, report) if context is None else _meet_in_barrier(context, launch, report, cleanup)
+        if context is None:
+            world = _meet_by_env(launch, report)
+        else:
+            world = _meet_in_barrier(context, launch, report, cleanup, for_script=for_script)
         world.report({"kind": "joined", "rank": world.rank})
         if launch.threads:
             torch.set_num_threads(launch.threads)
@@ -78,7 +87,9 @@ def _barrier_context() -> Any:
     return BarrierTaskContext.get() if isinstance(TaskContext.get(), BarrierTaskContext) else None
 
 
-def _meet_in_barrier(context: Any, launch: Launch, report: Any, cleanup: contextlib.ExitStack) -> World:
+def _meet_in_barrier(
+    context: Any, launch: Launch, report: Any, cleanup: contextlib.ExitStack, *, for_script: bool
+) -> World:
     partition = context.partitionId()
     executors = [info.address for info in context.getTaskInfos()]
     task_hosts = [_host_of(executor) for executor in executors]
@@ -106,7 +117,11 @@ def _meet_in_barrier(context: Any, launch: Launch, report: Any, cleanup: context
     rank, by_partition = ranks.index(partition), {p.partition: p for p in peers}
     local = [by_partition[p] for p in ranks if by_partition[p].place == me.place]
     places = list(dict.fromkeys(by_partition[p].place for p in ranks))
-    store = _open_store(by_partition[0], rank, len(peers), launch, listener)
+    first = by_partition[0]
+    if for_script or backend_of(peers) == "nccl" or not isinstance(report, Reporter):
+        store = _open_tcp_store(first, rank, len(peers), launch, listener)
+    else:
+        store = _open_store(first, report.secret, launch, listener, cleanup)
     world = World(
         rank=rank,
         world_size=len(peers),
@@ -200,7 +215,35 @@ def _exchange_by_store(store: dist.Store, me: Peer, world_size: int, timeout: da
     return [from_json(message.decode()) for message in store.multi_get(keys)]
 
 
-def _open_store(first: Peer, rank: int, world_size: int, launch: Launch, listener: socket.socket | None) -> dist.Store:
+def _open_store(
+    first: Peer, secret: bytes, launch: Launch, listener: socket.socket | None, cleanup: contextlib.ExitStack
+) -> dist.Store:
+    """Returns the store that the ranks of this run alone can use. It ends with `cleanup`."""
+    if listener:
+        cleanup.callback(Server(listener, secret).close)
+    try:
+        timeout = datetime.timedelta(seconds=launch.start_timeout_s)
+        store = RankStore(Address(first.address, first.port, secret), timeout)
+    except (OSError, EOFError, AuthenticationError) as error:
+        raise _unreachable(first, launch, error) from error
+    cleanup.callback(store.close)
+    return store
+
+
+def _unreachable(first: Peer, launch: Launch, error: Exception) -> RuntimeError:
+    return RuntimeError(
+        f"a rank on {socket.gethostname()} cannot reach task 0 at {first.address}:{first.port} within "
+        f"{launch.start_timeout_s:g} s: {error}; executors must reach each other on any port"
+    )
+
+
+def _open_tcp_store(
+    first: Peer, rank: int, world_size: int, launch: Launch, listener: socket.socket | None
+) -> dist.Store:
+    """Returns torch's own store.
+
+    NOTE: NCCL's threads use the store until the process group has ended. They would need Python for another store.
+    """
     timeout = datetime.timedelta(seconds=launch.start_timeout_s)
     # The store gets a duplicate of the bound socket, so it listens on exactly this address and port.
     descriptor = os.dup(listener.fileno()) if listener else None
@@ -210,10 +253,7 @@ def _open_store(first: Peer, rank: int, world_size: int, launch: Launch, listene
             master_listen_fd=descriptor,
         )  # fmt: skip
     except Exception as error:
-        raise RuntimeError(
-            f"rank {rank} on {socket.gethostname()} cannot reach task 0 at {first.address}:{first.port} within "
-            f"{launch.start_timeout_s:g} s: {error}; executors must reach each other on any port"
-        ) from error
+        raise _unreachable(first, launch, error) from error
 
 
 def create_group(world: World, launch: Launch) -> None:

@@ -19,8 +19,8 @@ from spark_dl.gather import gather_by_store
 from spark_dl.launch import rendezvous
 from spark_dl.launch.failures.describe import describe
 from spark_dl.launch.rank.groups import Group, group_of, joined
+from spark_dl.launch.rank.sender import Reporter
 from spark_dl.launch.rank.task import RankResult
-from spark_dl.launch.watch import Reporter
 from spark_dl.spec import Run
 from spark_dl.training import initial
 from spark_dl.trials.order import Spec, spec_of

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from spark_dl import Horovod, LocalSGD, ModelSpec, ParameterServer
-from spark_dl.launch.watch import Listener, Reporter, Sender
+from spark_dl.launch.rank.sender import Reporter, Sender
+from spark_dl.launch.watch import Listener
 from spark_dl.rundir import checkpoint, generations
 from spark_dl.training.metrics import read_metrics
 from spark_dl.trials.hand_out import HandOut

@@ -41,6 +41,7 @@ from spark_dl.baselines.servers.server import Server, follow
 from spark_dl.baselines.servers.settings import settings_of
 from spark_dl.baselines.servers.trainer import Trainer, add_gradient
 from spark_dl.baselines.servers.wire import Numbers, Transport
+from spark_dl.launch.rank import status
 from spark_dl.loop import Training
 from spark_dl.parallel.trainable import OptimizerState, Trainable
 from spark_dl.spec import Run
@@ -219,6 +220,7 @@ class _ServedTraining:
         training.schedule.end_step()
         progress.step += 1
         progress.global_step += 1
+        status.enter(status.TRAINING, progress.global_step + 1)
 
     def _on_update(self, gradients: Sequence[Gradient], heads: Sequence[Mapping[str, Any]]) -> str | None:
         """Counts an update, on the first server. Returns the reason to pause, or None."""

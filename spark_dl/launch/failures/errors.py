@@ -22,6 +22,7 @@ class RankError(RuntimeError):
     error: what the rank raised, as "Type: message"; empty for a rank that was killed or that hangs.
     is_retryable: whether another attempt can succeed. It cannot after an error of the code or of the data.
     earlier: reasons of the failures of earlier attempts, oldest first.
+    stacks: after a hang, where each rank was, with the stacks of its threads.
     rank and pid are None if only Spark reports the failure, for example of a killed rank over Spark Connect.
     """
 
@@ -39,6 +40,7 @@ class RankError(RuntimeError):
         error: str = "",
         is_retryable: bool = True,
         earlier: tuple[str, ...] = (),
+        stacks: str = "",
     ):
         text = reason
         for number, failure in enumerate(earlier, 1):
@@ -47,11 +49,13 @@ class RankError(RuntimeError):
             text += f"\n\nTraceback on the rank:\n{rank_traceback}"
         if rank_output:
             text += f"\n\nLast output of the rank:\n{rank_output}"
+        if stacks:
+            text += f"\n\nWhat the ranks did:\n{stacks}"
         super().__init__(text)
         self.rank, self.host, self.pid = rank, host, pid
         self.reason, self.rank_traceback, self.rank_output = reason, rank_traceback, rank_output
         self.step, self.phase, self.error, self.is_retryable = step, phase, error, is_retryable
-        self.earlier = earlier
+        self.earlier, self.stacks = earlier, stacks
 
     def after(self, earlier: Sequence[RankError], why_last: str) -> RankError:
         """Returns this error as that of the last of several attempts. why_last: why there is no other one."""
@@ -76,6 +80,7 @@ class RankError(RuntimeError):
 
 _ABOUT_RANK = (
     "rank", "host", "pid", "rank_traceback", "rank_output", "step", "phase", "error", "is_retryable", "earlier",
+    "stacks",
 )  # fmt: skip
 
 

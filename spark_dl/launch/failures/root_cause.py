@@ -33,6 +33,12 @@ def root_cause(
     if lost:
         rank, host, pid = _who(known, lost[0]["task"])
         place = _place(known, lost[0]["task"])
+        if crash := known.get(lost[0]["task"], {}).get("crash"):
+            ended = f"ended by {_signal_of(crash)}"
+            return RankError(
+                f"{name_of(rank, lost[0]['task'])} on {host} (pid {pid}) was {ended}{in_words(**place)}",
+                rank=rank, host=host, pid=pid, **place, error=ended, rank_traceback=crash,
+            )  # fmt: skip
         return RankError(
             f"{name_of(rank, lost[0]['task'])} on {host} (pid {pid}) was killed{in_words(**place)}: its process ended "
             "without an error. A SIGKILL often comes from the host running out of memory; see the executor's and the "
@@ -76,6 +82,18 @@ def _who(known: Mapping[int, Mapping[str, Any]], task: int) -> tuple[int | None,
     return who.get("rank"), who.get("host", "an unknown host"), who.get("pid")
 
 
+_SIGNALS = {
+    "Segmentation fault": "SIGSEGV", "Aborted": "SIGABRT", "Bus error": "SIGBUS", "Illegal instruction": "SIGILL",
+    "Floating-point exception": "SIGFPE", "Floating point exception": "SIGFPE",
+}  # fmt: skip
+
+
+def _signal_of(crash: str) -> str:
+    """Returns the signal that ended a process, by what Python's faulthandler has written."""
+    found = re.match(r"Fatal Python error: (.*)", crash)
+    return _SIGNALS.get(found[1].strip(), found[1].strip()) if found else "SIGTERM"
+
+
 def _place(about: Mapping[int, Mapping[str, Any]], task: int) -> Status:
     """Returns where a task was, by its last heartbeat."""
     return _place_in(about.get(task, {}))
@@ -105,8 +123,19 @@ def _error_about(
         consequence = f". As a consequence, {name} on {first['host']} failed: {first['error']}"
     place = _place(known, tasks[0])
     return RankError(
-        f"{_names(tasks, known)} {what}{in_words(**place)}{consequence}", rank=rank, host=host, pid=pid, **place
-    )
+        f"{_names(tasks, known)} {what}{in_words(**place)}{consequence}",
+        rank=rank, host=host, pid=pid, **place, stacks=_stacks(known),
+    )  # fmt: skip
+
+
+def _stacks(known: Mapping[int, Mapping[str, Any]]) -> str:
+    """Returns where each rank was that made no progress, by rank."""
+    found = []
+    for task in sorted(known, key=lambda task: (known[task].get("rank") is None, known[task].get("rank"), task)):
+        rank, host, pid = _who(known, task)
+        stack = known[task].get("stack", "  no stacks: the process does not answer, or did not stop for long enough\n")
+        found.append(f"{name_of(rank, task)} on {host} (pid {pid}){in_words(**_place(known, task))}:\n{stack}")
+    return "\n".join(found) if any("stack" in who for who in known.values()) else ""
 
 
 def _names(tasks: list[int], known: Mapping[int, Mapping[str, Any]]) -> str:

@@ -39,6 +39,8 @@ def as_lines(error: RankError) -> list[str]:
         parts.append(f"Traceback on the rank:\n{fold(harmless(error.rank_traceback))}")
     if error.rank_output:
         parts.append(f"Last output of the rank:\n{harmless(error.rank_output)}")
+    if error.stacks:
+        parts.append(f"What the ranks did:\n{fold(harmless(error.stacks))}")
     if called := _called_from(error):
         parts.append(f"Called on the driver:\n{called}")
     other = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
@@ -65,6 +67,8 @@ def as_html(error: RankError) -> str:
             found.append(_details("All frames on the rank", whole))
     if error.rank_output:
         found.append(_details("Last output of the rank", harmless(error.rank_output)))
+    if error.stacks:
+        found.append(_details("What the ranks did", harmless(error.stacks)))
     if called := _called_from(error):
         found.append(_details("Called on the driver", called))
     return f'<div style="border-left:3px solid #e5534b;padding-left:.8em;font-size:13px">{"".join(found)}</div>'

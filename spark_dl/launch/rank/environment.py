@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from spark_dl.launch.rank.store import RankStore
 from spark_dl.world import World
 
 RANK_VARIABLES = (
@@ -47,7 +48,7 @@ def torchrun_env(world: World, *, group_rank: int, num_groups: int, run_id: str)
     A group is the ranks of one host, as torchrun's agent is. Hosts can have different numbers of ranks.
     """
     store = world.store
-    assert isinstance(store, dist.TCPStore)
+    assert isinstance(store, (dist.TCPStore, RankStore))
     env = {
         **place_env(world, group_rank=group_rank, num_groups=num_groups),
         "ROLE_NAME": "default",
@@ -164,7 +165,7 @@ def _reset_accelerate() -> None:
 
 
 @contextlib.contextmanager
-def own_groups(timeout_s: float) -> Iterator[None]:
+def own_groups(world: World, timeout_s: float) -> Iterator[None]:
     """Gives each `init_process_group()` of the block its own keys in the store, and a time limit by default.
 
     Without keys of its own, a second process group reads the addresses of the first one and fails to connect: torch
@@ -187,7 +188,9 @@ def own_groups(timeout_s: float) -> Iterator[None]:
             yield from original(url, timeout, **kwargs)
             return
         count += 1
-        client = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), None, False, timeout)
+        client = world.store
+        if isinstance(client, dist.TCPStore):  # one client serves one thread at a time
+            client = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), None, False, timeout)
         yield dist.PrefixStore(f"group {count}", client), int(env["RANK"]), int(env["WORLD_SIZE"])
 
     handlers["env"] = open_store

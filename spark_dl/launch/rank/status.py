@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TypedDict
 
 STARTING, READING, TRAINING, VALIDATING, SAVING = (
@@ -18,10 +19,13 @@ class Status(TypedDict):
 
 
 _now: Status = {"phase": STARTING, "step": None}
+_since = time.monotonic()
 
 
 def enter(phase: str, step: int | None = None) -> None:
     """Notes that this process begins a phase. step: None keeps the last one."""
+    global _since
+    _since = time.monotonic()
     _now["phase"] = phase
     if step is not None:
         _now["step"] = step
@@ -29,12 +33,19 @@ def enter(phase: str, step: int | None = None) -> None:
 
 def reset() -> None:
     """Forgets what an earlier run of this process has noted."""
+    global _since
+    _since = time.monotonic()
     _now["phase"], _now["step"] = STARTING, None
 
 
 def now() -> Status:
     """Returns what the process does now."""
     return {**_now}
+
+
+def since() -> float:
+    """Returns when this process has noted something the last time, by the monotonic clock."""
+    return _since
 
 
 def in_words(phase: str | None, step: int | None) -> str:

@@ -21,11 +21,14 @@ from spark_dl.launch.failures.describe import describe, failed_in_task
 from spark_dl.launch.rank import status
 from spark_dl.launch.rank.environment import applied
 from spark_dl.launch.rank.output import Output, line_buffered
-from spark_dl.launch.watch import Address, Reporter, Sender
+from spark_dl.launch.rank.sender import Reporter, Sender, crashes_reported
+from spark_dl.launch.watch import Address
 
 ROOT_CAUSE_WAIT_S = 2.0
 """How long to wait for the root cause after a failure that is only a consequence."""
 _ABORTED_BY_DRIVER_WAIT_S = 20.0
+_STALL = 0.8
+"""Part of `launch.collective_timeout_s` after which a rank without progress sends its stacks, before others fail."""
 SCHEMA = "rank int, result binary, refused string, output string"
 
 
@@ -58,12 +61,15 @@ def rank_task(
     env: Mapping[str, str],
     has_source: bool,
     has_log: bool,
+    secret: bytes,
+    result_limit_bytes: int | None,
 ) -> Callable[[Iterator[Any]], Iterator[Any]]:
     """Returns the function that Spark runs as the task of one rank. Called on the driver.
 
     packed: the call, of `payload.pack_call`. address: that of the driver's listener.
     env: the user's environment variables.
     has_source: whether the input of the task are rows for the function.
+    secret: of the store that the ranks share. result_limit_bytes: of the result of a rank.
     has_log: whether this process writes to the log of an executor, and not to the terminal of the driver.
     """
 
@@ -78,12 +84,12 @@ def rank_task(
         status.reset()
         task, infos = context.partitionId(), context.getTaskInfos()
         me: dict[str, Any] = {"host": infos[task].address.rsplit(":", 1)[0], "pid": os.getpid()}
-        sender = Sender(address, task)
-        report = Reporter(sender, me)
+        sender = Sender(address, task, stall_s=_STALL * launch.collective_timeout_s)
+        report = Reporter(sender, me, secret)
         report({"kind": "started"})
         output = _open_output(report, me, launch, has_log=has_log)
         try:
-            with _reported_exit(sender, output, me), applied(env):
+            with _reported_exit(sender, output, me), crashes_reported(address, task), applied(env):
                 if len(infos) != launch.num_ranks:
                     raise RuntimeError(
                         f"Spark started {len(infos)} tasks for {launch.num_ranks} ranks; the DataFrame must have one "
@@ -93,7 +99,7 @@ def rank_task(
                 rows = {"rows": TaskInput(batches, task, folders[task % len(folders)])} if has_source else {}
                 fn, args, kwargs = payload.unpack_call(packed)
                 done: RankResult = fn(*args, report=report, **kwargs, **rows)
-                result = payload.pack_result(done.result)
+                result = payload.pack_result(done.result, result_limit_bytes)
         except BaseException as error:
             last_lines = _close_output(output)
             is_shown = sender.is_connected or bool(launch.log_dir)

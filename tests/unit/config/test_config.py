@@ -214,6 +214,7 @@ INVALID = [  # section, key, invalid values, and invalid combinations of values
     (Launch, "launch.start_timeout_s", [0, -1, NAN, INF, None]),
     (Launch, "launch.collective_timeout_s", [0, -1, NAN, INF, None, 604_801, 1e12]),
     (Launch, "launch.threads", [-1, 2.0, True, None]),
+    (Launch, "launch.allow_plaintext", [None, "yes", 2]),
     (Launch, "launch.max_restarts", [-1, 2.0, True, None, "never"]),
     (Launch, "launch.restart_wait_s", [-1, NAN, INF, None]),
     (Launch, "launch.output", ["rank1", "", None, 0]),

@@ -366,3 +366,10 @@ def test_a_bound_method_is_searched_for_what_cannot_be_pickled():
 
     with pytest.raises(ValueError, match=r"`function\.__self__\.guard` is a _thread\.lock"):
         pack_call(Owner().work, (), {})
+
+
+def test_a_result_that_is_larger_than_the_driver_can_take_is_an_error_with_both_sizes():
+    result = {"weights": [torch.zeros(3 << 18), np.zeros(1 << 18)], "name": "x"}  # 3 + 2 MiB
+    assert len(pack_result(result, 6 << 20)) > 5 << 20
+    with pytest.raises(ValueError, match=r"has 5 MiB, and the driver can take 4 MiB of each rank; .*maxResultSize"):
+        pack_result(result, 4 << 20)

@@ -15,7 +15,10 @@ from multiprocessing.connection import Connection
 import pytest
 
 from spark_dl.launch import watch
-from spark_dl.launch.watch import Address, Listener, Reporter, Sender, _connect
+from spark_dl.launch.rank import sender as sender_module
+from spark_dl.launch.rank import status
+from spark_dl.launch.rank.sender import Reporter, Sender, connect
+from spark_dl.launch.watch import Address, Listener
 
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 
@@ -80,7 +83,7 @@ def test_a_rank_that_says_how_it_ended_is_not_lost(listener, last):
 
 
 def test_a_rank_whose_connection_ends_without_a_word_is_lost(listener):
-    with _connect(listener.address) as connection:
+    with connect(listener.address) as connection:
         connection.send_bytes(json.dumps({"kind": "started", "task": 5}).encode())
         assert take(listener, 1)[0]["kind"] == "started"
     (event,) = take(listener, 1)
@@ -90,7 +93,8 @@ def test_a_rank_whose_connection_ends_without_a_word_is_lost(listener):
 def test_what_a_rank_has_flushed_is_known_though_it_is_killed_at_once(listener):
     code = (
         "import os, signal, sys\n"
-        "from spark_dl.launch.watch import Address, Sender\n"
+        "from spark_dl.launch.rank.sender import Sender\n"
+        "from spark_dl.launch.watch import Address\n"
         "sender = Sender(Address(sys.argv[1], int(sys.argv[2]), bytes.fromhex(sys.argv[3])), 5)\n"
         "sender.send({'kind': 'joined', 'rank': 3})\n"
         "sender.flush(30.0)\n"
@@ -106,7 +110,7 @@ def test_what_a_rank_has_flushed_is_known_though_it_is_killed_at_once(listener):
 
 
 def test_a_rank_with_nothing_to_say_is_not_silent_until_it_is_done(listener, monkeypatch):
-    monkeypatch.setattr(watch, "_HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(sender_module, "_HEARTBEAT_S", 0.05)
     sender = Sender(listener.address, 2)
     sender.send({"kind": "started"})
     take(listener, 1)
@@ -121,7 +125,7 @@ def test_a_rank_with_nothing_to_say_is_not_silent_until_it_is_done(listener, mon
 
 
 def test_a_rank_that_stands_still_is_silent_and_not_lost(listener):
-    with _connect(listener.address) as connection:
+    with connect(listener.address) as connection:
         connection.send_bytes(json.dumps({"kind": "started", "task": 5}).encode())
         take(listener, 1)
         time.sleep(0.5)
@@ -132,7 +136,7 @@ def test_a_rank_that_stands_still_is_silent_and_not_lost(listener):
 
 
 def test_a_rank_that_talks_nonsense_is_lost(listener):
-    with _connect(listener.address) as connection:
+    with connect(listener.address) as connection:
         for frame in (b'{"kind": "started", "task": 5}', b"{"):
             connection.send_bytes(frame)
         assert [e["kind"] for e in take(listener, 2)] == ["started", "lost"]
@@ -190,14 +194,14 @@ def test_a_stranger_that_says_nothing_keeps_no_one_waiting(listener):
     b"\x80\x04K\x01.", b"x" * TOO_LARGE,
 ], ids=lambda frame: repr(frame[:20]))  # fmt: skip
 def test_a_frame_that_is_no_event_does_no_harm(listener, frame):
-    with _connect(listener.address) as connection, contextlib.suppress(OSError):
+    with connect(listener.address) as connection, contextlib.suppress(OSError):
         connection.send_bytes(frame)
     assert_alive(listener)
     assert listener.events.empty()
 
 
 def test_a_frame_is_refused_by_its_length_before_it_is_read(listener):
-    with _connect(listener.address) as connection:
+    with connect(listener.address) as connection:
         connection._send(b"\x7f\xff\xff\xff")  # announces 2 GiB
         with pytest.raises((EOFError, OSError)):
             connection.recv_bytes()
@@ -343,3 +347,62 @@ def test_a_question_without_an_answer_ends_in_bounded_time_and_one_without_a_dri
     listener.answer(0, "a rank that has gone gets none")
     with pytest.raises(RuntimeError, match="host here cannot reach the driver, which the ranks ask; open the ports"):
         Reporter(Sender(None, 0), {"host": "here", "pid": 1}).ask({"what": "next"}, WAIT_S, "late")
+
+
+def test_a_rank_without_progress_sends_its_stacks_once(listener, monkeypatch):
+    monkeypatch.setattr(sender_module, "_HEARTBEAT_S", 0.05)
+    status.reset()
+    sender = Sender(listener.address, 1, stall_s=0.3)
+    for step in (4, 5):
+        status.enter(status.TRAINING, step)
+        event = listener.events.get(timeout=WAIT_S)
+        assert event["kind"] == "stack"
+        assert "Thread MainThread:" in event["stack"].splitlines()[0]
+        assert "test_a_rank_without_progress_sends_its_stacks_once" in event["stack"]
+        assert "spark_dl sender" not in event["stack"]
+        assert listener.places[1] == {"phase": "training", "step": step}
+        with pytest.raises(queue.Empty):
+            listener.events.get(timeout=0.6)
+    sender.close()
+
+
+def test_a_rank_with_progress_sends_none(listener, monkeypatch):
+    monkeypatch.setattr(sender_module, "_HEARTBEAT_S", 0.05)
+    sender = Sender(listener.address, 1, stall_s=0.5)
+    for step in range(20):
+        status.enter(status.TRAINING, step)
+        time.sleep(0.05)
+    assert listener.events.empty()
+    sender.close()
+    status.reset()
+
+
+@pytest.mark.parametrize(("crash", "words"), [
+    ("os.kill(os.getpid(), signal.SIGSEGV)", "Fatal Python error: Segmentation fault"),
+    pytest.param("os.abort()", "Fatal Python error: Aborted", marks=pytest.mark.slow),
+    pytest.param("os.kill(os.getpid(), signal.SIGTERM)", "most recent call first", marks=pytest.mark.slow),
+    pytest.param("os.kill(os.getpid(), signal.SIGKILL)", None, marks=pytest.mark.slow),
+    pytest.param("None", None, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_F30_the_stacks_of_a_crash_reach_the_driver(listener, crash, words):
+    code = (
+        "import os, signal, sys\n"
+        "from spark_dl.launch.rank.sender import crashes_reported\n"
+        "from spark_dl.launch.watch import Address\n"
+        "def in_native_code():\n"
+        f"    {crash}\n"
+        "with crashes_reported(Address(sys.argv[1], int(sys.argv[2]), bytes.fromhex(sys.argv[3])), 5):\n"
+        "    in_native_code()\n"
+    )
+    address = listener.address
+    command = [sys.executable, "-c", code, address.host, str(address.port), address.secret.hex()]
+    done = subprocess.run(command, timeout=60, capture_output=True)
+    if words is None:
+        with pytest.raises(queue.Empty):
+            listener.events.get(timeout=0.3)
+        return
+    assert done.returncode < 0
+    event = listener.events.get(timeout=WAIT_S)
+    assert (event["kind"], event["task"]) == ("crash", 5)
+    assert words in event["text"]
+    assert "in in_native_code" in event["text"]

@@ -100,3 +100,46 @@ def test_the_last_lines_of_a_rank_are_in_its_error_unless_the_driver_has_shown_t
     assert (shown["output"], hidden["output"]) == ("", "the last line")
     error = root_cause([{"kind": "failed", **hidden}], {}, None, {})
     assert str(error).endswith("Last output of the rank:\nthe last line")
+
+
+def test_the_error_of_a_hang_has_the_place_and_the_stacks_of_all_ranks():
+    known = {
+        task: {**who, "phase": "training", "step": 7 - task, "stack": f"Thread MainThread:\n  line {task}\n"}
+        for task, who in KNOWN.items()
+    }
+    del known[2]["stack"]
+    error = root_cause([failed(0, TIMED_OUT, follows=True)], known, None, {2: 9.0})
+    assert (error.rank, error.step, error.phase) == (2, 5, "training")
+    assert "sent no heartbeat for 9 s" in error.reason
+    assert " in step 5 (training). As a consequence, rank 1 on host0 failed" in error.reason
+    assert error.stacks.split("\n\n")[0] == (
+        "rank 0 on host1 (pid 101) in step 6 (training):\nThread MainThread:\n  line 1"
+    )
+    assert "rank 2 on host2 (pid 102) in step 5 (training):\n  no stacks: the process does not answer" in error.stacks
+    assert f"What the ranks did:\n{error.stacks}" in str(error)
+
+
+def test_without_stacks_nothing_is_said_about_them():
+    assert root_cause([failed(0, TIMED_OUT, follows=True)], KNOWN, None, {2: 9.0}).stacks == ""
+
+
+def test_an_exception_that_cannot_be_printed_is_named_by_its_type():
+    class SilentError(Exception):
+        def __str__(self):
+            raise ZeroDivisionError
+
+    failure = describe(SilentError(), {"task": 0, "host": "a", "pid": 1})
+    assert failure["error"] == "SilentError (its message cannot be printed: ZeroDivisionError)"
+    assert failure["is_secondary"] is False
+
+
+@pytest.mark.parametrize(("text", "name"), [
+    ("Fatal Python error: Segmentation fault\n\nCurrent thread", "SIGSEGV"),
+    ("Fatal Python error: Aborted\n", "SIGABRT"), ("Fatal Python error: Stack overflow\n", "Stack overflow"),
+    ("Current thread 0x1 (most recent call first):\n", "SIGTERM"),
+])  # fmt: skip
+def test_a_signal_that_ended_a_rank_is_named_with_the_stacks(text, name):
+    known = {**KNOWN, 1: {**KNOWN[1], "crash": text, "phase": "training", "step": 3}}
+    error = root_cause([failed(0, CLOSED, follows=True), lost(1)], known, None, {})
+    assert error.reason == f"rank 0 on host1 (pid 101) was ended by {name} in step 3 (training)"
+    assert (error.error, error.rank_traceback) == (f"ended by {name}", text)

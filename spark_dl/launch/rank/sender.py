@@ -1,0 +1,234 @@
+"""What a rank sends to the driver: events, heartbeats and questions, in a thread of its own.
+
+A rank that makes no progress for long also sends the stacks of its threads, so that the driver can say what each rank
+did when one of them hung.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import math
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from multiprocessing import connection
+from typing import Any
+
+from spark_dl.launch.rank import status
+from spark_dl.launch.watch import CRASH, MAX_FRAME, Address
+
+_MAX_ANSWER = 1 << 28
+"""Bytes of the messages of all ranks."""
+_CONNECT_TIMEOUT_S = 10.0
+_HEARTBEAT_S = 1.0
+_REACH_S = 3.0
+"""How long a rank tries to reach the driver before it uses Spark's `allGather`."""
+_STACK_CHARACTERS = 8000
+
+
+class Sender:
+    """Sends a rank's events to the driver in its own thread. Training never waits for the driver."""
+
+    def __init__(self, address: Address | None, task: int, *, stall_s: float = math.inf):
+        """stall_s: without progress for so long, the stacks of this process are sent, once."""
+        self._task, self._stall_s = task, stall_s
+        self._stalled_since = 0.0
+        """Beginning of the last phase whose stacks were sent."""
+        self.is_connected = False
+        """Whether this rank has ever been connected to the driver. Stays true if the connection is lost."""
+        self._queue: queue.Queue[bytes | threading.Event | None] = queue.Queue(maxsize=1000)
+        self._conn: connection.Connection | None = None
+        self._tried = threading.Event()
+        """Set when this rank is connected, or cannot reach the driver."""
+        self._thread: threading.Thread | None = None
+        if address is not None:
+            self._thread = threading.Thread(target=self._work, args=(address,), name="spark_dl sender", daemon=True)
+            self._thread.start()
+
+    def send(self, event: Mapping[str, Any]) -> bool:
+        """Queues an event. Drops it if it has more than 1 MiB or is not JSON-serializable, or if the queue is full.
+
+        Returns whether the event was queued.
+        """
+        with contextlib.suppress(queue.Full):
+            if (frame := self._frame(event)) is not None:
+                self._queue.put_nowait(frame)
+                return True
+        return False
+
+    def _frame(self, event: Mapping[str, Any]) -> bytes | None:
+        with contextlib.suppress(TypeError, ValueError):
+            frame = json.dumps({**event, "at": status.now(), "task": self._task, "time": time.time()}).encode()
+            return frame if len(frame) <= MAX_FRAME else None
+        return None
+
+    def flush(self, timeout_s: float = 2.0) -> None:
+        """Waits until all queued events are sent, so that they reach the driver even if this process is killed.
+
+        Waits at most `timeout_s`, for example if the driver cannot be reached.
+        """
+        if self._thread is not None:
+            is_sent = threading.Event()
+            with contextlib.suppress(queue.Full):
+                self._queue.put_nowait(is_sent)
+                is_sent.wait(timeout_s)
+
+    def exchange(self, message: str, timeout_s: float) -> list[str] | None:
+        """Sends a message to the driver, and returns those of all ranks, by task. Collective.
+
+        Returns None if the driver cannot be reached by all ranks. Raises RuntimeError if it does not answer in time.
+        """
+        if not self.reaches_driver():
+            return None
+        limit = f"the driver did not answer within {timeout_s:g} s (launch.start_timeout_s)"
+        answer: list[str] | None = self.ask({"kind": "meet", "message": message}, timeout_s, limit)
+        return answer
+
+    def reaches_driver(self) -> bool:
+        """Whether this rank is connected to the driver. Waits some seconds for the connection."""
+        return self._thread is not None and self._tried.wait(_REACH_S) and self._conn is not None
+
+    def ask(self, event: Mapping[str, Any], timeout_s: float, limit: str) -> Any:
+        """Sends an event, and returns the driver's answer. Only one thread of a rank asks, and only if it is connected.
+
+        limit: the message of the RuntimeError if the driver does not answer in time. Also raises RuntimeError if the
+        driver has gone, and ValueError for an event of more than 1 MiB.
+        """
+        assert self._conn is not None
+        if (frame := self._frame(event)) is None:
+            raise ValueError(f"expected a question of at most {MAX_FRAME >> 20} MiB of JSON, found {event!r:.200}")
+        try:
+            self._queue.put(frame, timeout=timeout_s)
+            if not self._conn.poll(timeout_s):
+                raise RuntimeError(limit)
+            return json.loads(self._conn.recv_bytes(_MAX_ANSWER))
+        except queue.Full:
+            raise RuntimeError(limit) from None
+        except (OSError, EOFError) as error:
+            raise RuntimeError("the driver has closed its connection while a rank waited for its answer") from error
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Sends the queued events and ends the thread. Waits at most `timeout_s`."""
+        if self._thread is not None:
+            with contextlib.suppress(queue.Full):
+                self._queue.put(None, timeout=timeout_s)
+            self._thread.join(timeout_s)
+
+    def _next(self) -> bytes | threading.Event | None:
+        try:
+            return self._queue.get(timeout=_HEARTBEAT_S)
+        except queue.Empty:
+            return json.dumps({"kind": "alive", "at": status.now(), "task": self._task}).encode()
+
+    def _stacks_if_stalled(self) -> bytes | None:
+        since = status.since()
+        if time.monotonic() - since < self._stall_s or since == self._stalled_since:
+            return None
+        self._stalled_since = since
+        return self._frame({"kind": "stack", "stack": stacks()})
+
+    def _work(self, address: Address) -> None:
+        try:
+            with connect(address) as conn:
+                self._conn, self.is_connected = conn, True
+                self._tried.set()
+                while (item := self._next()) is not None:
+                    if isinstance(item, threading.Event):
+                        item.set()
+                    else:
+                        conn.send_bytes(item)
+                    if (stacks := self._stacks_if_stalled()) is not None:
+                        conn.send_bytes(stacks)
+        except (OSError, EOFError, connection.AuthenticationError):  # type: ignore[attr-defined]
+            return  # the driver cannot be reached; Spark still returns results and errors
+        finally:
+            self._tried.set()
+
+
+class Reporter:
+    """What a rank has of the driver: a call reports an event. Does not block and does not raise."""
+
+    def __init__(self, sender: Sender, me: dict[str, Any], secret: bytes = b""):
+        """me: `host` and `pid`, and later `rank`, which every event has. secret: of the ranks' store."""
+        self._sender, self._me, self.secret = sender, me, secret
+
+    def __call__(self, event: Mapping[str, Any]) -> bool:
+        """Returns whether the event was queued, and not dropped."""
+        is_queued = self._sender.send({**event, **self._me})
+        if event["kind"] == "joined":
+            self._me["rank"] = event["rank"]
+            self.flush()  # if the process is killed from now on, the driver knows its rank
+        return is_queued
+
+    def flush(self) -> None:
+        """Waits until the driver has got all queued events, for at most 2 seconds."""
+        self._sender.flush()
+
+    def exchange(self, message: str, timeout_s: float) -> list[str] | None:
+        """Returns the messages of all ranks, by task; None if not all ranks can reach the driver. Collective."""
+        return self._sender.exchange(message, timeout_s)
+
+    def ask(self, question: Mapping[str, Any], timeout_s: float, limit: str) -> Any:
+        """Returns the driver's answer to a question. Not collective. Raises as `Sender.ask` does.
+
+        Raises RuntimeError if this rank cannot reach the driver.
+        """
+        if not self._sender.reaches_driver():
+            raise RuntimeError(
+                f"host {self._me['host']} cannot reach the driver, which the ranks ask; open the ports of the driver "
+                "(spark.driver.host, spark.driver.bindAddress) to the executors"
+            )
+        return self._sender.ask({**question, "kind": "ask", **self._me}, timeout_s, limit)
+
+
+def connect(address: Address) -> connection.Connection:
+    """Returns a connection on which both sides have proved that they know the secret."""
+    sock = socket.create_connection((address.host, address.port), timeout=_CONNECT_TIMEOUT_S)
+    sock.settimeout(None)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    conn = connection.Connection(sock.detach())
+    try:
+        connection.answer_challenge(conn, address.secret)  # type: ignore[attr-defined]
+        connection.deliver_challenge(conn, address.secret)  # type: ignore[attr-defined]
+    except BaseException:
+        conn.close()
+        raise
+    return conn
+
+
+@contextlib.contextmanager
+def crashes_reported(address: Address | None, task: int) -> Iterator[None]:
+    """Sends the stacks to the driver if a signal such as SIGSEGV, SIGABRT or SIGTERM ends this process in the block.
+
+    They go into a connection of their own, to which the handler of the signal writes, as nothing else runs any more.
+    """
+    with contextlib.ExitStack() as cleanup:
+        with contextlib.suppress(OSError, EOFError, connection.AuthenticationError):  # type: ignore[attr-defined]
+            if address is not None:
+                conn = cleanup.enter_context(connect(address))
+                conn.send_bytes(json.dumps({"kind": CRASH, "task": task}).encode())
+                faulthandler.enable(conn.fileno())
+                cleanup.callback(faulthandler.disable)
+                faulthandler.register(signal.SIGTERM, conn.fileno(), chain=True)
+                cleanup.callback(faulthandler.unregister, signal.SIGTERM)
+        yield
+
+
+def stacks() -> str:
+    """Returns the stacks of the threads of this process, the main thread first, the innermost frames last."""
+    frames, main = sys._current_frames(), threading.main_thread().ident
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    own = threading.get_ident()
+    found = []
+    for ident in sorted(frames, key=lambda ident: ident != main):
+        if ident != own:
+            frame = "".join(traceback.format_stack(frames[ident]))
+            found.append(f"Thread {names.get(ident, ident)}:\n{frame[-_STACK_CHARACTERS:]}")
+    return "".join(found)[:_STACK_CHARACTERS]

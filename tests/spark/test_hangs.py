@@ -1,0 +1,61 @@
+"""A rank that hangs: the error names it, its step, and what each rank did. A healthy twin ends as always."""
+
+import os
+import signal
+import time
+
+import pytest
+
+import spark_dl
+from spark_dl import ModelSpec, RankError
+from tests.builders.datasets import write_dataset
+from tests.builders.models import MLP, blobs, small_config
+from tests.spark.test_restarts import FaultOnce
+
+TIMEOUT_S = 8
+
+
+def stop():
+    time.sleep(1.5)  # a heartbeat tells the step
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def sleep_in_user_code():
+    time.sleep(60)
+
+
+def train(tmp_path, fault=None):
+    shards = write_dataset(str(tmp_path / "data"), blobs(96), group_rows=40, shard_rows=120)
+    (tmp_path / "faults").mkdir()
+    spec = MLP
+    if fault:
+        spec = ModelSpec(build=MLP.build, set_position=FaultOnce(str(tmp_path / "faults"), fault, rank=1, step=3))
+    config = small_config(2, launch={"collective_timeout_s": TIMEOUT_S, "start_timeout_s": 60})
+    start = time.monotonic()
+    try:
+        return spark_dl.train(shards.url, spec, config, run_dir=str(tmp_path / "run"), progress=False)
+    finally:
+        assert time.monotonic() - start < TIMEOUT_S + 5 + 20  # and the start of the ranks
+
+
+@pytest.mark.slow
+@pytest.mark.modes("local")
+@pytest.mark.parametrize(("fault", "what", "stack"), [
+    (stop, r"sent no heartbeat for \d+ s", "no stacks: the process does not answer"),
+    (sleep_in_user_code, "never entered a collective operation", "in sleep_in_user_code"),
+], ids=["F04_sigstop", "user code"])  # fmt: skip
+def test_a_rank_that_hangs_is_named_with_its_step_and_the_stacks_of_all(spark, tmp_path, fault, what, stack):
+    with pytest.raises(RankError, match=rf"(?s)^rank 1 on .* {what}.* in step 3 \(training\)") as error:
+        train(tmp_path, fault)
+    assert (error.value.rank, error.value.step) == (1, 3)
+    of_rank_0, of_rank_1 = error.value.stacks.split("rank 1 on ")
+    assert of_rank_0.startswith("rank 0 on ")
+    assert "in step 3 (training):" in of_rank_0.splitlines()[0]
+    assert "forward_backward" in of_rank_0
+    assert stack in of_rank_1
+
+
+@pytest.mark.slow
+@pytest.mark.modes("local")
+def test_a_healthy_twin_says_nothing(spark, tmp_path):
+    assert train(tmp_path).steps == 4

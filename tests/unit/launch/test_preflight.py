@@ -1,0 +1,27 @@
+"""Settings of Spark that forbid a launch: each beside a session without it."""
+
+import types
+
+import pytest
+
+from spark_dl import Launch
+from spark_dl.launch import preflight
+
+
+@pytest.mark.parametrize(("text", "expected"), [
+    ("1g", 1 << 30), ("512m", 512 << 20), ("2GB", 2 << 30), ("1024", 1024), ("64k", 64 << 10), ("1t", 1 << 40),
+    ("0", 0), ("large", 0),
+])  # fmt: skip
+def test_sizes_are_read_as_spark_writes_them(text, expected):
+    assert preflight._bytes_of(text) == expected
+
+
+@pytest.mark.parametrize("key", preflight.ENCRYPTION)
+def test_S10_unencrypted_gradients_are_refused_where_spark_encrypts(key):
+    spark = types.SimpleNamespace(conf={key: "true"})
+    with pytest.raises(ValueError, match=rf"^{key}: found true, .* unencrypted; .* set launch.allow_plaintext"):
+        preflight.check_encryption(spark, Launch(num_ranks=2))
+    preflight.check_encryption(spark, Launch(num_ranks=2, allow_plaintext=True))
+    preflight.check_encryption(spark, Launch(num_ranks=1))  # which sends none
+    preflight.check_encryption(types.SimpleNamespace(conf={key: "false"}), Launch(num_ranks=2))
+    preflight.check_encryption(types.SimpleNamespace(conf={}), Launch(num_ranks=2))

@@ -43,6 +43,7 @@ def run_ranks(fn, world_size, *args, timeout_s=60, wait_s=_ROOT_CAUSE_WAIT_S):
         store = dist.TCPStore(
             "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listener.fileno())
         )
+    _pool.append(_pool.pop(0))  # a process has another rank each time, as Spark's Python workers can
     for rank in range(world_size):
         _pool[rank][1].send((fn, rank, world_size, port, args))
     try:

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from spark_dl import Mesh, ModelSpec
+from spark_dl import Launch, Mesh, ModelSpec
 from spark_dl.data.load.build import build_loader
 from spark_dl.evaluate import load_model
+from spark_dl.launch import rendezvous
 from spark_dl.parallel.loss import weighted_loss_sum
 from spark_dl.rundir.checkpoint_files import DamagedError
 from spark_dl.rundir.weights import load_weights
@@ -231,3 +233,24 @@ def evaluate(run, checkpoint_url):
             with torch.no_grad():
                 total += float(weighted_loss_sum(run.spec, model, batch, run.config)[1])
     return total / loader.plan.rows
+
+
+def places_of_shards():
+    """Where this process has the shards of `fully_shard`, by torch's mesh and by ours."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from spark_dl.parallel.mesh.fsdp import shard_fully
+
+    with rendezvous.join(Launch(device="cpu")) as world:
+        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8))
+        mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu", mesh_dim_names=("shards",))
+        shard_fully(model, list(model), mesh)
+        return os.getpid(), world.rank, [p.device_mesh.get_coordinate()[0] for p in model.parameters()]
+
+
+def test_a_process_that_has_another_rank_in_the_next_run_has_other_shards():
+    runs = [run_ranks(places_of_shards, 3) for _ in range(2)]
+    for run in runs:
+        assert [places for _, _, places in run] == [[rank] * 4 for rank in range(3)]
+    ranks = [{pid: rank for pid, rank, _ in run} for run in runs]
+    assert any(ranks[0].get(pid) not in (None, rank) for pid, rank in ranks[1].items()), "no process has another rank"

@@ -51,6 +51,20 @@ def frame(spark, rows=245):
     )
 
 
+@pytest.mark.slow
+@pytest.mark.modes("local")
+def test_shards_are_right_in_each_run_of_a_session_whose_workers_have_other_ranks_each_time(spark, tmp_path):
+    df, spec, weights = frame(spark), ModelSpec(build=build), []
+    for number in range(4):
+        mesh = Mesh(zero_stage=3) if number else Mesh()
+        config = small_config(4 if number else 1, parallel=mesh)
+        result = spark_dl.train(df, spec, config, run_dir=str(tmp_path / f"{number}"), spark=spark)
+        weights.append({name: value.numpy() for name, value in result.load_model(spec).state_dict().items()})
+    for other in weights[1:]:
+        for name, value in weights[0].items():
+            np.testing.assert_allclose(other[name], value, atol=1e-5, err_msg=name)
+
+
 @pytest.mark.slow_in("connect")
 def test_a_model_that_is_cut_trains_as_on_one_rank_and_predicts(spark, tmp_path):
     df, spec = frame(spark), ModelSpec(build=build)

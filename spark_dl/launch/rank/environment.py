@@ -139,6 +139,7 @@ def restored_process() -> Iterator[None]:
         np.random.set_state(generators[1])
         torch.set_rng_state(generators[2])
         _reset_accelerate()
+        _forget_meshes()
 
 
 _TORCH_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
@@ -154,6 +155,24 @@ _TORCH_FLAGS: tuple[tuple[Any, str], ...] = (
     (torch.backends.cudnn, "deterministic"),
     (torch.backends.cudnn, "allow_tf32"),
 )
+
+
+def _forget_meshes() -> None:
+    """Forgets the meshes of torch's DTensor.
+
+    NOTE: it keeps the results of operations with their mesh, and takes meshes of the same ranks for equal. In the next
+    call this process can have another rank, and the mesh that was kept has the old one: parameters of `fully_shard`
+    then have the wrong place (seen with torch 2.13, as `nn.Parameter` detaches its DTensor).
+    """
+    api = sys.modules.get("torch.distributed.tensor")
+    if api is None:
+        return
+    debug = importlib.import_module("torch.distributed.tensor.debug")
+    clear = getattr(debug, "_clear_sharding_prop_cache", None)
+    if clear is None:  # of older versions
+        propagate = api.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding
+        clear = getattr(propagate, "cache_clear", None) or propagate.cache.cache_clear
+    clear()
 
 
 def _reset_accelerate() -> None:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from spark_dl.parallel.mesh.flat import Bucket, local
 from spark_dl.parallel.mesh.groups import Groups
@@ -108,9 +107,12 @@ class MeshState:
         layout = self._experts.get(name) or self._cut.get(name) or whole(tensor.shape)
         if isinstance(tensor, DTensor):
             # ZeRO-3 shards along the first axis, so a shard is a range of the elements that its ranks have together.
-            sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-            row = math.prod(tensor.shape[1:])
-            return layout.part(offsets[0] * row, (offsets[0] + sizes[0]) * row) if tensor.ndim else layout
+            # As torch.chunk: the first shards are the largest, and the last ones can be empty.
+            rows, row = tensor.shape[0], math.prod(tensor.shape[1:])
+            shard, size = self._groups.at.data % self._groups.dims.shards, -(-rows // self._groups.dims.shards)
+            first, last = (min(each * size, rows) for each in (shard, shard + 1))
+            assert local(tensor).numel() == (last - first) * row, f"{name}: this rank has another shard than {shard}"
+            return layout.part(first * row, last * row)
         return layout
 
     def _writes(self, name: str, tensor: Tensor, *, is_sharded: bool = False) -> bool:

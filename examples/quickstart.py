@@ -3,6 +3,8 @@
 .venv/bin/python examples/quickstart.py
 """
 
+import argparse
+
 import torch
 
 import spark_dl
@@ -17,6 +19,7 @@ def predict(scores: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()  # --help
     spark = spark_dl.build_session("quickstart", master="local[2]")  # or the session that you have
 
     # Points in the plane; those inside of the unit circle are of class 1.

@@ -3,6 +3,8 @@
 .venv/bin/python examples/run_on_dataframe.py
 """
 
+import argparse
+
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -31,6 +33,7 @@ def train(rows: spark_dl.RankRows, epochs: int, lr: float) -> dict[str, object]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()  # --help
     spark = spark_dl.build_session("run_on_dataframe", master="local[2]")  # or the session that you have
     points = spark.range(20_000).selectExpr("CAST(randn(1) AS FLOAT) AS x", "CAST(randn(2) AS FLOAT) AS y")
     df = points.selectExpr("x", "y", "3 * x - 2 * y + 1 AS z")

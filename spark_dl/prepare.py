@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from spark_dl import storage
-from spark_dl.checks.auto import plan_mesh_of
+from spark_dl.checks.auto import mesh_in_words, plan_mesh_of
 from spark_dl.checks.dtypes import check_dtypes
 from spark_dl.checks.mesh import fit_mesh
 from spark_dl.config import Config
@@ -70,6 +70,7 @@ def prepare_run(
             if config.parallel.planned:
                 stage("planning the mesh")
                 config = plan_mesh_of(spark, spec, train, config, saved)
+                stage(f"planned {mesh_in_words(config)}")
             if config.shards.storage == "shared":  # with local storage the ranks check this
                 check_rows(train, config, saved.manifest if saved else None)
                 warn_of_few_rows(train.rows, config)

@@ -78,6 +78,14 @@ def plan_mesh_of(
     return with_plan(config, best, units_of(chain, words if sizes else {}))
 
 
+def mesh_in_words(config: Config) -> str:
+    """Returns the sizes of a planned mesh, for the progress."""
+    mesh = config.parallel
+    assert isinstance(mesh, Mesh)
+    data = config.launch.num_ranks // (mesh.pipeline * mesh.tensor)
+    return f"pipeline {mesh.pipeline}, data {data}, tensor {mesh.tensor}, ZeRO stage {mesh.zero_stage}"
+
+
 def states_of(state_bytes: float, model: nn.Module) -> States:
     """Returns the bytes per parameter of weights, gradients and optimizer. # state_bytes: of a float32 parameter"""
     weights = sum(p.nbytes for p in model.parameters()) / max(1, sum(p.numel() for p in model.parameters()))

@@ -14,7 +14,7 @@ import yaml
 
 from spark_dl import storage
 from spark_dl.rundir import checkpoint, environment, generations
-from spark_dl.rundir.folder import CONFIG
+from spark_dl.rundir.folder import CONFIG, TRIALS, has_trials
 from spark_dl.track.values import is_number
 from spark_dl.training import metrics
 
@@ -87,6 +87,11 @@ def read_run(run_dir: str) -> RunLog:
     lines, damaged = metrics.read_valid_lines(run_dir)
     problems = [f"{metrics.FILE}, line {number}: {line[:80].decode(errors='replace')}" for number, line in damaged]
     recorded, bad_files = environment.read(run_dir)
+    if has_trials(run_dir) and not recorded:
+        raise ValueError(
+            f"{run_dir} is a run of spark_dl.tune, which has no report; write one of a trial, such as "
+            f"{storage.join(run_dir, TRIALS, '0000')}"
+        )
     attempts = _attempts(run_dir, recorded, is_legacy=not recorded and bool(lines))
     kept = frozenset(storage.list_names(checkpoint.folder(run_dir)))
     _share_out(lines, attempts)
@@ -101,8 +106,9 @@ def number(value: Any) -> float | None:
 
 def _attempts(run_dir: str, recorded: Sequence[environment.Attempt], *, is_legacy: bool) -> list[Attempt]:
     found = {attempt.generation: attempt for attempt in recorded}
+    first = min(found, default=0)  # those before it belong to runs that were overwritten, of which nothing else is left
     for name in storage.list_names(storage.join(run_dir, generations.FOLDER)):
-        if name.isdecimal():
+        if name.isdecimal() and int(name) >= first:
             found.setdefault(int(name), environment.Attempt(int(name)))
     if not found:
         return [Attempt(0, {}, NOT_RECORDED)]

@@ -28,7 +28,11 @@ def check_cluster(spark: Any, config: Config, num_groups: int) -> None:
     if config.shards.storage == "local":
         raise ValueError("shards.storage: expected 'shared' for trials, each of which reads all rows, found 'local'")
     num_ranks = num_groups * config.launch.num_ranks
-    preflight.check(spark, dataclasses.replace(config.launch, num_ranks=num_ranks))
+    try:
+        preflight.check(spark, dataclasses.replace(config.launch, num_ranks=num_ranks))
+    except RuntimeError as error:
+        of_trials = f"parallel_trials={num_groups} with launch.num_ranks={config.launch.num_ranks}: "
+        raise RuntimeError(f"{of_trials}{error}".replace("lower launch.num_ranks", "lower one of them")) from error
 
 
 def check_trial(spark: Any, spec: ModelSpec, config: Config, run: Run) -> None:

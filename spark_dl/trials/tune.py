@@ -224,6 +224,9 @@ def _checks(spark: Any, run: Run, goal: Goal) -> Callable[[ModelSpec, Config], N
         check_trial(spark, spec, config, run)
         known = ["train_loss", "loss", *(metric.name for metric in build_metrics(spec, config))]
         if goal.metric not in known and spec.evaluation is None:
-            raise ValueError(f"metric: no value {goal.metric!r}{suggestion(goal.metric, known)}")
+            raise ValueError(
+                f"metric: no value {goal.metric!r}{suggestion(goal.metric, known)}; set metrics in train.metrics or "
+                "ModelSpec.metrics"
+            )
 
     return check

@@ -30,7 +30,10 @@ def test_a_healthy_session_has_no_errors(spark, mode, tmp_path):
 def test_what_forbids_a_launch_is_found_as_an_error(spark, tmp_path):
     found = spark_dl.diagnose(small_config(9), spark=spark)
     (error,) = [finding for finding in found.findings if finding.level == "error"]
+    assert error.check == "slots and settings"
     assert "9 ranks need 9 task slots at the same time, and the cluster has 4" in error.found
+    assert error.change.startswith("lower launch.num_ranks")
+    assert "not checked, as no ranks started" in found.text
     assert not found.is_healthy
     assert found.ranks == ()
 

@@ -5,6 +5,7 @@ import socket
 
 import pytest
 
+from spark_dl.rundir import generations
 from spark_dl.track.run_log import read_run
 from tests.builders.run_folders import LINES, OLD, START, make_run
 
@@ -73,3 +74,22 @@ def test_a_damaged_record_is_left_out_and_named(tmp_path, content):
     assert [problem.split(":")[0] for problem in found.problems] == ["environment/000001-ranks.json"]
     assert found.last.outcome == "finished"
     assert found.last.ranks == []
+
+
+def test_attempts_of_a_run_that_was_overwritten_are_not_those_of_the_new_one(tmp_path):
+    run = make_run(tmp_path / "run")
+    make_run(run, generation=2, started=START + 200)
+    for left in (run / "environment").glob("000001*"):  # what overwrite deletes; the number of the attempt stays
+        left.unlink()
+    assert [attempt.generation for attempt in read_run(str(run)).attempts] == [2]
+
+
+def test_a_run_of_trials_is_an_error_that_names_one(tmp_path):
+    trial = tmp_path / "search" / "trials" / "0000"
+    trial.parent.mkdir(parents=True)
+    make_run(trial)
+    (trial / "config.yaml").write_text("")
+    generations.start_generation(str(tmp_path / "search"))
+    with pytest.raises(ValueError, match=r"is a run of spark_dl.tune, which has no report; .*search/trials/0000"):
+        read_run(str(tmp_path / "search"))
+    assert read_run(str(trial)).last.outcome == "finished"

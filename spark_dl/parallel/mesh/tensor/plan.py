@@ -57,7 +57,7 @@ def _match(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     for pattern, word in plan.items():
         matches = [name for name in names if _fits(name, pattern)]
         if not matches:
-            known = sorted({re.sub(r"\b\d+\b", "*", name) for name in names})
+            known = sorted({re.sub(r"(?<=\.)\d+\b", "*", name) for name in names})
             raise ValueError(f"{KEY}: no module of the model has the name {pattern!r}{suggestion(pattern, known)}")
         for name in matches:
             if found.get(name, word) != word:

@@ -1,7 +1,9 @@
 """Ranks that end without a Python exception: the signal is named, with the stacks of the rank."""
 
 import os
+import pathlib
 import signal
+import subprocess
 import time
 
 import pytest
@@ -60,3 +62,28 @@ def test_B30_results_that_the_driver_cannot_take_are_refused_on_the_rank(spark):
     limit = int(str(error.value).split("can take ")[1].split(" MiB")[0])
     found = spark_dl.launch(large, limit - 1, settings=SETTINGS, spark=spark)
     assert [each.numel() >> 18 for each in found] == [limit - 1] * 2
+
+
+def start_and_end(folder, end):
+    child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    pathlib.Path(folder, os.environ["RANK"]).write_text(str(child.pid))
+    dist.init_process_group("gloo")
+    dist.barrier()
+    if os.environ["RANK"] == "1":
+        if end == "raise":
+            raise KeyError("the culprit")
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+@pytest.mark.slow
+@pytest.mark.modes("local", "local-cluster")
+@pytest.mark.parametrize("end", ["raise", "kill"])
+def test_children_with_a_session_of_their_own_end_with_the_job(spark, tmp_path, end):
+    with pytest.raises(RankError):
+        spark_dl.launch(start_and_end, str(tmp_path), end, settings=SETTINGS, spark=spark)
+    pids = [int((tmp_path / rank).read_text()) for rank in "01"]
+    deadline = time.monotonic() + 10
+    while any(os.path.exists(f"/proc/{pid}") for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}")]

@@ -19,6 +19,7 @@ from spark_dl.config import Launch
 from spark_dl.launch import payload
 from spark_dl.launch.failures.describe import describe, failed_in_task
 from spark_dl.launch.rank import status
+from spark_dl.launch.rank.children import ended_with_rank
 from spark_dl.launch.rank.environment import applied
 from spark_dl.launch.rank.output import Output, line_buffered
 from spark_dl.launch.rank.sender import Reporter, Sender, crashes_reported
@@ -89,7 +90,12 @@ def rank_task(
         report({"kind": "started"})
         output = _open_output(report, me, launch, has_log=has_log)
         try:
-            with _reported_exit(sender, output, me), crashes_reported(address, task), applied(env):
+            with (
+                _reported_exit(sender, output, me),
+                crashes_reported(address, task),
+                ended_with_rank(),
+                applied(env),
+            ):
                 if len(infos) != launch.num_ranks:
                     raise RuntimeError(
                         f"Spark started {len(infos)} tasks for {launch.num_ranks} ranks; the DataFrame must have one "

@@ -1,0 +1,74 @@
+"""Processes that a rank has started end with its process, whatever they have done to leave it."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+RANK = """
+import os, subprocess, sys, time
+from spark_dl.launch.rank.children import ended_with_rank
+with ended_with_rank():
+    child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    other = subprocess.Popen(["setsid", "sh", "-c", "sleep 601 & wait"])
+    print(child.pid, other.pid, flush=True)
+    if sys.argv[1] == "ends":
+        sys.exit(0)
+    time.sleep(600)
+"""
+
+
+def is_running(pid):
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def sleepers(mark):
+    found = []
+    for path in pathlib.Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if mark in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="finds processes in /proc")
+@pytest.mark.parametrize("end", ["ends", pytest.param("killed", marks=pytest.mark.slow)])
+def test_a_child_with_a_session_of_its_own_ends_with_the_rank(end):
+    rank = subprocess.Popen([sys.executable, "-c", RANK, end], stdout=subprocess.PIPE, text=True)
+    pids = [int(pid) for pid in rank.stdout.readline().split()]
+    if end == "killed":
+        environ = pathlib.Path(f"/proc/{pids[0]}/environ").read_bytes().split(b"\0")
+        mark = next(each for each in environ if each.startswith(b"SPARK_DL_RANK="))
+        assert set(pids) <= set(sleepers(mark))
+        assert rank.pid not in sleepers(mark)
+        rank.send_signal(signal.SIGKILL)
+    rank.wait(60)
+    rank.stdout.close()
+    deadline = time.monotonic() + 10
+    while any(map(is_running, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(is_running, pids))
+    if end == "killed":
+        assert sleepers(mark) == []
+
+
+def test_a_rank_that_starts_no_process_has_no_watcher():
+    code = (
+        "import os\n"
+        "from spark_dl.launch.rank.children import MARK, ended_with_rank\n"
+        "with ended_with_rank():\n"
+        "    assert MARK in os.environ\n"
+        "assert MARK not in os.environ\n"
+        "found = [open(f'/proc/self/task/{t}/children').read() for t in os.listdir('/proc/self/task')]\n"
+        "assert not ''.join(found).strip(), found\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

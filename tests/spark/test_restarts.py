@@ -48,6 +48,12 @@ def kill():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def kill_executor():
+    daemon = pathlib.Path(f"/proc/{os.getppid()}/stat").read_text()
+    os.kill(int(daemon.rpartition(")")[2].split()[1]), signal.SIGKILL)
+    time.sleep(60)
+
+
 def fail_in_code():
     raise ValueError("the culprit")
 
@@ -117,6 +123,18 @@ def test_F01_training_goes_on_by_itself_after_a_rank_was_killed(train, rank, ste
     assert steps[-2 * STEPS + begins :] == list(range(begins + 1, 2 * STEPS + 1))
     attempts, _ = environment.read(result.run_dir)
     assert [attempt.driver["outcome"] for attempt in attempts] == ["failed", "finished"]
+
+
+@pytest.mark.slow
+@pytest.mark.modes("local-cluster")
+def test_F07_training_goes_on_after_an_executor_was_killed(train):
+    whole, _ = train("whole", every_steps=2)
+    start = time.monotonic()
+    result, events = train("killed", every_steps=2, fault=kill_executor, rank=1, step=5)
+    assert time.monotonic() - start < 60
+    assert result.restarts == 1
+    assert_same_state(state_of(result), state_of(whole))
+    assert [event["restarts"] for event in events if event["kind"] == "restart"] == [1]
 
 
 @pytest.mark.modes("local")

@@ -174,7 +174,7 @@ class _Datasets:
     ) -> ShardSet:
         """Opens or writes one dataset with `shards_of`. config: settings of this dataset, if there are several."""
         url = storage.join(self.run_dir, SHARDS, name)
-        _say_stage(self.stage, rows, self.config, name)
+        _say_stage(self.stage, rows, self.config, name, reuse=self.reuse)
         if not isinstance(rows, (str, ShardSet)) and self.config.shards.storage == "shared":
             self.written.append(url)
         return shards_of(
@@ -183,11 +183,11 @@ class _Datasets:
         )  # fmt: skip
 
 
-def _say_stage(stage: Callable[[str], None], rows: Any, config: Config, name: str) -> None:
+def _say_stage(stage: Callable[[str], None], rows: Any, config: Config, name: str, *, reuse: bool = False) -> None:
     if isinstance(rows, (str, ShardSet)):
         stage(f"opening the {name} dataset")
     elif config.shards.storage == "shared":
-        stage(f"writing the {name} rows")
+        stage(f"{'looking for the shards of' if reuse else 'writing'} the {name} rows")
 
 
 def _urls(data: ShardSet | Mixture | None) -> list[str]:

@@ -117,16 +117,21 @@ def rank_task(
         sender.close()
         # The driver has the output already, if this rank could reach it, or a file.
         is_wanted = not sender.is_connected and not launch.log_dir and _is_wanted(launch, done.rank)
-        yield pa.RecordBatch.from_pydict(
-            {
-                "rank": pa.array([done.rank], pa.int32()),
-                "result": pa.array([result], pa.binary()),
-                "refused": pa.array([done.refused], pa.string()),
-                "output": pa.array([json.dumps(last_lines if is_wanted else [])], pa.string()),
-            }
-        )
+        yield _as_batch(done, result, last_lines if is_wanted else [])
 
     return run_rank
+
+
+def _as_batch(done: RankResult, result: bytes, lines: list[tuple[str, str]]) -> pa.RecordBatch:
+    """Returns the row of a rank, with the columns of `SCHEMA`."""
+    return pa.RecordBatch.from_pydict(
+        {
+            "rank": pa.array([done.rank], pa.int32()),
+            "result": pa.array([result], pa.binary()),
+            "refused": pa.array([done.refused], pa.string()),
+            "output": pa.array([json.dumps(lines)], pa.string()),
+        }
+    )
 
 
 def _end_with(failure: Mapping[str, Any], sender: Sender) -> None:

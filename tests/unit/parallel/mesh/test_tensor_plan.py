@@ -55,6 +55,8 @@ def test_transformer_layers_are_cut_by_heads_and_features():
     ("qwen3", {"model.model.layers.0.self_attn.k_norm": "replicated_with_grad_allreduce"}),
 ])  # fmt: skip
 def test_models_of_hugging_face_within_another_model(name, expected):
+    if name in ("llama", "qwen3"):
+        pytest.importorskip("transformers", "5.0", reason="older versions have other plans")
     plan = resolve_tensor_plan(MODELS[name]()[0], None, 2)
     assert expected.items() <= plan.items()
 

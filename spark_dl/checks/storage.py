@@ -31,13 +31,13 @@ def check_reach(run: Run, gather: Gather, *, rank: int, host: str, writes: bool)
         _raise_first(found)
         if not writes:
             return
-        problem = "" if _is_there(found[0]["probe"]) else (
+        problem = "" if is_there(found[0]["probe"]) else (
             f"the run_dir {run.run_dir} is another folder than on the host of rank 0 ({found[0]['host']})"
         )  # fmt: skip
         _raise_first(gather("reach each other", {"host": host, "problem": problem}))
     finally:
         if writes:
-            _delete(probe)
+            delete_probe(probe)
 
 
 def _raise_first(found: list[dict[str, str]]) -> None:
@@ -86,14 +86,16 @@ def _cannot_write(probe: str) -> str:
     return ""
 
 
-def _is_there(url: str) -> bool:
+def is_there(url: str) -> bool:
+    """Whether this host sees a file. An error of the storage counts as no."""
     try:
         return storage.exists(url)
     except OSError:
         return False
 
 
-def _delete(probe: str) -> None:
+def delete_probe(probe: str) -> None:
+    """Deletes a file of these checks, if possible."""
     try:
         storage.delete_file(probe)
     except OSError:  # reported before

@@ -1,4 +1,4 @@
-"""What a rank tells a diagnosis about its host. Called on every rank, in a barrier task."""
+"""Collects the facts about the host of a rank for a diagnosis. Called on every rank, in a barrier task."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ import torch
 
 from spark_dl import storage
 from spark_dl._version import __version__
+from spark_dl.checks.storage import delete_probe, is_there
 from spark_dl.doctor import links
 from spark_dl.launch.rank.sender import Reporter
 from spark_dl.launch.rank.task import RankResult, local_folders
+from spark_dl.launch.rendezvous import host_of
 from spark_dl.world import interface_of, local_address
 
 _SHM = "/dev/shm"  # noqa: S108 - where shared memory is, not a file
@@ -34,7 +36,7 @@ def examine(run_dir: str, secret: bytes, timeout_s: float, *, report: Reporter) 
 
     context = BarrierTaskContext.get()
     task, infos = context.partitionId(), context.getTaskInfos()
-    host = infos[task].address.rsplit(":", 1)[0].strip("[]")
+    host = host_of(infos[task].address)
     facts: dict[str, Any] = {"host": host, "pid": os.getpid(), **versions(), **_limits(), "gpus": _gpus()}
     try:
         address = local_address(host)
@@ -52,9 +54,9 @@ def examine(run_dir: str, secret: bytes, timeout_s: float, *, report: Reporter) 
         context.barrier()
     if run_dir:
         probes = [f"probe-doctor-{secret.hex()[:8]}-{other}" for other in range(len(infos))]
-        facts["missing"] = [t for t, name in enumerate(probes) if not _is_there(storage.join(run_dir, name))]
+        facts["missing"] = [t for t, name in enumerate(probes) if not is_there(storage.join(run_dir, name))]
         context.barrier()  # until all have looked
-        _delete(probe)
+        delete_probe(probe)
     return RankResult(task, json.dumps(facts))
 
 
@@ -93,17 +95,3 @@ def _write(probe: str) -> str:
         return "" if storage.read_bytes(probe) == content else "it has not the content that was written"
     except (OSError, ValueError) as error:
         return str(error)
-
-
-def _is_there(url: str) -> bool:
-    try:
-        return storage.exists(url)
-    except OSError:
-        return False
-
-
-def _delete(url: str) -> None:
-    try:
-        storage.delete_file(url)
-    except OSError:  # reported as not writable
-        return

@@ -92,7 +92,7 @@ def _meet_in_barrier(
 ) -> World:
     partition = context.partitionId()
     executors = [info.address for info in context.getTaskInfos()]
-    task_hosts = [_host_of(executor) for executor in executors]
+    task_hosts = [host_of(executor) for executor in executors]
     host = task_hosts[partition]
     address = local_address(host)
     listener = None
@@ -143,7 +143,8 @@ def _meet_in_barrier(
     return world
 
 
-def _host_of(executor: str) -> str:
+def host_of(executor: str) -> str:
+    """Returns the host in the address of a task, `host:port`."""
     return executor.rsplit(":", 1)[0].strip("[]")
 
 

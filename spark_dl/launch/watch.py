@@ -20,6 +20,7 @@ import queue
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import connection
 from typing import Any
@@ -93,14 +94,7 @@ class Listener:
         self._thread.join(_AUTH_TIMEOUT_S)
 
     def _accept(self) -> None:
-        while True:
-            try:
-                sock, _ = self._socket.accept()
-            except OSError:
-                return
-            conn = connection.Connection(sock.detach())
-            self._connections.add(conn)
-            threading.Thread(target=self._serve, args=(conn,), name="spark_dl events", daemon=True).start()
+        accept_all(self._socket, self._connections, self._serve, "spark_dl events")
 
     def _serve(self, conn: connection.Connection) -> None:
         task: int | None = None
@@ -180,6 +174,21 @@ class _Meeting:
     def close(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
+
+
+def accept_all(
+    listener: socket.socket, connections: set[connection.Connection], serve: Callable[..., None], name: str
+) -> None:
+    """Serves each connection in a thread of this name, until the socket is closed. Adds the connections to a set."""
+    while True:
+        try:
+            sock, _ = listener.accept()
+        except OSError:
+            return
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        conn = connection.Connection(sock.detach())
+        connections.add(conn)
+        threading.Thread(target=serve, args=(conn,), name=name, daemon=True).start()
 
 
 def authenticate(conn: connection.Connection, secret: bytes) -> bool:

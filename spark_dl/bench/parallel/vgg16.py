@@ -25,10 +25,10 @@ from spark_dl.world import World
 
 SCALE = 256
 RATES_GBIT = (10.0, 1.0)
-"""Of the networks. 10 Gbit/s is that of the plans which the authors published."""
+"""Rates of the networks. The authors published plans for 10 Gbit/s."""
 FORMS = ("data parallel", "gpipe", "1f1b", "pipedream")
 _IMAGES = 128
-"""Of a mini-batch of the profile, by the size of its activations. A row stands for a mini-batch."""
+"""Images of a mini-batch of the profile, by the size of its activations. A row stands for a mini-batch."""
 _INPUT_BYTES = 4 * _IMAGES * 3 * 224 * 224
 _BUCKET_BYTES = 25 * 2**20
 _SMALL, _LARGE = 1 << 14, 1 << 19  # bytes of the messages that the network is fitted to

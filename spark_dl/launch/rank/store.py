@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from spark_dl.launch.rank.sender import connect
-from spark_dl.launch.watch import Address, authenticate, shut
+from spark_dl.launch.watch import Address, accept_all, authenticate, shut
 
 _MAX_MESSAGE = 1 << 28
 _LAST_ANSWERS_S = 2.0
@@ -53,15 +53,7 @@ class Server:
             shut(conn)
 
     def _accept(self) -> None:
-        while True:
-            try:
-                sock, _ = self._listener.accept()
-            except OSError:
-                return
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            conn = connection.Connection(sock.detach())
-            self._connections.add(conn)
-            threading.Thread(target=self._serve, args=(conn,), name="spark_dl store", daemon=True).start()
+        accept_all(self._listener, self._connections, self._serve, "spark_dl store")
 
     def _serve(self, conn: connection.Connection) -> None:
         with conn, contextlib.suppress(OSError, EOFError, ValueError, KeyError, TypeError):

@@ -14,6 +14,7 @@ from spark_dl.cli import plots
 OPTIONS: dict[str, tuple[Any, Any, str]] = {
     "run_dir": (str | None, None, "folder for checkpoints, settings and metrics; all executors must have access"),
     "resume": (bool, False, "continue from the last checkpoint of run_dir"),
+    "resume_from": (str | None, None, "continue from this checkpoint of run_dir"),
     "overwrite": (bool, False, "delete the run in run_dir first"),
     "export": (str | None, None, "safetensors file to write the trained weights to; nothing is overwritten"),
     "no_progress": (bool, False, "do not show a progress bar"),
@@ -34,7 +35,7 @@ def train(job: cli.Job) -> dict[str, Any]:
         job.config,
         validation=datasets.get("validation"),
         run_dir=job.args["run_dir"],
-        resume=job.args["resume"],
+        resume=job.args["resume_from"] or job.args["resume"],
         overwrite=job.args["overwrite"],
         progress=not job.args["no_progress"],
     )

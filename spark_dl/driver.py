@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import time
@@ -17,10 +16,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import nn
 
-from spark_dl import storage, strategies, worker
+from spark_dl import strategies, worker
 from spark_dl.checks.settings import check_settings, evaluation_config, launch_of
 from spark_dl.cli.progress import Progress
-from spark_dl.cli.rank_output import follow_logs, show_output
+from spark_dl.cli.rank_output import follow_logs, show_output, with_log_dir
 from spark_dl.config import Config, Data, Launch, Loader, Shards
 from spark_dl.config.load import build_config
 from spark_dl.data import local
@@ -36,7 +35,6 @@ from spark_dl.launch.session import describe_session, find_session
 from spark_dl.launch.supervise import run_attempts
 from spark_dl.prepare import as_sources, next_attempt, prepare_evaluation, prepare_run
 from spark_dl.rundir import checkpoint, environment, generations
-from spark_dl.rundir.folder import LOGS
 from spark_dl.spark_job import describe, is_connect
 from spark_dl.spec import ModelSpec, Run
 from spark_dl.track import tracking
@@ -65,6 +63,8 @@ class TrainResult:
     run_dir: str
     checkpoint: str
     """URL of the last checkpoint, with the trained weights."""
+    best_checkpoint: str | None = field(default=None, kw_only=True)
+    """URL of the best checkpoint that is kept (`checkpoint.keep_best`); None without validation rows."""
     epochs: int
     steps: int
     """Optimizer steps, over all epochs and attempts."""
@@ -103,7 +103,7 @@ def train(
     *,
     validation: Source | None = None,
     run_dir: str | os.PathLike[str] | None = None,
-    resume: bool = False,
+    resume: bool | str = False,
     overwrite: bool = False,
     progress: bool = True,
     on_event: OnEvent | Sequence[OnEvent] = (),
@@ -116,7 +116,8 @@ def train(
     run_dir: folder or URL for shards (of a DataFrame), checkpoints, settings and metrics. All executors must have
         access to it. With `shards.storage` "local" the rows are written to the local disks of the ranks' hosts instead.
 
-    resume: continues from the last checkpoint in `run_dir`, with its shards; without one, starts from the beginning.
+    resume: continues from the last checkpoint in `run_dir`, or from the one of this URL, with its shards; without one,
+        starts from the beginning.
     overwrite: deletes an earlier run in `run_dir`.
     on_event: functions that the driver calls with each event of the run (`EVENTS`). If one raises, the run ends.
     spark: the session; by default that of the DataFrame, of this thread or of the process.
@@ -135,11 +136,12 @@ def train(
     with (
         Progress("train", enabled=progress) as shown,
         prepare_run(data, spec, config, validation=validation, stage=shown.stage, **options) as run,
-        tracking.tracking(run, resume=resume) as tracker,
+        tracking.tracking(run, resume=bool(resume)) as tracker,
     ):
         result = _train_in_attempts(spark, run, data, shown, [tracker.put, *functions])
         tracker.finish(result, shown.stage)
-    return TrainResult(**{**result, "run_dir": run.run_dir, "seconds": time.perf_counter() - start})
+    more = {"run_dir": run.run_dir, "best_checkpoint": checkpoint.best_url(run.run_dir, config.train.early_stop_mode)}
+    return TrainResult(**{**result, **more, "seconds": time.perf_counter() - start})
 
 
 def _train_in_attempts(
@@ -147,10 +149,12 @@ def _train_in_attempts(
 ) -> dict[str, Any]:
     """Starts the ranks, and after a failure again, from the last checkpoint. Returns the result of the last attempt."""
 
+    first_generation = run.generation
+
     def attempt(number: int) -> dict[str, Any]:
         nonlocal run
         if number:
-            run = next_attempt(run)
+            run = next_attempt(run, first_generation)
         with (
             environment.recorded(run, describe_session(spark)) as record_end,
             generations.explained(run.run_dir, run.generation),
@@ -182,7 +186,8 @@ def evaluate(
     shards to the run folder.
     Returns `{"rows", "loss", <metrics>}`. Raises as `train` does.
     """
-    data, saved = as_sources(data), checkpoint.find(checkpoint_url, only_weights=True)
+    key_file = config.checkpoint.signing_key_file if config else None
+    data, saved = as_sources(data), checkpoint.find(checkpoint_url, only_weights=True, key_file=key_file)
     config = config or evaluation_config(build_config(saved.manifest["config"]), data)
     spark = find_session(data, spark)
     check_settings(spark, spec, config, has_validation=True)
@@ -317,7 +322,7 @@ def _launch_run(
     config = run.config
     strategy = strategies.find(config.parallel.strategy)
     launch = launch_of(spark, config)
-    launch = _with_log_dir(launch, run.run_dir) if is_connect(spark) else launch
+    launch = with_log_dir(launch, run.run_dir) if is_connect(spark) else launch
     polls = [metrics.follow(run.run_dir) if task == "train" else list, follow_logs(launch)]
     watch: dict[str, Any] = {
         "on_event": _events(shown, functions),
@@ -339,10 +344,3 @@ def _launch_run(
         results = run_barrier(spark, worker.main, run, task=task, columns=columns, launch=launch, source=dealt, **watch)
     result: dict[str, Any] = results[0]
     return result
-
-
-def _with_log_dir(launch: Launch, run_dir: str) -> Launch:
-    """Returns settings with a folder for the output of the ranks, which cannot reach the driver."""
-    if launch.log_dir or launch.output == "none" or not storage.is_local(run_dir):
-        return launch
-    return dataclasses.replace(launch, log_dir=storage.resolve(storage.join(run_dir, LOGS))[1])

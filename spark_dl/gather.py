@@ -54,6 +54,29 @@ def gather_by_store(store: dist.Store, rank: int, world_size: int, name: str, va
     return values
 
 
+class StoreGather:
+    """Gathers JSON values again and again without a process group, for a thread beside the training.
+
+    The calls of a rank follow each other, in any thread. Keys that all ranks have read are deleted.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int, name: str):
+        """name: unique in the store."""
+        clone = getattr(store, "clone", None)  # a connection of its own, as a wait can hold it
+        self._store = store if clone is None else clone()
+        self._rank, self._world_size, self._name, self._calls = rank, world_size, name, 0
+
+    def __call__(self, value: Any) -> list[Any]:
+        """Returns the values of all ranks, by rank. Collective. Raises as `gather_by_store` does."""
+        name, before = f"{self._name}/{self._calls}", f"{self._name}/{self._calls - 1}"
+        self._calls += 1
+        values = gather_by_store(self._store, self._rank, self._world_size, name, value)
+        if self._rank == 0:  # each rank has sent its value after it had read those of the call before
+            for key in (*(f"{name}/{rank}" for rank in range(self._world_size)), before):
+                self._store.delete_key(key)
+        return values
+
+
 def gather_tensors(tensor: Tensor, group: Any = None) -> list[Tensor]:
     """Returns the tensors of all ranks, by rank, which can have different shapes. Collective.
 

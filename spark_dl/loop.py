@@ -27,7 +27,7 @@ from spark_dl.training.finite import LOSS, Finding, NotFiniteError, StepCheck
 from spark_dl.training.metrics import MetricsLog
 from spark_dl.training.profile import build_profile
 from spark_dl.training.schedule import Schedule
-from spark_dl.training.state import Progress, RunState, seed_generators
+from spark_dl.training.state import Committed, Progress, RunState, seed_generators
 from spark_dl.training.step_times import StepTimer, Times, split_times
 from spark_dl.world import World
 
@@ -139,6 +139,7 @@ class Training:
             is_own = finding.rank == self.world.rank or self.world.world_size == 1
             raise (finite.NotFiniteTrainingError if is_own else OtherRankError)(text) from None
         finally:
+            self.state.close()
             if self.step_check is not None:
                 self.step_check.close()
             if self.profile is not None:
@@ -155,6 +156,7 @@ class Training:
                 self._end_epoch(metrics, time.perf_counter() - validation_start)
         if self.state.saved_step != self.progress.global_step:
             self.save()
+        self._log_committed(self.state.committed(wait=True))
         seconds = time.perf_counter() - start
         rows = self.progress.rows - rows_before
         return {
@@ -230,6 +232,7 @@ class Training:
         if not math.isfinite(total):
             own = None if self.step_check is None else self.step_check.finding(self.world.rank)
             raise NotFiniteError(finite.first_of_all(own) or Finding(self.progress.global_step, LOSS, self.world.rank))
+        self._log_committed(self.state.committed(wait=False))
         finite.check_loss_scale(self.trainable.extra_state.get("scaler"), self.progress.global_step)
         self.write_steps(total, self.timer.times_of(reduced), **self.experts.take_load())
 
@@ -309,19 +312,26 @@ class Training:
         return self.progress.history[-1]["train_loss"] if self.progress.history else None
 
     def save(self) -> None:
-        """Writes a checkpoint, after synchronizing the weights of all ranks. Collective."""
+        """Writes a checkpoint, after synchronizing the weights of all ranks. Collective.
+
+        With `checkpoint.asynchronous` it is written while training goes on, after the one before is committed.
+        """
         if self.pending_rows:  # the sum of losses is part of the state
             self._log_steps()
-        start = time.perf_counter()
         status.enter(status.SAVING)
+        self._log_committed(self.state.committed(wait=True))
         self.trainable.sync_weights()
-        self.state.save()
-        end = time.perf_counter()
-        self.log.write(
-            "checkpoint", epoch=self.progress.epoch, step=self.progress.global_step, steps=self._total_steps(),
-            url=self.state.saved_url, seconds=end - start,
-        )  # fmt: skip
-        self.timer.reset(end)
+        self._log_committed(self.state.save())
+        self.timer.reset(time.perf_counter())
+
+    def _log_committed(self, found: Committed | None) -> None:
+        """Writes a log line for a checkpoint."""
+        if found is not None:
+            more = {} if found.background_s is None else {"background_s": found.background_s}
+            self.log.write(
+                "checkpoint", epoch=found.epoch, step=found.global_step, steps=self._total_steps(), url=found.url,
+                seconds=found.seconds, **more,
+            )  # fmt: skip
 
 
 def _validation_loader(run: Run, world: World) -> BatchLoader | None:

@@ -42,7 +42,7 @@ def prepare_run(
     spark: Any = None,
     validation: Any = None,
     run_dir: Any = None,
-    resume: bool = False,
+    resume: bool | str = False,
     overwrite: bool = False,
     reuse_shards: bool = False,
     stage: Callable[[str], None] = lambda text: None,
@@ -99,13 +99,17 @@ def prepare_run(
         yield run
 
 
-def next_attempt(run: Run) -> Run:
+def next_attempt(run: Run, first_generation: int) -> Run:
     """Returns the run of another attempt after one that has failed, from the last checkpoint. Called on the driver.
 
+    first_generation: that of the first attempt of this call.
     Raises RuntimeError if the attempt of another driver has started since; ValueError as `begin_attempt` does.
     """
     generations.check_newest(run.run_dir, run.generation)
-    generation, saved = attempt.begin_attempt(run.run_dir, run.config, resume=True, overwrite=False)
+    # Until this call has committed one, it is the checkpoint that it began from, which need not be the last one.
+    is_own = checkpoint.newest_committed_attempt(run.run_dir) >= first_generation
+    resume: bool | str = True if is_own or run.checkpoint is None else run.checkpoint
+    generation, saved = attempt.begin_attempt(run.run_dir, run.config, resume=resume, overwrite=False)
     found = replace(
         run, generation=generation, checkpoint=saved.url if saved else None,
         checkpoint_sha256=saved.sha256 if saved else "",

@@ -11,6 +11,7 @@ from spark_dl.config import Config, Launch
 from spark_dl.data.dataset.records import ShardSet
 from spark_dl.inputs import as_written
 from spark_dl.launch import payload, preflight, resources
+from spark_dl.rundir.signing import read_key
 from spark_dl.spec import ModelSpec
 from spark_dl.training.early_stop import check_scalar
 from spark_dl.training.row_metrics import build_metrics
@@ -31,6 +32,12 @@ def check_settings(spark: Any, spec: ModelSpec, config: Config, *, has_validatio
         raise ValueError(
             "train.early_stop_metric: needs validation rows; set train.validation_fraction, or pass validation"
         )
+    if config.checkpoint.keep_best and not (has_validation or config.train.validation_fraction):
+        raise ValueError(
+            "checkpoint.keep_best: needs validation rows; set train.validation_fraction, or pass validation"
+        )
+    if config.checkpoint.signing_key_file:
+        read_key(config.checkpoint.signing_key_file)
     payload.pack_call(None, (), {"spec": spec})
     preflight.check(spark, launch_of(spark, config), at_once=not config.parallel.by_spark)
 

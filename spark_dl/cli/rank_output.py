@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from spark_dl import storage
 from spark_dl.config import Launch
+from spark_dl.rundir.folder import LOGS
 
 Event = Mapping[str, Any]
 
@@ -63,3 +66,10 @@ def _logs(launch: Launch) -> list[Path]:
         return []
     names = r"rank-\d+" if launch.output == "all" else "rank-0"
     return sorted(path for path in Path(launch.log_dir).glob("rank-*.log") if re.fullmatch(names, path.stem))
+
+
+def with_log_dir(launch: Launch, run_dir: str) -> Launch:
+    """Returns settings with a folder for the output of the ranks, which cannot reach the driver."""
+    if launch.log_dir or launch.output == "none" or not storage.is_local(run_dir):
+        return launch
+    return dataclasses.replace(launch, log_dir=storage.resolve(storage.join(run_dir, LOGS))[1])

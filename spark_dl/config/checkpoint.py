@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from spark_dl.config.checks import check_bool, check_number
+from spark_dl.config.checks import check, check_bool, check_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +17,15 @@ class Checkpoint:
     """Number of epochs between two checkpoints. A checkpoint is always saved at the end of training."""
     keep: int = 2
     """Number of checkpoints to keep. The newest are kept."""
+    keep_best: int = 0
+    """Number of further checkpoints to keep: those of the ends of epochs with the best value of
+    `train.early_stop_metric`, or of the validation loss without one. `train.early_stop_mode` says what is better."""
+    asynchronous: bool = False
+    """Write checkpoints while training goes on. Training stands still for a copy of the state alone, which needs as
+    much memory of the host as the state has. The next checkpoint waits for the one before, and raises its error."""
+    signing_key_file: str | None = None
+    """File with a key of at least 32 bytes, on the driver and on the host of rank 0. Checkpoints are signed with it
+    (HMAC-SHA256), and a checkpoint with another signature, or without one, is never loaded."""
     strict: bool = False
     """Whether a resume fails if the newest checkpoint is damaged. Otherwise, the last valid checkpoint is used, with a
     warning."""
@@ -25,4 +34,7 @@ class Checkpoint:
         check_number(self, "every_steps", 0, whole=True)
         check_number(self, "every_epochs", 1, whole=True)
         check_number(self, "keep", 1, whole=True)
-        check_bool(self, "strict")
+        check_number(self, "keep_best", 0, whole=True)
+        check_bool(self, "strict", "asynchronous")
+        if (path := self.signing_key_file) is not None:
+            check(isinstance(path, str) and path != "", "checkpoint.signing_key_file", "the path of a file", path)

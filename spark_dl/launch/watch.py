@@ -34,6 +34,8 @@ MAX_FRAME = 1 << 20
 _AUTH_TIMEOUT_S = 5.0
 _MEETING_S = 10.0
 """How long ranks wait for the others in the driver's listener, before all of them use Spark's `allGather`."""
+_CRASH_WAIT_S = 1.0
+"""How long a lost connection waits for what the process has written about its end."""
 _LEAVE = b"null"
 """The answer to ranks that shall use `allGather`, as some ranks cannot reach the driver."""
 
@@ -70,6 +72,8 @@ class Listener:
         """Time of the last event or heartbeat of each task that has not ended."""
         self.places: dict[int, Status] = {}
         """Where each task was, by its last event or heartbeat."""
+        self._crashes: dict[int, threading.Event] = {}
+        """By task: set when the connection for what the handler of a signal writes has ended."""
         self._thread = threading.Thread(target=self._accept, name="spark_dl listener", daemon=True)
         self._thread.start()
 
@@ -121,6 +125,8 @@ class Listener:
                     task = None
         except (OSError, EOFError, ValueError, KeyError, TypeError):
             if task is not None:
+                if (crash := self._crashes.get(task)) is not None:  # ends with the process, and says why it ended
+                    crash.wait(_CRASH_WAIT_S)
                 self._heard.pop(task, None)
                 self.events.put({"kind": "lost", "task": task, "time": time.time()})
         finally:
@@ -129,11 +135,15 @@ class Listener:
 
     def _take_crash(self, conn: connection.Connection, task: int) -> None:
         """Waits for what the handler of a signal writes before the process of a task ends."""
-        text = b""
-        while part := os.read(conn.fileno(), MAX_FRAME):
-            text = (text + part)[:MAX_FRAME]
-        if text:
-            self.events.put({"kind": CRASH, "task": task, "text": text.decode(errors="replace")})
+        text, ended = b"", threading.Event()
+        self._crashes[task] = ended
+        try:
+            while part := os.read(conn.fileno(), MAX_FRAME):
+                text = (text + part)[:MAX_FRAME]
+        finally:
+            if text:
+                self.events.put({"kind": CRASH, "task": task, "text": text.decode(errors="replace")})
+            ended.set()
 
 
 class _Meeting:

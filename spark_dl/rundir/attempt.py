@@ -21,16 +21,17 @@ _log = logging.getLogger("spark_dl")
 
 
 def begin_attempt(
-    run_dir: str, config: Config, *, resume: bool, overwrite: bool
+    run_dir: str, config: Config, *, resume: bool | str, overwrite: bool
 ) -> tuple[int, checkpoint.Saved | None]:
     """Returns the generation of this attempt, and the checkpoint to resume from, or None.
 
+    resume: whether to continue from the last checkpoint, or the URL of the checkpoint of this run to continue from.
     Raises ValueError if the run folder cannot be used, or a resume is not possible.
     """
     if resume and overwrite:
         raise ValueError("resume and overwrite exclude each other")
     check_folder(run_dir, overwrite=overwrite)
-    strict, step = config.checkpoint.strict, checkpoint.last_step(run_dir)
+    step = checkpoint.last_step(run_dir)
     if step is not None and not resume and not overwrite:
         raise ValueError(
             f"{run_dir} already has checkpoints (the last one of step {step}); set resume to continue from "
@@ -41,22 +42,41 @@ def begin_attempt(
             f"{run_dir} already has trials of spark_dl.tune; set resume to continue its study, overwrite to delete "
             "them, or use another run_dir"
         )
-    found = _check_resume(run_dir, config) if resume else None
+    found = _check_resume(run_dir, config, resume) if resume else None
     try:
         generation = checkpoint.start_generation(run_dir, after=checkpoint.newest_attempt(run_dir))
     except OSError as error:
         raise ValueError(f"cannot write to the run_dir {run_dir}: {error}") from error
     # Ranks of an older attempt could save until now. The new generation fences them.
-    saved = checkpoint.last_valid(run_dir, strict=strict, trusted=found) if resume else None
+    saved = _to_resume(run_dir, config, resume, trusted=found) if resume else None
     if saved is not None:
         checkpoint.check_same_settings(saved, config)
     return generation, saved
 
 
-def _check_resume(run_dir: str, config: Config) -> checkpoint.Saved | None:
+def _to_resume(
+    run_dir: str, config: Config, resume: bool | str, *, trusted: checkpoint.Saved | None = None
+) -> checkpoint.Saved | None:
+    """Returns the checkpoint to resume from, or None. trusted: one that was checked before."""
+    strict, key_file = config.checkpoint.strict, config.checkpoint.signing_key_file
+    if isinstance(resume, bool):
+        return checkpoint.last_valid(run_dir, strict=strict, trusted=trusted, key_file=key_file)
+    try:
+        found = checkpoint.find(resume, key_file=key_file)
+    except ValueError as error:
+        raise ValueError(f"resume: {error}") from error
+    if checkpoint.run_dir_of(found) != run_dir:
+        raise ValueError(
+            f"resume: expected a checkpoint of the run_dir {run_dir}, found {found.url}; to start another run with "
+            "its weights, set train.init_from"
+        )
+    return found
+
+
+def _check_resume(run_dir: str, config: Config, resume: bool | str) -> checkpoint.Saved | None:
     """Returns the checkpoint to resume from, or None. Raises ValueError for a run that cannot be resumed."""
     strict = config.checkpoint.strict
-    found = checkpoint.last_valid(run_dir, strict=strict)
+    found = _to_resume(run_dir, config, resume)
     damage = generations.damage(run_dir, at_least=checkpoint.newest_attempt(run_dir))
     if damage and strict:
         raise ValueError(f"checkpoint.strict: {damage}; resume once with checkpoint.strict set to false")

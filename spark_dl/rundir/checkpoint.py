@@ -10,25 +10,20 @@ Files contain tensors and plain data, and are read with `weights_only=True`. Dam
 
 from __future__ import annotations
 
-import dataclasses
 import logging
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from spark_dl import storage
 from spark_dl.config import Config
 from spark_dl.config.fields import fixed_on_resume
 from spark_dl.data.columns.schema import Column
-from spark_dl.gather import gather_json
-from spark_dl.rundir import checkpoint_files, rank_state, tensor_files
-from spark_dl.rundir.checkpoint_files import MANIFEST, MODEL, TRAINING, DamagedError, is_weights, parse_name, rank_file
+from spark_dl.rundir import checkpoint_files, signing
+from spark_dl.rundir.checkpoint_files import MANIFEST, TRAINING, DamagedError, is_weights, parse_name, rank_file
 from spark_dl.rundir.generations import start_generation as start_generation
-from spark_dl.rundir.generations import superseded
-
-if TYPE_CHECKING:
-    from spark_dl.parallel.mesh.state import MeshState
 
 _log = logging.getLogger("spark_dl")
 FOLDER = "checkpoints"
@@ -49,6 +44,12 @@ class Saved:
         return str(self.manifest["sha256"])
 
     @property
+    def score(self) -> float | None:
+        """The value by which the best checkpoints are kept; None for one that was saved within an epoch."""
+        found = self.manifest.get("score")
+        return float(found) if isinstance(found, int | float) else None
+
+    @property
     def columns(self) -> tuple[Column, ...]:
         """Columns of the training dataset."""
         return tuple(Column.from_plain(c) for c in self.manifest["columns"])
@@ -59,94 +60,7 @@ def folder(run_dir: str) -> str:
     return storage.join(run_dir, FOLDER)
 
 
-def save(
-    run_dir: str,
-    *,
-    rank: int,
-    world_size: int,
-    generation: int,
-    step: int,
-    config: Config,
-    columns: Sequence[Column],
-    training: Mapping[str, Any],
-    model: Mapping[str, Any] | None = None,
-    tensors: MeshState | None = None,
-    rows: Mapping[str, Any] | None = None,
-    of_rank: Mapping[str, Any] | None = None,
-    problem: str = "",
-) -> str:
-    """Writes and commits a checkpoint, and deletes all but the newest `checkpoint.keep`. Collective. Returns its URL.
-
-    model: weights that are the same on all ranks. tensors: in its place, weights and optimizer of which ranks have
-        different parts.
-    rows: digest of the training rows (`data/load/resume_check.py`). of_rank: state of this rank only.
-    problem: the reason why the state of this rank must not be saved, or empty.
-
-    Raises RuntimeError on every rank if any rank has a problem or cannot write its file, or if a newer attempt of the
-    run has started.
-    """
-    url = storage.join(folder(run_dir), checkpoint_files.folder_name(step, generation))
-    parts: dict[str, Any] = {rank_file(rank): {"random": rank_state.random_state(), "state": of_rank or {}}}
-    files, about = tensor_files.of_rank(tensors, rank)
-    parts |= files
-    if rank == 0:
-        parts |= {TRAINING: training} if model is None else {MODEL: model, TRAINING: training}
-    written: list[dict[str, Any]] = []
-    try:
-        if not problem:
-            written = [checkpoint_files.write(url, name, content) for name, content in parts.items()]
-    except OSError as error:
-        problem = f"rank {rank} cannot write to {url}: {error}"
-    # The manifest is written only after every rank has written its file.
-    reports: list[Any] = gather_json({"files": written, "problem": problem, "tensors": about})
-    problems = [r["problem"] for r in reports if r["problem"]]
-    if rank == 0 and not problems:
-        manifest = {
-            "step": step,
-            "generation": generation,
-            "world_size": world_size,
-            "files": {f["name"]: f for r in reports for f in r["files"]},
-            "columns": [dataclasses.asdict(c) for c in columns],
-            "config": config.to_dict(),
-            "rows": rows,
-            **tensor_files.merge([r["tensors"] for r in reports]),
-        }
-        problems = [_commit(run_dir, url, manifest)]
-        if not problems[0]:
-            _delete_old(run_dir, config.checkpoint.keep, generation)
-    outcome = gather_json({"problem": problems[0] if problems else ""})
-    if outcome[0]["problem"]:
-        raise RuntimeError(f"checkpoint at step {step} not saved: {outcome[0]['problem']}")
-    return url
-
-
-def _commit(run_dir: str, url: str, manifest: Mapping[str, Any]) -> str:
-    """Writes the manifest, unless a newer attempt of the run has started. Returns the problem, or an empty string."""
-    try:
-        if why := superseded(run_dir, manifest["generation"]):
-            checkpoint_files.delete(url)
-            return why
-        checkpoint_files.write_manifest(url, manifest)
-    except OSError as error:
-        return f"cannot commit it: {error}"
-    return ""
-
-
-def _delete_old(run_dir: str, keep: int, generation: int) -> None:
-    """Deletes all but the newest `keep` checkpoints, and damaged or uncommitted checkpoints of older attempts.
-
-    Logs a warning if it cannot, because the new checkpoint is committed and training can continue.
-    """
-    try:
-        whole = [saved.url for saved in list_checkpoints(run_dir)]
-        others = [url for (attempt, _), url in _folders(run_dir) if url not in whole and attempt < generation]
-        for url in (*whole[:-keep], *others):
-            checkpoint_files.delete(url)
-    except OSError as error:
-        _log.warning("cannot delete the checkpoints before the last %d of %s: %s", keep, run_dir, error)
-
-
-def _folders(run_dir: str) -> list[tuple[tuple[int, int], str]]:
+def folders(run_dir: str) -> list[tuple[tuple[int, int], str]]:
     """Returns ((generation, step), URL) of each folder with the name of a checkpoint, oldest first.
 
     Checkpoints of a later attempt are newer at any step, because it may have resumed from an earlier step.
@@ -157,12 +71,17 @@ def _folders(run_dir: str) -> list[tuple[tuple[int, int], str]]:
 
 def newest_attempt(run_dir: str) -> int:
     """Returns the newest generation among the names of checkpoint folders; 0 without any."""
-    return max((attempt for (attempt, _), _ in _folders(run_dir)), default=0)
+    return max((attempt for (attempt, _), _ in folders(run_dir)), default=0)
+
+
+def newest_committed_attempt(run_dir: str) -> int:
+    """Returns the newest generation that has committed a checkpoint; 0 without any."""
+    return max((attempt for (attempt, _), url in folders(run_dir) if _was_committed(url)), default=0)
 
 
 def last_step(run_dir: str) -> int | None:
     """Returns the step of the newest committed checkpoint, even if it is damaged; None without any."""
-    steps = [step for (_, step), url in _folders(run_dir) if _was_committed(url)]
+    steps = [step for (_, step), url in folders(run_dir) if _was_committed(url)]
     return steps[-1] if steps else None
 
 
@@ -175,7 +94,7 @@ def _was_committed(url: str) -> bool:
 def list_checkpoints(run_dir: str) -> list[Saved]:
     """Returns the committed checkpoints of a run, oldest first, without those whose manifest or sizes are damaged."""
     found = []
-    for _, url in _folders(run_dir):
+    for _, url in folders(run_dir):
         try:
             saved = _open(url)
         except ValueError:
@@ -191,21 +110,43 @@ def latest(run_dir: str) -> Saved | None:
     return found[-1] if found else None
 
 
+def by_score(found: Sequence[Saved], mode: str) -> list[Saved]:
+    """Returns the checkpoints that have a score, the best first: the lowest (mode "min") or the highest ("max").
+
+    Of equal ones the oldest is first, as in early stopping.
+    """
+    scored = [saved for saved in found if saved.score is not None and not math.isnan(saved.score)]
+    return sorted(scored, key=lambda saved: (saved.score or 0.0) * (1 if mode == "min" else -1))
+
+
+def best_url(run_dir: str, mode: str) -> str | None:
+    """Returns the URL of the best checkpoint of a run; None if none has a score."""
+    found = by_score(list_checkpoints(run_dir), mode)
+    return found[0].url if found else None
+
+
 def last_valid(
-    run_dir: str, *, strict: bool = False, only_weights: bool = False, trusted: Saved | None = None
+    run_dir: str,
+    *,
+    strict: bool = False,
+    only_weights: bool = False,
+    trusted: Saved | None = None,
+    key_file: str | None = None,
 ) -> Saved | None:
     """Returns the newest checkpoint of a run whose files have the right checksums; None if there are no checkpoints.
 
     Called on the driver. Damaged newer checkpoints are logged with their causes.
     only_weights: whether only the files of the weights are checked. trusted: a checkpoint that was checked before.
+    key_file: file with the key that has signed the checkpoints. Others are damaged then. None: signatures are ignored.
     Raises ValueError if no checkpoint is valid, and with `strict` if the newest one is damaged.
     """
     damaged: list[str] = []
-    for _, url in reversed(_folders(run_dir)):
+    for _, url in reversed(folders(run_dir)):
         try:
             saved = _open(url)
             if saved is None:
                 continue
+            signing.check(storage.join(url, MANIFEST), saved.manifest, key_file)
             if saved != trusted:
                 checkpoint_files.check_contents(url, saved.manifest, only_weights=only_weights)
         except DamagedError as error:
@@ -259,20 +200,22 @@ def open_checkpoint(url: str, *, sha256: str | None = None) -> Saved:
     return Saved(url, manifest["step"], manifest["generation"], manifest)
 
 
-def find(url: str | os.PathLike[str], *, only_weights: bool = False) -> Saved:
+def find(url: str | os.PathLike[str], *, only_weights: bool = False, key_file: str | None = None) -> Saved:
     """Opens a checkpoint by its URL, or the last valid checkpoint by the run folder, and checks its files.
 
-    Called on the driver. only_weights: whether only the files of the weights are checked. Raises ValueError if there is
-    no checkpoint, or if it is damaged, with the file and the cause.
+    Called on the driver. only_weights: whether only the files of the weights are checked. key_file: file with the key
+    that must have signed it; None ignores signatures. Raises ValueError if there is no checkpoint, or if it is damaged
+    or has another signature, with the file and the cause.
     """
     url = storage.absolute(url)
     if parse_name(storage.name(url)) is not None or storage.exists(storage.join(url, MANIFEST)):
         saved = _open(url)
         if saved is None:
             raise ValueError(f"no checkpoint at {url}: it has no {MANIFEST}")
+        signing.check(storage.join(url, MANIFEST), saved.manifest, key_file)
         checkpoint_files.check_contents(url, saved.manifest, only_weights=only_weights)
         return saved
-    saved = last_valid(url, only_weights=only_weights)
+    saved = last_valid(url, only_weights=only_weights, key_file=key_file)
     if saved is None:
         raise ValueError(f"no checkpoint at {url}: expected a checkpoint, or a run folder with checkpoints")
     return saved

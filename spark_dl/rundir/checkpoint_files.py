@@ -16,6 +16,9 @@ import torch
 from pyarrow.fs import FileType
 
 from spark_dl import storage
+from spark_dl.rundir import signing
+from spark_dl.rundir.exclusive import create_exclusively
+from spark_dl.rundir.signing import DamagedError as DamagedError
 
 MANIFEST = "MANIFEST.json"
 FORMAT = "spark_dl.checkpoint"
@@ -24,13 +27,6 @@ MODEL, TRAINING = "model.pt", "training.pt"
 _NAME = re.compile(r"step-(\d+)\.gen-(\d+)")
 _OWN_FILE = re.compile(r"(MANIFEST\.json|model\.pt|training\.pt|(rank|model|optimizer)-\d{5,}\.pt)(\.tmp-[0-9a-f]*)?")
 _CHUNK_BYTES = 16 * 2**20
-
-
-class DamagedError(ValueError):
-    """A checkpoint is damaged. The message names the file and the cause."""
-
-    def __init__(self, path: str, cause: str):
-        super().__init__(f"{path} is damaged: {cause}")
 
 
 def rank_file(rank: int) -> str:
@@ -121,11 +117,20 @@ def _compare(path: str, entry: Mapping[str, Any], size: int | None, sha256: str 
         raise DamagedError(path, f"found the SHA-256 {sha256}, expected {entry['sha256']}")
 
 
-def write_manifest(url: str, manifest: Mapping[str, Any]) -> None:
-    """Writes the manifest, which commits the checkpoint. Raises OSError."""
+def write_manifest(url: str, manifest: Mapping[str, Any], key: bytes | None = None) -> None:
+    """Writes the manifest, which commits the checkpoint. key: signs it. Raises OSError, also if there is one.
+
+    On local disks it is renamed to its name, on object stores it is put if there is none, so that it is always whole.
+    """
     plain = json.loads(json.dumps({"format": FORMAT, "version": VERSION, **manifest}))
-    content = json.dumps({**plain, "sha256": digest(plain)}, indent=1)
-    storage.write_bytes(storage.join(url, MANIFEST), content.encode())
+    if key is not None:
+        plain[signing.FIELD] = signing.signature(plain, key)
+    content = json.dumps({**plain, "sha256": digest(plain)}, indent=1).encode()
+    path = storage.join(url, MANIFEST)
+    if storage.is_local(url):
+        storage.write_bytes(path, content)
+    elif not create_exclusively(path, content):
+        raise FileExistsError(f"{path} exists; another job writes to this folder")
 
 
 def digest(manifest: Mapping[str, Any]) -> str:

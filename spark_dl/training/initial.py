@@ -55,7 +55,7 @@ def begin(
         return spec, ()
     if saved is not None:
         return spec, saved.columns
-    found = _find(config.train.init_from)
+    found = _find(config.train.init_from, config)
     if overwrite and checkpoint.run_dir_of(found) == run_dir:
         raise ValueError(
             f"train.init_from: {found.url} is a checkpoint of the run_dir, which overwrite deletes; use another run_dir"
@@ -72,14 +72,14 @@ def for_rank(run: Run) -> Run:
     url = run.config.train.init_from
     if url is None or run.checkpoint is not None or isinstance(run.spec.build, InitialWeights):
         return run
-    found = _find(url)
+    found = _find(url, run.config)
     spec = dataclasses.replace(run.spec, build=InitialWeights(run.spec.build, found.url, found.sha256))
     return dataclasses.replace(run, spec=spec)
 
 
-def _find(url: str) -> checkpoint.Saved:
+def _find(url: str, config: Config) -> checkpoint.Saved:
     try:
-        return checkpoint.find(url, only_weights=True)
+        return checkpoint.find(url, only_weights=True, key_file=config.checkpoint.signing_key_file)
     except ValueError as error:
         raise ValueError(f"train.init_from: {error}") from error
 

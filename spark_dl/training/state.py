@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,11 +16,13 @@ import torch
 from spark_dl.config import Train
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.load.resume_check import dataset_digest
+from spark_dl.gather import StoreGather, gather_json
 from spark_dl.parallel.trainable import Trainable, lr_factor
-from spark_dl.rundir import checkpoint, rank_files
+from spark_dl.rundir import checkpoint, rank_files, saving, signing
 from spark_dl.rundir.tensor_files import TensorFiles
 from spark_dl.spec import Run
 from spark_dl.training import early_stop
+from spark_dl.training.background_save import BackgroundSave, StateCopy
 from spark_dl.training.finite import StateCheck
 from spark_dl.training.schedule import Schedule
 from spark_dl.world import World
@@ -45,6 +49,19 @@ class Progress:
     stopped_early: bool = False
 
 
+@dataclass(frozen=True)
+class Committed:
+    """A checkpoint that has been committed."""
+
+    url: str
+    epoch: int
+    global_step: int
+    seconds: float
+    """How long training stood still for it."""
+    background_s: float | None = None
+    """How long it was written while training went on; None if it was not."""
+
+
 class RunState:
     """The state of one rank. num_ranks: ranks that share a step."""
 
@@ -62,14 +79,27 @@ class RunState:
         self._dataset = dataset_digest(run.train)
         self.progress = Progress()
         self.saved_url: str | None = None
-        """URL of the last checkpoint that was saved or restored."""
+        """URL of the last checkpoint that was committed or restored."""
         self.saved_step: int | None = None
+        """Step of the last checkpoint that was begun or restored."""
         if run.checkpoint is not None:
             self._restore(checkpoint.open_checkpoint(run.checkpoint, sha256=run.checkpoint_sha256))
         self._check = StateCheck(trainable.modules, self.saved_url)
+        key_file = run.config.checkpoint.signing_key_file
+        self._key = signing.read_key(key_file) if key_file and world.rank == 0 else None
+        self._background = BackgroundSave() if run.config.checkpoint.asynchronous else None
+        self._copy, self._begun = StateCopy(), Committed("", 0, 0, 0.0)
+        self._gather = gather_json
+        if self._background is not None and world.world_size > 1:
+            # A group of its own, or the one of the training, would mix with the collectives of the steps.
+            self._gather = StoreGather(world.store, world.rank, world.world_size, f"checkpoints/{run.generation}")
 
-    def save(self) -> None:
-        """Writes a checkpoint. Collective. Raises as `rundir.checkpoint.save` does, also for NaN and Inf."""
+    def save(self) -> Committed | None:
+        """Writes a checkpoint. Collective. Raises as `rundir.saving.save` does, also for NaN and Inf.
+
+        Returns it, or None with `checkpoint.asynchronous`: `committed` returns it later.
+        """
+        start = time.perf_counter()
         trainable, world, config = self._trainable, self._world, self._run.config
         parts = trainable.state
         model = {str(i): module.state_dict() for i, module in enumerate(trainable.modules)}
@@ -83,22 +113,50 @@ class RunState:
         }
         of_rank = {name: part.state_dict() for name, part in trainable.rank_state.items()}
         state = {"model": model, "training": {**training, "optimizer": optimizer}, "rank": of_rank}
-        self.saved_url = checkpoint.save(
-            self._run.run_dir,
-            rank=world.rank,
-            world_size=world.world_size,
-            generation=self._run.generation,
-            step=self.progress.global_step,
-            config=config,
-            columns=self._columns,
-            rows={**self._dataset, "step_of_epoch": self.progress.step},
-            model=model if parts is None else None,
-            training=training,
-            tensors=parts,
-            of_rank=of_rank,
-            problem=self._check.problem(state, world.rank, self.saved_url),
+        found = saving.contents(
+            world.rank, model=model if parts is None else None, training=training, tensors=parts, of_rank=of_rank
         )
+        write = functools.partial(
+            saving.save, self._run.run_dir,
+            world_size=world.world_size, generation=self._run.generation, step=self.progress.global_step,
+            config=config, columns=self._columns, rows={**self._dataset, "step_of_epoch": self.progress.step},
+            score=self._score(), problem=self._check.problem(state, world.rank, self.saved_url), key=self._key,
+            gather=self._gather,
+        )  # fmt: skip
         self.saved_step = self.progress.global_step
+        if self._background is None:
+            self.saved_url = write(found)
+            return self._committed(self.saved_url, time.perf_counter() - start)
+        copy = dataclasses.replace(found, files=self._copy.of(found.files))
+        self._background.start(functools.partial(write, copy))
+        self._begun = self._committed("", time.perf_counter() - start)
+        return None
+
+    def committed(self, *, wait: bool) -> Committed | None:
+        """Returns the checkpoint that was written in the background, once, when it is committed. Raises its error.
+
+        wait: waits until it is. Collective then.
+        """
+        found = self._background.take(wait=wait) if self._background is not None else None
+        if found is None:
+            return None
+        self.saved_url, background_s = found
+        return dataclasses.replace(self._begun, url=self.saved_url, background_s=background_s)
+
+    def close(self) -> None:
+        """Ends what is written in the background, after an error of the training."""
+        if self._background is not None:
+            self._background.close()
+
+    def _committed(self, url: str, seconds: float) -> Committed:
+        return Committed(url, self.progress.epoch, self.progress.global_step, seconds)
+
+    def _score(self) -> float | None:
+        """The value for `checkpoint.keep_best`: of the validation after the last epoch, if this is its end."""
+        if self.progress.step or not self.progress.history:
+            return None
+        found = self.progress.history[-1]["metrics"].get(self._run.config.train.early_stop_metric or "loss")
+        return float(found) if isinstance(found, int | float) else None
 
     def _restore(self, saved: checkpoint.Saved) -> None:
         trainable, world, train = self._trainable, self._world, self._run.config.train

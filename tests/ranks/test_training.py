@@ -10,7 +10,7 @@ from torch import nn
 
 from spark_dl import DDP, Checkpoint, Config, Launch, ModelSpec, worker
 from spark_dl.launch import rendezvous
-from spark_dl.rundir import checkpoint, rank_files
+from spark_dl.rundir import checkpoint, rank_files, saving
 from spark_dl.spec import Run
 from spark_dl.training.metrics import read_metrics
 from tests.builders.datasets import write_dataset
@@ -337,10 +337,9 @@ def save_and_load_rank_states(run_dir):
         return {"left": {"w": torch.full((3,), float(rank)), "steps": 7, "seen": torch.tensor([4])}}
 
     with rendezvous.join(Launch()) as world:
-        url = checkpoint.save(
-            run_dir, rank=world.rank, world_size=world.world_size, generation=1, step=1, config=Config(), columns=(),
-            model={}, training={}, of_rank=state(world.rank),
-        )  # fmt: skip
+        found = saving.contents(world.rank, model={}, training={}, of_rank=state(world.rank))
+        about = {"world_size": world.world_size, "generation": 1, "step": 1, "config": Config(), "columns": ()}
+        url = saving.save(run_dir, found, **about)
         saved = checkpoint.open_checkpoint(url)
         own = rank_files.load_rank_state(saved, world.rank, world.world_size)
         return own, rank_files.load_rank_state(saved, 0, world.world_size + 1)

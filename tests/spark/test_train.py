@@ -338,6 +338,14 @@ def test_resume_goes_on_and_overwrite_starts_anew(spark, points, tmp_path):
         spark_dl.train(points, MLP, misspelt, run_dir=run_dir, overwrite=True)
     assert checkpoint.find(run_dir).url == resumed.checkpoint, "what does not fit deletes nothing"
     assert spark_dl.load_config(f"{run_dir}/config.yaml") == more, "nor replaces the settings"
+    first = checkpoint.list_checkpoints(run_dir)[0].url
+    chosen = spark_dl.train(points, MLP, more, run_dir=run_dir, resume=first)
+    assert (chosen.history, chosen.steps) == (resumed.history, 22)
+    assert chosen.checkpoint != resumed.checkpoint
+    with pytest.raises(ValueError, match=r"resume: no checkpoint at .*step-00000099"):
+        spark_dl.train(points, MLP, more, run_dir=run_dir, resume=f"{run_dir}/checkpoints/step-00000099.gen-0001")
+    with pytest.raises(ValueError, match=r"resume: expected a checkpoint of the run_dir .*found .*train.init_from"):
+        spark_dl.train(points, MLP, more, run_dir=str(tmp_path / "another"), resume=chosen.checkpoint)
     whole = spark_dl.train(points, MLP, more, run_dir=run_dir, overwrite=True)
     assert whole.history == resumed.history
     own = spark_dl.train(f"{run_dir}/shards/train", MLP, config, run_dir=run_dir, overwrite=True)
@@ -345,6 +353,28 @@ def test_resume_goes_on_and_overwrite_starts_anew(spark, points, tmp_path):
     assert [saved.step for saved in checkpoint.list_checkpoints(run_dir)] == [11]
     spark_dl.train(spark_dl.write_shards(points, str(tmp_path / "other")), MLP, config, run_dir=run_dir, overwrite=True)
     assert os.listdir(f"{run_dir}/shards") == [], "and nobody's are deleted"
+
+
+@pytest.mark.modes("local")
+def test_the_best_checkpoint_is_kept_and_found_and_signatures_are_asked_for(spark, points, tmp_path):
+    key = tmp_path / "key"
+    key.write_bytes(os.urandom(32))
+    settings = {"epochs": 4, "keep": 1, "keep_best": 1, "asynchronous": True, "signing_key_file": str(key)}
+    config = small_config(2, train={**settings, "validation_fraction": 0.2, "early_stop_mode": "max"})
+    result = spark_dl.train(points, MLP, config, run_dir=str(tmp_path / "run"))
+    losses = [entry["metrics"]["loss"] for entry in result.history]
+    assert losses[0] == max(losses), "a loss that falls, so that the first one is the highest"
+    assert [saved.step for saved in checkpoint.list_checkpoints(result.run_dir)] == [result.steps // 4, result.steps]
+    assert result.best_checkpoint == checkpoint.list_checkpoints(result.run_dir)[0].url
+    assert spark_dl.evaluate(points, MLP, result.best_checkpoint, config)["rows"] == 500
+    key.write_bytes(os.urandom(32))
+    with pytest.raises(ValueError, match="its signature is not of the key"):
+        spark_dl.evaluate(points, MLP, result.best_checkpoint, config)
+    with pytest.raises(ValueError, match="no valid checkpoint: .*its signature is not of the key"):
+        spark_dl.train(points, MLP, config, run_dir=result.run_dir, resume=True)
+    without = small_config(2, train={"keep_best": 1})
+    with pytest.raises(ValueError, match="checkpoint.keep_best: needs validation rows"):
+        spark_dl.train(points, MLP, without, run_dir=str(tmp_path / "other"))
 
 
 @pytest.mark.modes("local")

@@ -20,6 +20,8 @@ def root_cause(
 ) -> BaseException:
     """Returns the root cause: the first rank that raised an error of its own, or was killed, or is silent.
 
+    A rank that aborts itself (SIGABRT) while another one is silent has waited for it: threads of Gloo end so.
+
     known: what each task has reported about itself. silent: seconds since the last heartbeat, of the silent tasks.
     """
     raised = [f for f in failures if f["kind"] == "failed"]
@@ -30,7 +32,8 @@ def root_cause(
     lost = [f for f in failures if f["kind"] == "lost"]
     if roots:
         return _error_of(roots[0])
-    if lost:
+    aborted = bool(lost) and _signal_of(known.get(lost[0]["task"], {}).get("crash", "")) == "SIGABRT"
+    if lost and not (aborted and silent):
         rank, host, pid = _who(known, lost[0]["task"])
         place = _place(known, lost[0]["task"])
         if crash := known.get(lost[0]["task"], {}).get("crash"):
@@ -50,7 +53,7 @@ def root_cause(
         return _error_about(tasks, (
             f"sent no heartbeat for {silent[tasks[0]]:.0f} s: the driver cannot reach the host, or the process hangs "
             "(stopped, swapped out, or in a call that holds the GIL)"
-        ), known, raised)  # fmt: skip
+        ), known, raised or lost)  # fmt: skip
     if absent := _absent(raised, known):
         return _error_about(absent, (
             "never entered a collective operation: its process is alive, but hangs or is slow; if it needs more time, "
@@ -118,9 +121,10 @@ def _error_about(
     rank, host, pid = _who(known, tasks[0])
     consequence = ""
     if raised:
-        first = raised[0]
-        name = name_of(first.get("rank"), first["task"])
-        consequence = f". As a consequence, {name} on {first['host']} failed: {first['error']}"
+        task = raised[0]["task"]
+        rank_of_first, host_of_first, _ = _who(known, task)
+        name = f"{name_of(raised[0].get('rank', rank_of_first), task)} on {raised[0].get('host', host_of_first)}"
+        consequence = f". As a consequence, {name} failed: {raised[0].get('error', 'its process ended by SIGABRT')}"
     place = _place(known, tasks[0])
     return RankError(
         f"{_names(tasks, known)} {what}{in_words(**place)}{consequence}",

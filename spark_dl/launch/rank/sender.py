@@ -132,7 +132,11 @@ class Sender:
         if time.monotonic() - since < self._stall_s or since == self._stalled_since:
             return None
         self._stalled_since = since
-        return self._frame({"kind": "stack", "stack": stacks()})
+        try:
+            found = stacks()
+        except Exception as error:  # the frames belong to threads that run; an error here must not end the connection
+            found = f"  no stacks: {error!r}\n"
+        return self._frame({"kind": "stack", "stack": found})
 
     def _work(self, address: Address) -> None:
         try:

@@ -15,7 +15,7 @@ from spark_dl import Checkpoint, Config, Data, Launch, Loader, Train, storage
 from spark_dl.config.load import build_config
 from spark_dl.data.columns.schema import Column
 from spark_dl.launch.rendezvous import join
-from spark_dl.rundir import attempt, checkpoint, checkpoint_files, rank_files
+from spark_dl.rundir import attempt, checkpoint, checkpoint_files, rank_files, saving
 from spark_dl.rundir.generations import read_generation
 
 COLUMNS = (Column("features", "float32", (2, 3), "ndarray"), Column("label", "int64"))
@@ -31,16 +31,17 @@ def group(monkeypatch):
 
 
 def save(run_dir, step=1, generation=0, config=None, **parts):
+    about = {name: parts.pop(name) for name in ("problem", "rows", "score", "key") if name in parts}
     content = {"model": {"w": torch.arange(3.0)}, "training": {"progress": {"epoch": 1}}, **parts}
-    return checkpoint.save(
+    return saving.save(
         str(run_dir),
-        rank=0,
+        saving.contents(0, **content),
         world_size=1,
         generation=generation,
         step=step,
         config=config or Config(),
         columns=COLUMNS,
-        **content,
+        **about,
     )
 
 
@@ -100,6 +101,16 @@ def test_the_newest_are_kept_and_the_others_deleted(tmp_path, group):
         save(tmp_path, step=step, config=config)
     assert steps(tmp_path) == [10, 100]
     assert len(storage.list_names(checkpoint.folder(str(tmp_path)))) == 2
+
+
+@pytest.mark.parametrize(("mode", "best"), [("min", [2, 4]), ("max", [1, 3])])
+def test_the_best_are_kept_beside_the_newest(tmp_path, group, mode, best):
+    config = Config(checkpoint=Checkpoint(keep=1, keep_best=2), train=Train(early_stop_mode=mode))
+    for step, score in enumerate([0.9, 0.1, 0.8, 0.2, 0.5, None, float("nan"), 0.5, None], 1):
+        save(tmp_path, step=step, config=config, score=score)
+    assert steps(tmp_path) == [*best, 9]
+    found = checkpoint.by_score(checkpoint.list_checkpoints(str(tmp_path)), mode)
+    assert found[0].step == {"min": 2, "max": 1}[mode]
 
 
 def test_deleting_begins_with_the_manifest(tmp_path, group, monkeypatch):

@@ -6,7 +6,7 @@ import torch
 
 from spark_dl import Config, Launch, export
 from spark_dl.launch.rendezvous import join
-from spark_dl.rundir import checkpoint
+from spark_dl.rundir import checkpoint, saving
 from spark_dl.rundir.exclusive import create_exclusively
 from tests.builders.models import build_mlp, same_bits
 
@@ -17,9 +17,10 @@ def run_dir(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     run_dir, model = str(tmp_path / "run"), {"0": build_mlp().state_dict()}
     with join(Launch(device="cpu")):
-        checkpoint.save(
-            run_dir, rank=0, world_size=1, generation=0, step=1, config=Config(), columns=(), model=model, training={}
-        )
+        saving.save(
+            run_dir, saving.contents(0, model=model, training={}), world_size=1, generation=0, step=1, config=Config(),
+            columns=(),
+        )  # fmt: skip
     return run_dir
 
 

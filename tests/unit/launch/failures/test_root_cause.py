@@ -65,6 +65,14 @@ def test_the_root_cause(failures, silent, task, message):
     assert str(error).startswith(f"rank {RANKS[task]} on host{task} (pid {100 + task}) {message}")
 
 
+def test_a_rank_that_aborts_while_another_is_silent_has_waited_for_it():
+    known = {**KNOWN, 1: {**KNOWN[1], "crash": "Fatal Python error: Aborted\n\nThread 0x0 ..."}}
+    error = root_cause([lost(1)], known, None, {2: 9.0})
+    assert str(error).startswith(f"rank {RANKS[2]} on host2 (pid 102) sent no heartbeat for 9 s")
+    assert str(error).endswith(f". As a consequence, rank {RANKS[1]} on host1 failed: its process ended by SIGABRT")
+    assert "was ended by SIGABRT" in str(root_cause([lost(1)], known, None, {}))
+
+
 def test_several_silent_ranks_are_all_named_the_longest_silent_first():
     error = root_cause([failed(0, TIMED_OUT, follows=True)], KNOWN, None, {1: 8.0, 2: 9.4})
     assert str(error).startswith("rank 2 on host2 (pid 102), rank 0 on host1 (pid 101) sent no heartbeat for 9 s: ")

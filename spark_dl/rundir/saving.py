@@ -1,0 +1,144 @@
+"""Writes a checkpoint: each rank its files, and then rank 0 the manifest, which commits it.
+
+A checkpoint that is not committed does not exist: a process can be killed at any write, and the one before it is still
+there. Old checkpoints are deleted only after the new one is committed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from spark_dl import storage
+from spark_dl.config import Config
+from spark_dl.data.columns.schema import Column
+from spark_dl.gather import gather_json
+from spark_dl.rundir import checkpoint, checkpoint_files, rank_state, tensor_files
+from spark_dl.rundir.checkpoint_files import MODEL, TRAINING, rank_file
+from spark_dl.rundir.generations import superseded
+
+if TYPE_CHECKING:
+    from spark_dl.parallel.mesh.state import MeshState
+
+_log = logging.getLogger("spark_dl")
+
+
+@dataclasses.dataclass
+class Contents:
+    """What one rank writes of a checkpoint."""
+
+    rank: int
+    files: dict[str, Any]
+    """Tensors and plain data, by the name of the file."""
+    tensors: Any
+    """What the manifest must know of tensors of which ranks have different parts."""
+
+
+def contents(
+    rank: int,
+    *,
+    training: Mapping[str, Any],
+    model: Mapping[str, Any] | None = None,
+    tensors: MeshState | None = None,
+    of_rank: Mapping[str, Any] | None = None,
+) -> Contents:
+    """Returns what a rank writes. The tensors are those of the run: they change with the next step.
+
+    model: weights that are the same on all ranks. tensors: in its place, weights and optimizer of which ranks have
+        different parts. training: other state that is the same on all ranks. of_rank: state of this rank only.
+    """
+    files: dict[str, Any] = {rank_file(rank): {"random": rank_state.random_state(), "state": of_rank or {}}}
+    own, about = tensor_files.of_rank(tensors, rank)
+    files |= own
+    if rank == 0:
+        files |= {TRAINING: training} if model is None else {MODEL: model, TRAINING: training}
+    return Contents(rank, files, about)
+
+
+def save(
+    run_dir: str,
+    found: Contents,
+    *,
+    world_size: int,
+    generation: int,
+    step: int,
+    config: Config,
+    columns: Sequence[Column],
+    rows: Mapping[str, Any] | None = None,
+    score: float | None = None,
+    problem: str = "",
+    key: bytes | None = None,
+    gather: Callable[[Any], list[Any]] = gather_json,
+) -> str:
+    """Writes and commits a checkpoint, and deletes those that `checkpoint.keep` and `keep_best` do not keep.
+
+    Collective. Returns its URL.
+    rows: digest of the training rows (`data/load/resume_check.py`). score: the value for `keep_best`.
+    problem: the reason why the state of this rank must not be saved, or empty.
+    key: signs the manifest; of rank 0. gather: returns the JSON values of all ranks, by rank.
+
+    Raises RuntimeError on every rank if any rank has a problem or cannot write its file, or if a newer attempt of the
+    run has started.
+    """
+    url = storage.join(checkpoint.folder(run_dir), checkpoint_files.folder_name(step, generation))
+    written: list[dict[str, Any]] = []
+    try:
+        if not problem:
+            written = [checkpoint_files.write(url, name, content) for name, content in found.files.items()]
+    except OSError as error:
+        problem = f"rank {found.rank} cannot write to {url}: {error}"
+    # The manifest is written only after every rank has written its file.
+    reports: list[Any] = gather({"files": written, "problem": problem, "tensors": found.tensors})
+    problems = [r["problem"] for r in reports if r["problem"]]
+    if found.rank == 0 and not problems:
+        manifest = {
+            "step": step,
+            "generation": generation,
+            "world_size": world_size,
+            "files": {f["name"]: f for r in reports for f in r["files"]},
+            "columns": [dataclasses.asdict(c) for c in columns],
+            "config": config.to_dict(),
+            "rows": rows,
+            "score": score,
+            **tensor_files.merge([r["tensors"] for r in reports]),
+        }
+        problems = [_commit(run_dir, url, manifest, key)]
+        if not problems[0]:
+            _delete_old(run_dir, config, generation)
+    outcome = gather({"problem": problems[0] if problems else ""})
+    if outcome[0]["problem"]:
+        raise RuntimeError(f"checkpoint at step {step} not saved: {outcome[0]['problem']}")
+    return url
+
+
+def _commit(run_dir: str, url: str, manifest: Mapping[str, Any], key: bytes | None) -> str:
+    """Writes the manifest, unless a newer attempt of the run has started. Returns the problem, or an empty string."""
+    try:
+        if why := superseded(run_dir, manifest["generation"]):
+            checkpoint_files.delete(url)
+            return why
+        checkpoint_files.write_manifest(url, manifest, key)
+    except OSError as error:
+        return f"cannot commit it: {error}"
+    return ""
+
+
+def _delete_old(run_dir: str, config: Config, generation: int) -> None:
+    """Deletes all but the newest and the best checkpoints, and damaged or uncommitted ones of older attempts.
+
+    Logs a warning if it cannot, because the new checkpoint is committed and training can continue.
+    """
+    keep, keep_best = config.checkpoint.keep, config.checkpoint.keep_best
+    try:
+        whole = checkpoint.list_checkpoints(run_dir)
+        urls = [saved.url for saved in whole]
+        best = checkpoint.by_score(whole, config.train.early_stop_mode)[:keep_best]
+        kept = {*urls[-keep:], *(saved.url for saved in best)}
+        others = [url for (attempt, _), url in checkpoint.folders(run_dir) if url not in urls and attempt < generation]
+        for url in (*urls, *others):
+            if url not in kept:
+                checkpoint_files.delete(url)
+    except OSError as error:
+        _log.warning("cannot delete the checkpoints before the last %d of %s: %s", keep, run_dir, error)

@@ -1,0 +1,60 @@
+"""Signatures of checkpoints: an HMAC-SHA256 (RFC 2104) in the manifest, over all of its other values.
+
+The manifest has the SHA-256 of every file, so its signature covers all of the checkpoint. Checksums alone find what
+has been damaged; somebody who can write to the folder can compute them again. The signature needs the key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+from collections.abc import Mapping
+from typing import Any
+
+FIELD = "hmac_sha256"
+_MIN_KEY_BYTES = 32
+
+
+class DamagedError(ValueError):
+    """A checkpoint is damaged. The message names the file and the cause."""
+
+    def __init__(self, path: str, cause: str):
+        super().__init__(f"{path} is damaged: {cause}")
+
+
+def read_key(path: str) -> bytes:
+    """Reads the key of `checkpoint.signing_key_file`. Called on the driver, and on rank 0.
+
+    Raises ValueError if the file cannot be read, or has less than 32 bytes.
+    """
+    try:
+        with open(path, "rb") as file:
+            key = file.read()
+    except OSError as error:
+        raise ValueError(
+            f"checkpoint.signing_key_file: cannot read {path}: {error}; the driver and the host of rank 0 need it"
+        ) from error
+    if len(key) < _MIN_KEY_BYTES:
+        raise ValueError(
+            f"checkpoint.signing_key_file: expected at least {_MIN_KEY_BYTES} bytes in {path}, found {len(key)}; make "
+            f"one with: head -c {_MIN_KEY_BYTES} /dev/urandom > {path}"
+        )
+    return key
+
+
+def signature(manifest: Mapping[str, Any], key: bytes) -> str:
+    """Returns the signature of a manifest: of all values but its checksum and its signature."""
+    rest = {name: value for name, value in manifest.items() if name not in (FIELD, "sha256")}
+    return hmac.new(key, json.dumps(rest, sort_keys=True).encode(), hashlib.sha256).hexdigest()
+
+
+def check(path: str, manifest: Mapping[str, Any], key_file: str | None) -> None:
+    """Raises DamagedError unless the manifest at `path` is signed with the key in the file. None: it need not be."""
+    if key_file is None:
+        return
+    found = manifest.get(FIELD)
+    if found is None:
+        raise DamagedError(path, f"it has no signature, and checkpoint.signing_key_file is set to {key_file}")
+    if not hmac.compare_digest(str(found), signature(manifest, read_key(key_file))):
+        raise DamagedError(path, f"its signature is not of the key in {key_file} (checkpoint.signing_key_file)")

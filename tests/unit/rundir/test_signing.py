@@ -1,0 +1,91 @@
+"""Signed checkpoints: what somebody else has changed is never loaded."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from spark_dl import Checkpoint, Config
+from spark_dl.rundir import attempt, checkpoint, checkpoint_files, signing
+from tests.unit.rundir.test_checkpoint import group as group
+from tests.unit.rundir.test_checkpoint import save, steps
+
+
+@pytest.fixture
+def key_file(tmp_path):
+    path = tmp_path / "key"
+    path.write_bytes(bytes(range(32)))
+    return str(path)
+
+
+def signed(run_dir, key_file, step, generation=0):
+    return save(run_dir, step=step, generation=generation, key=signing.read_key(key_file))
+
+
+def forge(url, change):
+    """Changes a manifest, and computes its checksum again, as everybody can."""
+    path = Path(url, "MANIFEST.json")
+    manifest = json.loads(path.read_text())
+    change(manifest)
+    manifest["sha256"] = checkpoint_files.digest(manifest)
+    path.write_text(json.dumps(manifest))
+
+
+def flip_in_weights(url):
+    """Changes a bit of the weights, and the checksums of the file and of the manifest with it."""
+    import hashlib
+
+    file = Path(url, "model.pt")
+    data = bytearray(file.read_bytes())
+    data[-200] ^= 1
+    file.write_bytes(data)
+    forge(url, lambda manifest: manifest["files"]["model.pt"].update(sha256=hashlib.sha256(data).hexdigest()))
+
+
+def test_S04_a_signed_checkpoint_is_loaded(tmp_path, group, key_file):
+    url = signed(tmp_path, key_file, 1)
+    assert checkpoint.find(url, key_file=key_file).step == 1
+    assert checkpoint.last_valid(str(tmp_path), key_file=key_file).step == 1
+    assert checkpoint.find(url).step == 1  # who has no key can read it
+    assert json.loads(Path(url, "MANIFEST.json").read_text())["hmac_sha256"] != signing.read_key(key_file).hex()
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        flip_in_weights,
+        lambda url: forge(url, lambda manifest: manifest.update(score=0.0)),
+        lambda url: forge(url, lambda manifest: manifest.pop("hmac_sha256")),
+        lambda url: forge(url, lambda manifest: manifest.update(hmac_sha256="0" * 64)),
+        lambda url: forge(url, lambda manifest: manifest.update(hmac_sha256=7)),
+    ],
+    ids=["weights", "manifest", "no signature", "another signature", "no text"],
+)
+def test_S04_what_was_changed_with_its_checksums_is_refused(tmp_path, group, key_file, caplog, attack):
+    signed(tmp_path, key_file, 1)
+    url = signed(tmp_path, key_file, 2)
+    attack(url)
+    with pytest.raises(ValueError, match=r"MANIFEST\.json is damaged: .*sign"):
+        checkpoint.find(url, key_file=key_file)
+    assert checkpoint.last_valid(str(tmp_path), key_file=key_file).step == 1
+    assert "using the checkpoint" in caplog.text
+    with pytest.raises(ValueError, match=r"checkpoint\.strict: .*sign"):
+        checkpoint.last_valid(str(tmp_path), key_file=key_file, strict=True)
+
+
+def test_S04_the_checkpoint_of_another_key_is_refused_on_resume(tmp_path, group, key_file):
+    signed(tmp_path, key_file, 1)
+    other = tmp_path / "other"
+    other.write_bytes(b"another key, of 32 bytes or more than that")
+    config = Config(checkpoint=Checkpoint(signing_key_file=str(other)))
+    with pytest.raises(ValueError, match=r"no valid checkpoint: .*its signature is not of the key in .*other"):
+        attempt.begin_attempt(str(tmp_path), config, resume=True, overwrite=False)
+    assert steps(tmp_path) == [1]  # it is still there
+
+
+def test_a_key_that_cannot_be_used_is_an_error_that_says_how_to_make_one(tmp_path):
+    (tmp_path / "short").write_bytes(b"short")
+    with pytest.raises(ValueError, match=r"signing_key_file: expected at least 32 bytes .*found 5; .*urandom"):
+        signing.read_key(str(tmp_path / "short"))
+    with pytest.raises(ValueError, match=r"signing_key_file: cannot read .*none.* rank 0 need it"):
+        signing.read_key(str(tmp_path / "none"))

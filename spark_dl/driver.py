@@ -116,8 +116,7 @@ def train(
     run_dir: folder or URL for shards (of a DataFrame), checkpoints, settings and metrics. All executors must have
         access to it. With `shards.storage` "local" the rows are written to the local disks of the ranks' hosts instead.
 
-    resume: continues from the last checkpoint in `run_dir`, or from the one of this URL, with its shards; without one,
-        starts from the beginning.
+    resume: continues from the last checkpoint in `run_dir`, if there is one, or from that of this URL, with its shards.
     overwrite: deletes an earlier run in `run_dir`.
     on_event: functions that the driver calls with each event of the run (`EVENTS`). If one raises, the run ends.
     spark: the session; by default that of the DataFrame, of this thread or of the process.

@@ -15,7 +15,6 @@ import contextlib
 import dataclasses
 import io
 import logging
-import os
 import subprocess
 import sys
 import tempfile
@@ -95,7 +94,6 @@ def spill(
     Raises RuntimeError if the disk is not writable.
     """
     with _temporary_folder(folder) as path:
-        umask = os.umask(0o077)
         try:
             written = write_part(batches, path, f"part-{task:05d}", sources, data, task, layout=layout)
             if written.error:
@@ -105,8 +103,6 @@ def spill(
                 f"cannot spill the rows of task {task} to {path}: {error}; free space there, or set spark.local.dir to "
                 "other disks"
             ) from error
-        finally:
-            os.umask(umask)
         yield Spilled(path, sources, written)
 
 

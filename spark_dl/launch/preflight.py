@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from spark_dl.config import Launch
 from spark_dl.launch import gpus, resources
 from spark_dl.spark_job import is_connect
+from spark_dl.storage import local_files
 
 _COPIES = 6
 """Copies of the results in the heap of the driver's JVM, at most, with some room."""
@@ -91,7 +91,7 @@ def check_log_dir(launch: Launch) -> None:
     """Creates `launch.log_dir`. Raises ValueError if that is not possible, as ranks would lose their output."""
     if launch.log_dir:
         try:
-            os.makedirs(launch.log_dir, exist_ok=True)
+            local_files.make_folder(launch.log_dir)
         except OSError as error:
             raise ValueError(f"launch.log_dir: cannot create the folder {launch.log_dir!r}: {error}") from error
 

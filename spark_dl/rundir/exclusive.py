@@ -16,6 +16,7 @@ from typing import Any
 from pyarrow import fs
 
 from spark_dl import storage
+from spark_dl.storage import local_files
 
 _log = logging.getLogger("spark_dl")
 _CONFLICT_TRIES = 5
@@ -53,18 +54,18 @@ def create_exclusively(url: str, content: bytes) -> bool:
 
 def _create_local(path: str, content: bytes) -> bool:
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        file = local_files.create(path)
     except FileExistsError:
         return False
     try:
-        with open(descriptor, "wb") as file:
+        with file:
             file.write(content)
             file.flush()
-            os.fsync(descriptor)
+            os.fsync(file.fileno())
     except BaseException:  # a part of the file would be taken for all of it
         os.unlink(path)
         raise
-    storage.sync_folder(os.path.dirname(path))
+    local_files.sync_folder(os.path.dirname(path))
     return True
 
 

@@ -14,8 +14,10 @@ Only files with these names are deleted, and links are not followed. All functio
 
 from __future__ import annotations
 
+import logging
 import os
 import re
+import stat
 from collections.abc import Collection
 
 from pyarrow.fs import FileType
@@ -24,6 +26,8 @@ from spark_dl import storage
 from spark_dl.data.dataset.folder import delete_dataset, is_dataset_file
 from spark_dl.rundir import checkpoint, checkpoint_files, environment, generations
 from spark_dl.training import metrics
+
+_log = logging.getLogger("spark_dl")
 
 CONFIG = "config.yaml"
 SHARDS = "shards"
@@ -68,8 +72,18 @@ def _trials(run_dir: str) -> list[str]:
 
 
 def check_folder(run_dir: str, *, overwrite: bool) -> None:
-    """Raises ValueError for a folder with files but without the mark of a run, and with `overwrite` for links in it."""
+    """Raises ValueError for a folder with files but without the mark of a run, and with `overwrite` for links in it.
+
+    A link in the place of the mark is always an error, as it would be the mark of another run.
+    """
+    _warn_of_others(run_dir)
     found = [name for name in _NAMES if _holds(storage.join(run_dir, name))]
+    found += [name for name in (TENSORBOARD, PROFILE, MLFLOW) if storage.is_link(storage.join(run_dir, name))]
+    if storage.is_link(mark := storage.join(run_dir, generations.FOLDER)):
+        raise ValueError(
+            f"{mark} is a symbolic link to {os.readlink(storage.absolute(mark))}, expected the run's own folder; "
+            "nothing was changed: remove the link, or use another run_dir"
+        )
     if found and not _is_marked(run_dir):
         raise ValueError(
             f"{run_dir} contains {', '.join(found)} without the mark of a run ({generations.FOLDER}/000001), so this "
@@ -77,6 +91,16 @@ def check_folder(run_dir: str, *, overwrite: bool) -> None:
         )
     if overwrite:
         _check_links(run_dir)
+
+
+def _warn_of_others(run_dir: str) -> None:
+    if storage.is_local(run_dir) and storage.exists(run_dir):
+        mode = os.stat(storage.absolute(run_dir)).st_mode
+        if mode & stat.S_IWOTH:
+            _log.warning(
+                "every user of this host can write to the run_dir %s (mode %s), also a checkpoint that the run would "
+                "be resumed from; remove that permission (chmod o-w)", run_dir, stat.filemode(mode),
+            )  # fmt: skip
 
 
 def delete_run(run_dir: str, keep: Collection[str]) -> None:

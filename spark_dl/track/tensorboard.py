@@ -56,6 +56,8 @@ class _EventFiles:
 
         self.url = storage.join(run.run_dir, TENSORBOARD)
         self._local = None if storage.is_local(run.run_dir) else folder
+        if self._local is None:
+            storage.make_folder(self.url)  # private, as TensorBoard's own folder would not be
         self._writer: Any = SummaryWriter(
             self._local or storage.absolute(self.url), purge_step=first_step + 1, filename_suffix=EVENT_FILE_END
         )

@@ -37,8 +37,7 @@ class MetricsLog:
         line = {"kind": kind, **values, "time": time.time()}
         self._lines.append(json.dumps(line))
         if self._is_local:
-            with open(storage.absolute(self._url), "a") as file:
-                file.write(self._lines[-1] + "\n")
+            storage.append(self._url, (self._lines[-1] + "\n").encode())
         self._report(line)
 
     def flush(self) -> None:

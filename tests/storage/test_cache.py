@@ -179,7 +179,7 @@ def test_an_entry_that_goes_while_room_is_made_is_no_error(s3, cache, monkeypatc
     assert len(entries(cache)) == 4
 
 
-def test_links_that_were_planted_are_not_followed(s3, cache, tmp_path):
+def test_S13_links_that_were_planted_are_not_followed(s3, cache, tmp_path):
     url, content, known = put(s3, "planted")
     read(url, cache, **known)
     path = os.path.join(cache.folder, *entries(cache))

@@ -2,10 +2,12 @@
 
 import os
 import pathlib
+import stat
 
 import pytest
 
 from spark_dl import storage
+from spark_dl.rundir.exclusive import create_exclusively
 
 NAMES = ["plain", "two words", "größe-模型", "a#b", "100%", "a%20b", "what?", "semi;colon", "a&b=c", "[x]", "é+ü", "~"]
 
@@ -118,3 +120,74 @@ def test_an_unknown_scheme_is_an_error_that_shows_the_url():
 @pytest.mark.parametrize(("url", "local"), [("/a/b", True), ("a", True), ("file:///a", True)])
 def test_paths_and_file_urls_are_local(url, local):
     assert storage.is_local(url) is local
+
+
+# Modes and links
+
+
+@pytest.fixture
+def no_umask():
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+def modes(folder):
+    """The modes of a folder and of all in it, by path."""
+    paths = [folder, *folder.rglob("*")]
+    return {str(path.relative_to(folder.parent)): stat.S_IMODE(path.lstat().st_mode) for path in paths}
+
+
+def write_all_ways(folder):
+    storage.write_bytes(str(folder / "whole"), b"x")
+    with storage.open_output(str(folder / "stream")) as file:
+        file.write(b"x")
+    storage.append(str(folder / "lines"), b"x")
+    assert create_exclusively(str(folder / "new/one"), b"x")
+    storage.make_folder(str(folder / "deep/er"))
+
+
+def test_S13_files_are_for_their_user_alone_whatever_the_umask(tmp_path, no_umask):
+    write_all_ways(tmp_path / "a" / "run")
+    folders = {"a", "a/run", "a/run/new", "a/run/deep", "a/run/deep/er"}
+    found = modes(tmp_path / "a")
+    assert {name for name, mode in found.items() if mode == 0o700} == folders
+    assert {found[name] for name in found.keys() - folders} == {0o600}
+    assert len(found) == 9
+
+
+@pytest.mark.parametrize(("shared", "folder", "file"), [(0o2770, 0o2770, 0o660), (0o2755, 0o2750, 0o640)])
+def test_S13_a_folder_with_the_set_group_id_bit_is_shared_with_its_group(tmp_path, shared, folder, file):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a").chmod(shared)
+    write_all_ways(tmp_path / "a" / "run")
+    found = modes(tmp_path / "a" / "run")
+    assert {m for m in found.values() if stat.S_ISGID & m} == {folder}
+    assert {m for m in found.values() if not stat.S_ISGID & m} == {file}
+
+
+def test_S13_a_planted_link_is_replaced_or_refused_and_never_followed(tmp_path):
+    target = tmp_path / "target"
+    target.write_bytes(b"theirs")
+    for name in ("whole", "stream", "lines", "new", "twin"):
+        if name != "twin":
+            (tmp_path / name).symlink_to(target)
+    storage.write_bytes(str(tmp_path / "whole"), b"ours")
+    with storage.open_output(str(tmp_path / "stream")) as file:
+        file.write(b"ours")
+    with pytest.raises(OSError, match="lines"):
+        storage.append(str(tmp_path / "lines"), b"ours")
+    assert not create_exclusively(str(tmp_path / "new"), b"ours")
+    for name in ("whole", "stream"):
+        assert (tmp_path / name).read_bytes() == b"ours"
+        assert not (tmp_path / name).is_symlink()
+    storage.append(str(tmp_path / "twin"), b"our")
+    storage.append(str(tmp_path / "twin"), b"s")
+    assert (tmp_path / "twin").read_bytes() == b"ours"
+    assert target.read_bytes() == b"theirs"
+
+
+def test_S13_a_planted_pipe_keeps_nobody_waiting(tmp_path):
+    os.mkfifo(tmp_path / "lines")
+    with pytest.raises(OSError, match="lines"):
+        storage.append(str(tmp_path / "lines"), b"ours")

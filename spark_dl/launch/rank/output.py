@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from spark_dl.storage import local_files
+
 Event = Mapping[str, Any]
 
 _STREAMS = {1: "stdout", 2: "stderr"}
@@ -142,8 +144,8 @@ class Output:
             return
         with contextlib.suppress(OSError):
             if self._file is None:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by `close`
+                local_files.make_folder(str(path.parent))
+                self._file = local_files.append(str(path), buffering=0)  # closed by `close`
             self._file.write(b"".join(self._not_written))
         self._not_written.clear()
 

@@ -141,7 +141,7 @@ def test_the_input_is_consumed_even_if_it_is_bad(tmp_path):
     assert next(batches, None) is None
 
 
-def test_files_are_for_this_user_alone_and_gone_at_the_end(tmp_path):
+def test_S13_files_are_for_this_user_alone_and_gone_at_the_end(tmp_path):
     umask = os.umask(0)
     try:
         with local.spill(batches_of(300), SOURCE, Data(), layout=SHARDS, task=0, folder=str(tmp_path)) as spilled:

@@ -155,7 +155,7 @@ LINKS = ("checkpoints", "shards", "generations", "metrics.jsonl", "config.yaml",
 
 
 @pytest.mark.parametrize("name", LINKS)
-def test_a_link_is_refused_and_what_it_points_to_stays(tmp_path, name):
+def test_S13_a_link_is_refused_and_what_it_points_to_stays(tmp_path, name):
     run_dir = a_run(tmp_path / "run")
     (run_dir / name).rename(tmp_path / "target")
     (run_dir / name).symlink_to(tmp_path / "target")
@@ -164,6 +164,27 @@ def test_a_link_is_refused_and_what_it_points_to_stays(tmp_path, name):
         with pytest.raises(ValueError, match=rf"/{name} is a symbolic link to .*/target"):
             use(run_dir)
     assert files(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "shards", "generations", "metrics.jsonl", "tensorboard", "profile"])
+def test_S13_a_run_that_begins_follows_no_planted_link(tmp_path, name):
+    target = a_run(tmp_path / "victim") / name
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).symlink_to(target)
+    before = files(tmp_path / "victim")
+    with pytest.raises(ValueError, match=f"{name}.*(nothing was changed|use another run_dir)"):
+        attempt.begin_attempt(str(tmp_path / "run"), Config(), resume=False, overwrite=False)
+    assert files(tmp_path / "victim") == before
+    (tmp_path / "run" / name).unlink()
+    assert attempt.begin_attempt(str(tmp_path / "run"), Config(), resume=False, overwrite=False) == (1, None)
+
+
+@pytest.mark.parametrize(("mode", "warns"), [(0o777, True), (0o1777, True), (0o770, False), (0o755, False)])
+def test_S13_a_run_dir_that_every_user_can_write_to_is_said(tmp_path, caplog, mode, warns):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run").chmod(mode)
+    check_folder(str(tmp_path / "run"), overwrite=False)
+    assert ("every user of this host can write to the run_dir" in caplog.text) == warns
 
 
 def test_the_run_dir_itself_may_be_a_link(tmp_path):

@@ -6,7 +6,7 @@ parses URLs. URLs must not have credentials, because they are logged and stored.
 environment (`AWS_ACCESS_KEY_ID` ...), profiles or roles.
 
 Writes are atomic. On local disks (and NFS) a write is a temporary file in the same folder, fsync, rename, and fsync of
-the folder; on object stores a put is atomic.
+the folder; on object stores a put is atomic. Local files are private (`local_files.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import glob
 import os
 import posixpath
 import re
-import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -25,6 +24,8 @@ from typing import Any
 from urllib.parse import parse_qsl, quote, unquote
 
 from pyarrow import ArrowInvalid, ArrowNotImplementedError, fs
+
+from spark_dl.storage import local_files
 
 _BY_PYARROW = ("s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs")
 _SECRET = re.compile(r"secret|password|token|signature|credential$|(^|_|-)(key|sig|sas|pwd)$", re.IGNORECASE)
@@ -211,8 +212,10 @@ def open_input(url: str) -> Any:
 
 
 def open_output(url: str) -> Any:
-    """Opens a file for writing, as pyarrow's NativeFile. On object stores the file exists after it is closed."""
+    """Opens a file for writing. On object stores the file exists after it is closed."""
     filesystem, path = resolve(url)
+    if isinstance(filesystem, fs.LocalFileSystem):
+        return local_files.replace(path)
     with explained(url):
         return filesystem.open_output_stream(path)
 
@@ -242,35 +245,21 @@ def writing(url: str) -> Iterator[Any]:
         with open_output(url) as stream, explained(url):
             yield stream
         return
-    path = resolve(url)[1]
-    temporary = f"{path}.tmp-{uuid.uuid4().hex[:12]}"  # random, so that no other process opens it or links to it
-    try:
-        with open(temporary, "xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        if os.path.exists(temporary):
-            os.unlink(temporary)
-        raise
-    sync_folder(os.path.dirname(path))
+    with local_files.writing(resolve(url)[1]) as file:
+        yield file
 
 
-def sync_folder(path: str) -> None:
-    """Syncs a local folder to disk, so that the names of new files are durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def append(url: str, content: bytes) -> None:
+    """Adds to a local file, which is created if it does not exist. Raises OSError for a link."""
+    with local_files.append(resolve(url)[1]) as file:
+        file.write(content)
 
 
 def make_folder(url: str) -> None:
     """Creates a folder and its parents. Does nothing on object stores, which have no folders."""
     filesystem, path = resolve(url)
     if isinstance(filesystem, fs.LocalFileSystem):
-        os.makedirs(path, exist_ok=True)
+        local_files.make_folder(path)
     elif _parse(url).scheme not in ("s3", "gs", "gcs"):
         with explained(url):
             filesystem.create_dir(path, recursive=True)

@@ -84,10 +84,19 @@ def pack_result(result: Any, limit_bytes: int | None = None) -> bytes:
 
 
 def unpack_result(packed: bytes) -> Any:
-    """Returns the result of a rank from the bytes of `pack_result`. Called on the driver."""
-    (length,) = struct.unpack_from("<Q", packed)
-    tree = json.loads(packed[8 : 8 + length])
-    return _from_tree(tree, io.BytesIO(packed[8 + length :]))
+    """Returns the result of a rank from the bytes of `pack_result`. Called on the driver.
+
+    Raises ValueError for bytes that are no result. They are data in any case: nothing in them is run.
+    """
+    try:
+        (length,) = struct.unpack_from("<Q", packed)
+        tree = json.loads(packed[8 : 8 + length])
+        return _from_tree(tree, io.BytesIO(packed[8 + length :]))
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, RecursionError, struct.error) as error:
+        raise ValueError(
+            f"a rank sent {len(packed)} bytes that are not the result of a rank ({type(error).__name__}: {error}); it "
+            "runs another version of spark_dl, or something else than spark_dl"
+        ) from error
 
 
 def _to_tree(value: Any, path: str, arrays: list[np.ndarray[Any, Any]]) -> Any:
@@ -141,7 +150,9 @@ def _from_tree(tree: Any, arrays: io.BytesIO) -> Any:
         return {_from_tree(k, arrays): _from_tree(v, arrays) for k, v in tree["items"]}
     array = np.lib.format.read_array(arrays, allow_pickle=False)
     if tree["kind"] == "tensor":
-        dtype = getattr(torch, tree["dtype"])
+        dtype = getattr(torch, tree["dtype"], None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"no dtype of tensors: {tree['dtype']!r:.40}")
         if array.size == 0:
             return torch.empty(tree["shape"], dtype=dtype)
         tensor = torch.from_numpy(array)

@@ -2,7 +2,10 @@
 
 import dataclasses
 import gc
+import importlib
 import os
+import pathlib
+import pickle
 import random
 import signal
 import threading
@@ -16,10 +19,13 @@ from torch.nn import functional as F
 
 import spark_dl
 from spark_dl import ModelSpec, RankError, strategies, worker
+from spark_dl.baselines.driver_loop import gradient_sum
+from spark_dl.baselines.driver_loop.received import only_gradients
 from spark_dl.data.load.mixture import Mixture
 from spark_dl.rundir import checkpoint
 from spark_dl.spec import Run
 from spark_dl.track.time_split import split_of
+from spark_dl.training.finite import Finding
 from spark_dl.training.metrics import read_metrics
 from tests.builders import reference
 from tests.builders.datasets import write_dataset
@@ -54,6 +60,45 @@ def assert_same_training(spark, tmp_path, config, rows=245):
 def assert_close(weights, expected):
     for name in expected:
         torch.testing.assert_close(weights[name], expected[name], rtol=1e-5, atol=1e-6)
+
+
+class Canary:
+    """Leaves a file with the number of each process that unpickles it."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __reduce__(self):
+        return hatch, (self.folder,)
+
+
+def hatch(folder):
+    pathlib.Path(folder, str(os.getpid())).touch()
+    return Canary(folder)
+
+
+def parts_of(spark, folder, findings):
+    """Gradients of ranks with these findings, and with a canary in place of the first one, if there is a folder."""
+
+    def part(rank):
+        finding = Canary(folder) if folder and rank == 0 else findings[rank]
+        return gradient_sum.GradientSum(np.ones(8, "float32"), finding=finding)
+
+    tasks = spark.sparkContext.parallelize(range(len(findings)), len(findings))
+    return only_gradients(tasks.map(part))
+
+
+@pytest.mark.modes("local")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_S16_what_a_hostile_executor_sends_is_not_unpickled_by_the_driver(spark, tmp_path, strategy):
+    config = config_of(strategy, 3)
+    module = importlib.import_module(f"spark_dl.baselines.driver_loop.{strategy}")
+    with pytest.raises(pickle.UnpicklingError, match=r"a task sent an object with tests.spark.test_baselines.hatch"):
+        module.aggregate(parts_of(spark, str(tmp_path), [None] * 3), config)
+    assert not (tmp_path / str(os.getpid())).exists()
+    total = module.aggregate(parts_of(spark, "", [None, Finding(3, 1, 2), Finding(2, 0, 1, "w")]), config)
+    assert (total.gradient.tolist(), total.finding) == ([3.0] * 8, Finding(2, 0, 1, "w"))
+    assert spark.sparkContext.parallelize([{1}], 1).collect() == [{1}]  # other RDDs are as ever
 
 
 def assert_ended(pids, wait_s=30):

@@ -31,6 +31,7 @@ from spark_dl import loop
 from spark_dl.baselines.driver_loop import gradient_sum
 from spark_dl.baselines.driver_loop.gradient_sum import GradientSum
 from spark_dl.baselines.driver_loop.rank_task import Attempt, Step, part_of_rank
+from spark_dl.baselines.driver_loop.received import only_gradients
 from spark_dl.config import Config
 from spark_dl.data.columns.batch import StepBatches
 from spark_dl.data.load.build import BatchLoader, build_train_loader
@@ -215,7 +216,7 @@ class _Jobs:
         sent = context.broadcast(step)
         try:
             task = functools.partial(part_of_rank, attempt=self._attempt, step=sent)
-            return self._aggregate(self._ranks.mapPartitions(task), self._run.config)
+            return self._aggregate(only_gradients(self._ranks.mapPartitions(task)), self._run.config)
         finally:
             sent.destroy()
 

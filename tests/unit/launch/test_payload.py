@@ -3,6 +3,7 @@
 import concurrent.futures
 import functools
 import importlib
+import io
 import json
 import math
 import os
@@ -167,17 +168,31 @@ def npy_of_objects(value):
     )
 
 
+def npy_of_bytes():
+    np.lib.format.write_array(out := io.BytesIO(), np.zeros(4, np.uint8))
+    return out.getvalue()
+
+
 @pytest.mark.parametrize("pack", [
     lambda bad: pickle.dumps(bad),
     lambda bad: struct.pack("<Q", len(pickle.dumps(bad))) + pickle.dumps(bad),
     lambda bad: as_result({"kind": "array"}, pickle.dumps(bad)),
     lambda bad: as_result({"kind": "array"}, npy_of_objects(bad)),
     lambda bad: as_result({"kind": "tensor", "dtype": "float32", "shape": [1]}, npy_of_objects(bad)),
-], ids=["pickle", "pickle as tree", "pickle as array", "array of objects", "tensor of objects"])  # fmt: skip
-def test_nothing_that_a_rank_sends_is_unpickled(tmp_path, pack):
-    with pytest.raises(ValueError, match=r"."):
+    lambda bad: as_result({"kind": "tensor", "dtype": "load", "shape": [1]}, npy_of_bytes()),
+    lambda bad: as_result({"kind": "tensor", "dtype": "os", "shape": [1]}, npy_of_bytes()),
+    lambda bad: as_result({"kind": "tensor", "dtype": "float32", "shape": [2**62]}, npy_of_bytes()),
+    lambda bad: as_result({"kind": "tensor"}, npy_of_bytes()), lambda bad: as_result({}, b""),
+    lambda bad: as_result({"kind": "dict", "items": [[{"kind": "dict", "items": []}, 1]]}, b""),
+    lambda bad: as_result({"kind": "array"}, b"\x93NUMPY\x01\x00\xff\xff"),
+    lambda bad: struct.pack("<Q", 200_000) + b"[" * 200_000, lambda bad: struct.pack("<Q", 2**63) + b"{}",
+    lambda bad: b"", lambda bad: b"\xff" * 100,
+])  # fmt: skip
+def test_S16_nothing_that_a_rank_sends_is_unpickled_or_looked_up(tmp_path, pack):
+    with pytest.raises(ValueError, match=r"a rank sent \d+ bytes that are not the result of a rank"):
         unpack_result(pack(Touch(tmp_path / "was here")))
     assert list(tmp_path.iterdir()) == []
+    assert unpack_result(pack_result({"a": [1, (2, "b")]})) == {"a": [1, (2, "b")]}
 
 
 # Code on its way to the ranks

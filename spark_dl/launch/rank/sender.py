@@ -22,11 +22,12 @@ from multiprocessing import connection
 from typing import Any
 
 from spark_dl.launch.rank import status
-from spark_dl.launch.watch import CRASH, MAX_FRAME, Address
+from spark_dl.launch.watch import CRASH, MAX_FRAME, Address, shut
 
 _MAX_ANSWER = 1 << 28
 """Bytes of the messages of all ranks."""
 _CONNECT_TIMEOUT_S = 10.0
+_PROOF_S = 60.0
 _HEARTBEAT_S = 1.0
 _REACH_S = 3.0
 """How long a rank tries to reach the driver before it uses Spark's `allGather`."""
@@ -192,18 +193,29 @@ class Reporter:
         return self._sender.ask({**question, "kind": "ask", **self._me}, timeout_s, limit)
 
 
-def connect(address: Address) -> connection.Connection:
-    """Returns a connection on which both sides have proved that they know the secret."""
+def connect(address: Address, proof_s: float = _PROOF_S) -> connection.Connection:
+    """Returns a connection on which both sides have proved that they know the secret, within `proof_s`.
+
+    Raises OSError if the other side cannot be reached or closes the connection, and AuthenticationError.
+    """
     sock = socket.create_connection((address.host, address.port), timeout=_CONNECT_TIMEOUT_S)
     sock.settimeout(None)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     conn = connection.Connection(sock.detach())
+    timer = threading.Timer(proof_s, shut, (conn,))
+    timer.daemon = True
+    timer.start()
     try:
         connection.answer_challenge(conn, address.secret)  # type: ignore[attr-defined]
         connection.deliver_challenge(conn, address.secret)  # type: ignore[attr-defined]
+    except EOFError:
+        conn.close()
+        raise ConnectionError("Connection closed by peer") from None
     except BaseException:
         conn.close()
         raise
+    finally:
+        timer.cancel()
     return conn
 
 

@@ -41,7 +41,7 @@ def test_a_rank_that_cannot_be_reached_is_named_with_the_reason():
 
 
 @pytest.mark.parametrize("sent", [b"", b"short", bytes(32), b"x" * 100_000])
-def test_a_client_without_the_secret_gets_nothing(sent, monkeypatch):
+def test_S17_a_client_without_the_secret_gets_nothing(sent, monkeypatch):
     monkeypatch.setattr(links, "CONNECT_S", 0.5)
     with links.listening("127.0.0.1", SECRET) as port, socket.create_connection(("127.0.0.1", port), 5) as client:
         start = time.monotonic()

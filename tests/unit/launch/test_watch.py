@@ -143,7 +143,7 @@ def test_a_rank_that_talks_nonsense_is_lost(listener):
 
 
 @pytest.mark.parametrize("answer", [b'{"kind": "failed", "task": 0}', b"wrong answer", b"#WELCOME#"])
-def test_without_the_answer_to_the_challenge_nothing_gets_in(listener, answer):
+def test_S17_without_the_answer_to_the_challenge_nothing_gets_in(listener, answer):
     with socket.create_connection((listener.address.host, listener.address.port)) as sock:
         stranger = Connection(sock.detach())
     with contextlib.suppress(OSError):
@@ -155,7 +155,7 @@ def test_without_the_answer_to_the_challenge_nothing_gets_in(listener, answer):
 
 
 @pytest.mark.parametrize("secret", [b"", b"x" * 32])
-def test_a_wrong_secret_gets_nothing_in(listener, secret):
+def test_S17_a_wrong_secret_gets_nothing_in(listener, secret):
     sender = Sender(Address(listener.address.host, listener.address.port, secret), 1)
     sender.send({"kind": "failed"})
     sender.close()
@@ -173,7 +173,7 @@ def test_every_listener_has_a_secret_of_its_own(listener):
 @pytest.mark.parametrize(
     "content", [b"\xff" * 4096, b"GET / HTTP/1.1\r\n\r\n", b"", b"\0\0\0\x04ABCD", b"\x7f\xff\xff\xff"]
 )
-def test_garbage_from_a_stranger_does_no_harm(listener, content):
+def test_S17_garbage_from_a_stranger_does_no_harm(listener, content):
     with socket.create_connection((listener.address.host, listener.address.port)) as stranger:
         with contextlib.suppress(OSError):
             stranger.sendall(content)
@@ -200,7 +200,7 @@ def test_a_frame_that_is_no_event_does_no_harm(listener, frame):
     assert listener.events.empty()
 
 
-def test_a_frame_is_refused_by_its_length_before_it_is_read(listener):
+def test_S17_a_frame_is_refused_by_its_length_before_it_is_read(listener):
     with connect(listener.address) as connection:
         connection._send(b"\x7f\xff\xff\xff")  # announces 2 GiB
         with pytest.raises((EOFError, OSError)):

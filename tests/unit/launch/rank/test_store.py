@@ -1,13 +1,17 @@
 """The store of the ranks: what torch's own store does, for those that know the secret alone."""
 
+import contextlib
 import datetime
 import json
 import multiprocessing
+import pickle
 import socket
+import struct
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +20,7 @@ from spark_dl.launch import watch
 from spark_dl.launch.rank.sender import connect
 from spark_dl.launch.rank.store import RankStore, Server
 from spark_dl.launch.watch import Address
+from tests.builders import rogues
 
 SECRET = bytes(range(32))
 SHORT = datetime.timedelta(seconds=0.3)
@@ -157,21 +162,59 @@ def test_S05_another_program_cannot_use_the_store(address, store):
     assert store.get("weights") == b"mine"
 
 
-@pytest.mark.parametrize("sent", [
-    b"", b"GET / HTTP/1.1\r\n\r\n", (0x7FFFFFFF).to_bytes(4, "big"), b"\xff\xff\xff\xff" + bytes(8), bytes(1000),
-], ids=["silence", "http", "2 GiB", "8 EiB", "zeros"])  # fmt: skip
+SENT = {
+    "silence": b"", "http": b"GET / HTTP/1.1\r\n\r\n", "2 GiB": (0x7FFFFFFF).to_bytes(4, "big"),
+    "8 EiB": b"\xff\xff\xff\xff" + bytes(8), "zeros": bytes(1000), "a pickle": pickle.dumps(print),
+    "the answer to no challenge": struct.pack("!i", 9) + b"#WELCOME#",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("sent", SENT)
 def test_S06_garbage_is_closed_and_does_no_harm(address, store, sent, monkeypatch):
     monkeypatch.setattr(watch, "_AUTH_TIMEOUT_S", 0.5)
-    with socket.create_connection((address.host, address.port), 5) as client:
-        client.settimeout(5)
-        client.sendall(sent)
-        try:
-            while client.recv(4096):  # the challenge, then the end
-                pass
-        except ConnectionError:
-            pass
+    assert rogues.tried((address.host, address.port), SENT[sent]) < 4
     store.set("a", "1")
     assert store.get("a") == b"1"
+
+
+def test_S06_who_sends_a_byte_now_and_then_is_closed_too(address, store, monkeypatch):
+    monkeypatch.setattr(watch, "_AUTH_TIMEOUT_S", 0.5)
+    assert rogues.dripped((address.host, address.port)) < 4
+    store.set("a", "1")
+    assert store.get("a") == b"1"
+
+
+def test_S06_what_a_rank_said_lets_nobody_else_in(address, store):
+    between = rogues.Eavesdropper((address.host, address.port))
+    rank = RankStore(Address("127.0.0.1", between.port, SECRET), LONG)
+    rank.set("weights", "mine")
+    assert b"weights" in between.heard
+    assert SECRET not in between.heard
+    assert rogues.tried((address.host, address.port), between.heard.replace(b"bWluZQ==", b"ZXZpbA==")) < 4
+    assert (rank.get("weights"), store.get("weights")) == (b"mine", b"mine")
+    rank.close()
+    between.close()
+
+
+def test_S06_many_strangers_take_no_memory_and_keep_no_rank_waiting(address, store):
+    """Each announces a message of 2 GiB, and sends as much of it as is taken."""
+    process = psutil.Process()
+    before, start = process.memory_info().rss, time.monotonic()
+    clients = [socket.create_connection((address.host, address.port), 5) for _ in range(100)]
+    for client in clients:
+        client.setblocking(False)
+        with contextlib.suppress(OSError):
+            client.send((0x7FFFFFFF).to_bytes(4, "big") + bytes(1 << 20))
+    late = RankStore(address, LONG)
+    late.set("a", "1")
+    assert store.get("a") == b"1"
+    assert time.monotonic() - start < 5
+    assert process.memory_info().rss - before < 100 << 20
+    for client in clients:
+        client.setblocking(True)
+        rogues.ends(client)
+        client.close()
+    late.close()
 
 
 @pytest.mark.parametrize("request_", [

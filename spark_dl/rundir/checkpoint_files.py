@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import pickle
 import re
 from collections.abc import Mapping
 from typing import IO, Any, cast
@@ -27,6 +28,8 @@ MODEL, TRAINING = "model.pt", "training.pt"
 _NAME = re.compile(r"step-(\d+)\.gen-(\d+)")
 _OWN_FILE = re.compile(r"(MANIFEST\.json|model\.pt|training\.pt|(rank|model|optimizer)-\d{5,}\.pt)(\.tmp-[0-9a-f]*)?")
 _CHUNK_BYTES = 16 * 2**20
+_NO_WEIGHTS = (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, ValueError, TypeError, AttributeError)
+"""What `torch.load` raises for files that are none of its own, or that have other objects than tensors."""
 
 
 def rank_file(rank: int) -> str:
@@ -106,7 +109,16 @@ def read(url: str, manifest: Mapping[str, Any], name: str) -> Any:
     except FileNotFoundError:
         raise DamagedError(path, f"it is missing, expected {entry['bytes']} bytes") from None
     _compare(path, entry, len(data), hashlib.sha256(data).hexdigest())
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    try:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except _NO_WEIGHTS as error:
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        what = f"the object {found[1]}" if found else str(error).partition("\n")[0]
+        if "weights_only" in what:  # torch advises to set it to False, which would run the file's code
+            what = "a pickle or a program"
+        raise DamagedError(
+            path, f"expected tensors and plain data, found {what}; it was not loaded, and no spark_dl wrote it"
+        ) from None
 
 
 def _compare(path: str, entry: Mapping[str, Any], size: int | None, sha256: str | None = None) -> None:

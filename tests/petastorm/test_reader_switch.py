@@ -115,7 +115,7 @@ def test_more_ranks_than_row_groups_are_an_error(answer):
         assert "found 10 row groups for 12 ranks" in answer[name]["too many ranks"]
 
 
-def test_metadata_that_petastorm_would_unpickle_are_checked_first(tmp_path):
+def test_S01_metadata_that_petastorm_would_unpickle_are_checked_first(tmp_path):
     shards = write_dataset(str(tmp_path / "x"), blobs(10))
     hostile = pickle.dumps(Reduced(os.system, f"touch {tmp_path}/canary"))
     schema = pa.schema([("label", pa.int64())], metadata={b"dataset-toolkit.unischema.v1": hostile})

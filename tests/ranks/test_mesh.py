@@ -140,7 +140,7 @@ class Touch:
         return Path.touch, (self.path,)
 
 
-def test_a_pickled_file_among_the_checkpoints_of_a_mesh_is_never_opened(tmp_path):
+def test_S03_a_pickled_file_among_the_checkpoints_of_a_mesh_is_never_opened(tmp_path):
     config = small_config(2, train={"accumulation_steps": 2}, parallel=Mesh(pipeline=2))
     run = make_run(tmp_path, config)
     saved = train(dataclasses.replace(run, config=cut_at(config, 4)))

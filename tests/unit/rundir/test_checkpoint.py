@@ -1,10 +1,14 @@
 """Checkpoints: there once the manifest is, and only as they were written."""
 
+import configparser
 import hashlib
 import io
 import pickle
 import random
+import re
 import shutil
+import tarfile
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +20,7 @@ from spark_dl.config.load import build_config
 from spark_dl.data.columns.schema import Column
 from spark_dl.launch.rendezvous import join
 from spark_dl.rundir import attempt, checkpoint, checkpoint_files, rank_files, saving
+from spark_dl.rundir.checkpoint_files import DamagedError
 from spark_dl.rundir.generations import read_generation
 
 COLUMNS = (Column("features", "float32", (2, 3), "ndarray"), Column("label", "int64"))
@@ -242,16 +247,80 @@ class Touch:
         return Path.touch, (Path(self.path),)
 
 
-@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
-@pytest.mark.parametrize("as_torch_file", [True, False])
-def test_a_pickle_that_would_run_code_is_refused_and_runs_nothing(tmp_path, as_torch_file):
-    path = tmp_path / "evil.pt"
-    bad = Touch(tmp_path / "was here")
-    torch.save({"w": bad}, path) if as_torch_file else path.write_bytes(pickle.dumps(bad))
-    handmade(tmp_path, 1, files={"model.pt": path.read_bytes()})
-    with pytest.raises(pickle.UnpicklingError):
-        checkpoint.load(checkpoint.latest(str(tmp_path)), "model.pt")
-    assert not (tmp_path / "was here").exists()
+def saved(content, **options):
+    torch.save(content, out := io.BytesIO(), **options)
+    return out.getvalue()
+
+
+def legacy_tar(bad):
+    """The format of torch before 0.2: `torch.load` reads it with `tarfile` and `pickle`."""
+    with tarfile.open(fileobj=(out := io.BytesIO()), mode="w", format=tarfile.PAX_FORMAT) as archive:
+        for name in ("sys_info", "pickle", "tensors", "storages"):
+            member = tarfile.TarInfo(name)
+            member.size = len(content := pickle.dumps(bad))
+            archive.addfile(member, io.BytesIO(content))
+    return out.getvalue()
+
+
+def renamed(content, rename, bad):
+    """The archive of `torch.save`, with other names, and a pickle in the place of its own."""
+    with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(out := io.BytesIO(), "w") as new:
+        for name in old.namelist():
+            new.writestr(rename(name), pickle.dumps(bad) if name.endswith("data.pkl") else old.read(name))
+    return out.getvalue()
+
+
+WEIGHTS = {"0": {"w": torch.arange(3.0)}}
+HOSTILE = {
+    "torch.save": lambda bad, out: saved({"w": bad}),
+    "torch.save of old": lambda bad, out: saved({"w": bad}, _use_new_zipfile_serialization=False),
+    "pickle": lambda bad, out: pickle.dumps(bad),
+    "legacy tar": lambda bad, out: legacy_tar(bad),
+    "zip with a pickle": lambda bad, out: renamed(saved(WEIGHTS), lambda name: name, bad),
+    "zip with absolute names": lambda bad, out: renamed(saved(WEIGHTS), lambda name: f"{out}/{name}", bad),
+    "zip with names above": lambda bad, out: renamed(saved(WEIGHTS), lambda name: f"../../out/{name}", bad),
+    "TorchScript": lambda bad, out: scripted(),
+    "eval": lambda bad, out: saved({"w": Call(eval, f"open({str(out)!r} + '/x', 'w')")}),
+    "getattr": lambda bad, out: saved({"w": Call(getattr, "", "format")}),
+}
+
+
+class Call:
+    def __init__(self, function, *arguments):
+        self.function, self.arguments = function, arguments
+
+    def __reduce__(self):
+        return self.function, self.arguments
+
+
+def scripted():
+    torch.jit.save(torch.jit.trace(torch.nn.Linear(1, 1), torch.ones(1, 1)), out := io.BytesIO())
+    return out.getvalue()
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol", "ignore:'?torch", "ignore:`torch")
+@pytest.mark.parametrize("how", HOSTILE)
+def test_S03_a_checkpoint_that_would_run_code_is_one_error_and_runs_nothing(tmp_path, how):
+    (tmp_path / "out").mkdir()
+    content = HOSTILE[how](Touch(tmp_path / "out" / "was here"), tmp_path / "out")
+    handmade(tmp_path / "run", 1, files={"model.pt": content})
+    with pytest.raises(DamagedError, match=r"/model\.pt is damaged: expected tensors and plain data") as error:
+        checkpoint.load(checkpoint.latest(str(tmp_path / "run")), "model.pt")
+    assert "weights_only" not in str(error.value)
+    assert list((tmp_path / "out").iterdir()) == []
+    handmade(tmp_path / "run", 2, files={"model.pt": saved(WEIGHTS)})
+    assert torch.equal(
+        checkpoint.load(checkpoint.latest(str(tmp_path / "run")), "model.pt")["0"]["w"], WEIGHTS["0"]["w"]
+    )
+
+
+def test_S03_torch_is_of_a_version_whose_weights_only_holds():
+    """CVE-2025-32434 is mended in 2.6, CVE-2026-24747 in 2.10."""
+    settings = configparser.ConfigParser()
+    settings.read(Path(__file__).parents[3] / "setup.cfg")
+    (floor,) = re.findall(r"^torch>=([\d.]+)$", settings["options"]["install_requires"], re.MULTILINE)
+    assert tuple(map(int, floor.split("."))) >= (2, 10)
+    assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 10)
 
 
 # Attempts

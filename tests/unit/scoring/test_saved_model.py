@@ -111,7 +111,7 @@ def test_another_process_loads_a_model_without_spark(tmp_path, kind):
     np.testing.assert_allclose(json.loads(found.stdout), model(torch.ones(2, 4)).detach(), rtol=1e-5)
 
 
-def test_weights_are_no_pickle(tmp_path):
+def test_S03_weights_are_no_pickle(tmp_path):
     saved(tmp_path / "m", "plain")
     assert sorted(os.listdir(tmp_path / "m")) == ["model.json", "model.safetensors"]
     with pytest.raises(pickle.UnpicklingError):
@@ -188,7 +188,7 @@ class Bomb:
 @pytest.mark.parametrize(
     "member", ["data/sample_inputs/model.pt", "data/constants/opaque_obj_0", "data/weights/model.pt"]
 )
-def test_an_exported_program_with_a_pickle_in_it_is_not_loaded(tmp_path, monkeypatch, member):
+def test_S03_an_exported_program_with_a_pickle_in_it_is_not_loaded(tmp_path, monkeypatch, member):
     monkeypatch.setenv("SPARK_DL_TEST_BOMB", str(tmp_path / "exploded"))
     saved(tmp_path / "m", "plain", "export")
     path = tmp_path / "m" / "model.pt2"

@@ -111,7 +111,7 @@ def test_without_being_asked_only_the_manifest_is_uploaded_and_no_model(tmp_path
     assert found.outputs is None or not found.outputs.model_outputs
 
 
-def test_the_model_is_loaded_with_its_signature_and_nothing_of_it_is_pickled(tmp_path, uri, monkeypatch):
+def test_S03_the_model_is_loaded_with_its_signature_and_nothing_of_it_is_pickled(tmp_path, uri, monkeypatch):
     run = make_run(tmp_path, config_with(uri, mlflow_log_model=True, mlflow_registered_model_name="points"))
     result = train(run)
     found, client = found_run(run, uri)
@@ -381,5 +381,5 @@ def test_a_profile_that_was_not_reached_is_a_warning(tmp_path, caplog):
     ("http://me:secret@host:5000/x", "http://host:5000/x"), ("sqlite:///a@b.db", "sqlite:///a@b.db"),
     ("postgresql://u:p@db/mlflow", "postgresql://db/mlflow"), ("databricks", "databricks"),
 ])  # fmt: skip
-def test_a_password_is_never_shown(uri, shown):
+def test_S09_a_password_is_never_shown(uri, shown):
     assert mlflow_server.without_password(uri) == shown

@@ -38,7 +38,7 @@ def change(folder, edit):
     "part-0.parquet?a=b", "s3://bucket/part-0.parquet", "~/part-0.parquet", "part-０.parquet", 7, None,
     ["part-0.parquet"],
 ])  # fmt: skip
-def test_no_name_leads_out_of_the_folder(tmp_path, name):
+def test_S14_no_name_leads_out_of_the_folder(tmp_path, name):
     dataset(tmp_path / "d")
     for outside in ("x.parquet", "part-0.parquet"):
         shutil.copy(tmp_path / "d" / os.listdir(tmp_path / "d")[0], tmp_path / outside)
@@ -49,7 +49,7 @@ def test_no_name_leads_out_of_the_folder(tmp_path, name):
         read_shards(str(tmp_path / "d"))
 
 
-def test_a_link_that_leads_out_of_the_folder_is_refused(tmp_path):
+def test_S14_a_link_that_leads_out_of_the_folder_is_refused(tmp_path):
     shards = dataset(tmp_path / "d")
     path = tmp_path / "d" / shards.shards[1].name
     path.rename(tmp_path / "elsewhere")

@@ -238,7 +238,7 @@ CALLS = {
 
 @pytest.mark.parametrize("protocol", range(6))
 @pytest.mark.parametrize("call", CALLS)
-def test_calls_are_refused_and_not_made(tmp_path, call, protocol):
+def test_S01_calls_are_refused_and_not_made(tmp_path, call, protocol):
     canary = tmp_path / "canary"
     with pytest.raises(UnsafeMetadataError):
         read_unischema(pickle.dumps(CALLS[call](canary), protocol))
@@ -262,7 +262,7 @@ def test_calls_are_refused_and_not_made(tmp_path, call, protocol):
         ("av.ml.dataset_toolkit.sequence", "Sequence"), ("Petastorm.codecs", "NdarrayCodec"),
     ],
 )  # fmt: skip
-def test_only_the_names_of_the_list_are_found_and_others_are_said(tmp_path, module, name):
+def test_S01_only_the_names_of_the_list_are_found_and_others_are_said(tmp_path, module, name):
     for pickled in (f"c{module}\n{name}\n.".encode(), b"\x80\x04" + text(module) + text(name) + b"\x93."):
         with pytest.raises(UnsafeMetadataError) as caught:
             read_unischema(pickled)
@@ -317,7 +317,7 @@ def opcodes(canary):
 
 
 @pytest.mark.parametrize("way", opcodes(""))
-def test_other_ways_into_pickle_are_refused(tmp_path, way):
+def test_S01_other_ways_into_pickle_are_refused(tmp_path, way):
     canary = tmp_path / "canary"
     with pytest.raises(UnsafeMetadataError):
         read_unischema(opcodes(canary)[way])
@@ -336,12 +336,12 @@ NESTED = {
 @pytest.mark.parametrize(
     "form", [b"}%bNs.", b"}(%bNu.", b"(%bNd.", b"ccollections\nOrderedDict\n((%bNltltR.", b"%b.", b"%b}b."]
 )
-def test_keys_that_would_be_hashed_for_ever_are_refused(form, nested):
+def test_S01_keys_that_would_be_hashed_for_ever_are_refused(form, nested):
     with pytest.raises(UnsafeMetadataError):
         read_unischema(b"\x80\x02" + form % NESTED[nested])
 
 
-def test_too_many_bytes_or_opcodes_are_refused():
+def test_S01_too_many_bytes_or_opcodes_are_refused():
     with pytest.raises(UnsafeMetadataError, match="16777218 bytes"):
         read_unischema(b"\x80\x02" + b"N" * (16 << 20))
     with pytest.raises(UnsafeMetadataError, match="1000000 opcodes"):
@@ -587,7 +587,7 @@ def test_bad_cells_are_named(field, cell, message):
 
 
 @pytest.mark.parametrize("codec", [NDARRAY, ZIPPED])
-def test_pickles_in_cells_are_not_loaded(tmp_path, codec):
+def test_S01_pickles_in_cells_are_not_loaded(tmp_path, codec):
     canary = tmp_path / "canary"
     array = np.array([CALLS["os.system"](canary)], dtype=object)
     stored = cells(npy(array) if codec is NDARRAY else npz(array))

@@ -28,7 +28,7 @@ def read_profile(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[st
         raise ValueError(f"profile: there is no {url}; expected a JSON file with the layers of a model")
     try:
         content = json.loads(storage.read_bytes(url))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"profile: {url} is not JSON: {error}") from error
     return _profile(content, url, storage.name(url).removesuffix(".json"))
 

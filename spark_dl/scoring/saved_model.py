@@ -172,11 +172,15 @@ def _read_description(url: str) -> dict[str, Any]:
         found = json.loads(storage.read_bytes(path))
     except FileNotFoundError as error:
         raise ValueError(f"{url} has no {DESCRIPTION}, so it is not a saved model; save_model writes one") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {error}; save the model again") from error
     if not isinstance(found, dict) or found.get("format") != _FORMAT or found.get("version") != _VERSION:
         raise ValueError(
             f"{path}: expected the format {_FORMAT!r}, version {_VERSION}; save the model with this version of spark_dl"
+        )
+    if found.get("file") not in (WEIGHTS, PROGRAM):  # no other name, which could lead out of the folder
+        raise ValueError(
+            f"{path}: found the file {found.get('file')!r:.80}, expected {WEIGHTS} or {PROGRAM}; save the model again"
         )
     return found
 

@@ -186,7 +186,7 @@ def _saved_run(run_dir: str, uri: str) -> str | None:
     try:
         saved = json.loads(storage.read_bytes(url))
         return str(saved["run_id"]) if saved["tracking_uri"] == without_password(uri) else None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{url} is damaged ({error}); delete it to log to a new MLflow run") from error
 
 

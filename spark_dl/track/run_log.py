@@ -203,6 +203,6 @@ def _config(run_dir: str, attempts: Sequence[Attempt]) -> Mapping[str, Any]:
         url = storage.join(run_dir, CONFIG)
         try:
             found = yaml.safe_load(storage.read_bytes(url)) if storage.exists(url) else {}
-        except (OSError, ValueError, yaml.YAMLError):
+        except (OSError, ValueError, RecursionError, yaml.YAMLError):
             found = {}
     return found if isinstance(found, dict) else {}

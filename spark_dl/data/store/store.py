@@ -253,7 +253,7 @@ def _leases(folder: str, name: str) -> list[_LeaseFile]:
             expires = float(json.loads(storage.read_bytes(url))["expires"])
         except FileNotFoundError:
             continue
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             expires = file.mtime_ns / 1e9 + HALF_WRITTEN_S
         found.append(_LeaseFile(url, expires))
     return sorted(found, key=lambda lease: lease.expires)

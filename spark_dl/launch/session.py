@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -16,6 +17,8 @@ _log = logging.getLogger("spark_dl")
 
 _PROGRESS = "spark.ui.showConsoleProgress"
 _DAEMON = "spark.python.daemon.module"
+_SECRET = re.compile(r"secret|password|token|access[.]?key", re.IGNORECASE)
+"""The keys whose values Spark does not show either (`spark.redaction.regex`)."""
 
 
 def build_session(name: str, *, master: str | None = None, conf: Mapping[str, str] | None = None) -> Any:
@@ -139,12 +142,16 @@ _DEFAULTS = {
 def _user_settings(conf: Mapping[str, str]) -> dict[str, str]:
     """Returns `conf` and the user's other Spark settings: `spark-submit`, properties files, PYSPARK_SUBMIT_ARGS.
 
-    Starts the JVM, as only it has these settings. The options of a session builder would override them.
+    Without the secrets in `conf`. Starts the JVM, as only it has these settings. The options of a session builder would
+    override them.
     """
     from pyspark import SparkConf, SparkContext
 
     is_submitted = "PYSPARK_GATEWAY_PORT" in os.environ
-    SparkContext._ensure_initialized(conf=SparkConf().setAll(conf.items()))
+    # PySpark writes this conf to the command line of the JVM, which every user of the host can read. The session gets
+    # the secrets from its builder, when the JVM runs.
+    shown = {key: value for key, value in conf.items() if not _SECRET.search(key)}
+    SparkContext._ensure_initialized(conf=SparkConf().setAll(shown.items()))
     found = dict(SparkConf().getAll())
     if not is_submitted and _PROGRESS not in conf and found.get(_PROGRESS) == "true":
         del found[_PROGRESS]  # not set by the user: Spark sets it, as it takes plain Python for a shell

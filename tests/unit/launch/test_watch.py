@@ -366,6 +366,51 @@ def test_a_rank_without_progress_sends_its_stacks_once(listener, monkeypatch):
     sender.close()
 
 
+ROW = "a row of a customer: {}"
+
+
+def hold(row, entered, end):
+    kept = {"row": row}
+    entered.set()
+    end.wait(60)
+    return kept
+
+
+def test_S19_the_stacks_of_a_rank_name_its_functions_and_have_no_rows():
+    entered, end = threading.Event(), threading.Event()
+    row = ROW.format(12345)
+    thread = threading.Thread(target=hold, args=(row, entered, end), daemon=True)
+    thread.start()
+    assert entered.wait(10)
+    found = sender_module.stacks()
+    end.set()
+    thread.join(10)
+    assert "in hold" in found
+    assert "entered.set()" in found or "end.wait(60)" in found
+    assert row not in found
+    assert "12345" not in found
+
+
+def test_S19_the_stacks_of_a_crash_have_no_rows(listener):
+    code = (
+        "import os, signal, sys, threading\n"
+        "from spark_dl.launch.rank.sender import crashes_reported\n"
+        "from spark_dl.launch.watch import Address\n"
+        "def hold(row):\n"
+        "    os.kill(os.getpid(), signal.SIGSEGV)\n"
+        "with crashes_reported(Address(sys.argv[1], int(sys.argv[2]), bytes.fromhex(sys.argv[3])), 5):\n"
+        "    hold('a row of customer ' + str(12300 + 45))\n"
+    )
+    address = listener.address
+    rank = subprocess.run(
+        [sys.executable, "-c", code, address.host, str(address.port), address.secret.hex()], timeout=60
+    )
+    assert rank.returncode == -signal.SIGSEGV
+    (event,) = take(listener, 1)
+    assert "in hold" in event["text"]
+    assert "12345" not in event["text"]
+
+
 def test_a_rank_with_progress_sends_none(listener, monkeypatch):
     monkeypatch.setattr(sender_module, "_HEARTBEAT_S", 0.05)
     sender = Sender(listener.address, 1, stall_s=0.5)

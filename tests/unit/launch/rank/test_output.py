@@ -1,6 +1,7 @@
 """What a process writes on its way to the driver: lines, streams, children, files, and the descriptors afterwards."""
 
 import os
+import stat
 import subprocess
 import sys
 import time
@@ -91,6 +92,21 @@ def test_a_file_has_all_lines_also_those_before_its_name_was_known(driver, tmp_p
     os.write(2, b"after\n")
     output.close()
     assert names[0].read_text() == "stdout: before\nstderr: after\n"
+
+
+def test_S19_the_file_is_for_its_user_alone_and_no_link_leads_it_elsewhere(driver, tmp_path):
+    umask = os.umask(0)
+    try:
+        read(driver, lambda: os.write(1, b"a line\n"), log_file=lambda: tmp_path / "logs" / "rank-0.log")
+    finally:
+        os.umask(umask)
+    modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("logs", "logs/rank-0.log")]
+    assert modes == [0o700, 0o600]
+    (tmp_path / "theirs").write_text("theirs")
+    (tmp_path / "logs" / "rank-1.log").symlink_to(tmp_path / "theirs")
+    read(driver, lambda: os.write(1, b"another\n"), log_file=lambda: tmp_path / "logs" / "rank-1.log")
+    assert (tmp_path / "theirs").read_text() == "theirs"
+    assert driver.lines()[-1] == "another"
 
 
 @pytest.mark.parametrize("has_log", [True, False])

@@ -31,6 +31,7 @@ from spark_dl.launch import gpus
 from spark_dl.launch.failures import first_failure
 from spark_dl.launch.peers import Peer, backend_of, check_peers, child_env, deal_ranks, describe, from_json, sharing
 from spark_dl.launch.rank.environment import restored_process, torchrun_env
+from spark_dl.launch.rank.ports import closed_when_connected
 from spark_dl.launch.rank.sender import Reporter
 from spark_dl.launch.rank.store import RankStore, Server
 from spark_dl.launch.watch import Address
@@ -55,7 +56,7 @@ def join(
     Under torchrun, ranks that fail as a consequence raise the error of the rank that failed first.
     """
     context = _barrier_context()
-    with restored_process(), contextlib.ExitStack() as cleanup:
+    with restored_process(), closed_when_connected(), contextlib.ExitStack() as cleanup:
         if context is None:
             world = _meet_by_env(launch, report)
         else:

@@ -17,6 +17,7 @@ import torch
 from spark_dl.bench.testbed import testbed
 from spark_dl.bench.testbed.standalone import start_spark
 from spark_dl.rundir import checkpoint
+from tests.builders import sockets
 from tests.builders.datasets import write_dataset
 from tests.builders.models import blobs
 from tests.builders.reference import reference
@@ -80,12 +81,13 @@ class Driver:
 class Job:
     """A training over `num_ranks` of the hosts."""
 
-    def __init__(self, driver, folder, num_ranks, epochs):
+    def __init__(self, driver, folder, num_ranks, epochs, **settings):
         self.driver, self.bed = driver, driver.bed
-        self.columns, self.config = blobs(480), config(num_ranks, epochs)
+        settings = {"num_ranks": num_ranks, "epochs": epochs, **settings}
+        self.columns, self.config = blobs(480), config(**settings)
         self.shards = write_dataset(str(folder / "data"), self.columns, group_rows=GROUP_ROWS)
         self.run_dir = str(folder / "run")
-        self.end = driver.start(dataset=str(folder / "data"), run_dir=self.run_dir, num_ranks=num_ranks, epochs=epochs)
+        self.end = driver.start(dataset=str(folder / "data"), run_dir=self.run_dir, **settings)
 
     def wait_for_step(self, step):
         def reached():
@@ -117,6 +119,100 @@ def start(driver, tmp_path):
         driver.bed.restore(host)
         driver.bed.set_rate(host, RATE_MBIT)
         driver.bed.thaw(host)
+
+
+class Attacked:
+    """A training over three of the hosts, while a program on the fourth one tries all ports of the Python processes."""
+
+    def __init__(self, job):
+        self.job, self.bed = job, job.bed
+        job.wait_for_step(5)
+        ranks = job.ranks()
+        (free,) = {*self.bed.hosts} - {host for host, _ in ranks}
+        self.of_driver = self._ports(self.bed.driver)
+        self.of_ranks = {host.address: self._ports(host, pid) for host, pid in ranks}
+        outer = [[at, port] for at, port in self.of_driver if at != "127.0.0.1"]
+        outer += [list(each) for ports in self.of_ranks.values() for each in ports]
+        self.tries, self.outside = self._try(free, outer)
+        self.elsewhere = []
+        for host, _ in ranks:  # on the loopback interface of the same host
+            inner = [["127.0.0.1", port] for _, port in self.of_ranks[host.address]]
+            self.elsewhere += self._try(host, inner)[0]
+        self.routes = [self.bed.run(host, ["ip", "route"], timeout_s=20).split() for host, _ in ranks]
+        self.step = checkpoint.latest(job.run_dir).step
+        self.end = job.end(START_S)
+        self.left = {each for host, pid in ranks for each in self._ports(host, pid)}
+
+    def _ports(self, host, pid=None):
+        """Where the Python processes of a host, or one of them, listen."""
+        found = sockets.listening(self.bed.processes(host))
+        return {(at, port) for owner, at, port in found if sockets.is_python(owner) and pid in (None, owner)}
+
+    def _try(self, host, ports):
+        asked = json.dumps({"ports": ports, "anywhere": ["192.0.2.1", 80]})
+        command = [sys.executable, "-m", "tests.hosts.rogue", asked]
+        found = json.loads(self.bed.run(host, command, timeout_s=120, env={"PYTHONPATH": str(REPOSITORY)}))
+        return found["tries"], found["outside"]
+
+    def ends(self, address, port):
+        """How the tries at a port ended, and all that was said there."""
+        found = [(end, said) for at, number, _, end, said in self.tries if (at, number) == (address, port)]
+        return {end for end, _ in found}, [said for end, said in found if end == "closed" and "Errno" not in said]
+
+
+@pytest.fixture(scope="module", params=["ddp"])
+def attacked(request, driver, tmp_path_factory):
+    job = Job(driver, tmp_path_factory.mktemp(request.param), 3, 60, strategy=request.param, straggler_s=0.03)
+    found = Attacked(job)
+    assert found.step < 600, "the run had ended before the attack"
+    return found
+
+
+def ports_by_end(attacked):
+    """The ports of the ranks of which nobody hears, and those that answer with a challenge and close."""
+    ports = [each for found in attacked.of_ranks.values() for each in found]
+    silent = [each for each in ports if attacked.ends(*each)[0] == {"dropped"}]
+    return silent, [each for each in ports if each not in silent]
+
+
+def test_S05_the_store_listens_on_one_address_and_closes_what_a_third_host_sends(attacked):
+    assert {at for ports in attacked.of_ranks.values() for at, _ in ports} == attacked.of_ranks.keys()
+    assert all(at == address for address, ports in attacked.of_ranks.items() for at, _ in ports)
+    (store,) = ports_by_end(attacked)[1]
+    ends, said = attacked.ends(*store)
+    assert ends == {"closed"}
+    assert all(each[4:].startswith("#CHALLENGE#") and len(each) < 64 for each in said if each)
+    assert {end for *_, end, _ in attacked.elsewhere} == {"refused"}
+    assert attacked.left == set()
+
+
+def test_S07_nothing_is_heard_at_the_ports_of_gloo_when_the_ranks_have_connected(attacked):
+    silent, _ = ports_by_end(attacked)
+    assert sorted(at for at, _ in silent) == sorted(attacked.of_ranks), "one port of each rank"
+
+
+def test_S17_the_listener_of_the_driver_closes_what_a_third_host_sends(attacked):
+    assert {at for at, _ in attacked.of_driver} <= {attacked.bed.driver.address, "127.0.0.1"}
+    (listener,) = [each for each in attacked.of_driver if each[0] != "127.0.0.1"]
+    ends, said = attacked.ends(*listener)
+    assert ends == {"closed"}
+    assert all(each[4:].startswith("#CHALLENGE#") and len(each) < 64 for each in said if each)
+
+
+def test_S20_a_training_needs_no_route_to_the_internet(attacked):
+    assert all(words[0] == "10.0.0.0/24" and "default" not in words for words in attacked.routes)
+    assert "unreachable" in attacked.outside
+    assert attacked.end["steps"] == 600
+    attacked.job.assert_same_as_one_process()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("attacked", ["parameter_server"], indirect=True)
+def test_S18_a_parameter_server_has_no_port_when_its_trainers_have_connected(attacked):
+    silent, others = ports_by_end(attacked)
+    assert (len(silent), len(others)) == (3, 1), "Gloo's of each rank, and the store"
+    assert attacked.end["steps"] == 600
+    attacked.job.assert_same_as_one_process()
 
 
 @pytest.mark.parametrize("num_ranks", [4, 3])

@@ -1,7 +1,8 @@
 """A driver on a host of a testbed, which trains the small network whenever it is told to.
 
-`python -m tests.hosts.train_job MASTER`: each line of its input is {"dataset", "run_dir", "num_ranks", "epochs"}, and
-each of its output says how that training ended. Each rank leaves a file `RUN_DIR.HOST` with its process id.
+`python -m tests.hosts.train_job MASTER`: each line of its input is {"dataset", "run_dir", "num_ranks", "epochs"}, with
+{"strategy", "straggler_s"} if they are not the usual ones, and each of its output says how that training ended. Each
+rank leaves a file `RUN_DIR.HOST` with its process id.
 """
 
 import functools
@@ -16,6 +17,7 @@ import spark_dl
 from spark_dl import ModelSpec
 from spark_dl.launch.session import build_session
 from tests.builders.models import build_mlp, small_config
+from tests.builders.settings import parallel
 from tests.hosts.conftest import REPOSITORY
 from tests.spark.conftest import FAST_JVM
 
@@ -29,10 +31,12 @@ CONF = {
 }
 
 
-def config(num_ranks, epochs):
+def config(num_ranks, epochs, strategy="ddp", straggler_s=0.0):
+    slow = {"straggler": "constant", "straggler_s": straggler_s} if straggler_s else {}
     return small_config(
-        num_ranks, train={"epochs": epochs}, launch={"collective_timeout_s": TIMEOUT_S, "start_timeout_s": 100}
-    )
+        num_ranks, train={"epochs": epochs}, launch={"collective_timeout_s": TIMEOUT_S, "start_timeout_s": 100},
+        parallel=parallel(strategy), **slow,
+    )  # fmt: skip
 
 
 def build_and_sign(run_dir):
@@ -40,10 +44,10 @@ def build_and_sign(run_dir):
     return build_mlp()
 
 
-def train(dataset, run_dir, num_ranks, epochs):
+def train(dataset, run_dir, **settings):
     spec = ModelSpec(build=functools.partial(build_and_sign, run_dir))
     try:
-        result = spark_dl.train(dataset, spec, config(num_ranks, epochs), run_dir=run_dir, progress=False)
+        result = spark_dl.train(dataset, spec, config(**settings), run_dir=run_dir, progress=False)
         end = {"steps": result.steps}
     except spark_dl.RankError as error:
         end = {"error": str(error), "rank": error.rank, "host": error.host, "pid": error.pid}

@@ -402,3 +402,24 @@ def test_S08_a_collective_that_unpickles_what_peers_send_would_be_seen(name):
 def test_an_import_would_be_seen(tmp_path, code, expected):
     (tmp_path / "m.py").write_text(code)
     assert imports_of(tmp_path / "m.py") == [expected]
+
+
+NETWORK = {"urllib.request", "http.client", "requests", "httpx", "aiohttp", "ftplib", "smtplib", "huggingface_hub"}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_S20_nothing_is_loaded_from_the_internet(name):
+    """Storage and MLflow's server are named by the user, and reached by their own libraries."""
+    tree = tree_of(MODULES[name])
+    uploads = {"track/mlflow_server.py": {"requests"}}  # asks whether the server of the settings answers
+    assert NETWORK & {found.module for found in imports_of(MODULES[name])} <= uploads.get(name, set())
+    called = {dotted(node.func).split(".")[-1] for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    assert not called & {"from_pretrained", "urlopen", "urlretrieve", "load_state_dict_from_url", "hf_hub_download"}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "conf/requirements").glob("*.txt")), ids=lambda path: path.name)
+def test_S20_every_package_of_our_environments_has_one_version(path):
+    lines = [line.partition("#")[0].strip() for line in path.read_text().splitlines()]
+    packages = [line for line in lines if line and not line.startswith("-r ")]
+    assert packages
+    assert [line for line in packages if not re.fullmatch(r"[\w.\[\]-]+==[\w.+]+(; .*)?", line)] == []

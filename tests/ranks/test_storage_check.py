@@ -98,7 +98,8 @@ def test_a_folder_that_not_all_hosts_have(tmp_path, rank, hidden, message):
 def test_a_folder_that_one_rank_may_not_use(folder, what, mode, message):
     (folder / "run").mkdir()
     run = make_run(folder, small_config(2), spec=MLP)
-    os.chmod(folder / "run", 0o777)
+    for path in (folder / "run", folder / "data", *(folder / "data").iterdir()):
+        os.chmod(path, 0o777)
     os.chmod(folder / what, mode)
     errors = run_ranks(train_as_nobody, 2, run, "1")
     assert errors[0] == errors[1]

@@ -263,19 +263,49 @@ def as_nobody(tmp_path, *args):
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
-def test_another_user_who_may_not_write_a_lease_is_told_what_to_change(tmp_path):
+def open_to_read(folder):
+    for path, _, files in os.walk(folder):
+        for name in (path, *(os.path.join(path, file) for file in files)):
+            os.chmod(name, 0o755)
+
+
+@pytest.mark.parametrize(("what", "is_open"), [("write the lease", True), ("read", False)])
+def test_another_user_who_may_not_use_the_store_is_told_what_to_change(tmp_path, what, is_open):
     folder = str(tmp_path / "store")
     hold(folder)[1].release()
+    if is_open:
+        open_to_read(folder)
     done = as_nobody(tmp_path, KEY)
     assert done.returncode == 1
-    said = r"NoLeaseError: shards.store: cannot write the lease .*Permission denied.*group-writable folder with setgid"
+    said = rf"NoLeaseError: shards.store: cannot {what} .*ermission denied.*group-writable folder with setgid"
     assert re.search(said, done.stderr.splitlines()[-1])
+
+
+def test_S13_users_of_a_group_share_a_store_with_the_set_group_id_bit(tmp_path):
+    if os.geteuid() != 0:
+        pytest.skip("only root can start a process of another user")
+    store_folder = tmp_path / "store"
+    store_folder.mkdir()
+    os.chown(store_folder, -1, 65534)
+    os.chmod(store_folder, 0o2770)
+    umask = os.umask(0o077)
+    try:
+        held = hold(str(store_folder))
+    finally:
+        os.umask(umask)
+    done = as_nobody(tmp_path, KEY)
+    assert done.returncode == 0, done.stderr
+    assert names(str(store_folder)) == [held[1].name]
+    assert "shards found in the store" in done.stderr or names(str(store_folder))[0] in done.stdout
+    held[1].release()
+    assert {os.stat(path).st_mode & 0o7777 for path, _, _ in os.walk(store_folder)} == {0o2770}
 
 
 def test_another_user_cleans_what_he_may_and_counts_the_rest(tmp_path):
     folder = str(tmp_path / "store")
     for key in (KEY, OTHER):
         hold(folder, key)[1].release()
+    open_to_read(folder)
     allowed = [folder, *(path for path, _, _ in os.walk(f"{folder}/{OTHER}"))]
     for path in allowed:
         os.chmod(path, 0o777)

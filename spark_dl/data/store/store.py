@@ -43,8 +43,14 @@ HALF_WRITTEN_S = 86400.0
 """Age in seconds after which a dataset without manifest and lease is considered abandoned by a killed writer."""
 
 
+_SHARE = (
+    "a store of several users needs a group-writable folder with setgid (chmod g+rwxs), so that new files have the "
+    "same group, and its permissions"
+)
+
+
 class NoLeaseError(ValueError):
-    """This user cannot write a lease. The message says what to change."""
+    """This user cannot read the store, or cannot write a lease. The message says what to change."""
 
 
 class Lease:
@@ -63,8 +69,7 @@ class Lease:
         except OSError as error:
             raise NoLeaseError(
                 f"shards.store: cannot write the lease {self._url}, without which the shards could be deleted while "
-                f"they are read: {error}; a store of several users needs a group-writable folder with setgid, so "
-                "that new files have the same group (chmod g+rwxs), and umask 002 for its users"
+                f"they are read: {error}; {_SHARE}"
             ) from error
         self._thread = threading.Thread(target=self._renew, name="spark_dl lease", daemon=True)
         self._thread.start()
@@ -163,8 +168,11 @@ def store_shards(
 def find_or_write(store: str, key: str, write: Callable[[str], ShardSet], *, run: str) -> tuple[ShardSet, Lease]:
     """Returns the dataset of a key, from the store or from `write(url)`, and a lease. Called on the driver."""
     folder = storage.join(storage.absolute(store), key)
-    if found := _open(folder, run):
-        return found
+    try:
+        if found := _open(folder, run):
+            return found
+    except PermissionError as error:
+        raise NoLeaseError(f"shards.store: cannot read {folder}: {error}; {_SHARE}") from error
     own = Lease(folder, uuid.uuid4().hex[:12], run)
     url = storage.join(folder, own.name)
     try:
@@ -293,7 +301,13 @@ def clean_store(store: str, *, ttl_days: float) -> dict[str, int]:
             _log.warning("%s is a symbolic link, which is not followed", folder)
             result["denied"] += len(_names(folder))
             continue
-        for name in _names(folder):
+        try:
+            names = _names(folder)
+        except PermissionError as error:
+            _log.warning("this user cannot read %s: %s", folder, error)
+            result["denied"] += 1
+            continue
+        for name in names:
             try:
                 size = sum(file.size or 0 for file in storage.list_infos(storage.join(folder, name)))
                 if _is_expired(folder, name, now, ttl_days * 86400) and _remove(folder, name):

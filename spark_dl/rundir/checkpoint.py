@@ -4,6 +4,7 @@
         model.pt  training.pt                   by rank 0: state that is the same on all ranks
         rank-00000.pt  rank-00001.pt ...        by each rank: its random number generators and other state of the rank
         MANIFEST.json                           by rank 0, last: sizes, SHA-256, step, generation, settings
+        UNFINISHED                              by rank 0, first, and deleted after the manifest is written
 
 Files contain tensors and plain data, and are read with `weights_only=True`. Damaged checkpoints are skipped and logged.
 """
@@ -22,7 +23,15 @@ from spark_dl.config import Config
 from spark_dl.config.fields import fixed_on_resume
 from spark_dl.data.columns.schema import Column
 from spark_dl.rundir import checkpoint_files, signing
-from spark_dl.rundir.checkpoint_files import MANIFEST, TRAINING, DamagedError, is_weights, parse_name, rank_file
+from spark_dl.rundir.checkpoint_files import (
+    MANIFEST,
+    TRAINING,
+    UNFINISHED,
+    DamagedError,
+    is_weights,
+    parse_name,
+    rank_file,
+)
 from spark_dl.rundir.generations import start_generation as start_generation
 
 _log = logging.getLogger("spark_dl")
@@ -88,6 +97,8 @@ def last_step(run_dir: str) -> int | None:
 def _was_committed(url: str) -> bool:
     """Whether the manifest exists or, if it was lost, all files that rank 0 writes before it."""
     names = storage.list_names(url)
+    if UNFINISHED in names:
+        return MANIFEST in names
     return MANIFEST in names or ({TRAINING, rank_file(0)} <= {*names} and any(is_weights(name) for name in names))
 
 

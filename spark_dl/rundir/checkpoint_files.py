@@ -25,8 +25,12 @@ MANIFEST = "MANIFEST.json"
 FORMAT = "spark_dl.checkpoint"
 VERSION = 2
 MODEL, TRAINING = "model.pt", "training.pt"
+UNFINISHED = "UNFINISHED"
+"""Empty file in the folder of a checkpoint until its manifest is written."""
 _NAME = re.compile(r"step-(\d+)\.gen-(\d+)")
-_OWN_FILE = re.compile(r"(MANIFEST\.json|model\.pt|training\.pt|(rank|model|optimizer)-\d{5,}\.pt)(\.tmp-[0-9a-f]*)?")
+_OWN_FILE = re.compile(
+    r"(MANIFEST\.json|UNFINISHED|model\.pt|training\.pt|(rank|model|optimizer)-\d{5,}\.pt)(\.tmp-[0-9a-f]*)?"
+)
 _CHUNK_BYTES = 16 * 2**20
 _NO_WEIGHTS = (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, ValueError, TypeError, AttributeError)
 """What `torch.load` raises for files that are none of its own, or that have other objects than tensors."""

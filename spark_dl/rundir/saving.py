@@ -16,7 +16,7 @@ from spark_dl.config import Config
 from spark_dl.data.columns.schema import Column
 from spark_dl.gather import gather_json
 from spark_dl.rundir import checkpoint, checkpoint_files, rank_state, tensor_files
-from spark_dl.rundir.checkpoint_files import MODEL, TRAINING, rank_file
+from spark_dl.rundir.checkpoint_files import MODEL, TRAINING, UNFINISHED, rank_file
 from spark_dl.rundir.generations import superseded
 
 if TYPE_CHECKING:
@@ -86,6 +86,8 @@ def save(
     written: list[dict[str, Any]] = []
     try:
         if not problem:
+            if found.rank == 0:  # so that an attempt that ends here is not taken for one whose manifest was lost
+                storage.write_bytes(storage.join(url, UNFINISHED), b"")
             written = [checkpoint_files.write(url, name, content) for name, content in found.files.items()]
     except OSError as error:
         problem = f"rank {found.rank} cannot write to {url}: {error}"
@@ -120,6 +122,7 @@ def _commit(run_dir: str, url: str, manifest: Mapping[str, Any], key: bytes | No
             checkpoint_files.delete(url)
             return why
         checkpoint_files.write_manifest(url, manifest, key)
+        storage.delete_file(storage.join(url, UNFINISHED))
     except OSError as error:
         return f"cannot commit it: {error}"
     return ""

@@ -87,7 +87,8 @@ def test_the_manifest_is_written_last(tmp_path, group, monkeypatch):
     real = storage.writing
     monkeypatch.setattr(storage, "writing", lambda url: (written.append(Path(url).name), real(url))[1])
     save(tmp_path)
-    assert sorted(written[:-1]) == ["model.pt", "rank-00000.pt", "training.pt"]
+    assert written[0] == "UNFINISHED"
+    assert sorted(written[1:-1]) == ["model.pt", "rank-00000.pt", "training.pt"]
     assert written[-1] == "MANIFEST.json"
 
 
@@ -123,8 +124,8 @@ def test_deleting_begins_with_the_manifest(tmp_path, group, monkeypatch):
     deleted, delete_file = [], storage.delete_file
     monkeypatch.setattr(storage, "delete_file", lambda url: (deleted.append(Path(url).name), delete_file(url)))
     save(tmp_path, step=2, config=Config(checkpoint=Checkpoint(keep=1)))
-    assert deleted[0] == "MANIFEST.json"
-    assert {*deleted[1:]} == {"model.pt", "training.pt", "rank-00000.pt"}
+    assert deleted[:2] == ["UNFINISHED", "MANIFEST.json"]  # of step 2, which is committed now, and of step 1
+    assert {*deleted[2:]} == {"model.pt", "training.pt", "rank-00000.pt"}
 
 
 def test_what_cannot_be_deleted_is_a_warning_and_the_new_checkpoint_is_there(tmp_path, group, caplog):

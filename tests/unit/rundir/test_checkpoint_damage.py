@@ -151,6 +151,23 @@ def test_what_was_never_committed_is_no_damage(run_dir, caplog):
     assert not caplog.records
 
 
+def test_what_a_rank_leaves_that_is_killed_before_the_manifest_is_no_damage(run_dir, monkeypatch, caplog):
+    """All its files are there, as if the manifest had been lost."""
+
+    def end(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint_files, "write_manifest", end)
+    with pytest.raises(KeyboardInterrupt):
+        save(run_dir, 3, generation=1)
+    assert {path.name for path in path_of(run_dir, 3, "").iterdir()} == {*FILES, "UNFINISHED"} - {"MANIFEST.json"}
+    assert begin(run_dir, STRICT)[1].step == 2
+    for step in (1, 2):
+        shutil.rmtree(path_of(run_dir, step, ""))
+    assert begin(run_dir, STRICT)[1] is None
+    assert not caplog.records
+
+
 GENERATION = {name: DAMAGES[name] for name in DAMAGES if name not in ("folder", "longer")}
 
 

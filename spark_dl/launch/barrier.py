@@ -26,8 +26,6 @@ from spark_dl.spark_job import SparkJob, is_connect, is_local_master
 
 RANKS = "spark_dl-ranks"
 """Tag of the Spark jobs of ranks."""
-_ATTEMPT = "SPARK_DL_ATTEMPT"
-"""Environment variable of ranks that were started again."""
 _log = logging.getLogger("spark_dl")
 
 _LAST_EVENTS_WAIT_S = 1.0
@@ -65,8 +63,8 @@ def run_barrier(
         to earlier questions of other ranks. Not over Spark Connect.
     source: a DataFrame with one partition per rank. The ranks get its rows: `fn(..., rows=TaskInput)`.
     env: environment variables of the ranks, which are set before their Python starts.
-    attempt: number of failed attempts before this one. After a failure the ranks get new Python workers, and the
-        cluster has `launch.start_timeout_s` to replace lost executors.
+    attempt: number of failed attempts before this one. After a failure, the cluster has `launch.start_timeout_s` to
+        replace lost executors.
 
     Raises ValueError for a call that cannot be pickled and for input that the ranks refuse, RuntimeError if the cluster
     cannot run the job or does not start it within `launch.start_timeout_s`, RankError if a rank fails.
@@ -85,8 +83,6 @@ def run_barrier(
             has_log=not is_local_master(spark.conf.get("spark.master", "")),
         )  # fmt: skip
         tasks = spark.range(0, launch.num_ranks, 1, launch.num_ranks) if source is None else source
-        if attempt and not is_connect(spark):  # a Connect server sets the variables of its workers itself
-            env = {**(env or {}), _ATTEMPT: str(attempt)}
         with worker_env(spark, env or {}):
             # Without a profile, also on Spark 3.5, which has no such argument.
             df = tasks.mapInArrow(task, SCHEMA, barrier=True, **({} if profile is None else {"profile": profile}))

@@ -11,6 +11,7 @@ from spark_dl.bench.exchange import compare, report
 from spark_dl.bench.exchange.answers import answers
 from spark_dl.bench.exchange.log import Log
 from spark_dl.bench.exchange.options import add_arguments, from_arguments, list_of
+from spark_dl.bench.faults import chaos, job, recovery
 from spark_dl.bench.literature import literature
 from spark_dl.bench.parallel import parallel
 from spark_dl.bench.parallel import report as parallel_report
@@ -64,6 +65,14 @@ def bench_trials(args: argparse.Namespace) -> dict[str, Any]:
     options = _options(trials.Options, args)
     session = build_session("spark_dl bench", master=args.master or f"local[{options.groups * options.ranks}]")
     return trials.measure(session, options)
+
+
+def bench_recovery(args: argparse.Namespace) -> dict[str, Any]:
+    return recovery.measure(_options(recovery.Options, args))
+
+
+def bench_chaos(args: argparse.Namespace) -> dict[str, Any]:
+    return chaos.measure(_options(chaos.Options, args))
 
 
 def bench_literature(args: argparse.Namespace) -> dict[str, Any]:
@@ -219,6 +228,23 @@ def build_parser() -> argparse.ArgumentParser:
         "--sleep_s", type=float, default=default.sleep_s, help="seconds of a step that sleeps (0.02)"
     )
     of_trials.add_argument("--master", help="local Spark master URL (default: local[groups * ranks])")
+    of_recovery = add(
+        "recovery", "seconds from SIGKILL of a rank until the driver has noticed it, and until training goes on; steps "
+        "per second with a checkpoint in every tenth step, synchronous and asynchronous, to those without",
+        bench_recovery, repeats=recovery.Options().repeats,
+    )  # fmt: skip
+    of_recovery.add_argument("--steps", type=int, default=recovery.Options().steps, help="of a measurement (50)")
+    of_recovery.add_argument("--width", type=int, default=recovery.Options().width, help="of the model's layers (1024)")
+    text = "random faults of ranks, executors and hosts (as root), and what a run ends with beside one without faults"
+    of_chaos = what.add_parser("chaos", help=text, description=text)
+    of_chaos.set_defaults(run=bench_chaos)
+    of_chaos.add_argument("--seeds", type=int, default=chaos.Options().seeds, help="number of seeds (default: 20)")
+    of_chaos.add_argument("--first-seed", type=int, default=0, help="to repeat the run of a seed (default: 0)")
+    of_chaos.add_argument(
+        "--strategies", type=_words, default=chaos.Options().strategies,
+        help=f"comma-separated, of {', '.join(job.STRATEGIES)} (default: all)",
+    )  # fmt: skip
+    of_chaos.add_argument("--out", help="JSON file to write, with a row for each run")
     of_exchange = add(
         "exchange",
         "one exchange of gradients by ring, Spark's aggregation, parameter servers: seconds, bytes, overlap, scaling, "

@@ -140,11 +140,14 @@ def _wait_for_ports(hosts: Sequence[Host]) -> None:
         time.sleep(0.02)
 
 
-def set_rate(host: Host, rate_mbit: float, *, mtu: int) -> None:
-    """Limits a host's link in both directions."""
+def set_rate(host: Host, rate_mbit: float, *, mtu: int, queue_frames: int | None = None) -> None:
+    """Limits a host's link in both directions.
+
+    queue_frames: length of the queues. Frames that find a full queue are lost.
+    """
     bytes_per_s = rate_mbit * 1e6 / 8
     burst = max(int(bytes_per_s * _BURST_S), _MIN_BURST_FRAMES * (mtu + 14))
-    queue = max(int(bytes_per_s * _QUEUE_S), _MIN_QUEUE_BYTES)
+    queue = max(int(bytes_per_s * _QUEUE_S), _MIN_QUEUE_BYTES) if queue_frames is None else queue_frames * (mtu + 14)
     bucket = ["tbf", "rate", f"{round(rate_mbit * 1e6)}bit", "burst", str(burst), "limit", str(queue)]
     for namespace, device in ((host.namespace, host.interface), (host.switch, host.name)):
         run_tool(["tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *bucket])
@@ -158,6 +161,17 @@ def connect(host: Host) -> None:
 def disconnect(host: Host) -> None:
     """Removes a host's port from the switch: frames are lost, and neither end is notified."""
     run_tool(["ip", "-n", host.switch, "link", "set", "dev", host.name, "nomaster"])
+
+
+def unplug(host: Host) -> None:
+    """Takes the switch's end of a host's link down: the host's interface loses its carrier."""
+    run_tool(["ip", "-n", host.switch, "link", "set", "dev", host.name, "down"])
+
+
+def plug(host: Host) -> None:
+    """Ends `unplug`."""
+    run_tool(["ip", "-n", host.switch, "link", "set", "dev", host.name, "up"])
+    _wait_for_ports([host])
 
 
 def read_counters(hosts: Iterable[Host]) -> dict[str, Counters]:

@@ -9,9 +9,9 @@
         before = bed.counters()                                            # bytes of each link
 
 The driver has its own host, `bed.driver`, with a link of the same rate, as in a cluster. Hosts share the files and
-cores of the machine. A bed is removed, with all processes on its hosts, when the `with` block ends, or when the
-creator's process ends in any way, including SIGKILL. A small guard process does this. If the guard is also killed, run
-`python -m spark_dl.bench.testbed --reap`.
+cores of the machine, but not its shared memory. A bed is removed, with all processes on its hosts, when the `with`
+block ends, or when the creator's process ends in any way, including SIGKILL. A small guard process does this. If the
+guard is also killed, run `python -m spark_dl.bench.testbed --reap`.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _TAIL = 3000
 _RANKS_PORT = 29500
 _POLL_S = 0.02
 
-# A UTS namespace gives the process the host's name.
-_ENTER = 'hostname "$0" && exec "$@"'
+# A UTS namespace gives the process the host's name. `ip netns exec` has given it a mount namespace.
+_ENTER = 'hostname "$0" && mount -t tmpfs none /dev/shm && exec "$@"'
 
 
 @contextlib.contextmanager
@@ -215,9 +215,17 @@ class Bed:
         """Ends `cut`."""
         netns.connect(host)
 
-    def set_rate(self, host: Host, rate_mbit: float) -> None:
-        """Sets the rate of one host's link."""
-        netns.set_rate(host, rate_mbit, mtu=self._mtu)
+    def unplug(self, host: Host) -> None:
+        """Disconnects a host: its interface loses its carrier, and connections stay open."""
+        netns.unplug(host)
+
+    def plug(self, host: Host) -> None:
+        """Ends `unplug`."""
+        netns.plug(host)
+
+    def set_rate(self, host: Host, rate_mbit: float, *, queue_frames: int | None = None) -> None:
+        """Sets the rate of one host's link. queue_frames: length of its queues, of which a short one loses frames."""
+        netns.set_rate(host, rate_mbit, mtu=self._mtu, queue_frames=queue_frames)
 
     def freeze(self, host: Host) -> None:
         """Stops all processes of a host (SIGSTOP), so that it no longer responds."""

@@ -8,7 +8,7 @@ from tests.unit.test_imports import MODULES, files, ours
 
 BENCH = files("bench/")
 ROOMS = {"peers": set(), "model": set(), "testbed": set(), "literature": set(), "exchange": {"model", "testbed"},
-         "parallel": {"exchange", "testbed", "literature"}}  # fmt: skip
+         "parallel": {"exchange", "testbed", "literature"}, "faults": {"testbed"}}  # fmt: skip
 """Each folder, and the other folders that it may import."""
 
 

@@ -124,16 +124,35 @@ print(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstri
         assert found.strip() == options.get("congestion_control", "reno")
 
 
-def test_a_host_that_is_cut_off_reaches_nobody_until_it_is_restored(hosts):
+@pytest.mark.parametrize(("cut", "restore"), [("cut", "restore"), ("unplug", "plug")])
+def test_a_host_that_is_cut_off_reaches_nobody_until_it_is_restored(hosts, cut, restore):
     with hosts(3) as bed:
         first, second, third = bed.hosts
         with server(bed, first):
-            bed.cut(second)
+            getattr(bed, cut)(second)
             with pytest.raises(RuntimeError, match=r"(?s)^on host1, .*timed out"):
                 send(bed, second, first, 10, timeout_s=2)
             send(bed, third, first, 10)
-            bed.restore(second)
+            getattr(bed, restore)(second)
             send(bed, second, first, 10)
+
+
+def test_a_short_queue_loses_frames_and_a_transfer_still_arrives(hosts):
+    with hosts(2, rate_mbit=50) as bed:
+        first, second = bed.hosts
+        with server(bed, first):
+            assert send(bed, second, first, 200_000) < 1
+            bed.set_rate(second, 50, queue_frames=1)
+            send(bed, second, first, 200_000)
+            lost = json.loads(reap.run_tool(["tc", "-n", second.namespace, "-s", "-j", "qdisc", "show"]))
+            assert sum(qdisc["drops"] for qdisc in lost) > 0
+
+
+def test_a_host_has_shared_memory_of_its_own(hosts):
+    leave = "import pathlib; pathlib.Path('/dev/shm/spark_dl-test').touch()"
+    with hosts(1) as bed:
+        bed.run(bed.hosts[0], [*PYTHON, leave], timeout_s=20)
+        assert not Path("/dev/shm/spark_dl-test").exists()
 
 
 def test_a_frozen_host_goes_on_when_it_is_thawed(hosts):

@@ -6,6 +6,7 @@ there. Old checkpoints are deleted only after the new one is committed.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -122,9 +123,10 @@ def _commit(run_dir: str, url: str, manifest: Mapping[str, Any], key: bytes | No
             checkpoint_files.delete(url)
             return why
         checkpoint_files.write_manifest(url, manifest, key)
-        storage.delete_file(storage.join(url, UNFINISHED))
     except OSError as error:
         return f"cannot commit it: {error}"
+    with contextlib.suppress(OSError):  # it is committed, whether or not the mark is still there
+        storage.delete_file(storage.join(url, UNFINISHED))
     return ""
 
 

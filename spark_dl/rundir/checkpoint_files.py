@@ -5,11 +5,13 @@ The manifest has the size and the SHA-256 of every file, and a SHA-256 of its ow
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import json
 import pickle
 import re
+import shutil
 from collections.abc import Mapping
 from typing import IO, Any, cast
 
@@ -92,15 +94,37 @@ class _Hashed:
 
 
 def write(url: str, name: str, content: Any) -> dict[str, Any]:
-    """Writes tensors and plain data as a file of a checkpoint. Returns its entry in the manifest. Raises OSError."""
-    with storage.writing(storage.join(url, name)) as file:
-        hashed = _Hashed(file)
-        try:
-            torch.save(content, cast("IO[bytes]", hashed))
-        except RuntimeError as error:
-            # After a failed write torch closes its archive, and that error would hide the error of the storage.
-            raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
+    """Writes tensors and plain data as a file of a checkpoint. Returns its entry in the manifest.
+
+    Raises OSError. If the disk is full, the error has the bytes that the file needs, and those that are free.
+    """
+    path = storage.join(url, name)
+    try:
+        with storage.writing(path) as file:
+            hashed = _Hashed(file)
+            try:
+                torch.save(content, cast("IO[bytes]", hashed))
+            except RuntimeError as error:
+                # After a failed write torch closes its archive, and that error would hide the error of the storage.
+                raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not storage.is_local(path):
+            raise
+        free = shutil.disk_usage(storage.resolve(url)[1]).free  # the temporary file is gone
+        raise OSError(
+            error.errno,
+            f"{error.strerror}: it needs about {_tensor_bytes(content):,} bytes, and {free:,} bytes are free; free "
+            "space, or lower checkpoint.keep", path,
+        ) from error  # fmt: skip
     return {"name": name, "bytes": hashed.bytes, "sha256": hashed.sha256()}
+
+
+def _tensor_bytes(content: Any) -> int:
+    """Returns the bytes of the tensors in nested plain data."""
+    if isinstance(content, torch.Tensor):
+        return content.nbytes
+    parts = content.values() if isinstance(content, Mapping) else content if isinstance(content, (list, tuple)) else ()
+    return sum(_tensor_bytes(part) for part in parts)
 
 
 def read(url: str, manifest: Mapping[str, Any], name: str) -> Any:

@@ -17,7 +17,7 @@ from spark_dl.config import Config
 from spark_dl.data.columns.schema import Column
 from spark_dl.gather import gather_json
 from spark_dl.rundir import checkpoint, checkpoint_files, rank_state, tensor_files
-from spark_dl.rundir.checkpoint_files import MODEL, TRAINING, UNFINISHED, rank_file
+from spark_dl.rundir.checkpoint_files import MANIFEST, MODEL, TRAINING, UNFINISHED, rank_file
 from spark_dl.rundir.generations import superseded
 
 if TYPE_CHECKING:
@@ -110,6 +110,8 @@ def save(
         problems = [_commit(run_dir, url, manifest, key)]
         if not problems[0]:
             _delete_old(run_dir, config, generation)
+    if found.rank == 0 and problems and problems[0]:
+        _delete_uncommitted(url)
     outcome = gather({"problem": problems[0] if problems else ""})
     if outcome[0]["problem"]:
         raise RuntimeError(f"checkpoint at step {step} not saved: {outcome[0]['problem']}")
@@ -128,6 +130,15 @@ def _commit(run_dir: str, url: str, manifest: Mapping[str, Any], key: bytes | No
     with contextlib.suppress(OSError):  # it is committed, whether or not the mark is still there
         storage.delete_file(storage.join(url, UNFINISHED))
     return ""
+
+
+def _delete_uncommitted(url: str) -> None:
+    """Deletes the files of a checkpoint that could not be committed, which may fill the disk. Logs a warning."""
+    try:
+        if not storage.exists(storage.join(url, MANIFEST)):
+            checkpoint_files.delete(url)
+    except OSError as error:
+        _log.warning("cannot delete the incomplete checkpoint %s: %s", url, error)
 
 
 def _delete_old(run_dir: str, config: Config, generation: int) -> None:

@@ -33,6 +33,7 @@ def make_folder(path: str) -> None:
         return
     if bits := _group_bits(parent):
         os.chmod(path, stat.S_ISGID | 0o700 | bits)
+    sync_folder(parent)  # the name of the folder must be as durable as what is written to it
 
 
 def create(path: str) -> Any:
@@ -62,7 +63,9 @@ def writing(path: str) -> Iterator[Any]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError) and error.filename is None:  # such as a full disk
+            error.filename = path
         if os.path.exists(temporary):
             os.unlink(temporary)
         raise

@@ -1,6 +1,7 @@
 """What one rank does not reach, or what goes under the ranks' hands, is an error on all of them, and never a wait."""
 
 import ctypes
+import dataclasses
 import os
 import shutil
 import subprocess
@@ -126,9 +127,13 @@ def test_nothing_is_left_in_the_run_dir(tmp_path):
 @as_root
 @pytest.mark.parametrize(("free_bytes", "message"), [
     (0, "the run_dir .*/run is not writable: .*No space left on device"),
-    (16384, "checkpoint at step 6 not saved: rank [01] cannot write to .*No space left on device"),
+    (
+        16384,
+        r"checkpoint at step 6 not saved: rank [01] cannot write to .*No space left on device: it needs about [\d,]+ "
+        r"bytes, and [\d,]+ bytes are free; .*\.pt'",
+    ),
 ])  # fmt: skip
-def test_a_full_disk_is_one_error(tmp_path, free_bytes, message):
+def test_F12_a_full_disk_is_one_error(tmp_path, free_bytes, message):
     """Before training where nothing fits, and at the first checkpoint where that does not."""
     run = make_run(tmp_path, small_config(2), spec=MLP)
     (tmp_path / "run").mkdir()
@@ -139,6 +144,35 @@ def test_a_full_disk_is_one_error(tmp_path, free_bytes, message):
         assert errors[0] == errors[1]
         with pytest.raises(RuntimeError, match=message):
             raise RuntimeError(errors[0])
+    finally:
+        subprocess.run(["umount", run.run_dir], check=True)
+
+
+@as_root
+def test_F12_a_disk_that_fills_up_leaves_the_checkpoint_before_it_and_nothing_else(tmp_path):
+    run = make_run(tmp_path, small_config(2, train={"epochs": 1}), spec=MLP)
+    (tmp_path / "run").mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "none", run.run_dir], check=True)
+    try:
+        run_ranks(train_rank, 2, run)
+        saved = checkpoint.latest(run.run_dir)
+        free = shutil.disk_usage(run.run_dir).free
+        (tmp_path / "run" / "ballast").write_bytes(bytes(free - 20_480))  # for metrics, but not for a checkpoint
+        generation = checkpoint.start_generation(run.run_dir)
+        more = dataclasses.replace(
+            run, config=small_config(2, train={"epochs": 2}), checkpoint=saved.url, generation=generation
+        )
+        errors = run_ranks(partial(error_of, partial(train_rank, more)), 2)
+        assert errors[0] == errors[1]
+        with pytest.raises(RuntimeError, match=r"checkpoint at step 12 not saved: .*No space left on device"):
+            raise RuntimeError(errors[0])
+        assert checkpoint.find(run.run_dir) == saved
+        assert os.listdir(tmp_path / "run" / "checkpoints") == [Path(saved.url).name]
+        assert not [*Path(run.run_dir).rglob("*.tmp-*")]
+        (tmp_path / "run" / "ballast").unlink()
+        kill_ranks()  # their process group has failed
+        run_ranks(train_rank, 2, dataclasses.replace(more, generation=checkpoint.start_generation(run.run_dir)))
+        assert checkpoint.find(run.run_dir).step == 12
     finally:
         subprocess.run(["umount", run.run_dir], check=True)
 
@@ -185,7 +219,7 @@ class DamagingLoss:
 
 
 @pytest.mark.parametrize("how", sorted(DAMAGES if HAS_CHECKSUMS else DAMAGES.keys() - {"flip_bits"}))
-def test_a_dataset_that_is_damaged_in_the_middle_of_an_epoch_stops_all_ranks(tmp_path, how):
+def test_F15_a_dataset_that_is_damaged_in_the_middle_of_an_epoch_stops_all_ranks(tmp_path, how):
     shards = write_dataset(str(tmp_path / "data"), blobs(12_000), group_rows=16, shard_rows=32)
     spec = ModelSpec(build=build_mlp, loss=DamagingLoss(str(tmp_path / "data"), how))
     run = make_run(tmp_path, small_config(2, train={"epochs": 1}), spec=spec, train=shards)

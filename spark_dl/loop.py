@@ -109,7 +109,9 @@ class Training:
         fp16 = self.config.train.precision == "fp16"
         self.step_check = StepCheck(trainable.modules[0], world.device, gradients=not fp16) if check_steps else None
         first_step, writes = self.progress.global_step, world.rank == log_rank
-        self.log = MetricsLog(run.run_dir, writes=writes, first_step=first_step, report=world.report)
+        self.log = MetricsLog(
+            run.run_dir, writes=writes, first_step=first_step, report=world.report, generation=run.generation
+        )
         self.profile = build_profile(run, world, first_step)
         self.timer = StepTimer(
             world.rank if num_ranks is None else slice(None), num_ranks or world.world_size,

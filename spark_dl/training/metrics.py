@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from spark_dl import storage
+from spark_dl.rundir.generations import check_newest
 
 _log = logging.getLogger("spark_dl")
 FILE = "metrics.jsonl"
@@ -20,8 +21,16 @@ class MetricsLog:
     On a local disk each line is written at once; on other storage the file is written at the end of every epoch.
     """
 
-    def __init__(self, run_dir: str, *, writes: bool, first_step: int, report: Callable[[Mapping[str, Any]], None]):
-        self._url = storage.join(run_dir, FILE)
+    def __init__(
+        self,
+        run_dir: str,
+        *,
+        writes: bool,
+        first_step: int,
+        report: Callable[[Mapping[str, Any]], None],
+        generation: int,
+    ):
+        self._url, self._run_dir, self._generation = storage.join(run_dir, FILE), run_dir, generation
         self.writes, self._report = writes, report
         self._lines: list[str] = []
         self._is_local = storage.is_local(run_dir)
@@ -31,9 +40,14 @@ class MetricsLog:
             self.flush()
 
     def write(self, kind: str, **values: Any) -> None:
-        """Adds a line. Does nothing on ranks that do not write."""
+        """Adds a line. Does nothing on ranks that do not write.
+
+        Raises RuntimeError if a newer attempt of the run has started, which writes the file now.
+        """
         if not self.writes:
             return
+        if self._is_local:
+            check_newest(self._run_dir, self._generation)
         line = {"kind": kind, **values, "time": time.time()}
         self._lines.append(json.dumps(line))
         if self._is_local:
@@ -43,6 +57,7 @@ class MetricsLog:
     def flush(self) -> None:
         """Writes the whole file, without the lines of steps that a resumed run repeats."""
         if self.writes:
+            check_newest(self._run_dir, self._generation)
             storage.write_bytes(self._url, "".join(line + "\n" for line in self._lines).encode())
 
 

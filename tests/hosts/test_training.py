@@ -224,7 +224,7 @@ def test_the_weights_are_those_of_one_process(start, num_ranks):
 
 
 @pytest.mark.long
-def test_a_slow_host_and_a_link_that_fails_for_a_while_change_nothing_but_the_time(start):
+def test_F21_a_slow_host_and_a_link_that_fails_for_a_while_change_nothing_but_the_time(start):
     job = start(3, 60)
     job.wait_for_step(10)
     (slow, _), (cut, _), _ = job.ranks()
@@ -245,7 +245,7 @@ def assert_one_error(job, host, pid, what, bound_s):
     assert end["time"] - faulted_at < bound_s
 
 
-def test_a_link_that_is_cut_is_one_error_that_names_the_host(start):
+def test_F05_a_link_that_is_cut_is_one_error_that_names_the_host(start):
     job = start(3, FOR_EVER)
     job.wait_for_step(10)
     host, pid = job.ranks()[1]

@@ -442,7 +442,7 @@ def train_and_stand_still(run, rank):
         ),
     ],
 )
-def test_a_rank_that_stands_still_is_named_in_bounded_time(tmp_path, rank, mode, message):
+def test_F29_a_rank_that_stands_still_is_named_in_bounded_time(tmp_path, rank, mode, message):
     """Trainers are ranks 0 and 1, servers 2 and 3, of which 2 is the first."""
     config = servers(
         2, 2, mode, server_k=int(mode.startswith("k_")), sections={"straggler": "constant", "straggler_s": 0.02},

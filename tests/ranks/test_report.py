@@ -48,7 +48,7 @@ def test_the_others_wait_for_a_rank_that_is_delayed(tmp_path, parallel, slow):
     assert attempt.ranks["outcome"] == environment.FINISHED
 
 
-def test_the_report_of_a_run_names_the_slow_rank_and_its_host(tmp_path):
+def test_F20_the_report_of_a_run_names_the_slow_rank_and_its_host(tmp_path):
     pytest.importorskip("matplotlib", reason="the report needs matplotlib")
     faults = Faults(straggler="constant", straggler_s=DELAY_S, straggler_ranks=(2,))
     more = {"log_every": EVERY, "validation_fraction": 0.2}

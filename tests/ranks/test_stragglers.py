@@ -7,7 +7,7 @@ from tests.builders.models import same_bits, small_config
 from tests.ranks.runs import cut_at, make_run, train
 
 
-def test_a_slow_rank_holds_up_ddp_and_changes_no_weights(tmp_path):
+def test_F20_a_slow_rank_holds_up_ddp_and_changes_no_weights(tmp_path):
     delay_s, steps, trained = 0.2, 5, {}
     slow = Faults(straggler="constant", straggler_s=delay_s, straggler_ranks=(1,))
     for name, faults in (("even", Faults()), ("slow", slow)):

@@ -1,7 +1,9 @@
 """What the training loop does on real ranks: resume, schedules, early stop, precision, errors."""
 
 import dataclasses
+import logging
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from torch import nn
 
 from spark_dl import DDP, Checkpoint, Config, Launch, ModelSpec, worker
 from spark_dl.launch import rendezvous
-from spark_dl.rundir import checkpoint, rank_files, saving
+from spark_dl.rundir import attempt, checkpoint, rank_files, saving
 from spark_dl.spec import Run
 from spark_dl.training.metrics import read_metrics
 from tests.builders.datasets import write_dataset
@@ -91,20 +93,42 @@ def test_a_model_that_draws_from_other_generators_goes_on_where_it_was(tmp_path,
     assert_same_to_the_bit(train(whole), resume(cut, train(cut), config))
 
 
-def test_resume_on_another_number_of_ranks_goes_on_exactly(tmp_path):
+@pytest.mark.parametrize("numbers", [(2, 3), (2, 1, 2)], ids=str)
+def test_F28_resume_on_another_number_of_ranks_goes_on_exactly(tmp_path, numbers):
     config = small_config(2, train={"epochs": 2})
     whole = make_run(tmp_path, config, spec=MLP, name="whole")
     run_ranks(train_rank, 2, whole)
-    cut_config = dataclasses.replace(config, train=dataclasses.replace(config.train, max_steps=7))
-    cut = make_run(tmp_path, cut_config, spec=MLP, name="cut", train=whole.train)
+    cut = make_run(tmp_path, cut_at(config, 5), spec=MLP, name="cut", train=whole.train)
     run_ranks(train_rank, 2, cut)
-    saved = checkpoint.latest(cut.run_dir)
-    generation = checkpoint.start_generation(cut.run_dir)
-    other = dataclasses.replace(config, launch=dataclasses.replace(config.launch, num_ranks=3))
-    checkpoint.check_same_settings(saved, other)
-    run_ranks(train_rank, 3, dataclasses.replace(cut, config=other, checkpoint=saved.url, generation=generation))
-    for name, expected in final_state(whole)[0].items():
-        torch.testing.assert_close(final_state(cut)[0][name], expected, rtol=1e-5, atol=1e-6)
+    for number, stop_at in zip(numbers[1:], (8, None) if len(numbers) > 2 else (None,), strict=True):
+        other = dataclasses.replace(config, launch=dataclasses.replace(config.launch, num_ranks=number))
+        saved = checkpoint.latest(cut.run_dir)
+        checkpoint.check_same_settings(saved, other)
+        resume(cut, saved, other if stop_at is None else cut_at(other, stop_at))
+    (weights, training), (expected, expected_training) = final_state(cut), final_state(whole)
+    assert training["progress"]["rows"] == expected_training["progress"]["rows"] == 2 * 245  # each row once per epoch
+    for name, values in expected.items():
+        torch.testing.assert_close(weights[name], values, rtol=1e-5, atol=1e-6)
+
+
+def test_F14_a_checkpoint_without_the_file_of_one_rank_is_not_used(tmp_path, caplog):
+    config = small_config(2, train={"epochs": 2})
+    whole = make_run(tmp_path, config, name="whole")
+    train(whole)
+    run_dir = tmp_path / "whole"
+    before, newest = checkpoint.list_checkpoints(whole.run_dir)
+    missing = Path(newest.url) / "rank-00001.pt"
+    missing.unlink()
+    with pytest.raises(ValueError, match=rf"checkpoint.strict: {missing} is damaged: it is missing"):
+        attempt.begin_attempt(str(run_dir), Config(checkpoint=Checkpoint(strict=True)), resume=True, overwrite=False)
+    with caplog.at_level(logging.WARNING, "spark_dl"):
+        generation, used = attempt.begin_attempt(str(run_dir), config, resume=True, overwrite=False)
+    assert used == before
+    assert str(missing) in caplog.text
+    assert used.url in caplog.text
+    saved = train(dataclasses.replace(whole, checkpoint=used.url, generation=generation))
+    twin = make_run(tmp_path, config, name="twin", train=whole.train)
+    assert_same_to_the_bit(train(twin), saved)
 
 
 def test_lr_scaling_is_explicit_and_survives_another_number_of_ranks(tmp_path):
@@ -322,7 +346,7 @@ def test_a_model_that_does_not_fit_says_why(tmp_path, spec, message):
         run_ranks(train_rank, 2, make_run(tmp_path, small_config(2), spec=spec))
 
 
-def test_an_older_attempt_cannot_commit(tmp_path):
+def test_F06_an_older_attempt_cannot_commit(tmp_path):
     """A rank that was cut off and comes back finds that the run has gone on without it."""
     run = make_run(tmp_path, small_config(2), spec=MLP)
     checkpoint.start_generation(run.run_dir)

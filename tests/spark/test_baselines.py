@@ -369,7 +369,7 @@ class _Fault:
 @pytest.mark.modes("local", "local-cluster")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("kind", ["raise", "kill"])
-def test_a_task_that_fails_is_one_error_that_names_the_rank(spark, tmp_path, strategy, kind):
+def test_F29_a_task_that_fails_is_one_error_that_names_the_rank(spark, tmp_path, strategy, kind):
     message = {
         "raise": r"^rank 1 on .* \(pid \d+\) failed: ZeroDivisionError: the culprit\n\nTraceback on the rank:",
         "kill": r"^rank 1 on \S+ was killed: its Python process ended without an error",

@@ -79,7 +79,7 @@ def start_and_end(folder, end):
 @pytest.mark.slow
 @pytest.mark.modes("local", "local-cluster")
 @pytest.mark.parametrize("end", ["raise", "kill"])
-def test_children_with_a_session_of_their_own_end_with_the_job(spark, tmp_path, end):
+def test_F08_children_with_a_session_of_their_own_end_with_the_job(spark, tmp_path, end):
     with pytest.raises(RankError):
         spark_dl.launch(start_and_end, str(tmp_path), end, settings=SETTINGS, spark=spark)
     pids = [int((tmp_path / rank).read_text()) for rank in "01"]

@@ -82,7 +82,7 @@ def on_prepared(prepared, *names):
 
 
 @pytest.mark.slow
-def test_train_killed_half_way_and_resumed_equals_an_uninterrupted_run(prepared, tmp_path):
+def test_F08_train_killed_half_way_and_resumed_equals_an_uninterrupted_run(prepared, tmp_path):
     settings = [*on_prepared(prepared, "train"), *LOCAL, "--train.epochs=6", "--checkpoint.every_steps=10"]
     args = [*PLAIN, "jobs/train.py", *settings]
     whole, _ = run_job(*args, "--run_dir", str(tmp_path / "whole"))
@@ -268,7 +268,7 @@ def test_print_config_shows_the_result(digits):
 
 
 @pytest.mark.slow
-def test_an_interrupt_ends_the_job_and_its_processes(prepared, tmp_path):
+def test_F09_an_interrupt_ends_the_job_and_its_processes(prepared, tmp_path):
     settings = [*on_prepared(prepared, "train"), *LOCAL, "--train.epochs=500"]
     args = [*PLAIN, "jobs/train.py", *settings, "--run_dir", str(tmp_path / "run")]
     process = start_job(*args, start_new_session=True)

@@ -573,7 +573,7 @@ def test_what_cannot_be_returned_is_named(spark):
 
 @pytest.mark.slow_in("local-cluster")
 @pytest.mark.modes("local", "local-cluster")  # over Spark Connect ranks cannot tell the driver their process ids
-def test_an_interrupt_on_the_driver_ends_the_ranks(spark):
+def test_F09_an_interrupt_on_the_driver_ends_the_ranks(spark):
     pids = []
 
     def interrupt(event):

@@ -41,7 +41,7 @@ def test_train_from_a_dataframe(spark, points, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.modes("local")
-def test_a_server_that_is_killed_is_an_error_that_names_it_and_the_run_goes_on_from_its_checkpoint(
+def test_F29_a_server_that_is_killed_is_an_error_that_names_it_and_the_run_goes_on_from_its_checkpoint(
     spark, points, tmp_path
 ):
     run_dir, died = str(tmp_path / "run"), str(tmp_path / "died")

@@ -52,7 +52,7 @@ def check_one_won(found, run_dir, points):
     assert np.isfinite(result.train_loss)
 
 
-def test_of_two_that_begin_at_once_one_wins(spark, points, tmp_path, monkeypatch):
+def test_F06_of_two_that_begin_at_once_one_wins(spark, points, tmp_path, monkeypatch):
     run_dir, config = str(tmp_path / "run"), small_config(1)
     read, both, seen = generations.read_generation, threading.Barrier(2), set()
 
@@ -78,7 +78,7 @@ def _when_there(batches, path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("let_go", ["before the newer one writes", "after it has trained"])
-def test_an_older_one_that_still_writes_shards_harms_nothing(spark, points, tmp_path, let_go):
+def test_F06_an_older_one_that_still_writes_shards_harms_nothing(spark, points, tmp_path, let_go):
     run_dir, config = str(tmp_path / "run"), small_config(1)
     started, sign = threading.Event(), tmp_path / "go on"
     slow = points.where("label = 0").mapInArrow(functools.partial(_when_there, path=str(sign)), points.schema)

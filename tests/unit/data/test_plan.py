@@ -208,7 +208,7 @@ def test_with_parts_every_row_comes_once_and_ranks_read_their_own_part_only():
                 assert max(lengths) - min(lengths) <= 1
 
 
-def test_with_parts_the_steps_are_those_of_the_longest_and_batch_rows_says_how_full():
+def test_F18_with_parts_the_steps_are_those_of_the_longest_and_batch_rows_says_how_full():
     for plan, rows in grid_of_parts():
         found = [len(b) for b in global_batches(plan, 0, len(rows))]
         assert found == [plan.batch_rows(t) for t in range(plan.steps)]

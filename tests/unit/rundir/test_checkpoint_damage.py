@@ -73,7 +73,7 @@ def test_the_grid_has_every_file(run_dir):
 
 
 @pytest.mark.parametrize(("name", "how"), GRID)
-def test_resume_goes_on_from_the_last_valid_one_and_names_both(run_dir, name, how, caplog):
+def test_F13_resume_goes_on_from_the_last_valid_one_and_names_both(run_dir, name, how, caplog):
     bad, used = path_of(run_dir, 2, name), path_of(run_dir, 1, "")
     DAMAGES[how](bad)
     with caplog.at_level(logging.WARNING, "spark_dl"):
@@ -85,7 +85,7 @@ def test_resume_goes_on_from_the_last_valid_one_and_names_both(run_dir, name, ho
 
 
 @pytest.mark.parametrize(("name", "how"), GRID)
-def test_strict_stops_and_names_file_and_cause(run_dir, name, how):
+def test_F13_strict_stops_and_names_file_and_cause(run_dir, name, how):
     bad = path_of(run_dir, 2, name)
     DAMAGES[how](bad)
     with pytest.raises(ValueError, match=r"checkpoint\.strict: ") as caught:

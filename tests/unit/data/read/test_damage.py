@@ -33,7 +33,7 @@ def error_or_rows(shards):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not parquet_file.HAS_CHECKSUMS, reason="pyarrow 14 has no checksums of pages")
-def test_a_flipped_bit_anywhere_gives_an_error_or_the_same_rows(tmp_path):
+def test_F15_a_flipped_bit_anywhere_gives_an_error_or_the_same_rows(tmp_path):
     shards = write_dataset(str(tmp_path / "d"), ROWS, group_rows=8, shard_rows=24)
     expected = read(shards)
     path = tmp_path / "d" / shards.shards[0].name
@@ -78,7 +78,7 @@ def test_a_flipped_bit_of_a_footer_is_an_error_of_filters_too(tmp_path):
         path.write_bytes(content)
 
 
-def test_a_file_cut_short_anywhere_is_an_error(tmp_path):
+def test_F15_a_file_cut_short_anywhere_is_an_error(tmp_path):
     shards = write_dataset(str(tmp_path / "d"), ROWS, group_rows=8, shard_rows=24)
     path = tmp_path / "d" / shards.shards[0].name
     content = path.read_bytes()

@@ -30,8 +30,9 @@ class Launch:
     """Maximum wait, in seconds, for all ranks to start and connect. With `shards.storage: local`
     and `run_on_dataframe`, the wait begins when the DataFrame has been computed."""
     collective_timeout_s: float = 300.0
-    """Maximum duration, in seconds, of one collective operation, and maximum time without a heartbeat from a rank to
-    the driver. With `tree_reduce` and `shuffle_reduce`, the maximum duration of a step."""
+    """Maximum duration, in seconds, of one collective operation, maximum wait for the storage to give the next rows,
+    and maximum time without a heartbeat from a rank to the driver. A rank that the driver's host does not answer for
+    most of this time ends itself. With `tree_reduce` and `shuffle_reduce`, the maximum duration of a step."""
     threads: int = 0
     """Number of CPU threads of each rank; 0 uses the number that Spark sets (`spark.task.cpus`)."""
     output: RankOutput = "all"

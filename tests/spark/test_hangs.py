@@ -1,6 +1,9 @@
 """A rank that hangs: the error names it, its step, and what each rank did. A healthy twin ends as always."""
 
+import dataclasses
 import os
+import pathlib
+import re
 import signal
 import time
 
@@ -59,3 +62,42 @@ def test_a_rank_that_hangs_is_named_with_its_step_and_the_stacks_of_all(spark, t
 @pytest.mark.modes("local")
 def test_a_healthy_twin_says_nothing(spark, tmp_path):
     assert train(tmp_path).steps == 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Stall:
+    """A storage that does not answer any more: the files of the second half of a dataset become pipes without a writer.
+
+    Files that are open stay as they are.
+    """
+
+    folder: str
+
+    def __call__(self):
+        shards = sorted(pathlib.Path(self.folder).glob("part-*"))
+        for path in shards[len(shards) // 2 :]:
+            path.unlink()
+            os.mkfifo(path)
+
+
+@pytest.mark.slow
+@pytest.mark.modes("local")
+def test_F17_a_storage_that_does_not_answer_is_named_with_its_path(spark, tmp_path):
+    shards = write_dataset(str(tmp_path / "data"), blobs(9600), group_rows=16, shard_rows=32)
+    config = small_config(
+        2, train={"epochs": 1}, data={"shuffle": False, "prefetch_batches": 1, "shuffle_window_rows": 48},
+        launch={"collective_timeout_s": TIMEOUT_S, "start_timeout_s": 60},
+    )  # fmt: skip
+    twin = spark_dl.train(shards.url, MLP, config, run_dir=str(tmp_path / "twin"), progress=False)
+    assert twin.rows == 9600
+    (tmp_path / "faults").mkdir()
+    fault = FaultOnce(str(tmp_path / "faults"), Stall(str(tmp_path / "data")), rank=1, step=3)
+    spec, start = ModelSpec(build=MLP.build, set_position=fault), time.monotonic()
+    with pytest.raises(RankError) as error:
+        spark_dl.train(shards.url, spec, config, run_dir=str(tmp_path / "run"), progress=False)
+    assert time.monotonic() - start < TIMEOUT_S + 20
+    path = rf"row group \d of {tmp_path}/data/part-\S+ for \d+ s, more than launch.collective_timeout_s={TIMEOUT_S} s"
+    assert re.search(
+        rf"^rank 1 on .* \(reading rows\): RuntimeError: the storage gives no rows: .*{path}", str(error.value)
+    )
+    assert "collective operation" not in error.value.reason

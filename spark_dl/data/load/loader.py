@@ -114,6 +114,7 @@ class Loader:
         self._threads = max(1, min(loader.reader_threads, int(self._budget // max(1, thread_bytes))))
         self._decoding_bytes = self._threads * thread_bytes + HELD_ROW_GROUPS * self._largest_bytes
         self._spare: list[Arena] = []
+        self._wait_s = config.launch.collective_timeout_s
 
     def epoch(self, epoch: int, start_step: int = 0) -> Generator[StepBatches, None, None]:
         """Yields the steps of an epoch, from `start_step` on. Prefetching stops when the iterator is closed."""
@@ -152,7 +153,10 @@ class Loader:
             return
         schedule = Schedule(self.plan.streams(epoch, self._streams), self.plan.stream_batch, start_step)
         arena = self._arena(schedule)
-        with closing(WindowReader(self._rows, schedule, arena, self._threads, self._slots_bytes)) as reader:
+        reader = WindowReader(
+            self._rows, schedule, arena, self._threads, self._slots_bytes, wait_s=self._wait_s
+        )  # fmt: skip
+        with closing(reader):
             yield from self._gather(arena, reader, start_step)
         self._spare.append(arena)
 

@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 from spark_dl.data.columns.ragged import Array, Ragged
@@ -61,6 +61,8 @@ class Schedule:
 
 
 _EXIT_WAIT_S = 5.0
+_STALLED_WAIT_S = 0.1
+"""How long threads are waited for that may never come back from the storage."""
 _READERS: weakref.WeakSet[WindowReader] = weakref.WeakSet()
 
 
@@ -77,10 +79,21 @@ class WindowReader:
     There is no deadlock. Each stream needs one window at a time, and the arena has a slot for each stream. So the next
     window has a slot, or a stream will free one. Additional slots are used as long as windows of the largest size read
     so far fit into `memory`: some footers do not give the size of a window.
+
+    A wait for a window of more than `wait_s` seconds is an error; None waits forever.
     """
 
-    def __init__(self, rows: Rows | SequenceRows, schedule: Schedule, arena: Arena, threads: int, memory: float):
-        self._rows, self._arena = rows, arena
+    def __init__(
+        self,
+        rows: Rows | SequenceRows,
+        schedule: Schedule,
+        arena: Arena,
+        threads: int,
+        memory: float,
+        *,
+        wait_s: float | None = None,
+    ):
+        self._rows, self._arena, self._wait_s, self._is_stalled = rows, arena, wait_s, False
         self._memory, self._largest = memory, 0
         self._lock = threading.Lock()
         """Guards `_largest`, which all threads update."""
@@ -108,9 +121,19 @@ class WindowReader:
         return self._left[stream] > 0
 
     def next(self, stream: int) -> tuple[Read, int]:
-        """Waits for the next window of a stream, and returns it with its slot."""
+        """Waits for the next window of a stream, and returns it with its slot.
+
+        Raises the errors of `Rows.read_into`, and RuntimeError if the window does not come in time.
+        """
         read, slot, done = self._coming[stream].popleft()
         try:
+            if not wait([done], self._wait_s).done:
+                self._is_stalled = True
+                reads = self._rows.reads.longest() or "none of its row groups"
+                raise RuntimeError(
+                    f"the storage gives no rows: a thread has read {reads}, more than launch.collective_timeout_s="
+                    f"{self._wait_s:g} s; look at the storage and its mount on this host, or raise the limit"
+                )
             done.result()
         finally:
             del done  # its traceback refers to this frame
@@ -133,7 +156,7 @@ class WindowReader:
 
     def close(self) -> None:
         """Ends the threads, and drops their results: the traceback of an error refers to this reader."""
-        self.end()
+        self.end(_STALLED_WAIT_S if self._is_stalled else None)
         self._coming.clear()
 
     def _submit(self) -> None:

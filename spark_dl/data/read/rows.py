@@ -27,6 +27,7 @@ from spark_dl.data.parquet.buffer_pool import BufferPool
 from spark_dl.data.parquet.byte_budget import ByteBudget
 from spark_dl.data.petastorm.npy import unpacked_bytes
 from spark_dl.data.plan import FILLER, Segment, Split, rows_held_out, split_rows
+from spark_dl.data.read.current import CurrentReads
 from spark_dl.data.read.shard_file import ShardFile, is_sliced
 from spark_dl.data.store.cache import DiskCache, open_input
 
@@ -67,10 +68,7 @@ class Rows:
         fill: Mapping[str, Any] | None = None,
         limits: Limits | None = None,
     ):
-        """`nonfinite` is used for datasets that were not checked on writing, such as external ones.
-
-        `fill` are the values of `data.fill`, which replace NaN and Inf with `nonfinite="fill"`.
-        """
+        """`nonfinite` is used for datasets that were not checked on writing. `fill` has its values with "fill"."""
         self._nonfinite: Nonfinite = "allow" if shards.is_checked else nonfinite
         self._fill = fill or {}
         self._limits, self._has_unknown = limits, False
@@ -84,6 +82,7 @@ class Rows:
         self._fold = None if split == "all" else fold
         self._held_out = rows_held_out(self._passing, 0.0 if split == "all" else fraction, self._fold)
         self._folds = 0 if self._fold is None else round(1 / fraction)
+        self.reads = CurrentReads(shards)
         self._memory = {c.name: BufferPool() for c in columns}
         self._of_thread = threading.local()  # pyarrow's file readers are not thread-safe
         self._held: OrderedDict[int, Future[list[Array | Ragged]]] = OrderedDict()
@@ -212,7 +211,8 @@ class Rows:
     def _rows_of_split(self, number: int, places: Places) -> list[Array | Ragged]:
         if self._held_out[number]:
             places = [None] * len(self.columns)
-        arrays = self._decode(number, places)
+        with self.reads.of(number):
+            arrays = self._decode(number, places)
         if self._held_out[number]:
             held_out = slice(int(self._held_out[number]))
             if self._fold is not None:

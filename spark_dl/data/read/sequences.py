@@ -21,6 +21,7 @@ from spark_dl.data.columns.ragged import Array, Ragged
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.dataset.records import ShardSet
 from spark_dl.data.plan import Ints, Segment, Split
+from spark_dl.data.read.current import CurrentReads
 from spark_dl.data.read.rows import Limits, Rows
 from spark_dl.data.store.cache import DiskCache
 
@@ -90,6 +91,11 @@ class SequenceRows:
         self._group_ends = np.cumsum(rows.group_rows)
         self._bounds = self._cut(max(1, _PIECE_BYTES // max(1, sum(c.value_bytes for c in self.columns))))
         self.group_rows: Ints = np.diff(self._bounds)
+
+    @property
+    def reads(self) -> CurrentReads:
+        """The row groups that threads read now."""
+        return self._rows.reads
 
     def _cut(self, size: int) -> Ints:
         """Returns the first sample of each piece, of about `size` samples at most, and the end of the last piece."""

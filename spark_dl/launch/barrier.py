@@ -19,6 +19,7 @@ from typing import Any
 from spark_dl.config import Launch
 from spark_dl.launch import payload, preflight
 from spark_dl.launch.failures.root_cause import root_cause
+from spark_dl.launch.rank import memory
 from spark_dl.launch.rank.task import ROOT_CAUSE_WAIT_S, SCHEMA, RankResult, rank_task
 from spark_dl.launch.session import worker_env
 from spark_dl.launch.watch import CRASH, Listener
@@ -285,6 +286,8 @@ class _Watch:
             is_root = kind == "lost" or (kind == "failed" and not event["is_secondary"])
             # The root cause, such as a killed rank, can arrive shortly after an error that follows from it.
             wait = 0.2 if is_root else ROOT_CAUSE_WAIT_S
+            if kind == "lost":
+                wait += memory.wait_for_count_s(event["task"], self._memories())
             self._decide_at = min(self._decide_at or float("inf"), time.monotonic() + wait)
         elif kind in ("started", "joined"):
             self._known.setdefault(event["task"], {}).update(event)
@@ -297,6 +300,9 @@ class _Watch:
             self._running = max(self._running, event["running"])
         elif kind == "computing":
             self._deadline = time.monotonic() + self._launch.start_timeout_s
+
+    def _memories(self) -> Mapping[int, memory.Memory]:
+        return self._listener.memories if self._listener else {}
 
     def _silent_for(self, seconds: float) -> dict[int, float]:
         silence = self._listener.silence() if self._listener else {}
@@ -315,7 +321,7 @@ class _Watch:
         known = {task: {**who, **places.get(task, {})} for task, who in self._known.items()}
         if why := self._job.why_session_ended():
             return RuntimeError(f"{why}, so the ranks have ended; build a session, and resume the run")
-        return root_cause(self._failures, known, self._job.error, silent)
+        return root_cause(self._failures, known, self._job.error, silent, self._memories())
 
     def _check_start(self) -> None:
         """Raises RuntimeError if the ranks have not started in time."""

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from multiprocessing import connection
 from typing import Any
 
+from spark_dl.launch.rank.memory import Memory
 from spark_dl.launch.rank.status import Status
 
 CRASH = "crash"
@@ -74,6 +75,8 @@ class Listener:
         """Where each task was, by its last event or heartbeat."""
         self._crashes: dict[int, threading.Event] = {}
         """By task: set when the connection for what the handler of a signal writes has ended."""
+        self.memories: dict[int, Memory] = {}
+        """The memory of each task, by its last heartbeat."""
         self._thread = threading.Thread(target=self._accept, name="spark_dl listener", daemon=True)
         self._thread.start()
 
@@ -114,6 +117,8 @@ class Listener:
                 self._heard[task] = time.monotonic()
                 if (place := event.pop("at", None)) is not None:
                     self.places[task] = {"phase": str(place["phase"]), "step": place["step"]}
+                if (used := event.pop("memory", None)) is not None:
+                    self.memories[task] = used
                 if kind == "meet":
                     self._meeting.add(task, event["message"], conn)
                 elif kind != "alive":

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import time
@@ -87,3 +88,81 @@ def test_F08_children_with_a_session_of_their_own_end_with_the_job(spark, tmp_pa
     while any(os.path.exists(f"/proc/{pid}") for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
+
+
+class SlowRows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 60
+
+    def __getitem__(self, i):
+        time.sleep(0.01)
+        return torch.tensor([float(i), os.getpid()], dtype=torch.float64)
+
+
+def read_with_a_data_worker(kills):
+    total = 0.0
+    for i, batch in enumerate(torch.utils.data.DataLoader(SlowRows(), batch_size=2, num_workers=1)):
+        if i == 3 and kills and os.environ["RANK"] == "1":
+            os.kill(int(batch[0, 1]), signal.SIGKILL)
+        total += float(batch[:, 0].sum())
+    return total
+
+
+@pytest.mark.slow
+@pytest.mark.modes("local")
+def test_F16_a_data_worker_that_was_killed_is_named_with_its_signal(spark):
+    assert spark_dl.launch(read_with_a_data_worker, False, settings=SETTINGS, spark=spark) == [59 * 30.0] * 2
+    start = time.monotonic()
+    with pytest.raises(RankError, match=r"rank 1 on .* a data worker, pid (\d+), was ended by SIGKILL") as error:
+        spark_dl.launch(read_with_a_data_worker, True, settings=SETTINGS, spark=spark)
+    assert time.monotonic() - start < 15
+    assert "in read_with_a_data_worker" in error.value.rank_traceback
+
+
+CGROUPS = pathlib.Path("/sys/fs/cgroup")
+VERSION_1 = (CGROUPS / "memory" / "memory.limit_in_bytes").exists()
+MEMORY = CGROUPS / "memory" if VERSION_1 else CGROUPS
+CAN_LIMIT = (VERSION_1 or (CGROUPS / "cgroup.controllers").exists()) and os.access(MEMORY / "cgroup.procs", os.W_OK)
+
+
+@pytest.fixture
+def small_group():
+    """A control group of the kernel with 96 MiB."""
+    folder = MEMORY / f"spark_dl-test-{os.getpid()}"
+    folder.mkdir()
+    try:
+        (folder / ("memory.limit_in_bytes" if VERSION_1 else "memory.max")).write_text(str(96 << 20))
+        yield str(folder)
+    finally:
+        for pid in (folder / "cgroup.procs").read_text().split():
+            (MEMORY / "cgroup.procs").write_text(pid)
+        folder.rmdir()
+
+
+def use_memory(folder, mebibytes, is_killed):
+    if os.environ["RANK"] == "1":
+        pathlib.Path(folder, "cgroup.procs").write_text(str(os.getpid()))
+        time.sleep(2.5)  # for a heartbeat
+        if is_killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        found = bytearray(mebibytes << 20)
+        pathlib.Path(folder).parent.joinpath("cgroup.procs").write_text(str(os.getpid()))
+        return len(found) >> 20
+    time.sleep(5)
+
+
+@pytest.mark.slow
+@pytest.mark.modes("local")
+@pytest.mark.skipif(not CAN_LIMIT, reason="only root can make a control group for memory")
+def test_F30_out_of_memory_is_the_cause_only_where_the_kernel_says_so(spark, small_group):
+    assert spark_dl.launch(use_memory, small_group, 16, False, settings=SETTINGS, spark=spark) == [None, 16]
+    with pytest.raises(RankError) as error:
+        spark_dl.launch(use_memory, small_group, 300, False, settings=SETTINGS, spark=spark)
+    of_kernel = r"^rank 1 on \S+ \(pid \d+\) was killed by the kernel for want of memory, with a peak memory of \d+ MiB"
+    assert re.search(rf"{of_kernel} of 96 MiB; raise spark.executor.memoryOverhead", str(error.value))
+    with pytest.raises(RankError) as error:
+        spark_dl.launch(use_memory, small_group, 16, True, settings=SETTINGS, spark=spark)
+    of_nobody = (
+        r"was killed: its process ended without an error, with a peak memory of \d+ MiB of 96 MiB\. A SIGKILL can"
+    )
+    assert re.search(of_nobody, str(error.value))

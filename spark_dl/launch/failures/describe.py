@@ -6,6 +6,7 @@ import base64
 import json
 import pickle
 import re
+import signal
 import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -52,9 +53,27 @@ def describe(
 
 def _text_of(error: BaseException) -> str:
     try:
-        return f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS]
+        return f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS] + _killed_worker(error)
     except Exception as second:  # in its `__str__`
         return f"{type(error).__name__} (its message cannot be printed: {type(second).__name__})"
+
+
+def _killed_worker(error: BaseException) -> str:
+    """Returns which worker process of PyTorch's DataLoader was killed, and the signal; empty for another error.
+
+    PyTorch says so in the error, or in its cause, which comes first if the error was raised in the handler of SIGCHLD.
+    """
+    chain: list[BaseException] = []
+    each: BaseException | None = error
+    while each is not None and each not in chain:
+        chain.append(each)
+        each = each.__cause__ or each.__context__
+    for each in chain:
+        if match := re.search(r"DataLoader worker \(pid (\d+)\) is killed by signal: ([^.\n]*[^.\s])", str(each)):
+            names = [number.name for number in signal.Signals if signal.strsignal(number) == match[2]]
+            why = "; it may have used too much memory: set num_workers to 0, or lower the batch"
+            return f": a data worker, pid {match[1]}, was ended by {(*names, match[2])[0]}{why}"
+    return ""
 
 
 def is_retryable(error: BaseException) -> bool:

@@ -9,6 +9,8 @@ from typing import Any
 from spark_dl.config.checks import missing_on_executors
 from spark_dl.launch.failures.describe import failure_in, name_of
 from spark_dl.launch.failures.errors import RankError
+from spark_dl.launch.rank import memory
+from spark_dl.launch.rank.memory import Memory
 from spark_dl.launch.rank.status import Status, in_words
 
 
@@ -17,12 +19,14 @@ def root_cause(
     known: Mapping[int, Mapping[str, Any]],
     error: BaseException | None,
     silent: Mapping[int, float],
+    memories: Mapping[int, Memory] | None = None,
 ) -> BaseException:
     """Returns the root cause: the first rank that raised an error of its own, or was killed, or is silent.
 
     A rank that aborts itself (SIGABRT) while another one is silent has waited for it: threads of Gloo end so.
 
     known: what each task has reported about itself. silent: seconds since the last heartbeat, of the silent tasks.
+    memories: the memory of the tasks, by their last heartbeats.
     """
     raised = [f for f in failures if f["kind"] == "failed"]
     by_spark = failure_in(str(error)) if error else None
@@ -32,22 +36,11 @@ def root_cause(
     lost = [f for f in failures if f["kind"] == "lost"]
     if roots:
         return _error_of(roots[0])
+    if error and (cancelled := re.search(r"(SPARK_JOB_CANCELLED|OPERATION_CANCELED)[^\n]*", str(error))):
+        return RuntimeError(f"the Spark job of the ranks was cancelled ({cancelled[0].strip()}); resume the run")
     aborted = bool(lost) and _signal_of(known.get(lost[0]["task"], {}).get("crash", "")) == "SIGABRT"
     if lost and not (aborted and silent):
-        rank, host, pid = _who(known, lost[0]["task"])
-        place = _place(known, lost[0]["task"])
-        if crash := known.get(lost[0]["task"], {}).get("crash"):
-            ended = f"ended by {_signal_of(crash)}"
-            return RankError(
-                f"{name_of(rank, lost[0]['task'])} on {host} (pid {pid}) was {ended}{in_words(**place)}",
-                rank=rank, host=host, pid=pid, **place, error=ended, rank_traceback=crash,
-            )  # fmt: skip
-        return RankError(
-            f"{name_of(rank, lost[0]['task'])} on {host} (pid {pid}) was killed{in_words(**place)}: its process ended "
-            "without an error. A SIGKILL often comes from the host running out of memory; see the executor's and the "
-            "kernel's log",
-            rank=rank, host=host, pid=pid, **place,
-        )  # fmt: skip
+        return _error_of_lost(lost[0]["task"], known, memories or {})
     if silent:
         tasks = sorted(silent, key=lambda task: -silent[task])
         return _error_about(tasks, (
@@ -77,6 +70,29 @@ def root_cause(
     if isinstance(error, Exception):
         return RuntimeError(f"the job failed: {_last_lines(text)}").with_traceback(error.__traceback__)
     return error or RuntimeError("the job failed")
+
+
+def _error_of_lost(task: int, known: Mapping[int, Mapping[str, Any]], memories: Mapping[int, Memory]) -> RankError:
+    """Returns the error of a task whose process has ended without a word, or in the handler of a signal."""
+    rank, host, pid = _who(known, task)
+    place, peak = _place(known, task), memory.in_words(memories.get(task))
+    crash = known.get(task, {}).get("crash", "")
+    error, why = "", peak
+    if crash:
+        ended = error = f"ended by {_signal_of(crash)}"
+    elif memory.killed_by_kernel(task, memories):
+        ended = error = "killed by the kernel for want of memory"
+        why += "; raise spark.executor.memoryOverhead or the container's limit, lower loader.memory_mib or the batch"
+    else:
+        ended = "killed"
+        why = (
+            f": its process ended without an error{peak}. A SIGKILL can come from the host running out of memory; see "
+            "the executor's and the kernel's log"
+        )
+    return RankError(
+        f"{name_of(rank, task)} on {host} (pid {pid}) was {ended}{in_words(**place)}{why}",
+        rank=rank, host=host, pid=pid, **place, error=error, rank_traceback=crash,
+    )  # fmt: skip
 
 
 def _who(known: Mapping[int, Mapping[str, Any]], task: int) -> tuple[int | None, str, int | None]:

@@ -10,6 +10,7 @@ import datetime
 import importlib
 import os
 import random
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -113,6 +114,7 @@ def restored_process() -> Iterator[None]:
 
     Random number generators continue where they were before the block.
     """
+    _let_torch_hear_of_data_workers()
     env, cwd, path, argv = dict(os.environ), os.getcwd(), list(sys.path), list(sys.argv)
     settings = [(setter, getter()) for getter, setter in _TORCH_SETTINGS]
     device = torch.get_default_device()
@@ -155,6 +157,17 @@ _TORCH_FLAGS: tuple[tuple[Any, str], ...] = (
     (torch.backends.cudnn, "deterministic"),
     (torch.backends.cudnn, "allow_tf32"),
 )
+
+
+def _let_torch_hear_of_data_workers() -> None:
+    """Lets PyTorch's DataLoader set its handler of SIGCHLD once more, if Spark has removed it.
+
+    NOTE: Spark does so before each task, and PyTorch remembers only that it has set it. Without it, PyTorch notices
+    after five seconds that a data worker has ended, and does not say by which signal.
+    """
+    module = sys.modules.get("torch.utils.data._utils.signal_handling")
+    if module is not None and signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL:
+        module._SIGCHLD_handler_set = False
 
 
 def _forget_meshes() -> None:

@@ -1,7 +1,8 @@
 """What a rank sends to the driver: events, heartbeats and questions, in a thread of its own.
 
 A rank that makes no progress for long also sends the stacks of its threads, so that the driver can say what each rank
-did when one of them hung.
+did when one of them hung. A rank that has lost its connection to the driver ends: the driver takes it for killed, and
+starts others in its place.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import connection
 from typing import Any
 
-from spark_dl.launch.rank import status
+from spark_dl.launch.rank import memory, status
 from spark_dl.launch.watch import CRASH, MAX_FRAME, Address, shut
 
 _MAX_ANSWER = 1 << 28
@@ -37,9 +38,23 @@ _STACK_CHARACTERS = 8000
 class Sender:
     """Sends a rank's events to the driver in its own thread. Training never waits for the driver."""
 
-    def __init__(self, address: Address | None, task: int, *, stall_s: float = math.inf):
-        """stall_s: without progress for so long, the stacks of this process are sent, once."""
-        self._task, self._stall_s = task, stall_s
+    def __init__(
+        self,
+        address: Address | None,
+        task: int,
+        *,
+        stall_s: float = math.inf,
+        lost_s: float = math.inf,
+        on_lost: Callable[[str], None] = lambda why: None,
+    ):
+        """stall_s: without progress for so long, the stacks of this process are sent, once.
+
+        lost_s: the connection is lost if the driver's host does not confirm what is sent for so long. on_lost: called
+        in the sender's thread, with the error, when the connection is lost before `close`.
+        """
+        self._task, self._stall_s, self._lost_s, self._on_lost = task, stall_s, lost_s, on_lost
+        self._beat_at = time.monotonic()
+        """When the last heartbeat was sent."""
         self._stalled_since = 0.0
         """Beginning of the last phase whose stacks were sent."""
         self.is_connected = False
@@ -123,10 +138,12 @@ class Sender:
             self._thread.join(timeout_s)
 
     def _next(self) -> bytes | threading.Event | None:
-        try:
-            return self._queue.get(timeout=_HEARTBEAT_S)
-        except queue.Empty:
-            return json.dumps({"kind": "alive", "at": status.now(), "task": self._task}).encode()
+        """Returns the next item of the queue, or a heartbeat if one is due."""
+        with contextlib.suppress(queue.Empty):
+            return self._queue.get(timeout=max(0.0, self._beat_at + _HEARTBEAT_S - time.monotonic()))
+        self._beat_at = time.monotonic()
+        beat = {"kind": "alive", "at": status.now(), "memory": memory.now(), "task": self._task}
+        return json.dumps(beat).encode()
 
     def _stacks_if_stalled(self) -> bytes | None:
         since = status.since()
@@ -141,9 +158,15 @@ class Sender:
 
     def _work(self, address: Address) -> None:
         try:
-            with connect(address) as conn:
-                self._conn, self.is_connected = conn, True
-                self._tried.set()
+            conn = connect(address, lost_s=self._lost_s)
+        except (OSError, EOFError, connection.AuthenticationError):  # type: ignore[attr-defined]
+            return  # the driver cannot be reached; Spark still returns results and errors
+        else:
+            self._conn, self.is_connected = conn, True
+        finally:
+            self._tried.set()
+        try:
+            with conn:
                 while (item := self._next()) is not None:
                     if isinstance(item, threading.Event):
                         item.set()
@@ -151,10 +174,8 @@ class Sender:
                         conn.send_bytes(item)
                     if (stacks := self._stacks_if_stalled()) is not None:
                         conn.send_bytes(stacks)
-        except (OSError, EOFError, connection.AuthenticationError):  # type: ignore[attr-defined]
-            return  # the driver cannot be reached; Spark still returns results and errors
-        finally:
-            self._tried.set()
+        except OSError as error:
+            self._on_lost(str(error))
 
 
 class Reporter:
@@ -193,14 +214,17 @@ class Reporter:
         return self._sender.ask({**question, "kind": "ask", **self._me}, timeout_s, limit)
 
 
-def connect(address: Address, proof_s: float = _PROOF_S) -> connection.Connection:
+def connect(address: Address, proof_s: float = _PROOF_S, *, lost_s: float = math.inf) -> connection.Connection:
     """Returns a connection on which both sides have proved that they know the secret, within `proof_s`.
 
+    lost_s: to send is an error if the other host has not confirmed what was sent for so long. Only on Linux.
     Raises OSError if the other side cannot be reached or closes the connection, and AuthenticationError.
     """
     sock = socket.create_connection((address.host, address.port), timeout=_CONNECT_TIMEOUT_S)
     sock.settimeout(None)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if math.isfinite(lost_s) and hasattr(socket, "TCP_USER_TIMEOUT"):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, round(1000 * lost_s)))
     conn = connection.Connection(sock.detach())
     timer = threading.Timer(proof_s, shut, (conn,))
     timer.daemon = True

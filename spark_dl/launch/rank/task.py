@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -29,7 +31,10 @@ ROOT_CAUSE_WAIT_S = 2.0
 """How long to wait for the root cause after a failure that is only a consequence."""
 _ABORTED_BY_DRIVER_WAIT_S = 20.0
 _STALL = 0.8
-"""Part of `launch.collective_timeout_s` after which a rank without progress sends its stacks, before others fail."""
+"""Part of `launch.collective_timeout_s` after which a rank without progress sends its stacks, before others fail, and
+after which a rank that the driver's host does not answer ends."""
+_LAST_LINE_S = 0.5
+"""For the last line of a rank that ends itself to reach the executor's log."""
 SCHEMA = "rank int, result binary, refused string, output string"
 
 
@@ -85,7 +90,8 @@ def rank_task(
         status.reset()
         task, infos = context.partitionId(), context.getTaskInfos()
         me: dict[str, Any] = {"host": infos[task].address.rsplit(":", 1)[0], "pid": os.getpid()}
-        sender = Sender(address, task, stall_s=_STALL * launch.collective_timeout_s)
+        limit_s = _STALL * launch.collective_timeout_s
+        sender = Sender(address, task, stall_s=limit_s, lost_s=limit_s, on_lost=_end_process)
         report = Reporter(sender, me, secret)
         report({"kind": "started"})
         output = _open_output(report, me, launch, has_log=has_log)
@@ -137,15 +143,25 @@ def _as_batch(done: RankResult, result: bytes, lines: list[tuple[str, str]]) -> 
 def _end_with(failure: Mapping[str, Any], sender: Sender) -> None:
     """Reports a failure to the driver, and waits for the driver to end this process.
 
-    The driver cancels the job, which kills this process without an error in Spark's log. If it does not, or cannot be
-    reached, this function returns.
+    The driver cancels the job, which kills this process without an error in Spark's log. If the driver does not, it
+    cannot reach this host any more, and the process ends itself. Returns only if the driver was never reached.
     """
     sender.send({"kind": "failed", **failure})
     sender.close()
     if sender.is_connected:
         time.sleep(_ABORTED_BY_DRIVER_WAIT_S)
+        _end_process(f"it did not end the failed rank within {_ABORTED_BY_DRIVER_WAIT_S:g} s")
     elif failure["is_secondary"]:
         time.sleep(ROOT_CAUSE_WAIT_S)  # let the root cause reach Spark first
+
+
+def _end_process(why: str) -> None:
+    """Ends this process, which has lost the driver: other ranks may be at work in its place already."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(f"spark_dl: this rank ends, as it has lost the driver: {why}\n")
+        sys.stderr.flush()
+    time.sleep(_LAST_LINE_S)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _is_wanted(launch: Launch, rank: int | None) -> bool:

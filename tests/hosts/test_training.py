@@ -21,7 +21,7 @@ from tests.builders import sockets
 from tests.builders.datasets import write_dataset
 from tests.builders.models import blobs
 from tests.builders.reference import reference
-from tests.hosts.conftest import REPOSITORY, wait_until
+from tests.hosts.conftest import REPOSITORY, state_of, wait_until
 from tests.hosts.train_job import TIMEOUT_S, config
 from tests.spark.conftest import FAST_JVM
 
@@ -251,6 +251,8 @@ def test_F05_a_link_that_is_cut_is_one_error_that_names_the_host(start):
     host, pid = job.ranks()[1]
     job.bed.cut(host)
     assert_one_error(job, host, pid, "sent no heartbeat for", TIMEOUT_S + 15)
+    # It cannot know what the driver does, so it ends: by the connection to the driver, or after an error of its own.
+    wait_until(lambda: state_of(pid) == "Z", lambda: "the rank on the isolated host lives on", TIMEOUT_S + 30)
 
 
 @pytest.mark.parametrize("what", ["the rank", pytest.param("all of the host", marks=pytest.mark.long)])

@@ -101,7 +101,7 @@ def reference(sizes, config):
 @pytest.mark.parametrize("sizes", [
     (245,), (123, 122), (0, 50), (80, 82, 83), (0, 100, 0, 30), (1, 1, 1, 1),
 ], ids=str)  # fmt: skip
-def test_same_as_one_process(tmp_path, sizes):
+def test_F18_ranks_with_other_numbers_of_rows_take_the_same_steps_as_one_process(tmp_path, sizes):
     config = small_config(len(sizes), data=LOCAL)
     losses, weights = reference(sizes, config)
     results = run_ranks(train_rank, len(sizes), make_run(tmp_path, config), sizes, str(tmp_path))

@@ -1,19 +1,23 @@
 """What ranks measure of their own time, and the report that names the slow one."""
 
+import dataclasses
 import importlib.util
+import os
 import re
+import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import spark_dl
-from spark_dl import DDP, Faults, Horovod, LocalSGD
+from spark_dl import DDP, Faults, Horovod, LocalSGD, ModelSpec
 from spark_dl.rundir import environment
 from spark_dl.track.time_split import find_stragglers, split_of
 from spark_dl.training.metrics import read_metrics
 from tests.builders.models import DROPOUT_MLP, small_config
-from tests.ranks.runs import make_run, train
+from tests.ranks.runs import assert_same_to_the_bit, make_run, train
 
 DELAY_S, STEPS, EVERY = 0.03, 18, 3
 has_horovod = pytest.mark.skipif(importlib.util.find_spec("horovod") is None, reason="horovod is not installed")
@@ -61,3 +65,45 @@ def test_F20_the_report_of_a_run_names_the_slow_rank_and_its_host(tmp_path):
     assert re.match(rf"Rank 2 on {re.escape(host)} was busy \d.* mostly to compute", first)
     assert "All steps were done." in page
     assert "validation loss" in page
+
+
+QUOTA = 'while kill -STOP "$0"; do sleep 0.06; kill -CONT "$0"; sleep 0.02; done 2>/dev/null'
+
+
+@dataclasses.dataclass(frozen=True)
+class QuarterOfACore:
+    """`ModelSpec.set_position` of a model whose rank has a fourth of a core from the first step to the last."""
+
+    rank: str
+    last_step: int
+
+    def __call__(self, model, position):
+        if os.environ["RANK"] != self.rank:
+            return
+        if position.global_step == 0:
+            model.quota = subprocess.Popen(["sh", "-c", QUOTA, str(os.getpid())])
+        elif position.global_step + 1 == self.last_step:
+            model.quota.kill()
+            model.quota.wait()
+
+
+def work(model, batch):
+    rows = batch["features"]
+    for _ in range(4):  # some milliseconds
+        rows = rows + 0 * (rows.repeat(40, 64) @ torch.ones(256, 256)).mean()
+    return model(rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slow", [1])
+def test_F20_a_rank_with_a_fourth_of_a_core_is_named_and_changes_no_weights(tmp_path, slow):
+    config = small_config(2, train={"log_every": EVERY, "epochs": 5})
+    twin = make_run(tmp_path, config, spec=dataclasses.replace(DROPOUT_MLP, forward=work), rows=288, name="twin")
+    spec = ModelSpec(build=DROPOUT_MLP.build, forward=work, set_position=QuarterOfACore(str(slow), 30))
+    run = make_run(tmp_path, config, spec=spec, rows=288)
+    assert_same_to_the_bit(train(twin), train(run))
+    split = split_of([line for line in read_metrics(run.run_dir) if line["kind"] == "step"])
+    straggler = find_stragglers(split)[0]
+    assert straggler.rank == slow
+    assert split.totals("compute")[slow] > 1.5 * split.totals("compute")[1 - slow]
+    assert split.totals("wait")[1 - slow] > 2 * split.totals("wait")[slow]

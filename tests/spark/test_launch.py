@@ -3,7 +3,9 @@
 import concurrent.futures
 import dataclasses
 import datetime
+import importlib
 import os
+import pathlib
 import signal
 import sys
 import threading
@@ -609,3 +611,76 @@ def _assert_pid_ends(pid):
             return
         time.sleep(0.1)
     raise AssertionError(f"process {pid} of the run is still there")
+
+
+def _sign_and_wait(folder):
+    dist.init_process_group("gloo")
+    pathlib.Path(folder, os.environ["RANK"]).write_text(str(os.getpid()))
+    dist.barrier()
+    time.sleep(60)
+
+
+@pytest.mark.slow
+@pytest.mark.modes("local")
+def test_F09_a_job_that_is_cancelled_says_so_and_is_not_started_again(spark, tmp_path):
+    """As by the button in Spark's UI, or by `cancelJobGroup`."""
+
+    def cancel():
+        end = time.monotonic() + 60
+        while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < end:
+            time.sleep(0.05)
+        for job in spark.sparkContext._jsc.sc().statusTracker().getActiveJobIds():
+            spark.sparkContext._jsc.sc().cancelJob(job)
+
+    other = threading.Thread(target=cancel)
+    other.start()
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"^the Spark job of the ranks was cancelled \(.*; resume the run") as error:
+        spark_dl.launch(_sign_and_wait, str(tmp_path), settings=Launch(num_ranks=2, max_restarts=2))
+    other.join()
+    assert not isinstance(error.value, RankError)
+    assert time.monotonic() - start < 60
+    for path in tmp_path.iterdir():
+        _assert_pid_ends(int(path.read_text()))
+    assert spark_dl.launch(_sum_of_ranks, 1.0, num_ranks=2)[0]["rank"] == 0
+
+
+def _sums_of(base, count):
+    dist.init_process_group("gloo")
+    for _ in range(count):
+        total = torch.tensor([base + dist.get_rank()])
+        dist.all_reduce(total)
+        time.sleep(0.01)
+    return int(total)
+
+
+@pytest.mark.modes("local")
+def test_F24_two_jobs_at_once_on_a_host_never_join_each_other(spark):
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        jobs = [threads.submit(spark_dl.launch, _sums_of, base, 30, num_ranks=2, spark=spark) for base in (100, 10_000)]
+        assert [job.result(60) for job in jobs] == [[201, 201], [20_001, 20_001]]
+
+
+class _NeedsModule:
+    """What a module is to pickle that one of the hosts does not have."""
+
+    def __reduce__(self):
+        return _import_there, ()
+
+
+def _import_there():
+    from pyspark import BarrierTaskContext
+
+    if BarrierTaskContext.get().partitionId() == 1:
+        importlib.import_module("a_module_that_only_one_host_lacks")
+    return "there"
+
+
+@pytest.mark.modes("local")
+def test_F25_a_module_that_one_host_lacks_is_the_error_and_nobody_waits_for_that_rank(spark):
+    assert spark_dl.launch(lambda value: value, "there", num_ranks=2) == ["there"] * 2
+    start = time.monotonic()
+    with pytest.raises(RankError, match=r"on 127.0.0.1 .*failed: .*a_module_that_only_one_host_lacks") as error:
+        spark_dl.launch(lambda value: value, _NeedsModule(), settings=Launch(num_ranks=2, start_timeout_s=60))
+    assert time.monotonic() - start < 20
+    assert "_import_there" in error.value.rank_traceback

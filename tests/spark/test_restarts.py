@@ -1,14 +1,17 @@
 """Ranks that are killed are started again: the training goes on from its last checkpoint, to the same bits."""
 
 import dataclasses
+import json
 import os
 import pathlib
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import spark_dl
@@ -231,3 +234,35 @@ def test_a_session_that_ends_is_the_cause_and_not_a_killed_rank(tmp_path, how, c
     assert last, done.stderr[-4000:]
     assert last[0].startswith(cause), (last, done.stderr[-2000:])
     assert last[0].endswith("build a session, and resume the run True")
+
+
+def leave_traces_and_fail(folder):
+    """A rank whose first attempt fails with all that a process can keep: a variable, a thread, a process group."""
+    found = {
+        "pid": os.getpid(), "variable": os.environ.get("LEFT_BEHIND"), "has_group": dist.is_initialized(),
+        "threads": [thread.name for thread in threading.enumerate() if thread.name == "left behind"],
+    }  # fmt: skip
+    pathlib.Path(folder, f"{os.environ['RANK']}-{os.environ.get('SPARK_DL_ATTEMPT', '0')}").write_text(
+        json.dumps(found)
+    )
+    os.environ["LEFT_BEHIND"] = "1"
+    threading.Thread(target=time.sleep, args=(600,), name="left behind", daemon=True).start()
+    dist.init_process_group("gloo")
+    dist.barrier()
+    if os.environ["RANK"] == "1" and "SPARK_DL_ATTEMPT" not in os.environ:
+        raise OSError("no route to host")
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return float(total)
+
+
+@pytest.mark.slow
+@pytest.mark.modes("local")
+def test_F26_an_attempt_finds_nothing_of_the_one_before_it(spark, tmp_path):
+    settings = Launch(num_ranks=2, max_restarts=1, restart_wait_s=0.1)
+    assert spark_dl.launch(leave_traces_and_fail, str(tmp_path), settings=settings, spark=spark) == [2.0, 2.0]
+    found = {path.name: json.loads(path.read_text()) for path in tmp_path.iterdir()}
+    assert found.keys() == {"0-0", "1-0", "0-1", "1-1"}
+    for about in found.values():
+        assert (about["variable"], about["has_group"], about["threads"]) == (None, False, [])
+    assert {found["0-0"]["pid"], found["1-0"]["pid"]}.isdisjoint({found["0-1"]["pid"], found["1-1"]["pid"]})

@@ -40,9 +40,9 @@ def environment():
     return {**env, "SPARK_LOCAL_IP": "127.0.0.1", "PYSPARK_PYTHON": sys.executable, "JAVA_TOOL_OPTIONS": FAST_JVM}
 
 
-def start_job(*command, **kwargs):
+def start_job(*command, env=None, **kwargs):
     out = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, cwd=REPOSITORY, env=environment(), **out, **kwargs)
+    return subprocess.Popen(command, cwd=REPOSITORY, env={**environment(), **(env or {})}, **out, **kwargs)
 
 
 def run_job(*command, code=0, timeout_s=200):
@@ -89,14 +89,27 @@ def test_F08_train_killed_half_way_and_resumed_equals_an_uninterrupted_run(prepa
     result = result_of(whole)
     assert (result["epochs"], result["steps"], result["rows"]) == (6, 138, 6 * 1446)
 
-    process = start_job(*args, "--run_dir", str(tmp_path / "cut"), start_new_session=True)
+    (tmp_path / "build.py").write_text(BUILD_WITH_CHILD)
+    (tmp_path / "tmp").mkdir()
+    shared_memory = set(os.listdir("/dev/shm"))
+    process = start_job(
+        *args, "--run_dir", str(tmp_path / "cut"), "--model.build", f"{tmp_path}/build.py:build",
+        env={"TMPDIR": str(tmp_path / "tmp")}, start_new_session=True,
+    )  # fmt: skip
+    family = []
     try:
         wait_for_step(tmp_path / "cut", 40, process)
         family = psutil.Process(process.pid).children(recursive=True)
+        names = [each.name() for each in family]
     finally:
-        process.kill()
+        for each in (process, *(each for each in family if each.name() == "java")):  # all of the driver
+            each.kill()
         process.communicate()
-    assert psutil.wait_procs(family, timeout=20)[1] == [], "processes of the killed driver are still there"
+    assert names.count("sleep") == 2, "each rank has started one, in a session of its own"
+    assert psutil.wait_procs(family, timeout=10)[1] == [], "processes of the killed driver are still there"
+    assert set(os.listdir("/dev/shm")) <= shared_memory
+    assert [path for path in (tmp_path / "tmp").rglob("*") if "spark_dl" in path.name] == []
+    assert not [*(tmp_path / "cut").rglob("*.tmp-*")]
     assert checkpoint.latest(str(tmp_path / "cut")).step < 138
 
     resumed, err = run_job(*args, "--run_dir", str(tmp_path / "cut"), "--resume")
@@ -104,6 +117,16 @@ def test_F08_train_killed_half_way_and_resumed_equals_an_uninterrupted_run(prepa
     assert same_bits(weights(tmp_path / "whole"), weights(tmp_path / "cut"))
     same = ("epochs", "steps", "rows", "train_loss", "metrics")
     assert {k: result_of(resumed)[k] for k in same} == {k: result[k] for k in same}
+
+
+BUILD_WITH_CHILD = f"""
+import subprocess, sys
+sys.path.insert(0, {str(REPOSITORY)!r})
+from examples.digits import build_cnn
+def build():
+    subprocess.Popen(["sleep", "600"], start_new_session=True)
+    return build_cnn()
+"""
 
 
 def wait_for_step(run_dir, step, process, timeout_s=200):
@@ -268,17 +291,22 @@ def test_print_config_shows_the_result(digits):
 
 
 @pytest.mark.slow
-def test_F09_an_interrupt_ends_the_job_and_its_processes(prepared, tmp_path):
-    settings = [*on_prepared(prepared, "train"), *LOCAL, "--train.epochs=500"]
-    args = [*PLAIN, "jobs/train.py", *settings, "--run_dir", str(tmp_path / "run")]
+@pytest.mark.parametrize(("launcher", "number", "code"), [
+    (PLAIN, signal.SIGINT, 130), (SUBMIT, signal.SIGTERM, 143),
+], ids=["SIGINT", "SIGTERM of spark-submit"])  # fmt: skip
+def test_F09_an_interrupt_ends_the_job_and_its_processes(prepared, tmp_path, launcher, number, code):
+    settings = [*on_prepared(prepared, "train"), *(LOCAL if launcher == PLAIN else []), "--train.epochs=500"]
+    args = [*launcher, "jobs/train.py", *settings, "--run_dir", str(tmp_path / "run")]
     process = start_job(*args, start_new_session=True)
     try:
         wait_for_step(tmp_path / "run", 23, process)
         family = psutil.Process(process.pid).children(recursive=True)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         _, err = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert process.returncode == 130
-    assert "error: interrupted" in err
-    assert psutil.wait_procs(family, timeout=20)[1] == []
+    assert psutil.wait_procs(family, timeout=10)[1] == []
+    assert process.returncode == code, err[-2000:]
+    if launcher == PLAIN:
+        assert "error: interrupted" in err
+    assert checkpoint.find(str(tmp_path / "run")).step >= 23

@@ -36,7 +36,7 @@ def root_cause(
     lost = [f for f in failures if f["kind"] == "lost"]
     if roots:
         return _error_of(roots[0])
-    if error and (cancelled := re.search(r"(SPARK_JOB_CANCELLED|OPERATION_CANCELED)[^\n]*", str(error))):
+    if error and (cancelled := re.search(r"\[?(SPARK_JOB_CANCELLED|OPERATION_CANCELED)[^\n]*", str(error))):
         return RuntimeError(f"the Spark job of the ranks was cancelled ({cancelled[0].strip()}); resume the run")
     aborted = bool(lost) and _signal_of(known.get(lost[0]["task"], {}).get("crash", "")) == "SIGABRT"
     if lost and not (aborted and silent):

@@ -167,7 +167,7 @@ def _let_torch_hear_of_data_workers() -> None:
     """
     module = sys.modules.get("torch.utils.data._utils.signal_handling")
     if module is not None and signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL:
-        module._SIGCHLD_handler_set = False
+        vars(module)["_SIGCHLD_handler_set"] = False
 
 
 def _forget_meshes() -> None:

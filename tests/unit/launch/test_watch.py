@@ -451,3 +451,46 @@ def test_F30_the_stacks_of_a_crash_reach_the_driver(listener, crash, words):
     assert (event["kind"], event["task"]) == ("crash", 5)
     assert words in event["text"]
     assert "in in_native_code" in event["text"]
+
+
+def test_F05_a_sender_tells_that_the_driver_is_lost_and_not_that_it_was_closed(listener):
+    told = queue.Queue()
+    closed, lost = (Sender(listener.address, task, on_lost=told.put) for task in (0, 1))
+    for sender in (closed, lost):
+        sender.send({"kind": "started"})
+        assert sender.reaches_driver()
+    take(listener, 2)
+    closed.send({"kind": "done"})
+    closed.close()
+    listener.close()
+    assert told.get(timeout=WAIT_S)  # at its next heartbeat
+    assert told.empty()
+    Sender(None, 2, on_lost=told.put).close()
+    assert told.empty()
+
+
+RANK_THAT_LOSES = """
+import sys, time
+from spark_dl.launch.rank.sender import Sender
+from spark_dl.launch.rank.task import _end_process
+from spark_dl.launch.watch import Address
+address = Address(sys.argv[1], int(sys.argv[2]), bytes.fromhex(sys.argv[3]))
+sender = Sender(address, 5, on_lost=_end_process)
+sender.send({"kind": "started"})
+time.sleep(60)
+"""
+
+
+@pytest.mark.slow
+def test_F05_a_rank_whose_driver_is_gone_ends_itself_with_the_reason(listener):
+    address = listener.address
+    command = [sys.executable, "-c", RANK_THAT_LOSES, address.host, str(address.port), address.secret.hex()]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as rank:
+        try:
+            assert listener.events.get(timeout=60)["kind"] == "started"
+            listener.close()
+            _, err = rank.communicate(timeout=30)
+        finally:
+            rank.kill()
+    assert rank.returncode == -signal.SIGKILL
+    assert "this rank ends, as it has lost the driver: " in err

@@ -151,3 +151,25 @@ def test_a_signal_that_ended_a_rank_is_named_with_the_stacks(text, name):
     error = root_cause([failed(0, CLOSED, follows=True), lost(1)], known, None, {})
     assert error.reason == f"rank 0 on host1 (pid 101) was ended by {name} in step 3 (training)"
     assert (error.error, error.rank_traceback) == (f"ended by {name}", text)
+
+
+def test_F09_a_cancelled_job_is_the_cause_of_ranks_that_were_killed():
+    cancelled = RuntimeError("x: [SPARK_JOB_CANCELLED] Job 1 cancelled by the user SQLSTATE: XXKDA\n\tat org.apache")
+    error = root_cause([lost(1)], KNOWN, cancelled, {})
+    assert not isinstance(error, RankError)
+    assert str(error).startswith("the Spark job of the ranks was cancelled ([SPARK_JOB_CANCELLED] Job 1 cancelled by")
+    assert "\n" not in str(error)
+    own = root_cause([failed(0, "KeyError: 'x'", follows=False), lost(1)], KNOWN, cancelled, {})
+    assert "KeyError" in str(own)
+    assert "was killed" in str(root_cause([lost(1)], KNOWN, None, {}))
+
+
+@pytest.mark.parametrize("where", ["itself", "cause"])
+def test_F16_the_signal_of_a_data_worker_is_in_the_error_also_if_it_is_in_the_cause(where):
+    error = signalled = RuntimeError("DataLoader worker (pid 71) is killed by signal: Killed. ")
+    if where == "cause":
+        error = RuntimeError("DataLoader worker (pid(s) 71) exited unexpectedly")
+        error.__cause__ = signalled
+    text = describe(error, {"task": 1})["error"]
+    assert ": a data worker, pid 71, was ended by SIGKILL; " in text
+    assert "data worker" not in describe(RuntimeError("Killed"), {"task": 1})["error"]

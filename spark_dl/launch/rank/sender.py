@@ -131,7 +131,11 @@ class Sender:
             raise RuntimeError("the driver has closed its connection while a rank waited for its answer") from error
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Sends the queued events and ends the thread. Waits at most `timeout_s`."""
+        """Sends the queued events and ends the thread. Waits at most `timeout_s`.
+
+        From now on a lost connection is not told: the process may have a task of another job.
+        """
+        self._on_lost = lambda why: None
         if self._thread is not None:
             with contextlib.suppress(queue.Full):
                 self._queue.put(None, timeout=timeout_s)

@@ -113,7 +113,14 @@ def _worst(parallel: Any) -> Any:
         shards=SimpleNamespace(storage="local"),
         loader=SimpleNamespace(reader="petastorm"),
         launch=SimpleNamespace(num_ranks=0, gpus_per_rank=0.5),
-        train=SimpleNamespace(precision="fp16", optimizer="LBFGS", compile=True, channels_last=True),
+        train=SimpleNamespace(
+            precision="fp16",
+            optimizer="LBFGS",
+            compile=True,
+            channels_last=True,
+            on_nonfinite="skip",
+            check_replicas_every=1,
+        ),
         track=SimpleNamespace(profile_steps=(1, 2)),
     )
 

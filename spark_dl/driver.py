@@ -18,6 +18,7 @@ from torch import nn
 
 from spark_dl import strategies, worker
 from spark_dl.checks.settings import check_settings, evaluation_config, launch_of
+from spark_dl.cli.events import OnEvent, RunEvents, as_functions
 from spark_dl.cli.progress import Progress
 from spark_dl.cli.rank_output import follow_logs, show_output, with_log_dir
 from spark_dl.config import Config, Data, Launch, Loader, Shards
@@ -47,12 +48,6 @@ if TYPE_CHECKING:
 
     Source: TypeAlias = DataFrame | str | os.PathLike[str] | ShardSet
 
-OnEvent: TypeAlias = Callable[[Mapping[str, Any]], None]
-EVENTS = ("joined", "restart", "step", "epoch", "checkpoint")
-"""Values of `kind` in the events for `on_event`, which are dicts. `joined`: a rank has joined, with `rank`, `host` and
-`pid`; not over Spark Connect. `restart`: the ranks are started again, with `restarts`, and the `error`, `rank` and
-`step` of the failure. The others are the lines of `metrics.jsonl`."""
-
 _log = logging.getLogger("spark_dl")
 
 
@@ -81,6 +76,12 @@ class TrainResult:
     history: list[dict[str, Any]] = field(default_factory=list, repr=False)
     """One entry per epoch: `epoch`, `train_loss`, `metrics`."""
     stopped_early: bool = False
+    skipped_steps: int = 0
+    """Steps whose update was left out because of NaN or Inf, over all attempts (`train.on_nonfinite`)."""
+    skipped_rows: int = 0
+    """Rows of these steps. They are not among `rows`."""
+    rollbacks: int = 0
+    """How often the run has gone back to a checkpoint because of NaN or Inf."""
     restarts: int = 0
     """How often this call has started the ranks again after a failure."""
     staleness: dict[str, Any] | None = None
@@ -289,27 +290,6 @@ def _call_in_attempts(spark: SparkSession, launch: Launch, *args: Any, **options
     )  # fmt: skip
 
 
-def as_functions(on_event: Any) -> list[OnEvent]:
-    """Returns the functions of `on_event`. Raises ValueError for anything else."""
-    functions = list(on_event) if isinstance(on_event, Sequence) else [on_event]
-    for function in functions:
-        if not callable(function):
-            raise ValueError(f"on_event: expected a function or a list of functions, found {function!r}")
-    return functions
-
-
-def _events(shown: Progress, functions: Sequence[OnEvent]) -> OnEvent:
-    """Returns a function that shows an event, and passes it on to the user's functions."""
-
-    def pass_on(event: Mapping[str, Any]) -> None:
-        shown.show(event)
-        if event["kind"] in EVENTS:
-            for function in functions:
-                function(event)
-
-    return pass_on
-
-
 def _launch_run(
     spark: Any, run: Run, data: Any, shown: Progress, *, task: str, functions: Sequence[OnEvent] = (), attempt: int = 0
 ) -> dict[str, Any]:
@@ -324,7 +304,7 @@ def _launch_run(
     launch = with_log_dir(launch, run.run_dir) if is_connect(spark) else launch
     polls = [metrics.follow(run.run_dir) if task == "train" else list, follow_logs(launch)]
     watch: dict[str, Any] = {
-        "on_event": _events(shown, functions),
+        "on_event": RunEvents(shown.show, functions).put,
         "poll": lambda: [event for poll in polls for event in poll()],
         "attempt": attempt,
         "description": describe(task, launch.num_ranks, run.run_dir if task == "train" else str(run.checkpoint)),

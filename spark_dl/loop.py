@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 
 from spark_dl.config import Config
 from spark_dl.data.columns.batch import StepBatches
-from spark_dl.data.load.build import BatchLoader, build_loader, build_train_loader
+from spark_dl.data.load.build import BatchLoader, build_train_loader, build_validation_loader
 from spark_dl.evaluate import evaluate_model
 from spark_dl.gather import sum_over_ranks
 from spark_dl.launch.failures.errors import OtherRankError
@@ -24,7 +23,9 @@ from spark_dl.spec import ModelSpec, Position, Run
 from spark_dl.training import early_stop, finite
 from spark_dl.training.experts import ExpertBalance
 from spark_dl.training.finite import LOSS, Finding, NotFiniteError, StepCheck
+from spark_dl.training.memory import clear_frames
 from spark_dl.training.metrics import MetricsLog
+from spark_dl.training.nonfinite import NonFiniteSteps
 from spark_dl.training.profile import build_profile
 from spark_dl.training.schedule import Schedule
 from spark_dl.training.state import Committed, Progress, RunState, seed_generators
@@ -61,19 +62,10 @@ def train(
         )  # fmt: skip
         return Training(run, world, trainable, loader, num_ranks=num_ranks, check_steps=check_steps).run()
     except BaseException as error:
-        _clear_frames(error)  # their local variables would keep DDP alive after `close`
+        clear_frames(error)  # their local variables would keep DDP alive after `close`
         raise
     finally:
         trainable.close()
-
-
-def _clear_frames(error: BaseException) -> None:
-    cause: BaseException | None = error
-    cleared: set[int] = set()
-    while cause is not None and id(cause) not in cleared:
-        traceback.clear_frames(cause.__traceback__)
-        cleared.add(id(cause))
-        cause = cause.__cause__ or cause.__context__
 
 
 class Training:
@@ -98,7 +90,7 @@ class Training:
         check_steps: bool = True,
     ):
         self.spec, self.config, self.world, self.trainable = run.spec, run.config, world, trainable
-        self.loader, self.validation = loader, _validation_loader(run, world)
+        self.loader, self.validation = loader, build_validation_loader(run, world)
         self.steps_per_epoch = steps_per_epoch or loader.plan.steps
         seed_generators(self.config.train.seed + 1 + world.seed_rank)  # different dropout on each rank
         self.schedule = Schedule(trainable.optimizer, self.config, own=trainable.optimization)
@@ -108,6 +100,7 @@ class Training:
         self.experts = ExpertBalance(trainable, world, self.config)
         fp16 = self.config.train.precision == "fp16"
         self.step_check = StepCheck(trainable.modules[0], world.device, gradients=not fp16) if check_steps else None
+        self.nonfinite = NonFiniteSteps(trainable, self.step_check, world, self.config)
         first_step, writes = self.progress.global_step, world.rank == log_rank
         self.log = MetricsLog(
             run.run_dir, writes=writes, first_step=first_step, report=world.report, generation=run.generation
@@ -136,9 +129,9 @@ class Training:
         try:
             return self._run_epochs(train_epoch or self.train_epoch)
         except NotFiniteError as error:
-            progress, finding = self.progress, error.finding
-            text = finite.explain(finding, progress.epoch, progress.global_step - progress.step, self.state.saved_url)
-            is_own = finding.rank == self.world.rank or self.world.world_size == 1
+            progress = self.progress
+            text = finite.explain(error, progress.epoch, progress.global_step - progress.step, self.state.saved_url)
+            is_own = error.finding.rank == self.world.rank or self.world.world_size == 1
             raise (finite.NotFiniteTrainingError if is_own else OtherRankError)(text) from None
         finally:
             self.state.close()
@@ -151,7 +144,11 @@ class Training:
         start, rows_before = time.perf_counter(), self.progress.rows
         metrics: dict[str, Any] = self.progress.history[-1]["metrics"] if self.progress.history else {}
         while self.progress.epoch < self.config.train.epochs and not self.is_over():
-            is_whole = train_epoch()
+            try:
+                is_whole = train_epoch()
+            except NotFiniteError as error:
+                self._go_back(error)
+                continue
             validation_start = time.perf_counter()
             metrics = self._validate()
             if is_whole:
@@ -163,15 +160,10 @@ class Training:
         rows = self.progress.rows - rows_before
         return {
             "checkpoint": self.state.saved_url,
-            "epochs": self.progress.epoch,
-            "steps": self.progress.global_step,
-            "rows": self.progress.rows,
-            "train_loss": self._train_loss(),
+            **self.progress.summary(),
             "metrics": metrics,
             "rows_per_s": rows / seconds if rows else 0.0,
             "seconds": seconds,
-            "history": self.progress.history,
-            "stopped_early": self.progress.stopped_early,
         }
 
     def train_epoch(self) -> bool:
@@ -200,10 +192,15 @@ class Training:
         return progress.step == self.loader.plan.steps
 
     def _train_step(self, batch: StepBatches) -> None:
-        """One optimizer step."""
-        trainable, progress = self.trainable, self.progress
+        """One optimizer step, or none if all ranks leave out the update."""
+        trainable, progress, number = self.trainable, self.progress, self.progress.global_step + 1
+        if self.nonfinite.leaves_out(number):
+            self.nonfinite.leave_out()
+            return self._end_left_out(batch)
         self._set_position()
-        loss = trainable.forward_backward(batch.micro_batches, batch.rows)
+        loss, finding = self.nonfinite.forward_backward(batch.micro_batches, batch.rows, number)
+        if finding is not None:
+            return self._end_left_out(batch, finding)
         self.pending += loss
         if self.config.train.clip_grad_norm is not None:
             trainable.clip_grad_norm(self.config.train.clip_grad_norm)
@@ -211,9 +208,7 @@ class Training:
             trainable.step()
         self.experts.end_step()
         trainable.optimizer.zero_grad()
-        self.schedule.end_step(progress.step + 1)
-        progress.step += 1
-        progress.global_step += 1
+        self._count_step()
         progress.rows += batch.rows
         progress.epoch_rows += batch.rows
         self.pending_rows += batch.rows
@@ -222,11 +217,50 @@ class Training:
             self.step_check.end_step(progress.global_step, loss)
         self.timer.end_step()
 
+    def _count_step(self) -> None:
+        self.schedule.end_step(self.progress.step + 1)
+        self.progress.step += 1
+        self.progress.global_step += 1
+
+    def _end_left_out(self, batch: StepBatches, finding: Finding | None = None) -> None:
+        """Counts a step without an update. finding: the reason; None if the log has it already."""
+        self.experts.forget_step()
+        self._count_step()
+        self.progress.skipped_steps += 1
+        self.progress.skipped_rows += batch.rows
+        self.timer.end_step()
+        if finding is not None:
+            self._write("skip", **finite.as_fields(finding), rows=batch.rows, in_a_row=self.nonfinite.in_a_row)
+
+    def _go_back(self, error: NotFiniteError) -> None:
+        """Loads the last checkpoint again, after a step that was not finite. Collective. Or raises the error."""
+        self._log_committed(self.state.committed(wait=True))
+        self.nonfinite.roll_back(error, self.state.saved_url)
+        status.enter(status.LOADING)
+        self.state.go_back()
+        self.experts.forget()
+        if self.profile is not None:
+            self.profile.close()
+            self.profile = None
+        self.pending.zero_()
+        self.pending_rows = 0
+        self.log.go_back(self.progress.global_step)
+        about = {"url": self.state.saved_url, "rollbacks": self.progress.rollbacks}
+        self._write("rollback", **finite.as_fields(error.finding), **about)
+
+    def _write(self, kind: str, **values: Any) -> None:
+        """Writes a line of metrics with the position of the run."""
+        progress = self.progress
+        self.log.write(kind, epoch=progress.epoch, step=progress.global_step, steps=self._total_steps(), **values)
+
     def _log_steps(self) -> None:
         """Reduces the losses and times since the last log line over the ranks, and writes a log line.
 
         Raises NotFiniteError on all ranks if any rank has found NaN or Inf since then.
         """
+        if not self.pending_rows:  # all these steps were left out
+            self.timer.reset()
+            return
         losses = self.pending if self.step_check is None else self.step_check.mark(self.pending)
         reduced = self.timer.with_losses(losses)
         sum_over_ranks(reduced)
@@ -250,11 +284,8 @@ class Training:
         self.pending_rows = 0
         if times is not None and self.log.writes:
             more |= split_times(times, seconds)
-        self.log.write(
+        self._write(
             "step",
-            epoch=progress.epoch,
-            step=progress.global_step,
-            steps=self._total_steps(),
             loss=total / rows,
             lr=self.lr,
             rows_per_s=self.timer.rows / max(seconds, 1e-9),
@@ -283,11 +314,11 @@ class Training:
 
     def _end_epoch(self, metrics: dict[str, Any], validation_s: float) -> None:
         progress = self.progress
-        loss = progress.loss_sum / self.loader.plan.rows
-        entry = {"epoch": progress.epoch, "train_loss": loss, "metrics": metrics}
-        own = {} if self.validation is None else {"validation_s": validation_s}
-        self.log.write("epoch", step=progress.global_step, steps=self._total_steps(), **entry, **own)
+        loss = math.nan if progress.epoch_loss is None else progress.epoch_loss
+        entry = {"train_loss": loss, "metrics": metrics}
+        self._write("epoch", **entry, **({} if self.validation is None else {"validation_s": validation_s}))
         self.log.flush()
+        entry = {"epoch": progress.epoch, **entry}
         progress.history.append(entry)
         progress.epoch, progress.step, progress.epoch_rows, progress.loss_sum = progress.epoch + 1, 0, 0, 0.0
         self.schedule.end_epoch(loss, metrics, epoch=progress.epoch)
@@ -307,12 +338,6 @@ class Training:
         total = self.config.train.epochs * self.steps_per_epoch
         return min(total, self.config.train.max_steps or total)
 
-    def _train_loss(self) -> float | None:
-        """Mean loss of the current epoch so far, or of the last epoch."""
-        if self.progress.step:
-            return self.progress.loss_sum / self.progress.epoch_rows
-        return self.progress.history[-1]["train_loss"] if self.progress.history else None
-
     def save(self) -> None:
         """Writes a checkpoint, after synchronizing the weights of all ranks. Collective.
 
@@ -329,22 +354,4 @@ class Training:
     def _log_committed(self, found: Committed | None) -> None:
         """Writes a log line for a checkpoint."""
         if found is not None:
-            more = {} if found.background_s is None else {"background_s": found.background_s}
-            self.log.write(
-                "checkpoint", epoch=found.epoch, step=found.global_step, steps=self._total_steps(), url=found.url,
-                seconds=found.seconds, **more,
-            )  # fmt: skip
-
-
-def _validation_loader(run: Run, world: World) -> BatchLoader | None:
-    """Returns the loader of validation rows: of a separate dataset, of a split of the training dataset, or None."""
-    split: dict[str, Any] = {}
-    if run.validation is None:
-        if not run.config.train.validation_fraction:
-            return None
-        split = {"split": "validation"}
-    return build_loader(
-        run.train if run.validation is None else run.validation, run.config, rank=world.data_rank,
-        world_size=world.data_size, shuffle=False, prepare=run.spec.prepare_in_loader(),
-        pin=world.device.type == "cuda", **split,
-    )  # fmt: skip
+            self.log.write("checkpoint", steps=self._total_steps(), **found.as_fields())

@@ -38,6 +38,38 @@ class Build:
         return BadRow(self.row, self.factor)
 
 
+class Gate(nn.Module):
+    """Multiplies a batch by a weight, and in one that has a bad row its output or its gradient by a factor, too."""
+
+    def __init__(self, rows, factor, where):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.rows, self.factor, self.where = torch.tensor(rows).reshape(-1, 1, 4), factor, where
+
+    def forward(self, features):
+        out = features * self.scale
+        if out.requires_grad and bool((features == self.rows).all(2).any()):
+            if self.where == "output":
+                return out * self.factor
+            out.register_hook(lambda gradient: gradient * self.factor)
+        return out
+
+
+@dataclasses.dataclass(frozen=True)
+class BuildGated:
+    """Builds a chain of layers, which any strategy can train, with bad rows. norm: whether it has a BatchNorm."""
+
+    rows: tuple = ()
+    factor: float = math.nan
+    where: str = "gradient"
+    norm: bool = False
+
+    def __call__(self):
+        norm = [nn.BatchNorm1d(16)] if self.norm else []
+        layers = [nn.Linear(4, 16), *norm, nn.Tanh(), nn.Linear(16, 3)]
+        return nn.Sequential(Gate(self.rows, self.factor, self.where), *layers)
+
+
 def row_of(run, rank, step, num_ranks):
     """A row that a rank has in a step, as (features ...)."""
     loader = build_train_loader(run.train, run.spec, run.config, rank=rank, world_size=num_ranks)

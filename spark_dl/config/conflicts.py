@@ -150,6 +150,19 @@ CONFLICTS = (
     Conflict("loader.reader", lambda c: _served(c) and _petastorm(c),
              "expected 'spark_dl' with parallel.strategy={c.parallel.strategy!r}, where ranks take over rows of "
              "other ranks, found 'petastorm'"),
+    # NaN, Inf and replicas
+    Conflict("train.on_nonfinite", lambda c: _served(c) and c.train.on_nonfinite != "raise",
+             "expected 'raise' with parallel.strategy={c.parallel.strategy!r}, where other servers may have applied "
+             "their part of a gradient already, found {c.train.on_nonfinite!r}"),
+    Conflict("train.on_nonfinite", lambda c: _error_feedback(c) and c.train.on_nonfinite == "skip",
+             "expected raise or rollback with parallel.compression 'powersgd', 'threshold' or 'topk', whose error "
+             "feedback keeps a part of the gradient for later steps, found {c.train.on_nonfinite!r}"),
+    Conflict("train.on_nonfinite", lambda c: _petastorm(c) and c.train.on_nonfinite == "rollback",
+             "expected raise or skip with loader.reader=petastorm, whose order is not reproducible, so that the same "
+             "step would have other rows, found {c.train.on_nonfinite!r}"),
+    Conflict("train.check_replicas_every", lambda c: _replaces_weights(c) and c.train.check_replicas_every > 0,
+             "expected 0 with parallel.strategy={c.parallel.strategy!r}, whose ranks get the weights anew in each "
+             "step, found {c.train.check_replicas_every}"),
     Conflict("track.profile_steps", lambda c: (c.parallel.by_spark or _served(c)) and c.track.profile_steps is not None,
              "expected null with parallel.strategy={c.parallel.strategy!r}, whose ranks do not take the steps of a "
              "run one by one, found {c.track.profile_steps}"),

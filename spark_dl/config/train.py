@@ -11,6 +11,7 @@ LrScaling = Literal["none", "linear", "sqrt"]
 Precision = Literal["float32", "bf16", "fp16"]
 Interval = Literal["step", "epoch"]
 Mode = Literal["min", "max"]
+OnNonfinite = Literal["raise", "skip", "rollback"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,16 @@ class Train:
     channels_last: bool = may_change(False)
     """Keep images, the tensors with 4 axes of the model and of batches, in the memory format `channels_last`, which
     convolutions in bf16 and fp16 on GPUs prefer."""
+    on_nonfinite: OnNonfinite = may_change("raise")
+    """What all ranks do about a step with NaN or Inf in the loss or a gradient: end the run with an error (`raise`);
+    leave out the update of that step (`skip`); or load the last checkpoint, and leave out that step when it comes again
+    (`rollback`)."""
+    max_nonfinite: int = may_change(3)
+    """With `skip`, maximum number of steps in a row that are left out; with `rollback`, maximum number of times that
+    the run goes back to the same checkpoint. After more, the run ends with the error."""
+    check_replicas_every: int = may_change(0)
+    """Steps between two comparisons of the weights of ranks that must have the same ones, to the bit. They are also
+    compared before each checkpoint, together with the buffers. 0 disables them."""
     validation_fraction: float = 0.0
     """Fraction of the training rows, chosen at random, that is used for validation. In [0, 1)."""
     validation_fold: int | None = None
@@ -81,9 +92,17 @@ class Train:
     """Steps between two log lines. The loss is reduced over the ranks only for these lines."""
 
     def __post_init__(self) -> None:
-        for name in ("global_batch_size", "accumulation_steps", "epochs", "early_stop_patience", "log_every"):
+        at_least_1 = (
+            "global_batch_size",
+            "accumulation_steps",
+            "epochs",
+            "max_nonfinite",
+            "early_stop_patience",
+            "log_every",
+        )
+        for name in at_least_1:
             check_number(self, name, 1, whole=True)
-        for name in ("warmup_steps", "seed"):
+        for name in ("warmup_steps", "check_replicas_every", "seed"):
             check_number(self, name, 0, whole=True)
         if self.max_steps is not None:
             check_number(self, "max_steps", 1, whole=True)

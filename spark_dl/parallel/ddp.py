@@ -196,6 +196,7 @@ def average_gradients(
         forward_backward=forward_backward,
         clip_grad_norm=lambda norm: nn.utils.clip_grad_norm_(model.parameters(), norm),
         step=scaler.step,
+        skip_step=scaler.skip,
         extra_state={"bucket_size": bucket_size, **scaler.state},
         sync_weights=sync_weights,
         rank_state=exchange.rank_state if exchange else {},

@@ -122,6 +122,7 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
         forward_backward=forward_backward,
         clip_grad_norm=lambda norm: nn.utils.clip_grad_norm_(model.parameters(), norm),
         step=step,
+        skip_step=scaler.skip,
         extra_state=scaler.state,
         clock=clock,
         sync_weights=lambda: broadcast_from_rank0(dict(model.named_buffers())),

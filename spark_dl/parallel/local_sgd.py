@@ -67,6 +67,7 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
         forward_backward=training.forward_backward,
         clip_grad_norm=alone.clip_grad_norm,
         step=training.step,
+        skip_step=training.skip_step,
         extra_state={"local_sgd": training, **(together.extra_state if together else {})},
         rank_state={"optimizer": OptimizerState(optimizer), **alone.extra_state},
         clock=clock,
@@ -82,14 +83,15 @@ class _LocalSgd:
         self._alone, self._together, self._clock = alone, together, clock
         self._start, self._every = settings.sync_start_step, settings.sync_every_steps
         self._step = self._own_rows = self._all_rows = 0
+        self._last_rows = (0, 0)
+        """Rows of this step, on this rank and on all ranks."""
 
     def forward_backward(self, micro_batches: Sequence[Batch], rows: int) -> Tensor:
         """See `Trainable`. In a local step the gradient is of the mean loss over this rank's true rows."""
         if self._together is not None and self._step < self._start:
             return self._together.forward_backward(micro_batches, rows)
         own_rows = sum(int((batch["weight"] > 0).sum()) for batch in micro_batches)
-        self._own_rows += own_rows
-        self._all_rows += rows
+        self._last_rows = own_rows, rows
         total = self._alone.forward_backward(micro_batches, max(own_rows, 1))
         if not own_rows:  # without gradients the optimizer does not change the weights, even with momentum or decay
             self._alone.optimizer.zero_grad(set_to_none=True)
@@ -101,9 +103,20 @@ class _LocalSgd:
             self._together.step()
         else:
             self._alone.step()
-            if (self._step + 1 - self._start) % self._every == 0:
-                with self._clock or contextlib.nullcontext():
-                    self.sync_weights()
+            self._own_rows += self._last_rows[0]
+            self._all_rows += self._last_rows[1]
+        self._end_step()
+
+    def skip_step(self) -> None:
+        """Leaves out a step, whose rows then have no share in the next average."""
+        together = self._together if self._step < self._start else None
+        (together or self._alone).skip_step()
+        self._end_step()
+
+    def _end_step(self) -> None:
+        if self._step >= self._start and (self._step + 1 - self._start) % self._every == 0:
+            with self._clock or contextlib.nullcontext():
+                self.sync_weights()
         self._step += 1
 
     def sync_weights(self) -> None:
@@ -123,6 +136,7 @@ class _LocalSgd:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._step = state["step"]
+        self._own_rows = self._all_rows = 0
 
 
 def average_weights(model: nn.Module, share: float) -> None:

@@ -93,6 +93,7 @@ def train_alone(
         forward_backward=forward_backward,
         clip_grad_norm=lambda norm: nn.utils.clip_grad_norm_(model.parameters(), norm),
         step=scaler.step,
+        skip_step=scaler.skip,
         extra_state=scaler.state,
         clock=build_clock(world),
     )

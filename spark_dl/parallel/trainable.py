@@ -37,6 +37,8 @@ class Trainable:
     """Scales the reduced gradients to at most this L2 norm. Returns the norm before the scaling. Collective."""
     step: Callable[[], None]
     """Applies the gradients. With fp16, a step with overflowed gradients is skipped on all ranks."""
+    skip_step: Callable[[], None] = lambda: None
+    """Called in the place of `step` if all ranks leave out the update, also if no gradient was computed."""
     optimization: Optimization | None = None
     """How `ModelSpec.optimizer` schedules the learning rates. None: `train.scheduler` does."""
     extra_state: Mapping[str, Any] = field(default_factory=dict)
@@ -102,6 +104,7 @@ class Scaler:
         self._scaler = torch.amp.GradScaler(device.type, enabled=config.train.precision == "fp16")
         self.state = {"scaler": self._scaler} if self._scaler.is_enabled() else {}
         """Entries for `Trainable.extra_state`."""
+        self._is_unscaled = False
 
     def scale(self, losses: Tensor) -> Tensor:
         return self._scaler.scale(losses)
@@ -110,10 +113,18 @@ class Scaler:
         """Divides the reduced gradients by the scale."""
         if self._scaler.is_enabled():
             self._scaler.unscale_(self._optimizer)
+            self._is_unscaled = True
 
     def step(self) -> None:
         self._scaler.step(self._optimizer)
         self._scaler.update()
+        self._is_unscaled = False
+
+    def skip(self) -> None:
+        """Leaves out a step. If its gradients have overflowed, the scale is lowered, as in `step`."""
+        if self._is_unscaled:
+            self._scaler.update()
+            self._is_unscaled = False
 
 
 class OptimizerState:

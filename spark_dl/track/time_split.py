@@ -94,15 +94,18 @@ def _row(line: Mapping[str, Any]) -> tuple[int, float, list[float], list[float],
         return None
 
 
-def find_stragglers(split: TimeSplit) -> list[Straggler]:
-    """Returns the stragglers, those with the largest surplus first."""
+def find_stragglers(split: TimeSplit, *, factor: float = SLOW_FACTOR) -> list[Straggler]:
+    """Returns the stragglers, those with the largest surplus first.
+
+    factor: times the median of the other ranks, from which a rank is slow.
+    """
     if split.num_ranks < 2 or len(split.last_steps) < LEAST_INTERVALS:
         return []
     busy = split.data + split.compute
     typical, data, compute = _of_others(busy), _of_others(split.data), _of_others(split.compute)
     found = []
     for rank in range(split.num_ranks):
-        slow = _in_a_row(busy[:, rank] > SLOW_FACTOR * typical[:, rank])
+        slow = _in_a_row(busy[:, rank] > factor * typical[:, rank])
         at = np.flatnonzero(slow)
         if not len(at):
             continue

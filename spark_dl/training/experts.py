@@ -53,6 +53,17 @@ class ExpertBalance:
         for name, total in zip(balanced, flat.split([len(counts[name]) for name in balanced]), strict=True):
             self._layers[name].update_bias(total[:-1])
 
+    def forget_step(self) -> None:
+        """Forgets the choices of a step whose update is left out."""
+        for layer in self._layers.values():
+            layer.take_counts()
+
+    def forget(self) -> None:
+        """Forgets the choices since the last log line, whose steps are repeated."""
+        self.forget_step()
+        for own in self._since_log.values():
+            own.zero_()
+
     def take_load(self) -> dict[str, Any]:
         """Returns the fields of a log line. Collective.
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from spark_dl.gather import gather_json
 
-LOSS, GRADIENT, WEIGHT = range(3)
-"""Kinds of findings, in the order of computation in a step."""
+LOSS, GRADIENT, SUM, WEIGHT = range(4)
+"""Kinds of findings, in the order of computation in a step. `SUM` is a gradient after the exchange."""
 MIN_LOSS_SCALE = 1e-4
 """Smallest loss scale of fp16, as in fairseq. If gradients overflow below it, the scale is not the cause."""
 _NEVER = 2**62
@@ -33,18 +33,29 @@ class Finding:
     global_step: int
     """Number of the step, from 1."""
     kind: int
-    """`LOSS`, `GRADIENT` or `WEIGHT`."""
+    """`LOSS`, `GRADIENT`, `SUM` or `WEIGHT`."""
     rank: int
     name: str = ""
     """Name of the first bad parameter, in the order of the model; empty for a loss."""
+
+    @property
+    def what(self) -> str:
+        """What is not finite, such as `the gradient of 'fc.weight'`."""
+        return {
+            LOSS: "the loss",
+            GRADIENT: f"the gradient of {self.name!r}",
+            SUM: f"the sum of the ranks' gradients of {self.name!r}",
+            WEIGHT: f"the weight {self.name!r}",
+        }[self.kind]
 
 
 class NotFiniteError(RuntimeError):
     """NaN or Inf was found. The training loop adds the details of the run to the message."""
 
-    def __init__(self, finding: Finding):
+    def __init__(self, finding: Finding, why_now: str = ""):
+        """why_now: why the run ends, if `train.on_nonfinite` let it go on after others."""
         super().__init__(f"{finding}")
-        self.finding = finding
+        self.finding, self.why_now = finding, why_now
 
 
 class NotFiniteTrainingError(RuntimeError):
@@ -54,22 +65,26 @@ class NotFiniteTrainingError(RuntimeError):
     """The same rows and weights give it again."""
 
 
-def explain(finding: Finding, epoch: int, epoch_start: int, last_checkpoint: str | None) -> str:
+def explain(error: NotFiniteError, epoch: int, epoch_start: int, last_checkpoint: str | None) -> str:
     """Returns the error message for a finding. epoch_start: number of steps before the epoch."""
-    what, why = {
-        LOSS: ("the loss", ""),
-        GRADIENT: (f"the gradient of {finding.name!r}", "; the loss was finite"),
-        WEIGHT: (
-            f"the weight {finding.name!r}",
-            "; the rank's own gradients were finite, so the step was too large, or the gradients overflowed in the "
-            "exchange (parallel.compression)",
-        ),
+    finding = error.finding
+    why = {
+        LOSS: "",
+        GRADIENT: "; the loss was finite",
+        SUM: "; the rank's own gradients were finite, so they overflowed in the exchange (parallel.compression)",
+        WEIGHT: "; the rank's own gradients were finite, so the step was too large, or the gradients overflowed in the "
+        "exchange (parallel.compression)",
     }[finding.kind]
     return (
-        f"{what} is not finite (NaN or Inf) on rank {finding.rank} in step {finding.global_step} (step "
-        f"{finding.global_step - epoch_start} of epoch {epoch}){why}. Nothing has been saved since: "
+        f"{finding.what} is not finite (NaN or Inf) on rank {finding.rank} in step {finding.global_step} (step "
+        f"{finding.global_step - epoch_start} of epoch {epoch}){why}. {error.why_now}Nothing has been saved since: "
         f"{_saved(last_checkpoint)}. {_ADVICE}"
     )
+
+
+def as_fields(finding: Finding) -> dict[str, Any]:
+    """Returns a finding as fields of a log line. The driver adds a `rank`, of the one that writes the line."""
+    return {"bad_rank": finding.rank, "bad_step": finding.global_step, "what": finding.what, "parameter": finding.name}
 
 
 class StepCheck:
@@ -120,6 +135,37 @@ class StepCheck:
                 is_bad = ~(torch.stack(self._norms) < math.inf)
                 self._first = torch.where(is_bad, self._first.clamp(max=global_step), self._first)
                 self._norms = [self._none] * len(self._norms)
+
+    def is_bad(self, loss: Tensor) -> Tensor:
+        """Returns whether the loss or a gradient of this step is not finite. Called before the optimizer step.
+
+        # returns: () bool on the device
+        """
+        with torch.no_grad():
+            self._note(0, loss)
+            if self._waits:
+                return torch.tensor(bool(self._bad))
+            return ~(torch.stack(self._norms) < math.inf).all()
+
+    def finding_of_step(self, rank: int, global_step: int) -> Finding | None:
+        """Returns what `is_bad` has found in this step, or None. Synchronizes the device."""
+        norms = [] if self._waits else torch.stack(self._norms).tolist()
+        bad = min([*self._bad, *(i for i, norm in enumerate(norms) if not norm < math.inf)], default=None)
+        if bad is None:
+            return None
+        return (
+            Finding(global_step, LOSS, rank) if bad == 0 else Finding(global_step, GRADIENT, rank, self._names[bad - 1])
+        )
+
+    def forget_step(self) -> None:
+        """Forgets the findings of this step, which changes no weights."""
+        self._bad = []
+        self._norms = [self._none] * len(self._norms)
+
+    def forget(self) -> None:
+        """Forgets all findings, as the weights are those of a checkpoint again."""
+        self.forget_step()
+        self._first.fill_(_NEVER)
 
     def mark(self, losses: Tensor) -> Tensor:
         """Returns the losses, or NaN after a finding. # losses: scalar"""
@@ -221,6 +267,13 @@ def is_finite(tensor: Tensor) -> bool:
     if math.isfinite(elements.sum()):
         return True
     return all(math.isfinite(value) for value in elements.aminmax())
+
+
+def all_finite(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Returns whether all elements of tensors on a device are finite, without synchronizing a GPU. # () bool"""
+    if device.type == "cpu":
+        return torch.tensor(all(is_finite(tensor) for tensor in tensors))
+    return (torch.stack([torch.zeros((), device=device), *map(_max_norm, tensors)]) < math.inf).all()
 
 
 def first_not_finite(named: Iterable[tuple[str, Tensor]]) -> str | None:

@@ -1,8 +1,9 @@
-"""What to do about a device without free memory, in the message of the error."""
+"""Errors and memory: what to do about a device without free memory, and what an error must not keep alive."""
 
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Iterator
 
 import torch
@@ -36,3 +37,13 @@ def out_of_memory_explained(config: Config, world: World) -> Iterator[None]:
 
 def _is_shared(world: World) -> bool:
     return world.device.type == "cuda" and world.world_size > 1 and world.backend == "gloo"
+
+
+def clear_frames(error: BaseException) -> None:
+    """Clears the local variables of the frames of an error and of its causes."""
+    cause: BaseException | None = error
+    cleared: set[int] = set()
+    while cause is not None and id(cause) not in cleared:
+        traceback.clear_frames(cause.__traceback__)
+        cleared.add(id(cause))
+        cause = cause.__cause__ or cause.__context__

@@ -54,6 +54,12 @@ class MetricsLog:
             storage.append(self._url, (self._lines[-1] + "\n").encode())
         self._report(line)
 
+    def go_back(self, step: int) -> None:
+        """Forgets the lines of later steps, which are repeated."""
+        if self.writes:
+            self._lines = [line for line in self._lines if json.loads(line)["step"] <= step]
+            self.flush()
+
     def flush(self) -> None:
         """Writes the whole file, without the lines of steps that a resumed run repeats."""
         if self.writes:

@@ -42,11 +42,29 @@ class Progress:
     """True rows used in the current epoch."""
     loss_sum: float = 0.0
     """Sum of the losses in the current epoch, over all ranks."""
+    skipped_steps: int = 0
+    """Steps whose update was left out, over all epochs (`train.on_nonfinite`)."""
+    skipped_rows: int = 0
+    """True rows of these steps. They are not among `rows`."""
+    rollbacks: int = 0
+    """How often the run has gone back to a checkpoint because of NaN or Inf."""
     history: list[dict[str, Any]] = field(default_factory=list)
     """One dict per finished epoch."""
     best: float | None = None
     epochs_without_gain: int = 0
     stopped_early: bool = False
+
+    @property
+    def epoch_loss(self) -> float | None:
+        """Mean loss of the current epoch so far; None if no row was used."""
+        return self.loss_sum / self.epoch_rows if self.epoch_rows else None
+
+    def summary(self) -> dict[str, Any]:
+        """Returns what the result of a run says about it."""
+        last = self.history[-1]["train_loss"] if self.history else None
+        names = ("rows", "history", "stopped_early", "skipped_steps", "skipped_rows", "rollbacks")
+        about = {"epochs": self.epoch, "steps": self.global_step, **{name: getattr(self, name) for name in names}}
+        return {**about, "train_loss": self.epoch_loss if self.step else last}
 
 
 @dataclass(frozen=True)
@@ -60,6 +78,11 @@ class Committed:
     """How long training stood still for it."""
     background_s: float | None = None
     """How long it was written while training went on; None if it was not."""
+
+    def as_fields(self) -> dict[str, Any]:
+        """Returns what its log line says."""
+        background = {} if self.background_s is None else {"background_s": self.background_s}
+        return {"epoch": self.epoch, "step": self.global_step, "url": self.url, "seconds": self.seconds, **background}
 
 
 class RunState:
@@ -157,6 +180,13 @@ class RunState:
             return None
         found = self.progress.history[-1]["metrics"].get(self._run.config.train.early_stop_metric or "loss")
         return float(found) if isinstance(found, int | float) else None
+
+    def go_back(self) -> None:
+        """Loads the last checkpoint of this run again. Every rank calls it, at the same step."""
+        assert self.saved_url is not None
+        rollbacks = self.progress.rollbacks
+        self._restore(checkpoint.open_checkpoint(self.saved_url))
+        self.progress.rollbacks = rollbacks + 1
 
     def _restore(self, saved: checkpoint.Saved) -> None:
         trainable, world, train = self._trainable, self._world, self._run.config.train

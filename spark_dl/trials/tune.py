@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from spark_dl import storage
+from spark_dl.cli.events import OnEvent, as_functions
 from spark_dl.cli.progress import Progress
 from spark_dl.config import Config
 from spark_dl.config.checks import suggestion
-from spark_dl.driver import OnEvent, as_functions
 from spark_dl.launch.session import find_session
 from spark_dl.prepare import as_sources, prepare_run
 from spark_dl.rundir import generations

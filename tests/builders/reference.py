@@ -14,8 +14,11 @@ from tests.builders.datasets import global_batches, write_dataset
 from tests.builders.models import MLP, blobs, build_mlp
 
 
-def reference(columns, config, group_rows, build=build_mlp):
-    """Losses per step and weights of a plain loop over the same global batches, without the package's loop."""
+def reference(columns, config, group_rows, build=build_mlp, left_out=()):
+    """Losses per step and weights of a plain loop over the same global batches, without the package's loop.
+
+    left_out: steps without an update, from 1.
+    """
     torch.manual_seed(config.train.seed)
     model = build()
     optimizer = getattr(torch.optim, config.train.optimizer)(
@@ -26,9 +29,12 @@ def reference(columns, config, group_rows, build=build_mlp):
         window_rows=config.loader.shuffle_window_rows, seed=config.train.seed,
     )  # fmt: skip
     features, label = torch.from_numpy(columns["features"]), torch.from_numpy(columns["label"])
-    losses = []
+    losses, step = [], 0
     for epoch in range(config.train.epochs):
         for batch in global_batches(plan, epoch):
+            step += 1
+            if step in left_out:
+                continue
             ids = torch.tensor(batch)
             loss = F.cross_entropy(model(features[ids]), label[ids])
             optimizer.zero_grad()

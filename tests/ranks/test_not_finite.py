@@ -83,7 +83,7 @@ def assert_named(errors, run, *, rank, step, what, last):
         *(pytest.param(name, 4, 2, id=f"{name}-before a save") for name in ("ddp", "local_sgd")),
     ],
 )
-def test_nan_in_a_gradient_of_one_rank_stops_all_and_names_that_rank(tmp_path, name, step, last):
+def test_F22_nan_in_a_gradient_of_one_rank_stops_all_and_names_that_rank(tmp_path, name, step, last):
     config = config_of(STRATEGIES[name], 2)
     run = run_with_bad_row(tmp_path, config, rank=BAD_RANK, step=step, num_trainers=2)
     errors = errors_of(run)

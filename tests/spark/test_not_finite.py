@@ -6,7 +6,7 @@ import re
 import pytest
 
 import spark_dl
-from spark_dl import Checkpoint, ModelSpec, RankError
+from spark_dl import Checkpoint, Faults, ModelSpec, RankError
 from spark_dl.spec import Run
 from tests.builders.datasets import write_dataset
 from tests.builders.models import MLP, blobs, small_config
@@ -27,14 +27,14 @@ def run_of(tmp_path, strategy, train=None, **where):
     return with_bad_row(run, num_trainers=2, **where)
 
 
-def train(run):
-    return spark_dl.train(run.train.url, run.spec, run.config, run_dir=run.run_dir, overwrite=True)
+def train(run, **options):
+    return spark_dl.train(run.train.url, run.spec, run.config, run_dir=run.run_dir, overwrite=True, **options)
 
 
 @pytest.mark.modes("local", "connect")
 @pytest.mark.slow_in("connect")
 @pytest.mark.parametrize(("rank", "step", "last"), [(0, 4, 2), (1, STEPS, 4)], ids=["before a save", "last step"])
-def test_the_error_is_of_the_rank_whose_gradient_is_nan(spark, tmp_path, rank, step, last):
+def test_F22_the_error_is_of_the_rank_whose_gradient_is_nan(spark, tmp_path, rank, step, last):
     run = run_of(tmp_path, "ddp", rank=rank, step=step)
     with pytest.raises(RankError, match=rf"gradient of 'net.0.weight' .* on rank {rank} in step {step} ") as error:
         train(run)
@@ -47,12 +47,50 @@ def test_the_error_is_of_the_rank_whose_gradient_is_nan(spark, tmp_path, rank, s
 @pytest.mark.parametrize(("strategy", "step", "last"), [
     ("tree_reduce", 3, 2), ("shuffle_reduce", 4, 2), ("tree_reduce", STEPS, 4),
 ], ids=["middle", "before a save", "last step"])  # fmt: skip
-def test_a_driver_loop_names_the_rank_whose_gradient_is_nan(spark, tmp_path, strategy, step, last):
+def test_F22_a_driver_loop_names_the_rank_whose_gradient_is_nan(spark, tmp_path, strategy, step, last):
     run = run_of(tmp_path, strategy, rank=1, step=step)
     with pytest.raises(RuntimeError, match=rf"gradient of 'net.0.weight' .* on rank 1 in step {step} ") as error:
         train(run)
     assert f"(step {step} of epoch 0)" in str(error.value)
     assert f"the last good checkpoint is {assert_last_good(run, last)}. " in str(error.value)
+
+
+@pytest.mark.modes("local")
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+@pytest.mark.parametrize("strategy", ["ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in DRIVER_LOOPS)])
+def test_F22_a_step_that_is_left_out_is_in_the_result_the_events_and_the_log(spark, tmp_path, caplog, strategy, policy):
+    events = []
+    run = run_of(tmp_path, strategy, {"on_nonfinite": policy}, rank=1, step=4)
+    result = train(run, on_event=events.append)
+    assert (result.steps, result.skipped_steps, result.skipped_rows) == (STEPS, 1, 48)
+    assert (result.rows, result.rollbacks) == ((STEPS - 1) * 48, int(policy == "rollback"))
+    (event,) = [event for event in events if event["kind"] in ("skip", "rollback")]
+    assert (event["kind"], event["bad_rank"], event["bad_step"]) == (policy, 1, 4)
+    assert event["what"] == "the gradient of 'net.0.weight'"
+    (text,) = [text for text in caplog.messages if "on_nonfinite" in text]
+    assert "the gradient of 'net.0.weight' is not finite (NaN or Inf) on rank 1" in text
+    assert_last_good(run, STEPS)
+
+
+@pytest.mark.modes("local")
+@pytest.mark.slow
+def test_F20_the_driver_says_which_rank_is_slow_while_the_run_goes_on(spark, tmp_path, caplog):
+    slow = Faults(straggler="constant", straggler_s=0.1)
+    run = run_of(tmp_path, "ddp", {"epochs": 6, "log_every": 5}, rank=0, step=1, factor=1.0)
+    for ranks in ((1,), ()):  # the healthy twin has two ranks that take as long as the slow one
+        caplog.clear()
+        faults = dataclasses.replace(slow, straggler_ranks=ranks)
+        events = []
+        train(dataclasses.replace(run, config=dataclasses.replace(run.config, faults=faults)), on_event=events.append)
+        found = [event for event in events if event["kind"] == "straggler"]
+        said = [text for text in caplog.messages if "other ranks wait for it" in text]
+        assert len(found) == len(said) == len(ranks)
+        if ranks:
+            (host,) = {event["host"] for event in events if event["kind"] == "joined" and event["rank"] == 1}
+            assert (found[0]["rank"], found[0]["host"], found[0]["cause"]) == (1, host, "compute")
+            assert f"rank 1 on {host} is slow" in said[0]
+            last = max(i for i, event in enumerate(events) if event["kind"] == "step")
+            assert events.index(found[0]) < last
 
 
 @pytest.mark.modes("local")

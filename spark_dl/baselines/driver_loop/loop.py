@@ -123,6 +123,7 @@ def _parallelize(spark: SparkSession, run: Run, aggregate: Aggregate) -> Trainab
         forward_backward=forward_backward,
         clip_grad_norm=lambda norm: nn.utils.clip_grad_norm_(parameters, norm),
         step=scaler.step,
+        skip_step=scaler.skip,
         extra_state=scaler.state,
         clock=clock,
         close=jobs.close,

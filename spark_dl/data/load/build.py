@@ -15,7 +15,8 @@ from spark_dl.data.load.mixture import MixedLoader, MixedPlan, Mixture
 from spark_dl.data.load.petastorm_reader import PetastormLoader
 from spark_dl.data.petastorm_plan import PetastormPlan
 from spark_dl.data.plan import Plan
-from spark_dl.spec import ModelSpec
+from spark_dl.spec import ModelSpec, Run
+from spark_dl.world import World
 
 
 class BatchLoader(Protocol):
@@ -56,4 +57,18 @@ def build_train_loader(
     return build_loader(
         data, config, rank=rank, world_size=world_size, split="train", micro_batches=config.train.accumulation_steps,
         prepare=spec.prepare_in_loader(config.train.seed), pin=pin,
+    )  # fmt: skip
+
+
+def build_validation_loader(run: Run, world: World) -> BatchLoader | None:
+    """Builds the loader of validation rows: of a separate dataset, of a split of the training dataset, or None."""
+    split: dict[str, Any] = {}
+    if run.validation is None:
+        if not run.config.train.validation_fraction:
+            return None
+        split = {"split": "validation"}
+    return build_loader(
+        run.train if run.validation is None else run.validation, run.config, rank=world.data_rank,
+        world_size=world.data_size, shuffle=False, prepare=run.spec.prepare_in_loader(),
+        pin=world.device.type == "cuda", **split,
     )  # fmt: skip

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import TypedDict
 
-STARTING, READING, TRAINING, VALIDATING, SAVING = (
-    "starting", "reading rows", "training", "validating", "saving a checkpoint",
+STARTING, READING, TRAINING, VALIDATING, SAVING, LOADING = (
+    "starting", "reading rows", "training", "validating", "saving a checkpoint", "loading a checkpoint",
 )  # fmt: skip
 
 

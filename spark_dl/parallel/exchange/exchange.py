@@ -148,5 +148,5 @@ class ErrorFeedback:
         return {"step": self._step, "residuals": residuals}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        assert not self._residuals, "residuals are loaded before the first step"
         self._step, self._loaded = state["step"], dict(state["residuals"])
+        self._residuals, self._shapes = {}, {}  # the next step makes them again, from the loaded ones

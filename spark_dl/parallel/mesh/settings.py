@@ -67,6 +67,9 @@ EXCLUDES = (
     Conflict("train.clip_grad_norm", lambda c: _pipes(c, "pipedream") and c.train.clip_grad_norm is not None,
              "expected null with parallel.schedule='pipedream', whose stages apply gradients of different "
              "mini-batches, so that there is no norm over the model, found {c.train.clip_grad_norm}; use '1f1b'"),
+    Conflict("train.on_nonfinite", lambda c: _pipes(c, "pipedream") and c.train.on_nonfinite != "raise",
+             "expected 'raise' with parallel.schedule='pipedream', whose stages apply gradients of different "
+             "mini-batches, so that no update can be left out alone, found {c.train.on_nonfinite!r}; use '1f1b'"),
     Conflict("shards.storage", lambda c: _mesh(c).model > 1 and c.shards.storage == "local",
              "expected 'shared' with parallel.pipeline or parallel.tensor above 1, found 'local', which keeps the rows "
              "of a rank on its host alone: all ranks of a copy of the model read the same rows"),

@@ -33,6 +33,7 @@ def test_settings_that_do_not_fit_each_other(mesh, message):
     ({"pipeline": 4, "schedule": "interleaved", "stages_per_rank": 2}, {"accumulation_steps": 9},
      "train.accumulation_steps: .* multiple of the number of rounds .*'interleaved', found 9; a multiple of 4"),
     ({"pipeline": 4, "schedule": "pipedream"}, {"clip_grad_norm": 1.0}, "train.clip_grad_norm: expected null with"),
+    ({"pipeline": 4, "schedule": "pipedream"}, {"on_nonfinite": "skip"}, "train.on_nonfinite: expected 'raise' with"),
     ({"zero_stage": 1}, {"optimizer": "Adafactor"}, "train.optimizer: expected one of SGD"),
     ({"tensor": 2}, {"precision": "fp16"}, "train.precision: expected float32 or bf16"),
     ({"zero_stage": 1}, {"compile": True}, "train.compile: not supported with parallel.strategy='mesh'"),

@@ -1,0 +1,65 @@
+"""Events of a run on the driver: who gets them, and what the driver logs about them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from spark_dl.track.slow_ranks import SlowRanks
+
+OnEvent: TypeAlias = Callable[[Mapping[str, Any]], None]
+EVENTS = ("joined", "restart", "step", "epoch", "checkpoint", "skip", "rollback", "straggler")
+"""Values of `kind` in the events for `on_event`, which are dicts. `joined`: a rank has joined, with `rank`, `host` and
+`pid`; not over Spark Connect. `restart`: the ranks are started again, with `restarts`, and the `error`, `rank` and
+`step` of the failure. `straggler`: the other ranks wait for `rank`, with its times and those of the others. The others
+are the lines of `metrics.jsonl`. `skip` and `rollback` say which `bad_step` was left out, and `what` was not finite
+on which `bad_rank` (`train.on_nonfinite`)."""
+
+_log = logging.getLogger("spark_dl")
+
+
+def as_functions(on_event: Any) -> list[OnEvent]:
+    """Returns the functions of `on_event`. Raises ValueError for anything else."""
+    functions = list(on_event) if isinstance(on_event, Sequence) else [on_event]
+    for function in functions:
+        if not callable(function):
+            raise ValueError(f"on_event: expected a function or a list of functions, found {function!r}")
+    return functions
+
+
+class RunEvents:
+    """Shows the events of one attempt, logs the unusual ones, and passes them on to the user's functions."""
+
+    def __init__(self, show: OnEvent, functions: Sequence[OnEvent]):
+        self._show, self._functions = show, functions
+        self._slow_ranks, self._hosts = SlowRanks(), dict[int, str]()
+
+    def put(self, event: Mapping[str, Any]) -> None:
+        """Takes an event of the ranks."""
+        kind = event["kind"]
+        self._show(event)
+        if kind not in EVENTS:
+            return
+        if kind == "joined":
+            self._hosts[event["rank"]] = str(event["host"])
+        if kind in _WARNINGS:
+            _log.warning(_WARNINGS[kind].format(**event))
+        self._pass_on(event)
+        for slow in self._slow_ranks.put(event) if kind == "step" else []:
+            host = self._hosts.get(slow.straggler.rank, "")
+            _log.warning("%s", slow.describe(host))
+            self._pass_on({**slow.to_event(host), "time": time.time()})
+
+    def _pass_on(self, event: Mapping[str, Any]) -> None:
+        for function in self._functions:
+            function(event)
+
+
+_WARNINGS = {
+    "skip": "train.on_nonfinite: step {bad_step} is left out, because {what} is not finite (NaN or Inf) on rank "
+    "{bad_rank}; steps in a row: {in_a_row}",
+    "rollback": "train.on_nonfinite: the run goes back to step {step} ({url}), and leaves out step {bad_step}, because "
+    "{what} is not finite (NaN or Inf) on rank {bad_rank}",
+}

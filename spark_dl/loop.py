@@ -27,6 +27,7 @@ from spark_dl.training.memory import clear_frames
 from spark_dl.training.metrics import MetricsLog
 from spark_dl.training.nonfinite import NonFiniteSteps
 from spark_dl.training.profile import build_profile
+from spark_dl.training.replicas import ReplicaCheck
 from spark_dl.training.schedule import Schedule
 from spark_dl.training.state import Committed, Progress, RunState, seed_generators
 from spark_dl.training.step_times import StepTimer, Times, split_times
@@ -101,6 +102,7 @@ class Training:
         fp16 = self.config.train.precision == "fp16"
         self.step_check = StepCheck(trainable.modules[0], world.device, gradients=not fp16) if check_steps else None
         self.nonfinite = NonFiniteSteps(trainable, self.step_check, world, self.config)
+        self.replicas = ReplicaCheck(trainable, world, self.config, self.step_check)
         first_step, writes = self.progress.global_step, world.rank == log_rank
         self.log = MetricsLog(
             run.run_dir, writes=writes, first_step=first_step, report=world.report, generation=run.generation
@@ -179,6 +181,7 @@ class Training:
                 self._train_step(batch)
                 if progress.global_step % config.train.log_every == 0:
                     self._log_steps()
+                self.replicas.end_step(progress.global_step, self.state.saved_url)
                 every = config.checkpoint.every_steps
                 if every and progress.global_step % every == 0 and progress.step < self.loader.plan.steps:
                     self.save()
@@ -348,6 +351,7 @@ class Training:
         status.enter(status.SAVING)
         self._log_committed(self.state.committed(wait=True))
         self.trainable.sync_weights()
+        self.replicas.check(self.progress.global_step, self.state.saved_url, with_buffers=True)
         self._log_committed(self.state.save())
         self.timer.reset(time.perf_counter())
 

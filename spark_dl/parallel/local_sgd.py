@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from spark_dl.config.checks import check_bool, check_number
+from spark_dl.config.conflicts import Conflict
 from spark_dl.config.parallel import Parallel
 from spark_dl.parallel import ddp, single
 from spark_dl.parallel.exchange_clock import ExchangeClock, build_clock
@@ -26,11 +27,22 @@ if TYPE_CHECKING:
     from spark_dl.world import World
 
 
+def _compares_apart(every: int, settings: Any) -> bool:
+    """Whether weights would be compared in a step after which the ranks have different ones."""
+    return every > 0 and bool(every % settings.sync_every_steps or settings.sync_start_step % settings.sync_every_steps)
+
+
 @dataclass(frozen=True, kw_only=True)
 class LocalSGD(Parallel):
     """Local SGD: each rank takes its own steps, and the weights are averaged every few steps."""
 
     strategy: ClassVar[str] = "local_sgd"
+    excludes: ClassVar[tuple[Conflict, ...]] = (
+        Conflict("train.check_replicas_every", lambda c: _compares_apart(c.train.check_replicas_every, c.parallel),
+                 "expected a multiple of parallel.sync_every_steps={c.parallel.sync_every_steps}, after which the "
+                 "weights of all ranks are the same, found {c.train.check_replicas_every}; parallel.sync_start_step "
+                 "must be such a multiple, too, found {c.parallel.sync_start_step}"),
+    )  # fmt: skip
     sync_every_steps: int = 8
     """Number of steps between two averages of the ranks' weights."""
     sync_start_step: int = 0

@@ -167,6 +167,11 @@ class StepCheck:
         self.forget_step()
         self._first.fill_(_NEVER)
 
+    @property
+    def has_findings(self) -> bool:
+        """Whether a step was not finite. Synchronizes the device."""
+        return bool((self._first < _NEVER).any())
+
     def mark(self, losses: Tensor) -> Tensor:
         """Returns the losses, or NaN after a finding. # losses: scalar"""
         return torch.where((self._first < _NEVER).any(), math.nan, losses)
@@ -240,7 +245,7 @@ def _saved(last_checkpoint: str | None) -> str:
     return f"the last good checkpoint is {last_checkpoint}" if last_checkpoint else "no checkpoint has been saved yet"
 
 
-def _elements(tensor: Tensor) -> Tensor:
+def stored_elements(tensor: Tensor) -> Tensor:
     """Returns the stored elements of a tensor, as real numbers."""
     if (to_local := getattr(tensor, "to_local", None)) is not None:  # a DTensor, whose sum would be collective
         tensor = to_local()
@@ -253,7 +258,7 @@ def _elements(tensor: Tensor) -> Tensor:
 
 def _max_norm(tensor: Tensor) -> Tensor:
     """Returns a scalar that is finite if and only if all elements are. Sums and other norms can overflow."""
-    elements = _elements(tensor)
+    elements = stored_elements(tensor)
     return torch.linalg.vector_norm(elements, math.inf) if elements.numel() else elements.new_zeros(())
 
 
@@ -263,7 +268,7 @@ def is_finite(tensor: Tensor) -> bool:
     NOTE: a sum keeps NaN and Inf, and on a CPU it takes a fifth of the time of the minimum and the maximum, and less
     than a fiftieth of that of the maximum norm. If it overflows for finite elements, the minimum and maximum decide.
     """
-    elements = _elements(tensor)
+    elements = stored_elements(tensor)
     if math.isfinite(elements.sum()):
         return True
     return all(math.isfinite(value) for value in elements.aminmax())

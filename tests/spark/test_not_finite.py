@@ -4,6 +4,8 @@ import dataclasses
 import re
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import spark_dl
 from spark_dl import Checkpoint, Faults, ModelSpec, RankError
@@ -70,6 +72,22 @@ def test_F22_a_step_that_is_left_out_is_in_the_result_the_events_and_the_log(spa
     (text,) = [text for text in caplog.messages if "on_nonfinite" in text]
     assert "the gradient of 'net.0.weight' is not finite (NaN or Inf) on rank 1" in text
     assert_last_good(run, STEPS)
+
+
+def drift(model, position):
+    if position.global_step == 2 and dist.get_rank() == 1:
+        with torch.no_grad():
+            model[2].bias[0] += 2**-12
+
+
+@pytest.mark.modes("local")
+def test_F23_the_error_is_of_the_rank_whose_weights_differ_and_it_can_be_retried(spark, tmp_path):
+    run = run_of(tmp_path, "ddp", {"check_replicas_every": 3, "num_ranks": 3}, rank=0, step=1)
+    spec = ModelSpec(build=MLP.build, set_position=drift)
+    with pytest.raises(RankError, match=r"after step 3: rank 1 on \S+ has other bits of '2.bias'") as error:
+        train(dataclasses.replace(run, spec=spec))
+    assert (error.value.rank, error.value.step, error.value.is_retryable) == (1, 3, True)
+    assert f"the last checkpoint is {assert_last_good(run, 2)}" in str(error.value)
 
 
 @pytest.mark.modes("local")

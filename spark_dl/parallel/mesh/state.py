@@ -94,6 +94,20 @@ class MeshState:
                 found[name] = Held(own, part.layout, part.writes)
         return found
 
+    def copies(self) -> Iterator[tuple[str, str, Tensor, bool]]:
+        """Yields what this rank has of each tensor of the model, as (name, key, elements, whether it is a parameter).
+
+        Ranks with the same name and key must have the same elements, once `sync_weights` has made buffers equal.
+        """
+        at, tied = self._groups.at, self.tied()
+        parameters = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
+        for name, tensor in self._named():
+            if name not in tied:
+                # Data ranks share buffers, tensor ranks need not. Stages can have copies of a layer for a while.
+                place = f"{at.pipeline}" if name in parameters else f"{at.pipeline}/{at.tensor}"
+                pieces = [piece.to_plain() for piece in self._layout(name, tensor).pieces]
+                yield name, f"{place} {pieces}", local(tensor), name in parameters
+
     def _named(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._model.state_dict(keep_vars=True).items():
             if not isinstance(tensor, Tensor):

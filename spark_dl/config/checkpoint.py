@@ -4,8 +4,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from spark_dl.config.checks import check, check_bool, check_number
+from spark_dl.config.fields import named_settings
 
 
+@named_settings
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
     """When the state of training is saved."""

@@ -9,6 +9,7 @@ from spark_dl.config.checkpoint import Checkpoint
 from spark_dl.config.conflicts import check_conflicts
 from spark_dl.config.data import Data
 from spark_dl.config.faults import Faults
+from spark_dl.config.fields import named_settings
 from spark_dl.config.launch import Launch
 from spark_dl.config.loader import Loader
 from spark_dl.config.parallel import Parallel
@@ -19,6 +20,7 @@ from spark_dl.config.train import Train
 from spark_dl.parallel.ddp import DDP
 
 
+@named_settings
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """All settings of a run. Raises ValueError for invalid settings and for settings that exclude each other."""

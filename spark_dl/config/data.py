@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from spark_dl.config.checks import check, check_bool, check_choices, check_encoding, full_filters, suggestion
+from spark_dl.config.fields import named_settings
 
 Nulls = Literal["error", "drop", "fill"]
 Nonfinite = Literal["error", "drop", "fill", "allow"]
@@ -13,6 +14,7 @@ DTYPES = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float3
 """Values of `data.cast`: the NumPy dtypes that torch has too."""
 
 
+@named_settings
 @dataclass(frozen=True, kw_only=True)
 class Data:
     """Which columns are read, how they become numbers, and how rows are cleaned.

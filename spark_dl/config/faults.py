@@ -5,10 +5,12 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from spark_dl.config.checks import check, check_choices, check_number
+from spark_dl.config.fields import named_settings
 
 Straggler = Literal["none", "constant", "exponential", "shifted"]
 
 
+@named_settings
 @dataclass(frozen=True, kw_only=True)
 class Faults:
     """Injected delays, to test the effect of slow ranks."""

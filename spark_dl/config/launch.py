@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from spark_dl.config.checks import check, check_bool, check_choices, check_number
+from spark_dl.config.fields import named_settings
 
 Device = Literal["auto", "cpu", "cuda"]
 RankOutput = Literal["all", "rank0", "none"]
@@ -11,6 +12,7 @@ _LONGEST_WAIT_S = 7 * 24 * 3600
 """Longest accepted time limit, a week. Much longer ones overflow the timers of gloo and of sockets."""
 
 
+@named_settings
 @dataclass(frozen=True, kw_only=True)
 class Launch:
     """How the barrier job starts, and its time limits."""
@@ -60,9 +62,8 @@ class Launch:
         check_number(self, "threads", 0, whole=True)
         if self.max_restarts != "auto":
             check_number(self, "max_restarts", 0, whole=True)
-        check_number(self, "restart_wait_s", 0)
-        for name in ("start_timeout_s", "collective_timeout_s"):
-            check_number(self, name, 0, above=True)
+        for name in ("start_timeout_s", "collective_timeout_s", "restart_wait_s"):
+            check_number(self, name, 0, above=name != "restart_wait_s")
             value = getattr(self, name)
             check(value <= _LONGEST_WAIT_S, f"launch.{name}", f"at most {_LONGEST_WAIT_S} s, a week", value)
         check(

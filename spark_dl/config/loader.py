@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from spark_dl.config.checks import check, check_bool, check_choices, check_number
-from spark_dl.config.fields import may_change
+from spark_dl.config.fields import may_change, named_settings
 
 Ragged = Literal["pad", "offsets"]
 Reader = Literal["spark_dl", "petastorm"]
 
 
+@named_settings
 @dataclass(frozen=True, kw_only=True)
 class Loader:
     """The order of rows, how they are read, and how batches are built."""

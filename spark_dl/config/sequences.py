@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 
 from spark_dl.config.checks import check, check_number
+from spark_dl.config.fields import named_settings
 
 
+@named_settings
 @dataclass(frozen=True, kw_only=True)
 class Sequences:
     """Samples that consist of consecutive rows. The columns of a batch then have the shape [samples, length, ...]."""

@@ -4,11 +4,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from spark_dl.config.checks import check, check_choices, check_number
-from spark_dl.config.fields import may_change
+from spark_dl.config.fields import may_change, named_settings
 
 Storage = Literal["shared", "local"]
 
 
+@named_settings
 @dataclass(frozen=True, kw_only=True)
 class Shards:
     """The layout of a DataFrame's rows in files, and the location of these files."""

@@ -6,11 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from spark_dl.config.checks import check, check_bool
+from spark_dl.config.fields import named_settings
 
 _TEXTS = ("mlflow_tracking_uri", "mlflow_experiment_name", "mlflow_run_name", "mlflow_registered_model_name")
 _OF_MLFLOW = (*_TEXTS, "mlflow_tags", "mlflow_log_model", "mlflow_log_checkpoint")
 
 
+@named_settings
 @dataclass(frozen=True, kw_only=True)
 class Track:
     """TensorBoard and MLflow, which the driver writes to during training, and profiles of the ranks."""

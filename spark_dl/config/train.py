@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from spark_dl.config.checks import check, check_bool, check_choices, check_class, check_number
-from spark_dl.config.fields import may_change
+from spark_dl.config.fields import may_change, named_settings
 
 LrScaling = Literal["none", "linear", "sqrt"]
 Precision = Literal["float32", "bf16", "fp16"]
@@ -14,6 +14,7 @@ Mode = Literal["min", "max"]
 OnNonfinite = Literal["raise", "skip", "rollback"]
 
 
+@named_settings
 @dataclass(frozen=True, kw_only=True)
 class Train:
     """The optimization. It does not depend on the number of ranks: one process with the same global batches takes the

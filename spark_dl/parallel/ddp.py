@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from spark_dl.config.checks import check, check_bool, check_choices, check_number
+from spark_dl.config.fields import named_settings
 from spark_dl.config.parallel import Parallel
 from spark_dl.nn.moe import moe_layers
 from spark_dl.optimization import Optimization
@@ -42,6 +43,7 @@ _OF_COMPRESSION: Mapping[str, tuple[str, ...]] = {
 """Settings that only some compressions use."""
 
 
+@named_settings
 @dataclass(frozen=True, kw_only=True)
 class DDP(Parallel):
     """PyTorch's DistributedDataParallel: all-reduce averages the gradients in buckets during the backward pass."""

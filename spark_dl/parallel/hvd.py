@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from spark_dl.config.checks import check_bool, check_choices, check_number
+from spark_dl.config.fields import named_settings
 from spark_dl.config.parallel import Parallel
 from spark_dl.parallel.exchange_clock import build_clock
 from spark_dl.parallel.trainable import Scaler, Trainable, add_gradients, build_optimizer
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 Wait: TypeAlias = Callable[[Callable[[], object]], None]
 
 
+@named_settings
 @dataclass(frozen=True, kw_only=True)
 class Horovod(Parallel):
     """Horovod: its all-reduce averages the gradients during the backward pass."""

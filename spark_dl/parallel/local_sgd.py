@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from spark_dl.config.checks import check_bool, check_number
 from spark_dl.config.conflicts import Conflict
+from spark_dl.config.fields import named_settings
 from spark_dl.config.parallel import Parallel
 from spark_dl.parallel import ddp, single
 from spark_dl.parallel.exchange_clock import ExchangeClock, build_clock
@@ -32,6 +33,7 @@ def _compares_apart(every: int, settings: Any) -> bool:
     return every > 0 and bool(every % settings.sync_every_steps or settings.sync_start_step % settings.sync_every_steps)
 
 
+@named_settings
 @dataclass(frozen=True, kw_only=True)
 class LocalSGD(Parallel):
     """Local SGD: each rank takes its own steps, and the weights are averaged every few steps."""

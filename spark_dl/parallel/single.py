@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor, nn
 
+from spark_dl.config.fields import named_settings
 from spark_dl.config.parallel import Parallel
 from spark_dl.optimization import Optimization
 from spark_dl.parallel.exchange_clock import build_clock
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("spark_dl")
 
 
+@named_settings
 @dataclass(frozen=True, kw_only=True)
 class Single(Parallel):
     """One rank on one device, without a process group."""
@@ -31,6 +33,7 @@ class Single(Parallel):
     one_rank: ClassVar[bool] = True
 
 
+@named_settings
 @dataclass(frozen=True, kw_only=True)
 class DPSingleProcess(Parallel):
     """One rank on all GPUs of its task, with torch's DataParallel; with fewer than two GPUs the same as `single`."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from spark_dl.baselines.driver_loop.gradient_sum import GradientSum, add, join
+from spark_dl.config.fields import named_settings
 from spark_dl.config.parallel import Parallel
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from spark_dl.config import Config
 
 
+@named_settings
 @dataclass(frozen=True, kw_only=True)
 class ShuffleReduce(Parallel):
     """A reduce-scatter by a Spark shuffle: the driver trains, with one Spark job for each step."""

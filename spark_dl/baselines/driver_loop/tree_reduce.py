@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from spark_dl.baselines.driver_loop.gradient_sum import GradientSum, add
 from spark_dl.config.checks import check_number
+from spark_dl.config.fields import named_settings
 from spark_dl.config.parallel import Parallel
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from spark_dl.config import Config
 
 
+@named_settings
 @dataclass(frozen=True, kw_only=True)
 class TreeReduce(Parallel):
     """Spark's `treeReduce`: the driver trains, with one Spark job for each step."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from spark_dl.config.checks import check_bool, check_choices, check_number
+from spark_dl.config.fields import named_settings
 from spark_dl.config.parallel import Parallel
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 ServerMode = Literal["sync", "k_sync", "k_batch_sync", "async", "k_async", "k_batch_async"]
 
 
+@named_settings
 @dataclass(frozen=True, kw_only=True)
 class ParameterServer(Parallel):
     """Parameter servers: the last ranks store the weights; the other ranks send gradients and receive weights."""

@@ -9,7 +9,7 @@ from torch.torch_version import TorchVersion
 
 from spark_dl.config.checks import check_bool, check_choices, check_number
 from spark_dl.config.conflicts import ELEMENTWISE, Conflict
-from spark_dl.config.fields import may_change
+from spark_dl.config.fields import may_change, named_settings
 from spark_dl.config.parallel import Parallel
 from spark_dl.parallel.mesh.dims import Dims, mesh_of
 
@@ -96,6 +96,7 @@ def check_version(found: str) -> None:
         )
 
 
+@named_settings
 @dataclass(frozen=True, kw_only=True)
 class Mesh(Parallel):
     """Models larger than one device: pipeline stages, slices of layers, and shards of weights and optimizer states.

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 
 import pytest
 
@@ -23,9 +24,10 @@ from spark_dl import (
     Track,
     Train,
     TreeReduce,
+    strategies,
 )
 from spark_dl.config.checks import section_name, suggestion
-from spark_dl.config.load import config_keys
+from spark_dl.config.load import config_keys, sections
 from spark_dl.strategies import names
 
 NAN, INF = math.nan, math.inf
@@ -219,7 +221,7 @@ INVALID = [  # section, key, invalid values, and invalid combinations of values
     (Launch, "launch.threads", [-1, 2.0, True, None]),
     (Launch, "launch.allow_plaintext", [None, "yes", 2]),
     (Launch, "launch.max_restarts", [-1, 2.0, True, None, "never"]),
-    (Launch, "launch.restart_wait_s", [-1, NAN, INF, None]),
+    (Launch, "launch.restart_wait_s", [-1, NAN, INF, None, 1e12]),
     (Launch, "launch.output", ["rank1", "", None, 0]),
     (Launch, "launch.log_dir", [None, 3, "s3://bucket/logs"]),
     (Launch, "launch.independent_ranks", [0, 1, "true", None]),
@@ -268,7 +270,7 @@ def invalid_cases():
 
 
 @pytest.mark.parametrize(("section", "key", "values"), invalid_cases())
-def test_an_invalid_value_is_an_error_that_names_the_key(section, key, values):
+def test_B25_an_invalid_value_is_an_error_that_names_the_key(section, key, values):
     with pytest.raises(ValueError, match=rf"^{key}: "):
         section(**values)
 
@@ -308,9 +310,44 @@ def test_a_dataset_has_the_columns_by_which_sequences_are_found_too():
 
 
 @pytest.mark.parametrize(("optimizer", "near"), [("Adamm", "Adam"), ("sgd", "SGD"), ("adamw", "AdamW")])
-def test_an_unknown_optimizer_suggests_the_nearest(optimizer, near):
+def test_B25_an_unknown_optimizer_suggests_the_nearest(optimizer, near):
     with pytest.raises(ValueError, match=rf"no class '{optimizer}' in torch.optim; did you mean '{near}'\?"):
         Train(optimizer=optimizer)
+
+
+@pytest.mark.parametrize(("build", "key", "near"), [
+    (lambda: Train(batch_sise=3), "train.batch_sise", "did you mean 'train.global_batch_size'?"),
+    (lambda: dataclasses.replace(Train(), epohcs=3), "train.epohcs", "did you mean 'train.epochs'?"),
+    (lambda: Launch(ranks=3), "launch.ranks", "did you mean 'launch.num_ranks'?"),
+    (lambda: DDP(bucket=3), "parallel.bucket", "did you mean 'parallel.bucket_mib'?"),
+    (lambda: Mesh(pipelin=3), "parallel.pipelin", "did you mean 'parallel.pipeline'?"),
+    (lambda: Config(trian=Train()), "trian", "did you mean 'train'?"),
+])  # fmt: skip
+def test_B25_an_unknown_setting_in_python_suggests_the_nearest(build, key, near):
+    with pytest.raises(ValueError, match=rf"^unknown config key '{re.escape(key)}'; {re.escape(near)}$"):
+        build()
+
+
+@pytest.mark.parametrize("section", [*sections().values(), *(strategies.find(n).settings for n in names()), Config])
+def test_B25_every_section_knows_its_settings(section):
+    known = "(expected one of|did you mean|there are none)"
+    with pytest.raises(ValueError, match=rf"^unknown config key '(\w+\.)?no_such_setting'; {known}"):
+        section(no_such_setting=1)
+
+
+@pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(Launch) if f.name.endswith("_s")])
+@pytest.mark.parametrize("value", [INF, -INF, NAN, -1, 1e12, 604_801, True, "60"])
+def test_B37_a_wait_without_an_end_is_refused(name, value):
+    expected = "(a finite number >=? 0|at most 604800 s, a week)"
+    with pytest.raises(ValueError, match=rf"^launch\.{name}: expected {expected}, found "):
+        Launch(**{name: value})
+    assert getattr(Launch(**{name: 604_800}), name) == 604_800
+
+
+@pytest.mark.parametrize("name", ["start_timeout_s", "collective_timeout_s"])
+def test_B37_a_wait_of_no_time_is_refused(name):
+    with pytest.raises(ValueError, match=rf"^launch\.{name}: expected a finite number > 0, found 0$"):
+        Launch(**{name: 0})
 
 
 def test_a_suggestion_is_the_nearest_name_or_all_names():

@@ -140,7 +140,7 @@ def test_what_does_not_exclude_each_other(settings):
 
 
 @pytest.mark.parametrize(("batch", "streams", "nearest"), [(60, 16, 64), (1, 16, 16), (17, 16, 16), (100, 8, 96)])
-def test_the_global_batch_must_be_a_multiple_of_the_streams(batch, streams, nearest):
+def test_B26_the_global_batch_must_be_a_multiple_of_the_streams(batch, streams, nearest):
     message = rf"^train\.global_batch_size: .*num_streams={streams}, found {batch}; the nearest is {nearest}$"
     with pytest.raises(ValueError, match=message):
         make_config(global_batch_size=batch, num_streams=streams)
@@ -148,7 +148,7 @@ def test_the_global_batch_must_be_a_multiple_of_the_streams(batch, streams, near
 
 
 @pytest.mark.parametrize(("ranks", "proposed"), [(17, 17), (20, 20), (32, 32), (100, 100)])
-def test_there_must_be_a_stream_for_every_rank(ranks, proposed):
+def test_B26_there_must_be_a_stream_for_every_rank(ranks, proposed):
     message = rf"^loader\.num_streams: .*num_ranks={ranks}, found 16.* {proposed} works"
     with pytest.raises(ValueError, match=message):
         make_config(num_ranks=ranks)
@@ -156,7 +156,7 @@ def test_there_must_be_a_stream_for_every_rank(ranks, proposed):
 
 
 @pytest.mark.parametrize(("ranks", "proposed"), [(3, 18), (5, 20), (7, 21)])
-def test_with_local_storage_the_ranks_have_equal_streams(ranks, proposed):
+def test_B26_with_local_storage_the_ranks_have_equal_streams(ranks, proposed):
     message = (
         rf"^loader\.num_streams: expected a multiple of launch\.num_ranks={ranks} .*, found 16: .*; {proposed} works"
     )
@@ -170,7 +170,7 @@ def test_with_local_storage_the_ranks_have_equal_streams(ranks, proposed):
     (64, 16, 1, 64), (64, 16, 16, 4), (64, 16, 5, 12), (64, 16, 3, 20), (64, 16, 7, 8),
     (16, 16, 16, 1), (16, 16, 3, 5),
 ])  # fmt: skip
-def test_every_micro_batch_of_every_rank_has_a_row(batch, streams, ranks, most):
+def test_B26_every_micro_batch_of_every_rank_has_a_row(batch, streams, ranks, most):
     def build(accumulation_steps):
         train = Train(global_batch_size=batch, accumulation_steps=accumulation_steps)
         return make_config(train=train, num_streams=streams, num_ranks=ranks)

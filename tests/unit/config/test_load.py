@@ -96,7 +96,7 @@ def test_settings_survive_yaml():
     ("sequences: {lenth: 3}", "sequences.lenth", r"did you mean 'sequences\.length'"),
     ("sequences: {length: 3, strid: 2}", "sequences.strid", r"did you mean 'sequences\.stride'"),
 ])  # fmt: skip
-def test_an_unknown_key_in_a_file_suggests_the_nearest(tmp_path, text, key, near):
+def test_B25_an_unknown_key_in_a_file_suggests_the_nearest(tmp_path, text, key, near):
     with pytest.raises(ValueError, match=rf"^unknown config key '{key}'; {near}"):
         load_config(write(tmp_path, text))
 
@@ -110,7 +110,7 @@ def test_an_unknown_key_in_a_file_suggests_the_nearest(tmp_path, text, key, near
     (["sequences.lenth=3"], r"did you mean 'sequences\.length'"),
     (["sequences.strid=2", "sequences.length=3"], r"did you mean 'sequences\.stride'"),
 ])  # fmt: skip
-def test_an_unknown_key_in_an_override_suggests_the_nearest(overrides, near):
+def test_B25_an_unknown_key_in_an_override_suggests_the_nearest(overrides, near):
     with pytest.raises(ValueError, match=rf"^unknown config key '{overrides[0].split('=')[0]}'; {near}"):
         load_config(None, overrides)
 
@@ -119,7 +119,7 @@ def test_an_unknown_key_in_an_override_suggests_the_nearest(overrides, near):
     "train.lr=fast", "train.epochs=1.5", "train.epochs=0", "loader.shuffle=3", "launch.device=tpu", "train.lr",
     "sequences.length=long", "sequences.length=0",
 ])  # fmt: skip
-def test_a_value_that_does_not_fit_names_its_key(override):
+def test_B25_a_value_that_does_not_fit_names_its_key(override):
     with pytest.raises(ValueError, match=override.split("=")[0].replace(".", r"\.")):
         load_config(None, [override])
 

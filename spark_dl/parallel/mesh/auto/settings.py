@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from spark_dl.config.checks import check, check_number
 from spark_dl.config.conflicts import ELEMENTWISE, Conflict
-from spark_dl.config.fields import may_change
+from spark_dl.config.fields import may_change, named_settings
 from spark_dl.config.parallel import Parallel
 from spark_dl.parallel.mesh.planner.memory import GPIPE, ONE_F_ONE_B, ZERO_STAGES
 
@@ -47,6 +47,7 @@ EXCLUDES = (
 """A plan can have stages, tensor ranks and shards. What any of them excludes is excluded here."""
 
 
+@named_settings
 @dataclass(frozen=True, kw_only=True)
 class Auto(Parallel):
     """A mesh that the driver plans: it measures the layers of the model and the network, and trains with the mesh whose

@@ -219,6 +219,15 @@ class ModelSpec:
         return {f"prediction_{i}": value for i, value in enumerate(output)}
 
 
+def check_spec(spec: Any) -> None:
+    """Raises ValueError for anything but a `ModelSpec`. Called on the driver."""
+    if not isinstance(spec, ModelSpec):
+        raise ValueError(
+            f"spec: expected a spark_dl.ModelSpec, found a {type(spec).__name__}; pass ModelSpec(build=function), with "
+            "a function that returns the model"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """One training or evaluation run, as the driver sends it to every rank."""

@@ -12,15 +12,24 @@ from spark_dl.data.dataset.records import ShardSet
 from spark_dl.inputs import as_written
 from spark_dl.launch import payload, preflight, resources
 from spark_dl.rundir.signing import read_key
-from spark_dl.spec import ModelSpec
+from spark_dl.spec import ModelSpec, check_spec
 from spark_dl.training.early_stop import check_scalar
 from spark_dl.training.row_metrics import build_metrics
+from spark_dl.training.schedule import check_optimization
 
 
 def check_settings(spark: Any, spec: ModelSpec, config: Config, *, has_validation: bool) -> None:
     """Raises ValueError for invalid settings and functions, RuntimeError if the cluster is too small."""
+    check_spec(spec)
+    if not isinstance(config, Config):
+        raise ValueError(
+            f"config: expected a spark_dl.Config, found a {type(config).__name__}; spark_dl.load_config reads a "
+            "file, and settings by key"
+        )
     strategies.find(config.parallel.strategy).check(spark, config)
     check_functions(spec, config)
+    if spec.optimizer is None:
+        check_optimization(config)
     metrics = build_metrics(spec, config)
     stops_at, known = config.train.early_stop_metric, ["loss", *(m.name for m in metrics)]
     if stops_at is not None and stops_at not in known and spec.evaluation is None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -16,6 +17,9 @@ from spark_dl.spec import Batch, ModelSpec, Output
 if TYPE_CHECKING:
     from spark_dl.config import Config
 
+_IS_ABOUT_SHAPES = re.compile(
+    r"size|shape|dimension|broadcast|target|dtype|scalar type|class probabilities|out of bounds|can't be cast", re.I
+)
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -25,24 +29,58 @@ def row_losses(spec: ModelSpec, output: Output, batch: Batch, label: str | None)
     assert callable(spec.loss)
     try:
         losses = spec.loss(output, target)
-    except IndexError as error:  # of torch, for a class that the output does not have
+    except (IndexError, RuntimeError, ValueError) as error:
+        # Torch's own errors, such as one about a class that the output does not have, name neither column nor output.
+        if type(error) not in (IndexError, RuntimeError, ValueError) or not _IS_ABOUT_SHAPES.search(str(error)):
+            raise
         raise ValueError(_explain(error, output, batch, label)) from error
     rows = batch["weight"].shape[0]
+    _check_not_paired(losses, output, target, label)
     if not isinstance(losses, Tensor) or losses.ndim == 0 or losses.shape[0] != rows:
         found = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
         raise ValueError(f"spec.loss: expected one value per row, shape ({rows},), found {found}; use reduction='none'")
     return losses.flatten(1).mean(1) if losses.ndim > 1 else losses
 
 
-def _explain(error: IndexError, output: Output, batch: Batch, label: str | None) -> str:
-    text = f"spec.loss: {error}"
-    if label is None or not isinstance(output, Tensor):
-        return text
-    low, high = batch[label].aminmax()
+def _explain(error: Exception, output: Output, batch: Batch, label: str | None) -> str:
+    text = f"spec.loss: {str(error).rstrip('.')}. "
+    if isinstance(error, IndexError) and label is not None and isinstance(output, Tensor):
+        low, high = batch[label].aminmax()
+        return (
+            f"{text}The column {label!r} has values from {low.item():g} to {high.item():g} in this batch, and the "
+            f"model's output has the shape {tuple(output.shape)}: one class per entry of its second axis"
+        )
+    columns = "" if label is None else f", and the column {label!r} is {_in_words(batch[label])}"
     return (
-        f"{text} The column {label!r} has values from {low.item():g} to {high.item():g} in this batch, and the model's "
-        f"output has the shape {tuple(output.shape)}: one class per entry of its second axis"
+        f"{text}The model's output is {_in_words(output)}{columns}; change the last layer of the model, spec.loss, or "
+        "the column (data.cast, spec.transform)"
     )
+
+
+def _in_words(value: Any) -> str:
+    """Returns the shape and the element type of a tensor, or of the tensors of an output."""
+    if isinstance(value, Tensor):
+        return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name!r}: {_in_words(v)}" for name, v in value.items()) + "}"
+    return f"[{', '.join(map(_in_words, value))}]" if isinstance(value, (list, tuple)) else type(value).__name__
+
+
+def _check_not_paired(losses: Any, output: Output, target: Any, label: str | None) -> None:
+    """Raises ValueError if an output [rows, 1] and a label [rows], or the reverse, were broadcast to [rows, rows].
+
+    Torch only warns of it. The mean of each row would compare the output of a row with the labels of all rows.
+    """
+    if not all(isinstance(t, Tensor) for t in (losses, output, target)) or losses.shape in (output.shape, target.shape):
+        return
+    with contextlib.suppress(RuntimeError):  # shapes that cannot be broadcast
+        if losses.shape == torch.broadcast_shapes(output.shape, target.shape):
+            raise ValueError(
+                f"spec.loss: the model's output has the shape {tuple(output.shape)}, and the column {label!r} the "
+                f"shape {tuple(target.shape)}, so that torch computes {tuple(losses.shape)} losses, each output with "
+                "each label; expected the same shape: return output[:, 0], for example in spec.forward, or change the "
+                "column in spec.transform"
+            )
 
 
 def weighted_loss_sum(spec: ModelSpec, model: nn.Module, batch: Batch, config: Config) -> tuple[Output | None, Tensor]:

@@ -168,8 +168,10 @@ def build_optimizer(model: nn.Module, config: Config, world_size: int) -> torch.
         optimizer: torch.optim.Optimizer = cls(
             parameters, lr=train.lr * lr_factor(config, world_size), **train.optimizer_args
         )
-    except TypeError as error:
-        raise ValueError(f"train.optimizer_args: {train.optimizer} does not take them: {error}") from error
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"train.optimizer_args: {train.optimizer} does not take {train.optimizer_args}: {error}"
+        ) from error
     return optimizer
 
 

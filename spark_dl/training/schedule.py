@@ -12,6 +12,7 @@ from torch.optim import Optimizer, lr_scheduler
 
 from spark_dl.config import Config
 from spark_dl.optimization import Optimization, scale_rates
+from spark_dl.parallel.trainable import build_optimizer
 
 
 class Schedule:
@@ -33,9 +34,9 @@ class Schedule:
             cls = getattr(lr_scheduler, self._train.scheduler)
             try:
                 self.scheduler = cls(optimizer, **self._train.scheduler_args)
-            except TypeError as error:
+            except (TypeError, ValueError, ArithmeticError) as error:
                 raise ValueError(
-                    f"train.scheduler_args: {cls.__name__} does not accept these arguments: {error}"
+                    f"train.scheduler_args: {cls.__name__} does not take {self._train.scheduler_args}: {error}"
                 ) from error
 
     @contextlib.contextmanager
@@ -100,6 +101,24 @@ class Schedule:
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state)
         scale_rates(self._optimizer, self.scheduler, lr_ratio)
+
+
+def check_optimization(config: Config) -> None:
+    """Builds the configured optimizer and scheduler for a small model, and takes a step. Called on the driver.
+
+    Raises ValueError, with the key, for arguments that torch refuses, so that ranks need not start to find them.
+    """
+    model = torch.nn.ParameterList([torch.zeros(2, 2)])  # a matrix, which all optimizers can train
+    optimizer = build_optimizer(model, config, 1)
+    scheduler = Schedule(optimizer, config).scheduler
+    optimizer.step()  # without a gradient it changes nothing
+    if scheduler is None:
+        return
+    try:
+        scheduler.step(*([0.0] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else []))
+    except Exception as error:
+        name, args = type(scheduler).__name__, config.train.scheduler_args
+        raise ValueError(f"train.scheduler_args: {name} fails with {args}: {type(error).__name__}: {error}") from error
 
 
 def plain_state(value: Any, owner: str) -> Any:

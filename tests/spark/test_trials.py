@@ -52,7 +52,7 @@ def spec_of(mark=""):
 def suggest(trial, mark):
     """Trial 1 is pruned, trial 2 fails, and trial 4 kills a rank."""
     lr = 1e-6 if trial.number == 1 else trial.suggest_float("lr", 0.3, 0.9)
-    fails = {"train.optimizer_args": {"no": 1}} if trial.number == 2 else {}
+    fails = {"train.optimizer": "SparseAdam"} if trial.number == 2 else {}  # for sparse gradients alone
     return {"train.lr": lr, **fails, **({"mark": mark} if trial.number == 4 else {})}
 
 
@@ -85,7 +85,7 @@ def test_a_study_in_sqlite_survives_a_killed_rank_and_is_resumed_from_one_datase
     events = []
     result = tune(resume=True, on_event=events.append)
     assert [trial.state for trial in result.trials] == ["complete", "pruned", "failed", *["complete"] * 4]
-    assert "train.optimizer_args: SGD does not take them" in result.trials[2].error
+    assert "SparseAdam does not support dense gradients" in result.trials[2].error
     assert result.trials[0].value == before[0].value
     assert sorted((run_dir / "shards" / "train").glob("*.parquet")) == shards
     assert not list(run_dir.glob("trials/*/shards"))
@@ -237,7 +237,9 @@ def test_param_maps_that_need_other_rows_and_one_that_fails_are_errors(spark, po
 
     with pytest.raises(ValueError, match="the settings launch of param map 1 differ from those of param map 0"):
         fit(lambda e: [{e.lr: 0.1}, {e.numRanks: 2}])
-    with pytest.raises(RankError, match="train.optimizer_args: SGD does not take them"):
+    with pytest.raises(RankError, match="SparseAdam does not support dense gradients"):
+        fit(lambda e: [{e.lr: 0.1}, {e.settings: {"train.optimizer": "SparseAdam"}}, {e.lr: 0.2}])
+    with pytest.raises(ValueError, match=r"^train\.optimizer_args: SGD does not take {'no': 1}"):
         fit(lambda e: [{e.lr: 0.1}, {e.settings: {"train.optimizer_args": {"no": 1}}}, {e.lr: 0.2}])
     with pytest.raises(ValueError, match="parallelTrials: expected an integer >= 1, found 0"):
         fit(lambda e: [{e.lr: 0.1}, {e.lr: 0.2}], parallel_trials=0)

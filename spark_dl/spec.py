@@ -175,6 +175,12 @@ class ModelSpec:
         model = self.build()
         if not isinstance(model, nn.Module):
             raise ValueError(f"spec.build: expected a function that returns a torch.nn.Module, it returned {model!r}")
+        for name, parameter in model.named_parameters():
+            if parameter.is_meta:
+                raise ValueError(
+                    f"spec.build: expected weights with values, found {name!r} on the device 'meta'; call to_empty("
+                    "device='cpu') and initialize the weights, or build the model without torch.device('meta')"
+                )
         return model if model.training else model.train()
 
     def prepare(self, batch: Batch, key: Sequence[int] = (), *, augment_seed: int | None = None) -> Batch:

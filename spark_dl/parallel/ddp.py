@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -23,6 +24,7 @@ from spark_dl.parallel.exchange.bucket_choice import BucketSize
 from spark_dl.parallel.exchange.exchange import average_whole, build_exchange
 from spark_dl.parallel.exchange_clock import ExchangeClock, build_clock
 from spark_dl.parallel.generators import generators_kept
+from spark_dl.parallel.same_model import check_same_model
 from spark_dl.parallel.trainable import Scaler, Trainable, add_gradients, build_optimization
 from spark_dl.spec import Batch, ModelSpec
 
@@ -130,8 +132,12 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
 def build_model(
     spec: ModelSpec, world: World, config: Config, *, sync_batchnorm: bool, clock: ExchangeClock | None
 ) -> tuple[ModelSpec, nn.Module]:
-    """Builds the model on the rank's device, with synchronized BatchNorm if set. Returns the spec to use, too."""
+    """Builds the model on the rank's device, with synchronized BatchNorm if set. Returns the spec to use, too.
+
+    Collective. Raises ValueError if it differs from that of rank 0.
+    """
     model = spec.build_to_train()
+    check_same_model(model, world)
     if sync_batchnorm:
         spec, model = synchronize_batchnorm(spec, model, config, world.device, clock)
     return spec, model.to(world.device)
@@ -151,11 +157,12 @@ def average_gradients(
     def backward(micro_batches: Sequence[Batch], rows: int) -> Tensor:
         # DDP divides the sum over the ranks by their number, but the mean must be over the true rows.
         factor = world.world_size / rows
-        return add_gradients(
-            spec, wrapped or model, micro_batches, config,
-            device=world.device, scale=lambda losses: scaler.scale(losses * factor),
-            before_last=wrapped.no_sync if wrapped else contextlib.nullcontext, clock=clock,
-        )  # fmt: skip
+        with _unused_named(model):
+            return add_gradients(
+                spec, wrapped or model, micro_batches, config,
+                device=world.device, scale=lambda losses: scaler.scale(losses * factor),
+                before_last=wrapped.no_sync if wrapped else contextlib.nullcontext, clock=clock,
+            )  # fmt: skip
 
     def forward_backward(micro_batches: Sequence[Batch], rows: int) -> Tensor:
         nonlocal is_final, wrapped
@@ -216,6 +223,25 @@ def _wrap(model: nn.Module, bucket_mib: float, world: World, settings: DDP) -> D
         static_graph=settings.static_graph,
         gradient_as_bucket_view=True,
     )
+
+
+@contextlib.contextmanager
+def _unused_named(model: nn.Module) -> Iterator[None]:
+    """Replaces DDP's error about parameters without a gradient, which has their numbers, by one with their names."""
+    try:
+        yield
+    except RuntimeError as error:
+        found = re.search(r"indices which did not receive grad for rank \d+: ([\d ]+)", str(error))
+        if "not used in producing loss" not in str(error) or found is None:
+            raise
+        trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        unused = [trained[int(number)] for number in found[1].split()]
+        more = f" and {len(unused) - 8} more" if len(unused) > 8 else ""
+        raise ValueError(
+            f"spec.build: the loss of a step does not depend on the parameters {', '.join(unused[:8])}{more}; set "
+            "parallel.find_unused_parameters to true, use them in the forward pass, or freeze them "
+            "(requires_grad_(False))"
+        ) from error
 
 
 def _run_without_trace(model: nn.Module, backward: Callable[[], object]) -> None:

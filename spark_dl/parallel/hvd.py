@@ -23,6 +23,7 @@ from spark_dl.config.checks import check_bool, check_choices, check_number
 from spark_dl.config.fields import named_settings
 from spark_dl.config.parallel import Parallel
 from spark_dl.parallel.exchange_clock import build_clock
+from spark_dl.parallel.same_model import check_same_model
 from spark_dl.parallel.trainable import Scaler, Trainable, add_gradients, build_optimizer
 from spark_dl.spec import Batch, ModelSpec
 
@@ -81,7 +82,9 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
     """
     check_available(config)
     hvd = _import()
-    model = spec.build_to_train().to(world.device)
+    model = spec.build_to_train()
+    check_same_model(model, world)
+    model = model.to(world.device)
     plain = build_optimizer(model, config, world.world_size)
     with contextlib.ExitStack() as cleanup:
         cleanup.callback(hvd.shutdown)  # ends its thread, as Spark reuses the process

@@ -329,6 +329,35 @@ def test_nan_stops_all_ranks_before_a_checkpoint(tmp_path):
     assert checkpoint.latest(run.run_dir) is None
 
 
+def build_on_meta():
+    with torch.device("meta"):
+        return MLP.build()
+
+
+class WithUnused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+def build_frozen():
+    model = WithUnused()
+    model.unused.requires_grad_(False)
+    return model
+
+
+def test_B27_parameters_that_are_not_used_may_be_declared_or_frozen(tmp_path):
+    config = small_config(2, train={"epochs": 1})
+    run = make_run(tmp_path, config, spec=ModelSpec(build=build_frozen))
+    steps = run_ranks(train_rank, 2, run)[0]["steps"]
+    declared = dataclasses.replace(config, parallel=DDP(find_unused_parameters=True))
+    run = dataclasses.replace(run, config=declared, spec=ModelSpec(build=WithUnused), run_dir=str(tmp_path / "unused"))
+    assert run_ranks(train_rank, 2, run)[0]["steps"] == steps > 0
+
+
 def _mean_loss(output, label):
     return nn.functional.cross_entropy(output, label)
 
@@ -339,9 +368,21 @@ def _mean_loss(output, label):
         (ModelSpec(build=MLP.build, loss=_mean_loss), "spec.loss: expected one value per row"),
         (ModelSpec(build=dict), r"spec.build: expected a function that returns a torch.nn.Module, it returned \{\}"),
         (ModelSpec(build=nn.Identity), "no parameter of the model requires a gradient"),
+        (
+            ModelSpec(build=build_on_meta),
+            r"spec\.build: expected weights with values, found '0\.weight' on the device 'meta'",
+        ),
+        (
+            ModelSpec(build=MLP.build, loss="MSELoss"),
+            r"spec\.loss: The size of tensor .* is \(24, 3\) float32, and the",
+        ),
+        (
+            ModelSpec(build=WithUnused),
+            "does not depend on the parameters unused.weight, unused.bias; set parallel.find",
+        ),
     ],
 )
-def test_a_model_that_does_not_fit_says_why(tmp_path, spec, message):
+def test_B27_a_model_that_does_not_fit_says_why(tmp_path, spec, message):
     with pytest.raises(RankFailed, match=message):
         run_ranks(train_rank, 2, make_run(tmp_path, small_config(2), spec=spec))
 

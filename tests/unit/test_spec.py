@@ -1,5 +1,7 @@
 """A model and its loss, as the user gives them."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -107,13 +109,52 @@ def test_without_a_label_the_loss_reads_the_whole_batch():
     (torch.tensor(1.0), r"shape \(\)"), (torch.ones(1), r"shape \(1,\)"), (torch.ones(4), r"shape \(4,\)"),
     (torch.ones(2, 3), r"shape \(2, 3\)"), (1.5, "float"), (None, "NoneType"),
 ])  # fmt: skip
-def test_a_loss_of_another_shape_is_an_error_that_says_what_was_found(losses, found):
+def test_B27_a_loss_of_another_shape_is_an_error_that_says_what_was_found(losses, found):
     spec = ModelSpec(build=build, loss=lambda output, label: losses)
     with pytest.raises(ValueError, match=rf"^spec\.loss: .*shape \(3,\), found {found}"):
         row_losses(spec, OUTPUT, batch_of(), "label")
 
 
-def test_a_scalar_is_no_loss_of_a_batch_of_one_row():
+@pytest.mark.parametrize(("loss", "output", "label", "cause"), [
+    ("MSELoss", (3, 5), (3,), "The size of tensor a (5) must match the size of tensor b (3) at non-singleton .* 1"),
+    ("BCEWithLogitsLoss", (3, 1), (3,), "Target size (torch.Size([3])) must be the same as input size .*"),
+    ("CrossEntropyLoss", (3, 5), (3, 1), "0D or 1D target tensor expected, multi-target not supported"),
+    ("CrossEntropyLoss", (3, 5, 2), (3,), "Expected target size [3, 2], got [3]"),
+    ("CrossEntropyLoss", (3,), (3,), "Expected floating point type for target with class probabilities, got Long"),
+])  # fmt: skip
+def test_B27_an_output_that_does_not_fit_the_label_is_shown_with_both_shapes(loss, output, label, cause):
+    dtype = torch.int64 if loss == "CrossEntropyLoss" else torch.float32
+    batch = {"label": torch.zeros(label, dtype=dtype), "weight": torch.ones(3)}
+    kind = str(dtype).removeprefix("torch.")
+    expected = (
+        f"spec.loss: {cause}. The model's output is {output} float32, and the column 'label' is {label} {kind}; change "
+        "the last layer of the model, spec.loss, or the column (data.cast, spec.transform)"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(expected).replace(re.escape('.*'), '.*')}$"):
+        row_losses(ModelSpec(build=build, loss=loss), torch.zeros(output), batch, "label")
+
+
+@pytest.mark.parametrize("loss", ["MSELoss", "L1Loss", "HuberLoss", lambda output, label: (output - label).square()])
+@pytest.mark.parametrize(("output", "label"), [((3, 1), (3,)), ((3,), (3, 1))])
+def test_B27_an_output_is_not_compared_with_the_labels_of_other_rows(loss, output, label):
+    """Torch only warns, broadcasts both to [3, 3], and the training would go on with a wrong loss."""
+    batch = {"label": torch.zeros(label), "weight": torch.ones(3)}
+    shapes = f"the model's output has the shape {output}, and the column 'label' the shape {label}"
+    with pytest.raises(ValueError, match=f"^spec.loss: {re.escape(shapes)}, so that .* expected the same shape"):
+        row_losses(ModelSpec(build=build, loss=loss), torch.zeros(output), batch, "label")
+    same = {"label": torch.zeros(output), "weight": torch.ones(3)}
+    assert row_losses(ModelSpec(build=build, loss=loss), torch.ones(output), same, "label").shape == (3,)
+
+
+def test_B27_an_error_of_the_loss_about_something_else_stays_as_it_is():
+    def fail(output, label):
+        raise RuntimeError("no such file")
+
+    with pytest.raises(RuntimeError, match="^no such file$"):
+        row_losses(ModelSpec(build=build, loss=fail), OUTPUT, batch_of(), "label")
+
+
+def test_B27_a_scalar_is_no_loss_of_a_batch_of_one_row():
     spec = ModelSpec(build=build, loss=lambda output, label: squared(output, label).sum())
     with pytest.raises(ValueError, match=r"expected one value per row, shape \(1,\), found shape \(\)"):
         row_losses(spec, OUTPUT[:1], batch_of(1), "label")

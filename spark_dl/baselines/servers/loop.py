@@ -43,6 +43,7 @@ from spark_dl.baselines.servers.trainer import Trainer, add_gradient
 from spark_dl.baselines.servers.wire import Numbers, Transport
 from spark_dl.launch.rank import status
 from spark_dl.loop import Training
+from spark_dl.parallel.same_model import check_same_model
 from spark_dl.parallel.trainable import OptimizerState, Trainable
 from spark_dl.spec import Run
 from spark_dl.training.finite import WEIGHT, Finding, NotFiniteError, is_finite
@@ -63,6 +64,7 @@ def train(run: Run, world: World) -> dict[str, Any]:
     roles = Roles(world.rank, world.world_size, run.config.parallel.servers)
     seed_generators(run.config.train.seed)  # the same weights on all ranks
     flat = FlatModel(run.spec, world.device, len(roles.servers))
+    check_same_model(flat.model, world)
     flat.broadcast_from_rank0()
     wire = connect_all(world, roles, run.config, max(block.stop - block.start for block in flat.blocks))
     try:

@@ -21,6 +21,7 @@ from spark_dl.parallel.mesh.settings import Mesh
 from spark_dl.parallel.mesh.tensor.parallelize import parallelize_tensors
 from spark_dl.parallel.mesh.tensor.plan import resolve_tensor_plan
 from spark_dl.parallel.mesh.tensor.words import COLUMNS, ROWS
+from spark_dl.parallel.same_model import check_same_model
 from spark_dl.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ def build_part(
     settings = config.parallel
     assert isinstance(settings, Mesh)
     model = spec.build_to_train()
+    check_same_model(model, world)
     plan = None
     if settings.tensor > 1:
         plan = resolve_tensor_plan(model, spec.tensor_plan, settings.tensor, sequence=settings.sequence)

@@ -60,13 +60,13 @@ LOSS = torch.tensor(1.0, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize(("loss", "found"), [(torch.ones(2), r"shape \(2,\)"), (1.5, "float"), (None, "NoneType")])
-def test_a_mean_must_be_one_value(loss, found):
+def test_B27_a_mean_must_be_one_value(loss, found):
     spec = ModelSpec(build=nn.Identity, batch_loss=lambda model, batch: loss)
     with pytest.raises(ValueError, match=rf"spec\.batch_loss: expected the mean loss.*found {found}"):
         weighted_loss_sum(spec, nn.Identity(), batch_of([1.0, 1.0]), CONFIG)
 
 
-def test_a_class_that_the_output_does_not_have_is_named_with_its_column():
+def test_B27_a_class_that_the_output_does_not_have_is_named_with_its_column():
     batch = batch_of([1.0, 1.0], label=torch.tensor([0, 7]))
     with pytest.raises(ValueError, match=r"column 'label' has values from 0 to 7 in this batch.*shape \(2, 3\)"):
         weighted_loss_sum(ModelSpec(build=nn.Identity), nn.Linear(2, 3), batch, CONFIG)

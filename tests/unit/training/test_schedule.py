@@ -193,7 +193,7 @@ def test_scaling_by_ranks_is_done_only_as_asked(scaling, factor):
     assert build_optimizer(torch.nn.Linear(1, 1), config, 4).param_groups[0]["lr"] == pytest.approx(0.1 * factor)
 
 
-def test_a_model_with_nothing_to_train_is_an_error():
+def test_B27_a_model_with_nothing_to_train_is_an_error():
     with pytest.raises(ValueError, match=r"^spec\.build: no parameter"):
         build_optimizer(torch.nn.Linear(1, 1).requires_grad_(False), Config(), 1)
 

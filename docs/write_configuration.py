@@ -63,7 +63,8 @@ These settings must be consistent:
   `launch.num_ranks`.
 - `parallel.num_servers` is less than `launch.num_ranks`. `parallel.server_k` is at most the number of ranks that train.
 - `faults.straggler_ranks` contains only ranks that train, `track.profile_ranks` only ranks below `launch.num_ranks`.
-- `train.accumulation_steps` is at most the number of rows in each rank's part of a global batch.
+- `train.accumulation_steps` is at most the number of rows in each rank's part of a global batch. With
+  `parallel.pipeline` above 1, it divides this number.
 """
 
 

@@ -24,7 +24,8 @@ def fit_mesh(spec: ModelSpec, train: ShardSet | Mixture, config: Config, saved: 
     Builds the model if the mesh cuts it.
 
     saved: the checkpoint to resume, whose stages are used again if they are as many.
-    Raises ValueError if the layers do not give the output of the model, or cannot be cut as the settings say.
+    Raises ValueError if the layers do not give the output of the model, or cannot be cut as the settings say, and
+    if a rank would have no parameter to train.
     """
     mesh = config.parallel
     if not isinstance(mesh, Mesh) or mesh.model == mesh.experts == 1:
@@ -38,8 +39,9 @@ def _fitted(spec: ModelSpec, train: ShardSet | Mixture, config: Config, mesh: Me
     # A second of imports, which only these meshes need.
     from spark_dl.parallel.mesh.build import cut_of
     from spark_dl.parallel.mesh.experts.divide import find_experts
-    from spark_dl.parallel.mesh.layers import build_chain
-    from spark_dl.parallel.mesh.pipeline import check_pipeline
+    from spark_dl.parallel.mesh.layers import build_chain, cut_chain
+    from spark_dl.parallel.mesh.pipeline import check_pipeline, ranks_of_stages
+    from spark_dl.parallel.mesh.stages import check_trained
     from spark_dl.parallel.mesh.tensor.plan import resolve_tensor_plan
     from spark_dl.parallel.mesh.trial import check_chain, measure_layers
 
@@ -65,6 +67,7 @@ def _fitted(spec: ModelSpec, train: ShardSet | Mixture, config: Config, mesh: Me
     if mesh.stages is None:
         times = measure_layers(spec, model, chain, batch, config, device=torch.device("cpu"))
     cut = tuple(cut_of(chain, mesh, plan, times))
+    check_trained(cut_chain(chain, cut), ranks_of_stages(len(cut), mesh.pipeline, mesh.schedule))
     _log.info("the stages of the pipeline have %s layers", ", ".join(map(str, cut)))
     return dataclasses.replace(mesh, stages=cut)
 

@@ -5,7 +5,7 @@ The checks within one section are in its `__post_init__`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -238,8 +238,22 @@ def _check_ranks(config: Config) -> None:
         )
     batch, streams = config.train.global_batch_size, config.loader.num_streams
     least = batch // streams * (streams // config.data_size)
+    _check_micro_batches(config, {least, batch // streams * -(-streams // config.data_size)})
     if config.train.accumulation_steps > least:
         raise ValueError(
             f"train.accumulation_steps: expected at most {least}, the smallest number of rows that a rank has "
             f"in a global batch of {batch} on {config.data_size} ranks, found {config.train.accumulation_steps}"
         )
+
+
+def _check_micro_batches(config: Config, rows: Collection[int]) -> None:
+    """Raises ValueError if the micro-batches of a pipeline would differ in size. # rows: of a pipeline in a step"""
+    found = config.train.accumulation_steps
+    if getattr(config.parallel, "pipeline", 1) == 1 or not any(number % found for number in rows):
+        return
+    works = [n for n in range(1, min(rows) + 1) if not any(number % n for number in rows)]
+    raise ValueError(
+        "train.accumulation_steps: expected micro-batches with the same number of rows in a pipeline, found "
+        f"{found} for {' or '.join(map(str, sorted(rows)))} rows of a pipeline in a step; expected one of "
+        f"{', '.join(map(str, works))}, or another train.global_batch_size"
+    )

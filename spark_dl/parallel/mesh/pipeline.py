@@ -39,6 +39,12 @@ def check_pipeline(spec: ModelSpec, num_ranks: int) -> None:
             )
 
 
+def ranks_of_stages(num_stages: int, num_ranks: int, schedule: str) -> list[int]:
+    """Returns the rank of a pipeline that has each stage. Pure."""
+    last = num_stages - 1
+    return [min(stage, last - stage) if schedule == "zbv" else stage % num_ranks for stage in range(num_stages)]
+
+
 class Pipeline:
     """One rank of a synchronous pipeline. After each step, the weights are those of a single process.
 
@@ -59,12 +65,8 @@ class Pipeline:
         num_ranks = dist.get_world_size(group)
         check_pipeline(spec, num_ranks)
         assert len(cut) == num_ranks * stages_per_rank
-        last = len(cut) - 1
-
-        def rank_of(stage: int) -> int:
-            return min(stage, last - stage) if schedule == "zbv" else stage % num_ranks
-
-        self._stages = Stages(spec, model, chain, cut, config, group=group, device=device, rank_of=rank_of)
+        ranks = ranks_of_stages(len(cut), num_ranks, schedule)
+        self._stages = Stages(spec, model, chain, cut, config, group=group, device=device, rank_of=ranks.__getitem__)
         self._schedule = schedule
         self._micro_batches = config.train.accumulation_steps
         self._step: Callable[[int], None] | None = None

@@ -71,7 +71,7 @@ class Stages:
         ]
         """The parameters that several ranks have a copy of, with these ranks instead of layers."""
         _check_buffers(chain, rank_of_layer)
-        _check_trained(self._layers, self.ranks)
+        check_trained(self._layers, self.ranks)
         self._without_storage = [
             [Layer(each.name, without_storage(each.module)) for each in own] for own in self._layers
         ]
@@ -236,7 +236,11 @@ def _check_buffers(chain: Sequence[Layer], ranks: Sequence[int]) -> None:
                 )
 
 
-def _check_trained(stages: Sequence[Sequence[Layer]], ranks: Sequence[int]) -> None:
+def check_trained(stages: Sequence[Sequence[Layer]], ranks: Sequence[int]) -> None:
+    """Raises ValueError if a rank would have no parameter to train. On any side.
+
+    stages: the layers of each stage. ranks: the rank that has it.
+    """
     trained = {
         rank
         for layers, rank in zip(stages, ranks, strict=True)

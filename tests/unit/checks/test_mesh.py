@@ -6,6 +6,8 @@ from torch import nn
 from spark_dl import Mesh, ModelSpec
 from spark_dl.checks.mesh import fit_mesh
 from spark_dl.nn import MoE
+from tests.builders.datasets import write_dataset
+from tests.builders.models import blobs
 from tests.builders.settings import make_config
 
 
@@ -19,6 +21,28 @@ def test_experts_that_cannot_be_divided(layer, mesh, message):
     config = make_config(num_ranks=4, accumulation_steps=4, parallel=Mesh(**mesh))
     with pytest.raises(ValueError, match=message):
         fit_mesh(spec, None, config, None)
+
+
+@pytest.mark.parametrize("stages", [None, (3, 1)])
+@pytest.mark.parametrize(("last", "is_trained"), [(nn.Tanh(), False), (nn.Linear(3, 3).requires_grad_(False), False),
+                                                  (nn.Linear(3, 3), True)])  # fmt: skip
+def test_B27_a_stage_without_a_parameter_to_train_is_found_on_the_driver(tmp_path, stages, last, is_trained):
+    inner = [nn.Linear(4, 3)] if stages is None else [nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 3)]
+    spec = ModelSpec(build=lambda: nn.Sequential(*inner, last))
+    config = make_config(
+        num_ranks=2, accumulation_steps=2, label="label", features=("features",),
+        parallel=Mesh(pipeline=2, stages=stages),
+    )  # fmt: skip
+    shards = write_dataset(str(tmp_path / "data"), blobs(64))
+    if is_trained:
+        assert sum(fit_mesh(spec, shards, config, None).parallel.stages) == len(inner) + 1
+        return
+    message = (
+        r"^parallel\.stages: expected a parameter that requires a gradient on each rank of a pipeline, found none in "
+        rf"the stage with the layers {len(inner)}; cut the model elsewhere, or use fewer stages$"
+    )
+    with pytest.raises(ValueError, match=message):
+        fit_mesh(spec, shards, config, None)
 
 
 def test_a_mesh_of_data_ranks_alone_needs_no_model():

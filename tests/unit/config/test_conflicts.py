@@ -1,5 +1,6 @@
 """Settings of several sections: what excludes what, and numbers that must fit each other."""
 
+import re
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import ClassVar
@@ -11,6 +12,7 @@ from spark_dl import (
     Config,
     DPSingleProcess,
     LocalSGD,
+    Mesh,
     Parallel,
     ParameterServer,
     ShuffleReduce,
@@ -178,6 +180,25 @@ def test_B26_every_micro_batch_of_every_rank_has_a_row(batch, streams, ranks, mo
     build(most)
     with pytest.raises(ValueError, match=rf"^train\.accumulation_steps: expected at most {most},.* found {most + 1}$"):
         build(most + 1)
+
+
+@pytest.mark.parametrize(("batch", "streams", "copies", "found", "rows", "works"), [
+    (60, 12, 4, 7, "15", "1, 3, 5, 15"), (64, 16, 4, 5, "16", "1, 2, 4, 8, 16"), (48, 24, 5, 4, "8 or 10", "1, 2"),
+])  # fmt: skip
+def test_B26_the_micro_batches_of_a_pipeline_are_equal(batch, streams, copies, found, rows, works):
+    def build(accumulation_steps, **mesh):
+        train = {"global_batch_size": batch, "accumulation_steps": accumulation_steps, "num_streams": streams}
+        return make_config(**train, num_ranks=2 * copies, parallel=Mesh(schedule="gpipe", **mesh))
+
+    message = (
+        "train.accumulation_steps: expected micro-batches with the same number of rows in a pipeline, found "
+        f"{found} for {rows} rows of a pipeline in a step; expected one of {works}, or another train.global_batch_size"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        build(found, pipeline=2)
+    for number in map(int, works.split(", ")):
+        build(number, pipeline=2)
+    build(found, tensor=2)  # without a pipeline they may differ by a row
 
 
 def with_servers(num_servers=1, fields=None, **settings):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -16,6 +16,8 @@ from spark_dl.parallel.mesh.tensor.sequence import find_stacks
 from spark_dl.parallel.mesh.tensor.words import ALIASES, COLUMNS, ROWS, WORDS, inputs, is_linear, is_norm, outputs
 
 KEY = "spec.tensor_plan"
+_SLICED = tuple(word for word in COLUMNS if word != "colwise_gather_output")
+"""Words for layers whose outputs stay slices."""
 _HEAD_SIZES = ("head_dim", "attention_head_size", "head_size")
 
 
@@ -30,7 +32,8 @@ def resolve_tensor_plan(
     sequence: whether activations between cut layers are slices of the sequence axis.
 
     Raises ValueError, with `spec.tensor_plan` and the module, for a pattern without a match, an unknown word, a module
-    that a word does not fit, sizes that the number of ranks does not divide, and a model without a default plan.
+    that a word does not fit, sizes that the number of ranks does not divide, layers by columns without one by rows, and
+    a model without a default plan.
     """
     found = _match(model, plan) if plan is not None else default_plan(model)
     _check_words(found, is_own=plan is not None)
@@ -40,6 +43,7 @@ def resolve_tensor_plan(
         _check_fit(name, word, modules[name])
     found = _with_tied(model, found)
     _check_sizes(model, found, num_ranks)
+    _check_pairs(model, found)
     if sequence and not find_stacks(model, found):
         raise ValueError(
             f"{SEQUENCE_KEY}: expected layers in a Sequential or a ModuleList, each with projections by columns and by "
@@ -160,6 +164,33 @@ def _check_sizes(model: nn.Module, plan: Mapping[str, str], num_ranks: int) -> N
         size = module.num_embeddings if isinstance(module, nn.Embedding) else num_ranks
         if word == "vocab" and size < num_ranks:
             raise ValueError(f"{KEY}: expected at least parallel.tensor={num_ranks} rows in {name!r}, found {size}")
+
+
+def _check_pairs(model: nn.Module, plan: Mapping[str, str]) -> None:
+    """Raises ValueError for layers whose slices no later layer takes, and for layers that would get no slices.
+
+    Modules are defined in the order in which they are called, or at least those of one parent are called together.
+    """
+    order = {name: number for number, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
+
+    def has(words: Collection[str], of: str, *, later: bool) -> bool:
+        parent = of.rpartition(".")[0]
+        return any(
+            word in words and (name.rpartition(".")[0] == parent or (order[name] > order[of]) == later)
+            for name, word in plan.items()
+        )
+
+    for name, word in plan.items():
+        if word in _SLICED and not has(("rowwise",), name, later=True):
+            raise ValueError(
+                f"{KEY}: {word!r} for {name!r} leaves slices of its outputs on the ranks, and no layer after it takes "
+                "them; expected 'rowwise' for the next linear layer, or 'colwise_gather_output' for this one"
+            )
+        if word == "rowwise" and not has(_SLICED, name, later=False):
+            raise ValueError(
+                f"{KEY}: 'rowwise' for {name!r} expects slices of its inputs, and no layer before it is cut by "
+                "columns; expected 'colwise' for the linear layer before it, or 'rowwise_split_input' for this one"
+            )
 
 
 def _sizes(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, str, int]]:

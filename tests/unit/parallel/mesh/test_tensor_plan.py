@@ -119,10 +119,29 @@ HEADS, PAIR = (
      "expected a plan for Sequential, found None: the model brings no plan"),
     (*tied(embed="vocab", head="colwise"),
      "must be cut in the same way, found 'vocab' for 'embed', 'colwise' for 'head'"),
+    (mlp(4, 8, 8), {"0": "colwise"},
+     "'colwise' for '0' leaves slices of its outputs on the ranks, and no layer after it takes them; expected "
+     "'rowwise' for the next linear layer, or 'colwise_gather_output' for this one"),
+    (Net(a=mlp(4, 8, 4), b=mlp(4, 8, 4)), {"a.0": "colwise", "a.2": "rowwise", "b.0": "colwise"},
+     "'colwise' for 'b.0' leaves slices of its outputs"),
+    (mlp(4, 8, 8), {"2": "rowwise"},
+     "'rowwise' for '2' expects slices of its inputs, and no layer before it is cut by columns; expected 'colwise' for "
+     "the linear layer before it, or 'rowwise_split_input' for this one"),
+    (mlp(4, 8, 8), {"0": "colwise_gather_output", "2": "rowwise"}, "'rowwise' for '2' expects slices of its inputs"),
 ])  # fmt: skip
-def test_errors_name_the_module_and_what_to_change(model, plan, expected):
+def test_B27_errors_of_a_plan_name_the_module_and_what_to_change(model, plan, expected):
     with pytest.raises(ValueError, match=f"^spec.tensor_plan: .*{re.escape(expected)}"):
         resolve_tensor_plan(model, plan, 4)
+
+
+@pytest.mark.parametrize(("model", "plan"), [
+    (mlp(4, 8, 8), {"0": "colwise", "2": "rowwise"}), (mlp(4, 8, 8), {"0": "colwise_gather_output"}),
+    (mlp(4, 8, 8), {"2": "rowwise_split_input"}),
+    (Net(down=nn.Linear(8, 4), up=nn.Linear(4, 8)), {"down": "rowwise", "up": "colwise"}),  # in the order of the names
+    (Net(a=Net(up=nn.Linear(4, 8)), b=Net(down=nn.Linear(8, 4))), {"a.up": "colwise", "b.down": "rowwise"}),
+])  # fmt: skip
+def test_B27_a_plan_whose_slices_are_taken_is_no_error(model, plan):
+    assert resolve_tensor_plan(model, plan, 2) == plan
 
 
 def test_heads_of_hugging_face_s_models_must_divide():

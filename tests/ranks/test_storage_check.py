@@ -79,7 +79,7 @@ def train_as_nobody(run, only_rank):
     ("data", r"rank {rank} on host \S+: the dataset .*/data is not readable: .*No such file.*; all executors need"),
     ("shared", r"rank 1 on host \S+: the run_dir .*/shared/run is another folder than on the host of rank 0"),
 ])  # fmt: skip
-def test_a_folder_that_not_all_hosts_have(tmp_path, rank, hidden, message):
+def test_B15_a_folder_that_not_all_hosts_have(tmp_path, rank, hidden, message):
     (tmp_path / "shared").mkdir()
     run = make_run(tmp_path, small_config(2), spec=MLP, name="shared/run")
     errors = run_ranks(train_without, 2, run, str(tmp_path / hidden), rank)
@@ -96,7 +96,7 @@ def test_a_folder_that_not_all_hosts_have(tmp_path, rank, hidden, message):
     ("data", 0o000, "the dataset .*/data is not readable: .*Permission denied"),
     ("run", 0o755, "the run_dir .*/run is not writable: .*Permission denied"),
 ])  # fmt: skip
-def test_a_folder_that_one_rank_may_not_use(folder, what, mode, message):
+def test_B15_a_folder_that_one_rank_may_not_use(folder, what, mode, message):
     (folder / "run").mkdir()
     run = make_run(folder, small_config(2), spec=MLP)
     for path in (folder / "run", folder / "data", *(folder / "data").iterdir()):

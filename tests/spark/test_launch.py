@@ -44,7 +44,7 @@ def test_results_of_all_ranks_in_rank_order(spark, num_ranks):
 
 @pytest.mark.modes("local", "connect")
 @pytest.mark.slow_in("connect")
-def test_a_thread_without_a_session_of_its_own_uses_the_default_one(spark):
+def test_B35_a_thread_without_a_session_of_its_own_uses_the_default_one(spark):
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         results = pool.submit(spark_dl.launch, _sum_of_ranks, 1.0, num_ranks=1).result(60)
     assert [r["rank"] for r in results] == [0]
@@ -445,7 +445,7 @@ def test_a_rank_that_is_stuck_is_named_not_those_that_wait_for_it(spark):
 
 
 @pytest.mark.slow_in("local-cluster")
-def test_too_few_slots_is_an_error_within_seconds(spark):
+def test_B20_too_few_slots_is_an_error_within_seconds(spark):
     start = time.monotonic()
     with pytest.raises(RuntimeError, match=r"9 ranks need 9 task slots .* the cluster has 4 .* launch.num_ranks"):
         spark_dl.launch(_sum_of_ranks, 1.0, num_ranks=9)
@@ -454,7 +454,7 @@ def test_too_few_slots_is_an_error_within_seconds(spark):
 
 @pytest.mark.long_in("connect")
 @pytest.mark.parametrize("settings", [{"device": "cuda"}, {"device": "cuda", "gpus_per_rank": 0.5}], ids=str)
-def test_a_gpu_that_no_rank_can_get_is_an_error_before_any_task(spark, mode, monkeypatch, settings):
+def test_B23_a_gpu_that_no_rank_can_get_is_an_error_before_any_task(spark, mode, monkeypatch, settings):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     expected, settings = (RankError if mode == "connect" else ValueError), spark_dl.Launch(num_ranks=2, **settings)
     with pytest.raises(expected, match=r"launch\.(device: found 'cuda', but|gpus_per_rank: expected at most)"):
@@ -464,7 +464,7 @@ def test_a_gpu_that_no_rank_can_get_is_an_error_before_any_task(spark, mode, mon
 @pytest.mark.long_in("connect")
 @pytest.mark.slow
 @pytest.mark.modes("local", "connect")
-def test_a_busy_cluster_is_an_error_after_the_start_timeout(spark, mode):
+def test_B21_a_busy_cluster_is_an_error_after_the_start_timeout(spark, mode):
     def sleep(batches):
         time.sleep(25)
         yield from batches
@@ -517,7 +517,7 @@ def test_a_driver_whose_port_is_closed_gets_results_and_errors_all_the_same(spar
 
 
 @pytest.mark.modes("local")
-def test_what_cannot_be_pickled_is_named(spark):
+def test_B17_what_cannot_be_pickled_is_named(spark):
     class Model:
         def __init__(self):
             self.layers = {"guard": threading.Lock()}
@@ -545,7 +545,7 @@ _OF_JVM = (("context", "SparkContext"), ("rdd", r"\w*RDD"), ("column", "Column")
       (("spark", "SparkSession"), ("df", "DataFrame"))),
     *(pytest.param(*case, marks=pytest.mark.modes("local")) for case in _OF_JVM),
 ])  # fmt: skip
-def test_what_exists_on_the_driver_only_is_named_by_its_variable(spark, name, kind):
+def test_B17_what_exists_on_the_driver_only_is_named_by_its_variable(spark, name, kind):
     held = DRIVER_ONLY[name](spark)
     found = rf"is a {kind}, which exists on the driver only"
     with pytest.raises(ValueError, match=rf"^fn cannot be sent to the ranks: the variable `held` of `fn` {found}"):
@@ -568,7 +568,7 @@ def test_a_broadcast_variable_reaches_the_ranks(spark):
 
 
 @pytest.mark.modes("local")
-def test_what_cannot_be_returned_is_named(spark):
+def test_B30_what_cannot_be_returned_is_named(spark):
     with pytest.raises(RankError, match=r"result\['model'\]: cannot return a torch.nn.modules.linear.Linear"):
         spark_dl.launch(lambda: {"model": torch.nn.Linear(1, 1)}, num_ranks=2)
 
@@ -594,7 +594,7 @@ def test_F09_an_interrupt_on_the_driver_ends_the_ranks(spark):
 
 
 @pytest.mark.modes("local")
-def test_settings_under_which_ranks_cannot_run_are_refused(spark, monkeypatch):
+def test_B22_settings_under_which_ranks_cannot_run_are_refused(spark, monkeypatch):
     for key in ("spark.dynamicAllocation.enabled", "spark.python.worker.killOnIdleTimeout"):
         conf = {key: "true"}
         monkeypatch.setattr(preflight, "_conf", lambda spark, k, conf=conf: conf.get(k))

@@ -105,7 +105,7 @@ def test_resuming_in_an_epoch_with_other_rows_or_ranks_is_refused(spark, points,
 
 
 @pytest.mark.modes("local")
-def test_dense_and_sparse_vectors(spark):
+def test_B07_dense_and_sparse_vectors(spark):
     rows = [(Vectors.dense([1, 2, 3]),), (Vectors.sparse(3, [0, 2], [5.0, 6.0]),), (Vectors.sparse(3, [], []),)] * 5
     found = spark_dl.run_on_dataframe(_rows_of_rank, spark.createDataFrame(rows, ["v"]), num_ranks=2, batch_size=4)
     vectors = np.concatenate([f["columns"]["v"] for f in found])
@@ -163,7 +163,7 @@ def test_bad_rows_are_one_error(spark, case):
 
 @pytest.mark.modes("local")
 @pytest.mark.parametrize("rows", [0, 1, 3])
-def test_fewer_rows_than_ranks(spark, rows):
+def test_B10_fewer_rows_than_ranks(spark, rows):
     cached = spark.range(100).filter(f"id < {rows}").cache()
     for df in (cached, spark.range(100).limit(rows)):
         if rows == 0:
@@ -224,7 +224,7 @@ def test_an_error_of_the_dataframe_itself_is_not_swallowed(spark):
 
 
 @pytest.mark.modes("local")
-def test_too_few_slots(spark):
+def test_B20_too_few_slots(spark):
     with pytest.raises(RuntimeError, match="9 ranks need 9 task slots"):
         spark_dl.run_on_dataframe(_rows_of_rank, spark.range(9), num_ranks=9, batch_size=4)
 

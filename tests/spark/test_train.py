@@ -166,7 +166,7 @@ def test_nulls_of_a_dataset_of_others_are_dropped_or_filled_when_it_is_read(spar
 
 @pytest.mark.modes("local")
 @pytest.mark.parametrize("rows", [1, 3])
-def test_fewer_rows_than_ranks_train(spark, points, tmp_path, rows):
+def test_B10_fewer_rows_than_ranks_train(spark, points, tmp_path, rows):
     result = spark_dl.train(points.limit(rows), MLP, small_config(4), run_dir=str(tmp_path / "run"))
     assert (result.rows, result.steps) == (2 * rows, 2)
 
@@ -467,7 +467,7 @@ def test_errors_before_any_rank_starts(spark, points, tmp_path):
 
 
 @pytest.mark.modes("local")
-def test_an_unwritable_run_dir(spark, points, tmp_path):
+def test_B16_an_unwritable_run_dir(spark, points, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="cannot write to the run_dir"):
         spark_dl.train(points, MLP, small_config(2), run_dir=str(tmp_path / "file" / "run"))
@@ -481,7 +481,7 @@ def test_a_rank_that_raises_while_it_builds_the_model(spark, points, tmp_path):
 
 
 @pytest.mark.modes("local")
-def test_a_model_that_does_not_fit_the_features(spark, points, tmp_path):
+def test_B27_a_model_that_does_not_fit_the_features(spark, points, tmp_path):
     wrong = points.selectExpr("slice(features, 1, 3) AS features", "label")
     with pytest.raises(RankError, match="mat1 and mat2 shapes cannot be multiplied"):
         spark_dl.train(wrong, MLP, small_config(2), run_dir=str(tmp_path / "run"))

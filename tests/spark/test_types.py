@@ -69,7 +69,7 @@ def test_times_do_not_depend_on_the_session_s_time_zone(spark, tmp_path, zone):
     }  # fmt: skip
 
 
-def test_decimals_are_exact_or_an_error(spark, tmp_path):
+def test_B02_decimals_are_exact_or_an_error(spark, tmp_path):
     df = spark.sql("SELECT CAST(id - 1 AS DECIMAL(10,2)) / 8 AS a, CAST(id AS DECIMAL(38,0)) AS b FROM range(4)")
     shards = write(df, tmp_path, encode={"b": {"as": "float"}})
     scale = shards.columns[0].encoding.scale
@@ -125,7 +125,7 @@ def test_a_vocabulary_that_does_not_fit_is_an_error(spark, tmp_path, settings, m
     assert os.listdir(tmp_path / "d") == []
 
 
-def test_no_rows_are_an_error_before_words_are_missed(spark, tmp_path):
+def test_B08_no_rows_are_an_error_before_words_are_missed(spark, tmp_path):
     df = words(spark, *CITIES).select("city")
     encode = {"city": {"as": "vocabulary"}}
     with pytest.raises(ValueError, match="the DataFrame has no rows; training needs at least one"):
@@ -135,7 +135,7 @@ def test_no_rows_are_an_error_before_words_are_missed(spark, tmp_path):
 
 
 @pytest.mark.modes("local", "connect")
-def test_structs_are_flattened_and_vectors_mixed(spark, tmp_path):
+def test_B07_structs_are_flattened_and_vectors_mixed(spark, tmp_path):
     rows = [
         Row(user=Row(age=1, at=Vectors.dense([1, 2])), x=1),
         Row(user=Row(age=2, at=Vectors.sparse(2, [1], [5.0])), x=2),
@@ -155,7 +155,7 @@ NULLS = "SELECT IF(id % 10 = 3, NULL, id) AS a, IF(id % 10 = 4, double('NaN'), i
 
 
 @pytest.mark.modes("local", "connect")
-def test_dropped_and_filled_rows_are_counted_logged_and_kept(spark, tmp_path, caplog):
+def test_B03_dropped_and_filled_rows_are_counted_logged_and_kept(spark, tmp_path, caplog):
     shards = write(spark.sql(NULLS), tmp_path, nulls="drop", nonfinite="drop")
     assert shards.rows == 80
     assert shards.changes == Changes(20, {"a": 10, "b": 10}, {}) == read_shards(shards.url).changes

@@ -208,7 +208,7 @@ def test_lists_of_another_inner_shape_are_an_error():
     (3, 2**30 - 128, "set shards.rows_per_row_group to at most 1"),
     (1, 3 * 2**30, "a single row is larger: store smaller cells"),
 ])  # fmt: skip
-def test_what_does_not_fit_into_a_row_group_is_an_error_that_says_what_does(rows, size, change):
+def test_B06_what_does_not_fit_into_a_row_group_is_an_error_that_says_what_does(rows, size, change):
     column = Column("x", "bool", (size,), "ndarray")
     with pytest.raises(ValueError, match=rf"column 'x': {rows} row\(s\) of {size + 128} bytes do not fit .*; {change}"):
         cell_codec.encode(column, np.zeros((rows, size), dtype=bool))

@@ -252,7 +252,7 @@ def open_as_nobody(url, kind):
 
 @pytest.mark.parametrize("kind", ["ours", "external"])
 @pytest.mark.parametrize("what", ["folder", "file"])
-def test_what_may_not_be_read_is_an_error_that_names_it(tmp_path, kind, what):
+def test_B15_what_may_not_be_read_is_an_error_that_names_it(tmp_path, kind, what):
     if os.geteuid() != 0:
         pytest.skip("only root can start a process of another user")
     shards = dataset(tmp_path / "d")
@@ -281,7 +281,7 @@ def test_elements_of_a_ragged_column_that_cannot_be_are_refused(tmp_path, counts
 @pytest.mark.parametrize(
     "name", ["two words", "größe-模型", "a#b", "100%", "a%20b", "what?", "[x]", "a&b=c", "s3:", "~"]
 )
-def test_folders_and_files_of_any_name_are_opened(tmp_path, name):
+def test_B15_folders_and_files_of_any_name_are_opened(tmp_path, name):
     file = dataset(tmp_path / name).shards[0].name
     assert read_shards(str(tmp_path / name)).rows == 100
     assert read_shards((tmp_path / name).as_uri()).rows == 100
@@ -291,7 +291,7 @@ def test_folders_and_files_of_any_name_are_opened(tmp_path, name):
         assert open_parquet(url, ["id"]).rows == 32
 
 
-def test_a_path_without_a_scheme_is_a_local_one_and_the_error_says_so(tmp_path, monkeypatch):
+def test_B15_a_path_without_a_scheme_is_a_local_one_and_the_error_says_so(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=rf"no dataset at {tmp_path}/bucket/key: found nothing"):
         read_shards("bucket/key")

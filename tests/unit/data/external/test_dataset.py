@@ -122,7 +122,7 @@ def test_a_column_of_folders_and_files_is_what_the_files_say(tmp_path):
     assert sorted(found["year"]) == [9, 9]
 
 
-def test_a_column_that_only_some_files_have_names_one_with_it_and_one_without(tmp_path):
+def test_B14_a_column_that_only_some_files_have_names_one_with_it_and_one_without(tmp_path):
     (tmp_path / "year=1").mkdir()
     pq.write_table(table(rows=5), tmp_path / "year=1" / "a.parquet")
     pq.write_table(table(rows=5), tmp_path / "b.parquet")
@@ -196,7 +196,7 @@ def test_the_first_cell_with_values_gives_the_inner_shape_of_a_ragged_column(tmp
     assert rows_of(read_all(shards)["x"]) == [[]] * 2005 + [[[1, 2]], [[3, 4], [5, 6]]]
 
 
-def test_what_cannot_be_read_is_an_error_that_names_it(tmp_path):
+def test_B13_what_cannot_be_read_is_an_error_that_names_it(tmp_path):
     def fails(match, *names, url=tmp_path):
         with pytest.raises(ValueError, match=match):
             open_parquet(str(url), names or ["id"])
@@ -236,7 +236,7 @@ def spoil_footer_length(content):
 @pytest.mark.parametrize("spoil", [
     spoil_magic, spoil_footer, spoil_footer_length, lambda c: c[: len(c) // 2], lambda c: c[:3], lambda c: c + b"x",
 ])  # fmt: skip
-def test_a_damaged_footer_is_an_error_that_names_the_file_and_no_file_is_passed_by(tmp_path, spoil):
+def test_B13_a_damaged_footer_is_an_error_that_names_the_file_and_no_file_is_passed_by(tmp_path, spoil):
     for name in ("a.parquet", "b.parquet", "c.parquet"):
         pq.write_table(table(), tmp_path / name)
     (tmp_path / "b.parquet").write_bytes(spoil((tmp_path / "b.parquet").read_bytes()))
@@ -250,7 +250,7 @@ def test_a_damaged_footer_is_an_error_that_names_the_file_and_no_file_is_passed_
     ("_spark_metadata", "found _spark_metadata in it; a streaming query wrote it"),
     ("_delta_log", "found _delta_log in it; it is a Delta table"), (".hoodie", "it is a Hudi table"),
 ])  # fmt: skip
-def test_a_folder_whose_files_are_not_the_dataset_is_refused(tmp_path, folder, match):
+def test_B13_a_folder_whose_files_are_not_the_dataset_is_refused(tmp_path, folder, match):
     pq.write_table(table(), tmp_path / "a.parquet")
     (tmp_path / folder).mkdir(parents=True)
     with pytest.raises(ValueError, match=match):
@@ -298,7 +298,7 @@ def test_each_partition_may_be_a_job_of_its_own(tmp_path):
     assert open_parquet(str(tmp_path), ["id"]).rows == 10
 
 
-def test_what_spark_wrote_needs_the_file_that_it_writes_last(tmp_path):
+def test_B13_what_spark_wrote_needs_the_file_that_it_writes_last(tmp_path):
     partition = tmp_path / "year=2024" / "month=5"
     partition.mkdir(parents=True)
     pq.write_table(table(), partition / "part-00000-1b2c.snappy.parquet")
@@ -313,7 +313,7 @@ def test_what_spark_wrote_needs_the_file_that_it_writes_last(tmp_path):
         assert open_parquet(str(folder), ["id"]).rows == ROWS
 
 
-def test_files_may_differ_in_the_order_and_number_of_columns_and_in_what_may_be_null(tmp_path):
+def test_B14_files_may_differ_in_the_order_and_number_of_columns_and_in_what_may_be_null(tmp_path):
     """Columns are read by name."""
     ids = pa.array(range(10))
     required = pa.schema([pa.field("id", pa.int64(), nullable=False), pa.field("x", pa.float32(), nullable=False)])
@@ -328,7 +328,7 @@ def test_files_may_differ_in_the_order_and_number_of_columns_and_in_what_may_be_
     pa.array(["1"] * 5), pa.array([1.0] * 5, pa.float32()), pa.array([1] * 5, pa.uint64()),
     pa.array([True] * 5), pa.array([b"1"] * 5, pa.large_binary()),
 ])  # fmt: skip
-def test_a_type_that_differs_between_files_names_both(tmp_path, other):
+def test_B14_a_type_that_differs_between_files_names_both(tmp_path, other):
     pq.write_table(table(), tmp_path / "a.parquet")
     pq.write_table(table(), tmp_path / "b.parquet")
     pq.write_table(pa.table({"id": other}), tmp_path / "c.parquet")
@@ -337,7 +337,7 @@ def test_a_type_that_differs_between_files_names_both(tmp_path, other):
         open_parquet(str(tmp_path), ["id"])
 
 
-def test_empty_files_and_row_groups_are_no_rows(tmp_path):
+def test_B09_empty_files_and_row_groups_are_no_rows(tmp_path):
     full = table(rows=7)
     empty = full.slice(0, 0)
     with pq.ParquetWriter(tmp_path / "a.parquet", full.schema) as writer:

@@ -150,14 +150,14 @@ def test_memory_for_one_window_per_stream_is_enough(tmp_path, window_rows, threa
     assert all(bool((b["x"] == b["id"][:, None]).all()) for _, _, b in found)
 
 
-def test_a_row_group_that_does_not_fit_into_memory_is_an_error_with_both_sizes(tmp_path):
+def test_B12_a_row_group_that_does_not_fit_into_memory_is_an_error_with_both_sizes(tmp_path):
     shards = write_dataset(str(tmp_path / "d"), {"x": np.zeros((20, 1 << 17)), "id": np.arange(20)}, 10, 20)
     with pytest.raises(ValueError, match=r"has 10 rows of 1048584 bytes, 10 MiB; .* loader.memory_mib=9; raise"):
         loaders(shards, 1, config(batch=8, memory_mib=9))
     loaders(shards, 1, config(batch=8, memory_mib=11))
 
 
-def test_a_batch_that_does_not_fit_into_memory_is_an_error_with_both_sizes(tmp_path):
+def test_B12_a_batch_that_does_not_fit_into_memory_is_an_error_with_both_sizes(tmp_path):
     """12 rows of 1 MiB, of which each of 4 ranks has 3."""
     shards = write_dataset(str(tmp_path / "d"), {"x": np.zeros((20, 1 << 17)), "id": np.arange(20)}, 1, 20)
     message = (
@@ -205,7 +205,7 @@ def test_columns_without_elements_are_read(tmp_path):
     assert sum(float(batch["weight"].sum()) for _, _, batch in found) == 30
 
 
-def test_one_row_that_does_not_fit_into_memory_is_an_error_with_both_sizes(tmp_path):
+def test_B12_one_row_that_does_not_fit_into_memory_is_an_error_with_both_sizes(tmp_path):
     shards = write_dataset(str(tmp_path / "d"), {"x": np.zeros((2, 1 << 18)), "id": np.arange(2)}, 1, 1)
     with pytest.raises(ValueError, match=r"has 1 rows of 2097160 bytes, 2 MiB; .* loader.memory_mib=1; raise"):
         loaders(shards, 1, config(memory_mib=1))

@@ -82,6 +82,11 @@ def missing_on_executors(error: str) -> str | None:
     error: Spark's message.
     """
     found = re.search(r"No module named '?((?:spark_dl|torch|numpy|pandas|pyarrow)[\w.]*)", error)
+    if not found and re.search(r"(?:Can't get attribute .* on <module|cannot import name .* from) 'spark_dl", error):
+        return (
+            "the executors' Python has another version of spark_dl than the driver; install the same version, or set "
+            "PYSPARK_PYTHON to an interpreter that has it"
+        )
     return found and (
         f"the executors' Python has no {found.group(1)}; set PYSPARK_PYTHON to an interpreter that has spark_dl (of "
         "this version) and torch, or install them there"

@@ -19,6 +19,7 @@ from spark_dl.doctor import on_rank
 from spark_dl.doctor.findings import ERROR, OK, WARNING, Diagnosis, Finding, sort
 from spark_dl.launch import preflight
 from spark_dl.launch.barrier import run_barrier
+from spark_dl.launch.peers import versions
 from spark_dl.launch.session import find_session
 from spark_dl.spark_job import describe
 
@@ -90,7 +91,7 @@ def _slots(spark: Any, num_ranks: int) -> str:
 
 
 def _versions(ranks: Ranks) -> Iterator[Finding]:
-    for what, own in on_rank.versions().items():
+    for what, own in versions().items():
         others = _grouped(ranks, operator.itemgetter(what))
         if set(others) == {own}:
             continue
@@ -101,7 +102,7 @@ def _versions(ranks: Ranks) -> Iterator[Finding]:
             f"version of {what}", ERROR if differ else WARNING, f"{own} on the driver; {told}",
             f"install the same version of {what} on the driver and on all executors",
         )  # fmt: skip
-    yield Finding("versions", OK, ", ".join(f"{what} {own}" for what, own in on_rank.versions().items()))
+    yield Finding("versions", OK, ", ".join(f"{what} {own}" for what, own in versions().items()))
 
 
 def _links(ranks: Ranks) -> Iterator[Finding]:

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import resource
 import shutil
 import socket
 import time
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
 import torch
 
 from spark_dl import storage
-from spark_dl._version import __version__
 from spark_dl.checks.storage import delete_probe, is_there
 from spark_dl.doctor import links
+from spark_dl.launch.peers import versions
 from spark_dl.launch.rank.sender import Reporter
 from spark_dl.launch.rank.task import RankResult, local_folders
 from spark_dl.launch.rendezvous import host_of
@@ -58,14 +55,6 @@ def examine(run_dir: str, secret: bytes, timeout_s: float, *, report: Reporter) 
         context.barrier()  # until all have looked
         delete_probe(probe)
     return RankResult(task, json.dumps(facts))
-
-
-def versions() -> dict[str, str]:
-    """Returns the versions that a diagnosis compares with those of the driver."""
-    return {
-        "python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__,
-        "pyarrow": pa.__version__, "spark_dl": __version__,
-    }  # fmt: skip
 
 
 def _limits() -> dict[str, Any]:

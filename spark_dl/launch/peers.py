@@ -8,16 +8,25 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
+import numpy
+import pyarrow
 import torch
 import torch.distributed as dist
 
 from spark_dl._version import __version__
 from spark_dl.config import Launch
 from spark_dl.launch import gpus
+
+
+class VersionError(RuntimeError):
+    """Hosts have different versions. Another attempt would find the same."""
+
+    is_retryable = False
+
 
 _MUST_AGREE = ("python", "torch", "spark_dl", "device_type")
 
@@ -106,7 +115,8 @@ def check_peers(peers: Sequence[Peer], launch: Launch) -> None:
             same = "set launch.device, or use executors with equal devices" if what == "device_type" else (
                 f"install the same version of {what} on all executors"
             )  # fmt: skip
-            raise RuntimeError(f"the ranks do not agree on {what}: {table}; {same}")
+            kind = RuntimeError if what == "device_type" else VersionError
+            raise kind(f"the ranks do not agree on {what}: {table}; {same}")
     may_share = launch.gpus_per_rank != "auto" and launch.gpus_per_rank < 1
     for a, b, gpu in [] if may_share else sharing(peers):
         if a.executor != b.executor:
@@ -116,6 +126,39 @@ def check_peers(peers: Sequence[Peer], launch: Launch) -> None:
                 "prints must not be printed for another executor. If ranks shall share a GPU, set "
                 "launch.gpus_per_rank below 1"
             )
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of this process. On any side."""
+    return {
+        "python": platform.python_version(), "spark_dl": __version__, "torch": str(torch.__version__),
+        "numpy": numpy.__version__, "pyarrow": pyarrow.__version__,
+    }  # fmt: skip
+
+
+def check_versions(driver: Mapping[str, str], own: Mapping[str, str], host: str) -> None:
+    """Raises VersionError if this executor has another spark_dl, or another minor version of torch, than the driver.
+
+    Functions, settings and results travel between both. The error has all versions that differ. Spark itself compares
+    the minor versions of Python. driver, own: from `versions`.
+    """
+    strict = {
+        "spark_dl": (driver["spark_dl"], own["spark_dl"]),
+        "torch": (_minor(driver["torch"]), _minor(own["torch"])),
+    }
+    if all(there == here for there, here in strict.values()):
+        return
+    table = ", ".join(f"{name} {own[name]} there and {driver[name]} on the driver" for name in driver
+                      if own[name] != driver[name])  # fmt: skip
+    raise VersionError(
+        f"the Python of the executor on {host} has other versions than the driver: {table}; install the versions of "
+        "the driver on the executors, or set PYSPARK_PYTHON to an interpreter that has them"
+    )
+
+
+def _minor(version: str) -> str:
+    """Returns `2.13` of `2.13.0+cpu`."""
+    return ".".join(version.split("+")[0].split(".")[:2])
 
 
 def sharing(peers: Sequence[Peer]) -> list[tuple[Peer, Peer, str]]:

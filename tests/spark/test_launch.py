@@ -6,6 +6,7 @@ import datetime
 import importlib
 import os
 import pathlib
+import re
 import signal
 import sys
 import threading
@@ -591,6 +592,17 @@ def test_F09_an_interrupt_on_the_driver_ends_the_ranks(spark):
         )  # fmt: skip
     for pid in pids:
         _assert_pid_ends(pid)
+
+
+@pytest.mark.modes("local")
+def test_B19_an_executor_with_another_torch_than_the_driver_is_an_error_before_the_function_runs(spark, monkeypatch):
+    there = re.escape(torch.__version__)
+    monkeypatch.setattr(torch, "__version__", "1.0.2")  # on the driver, not in its workers
+    message = rf"VersionError: the Python of the executor on \S+ has other versions than the driver: torch {there}"
+    with pytest.raises(RankError, match=rf"{message} there and 1\.0\.2 on the driver; install the versions of the"):
+        spark_dl.launch(os._exit, 3, num_ranks=2)
+    monkeypatch.undo()
+    assert spark_dl.launch(_rank, num_ranks=2) == [0, 1]
 
 
 @pytest.mark.modes("local")

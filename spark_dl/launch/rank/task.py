@@ -20,6 +20,7 @@ import pyarrow as pa
 from spark_dl.config import Launch
 from spark_dl.launch import payload
 from spark_dl.launch.failures.describe import describe, failed_in_task
+from spark_dl.launch.peers import check_versions, versions
 from spark_dl.launch.rank import status
 from spark_dl.launch.rank.children import ended_with_rank
 from spark_dl.launch.rank.environment import applied
@@ -79,6 +80,8 @@ def rank_task(
     has_log: whether this process writes to the log of an executor, and not to the terminal of the driver.
     """
 
+    driver = versions()
+
     def run_rank(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         if not has_source:
             # Spark reuses a Python worker, with torch already imported, only if its input was consumed.
@@ -102,6 +105,7 @@ def rank_task(
                 ended_with_rank(),
                 applied(env),
             ):
+                check_versions(driver, versions(), me["host"])
                 if len(infos) != launch.num_ranks:
                     raise RuntimeError(
                         f"Spark started {len(infos)} tasks for {launch.num_ranks} ranks; the DataFrame must have one "

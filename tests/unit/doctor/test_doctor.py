@@ -4,13 +4,14 @@ import json
 
 import pytest
 
-from spark_dl.doctor import doctor, on_rank
+from spark_dl.doctor import doctor
 from spark_dl.doctor.findings import ERROR, OK, WARNING, Diagnosis, Finding, sort
+from spark_dl.launch.peers import versions
 
 
 def rank(host, **changed):
     return {
-        "host": host, "address": f"10.0.0.{host[-1]}", "interface": "eth0", "pid": 7, **on_rank.versions(),
+        "host": host, "address": f"10.0.0.{host[-1]}", "interface": "eth0", "pid": 7, **versions(),
         "gpus": [], "disk_free_bytes": 50 << 30, "shm_free_bytes": 1 << 30, "open_files": 65536, "writes": "",
         "missing": [], "time": 100.0, "mbit_per_s": [900.0] * 3, "link_errors": {}, **changed,
     }  # fmt: skip
@@ -57,7 +58,7 @@ def test_one_rank_that_differs_is_named_with_what_to_change(changed, check, leve
     assert key in found[0].change
 
 
-def test_a_version_that_only_the_driver_has_is_a_warning():
+def test_B19_a_version_that_only_the_driver_has_is_a_warning():
     (found,) = [f for f in findings(*(rank(f"host{i}", torch="2.0") for i in (1, 2, 3))) if f.level != OK]
     assert (found.check, found.level) == ("version of torch", WARNING)
 

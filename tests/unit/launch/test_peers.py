@@ -1,6 +1,7 @@
 """What follows from what the ranks tell each other: who becomes which rank, who does not fit together, the backend."""
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -8,7 +9,19 @@ import torch.distributed as dist
 
 from spark_dl import Launch
 from spark_dl.launch import gpus
-from spark_dl.launch.peers import Peer, backend_of, check_peers, child_env, deal_ranks, describe, from_json, sharing
+from spark_dl.launch.peers import (
+    Peer,
+    VersionError,
+    backend_of,
+    check_peers,
+    check_versions,
+    child_env,
+    deal_ranks,
+    describe,
+    from_json,
+    sharing,
+    versions,
+)
 
 
 def peers(hosts, **different):
@@ -61,12 +74,35 @@ def test_peers_that_agree_pass():
     check_peers(on_gpus("ab", ["01", "01"]), Launch())
 
 
+DRIVER = {"python": "3.11.7", "spark_dl": "0.5.0", "torch": "2.13.0+cpu", "numpy": "2.2.0", "pyarrow": "19.0.0"}
+
+
+@pytest.mark.parametrize(("own", "table"), [
+    ({"torch": "2.10.1+cu126"}, "torch 2.10.1+cu126 there and 2.13.0+cpu on the driver"),
+    ({"spark_dl": "0.4.0", "numpy": "1.26.4"},
+     "spark_dl 0.4.0 there and 0.5.0 on the driver, numpy 1.26.4 there and 2.2.0 on the driver"),
+])  # fmt: skip
+def test_B19_other_versions_than_the_driver_s_are_an_error_with_all_that_differ(own, table):
+    message = f"the Python of the executor on h has other versions than the driver: {table}; install the versions of"
+    with pytest.raises(VersionError, match=f"^{re.escape(message)}"):
+        check_versions(DRIVER, {**DRIVER, **own}, "h")
+    assert not VersionError.is_retryable
+
+
+@pytest.mark.parametrize("own", [
+    {}, {"torch": "2.13.1+cu126"}, {"numpy": "1.26.4", "pyarrow": "14.0.2", "python": "3.11.9"},
+])  # fmt: skip
+def test_B19_versions_that_work_together_pass(own):
+    check_versions(DRIVER, {**DRIVER, **own}, "h")
+    assert versions().keys() == DRIVER.keys()
+
+
 @pytest.mark.parametrize(("what", "values"), [
     ("python", ["3.11.7", "3.11.7", "3.10.1"]),
     ("torch", ["2.6.0", "2.7.0", "2.6.0"]),
     ("spark_dl", ["0.1.0", "0.1.0", "0.2.0"]),
 ])  # fmt: skip
-def test_another_version_is_an_error_with_the_version_of_every_rank(what, values):
+def test_B19_another_version_is_an_error_with_the_version_of_every_rank(what, values):
     with pytest.raises(RuntimeError, match=f"do not agree on {what}") as caught:
         check_peers(peers("aab", **{what: values}), Launch())
     for task, (host, value) in enumerate(zip("aab", values, strict=True)):

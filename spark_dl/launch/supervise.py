@@ -49,7 +49,7 @@ def run_attempts(
         wait_s = backoff_s(len(failures), launch.restart_wait_s)
         _log.warning(
             "%s; starting the ranks again in %.1f s (restart %d of %d)",
-            failures[-1].reason, wait_s, len(failures), max_restarts,
+            failures[-1].reason.replace("\n", "\n    "), wait_s, len(failures), max_restarts,  # no line as of the log
         )  # fmt: skip
         on_restart(failures[-1], len(failures))
         time.sleep(wait_s)

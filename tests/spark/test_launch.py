@@ -605,6 +605,20 @@ def test_B19_an_executor_with_another_torch_than_the_driver_is_an_error_before_t
     assert spark_dl.launch(_rank, num_ranks=2) == [0, 1]
 
 
+@pytest.mark.modes("local", "connect")
+@pytest.mark.slow_in("connect")
+def test_B36_a_hostile_error_survives_its_way_to_the_driver(spark):
+    def work():
+        raise ValueError("\x1b[31mred\x1b[0m {x} %s ä\udcff\r" + "y" * 10_000 + "\nINFO all is well")
+
+    with pytest.raises(RankError, match=r"failed: ValueError: red {x} %s ä\\udcff\\r" + "y" * 3000) as caught:
+        spark_dl.launch(work, num_ranks=1)
+    assert "\x1b" not in str(caught.value)
+    assert "\r" not in str(caught.value)
+    assert str(caught.value).encode().decode() == str(caught.value)
+    assert len(caught.value.reason) < 5000
+
+
 @pytest.mark.modes("local")
 def test_B22_settings_under_which_ranks_cannot_run_are_refused(spark, monkeypatch):
     for key in ("spark.dynamicAllocation.enabled", "spark.python.worker.killOnIdleTimeout"):

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spark_dl.launch.failures.errors import OtherRankError
+from spark_dl.launch.failures.shown_error import harmless
 from spark_dl.launch.rank import status
 from spark_dl.launch.rank.script import ScriptError
 
@@ -33,16 +34,18 @@ def describe(
 ) -> dict[str, Any]:
     """Returns a failure as plain data. Called on a rank. `me` has its `task`, `host`, `pid`, and `rank` if known.
 
+    Its texts can come from the data. Control characters are written out, so that a log shows them as they are.
+
     output: the last lines of the rank, each with its stream. is_shown: whether the driver has got them already.
     """
-    lines = "\n".join(line for _, line in output)[-_OUTPUT_CHARACTERS:]
+    lines = harmless("\n".join(line for _, line in output)[-_OUTPUT_CHARACTERS:])
     found = {**status.now(), **me, "error": _text_of(error), "is_retryable": is_retryable(error)}
     if isinstance(error, ScriptError):
         # The program's own traceback is in its output, and says whether it failed because of another rank.
-        return {**found, "error": str(error), "output": lines, "is_secondary": _is_of_lost_connection(lines)}
+        return {**found, "error": harmless(str(error)), "output": lines, "is_secondary": _is_of_lost_connection(lines)}
     if isinstance(error, SystemExit):
         found["error"] = f"the function ended with exit code {error.code} (sys.exit)"
-    frames = "".join(traceback.format_exception(error))[-16000:]
+    frames = harmless("".join(traceback.format_exception(error))[-16000:])
     return {
         **found,
         "traceback": frames,
@@ -53,7 +56,7 @@ def describe(
 
 def _text_of(error: BaseException) -> str:
     try:
-        return f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS] + _killed_worker(error)
+        return harmless(f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS] + _killed_worker(error))
     except Exception as second:  # in its `__str__`
         return f"{type(error).__name__} (its message cannot be printed: {type(second).__name__})"
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 _PACKAGE = Path(__file__).parents[2]
 _SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]P^_X][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]*[0-~])")
 """Escape sequences of terminals: colors, and also titles, links and the clipboard."""
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-"""Control characters, and those that change the direction of text."""
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters, other ends of lines, what changes the direction of text, and what UTF-8 does not have."""
 _FRAME = re.compile(r'^  File "(.+?)", line (\d+), in (.+)\n((?:    .*\n)*)', re.MULTILINE)
 
 

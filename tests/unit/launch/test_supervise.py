@@ -73,6 +73,18 @@ def test_other_failures_do_not(errors):
     assert len(attempts_of(errors)) == 3
 
 
+def test_B36_a_reason_of_several_lines_forges_no_line_of_the_log(caplog):
+    failures = [RankError("rank 0 failed: OSError: no\n2026-01-01 INFO all is well", rank=0, host="a", pid=1)]
+
+    def attempt(number):
+        if failures:
+            raise failures.pop()
+        return number
+
+    assert run_attempts(attempt, Launch(restart_wait_s=0.0)) == 1
+    assert "OSError: no\n    2026-01-01 INFO all is well; starting the ranks again" in caplog.text
+
+
 class UserError(RuntimeError):
     is_retryable = False
 

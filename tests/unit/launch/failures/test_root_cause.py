@@ -3,7 +3,7 @@
 import pytest
 
 from spark_dl import RankError
-from spark_dl.launch.failures.describe import describe, is_secondary
+from spark_dl.launch.failures.describe import describe, failed_in_task, failure_in, is_secondary
 from spark_dl.launch.failures.root_cause import root_cause
 from spark_dl.launch.rank.script import ScriptError
 
@@ -139,6 +139,31 @@ def test_an_exception_that_cannot_be_printed_is_named_by_its_type():
     failure = describe(SilentError(), {"task": 0, "host": "a", "pid": 1})
     assert failure["error"] == "SilentError (its message cannot be printed: ZeroDivisionError)"
     assert failure["is_secondary"] is False
+
+
+HOSTILE = "\x1b[31mred\x1b[0m {x} %s %(y)s ä\udcff\r\x00\x9b2J\u2028\u202e"
+HARMLESS = r"red {x} %s %(y)s ä\udcff\r\x00\x9b2J\u2028\u202e"
+
+
+def test_B36_control_characters_of_an_error_are_written_out_wherever_they_come_from():
+    me, lines = {"task": 0, "host": "a", "pid": 1}, [("stdout", HOSTILE)]
+    failure = describe(ValueError(f"{HOSTILE}\nINFO all is well"), me, lines, is_shown=False)
+    assert failure["error"] == f"ValueError: {HARMLESS}\nINFO all is well"
+    assert f"ValueError: {HARMLESS}\nINFO all is well\n" in failure["traceback"]
+    assert failure["output"] == HARMLESS
+    error = root_cause([{"kind": "failed", **failure_in(str(failed_in_task(failure)))}], {}, None, {})
+    assert f"failed: ValueError: {HARMLESS}\nINFO" in str(error)
+    str(error).encode()
+    assert not set(str(error)) & {"\x1b", "\r", "\x00", "\x9b", "\u2028", "\u202e"}
+    script = describe(ScriptError(f"{HOSTILE} ended"), me, lines)
+    assert (script["error"], script["output"]) == (f"{HARMLESS} ended", HARMLESS)
+
+
+@pytest.mark.parametrize("length", [3_000, 10_000, 1_000_000])
+def test_B36_a_long_error_is_cut(length):
+    failure = describe(ValueError("x" * length), {"task": 0, "host": "a", "pid": 1})
+    assert failure["error"] == ("ValueError: " + "x" * length)[:4000]
+    assert len(failure["traceback"]) <= 16_000
 
 
 @pytest.mark.parametrize(("text", "name"), [

@@ -118,6 +118,7 @@ def call(
                 if end.code not in (None, 0):
                     raise
                 result = None
+        world.report({"kind": "returned"})  # before the group ends, which is an error for ranks that still use it
         return RankResult(world.rank, result)
 
 

@@ -294,8 +294,8 @@ class _Watch:
             self._running = len(self._known)
         elif kind in ("stack", CRASH):
             self._known.setdefault(event["task"], {})[kind] = event["stack" if kind == "stack" else "text"]
-        elif kind == "done":
-            self._known.setdefault(event["task"], {})["is_done"] = True
+        elif kind in ("returned", "done"):
+            self._known.setdefault(event["task"], {})[f"is_{kind}"] = True
         elif kind == "tasks":
             self._running = max(self._running, event["running"])
         elif kind == "computing":

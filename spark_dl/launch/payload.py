@@ -25,6 +25,12 @@ _LEVEL = 3
 """Level of zstd. A table of millions of row groups is 300 times larger with level 1, as its rows are similar."""
 
 
+class MissingModuleError(RuntimeError):
+    """A module of the user is missing on an executor. Another attempt would miss it, too."""
+
+    is_retryable = False
+
+
 def pack_call(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
     """Pickles a call, with the sources of modules beside the user's program. Called on the driver.
 
@@ -54,9 +60,9 @@ def unpack_call(packed: bytes) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         sources.install(found)
         call: tuple[Any, tuple[Any, ...], dict[str, Any]] = pickle.loads(pickled)  # noqa: S301 - from the driver
     except ModuleNotFoundError as error:
-        raise RuntimeError(
-            f"no module {error.name!r} on this executor (Python is {sys.executable}); install it there, or send it "
-            "with spark-submit --py-files"
+        raise MissingModuleError(
+            f"no module {error.name!r} on this executor (Python is {sys.executable}, sys.path begins with "
+            f"{sys.path[:3]}); install it there, or send it with spark-submit --py-files"
         ) from error
     return call
 

@@ -29,6 +29,7 @@ import torch.distributed.nn.functional
 from spark_dl.config import Launch
 from spark_dl.launch import gpus
 from spark_dl.launch.failures import first_failure
+from spark_dl.launch.failures.errors import OtherRankError
 from spark_dl.launch.peers import Peer, backend_of, check_peers, child_env, deal_ranks, describe, from_json, sharing
 from spark_dl.launch.rank.environment import restored_process, torchrun_env
 from spark_dl.launch.rank.ports import closed_when_connected
@@ -233,6 +234,11 @@ def _open_store(
 
 
 def _unreachable(first: Peer, launch: Launch, error: Exception) -> RuntimeError:
+    if isinstance(error, EOFError):  # the port was open
+        return OtherRankError(
+            f"task 0 at {first.address}:{first.port} has closed the connection of a rank on {socket.gethostname()}; "
+            "it has probably failed"
+        )
     return RuntimeError(
         f"a rank on {socket.gethostname()} cannot reach task 0 at {first.address}:{first.port} within "
         f"{launch.start_timeout_s:g} s: {error}; executors must reach each other on any port"

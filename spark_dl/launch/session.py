@@ -63,7 +63,7 @@ def find_session(data: Any = None, spark: Any = None) -> Any:
     """Returns `spark`, else the session of a DataFrame, else that of this thread, else that of the process.
 
     data: a DataFrame, a mapping of names to data, or other data, which has no session.
-    Raises ValueError if `spark` is no session, and RuntimeError if there is none.
+    Raises ValueError if `spark` is no session, and in a task; RuntimeError if there is none.
     """
     if spark is not None:
         if not hasattr(spark, "createDataFrame"):
@@ -80,6 +80,13 @@ def find_session(data: Any = None, spark: Any = None) -> Any:
         # interrupt of a cell, which ends the connection to that thread. `active` then returns the process's session.
         return _with_own_python(SparkSession.active())
     except PySparkRuntimeError as error:
+        from pyspark import TaskContext
+
+        if TaskContext.get() is not None:
+            raise ValueError(
+                "found a task of a Spark job, such as a rank; expected the driver, as a task cannot start jobs; call "
+                "it on the driver, and use spark_dl.open_dataset to read rows on a rank"
+            ) from error
         raise RuntimeError(
             "no active Spark session; create one, with SparkSession.builder.getOrCreate() or spark_dl.build_session, "
             "or pass it: spark=..."

@@ -30,8 +30,14 @@ def begin_attempt(
     """
     if resume and overwrite:
         raise ValueError("resume and overwrite exclude each other")
-    check_folder(run_dir, overwrite=overwrite)
-    step = checkpoint.last_step(run_dir)
+    try:
+        check_folder(run_dir, overwrite=overwrite)
+        step = checkpoint.last_step(run_dir)
+    except OSError as error:
+        raise ValueError(
+            f"cannot read the run_dir {run_dir}: {error}; check the path, its permissions and its links, or use "
+            "another run_dir"
+        ) from error
     if step is not None and not resume and not overwrite:
         raise ValueError(
             f"{run_dir} already has checkpoints (the last one of step {step}); set resume to continue from "

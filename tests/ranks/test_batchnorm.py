@@ -46,7 +46,7 @@ def test_same_as_one_process(tmp_path, num_ranks, rows):
     assert_same_training(tmp_path, config, rows, spec=NORMALIZED)
 
 
-def test_micro_batches_without_a_true_row_do_no_harm(tmp_path):
+def test_B29_micro_batches_without_a_true_row_do_no_harm(tmp_path):
     """Three rows on two ranks, in five micro-batches: most of them have none, on no rank."""
     config = small_config(2, train={"accumulation_steps": 5}, parallel=DDP(sync_batchnorm=True))
     train(make_run(tmp_path, config, spec=NORMALIZED, rows=51))

@@ -23,7 +23,7 @@ from spark_dl import Launch, RankError
 from spark_dl.launch import barrier, preflight, session
 from spark_dl.launch.watch import Listener
 from tests.builders.datasets import write_dataset
-from tests.builders.models import MLP, blobs, small_config
+from tests.builders.models import MLP, blobs, same_bits, small_config
 
 
 def _sum_of_ranks(scale, offset=0):
@@ -617,6 +617,65 @@ def test_B36_a_hostile_error_survives_its_way_to_the_driver(spark):
     assert "\r" not in str(caught.value)
     assert str(caught.value).encode().decode() == str(caught.value)
     assert len(caught.value.reason) < 5000
+
+
+@pytest.mark.modes("local")
+@pytest.mark.parametrize("calls", [pytest.param("some", marks=pytest.mark.slow), "all"])
+def test_B31_a_barrier_that_a_rank_does_not_call_names_that_rank(spark, calls):
+    def work():
+        dist.init_process_group("gloo")
+        if dist.get_rank() == 1 and calls == "some":
+            return "left"
+        dist.barrier()
+        return "waited"
+
+    if calls == "all":
+        assert spark_dl.launch(work, num_ranks=3) == ["waited"] * 3
+        return
+    start, left = time.monotonic(), r"rank 1 on \S+ \(pid \d+\) had returned from the function before, .*barrier\(\)"
+    with pytest.raises(RankError, match=left):
+        spark_dl.launch(work, num_ranks=3, settings=Launch(collective_timeout_s=8))
+    assert time.monotonic() - start < 40
+
+
+@pytest.mark.modes("local")
+@pytest.mark.parametrize(("backend", "message"), [
+    ("nccl", "NCCL|no GPUs found"), ("glooo", "Unknown backend type glooo|Invalid backend: 'glooo'"),
+])  # fmt: skip
+def test_B24_a_backend_that_is_not_there_is_named_at_once(spark, backend, message):
+    def work():
+        dist.init_process_group(backend)
+        dist.barrier()
+
+    start = time.monotonic()
+    with pytest.raises(RankError, match=rf"(?s)rank \d on \S+ \(pid \d+\) failed: \w+: .*({message})"):
+        spark_dl.launch(work, num_ranks=2)
+    assert time.monotonic() - start < 40  # launch.collective_timeout_s is 300
+
+
+@pytest.mark.modes("local")
+def test_B35_a_call_within_a_task_is_an_error_that_says_so(spark):
+    message = "found a task of a Spark job, such as a rank; expected the driver, as a task cannot start jobs"
+    with pytest.raises(RankError, match=f"ValueError: {message}"):
+        spark_dl.launch(lambda: spark_dl.launch(_rank, num_ranks=1), num_ranks=1)
+    with pytest.raises(RankError, match=f"ValueError: {message}"):
+        spark_dl.launch(lambda: spark_dl.train("data", MLP, small_config(1)), num_ranks=1)
+
+
+@pytest.mark.modes("local")
+def test_B35_two_runs_at_once_in_one_session_have_the_weights_of_each_alone(spark, tmp_path):
+    url = str(tmp_path / "data")
+    write_dataset(url, blobs(96))
+
+    def train(name, seed):
+        config, run_dir = small_config(2, train={"seed": seed}), str(tmp_path / name)
+        result = spark_dl.train(url, MLP, config, run_dir=run_dir, spark=spark, progress=False)
+        return result.load_model(MLP).state_dict()
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        together = [job.result(60) for job in [pool.submit(train, f"together-{seed}", seed) for seed in (1, 2)]]
+    for seed, weights in zip((1, 2), together, strict=True):
+        assert same_bits(weights, train(f"alone-{seed}", seed))
 
 
 @pytest.mark.modes("local")

@@ -224,7 +224,7 @@ os._exit(0)
 @pytest.mark.parametrize(("how", "cause"), [
     ("stop", "the Spark session was stopped (spark.stop())"), ("kill", "the JVM of Spark's driver has ended"),
 ])  # fmt: skip
-def test_a_session_that_ends_is_the_cause_and_not_a_killed_rank(tmp_path, how, cause):
+def test_B35_a_session_that_ends_is_the_cause_and_not_a_killed_rank(tmp_path, how, cause):
     (tmp_path / "script.py").write_text(SESSION_ENDS)
     done = subprocess.run(
         [sys.executable, tmp_path / "script.py", how], env=job_environment(), cwd=tmp_path, timeout=100,

@@ -209,7 +209,7 @@ def test_events_reach_the_driver_while_ranks_train(spark, mode, points, tmp_path
 @pytest.mark.slow
 @pytest.mark.modes("local")
 @pytest.mark.parametrize("strategy", [spark_dl.DDP(), spark_dl.TreeReduce()], ids=lambda s: s.strategy)
-def test_a_function_for_events_that_raises_ends_the_run_and_the_next_run_works(points, tmp_path, strategy):
+def test_B34_a_function_for_events_that_raises_ends_the_run_and_the_next_run_works(points, tmp_path, strategy):
     def stop_at_3(event):
         if event["kind"] == "step" and event["step"] >= 3:
             raise LookupError("enough")
@@ -223,7 +223,7 @@ def test_a_function_for_events_that_raises_ends_the_run_and_the_next_run_works(p
 
 
 @pytest.mark.modes("local", "connect")
-def test_train_and_evaluate_work_in_any_thread_and_take_a_session(spark, points, tmp_path):
+def test_B35_train_and_evaluate_work_in_any_thread_and_take_a_session(spark, points, tmp_path):
     shards = spark_dl.write_shards(points, str(tmp_path / "data"))
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         args = (shards.url, MLP, small_config(2))
@@ -412,7 +412,7 @@ def _fails_to_build():
 
 
 @pytest.mark.modes("local")
-def test_a_run_goes_on_in_an_epoch_only_with_the_dataset_that_it_was_trained_on(spark, points, tmp_path):
+def test_B32_a_run_goes_on_in_an_epoch_only_with_the_dataset_that_it_was_trained_on(spark, points, tmp_path):
     path, run_dir = str(tmp_path / "data"), str(tmp_path / "run")
     points.drop("name").write.parquet(path)
     stopped = small_config(2, train={"epochs": 2, "max_steps": 3})

@@ -53,7 +53,7 @@ def root_cause(
             "raise launch.collective_timeout_s"
         ), known, raised)  # fmt: skip
     if raised:
-        return _error_of(raised[0])
+        return _error_of(raised[0], _left_early(raised[0], known))
     text = str(error)
     if missing := missing_on_executors(text):
         return RuntimeError(f"{missing}. Spark's error: {_last_lines(text)}")
@@ -163,10 +163,21 @@ def _names(tasks: list[int], known: Mapping[int, Mapping[str, Any]]) -> str:
     return ", ".join(f"{name_of(rank, task)} on {host} (pid {pid})" for task, rank, host, pid in found)
 
 
-def _error_of(failure: Mapping[str, Any]) -> RankError:
+def _left_early(failure: Mapping[str, Any], known: Mapping[int, Mapping[str, Any]]) -> str:
+    """Returns which ranks had returned from their function when another one lost the connection to them."""
+    done = [task for task, who in known.items() if who.get("is_returned") and task != failure["task"]]
+    if not done:
+        return ""
+    return (
+        f". {_names(sorted(done), known)} had returned from the function before, without an error: all ranks must call "
+        "the same collective operations, such as barrier()"
+    )
+
+
+def _error_of(failure: Mapping[str, Any], more: str = "") -> RankError:
     rank, host, pid, place = failure.get("rank"), failure["host"], failure["pid"], _place_in(failure)
     return RankError(
-        f"{name_of(rank, failure['task'])} on {host} (pid {pid}) failed{in_words(**place)}: {failure['error']}",
+        f"{name_of(rank, failure['task'])} on {host} (pid {pid}) failed{in_words(**place)}: {failure['error']}{more}",
         rank=rank, host=host, pid=pid, **place, error=failure["error"],
         is_retryable=failure.get("is_retryable", True),
         rank_traceback=failure.get("traceback") or "", rank_output=failure.get("output") or "",

@@ -32,7 +32,7 @@ def test_each_rank_measures_the_rate_to_each_other_one(num_ranks):
             assert rate is None if other == rank else rate > 1e6
 
 
-def test_a_rank_that_cannot_be_reached_is_named_with_the_reason():
+def test_B38_a_rank_that_cannot_be_reached_is_named_with_the_reason():
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         ((_, own), (rate, why)) = links.measure(0, [("127.0.0.1", 1), closed.getsockname()], SECRET)

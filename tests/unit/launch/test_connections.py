@@ -102,7 +102,7 @@ def test_a_client_without_the_token_is_told_so():
     assert "digest" in errors[0]
 
 
-def test_ranks_that_do_not_come_are_named_and_those_that_came_are_let_go():
+def test_B38_ranks_that_do_not_come_are_named_and_those_that_came_are_let_go():
     store, errors = dist.HashStore(), []
 
     def come():
@@ -120,7 +120,7 @@ def test_ranks_that_do_not_come_are_named_and_those_that_came_are_let_go():
     assert "closed by peer before all ranks had connected" in errors[0]
 
 
-def test_a_port_that_cannot_be_reached_is_named():
+def test_B38_a_port_that_cannot_be_reached_is_named():
     store = dist.HashStore()
     with Port(world(2, store), "server/2", "the server"):
         pass

@@ -45,7 +45,7 @@ def test_a_task_without_a_gpu_or_that_wants_none_uses_the_cpu(wanted, resources)
     assert first(()) == torch.device("cpu")
 
 
-def test_a_gpu_that_spark_did_not_give_is_an_error():
+def test_B23_a_gpu_that_spark_did_not_give_is_an_error():
     with pytest.raises(RuntimeError, match="Spark gave this task no GPU"):
         gpus_of_task("cuda", {})
 
@@ -125,7 +125,7 @@ def test_a_mig_instance_is_found_by_its_name_as_torch_can_report_the_uuid_of_the
     (["0"], "2,3", 2), (["2", "1"], "2,3,4", 3), (["5"], None, 2), ([A], None, 8), ([MIG], f"{A},{B}", 2),
     (["2"], f"{A},{B}", 2), ([A], "0,1", 2), (["0", "1"], "3", 1),
 ])  # fmt: skip
-def test_an_address_that_cannot_be_found_is_an_error_that_names_what_is_seen(addresses, visible, count):
+def test_B23_an_address_that_cannot_be_found_is_an_error_that_names_what_is_seen(addresses, visible, count):
     named = re.escape(f"{addresses}, and torch finds {count} with CUDA_VISIBLE_DEVICES={visible or '(not set)'};")
     with pytest.raises(RuntimeError, match=named):
         device_indices(addresses, Seen(visible, ("",) * count))
@@ -191,13 +191,13 @@ def test_without_spark_s_addresses_gpus_are_dealt_by_local_rank(host, local_rank
 
 
 @pytest.mark.parametrize(("local_rank", "amount"), [(4, "auto"), (4, 1), (2, 2), (8, 0.5), (0, 8)])
-def test_too_few_gpus_for_the_ranks_of_a_host_is_an_error_that_says_how_to_share(host, local_rank, amount):
+def test_B23_too_few_gpus_for_the_ranks_of_a_host_is_an_error_that_says_how_to_share(host, local_rank, amount):
     host(["a", "b", "c", "d"])
     with pytest.raises(RuntimeError, match=rf"local rank {local_rank} has no GPU: this host has 4 .*gpus_per_rank="):
         gpus_of_local_rank("cuda", local_rank, 9, amount)
 
 
-def test_without_a_gpu_auto_is_the_cpu_and_cuda_is_an_error(host):
+def test_B23_without_a_gpu_auto_is_the_cpu_and_cuda_is_an_error(host):
     host([])
     assert gpus_of_local_rank("auto", 0, 1) == ()
     with pytest.raises(RuntimeError, match="launch.device: found 'cuda', but torch .* finds no CUDA here"):

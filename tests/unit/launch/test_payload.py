@@ -141,7 +141,7 @@ class Unknown:
     ({"p": Path("x")}, r"result\['p'\]"),
     ({frozenset(): 1}, "result key"),
 ])  # fmt: skip
-def test_other_objects_are_refused_with_their_path(value, path):
+def test_B30_other_objects_are_refused_with_their_path(value, path):
     with pytest.raises(TypeError, match=rf"^{path}: cannot return"):
         pack_result(value)
 
@@ -275,7 +275,7 @@ class Slotted:
     (len, (), {"spec": Holder(build=closure())}, "spec", "the variable `held` of `spec.build`"),
     (len, (), {"value": Slotted()}, "value", "`value.lock`"),
 ])  # fmt: skip
-def test_what_cannot_be_pickled_is_named_by_its_path(fn, args, kwargs, root, path):
+def test_B17_what_cannot_be_pickled_is_named_by_its_path(fn, args, kwargs, root, path):
     found = f"{root} cannot be sent to the ranks: {path} is a _thread.lock"
     with pytest.raises(ValueError, match=rf"^{re.escape(found)} .*build it inside"):
         pack_call(fn, args, kwargs)
@@ -288,7 +288,7 @@ def test_what_cannot_be_pickled_is_named_by_its_path(fn, args, kwargs, root, pat
     (threading.Event, r"threading\.Event"),
     (lambda: concurrent.futures.ThreadPoolExecutor(1), r"concurrent\.futures\.thread\.ThreadPoolExecutor"),
 ])  # fmt: skip
-def test_what_holds_a_resource_is_named_as_a_whole(make, kind):
+def test_B17_what_holds_a_resource_is_named_as_a_whole(make, kind):
     held = make()
     try:
         with pytest.raises(ValueError, match=rf"the variable `held` of `function` is a {kind} "):
@@ -341,20 +341,26 @@ builder, derived, class_method = Builder(), Derived(), WithClassMethod().make
     ("derived", "the variable `LOCK` of `Builder.__call__`"),
     ("class_method", "the variable `LOCK` of `function`"),
 ])  # fmt: skip
-def test_a_global_that_code_without_a_module_uses_is_named(tmp_path, name, path):
+def test_B17_a_global_that_code_without_a_module_uses_is_named(tmp_path, name, path):
     (tmp_path / "code_with_lock.py").write_text(CODE_WITH_LOCK)
     fn = import_object(f"{tmp_path}/code_with_lock.py:{name}", "model.build")
     with pytest.raises(ValueError, match=rf"^function cannot be sent to the ranks: {re.escape(path)} is a _thread"):
         pack_call(fn, (), {})
 
 
-def test_code_that_an_executor_lacks_is_an_error_that_names_the_module(tmp_path, monkeypatch):
+MISSING = (
+    r"^no module 'on_the_driver' on this executor \(Python is \S+, sys\.path begins with \['.*\]\); install it there, "
+    r"or send it with spark-submit --py-files$"
+)
+
+
+def test_B18_code_that_an_executor_lacks_is_an_error_that_names_the_module(tmp_path, monkeypatch):
     (tmp_path / "on_the_driver.py").write_text("def work():\n    return 1\n")
     with monkeypatch.context() as patch:
         patch.syspath_prepend(tmp_path)
         packed = pack_call(importlib.import_module("on_the_driver").work, (), {})
     monkeypatch.delitem(sys.modules, "on_the_driver")
-    with pytest.raises(RuntimeError, match=r"no module 'on_the_driver' on this executor.*--py-files"):
+    with pytest.raises(RuntimeError, match=MISSING):
         unpack_call(packed)
 
 
@@ -371,7 +377,7 @@ def test_numpy_numbers_as_keys_come_back_as_plain_ones_beside_arrays():
     assert back[0.5].tolist() == [0, 1]
 
 
-def test_a_bound_method_is_searched_for_what_cannot_be_pickled():
+def test_B17_a_bound_method_is_searched_for_what_cannot_be_pickled():
     class Owner:
         def __init__(self):
             self.guard = threading.Lock()
@@ -383,7 +389,7 @@ def test_a_bound_method_is_searched_for_what_cannot_be_pickled():
         pack_call(Owner().work, (), {})
 
 
-def test_a_result_that_is_larger_than_the_driver_can_take_is_an_error_with_both_sizes():
+def test_B30_a_result_that_is_larger_than_the_driver_can_take_is_an_error_with_both_sizes():
     result = {"weights": [torch.zeros(3 << 18), np.zeros(1 << 18)], "name": "x"}  # 3 + 2 MiB
     assert len(pack_result(result, 6 << 20)) > 5 << 20
     with pytest.raises(ValueError, match=r"has 5 MiB, and the driver can take 4 MiB of each rank; .*maxResultSize"):

@@ -109,7 +109,7 @@ def test_B19_another_version_is_an_error_with_the_version_of_every_rank(what, va
         assert f"task {task} on {host}: {value}" in str(caught.value)
 
 
-def test_some_on_gpus_and_some_on_cpus_is_an_error():
+def test_B23_some_on_gpus_and_some_on_cpus_is_an_error():
     with pytest.raises(
         RuntimeError, match="do not agree on device_type: task 0 on a: cuda, task 1 on b: cpu; set launch.device"
     ):
@@ -125,7 +125,7 @@ EXECUTORS = ["a:1", "b:2", "b:3"]
     ("abc", ["A", "B", "A"], r"task 0 on a and task 2 on c have the same GPU, GPU-A"),  # containers on one host
     ("abb", ["AB", "CD", "DE"], r"task 1 on b and task 2 on b have the same GPU, GPU-D"),  # not their first ones
 ])  # fmt: skip
-def test_one_gpu_in_two_executors_is_an_error_that_names_both(hosts, identities, named):
+def test_B23_one_gpu_in_two_executors_is_an_error_that_names_both(hosts, identities, named):
     found = on_gpus(hosts, identities, executor=EXECUTORS)
     with pytest.raises(RuntimeError, match=rf"{named}, in two executors; .*discoveryScript.*launch\.gpus_per_rank"):
         check_peers(found, Launch())
@@ -150,11 +150,11 @@ def test_two_tasks_of_an_executor_have_one_gpu_only_if_spark_shares_it(nccl):
     (on_gpus("aa", ["A", "B"], is_slice=[True, True]), "gloo"),  # may be parts of one GPU
     (on_gpus("ab", ["A", "B"], is_slice=[True, True]), "nccl"),
 ], ids=str)  # fmt: skip
-def test_nccl_is_used_where_each_rank_has_a_gpu_of_its_own(nccl, found, backend):
+def test_B24_nccl_is_used_where_each_rank_has_a_gpu_of_its_own(nccl, found, backend):
     assert backend_of(found) == backend
 
 
-def test_without_nccl_gpus_use_gloo(monkeypatch):
+def test_B24_without_nccl_gpus_use_gloo(monkeypatch):
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
     assert backend_of(on_gpus("ab", ["A", "B"])) == "gloo"
 

@@ -61,13 +61,13 @@ def test_the_process_group_can_be_left_to_the_caller(no_torchrun):
         assert world.world_size == 1
 
 
-def test_half_an_environment_is_an_error(no_torchrun, monkeypatch):
+def test_B38_half_an_environment_is_an_error(no_torchrun, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RuntimeError, match=r"MASTER_ADDR is not.*torchrun"), join(Launch()):
         pass
 
 
-def test_a_host_without_an_address_is_an_error_that_names_it(monkeypatch):
+def test_B38_a_host_without_an_address_is_an_error_that_names_it(monkeypatch):
     def refuse(*args, **kwargs):
         raise socket.gaierror(-2, "Name or service not known")
 
@@ -76,7 +76,7 @@ def test_a_host_without_an_address_is_an_error_that_names_it(monkeypatch):
         local_address("worker-7")
 
 
-def test_the_address_of_a_host_is_its_ipv4_address_where_it_has_one(monkeypatch):
+def test_B38_the_address_of_a_host_is_its_ipv4_address_where_it_has_one(monkeypatch):
     found = [(socket.AF_INET6, 1, 6, "", ("fe80::1", 0, 0, 0)), (socket.AF_INET, 1, 6, "", ("10.0.0.7", 0))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: found)
     assert local_address("worker-7") == "10.0.0.7"
@@ -84,7 +84,7 @@ def test_the_address_of_a_host_is_its_ipv4_address_where_it_has_one(monkeypatch)
     assert local_address("worker-7") == "fe80::1"
 
 
-def test_a_rank_is_reached_by_the_interface_that_was_chosen_or_else_by_its_host_s_name(monkeypatch):
+def test_B38_a_rank_is_reached_by_the_interface_that_was_chosen_or_else_by_its_host_s_name(monkeypatch):
     world = World(0, 1, 0, 1, "worker-7", torch.device("cpu"), dist.HashStore())
     monkeypatch.setattr(socket, "getaddrinfo", lambda *a, **k: [(socket.AF_INET, 1, 6, "", ("10.255.255.7", 0))])
     assert (world.address, world.interface) == ("10.255.255.7", None)  # no interface here has it

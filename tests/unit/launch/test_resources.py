@@ -40,7 +40,7 @@ def test_ranks_on_cpus_leave_the_session_as_it_is():
 
 
 @pytest.mark.parametrize(("gpus_per_rank", "executor", "task"), [(1, 0, 0), (2, 1, 1), (1, 0, 0.5), (4, 2, 0)])
-def test_more_gpus_than_an_executor_has_is_an_error_that_names_the_keys(gpus_per_rank, executor, task):
+def test_B23_more_gpus_than_an_executor_has_is_an_error_that_names_the_keys(gpus_per_rank, executor, task):
     named = rf"at most spark.executor.resource.gpu.amount, {executor}, the GPUs of an executor, found {gpus_per_rank}"
     with pytest.raises(ValueError, match=rf"launch.gpus_per_rank: expected {named}; .*gpu.discoveryScript"):
         amount(gpus_per_rank, executor, task)
@@ -61,7 +61,7 @@ def test_a_session_without_profiles_says_what_to_set_instead(where, why, caplog)
     assert re.search(rf"the ranks use CPUs, as spark.task.resource.gpu.amount is not set; .*{why}", caplog.text)
 
 
-def test_a_session_without_gpus_is_an_error_for_ranks_that_need_one():
+def test_B23_a_session_without_gpus_is_an_error_for_ranks_that_need_one():
     with pytest.raises(ValueError, match="launch.device: found 'cuda'.* set it to 1, with spark.executor.resource.gpu"):
         amount("auto", 0, 0, device="cuda")
 

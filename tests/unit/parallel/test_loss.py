@@ -87,7 +87,7 @@ def test_padding_is_left_out_of_every_column():
         pytest.param(nn.Linear(2, 2), 1, id="no BatchNorm"),
     ],
 )
-def test_a_batchnorm_in_training_gets_its_only_row_twice(model, rows):
+def test_B29_a_batchnorm_in_training_gets_its_only_row_twice(model, rows):
     found = true_rows(batch_of([0.0, 1.0]), nn.Sequential(model))
     assert found["x"].tolist() == [[2, 3]] * rows
     model(found["x"])

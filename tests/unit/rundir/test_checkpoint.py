@@ -400,7 +400,7 @@ def resume_with(tmp_path, **sections):
     {"checkpoint": Checkpoint(every_steps=3, keep=9)},
     {"loader": Loader(prefetch_batches=9)},
 ], ids=str)  # fmt: skip
-def test_a_run_may_go_on_with_these_settings_changed(tmp_path, sections):
+def test_B32_a_run_may_go_on_with_these_settings_changed(tmp_path, sections):
     resume_with(tmp_path, **sections)
 
 
@@ -412,7 +412,7 @@ def test_a_run_may_go_on_with_these_settings_changed(tmp_path, sections):
     ({"data": Data(features=("a", "b"))}, [r"data\.features"]),
     ({"train": Train(**{**BASE, "global_batch_size": 32}, epochs=5)}, [r"global_batch_size: was 64, now 32"]),
 ], ids=str)  # fmt: skip
-def test_a_run_does_not_go_on_with_other_settings_and_all_are_listed(tmp_path, sections, differences):
+def test_B32_a_run_does_not_go_on_with_other_settings_and_all_are_listed(tmp_path, sections, differences):
     with pytest.raises(ValueError, match=r"cannot resume from") as caught:
         resume_with(tmp_path, **sections)
     assert str(caught.value).count(": was ") == len(differences)

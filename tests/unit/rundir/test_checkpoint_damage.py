@@ -142,7 +142,7 @@ def test_none_valid_is_an_error_that_lists_each_with_its_cause(run_dir):
     assert generations.read_generation(str(run_dir)) == 1
 
 
-def test_what_was_never_committed_is_no_damage(run_dir, caplog):
+def test_B33_what_was_never_committed_is_no_damage(run_dir, caplog):
     """As of a rank that was killed while it saved."""
     shutil.copytree(path_of(run_dir, 2, ""), path_of(run_dir, 3, ""))
     for name in ("MANIFEST.json", "training.pt"):
@@ -216,7 +216,7 @@ def test_a_manifest_that_says_something_else_is_damaged(run_dir, change, cause, 
     (lambda m: m.update(version=checkpoint_files.VERSION + 1), "version 3; this spark_dl reads version 2"),
     (lambda m: m.update(version=1), "version 1; this spark_dl reads version 2"),
 ])  # fmt: skip
-def test_another_version_is_an_error_and_no_damage(run_dir, change, match):
+def test_B33_another_version_is_an_error_and_no_damage(run_dir, change, match):
     rewrite(run_dir, change)
     with pytest.raises(ValueError, match=match):
         begin(run_dir)
@@ -264,7 +264,7 @@ METRICS = {
 
 
 @pytest.mark.parametrize("how", METRICS)
-def test_metrics_that_cannot_be_read_are_an_error_that_names_the_file(run_dir, how):
+def test_B33_metrics_that_cannot_be_read_are_an_error_that_names_the_file(run_dir, how):
     METRICS[how](run_dir / "metrics.jsonl")
     with pytest.raises(ValueError, match=r"/metrics\.jsonl is (damaged|a symbolic link)"):
         begin(run_dir)

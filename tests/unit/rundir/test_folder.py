@@ -67,7 +67,7 @@ def begin(run_dir, config=None, **how):
 
 @pytest.mark.parametrize("how", [{"overwrite": True}, {"overwrite": False}, {"overwrite": False, "resume": True}])
 @pytest.mark.parametrize("name", ["checkpoints/best.ckpt", "shards/mine/x", "metrics.jsonl", "config.yaml"])
-def test_a_folder_without_the_mark_is_refused_and_named(tmp_path, how, name):
+def test_B33_a_folder_without_the_mark_is_refused_and_named(tmp_path, how, name):
     for path in (name, "notes.txt"):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text("theirs")
@@ -77,8 +77,19 @@ def test_a_folder_without_the_mark_is_refused_and_named(tmp_path, how, name):
     assert files(tmp_path) == before
 
 
+@pytest.mark.parametrize("how", [{"overwrite": False}, {"resume": True, "overwrite": False}, {"overwrite": True}])
+@pytest.mark.parametrize("place", ["", "run", "checkpoints"])
+def test_B33_a_loop_of_links_is_an_error_that_names_the_folder(tmp_path, how, place):
+    loop = tmp_path / ("run/checkpoints" if place == "checkpoints" else "loop")
+    loop.parent.mkdir(exist_ok=True)
+    loop.symlink_to(loop)
+    run_dir = tmp_path / "run" if place == "checkpoints" else loop / place
+    with pytest.raises(ValueError, match=rf"^cannot read the run_dir {run_dir}: .*symbolic links.*; check the path"):
+        begin(run_dir, **how)
+
+
 @pytest.mark.parametrize("damage", [b"", b"[]", b'{"format": "other"}'])
-def test_a_mark_that_somebody_else_wrote_is_none(tmp_path, damage):
+def test_B33_a_mark_that_somebody_else_wrote_is_none(tmp_path, damage):
     for name in ("generations/000001", "checkpoints/best.ckpt"):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_bytes(damage)
@@ -155,7 +166,7 @@ LINKS = ("checkpoints", "shards", "generations", "metrics.jsonl", "config.yaml",
 
 
 @pytest.mark.parametrize("name", LINKS)
-def test_S13_a_link_is_refused_and_what_it_points_to_stays(tmp_path, name):
+def test_B33_a_link_is_refused_and_what_it_points_to_stays(tmp_path, name):
     run_dir = a_run(tmp_path / "run")
     (run_dir / name).rename(tmp_path / "target")
     (run_dir / name).symlink_to(tmp_path / "target")

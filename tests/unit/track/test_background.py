@@ -54,7 +54,7 @@ def test_events_are_written_in_their_order_and_then_the_end():
     assert written.ends == [("FINISHED", 1_200)]
 
 
-def test_what_fails_is_written_later_after_one_warning(caplog):
+def test_B34_what_fails_is_written_later_after_one_warning(caplog):
     written = Written(failures=4)
     thread = opened(written)
     with caplog.at_level(logging.INFO, "spark_dl"):
@@ -78,7 +78,7 @@ def test_what_cannot_be_written_at_the_end_is_counted_and_the_end_is_left_out(ca
     assert caplog.messages[-1] == "Tracker: 3 event(s) of the run were not written; metrics.jsonl has them"
 
 
-def test_neither_an_event_nor_the_end_waits_for_a_tracker_that_hangs(caplog):
+def test_B34_neither_an_event_nor_the_end_waits_for_a_tracker_that_hangs(caplog):
     written = Written()
     written.gate.clear()
     thread = opened(written)

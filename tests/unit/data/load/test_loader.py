@@ -150,6 +150,18 @@ def test_memory_for_one_window_per_stream_is_enough(tmp_path, window_rows, threa
     assert all(bool((b["x"] == b["id"][:, None]).all()) for _, _, b in found)
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_B11_fewer_row_groups_than_ranks_leave_no_rank_without_rows(tmp_path, ranks):
+    """Ranks read ranges of rows, also of one row group; nobody must write the dataset again."""
+    shards = dataset(tmp_path / "d", 64, group_rows=64, shard_rows=64)
+    assert [shard.row_groups for shard in shards.shards] == [(64,)]
+    readers = loaders(shards, ranks)
+    assert len({len(steps(reader, 0)) for reader in readers}) == 1, "equal steps"
+    found = [true_ids(reader) for reader in readers]
+    assert all(found)
+    assert sorted(row for own in found for row in own) == list(range(64))
+
+
 def test_B12_a_row_group_that_does_not_fit_into_memory_is_an_error_with_both_sizes(tmp_path):
     shards = write_dataset(str(tmp_path / "d"), {"x": np.zeros((20, 1 << 17)), "id": np.arange(20)}, 10, 20)
     with pytest.raises(ValueError, match=r"has 10 rows of 1048584 bytes, 10 MiB; .* loader.memory_mib=9; raise"):

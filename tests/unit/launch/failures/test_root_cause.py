@@ -159,6 +159,19 @@ def test_B36_control_characters_of_an_error_are_written_out_wherever_they_come_f
     assert (script["error"], script["output"]) == (f"{HARMLESS} ended", HARMLESS)
 
 
+def test_B31_ranks_that_left_before_a_barrier_are_named():
+    known = {**KNOWN, 0: {**KNOWN[0], "is_returned": True}, 2: {**KNOWN[2], "is_returned": True}}
+    error = root_cause([failed(1, CLOSED, follows=True)], known, None, {})
+    assert error.rank == 0
+    assert error.reason == (
+        f"rank 0 on host1 (pid 101) failed: {CLOSED}. rank 1 on host0 (pid 100), rank 2 on host2 (pid 102) had "
+        "returned from the function before, without an error: all ranks must call the same collective operations, such "
+        "as barrier()"
+    )
+    own = root_cause([failed(1, "KeyError: 'x'", follows=False)], known, None, {})
+    assert own.reason == "rank 0 on host1 (pid 101) failed: KeyError: 'x'"
+
+
 @pytest.mark.parametrize("length", [3_000, 10_000, 1_000_000])
 def test_B36_a_long_error_is_cut(length):
     failure = describe(ValueError("x" * length), {"task": 0, "host": "a", "pid": 1})

@@ -48,7 +48,7 @@ class Gate(nn.Module):
 
     def forward(self, features):
         out = features * self.scale
-        if out.requires_grad and bool((features == self.rows).all(2).any()):
+        if out.requires_grad and bool((features == self.rows.to(features.device)).all(2).any()):
             if self.where == "output":
                 return out * self.factor
             out.register_hook(lambda gradient: gradient * self.factor)

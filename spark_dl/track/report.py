@@ -24,6 +24,8 @@ FILE = "report.html"
 _MARK = "<!-- a report of spark_dl -->"
 _MOST_ATTEMPTS = 3
 """Number of attempts whose times are shown."""
+_MOST_LEFT_OUT = 8
+"""Number of steps that are listed."""
 _BY_SPARK = ("tree_reduce", "shuffle_reduce")
 
 
@@ -104,6 +106,7 @@ def _facts(run: RunLog, now: float) -> list[tuple[str, str]]:
     facts = [
         ("strategy", f"{_strategy(run)}, {ranks} rank{'s' * (ranks != 1)}{where}" if ranks else _strategy(run)),
         ("steps", f"{text(last.get('step'))} of {text(last.get('steps'))}" if steps else "none"),
+        ("left out", _left_out(run.lines("left_out"))),
         ("epochs", f"{len(epochs)} of {text(_nested(run.config, 'train', 'epochs'))}" if run.config else ""),
         ("training loss", text((epochs[-1] if epochs else last).get("train_loss" if epochs else "loss"))),
         *((f"validation {name}", text(value)) for name, value in _last_metrics(epochs).items()),
@@ -112,6 +115,18 @@ def _facts(run: RunLog, now: float) -> list[tuple[str, str]]:
         ("duration", duration(sum(seconds_of(attempt, now) for attempt in run.attempts))),
     ]  # fmt: skip
     return [(name, found) for name, found in facts if found]
+
+
+def _left_out(lines: Sequence[Line]) -> str:
+    """Returns which steps were left out because of NaN or Inf, the first of them with its cause; or nothing."""
+    if not lines:
+        return ""
+    numbers = sorted({text(line.get("bad_step")) for line in lines}, key=lambda number: (len(number), number))
+    shown = ", ".join(numbers[:_MOST_LEFT_OUT]) + (" ..." if len(numbers) > _MOST_LEFT_OUT else "")
+    back = sum(line["kind"] == "rollback" for line in lines)
+    returns = f"; the run went back to a checkpoint {back} time{'s' * (back != 1)}" if back else ""
+    first = f"{text(lines[0].get('what'))} on rank {text(lines[0].get('bad_rank'))}"
+    return f"{len(numbers)} step{'s' * (len(numbers) != 1)} with NaN or Inf ({shown}), first in {first}{returns}"
 
 
 def _last_metrics(epochs: Sequence[Line]) -> Mapping[str, Any]:

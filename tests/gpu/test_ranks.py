@@ -1,5 +1,6 @@
 """Ranks on a GPU, without Spark: backends, the same training as on the CPU, layouts, checkpoints, memory."""
 
+import dataclasses
 import logging
 
 import pytest
@@ -7,12 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from spark_dl import DDP, DPSingleProcess, LocalSGD, ModelSpec, Single, worker
+from spark_dl import DDP, Checkpoint, DPSingleProcess, LocalSGD, ModelSpec, Single, worker
 from spark_dl.evaluate import load_model
 from spark_dl.launch.rendezvous import join
 from spark_dl.rundir import checkpoint
 from spark_dl.training.metrics import read_metrics
 from tests.builders.models import MLP, blobs, small_config
+from tests.faults import BuildGated, row_of
 from tests.ranks.launcher import RankFailed, run_ranks
 from tests.ranks.runs import make_run, resume, train, train_rank
 
@@ -125,6 +127,19 @@ def test_weights_are_those_of_the_cpu(tmp_path, device, num_ranks, parallel):
     cpu, other = losses_of(on_cpu), losses_of(on_device)
     assert len(cpu) == len(other) == 2
     assert other == pytest.approx(cpu, abs=max(1e-3, tolerance))
+
+
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_F22_a_step_with_nan_is_left_out_and_F23_replicas_stay_equal(tmp_path, device, num_ranks, policy):
+    config = config_on(device, num_ranks, on_nonfinite=policy, check_replicas_every=1, epochs=1)
+    config = dataclasses.replace(config, checkpoint=Checkpoint(every_steps=2))
+    run = make_run(tmp_path, config, rows=288)
+    rows = row_of(run, num_ranks - 1, 3, num_ranks)
+    run = dataclasses.replace(run, spec=ModelSpec(build=BuildGated(rows)))
+    results = run_ranks(train_rank, num_ranks, run)
+    assert [(r["skipped_steps"], r["rollbacks"]) for r in results] == [(1, int(policy == "rollback"))] * num_ranks
+    assert all(weight.isfinite().all() for weight in weights_of(checkpoint.latest(run.run_dir)).values())
 
 
 @pytest.mark.parametrize("compression", ["bf16", "fp16"])

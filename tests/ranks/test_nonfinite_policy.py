@@ -16,9 +16,10 @@ from spark_dl.training.metrics import read_metrics
 from tests.builders.models import blobs, same_bits, small_config
 from tests.builders.reference import reference
 from tests.builders.settings import parallel as make_parallel
-from tests.faults import BuildGated, assert_last_good, row_of
+from tests.faults import BuildGated, Gate, assert_last_good, row_of
 from tests.ranks.launcher import run_ranks
 from tests.ranks.runs import flat_tensors, make_run, rank_states, train_rank
+from tests.ranks.test_experts import build_biased
 from tests.ranks.test_not_finite import errors_of
 
 STEPS, ROWS, EVERY = 6, 288, 2
@@ -151,6 +152,39 @@ def test_F22_a_left_out_step_does_not_change_the_statistics_of_batchnorm(tmp_pat
     assert same_bits(load_weights(saved), load_weights(again))
     assert any("running_mean" in name for name in load_weights(saved))
     assert lines_of(with_policy(run, "skip", "skip"), "skip")[0]["what"] == "the loss"
+
+
+@pytest.mark.parametrize("start", [0, 2])
+def test_F22_local_sgd_averages_when_it_would_have_and_leaves_the_rows_out_of_the_shares(tmp_path, start):
+    """With plain SGD and an average after every step, the weights are those of one process."""
+    plain = {"optimizer_args": {}, "clip_grad_norm": None, "on_nonfinite": "skip"}
+    every_step = {"strategy": "local_sgd", "sync_every_steps": 1, "sync_start_step": start}
+    run = run_of(tmp_path, config_of(every_step, **plain))
+    result, saved = train(run)
+    assert_counted(result)
+    assert_reference(run, saved)
+    # Weights are compared after step 6, where they are the same only if that is when they are averaged.
+    config = config_of({**every_step, "sync_every_steps": 2}, check_replicas_every=2, **plain)
+    result, _ = train(run_of(tmp_path, dataclasses.replace(config, checkpoint=Checkpoint())))
+    assert_counted(result)
+
+
+@dataclasses.dataclass(frozen=True)
+class BuildExperts:
+    rows: tuple
+
+    def __call__(self):
+        return nn.Sequential(Gate(self.rows, math.nan, "gradient"), *build_biased())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [{}, {"strategy": "mesh", "experts": 2}], ids=str)
+def test_F22_a_left_out_step_does_not_count_for_the_balance_of_experts(tmp_path, parallel):
+    run = run_of(tmp_path, config_of(parallel))
+    run = dataclasses.replace(run, spec=ModelSpec(build=BuildExperts(run.spec.build.rows)))
+    (result, saved), (_, again) = (train(with_policy(run, policy, policy)) for policy in ("skip", "rollback"))
+    assert_counted(result)
+    assert same_bits(load_weights(saved), load_weights(again))
 
 
 @pytest.mark.parametrize("factor", [math.nan, 1e9], ids=["own gradient", "sum"])

@@ -54,6 +54,16 @@ def seen(folder, **how):
     return " ".join(filter(None, found.words))
 
 
+def test_F22_the_page_says_which_steps_were_left_out(tmp_path):
+    about = {"bad_rank": 1, "what": "the gradient of '<w>'", "epoch": 0, "steps": 20}
+    skips = [{"kind": "skip", "step": at, "bad_step": at, "time": START + 11.0, **about} for at in (3, 12)]
+    back = {"kind": "rollback", "step": 2, "bad_step": 3, "time": START + 12.0, **about}
+    text = seen(make_run(tmp_path / "run", [*LINES, *skips, back]))
+    assert "left out 2 steps with NaN or Inf (3, 12), first in the gradient of '<w>' on rank 1" in text
+    assert "; the run went back to a checkpoint 1 time " in text
+    assert "left out" not in seen(make_run(tmp_path / "healthy"))
+
+
 def test_the_page_says_what_the_run_did(tmp_path):
     run = make_run(
         tmp_path / "run", spark={"version": "4.0.1", "master": "yarn"},

@@ -92,6 +92,25 @@ def test_a_weight_is_found_after_the_step_and_a_loss_comes_first(waits):
     assert min(Finding(2, LOSS, 0), Finding(1, WEIGHT, 1, "a"), Finding(1, GRADIENT, 2, "b")).rank == 2
 
 
+@pytest.mark.parametrize("waits", [True, False], ids=["values_at_once", "values_later"])
+@pytest.mark.parametrize(("loss", "factor", "expected"), [
+    (1.0, 1.0, None), (1.0, math.nan, Finding(3, GRADIENT, 2, "wide")), (math.inf, 1.0, Finding(3, LOSS, 2)),
+    (math.nan, math.nan, Finding(3, LOSS, 2)),
+])  # fmt: skip
+def test_F22_a_bad_step_is_known_before_its_update_and_can_be_forgotten(waits, loss, factor, expected):
+    model = Two()
+    check = StepCheck(model, CPU, gradients=True)
+    check._waits = waits
+    (model(torch.tensor([1, 3])) * factor).backward()
+    assert bool(check.is_bad(torch.tensor(loss))) == (expected is not None)
+    assert check.finding_of_step(2, 3) == expected
+    check.forget_step()
+    assert check.finding_of_step(2, 3) is None
+    model.zero_grad()
+    step(model, check, 4)
+    assert not check.has_findings
+
+
 def test_gradients_are_not_looked_at_where_a_scaler_does():
     model = Two()
     check = StepCheck(model, CPU, gradients=False)

@@ -19,7 +19,7 @@ from spark_dl.launch.rank import status
 from spark_dl.parallel.layout import apply_layout
 from spark_dl.parallel.stragglers import delayed
 from spark_dl.parallel.trainable import Trainable
-from spark_dl.spec import ModelSpec, Position, Run
+from spark_dl.spec import ModelSpec, Run
 from spark_dl.training import early_stop, finite
 from spark_dl.training.experts import ExpertBalance
 from spark_dl.training.finite import LOSS, Finding, NotFiniteError, StepCheck
@@ -92,7 +92,8 @@ class Training:
     ):
         self.spec, self.config, self.world, self.trainable = run.spec, run.config, world, trainable
         self.loader, self.validation = loader, build_validation_loader(run, world)
-        self.steps_per_epoch = steps_per_epoch or loader.plan.steps
+        total = self.config.train.epochs * (steps_per_epoch or loader.plan.steps)
+        self.total_steps = min(total, self.config.train.max_steps or total)
         seed_generators(self.config.train.seed + 1 + world.seed_rank)  # different dropout on each rank
         self.schedule = Schedule(trainable.optimizer, self.config, own=trainable.optimization)
         if self.validation is None:
@@ -254,7 +255,7 @@ class Training:
     def _write(self, kind: str, **values: Any) -> None:
         """Writes a line of metrics with the position of the run."""
         progress = self.progress
-        self.log.write(kind, epoch=progress.epoch, step=progress.global_step, steps=self._total_steps(), **values)
+        self.log.write(kind, epoch=progress.epoch, step=progress.global_step, steps=self.total_steps, **values)
 
     def _log_steps(self) -> None:
         """Reduces the losses and times since the last log line over the ranks, and writes a log line.
@@ -287,15 +288,8 @@ class Training:
         self.pending_rows = 0
         if times is not None and self.log.writes:
             more |= split_times(times, seconds)
-        self._write(
-            "step",
-            loss=total / rows,
-            lr=self.lr,
-            rows_per_s=self.timer.rows / max(seconds, 1e-9),
-            data_s=self.timer.data_s if times is None else float(times[0, 0]),
-            seconds=seconds,
-            **more,
-        )
+        rate, data_s = self.timer.rows / max(seconds, 1e-9), self.timer.data_s if times is None else float(times[0, 0])
+        self._write("step", loss=total / rows, lr=self.lr, rows_per_s=rate, data_s=data_s, seconds=seconds, **more)
         self.timer.reset(now)
 
     def _validate(self) -> dict[str, Any]:
@@ -312,8 +306,7 @@ class Training:
 
     def _set_position(self) -> None:
         if self.spec.set_position is not None:
-            position = Position(self.progress.epoch, self.progress.step, self.progress.global_step)
-            self.spec.set_position(self.trainable.modules[0], position)
+            self.spec.set_position(self.trainable.modules[0], self.progress.position)
 
     def _end_epoch(self, metrics: dict[str, Any], validation_s: float) -> None:
         progress = self.progress
@@ -337,10 +330,6 @@ class Training:
         limit = self.config.train.max_steps
         return self.progress.stopped_early or (limit is not None and self.progress.global_step >= limit)
 
-    def _total_steps(self) -> int:
-        total = self.config.train.epochs * self.steps_per_epoch
-        return min(total, self.config.train.max_steps or total)
-
     def save(self) -> None:
         """Writes a checkpoint, after synchronizing the weights of all ranks. Collective.
 
@@ -358,4 +347,4 @@ class Training:
     def _log_committed(self, found: Committed | None) -> None:
         """Writes a log line for a checkpoint."""
         if found is not None:
-            self.log.write("checkpoint", steps=self._total_steps(), **found.as_fields())
+            self.log.write("checkpoint", steps=self.total_steps, **found.as_fields())

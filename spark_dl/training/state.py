@@ -20,7 +20,7 @@ from spark_dl.gather import StoreGather, gather_json
 from spark_dl.parallel.trainable import Trainable, lr_factor
 from spark_dl.rundir import checkpoint, rank_files, saving, signing
 from spark_dl.rundir.tensor_files import TensorFiles
-from spark_dl.spec import Run
+from spark_dl.spec import Position, Run
 from spark_dl.training import early_stop
 from spark_dl.training.background_save import BackgroundSave, StateCopy
 from spark_dl.training.finite import StateCheck
@@ -53,6 +53,11 @@ class Progress:
     best: float | None = None
     epochs_without_gain: int = 0
     stopped_early: bool = False
+
+    @property
+    def position(self) -> Position:
+        """Where the run is, for `ModelSpec.set_position`."""
+        return Position(self.epoch, self.step, self.global_step)
 
     @property
     def epoch_loss(self) -> float | None:

@@ -43,7 +43,7 @@ INEXACT = {
     "post-local sgd": {"strategy": "local_sgd", "sync_every_steps": 2, "sync_start_step": 2},
 }
 
-QUICK = ("ddp", "single", "zero3", "pipeline", "local_sgd")
+QUICK = ("ddp", "zero3", "local_sgd")
 
 
 def config_of(parallel, num_ranks=2, **train):
@@ -144,7 +144,11 @@ def same(a, b):
     return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
-@pytest.mark.parametrize("parallel", [{}, {"sync_batchnorm": True}, {"strategy": "local_sgd"}], ids=str)
+@pytest.mark.parametrize(
+    "parallel",
+    [{}, *(pytest.param(p, marks=pytest.mark.slow) for p in ({"sync_batchnorm": True}, {"strategy": "local_sgd"}))],
+    ids=str,
+)
 def test_F22_a_left_out_step_does_not_change_the_statistics_of_batchnorm(tmp_path, parallel):
     run = run_of(tmp_path, config_of(parallel), where="output", norm=True)
     (result, saved), (_, again) = (train(with_policy(run, policy, policy)) for policy in ("skip", "rollback"))
@@ -188,7 +192,7 @@ def test_F22_a_left_out_step_does_not_count_for_the_balance_of_experts(tmp_path,
 
 
 @pytest.mark.parametrize("factor", [math.nan, 1e9], ids=["own gradient", "sum"])
-@pytest.mark.parametrize("name", ["ddp", "horovod"])
+@pytest.mark.parametrize("name", ["ddp", pytest.param("horovod", marks=pytest.mark.slow)])
 def test_F22_a_gradient_that_overflows_in_the_exchange_is_left_out(tmp_path, name, factor):
     run = run_of(tmp_path, config_of({**STRATEGIES[name], "compression": "fp16"}), factor=factor)
     run = with_policy(run, "skip", "skip")

@@ -44,7 +44,7 @@ CUT = {  # of four ranks
     "tensor zero3": {"tensor": 2, "zero_stage": 3},
     "tensor 4": {"tensor": 4},
 }
-QUICK = ("ddp", "zero2", "local_sgd", "tensor", "pipeline")
+QUICK = ("ddp", "tensor")
 KEPT = [name for name in DATA_PARALLEL if name.startswith(("ddp", "horovod", "mesh"))]
 """With the others, ranks exchange their weights, so that a change does not stay that of one rank."""
 

@@ -113,7 +113,7 @@ def _worst(parallel: Any) -> Any:
         parallel=parallel,
         shards=SimpleNamespace(storage="local"),
         loader=SimpleNamespace(reader="petastorm"),
-        launch=SimpleNamespace(num_ranks=0, gpus_per_rank=0.5),
+        launch=SimpleNamespace(num_ranks=0, min_ranks=1, gpus_per_rank=0.5),
         train=SimpleNamespace(
             precision="fp16",
             optimizer="LBFGS",

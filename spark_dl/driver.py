@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import time
@@ -30,6 +31,7 @@ from spark_dl.evaluate import load_model
 from spark_dl.inputs import check_rank_rows
 from spark_dl.launch.barrier import run_barrier
 from spark_dl.launch.calls import check_call, launch_settings
+from spark_dl.launch.elastic import MoreSlotsError, check_growth, fit_ranks
 from spark_dl.launch.failures.errors import RankError
 from spark_dl.launch.rank.script import read_script, run_script
 from spark_dl.launch.session import describe_session, find_session
@@ -129,7 +131,8 @@ def train(
     start, functions = time.perf_counter(), as_functions(on_event)
     config, data = config or Config(), as_sources(data)
     validation = None if validation is None else as_sources(validation)
-    spark = find_session(data, spark)
+    spark, most_ranks = find_session(data, spark), config.launch.num_ranks
+    config = fit_ranks(spark, config, most_ranks)
     check_settings(spark, spec, config, has_validation=validation is not None)
     tracking.check(config.track)
     options: dict[str, Any] = {"run_dir": run_dir, "resume": resume, "overwrite": overwrite, "spark": spark}
@@ -138,30 +141,45 @@ def train(
         prepare_run(data, spec, config, validation=validation, stage=shown.stage, **options) as run,
         tracking.tracking(run, resume=bool(resume)) as tracker,
     ):
-        result = _train_in_attempts(spark, run, data, shown, [tracker.put, *functions])
+        result = _train_in_attempts(spark, run, data, shown, [tracker.put, *functions], most_ranks)
         tracker.finish(result, shown.stage)
-    more = {"run_dir": run.run_dir, "best_checkpoint": checkpoint.best_url(run.run_dir, config.train.early_stop_mode)}
-    return TrainResult(**{**result, **more, "seconds": time.perf_counter() - start})
+    return TrainResult(**{**result, "run_dir": run.run_dir, "seconds": time.perf_counter() - start})
 
 
 def _train_in_attempts(
-    spark: Any, run: Run, data: Any, shown: Progress, functions: Sequence[OnEvent]
+    spark: Any, run: Run, data: Any, shown: Progress, functions: Sequence[OnEvent], most_ranks: int
 ) -> dict[str, Any]:
-    """Starts the ranks, and after a failure again, from the last checkpoint. Returns the result of the last attempt."""
+    """Starts the ranks, and after a failure again, from the last checkpoint. Returns the result of the last attempt.
 
-    first_generation = run.generation
+    most_ranks: how many were asked for; with `launch.min_ranks` each attempt has as many as there are slots for.
+    """
+    first_generation, resizes = run.generation, 0
 
     def attempt(number: int) -> dict[str, Any]:
-        nonlocal run
-        if number:
-            run = next_attempt(run, first_generation)
-        with (
-            environment.recorded(run, describe_session(spark)) as record_end,
-            generations.explained(run.run_dir, run.generation),
-        ):
-            result = _launch_run(spark, run, data, shown, task="train", functions=functions, attempt=number)
-            record_end(result)
-        return {**result, "restarts": number}
+        nonlocal run, resizes
+        if number + resizes:
+            config = fit_ranks(spark, run.config, most_ranks)
+            run = next_attempt(dataclasses.replace(run, config=config), first_generation)
+        try:
+            with (
+                environment.recorded(run, describe_session(spark)) as record_end,
+                generations.explained(run.run_dir, run.generation),
+            ):
+                on_event = [*functions, grow]
+                result = _launch_run(
+                    spark, run, data, shown, task="train", functions=on_event, attempt=number + resizes
+                )
+                record_end(result)
+        except MoreSlotsError as more:
+            _log.info("%s; starting them from the checkpoint", more)
+            resizes += 1
+            return attempt(number)
+        best = checkpoint.best_url(run.run_dir, run.config.train.early_stop_mode)
+        return {**result, "restarts": number, "best_checkpoint": best}
+
+    def grow(event: Mapping[str, Any]) -> None:
+        if event["kind"] == "checkpoint":
+            check_growth(spark, run.config, most_ranks)
 
     def on_restart(error: RankError, restarts: int) -> None:
         event = {"kind": "restart", "restarts": restarts, "error": error.reason, "rank": error.rank, "step": error.step}

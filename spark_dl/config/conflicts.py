@@ -108,6 +108,11 @@ CONFLICTS = (
     # strategies
     Conflict("launch.num_ranks", lambda c: c.parallel.one_rank and c.launch.num_ranks != 1,
              "expected 1 with parallel.strategy={c.parallel.strategy!r}, found {c.launch.num_ranks}"),
+    Conflict("launch.min_ranks", lambda c: c.launch.min_ranks is not None and _local(c),
+             "expected null with shards.storage='local', found {c.launch.min_ranks}: each host has rows of its own"),
+    Conflict("launch.min_ranks", lambda c: c.launch.min_ranks is not None and c.parallel.planned,
+             "expected null with parallel.strategy={c.parallel.strategy!r}, found {c.launch.min_ranks}: the mesh is "
+             "planned for one number of ranks"),
     Conflict("launch.gpus_per_rank", lambda c: c.parallel.by_spark and c.launch.gpus_per_rank != "auto",
              "expected 'auto' with parallel.strategy={c.parallel.strategy!r}, whose tasks get the GPUs of the "
              "session, found {c.launch.gpus_per_rank}; set spark.task.resource.gpu.amount"),

@@ -20,6 +20,10 @@ class Launch:
     MAY_CHANGE: ClassVar[bool] = True
     num_ranks: int = 1
     """Number of ranks. Each rank is a barrier task with one process on one device."""
+    min_ranks: int | None = None
+    """If the cluster has fewer slots than `num_ranks`, `train` starts as many ranks as it has slots for, at least so
+    many. When it gets more slots, more ranks start at the next checkpoint. Null: exactly `num_ranks`. The order of rows
+    does not depend on the number of ranks."""
     device: Device = "auto"
     """`auto` uses the GPU that Spark gives the task, else the CPU. With `cuda`, a missing GPU is an error; with a local
     master, where Spark gives no GPUs, ranks take them by their number."""
@@ -59,6 +63,10 @@ class Launch:
 
     def __post_init__(self) -> None:
         check_number(self, "num_ranks", 1, whole=True)
+        if self.min_ranks is not None:
+            check_number(self, "min_ranks", 1, whole=True)
+            few = self.min_ranks <= self.num_ranks
+            check(few, "launch.min_ranks", f"at most launch.num_ranks ({self.num_ranks})", self.min_ranks)
         check_number(self, "threads", 0, whole=True)
         if self.max_restarts != "auto":
             check_number(self, "max_restarts", 0, whole=True)

@@ -20,6 +20,8 @@ T = TypeVar("T")
 RESTARTS = 3
 """What `launch.max_restarts` is with "auto", for a training, which goes on from its last checkpoint."""
 _LONGEST_WAIT_S = 60.0
+PREEMPTIONS = 100
+"""How often ranks are started again after SIGTERM, by which hosts that are taken away end their processes."""
 _log = logging.getLogger("spark_dl")
 
 
@@ -47,25 +49,34 @@ def run_attempts(
             if reason := reason_to_stop(failures, max_restarts):
                 raise (error if len(failures) == 1 else error.after(failures[:-1], reason)) from error.__cause__
         wait_s = backoff_s(len(failures), launch.restart_wait_s)
-        _log.warning(
-            "%s; starting the ranks again in %.1f s (restart %d of %d)",
-            failures[-1].reason.replace("\n", "\n    "), wait_s, len(failures), max_restarts,  # no line as of the log
-        )  # fmt: skip
+        counted = sum(not failure.is_preemption for failure in failures)
+        number = "preempted" if failures[-1].is_preemption else f"restart {counted} of {max_restarts}"
+        reason = failures[-1].reason.replace("\n", "\n    ")  # no line as of the log
+        _log.warning("%s; starting the ranks again in %.1f s (%s)", reason, wait_s, number)
         on_restart(failures[-1], len(failures))
         time.sleep(wait_s)
 
 
 def reason_to_stop(failures: Sequence[RankError], max_restarts: int) -> str:
-    """Returns why there is no other attempt after these failures; empty if there is one."""
+    """Returns why there is no other attempt after these failures; empty if there is one.
+
+    Preemptions do not count up to `max_restarts`, unless it is 0.
+    """
     last = failures[-1]
+    preempted = sum(failure.is_preemption for failure in failures)
+    if last.is_preemption and max_restarts:
+        return f"ranks were ended by SIGTERM {preempted} times" if preempted > PREEMPTIONS else ""
     if not last.is_retryable:
         return "the error would come again"
     if last.error and last.step is not None and len(failures) > 1:
         before = failures[-2]
         if (before.error, before.step) == (last.error, last.step):
             return f"the same error came twice in step {last.step}"
-    if len(failures) > max_restarts:
-        return f"launch.max_restarts is {max_restarts}"
+    if len(failures) - (preempted if max_restarts else 0) > max_restarts:
+        hosts = {failure.host for failure in failures if not failure.is_preemption}
+        same = len(failures) - preempted > 1 and len(hosts) == 1
+        where = f", and all failures were on host {hosts.pop()}: take it out of the cluster" if same else ""
+        return f"launch.max_restarts is {max_restarts}{where}"
     return ""
 
 

@@ -71,7 +71,9 @@ def _check_not_paired(losses: Any, output: Output, target: Any, label: str | Non
 
     Torch only warns of it. The mean of each row would compare the output of a row with the labels of all rows.
     """
-    if not all(isinstance(t, Tensor) for t in (losses, output, target)) or losses.shape in (output.shape, target.shape):
+    if not (isinstance(losses, Tensor) and isinstance(output, Tensor) and isinstance(target, Tensor)):
+        return
+    if losses.shape in (output.shape, target.shape):
         return
     with contextlib.suppress(RuntimeError):  # shapes that cannot be broadcast
         if losses.shape == torch.broadcast_shapes(output.shape, target.shape):

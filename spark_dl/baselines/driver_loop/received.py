@@ -43,7 +43,7 @@ def only_gradients(parts: RDD[GradientSum]) -> RDD[GradientSum]:
     """
     from pyspark.serializers import AutoBatchedSerializer, CPickleSerializer
 
-    class Received(CPickleSerializer):
+    class Received(CPickleSerializer):  # type: ignore[misc]
         def loads(self, obj: bytes, encoding: str = "bytes") -> Any:
             return _Unpickler(io.BytesIO(obj), encoding=encoding).load()
 

@@ -57,6 +57,11 @@ class RankError(RuntimeError):
         self.step, self.phase, self.error, self.is_retryable = step, phase, error, is_retryable
         self.earlier, self.stacks = earlier, stacks
 
+    @property
+    def is_preemption(self) -> bool:
+        """Whether the rank was ended by SIGTERM, as on a host that is taken away, and not by an error."""
+        return self.error == "ended by SIGTERM"
+
     def after(self, earlier: Sequence[RankError], why_last: str) -> RankError:
         """Returns this error as that of the last of several attempts. why_last: why there is no other one."""
         reason = f"{self.reason} (after {len(earlier) + 1} attempts; {why_last})"

@@ -77,6 +77,8 @@ EXCLUSIVE = [  # the key that the error names, and settings of which each is val
     ("track.profile_steps", SERVED, {"profile_steps": (1, 2)}),
     ("track.profile_steps", {"parallel": TreeReduce()}, {"profile_steps": (1, 2)}),
     ("loader.reader", SERVED, PETASTORM),
+    ("launch.min_ranks", {"min_ranks": 1}, LOCAL),
+    ("launch.min_ranks", {"min_ranks": 1}, {"parallel": Auto()}),
 ]
 
 

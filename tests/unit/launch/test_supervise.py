@@ -54,6 +54,29 @@ def test_the_last_error_is_raised_when_the_restarts_are_done(setting, default, e
     assert (f"after {expected} attempts; launch.max_restarts is" in str(caught.value)) == (expected > 1)
 
 
+def preempted():
+    return RankError("rank 1 on a was ended by SIGTERM", rank=1, host="a", pid=7, step=2, error="ended by SIGTERM")
+
+
+def test_F10_ranks_whose_host_is_taken_away_do_not_count_up_to_the_restarts():
+    errors = [preempted(), killed(1), preempted(), preempted(), killed(2)]
+    assert attempts_of(errors, Launch(restart_wait_s=0, max_restarts=2)) == list(range(6))
+    with pytest.raises(RankError, match="was ended by SIGTERM"):  # no restart was asked for
+        attempts_of([preempted()], Launch(restart_wait_s=0, max_restarts=0))
+    reason = reason_to_stop([preempted()] * (supervise.PREEMPTIONS + 1), 3)
+    assert reason == f"ranks were ended by SIGTERM {supervise.PREEMPTIONS + 1} times"
+
+
+def test_F31_a_host_on_which_all_attempts_fail_is_named():
+    same = [killed(1), raised("RuntimeError: CUDA error", 4), killed(9)]
+    assert reason_to_stop(same, 2) == (
+        "launch.max_restarts is 2, and all failures were on host a: take it out of the cluster"
+    )
+    other = RankError("rank 0 on b was killed", rank=0, host="b", pid=1)
+    assert reason_to_stop([*same[:2], other], 2) == "launch.max_restarts is 2"
+    assert reason_to_stop(same[:1], 0) == "launch.max_restarts is 0"
+
+
 def test_F03_the_same_error_twice_in_the_same_step_stops():
     same = [killed(3), raised("RuntimeError: x", 5), raised("RuntimeError: x", 5), killed(9)]
     with pytest.raises(RankError, match=r"after 3 attempts; the same error came twice in step 5") as caught:

@@ -1,0 +1,126 @@
+"""Runs with a range of ranks on real clusters: fewer slots than ranks, and workers that join while it runs."""
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+import spark_dl
+from spark_dl.rundir import checkpoint
+from tests.builders.datasets import write_dataset
+from tests.builders.models import MLP, blobs, small_config
+from tests.spark.conftest import REPOSITORY
+
+START_S = 90
+
+
+def weights(result):
+    return checkpoint.load(checkpoint.find(result.checkpoint), "model.pt")["0"]
+
+
+@pytest.mark.modes("local")
+def test_fewer_slots_than_ranks_train_the_same_weights_with_fewer_ranks(spark, tmp_path):
+    data, joined = write_dataset(str(tmp_path / "data"), blobs(245), group_rows=40, shard_rows=120), []
+    results = []
+    for num_ranks, fewest in ((4, None), (6, 2)):  # the session has 4 slots
+        config = small_config(num_ranks, launch={"min_ranks": fewest})
+        events = []
+        run_dir = str(tmp_path / f"run-{num_ranks}")
+        results.append(spark_dl.train(data, MLP, config, run_dir=run_dir, on_event=events.append, spark=spark))
+        joined.append({event["rank"] for event in events if event["kind"] == "joined"})
+    assert joined == [{0, 1, 2, 3}] * 2
+    assert all(torch.equal(a, b) for a, b in zip(*(weights(r).values() for r in results), strict=True))
+    too_many = small_config(6, launch={"min_ranks": 6, "start_timeout_s": 1})
+    with pytest.raises(RuntimeError, match=r"6 ranks need 6 task slots .* the cluster has 4"):
+        spark_dl.train(data, MLP, too_many, run_dir=str(tmp_path / "none"), spark=spark)
+
+
+JOB = """
+import json, sys
+import spark_dl
+from pyspark.sql import SparkSession
+from tests.builders.models import MLP, small_config
+from tests.spark.test_elastic import Slow
+
+if __name__ == "__main__":
+    master, data, run_dir = sys.argv[1:]
+    spark = (SparkSession.builder.master(master).config("spark.executor.memory", "512m").config("spark.cores.max", 2)
+             .config("spark.driver.host", "127.0.0.1").config("spark.ui.enabled", "false")
+             .config("spark.python.daemon.module", "spark_dl.launch.daemon").getOrCreate())
+    config = small_config(2, train={"epochs": 4}, launch={"min_ranks": 1})
+    spec = spark_dl.ModelSpec(build=MLP.build, set_position=Slow(0.5))
+    def on_event(event):
+        if event["kind"] in ("joined", "checkpoint", "epoch"):
+            print(json.dumps(event), flush=True)
+    result = spark_dl.train(data, spec, config, run_dir=run_dir, on_event=on_event, progress=False)
+    print(json.dumps({"kind": "result", "steps": result.steps, "restarts": result.restarts}), flush=True)
+"""
+
+
+class Slow:
+    """`ModelSpec.set_position` of a model that takes its time in each step."""
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    def __call__(self, model, position):
+        time.sleep(self.seconds)
+
+
+def start(command, log):
+    return subprocess.Popen(command, stdout=log.open("w"), stderr=subprocess.STDOUT, cwd=REPOSITORY, env={
+        **os.environ, "SPARK_LOCAL_IP": "127.0.0.1", "PYTHONPATH": str(REPOSITORY), "PYSPARK_PYTHON": sys.executable,
+    })  # fmt: skip
+
+
+def found_in(log, pattern, process):
+    end = time.monotonic() + START_S
+    while time.monotonic() < end:
+        if found := re.search(pattern, log.read_text()):
+            return found
+        assert process.poll() is None, log.read_text()[-3000:]
+        time.sleep(0.1)
+    raise AssertionError(f"no {pattern!r} within {START_S} s: {log.read_text()[-3000:]}")
+
+
+@pytest.mark.long
+def test_more_ranks_start_at_a_checkpoint_when_a_worker_joins_the_cluster(tmp_path):
+    import pyspark
+
+    java = [pathlib.Path(pyspark.__file__).parent / "bin" / "spark-class"]
+    logs = {name: tmp_path / f"{name}.log" for name in ("master", "one", "two", "job")}
+    write_dataset(str(tmp_path / "data"), blobs(245), group_rows=40, shard_rows=120)
+    (tmp_path / "job.py").write_text(JOB)
+    running = []
+    try:
+        deploy = "org.apache.spark.deploy"
+        master = start(
+            [*java, f"{deploy}.master.Master", "--host", "127.0.0.1", "--port", "0", "--webui-port", "0"],
+            logs["master"],
+        )
+        running.append(master)
+        url = found_in(logs["master"], r"Starting Spark master at (spark://\S+)", master)[1]
+        worker = [*java, f"{deploy}.worker.Worker", "--host", "127.0.0.1", "--webui-port", "0", "--cores", "1",
+                  "--memory", "1g", url]  # fmt: skip
+        running.append(start([*worker, "--work-dir", str(tmp_path / "work-one")], logs["one"]))
+        job = start([sys.executable, str(tmp_path / "job.py"), url, str(tmp_path / "data"), str(tmp_path / "run")],
+                    logs["job"])  # fmt: skip
+        running.append(job)
+        found_in(logs["job"], '"kind": "joined"', job)
+        running.append(start([*worker, "--work-dir", str(tmp_path / "work-two")], logs["two"]))
+        assert job.wait(240) == 0, logs["job"].read_text()[-3000:]
+    finally:
+        for process in running:
+            process.kill()
+            process.wait(10)
+    events = [json.loads(line) for line in logs["job"].read_text().splitlines() if line.startswith('{"')]
+    assert next(event["rank"] for event in events if event["kind"] == "joined") == 0
+    assert sorted(event["rank"] for event in events if event["kind"] == "joined") == [0, 0, 1]
+    assert [event["epoch"] for event in events if event["kind"] == "epoch"] == [0, 1, 2, 3]
+    assert events[-1] == {"kind": "result", "steps": 24, "restarts": 0}

@@ -30,7 +30,7 @@ def test_F30_the_signal_that_ends_a_rank_is_named_with_its_stack(spark, number):
     start = time.monotonic()
     with pytest.raises(RankError, match=rf"rank 1 on .* was ended by {number.name}") as error:
         spark_dl.launch(crash, number, settings=SETTINGS, spark=spark)
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 28  # rank 0 sleeps for longer
     assert error.value.rank == 1
     assert "in crash" in error.value.rank_traceback
 

@@ -148,14 +148,17 @@ def _error_about(
     )  # fmt: skip
 
 
+_NO_STACKS = "  no stacks: the process does not answer, or did not stop for long enough\n"
+
+
 def _stacks(known: Mapping[int, Mapping[str, Any]]) -> str:
     """Returns where each rank was that made no progress, by rank."""
     found = []
     for task in sorted(known, key=lambda task: (known[task].get("rank") is None, known[task].get("rank"), task)):
         rank, host, pid = _who(known, task)
-        stack = known[task].get("stack", "  no stacks: the process does not answer, or did not stop for long enough\n")
+        stack = known[task].get("stack") or _NO_STACKS
         found.append(f"{name_of(rank, task)} on {host} (pid {pid}){in_words(**_place(known, task))}:\n{stack}")
-    return "\n".join(found) if any("stack" in who for who in known.values()) else ""
+    return "\n".join(found) if any(who.get("stack") for who in known.values()) else ""
 
 
 def _names(tasks: list[int], known: Mapping[int, Mapping[str, Any]]) -> str:

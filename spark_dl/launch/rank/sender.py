@@ -150,7 +150,11 @@ class Sender:
         return json.dumps(beat).encode()
 
     def _stacks_if_stalled(self) -> bytes | None:
+        """Returns the stacks once a stall, and an empty text after its end, as they do not hold any more."""
         since = status.since()
+        if self._stalled_since not in (0.0, since):
+            self._stalled_since = 0.0
+            return self._frame({"kind": "stack", "stack": ""})
         if time.monotonic() - since < self._stall_s or since == self._stalled_since:
             return None
         self._stalled_since = since

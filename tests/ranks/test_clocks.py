@@ -52,6 +52,7 @@ def train(tmp_path, name, library, jumps):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not HAS_COMPILER, reason="the library that sets the clock back needs gcc")
 def test_F27_clocks_that_jump_change_nothing(tmp_path):
     library = build_clock(tmp_path)

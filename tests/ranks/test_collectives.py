@@ -3,9 +3,11 @@
 import contextlib
 import datetime
 import functools
+import pickle
 import re
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from spark_dl import gather
 from spark_dl.parallel.exchange.collectives import ALGORITHMS, all_reduce
 from spark_dl.parallel.exchange.exchange import build_all_reduce
 from tests.ranks.launcher import run_ranks
@@ -337,3 +340,36 @@ def close_while_waiting():
 
 def test_a_hook_whose_thread_waits_can_be_closed():
     assert run_in_group(close_while_waiting, 3)[0] < 15
+
+
+class Canary:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (Path(self.path),)
+
+
+def gather_from_a_hostile_rank(path):
+    """Rank 1 sends a pickle, and then random bytes, in the place of its JSON. Returns what rank 0 makes of it."""
+    generator = torch.Generator().manual_seed(1)
+    sent = [pickle.dumps(Canary(path)), b"[" * 100_000, b"\xff\xfe", b""]
+    sent += [torch.randint(256, (60,), generator=generator, dtype=torch.uint8).numpy().tobytes() for _ in range(40)]
+    found = []
+    for data in sent:
+        if dist.get_rank() == 1:
+            gather._gather_bytes(torch.tensor(list(data), dtype=torch.uint8))
+            continue
+        try:
+            found.append(repr(gather.gather_json({"mine": 1})))
+        except (ValueError, RecursionError) as error:
+            found.append(type(error).__name__)
+    return found, gather.gather_json({"rank": dist.get_rank()})
+
+
+def test_S08_what_a_hostile_rank_sends_to_a_gather_is_read_as_data(tmp_path):
+    (hostile, after), (_, same) = run_in_group(gather_from_a_hostile_rank, 2, str(tmp_path / "canary"))
+    assert not (tmp_path / "canary").exists()
+    assert len(hostile) == 44
+    assert set(hostile) <= {"JSONDecodeError", "UnicodeDecodeError", "RecursionError"}
+    assert after == same == [{"rank": 0}, {"rank": 1}]

@@ -2,13 +2,16 @@
 
 import dataclasses
 import gc
+import http.client
 import os
+import pickle
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -16,8 +19,10 @@ import torch
 from torch.nn import functional as F
 
 from spark_dl import Horovod, ModelSpec, worker
+from spark_dl.parallel import hvd
 from spark_dl.rundir import checkpoint
 from spark_dl.spec import Run
+from tests.builders import sockets
 from tests.builders.datasets import write_dataset
 from tests.builders.models import DROPOUT_MLP, MLP, blobs, build_mlp, same_bits, small_config
 from tests.ranks.launcher import run_ranks
@@ -231,3 +236,41 @@ def test_a_rank_without_horovod_says_what_to_do_and_the_others_do_not_wait_for_l
     assert lacks.startswith("ValueError: parallel.strategy: horovod is not installed in this Python; build it")
     assert waited == f"RuntimeError: rank 1 on {socket.gethostname()} failed: {lacks}"
     assert seconds < 6
+
+
+class Slot:
+    """A place of a rank, as far as Horovod's server knows it."""
+
+    hostname, rank, local_rank, cross_rank, size, local_size, cross_size = "h", 0, 0, 0, 1, 1, 1
+
+    def to_response_string(self):
+        return "0,1,0,1,0,1"
+
+
+def request(port, method, path, body=b""):
+    client = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    client.request(method, path, body=body)
+    answer = client.getresponse()
+    return answer.status, answer.read()
+
+
+class Canary:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (Path(self.path),)
+
+
+def test_S07_horovod_s_server_unpickles_nothing_and_is_there_while_ranks_connect_alone(tmp_path):
+    canary = pickle.dumps(Canary(str(tmp_path / "canary")))
+    before = sockets.listening([os.getpid()])
+    with hvd._rendezvous_server("127.0.0.1", [Slot()]) as server:
+        (place,) = sockets.listening([os.getpid()]) - before
+        assert place[1:] == ("127.0.0.1", server.server_port)
+        for path in ("/runfunc/func", "/global_/0", "/workers/x"):
+            status, _ = request(server.server_port, "PUT", path, canary)
+            assert status == 200
+        assert request(server.server_port, "GET", "/global_/0") == (200, canary)  # bytes, as they came
+    assert not (tmp_path / "canary").exists()
+    assert sockets.listening([os.getpid()]) == before

@@ -270,14 +270,22 @@ def create_group(world: World, launch: Launch) -> None:
     if backend == "gloo" and "GLOO_SOCKET_IFNAME" not in os.environ and (interface := world.interface):
         os.environ["GLOO_SOCKET_IFNAME"] = interface
     timeout = datetime.timedelta(seconds=launch.collective_timeout_s)
-    dist.init_process_group(
-        backend,
-        store=dist.PrefixStore("default_group", world.store),
-        rank=world.rank,
-        world_size=world.world_size,
-        timeout=timeout,
-        device_id=world.device if backend == "nccl" else None,
-    )
+    try:
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("default_group", world.store),
+            rank=world.rank,
+            world_size=world.world_size,
+            timeout=timeout,
+            device_id=world.device if backend == "nccl" else None,
+        )
+    except RuntimeError as error:
+        if transport := os.environ.get("GLOO_DEVICE_TRANSPORT") if "gloo device" in str(error) else None:
+            raise RuntimeError(
+                f"GLOO_DEVICE_TRANSPORT: found {transport}, which this build of torch does not have ({error}); use a "
+                "build with it, or unset it, and encrypt the network interface (docs/running-on-clusters.md, Network)"
+            ) from error
+        raise
     # Wait until all ranks have connected. Otherwise the early failure of one rank breaks connections of other ranks
     # while they connect, and their errors come first.
     if world.store.add("connected", 1) == world.world_size:

@@ -3,6 +3,8 @@
 import dataclasses
 import os
 import socket
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -90,3 +92,24 @@ def test_B38_a_rank_is_reached_by_the_interface_that_was_chosen_or_else_by_its_h
     assert (world.address, world.interface) == ("10.255.255.7", None)  # no interface here has it
     world = dataclasses.replace(world, socket_interface="lo")
     assert (world.address, world.interface) == ("127.0.0.1", "lo")
+
+
+JOIN = """
+from spark_dl import Launch
+from spark_dl.launch.rendezvous import join
+with join(Launch(device="cpu")):
+    print("joined")
+"""
+
+
+@pytest.mark.slow
+def test_S11_tls_that_torch_was_built_without_is_an_error_and_no_plain_connection(no_torchrun):
+    """Gloo reads the variable once in a process."""
+    ends = []
+    for more in ({}, {"GLOO_DEVICE_TRANSPORT": "TCP_TLS"}):
+        command, env = [sys.executable, "-c", JOIN], {**os.environ, **more}
+        ends.append(subprocess.run(command, env=env, capture_output=True, text=True, timeout=120))
+    plain, tls = ends
+    assert (plain.returncode, plain.stdout) == (0, "joined\n")
+    assert (tls.returncode, tls.stdout) == (1, "")
+    assert "GLOO_DEVICE_TRANSPORT: found TCP_TLS, which this build of torch does not have" in tls.stderr

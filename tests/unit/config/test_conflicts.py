@@ -9,6 +9,7 @@ import pytest
 
 from spark_dl import (
     DDP,
+    Auto,
     Config,
     DPSingleProcess,
     LocalSGD,

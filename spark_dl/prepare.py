@@ -29,6 +29,7 @@ from spark_dl.rundir import attempt, checkpoint, generations
 from spark_dl.rundir.folder import SHARDS
 from spark_dl.spec import ModelSpec, Run
 from spark_dl.training import initial
+from spark_dl.training.spec_code import code_of, warn_of_changes
 
 _log = logging.getLogger("spark_dl")
 
@@ -63,6 +64,9 @@ def prepare_run(
     with contextlib.ExitStack() as until_done:
         with generations.explained(run_dir, generation):
             check_newest = functools.partial(generations.check_newest, run_dir, generation)
+            code = {} if spec is None else code_of(spec)
+            if saved is not None and spec is not None:
+                warn_of_changes(saved.manifest.get("code"), code, saved.url)
             spec, before = initial.begin(spec, config, saved, run_dir, overwrite=overwrite)
             reuse = saved is not None or reuse_shards
             datasets = _Datasets(run_dir, config, until_done, reuse, check_newest, stage)
@@ -85,6 +89,7 @@ def prepare_run(
                 validation=None if validation_shards is None else for_ranks(validation_shards, config),
                 run_dir=run_dir,
                 generation=generation,
+                code=code,
                 checkpoint=saved.url if saved else None,
                 checkpoint_sha256=saved.sha256 if saved else "",
                 reference_columns=tuple(before),

@@ -250,6 +250,8 @@ class Run:
     """Checkpoint to resume from, or to evaluate."""
     checkpoint_sha256: str | None = None
     """Checksum of its manifest, computed on the driver; None if it was not checked."""
+    code: Mapping[str, str] = field(default_factory=dict)
+    """Checksums of the functions of `spec`, for checkpoints."""
     reference_columns: tuple[Column, ...] = ()
     """Columns of another dataset, whose vocabularies rows that are streamed to the ranks get."""
 

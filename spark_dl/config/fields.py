@@ -45,5 +45,6 @@ def named_settings(section: type[Section]) -> type[Section]:
                 raise ValueError(f"unknown config key {key!r}{suggestion(key, known) if known else '; there are none'}")
         init(self, *args, **settings)
 
-    section.__init__ = checked  # type: ignore[method-assign]
+    changed: Any = section
+    changed.__init__ = checked
     return section

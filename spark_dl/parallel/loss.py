@@ -66,7 +66,7 @@ def _in_words(value: Any) -> str:
     return f"[{', '.join(map(_in_words, value))}]" if isinstance(value, (list, tuple)) else type(value).__name__
 
 
-def _check_not_paired(losses: Any, output: Output, target: Any, label: str | None) -> None:
+def _check_not_paired(losses: Any, output: Any, target: Any, label: str | None) -> None:
     """Raises ValueError if an output [rows, 1] and a label [rows], or the reverse, were broadcast to [rows, rows].
 
     Torch only warns of it. The mean of each row would compare the output of a row with the labels of all rows.

@@ -68,6 +68,7 @@ def save(
     config: Config,
     columns: Sequence[Column],
     rows: Mapping[str, Any] | None = None,
+    code: Mapping[str, str] | None = None,
     score: float | None = None,
     problem: str = "",
     key: bytes | None = None,
@@ -76,7 +77,8 @@ def save(
     """Writes and commits a checkpoint, and deletes those that `checkpoint.keep` and `keep_best` do not keep.
 
     Collective. Returns its URL.
-    rows: digest of the training rows (`data/load/resume_check.py`). score: the value for `keep_best`.
+    rows: digest of the training rows (`data/load/resume_check.py`). code: checksums of the user's functions
+        (`training/spec_code.py`). score: the value for `keep_best`.
     problem: the reason why the state of this rank must not be saved, or empty.
     key: signs the manifest; of rank 0. gather: returns the JSON values of all ranks, by rank.
 
@@ -105,6 +107,7 @@ def save(
             "config": config.to_dict(),
             "rows": rows,
             "score": score,
+            **({"code": dict(code)} if code else {}),
             **tensor_files.merge([r["tensors"] for r in reports]),
         }
         problems = [_commit(run_dir, url, manifest, key)]

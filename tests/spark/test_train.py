@@ -25,6 +25,7 @@ from spark_dl.data.parquet import page_index
 from spark_dl.data.parquet.filters import typed_conditions
 from spark_dl.data.parquet.page_index import IndexedFile
 from spark_dl.rundir import checkpoint, environment
+from tests.builders.datasets import write_dataset
 from tests.builders.models import MLP, blobs, build_mlp, same_bits, small_config
 
 METRICS = {"accuracy": {"class": "MulticlassAccuracy", "num_classes": 3, "average": "micro"}}
@@ -424,6 +425,25 @@ def test_B32_a_run_goes_on_in_an_epoch_only_with_the_dataset_that_it_was_trained
     points.drop("name").write.mode("overwrite").parquet(path)  # the same rows in files of other names
     with pytest.raises(ValueError, match=r"the dataset has changed since the checkpoint was saved"):
         spark_dl.train(path, MLP, more, run_dir=run_dir, resume=True)
+
+
+def _squared(output, label):
+    return functional.cross_entropy(output, label, reduction="none") ** 2
+
+
+@pytest.mark.modes("local")
+def test_B32_a_loss_whose_code_has_changed_is_noticed_on_resume(spark, tmp_path, caplog):
+    write_dataset(str(tmp_path / "data"), blobs(48))
+
+    def train(epochs, **how):
+        spec, config = ModelSpec(build=build_mlp, loss=how.pop("loss")), small_config(1, train={"epochs": epochs})
+        return spark_dl.train(str(tmp_path / "data"), spec, config, run_dir=str(tmp_path / "run"), spark=spark, **how)
+
+    train(1, loss="CrossEntropyLoss")
+    train(2, loss="CrossEntropyLoss", resume=True)
+    assert "have changed since the checkpoint" not in caplog.text
+    train(3, loss=_squared, resume=True)
+    assert f"the code or the variables of spec.loss have changed since the checkpoint {tmp_path}/run/" in caplog.text
 
 
 def _raises_on_a_rank():

@@ -234,7 +234,7 @@ def build_parser() -> argparse.ArgumentParser:
         bench_recovery, repeats=recovery.Options().repeats,
     )  # fmt: skip
     of_recovery.add_argument("--steps", type=int, default=recovery.Options().steps, help="of a measurement (50)")
-    of_recovery.add_argument("--width", type=int, default=recovery.Options().width, help="of the model's layers (1024)")
+    of_recovery.add_argument("--width", type=int, default=recovery.Options().width, help="of the model's layers (1536)")
     text = "random faults of ranks, executors and hosts (as root), and what a run ends with beside one without faults"
     of_chaos = what.add_parser("chaos", help=text, description=text)
     of_chaos.set_defaults(run=bench_chaos)

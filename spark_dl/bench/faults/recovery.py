@@ -40,7 +40,7 @@ class Options:
     steps: int = 50
     """Steps of a measurement of checkpoints, after ten that warm up."""
     width: int = 1536
-    """Of the three layers. The state then has 57 MiB."""
+    """Of the three layers. The state then has 55 MiB."""
 
     def __post_init__(self) -> None:
         if self.steps < _EVERY or self.steps % _EVERY:

@@ -77,6 +77,7 @@ bench: setup-all setup-peers ## all benchmarks, in about 75 minutes; see jobs/be
 	@$(PY) jobs/bench.py scale
 	@$(PY) jobs/bench.py filters
 	@$(PY) jobs/bench.py trials
+	@$(PY) jobs/bench.py recovery
 	@$(PY) jobs/bench.py literature
 	@$(PY) jobs/bench.py parallel
 	@$(PY) jobs/bench.py exchange

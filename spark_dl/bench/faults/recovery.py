@@ -9,7 +9,6 @@ The model is a network of three layers on random rows, with Adam: 12 bytes of st
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import random
 import statistics
@@ -32,6 +31,10 @@ from spark_dl.spec import ModelSpec
 NUM_RANKS = 2
 _EVERY, _WARM_UP = 10, 10
 _BATCH, _FEATURES, _CLASSES = 64, 64, 10
+WAYS: Mapping[str, Mapping[str, Any]] = {
+    "none": {}, "sync": {"every_steps": _EVERY}, "async": {"every_steps": _EVERY, "asynchronous": True},
+}  # fmt: skip
+"""Settings of checkpoints. Each run also saves one at its end, which is not measured."""
 
 
 @dataclass(frozen=True)
@@ -92,24 +95,15 @@ def measure(options: Options) -> dict[str, Any]:
             killer = Killer({_EVERY: random.Random(i).randrange(NUM_RANKS)})  # noqa: S311
             train("killed", killer, max_steps=2 * _EVERY, every_steps=_EVERY)
             kills += killer.done[:1] if i else []  # the first time warms up
-        ways = ways_of({field.name for field in dataclasses.fields(Checkpoint)})
-        rates: dict[str, list[float]] = {way: [] for way in ways}
+        rates: dict[str, list[float]] = {way: [] for way in WAYS}
         for i in range(options.repeats + 1):
-            for way in sorted(ways, reverse=bool(i % 2)):  # in turn, so that none always runs first
+            for way in sorted(WAYS, reverse=bool(i % 2)):  # in turn, so that none always runs first
                 times = StepTimes()
-                train("checkpoints", times, max_steps=last, **ways[way])
+                train("checkpoints", times, max_steps=last, **WAYS[way])
                 if i:
                     rates[way].append(times.steps_per_s(_WARM_UP + 1, last))
     session.stop()
     return summary(kills, rates)
-
-
-def ways_of(settings: set[str]) -> dict[str, dict[str, Any]]:
-    """Returns settings of checkpoints by the name of the way. settings: names of those that there are."""
-    ways: dict[str, dict[str, Any]] = {"none": {}, "sync": {"every_steps": _EVERY}}
-    if "asynchronous" in settings:
-        ways["async"] = {"every_steps": _EVERY, "asynchronous": True}
-    return ways
 
 
 class StepTimes:
@@ -139,8 +133,6 @@ def summary(kills: Sequence[Kill], rates: Mapping[str, Sequence[float]]) -> dict
     }
 
 
-def _ratio(rates: Mapping[str, Sequence[float]], way: str) -> float | None:
-    """Returns the median of the ratios of neighboring runs, with checkpoints to without; None if not measured."""
-    if way not in rates:
-        return None
+def _ratio(rates: Mapping[str, Sequence[float]], way: str) -> float:
+    """Returns the median of the ratios of neighboring runs, with checkpoints to without."""
     return statistics.median(a / b for a, b in zip(rates[way], rates["none"], strict=True))

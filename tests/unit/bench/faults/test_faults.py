@@ -12,7 +12,7 @@ from spark_dl.bench.faults.chaos import Row, summary, table
 from spark_dl.bench.faults.cluster import _ranks_of_failed_attempts
 from spark_dl.bench.faults.killer import Kill, Killer, parent_of
 from spark_dl.bench.faults.leftovers import left_files, left_processes
-from spark_dl.bench.faults.recovery import StepTimes, ways_of
+from spark_dl.bench.faults.recovery import StepTimes
 
 DRAW = {"num_ranks": 3, "steps": 48, "timeout_s": 8.0}
 
@@ -82,19 +82,13 @@ def test_a_rank_is_killed_in_the_process_that_it_has_now_and_times_are_those_of_
         Killer({})(restart)
 
 
-def test_the_ratios_of_checkpoints_are_medians_of_neighbors_and_null_if_not_measured(capsys):
+def test_the_ratios_of_checkpoints_are_medians_of_neighbors(capsys):
     kills = [Kill(10, 0, 0.0, noticed, noticed + 1) for noticed in (0.3, 0.5, 0.4)]
-    rates = {"none": [10.0, 20.0, 10.0], "sync": [5.0, 15.0, 8.0]}
+    rates = {"none": [10.0, 20.0, 10.0], "sync": [5.0, 15.0, 8.0], "async": [9.0, 19.0, 9.0]}
     assert recovery.summary(kills, rates) == {
-        "noticed_s": 0.4, "training_again_s": 1.4, "async_steps_ratio": None, "sync_steps_ratio": 0.75,
+        "noticed_s": 0.4, "training_again_s": 1.4, "async_steps_ratio": 0.9, "sync_steps_ratio": 0.75,
     }  # fmt: skip
-    assert recovery.summary(kills, {**rates, "async": [9.0, 19.0, 9.0]})["async_steps_ratio"] == 0.9
     assert "sync: 8.00 steps per second" in capsys.readouterr().err
-
-
-def test_asynchronous_checkpoints_are_measured_where_there_are_any():
-    assert [*ways_of(set())] == ["none", "sync"]
-    assert ways_of({"asynchronous"})["async"] == {"every_steps": 10, "asynchronous": True}
 
 
 def test_the_rate_is_that_between_two_steps():

@@ -148,8 +148,8 @@ class RunState:
             saving.save, self._run.run_dir,
             world_size=world.world_size, generation=self._run.generation, step=self.progress.global_step,
             config=config, columns=self._columns, rows={**self._dataset, "step_of_epoch": self.progress.step},
-            code=self._run.code, score=self._score(), problem=self._check.problem(state, world.rank, self.saved_url), key=self._key,
-            gather=self._gather,
+            code=self._run.code, score=self._score(), problem=self._check.problem(state, world.rank, self.saved_url),
+            key=self._key, gather=self._gather,
         )  # fmt: skip
         self.saved_step = self.progress.global_step
         if self._background is None:

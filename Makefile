@@ -58,7 +58,7 @@ check: setup ## lint, types, and the unit tests of what changed since HEAD (or s
 	@$(PY) conf/changed_tests.py $(BASE) | xargs --no-run-if-empty $(PY) -m pytest -q --numprocesses=2
 
 docs: setup ## the documentation, in docs/_build; warnings are errors
-	@$(PY) docs/write_configuration.py
+	@$(PY) docs/write_configuration.py && $(PY) docs/write_contracts.py
 	@$(PY) -m sphinx -W --keep-going -q -b html docs docs/_build && echo "docs/_build/index.html"
 
 lint: setup

@@ -416,7 +416,7 @@ def test_a_rank_that_is_killed(spark, mode, victim):
 
 @pytest.mark.modes("local")  # over Spark Connect ranks have no connection to the driver
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_rank_that_stands_still_is_named_whether_others_wait_for_it_or_not(spark, num_ranks):
+def test_F04_a_rank_that_stands_still_is_named_whether_others_wait_for_it_or_not(spark, num_ranks):
     def work():
         dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=4))
         dist.barrier()

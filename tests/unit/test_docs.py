@@ -79,6 +79,12 @@ def test_the_page_of_the_settings_is_up_to_date():
     assert done.returncode == 0, done.stderr or "renew it: .venv/bin/python docs/write_configuration.py"
 
 
+def test_each_fault_bad_input_and_attack_has_a_test_and_the_page_lists_them():
+    command = [sys.executable, ROOT / "docs" / "write_contracts.py", "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr or "renew it: .venv/bin/python docs/write_contracts.py"
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_pages_are_built_without_a_warning(tmp_path):

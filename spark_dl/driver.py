@@ -236,7 +236,8 @@ def launch(
 
     num_ranks: by default that of `settings`.
     env: environment variables of the ranks, set before anything is imported there.
-    settings: time limits, the device, and `output`, which ranks' standard output and error the driver shows.
+    settings: time limits, the device, `output`, which ranks' standard output and error the driver shows, and
+        `max_restarts`. TORCHELASTIC_RESTART_COUNT has the number of failed attempts, as under torchrun.
 
     Returns the results of the ranks by rank: numbers, strings, arrays and tensors, in dicts, lists and tuples; of a
     program None. The environment is as under torchrun: `torch.distributed.init_process_group()` joins the group of all

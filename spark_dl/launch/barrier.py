@@ -80,8 +80,8 @@ def run_barrier(
     try:
         task = rank_task(
             packed, listener.address if listener else None, launch, env=env or {}, has_source=source is not None,
-            secret=os.urandom(32), result_limit_bytes=preflight.result_limit_bytes(spark, launch.num_ranks),
-            has_log=not is_local_master(spark.conf.get("spark.master", "")),
+            result_limit_bytes=preflight.result_limit_bytes(spark, launch.num_ranks), secret=os.urandom(32),
+            has_log=not is_local_master(spark.conf.get("spark.master", "")), attempt=attempt,
         )  # fmt: skip
         tasks = spark.range(0, launch.num_ranks, 1, launch.num_ranks) if source is None else source
         with worker_env(spark, env or {}):
@@ -292,8 +292,10 @@ class _Watch:
         elif kind in ("started", "joined"):
             self._known.setdefault(event["task"], {}).update(event)
             self._running = len(self._known)
-        elif kind in ("stack", CRASH):
-            self._known.setdefault(event["task"], {})[kind] = event["stack" if kind == "stack" else "text"]
+        elif kind == "stack":
+            self._known.setdefault(event["task"], {}).update(stack=event["stack"], collective=event["collective"])
+        elif kind == CRASH:
+            self._known.setdefault(event["task"], {})[kind] = event["text"]
         elif kind in ("returned", "done"):
             self._known.setdefault(event["task"], {})[f"is_{kind}"] = True
         elif kind == "tasks":

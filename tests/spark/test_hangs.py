@@ -1,6 +1,7 @@
 """A rank that hangs: the error names it, its step, and what each rank did. A healthy twin ends as always."""
 
 import dataclasses
+import datetime
 import os
 import pathlib
 import re
@@ -8,6 +9,8 @@ import signal
 import time
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import spark_dl
 from spark_dl import ModelSpec, RankError
@@ -62,6 +65,32 @@ def test_a_rank_that_hangs_is_named_with_its_step_and_the_stacks_of_all(spark, t
 @pytest.mark.modes("local")
 def test_a_healthy_twin_says_nothing(spark, tmp_path):
     assert train(tmp_path).steps == 4
+
+
+def call_different_collectives(name):
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT_S))
+    tensor = torch.ones(3, 4)
+    dist.all_reduce(tensor)
+    if dist.get_rank() == 1 and name == "broadcast":
+        dist.broadcast(tensor, 1)  # which waits for nobody; the next operation does
+        dist.barrier()
+    if dist.get_rank() == 1 and name == "all_gather":
+        dist.all_gather([torch.empty(3, 4) for _ in range(2)], tensor)
+    dist.all_reduce(tensor)
+    return float(tensor[0, 0])
+
+
+@pytest.mark.slow
+@pytest.mark.modes("local")
+def test_F19_ranks_in_different_collectives_are_named_with_what_each_called(spark):
+    settings = spark_dl.Launch(num_ranks=2, collective_timeout_s=TIMEOUT_S)
+    for name in ("broadcast", "all_gather"):
+        with pytest.raises(RankError, match=(
+            r"the ranks called different collective operations as number \d: rank 0 \w+ \[.*; rank 1 \w+ \["
+        )) as error:  # fmt: skip
+            spark_dl.launch(call_different_collectives, name, settings=settings)
+        assert not error.value.is_retryable
+    assert spark_dl.launch(call_different_collectives, "", settings=settings) == [4.0, 4.0]
 
 
 @dataclasses.dataclass(frozen=True)

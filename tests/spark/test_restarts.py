@@ -242,14 +242,13 @@ def leave_traces_and_fail(folder):
         "pid": os.getpid(), "variable": os.environ.get("LEFT_BEHIND"), "has_group": dist.is_initialized(),
         "threads": [thread.name for thread in threading.enumerate() if thread.name == "left behind"],
     }  # fmt: skip
-    pathlib.Path(folder, f"{os.environ['RANK']}-{os.environ.get('SPARK_DL_ATTEMPT', '0')}").write_text(
-        json.dumps(found)
-    )
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    pathlib.Path(folder, f"{os.environ['RANK']}-{attempt}").write_text(json.dumps(found))
     os.environ["LEFT_BEHIND"] = "1"
     threading.Thread(target=time.sleep, args=(600,), name="left behind", daemon=True).start()
     dist.init_process_group("gloo")
     dist.barrier()
-    if os.environ["RANK"] == "1" and "SPARK_DL_ATTEMPT" not in os.environ:
+    if os.environ["RANK"] == "1" and attempt == "0":
         raise OSError("no route to host")
     total = torch.ones(1)
     dist.all_reduce(total)

@@ -14,6 +14,7 @@ from typing import Any
 from spark_dl.launch.failures.errors import OtherRankError
 from spark_dl.launch.failures.shown_error import harmless
 from spark_dl.launch.rank import status
+from spark_dl.launch.rank.collectives import last_collective
 from spark_dl.launch.rank.script import ScriptError
 
 _OUTPUT_CHARACTERS = 4000
@@ -39,7 +40,8 @@ def describe(
     output: the last lines of the rank, each with its stream. is_shown: whether the driver has got them already.
     """
     lines = harmless("\n".join(line for _, line in output)[-_OUTPUT_CHARACTERS:])
-    found = {**status.now(), **me, "error": _text_of(error), "is_retryable": is_retryable(error)}
+    about = {"error": _text_of(error), "is_retryable": is_retryable(error), "collective": last_collective()}
+    found = {**status.now(), **me, **about}
     if isinstance(error, ScriptError):
         # The program's own traceback is in its output, and says whether it failed because of another rank.
         return {**found, "error": harmless(str(error)), "output": lines, "is_secondary": _is_of_lost_connection(lines)}

@@ -9,6 +9,7 @@ from typing import Any
 from spark_dl.config.checks import missing_on_executors
 from spark_dl.launch.failures.describe import failure_in, name_of
 from spark_dl.launch.failures.errors import RankError
+from spark_dl.launch.failures.mismatch import behind, mismatch
 from spark_dl.launch.rank import memory
 from spark_dl.launch.rank.memory import Memory
 from spark_dl.launch.rank.status import Status, in_words
@@ -50,8 +51,11 @@ def root_cause(
     if absent := _absent(raised, known):
         return _error_about(absent, (
             "never entered a collective operation: its process is alive, but hangs or is slow; if it needs more time, "
-            "raise launch.collective_timeout_s"
+            f"raise launch.collective_timeout_s{behind(absent, known)}"
         ), known, raised)  # fmt: skip
+    last = {failure["task"]: {**known.get(failure["task"], {}), **failure} for failure in raised}
+    if raised and (text := mismatch({**known, **last})):
+        return _error_of({**raised[0], "error": text, "is_retryable": False})
     if raised:
         return _error_of(raised[0], _left_early(raised[0], known))
     text = str(error)

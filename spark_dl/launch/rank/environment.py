@@ -43,6 +43,10 @@ def check_env(env: Mapping[str, str]) -> None:
             raise ValueError(f"env: expected names and values of type str, found {name!r}: {value!r}")
 
 
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+"""Environment variable with the number of failed attempts before this one, as torchrun has it."""
+
+
 def torchrun_env(world: World, *, group_rank: int, num_groups: int, run_id: str) -> dict[str, str]:
     """Returns the variables that torchrun would set. With them `init_process_group()` joins the existing store.
 
@@ -57,7 +61,7 @@ def torchrun_env(world: World, *, group_rank: int, num_groups: int, run_id: str)
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_RUN_ID": run_id,
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
+        RESTARTS: os.environ.get(RESTARTS, "0"),
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
     }

@@ -23,6 +23,7 @@ from multiprocessing import connection
 from typing import Any
 
 from spark_dl.launch.rank import memory, status
+from spark_dl.launch.rank.collectives import last_collective
 from spark_dl.launch.watch import CRASH, MAX_FRAME, Address, shut
 
 _MAX_ANSWER = 1 << 28
@@ -154,7 +155,7 @@ class Sender:
         since = status.since()
         if self._stalled_since not in (0.0, since):
             self._stalled_since = 0.0
-            return self._frame({"kind": "stack", "stack": ""})
+            return self._frame({"kind": "stack", "stack": "", "collective": None})
         if time.monotonic() - since < self._stall_s or since == self._stalled_since:
             return None
         self._stalled_since = since
@@ -162,7 +163,7 @@ class Sender:
             found = stacks()
         except Exception as error:  # the frames belong to threads that run; an error here must not end the connection
             found = f"  no stacks: {error!r}\n"
-        return self._frame({"kind": "stack", "stack": found})
+        return self._frame({"kind": "stack", "stack": found, "collective": last_collective()})
 
     def _work(self, address: Address) -> None:
         try:

@@ -20,6 +20,7 @@ class Status(TypedDict):
 
 _now: Status = {"phase": STARTING, "step": None}
 _since = time.monotonic()
+_began_ns = time.time_ns()
 
 
 def enter(phase: str, step: int | None = None) -> None:
@@ -33,14 +34,19 @@ def enter(phase: str, step: int | None = None) -> None:
 
 def reset() -> None:
     """Forgets what an earlier run of this process has noted."""
-    global _since
-    _since = time.monotonic()
+    global _since, _began_ns
+    _since, _began_ns = time.monotonic(), time.time_ns()
     _now["phase"], _now["step"] = STARTING, None
 
 
 def now() -> Status:
     """Returns what the process does now."""
     return {**_now}
+
+
+def began_ns() -> int:
+    """Returns when this task has begun, in nanoseconds of the wall clock."""
+    return _began_ns
 
 
 def since() -> float:

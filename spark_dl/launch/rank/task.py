@@ -23,7 +23,7 @@ from spark_dl.launch.failures.describe import describe, failed_in_task
 from spark_dl.launch.peers import check_versions, versions
 from spark_dl.launch.rank import status
 from spark_dl.launch.rank.children import ended_with_rank
-from spark_dl.launch.rank.environment import applied
+from spark_dl.launch.rank.environment import RESTARTS, applied
 from spark_dl.launch.rank.output import Output, line_buffered
 from spark_dl.launch.rank.sender import Reporter, Sender, crashes_reported
 from spark_dl.launch.watch import Address
@@ -70,11 +70,12 @@ def rank_task(
     has_log: bool,
     secret: bytes,
     result_limit_bytes: int | None,
+    attempt: int,
 ) -> Callable[[Iterator[Any]], Iterator[Any]]:
     """Returns the function that Spark runs as the task of one rank. Called on the driver.
 
     packed: the call, of `payload.pack_call`. address: that of the driver's listener.
-    env: the user's environment variables.
+    env: the user's environment variables. attempt: number of failed attempts before this one.
     has_source: whether the input of the task are rows for the function.
     secret: of the store that the ranks share. result_limit_bytes: of the result of a rank.
     has_log: whether this process writes to the log of an executor, and not to the terminal of the driver.
@@ -103,7 +104,7 @@ def rank_task(
                 _reported_exit(sender, output, me),
                 crashes_reported(address, task),
                 ended_with_rank(),
-                applied(env),
+                applied({**env, RESTARTS: str(attempt)}),
             ):
                 check_versions(driver, versions(), me["host"])
                 if len(infos) != launch.num_ranks:

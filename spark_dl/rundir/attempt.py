@@ -34,6 +34,8 @@ def begin_attempt(
         check_folder(run_dir, overwrite=overwrite)
         step = checkpoint.last_step(run_dir)
     except OSError as error:
+        if not storage.is_local(run_dir):  # its error says what to do
+            raise
         raise ValueError(
             f"cannot read the run_dir {run_dir}: {error}; check the path, its permissions and its links, or use "
             "another run_dir"

@@ -15,7 +15,7 @@ from torch import nn
 
 from spark_dl import Checkpoint, ModelSpec, ParameterServer, worker
 from spark_dl.launch.failures.describe import describe
-from spark_dl.rundir import checkpoint
+from spark_dl.rundir import checkpoint, saving
 from spark_dl.spec import Run
 from spark_dl.training.metrics import read_metrics
 from tests.builders.datasets import write_dataset
@@ -323,13 +323,13 @@ def test_a_trainer_without_work_waits_for_the_others_as_long_as_they_need(tmp_pa
 
 def train_and_list_checkpoints(run):
     """The steps at which this rank saved."""
-    saved, save = [], checkpoint.save
+    saved, save = [], saving.save
 
     def note(*args, **settings):
         saved.append(settings["step"])
         return save(*args, **settings)
 
-    checkpoint.save = note
+    saving.save = note
     worker.main(run)
     return saved
 

@@ -23,7 +23,7 @@ from spark_dl.data.petastorm.unischema import Codec, Field, Unischema
 from spark_dl.data.plan import Segment
 from spark_dl.data.read.rows import Rows
 from spark_dl.data.read.shard_file import SLICE_BYTES, ShardFile, slice_rows
-from spark_dl.loop import _clear_frames
+from spark_dl.training.memory import clear_frames
 from tests.builders.cells import npy_cells, vectors, zipped
 from tests.builders.images import pixels, png
 from tests.builders.settings import make_config
@@ -324,7 +324,7 @@ def test_numbers_that_do_not_fit_name_their_row_and_are_not_their_own_cause(tmp_
     assert len(causes(error.value)) > 1
     circle = ValueError()
     circle.__cause__ = circle
-    _clear_frames(circle)
+    clear_frames(circle)
 
 
 @pytest.mark.parametrize(("use_dictionary", "words", "is_same"), [

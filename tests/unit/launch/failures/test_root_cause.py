@@ -5,6 +5,7 @@ import pytest
 from spark_dl import RankError
 from spark_dl.launch.failures.describe import describe, failed_in_task, failure_in, is_secondary
 from spark_dl.launch.failures.root_cause import root_cause
+from spark_dl.launch.rank import status
 from spark_dl.launch.rank.script import ScriptError
 
 RANKS = {0: 1, 1: 0, 2: 2}
@@ -146,6 +147,7 @@ HARMLESS = r"red {x} %s %(y)s ä\udcff\r\x00\x9b2J\u2028\u202e"
 
 
 def test_B36_control_characters_of_an_error_are_written_out_wherever_they_come_from():
+    status.reset()  # of what other tests of this process have done
     me, lines = {"task": 0, "host": "a", "pid": 1}, [("stdout", HOSTILE)]
     failure = describe(ValueError(f"{HOSTILE}\nINFO all is well"), me, lines, is_shown=False)
     assert failure["error"] == f"ValueError: {HARMLESS}\nINFO all is well"

@@ -208,6 +208,7 @@ def evaluate(
     data, saved = as_sources(data), checkpoint.find(checkpoint_url, only_weights=True, key_file=key_file)
     config = config or evaluation_config(build_config(saved.manifest["config"]), data)
     spark = find_session(data, spark)
+    config = fit_ranks(spark, config, config.launch.num_ranks)
     check_settings(spark, spec, config, has_validation=True)
     with (
         Progress("evaluate", enabled=progress) as shown,

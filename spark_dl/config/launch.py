@@ -21,9 +21,9 @@ class Launch:
     num_ranks: int = 1
     """Number of ranks. Each rank is a barrier task with one process on one device."""
     min_ranks: int | None = None
-    """If the cluster has fewer slots than `num_ranks`, `train` starts as many ranks as it has slots for, at least so
-    many. When it gets more slots, more ranks start at the next checkpoint. Null: exactly `num_ranks`. The order of rows
-    does not depend on the number of ranks."""
+    """If the cluster has fewer slots than `num_ranks`, `train` and `evaluate` start as many ranks as it has slots for,
+    at least so many. When it gets more slots, more ranks of a training start at the next checkpoint. Null: exactly
+    `num_ranks`. The order of rows does not depend on the number of ranks."""
     device: Device = "auto"
     """`auto` uses the GPU that Spark gives the task, else the CPU. With `cuda`, a missing GPU is an error; with a local
     master, where Spark gives no GPUs, ranks take them by their number."""

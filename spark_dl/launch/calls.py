@@ -11,11 +11,19 @@ from spark_dl.config import Launch
 
 
 def launch_settings(settings: Launch | None, num_ranks: int | None) -> Launch:
-    """Returns the settings with the number of ranks of the call. Raises ValueError if both give one, and differ."""
+    """Returns the settings with the number of ranks of the call.
+
+    Raises ValueError if both give one, and differ, and for a range of ranks.
+    """
     if settings is None:
         return Launch(num_ranks=1 if num_ranks is None else num_ranks)
     if not isinstance(settings, Launch):
         raise ValueError(f"settings: expected a spark_dl.Launch, found {type(settings).__name__}")
+    if settings.min_ranks is not None:
+        raise ValueError(
+            f"launch.min_ranks: expected null for a function of your own, which knows no other number of ranks, found "
+            f"{settings.min_ranks}; train and evaluate have a range of ranks"
+        )
     if num_ranks is None:
         return settings
     if settings.num_ranks not in (num_ranks, Launch().num_ranks):

@@ -15,7 +15,7 @@ from spark_dl.spec import ModelSpec, Run
 
 
 def check_cluster(spark: Any, config: Config, num_groups: int) -> None:
-    """Raises ValueError over Spark Connect and for local storage, RuntimeError if the cluster has too few task slots.
+    """Raises ValueError over Spark Connect, for local storage and for a range of ranks, RuntimeError if the cluster has too few task slots.
 
     num_groups: groups of `launch.num_ranks` ranks that train at the same time.
     """
@@ -27,6 +27,11 @@ def check_cluster(spark: Any, config: Config, num_groups: int) -> None:
     _check_unplanned(config)
     if config.shards.storage == "local":
         raise ValueError("shards.storage: expected 'shared' for trials, each of which reads all rows, found 'local'")
+    if config.launch.min_ranks is not None:
+        raise ValueError(
+            "launch.min_ranks: expected null for trials, whose groups of ranks are equal, found "
+            f"{config.launch.min_ranks}"
+        )
     num_ranks = num_groups * config.launch.num_ranks
     try:
         preflight.check(spark, dataclasses.replace(config.launch, num_ranks=num_ranks))

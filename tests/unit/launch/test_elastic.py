@@ -6,7 +6,9 @@ import pytest
 
 from spark_dl import DDP, Config, Launch, Mesh
 from spark_dl.launch import elastic, preflight
+from spark_dl.launch.calls import launch_settings
 from spark_dl.launch.elastic import MoreSlotsError, check_growth, fit_ranks
+from spark_dl.trials.checks import check_cluster
 from tests.builders.models import small_config
 
 
@@ -65,3 +67,7 @@ def test_a_range_that_cannot_be_is_an_error_that_names_the_key():
             Launch(num_ranks=8, min_ranks=fewest)
     with pytest.raises(ValueError, match=r"launch\.min_ranks: expected null with shards.storage='local'"):
         small_config(2, launch={"min_ranks": 1, "storage": "local"}, parallel=DDP())
+    with pytest.raises(ValueError, match=r"launch\.min_ranks: expected null for a function of your own"):
+        launch_settings(Launch(num_ranks=2, min_ranks=1), None)
+    with pytest.raises(ValueError, match=r"launch\.min_ranks: expected null for trials"):
+        check_cluster(None, config(), 1)

@@ -15,7 +15,7 @@ from spark_dl.spec import ModelSpec, Run
 
 
 def check_cluster(spark: Any, config: Config, num_groups: int) -> None:
-    """Raises ValueError over Spark Connect, for local storage and for a range of ranks, RuntimeError if the cluster has too few task slots.
+    """Raises ValueError over Spark Connect, for local storage and for a range of ranks, RuntimeError for too few slots.
 
     num_groups: groups of `launch.num_ranks` ranks that train at the same time.
     """

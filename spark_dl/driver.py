@@ -237,12 +237,11 @@ def launch(
 
     num_ranks: by default that of `settings`.
     env: environment variables of the ranks, set before anything is imported there.
-    settings: time limits, the device, `output`, which ranks' standard output and error the driver shows, and
-        `max_restarts`. TORCHELASTIC_RESTART_COUNT has the number of failed attempts, as under torchrun.
+    settings: time limits, the device, `max_restarts`, and `output`: which ranks' output the driver shows.
 
     Returns the results of the ranks by rank: numbers, strings, arrays and tensors, in dicts, lists and tuples; of a
     program None. The environment is as under torchrun: `torch.distributed.init_process_group()` joins the group of all
-    ranks. A function that takes an optimizer step without it fails, unless `launch.independent_ranks` is set.
+    ranks, and TORCHELASTIC_RESTART_COUNT is the number of failed attempts. A function that takes an optimizer step without it fails, unless `launch.independent_ranks` is set.
     Raises as `run_barrier` does, in particular RankError with the traceback, or the exit code, of the first rank that
     failed.
     """

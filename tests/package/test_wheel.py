@@ -111,7 +111,7 @@ JOB = [sys.executable, "jobs/train.py", "--config", "conf/train/digits.yaml", "-
 @pytest.mark.parametrize(("more", "code", "message"), [
     (["--train.learning_rate", "1"], 2, "train.learning_rate"),
     (["--train.lr", "fast"], 2, "train.lr"),
-    (["--input.path", "/nothing/there"], 1, "/nothing/there"),
+    pytest.param(["--input.path", "/nothing/there"], 1, "/nothing/there", marks=pytest.mark.long),
 ])  # fmt: skip
 def test_exit_codes_are_what_a_scheduler_expects(tmp_path, more, code, message):
     command = [*JOB, "--run_dir", tmp_path / "run", *more]

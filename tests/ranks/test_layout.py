@@ -53,6 +53,7 @@ def test_channels_last_trains_the_same(tmp_path, parallel):
     assert not weight.is_contiguous()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_compiled_model_trains_the_same_and_each_run_compiles_its_own(tmp_path):

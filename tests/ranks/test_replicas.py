@@ -87,8 +87,8 @@ def run_of(tmp_path, config, *, name="run", build=build):
     return make_run(tmp_path, config, spec=ModelSpec(build=build, set_position=drift), name=name)
 
 
-def cases(names):
-    return [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in names]
+def cases(names, mark=pytest.mark.slow):
+    return [name if name in QUICK else pytest.param(name, marks=mark) for name in names]
 
 
 @pytest.mark.parametrize("name", cases(KEPT))
@@ -103,7 +103,7 @@ def test_F23_a_rank_whose_weight_changes_is_named_with_step_and_parameter(tmp_pa
     assert checkpoint.latest(run.run_dir) is None
 
 
-@pytest.mark.parametrize("name", cases([*DATA_PARALLEL, *CUT]))
+@pytest.mark.parametrize("name", cases([*DATA_PARALLEL, *CUT], pytest.mark.long))
 def test_F23_a_healthy_run_is_silent_and_has_the_same_bits(tmp_path, name):
     parallel = {"strategy": "mesh", **CUT[name]} if name in CUT else DATA_PARALLEL[name]
     num_ranks = 4 if name in CUT else 2 if name == "horovod" else 3

@@ -35,6 +35,7 @@ def flights():
         pytest.skip("no .data/flights.csv.zip; `make .data/flights.csv.zip` downloads it")
 
 
+@pytest.mark.long
 def test_linear_regression_reaches_the_exact_solution(tmp_path):
     out, _ = run("linear_regression", "--folder", tmp_path)
     errors = dict(re.findall(r"^(\S.*?) +\d+\.\d +(\d\.\d+)$", out, re.MULTILINE))

@@ -46,6 +46,7 @@ def test_the_weights_of_a_model_that_is_cut_are_one_file(two_by_two):
     assert weights["blocks.3.up.weight"].shape == (256, 64)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", [
     {"pipeline": 1, "tensor": 1, "zero_stage": 3},
     pytest.param({"pipeline": 1, "tensor": 1, "ranks": 1}, marks=pytest.mark.long),

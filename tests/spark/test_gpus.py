@@ -77,6 +77,7 @@ def gpus_of(ranks):
 ALL = [f"GPU-{letter}" for letter in "abcd"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(220)
 def test_ranks_get_the_gpus_that_they_need_from_executors_whose_tasks_have_none(tmp_path):

@@ -252,6 +252,7 @@ def _peak(rows):
 
 
 @pytest.mark.modes("local")
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_memory_of_a_rank_does_not_grow_with_its_rows(spark):
     small, big = (

@@ -110,7 +110,7 @@ def probabilities_in_a_new_process(path, features):
     return json.loads(found.stdout.splitlines()[-1])
 
 
-@pytest.mark.long_in("local-cluster")
+@pytest.mark.long_in("local-cluster", "connect")
 @pytest.mark.slow
 def test_a_pipeline_fits_transforms_saves_and_loads_in_a_new_process(spark, points, tmp_path):
     model = pipeline_of(classifier(tmp_path, labelCol="index")).fit(points)

@@ -40,6 +40,7 @@ print("dataset", spark_dl.predict("run/shards/train", spec, result.checkpoint, s
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_program_with_a_plain_session_and_a_module_beside_it(tmp_path):
     (tmp_path / "model.py").write_text(MODEL)

@@ -174,6 +174,7 @@ def call(folder, times):
 
 
 @pytest.mark.slow
+@pytest.mark.long_in("connect")
 @pytest.mark.modes("local", "connect")
 def test_a_function_is_called_again_if_launch_asks_for_it(spark, tmp_path):
     for times, restarts in ((1, 1), (1, 0)):

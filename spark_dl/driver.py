@@ -241,7 +241,8 @@ def launch(
 
     Returns the results of the ranks by rank: numbers, strings, arrays and tensors, in dicts, lists and tuples; of a
     program None. The environment is as under torchrun: `torch.distributed.init_process_group()` joins the group of all
-    ranks, and TORCHELASTIC_RESTART_COUNT is the number of failed attempts. A function that takes an optimizer step without it fails, unless `launch.independent_ranks` is set.
+    ranks, and TORCHELASTIC_RESTART_COUNT is the number of failed attempts. A function that takes an optimizer step
+    without the group fails, unless `launch.independent_ranks` is set.
     Raises as `run_barrier` does, in particular RankError with the traceback, or the exit code, of the first rank that
     failed.
     """

@@ -78,7 +78,8 @@ def main(arguments: list[str]) -> int:
     if "--check" not in arguments:
         PAGE.write_text(text)
         return 0
-    missing = [number for number in CONTRACTS if number not in named_tests() and number not in LEFT_OUT]
+    tests = named_tests()
+    missing = [number for number in CONTRACTS if number not in tests and number not in LEFT_OUT]
     if missing:
         sys.stderr.write(f"numbers without a test: {', '.join(missing)}\n")
     return int(bool(missing) or not PAGE.exists() or PAGE.read_text() != text)

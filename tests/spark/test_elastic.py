@@ -24,6 +24,7 @@ def weights(result):
     return checkpoint.load(checkpoint.find(result.checkpoint), "model.pt")["0"]
 
 
+@pytest.mark.slow
 @pytest.mark.modes("local")
 def test_fewer_slots_than_ranks_train_the_same_weights_with_fewer_ranks(spark, tmp_path):
     data, joined = write_dataset(str(tmp_path / "data"), blobs(245), group_rows=40, shard_rows=120), []

@@ -80,7 +80,6 @@ def rank_task(
     secret: of the store that the ranks share. result_limit_bytes: of the result of a rank.
     has_log: whether this process writes to the log of an executor, and not to the terminal of the driver.
     """
-
     driver = versions()
 
     def run_rank(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

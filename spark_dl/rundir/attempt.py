@@ -56,19 +56,21 @@ def begin_attempt(
     except OSError as error:
         raise ValueError(f"cannot write to the run_dir {run_dir}: {error}") from error
     # Ranks of an older attempt could save until now. The new generation fences them.
-    saved = _to_resume(run_dir, config, resume, trusted=found) if resume else None
+    saved = found
+    if resume is True:
+        saved = checkpoint.last_valid(
+            run_dir, strict=config.checkpoint.strict, trusted=found, key_file=config.checkpoint.signing_key_file
+        )
     if saved is not None:
         checkpoint.check_same_settings(saved, config)
     return generation, saved
 
 
-def _to_resume(
-    run_dir: str, config: Config, resume: bool | str, *, trusted: checkpoint.Saved | None = None
-) -> checkpoint.Saved | None:
-    """Returns the checkpoint to resume from, or None. trusted: one that was checked before."""
+def _to_resume(run_dir: str, config: Config, resume: bool | str) -> checkpoint.Saved | None:
+    """Returns the checkpoint to resume from, or None."""
     strict, key_file = config.checkpoint.strict, config.checkpoint.signing_key_file
     if isinstance(resume, bool):
-        return checkpoint.last_valid(run_dir, strict=strict, trusted=trusted, key_file=key_file)
+        return checkpoint.last_valid(run_dir, strict=strict, key_file=key_file)
     try:
         found = checkpoint.find(resume, key_file=key_file)
     except ValueError as error:

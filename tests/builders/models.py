@@ -1,5 +1,7 @@
 """Small models and data that tests train on."""
 
+import math
+
 import numpy as np
 import torch
 from torch import nn
@@ -55,3 +57,17 @@ class CityModel(nn.Module):
     def forward(self, city, age, photo):
         columns = [self.embedding(city), age.float()[:, None] / 100, photo.flatten(1).float() / 255]
         return self.linear(torch.cat(columns, 1))
+
+
+class NeverFinite(nn.Linear):
+    """A model whose gradients are NaN in every step."""
+
+    def forward(self, features):
+        out = super().forward(features)
+        if out.requires_grad:
+            out.register_hook(lambda gradient: gradient * math.nan)
+        return out
+
+
+def build_never_finite():
+    return NeverFinite(4, 3)

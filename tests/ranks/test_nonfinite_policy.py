@@ -13,7 +13,7 @@ from spark_dl.rundir import checkpoint
 from spark_dl.rundir.weights import load_weights
 from spark_dl.training import nonfinite
 from spark_dl.training.metrics import read_metrics
-from tests.builders.models import blobs, same_bits, small_config
+from tests.builders.models import blobs, build_never_finite, same_bits, small_config
 from tests.builders.reference import reference
 from tests.builders.settings import parallel as make_parallel
 from tests.faults import BuildGated, Gate, assert_last_good, row_of
@@ -214,18 +214,6 @@ def test_F22_bf16_autocast(tmp_path):
     (result, saved), (_, again) = (train(with_policy(run, policy, policy)) for policy in ("skip", "rollback"))
     assert_counted(result)
     assert same_bits(load_weights(saved), load_weights(again))
-
-
-class NeverFinite(nn.Linear):
-    def forward(self, features):
-        out = super().forward(features)
-        if out.requires_grad:
-            out.register_hook(lambda gradient: gradient * math.nan)
-        return out
-
-
-def build_never_finite():
-    return NeverFinite(4, 3)
 
 
 def test_F22_too_many_steps_in_a_row_are_the_error(tmp_path):

@@ -13,7 +13,7 @@ from spark_dl import Checkpoint, ModelSpec, loop, strategies, worker
 from spark_dl.launch import rendezvous
 from spark_dl.rundir import checkpoint
 from spark_dl.training.metrics import read_metrics
-from tests.builders.models import build_mlp, small_config
+from tests.builders.models import build_mlp, build_never_finite, small_config
 from tests.builders.settings import parallel as make_parallel
 from tests.faults import assert_last_good, with_bad_row
 from tests.ranks.launcher import run_ranks
@@ -192,18 +192,6 @@ def test_fp16_leaves_out_a_step_that_overflows_and_goes_on(tmp_path):
     scaler = checkpoint.load(checkpoint.latest(run.run_dir), "training.pt")["extra"]["scaler"]
     assert scaler["scale"] == 2**15  # half of what it began with: one step was left out
     assert scaler["_growth_tracker"] == 2
-
-
-class NeverFinite(nn.Linear):
-    def forward(self, features):
-        out = super().forward(features)
-        if out.requires_grad:
-            out.register_hook(lambda gradient: gradient * math.nan)
-        return out
-
-
-def build_never_finite():
-    return NeverFinite(4, 3)
 
 
 def test_fp16_does_not_leave_out_steps_for_ever(tmp_path):

@@ -55,6 +55,13 @@ def assert_alive(listener):
     assert (event["kind"], event["task"]) == ("done", 99)
 
 
+def run_as_rank(listener, code):
+    """Runs a program that connects to the listener, in a process. Returns its exit code."""
+    address = listener.address
+    command = [sys.executable, "-c", code, address.host, str(address.port), address.secret.hex()]
+    return subprocess.run(command, timeout=60).returncode
+
+
 def test_events_arrive_in_order_with_their_task(listener):
     senders = [Sender(listener.address, task) for task in range(3)]
     for number in range(100):
@@ -100,11 +107,7 @@ def test_what_a_rank_has_flushed_is_known_though_it_is_killed_at_once(listener):
         "sender.flush(30.0)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    address = listener.address
-    rank = subprocess.run(
-        [sys.executable, "-c", code, address.host, str(address.port), address.secret.hex()], timeout=60
-    )
-    assert rank.returncode == -signal.SIGKILL
+    assert run_as_rank(listener, code) == -signal.SIGKILL
     joined, lost = take(listener, 2)
     assert (joined["kind"], joined["rank"], lost["kind"]) == ("joined", 3, "lost")
 
@@ -404,11 +407,7 @@ def test_S19_the_stacks_of_a_crash_have_no_rows(listener):
         "with crashes_reported(Address(sys.argv[1], int(sys.argv[2]), bytes.fromhex(sys.argv[3])), 5):\n"
         "    hold('a row of customer ' + str(12300 + 45))\n"
     )
-    address = listener.address
-    rank = subprocess.run(
-        [sys.executable, "-c", code, address.host, str(address.port), address.secret.hex()], timeout=60
-    )
-    assert rank.returncode == -signal.SIGSEGV
+    assert run_as_rank(listener, code) == -signal.SIGSEGV
     (event,) = take(listener, 1)
     assert "in hold" in event["text"]
     assert "12345" not in event["text"]

@@ -27,6 +27,7 @@ from spark_dl.parallel.mesh.settings import Mesh
 from spark_dl.parallel.single import DPSingleProcess, Single
 from spark_dl.planning.plan import MeshPlans, plan_mesh
 from spark_dl.predict import predict, predict_udf, save_model
+from spark_dl.rundir.own_checkpoints import Checkpoints, LoadedCheckpoint, open_checkpoints
 from spark_dl.scoring.export import export
 from spark_dl.scoring.saved_model import load_model
 from spark_dl.spec import ModelSpec, import_object
@@ -40,6 +41,7 @@ __all__ = [
     "DDP",
     "Auto",
     "Checkpoint",
+    "Checkpoints",
     "Config",
     "DPSingleProcess",
     "Data",
@@ -48,6 +50,7 @@ __all__ = [
     "Finding",
     "Horovod",
     "Launch",
+    "LoadedCheckpoint",
     "Loader",
     "LocalSGD",
     "Mesh",
@@ -81,6 +84,7 @@ __all__ = [
     "load_config",
     "load_model",
     "nn",
+    "open_checkpoints",
     "open_dataset",
     "plan_mesh",
     "predict",

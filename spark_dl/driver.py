@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import os
 import time
@@ -30,14 +31,14 @@ from spark_dl.data.local import RowSettings
 from spark_dl.evaluate import load_model
 from spark_dl.inputs import check_rank_rows
 from spark_dl.launch.barrier import run_barrier
-from spark_dl.launch.calls import check_call, launch_settings
+from spark_dl.launch.calls import as_call, check_call, check_dataframe, launch_settings
 from spark_dl.launch.elastic import MoreSlotsError, check_growth, fit_ranks
 from spark_dl.launch.failures.errors import RankError
-from spark_dl.launch.rank.script import read_script, run_script
 from spark_dl.launch.session import describe_session, find_session
-from spark_dl.launch.supervise import run_attempts
+from spark_dl.launch.supervise import RESTARTS, Attempt, run_attempts
 from spark_dl.prepare import as_sources, next_attempt, prepare_evaluation, prepare_run
 from spark_dl.rundir import checkpoint, environment, generations
+from spark_dl.rundir.own_checkpoints import OwnRun, start_own_run
 from spark_dl.spark_job import describe, is_connect
 from spark_dl.spec import ModelSpec, Run
 from spark_dl.track import tracking
@@ -155,31 +156,31 @@ def _train_in_attempts(
     """
     first_generation, resizes = run.generation, 0
 
-    def attempt(number: int) -> dict[str, Any]:
+    def attempt(this: Attempt) -> dict[str, Any]:
         nonlocal run, resizes
-        if number + resizes:
-            config = fit_ranks(spark, run.config, most_ranks)
+        number = this.number + resizes
+        if number:
+            config = fit_ranks(spark, run.config, most_ranks, left_out=this.left_out)
             run = next_attempt(dataclasses.replace(run, config=config), first_generation)
         try:
             with (
                 environment.recorded(run, describe_session(spark)) as record_end,
                 generations.explained(run.run_dir, run.generation),
             ):
-                on_event = [*functions, grow]
-                result = _launch_run(
-                    spark, run, data, shown, task="train", functions=on_event, attempt=number + resizes
-                )
+                on_event: list[OnEvent] = [*functions, functools.partial(grow, this.left_out)]
+                start = dataclasses.replace(this, number=number)
+                result = _launch_run(spark, run, data, shown, task="train", functions=on_event, attempt=start)
                 record_end(result)
         except MoreSlotsError as more:
             _log.info("%s; starting them from the checkpoint", more)
             resizes += 1
-            return attempt(number)
+            return attempt(this)
         best = checkpoint.best_url(run.run_dir, run.config.train.early_stop_mode)
-        return {**result, "restarts": number, "best_checkpoint": best}
+        return {**result, "restarts": this.number, "best_checkpoint": best}
 
-    def grow(event: Mapping[str, Any]) -> None:
+    def grow(left_out: frozenset[str], event: Mapping[str, Any]) -> None:
         if event["kind"] == "checkpoint":
-            check_growth(spark, run.config, most_ranks)
+            check_growth(spark, run.config, most_ranks, left_out)
 
     def on_restart(error: RankError, restarts: int) -> None:
         event = {"kind": "restart", "restarts": restarts, "error": error.reason, "rank": error.rank, "step": error.step}
@@ -215,7 +216,7 @@ def evaluate(
         prepare_evaluation(data, spec, config, saved, stage=shown.stage) as run,
     ):
         return run_attempts(
-            lambda number: _launch_run(spark, run, data, shown, task="evaluate", attempt=number),
+            lambda attempt: _launch_run(spark, run, data, shown, task="evaluate", attempt=attempt),
             config.launch,
         )  # fmt: skip
 
@@ -226,6 +227,9 @@ def launch(
     num_ranks: int | None = None,
     settings: Launch | None = None,
     env: Mapping[str, str] | None = None,
+    run_dir: str | os.PathLike[str] | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
     spark: SparkSession | None = None,
     **kwargs: Any,
 ) -> list[Any]:
@@ -238,6 +242,9 @@ def launch(
     num_ranks: by default that of `settings`.
     env: environment variables of the ranks, set before anything is imported there.
     settings: time limits, the device, `max_restarts`, and `output`: which ranks' output the driver shows.
+    run_dir: folder or URL for the function's own checkpoints, which it reads and writes with `open_checkpoints`. After
+        a failure, the ranks go on from the last one.
+    resume, overwrite: what happens to checkpoints of an earlier call: go on from the last one, or delete them.
 
     Returns the results of the ranks by rank: numbers, strings, arrays and tensors, in dicts, lists and tuples; of a
     program None. The environment is as under torchrun: `torch.distributed.init_process_group()` joins the group of all
@@ -247,16 +254,11 @@ def launch(
     failed.
     """
     settings = launch_settings(settings, num_ranks)
-    spark, subject = find_session(None, spark), name_of(fn)
-    if isinstance(fn, (str, os.PathLike)):
-        subject = str(args[0] if fn == "-m" and args else fn)
-        if kwargs:
-            raise ValueError(f"launch: a script takes arguments as strings, found {', '.join(kwargs)}=...")
-        script = read_script(fn, args, env or {})
-        fn, args, env = run_script, (script,), None
-    check_call(fn, args, kwargs)
-    return _call_in_attempts(spark, settings, fn, args, kwargs, settings, env=env,
-                             description=describe("launch", settings.num_ranks, subject))  # fmt: skip
+    spark = find_session(None, spark)
+    call, args, env, program = as_call(fn, args, kwargs, env)
+    own_run = start_own_run(run_dir, resume=resume, overwrite=overwrite)
+    return _call_in_attempts(spark, settings, call, args, kwargs, settings, own_run=own_run, env=env,
+                             description=describe("launch", settings.num_ranks, program or name_of(fn)))  # fmt: skip
 
 
 def run_on_dataframe(
@@ -281,11 +283,7 @@ def run_on_dataframe(
     Raises as `launch` does, and ValueError for rows that cannot be converted to tensors and for an empty DataFrame.
     """
     settings = launch_settings(settings, num_ranks)
-    if not hasattr(df, "sparkSession"):
-        raise ValueError(
-            f"run_on_dataframe: expected a function and a DataFrame of Spark, found a {type(df).__name__}; for a "
-            "dataset by its URL, use spark_dl.open_dataset in spark_dl.launch"
-        )
+    check_dataframe(df)
     check_call(fn, ("rows",), kwargs)
     data = data or Data(features=tuple(df.columns), label=None)
     rows = RowSettings(
@@ -299,24 +297,26 @@ def run_on_dataframe(
     )  # fmt: skip
 
 
-def _call_in_attempts(spark: SparkSession, launch: Launch, *args: Any, **options: Any) -> list[Any]:
+def _call_in_attempts(
+    spark: SparkSession, launch: Launch, *args: Any, own_run: OwnRun | None = None, **options: Any
+) -> list[Any]:
     """Calls a user's function on ranks with `worker.call`, and after a failure again, if `launch` asks for it."""
-    return run_attempts(
-        lambda number: run_barrier(
-            spark, worker.call, *args, launch=launch, attempt=number, on_event=show_output, poll=follow_logs(launch),
-            **options,
-        ),
-        launch, default_restarts=0,
-    )  # fmt: skip
+
+    def attempt(this: Attempt) -> list[Any]:
+        this = dataclasses.replace(this, env=own_run.env() if own_run else {})
+        watch: dict[str, Any] = {"on_event": show_output, "poll": follow_logs(launch)}
+        return run_barrier(spark, worker.call, *args, launch=launch, attempt=this, **watch, **options)
+
+    return run_attempts(attempt, launch, default_restarts=RESTARTS if own_run else 0)
 
 
 def _launch_run(
-    spark: Any, run: Run, data: Any, shown: Progress, *, task: str, functions: Sequence[OnEvent] = (), attempt: int = 0
+    spark: Any, run: Run, data: Any, shown: Progress, *, task: str, functions: Sequence[OnEvent] = (), attempt: Attempt
 ) -> dict[str, Any]:
     """Runs a task on ranks or from the driver, as its strategy needs, and returns its result.
 
     With local storage the rows of the DataFrame `data` are streamed to the ranks.
-    functions: those of the user for events. attempt: number of failed attempts before this one.
+    functions: those of the user for events.
     """
     config = run.config
     strategy = strategies.find(config.parallel.strategy)
@@ -329,7 +329,7 @@ def _launch_run(
         "attempt": attempt,
         "description": describe(task, launch.num_ranks, run.run_dir if task == "train" else str(run.checkpoint)),
     }
-    shown.stage(f"starting {launch.num_ranks} rank(s){f', restart {attempt}' if attempt else ''}")
+    shown.stage(f"starting {launch.num_ranks} rank(s){f', restart {attempt.number}' if attempt.number else ''}")
     streams = config.shards.storage == "local"
     if not streams:
         _log.info("%d rows in %d shards at %s", run.train.rows, run.train.num_shards, run.train.url)

@@ -50,10 +50,14 @@ class Launch:
     max_restarts: int | Literal["auto"] = "auto"
     """How often ranks that have failed are started again: after a killed rank, a lost executor, a lost connection or an
     error of the system, but not after an error of the code or of the data, and not after the same error twice in the
-    same step. A training continues from its last checkpoint. `auto` is 3 for `train` and `evaluate`, and 0 for `launch`
-    and `run_on_dataframe`, which would begin from the start."""
+    same step. A training continues from its last checkpoint. `auto` is 3 for `train`, `evaluate`, and `launch` with a
+    `run_dir`, and 0 for `launch` without one and `run_on_dataframe`, which would begin from the start."""
     restart_wait_s: float = 1.0
     """Wait, in seconds, before the ranks are started again. It doubles with each restart, up to a minute."""
+    exclude_host_after: int | None = 2
+    """Number of failures of ranks on one host after which the next attempts leave the host out, if the other hosts have
+    slots for `num_ranks`, or for `min_ranks`. Null: never. Not over Spark Connect, and not with rows that are streamed
+    to the ranks (`shards.storage: local`, `run_on_dataframe`)."""
     allow_plaintext: bool = False
     """Whether ranks may send gradients to each other unencrypted although Spark encrypts what it sends
     (`spark.network.crypto.enabled`, `spark.ssl.enabled`). Set it if the network itself is private."""
@@ -67,6 +71,8 @@ class Launch:
             check_number(self, "min_ranks", 1, whole=True)
             few = self.min_ranks <= self.num_ranks
             check(few, "launch.min_ranks", f"at most launch.num_ranks ({self.num_ranks})", self.min_ranks)
+        if self.exclude_host_after is not None:
+            check_number(self, "exclude_host_after", 1, whole=True)
         check_number(self, "threads", 0, whole=True)
         if self.max_restarts != "auto":
             check_number(self, "max_restarts", 0, whole=True)

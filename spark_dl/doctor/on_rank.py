@@ -18,7 +18,7 @@ from spark_dl.doctor import links
 from spark_dl.launch.peers import versions
 from spark_dl.launch.rank.sender import Reporter
 from spark_dl.launch.rank.task import RankResult, local_folders
-from spark_dl.launch.rendezvous import host_of
+from spark_dl.launch.rank.tasks import host_of
 from spark_dl.world import interface_of, local_address
 
 _SHM = "/dev/shm"  # noqa: S108 - where shared memory is, not a file

@@ -7,6 +7,7 @@ The Python process of each task is the rank. The rows of another DataFrame can b
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import logging
@@ -22,7 +23,8 @@ from spark_dl.launch.failures.root_cause import root_cause
 from spark_dl.launch.rank import memory
 from spark_dl.launch.rank.task import ROOT_CAUSE_WAIT_S, SCHEMA, RankResult, rank_task
 from spark_dl.launch.session import worker_env
-from spark_dl.launch.watch import CRASH, Listener
+from spark_dl.launch.supervise import Attempt
+from spark_dl.launch.watch import CRASH, Listener, listen
 from spark_dl.spark_job import SparkJob, is_connect, is_local_master
 
 RANKS = "spark_dl-ranks"
@@ -33,6 +35,7 @@ _LAST_EVENTS_WAIT_S = 1.0
 """How long to wait for events that the ranks sent before the job ended."""
 _SILENCE_S = 3.0
 """A rank without a heartbeat for longer is the root cause, if the other ranks only lost a connection or timed out."""
+_FIRST = Attempt()
 _POLL_S = 1.0
 """Interval in which a driver without a listener calls `poll`."""
 
@@ -50,7 +53,7 @@ def run_barrier(
     poll: Callable[[], list[dict[str, Any]]] | None = None,
     source: Any = None,
     env: Mapping[str, str] | None = None,
-    attempt: int = 0,
+    attempt: Attempt = _FIRST,
     **kwargs: Any,
 ) -> list[Any]:
     """Runs `fn(*args, report=..., **kwargs)` on `launch.num_ranks` ranks. Called on the driver.
@@ -64,18 +67,22 @@ def run_barrier(
         to earlier questions of other ranks. Not over Spark Connect.
     source: a DataFrame with one partition per rank. The ranks get its rows: `fn(..., rows=TaskInput)`.
     env: environment variables of the ranks, which are set before their Python starts.
-    attempt: number of failed attempts before this one. After a failure, the cluster has `launch.start_timeout_s` to
-        replace lost executors.
+    attempt: with the hosts to leave out. After a failure, the cluster has `launch.start_timeout_s` to replace lost
+        executors.
 
     Raises ValueError for a call that cannot be pickled and for input that the ranks refuse, RuntimeError if the cluster
     cannot run the job or does not start it within `launch.start_timeout_s`, RankError if a rank fails.
     """
-    profile = preflight.check(spark, launch, executors_wait_s=launch.start_timeout_s if attempt else None)
+    profile = preflight.check(spark, launch, executors_wait_s=launch.start_timeout_s if attempt.number else None)
     preflight.check_log_dir(launch)
     if source is not None:
         preflight.check_disks(spark)
     packed = payload.pack_call(fn, args, kwargs)
-    listener = None if is_connect(spark) else _listen(spark, launch.num_ranks)
+    num_tasks = preflight.num_tasks(spark, launch.num_ranks, profile, attempt.left_out if source is None else ())
+    if num_tasks == launch.num_ranks:
+        attempt = dataclasses.replace(attempt, left_out=frozenset())
+    tasks = spark.range(0, num_tasks, 1, num_tasks) if source is None else source
+    listener = None if is_connect(spark) else listen(spark, launch.num_ranks)
     events: queue.Queue[Any] = listener.events if listener else queue.Queue()
     try:
         task = rank_task(
@@ -83,7 +90,6 @@ def run_barrier(
             result_limit_bytes=preflight.result_limit_bytes(spark, launch.num_ranks), secret=os.urandom(32),
             has_log=not is_local_master(spark.conf.get("spark.master", "")), attempt=attempt,
         )  # fmt: skip
-        tasks = spark.range(0, launch.num_ranks, 1, launch.num_ranks) if source is None else source
         with worker_env(spark, env or {}):
             # Without a profile, also on Spark 3.5, which has no such argument.
             df = tasks.mapInArrow(task, SCHEMA, barrier=True, **({} if profile is None else {"profile": profile}))
@@ -117,13 +123,6 @@ def _results(job: _Job, num_ranks: int, on_event: Callable[[Event], None] | None
             for stream, line in json.loads(row["output"]):
                 on_event({"kind": "output", "rank": row["rank"], "stream": stream, "lines": [line]})
     return [payload.unpack_result(bytes(row["result"])) for row in rows]
-
-
-def _listen(spark: Any, num_ranks: int) -> Listener:
-    """Returns a listener on the bind address of Spark's driver, with the driver's host name for executors."""
-    conf = spark.sparkContext.getConf()
-    public = conf.get("spark.driver.host")
-    return Listener(conf.get("spark.driver.bindAddress") or public, public, num_ranks=num_ranks)
 
 
 class _Job:

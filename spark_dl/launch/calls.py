@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spark_dl.config import Launch
+from spark_dl.launch.rank.script import read_script, run_script
 
 
 def launch_settings(settings: Launch | None, num_ranks: int | None) -> Launch:
@@ -29,6 +31,31 @@ def launch_settings(settings: Launch | None, num_ranks: int | None) -> Launch:
     if settings.num_ranks not in (num_ranks, Launch().num_ranks):
         raise ValueError(f"num_ranks: found {num_ranks}, and {settings.num_ranks} in settings; set one of them")
     return dataclasses.replace(settings, num_ranks=num_ranks)
+
+
+def as_call(
+    fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], env: Mapping[str, str] | None
+) -> tuple[Any, tuple[Any, ...], Mapping[str, str] | None, str | None]:
+    """Returns function, arguments and environment of a call of `launch`, and the name of its program; None without one.
+
+    Raises ValueError as `read_script` and `check_call` do.
+    """
+    if not isinstance(fn, (str, os.PathLike)):
+        check_call(fn, args, kwargs)
+        return fn, args, env, None
+    if kwargs:
+        raise ValueError(f"launch: a script takes arguments as strings, found {', '.join(kwargs)}=...")
+    script = read_script(fn, args, env or {})
+    return run_script, (script,), None, str(args[0] if fn == "-m" else fn)
+
+
+def check_dataframe(df: Any) -> None:
+    """Raises ValueError for what is not a DataFrame of Spark."""
+    if not hasattr(df, "sparkSession"):
+        raise ValueError(
+            f"run_on_dataframe: expected a function and a DataFrame of Spark, found a {type(df).__name__}; for a "
+            "dataset by its URL, use spark_dl.open_dataset in spark_dl.launch"
+        )
 
 
 def check_call(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import time
+from collections.abc import Collection
 from typing import Any
 
 from spark_dl.config import Launch
 from spark_dl.launch import gpus, resources
+from spark_dl.launch.rank.tasks import host_of
 from spark_dl.spark_job import is_connect
 from spark_dl.storage import local_files
+from spark_dl.world import local_address
 
+_log = logging.getLogger("spark_dl")
 _COPIES = 6
 """Copies of the results in the heap of the driver's JVM, at most, with some room."""
 _EXECUTORS_WAIT_S = 10.0
@@ -115,6 +120,54 @@ def check_slots(spark: Any, launch: Launch, profile: Any = None, wait_s: float |
             f"{about}); lower launch.num_ranks, or give the application more executors"
             f"{', cores or GPUs' if about else ' or cores'}"
         )
+
+
+def num_tasks(spark: Any, num_ranks: int, profile: Any, left_out: Collection[str]) -> int:
+    """Returns how many tasks a job of ranks has: more than ranks, if hosts can be left out (`rank.tasks`)."""
+    usable = usable_slots(spark, profile, left_out)
+    if usable is not None and usable >= num_ranks:
+        _log.warning("leaving out %s, where ranks keep failing", ", ".join(sorted(left_out)))
+        return num_slots(spark, profile) or num_ranks
+    if left_out:
+        _log.warning(
+            "ranks keep failing on %s; the other hosts have %s slots for %d ranks, so it is not left out",
+            ", ".join(sorted(left_out)), usable or 0, num_ranks,
+        )  # fmt: skip
+    return num_ranks
+
+
+def usable_slots(spark: Any, profile: Any, left_out: Collection[str]) -> int | None:
+    """Returns the number of tasks that can run at the same time beside some hosts; None if unknown, or without any.
+
+    The slots of executors count by their cores.
+    """
+    if not left_out or is_connect(spark):
+        return None
+    cores = _cores_by_host(spark)
+    if not cores:
+        return None
+    others = {_address(host) for host in left_out}
+    usable = sum(number for host, number in cores.items() if _address(host) not in others)
+    return (num_slots(spark, profile) or 0) * usable // sum(cores.values())
+
+
+def _cores_by_host(spark: Any) -> dict[str, int]:
+    """Returns the cores of the executors of each host; nothing with a local master, which has no executors."""
+    cores: dict[str, int] = {}
+    executors = spark.sparkContext._jsc.sc().statusStore().executorList(True)
+    for executor in (executors.apply(index) for index in range(executors.size())):
+        if executor.id() != "driver":
+            host = host_of(executor.hostPort())
+            cores[host] = cores.get(host, 0) + executor.totalCores()
+    return cores
+
+
+def _address(host: str) -> str:
+    """Returns the address of a host, which Spark names by its address or by its name; the name if it has none."""
+    try:
+        return local_address(host)
+    except RuntimeError:
+        return host
 
 
 def num_slots(spark: Any, profile: Any = None) -> int | None:

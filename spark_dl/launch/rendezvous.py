@@ -35,6 +35,7 @@ from spark_dl.launch.rank.environment import restored_process, torchrun_env
 from spark_dl.launch.rank.ports import closed_when_connected
 from spark_dl.launch.rank.sender import Reporter
 from spark_dl.launch.rank.store import RankStore, Server
+from spark_dl.launch.rank.tasks import RankTasks, choose
 from spark_dl.launch.watch import Address
 from spark_dl.world import World, interface_of, local_address
 
@@ -92,9 +93,9 @@ def _barrier_context() -> Any:
 def _meet_in_barrier(
     context: Any, launch: Launch, report: Any, cleanup: contextlib.ExitStack, *, for_script: bool
 ) -> World:
-    partition = context.partitionId()
-    executors = [info.address for info in context.getTaskInfos()]
-    task_hosts = [host_of(executor) for executor in executors]
+    tasks = _tasks(context, report, launch)
+    assert tasks.own is not None
+    partition, task_hosts = tasks.own, tasks.hosts
     host = task_hosts[partition]
     address = local_address(host)
     listener = None
@@ -111,7 +112,7 @@ def _meet_in_barrier(
     else:
         own_gpus = gpus.gpus_of_task(launch.device, context.resources())
     port = listener.getsockname()[1] if listener else 0
-    me = describe(partition, host, executors[partition], own_gpus, addresses, address=address, port=port)
+    me = describe(partition, host, tasks.executors[partition], own_gpus, addresses, address=address, port=port)
     messages = _exchange(context, report, me.to_json(), launch)
     peers = [from_json(message) for message in messages]
     check_peers(peers, launch)
@@ -145,9 +146,10 @@ def _meet_in_barrier(
     return world
 
 
-def host_of(executor: str) -> str:
-    """Returns the host in the address of a task, `host:port`."""
-    return executor.rsplit(":", 1)[0].strip("[]")
+def _tasks(context: Any, report: Any, launch: Launch) -> RankTasks:
+    if isinstance(report, Reporter) and report.tasks is not None:
+        return report.tasks
+    return choose([info.address for info in context.getTaskInfos()], context.partitionId(), launch.num_ranks, ())
 
 
 def _say_shared(peers: Sequence[Peer], rank: int, ranks: Sequence[int]) -> None:
@@ -166,6 +168,8 @@ def _exchange(context: Any, report: Any, message: str, launch: Launch) -> list[s
         found = report.exchange(message, launch.start_timeout_s)
         if found is not None:
             return found
+        if report.tasks is not None and report.tasks.num_tasks > launch.num_ranks:  # the others do not call it
+            raise RuntimeError("not all ranks can reach the driver, so no host can be left out: open the driver's port")
     gathered: list[str] = context.allGather(message)
     return gathered
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from spark_dl.config import Launch
@@ -18,21 +20,33 @@ from spark_dl.launch.failures.errors import RankError
 
 T = TypeVar("T")
 RESTARTS = 3
-"""What `launch.max_restarts` is with "auto", for a training, which goes on from its last checkpoint."""
+"""What `launch.max_restarts` is with "auto", for what goes on from its last checkpoint."""
 _LONGEST_WAIT_S = 60.0
 PREEMPTIONS = 100
 """How often ranks are started again after SIGTERM, by which hosts that are taken away end their processes."""
 _log = logging.getLogger("spark_dl")
 
 
+@dataclass(frozen=True)
+class Attempt:
+    """One start of the ranks."""
+
+    number: int = 0
+    """Number of failed attempts before it."""
+    left_out: frozenset[str] = frozenset()
+    """Hosts that keep failing. They get no rank, if the other hosts have slots enough."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of this attempt alone. They are set when its function is called."""
+
+
 def run_attempts(
-    attempt: Callable[[int], T],
+    attempt: Callable[[Attempt], T],
     launch: Launch,
     *,
     default_restarts: int = RESTARTS,
     on_restart: Callable[[RankError, int], None] = lambda error, restarts: None,
 ) -> T:
-    """Calls `attempt(number)` until one succeeds, and returns its result. Called on the driver.
+    """Calls `attempt` until one succeeds, and returns its result. Called on the driver.
 
     default_restarts: what `launch.max_restarts` is with "auto".
     on_restart: called before each restart, with the error and the number of restarts so far.
@@ -43,7 +57,7 @@ def run_attempts(
     failures: list[RankError] = []
     while True:
         try:
-            return attempt(len(failures))
+            return attempt(Attempt(len(failures), failing_hosts(failures, launch.exclude_host_after)))
         except RankError as error:
             failures.append(error)
             if reason := reason_to_stop(failures, max_restarts):
@@ -78,6 +92,12 @@ def reason_to_stop(failures: Sequence[RankError], max_restarts: int) -> str:
         where = f", and all failures were on host {hosts.pop()}: take it out of the cluster" if same else ""
         return f"launch.max_restarts is {max_restarts}{where}"
     return ""
+
+
+def failing_hosts(failures: Sequence[RankError], exclude_after: int | None) -> frozenset[str]:
+    """Returns the hosts with so many failures of ranks, or more. Preemptions do not count."""
+    counts = Counter(failure.host for failure in failures if failure.host and not failure.is_preemption)
+    return frozenset(host for host, number in counts.items() if exclude_after and number >= exclude_after)
 
 
 def backoff_s(failures: int, first_s: float) -> float:

@@ -151,6 +151,13 @@ class Listener:
             ended.set()
 
 
+def listen(spark: Any, num_ranks: int) -> Listener:
+    """Returns a listener on the bind address of Spark's driver, with the driver's host name for executors."""
+    conf = spark.sparkContext.getConf()
+    public = conf.get("spark.driver.host")
+    return Listener(conf.get("spark.driver.bindAddress") or public, public, num_ranks=num_ranks)
+
+
 class _Meeting:
     """Collects one message of each rank, and sends all of them to every rank."""
 

@@ -87,6 +87,24 @@ def place_env(world: World, *, group_rank: int, num_groups: int) -> dict[str, st
     }
 
 
+_RUN = ("SPARK_DL_RUN_DIR", "SPARK_DL_GENERATION", "SPARK_DL_CHECKPOINT")
+"""Variables of a rank of `launch` with a run folder: the folder, the attempt, and its checkpoint to resume from."""
+
+
+def run_env(run_dir: str, generation: int, checkpoint: str) -> dict[str, str]:
+    """Returns the variables for `find_run`. checkpoint: URL; empty without one. Called on the driver."""
+    return dict(zip(_RUN, (run_dir, str(generation), checkpoint), strict=True))
+
+
+def find_run() -> tuple[str, int, str] | None:
+    """Returns the run folder, the generation of this attempt, and the URL of its checkpoint or an empty string.
+
+    None if the ranks have no run folder.
+    """
+    run_dir, generation, checkpoint = (os.environ.get(name, "") for name in _RUN)
+    return (run_dir, int(generation), checkpoint) if run_dir else None
+
+
 def find_place() -> tuple[int, int]:
     """Returns (rank, world size): of the process group, else of the environment, else (0, 1)."""
     if dist.is_available() and dist.is_initialized():

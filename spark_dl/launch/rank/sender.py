@@ -24,6 +24,7 @@ from typing import Any
 
 from spark_dl.launch.rank import memory, status
 from spark_dl.launch.rank.collectives import last_collective
+from spark_dl.launch.rank.tasks import RankTasks
 from spark_dl.launch.watch import CRASH, MAX_FRAME, Address, shut
 
 _MAX_ANSWER = 1 << 28
@@ -190,9 +191,12 @@ class Sender:
 class Reporter:
     """What a rank has of the driver: a call reports an event. Does not block and does not raise."""
 
-    def __init__(self, sender: Sender, me: dict[str, Any], secret: bytes = b""):
-        """me: `host` and `pid`, and later `rank`, which every event has. secret: of the ranks' store."""
-        self._sender, self._me, self.secret = sender, me, secret
+    def __init__(self, sender: Sender, me: dict[str, Any], secret: bytes = b"", tasks: RankTasks | None = None):
+        """me: `host` and `pid`, and later `rank`, which every event has. secret: of the ranks' store.
+
+        tasks: those of the barrier job that are ranks.
+        """
+        self._sender, self._me, self.secret, self.tasks = sender, me, secret, tasks
 
     def __call__(self, event: Mapping[str, Any]) -> bool:
         """Returns whether the event was queued, and not dropped."""

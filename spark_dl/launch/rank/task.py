@@ -26,6 +26,8 @@ from spark_dl.launch.rank.children import ended_with_rank
 from spark_dl.launch.rank.environment import RESTARTS, applied
 from spark_dl.launch.rank.output import Output, line_buffered
 from spark_dl.launch.rank.sender import Reporter, Sender, crashes_reported
+from spark_dl.launch.rank.tasks import choose
+from spark_dl.launch.supervise import Attempt
 from spark_dl.launch.watch import Address
 
 ROOT_CAUSE_WAIT_S = 2.0
@@ -70,12 +72,13 @@ def rank_task(
     has_log: bool,
     secret: bytes,
     result_limit_bytes: int | None,
-    attempt: int,
+    attempt: Attempt,
 ) -> Callable[[Iterator[Any]], Iterator[Any]]:
     """Returns the function that Spark runs as the task of one rank. Called on the driver.
 
     packed: the call, of `payload.pack_call`. address: that of the driver's listener.
-    env: the user's environment variables. attempt: number of failed attempts before this one.
+    env: the user's environment variables. attempt: with its own variables, and the hosts whose tasks are
+        not ranks.
     has_source: whether the input of the task are rows for the function.
     secret: of the store that the ranks share. result_limit_bytes: of the result of a rank.
     has_log: whether this process writes to the log of an executor, and not to the terminal of the driver.
@@ -91,11 +94,14 @@ def rank_task(
 
         context = BarrierTaskContext.get()
         status.reset()
-        task, infos = context.partitionId(), context.getTaskInfos()
-        me: dict[str, Any] = {"host": infos[task].address.rsplit(":", 1)[0], "pid": os.getpid()}
+        executors = [info.address for info in context.getTaskInfos()]
+        tasks = choose(executors, context.partitionId(), launch.num_ranks, attempt.left_out)
+        if (task := tasks.own) is None:
+            return
+        me: dict[str, Any] = {"host": tasks.hosts[task], "pid": os.getpid()}
         limit_s = _STALL * launch.collective_timeout_s
         sender = Sender(address, task, stall_s=limit_s, lost_s=limit_s, on_lost=_end_process)
-        report = Reporter(sender, me, secret)
+        report = Reporter(sender, me, secret, tasks)
         report({"kind": "started"})
         output = _open_output(report, me, launch, has_log=has_log)
         try:
@@ -103,14 +109,10 @@ def rank_task(
                 _reported_exit(sender, output, me),
                 crashes_reported(address, task),
                 ended_with_rank(),
-                applied({**env, RESTARTS: str(attempt)}),
+                applied({**env, **attempt.env, RESTARTS: str(attempt.number)}),
             ):
                 check_versions(driver, versions(), me["host"])
-                if len(infos) != launch.num_ranks:
-                    raise RuntimeError(
-                        f"Spark started {len(infos)} tasks for {launch.num_ranks} ranks; the DataFrame must have one "
-                        "partition per rank"
-                    )
+                tasks.check(launch.num_ranks)
                 folders = local_folders()  # with several disks, the tasks are spread over them
                 rows = {"rows": TaskInput(batches, task, folders[task % len(folders)])} if has_source else {}
                 fn, args, kwargs = payload.unpack_call(packed)

@@ -210,6 +210,7 @@ INVALID = [  # section, key, invalid values, and invalid combinations of values
     (ParameterServer, "parallel.staleness_lr", [0, 1, "true", None, True], of_servers(SYNC, staleness_lr=True)),
     (Launch, "launch.num_ranks", [0, -1, 2.0, "2", True, None]),
     (Launch, "launch.min_ranks", [0, -1, 2.0, "1", True, 2]),
+    (Launch, "launch.exclude_host_after", [0, -1, 2.0, "1", True]),
     (Launch, "launch.device", ["gpu", "cuda:0", None]),
     (
         Launch,

@@ -8,7 +8,7 @@ import pytest
 from spark_dl import Launch, RankError
 from spark_dl.launch import supervise
 from spark_dl.launch.failures.describe import describe, is_retryable
-from spark_dl.launch.supervise import backoff_s, reason_to_stop, run_attempts
+from spark_dl.launch.supervise import backoff_s, failing_hosts, reason_to_stop, run_attempts
 
 QUICK = Launch(restart_wait_s=0)
 
@@ -25,8 +25,8 @@ def attempts_of(errors, launch=QUICK, **options):
     """Runs attempts that fail with these errors, one after another. Returns the numbers of the attempts."""
     numbers, left = [], list(errors)
 
-    def attempt(number):
-        numbers.append(number)
+    def attempt(this):
+        numbers.append(this.number)
         if left:
             raise left.pop(0)
         return numbers
@@ -77,6 +77,25 @@ def test_F31_a_host_on_which_all_attempts_fail_is_named():
     assert reason_to_stop(same[:1], 0) == "launch.max_restarts is 0"
 
 
+@pytest.mark.parametrize(("after", "expected"), [(1, [(), "a", "ab", "ab"]), (2, [(), (), (), "a"]), (None, [()] * 4)])
+def test_F31_a_host_that_keeps_failing_is_left_out(after, expected):
+    errors = [killed(1), RankError("rank 0 on b was killed", rank=0, host="b", pid=1), killed(2)]
+    launch, seen = Launch(restart_wait_s=0, exclude_host_after=after), []
+
+    def attempt(this):
+        seen.append(this.left_out)
+        if errors:
+            raise errors.pop(0)
+
+    run_attempts(attempt, launch)
+    assert seen == [frozenset(hosts) for hosts in expected]
+
+
+def test_F31_hosts_that_are_taken_away_and_unknown_ones_are_not_left_out():
+    unknown = RankError("a rank was killed", rank=None, host="", pid=None)
+    assert failing_hosts([preempted(), preempted(), unknown, unknown], 2) == frozenset()
+
+
 def test_F03_the_same_error_twice_in_the_same_step_stops():
     same = [killed(3), raised("RuntimeError: x", 5), raised("RuntimeError: x", 5), killed(9)]
     with pytest.raises(RankError, match=r"after 3 attempts; the same error came twice in step 5") as caught:
@@ -99,10 +118,10 @@ def test_other_failures_do_not(errors):
 def test_B36_a_reason_of_several_lines_forges_no_line_of_the_log(caplog):
     failures = [RankError("rank 0 failed: OSError: no\n2026-01-01 INFO all is well", rank=0, host="a", pid=1)]
 
-    def attempt(number):
+    def attempt(this):
         if failures:
             raise failures.pop()
-        return number
+        return this.number
 
     assert run_attempts(attempt, Launch(restart_wait_s=0.0)) == 1
     assert "OSError: no\n    2026-01-01 INFO all is well; starting the ranks again" in caplog.text

@@ -1,0 +1,52 @@
+"""Which tasks of a barrier job are ranks: all of them, or those that are not on hosts that are left out.
+
+A barrier job cannot choose its hosts. To leave out a host, the driver starts a task in every slot of the cluster, and
+the tasks on that host end at once. Every task knows the hosts of all tasks, so all take the same decision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class RankTasks:
+    """The tasks of a barrier job that are ranks, as one task sees them."""
+
+    executors: tuple[str, ...]
+    """Addresses of their executors, `host:port`, in the order of the tasks."""
+    own: int | None
+    """Index of this task among them; None if it is not a rank."""
+    num_tasks: int
+    """Number of all tasks of the job."""
+
+    @property
+    def hosts(self) -> list[str]:
+        return [host_of(executor) for executor in self.executors]
+
+    def check(self, num_ranks: int) -> None:
+        """Raises RuntimeError if there are not as many tasks as ranks."""
+        if len(self.executors) != num_ranks:
+            raise RuntimeError(
+                f"Spark started {self.num_tasks} tasks for {num_ranks} ranks; the DataFrame must have one partition "
+                "per rank"
+            )
+
+
+def choose(executors: Sequence[str], task: int, num_ranks: int, left_out: Collection[str]) -> RankTasks:
+    """Returns the tasks that are ranks. executors: addresses of the executors of all tasks. task: index of this one.
+
+    Hosts that are left out get ranks only if the tasks on the others are too few.
+    """
+    chosen = list(range(len(executors)))
+    if left_out:
+        others_first = sorted(chosen, key=lambda index: host_of(executors[index]) in left_out)
+        chosen = sorted(others_first[:num_ranks])
+    own = chosen.index(task) if task in chosen else None
+    return RankTasks(tuple(executors[index] for index in chosen), own, len(executors))
+
+
+def host_of(executor: str) -> str:
+    """Returns the host in the address of a task, `host:port`."""
+    return executor.rsplit(":", 1)[0].strip("[]")

@@ -1,0 +1,124 @@
+"""Checkpoints of a training loop of the user's own in `launch`: where they are, and how a rank reads and writes them.
+
+They are committed as those of `train` are, so each attempt goes on from a whole one, whatever was killed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from spark_dl import storage
+from spark_dl.config import Checkpoint, Config
+from spark_dl.launch.rank.environment import find_place, find_run, run_env
+from spark_dl.rundir import attempt, checkpoint, generations, rank_state, saving
+from spark_dl.rundir.checkpoint_files import MODEL, rank_file
+from spark_dl.rundir.folder import delete_run
+from spark_dl.training.schedule import plain_state
+
+
+@dataclass(frozen=True)
+class LoadedCheckpoint:
+    """A checkpoint that a rank has read."""
+
+    step: int
+    state: dict[str, Any]
+    """What rank 0 has saved."""
+    of_rank: dict[str, Any] | None
+    """What this rank has saved for itself; None if other ranks have saved the checkpoint, more of them or fewer."""
+
+
+class Checkpoints:
+    """The checkpoints of a run, on a rank of `launch`."""
+
+    def __init__(self, run_dir: str, generation: int, url: str, keep: int):
+        """url: the checkpoint that this attempt goes on from; empty without one."""
+        self.run_dir, self._generation, self._url = run_dir, generation, url
+        self._config = Config(checkpoint=Checkpoint(keep=keep))
+
+    def load(self) -> LoadedCheckpoint | None:
+        """Returns the checkpoint that this attempt goes on from; None if it begins from the start. Not collective.
+
+        Restores the random number generators of the rank (Python, NumPy, torch), if the number of ranks is the same.
+        Raises ValueError for a damaged checkpoint.
+        """
+        if not self._url:
+            return None
+        saved, (rank, num_ranks) = checkpoint.open_checkpoint(self._url), find_place()
+        of_rank = None
+        if saved.manifest["world_size"] == num_ranks:
+            own = checkpoint.load(saved, rank_file(rank))
+            rank_state.set_random_state(own["random"])
+            of_rank = own["state"]
+        return LoadedCheckpoint(saved.step, checkpoint.load(saved, MODEL), of_rank)
+
+    def save(self, state: Mapping[str, Any], *, step: int, of_rank: Mapping[str, Any] | None = None) -> str:
+        """Writes and commits a checkpoint, and deletes those before the last `keep`. Collective. Returns its URL.
+
+        state: tensors, numbers and strings, in dicts, lists and tuples, such as state dicts; that of rank 0 is written.
+        step: number of steps done; above that of the checkpoint before. of_rank: what this rank alone needs.
+        Raises ValueError for other objects, and RuntimeError on all ranks if one of them cannot write its file, or if a
+        newer attempt of the run has started.
+        """
+        rank, num_ranks = find_place()
+        if num_ranks > 1 and not dist.is_initialized():
+            raise RuntimeError(
+                f"a checkpoint of {num_ranks} ranks is committed by all of them together; call "
+                "torch.distributed.init_process_group() before the first one is saved"
+            )
+        own = {"state": state if rank == 0 else {}, "of_rank": of_rank or {}}
+        own = {name: plain_state(dict(value), f"save: {name}") for name, value in own.items()}
+        found = saving.contents(rank, training={}, model=own["state"], of_rank=own["of_rank"])
+        return saving.save(
+            self.run_dir, found, world_size=num_ranks, generation=self._generation, step=step, config=self._config,
+            columns=(),
+        )  # fmt: skip
+
+
+def open_checkpoints(*, keep: int = 1) -> Checkpoints:
+    """Opens the checkpoints of this run. Called on a rank of `launch` with a `run_dir`.
+
+    keep: number of the last checkpoints that are kept.
+    Raises RuntimeError elsewhere, and ValueError for an invalid `keep`.
+    """
+    found = find_run()
+    if found is None:
+        raise RuntimeError("open_checkpoints: found no run folder; pass run_dir to spark_dl.launch")
+    return Checkpoints(*found, keep)
+
+
+class OwnRun:
+    """The run folder of a function of the user's own, on the driver."""
+
+    def __init__(self, run_dir: str | os.PathLike[str], *, resume: bool, overwrite: bool):
+        """Starts the run. Raises ValueError as `begin_attempt` does."""
+        self._run_dir = storage.absolute(run_dir)
+        self._found = attempt.begin_attempt(self._run_dir, Config(), resume=resume, overwrite=overwrite)
+        if overwrite:
+            delete_run(self._run_dir, ())
+        self._is_started = False
+
+    def env(self) -> dict[str, str]:
+        """Returns the environment of the ranks of the next attempt, with the last checkpoint.
+
+        Raises RuntimeError if another driver has started an attempt since.
+        """
+        if self._is_started:
+            generations.check_newest(self._run_dir, self._found[0])
+            self._found = attempt.begin_attempt(self._run_dir, Config(), resume=True, overwrite=False)
+        self._is_started = True
+        generation, saved = self._found
+        return run_env(self._run_dir, generation, saved.url if saved else "")
+
+
+def start_own_run(run_dir: str | os.PathLike[str] | None, *, resume: bool, overwrite: bool) -> OwnRun | None:
+    """Starts the run of a function of the user's own; None without a run folder. Raises ValueError as `OwnRun` does."""
+    if run_dir is not None:
+        return OwnRun(run_dir, resume=resume, overwrite=overwrite)
+    if resume or overwrite:
+        raise ValueError(f"{'resume' if resume else 'overwrite'}: expected a run_dir with it, found none")
+    return None

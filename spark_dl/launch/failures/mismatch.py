@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -42,6 +42,21 @@ def behind(tasks: list[int], known: Mapping[int, Mapping[str, Any]]) -> str:
         return ""
     done = "none yet" if own is None else f"number {own['number']}, {in_words(own)}"
     return f"; the others wait in collective number {first['number']}, {in_words(first)}, and its last is {done}"
+
+
+def aborted_by_gloo(crash: str, raised: Sequence[Mapping[str, Any]]) -> str:
+    """Returns why a process that was in a collective operation has probably aborted itself; empty if it was in none.
+
+    crash: its stacks. raised: the failures of other tasks.
+    """
+    if "torch/distributed/" not in crash:
+        return ""
+    others = [(who["rank"], in_words(who["collective"])) for who in raised if who.get("collective") and "rank" in who]
+    told = "".join(f"; rank {rank} had called {operation}" for rank, operation in others[:1])
+    return (
+        f"; Gloo aborts the process of a rank that gives a smaller tensor to a collective operation than another rank: "
+        f"all ranks must call the same ones in the same order, with tensors of the same shapes and types{told}"
+    )
 
 
 def _ranks(ranks: list[int]) -> str:

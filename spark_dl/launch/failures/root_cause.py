@@ -9,7 +9,7 @@ from typing import Any
 from spark_dl.config.checks import missing_on_executors
 from spark_dl.launch.failures.describe import failure_in, name_of
 from spark_dl.launch.failures.errors import RankError
-from spark_dl.launch.failures.mismatch import behind, mismatch
+from spark_dl.launch.failures.mismatch import aborted_by_gloo, behind, mismatch
 from spark_dl.launch.rank import memory
 from spark_dl.launch.rank.memory import Memory
 from spark_dl.launch.rank.status import Status, in_words
@@ -41,7 +41,7 @@ def root_cause(
         return RuntimeError(f"the Spark job of the ranks was cancelled ({cancelled[0].strip()}); resume the run")
     aborted = bool(lost) and _signal_of(known.get(lost[0]["task"], {}).get("crash", "")) == "SIGABRT"
     if lost and not (aborted and silent):
-        return _error_of_lost(lost[0]["task"], known, memories or {})
+        return _error_of_lost(lost[0]["task"], known, memories or {}, raised)
     if silent:
         tasks = sorted(silent, key=lambda task: -silent[task])
         return _error_about(tasks, (
@@ -76,14 +76,21 @@ def root_cause(
     return error or RuntimeError("the job failed")
 
 
-def _error_of_lost(task: int, known: Mapping[int, Mapping[str, Any]], memories: Mapping[int, Memory]) -> RankError:
-    """Returns the error of a task whose process has ended without a word, or in the handler of a signal."""
+def _error_of_lost(
+    task: int, known: Mapping[int, Mapping[str, Any]], memories: Mapping[int, Memory], raised: list[dict[str, Any]]
+) -> RankError:
+    """Returns the error of a task whose process has ended without a word, or in the handler of a signal.
+
+    raised: the failures of other tasks.
+    """
     rank, host, pid = _who(known, task)
     place, peak = _place(known, task), memory.in_words(memories.get(task))
     crash = known.get(task, {}).get("crash", "")
     error, why = "", peak
     if crash:
         ended = error = f"ended by {_signal_of(crash)}"
+        if _signal_of(crash) == "SIGABRT":
+            why += aborted_by_gloo(crash, raised)
     elif memory.killed_by_kernel(task, memories):
         ended = error = "killed by the kernel for want of memory"
         why += "; raise spark.executor.memoryOverhead or the container's limit, lower loader.memory_mib or the batch"

@@ -213,3 +213,17 @@ def test_F16_the_signal_of_a_data_worker_is_in_the_error_also_if_it_is_in_the_ca
     text = describe(error, {"task": 1})["error"]
     assert ": a data worker, pid 71, was ended by SIGKILL; " in text
     assert "data worker" not in describe(RuntimeError("Killed"), {"task": 1})["error"]
+
+
+def test_F19_an_abort_in_a_collective_operation_says_what_the_others_had_called():
+    lost = [{"kind": "lost", "task": 1}]
+    stacks = 'Fatal Python error: Aborted\n  File ".../torch/distributed/distributed_c10d.py", line 1 in all_reduce'
+    known = {1: {"rank": 1, "host": "a", "pid": 7, "crash": stacks}}
+    called = {"name": "all_reduce", "tensors": "[300000] Float", "group": "0", "number": 1}
+    other = {"kind": "failed", "task": 0, "rank": 0, "host": "a", "pid": 6, "error": "RuntimeError: Connection closed",
+             "is_secondary": True, "collective": called}  # fmt: skip
+    error = root_cause([*lost, other], known, None, {})
+    assert "was ended by SIGABRT; Gloo aborts the process of a rank that gives a smaller tensor" in error.reason
+    assert error.reason.endswith("; rank 0 had called all_reduce [[300000] Float]")
+    known[1]["crash"] = "Fatal Python error: Aborted\n  File somewhere else"
+    assert root_cause(lost, known, None, {}).reason.endswith("(pid 7) was ended by SIGABRT")

@@ -155,7 +155,13 @@ def _spilled(
         return
     assert settings is not None
     with local.spill(
-        rows.batches, tuple(columns), settings.data, layout=settings.shards, task=rows.task, folder=rows.folder
+        rows.batches,
+        tuple(columns),
+        settings.data,
+        layout=settings.shards,
+        task=rows.task,
+        folder=rows.folder,
+        env=rows.outliving_env,
     ) as spilled:
         yield spilled
 

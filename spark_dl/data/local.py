@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,7 @@ from spark_dl.data.plan import Segment, Split
 from spark_dl.data.read import rows
 from spark_dl.data.write.partition import PartitionResult, agreed_columns, with_sizes, write_part
 from spark_dl.data.write.shards import select_sources
+from spark_dl.storage.owner import temporary_prefix
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -87,13 +88,15 @@ def spill(
     layout: Shards,
     task: int,
     folder: str,
+    env: Mapping[str, str] | None = None,
 ) -> Iterator[Spilled]:
     """Writes the rows of a task to a new folder in `folder`, and deletes it after the block. Called on a rank.
 
+    env: environment of the process that deletes it, which must outlive the rank.
     Errors of cells are returned in the result, so that all ranks raise them in `assemble`.
     Raises RuntimeError if the disk is not writable.
     """
-    with _temporary_folder(folder) as path:
+    with _temporary_folder(folder, env) as path:
         try:
             written = write_part(batches, path, f"part-{task:05d}", sources, data, task, layout=layout)
             if written.error:
@@ -107,15 +110,16 @@ def spill(
 
 
 @contextlib.contextmanager
-def _temporary_folder(parent: str) -> Iterator[str]:
+def _temporary_folder(parent: str, env: Mapping[str, str] | None) -> Iterator[str]:
     """Creates a folder with a random name and mode 0700. Deletes it after the block, even if this process is killed.
 
     Another process deletes the folder when its standard input is closed, which happens when this process ends.
     """
-    path = tempfile.mkdtemp(prefix="spark_dl-", dir=parent)
+    path = tempfile.mkdtemp(prefix=temporary_prefix(), dir=parent)
     guard = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", _GUARD, path],
         stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd="/", start_new_session=True,
+        env=env,
     )  # fmt: skip
     try:
         yield path

@@ -32,6 +32,7 @@ from spark_dl.data.columns.inputs import cast_columns, two_rows_of_zeros
 from spark_dl.data.columns.schema import Column
 from spark_dl.scoring import names
 from spark_dl.spec import ModelSpec
+from spark_dl.storage.owner import temporary_prefix
 
 Format = Literal["weights", "export"]
 FORMATS = get_args(Format)
@@ -228,7 +229,7 @@ def _exported(model: nn.Module, spec: ModelSpec, config: Config, columns: Sequen
         raise ValueError(
             f"torch.export cannot export the model: {type(error).__name__}: {cause}; use format='weights'"
         ) from error
-    with tempfile.TemporaryDirectory(prefix="spark_dl-") as folder:
+    with tempfile.TemporaryDirectory(prefix=temporary_prefix()) as folder:
         torch.export.save(program, (path := Path(folder) / PROGRAM))
         return path.read_bytes()
 

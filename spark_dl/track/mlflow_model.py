@@ -24,6 +24,7 @@ from spark_dl.data.load.build import build_loader
 from spark_dl.evaluate import load_model
 from spark_dl.rundir import checkpoint
 from spark_dl.spec import ModelSpec, Run
+from spark_dl.storage.owner import temporary_prefix
 from spark_dl.track.mlflow_run import MlflowRun
 
 NAME = "model"
@@ -87,7 +88,7 @@ def check(run: Run, example: Example | None) -> None:
         )
     if example is None:
         return
-    with torch.random.fork_rng(devices=[]), tempfile.TemporaryDirectory(prefix="spark_dl-") as folder:
+    with torch.random.fork_rng(devices=[]), tempfile.TemporaryDirectory(prefix=temporary_prefix()) as folder:
         _save(run.spec.build().eval(), run, example, f"{folder}/model")
 
 
@@ -107,7 +108,7 @@ def log_model(logged: MlflowRun, run: Run, example: Example | None, checkpoint_u
             artifact_path=created.artifact_location, run_id=logged.run_id, model_uuid=created.model_id,
             model_id=created.model_id,
         )  # fmt: skip
-        with tempfile.TemporaryDirectory(prefix="spark_dl-") as folder:
+        with tempfile.TemporaryDirectory(prefix=temporary_prefix()) as folder:
             _save(model, run, example, f"{folder}/model", mlflow_model=about)
             client.log_model_artifacts(created.model_id, f"{folder}/model")
         client.log_outputs(logged.run_id, models=[LoggedModelOutput(created.model_id, step)])

@@ -24,6 +24,7 @@ from spark_dl.config import Track
 from spark_dl.data.load.mixture import Mixture
 from spark_dl.rundir.folder import CONFIG, MLFLOW
 from spark_dl.spec import Run
+from spark_dl.storage.owner import temporary_prefix
 from spark_dl.track.background import Background, Event
 from spark_dl.track.mlflow_server import answers, connect, explained, without_password
 from spark_dl.track.values import as_key, as_value, flatten, metrics_of, name_of
@@ -108,7 +109,7 @@ class MlflowRun:
     def upload(self, url: str, names: Sequence[str], folder: str) -> None:
         """Uploads files of a folder as artifacts. Raises OSError if the server does not answer."""
         self.check_answer()
-        with tempfile.TemporaryDirectory(prefix="spark_dl-") as local:
+        with tempfile.TemporaryDirectory(prefix=temporary_prefix()) as local:
             for name in names:
                 source = storage.join(url, name)
                 path = storage.absolute(source)

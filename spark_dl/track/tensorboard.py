@@ -13,6 +13,7 @@ import yaml
 from spark_dl import storage
 from spark_dl.rundir.folder import EVENT_FILE_END, TENSORBOARD
 from spark_dl.spec import Run
+from spark_dl.storage.owner import temporary_prefix
 from spark_dl.track.background import Background, Event
 from spark_dl.track.values import metrics_of
 
@@ -34,7 +35,7 @@ def tracking(run: Run, first_step: int) -> Iterator[Background]:
 
     first_step: the step that the run continues from. TensorBoard hides later steps of earlier attempts.
     """
-    with tempfile.TemporaryDirectory(prefix="spark_dl-") as folder:
+    with tempfile.TemporaryDirectory(prefix=temporary_prefix()) as folder:
         thread = None
         try:
             files = _EventFiles(run, first_step, folder)

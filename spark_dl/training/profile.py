@@ -13,6 +13,7 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_fun
 from spark_dl import storage
 from spark_dl.rundir.folder import PROFILE, TRACE
 from spark_dl.spec import Run
+from spark_dl.storage.owner import temporary_prefix
 from spark_dl.world import World
 
 _log = logging.getLogger("spark_dl")
@@ -79,7 +80,7 @@ class StepProfile:
         self._profiler.start()
 
     def _write(self, profiler: Any) -> None:
-        with tempfile.TemporaryDirectory(prefix="spark_dl-") as folder:
+        with tempfile.TemporaryDirectory(prefix=temporary_prefix()) as folder:
             path = Path(folder) / storage.name(self._url)
             profiler.export_chrome_trace(str(path))
             storage.write_bytes(self._url, path.read_bytes())

@@ -17,6 +17,7 @@ from spark_dl import Data, RankError, Shards
 from spark_dl.data import local
 from spark_dl.launch import preflight
 from spark_dl.launch.barrier import run_barrier
+from spark_dl.launch.rank.marked import MARK, command_of, marked
 from spark_dl.rundir import checkpoint
 from tests.builders.models import MLP, blobs, same_bits, small_config
 
@@ -37,7 +38,8 @@ def _rows_of_rank(rows, batch_size):
     steps = torch.tensor([len(batches)])
     dist.all_reduce(steps)
     mode = os.stat(rows.shards.url).st_mode & 0o777
-    return {"columns": columns, "steps": int(steps), "url": rows.shards.url, "own": rows.shards.rows, "mode": mode}
+    return {"columns": columns, "steps": int(steps), "url": rows.shards.url, "own": rows.shards.rows, "mode": mode,
+            "ended_with_rank": [command_of(pid) for pid in marked(os.environ[MARK].__eq__)]}  # fmt: skip
 
 
 @pytest.mark.long_in("connect")
@@ -50,6 +52,7 @@ def test_every_row_reaches_one_rank(spark):
         assert f["columns"]["a"].dtype == torch.float32
         assert torch.equal(f["columns"]["a"][:, 0], f["columns"]["id"].float())
         assert f["mode"] == 0o700
+        assert f["ended_with_rank"] == [], "also not the process that deletes the rows after a kill"
         assert not os.path.exists(f["url"])
     own = [f["own"] for f in found]
     assert max(own) - min(own) <= 5  # the partitions of the DataFrame

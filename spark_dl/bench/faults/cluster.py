@@ -18,10 +18,11 @@ from spark_dl.bench.faults import job as driver_job
 from spark_dl.bench.faults.draw import Fault
 from spark_dl.bench.faults.job import Job, read_events, to_line
 from spark_dl.bench.faults.killer import kill_executor, kill_process
-from spark_dl.bench.faults.leftovers import command_of, left_files, left_processes, shared_memory
+from spark_dl.bench.faults.leftovers import left_files, left_processes, shared_memory
 from spark_dl.bench.testbed import testbed
 from spark_dl.bench.testbed.netns import Host
 from spark_dl.bench.testbed.standalone import start_spark
+from spark_dl.launch.rank.marked import command_of
 
 BOUND_S = 240.0
 """A run that has not ended after so many seconds hangs."""

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from spark_dl.bench.faults.killer import parent_of
-from spark_dl.launch.rank.children import MARK
+from spark_dl.launch.rank.marked import MARK, command_of
 
 _LISTEN = "0A"  # as in proc_net_tcp(5)
 _TEMPORARY = ("spark_dl-*", "*.tmp-*", "torch_*", "tmp*")
@@ -55,14 +55,6 @@ def shared_memory(by_host: Mapping[str, Iterable[int]]) -> set[str]:
             with contextlib.suppress(OSError):
                 found |= {f"shared memory on {host}: {name}" for name in os.listdir(f"/proc/{pid}/root/dev/shm")}
     return found
-
-
-def command_of(pid: int) -> str:
-    """Returns the command line of a process; empty if it has ended."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-    except OSError:
-        return ""
 
 
 def _kind(pid: int) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from spark_dl.launch.rank.environment import check_env
+from spark_dl.storage.owner import temporary_prefix
 
 # Replaces itself with the program. Linux kills the program when the process of the rank ends, as in a cancelled job.
 _START = (
@@ -106,7 +107,7 @@ def _on_this_host(script: Script) -> Iterator[list[str]]:
         if Path(script.name).read_bytes() == script.source:
             yield [script.name]
             return
-    with tempfile.TemporaryDirectory(prefix="spark_dl-script-") as folder:
+    with tempfile.TemporaryDirectory(prefix=temporary_prefix()) as folder:
         copy = Path(folder, os.path.basename(script.name))
         copy.write_bytes(script.source)
         yield [str(copy)]

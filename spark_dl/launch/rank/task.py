@@ -22,7 +22,7 @@ from spark_dl.launch import payload
 from spark_dl.launch.failures.describe import describe, failed_in_task
 from spark_dl.launch.peers import check_versions, versions
 from spark_dl.launch.rank import status
-from spark_dl.launch.rank.children import ended_with_rank
+from spark_dl.launch.rank.children import ended_with_rank, outliving_env
 from spark_dl.launch.rank.environment import RESTARTS, applied
 from spark_dl.launch.rank.output import Output, line_buffered
 from spark_dl.launch.rank.sender import Reporter, Sender, crashes_reported
@@ -60,6 +60,8 @@ class TaskInput:
     """Index of the task: the partition of the source."""
     folder: str
     """A local folder of Spark on this host. Spark deletes it when the executor ends."""
+    outliving_env: Mapping[str, str] | None = None
+    """Environment for the process that deletes the rows when the rank has been killed; None for that of the rank."""
 
 
 def rank_task(
@@ -113,8 +115,7 @@ def rank_task(
             ):
                 check_versions(driver, versions(), me["host"])
                 tasks.check(launch.num_ranks)
-                folders = local_folders()  # with several disks, the tasks are spread over them
-                rows = {"rows": TaskInput(batches, task, folders[task % len(folders)])} if has_source else {}
+                rows = {"rows": _task_input(batches, task)} if has_source else {}
                 fn, args, kwargs = payload.unpack_call(packed)
                 done: RankResult = fn(*args, report=report, **kwargs, **rows)
                 result = payload.pack_result(done.result, result_limit_bytes)
@@ -132,6 +133,11 @@ def rank_task(
         yield _as_batch(done, result, last_lines if is_wanted else [])
 
     return run_rank
+
+
+def _task_input(batches: Iterator[pa.RecordBatch], task: int) -> TaskInput:
+    folders = local_folders()  # with several disks, the tasks are spread over them
+    return TaskInput(batches, task, folders[task % len(folders)], outliving_env())
 
 
 def _as_batch(done: RankResult, result: bytes, lines: list[tuple[str, str]]) -> pa.RecordBatch:

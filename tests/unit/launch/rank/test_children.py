@@ -64,7 +64,8 @@ def test_a_child_with_a_session_of_its_own_ends_with_the_rank(end):
 def test_a_rank_that_starts_no_process_has_no_watcher():
     code = (
         "import os\n"
-        "from spark_dl.launch.rank.children import MARK, ended_with_rank\n"
+        "from spark_dl.launch.rank.children import ended_with_rank\n"
+        "from spark_dl.launch.rank.marked import MARK\n"
         "with ended_with_rank():\n"
         "    assert MARK in os.environ\n"
         "assert MARK not in os.environ\n"

@@ -1,0 +1,81 @@
+"""Finds and ends processes by the mark of their rank, which they have in their environment. Linux.
+
+The watcher of a rank runs the source of this module: `python -c SOURCE SPARK_DL_RANK=MARK PID`. It needs only the
+standard library, so that the watcher starts at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+MARK = "SPARK_DL_RANK"
+"""Environment variable of the processes that a rank starts."""
+_AGAIN_S = 0.2
+
+
+def mark_of(pid: int | str) -> str | None:
+    """Returns the mark that a process was started with; None without one, and if its environment cannot be read."""
+    start = f"{MARK}=".encode()
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
+        for variable in file.read().split(b"\0"):
+            if variable.startswith(start):
+                return variable[len(start) :].decode(errors="replace")
+    return None
+
+
+def marked(is_wanted: Callable[[str], bool]) -> Iterator[int]:
+    """Yields the processes whose mark is wanted, without this one."""
+    for name in os.listdir("/proc"):
+        if name.isdigit() and int(name) != os.getpid():
+            mark = mark_of(name)
+            if mark is not None and is_wanted(mark):
+                yield int(name)
+
+
+def command_of(pid: int) -> str:
+    """Returns the command line of a process; empty if it has ended."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return file.read().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def end(find: Callable[[], Iterable[int]], *, polite_s: float, limit_s: float) -> set[int]:
+    """Ends the processes that are found, politely first, until none is found. Returns those that run at the limit.
+
+    find: called again and again, as processes start others meanwhile.
+    """
+    start, asked = time.monotonic(), set()
+    while True:
+        seconds, found = time.monotonic() - start, set()
+        for pid in find():
+            found.add(pid)
+            number = signal.SIGTERM if seconds < polite_s else signal.SIGKILL
+            if (pid, number) not in asked:  # a second SIGTERM makes some programs leave out their cleanup
+                asked.add((pid, number))
+                with contextlib.suppress(OSError):
+                    os.kill(pid, number)
+        if not found or seconds > limit_s:
+            return found
+        time.sleep(_AGAIN_S)
+
+
+def _watch(mark: str, rank: int) -> None:
+    """Waits for the end of the rank, and ends what has its mark."""
+    try:
+        select.select([os.pidfd_open(rank)], [], [])
+    except (AttributeError, OSError):
+        while os.getppid() == rank:
+            time.sleep(0.5)
+    end(lambda: marked(mark.__eq__), polite_s=1.0, limit_s=4.0)
+
+
+if __name__ == "__main__":
+    _watch(sys.argv[1].partition("=")[2], int(sys.argv[2]))

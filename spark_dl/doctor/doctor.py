@@ -1,7 +1,8 @@
 """Looks at a session and its cluster before a run: what would fail there, late or without a reason, and what to change.
 
 The settings of Spark are read on the driver. Then a barrier job starts the ranks, which tell about their hosts, measure
-the connections between each other and use the run folder.
+the connections between each other and use the run folder. One rank of each host looks for what dead runs have left
+there, and with `reap` ends and deletes it.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from __future__ import annotations
 import json
 import operator
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from spark_dl import storage
 from spark_dl.config import Config
-from spark_dl.doctor import on_rank
+from spark_dl.doctor import leftovers, on_rank
 from spark_dl.doctor.findings import ERROR, OK, WARNING, Diagnosis, Finding, sort
 from spark_dl.launch import preflight
 from spark_dl.launch.barrier import run_barrier
@@ -27,6 +29,7 @@ _LEAST_DISK_BYTES = 1 << 30
 _LEAST_SHM_BYTES = 64 << 20
 _LEAST_FILES = 1024
 _MOST_CLOCK_S = 2.0
+_MOST_NAMES = 3
 _SLOW_LINK = 0.5
 """A link below this part of the median is slow."""
 
@@ -34,16 +37,22 @@ Ranks = Sequence[Mapping[str, Any]]
 
 
 def diagnose(
-    config: Config | None = None, *, run_dir: str | os.PathLike[str] | None = None, spark: Any = None
+    config: Config | None = None,
+    *,
+    run_dir: str | os.PathLike[str] | None = None,
+    reap: bool = False,
+    spark: Any = None,
 ) -> Diagnosis:
     """Checks the session and the cluster for a run with these settings. Called on the driver. Takes seconds.
 
     Checked are the settings of Spark, the number of task slots, the versions on the executors, the connections between
-    all pairs of ranks with their rates, GPUs, clocks, disks, shared memory and limits of the hosts, and whether all of
-    them can use the run folder. Nothing is changed.
+    all pairs of ranks with their rates, GPUs, clocks, disks, shared memory and limits of the hosts, what dead runs have
+    left on them and on the driver's, and whether all of them can use the run folder. Nothing is changed without `reap`.
 
     config: of the run; of its settings, those of `launch` matter.
     run_dir: folder or URL of the run, which all hosts must be able to write to. By default it is not checked.
+    reap: whether to end the processes that dead ranks have left on the hosts, and to delete temporary folders whose
+        processes are dead. Only those of the same user are ended and deleted, and only what spark_dl has made.
     spark: the session; by default that of this thread or of the process.
 
     Raises RuntimeError if there is no session. What is wrong is in the result.
@@ -57,7 +66,7 @@ def diagnose(
         findings.append(Finding("slots", OK, _slots(spark, launch.num_ranks)))
         folder = storage.absolute(run_dir) if run_dir else ""
         found = run_barrier(
-            spark, on_rank.examine, folder, os.urandom(32), launch.start_timeout_s, launch=launch,
+            spark, on_rank.examine, folder, os.urandom(32), launch.start_timeout_s, launch=launch, reap=reap,
             description=describe("doctor", launch.num_ranks, ""),
         )  # fmt: skip
         ranks = [json.loads(each) for each in found]
@@ -72,6 +81,7 @@ def diagnose(
             findings += check(ranks)
         if run_dir:
             findings += _folder(ranks, str(run_dir))
+    findings += _leftovers(_looked_at(ranks, reap=reap), is_reaped=reap)
     rates = tuple(tuple(rank["mbit_per_s"]) for rank in ranks)
     return Diagnosis(sort(findings), tuple(ranks), rates, time.perf_counter() - start)
 
@@ -194,6 +204,41 @@ def _folder(ranks: Ranks, run_dir: str) -> Iterator[Finding]:
         yield Finding(
             "run_dir", OK, f"all hosts ({len({rank['host'] for rank in ranks})}) write to {run_dir} and see it"
         )
+
+
+def _looked_at(ranks: Ranks, *, reap: bool) -> Ranks:
+    """Returns `host` and `leftovers` of each host, also of that of the driver."""
+    here = leftovers.place()
+    hosts = [{"host": rank["host"], "leftovers": rank["leftovers"]} for rank in ranks if rank["leftovers"]]
+    if here and here not in [rank["place"] for rank in ranks]:
+        hosts.append({"host": socket.gethostname(), "leftovers": leftovers.look(reap=reap)})
+    return hosts
+
+
+def _leftovers(hosts: Ranks, *, is_reaped: bool) -> Iterator[Finding]:
+    told, left, is_complete = [], 0, True
+    for each in hosts:
+        by_done: dict[str, list[str]] = {}
+        for one in each["leftovers"]["found"]:
+            by_done.setdefault(one["done"], []).append(one["name"])
+        for done, names in by_done.items():
+            left += done not in leftovers.DONE
+            shown = ", ".join([*names[:_MOST_NAMES], *(["..."] if len(names) > _MOST_NAMES else [])])
+            told.append(f"{each['host']}: {len(names)} of dead runs {done}: {shown}")
+        if not each["leftovers"]["is_complete"]:
+            is_complete = False
+            told.append(f"{each['host']}: a folder or a process did not answer within {leftovers.LIMIT_S:g} s")
+    if not hosts:
+        return
+    changes = {
+        f"run jobs/doctor.py --reap{' again, or end and delete them yourself' if is_reaped else ''}": left,
+        "look at the disks of spark.local.dir and the temporary folder of this host": not is_complete,
+    }
+    yield Finding(
+        "leftovers", WARNING if left or not is_complete else OK,
+        "; ".join(told) or f"none of dead runs on {', '.join(each['host'] for each in hosts)}",
+        "; ".join(change for change, is_needed in changes.items() if is_needed),
+    )  # fmt: skip
 
 
 def _grouped(ranks: Ranks, value_of: Callable[[Any], str]) -> dict[str, list[str]]:

@@ -1,4 +1,7 @@
-"""Collects the facts about the host of a rank for a diagnosis. Called on every rank, in a barrier task."""
+"""Collects the facts about the host of a rank for a diagnosis, and reaps what dead runs have left there.
+
+Called on every rank, in a barrier task.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ import torch
 
 from spark_dl import storage
 from spark_dl.checks.storage import delete_probe, is_there
-from spark_dl.doctor import links
+from spark_dl.doctor import leftovers, links
 from spark_dl.launch.peers import versions
 from spark_dl.launch.rank.sender import Reporter
 from spark_dl.launch.rank.task import RankResult, local_folders
@@ -24,17 +27,19 @@ from spark_dl.world import interface_of, local_address
 _SHM = "/dev/shm"  # noqa: S108 - where shared memory is, not a file
 
 
-def examine(run_dir: str, secret: bytes, timeout_s: float, *, report: Reporter) -> RankResult:
+def examine(run_dir: str, secret: bytes, timeout_s: float, *, reap: bool, report: Reporter) -> RankResult:
     """Returns the facts of this rank. Collective.
 
     run_dir: the folder that all ranks must write to; empty to leave this out. secret: of the connections.
+    reap: whether to end and delete what dead runs have left. The first rank of each host does it.
     """
     from pyspark import BarrierTaskContext
 
     context = BarrierTaskContext.get()
     task, infos = context.partitionId(), context.getTaskInfos()
     host = host_of(infos[task].address)
-    facts: dict[str, Any] = {"host": host, "pid": os.getpid(), **versions(), **_limits(), "gpus": _gpus()}
+    facts: dict[str, Any] = {"host": host, "pid": os.getpid(), **versions(), "gpus": _gpus()}
+    facts |= {"place": leftovers.place(), "leftovers": None}
     try:
         address = local_address(host)
     except RuntimeError as error:
@@ -42,13 +47,17 @@ def examine(run_dir: str, secret: bytes, timeout_s: float, *, report: Reporter) 
     with links.listening(address, secret) as port:
         probe = storage.join(run_dir, f"probe-doctor-{secret.hex()[:8]}-{task}") if run_dir else ""
         facts |= {"address": address, "interface": interface_of(address) or "", "writes": _write(probe)}
-        message = json.dumps([address, port])
-        places = report.exchange(message, timeout_s) or context.allGather(message)
+        message = json.dumps([address, port, facts["place"]])
+        answers = report.exchange(message, timeout_s) or context.allGather(message)
         facts["time"] = time.time()  # all ranks get the answer at nearly the same time
-        found = links.measure(task, [tuple(json.loads(each)) for each in places], secret)
+        ports, places = zip(*(((each[0], each[1]), each[2]) for each in map(json.loads, answers)), strict=True)
+        found = links.measure(task, ports, secret)
         facts["mbit_per_s"] = [None if rate is None else rate * 8 / 1e6 for rate, _ in found]
         facts["link_errors"] = {str(other): why for other, (_, why) in enumerate(found) if why}
+        if facts["place"] and places.index(facts["place"]) == task:
+            facts["leftovers"] = leftovers.look(reap=reap)
         context.barrier()
+    facts |= _limits()  # also of what was reaped
     if run_dir:
         probes = [f"probe-doctor-{secret.hex()[:8]}-{other}" for other in range(len(infos))]
         facts["missing"] = [t for t, name in enumerate(probes) if not is_there(storage.join(run_dir, name))]

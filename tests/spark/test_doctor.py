@@ -1,11 +1,18 @@
 """`diagnose` and jobs/doctor.py on real sessions: healthy ones, and ones in which a run would fail."""
 
 import json
+import os
+import subprocess
+import tempfile
 import time
 
 import pytest
 
 import spark_dl
+from spark_dl.launch.rank.marked import MARK, mark_of
+from spark_dl.launch.rank.task import local_folders
+from spark_dl.storage.owner import temporary_prefix
+from tests.builders.leftovers import dead_owner, kill_watcher, only_reaper, sleeping
 from tests.builders.models import small_config
 from tests.spark.test_jobs import PLAIN, run_job
 
@@ -44,6 +51,47 @@ def test_what_forbids_a_launch_is_found_as_an_error(spark, tmp_path):
     assert "cannot write to" in error.found
 
 
+def leave(told):
+    """On each rank a process with a session of its own, and a folder. Rank 1 loses its watcher, and is killed."""
+    child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    folder = tempfile.mkdtemp(prefix=temporary_prefix(), dir=local_folders()[0])
+    rank = os.environ["RANK"]
+    with open(os.path.join(told, rank), "w") as file:
+        json.dump([child.pid, folder, os.environ[MARK]], file)
+    if rank == "1":
+        kill_watcher(os.getpid())
+        os.kill(os.getpid(), 9)
+
+
+@pytest.mark.slow
+@pytest.mark.modes("local")
+def test_what_a_killed_rank_and_watcher_have_left_is_found_and_reaped(spark, tmp_path):
+    def left(found):
+        (finding,) = [each for each in found.findings if each.check == "leftovers"]
+        (host,) = [rank["leftovers"] for rank in found.ranks if rank["leftovers"]]  # one of the ranks has looked
+        return finding, {each["name"]: each["done"] for each in host["found"]}
+
+    with only_reaper():
+        with pytest.raises(spark_dl.RankError):
+            spark_dl.launch(leave, str(tmp_path), num_ranks=2, spark=spark)
+        pid, folder, mark = json.loads((tmp_path / "1").read_text())
+        process = f"process {pid} (sleep 600)"
+        finding, found = left(spark_dl.diagnose(small_config(3), spark=spark))
+        assert {found[process], found[folder]} == {"found"}
+        assert (finding.level, finding.change) == ("warning", "run jobs/doctor.py --reap")
+        assert mark_of(pid) == mark
+        assert os.path.isdir(folder)
+
+        diagnosis = spark_dl.diagnose(small_config(3), reap=True, spark=spark)
+        finding, found = left(diagnosis)
+        assert (found[process], found[folder]) == ("ended", "deleted")
+        assert " of dead runs ended: " in finding.found
+        assert diagnosis.seconds < 10
+        assert mark_of(pid) is None
+        assert not os.path.exists(folder)
+        assert not {process, folder} & left(spark_dl.diagnose(small_config(3), spark=spark))[1].keys()
+
+
 @pytest.mark.slow
 def test_the_job_prints_a_table_and_json_and_ends_with_1_if_a_run_would_fail(tmp_path):
     master = ["--master", "local[2]", "--launch.num_ranks", "2"]
@@ -55,3 +103,15 @@ def test_the_job_prints_a_table_and_json_and_ends_with_1_if_a_run_would_fail(tmp
     assert found["healthy"] is False
     assert "task slots" in found["findings"][0]["found"]
     assert "check " not in err
+
+
+@pytest.mark.slow
+def test_the_job_reaps():
+    owner = dead_owner()
+    folder = tempfile.mkdtemp(prefix=f"spark_dl-{owner}-")
+    with only_reaper(), sleeping(owner) as process:
+        _, err = run_job(*PLAIN, "jobs/doctor.py", "--master", "local[2]", "--launch.num_ranks", "2", "--reap")
+        assert process.wait(10) == -15
+    assert not os.path.exists(folder)
+    assert "of dead runs ended" in err
+    assert "of dead runs deleted" in err

@@ -67,6 +67,38 @@ def test_a_host_without_shared_memory_is_not_looked_at():
     assert "shared memory" not in {f.check for f in findings(*(rank("host1", shm_free_bytes=None) for _ in range(3)))}
 
 
+def left(host, *found, is_complete=True):
+    of_host = [{"name": name, "done": done} for name, done in found]
+    return {"host": host, "leftovers": {"is_complete": is_complete, "found": of_host}}
+
+
+PROCESS, FOLDER = "process 7 (sleep 600)", "/tmp/spark_dl-7-1-1-0123abcd-x"
+
+
+@pytest.mark.parametrize(("hosts", "is_reaped", "level", "words", "change"), [
+    ([left("host1"), left("host2")], False, OK, "none of dead runs on host1, host2", ""),
+    ([left("host1", (PROCESS, "found"), (FOLDER, "found")), left("host2")], False, WARNING,
+     f"host1: 2 of dead runs found: {PROCESS}, {FOLDER}", "run jobs/doctor.py --reap"),
+    ([left("host1", *[(f"{FOLDER}{i}", "found") for i in range(9)])], False, WARNING,
+     f"host1: 9 of dead runs found: {FOLDER}0, {FOLDER}1, {FOLDER}2, ...", "run jobs/doctor.py --reap"),
+    ([left("host1", (PROCESS, "ended"), (FOLDER, "deleted"))], True, OK,
+     f"host1: 1 of dead runs ended: {PROCESS}; host1: 1 of dead runs deleted: {FOLDER}", ""),
+    ([left("host1", (PROCESS, "ended"), (FOLDER, "not deleted: why"))], True, WARNING,
+     f"host1: 1 of dead runs ended: {PROCESS}; host1: 1 of dead runs not deleted: why: {FOLDER}",
+     "run jobs/doctor.py --reap again, or end and delete them yourself"),
+    ([left("host1", is_complete=False)], True, WARNING,
+     "host1: a folder or a process did not answer within 4 s",
+     "look at the disks of spark.local.dir and the temporary folder of this host"),
+])  # fmt: skip
+def test_what_dead_runs_have_left_is_told_by_host(hosts, is_reaped, level, words, change):
+    (found,) = doctor._leftovers(hosts, is_reaped=is_reaped)
+    assert (found.check, found.level, found.found, found.change) == ("leftovers", level, words, change)
+
+
+def test_nothing_is_said_of_leftovers_where_owners_are_not_known():
+    assert list(doctor._leftovers([], is_reaped=True)) == []
+
+
 def test_a_diagnosis_shows_errors_first_and_what_to_change():
     mixed = [Finding("a", OK, "fine"), Finding("b", WARNING, "slow", "set b"), Finding("c", ERROR, "<none>", "set c")]
     found = Diagnosis(sort(mixed))

@@ -43,6 +43,7 @@ def test_what_forbids_a_launch_is_found_as_an_error(spark, tmp_path):
     assert "not checked, as no ranks started" in found.text
     assert not found.is_healthy
     assert found.ranks == ()
+    assert "leftovers" in [finding.check for finding in found.findings], "the driver looks at its own host"
 
     (tmp_path / "file").touch()
     found = spark_dl.diagnose(small_config(2), run_dir=tmp_path / "file" / "run", spark=spark)

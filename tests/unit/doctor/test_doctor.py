@@ -1,10 +1,11 @@
 """From what the ranks tell to findings: each fault beside healthy ranks, about which nothing is said."""
 
 import json
+import socket
 
 import pytest
 
-from spark_dl.doctor import doctor
+from spark_dl.doctor import doctor, leftovers
 from spark_dl.doctor.findings import ERROR, OK, WARNING, Diagnosis, Finding, sort
 from spark_dl.launch.peers import versions
 
@@ -93,6 +94,17 @@ PROCESS, FOLDER = "process 7 (sleep 600)", "/tmp/spark_dl-7-1-1-0123abcd-x"
 def test_what_dead_runs_have_left_is_told_by_host(hosts, is_reaped, level, words, change):
     (found,) = doctor._leftovers(hosts, is_reaped=is_reaped)
     assert (found.check, found.level, found.found, found.change) == ("leftovers", level, words, change)
+
+
+@pytest.mark.skipif(leftovers.place() is None, reason="owners are known by /proc")
+def test_the_host_of_the_driver_is_looked_at_if_it_has_no_rank():
+    own = {**rank("host1"), "place": leftovers.place(), **left("host1")}
+    elsewhere = {**rank("host2"), "place": [1, "0123abcd", 2], **left("host2")}
+    second = {**elsewhere, "leftovers": None}  # the first one of a host looks
+    assert [each["host"] for each in doctor._looked_at([own, elsewhere, second], reap=False)] == ["host1", "host2"]
+    driver = socket.gethostname()
+    assert [each["host"] for each in doctor._looked_at([elsewhere, second], reap=False)] == ["host2", driver]
+    assert [each["host"] for each in doctor._looked_at([], reap=False)] == [driver]
 
 
 def test_nothing_is_said_of_leftovers_where_owners_are_not_known():

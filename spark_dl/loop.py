@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from spark_dl.config import Config
 from spark_dl.data.columns.batch import StepBatches
 from spark_dl.data.load.build import BatchLoader, build_train_loader, build_validation_loader
@@ -20,17 +18,18 @@ from spark_dl.parallel.layout import apply_layout
 from spark_dl.parallel.stragglers import delayed
 from spark_dl.parallel.trainable import Trainable
 from spark_dl.spec import ModelSpec, Run
-from spark_dl.training import early_stop, finite
+from spark_dl.training import early_stop, finite, preemption
 from spark_dl.training.experts import ExpertBalance
 from spark_dl.training.finite import LOSS, Finding, NotFiniteError, StepCheck
 from spark_dl.training.memory import clear_frames
-from spark_dl.training.metrics import MetricsLog
+from spark_dl.training.metrics import MetricsLog, StepLog
 from spark_dl.training.nonfinite import NonFiniteSteps
+from spark_dl.training.preemption import Preemption
 from spark_dl.training.profile import build_profile
 from spark_dl.training.replicas import ReplicaCheck
 from spark_dl.training.schedule import Schedule
 from spark_dl.training.state import Committed, Progress, RunState, seed_generators
-from spark_dl.training.step_times import StepTimer, Times, split_times
+from spark_dl.training.step_times import StepTimer
 from spark_dl.world import World
 
 
@@ -50,6 +49,7 @@ def train(
         that share a step (`train.lr_scaling`).
     check_steps: whether gradients and weights are checked in each step, and not only losses and checkpoints. For
         benchmarks.
+    A rank that gets SIGTERM ends by it after all ranks have saved a checkpoint, at the next log line.
     Raises RuntimeError if a loss, a gradient or a weight is not finite, with the rank, the step and the first bad
     parameter, and if a checkpoint cannot be written; ValueError if settings or model do not match the data.
     """
@@ -61,7 +61,10 @@ def train(
             run.train, run.spec, run.config, rank=world.data_rank, world_size=world.data_size,
             pin=world.device.type == "cuda",
         )  # fmt: skip
-        return Training(run, world, trainable, loader, num_ranks=num_ranks, check_steps=check_steps).run()
+        with preemption.awaited(run.config, world, on_driver=num_ranks is not None) as preempted:
+            return Training(
+                run, world, trainable, loader, num_ranks=num_ranks, check_steps=check_steps, preempted=preempted
+            ).run()
     except BaseException as error:
         clear_frames(error)  # their local variables would keep DDP alive after `close`
         raise
@@ -76,6 +79,7 @@ class Training:
     steps_per_epoch: number of steps of an epoch, if not that of the loader's plan.
     log_rank: the rank that writes metrics.
     check_steps: whether this object checks that each step is finite.
+    preempted: says that a rank has got SIGTERM. By default, SIGTERM ends a rank at once.
     """
 
     def __init__(
@@ -89,7 +93,9 @@ class Training:
         steps_per_epoch: int | None = None,
         log_rank: int = 0,
         check_steps: bool = True,
+        preempted: Preemption | None = None,
     ):
+        self.preempted = preempted or preemption.never(world)
         self.spec, self.config, self.world, self.trainable = run.spec, run.config, world, trainable
         self.loader, self.validation = loader, build_validation_loader(run, world)
         total = self.config.train.epochs * (steps_per_epoch or loader.plan.steps)
@@ -113,11 +119,7 @@ class Training:
             world.rank if num_ranks is None else slice(None), num_ranks or world.world_size,
             log_every=self.config.train.log_every, clock=trainable.clock,
         )  # fmt: skip
-        self.pending = torch.zeros((), dtype=torch.float64, device=world.device)
-        """Sum of this rank's losses since the last log line."""
-        self.pending_rows = 0
-        self.lr = 0.0
-        """Learning rate of the last step."""
+        self.steps = StepLog(self.log, self.timer, self.state, total_steps=self.total_steps, device=world.device)
 
     @property
     def progress(self) -> Progress:
@@ -186,13 +188,15 @@ class Training:
                 every = config.checkpoint.every_steps
                 if every and progress.global_step % every == 0 and progress.step < self.loader.plan.steps:
                     self.save()
-                if self.is_over():
+                if self.is_over() or self.preempted.is_due:
                     break
                 status.enter(status.READING)
         finally:
             batches.close()
-        if self.pending_rows:
+        if self.steps.rows:
             self._log_steps()
+        if self.preempted.is_due and not self.is_over():  # a run that is over ends as usual
+            self._end_preempted()
         return progress.step == self.loader.plan.steps
 
     def _train_step(self, batch: StepBatches) -> None:
@@ -205,18 +209,14 @@ class Training:
         loss, finding = self.nonfinite.forward_backward(batch.micro_batches, batch.rows, number)
         if finding is not None:
             return self._end_left_out(batch, finding)
-        self.pending += loss
         if self.config.train.clip_grad_norm is not None:
             trainable.clip_grad_norm(self.config.train.clip_grad_norm)
-        with self.schedule.warm(progress.global_step) as self.lr:
+        with self.schedule.warm(progress.global_step) as self.steps.lr:
             trainable.step()
         self.experts.end_step()
         trainable.optimizer.zero_grad()
         self._count_step()
-        progress.rows += batch.rows
-        progress.epoch_rows += batch.rows
-        self.pending_rows += batch.rows
-        self.timer.rows += batch.rows
+        self.steps.add(loss, batch.rows)
         if self.step_check is not None:
             self.step_check.end_step(progress.global_step, loss)
         self.timer.end_step()
@@ -234,7 +234,7 @@ class Training:
         self.progress.skipped_rows += batch.rows
         self.timer.end_step()
         if finding is not None:
-            self._write("skip", **finite.as_fields(finding), rows=batch.rows, in_a_row=self.nonfinite.in_a_row)
+            self.steps.write("skip", **finite.as_fields(finding), rows=batch.rows, in_a_row=self.nonfinite.in_a_row)
 
     def _go_back(self, error: NotFiniteError) -> None:
         """Loads the last checkpoint again, after a step that was not finite. Collective. Or raises the error."""
@@ -246,51 +246,38 @@ class Training:
         if self.profile is not None:
             self.profile.close()
             self.profile = None
-        self.pending.zero_()
-        self.pending_rows = 0
+        self.steps.forget()
         self.log.go_back(self.progress.global_step)
         about = {"url": self.state.saved_url, "rollbacks": self.progress.rollbacks}
-        self._write("rollback", **finite.as_fields(error.finding), **about)
-
-    def _write(self, kind: str, **values: Any) -> None:
-        """Writes a line of metrics with the position of the run."""
-        progress = self.progress
-        self.log.write(kind, epoch=progress.epoch, step=progress.global_step, steps=self.total_steps, **values)
+        self.steps.write("rollback", **finite.as_fields(error.finding), **about)
 
     def _log_steps(self) -> None:
         """Reduces the losses and times since the last log line over the ranks, and writes a log line.
 
         Raises NotFiniteError on all ranks if any rank has found NaN or Inf since then.
         """
-        if not self.pending_rows:  # all these steps were left out
+        if not self.steps.rows:  # all these steps were left out
             self.timer.reset()
             return
-        losses = self.pending if self.step_check is None else self.step_check.mark(self.pending)
-        reduced = self.timer.with_losses(losses)
+        losses = self.steps.losses if self.step_check is None else self.step_check.mark(self.steps.losses)
+        reduced = self.timer.with_losses(losses, must_end=self.preempted.must_end)
         sum_over_ranks(reduced)
-        total = float(reduced[0])
+        total, num_ending = reduced[:2].tolist()
         if not math.isfinite(total):
             own = None if self.step_check is None else self.step_check.finding(self.world.rank)
             raise NotFiniteError(finite.first_of_all(own) or Finding(self.progress.global_step, LOSS, self.world.rank))
+        self.preempted.is_due = num_ending > 0
         self._log_committed(self.state.committed(wait=False))
         finite.check_loss_scale(self.trainable.extra_state.get("scaler"), self.progress.global_step)
-        self.write_steps(total, self.timer.times_of(reduced), **self.experts.take_load())
+        self.steps.write_steps(total, self.timer.times_of(reduced), **self.experts.take_load())
 
-    def write_steps(self, total: float, times: Times | None = None, **more: Any) -> None:
-        """Writes a log line for the steps since the last one.
-
-        total: their sum of losses. times: those of all ranks. more: further values.
-        """
-        progress, rows, now = self.progress, self.pending_rows, time.perf_counter()
-        seconds = self.timer.seconds_until(now)
-        progress.loss_sum += total
-        self.pending.zero_()
-        self.pending_rows = 0
-        if times is not None and self.log.writes:
-            more |= split_times(times, seconds)
-        rate, data_s = self.timer.rows / max(seconds, 1e-9), self.timer.data_s if times is None else float(times[0, 0])
-        self._write("step", loss=total / rows, lr=self.lr, rows_per_s=rate, data_s=data_s, seconds=seconds, **more)
-        self.timer.reset(now)
+    def _end_preempted(self) -> None:
+        """Saves a checkpoint of this step, if there is none, and ends the ranks. Collective."""
+        if self.state.saved_step != self.progress.global_step:
+            self.save()
+        self._log_committed(self.state.committed(wait=True))
+        self.log.flush()
+        self.preempted.end(self.state.saved_url)
 
     def _validate(self) -> dict[str, Any]:
         if self.validation is None:
@@ -312,7 +299,7 @@ class Training:
         progress = self.progress
         loss = math.nan if progress.epoch_loss is None else progress.epoch_loss
         entry = {"train_loss": loss, "metrics": metrics}
-        self._write("epoch", **entry, **({} if self.validation is None else {"validation_s": validation_s}))
+        self.steps.write("epoch", **entry, **({} if self.validation is None else {"validation_s": validation_s}))
         self.log.flush()
         entry = {"epoch": progress.epoch, **entry}
         progress.history.append(entry)
@@ -335,7 +322,7 @@ class Training:
 
         With `checkpoint.asynchronous` it is written while training goes on, after the one before is committed.
         """
-        if self.pending_rows:  # the sum of losses is part of the state
+        if self.steps.rows:  # the sum of losses is part of the state
             self._log_steps()
         status.enter(status.SAVING)
         self._log_committed(self.state.committed(wait=True))

@@ -58,6 +58,10 @@ class Launch:
     """Number of failures of ranks on one host after which the next attempts leave the host out, if the other hosts have
     slots for `num_ranks`, or for `min_ranks`. Null: never. Not over Spark Connect, and not with rows that are streamed
     to the ranks (`shards.storage: local`, `run_on_dataframe`)."""
+    preemption_grace_s: float = 25.0
+    """How long a rank of a training goes on after SIGTERM, in seconds, so that all ranks can save a checkpoint at the
+    next log line (`train.log_every`). It then ends in any case. 0 ends it at once. Kubernetes kills a process 30 s
+    after SIGTERM."""
     allow_plaintext: bool = False
     """Whether ranks may send gradients to each other unencrypted although Spark encrypts what it sends
     (`spark.network.crypto.enabled`, `spark.ssl.enabled`). Set it if the network itself is private."""
@@ -76,8 +80,8 @@ class Launch:
         check_number(self, "threads", 0, whole=True)
         if self.max_restarts != "auto":
             check_number(self, "max_restarts", 0, whole=True)
-        for name in ("start_timeout_s", "collective_timeout_s", "restart_wait_s"):
-            check_number(self, name, 0, above=name != "restart_wait_s")
+        for name in ("start_timeout_s", "collective_timeout_s", "restart_wait_s", "preemption_grace_s"):
+            check_number(self, name, 0, above=name.endswith("timeout_s"))
             value = getattr(self, name)
             check(value <= _LONGEST_WAIT_S, f"launch.{name}", f"at most {_LONGEST_WAIT_S} s, a week", value)
         check(

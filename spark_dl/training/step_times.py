@@ -39,7 +39,8 @@ class StepTimer:
         self._ranks, self._clock, self._every = ranks, clock, log_every
         # The same number for every line of a run, so that the sum of losses is always added in the same order.
         self._groups = num_groups(num_ranks, log_every) if clock is not None else 0
-        self._times: Times = np.zeros((num_ranks, 2 + self._groups))
+        self._values = np.zeros(1 + num_ranks * (2 + self._groups))
+        self._times: Times = self._values[1:].reshape(num_ranks, 2 + self._groups)
         self.reset()
 
     def reset(self, at: float | None = None) -> None:
@@ -73,18 +74,20 @@ class StepTimer:
             self._times[self._ranks, 2 + self._steps * self._groups // self._every] += blocked_s
         self._steps += 1
 
-    def with_losses(self, losses: Tensor) -> Tensor:
-        """Returns a vector whose sum over the ranks has the sum of losses, and then the times of all ranks.
+    def with_losses(self, losses: Tensor, *, must_end: bool = False) -> Tensor:
+        """Returns a vector whose sum over the ranks has the sum of losses, the number of ranks that must end, and then
+        the times of all ranks.
 
-        losses: float64 scalar. Called once for each interval.
+        losses: float64 scalar. must_end: whether this rank must end. Called once for each interval.
         """
         self._times[self._ranks, 0] += self.data_s
         self._times[self._ranks, 1] = self.seconds_until(time.perf_counter())
-        return torch.cat([losses.reshape(1), torch.from_numpy(self._times).reshape(-1).to(losses.device)])
+        self._values[0] = must_end
+        return torch.cat([losses.reshape(1), torch.from_numpy(self._values).to(losses.device)])
 
     def times_of(self, values: Tensor) -> Times:
         """Returns the times in a reduced vector of `with_losses`."""
-        times: Times = values[1:].numpy(force=True).reshape(self._times.shape)
+        times: Times = values[2:].numpy(force=True).reshape(self._times.shape)
         return times
 
     def seconds_until(self, now: float) -> float:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -51,6 +52,10 @@ def kill():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def preempt():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def kill_executor():
     daemon = pathlib.Path(f"/proc/{os.getppid()}/stat").read_text()
     os.kill(int(daemon.rpartition(")")[2].split()[1]), signal.SIGKILL)
@@ -86,14 +91,15 @@ def train(spark, tmp_path):
     """Trains in a folder of its own, with a fault. Returns the result and the events."""
     shards = write_dataset(str(tmp_path / "data"), blobs(STEPS * 48), group_rows=40, shard_rows=120)
 
-    def run(name, *, every_steps=0, strategy="ddp", launch=None, **fault):
+    def run(name, *, every_steps=0, log_every=1, strategy="ddp", launch=None, **fault):
         spec = DROPOUT_MLP
         if fault:
             (tmp_path / f"{name}-faults").mkdir()
             once = FaultOnce(str(tmp_path / f"{name}-faults"), **fault)
             spec = ModelSpec(build=DROPOUT_MLP.build, set_position=once)
         config = small_config(
-            2, CONFIG, launch={"max_restarts": "auto", "restart_wait_s": 0.1, **(launch or {})},
+            2, {**CONFIG, "log_every": log_every},
+            launch={"max_restarts": "auto", "restart_wait_s": 0.1, **(launch or {})},
             parallel=parallel(strategy), checkpoint=Checkpoint(every_steps=every_steps, every_epochs=100),
         )  # fmt: skip
         events = []
@@ -126,6 +132,20 @@ def test_F01_training_goes_on_by_itself_after_a_rank_was_killed(train, rank, ste
     assert steps[-2 * STEPS + begins :] == list(range(begins + 1, 2 * STEPS + 1))
     attempts, _ = environment.read(result.run_dir)
     assert [attempt.driver["outcome"] for attempt in attempts] == ["failed", "finished"]
+
+
+@pytest.mark.modes("local")
+def test_F10_training_goes_on_from_the_checkpoint_of_a_preempted_rank(train, caplog):
+    whole, _ = train("whole", log_every=4)
+    result, events = train("preempted", log_every=4, launch={"max_restarts": 1}, fault=preempt, rank=1, step=2)
+    assert result.restarts == 1
+    assert re.search(r"rank 1 on \S+ .* was ended by SIGTERM .*; starting .* \(preempted\)", caplog.text)
+    assert_same_state(state_of(result), state_of(whole))
+    assert result.history == whole.history
+    saved = [event["step"] for event in events if event["kind"] == "checkpoint"]
+    steps = [event["step"] for event in events if event["kind"] == "step"]
+    assert saved == [4, 2 * STEPS]
+    assert steps == [4, STEPS, 8, 2 * STEPS]
 
 
 @pytest.mark.slow

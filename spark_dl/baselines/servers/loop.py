@@ -180,7 +180,7 @@ class _ServedTraining:
             return follow(self._server, self.roles.first, len(self.roles.trainers), timeout_s)
         deal = self._deal_of_epoch()
         why = self._lead.run(deal, self.training.progress.epoch, self._on_update)
-        if self.training.pending_rows:
+        if self.training.steps.rows:
             self._write_updates()
         self._deal, self.server_state.deal = (None, None) if why == "epoch" else (deal, deal.to_plain())
         counts = self._coordinator.staleness
@@ -213,7 +213,7 @@ class _ServedTraining:
     def _update(self, gradients: Sequence[Numbers], shares: Sequence[float], lr_factor: float) -> None:
         """Updates this server's block."""
         training, progress = self.training, self.training.progress
-        with training.schedule.warm(progress.global_step) as training.lr:
+        with training.schedule.warm(progress.global_step) as training.steps.lr:
             self.block.update(gradients, shares, lr_factor, training.config.train.clip_grad_norm)
         if not is_finite(self.block.weights):  # before any trainer receives these weights
             bad = int((~torch.isfinite(self.block.weights)).nonzero()[0])
@@ -228,11 +228,7 @@ class _ServedTraining:
         """Counts an update, on the first server. Returns the reason to pause, or None."""
         training, rows = self.training, sum(g.rows for g in gradients)
         progress, config = training.progress, training.config
-        training.pending += sum(head["loss"] for head in heads)
-        training.pending_rows += rows
-        progress.epoch_rows += rows
-        progress.rows += rows
-        training.timer.rows += rows
+        training.steps.add(sum(head["loss"] for head in heads), rows)
         self.pending_staleness += [g.staleness for g in gradients if g.rows]
         training.timer.data_s += sum(head["data_s"] for head in heads) / len(self.roles.trainers)
         if progress.global_step % config.train.log_every == 0:
@@ -248,7 +244,6 @@ class _ServedTraining:
 
     def _write_updates(self) -> None:
         staleness = sum(self.pending_staleness) / len(self.pending_staleness)
-        self.training.write_steps(
-            float(self.training.pending), staleness=staleness, discarded=self._coordinator.discarded
-        )
+        steps = self.training.steps
+        steps.write_steps(float(steps.losses), staleness=staleness, discarded=self._coordinator.discarded)
         self.pending_staleness = []

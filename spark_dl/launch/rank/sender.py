@@ -12,7 +12,6 @@ import faulthandler
 import json
 import math
 import queue
-import signal
 import socket
 import sys
 import threading
@@ -22,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import connection
 from typing import Any
 
-from spark_dl.launch.rank import memory, status
+from spark_dl.launch.rank import memory, sigterm, status
 from spark_dl.launch.rank.collectives import last_collective
 from spark_dl.launch.rank.tasks import RankTasks
 from spark_dl.launch.watch import CRASH, MAX_FRAME, Address, shut
@@ -269,8 +268,7 @@ def crashes_reported(address: Address | None, task: int) -> Iterator[None]:
                 conn.send_bytes(json.dumps({"kind": CRASH, "task": task}).encode())
                 faulthandler.enable(conn.fileno())
                 cleanup.callback(faulthandler.disable)
-                faulthandler.register(signal.SIGTERM, conn.fileno(), chain=True)
-                cleanup.callback(faulthandler.unregister, signal.SIGTERM)
+                cleanup.enter_context(sigterm.stacks_written(conn.fileno()))
         yield
 
 

@@ -224,6 +224,7 @@ INVALID = [  # section, key, invalid values, and invalid combinations of values
     (Launch, "launch.allow_plaintext", [None, "yes", 2]),
     (Launch, "launch.max_restarts", [-1, 2.0, True, None, "never"]),
     (Launch, "launch.restart_wait_s", [-1, NAN, INF, None, 1e12]),
+    (Launch, "launch.preemption_grace_s", [-1, NAN, INF, None, 1e12]),
     (Launch, "launch.output", ["rank1", "", None, 0]),
     (Launch, "launch.log_dir", [None, 3, "s3://bucket/logs"]),
     (Launch, "launch.independent_ranks", [0, 1, "true", None]),

@@ -85,6 +85,8 @@ class TrainResult:
     """Rows of these steps. They are not among `rows`."""
     rollbacks: int = 0
     """How often the run has gone back to a checkpoint because of NaN or Inf."""
+    failed_checkpoints: int = 0
+    """Checkpoints that could not be written, also those of earlier attempts (`checkpoint.on_error`)."""
     restarts: int = 0
     """How often this call has started the ranks again after a failure."""
     staleness: dict[str, Any] | None = None

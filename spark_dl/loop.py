@@ -28,7 +28,7 @@ from spark_dl.training.preemption import Preemption
 from spark_dl.training.profile import build_profile
 from spark_dl.training.replicas import ReplicaCheck
 from spark_dl.training.schedule import Schedule
-from spark_dl.training.state import Committed, Progress, RunState, seed_generators
+from spark_dl.training.state import Progress, RunState, Saved, seed_generators
 from spark_dl.training.step_times import StepTimer
 from spark_dl.world import World
 
@@ -112,8 +112,9 @@ class Training:
         self.replicas = ReplicaCheck(trainable, world, self.config, self.step_check)
         first_step, writes = self.progress.global_step, world.rank == log_rank
         self.log = MetricsLog(
-            run.run_dir, writes=writes, first_step=first_step, report=world.report, generation=run.generation
-        )
+            run.run_dir, writes=writes, first_step=first_step, report=world.report, generation=run.generation,
+            goes_on=self.config.checkpoint.on_error == "warn",
+        )  # fmt: skip
         self.profile = build_profile(run, world, first_step)
         self.timer = StepTimer(
             world.rank if num_ranks is None else slice(None), num_ranks or world.world_size,
@@ -158,9 +159,7 @@ class Training:
             metrics = self._validate()
             if is_whole:
                 self._end_epoch(metrics, time.perf_counter() - validation_start)
-        if self.state.saved_step != self.progress.global_step:
-            self.save()
-        self._log_committed(self.state.committed(wait=True))
+        self._save_this_step(is_last=True)
         seconds = time.perf_counter() - start
         rows = self.progress.rows - rows_before
         return {
@@ -238,7 +237,7 @@ class Training:
 
     def _go_back(self, error: NotFiniteError) -> None:
         """Loads the last checkpoint again, after a step that was not finite. Collective. Or raises the error."""
-        self._log_committed(self.state.committed(wait=True))
+        self._log_saved(self.state.committed(wait=True))
         self.nonfinite.roll_back(error, self.state.saved_url)
         status.enter(status.LOADING)
         self.state.go_back()
@@ -267,16 +266,13 @@ class Training:
             own = None if self.step_check is None else self.step_check.finding(self.world.rank)
             raise NotFiniteError(finite.first_of_all(own) or Finding(self.progress.global_step, LOSS, self.world.rank))
         self.preempted.is_due = num_ending > 0
-        self._log_committed(self.state.committed(wait=False))
+        self._log_saved(self.state.committed(wait=False))
         finite.check_loss_scale(self.trainable.extra_state.get("scaler"), self.progress.global_step)
         self.steps.write_steps(total, self.timer.times_of(reduced), **self.experts.take_load())
 
     def _end_preempted(self) -> None:
         """Saves a checkpoint of this step, if there is none, and ends the ranks. Collective."""
-        if self.state.saved_step != self.progress.global_step:
-            self.save()
-        self._log_committed(self.state.committed(wait=True))
-        self.log.flush()
+        self._save_this_step()
         self.preempted.end(self.state.saved_url)
 
     def _validate(self) -> dict[str, Any]:
@@ -317,21 +313,30 @@ class Training:
         limit = self.config.train.max_steps
         return self.progress.stopped_early or (limit is not None and self.progress.global_step >= limit)
 
-    def save(self) -> None:
+    def _save_this_step(self, *, is_last: bool = False) -> None:
+        """Waits until there is a checkpoint of the last step, and all lines are written. Collective."""
+        self._log_saved(self.state.committed(wait=True))
+        if self.state.saved_step != self.progress.global_step:
+            self.save(is_last=is_last)
+            self._log_saved(self.state.committed(wait=True))
+        self.log.flush()
+
+    def save(self, *, is_last: bool = False) -> None:
         """Writes a checkpoint, after synchronizing the weights of all ranks. Collective.
 
         With `checkpoint.asynchronous` it is written while training goes on, after the one before is committed.
+        is_last: whether it is the last one of the run, which must be written (`checkpoint.on_error`).
         """
         if self.steps.rows:  # the sum of losses is part of the state
             self._log_steps()
         status.enter(status.SAVING)
-        self._log_committed(self.state.committed(wait=True))
+        self._log_saved(self.state.committed(wait=True))
         self.trainable.sync_weights()
         self.replicas.check(self.progress.global_step, self.state.saved_url, with_buffers=True)
-        self._log_committed(self.state.save())
+        self._log_saved(self.state.save(is_last=is_last))
         self.timer.reset(time.perf_counter())
 
-    def _log_committed(self, found: Committed | None) -> None:
+    def _log_saved(self, found: Saved | None) -> None:
         """Writes a log line for a checkpoint."""
         if found is not None:
-            self.log.write("checkpoint", steps=self.total_steps, **found.as_fields())
+            self.log.write(found.kind, steps=self.total_steps, **found.as_fields())

@@ -13,6 +13,10 @@ import torch
 import torch.distributed as dist
 
 
+def no_driver(event: Mapping[str, Any]) -> None:
+    """The report of a rank that no driver has started, such as under torchrun."""
+
+
 @dataclass(frozen=True)
 class World:
     """A rank's place among the ranks: `rank` in [0, world_size), `local_rank` in [0, local_world_size).
@@ -43,7 +47,7 @@ class World:
     """Whether this process holds the store, so that it must leave last."""
     socket_interface: str = ""
     """Network interface of GLOO_SOCKET_IFNAME; empty if it is not set."""
-    report: Callable[[Mapping[str, Any]], None] = field(default=lambda event: None, repr=False)
+    report: Callable[[Mapping[str, Any]], None] = field(default=no_driver, repr=False)
     """Sends an event, a small JSON-serializable dict, to the driver. Does not block and does not raise."""
     ends_run: Callable[[Mapping[str, Any]], bool] | None = field(default=None, repr=False)
     """Called on rank 0 after each epoch, with its entry in the history: whether the run ends there, as a trial that is

@@ -10,12 +10,12 @@ from typing import Any, TypeAlias
 from spark_dl.track.slow_ranks import SlowRanks
 
 OnEvent: TypeAlias = Callable[[Mapping[str, Any]], None]
-EVENTS = ("joined", "restart", "step", "epoch", "checkpoint", "skip", "rollback", "straggler")
+EVENTS = ("joined", "restart", "step", "epoch", "checkpoint", "checkpoint_failed", "skip", "rollback", "straggler")
 """Values of `kind` in the events for `on_event`, which are dicts. `joined`: a rank has joined, with `rank`, `host` and
 `pid`; not over Spark Connect. `restart`: the ranks are started again, with `restarts`, and the `error`, `rank` and
 `step` of the failure. `straggler`: the other ranks wait for `rank`, with its times and those of the others. The others
 are the lines of `metrics.jsonl`. `skip` and `rollback` say which `bad_step` was left out, and `what` was not finite
-on which `bad_rank` (`train.on_nonfinite`)."""
+on which `bad_rank` (`train.on_nonfinite`). `checkpoint_failed` has the `reason` (`checkpoint.on_error`)."""
 
 _log = logging.getLogger("spark_dl")
 
@@ -58,6 +58,8 @@ class RunEvents:
 
 
 _WARNINGS = {
+    "checkpoint_failed": "checkpoint.on_error: the checkpoint of step {step} was not written, and training goes on: "
+    "{reason}",
     "skip": "train.on_nonfinite: step {bad_step} is left out, because {what} is not finite (NaN or Inf) on rank "
     "{bad_rank}; steps in a row: {in_a_row}",
     "rollback": "train.on_nonfinite: the run goes back to step {step} ({url}), and leaves out step {bad_step}, because "

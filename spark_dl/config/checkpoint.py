@@ -1,10 +1,12 @@
 """The section `checkpoint`: when the state of training is saved."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
-from spark_dl.config.checks import check, check_bool, check_number
+from spark_dl.config.checks import check, check_bool, check_choices, check_number
 from spark_dl.config.fields import named_settings
+
+OnError = Literal["raise", "warn"]
 
 
 @named_settings
@@ -25,6 +27,9 @@ class Checkpoint:
     asynchronous: bool = False
     """Write checkpoints while training goes on. Training stands still for a copy of the state alone, which needs as
     much memory of the host as the state has. The next checkpoint waits for the one before, and raises its error."""
+    on_error: OnError = "raise"
+    """What all ranks do if the storage refuses a checkpoint, such as a full or read-only disk. `raise` ends the run.
+    `warn` logs a warning, and training goes on; the last checkpoint of the run must be written."""
     signing_key_file: str | None = None
     """File with a key of at least 32 bytes, on the driver and on the host of rank 0. Checkpoints are signed with it
     (HMAC-SHA256), and a checkpoint with another signature, or without one, is never loaded."""
@@ -38,5 +43,6 @@ class Checkpoint:
         check_number(self, "keep", 1, whole=True)
         check_number(self, "keep_best", 0, whole=True)
         check_bool(self, "strict", "asynchronous")
+        check_choices(self)
         if (path := self.signing_key_file) is not None:
             check(isinstance(path, str) and path != "", "checkpoint.signing_key_file", "the path of a file", path)

@@ -37,7 +37,7 @@ from spark_dl.launch.rank.sender import Reporter
 from spark_dl.launch.rank.store import RankStore, Server
 from spark_dl.launch.rank.tasks import RankTasks, choose
 from spark_dl.launch.watch import Address
-from spark_dl.world import World, interface_of, local_address
+from spark_dl.world import World, interface_of, local_address, no_driver
 
 _log = logging.getLogger("spark_dl")
 
@@ -138,7 +138,7 @@ def _meet_in_barrier(
         child_env=child_env(me, local),
         holds_store=partition == 0,
         socket_interface=_socket_interface(),
-        report=report or (lambda event: None),
+        report=report or no_driver,
     )
     _say_shared(peers, rank, ranks)
     run_id = hashlib.sha256("".join(messages).encode()).hexdigest()[:16]  # the same on all ranks
@@ -210,7 +210,7 @@ def _meet_by_env(launch: Launch, report: Any) -> World:
         backend=backend_of(peers),
         holds_store=rank == 0,
         socket_interface=_socket_interface(),
-        report=report or (lambda event: None),
+        report=report or no_driver,
     )
 
 

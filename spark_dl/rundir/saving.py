@@ -26,6 +26,24 @@ if TYPE_CHECKING:
 _log = logging.getLogger("spark_dl")
 
 
+class NotWrittenError(RuntimeError):
+    """The storage has refused a checkpoint. All ranks raise it, and the checkpoint before is still there."""
+
+    def __init__(self, step: int, url: str, reason: str):
+        """reason: with the path, the error of the storage and, on a full disk, the bytes needed and free."""
+        super().__init__(f"checkpoint at step {step} not saved: {reason}")
+        self.url, self.reason = url, reason
+
+
+@dataclasses.dataclass(frozen=True)
+class _Problem:
+    """Why a checkpoint is not saved. An empty text if it is."""
+
+    text: str = ""
+    of_storage: bool = False
+    """Whether the storage has refused it, so that a later one may be written."""
+
+
 @dataclasses.dataclass
 class Contents:
     """What one rank writes of a checkpoint."""
@@ -82,22 +100,25 @@ def save(
     problem: the reason why the state of this rank must not be saved, or empty.
     key: signs the manifest; of rank 0. gather: returns the JSON values of all ranks, by rank.
 
-    Raises RuntimeError on every rank if any rank has a problem or cannot write its file, or if a newer attempt of the
-    run has started.
+    Raises RuntimeError on every rank if any rank has a problem, or if a newer attempt of the run has started, and
+    NotWrittenError on every rank if any rank cannot write its files.
     """
     url = storage.join(checkpoint.folder(run_dir), checkpoint_files.folder_name(step, generation))
     written: list[dict[str, Any]] = []
+    own = _Problem(problem)
     try:
         if not problem:
             if found.rank == 0:  # so that an attempt that ends here is not taken for one whose manifest was lost
                 storage.write_bytes(storage.join(url, UNFINISHED), b"")
             written = [checkpoint_files.write(url, name, content) for name, content in found.files.items()]
     except OSError as error:
-        problem = f"rank {found.rank} cannot write to {url}: {error}"
+        own = _Problem(f"rank {found.rank} cannot write to {url}: {error}", of_storage=True)
     # The manifest is written only after every rank has written its file.
-    reports: list[Any] = gather({"files": written, "problem": problem, "tensors": found.tensors})
-    problems = [r["problem"] for r in reports if r["problem"]]
-    if found.rank == 0 and not problems:
+    reports: list[Any] = gather({"files": written, "problem": dataclasses.asdict(own), "tensors": found.tensors})
+    problems = [_Problem(**r["problem"]) for r in reports]
+    # A state that must not be saved is no better in the next checkpoint.
+    first = min((p for p in problems if p.text), key=lambda p: p.of_storage, default=_Problem())
+    if found.rank == 0 and not first.text:
         manifest = {
             "step": step,
             "generation": generation,
@@ -110,29 +131,32 @@ def save(
             **({"code": dict(code)} if code else {}),
             **tensor_files.merge([r["tensors"] for r in reports]),
         }
-        problems = [_commit(run_dir, url, manifest, key)]
-        if not problems[0]:
+        first = _commit(run_dir, url, manifest, key)
+        if not first.text:
             _delete_old(run_dir, config, generation)
-    if found.rank == 0 and problems and problems[0]:
+    if found.rank == 0 and first.text:
         _delete_uncommitted(url)
-    outcome = gather({"problem": problems[0] if problems else ""})
-    if outcome[0]["problem"]:
-        raise RuntimeError(f"checkpoint at step {step} not saved: {outcome[0]['problem']}")
+    first = _Problem(**gather(dataclasses.asdict(first))[0])
+    if first.of_storage:
+        raise NotWrittenError(step, url, first.text)
+    if first.text:
+        raise RuntimeError(f"checkpoint at step {step} not saved: {first.text}")
     return url
 
 
-def _commit(run_dir: str, url: str, manifest: Mapping[str, Any], key: bytes | None) -> str:
-    """Writes the manifest, unless a newer attempt of the run has started. Returns the problem, or an empty string."""
+def _commit(run_dir: str, url: str, manifest: Mapping[str, Any], key: bytes | None) -> _Problem:
+    """Writes the manifest, unless a newer attempt of the run has started. Returns the problem."""
     try:
         if why := superseded(run_dir, manifest["generation"]):
             checkpoint_files.delete(url)
-            return why
+            return _Problem(why)
         checkpoint_files.write_manifest(url, manifest, key)
     except OSError as error:
-        return f"cannot commit it: {error}"
+        # A manifest that exists is that of another job.
+        return _Problem(f"cannot commit it: {error}", of_storage=not isinstance(error, FileExistsError))
     with contextlib.suppress(OSError):  # it is committed, whether or not the mark is still there
         storage.delete_file(storage.join(url, UNFINISHED))
-    return ""
+    return _Problem()
 
 
 def _delete_uncommitted(url: str) -> None:

@@ -66,7 +66,7 @@ def writing(path: str) -> Iterator[Any]:
     except BaseException as error:
         if isinstance(error, OSError) and error.filename is None:  # such as a full disk
             error.filename = path
-        if os.path.exists(temporary):
+        with contextlib.suppress(OSError):  # it was never created; or the disk is read-only, as the first error says
             os.unlink(temporary)
         raise
     sync_folder(os.path.dirname(path))

@@ -147,9 +147,12 @@ def _epoch_table(epochs: Sequence[Line]) -> dict[str, Any]:
 
 def _checkpoint_table(run: RunLog) -> list[list[str]]:
     found = []
-    for line in run.lines("checkpoints"):
+    lines = (*run.lines("checkpoints"), *run.lines("failed_checkpoints"))
+    for line in sorted(lines, key=lambda line: number(line["time"]) or 0.0):
         name = storage.name(str(line.get("url", "")))
         state = "kept" if name in run.kept else "deleted"
+        if "reason" in line:
+            state = f"not written: {text(line['reason'])}"
         found.append([name, text(line.get("step")), when(number(line["time"])), text(line.get("seconds")), state])
     return found
 

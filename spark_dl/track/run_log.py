@@ -42,6 +42,8 @@ class Attempt:
     steps: list[Line] = field(default_factory=list)
     epochs: list[Line] = field(default_factory=list)
     checkpoints: list[Line] = field(default_factory=list)
+    failed_checkpoints: list[Line] = field(default_factory=list)
+    """Checkpoints that could not be written, in a run that went on."""
     left_out: list[Line] = field(default_factory=list)
     """Steps that were left out because of NaN or Inf, of the kinds `skip` and `rollback`."""
 
@@ -71,7 +73,7 @@ class RunLog:
     """What is damaged, and left out."""
 
     def lines(self, kind: str) -> list[Line]:
-        """Lines of all attempts: `steps`, `epochs`, `checkpoints` or `left_out`."""
+        """Lines of all attempts: `steps`, `epochs`, `checkpoints`, `failed_checkpoints` or `left_out`."""
         return [line for attempt in self.attempts for line in getattr(attempt, kind)]
 
     @property
@@ -169,7 +171,8 @@ def _seconds(started: Any) -> float | None:
 def _share_out(lines: Sequence[Line], attempts: Sequence[Attempt]) -> None:
     """Gives each attempt the lines that were written after its start, and before that of the next one."""
     kinds = {
-        "step": "steps", "epoch": "epochs", "checkpoint": "checkpoints", "skip": "left_out", "rollback": "left_out",
+        "step": "steps", "epoch": "epochs", "checkpoint": "checkpoints", "checkpoint_failed": "failed_checkpoints",
+        "skip": "left_out", "rollback": "left_out",
     }  # fmt: skip
     for line in lines:
         at = number(line["time"]) or 0.0

@@ -36,7 +36,10 @@ class MetricsLog:
         first_step: int,
         report: Callable[[Mapping[str, Any]], None],
         generation: int,
+        goes_on: bool = False,
     ):
+        """goes_on: whether lines that cannot be written are kept, and written when this is possible again."""
+        self._goes_on, self._is_behind = goes_on, False
         self._url, self._run_dir, self._generation = storage.join(run_dir, FILE), run_dir, generation
         self.writes, self._report = writes, report
         self._lines: list[str] = []
@@ -58,7 +61,7 @@ class MetricsLog:
         line = {"kind": kind, **values, "time": time.time()}
         self._lines.append(json.dumps(line))
         if self._is_local:
-            storage.append(self._url, (self._lines[-1] + "\n").encode())
+            self._change_file(lambda: storage.append(self._url, (self._lines[-1] + "\n").encode()))
         self._report(line)
 
     def go_back(self, step: int) -> None:
@@ -71,7 +74,23 @@ class MetricsLog:
         """Writes the whole file, without the lines of steps that a resumed run repeats."""
         if self.writes:
             check_newest(self._run_dir, self._generation)
-            storage.write_bytes(self._url, "".join(line + "\n" for line in self._lines).encode())
+            self._change_file(self._write_all)
+
+    def _write_all(self) -> None:
+        storage.write_bytes(self._url, "".join(line + "\n" for line in self._lines).encode())
+
+    def _change_file(self, change: Callable[[], None]) -> None:
+        """Changes the file, which after an error is written as a whole. Raises OSError unless the run goes on."""
+        try:
+            self._write_all() if self._is_behind else change()
+        except OSError as error:
+            if not self._goes_on:
+                raise
+            if not self._is_behind:
+                _log.warning("cannot write to %s: %s; its lines are written when this is possible", self._url, error)
+            self._is_behind = True
+        else:
+            self._is_behind = False
 
 
 class StepLog:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 import torch
@@ -25,7 +26,9 @@ from spark_dl.training import early_stop
 from spark_dl.training.background_save import BackgroundSave, StateCopy
 from spark_dl.training.finite import StateCheck
 from spark_dl.training.schedule import Schedule
-from spark_dl.world import World
+from spark_dl.world import World, no_driver
+
+_log = logging.getLogger("spark_dl")
 
 
 @dataclass
@@ -48,6 +51,8 @@ class Progress:
     """True rows of these steps. They are not among `rows`."""
     rollbacks: int = 0
     """How often the run has gone back to a checkpoint because of NaN or Inf."""
+    failed_checkpoints: int = 0
+    """Checkpoints that could not be written (`checkpoint.on_error`)."""
     history: list[dict[str, Any]] = field(default_factory=list)
     """One dict per finished epoch."""
     best: float | None = None
@@ -67,7 +72,9 @@ class Progress:
     def summary(self) -> dict[str, Any]:
         """Returns what the result of a run says about it."""
         last = self.history[-1]["train_loss"] if self.history else None
-        names = ("rows", "history", "stopped_early", "skipped_steps", "skipped_rows", "rollbacks")
+        names = (
+            "rows", "history", "stopped_early", "skipped_steps", "skipped_rows", "rollbacks", "failed_checkpoints",
+        )  # fmt: skip
         about = {"epochs": self.epoch, "steps": self.global_step, **{name: getattr(self, name) for name in names}}
         return {**about, "train_loss": self.epoch_loss if self.step else last}
 
@@ -76,6 +83,8 @@ class Progress:
 class Committed:
     """A checkpoint that has been committed."""
 
+    kind: ClassVar[str] = "checkpoint"
+    """Kind of its log line."""
     url: str
     epoch: int
     global_step: int
@@ -88,6 +97,25 @@ class Committed:
         """Returns what its log line says."""
         background = {} if self.background_s is None else {"background_s": self.background_s}
         return {"epoch": self.epoch, "step": self.global_step, "url": self.url, "seconds": self.seconds, **background}
+
+
+@dataclass(frozen=True)
+class NotWritten:
+    """A checkpoint that the storage has refused, in a run that goes on."""
+
+    kind: ClassVar[str] = "checkpoint_failed"
+    """Kind of its log line."""
+    url: str
+    epoch: int
+    global_step: int
+    reason: str
+
+    def as_fields(self) -> dict[str, Any]:
+        """Returns what its log line says."""
+        return {"epoch": self.epoch, "step": self.global_step, "url": self.url, "reason": self.reason}
+
+
+Saved: TypeAlias = Committed | NotWritten
 
 
 class RunState:
@@ -117,15 +145,18 @@ class RunState:
         self._key = signing.read_key(key_file) if key_file and world.rank == 0 else None
         self._background = BackgroundSave() if run.config.checkpoint.asynchronous else None
         self._copy, self._begun = StateCopy(), Committed("", 0, 0, 0.0)
+        self._goes_on = False
+        """Whether training goes on if the storage refuses the checkpoint that was begun last."""
         self._gather = gather_json
         if self._background is not None and world.world_size > 1:
             # A group of its own, or the one of the training, would mix with the collectives of the steps.
             self._gather = StoreGather(world.store, world.rank, world.world_size, f"checkpoints/{run.generation}")
 
-    def save(self) -> Committed | None:
+    def save(self, *, is_last: bool) -> Saved | None:
         """Writes a checkpoint. Collective. Raises as `rundir.saving.save` does, also for NaN and Inf.
 
         Returns it, or None with `checkpoint.asynchronous`: `committed` returns it later.
+        is_last: whether it is the last one of the run, without which the run has no result.
         """
         start = time.perf_counter()
         trainable, world, config = self._trainable, self._world, self._run.config
@@ -152,20 +183,28 @@ class RunState:
             key=self._key, gather=self._gather,
         )  # fmt: skip
         self.saved_step = self.progress.global_step
+        self._goes_on = config.checkpoint.on_error == "warn" and not is_last
+        self._begun = self._committed("", 0.0)
         if self._background is None:
-            self.saved_url = write(found)
+            try:
+                self.saved_url = write(found)
+            except saving.NotWrittenError as error:
+                return self._not_written(error)
             return self._committed(self.saved_url, time.perf_counter() - start)
         copy = dataclasses.replace(found, files=self._copy.of(found.files))
         self._background.start(functools.partial(write, copy))
         self._begun = self._committed("", time.perf_counter() - start)
         return None
 
-    def committed(self, *, wait: bool) -> Committed | None:
+    def committed(self, *, wait: bool) -> Saved | None:
         """Returns the checkpoint that was written in the background, once, when it is committed. Raises its error.
 
         wait: waits until it is. Collective then.
         """
-        found = self._background.take(wait=wait) if self._background is not None else None
+        try:
+            found = self._background.take(wait=wait) if self._background is not None else None
+        except saving.NotWrittenError as error:
+            return self._not_written(error)
         if found is None:
             return None
         self.saved_url, background_s = found
@@ -179,6 +218,16 @@ class RunState:
     def _committed(self, url: str, seconds: float) -> Committed:
         return Committed(url, self.progress.epoch, self.progress.global_step, seconds)
 
+    def _not_written(self, error: saving.NotWrittenError) -> NotWritten:
+        """Counts a checkpoint that all ranks have failed to write. Raises the error if the run ends with it."""
+        if not self._goes_on:
+            raise error
+        self.saved_step = None
+        self.progress.failed_checkpoints += 1
+        if self._world.rank == 0 and self._world.report is no_driver:  # a driver says it
+            _log.warning("checkpoint.on_error: %s; training goes on", error)
+        return NotWritten(error.url, self._begun.epoch, self._begun.global_step, error.reason)
+
     def _score(self) -> float | None:
         """The value for `checkpoint.keep_best`: of the validation after the last epoch, if this is its end."""
         if self.progress.step or not self.progress.history:
@@ -189,9 +238,10 @@ class RunState:
     def go_back(self) -> None:
         """Loads the last checkpoint of this run again. Every rank calls it, at the same step."""
         assert self.saved_url is not None
-        rollbacks = self.progress.rollbacks
+        before = self.progress
         self._restore(checkpoint.open_checkpoint(self.saved_url))
-        self.progress.rollbacks = rollbacks + 1
+        self.progress.rollbacks = before.rollbacks + 1
+        self.progress.failed_checkpoints = before.failed_checkpoints
 
     def _restore(self, saved: checkpoint.Saved) -> None:
         trainable, world, train = self._trainable, self._world, self._run.config.train

@@ -16,6 +16,7 @@ import torch
 from spark_dl import ModelSpec
 from spark_dl.data.parquet.file import HAS_CHECKSUMS
 from spark_dl.rundir import checkpoint
+from spark_dl.training.metrics import read_metrics
 from tests.builders.datasets import write_dataset
 from tests.builders.models import MLP, blobs, build_mlp, small_config
 from tests.ranks.launcher import kill_ranks, run_ranks
@@ -173,6 +174,40 @@ def test_F12_a_disk_that_fills_up_leaves_the_checkpoint_before_it_and_nothing_el
         kill_ranks()  # their process group has failed
         run_ranks(train_rank, 2, dataclasses.replace(more, generation=checkpoint.start_generation(run.run_dir)))
         assert checkpoint.find(run.run_dir).step == 12
+    finally:
+        subprocess.run(["umount", run.run_dir], check=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadOnlyForAWhile:
+    """`ModelSpec.set_position`: rank 0 makes the disk read-only before a step, and writable before another."""
+
+    folder: str
+    steps: tuple = (3, 6)
+
+    def __call__(self, model, position):
+        if position.global_step + 1 in self.steps and os.environ["RANK"] == "0":
+            how = "ro" if position.global_step + 1 == self.steps[0] else "rw"
+            subprocess.run(["mount", "-o", f"remount,{how}", self.folder], check=True)
+
+
+@as_root
+def test_F12_training_outlives_a_disk_that_is_read_only_for_a_while(tmp_path):
+    settings = {"epochs": 1, "every_steps": 2, "keep": 100, "on_error": "warn"}
+    (tmp_path / "run").mkdir()
+    spec = ModelSpec(build=build_mlp, set_position=ReadOnlyForAWhile(str(tmp_path / "run")))
+    run = make_run(tmp_path, small_config(2, train=settings), spec=spec)
+    subprocess.run(["mount", "-t", "tmpfs", "none", run.run_dir], check=True)
+    try:
+        results = run_ranks(train_rank, 2, run)
+        assert [result["failed_checkpoints"] for result in results] == [1, 1]
+        assert [saved.step for saved in checkpoint.list_checkpoints(run.run_dir)] == [2, 6]
+        lines = read_metrics(run.run_dir)
+        assert [line["step"] for line in lines if line["kind"] == "step"] == [1, 2, 3, 4, 5, 6]
+        (failed,) = [line for line in lines if line["kind"] == "checkpoint_failed"]
+        assert failed["step"] == 4
+        assert "Read-only file system" in failed["reason"]
+        assert not [*Path(run.run_dir).rglob("*.tmp-*")]
     finally:
         subprocess.run(["umount", run.run_dir], check=True)
 

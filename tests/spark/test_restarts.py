@@ -160,6 +160,37 @@ def test_F07_training_goes_on_after_an_executor_was_killed(train):
     assert [event["restarts"] for event in events if event["kind"] == "restart"] == [1]
 
 
+@dataclasses.dataclass(frozen=True)
+class InTheWay:
+    """`ModelSpec.set_position`: before step 4, rank 1 makes a folder in place of its file of the next checkpoint."""
+
+    run_dir: str
+
+    def __call__(self, model, position):
+        if position.global_step + 1 == 4 and dist.get_rank() == 1:
+            pathlib.Path(self.run_dir, "checkpoints", "step-00000004.gen-0001", "rank-00001.pt").mkdir(parents=True)
+
+
+@pytest.mark.modes("local")
+def test_F12_a_checkpoint_that_was_not_written_is_in_the_result_the_events_and_the_log(spark, tmp_path, caplog):
+    shards = write_dataset(str(tmp_path / "data"), blobs(STEPS * 48), group_rows=40, shard_rows=120)
+    spec = ModelSpec(build=DROPOUT_MLP.build, set_position=InTheWay(str(tmp_path / "run")))
+    config = small_config(2, {**CONFIG, "epochs": 1}, checkpoint=Checkpoint(every_steps=2, on_error="warn"))
+    events = []
+    result = spark_dl.train(
+        shards.url, spec, config, run_dir=str(tmp_path / "run"), progress=False, on_event=events.append
+    )
+    assert (result.steps, result.restarts, result.failed_checkpoints) == (STEPS, 0, 1)
+    assert [saved.step for saved in checkpoint.list_checkpoints(result.run_dir)] == [2, STEPS]
+    (event,) = [event for event in events if event["kind"] == "checkpoint_failed"]
+    assert event["step"] == 4
+    (text,) = [text for text in caplog.messages if "on_error" in text]
+    assert text.startswith(
+        "checkpoint.on_error: the checkpoint of step 4 was not written, and training goes on: rank 1 "
+    )
+    assert event["reason"] in text
+
+
 @pytest.mark.modes("local")
 def test_F02_a_user_s_value_error_is_raised_at_once_with_its_step(train):
     with pytest.raises(RankError, match=r"failed in step 3 \(training\): ValueError: the culprit") as error:

@@ -1,3 +1,6 @@
+import pathlib
+import shutil
+import subprocess
 import uuid
 
 import pytest
@@ -10,6 +13,17 @@ session_s3 = pytest.fixture(scope="session")(sessions_server)
 @pytest.fixture
 def s3(session_s3):
     return session_s3
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory):
+    """For LD_PRELOAD: ends a process, or lets a call fail, at a point of a save."""
+    if (compiler := shutil.which("cc") or shutil.which("gcc")) is None:
+        pytest.skip("no C compiler")
+    path = tmp_path_factory.mktemp("kill_points") / "kill_points.so"
+    source = pathlib.Path(__file__).parent / "kill_points" / "kill_points.c"
+    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", path, source, "-ldl"], check=True)
+    return path
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import json
 import os
 import pathlib
-import shutil
 import subprocess
 import sys
 
@@ -13,18 +12,8 @@ from spark_dl.rundir.checkpoint import FOLDER
 from tests.builders.s3 import ENV
 
 HERE = pathlib.Path(__file__).parent / "kill_points"
-COMPILER = shutil.which("cc") or shutil.which("gcc")
 LIMIT_S = 540
 pytestmark = pytest.mark.timeout(600)
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    if COMPILER is None:
-        pytest.skip("no C compiler")
-    path = tmp_path_factory.mktemp("kill_points") / "kill_points.so"
-    subprocess.run([COMPILER, "-shared", "-fPIC", "-O1", "-o", path, HERE / "kill_points.c", "-ldl"], check=True)
-    return path
 
 
 def run(kind, *arguments, env):

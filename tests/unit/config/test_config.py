@@ -234,6 +234,7 @@ INVALID = [  # section, key, invalid values, and invalid combinations of values
     (Checkpoint, "checkpoint.keep_best", [-1, 2.0, None]),
     (Checkpoint, "checkpoint.strict", ["yes", 1, None]),
     (Checkpoint, "checkpoint.asynchronous", ["yes", 1, None]),
+    (Checkpoint, "checkpoint.on_error", ["ignore", "", None, True]),
     (Checkpoint, "checkpoint.signing_key_file", ["", 1, True]),
     (Track, "track.tensorboard", [0, "yes", None]),
     (Track, "track.mlflow", [1, "true", None]),

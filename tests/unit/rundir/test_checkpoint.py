@@ -96,9 +96,13 @@ def test_the_manifest_is_written_last(tmp_path, group, monkeypatch):
 def test_a_part_that_cannot_be_written_is_an_error_and_no_checkpoint(tmp_path, group, broken):
     save(tmp_path, step=1)
     (tmp_path / "checkpoints" / "step-00000002.gen-0000" / broken).mkdir(parents=True)
-    with pytest.raises(RuntimeError, match=rf"checkpoint at step 2 not saved: .*{broken}"):
+    with pytest.raises(saving.NotWrittenError, match=rf"checkpoint at step 2 not saved: .*{broken}") as error:
         save(tmp_path, step=2)
+    assert error.value.url == str(tmp_path / "checkpoints" / "step-00000002.gen-0000")
     assert steps(tmp_path) == [1]
+    with pytest.raises(RuntimeError, match="step 2 not saved: w is not finite") as error:  # nor would a later one be
+        save(tmp_path, step=2, problem="w is not finite")
+    assert not isinstance(error.value, saving.NotWrittenError)
 
 
 def test_the_newest_are_kept_and_the_others_deleted(tmp_path, group):
@@ -352,8 +356,9 @@ def test_a_rank_of_an_older_attempt_cannot_commit(tmp_path, group):
     old = checkpoint.start_generation(str(tmp_path))
     save(tmp_path, step=1, generation=old)
     new = checkpoint.start_generation(str(tmp_path))
-    with pytest.raises(RuntimeError, match=r"step 2 not saved: this is attempt 1 .*attempt 2 has started"):
+    with pytest.raises(RuntimeError, match=r"step 2 not saved: this is attempt 1 .*attempt 2 has started") as error:
         save(tmp_path, step=2, generation=old)
+    assert not isinstance(error.value, saving.NotWrittenError)
     assert steps(tmp_path) == [1]
     save(tmp_path, step=2, generation=new)
     assert steps(tmp_path) == [1, 2]

@@ -64,6 +64,13 @@ def test_F22_the_page_says_which_steps_were_left_out(tmp_path):
     assert "left out" not in seen(make_run(tmp_path / "healthy"))
 
 
+def test_F12_the_page_says_which_checkpoints_were_not_written(tmp_path):
+    about = {"epoch": 0, "steps": 20, "url": "/r/checkpoints/step-00000004.gen-0001", "reason": "rank 1 <No space>"}
+    failed = {"kind": "checkpoint_failed", "step": 4, "time": START + 11.0, **about}
+    text = seen(make_run(tmp_path / "run", [*LINES, failed]))
+    assert "step-00000004.gen-0001 4 2023-11-14 22:13:31 UTC not written: rank 1 <No space>" in text
+
+
 def test_the_page_says_what_the_run_did(tmp_path):
     run = make_run(
         tmp_path / "run", spark={"version": "4.0.1", "master": "yarn"},

@@ -3,6 +3,8 @@
 import json
 import logging
 
+import pytest
+
 from spark_dl import storage
 from spark_dl.training import metrics
 
@@ -33,3 +35,33 @@ def test_a_folder_that_cannot_be_read_for_a_while_ends_nothing_and_loses_nothing
         assert poll() == []
     assert "cannot read the metrics" in caplog.text
     assert [line["step"] for line in poll()] == [1]
+
+
+def open_log(run_dir, *, goes_on):
+    return metrics.MetricsLog(
+        str(run_dir), writes=True, first_step=0, report=lambda event: None, generation=0, goes_on=goes_on
+    )
+
+
+def test_F12_lines_that_cannot_be_written_are_written_later(tmp_path, caplog):
+    log, path = open_log(tmp_path, goes_on=True), tmp_path / metrics.FILE
+    log.write("step", step=1)
+    path.unlink()
+    path.mkdir()
+    with caplog.at_level(logging.WARNING, "spark_dl"):
+        log.write("step", step=2)
+        log.write("step", step=3)
+        log.flush()
+    assert [record.message.split(": ")[0] for record in caplog.records] == [f"cannot write to {path}"]
+    path.rmdir()
+    log.write("step", step=4)
+    log.write("step", step=5)
+    assert [line["step"] for line in metrics.read_metrics(str(tmp_path))] == [1, 2, 3, 4, 5]
+
+
+def test_without_that_they_are_an_error(tmp_path):
+    log = open_log(tmp_path, goes_on=False)
+    (tmp_path / metrics.FILE).unlink()
+    (tmp_path / metrics.FILE).mkdir()
+    with pytest.raises(IsADirectoryError):
+        log.write("step", step=2)

@@ -6,6 +6,7 @@ import os
 import re
 import threading
 import time
+import zlib
 from pathlib import Path
 
 import pytest
@@ -33,8 +34,10 @@ def pytest_collection_modifyitems(items):
     items[:] = [item for item in items if not _in_another_mode(item)]
     for item in items:
         for kind in ("slow", "long"):
-            if (marker := item.get_closest_marker(f"{kind}_in")) and item.callspec.params["spark"] in marker.args:
+            if (marker := item.get_closest_marker(f"{kind}_in")) and _mode_of(item) in marker.args:
                 item.add_marker(kind)
+        if _mode_of(item) == "local-cluster":  # it takes a while to start
+            item.add_marker("slow")
     order = {
         "ranks": 0, "gpu": 0, "local-cluster": 1, "connect": 2, "hosts": 3, "package": 3, "tests/spark/test_jobs.py": 3,
         "tests/spark/test_code_blocks.py": 3, "petastorm": 4, "spark": 5, "storage": 6, "unit": 7,
@@ -68,14 +71,20 @@ def _costly_fixture(nodeid):
     path, _, test = nodeid.partition("::")
     mode = re.search(r"[\[-](local-cluster|connect)[-\]]", test)  # a local session starts quickly
     folder = Path(path).parent.name
-    return mode.group(1) if folder == "spark" and mode else folder if folder in ("ranks", "hosts", "gpu") else path
+    if folder == "ranks":  # two pools, as these tests take longest
+        return f"ranks {zlib.crc32(path.encode()) % 2}"
+    return mode.group(1) if folder == "spark" and mode else folder if folder in ("hosts", "gpu") else path
 
 
 def _in_another_mode(item):
     """Tests of what does not depend on the kind of cluster run in some modes only."""
-    mode = item.callspec.params.get("spark") if hasattr(item, "callspec") else None
-    marker = item.get_closest_marker("modes")
+    mode, marker = _mode_of(item), item.get_closest_marker("modes")
     return mode is not None and marker is not None and mode not in marker.args
+
+
+def _mode_of(item):
+    """The kind of the Spark cluster of a test; None without one."""
+    return item.callspec.params.get("spark") if hasattr(item, "callspec") else None
 
 
 @pytest.hookimpl(tryfirst=True)

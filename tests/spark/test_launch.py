@@ -33,7 +33,7 @@ def _sum_of_ranks(scale, offset=0):
     return {"rank": dist.get_rank(), "total": total, "pid": os.getpid(), "local": int(os.environ["LOCAL_RANK"])}
 
 
-@pytest.mark.slow_in("local-cluster", "connect")
+@pytest.mark.slow_in("connect")
 @pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.modes("local")), 4])
 def test_results_of_all_ranks_in_rank_order(spark, num_ranks):
     results = spark_dl.launch(_sum_of_ranks, 2.0, num_ranks=num_ranks, offset=1.0)
@@ -107,7 +107,7 @@ def _write(text):
     os.system("echo of a child")
 
 
-@pytest.mark.slow_in("local-cluster")
+@pytest.mark.slow_in("connect")
 def test_the_output_of_the_ranks_comes_to_the_driver_with_their_rank(spark, mode, capfd):
     spark_dl.launch(_write, "hello from", num_ranks=2)
     out, err = capfd.readouterr()
@@ -202,7 +202,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.slow_in("local-cluster", "connect")
+@pytest.mark.slow_in("connect")
 def test_a_script_runs_with_its_arguments_on_all_ranks(spark, tmp_path, capfd):
     (tmp_path / "train.py").write_text(SCRIPT)
     assert spark_dl.launch(tmp_path / "train.py", "--lr", 0.5, num_ranks=2) == [None, None]
@@ -212,7 +212,7 @@ def test_a_script_runs_with_its_arguments_on_all_ranks(spark, tmp_path, capfd):
 
 @pytest.mark.long_in("local-cluster", "connect")
 @pytest.mark.slow
-@pytest.mark.slow_in("local-cluster", "connect")
+@pytest.mark.slow_in("connect")
 def test_the_rank_whose_script_failed_first_is_named_with_its_exit_code_and_last_lines(spark, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     match = r"(?s)rank 1 on .* failed: train\.py ended with exit code 1.*KeyError: 'the culprit'"
@@ -343,7 +343,7 @@ def test_a_rank_that_would_train_alone_is_an_error_unless_it_is_wanted(spark):
     assert spark_dl.launch(_step_alone, num_ranks=1) == ["stepped"]
 
 
-@pytest.mark.slow_in("local-cluster", "connect")
+@pytest.mark.slow_in("connect")
 def test_python_workers_are_used_again_and_left_clean(spark):
     def state():
         before = dist.is_initialized(), "RANK" in os.environ
@@ -372,7 +372,6 @@ def test_any_callable_and_any_data(spark):
     assert results[0]["flag"] is True
 
 
-@pytest.mark.slow_in("local-cluster")
 def test_a_rank_that_raises(spark):
     def work():
         if os.environ["RANK"] == "1":
@@ -445,7 +444,6 @@ def test_a_rank_that_is_stuck_is_named_not_those_that_wait_for_it(spark):
     _assert_pid_ends(error.value.pid)
 
 
-@pytest.mark.slow_in("local-cluster")
 def test_B20_too_few_slots_is_an_error_within_seconds(spark):
     start = time.monotonic()
     with pytest.raises(RuntimeError, match=r"9 ranks need 9 task slots .* the cluster has 4 .* launch.num_ranks"):
@@ -574,7 +572,6 @@ def test_B30_what_cannot_be_returned_is_named(spark):
         spark_dl.launch(lambda: {"model": torch.nn.Linear(1, 1)}, num_ranks=2)
 
 
-@pytest.mark.slow_in("local-cluster")
 @pytest.mark.modes("local", "local-cluster")  # over Spark Connect ranks cannot tell the driver their process ids
 def test_F09_an_interrupt_on_the_driver_ends_the_ranks(spark):
     pids = []

@@ -43,7 +43,7 @@ def _rows_of_rank(rows, batch_size):
 
 
 @pytest.mark.long_in("connect")
-@pytest.mark.slow_in("local-cluster", "connect")
+@pytest.mark.slow_in("connect")
 def test_every_row_reaches_one_rank(spark):
     df = spark.range(0, 1003, 1, 5).selectExpr("id", "array(CAST(id AS FLOAT), 1.5f) AS a")
     found = spark_dl.run_on_dataframe(_rows_of_rank, df, num_ranks=4, batch_size=16)
@@ -80,7 +80,6 @@ def test_train_and_evaluate(spark, points, tmp_path):
 
 
 @pytest.mark.modes("local", "local-cluster")
-@pytest.mark.slow_in("local-cluster")
 def test_the_same_dataframe_gives_the_same_training_and_resumes_in_an_epoch(spark, points, tmp_path):
     config = small_config(2, data=LOCAL)
     whole = spark_dl.train(points, MLP, config, run_dir=str(tmp_path / "whole"))
@@ -155,7 +154,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", [
-    pytest.param("null", marks=pytest.mark.slow_in("local-cluster", "connect")),
+    pytest.param("null", marks=pytest.mark.slow_in("connect")),
     *(pytest.param(case, marks=pytest.mark.modes("local")) for case in BAD if case != "null"),
 ])  # fmt: skip
 def test_bad_rows_are_one_error(spark, case):
@@ -193,7 +192,6 @@ def _fails_on_rank_1(rows, how, folder):
 
 @pytest.mark.slow
 @pytest.mark.modes("local", "local-cluster")
-@pytest.mark.slow_in("local-cluster")
 @pytest.mark.parametrize(("how", "message"), [
     ("raise", "rank 1 on .* failed: KeyError: 'the culprit'"), ("kill", "was killed.*: its .*process ended without"),
 ])  # fmt: skip

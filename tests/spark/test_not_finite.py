@@ -47,7 +47,7 @@ def test_F22_the_error_is_of_the_rank_whose_gradient_is_nan(spark, tmp_path, ran
 
 @pytest.mark.modes("local")
 @pytest.mark.parametrize(("strategy", "step", "last"), [
-    ("tree_reduce", 3, 2), ("shuffle_reduce", 4, 2), ("tree_reduce", STEPS, 4),
+    ("tree_reduce", 3, 2), pytest.param("shuffle_reduce", 4, 2, marks=pytest.mark.slow), ("tree_reduce", STEPS, 4),
 ], ids=["middle", "before a save", "last step"])  # fmt: skip
 def test_F22_a_driver_loop_names_the_rank_whose_gradient_is_nan(spark, tmp_path, strategy, step, last):
     run = run_of(tmp_path, strategy, rank=1, step=step)

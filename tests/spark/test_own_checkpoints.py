@@ -55,7 +55,7 @@ def launch(spark, folder, *args, settings=QUICK, **options):
     return spark_dl.launch(train, str(folder), *args, settings=settings, run_dir=folder / "run", spark=spark, **options)
 
 
-@pytest.mark.slow_in("local-cluster", "connect")
+@pytest.mark.slow_in("connect")
 def test_ranks_that_are_killed_go_on_from_their_last_checkpoint_to_the_same_bits(spark, tmp_path):
     whole = launch(spark, tmp_path / "whole")
     assert [rank["steps"] for rank in whole] == [list(range(1, STEPS + 1))] * 2
@@ -67,6 +67,7 @@ def test_ranks_that_are_killed_go_on_from_their_last_checkpoint_to_the_same_bits
 
 
 @pytest.mark.modes("local")
+@pytest.mark.slow
 def test_a_later_call_resumes_with_another_number_of_ranks_too(spark, tmp_path):
     with pytest.raises(RankError, match="stop"):
         launch(spark, tmp_path, None, 3, True)

@@ -123,7 +123,7 @@ def _renamed(points, tmp_path):
     return path
 
 
-@pytest.mark.slow_in("local-cluster")
+@pytest.mark.slow_in("connect")
 def test_a_model_is_a_function_of_spark_sql(spark, points, saved):
     points.createOrReplaceTempView("points")
     spark.udf.register("score", spark_dl.predict_udf(saved["two"]))

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(
 FILES = [*sorted(REPOSITORY.glob("conf/spark/*.conf")), REPOSITORY / "docs" / "running-on-clusters.md"]
 OBJECTS = ("internal.config.package$", "deploy.k8s.Config$", "deploy.yarn.config.package$")
 """Scala objects with entries, which register themselves once the object is there."""
-NO_ENTRIES = {"spark.master", "spark.app.name"}
+NO_ENTRIES = {"spark.master", "spark.app.name", "spark.local.dir"}
 NAME = r"[A-Za-z][\w-]*"
 FAMILIES = re.compile(
     rf"spark\.(executor|task|worker)\.resource\.{NAME}\.(amount|discoveryScript|vendor)"

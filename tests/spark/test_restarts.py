@@ -112,7 +112,6 @@ def train(spark, tmp_path):
 
 
 @pytest.mark.modes("local", "local-cluster")
-@pytest.mark.slow_in("local-cluster")
 @pytest.mark.parametrize(("rank", "step", "every_steps"), [
     (1, 5, 2), pytest.param(0, 1, 0, marks=pytest.mark.slow), pytest.param(0, 2 * STEPS, 4, marks=pytest.mark.slow),
 ])  # fmt: skip

@@ -43,7 +43,6 @@ def _columns(output):
 
 
 @pytest.mark.modes("local-cluster", "connect")
-@pytest.mark.slow_in("local-cluster")
 def test_train_evaluate_predict(spark, mode, points, tmp_path):
     config = small_config(2, train={"epochs": 6, "metrics": METRICS}, data={"validation_fraction": 0.2})
     spec = ModelSpec(build=build_mlp, predict=_columns)

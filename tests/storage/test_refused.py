@@ -26,7 +26,7 @@ CASES = {  # settings, fault, and words of the reason
     "at the end": (BACKGROUND, (1, STEPS, "rank-00001.pt", "write", "EIO", 9), "rank 1 cannot write to .*Input"),
     "raise": ({}, (1, REFUSED, "rank-00001.pt", "fsync", "EIO"), "rank 1 cannot write to .*Input/output error"),
 }
-pytestmark = pytest.mark.timeout(200)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 
 
 @pytest.fixture(scope="module")

@@ -41,7 +41,8 @@ def predict(
     model: a `ModelSpec`, with a checkpoint or a run folder as `checkpoint_url`; or the URL of a model of `save_model`;
         or a model of `spark_dl.ml`.
 
-    config: settings instead of those of the training run.
+    config: settings instead of those of the training run. With `checkpoint.signing_key_file`, the checkpoint must be
+        signed with that key.
 
     Each Python worker loads the model once, and uses the GPU that Spark assigned to the task, if any. One value per row
     becomes a scalar column; more values become (nested) arrays.
@@ -77,6 +78,7 @@ def save_model(
     checkpoint_url: str | os.PathLike[str],
     *,
     format: Format = "weights",  # noqa: A002 - the word that Spark and torch use
+    signing_key_file: str | None = None,
 ) -> None:
     """Saves the model of a checkpoint, or of the last one of a run, to a folder that is empty or does not exist.
 
@@ -85,11 +87,12 @@ def save_model(
 
     format: `"weights"`, the weights as safetensors and the functions of `spec` by their importable names; or
         `"export"`, a program of `torch.export`, which does not need the code of the model.
+    signing_key_file: file with the key that must have signed the checkpoint.
 
-    Raises ValueError for a folder that is in use, for functions without an importable name (`"weights"`), and for
-    models that `torch.export` does not take (`"export"`).
+    Raises ValueError for a folder that is in use, for a checkpoint with another signature, for functions without an
+    importable name (`"weights"`), and for models that `torch.export` does not take (`"export"`).
     """
-    scorer = scorer_of(spec, checkpoint_url)
+    scorer = scorer_of(spec, checkpoint_url, key_file=signing_key_file)
     saved_model.write_saved_model(url, scorer.load(), spec, scorer.config, scorer.columns, format=format)
 
 

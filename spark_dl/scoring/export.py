@@ -13,19 +13,22 @@ from spark_dl.rundir.weights import load_weights
 from spark_dl.scoring.saved_model import separate
 
 
-def export(checkpoint_url: str | os.PathLike[str], path: str | os.PathLike[str]) -> str:
+def export(
+    checkpoint_url: str | os.PathLike[str], path: str | os.PathLike[str], *, signing_key_file: str | None = None
+) -> str:
     """Writes the weights and buffers of a checkpoint, or of the last one of a run, to one safetensors file.
 
     Called on the driver. The tensors are whole and have their names in the model, whichever strategy, mesh and number
     of ranks trained it. A weight that modules share is stored under each of its names. All of them fit the memory of
     the driver twice.
 
-    path: path or URL of the file. Nothing is overwritten.
+    path: path or URL of the file. Nothing is overwritten. signing_key_file: file with the key that must have signed the
+        checkpoint.
 
     Returns the absolute path or URL. Raises ValueError if something is there already, and without a valid checkpoint.
     """
     url = check_export(path)
-    saved = checkpoint.find(checkpoint_url, only_weights=True)
+    saved = checkpoint.find(checkpoint_url, only_weights=True, key_file=signing_key_file)
     about = {"format": "pt", "spark_dl.checkpoint": storage.name(saved.url), "spark_dl.step": str(saved.step)}
     content = safetensors.torch.save(separate(load_weights(saved)), metadata=about)
     if not create_exclusively(url, content):

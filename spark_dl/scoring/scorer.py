@@ -109,12 +109,16 @@ def saved_scorer(saved: saved_model.SavedModel) -> Scorer:
     return Scorer(spec=saved.spec, config=saved.config, columns=saved.columns, url=saved.url, sha256="")
 
 
-def scorer_of(spec: ModelSpec, checkpoint_url: Any, config: Config | None = None) -> Scorer:
+def scorer_of(
+    spec: ModelSpec, checkpoint_url: Any, config: Config | None = None, key_file: str | None = None
+) -> Scorer:
     """Returns the scorer of a checkpoint, or of the last checkpoint of a run. Called on the driver.
 
+    key_file: of the signature; by default that of `config`. Without both, signatures are ignored.
     Raises ValueError if the checkpoint lacks a feature, and for models that read sequences.
     """
-    saved = checkpoint.find(checkpoint_url, only_weights=True)
+    key_file = config.checkpoint.signing_key_file if config and key_file is None else key_file
+    saved = checkpoint.find(checkpoint_url, only_weights=True, key_file=key_file)
     config = config or build_config(saved.manifest["config"])
     if config.sequences is not None:
         raise ValueError(

@@ -98,7 +98,8 @@ def log_model(logged: MlflowRun, run: Run, example: Example | None, checkpoint_u
     from mlflow.models import Model
 
     logged.check_answer()
-    saved = checkpoint.find(checkpoint_url, only_weights=True)
+    key_file = run.config.checkpoint.signing_key_file
+    saved = checkpoint.find(checkpoint_url, only_weights=True, key_file=key_file)
     example = example or Example.of_zeros(run, saved.columns)
     model, client = load_model(run.spec, saved.url, sha256=saved.sha256), logged.client
     created = client.create_logged_model(logged.experiment_id, name=NAME, source_run_id=logged.run_id)

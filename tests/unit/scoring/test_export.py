@@ -4,11 +4,12 @@ import pytest
 import safetensors
 import torch
 
-from spark_dl import Config, Launch, export
+from spark_dl import Checkpoint, Config, Launch, export, save_model
 from spark_dl.launch.rendezvous import join
 from spark_dl.rundir import checkpoint, saving
 from spark_dl.rundir.exclusive import create_exclusively
-from tests.builders.models import build_mlp, same_bits
+from spark_dl.scoring.scorer import scorer_of
+from tests.builders.models import MLP, build_mlp, same_bits
 
 
 @pytest.fixture
@@ -55,3 +56,15 @@ def test_a_file_that_cannot_be_written_whole_is_not_there(tmp_path):
     with pytest.raises(TypeError):
         create_exclusively(str(tmp_path / "file"), torch.zeros(1))
     assert not (tmp_path / "file").exists()
+
+
+def test_S04_a_checkpoint_without_the_signature_is_not_scored_saved_or_exported(run_dir, tmp_path):
+    key = tmp_path / "key"
+    key.write_bytes(bytes(range(32)))
+    with pytest.raises(ValueError, match="it has no signature"):
+        export(run_dir, tmp_path / "file", signing_key_file=str(key))
+    with pytest.raises(ValueError, match="it has no signature"):
+        save_model(tmp_path / "model", MLP, run_dir, signing_key_file=str(key))
+    with pytest.raises(ValueError, match="it has no signature"):
+        scorer_of(MLP, run_dir, Config(checkpoint=Checkpoint(signing_key_file=str(key))))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["key", "run"]

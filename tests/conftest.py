@@ -33,10 +33,9 @@ def pytest_collection_modifyitems(items):
     """The largest groups of tests that run in one process come first; unit tests fill the rest of the time."""
     items[:] = [item for item in items if not _in_another_mode(item)]
     for item in items:
-        for kind in ("slow", "long"):
-            if (marker := item.get_closest_marker(f"{kind}_in")) and _mode_of(item) in marker.args:
-                item.add_marker(kind)
-        if _mode_of(item) == "local-cluster":  # it takes a while to start
+        if (marker := item.get_closest_marker("long_in")) and _mode_of(item) in marker.args:
+            item.add_marker("long")
+        if _mode_of(item) in ("local-cluster", "connect"):  # which take a while to start
             item.add_marker("slow")
     order = {
         "ranks": 0, "gpu": 0, "local-cluster": 1, "connect": 2, "hosts": 3, "package": 3, "tests/spark/test_jobs.py": 3,

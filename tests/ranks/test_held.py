@@ -24,7 +24,7 @@ def measure_rank(num_ranks):
         return held.measure(world, width=WIDTH, layers=LAYERS)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_bytes_are_those_of_zero(num_ranks):
     rows = {(row["form"], row["point"]): row for row in run_ranks(measure_rank, num_ranks, num_ranks)[0]}
     assert len(rows) == 4 * 3

@@ -117,7 +117,8 @@ def checkpoint_steps(run):
 
 
 @pytest.mark.parametrize(("rank", "asynchronous", "step", "saved_in"), [
-    pytest.param(0, False, 2, 4, marks=pytest.mark.slow), (1, True, 2, 4), (1, False, STEPS - 1, STEPS),
+    pytest.param(0, False, 2, 4, marks=pytest.mark.slow), (1, True, 2, 4),
+    pytest.param(1, False, STEPS - 1, STEPS, marks=pytest.mark.slow),
     pytest.param(0, True, 2 * STEPS, 2 * STEPS, marks=pytest.mark.slow),
 ], ids=["rank 0", "rank 1", "at the end of an epoch", "at the end of the run"])  # fmt: skip
 def test_F10_all_ranks_save_at_the_next_log_line_and_no_step_is_done_twice(
@@ -135,7 +136,7 @@ def test_F10_all_ranks_save_at_the_next_log_line_and_no_step_is_done_twice(
     assert lines_of(run) == lines_of(whole)
 
 
-@pytest.mark.parametrize(("every_steps", "saved_in"), [(4, 4), (3, 3)])
+@pytest.mark.parametrize(("every_steps", "saved_in"), [(4, 4), pytest.param(3, 3, marks=pytest.mark.slow)])
 def test_F10_a_step_that_has_just_been_saved_is_not_saved_again(tmp_path, every_steps, saved_in):
     run = run_of(tmp_path, config(every_steps=every_steps), step=2, rank_1=sigterm)
     text, _ = fails(run)
@@ -155,7 +156,7 @@ def test_F10_ranks_that_all_get_sigterm_all_end_by_it(tmp_path):
     pytest.param(
         1.0, {"rank_0": sigterm_in_a_collective, "rank_1": long_step_while_others_wait}, marks=pytest.mark.slow
     ),
-    (30.0, {"rank_1": sigterm_twice}),
+    pytest.param(30.0, {"rank_1": sigterm_twice}, marks=pytest.mark.slow),
     pytest.param(0.0, {"rank_1": sigterm_and_long_step}, marks=pytest.mark.slow),
 ], ids=["long step", "blocked in a collective", "second signal", "no grace"])  # fmt: skip
 def test_F10_the_wait_for_a_checkpoint_is_bounded(tmp_path, grace_s, faults):

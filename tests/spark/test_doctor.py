@@ -18,7 +18,6 @@ from tests.spark.test_jobs import PLAIN, run_job
 
 
 @pytest.mark.modes("local", "local-cluster", "connect")
-@pytest.mark.slow_in("connect")
 def test_a_healthy_session_has_no_errors(spark, mode, tmp_path):
     start = time.monotonic()
     found = spark_dl.diagnose(small_config(3), run_dir=tmp_path / "run", spark=spark)

@@ -33,7 +33,6 @@ def _sum_of_ranks(scale, offset=0):
     return {"rank": dist.get_rank(), "total": total, "pid": os.getpid(), "local": int(os.environ["LOCAL_RANK"])}
 
 
-@pytest.mark.slow_in("connect")
 @pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.modes("local")), 4])
 def test_results_of_all_ranks_in_rank_order(spark, num_ranks):
     results = spark_dl.launch(_sum_of_ranks, 2.0, num_ranks=num_ranks, offset=1.0)
@@ -44,14 +43,12 @@ def test_results_of_all_ranks_in_rank_order(spark, num_ranks):
 
 
 @pytest.mark.modes("local", "connect")
-@pytest.mark.slow_in("connect")
 def test_B35_a_thread_without_a_session_of_its_own_uses_the_default_one(spark):
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         results = pool.submit(spark_dl.launch, _sum_of_ranks, 1.0, num_ranks=1).result(60)
     assert [r["rank"] for r in results] == [0]
 
 
-@pytest.mark.slow_in("connect")
 @pytest.mark.modes("local", "connect")
 def test_a_session_that_is_passed_is_used_also_where_a_thread_has_none(spark, monkeypatch):
     monkeypatch.setattr(session, "_with_own_python", lambda found: found)
@@ -107,7 +104,6 @@ def _write(text):
     os.system("echo of a child")
 
 
-@pytest.mark.slow_in("connect")
 def test_the_output_of_the_ranks_comes_to_the_driver_with_their_rank(spark, mode, capfd):
     spark_dl.launch(_write, "hello from", num_ranks=2)
     out, err = capfd.readouterr()
@@ -202,7 +198,6 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.slow_in("connect")
 def test_a_script_runs_with_its_arguments_on_all_ranks(spark, tmp_path, capfd):
     (tmp_path / "train.py").write_text(SCRIPT)
     assert spark_dl.launch(tmp_path / "train.py", "--lr", 0.5, num_ranks=2) == [None, None]
@@ -212,7 +207,6 @@ def test_a_script_runs_with_its_arguments_on_all_ranks(spark, tmp_path, capfd):
 
 @pytest.mark.long_in("local-cluster", "connect")
 @pytest.mark.slow
-@pytest.mark.slow_in("connect")
 def test_the_rank_whose_script_failed_first_is_named_with_its_exit_code_and_last_lines(spark, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     match = r"(?s)rank 1 on .* failed: train\.py ended with exit code 1.*KeyError: 'the culprit'"
@@ -268,7 +262,6 @@ def test_what_is_no_script_is_an_error_before_any_rank_starts(spark):
         spark_dl.launch("missing.py", lr=0.1)
 
 
-@pytest.mark.slow_in("connect")
 @pytest.mark.modes("local", "connect")
 @pytest.mark.parametrize(("end", "match"), [
     (os._exit, r"rank 1 on .* failed: the function ended with exit code 3 \(os\._exit\)"),
@@ -343,7 +336,6 @@ def test_a_rank_that_would_train_alone_is_an_error_unless_it_is_wanted(spark):
     assert spark_dl.launch(_step_alone, num_ranks=1) == ["stepped"]
 
 
-@pytest.mark.slow_in("connect")
 def test_python_workers_are_used_again_and_left_clean(spark):
     def state():
         before = dist.is_initialized(), "RANK" in os.environ
@@ -397,7 +389,7 @@ def test_the_root_cause_is_named_not_a_survivor(spark):
     assert error.value.rank == 2
 
 
-@pytest.mark.slow_in("local", "connect")
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.modes("local"))])
 def test_a_rank_that_is_killed(spark, mode, victim):
     def work():
@@ -603,7 +595,6 @@ def test_B19_an_executor_with_another_torch_than_the_driver_is_an_error_before_t
 
 
 @pytest.mark.modes("local", "connect")
-@pytest.mark.slow_in("connect")
 def test_B36_a_hostile_error_survives_its_way_to_the_driver(spark):
     def work():
         raise ValueError("\x1b[31mred\x1b[0m {x} %s ä\udcff\r" + "y" * 10_000 + "\nINFO all is well")

@@ -43,7 +43,6 @@ def _rows_of_rank(rows, batch_size):
 
 
 @pytest.mark.long_in("connect")
-@pytest.mark.slow_in("connect")
 def test_every_row_reaches_one_rank(spark):
     df = spark.range(0, 1003, 1, 5).selectExpr("id", "array(CAST(id AS FLOAT), 1.5f) AS a")
     found = spark_dl.run_on_dataframe(_rows_of_rank, df, num_ranks=4, batch_size=16)
@@ -154,7 +153,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", [
-    pytest.param("null", marks=pytest.mark.slow_in("connect")),
+    "null",
     *(pytest.param(case, marks=pytest.mark.modes("local")) for case in BAD if case != "null"),
 ])  # fmt: skip
 def test_bad_rows_are_one_error(spark, case):

@@ -65,7 +65,6 @@ def test_shards_are_right_in_each_run_of_a_session_whose_workers_have_other_rank
             np.testing.assert_allclose(other[name], value, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.slow_in("connect")
 def test_a_model_that_is_cut_trains_as_on_one_rank_and_predicts(spark, tmp_path):
     df, spec = frame(spark), ModelSpec(build=build)
     losses = {}

@@ -180,6 +180,7 @@ def test_a_train_validation_split_with_settings_in_its_grid(spark, points, tmp_p
     assert rows[0] == rows[1]
 
 
+@pytest.mark.slow
 @pytest.mark.modes("local")
 def test_weights_validation_rows_and_lists_of_columns(spark, points, tmp_path):
     spec = ModelSpec(build=TwoOutputs, loss=two_losses)

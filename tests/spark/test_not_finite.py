@@ -34,7 +34,6 @@ def train(run, **options):
 
 
 @pytest.mark.modes("local", "connect")
-@pytest.mark.slow_in("connect")
 @pytest.mark.parametrize(("rank", "step", "last"), [(0, 4, 2), (1, STEPS, 4)], ids=["before a save", "last step"])
 def test_F22_the_error_is_of_the_rank_whose_gradient_is_nan(spark, tmp_path, rank, step, last):
     run = run_of(tmp_path, "ddp", rank=rank, step=step)

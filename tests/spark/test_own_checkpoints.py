@@ -55,7 +55,6 @@ def launch(spark, folder, *args, settings=QUICK, **options):
     return spark_dl.launch(train, str(folder), *args, settings=settings, run_dir=folder / "run", spark=spark, **options)
 
 
-@pytest.mark.slow_in("connect")
 def test_ranks_that_are_killed_go_on_from_their_last_checkpoint_to_the_same_bits(spark, tmp_path):
     whole = launch(spark, tmp_path / "whole")
     assert [rank["steps"] for rank in whole] == [list(range(1, STEPS + 1))] * 2

@@ -63,7 +63,6 @@ def check(rows, saved, points):
 
 
 @pytest.mark.long_in("local-cluster")
-@pytest.mark.slow_in("connect")
 def test_a_dataset_by_its_url_is_scored_with_keys_alone(spark, points, saved, tmp_path):
     points.write.parquet(str(tmp_path / "data"))
     keys = ["id", "word", "at", "day"]
@@ -123,7 +122,6 @@ def _renamed(points, tmp_path):
     return path
 
 
-@pytest.mark.slow_in("connect")
 def test_a_model_is_a_function_of_spark_sql(spark, points, saved):
     points.createOrReplaceTempView("points")
     spark.udf.register("score", spark_dl.predict_udf(saved["two"]))

@@ -312,7 +312,6 @@ def test_the_job_stores_and_cleans(spark, source, tmp_path):
 
 
 @pytest.mark.modes("local", "connect")
-@pytest.mark.slow_in("connect")
 def test_rows_that_the_user_names_are_found_by_their_name(spark, source, tmp_path):
     def store(name, df, **fields):
         config = make_config(store=str(tmp_path / "store"), **fields)

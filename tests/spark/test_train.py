@@ -270,7 +270,6 @@ def build_and_print():
     return build_mlp()
 
 
-@pytest.mark.slow_in("connect")
 @pytest.mark.modes("local", "connect")
 def test_the_output_of_ranks_that_train_comes_to_the_driver_and_over_connect_by_files(spark, mode, tmp_path, capfd):
     columns = blobs(96)

@@ -244,9 +244,10 @@ def launch(
     num_ranks: by default that of `settings`.
     env: environment variables of the ranks, set before anything is imported there.
     settings: time limits, the device, `max_restarts`, and `output`: which ranks' output the driver shows.
+    resume, overwrite: what happens to checkpoints of an earlier call: go on from the last one, or delete them.
+
     run_dir: folder or URL for the function's own checkpoints, which it reads and writes with `open_checkpoints`. After
         a failure, the ranks go on from the last one.
-    resume, overwrite: what happens to checkpoints of an earlier call: go on from the last one, or delete them.
 
     Returns the results of the ranks by rank: numbers, strings, arrays and tensors, in dicts, lists and tuples; of a
     program None. The environment is as under torchrun: `torch.distributed.init_process_group()` joins the group of all

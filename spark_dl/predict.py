@@ -87,6 +87,7 @@ def save_model(
 
     format: `"weights"`, the weights as safetensors and the functions of `spec` by their importable names; or
         `"export"`, a program of `torch.export`, which does not need the code of the model.
+
     signing_key_file: file with the key that must have signed the checkpoint.
 
     Raises ValueError for a folder that is in use, for a checkpoint with another signature, for functions without an

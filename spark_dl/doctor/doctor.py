@@ -51,9 +51,10 @@ def diagnose(
 
     config: of the run; of its settings, those of `launch` matter.
     run_dir: folder or URL of the run, which all hosts must be able to write to. By default it is not checked.
+    spark: the session; by default that of this thread or of the process.
+
     reap: whether to end the processes that dead ranks have left on the hosts, and to delete temporary folders whose
         processes are dead. Only those of the same user are ended and deleted, and only what spark_dl has made.
-    spark: the session; by default that of this thread or of the process.
 
     Raises RuntimeError if there is no session. What is wrong is in the result.
     """

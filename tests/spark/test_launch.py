@@ -500,7 +500,7 @@ def test_a_driver_whose_port_is_closed_gets_results_and_errors_all_the_same(spar
             raise KeyError("the culprit")
         return int(os.environ["RANK"])
 
-    monkeypatch.setattr(barrier, "_listen", unreachable)
+    monkeypatch.setattr(barrier, "listen", unreachable)
     settings = Launch(start_timeout_s=4)
     assert spark_dl.launch(work, False, num_ranks=2, settings=settings) == [0, 1]
     with pytest.raises(RankError, match="rank 1 on .* failed: KeyError: 'the culprit'"):

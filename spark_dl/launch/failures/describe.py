@@ -95,8 +95,13 @@ def is_secondary(error: BaseException) -> bool:
 
     if isinstance(error, (OtherRankError, dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)):
         return True
-    of_storage = isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, ConnectionError)
-    return isinstance(error, RuntimeError) and not of_storage and _is_of_lost_connection(str(error))
+    if not isinstance(error, RuntimeError):
+        return False
+    cause = error.__cause__
+    if isinstance(cause, RuntimeError) and is_secondary(cause):  # torch's pipelines wrap errors of a stage
+        return True
+    of_storage = isinstance(cause, OSError) and not isinstance(cause, ConnectionError)
+    return not of_storage and _is_of_lost_connection(str(error))
 
 
 def _is_of_lost_connection(text: str) -> bool:

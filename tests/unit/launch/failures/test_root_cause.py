@@ -96,6 +96,11 @@ def test_a_silent_task_without_a_rank_is_named_by_its_task():
 @pytest.mark.parametrize("text", ["Connection closed by peer", "Application timeout caused pair closure"])
 def test_an_error_of_a_lost_connection_follows_from_another_also_of_a_script(text):
     assert is_secondary(RuntimeError(text))
+    wrapped = RuntimeError("Failed to run stage backward")  # as torch's pipelines have it
+    wrapped.__cause__ = RuntimeError(text)
+    assert is_secondary(wrapped)
+    wrapped.__cause__ = RuntimeError("an error of the stage itself")
+    assert not is_secondary(wrapped)
     me = {"task": 0, "host": "a", "pid": 1}
     error = ScriptError("train.py ended with exit code 1")
     assert describe(error, me, [("stderr", f"RuntimeError: {text}")])["is_secondary"]

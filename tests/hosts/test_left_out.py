@@ -17,7 +17,7 @@ from tests.hosts.conftest import REPOSITORY
 from tests.hosts.left_out_job import config
 from tests.spark.conftest import FAST_JVM
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(300)]
 
 
 def test_F31_a_host_on_which_ranks_keep_failing_gets_no_more_ranks(hosts, tmp_path):

@@ -26,6 +26,7 @@ def crash(number):
 @pytest.mark.slow
 @pytest.mark.modes("local", "local-cluster")
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGABRT, signal.SIGTERM, signal.SIGBUS])
+@pytest.mark.long_in("local-cluster")
 def test_F30_the_signal_that_ends_a_rank_is_named_with_its_stack(spark, number):
     start = time.monotonic()
     with pytest.raises(RankError, match=rf"rank 1 on .* was ended by {number.name}") as error:

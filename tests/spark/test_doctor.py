@@ -106,6 +106,7 @@ def test_the_job_prints_a_table_and_json_and_ends_with_1_if_a_run_would_fail(tmp
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_job_reaps():
     owner = dead_owner()
     folder = tempfile.mkdtemp(prefix=f"spark_dl-{owner}-")

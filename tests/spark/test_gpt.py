@@ -38,6 +38,7 @@ def assert_same_loss(found, expected):
     assert found["metrics"]["loss"] == pytest.approx(expected["metrics"]["loss"], rel=1e-4)
 
 
+@pytest.mark.long
 def test_the_weights_of_a_model_that_is_cut_are_one_file(two_by_two):
     folder, _, result = two_by_two
     assert 2 < result["metrics"]["loss"] < 4.5  # 4.56 is that of a guess

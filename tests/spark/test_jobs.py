@@ -82,6 +82,7 @@ def on_prepared(prepared, *names):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_F08_train_killed_half_way_and_resumed_equals_an_uninterrupted_run(prepared, tmp_path):
     settings = [*on_prepared(prepared, "train"), *LOCAL, "--train.epochs=6", "--checkpoint.every_steps=10"]
     args = [*PLAIN, "jobs/train.py", *settings]
@@ -169,6 +170,7 @@ def test_evaluate_its_checkpoint(prepared, main_run):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_predict_with_its_checkpoint(digits, main_run, tmp_path):
     run_dir, _ = main_run
     paths = ["--checkpoint_path", str(run_dir), "--output", str(tmp_path / "out")]
@@ -292,7 +294,7 @@ def test_print_config_shows_the_result(digits):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("launcher", "number", "code"), [
-    (PLAIN, signal.SIGINT, 130), (SUBMIT, signal.SIGTERM, 143),
+    pytest.param(PLAIN, signal.SIGINT, 130, marks=pytest.mark.long), (SUBMIT, signal.SIGTERM, 143),
 ], ids=["SIGINT", "SIGTERM of spark-submit"])  # fmt: skip
 def test_F09_an_interrupt_ends_the_job_and_its_processes(prepared, tmp_path, launcher, number, code):
     settings = [*on_prepared(prepared, "train"), *(LOCAL if launcher == PLAIN else []), "--train.epochs=500"]

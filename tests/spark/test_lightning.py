@@ -59,6 +59,7 @@ def points(spark):
 
 @pytest.mark.modes("local")
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_module_of_a_notebook_trains_is_evaluated_and_predicts(spark, points, tmp_path):
     spec = spark_dl.ModelSpec.from_lightning(define())
     train = {"lr": 0.01, "epochs": 3, "early_stop_metric": "val_acc", "early_stop_mode": "max"}

@@ -79,6 +79,7 @@ def test_train_and_evaluate(spark, points, tmp_path):
 
 
 @pytest.mark.modes("local", "local-cluster")
+@pytest.mark.long_in("local-cluster")
 def test_the_same_dataframe_gives_the_same_training_and_resumes_in_an_epoch(spark, points, tmp_path):
     config = small_config(2, data=LOCAL)
     whole = spark_dl.train(points, MLP, config, run_dir=str(tmp_path / "whole"))

@@ -273,7 +273,8 @@ os._exit(0)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "cause"), [
-    ("stop", "the Spark session was stopped (spark.stop())"), ("kill", "the JVM of Spark's driver has ended"),
+    pytest.param("stop", "the Spark session was stopped (spark.stop())", marks=pytest.mark.long),
+    ("kill", "the JVM of Spark's driver has ended"),
 ])  # fmt: skip
 def test_B35_a_session_that_ends_is_the_cause_and_not_a_killed_rank(tmp_path, how, cause):
     (tmp_path / "script.py").write_text(SESSION_ENDS)

@@ -45,6 +45,7 @@ SUBMIT = [f"{SPARK_HOME}/bin/spark-submit", "--master", "local[1]"]
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_what_spark_submit_is_told_wins_over_our_defaults(run, tmp_path):
     (tmp_path / "own.conf").write_text(f"{DAEMON} pyspark.daemon\n{LEVEL} WARN\n")
     told = ["--properties-file", str(tmp_path / "own.conf"), "--conf", f"{PROGRESS}=true"]

@@ -133,6 +133,7 @@ def run(installed, script, *args):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_strategy_of_another_package_trains(installed, tmp_path):
     (tmp_path / "steps").mkdir()
     settings = {

@@ -145,6 +145,7 @@ def test_a_run_is_on_the_server_with_its_model_and_goes_on_when_it_is_resumed(
 
 @pytest.mark.slow
 @pytest.mark.modes("local")
+@pytest.mark.long
 def test_a_server_that_is_killed_costs_a_run_nothing(points, server, tmp_path, caplog):
     run_dirs = [str(tmp_path / name) for name in ("restarted", "killed")]
 

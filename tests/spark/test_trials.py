@@ -200,6 +200,7 @@ def test_models_of_param_maps_that_are_trained_together_are_those_that_are_fitte
 
 @pytest.mark.slow
 @pytest.mark.modes("local")
+@pytest.mark.long
 def test_cross_validation_with_threads_finds_the_same_with_a_job_for_each_model_and_with_one_for_all(
     spark, points, tmp_path
 ):

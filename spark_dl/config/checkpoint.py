@@ -28,8 +28,8 @@ class Checkpoint:
     """Write checkpoints while training goes on. Training stands still for a copy of the state alone, which needs as
     much memory of the host as the state has. The next checkpoint waits for the one before, and raises its error."""
     on_error: OnError = "raise"
-    """What all ranks do if the storage refuses a checkpoint, such as a full or read-only disk. `raise` ends the run.
-    `warn` logs a warning, and training goes on; the last checkpoint of the run must be written."""
+    """Whether the run ends if the storage refuses a checkpoint, for example because a disk is full or read-only.
+    `raise` ends it. `warn` logs a warning, and training goes on; the last checkpoint of the run must be written."""
     signing_key_file: str | None = None
     """File with a key of at least 32 bytes, on the driver and on the host of rank 0. Checkpoints are signed with it
     (HMAC-SHA256), and a checkpoint with another signature, or without one, is never loaded."""

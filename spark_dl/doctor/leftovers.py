@@ -1,4 +1,4 @@
-"""What dead runs have left on this host: processes that ranks have started, and temporary folders. Called on hosts.
+"""Finds what dead runs have left on this host: processes that ranks have started, and temporary folders.
 
 A process has the mark of its rank in its environment (`launch.rank.children`), a folder has its owner in its name
 (`storage.owner`). Both are left if the owner is dead. Only those of the user of this process are looked at, and nothing

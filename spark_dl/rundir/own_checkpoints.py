@@ -27,9 +27,9 @@ class LoadedCheckpoint:
 
     step: int
     state: dict[str, Any]
-    """What rank 0 has saved."""
+    """The state that rank 0 has saved."""
     of_rank: dict[str, Any] | None
-    """What this rank has saved for itself; None if other ranks have saved the checkpoint, more of them or fewer."""
+    """The state that this rank has saved for itself; None if another number of ranks has saved the checkpoint."""
 
 
 class Checkpoints:
@@ -70,9 +70,10 @@ class Checkpoints:
                 f"a checkpoint of {num_ranks} ranks is committed by all of them together; call "
                 "torch.distributed.init_process_group() before the first one is saved"
             )
-        own = {"state": state if rank == 0 else {}, "of_rank": of_rank or {}}
-        own = {name: plain_state(dict(value), f"save: {name}") for name, value in own.items()}
-        found = saving.contents(rank, training={}, model=own["state"], of_rank=own["of_rank"])
+        found = saving.contents(
+            rank, training={}, model=plain_state(dict(state), "save: state") if rank == 0 else {},
+            of_rank=plain_state(dict(of_rank or {}), "save: of_rank"),
+        )  # fmt: skip
         return saving.save(
             self.run_dir, found, world_size=num_ranks, generation=self._generation, step=step, config=self._config,
             columns=(),

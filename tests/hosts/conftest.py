@@ -1,12 +1,16 @@
 """Beds for tests, and what every test must leave: no namespace, file or process of a bed that it made."""
 
+import json
 import os
 import pathlib
+import subprocess
+import sys
 import time
 
 import pytest
 
 from spark_dl.bench.testbed import reap, testbed
+from tests.spark.conftest import FAST_JVM
 
 REPOSITORY = pathlib.Path(__file__).parents[2]
 LEAVE_WAIT_S = 20.0
@@ -24,6 +28,24 @@ def hosts(possible):
     before = parts()
     yield testbed.hosts
     wait_until(lambda: parts() <= before, lambda: f"left of a bed: {parts() - before}")
+
+
+def run_driver(bed, folder, *command, timeout_s=240.0):
+    """Runs a Python module as the driver of a bed, to its end. Returns what its last line says, as JSON.
+
+    Its output is in the files `stdout` and `stderr` of the folder.
+    """
+    with open(folder / "stdout", "wb") as out, open(folder / "stderr", "wb") as err:
+        driver = bed.popen(
+            bed.driver, [sys.executable, "-m", *command], cwd=REPOSITORY, env={"JAVA_TOOL_OPTIONS": FAST_JVM},
+            stdout=out, stderr=err,
+        )  # fmt: skip
+    try:
+        code = driver.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        code = "none in time"
+    assert code == 0, testbed.read_tail(folder / "stderr")
+    return json.loads((folder / "stdout").read_text().splitlines()[-1])
 
 
 def state_of(pid):

@@ -1,21 +1,15 @@
 """A host on which ranks keep failing gets no more ranks, and the others go on from the checkpoint."""
 
-import json
-import subprocess
-import sys
-
 import pytest
 import torch
 
-from spark_dl.bench.testbed import testbed
 from spark_dl.bench.testbed.standalone import start_spark
 from spark_dl.rundir import checkpoint
 from tests.builders.datasets import write_dataset
 from tests.builders.models import blobs
 from tests.builders.reference import reference
-from tests.hosts.conftest import REPOSITORY
+from tests.hosts.conftest import run_driver
 from tests.hosts.left_out_job import config
-from tests.spark.conftest import FAST_JVM
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(300)]
 
@@ -25,22 +19,13 @@ def test_F31_a_host_on_which_ranks_keep_failing_gets_no_more_ranks(hosts, tmp_pa
     shards = write_dataset(str(tmp_path / "data"), columns, group_rows=40)
     with hosts(3) as bed:
         master, bad = start_spark(bed), bed.hosts[1].name
-        command = [sys.executable, "-m", "tests.hosts.left_out_job", master, bad, shards.url, str(tmp_path / "run")]
-        with open(tmp_path / "out", "wb") as out, open(tmp_path / "err", "wb") as err:
-            driver = bed.popen(
-                bed.driver, command, cwd=REPOSITORY, env={"JAVA_TOOL_OPTIONS": FAST_JVM}, stdout=out, stderr=err
-            )
-        try:
-            code = driver.wait(240)
-        except subprocess.TimeoutExpired:
-            code = "none in time"
-        assert code == 0, testbed.read_tail(tmp_path / "err")
-    found = json.loads((tmp_path / "out").read_text().splitlines()[-1])
+        arguments = (master, bad, shards.url, str(tmp_path / "run"))
+        found = run_driver(bed, tmp_path, "tests.hosts.left_out_job", *arguments)
     assert found["restarts"] == 2
     assert [len(hosts) for hosts in found["attempts"]] == [3, 3, 2]
     failed = {*found["attempts"][0]} - {*found["attempts"][2]}
     assert len(failed) == 1
-    assert f"leaving out {failed.pop()}, where ranks keep failing" in (tmp_path / "err").read_text()
+    assert f"leaving out {failed.pop()}, where ranks keep failing" in (tmp_path / "stderr").read_text()
     group_rows = tuple(n for s in shards.shards for n in s.row_groups)
     _, expected = reference(columns, config(3), group_rows)
     trained = checkpoint.load(checkpoint.find(str(tmp_path / "run")), "model.pt")["0"]

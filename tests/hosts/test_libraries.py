@@ -1,9 +1,5 @@
 """Lightning, transformers and Accelerate on two hosts, of which one has two ranks and the other one."""
 
-import json
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -12,9 +8,8 @@ from spark_dl.bench.testbed.standalone import start_spark
 from tests.builders import libraries
 from tests.builders.datasets import write_dataset
 from tests.builders.models import blobs
-from tests.hosts.conftest import REPOSITORY
+from tests.hosts.conftest import run_driver
 from tests.hosts.libraries_job import LIBRARIES, NUM_RANKS
-from tests.spark.conftest import FAST_JVM
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(300)]
 ROWS = libraries.GLOBAL_BATCH * 4
@@ -26,17 +21,7 @@ def results(possible, tmp_path_factory):
     write_dataset(str(folder / "data"), blobs(ROWS), group_rows=20)
     with testbed.hosts(2) as bed:
         master = start_spark(bed, cores_per_worker=2)
-        command = [sys.executable, "-m", "tests.hosts.libraries_job", master, str(folder / "data"), str(folder / "out")]
-        with open(folder / "stdout", "wb") as out, open(folder / "stderr", "wb") as err:
-            driver = bed.popen(
-                bed.driver, command, cwd=REPOSITORY, env={"JAVA_TOOL_OPTIONS": FAST_JVM}, stdout=out, stderr=err
-            )
-        try:
-            code = driver.wait(240)
-        except subprocess.TimeoutExpired:
-            code = "none in time"
-        assert code == 0, testbed.read_tail(folder / "stderr")
-    return json.loads((folder / "stdout").read_text().splitlines()[-1])
+        return run_driver(bed, folder, "tests.hosts.libraries_job", master, str(folder / "data"), str(folder / "out"))
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+_SAME = "all ranks must call the same ones in the same order, with tensors of the same shapes and types"
+
 
 def in_words(collective: Mapping[str, Any]) -> str:
     """Returns for example `all_reduce [[3, 4] Float]`."""
@@ -24,10 +26,7 @@ def mismatch(known: Mapping[int, Mapping[str, Any]]) -> str:
     for (_, number), operations in numbers.items():
         if len(operations) > 1:
             called = "; ".join(f"{_ranks(ranks)} {operation}" for operation, ranks in operations.items())
-            return (
-                f"the ranks called different collective operations as number {number}: {called}; all ranks must call "
-                "the same ones in the same order, with tensors of the same shapes and types"
-            )
+            return f"the ranks called different collective operations as number {number}: {called}; {_SAME}"
     return ""
 
 
@@ -51,11 +50,11 @@ def aborted_by_gloo(crash: str, raised: Sequence[Mapping[str, Any]]) -> str:
     """
     if "torch/distributed/" not in crash:
         return ""
-    others = [(who["rank"], in_words(who["collective"])) for who in raised if who.get("collective") and "rank" in who]
-    told = "".join(f"; rank {rank} had called {operation}" for rank, operation in others[:1])
+    other = next((who for who in raised if who.get("collective") and "rank" in who), None)
+    told = "" if other is None else f"; rank {other['rank']} had called {in_words(other['collective'])}"
     return (
-        f"; Gloo aborts the process of a rank that gives a smaller tensor to a collective operation than another rank: "
-        f"all ranks must call the same ones in the same order, with tensors of the same shapes and types{told}"
+        "; Gloo aborts the process of a rank that gives a smaller tensor to a collective operation than another rank: "
+        f"{_SAME}{told}"
     )
 
 

@@ -1,6 +1,8 @@
 # Every target makes .venv by itself when it is missing or out of date; no environment need be activated.
 PY := .venv/bin/python
 ARGS ?= --overwrite
+# Hundreds of processes of the tests import the package: they do not compile it each time, whatever the shell says.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: train test test-slow test-long test-gpu test-oldest check lint type docs bench clean setup setup-all setup-petastorm setup-peers setup-oldest setup-horovod
 
@@ -43,7 +45,7 @@ test: setup-all .venv/spark.jsa lint type ## lint, types, and the tests that thi
 test-slow: setup-all .venv/spark.jsa ## slow tests: whole jobs, kills, clusters, networks, memory
 	@CUDA_VISIBLE_DEVICES= $(PY) -m pytest --numprocesses=3 --no-loadscope-reorder -m 'slow and not long'
 
-test-long: setup-all .venv/spark.jsa .data/flights.csv.zip ## tests that take minutes, or repeat a slow test on another kind of cluster; before a release
+test-long: setup-all .venv/spark.jsa .data/flights.csv.zip ## tests that take minutes, and those that repeat others with other numbers or on another cluster; before a release
 	@CUDA_VISIBLE_DEVICES= $(PY) -m pytest --numprocesses=3 --no-loadscope-reorder -m long
 
 test-gpu: setup .venv/spark.jsa ## all tests that need a GPU; `make test-gpu DEVICE=cpu` runs them on the CPU in its place

@@ -2,11 +2,13 @@
 
 import contextlib
 import gc
+import hashlib
 import os
 import re
 import threading
 import time
 import zlib
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,8 @@ _KEPT = {
 }  # fmt: skip
 """Set by torch, by Lightning, by MLflow and by the Spark fixture, for the whole session."""
 _LEAVE_WAIT_S = 10.0
+_LONG_S = 900
+"""The time limit of long tests without one of their own; that of others is in pyproject.toml."""
 
 
 def pytest_collection_modifyitems(items):
@@ -37,6 +41,10 @@ def pytest_collection_modifyitems(items):
             item.add_marker("long")
         if _mode_of(item) in ("local-cluster", "connect"):  # which take a while to start
             item.add_marker("slow")
+    _mark_what_is_not_sampled(items)
+    for item in items:
+        if item.get_closest_marker("long") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(_LONG_S))
     order = {
         "ranks": 0, "gpu": 0, "local-cluster": 1, "connect": 2, "hosts": 3, "package": 3, "tests/spark/test_jobs.py": 3,
         "tests/spark/test_code_blocks.py": 3, "petastorm": 4, "spark": 5, "storage": 6, "unit": 7,
@@ -79,6 +87,22 @@ def _in_another_mode(item):
     """Tests of what does not depend on the kind of cluster run in some modes only."""
     mode, marker = _mode_of(item), item.get_closest_marker("modes")
     return mode is not None and marker is not None and mode not in marker.args
+
+
+def _mark_what_is_not_sampled(items):
+    """Of the cases of a test that has many, some stay where they are; the others are long.
+
+    A hash of their names chooses, so that no value of a parameter is left out by the order of the cases, and a new case
+    changes the choice by one at most.
+    """
+    cases = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sampled") and not item.get_closest_marker("long"):
+            cases[item.nodeid.partition("[")[0], item.get_closest_marker("slow") is None].append(item)
+    for same_test in cases.values():
+        (kept,) = same_test[0].get_closest_marker("sampled").args
+        for item in sorted(same_test, key=lambda item: hashlib.sha256(item.nodeid.encode()).digest())[kept:]:
+            item.add_marker("long")
 
 
 def _mode_of(item):

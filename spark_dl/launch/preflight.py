@@ -19,7 +19,7 @@ _log = logging.getLogger("spark_dl")
 _COPIES = 6
 """Copies of the results in the heap of the driver's JVM, at most, with some room."""
 _EXECUTORS_WAIT_S = 10.0
-"""How long to wait for the executors of a new session to register."""
+"""How long to wait for the next executor of a session that has some."""
 
 
 def check(spark: Any, launch: Launch, *, at_once: bool = True, executors_wait_s: float | None = None) -> Any:
@@ -29,7 +29,8 @@ def check(spark: Any, launch: Launch, *, at_once: bool = True, executors_wait_s:
     slots.
 
     at_once: whether all ranks run at the same time, as in a barrier stage. Tasks of other stages can wait for a slot.
-    executors_wait_s: how long to wait for executors, by default 10 s.
+    executors_wait_s: how long to wait for the next executor; by default 10 s, and for the first of an application
+        `launch.start_timeout_s`.
     Spark itself checks the slots 40 times every 15 s (`spark.scheduler.barrier.maxConcurrentTasksCheck.*`) without a
     message. This check takes seconds.
     """
@@ -102,14 +103,23 @@ def check_log_dir(launch: Launch) -> None:
 
 
 def check_slots(spark: Any, launch: Launch, profile: Any = None, wait_s: float | None = None) -> None:
-    """Raises RuntimeError if the cluster has fewer task slots than ranks. # profile: the resources of a rank"""
-    end = time.monotonic() + (_EXECUTORS_WAIT_S if wait_s is None else wait_s)
+    """Raises RuntimeError if the cluster has fewer task slots than ranks.
+
+    profile: the resources of a rank. wait_s: how long to wait for the next executor. By default it is 10 s; the first
+        executor of an application may take `launch.start_timeout_s`, as a cluster may have to make room for it.
+    """
     num_ranks = launch.num_ranks
-    slots = num_slots(spark, profile)
+    slots, since = num_slots(spark, profile), time.monotonic()
     fixed = (_conf(spark, "spark.master") or "").startswith("local[")
-    while slots is not None and slots < num_ranks and not fixed and time.monotonic() < end:
+    if slots == 0 and not fixed:
+        _log.warning("no executor has registered yet; waiting for %d task slots", num_ranks)
+    while slots is not None and slots < num_ranks and not fixed:
+        limit_s = wait_s if wait_s is not None else _EXECUTORS_WAIT_S if slots else launch.start_timeout_s
+        if time.monotonic() - since > limit_s:
+            break
         time.sleep(0.2)
-        slots = num_slots(spark, profile)
+        before, slots = slots, num_slots(spark, profile)
+        since = since if slots == before else time.monotonic()
     if slots is not None and slots < num_ranks:
         about = "" if profile is None else f", launch.gpus_per_rank={launch.gpus_per_rank}"
         if executor_gpus := _conf(spark, resources.EXECUTOR):

@@ -9,7 +9,7 @@ from spark_dl.bench.exchange.log import Log
 from spark_dl.bench.parallel import parallel
 from tests.hosts.conftest import parts
 
-pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
 
 SMALL = {
     "bubbles": {"pass_s": 0.06, "micro_batches": [4], "schedules": ["gpipe", "interleaved"]},

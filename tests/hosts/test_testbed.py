@@ -124,6 +124,7 @@ print(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstri
         assert found.strip() == options.get("congestion_control", "reno")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cut", "restore"), [("cut", "restore"), ("unplug", "plug")])
 def test_a_host_that_is_cut_off_reaches_nobody_until_it_is_restored(hosts, cut, restore):
     with hosts(3) as bed:
@@ -331,11 +332,13 @@ def reason(*command):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_without_root_the_reason_is_given():
     code = UNAVAILABLE.format("os.geteuid() or os.setuid(65534)")
     assert reason(sys.executable, "-c", code) == "a testbed needs Linux and root\n"
 
 
+@pytest.mark.slow
 def test_without_the_right_to_make_networks_the_reason_is_given_and_nothing_left(hosts):
     code = UNAVAILABLE.format("print(os.getpid(), flush=True)")
     confined = ["setpriv", "--inh-caps=-all", "--bounding-set=-all"]

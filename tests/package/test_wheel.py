@@ -108,6 +108,7 @@ def test_spark_submit_sends_it_by_py_files(wheel, tmp_path):
 JOB = [sys.executable, "jobs/train.py", "--config", "conf/train/digits.yaml", "--master", "local[2]"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("more", "code", "message"), [
     (["--train.learning_rate", "1"], 2, "train.learning_rate"),
     (["--train.lr", "fast"], 2, "train.lr"),

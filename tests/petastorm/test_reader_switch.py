@@ -110,6 +110,7 @@ def test_training_reads_no_row_twice_and_leaves_out_as_many_as_it_says(answer, c
     assert first != cells(answer[name]["in order"][0][0]["label"]).tolist()
 
 
+@pytest.mark.slow
 def test_more_ranks_than_row_groups_are_an_error(answer):
     for name in ("shards", "plain"):
         assert "found 10 row groups for 12 ranks" in answer[name]["too many ranks"]

@@ -51,6 +51,7 @@ def train_with_slow_disk(run):
         checkpoint_files.write = write
 
 
+@pytest.mark.slow
 def test_steps_are_taken_while_a_checkpoint_is_written(tmp_path):
     run = make_run(tmp_path, config(2))
     run_ranks(train_with_slow_disk, 2, run)

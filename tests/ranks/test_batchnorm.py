@@ -31,6 +31,7 @@ def build_normalized_mlp():
 NORMALIZED = ModelSpec(build=build_normalized_mlp)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_ranks", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "rows",

@@ -89,6 +89,7 @@ def sums(dtypes, lengths):
     return [case for case in found if case[-1]], len(found)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, *(pytest.param(n, marks=pytest.mark.slow) for n in (5, 6, 7, 8))])
 def test_sums_of_all_lengths(world_size):
     for wrong, count in run_in_group(sums, world_size, [torch.int64, torch.float32], LENGTHS):
@@ -250,6 +251,7 @@ def weights_with_hooks(bucket_mib):
     return found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("bucket_mib", [0.001, 25], ids=["small buckets", "one bucket"])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

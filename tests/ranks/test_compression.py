@@ -59,6 +59,7 @@ def train_and_look(run):
     return {name: value.numpy() for name, value in weights.items()}, left
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "num_ranks"), [*((name, 3) for name in ALL), ("fp16", 1), ("powersgd", 2), ("topk", 2)]
 )
@@ -101,6 +102,7 @@ def test_the_first_steps_send_whole_gradients(tmp_path, name):
 # After a restart
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "start", "stop_at"), [(2, 0, 1), (2, 3, 2), (3, 3, 7)])
 @pytest.mark.parametrize("name", ERROR_FEEDBACK)

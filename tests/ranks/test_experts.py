@@ -161,6 +161,7 @@ MOMENTUM = {"optimizer_args": {"momentum": 0.9, "weight_decay": 0.01}, "clip_gra
 ADAM = {"optimizer": "Adam", "lr": 0.003}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("num_ranks", "parallel", "build"), [
     (1, Mesh(), build_biased),
     (3, DDP(), build_biased),
@@ -175,6 +176,7 @@ def test_training_gives_what_one_process_gives(tmp_path, num_ranks, parallel, bu
     assert_same_training(tmp_path, config, 245, spec=ModelSpec(build=build))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", [
     {"zero_stage": 1}, {"zero_stage": 2, "bucket_mib": 0.0001}, {"zero_stage": 1, "replicas": 2},
     {"zero_stage": 2, "replicas": 2},
@@ -197,6 +199,7 @@ def build_deep():
     return nn.Sequential(*layers)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh", [
     {"pipeline": 2},
     {"pipeline": 2, "schedule": "gpipe", "zero_stage": 1},
@@ -220,6 +223,7 @@ STEPS = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("train_options", [{"optimizer_args": {"momentum": 0.9}}, ADAM], ids=["SGD", "Adam"])
 def test_a_run_goes_on_with_other_numbers_of_experts_per_rank(tmp_path, train_options):
     config = small_config(1, train={**train_options, "epochs": 2}, parallel=Mesh())
@@ -287,6 +291,7 @@ def test_only_the_layers_that_are_named_are_divided(tmp_path):
     assert_same_training(tmp_path, small_config(2, train=MOMENTUM, parallel=Mesh(experts=2)), 245, spec=spec)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("spec", "message"), [
     (ModelSpec(build=two_layers), r"parallel.experts: expected a divisor of the number of experts of '3', 3, found 2"),
     (ModelSpec(build=two_layers, experts=["1", "4"]), r"spec.experts: .* such as '1', found '4', .* '4', a Linear"),

@@ -206,6 +206,7 @@ SHUT_DOWN = "HorovodInternalError: Horovod has been shut down"
 LATE = "RuntimeError: other ranks did not come within launch.collective_timeout_s=3 s"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "timeout_s"), [("raises", 20), ("sleeps", 3), ("is frozen", 3)])
 def test_a_rank_that_lets_the_others_down_ends_all(tmp_path, how, timeout_s):

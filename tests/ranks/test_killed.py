@@ -56,6 +56,7 @@ def train_rank(run, folder):
         raise
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("victim", "mesh"), MESHES)
 def test_all_ranks_end_when_one_is_killed(tmp_path, victim, mesh):
     train = {"accumulation_steps": 2, "epochs": 100}

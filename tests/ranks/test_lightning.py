@@ -82,6 +82,7 @@ def run_of(tmp_path, config, build, *, rows=245, name="run", **options):
     return make_run(tmp_path, config, spec=spec, rows=rows, name=name, validation=validation, **options)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("build", "num_ranks", "rows", "train_settings"),
     [
@@ -149,6 +150,7 @@ class Normalized(Classifier):
         self.model[3] = nn.Identity()  # without dropout
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("rows", [3, 49, 245])
 def test_batchnorm_over_all_ranks_is_that_of_one_process(tmp_path, rows):
     """Also if ranks have one row, or none, which torch's BatchNorm does not take."""

@@ -98,6 +98,7 @@ def reference(sizes, config):
     return losses, model.state_dict()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sizes", [
     (245,), (123, 122), (0, 50), (80, 82, 83), (0, 100, 0, 30), (1, 1, 1, 1),
 ], ids=str)  # fmt: skip
@@ -205,6 +206,7 @@ def true_labels(rows):
     return found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("ragged", ["pad", "offsets"])
 @pytest.mark.parametrize("sizes", [(20, 33), (0, 50), (3, 0, 0), (1, 18, 0)], ids=str)
 def test_ragged_rows_fill_the_places_of_ranks_with_fewer_or_none(tmp_path, sizes, ragged):

@@ -101,6 +101,7 @@ def test_weights_are_those_of_a_simulation(tmp_path, num_ranks, every, start, ro
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("stop_at", [2, 8])

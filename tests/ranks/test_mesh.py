@@ -25,6 +25,7 @@ from tests.ranks.test_parity import assert_same_training
 MOMENTUM = {"optimizer_args": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}, "clip_grad_norm": 0.3}
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("accumulation_steps", [1, 3])
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("num_ranks", [2, 4])
@@ -34,12 +35,14 @@ def test_shards_change_nothing(tmp_path, num_ranks, zero_stage, accumulation_ste
     assert_same_training(tmp_path, small_config(num_ranks, train=train, parallel=mesh), 245)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
 def test_shards_with_replicas(tmp_path, zero_stage):
     config = small_config(4, train=MOMENTUM, parallel=Mesh(zero_stage=zero_stage, replicas=2))
     assert_same_training(tmp_path, config, 245)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
 @pytest.mark.parametrize("optimizer", ["Adam", "Adagrad"])
 def test_optimizers_with_state(tmp_path, optimizer, zero_stage):
@@ -59,6 +62,7 @@ MESHES_OF_MODELS = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("num_ranks", "mesh"), MESHES_OF_MODELS)
 def test_models_that_are_cut(tmp_path, num_ranks, mesh):
     train = {**MOMENTUM, "accumulation_steps": 2}
@@ -99,6 +103,7 @@ MESHES = [(4, {"zero_stage": 3}), (4, {"tensor": 2}), (4, {"pipeline": 2, "zero_
           (3, {}), (4, {"zero_stage": 3, "replicas": 2})]  # fmt: skip
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
 def test_a_run_goes_on_on_another_mesh(tmp_path, optimizer):
     args = {"momentum": 0.9} if optimizer == "SGD" else {}
@@ -118,6 +123,7 @@ def test_a_run_goes_on_on_another_mesh(tmp_path, optimizer):
         torch.testing.assert_close(load_weights(last)[name], weight, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh", [{"zero_stage": 1}, {"zero_stage": 2}, {"zero_stage": 3}])
 def test_a_run_that_is_resumed_on_the_same_mesh_has_the_same_bits(tmp_path, mesh):
     config = small_config(3, train={"optimizer": "Adam"}, parallel=Mesh(**mesh))
@@ -189,6 +195,7 @@ def build_wide():
     return nn.Sequential(nn.Linear(4, 16), Wide(16), nn.LayerNorm(16), Wide(16), nn.Linear(16, 3))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("num_ranks", "mesh"), [
     (4, {"pipeline": 2, "tensor": 2}),
     (4, {"pipeline": 2, "tensor": 2, "schedule": "interleaved", "stages_per_rank": 2}),
@@ -206,6 +213,7 @@ def build_deep():
     return nn.Sequential(nn.Linear(4, 16), *(Block(16) for _ in range(3)), nn.BatchNorm1d(16), nn.Linear(16, 3))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("zero_stage", [1, 3])
 def test_validation_and_its_metrics_are_those_of_ddp(tmp_path, zero_stage):
     options = {"validation_fraction": 0.2, "metrics": {"accuracy": {"class": "MulticlassAccuracy", "num_classes": 3}}}

@@ -96,6 +96,7 @@ def assert_reference(run, saved):
     assert epoch["train_loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "name",
     [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in (*STRATEGIES, *INEXACT)],

@@ -75,6 +75,7 @@ def assert_named(errors, run, *, rank, step, what, last):
         assert "train.lr" in error
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("name", "step", "last"),
     [
@@ -131,6 +132,7 @@ def test_a_server_fails_before_it_sends_weights_that_overflowed(tmp_path, num_se
 
 
 # `threshold` sends the threshold, whatever the gradient, and fp16 less than 65504: the test after this one has it.
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("name", "max_steps"),
     [

@@ -69,6 +69,7 @@ def test_small_buckets(tmp_path):
 OUR_ALL_REDUCES = [(name, num_ranks) for name in ALGORITHMS for num_ranks in (2, 3, 4)]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("algorithm", "num_ranks"),
     [pytest.param(*case, marks=[] if case == ("ring", 3) else pytest.mark.slow) for case in OUR_ALL_REDUCES],

@@ -365,6 +365,7 @@ def label_too_large(step, micro_batches):
     return [{**batch, "label": batch["label"] + 5} for batch in micro_batches]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("change", "ranks", "message"),
     [

@@ -116,6 +116,7 @@ def checkpoint_steps(run):
     return [line["step"] for line in read_metrics(run.run_dir) if line["kind"] == "checkpoint"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("rank", "asynchronous", "step", "saved_in"), [
     pytest.param(0, False, 2, 4, marks=pytest.mark.slow), (1, True, 2, 4),
     pytest.param(1, False, STEPS - 1, STEPS, marks=pytest.mark.slow),
@@ -151,6 +152,8 @@ def test_F10_ranks_that_all_get_sigterm_all_end_by_it(tmp_path):
     assert checkpoint.last_valid(run.run_dir).step == 4
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("grace_s", "faults"), [
     (1.0, {"rank_1": sigterm_and_long_step}),
     pytest.param(

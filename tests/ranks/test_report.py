@@ -23,6 +23,7 @@ DELAY_S, STEPS, EVERY = 0.03, 18, 3
 has_horovod = pytest.mark.skipif(importlib.util.find_spec("horovod") is None, reason="horovod is not installed")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("parallel", "slow"), [
     (DDP(), 0),  # which sends its buffers, so the others wait before the forward pass
     (DDP(), 1),

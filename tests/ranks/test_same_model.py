@@ -40,6 +40,7 @@ def test_B28_models_that_differ_per_rank_are_an_error_that_names_the_tensor(tmp_
         run_ranks(train_rank, 2, run, wait_s=1)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("parallel", [
     DDP(all_reduce="ring"), DDP(compression="topk"), LocalSGD(sync_every_steps=2), Mesh(zero_stage=3),
     ParameterServer(),

@@ -253,6 +253,7 @@ class DamagingLoss:
         return torch.nn.functional.cross_entropy(output, label, reduction="none")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", sorted(DAMAGES if HAS_CHECKSUMS else DAMAGES.keys() - {"flip_bits"}))
 def test_F15_a_dataset_that_is_damaged_in_the_middle_of_an_epoch_stops_all_ranks(tmp_path, how):
     shards = write_dataset(str(tmp_path / "data"), blobs(12_000), group_rows=16, shard_rows=32)

@@ -43,6 +43,7 @@ def final_state(run):
     return checkpoint.load(saved, "model.pt")["0"], training
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("num_ranks", "stop_at"),
     [(1, 5), (2, 11), (3, 5), *(pytest.param(*at, marks=pytest.mark.slow) for at in ((1, 6), (2, 8), (3, 1), (3, 11)))],
@@ -150,6 +151,7 @@ def test_lr_scaling_is_explicit_and_survives_another_number_of_ranks(tmp_path):
     assert later == pytest.approx([0.2, 0.2])  # 0.1 x 4 ranks x 0.5 after the first epoch
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("optimizer", ["SGD", "Adagrad", "RMSprop", "Adadelta", "Adam", "AdamW", "NAdam"])
 def test_every_optimizer_learns(tmp_path, optimizer):
     lr = {"Adadelta": 1.0, "SGD": 0.3}.get(optimizer, 0.02)
@@ -362,6 +364,7 @@ def _mean_loss(output, label):
     return nn.functional.cross_entropy(output, label)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("spec", "message"),
     [

@@ -88,6 +88,7 @@ def parts_of(spark, folder, findings):
     return only_gradients(tasks.map(part))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.modes("local")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_S16_what_a_hostile_executor_sends_is_not_unpickled_by_the_driver(spark, tmp_path, strategy):
@@ -122,6 +123,7 @@ def test_same_as_one_process(spark, tmp_path, strategy, num_ranks):
     assert parts == pytest.approx(np.repeat(split.seconds[:, None], num_ranks, axis=1), rel=0.01, abs=1e-3)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.modes("local")
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -130,6 +132,7 @@ def test_accumulation_momentum_and_clipping(spark, tmp_path, strategy):
     assert_same_training(spark, tmp_path, config_of(strategy, 3, train={**optimizer, "accumulation_steps": 5}))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.modes("local")
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -144,6 +147,7 @@ def test_a_tree_with_a_level_in_between_and_more_ranks_than_slots(spark, tmp_pat
     assert_same_training(spark, tmp_path, config_of("tree_reduce", 8, {"tree_depth": 3}))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.modes("local")
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -364,6 +368,7 @@ class _Fault:
         raise ZeroDivisionError("the culprit")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.long_in("local-cluster")
 @pytest.mark.slow
 @pytest.mark.modes("local", "local-cluster")

@@ -24,10 +24,11 @@ from spark_dl import cli
 
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md"))]
-LONGEST = (
-    "docs/spark-ml.md", "docs/ways-in.md", "docs/lines-of-code.md", "docs/tracking.md", "docs/trials.md",
-    "docs/experts.md",
-)  # fmt: skip
+MARKS = {
+    pytest.mark.slow: ("spark-ml", "tracking", "trials", "migration", "data", "running-on-clusters", "model-parallel"),
+    pytest.mark.long: ("ways-in", "lines-of-code", "experts"),
+}
+"""Of pages whose blocks take longest."""
 SHOWN = ("text", "toml", "properties", "dockerfile", "{toctree}", "{eval-rst}")
 PROGRAMS = (
     "make", "git", "python", "python3", "spark-submit", "torchrun", "tensorboard", "cd", "build_horovod.sh", "tar",
@@ -98,8 +99,12 @@ def parse_arguments(job, words):
         cli.parse(module.__doc__, module.OPTIONS)
 
 
+def marks_of(page):
+    return [mark for mark, pages in MARKS.items() if Path(page).stem in pages]
+
+
 @pytest.mark.modes("local")
-@pytest.mark.parametrize("page", [pytest.param(p, marks=pytest.mark.slow) if p in LONGEST else p for p in PAGES])
+@pytest.mark.parametrize("page", [pytest.param(page, marks=marks_of(page)) for page in PAGES])
 def test_code_blocks(spark, page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for example in SYBIL.parse(ROOT / page).examples():

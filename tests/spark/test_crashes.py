@@ -80,6 +80,7 @@ def start_and_end(folder, end):
     time.sleep(60)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.modes("local", "local-cluster")
 @pytest.mark.parametrize("end", ["raise", "kill"])

@@ -1,5 +1,6 @@
 """Runs with a range of ranks on real clusters: fewer slots than ranks, and workers that join while it runs."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import time
 
+import pyspark
 import pytest
 import torch
 
@@ -50,11 +52,11 @@ from tests.builders.models import MLP, small_config
 from tests.spark.test_elastic import Slow
 
 if __name__ == "__main__":
-    master, data, run_dir = sys.argv[1:]
+    master, data, run_dir, launch = sys.argv[1:]
     spark = (SparkSession.builder.master(master).config("spark.executor.memory", "512m").config("spark.cores.max", 2)
              .config("spark.driver.host", "127.0.0.1").config("spark.ui.enabled", "false")
              .config("spark.python.daemon.module", "spark_dl.launch.daemon").getOrCreate())
-    config = small_config(2, train={"epochs": 4}, launch={"min_ranks": 1})
+    config = small_config(2, train={"epochs": 4}, launch=json.loads(launch))
     spec = spark_dl.ModelSpec(build=MLP.build, set_position=Slow(0.5))
     def on_event(event):
         if event["kind"] in ("joined", "checkpoint", "epoch"):
@@ -90,38 +92,67 @@ def found_in(log, pattern, process):
     raise AssertionError(f"no {pattern!r} within {START_S} s: {log.read_text()[-3000:]}")
 
 
-@pytest.mark.long
-def test_more_ranks_start_at_a_checkpoint_when_a_worker_joins_the_cluster(tmp_path):
-    import pyspark
+@contextlib.contextmanager
+def standalone(folder):
+    """A master without a worker: its URL, `run(name, command)` that starts a process, and the command of a worker.
 
-    java = [pathlib.Path(pyspark.__file__).parent / "bin" / "spark-class"]
-    logs = {name: tmp_path / f"{name}.log" for name in ("master", "one", "two", "job")}
-    write_dataset(str(tmp_path / "data"), blobs(245), group_rows=40, shard_rows=120)
-    (tmp_path / "job.py").write_text(JOB)
+    All processes end with the block.
+    """
+    java = str(pathlib.Path(pyspark.__file__).parent / "bin" / "spark-class")
+    deploy, local = "org.apache.spark.deploy", ["--host", "127.0.0.1", "--webui-port", "0"]
     running = []
+
+    def run(name, command):
+        running.append(start(command, folder / f"{name}.log"))
+        return running[-1]
+
     try:
-        deploy = "org.apache.spark.deploy"
-        master = start(
-            [*java, f"{deploy}.master.Master", "--host", "127.0.0.1", "--port", "0", "--webui-port", "0"],
-            logs["master"],
-        )
-        running.append(master)
-        url = found_in(logs["master"], r"Starting Spark master at (spark://\S+)", master)[1]
-        worker = [*java, f"{deploy}.worker.Worker", "--host", "127.0.0.1", "--webui-port", "0", "--cores", "1",
-                  "--memory", "1g", url]  # fmt: skip
-        running.append(start([*worker, "--work-dir", str(tmp_path / "work-one")], logs["one"]))
-        job = start([sys.executable, str(tmp_path / "job.py"), url, str(tmp_path / "data"), str(tmp_path / "run")],
-                    logs["job"])  # fmt: skip
-        running.append(job)
-        found_in(logs["job"], '"kind": "joined"', job)
-        running.append(start([*worker, "--work-dir", str(tmp_path / "work-two")], logs["two"]))
-        assert job.wait(240) == 0, logs["job"].read_text()[-3000:]
+        master = run("master", [java, f"{deploy}.master.Master", *local, "--port", "0"])
+        url = found_in(folder / "master.log", r"Starting Spark master at (spark://\S+)", master)[1]
+        yield url, run, [java, f"{deploy}.worker.Worker", *local, "--cores", "1", "--memory", "1g", url]
     finally:
         for process in running:
             process.kill()
             process.wait(10)
-    events = [json.loads(line) for line in logs["job"].read_text().splitlines() if line.startswith('{"')]
+
+
+def start_job(folder, run, url, **launch):
+    write_dataset(str(folder / "data"), blobs(245), group_rows=40, shard_rows=120)
+    (folder / "job.py").write_text(JOB)
+    places = [str(folder / "data"), str(folder / "run")]
+    return run("job", [sys.executable, str(folder / "job.py"), url, *places, json.dumps(launch)])
+
+
+def events_of(job, log):
+    assert job.wait(240) == 0, log.read_text()[-3000:]
+    return [json.loads(line) for line in log.read_text().splitlines() if line.startswith('{"')]
+
+
+@pytest.mark.long
+def test_more_ranks_start_at_a_checkpoint_when_a_worker_joins_the_cluster(tmp_path):
+    log = tmp_path / "job.log"
+    with standalone(tmp_path) as (url, run, worker):
+        run("one", [*worker, "--work-dir", str(tmp_path / "work-one")])
+        job = start_job(tmp_path, run, url, min_ranks=1)
+        found_in(log, '"kind": "joined"', job)
+        run("two", [*worker, "--work-dir", str(tmp_path / "work-two")])
+        events = events_of(job, log)
     assert next(event["rank"] for event in events if event["kind"] == "joined") == 0
     assert sorted(event["rank"] for event in events if event["kind"] == "joined") == [0, 0, 1]
     assert [event["epoch"] for event in events if event["kind"] == "epoch"] == [0, 1, 2, 3]
+    assert events[-1] == {"kind": "result", "steps": 24, "restarts": 0}
+
+
+@pytest.mark.long
+def test_the_first_executor_may_come_late_and_the_others_after_it(tmp_path):
+    log = tmp_path / "job.log"
+    with standalone(tmp_path) as (url, run, worker):
+        job = start_job(tmp_path, run, url, start_timeout_s=START_S)
+        found_in(log, "no executor has registered yet; waiting for 2 task slots", job)
+        time.sleep(12)  # longer than the wait for another executor, which is 10 s
+        run("one", [*worker, "--work-dir", str(tmp_path / "work-one")])
+        found_in(tmp_path / "master.log", "Launching executor", job)
+        run("two", [*worker, "--work-dir", str(tmp_path / "work-two")])
+        events = events_of(job, log)
+    assert sorted(event["rank"] for event in events if event["kind"] == "joined") == [0, 1]
     assert events[-1] == {"kind": "result", "steps": 24, "restarts": 0}

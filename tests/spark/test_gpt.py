@@ -59,6 +59,7 @@ def test_other_sizes_reach_the_same_loss(two_by_two, tmp_path, mesh):
     assert_same_loss(train(tmp_path / "run", *datasets, *ranks, *sizes)[0], expected)
 
 
+@pytest.mark.long
 def test_the_twin_plans_its_mesh_and_reaches_the_same_loss(two_by_two, tmp_path):
     _, datasets, expected = two_by_two
     limit = ["--parallel.memory_gib", 0.005]  # weights, states and the activations of a row need more

@@ -195,6 +195,7 @@ def test_datasets_of_others_are_trained_on_and_evaluated(tmp_path):
     assert 0 < trained["metrics"]["loss"] < 10
 
 
+@pytest.mark.slow
 def test_datasets_that_are_written_are_not_prepared_again(tmp_path):
     settings = on_prepared({"train": {"url": str(tmp_path / "train")}}, "train")
     out, err = run_job(*PLAIN, "jobs/prepare.py", *settings, "--output", str(tmp_path / "out"), code=1)
@@ -252,6 +253,7 @@ def test_standalone_cluster_with_two_workers(prepared, tmp_path):
             stop(process)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
@@ -286,6 +288,7 @@ def test_wrong_usage_and_failure_have_exit_codes_and_one_message(digits, tmp_pat
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_print_config_shows_the_result(digits):
     out, _ = run_job(*PLAIN, "jobs/train.py", *digits, "--train.lr=0.5", "--print_config")
     assert "lr: 0.5" in out

@@ -279,6 +279,7 @@ def test_the_exit_code_of_a_rank_that_ends_its_process_is_named(spark, mode, end
         spark_dl.launch(work, end.__name__, num_ranks=2)
 
 
+@pytest.mark.slow
 @pytest.mark.modes("local")
 def test_a_function_that_exits_with_0_has_succeeded(spark):
     assert spark_dl.launch(sys.exit, 0, num_ranks=1) == [None]
@@ -326,6 +327,7 @@ def _step_alone():
     return "stepped"
 
 
+@pytest.mark.slow
 @pytest.mark.long_in("connect")
 @pytest.mark.modes("local", "connect")
 def test_a_rank_that_would_train_alone_is_an_error_unless_it_is_wanted(spark):
@@ -389,6 +391,7 @@ def test_the_root_cause_is_named_not_a_survivor(spark):
     assert error.value.rank == 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.modes("local"))])
 def test_a_rank_that_is_killed(spark, mode, victim):
@@ -405,6 +408,8 @@ def test_a_rank_that_is_killed(spark, mode, victim):
     assert spark_dl.launch(_sum_of_ranks, 1.0, num_ranks=2)[0]["rank"] == 0  # the session is as good as before
 
 
+@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.modes("local")  # over Spark Connect ranks have no connection to the driver
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_F04_a_rank_that_stands_still_is_named_whether_others_wait_for_it_or_not(spark, num_ranks):
@@ -564,6 +569,7 @@ def test_B30_what_cannot_be_returned_is_named(spark):
         spark_dl.launch(lambda: {"model": torch.nn.Linear(1, 1)}, num_ranks=2)
 
 
+@pytest.mark.slow
 @pytest.mark.modes("local", "local-cluster")  # over Spark Connect ranks cannot tell the driver their process ids
 def test_F09_an_interrupt_on_the_driver_ends_the_ranks(spark):
     pids = []
@@ -583,6 +589,7 @@ def test_F09_an_interrupt_on_the_driver_ends_the_ranks(spark):
         _assert_pid_ends(pid)
 
 
+@pytest.mark.slow
 @pytest.mark.modes("local")
 def test_B19_an_executor_with_another_torch_than_the_driver_is_an_error_before_the_function_runs(spark, monkeypatch):
     there = re.escape(torch.__version__)
@@ -641,6 +648,7 @@ def test_B24_a_backend_that_is_not_there_is_named_at_once(spark, backend, messag
     assert time.monotonic() - start < 40  # launch.collective_timeout_s is 300
 
 
+@pytest.mark.slow
 @pytest.mark.modes("local")
 def test_B35_a_call_within_a_task_is_an_error_that_says_so(spark):
     message = "found a task of a Spark job, such as a rank; expected the driver, as a task cannot start jobs"
@@ -650,6 +658,7 @@ def test_B35_a_call_within_a_task_is_an_error_that_says_so(spark):
         spark_dl.launch(lambda: spark_dl.train("data", MLP, small_config(1)), num_ranks=1)
 
 
+@pytest.mark.slow
 @pytest.mark.modes("local")
 def test_B35_two_runs_at_once_in_one_session_have_the_weights_of_each_alone(spark, tmp_path):
     url = str(tmp_path / "data")

@@ -90,6 +90,7 @@ def test_the_same_dataframe_gives_the_same_training_and_resumes_in_an_epoch(spar
     assert same_bits(*(checkpoint.load(checkpoint.find(r.run_dir), "model.pt")["0"] for r in (whole, resumed)))
 
 
+@pytest.mark.slow
 @pytest.mark.modes("local")
 def test_resuming_in_an_epoch_with_other_rows_or_ranks_is_refused(spark, points, tmp_path):
     spark_dl.train(points, MLP, small_config(2, data=LOCAL, train={"max_steps": 7}), run_dir=str(tmp_path / "run"))
@@ -163,6 +164,7 @@ def test_bad_rows_are_one_error(spark, case):
         spark_dl.run_on_dataframe(_rows_of_rank, spark.range(100).selectExpr(select), num_ranks=3, batch_size=4)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.modes("local")
 @pytest.mark.parametrize("rows", [0, 1, 3])
 def test_B10_fewer_rows_than_ranks(spark, rows):
@@ -190,6 +192,7 @@ def _fails_on_rank_1(rows, how, folder):
     dist.barrier()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.modes("local", "local-cluster")
 @pytest.mark.parametrize(("how", "message"), [
@@ -235,6 +238,7 @@ def _slowly(batches):
     yield from batches
 
 
+@pytest.mark.long
 @pytest.mark.long_in("connect")
 @pytest.mark.slow
 @pytest.mark.modes("local", "connect")
@@ -277,6 +281,7 @@ def test_a_source_that_was_not_dealt_is_an_error(spark):
         )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.modes("local")
 def test_what_local_storage_cannot_do_is_said_before_anything_starts(spark, points, tmp_path):
     config = small_config(2, data=LOCAL)
@@ -291,6 +296,7 @@ def test_what_local_storage_cannot_do_is_said_before_anything_starts(spark, poin
     assert result.metrics["loss"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.modes("local")
 def test_overwrite_removes_the_shards_of_a_run_that_had_them(spark, points, tmp_path):
     run_dir = str(tmp_path / "run")

@@ -129,6 +129,7 @@ def killed_on_rank_2(model, batch, folder):
     return model(batch["features"])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.modes("local")
 @pytest.mark.parametrize("mesh", [{"pipeline": 2, "tensor": 2}, {"pipeline": 2, "zero_stage": 1}, {"tensor": 2}])

@@ -251,6 +251,7 @@ def test_an_estimator_is_saved_by_the_names_of_its_functions(spark, points, tmp_
         TorchClassifier(smoothed).save(str(tmp_path / "d"))
 
 
+@pytest.mark.slow
 @pytest.mark.modes("local")
 def test_a_model_of_a_notebook_is_saved_as_a_program(spark, points, tmp_path):
     spec = ModelSpec(build=lambda: nn.Sequential(nn.Linear(4, 3)))
@@ -281,6 +282,7 @@ def test_a_stream_is_scored(spark, points, tmp_path):
     assert found.select("id", "prediction").exceptAll(expected).isEmpty()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.modes("local")
 def test_dtypes_of_labels_and_features(spark, points, tmp_path):
@@ -377,6 +379,7 @@ def test_settings_of_the_config_and_by_key_hold_unless_a_param_is_set(spark, poi
     assert config_of(listed.setFeaturesCol("features")).data.features == ("features",)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.modes("local")
 def test_decimals_are_numbers_in_their_own_unit(spark, tmp_path):
@@ -393,6 +396,7 @@ class OneInput(nn.Linear):
         super().__init__(1, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.modes("local")
 def test_what_cannot_be_saved_leaves_the_model_that_was_saved_before(spark, points, tmp_path):
     model = classifier(tmp_path).fit(vectors(points))

@@ -44,6 +44,7 @@ def test_F22_the_error_is_of_the_rank_whose_gradient_is_nan(spark, tmp_path, ran
     assert f"the last good checkpoint is {assert_last_good(run, last)}. " in str(error.value)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.modes("local")
 @pytest.mark.parametrize(("strategy", "step", "last"), [
     ("tree_reduce", 3, 2), pytest.param("shuffle_reduce", 4, 2, marks=pytest.mark.slow), ("tree_reduce", STEPS, 4),
@@ -56,6 +57,7 @@ def test_F22_a_driver_loop_names_the_rank_whose_gradient_is_nan(spark, tmp_path,
     assert f"the last good checkpoint is {assert_last_good(run, last)}. " in str(error.value)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.modes("local")
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
 @pytest.mark.parametrize("strategy", ["ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in DRIVER_LOOPS)])
@@ -110,6 +112,7 @@ def test_F20_the_driver_says_which_rank_is_slow_while_the_run_goes_on(spark, tmp
             assert events.index(found[0]) < last
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.modes("local")
 @pytest.mark.parametrize("strategy", DRIVER_LOOPS)
 def test_weights_that_overflow_on_the_driver_are_not_saved(spark, tmp_path, strategy):
@@ -119,6 +122,7 @@ def test_weights_that_overflow_on_the_driver_are_not_saved(spark, tmp_path, stra
     assert assert_last_good(run, 0) == ""
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.modes("local")
 @pytest.mark.parametrize("strategy", DRIVER_LOOPS)
 def test_a_driver_loop_with_fp16_leaves_out_a_step_that_overflows(spark, tmp_path, strategy):

@@ -86,6 +86,7 @@ def save_without_group():
     spark_dl.open_checkpoints().save({}, step=1)
 
 
+@pytest.mark.slow
 @pytest.mark.modes("local")
 def test_what_cannot_be_saved_is_an_error_that_says_why(spark, tmp_path):
     run = {"run_dir": str(tmp_path / "run"), "spark": spark, "resume": True}

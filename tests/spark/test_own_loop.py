@@ -44,6 +44,7 @@ def test_transformers(spark, url, tmp_path):
     assert {r["steps"] for r in results} == {5 * libraries.EPOCHS}
 
 
+@pytest.mark.slow
 def test_accelerate_also_twice_in_the_same_workers(spark, url):
     alone = libraries.train_alone(url)
     check(spark_dl.launch(libraries.train_with_accelerate, url, num_ranks=2), 2, alone)

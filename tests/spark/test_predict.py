@@ -122,6 +122,7 @@ def _renamed(points, tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_a_model_is_a_function_of_spark_sql(spark, points, saved):
     points.createOrReplaceTempView("points")
     spark.udf.register("score", spark_dl.predict_udf(saved["two"]))

@@ -111,6 +111,7 @@ def train(spark, tmp_path):
     return run
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.modes("local", "local-cluster")
 @pytest.mark.parametrize(("rank", "step", "every_steps"), [
     (1, 5, 2), pytest.param(0, 1, 0, marks=pytest.mark.slow), pytest.param(0, 2 * STEPS, 4, marks=pytest.mark.slow),
@@ -133,6 +134,7 @@ def test_F01_training_goes_on_by_itself_after_a_rank_was_killed(train, rank, ste
     assert [attempt.driver["outcome"] for attempt in attempts] == ["failed", "finished"]
 
 
+@pytest.mark.slow
 @pytest.mark.modes("local")
 def test_F10_training_goes_on_from_the_checkpoint_of_a_preempted_rank(train, caplog):
     whole, _ = train("whole", log_every=4)
@@ -198,6 +200,7 @@ def test_F02_a_user_s_value_error_is_raised_at_once_with_its_step(train):
     assert (error.value.is_retryable, error.value.earlier) == (False, ())
 
 
+@pytest.mark.slow
 @pytest.mark.modes("local")
 def test_F03_the_same_error_twice_in_a_step_ends_the_run(train):
     with pytest.raises(RankError, match=r"after 2 attempts; the same error came twice in step 3") as error:

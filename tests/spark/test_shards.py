@@ -22,6 +22,7 @@ from tests.builders.batches import read_all
 SMALL = Shards(rows_per_row_group=16, rows_per_shard=64)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.modes("local")
 @pytest.mark.parametrize(
     ("rows", "partitions"), [(1000, 3), (64, 1), (65, 4), (1, 3), (63, 7), (128, 2), (300, 40), (199, 3)]

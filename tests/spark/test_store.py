@@ -103,6 +103,7 @@ def test_a_second_run_finds_the_shards_and_any_change_does_not(spark, source, tm
         spark_dl.train(df, MLP, more, run_dir=str(tmp_path / "second"), resume=True)
 
 
+@pytest.mark.slow
 @local
 def test_a_store_on_s3(spark, source, s3, tmp_path):
     store = s3.url("a store")
@@ -115,6 +116,7 @@ def test_a_store_on_s3(spark, source, s3, tmp_path):
     assert spark_dl.clean_store(store, ttl_days=0)["deleted"] == 1
 
 
+@pytest.mark.slow
 @local
 def test_equal_plans_have_equal_keys_and_others_do_not(spark, source, tmp_path):
     def read(**options):
@@ -197,6 +199,7 @@ def test_a_key_changes_with_what_shards_hold_and_with_no_other_setting(spark, so
     assert {f.name for f in dataclasses.fields(Shards)} <= tried | {name for fields in NOT_IN_KEY for name in fields}
 
 
+@pytest.mark.slow
 @local
 def test_a_plan_whose_rows_cannot_be_told_has_no_key(spark, source):
     def read():
@@ -311,6 +314,7 @@ def test_the_job_stores_and_cleans(spark, source, tmp_path):
     assert cleaned["bytes"] > 1000
 
 
+@pytest.mark.slow
 @pytest.mark.modes("local", "connect")
 def test_rows_that_the_user_names_are_found_by_their_name(spark, source, tmp_path):
     def store(name, df, **fields):

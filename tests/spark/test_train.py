@@ -145,6 +145,7 @@ def test_only_pages_with_rows_that_pass_are_read_of_what_spark_wrote(spark, tmp_
     assert found["cells"].to_pylist() == [[i, i + 1] for i in range(7000, 7100)]
 
 
+@pytest.mark.slow
 @pytest.mark.modes("local")
 def test_nulls_of_a_dataset_of_others_are_dropped_or_filled_when_it_is_read(spark, points, tmp_path):
     path = str(tmp_path / "data")
@@ -206,6 +207,7 @@ def test_events_reach_the_driver_while_ranks_train(spark, mode, points, tmp_path
     assert joined == (set() if mode == "connect" else {0, 1})
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.modes("local")
 @pytest.mark.parametrize("strategy", [spark_dl.DDP(), spark_dl.TreeReduce()], ids=lambda s: s.strategy)
@@ -376,6 +378,7 @@ def test_the_best_checkpoint_is_kept_and_found_and_signatures_are_asked_for(spar
         spark_dl.train(points, MLP, without, run_dir=str(tmp_path / "other"))
 
 
+@pytest.mark.slow
 @pytest.mark.modes("local")
 def test_a_damaged_checkpoint_is_passed_by_when_a_run_is_resumed_and_used(spark, points, tmp_path, caplog):
     run_dir, config = str(tmp_path / "run"), small_config(2, train={"epochs": 2})
@@ -505,6 +508,7 @@ def test_B27_a_model_that_does_not_fit_the_features(spark, points, tmp_path):
         spark_dl.train(wrong, MLP, small_config(2), run_dir=str(tmp_path / "run"))
 
 
+@pytest.mark.slow
 @pytest.mark.modes("local")
 def test_a_damaged_shard_is_an_error_that_names_the_file(spark, points, tmp_path):
     shards = spark_dl.write_shards(points, str(tmp_path / "data"))
@@ -516,6 +520,7 @@ def test_a_damaged_shard_is_an_error_that_names_the_file(spark, points, tmp_path
         spark_dl.train(shards, MLP, small_config(2), run_dir=str(tmp_path / "run"))
 
 
+@pytest.mark.slow
 @pytest.mark.modes("local")
 def test_predict_refuses_what_does_not_fit(spark, points, tmp_path):
     result = spark_dl.train(points, MLP, small_config(1, train={"epochs": 1}), run_dir=str(tmp_path / "run"))
@@ -586,6 +591,7 @@ def _build_city():
     return torch.nn.Sequential(torch.nn.Embedding(4, 3))  # three words, and all others
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.modes("local")
 @pytest.mark.parametrize("storage", ["shared", pytest.param("local", marks=pytest.mark.slow)])

@@ -76,6 +76,7 @@ def _when_there(batches, path):
     yield from batches
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("let_go", ["before the newer one writes", "after it has trained"])
 def test_F06_an_older_one_that_still_writes_shards_harms_nothing(spark, points, tmp_path, let_go):

@@ -10,6 +10,7 @@ from spark_dl.rundir import generations
 from tests.builders.run_folders import LINES
 
 
+@pytest.mark.sampled(1)
 def test_the_report_is_written_beside_its_run(folder):
     pytest.importorskip("matplotlib", reason="the report needs matplotlib")
     generations.start_generation(folder)

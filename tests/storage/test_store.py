@@ -269,6 +269,7 @@ def open_to_read(folder):
             os.chmod(name, 0o755)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("what", "is_open"), [("write the lease", True), ("read", False)])
 def test_another_user_who_may_not_use_the_store_is_told_what_to_change(tmp_path, what, is_open):
     folder = str(tmp_path / "store")
@@ -301,6 +302,7 @@ def test_S13_users_of_a_group_share_a_store_with_the_set_group_id_bit(tmp_path):
     assert {os.stat(path).st_mode & 0o7777 for path, _, _ in os.walk(store_folder)} == {0o2770}
 
 
+@pytest.mark.slow
 def test_another_user_cleans_what_he_may_and_counts_the_rest(tmp_path):
     folder = str(tmp_path / "store")
     for key in (KEY, OTHER):

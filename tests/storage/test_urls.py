@@ -10,6 +10,7 @@ from spark_dl import storage
 from tests.unit.test_storage import NAMES
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", NAMES)
 def test_any_name_of_a_folder_and_a_file_works_everywhere(folder, name):
     inner = storage.join(folder, name)

@@ -106,6 +106,7 @@ def test_S15_a_tag_of_python_on_the_command_line_is_an_error_and_makes_nothing(t
     assert load_config(overrides=["train.optimizer_args={momentum: 0.9}"]).train.optimizer_args == {"momentum": 0.9}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("tag", TAGS)
 def test_S15_the_report_of_a_run_makes_nothing_of_a_tag_in_its_settings(tmp_path, tag):
     run_dir = tmp_path / "run"

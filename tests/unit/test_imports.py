@@ -17,6 +17,7 @@ PACKAGE = Path(spark_dl.__file__).parent
 ROOT = PACKAGE.parent
 MODULES = {p.relative_to(PACKAGE).as_posix(): p for p in sorted(PACKAGE.rglob("*.py"))}
 SCRIPTS = {p.relative_to(ROOT).as_posix(): p for folder in ("jobs", "examples") for p in (ROOT / folder).rglob("*.py")}
+ALL = {**MODULES, **SCRIPTS}
 
 
 class Import(NamedTuple):
@@ -70,6 +71,11 @@ def tree_of(path):
 
 
 @functools.cache
+def nodes_of(path):
+    return list(ast.walk(tree_of(path)))
+
+
+@functools.cache
 def imports_of(path):
     visitor = Imports()
     visitor.visit(tree_of(path))
@@ -103,39 +109,29 @@ def test_the_package_is_found():
     assert "jobs/train.py" in SCRIPTS
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_pyspark_is_imported_on_the_driver_s_side_and_when_it_is_needed(name):
+def test_pyspark_is_imported_on_the_driver_s_side_and_when_it_is_needed():
     driver_side = ("cli/", "driver.py", "prepare.py", "checks/settings.py", "inputs.py", "predict.py", "data/write/",
                    "data/store/", "data/local.py", "launch/", "ml/", "scoring/", "baselines/", "bench/",
                    "doctor/", "trials/tune.py")  # fmt: skip
-    for found in imports_of(MODULES[name]):
-        if top_name(found.module) == "pyspark":
-            assert name.startswith(driver_side), f"{name} imports {found.module}"
-            at_top = ("ml/", "launch/daemon.py")  # Spark ML's classes, and what Spark itself starts
-            assert not found.is_at_top or name.startswith(at_top), f"{name} imports {found.module} when it is imported"
+    at_top = ("ml/", "launch/daemon.py")  # Spark ML's classes, and what Spark itself starts
+    for name, path in MODULES.items():
+        for found in imports_of(path):
+            if top_name(found.module) == "pyspark":
+                assert name.startswith(driver_side), f"{name} imports {found.module}"
+                assert not found.is_at_top or name.startswith(at_top), f"{name} imports it when it is imported"
 
 
-@pytest.mark.parametrize("name", [*MODULES, *SCRIPTS])
-def test_optional_packages_are_imported_when_they_are_needed(name):
-    at_top = {top_name(i.module) for i in imports_of({**MODULES, **SCRIPTS}[name]) if i.is_at_top}
-    optional = {
-        "petastorm",
-        "horovod",
-        "matplotlib",
-        "mlflow",
-        "tensorboard",
-        "datasets",
-        "boto3",
-        "botocore",
-        "optuna",
-    }
-    assert not at_top & {*optional, "lightning", "pytorch_lightning", "optuna"}
+def test_optional_packages_are_imported_when_they_are_needed():
+    optional = {"petastorm", "horovod", "matplotlib", "mlflow", "tensorboard", "datasets", "boto3", "botocore",
+                "optuna", "lightning", "pytorch_lightning"}  # fmt: skip
+    for name, path in ALL.items():
+        at_top = {top_name(i.module) for i in imports_of(path) if i.is_at_top}
+        assert not at_top & optional, name
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_horovod_is_imported_in_its_strategy_alone(name):
-    found = {top_name(i.module) for i in imports_of(MODULES[name])}
-    assert ("horovod" in found) == (name == "parallel/hvd.py")
+def test_horovod_is_imported_in_its_strategy_alone():
+    users = {name for name, path in MODULES.items() if "horovod" in {top_name(i.module) for i in imports_of(path)}}
+    assert users == {"parallel/hvd.py"}
 
 
 @pytest.mark.parametrize("part", ["data", "launch", "parallel"])
@@ -155,15 +151,12 @@ CORRIDOR = (
 """The rooms of `data`, in the order in which rows walk through them."""
 
 
-@pytest.mark.parametrize("name", files("data/"))
-def test_no_arrow_goes_up_the_corridor(name):
-    room = name.split("/")[1].removesuffix(".py")
-    if room == "__init__":
-        return
-    for module in ours(MODULES[name]):
-        if module.startswith("data."):
-            other = module.split(".")[1]
-            assert CORRIDOR.index(other) <= CORRIDOR.index(room), f"{name} imports {module}"
+def test_no_arrow_goes_up_the_corridor():
+    for name, path in files("data/").items():
+        room = name.split("/")[1].removesuffix(".py")
+        others = [module for module in ours(path) if module.startswith("data.")] if room != "__init__" else []
+        for module in others:
+            assert CORRIDOR.index(module.split(".")[1]) <= CORRIDOR.index(room), f"{name} imports {module}"
 
 
 def test_there_is_no_circle():
@@ -182,9 +175,9 @@ def test_there_is_no_circle():
         visit(module, [])
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if not name.startswith(("bench/", "launch/daemon"))])
-def test_no_module_imports_the_package_that_imports_it(name):
-    assert "" not in ours(MODULES[name])
+def test_no_module_imports_the_package_that_imports_it():
+    names = [name for name in MODULES if not name.startswith(("bench/", "launch/daemon"))]
+    assert [name for name in names if "" in ours(MODULES[name])] == []
 
 
 def test_every_package_that_is_imported_is_declared():
@@ -205,13 +198,12 @@ PURE = ("data/plan.py", "parallel/exchange/buckets.py", "parallel/exchange/round
         *files("parallel/mesh/planner/"), "bench/model/staleness.py", "bench/model/profiles.py")  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PURE)
-def test_plans_and_models_of_cost_are_pure(name):
-    found = {i.module for i in imports_of(MODULES[name])}
+def test_plans_and_models_of_cost_are_pure():
     pure = {f"spark_dl.{module.removesuffix('.py').replace('/', '.')}" for module in PURE}
-    needed = {top_name(module) for module in found - pure}
-    assert needed <= {*sys.stdlib_module_names, "numpy"}
-    assert not needed & {"os", "io", "pathlib", "time", "random", "socket", "threading"}
+    for name in PURE:
+        needed = {top_name(i.module) for i in imports_of(MODULES[name]) if i.module not in pure}
+        assert needed <= {*sys.stdlib_module_names, "numpy"}, name
+        assert not needed & {"os", "io", "pathlib", "time", "random", "socket", "threading"}, name
 
 
 def test_the_guard_of_a_testbed_needs_the_standard_library_alone():
@@ -242,26 +234,24 @@ ON_RANKS = ("data/", "launch/", "parallel/", "baselines/servers/", "rundir/", "t
             "storage")  # fmt: skip
 
 
-@pytest.mark.parametrize("name", files(*ON_RANKS))
-def test_what_runs_on_ranks_knows_nothing_of_the_driver_s_side(name):
+def test_what_runs_on_ranks_knows_nothing_of_the_driver_s_side():
     above = {"driver", "prepare", "inputs", "cli", "predict", "track", "ml", "scoring", "bench", "trials", "planning"}
-    found = ours(MODULES[name]) - {"trials.order"}
-    assert not {module.split(".")[0] for module in found} & above
-    assert not [module for module in found if module.startswith("baselines.driver_loop")]
+    for name, path in files(*ON_RANKS).items():
+        found = ours(path) - {"trials.order"}
+        assert not {module.split(".")[0] for module in found} & above, name
+        assert not [module for module in found if module.startswith("baselines.driver_loop")], name
 
 
-@pytest.mark.parametrize("name", files("baselines/"))
-def test_baselines_are_made_of_what_all_ways_of_training_have_in_common(name):
+def test_baselines_are_made_of_what_all_ways_of_training_have_in_common():
     common = {"_version", "baselines", "config", "data", "gather", "launch", "loop", "parallel", "rundir",
               "spark_job", "spec", "training", "world"}  # fmt: skip
-    assert {module.split(".")[0] for module in ours(MODULES[name])} <= common
+    for name, path in files("baselines/").items():
+        assert {module.split(".")[0] for module in ours(path)} <= common, name
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_jobs_and_examples_use_the_public_names(name):
+def test_jobs_and_examples_use_the_public_names():
     open_to_jobs = {"cli", "bench"}
-    tree = tree_of(SCRIPTS[name])
-    for node in ast.walk(tree):
+    for name, node in [(name, node) for name, path in SCRIPTS.items() for node in nodes_of(path)]:
         used = set()
         if isinstance(node, ast.ImportFrom) and top_name(node.module) == "spark_dl":
             is_public = node.module in ("spark_dl", "spark_dl.ml")
@@ -270,7 +260,7 @@ def test_jobs_and_examples_use_the_public_names(name):
             used = {a.name.split(".")[1] for a in node.names if a.name.startswith("spark_dl.")}
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "spark_dl":
             used = {node.attr}
-        assert used <= {*spark_dl.__all__, *spark_dl.ml.__all__, *open_to_jobs}
+        assert used <= {*spark_dl.__all__, *spark_dl.ml.__all__, *open_to_jobs}, name
 
 
 def dotted(node):
@@ -280,13 +270,12 @@ def dotted(node):
     return f"{dotted(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else ""
 
 
-@pytest.mark.parametrize("name", [*MODULES, *SCRIPTS])
-def test_environment_variables_are_touched_in_launch_alone(name):
-    tree = tree_of({**MODULES, **SCRIPTS}[name])
-    used = {dotted(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    used |= {f"{n.module}.{a.name}" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names}
-    if not name.startswith("launch/") and name != "parallel/hvd.py":  # which sets HOROVOD_* alone
-        assert not used & {"os.environ", "os.environb", "os.getenv", "os.putenv", "os.unsetenv"}
+def test_environment_variables_are_touched_in_launch_alone():
+    for name, path in ALL.items():
+        used = {dotted(node) for node in nodes_of(path) if isinstance(node, ast.Attribute)}
+        used |= {f"{n.module}.{a.name}" for n in nodes_of(path) if isinstance(n, ast.ImportFrom) for a in n.names}
+        if not name.startswith("launch/") and name != "parallel/hvd.py":  # which sets HOROVOD_* alone
+            assert not used & {"os.environ", "os.environb", "os.getenv", "os.putenv", "os.unsetenv"}, name
 
 
 REVIEWED = {
@@ -309,10 +298,10 @@ UNPICKLING_COLLECTIVES = ("all_gather_object", "gather_object", "broadcast_objec
                           "allgather_object")  # fmt: skip
 
 
-def full_names(tree):
+def full_names(nodes):
     """What each imported name stands for: `{"p": "pickle", "load": "torch.load"}`."""
     found = {"np": "numpy", "pd": "pandas"}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             found |= {a.asname: a.name for a in node.names if a.asname}
         elif isinstance(node, ast.ImportFrom):
@@ -327,10 +316,10 @@ def full_name(node, known):
     return ".".join(filter(None, [known.get(first, first), rest]))
 
 
-def dangers(tree):
+def dangers(nodes):
     """Yields the names of calls and base classes that may run what they read, and of collectives that unpickle."""
-    known = full_names(tree)
-    for node in ast.walk(tree):
+    known = full_names(nodes)
+    for node in nodes:
         if isinstance(node, ast.ImportFrom):
             yield from {f"{node.module}.{a.name}" for a in node.names} & FORBIDDEN
         if isinstance(node, ast.ClassDef):
@@ -355,9 +344,12 @@ def dangers(tree):
             yield f"{called}: the connections of multiprocessing unpickle, recv_bytes does not"
 
 
+def dangers_of(code):
+    return list(dangers(list(ast.walk(ast.parse(code)))))
+
+
 def test_S02_nothing_is_unpickled_or_evaluated_but_what_was_reviewed():
-    files = {**MODULES, **SCRIPTS}
-    found = {(name, danger) for name, path in files.items() for danger in dangers(tree_of(path))}
+    found = {(name, danger) for name, path in ALL.items() for danger in dangers(nodes_of(path))}
     assert found == REVIEWED.keys()
     assert all(REVIEWED.values())
 
@@ -372,7 +364,7 @@ def test_S02_nothing_is_unpickled_or_evaluated_but_what_was_reviewed():
     "import torch.distributed.checkpoint as dcp\ndcp.load(s)", "from torch.distributed.checkpoint import load",
 ])  # fmt: skip
 def test_S02_a_dangerous_call_would_be_seen(code):
-    assert list(dangers(ast.parse(code)))
+    assert dangers_of(code)
 
 
 @pytest.mark.parametrize("code", [
@@ -381,14 +373,14 @@ def test_S02_a_dangerous_call_would_be_seen(code):
     "tempfile.mkdtemp()", "model.eval()", "build().eval()", "from torch import nn",
 ])  # fmt: skip
 def test_S02_what_is_safe_is_no_danger(code):
-    assert list(dangers(ast.parse(code))) == []
+    assert dangers_of(code) == []
 
 
 @pytest.mark.parametrize("name", UNPICKLING_COLLECTIVES)
 def test_S08_a_collective_that_unpickles_what_peers_send_would_be_seen(name):
     """None is in the package: S02 looks there for all dangers."""
-    assert list(dangers(ast.parse(f"dist.{name}(a, b)")))
-    assert list(dangers(ast.parse("dist.all_gather(a, b); dist.broadcast(a, 0); hvd.broadcast_parameters(a)"))) == []
+    assert dangers_of(f"dist.{name}(a, b)")
+    assert dangers_of("dist.all_gather(a, b); dist.broadcast(a, 0); hvd.broadcast_parameters(a)") == []
 
 
 @pytest.mark.parametrize(("code", "expected"), [
@@ -407,14 +399,14 @@ def test_an_import_would_be_seen(tmp_path, code, expected):
 NETWORK = {"urllib.request", "http.client", "requests", "httpx", "aiohttp", "ftplib", "smtplib", "huggingface_hub"}
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_S20_nothing_is_loaded_from_the_internet(name):
+def test_S20_nothing_is_loaded_from_the_internet():
     """Storage and MLflow's server are named by the user, and reached by their own libraries."""
-    tree = tree_of(MODULES[name])
     uploads = {"track/mlflow_server.py": {"requests"}}  # asks whether the server of the settings answers
-    assert NETWORK & {found.module for found in imports_of(MODULES[name])} <= uploads.get(name, set())
-    called = {dotted(node.func).split(".")[-1] for node in ast.walk(tree) if isinstance(node, ast.Call)}
-    assert not called & {"from_pretrained", "urlopen", "urlretrieve", "load_state_dict_from_url", "hf_hub_download"}
+    loading = {"from_pretrained", "urlopen", "urlretrieve", "load_state_dict_from_url", "hf_hub_download"}
+    for name, path in MODULES.items():
+        assert NETWORK & {found.module for found in imports_of(path)} <= uploads.get(name, set()), name
+        called = {dotted(node.func).split(".")[-1] for node in nodes_of(path) if isinstance(node, ast.Call)}
+        assert not called & loading, name
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "conf/requirements").glob("*.txt")), ids=lambda path: path.name)

@@ -34,6 +34,7 @@ def environment():
     return {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
+@pytest.mark.slow
 def test_a_file_gets_lines_with_the_stage_and_then_the_place_and_the_values():
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], env=environment(), capture_output=True, text=True, timeout=60, check=True
@@ -46,6 +47,7 @@ def test_a_file_gets_lines_with_the_stage_and_then_the_place_and_the_values():
     assert done.stdout == ""
 
 
+@pytest.mark.slow
 def test_trials_are_counted_with_their_best_value():
     program = (
         "from spark_dl.cli.progress import Progress\nwith Progress('tune') as shown:\n"
@@ -90,6 +92,7 @@ def in_terminal(program):
     return text.decode()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("has_widgets", [True, False])
 def test_a_notebook_gets_a_bar_and_one_curve_with_and_without_widgets(tmp_path, has_widgets, monkeypatch):

@@ -217,6 +217,7 @@ OTHERS = [  # a strategy, settings of which the last is another's, and whose tha
 ]
 
 
+@pytest.mark.sampled(13)
 @EVERY_WAY
 @pytest.mark.parametrize(("parallel", "having"), OTHERS, ids=str)
 def test_a_setting_of_another_strategy_is_an_error_that_says_whose_it_is(tmp_path, load, parallel, having):
@@ -226,6 +227,7 @@ def test_a_setting_of_another_strategy_is_an_error_that_says_whose_it_is(tmp_pat
         load(tmp_path, parallel)
 
 
+@pytest.mark.slow
 def test_every_setting_that_another_strategy_has_is_an_error():
     """All pairs of a strategy and a setting of another one."""
     keys = {name: {key for key in config_keys(name) if key.startswith("parallel.")} for name in strategies.names()}

@@ -95,6 +95,7 @@ def drawn(seed):
     }  # fmt: skip
 
 
+@pytest.mark.sampled(60)
 @pytest.mark.parametrize("seed", range(300))
 def test_the_order_is_that_of_the_first_version(seed):
     settings = drawn(seed)

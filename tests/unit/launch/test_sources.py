@@ -55,6 +55,7 @@ def pack(project, call, what="build", cwd=None):
     return call
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("in_folder", [True, False])
 def test_a_module_beside_the_program_reaches_a_process_that_does_not_have_it(tmp_path, project, in_folder):

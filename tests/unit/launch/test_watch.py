@@ -97,6 +97,7 @@ def test_a_rank_whose_connection_ends_without_a_word_is_lost(listener):
     assert (event["kind"], event["task"]) == ("lost", 5)
 
 
+@pytest.mark.slow
 def test_what_a_rank_has_flushed_is_known_though_it_is_killed_at_once(listener):
     code = (
         "import os, signal, sys\n"
@@ -397,6 +398,7 @@ def test_S19_the_stacks_of_a_rank_name_its_functions_and_have_no_rows():
     assert "12345" not in found
 
 
+@pytest.mark.slow
 def test_S19_the_stacks_of_a_crash_have_no_rows(listener):
     code = (
         "import os, signal, sys, threading\n"
@@ -424,6 +426,7 @@ def test_a_rank_with_progress_sends_none(listener, monkeypatch):
     status.reset()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("crash", "words"), [
     ("os.kill(os.getpid(), signal.SIGSEGV)", "Fatal Python error: Segmentation fault"),
     pytest.param("os.abort()", "Fatal Python error: Aborted", marks=pytest.mark.slow),

@@ -72,6 +72,7 @@ def test_the_grid_has_every_file(run_dir):
     assert sorted(path.name for path in path_of(run_dir, 2, "").iterdir()) == sorted(FILES)
 
 
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize(("name", "how"), GRID)
 def test_F13_resume_goes_on_from_the_last_valid_one_and_names_both(run_dir, name, how, caplog):
     bad, used = path_of(run_dir, 2, name), path_of(run_dir, 1, "")
@@ -84,6 +85,7 @@ def test_F13_resume_goes_on_from_the_last_valid_one_and_names_both(run_dir, name
     assert f"using the checkpoint {saved.url}" in warning.getMessage()
 
 
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize(("name", "how"), GRID)
 def test_F13_strict_stops_and_names_file_and_cause(run_dir, name, how):
     bad = path_of(run_dir, 2, name)
@@ -94,6 +96,7 @@ def test_F13_strict_stops_and_names_file_and_cause(run_dir, name, how):
     assert generations.read_generation(str(run_dir)) == 1, "an attempt that runs is left alone"
 
 
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize(("name", "how"), GRID)
 def test_a_bad_old_one_blocks_nothing(run_dir, name, how, group, caplog):
     DAMAGES[how](path_of(run_dir, 1, name))
@@ -104,6 +107,7 @@ def test_a_bad_old_one_blocks_nothing(run_dir, name, how, group, caplog):
     assert "cannot delete" not in caplog.text or how == "folder"
 
 
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize(("name", "how"), GRID)
 def test_a_checkpoint_that_is_named_is_an_error_with_file_and_cause(run_dir, name, how):
     url, bad = str(path_of(run_dir, 2, "")), path_of(run_dir, 2, name)

@@ -100,6 +100,7 @@ assert not {name.split(".")[0] for name in sys.modules} & {"pyspark", "py4j", "t
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", FORMATS)
 def test_another_process_loads_a_model_without_spark(tmp_path, kind):
     _, model = saved(tmp_path / "m", "plain", kind)

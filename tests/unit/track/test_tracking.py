@@ -72,6 +72,7 @@ def history(client, run_id, key):
     return [(m.step, m.value) for m in client.get_metric_history(run_id, key)]
 
 
+@pytest.mark.slow
 def test_a_run_has_its_settings_metrics_and_checkpoint(tmp_path, uri):
     config = config_with(uri, mlflow_tags={"team": "blue"}, mlflow_experiment_name="points", mlflow_log_checkpoint=True)
     run = make_run(tmp_path, config)

@@ -49,6 +49,7 @@ def cases():
                 yield from ((mode, num_workers, k) for k in sorted({1, (num_workers + 1) // 2, num_workers, most}))
 
 
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize("delay", DELAYS.values(), ids=DELAYS)
 @pytest.mark.parametrize(("mode", "num_workers", "k"), list(cases()))
 def test_simulated_workers_update_as_often_as_expected(mode, num_workers, k, delay):

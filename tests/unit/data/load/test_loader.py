@@ -673,6 +673,7 @@ next(batches)
 """
 
 
+@pytest.mark.slow
 def test_a_process_ends_though_an_epoch_was_left_open(tmp_path):
     write_arrays({"x": np.zeros((40_000, 64)), "id": np.arange(40_000)}, str(tmp_path / "d"))
     done = subprocess.run([sys.executable, "-c", LEFT_OPEN, str(tmp_path / "d")], capture_output=True, timeout=60)

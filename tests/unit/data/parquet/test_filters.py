@@ -119,6 +119,7 @@ def table(request, tmp_path_factory):
     return write_table(tmp_path_factory.mktemp("table"), **options)
 
 
+@pytest.mark.sampled(32)
 @pytest.mark.parametrize("name", ASKED)
 @pytest.mark.parametrize("op", OPS)
 def test_every_operator_on_every_column(table, name, op):
@@ -136,6 +137,7 @@ def test_every_operator_on_every_column(table, name, op):
         assert sorted(read(shards)) == rows
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("alternatives", [
     [[("sorted", "<", 5), ("text", "==", "cat")]],
     [[("sorted", "<", 5)], [("text", "==", "cat")]],

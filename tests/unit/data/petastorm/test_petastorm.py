@@ -332,6 +332,7 @@ NESTED = {
 }
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("nested", NESTED)
 @pytest.mark.parametrize(
     "form", [b"}%bNs.", b"}(%bNu.", b"(%bNd.", b"ccollections\nOrderedDict\n((%bNltltR.", b"%b.", b"%b}b."]

@@ -73,6 +73,7 @@ FOUND_BY = [
 ]
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("found_by", FOUND_BY)
 @pytest.mark.parametrize(("length", "stride"), [(1, 1), (2, 1), (5, 1), (5, 3), (3, 3), (2, 9), (25, 2), (150, 1)])
 def test_every_valid_sample_is_read_once_with_its_rows(tmp_path, length, stride, found_by):

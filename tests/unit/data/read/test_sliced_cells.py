@@ -134,6 +134,7 @@ def assert_cells(found, cell_of, ids):
         np.testing.assert_array_equal(cell, expected)
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("use_dictionary", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_row_has_its_values(tmp_path, kind, use_dictionary):
@@ -147,6 +148,7 @@ def test_every_row_has_its_values(tmp_path, kind, use_dictionary):
     assert len(part) == 350
 
 
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize(("first", "stop"), [(100, 450), (165, 320)])
 @pytest.mark.parametrize("use_dictionary", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
@@ -178,6 +180,7 @@ BAD = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("use_dictionary", [False, True])
 @pytest.mark.parametrize("filters", [(), (("id", ">=", 50),), (("id", ">=", 200),)])
 @pytest.mark.parametrize("row", [201, 299])

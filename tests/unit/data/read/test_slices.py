@@ -97,6 +97,7 @@ def ragged_rows():
     return [rng.random(n, dtype=np.float32) for n in lengths], [rng.integers(0, 99, (i % 4, 2)) for i in range(ROWS)]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("filters", [(), (("id", ">=", 250), ("id", "<", 1300))])
 @pytest.mark.parametrize("fraction", [0.0, 0.3])
 @pytest.mark.parametrize("streams", [1, 4, 10])
@@ -188,6 +189,7 @@ def with_nan(x, row):
     return lists(x)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("damage", "message"), [
     (with_null, r"found 1 null\(s\), expected no nulls"),
     (with_inner_null, "found a null inside an array, expected no nulls"),

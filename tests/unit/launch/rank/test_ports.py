@@ -54,6 +54,7 @@ def work(rank, folder, is_closed, results):
     results.put((rank, found.item(), got_in, is_open))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("is_closed", [True, False])

@@ -73,6 +73,7 @@ def many(kind):
     return values
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("kind", ["normal", "equal", "sparse", "where the sample looks", "where it does not"])
 @pytest.mark.parametrize("count", [1, 600, 6_000, 60_000, 599_999, 600_000])
 def test_the_search_by_a_sample_finds_the_largest(kind, count):

@@ -95,6 +95,7 @@ class Network:
         self.done[rank] += 1
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     "world_size", [*range(1, 10), *(pytest.param(n, marks=pytest.mark.slow) for n in range(10, 17))]
 )

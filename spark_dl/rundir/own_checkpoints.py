@@ -6,6 +6,7 @@ They are committed as those of `train` are, so each attempt goes on from a whole
 from __future__ import annotations
 
 import os
+import posixpath
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +15,10 @@ import torch.distributed as dist
 
 from spark_dl import storage
 from spark_dl.config import Checkpoint, Config
+from spark_dl.gather import gather_json
 from spark_dl.launch.rank.environment import find_place, find_run, run_env
 from spark_dl.rundir import attempt, checkpoint, generations, rank_state, saving
-from spark_dl.rundir.checkpoint_files import MODEL, rank_file
+from spark_dl.rundir.checkpoint_files import MODEL, parse_name, rank_file
 from spark_dl.rundir.folder import delete_run
 from spark_dl.training.schedule import plain_state
 
@@ -39,10 +41,13 @@ class Checkpoints:
         """url: the checkpoint that this attempt goes on from; empty without one."""
         self.run_dir, self._generation, self._url = run_dir, generation, url
         self._config = Config(checkpoint=Checkpoint(keep=keep))
+        name = parse_name(posixpath.basename(url))
+        self._last_step: int | None = name[1] if name else None
 
     def load(self) -> LoadedCheckpoint | None:
         """Returns the checkpoint that this attempt goes on from; None if it begins from the start. Not collective.
 
+        It stays the same in an attempt, whatever is saved meanwhile.
         Restores the random number generators of the rank (Python, NumPy, torch), if the number of ranks is the same.
         Raises ValueError for a damaged checkpoint.
         """
@@ -60,9 +65,12 @@ class Checkpoints:
         """Writes and commits a checkpoint, and deletes those before the last `keep`. Collective. Returns its URL.
 
         state: tensors, numbers and strings, in dicts, lists and tuples, such as state dicts; that of rank 0 is written.
-        step: number of steps done; above that of the checkpoint before. of_rank: what this rank alone needs.
-        Raises ValueError for other objects, and RuntimeError on all ranks if one of them cannot write its file, or if a
-        newer attempt of the run has started.
+            They are written as they are, NaN and Inf too.
+        step: number of steps done, the same on all ranks, and above that of the checkpoint before.
+        of_rank: what this rank alone needs.
+
+        Raises ValueError for other objects; ValueError on all ranks for another step; RuntimeError on all ranks if one
+        of them cannot write its file, or if a newer attempt of the run has started.
         """
         rank, num_ranks = find_place()
         if num_ranks > 1 and not dist.is_initialized():
@@ -70,17 +78,32 @@ class Checkpoints:
                 f"a checkpoint of {num_ranks} ranks is committed by all of them together; call "
                 "torch.distributed.init_process_group() before the first one is saved"
             )
+        self._check_step(step)
         found = saving.contents(
             rank, training={}, model=plain_state(dict(state), "save: state") if rank == 0 else {},
             of_rank=plain_state(dict(of_rank or {}), "save: of_rank"),
         )  # fmt: skip
-        return saving.save(
+        url = saving.save(
             self.run_dir, found, world_size=num_ranks, generation=self._generation, step=step, config=self._config,
             columns=(),
         )  # fmt: skip
+        self._last_step = step
+        return url
+
+    def _check_step(self, step: int) -> None:
+        """Raises ValueError on all ranks if a step has no checkpoint. Collective."""
+        steps = gather_json(step)
+        if len(set(steps)) > 1:
+            told = ", ".join(f"{found} on rank {rank}" for rank, found in enumerate(steps))
+            raise ValueError(f"save: step: expected the same on all ranks, found {told}")
+        if self._last_step is not None and step <= self._last_step:
+            raise ValueError(
+                f"save: step: expected more than that of the checkpoint before, {self._last_step}, found {step}; count "
+                "the steps from the first attempt on: saved = checkpoints.load() has saved.step"
+            )
 
 
-def open_checkpoints(*, keep: int = 1) -> Checkpoints:
+def open_checkpoints(*, keep: int = 2) -> Checkpoints:
     """Opens the checkpoints of this run. Called on a rank of `launch` with a `run_dir`.
 
     keep: number of the last checkpoints that are kept.

@@ -94,7 +94,8 @@ class Schedule:
         """Returns a state for `torch.load(weights_only=True)`. Raises ValueError if the scheduler has other objects."""
         if self.scheduler is None:
             return {}
-        return plain_state(self.scheduler.state_dict(), f"train.scheduler: {type(self.scheduler).__name__}")  # type: ignore[no-any-return]
+        owner = f"train.scheduler: {type(self.scheduler).__name__}"
+        return plain_state(self.scheduler.state_dict(), owner, without_functions=True)  # type: ignore[no-any-return]
 
     def load_state_dict(self, state: dict[str, Any], lr_ratio: float) -> None:
         """Restores the scheduler. lr_ratio: current factor of `train.lr_scaling` over the saved one."""
@@ -121,15 +122,18 @@ def check_optimization(config: Config) -> None:
         raise ValueError(f"train.scheduler_args: {name} fails with {args}: {type(error).__name__}: {error}") from error
 
 
-def plain_state(value: Any, owner: str) -> Any:
-    """Returns a state dict that `torch.load(weights_only=True)` accepts: without defaultdicts, counters and functions.
+def plain_state(value: Any, owner: str, *, without_functions: bool = False) -> Any:
+    """Returns a state dict that `torch.load(weights_only=True)` accepts: without defaultdicts and counters.
 
+    without_functions: leaves out functions, which torch's schedulers have in their state and make again.
     Raises ValueError, with owner, key and type, for values that are not tensors, numbers or strings.
     """
     if isinstance(value, dict):
-        return {k: plain_state(v, f"{owner}[{k!r}]") for k, v in value.items() if not callable(v)}
+        items = ((k, v) for k, v in value.items() if not (without_functions and callable(v)))
+        return {k: plain_state(v, f"{owner}[{k!r}]", without_functions=without_functions) for k, v in items}
     if isinstance(value, (list, tuple)):
-        return type(value)(plain_state(v, f"{owner}[{i}]") for i, v in enumerate(value))
+        parts = (plain_state(v, f"{owner}[{i}]", without_functions=without_functions) for i, v in enumerate(value))
+        return type(value)(parts)
     if isinstance(value, np.generic):
         return value.item()
     if value is None or isinstance(value, (torch.Tensor, int, float, str)):

@@ -131,6 +131,30 @@ def test_set_epoch_at_the_start_of_an_epoch_keeps_the_position_in_it(url):
     assert sorted(row for batch in [*read, *(ids_of(b) for b in again)] for row in batch) == list(range(ROWS))
 
 
+def read_from(dataset, first_epoch, num_epochs, steps=None):
+    """The rows of each batch in a loop over epochs, and the position after a number of steps."""
+    found, position = [], None
+    for epoch in range(first_epoch, num_epochs):
+        dataset.set_epoch(epoch)
+        for batch in dataset:
+            found.append((epoch, ids_of(batch)))
+            if len(found) == steps:
+                position = dataset.state_dict()
+    return found, position
+
+
+@pytest.mark.parametrize("loop", ["from the dataset's epoch", "from the saved epoch"])
+@pytest.mark.parametrize("epochs_done", [0.5, 1, 2, 3])
+def test_a_loop_over_epochs_goes_on_where_it_was_also_between_them(url, loop, epochs_done):
+    steps = int(epochs_done * len(spark_dl.open_dataset(url, DATA, batch_size=16)))
+    whole, position = read_from(spark_dl.open_dataset(url, DATA, batch_size=16), 0, 3, steps)
+    again = spark_dl.open_dataset(url, DATA, batch_size=16)
+    again.load_state_dict(position)
+    first_epoch = again.epoch if loop == "from the dataset's epoch" else position["epoch"]
+    assert read_from(again, first_epoch, 3) == (whole[steps:], None)
+    assert [ids_of(batch) for batch in again] != []  # one more epoch if it is asked for
+
+
 def test_worker_processes_of_a_data_loader_are_refused(url):
     batches = iter(DataLoader(spark_dl.open_dataset(url, DATA, batch_size=16), batch_size=None, num_workers=1))
     try:

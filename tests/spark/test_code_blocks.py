@@ -25,8 +25,8 @@ from spark_dl import cli
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md"))]
 MARKS = {
-    pytest.mark.slow: ("spark-ml", "tracking", "trials", "migration", "data", "running-on-clusters", "model-parallel"),
-    pytest.mark.long: ("ways-in", "lines-of-code", "experts"),
+    "slow": ("spark-ml", "tracking", "trials", "migration", "data", "running-on-clusters", "model-parallel"),
+    "long": ("ways-in", "lines-of-code", "experts"),
 }
 """Of pages whose blocks take longest."""
 SHOWN = ("text", "toml", "properties", "dockerfile", "{toctree}", "{eval-rst}")
@@ -100,7 +100,7 @@ def parse_arguments(job, words):
 
 
 def marks_of(page):
-    return [mark for mark, pages in MARKS.items() if Path(page).stem in pages]
+    return [getattr(pytest.mark, mark) for mark, pages in MARKS.items() if Path(page).stem in pages]
 
 
 @pytest.mark.modes("local")

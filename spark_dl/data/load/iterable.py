@@ -53,6 +53,8 @@ class RankDataset(IterableDataset[Any]):
         self._epoch, self._step = 0, 0
         self._is_started = False
         """Whether the current epoch was begun by `iter()`."""
+        self._finished: int | None = None
+        """The epoch of whose end `load_state_dict` got the position, until the next `iter()`."""
         self.batch_rows = 0
         """True rows of the current batch over all ranks: the sum of rows without padding."""
 
@@ -76,8 +78,13 @@ class RankDataset(IterableDataset[Any]):
         return self._epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Selects the epoch of the next `iter()`. A position from `load_state_dict` in the same epoch is kept."""
-        if self._is_started or epoch != self._epoch:
+        """Selects the epoch of the next `iter()`. A position from `load_state_dict` in the same epoch is kept.
+
+        At a position after the last batch of an epoch, the next `iter()` in that epoch yields nothing.
+        """
+        if epoch == self._finished:
+            self._epoch, self._step = epoch, len(self)
+        elif self._is_started or epoch != self._epoch:
             self._epoch, self._step, self._is_started = epoch, 0, False
 
     def __iter__(self) -> Iterator[Any]:
@@ -98,8 +105,10 @@ class RankDataset(IterableDataset[Any]):
         # Runs when the first batch is asked for: some loops call `iter` an additional time, to see whether they can.
         if self._is_started:
             self._epoch, self._step = self._epoch + 1, 0
-        self._is_started = True
+        self._is_started, self._finished = True, None
         epoch, start_step = self._epoch, self._step
+        if start_step >= len(self):
+            return
         with closing(self._loader.epoch(epoch, start_step)) as steps:
             for step in steps:
                 batch = step.micro_batches[0]
@@ -116,6 +125,7 @@ class RankDataset(IterableDataset[Any]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues at a position of `state_dict`: the next `iter()` yields the rest of that epoch.
 
+        After the last batch of an epoch, `epoch` is the next one.
         The number of ranks can differ if the global batch has the same size. Raises ValueError if the rows, or
         settings that their order depends on, differ from those of the state.
         """
@@ -127,7 +137,9 @@ class RankDataset(IterableDataset[Any]):
                     "of each rank), or start a new epoch with set_epoch"
                 )
         self._epoch, self._step, self._is_started = int(state["epoch"]), int(state["step"]), False
-        if self._step >= len(self):  # the epoch was over
+        self._finished = None
+        if self._step >= len(self):
+            self._finished = self._epoch
             self._epoch, self._step = self._epoch + 1, 0
 
 

@@ -1,0 +1,47 @@
+"""Checkpoints of a function of the user's own: what `save` refuses, on all ranks at once."""
+
+import os
+
+import pytest
+import torch.distributed as dist
+
+from spark_dl.rundir import checkpoint
+from spark_dl.rundir.own_checkpoints import Checkpoints
+from tests.ranks.launcher import RankFailed, run_ranks
+
+
+def save(run_dir, url, *steps, state=None):
+    """Saves a checkpoint at each step; a step can be a list with that of each rank."""
+    dist.init_process_group("gloo")
+    try:
+        checkpoints, rank = Checkpoints(run_dir, 1, url, 2), dist.get_rank()
+        of_rank = [step[rank] if isinstance(step, list) else step for step in steps]
+        return [checkpoints.save(state or {"w": 1.0}, step=step) for step in of_rank]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_checkpoint_is_of_one_step_of_all_ranks(tmp_path):
+    with pytest.raises(RankFailed, match=r"save: step: expected the same on all ranks, found 2 on rank 0, 3 on rank 1"):
+        run_ranks(save, 2, str(tmp_path), "", 1, [2, 3])
+    assert [saved.step for saved in checkpoint.list_checkpoints(str(tmp_path))] == [1]
+    assert len(os.listdir(tmp_path / "checkpoints")) == 1  # nothing was written of the others
+
+
+def test_steps_grow_also_from_one_attempt_to_the_next(tmp_path):
+    with pytest.raises(RankFailed, match=r"save: step: expected more than that of the checkpoint before, 5, found 5"):
+        run_ranks(save, 2, str(tmp_path), "", 4, 5, 5)
+    (url,) = {urls[0] for urls in run_ranks(save, 2, str(tmp_path), "", 6)}
+    with pytest.raises(RankFailed, match=r"the checkpoint before, 6, found 1; count the steps from the first attempt"):
+        run_ranks(save, 2, str(tmp_path), url, 1)
+    run_ranks(save, 2, str(tmp_path), url, 7)
+    assert [saved.step for saved in checkpoint.list_checkpoints(str(tmp_path))] == [6, 7]
+
+
+def save_function(run_dir):
+    save(run_dir, "", 1, state={"w": 1.0, "f": print})
+
+
+def test_a_function_in_the_state_is_an_error_and_not_left_out(tmp_path):
+    with pytest.raises(RankFailed, match=r"save: state\['f'\]: found a builtins.builtin_function_or_method"):
+        run_ranks(save_function, 1, str(tmp_path))

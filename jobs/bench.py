@@ -136,14 +136,23 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     what = parser.add_subparsers(dest="what", required=True)
 
-    def add(name: str, text: str, run: Any, *, repeats: int | None = 7) -> argparse.ArgumentParser:
+    def add(
+        name: str, text: str, run: Any, *, repeats: int | None = 7, is_repeated: bool = True
+    ) -> argparse.ArgumentParser:
         command = what.add_parser(name, help=text, description=text)
         command.set_defaults(run=run)
-        command.add_argument(
-            "--repeats", type=int, default=repeats, help="counted repetitions, of which the median is printed"
-        )
+        if is_repeated:
+            command.add_argument(
+                "--repeats", type=int, default=repeats, help="counted repetitions, of which the median is printed"
+            )
         return command
 
+    for define in (_on_spark, _on_a_gpu, _of_many_files, _of_trials, _of_faults, _between_hosts):
+        define(add)
+    return parser
+
+
+def _on_spark(add: Any) -> None:
     of_launch = add(
         "launch", "a warm launch of two ranks: spark_dl.launch, also in a plain session, and TorchDistributor",
         bench_launch,
@@ -184,6 +193,9 @@ def build_parser() -> argparse.ArgumentParser:
     of_track.add_argument(
         "--epochs", type=int, default=track.EPOCHS, help="epochs of 200 steps of each run (default: 5)"
     )
+
+
+def _on_a_gpu(add: Any) -> None:
     usual = gpu.Options()
     of_gpu = add(
         "gpu", "images per second of a ResNet-50 on a GPU: with the loader, and with one batch that stays there; under "
@@ -200,6 +212,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--image-size", type=int, default=usual.image_size, help="height and width in pixels (default: 224)"
     )
     of_gpu.add_argument("--no-compile", dest="compile", action="store_false", help="without torch.compile")
+
+
+def _of_many_files(add: Any) -> None:
     of_scale = add(
         "scale", "a manifest of many files: seconds to open it, MiB sent to a rank, and a rank's plan of an epoch",
         bench_scale, repeats=scale.Options().repeats,
@@ -215,6 +230,9 @@ def build_parser() -> argparse.ArgumentParser:
     of_filters.add_argument("--rows", type=int, default=filters.Options().rows, help="rows of each file (400000)")
     of_filters.add_argument("--floats", type=int, default=filters.Options().floats, help="elements of a row (64)")
     of_filters.add_argument("--shares", type=list_of(float), default=filters.Options().shares, help="(0.01,0.1)")
+
+
+def _of_trials(add: Any) -> None:
     of_trials = add(
         "trials", "seconds of trials on groups of ranks in one job, and as one job after another; with ranks that "
         "compute, and with ranks that sleep", bench_trials, repeats=trials.Options().repeats,
@@ -228,6 +246,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--sleep_s", type=float, default=default.sleep_s, help="seconds of a step that sleeps (0.02)"
     )
     of_trials.add_argument("--master", help="local Spark master URL (default: local[groups * ranks])")
+
+
+def _of_faults(add: Any) -> None:
     of_recovery = add(
         "recovery", "seconds from SIGKILL of a rank until the driver has noticed it, and until training goes on; steps "
         "per second with a checkpoint in every tenth step, synchronous and asynchronous, to those without",
@@ -236,8 +257,7 @@ def build_parser() -> argparse.ArgumentParser:
     of_recovery.add_argument("--steps", type=int, default=recovery.Options().steps, help="of a measurement (50)")
     of_recovery.add_argument("--width", type=int, default=recovery.Options().width, help="of the model's layers (1536)")
     text = "random faults of ranks, executors and hosts (as root), and what a run ends with beside one without faults"
-    of_chaos = what.add_parser("chaos", help=text, description=text)
-    of_chaos.set_defaults(run=bench_chaos)
+    of_chaos = add("chaos", text, bench_chaos, is_repeated=False)
     of_chaos.add_argument("--seeds", type=int, default=chaos.Options().seeds, help="number of seeds (default: 20)")
     of_chaos.add_argument("--first-seed", type=int, default=0, help="to repeat the run of a seed (default: 0)")
     of_chaos.add_argument(
@@ -245,6 +265,9 @@ def build_parser() -> argparse.ArgumentParser:
         help=f"comma-separated, of {', '.join(job.STRATEGIES)} (default: all)",
     )  # fmt: skip
     of_chaos.add_argument("--out", help="JSON file to write, with a row for each run")
+
+
+def _between_hosts(add: Any) -> None:
     of_exchange = add(
         "exchange",
         "one exchange of gradients by ring, Spark's aggregation, parameter servers: seconds, bytes, overlap, scaling, "
@@ -274,15 +297,13 @@ def build_parser() -> argparse.ArgumentParser:
         "--exchange-report", default="runs/exchange/report.html", help="page to link to, if it is there"
     )
     text = "published figures of ZeRO, GPipe, PipeDream and BERT-Large beside those of the planner's formulas"
-    of_literature = what.add_parser("literature", help=text, description=text)
-    of_literature.set_defaults(run=bench_literature)
+    of_literature = add("literature", text, bench_literature, is_repeated=False)
     for command in (of_parallel, of_literature):
         command.add_argument(
             "--profiles", default=literature.PROFILES,
             help="folder with PipeDream's profiles: profiler/image_classification/profiles of a clone of "
             f"github.com/msr-fiddle/pipedream, or vgg16.txt and resnet50.txt (default: {literature.PROFILES})",
         )  # fmt: skip
-    return parser
 
 
 if __name__ == "__main__":

@@ -66,6 +66,7 @@ class Checkpoints:
 
         state: tensors, numbers and strings, in dicts, lists and tuples, such as state dicts; that of rank 0 is written.
             They are written as they are, NaN and Inf too.
+
         step: number of steps done, the same on all ranks, and above that of the checkpoint before.
         of_rank: what this rank alone needs.
 

@@ -146,12 +146,12 @@ def last_valid(
 ) -> Saved | None:
     """Returns the newest checkpoint of a run whose files have the right checksums; None if there are no checkpoints.
 
-    Called on the driver. Damaged newer checkpoints are logged with their causes.
+    Called on the driver. Newer checkpoints that cannot be used are logged with their causes.
     only_weights: whether only the files of the weights are checked. trusted: a checkpoint that was checked before.
-    key_file: file with the key that has signed the checkpoints. Others are damaged then. None: signatures are ignored.
-    Raises ValueError if no checkpoint is valid, and with `strict` if the newest one is damaged.
+    key_file: file with the key that must have signed the checkpoint. None: signatures are ignored.
+    Raises ValueError if no checkpoint is valid, and with `strict` if the newest one is not.
     """
-    damaged: list[str] = []
+    refused: list[DamagedError | signing.SignatureError] = []
     for _, url in reversed(folders(run_dir)):
         try:
             saved = _open(url)
@@ -160,25 +160,36 @@ def last_valid(
             signing.check(storage.join(url, MANIFEST), saved.manifest, key_file)
             if saved != trusted:
                 checkpoint_files.check_contents(url, saved.manifest, only_weights=only_weights)
-        except DamagedError as error:
+        except (DamagedError, signing.SignatureError) as error:
             if not storage.exists(storage.join(url, MANIFEST)) and not _was_committed(url):
                 continue  # another process is deleting it
             if strict:
+                restore = "restore the file, " if isinstance(error, DamagedError) else ""
                 raise ValueError(
-                    f"checkpoint.strict: {error}; restore the file, or set checkpoint.strict to false to resume from "
-                    "the last valid checkpoint"
+                    f"checkpoint.strict: {error}; {restore}or set checkpoint.strict to false to resume from the last "
+                    "valid checkpoint"
                 ) from error
-            damaged.append(str(error))
+            refused.append(error)
             continue
-        if damaged and saved != trusted:
-            _log.warning("using the checkpoint %s, as newer ones are damaged: %s", saved.url, "; ".join(damaged))
+        if refused and saved != trusted:
+            _log.warning("using the checkpoint %s, as newer ones cannot be used: %s", saved.url, _causes(refused))
         return saved
-    if damaged:
-        raise ValueError(
-            f"{run_dir} has no valid checkpoint: {'; '.join(damaged)}; restore the files, or start again with "
-            "overwrite or another run_dir"
-        )
+    if refused:
+        raise ValueError(f"{run_dir} has no valid checkpoint: {_causes(refused)}; {_advice(refused)}")
     return None
+
+
+def _causes(refused: Sequence[DamagedError | signing.SignatureError]) -> str:
+    return "; ".join(error.found if isinstance(error, signing.SignatureError) else str(error) for error in refused)
+
+
+def _advice(refused: Sequence[DamagedError | signing.SignatureError]) -> str:
+    """Returns what to do if all checkpoints were refused. To start again helps only against damage."""
+    of_signatures = [error.advice for error in refused if isinstance(error, signing.SignatureError)]
+    if not of_signatures:
+        return "restore the files, or start again with overwrite or another run_dir"
+    restore = ["restore the damaged files"] if len(of_signatures) < len(refused) else []
+    return "; ".join([*dict.fromkeys(of_signatures), *restore])
 
 
 def _open(url: str) -> Saved | None:

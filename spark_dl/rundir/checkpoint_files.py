@@ -21,7 +21,6 @@ from pyarrow.fs import FileType
 from spark_dl import storage
 from spark_dl.rundir import signing
 from spark_dl.rundir.exclusive import create_exclusively
-from spark_dl.rundir.signing import DamagedError as DamagedError
 
 MANIFEST = "MANIFEST.json"
 FORMAT = "spark_dl.checkpoint"
@@ -36,6 +35,13 @@ _OWN_FILE = re.compile(
 _CHUNK_BYTES = 16 * 2**20
 _NO_WEIGHTS = (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, ValueError, TypeError, AttributeError)
 """What `torch.load` raises for files that are none of its own, or that have other objects than tensors."""
+
+
+class DamagedError(ValueError):
+    """A checkpoint is damaged. The message names the file and the cause."""
+
+    def __init__(self, path: str, cause: str):
+        super().__init__(f"{path} is damaged: {cause}")
 
 
 def rank_file(rank: int) -> str:

@@ -16,11 +16,15 @@ FIELD = "hmac_sha256"
 _MIN_KEY_BYTES = 32
 
 
-class DamagedError(ValueError):
-    """A checkpoint is damaged. The message names the file and the cause."""
+class SignatureError(ValueError):
+    """A checkpoint has no signature, or not that of the key. Its files need not be damaged.
 
-    def __init__(self, path: str, cause: str):
-        super().__init__(f"{path} is damaged: {cause}")
+    found: the manifest, and what was found. advice: what to do.
+    """
+
+    def __init__(self, path: str, found: str, advice: str):
+        super().__init__(f"{path}: {found}; {advice}")
+        self.found, self.advice = f"{path}: {found}", advice
 
 
 def read_key(path: str) -> bytes:
@@ -50,11 +54,19 @@ def signature(manifest: Mapping[str, Any], key: bytes) -> str:
 
 
 def check(path: str, manifest: Mapping[str, Any], key_file: str | None) -> None:
-    """Raises DamagedError unless the manifest at `path` is signed with the key in the file. None: it need not be."""
+    """Raises SignatureError unless the manifest at `path` is signed with the key in the file. None: it need not be."""
     if key_file is None:
         return
     found = manifest.get(FIELD)
     if found is None:
-        raise DamagedError(path, f"it has no signature, and checkpoint.signing_key_file is set to {key_file}")
+        raise SignatureError(
+            path, f"it has no signature, and checkpoint.signing_key_file is set to {key_file}",
+            "a run that was begun without a key is resumed and loaded without checkpoint.signing_key_file; if it had "
+            "this key from its start, somebody may have changed the checkpoint",
+        )  # fmt: skip
     if not hmac.compare_digest(str(found), signature(manifest, read_key(key_file))):
-        raise DamagedError(path, f"its signature is not of the key in {key_file} (checkpoint.signing_key_file)")
+        raise SignatureError(
+            path, f"its signature is not of the key in {key_file}",
+            "set checkpoint.signing_key_file to the key that signed it; if that is this key, somebody has changed the "
+            "checkpoint",
+        )  # fmt: skip

@@ -1,6 +1,7 @@
 """Signed checkpoints: what somebody else has changed is never loaded."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -65,7 +66,7 @@ def test_S04_what_was_changed_with_its_checksums_is_refused(tmp_path, group, key
     signed(tmp_path, key_file, 1)
     url = signed(tmp_path, key_file, 2)
     attack(url)
-    with pytest.raises(ValueError, match=r"MANIFEST\.json is damaged: .*sign"):
+    with pytest.raises(ValueError, match=r"MANIFEST\.json: .*sign"):
         checkpoint.find(url, key_file=key_file)
     assert checkpoint.last_valid(str(tmp_path), key_file=key_file).step == 1
     assert "using the checkpoint" in caplog.text
@@ -78,9 +79,32 @@ def test_S04_the_checkpoint_of_another_key_is_refused_on_resume(tmp_path, group,
     other = tmp_path / "other"
     other.write_bytes(b"another key, of 32 bytes or more than that")
     config = Config(checkpoint=Checkpoint(signing_key_file=str(other)))
-    with pytest.raises(ValueError, match=r"no valid checkpoint: .*its signature is not of the key in .*other"):
+    with pytest.raises(ValueError, match=r"no valid checkpoint: .*its signature is not of the key in .*other") as found:
         attempt.begin_attempt(str(tmp_path), config, resume=True, overwrite=False)
+    assert "set checkpoint.signing_key_file to the key that signed it" in str(found.value)
+    assert not {"damaged", "overwrite", "restore"} & set(re.findall(r"\w+", str(found.value)))
     assert steps(tmp_path) == [1]  # it is still there
+
+
+def test_an_unsigned_run_is_resumed_without_the_key_and_says_so_with_it(tmp_path, group, key_file):
+    url = save(tmp_path, step=1)
+    config = Config(checkpoint=Checkpoint(signing_key_file=key_file))
+    for resume in (True, url):
+        with pytest.raises(ValueError, match=r"MANIFEST\.json: it has no signature, .*begun without a key is") as found:
+            attempt.begin_attempt(str(tmp_path), config, resume=resume, overwrite=False)
+        assert not {"damaged", "overwrite", "restore"} & set(re.findall(r"\w+", str(found.value)))
+        assert attempt.begin_attempt(str(tmp_path), Config(), resume=resume, overwrite=False)[1].step == 1
+
+
+def test_to_start_again_is_advised_only_against_damage(tmp_path, group, key_file):
+    for step in (1, 2):
+        save(tmp_path, step=step)
+    url = save(tmp_path, step=3, config=Config(checkpoint=Checkpoint(keep=3)), key=signing.read_key(key_file))
+    Path(url, "model.pt").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"model\.pt is damaged: .*000002.*000001.*no signature") as found:
+        checkpoint.last_valid(str(tmp_path), key_file=key_file)
+    assert str(found.value).count("begun without a key") == 1
+    assert str(found.value).endswith("; restore the damaged files")
 
 
 def test_a_key_that_cannot_be_used_is_an_error_that_says_how_to_make_one(tmp_path):

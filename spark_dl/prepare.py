@@ -25,7 +25,7 @@ from spark_dl.data.dataset.records import ShardSet
 from spark_dl.data.load.mixture import Mixture, dataset_configs
 from spark_dl.data.load.resume_check import check_rows, for_ranks
 from spark_dl.inputs import as_source, check_mixture, check_storage, shards_of, warn_of_few_rows
-from spark_dl.rundir import attempt, checkpoint, generations
+from spark_dl.rundir import attempt, checkpoint, generations, signing
 from spark_dl.rundir.folder import SHARDS
 from spark_dl.spec import ModelSpec, Run
 from spark_dl.training import initial
@@ -65,8 +65,10 @@ def prepare_run(
         with generations.explained(run_dir, generation):
             check_newest = functools.partial(generations.check_newest, run_dir, generation)
             code = {} if spec is None else code_of(spec)
-            if saved is not None and spec is not None:
-                warn_of_changes(saved.manifest.get("code"), code, saved.url)
+            if saved is not None:  # not of each restart, which has the same settings
+                signing.warn_if_ignored(saved.url, saved.manifest, config.checkpoint.signing_key_file)
+                if spec is not None:
+                    warn_of_changes(saved.manifest.get("code"), code, saved.url)
             spec, before = initial.begin(spec, config, saved, run_dir, overwrite=overwrite)
             reuse = saved is not None or reuse_shards
             datasets = _Datasets(run_dir, config, until_done, reuse, check_newest, stage)

@@ -9,9 +9,11 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import logging
 from collections.abc import Mapping
 from typing import Any
 
+_log = logging.getLogger("spark_dl")
 FIELD = "hmac_sha256"
 _MIN_KEY_BYTES = 32
 
@@ -69,4 +71,13 @@ def check(path: str, manifest: Mapping[str, Any], key_file: str | None) -> None:
             path, f"its signature is not of the key in {key_file}",
             "set checkpoint.signing_key_file to the key that signed it; if that is this key, somebody has changed the "
             "checkpoint",
+        )  # fmt: skip
+
+
+def warn_if_ignored(url: str, manifest: Mapping[str, Any], key_file: str | None) -> None:
+    """Logs a warning if a training begins with a signed checkpoint without a key to check it. Called on the driver."""
+    if key_file is None and FIELD in manifest:
+        _log.warning(
+            "the checkpoint %s is signed, and its signature is not checked; the new checkpoints are not signed: set "
+            "checkpoint.signing_key_file to the key that signed it", url,
         )  # fmt: skip

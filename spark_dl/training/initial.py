@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from spark_dl.config import Config
 from spark_dl.data.columns.schema import Column
-from spark_dl.rundir import checkpoint
+from spark_dl.rundir import checkpoint, signing
 from spark_dl.rundir.weights import load_weights
 from spark_dl.spec import ModelSpec, Run
 
@@ -56,6 +56,7 @@ def begin(
     if saved is not None:
         return spec, saved.columns
     found = _find(config.train.init_from, config)
+    signing.warn_if_ignored(found.url, found.manifest, config.checkpoint.signing_key_file)
     if overwrite and checkpoint.run_dir_of(found) == run_dir:
         raise ValueError(
             f"train.init_from: {found.url} is a checkpoint of the run_dir, which overwrite deletes; use another run_dir"

@@ -4,10 +4,15 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
-from spark_dl import Checkpoint, Config
+from spark_dl import Checkpoint, Config, Data, ModelSpec, Train
+from spark_dl.prepare import next_attempt, prepare_run
 from spark_dl.rundir import attempt, checkpoint, checkpoint_files, signing
+from spark_dl.training import initial
+from tests.builders.datasets import write_dataset
 from tests.unit.rundir.test_checkpoint import group as group
 from tests.unit.rundir.test_checkpoint import save, steps
 
@@ -94,6 +99,39 @@ def test_an_unsigned_run_is_resumed_without_the_key_and_says_so_with_it(tmp_path
             attempt.begin_attempt(str(tmp_path), config, resume=resume, overwrite=False)
         assert not {"damaged", "overwrite", "restore"} & set(re.findall(r"\w+", str(found.value)))
         assert attempt.begin_attempt(str(tmp_path), Config(), resume=resume, overwrite=False)[1].step == 1
+
+
+SPEC = ModelSpec(build=lambda: torch.nn.Linear(2, 1))
+
+
+def warned(caplog):
+    return [
+        record.message for record in caplog.records if "is signed, and its signature is not checked" in record.message
+    ]
+
+
+@pytest.mark.parametrize("has_key", [False, True])
+def test_a_signed_run_that_goes_on_without_its_key_warns_once(tmp_path, group, key_file, caplog, has_key):
+    rows = {"x": np.zeros((64, 2), np.float32), "y": np.zeros((64, 1), np.float32)}
+    data, settings = str(tmp_path / "data"), {"features": ("x",), "label": "y"}
+    write_dataset(data, rows, **settings)
+    config = Config(data=Data(**settings), checkpoint=Checkpoint(signing_key_file=key_file if has_key else None))
+    run_dir = str(tmp_path / "run")
+    url = save(run_dir, config=config, key=signing.read_key(key_file))
+    with prepare_run(data, SPEC, config, run_dir=run_dir, resume=True) as run:
+        assert next_attempt(run, run.generation).checkpoint == run.checkpoint == url  # a restart has the same settings
+    assert len(warned(caplog)) == (not has_key)
+    assert all(url in text and "set checkpoint.signing_key_file to the key" in text for text in warned(caplog))
+
+
+@pytest.mark.parametrize("has_key", [False, True])
+def test_a_run_that_begins_with_the_weights_of_a_signed_one_without_its_key_warns(
+    tmp_path, group, key_file, caplog, has_key
+):
+    url = save(tmp_path, model={"0": SPEC.build().state_dict()}, key=signing.read_key(key_file))
+    checkpoints = Checkpoint(signing_key_file=key_file if has_key else None)
+    initial.begin(SPEC, Config(train=Train(init_from=url), checkpoint=checkpoints), None, "/other", overwrite=False)
+    assert [url in text for text in warned(caplog)] == [True] * (not has_key)
 
 
 def test_to_start_again_is_advised_only_against_damage(tmp_path, group, key_file):

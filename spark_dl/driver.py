@@ -128,7 +128,7 @@ def train(
     spark: the session; by default that of the DataFrame, of this thread or of the process.
 
     Raises ValueError for invalid settings, models and data, if possible before any rank starts; RuntimeError if the
-    cluster cannot run the job; RankError if a rank fails, and another attempt would fail as well, or
+    cluster cannot run the job; RankError if a rank fails, and another attempt would fail as well or cannot start, or
     `launch.max_restarts` are done.
     """
     start, functions = time.perf_counter(), as_functions(on_event)

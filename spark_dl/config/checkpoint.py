@@ -28,8 +28,9 @@ class Checkpoint:
     """Write checkpoints while training goes on. Training stands still for a copy of the state alone, which needs as
     much memory of the host as the state has. The next checkpoint waits for the one before, and raises its error."""
     on_error: OnError = "raise"
-    """Whether the run ends if the storage refuses a checkpoint, for example because a disk is full or read-only.
-    `raise` ends it. `warn` logs a warning, and training goes on; the last checkpoint of the run must be written."""
+    """What happens if the storage refuses a checkpoint, for example because a disk is full or read-only. `raise` ends
+    the attempt, and the ranks are started again, up to `launch.max_restarts` times. `warn` logs a warning, and training
+    goes on; the last checkpoint of the run must be written."""
     signing_key_file: str | None = None
     """File with a key of at least 32 bytes, on the driver and on the host of rank 0. Checkpoints are signed with it
     (HMAC-SHA256), and a checkpoint with another signature, or without one, is never loaded."""

@@ -51,7 +51,9 @@ def run_attempts(
     default_restarts: what `launch.max_restarts` is with "auto".
     on_restart: called before each restart, with the error and the number of restarts so far.
     Raises the RankError of the last attempt, which has the errors of those before it, if it is not worth another one
-    (`reason_to_stop`). Other errors, such as those of the cluster or an interrupt, are raised as they are.
+    (`reason_to_stop`), or if the attempt after it ends with an error of the driver, such as a full disk of the run
+    folder, which is its cause then. Before a failure of a rank, errors of the driver are raised as they are. So are, at
+    any time, an interrupt and exceptions of other classes than Python's own, as of an `on_event`.
     """
     max_restarts = default_restarts if launch.max_restarts == "auto" else launch.max_restarts
     failures: list[RankError] = []
@@ -62,6 +64,11 @@ def run_attempts(
             failures.append(error)
             if reason := reason_to_stop(failures, max_restarts):
                 raise (error if len(failures) == 1 else error.after(failures[:-1], reason)) from error.__cause__
+        except Exception as error:
+            if not failures or type(error).__module__ != "builtins":
+                raise
+            why_last = f"the next one ended with {type(error).__name__}: {error}"
+            raise failures[-1].after(failures[:-1], why_last) from error
         wait_s = backoff_s(len(failures), launch.restart_wait_s)
         counted = sum(not failure.is_preemption for failure in failures)
         number = "preempted" if failures[-1].is_preemption else f"restart {counted} of {max_restarts}"

@@ -64,7 +64,8 @@ class RankError(RuntimeError):
 
     def after(self, earlier: Sequence[RankError], why_last: str) -> RankError:
         """Returns this error as that of the last of several attempts. why_last: why there is no other one."""
-        reason = f"{self.reason} (after {len(earlier) + 1} attempts; {why_last})"
+        attempts = f"{len(earlier) + 1} attempt{'s' if earlier else ''}"
+        reason = f"{self.reason} (after {attempts}; {why_last})"
         about = {name: getattr(self, name) for name in _ABOUT_RANK}
         return RankError(reason, **{**about, "earlier": tuple(error.reason for error in earlier)})
 

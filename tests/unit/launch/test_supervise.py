@@ -151,6 +151,34 @@ def test_an_error_that_is_not_of_a_rank_is_raised_at_once():
             attempts_of([error, killed()])
 
 
+@pytest.mark.parametrize("error", [
+    ValueError("cannot write to the run_dir /run: [Errno 28] No space left on device"), RuntimeError("too few slots"),
+    PermissionError(13, "Permission denied"),
+], ids=["full", "slots", "denied"])  # fmt: skip
+@pytest.mark.parametrize("before", [0, 1])
+def test_F12_the_failures_before_a_restart_that_cannot_begin_are_kept(error, before):
+    refused = "checkpoint at step 4 not saved: it needs about 9 bytes, and 1 bytes are free"
+    with pytest.raises(RankError) as caught:
+        attempts_of([*[killed(3)] * before, raised(refused, 4, rank_traceback="File x"), error, killed()])
+    first, *others = str(caught.value).split("\n\n")[0].split("\n")
+    assert first.startswith(f"rank 1 on a failed: {refused} (after {before + 1} attempt")
+    assert first.endswith(f"; the next one ended with {type(error).__name__}: {error})")
+    assert others == ["Attempt 1: rank 1 on a (pid 7) was killed"] * before
+    assert caught.value.__cause__ is error
+    assert (caught.value.step, caught.value.rank_traceback) == (4, "File x")
+
+
+class StoppedByUserError(Exception):
+    """As of a function of `on_event`."""
+
+
+def test_an_interrupt_and_exceptions_of_the_user_are_raised_as_they_are_after_a_restart():
+    for error in (KeyboardInterrupt(), StoppedByUserError()):
+        with pytest.raises(type(error)) as caught:
+            attempts_of([killed(3), error])
+        assert caught.value is error
+
+
 def test_the_wait_doubles_up_to_a_minute_with_up_to_a_quarter_more():
     for failures, least in ((1, 0.5), (2, 1.0), (3, 2.0), (7, 32.0), (8, 60.0), (500, 60.0)):
         waits = [backoff_s(failures, 0.5) for _ in range(50)]

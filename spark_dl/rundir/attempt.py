@@ -18,6 +18,8 @@ from spark_dl.spec import Run
 from spark_dl.training import metrics
 
 _log = logging.getLogger("spark_dl")
+_LISTED = 10
+"""Checkpoints in an error."""
 
 
 def begin_attempt(
@@ -73,6 +75,10 @@ def _to_resume(run_dir: str, config: Config, resume: bool | str) -> checkpoint.S
         return checkpoint.last_valid(run_dir, strict=strict, key_file=key_file)
     try:
         found = checkpoint.find(resume, key_file=key_file)
+    except checkpoint.NoCheckpointError as error:
+        raise ValueError(
+            f"resume: {error}; expected the path or URL of a checkpoint, and {_listed(run_dir)}"
+        ) from error
     except ValueError as error:
         raise ValueError(f"resume: {error}") from error
     if checkpoint.run_dir_of(found) != run_dir:
@@ -81,6 +87,13 @@ def _to_resume(run_dir: str, config: Config, resume: bool | str) -> checkpoint.S
             "its weights, set train.init_from"
         )
     return found
+
+
+def _listed(run_dir: str) -> str:
+    """Returns the checkpoints of a run in words, the newest first."""
+    urls = [saved.url for saved in reversed(checkpoint.list_checkpoints(run_dir))]
+    more = f" and {len(urls) - _LISTED} more" if len(urls) > _LISTED else ""
+    return f"{run_dir} has {', '.join(urls[:_LISTED]) or 'none'}{more}"
 
 
 def _check_resume(run_dir: str, config: Config, resume: bool | str) -> checkpoint.Saved | None:

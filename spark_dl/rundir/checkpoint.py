@@ -64,6 +64,10 @@ class Saved:
         return tuple(Column.from_plain(c) for c in self.manifest["columns"])
 
 
+class NoCheckpointError(ValueError):
+    """There is no checkpoint at a URL."""
+
+
 def folder(run_dir: str) -> str:
     """Returns the folder of a run's checkpoints."""
     return storage.join(run_dir, FOLDER)
@@ -226,20 +230,20 @@ def find(url: str | os.PathLike[str], *, only_weights: bool = False, key_file: s
     """Opens a checkpoint by its URL, or the last valid checkpoint by the run folder, and checks its files.
 
     Called on the driver. only_weights: whether only the files of the weights are checked. key_file: file with the key
-    that must have signed it; None ignores signatures. Raises ValueError if there is no checkpoint, or if it is damaged
-    or has another signature, with the file and the cause.
+    that must have signed it; None ignores signatures. Raises NoCheckpointError if there is none, and ValueError if it
+    is damaged or has another signature, with the file and the cause.
     """
     url = storage.absolute(url)
     if parse_name(storage.name(url)) is not None or storage.exists(storage.join(url, MANIFEST)):
         saved = _open(url)
         if saved is None:
-            raise ValueError(f"no checkpoint at {url}: it has no {MANIFEST}")
+            raise NoCheckpointError(f"no checkpoint at {url}: it has no {MANIFEST}")
         signing.check(storage.join(url, MANIFEST), saved.manifest, key_file)
         checkpoint_files.check_contents(url, saved.manifest, only_weights=only_weights)
         return saved
     saved = last_valid(url, only_weights=only_weights, key_file=key_file)
     if saved is None:
-        raise ValueError(f"no checkpoint at {url}: expected a checkpoint, or a run folder with checkpoints")
+        raise NoCheckpointError(f"no checkpoint at {url}: expected a checkpoint, or a run folder with checkpoints")
     return saved
 
 

@@ -352,6 +352,22 @@ def test_what_may_not_begin_leaves_an_attempt_that_runs_alone(tmp_path):
     assert read_generation(str(tmp_path)) == 0
 
 
+@pytest.mark.parametrize("wrong", ["step-00000001.gen-0001", "last", "{run_dir}/checkpoints/step-00000099.gen-0001"])
+def test_a_checkpoint_to_resume_from_that_is_not_there_is_an_error_that_lists_those_of_the_run(tmp_path, wrong):
+    run_dir = str(tmp_path / "run")
+
+    def resume():
+        with pytest.raises(ValueError, match=r"^resume: no checkpoint at /.*; expected the path or URL of a") as found:
+            attempt.begin_attempt(run_dir, Config(), resume=wrong.format(run_dir=run_dir), overwrite=False)
+        return str(found.value).partition("; ")[2]
+
+    assert resume() == f"expected the path or URL of a checkpoint, and {run_dir} has none"
+    made = [str(handmade(run_dir, step)) for step in range(1, 13)]
+    Path(made[10], "MANIFEST.json").unlink()  # it was not committed
+    listed = ", ".join([made[11], *made[1:10][::-1]])
+    assert resume() == f"expected the path or URL of a checkpoint, and {run_dir} has {listed} and 1 more"
+
+
 def test_a_rank_of_an_older_attempt_cannot_commit(tmp_path, group):
     old = checkpoint.start_generation(str(tmp_path))
     save(tmp_path, step=1, generation=old)

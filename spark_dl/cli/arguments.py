@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import jsonargparse
 
 from spark_dl.config import Config
+from spark_dl.config.kinds import hints_of
 from spark_dl.config.load import describe_settings, parse_config
 from spark_dl.launch.session import build_session
 from spark_dl.spec import ModelSpec, import_object
@@ -132,8 +133,9 @@ def parse(description: str, options: Mapping[str, tuple[Any, Any, str]]) -> Job:
             parser.add_argument(f"--{name}", type=kind, default=default, help=text)
     parser.add_class_arguments(Input, "input")
     parser.add_class_arguments(Model, "model")
-    own = [*options, "master", "spark_conf", "config"]
-    own += [f"{name}.{key}" for name, section in (("input", Input), ("model", Model)) for key in vars(section())]
+    own = {name: kind for name, (kind, *_) in options.items()}
+    own |= {"master": str | None, "spark_conf": dict[str, str], "config": str}
+    own |= hints_of({"input": Input, "model": Model})
     try:
         config, parsed = parse_config(parser, sys.argv[1:], own)
         return Job(

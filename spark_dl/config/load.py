@@ -21,6 +21,7 @@ import yaml
 from spark_dl import strategies
 from spark_dl.config import Config
 from spark_dl.config.checks import check, suggestion
+from spark_dl.config.kinds import SECTION, explain_value, hints_of
 from spark_dl.config.parallel import Parallel
 
 DEFAULT_STRATEGY = "ddp"
@@ -55,7 +56,7 @@ def build_config(plain: Mapping[str, Any]) -> Config:
             raise ValueError(f"unknown config key {name!r}{suggestion(str(name), list(known))}")
         if name == "sequences" and values is None:
             continue
-        check(isinstance(values, Mapping), name, "a mapping of keys to values", values)
+        check(isinstance(values, Mapping), name, SECTION, values)
         own = {key: value for key, value in values.items() if (name, key) != ("parallel", "strategy")}
         fields = {f.name: f for f in dataclasses.fields(known[name])}
         for key in own:
@@ -103,11 +104,11 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] | Mappi
 
 
 def parse_config(
-    parser: jsonargparse.ArgumentParser, args: Sequence[str], more_keys: Sequence[str] = ()
+    parser: jsonargparse.ArgumentParser, args: Sequence[str], more_hints: Mapping[str, Any] | None = None
 ) -> tuple[Config, dict[str, Any]]:
     """Adds all settings to a parser that has `--config`, and parses. Returns the settings and all parsed values.
 
-    more_keys: other arguments of the parser, for suggestions. Raises ValueError as `load_config` does.
+    more_hints: types of the other arguments of the parser, for messages. Raises ValueError as `load_config` does.
     """
     strategy = strategy_of(args)
     known = sections(strategy)
@@ -120,7 +121,7 @@ def parse_config(
     try:
         parsed = parser.parse_args(list(args)).as_dict()
     except jsonargparse.ArgumentError as error:
-        raise ValueError(_explain(str(error), strategy, [*config_keys(strategy), *more_keys])) from None
+        raise ValueError(_explain(str(error), strategy, {**hints_of(known), **(more_hints or {})})) from None
     return build_config({name: values for name, values in parsed.items() if name in known}), parsed
 
 
@@ -150,21 +151,25 @@ def _strategy_in(name: str, value: str) -> str | None:
     return None if strategy is None else str(strategy)
 
 
-def _explain(message: str, strategy: str, known: Sequence[str]) -> str:
-    """Returns the message of jsonargparse in one line. For an unknown key it has the closest known key."""
+def _explain(message: str, strategy: str, hints: Mapping[str, Any]) -> str:
+    """Returns an error of jsonargparse as one of a setting. For an unknown key it has the closest known key."""
     message = _as_of_group(message)
     group = re.search(r"Group '([\w.]+)' does not accept option '([\w.]+)'", message)
     other = re.search(r"(?:[Uu]nrecognized arguments: --|Option ')([\w.]+)", message)
     key = ".".join(group.groups()) if group else other.group(1) if other else None
-    if key is None:
-        return re.sub(r"\s+", " ", message.replace('Parser key "', '"')).strip()
-    return _unknown_key(key, strategy, known)
+    if key is not None:
+        return _unknown_key(key, strategy, [*(k for k in hints if k not in sections()), "parallel.strategy"])
+    if explained := explain_value(message, hints):
+        return explained
+    if unexpected := re.match(r"Unexpected config: (.*)", message, re.DOTALL):
+        return f"config: expected sections with settings, found {unexpected[1]!r:.200}"
+    return re.sub(r"\s+", " ", re.sub(r'Parser key "([\w.]+)":', r"\1:", message)).strip()
 
 
 def _as_of_group(message: str) -> str:
     """Rewrites a message about `sequences`, an optional section, in the form of messages about other sections."""
     section = re.match(r'Parser key "(\w+)":\s+Does not validate against any of the Union subtypes', message)
-    problem = re.search(r"Problem with given class_path '[\w.]+':\s+(.*?)\s+- Expected a ", message, re.DOTALL)
+    problem = re.search(r"Problem with given class_path '[\w.]+':\s+(.*)\s+- Expected a ", message, re.DOTALL)
     if not (section and problem):
         return message
     name = section.group(1)

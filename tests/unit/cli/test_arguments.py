@@ -26,6 +26,19 @@ def test_help_explains_every_setting(monkeypatch, capsys):
     assert [key for key in config_keys() if not re.search(option.format(re.escape(key)), said)] == []
 
 
+@pytest.mark.parametrize(("args", "message"), [
+    (["--copies", "two"], "copies: expected a whole number, found 'two'"),
+    (["--spark_conf", "3"], "spark_conf: expected a mapping of names to strings, found 3"),
+    (["--input.sql", "3"], "input.sql: expected a mapping of names to strings, found 3"),
+    (["--model", "3"], "model: expected a section with settings, found 3"),
+])  # fmt: skip
+def test_an_option_of_another_type_is_an_error_that_says_what_it_takes(monkeypatch, capsys, args, message):
+    monkeypatch.setattr(sys, "argv", ["job.py", *args])
+    with pytest.raises(SystemExit, match="^2$"):
+        arguments.parse("A job.", {"copies": (int, 1, "number of copies")})
+    assert capsys.readouterr().err == f"error: {message}\n"
+
+
 def test_help_lists_every_strategy_with_a_line_for_each_of_its_settings(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["train.py", "--help"])
     with pytest.raises(SystemExit, match="^0$"):

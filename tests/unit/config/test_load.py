@@ -1,6 +1,7 @@
 """Settings from YAML files, overrides and plain dicts."""
 
 import json
+import re
 
 import pytest
 import yaml
@@ -124,6 +125,45 @@ def test_B25_a_value_that_does_not_fit_names_its_key(override):
         load_config(None, [override])
 
 
+@pytest.mark.parametrize(("override", "message"), [
+    ("launch.num_ranks=two", "launch.num_ranks: expected a whole number, found 'two'"),
+    ("launch.num_ranks=1.5", "launch.num_ranks: expected a whole number, found 1.5"),
+    ("launch.num_ranks=null", "launch.num_ranks: expected a whole number, found None"),
+    ("launch.restart_wait_s=nan", "launch.restart_wait_s: expected a number, found 'nan'"),
+    ("loader.shuffle=3", "loader.shuffle: expected true or false, found 3"),
+    ("launch.max_restarts=always", "launch.max_restarts: expected a whole number or 'auto', found 'always'"),
+    ("train.max_steps=[1]", "train.max_steps: expected a whole number or null, found [1]"),
+    ("checkpoint.on_error=ignore", "checkpoint.on_error: expected 'raise' or 'warn', found 'ignore'"),
+    ("data.features=a", "data.features: expected a list of strings, found 'a'"),
+    ("track.profile_steps=[1]", "track.profile_steps: expected a list of 2 whole numbers or null, found [1]"),
+    ("loader.proportions=3", "loader.proportions: expected a mapping of names to numbers, found 3"),
+    ("train.optimizer_args={lr: [1", "train.optimizer_args: expected a mapping, found '{lr: [1'"),
+    ("launch=2", "launch: expected a section with settings, found 2"),
+    ("launch=fast", "launch: expected a section with settings, found 'fast'"),
+    ("launch={num_ranks: 2, min_ranks: x}", "launch.min_ranks: expected a whole number or null, found 'x'"),
+    ("parallel.bucket_mib=x", "parallel.bucket_mib: expected a number or 'auto', found 'x'"),
+    ("sequences=3", "sequences: expected a section with settings, found 3"),
+    ("sequences={length: 3, order: [1]}", "sequences.order: expected a string or null, found [1]"),
+    ("sequences.length=long", "sequences.length: expected a whole number, found 'long'"),
+    ("sequences={stride: 2}", "sequences.length: expected a whole number, found nothing"),
+])  # fmt: skip
+def test_B25_a_value_of_another_type_is_an_error_that_says_what_the_setting_takes(override, message):
+    with pytest.raises(ValueError, match=rf"^{re.escape(message)}$"):
+        load_config(None, [override])
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("launch: {num_ranks: two}", "launch.num_ranks: expected a whole number, found 'two'"),
+    ("launch: 2", "launch: expected a section with settings, found 2"),
+    ("sequences: [1]", "sequences: expected a section with settings, found [1]"),
+    ("sequences: {length: 3, stride: x}", "sequences.stride: expected a whole number, found 'x'"),
+    ("3", "config: expected sections with settings, found '3"),
+])  # fmt: skip
+def test_B25_a_value_of_another_type_in_a_file_is_the_same_error(tmp_path, text, message):
+    with pytest.raises(ValueError, match=rf"^{re.escape(message)}"):
+        load_config(write(tmp_path, text))
+
+
 def test_sequences_need_a_length_and_may_be_null(tmp_path):
     for load in (
         lambda: build_config({"sequences": {"stride": 2}}),
@@ -147,10 +187,10 @@ def test_a_file_that_does_not_exist_is_named(tmp_path):
     ({"trian": {}}, "unknown config key 'trian'; did you mean 'train'"),
     ({"train": {"lrs": 1}}, r"unknown config key 'train\.lrs'; did you mean 'train\.lr'"),
     ({"sequences": {"lenth": 1}}, r"unknown config key 'sequences\.lenth'; did you mean 'sequences\.length'"),
-    ({"train": None}, "^train: expected a mapping"),
-    ({"train": [1]}, "^train: expected a mapping"),
-    ({"parallel": None}, "^parallel: expected a mapping"),
-    ({"parallel": "ddp"}, "^parallel: expected a mapping"),
+    ({"train": None}, "^train: expected a section with settings, found "),
+    ({"train": [1]}, "^train: expected a section with settings, found "),
+    ({"parallel": None}, "^parallel: expected a section with settings, found "),
+    ({"parallel": "ddp"}, "^parallel: expected a section with settings, found "),
 ])  # fmt: skip
 def test_plain_dicts_are_checked_like_files(sections, message):
     with pytest.raises(ValueError, match=message):

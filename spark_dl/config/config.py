@@ -39,11 +39,24 @@ class Config:
     faults: Faults = field(default_factory=Faults)
 
     def __post_init__(self) -> None:
+        self._check_sections()
         check_conflicts(self)
         try:
             self.to_dict()
         except TypeError as error:
             raise ValueError(f"the settings must be plain numbers, strings, lists and mappings: {error}") from None
+
+    def _check_sections(self) -> None:
+        """Raises ValueError for a section that is another object, such as a dict."""
+        for section in dataclasses.fields(self):
+            kind: Any = section.type
+            if not isinstance(value := getattr(self, section.name), kind):
+                kind = {Parallel: DDP, Sequences | None: Sequences}.get(kind, kind)
+                example = ", or the settings of another strategy" if kind is DDP else ""
+                raise ValueError(
+                    f"{section.name}: expected a spark_dl.{kind.__name__}{example}, found a {type(value).__name__}; "
+                    f"pass spark_dl.{kind.__name__}(...), or read settings by key with spark_dl.load_config"
+                )
 
     @property
     def stored_columns(self) -> tuple[str, ...]:

@@ -332,6 +332,25 @@ def test_B25_an_unknown_setting_in_python_suggests_the_nearest(build, key, near)
         build()
 
 
+@pytest.mark.parametrize("value", [{"num_ranks": 2}, "mesh", 3, Config])
+@pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(Config)])
+def test_B25_another_object_for_a_section_is_an_error_that_names_the_class(name, value):
+    expected = r"a spark_dl\.DDP, or the settings of another strategy" if name == "parallel" else r"a spark_dl\.\w+"
+    found = type(value).__name__
+    with pytest.raises(
+        ValueError, match=rf"^{name}: expected {expected}, found a {found}; pass spark_dl\.\w+\(\.\.\.\)"
+    ):
+        Config(**{name: value})
+
+
+def test_B25_a_section_of_another_name_or_none_is_an_error():
+    with pytest.raises(ValueError, match=r"^launch: expected a spark_dl\.Launch, found a Train;"):
+        Config(launch=Train())
+    with pytest.raises(ValueError, match=r"^train: expected a spark_dl\.Train, found a NoneType;"):
+        Config(train=None)
+    assert Config(sequences=None) == Config()
+
+
 @pytest.mark.parametrize("section", [*sections().values(), *(strategies.find(n).settings for n in names()), Config])
 def test_B25_every_section_knows_its_settings(section):
     known = "(expected one of|did you mean|there are none)"

@@ -19,6 +19,7 @@ OPTIONS: dict[str, tuple[Any, Any, str]] = {
     "export": (str | None, None, "safetensors file to write the trained weights to; nothing is overwritten"),
     "no_progress": (bool, False, "do not show a progress bar"),
 }
+EXCLUSIVE = (("resume", "overwrite"), ("resume_from", "overwrite"), ("resume_from", "resume"))
 
 
 def train(job: cli.Job) -> dict[str, Any]:
@@ -77,5 +78,5 @@ def write_predictions(job: cli.Job, spec: spark_dl.ModelSpec, data: Any, result:
 
 
 if __name__ == "__main__":
-    settings = cli.parse(__doc__, OPTIONS)
+    settings = cli.parse(__doc__, OPTIONS, exclusive=EXCLUSIVE)
     cli.run(lambda: train(settings))

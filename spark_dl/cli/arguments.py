@@ -110,10 +110,13 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter, jsonargparse.DefaultH
     """Keeps line breaks in the description and in the list of settings."""
 
 
-def parse(description: str, options: Mapping[str, tuple[Any, Any, str]]) -> Job:
+def parse(
+    description: str, options: Mapping[str, tuple[Any, Any, str]], *, exclusive: Iterable[tuple[str, str]] = ()
+) -> Job:
     """Reads the command line and `--config` files. Ends the process with exit code 2 on wrong usage.
 
     options: options of this job, name -> (type, default, help). A bool is a flag.
+    exclusive: pairs of options of which at most one may be set.
     """
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)  # for --help
     parser = jsonargparse.ArgumentParser(
@@ -138,6 +141,9 @@ def parse(description: str, options: Mapping[str, tuple[Any, Any, str]]) -> Job:
     own |= hints_of({"input": Input, "model": Model})
     try:
         config, parsed = parse_config(parser, sys.argv[1:], own)
+        for one, other in exclusive:
+            if parsed[one] and parsed[other]:
+                raise ValueError(f"--{one} and --{other} exclude each other; pass only one of them")
         return Job(
             args={name: parsed[name] for name in (*options, "master", "spark_conf")},
             config=config,

@@ -1,13 +1,17 @@
 """What the jobs share, without Spark."""
 
 import re
+import runpy
 import sys
+from pathlib import Path
 
 import pytest
 
 from spark_dl import strategies
 from spark_dl.cli import arguments
 from spark_dl.config.load import config_keys
+
+JOBS = Path(__file__).parents[3] / "jobs"
 
 
 def test_datasets_by_url_are_handed_on_whoever_wrote_them(tmp_path):
@@ -37,6 +41,30 @@ def test_an_option_of_another_type_is_an_error_that_says_what_it_takes(monkeypat
     with pytest.raises(SystemExit, match="^2$"):
         arguments.parse("A job.", {"copies": (int, 1, "number of copies")})
     assert capsys.readouterr().err == f"error: {message}\n"
+
+
+@pytest.mark.parametrize(("args", "message"), [
+    (["--resume", "--overwrite"], "--resume and --overwrite exclude each other"),
+    (["--resume_from", "/run/checkpoints/step-3", "--overwrite"], "--resume_from and --overwrite exclude each other"),
+    (["--resume_from", "/run/checkpoints/step-3", "--resume"], "--resume_from and --resume exclude each other"),
+])  # fmt: skip
+def test_options_that_exclude_each_other_are_wrong_usage_before_spark_starts(monkeypatch, capsys, args, message):
+    monkeypatch.setattr(sys, "argv", ["train.py", *args])
+    with pytest.raises(SystemExit, match="^2$"):  # without a model, the job itself ends with 1 before it starts Spark
+        runpy.run_path(str(JOBS / "train.py"), run_name="__main__")
+    assert capsys.readouterr().err.startswith(f"error: {message};")
+
+
+def test_each_of_the_options_is_taken_alone_from_the_command_line_or_a_file(monkeypatch, tmp_path):
+    (tmp_path / "run.yaml").write_text("resume: true\n")
+    options, pairs = {"resume": (bool, False, ""), "overwrite": (bool, False, "")}, [("resume", "overwrite")]
+    for args in (["--resume"], ["--overwrite"], [f"--config={tmp_path / 'run.yaml'}"], []):
+        monkeypatch.setattr(sys, "argv", ["train.py", *args])
+        job = arguments.parse("A job.", options, exclusive=pairs)
+        assert job.args["resume"] + job.args["overwrite"] == len(args)
+    monkeypatch.setattr(sys, "argv", ["train.py", f"--config={tmp_path / 'run.yaml'}", "--overwrite"])
+    with pytest.raises(SystemExit, match="^2$"):
+        arguments.parse("A job.", options, exclusive=pairs)
 
 
 def test_help_lists_every_strategy_with_a_line_for_each_of_its_settings(monkeypatch, capsys):

@@ -133,15 +133,18 @@ def check_slots(spark: Any, launch: Launch, profile: Any = None, wait_s: float |
 
 
 def num_tasks(spark: Any, num_ranks: int, profile: Any, left_out: Collection[str]) -> int:
-    """Returns how many tasks a job of ranks has: more than ranks, if hosts can be left out (`rank.tasks`)."""
+    """Returns how many tasks a job of ranks has: more than ranks, if hosts can be left out (`rank.tasks`).
+
+    Logs which hosts are left out, or that the others have too few slots, if there are others.
+    """
     usable = usable_slots(spark, profile, left_out)
     if usable is not None and usable >= num_ranks:
         _log.warning("leaving out %s, where ranks keep failing", ", ".join(sorted(left_out)))
         return num_slots(spark, profile) or num_ranks
-    if left_out:
+    if usable:
         _log.warning(
             "ranks keep failing on %s; the other hosts have %s slots for %d ranks, so it is not left out",
-            ", ".join(sorted(left_out)), usable or 0, num_ranks,
+            ", ".join(sorted(left_out)), usable, num_ranks,
         )  # fmt: skip
     return num_ranks
 

@@ -95,7 +95,9 @@ def reason_to_stop(failures: Sequence[RankError], max_restarts: int) -> str:
             return f"the same error came twice in step {last.step}"
     if len(failures) - (preempted if max_restarts else 0) > max_restarts:
         hosts = {failure.host for failure in failures if not failure.is_preemption}
-        same = len(failures) - preempted > 1 and len(hosts) == 1
+        others = frozenset[str]().union(*(failure.hosts for failure in failures)) - hosts
+        # A host can only be taken out if there are others.
+        same = len(failures) - preempted > 1 and len(hosts) == 1 and others
         where = f", and all failures were on host {hosts.pop()}: take it out of the cluster" if same else ""
         return f"launch.max_restarts is {max_restarts}{where}"
     return ""

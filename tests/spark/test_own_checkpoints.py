@@ -98,3 +98,24 @@ def test_what_cannot_be_saved_is_an_error_that_says_why(spark, tmp_path):
         spark_dl.launch(save_without_group, num_ranks=1, spark=spark)
     with pytest.raises(ValueError, match="resume: expected a run_dir with it, found none"):
         spark_dl.launch(save_without_group, num_ranks=1, resume=True, spark=spark)
+
+
+def save_on_one_rank(folder):
+    """Only rank 0 calls a collective operation. Leaves a file per attempt."""
+    checkpoints = spark_dl.open_checkpoints()
+    dist.init_process_group()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        pathlib.Path(folder, os.environ["TORCHELASTIC_RESTART_COUNT"]).touch()
+        checkpoints.save({}, step=1)
+
+
+@pytest.mark.slow
+@pytest.mark.modes("local")
+def test_B31_a_collective_operation_of_one_rank_alone_is_not_retried(spark, tmp_path, caplog):
+    with pytest.raises(RankError, match=r"rank 1 on .* had returned from the function before, without an") as caught:
+        spark_dl.launch(save_on_one_rank, str(tmp_path), settings=QUICK, run_dir=tmp_path / "run", spark=spark)
+    assert not caught.value.is_retryable
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "run"]
+    assert "keep failing" not in caplog.text + str(caught.value)
+    assert "take it out" not in str(caught.value)

@@ -23,6 +23,7 @@ class RankError(RuntimeError):
     is_retryable: whether another attempt can succeed. It cannot after an error of the code or of the data.
     earlier: reasons of the failures of earlier attempts, oldest first.
     stacks: after a hang, where each rank was, with the stacks of its threads.
+    hosts: of the ranks of the attempt, as far as they are known; none over Spark Connect.
     rank and pid are None if only Spark reports the failure, for example of a killed rank over Spark Connect.
     """
 
@@ -41,6 +42,7 @@ class RankError(RuntimeError):
         is_retryable: bool = True,
         earlier: tuple[str, ...] = (),
         stacks: str = "",
+        hosts: frozenset[str] = frozenset(),
     ):
         text = reason
         for number, failure in enumerate(earlier, 1):
@@ -55,7 +57,7 @@ class RankError(RuntimeError):
         self.rank, self.host, self.pid = rank, host, pid
         self.reason, self.rank_traceback, self.rank_output = reason, rank_traceback, rank_output
         self.step, self.phase, self.error, self.is_retryable = step, phase, error, is_retryable
-        self.earlier, self.stacks = earlier, stacks
+        self.earlier, self.stacks, self.hosts = earlier, stacks, hosts
 
     @property
     def is_preemption(self) -> bool:
@@ -86,7 +88,7 @@ class RankError(RuntimeError):
 
 _ABOUT_RANK = (
     "rank", "host", "pid", "rank_traceback", "rank_output", "step", "phase", "error", "is_retryable", "earlier",
-    "stacks",
+    "stacks", "hosts",
 )  # fmt: skip
 
 

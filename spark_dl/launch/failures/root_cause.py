@@ -29,6 +29,19 @@ def root_cause(
     known: what each task has reported about itself. silent: seconds since the last heartbeat, of the silent tasks.
     memories: the memory of the tasks, by their last heartbeats.
     """
+    found = _first_of_all(failures, known, error, silent, memories or {})
+    if isinstance(found, RankError):
+        found.hosts = frozenset(who["host"] for who in known.values() if who.get("host"))
+    return found
+
+
+def _first_of_all(
+    failures: list[dict[str, Any]],
+    known: Mapping[int, Mapping[str, Any]],
+    error: BaseException | None,
+    silent: Mapping[int, float],
+    memories: Mapping[int, Memory],
+) -> BaseException:
     raised = [f for f in failures if f["kind"] == "failed"]
     by_spark = failure_in(str(error)) if error else None
     if by_spark:
@@ -41,7 +54,7 @@ def root_cause(
         return RuntimeError(f"the Spark job of the ranks was cancelled ({cancelled[0].strip()}); resume the run")
     aborted = bool(lost) and _signal_of(known.get(lost[0]["task"], {}).get("crash", "")) == "SIGABRT"
     if lost and not (aborted and silent):
-        return _error_of_lost(lost[0]["task"], known, memories or {}, raised)
+        return _error_of_lost(lost[0]["task"], known, memories, raised)
     if silent:
         tasks = sorted(silent, key=lambda task: -silent[task])
         return _error_about(tasks, (
@@ -57,7 +70,9 @@ def root_cause(
     if raised and (text := mismatch({**known, **last})):
         return _error_of({**raised[0], "error": text, "is_retryable": False})
     if raised:
-        return _error_of(raised[0], _left_early(raised[0], known))
+        left = _left_early(raised[0], known)
+        # An error of the code, which leaves a collective operation to some ranks: the next attempt would do so again.
+        return _error_of({**raised[0], "is_retryable": raised[0].get("is_retryable", True) and not left}, left)
     text = str(error)
     if missing := missing_on_executors(text):
         return RuntimeError(f"{missing}. Spark's error: {_last_lines(text)}")

@@ -1,5 +1,6 @@
 """Settings of Spark that forbid a launch: each beside a session without it."""
 
+import logging
 import types
 
 import pytest
@@ -25,3 +26,16 @@ def test_S10_unencrypted_gradients_are_refused_where_spark_encrypts(key):
     preflight.check_encryption(spark, Launch(num_ranks=1))  # which sends none
     preflight.check_encryption(types.SimpleNamespace(conf={key: "false"}), Launch(num_ranks=2))
     preflight.check_encryption(types.SimpleNamespace(conf={}), Launch(num_ranks=2))
+
+
+@pytest.mark.parametrize(("cores", "num_tasks", "message"), [
+    ({"a": 2, "b": 2}, 4, "leaving out a, where ranks keep failing"),
+    ({"a": 3, "b": 1}, 2, "ranks keep failing on a; the other hosts have 1 slots for 2 ranks, so it is not left out"),
+    ({"a": 4}, 2, ""), ({}, 2, ""),
+], ids=["enough", "too few", "one host", "local master"])  # fmt: skip
+def test_F31_a_host_is_left_out_or_named_only_if_there_are_others(monkeypatch, caplog, cores, num_tasks, message):
+    monkeypatch.setattr(preflight, "_cores_by_host", lambda spark: cores)
+    monkeypatch.setattr(preflight, "num_slots", lambda spark, profile: 4)
+    with caplog.at_level(logging.INFO, "spark_dl"):
+        assert preflight.num_tasks(object(), 2, None, {"a"}) == num_tasks
+    assert [record.message for record in caplog.records] == ([message] if message else [])

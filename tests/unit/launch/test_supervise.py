@@ -13,8 +13,8 @@ from spark_dl.launch.supervise import backoff_s, failing_hosts, reason_to_stop, 
 QUICK = Launch(restart_wait_s=0)
 
 
-def killed(step=None):
-    return RankError("rank 1 on a (pid 7) was killed", rank=1, host="a", pid=7, step=step, phase="training")
+def killed(step=None, **about):
+    return RankError("rank 1 on a (pid 7) was killed", rank=1, host="a", pid=7, step=step, phase="training", **about)
 
 
 def raised(text, step, **about):
@@ -68,13 +68,18 @@ def test_F10_ranks_whose_host_is_taken_away_do_not_count_up_to_the_restarts():
 
 
 def test_F31_a_host_on_which_all_attempts_fail_is_named():
-    same = [killed(1), raised("RuntimeError: CUDA error", 4), killed(9)]
+    same = [killed(1), raised("RuntimeError: CUDA error", 4, hosts=frozenset("ab")), killed(9)]
     assert reason_to_stop(same, 2) == (
         "launch.max_restarts is 2, and all failures were on host a: take it out of the cluster"
     )
     other = RankError("rank 0 on b was killed", rank=0, host="b", pid=1)
     assert reason_to_stop([*same[:2], other], 2) == "launch.max_restarts is 2"
     assert reason_to_stop(same[:1], 0) == "launch.max_restarts is 0"
+
+
+@pytest.mark.parametrize("hosts", [frozenset("a"), frozenset()], ids=["known", "unknown"])
+def test_F31_the_only_host_of_the_ranks_is_not_to_be_taken_out(hosts):
+    assert reason_to_stop([killed(step, hosts=hosts) for step in (1, 4, 9)], 2) == "launch.max_restarts is 2"
 
 
 @pytest.mark.parametrize(("after", "expected"), [(1, [(), "a", "ab", "ab"]), (2, [(), (), (), "a"]), (None, [()] * 4)])
@@ -200,6 +205,7 @@ def test_a_restart_is_said_with_its_reason(caplog, monkeypatch):
 
 
 def test_the_error_of_several_attempts_survives_a_pickle():
-    error = raised("RuntimeError: x", 5, phase="training").after([killed(3)], "no more")
+    error = raised("RuntimeError: x", 5, phase="training", hosts=frozenset("ab")).after([killed(3)], "no more")
     copy = pickle.loads(pickle.dumps(error))
+    assert copy.hosts == {"a", "b"}
     assert (str(copy), copy.step, copy.phase, copy.earlier) == (str(error), 5, "training", error.earlier)

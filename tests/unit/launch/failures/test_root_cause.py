@@ -81,6 +81,11 @@ def test_several_silent_ranks_are_all_named_the_longest_silent_first():
     assert error.host == "host2"
 
 
+def test_the_hosts_of_all_ranks_are_in_the_error_of_one():
+    assert root_cause([lost(1)], KNOWN, None, {}).hosts == {"host0", "host1", "host2"}
+    assert root_cause([lost(1)], {}, None, {}).hosts == frozenset()
+
+
 def test_a_rank_that_is_done_is_not_missed():
     known = {**KNOWN, 2: {**KNOWN[2], "is_done": True}}
     both = [failed(0, TIMED_OUT, follows=True), failed(1, TIMED_OUT, follows=True)]
@@ -175,6 +180,8 @@ def test_B31_ranks_that_left_before_a_barrier_are_named():
         "returned from the function before, without an error: all ranks must call the same collective operations, such "
         "as barrier()"
     )
+    assert not error.is_retryable
+    assert root_cause([failed(1, CLOSED, follows=True)], KNOWN, None, {}).is_retryable  # nobody has left
     own = root_cause([failed(1, "KeyError: 'x'", follows=False)], known, None, {})
     assert own.reason == "rank 0 on host1 (pid 101) failed: KeyError: 'x'"
 

@@ -35,7 +35,7 @@ from spark_dl.launch.calls import as_call, check_call, check_dataframe, launch_s
 from spark_dl.launch.elastic import MoreSlotsError, check_growth, fit_ranks
 from spark_dl.launch.failures.errors import RankError
 from spark_dl.launch.session import describe_session, find_session
-from spark_dl.launch.supervise import RESTARTS, Attempt, run_attempts
+from spark_dl.launch.supervise import Attempt, run_attempts
 from spark_dl.prepare import as_sources, next_attempt, prepare_evaluation, prepare_run
 from spark_dl.rundir import checkpoint, environment, generations
 from spark_dl.rundir.own_checkpoints import OwnRun, start_own_run
@@ -189,7 +189,8 @@ def _train_in_attempts(
         for function in functions:
             function(event)
 
-    return run_attempts(attempt, run.config.launch, on_restart=on_restart)
+    advice = functools.partial(checkpoint.how_to_resume, run.run_dir)
+    return run_attempts(attempt, run.config.launch, on_restart=on_restart, advice=advice)
 
 
 def evaluate(
@@ -310,7 +311,8 @@ def _call_in_attempts(
         watch: dict[str, Any] = {"on_event": show_output, "poll": follow_logs(launch)}
         return run_barrier(spark, worker.call, *args, launch=launch, attempt=this, **watch, **options)
 
-    return run_attempts(attempt, launch, default_restarts=RESTARTS if own_run else 0)
+    more: dict[str, Any] = {"advice": own_run.how_to_resume} if own_run else {"default_restarts": 0}
+    return run_attempts(attempt, launch, **more)
 
 
 def _launch_run(

@@ -45,11 +45,13 @@ def run_attempts(
     *,
     default_restarts: int = RESTARTS,
     on_restart: Callable[[RankError, int], None] = lambda error, restarts: None,
+    advice: Callable[[], str] = lambda: "",
 ) -> T:
     """Calls `attempt` until one succeeds, and returns its result. Called on the driver.
 
     default_restarts: what `launch.max_restarts` is with "auto".
     on_restart: called before each restart, with the error and the number of restarts so far.
+    advice: called before the last error is raised, which ends with the returned text.
     Raises the RankError of the last attempt, which has the errors of those before it, if it is not worth another one
     (`reason_to_stop`), or if the attempt after it ends with an error of the driver, such as a full disk of the run
     folder, which is its cause then. Before a failure of a rank, errors of the driver are raised as they are. So are, at
@@ -63,12 +65,13 @@ def run_attempts(
         except RankError as error:
             failures.append(error)
             if reason := reason_to_stop(failures, max_restarts):
-                raise (error if len(failures) == 1 else error.after(failures[:-1], reason)) from error.__cause__
+                last = error if len(failures) == 1 else error.after(failures[:-1], reason)
+                raise last.advised(advice()) from error.__cause__
         except Exception as error:
             if not failures or type(error).__module__ != "builtins":
                 raise
             why_last = f"the next one ended with {type(error).__name__}: {error}"
-            raise failures[-1].after(failures[:-1], why_last) from error
+            raise failures[-1].after(failures[:-1], why_last).advised(advice()) from error
         wait_s = backoff_s(len(failures), launch.restart_wait_s)
         counted = sum(not failure.is_preemption for failure in failures)
         number = "preempted" if failures[-1].is_preemption else f"restart {counted} of {max_restarts}"

@@ -125,6 +125,18 @@ def latest(run_dir: str) -> Saved | None:
     return found[-1] if found else None
 
 
+def how_to_resume(run_dir: str) -> str:
+    """Returns how to go on from the last checkpoint of a run that has failed. Called on the driver."""
+    resume = f"resume=True / --resume with the run_dir {run_dir}"
+    try:
+        saved = latest(run_dir)
+    except OSError as error:  # that of the run says more
+        return f"The last checkpoint cannot be read ({error}); {resume} goes on from it."
+    if saved is None:
+        return "No checkpoint has been saved yet, so the next call begins from the start."
+    return f"The last checkpoint is {saved.url} (step {saved.step}). {resume} goes on from it."
+
+
 def by_score(found: Sequence[Saved], mode: str) -> list[Saved]:
     """Returns the checkpoints that have a score, the best first: the lowest (mode "min") or the highest ("max").
 

@@ -139,6 +139,10 @@ class OwnRun:
         generation, saved = self._found
         return run_env(self._run_dir, generation, saved.url if saved else "")
 
+    def how_to_resume(self) -> str:
+        """Returns how to go on after a failure."""
+        return checkpoint.how_to_resume(self._run_dir)
+
 
 def start_own_run(run_dir: str | os.PathLike[str] | None, *, resume: bool, overwrite: bool) -> OwnRun | None:
     """Starts the run of a function of the user's own; None without a run folder. Raises ValueError as `OwnRun` does."""

@@ -68,8 +68,9 @@ def test_ranks_that_are_killed_go_on_from_their_last_checkpoint_to_the_same_bits
 @pytest.mark.modes("local")
 @pytest.mark.slow
 def test_a_later_call_resumes_with_another_number_of_ranks_too(spark, tmp_path):
-    with pytest.raises(RankError, match="stop"):
+    with pytest.raises(RankError, match="stop") as caught:
         launch(spark, tmp_path, None, 3, True)
+    assert "(step 3). resume=True / --resume with the run_dir" in caught.value.advice
     with pytest.raises(ValueError, match="already has checkpoints .* set resume to continue"):
         launch(spark, tmp_path)
     one = Launch(num_ranks=1, restart_wait_s=0.1, device="cpu")

@@ -150,6 +150,28 @@ def test_F10_training_goes_on_from_the_checkpoint_of_a_preempted_rank(train, cap
 
 
 @pytest.mark.slow
+@pytest.mark.modes("local")
+def test_F10_the_error_of_a_preempted_rank_ends_with_the_checkpoint(train, tmp_path):
+    with pytest.raises(RankError, match="was ended by SIGTERM") as caught:
+        train("run", log_every=2, launch={"max_restarts": 0}, fault=preempt, rank=1, step=3)
+    saved = checkpoint.latest(str(tmp_path / "run"))
+    assert str(caught.value).endswith(
+        f"\n\nThe last checkpoint is {saved.url} (step 4). resume=True / --resume with the run_dir {tmp_path / 'run'} "
+        "goes on from it."
+    )
+    assert "most recent call first" not in str(caught.value)
+    assert len(str(caught.value).splitlines()) <= 3
+
+
+@pytest.mark.slow
+@pytest.mark.modes("local")
+def test_the_error_of_a_run_without_checkpoints_says_that_there_is_none(train):
+    with pytest.raises(RankError, match="the culprit") as caught:
+        train("run", fault=fail_in_code, rank=1, step=2)
+    assert str(caught.value).endswith("\n\nNo checkpoint has been saved yet, so the next call begins from the start.")
+
+
+@pytest.mark.slow
 @pytest.mark.modes("local-cluster")
 def test_F07_training_goes_on_after_an_executor_was_killed(train):
     whole, _ = train("whole", every_steps=2)

@@ -10,7 +10,7 @@ from spark_dl.launch.failures.shown_error import as_html, as_lines
 
 
 class RankError(RuntimeError):
-    """A rank failed, and the job was ended. The message has the reason, and the traceback of the rank.
+    """A rank failed, and the job was ended. The message has the reason, the traceback of the rank, and what to do.
 
     rank: the failed rank; None if it failed before the ranks were dealt.
     host, pid: host and process id of the rank.
@@ -23,6 +23,7 @@ class RankError(RuntimeError):
     is_retryable: whether another attempt can succeed. It cannot after an error of the code or of the data.
     earlier: reasons of the failures of earlier attempts, oldest first.
     stacks: after a hang, where each rank was, with the stacks of its threads.
+    advice: how to go on from the last checkpoint, of a run that has a run folder.
     hosts: of the ranks of the attempt, as far as they are known; none over Spark Connect.
     rank and pid are None if only Spark reports the failure, for example of a killed rank over Spark Connect.
     """
@@ -43,6 +44,7 @@ class RankError(RuntimeError):
         earlier: tuple[str, ...] = (),
         stacks: str = "",
         hosts: frozenset[str] = frozenset(),
+        advice: str = "",
     ):
         text = reason
         for number, failure in enumerate(earlier, 1):
@@ -53,11 +55,13 @@ class RankError(RuntimeError):
             text += f"\n\nLast output of the rank:\n{rank_output}"
         if stacks:
             text += f"\n\nWhat the ranks did:\n{stacks}"
+        if advice:
+            text += f"\n\n{advice}"
         super().__init__(text)
         self.rank, self.host, self.pid = rank, host, pid
         self.reason, self.rank_traceback, self.rank_output = reason, rank_traceback, rank_output
         self.step, self.phase, self.error, self.is_retryable = step, phase, error, is_retryable
-        self.earlier, self.stacks, self.hosts = earlier, stacks, hosts
+        self.earlier, self.stacks, self.hosts, self.advice = earlier, stacks, hosts, advice
 
     @property
     def is_preemption(self) -> bool:
@@ -68,8 +72,15 @@ class RankError(RuntimeError):
         """Returns this error as that of the last of several attempts. why_last: why there is no other one."""
         attempts = f"{len(earlier) + 1} attempt{'s' if earlier else ''}"
         reason = f"{self.reason} (after {attempts}; {why_last})"
+        return self._changed(reason, earlier=tuple(error.reason for error in earlier))
+
+    def advised(self, advice: str) -> RankError:
+        """Returns this error with what to do about it, as the last part of its message."""
+        return self._changed(self.reason, advice=advice) if advice else self
+
+    def _changed(self, reason: str, **changes: Any) -> RankError:
         about = {name: getattr(self, name) for name in _ABOUT_RANK}
-        return RankError(reason, **{**about, "earlier": tuple(error.reason for error in earlier)})
+        return RankError(reason, **{**about, **changes}).with_traceback(self.__traceback__)
 
     def __reduce__(self) -> Any:
         return _rank_error, (self.reason, {name: getattr(self, name) for name in _ABOUT_RANK})
@@ -88,7 +99,7 @@ class RankError(RuntimeError):
 
 _ABOUT_RANK = (
     "rank", "host", "pid", "rank_traceback", "rank_output", "step", "phase", "error", "is_retryable", "earlier",
-    "stacks", "hosts",
+    "stacks", "hosts", "advice",
 )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from spark_dl.launch.failures.errors import RankError
 from spark_dl.launch.failures.mismatch import aborted_by_gloo, behind, mismatch
 from spark_dl.launch.rank import memory
 from spark_dl.launch.rank.memory import Memory
+from spark_dl.launch.rank.sigterm import PLANNED
 from spark_dl.launch.rank.status import Status, in_words
 
 
@@ -102,7 +103,10 @@ def _error_of_lost(
     place, peak = _place(known, task), memory.in_words(memories.get(task))
     crash = known.get(task, {}).get("crash", "")
     error, why = "", peak
-    if crash:
+    if crash == PLANNED:
+        ended = error = "ended by SIGTERM"
+        crash, why = "", f", after a checkpoint of all ranks{peak}"
+    elif crash:
         ended = error = f"ended by {_signal_of(crash)}"
         if _signal_of(crash) == "SIGABRT":
             why += aborted_by_gloo(crash, raised)

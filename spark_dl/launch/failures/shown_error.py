@@ -46,6 +46,8 @@ def as_lines(error: RankError) -> list[str]:
     other = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     if other is not None:
         parts.append(f"Raised while this error was handled: {harmless(f'{type(other).__name__}: {other}')}")
+    if error.advice:
+        parts.append(harmless(error.advice))
     text = "\n\n".join(part.rstrip() for part in parts)
     if _FOLDED in text:
         text += "\n\nTo see all frames, run `%xmode Verbose`, then `%tb`."
@@ -71,6 +73,8 @@ def as_html(error: RankError) -> str:
         found.append(_details("What the ranks did", harmless(error.stacks)))
     if called := _called_from(error):
         found.append(_details("Called on the driver", called))
+    if error.advice:
+        found.append(f'<div style="overflow-wrap:anywhere">{html.escape(harmless(error.advice))}</div>')
     return f'<div style="border-left:3px solid #e5534b;padding-left:.8em;font-size:13px">{"".join(found)}</div>'
 
 

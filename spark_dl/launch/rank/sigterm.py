@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 _log = logging.getLogger("spark_dl")
+PLANNED = "SIGTERM, as planned"
+"""What the file of the stacks gets instead of them, as the threads of such a rank only wait for its end."""
 _stacks_to: int | None = None
 """Descriptor of the file that gets the stacks of this process when SIGTERM ends it; None if nobody asks for them."""
 _is_postponed = False
@@ -70,9 +72,14 @@ def postponed(grace_s: float) -> Iterator[Notice]:
 
 
 def end(report: Callable[[Mapping[str, Any]], Any]) -> NoReturn:
-    """Ends this process by SIGTERM. report: of events to the driver, which first gets those that are queued."""
+    """Ends this process by SIGTERM, after a checkpoint of all ranks.
+
+    report: of events to the driver, which first gets those that are queued.
+    """
     getattr(report, "flush", lambda: None)()
-    _end_at_next()
+    faulthandler.unregister(signal.SIGTERM)
+    if _stacks_to is not None:
+        os.write(_stacks_to, PLANNED.encode())
     signal.raise_signal(signal.SIGTERM)
     raise AssertionError("SIGTERM has not ended this process")
 

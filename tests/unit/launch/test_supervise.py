@@ -54,6 +54,20 @@ def test_the_last_error_is_raised_when_the_restarts_are_done(setting, default, e
     assert (f"after {expected} attempts; launch.max_restarts is" in str(caught.value)) == (expected > 1)
 
 
+@pytest.mark.parametrize("max_restarts", [0, 1])
+def test_the_last_error_ends_with_what_to_do(max_restarts):
+    errors = [killed(rank_traceback="Traceback"), killed(stacks="Stacks")]
+    launch, asked = Launch(restart_wait_s=0, max_restarts=max_restarts), []
+    with pytest.raises(RankError) as caught:
+        attempts_of(errors, launch, advice=lambda: asked.append(1) or "Resume it.")
+    assert str(caught.value).endswith("\n\nResume it.")
+    assert pickle.loads(pickle.dumps(caught.value)).advice == "Resume it."
+    assert asked == [1]
+    assert "attempt" in [entry.name for entry in caught.traceback]  # where the attempt has failed
+    assert attempts_of([killed()], advice=lambda: asked.append(2)) == [0, 1]
+    assert asked == [1]
+
+
 def preempted():
     return RankError("rank 1 on a was ended by SIGTERM", rank=1, host="a", pid=7, step=2, error="ended by SIGTERM")
 

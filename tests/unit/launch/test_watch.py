@@ -16,7 +16,7 @@ import pytest
 
 from spark_dl.launch import watch
 from spark_dl.launch.rank import sender as sender_module
-from spark_dl.launch.rank import status
+from spark_dl.launch.rank import sigterm, status
 from spark_dl.launch.rank.sender import Reporter, Sender, connect
 from spark_dl.launch.watch import Address, Listener
 
@@ -456,6 +456,20 @@ def test_F30_the_stacks_of_a_crash_reach_the_driver(listener, crash, words):
     assert (event["kind"], event["task"]) == ("crash", 5)
     assert words in event["text"]
     assert "in in_native_code" in event["text"]
+
+
+def test_F10_a_rank_that_ends_as_planned_says_so_in_place_of_its_stacks(listener):
+    code = (
+        "import sys\n"
+        "from spark_dl.launch.rank import sigterm\n"
+        "from spark_dl.launch.rank.sender import crashes_reported\n"
+        "from spark_dl.launch.watch import Address\n"
+        "with crashes_reported(Address(sys.argv[1], int(sys.argv[2]), bytes.fromhex(sys.argv[3])), 5):\n"
+        "    sigterm.end(print)\n"
+    )
+    assert run_as_rank(listener, code) == -signal.SIGTERM
+    (event,) = take(listener, 1)
+    assert (event["kind"], event["task"], event["text"]) == ("crash", 5, sigterm.PLANNED)
 
 
 def test_F05_a_sender_tells_that_the_driver_is_lost_and_not_that_it_was_closed(listener):

@@ -68,6 +68,22 @@ def steps(run_dir):
     return [saved.step for saved in checkpoint.list_checkpoints(str(run_dir))]
 
 
+def test_a_run_that_has_failed_says_how_to_go_on(tmp_path, group, monkeypatch):
+    run_dir = str(tmp_path / "run")
+    assert checkpoint.how_to_resume(run_dir) == (
+        "No checkpoint has been saved yet, so the next call begins from the start."
+    )
+    url = save(tmp_path / "run", step=12)
+    resume = f"resume=True / --resume with the run_dir {run_dir} goes on from it."
+    assert checkpoint.how_to_resume(run_dir) == f"The last checkpoint is {url} (step 12). {resume}"
+
+    def fail(url):
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(storage, "list_names", fail)
+    assert checkpoint.how_to_resume(run_dir) == f"The last checkpoint cannot be read (no route to host); {resume}"
+
+
 def test_what_is_saved_comes_back(tmp_path, group):
     config = Config(data=Data(features=("features",)), train=Train(lr=0.25))
     model = {"0": {"w": torch.randn(3, 4), "n": torch.tensor(7), "h": torch.ones(2, dtype=torch.bfloat16)}}

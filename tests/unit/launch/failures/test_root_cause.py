@@ -7,6 +7,7 @@ from spark_dl.launch.failures.describe import describe, failed_in_task, failure_
 from spark_dl.launch.failures.root_cause import root_cause
 from spark_dl.launch.rank import status
 from spark_dl.launch.rank.script import ScriptError
+from spark_dl.launch.rank.sigterm import PLANNED
 
 RANKS = {0: 1, 1: 0, 2: 2}
 """The rank of each task: they are dealt by host."""
@@ -203,6 +204,15 @@ def test_a_signal_that_ended_a_rank_is_named_with_the_stacks(text, name):
     error = root_cause([failed(0, CLOSED, follows=True), lost(1)], known, None, {})
     assert error.reason == f"rank 0 on host1 (pid 101) was ended by {name} in step 3 (training)"
     assert (error.error, error.rank_traceback) == (f"ended by {name}", text)
+
+
+def test_F10_a_rank_that_was_preempted_as_planned_has_no_stacks():
+    known = {**KNOWN, 1: {**KNOWN[1], "crash": PLANNED, "phase": "training", "step": 4}}
+    error = root_cause([failed(0, CLOSED, follows=True), lost(1)], known, None, {})
+    assert error.is_preemption
+    assert str(error) == (
+        "rank 0 on host1 (pid 101) was ended by SIGTERM in step 4 (training), after a checkpoint of all ranks"
+    )
 
 
 def test_F09_a_cancelled_job_is_the_cause_of_ranks_that_were_killed():

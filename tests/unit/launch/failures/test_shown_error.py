@@ -76,6 +76,13 @@ def test_the_message_has_the_parts_and_an_error_survives_pickling():
     assert found.reason == "rank 1 on host1 (pid 7) failed: ValueError: <b>no</b>"
 
 
+def test_what_to_do_is_shown_last():
+    found = raised(error(advice="Resume <it>.\x07", rank_traceback=""))
+    lines = found._render_traceback_()
+    assert lines[-1] == "Resume <it>.\\x07"
+    assert found._repr_html_().endswith("Resume &lt;it&gt;.\\x07</div></div>")
+
+
 def test_an_error_that_was_being_handled_is_named():
     found = error()
     found.__context__ = KeyError("first")

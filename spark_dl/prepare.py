@@ -29,6 +29,7 @@ from spark_dl.rundir import attempt, checkpoint, generations, signing
 from spark_dl.rundir.folder import SHARDS
 from spark_dl.spec import ModelSpec, Run
 from spark_dl.training import initial
+from spark_dl.training.nonfinite import warn_of_late_checkpoints
 from spark_dl.training.spec_code import code_of, warn_of_changes
 
 _log = logging.getLogger("spark_dl")
@@ -102,6 +103,8 @@ def prepare_run(
             # Only now, so that an earlier run is not deleted for invalid data.
             own = [*datasets.written, *_urls(train), *_urls(validation_shards)]
             attempt.take_over(run, overwrite=overwrite, keep=own)
+            if saved is None:
+                warn_of_late_checkpoints(config)
             _log.info("training on %d ranks%s", config.launch.num_ranks, f", from step {saved.step}" if saved else "")
         yield run
 

@@ -52,10 +52,11 @@ class Finding:
 class NotFiniteError(RuntimeError):
     """NaN or Inf was found. The training loop adds the details of the run to the message."""
 
-    def __init__(self, finding: Finding, why_now: str = ""):
-        """why_now: why the run ends, if `train.on_nonfinite` let it go on after others."""
+    def __init__(self, finding: Finding, why_now: str = "", *, names_checkpoint: bool = False):
+        """why_now: why the run ends, if `train.on_nonfinite` let it go on after others. names_checkpoint: whether it
+        says already which checkpoint is the last one, or that there is none."""
         super().__init__(f"{finding}")
-        self.finding, self.why_now = finding, why_now
+        self.finding, self.why_now, self.names_checkpoint = finding, why_now, names_checkpoint
 
 
 class NotFiniteTrainingError(RuntimeError):
@@ -68,6 +69,7 @@ class NotFiniteTrainingError(RuntimeError):
 def explain(error: NotFiniteError, epoch: int, epoch_start: int, last_checkpoint: str | None) -> str:
     """Returns the error message for a finding. epoch_start: number of steps before the epoch."""
     finding = error.finding
+    saved = "" if error.names_checkpoint else f"Nothing has been saved since: {_saved(last_checkpoint)}. "
     why = {
         LOSS: "",
         GRADIENT: "; the loss was finite",
@@ -77,8 +79,7 @@ def explain(error: NotFiniteError, epoch: int, epoch_start: int, last_checkpoint
     }[finding.kind]
     return (
         f"{finding.what} is not finite (NaN or Inf) on rank {finding.rank} in step {finding.global_step} (step "
-        f"{finding.global_step - epoch_start} of epoch {epoch}){why}. {error.why_now}Nothing has been saved since: "
-        f"{_saved(last_checkpoint)}. {_ADVICE}"
+        f"{finding.global_step - epoch_start} of epoch {epoch}){why}. {error.why_now}{saved}{_ADVICE}"
     )
 
 

@@ -8,6 +8,7 @@ bad, too; so it loads a checkpoint, and leaves out the step when it comes again.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,18 @@ from spark_dl.world import World
 
 if TYPE_CHECKING:
     from spark_dl.config import Config
+
+_log = logging.getLogger("spark_dl")
+
+
+def warn_of_late_checkpoints(config: Config) -> None:
+    """Logs that `rollback` cannot help before the end of an epoch. Called on the driver, of a run from the start."""
+    if config.train.on_nonfinite == "rollback" and not config.checkpoint.every_steps:
+        epochs = config.checkpoint.every_epochs
+        _log.warning(
+            "train.on_nonfinite: rollback has no checkpoint to go back to before the end of the first %s, so NaN or "
+            "Inf before it ends the run; set checkpoint.every_steps", "epoch" if epochs == 1 else f"{epochs} epochs",
+        )  # fmt: skip
 
 
 class NonFiniteSteps:
@@ -119,8 +132,9 @@ class NonFiniteSteps:
             raise error
         if checkpoint is None:
             raise NotFiniteError(
-                error.finding, "There is no checkpoint to go back to (train.on_nonfinite, checkpoint.every_steps). "
-            ) from None
+                error.finding, "There is no checkpoint to go back to (train.on_nonfinite, checkpoint.every_steps). ",
+                names_checkpoint=True,
+            ) from None  # fmt: skip
         last, times = self._rolled_back_to
         times = times + 1 if last == checkpoint else 1
         if times > self._most:

@@ -228,7 +228,7 @@ def test_F22_too_many_steps_in_a_row_are_the_error(tmp_path):
 
 
 @pytest.mark.parametrize(("step", "message"), [
-    (1, r"There is no checkpoint to go back to \(train.on_nonfinite, checkpoint.every_steps\)"),
+    (1, r"There is no checkpoint to go back to \(train.on_nonfinite, checkpoint.every_steps\)\. Try a"),
     (3, r"gone back to this checkpoint 1 times \(train.max_nonfinite=1\)"),
 ])  # fmt: skip
 def test_F22_a_rollback_that_does_not_help_is_the_error(tmp_path, step, message):

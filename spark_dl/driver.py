@@ -20,7 +20,7 @@ from torch import nn
 
 from spark_dl import strategies, worker
 from spark_dl.checks.settings import check_settings, evaluation_config, launch_of
-from spark_dl.cli.events import OnEvent, RunEvents, as_functions
+from spark_dl.cli.events import OnEvent, RunEvents, as_functions, restart_event
 from spark_dl.cli.progress import Progress
 from spark_dl.cli.rank_output import follow_logs, show_output, with_log_dir
 from spark_dl.config import Config, Data, Launch, Loader, Shards
@@ -157,13 +157,14 @@ def _train_in_attempts(
     most_ranks: how many were asked for; with `launch.min_ranks` each attempt has as many as there are slots for.
     """
     first_generation, resizes = run.generation, 0
+    restart: Mapping[str, Any] | None = None
 
     def attempt(this: Attempt) -> dict[str, Any]:
-        nonlocal run, resizes
+        nonlocal run, resizes, restart
         number = this.number + resizes
         if number:
             config = fit_ranks(spark, run.config, most_ranks, left_out=this.left_out)
-            run = next_attempt(dataclasses.replace(run, config=config), first_generation)
+            run, restart = next_attempt(dataclasses.replace(run, config=config), first_generation, restart), None
         try:
             with (
                 environment.recorded(run, describe_session(spark)) as record_end,
@@ -185,9 +186,10 @@ def _train_in_attempts(
             check_growth(spark, run.config, most_ranks, left_out)
 
     def on_restart(error: RankError, restarts: int) -> None:
-        event = {"kind": "restart", "restarts": restarts, "error": error.reason, "rank": error.rank, "step": error.step}
+        nonlocal restart
+        restart = restart_event(error, restarts, run.generation)
         for function in functions:
-            function(event)
+            function(restart)
 
     advice = functools.partial(checkpoint.how_to_resume, run.run_dir)
     return run_attempts(attempt, run.config.launch, on_restart=on_restart, advice=advice)
@@ -219,9 +221,8 @@ def evaluate(
         prepare_evaluation(data, spec, config, saved, stage=shown.stage) as run,
     ):
         return run_attempts(
-            lambda attempt: _launch_run(spark, run, data, shown, task="evaluate", attempt=attempt),
-            config.launch,
-        )  # fmt: skip
+            lambda attempt: _launch_run(spark, run, data, shown, task="evaluate", attempt=attempt), config.launch
+        )
 
 
 def launch(
@@ -346,5 +347,4 @@ def _launch_run(
         num_ranks, before = config.launch.num_ranks, run.reference_columns
         dealt, columns = local.deal_rows(data, config.data, config.shards, num_ranks, before)
         results = run_barrier(spark, worker.main, run, task=task, columns=columns, launch=launch, source=dealt, **watch)
-    result: dict[str, Any] = results[0]
-    return result
+    return dict(results[0])

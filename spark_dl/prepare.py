@@ -109,10 +109,11 @@ def prepare_run(
         yield run
 
 
-def next_attempt(run: Run, first_generation: int) -> Run:
+def next_attempt(run: Run, first_generation: int, restart: Mapping[str, Any] | None = None) -> Run:
     """Returns the run of another attempt after one that has failed, from the last checkpoint. Called on the driver.
 
-    first_generation: that of the first attempt of this call.
+    first_generation: that of the first attempt of this call. restart: the event of the restart (`restart_event`), which
+        is written to `metrics.jsonl`; None for an attempt with more ranks.
     Raises RuntimeError if the attempt of another driver has started since; ValueError as `begin_attempt` does.
     """
     generations.check_newest(run.run_dir, run.generation)
@@ -124,7 +125,8 @@ def next_attempt(run: Run, first_generation: int) -> Run:
         run, generation=generation, checkpoint=saved.url if saved else None,
         checkpoint_sha256=saved.sha256 if saved else "",
     )  # fmt: skip
-    attempt.take_over(found, overwrite=False, keep=())
+    line = None if restart is None else {name: value for name, value in restart.items() if name != "error"}
+    attempt.take_over(found, overwrite=False, keep=(), restart=line)
     return found
 
 

@@ -5,19 +5,31 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from spark_dl.track.slow_ranks import SlowRanks
+
+if TYPE_CHECKING:
+    from spark_dl.launch.failures.errors import RankError
 
 OnEvent: TypeAlias = Callable[[Mapping[str, Any]], None]
 EVENTS = ("joined", "restart", "step", "epoch", "checkpoint", "checkpoint_failed", "skip", "rollback", "straggler")
 """Values of `kind` in the events for `on_event`, which are dicts. `joined`: a rank has joined, with `rank`, `host` and
-`pid`; not over Spark Connect. `restart`: the ranks are started again, with `restarts`, and the `error`, `rank` and
-`step` of the failure. `straggler`: the other ranks wait for `rank`, with its times and those of the others. The others
-are the lines of `metrics.jsonl`. `skip` and `rollback` say which `bad_step` was left out, and `what` was not finite
-on which `bad_rank` (`train.on_nonfinite`). `checkpoint_failed` has the `reason` (`checkpoint.on_error`)."""
+`pid`; not over Spark Connect. `restart`: the ranks are started again, with `restarts`, the number of the `attempt` that
+has failed, and the `reason` (in one line), `error`, `rank` and `step` of the failure. `straggler`: the other ranks wait
+for `rank`, with its times and those of the others. All but `joined` and `straggler` are lines of `metrics.jsonl`, that
+of `restart` without `error`. `skip` and `rollback` say which `bad_step` was left out, and `what` was not finite on
+which `bad_rank` (`train.on_nonfinite`). `checkpoint_failed` has the `reason` (`checkpoint.on_error`)."""
 
 _log = logging.getLogger("spark_dl")
+
+
+def restart_event(error: RankError, restarts: int, generation: int) -> dict[str, Any]:
+    """Returns the event of a restart after the failure of the attempt `generation`. restarts: number of them so far."""
+    return {
+        "kind": "restart", "restarts": restarts, "attempt": generation, "reason": " ".join(error.reason.split()),
+        "error": error.reason, "rank": error.rank, "step": error.step, "time": time.time(),
+    }  # fmt: skip
 
 
 def as_functions(on_event: Any) -> list[OnEvent]:

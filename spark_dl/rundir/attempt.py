@@ -6,7 +6,8 @@ All functions are called on the driver.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import yaml
 
@@ -112,13 +113,19 @@ def _check_resume(run_dir: str, config: Config, resume: bool | str) -> checkpoin
     return found
 
 
-def take_over(run: Run, *, overwrite: bool, keep: Sequence[str]) -> None:
-    """Prepares the run folder for the run, which starts now. keep: URLs of datasets that must not be deleted."""
+def take_over(run: Run, *, overwrite: bool, keep: Sequence[str], restart: Mapping[str, Any] | None = None) -> None:
+    """Prepares the run folder for the run, which starts now.
+
+    keep: URLs of datasets that must not be deleted. restart: the line of `metrics.jsonl` about the attempt that has
+    failed before this one.
+    """
     generations.check_newest(run.run_dir, run.generation)
     try:
         if overwrite:
             delete_run(run.run_dir, keep)
-        if run.checkpoint is None:  # of an attempt without a checkpoint
+        if restart is not None:
+            metrics.add_restart(run.run_dir, restart, from_start=run.checkpoint is None)
+        elif run.checkpoint is None:  # of an attempt without a checkpoint
             storage.delete_file(storage.join(run.run_dir, metrics.FILE))
         content = yaml.safe_dump(run.config.to_dict(), sort_keys=False)
         storage.write_bytes(storage.join(run.run_dir, CONFIG), content.encode())

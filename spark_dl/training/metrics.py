@@ -1,4 +1,7 @@
-"""Metrics of a run: one JSON line per logged step and per epoch in `<run_dir>/metrics.jsonl`."""
+"""Metrics of a run: one JSON line per logged step and per epoch in `<run_dir>/metrics.jsonl`.
+
+Rank 0 writes the file while the ranks run. Between two attempts the driver adds a line about the restart.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("spark_dl")
 FILE = "metrics.jsonl"
+_RESTART = "restart"
+"""Kind of the lines of the driver. They stay when steps are repeated; their `step` is None if it is not known."""
 
 
 class MetricsLog:
@@ -45,8 +50,8 @@ class MetricsLog:
         self._lines: list[str] = []
         self._is_local = storage.is_local(run_dir)
         if self.writes:
-            before = read_metrics(run_dir) if first_step else []
-            self._lines = [json.dumps(line) for line in before if line["step"] <= first_step]
+            before = read_metrics(run_dir) if first_step else read_valid_lines(run_dir)[0] if generation else []
+            self._lines = [json.dumps(line) for line in before if _is_kept(line, first_step)]
             self.flush()
 
     def write(self, kind: str, **values: Any) -> None:
@@ -67,7 +72,7 @@ class MetricsLog:
     def go_back(self, step: int) -> None:
         """Forgets the lines of later steps, which are repeated."""
         if self.writes:
-            self._lines = [line for line in self._lines if json.loads(line)["step"] <= step]
+            self._lines = [line for line in self._lines if _is_kept(json.loads(line), step)]
             self.flush()
 
     def flush(self) -> None:
@@ -141,6 +146,28 @@ class StepLog:
         timer.reset(now)
 
 
+def _is_kept(line: Mapping[str, Any], step: int) -> bool:
+    """Whether a line stays when the run goes on from a step; from 0 only those of restarts do."""
+    return bool(line["kind"] == _RESTART or 0 < line["step"] <= step)
+
+
+def add_restart(run_dir: str, line: Mapping[str, Any], *, from_start: bool) -> None:
+    """Adds the line of a restart. Called on the driver, when a new generation fences the ranks of older attempts.
+
+    from_start: whether the run has no checkpoint, so that of the other lines only those of restarts are kept.
+    Raises OSError if the file cannot be written.
+    """
+    url = storage.join(run_dir, FILE)
+    before = b""
+    if from_start and not storage.is_link(url):
+        kept = [old for old in read_valid_lines(run_dir)[0] if old["kind"] == _RESTART]
+        before = "".join(json.dumps(old) + "\n" for old in kept).encode()
+    elif not from_start and storage.exists(url):
+        before = storage.read_bytes(url)
+        before = before[: before.rfind(b"\n") + 1]  # a rank can be killed in the middle of a line
+    storage.write_bytes(url, before + json.dumps(line).encode() + b"\n")
+
+
 def read_metrics(run_dir: str) -> list[dict[str, Any]]:
     """Returns the complete lines of a run as dicts.
 
@@ -189,7 +216,8 @@ def follow(run_dir: str) -> Callable[[], list[dict[str, Any]]]:
     def poll() -> list[dict[str, Any]]:
         nonlocal seen
         try:
-            new = [line for line in read_metrics(run_dir) if line["time"] > seen]
+            # Lines of restarts have the time of another host, and the driver knows them.
+            new = [line for line in read_metrics(run_dir) if line["time"] > seen and line["kind"] != _RESTART]
         except OSError as error:  # ranks may have access to it and continue
             _log.warning("cannot read the metrics of %s; trying again: %s", run_dir, error)
             return []

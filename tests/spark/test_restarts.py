@@ -18,6 +18,7 @@ import torch.distributed as dist
 import spark_dl
 from spark_dl import Checkpoint, Launch, ModelSpec, RankError
 from spark_dl.rundir import checkpoint, environment
+from spark_dl.training.metrics import read_metrics
 from tests.builders.datasets import write_dataset
 from tests.builders.models import DROPOUT_MLP, blobs, small_config
 from tests.builders.settings import parallel
@@ -127,6 +128,9 @@ def test_F01_training_goes_on_by_itself_after_a_rank_was_killed(train, rank, ste
     (restart,) = [event for event in events if event["kind"] == "restart"]
     assert (restart["restarts"], restart["rank"]) == (1, rank)
     assert "was killed" in restart["error"]
+    lines = [line for line in read_metrics(result.run_dir) if line["kind"] == "restart"]
+    assert lines == [{name: value for name, value in restart.items() if name != "error"}]
+    assert (lines[0]["attempt"], lines[0]["reason"]) == (1, " ".join(restart["error"].split()))
     steps = [event["step"] for event in events if event["kind"] == "step"]
     begins = max(0, (step - 1) // every_steps * every_steps if every_steps else 0)
     assert steps[-2 * STEPS + begins :] == list(range(begins + 1, 2 * STEPS + 1))

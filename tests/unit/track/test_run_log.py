@@ -6,6 +6,7 @@ import socket
 import pytest
 
 from spark_dl.rundir import generations
+from spark_dl.track.report import report
 from spark_dl.track.run_log import read_run
 from tests.builders.run_folders import LINES, OLD, START, make_run
 
@@ -44,6 +45,16 @@ def test_an_attempt_that_another_one_replaced_does_not_go_on(tmp_path):
     assert first.ended == START + 30  # its last line
     assert len(first.steps) == 20
     assert second.steps == []
+
+
+def test_lines_of_restarts_are_passed_over(tmp_path):
+    restart = {"kind": "restart", "attempt": 1, "reason": "rank 1 was killed", "step": None, "time": START + 5}
+    run, same = (str(make_run(tmp_path / name, [*more, *LINES])) for name, more in (("a", [restart]), ("b", [])))
+    found, expected = read_run(run), read_run(same)
+    for kind in ("steps", "epochs", "checkpoints"):
+        assert found.lines(kind) == expected.lines(kind)
+    assert found.problems == []
+    report(run)
 
 
 @pytest.mark.parametrize(("lines", "expected"), [(OLD, "finished"), (OLD[:5], "not recorded")], ids=["whole", "cut"])

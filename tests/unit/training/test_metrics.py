@@ -37,10 +37,53 @@ def test_a_folder_that_cannot_be_read_for_a_while_ends_nothing_and_loses_nothing
     assert [line["step"] for line in poll()] == [1]
 
 
-def open_log(run_dir, *, goes_on):
+def open_log(run_dir, *, goes_on, first_step=0, generation=0):
     return metrics.MetricsLog(
-        str(run_dir), writes=True, first_step=0, report=lambda event: None, generation=0, goes_on=goes_on
-    )
+        str(run_dir), writes=True, first_step=first_step, report=lambda event: None, generation=generation,
+        goes_on=goes_on,
+    )  # fmt: skip
+
+
+def restart(attempt, step=None):
+    return {"kind": "restart", "attempt": attempt, "reason": "rank 1 was killed", "step": step, "time": 1e9 * attempt}
+
+
+def found(run_dir):
+    return [(line["kind"], line["step"]) for line in metrics.read_metrics(str(run_dir))]
+
+
+def test_lines_of_restarts_stay_when_steps_are_repeated(tmp_path):
+    log = open_log(tmp_path, goes_on=False, generation=1)
+    log.write("step", step=1)
+    metrics.add_restart(str(tmp_path), restart(1), from_start=True)  # without a checkpoint
+    assert found(tmp_path) == [("restart", None)]
+    log = open_log(tmp_path, goes_on=False, generation=2)
+    for step in (1, 2, 3):
+        log.write("step", step=step)
+    with (tmp_path / metrics.FILE).open("a") as file:
+        file.write('{"kind": "st')  # the rank is killed
+    metrics.add_restart(str(tmp_path), restart(2, 3), from_start=False)
+    first = [("restart", None), ("step", 1), ("step", 2)]
+    assert found(tmp_path) == [*first, ("step", 3), ("restart", 3)]
+    log = open_log(tmp_path, goes_on=False, first_step=2, generation=3)
+    assert found(tmp_path) == [*first, ("restart", 3)]
+    log.write("step", step=3)
+    log.go_back(1)
+    assert found(tmp_path) == [("restart", None), ("step", 1), ("restart", 3)]
+
+
+def test_another_run_in_the_folder_begins_without_them(tmp_path):
+    metrics.add_restart(str(tmp_path), restart(1), from_start=False)
+    open_log(tmp_path, goes_on=False)
+    assert found(tmp_path) == []
+
+
+def test_a_driver_that_follows_passes_over_its_own_lines_whatever_its_clock_says(tmp_path):
+    metrics.add_restart(str(tmp_path), restart(1), from_start=False)
+    poll = metrics.follow(str(tmp_path))
+    step = {"kind": "step", "step": 1, "time": 5.0}
+    write(tmp_path, restart(1), step)
+    assert poll() == [step]
 
 
 def test_F12_lines_that_cannot_be_written_are_written_later(tmp_path, caplog):

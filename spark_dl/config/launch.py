@@ -53,7 +53,8 @@ class Launch:
     same step. A training continues from its last checkpoint. `auto` is 3 for `train`, `evaluate`, and `launch` with a
     `run_dir`, and 0 for `launch` without one and `run_on_dataframe`, which would begin from the start."""
     restart_wait_s: float = 1.0
-    """Wait, in seconds, before the ranks are started again. It doubles with each restart, up to a minute."""
+    """Wait, in seconds, before the ranks are started again. It doubles with each restart, up to a minute. Up to 25 %
+    more is added at random, so that drivers that fail together do not start again together."""
     exclude_host_after: int | None = 2
     """Number of failures of ranks on one host after which the next attempts leave the host out, if the other hosts have
     slots for `num_ranks`, or for `min_ranks`. Null: never. Not over Spark Connect, and not with rows that are streamed

@@ -2,6 +2,7 @@
 
 import logging
 import pickle
+from pathlib import Path
 
 import pytest
 
@@ -199,6 +200,9 @@ def test_an_interrupt_and_exceptions_of_the_user_are_raised_as_they_are_after_a_
 
 
 def test_the_wait_doubles_up_to_a_minute_with_up_to_a_quarter_more():
+    page = Path(__file__).parents[3] / "docs" / "configuration.md"
+    (row,) = (line for line in page.read_text().splitlines() if line.startswith("| `launch.restart_wait_s`"))
+    assert "up to a minute. Up to 25 % more is added at random" in row
     for failures, least in ((1, 0.5), (2, 1.0), (3, 2.0), (7, 32.0), (8, 60.0), (500, 60.0)):
         waits = [backoff_s(failures, 0.5) for _ in range(50)]
         assert all(least <= wait <= least * 1.25 for wait in waits)

@@ -66,10 +66,7 @@ def prepare_run(
         with generations.explained(run_dir, generation):
             check_newest = functools.partial(generations.check_newest, run_dir, generation)
             code = {} if spec is None else code_of(spec)
-            if saved is not None:  # not of each restart, which has the same settings
-                signing.warn_if_ignored(saved.url, saved.manifest, config.checkpoint.signing_key_file)
-                if spec is not None:
-                    warn_of_changes(saved.manifest.get("code"), code, saved.url)
+            _warn(spec, config, saved, code)  # not in each restart, which has the same settings
             spec, before = initial.begin(spec, config, saved, run_dir, overwrite=overwrite)
             reuse = saved is not None or reuse_shards
             datasets = _Datasets(run_dir, config, until_done, reuse, check_newest, stage)
@@ -103,10 +100,18 @@ def prepare_run(
             # Only now, so that an earlier run is not deleted for invalid data.
             own = [*datasets.written, *_urls(train), *_urls(validation_shards)]
             attempt.take_over(run, overwrite=overwrite, keep=own)
-            if saved is None:
-                warn_of_late_checkpoints(config)
             _log.info("training on %d ranks%s", config.launch.num_ranks, f", from step {saved.step}" if saved else "")
         yield run
+
+
+def _warn(spec: ModelSpec | None, config: Config, saved: checkpoint.Saved | None, code: Mapping[str, str]) -> None:
+    """Warns of what a run that begins, or goes on from a checkpoint, may not be meant to do."""
+    if saved is None:
+        warn_of_late_checkpoints(config)
+        return
+    signing.warn_if_ignored(saved.url, saved.manifest, config.checkpoint.signing_key_file)
+    if spec is not None:
+        warn_of_changes(saved.manifest.get("code"), code, saved.url)
 
 
 def next_attempt(run: Run, first_generation: int, restart: Mapping[str, Any] | None = None) -> Run:

@@ -46,8 +46,8 @@ def pytest_collection_modifyitems(items):
         if item.get_closest_marker("long") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(_LONG_S))
     order = {
-        "ranks": 0, "gpu": 0, "local-cluster": 1, "connect": 2, "hosts": 3, "package": 3, "tests/spark/test_jobs.py": 3,
-        "tests/spark/test_code_blocks.py": 3, "petastorm": 4, "spark": 5, "storage": 6, "unit": 7,
+        "ranks": 0, "local 0": 0, "local 1": 0, "gpu": 0, "local-cluster": 1, "connect": 2, "hosts": 3, "package": 3,
+        "tests/spark/test_jobs.py": 3, "petastorm": 4, "spark": 5, "storage": 6, "unit": 7,
     }  # fmt: skip
     items.sort(key=lambda item: order.get(_costly_fixture(item.nodeid), order[item.nodeid.split("/")[1]]))
 
@@ -74,13 +74,18 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 def _costly_fixture(nodeid):
-    """Tests with the same name of it share it: a kind of Spark cluster, or the pool of ranks; a file shares its own."""
+    """Tests with the same name of it share it: a kind of Spark session, or a pool of ranks; a file shares its own.
+
+    There are two pools of ranks and two local sessions, as these tests take longest.
+    """
     path, _, test = nodeid.partition("::")
-    mode = re.search(r"[\[-](local-cluster|connect)[-\]]", test)  # a local session starts quickly
-    folder = Path(path).parent.name
-    if folder == "ranks":  # two pools, as these tests take longest
-        return f"ranks {zlib.crc32(path.encode()) % 2}"
-    return mode.group(1) if folder == "spark" and mode else folder if folder in ("hosts", "gpu") else path
+    mode = re.search(r"[\[-](local-cluster|local|connect)[-\]]", test)
+    folder, half = Path(path).parent.name, zlib.crc32(path.encode()) % 2
+    if folder == "ranks":
+        return f"ranks {half}"
+    if folder == "spark" and mode:
+        return f"local {half}" if mode.group(1) == "local" else mode.group(1)
+    return folder if folder in ("hosts", "gpu") else path
 
 
 def _in_another_mode(item):

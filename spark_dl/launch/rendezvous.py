@@ -298,10 +298,14 @@ def create_group(world: World, launch: Launch) -> None:
 
 
 def _leave(world: World, launch: Launch) -> None:
-    """Leaves the process group. The rank that holds the store waits until all other ranks have left."""
+    """Leaves the process group. The rank that holds the store waits until all other ranks have left.
+
+    If the store has ended, its rank has failed, and says why. An error of this rank, which is done, would hide that.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
-    world.store.set(f"left/{world.rank}", "1")
+    with contextlib.nullcontext() if world.holds_store else contextlib.suppress(dist.DistNetworkError):
+        world.store.set(f"left/{world.rank}", "1")
     if world.holds_store:
         keys = [f"left/{r}" for r in range(world.world_size) if r != world.rank]
         if keys:

@@ -3,6 +3,7 @@
 import tempfile
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -65,6 +66,7 @@ def test_any_dataset_is_read_back_by_us(dataset):
     assert plain_rows(found) == plain_rows(dataset["columns"])
 
 
+@pytest.mark.slow
 def test_a_sample_is_read_back_by_petastorm(run_petastorm, tmp_path):
     expected = []
 

@@ -26,6 +26,9 @@ TENSORS = ("id", "small", "ratio", "wide", "flag", "matrix", "packed", "png", "d
 """The columns of one shape without nulls."""
 
 
+pytestmark = pytest.mark.slow  # Petastorm writes them in a Spark session of its own environment
+
+
 @pytest.fixture(scope="module")
 def written(run_petastorm, tmp_path_factory):
     """The folder of a dataset, its rows before they were written, and as Petastorm reads them."""

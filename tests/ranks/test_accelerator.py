@@ -61,6 +61,7 @@ def sizes_of(name, scale):
     return [layer.gradient_bytes for layer in PROFILES[name]().shrunk(scale).backward_layers()]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "bucket_mib"),

@@ -86,6 +86,7 @@ def test_half_precision_is_exact_to_its_rounding(tmp_path, name, tolerance):
     assert differ
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ERROR_FEEDBACK)
 def test_the_first_steps_send_whole_gradients(tmp_path, name):
     exact = train(make_run(tmp_path, cut_at(small_config(2), 5), name="exact"))
@@ -119,6 +120,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path, name, n
     assert any(not torch.equal(residuals[0][key], residuals[1][key]) for key in residuals[0])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ERROR_FEEDBACK)
 def test_a_resumed_run_with_a_static_graph_equals_an_uninterrupted_one(tmp_path, name):
     parallel = compressed(ERROR_FEEDBACK[name], bucket_mib=25, static_graph=True)  # all parameters in one bucket

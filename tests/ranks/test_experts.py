@@ -188,6 +188,7 @@ def test_experts_with_shards(tmp_path, train, options):
     assert_same_training(tmp_path, config, 245, spec=BIASED)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("zero_stage", [0, 1])
 def test_adam_with_all_experts_on_different_ranks(tmp_path, zero_stage):
     config = small_config(4, train=ADAM, parallel=Mesh(experts=4, zero_stage=zero_stage))
@@ -223,6 +224,7 @@ STEPS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("train_options", [{"optimizer_args": {"momentum": 0.9}}, ADAM], ids=["SGD", "Adam"])
 def test_a_run_goes_on_with_other_numbers_of_experts_per_rank(tmp_path, train_options):
@@ -242,6 +244,7 @@ def test_a_run_goes_on_with_other_numbers_of_experts_per_rank(tmp_path, train_op
         torch.testing.assert_close(load_weights(last)[name], weight, rtol=1e-5, atol=1e-6, msg=name)
 
 
+@pytest.mark.slow
 def test_the_same_mesh_gives_the_same_bits(tmp_path):
     config = small_config(4, train=ADAM, parallel=Mesh(experts=2, zero_stage=1))
     expected = load_weights(train(make_run(tmp_path, config, spec=BIASED, name="whole")))

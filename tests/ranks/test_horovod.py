@@ -62,6 +62,7 @@ def test_fewer_rows_than_ranks_train_exactly(tmp_path, rows):
     assert_same_training(tmp_path, config_of(4), rows)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("num_ranks", "accumulation_steps"), [(1, 2), (2, 5), (3, 2)])
 def test_accumulation_with_momentum_and_clipping(tmp_path, num_ranks, accumulation_steps):
     optimizer = {"optimizer_args": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}, "clip_grad_norm": 0.3}

@@ -43,6 +43,7 @@ def assert_close(saved, other):
         torch.testing.assert_close(found[name], weight, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("parallel", [DDP(), DDP(compression="topk"), LocalSGD(sync_every_steps=2)], ids=str)
 def test_channels_last_trains_the_same(tmp_path, parallel):
     plain = train(make_run(tmp_path, config_of(2, parallel), spec=CNN, name="plain"))

@@ -18,9 +18,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from spark_dl import DDP, LocalSGD, ModelSpec, worker
+from spark_dl import DDP, Launch, LocalSGD, ModelSpec, worker
+from spark_dl.launch import rendezvous
 from spark_dl.launch.failures import first_failure
 from spark_dl.launch.failures.describe import is_secondary
+from spark_dl.launch.rank.store import RankStore, Server
+from spark_dl.launch.watch import Address
 from spark_dl.parallel import ddp
 from spark_dl.world import World
 from tests.builders.models import MLP, build_mlp, small_config
@@ -99,6 +102,7 @@ def error_of(run, failing, store_port):
         return f"{type(error).__name__}: {error}"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("failing", "has_agent"), [("0", True), ("1", True), ("0", False)])
 def test_without_a_driver_each_rank_says_what_failed_first(tmp_path, failing, has_agent):
     store_port = None
@@ -152,6 +156,18 @@ def test_a_store_that_does_not_answer_hides_no_error():
         theirs.close()
 
 
+def test_a_rank_that_is_done_does_not_fail_because_the_rank_with_the_store_has_failed():
+    listener, secret = socket.create_server(("127.0.0.1", 0)), bytes(32)
+    server = Server(listener, secret)
+    store = RankStore(Address("127.0.0.1", listener.getsockname()[1], secret), datetime.timedelta(seconds=20))
+    store.set("key", "value")
+    server.close()
+    with pytest.raises(dist.DistNetworkError):
+        store.set("key", "value")
+    rendezvous._leave(World(1, 2, 0, 1, "host", torch.device("cpu"), store), Launch())
+    store.close()
+
+
 def test_an_error_of_storage_is_no_sign_of_a_lost_rank():
     read = RuntimeError("cannot read row group 0 of s3://b/part-0: Connection reset by peer")
     read.__cause__ = OSError("Connection reset by peer")
@@ -180,6 +196,7 @@ print(gloo_threads())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are counted by Linux's /proc")
 @pytest.mark.skipif(torch.__version__ < "2.9", reason="torch 2.8 does not name its threads")
 def test_no_thread_of_a_process_group_is_left():

@@ -30,6 +30,7 @@ def local_sgd(every, start=0, **more):
     return LocalSGD(sync_every_steps=every, sync_start_step=start, **more)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("num_ranks", "rows"), [(1, 509), (2, 480), (3, 509), (4, 17), (4, 2)])
 def test_with_an_average_after_every_step_it_is_a_single_process(tmp_path, num_ranks, rows):
     """Ranks have unequal parts of a short batch, or none at all: every row counts the same."""

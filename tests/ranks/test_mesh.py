@@ -69,6 +69,7 @@ def test_models_that_are_cut(tmp_path, num_ranks, mesh):
     assert_same_training(tmp_path, small_config(num_ranks, train=train, parallel=Mesh(**mesh)), 245)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("vertical_sync", [False, True])
 def test_pipedream_trains_on_data_ranks_as_on_one(tmp_path, vertical_sync):
     """Its weights are those of delayed SGD; here, those of 2 x 2 ranks are those of 2 x 1."""

@@ -264,6 +264,7 @@ def count_reductions(run):
         nonfinite.sum_over_ranks = reduce
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("policy", "reductions"), [("raise", 0), ("rollback", 0), ("skip", STEPS)])
 def test_F22_a_healthy_run_has_the_same_bits_and_only_skip_reduces_in_each_step(tmp_path, policy, reductions):
     run = run_of(tmp_path, config_of({}), steps=())

@@ -143,6 +143,7 @@ def read_from(dataset, first_epoch, num_epochs, steps=None):
     return found, position
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("loop", ["from the dataset's epoch", "from the saved epoch"])
 @pytest.mark.parametrize("epochs_done", [0.5, 1, 2, 3])
 def test_a_loop_over_epochs_goes_on_where_it_was_also_between_them(url, loop, epochs_done):

@@ -61,6 +61,7 @@ def with_train(config, **changes):
 # Parity
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("trainers", "num_servers"), [(2, 1), (3, 2), (4, 1)])
 def test_sync_gives_the_weights_of_one_process(tmp_path, trainers, num_servers):
     """22 steps, with a short last batch, momentum and micro-batches."""
@@ -391,6 +392,7 @@ class _Double(nn.Module):
         self.layer = nn.Linear(4, 3).double()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("spec", "message"),
     [

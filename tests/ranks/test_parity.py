@@ -33,6 +33,7 @@ def assert_same_training(tmp_path, config, rows, **options):
     reference.assert_same_training(train, tmp_path, config, rows, **options)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("num_ranks", "rows"),
     [
@@ -50,6 +51,7 @@ def test_fewer_rows_than_ranks_train_exactly(tmp_path, rows):
     assert_same_training(tmp_path, small_config(4), rows)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("num_ranks", "accumulation_steps"), [(1, 2), (3, 5), (4, 2)])
 def test_accumulation_changes_nothing(tmp_path, num_ranks, accumulation_steps):
     assert_same_training(tmp_path, small_config(num_ranks, train={"accumulation_steps": accumulation_steps}), 245)

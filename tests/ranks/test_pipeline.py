@@ -87,6 +87,7 @@ def assert_same_bits(case, num_ranks, *schedules):
         assert sum(r[3] for r in of_ranks) == sum(p.numel() for p in case.spec.build().parameters()), schedule
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_every_schedule_gives_the_bits_of_one_process(num_ranks):
     """BatchNorm, which would show an extra pass; a short last batch; a layer in place; outputs that are views."""
@@ -175,6 +176,7 @@ TWO_TOWERS = Case(
 )  # fmt: skip
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_a_forward_and_loss_of_the_user_with_dicts_and_tuples(num_ranks):
     schedules = [("1f1b", 1), ("zero_bubble", 1)] + ([("zbv", 2), ("interleaved", 2)] if num_ranks == 2 else [])
@@ -241,6 +243,7 @@ def build_by_sign():
     )  # fmt: skip
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_layers_whose_shapes_are_found_by_computing_them(num_ranks):
     """BatchNorm would show it if the pass that finds the shapes left anything behind."""
@@ -284,6 +287,7 @@ def build_frozen():
     return model
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble", "zbv"])
 def test_a_stage_with_frozen_layers(schedule):
     assert_same_bits(Case(ModelSpec(build=build_frozen), rows=100), 2, (schedule, 2, [4, 4, 2, 2]))
@@ -310,6 +314,7 @@ def build_beside():
     return nn.Sequential(nn.Linear(4, 4), Beside(), Add(), nn.Linear(4, 3))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", ["zero_bubble", "1f1b"])
 def test_a_gradient_that_a_schedule_would_leave_out_is_an_error(schedule):
     """With three ranks, as the first stage computes all its gradients at once."""

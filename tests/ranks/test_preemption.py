@@ -137,6 +137,7 @@ def test_F10_all_ranks_save_at_the_next_log_line_and_no_step_is_done_twice(
     assert lines_of(run) == lines_of(whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("every_steps", "saved_in"), [(4, 4), pytest.param(3, 3, marks=pytest.mark.slow)])
 def test_F10_a_step_that_has_just_been_saved_is_not_saved_again(tmp_path, every_steps, saved_in):
     run = run_of(tmp_path, config(every_steps=every_steps), step=2, rank_1=sigterm)

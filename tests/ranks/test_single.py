@@ -15,6 +15,7 @@ from tests.ranks.test_parity import assert_same_training
 METRICS = {"accuracy": {"class": "MulticlassAccuracy", "num_classes": 3, "average": "micro"}}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", ["single", "dp_single_process"])
 @pytest.mark.parametrize("accumulation_steps", [1, 3])
 def test_same_as_a_plain_loop(tmp_path, strategy, accumulation_steps):

@@ -74,6 +74,7 @@ def train_as_nobody(run, only_rank):
     return error_of(partial(train_rank, run))
 
 
+@pytest.mark.sampled(2)
 @as_root
 @pytest.mark.parametrize("rank", ["0", "1"])
 @pytest.mark.parametrize(("hidden", "message"), [

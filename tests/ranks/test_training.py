@@ -86,6 +86,7 @@ class Stochastic(nn.Module):
         return self.linear(features) * (random.random() + np.random.random())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("parallel", [{}, {"bucket_mib": "auto"}], ids=str)
 def test_a_model_that_draws_from_other_generators_goes_on_where_it_was(tmp_path, parallel):
     config = small_config(2, train={"epochs": 2}, parallel=DDP(**parallel))
@@ -94,6 +95,7 @@ def test_a_model_that_draws_from_other_generators_goes_on_where_it_was(tmp_path,
     assert_same_to_the_bit(train(whole), resume(cut, train(cut), config))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("numbers", [(2, 3), (2, 1, 2)], ids=str)
 def test_F28_resume_on_another_number_of_ranks_goes_on_exactly(tmp_path, numbers):
     config = small_config(2, train={"epochs": 2})
@@ -280,6 +282,7 @@ def test_mixed_precision_learns_and_keeps_float32_weights(tmp_path, precision):
     assert ("scaler" in training["extra"]) == (precision == "fp16")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("num_ranks", "rows"), [(1, 245), (2, 2), (3, 2), (3, 245)])
 def test_evaluation_is_exact_to_the_row(tmp_path, num_ranks, rows):
     metrics = {

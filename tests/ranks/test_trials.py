@@ -98,6 +98,7 @@ def changed(config, **fields):
 ADAM = {"optimizer": "Adam", "lr": 0.01, "optimizer_args": {"betas": [0.9, 0.99]}}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_trials_have_the_weights_of_the_same_settings_trained_alone(tmp_path, num_ranks):
     """With dropout and batch norm: no random number and no setting of a trial reaches the next one."""

@@ -88,6 +88,7 @@ def parts_of(spark, folder, findings):
     return only_gradients(tasks.map(part))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.modes("local")
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -110,6 +111,7 @@ def assert_ended(pids, wait_s=30):
     assert not left
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.modes("local")
 @pytest.mark.parametrize(("strategy", "num_ranks"), [
     ("tree_reduce", 3), ("shuffle_reduce", 4),

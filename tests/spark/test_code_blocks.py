@@ -25,9 +25,11 @@ from spark_dl import cli
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md"))]
 MARKS = {
-    "slow": ("spark-ml", "tracking", "trials", "migration", "data", "running-on-clusters", "model-parallel"),
+    "slow": (
+        "spark-ml", "tracking", "trials", "migration", "data", "external", "running-on-clusters", "model-parallel",
+    ),
     "long": ("ways-in", "lines-of-code", "experts"),
-}
+}  # fmt: skip
 """Of pages whose blocks take longest."""
 SHOWN = ("text", "toml", "properties", "dockerfile", "{toctree}", "{eval-rst}")
 PROGRAMS = (

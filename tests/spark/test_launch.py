@@ -736,6 +736,7 @@ def _sums_of(base, count):
     return int(total)
 
 
+@pytest.mark.slow
 @pytest.mark.modes("local")
 def test_F24_two_jobs_at_once_on_a_host_never_join_each_other(spark):
     with concurrent.futures.ThreadPoolExecutor(2) as threads:

@@ -78,6 +78,7 @@ def test_train_and_evaluate(spark, points, tmp_path):
     assert len(spark_dl.predict(points, MLP, result.checkpoint).collect()) == 500
 
 
+@pytest.mark.slow
 @pytest.mark.modes("local", "local-cluster")
 @pytest.mark.long_in("local-cluster")
 def test_the_same_dataframe_gives_the_same_training_and_resumes_in_an_epoch(spark, points, tmp_path):

@@ -65,6 +65,7 @@ def test_shards_are_right_in_each_run_of_a_session_whose_workers_have_other_rank
             np.testing.assert_allclose(other[name], value, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.slow
 def test_a_model_that_is_cut_trains_as_on_one_rank_and_predicts(spark, tmp_path):
     df, spec = frame(spark), ModelSpec(build=build)
     losses = {}
@@ -106,6 +107,7 @@ def test_a_mesh_that_the_driver_plans_is_kept_on_resume(spark, tmp_path, caplog)
     assert (again["parallel"], again["train"]["epochs"]) == (planned["parallel"], 3)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.modes("local")
 @pytest.mark.parametrize(("spec", "mesh", "message"), [
     (ModelSpec(build=Skips, layers=["first", "second"]), {"pipeline": 2}, "spec.layers: .* give another output"),

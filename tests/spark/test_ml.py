@@ -209,6 +209,7 @@ def test_weights_validation_rows_and_lists_of_columns(spark, points, tmp_path):
     assert spark_dl.predict(df, str(tmp_path / "saved" / "model")).columns[-2:] == ["classes", "amount"]
 
 
+@pytest.mark.slow
 @pytest.mark.modes("local")
 def test_one_logit_is_a_binary_classifier_and_columns_can_be_left_out(spark, points, tmp_path):
     spec = ModelSpec(build=build_linear, loss="BCEWithLogitsLoss")

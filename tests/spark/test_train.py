@@ -165,6 +165,7 @@ def test_nulls_of_a_dataset_of_others_are_dropped_or_filled_when_it_is_read(spar
     assert spark_dl.train(path, MLP, filled, run_dir=run, overwrite=True).rows == rows
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.modes("local")
 @pytest.mark.parametrize("rows", [1, 3])
 def test_B10_fewer_rows_than_ranks_train(spark, points, tmp_path, rows):
@@ -236,6 +237,7 @@ def test_B35_train_and_evaluate_work_in_any_thread_and_take_a_session(spark, poi
         spark_dl.train(shards.url, MLP, small_config(2), spark="local[2]")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.modes("local")
 @pytest.mark.parametrize("storage", ["shared", "local"])
 def test_a_vector_of_doubles_and_a_double_label_are_an_error_that_names_them_and_can_be_cast(spark, tmp_path, storage):

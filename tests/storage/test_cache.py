@@ -251,6 +251,7 @@ cache.open_input(url, cache=cache.DiskCache(folder, int(limit)), sha256=sha256, 
 """
 
 
+@pytest.mark.slow
 def test_a_process_killed_in_a_download_leaves_nothing_for_long(s3, cache):
     url, content, known = put(s3, "killed", 3 * MIB)
     command = [sys.executable, "-c", SLOW_READER, url, cache.folder, str(cache.limit_bytes)]

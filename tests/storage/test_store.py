@@ -73,6 +73,7 @@ def test_a_writer_that_fails_leaves_nothing(folder):
     assert names(folder) == leases(folder) == []
 
 
+@pytest.mark.sampled(1)
 def test_who_commits_first_wins_and_the_other_uses_that(folder):
     inner = []
 
@@ -160,6 +161,7 @@ def test_the_lease_of_a_process_that_died_holds_until_it_expires(folder, monkeyp
     assert clean_store(folder, ttl_days=0)["deleted"] == 1
 
 
+@pytest.mark.sampled(1)
 def test_a_lease_is_renewed(folder, monkeypatch):
     monkeypatch.setattr(store_module, "LEASE_S", 0.5)
     _, lease = hold(folder)

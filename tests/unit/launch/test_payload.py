@@ -69,6 +69,7 @@ NUMPY_DTYPES = ["?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4",
                 "M8[s]", "m8[ms]", "U5", "S3"]  # fmt: skip
 
 
+@pytest.mark.sampled(25)
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0), (2, 3)])
 @pytest.mark.parametrize("dtype", NUMPY_DTYPES)
 def test_arrays_come_back_as_they_are(dtype, shape):

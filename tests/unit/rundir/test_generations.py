@@ -45,6 +45,7 @@ def test_of_two_threads_each_gets_a_number_of_its_own(tmp_path):
         assert sorted(found) == [1, 2]
 
 
+@pytest.mark.slow
 def test_of_two_processes_each_gets_a_number_of_its_own(tmp_path):
     takers = [
         subprocess.Popen([sys.executable, "-c", TAKE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

@@ -104,6 +104,7 @@ def test_a_run_has_its_settings_metrics_and_checkpoint(tmp_path, uri):
     assert checkpoint.find(f"{folder}/checkpoint").step == result["steps"], "the upload is a whole checkpoint"
 
 
+@pytest.mark.slow
 def test_without_being_asked_only_the_manifest_is_uploaded_and_no_model(tmp_path, uri):
     run = make_run(tmp_path, config_with(uri))
     train(run)

@@ -33,6 +33,7 @@ def make_part(rank, size, dtype):
     return GradientSum(gradient, float(rank), np.arange(5) == rank, buffers)
 
 
+@pytest.mark.sampled(25)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize(
     ("num_ranks", "size"), itertools.product([1, 2, 3, 4, 7], [0, 1, 2, 3, 6, 7, 8, 1000, 1001, 1023])

@@ -58,6 +58,7 @@ def true_ids(loader, epoch=0):
     return [int(i) for _, _, batch in steps(loader, epoch) for i in batch["id"][batch["weight"] > 0]]
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("rows", [1, 3, 11, 12, 13, 47, 48, 49, 100])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_the_ranks_together_read_every_row_once_and_at_the_same_step_as_one_rank(tmp_path, rows, world_size):
@@ -305,6 +306,7 @@ def test_a_batch_that_cannot_fit_once_it_is_padded_is_an_error_before_training(t
     check_memory(shards, shards.columns, config(memory_mib=3, ragged="offsets"), 1)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("is_mixed", [False, True])
 def test_ready_batches_of_ragged_rows_are_bounded_by_what_they_take(few_long_rows, is_mixed):
     """Batches with a long row take 2.5 MiB, the others some bytes; a quarter of 24 MiB has room for two of them."""

@@ -104,6 +104,7 @@ FILTERS = [
 ]
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("options", [
     {}, {"use_dictionary": True}, {"data_page_version": "2.0", "compression": "zstd"},
     {"use_dictionary": False, "compression": "none"}, {"store_schema": False},

@@ -40,6 +40,7 @@ def test_an_index_and_a_sign_are_packed_into_32_bits():
     assert torch.tensor([last, ~last], dtype=torch.int64).to(torch.int32).tolist() == [last, -(2**31)]
 
 
+@pytest.mark.sampled(21)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("ratio", [1e-9, 0.01, 0.5, 1.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

@@ -62,6 +62,7 @@ def test_pieces_that_share_elements_are_found(shape):
             assert may_overlap(one, other) == bool(shared)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_what_two_layouts_have_in_common_is_copied(shape):
     tensor = torch.randn(shape)

@@ -13,6 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 MIB, RATE_MBIT = 2.0, 400.0
 
 
+@pytest.mark.long
 def test_each_backend_has_its_figures_or_the_reason_why_not(hosts):
     with hosts(2, rate_mbit=RATE_MBIT) as bed:
         rows = backends.measure(bed, mib=MIB, repeats=3, rate_mbit=RATE_MBIT, show=print)
@@ -38,6 +39,7 @@ def assert_measured(row):
     assert 0.2 < row["ratio_to_limit"] < 1.1
 
 
+@pytest.mark.long
 def test_a_backend_that_fails_has_the_reason_in_its_row(hosts, monkeypatch):
     monkeypatch.setattr(backends, "BACKENDS", ("gloo", "none"))
     with hosts(2) as bed:

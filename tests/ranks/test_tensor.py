@@ -113,6 +113,7 @@ def test_same_weights_with_adam():
     run_in_group(check_all, 2, cases(["encoder", "tied", "own"], "adam"))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_same_weights_of_models_of_hugging_face():
     run_in_group(check_all, 2, [*cases(OF_HUGGING_FACE), *cases(["bert", "gpt2"], "adam")])

@@ -313,6 +313,7 @@ class _Recorder:
         return batch
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.modes("local")
 def test_models_and_loaders_stay_open_between_steps_and_are_closed_in_the_end(spark, tmp_path):

@@ -17,6 +17,7 @@ from tests.builders.models import small_config
 from tests.spark.test_jobs import PLAIN, run_job
 
 
+@pytest.mark.long_in("connect")
 @pytest.mark.modes("local", "local-cluster", "connect")
 def test_a_healthy_session_has_no_errors(spark, mode, tmp_path):
     start = time.monotonic()

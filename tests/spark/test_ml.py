@@ -140,6 +140,7 @@ def test_a_pipeline_fits_transforms_saves_and_loads_in_a_new_process(spark, poin
     np.testing.assert_allclose(probabilities_in_a_new_process(path, features[:5]), expected[:5], atol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.long_in("local-cluster", "connect")
 def test_cross_validation_chooses_the_better_learning_rate(spark, points, tmp_path):

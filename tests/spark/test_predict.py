@@ -157,6 +157,7 @@ def test_a_limit_ends_predictions_without_an_error(spark, points, saved, capfd):
     assert "BrokenPipe" not in capfd.readouterr().err
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.modes("local")
 def test_a_saved_model_of_a_run_predicts_as_its_checkpoint_does(spark, points, tmp_path):

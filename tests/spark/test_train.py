@@ -42,6 +42,7 @@ def _columns(output):
     return {"prediction": output.argmax(1), "probability": output.softmax(1)}
 
 
+@pytest.mark.long_in("local-cluster")
 @pytest.mark.modes("local-cluster", "connect")
 def test_train_evaluate_predict(spark, mode, points, tmp_path):
     config = small_config(2, train={"epochs": 6, "metrics": METRICS}, data={"validation_fraction": 0.2})

@@ -47,6 +47,7 @@ def test_the_first_write_stays(folder, caplog):
     assert not caplog.records
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_one_of_four_writers_wins_on_s3(s3):
     for _ in range(TIMES):

@@ -267,6 +267,7 @@ def test_a_setting_of_another_strategy_is_an_error_that_says_whose_it_is(tmp_pat
         load(tmp_path, parallel)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_every_setting_that_another_strategy_has_is_an_error():
     """All pairs of a strategy and a setting of another one."""

@@ -228,6 +228,7 @@ with local.spill(batches_of(rows, size=10_000, width=784), SOURCE, Data(), **set
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_rows(tmp_path):
     """Batches of 10,000 rows of 784 float32, 31 MB each, as Spark sends them: 0.2 GB and 0.6 GB of rows."""

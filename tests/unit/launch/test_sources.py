@@ -63,6 +63,7 @@ def test_a_module_beside_the_program_reaches_a_process_that_does_not_have_it(tmp
     assert python("/", ["-c", RANK], call) == (["42"], "")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_process_that_has_the_module_uses_its_own(tmp_path, project):
     call = pack(project, tmp_path / "call")
@@ -72,6 +73,7 @@ def test_a_process_that_has_the_module_uses_its_own(tmp_path, project):
     assert python("/", ["-c", RANK], call, path=[tmp_path / "installed"]) == (["its own"], "")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_changed_module_replaces_the_earlier_one_in_a_process_that_is_used_again(tmp_path, project):
     first = pack(project, tmp_path / "first")

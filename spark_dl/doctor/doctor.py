@@ -30,7 +30,6 @@ _LEAST_SHM_BYTES = 64 << 20
 _LEAST_FILES = 1024
 _MOST_CLOCK_S = 2.0
 _MOST_NAMES = 3
-_EXECUTORS_WAIT_S = 10.0
 _SLOW_LINK = 0.5
 """A link below this part of the median is slow."""
 
@@ -64,7 +63,7 @@ def diagnose(
     findings = list(_of_settings(spark))
     ranks: list[dict[str, Any]] = []
     try:
-        preflight.check(spark, launch, executors_wait_s=_EXECUTORS_WAIT_S)
+        preflight.check(spark, launch, executors_wait_s=preflight.EXECUTORS_WAIT_S)
         findings.append(Finding("slots", OK, _slots(spark, launch.num_ranks)))
         folder = storage.absolute(run_dir) if run_dir else ""
         found = run_barrier(

@@ -18,7 +18,7 @@ from spark_dl.world import local_address
 _log = logging.getLogger("spark_dl")
 _COPIES = 6
 """Copies of the results in the heap of the driver's JVM, at most, with some room."""
-_EXECUTORS_WAIT_S = 10.0
+EXECUTORS_WAIT_S = 10.0
 """How long to wait for the next executor of a session that has some."""
 
 
@@ -114,7 +114,7 @@ def check_slots(spark: Any, launch: Launch, profile: Any = None, wait_s: float |
     if slots == 0 and not fixed:
         _log.warning("no executor has registered yet; waiting for %d task slots", num_ranks)
     while slots is not None and slots < num_ranks and not fixed:
-        limit_s = wait_s if wait_s is not None else _EXECUTORS_WAIT_S if slots else launch.start_timeout_s
+        limit_s = wait_s if wait_s is not None else EXECUTORS_WAIT_S if slots else launch.start_timeout_s
         if time.monotonic() - since > limit_s:
             break
         time.sleep(0.2)

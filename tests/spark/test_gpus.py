@@ -35,12 +35,12 @@ def error_of(call, *args, **kwargs):
     except (RuntimeError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
 
-preflight._EXECUTORS_WAIT_S = 30.0
+preflight.EXECUTORS_WAIT_S = 30.0
 found = {str(amount): of(ranks, amount) for ranks, amount in ((4, 1), (2, 2), (4, 0.5), (2, 0), (2, "auto"))}
 df = spark.range(64).selectExpr("CAST(id AS FLOAT) AS x")
 launch = spark_dl.Launch(num_ranks=2, device="cpu", gpus_per_rank=1)
 found["rows"] = spark_dl.run_on_dataframe(addresses, df, settings=launch)
-preflight._EXECUTORS_WAIT_S = 0.5
+preflight.EXECUTORS_WAIT_S = 0.5
 found["too few"] = error_of(of, 4, 2)
 found["too many"] = error_of(of, 1, 5)
 found["chosen"] = error_of(of, 2, "auto", device="auto")

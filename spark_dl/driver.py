@@ -31,7 +31,7 @@ from spark_dl.data.local import RowSettings
 from spark_dl.evaluate import load_model
 from spark_dl.inputs import check_rank_rows
 from spark_dl.launch.barrier import run_barrier
-from spark_dl.launch.calls import as_call, check_call, check_dataframe, launch_settings
+from spark_dl.launch.code.calls import as_call, check_call, check_dataframe, launch_settings
 from spark_dl.launch.elastic import MoreSlotsError, check_growth, fit_ranks
 from spark_dl.launch.failures.errors import RankError
 from spark_dl.launch.session import describe_session, find_session

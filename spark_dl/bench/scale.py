@@ -34,7 +34,7 @@ from spark_dl.data.load.build import build_train_loader
 from spark_dl.data.load.loader import Loader
 from spark_dl.data.load.resume_check import for_ranks
 from spark_dl.data.load.window_reader import Schedule
-from spark_dl.launch import payload
+from spark_dl.launch.code import payload
 from spark_dl.spec import ModelSpec, Run
 
 RANKS = (1, 8, 512)

@@ -10,7 +10,8 @@ from spark_dl.checks.functions import check_functions
 from spark_dl.config import Config, Launch
 from spark_dl.data.dataset.records import ShardSet
 from spark_dl.inputs import as_written
-from spark_dl.launch import payload, preflight, resources
+from spark_dl.launch import preflight, resources
+from spark_dl.launch.code import payload
 from spark_dl.rundir.signing import read_key
 from spark_dl.spec import ModelSpec, check_spec
 from spark_dl.training.early_stop import check_scalar

@@ -8,27 +8,26 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
 import logging
 import os
 import queue
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from spark_dl.config import Launch
-from spark_dl.launch import payload, preflight
+from spark_dl.launch import preflight
+from spark_dl.launch.code import payload
 from spark_dl.launch.failures.root_cause import root_cause
 from spark_dl.launch.rank import memory
 from spark_dl.launch.rank.task import ROOT_CAUSE_WAIT_S, SCHEMA, RankResult, rank_task
+from spark_dl.launch.rank_job import RankJob
 from spark_dl.launch.session import worker_env
 from spark_dl.launch.supervise import Attempt
 from spark_dl.launch.watch import CRASH, Listener, listen
-from spark_dl.spark_job import SparkJob, is_connect, is_local_master
+from spark_dl.spark_job import is_connect, is_local_master
 
-RANKS = "spark_dl-ranks"
-"""Tag of the Spark jobs of ranks."""
 _log = logging.getLogger("spark_dl")
 
 _LAST_EVENTS_WAIT_S = 1.0
@@ -93,7 +92,7 @@ def run_barrier(
         with worker_env(spark, env or {}):
             # Without a profile, also on Spark 3.5, which has no such argument.
             df = tasks.mapInArrow(task, SCHEMA, barrier=True, **({} if profile is None else {"profile": profile}))
-        job = _Job(spark, df, launch.num_ranks, events, description=description, computes_first=source is not None)
+        job = RankJob(spark, df, launch.num_ranks, events, description=description, computes_first=source is not None)
         try:
             watch = _Watch(job, launch, on_event, on_ask, listener, None if listener else poll or list)
             watch.run(events)
@@ -106,7 +105,7 @@ def run_barrier(
     return _results(job, launch.num_ranks, on_event)
 
 
-def _results(job: _Job, num_ranks: int, on_event: Callable[[Event], None] | None) -> list[Any]:
+def _results(job: RankJob, num_ranks: int, on_event: Callable[[Event], None] | None) -> list[Any]:
     """Returns the results by rank. Raises as `run_barrier` does."""
     rows = sorted(job.rows, key=lambda row: row["rank"])
     if not rows and job.computes_first:  # Spark runs no task if it knows that the DataFrame is empty
@@ -125,99 +124,6 @@ def _results(job: _Job, num_ranks: int, on_event: Callable[[Event], None] | None
     return [payload.unpack_result(bytes(row["result"])) for row in rows]
 
 
-class _Job:
-    """The Spark job of the ranks."""
-
-    def __init__(
-        self, spark: Any, df: Any, num_ranks: int, events: queue.Queue[Any], *, description: str, computes_first: bool
-    ):
-        self._spark, self._num_ranks, self._events = spark, num_ranks, events
-        self.computes_first = computes_first
-        """Whether the job has stages before the stage of the ranks. These can take any time."""
-        self._job = SparkJob(
-            spark, functools.partial(self._collect, df), description=description, own_group=True, tag=RANKS,
-            on_end=lambda: events.put({"kind": "job ended"}),
-        )  # fmt: skip
-        self.cancel = self._job.cancel
-
-    @property
-    def rows(self) -> list[Any]:
-        """The rows of the ranks, after the job has ended without an error."""
-        return list(self._job.result)
-
-    @property
-    def error(self) -> BaseException | None:
-        """The error of Spark, after the job has failed."""
-        return self._job.error
-
-    def _collect(self, df: Any) -> list[Any]:
-        with self._task_counts():
-            return list(df.collect())
-
-    @contextlib.contextmanager
-    def _task_counts(self) -> Iterator[None]:
-        """Puts events with the number of running tasks, from Spark's progress. Only over Spark Connect.
-
-        NOTE: Spark reports the progress of all operations of the session. Another operation with the same number of
-        tasks is mistaken for this job, and the start timeout then does not apply.
-        """
-        if not hasattr(self._spark, "registerProgressHandler") or not is_connect(self._spark):
-            yield
-            return
-
-        def on_progress(stages: Any, inflight_tasks: int, operation_id: Any, done: bool) -> None:
-            if any(stage.num_tasks == self._num_ranks for stage in stages):
-                self._events.put({"kind": "tasks", "running": inflight_tasks})
-            if self.computes_first and inflight_tasks:
-                self._events.put({"kind": "computing"})
-
-        self._spark.registerProgressHandler(on_progress)
-        try:
-            yield
-        finally:
-            self._spark.removeProgressHandler(on_progress)
-
-    def has_tasks(self) -> bool:
-        """Whether tasks of the job are running, or tasks of its last stage have completed. False over Spark Connect.
-
-        All tasks of a barrier stage run, or none. Spark's counts can be as old as the executors' heartbeat (10 s).
-        """
-        if is_connect(self._spark):
-            return False
-        stages = self._stages(self._own_ids())
-        return any(stage.numActiveTasks for stage in stages) or bool(stages and stages[-1].numCompletedTasks)
-
-    def waits_for_own_jobs(self) -> bool:
-        """Whether other ranks of this application run, such as those of another thread. False over Spark Connect."""
-        if is_connect(self._spark):
-            return False
-        of_ranks = self._spark.sparkContext._jsc.sc().statusTracker().getJobIdsForTag(RANKS)
-        return any(stage.numActiveTasks for stage in self._stages({*of_ranks} - self._own_ids()))
-
-    def why_session_ended(self) -> str:
-        """Returns what has ended the Spark session; empty while it runs, and over Spark Connect."""
-        if is_connect(self._spark):
-            return ""
-        context = self._spark.sparkContext._jsc
-        try:
-            if context is None or context.sc().isStopped():
-                return "the Spark session was stopped (spark.stop())"
-        except Exception:  # of py4j or its socket
-            return "the JVM of Spark's driver has ended; its log, or that of the kernel, may say why"
-        return ""
-
-    def _own_ids(self) -> set[int]:
-        """Returns the ids of the Spark jobs of these ranks."""
-        return {*self._spark.sparkContext.statusTracker().getJobIdsForGroup(self._job.name)}
-
-    def _stages(self, job_ids: Iterable[int]) -> list[Any]:
-        """Returns Spark's counts of the stages of some jobs, in the order of the stages."""
-        tracker = self._spark.sparkContext.statusTracker()
-        jobs = [tracker.getJobInfo(i) for i in job_ids]
-        ids = sorted({i for job in jobs if job for i in job.stageIds})
-        return [stage for i in ids if (stage := tracker.getStageInfo(i))]
-
-
 class _Watch:
     """Waits for the end of a job, and passes events on. Raises the root cause if the job fails.
 
@@ -226,7 +132,7 @@ class _Watch:
 
     def __init__(
         self,
-        job: _Job,
+        job: RankJob,
         launch: Launch,
         on_event: Callable[[Event], None] | None,
         on_ask: Callable[[Event], Mapping[int, Any]] | None,

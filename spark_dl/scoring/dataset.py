@@ -19,7 +19,8 @@ from spark_dl.data.load.resume_check import for_ranks
 from spark_dl.data.plan import Segment
 from spark_dl.data.read.rows import Rows
 from spark_dl.inputs import as_written, shards_of
-from spark_dl.launch import payload, preflight
+from spark_dl.launch import preflight
+from spark_dl.launch.code import payload
 from spark_dl.scoring import keys
 from spark_dl.scoring.saved_model import features_only
 from spark_dl.scoring.scorer import Scorer

@@ -19,7 +19,8 @@ from spark_dl.data.columns.ragged import Array, Ragged
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.columns.source import BadCellsError, SourceColumn
 from spark_dl.data.write import spark_types
-from spark_dl.launch import gpus, payload
+from spark_dl.launch import gpus
+from spark_dl.launch.code import payload
 from spark_dl.scoring.scorer import Scorer, loaded_model
 
 if TYPE_CHECKING:

@@ -279,7 +279,7 @@ def test_environment_variables_are_touched_in_launch_alone():
 
 
 REVIEWED = {
-    ("launch/payload.py", "pickle.loads"): "the user's own code, on its way from the driver to the ranks",
+    ("launch/code/payload.py", "pickle.loads"): "the user's own code, on its way from the driver to the ranks",
     ("data/petastorm/unischema_reader.py", "pickle.Unpickler"): "creates stubs alone, by exact names; S01 attacks it",
     ("baselines/driver_loop/received.py", "pickle.Unpickler"): "finds arrays and gradient sums alone; S16 attacks it",
     ("scoring/saved_model.py", "torch.export.load"): "after a check that no member is a pickle; S03 attacks it",

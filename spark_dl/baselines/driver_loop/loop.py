@@ -35,7 +35,7 @@ from spark_dl.baselines.driver_loop.received import only_gradients
 from spark_dl.config import Config
 from spark_dl.data.columns.batch import StepBatches
 from spark_dl.data.load.build import BatchLoader, build_train_loader
-from spark_dl.launch import payload
+from spark_dl.launch.code import payload
 from spark_dl.launch.failures.root_cause import root_cause
 from spark_dl.parallel.exchange_clock import Seconds
 from spark_dl.parallel.generators import generators_kept

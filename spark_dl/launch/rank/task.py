@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 
 from spark_dl.config import Launch
-from spark_dl.launch import payload
+from spark_dl.launch.code import payload
 from spark_dl.launch.failures.describe import describe, failed_in_task
 from spark_dl.launch.peers import check_versions, versions
 from spark_dl.launch.rank import status

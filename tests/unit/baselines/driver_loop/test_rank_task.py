@@ -11,7 +11,7 @@ from spark_dl import ModelSpec
 from spark_dl.baselines.driver_loop import rank_task
 from spark_dl.baselines.driver_loop.rank_task import Attempt, Step, _Kept
 from spark_dl.data.load.build import build_train_loader
-from spark_dl.launch import payload
+from spark_dl.launch.code import payload
 from spark_dl.spec import Run
 from tests.builders.datasets import write_dataset
 from tests.builders.models import blobs, build_mlp

@@ -12,7 +12,7 @@ import spark_dl
 ROOT = str(Path(spark_dl.__file__).parents[1])
 RANK = """
 import sys
-from spark_dl.launch import payload
+from spark_dl.launch.code import payload
 for path in sys.argv[1:]:
     fn, args, kwargs = payload.unpack_call(open(path, "rb").read())
     print(fn(*args))
@@ -42,7 +42,7 @@ def project(tmp_path):
     (folder / "models" / "sizes.py").write_text("DEPTH = 3\n")
     (folder / "models" / "parts" / "layer.py").write_text("def width():\n    return 7\n")
     (folder / "pack.py").write_text(
-        "import sys, numpy, models.mlp as mlp\nfrom spark_dl.launch import payload\n"
+        "import sys, numpy, models.mlp as mlp\nfrom spark_dl.launch.code import payload\n"
         "fn, args = (mlp.fail, ()) if sys.argv[2] == 'fail' else (mlp.build, (2,))\n"
         "open(sys.argv[1], 'wb').write(payload.pack_call(fn, args, {}))\n"
     )
@@ -92,7 +92,7 @@ def test_a_traceback_has_the_lines_of_the_module(tmp_path, project):
 def test_installed_packages_and_ours_are_not_sent(tmp_path, project):
     program = (
         "import json, os, sys, numpy, torch, models.mlp, spark_dl\n"
-        "from spark_dl.launch.sources import sources_of\n"
+        "from spark_dl.launch.code.sources import sources_of\n"
         "print(sorted(sources_of({'models.mlp'})), sources_of({'numpy', 'spark_dl.spec', 'json'}), sources_of(set()))"
     )
     names = ["models", "models.mlp", "models.parts.layer", "models.sizes"]

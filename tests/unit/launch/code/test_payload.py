@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from spark_dl import import_object
-from spark_dl.launch.payload import pack_call, pack_result, unpack_call, unpack_result
+from spark_dl.launch.code.payload import pack_call, pack_result, unpack_call, unpack_result
 
 PLAIN = [
     None, True, False, 0, -1, 10**30, 1.5, -0.0, math.inf, -math.inf, "", "ä\n\0'\"🙂", [], {}, (),

@@ -17,8 +17,8 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from spark_dl.launch import sources
-from spark_dl.launch.culprit import describe_culprit, dumps
+from spark_dl.launch.code import sources
+from spark_dl.launch.code.culprit import describe_culprit, dumps
 
 _FILE_MODULES = "_spark_dl_file_"
 _LEVEL = 3

@@ -68,7 +68,7 @@ ignore = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); pr
 with ended_with_rank():
     folder = tempfile.mkdtemp(prefix=temporary_prefix(), dir=sys.argv[1])
     open(f"{folder}/rows", "w").close()
-    polite = subprocess.Popen(["setsid", "sleep", "600"])
+    polite = subprocess.Popen(["sleep", "600"], start_new_session=True)  # returns when it is `sleep`
     stubborn = subprocess.Popen([sys.executable, "-c", ignore], start_new_session=True, stdout=subprocess.PIPE)
     stubborn.stdout.readline()
     print(polite.pid, stubborn.pid, folder, os.environ["SPARK_DL_RANK"], flush=True)

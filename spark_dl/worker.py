@@ -25,6 +25,7 @@ from spark_dl.data.load.resume_check import check_rows
 from spark_dl.evaluate import evaluate
 from spark_dl.gather import gather_by_store
 from spark_dl.launch import rendezvous
+from spark_dl.launch.rank.desync import first_compared
 from spark_dl.launch.rank.environment import error_if_alone, error_on_other_gpu, own_groups
 from spark_dl.launch.rank.script import run_script
 from spark_dl.launch.rank.task import RankResult, TaskInput
@@ -111,7 +112,9 @@ def call(
         if fn is run_script:
             kwargs = {**kwargs, "gpu_env": world.child_env}
         alone = contextlib.nullcontext() if launch.independent_ranks else error_if_alone(world)
-        with alone, error_on_other_gpu(world), own_groups(world, launch.collective_timeout_s):
+        with (
+            alone, error_on_other_gpu(world), own_groups(world, launch.collective_timeout_s), first_compared(world),
+        ):  # fmt: skip
             try:
                 result = fn(*args, **kwargs)
             except SystemExit as end:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import spark_dl
 from spark_dl import Launch, RankError
+from spark_dl.launch.rank.desync import COMPARED
 
 SETTINGS = Launch(num_ranks=2, collective_timeout_s=20, start_timeout_s=60)
 
@@ -38,6 +39,8 @@ def test_F30_the_signal_that_ends_a_rank_is_named_with_its_stack(spark, number):
 
 def sum_of_other_shapes():
     dist.init_process_group("gloo")
+    for _ in range(COMPARED):
+        dist.barrier()
     dist.all_reduce(torch.ones(300_000 if os.environ["RANK"] == "0" else 3))
     dist.barrier()
 
@@ -51,6 +54,65 @@ def test_F19_an_abort_by_gloo_is_named_with_the_line_of_the_collective(spark):
     assert "in sum_of_other_shapes" in error.value.rank_traceback
     if "SIGABRT" in str(error.value):
         assert "that gives a smaller tensor to a collective operation than another rank" in error.value.reason
+
+
+OPERATIONS = {
+    "shape": lambda first: dist.all_reduce(torch.ones(300_000 if first else 3)),
+    "dtype": lambda first: dist.all_reduce(torch.ones(4, dtype=torch.float32 if first else torch.float64)),
+    "operation": lambda first: dist.all_reduce(torch.ones(4)) if first else dist.broadcast(torch.ones(4), 0),
+    "root": lambda first: dist.broadcast(torch.ones(4), 0 if first else 1),
+    "one more": lambda first: first and dist.all_reduce(torch.ones(5)),
+}
+
+
+def _differ_as_they_may():
+    """In groups of their own, in messages between two ranks, and in tensors that one rank alone has."""
+    rank = int(os.environ["RANK"])
+    own, both = [dist.new_group([each]) for each in range(2)], dist.new_group([0, 1])
+    dist.all_reduce(torch.ones(2 + rank), group=own[rank])
+    dist.recv(torch.ones(3), 0) if rank else dist.send(torch.ones(3), 1)
+    dist.broadcast(torch.ones(3), 0, group=both)
+    dist.gather(torch.ones(2), None if rank else [torch.ones(2), torch.ones(2)])
+
+
+def differ_in(what):
+    dist.init_process_group("gloo")
+    dist.all_reduce(torch.ones(4), async_op=True).wait()
+    if what:
+        OPERATIONS[what](os.environ["RANK"] == "0")
+    dist.broadcast(torch.ones(6), 0)
+    _differ_as_they_may()
+    gathered = [None, None]
+    dist.all_gather_object(gathered, "x" * (1 + int(os.environ["RANK"])))
+    return gathered
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.slow
+@pytest.mark.modes("local", "local-cluster")
+@pytest.mark.long_in("local-cluster")
+@pytest.mark.parametrize(
+    ("what", "of_rank_0", "of_rank_1"),
+    [
+        ("shape", "all_reduce [[300000] float32]", "all_reduce [[3] float32]"),
+        ("dtype", "all_reduce [[4] float32]", "all_reduce [[4] float64]"),
+        ("operation", "all_reduce [[4] float32]", "broadcast [[4] float32] of rank 0 of the group"),
+        ("root", "broadcast [[4] float32] of rank 0 of the group", "broadcast [[4] float32] of rank 1 of the group"),
+        ("one more", "all_reduce [[5] float32]", "broadcast [[6] float32] of rank 0 of the group"),
+    ],
+)
+def test_F19_operations_that_differ_are_named_and_no_process_is_aborted(spark, what, of_rank_0, of_rank_1):
+    assert spark_dl.launch(differ_in, "", settings=SETTINGS, spark=spark) == [["x", "xx"]] * 2
+    start = time.monotonic()
+    with pytest.raises(RankError) as error:
+        spark_dl.launch(differ_in, what, settings=SETTINGS, spark=spark)
+    assert time.monotonic() - start < 15, "not the time limit of an operation"
+    reason = error.value.reason
+    assert "DesyncError: the ranks called different collective operations as number 2: " in reason
+    for rank, operation in enumerate((of_rank_0, of_rank_1)):
+        assert re.search(rf"rank {rank} {re.escape(operation)} at \S+/test_crashes.py:\d+", reason)
+    assert not error.value.is_retryable
+    assert "in differ_in" in error.value.rank_traceback
 
 
 def large(mebibytes):

@@ -25,9 +25,14 @@ def mismatch(known: Mapping[int, Mapping[str, Any]]) -> str:
             operations.setdefault(in_words(last), []).append(who["rank"])
     for (_, number), operations in numbers.items():
         if len(operations) > 1:
-            called = "; ".join(f"{_ranks(ranks)} {operation}" for operation, ranks in operations.items())
-            return f"the ranks called different collective operations as number {number}: {called}; {_SAME}"
+            return different(number, operations)
     return ""
+
+
+def different(number: int, operations: Mapping[str, list[int]]) -> str:
+    """Returns the error about ranks that called different operations. operations: the ranks of each operation."""
+    called = "; ".join(f"{_ranks(ranks)} {operation}" for operation, ranks in operations.items())
+    return f"the ranks called different collective operations as number {number}: {called}; {_SAME}"
 
 
 def behind(tasks: list[int], known: Mapping[int, Mapping[str, Any]]) -> str:

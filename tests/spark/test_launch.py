@@ -685,7 +685,7 @@ def test_B22_settings_under_which_ranks_cannot_run_are_refused(spark, monkeypatc
 
 
 def _assert_pid_ends(pid):
-    end = time.monotonic() + 15
+    end = time.monotonic() + 10
     while time.monotonic() < end:
         try:
             os.kill(pid, 0)

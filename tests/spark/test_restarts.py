@@ -57,10 +57,14 @@ def preempt():
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def kill_executor():
-    daemon = pathlib.Path(f"/proc/{os.getppid()}/stat").read_text()
-    os.kill(int(daemon.rpartition(")")[2].split()[1]), signal.SIGKILL)
-    time.sleep(60)
+@dataclasses.dataclass(frozen=True)
+class EndExecutor:
+    number: int
+
+    def __call__(self):
+        daemon = pathlib.Path(f"/proc/{os.getppid()}/stat").read_text()
+        os.kill(int(daemon.rpartition(")")[2].split()[1]), self.number)
+        time.sleep(60)
 
 
 def fail_in_code():
@@ -177,10 +181,12 @@ def test_the_error_of_a_run_without_checkpoints_says_that_there_is_none(train):
 
 @pytest.mark.slow
 @pytest.mark.modes("local-cluster")
-def test_F07_training_goes_on_after_an_executor_was_killed(train):
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_F07_training_goes_on_after_an_executor_was_ended(train, number):
+    """By SIGTERM, as a cluster manager ends it, its ranks get no signal of their own: it is a lost executor."""
     whole, _ = train("whole", every_steps=2)
     start = time.monotonic()
-    result, events = train("killed", every_steps=2, fault=kill_executor, rank=1, step=5)
+    result, events = train("killed", every_steps=2, fault=EndExecutor(number), rank=1, step=5)
     assert time.monotonic() - start < 60
     assert result.restarts == 1
     assert_same_state(state_of(result), state_of(whole))
@@ -280,8 +286,9 @@ def end():
     time.sleep(1)
     spark.stop() if sys.argv[1] == "stop" else os.kill(jvm, signal.SIGKILL)
 
-def wait():
+def wait(path):
     import torch.distributed as dist
+    open(path, "w").write(str(os.getpid()))
     dist.init_process_group("gloo")
     dist.barrier()
     time.sleep(60)
@@ -291,11 +298,15 @@ spark_dl.launch(lambda: None, num_ranks=1)
 threading.Thread(target=end).start()
 start = time.monotonic()
 try:
-    spark_dl.launch(wait, settings=settings)
+    spark_dl.launch(wait, sys.argv[2], settings=settings)
 except spark_dl.RankError as error:
     print("RankError", error)
 except RuntimeError as error:
     print(error, time.monotonic() - start < 30)
+rank, start = int(open(sys.argv[2]).read()), time.monotonic()
+while os.path.exists(f"/proc/{{rank}}") and time.monotonic() - start < 10:
+    time.sleep(0.1)
+print("the rank lives on" if os.path.exists(f"/proc/{{rank}}") else "the rank has ended")
 os._exit(0)
 """
 
@@ -308,13 +319,14 @@ os._exit(0)
 def test_B35_a_session_that_ends_is_the_cause_and_not_a_killed_rank(tmp_path, how, cause):
     (tmp_path / "script.py").write_text(SESSION_ENDS)
     done = subprocess.run(
-        [sys.executable, tmp_path / "script.py", how], env=job_environment(), cwd=tmp_path, timeout=100,
-        capture_output=True, text=True,
+        [sys.executable, tmp_path / "script.py", how, tmp_path / "pid"], env=job_environment(), cwd=tmp_path,
+        timeout=100, capture_output=True, text=True,
     )  # fmt: skip
-    last = done.stdout.splitlines()[-1:]
-    assert last, done.stderr[-4000:]
+    last = done.stdout.splitlines()[-2:]
+    assert len(last) == 2, done.stderr[-4000:]
     assert last[0].startswith(cause), (last, done.stderr[-2000:])
     assert last[0].endswith("build a session, and resume the run True")
+    assert last[1] == "the rank has ended"
 
 
 def leave_traces_and_fail(folder):

@@ -246,8 +246,8 @@ def launch(
     num_ranks: by default that of `settings`.
     env: environment variables of the ranks, set before anything is imported there.
     settings: time limits, the device, `max_restarts`, and `output`: which ranks' output the driver shows.
-    resume, overwrite: what happens to checkpoints of an earlier call: go on from the last one, or delete them.
-
+    resume, overwrite: what happens to checkpoints of an earlier call: go on from the last one, or delete them, once
+        the call is known to be able to start. Nothing else in `run_dir` is deleted.
     run_dir: folder or URL for the function's own checkpoints, which it reads and writes with `open_checkpoints`. After
         a failure, the ranks go on from the last one.
 
@@ -308,11 +308,11 @@ def _call_in_attempts(
     """Calls a user's function on ranks with `worker.call`, and after a failure again, if `launch` asks for it."""
 
     def attempt(this: Attempt) -> list[Any]:
-        this = dataclasses.replace(this, env=own_run.env() if own_run else {})
         watch: dict[str, Any] = {"on_event": show_output, "poll": follow_logs(launch)}
         return run_barrier(spark, worker.call, *args, launch=launch, attempt=this, **watch, **options)
 
     more: dict[str, Any] = {"advice": own_run.how_to_resume} if own_run else {"default_restarts": 0}
+    options["begin"] = own_run.begin if own_run else dict
     return run_attempts(attempt, launch, **more)
 
 

@@ -52,6 +52,7 @@ def run_barrier(
     poll: Callable[[], list[dict[str, Any]]] | None = None,
     source: Any = None,
     env: Mapping[str, str] | None = None,
+    begin: Callable[[], Mapping[str, str]] = dict,
     attempt: Attempt = _FIRST,
     **kwargs: Any,
 ) -> list[Any]:
@@ -66,6 +67,8 @@ def run_barrier(
         to earlier questions of other ranks. Not over Spark Connect.
     source: a DataFrame with one partition per rank. The ranks get its rows: `fn(..., rows=TaskInput)`.
     env: environment variables of the ranks, which are set before their Python starts.
+    begin: called after all checks of the call, before its job is started; returns further variables of the ranks, which
+        are set when the function is called.
     attempt: with the hosts to leave out. After a failure, the cluster has `launch.start_timeout_s` to replace lost
         executors.
 
@@ -85,9 +88,10 @@ def run_barrier(
     events: queue.Queue[Any] = listener.events if listener else queue.Queue()
     try:
         task = rank_task(
-            packed, listener.address if listener else None, launch, env=env or {}, has_source=source is not None,
+            packed, listener.address if listener else None, launch, has_source=source is not None,
             result_limit_bytes=preflight.result_limit_bytes(spark, launch.num_ranks), secret=os.urandom(32),
             has_log=not is_local_master(spark.conf.get("spark.master", "")), attempt=attempt,
+            env={**(env or {}), **begin()},
         )  # fmt: skip
         with worker_env(spark, env or {}):
             # Without a profile, also on Spark 3.5, which has no such argument.

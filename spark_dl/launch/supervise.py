@@ -11,8 +11,8 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 from spark_dl.config import Launch
@@ -35,8 +35,6 @@ class Attempt:
     """Number of failed attempts before it."""
     left_out: frozenset[str] = frozenset()
     """Hosts that keep failing. They get no rank, if the other hosts have slots enough."""
-    env: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables of this attempt alone. They are set when its function is called."""
 
 
 def run_attempts(

@@ -103,16 +103,21 @@ def _warn_of_others(run_dir: str) -> None:
             )  # fmt: skip
 
 
+def delete_checkpoints(run_dir: str) -> None:
+    """Deletes the checkpoints of earlier runs. Raises ValueError for links, before anything is deleted."""
+    _check_links(run_dir)
+    for url in _checkpoints(run_dir):
+        checkpoint_files.delete(url)
+
+
 def delete_run(run_dir: str, keep: Collection[str]) -> None:
     """Deletes the checkpoints, metrics, shards and trials of earlier runs, except the datasets at the URLs `keep`.
 
     Generations are not deleted, as they fence ranks of earlier attempts. Raises ValueError for links, before anything
     is deleted.
     """
-    _check_links(run_dir)
+    delete_checkpoints(run_dir)
     used = [storage.identity(url) for url in keep]
-    for url in _checkpoints(run_dir):
-        checkpoint_files.delete(url)
     for url in _shard_sets(run_dir):
         own = storage.identity(url)
         if not any(at == own or at.startswith(f"{own}/") for at in used):

@@ -19,7 +19,7 @@ from spark_dl.gather import gather_json
 from spark_dl.launch.rank.environment import find_place, find_run, run_env
 from spark_dl.rundir import attempt, checkpoint, generations, rank_state, saving
 from spark_dl.rundir.checkpoint_files import MODEL, parse_name, rank_file
-from spark_dl.rundir.folder import delete_run
+from spark_dl.rundir.folder import delete_checkpoints
 from spark_dl.training.schedule import plain_state
 
 
@@ -120,21 +120,22 @@ class OwnRun:
     """The run folder of a function of the user's own, on the driver."""
 
     def __init__(self, run_dir: str | os.PathLike[str], *, resume: bool, overwrite: bool):
-        """Starts the run. Raises ValueError as `begin_attempt` does."""
+        """Starts the run, and deletes nothing yet. Raises ValueError as `begin_attempt` does."""
         self._run_dir = storage.absolute(run_dir)
         self._found = attempt.begin_attempt(self._run_dir, Config(), resume=resume, overwrite=overwrite)
-        if overwrite:
-            delete_run(self._run_dir, ())
-        self._is_started = False
+        self._overwrite, self._is_started = overwrite, False
 
-    def env(self) -> dict[str, str]:
-        """Returns the environment of the ranks of the next attempt, with the last checkpoint.
+    def begin(self) -> dict[str, str]:
+        """Begins the next attempt, which can start now. Returns the environment of its ranks, with the last checkpoint.
 
-        Raises RuntimeError if another driver has started an attempt since.
+        With `overwrite`, the first one deletes the checkpoints of earlier runs, and nothing else: it is not known which
+        other files the function reads. Raises RuntimeError if another driver has started an attempt since.
         """
+        generations.check_newest(self._run_dir, self._found[0])
         if self._is_started:
-            generations.check_newest(self._run_dir, self._found[0])
             self._found = attempt.begin_attempt(self._run_dir, Config(), resume=True, overwrite=False)
+        elif self._overwrite:
+            delete_checkpoints(self._run_dir)
         self._is_started = True
         generation, saved = self._found
         return run_env(self._run_dir, generation, saved.url if saved else "")

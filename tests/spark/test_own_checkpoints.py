@@ -3,6 +3,7 @@
 import os
 import pathlib
 import signal
+import threading
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ import torch.distributed as dist
 
 import spark_dl
 from spark_dl import Launch, RankError
-from spark_dl.rundir import checkpoint
+from spark_dl.rundir import checkpoint, saving
+from tests.builders.datasets import write_dataset
+from tests.builders.models import blobs
 
 STEPS = 6
 QUICK = Launch(num_ranks=2, restart_wait_s=0.1, device="cpu")
@@ -77,6 +80,37 @@ def test_a_later_call_resumes_with_another_number_of_ranks_too(spark, tmp_path):
     (rank,) = launch(spark, tmp_path, resume=True, settings=one)
     assert rank["steps"] == [4, 5, 6]
     assert launch(spark, tmp_path, overwrite=True)[0]["steps"] == list(range(1, STEPS + 1))
+
+
+def first_step(lock=None):
+    """Returns the step of the checkpoint that the rank goes on from, and saves one."""
+    checkpoints = spark_dl.open_checkpoints()
+    saved = checkpoints.load()
+    checkpoints.save({"w": 1.0}, step=9)
+    return saved.step if saved else None
+
+
+@pytest.mark.modes("local")
+def test_overwrite_deletes_the_checkpoints_when_the_call_can_start_and_nothing_else(spark, tmp_path):
+    run_dir, generation = str(tmp_path / "run"), checkpoint.start_generation(str(tmp_path / "run"))
+    state = saving.contents(0, model={"w": torch.zeros(1)}, training={}, of_rank={})
+    options = {"world_size": 1, "generation": generation, "config": spark_dl.Config(), "columns": ()}
+    saving.save(run_dir, state, step=3, **options, gather=lambda value: [value])
+    for name in ("shards/train", "shards/evaluate-00000000"):
+        write_dataset(f"{run_dir}/{name}", blobs(8))
+    theirs = sorted(pathlib.Path(run_dir, "shards").rglob("*"))
+
+    def call(*args, num_ranks=1):
+        return spark_dl.launch(first_step, *args, num_ranks=num_ranks, run_dir=run_dir, overwrite=True, spark=spark)
+
+    with pytest.raises(ValueError, match="lock"):
+        call(threading.Lock())
+    with pytest.raises(RuntimeError, match="99 ranks need 99 task slots"):
+        call(num_ranks=99)
+    assert [saved.step for saved in checkpoint.list_checkpoints(run_dir)] == [3]
+    assert call() == [None]
+    assert [saved.step for saved in checkpoint.list_checkpoints(run_dir)] == [9]
+    assert sorted(pathlib.Path(run_dir, "shards").rglob("*")) == theirs
 
 
 def save_other_things():

@@ -79,8 +79,7 @@ def rank_task(
     """Returns the function that Spark runs as the task of one rank. Called on the driver.
 
     packed: the call, of `payload.pack_call`. address: that of the driver's listener.
-    env: the user's environment variables. attempt: with its own variables, and the hosts whose tasks are
-        not ranks.
+    env: environment variables of the user and of the attempt. attempt: with the hosts whose tasks are not ranks.
     has_source: whether the input of the task are rows for the function.
     secret: of the store that the ranks share. result_limit_bytes: of the result of a rank.
     has_log: whether this process writes to the log of an executor, and not to the terminal of the driver.
@@ -111,7 +110,7 @@ def rank_task(
                 _reported_exit(sender, output, me),
                 crashes_reported(address, task),
                 ended_with_rank(),
-                applied({**env, **attempt.env, RESTARTS: str(attempt.number)}),
+                applied({**env, RESTARTS: str(attempt.number)}),
             ):
                 check_versions(driver, versions(), me["host"])
                 tasks.check(launch.num_ranks)

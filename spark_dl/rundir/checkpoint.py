@@ -129,9 +129,14 @@ def how_to_resume(run_dir: str) -> str:
     """Returns how to go on from the last checkpoint of a run that has failed. Called on the driver."""
     resume = f"resume=True / --resume with the run_dir {run_dir}"
     try:
-        saved = latest(run_dir)
+        saved, last = latest(run_dir), last_step(run_dir)
     except OSError as error:  # that of the run says more
         return f"The last checkpoint cannot be read ({error}); {resume} goes on from it."
+    if saved is None and last is not None:
+        return (
+            f"All checkpoints of {run_dir} are damaged, or of another version (the last one is of step {last}). "
+            "A resume says what is wrong with each; overwrite would delete them."
+        )
     if saved is None:
         return "No checkpoint has been saved yet, so the next call begins from the start."
     return f"The last checkpoint is {saved.url} (step {saved.step}). {resume} goes on from it."

@@ -146,6 +146,19 @@ def test_none_valid_is_an_error_that_lists_each_with_its_cause(run_dir):
     assert generations.read_generation(str(run_dir)) == 1
 
 
+def test_after_a_failure_the_advice_tells_damaged_checkpoints_from_none(run_dir):
+    path_of(run_dir, 2, "MANIFEST.json").write_text("")
+    assert "(step 1). resume=True" in checkpoint.how_to_resume(str(run_dir))
+    path_of(run_dir, 1, "model.pt").unlink()
+    assert checkpoint.how_to_resume(str(run_dir)) == (
+        f"All checkpoints of {run_dir} are damaged, or of another version (the last one is of step 2). "
+        "A resume says what is wrong with each; overwrite would delete them."
+    )
+    for step in (1, 2):
+        shutil.rmtree(path_of(run_dir, step, ""))
+    assert checkpoint.how_to_resume(str(run_dir)).startswith("No checkpoint has been saved yet")
+
+
 def test_B33_what_was_never_committed_is_no_damage(run_dir, caplog):
     """As of a rank that was killed while it saved."""
     shutil.copytree(path_of(run_dir, 2, ""), path_of(run_dir, 3, ""))

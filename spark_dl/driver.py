@@ -246,8 +246,8 @@ def launch(
     num_ranks: by default that of `settings`.
     env: environment variables of the ranks, set before anything is imported there.
     settings: time limits, the device, `max_restarts`, and `output`: which ranks' output the driver shows.
-    resume, overwrite: what happens to checkpoints of an earlier call: go on from the last one, or delete them, once
-        the call is known to be able to start. Nothing else in `run_dir` is deleted.
+    resume: goes on from the last checkpoint of an earlier call. overwrite: deletes these, once the call can start.
+
     run_dir: folder or URL for the function's own checkpoints, which it reads and writes with `open_checkpoints`. After
         a failure, the ranks go on from the last one.
 

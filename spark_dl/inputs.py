@@ -181,7 +181,7 @@ def is_ours(url: str) -> bool:
     try:
         return storage.exists(storage.join(url, MANIFEST))
     except OSError as error:
-        raise ValueError(f"cannot read the dataset {url}: {error}; check its permissions") from error
+        raise storage.error_class(error)(f"cannot read the dataset {url}: {error}; check its permissions") from error
 
 
 def _shards_of_rows(

@@ -119,7 +119,7 @@ def next_attempt(run: Run, first_generation: int, restart: Mapping[str, Any] | N
 
     first_generation: that of the first attempt of this call. restart: the event of the restart (`restart_event`), which
         is written to `metrics.jsonl`; None for an attempt with more ranks.
-    Raises RuntimeError if the attempt of another driver has started since; ValueError as `begin_attempt` does.
+    Raises RuntimeError if the attempt of another driver has started since, and as `begin_attempt` does.
     """
     generations.check_newest(run.run_dir, run.generation)
     # Until this call has committed one, it is the checkpoint that it began from, which need not be the last one.

@@ -64,7 +64,7 @@ def _cannot_read(run: Run) -> str:
     for name, url in files:
         try:
             storage.open_input(url).close()
-        except (OSError, ValueError) as error:  # ValueError if a package is missing on this host
+        except (OSError, ValueError, RuntimeError) as error:  # ValueError if a package is missing on this host
             return f"the {name} {storage.dirname(url)} is not readable: {error}"
     return ""
 
@@ -81,7 +81,7 @@ def _cannot_write(probe: str) -> str:
         storage.write_bytes(probe, content)
         if storage.read_bytes(probe) != content:
             return f"{probe} does not have the content that was written"
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         return f"the run_dir {storage.dirname(probe)} is not writable: {error}"
     return ""
 

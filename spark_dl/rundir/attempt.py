@@ -5,8 +5,9 @@ All functions are called on the driver.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -29,44 +30,55 @@ def begin_attempt(
     """Returns the generation of this attempt, and the checkpoint to resume from, or None.
 
     resume: whether to continue from the last checkpoint, or the URL of the checkpoint of this run to continue from.
-    Raises ValueError if the run folder cannot be used, or a resume is not possible.
+    Raises ValueError if the run folder cannot be used, or a resume is not possible; RuntimeError for an error of the
+    storage that time can mend.
     """
     if resume and overwrite:
         raise ValueError("resume and overwrite exclude each other")
-    try:
+    with explained("read", run_dir):
         check_folder(run_dir, overwrite=overwrite)
         step = checkpoint.last_step(run_dir)
-    except OSError as error:
-        if not storage.is_local(run_dir):  # its error says what to do
-            raise
-        raise ValueError(
-            f"cannot read the run_dir {run_dir}: {error}; check the path, its permissions and its links, or use "
-            "another run_dir"
-        ) from error
+        has_others = not resume and not overwrite and has_trials(run_dir)
     if step is not None and not resume and not overwrite:
         raise ValueError(
             f"{run_dir} already has checkpoints (the last one of step {step}); set resume to continue from "
             "it, overwrite to delete them, or use another run_dir"
         )
-    if not resume and not overwrite and has_trials(run_dir):
+    if has_others:
         raise ValueError(
             f"{run_dir} already has trials of spark_dl.tune; set resume to continue its study, overwrite to delete "
             "them, or use another run_dir"
         )
-    found = _check_resume(run_dir, config, resume) if resume else None
-    try:
+    with explained("read", run_dir):
+        found = _check_resume(run_dir, config, resume) if resume else None
+    with explained("write to", run_dir):
         generation = checkpoint.start_generation(run_dir, after=checkpoint.newest_attempt(run_dir))
-    except OSError as error:
-        raise ValueError(f"cannot write to the run_dir {run_dir}: {error}") from error
     # Ranks of an older attempt could save until now. The new generation fences them.
     saved = found
     if resume is True:
-        saved = checkpoint.last_valid(
-            run_dir, strict=config.checkpoint.strict, trusted=found, key_file=config.checkpoint.signing_key_file
-        )
+        with explained("read", run_dir):
+            saved = checkpoint.last_valid(
+                run_dir, strict=config.checkpoint.strict, trusted=found, key_file=config.checkpoint.signing_key_file
+            )
     if saved is not None:
         checkpoint.check_same_settings(saved, config)
     return generation, saved
+
+
+@contextlib.contextmanager
+def explained(access: str, run_dir: str) -> Iterator[None]:
+    """Adds the run folder to errors of its storage: RuntimeError if time can mend it, otherwise ValueError.
+
+    access: what the block does with the folder: "read" or "write to".
+    """
+    try:
+        yield
+    except OSError as error:
+        advice = "; check the path, its permissions and its links, or use another run_dir"
+        is_told = access != "read" or not storage.is_local(run_dir)  # errors of remote storage say what to do
+        raise storage.error_class(error)(
+            f"cannot {access} the run_dir {run_dir}: {error}{'' if is_told else advice}"
+        ) from error
 
 
 def _to_resume(run_dir: str, config: Config, resume: bool | str) -> checkpoint.Saved | None:
@@ -118,9 +130,10 @@ def take_over(run: Run, *, overwrite: bool, keep: Sequence[str], restart: Mappin
 
     keep: URLs of datasets that must not be deleted. restart: the line of `metrics.jsonl` about the attempt that has
     failed before this one.
+    Raises as `begin_attempt` does, and RuntimeError if a newer attempt of the run has started.
     """
-    generations.check_newest(run.run_dir, run.generation)
-    try:
+    with explained("write to", run.run_dir):
+        generations.check_newest(run.run_dir, run.generation)
         if overwrite:
             delete_run(run.run_dir, keep)
         if restart is not None:
@@ -129,5 +142,3 @@ def take_over(run: Run, *, overwrite: bool, keep: Sequence[str], restart: Mappin
             storage.delete_file(storage.join(run.run_dir, metrics.FILE))
         content = yaml.safe_dump(run.config.to_dict(), sort_keys=False)
         storage.write_bytes(storage.join(run.run_dir, CONFIG), content.encode())
-    except OSError as error:
-        raise ValueError(f"cannot write to the run_dir {run.run_dir}: {error}") from error

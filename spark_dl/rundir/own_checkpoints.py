@@ -120,7 +120,7 @@ class OwnRun:
     """The run folder of a function of the user's own, on the driver."""
 
     def __init__(self, run_dir: str | os.PathLike[str], *, resume: bool, overwrite: bool):
-        """Starts the run, and deletes nothing yet. Raises ValueError as `begin_attempt` does."""
+        """Starts the run, and deletes nothing yet. Raises as `begin_attempt` does."""
         self._run_dir = storage.absolute(run_dir)
         self._found = attempt.begin_attempt(self._run_dir, Config(), resume=resume, overwrite=overwrite)
         self._overwrite, self._is_started = overwrite, False
@@ -135,7 +135,8 @@ class OwnRun:
         if self._is_started:
             self._found = attempt.begin_attempt(self._run_dir, Config(), resume=True, overwrite=False)
         elif self._overwrite:
-            delete_checkpoints(self._run_dir)
+            with attempt.explained("write to", self._run_dir):
+                delete_checkpoints(self._run_dir)
         self._is_started = True
         generation, saved = self._found
         return run_env(self._run_dir, generation, saved.url if saved else "")
@@ -146,7 +147,7 @@ class OwnRun:
 
 
 def start_own_run(run_dir: str | os.PathLike[str] | None, *, resume: bool, overwrite: bool) -> OwnRun | None:
-    """Starts the run of a function of the user's own; None without a run folder. Raises ValueError as `OwnRun` does."""
+    """Starts the run of a function of the user's own; None without a run folder. Raises as `OwnRun` does."""
     if run_dir is not None:
         return OwnRun(run_dir, resume=resume, overwrite=overwrite)
     if resume or overwrite:

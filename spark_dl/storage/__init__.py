@@ -26,6 +26,7 @@ from urllib.parse import parse_qsl, quote, unquote
 from pyarrow import ArrowInvalid, ArrowNotImplementedError, fs
 
 from spark_dl.storage import local_files
+from spark_dl.storage.outages import error_class as error_class
 
 _BY_PYARROW = ("s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs")
 _SECRET = re.compile(r"secret|password|token|signature|credential$|(^|_|-)(key|sig|sas|pwd)$", re.IGNORECASE)
@@ -60,7 +61,8 @@ def _parse(url: str) -> _Location:
 def resolve(url: str) -> tuple[Any, str]:
     """Returns the file system of a URL, and the path in it, without access to files. Called on the driver and workers.
 
-    Raises ValueError for an unsupported scheme, for invalid options, and for a password in the URL.
+    Raises ValueError for an unsupported scheme, for invalid options, and for a password in the URL; RuntimeError if the
+    server, to which some file systems connect here, does not answer.
     """
     at = _parse(url)
     if not at.scheme:
@@ -75,7 +77,7 @@ def resolve(url: str) -> tuple[Any, str]:
     except ImportError as error:
         raise ValueError(f"cannot open {url!r}: {at.scheme}:// needs a package that is missing: {error}") from error
     except (ArrowInvalid, ArrowNotImplementedError, OSError, ValueError, TypeError) as error:
-        raise ValueError(f"cannot open {url!r}: {error}") from error
+        raise error_class(error)(f"cannot open {url!r}: {error}") from error
     return filesystem, f"{root.rstrip('/')}{at.path}" if at.path.strip("/") else root
 
 

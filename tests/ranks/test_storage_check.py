@@ -13,9 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from spark_dl import ModelSpec
+from spark_dl import Config, ModelSpec
 from spark_dl.data.parquet.file import HAS_CHECKSUMS
-from spark_dl.rundir import checkpoint
+from spark_dl.rundir import attempt, checkpoint
 from spark_dl.training.metrics import read_metrics
 from tests.builders.datasets import write_dataset
 from tests.builders.models import MLP, blobs, build_mlp, small_config
@@ -148,6 +148,26 @@ def test_F12_a_full_disk_is_one_error(tmp_path, free_bytes, message):
             raise RuntimeError(errors[0])
     finally:
         subprocess.run(["umount", run.run_dir], check=True)
+
+
+@as_root
+def test_a_full_disk_can_be_mended_and_a_read_only_one_needs_another_run_dir(tmp_path):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    begin = partial(attempt.begin_attempt, str(run_dir), Config(), resume=True, overwrite=False)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", run_dir], check=True)
+    try:
+        (run_dir / "ballast").write_bytes(bytes(64 << 10))
+        with pytest.raises(RuntimeError, match=f"cannot write to the run_dir {run_dir}: .*No space left on device"):
+            begin()
+        (run_dir / "ballast").unlink()
+        subprocess.run(["mount", "-o", "remount,ro", run_dir], check=True)
+        with pytest.raises(ValueError, match=f"cannot write to the run_dir {run_dir}: .*Read-only file system"):
+            begin()
+        subprocess.run(["mount", "-o", "remount,rw", run_dir], check=True)
+        assert begin() == (1, None)
+    finally:
+        subprocess.run(["umount", run_dir], check=True)
 
 
 @as_root

@@ -1,7 +1,9 @@
 """Files by path or URL: whole or not at all."""
 
+import errno
 import os
 import pathlib
+import socket
 import stat
 
 import pytest
@@ -115,6 +117,30 @@ def test_a_folder_in_the_place_of_a_file_is_an_error(tmp_path):
 def test_an_unknown_scheme_is_an_error_that_shows_the_url():
     with pytest.raises(ValueError, match="cannot open 'nosuch://bucket/x'"):
         storage.resolve("nosuch://bucket/x")
+
+
+@pytest.mark.parametrize(("error", "expected"), [
+    *((OSError(code, os.strerror(code)), RuntimeError) for code in (
+        errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.ETIMEDOUT, errno.ECONNREFUSED, errno.EHOSTUNREACH,
+    )),
+    *((OSError(code, os.strerror(code)), ValueError) for code in (
+        errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EROFS, errno.EEXIST,
+    )),
+    (OSError("AWS Error NETWORK_CONNECTION during HeadBucket operation: curlCode: 7"), RuntimeError),
+    (OSError("An error occurred (NoSuchBucket): The specified bucket does not exist (HTTP 404)"), ValueError),
+    (OSError("Bucket 'x' not found"), ValueError),
+    (ValueError("an option"), ValueError),
+])  # fmt: skip
+def test_an_error_that_time_can_mend_is_a_runtime_error(error, expected):
+    assert storage.error_class(error) is expected
+
+
+def test_a_server_that_does_not_answer_is_no_wrong_url():
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # and does not listen
+        url = f"ftp://127.0.0.1:{closed.getsockname()[1]}/x"
+        with pytest.raises(RuntimeError, match=rf"cannot open '{url}': .*Connection refused"):
+            storage.resolve(url)
 
 
 @pytest.mark.parametrize(("url", "local"), [("/a/b", True), ("a", True), ("file:///a", True)])

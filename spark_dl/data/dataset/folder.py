@@ -40,7 +40,7 @@ def prepare_folder(url: str, overwrite: bool) -> list[str]:
         storage.write_bytes(storage.join(url, _PROBE), b"")
         storage.delete_file(storage.join(url, _PROBE))
     except OSError as error:
-        raise ValueError(f"cannot write to {url}: {error}") from error
+        raise storage.error_class(error)(f"cannot write to {url}: {error}") from error
     return old
 
 

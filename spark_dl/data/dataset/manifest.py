@@ -55,7 +55,7 @@ def read_shards(url: str | os.PathLike[str]) -> ShardSet:
             f"no dataset at {url}: found {what}; write it with spark_dl.write_shards(df, url) or jobs/prepare.py"
         ) from None
     except OSError as error:
-        raise ValueError(f"cannot read the dataset {url}: {error}") from error
+        raise storage.error_class(error)(f"cannot read the dataset {url}: {error}") from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not a manifest: {error}") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:

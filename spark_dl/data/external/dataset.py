@@ -65,7 +65,7 @@ def open_parquet(
     try:
         root, paths = list_files(url, require_success=data.require_success)
     except OSError as error:
-        raise ValueError(f"cannot read the dataset {url}: {error}; check its owner and mode") from error
+        raise storage.error_class(error)(f"cannot read the dataset {url}: {error}; check its owner and mode") from error
     with ThreadPoolExecutor(_READERS) as readers:
         listed = list(readers.map(lambda path: read_footer(url, root, names, *path), paths))
     base = url if root else storage.dirname(url)

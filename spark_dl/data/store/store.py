@@ -198,6 +198,9 @@ def reopen(url: str, *, run: str) -> tuple[ShardSet, Lease]:
     lease = Lease(storage.dirname(url), storage.name(url), run)
     try:
         return read_shards(url), lease
+    except RuntimeError:  # an outage
+        lease.drop()
+        raise
     except ValueError as error:
         lease.drop()
         raise ValueError(
@@ -215,6 +218,9 @@ def _open(folder: str, run: str) -> tuple[ShardSet, Lease] | None:
             _log.info("shards found in the store, written %s ago: %s", _age(time.time() - mtime_s), url)
             try:
                 return read_shards(url), lease
+            except RuntimeError:  # an outage
+                lease.drop()
+                raise
             except ValueError as error:
                 lease.drop()
                 raise ValueError(f"{error}; it is in the store: delete the folder {url}, and run again") from error

@@ -172,7 +172,7 @@ def test_an_error_that_is_not_of_a_rank_is_raised_at_once():
 
 
 @pytest.mark.parametrize("error", [
-    ValueError("cannot write to the run_dir /run: [Errno 28] No space left on device"), RuntimeError("too few slots"),
+    RuntimeError("cannot write to the run_dir /run: [Errno 28] No space left on device"), RuntimeError("too few slots"),
     PermissionError(13, "Permission denied"),
 ], ids=["full", "slots", "denied"])  # fmt: skip
 @pytest.mark.parametrize("before", [0, 1])

@@ -61,8 +61,6 @@ class MetricsLog:
         """
         if not self.writes:
             return
-        if self._is_local:
-            check_newest(self._run_dir, self._generation)
         line = {"kind": kind, **values, "time": time.time()}
         self._lines.append(json.dumps(line))
         if self._is_local:
@@ -78,15 +76,18 @@ class MetricsLog:
     def flush(self) -> None:
         """Writes the whole file, without the lines of steps that a resumed run repeats."""
         if self.writes:
-            check_newest(self._run_dir, self._generation)
             self._change_file(self._write_all)
 
     def _write_all(self) -> None:
         storage.write_bytes(self._url, "".join(line + "\n" for line in self._lines).encode())
 
     def _change_file(self, change: Callable[[], None]) -> None:
-        """Changes the file, which after an error is written as a whole. Raises OSError unless the run goes on."""
+        """Changes the file, which after an error is written as a whole.
+
+        Raises OSError unless the run goes on, and RuntimeError if a newer attempt of the run has started.
+        """
         try:
+            check_newest(self._run_dir, self._generation)
             self._write_all() if self._is_behind else change()
         except OSError as error:
             if not self._goes_on:

@@ -6,6 +6,7 @@ import logging
 import pytest
 
 from spark_dl import storage
+from spark_dl.rundir import generations
 from spark_dl.training import metrics
 
 
@@ -100,6 +101,34 @@ def test_F12_lines_that_cannot_be_written_are_written_later(tmp_path, caplog):
     log.write("step", step=4)
     log.write("step", step=5)
     assert [line["step"] for line in metrics.read_metrics(str(tmp_path))] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("scheme", ["", "memory://host"])
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_F12_a_store_that_cannot_be_listed_loses_no_line_and_a_newer_attempt_still_ends_this_one(
+    tmp_path, scheme, goes_on, caplog
+):
+    run_dir = f"{scheme}{tmp_path}"
+    marks = storage.join(run_dir, generations.FOLDER)
+    generation = generations.start_generation(run_dir)
+    log = open_log(run_dir, goes_on=goes_on, generation=generation)
+    storage.delete(marks)
+    storage.write_bytes(marks, b"")  # a file, which cannot be listed
+    if not goes_on:
+        with pytest.raises(NotADirectoryError):
+            log.write("epoch", step=1) if not scheme else log.flush()
+        return
+    log.write("epoch", step=1)
+    log.flush()
+    assert "its lines are written when this is possible" in caplog.text
+    storage.delete(marks)
+    generations.start_generation(run_dir)
+    log.write("epoch", step=2)
+    log.flush()
+    assert found(run_dir) == [("epoch", 1), ("epoch", 2)]
+    generations.start_generation(run_dir)
+    with pytest.raises(RuntimeError, match="attempt 2 has started since"):
+        log.flush()
 
 
 def test_without_that_they_are_an_error(tmp_path):

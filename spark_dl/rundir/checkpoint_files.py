@@ -5,14 +5,16 @@ The manifest has the size and the SHA-256 of every file, and a SHA-256 of its ow
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import io
 import json
+import os
 import pickle
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import IO, Any, cast
 
 import torch
@@ -99,29 +101,43 @@ class _Hashed:
         return self._hash.hexdigest()
 
 
-def write(url: str, name: str, content: Any) -> dict[str, Any]:
-    """Writes tensors and plain data as a file of a checkpoint. Returns its entry in the manifest.
+def begin(url: str, files: Mapping[str, Any]) -> None:
+    """Writes the mark of a checkpoint that is not committed. files: what this rank writes. Raises as `write` does."""
+    with _space_told(storage.join(url, UNFINISHED), files) as path:
+        storage.write_bytes(path, b"")
 
-    Raises OSError. If the disk is full, the error has the bytes that the file needs, and those that are free.
-    """
-    path = storage.join(url, name)
+
+@contextlib.contextmanager
+def _space_told(path: str, content: Any) -> Iterator[str]:
+    """Adds the bytes of what is written to the error of a full disk, and those that are free."""
     try:
-        with storage.writing(path) as file:
-            hashed = _Hashed(file)
-            try:
-                torch.save(content, cast("IO[bytes]", hashed))
-            except RuntimeError as error:
-                # After a failed write torch closes its archive, and that error would hide the error of the storage.
-                raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
+        yield path
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not storage.is_local(path):
             raise
-        free = shutil.disk_usage(storage.resolve(url)[1]).free  # the temporary file is gone
+        folder = os.path.dirname(storage.resolve(path)[1])
+        while not os.path.exists(folder):  # the disk was full before it could be created
+            folder = os.path.dirname(folder)
+        free = shutil.disk_usage(folder).free  # the temporary file is gone
         raise OSError(
             error.errno,
             f"{error.strerror}: it needs about {_tensor_bytes(content):,} bytes, and {free:,} bytes are free; free "
             "space, or lower checkpoint.keep", path,
         ) from error  # fmt: skip
+
+
+def write(url: str, name: str, content: Any) -> dict[str, Any]:
+    """Writes tensors and plain data as a file of a checkpoint. Returns its entry in the manifest.
+
+    Raises OSError. If the disk is full, the error has the bytes that the file needs, and those that are free.
+    """
+    with _space_told(storage.join(url, name), content) as path, storage.writing(path) as file:
+        hashed = _Hashed(file)
+        try:
+            torch.save(content, cast("IO[bytes]", hashed))
+        except RuntimeError as error:
+            # After a failed write torch closes its archive, and that error would hide the error of the storage.
+            raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
     return {"name": name, "bytes": hashed.bytes, "sha256": hashed.sha256()}
 
 

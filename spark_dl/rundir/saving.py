@@ -109,7 +109,7 @@ def save(
     try:
         if not problem:
             if found.rank == 0:  # so that an attempt that ends here is not taken for one whose manifest was lost
-                storage.write_bytes(storage.join(url, UNFINISHED), b"")
+                checkpoint_files.begin(url, found.files)
             written = [checkpoint_files.write(url, name, content) for name, content in found.files.items()]
     except OSError as error:
         own = _Problem(f"rank {found.rank} cannot write to {url}: {error}", of_storage=True)

@@ -15,7 +15,7 @@ import torch
 
 from spark_dl import Config, ModelSpec
 from spark_dl.data.parquet.file import HAS_CHECKSUMS
-from spark_dl.rundir import attempt, checkpoint
+from spark_dl.rundir import attempt, checkpoint, saving
 from spark_dl.training.metrics import read_metrics
 from tests.builders.datasets import write_dataset
 from tests.builders.models import MLP, blobs, build_mlp, small_config
@@ -148,6 +148,25 @@ def test_F12_a_full_disk_is_one_error(tmp_path, free_bytes, message):
             raise RuntimeError(errors[0])
     finally:
         subprocess.run(["umount", run.run_dir], check=True)
+
+
+@as_root
+@pytest.mark.parametrize("inodes", [1, 2, 3])  # the first two are too few for the folder of the checkpoint
+def test_F12_a_disk_that_is_full_before_the_first_file_is_the_same_error(tmp_path, inodes):
+    state = saving.contents(0, model={"w": torch.zeros(1000)}, training={}, of_rank={})
+    options = {"world_size": 1, "generation": 0, "step": 3, "config": Config(), "columns": ()}
+    save = partial(saving.save, str(tmp_path), state, **options, gather=lambda value: [value])
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"nr_inodes={inodes}", "none", tmp_path], check=True)
+    try:
+        match = r"rank 0 cannot write .*No space left on device: it needs about [\d,]+ bytes, and [\d,]+ bytes are"
+        with pytest.raises(saving.NotWrittenError, match=match):
+            save()
+        assert checkpoint.list_checkpoints(str(tmp_path)) == []
+        subprocess.run(["mount", "-o", "remount,nr_inodes=100", tmp_path], check=True)
+        save()
+        assert [saved.step for saved in checkpoint.list_checkpoints(str(tmp_path))] == [3]
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
 
 
 @as_root

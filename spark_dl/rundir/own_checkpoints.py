@@ -47,7 +47,7 @@ class Checkpoints:
     def load(self) -> LoadedCheckpoint | None:
         """Returns the checkpoint that this attempt goes on from; None if it begins from the start. Not collective.
 
-        It stays the same in an attempt, whatever is saved meanwhile.
+        It stays the same in an attempt, whatever is saved meanwhile, and is not deleted until the next attempt.
         Restores the random number generators of the rank (Python, NumPy, torch), if the number of ranks is the same.
         Raises ValueError for a damaged checkpoint.
         """
@@ -63,6 +63,8 @@ class Checkpoints:
 
     def save(self, state: Mapping[str, Any], *, step: int, of_rank: Mapping[str, Any] | None = None) -> str:
         """Writes and commits a checkpoint, and deletes those before the last `keep`. Collective. Returns its URL.
+
+        The checkpoint that this attempt goes on from is not deleted.
 
         state: tensors, numbers and strings, in dicts, lists and tuples, such as state dicts; that of rank 0 is written.
             They are written as they are, NaN and Inf too.
@@ -86,7 +88,7 @@ class Checkpoints:
         )  # fmt: skip
         url = saving.save(
             self.run_dir, found, world_size=num_ranks, generation=self._generation, step=step, config=self._config,
-            columns=(),
+            columns=(), in_use=self._url,
         )  # fmt: skip
         self._last_step = step
         return url
@@ -107,7 +109,7 @@ class Checkpoints:
 def open_checkpoints(*, keep: int = 2) -> Checkpoints:
     """Opens the checkpoints of this run. Called on a rank of `launch` with a `run_dir`.
 
-    keep: number of the last checkpoints that are kept.
+    keep: number of the last checkpoints that are kept, beside the one that this attempt goes on from.
     Raises RuntimeError elsewhere, and ValueError for an invalid `keep`.
     """
     found = find_run()

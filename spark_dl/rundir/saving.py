@@ -89,6 +89,7 @@ def save(
     code: Mapping[str, str] | None = None,
     score: float | None = None,
     problem: str = "",
+    in_use: str = "",
     key: bytes | None = None,
     gather: Callable[[Any], list[Any]] = gather_json,
 ) -> str:
@@ -96,7 +97,7 @@ def save(
 
     Collective. Returns its URL.
     rows: digest of the training rows (`data/load/resume_check.py`). code: checksums of the user's functions
-        (`training/spec_code.py`). score: the value for `keep_best`.
+        (`training/spec_code.py`). score: the value for `keep_best`. in_use: URL of a checkpoint to keep.
     problem: the reason why the state of this rank must not be saved, or empty.
     key: signs the manifest; of rank 0. gather: returns the JSON values of all ranks, by rank.
 
@@ -133,7 +134,7 @@ def save(
         }
         first = _commit(run_dir, url, manifest, key)
         if not first.text:
-            _delete_old(run_dir, config, generation)
+            _delete_old(run_dir, config, generation, in_use)
     if found.rank == 0 and first.text:
         _delete_uncommitted(url)
     first = _Problem(**gather(dataclasses.asdict(first))[0])
@@ -168,9 +169,10 @@ def _delete_uncommitted(url: str) -> None:
         _log.warning("cannot delete the incomplete checkpoint %s: %s", url, error)
 
 
-def _delete_old(run_dir: str, config: Config, generation: int) -> None:
+def _delete_old(run_dir: str, config: Config, generation: int, in_use: str) -> None:
     """Deletes all but the newest and the best checkpoints, and damaged or uncommitted ones of older attempts.
 
+    in_use: URL of another one that is kept.
     Logs a warning if it cannot, because the new checkpoint is committed and training can continue.
     """
     keep, keep_best = config.checkpoint.keep, config.checkpoint.keep_best
@@ -178,7 +180,7 @@ def _delete_old(run_dir: str, config: Config, generation: int) -> None:
         whole = checkpoint.list_checkpoints(run_dir)
         urls = [saved.url for saved in whole]
         best = checkpoint.by_score(whole, config.train.early_stop_mode)[:keep_best]
-        kept = {*urls[-keep:], *(saved.url for saved in best)}
+        kept = {*urls[-keep:], *(saved.url for saved in best), in_use}
         others = [url for (attempt, _), url in checkpoint.folders(run_dir) if url not in urls and attempt < generation]
         for url in (*urls, *others):
             if url not in kept:

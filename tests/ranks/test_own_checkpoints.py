@@ -38,6 +38,24 @@ def test_steps_grow_also_from_one_attempt_to_the_next(tmp_path):
     assert [saved.step for saved in checkpoint.list_checkpoints(str(tmp_path))] == [6, 7]
 
 
+def load_save_and_load(run_dir, url, generation, steps):
+    """Loads the checkpoint before and after others are saved, of which the last one is kept."""
+    checkpoints = Checkpoints(run_dir, generation, url, 1)
+    before = checkpoints.load()
+    for step in steps:
+        checkpoints.save({"w": 2.0}, step=step)
+    return [(found.step, found.state) for found in (before, checkpoints.load())]
+
+
+def test_the_loaded_checkpoint_stays_the_same_until_the_next_attempt_saves(tmp_path):
+    ((_, url),) = run_ranks(save, 1, str(tmp_path), "", 3, 4)
+    ((before, after),) = run_ranks(load_save_and_load, 1, str(tmp_path), url, 2, (5, 6, 7))
+    assert before == after == (4, {"w": 1.0})
+    assert [saved.step for saved in checkpoint.list_checkpoints(str(tmp_path))] == [4, 7]
+    run_ranks(load_save_and_load, 1, str(tmp_path), checkpoint.latest(str(tmp_path)).url, 3, (8, 9))
+    assert [saved.step for saved in checkpoint.list_checkpoints(str(tmp_path))] == [7, 9]
+
+
 def save_function(run_dir):
     save(run_dir, "", 1, state={"w": 1.0, "f": print})
 

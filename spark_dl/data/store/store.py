@@ -198,11 +198,10 @@ def reopen(url: str, *, run: str) -> tuple[ShardSet, Lease]:
     lease = Lease(storage.dirname(url), storage.name(url), run)
     try:
         return read_shards(url), lease
-    except RuntimeError:  # an outage
+    except (RuntimeError, ValueError) as error:
         lease.drop()
-        raise
-    except ValueError as error:
-        lease.drop()
+        if isinstance(error, RuntimeError):  # an outage
+            raise
         raise ValueError(
             f"the shards that this run was trained on are no longer in the store (shards.store_ttl_days): {error}; "
             "start again with overwrite, or in another run_dir"
@@ -218,11 +217,10 @@ def _open(folder: str, run: str) -> tuple[ShardSet, Lease] | None:
             _log.info("shards found in the store, written %s ago: %s", _age(time.time() - mtime_s), url)
             try:
                 return read_shards(url), lease
-            except RuntimeError:  # an outage
+            except (RuntimeError, ValueError) as error:
                 lease.drop()
-                raise
-            except ValueError as error:
-                lease.drop()
+                if isinstance(error, RuntimeError):  # an outage
+                    raise
                 raise ValueError(f"{error}; it is in the store: delete the folder {url}, and run again") from error
         lease.drop()
     return None

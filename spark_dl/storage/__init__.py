@@ -5,8 +5,9 @@ A URL is `scheme://host/path?options`. The path can be percent-encoded or not. T
 parses URLs. URLs must not have credentials, because they are logged and stored. Credentials are taken from the
 environment (`AWS_ACCESS_KEY_ID` ...), profiles or roles.
 
-Writes are atomic. On local disks (and NFS) a write is a temporary file in the same folder, fsync, rename, and fsync of
-the folder; on object stores a put is atomic. Local files are private (`local_files.py`).
+On local disks (and NFS) writes are atomic: a temporary file in the same folder, fsync, rename, and fsync of the folder.
+On other storage a file appears when it is closed, also an incomplete one after an error, as pyarrow cannot abort a
+write: so manifests are written last, with the checksums of the other files. Local files are private (`local_files.py`).
 """
 
 from __future__ import annotations
@@ -229,7 +230,7 @@ def read_bytes(url: str) -> bytes:
 
 
 def write_bytes(url: str, content: bytes) -> None:
-    """Writes a file atomically and durably, and creates its folder."""
+    """Writes a file as `writing` does, and creates its folder."""
     whole = memoryview(content)  # other types are an error before the file is created
     with writing(url) as file:
         file.write(whole)
@@ -239,8 +240,8 @@ def write_bytes(url: str, content: bytes) -> None:
 def writing(url: str) -> Iterator[Any]:
     """Opens a file for writing in the block, and creates its folder.
 
-    On local disks the file appears atomically and durably if the block ends without an error. On object stores it
-    exists after it is closed, and an error can leave an incomplete file.
+    On local disks the file appears atomically and durably if the block ends without an error. On other storage
+    it exists after it is closed, and an error can leave an incomplete file.
     """
     make_folder(dirname(absolute(url)))
     if not is_local(url):

@@ -3,9 +3,11 @@
 import ctypes
 import dataclasses
 import os
+import re
 import shutil
 import subprocess
 import tempfile
+import time
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +16,9 @@ import pytest
 import torch
 
 from spark_dl import Config, ModelSpec
+from spark_dl.data.load.build import build_train_loader
 from spark_dl.data.parquet.file import HAS_CHECKSUMS
+from spark_dl.data.plan import streams_of_rank
 from spark_dl.rundir import attempt, checkpoint, saving
 from spark_dl.training.metrics import read_metrics
 from tests.builders.datasets import write_dataset
@@ -280,27 +284,60 @@ DAMAGES = {f.__name__: f for f in (delete, truncate, flip_bits, fewer_row_groups
 
 
 class DamagingLoss:
-    """Rank 0 damages every shard in its fourth step, while both ranks read."""
+    """Rank 0 damages a shard in its fourth step, while both ranks read."""
 
-    def __init__(self, folder, how):
-        self.folder, self.how, self.step = folder, how, 0
+    def __init__(self, path, how):
+        self.path, self.how, self.step = path, how, 0
 
     def __call__(self, output, label):
         self.step += 1
-        if self.step == 4 and os.environ["RANK"] == "0":
-            for path in Path(self.folder).glob("part-*"):
-                DAMAGES[self.how](path)
+        if self.step == 4 and os.environ["RANK"] == "0" and self.how:
+            DAMAGES[self.how](Path(self.path))
         return torch.nn.functional.cross_entropy(output, label, reduction="none")
+
+
+def shard_of_rank_1(run):
+    """The number of a shard that rank 1 alone reads, and not in the first half of the epoch."""
+    first, config = ({}, {}), run.config
+    for rank, found in enumerate(first):
+        plan = build_train_loader(run.train, run.spec, config, rank=rank, world_size=2).plan
+        for stream in plan.streams(0, streams_of_rank(config.loader.num_streams, rank, 2)):
+            for window in stream.windows:
+                for segment in window.segments:
+                    shard = segment.row_group // GROUPS
+                    found[shard] = min(found.get(shard, window.first), window.first)
+    late = [(row, shard) for shard, row in first[1].items() if shard not in first[0] and row >= stream.rows // 2]
+    return min(late)[1]
+
+
+GROUPS = 2
+"""Row groups of a shard."""
+
+
+def train_with_damage(tmp_path, how):
+    """What each rank has raised, and the damaged shard."""
+    shards = write_dataset(str(tmp_path / "data"), blobs(6_000), group_rows=16, shard_rows=16 * GROUPS)
+    run = make_run(tmp_path, small_config(2, train={"epochs": 1}), spec=MLP, train=shards)
+    path = f"{tmp_path}/data/{shards.shards[shard_of_rank_1(run)].name}"
+    run = dataclasses.replace(run, spec=ModelSpec(build=build_mlp, loss=DamagingLoss(path, how)))
+    run_ranks(partial(error_of, int), 2)  # starts their processes, which is not measured
+    start = time.monotonic()
+    errors = run_ranks(partial(error_of, partial(train_rank, run)), 2)
+    return errors, path, time.monotonic() - start, checkpoint.latest(run.run_dir)
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", sorted(DAMAGES if HAS_CHECKSUMS else DAMAGES.keys() - {"flip_bits"}))
 def test_F15_a_dataset_that_is_damaged_in_the_middle_of_an_epoch_stops_all_ranks(tmp_path, how):
-    shards = write_dataset(str(tmp_path / "data"), blobs(12_000), group_rows=16, shard_rows=32)
-    spec = ModelSpec(build=build_mlp, loss=DamagingLoss(str(tmp_path / "data"), how))
-    run = make_run(tmp_path, small_config(2, train={"epochs": 1}), spec=spec, train=shards)
-    errors = run_ranks(partial(error_of, partial(train_rank, run)), 2)  # no rank came to the end of the epoch
-    for error in errors:
-        assert "cannot read row group" in error, errors
-        assert f"{tmp_path}/data/part-" in error, errors
-    assert checkpoint.latest(run.run_dir) is None
+    """Only rank 1 reads the shard. Its error has file and row group, and with it rank 0 ends, and names rank 1."""
+    (other, error), path, seconds, saved = train_with_damage(tmp_path, how)
+    assert re.match(rf"cannot read row group [01] of {path}", error), error
+    assert re.match(rf"rank 1 on \S+ .*cannot read row group [01] of {path}", other), other
+    assert seconds < 20, "the time after which a rank is given up (launch.collective_timeout_s)"
+    assert saved is None
+
+
+def test_a_dataset_that_stays_whole_is_read_to_the_end_of_the_epoch_by_all_ranks(tmp_path):
+    errors, _, _, saved = train_with_damage(tmp_path, None)
+    assert errors == ["", ""]
+    assert saved.step == 125

@@ -20,6 +20,8 @@ from spark_dl.spec import Run
 from spark_dl.training import metrics
 
 _log = logging.getLogger("spark_dl")
+READ, WRITE = "cannot read the run_dir", "cannot write to the run_dir"
+"""What an error of the storage says of a run folder."""
 _LISTED = 10
 """Checkpoints in an error."""
 
@@ -35,7 +37,7 @@ def begin_attempt(
     """
     if resume and overwrite:
         raise ValueError("resume and overwrite exclude each other")
-    with explained("read", run_dir):
+    with explained(READ, run_dir):
         check_folder(run_dir, overwrite=overwrite)
         step = checkpoint.last_step(run_dir)
         has_others = not resume and not overwrite and has_trials(run_dir)
@@ -49,14 +51,14 @@ def begin_attempt(
             f"{run_dir} already has trials of spark_dl.tune; set resume to continue its study, overwrite to delete "
             "them, or use another run_dir"
         )
-    with explained("read", run_dir):
+    with explained(READ, run_dir):
         found = _check_resume(run_dir, config, resume) if resume else None
-    with explained("write to", run_dir):
+    with explained(WRITE, run_dir):
         generation = checkpoint.start_generation(run_dir, after=checkpoint.newest_attempt(run_dir))
     # Ranks of an older attempt could save until now. The new generation fences them.
     saved = found
     if resume is True:
-        with explained("read", run_dir):
+        with explained(READ, run_dir):
             saved = checkpoint.last_valid(
                 run_dir, strict=config.checkpoint.strict, trusted=found, key_file=config.checkpoint.signing_key_file
             )
@@ -66,19 +68,17 @@ def begin_attempt(
 
 
 @contextlib.contextmanager
-def explained(access: str, run_dir: str) -> Iterator[None]:
+def explained(what: str, run_dir: str) -> Iterator[None]:
     """Adds the run folder to errors of its storage: RuntimeError if time can mend it, otherwise ValueError.
 
-    access: what the block does with the folder: "read" or "write to".
+    what: READ or WRITE.
     """
     try:
         yield
     except OSError as error:
         advice = "; check the path, its permissions and its links, or use another run_dir"
-        is_told = access != "read" or not storage.is_local(run_dir)  # errors of remote storage say what to do
-        raise storage.error_class(error)(
-            f"cannot {access} the run_dir {run_dir}: {error}{'' if is_told else advice}"
-        ) from error
+        is_told = what != READ or not storage.is_local(run_dir)  # errors of remote storage say what to do
+        raise storage.error_class(error)(f"{what} {run_dir}: {error}{'' if is_told else advice}") from error
 
 
 def _to_resume(run_dir: str, config: Config, resume: bool | str) -> checkpoint.Saved | None:
@@ -132,7 +132,7 @@ def take_over(run: Run, *, overwrite: bool, keep: Sequence[str], restart: Mappin
     failed before this one.
     Raises as `begin_attempt` does, and RuntimeError if a newer attempt of the run has started.
     """
-    with explained("write to", run.run_dir):
+    with explained(WRITE, run.run_dir):
         generations.check_newest(run.run_dir, run.generation)
         if overwrite:
             delete_run(run.run_dir, keep)

@@ -137,7 +137,7 @@ class OwnRun:
         if self._is_started:
             self._found = attempt.begin_attempt(self._run_dir, Config(), resume=True, overwrite=False)
         elif self._overwrite:
-            with attempt.explained("write to", self._run_dir):
+            with attempt.explained(attempt.WRITE, self._run_dir):
                 delete_checkpoints(self._run_dir)
         self._is_started = True
         generation, saved = self._found

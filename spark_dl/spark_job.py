@@ -6,12 +6,15 @@ An interrupt of the caller's thread then never happens inside a call to the JVM,
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 import threading
 import time
 import uuid
 from collections.abc import Callable
 from typing import Any
+
+_log = logging.getLogger("spark_dl")
 
 _CANCEL_WAIT_S = 30.0
 
@@ -106,7 +109,10 @@ class SparkJob:
         return self._has_ended.wait(timeout_s)
 
     def cancel(self) -> None:
-        """Cancels the jobs and waits until the call has ended. Does nothing if it has ended."""
+        """Cancels the jobs and waits up to 30 s until the call has ended. Does nothing if it has ended.
+
+        If it has not ended then, a warning says so.
+        """
         end = time.monotonic() + _CANCEL_WAIT_S
         while not self._has_ended.is_set() and time.monotonic() < end:
             with contextlib.suppress(Exception):  # the session may have ended, and the jobs with it
@@ -115,3 +121,8 @@ class SparkJob:
                 else:
                     self._spark.sparkContext.cancelJobsWithTag(self.name)
             self._has_ended.wait(0.5)  # then cancel again: the job may not have started yet
+        if not self._has_ended.is_set():
+            _log.warning(
+                "Spark has not ended the job %r within %g s after it was cancelled; its tasks can still hold slots and "
+                "write files; look at it in Spark's UI, and end it there", self._description, _CANCEL_WAIT_S,
+            )  # fmt: skip

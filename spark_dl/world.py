@@ -74,12 +74,20 @@ class World:
 
         Raises RuntimeError if the host name does not resolve.
         """
-        return _ipv4_of(self.socket_interface) or local_address(self.host)
+        return address_of(self.host, self.socket_interface)
 
     @property
     def interface(self) -> str | None:
         """Network interface with `address`, or None."""
         return interface_of(self.address)
+
+
+def address_of(host: str, socket_interface: str) -> str:
+    """Returns the IP address of this host for other ranks: that of `socket_interface`, or of the host name.
+
+    Raises RuntimeError if the host name does not resolve.
+    """
+    return _ipv4_of(socket_interface) or local_address(host)
 
 
 def local_address(host: str) -> str:

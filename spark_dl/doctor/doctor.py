@@ -12,19 +12,27 @@ import operator
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from spark_dl import storage
-from spark_dl.config import Config
+from spark_dl.checks.storage import delete_probe
+from spark_dl.config import Config, Launch
 from spark_dl.doctor import leftovers, on_rank
 from spark_dl.doctor.findings import ERROR, OK, WARNING, Diagnosis, Finding, sort
+from spark_dl.doctor.limited import Calls, within
 from spark_dl.launch import preflight
 from spark_dl.launch.barrier import run_barrier
-from spark_dl.launch.peers import versions
+from spark_dl.launch.peers import Peer, sharing, versions
 from spark_dl.launch.session import find_session
 from spark_dl.spark_job import describe
 
+FILES_S = 8.0
+"""How long a rank waits for a disk or the run folder: longer than the retries for an object store."""
+LIMIT_S, _LIMIT_PER_RANK_S = 40.0, 4.0
+"""How long the ranks may take. Only faults take so long: a rank waits up to 3 s for each rank that it cannot reach."""
+_MOST_RANKS = 8
 _LEAST_DISK_BYTES = 1 << 30
 _LEAST_SHM_BYTES = 64 << 20
 _LEAST_FILES = 1024
@@ -65,26 +73,78 @@ def diagnose(
     try:
         preflight.check(spark, launch, executors_wait_s=preflight.EXECUTORS_WAIT_S)
         findings.append(Finding("slots", OK, _slots(spark, launch.num_ranks)))
-        folder = storage.absolute(run_dir) if run_dir else ""
-        found = run_barrier(
-            spark, on_rank.examine, folder, os.urandom(32), launch.start_timeout_s, launch=launch, reap=reap,
-            description=describe("doctor", launch.num_ranks, ""),
-        )  # fmt: skip
-        ranks = [json.loads(each) for each in found]
+        ranks = _ask_ranks(spark, launch, storage.absolute(run_dir) if run_dir else "", reap=reap)
     except (ValueError, RuntimeError) as error:
         what, _, change = str(error).rpartition("; ")
         name = "start of the ranks" if any(each.check == "slots" for each in findings) else "slots and settings"
+        if isinstance(error.__cause__, TimeoutError):
+            name = "answers of the ranks"
         findings.append(Finding(name, ERROR, what or change, change if what else ""))
-        left_out = "not checked, as no ranks started: versions, connections, clocks, devices, hosts, run_dir"
+        left_out = "not checked, as no ranks answered: versions, connections, clocks, devices, hosts, run_dir"
         findings.append(Finding("ranks", WARNING, left_out))
     if ranks:
-        for check in (_versions, _links, _clocks, _devices, _hosts):
+        for check in (_versions, _links, _clocks, _hosts):
             findings += check(ranks)
+        findings += _devices(ranks, launch)
         if run_dir:
             findings += _folder(ranks, str(run_dir))
     findings += _leftovers(_looked_at(ranks, reap=reap), is_reaped=reap)
     rates = tuple(tuple(rank["mbit_per_s"]) for rank in ranks)
     return Diagnosis(sort(findings), tuple(ranks), rates, time.perf_counter() - start)
+
+
+def _ask_ranks(spark: Any, launch: Launch, folder: str, *, reap: bool) -> list[dict[str, Any]]:
+    """Returns what the ranks tell.
+
+    Raises ValueError and RuntimeError as `run_barrier` does, and RuntimeError if the ranks do not answer in time.
+    """
+    n, mark = launch.num_ranks, uuid.uuid4().hex
+    probes = [storage.join(folder, f"probe-doctor-{mark}-{task}") for task in range(n)] if folder else []
+    limit_s = LIMIT_S + _LIMIT_PER_RANK_S * n
+    answers = _Answers(n)
+    try:
+        found = run_barrier(
+            spark, on_rank.examine, probes, os.urandom(32), launch.start_timeout_s, FILES_S, launch.device,
+            launch=launch, description=describe("doctor", n, ""), on_event=answers.take, limit_s=limit_s, reap=reap,
+        )  # fmt: skip
+    except BaseException as error:
+        with Calls() as files:  # ranks that were killed have not deleted theirs
+            within(files.start(lambda: _delete(probes)), FILES_S, None)
+        if isinstance(error, TimeoutError):
+            raise RuntimeError(
+                f"no answer within {limit_s:g} s from {answers.missing()}: a process that is stopped, a dead mount, or "
+                "a host that is cut off; look at the processes and the mounts of these hosts, and at the logs of their "
+                "executors"
+            ) from error
+        raise
+    return [json.loads(each) for each in found]
+
+
+def _delete(probes: Iterable[str]) -> None:
+    for probe in probes:
+        delete_probe(probe)
+
+
+class _Answers:
+    """Knows how far each rank has come, by its events. Over Spark Connect there are none."""
+
+    def __init__(self, num_ranks: int):
+        self._hosts: dict[int, str] = {}
+        self._parts = dict.fromkeys(range(num_ranks), -1)
+        """How many parts each task has done; -1 before it has started."""
+
+    def take(self, event: Mapping[str, Any]) -> None:
+        if event["kind"] in ("started", on_rank.WAITS, "done"):
+            task = event["task"]
+            self._hosts[task] = event.get("host", self._hosts.get(task, ""))
+            self._parts[task] += 1
+
+    def missing(self) -> str:
+        """Returns the names of the ranks for which the others wait."""
+        last = max(self._parts.values())
+        late = [task for task, done in self._parts.items() if done < last] or list(self._parts)
+        told = [f"rank {task} on {self._hosts.get(task, 'an unknown host')}" for task in late[:_MOST_RANKS]]
+        return ", ".join([*told, *([f"and {len(late) - len(told)} more"] if len(late) > len(told) else [])])
 
 
 def _of_settings(spark: Any) -> Iterator[Finding]:
@@ -161,17 +221,48 @@ def _clocks(ranks: Ranks) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def _devices(ranks: Ranks) -> Iterator[Finding]:
-    by_host = {rank["host"]: rank["gpus"] for rank in ranks}
+def _devices(ranks: Ranks, launch: Launch) -> Iterator[Finding]:
+    for rank in ranks:
+        if problem := rank.get("gpu_error"):
+            what, _, change = problem.rpartition("; ")
+            yield Finding("devices", ERROR, f"{rank['host']}: {what or change}", change if what else "")
+    by_host: dict[str, dict[str, None]] = {}
+    for rank in ranks:
+        by_host.setdefault(rank["host"], {}).update(dict.fromkeys(rank["gpus"]))
     if not any(by_host.values()):
         yield Finding("devices", OK, "CPUs; no rank sees a GPU")
         return
     told = "; ".join(f"{host}: {', '.join(gpus) or 'none'}" for host, gpus in by_host.items())
-    differ = len({len(gpus) for gpus in by_host.values()}) > 1
+    differ = len({len(rank["gpus"]) for rank in ranks}) > 1
     yield Finding(
         "devices", WARNING if differ else OK, told,
         "give all executors equally many GPUs, or set launch.device to cpu" if differ else "",
     )  # fmt: skip
+    yield from _shared_gpus(ranks, launch)
+
+
+def _shared_gpus(ranks: Ranks, launch: Launch) -> Iterator[Finding]:
+    """GPUs that Spark has given to two ranks. A run refuses those of two executors, if it is not told to share them."""
+    if launch.gpus_per_rank != "auto" and launch.gpus_per_rank < 1:
+        return
+    peers = [
+        Peer(partition=task, host=rank["host"], executor=rank["executor"], gpus=tuple(rank["own_gpus"]))
+        for task, rank in enumerate(ranks)
+    ]
+    pairs = sharing(peers)
+    told = [f"ranks {a.partition} on {a.host} and {b.partition} on {b.host} have {gpu}" for a, b, gpu in pairs]
+    if any(a.executor != b.executor for a, b, _ in pairs):
+        yield Finding(
+            "shared GPUs", ERROR, "; ".join(told[:_MOST_NAMES]),
+            "make spark.executor.resource.gpu.discoveryScript print other GPUs for each executor, or set "
+            "launch.gpus_per_rank below 1 if ranks shall share a GPU",
+        )  # fmt: skip
+    elif pairs:
+        yield Finding(
+            "shared GPUs", WARNING, "; ".join(told[:_MOST_NAMES]),
+            "set spark.task.resource.gpu.amount or launch.gpus_per_rank to 1 for a GPU for each rank: ranks that share "
+            "one exchange gradients by Gloo, not NCCL",
+        )  # fmt: skip
 
 
 def _hosts(ranks: Ranks) -> Iterator[Finding]:
@@ -194,7 +285,9 @@ def _hosts(ranks: Ranks) -> Iterator[Finding]:
 
 
 def _folder(ranks: Ranks, run_dir: str) -> Iterator[Finding]:
-    change = "use a folder that all hosts can write to by the same path or URL, and check its permissions"
+    change = (
+        "set run_dir to a folder that all hosts can write to by the same path or URL; check its mount and permissions"
+    )
     if bad := _grouped([rank for rank in ranks if rank["writes"]], lambda rank: rank["writes"]):
         why, hosts = next(iter(bad.items()))
         yield Finding("run_dir", ERROR, f"{', '.join(hosts)} cannot write to {run_dir}: {why}", change)

@@ -12,11 +12,11 @@ import re
 import shutil
 import stat
 import tempfile
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from spark_dl.doctor.limited import Calls, within
 from spark_dl.launch.failures.shown_error import harmless
 from spark_dl.launch.rank import marked
 from spark_dl.launch.rank.task import local_folders
@@ -45,18 +45,14 @@ def look(*, reap: bool, folders: Sequence[str] | None = None, limit_s: float = L
     limit_s: after which to return, even if a disk does not answer. Then what was begun goes on in a thread.
     """
     found: list[dict[str, str]] = []
-    is_complete = threading.Event()
-    if folders is None:
-        folders = [*local_folders(), tempfile.gettempdir()]
 
-    def run() -> None:
-        _look(found, folders, reap)
-        is_complete.set()
+    def run() -> bool:
+        _look(found, [*local_folders(), tempfile.gettempdir()] if folders is None else folders, reap)
+        return True
 
-    thread = threading.Thread(target=run, name="spark_dl doctor", daemon=True)
-    thread.start()
-    thread.join(limit_s)
-    return {"is_complete": is_complete.is_set(), "found": [dict(each) for each in list(found)]}
+    with Calls() as calls:
+        is_complete = within(calls.start(run), limit_s, late=False)
+    return {"is_complete": is_complete, "found": [dict(each) for each in list(found)]}
 
 
 def _look(found: list[dict[str, str]], folders: Iterable[str], reap: bool) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import math
 import os
 import queue
 import time
@@ -54,11 +55,13 @@ def run_barrier(
     env: Mapping[str, str] | None = None,
     begin: Callable[[], Mapping[str, str]] = dict,
     attempt: Attempt = _FIRST,
+    limit_s: float = math.inf,
     **kwargs: Any,
 ) -> list[Any]:
     """Runs `fn(*args, report=..., **kwargs)` on `launch.num_ranks` ranks. Called on the driver.
 
-    Returns the results by rank. The job has ended when this function returns or raises.
+    Returns the results by rank. When this function raises, it has cancelled the job, and waited up to 30 s for its end.
+    If the job has not ended then, a warning says so.
 
     description: of the job, in Spark's UI.
     on_event: called in the driver's thread with the events of the ranks, while they run. Over Spark Connect, where
@@ -71,9 +74,11 @@ def run_barrier(
         are set when the function is called.
     attempt: with the hosts to leave out. After a failure, the cluster has `launch.start_timeout_s` to replace lost
         executors.
+    limit_s: how long the ranks may run, from the start of the last one.
 
     Raises ValueError for a call that cannot be pickled and for input that the ranks refuse, RuntimeError if the cluster
-    cannot run the job or does not start it within `launch.start_timeout_s`, RankError if a rank fails.
+    cannot run the job or does not start it within `launch.start_timeout_s`, RankError if a rank fails, TimeoutError if
+    the ranks run for longer than `limit_s`.
     """
     profile = preflight.check(spark, launch, executors_wait_s=launch.start_timeout_s if attempt.number else None)
     preflight.check_log_dir(launch)
@@ -98,7 +103,7 @@ def run_barrier(
             df = tasks.mapInArrow(task, SCHEMA, barrier=True, **({} if profile is None else {"profile": profile}))
         job = RankJob(spark, df, launch.num_ranks, events, description=description, computes_first=source is not None)
         try:
-            watch = _Watch(job, launch, on_event, on_ask, listener, None if listener else poll or list)
+            watch = _Watch(job, launch, on_event, on_ask, listener, None if listener else poll or list, limit_s)
             watch.run(events)
         except BaseException:
             job.cancel()
@@ -142,9 +147,10 @@ class _Watch:
         on_ask: Callable[[Event], Mapping[int, Any]] | None,
         listener: Listener | None,
         poll: Callable[[], list[dict[str, Any]]] | None,
+        limit_s: float,
     ):
         self._job, self._launch, self._on_event, self._on_ask = job, launch, on_event, on_ask
-        self._listener, self._poll = listener, poll
+        self._listener, self._poll, self._limit_s = listener, poll, limit_s
         self._known: dict[int, dict[str, Any]] = {}
         """What each task has reported about itself."""
         self._running = 0
@@ -154,6 +160,8 @@ class _Watch:
         """When the root cause is chosen among the failures."""
         self._end_at: float | None = None
         """Until when the last events of a job are awaited that has ended."""
+        self._started_at: float | None = None
+        """When the last rank has started."""
         self._silent_at: float | None = None
         self._poll_at = 0.0
 
@@ -173,6 +181,7 @@ class _Watch:
                 self._poll_at = time.monotonic() + _POLL_S
             if self._running < self._launch.num_ranks and time.monotonic() > self._deadline:
                 self._check_start()
+            self._check_limit()
         self._pass_on()
 
     def _answer(self, question: Event) -> None:
@@ -250,6 +259,14 @@ class _Watch:
         else:
             self._running = self._launch.num_ranks
             _log.warning("the ranks run, but cannot reach the driver to report progress; open its port")
+
+    def _check_limit(self) -> None:
+        """Raises TimeoutError if the ranks run for longer than they may."""
+        if self._started_at is None and self._running >= self._launch.num_ranks:
+            self._started_at = time.monotonic()
+        is_ending = self._end_at is not None or self._decide_at is not None
+        if self._started_at and not is_ending and time.monotonic() - self._started_at > self._limit_s:
+            raise TimeoutError(f"the ranks have not returned within {self._limit_s:g} s")
 
     def _pass_on(self) -> None:
         if self._poll and self._on_event:

@@ -137,7 +137,7 @@ def _meet_in_barrier(
         backend=backend_of(peers),
         child_env=child_env(me, local),
         holds_store=partition == 0,
-        socket_interface=_socket_interface(),
+        socket_interface=socket_interface(),
         report=report or no_driver,
     )
     _say_shared(peers, rank, ranks)
@@ -209,7 +209,7 @@ def _meet_by_env(launch: Launch, report: Any) -> World:
         gpus=own_gpus,
         backend=backend_of(peers),
         holds_store=rank == 0,
-        socket_interface=_socket_interface(),
+        socket_interface=socket_interface(),
         report=report or no_driver,
     )
 
@@ -324,7 +324,8 @@ def abort_group() -> None:
         dist.destroy_process_group()
 
 
-def _socket_interface() -> str:
+def socket_interface() -> str:
+    """Returns the network interface of GLOO_SOCKET_IFNAME; empty if it is not set. Called on a rank."""
     return os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
 
 

@@ -2,6 +2,8 @@
 
 import json
 import os
+import signal
+import socket
 import subprocess
 import tempfile
 import time
@@ -9,11 +11,16 @@ import time
 import pytest
 
 import spark_dl
+from spark_dl.doctor import doctor, on_rank
+from spark_dl.launch.barrier import run_barrier
 from spark_dl.launch.rank.marked import MARK, mark_of
 from spark_dl.launch.rank.task import local_folders
+from spark_dl.launch.session import worker_env
 from spark_dl.storage.owner import temporary_prefix
+from spark_dl.world import address_of
 from tests.builders.leftovers import dead_owner, kill_watcher, only_reaper, sleeping
 from tests.builders.models import small_config
+from tests.builders.mounts import dead_mount
 from tests.spark.test_jobs import PLAIN, run_job
 
 
@@ -40,7 +47,7 @@ def test_what_forbids_a_launch_is_found_as_an_error(spark, tmp_path):
     assert error.check == "slots and settings"
     assert "9 ranks need 9 task slots at the same time, and the cluster has 4" in error.found
     assert error.change.startswith("lower launch.num_ranks")
-    assert "not checked, as no ranks started" in found.text
+    assert "not checked, as no ranks answered" in found.text
     assert not found.is_healthy
     assert found.ranks == ()
     assert "leftovers" in [finding.check for finding in found.findings], "the driver looks at its own host"
@@ -50,6 +57,91 @@ def test_what_forbids_a_launch_is_found_as_an_error(spark, tmp_path):
     (error,) = [finding for finding in found.findings if finding.level == "error"]
     assert (error.check, found.findings[0]) == ("run_dir", error)
     assert "cannot write to" in error.found
+
+
+@pytest.mark.slow
+@pytest.mark.modes("local")
+def test_a_folder_that_does_not_answer_is_a_finding_and_no_hang(spark, tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor, "FILES_S", 1.5)
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    healthy = spark_dl.diagnose(small_config(2), run_dir=run_dir, spark=spark)
+    assert healthy.is_healthy, healthy.text
+    with dead_mount(run_dir):
+        found = spark_dl.diagnose(small_config(2), run_dir=run_dir, spark=spark)
+    (error,) = [finding for finding in found.findings if finding.level == "error"]
+    assert error.check == "run_dir"
+    assert error.found == (f"{found.ranks[0]['host']} cannot write to {run_dir}: no answer within 1.5 s: a dead mount?")
+    assert error.change.startswith("set run_dir to ")
+    assert len(found.ranks) == 2, "the ranks tell the rest"
+    assert found.seconds < healthy.seconds + 6
+    end = time.monotonic() + 10  # the calls that waited go on
+    while (left := list(run_dir.iterdir())) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert left == []
+
+
+@pytest.mark.slow
+@pytest.mark.modes("local")
+def test_the_interface_that_ranks_use_is_measured(spark):
+    (rank,) = spark_dl.diagnose(small_config(1), spark=spark).ranks
+    others = [name for _, name in socket.if_nameindex() if address_of("localhost", name) != rank["address"]]
+    if not others:
+        pytest.skip("this host has one interface")
+    with worker_env(spark, {"GLOO_SOCKET_IFNAME": others[0]}):
+        (changed,) = spark_dl.diagnose(small_config(1), spark=spark).ranks
+    assert (changed["interface"], changed["address"]) == (others[0], address_of("localhost", others[0]))
+    assert changed["address"] != rank["address"]
+
+
+def examine_and_fail(probe, report):
+    """A rank to which the driver does not answer, after it has written its file."""
+
+    class NoAnswer:
+        def __call__(self, event):
+            return report(event)
+
+        def exchange(self, message, timeout_s):
+            end = time.monotonic() + 20
+            while not os.path.exists(probe) and time.monotonic() < end:
+                time.sleep(0.01)
+            raise RuntimeError(f"no answer; written: {os.path.exists(probe)}")
+
+    return on_rank.examine([probe], bytes(32), 20.0, 8.0, "cpu", reap=False, report=NoAnswer())
+
+
+@pytest.mark.modes("local")
+def test_a_rank_that_fails_deletes_its_file(spark, tmp_path):
+    with pytest.raises(spark_dl.RankError, match="no answer; written: True"):
+        run_barrier(spark, examine_and_fail, str(tmp_path / "probe-doctor-0"), launch=small_config(1).launch)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.modes("local")
+def test_a_rank_that_stops_is_named_after_the_limit(spark, tmp_path, monkeypatch):
+    run_dir = tmp_path / "run"
+    spark_dl.launch(int, num_ranks=2, spark=spark)
+    healthy = spark_dl.diagnose(small_config(2), run_dir=run_dir, spark=spark)
+    assert healthy.is_healthy, healthy.text
+    assert healthy.seconds < 10, "the processes of the ranks are there, from a launch before"
+
+    def stop(answers, event):
+        take(answers, event)
+        if (event["kind"], event["task"]) == ("started", 1):
+            os.kill(event["pid"], signal.SIGSTOP)
+
+    take = doctor._Answers.take
+    monkeypatch.setattr(doctor._Answers, "take", stop)
+    monkeypatch.setattr(doctor, "LIMIT_S", 1.0)  # 9 s for two ranks
+    found = spark_dl.diagnose(small_config(2), run_dir=run_dir, spark=spark)
+    (error,) = [finding for finding in found.findings if finding.level == "error"]
+    assert error.check == "answers of the ranks"
+    assert f"no answer within 9 s from rank 1 on {healthy.ranks[1]['host']}: a process that is stopped" in error.found
+    assert error.change.startswith("look at the processes and the mounts")
+    assert found.seconds < 18
+    assert list(run_dir.iterdir()) == [], "the driver deletes the probes"
+    assert spark_dl.launch(int, num_ranks=2, spark=spark) == [0] * 2
 
 
 def leave(told):

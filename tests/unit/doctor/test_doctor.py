@@ -5,6 +5,7 @@ import socket
 
 import pytest
 
+from spark_dl import Launch
 from spark_dl.doctor import doctor, leftovers
 from spark_dl.doctor.findings import ERROR, OK, WARNING, Diagnosis, Finding, sort
 from spark_dl.launch.peers import versions
@@ -13,15 +14,15 @@ from spark_dl.launch.peers import versions
 def rank(host, **changed):
     return {
         "host": host, "address": f"10.0.0.{host[-1]}", "interface": "eth0", "pid": 7, **versions(),
-        "gpus": [], "disk_free_bytes": 50 << 30, "shm_free_bytes": 1 << 30, "open_files": 65536, "writes": "",
-        "missing": [], "time": 100.0, "mbit_per_s": [900.0] * 3, "link_errors": {}, **changed,
+        "executor": f"{host}:7", "gpus": [], "own_gpus": [], "disk_free_bytes": 50 << 30, "shm_free_bytes": 1 << 30,
+        "open_files": 65536, "writes": "", "missing": [], "time": 100.0, "mbit_per_s": [900.0] * 3, "link_errors": {},
+        **changed,
     }  # fmt: skip
 
 
 def findings(*ranks):
-    found = [f for check in (doctor._versions, doctor._links, doctor._clocks, doctor._devices, doctor._hosts)
-             for f in check(ranks)]  # fmt: skip
-    return [*found, *doctor._folder(ranks, "/runs/1")]
+    found = [f for check in (doctor._versions, doctor._links, doctor._clocks, doctor._hosts) for f in check(ranks)]
+    return [*found, *doctor._devices(ranks, Launch()), *doctor._folder(ranks, "/runs/1")]
 
 
 HEALTHY = [rank("host1"), rank("host2"), rank("host2")]
@@ -32,7 +33,7 @@ def test_nothing_is_wrong_with_healthy_ranks():
     assert {f.level for f in found} == {OK}
     assert not any(f.change for f in found)
     assert [f.check for f in found] == [
-        "versions", "connections", "clocks", "devices", "disk", "shared memory", "open files", "run_dir",
+        "versions", "connections", "clocks", "disk", "shared memory", "open files", "devices", "run_dir",
     ]  # fmt: skip
     assert found[-1].found == "all hosts (2) write to /runs/1 and see it"
 
@@ -57,6 +58,52 @@ def test_one_rank_that_differs_is_named_with_what_to_change(changed, check, leve
     assert [(f.check, f.level) for f in found] == [(check, level)]
     assert words in found[0].found
     assert key in found[0].change
+
+
+def gpu_rank(host, gpu, executor=""):
+    return rank(host, gpus=[f"H100 {gpu}"], own_gpus=[gpu], executor=executor or f"{host}:{gpu}")
+
+
+@pytest.mark.parametrize(("third", "launch", "shown", "level", "words", "key"), [
+    (("host2", "GPU-3"), {}, "host2: H100 GPU-2, H100 GPU-3", OK, "", ""),
+    (("host2", "GPU-2", "host2:7"), {}, "host2: H100 GPU-2", ERROR,
+     "ranks 1 on host2 and 2 on host2 have GPU-2", "spark.executor.resource.gpu.discoveryScript"),
+    (("host3", "GPU-2"), {}, "host3: H100 GPU-2", ERROR,  # two containers
+     "ranks 1 on host2 and 2 on host3 have GPU-2", "launch.gpus_per_rank below 1"),
+    (("host2", "GPU-2", "host2:GPU-2"), {}, "host2: H100 GPU-2", WARNING,
+     "ranks 1 on host2 and 2 on host2 have GPU-2", "spark.task.resource.gpu.amount"),
+    (("host2", "GPU-2", "host2:7"), {"gpus_per_rank": 0.5}, "host2: H100 GPU-2", OK, "", ""),
+    (("host3", "cuda:0"), {}, "host3: H100 cuda:0", OK, "", ""),  # only names with a UUID are of more than one host
+])  # fmt: skip
+def test_all_gpus_of_a_host_are_shown_and_one_that_two_ranks_got_is_named(third, launch, shown, level, words, key):
+    ranks = [gpu_rank("host1", "cuda:0"), gpu_rank("host2", "GPU-2"), gpu_rank(*third)]
+    first, *shared = doctor._devices(ranks, Launch(**launch))
+    assert (first.check, first.level) == ("devices", OK)
+    assert shown in first.found.split("; ")
+    assert [(f.check, f.level, f.found) for f in shared] == ([("shared GPUs", level, words)] if words else [])
+    assert all(key in f.change for f in shared)
+
+
+def test_a_gpu_that_torch_cannot_use_is_an_error_that_names_the_host():
+    broken = rank("host2", gpu_error="Spark gave this task GPU 0, but torch finds no CUDA here; install torch for CUDA")
+    error, _ = doctor._devices([gpu_rank("host1", "GPU-1"), broken], Launch())
+    assert (error.level, error.change) == (ERROR, "install torch for CUDA")
+    assert error.found == "host2: Spark gave this task GPU 0, but torch finds no CUDA here"
+
+
+@pytest.mark.parametrize(("events", "late"), [
+    ([], "rank 0 on an unknown host, rank 1 on an unknown host, rank 2 on an unknown host"),
+    (["started 0", "started 2"], "rank 1 on an unknown host"),
+    (["started 0", "started 1", "started 2", "waits 0", "waits 2"], "rank 1 on host1"),
+    (["started 0", "started 1", "started 2", "waits 1"], "rank 0 on host0, rank 2 on host2"),
+    (["started 0", "started 1", "started 2", "waits 0", "waits 1", "waits 2"],
+     "rank 0 on host0, rank 1 on host1, rank 2 on host2"),
+])  # fmt: skip
+def test_the_ranks_for_which_the_others_wait_are_named(events, late):
+    answers = doctor._Answers(3)
+    for kind, task in (event.split() for event in events):
+        answers.take({"kind": kind, "task": int(task), "host": f"host{task}"})
+    assert answers.missing() == late
 
 
 def test_B19_a_version_that_only_the_driver_has_is_a_warning():

@@ -60,6 +60,18 @@ def test_one_rank_that_differs_is_named_with_what_to_change(changed, check, leve
     assert key in found[0].change
 
 
+@pytest.mark.parametrize(("rates", "slow"), [
+    ([[None, 900, 90], [880, None, 80], [85, 95, None]], "host1 to host3 90, host2 to host3 80, host3 to host1 85, "
+     "host3 to host2 95"),  # 4 of 6 links
+    ([[None, 900, 800], [880, None, 90], [850, 870, None]], "host2 to host3 90"),
+    ([[None, 90, 80], [88, None, 85], [85, 95, None]], ""),
+])  # fmt: skip
+def test_the_slow_links_of_three_hosts_are_named(rates, slow):
+    (found,) = doctor._links([rank(f"host{i + 1}", mbit_per_s=row) for i, row in enumerate(rates)])
+    assert found.level == (WARNING if slow else OK)
+    assert found.found.partition("; slow: ")[2] == slow
+
+
 def gpu_rank(host, gpu, executor=""):
     return rank(host, gpus=[f"H100 {gpu}"], own_gpus=[gpu], executor=executor or f"{host}:{gpu}")
 

@@ -17,8 +17,8 @@ _log = logging.getLogger("spark_dl")
 
 _PROGRESS = "spark.ui.showConsoleProgress"
 _DAEMON = "spark.python.daemon.module"
-_SECRET = re.compile(r"secret|password|token|access[.]?key", re.IGNORECASE)
-"""The keys whose values Spark does not show either (`spark.redaction.regex`)."""
+_SECRET = re.compile(r"(?i)secret|passw|token|(access|account|private)[._-]?key|azure[.]sas[.]|encryption[.]key$")
+"""The keys whose values are not shown: those of Spark's `spark.redaction.regex`, and keys of Azure, Google and S3."""
 
 
 def build_session(name: str, *, master: str | None = None, conf: Mapping[str, str] | None = None) -> Any:
@@ -143,6 +143,7 @@ _DEFAULTS = {
     "spark.log.level": "ERROR",
     _PROGRESS: "false",  # the jobs show their own progress
     _DAEMON: "spark_dl.launch.daemon",  # new ranks need not import torch
+    "spark.redaction.regex": _SECRET.pattern,  # in the UI and the event log
 }
 
 

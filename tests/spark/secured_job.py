@@ -22,6 +22,10 @@ MARKER, SEEN = "m4rk3rs3cr3t", "s33nbyall"
 CONF = {
     "spark.authenticate": "true",
     "spark.authenticate.secret": f"{MARKER}-spark",
+    "spark.hadoop.fs.azure.account.key.account.dfs.core.windows.net": f"{MARKER}-azure",
+    "spark.hadoop.fs.azure.sas.container.account.blob.core.windows.net": f"{MARKER}-sas",
+    "spark.hadoop.fs.gs.auth.service.account.private.key": f"{MARKER}-google",
+    "spark.hadoop.fs.s3a.encryption.key": f"{MARKER}-s3",
     "spark.network.crypto.enabled": "true",
     "spark.io.encryption.enabled": "true",
     "spark.ui.enabled": "true",
@@ -81,7 +85,7 @@ def main(folder):
     conf = {**CONF, "spark.eventLog.dir": f"file://{folder}/events", "spark.local.dir": str(folder / "local")}
     spark = spark_dl.build_session(SEEN, master="local-cluster[1,2,768]", conf=conf)
     settings = spark_dl.Launch(num_ranks=2, start_timeout_s=100, collective_timeout_s=60)
-    answer = {"conf": {key: spark.conf.get(key, None) for key in CONF if "secret" not in key}}
+    answer = {"conf": {key: spark.conf.get(key, None) for key in CONF if MARKER not in CONF[key]}}
     answer["logs"] = f"{os.environ['SPARK_HOME']}/work/{spark.sparkContext.applicationId}"
     try:
         spark_dl.launch(look_around, settings=settings, spark=spark)

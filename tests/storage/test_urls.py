@@ -74,6 +74,12 @@ def test_names_are_put_before_the_options_and_encoded(url, joined, parent):
         "abfss://c@a.dfs.core.windows.net/x?client_secret=MARKER",
         "abfss://c@a.dfs.core.windows.net/x?sig=MARKER",
         "gs://bucket/x?access_token=MARKER&scheme=http",
+        "s3://AKIA:MARK/MARKER@bucket/x",
+        "s3a://AKIA:MARKER/7@bucket/x@y",
+        "s3://AKIA:1234/MARKER@bucket/x",  # no port
+        "gs://key:a?MARKER@bucket/x",
+        "hdfs://user:MARKER/x@namenode:8020/x",
+        "abfss://c@a:MARKER/7@a.dfs.core.windows.net/x",
     ],
 )
 def test_credentials_in_a_url_are_refused_and_not_repeated(url):
@@ -81,6 +87,25 @@ def test_credentials_in_a_url_are_refused_and_not_repeated(url):
         with pytest.raises(ValueError, match="has credentials") as caught:
             use(url)
         assert "MARKER" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://bucket/a@b",
+        "s3://bucket/x:y@z",
+        "s3://bucket/x:y@z?region=eu-central-1",
+        "gs://bucket/user:name/a@b",
+        "hdfs://namenode:8020/a@b:c",
+        "hdfs://[::1]:8020/a@b",
+        "hdfs://user@namenode:8020/a@b",
+        "abfss://c@localhost:10000/a@b",
+        "/data/user:name@host/x",
+        "file:///data/user:name@host/x",
+    ],
+)
+def test_paths_may_have_the_signs_of_credentials(url):
+    storage._check_no_secrets(storage._parse(url))  # to resolve it would need a server
 
 
 @pytest.mark.parametrize(

@@ -7,32 +7,22 @@ there, and with `reap` ends and deletes it.
 
 from __future__ import annotations
 
-import json
 import operator
 import os
 import socket
 import time
-import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from spark_dl import storage
-from spark_dl.checks.storage import delete_probe
 from spark_dl.config import Config, Launch
-from spark_dl.doctor import leftovers, on_rank
+from spark_dl.doctor import leftovers
+from spark_dl.doctor.ask import ask_ranks
 from spark_dl.doctor.findings import ERROR, OK, WARNING, Diagnosis, Finding, sort
-from spark_dl.doctor.limited import Calls, within
 from spark_dl.launch import preflight
-from spark_dl.launch.barrier import run_barrier
 from spark_dl.launch.peers import Peer, sharing, versions
 from spark_dl.launch.session import find_session
-from spark_dl.spark_job import describe
 
-FILES_S = 8.0
-"""How long a rank waits for a disk or the run folder: longer than the retries for an object store."""
-LIMIT_S, _LIMIT_PER_RANK_S = 40.0, 4.0
-"""How long the ranks may take. Only faults take so long: a rank waits up to 3 s for each rank that it cannot reach."""
-_MOST_RANKS = 8
 _LEAST_DISK_BYTES = 1 << 30
 _LEAST_SHM_BYTES = 64 << 20
 _LEAST_FILES = 1024
@@ -73,7 +63,7 @@ def diagnose(
     try:
         preflight.check(spark, launch, executors_wait_s=preflight.EXECUTORS_WAIT_S)
         findings.append(Finding("slots", OK, _slots(spark, launch.num_ranks)))
-        ranks = _ask_ranks(spark, launch, storage.absolute(run_dir) if run_dir else "", reap=reap)
+        ranks = ask_ranks(spark, launch, storage.absolute(run_dir) if run_dir else "", reap=reap)
     except (ValueError, RuntimeError) as error:
         what, _, change = str(error).rpartition("; ")
         name = "start of the ranks" if any(each.check == "slots" for each in findings) else "slots and settings"
@@ -91,60 +81,6 @@ def diagnose(
     findings += _leftovers(_looked_at(ranks, reap=reap), is_reaped=reap)
     rates = tuple(tuple(rank["mbit_per_s"]) for rank in ranks)
     return Diagnosis(sort(findings), tuple(ranks), rates, time.perf_counter() - start)
-
-
-def _ask_ranks(spark: Any, launch: Launch, folder: str, *, reap: bool) -> list[dict[str, Any]]:
-    """Returns what the ranks tell.
-
-    Raises ValueError and RuntimeError as `run_barrier` does, and RuntimeError if the ranks do not answer in time.
-    """
-    n, mark = launch.num_ranks, uuid.uuid4().hex
-    probes = [storage.join(folder, f"probe-doctor-{mark}-{task}") for task in range(n)] if folder else []
-    limit_s = LIMIT_S + _LIMIT_PER_RANK_S * n
-    answers = _Answers(n)
-    try:
-        found = run_barrier(
-            spark, on_rank.examine, probes, os.urandom(32), launch.start_timeout_s, FILES_S, launch.device,
-            launch=launch, description=describe("doctor", n, ""), on_event=answers.take, limit_s=limit_s, reap=reap,
-        )  # fmt: skip
-    except BaseException as error:
-        with Calls() as files:  # ranks that were killed have not deleted theirs
-            within(files.start(lambda: _delete(probes)), FILES_S, None)
-        if isinstance(error, TimeoutError):
-            raise RuntimeError(
-                f"no answer within {limit_s:g} s from {answers.missing()}: a process that is stopped, a dead mount, or "
-                "a host that is cut off; look at the processes and the mounts of these hosts, and at the logs of their "
-                "executors"
-            ) from error
-        raise
-    return [json.loads(each) for each in found]
-
-
-def _delete(probes: Iterable[str]) -> None:
-    for probe in probes:
-        delete_probe(probe)
-
-
-class _Answers:
-    """Knows how far each rank has come, by its events. Over Spark Connect there are none."""
-
-    def __init__(self, num_ranks: int):
-        self._hosts: dict[int, str] = {}
-        self._parts = dict.fromkeys(range(num_ranks), -1)
-        """How many parts each task has done; -1 before it has started."""
-
-    def take(self, event: Mapping[str, Any]) -> None:
-        if event["kind"] in ("started", on_rank.WAITS, "done"):
-            task = event["task"]
-            self._hosts[task] = event.get("host", self._hosts.get(task, ""))
-            self._parts[task] += 1
-
-    def missing(self) -> str:
-        """Returns the names of the ranks for which the others wait."""
-        last = max(self._parts.values())
-        late = [task for task, done in self._parts.items() if done < last] or list(self._parts)
-        told = [f"rank {task} on {self._hosts.get(task, 'an unknown host')}" for task in late[:_MOST_RANKS]]
-        return ", ".join([*told, *([f"and {len(late) - len(told)} more"] if len(late) > len(told) else [])])
 
 
 def _of_settings(spark: Any) -> Iterator[Finding]:

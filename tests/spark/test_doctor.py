@@ -11,7 +11,7 @@ import time
 import pytest
 
 import spark_dl
-from spark_dl.doctor import doctor, on_rank
+from spark_dl.doctor import ask, on_rank
 from spark_dl.launch.barrier import run_barrier
 from spark_dl.launch.rank.marked import MARK, mark_of
 from spark_dl.launch.rank.task import local_folders
@@ -62,7 +62,7 @@ def test_what_forbids_a_launch_is_found_as_an_error(spark, tmp_path):
 @pytest.mark.slow
 @pytest.mark.modes("local")
 def test_a_folder_that_does_not_answer_is_a_finding_and_no_hang(spark, tmp_path, monkeypatch):
-    monkeypatch.setattr(doctor, "FILES_S", 1.5)
+    monkeypatch.setattr(ask, "FILES_S", 1.5)
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     healthy = spark_dl.diagnose(small_config(2), run_dir=run_dir, spark=spark)
@@ -82,6 +82,7 @@ def test_a_folder_that_does_not_answer_is_a_finding_and_no_hang(spark, tmp_path,
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.modes("local")
 def test_the_interface_that_ranks_use_is_measured(spark):
     (rank,) = spark_dl.diagnose(small_config(1), spark=spark).ranks
@@ -131,9 +132,9 @@ def test_a_rank_that_stops_is_named_after_the_limit(spark, tmp_path, monkeypatch
         if (event["kind"], event["task"]) == ("started", 1):
             os.kill(event["pid"], signal.SIGSTOP)
 
-    take = doctor._Answers.take
-    monkeypatch.setattr(doctor._Answers, "take", stop)
-    monkeypatch.setattr(doctor, "LIMIT_S", 1.0)  # 9 s for two ranks
+    take = ask.Answers.take
+    monkeypatch.setattr(ask.Answers, "take", stop)
+    monkeypatch.setattr(ask, "LIMIT_S", 1.0)  # 9 s for two ranks
     found = spark_dl.diagnose(small_config(2), run_dir=run_dir, spark=spark)
     (error,) = [finding for finding in found.findings if finding.level == "error"]
     assert error.check == "answers of the ranks"

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from pyspark.sql import SparkSession
 
 import spark_dl
-from spark_dl import Launch, RankError
+from spark_dl import Launch, RankError, spark_job
 from spark_dl.launch import barrier, preflight, session
 from spark_dl.launch.watch import Listener
 from tests.builders.datasets import write_dataset
@@ -700,6 +700,27 @@ def _sign_and_wait(folder):
     pathlib.Path(folder, os.environ["RANK"]).write_text(str(os.getpid()))
     dist.barrier()
     time.sleep(60)
+
+
+@pytest.mark.modes("local")
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_job_that_outlives_its_cancellation_is_told(spark, monkeypatch, caplog, ends):
+    monkeypatch.setattr(spark_job, "_CANCEL_WAIT_S", 1.0)
+    free = threading.Event()
+    job = spark_job.SparkJob(spark, lambda: free.wait(30), description="spark_dl: a test")
+    if ends:
+        free.set()
+    try:
+        start = time.monotonic()
+        job.cancel()
+        assert time.monotonic() - start < 10
+    finally:
+        free.set()
+    told = [record.getMessage() for record in caplog.records if "after it was cancelled" in record.getMessage()]
+    assert [message.partition(" within")[0] for message in told] == (
+        [] if ends else ["Spark has not ended the job 'spark_dl: a test'"]
+    )
+    assert job.wait(10)
 
 
 @pytest.mark.slow

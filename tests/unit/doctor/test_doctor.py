@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from spark_dl import Launch
-from spark_dl.doctor import doctor, leftovers
+from spark_dl.doctor import ask, doctor, leftovers
 from spark_dl.doctor.findings import ERROR, OK, WARNING, Diagnosis, Finding, sort
 from spark_dl.launch.peers import versions
 
@@ -112,7 +112,7 @@ def test_a_gpu_that_torch_cannot_use_is_an_error_that_names_the_host():
      "rank 0 on host0, rank 1 on host1, rank 2 on host2"),
 ])  # fmt: skip
 def test_the_ranks_for_which_the_others_wait_are_named(events, late):
-    answers = doctor._Answers(3)
+    answers = ask.Answers(3)
     for kind, task in (event.split() for event in events):
         answers.take({"kind": kind, "task": int(task), "host": f"host{task}"})
     assert answers.missing() == late

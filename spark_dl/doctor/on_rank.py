@@ -114,12 +114,14 @@ def _gpus(device: str, resources: Mapping[str, Any]) -> dict[str, Any]:
     `own_gpus` are the identities of those that Spark has assigned.
     """
     found: dict[str, Any] = {"gpus": [], "own_gpus": []}
-    if device == "cpu" or not torch.cuda.is_available():
+    if device == "cpu":
         return found
     try:
         own = gpus.gpus_of_task("auto", resources)
     except RuntimeError as error:
         return {**found, "gpu_error": str(error)}
+    if not torch.cuda.is_available():
+        return found
     seen, addresses = gpus.see_gpus(), gpus.addresses_of(resources)
     used = [gpu.index for gpu in own] or range(len(seen.uuids))
     found["gpus"] = [f"{torch.cuda.get_device_name(i)} {seen.identity(i)}" for i in used]

@@ -2,11 +2,13 @@
 
 import json
 import socket
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from spark_dl import Launch
-from spark_dl.doctor import ask, doctor, leftovers
+from spark_dl.doctor import ask, doctor, leftovers, on_rank
 from spark_dl.doctor.findings import ERROR, OK, WARNING, Diagnosis, Finding, sort
 from spark_dl.launch.peers import versions
 
@@ -101,6 +103,22 @@ def test_a_gpu_that_torch_cannot_use_is_an_error_that_names_the_host():
     error, _ = doctor._devices([gpu_rank("host1", "GPU-1"), broken], Launch())
     assert (error.level, error.change) == (ERROR, "install torch for CUDA")
     assert error.found == "host2: Spark gave this task GPU 0, but torch finds no CUDA here"
+
+
+def test_a_rank_tells_the_gpus_that_spark_gave_it_or_else_those_that_it_sees(monkeypatch):
+    spark = {"gpu": SimpleNamespace(addresses=["1"])}
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # set by what is called, and taken back here
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "finds no CUDA here" in on_rank._gpus("auto", spark)["gpu_error"]
+    found = [SimpleNamespace(name="H100", uuid=f"GPU-{i}") for i in range(2)]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(found))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", found.__getitem__)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: found[index].name)
+    assert on_rank._gpus("auto", spark) == {"gpus": ["H100 GPU-1"], "own_gpus": ["GPU-1"]}
+    assert on_rank._gpus("auto", {}) == {"gpus": ["H100 GPU-0", "H100 GPU-1"], "own_gpus": []}
+    assert on_rank._gpus("cpu", spark) == {"gpus": [], "own_gpus": []}
 
 
 @pytest.mark.parametrize(("events", "late"), [

@@ -27,11 +27,10 @@ from urllib.parse import parse_qsl, quote, unquote
 from pyarrow import ArrowInvalid, ArrowNotImplementedError, fs
 
 from spark_dl.storage import local_files
+from spark_dl.storage.credentials import BUCKETS, check_no_credentials
 from spark_dl.storage.outages import error_class as error_class
 
 _BY_PYARROW = ("s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs")
-_BUCKETS = ("s3", "gs", "gcs")
-_SECRET = re.compile(r"secret|password|token|signature|credential$|(^|_|-)(key|sig|sas|pwd)$", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ def resolve(url: str) -> tuple[Any, str]:
     at = _parse(url)
     if not at.scheme:
         return fs.LocalFileSystem(), os.path.abspath(at.path)
-    _check_no_secrets(at)
+    check_no_credentials(at.scheme, at.host, at.path, at.options)
     if at.scheme == "file":
         if at.options or at.host not in ("", "localhost"):
             raise ValueError(f"cannot open {url!r}: file:// URLs have neither a host nor options; write ? as %3F")
@@ -102,30 +101,6 @@ def _filesystem(scheme: str, host: str, options: str, pid: int) -> tuple[Any, st
 
 # NOTE: a client of S3 that outlives the interpreter can hang its exit: https://github.com/apache/arrow/issues/50188
 atexit.register(_filesystem.cache_clear)
-
-
-def _check_no_secrets(at: _Location) -> None:
-    user, has_user, host = at.host.rpartition("@")
-    has_secret = any(_SECRET.search(key) for key, _ in parse_qsl(at.options, keep_blank_values=True))
-    shown = _Location(at.scheme, f"***@{host}" if has_user else host, at.path, "***" if at.options else "")
-    if _has_cut_password(at.scheme, host, at.path + at.options):
-        has_secret, shown = True, _Location(at.scheme, "***", "")
-    if (has_user and ":" in user) or has_secret:
-        raise ValueError(
-            f"the URL {str(shown)!r} has credentials, which would be logged and stored; remove them, and set them "
-            "in the environment of driver and executors (for S3: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY), or use a "
-            "profile or role"
-        )
-
-
-def _has_cut_password(scheme: str, host: str, rest: str) -> bool:
-    """Whether a host is the beginning of `user:password`, as the password has a slash or a question mark.
-
-    rest: what follows. The name of a bucket has no port.
-    """
-    if scheme not in _BUCKETS:
-        host = re.sub(r":\d*\Z", "", re.sub(r"\A\[.*\]", "", host))  # [...] is an IPv6 address
-    return ":" in host and "@" in rest
 
 
 @contextlib.contextmanager
@@ -276,7 +251,7 @@ def make_folder(url: str) -> None:
     filesystem, path = resolve(url)
     if isinstance(filesystem, fs.LocalFileSystem):
         local_files.make_folder(path)
-    elif _parse(url).scheme not in _BUCKETS:
+    elif _parse(url).scheme not in BUCKETS:
         with explained(url):
             filesystem.create_dir(path, recursive=True)
 

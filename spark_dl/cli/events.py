@@ -14,12 +14,13 @@ if TYPE_CHECKING:
 
 OnEvent: TypeAlias = Callable[[Mapping[str, Any]], None]
 EVENTS = ("joined", "restart", "step", "epoch", "checkpoint", "checkpoint_failed", "skip", "rollback", "straggler")
-"""Values of `kind` in the events for `on_event`, which are dicts. `joined`: a rank has joined, with `rank`, `host` and
-`pid`; not over Spark Connect. `restart`: the ranks are started again, with `restarts`, the number of the `attempt` that
-has failed, and the `reason` (in one line), `error`, `rank` and `step` of the failure. `straggler`: the other ranks wait
-for `rank`, with its times and those of the others. All but `joined` and `straggler` are lines of `metrics.jsonl`, that
-of `restart` without `error`. `skip` and `rollback` say which `bad_step` was left out, and `what` was not finite on
-which `bad_rank` (`train.on_nonfinite`). `checkpoint_failed` has the `reason` (`checkpoint.on_error`)."""
+"""Values of `kind` in the events for `on_event`, which are dicts. `joined`: a rank has joined, with `rank`, `host`,
+`executor`, `pid` and `device`; not over Spark Connect. `restart`: the ranks are started again, with `restarts`, the
+number of the `attempt` that has failed, and the `reason` (in one line), `error`, `rank` and `step` of the failure.
+`straggler`: the other ranks wait for `rank`, with its times and those of the others. All but `joined` and
+`straggler` are lines of `metrics.jsonl`, that of `restart` without `error`. `skip` and `rollback` say which
+`bad_step` was left out, and `what` was not finite on which `bad_rank` (`train.on_nonfinite`). `checkpoint_failed`
+has the `reason` (`checkpoint.on_error`)."""
 
 _log = logging.getLogger("spark_dl")
 

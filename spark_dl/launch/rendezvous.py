@@ -63,7 +63,7 @@ def join(
             world = _meet_by_env(launch, report)
         else:
             world = _meet_in_barrier(context, launch, report, cleanup, for_script=for_script)
-        world.report({"kind": "joined", "rank": world.rank})
+        world.report({"kind": "joined", "rank": world.rank, "device": str(world.device)})
         if launch.threads:
             torch.set_num_threads(launch.threads)
         if world.device.type == "cuda" and use_gpu:

@@ -6,6 +6,7 @@ All jobs run in one session, one after another: each shows as well that the sess
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -241,7 +242,8 @@ def assert_one_error(job, host, pid, what, bound_s):
     faulted_at = time.time()
     end = job.end(bound_s + 60)
     assert (end["host"], end["pid"]) == (host.address, pid), end  # Spark calls hosts by their addresses
-    assert end["error"].startswith(f"rank {end['rank']} on {host.address} (pid {pid}) {what}"), end
+    name = rf"rank {end['rank']} on {re.escape(host.address)} \(pid {pid}, executor \d+\)"
+    assert re.match(f"{name} {what}", end["error"]), end
     assert end["time"] - faulted_at < bound_s
 
 

@@ -405,6 +405,10 @@ def test_a_rank_that_is_killed(spark, mode, victim):
         spark_dl.launch(work, num_ranks=2)
     if mode != "connect":  # there the message names the task
         assert error.value.rank == victim
+        assert error.value.device == "cpu"
+        # A local master tells no id.
+        assert re.fullmatch(r"\d" if "cluster" in mode else r"127\.0\.0\.1:\d+", error.value.executor)
+        assert (", executor " in error.value.reason) == ("cluster" in mode)
     assert spark_dl.launch(_sum_of_ranks, 1.0, num_ranks=2)[0]["rank"] == 0  # the session is as good as before
 
 

@@ -33,7 +33,7 @@ def describe(
     *,
     is_shown: bool = True,
 ) -> dict[str, Any]:
-    """Returns a failure as plain data. Called on a rank. `me` has its `task`, `host`, `pid`, and `rank` if known.
+    """Returns a failure as plain data. Called on a rank. `me` has its `task`, and what `Reporter.about` returns.
 
     Its texts can come from the data. Control characters are written out, so that a log shows them as they are.
 
@@ -129,6 +129,17 @@ def failure_in(text: str) -> dict[str, Any] | None:
         return None
     failure: dict[str, Any] = json.loads(base64.b64decode(match.group(1)))
     return failure
+
+
+def named(who: Mapping[str, Any], task: int) -> str:
+    """Returns for example `rank 1 on host7 (pid 3117, executor 3, cuda:0)`, by what a task has reported."""
+    executor, device = who.get("executor", ""), who.get("device", "")
+    place = f"pid {who.get('pid')}"
+    if executor.isdigit():  # and not an address, whose port says nothing
+        place += f", executor {executor}"
+    if device not in ("", "cpu"):
+        place += f", {device}"
+    return f"{name_of(who.get('rank'), task)} on {who.get('host', 'an unknown host')} ({place})"
 
 
 def name_of(rank: int | None, task: int) -> str:

@@ -14,6 +14,8 @@ class RankError(RuntimeError):
 
     rank: the failed rank; None if it failed before the ranks were dealt.
     host, pid: host and process id of the rank.
+    executor: Spark's id of its executor, or `host:port` where the executor does not know its id, as on YARN. device: of
+    the rank, such as `cuda:0` or `cpu`. Each is empty if it is not known.
     reason: the root cause, without tracebacks.
     rank_traceback: the traceback on the rank; empty for a rank that was killed or that hangs.
     rank_output: the last lines that the rank has written, if they were not shown; else empty.
@@ -35,6 +37,8 @@ class RankError(RuntimeError):
         rank: int | None,
         host: str,
         pid: int | None,
+        executor: str = "",
+        device: str = "",
         rank_traceback: str = "",
         rank_output: str = "",
         step: int | None = None,
@@ -58,7 +62,7 @@ class RankError(RuntimeError):
         if advice:
             text += f"\n\n{advice}"
         super().__init__(text)
-        self.rank, self.host, self.pid = rank, host, pid
+        self.rank, self.host, self.pid, self.executor, self.device = rank, host, pid, executor, device
         self.reason, self.rank_traceback, self.rank_output = reason, rank_traceback, rank_output
         self.step, self.phase, self.error, self.is_retryable = step, phase, error, is_retryable
         self.earlier, self.stacks, self.hosts, self.advice = earlier, stacks, hosts, advice
@@ -98,8 +102,8 @@ class RankError(RuntimeError):
 
 
 _ABOUT_RANK = (
-    "rank", "host", "pid", "rank_traceback", "rank_output", "step", "phase", "error", "is_retryable", "earlier",
-    "stacks", "hosts", "advice",
+    "rank", "host", "pid", "executor", "device", "rank_traceback", "rank_output", "step", "phase", "error",
+    "is_retryable", "earlier", "stacks", "hosts", "advice",
 )  # fmt: skip
 
 

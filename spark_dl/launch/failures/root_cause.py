@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from spark_dl.config.checks import missing_on_executors
-from spark_dl.launch.failures.describe import failure_in, name_of
+from spark_dl.launch.failures.describe import failure_in, name_of, named
 from spark_dl.launch.failures.errors import RankError
 from spark_dl.launch.failures.mismatch import aborted_by_gloo, behind, mismatch
 from spark_dl.launch.rank import memory
@@ -80,12 +80,13 @@ def _first_of_all(
     if re.search(r"Python worker (exited|terminated|failed)", text):
         found = re.search(r"Lost task (\d+)\.\d+ in stage \S+ \(TID \d+\) \((\S+) executor", text)
         task, host = found.groups() if found else ("?", "an unknown host")
-        rank = known.get(int(task), {}).get("rank") if found else None
+        who = known.get(int(task), {}) if found else {}
+        rank = who.get("rank")
         return RankError(
             f"{f'task {task}' if rank is None else name_of(rank, int(task))} on {host} was killed: its Python process "
             f"ended without an error. A SIGKILL often comes from the host running out of memory. Spark's error: "
             f"{_last_lines(text)}",
-            rank=rank, host=host, pid=None,
+            **{**_who(who), "host": host, "pid": None},
         )  # fmt: skip
     if isinstance(error, Exception):
         return RuntimeError(f"the job failed: {_last_lines(text)}").with_traceback(error.__traceback__)
@@ -99,9 +100,8 @@ def _error_of_lost(
 
     raised: the failures of other tasks.
     """
-    rank, host, pid = _who(known, task)
-    place, peak = _place(known, task), memory.in_words(memories.get(task))
-    crash = known.get(task, {}).get("crash", "")
+    who = known.get(task, {})
+    place, peak, crash = _place(who), memory.in_words(memories.get(task)), who.get("crash", "")
     error, why = "", peak
     if crash == PLANNED:
         ended = error = "ended by SIGTERM"
@@ -120,15 +120,17 @@ def _error_of_lost(
             "the executor's and the kernel's log"
         )
     return RankError(
-        f"{name_of(rank, task)} on {host} (pid {pid}) was {ended}{in_words(**place)}{why}",
-        rank=rank, host=host, pid=pid, **place, error=error, rank_traceback=crash,
+        f"{named(who, task)} was {ended}{in_words(**place)}{why}",
+        **_who(who), **place, error=error, rank_traceback=crash,
     )  # fmt: skip
 
 
-def _who(known: Mapping[int, Mapping[str, Any]], task: int) -> tuple[int | None, str, int | None]:
-    """Returns rank, host and process id of a task, as far as it has reported them."""
-    who = known.get(task, {})
-    return who.get("rank"), who.get("host", "an unknown host"), who.get("pid")
+def _who(who: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns which rank a RankError is about, as far as its task has reported it."""
+    return {
+        "rank": who.get("rank"), "host": who.get("host", "an unknown host"), "pid": who.get("pid"),
+        "executor": who.get("executor", ""), "device": who.get("device", ""),
+    }  # fmt: skip
 
 
 _SIGNALS = {
@@ -143,13 +145,9 @@ def _signal_of(crash: str) -> str:
     return _SIGNALS.get(found[1].strip(), found[1].strip()) if found else "SIGTERM"
 
 
-def _place(about: Mapping[int, Mapping[str, Any]], task: int) -> Status:
+def _place(who: Mapping[str, Any]) -> Status:
     """Returns where a task was, by its last heartbeat."""
-    return _place_in(about.get(task, {}))
-
-
-def _place_in(found: Mapping[str, Any]) -> Status:
-    return {"phase": found.get("phase", ""), "step": found.get("step")}
+    return {"phase": who.get("phase", ""), "step": who.get("step")}
 
 
 def _absent(raised: list[dict[str, Any]], known: Mapping[int, Mapping[str, Any]]) -> list[int]:
@@ -164,17 +162,17 @@ def _error_about(
     tasks: list[int], what: str, known: Mapping[int, Mapping[str, Any]], raised: list[dict[str, Any]]
 ) -> RankError:
     """Returns an error about ranks that reported none. `raised` has the errors of other ranks, as consequences."""
-    rank, host, pid = _who(known, tasks[0])
     consequence = ""
     if raised:
         task = raised[0]["task"]
-        rank_of_first, host_of_first, _ = _who(known, task)
-        name = f"{name_of(raised[0].get('rank', rank_of_first), task)} on {raised[0].get('host', host_of_first)}"
-        consequence = f". As a consequence, {name} failed: {raised[0].get('error', 'its process ended by SIGABRT')}"
-    place = _place(known, tasks[0])
+        other = {**known.get(task, {}), **raised[0]}
+        name = f"{name_of(other.get('rank'), task)} on {other.get('host', 'an unknown host')}"
+        consequence = f". As a consequence, {name} failed: {other.get('error', 'its process ended by SIGABRT')}"
+    who = known.get(tasks[0], {})
+    place = _place(who)
     return RankError(
         f"{_names(tasks, known)} {what}{in_words(**place)}{consequence}",
-        rank=rank, host=host, pid=pid, **place, stacks=_stacks(known),
+        **_who(who), **place, stacks=_stacks(known),
     )  # fmt: skip
 
 
@@ -185,15 +183,13 @@ def _stacks(known: Mapping[int, Mapping[str, Any]]) -> str:
     """Returns where each rank was that made no progress, by rank."""
     found = []
     for task in sorted(known, key=lambda task: (known[task].get("rank") is None, known[task].get("rank"), task)):
-        rank, host, pid = _who(known, task)
-        stack = known[task].get("stack") or _NO_STACKS
-        found.append(f"{name_of(rank, task)} on {host} (pid {pid}){in_words(**_place(known, task))}:\n{stack}")
+        who = known[task]
+        found.append(f"{named(who, task)}{in_words(**_place(who))}:\n{who.get('stack') or _NO_STACKS}")
     return "\n".join(found) if any(who.get("stack") for who in known.values()) else ""
 
 
 def _names(tasks: list[int], known: Mapping[int, Mapping[str, Any]]) -> str:
-    found = [(task, *_who(known, task)) for task in tasks]
-    return ", ".join(f"{name_of(rank, task)} on {host} (pid {pid})" for task, rank, host, pid in found)
+    return ", ".join(named(known.get(task, {}), task) for task in tasks)
 
 
 def _left_early(failure: Mapping[str, Any], known: Mapping[int, Mapping[str, Any]]) -> str:
@@ -208,10 +204,10 @@ def _left_early(failure: Mapping[str, Any], known: Mapping[int, Mapping[str, Any
 
 
 def _error_of(failure: Mapping[str, Any], more: str = "") -> RankError:
-    rank, host, pid, place = failure.get("rank"), failure["host"], failure["pid"], _place_in(failure)
+    place = _place(failure)
     return RankError(
-        f"{name_of(rank, failure['task'])} on {host} (pid {pid}) failed{in_words(**place)}: {failure['error']}{more}",
-        rank=rank, host=host, pid=pid, **place, error=failure["error"],
+        f"{named(failure, failure['task'])} failed{in_words(**place)}: {failure['error']}{more}",
+        **_who(failure), **place, error=failure["error"],
         is_retryable=failure.get("is_retryable", True),
         rank_traceback=failure.get("traceback") or "", rank_output=failure.get("output") or "",
     )  # fmt: skip

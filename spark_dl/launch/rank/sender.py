@@ -190,18 +190,31 @@ class Sender:
 class Reporter:
     """What a rank has of the driver: a call reports an event. Does not block and does not raise."""
 
-    def __init__(self, sender: Sender, me: dict[str, Any], secret: bytes = b"", tasks: RankTasks | None = None):
+    def __init__(
+        self,
+        sender: Sender,
+        me: dict[str, Any],
+        secret: bytes = b"",
+        tasks: RankTasks | None = None,
+        executor: str = "",
+    ):
         """me: `host` and `pid`, and later `rank`, which every event has. secret: of the ranks' store.
 
-        tasks: those of the barrier job that are ranks.
+        tasks: those of the barrier job that are ranks. executor: of this rank, which its first events have.
         """
         self._sender, self._me, self.secret, self.tasks = sender, me, secret, tasks
+        self._place = {"executor": executor}
+
+    def about(self) -> dict[str, Any]:
+        """Returns what a failure of this rank names: `host`, `pid`, `executor`, and `rank` and `device` if known."""
+        return {**self._me, **self._place}
 
     def __call__(self, event: Mapping[str, Any]) -> bool:
         """Returns whether the event was queued, and not dropped."""
-        is_queued = self._sender.send({**event, **self._me})
+        is_first = event["kind"] in ("started", "joined")
+        is_queued = self._sender.send({**event, **(self.about() if is_first else self._me)})
         if event["kind"] == "joined":
-            self._me["rank"] = event["rank"]
+            self._me["rank"], self._place["device"] = event["rank"], event["device"]
             self.flush()  # if the process is killed from now on, the driver knows its rank
         return is_queued
 

@@ -26,7 +26,7 @@ from spark_dl.launch.rank.children import ended_with_rank, outliving_env
 from spark_dl.launch.rank.environment import RESTARTS, applied
 from spark_dl.launch.rank.output import Output, line_buffered
 from spark_dl.launch.rank.sender import Reporter, Sender, crashes_reported
-from spark_dl.launch.rank.tasks import choose
+from spark_dl.launch.rank.tasks import choose, own_executor
 from spark_dl.launch.supervise import Attempt
 from spark_dl.launch.watch import Address
 
@@ -102,12 +102,12 @@ def rank_task(
         me: dict[str, Any] = {"host": tasks.hosts[task], "pid": os.getpid()}
         limit_s = _STALL * launch.collective_timeout_s
         sender = Sender(address, task, stall_s=limit_s, lost_s=limit_s, on_lost=_end_process)
-        report = Reporter(sender, me, secret, tasks)
+        report = Reporter(sender, me, secret, tasks, own_executor(tasks.executors[task]))
         report({"kind": "started"})
         output = _open_output(report, me, launch, has_log=has_log)
         try:
             with (
-                _reported_exit(sender, output, me),
+                _reported_exit(sender, output, report),
                 crashes_reported(address, task),
                 ended_with_rank(),
                 applied({**env, RESTARTS: str(attempt.number)}),
@@ -121,7 +121,7 @@ def rank_task(
         except BaseException as error:
             last_lines = _close_output(output)
             is_shown = sender.is_connected or bool(launch.log_dir)
-            failure = describe(error, {**me, "task": task}, last_lines, is_shown=is_shown)
+            failure = describe(error, {**report.about(), "task": task}, last_lines, is_shown=is_shown)
             _end_with(failure, sender)
             raise failed_in_task(failure) from error
         last_lines = _close_output(output)
@@ -202,7 +202,7 @@ def _close_output(output: Output | None) -> list[tuple[str, str]]:
 
 
 @contextlib.contextmanager
-def _reported_exit(sender: Sender, output: Output | None, me: Mapping[str, Any]) -> Iterator[None]:
+def _reported_exit(sender: Sender, output: Output | None, report: Reporter) -> Iterator[None]:
     """Makes `os._exit` in the block a failure with its exit code, which nobody else would know."""
     exit_process, pid = os._exit, os.getpid()
 
@@ -211,7 +211,8 @@ def _reported_exit(sender: Sender, output: Output | None, me: Mapping[str, Any])
             _close_output(output)
             error = f"the function ended with exit code {code} (os._exit)"
             stack = "".join(traceback.format_stack())
-            _end_with({**status.now(), **me, "error": error, "traceback": stack, "is_secondary": False}, sender)
+            about = {**status.now(), **report.about()}
+            _end_with({**about, "error": error, "traceback": stack, "is_secondary": False}, sender)
         exit_process(code)
 
     os._exit = report_and_exit  # type: ignore[assignment]

@@ -6,6 +6,8 @@ the tasks on that host end at once. Every task knows the hosts of all tasks, so 
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -45,6 +47,15 @@ def choose(executors: Sequence[str], task: int, num_ranks: int, left_out: Collec
         chosen = sorted(others_first[:num_ranks])
     own = chosen.index(task) if task in chosen else None
     return RankTasks(tuple(executors[index] for index in chosen), own, len(executors))
+
+
+def own_executor(address: str) -> str:
+    """Returns the id of the executor of this process: `3`; its address, `host:port`, where Spark does not tell the id.
+
+    Spark tells it on Kubernetes, and in standalone clusters as a part of the link to the executor's log.
+    """
+    link = re.search(r"[?&]executorId=(\d+)", os.environ.get("SPARK_LOG_URL_STDERR", ""))
+    return os.environ.get("SPARK_EXECUTOR_ID") or (link[1] if link else address)
 
 
 def host_of(executor: str) -> str:

@@ -34,7 +34,7 @@ def test_without_an_environment_a_rank_is_alone(no_torchrun):
         assert total.item() == 3.0
         world.store.set("key", "value")
         assert world.store.get("key") == b"value"
-    assert events == [{"kind": "joined", "rank": 0}]
+    assert events == [{"kind": "joined", "rank": 0, "device": "cpu"}]
 
 
 def test_a_rank_leaves_the_process_as_it_found_it(no_torchrun):

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from spark_dl.launch.rank.tasks import choose, host_of
+from spark_dl.launch.rank.tasks import choose, host_of, own_executor
 
 
 @pytest.mark.parametrize("num_tasks", [1, 2, 5])
@@ -39,3 +39,16 @@ def test_another_number_of_tasks_than_of_ranks_is_an_error():
 
 def test_the_host_of_an_executor_has_no_brackets():
     assert (host_of("[::1]:7077"), host_of("host-1:7077")) == ("::1", "host-1")
+
+
+@pytest.mark.parametrize(("name", "value", "found"), [
+    ("SPARK_EXECUTOR_ID", "3", "3"),
+    ("SPARK_LOG_URL_STDERR", "http://a:8081/logPage/?appId=app-1&executorId=12&logType=stderr", "12"),
+    ("SPARK_LOG_URL_STDERR", "http://a:8042/node/containerlogs/container_1_2/user/stderr", "host-1:7001"),
+    ("OTHER", "3", "host-1:7001"),
+])  # fmt: skip
+def test_the_executor_of_a_rank_has_the_id_of_spark_or_its_address(monkeypatch, name, value, found):
+    for variable in ("SPARK_EXECUTOR_ID", "SPARK_LOG_URL_STDERR"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv(name, value)
+    assert own_executor("host-1:7001") == found

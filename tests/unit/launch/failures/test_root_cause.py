@@ -1,5 +1,7 @@
 """Of all that a failed job is told as, the one error that the rest follows from."""
 
+import pickle
+
 import pytest
 
 from spark_dl import RankError
@@ -65,6 +67,23 @@ def test_the_root_cause(failures, silent, task, message):
     assert isinstance(error, RankError)
     assert (error.rank, error.host, error.pid) == (RANKS[task], f"host{task}", 100 + task)
     assert str(error).startswith(f"rank {RANKS[task]} on host{task} (pid {100 + task}) {message}")
+
+
+@pytest.mark.parametrize(("failures", "silent"), [
+    ([lost(1)], {}), ([failed(1, "KeyError: 'x'", follows=False)], {}), ([], {1: 9.0}),
+])  # fmt: skip
+def test_the_executor_and_the_device_of_a_rank_are_in_its_error(failures, silent):
+    place = {"executor": "3", "device": "cuda:0"}
+    known, failures = {**KNOWN, 1: {**KNOWN[1], **place}}, [{**failure, **place} for failure in failures]
+    error = pickle.loads(pickle.dumps(root_cause(failures, known, None, silent)))
+    assert (error.rank, error.executor, error.device) == (0, "3", "cuda:0")
+    assert error.reason.startswith("rank 0 on host1 (pid 101, executor 3, cuda:0) ")
+    again = error.after([], "why").advised("advice")
+    assert (again.executor, again.device) == ("3", "cuda:0")
+    known[1] |= {"executor": "host1:7001", "device": "cpu"}
+    error = root_cause([lost(1)], known, None, {})
+    assert (error.executor, error.device) == ("host1:7001", "cpu")
+    assert error.reason.startswith("rank 0 on host1 (pid 101) was killed")
 
 
 def test_a_rank_that_aborts_while_another_is_silent_has_waited_for_it():

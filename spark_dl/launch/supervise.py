@@ -24,6 +24,8 @@ RESTARTS = 3
 _LONGEST_WAIT_S = 60.0
 PREEMPTIONS = 100
 """How often ranks are started again after SIGTERM, by which hosts that are taken away end their processes."""
+_NOT_OF_USER = ("builtins", "py4j", "pyspark")
+"""Packages of the exceptions that do not come from a function of the user."""
 _log = logging.getLogger("spark_dl")
 
 
@@ -52,8 +54,9 @@ def run_attempts(
     advice: called before the last error is raised, which ends with the returned text.
     Raises the RankError of the last attempt, which has the errors of those before it, if it is not worth another one
     (`reason_to_stop`), or if the attempt after it ends with an error of the driver, such as a full disk of the run
-    folder, which is its cause then. Before a failure of a rank, errors of the driver are raised as they are. So are, at
-    any time, an interrupt and exceptions of other classes than Python's own, as of an `on_event`.
+    folder or a Spark that has ended, which is its cause then. Before a failure of a rank, errors of the driver are
+    raised as they are. So are, at any time, an interrupt and exceptions of other classes than those of Python and of
+    Spark, as of an `on_event`.
     """
     max_restarts = default_restarts if launch.max_restarts == "auto" else launch.max_restarts
     failures: list[RankError] = []
@@ -66,7 +69,7 @@ def run_attempts(
                 last = error if len(failures) == 1 else error.after(failures[:-1], reason)
                 raise last.advised(advice()) from error.__cause__
         except Exception as error:
-            if not failures or type(error).__module__ != "builtins":
+            if not failures or type(error).__module__.partition(".")[0] not in _NOT_OF_USER:
                 raise
             why_last = f"the next one ended with {type(error).__name__}: {error}"
             raise failures[-1].after(failures[:-1], why_last).advised(advice()) from error

@@ -5,6 +5,8 @@ import pickle
 from pathlib import Path
 
 import pytest
+from py4j.protocol import Py4JNetworkError
+from pyspark.errors import AnalysisException
 
 from spark_dl import Launch, RankError
 from spark_dl.launch import supervise
@@ -173,8 +175,9 @@ def test_an_error_that_is_not_of_a_rank_is_raised_at_once():
 
 @pytest.mark.parametrize("error", [
     RuntimeError("cannot write to the run_dir /run: [Errno 28] No space left on device"), RuntimeError("too few slots"),
-    PermissionError(13, "Permission denied"),
-], ids=["full", "slots", "denied"])  # fmt: skip
+    PermissionError(13, "Permission denied"), Py4JNetworkError("Answer from Java side is empty"),
+    AnalysisException("[PATH_NOT_FOUND] no such path"),
+], ids=["full", "slots", "denied", "no JVM", "of Spark"])  # fmt: skip
 @pytest.mark.parametrize("before", [0, 1])
 def test_F12_the_failures_before_a_restart_that_cannot_begin_are_kept(error, before):
     refused = "checkpoint at step 4 not saved: it needs about 9 bytes, and 1 bytes are free"

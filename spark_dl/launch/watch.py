@@ -25,9 +25,11 @@ from dataclasses import dataclass
 from multiprocessing import connection
 from typing import Any
 
+from spark_dl.launch.rank.collectives import Progress
 from spark_dl.launch.rank.memory import Memory
 from spark_dl.launch.rank.status import Status
 
+_log = logging.getLogger("spark_dl")
 CRASH = "crash"
 """Kind of the first message of a connection for what the handler of a signal writes, and of the event."""
 MAX_FRAME = 1 << 20
@@ -73,6 +75,8 @@ class Listener:
         """Time of the last event or heartbeat of each task that has not ended."""
         self.places: dict[int, Status] = {}
         """Where each task was, by its last event or heartbeat."""
+        self.progress: dict[int, Progress] = {}
+        """How far each task had come in its collective operations, by its last heartbeat."""
         self._crashes: dict[int, threading.Event] = {}
         """By task: set when the connection for what the handler of a signal writes has ended."""
         self.memories: dict[int, Memory] = {}
@@ -84,6 +88,12 @@ class Listener:
         """Returns the seconds since the last event or heartbeat, by task, of connected tasks that have not ended."""
         now = time.monotonic()
         return {task: now - at for task, at in list(self._heard.items())}
+
+    def seen(self, task: int) -> dict[str, Any]:
+        """Returns what the heartbeats of a task have told, and the seconds since the last one if it has not ended."""
+        found: dict[str, Any] = {**self.places.get(task, {}), "progress": self.progress.get(task)}
+        silence = self.silence()
+        return {**found, "silent_s": silence[task]} if task in silence else found
 
     def answer(self, task: int, value: Any) -> None:
         """Answers the question of a task, an event of the kind `ask`. value: JSON-serializable."""
@@ -119,6 +129,8 @@ class Listener:
                     self.places[task] = {"phase": str(place["phase"]), "step": place["step"]}
                 if (used := event.pop("memory", None)) is not None:
                     self.memories[task] = used
+                if kind == "alive" and (progress := event.get("progress")) is not None:
+                    self.progress[task] = {"number": int(progress["number"]), "is_open": bool(progress["is_open"])}
                 if kind == "meet":
                     self._meeting.add(task, event["message"], conn)
                 elif kind != "alive":

@@ -45,21 +45,42 @@ def train(tmp_path, fault=None):
         assert time.monotonic() - start < TIMEOUT_S + 5 + 20  # and the start of the ranks
 
 
-@pytest.mark.slow
-@pytest.mark.modes("local")
-@pytest.mark.parametrize(("fault", "what", "stack"), [
-    (stop, r"sent no heartbeat for \d+ s", "no stacks: the process does not answer"),
-    (sleep_in_user_code, "never entered a collective operation", "in sleep_in_user_code"),
-], ids=["F04_sigstop", "user code"])  # fmt: skip
-def test_a_rank_that_hangs_is_named_with_its_step_and_the_stacks_of_all(spark, tmp_path, fault, what, stack):
-    with pytest.raises(RankError, match=rf"(?s)^rank 1 on .* {what}.* in step 3 \(training\)") as error:
-        train(tmp_path, fault)
-    assert (error.value.rank, error.value.step) == (1, 3)
-    of_rank_0, of_rank_1 = error.value.stacks.split("rank 1 on ")
-    assert of_rank_0.startswith("rank 0 on ")
+def assert_what_ranks_did(error, what, did, stack):
+    """The error is about rank 1, for which rank 0 waits in a collective operation."""
+    waits = r"collective number (\d+), \w+ \[\[.*\]"
+    message = (
+        rf"(?s)^rank 1 on .* {what}.*; the others wait in {waits}, and its last is number (\d+).* in step 3 \(train"
+    )
+    found = re.search(message, error.reason)
+    assert found, error.reason
+    number, last = map(int, found.groups())
+    assert last == number - 1
+    assert (error.rank, error.step) == (1, 3)
+    table, of_rank_0, of_rank_1 = re.split(r"^rank \d on ", error.stacks, flags=re.MULTILINE)
+    head, row_0, row_1 = table.strip().splitlines()
+    assert head.split("  ")[:2] == ["rank", "host"]
+    assert re.match(rf"0 +127\.0\.0\.1 +3 +waiting in {waits} +{number}( +\d\.\d s ago)?$", row_0), table
+    assert re.match(rf"1 +127\.0\.0\.1 +3 +{did} +{last} +\d+\.\d s ago$", row_1), table
     assert "in step 3 (training):" in of_rank_0.splitlines()[0]
     assert "forward_backward" in of_rank_0
     assert stack in of_rank_1
+
+
+@pytest.mark.slow
+@pytest.mark.modes("local")
+def test_F04_a_rank_that_is_stopped_is_named_with_its_step_and_what_all_ranks_did(spark, tmp_path):
+    with pytest.raises(RankError) as error:
+        train(tmp_path, stop)
+    what = r"sent no heartbeat for \d+ s"
+    assert_what_ranks_did(error.value, what, "no answer", "no stacks: the process does not answer")
+
+
+@pytest.mark.slow
+@pytest.mark.modes("local")
+def test_a_rank_that_hangs_in_code_is_named_with_its_step_and_what_all_ranks_did(spark, tmp_path):
+    with pytest.raises(RankError) as error:
+        train(tmp_path, sleep_in_user_code)
+    assert_what_ranks_did(error.value, "never entered a collective operation", "computing", "in sleep_in_user_code")
 
 
 @pytest.mark.slow

@@ -5,12 +5,29 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+_DEFAULT_GROUP = "default_pg"
+"""What torch calls the default process group."""
 _SAME = "all ranks must call the same ones in the same order, with tensors of the same shapes and types"
 
 
 def in_words(collective: Mapping[str, Any]) -> str:
     """Returns for example `all_reduce [[3, 4] Float]`."""
     return f"{collective['name']} [{collective['tensors']}]"
+
+
+def numbered(collective: Mapping[str, Any]) -> str:
+    """Returns for example `number 7, all_reduce [[3, 4] Float]`."""
+    return f"number {collective['number']}, {in_words(collective)}"
+
+
+def last_number(who: Mapping[str, Any]) -> int | None:
+    """Returns the number of the last collective operation of a task; None if it is not known.
+
+    The one that it has sent with its stacks or its error, or that of its last heartbeat, which is of the default group.
+    """
+    last = who.get("collective") or who.get("progress")
+    number: int | None = last["number"] if last else None
+    return number
 
 
 def mismatch(known: Mapping[int, Mapping[str, Any]]) -> str:
@@ -37,15 +54,24 @@ def different(number: int, operations: Mapping[str, list[int]]) -> str:
 
 def behind(tasks: list[int], known: Mapping[int, Mapping[str, Any]]) -> str:
     """Returns by which collective operations some tasks are behind the others; empty if that is not known."""
-    own, first = known[tasks[0]].get("collective"), None
-    for task, who in known.items():
-        last = who.get("collective")
+    who, first = known.get(tasks[0], {}), None
+    for task, other in known.items():
+        last = other.get("collective")
         if task not in tasks and last is not None and (first is None or last["number"] > first["number"]):
             first = last
-    if first is None or (own is not None and own["number"] >= first["number"]):
+    if first is None:
         return ""
-    done = "none yet" if own is None else f"number {own['number']}, {in_words(own)}"
-    return f"; the others wait in collective number {first['number']}, {in_words(first)}, and its last is {done}"
+    own, number = who.get("collective"), last_number(who)
+    if own is None and first["group"] != _DEFAULT_GROUP:
+        number = None  # that of a heartbeat is of another group
+    if number is not None and number >= first["number"]:
+        return ""
+    done = ""
+    if own or number:
+        done = f", and its last is {numbered(own) if own else f'number {number}, by its last heartbeat'}"
+    elif number == 0 or "collective" in who:
+        done = ", and its last is none yet"
+    return f"; the others wait in collective {numbered(first)}{done}"
 
 
 def aborted_by_gloo(crash: str, raised: Sequence[Mapping[str, Any]]) -> str:

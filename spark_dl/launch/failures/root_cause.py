@@ -10,6 +10,7 @@ from spark_dl.config.checks import missing_on_executors
 from spark_dl.launch.failures.describe import failure_in, name_of, named
 from spark_dl.launch.failures.errors import RankError
 from spark_dl.launch.failures.mismatch import aborted_by_gloo, behind, mismatch
+from spark_dl.launch.failures.stalled import what_ranks_did
 from spark_dl.launch.rank import memory
 from spark_dl.launch.rank.memory import Memory
 from spark_dl.launch.rank.sigterm import PLANNED
@@ -56,18 +57,18 @@ def _first_of_all(
     aborted = bool(lost) and _signal_of(known.get(lost[0]["task"], {}).get("crash", "")) == "SIGABRT"
     if lost and not (aborted and silent):
         return _error_of_lost(lost[0]["task"], known, memories, raised)
+    last = {failure["task"]: {**known.get(failure["task"], {}), **failure} for failure in raised}
     if silent:
         tasks = sorted(silent, key=lambda task: -silent[task])
         return _error_about(tasks, (
             f"sent no heartbeat for {silent[tasks[0]]:.0f} s: the driver cannot reach the host, or the process hangs "
-            "(stopped, swapped out, or in a call that holds the GIL)"
+            f"(stopped, swapped out, or in a call that holds the GIL){behind(tasks, {**known, **last})}"
         ), known, raised or lost)  # fmt: skip
     if absent := _absent(raised, known):
         return _error_about(absent, (
             "never entered a collective operation: its process is alive, but hangs or is slow; if it needs more time, "
-            f"raise launch.collective_timeout_s{behind(absent, known)}"
+            f"raise launch.collective_timeout_s{behind(absent, {**known, **last})}"
         ), known, raised)  # fmt: skip
-    last = {failure["task"]: {**known.get(failure["task"], {}), **failure} for failure in raised}
     if raised and (text := mismatch({**known, **last})):
         return _error_of({**raised[0], "error": text, "is_retryable": False})
     if raised:
@@ -172,20 +173,8 @@ def _error_about(
     place = _place(who)
     return RankError(
         f"{_names(tasks, known)} {what}{in_words(**place)}{consequence}",
-        **_who(who), **place, stacks=_stacks(known),
+        **_who(who), **place, stacks=what_ranks_did(known),
     )  # fmt: skip
-
-
-_NO_STACKS = "  no stacks: the process does not answer, or did not stop for long enough\n"
-
-
-def _stacks(known: Mapping[int, Mapping[str, Any]]) -> str:
-    """Returns where each rank was that made no progress, by rank."""
-    found = []
-    for task in sorted(known, key=lambda task: (known[task].get("rank") is None, known[task].get("rank"), task)):
-        who = known[task]
-        found.append(f"{named(who, task)}{in_words(**_place(who))}:\n{who.get('stack') or _NO_STACKS}")
-    return "\n".join(found) if any(who.get("stack") for who in known.values()) else ""
 
 
 def _names(tasks: list[int], known: Mapping[int, Mapping[str, Any]]) -> str:

@@ -22,7 +22,7 @@ from multiprocessing import connection
 from typing import Any
 
 from spark_dl.launch.rank import memory, sigterm, status
-from spark_dl.launch.rank.collectives import last_collective
+from spark_dl.launch.rank.collectives import last_collective, progress
 from spark_dl.launch.rank.tasks import RankTasks
 from spark_dl.launch.watch import CRASH, MAX_FRAME, Address, shut
 
@@ -147,7 +147,7 @@ class Sender:
         with contextlib.suppress(queue.Empty):
             return self._queue.get(timeout=max(0.0, self._beat_at + _HEARTBEAT_S - time.monotonic()))
         self._beat_at = time.monotonic()
-        beat = {"kind": "alive", "at": status.now(), "memory": memory.now(), "task": self._task}
+        beat = {"kind": "alive", "at": status.now(), "memory": memory.now(), "progress": progress(), "task": self._task}
         return json.dumps(beat).encode()
 
     def _stacks_if_stalled(self) -> bytes | None:

@@ -1,6 +1,7 @@
 """Of all that a failed job is told as, the one error that the rest follows from."""
 
 import pickle
+import re
 
 import pytest
 
@@ -151,11 +152,48 @@ def test_the_error_of_a_hang_has_the_place_and_the_stacks_of_all_ranks():
     assert (error.rank, error.step, error.phase) == (2, 5, "training")
     assert "sent no heartbeat for 9 s" in error.reason
     assert " in step 5 (training). As a consequence, rank 1 on host0 failed" in error.reason
-    assert error.stacks.split("\n\n")[0] == (
-        "rank 0 on host1 (pid 101) in step 6 (training):\nThread MainThread:\n  line 1"
-    )
+    assert "\n\nrank 0 on host1 (pid 101) in step 6 (training):\nThread MainThread:\n  line 1\n\n" in error.stacks
     assert "rank 2 on host2 (pid 102) in step 5 (training):\n  no stacks: the process does not answer" in error.stacks
     assert f"What the ranks did:\n{error.stacks}" in str(error)
+
+
+def test_F04_a_line_for_each_rank_says_what_it_did_and_the_error_by_what_the_silent_one_is_behind():
+    called = {"name": "all_reduce", "tensors": "[3, 4] Float", "group": "default_pg", "number": 7}
+    waits, at = {"number": 7, "is_open": True}, {"phase": "training", "step": 3, "silent_s": 0.44}
+    known = {
+        0: {**KNOWN[0], **at, "stack": "Thread MainThread:\n  x\nThread y:\n  /torch/distributed/z",
+            "collective": called, "progress": {"number": 7, "is_open": False}},
+        1: {**KNOWN[1], **at, "stack": "Thread MainThread:\n  x", "collective": called, "progress": waits},
+        2: {**KNOWN[2], **at, "silent_s": 9.31, "progress": {"number": 6, "is_open": True}},
+        3: {"rank": 3, "host": "h", "pid": 3, **at, "phase": "reading rows",
+            "progress": {"number": 6, "is_open": False}},
+        4: {"rank": 4, "host": "h", "pid": 4, "is_returned": True},
+        5: {"host": "h", "pid": 5, "stack": "Thread MainThread:\n  File /torch/distributed/z"},
+    }  # fmt: skip
+    error = root_cause([], known, None, {2: 9.3})
+    assert error.reason.endswith(
+        "; the others wait in collective number 7, all_reduce [[3, 4] Float], and its last is number 6, by its last "
+        "heartbeat in step 3 (training)"
+    )
+    head, *rows = error.stacks.split("\n\n")[0].splitlines()
+    assert re.split("  +", head) == ["rank", "host", "step", "what it did", "last collective", "last heartbeat"]
+    assert [re.split("  +", row) for row in rows] == [
+        ["0", "host1", "3", "waiting in collective number 7, all_reduce [[3, 4] Float]", "7", "0.4 s ago"],
+        ["1", "host0", "3", "computing", "7", "0.4 s ago"],
+        ["2", "host2", "3", "no answer", "6", "9.3 s ago"],
+        ["3", "h", "3", "reading rows", "6", "0.4 s ago"],
+        ["4", "h", "has returned"],
+        ["task 5", "h", "waiting in a collective operation"],
+    ]
+    known[0] |= {"collective": {**called, "group": "0"}}
+    known[1] |= {"collective": {**called, "group": "0"}}
+    assert root_cause([], known, None, {2: 9.3}).reason.endswith("all_reduce [[3, 4] Float] in step 3 (training)")
+    known[2] |= {"collective": None}
+    assert "and its last is none yet in step 3" in root_cause([], known, None, {2: 9.3}).reason
+    known[2] |= {"collective": {**called, "number": 5}}
+    assert "its last is number 5, all_reduce [[3, 4] Float] in" in root_cause([], known, None, {2: 9.3}).reason
+    known[2] |= {"collective": {**called, "number": 7}}
+    assert "the others wait" not in root_cause([], known, None, {2: 9.3}).reason
 
 
 def test_without_stacks_nothing_is_said_about_them():

@@ -14,7 +14,9 @@ Spark's error.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import logging
 import os
 import queue
 import socket
@@ -39,6 +41,8 @@ _MEETING_S = 10.0
 """How long ranks wait for the others in the driver's listener, before all of them use Spark's `allGather`."""
 _CRASH_WAIT_S = 1.0
 """How long a lost connection waits for what the process has written about its end."""
+_ACCEPT_AGAIN_S = 0.1
+"""How long to wait after a connection could not be taken, for example as too many files are open."""
 _LEAVE = b"null"
 """The answer to ranks that shall use `allGather`, as some ranks cannot reach the driver."""
 
@@ -214,11 +218,18 @@ def accept_all(
     listener: socket.socket, connections: set[connection.Connection], serve: Callable[..., None], name: str
 ) -> None:
     """Serves each connection in a thread of this name, until the socket is closed. Adds the connections to a set."""
+    is_said = False
     while True:
         try:
             sock, _ = listener.accept()
-        except OSError:
-            return
+        except OSError as error:
+            if listener.fileno() < 0 or error.errno in (errno.EBADF, errno.EINVAL):
+                return
+            if not is_said:
+                _log.warning("%s: cannot take a connection: %s; trying again (see `ulimit -n`)", name, error)
+            is_said = True
+            time.sleep(_ACCEPT_AGAIN_S)
+            continue
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         conn = connection.Connection(sock.detach())
         connections.add(conn)

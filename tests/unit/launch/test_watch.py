@@ -513,3 +513,43 @@ def test_F05_a_rank_whose_driver_is_gone_ends_itself_with_the_reason(listener):
             rank.kill()
     assert rank.returncode == -signal.SIGKILL
     assert "this rank ends, as it has lost the driver: " in err
+
+
+FULL = """
+import logging, os, resource, sys, threading
+from spark_dl.launch.watch import Listener
+
+logging.basicConfig(format="LOG %(message)s")
+listener = Listener("127.0.0.1")
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+files = []
+try:
+    while True:
+        files.append(os.open("/dev/null", os.O_RDONLY))
+except OSError:
+    print(listener.address.port, listener.address.secret.hex(), flush=True)
+sys.stdin.readline()
+assert listener.events.empty()
+for file in files:
+    os.close(file)
+print(listener.events.get(timeout=10)["kind"], flush=True)
+listener.close()
+print(sum(thread.name == "spark_dl listener" for thread in threading.enumerate()))
+"""
+
+
+def test_a_rank_is_let_in_when_the_driver_has_files_again():
+    command, pipe = [sys.executable, "-c", FULL], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as driver:
+        port, secret = driver.stdout.readline().split()
+        with socket.create_connection(("127.0.0.1", int(port))):  # for the file that `accept` has reserved already
+            time.sleep(0.2)
+            sender = Sender(Address("127.0.0.1", int(port), bytes.fromhex(secret)), 7)
+            sender.send({"kind": "done"})
+            time.sleep(0.5)
+            assert not sender.is_connected
+            found, log = driver.communicate("go on\n", timeout=60)
+        sender.close()
+    assert (driver.returncode, found.split()) == (0, ["done", "0"]), log
+    (warning,) = [line for line in log.splitlines() if line.startswith("LOG ")]
+    assert "cannot take a connection: [Errno 24] Too many open files; trying again" in warning

@@ -1,5 +1,7 @@
 """Ranks that end without a Python exception: the signal is named, with the stacks of the rank."""
 
+import contextlib
+import multiprocessing
 import os
 import pathlib
 import re
@@ -35,6 +37,36 @@ def test_F30_the_signal_that_ends_a_rank_is_named_with_its_stack(spark, number):
     assert time.monotonic() - start < 28  # rank 0 sleeps for longer
     assert error.value.rank == 1
     assert "in crash" in error.value.rank_traceback
+
+
+def die_with_a_pool(folder, victim):
+    rank = int(os.environ["RANK"])
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        pathlib.Path(folder, str(rank)).write_text(" ".join(map(str, pool.map(pid_of_worker, range(2)))))
+        if rank == victim:
+            pathlib.Path(folder, "fault").write_text(str(time.time()))
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(30 if victim is not None else 0)
+        return pool.map(abs, [-1, -2])
+
+
+def pid_of_worker(number):
+    time.sleep(0.2)
+    return os.getpid()
+
+
+@pytest.mark.slow
+@pytest.mark.modes("local")
+def test_F01_a_rank_that_is_killed_is_noticed_at_once_though_its_forks_live_on(spark, tmp_path):
+    assert spark_dl.launch(die_with_a_pool, str(tmp_path), None, settings=SETTINGS, spark=spark) == [[1, 2]] * 2
+    try:
+        with pytest.raises(RankError, match=r"^rank 1 on .* was killed: its process ended without an error"):
+            spark_dl.launch(die_with_a_pool, str(tmp_path), 1, settings=SETTINGS, spark=spark)
+        assert time.time() - float((tmp_path / "fault").read_text()) < 5
+    finally:
+        for pid in {*(tmp_path / "0").read_text().split(), *(tmp_path / "1").read_text().split()}:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
 
 
 def sum_of_other_shapes():

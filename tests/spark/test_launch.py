@@ -114,6 +114,19 @@ def test_the_output_of_the_ranks_comes_to_the_driver_with_their_rank(spark, mode
         assert not {"hello from 0", "a warning"} & {*out.splitlines(), *err.splitlines()}  # not a second time
 
 
+@pytest.mark.slow
+@pytest.mark.modes("local")
+def test_F02_the_error_of_a_rank_that_prints_a_great_deal_is_not_dropped(spark, capfd):
+    def work():
+        for number in range(20_000):
+            print("line", number)
+        raise ValueError("the culprit")
+
+    with pytest.raises(RankError, match=r"^rank 0 on \S+ \(pid \d+\) failed: ValueError: the culprit"):
+        spark_dl.launch(work, num_ranks=1)
+    assert "line 19999" in capfd.readouterr().out
+
+
 @pytest.mark.modes("local", "connect")
 @pytest.mark.parametrize(("output", "ranks"), [("rank0", {0}), ("none", set())])
 def test_output_of_rank_0_or_of_no_rank(spark, capfd, output, ranks):

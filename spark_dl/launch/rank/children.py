@@ -1,9 +1,10 @@
 """Ends the processes that a rank has left when its own process ends in any way, also those with a session of their own.
 
-Spark ends a rank by SIGKILL, and with it the processes of its process group, but not a process that has called setsid.
-When a rank starts its first process, a watcher is started beside it. It waits for the end of the rank's process, and
-then ends all processes that have the mark of the rank in their environment. Processes that were started with another
-environment (`env=`), and forks that run no other program, do not have it.
+Spark ends a rank by SIGKILL, which ends no other process. When the executor ends, the processes of the process group of
+its Python daemon end, but not a process that has called setsid. When a rank starts its first process, a watcher is
+started beside it. It waits for the end of the rank's process, and then ends all processes that have the mark of the
+rank in their environment. Processes that were started with another environment (`env=`), and forks that run no other
+program, do not have it. Such forks end with the executor.
 
 The mark begins with the process of the rank (`storage.owner`). If the watcher is killed as well, `diagnose` finds what
 it would have ended.

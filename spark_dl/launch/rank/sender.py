@@ -11,6 +11,7 @@ import contextlib
 import faulthandler
 import json
 import math
+import os
 import queue
 import socket
 import sys
@@ -33,7 +34,39 @@ _PROOF_S = 60.0
 _HEARTBEAT_S = 1.0
 _REACH_S = 3.0
 """How long a rank tries to reach the driver before it uses Spark's `allGather`."""
+_LAST_S = 10.0
+"""How long the last event of a rank waits until the driver has got enough of the events before it."""
 _STACK_CHARACTERS = 8000
+
+
+_own: list[connection.Connection] = []
+"""Connections of this process whose end tells the driver that this process has ended."""
+
+
+@contextlib.contextmanager
+def _not_in_forks(conn: connection.Connection) -> Iterator[None]:
+    """Closes a connection after the block, and in processes that are forked in it.
+
+    They would hold it open for as long as they run, so that the driver would not see the end of this process.
+    """
+    _own.append(conn)
+    try:
+        with conn:
+            yield
+    finally:
+        if conn in _own:  # and not in a fork that leaves the block
+            _own.remove(conn)
+
+
+def _after_fork_in_child() -> None:
+    if _own and faulthandler.is_enabled():
+        faulthandler.enable(2)  # the stacks of the child go to its output, and are not those of the rank
+    for conn in _own:
+        conn.close()
+    _own.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 class Sender:
@@ -74,9 +107,18 @@ class Sender:
 
         Returns whether the event was queued.
         """
+        return self._put(self._frame(event), 0.0)
+
+    def send_last(self, event: Mapping[str, Any]) -> None:
+        """Queues an event that says how this rank ended. Waits some seconds while the queue is full of other events."""
+        self._put(self._frame(event), _LAST_S)
+
+    def _put(self, item: bytes | threading.Event | None, wait_s: float) -> bool:
+        """Queues an item, and waits for a place in the queue. Returns whether it was queued."""
+        is_sending = self._thread is not None and self._thread.is_alive()
         with contextlib.suppress(queue.Full):
-            if (frame := self._frame(event)) is not None:
-                self._queue.put_nowait(frame)
+            if item is not None:
+                self._queue.put(item, block=is_sending and wait_s > 0, timeout=wait_s)
                 return True
         return False
 
@@ -92,10 +134,9 @@ class Sender:
         Waits at most `timeout_s`, for example if the driver cannot be reached.
         """
         if self._thread is not None:
-            is_sent = threading.Event()
-            with contextlib.suppress(queue.Full):
-                self._queue.put_nowait(is_sent)
-                is_sent.wait(timeout_s)
+            is_sent, end = threading.Event(), time.monotonic() + timeout_s
+            if self._put(is_sent, timeout_s):
+                is_sent.wait(max(0.0, end - time.monotonic()))
 
     def exchange(self, message: str, timeout_s: float) -> list[str] | None:
         """Sends a message to the driver, and returns those of all ranks, by task. Collective.
@@ -175,7 +216,7 @@ class Sender:
         finally:
             self._tried.set()
         try:
-            with conn:
+            with _not_in_forks(conn):
                 while (item := self._next()) is not None:
                     if isinstance(item, threading.Event):
                         item.set()
@@ -277,7 +318,8 @@ def crashes_reported(address: Address | None, task: int) -> Iterator[None]:
     with contextlib.ExitStack() as cleanup:
         with contextlib.suppress(OSError, EOFError, connection.AuthenticationError):  # type: ignore[attr-defined]
             if address is not None:
-                conn = cleanup.enter_context(connect(address))
+                conn = connect(address)
+                cleanup.enter_context(_not_in_forks(conn))
                 conn.send_bytes(json.dumps({"kind": CRASH, "task": task}).encode())
                 faulthandler.enable(conn.fileno())
                 cleanup.callback(faulthandler.disable)

@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import json
+import os
 import queue
 import signal
 import socket
@@ -266,6 +267,25 @@ def test_an_event_that_cannot_be_sent_does_not_lose_the_rank(event):
         listener.close()
 
 
+@pytest.mark.parametrize("last", ["done", "failed"])
+def test_the_last_event_of_a_rank_waits_where_others_are_dropped(listener, last):
+    """The sender is held up, as by a rank that writes a great deal and holds the GIL."""
+    sender, held = Sender(listener.address, 3), threading.Event()
+    assert sender.reaches_driver()
+    held.wait = lambda: time.sleep(1.0)
+    held.set = held.wait
+    assert sender._put(held, 0.0)
+    time.sleep(0.2)
+    taken = 0
+    while sender.send({"kind": "output", "number": taken}):
+        taken += 1
+    assert taken == 1000
+    sender.send_last({"kind": last})
+    sender.close()
+    events = take(listener, taken + 1)
+    assert [event["kind"] for event in events] == ["output"] * taken + [last]
+
+
 def meet(senders, timeout_s=WAIT_S):
     """What each of these ranks gets when it sends its own name."""
     with concurrent.futures.ThreadPoolExecutor(len(senders)) as pool:
@@ -456,6 +476,46 @@ def test_F30_the_stacks_of_a_crash_reach_the_driver(listener, crash, words):
     assert (event["kind"], event["task"]) == ("crash", 5)
     assert words in event["text"]
     assert "in in_native_code" in event["text"]
+
+
+FORKS = """
+import os, signal, sys, time
+from spark_dl.launch.rank.sender import Sender, crashes_reported
+from spark_dl.launch.watch import Address
+
+address = Address(sys.argv[1], int(sys.argv[2]), bytes.fromhex(sys.argv[3]))
+sender = Sender(address, 5)
+sender.send({"kind": "started"})
+sender.flush(30.0)
+with crashes_reported(address, 5):
+    for end in ("crash", "leave", "stay"):
+        if not (child := os.fork()):
+            if end == "stay":
+                time.sleep(600)
+            if end == "leave":
+                sys.exit(7)
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if end != "stay":
+            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    print(child, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_end_of_a_rank_is_noticed_though_its_forks_live_on_and_theirs_is_not_taken_for_it(listener):
+    address = listener.address
+    command = [sys.executable, "-c", FORKS, address.host, str(address.port), address.secret.hex()]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as rank:
+        crashed, left, child = (int(rank.stdout.readline()) for _ in range(3))
+        start = time.monotonic()
+        try:
+            started, lost = take(listener, 2)
+            assert time.monotonic() - start < 3
+        finally:
+            os.kill(child, signal.SIGKILL)
+        assert "Fatal Python error: Segmentation fault" in rank.stderr.read()
+    assert (crashed, left) == (-signal.SIGSEGV, 7)
+    assert (started["kind"], lost["kind"]) == ("started", "lost")
 
 
 def test_F10_a_rank_that_ends_as_planned_says_so_in_place_of_its_stacks(listener):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from spark_dl.track.slow_ranks import SlowRanks
+from spark_dl.track.values import name_of
 
 if TYPE_CHECKING:
     from spark_dl.launch.failures.errors import RankError
@@ -23,6 +24,8 @@ number of the `attempt` that has failed, and the `reason` (in one line), `error`
 has the `reason` (`checkpoint.on_error`)."""
 
 _log = logging.getLogger("spark_dl")
+_LONG_CALL_S = 10.0
+"""A call of a function of the user that takes longer is said in the log."""
 
 
 def restart_event(error: RankError, restarts: int, generation: int) -> dict[str, Any]:
@@ -34,12 +37,32 @@ def restart_event(error: RankError, restarts: int, generation: int) -> dict[str,
 
 
 def as_functions(on_event: Any) -> list[OnEvent]:
-    """Returns the functions of `on_event`. Raises ValueError for anything else."""
+    """Returns the functions of `on_event`, which say once if they take long. Raises ValueError for anything else."""
     functions = list(on_event) if isinstance(on_event, Sequence) else [on_event]
     for function in functions:
         if not callable(function):
             raise ValueError(f"on_event: expected a function or a list of functions, found {function!r}")
-    return functions
+    return [_timed(function) for function in functions]
+
+
+def _timed(function: OnEvent) -> OnEvent:
+    """Returns a function that logs one warning if a call takes long: until it returns, the driver sees no failure."""
+    is_said = False
+
+    def call(event: Mapping[str, Any]) -> None:
+        nonlocal is_said
+        start = time.monotonic()
+        function(event)
+        seconds = time.monotonic() - start
+        if seconds > _LONG_CALL_S and not is_said:
+            is_said = True
+            _log.warning(
+                "on_event: a call of %s took %.0f s for an event %r; until it returns, the driver does not see the "
+                "failures of ranks and shows no progress; do long work in a thread",
+                name_of(function), seconds, event.get("kind"),
+            )  # fmt: skip
+
+    return call
 
 
 class RunEvents:

@@ -233,10 +233,11 @@ def test_F12_a_checkpoint_that_was_not_written_is_in_the_result_the_events_and_t
 
 
 @pytest.mark.modes("local")
-def test_F02_a_user_s_value_error_is_raised_at_once_with_its_step(train):
+def test_F02_a_user_s_value_error_is_raised_at_once_with_its_step(train, tmp_path):
     with pytest.raises(RankError, match=r"failed in step 3 \(training\): ValueError: the culprit") as error:
         train("failed", every_steps=2, fault=fail_in_code, rank=1, step=3)
     assert (error.value.rank, error.value.step, error.value.phase) == (1, 3, "training")
+    assert time.time() - (tmp_path / "failed-faults" / "0").stat().st_mtime < 15
     assert (error.value.is_retryable, error.value.earlier) == (False, ())
 
 

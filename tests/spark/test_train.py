@@ -226,6 +226,28 @@ def test_B34_a_function_for_events_that_raises_ends_the_run_and_the_next_run_wor
         spark_dl.train(points, MLP, config, on_event=["print"])
 
 
+@pytest.mark.slow
+@pytest.mark.modes("local")
+def test_B34_while_a_function_for_events_blocks_the_other_ranks_end_and_the_error_comes_after_it(points, tmp_path):
+    pids, left = {}, []
+
+    def kill_and_wait(event):
+        if event["kind"] == "joined":
+            pids[event["rank"]] = event["pid"]
+        if event["kind"] == "step" and event["step"] == 3:
+            os.kill(pids[1], signal.SIGKILL)
+            end = time.monotonic() + 15
+            while Path(f"/proc/{pids[0]}").exists() and time.monotonic() < end:
+                time.sleep(0.1)
+            left.append(Path(f"/proc/{pids[0]}").exists())
+            time.sleep(1.0)
+
+    config = small_config(2, train={"epochs": 200, "log_every": 1}, launch={"max_restarts": 0})
+    with pytest.raises(RankError, match=r"^rank 1 on .* was killed"):
+        spark_dl.train(points, MLP, config, run_dir=str(tmp_path / "run"), on_event=kill_and_wait)
+    assert left == [False]
+
+
 @pytest.mark.modes("local", "connect")
 def test_B35_train_and_evaluate_work_in_any_thread_and_take_a_session(spark, points, tmp_path):
     shards = spark_dl.write_shards(points, str(tmp_path / "data"))

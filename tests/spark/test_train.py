@@ -228,8 +228,8 @@ def test_B34_a_function_for_events_that_raises_ends_the_run_and_the_next_run_wor
 
 @pytest.mark.slow
 @pytest.mark.modes("local")
-def test_B34_while_a_function_for_events_blocks_the_other_ranks_end_and_the_error_comes_after_it(points, tmp_path):
-    pids, left = {}, []
+def test_B34_while_a_function_for_events_blocks_the_other_ranks_end_and_the_error_comes_after_it(spark, tmp_path):
+    shards, pids, left = write_dataset(str(tmp_path / "data"), blobs(96)), {}, []
 
     def kill_and_wait(event):
         if event["kind"] == "joined":
@@ -244,7 +244,7 @@ def test_B34_while_a_function_for_events_blocks_the_other_ranks_end_and_the_erro
 
     config = small_config(2, train={"epochs": 200, "log_every": 1}, launch={"max_restarts": 0})
     with pytest.raises(RankError, match=r"^rank 1 on .* was killed"):
-        spark_dl.train(points, MLP, config, run_dir=str(tmp_path / "run"), on_event=kill_and_wait)
+        spark_dl.train(shards.url, MLP, config, run_dir=str(tmp_path / "run"), on_event=kill_and_wait, spark=spark)
     assert left == [False]
 
 

@@ -46,8 +46,10 @@ def _doing(who: Mapping[str, Any]) -> str:
     if who.get("is_done") or who.get("is_returned"):
         return "has returned"
     main = who.get("stack", "").partition("\nThread ")[0]
-    if (who.get("progress") or {}).get("is_open") or "/torch/distributed/" in main:
+    is_open = (who.get("progress") or {}).get("is_open", False)
+    if is_open or "/torch/distributed/" in main:
         last = who.get("collective")
         return f"waiting in collective {mismatch.numbered(last)}" if last else "waiting in a collective operation"
     phase = who.get("phase", "")
-    return phase if phase in (READING, SAVING, LOADING) else "computing"
+    other = "computing, or waiting for other ranks" if is_open is None else "computing"
+    return phase if phase in (READING, SAVING, LOADING) else other

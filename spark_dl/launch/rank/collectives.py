@@ -15,8 +15,8 @@ class Progress(TypedDict):
 
     number: int
     """Of the last operation of the default process group, from 1; 0 before it."""
-    is_open: bool
-    """Whether an operation of any group has begun and has not ended."""
+    is_open: bool | None
+    """Whether an operation of any group has begun and has not ended; None if the flight recorder has none of them."""
 
 
 _earlier: dict[str, Any] = {}
@@ -53,7 +53,7 @@ def progress() -> Progress | None:
         number = int(group._get_sequence_number_for_group())
         own = [counts for name, counts in _counts().items() if counts != _earlier.get(name)]
         is_open = any(int(c["last_enqueued_collective"]) > int(c["last_completed_collective"]) for c in own)
-        return {"number": number, "is_open": is_open}
+        return {"number": number, "is_open": is_open if own or not number else None}
     return None
 
 

@@ -169,6 +169,7 @@ def test_F04_a_line_for_each_rank_says_what_it_did_and_the_error_by_what_the_sil
             "progress": {"number": 6, "is_open": False}},
         4: {"rank": 4, "host": "h", "pid": 4, "is_returned": True},
         5: {"host": "h", "pid": 5, "stack": "Thread MainThread:\n  File /torch/distributed/z"},
+        6: {"host": "h", "pid": 6, "progress": {"number": 6, "is_open": None}},
     }  # fmt: skip
     error = root_cause([], known, None, {2: 9.3})
     assert error.reason.endswith(
@@ -184,6 +185,7 @@ def test_F04_a_line_for_each_rank_says_what_it_did_and_the_error_by_what_the_sil
         ["3", "h", "3", "reading rows", "6", "0.4 s ago"],
         ["4", "h", "has returned"],
         ["task 5", "h", "waiting in a collective operation"],
+        ["task 6", "h", "computing, or waiting for other ranks", "6"],
     ]
     known[0] |= {"collective": {**called, "group": "0"}}
     known[1] |= {"collective": {**called, "group": "0"}}

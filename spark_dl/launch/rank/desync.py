@@ -53,7 +53,8 @@ def first_compared(world: World) -> Iterator[None]:
         yield
         return
     counts: Counter[str] = Counter()
-    methods = {name: getattr(dist.ProcessGroup, name) for name in _OPERATIONS if hasattr(dist.ProcessGroup, name)}
+    own = vars(dist.ProcessGroup)  # what `getattr` returns is a function that does not get `self` if it is set again
+    methods = {name: own[name] for name in _OPERATIONS if name in own}
     for name, method in methods.items():
         setattr(dist.ProcessGroup, name, _compared(world, counts, name, method))
     try:

@@ -1,6 +1,5 @@
 """Ranks that end without a Python exception: the signal is named, with the stacks of the rank."""
 
-import contextlib
 import multiprocessing
 import os
 import pathlib
@@ -57,16 +56,16 @@ def pid_of_worker(number):
 
 @pytest.mark.slow
 @pytest.mark.modes("local")
-def test_F01_a_rank_that_is_killed_is_noticed_at_once_though_its_forks_live_on(spark, tmp_path):
+def test_F01_a_rank_with_forks_that_is_killed_is_noticed_at_once_and_they_end(spark, tmp_path):
     assert spark_dl.launch(die_with_a_pool, str(tmp_path), None, settings=SETTINGS, spark=spark) == [[1, 2]] * 2
-    try:
-        with pytest.raises(RankError, match=r"^rank 1 on .* was killed: its process ended without an error"):
-            spark_dl.launch(die_with_a_pool, str(tmp_path), 1, settings=SETTINGS, spark=spark)
-        assert time.time() - float((tmp_path / "fault").read_text()) < 5
-    finally:
-        for pid in {*(tmp_path / "0").read_text().split(), *(tmp_path / "1").read_text().split()}:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
+    with pytest.raises(RankError, match=r"^rank 1 on .* was killed: its process ended without an error"):
+        spark_dl.launch(die_with_a_pool, str(tmp_path), 1, settings=SETTINGS, spark=spark)
+    assert time.time() - float((tmp_path / "fault").read_text()) < 5
+    pids = {*(tmp_path / "0").read_text().split(), *(tmp_path / "1").read_text().split()}
+    deadline = time.monotonic() + 10
+    while any(os.path.exists(f"/proc/{pid}") for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
 
 
 def sum_of_other_shapes():

@@ -3,8 +3,8 @@
 Spark ends a rank by SIGKILL, which ends no other process. When the executor ends, the processes of the process group of
 its Python daemon end, but not a process that has called setsid. When a rank starts its first process, a watcher is
 started beside it. It waits for the end of the rank's process, and then ends all processes that have the mark of the
-rank in their environment. Processes that were started with another environment (`env=`), and forks that run no other
-program, do not have it. Such forks end with the executor.
+rank in their environment. A fork that runs no other program does not have it, so it tells the watcher its process id.
+Processes that were started with another environment (`env=`) do not have the mark either.
 
 The mark begins with the process of the rank (`storage.owner`). If the watcher is killed as well, `diagnose` finds what
 it would have ended.
@@ -40,6 +40,8 @@ class _Watcher:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._is_started = False
+        self._forks = -1
+        """A pipe to the watcher, to which forks of this process write which processes they are."""
 
     def start(self) -> None:
         """Starts the watcher, unless it runs. Not in a fork of the process."""
@@ -49,11 +51,21 @@ class _Watcher:
             if self._is_started:
                 return
             self._is_started = True
-            subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", self._source, f"{MARK}={self.mark}", str(self._pid)],
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                start_new_session=True, cwd="/", env=outliving_env(),
-            )  # fmt: skip
+            read, write = os.pipe()
+            os.set_blocking(write, False)  # a fork never waits for the watcher
+            with open(read, "rb") as forks:
+                subprocess.Popen(
+                    [sys.executable, "-I", "-S", "-c", self._source, f"{MARK}={self.mark}", str(self._pid)],
+                    stdin=forks, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                    start_new_session=True, cwd="/", env=outliving_env(),
+                )  # fmt: skip
+            self._forks = write
+
+    def tell_fork(self) -> None:
+        """Tells the watcher about this process, a fork of the one that has started it, or a fork of a fork."""
+        if self._forks >= 0:
+            with contextlib.suppress(OSError):  # the watcher has ended
+                os.write(self._forks, f"{os.getpid()} {marked.start_of(os.getpid())}\n".encode())
 
 
 _watcher: _Watcher | None = None
@@ -63,6 +75,14 @@ def _on_event(event: str, arguments: Any) -> None:
     if event in _STARTS and _watcher is not None and MARK in os.environ:
         with contextlib.suppress(OSError):  # no more processes: what the rank starts now will fail, too
             _watcher.start()
+
+
+def _after_fork_in_child() -> None:
+    if _watcher is not None and MARK in os.environ:
+        _watcher.tell_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def outliving_env() -> dict[str, str]:

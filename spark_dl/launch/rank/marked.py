@@ -38,6 +38,16 @@ def marked(is_wanted: Callable[[str], bool]) -> Iterator[int]:
                 yield int(name)
 
 
+def start_of(pid: int) -> str | None:
+    """Returns when a process was started, as the kernel tells it (`storage.owner`); None if it has ended."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in (b"Z", b"X") else fields[19].decode()
+
+
 def command_of(pid: int) -> str:
     """Returns the command line of a process; empty if it has ended."""
     try:
@@ -68,13 +78,34 @@ def end(find: Callable[[], Iterable[int]], *, polite_s: float, limit_s: float) -
 
 
 def _watch(mark: str, rank: int) -> None:
-    """Waits for the end of the rank, and ends what has its mark."""
+    """Waits for the end of the rank, and ends what has its mark, and its forks, of which standard input tells."""
+    forks = _wait(rank)
+
+    def find() -> Iterator[int]:
+        yield from marked(mark.__eq__)
+        for line in forks.decode().splitlines():
+            pid, _, start = line.partition(" ")
+            if start and start_of(int(pid)) == start:
+                yield int(pid)
+
+    end(find, polite_s=1.0, limit_s=4.0)
+
+
+def _wait(rank: int) -> bytes:
+    """Returns what standard input has told until the rank's process ended."""
+    told, inputs = b"", [0]
     try:
-        select.select([os.pidfd_open(rank)], [], [])
+        process = [os.pidfd_open(rank)]
     except (AttributeError, OSError):
-        while os.getppid() == rank:
-            time.sleep(0.5)
-    end(lambda: marked(mark.__eq__), polite_s=1.0, limit_s=4.0)
+        process = []
+    while True:
+        # Forks that outlive the rank hold the input open, so its end does not tell that of the rank.
+        ready, _, _ = select.select([*process, *inputs], [], [], None if process else 0.5)
+        if 0 in ready:
+            told += (more := os.read(0, 1 << 16))
+            inputs = [0] if more else []
+        elif process or os.getppid() != rank:
+            return told
 
 
 if __name__ == "__main__":

@@ -15,7 +15,13 @@ from spark_dl.launch.rank.children import ended_with_rank
 with ended_with_rank():
     child = subprocess.Popen(["sleep", "600"], start_new_session=True)
     other = subprocess.Popen(["setsid", "sh", "-c", "sleep 601 & wait"])
-    print(child.pid, other.pid, flush=True)
+    read, write = os.pipe()
+    fork = os.fork()
+    if not fork:
+        os.setsid()
+        os.write(write, b"%9d " % (os.fork() or os.getpid()))
+        time.sleep(600)
+    print(child.pid, other.pid, fork, *(os.read(read, 10).decode() for _ in range(2)), flush=True)
     if sys.argv[1] == "ends":
         sys.exit(0)
     time.sleep(600)
@@ -45,10 +51,11 @@ def sleepers(mark):
 def test_a_child_with_a_session_of_its_own_ends_with_the_rank(end):
     rank = subprocess.Popen([sys.executable, "-c", RANK, end], stdout=subprocess.PIPE, text=True)
     pids = [int(pid) for pid in rank.stdout.readline().split()]
+    assert all(map(is_running, pids))
     if end == "killed":
         environ = pathlib.Path(f"/proc/{pids[0]}/environ").read_bytes().split(b"\0")
         mark = next(each for each in environ if each.startswith(b"SPARK_DL_RANK="))
-        assert set(pids) <= set(sleepers(mark))
+        assert set(pids[:2]) <= set(sleepers(mark))
         assert rank.pid not in sleepers(mark)
         rank.send_signal(signal.SIGKILL)
     rank.wait(60)

@@ -37,6 +37,8 @@ class Finding:
     rank: int
     name: str = ""
     """Name of the first bad parameter, in the order of the model; empty for a loss."""
+    rows: str = ""
+    """Names the rows of the rank in this step (`data/load/row_names.py`); empty if it has none."""
 
     @property
     def what(self) -> str:
@@ -69,6 +71,7 @@ class NotFiniteTrainingError(RuntimeError):
 def explain(error: NotFiniteError, epoch: int, epoch_start: int, last_checkpoint: str | None) -> str:
     """Returns the error message for a finding. epoch_start: number of steps before the epoch."""
     finding = error.finding
+    rows = f"Its rows in that step: {finding.rows}. " if finding.rows else ""
     saved = "" if error.names_checkpoint else f"Nothing has been saved since: {_saved(last_checkpoint)}. "
     why = {
         LOSS: "",
@@ -79,13 +82,14 @@ def explain(error: NotFiniteError, epoch: int, epoch_start: int, last_checkpoint
     }[finding.kind]
     return (
         f"{finding.what} is not finite (NaN or Inf) on rank {finding.rank} in step {finding.global_step} (step "
-        f"{finding.global_step - epoch_start} of epoch {epoch}){why}. {error.why_now}{saved}{_ADVICE}"
+        f"{finding.global_step - epoch_start} of epoch {epoch}){why}. {rows}{error.why_now}{saved}{_ADVICE}"
     )
 
 
 def as_fields(finding: Finding) -> dict[str, Any]:
     """Returns a finding as fields of a log line. The driver adds a `rank`, of the one that writes the line."""
-    return {"bad_rank": finding.rank, "bad_step": finding.global_step, "what": finding.what, "parameter": finding.name}
+    about = {"bad_rank": finding.rank, "bad_step": finding.global_step, "bad_rows": finding.rows or "not known"}
+    return {**about, "what": finding.what, "parameter": finding.name}
 
 
 class StepCheck:

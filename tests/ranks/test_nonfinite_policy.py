@@ -15,8 +15,9 @@ from spark_dl.training import nonfinite
 from spark_dl.training.metrics import read_metrics
 from tests.builders.models import blobs, build_never_finite, same_bits, small_config
 from tests.builders.reference import reference
+from tests.builders.row_places import rows_named
 from tests.builders.settings import parallel as make_parallel
-from tests.faults import BuildGated, Gate, assert_last_good, row_of
+from tests.faults import BuildGated, Gate, assert_last_good, place_of_row, row_of
 from tests.ranks.launcher import run_ranks
 from tests.ranks.runs import flat_tensors, make_run, rank_states, train_rank
 from tests.ranks.test_experts import build_biased
@@ -116,6 +117,8 @@ def test_F22_skip_and_rollback_leave_out_one_update_and_nothing_else(tmp_path, n
     for found in (line, back):
         assert (found["bad_rank"], found["bad_step"]) == (rank, BAD_STEP)
         assert re.fullmatch(r"the gradient of '\d\.\w+'", found["what"])
+        if rank:  # the one whose batch has the row
+            assert place_of_row(run, run.spec.build.rows[0]) in rows_named(found["bad_rows"])
     assert (line["step"], line["rows"], line["in_a_row"]) == (BAD_STEP, ROWS // STEPS, 1)
     assert back["step"] == back["bad_step"] - EVERY
     for policy in (skips, goes_back):

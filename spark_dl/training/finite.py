@@ -62,7 +62,7 @@ class NotFiniteError(RuntimeError):
 
 
 class NotFiniteTrainingError(RuntimeError):
-    """A training has ended because of NaN or Inf, with the rank, the step and the first bad parameter in the text."""
+    """A training has ended because of NaN or Inf. The text says where they began, as far as it is known."""
 
     is_retryable = False
     """The same rows and weights give it again."""
@@ -209,13 +209,13 @@ def first_of_all(own: Finding | None) -> Finding | None:
 
 
 def check_loss_scale(scaler: Any, global_step: int) -> None:
-    """Raises RuntimeError on all ranks if fp16 gradients overflow in many consecutive steps.
+    """Raises NotFiniteTrainingError on all ranks if fp16 gradients overflow in many consecutive steps.
 
     The scaler skips such steps and lowers the scale. Below `MIN_LOSS_SCALE` the scale is not the cause.
     scaler: the GradScaler, or None with another precision.
     """
     if scaler is not None and scaler.get_scale() < MIN_LOSS_SCALE:
-        raise RuntimeError(
+        raise NotFiniteTrainingError(
             f"train.precision: with fp16 the gradients are not finite (NaN or Inf) in many consecutive steps, until "
             f"step {global_step}, with the loss scale {scaler.get_scale():g}; the weights did not change in them. "
             "Try train.precision bf16 or float32, or a lower train.lr"

@@ -3,9 +3,11 @@
 import dataclasses
 import math
 import re
+import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from spark_dl import Checkpoint, ModelSpec
@@ -22,6 +24,7 @@ from tests.ranks.launcher import run_ranks
 from tests.ranks.runs import flat_tensors, make_run, rank_states, train_rank
 from tests.ranks.test_experts import build_biased
 from tests.ranks.test_not_finite import errors_of
+from tests.unit.rundir.test_signing import flip_in_weights
 
 STEPS, ROWS, EVERY = 6, 288, 2
 BAD_STEP = 4
@@ -160,6 +163,41 @@ def test_F22_a_left_out_step_does_not_change_the_statistics_of_batchnorm(tmp_pat
     assert same_bits(load_weights(saved), load_weights(again))
     assert any("running_mean" in name for name in load_weights(saved))
     assert lines_of(with_policy(run, "skip", "skip"), "skip")[0]["what"] == "the loss"
+
+
+@dataclasses.dataclass(frozen=True)
+class ChangeCheckpoint:
+    """`ModelSpec.set_position`: rank 0 changes the last checkpoint, with its checksums, before the bad step."""
+
+    run_dir: str
+    change: object
+
+    def __call__(self, model, position):
+        if position.global_step + 1 == BAD_STEP and dist.get_rank() == 0:
+            end = time.monotonic() + 20
+            while (saved := checkpoint.latest(self.run_dir)) is None and time.monotonic() < end:
+                time.sleep(0.01)
+            self.change(saved.url)
+
+
+def leave(url):
+    """The healthy twin of a change."""
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["waits", "asynchronous"])
+@pytest.mark.parametrize("change", [leave, flip_in_weights])
+def test_S04_a_rollback_does_not_load_a_checkpoint_that_was_changed_since_it_was_saved(tmp_path, change, asynchronous):
+    config = config_of({}, on_nonfinite="rollback")
+    saving = dataclasses.replace(config.checkpoint, asynchronous=asynchronous)
+    run = run_of(tmp_path, dataclasses.replace(config, checkpoint=saving))
+    spec = dataclasses.replace(run.spec, set_position=ChangeCheckpoint(run.run_dir, change))
+    run = dataclasses.replace(run, spec=spec)
+    if change is leave:
+        assert_counted(train(run)[0], rollbacks=1)
+        return
+    for error in errors_of(run):
+        assert re.search(r"MANIFEST\.json has changed since this run checked or saved it \(found the SHA-256 ", error)
+    assert not lines_of(run, "rollback")
 
 
 @pytest.mark.parametrize("start", [0, 2])

@@ -10,6 +10,7 @@ from typing import Any
 from spark_dl.config import Config
 from spark_dl.data.columns.batch import StepBatches
 from spark_dl.data.load.build import BatchLoader, build_train_loader, build_validation_loader
+from spark_dl.data.load.row_names import name_rows
 from spark_dl.evaluate import evaluate_model
 from spark_dl.gather import sum_over_ranks
 from spark_dl.launch.failures.errors import OtherRankError
@@ -108,7 +109,7 @@ class Training:
         self.experts = ExpertBalance(trainable, world, self.config)
         fp16 = self.config.train.precision == "fp16"
         self.step_check = StepCheck(trainable.modules[0], world.device, gradients=not fp16) if check_steps else None
-        self.nonfinite = NonFiniteSteps(trainable, self.step_check, world, self.config)
+        self.nonfinite = NonFiniteSteps(trainable, self.step_check, world, self.config, self._name_rows)
         self.replicas = ReplicaCheck(trainable, world, self.config, self.step_check)
         first_step, writes = self.progress.global_step, world.rank == log_rank
         self.log = MetricsLog(
@@ -126,6 +127,11 @@ class Training:
     def progress(self) -> Progress:
         """Epochs, steps and rows done so far."""
         return self.state.progress
+
+    def _name_rows(self, global_step: int) -> str:
+        """Names the rows of this rank in a step of this epoch."""
+        epoch_start = self.progress.global_step - self.progress.step
+        return name_rows(self.loader, self.progress.epoch, global_step - 1 - epoch_start)
 
     def run(self, train_epoch: Callable[[], bool] | None = None) -> dict[str, Any]:
         """Trains until all epochs or `max_steps` are done, or until early stopping. Collective.
@@ -264,7 +270,9 @@ class Training:
         total, num_ending = reduced[:2].tolist()
         if not math.isfinite(total):
             own = None if self.step_check is None else self.step_check.finding(self.world.rank)
-            raise NotFiniteError(finite.first_of_all(own) or Finding(self.progress.global_step, LOSS, self.world.rank))
+            raise NotFiniteError(
+                self.nonfinite.first_of_all(own) or Finding(self.progress.global_step, LOSS, self.world.rank)
+            )
         self.preempted.is_due = num_ending > 0
         self._log_saved(self.state.committed(wait=False))
         finite.check_loss_scale(self.trainable.extra_state.get("scaler"), self.progress.global_step)

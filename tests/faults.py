@@ -1,8 +1,10 @@
 """Faults in a model: NaN and Inf that begin on one rank, in one step."""
 
 import dataclasses
+import io
 import math
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -10,6 +12,7 @@ from spark_dl import ModelSpec
 from spark_dl.data.load.build import build_train_loader
 from spark_dl.rundir import checkpoint
 from tests.builders.models import build_mlp
+from tests.builders.row_places import places_of
 from tests.ranks.runs import flat_tensors, rank_states
 
 
@@ -78,6 +81,12 @@ def row_of(run, rank, step, num_ranks):
     steps.close()
     assert batch["weight"][0] == 1
     return tuple(batch["features"][0].tolist())
+
+
+def place_of_row(run, row):
+    """(file, row group, row) of a row, given its features."""
+    places = places_of(run.train, "features").items()
+    return next(place for cell, place in places if tuple(np.load(io.BytesIO(cell)).tolist()) == row)
 
 
 def with_bad_row(run, *, rank, step, num_trainers, factor=math.nan):

@@ -20,8 +20,8 @@ EVENTS = ("joined", "restart", "step", "epoch", "checkpoint", "checkpoint_failed
 number of the `attempt` that has failed, and the `reason` (in one line), `error`, `rank` and `step` of the failure.
 `straggler`: the other ranks wait for `rank`, with its times and those of the others. All but `joined` and
 `straggler` are lines of `metrics.jsonl`, that of `restart` without `error`. `skip` and `rollback` say which
-`bad_step` was left out, and `what` was not finite on which `bad_rank` (`train.on_nonfinite`). `checkpoint_failed`
-has the `reason` (`checkpoint.on_error`)."""
+`bad_step` was left out, and `what` was not finite on which `bad_rank`, with its `bad_rows` in that step
+(`train.on_nonfinite`). `checkpoint_failed` has the `reason` (`checkpoint.on_error`)."""
 
 _log = logging.getLogger("spark_dl")
 _LONG_CALL_S = 10.0
@@ -97,7 +97,7 @@ _WARNINGS = {
     "checkpoint_failed": "checkpoint.on_error: the checkpoint of step {step} was not written, and training goes on: "
     "{reason}",
     "skip": "train.on_nonfinite: step {bad_step} is left out, because {what} is not finite (NaN or Inf) on rank "
-    "{bad_rank}; steps in a row: {in_a_row}",
+    "{bad_rank}; its rows in that step: {bad_rows}; steps in a row: {in_a_row}",
     "rollback": "train.on_nonfinite: the run goes back to step {step} ({url}), and leaves out step {bad_step}, because "
-    "{what} is not finite (NaN or Inf) on rank {bad_rank}",
+    "{what} is not finite (NaN or Inf) on rank {bad_rank}; its rows in that step: {bad_rows}",
 }

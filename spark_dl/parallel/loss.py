@@ -20,6 +20,15 @@ if TYPE_CHECKING:
 _IS_ABOUT_SHAPES = re.compile(
     r"size|shape|dimension|broadcast|target|dtype|scalar type|class probabilities|out of bounds|can't be cast", re.I
 )
+_IS_ABOUT_CALLS = re.compile(
+    r"positional argument|keyword argument|must be Tensor|out of range|not implemented for|\dD\b|\d-dimensional", re.I
+)
+_IS_OF_A_DEVICE = re.compile(r"CUDA|CUBLAS|cuDNN|NCCL|gloo|[Cc]ollective|[Cc]onnection|DefaultCPUAllocator")
+"""Failures of devices and connections, which another attempt can do without."""
+_NOT_OF_THE_MODEL = (
+    "spark_dl.parallel", "spark_dl.gather", "spark_dl.nn.exchange", "torch.distributed", "torch.nn.parallel", "horovod",
+)  # fmt: skip
+"""Modules whose errors are about an exchange, or have an explanation already."""
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -55,6 +64,28 @@ def _explain(error: Exception, output: Output, batch: Batch, label: str | None) 
         f"{text}The model's output is {_in_words(output)}{columns}; change the last layer of the model, spec.loss, or "
         "the column (data.cast, spec.transform)"
     )
+
+
+def raise_if_misfit(error: Exception, batch: Batch) -> None:
+    """Raises ValueError from an error of a forward pass that is about shapes, dtypes or arguments; else returns.
+
+    Torch's own errors do not name the columns of the batch. Called on a rank, by an `except` that else raises again.
+    """
+    if type(error) not in (IndexError, RuntimeError, TypeError, ValueError):  # nor those that are derived, as of memory
+        return
+    text, frame = str(error).strip().rstrip("."), error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    module = "" if frame is None else str(frame.tb_frame.f_globals.get("__name__"))
+    if module.startswith(_NOT_OF_THE_MODEL) or _IS_OF_A_DEVICE.search(text):
+        return
+    if _IS_ABOUT_SHAPES.search(text) or _IS_ABOUT_CALLS.search(text):
+        columns = ", ".join(f"{name!r} {_in_words(v)}" for name, v in batch.items() if name != "weight")
+        raise ValueError(
+            f"the model cannot be computed for a batch: {text}. The batch has the columns {columns}, with the rows "
+            "as the first axis; change the model (spec.build, spec.forward), or the columns (data.features, data.cast, "
+            "spec.transform)"
+        ) from error
 
 
 def _in_words(value: Any) -> str:

@@ -231,14 +231,15 @@ def _open(url: str) -> Saved | None:
 def open_checkpoint(url: str, *, sha256: str | None = None) -> Saved:
     """Opens a checkpoint by its manifest. Called on the driver and on workers; `load` checks the files.
 
-    sha256: checksum of the manifest that the driver has checked. Raises FileNotFoundError without a manifest,
-    DamagedError for a damaged one, ValueError for another version, RuntimeError for another checksum.
+    sha256: checksum of the manifest that the driver has checked, or that this run has saved. Raises FileNotFoundError
+    without a manifest, DamagedError for a damaged one, ValueError for another version, RuntimeError for another
+    checksum.
     """
     manifest = checkpoint_files.read_manifest(url)
     if sha256 is not None and manifest["sha256"] != sha256:
         raise RuntimeError(
-            f"{storage.join(url, MANIFEST)} has changed since the driver checked it (found the SHA-256 "
-            f"{manifest['sha256']}, expected {sha256}); another job writes to this folder"
+            f"{storage.join(url, MANIFEST)} has changed since this run checked or saved it (found the SHA-256 "
+            f"{manifest['sha256']}, expected {sha256}); another job writes to this folder, or somebody has changed it"
         )
     return Saved(url, manifest["step"], manifest["generation"], manifest)
 

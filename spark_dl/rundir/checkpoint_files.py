@@ -179,20 +179,23 @@ def _compare(path: str, entry: Mapping[str, Any], size: int | None, sha256: str 
         raise DamagedError(path, f"found the SHA-256 {sha256}, expected {entry['sha256']}")
 
 
-def write_manifest(url: str, manifest: Mapping[str, Any], key: bytes | None = None) -> None:
-    """Writes the manifest, which commits the checkpoint. key: signs it. Raises OSError, also if there is one.
+def write_manifest(url: str, manifest: Mapping[str, Any], key: bytes | None = None) -> str:
+    """Writes the manifest, which commits the checkpoint. Returns its checksum. Raises OSError, also if there is one.
 
+    key: signs it.
     On local disks it is renamed to its name, on object stores it is put if there is none, so that it is always whole.
     """
     plain = json.loads(json.dumps({"format": FORMAT, "version": VERSION, **manifest}))
     if key is not None:
         plain[signing.FIELD] = signing.signature(plain, key)
-    content = json.dumps({**plain, "sha256": digest(plain)}, indent=1).encode()
+    sha256 = digest(plain)
+    content = json.dumps({**plain, "sha256": sha256}, indent=1).encode()
     path = storage.join(url, MANIFEST)
     if storage.is_local(url):
         storage.write_bytes(path, content)
     elif not create_exclusively(path, content):
         raise FileExistsError(f"{path} exists; another job writes to this folder")
+    return sha256
 
 
 def digest(manifest: Mapping[str, Any]) -> str:

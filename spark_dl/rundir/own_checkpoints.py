@@ -86,12 +86,12 @@ class Checkpoints:
             rank, training={}, model=plain_state(dict(state), "save: state") if rank == 0 else {},
             of_rank=plain_state(dict(of_rank or {}), "save: of_rank"),
         )  # fmt: skip
-        url = saving.save(
+        saved = saving.save(
             self.run_dir, found, world_size=num_ranks, generation=self._generation, step=step, config=self._config,
             columns=(), in_use=self._url,
         )  # fmt: skip
         self._last_step = step
-        return url
+        return saved.url
 
     def _check_step(self, step: int) -> None:
         """Raises ValueError on all ranks if a step has no checkpoint. Collective."""

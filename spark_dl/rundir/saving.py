@@ -35,6 +35,13 @@ class NotWrittenError(RuntimeError):
         self.url, self.reason = url, reason
 
 
+class BadStateError(RuntimeError):
+    """The state of a rank must not be saved, as it has NaN or Inf. All ranks raise it."""
+
+    is_retryable = False
+    """The same rows and weights give it again."""
+
+
 @dataclasses.dataclass(frozen=True)
 class _Problem:
     """Why a checkpoint is not saved. An empty text if it is."""
@@ -42,6 +49,17 @@ class _Problem:
     text: str = ""
     of_storage: bool = False
     """Whether the storage has refused it, so that a later one may be written."""
+    of_state: bool = False
+    """Whether it is the state, so that another attempt has it again."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Commit:
+    """A checkpoint that was committed, as all ranks know it."""
+
+    url: str
+    sha256: str
+    """Checksum of its manifest, as it was written."""
 
 
 @dataclasses.dataclass
@@ -92,21 +110,21 @@ def save(
     in_use: str = "",
     key: bytes | None = None,
     gather: Callable[[Any], list[Any]] = gather_json,
-) -> str:
+) -> Commit:
     """Writes and commits a checkpoint, and deletes those that `checkpoint.keep` and `keep_best` do not keep.
 
-    Collective. Returns its URL.
+    Collective.
     rows: digest of the training rows (`data/load/resume_check.py`). code: checksums of the user's functions
         (`training/spec_code.py`). score: the value for `keep_best`. in_use: URL of a checkpoint to keep.
     problem: the reason why the state of this rank must not be saved, or empty.
     key: signs the manifest; of rank 0. gather: returns the JSON values of all ranks, by rank.
 
-    Raises RuntimeError on every rank if any rank has a problem, or if a newer attempt of the run has started, and
-    NotWrittenError on every rank if any rank cannot write its files.
+    Raises on every rank: BadStateError if any rank has a problem, RuntimeError if a newer attempt of the run has
+    started, and NotWrittenError if any rank cannot write its files.
     """
     url = storage.join(checkpoint.folder(run_dir), checkpoint_files.folder_name(step, generation))
     written: list[dict[str, Any]] = []
-    own = _Problem(problem)
+    own, sha256 = _Problem(problem, of_state=bool(problem)), ""
     try:
         if not problem:
             if found.rank == 0:  # so that an attempt that ends here is not taken for one whose manifest was lost
@@ -132,32 +150,33 @@ def save(
             **({"code": dict(code)} if code else {}),
             **tensor_files.merge([r["tensors"] for r in reports]),
         }
-        first = _commit(run_dir, url, manifest, key)
+        first, sha256 = _commit(run_dir, url, manifest, key)
         if not first.text:
             _delete_old(run_dir, config, generation, in_use)
     if found.rank == 0 and first.text:
         _delete_uncommitted(url)
-    first = _Problem(**gather(dataclasses.asdict(first))[0])
+    plain, sha256 = gather((dataclasses.asdict(first), sha256))[0]
+    first = _Problem(**plain)
     if first.of_storage:
         raise NotWrittenError(step, url, first.text)
     if first.text:
-        raise RuntimeError(f"checkpoint at step {step} not saved: {first.text}")
-    return url
+        raise (BadStateError if first.of_state else RuntimeError)(f"checkpoint at step {step} not saved: {first.text}")
+    return Commit(url, sha256)
 
 
-def _commit(run_dir: str, url: str, manifest: Mapping[str, Any], key: bytes | None) -> _Problem:
-    """Writes the manifest, unless a newer attempt of the run has started. Returns the problem."""
+def _commit(run_dir: str, url: str, manifest: Mapping[str, Any], key: bytes | None) -> tuple[_Problem, str]:
+    """Writes the manifest, unless a newer attempt of the run has started. Returns the problem, and its checksum."""
     try:
         if why := superseded(run_dir, manifest["generation"]):
             checkpoint_files.delete(url)
-            return _Problem(why)
-        checkpoint_files.write_manifest(url, manifest, key)
+            return _Problem(why), ""
+        sha256 = checkpoint_files.write_manifest(url, manifest, key)
     except OSError as error:
         # A manifest that exists is that of another job.
-        return _Problem(f"cannot commit it: {error}", of_storage=not isinstance(error, FileExistsError))
+        return _Problem(f"cannot commit it: {error}", of_storage=not isinstance(error, FileExistsError)), ""
     with contextlib.suppress(OSError):  # it is committed, whether or not the mark is still there
         storage.delete_file(storage.join(url, UNFINISHED))
-    return _Problem()
+    return _Problem(), sha256
 
 
 def _delete_uncommitted(url: str) -> None:

@@ -37,6 +37,8 @@ class Finding:
     rank: int
     name: str = ""
     """Name of the first bad parameter, in the order of the model; empty for a loss."""
+    rows: str = ""
+    """Names the rows of the rank in this step (`data/load/row_names.py`); empty if it has none."""
 
     @property
     def what(self) -> str:
@@ -60,7 +62,7 @@ class NotFiniteError(RuntimeError):
 
 
 class NotFiniteTrainingError(RuntimeError):
-    """A training has ended because of NaN or Inf, with the rank, the step and the first bad parameter in the text."""
+    """A training has ended because of NaN or Inf. The text says where they began, as far as it is known."""
 
     is_retryable = False
     """The same rows and weights give it again."""
@@ -69,6 +71,7 @@ class NotFiniteTrainingError(RuntimeError):
 def explain(error: NotFiniteError, epoch: int, epoch_start: int, last_checkpoint: str | None) -> str:
     """Returns the error message for a finding. epoch_start: number of steps before the epoch."""
     finding = error.finding
+    rows = f"Its rows in that step: {finding.rows}. " if finding.rows else ""
     saved = "" if error.names_checkpoint else f"Nothing has been saved since: {_saved(last_checkpoint)}. "
     why = {
         LOSS: "",
@@ -79,13 +82,14 @@ def explain(error: NotFiniteError, epoch: int, epoch_start: int, last_checkpoint
     }[finding.kind]
     return (
         f"{finding.what} is not finite (NaN or Inf) on rank {finding.rank} in step {finding.global_step} (step "
-        f"{finding.global_step - epoch_start} of epoch {epoch}){why}. {error.why_now}{saved}{_ADVICE}"
+        f"{finding.global_step - epoch_start} of epoch {epoch}){why}. {rows}{error.why_now}{saved}{_ADVICE}"
     )
 
 
 def as_fields(finding: Finding) -> dict[str, Any]:
     """Returns a finding as fields of a log line. The driver adds a `rank`, of the one that writes the line."""
-    return {"bad_rank": finding.rank, "bad_step": finding.global_step, "what": finding.what, "parameter": finding.name}
+    about = {"bad_rank": finding.rank, "bad_step": finding.global_step, "bad_rows": finding.rows or "not known"}
+    return {**about, "what": finding.what, "parameter": finding.name}
 
 
 class StepCheck:
@@ -205,13 +209,13 @@ def first_of_all(own: Finding | None) -> Finding | None:
 
 
 def check_loss_scale(scaler: Any, global_step: int) -> None:
-    """Raises RuntimeError on all ranks if fp16 gradients overflow in many consecutive steps.
+    """Raises NotFiniteTrainingError on all ranks if fp16 gradients overflow in many consecutive steps.
 
     The scaler skips such steps and lowers the scale. Below `MIN_LOSS_SCALE` the scale is not the cause.
     scaler: the GradScaler, or None with another precision.
     """
     if scaler is not None and scaler.get_scale() < MIN_LOSS_SCALE:
-        raise RuntimeError(
+        raise NotFiniteTrainingError(
             f"train.precision: with fp16 the gradients are not finite (NaN or Inf) in many consecutive steps, until "
             f"step {global_step}, with the loss scale {scaler.get_scale():g}; the weights did not change in them. "
             "Try train.precision bf16 or float32, or a lower train.lr"

@@ -8,8 +8,9 @@ bad, too; so it loads a checkpoint, and leaves out the step when it comes again.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,9 +42,17 @@ def warn_of_late_checkpoints(config: Config) -> None:
 class NonFiniteSteps:
     """Computes the gradients of steps, and says which updates all ranks leave out."""
 
-    def __init__(self, trainable: Trainable, check: StepCheck | None, world: World, config: Config):
-        """check: None for a run whose steps are not checked, which then leaves out none."""
-        self._trainable, self._check, self._world = trainable, check, world
+    def __init__(
+        self,
+        trainable: Trainable,
+        check: StepCheck | None,
+        world: World,
+        config: Config,
+        name_rows: Callable[[int], str],
+    ):
+        """check: None for a run whose steps are not checked, which then leaves out none. name_rows: names the rows of
+        this rank in a step, given its `Finding.global_step`."""
+        self._trainable, self._check, self._world, self._name_rows = trainable, check, world, name_rows
         self._policy, self._most = config.train.on_nonfinite, config.train.max_nonfinite
         self._skips = self._policy == "skip" and check is not None
         self._checks_sums = config.train.precision != "fp16"  # whose scaler leaves out gradients that overflow
@@ -116,7 +125,11 @@ class NonFiniteSteps:
         own = self._check.finding_of_step(self._world.rank, global_step)
         if own is None and (name := first_not_finite(named)) is not None:
             own = Finding(global_step, SUM, self._world.rank, name)
-        return first_of_all(own)
+        return self.first_of_all(own)
+
+    def first_of_all(self, own: Finding | None) -> Finding | None:
+        """Returns the first finding over all ranks, with the rows of its rank, or None. Collective."""
+        return first_of_all(own and dataclasses.replace(own, rows=self._name_rows(own.global_step)))
 
     def _sums(self) -> list[tuple[str, Tensor]]:
         """Returns the gradients that the optimizer would apply on this rank, with the names of their parameters."""

@@ -136,6 +136,8 @@ class RunState:
         self.progress = Progress()
         self.saved_url: str | None = None
         """URL of the last checkpoint that was committed or restored."""
+        self._saved_sha256: str | None = None
+        """Checksum of its manifest."""
         self.saved_step: int | None = None
         """Step of the last checkpoint that was begun or restored."""
         if run.checkpoint is not None:
@@ -187,10 +189,11 @@ class RunState:
         self._begun = self._committed("", 0.0)
         if self._background is None:
             try:
-                self.saved_url = write(found)
+                commit = write(found)
             except saving.NotWrittenError as error:
                 return self._not_written(error)
-            return self._committed(self.saved_url, time.perf_counter() - start)
+            self.saved_url, self._saved_sha256 = commit.url, commit.sha256
+            return self._committed(commit.url, time.perf_counter() - start)
         copy = dataclasses.replace(found, files=self._copy.of(found.files))
         self._background.start(functools.partial(write, copy))
         self._begun = self._committed("", time.perf_counter() - start)
@@ -207,8 +210,9 @@ class RunState:
             return self._not_written(error)
         if found is None:
             return None
-        self.saved_url, background_s = found
-        return dataclasses.replace(self._begun, url=self.saved_url, background_s=background_s)
+        commit, background_s = found
+        self.saved_url, self._saved_sha256 = commit.url, commit.sha256
+        return dataclasses.replace(self._begun, url=commit.url, background_s=background_s)
 
     def close(self) -> None:
         """Ends what is written in the background, after an error of the training."""
@@ -236,10 +240,13 @@ class RunState:
         return float(found) if isinstance(found, int | float) else None
 
     def go_back(self) -> None:
-        """Loads the last checkpoint of this run again. Every rank calls it, at the same step."""
+        """Loads the last checkpoint of this run again. Every rank calls it, at the same step.
+
+        Raises RuntimeError if it is not the one that was saved or restored, and DamagedError if a file is damaged.
+        """
         assert self.saved_url is not None
         before = self.progress
-        self._restore(checkpoint.open_checkpoint(self.saved_url))
+        self._restore(checkpoint.open_checkpoint(self.saved_url, sha256=self._saved_sha256))
         self.progress.rollbacks = before.rollbacks + 1
         self.progress.failed_checkpoints = before.failed_checkpoints
 
@@ -264,6 +271,7 @@ class RunState:
         self.progress = Progress(**state["progress"])
         early_stop.take_up(self.progress, Train(**saved.manifest["config"]["train"]), train)
         self.saved_url, self.saved_step = saved.url, self.progress.global_step
+        self._saved_sha256 = saved.sha256
         if not rank_files.restore_random_state(saved, world.rank, world.world_size, self._run.config):
             seed_generators(train.seed + 1 + world.seed_rank + 100_003 * self.progress.global_step)
 

@@ -3,9 +3,11 @@
 import dataclasses
 import math
 import re
+import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from spark_dl import Checkpoint, ModelSpec
@@ -15,12 +17,14 @@ from spark_dl.training import nonfinite
 from spark_dl.training.metrics import read_metrics
 from tests.builders.models import blobs, build_never_finite, same_bits, small_config
 from tests.builders.reference import reference
+from tests.builders.row_places import rows_named
 from tests.builders.settings import parallel as make_parallel
-from tests.faults import BuildGated, Gate, assert_last_good, row_of
+from tests.faults import BuildGated, Gate, assert_last_good, place_of_row, row_of
 from tests.ranks.launcher import run_ranks
 from tests.ranks.runs import flat_tensors, make_run, rank_states, train_rank
 from tests.ranks.test_experts import build_biased
 from tests.ranks.test_not_finite import errors_of
+from tests.unit.rundir.test_signing import flip_in_weights
 
 STEPS, ROWS, EVERY = 6, 288, 2
 BAD_STEP = 4
@@ -116,6 +120,8 @@ def test_F22_skip_and_rollback_leave_out_one_update_and_nothing_else(tmp_path, n
     for found in (line, back):
         assert (found["bad_rank"], found["bad_step"]) == (rank, BAD_STEP)
         assert re.fullmatch(r"the gradient of '\d\.\w+'", found["what"])
+        if rank:  # the one whose batch has the row
+            assert place_of_row(run, run.spec.build.rows[0]) in rows_named(found["bad_rows"])
     assert (line["step"], line["rows"], line["in_a_row"]) == (BAD_STEP, ROWS // STEPS, 1)
     assert back["step"] == back["bad_step"] - EVERY
     for policy in (skips, goes_back):
@@ -157,6 +163,41 @@ def test_F22_a_left_out_step_does_not_change_the_statistics_of_batchnorm(tmp_pat
     assert same_bits(load_weights(saved), load_weights(again))
     assert any("running_mean" in name for name in load_weights(saved))
     assert lines_of(with_policy(run, "skip", "skip"), "skip")[0]["what"] == "the loss"
+
+
+@dataclasses.dataclass(frozen=True)
+class ChangeCheckpoint:
+    """`ModelSpec.set_position`: rank 0 changes the last checkpoint, with its checksums, before the bad step."""
+
+    run_dir: str
+    change: object
+
+    def __call__(self, model, position):
+        if position.global_step + 1 == BAD_STEP and dist.get_rank() == 0:
+            end = time.monotonic() + 20
+            while (saved := checkpoint.latest(self.run_dir)) is None and time.monotonic() < end:
+                time.sleep(0.01)
+            self.change(saved.url)
+
+
+def leave(url):
+    """The healthy twin of a change."""
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["waits", "asynchronous"])
+@pytest.mark.parametrize("change", [leave, flip_in_weights])
+def test_S04_a_rollback_does_not_load_a_checkpoint_that_was_changed_since_it_was_saved(tmp_path, change, asynchronous):
+    config = config_of({}, on_nonfinite="rollback")
+    saving = dataclasses.replace(config.checkpoint, asynchronous=asynchronous)
+    run = run_of(tmp_path, dataclasses.replace(config, checkpoint=saving))
+    spec = dataclasses.replace(run.spec, set_position=ChangeCheckpoint(run.run_dir, change))
+    run = dataclasses.replace(run, spec=spec)
+    if change is leave:
+        assert_counted(train(run)[0], rollbacks=1)
+        return
+    for error in errors_of(run):
+        assert re.search(r"MANIFEST\.json has changed since this run checked or saved it \(found the SHA-256 ", error)
+    assert not lines_of(run, "rollback")
 
 
 @pytest.mark.parametrize("start", [0, 2])

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from spark_dl import DDP, Checkpoint, Config, Launch, ModelSpec, worker
+from spark_dl.bench.faults import ledger
+from spark_dl.data.dataset.manifest import read_shards
 from spark_dl.launch import rendezvous
 from spark_dl.rundir import attempt, checkpoint, rank_files, saving
 from spark_dl.spec import Run
@@ -101,17 +103,39 @@ def test_F28_resume_on_another_number_of_ranks_goes_on_exactly(tmp_path, numbers
     config = small_config(2, train={"epochs": 2})
     whole = make_run(tmp_path, config, spec=MLP, name="whole")
     run_ranks(train_rank, 2, whole)
-    cut = make_run(tmp_path, cut_at(config, 5), spec=MLP, name="cut", train=whole.train)
-    run_ranks(train_rank, 2, cut)
-    for number, stop_at in zip(numbers[1:], (8, None) if len(numbers) > 2 else (None,), strict=True):
-        other = dataclasses.replace(config, launch=dataclasses.replace(config.launch, num_ranks=number))
-        saved = checkpoint.latest(cut.run_dir)
-        checkpoint.check_same_settings(saved, other)
-        resume(cut, saved, other if stop_at is None else cut_at(other, stop_at))
+    cut = make_run(tmp_path, config, spec=MLP, name="cut", train=whole.train)
+    train_on(cut, numbers)
     (weights, training), (expected, expected_training) = final_state(cut), final_state(whole)
-    assert training["progress"]["rows"] == expected_training["progress"]["rows"] == 2 * 245  # each row once per epoch
+    assert training["progress"]["rows"] == expected_training["progress"]["rows"] == 2 * 245
     for name, values in expected.items():
         torch.testing.assert_close(weights[name], values, rtol=1e-5, atol=1e-6)
+
+
+def train_on(run, numbers):
+    """Trains on these numbers of ranks, one after another: up to step 5, up to step 8, and to the end."""
+    for number, stop_at in zip(numbers, (*(5, 8)[: len(numbers) - 1], None), strict=True):
+        config = dataclasses.replace(run.config, launch=dataclasses.replace(run.config.launch, num_ranks=number))
+        until = config if stop_at is None else cut_at(config, stop_at)
+        saved = checkpoint.latest(run.run_dir)
+        if saved is None:
+            train(dataclasses.replace(run, config=until))
+        else:
+            checkpoint.check_same_settings(saved, config)
+            resume(run, saved, until)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("numbers", [(2, 3), (2, 1, 2)], ids=str)
+def test_F28_each_row_is_used_once_per_epoch_on_another_number_of_ranks(tmp_path, numbers):
+    """Epochs of six steps are cut in the middle. The weights count the uses of each row."""
+    rows = ledger.write_rows(tmp_path / "data", steps=6)
+    settings, loader = ledger.settings(epochs=2)
+    config = Config(data=ledger.DATA, train=settings, loader=loader, launch=Launch(device="cpu"))
+    shards = read_shards(str(tmp_path / "data"))
+    run = make_run(tmp_path, config, spec=ledger.build_spec(rows), train=shards)
+    train_on(run, numbers)
+    assert final_state(run)[1]["progress"]["global_step"] == 12
+    assert ledger.read_ledger(final_state(run)[0], epochs=2) == ledger.Ledger(lost=0, repeated=0)
 
 
 def test_F14_a_checkpoint_without_the_file_of_one_rank_is_not_used(tmp_path, caplog):
@@ -410,8 +434,8 @@ def save_and_load_rank_states(run_dir):
     with rendezvous.join(Launch()) as world:
         found = saving.contents(world.rank, model={}, training={}, of_rank=state(world.rank))
         about = {"world_size": world.world_size, "generation": 1, "step": 1, "config": Config(), "columns": ()}
-        url = saving.save(run_dir, found, **about)
-        saved = checkpoint.open_checkpoint(url)
+        commit = saving.save(run_dir, found, **about)
+        saved = checkpoint.open_checkpoint(commit.url, sha256=commit.sha256)
         own = rank_files.load_rank_state(saved, world.rank, world.world_size)
         return own, rank_files.load_rank_state(saved, 0, world.world_size + 1)
 

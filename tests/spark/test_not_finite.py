@@ -12,8 +12,9 @@ from spark_dl import Checkpoint, Faults, ModelSpec, RankError
 from spark_dl.spec import Run
 from tests.builders.datasets import write_dataset
 from tests.builders.models import MLP, blobs, small_config
+from tests.builders.row_places import rows_named
 from tests.builders.settings import parallel
-from tests.faults import assert_last_good, with_bad_row
+from tests.faults import assert_last_good, place_of_row, with_bad_row
 
 STEPS = 6
 DRIVER_LOOPS = ("tree_reduce", "shuffle_reduce")
@@ -54,6 +55,7 @@ def test_F22_a_driver_loop_names_the_rank_whose_gradient_is_nan(spark, tmp_path,
     with pytest.raises(RuntimeError, match=rf"gradient of 'net.0.weight' .* on rank 1 in step {step} ") as error:
         train(run)
     assert f"(step {step} of epoch 0)" in str(error.value)
+    assert place_of_row(run, run.spec.build.row) in rows_named(str(error.value))
     assert f"the last good checkpoint is {assert_last_good(run, last)}. " in str(error.value)
 
 
@@ -72,6 +74,8 @@ def test_F22_a_step_that_is_left_out_is_in_the_result_the_events_and_the_log(spa
     assert event["what"] == "the gradient of 'net.0.weight'"
     (text,) = [text for text in caplog.messages if "on_nonfinite" in text]
     assert "the gradient of 'net.0.weight' is not finite (NaN or Inf) on rank 1" in text
+    assert place_of_row(run, run.spec.build.row) in rows_named(event["bad_rows"])
+    assert f"its rows in that step: {event['bad_rows']}" in text
     assert_last_good(run, STEPS)
 
 

@@ -17,12 +17,12 @@ import torch.distributed as dist
 
 import spark_dl
 from spark_dl import Checkpoint, Launch, ModelSpec, RankError
+from spark_dl.bench.faults import state as bench_state
 from spark_dl.rundir import checkpoint, environment
 from spark_dl.training.metrics import read_metrics
 from tests.builders.datasets import write_dataset
-from tests.builders.models import DROPOUT_MLP, blobs, small_config
+from tests.builders.models import DROPOUT_MLP, blobs, build_mlp, small_config
 from tests.builders.settings import parallel
-from tests.ranks.runs import flat_tensors, rank_states
 from tests.spark.conftest import REPOSITORY
 from tests.spark.test_jobs import environment as job_environment
 
@@ -41,7 +41,7 @@ class FaultOnce:
     times: int = 1
 
     def __call__(self, model, position):
-        if position.global_step + 1 != self.step or dist.get_rank() != self.rank:
+        if position.global_step + 1 != self.step or int(os.environ["RANK"]) != self.rank:
             return
         done = len(os.listdir(self.folder))
         if done < self.times:
@@ -76,19 +76,8 @@ def fail_in_system():
 
 
 def state_of(result):
-    """Weights, optimizer and generators of the last checkpoint."""
-    saved = checkpoint.find(result.checkpoint)
-    return flat_tensors({
-        "model": checkpoint.load(saved, "model.pt"), "training": checkpoint.load(saved, "training.pt"),
-        "ranks": dict(enumerate(rank_states(saved))),
-    })  # fmt: skip
-
-
-def assert_same_state(a, b):
-    assert a.keys() == b.keys()
-    for name, value in a.items():
-        same = value.equal(b[name]) if hasattr(value, "equal") else value == b[name]
-        assert same, name
+    """Checksums of the last checkpoint, by part: weights, optimizer, generators and so on."""
+    return bench_state.checksums(bench_state.state_of(checkpoint.find(result.checkpoint)))
 
 
 @pytest.fixture
@@ -96,16 +85,15 @@ def train(spark, tmp_path):
     """Trains in a folder of its own, with a fault. Returns the result and the events."""
     shards = write_dataset(str(tmp_path / "data"), blobs(STEPS * 48), group_rows=40, shard_rows=120)
 
-    def run(name, *, every_steps=0, log_every=1, strategy="ddp", launch=None, **fault):
-        spec = DROPOUT_MLP
+    def run(name, *, build=DROPOUT_MLP.build, every_steps=0, settings=None, launch=None, strategy=None, **fault):
+        spec = ModelSpec(build=build)
         if fault:
             (tmp_path / f"{name}-faults").mkdir()
             once = FaultOnce(str(tmp_path / f"{name}-faults"), **fault)
-            spec = ModelSpec(build=DROPOUT_MLP.build, set_position=once)
+            spec = ModelSpec(build=build, set_position=once)
         config = small_config(
-            2, {**CONFIG, "log_every": log_every},
-            launch={"max_restarts": "auto", "restart_wait_s": 0.1, **(launch or {})},
-            parallel=parallel(strategy), checkpoint=Checkpoint(every_steps=every_steps, every_epochs=100),
+            2, {**CONFIG, **(settings or {})}, launch={"max_restarts": "auto", "restart_wait_s": 0.1, **(launch or {})},
+            parallel=parallel(**(strategy or {})), checkpoint=Checkpoint(every_steps=every_steps, every_epochs=100),
         )  # fmt: skip
         events = []
         result = spark_dl.train(
@@ -126,7 +114,7 @@ def test_F01_training_goes_on_by_itself_after_a_rank_was_killed(train, rank, ste
     start = time.monotonic()
     result, events = train("killed", every_steps=every_steps, fault=kill, rank=rank, step=step)
     assert (result.restarts, result.steps, result.rows) == (1, whole.steps, whole.rows)
-    assert_same_state(state_of(result), state_of(whole))
+    assert state_of(result) == state_of(whole)
     assert result.history == whole.history
     assert time.monotonic() - start < 60
     (restart,) = [event for event in events if event["kind"] == "restart"]
@@ -144,14 +132,36 @@ def test_F01_training_goes_on_by_itself_after_a_rank_was_killed(train, rank, ste
     assert [attempt.driver["outcome"] for attempt in attempts] == ["failed", "finished"]
 
 
+@pytest.mark.modes("local")
+@pytest.mark.parametrize(("strategy", "settings"), [
+    pytest.param({"strategy": "mesh", "tensor": 2}, {}, marks=pytest.mark.slow),
+    pytest.param({"strategy": "mesh", "pipeline": 2}, {"accumulation_steps": 2}, marks=pytest.mark.long),
+    pytest.param({"strategy": "local_sgd", "sync_every_steps": 3}, {}, marks=pytest.mark.long),
+    pytest.param({"strategy": "horovod"}, {}, marks=pytest.mark.long),
+], ids=str)  # fmt: skip
+def test_F01_training_goes_on_with_other_strategies_after_a_rank_was_killed(train, strategy, settings):
+    if strategy["strategy"] == "horovod":
+        pytest.importorskip("horovod.torch", reason="no horovod", exc_type=ImportError)
+    about = {"build": build_mlp, "every_steps": 2, "strategy": strategy, "settings": settings}
+    whole, _ = train("whole", **about)
+    result, events = train("killed", **about, fault=kill, rank=1, step=5)
+    assert (result.restarts, result.steps, result.rows) == (1, whole.steps, whole.rows)
+    assert [event["rank"] for event in events if event["kind"] == "restart"] == [1]
+    assert state_of(result) == state_of(whole)
+    steps = [event["step"] for event in events if event["kind"] == "step"]
+    assert steps[-8:] == list(range(5, 2 * STEPS + 1))
+
+
 @pytest.mark.slow
 @pytest.mark.modes("local")
 def test_F10_training_goes_on_from_the_checkpoint_of_a_preempted_rank(train, caplog):
-    whole, _ = train("whole", log_every=4)
-    result, events = train("preempted", log_every=4, launch={"max_restarts": 1}, fault=preempt, rank=1, step=2)
+    whole, _ = train("whole", settings={"log_every": 4})
+    result, events = train(
+        "preempted", settings={"log_every": 4}, launch={"max_restarts": 1}, fault=preempt, rank=1, step=2
+    )
     assert result.restarts == 1
     assert re.search(r"rank 1 on \S+ .* was ended by SIGTERM .*; starting .* \(preempted\)", caplog.text)
-    assert_same_state(state_of(result), state_of(whole))
+    assert state_of(result) == state_of(whole)
     assert result.history == whole.history
     saved = [event["step"] for event in events if event["kind"] == "checkpoint"]
     steps = [event["step"] for event in events if event["kind"] == "step"]
@@ -163,7 +173,7 @@ def test_F10_training_goes_on_from_the_checkpoint_of_a_preempted_rank(train, cap
 @pytest.mark.modes("local")
 def test_F10_the_error_of_a_preempted_rank_ends_with_the_checkpoint(train, tmp_path):
     with pytest.raises(RankError, match="was ended by SIGTERM") as caught:
-        train("run", log_every=2, launch={"max_restarts": 0}, fault=preempt, rank=1, step=3)
+        train("run", settings={"log_every": 2}, launch={"max_restarts": 0}, fault=preempt, rank=1, step=3)
     saved = checkpoint.latest(str(tmp_path / "run"))
     assert str(caught.value).endswith(
         f"\n\nThe last checkpoint is {saved.url} (step 4). resume=True / --resume with the run_dir {tmp_path / 'run'} "
@@ -191,7 +201,7 @@ def test_F07_training_goes_on_after_an_executor_was_ended(train, number):
     result, events = train("killed", every_steps=2, fault=EndExecutor(number), rank=1, step=5)
     assert time.monotonic() - start < 60
     assert result.restarts == 1
-    assert_same_state(state_of(result), state_of(whole))
+    assert state_of(result) == state_of(whole)
     (restart,) = [event for event in events if event["kind"] == "restart"]
     (killed,) = {
         event["executor"] for event in events

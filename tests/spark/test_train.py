@@ -529,8 +529,11 @@ def test_a_rank_that_raises_while_it_builds_the_model(spark, points, tmp_path):
 @pytest.mark.modes("local")
 def test_B27_a_model_that_does_not_fit_the_features(spark, points, tmp_path):
     wrong = points.selectExpr("slice(features, 1, 3) AS features", "label")
-    with pytest.raises(RankError, match="mat1 and mat2 shapes cannot be multiplied"):
+    with pytest.raises(RankError, match=r"mat1 and mat2 shapes cannot be multiplied \(24x3 and 4x16\)") as error:
         spark_dl.train(wrong, MLP, small_config(2), run_dir=str(tmp_path / "run"))
+    assert "The batch has the columns 'features' (24, 3) float32, 'label' (24,) int64" in error.value.reason
+    assert (error.value.step, error.value.is_retryable, error.value.earlier) == (1, False, ())
+    assert "return F.linear(" in error.value.rank_traceback  # torch's own, too
 
 
 @pytest.mark.slow

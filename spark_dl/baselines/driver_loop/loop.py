@@ -161,6 +161,10 @@ class _Places:
             place = torch.tensor([epoch, step, epoch * self.plan.steps + step])
             yield StepBatches(step, [{"place": place}], self.plan.batch_rows(step))
 
+    def name_rows(self, epoch: int, step: int) -> str:
+        """Returns no rows: the ranks name theirs."""
+        return ""
+
 
 def _build_places(data: Any, spec: Any, config: Config, **options: Any) -> BatchLoader:
     options["world_size"] = config.launch.num_ranks  # each rank reads, and needs memory for its part only

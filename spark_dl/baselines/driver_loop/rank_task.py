@@ -7,6 +7,7 @@ the open loader of the rank, which has read ahead. A task builds what its worker
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import os
 import platform
@@ -31,6 +32,7 @@ from spark_dl.baselines.driver_loop.gradient_sum import (
 )
 from spark_dl.data.columns.batch import Batch, StepBatches
 from spark_dl.data.load.build import build_train_loader
+from spark_dl.data.load.row_names import name_rows
 from spark_dl.launch import gpus
 from spark_dl.launch.code import payload
 from spark_dl.launch.failures.describe import describe, failed_in_task
@@ -116,6 +118,7 @@ def _compute(kept: _Kept, rank: int, step: Step) -> GradientSum:
     finding = None
     if config.train.precision != "fp16":  # with fp16, the scaler on the driver skips a step that overflows
         finding = find_in_gradients(model, total, rank, step.global_step + 1)
+        finding = finding and dataclasses.replace(finding, rows=kept.name_rows(rank, step))
     gradient, used = flat_gradient(parameters)
     buffers = to_arrays(list(model.buffers())) if rank == 0 else None  # DDP, too, uses the buffers of rank 0
     seconds = {rank: (data_s, time.perf_counter() - start - data_s)}
@@ -172,6 +175,10 @@ class _Kept:
             self._loaders.pop(next(iter(self._loaders))).close()
         return loader.batches(step)
 
+    def name_rows(self, rank: int, step: Step) -> str:
+        """Names the rows of a rank in its last step."""
+        return name_rows(self._loaders[rank].loader, step.epoch, step.step)
+
     def close(self) -> None:
         for loader in self._loaders.values():
             loader.close()
@@ -182,7 +189,7 @@ class _OpenLoader:
     """The loader of a rank, and its position."""
 
     def __init__(self, run: Run, rank: int, pin: bool):
-        self._loader = build_train_loader(
+        self.loader = build_train_loader(
             run.train, run.spec, run.config, rank=rank, world_size=run.config.launch.num_ranks, pin=pin
         )
         self._steps: Any = iter(())
@@ -194,10 +201,10 @@ class _OpenLoader:
         epoch, ready = self._next or (-1, 0)
         if step.epoch != epoch or not ready <= step.step <= ready + _MAX_STEPS_PASSED_BY:
             self.close()
-            self._steps = self._loader.epoch(step.epoch, step.step)
+            self._steps = self.loader.epoch(step.epoch, step.step)
         found: StepBatches = next(batches for batches in self._steps if batches.step == step.step)
         self._next = (step.epoch, step.step + 1)
-        if step.step + 1 == self._loader.plan.steps:
+        if step.step + 1 == self.loader.plan.steps:
             self.close()
         return found.micro_batches
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from spark_dl.baselines.servers.roles import Roles
 from spark_dl.data.load.build import BatchLoader, build_train_loader
+from spark_dl.data.load.row_names import name_rows
 from spark_dl.spec import Batch, Run
 
 
@@ -39,6 +40,10 @@ class MiniBatches:
                 self._steps = self._loader.epoch(epoch, step)
             self._last, self._at = next(self._steps).micro_batches, (epoch, step)
         return self._last
+
+    def name_rows(self, epoch: int, step: int) -> str:
+        """Names the rows of the mini-batch that was read last, for messages."""
+        return name_rows(self._loader, epoch, step)
 
     def close(self) -> None:
         """Stops reading ahead."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -140,7 +141,8 @@ class Trainer:
         if self._is_superseded(0.0):
             return False
         if (finding := self._find(total, order)) is not None:
-            raise NotFiniteError(finding)  # before any server receives it
+            named = batches.name_rows(order["epoch"], order["step"])
+            raise NotFiniteError(dataclasses.replace(finding, rows=named))  # before any server receives it
         head = {"kind": "gradient", "number": order["number"]}
         gradients = self._flat.gradients.cpu().numpy()
         self._wire.send(

@@ -13,13 +13,14 @@ from spark_dl.data.external.row_counts import leaves_out_rows
 from spark_dl.data.load.loader import Loader
 from spark_dl.data.load.mixture import MixedLoader, MixedPlan, Mixture
 from spark_dl.data.load.petastorm_reader import PetastormLoader
+from spark_dl.data.load.row_names import NamesRows
 from spark_dl.data.petastorm_plan import PetastormPlan
 from spark_dl.data.plan import Plan
 from spark_dl.spec import ModelSpec, Run
 from spark_dl.world import World
 
 
-class BatchLoader(Protocol):
+class BatchLoader(NamesRows, Protocol):
     """The batches of one rank, with the interface of `Loader`."""
 
     @property

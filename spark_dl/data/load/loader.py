@@ -20,6 +20,7 @@ from spark_dl.data.columns.ragged import Array
 from spark_dl.data.dataset.memory import check_memory, decoding_bytes, memory_setting, share_mib
 from spark_dl.data.dataset.records import ShardSet
 from spark_dl.data.load.arena import Arena
+from spark_dl.data.load.row_names import describe_rows, rows_of_step
 from spark_dl.data.load.window_reader import Schedule, WindowReader
 from spark_dl.data.parquet.byte_budget import PrefetchBudget
 from spark_dl.data.plan import Ints, Plan, Split, check_held_out, streams_of_rank
@@ -62,7 +63,7 @@ class Loader:
         num_datasets: int = 1,
     ):
         loader, train = config.loader, config.train
-        self.columns = shards.select(config.data.columns)
+        self._shards, self.columns = shards, shards.select(config.data.columns)
         self._budget = share_mib(loader.memory_mib, num_datasets) * _MIB
         check_memory(shards, self.columns, config, world_size, num_datasets)
         if split != "all":
@@ -120,6 +121,10 @@ class Loader:
         """Yields the steps of an epoch, from `start_step` on. Prefetching stops when the iterator is closed."""
         room = PrefetchBudget(self._ready_bytes)
         return read_ahead(self._batches(epoch, start_step, room), self._bundles_ahead, room)
+
+    def name_rows(self, epoch: int, step: int) -> str:
+        """Names the rows of this rank in a step, for messages."""
+        return describe_rows(self._shards, self._rows, rows_of_step(self.plan, self._streams, epoch, step))
 
     def _batches(self, epoch: int, start_step: int, room: PrefetchBudget) -> Generator[list[StepBatches], None, None]:
         step = start_step

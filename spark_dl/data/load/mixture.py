@@ -141,11 +141,11 @@ class MixedLoader:
     ):
         self.columns = mixture.select(config.data.columns)
         configs = dataset_configs(config)
-        self._loaders = [
-            Loader(mixture.datasets[name], share, rank=rank, num_datasets=len(configs), **options)
+        self._loaders = {
+            name: Loader(mixture.datasets[name], share, rank=rank, num_datasets=len(configs), **options)
             for name, share in configs.items()
-        ]
-        self.plan = MixedPlan(tuple(loader.plan for loader in self._loaders))
+        }
+        self.plan = MixedPlan(tuple(loader.plan for loader in self._loaders.values()))
         self._rank = rank
         memory_mib = config.loader.memory_mib
         self._builder = BatchBuilder(
@@ -158,13 +158,23 @@ class MixedLoader:
         """Yields the steps of an epoch, from `start_step` on. Prefetching stops when the iterator is closed."""
         room = PrefetchBudget(self._ready_bytes)
         return read_ahead(
-            self._batches(epoch, start_step, room), min(loader.prefetch for loader in self._loaders), room
+            self._batches(epoch, start_step, room), min(loader.prefetch for loader in self._loaders.values()), room
         )
+
+    def name_rows(self, epoch: int, step: int) -> str:
+        """Names the rows of this rank in a step, of each dataset, for messages."""
+        named = []
+        for name, loader in self._loaders.items():
+            number, own_step = divmod(step, loader.plan.steps)
+            first = epoch * self.plan.passes(loader.plan)
+            named.append(f"of the dataset {name!r}: {loader.name_rows(first + number, own_step)}")
+        return "; ".join(named)
 
     def _batches(self, epoch: int, start_step: int, room: PrefetchBudget) -> Generator[list[StepBatches], None, None]:
         with contextlib.ExitStack() as stack:
             sources = [
-                stack.enter_context(contextlib.closing(self._endless(x, epoch, start_step))) for x in self._loaders
+                stack.enter_context(contextlib.closing(self._endless(loader, epoch, start_step)))
+                for loader in self._loaders.values()
             ]
             for step in range(start_step, self.plan.steps):
                 parts, key = [next(source) for source in sources], (epoch, step, self._rank)

@@ -98,6 +98,10 @@ class PetastormLoader:
         finally:
             pieces.close()
 
+    def name_rows(self, epoch: int, step: int) -> str:
+        """Says that the rows of a step are not known, for messages."""
+        return "not known, as Petastorm's order of rows differs from run to run (loader.reader)"
+
     def _step(self, epoch: int, step: int, arrays: Sequence[Array], filler: Sequence[Array]) -> StepBatches:
         rows, batch = len(arrays[0]), self.plan.rank_batch(self._rank)
         padded = [np.concatenate([a, np.repeat(f, batch - rows, axis=0)]) for a, f in zip(arrays, filler, strict=True)]

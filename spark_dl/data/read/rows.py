@@ -26,7 +26,7 @@ from spark_dl.data.parquet import filters
 from spark_dl.data.parquet.buffer_pool import BufferPool
 from spark_dl.data.parquet.byte_budget import ByteBudget
 from spark_dl.data.petastorm.npy import unpacked_bytes
-from spark_dl.data.plan import FILLER, Segment, Split, rows_held_out, split_rows
+from spark_dl.data.plan import FILLER, Ints, Segment, Split, rows_held_out, split_rows
 from spark_dl.data.read.current import CurrentReads
 from spark_dl.data.read.shard_file import ShardFile, is_sliced
 from spark_dl.data.store.cache import DiskCache, open_input
@@ -209,19 +209,20 @@ class Rows:
             del held  # its traceback refers to this frame
 
     def _rows_of_split(self, number: int, places: Places) -> list[Array | Ragged]:
-        if self._held_out[number]:
-            places = [None] * len(self.columns)
+        kept = self.kept_rows(number)
         with self.reads.of(number):
-            arrays = self._decode(number, places)
-        if self._held_out[number]:
-            held_out = slice(int(self._held_out[number]))
-            if self._fold is not None:
-                first = int(self._passing[:number].sum())
-                held_out = slice((self._fold - first) % self._folds, None, self._folds)
-            kept = split_rows(int(self._passing[number]), held_out, self._seed, number)
-            rows = kept[self._split == "validation"]
-            return [take(a, rows) if isinstance(a, Ragged) else a[rows] for a in arrays]
-        return arrays
+            arrays = self._decode(number, places if kept is None else [None] * len(self.columns))
+        return arrays if kept is None else [take(a, kept) if isinstance(a, Ragged) else a[kept] for a in arrays]
+
+    def kept_rows(self, number: int) -> Ints | None:
+        """Returns which of the passing rows of a row group are in the split, sorted; None if all are."""
+        if not self._held_out[number]:
+            return None
+        held_out = slice(int(self._held_out[number]))
+        if self._fold is not None:
+            first = int(self._passing[:number].sum())
+            held_out = slice((self._fold - first) % self._folds, None, self._folds)
+        return split_rows(int(self._passing[number]), held_out, self._seed, number)[self._split == "validation"]
 
     def _decode(self, number: int, places: Places) -> list[Array | Ragged]:
         shard, group, rows = self._shards.shards.place_of(number)

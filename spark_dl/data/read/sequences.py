@@ -125,6 +125,12 @@ class SequenceRows:
                 np.take(array, places, axis=0, out=target[done : done + segment.rows], mode="clip")
             done += segment.rows
 
+    def first_rows(self, samples: Ints) -> Ints:
+        """Returns the row group and the row in it where samples begin. # (n, 2): piece, sample in it -> (n, 2)"""
+        first = self._sequences.first_rows(self._bounds[samples[:, 0]] + samples[:, 1])
+        group = np.searchsorted(self._group_ends, first, side="right")
+        return np.stack([group, first - self._group_ends[group] + self._rows.group_rows[group]], axis=1)
+
     def end_thread(self) -> None:
         """Releases resources of this thread, as `Rows.end_thread`."""
         self._rows.end_thread()

@@ -19,7 +19,7 @@ from torch.func import functional_call
 
 from spark_dl.nn.moe import note_rows
 from spark_dl.parallel.generators import generators_kept
-from spark_dl.parallel.loss import autocast, weighted_loss_sum
+from spark_dl.parallel.loss import autocast, raise_if_misfit, weighted_loss_sum
 from spark_dl.parallel.mesh.layers import Layer, tensors_of
 from spark_dl.spec import Batch, ModelSpec, Output
 
@@ -100,13 +100,20 @@ class Stage:
                 self._spec.output(self._model, batch, self._config.data.features)
         except _Left as left:
             return left.value
+        except Exception as error:
+            raise_if_misfit(error, batch)
+            raise
         raise AssertionError  # forward_replaced has raised
 
     def loss_sum(self, batch: Batch, received: Any = None, weights: Weights | None = None) -> Tensor:
         """Returns the sum of losses over the true rows, a float32 scalar. For the last stage."""
         assert self.is_last
-        with self._in_place_of_model(received, weights):
-            return weighted_loss_sum(self._spec, self._model, batch, self._config)[1]
+        try:
+            with self._in_place_of_model(received, weights):
+                return weighted_loss_sum(self._spec, self._model, batch, self._config)[1]
+        except Exception as error:
+            raise_if_misfit(error, batch)
+            raise
 
     def output(self, batch: Batch, received: Any = None) -> Output:
         """Returns the output of the model. For the last stage."""
@@ -183,6 +190,9 @@ def find_boundaries(
             spec.output(model, batch, config.data.features)
     except _Left:
         pass
+    except Exception as error:
+        raise_if_misfit(error, batch)
+        raise
     return [boundary_of(layer.name, value) for layer, value in found]
 
 

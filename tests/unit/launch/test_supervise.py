@@ -12,6 +12,8 @@ from spark_dl import Launch, RankError
 from spark_dl.launch import supervise
 from spark_dl.launch.failures.describe import describe, is_retryable
 from spark_dl.launch.supervise import backoff_s, failing_hosts, reason_to_stop, run_attempts
+from spark_dl.rundir.saving import BadStateError, NotWrittenError
+from spark_dl.training.finite import NotFiniteTrainingError
 
 QUICK = Launch(restart_wait_s=0)
 
@@ -157,7 +159,8 @@ class UserError(RuntimeError):
     (OSError("disk"), True), (RuntimeError("CUDA error"), True), (MemoryError(), True), (ConnectionError(), True),
     (ValueError("x"), False), (TypeError(), False), (KeyError("x"), False), (ImportError("x"), False),
     (ZeroDivisionError(), False), (AssertionError(), False), (pickle.PicklingError(), False), (SystemExit(3), False),
-    (UserError(), False),
+    (UserError(), False), (NotFiniteTrainingError(), False), (BadStateError(), False),
+    (NotWrittenError(4, "/run", "disk"), True),
 ])  # fmt: skip
 def test_F02_an_error_of_the_code_or_the_data_is_not_retried(error, expected):
     assert is_retryable(error) is expected

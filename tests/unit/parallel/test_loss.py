@@ -5,8 +5,11 @@ import torch
 from torch import nn
 
 from spark_dl import Config, Data, ModelSpec, Train
+from spark_dl.launch.failures.describe import is_retryable
 from spark_dl.nn import MoE
 from spark_dl.parallel.loss import true_rows, weighted_loss_sum
+from spark_dl.parallel.trainable import add_gradients
+from spark_dl.training.finite import NotFiniteTrainingError
 
 CONFIG = Config(data=Data(features=("x",)))
 
@@ -101,3 +104,60 @@ def test_a_column_that_has_no_rows_is_named():
 def test_a_loss_beside_a_mean_has_no_effect_and_is_an_error():
     with pytest.raises(ValueError, match=r"spec\.loss: has no effect with spec\.batch_loss"):
         ModelSpec(build=nn.Identity, loss="MSELoss", batch_loss=mean_loss)
+
+
+class Raises(nn.Module):
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def forward(self, x):
+        raise self.error
+
+
+def gradients(model, x, **columns):
+    batch = {"x": x, "label": torch.zeros(len(x), dtype=torch.int64), "weight": torch.ones(len(x)), **columns}
+    config = Config(data=Data(features=("x", *columns)))
+    spec = ModelSpec(build=nn.Identity)
+    return add_gradients(spec, model, [batch], config, device=torch.device("cpu"), scale=lambda losses: losses)
+
+
+@pytest.mark.parametrize(("model", "x", "text"), [
+    (nn.Linear(4, 3), torch.ones(6, 3), "mat1 and mat2 shapes cannot be multiplied"),
+    (nn.Linear(3, 3), torch.ones(6, 3, dtype=torch.int64), "must have the same dtype"),
+    (nn.Conv2d(3, 3, 2), torch.ones(6, 8, 8, 3), "to have 3 channels"),
+    (nn.BatchNorm1d(3), torch.ones(6, 3, 3, 3), "expected 2D or 3D input"),
+    (nn.Embedding(5, 3), torch.full((6,), 5), "index out of range"),
+    (nn.Embedding(5, 3), torch.ones(6), "scalar types"),
+], ids=str)  # fmt: skip
+def test_B27_a_batch_that_the_model_does_not_take_is_shown_with_its_columns(model, x, text):
+    with pytest.raises(ValueError, match=rf"the model cannot be computed for a batch: .*{text}") as error:
+        gradients(model, x)
+    about = f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}"
+    assert f"The batch has the columns 'x' {about}, 'label' (6,) int64, " in str(error.value)
+    assert str(error.value.__cause__).rstrip(".") in str(error.value)
+    assert "weight" not in str(error.value).partition("The batch has")[2]
+    assert not is_retryable(error.value)
+
+
+def test_B27_a_model_that_takes_fewer_features_is_shown_the_columns():
+    with pytest.raises(ValueError, match=r"takes 2 positional arguments but 3 were given.* 'y' \(6, 2\) float32"):
+        gradients(nn.Linear(3, 3), torch.ones(6, 3), y=torch.ones(6, 2))
+
+
+def test_a_batch_that_fits_is_computed():
+    assert gradients(nn.Linear(3, 3), torch.ones(6, 3)).isfinite()
+
+
+@pytest.mark.parametrize("error", [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB, the size of the tensor"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory of this size"),
+    torch.distributed.DistBackendError("NCCL error: the tensor size"), RuntimeError("no route to host"),
+    RuntimeError("[/pytorch/gloo/transport/tcp/pair.cc:547] Connection closed by peer, size 4"),
+    RuntimeError("CUDA error: an illegal memory access was encountered in a shape"),
+    NotFiniteTrainingError("the loss of shape (3,)"), OSError("file size"),
+], ids=str)  # fmt: skip
+def test_errors_of_memory_devices_and_connections_stay_as_they_are(error):
+    with pytest.raises(type(error)) as found:
+        gradients(Raises(error), torch.ones(6, 3))
+    assert found.value is error

@@ -18,6 +18,7 @@ import torch
 from spark_dl import Checkpoint, Config, Data, Launch, Loader, Train, storage
 from spark_dl.config.load import build_config
 from spark_dl.data.columns.schema import Column
+from spark_dl.launch.failures.describe import is_retryable
 from spark_dl.launch.rendezvous import join
 from spark_dl.rundir import attempt, checkpoint, checkpoint_files, rank_files, saving
 from spark_dl.rundir.checkpoint_files import DamagedError
@@ -47,7 +48,7 @@ def save(run_dir, step=1, generation=0, config=None, **parts):
         config=config or Config(),
         columns=COLUMNS,
         **about,
-    )
+    ).url
 
 
 def handmade(run_dir, step, generation=1, files=None, **manifest):
@@ -115,10 +116,13 @@ def test_a_part_that_cannot_be_written_is_an_error_and_no_checkpoint(tmp_path, g
     with pytest.raises(saving.NotWrittenError, match=rf"checkpoint at step 2 not saved: .*{broken}") as error:
         save(tmp_path, step=2)
     assert error.value.url == str(tmp_path / "checkpoints" / "step-00000002.gen-0000")
+    assert is_retryable(error.value)
     assert steps(tmp_path) == [1]
-    with pytest.raises(RuntimeError, match="step 2 not saved: w is not finite") as error:  # nor would a later one be
+    with pytest.raises(
+        saving.BadStateError, match="step 2 not saved: w is not finite"
+    ) as error:  # nor would a later one be
         save(tmp_path, step=2, problem="w is not finite")
-    assert not isinstance(error.value, saving.NotWrittenError)
+    assert not is_retryable(error.value)
 
 
 def test_the_newest_are_kept_and_the_others_deleted(tmp_path, group):

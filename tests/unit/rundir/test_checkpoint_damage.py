@@ -252,7 +252,7 @@ def test_ranks_load_only_what_the_driver_has_checked(run_dir, group):
     saved = checkpoint.find(str(run_dir))
     assert checkpoint.open_checkpoint(saved.url, sha256=saved.sha256) == saved
     save(run_dir, step=2, generation=1, model={"0": {"w": torch.ones(3)}}, config=Config(train=Train(lr=0.5)))
-    with pytest.raises(RuntimeError, match=r"MANIFEST\.json has changed since the driver checked it"):
+    with pytest.raises(RuntimeError, match=r"MANIFEST\.json has changed since this run checked or saved it"):
         checkpoint.open_checkpoint(saved.url, sha256=saved.sha256)
 
 

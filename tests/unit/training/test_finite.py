@@ -13,6 +13,7 @@ from spark_dl.training.finite import (
     LOSS,
     WEIGHT,
     Finding,
+    NotFiniteTrainingError,
     StateCheck,
     StepCheck,
     check_loss_scale,
@@ -122,7 +123,7 @@ def test_a_loss_scale_of_normal_size_is_no_error():
     scaler = torch.amp.GradScaler("cpu", init_scale=0.5)
     check_loss_scale(scaler, 3)
     check_loss_scale(None, 3)
-    with pytest.raises(RuntimeError, match=r"train.precision: .* until step 3"):
+    with pytest.raises(NotFiniteTrainingError, match=r"train.precision: .* until step 3"):
         check_loss_scale(torch.amp.GradScaler("cpu", init_scale=1e-5), 3)
 
 

@@ -93,7 +93,7 @@ def test_a_checkpoint_that_changes_before_ranks_read_it_is_an_error(trained, gro
     spec, _ = begin(ModelSpec(build=build), trained[0])
     shutil.rmtree(trained[0])
     save(trained[0], model={"0": build().state_dict()})
-    with pytest.raises(RuntimeError, match="has changed since the driver checked it"):
+    with pytest.raises(RuntimeError, match="has changed since this run checked or saved it"):
         spec.build_to_train()
 
 

@@ -50,7 +50,7 @@ class RankJob:
         NOTE: Spark reports the progress of all operations of the session. Another operation with the same number of
         tasks is mistaken for this job, and the start timeout then does not apply.
         """
-        if not hasattr(self._spark, "registerProgressHandler") or not is_connect(self._spark):
+        if not is_connect(self._spark) or not self.counts_tasks:
             yield
             return
 
@@ -65,6 +65,11 @@ class RankJob:
             yield
         finally:
             self._spark.removeProgressHandler(on_progress)
+
+    @property
+    def counts_tasks(self) -> bool:
+        """Whether it is known that tasks run. Spark 3.5 does not tell it over Spark Connect."""
+        return not is_connect(self._spark) or hasattr(self._spark, "registerProgressHandler")
 
     def has_tasks(self) -> bool:
         """Whether tasks of the job are running, or tasks of its last stage have completed. False over Spark Connect.

@@ -35,7 +35,7 @@ from spark_dl.launch.rank.environment import restored_process, torchrun_env
 from spark_dl.launch.rank.ports import closed_when_connected
 from spark_dl.launch.rank.sender import Reporter
 from spark_dl.launch.rank.store import RankStore, Server
-from spark_dl.launch.rank.tasks import RankTasks, choose
+from spark_dl.launch.rank.tasks import RankTasks, all_gather, choose
 from spark_dl.launch.watch import Address
 from spark_dl.world import World, interface_of, local_address, no_driver
 
@@ -170,8 +170,8 @@ def _exchange(context: Any, report: Any, message: str, launch: Launch) -> list[s
             return found
         if report.tasks is not None and report.tasks.num_tasks > launch.num_ranks:  # the others do not call it
             raise RuntimeError("not all ranks can reach the driver, so no host can be left out: open the driver's port")
-    gathered: list[str] = context.allGather(message)
-    return gathered
+    waits_for_rows = isinstance(report, Reporter) and report.waits_for_rows  # which may take any time
+    return all_gather(context, message, None if waits_for_rows else launch.start_timeout_s)
 
 
 def _meet_by_env(launch: Launch, report: Any) -> World:

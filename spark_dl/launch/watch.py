@@ -37,7 +37,7 @@ CRASH = "crash"
 MAX_FRAME = 1 << 20
 """Bytes of an event."""
 _AUTH_TIMEOUT_S = 5.0
-_MEETING_S = 10.0
+MEETING_S = 10.0
 """How long ranks wait for the others in the driver's listener, before all of them use Spark's `allGather`."""
 _CRASH_WAIT_S = 1.0
 """How long a lost connection waits for what the process has written about its end."""
@@ -98,6 +98,11 @@ class Listener:
         found: dict[str, Any] = {**self.places.get(task, {}), "progress": self.progress.get(task)}
         silence = self.silence()
         return {**found, "silent_s": silence[task]} if task in silence else found
+
+    @property
+    def met(self) -> frozenset[int]:
+        """The tasks that have come to meet the others here."""
+        return self._meeting.tasks
 
     def answer(self, task: int, value: Any) -> None:
         """Answers the question of a task, an event of the kind `ask`. value: JSON-serializable."""
@@ -185,12 +190,17 @@ class _Meeting:
         self._answer: bytes | None = None
         self._timer: threading.Timer | None = None
 
+    @property
+    def tasks(self) -> frozenset[int]:
+        with self._lock:
+            return frozenset(self._messages)
+
     def add(self, task: int, message: str, conn: connection.Connection) -> None:
         with self._lock:
             self._messages[task] = message
             self._waiting.append(conn)
             if self._timer is None:
-                self._timer = threading.Timer(_MEETING_S, self._give_up)
+                self._timer = threading.Timer(MEETING_S, self._give_up)
                 self._timer.name, self._timer.daemon = "spark_dl meeting", True
                 self._timer.start()
             if self._answer is None and len(self._messages) == self._num_ranks:

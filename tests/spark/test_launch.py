@@ -16,11 +16,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from pyspark import BarrierTaskContext
 from pyspark.sql import SparkSession
 
 import spark_dl
 from spark_dl import Launch, RankError, spark_job
-from spark_dl.launch import barrier, preflight, session
+from spark_dl.launch import barrier, preflight, rendezvous, session
+from spark_dl.launch.rank.task import RankResult
+from spark_dl.launch.supervise import Attempt
 from spark_dl.launch.watch import Listener
 from tests.builders.datasets import write_dataset
 from tests.builders.models import MLP, blobs, same_bits, small_config
@@ -477,7 +480,7 @@ def test_B23_a_gpu_that_no_rank_can_get_is_an_error_before_any_task(spark, mode,
 @pytest.mark.long_in("connect")
 @pytest.mark.slow
 @pytest.mark.modes("local", "connect")
-def test_B21_a_busy_cluster_is_an_error_after_the_start_timeout(spark, mode):
+def test_B21_a_busy_cluster_is_said_and_is_an_error_after_the_start_timeout(spark, mode, monkeypatch, caplog):
     def sleep(batches):
         time.sleep(25)
         yield from batches
@@ -490,13 +493,19 @@ def test_B21_a_busy_cluster_is_an_error_after_the_start_timeout(spark, mode):
         except Exception as error:
             errors.append(error)
 
+    monkeypatch.setattr(barrier, "_SAY_AFTER_S", 1.0)
+    monkeypatch.setattr(barrier, "_SAY_EVERY_S", 2.0)
     errors = []
     other = threading.Thread(target=occupy)
     other.start()
     time.sleep(3)
+    start, why = time.monotonic(), "the cluster is busy with other jobs, or its executors have not started"
     try:
-        with pytest.raises(RuntimeError, match=r"of 2 ranks started within launch.start_timeout_s=4 s"):
+        with pytest.raises(RuntimeError, match=rf"0 of 2 ranks started within launch.start_timeout_s=4 s; {why}$"):
             spark_dl.launch(_sum_of_ranks, 1.0, num_ranks=2, settings=Launch(start_timeout_s=4))
+        assert 4 <= time.monotonic() - start < 15
+        said = [record.message for record in caplog.records]
+        assert said == [f"0 of 2 ranks have started; waiting for task slots: {why}"] * 2
     finally:
         if mode == "connect":
             spark.interruptAll()
@@ -506,15 +515,16 @@ def test_B21_a_busy_cluster_is_an_error_after_the_start_timeout(spark, mode):
     assert [r["rank"] for r in spark_dl.launch(_sum_of_ranks, 1.0, num_ranks=2)] == [0, 1]
 
 
+def _unreachable(spark, num_ranks):
+    listener = Listener("127.0.0.1", num_ranks=num_ranks)
+    listener.address = dataclasses.replace(listener.address, port=1)
+    return listener
+
+
 @pytest.mark.slow
 @pytest.mark.modes("local")
 def test_a_driver_whose_port_is_closed_gets_results_and_errors_all_the_same(spark, monkeypatch):
     """Executors reach Spark's own ports, but perhaps not the listener's."""
-
-    def unreachable(spark, num_ranks):
-        listener = Listener("127.0.0.1", num_ranks=num_ranks)
-        listener.address = dataclasses.replace(listener.address, port=1)
-        return listener
 
     def work(fails):
         time.sleep(5)
@@ -522,7 +532,7 @@ def test_a_driver_whose_port_is_closed_gets_results_and_errors_all_the_same(spar
             raise KeyError("the culprit")
         return int(os.environ["RANK"])
 
-    monkeypatch.setattr(barrier, "listen", unreachable)
+    monkeypatch.setattr(barrier, "listen", _unreachable)
     settings = Launch(start_timeout_s=4)
     assert spark_dl.launch(work, False, num_ranks=2, settings=settings) == [0, 1]
     with pytest.raises(RankError, match="rank 1 on .* failed: KeyError: 'the culprit'"):
@@ -810,3 +820,76 @@ def test_F25_a_module_that_one_host_lacks_is_the_error_and_nobody_waits_for_that
         spark_dl.launch(lambda value: value, needs, settings=Launch(num_ranks=2, start_timeout_s=60))
     assert time.time() - float((tmp_path / "at").read_text()) < 15
     assert "_import_there" in error.value.rank_traceback
+
+
+class _Late:
+    """What sleeps on one rank when it is unpickled, as an import from a file system that does not answer."""
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    def __reduce__(self):
+        return _come_late, (self.seconds,)
+
+
+def _come_late(seconds):
+    if BarrierTaskContext.get().partitionId() == 1:
+        time.sleep(seconds)
+    return "there"
+
+
+def _join_late(value, launch, seconds, report):
+    _come_late(seconds)
+    with rendezvous.join(launch, init_group=False, report=report) as world:
+        return RankResult(world.rank, value)
+
+
+def _never_join(seconds, report):
+    task = BarrierTaskContext.get().partitionId()
+    _come_late(seconds)
+    return RankResult(task, task)
+
+
+def _launch_late(spark, place, seconds, start_timeout_s):
+    """Launches two ranks. One of them comes late: before its Python, its call or the others are there."""
+    launch, late = Launch(num_ranks=2, start_timeout_s=start_timeout_s), _Late(seconds)
+    attempt = Attempt(env={"LATE": late} if place == "python" else {})  # which is unpickled by Spark
+    args = (late if place == "call" else "there", launch, seconds if place == "meeting" else 0)
+    return barrier.run_barrier(spark, _join_late, *args, launch=launch, attempt=attempt)
+
+
+@pytest.mark.slow
+@pytest.mark.modes("local")
+@pytest.mark.parametrize(("place", "named"), [
+    pytest.param("python", r"task 1 .* on an unknown host .* told nothing to the driver", marks=pytest.mark.long),
+    ("call", r"task 1 .* on 127\.0\.0\.1 \(pid \d+\) did .* has not unpickled the function and its arguments"),
+    pytest.param("meeting", r"task 1 .* on 127\.0\.0\.1 .* has not come to the other ranks", marks=pytest.mark.long),
+])  # fmt: skip
+def test_F25_a_rank_that_stalls_before_the_ranks_meet_is_named_after_the_start_timeout(spark, place, named):
+    assert _launch_late(spark, place, seconds=2, start_timeout_s=10) == ["there"] * 2
+    start = time.monotonic()
+    with pytest.raises(RankError, match=rf"(?s)^{named}.*raise launch.start_timeout_s") as error:
+        _launch_late(spark, place, seconds=60, start_timeout_s=3)
+    assert time.monotonic() - start < 20
+    assert "did not join within launch.start_timeout_s=3 s (1 of 2 ranks)" in str(error.value)
+    if place != "python":
+        assert "in _come_late" in error.value.stacks
+        _assert_pid_ends(error.value.pid)
+
+
+@pytest.mark.long
+@pytest.mark.modes("local")
+def test_F25_a_rank_that_stalls_is_an_error_also_where_ranks_cannot_reach_the_driver(spark, monkeypatch):
+    monkeypatch.setattr(barrier, "listen", _unreachable)
+    assert _launch_late(spark, "call", seconds=1, start_timeout_s=20) == ["there"] * 2
+    start = time.monotonic()
+    with pytest.raises(RankError, match="not all ranks came to meet the others within launch.start_timeout_s=3 s"):
+        _launch_late(spark, "call", seconds=60, start_timeout_s=3)
+    assert time.monotonic() - start < 30
+
+
+@pytest.mark.slow
+@pytest.mark.modes("local")
+def test_ranks_that_do_not_join_each_other_are_not_waited_for(spark):
+    launch = Launch(num_ranks=2, start_timeout_s=1)
+    assert barrier.run_barrier(spark, _never_join, 3, launch=launch) == [0, 1]

@@ -33,8 +33,12 @@ def root_cause(
     """
     found = _first_of_all(failures, known, error, silent, memories or {})
     if isinstance(found, RankError):
-        found.hosts = frozenset(who["host"] for who in known.values() if who.get("host"))
+        found.hosts = _hosts(known)
     return found
+
+
+def _hosts(known: Mapping[int, Mapping[str, Any]]) -> frozenset[str]:
+    return frozenset(who["host"] for who in known.values() if who.get("host"))
 
 
 def _first_of_all(
@@ -175,6 +179,25 @@ def _error_about(
         f"{_names(tasks, known)} {what}{in_words(**place)}{consequence}",
         **_who(who), **place, stacks=what_ranks_did(known),
     )  # fmt: skip
+
+
+def late_at_start(
+    tasks: list[int], known: Mapping[int, Mapping[str, Any]], num_ranks: int, limit_s: float
+) -> RankError:
+    """Returns the error about ranks that run, but have not joined the others in time. tasks: at least one."""
+    who = known.get(tasks[0])
+    did = "has told nothing to the driver: its Python hangs or is slow, or its host cannot reach the driver"
+    if who is not None and who.get("is_called"):
+        did = "is alive, but has not come to the other ranks, which wait for it"
+    elif who is not None:
+        did = "is alive, but has not unpickled the function and its arguments, for which it imports their modules"
+    error = _error_about(tasks, (
+        f"did not join within launch.start_timeout_s={limit_s:g} s ({len(tasks)} of {num_ranks} ranks). The process "
+        f"{did}. See where it stands in its stacks, and look for a file system that does not answer on its host; if it "
+        "only needs more time, raise launch.start_timeout_s"
+    ), known, [])  # fmt: skip
+    error.hosts = _hosts(known)
+    return error
 
 
 def _names(tasks: list[int], known: Mapping[int, Mapping[str, Any]]) -> str:

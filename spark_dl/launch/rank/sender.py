@@ -25,7 +25,7 @@ from typing import Any
 from spark_dl.launch.rank import memory, sigterm, status
 from spark_dl.launch.rank.collectives import last_collective, progress
 from spark_dl.launch.rank.tasks import RankTasks
-from spark_dl.launch.watch import CRASH, MAX_FRAME, Address, shut
+from spark_dl.launch.watch import CRASH, MAX_FRAME, MEETING_S, Address, shut
 
 _MAX_ANSWER = 1 << 28
 """Bytes of the messages of all ranks."""
@@ -78,15 +78,17 @@ class Sender:
         task: int,
         *,
         stall_s: float = math.inf,
+        start_s: float = math.inf,
         lost_s: float = math.inf,
         on_lost: Callable[[str], None] = lambda why: None,
     ):
-        """stall_s: without progress for so long, the stacks of this process are sent, once.
+        """stall_s: without progress for so long, the stacks of this process are sent, once. start_s: before it joins.
 
         lost_s: the connection is lost if the driver's host does not confirm what is sent for so long. on_lost: called
         in the sender's thread, with the error, when the connection is lost before `close`.
         """
-        self._task, self._stall_s, self._lost_s, self._on_lost = task, stall_s, lost_s, on_lost
+        self._task, self._lost_s, self._on_lost = task, lost_s, on_lost
+        self._stall_s, self._stall_when_joined_s = min(start_s, stall_s), stall_s
         self._beat_at = time.monotonic()
         """When the last heartbeat was sent."""
         self._stalled_since = 0.0
@@ -128,6 +130,11 @@ class Sender:
             return frame if len(frame) <= MAX_FRAME else None
         return None
 
+    def joined(self) -> None:
+        """Notes that this rank has joined the others: `start_s` is over."""
+        self._stall_s = self._stall_when_joined_s
+        status.enter(status.STARTING)
+
     def flush(self, timeout_s: float = 2.0) -> None:
         """Waits until all queued events are sent, so that they reach the driver even if this process is killed.
 
@@ -145,7 +152,8 @@ class Sender:
         """
         if not self.reaches_driver():
             return None
-        limit = f"the driver did not answer within {timeout_s:g} s (launch.start_timeout_s)"
+        timeout_s += MEETING_S  # the driver ends the job before, and names who has not come
+        limit = f"the driver did not answer within {timeout_s:g} s"
         answer: list[str] | None = self.ask({"kind": "meet", "message": message}, timeout_s, limit)
         return answer
 
@@ -238,11 +246,15 @@ class Reporter:
         secret: bytes = b"",
         tasks: RankTasks | None = None,
         executor: str = "",
+        *,
+        waits_for_rows: bool = False,
     ):
         """me: `host` and `pid`, and later `rank`, which every event has. secret: of the ranks' store.
 
         tasks: those of the barrier job that are ranks. executor: of this rank, which its first events have.
+        waits_for_rows: whether they first get the rows of a DataFrame.
         """
+        self.waits_for_rows = waits_for_rows
         self._sender, self._me, self.secret, self.tasks = sender, me, secret, tasks
         self._place = {"executor": executor}
 
@@ -256,6 +268,7 @@ class Reporter:
         is_queued = self._sender.send({**event, **(self.about() if is_first else self._me)})
         if event["kind"] == "joined":
             self._me["rank"], self._place["device"] = event["rank"], event["device"]
+            self._sender.joined()
             self.flush()  # if the process is killed from now on, the driver knows its rank
         return is_queued
 

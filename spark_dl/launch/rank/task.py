@@ -36,6 +36,8 @@ _ABORTED_BY_DRIVER_WAIT_S = 20.0
 _STALL = 0.8
 """Part of `launch.collective_timeout_s` after which a rank without progress sends its stacks, before others fail, and
 after which a rank that the driver's host does not answer ends."""
+_START_STALL = 0.5
+"""Part of `launch.start_timeout_s` after which a rank that has not joined the others sends its stacks."""
 _LAST_LINE_S = 0.5
 """For the last line of a rank that ends itself to reach the executor's log."""
 SCHEMA = "rank int, result binary, refused string, output string"
@@ -101,9 +103,10 @@ def rank_task(
         if (task := tasks.own) is None:
             return
         me: dict[str, Any] = {"host": tasks.hosts[task], "pid": os.getpid()}
-        limit_s = _STALL * launch.collective_timeout_s
-        sender = Sender(address, task, stall_s=limit_s, lost_s=limit_s, on_lost=_end_process)
-        report = Reporter(sender, me, secret, tasks, own_executor(tasks.executors[task]))
+        limit_s, start_s = _STALL * launch.collective_timeout_s, _START_STALL * launch.start_timeout_s
+        sender = Sender(address, task, stall_s=limit_s, start_s=start_s, lost_s=limit_s, on_lost=_end_process)
+        executor = own_executor(tasks.executors[task])
+        report = Reporter(sender, me, secret, tasks, executor, waits_for_rows=has_source)
         report({"kind": "started"})
         output = _open_output(report, me, launch, has_log=has_log)
         try:
@@ -117,6 +120,7 @@ def rank_task(
                 tasks.check(launch.num_ranks)
                 rows = {"rows": _task_input(batches, task)} if has_source else {}
                 fn, args, kwargs = payload.unpack_call(packed)
+                report({"kind": "called"})
                 done: RankResult = fn(*args, report=report, **kwargs, **rows)
                 result = payload.pack_result(done.result, result_limit_bytes)
         except BaseException as error:

@@ -7,9 +7,14 @@ the tasks on that host end at once. Every task knows the hosts of all tasks, so 
 from __future__ import annotations
 
 import os
+import queue
 import re
+import threading
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from spark_dl.launch.failures.errors import OtherRankError
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,33 @@ def own_executor(address: str) -> str:
     """
     link = re.search(r"[?&]executorId=(\d+)", os.environ.get("SPARK_LOG_URL_STDERR", ""))
     return os.environ.get("SPARK_EXECUTOR_ID") or (link[1] if link else address)
+
+
+def all_gather(context: Any, message: str, limit_s: float | None) -> list[str]:
+    """Returns the messages of all tasks of a barrier job, with Spark's `allGather`, which waits for up to a year.
+
+    Collective. context: the BarrierTaskContext. Raises OtherRankError if not all tasks come within `limit_s`.
+    """
+    found: queue.Queue[Any] = queue.Queue()
+
+    def gather() -> None:
+        try:
+            found.put(context.allGather(message))
+        except BaseException as error:
+            found.put(error)
+
+    threading.Thread(target=gather, name="spark_dl allGather", daemon=True).start()
+    try:
+        messages: list[str] | BaseException = found.get(timeout=limit_s)
+    except queue.Empty:
+        raise OtherRankError(
+            f"not all ranks came to meet the others within launch.start_timeout_s={limit_s:g} s: one of them hangs or "
+            "is slow, for example at the import of its modules; look at the executors that have not failed, or raise "
+            "launch.start_timeout_s"
+        ) from None
+    if isinstance(messages, BaseException):
+        raise messages
+    return messages
 
 
 def host_of(executor: str) -> str:

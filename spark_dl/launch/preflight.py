@@ -135,7 +135,8 @@ def check_slots(spark: Any, launch: Launch, profile: Any = None, wait_s: float |
 def num_tasks(spark: Any, num_ranks: int, profile: Any, left_out: Collection[str]) -> int:
     """Returns how many tasks a job of ranks has: more than ranks, if hosts can be left out (`rank.tasks`).
 
-    Logs which hosts are left out, or that the others have too few slots, if there are others.
+    Logs which hosts are left out, or that the others have too few slots, if there are others. If ranks keep failing on
+    all hosts, all are used again: `launch.max_restarts` limits that, and a host that had bad luck may be good.
     """
     usable = usable_slots(spark, profile, left_out)
     if usable is not None and usable >= num_ranks:
@@ -145,6 +146,11 @@ def num_tasks(spark: Any, num_ranks: int, profile: Any, left_out: Collection[str
         _log.warning(
             "ranks keep failing on %s; the other hosts have %s slots for %d ranks, so it is not left out",
             ", ".join(sorted(left_out)), usable, num_ranks,
+        )  # fmt: skip
+    elif usable == 0 and len(left_out) > 1:
+        _log.warning(
+            "ranks keep failing on %s, and no other host has slots, so all of them are used again",
+            ", ".join(sorted(left_out)),
         )  # fmt: skip
     return num_ranks
 

@@ -85,11 +85,8 @@ def diagnose(
 
 def _of_settings(spark: Any) -> Iterator[Finding]:
     """Settings of the session that do harm later. Those that forbid a launch are errors of `preflight`."""
-    if spark.conf.get("spark.speculation", "false") == "true":
-        yield Finding(
-            "spark.speculation", WARNING, "true: Spark never speculates about ranks, but copies tasks that write "
-            "shards or predict, which costs slots", "set spark.speculation to false",
-        )  # fmt: skip
+    if copies := preflight.speculation(spark):
+        yield Finding("speculation", WARNING, *copies)
 
 
 def _slots(spark: Any, num_ranks: int) -> str:

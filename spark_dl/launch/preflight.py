@@ -45,6 +45,8 @@ def check(spark: Any, launch: Launch, *, at_once: bool = True, executors_wait_s:
             "and returns no rows; set it to false"
         )
     if not at_once:
+        if copies := speculation(spark):
+            _log.warning("%s; %s", *copies)
         if launch.device == "cuda" and not _conf(spark, resources.TASK):
             raise ValueError(
                 f"launch.device: found 'cuda', but {resources.TASK} is not set; set it to 1, with "
@@ -56,6 +58,19 @@ def check(spark: Any, launch: Launch, *, at_once: bool = True, executors_wait_s:
     check_local_gpus(spark, launch)
     check_slots(spark, launch, profile, executors_wait_s)
     return profile
+
+
+def speculation(spark: Any) -> tuple[str, str] | None:
+    """Returns what `spark.speculation` does to spark_dl's tasks, and what to change; None if it is off.
+
+    NOTE: Spark never speculates about tasks of a barrier stage (`TaskSetManager.checkSpeculatableTasks`).
+    """
+    if _conf(spark, "spark.speculation") != "true":
+        return None
+    return (
+        "spark.speculation: found true: Spark never copies ranks of a barrier job, but the tasks that write shards, "
+        "predict, or compute with tree_reduce and shuffle_reduce, which costs slots"
+    ), "set spark.speculation to false"
 
 
 def check_local_gpus(spark: Any, launch: Launch) -> None:
@@ -103,7 +118,7 @@ def check_log_dir(launch: Launch) -> None:
 
 
 def check_slots(spark: Any, launch: Launch, profile: Any = None, wait_s: float | None = None) -> None:
-    """Raises RuntimeError if the cluster has fewer task slots than ranks.
+    """Raises RuntimeError if the cluster has fewer task slots than ranks, ValueError as `check_task_cpus` does.
 
     profile: the resources of a rank. wait_s: how long to wait for the next executor. By default it is 10 s; the first
         executor of an application may take `launch.start_timeout_s`, as a cluster may have to make room for it.
@@ -111,10 +126,11 @@ def check_slots(spark: Any, launch: Launch, profile: Any = None, wait_s: float |
     num_ranks = launch.num_ranks
     slots, since = num_slots(spark, profile), time.monotonic()
     fixed = (_conf(spark, "spark.master") or "").startswith("local[")
-    if slots == 0 and not fixed:
+    if slots == 0 and not fixed and not check_task_cpus(spark):
         _log.warning("no executor has registered yet; waiting for %d task slots", num_ranks)
     while slots is not None and slots < num_ranks and not fixed:
-        limit_s = wait_s if wait_s is not None else EXECUTORS_WAIT_S if slots else launch.start_timeout_s
+        has_executors = slots or check_task_cpus(spark)
+        limit_s = wait_s if wait_s is not None else EXECUTORS_WAIT_S if has_executors else launch.start_timeout_s
         if time.monotonic() - since > limit_s:
             break
         time.sleep(0.2)
@@ -130,6 +146,19 @@ def check_slots(spark: Any, launch: Launch, profile: Any = None, wait_s: float |
             f"{about}); lower launch.num_ranks, or give the application more executors"
             f"{', cores or GPUs' if about else ' or cores'}"
         )
+
+
+def check_task_cpus(spark: Any) -> bool:
+    """Returns whether executors have registered. Raises ValueError if none of them has the cores of one task."""
+    if is_connect(spark) or not (executors := _executors(spark)):
+        return False
+    found, most = int(_conf(spark, "spark.task.cpus") or 1), max(cores for _, cores in executors)
+    if found > most:
+        raise ValueError(
+            f"spark.task.cpus: found {found}, expected at most {most}, the cores of an executor, as no task can run; "
+            f"set it to {most} or less, or give executors {found} cores (spark.executor.cores)"
+        )
+    return True
 
 
 def num_tasks(spark: Any, num_ranks: int, profile: Any, left_out: Collection[str]) -> int:
@@ -173,12 +202,16 @@ def usable_slots(spark: Any, profile: Any, left_out: Collection[str]) -> int | N
 def _cores_by_host(spark: Any) -> dict[str, int]:
     """Returns the cores of the executors of each host; nothing with a local master, which has no executors."""
     cores: dict[str, int] = {}
-    executors = spark.sparkContext._jsc.sc().statusStore().executorList(True)
-    for executor in (executors.apply(index) for index in range(executors.size())):
-        if executor.id() != "driver":
-            host = host_of(executor.hostPort())
-            cores[host] = cores.get(host, 0) + executor.totalCores()
+    for host, number in _executors(spark):
+        cores[host] = cores.get(host, 0) + number
     return cores
+
+
+def _executors(spark: Any) -> list[tuple[str, int]]:
+    """Returns the host and the cores of each executor; nothing with a local master."""
+    found = spark.sparkContext._jsc.sc().statusStore().executorList(True)
+    executors = [found.apply(index) for index in range(found.size())]
+    return [(host_of(each.hostPort()), each.totalCores()) for each in executors if each.id() != "driver"]
 
 
 def _address(host: str) -> str:

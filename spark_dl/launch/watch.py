@@ -36,7 +36,8 @@ CRASH = "crash"
 """Kind of the first message of a connection for what the handler of a signal writes, and of the event."""
 MAX_FRAME = 1 << 20
 """Bytes of an event."""
-_AUTH_TIMEOUT_S = 5.0
+_AUTH_TIMEOUT_S = 2.0
+"""A rank that takes longer, as its imports hold the GIL, connects again (`rank.sender.connect`)."""
 MEETING_S = 10.0
 """How long ranks wait for the others in the driver's listener, before all of them use Spark's `allGather`."""
 _CRASH_WAIT_S = 1.0

@@ -31,11 +31,12 @@ def tried(address, sent=b"", within_s=END_S):
         return ends(client, within_s)
 
 
-def dripped(address, byte=b"\0", every_s=0.2, within_s=END_S):
-    """As `tried`, with a byte now and then, so that the connection never is silent."""
+def dripped(address, byte=b"\0", every_s=0.2, within_s=END_S, first=b""):
+    """As `tried`, with a byte now and then, so that the connection never is silent. first: what is sent at once."""
     start = time.monotonic()
     with socket.create_connection(address, 5) as client:
         try:
+            client.sendall(first)
             while time.monotonic() - start < within_s:
                 client.sendall(byte)
                 time.sleep(every_s)

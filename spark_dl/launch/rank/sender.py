@@ -296,30 +296,40 @@ class Reporter:
 def connect(address: Address, proof_s: float = _PROOF_S, *, lost_s: float = math.inf) -> connection.Connection:
     """Returns a connection on which both sides have proved that they know the secret, within `proof_s`.
 
+    The other side closes the connection of a process that takes seconds to prove it, so it is tried three times.
     lost_s: to send is an error if the other host has not confirmed what was sent for so long. Only on Linux.
     Raises OSError if the other side cannot be reached or closes the connection, and AuthenticationError.
     """
+    end = time.monotonic() + proof_s
+    for is_last in (False, False, True):
+        conn = _open(address, lost_s)
+        timer = threading.Timer(max(0.0, end - time.monotonic()), shut, (conn,))
+        timer.daemon = True
+        timer.start()
+        try:
+            connection.answer_challenge(conn, address.secret)  # type: ignore[attr-defined]
+            connection.deliver_challenge(conn, address.secret)  # type: ignore[attr-defined]
+        except (EOFError, ConnectionError):
+            conn.close()
+            if is_last or time.monotonic() >= end:
+                raise ConnectionError("Connection closed by peer") from None
+        except BaseException:
+            conn.close()
+            raise
+        else:
+            return conn
+        finally:
+            timer.cancel()
+    raise AssertionError
+
+
+def _open(address: Address, lost_s: float) -> connection.Connection:
     sock = socket.create_connection((address.host, address.port), timeout=_CONNECT_TIMEOUT_S)
     sock.settimeout(None)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if math.isfinite(lost_s) and hasattr(socket, "TCP_USER_TIMEOUT"):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, round(1000 * lost_s)))
-    conn = connection.Connection(sock.detach())
-    timer = threading.Timer(proof_s, shut, (conn,))
-    timer.daemon = True
-    timer.start()
-    try:
-        connection.answer_challenge(conn, address.secret)  # type: ignore[attr-defined]
-        connection.deliver_challenge(conn, address.secret)  # type: ignore[attr-defined]
-    except EOFError:
-        conn.close()
-        raise ConnectionError("Connection closed by peer") from None
-    except BaseException:
-        conn.close()
-        raise
-    finally:
-        timer.cancel()
-    return conn
+    return connection.Connection(sock.detach())
 
 
 @contextlib.contextmanager

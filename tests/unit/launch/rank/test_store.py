@@ -184,6 +184,35 @@ def test_S06_who_sends_a_byte_now_and_then_is_closed_too(address, store, monkeyp
     assert store.get("a") == b"1"
 
 
+def test_S06_a_silent_and_a_slow_client_are_closed_after_2_s_without_harm(address, store):
+    """With the true time limit. The slow one sends its answer to the challenge byte by byte."""
+    place = (address.host, address.port)
+    with ThreadPoolExecutor(2) as pool:
+        silent = pool.submit(rogues.tried, place)
+        slow = pool.submit(rogues.dripped, place, first=struct.pack("!i", 64))
+        store.set("a", "1")
+        assert store.get("a") == b"1"
+        assert 1.9 < silent.result(10) < 4
+        assert 1.9 < slow.result(10) < 4
+
+
+def test_a_rank_that_takes_too_long_to_prove_itself_connects_again(address, monkeypatch):
+    monkeypatch.setattr(watch, "_AUTH_TIMEOUT_S", 0.3)
+    answer, waits = multiprocessing.connection.answer_challenge, [0.6, 0.6]
+
+    def answer_late(conn, secret):
+        if threading.current_thread() is threading.main_thread():  # the client, not the server
+            time.sleep(waits.pop(0) if waits else 0)
+        answer(conn, secret)
+
+    monkeypatch.setattr(multiprocessing.connection, "answer_challenge", answer_late)
+    connect(address).close()
+    assert waits == []
+    waits += [0.6] * 3
+    with pytest.raises(ConnectionError, match="closed by peer"):
+        connect(address)
+
+
 def test_S06_what_a_rank_said_lets_nobody_else_in(address, store):
     between = rogues.Eavesdropper((address.host, address.port))
     rank = RankStore(Address("127.0.0.1", between.port, SECRET), LONG)

@@ -30,6 +30,18 @@ def test_S10_unencrypted_gradients_are_refused_where_spark_encrypts(key):
     preflight.check_encryption(types.SimpleNamespace(conf={}), Launch(num_ranks=2))
 
 
+def test_S10_where_spark_encrypts_its_local_files_rows_on_local_disks_alone_are_refused():
+    """The setting is about files, not about what is sent."""
+    spark = types.SimpleNamespace(conf={"spark.io.encryption.enabled": "true"})
+    preflight.check_encryption(spark, Launch(num_ranks=2))
+    with pytest.raises(
+        ValueError, match=r"^spark\.io\.encryption\.enabled: found true, expected false, as rows on the"
+    ):
+        preflight.check_disks(spark)
+    preflight.check_disks(types.SimpleNamespace(conf={"spark.io.encryption.enabled": "false"}))
+    preflight.check_disks(types.SimpleNamespace(conf={}))
+
+
 @pytest.mark.parametrize(("left_out", "cores", "num_tasks", "message"), [
     ("a", {"a": 2, "b": 2}, 4, "leaving out a, where ranks keep failing"),
     ("a", {"a": 3, "b": 1}, 2, "ranks keep failing on a; the other hosts have 1 slots for 2 ranks, so it is"),

@@ -27,7 +27,6 @@ from spark_dl.config import Config, Data, Launch, Loader, Shards
 from spark_dl.config.load import build_config
 from spark_dl.data import local
 from spark_dl.data.dataset.records import ShardSet
-from spark_dl.data.local import RowSettings
 from spark_dl.evaluate import load_model
 from spark_dl.inputs import check_rank_rows
 from spark_dl.launch.barrier import run_barrier
@@ -207,22 +206,24 @@ def evaluate(
     """Computes the loss and metrics of a checkpoint, or of the last one of a run, over all rows. Called on the driver.
 
     Every row counts exactly once. The default of `config` is the checkpoint's settings. A DataFrame is first written as
-    shards to the run folder.
-    Returns `{"rows", "loss", <metrics>}`. Raises as `train` does.
+    shards to the run folder. Returns `{"rows", "loss", <metrics>}`. Raises as `train` does.
     """
     key_file = config.checkpoint.signing_key_file if config else None
     data, saved = as_sources(data), checkpoint.find(checkpoint_url, only_weights=True, key_file=key_file)
     config = config or evaluation_config(build_config(saved.manifest["config"]), data)
-    spark = find_session(data, spark)
-    config = fit_ranks(spark, config, config.launch.num_ranks)
+    spark, most_ranks = find_session(data, spark), config.launch.num_ranks
+    config = fit_ranks(spark, config, most_ranks)
     check_settings(spark, spec, config, has_validation=True)
     with (
         Progress("evaluate", enabled=progress) as shown,
         prepare_evaluation(data, spec, config, saved, stage=shown.stage) as run,
     ):
-        return run_attempts(
-            lambda attempt: _launch_run(spark, run, data, shown, task="evaluate", attempt=attempt), config.launch
-        )
+
+        def attempt(this: Attempt) -> dict[str, Any]:
+            fits = fit_ranks(spark, config, most_ranks, left_out=this.left_out) if this.number else config
+            return _launch_run(spark, dataclasses.replace(run, config=fits), data, shown, task="evaluate", attempt=this)
+
+        return run_attempts(attempt, config.launch)
 
 
 def launch(
@@ -291,7 +292,7 @@ def run_on_dataframe(
     check_dataframe(df)
     check_call(fn, ("rows",), kwargs)
     data = data or Data(features=tuple(df.columns), label=None)
-    rows = RowSettings(
+    rows = local.RowSettings(
         data=data, shards=shards or Shards(), loader=loader or Loader(), validation_fraction=validation_fraction
     )
     check_rank_rows(df, rows.data, rows.shards, rows.loader)
@@ -344,7 +345,6 @@ def _launch_run(
     if not streams:
         results = run_barrier(spark, worker.main, run, task=task, launch=launch, **watch)
     else:
-        num_ranks, before = config.launch.num_ranks, run.reference_columns
-        dealt, columns = local.deal_rows(data, config.data, config.shards, num_ranks, before)
+        dealt, columns = local.deal_rows(data, config.data, config.shards, launch.num_ranks, run.reference_columns)
         results = run_barrier(spark, worker.main, run, task=task, columns=columns, launch=launch, source=dealt, **watch)
     return dict(results[0])

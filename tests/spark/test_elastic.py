@@ -1,10 +1,12 @@
 """Runs with a range of ranks on real clusters: fewer slots than ranks, and workers that join while it runs."""
 
 import contextlib
+import functools
 import json
 import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -14,9 +16,11 @@ import pytest
 import torch
 
 import spark_dl
+from spark_dl import driver
+from spark_dl.launch import elastic, preflight
 from spark_dl.rundir import checkpoint
 from tests.builders.datasets import write_dataset
-from tests.builders.models import MLP, blobs, small_config
+from tests.builders.models import MLP, blobs, build_mlp, small_config
 from tests.spark.conftest import REPOSITORY
 
 START_S = 90
@@ -42,6 +46,39 @@ def test_fewer_slots_than_ranks_train_the_same_weights_with_fewer_ranks(spark, t
     too_many = small_config(6, launch={"min_ranks": 6, "start_timeout_s": 1})
     with pytest.raises(RuntimeError, match=r"6 ranks need 6 task slots .* the cluster has 4"):
         spark_dl.train(data, MLP, too_many, run_dir=str(tmp_path / "none"), spark=spark)
+
+
+class _DieOnce:
+    """`ModelSpec.build` that kills rank 1 of the first attempt."""
+
+    def __init__(self, marker):
+        self.marker = pathlib.Path(marker)
+
+    def __call__(self):
+        if os.environ.get("RANK") == "1" and not self.marker.exists():
+            self.marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return build_mlp()
+
+
+@pytest.mark.long
+@pytest.mark.modes("local")
+def test_an_evaluation_goes_on_with_fewer_ranks_when_slots_are_lost_with_a_rank(spark, tmp_path, monkeypatch):
+    data = write_dataset(str(tmp_path / "data"), blobs(245), group_rows=40, shard_rows=120)
+    trained = spark_dl.train(
+        data, MLP, small_config(2, train={"epochs": 1}), run_dir=str(tmp_path / "run"), spark=spark
+    )
+    expected = spark_dl.evaluate(data, MLP, trained.checkpoint, spark=spark)
+    marker, slots, started = tmp_path / "died", preflight.num_slots, []
+    monkeypatch.setattr(preflight, "num_slots", lambda *args: 2 if marker.exists() else slots(*args))
+    monkeypatch.setattr(driver, "fit_ranks", functools.partial(elastic.fit_ranks, wait_s=0.5))
+    run_barrier = driver.run_barrier
+    monkeypatch.setattr(driver, "run_barrier", lambda *args, launch, **options: (
+        started.append(launch.num_ranks), run_barrier(*args, launch=launch, **options))[1])  # fmt: skip
+    config = small_config(4, launch={"min_ranks": 2, "restart_wait_s": 0.1, "max_restarts": 1})
+    dies = spark_dl.ModelSpec(build=_DieOnce(marker))
+    assert spark_dl.evaluate(data, dies, trained.checkpoint, config, spark=spark) == expected
+    assert started == [4, 2]
 
 
 JOB = """

@@ -68,7 +68,7 @@ def test_B22_settings_under_which_ranks_cannot_run_are_refused(tmp_path):
     assert found["tree_reduce"].endswith("; set it to false")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_B22_speculation_is_said_where_it_copies_tasks_and_ranks_run_without_a_word(tmp_path):
     found, said = run(tmp_path, "local[2]", {"spark.speculation": "true"}, "launch", "tree_reduce", "diagnose")
     text = "spark.speculation: found true: Spark never copies ranks of a barrier job, but the tasks that write shards, "

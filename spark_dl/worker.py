@@ -25,6 +25,7 @@ from spark_dl.data.load.resume_check import check_rows
 from spark_dl.evaluate import evaluate
 from spark_dl.gather import gather_by_store
 from spark_dl.launch import rendezvous
+from spark_dl.launch.backends import checked_backends
 from spark_dl.launch.rank.desync import first_compared
 from spark_dl.launch.rank.environment import error_if_alone, error_on_other_gpu, own_groups
 from spark_dl.launch.rank.script import run_script
@@ -113,7 +114,8 @@ def call(
             kwargs = {**kwargs, "gpu_env": world.child_env}
         alone = contextlib.nullcontext() if launch.independent_ranks else error_if_alone(world)
         with (
-            alone, error_on_other_gpu(world), own_groups(world, launch.collective_timeout_s), first_compared(world),
+            alone, error_on_other_gpu(world), own_groups(world, launch.collective_timeout_s), checked_backends(),
+            first_compared(world),
         ):  # fmt: skip
             try:
                 result = fn(*args, **kwargs)

@@ -226,12 +226,12 @@ class Sender:
         try:
             with _not_in_forks(conn):
                 while (item := self._next()) is not None:
+                    if (stacks := self._stacks_if_stalled()) is not None:  # not after the final event
+                        conn.send_bytes(stacks)
                     if isinstance(item, threading.Event):
                         item.set()
                     else:
                         conn.send_bytes(item)
-                    if (stacks := self._stacks_if_stalled()) is not None:
-                        conn.send_bytes(stacks)
         except OSError as error:
             self._on_lost(str(error))
 

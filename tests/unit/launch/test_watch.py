@@ -394,6 +394,31 @@ def test_a_rank_without_progress_sends_its_stacks_once(listener, monkeypatch):
     sender.close()
 
 
+def test_a_rank_that_has_not_joined_sends_its_stacks_earlier(listener, monkeypatch):
+    monkeypatch.setattr(sender_module, "_HEARTBEAT_S", 0.05)
+    status.reset()
+    sender = Sender(listener.address, 1, stall_s=60, start_s=0.2)
+    assert "Thread MainThread:" in listener.events.get(timeout=WAIT_S)["stack"]
+    sender.joined()
+    assert listener.events.get(timeout=WAIT_S)["stack"] == ""
+    with pytest.raises(queue.Empty):
+        listener.events.get(timeout=0.6)
+    sender.close()
+
+
+def test_the_final_event_of_a_rank_comes_after_its_stacks(listener):
+    status.reset()
+    sender = Sender(listener.address, 1, stall_s=0.2)
+    sender.send({"kind": "started"})
+    sender.flush()
+    time.sleep(0.4)  # less than a heartbeat
+    sender.send({"kind": "failed"})
+    sender.close()
+    assert [event["kind"] for event in take(listener, 3)] == ["started", "stack", "failed"]
+    with pytest.raises(queue.Empty):  # such as "lost"
+        listener.events.get(timeout=0.3)
+
+
 ROW = "a row of a customer: {}"
 
 

@@ -787,6 +787,20 @@ def test_F24_two_jobs_at_once_on_a_host_never_join_each_other(spark):
         assert [job.result(60) for job in jobs] == [[201, 201], [20_001, 20_001]]
 
 
+@pytest.mark.slow
+@pytest.mark.modes("local")
+def test_F24_two_scripts_at_once_on_a_host_never_join_each_other(spark, tmp_path, capfd):
+    (tmp_path / "train.py").write_text(SCRIPT)  # with stores of torch, which have no password
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        jobs = [
+            threads.submit(spark_dl.launch, tmp_path / "train.py", "--lr", lr, num_ranks=2, spark=spark)
+            for lr in (0.5, 100)
+        ]
+        assert [job.result(60) for job in jobs] == [[None, None]] * 2
+    out = sorted(line for line in capfd.readouterr().out.splitlines() if " total " in line)
+    assert out == [f"[rank {rank}] total {total} of 2 {rank}" for rank in (0, 1) for total in (1.0, 200.0)]
+
+
 @dataclasses.dataclass
 class _NeedsModule:
     """What a module is to pickle that one of the hosts does not have."""

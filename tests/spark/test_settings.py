@@ -1,10 +1,13 @@
 """Settings of Spark that forbid or harm a launch, in sessions that have them: the key, what was found, the change."""
 
 import json
+import socket
 import subprocess
 import sys
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests.spark.conftest import CONF, REPOSITORY
 from tests.spark.test_elastic import found_in, standalone
@@ -15,6 +18,7 @@ import json, logging, sys
 import spark_dl
 from pyspark.sql import SparkSession
 from tests.builders.models import MLP, small_config
+from tests.spark.test_settings import sums_of_ranks
 
 master, conf = sys.argv[1], json.loads(sys.argv[2])
 logging.basicConfig(level="WARNING", format="LOG %(message)s")
@@ -29,6 +33,8 @@ for name, work in {
     "min_ranks": lambda: spark_dl.train(
         "none", MLP, small_config(2, launch={"min_ranks": 1, "start_timeout_s": 200}), run_dir="run"),
     "tree_reduce": lambda: spark_dl.train("none", MLP, reduced, run_dir="run"),
+    "function": lambda: spark_dl.launch(sums_of_ranks, num_ranks=2),
+    "script": lambda: spark_dl.launch("script.py", num_ranks=2),
     "diagnose": lambda: [each.found for each in spark_dl.diagnose(small_config(2)).findings if each.level != "ok"],
 }.items():
     if name not in sys.argv[3:]:
@@ -43,16 +49,36 @@ print(json.dumps(found))
 """
 
 
-def run(folder, master, conf, *names):
+def sums_of_ranks():
+    dist.init_process_group("gloo")
+    total = torch.tensor([dist.get_rank() + 1])
+    dist.all_reduce(total)
+    return int(total)
+
+
+def run(folder, master, conf, *names, env=None):
     """What the functions return or raise in a session with these settings, and what they log."""
     program = folder / "program.py"
     program.write_text(PROGRAM)
     command = [sys.executable, program, master, json.dumps({**CONF, **conf}), *names]
-    env = {**environment(), "PYTHONPATH": str(REPOSITORY)}
+    env = {**environment(), "PYTHONPATH": str(REPOSITORY), **(env or {})}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr[-4000:]
     said = [line.removeprefix("LOG ") for line in done.stderr.splitlines() if line.startswith("LOG ")]
     return json.loads(done.stdout.splitlines()[-1]), said
+
+
+@pytest.mark.long
+def test_F24_an_address_in_the_environment_of_the_driver_is_not_that_of_the_ranks(tmp_path):
+    """As of a cluster manager that sets MASTER_ADDR and MASTER_PORT; the port is that of another program."""
+    (tmp_path / "script.py").write_text("from tests.spark.test_settings import sums_of_ranks as f; assert f() == 3\n")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(other.getsockname()[1]), "WORLD_SIZE": "7", "RANK": "6"}
+        found, _ = run(tmp_path, "local[2]", {}, "function", "script", env=taken)
+        other.settimeout(0.1)
+        with pytest.raises(TimeoutError):
+            other.accept()
+    assert found == {"function": [3, 3], "script": [None, None]}
 
 
 @pytest.mark.slow

@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from spark_dl.launch.rank.sender import connect as connect_with_secret
 from spark_dl.launch.watch import Address, accept_all, authenticate, shut
+from spark_dl.launch.watch import connect as connect_with_secret
 from spark_dl.world import World
 
 _MAX_HELLO = 4096

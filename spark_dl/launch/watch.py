@@ -17,6 +17,7 @@ import contextlib
 import errno
 import json
 import logging
+import math
 import os
 import queue
 import socket
@@ -37,7 +38,9 @@ CRASH = "crash"
 MAX_FRAME = 1 << 20
 """Bytes of an event."""
 _AUTH_TIMEOUT_S = 2.0
-"""A rank that takes longer, as its imports hold the GIL, connects again (`rank.sender.connect`)."""
+"""A rank that takes longer, as its imports hold the GIL, connects again (`connect`)."""
+_CONNECT_TIMEOUT_S = 10.0
+_PROOF_S = 60.0
 MEETING_S = 10.0
 """How long ranks wait for the others in the driver's listener, before all of them use Spark's `allGather`."""
 _CRASH_WAIT_S = 1.0
@@ -245,6 +248,45 @@ def accept_all(
         conn = connection.Connection(sock.detach())
         connections.add(conn)
         threading.Thread(target=serve, args=(conn,), name=name, daemon=True).start()
+
+
+def connect(address: Address, proof_s: float = _PROOF_S, *, lost_s: float = math.inf) -> connection.Connection:
+    """Returns a connection on which both sides have proved that they know the secret, within `proof_s`.
+
+    The other side closes the connection of a process that takes seconds to prove it, so it is tried three times.
+    lost_s: to send is an error if the other host has not confirmed what was sent for so long. Only on Linux.
+    Raises OSError if the other side cannot be reached or closes the connection, and AuthenticationError.
+    """
+    end = time.monotonic() + proof_s
+    for is_last in (False, False, True):
+        conn = _open(address, lost_s)
+        timer = threading.Timer(max(0.0, end - time.monotonic()), shut, (conn,))
+        timer.daemon = True
+        timer.start()
+        try:
+            connection.answer_challenge(conn, address.secret)  # type: ignore[attr-defined]
+            connection.deliver_challenge(conn, address.secret)  # type: ignore[attr-defined]
+        except (EOFError, ConnectionError):
+            conn.close()
+            if is_last or time.monotonic() >= end:
+                raise ConnectionError("Connection closed by peer") from None
+        except BaseException:
+            conn.close()
+            raise
+        else:
+            return conn
+        finally:
+            timer.cancel()
+    raise AssertionError
+
+
+def _open(address: Address, lost_s: float) -> connection.Connection:
+    sock = socket.create_connection((address.host, address.port), timeout=_CONNECT_TIMEOUT_S)
+    sock.settimeout(None)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if math.isfinite(lost_s) and hasattr(socket, "TCP_USER_TIMEOUT"):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, round(1000 * lost_s)))
+    return connection.Connection(sock.detach())
 
 
 def authenticate(conn: connection.Connection, secret: bytes) -> bool:

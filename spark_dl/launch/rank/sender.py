@@ -13,7 +13,6 @@ import json
 import math
 import os
 import queue
-import socket
 import sys
 import threading
 import time
@@ -25,12 +24,10 @@ from typing import Any
 from spark_dl.launch.rank import memory, sigterm, status
 from spark_dl.launch.rank.collectives import last_collective, progress
 from spark_dl.launch.rank.tasks import RankTasks
-from spark_dl.launch.watch import CRASH, MAX_FRAME, MEETING_S, Address, shut
+from spark_dl.launch.watch import CRASH, MAX_FRAME, MEETING_S, Address, connect
 
 _MAX_ANSWER = 1 << 28
 """Bytes of the messages of all ranks."""
-_CONNECT_TIMEOUT_S = 10.0
-_PROOF_S = 60.0
 _HEARTBEAT_S = 1.0
 _REACH_S = 3.0
 """How long a rank tries to reach the driver before it uses Spark's `allGather`."""
@@ -291,45 +288,6 @@ class Reporter:
                 "(spark.driver.host, spark.driver.bindAddress) to the executors"
             )
         return self._sender.ask({**question, "kind": "ask", **self._me}, timeout_s, limit)
-
-
-def connect(address: Address, proof_s: float = _PROOF_S, *, lost_s: float = math.inf) -> connection.Connection:
-    """Returns a connection on which both sides have proved that they know the secret, within `proof_s`.
-
-    The other side closes the connection of a process that takes seconds to prove it, so it is tried three times.
-    lost_s: to send is an error if the other host has not confirmed what was sent for so long. Only on Linux.
-    Raises OSError if the other side cannot be reached or closes the connection, and AuthenticationError.
-    """
-    end = time.monotonic() + proof_s
-    for is_last in (False, False, True):
-        conn = _open(address, lost_s)
-        timer = threading.Timer(max(0.0, end - time.monotonic()), shut, (conn,))
-        timer.daemon = True
-        timer.start()
-        try:
-            connection.answer_challenge(conn, address.secret)  # type: ignore[attr-defined]
-            connection.deliver_challenge(conn, address.secret)  # type: ignore[attr-defined]
-        except (EOFError, ConnectionError):
-            conn.close()
-            if is_last or time.monotonic() >= end:
-                raise ConnectionError("Connection closed by peer") from None
-        except BaseException:
-            conn.close()
-            raise
-        else:
-            return conn
-        finally:
-            timer.cancel()
-    raise AssertionError
-
-
-def _open(address: Address, lost_s: float) -> connection.Connection:
-    sock = socket.create_connection((address.host, address.port), timeout=_CONNECT_TIMEOUT_S)
-    sock.settimeout(None)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    if math.isfinite(lost_s) and hasattr(socket, "TCP_USER_TIMEOUT"):
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, round(1000 * lost_s)))
-    return connection.Connection(sock.detach())
 
 
 @contextlib.contextmanager

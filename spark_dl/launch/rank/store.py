@@ -18,8 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from spark_dl.launch.rank.sender import connect
-from spark_dl.launch.watch import Address, accept_all, authenticate, shut
+from spark_dl.launch.watch import Address, accept_all, authenticate, connect, shut
 
 _MAX_MESSAGE = 1 << 28
 _LAST_ANSWERS_S = 2.0

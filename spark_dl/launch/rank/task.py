@@ -105,8 +105,7 @@ def rank_task(
         me: dict[str, Any] = {"host": tasks.hosts[task], "pid": os.getpid()}
         limit_s, start_s = _STALL * launch.collective_timeout_s, _START_STALL * launch.start_timeout_s
         sender = Sender(address, task, stall_s=limit_s, start_s=start_s, lost_s=limit_s, on_lost=_end_process)
-        executor = own_executor(tasks.executors[task])
-        report = Reporter(sender, me, secret, tasks, executor, waits_for_rows=has_source)
+        report = Reporter(sender, me, secret, tasks, own_executor(tasks.executors[task]), waits_for_rows=has_source)
         report({"kind": "started"})
         output = _open_output(report, me, launch, has_log=has_log)
         try:

@@ -47,7 +47,8 @@ def watch(spark, seconds):
     events = queue.Queue()
     df = types.SimpleNamespace(collect=collect)
     job = RankJob(spark, df, 2, events, description="", computes_first=False)
-    _Watch(job, Launch(num_ranks=2, start_timeout_s=0.2), None, None, None, list).run(events)
+    launch = Launch(num_ranks=2, start_timeout_s=0.2)
+    _Watch(job, launch, None, None, None, list, limit_s=60).run(events)
     return job.rows
 
 

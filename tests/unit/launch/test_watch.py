@@ -18,8 +18,8 @@ import pytest
 from spark_dl.launch import watch
 from spark_dl.launch.rank import sender as sender_module
 from spark_dl.launch.rank import sigterm, status
-from spark_dl.launch.rank.sender import Reporter, Sender, connect
-from spark_dl.launch.watch import Address, Listener
+from spark_dl.launch.rank.sender import Reporter, Sender
+from spark_dl.launch.watch import Address, Listener, connect
 
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 

@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 
 from spark_dl.launch import watch
-from spark_dl.launch.rank.sender import connect
 from spark_dl.launch.rank.store import RankStore, Server
-from spark_dl.launch.watch import Address
+from spark_dl.launch.watch import Address, connect
 from tests.builders import rogues
 
 SECRET = bytes(range(32))

@@ -861,7 +861,7 @@ def _never_join(seconds, report):
 def _launch_late(spark, place, seconds, start_timeout_s):
     """Launches two ranks. One of them comes late: before its Python, its call or the others are there."""
     launch, late = Launch(num_ranks=2, start_timeout_s=start_timeout_s), _Late(seconds)
-    attempt = Attempt(env={"LATE": late} if place == "python" else {})  # which is unpickled by Spark
+    attempt = Attempt(number=late if place == "python" else 0)  # a part of the task, which is unpickled by Spark
     args = (late if place == "call" else "there", launch, seconds if place == "meeting" else 0)
     return barrier.run_barrier(spark, _join_late, *args, launch=launch, attempt=attempt)
 

@@ -96,13 +96,13 @@ def run_barrier(
     listener = None if is_connect(spark) else listen(spark, launch.num_ranks)
     events: queue.Queue[Any] = listener.events if listener else queue.Queue()
     try:
-        task = rank_task(
-            packed, listener.address if listener else None, launch, has_source=source is not None,
-            result_limit_bytes=preflight.result_limit_bytes(spark, launch.num_ranks), secret=os.urandom(32),
-            has_log=not is_local_master(spark.conf.get("spark.master", "")), attempt=attempt,
-            env={**(env or {}), **begin()},
-        )  # fmt: skip
         with worker_env(spark, env or {}):
+            task = rank_task(
+                packed, listener.address if listener else None, launch, has_source=source is not None,
+                result_limit_bytes=preflight.result_limit_bytes(spark, launch.num_ranks), secret=os.urandom(32),
+                has_log=not is_local_master(spark.conf.get("spark.master", "")), attempt=attempt,
+                env={**(env or {}), **begin()},
+            )  # fmt: skip
             # Without a profile, also on Spark 3.5, which has no such argument.
             df = tasks.mapInArrow(task, SCHEMA, barrier=True, **({} if profile is None else {"profile": profile}))
         job = RankJob(spark, df, launch.num_ranks, events, description=description, computes_first=source is not None)

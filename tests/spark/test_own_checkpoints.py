@@ -100,13 +100,17 @@ def test_overwrite_deletes_the_checkpoints_when_the_call_can_start_and_nothing_e
         write_dataset(f"{run_dir}/{name}", blobs(8))
     theirs = sorted(pathlib.Path(run_dir, "shards").rglob("*"))
 
-    def call(*args, num_ranks=1):
-        return spark_dl.launch(first_step, *args, num_ranks=num_ranks, run_dir=run_dir, overwrite=True, spark=spark)
+    def call(*args, num_ranks=1, env=None):
+        return spark_dl.launch(
+            first_step, *args, num_ranks=num_ranks, env=env, run_dir=run_dir, overwrite=True, spark=spark
+        )
 
     with pytest.raises(ValueError, match="lock"):
         call(threading.Lock())
     with pytest.raises(RuntimeError, match="99 ranks need 99 task slots"):
         call(num_ranks=99)
+    with pytest.raises(ValueError, match="env: RANK is set by spark_dl"):
+        call(env={"RANK": "3"})
     assert [saved.step for saved in checkpoint.list_checkpoints(run_dir)] == [3]
     assert call() == [None]
     assert [saved.step for saved in checkpoint.list_checkpoints(run_dir)] == [9]

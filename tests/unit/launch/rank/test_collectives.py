@@ -10,25 +10,32 @@ import torch.distributed as dist
 from spark_dl.launch.rank import collectives
 from spark_dl.launch.rank.collectives import progress
 
+def wait_for(expected):
+    # The recorder learns of the end of an operation a little later than its caller.
+    end = time.monotonic() + 20
+    while progress() != expected:
+        assert time.monotonic() < end, (progress(), expected)
+        time.sleep(0.01)
+
 assert progress() is None
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=int(sys.argv[2]), world_size=2)
 assert progress() == {"number": 0, "is_open": False}
 for _ in range(3):
     dist.all_reduce(torch.ones(2))
-assert progress() == {"number": 3, "is_open": False}, progress()
+wait_for({"number": 3, "is_open": False})
+store = dist.distributed_c10d._get_default_store()
 if dist.get_rank() == 1:
-    time.sleep(1.5)
+    store.wait(["seen"])
     assert progress() == {"number": 3, "is_open": False}
 waiting = threading.Thread(target=dist.all_reduce, args=(torch.ones(2),))
 waiting.start()
 if dist.get_rank() == 0:
-    time.sleep(0.5)
-    assert progress() == {"number": 4, "is_open": True}
+    wait_for({"number": 4, "is_open": True})
     collectives.reset()  # as of an earlier task, whose operation never ended
     assert progress() == {"number": 4, "is_open": None}
+    store.set("seen", "1")
 waiting.join()
-time.sleep(0.2)
-assert progress() == {"number": 4, "is_open": False}
+wait_for({"number": 4, "is_open": False})
 dist.destroy_process_group()
 assert progress() is None
 """

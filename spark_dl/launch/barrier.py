@@ -20,11 +20,12 @@ from typing import Any
 from spark_dl.config import Launch
 from spark_dl.launch import preflight
 from spark_dl.launch.code import payload
-from spark_dl.launch.failures.root_cause import late_at_start, root_cause
+from spark_dl.launch.failures.root_cause import root_cause
 from spark_dl.launch.rank import memory
 from spark_dl.launch.rank.task import ROOT_CAUSE_WAIT_S, SCHEMA, RankResult, rank_task
 from spark_dl.launch.rank_job import RankJob
 from spark_dl.launch.session import worker_env
+from spark_dl.launch.starting import StartCheck
 from spark_dl.launch.supervise import Attempt
 from spark_dl.launch.watch import CRASH, Listener, listen
 from spark_dl.spark_job import is_connect, is_local_master
@@ -36,10 +37,6 @@ _LAST_EVENTS_WAIT_S = 1.0
 _SILENCE_S = 3.0
 """A rank without a heartbeat for longer is the root cause, if the other ranks only lost a connection or timed out."""
 _FIRST = Attempt()
-_SAY_AFTER_S, _SAY_EVERY_S = 10.0, 60.0
-"""When the driver logs that ranks wait for task slots: the first time after so long, and then as often."""
-_CONNECT_S = 10.0
-"""How long tasks that run may take to connect to the driver, if they have started late."""
 _POLL_S = 1.0
 """Interval in which a driver without a listener calls `poll`."""
 
@@ -157,14 +154,8 @@ class _Watch:
         self._listener, self._poll, self._limit_s = listener, poll, limit_s
         self._known: dict[int, dict[str, Any]] = {}
         """What each task has reported about itself."""
-        self._running = 0
+        self._start = StartCheck(job, launch, listener)
         self._failures: list[dict[str, Any]] = []
-        self._deadline = time.monotonic() + launch.start_timeout_s
-        self._say_at = time.monotonic() + _SAY_AFTER_S
-        self._has_tasks = False
-        """Whether tasks ran when the deadline was over, though not all of them had told the driver so."""
-        self._late_since: float | None = None
-        """Since when all ranks run, and some of them have not joined yet."""
         self._decide_at: float | None = None
         """When the root cause is chosen among the failures."""
         self._end_at: float | None = None
@@ -188,10 +179,7 @@ class _Watch:
             if time.monotonic() >= self._poll_at:
                 self._pass_on()
                 self._poll_at = time.monotonic() + _POLL_S
-            if self._running < self._launch.num_ranks:
-                self._check_start()
-            elif self._decide_at is None:
-                self._check_joined()
+            self._start.check(self._known, is_failing=self._decide_at is not None)
             self._check_limit()
         self._pass_on()
 
@@ -220,7 +208,7 @@ class _Watch:
             self._decide_at = min(self._decide_at or float("inf"), time.monotonic() + wait)
         elif kind in ("started", "joined"):
             self._known.setdefault(event["task"], {}).update(event)
-            self._running = max(self._running, len(self._known))
+            self._start.count(len(self._known))
         elif kind == "stack":
             self._known.setdefault(event["task"], {}).update(stack=event["stack"], collective=event["collective"])
         elif kind == CRASH:
@@ -228,9 +216,9 @@ class _Watch:
         elif kind in ("called", "returned", "done"):
             self._known.setdefault(event["task"], {})[f"is_{kind}"] = True
         elif kind == "tasks":
-            self._running = max(self._running, event["running"])
+            self._start.count(event["running"])
         elif kind == "computing":
-            self._deadline = time.monotonic() + self._launch.start_timeout_s
+            self._start.postpone()
 
     def _memories(self) -> Mapping[int, memory.Memory]:
         return self._listener.memories if self._listener else {}
@@ -254,64 +242,9 @@ class _Watch:
             return RuntimeError(f"{why}, so the ranks have ended; build a session, and resume the run")
         return root_cause(self._failures, known, self._job.error, silent, self._memories())
 
-    def _check_start(self) -> None:
-        """Raises RuntimeError if the ranks have not started in time. Logs now and then that they wait."""
-        if (now := time.monotonic()) < min(self._deadline, self._say_at):
-            return
-        num_ranks, limit_s = self._launch.num_ranks, self._launch.start_timeout_s
-        if not self._job.counts_tasks:
-            self._running = num_ranks
-        elif self._job.has_tasks():
-            self._say_at = now + _SAY_EVERY_S
-            if now < self._deadline:
-                return
-            if self._job.computes_first:  # Spark still computes the DataFrame, or the ranks cannot reach the driver
-                self._deadline = now + limit_s
-            elif not self._has_tasks:  # they may have started just now
-                self._has_tasks, self._deadline = True, now + min(limit_s, _CONNECT_S)
-            else:
-                unknown, self._running = num_ranks - self._running, num_ranks
-                _log.warning("all ranks run, but %d of %d cannot reach the driver to report progress; open its port",
-                             unknown, num_ranks)  # fmt: skip
-        else:
-            waits_for_own = self._job.waits_for_own_jobs()
-            why = "other ranks of this application run" if waits_for_own else (
-                "the cluster is busy with other jobs, or its executors have not started"
-            )  # fmt: skip
-            if now >= self._say_at:
-                self._say_at = now + _SAY_EVERY_S
-                _log.warning("%d of %d ranks have started; waiting for task slots: %s", self._running, num_ranks, why)
-            if now >= self._deadline and waits_for_own:
-                self._deadline = now + limit_s
-            elif now >= self._deadline:
-                raise RuntimeError(
-                    f"{self._running} of {num_ranks} ranks started within launch.start_timeout_s={limit_s:g} s; {why}"
-                )
-
-    def _check_joined(self) -> None:
-        """Raises RankError if ranks run, but do not come to the others. These would wait for them for ever."""
-        if not (late := self._late()):
-            self._late_since = None
-            return
-        self._late_since = self._late_since or time.monotonic()
-        if time.monotonic() - self._late_since > self._launch.start_timeout_s:
-            raise late_at_start(late, self._known, self._launch.num_ranks, self._launch.start_timeout_s)
-
-    def _late(self) -> list[int]:
-        """Returns the tasks that have not unpickled their call, or else those that others wait for where ranks meet.
-
-        Not every function joins the others. One that gets the rows of a DataFrame first waits for these.
-        """
-        if late := [task for task, who in self._known.items() if not who.get("is_called")]:
-            return sorted(late)
-        met = self._listener.met if self._listener and not self._job.computes_first else frozenset[int]()
-        if all("rank" in self._known.get(task, {}) for task in met):
-            return []
-        return sorted({*range(self._launch.num_ranks)} - met)
-
     def _check_limit(self) -> None:
         """Raises TimeoutError if the ranks run for longer than they may."""
-        if self._started_at is None and self._running >= self._launch.num_ranks:
+        if self._started_at is None and self._start.all_run:
             self._started_at = time.monotonic()
         is_ending = self._end_at is not None or self._decide_at is not None
         if self._started_at and not is_ending and time.monotonic() - self._started_at > self._limit_s:

@@ -121,9 +121,10 @@ def next_attempt(run: Run, first_generation: int, restart: Mapping[str, Any] | N
         is written to `metrics.jsonl`; None for an attempt with more ranks.
     Raises RuntimeError if the attempt of another driver has started since, and as `begin_attempt` does.
     """
-    generations.check_newest(run.run_dir, run.generation)
-    # Until this call has committed one, it is the checkpoint that it began from, which need not be the last one.
-    is_own = checkpoint.newest_committed_attempt(run.run_dir) >= first_generation
+    with attempt.explained(attempt.READ, run.run_dir):
+        generations.check_newest(run.run_dir, run.generation)
+        # Until this call has committed one, it is the checkpoint that it began from, which need not be the last one.
+        is_own = checkpoint.newest_committed_attempt(run.run_dir) >= first_generation
     resume: bool | str = True if is_own or run.checkpoint is None else run.checkpoint
     generation, saved = attempt.begin_attempt(run.run_dir, run.config, resume=resume, overwrite=False)
     found = replace(

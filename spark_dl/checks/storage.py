@@ -76,21 +76,25 @@ def _first_shards(data: ShardSet | Mixture | None) -> list[str]:
 
 
 def _cannot_write(probe: str) -> str:
+    why = write_probe(probe)
+    return why and f"the run_dir {storage.dirname(probe)} is not writable: {why}"
+
+
+def write_probe(probe: str) -> str:
+    """Returns why this host cannot write a file and read it again; empty if it can."""
     content = b"spark_dl writes here, and deletes this"
     try:
         storage.write_bytes(probe, content)
-        if storage.read_bytes(probe) != content:
-            return f"{probe} does not have the content that was written"
+        return "" if storage.read_bytes(probe) == content else f"{probe} does not have the content that was written"
     except (OSError, ValueError, RuntimeError) as error:
-        return f"the run_dir {storage.dirname(probe)} is not writable: {error}"
-    return ""
+        return str(error)
 
 
 def is_there(url: str) -> bool:
     """Whether this host sees a file. An error of the storage counts as no."""
     try:
         return storage.exists(url)
-    except OSError:
+    except (OSError, RuntimeError):
         return False
 
 
@@ -98,5 +102,5 @@ def delete_probe(probe: str) -> None:
     """Deletes a file of these checks, if possible."""
     try:
         storage.delete_file(probe)
-    except OSError:  # reported before
+    except (OSError, ValueError, RuntimeError):  # reported before
         return

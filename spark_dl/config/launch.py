@@ -33,8 +33,9 @@ class Launch:
     GPUs, `auto` is 1, and with `dp_single_process` all GPUs of an executor. An amount that differs from that of the
     session needs Spark 4, and standalone, YARN or Kubernetes."""
     start_timeout_s: float = 120.0
-    """Maximum wait, in seconds, for all ranks to start and connect. With `shards.storage: local`
-    and `run_on_dataframe`, the wait begins when the DataFrame has been computed."""
+    """Maximum wait, in seconds, for all ranks to start, and then for all ranks to connect. With `shards.storage: local`
+    and `run_on_dataframe`, the wait for the start begins when the DataFrame has been computed, and the wait for the
+    connection has no limit, as the ranks first get their rows."""
     collective_timeout_s: float = 300.0
     """Maximum duration, in seconds, of one collective operation, maximum wait for the storage to give the next rows,
     and maximum time without a heartbeat from a rank to the driver. A rank that the driver's host does not answer for

@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from spark_dl import storage
-from spark_dl.checks.storage import delete_probe, is_there
+from spark_dl.checks.storage import delete_probe, is_there, write_probe
 from spark_dl.doctor import leftovers, links
 from spark_dl.doctor.limited import Calls, within
 from spark_dl.launch import gpus
@@ -59,7 +58,7 @@ def examine(
     facts |= {"address": address, "interface": interface_of(address) or "", "writes": "", "missing": []}
     late = f"no answer within {files_s:g} s: a dead mount?"
     with Calls() as files:
-        written = files.start(functools.partial(_write, probes[task] if probes else ""))
+        written = files.start(lambda: write_probe(probes[task]) if probes else "")
         try:
             with links.listening(address, secret) as port:
                 message = json.dumps([address, port, facts["place"]])
@@ -127,15 +126,3 @@ def _gpus(device: str, resources: Mapping[str, Any]) -> dict[str, Any]:
     found["gpus"] = [f"{torch.cuda.get_device_name(i)} {seen.identity(i)}" for i in used]
     found["own_gpus"] = [seen.identity(gpu.index, address) for gpu, address in zip(own, addresses, strict=True)]
     return found
-
-
-def _write(probe: str) -> str:
-    """Returns why this rank cannot write and read a file; empty if it can, or shall not."""
-    if not probe:
-        return ""
-    content = b"spark_dl writes here, and deletes this"
-    try:
-        storage.write_bytes(probe, content)
-        return "" if storage.read_bytes(probe) == content else "it has not the content that was written"
-    except (OSError, ValueError) as error:
-        return str(error)

@@ -236,8 +236,7 @@ class _Watch:
             raise self._root_cause(silent)
 
     def _root_cause(self, silent: Mapping[int, float]) -> BaseException:
-        seen = self._listener.seen if self._listener else lambda task: {}
-        known = {task: {**who, **seen(task)} for task, who in self._known.items()}
+        known = self._start.with_heartbeats(self._known)
         if why := self._job.why_session_ended():
             return RuntimeError(f"{why}, so the ranks have ended; build a session, and resume the run")
         return root_cause(self._failures, known, self._job.error, silent, self._memories())

@@ -149,9 +149,14 @@ def check_slots(spark: Any, launch: Launch, profile: Any = None, wait_s: float |
 
 
 def check_task_cpus(spark: Any) -> bool:
-    """Returns whether executors have registered. Raises ValueError if none of them has the cores of one task."""
+    """Returns whether executors have registered. Raises ValueError if none has the cores of one task, nor can get them.
+
+    On a standalone cluster without `spark.executor.cores`, an executor has all cores of its host. Others can have more.
+    """
     if is_connect(spark) or not (executors := _executors(spark)):
         return False
+    if (_conf(spark, "spark.master") or "").startswith("spark://") and not _conf(spark, "spark.executor.cores"):
+        return True
     found, most = int(_conf(spark, "spark.task.cpus") or 1), max(cores for _, cores in executors)
     if found > most:
         raise ValueError(

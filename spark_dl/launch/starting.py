@@ -18,6 +18,8 @@ from spark_dl.launch.watch import Listener
 
 Known = Mapping[int, Mapping[str, Any]]
 """What each task has reported about itself."""
+_CALLED = {"is_called", "rank", "is_returned", "is_done"}
+"""What is known only of tasks that have unpickled their call."""
 _SAY_AFTER_S, _SAY_EVERY_S = 10.0, 60.0
 """When the driver logs that ranks wait for task slots: the first time after so long, and then as often."""
 _CONNECT_S = 10.0
@@ -51,6 +53,7 @@ class StartCheck:
     def postpone(self) -> None:
         """Begins the wait anew, as Spark still computes the rows of the ranks."""
         self._deadline = time.monotonic() + self._launch.start_timeout_s
+        self._say_at = time.monotonic() + _SAY_EVERY_S
 
     def check(self, known: Known, *, is_failing: bool) -> None:
         """Raises RuntimeError if ranks have not started in time, RankError if one does not come to meet the others.
@@ -61,6 +64,11 @@ class StartCheck:
             self._check_started()
         elif not is_failing:
             self._check_joined(known)
+
+    def with_heartbeats(self, known: Known) -> dict[int, dict[str, Any]]:
+        """Returns what each task has reported, with what its heartbeats have told."""
+        seen = self._listener.seen if self._listener else lambda task: {}
+        return {task: {**who, **seen(task)} for task, who in known.items()}
 
     def _check_started(self) -> None:
         """Raises RuntimeError if the ranks have not started in time. Logs now and then that they wait."""
@@ -103,16 +111,17 @@ class StartCheck:
             return
         self._late_since = self._late_since or time.monotonic()
         if time.monotonic() - self._late_since > self._launch.start_timeout_s:
-            raise late_at_start(late, known, self._launch.num_ranks, self._launch.start_timeout_s)
+            raise late_at_start(late, self.with_heartbeats(known), self._launch.num_ranks, self._launch.start_timeout_s)
 
     def _late(self, known: Known) -> list[int]:
         """Returns the tasks that have not unpickled their call, or else those that others wait for where ranks meet.
 
         Not every function joins the others. One that gets the rows of a DataFrame first waits for these.
         """
-        if late := [task for task, who in known.items() if not who.get("is_called")]:
+        met = self._listener.met if self._listener else frozenset[int]()
+        late = [task for task, who in known.items() if task not in met and not _CALLED & who.keys()]
+        if late or self._job.computes_first:
             return sorted(late)
-        met = self._listener.met if self._listener and not self._job.computes_first else frozenset[int]()
         if all("rank" in known.get(task, {}) for task in met):
             return []
         return sorted({*range(self._launch.num_ranks)} - met)

@@ -236,18 +236,17 @@ def accept_all(
     while True:
         try:
             sock, _ = listener.accept()
-        except OSError as error:
-            if listener.fileno() < 0 or error.errno in (errno.EBADF, errno.EINVAL):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            conn = connection.Connection(sock.detach())
+            connections.add(conn)
+            threading.Thread(target=serve, args=(conn,), name=name, daemon=True).start()
+        except (OSError, RuntimeError) as error:  # RuntimeError: no more threads
+            if listener.fileno() < 0 or getattr(error, "errno", None) in (errno.EBADF, errno.EINVAL):
                 return
             if not is_said:
                 _log.warning("%s: cannot take a connection: %s; trying again (see `ulimit -n`)", name, error)
             is_said = True
             time.sleep(_ACCEPT_AGAIN_S)
-            continue
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        conn = connection.Connection(sock.detach())
-        connections.add(conn)
-        threading.Thread(target=serve, args=(conn,), name=name, daemon=True).start()
 
 
 def connect(address: Address, proof_s: float = _PROOF_S, *, lost_s: float = math.inf) -> connection.Connection:
@@ -306,5 +305,9 @@ def authenticate(conn: connection.Connection, secret: bytes) -> bool:
 
 def shut(conn: connection.Connection) -> None:
     """Shuts down a connection that another thread reads, so that the thread gets EOFError."""
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(conn.fileno())) as sock:
-        sock.shutdown(socket.SHUT_RDWR)
+    with contextlib.suppress(OSError):
+        sock = socket.socket(fileno=conn.fileno())  # not a duplicate, for which a descriptor may be missing
+        try:
+            sock.shutdown(socket.SHUT_RDWR)
+        finally:
+            sock.detach()

@@ -83,8 +83,8 @@ def raise_if_misfit(error: Exception, batch: Batch) -> None:
         columns = ", ".join(f"{name!r} {_in_words(v)}" for name, v in batch.items() if name != "weight")
         raise ValueError(
             f"the model cannot be computed for a batch: {text}. The batch has the columns {columns}, with the rows "
-            "as the first axis; change the model (spec.build, spec.forward), or the columns (data.features, data.cast, "
-            "spec.transform)"
+            "as the first axis; change the model (spec.build, spec.forward), its loss (spec.loss, spec.batch_loss), or "
+            "the columns (data.features, data.cast, spec.transform)"
         ) from error
 
 

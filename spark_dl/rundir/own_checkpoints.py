@@ -133,7 +133,8 @@ class OwnRun:
         With `overwrite`, the first one deletes the checkpoints of earlier runs, and nothing else: it is not known which
         other files the function reads. Raises RuntimeError if another driver has started an attempt since.
         """
-        generations.check_newest(self._run_dir, self._found[0])
+        with attempt.explained(attempt.READ, self._run_dir):
+            generations.check_newest(self._run_dir, self._found[0])
         if self._is_started:
             self._found = attempt.begin_attempt(self._run_dir, Config(), resume=True, overwrite=False)
         elif self._overwrite:

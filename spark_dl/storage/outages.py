@@ -7,7 +7,7 @@ import re
 
 _OF_PATHS = (PermissionError, FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError)
 _OF_SETTINGS = (errno.ELOOP, errno.EROFS, errno.ENAMETOOLONG, errno.EINVAL)
-_NO_BUCKET = re.compile(r"no_?such_?bucket|bucket \S+ not found", re.IGNORECASE)
+_OF_THE_SETUP = re.compile(r"no_?such_?bucket|bucket \S+ not found|unable to load lib", re.IGNORECASE)
 
 
 def error_class(error: Exception) -> type[ValueError] | type[RuntimeError]:
@@ -16,4 +16,4 @@ def error_class(error: Exception) -> type[ValueError] | type[RuntimeError]:
     RuntimeError if running again can help, as with a full disk or a server that does not answer; ValueError otherwise.
     """
     can_pass = isinstance(error, OSError) and not isinstance(error, _OF_PATHS) and error.errno not in _OF_SETTINGS
-    return RuntimeError if can_pass and not _NO_BUCKET.search(str(error)) else ValueError
+    return RuntimeError if can_pass and not _OF_THE_SETUP.search(str(error)) else ValueError

@@ -10,7 +10,7 @@ from spark_dl.config.checks import missing_on_executors
 from spark_dl.launch.failures.describe import failure_in, name_of, named
 from spark_dl.launch.failures.errors import RankError
 from spark_dl.launch.failures.mismatch import aborted_by_gloo, behind, mismatch
-from spark_dl.launch.failures.stalled import what_ranks_did
+from spark_dl.launch.failures.stalled import is_silent, what_ranks_did
 from spark_dl.launch.rank import memory
 from spark_dl.launch.rank.memory import Memory
 from spark_dl.launch.rank.sigterm import PLANNED
@@ -187,7 +187,9 @@ def late_at_start(
     """Returns the error about ranks that run, but have not joined the others in time. tasks: at least one."""
     who = known.get(tasks[0])
     did = "has told nothing to the driver: its Python hangs or is slow, or its host cannot reach the driver"
-    if who is not None and who.get("is_called"):
+    if who is not None and is_silent(who):
+        did = "does not answer: it is stopped or swapped out, or the driver cannot reach its host"
+    elif who is not None and who.get("is_called"):
         did = "is alive, but has not come to the other ranks, which wait for it"
     elif who is not None:
         did = "is alive, but has not unpickled the function and its arguments, for which it imports their modules"

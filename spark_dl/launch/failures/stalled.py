@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,17 +40,25 @@ def _row(who: Mapping[str, Any], task: int) -> tuple[str, ...]:
     )  # fmt: skip
 
 
+def is_silent(who: Mapping[str, Any]) -> bool:
+    """Whether a task has sent no heartbeat for a while."""
+    return bool(who.get("silent_s", 0.0) > _SILENCE_S)
+
+
 def _doing(who: Mapping[str, Any]) -> str:
     """Returns what a rank did: data, computation or communication."""
-    if who.get("silent_s", 0.0) > _SILENCE_S:
+    if is_silent(who):
         return "no answer"
     if who.get("is_done") or who.get("is_returned"):
         return "has returned"
-    main = who.get("stack", "").partition("\nThread ")[0]
+    files = re.findall(r'File "([^"]+)"', who.get("stack", "").partition("\nThread ")[0])
     is_open = (who.get("progress") or {}).get("is_open", False)
-    if is_open or "/torch/distributed/" in main:
+    # Only the innermost frame: pipelines and FSDP of torch call the model from there.
+    if is_open or "/torch/distributed/" in "".join(files[-1:]):
         last = who.get("collective")
         return f"waiting in collective {mismatch.numbered(last)}" if last else "waiting in a collective operation"
     phase = who.get("phase", "")
+    if who.get("rank") is None:
+        return "starting"
     other = "computing, or waiting for other ranks" if is_open is None else "computing"
     return phase if phase in (READING, SAVING, LOADING) else other

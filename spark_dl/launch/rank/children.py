@@ -42,6 +42,7 @@ class _Watcher:
         self._is_started = False
         self._forks = -1
         """A pipe to the watcher, to which forks of this process write which processes they are."""
+        self._pipe = (0, 0)
 
     def start(self) -> None:
         """Starts the watcher, unless it runs. Not in a fork of the process."""
@@ -59,13 +60,18 @@ class _Watcher:
                     stdin=forks, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                     start_new_session=True, cwd="/", env=outliving_env(),
                 )  # fmt: skip
-            self._forks = write
+            self._forks, self._pipe = write, _file_of(write)
 
     def tell_fork(self) -> None:
         """Tells the watcher about this process, a fork of the one that has started it, or a fork of a fork."""
-        if self._forks >= 0:
-            with contextlib.suppress(OSError):  # the watcher has ended
+        with contextlib.suppress(OSError):  # the watcher has ended, or a daemon has closed all files
+            if self._forks >= 0 and _file_of(self._forks) == self._pipe:
                 os.write(self._forks, f"{os.getpid()} {marked.start_of(os.getpid())}\n".encode())
+
+
+def _file_of(descriptor: int) -> tuple[int, int]:
+    about = os.fstat(descriptor)
+    return about.st_dev, about.st_ino
 
 
 _watcher: _Watcher | None = None

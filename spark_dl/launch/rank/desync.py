@@ -1,22 +1,25 @@
 """Finds ranks that call different collective operations, before these begin.
 
 Gloo aborts a process that gets a larger tensor than its own, and otherwise waits until the time limit. So the first
-operations of each process group are compared: each rank writes what it calls to the store of the ranks, and reads what
-the others have written. It waits for none of them. The rank that comes last sees all, and raises before it sends.
+operations of each process group are compared. The first rank writes what it calls to the store of the group, and the
+others read it there. No rank waits for another one. A rank that calls something else raises before it sends anything.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from spark_dl.launch.failures.mismatch import different
 from spark_dl.world import World
@@ -42,21 +45,26 @@ class DesyncError(RuntimeError):
     """The code does so again."""
 
 
+_UNEVEN = "_match_unused_params_allreduce"
+"""The method of DDP by which a rank without more rows answers what DDP does in C++ on the other ranks (`join`)."""
+_Counts = weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]]
+
+
 @contextlib.contextmanager
 def first_compared(world: World) -> Iterator[None]:
     """Compares the first collective operations of each process group with those of the other ranks, in the block.
 
     Only those that Python code calls: DDP itself compares the parameters of its ranks. An operation then raises
-    DesyncError, on the ranks that come after the first one with another operation.
+    DesyncError, on the ranks that come after the first one and call something else.
     """
     if world.world_size == 1:
         yield
         return
-    counts: Counter[str] = Counter()
+    counts: _Counts = weakref.WeakKeyDictionary()
     own = vars(dist.ProcessGroup)  # what `getattr` returns is a function that does not get `self` if it is set again
     methods = {name: own[name] for name in _OPERATIONS if name in own}
     for name, method in methods.items():
-        setattr(dist.ProcessGroup, name, _compared(world, counts, name, method))
+        setattr(dist.ProcessGroup, name, _compared(world.rank, counts, name, method))
     try:
         yield
     finally:
@@ -64,43 +72,50 @@ def first_compared(world: World) -> Iterator[None]:
             setattr(dist.ProcessGroup, name, method)
 
 
-def _compared(world: World, counts: Counter[str], name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+def _compared(rank: int, counts: _Counts, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    pid = os.getpid()
+
     @functools.wraps(method)
     def call(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-        counts[group.group_name] += 1
-        if (number := counts[group.group_name]) <= COMPARED and group.size() > 1:
-            _compare(world, f"collective/{group.group_name}/{number}", number, _in_words(name, args))
+        in_fork = os.getpid() != pid  # whose groups are of its own
+        if not in_fork and group.size() > 1 and sys._getframe(1).f_code.co_name != _UNEVEN:
+            _compare(rank, counts.setdefault(group, Counter()), group, name, args)
         return method(group, *args, **kwargs)
 
     return call
 
 
-def _compare(world: World, key: str, number: int, operation: str) -> None:
-    """Raises DesyncError if another rank has written another operation."""
-    world.store.append(key, f"{world.rank}\t{operation}\t{_called_from()}\n")  # type: ignore[attr-defined]
-    calls = [line.split("\t") for line in world.store.get(key).decode().splitlines()]
-    if any(called != operation for _, called, _ in calls):
-        found: dict[str, list[int]] = {}
-        for rank, called, where in calls:
-            found.setdefault(f"{called} at {where}", []).append(int(rank))
-        raise DesyncError(different(number, found))
+def _compare(rank: int, counts: Counter[str], group: dist.ProcessGroup, name: str, args: tuple[Any, ...]) -> None:
+    """Raises DesyncError if another rank has called something else as the operation of the same number."""
+    tensors = _tensors(name, args)
+    device = "cuda" if any(tensor.is_cuda for tensor in tensors) else "cpu"
+    if counts[device] >= COMPARED or (entry := distributed_c10d._world.pg_map.get(group)) is None:
+        return
+    counts[device] += 1
+    if name == "allgather" and device == "cuda":  # NCCL gathers tensors of different sizes
+        tensors = []
+    roots = [f" of rank {arg.rootRank} of the group" for arg in args if hasattr(arg, "rootRank")]
+    what = [_OPERATIONS[name][0], *(f"{t.numel()} {t.dtype}" for t in tensors), *roots]
+    shapes = ", ".join(f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors)
+    words = f"{_OPERATIONS[name][0]}{f' [{shapes}]' if shapes else ''}{''.join(roots)} at {_called_from()}"
+    own = json.dumps([rank, what, words])
+    first = json.loads(entry[1].compare_set(f"collective/{device}/{counts[device]}", "", own))
+    if first[1] != what:
+        calls = sorted([first, [rank, what, words]])
+        raise DesyncError(different(counts[device], {called: [caller] for caller, _, called in calls}))
 
 
-def _in_words(name: str, args: tuple[Any, ...]) -> str:
-    """Returns an operation with what must be the same on all ranks."""
-    words, alike = _OPERATIONS[name]
-    if alike is not None and len(args) > alike:
-        tensors = [args[alike]] if isinstance(args[alike], Tensor) else list(args[alike])
-        if name != "allgather" or not tensors[0].is_cuda:  # NCCL gathers tensors of different sizes
-            shapes = ", ".join(f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors)
-            words += f" [{shapes}]"
-    roots = [arg.rootRank for arg in args if hasattr(arg, "rootRank")]
-    return words + "".join(f" of rank {root} of the group" for root in roots)
+def _tensors(name: str, args: tuple[Any, ...]) -> list[Tensor]:
+    """Returns the tensors of a call that have the same number of elements and type on all ranks."""
+    alike = _OPERATIONS[name][1]
+    if alike is None or len(args) <= alike:
+        return []
+    return [args[alike]] if isinstance(args[alike], Tensor) else list(args[alike])
 
 
 def _called_from() -> str:
     """Returns the file and line that has called an operation of torch."""
-    frame = sys._getframe(2)
+    frame = sys._getframe(3)
     of_torch = os.sep + os.path.join("torch", "")
     while frame.f_back and (frame.f_code.co_filename == __file__ or of_torch in frame.f_code.co_filename):
         frame = frame.f_back

@@ -31,8 +31,10 @@ _MAX_ANSWER = 1 << 28
 _HEARTBEAT_S = 1.0
 _REACH_S = 3.0
 """How long a rank tries to reach the driver before it uses Spark's `allGather`."""
+_DECISIVE = ("called", "joined", "returned", "failed", "done")
+"""Events that must not be lost: how far a rank has come, and how it ended."""
 _LAST_S = 10.0
-"""How long the last event of a rank waits until the driver has got enough of the events before it."""
+"""How long they wait until the driver has got enough of the events before them."""
 _STACK_CHARACTERS = 8000
 
 
@@ -104,13 +106,10 @@ class Sender:
     def send(self, event: Mapping[str, Any]) -> bool:
         """Queues an event. Drops it if it has more than 1 MiB or is not JSON-serializable, or if the queue is full.
 
+        An event by which the driver decides waits some seconds for a place in the queue.
         Returns whether the event was queued.
         """
-        return self._put(self._frame(event), 0.0)
-
-    def send_last(self, event: Mapping[str, Any]) -> None:
-        """Queues an event that says how this rank ended. Waits some seconds while the queue is full of other events."""
-        self._put(self._frame(event), _LAST_S)
+        return self._put(self._frame(event), _LAST_S if event.get("kind") in _DECISIVE else 0.0)
 
     def _put(self, item: bytes | threading.Event | None, wait_s: float) -> bool:
         """Queues an item, and waits for a place in the queue. Returns whether it was queued."""

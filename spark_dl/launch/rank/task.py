@@ -129,7 +129,7 @@ def rank_task(
             _end_with(failure, sender)
             raise failed_in_task(failure) from error
         last_lines = _close_output(output)
-        sender.send_last({"kind": "done"})
+        sender.send({"kind": "done"})
         sender.close()
         # The driver has the output already, if this rank could reach it, or a file.
         is_wanted = not sender.is_connected and not launch.log_dir and _is_wanted(launch, done.rank)
@@ -161,7 +161,7 @@ def _end_with(failure: Mapping[str, Any], sender: Sender) -> None:
     The driver cancels the job, which kills this process without an error in Spark's log. If the driver does not, it
     cannot reach this host any more, and the process ends itself. Returns only if the driver was never reached.
     """
-    sender.send_last({"kind": "failed", **failure})
+    sender.send({"kind": "failed", **failure})
     sender.close()
     if sender.is_connected:
         time.sleep(_ABORTED_BY_DRIVER_WAIT_S)

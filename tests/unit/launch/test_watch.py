@@ -280,7 +280,7 @@ def test_the_last_event_of_a_rank_waits_where_others_are_dropped(listener, last)
     while sender.send({"kind": "output", "number": taken}):
         taken += 1
     assert taken == 1000
-    sender.send_last({"kind": last})
+    sender.send({"kind": last})
     sender.close()
     events = take(listener, taken + 1)
     assert [event["kind"] for event in events] == ["output"] * taken + [last]

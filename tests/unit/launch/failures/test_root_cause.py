@@ -161,15 +161,17 @@ def test_F04_a_line_for_each_rank_says_what_it_did_and_the_error_by_what_the_sil
     called = {"name": "all_reduce", "tensors": "[3, 4] Float", "group": "default_pg", "number": 7}
     waits, at = {"number": 7, "is_open": True}, {"phase": "training", "step": 3, "silent_s": 0.44}
     known = {
-        0: {**KNOWN[0], **at, "stack": "Thread MainThread:\n  x\nThread y:\n  /torch/distributed/z",
+        0: {**KNOWN[0], **at, "stack": 'Thread MainThread:\n  File "/torch/distributed/pipelining/schedules.py", line 1\n'
+            '  File "/model.py", line 2\nThread y:\n  File "/torch/distributed/z.py", line 3',
             "collective": called, "progress": {"number": 7, "is_open": False}},
         1: {**KNOWN[1], **at, "stack": "Thread MainThread:\n  x", "collective": called, "progress": waits},
         2: {**KNOWN[2], **at, "silent_s": 9.31, "progress": {"number": 6, "is_open": True}},
         3: {"rank": 3, "host": "h", "pid": 3, **at, "phase": "reading rows",
             "progress": {"number": 6, "is_open": False}},
         4: {"rank": 4, "host": "h", "pid": 4, "is_returned": True},
-        5: {"host": "h", "pid": 5, "stack": "Thread MainThread:\n  File /torch/distributed/z"},
-        6: {"host": "h", "pid": 6, "progress": {"number": 6, "is_open": None}},
+        5: {"rank": 5, "host": "h", "pid": 5, "stack": 'Thread MainThread:\n  File "/torch/distributed/z.py", line 1'},
+        6: {"rank": 6, "host": "h", "pid": 6, "progress": {"number": 6, "is_open": None}},
+        7: {"host": "h", "pid": 7},
     }  # fmt: skip
     error = root_cause([], known, None, {2: 9.3})
     assert error.reason.endswith(
@@ -184,8 +186,9 @@ def test_F04_a_line_for_each_rank_says_what_it_did_and_the_error_by_what_the_sil
         ["2", "host2", "3", "no answer", "6", "9.3 s ago"],
         ["3", "h", "3", "reading rows", "6", "0.4 s ago"],
         ["4", "h", "has returned"],
-        ["task 5", "h", "waiting in a collective operation"],
-        ["task 6", "h", "computing, or waiting for other ranks", "6"],
+        ["5", "h", "waiting in a collective operation"],
+        ["6", "h", "computing, or waiting for other ranks", "6"],
+        ["task 7", "h", "starting"],
     ]
     known[0] |= {"collective": {**called, "group": "0"}}
     known[1] |= {"collective": {**called, "group": "0"}}

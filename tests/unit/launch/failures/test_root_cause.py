@@ -161,7 +161,7 @@ def test_F04_a_line_for_each_rank_says_what_it_did_and_the_error_by_what_the_sil
     called = {"name": "all_reduce", "tensors": "[3, 4] Float", "group": "default_pg", "number": 7}
     waits, at = {"number": 7, "is_open": True}, {"phase": "training", "step": 3, "silent_s": 0.44}
     known = {
-        0: {**KNOWN[0], **at, "stack": 'Thread MainThread:\n  File "/torch/distributed/pipelining/schedules.py", line 1\n'
+        0: {**KNOWN[0], **at, "stack": 'Thread MainThread:\n  File "/torch/distributed/pipelining/s.py", line 1\n'
             '  File "/model.py", line 2\nThread y:\n  File "/torch/distributed/z.py", line 3',
             "collective": called, "progress": {"number": 7, "is_open": False}},
         1: {**KNOWN[1], **at, "stack": "Thread MainThread:\n  x", "collective": called, "progress": waits},

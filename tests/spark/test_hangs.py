@@ -42,7 +42,10 @@ def train(tmp_path, fault=None):
     try:
         return spark_dl.train(shards.url, spec, config, run_dir=str(tmp_path / "run"), progress=False)
     finally:
-        assert time.monotonic() - start < TIMEOUT_S + 5 + 20  # and the start of the ranks
+        if fault:  # from it: the start of cold processes on a busy machine is no part of the contract
+            assert time.time() - (tmp_path / "faults" / "0").stat().st_mtime < TIMEOUT_S + 15
+        else:
+            assert time.monotonic() - start < TIMEOUT_S + 5 + 20  # and the start of the ranks
 
 
 def assert_what_ranks_did(error, what, did, stack):

@@ -21,21 +21,20 @@ from spark_dl.config import Launch
 from spark_dl.launch import preflight
 from spark_dl.launch.code import payload
 from spark_dl.launch.failures.root_cause import root_cause
+from spark_dl.launch.failures.stalled import SILENCE_S
 from spark_dl.launch.rank import memory
 from spark_dl.launch.rank.task import ROOT_CAUSE_WAIT_S, SCHEMA, RankResult, rank_task
 from spark_dl.launch.rank_job import RankJob
 from spark_dl.launch.session import worker_env
 from spark_dl.launch.starting import StartCheck
 from spark_dl.launch.supervise import Attempt
-from spark_dl.launch.watch import CRASH, Listener, listen
+from spark_dl.launch.watch import CRASH, Listener, listen, with_heartbeats
 from spark_dl.spark_job import is_connect, is_local_master
 
 _log = logging.getLogger("spark_dl")
 
 _LAST_EVENTS_WAIT_S = 1.0
 """How long to wait for events that the ranks sent before the job ended."""
-_SILENCE_S = 3.0
-"""A rank without a heartbeat for longer is the root cause, if the other ranks only lost a connection or timed out."""
 _FIRST = Attempt()
 _POLL_S = 1.0
 """Interval in which a driver without a listener calls `poll`."""
@@ -229,14 +228,15 @@ class _Watch:
 
     def _raise_failure(self) -> None:
         if self._decide_at is not None and time.monotonic() >= self._decide_at:
-            raise self._root_cause(self._silent_for(_SILENCE_S))
+            # A silent rank is the root cause if the other ranks only lost a connection or timed out.
+            raise self._root_cause(self._silent_for(SILENCE_S))
         silent = self._silent_for(self._launch.collective_timeout_s)  # other ranks may not notice it
         self._silent_at = (self._silent_at or time.monotonic()) if silent else None
-        if self._silent_at and time.monotonic() - self._silent_at > _SILENCE_S:  # the driver itself did not hang
+        if self._silent_at and time.monotonic() - self._silent_at > SILENCE_S:  # the driver itself did not hang
             raise self._root_cause(silent)
 
     def _root_cause(self, silent: Mapping[int, float]) -> BaseException:
-        known = self._start.with_heartbeats(self._known)
+        known = with_heartbeats(self._known, self._listener)
         if why := self._job.why_session_ended():
             return RuntimeError(f"{why}, so the ranks have ended; build a session, and resume the run")
         return root_cause(self._failures, known, self._job.error, silent, self._memories())

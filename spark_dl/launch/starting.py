@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
-from typing import Any
 
 from spark_dl.config import Launch
 from spark_dl.launch.failures.root_cause import late_at_start
 from spark_dl.launch.rank_job import RankJob
-from spark_dl.launch.watch import Listener
+from spark_dl.launch.watch import Known, Listener, with_heartbeats
 
-Known = Mapping[int, Mapping[str, Any]]
-"""What each task has reported about itself."""
 _CALLED = {"is_called", "rank", "is_returned", "is_done"}
-"""What is known only of tasks that have unpickled their call."""
+"""Keys that are known only of tasks that have unpickled their call."""
 _SAY_AFTER_S, _SAY_EVERY_S = 10.0, 60.0
 """When the driver logs that ranks wait for task slots: the first time after so long, and then as often."""
 _CONNECT_S = 10.0
@@ -51,7 +47,7 @@ class StartCheck:
         self._running = max(self._running, running)
 
     def postpone(self) -> None:
-        """Begins the wait anew, as Spark still computes the rows of the ranks."""
+        """Starts the time limit again, as Spark still computes the rows of the ranks, or other ranks run."""
         self._deadline = time.monotonic() + self._launch.start_timeout_s
         self._say_at = time.monotonic() + _SAY_EVERY_S
 
@@ -64,11 +60,6 @@ class StartCheck:
             self._check_started()
         elif not is_failing:
             self._check_joined(known)
-
-    def with_heartbeats(self, known: Known) -> dict[int, dict[str, Any]]:
-        """Returns what each task has reported, with what its heartbeats have told."""
-        seen = self._listener.seen if self._listener else lambda task: {}
-        return {task: {**who, **seen(task)} for task, who in known.items()}
 
     def _check_started(self) -> None:
         """Raises RuntimeError if the ranks have not started in time. Logs now and then that they wait."""
@@ -111,7 +102,8 @@ class StartCheck:
             return
         self._late_since = self._late_since or time.monotonic()
         if time.monotonic() - self._late_since > self._launch.start_timeout_s:
-            raise late_at_start(late, self.with_heartbeats(known), self._launch.num_ranks, self._launch.start_timeout_s)
+            raise late_at_start(late, with_heartbeats(known, self._listener), self._launch.num_ranks,
+                                self._launch.start_timeout_s)  # fmt: skip
 
     def _late(self, known: Known) -> list[int]:
         """Returns the tasks that have not unpickled their call, or else those that others wait for where ranks meet.

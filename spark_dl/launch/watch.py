@@ -23,7 +23,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing import connection
 from typing import Any
@@ -181,6 +181,15 @@ def listen(spark: Any, num_ranks: int) -> Listener:
     conf = spark.sparkContext.getConf()
     public = conf.get("spark.driver.host")
     return Listener(conf.get("spark.driver.bindAddress") or public, public, num_ranks=num_ranks)
+
+
+Known = Mapping[int, Mapping[str, Any]]
+"""The reports of each task about itself."""
+
+
+def with_heartbeats(known: Known, listener: Listener | None) -> dict[int, dict[str, Any]]:
+    """Returns the reports of the tasks, with what their heartbeats have told. listener: None over Spark Connect."""
+    return {task: {**who, **(listener.seen(task) if listener else {})} for task, who in known.items()}
 
 
 class _Meeting:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -66,11 +66,20 @@ def _explain(error: Exception, output: Output, batch: Batch, label: str | None) 
     )
 
 
-def raise_if_misfit(error: Exception, batch: Batch) -> None:
-    """Raises ValueError from an error of a forward pass that is about shapes, dtypes or arguments; else returns.
+@contextlib.contextmanager
+def misfits_named(batch: Batch) -> Iterator[None]:
+    """Makes an error of a forward pass that is about shapes, dtypes or arguments a ValueError with the batch's columns.
 
-    Torch's own errors do not name the columns of the batch. Called on a rank, by an `except` that else raises again.
+    Torch's own errors do not name them. Other errors stay as they are. Used on a rank.
     """
+    try:
+        yield
+    except Exception as error:
+        _raise_if_misfit(error, batch)
+        raise
+
+
+def _raise_if_misfit(error: Exception, batch: Batch) -> None:
     if type(error) not in (IndexError, RuntimeError, TypeError, ValueError):  # nor those that are derived, as of memory
         return
     text, frame = str(error).strip().rstrip("."), error.__traceback__

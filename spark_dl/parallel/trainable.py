@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from spark_dl.optimization import Optimization, check_parameters, scale_rates
 from spark_dl.parallel.exchange_clock import ExchangeClock, StepClock
 from spark_dl.parallel.layout import to_device
-from spark_dl.parallel.loss import raise_if_misfit, weighted_loss_sum
+from spark_dl.parallel.loss import misfits_named, weighted_loss_sum
 from spark_dl.spec import Batch, ModelSpec, Output
 
 if TYPE_CHECKING:
@@ -83,11 +83,8 @@ def add_gradients(
         on_device = to_device(batch, device, config)
         is_last = i == len(micro_batches) - 1
         with contextlib.nullcontext() if is_last else before_last():
-            try:
+            with misfits_named(on_device):
                 _, losses = weighted_loss_sum(spec, module, on_device, config)
-            except Exception as error:
-                raise_if_misfit(error, on_device)
-                raise
             scaled = scale(losses)
             if clock is not None:
                 clock.watch_backward(scaled)

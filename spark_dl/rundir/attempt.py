@@ -21,7 +21,7 @@ from spark_dl.training import metrics
 
 _log = logging.getLogger("spark_dl")
 READ, WRITE = "cannot read the run_dir", "cannot write to the run_dir"
-"""What an error of the storage says of a run folder."""
+"""Beginnings of the messages about errors of a run folder's storage."""
 _LISTED = 10
 """Checkpoints in an error."""
 

@@ -118,7 +118,7 @@ def _space_told(path: str, content: Any) -> Iterator[str]:
         folder = os.path.dirname(storage.resolve(path)[1])
         while not os.path.exists(folder):  # the disk was full before it could be created
             folder = os.path.dirname(folder)
-        free = shutil.disk_usage(folder).free  # the temporary file is gone
+        free = shutil.disk_usage(folder).free  # the temporary file has been deleted
         raise OSError(
             error.errno,
             f"{error.strerror}: it needs about {_tensor_bytes(content):,} bytes, and {free:,} bytes are free; free "

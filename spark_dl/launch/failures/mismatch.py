@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 _DEFAULT_GROUP = "default_pg"
-"""What torch calls the default process group."""
+"""Torch's name of the default process group."""
 _SAME = "all ranks must call the same ones in the same order, with tensors of the same shapes and types"
 
 

@@ -1,4 +1,4 @@
-"""What each rank did when one of them hung: a table with a line per rank, and the stacks."""
+"""Describes what each rank did when one of them hung: a table with a line per rank, and the stacks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from spark_dl.launch.failures.describe import named
 from spark_dl.launch.rank.status import LOADING, READING, SAVING, in_words
 
 _NO_STACKS = "  no stacks: the process does not answer, or did not stop for long enough\n"
-_SILENCE_S = 3.0
+SILENCE_S = 3.0
 """A rank without a heartbeat for longer does not answer."""
 _HEAD = ("rank", "host", "step", "what it did", "last collective", "last heartbeat")
 
@@ -42,7 +42,7 @@ def _row(who: Mapping[str, Any], task: int) -> tuple[str, ...]:
 
 def is_silent(who: Mapping[str, Any]) -> bool:
     """Whether a task has sent no heartbeat for a while."""
-    return bool(who.get("silent_s", 0.0) > _SILENCE_S)
+    return bool(who.get("silent_s", 0.0) > SILENCE_S)
 
 
 def _doing(who: Mapping[str, Any]) -> str:

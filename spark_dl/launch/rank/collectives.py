@@ -11,10 +11,10 @@ from spark_dl.launch.rank import status
 
 
 class Progress(TypedDict):
-    """What a heartbeat has of the collective operations of a rank."""
+    """The progress of a rank in its collective operations, which is in each heartbeat."""
 
     number: int
-    """Of the last operation of the default process group, from 1; 0 before it."""
+    """Number of the last operation of the default process group, from 1; 0 before the first one."""
     is_open: bool | None
     """Whether an operation of any group has begun and has not ended; None if the flight recorder has none of them."""
 

@@ -98,11 +98,10 @@ def _compare(rank: int, counts: Counter[str], group: dist.ProcessGroup, name: st
     what = [_OPERATIONS[name][0], *(f"{t.numel()} {t.dtype}" for t in tensors), *roots]
     shapes = ", ".join(f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors)
     words = f"{_OPERATIONS[name][0]}{f' [{shapes}]' if shapes else ''}{''.join(roots)} at {_called_from()}"
-    own = json.dumps([rank, what, words])
-    first = json.loads(entry[1].compare_set(f"collective/{device}/{counts[device]}", "", own))
+    own = [rank, what, words]
+    first = json.loads(entry[1].compare_set(f"collective/{device}/{counts[device]}", "", json.dumps(own)))
     if first[1] != what:
-        calls = sorted([first, [rank, what, words]])
-        raise DesyncError(different(counts[device], {called: [caller] for caller, _, called in calls}))
+        raise DesyncError(different(counts[device], {called: [caller] for caller, _, called in sorted([first, own])}))
 
 
 def _tensors(name: str, args: tuple[Any, ...]) -> list[Tensor]:

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 _log = logging.getLogger("spark_dl")
 PLANNED = "SIGTERM, as planned"
-"""What a rank that ends as planned writes in place of its stacks, which would show threads that wait for the end."""
+"""Text in place of the stacks of a rank that ends as planned. They would show threads that wait for the end."""
 _stacks_to: int | None = None
 """Descriptor of the file that gets the stacks of this process when SIGTERM ends it; None if nobody asks for them."""
 _is_postponed = False

@@ -19,7 +19,7 @@ from torch.func import functional_call
 
 from spark_dl.nn.moe import note_rows
 from spark_dl.parallel.generators import generators_kept
-from spark_dl.parallel.loss import autocast, raise_if_misfit, weighted_loss_sum
+from spark_dl.parallel.loss import autocast, misfits_named, weighted_loss_sum
 from spark_dl.parallel.mesh.layers import Layer, tensors_of
 from spark_dl.spec import Batch, ModelSpec, Output
 
@@ -96,24 +96,17 @@ class Stage:
         assert not self.is_last
         note_rows(self._model, batch["weight"])
         try:
-            with autocast(batch, self._config), self._in_place_of_model(received, weights):
+            with misfits_named(batch), autocast(batch, self._config), self._in_place_of_model(received, weights):
                 self._spec.output(self._model, batch, self._config.data.features)
         except _Left as left:
             return left.value
-        except Exception as error:
-            raise_if_misfit(error, batch)
-            raise
         raise AssertionError  # forward_replaced has raised
 
     def loss_sum(self, batch: Batch, received: Any = None, weights: Weights | None = None) -> Tensor:
         """Returns the sum of losses over the true rows, a float32 scalar. For the last stage."""
         assert self.is_last
-        try:
-            with self._in_place_of_model(received, weights):
-                return weighted_loss_sum(self._spec, self._model, batch, self._config)[1]
-        except Exception as error:
-            raise_if_misfit(error, batch)
-            raise
+        with misfits_named(batch), self._in_place_of_model(received, weights):
+            return weighted_loss_sum(self._spec, self._model, batch, self._config)[1]
 
     def output(self, batch: Batch, received: Any = None) -> Output:
         """Returns the output of the model. For the last stage."""
@@ -186,13 +179,13 @@ def find_boundaries(
 
     gpus = [device.index] if device.type == "cuda" and device.index is not None else []
     try:
-        with autocast(batch, config), generators_kept(gpus), torch.enable_grad(), forward_replaced(model, forward):
+        with (
+            misfits_named(batch), autocast(batch, config), generators_kept(gpus), torch.enable_grad(),
+            forward_replaced(model, forward),
+        ):  # fmt: skip
             spec.output(model, batch, config.data.features)
     except _Left:
         pass
-    except Exception as error:
-        raise_if_misfit(error, batch)
-        raise
     return [boundary_of(layer.name, value) for layer, value in found]
 
 

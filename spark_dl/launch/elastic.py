@@ -32,8 +32,7 @@ def fit_ranks(
     most: the ranks that were asked for. wait_s: how long to wait for their slots; for those of the fewest ranks it is
         `launch.start_timeout_s`, and then the call that starts the ranks says what is missing.
     left_out: hosts whose slots do not count, if the others have slots for the fewest ranks.
-    Raises ValueError if the other settings allow no number of ranks in the range that has slots, and as
-    `preflight.check_task_cpus` does.
+    Raises ValueError if the other settings allow no number of ranks in the range that has slots.
     """
     launch = config.launch
     if launch.min_ranks is None or config.parallel.by_spark:
@@ -44,8 +43,6 @@ def fit_ranks(
         waited_s = time.monotonic() - start
         if waited_s > (launch.start_timeout_s if slots < launch.min_ranks else wait_s):
             break
-        if slots == 0:
-            preflight.check_task_cpus(spark)
         time.sleep(0.2)
         slots = preflight.num_slots(spark, profile)
     if slots is None:

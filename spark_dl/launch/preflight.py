@@ -118,7 +118,7 @@ def check_log_dir(launch: Launch) -> None:
 
 
 def check_slots(spark: Any, launch: Launch, profile: Any = None, wait_s: float | None = None) -> None:
-    """Raises RuntimeError if the cluster has fewer task slots than ranks, ValueError as `check_task_cpus` does.
+    """Raises RuntimeError if the cluster has fewer task slots than ranks, ValueError if no executor has one.
 
     profile: the resources of a rank. wait_s: how long to wait for the next executor. By default it is 10 s; the first
         executor of an application may take `launch.start_timeout_s`, as a cluster may have to make room for it.
@@ -126,10 +126,10 @@ def check_slots(spark: Any, launch: Launch, profile: Any = None, wait_s: float |
     num_ranks = launch.num_ranks
     slots, since = num_slots(spark, profile), time.monotonic()
     fixed = (_conf(spark, "spark.master") or "").startswith("local[")
-    if slots == 0 and not fixed and not check_task_cpus(spark):
+    if slots == 0 and not fixed and not _has_executors(spark):
         _log.warning("no executor has registered yet; waiting for %d task slots", num_ranks)
     while slots is not None and slots < num_ranks and not fixed:
-        has_executors = slots or check_task_cpus(spark)
+        has_executors = slots or _has_executors(spark)
         limit_s = wait_s if wait_s is not None else EXECUTORS_WAIT_S if has_executors else launch.start_timeout_s
         if time.monotonic() - since > limit_s:
             break
@@ -137,6 +137,7 @@ def check_slots(spark: Any, launch: Launch, profile: Any = None, wait_s: float |
         before, slots = slots, num_slots(spark, profile)
         since = since if slots == before else time.monotonic()
     if slots is not None and slots < num_ranks:
+        _check_task_cpus(spark)
         about = "" if profile is None else f", launch.gpus_per_rank={launch.gpus_per_rank}"
         if executor_gpus := _conf(spark, resources.EXECUTOR):
             about += f", {resources.EXECUTOR}={executor_gpus}, {resources.TASK}={_conf(spark, resources.TASK)}"
@@ -148,22 +149,22 @@ def check_slots(spark: Any, launch: Launch, profile: Any = None, wait_s: float |
         )
 
 
-def check_task_cpus(spark: Any) -> bool:
-    """Returns whether executors have registered. Raises ValueError if none has the cores of one task, nor can get them.
+def _has_executors(spark: Any) -> bool:
+    return not is_connect(spark) and bool(_executors(spark))
 
-    On a standalone cluster without `spark.executor.cores`, an executor has all cores of its host. Others can have more.
+
+def _check_task_cpus(spark: Any) -> None:
+    """Raises ValueError if no executor has the cores of one task. Spark checks it if `spark.executor.cores` is set.
+
+    Otherwise an executor of a standalone cluster has all cores of its host, and one with more cores may come.
     """
-    if is_connect(spark) or not (executors := _executors(spark)):
-        return False
-    if (_conf(spark, "spark.master") or "").startswith("spark://") and not _conf(spark, "spark.executor.cores"):
-        return True
-    found, most = int(_conf(spark, "spark.task.cpus") or 1), max(cores for _, cores in executors)
-    if found > most:
+    executors = [] if is_connect(spark) else _executors(spark)
+    found, most = int(_conf(spark, "spark.task.cpus") or 1), max((cores for _, cores in executors), default=0)
+    if found > most > 0:
         raise ValueError(
             f"spark.task.cpus: found {found}, expected at most {most}, the cores of an executor, as no task can run; "
             f"set it to {most} or less, or give executors {found} cores (spark.executor.cores)"
         )
-    return True
 
 
 def num_tasks(spark: Any, num_ranks: int, profile: Any, left_out: Collection[str]) -> int:

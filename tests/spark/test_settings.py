@@ -31,7 +31,7 @@ reduced = small_config(2, parallel=spark_dl.TreeReduce())
 for name, work in {
     "launch": lambda: spark_dl.launch(int, num_ranks=2, settings=spark_dl.Launch(start_timeout_s=200)),
     "min_ranks": lambda: spark_dl.train(
-        "none", MLP, small_config(2, launch={"min_ranks": 1, "start_timeout_s": 200}), run_dir="run"),
+        "none", MLP, small_config(2, launch={"min_ranks": 1, "start_timeout_s": 20}), run_dir="run"),
     "tree_reduce": lambda: spark_dl.train("none", MLP, reduced, run_dir="run"),
     "function": lambda: spark_dl.launch(sums_of_ranks, num_ranks=2),
     "script": lambda: spark_dl.launch("script.py", num_ranks=2),
@@ -107,7 +107,8 @@ def test_B22_speculation_is_said_where_it_copies_tasks_and_ranks_run_without_a_w
 
 
 @pytest.mark.long
-def test_B22_tasks_that_need_more_cores_than_an_executor_has_are_an_error_at_once(tmp_path):
+def test_B22_tasks_that_need_more_cores_than_an_executor_has_are_an_error(tmp_path):
+    """With `spark.executor.cores`, Spark itself refuses them. Without it, an executor has all cores of its host."""
     conf = {"spark.task.cpus": "2", "spark.executor.memory": "512m"}
     with standalone(tmp_path) as (url, start, worker):
         start("one", [*worker, "--work-dir", str(tmp_path / "work-one")])

@@ -16,7 +16,6 @@ from tests.builders.models import small_config
 def slots(monkeypatch):
     """Sets the numbers of slots that the cluster has, one after another; the last one stays."""
     monkeypatch.setattr(elastic.resources, "build_profile", lambda spark, launch: None)
-    monkeypatch.setattr(preflight, "check_task_cpus", lambda spark: False)
 
     def have(*numbers):
         left = list(numbers)

@@ -16,7 +16,7 @@ from typing import Any
 
 from spark_dl import storage
 from spark_dl.config import Config, Launch
-from spark_dl.doctor import leftovers
+from spark_dl.doctor import leftovers, links
 from spark_dl.doctor.ask import ask_ranks
 from spark_dl.doctor.findings import ERROR, OK, WARNING, Diagnosis, Finding, sort
 from spark_dl.launch import preflight
@@ -28,8 +28,6 @@ _LEAST_SHM_BYTES = 64 << 20
 _LEAST_FILES = 1024
 _MOST_CLOCK_S = 2.0
 _MOST_NAMES = 3
-_SLOW_LINK = 0.5
-"""A link between hosts below this part of the usual rate is slow."""
 
 Ranks = Sequence[Mapping[str, Any]]
 
@@ -134,7 +132,7 @@ def _links(ranks: Ranks) -> Iterator[Finding]:
         if rate is not None and ranks[a]["host"] != ranks[b]["host"]
     }
     usual = _usual(between)
-    slow = {pair: rate for pair, rate in between.items() if rate < _SLOW_LINK * usual}
+    slow = {pair: rate for pair, rate in between.items() if rate < links.SLOW_LINK * usual}
     told = ", ".join(f"{a} to {b} {rate:,.0f}" for (a, b), rate in list(slow.items())[:4])
     interfaces = ", ".join(_grouped(ranks, lambda rank: rank["interface"] or rank["address"]))
     median = rates[len(rates) // 2]

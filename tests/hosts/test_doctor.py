@@ -14,7 +14,7 @@ from spark_dl.bench.testbed.standalone import start_spark
 from tests.hosts.conftest import REPOSITORY
 from tests.spark.conftest import FAST_JVM
 
-pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(240)]
 RATE_MBIT, SLOW_MBIT = 400, 40
 
 

@@ -40,6 +40,14 @@ def test_B38_a_rank_that_cannot_be_reached_is_named_with_the_reason():
     assert "refused" in why
 
 
+def test_B38_a_link_that_was_slow_for_a_moment_is_measured_again_and_one_that_is_slow_stays_slow(monkeypatch):
+    places = [("a", 0), ("b", 1), ("c", 2), ("d", 3), ("a", 4)]
+    rates = {1: [100.0], 2: [10.0, 20.0, 90.0], 3: [10.0, 11.0, 9.0], 4: [1000.0]}  # 4 is on the own host
+    monkeypatch.setattr(links, "_rate", lambda address, port, secret: rates[port].pop(0))
+    assert links.measure(0, places, SECRET) == [(None, ""), (100.0, ""), (90.0, ""), (11.0, ""), (1000.0, "")]
+    assert not any(rates.values())
+
+
 @pytest.mark.parametrize("sent", [b"", b"short", bytes(32), b"x" * 100_000])
 def test_S17_a_client_without_the_secret_gets_nothing(sent, monkeypatch):
     monkeypatch.setattr(links, "CONNECT_S", 0.5)

@@ -7,6 +7,7 @@ servers: which gradients make an update, which are dropped, and who gets weights
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,6 +18,8 @@ Key = tuple[int, int]
 """A trainer and the number of its computation."""
 Update = Callable[[Sequence[Numbers], Sequence[float], float], None]
 """(gradients, their shares, factor of the learning rate): updates this server's block."""
+_LATE = 0.4
+"""Limit of an ordered gradient, times the timeout. Trainers wait for weights a little longer (`trainer.py`)."""
 
 
 class Server:
@@ -61,9 +64,9 @@ class Server:
                 found.append(message)
         return found
 
-    def has(self, keys: Sequence[Key]) -> bool:
-        """Returns whether these gradients have arrived."""
-        return all(tuple(key) in self._gradients for key in keys)
+    def missing(self, keys: Sequence[Key]) -> list[Key]:
+        """Returns those of these gradients that have not arrived."""
+        return [key for key in keys if tuple(key) not in self._gradients]
 
     def drop(self, keys: Sequence[Key]) -> None:
         """Drops gradients, including those that have not arrived yet."""
@@ -85,18 +88,29 @@ def follow(server: Server, first: int, trainers: int, timeout_s: float) -> dict[
     """Executes the first server's orders until an order to pause. Returns that order. Called on the other servers.
 
     Raises RuntimeError if a rank is lost, or no message arrives for twice `timeout_s`. The first server waits half as
-    long, as its error names the rank that is late.
+    long, as its error names the rank that is late. A trainer that stops between its two messages is late here only.
     """
-    orders, pausing = server.orders, 0
+    orders, pausing, blocked_at = server.orders, 0, time.monotonic()
     while True:
-        while orders and server.has(orders[0].get("used", ())):
+        while orders and not server.missing(orders[0].get("used", ())):
+            blocked_at = time.monotonic()
             if orders[0]["kind"] != "pause":
                 _execute(server, orders.popleft())
             elif pausing == trainers:  # unsent weights stay unsent, as a pausing trainer does not read them
                 return dict(orders.popleft())
             else:
                 break
-        message = server.wire.receive(2 * timeout_s)
+        missing = server.missing(orders[0].get("used", ())) if orders else []
+        if not missing:
+            blocked_at = time.monotonic()
+        limit_s = _LATE * timeout_s if missing else 2 * timeout_s
+        message = server.wire.receive(max(0.0, blocked_at + limit_s - time.monotonic()))
+        if message is None and missing:
+            trainer = missing[0][0]
+            raise RuntimeError(
+                f"no gradient from rank {trainer} on host {server.wire.host_of(trainer)} for {limit_s:g} s ({_LATE:g} "
+                "times launch.collective_timeout_s), which the first server has: a process or its network hangs"
+            )
         if message is None:
             host = server.wire.host_of(first)
             raise RuntimeError(

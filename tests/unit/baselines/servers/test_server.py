@@ -4,6 +4,7 @@ import socket
 import threading
 
 import numpy as np
+import pytest
 import torch
 
 from spark_dl.baselines.servers.flat import FlatModel
@@ -62,6 +63,21 @@ def test_orders_that_come_before_a_pause_ends_are_carried_out_after_it():
         wires[trainer].send(OTHER, {"kind": "pausing"})
     following.join(10)
     assert told == ["epoch", "over"]
+    for wire in wires.values():
+        wire.close()
+
+
+def test_F29_a_trainer_that_stopped_between_its_messages_to_two_servers_is_named_by_the_second():
+    """Else the other trainer would wait for the weights of this server, and name it."""
+    wires = {rank: Transport(4) for rank in (*TRAINERS, FIRST, OTHER)}
+    for rank in (*TRAINERS, FIRST):
+        connected(wires, rank, OTHER)
+    server = Server(wires[OTHER], lambda *_: None, lambda: np.zeros(4, np.float32))
+    order = {"kind": "update", "used": [(0, 1), (1, 1)], "shares": [0.5, 0.5], "lr_factor": 1.0}
+    wires[FIRST].send(OTHER, order)
+    wires[0].send(OTHER, *gradient(1, 1.0))
+    with pytest.raises(RuntimeError, match=r"no gradient from rank 1 on host host-1 for 0\.4 s \(0\.4 times"):
+        follow(server, FIRST, len(TRAINERS), 1.0)
     for wire in wires.values():
         wire.close()
 

@@ -82,9 +82,10 @@ def measure(rank: int, places: Sequence[tuple[str, int]], secret: bytes) -> list
     rates = {
         other: rate for other, (rate, _) in enumerate(found) if rate is not None and places[other][0] != places[rank][0]
     }
+    slow = SLOW_LINK * max(rates.values(), default=0.0)
     for other, rate in rates.items():
         for _ in range(_MORE_PROBES):
-            if rate < SLOW_LINK * max(rates.values()):
+            if rate < slow:
                 with contextlib.suppress(OSError):  # there is a connection, as the first rate shows
                     rate = max(rate, _rate(*places[other], secret))
         found[other] = (rate, "")

@@ -41,13 +41,12 @@ def test_a_rank_sends_the_bytes_of_the_formula(measured):
     assert all(times == pytest.approx(1, rel=0.03) for times in found["sent_times_formula"].values())
 
 
-def test_pipelines_wait_at_least_as_long_as_their_schedule_says(measured):
-    """How much longer depends on the machine, which runs other tests; `jobs/bench.py parallel` measures it."""
+def test_pipelines_wait_as_long_as_their_schedule_says(measured):
     for row in measured["bubbles"]:
-        assert row["formula"] - 0.1 < row["measured"] < 1
+        assert row["measured"] == pytest.approx(row["formula"], abs=0.1)
         layers = 4 * row["stages_per_rank"]
         assert len(row["passes"]) == 3 * 4 * layers  # forward, for inputs and for weights, of four micro-batches
-    ours, gpipe = measured["pipedream"]
+    ours, gpipe = measured["pipedream"]  # how near they come depends on the load; `jobs/bench.py parallel` measures it
     assert 0 < ours["of_ideal"] <= 1.01
     assert 0 < gpipe["of_ideal"] <= 1.01
     assert [len(row["passes"]) for row in (ours, gpipe)] == [3 * 8 * 4, 3 * 8 * 4]

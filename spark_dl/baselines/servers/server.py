@@ -90,39 +90,45 @@ def follow(server: Server, first: int, trainers: int, timeout_s: float) -> dict[
     Raises RuntimeError if a rank is lost, or no message arrives for twice `timeout_s`. The first server waits half as
     long, as its error names the rank that is late. A trainer that stops between its two messages is late here only.
     """
-    orders, pausing, blocked_at = server.orders, 0, time.monotonic()
+    orders, pausing = server.orders, 0
+    late_since: float | None = None
     while True:
-        while orders and not server.missing(orders[0].get("used", ())):
-            blocked_at = time.monotonic()
+        missing: list[Key] = []
+        while orders and not (missing := server.missing(orders[0].get("used", ()))):
+            late_since = None
             if orders[0]["kind"] != "pause":
                 _execute(server, orders.popleft())
             elif pausing == trainers:  # unsent weights stay unsent, as a pausing trainer does not read them
                 return dict(orders.popleft())
             else:
                 break
-        missing = server.missing(orders[0].get("used", ())) if orders else []
-        if not missing:
-            blocked_at = time.monotonic()
-        limit_s = _LATE * timeout_s if missing else 2 * timeout_s
-        message = server.wire.receive(max(0.0, blocked_at + limit_s - time.monotonic()))
-        if message is None and missing:
-            trainer = missing[0][0]
-            raise RuntimeError(
-                f"no gradient from rank {trainer} on host {server.wire.host_of(trainer)} for {limit_s:g} s ({_LATE:g} "
-                "times launch.collective_timeout_s), which the first server has: a process or its network hangs"
-            )
+        if missing and late_since is None:
+            late_since = time.monotonic()
+        left_s = 2 * timeout_s if late_since is None else late_since + _LATE * timeout_s - time.monotonic()
+        message = server.wire.receive(max(0.0, left_s))
         if message is None:
-            host = server.wire.host_of(first)
-            raise RuntimeError(
-                f"no message from rank {first} on host {host}, the first server, for {2 * timeout_s:g} s (twice "
-                "launch.collective_timeout_s): its process or its network hangs"
-            )
+            raise RuntimeError(_silence(server, first, missing, timeout_s))
         if message.rank == first:
             orders.append(message.head)
         elif message.head["kind"] == "pausing":  # its earlier gradients have arrived completely
             pausing += 1
         else:
             server.keep(message)
+
+
+def _silence(server: Server, first: int, missing: Sequence[Key], timeout_s: float) -> str:
+    """Returns which rank has sent nothing: the trainer of an ordered gradient, or else the first server."""
+    rank = missing[0][0] if missing else first
+    on = f"from rank {rank} on host {server.wire.host_of(rank)}"
+    if missing:
+        return (
+            f"no gradient {on} for {_LATE * timeout_s:g} s ({_LATE:g} times launch.collective_timeout_s), which the "
+            "first server has: a process or its network hangs"
+        )
+    return (
+        f"no message {on}, the first server, for {2 * timeout_s:g} s (twice launch.collective_timeout_s): its process "
+        "or its network hangs"
+    )
 
 
 def _execute(server: Server, order: Mapping[str, Any]) -> None:

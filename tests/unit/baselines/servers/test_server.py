@@ -82,6 +82,27 @@ def test_F29_a_trainer_that_stopped_between_its_messages_to_two_servers_is_named
         wire.close()
 
 
+def test_a_gradient_is_late_from_its_order_on_however_long_the_server_had_nothing_to_do():
+    """As in steps that take long: the order may come before the last bytes of the gradient."""
+    wires = {rank: Transport(4) for rank in (*TRAINERS, FIRST, OTHER)}
+    for rank in (*TRAINERS, FIRST):
+        connected(wires, rank, OTHER)
+    server, told = Server(wires[OTHER], lambda *_: None, lambda: np.zeros(4, np.float32)), []
+    following = threading.Thread(target=lambda: told.append(follow(server, FIRST, len(TRAINERS), 1.0)), daemon=True)
+    following.start()
+    following.join(0.6)  # longer than the limit of an ordered gradient
+    wires[FIRST].send(OTHER, {"kind": "update", "used": [(0, 1)], "shares": [1.0], "lr_factor": 1.0})
+    assert wires[0].receive(0.1) is None
+    wires[0].send(OTHER, *gradient(1, 1.0))
+    for trainer in TRAINERS:
+        wires[trainer].send(OTHER, {"kind": "pausing"})
+    wires[FIRST].send(OTHER, {"kind": "pause", "why": "epoch"})
+    following.join(10)
+    assert [order["why"] for order in told] == ["epoch"]
+    for wire in wires.values():
+        wire.close()
+
+
 def test_a_trainer_whose_weights_are_overtaken_on_their_way_says_so():
     """Else the first server would wait for its answer, and name it as one that stands still."""
     flat = FlatModel(MLP, torch.device("cpu"), 2)

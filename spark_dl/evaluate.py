@@ -14,7 +14,7 @@ from spark_dl.config import Config
 from spark_dl.data.load.build import BatchLoader, build_loader
 from spark_dl.gather import sum_over_ranks
 from spark_dl.parallel.layout import to_device
-from spark_dl.parallel.loss import autocast, loss_sum, true_rows, weighted_loss_sum
+from spark_dl.parallel.loss import Call, autocast, loss_sum, true_rows, weighted_loss_sum
 from spark_dl.rundir import checkpoint
 from spark_dl.rundir.weights import load_weights
 from spark_dl.spec import Batch, ModelSpec, Output, Run
@@ -58,16 +58,18 @@ def evaluate_model(
     config: Config,
     world: World,
     *,
+    call: Call | None = None,
     forward: Callable[[Batch], Output | None] | None = None,
     counts: bool = True,
 ) -> dict[str, Any]:
     """Computes the mean loss and the metrics over the true rows of a loader. Collective; the same on all ranks.
 
     With `data.weight`, the loss of a row is multiplied by its weight, and the mean is still over the rows.
-    forward, counts: see `Trainable`.
+    call, forward, counts: see `Trainable`.
 
     With `spec.evaluation`, its values replace the loss. Raises ValueError if one of them has the name of a metric.
     """
+    call = call or (lambda function, batch: function(model, batch))
     metrics = build_metrics(spec, config)
     own = None if spec.evaluation is None else spec.evaluation(model)
     for row_metric in metrics:
@@ -89,7 +91,7 @@ def evaluate_model(
                             continue
                         total += loss_sum(spec, output, batch, config)
                 elif own is None:
-                    output, losses = weighted_loss_sum(spec, model, batch, config)
+                    output, losses = weighted_loss_sum(spec, model, batch, config, call=call)
                     if not counts:
                         continue
                     total += losses
@@ -98,7 +100,7 @@ def evaluate_model(
                         own.update(true_rows(batch, model))
                 if metrics and output is None:  # these functions return none
                     with autocast(batch, config):
-                        output = spec.output(model, batch, config.data.features)
+                        output = call(lambda model, batch: spec.output(model, batch, config.data.features), batch)
                 for row_metric in metrics:
                     assert output is not None
                     row_metric.update(output, batch)

@@ -291,8 +291,8 @@ class Training:
         self._set_position()
         model = self.trainable.modules[0]
         return evaluate_model(
-            self.spec, model, self.validation, self.config, self.world, forward=self.trainable.forward,
-            counts=self.trainable.counts,
+            self.spec, model, self.validation, self.config, self.world, call=self.trainable.call,
+            forward=self.trainable.forward, counts=self.trainable.counts,
         )  # fmt: skip
 
     def _set_position(self) -> None:

@@ -27,7 +27,7 @@ from spark_dl.gather import gather_by_store
 from spark_dl.launch import rendezvous
 from spark_dl.launch.backends import checked_backends
 from spark_dl.launch.rank.desync import first_compared
-from spark_dl.launch.rank.environment import error_if_alone, error_on_other_gpu, own_groups
+from spark_dl.launch.rank.environment import first_step_checked, own_groups
 from spark_dl.launch.rank.script import run_script
 from spark_dl.launch.rank.task import RankResult, TaskInput
 from spark_dl.loop import train
@@ -112,11 +112,12 @@ def call(
                 return RankResult(world.rank, None, refused=str(error))
         if fn is run_script:
             kwargs = {**kwargs, "gpu_env": world.child_env}
-        alone = contextlib.nullcontext() if launch.independent_ranks else error_if_alone(world)
         with (
-            alone, error_on_other_gpu(world), own_groups(world, launch.collective_timeout_s), checked_backends(),
+            first_step_checked(world, may_be_alone=launch.independent_ranks),
+            own_groups(world, launch.collective_timeout_s),
+            checked_backends(),
             first_compared(world),
-        ):  # fmt: skip
+        ):
             try:
                 result = fn(*args, **kwargs)
             except SystemExit as end:

@@ -24,6 +24,7 @@ from spark_dl.parallel.exchange.bucket_choice import BucketSize
 from spark_dl.parallel.exchange.exchange import average_whole, build_exchange
 from spark_dl.parallel.exchange_clock import ExchangeClock, build_clock
 from spark_dl.parallel.generators import generators_kept
+from spark_dl.parallel.loss import Inside
 from spark_dl.parallel.same_model import check_same_model
 from spark_dl.parallel.trainable import Scaler, Trainable, add_gradients, build_optimization
 from spark_dl.spec import Batch, ModelSpec
@@ -159,8 +160,8 @@ def average_gradients(
         factor = world.world_size / rows
         with _unused_named(model):
             return add_gradients(
-                spec, wrapped or model, micro_batches, config,
-                device=world.device, scale=lambda losses: scaler.scale(losses * factor),
+                spec, model, micro_batches, config,
+                device=world.device, scale=lambda losses: scaler.scale(losses * factor), call=wrapped,
                 before_last=wrapped.no_sync if wrapped else contextlib.nullcontext, clock=clock,
             )  # fmt: skip
 
@@ -173,7 +174,7 @@ def average_gradients(
             size_mib = bucket_size.choose(model, trial, world)
             wrapped = _wrap(model, size_mib, world, settings)
             if clock is not None:
-                clock.watch_buffers(wrapped, model)
+                clock.watch_buffers(wrapped)
             if exchange is not None:
                 hook = exchange.hook
                 wrapped.register_comm_hook(None, lambda _, bucket: hook(bucket) if is_final else average_whole(bucket))
@@ -216,7 +217,7 @@ def average_gradients(
 
 def _wrap(model: nn.Module, bucket_mib: float, world: World, settings: DDP) -> DistributedDataParallel:
     return DistributedDataParallel(
-        model,
+        Inside(model),
         device_ids=[world.device.index] if world.device.type == "cuda" else None,
         bucket_cap_mb=bucket_mib,
         find_unused_parameters=settings.find_unused_parameters,

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 if TYPE_CHECKING:
     from spark_dl.world import World
@@ -71,12 +72,9 @@ class ExchangeClock:
             self.seconds += time.perf_counter() - self._last_gradient_at
             self._last_gradient_at = None
 
-    def watch_buffers(self, wrapped: nn.Module, model: nn.Module) -> None:
-        """Counts the time in which DDP sends the buffers of rank 0, before each forward pass.
-
-        wrapped: DDP's wrapper of `model`.
-        """
-        if next(model.buffers(), None) is None:
+    def watch_buffers(self, wrapped: DistributedDataParallel) -> None:
+        """Counts the time in which DDP sends the buffers of rank 0, before each forward pass."""
+        if next(wrapped.buffers(), None) is None:
             return
         started_at: float | None = None
 
@@ -86,12 +84,12 @@ class ExchangeClock:
 
         def end(*_: Any) -> None:
             nonlocal started_at
-            if started_at is not None:  # else the model is called without the wrapper
+            if started_at is not None:  # else what it wraps is called without the wrapper
                 self.seconds += time.perf_counter() - started_at
                 started_at = None
 
         wrapped.register_forward_pre_hook(start)
-        model.register_forward_pre_hook(end, prepend=True)
+        wrapped.module.register_forward_pre_hook(end, prepend=True)
 
 
 def build_clock(world: World) -> ExchangeClock | None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from spark_dl.nn.moe import add_auxiliary_losses, note_rows
 from spark_dl.spec import Batch, ModelSpec, Output
@@ -125,19 +124,43 @@ def _check_not_paired(losses: Any, output: Any, target: Any, label: str | None) 
             )
 
 
-def weighted_loss_sum(spec: ModelSpec, model: nn.Module, batch: Batch, config: Config) -> tuple[Output | None, Tensor]:
+Call: TypeAlias = Callable[[Callable[[nn.Module, Batch], Any], Batch], Any]
+"""(function, batch) -> function(model, batch). A strategy calls it inside the forward pass of its wrapper of the model,
+such as DDP, whose exchange of gradients depends on that."""
+
+
+class Inside(nn.Module):
+    """A module whose forward pass calls a function with a model: what a wrapper such as DDP wraps.
+
+    So the user's functions get the model itself, whatever the strategy, and may call parts of it. With the wrapper,
+    they would have to take the model out of it, and a forward pass that goes around DDP exchanges no gradients.
+    """
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, function: Callable[[nn.Module, Batch], Any], batch: Batch) -> Any:
+        return function(self.model, batch)
+
+
+def weighted_loss_sum(
+    spec: ModelSpec, model: nn.Module, batch: Batch, config: Config, *, call: Call | None = None
+) -> tuple[Output | None, Tensor]:
     """Computes the model's output, and the sum of losses over the true rows, a float32 scalar.
 
     All strategies use this function, so all of them compute the same loss. The output is None with `spec.batch_loss`.
     The gradient of the sum includes the auxiliary losses of mixtures of experts, the value does not.
+    call: calls the functions of the spec; by default with the model.
     """
+    call = call or (lambda function, batch: function(model, batch))
     output = None
     with autocast(batch, config):
         if spec.batch_loss is not None:
-            losses = _batch_loss_sum(spec.batch_loss, model, batch)
+            losses = _batch_loss_sum(spec.batch_loss, model, batch, call)
         else:
             note_rows(model, batch["weight"])
-            output = spec.output(model, batch, config.data.features)
+            output = call(lambda model, batch: spec.output(model, batch, config.data.features), batch)
     if output is not None:
         losses = loss_sum(spec, output, batch, config)
     return output, add_auxiliary_losses(model, losses, batch["weight"])
@@ -156,38 +179,17 @@ def autocast(batch: Batch, config: Config) -> contextlib.AbstractContextManager[
     return torch.autocast(batch["weight"].device.type, dtype=dtype) if dtype else contextlib.nullcontext()
 
 
-def _batch_loss_sum(loss: Callable[[nn.Module, Batch], Tensor], model: nn.Module, batch: Batch) -> Tensor:
+def _batch_loss_sum(
+    loss: Callable[[nn.Module, Batch], Tensor], model: nn.Module, batch: Batch, call: Call
+) -> Tensor:  # fmt: skip
     """The mean loss of the true rows, times their number; 0 with a gradient of 0 if there are none."""
-    inner = model.module if isinstance(model, DistributedDataParallel) else model
-    rows = true_rows(batch, inner)
-    note_rows(inner, rows["weight"])
-    mean = loss(inner, rows) if inner is model else _call_inside(model, inner, loss, rows)
+    rows = true_rows(batch, model)
+    note_rows(model, rows["weight"])
+    mean = call(loss, rows)
     if not isinstance(mean, Tensor) or mean.numel() != 1:
         found = f"shape {tuple(mean.shape)}" if isinstance(mean, Tensor) else type(mean).__name__
         raise ValueError(f"spec.batch_loss: expected the mean loss of the rows, a tensor with one value, found {found}")
     return mean.reshape(()).float() * int((batch["weight"] > 0).sum())
-
-
-def _call_inside(
-    wrapped: nn.Module, inner: nn.Module, function: Callable[[nn.Module, Batch], Tensor], batch: Batch
-) -> Tensor:
-    """Calls a function in place of the forward pass of a model in DDP, which prepares the exchange of gradients."""
-    own = vars(inner).get("forward")
-
-    def restore() -> None:
-        vars(inner).pop("forward", None)
-        if own is not None:
-            inner.forward = own
-
-    def forward(moved: Batch) -> Tensor:
-        restore()
-        return function(inner, moved)
-
-    inner.forward = forward
-    try:
-        return cast("Tensor", wrapped(dict(batch)))
-    finally:
-        restore()
 
 
 def true_rows(batch: Batch, model: nn.Module) -> Batch:

@@ -13,6 +13,7 @@ from spark_dl.config.fields import named_settings
 from spark_dl.config.parallel import Parallel
 from spark_dl.optimization import Optimization
 from spark_dl.parallel.exchange_clock import build_clock
+from spark_dl.parallel.loss import Call, Inside
 from spark_dl.parallel.trainable import Scaler, Trainable, add_gradients, build_optimization
 from spark_dl.spec import Batch, ModelSpec
 
@@ -67,24 +68,24 @@ def parallelize_over_gpus(spec: ModelSpec, world: World, config: Config) -> Trai
         _log.info("parallel.strategy 'dp_single_process' trains as 'single' does: the task has %s", found)
         return train_alone(spec, model, optimization, world, config)
     _log.info("the model is copied to %d GPUs in each step", len(world.gpus))
-    wrapped = nn.DataParallel(model, device_ids=[gpu.index for gpu in world.gpus])
-    return train_alone(spec, model, optimization, world, config, wrapped=wrapped)
+    wrapped = nn.DataParallel(Inside(model), device_ids=[gpu.index for gpu in world.gpus])
+    return train_alone(spec, model, optimization, world, config, call=wrapped)
 
 
 def train_alone(
     spec: ModelSpec, model: nn.Module, optimization: Optimization, world: World, config: Config, *,
-    wrapped: nn.Module | None = None,
+    call: Call | None = None,
 ) -> Trainable:  # fmt: skip
     """Returns a model that is trained on this rank's rows alone. `forward_backward` divides their losses by `rows`.
 
-    Not collective.
+    Not collective. call: as of `add_gradients`.
     """
     scaler = Scaler(optimization.optimizer, config, world.device)
 
     def forward_backward(micro_batches: Sequence[Batch], rows: int) -> Tensor:
         total = add_gradients(
-            spec, wrapped or model, micro_batches, config,
-            device=world.device, scale=lambda losses: scaler.scale(losses / rows),
+            spec, model, micro_batches, config,
+            device=world.device, scale=lambda losses: scaler.scale(losses / rows), call=call,
         )  # fmt: skip
         scaler.unscale()
         return total

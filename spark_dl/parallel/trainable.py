@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from spark_dl.optimization import Optimization, check_parameters, scale_rates
 from spark_dl.parallel.exchange_clock import ExchangeClock, StepClock
 from spark_dl.parallel.layout import to_device
-from spark_dl.parallel.loss import misfits_named, weighted_loss_sum
+from spark_dl.parallel.loss import Call, misfits_named, weighted_loss_sum
 from spark_dl.spec import Batch, ModelSpec, Output
 
 if TYPE_CHECKING:
@@ -50,6 +50,8 @@ class Trainable:
     """(number of ranks in a checkpoint) -> the rank whose `rank_state` this rank loads; None: as `rank_state` says."""
     clock: StepClock | None = None
     """Measures how long this rank is blocked in the exchanges of `forward_backward` and `step`. None: not measured."""
+    call: Call | None = None
+    """Calls a function with the model, in an evaluation, inside the wrapper that it needs. None: with `modules[0]`."""
     forward: Callable[[Batch], Output | None] | None = None
     """(batch on the device) -> the model's output, in an evaluation; None on ranks that do not have it. None: every
     rank computes it with `modules`. Collective in the ranks of a copy of the model."""
@@ -67,14 +69,15 @@ class Trainable:
 
 
 def add_gradients(
-    spec: ModelSpec, module: nn.Module, micro_batches: Sequence[Batch], config: Config, *, device: torch.device,
-    scale: Callable[[Tensor], Tensor],
+    spec: ModelSpec, model: nn.Module, micro_batches: Sequence[Batch], config: Config, *, device: torch.device,
+    scale: Callable[[Tensor], Tensor], call: Call | None = None,
     before_last: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     clock: ExchangeClock | None = None,
 ) -> Tensor:  # fmt: skip
     """Adds this rank's gradients of the sum of the true rows' losses to `.grad`. Returns that sum, a float32 scalar.
 
     scale: (loss sum of a micro-batch) -> scalar for backward.
+    call: calls the functions of the spec inside the strategy's wrapper; by default with the model.
     before_last: context of all micro-batches except the last, such as DDP's `no_sync`.
     clock: measures how long the backward passes wait for exchanges after their last gradient.
     """
@@ -84,7 +87,7 @@ def add_gradients(
         is_last = i == len(micro_batches) - 1
         with contextlib.nullcontext() if is_last else before_last():
             with misfits_named(on_device):
-                _, losses = weighted_loss_sum(spec, module, on_device, config)
+                _, losses = weighted_loss_sum(spec, model, on_device, config, call=call)
             scaled = scale(losses)
             if clock is not None:
                 clock.watch_backward(scaled)

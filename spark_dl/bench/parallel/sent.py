@@ -111,7 +111,7 @@ def _of_form(form: Form, world: World) -> Iterator[dict[str, Any]]:
     gradient = 4 * sum(p.numel() for p in form.build().parameters())
     torch.manual_seed(0)
     with training(build_spec(form.build), world, config) as trainable:
-        form.prepare(trainable.modules[0])
+        form.prepare(part if isinstance(part := trainable.call, nn.Module) else trainable.modules[0])
         take_step(trainable, batches, config)
         dist.barrier()
         before = read_link(world.host)

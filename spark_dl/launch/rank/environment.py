@@ -164,6 +164,7 @@ def restored_process() -> Iterator[None]:
         torch.set_rng_state(generators[2])
         _reset_accelerate()
         _forget_meshes()
+        _end_compile_workers()
 
 
 _TORCH_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
@@ -208,6 +209,16 @@ def _forget_meshes() -> None:
         propagate = api.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding
         clear = getattr(propagate, "cache_clear", None) or propagate.cache.cache_clear
     clear()
+
+
+def _end_compile_workers() -> None:
+    """Ends the processes in which inductor compiles, which otherwise live as long as this process does.
+
+    They are there after a model was compiled. The next one starts new ones, and finds its kernels in the cache on disk.
+    """
+    module = sys.modules.get("torch._inductor.async_compile")
+    if module is not None:
+        module.shutdown_compile_workers()
 
 
 def _reset_accelerate() -> None:
@@ -257,18 +268,28 @@ def own_groups(world: World, timeout_s: float) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def error_if_alone(world: World) -> Iterator[None]:
-    """Makes a first optimizer step without a process group an error, in the block.
+def first_step_checked(world: World, *, may_be_alone: bool = False) -> Iterator[None]:
+    """Makes the first optimizer step in the block an error if it has no process group, or a GPU of another rank.
 
-    Such a rank trains alone: no gradient of another rank reaches it, and nobody notices.
+    Without a process group, a rank trains alone: no gradient of another rank reaches it, and nobody notices. Programs
+    for torchrun use the GPU with the index `LOCAL_RANK`, which can be one of another application.
+
+    may_be_alone: whether a step without a process group is meant (`launch.independent_ranks`).
     """
-    if world.world_size == 1:
+    looks_alone = world.world_size > 1 and not may_be_alone
+    if not (looks_alone or world.gpus):
         yield
         return
+    is_checked = False
 
     def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        handle.remove()
-        if reason := _why_alone():
+        # NOTE: the hook stays until the block ends. Torch iterates over the hooks while it calls them, so a hook that
+        # removes itself is an error as soon as there is a second one, of whomever.
+        nonlocal is_checked
+        if is_checked:
+            return
+        is_checked = True
+        if looks_alone and (reason := _why_alone()):
             raise RuntimeError(
                 f"rank {world.rank} of {world.world_size} takes an optimizer step {reason}, so it would train alone; "
                 "call torch.distributed.init_process_group() and wrap the model in DistributedDataParallel (Lightning: "
@@ -276,27 +297,8 @@ def error_if_alone(world: World) -> Iterator[None]:
                 "ACCELERATE_USE_CPU as it is); if each rank shall train a model of its own, set "
                 "launch.independent_ranks to true"
             )
-
-    handle = register_optimizer_step_pre_hook(check)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-@contextlib.contextmanager
-def error_on_other_gpu(world: World) -> Iterator[None]:
-    """Makes a first optimizer step on a GPU that Spark did not assign to this rank an error, in the block.
-
-    Programs for torchrun use the GPU with the index `LOCAL_RANK`, which can be one of another application.
-    """
-    if not world.gpus:
-        yield
-        return
-
-    def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        handle.remove()
-        check_own_gpus(world, {p.device for group in optimizer.param_groups for p in group["params"]})
+        if world.gpus:
+            check_own_gpus(world, {p.device for group in optimizer.param_groups for p in group["params"]})
 
     handle = register_optimizer_step_pre_hook(check)
     try:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch import nn
 
+from spark_dl.parallel.loss import Inside
 from spark_dl.parallel.mesh.experts.divide import connect_experts, cut_experts, find_experts
 from spark_dl.parallel.mesh.fsdp import default_units, shard_fully
 from spark_dl.parallel.mesh.groups import Groups
@@ -41,6 +42,8 @@ class Part:
     experts: Mapping[str, Layout] = field(default_factory=dict)
     """What this rank has of the parameters of experts, by name, if other ranks have other experts."""
     pipeline: Pipeline | PipeDream | None = None
+    inside: Inside | None = None
+    """What calls functions with the module, if only then its weights are whole (ZeRO-3)."""
 
 
 def build_part(
@@ -89,6 +92,7 @@ def build_part(
         layouts = {name: of_boxes(s.shape, s.boxes) for name, s in slices.items() if not s.is_replicated}
     _broadcast(model, groups, experts)
     connect_experts(model, layers, groups, clock)
+    inside = None
     if settings.zero_stage == 3 and groups.shards is not None:
         assert mesh is not None
         axes = ("replicas", "shards") if groups.replicas is not None else ("shards",)
@@ -96,8 +100,8 @@ def build_part(
             chain = build_chain(model, spec.layers) if spec.layers is not None else None
         units = default_units(model) if chain is None else [layer.module for layer in chain if layer.name in own]
         # A pipeline calls the layers, and never the model.
-        shard_fully(model, units, mesh[axes], with_rest=pipeline is None)
-    return Part(model, layouts, experts, pipeline)
+        inside = shard_fully(model, units, mesh[axes], with_rest=pipeline is None)
+    return Part(model, layouts, experts, pipeline, inside)
 
 
 def cut_of(chain: Sequence[Layer], settings: Mesh, plan: Mapping[str, str], times: Sequence[float]) -> list[int]:

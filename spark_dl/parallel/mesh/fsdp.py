@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from spark_dl.parallel.loss import Inside
 from spark_dl.parallel.mesh.collectives import start_reduce_scatter
 
 
@@ -27,28 +28,34 @@ class _ReduceScatter:
         output_tensor.copy_(start_reduce_scatter(input_tensor, group)())
 
 
-def shard_fully(model: nn.Module, units: Sequence[nn.Module], mesh: DeviceMesh, *, with_rest: bool = True) -> None:
+def shard_fully(
+    model: nn.Module, units: Sequence[nn.Module], mesh: DeviceMesh, *, with_rest: bool = True
+) -> Inside | None:
     """Replaces the parameters of a model by their shards. Collective.
+
+    Returns what calls functions with the model, while its other parameters are gathered; None without `with_rest`.
 
     The weights of a unit are gathered for its forward and its backward pass, so a rank has the whole weights of one
     unit at a time, or of two while it gathers the next one.
 
     units: modules of the model that are called as modules. Those that share parameters are gathered together.
-    with_rest: whether the model is called itself, so that its other parameters are sharded, too.
+    with_rest: whether the model is called as a whole, so that its other parameters are sharded, too.
     mesh: of the axis `shards`, or of `replicas` and `shards`.
     """
     for together in _with_shared_parameters([unit for unit in units if next(unit.parameters(), None) is not None]):
         fully_shard(together if len(together) > 1 else together[0], mesh=mesh)
-    if with_rest:
-        fully_shard(model, mesh=mesh)
+    inside = Inside(model) if with_rest else None
+    if inside is not None:
+        fully_shard(inside, mesh=mesh)
     uses_gloo = dist.get_backend(mesh.get_group("shards")) == "gloo"
-    for module in model.modules():
+    for module in (inside or model).modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             # With a factor of one FSDP would ask for a sum that is multiplied before, which Gloo does not have.
             module.set_force_sum_reduction_for_comms(True)
             if uses_gloo:
                 module.set_custom_reduce_scatter(_ReduceScatter())  # type: ignore[arg-type]
+    return inside
 
 
 def default_units(model: nn.Module) -> list[nn.Module]:

@@ -68,6 +68,7 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
         forward_backward=training.forward_backward,
         clip_grad_norm=training.clip_grad_norm,
         step=training.step,
+        call=part.inside,
         forward=None if part.pipeline is None else part.pipeline.forward,
         counts=groups.at.tensor == 0,
         sync_weights=training.sync_weights,
@@ -149,7 +150,7 @@ class MeshTraining:
             flat.start(len(micro_batches))
         total = add_gradients(
             self._spec, self._part.module, micro_batches, self._config, device=self._world.device,
-            scale=lambda losses: losses / rows, clock=self._clock if flat is None else None,
+            scale=lambda losses: losses / rows, call=self._part.inside, clock=self._clock if flat is None else None,
             before_last=contextlib.nullcontext if flat is None else flat.no_sync,
         )  # fmt: skip
         if flat is not None:

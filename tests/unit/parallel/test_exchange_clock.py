@@ -72,7 +72,7 @@ class Wrapper(nn.Module):
 def test_buffers_count_where_there_are_any_and_only_if_they_are_sent():
     for model, is_counted in ((nn.BatchNorm1d(2), True), (nn.Linear(2, 2), False)):
         clock = ExchangeClock()
-        clock.watch_buffers(wrapped := Wrapper(model), model)
+        clock.watch_buffers(wrapped := Wrapper(model))
         model(torch.ones(3, 2))
         assert clock.take_step() == (0.0, 0.0)
         wrapped(torch.ones(3, 2))

@@ -13,13 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from spark_dl.launch.rank import environment
 from spark_dl.launch.rank.environment import (
     check_own_gpus,
-    error_if_alone,
-    error_on_other_gpu,
     find_place,
+    first_step_checked,
     restored_process,
     torchrun_env,
 )
@@ -153,20 +153,50 @@ def step():
 
 def test_a_step_without_a_process_group_is_an_error_before_it_changes_weights():
     alone = pytest.raises(RuntimeError, match=r"rank 1 of 3 takes an optimizer step without a process group")
-    with error_if_alone(world_of(1)), alone:
+    with first_step_checked(world_of(1)), alone:
         step()
     step()  # nothing is left
 
 
 def test_a_single_rank_and_ranks_with_a_group_may_step(tmp_path):
-    with error_if_alone(world_of(0, hosts=("a",))):
+    with first_step_checked(world_of(0, hosts=("a",))):
         step()
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     try:
-        with error_if_alone(world_of(1)):
+        with first_step_checked(world_of(1)):
             step()
     finally:
         dist.destroy_process_group()
+
+
+def test_both_checks_of_a_first_step_are_active_on_ranks_with_gpus_and_a_step_is_checked_once(tmp_path, monkeypatch):
+    """Torch iterates over the hooks of an optimizer, which therefore must not remove themselves."""
+    looked = []
+    monkeypatch.setattr(environment, "check_own_gpus", lambda world, used: looked.append({d.type for d in used}))
+    world = dataclasses.replace(world_of(1, device="cuda:0"), gpus=(torch.device("cuda", 0),))
+    with pytest.raises(RuntimeError, match="would train alone"), first_step_checked(world):
+        step()
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    handle = register_optimizer_step_pre_hook(lambda *_: None)  # another one of the user's
+    try:
+        with first_step_checked(world):
+            step()
+            step()
+        with first_step_checked(world, may_be_alone=True):
+            step()
+    finally:
+        handle.remove()
+        dist.destroy_process_group()
+    assert looked == [{"cpu"}, {"cpu"}]
+
+
+def test_the_compile_workers_of_inductor_end_with_the_call():
+    from torch._inductor import async_compile, config
+
+    with restored_process(), config.patch(compile_threads=2):
+        pool = async_compile.AsyncCompile.process_pool()
+        assert pool.submit(os.getpid).result(timeout=60) != os.getpid()
+    pool.process.wait(timeout=10)
 
 
 def test_a_step_on_the_gpu_of_another_rank_is_an_error_that_says_which_is_its_own():
@@ -179,10 +209,10 @@ def test_a_step_on_the_gpu_of_another_rank_is_an_error_that_says_which_is_its_ow
 def test_the_device_of_a_step_is_looked_at_once_on_ranks_with_a_gpu_alone(monkeypatch):
     looked = []
     monkeypatch.setattr(environment, "check_own_gpus", lambda world, used: looked.append({d.type for d in used}))
-    with_gpu = dataclasses.replace(world_of(0, device="cuda:0"), gpus=(torch.device("cuda", 0),))
+    with_gpu = dataclasses.replace(world_of(0, device="cuda:0", hosts=("a",)), gpus=(torch.device("cuda", 0),))
     optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
-    for world in (world_of(0), with_gpu):
-        with error_on_other_gpu(world):
+    for world in (world_of(0, hosts=("a",)), with_gpu):
+        with first_step_checked(world):
             optimizer.step()
             optimizer.step()
     optimizer.step()

@@ -43,7 +43,7 @@ from spark_dl.spec import ModelSpec, Run
 from spark_dl.track import tracking
 from spark_dl.track.notebook import result_html
 from spark_dl.track.values import name_of
-from spark_dl.training import metrics
+from spark_dl.training import early_stop, metrics
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -136,6 +136,7 @@ def train(
     spark, most_ranks = find_session(data, spark), config.launch.num_ranks
     config = fit_ranks(spark, config, most_ranks)
     check_settings(spark, spec, config, has_validation=validation is not None)
+    config = early_stop.with_mode(spec, config)
     tracking.check(config.track)
     options: dict[str, Any] = {"run_dir": run_dir, "resume": resume, "overwrite": overwrite, "spark": spark}
     with (
@@ -177,6 +178,7 @@ def _train_in_attempts(
             _log.info("%s; starting them from the checkpoint", more)
             resizes += 1
             return attempt(this)
+        assert run.config.train.early_stop_mode is not None
         best = checkpoint.best_url(run.run_dir, run.config.train.early_stop_mode)
         return {**result, "restarts": this.number, "best_checkpoint": best}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,7 +15,16 @@ from spark_dl.config import Config
 from spark_dl.data.load.build import BatchLoader, build_loader
 from spark_dl.gather import sum_over_ranks
 from spark_dl.parallel.layout import to_device
-from spark_dl.parallel.loss import Call, autocast, loss_sum, true_rows, weighted_loss_sum
+from spark_dl.parallel.loss import (
+    Call,
+    autocast,
+    check_ignored,
+    count_of,
+    counts_elements,
+    loss_sum,
+    true_rows,
+    weighted_loss_sum,
+)
 from spark_dl.rundir import checkpoint
 from spark_dl.rundir.weights import load_weights
 from spark_dl.spec import Batch, ModelSpec, Output, Run
@@ -64,7 +74,8 @@ def evaluate_model(
 ) -> dict[str, Any]:
     """Computes the mean loss and the metrics over the true rows of a loader. Collective; the same on all ranks.
 
-    With `data.weight`, the loss of a row is multiplied by its weight, and the mean is still over the rows.
+    With `data.weight`, the loss of a row is multiplied by its weight, and the mean is still over the rows. Where the
+    loss has weights of its own, or `spec.count`, the mean is over these, as in training.
     call, forward, counts: see `Trainable`.
 
     With `spec.evaluation`, its values replace the loss. Raises ValueError if one of them has the name of a metric.
@@ -74,7 +85,8 @@ def evaluate_model(
     own = None if spec.evaluation is None else spec.evaluation(model)
     for row_metric in metrics:
         row_metric.metric.to(world.device)
-    total = torch.zeros((), dtype=torch.float64, device=world.device)
+    is_counted = counts_elements(spec, config, loader.columns)
+    total = torch.zeros(2, dtype=torch.float64, device=world.device)  # of losses, and what their mean is over
     report_at = time.monotonic() + _REPORT_S
     with _in_evaluation_mode(model), torch.inference_mode():
         for step in loader.epoch(0):
@@ -82,19 +94,22 @@ def evaluate_model(
                 world.report({"kind": "evaluation", "step": step.step, "steps": loader.plan.steps})
                 report_at = time.monotonic() + _REPORT_S
             for cpu_batch in step.micro_batches:
+                check_ignored(spec, cpu_batch, config.data.label)
                 batch = to_device(cpu_batch, world.device, config)
                 output = None
+                if is_counted and counts:
+                    total[1] += count_of(spec, batch, config)
                 if forward is not None:
                     with autocast(batch, config):
                         output = forward(batch)
                         if output is None or not counts:
                             continue
-                        total += loss_sum(spec, output, batch, config)
+                        total[0] += loss_sum(spec, output, batch, config)
                 elif own is None:
                     output, losses = weighted_loss_sum(spec, model, batch, config, call=call)
                     if not counts:
                         continue
-                    total += losses
+                    total[0] += losses
                 elif bool((batch["weight"] > 0).any()):
                     with autocast(batch, config):
                         own.update(true_rows(batch, model))
@@ -106,7 +121,8 @@ def evaluate_model(
                     row_metric.update(output, batch)
     sum_over_ranks(total)
     values = {row_metric.name: row_metric.compute() for row_metric in metrics}
-    found = {"loss": float(total) / loader.plan.rows} if own is None else own.compute()
+    count = float(total[1]) if is_counted else loader.plan.rows
+    found = {"loss": float(total[0]) / count if count else math.nan} if own is None else own.compute()
     if taken := sorted(found.keys() & values.keys()):
         raise ValueError(
             f"train.metrics, spec.metrics: spec.evaluation has a value {taken[0]!r}, too; rename one of them"

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import torch
 
 from spark_dl.config import Config
 from spark_dl.data.columns.batch import StepBatches
@@ -15,11 +19,14 @@ from spark_dl.evaluate import evaluate_model
 from spark_dl.gather import sum_over_ranks
 from spark_dl.launch.failures.errors import OtherRankError
 from spark_dl.launch.rank import status
-from spark_dl.parallel.layout import apply_layout
+from spark_dl.parallel.layout import apply_layout, to_device
+from spark_dl.parallel.loss import Count, count_of, counts_elements
+from spark_dl.parallel.module_state import ModuleState
 from spark_dl.parallel.stragglers import delayed
 from spark_dl.parallel.trainable import Trainable
-from spark_dl.spec import ModelSpec, Run
+from spark_dl.spec import Batch, ModelSpec, Run
 from spark_dl.training import early_stop, finite, preemption
+from spark_dl.training.batch_loss import check_batch_loss
 from spark_dl.training.experts import ExpertBalance
 from spark_dl.training.finite import LOSS, Finding, NotFiniteError, StepCheck
 from spark_dl.training.memory import clear_frames
@@ -27,11 +34,13 @@ from spark_dl.training.metrics import MetricsLog, StepLog
 from spark_dl.training.nonfinite import NonFiniteSteps
 from spark_dl.training.preemption import Preemption
 from spark_dl.training.profile import build_profile
-from spark_dl.training.replicas import ReplicaCheck
+from spark_dl.training.replicas import ReplicaCheck, TrainedParameters
 from spark_dl.training.schedule import Schedule
 from spark_dl.training.state import Progress, RunState, Saved, seed_generators
 from spark_dl.training.step_times import StepTimer
 from spark_dl.world import World
+
+_log = logging.getLogger("spark_dl")
 
 
 def train(
@@ -54,6 +63,7 @@ def train(
     Raises RuntimeError if a loss, a gradient or a weight is not finite, with the rank, the step and the first bad
     parameter, and if a checkpoint cannot be written; ValueError if settings or model do not match the data.
     """
+    run = dataclasses.replace(run, config=early_stop.with_mode(run.spec, run.config))
     seed_generators(run.config.train.seed)  # the same weights on all ranks
     trainable = delayed(parallelize(run.spec, world, run.config), run.config, world.rank)
     try:
@@ -110,6 +120,10 @@ class Training:
         fp16 = self.config.train.precision == "fp16"
         self.step_check = StepCheck(trainable.modules[0], world.device, gradients=not fp16) if check_steps else None
         self.nonfinite = NonFiniteSteps(trainable, self.step_check, world, self.config, self._name_rows)
+        # A driver that trains for all ranks has no batches: its tasks count.
+        self.counts_elements = num_ranks is None and counts_elements(self.spec, self.config, loader.columns)
+        self.is_first_step = num_ranks is None  # of this process
+        self.trained = TrainedParameters(trainable)
         self.replicas = ReplicaCheck(trainable, world, self.config, self.step_check)
         first_step, writes = self.progress.global_step, world.rank == log_rank
         self.log = MetricsLog(
@@ -211,7 +225,15 @@ class Training:
             self.nonfinite.leave_out()
             return self._end_left_out(batch)
         self._set_position()
-        loss, finding = self.nonfinite.forward_backward(batch.micro_batches, batch.rows, number)
+        self.trained.check(number)
+        count = self._count(batch)
+        if self.is_first_step:
+            self._check_batch_loss(batch.micro_batches[0])
+        before = ModuleState(trainable.modules[0]) if self.is_first_step else None
+        loss, finding = self.nonfinite.forward_backward(batch.micro_batches, count, number)
+        if before is not None:
+            self._warn_of_unsaved(before.changed_unsaved())
+            self.is_first_step = False
         if finding is not None:
             return self._end_left_out(batch, finding)
         if self.config.train.clip_grad_norm is not None:
@@ -221,10 +243,34 @@ class Training:
         self.experts.end_step()
         trainable.optimizer.zero_grad()
         self._count_step()
-        self.steps.add(loss, batch.rows)
+        # What is logged is the mean over the rows of the steps' means.
+        self.steps.add(loss if count is batch.rows else loss * (batch.rows / count), batch.rows)
         if self.step_check is not None:
             self.step_check.end_step(progress.global_step, loss)
         self.timer.end_step()
+
+    def _count(self, batch: StepBatches) -> Count:
+        """Returns what the mean loss of a step is over. Collective if that is not the rows of the global batch."""
+        if not self.counts_elements:
+            return batch.rows
+        own = torch.stack([count_of(self.spec, each, self.config) for each in batch.micro_batches]).sum()
+        own = own.to(self.world.device)
+        (self.trainable.sum_over_data or sum_over_ranks)(own)
+        # A GPU keeps it, so that the host need not wait. If nothing counts, the sum of losses is 0.
+        return own.clamp_min(torch.finfo(own.dtype).tiny) if own.is_cuda else float(own) or 1.0
+
+    def _check_batch_loss(self, batch: Batch) -> None:
+        if self.spec.batch_loss is not None and self.config.train.check_batch_loss:
+            model, call = self.trainable.modules[0], self.trainable.call
+            check_batch_loss(self.spec, model, to_device(batch, self.world.device, self.config), self.config, call=call)
+
+    def _warn_of_unsaved(self, names: Sequence[str]) -> None:
+        if names and self.world.rank == 0:
+            more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+            _log.warning(
+                "a step changes %s%s, which no checkpoint has, so a resumed run begins with other values; make it a "
+                "buffer (register_buffer), or save it with get_extra_state", ", ".join(names[:8]), more,
+            )  # fmt: skip
 
     def _count_step(self) -> None:
         self.schedule.end_step(self.progress.step + 1)

@@ -63,11 +63,18 @@ def check_parameters(optimizer: Optimizer, model: nn.Module) -> None:
 def scale_rates(optimizer: Optimizer, scheduler: Any, ratio: float) -> None:
     """Multiplies the learning rates of an optimizer, and the base rates of its scheduler, by a ratio.
 
-    Does nothing for OneCycleLR and CyclicLR, whose rates are absolute. scheduler: None, or a scheduler.
+    Floors such as `eta_min` stay as they are. scheduler: None, or a scheduler.
+    Raises ValueError for OneCycleLR and CyclicLR, whose rates are absolute.
     """
-    schedulers = list(_with_inner(scheduler))
-    if ratio == 1.0 or any(isinstance(s, (OneCycleLR, CyclicLR)) for s in schedulers):
+    if ratio == 1.0:
         return
+    schedulers = list(_with_inner(scheduler))
+    for part in schedulers:
+        if isinstance(part, (OneCycleLR, CyclicLR)):
+            raise ValueError(
+                f"train.lr_scaling: has no effect on {type(part).__name__}, whose rates are absolute; set it to none, "
+                "and max_lr of the scheduler"
+            )
     for group in optimizer.param_groups:
         for key in ("lr", "initial_lr"):
             if key in group:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import importlib.util
@@ -29,7 +30,8 @@ Batch = Mapping[str, Tensor]
 """Columns by name, each [rows, *shape of a cell] with the dtype of `data.cast`, else the stored one, and `weight`,
 [rows] float32: 1, or the value of `data.weight`, for a true row, 0 for padding."""
 FUNCTIONS = (
-    "build", "forward", "predict", "transform", "augment", "optimizer", "batch_loss", "evaluation", "set_position",
+    "build", "forward", "predict", "transform", "augment", "optimizer", "batch_loss", "count", "evaluation",
+    "set_position",
 )  # fmt: skip
 """The fields of a `ModelSpec` that are functions, beside the loss and the metrics."""
 Output = Tensor | Mapping[str, Tensor] | Sequence[Tensor]
@@ -67,10 +69,13 @@ class ModelSpec:
         mode, such as a frozen BatchNorm, stay in evaluation mode. If the model itself is in evaluation mode, as many
         pretrained models are, all of it is set to training mode.
     loss: called with (output, label), or with (output, batch) if `data.label` is null; returns one value per row,
-        [rows] or [rows, ...] (averaged over the other axes). A name or a class of a loss in `torch.nn` is built with
-        `reduction="none"`. The default is `CrossEntropyLoss`.
-    forward: called with (model, batch); returns the output. The default calls the model with the columns of
-        `data.features`, in this order.
+        [rows] or [rows, ...] (averaged over the other axes). Or a loss of `torch.nn`: its name, its class, or an
+        instance with the reduction `mean`, `none` or `batchmean`. The loss of a step is the mean over the rows of the
+        global batch; with class weights or an `ignore_index`, it is torch's mean, which divides by the sum of the
+        weights of the labels. If the label is ragged, it is the mean over its values, without padding. The default is
+        `CrossEntropyLoss`.
+    forward: called with (model, batch); returns the output. `model` is what `build` returns, and the function may call
+        parts of it. The default calls the model with the columns of `data.features`, in this order.
     transform: called with each batch on the CPU, in a thread of the loader or in `predict`; returns the batch for
         `forward` and the loss. It must keep the number and the order of rows.
     augment: called after `transform` with (batch, generator), in training only. The `torch.Generator` is seeded by
@@ -84,9 +89,14 @@ class ModelSpec:
     optimizer: called with the model, on every rank; returns an optimizer, or an `Optimization`, which also has a
         scheduler, instead of `train.optimizer` and `train.scheduler`. `train.lr_scaling` multiplies its learning rates.
     batch_loss: called with (model, batch) instead of `forward` and `loss`; returns the mean loss of the rows of the
-        batch, one value. The batch has only true rows, so the sum of these means times their rows is exact. If a rank
-        has no true row in a micro-batch, the batch is padding, of weight 0, and the result counts nothing. If it has
-        one, and the model has a BatchNorm that needs two, the batch has this row twice.
+        batch, one value. The batch has only true rows, so the sum of these means times their rows is exact. A mean over
+        something else, such as tokens, needs `count`; before the first step, the ranks check that it is a mean
+        (`train.check_batch_loss`). If a rank has no true row in a micro-batch, the batch is padding, of weight 0, and
+        the result counts nothing. If it has one, and the model has a BatchNorm that needs two, the batch has this row
+        twice.
+    count: called with a batch of true rows; returns what the mean loss of these rows is over, if that is not the rows:
+        the number of tokens, or the sum of the weights of classes. The loss of a step is then the mean over all of
+        them in the global batch, on any number of ranks. Must depend on the batch alone.
     evaluation: called with the model at the start of an evaluation; returns an `Evaluation`, which gets the true rows
         of each batch and computes the values of the evaluation, such as `loss`, instead of `loss` and `batch_loss`.
     layers: names or patterns of modules which, called in order on each other's output, are the model, such as
@@ -110,6 +120,7 @@ class ModelSpec:
     metrics: Mapping[str, Any] = field(default_factory=dict)
     optimizer: Callable[[nn.Module], torch.optim.Optimizer | Optimization] | None = None
     batch_loss: Callable[[nn.Module, Batch], Tensor] | None = None
+    count: Callable[[Batch], Tensor | float] | None = None
     evaluation: Callable[[nn.Module], Evaluation] | None = None
     set_position: Callable[[nn.Module, Position], None] | None = None
     layers: Sequence[str] | None = None
@@ -135,19 +146,21 @@ class ModelSpec:
             default is the tuple of the columns: features, label, `data.labels`; for `predict_step`, of the features.
 
         ignore_hooks: names of overridden methods that may be left out, because spark_dl does not call them.
-        functions: `transform`, `augment`, `predict` and `metrics` of the spec.
+        functions: `transform`, `augment`, `predict`, `metrics` and `count` of the spec.
 
-        `training_step` must return the mean loss over the rows of its batch. What it logs is not kept: spark_dl logs
-        the loss. What `validation_step` returns is averaged over the rows as `loss`, and what it logs for the epoch
-        are metrics, combined over all rows and ranks as Lightning does. Without `validation_step`, `loss` is that of
-        `training_step`. In the steps, `self.trainer` has only the epoch, the step and the rank.
+        `training_step` must return the mean loss over the rows of its batch, or over what `count` returns. What it logs
+        is not kept: spark_dl logs the loss. What `validation_step` returns is averaged over the rows, or over what
+        `count` returns, as `loss`, and what it logs for the epoch are metrics, combined over all rows and ranks as
+        Lightning does. Without `validation_step`, `loss` is that of `training_step`. In the steps, `self.trainer` has
+        only the epoch, the step and the rank.
 
         Raises ValueError for manual optimization, several optimizers or schedulers, and overridden methods that
         spark_dl does not call.
         """
         from spark_dl.lightning.module import spec_fields
 
-        return cls(**spec_fields(module, batch=batch, ignore_hooks=ignore_hooks), **functions)
+        fields = spec_fields(module, batch=batch, ignore_hooks=ignore_hooks, count=functions.get("count"))
+        return cls(**fields, **functions)
 
     def __post_init__(self) -> None:
         for name in FUNCTIONS:
@@ -272,13 +285,46 @@ def build_loss(loss: Any) -> Callable[..., Tensor]:
         except TypeError as error:
             raise ValueError(f"spec.loss: cannot build {loss.__name__}: {error}; pass it built") from error
     if isinstance(loss, nn.Module) and getattr(loss, "reduction", "none") != "none":
-        raise ValueError(
-            f"spec.loss: {type(loss).__name__} reduces the rows to one value (reduction={loss.reduction!r}); build it "
-            'with reduction="none", so that rows can be weighted and summed exactly'
-        )
+        return _without_reduction(loss)
     if not callable(loss):
         raise ValueError(f"spec.loss: expected a function or the name of a loss of torch.nn, found {loss!r}")
     return cast("Callable[..., Tensor]", loss)
+
+
+class SumOverRow(nn.Module):
+    """Sums the values of each row of a loss: what the reduction `batchmean` does before its mean over the rows."""
+
+    def __init__(self, loss: nn.Module):
+        super().__init__()
+        self.loss = loss
+
+    def forward(self, output: Tensor, label: Tensor) -> Tensor:
+        losses: Tensor = self.loss(output, label)
+        return losses.flatten(1).sum(1) if losses.ndim > 1 else losses
+
+
+def _without_reduction(loss: nn.Module) -> nn.Module:
+    """Returns a loss whose mean over the rows, or over the weights of labels, is what the loss reduces to."""
+    name, reduction = type(loss).__name__, loss.reduction
+    is_torch = type(loss).__module__ == "torch.nn.modules.loss"
+    if is_torch and reduction in ("mean", "batchmean") and not isinstance(loss, nn.CTCLoss):
+        by_element: Any = copy.deepcopy(loss)
+        by_element.reduction = "none"
+        return SumOverRow(by_element) if reduction == "batchmean" else cast("nn.Module", by_element)
+    if reduction == "sum":
+        raise ValueError(
+            f"spec.loss: found {name} with reduction='sum', whose gradient grows with the batch; spark_dl takes the "
+            "mean over the rows. For the mean over all values of a row as well, pass reduction='mean'; to keep the sum "
+            f"of a row's values, pass a function that returns {name}(reduction='none')(output, label)"
+            ".flatten(1).sum(1)"
+        )
+    why = (
+        "divides each row by its length, which spark_dl does not know" if is_torch else "reduces the rows to one value"
+    )
+    raise ValueError(
+        f"spec.loss: {name} with reduction={reduction!r} {why}; pass a function that returns one value per row, "
+        "or a loss with reduction='none', and note that its mean over the rows can be another one"
+    )
 
 
 def import_object(path: str, key: str) -> Any:

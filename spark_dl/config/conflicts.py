@@ -57,6 +57,10 @@ def _own_all_reduce(c: Config) -> bool:
     return getattr(c.parallel, "all_reduce", "backend") != "backend"
 
 
+ABSOLUTE = ("OneCycleLR", "CyclicLR")
+"""Schedulers whose rates do not depend on that of the optimizer."""
+
+
 def _served(c: Config) -> bool:
     return c.parallel.servers > 0
 
@@ -155,6 +159,9 @@ CONFLICTS = (
     Conflict("loader.reader", lambda c: _served(c) and _petastorm(c),
              "expected 'spark_dl' with parallel.strategy={c.parallel.strategy!r}, where ranks take over rows of "
              "other ranks, found 'petastorm'"),
+    Conflict("train.lr_scaling", lambda c: c.train.lr_scaling != "none" and c.train.scheduler in ABSOLUTE,
+             "has no effect with OneCycleLR and CyclicLR, whose rates are absolute; set it to none, and max_lr in "
+             "train.scheduler_args"),
     # NaN, Inf and replicas
     Conflict("train.on_nonfinite", lambda c: _served(c) and c.train.on_nonfinite != "raise",
              "expected 'raise' with parallel.strategy={c.parallel.strategy!r}, where other servers may have applied "

@@ -41,7 +41,8 @@ class Train:
     scheduler_interval: Interval = "epoch"
     """When the scheduler steps. `ReduceLROnPlateau` reads the validation loss and needs `epoch`."""
     lr_scaling: LrScaling = "none"
-    """Multiply the learning rate by the number of ranks (`linear`) or its square root (`sqrt`)."""
+    """Multiply the learning rate by the number of ranks (`linear`) or its square root (`sqrt`). Floors of schedulers,
+    such as `eta_min` and `min_lr`, stay as they are."""
     warmup_steps: int = 0
     """Steps over which the learning rate rises linearly to its value."""
     clip_grad_norm: float | None = None
@@ -63,8 +64,12 @@ class Train:
     """With `skip`, maximum number of steps in a row that are left out; with `rollback`, maximum number of times that
     the run goes back to the same checkpoint. After more, the run ends with the error."""
     check_replicas_every: int = may_change(0)
-    """Steps between two comparisons of the weights of ranks that must have the same ones, to the bit. They are also
-    compared before each checkpoint, together with the buffers. 0 disables them."""
+    """Steps between two comparisons of the weights of ranks that must have the same ones, to the bit. They are always
+    compared before each checkpoint, together with the buffers; 0 compares them only there."""
+    check_batch_loss: bool = may_change(True)
+    """Check before the first step that `ModelSpec.batch_loss`, or the `training_step` of a LightningModule, is the mean
+    over the rows of its batch, or over what `ModelSpec.count` says. False accepts another loss, such as one that
+    compares the rows of a batch: the weights then depend on the number of ranks and micro-batches."""
     validation_fraction: float = 0.0
     """Fraction of the training rows, chosen at random, that is used for validation. In [0, 1)."""
     validation_fold: int | None = None
@@ -77,8 +82,9 @@ class Train:
     early_stop_metric: str | None = may_change(None)
     """`loss`, or the name of a metric in `train.metrics` or `ModelSpec.metrics`, on the validation rows. Training stops
     when this value no longer improves."""
-    early_stop_mode: Mode = may_change("min")
-    """Whether a lower (`min`) or a higher (`max`) value is better."""
+    early_stop_mode: Mode | None = may_change(None)
+    """Whether a lower (`min`) or a higher (`max`) value is better. Null takes it from the metric: the loss is better if
+    it is lower, and classes of torchmetrics say it. Metrics of your own do not, and need this setting."""
     early_stop_patience: int = may_change(3)
     """Epochs without an improvement after which all ranks stop."""
     early_stop_min_delta: float = may_change(0.0)
@@ -115,7 +121,7 @@ class Train:
         if self.validation_fold is not None:
             self._check_fold()
         check_number(self, "early_stop_min_delta", 0)
-        check_bool(self, "compile", "channels_last")
+        check_bool(self, "compile", "channels_last", "check_batch_loss")
         check_choices(self)
         check_class("train.optimizer", "torch.optim", "Optimizer", self.optimizer)
         calls_back = self.optimizer == "LBFGS"  # its step evaluates the loss several times

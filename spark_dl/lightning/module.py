@@ -44,7 +44,10 @@ class _Copies:
         return copy.deepcopy(self.module).cpu()
 
 
-def spec_fields(module: Any, *, batch: Callable[[Batch], Any] | None, ignore_hooks: Sequence[str]) -> dict[str, Any]:
+def spec_fields(
+    module: Any, *, batch: Callable[[Batch], Any] | None, ignore_hooks: Sequence[str],
+    count: Callable[[Batch], Any] | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Returns the fields of `ModelSpec.from_lightning`. Called on the driver. Raises ValueError as that does."""
     build = _Copies(module) if isinstance(module, nn.Module) else module
     if not callable(build):
@@ -64,7 +67,7 @@ def spec_fields(module: Any, *, batch: Callable[[Batch], Any] | None, ignore_hoo
         "forward": predict if _is_overridden(model, base, "predict_step") else None,
         "optimizer": optimization_of,
         "batch_loss": functools.partial(steps.training_loss, make_batch=make_batch),
-        "evaluation": functools.partial(steps.ModuleEvaluation, step=step, make_batch=make_batch),
+        "evaluation": functools.partial(steps.ModuleEvaluation, step=step, make_batch=make_batch, count=count),
         "set_position": set_position,
     }
 

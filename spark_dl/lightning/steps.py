@@ -40,11 +40,13 @@ def training_loss(model: nn.Module, batch: Batch, *, make_batch: MakeBatch) -> T
 class ModuleEvaluation:
     """The evaluation of a LightningModule (`ModelSpec.evaluation`): the loss, and what `validation_step` logs.
 
-    step: name of the method. What `training_step` logs is not kept.
+    step: name of the method. What `training_step` logs is not kept. count: `ModelSpec.count`, what its loss is over.
     """
 
-    def __init__(self, model: nn.Module, *, step: str, make_batch: MakeBatch):
-        self._model, self._step, self._make_batch = model, step, make_batch
+    def __init__(
+        self, model: nn.Module, *, step: str, make_batch: MakeBatch, count: Callable[[Batch], Tensor | float] | None
+    ):  # fmt: skip
+        self._model, self._step, self._make_batch, self._count = model, step, make_batch, count
         self._logged, self._losses = EpochLog(model), EpochLog(model)
         self._num_batches = 0
         attached_trainer(model)
@@ -53,18 +55,19 @@ class ModuleEvaluation:
         """Calls the step with a batch of true rows. batch_idx is the number of this rank's batches so far."""
         step = getattr(self._model, self._step)
         rows, index = len(batch["weight"]), self._num_batches
+        count = rows if self._count is None else float(self._count(batch))
         self._num_batches += 1
         if self._step == "training_step":
-            self._losses.add("loss", training_loss(self._model, batch, make_batch=self._make_batch), rows)
+            self._losses.add("loss", training_loss(self._model, batch, make_batch=self._make_batch), count)
             return
         with self._logged.receiving(rows):
             found = _call(step, self._make_batch(batch), index)
         loss = found.get("loss") if isinstance(found, Mapping) else found
         if isinstance(loss, Tensor) and loss.numel() == 1:
-            self._losses.add("loss", loss, rows)
+            self._losses.add("loss", loss, count)
 
     def compute(self) -> dict[str, Any]:
-        """Returns the means over the rows of all ranks, and the metrics. Collective."""
+        """Returns the means over the rows of all ranks, or over `count`, and the metrics. Collective."""
         return {**self._losses.compute(), **self._logged.compute()}
 
 

@@ -220,18 +220,17 @@ def note_rows(model: nn.Module, weight: Tensor) -> None:
             module.row_weight = weight
 
 
-def add_auxiliary_losses(model: nn.Module, losses: Tensor, weight: Tensor) -> Tensor:
+def add_auxiliary_losses(model: nn.Module, losses: Tensor, count: Callable[[], Tensor]) -> Tensor:
     """Adds the auxiliary losses of the last forward pass to the gradient of a sum of losses, and not to its value.
 
-    An auxiliary loss is a mean over the batch, so it is added once per true row. What divides the sum of losses by the
-    rows of the global batch, or scales it, then does the same to the auxiliary losses.
-
-    # losses: scalar, weight: [rows]
+    An auxiliary loss is a mean over the batch, so it is added as often as the batch counts in the mean loss, which is
+    once per true row. What divides the sum of losses, or scales it, then does the same to the auxiliary losses.
+    count: returns that number. # losses: scalar
     """
     for module in model.modules():
         if isinstance(module, MoE) and module.auxiliary_loss is not None:
             auxiliary, module.auxiliary_loss = module.auxiliary_loss, None
-            losses = _WithGradientOf.apply(losses, (auxiliary * (weight > 0).sum()).to(losses))
+            losses = _WithGradientOf.apply(losses, (auxiliary * count()).to(losses))
     return losses
 
 

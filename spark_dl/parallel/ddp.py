@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -24,7 +23,8 @@ from spark_dl.parallel.exchange.bucket_choice import BucketSize
 from spark_dl.parallel.exchange.exchange import average_whole, build_exchange
 from spark_dl.parallel.exchange_clock import ExchangeClock, build_clock
 from spark_dl.parallel.generators import generators_kept
-from spark_dl.parallel.loss import Inside
+from spark_dl.parallel.loss import Count, Inside
+from spark_dl.parallel.module_state import module_state_kept
 from spark_dl.parallel.same_model import check_same_model
 from spark_dl.parallel.trainable import Scaler, Trainable, add_gradients, build_optimization
 from spark_dl.spec import Batch, ModelSpec
@@ -61,7 +61,8 @@ class DDP(Parallel):
     static_graph: bool = False
     """Promise that every step uses the same parameters in the same way."""
     sync_batchnorm: bool = False
-    """Normalize by the mean and variance of the global batch, not of the rank's part."""
+    """Normalize by the mean and variance of the rows of all ranks in a micro-batch, not of the rank's rows alone. With
+    one micro-batch per step (`train.accumulation_steps`), these are the rows of the global batch."""
     all_reduce: AllReduce = "backend"
     """All-reduce that sums gradients: the backend's (Gloo, NCCL), or an algorithm of
     `spark_dl.parallel.exchange.collectives`."""
@@ -155,9 +156,9 @@ def average_gradients(
     wrapped: DistributedDataParallel | None = None
     scaler = Scaler(optimization.optimizer, config, world.device)
 
-    def backward(micro_batches: Sequence[Batch], rows: int) -> Tensor:
+    def backward(micro_batches: Sequence[Batch], count: Count) -> Tensor:
         # DDP divides the sum over the ranks by their number, but the mean must be over the true rows.
-        factor = world.world_size / rows
+        factor = world.world_size / count
         with _unused_named(model):
             return add_gradients(
                 spec, model, micro_batches, config,
@@ -165,12 +166,12 @@ def average_gradients(
                 before_last=wrapped.no_sync if wrapped else contextlib.nullcontext, clock=clock,
             )  # fmt: skip
 
-    def forward_backward(micro_batches: Sequence[Batch], rows: int) -> Tensor:
+    def forward_backward(micro_batches: Sequence[Batch], count: Count) -> Tensor:
         nonlocal is_final, wrapped
         if wrapped is None:
             # Only the last micro-batch, as only its backward pass exchanges gradients. Torch's static graph also fails
             # if its first backward pass exchanges nothing.
-            trial = functools.partial(_run_without_trace, model, lambda: backward(micro_batches[-1:], rows))
+            trial = functools.partial(_run_without_trace, model, lambda: backward(micro_batches[-1:], count))
             size_mib = bucket_size.choose(model, trial, world)
             wrapped = _wrap(model, size_mib, world, settings)
             if clock is not None:
@@ -181,7 +182,7 @@ def average_gradients(
             for _ in range(2 if settings.static_graph else 1):
                 trial()
             is_final = True
-        total = backward(micro_batches, rows)
+        total = backward(micro_batches, count)
         scaler.unscale()
         return total
 
@@ -246,7 +247,9 @@ def _unused_named(model: nn.Module) -> Iterator[None]:
 
 
 def _run_without_trace(model: nn.Module, backward: Callable[[], object]) -> None:
-    """Runs a backward pass and restores buffers and generators. Before the first step, so that DDP's buckets are final.
+    """Runs a backward pass and restores the state of modules, and generators.
+
+    Before the first step, so that DDP's buckets are final.
 
     NOTE: after the first backward pass DDP rebuilds its buckets in the order in which gradients were ready. With three
     or more ranks the order of the sums in a ring depends on that layout. Without this pass, a resumed run, whose first
@@ -254,13 +257,9 @@ def _run_without_trace(model: nn.Module, backward: Callable[[], object]) -> None
     must not start earlier either. With a static graph DDP records the graph in the first pass and the order of the
     gradients in the second, so two passes are needed. Costs a step at the start of a run.
     """
-    buffers = [b.detach().clone() for b in model.buffers()]
     gpus = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
-    with generators_kept(sorted(gpu for gpu in gpus if gpu is not None)):
+    with module_state_kept(model), generators_kept(sorted(gpu for gpu in gpus if gpu is not None)):
         backward()
-    with torch.no_grad():
-        for buffer, before in zip(model.buffers(), buffers, strict=True):
-            buffer.copy_(before)
     for layer in moe_layers(model).values():
         layer.take_counts()  # only steps count
     model.zero_grad(set_to_none=True)

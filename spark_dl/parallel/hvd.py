@@ -23,6 +23,7 @@ from spark_dl.config.checks import check_bool, check_choices, check_number
 from spark_dl.config.fields import named_settings
 from spark_dl.config.parallel import Parallel
 from spark_dl.parallel.exchange_clock import build_clock
+from spark_dl.parallel.loss import Count
 from spark_dl.parallel.same_model import check_same_model
 from spark_dl.parallel.trainable import Scaler, Trainable, add_gradients, build_optimizer
 from spark_dl.spec import Batch, ModelSpec
@@ -101,13 +102,13 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
         found = {name: value for name, value in tensors.items() if isinstance(value, Tensor)}
         wait(lambda: hvd.broadcast_parameters(found, root_rank=0))
 
-    def forward_backward(micro_batches: Sequence[Batch], rows: int) -> Tensor:
+    def forward_backward(micro_batches: Sequence[Batch], count: Count) -> Tensor:
         nonlocal is_first
         if is_first:  # not earlier, as a checkpoint is loaded after `parallelize`
             broadcast_from_rank0({**model.state_dict(), **_state_of(optimizer)})
             is_first = False
         # Horovod divides the sum over the ranks by their number, but the mean must be over the true rows.
-        factor = world.world_size / rows
+        factor = world.world_size / count
         total = add_gradients(
             spec, model, micro_batches, config, device=world.device,
             scale=lambda losses: scaler.scale(losses * factor),

@@ -6,7 +6,8 @@ arXiv:1805.09767). With `sync_start_step`, gradients are averaged in all earlier
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -20,6 +21,7 @@ from spark_dl.config.fields import named_settings
 from spark_dl.config.parallel import Parallel
 from spark_dl.parallel import ddp, single
 from spark_dl.parallel.exchange_clock import ExchangeClock, build_clock
+from spark_dl.parallel.loss import Count, count_of
 from spark_dl.parallel.trainable import OptimizerState, Trainable, build_optimization
 from spark_dl.spec import Batch, ModelSpec
 
@@ -51,7 +53,8 @@ class LocalSGD(Parallel):
     """Number of steps at the start of a run in which the gradients are averaged instead of the weights (post-local
     SGD)."""
     sync_batchnorm: bool = False
-    """Normalize by the mean and variance of the global batch, not of the rank's part."""
+    """Normalize by the mean and variance of the rows of all ranks in a micro-batch, not of the rank's rows alone. With
+    one micro-batch per step (`train.accumulation_steps`), these are the rows of the global batch."""
 
     def __post_init__(self) -> None:
         check_number(self, "sync_every_steps", 1, whole=True)
@@ -73,7 +76,7 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
     together = None
     if settings.sync_start_step:
         together = ddp.average_gradients(spec, model, optimization, world, config, settings=ddp.DDP(), clock=clock)
-    training = _LocalSgd(alone, together, settings, clock)
+    training = _LocalSgd(alone, together, settings, clock, count=functools.partial(count_of, spec, config=config))
     return Trainable(
         modules=[model],
         optimizer=optimizer,
@@ -91,23 +94,30 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
 
 
 class _LocalSgd:
-    """Number of steps taken, and of rows trained since the last average, on this rank and on all ranks."""
+    """Number of steps taken, and of rows trained since the last average, on this rank and on all ranks.
 
-    def __init__(self, alone: Trainable, together: Trainable | None, settings: LocalSGD, clock: ExchangeClock | None):
+    Rows, or what the mean loss is over in their place.
+    """
+
+    def __init__(
+        self, alone: Trainable, together: Trainable | None, settings: LocalSGD, clock: ExchangeClock | None, *,
+        count: Callable[[Batch], Tensor],
+    ):  # fmt: skip
+        self._count = count
         self._alone, self._together, self._clock = alone, together, clock
         self._start, self._every = settings.sync_start_step, settings.sync_every_steps
-        self._step = self._own_rows = self._all_rows = 0
-        self._last_rows = (0, 0)
+        self._step, self._own_rows, self._all_rows = 0, 0.0, 0.0
+        self._last_counts = (0.0, 0.0)
         """Rows of this step, on this rank and on all ranks."""
 
-    def forward_backward(self, micro_batches: Sequence[Batch], rows: int) -> Tensor:
+    def forward_backward(self, micro_batches: Sequence[Batch], count: Count) -> Tensor:
         """See `Trainable`. In a local step the gradient is of the mean loss over this rank's true rows."""
         if self._together is not None and self._step < self._start:
-            return self._together.forward_backward(micro_batches, rows)
-        own_rows = sum(int((batch["weight"] > 0).sum()) for batch in micro_batches)
-        self._last_rows = own_rows, rows
-        total = self._alone.forward_backward(micro_batches, max(own_rows, 1))
-        if not own_rows:  # without gradients the optimizer does not change the weights, even with momentum or decay
+            return self._together.forward_backward(micro_batches, count)
+        own = float(sum(self._count(batch) for batch in micro_batches))
+        self._last_counts = own, float(count)
+        total = self._alone.forward_backward(micro_batches, own or 1.0)
+        if not own:  # without gradients the optimizer does not change the weights, even with momentum or decay
             self._alone.optimizer.zero_grad(set_to_none=True)
         return total
 
@@ -117,8 +127,8 @@ class _LocalSgd:
             self._together.step()
         else:
             self._alone.step()
-            self._own_rows += self._last_rows[0]
-            self._all_rows += self._last_rows[1]
+            self._own_rows += self._last_counts[0]
+            self._all_rows += self._last_counts[1]
         self._end_step()
 
     def skip_step(self) -> None:
@@ -141,7 +151,7 @@ class _LocalSgd:
         """
         if self._all_rows:
             average_weights(self._alone.modules[0], self._own_rows / self._all_rows)
-            self._own_rows = self._all_rows = 0
+            self._own_rows = self._all_rows = 0.0
         elif self._together is not None and self._step <= self._start:  # no local step was taken yet
             self._together.sync_weights()
 
@@ -150,7 +160,7 @@ class _LocalSgd:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._step = state["step"]
-        self._own_rows = self._all_rows = 0
+        self._own_rows = self._all_rows = 0.0
 
 
 def average_weights(model: nn.Module, share: float) -> None:

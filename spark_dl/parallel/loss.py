@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -15,6 +15,7 @@ from spark_dl.spec import Batch, ModelSpec, Output
 
 if TYPE_CHECKING:
     from spark_dl.config import Config
+    from spark_dl.data.columns.schema import Column
 
 _IS_ABOUT_SHAPES = re.compile(
     r"size|shape|dimension|broadcast|target|dtype|scalar type|class probabilities|out of bounds|can't be cast", re.I
@@ -31,12 +32,17 @@ _NOT_OF_THE_MODEL = (
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
+Count: TypeAlias = float | Tensor
+"""What the mean loss of a step is over: rows, or a sum of weights. A tensor, [], where a GPU has it."""
+
+
 def row_losses(spec: ModelSpec, output: Output, batch: Batch, label: str | None) -> Tensor:
-    """The loss of each row of a batch. # (rows,)"""
+    """The loss of each row of a batch: the mean over its values, or the weighted sum of them with weights. # (rows,)"""
     target: Any = batch if label is None else batch[label]
     assert callable(spec.loss)
+    loss = spec.loss.to(batch["weight"].device) if isinstance(spec.loss, nn.Module) else spec.loss
     try:
-        losses = spec.loss(output, target)
+        losses = loss(output, target)
     except (IndexError, RuntimeError, ValueError) as error:
         # Torch's own errors, such as one about a class that the output does not have, name neither column nor output.
         if type(error) not in (IndexError, RuntimeError, ValueError) or not _IS_ABOUT_SHAPES.search(str(error)):
@@ -47,7 +53,119 @@ def row_losses(spec: ModelSpec, output: Output, batch: Batch, label: str | None)
     if not isinstance(losses, Tensor) or losses.ndim == 0 or losses.shape[0] != rows:
         found = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
         raise ValueError(f"spec.loss: expected one value per row, shape ({rows},), found {found}; use reduction='none'")
-    return losses.flatten(1).mean(1) if losses.ndim > 1 else losses
+    weights = element_weights(spec, batch, label)
+    if weights is None:
+        return losses.flatten(1).mean(1) if losses.ndim > 1 else losses
+    if losses.shape[: weights.ndim] != weights.shape:
+        raise ValueError(
+            f"spec.loss: the column {label!r} is ragged, so expected one value for each of its values, shape "
+            f"{tuple(weights.shape)}, found shape {tuple(losses.shape)}, in which padding cannot be told from values; "
+            f"for one value per row, set data.label to null, and use the columns {label!r} and '{label}_mask' there"
+        )
+    if losses.ndim > weights.ndim:
+        losses = losses.flatten(weights.ndim).mean(-1)
+    mask = _mask_of(batch, label)
+    if mask is not None:  # torch has applied its weights, and it does not know the padding
+        losses = torch.where(mask, losses, 0)
+    return losses.flatten(1).sum(1) if losses.ndim > 1 else losses
+
+
+def element_weights(spec: ModelSpec, batch: Batch, label: str | None) -> Tensor | None:
+    """Returns the weight of each value of a label in the mean of a loss; None if all count the same.
+
+    Padding of a ragged label has the weight 0. CrossEntropyLoss and NLLLoss give the weight of their class to each
+    value, and 0 to those of `ignore_index`, and torch's mean divides by the sum of these weights. # (rows, ...)
+    """
+    if label is None or spec.batch_loss is not None:
+        return None
+    target, mask, loss = batch[label], _mask_of(batch, label), spec.loss
+    weights = None if mask is None else mask.float()
+    if not isinstance(loss, _OF_CLASSES) or target.is_floating_point() or (mask is None and _is_plain(loss)):
+        return weights
+    counted = target != loss.ignore_index
+    of_class = counted.float()
+    if loss.weight is not None:
+        table = loss.weight.to(target.device)
+        of_class = torch.where(counted, table[target.clamp(0, len(table) - 1).long()].float(), 0)
+    return of_class if weights is None else of_class * weights
+
+
+def count_of(spec: ModelSpec, batch: Batch, config: Config) -> Tensor:
+    """Returns what the mean loss of a batch is over: its true rows, or what `spec.count` or the weights say.
+
+    # returns: () float64, on the device of the batch
+    """
+    true = batch["weight"] > 0
+    if spec.count is not None:
+        return _own_count(spec.count, batch, true)
+    weights = element_weights(spec, batch, config.data.label)
+    if weights is None:
+        return true.sum().double()
+    return (weights.flatten(1).sum(1, dtype=torch.float64) if weights.ndim > 1 else weights.double())[true].sum()
+
+
+def counts_elements(spec: ModelSpec, config: Config, columns: Sequence[Column]) -> bool:
+    """Whether the mean loss is over something else than rows, so that ranks must sum it in each step.
+
+    columns: those of the batches. Depends on nothing that differs between ranks.
+    """
+    is_ragged = any(c.name == config.data.label and c.is_ragged for c in columns) and config.loader.ragged == "pad"
+    has_weights = isinstance(spec.loss, _OF_CLASSES) and not _is_plain(spec.loss)
+    return spec.count is not None or (spec.batch_loss is None and (is_ragged or has_weights))
+
+
+def check_ignored(spec: ModelSpec, batch: Batch, label: str | None) -> None:
+    """Raises ValueError if labels are left out by the default `ignore_index` of a loss. batch: on the CPU.
+
+    To count them, ranks would have to exchange a number in each step, for which most runs have no use.
+    """
+    if label is None or not isinstance(spec.loss, _OF_CLASSES) or spec.count is not None or not _is_plain(spec.loss):
+        return
+    target = batch.get(label)
+    if target is None or target.is_floating_point() or _mask_of(batch, label) is not None or not target.numel():
+        return
+    ignored = spec.loss.ignore_index
+    if int(target.min()) == ignored:
+        num_ignored = int((target == ignored).sum())
+        raise ValueError(
+            f"spec.loss: the column {label!r} has {num_ignored} values of {ignored} in a batch of {len(target)} rows, "
+            f"which {type(spec.loss).__name__} leaves out, so that its mean is not over the rows; say what it is over, "
+            f"ModelSpec(count=lambda batch: (batch[{label!r}] != {ignored}).sum()), or leave these rows out "
+            "(data.filters)"
+        )
+
+
+_OF_CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss)
+"""Losses of torch whose mean has weights."""
+
+
+def _is_plain(loss: nn.CrossEntropyLoss | nn.NLLLoss) -> bool:
+    return loss.weight is None and loss.ignore_index == -100
+
+
+def _mask_of(batch: Batch, label: str | None) -> Tensor | None:
+    """Returns which values of a ragged label are no padding. # (rows, longest)"""
+    mask = batch.get(f"{label}_mask")
+    if mask is None or label is None:
+        return None
+    if batch[label].shape[:2] != mask.shape:
+        raise ValueError(
+            f"spec.transform: the column {label!r} has the shape {tuple(batch[label].shape)}, and its mask "
+            f"'{label}_mask' the shape {tuple(mask.shape)}; change both in the same way"
+        )
+    return mask
+
+
+def _own_count(count: Callable[[Batch], Any], batch: Batch, true: Tensor) -> Tensor:
+    device = batch["weight"].device
+    if not bool(true.any()):
+        return torch.zeros((), dtype=torch.float64, device=device)
+    rows = batch if bool(true.all()) else select_rows(batch, true.nonzero()[:, 0])
+    found = count(rows)
+    if not isinstance(found, (int, float, Tensor)) or (isinstance(found, Tensor) and found.numel() != 1):
+        shape = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+        raise ValueError(f"spec.count: expected one number for the batch, found {shape}")
+    return torch.as_tensor(found, dtype=torch.float64, device=device).reshape(())
 
 
 def _explain(error: Exception, output: Output, batch: Batch, label: str | None) -> str:
@@ -157,13 +275,13 @@ def weighted_loss_sum(
     output = None
     with autocast(batch, config):
         if spec.batch_loss is not None:
-            losses = _batch_loss_sum(spec.batch_loss, model, batch, call)
+            losses = _batch_loss_sum(spec, model, batch, config, call)
         else:
             note_rows(model, batch["weight"])
             output = call(lambda model, batch: spec.output(model, batch, config.data.features), batch)
     if output is not None:
         losses = loss_sum(spec, output, batch, config)
-    return output, add_auxiliary_losses(model, losses, batch["weight"])
+    return output, add_auxiliary_losses(model, losses, lambda: count_of(spec, batch, config))
 
 
 def loss_sum(spec: ModelSpec, output: Output, batch: Batch, config: Config) -> Tensor:
@@ -179,17 +297,18 @@ def autocast(batch: Batch, config: Config) -> contextlib.AbstractContextManager[
     return torch.autocast(batch["weight"].device.type, dtype=dtype) if dtype else contextlib.nullcontext()
 
 
-def _batch_loss_sum(
-    loss: Callable[[nn.Module, Batch], Tensor], model: nn.Module, batch: Batch, call: Call
-) -> Tensor:  # fmt: skip
-    """The mean loss of the true rows, times their number; 0 with a gradient of 0 if there are none."""
+def _batch_loss_sum(spec: ModelSpec, model: nn.Module, batch: Batch, config: Config, call: Call) -> Tensor:
+    """The mean loss of the true rows, times what it is over; 0 with a gradient of 0 if there are none."""
     rows = true_rows(batch, model)
     note_rows(model, rows["weight"])
-    mean = call(loss, rows)
+    assert spec.batch_loss is not None
+    mean = call(spec.batch_loss, rows)
     if not isinstance(mean, Tensor) or mean.numel() != 1:
         found = f"shape {tuple(mean.shape)}" if isinstance(mean, Tensor) else type(mean).__name__
         raise ValueError(f"spec.batch_loss: expected the mean loss of the rows, a tensor with one value, found {found}")
-    return mean.reshape(()).float() * int((batch["weight"] > 0).sum())
+    count = count_of(spec, batch, config).float()
+    # A mean over nothing is NaN in torch, and counts nothing here.
+    return torch.where(count > 0, mean.reshape(()).float(), 0) * count
 
 
 def true_rows(batch: Batch, model: nn.Module) -> Batch:
@@ -204,10 +323,16 @@ def true_rows(batch: Batch, model: nn.Module) -> Batch:
         index = index.repeat(2)
     elif len(index) in (0, len(weight)):
         return batch
+    return select_rows(batch, index)
+
+
+def select_rows(batch: Batch, index: Tensor) -> Batch:
+    """Returns some rows of a batch. # index: (n,)"""
+    rows = len(batch["weight"])
     for name, tensor in batch.items():
-        if not tensor.ndim or len(tensor) != len(weight):
+        if not tensor.ndim or len(tensor) != rows:
             raise ValueError(
-                f"spec.batch_loss: expected one entry per row in the column {name!r}, shape ({len(weight)}, ...), "
-                f"found shape {tuple(tensor.shape)}"
+                f"spec.batch_loss: expected one entry per row in the column {name!r}, shape ({rows}, ...), found shape "
+                f"{tuple(tensor.shape)}"
             )
     return {name: tensor[index] for name, tensor in batch.items()}

@@ -13,7 +13,7 @@ from spark_dl.config.fields import named_settings
 from spark_dl.config.parallel import Parallel
 from spark_dl.optimization import Optimization
 from spark_dl.parallel.exchange_clock import build_clock
-from spark_dl.parallel.loss import Call, Inside
+from spark_dl.parallel.loss import Call, Count, Inside
 from spark_dl.parallel.trainable import Scaler, Trainable, add_gradients, build_optimization
 from spark_dl.spec import Batch, ModelSpec
 
@@ -76,16 +76,16 @@ def train_alone(
     spec: ModelSpec, model: nn.Module, optimization: Optimization, world: World, config: Config, *,
     call: Call | None = None,
 ) -> Trainable:  # fmt: skip
-    """Returns a model that is trained on this rank's rows alone. `forward_backward` divides their losses by `rows`.
+    """Returns a model that is trained on this rank's rows alone. `forward_backward` divides their losses by `count`.
 
     Not collective. call: as of `add_gradients`.
     """
     scaler = Scaler(optimization.optimizer, config, world.device)
 
-    def forward_backward(micro_batches: Sequence[Batch], rows: int) -> Tensor:
+    def forward_backward(micro_batches: Sequence[Batch], count: Count) -> Tensor:
         total = add_gradients(
             spec, model, micro_batches, config,
-            device=world.device, scale=lambda losses: scaler.scale(losses / rows), call=call,
+            device=world.device, scale=lambda losses: scaler.scale(losses / count), call=call,
         )  # fmt: skip
         scaler.unscale()
         return total

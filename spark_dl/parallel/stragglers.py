@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
+from spark_dl.parallel.loss import Count
 from spark_dl.parallel.trainable import Trainable
 from spark_dl.spec import Batch
 
@@ -39,10 +40,10 @@ def delayed(trainable: Trainable, config: Config, rank: int) -> Trainable:
         return trainable
     computations = 0
 
-    def forward_backward(micro_batches: Sequence[Batch], rows: int) -> Tensor:
+    def forward_backward(micro_batches: Sequence[Batch], count: Count) -> Tensor:
         nonlocal computations
         time.sleep(delay_s(config, rank, computations))
         computations += 1
-        return trainable.forward_backward(micro_batches, rows)
+        return trainable.forward_backward(micro_batches, count)
 
     return dataclasses.replace(trainable, forward_backward=forward_backward)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from spark_dl.optimization import Optimization, check_parameters, scale_rates
 from spark_dl.parallel.exchange_clock import ExchangeClock, StepClock
 from spark_dl.parallel.layout import to_device
-from spark_dl.parallel.loss import Call, misfits_named, weighted_loss_sum
+from spark_dl.parallel.loss import Call, Count, check_ignored, misfits_named, weighted_loss_sum
 from spark_dl.spec import Batch, ModelSpec, Output
 
 if TYPE_CHECKING:
@@ -29,10 +29,10 @@ class Trainable:
     modules: list[nn.Module]
     """Modules for checkpoints and evaluations, without wrappers."""
     optimizer: torch.optim.Optimizer
-    forward_backward: Callable[[Sequence[Batch], int], Tensor]
-    """(micro-batches of this rank, true rows of the global batch) -> sum of this rank's losses, a float32 scalar.
-    Collective. On return every `.grad` is the gradient of the mean loss over the global batch's true rows; in the local
-    steps of `local_sgd`, over this rank's true rows."""
+    forward_backward: Callable[[Sequence[Batch], Count], Tensor]
+    """(micro-batches of this rank, what the mean loss of the global batch is over: its true rows, or the sum of
+    `count_of`) -> sum of this rank's losses, a float32 scalar. Collective. On return every `.grad` is the gradient of
+    the mean loss over the global batch; in the local steps of `local_sgd`, over this rank's part of it."""
     clip_grad_norm: Callable[[float], Tensor]
     """Scales the reduced gradients to at most this L2 norm. Returns the norm before the scaling. Collective."""
     step: Callable[[], None]
@@ -83,6 +83,7 @@ def add_gradients(
     """
     total = torch.zeros((), device=device)
     for i, batch in enumerate(micro_batches):
+        check_ignored(spec, batch, config.data.label)
         on_device = to_device(batch, device, config)
         is_last = i == len(micro_batches) - 1
         with contextlib.nullcontext() if is_last else before_last():
@@ -182,4 +183,6 @@ def build_optimizer(model: nn.Module, config: Config, world_size: int) -> torch.
 def lr_factor(config: Config, world_size: int) -> float:
     """Returns the factor of `train.lr` by `train.lr_scaling`, from the number of ranks that train."""
     ranks = world_size - config.parallel.servers
-    return {"none": 1.0, "linear": float(ranks), "sqrt": math.sqrt(ranks)}[config.train.lr_scaling]
+    if config.train.lr_scaling == "none":
+        return 1.0
+    return float(ranks) if config.train.lr_scaling == "linear" else math.sqrt(ranks)

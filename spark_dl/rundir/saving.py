@@ -198,7 +198,7 @@ def _delete_old(run_dir: str, config: Config, generation: int, in_use: str) -> N
     try:
         whole = checkpoint.list_checkpoints(run_dir)
         urls = [saved.url for saved in whole]
-        best = checkpoint.by_score(whole, config.train.early_stop_mode)[:keep_best]
+        best = checkpoint.by_score(whole, config.train.early_stop_mode or "min")[:keep_best]
         kept = {*urls[-keep:], *(saved.url for saved in best), in_use}
         others = [url for (attempt, _), url in checkpoint.folders(run_dir) if url not in urls and attempt < generation]
         for url in (*urls, *others):

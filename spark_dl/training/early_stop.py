@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import warnings
 from collections.abc import Iterator, Mapping
@@ -12,15 +13,51 @@ import torch
 from torch import Tensor
 
 from spark_dl.gather import broadcast_from_rank0
+from spark_dl.training.row_metrics import build_metric
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
-    from spark_dl.config import Train
+    from spark_dl.config import Config, Train
+    from spark_dl.config.train import Mode
+    from spark_dl.spec import ModelSpec
     from spark_dl.training.state import Progress
     from spark_dl.world import World
 
 _ROWS = 8
+
+
+def better(name: str, spec: ModelSpec | None, config: Config) -> Mode | None:
+    """Returns which value of a metric is better; None if that is not known. On any side.
+
+    The loss is better if it is lower. The classes of torchmetrics say it (`higher_is_better`), functions do not.
+    spec: None if only the metrics of the settings are known.
+    """
+    if name in ("loss", "train_loss"):
+        return "min"
+    if name in config.train.metrics:
+        metric: Any = build_metric(name, config.train.metrics[name], config.data.label).metric
+    else:
+        metric = None if spec is None else spec.metrics.get(name)
+    is_higher = getattr(metric, "higher_is_better", None)
+    return None if is_higher is None else "max" if is_higher else "min"
+
+
+def with_mode(spec: ModelSpec, config: Config) -> Config:
+    """Returns the settings with an `early_stop_mode`. Called on the driver and on ranks, before training.
+
+    Raises ValueError if the metric does not say which value is better, and the settings do not, either.
+    """
+    if config.train.early_stop_mode is not None:
+        return config
+    name = config.train.early_stop_metric or "loss"
+    mode = better(name, spec, config)
+    if mode is None:
+        raise ValueError(
+            f"train.early_stop_mode: {name!r} does not say which value is better; set it to min if a lower value is "
+            "better, or to max"
+        )
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, early_stop_mode=mode))
 
 
 def decide(progress: Progress, train: Train, metrics: Mapping[str, Any], device: torch.device) -> None:
@@ -39,6 +76,7 @@ def decide(progress: Progress, train: Train, metrics: Mapping[str, Any], device:
     found = metrics[train.early_stop_metric]
     if not isinstance(found, int | float):
         raise _not_scalar(train.early_stop_metric, f"{found!r}"[:80])
+    assert train.early_stop_mode is not None
     value = float(found) if train.early_stop_mode == "min" else -float(found)
     best = math.inf if progress.best is None or math.isnan(progress.best) else progress.best  # older versions saved NaN
     if value < best - train.early_stop_min_delta:

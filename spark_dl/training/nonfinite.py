@@ -18,6 +18,7 @@ from torch import Tensor
 
 from spark_dl.gather import sum_over_ranks
 from spark_dl.parallel.exchange_clock import ExchangeClock
+from spark_dl.parallel.loss import Count
 from spark_dl.parallel.trainable import Trainable
 from spark_dl.spec import Batch
 from spark_dl.training.finite import SUM, Finding, NotFiniteError, StepCheck, all_finite, first_not_finite, first_of_all
@@ -74,7 +75,7 @@ class NonFiniteSteps:
         return global_step in self._left_out
 
     def forward_backward(
-        self, micro_batches: Sequence[Batch], rows: int, global_step: int
+        self, micro_batches: Sequence[Batch], count: Count, global_step: int
     ) -> tuple[Tensor, Finding | None]:
         """Calls `Trainable.forward_backward`. Returns its loss, and why the update is left out, or None. Collective.
 
@@ -82,10 +83,10 @@ class NonFiniteSteps:
         Raises NotFiniteError on all ranks after `train.max_nonfinite` steps in a row.
         """
         if not self._skips:
-            return self._trainable.forward_backward(micro_batches, rows), None
+            return self._trainable.forward_backward(micro_batches, count), None
         before = [buffer.detach().clone() for buffer in self._buffers]
         try:
-            loss = self._trainable.forward_backward(micro_batches, rows)
+            loss = self._trainable.forward_backward(micro_batches, count)
             finding = self._decide(loss, global_step)
         except NotFiniteError as error:  # of a driver that trains for all ranks, and decides alone
             loss, finding = torch.zeros(()), error.finding

@@ -1,4 +1,5 @@
-"""Compares, to the bit, the weights of ranks that must have the same ones: `train.check_replicas_every`.
+"""Compares, to the bit, the weights of ranks that must have the same ones, before each checkpoint and by
+`train.check_replicas_every`.
 
 Each rank sends 8 bytes per tensor. In data parallelism all ranks have the same weights; in a mesh, those that have the
 same elements of a parameter. No difference is tolerated: ranks that apply the same gradients have the same bits.
@@ -49,12 +50,41 @@ class Drift:
     """Number of keys whose tensors differ."""
 
 
+class TrainedParameters:
+    """The parameters that are trained in the first step of this process, which must stay those that are."""
+
+    def __init__(self, trainable: Trainable):
+        self._named = [(n, p) for module in trainable.modules for n, p in module.named_parameters()]
+        self._before: list[bool] | None = None
+
+    def check(self, global_step: int) -> None:
+        """Raises ValueError if a parameter has become trainable, or is frozen, since the first call. On every rank.
+
+        What exchanges gradients, and the optimizer of `train.optimizer`, have the parameters of the first step.
+        """
+        now = [p.requires_grad for _, p in self._named]
+        if self._before is None or now == self._before:
+            self._before = now
+            return
+        before = self._before
+        changed = [(name, is_) for (name, _), was, is_ in zip(self._named, before, now, strict=True) if was != is_]
+        names = ", ".join(f"{name!r} ({'trainable' if is_ else 'frozen'})" for name, is_ in changed[:8])
+        more = f" and {len(changed) - 8} more" if len(changed) > 8 else ""
+        raise ValueError(
+            f"requires_grad has changed before step {global_step}: {names}{more}. The ranks exchange the gradients of "
+            "the parameters that were trainable in the first step; leave requires_grad as spec.build sets it, and "
+            "freeze a part for some time by a learning rate of 0 for its parameter group (spec.optimizer)"
+        )
+
+
 class ReplicaCheck:
-    """Compares the weights of ranks every few steps, and before each checkpoint."""
+    """Compares the weights of ranks before each checkpoint, and every few steps if that is set."""
 
     def __init__(self, trainable: Trainable, world: World, config: Config, step_check: StepCheck | None):
         self._trainable, self._world, self._step_check = trainable, world, step_check
-        self._every = config.train.check_replicas_every if world.world_size > 1 else 0
+        # Servers and Spark's drivers give the ranks their weights anew in each step.
+        self._compares = world.world_size > 1 and not (config.parallel.servers or config.parallel.by_spark)
+        self._every = config.train.check_replicas_every
         self._known: dict[bool, list[list[Key]]] = {}
         """Keys of each rank, with and without buffers. They do not change in a run."""
         self._hosts: list[str] = []
@@ -67,12 +97,13 @@ class ReplicaCheck:
             self.check(global_step, checkpoint)
 
     def check(self, global_step: int, checkpoint: str | None, *, with_buffers: bool = False) -> None:
-        """Compares parameters, and with buffers the floating-point ones. Collective. Does nothing if it is disabled.
+        """Compares parameters, and with buffers the floating-point ones. Collective. Does nothing if
+        there are no replicas.
 
         checkpoint: the last one. Nothing is compared after NaN or Inf, about which another error says more.
         Raises ReplicaDriftError on the ranks that differ, and OtherRankError on the others.
         """
-        if not self._every:
+        if not self._compares:
             return
         is_finite = self._step_check is None or not self._step_check.has_findings
         tensors = dict(self._tensors(with_buffers))
@@ -121,7 +152,7 @@ class ReplicaCheck:
         before = "" if self._same_in is None else f", which were the same in step {self._same_in}"
         saved = f"the last checkpoint is {checkpoint}" if checkpoint else "no checkpoint has been saved yet"
         return (
-            f"train.check_replicas_every: the replicas of the model differ after step {global_step}: {who}. "
+            f"the replicas of the model differ after step {global_step}: {who}. "
             f"{drift.count} tensor(s) differ{before}. Something has changed the weights of a rank alone: code that "
             f"depends on the rank, random numbers, or memory or a device that fails. Nothing has been saved since: "
             f"{saved}"

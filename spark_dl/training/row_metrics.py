@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from spark_dl.config import Config
 from spark_dl.config.checks import suggestion
@@ -37,6 +37,9 @@ class RowMetric:
     """Column that the metric compares with the output; None if it gets the whole batch."""
     output: str | int | None = None
     """Key or index of the output, for models with several outputs."""
+    classes_second: bool = False
+    """Whether outputs for a ragged label are [rows, classes, longest], as torch's CrossEntropyLoss takes them, and not
+    [rows, longest, ...]."""
 
     def update(self, output: Output, batch: Batch) -> None:
         """Adds the rows of a batch whose weight is above 0."""
@@ -54,8 +57,27 @@ class RowMetric:
                 )
             self.metric.update(values[counts].double(), weight[counts].double())
             return
-        target = batch if self.label is None else batch[self.label]
-        self.metric.update(_rows_of(self._chosen(output), counts), _rows_of(target, counts))
+        target: Any = batch if self.label is None else batch[self.label]
+        chosen, mask = self._chosen(output), batch.get(f"{self.label}_mask")
+        if mask is not None and isinstance(target, Tensor):
+            chosen, target = self._values_of(chosen, target, mask & counts[:, None])
+        else:
+            chosen, target = _rows_of(chosen, counts), _rows_of(target, counts)
+        self.metric.update(chosen, target)
+
+    def _values_of(self, output: Any, target: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the outputs for the true values of a ragged label, and these, without padding. # (values, ...)"""
+        found = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+        expected = f"{tuple(mask.shape)} and further axes"
+        if isinstance(output, Tensor) and self.classes_second and output.ndim == 3:
+            output, expected = output.transpose(1, 2), f"({mask.shape[0]}, classes, {mask.shape[1]})"
+        if not isinstance(output, Tensor) or output.shape[:2] != mask.shape:
+            raise ValueError(
+                f"metric {self.name!r}: its label {self.label!r} is ragged, so expected an output for each of its "
+                f"values, shape {expected}, found {found}"
+            )
+        chosen = output[mask]
+        return chosen.float() if chosen.is_floating_point() else chosen, target[mask]
 
     def compute(self) -> Any:
         """Returns the value over all ranks, as plain numbers and lists. Collective."""
@@ -85,6 +107,8 @@ def build_metrics(spec: ModelSpec, config: Config) -> list[RowMetric]:
         if name in config.train.metrics or name == "loss":
             raise ValueError(f"spec.metrics: the name {name!r} is already that of another metric; choose another one")
         found.append(_own_metric(name, metric, config.data.label))
+    for row_metric in found:
+        row_metric.classes_second = isinstance(spec.loss, (nn.CrossEntropyLoss, nn.NLLLoss))
     return found
 
 

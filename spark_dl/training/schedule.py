@@ -110,7 +110,7 @@ def check_optimization(config: Config) -> None:
     Raises ValueError, with the key, for arguments that torch refuses, so that ranks need not start to find them.
     """
     model = torch.nn.ParameterList([torch.zeros(2, 2)])  # a matrix, which all optimizers can train
-    optimizer = build_optimizer(model, config, 1)
+    optimizer = build_optimizer(model, config, config.launch.num_ranks)
     scheduler = Schedule(optimizer, config).scheduler
     optimizer.step()  # without a gradient it changes nothing
     if scheduler is None:

@@ -19,6 +19,7 @@ from spark_dl.prepare import as_sources, prepare_run
 from spark_dl.rundir import generations
 from spark_dl.rundir.folder import STUDY
 from spark_dl.spec import ModelSpec, Run
+from spark_dl.training import early_stop
 from spark_dl.training.row_metrics import build_metrics
 from spark_dl.trials.checks import check_cluster, check_trial
 from spark_dl.trials.hand_out import run_trials, show_trials
@@ -64,7 +65,8 @@ def tune(
         settings that replace those of `config`. All other keys are arguments of the function `spec`.
 
     num_trials: number of trials of this run. With `resume`, those of earlier attempts count.
-    direction: `minimize` (the default) or `maximize`, for a new study.
+    direction: `minimize` or `maximize`, for a new study. The default is known for losses and for classes of
+        torchmetrics in `train.metrics` or a `ModelSpec`; metrics of your own need it.
     resume: continues the study in `run_dir`, with its shards. Trials that were not finished are trained again.
 
     metric: the value of a trial after the last epoch: `train_loss`, or `loss` or a metric of the validation rows. The
@@ -86,6 +88,7 @@ def tune(
     config, data = config or Config(), as_sources(data)
     validation = None if validation is None else as_sources(validation)
     config = _check(config, spec, suggest, goal, num_trials, parallel_trials, has_validation=validation is not None)
+    direction = _direction(direction, metric, spec, config, study)
     _check_study(study, direction)
     num_groups = min(parallel_trials, num_trials * max(1, num_folds))
     search = _Search(find_session(data, spark), spec, suggest, goal, num_trials, num_groups, as_functions(on_event))
@@ -171,6 +174,20 @@ def _check(
     return config
 
 
+def _direction(
+    direction: Direction | None, metric: str, spec: Spec, config: Config, study: Any
+) -> Direction | None:  # fmt: skip
+    """Returns the direction that was given, or that of the metric; None for a study whose metric does not say it."""
+    if direction is not None:
+        return direction
+    mode = early_stop.better(metric, spec if isinstance(spec, ModelSpec) else None, config)
+    if mode is None and study is None:
+        raise ValueError(
+            f"direction: {metric!r} does not say which value is better; pass direction='minimize' or 'maximize'"
+        )
+    return None if mode is None else "minimize" if mode == "min" else "maximize"
+
+
 def _check_study(study: Any, direction: Any) -> None:
     """Raises ValueError for anything that is not a study with one objective, and for another direction than its own."""
     optuna = import_optuna()
@@ -183,7 +200,10 @@ def _check_study(study: Any, direction: Any) -> None:
     if len(study.directions) != 1:
         raise ValueError(f"study: expected one objective, found {len(study.directions)}")
     if direction not in (None, direction_of(study)):
-        raise ValueError(f"direction: found {direction!r}, and {direction_of(study)!r} in the study")
+        raise ValueError(
+            f"direction: {direction!r} is asked for, or is that of the metric, and the study has "
+            f"{direction_of(study)!r}; create it with direction={direction!r}"
+        )
 
 
 def import_optuna() -> Any:
@@ -209,7 +229,7 @@ def _open_study(direction: Direction | None, run: Run, *, resume: bool) -> Any:
     study = optuna.create_study(
         storage=found,
         study_name="trials",
-        direction=direction or "minimize",
+        direction=direction,
         load_if_exists=resume,
         pruner=optuna.pruners.NopPruner(),
     )

@@ -128,9 +128,10 @@ def test_F23_in_a_mesh_the_ranks_with_the_same_part_are_compared(tmp_path, name,
         assert re.search(re.escape(expected).replace("HOST", r"\S+"), error), error
 
 
-def test_F23_nothing_that_differs_is_saved(tmp_path):
+@pytest.mark.parametrize("every", [0, pytest.param(1000, marks=pytest.mark.slow)])
+def test_F23_nothing_that_differs_is_saved(tmp_path, every):
     """Also if the comparison is not due: each checkpoint is compared before it is committed."""
-    config = config_of({}, 3, every=1000)
+    config = config_of({}, 3, every=every)
     run = run_of(tmp_path, dataclasses.replace(config, checkpoint=Checkpoint(every_steps=2)))
     errors = errors_with_drift(run, rank=2)
     for error in errors:
@@ -138,6 +139,51 @@ def test_F23_nothing_that_differs_is_saved(tmp_path):
         assert "which were the same in step 4" in error
         assert f"the last checkpoint is {checkpoint.latest(run.run_dir).url}" in error
     assert checkpoint.latest(run.run_dir).step == 4
+
+
+class Noisy(torch.optim.SGD):
+    """Adds noise to the weights, as Langevin dynamics does: other noise on each rank."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.add_(torch.randn_like(parameter), alpha=1e-3)
+
+
+def build_noisy(model):
+    return Noisy(model.parameters(), lr=0.1)
+
+
+def build_sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_noise_in_the_optimizer_is_named_before_anything_is_saved(tmp_path):
+    spec = ModelSpec(build=build, optimizer=build_noisy)
+    run = make_run(tmp_path, cut_at(small_config(2), 4), spec=spec)
+    for error in errors_with_drift(run, rank=None):
+        assert "the replicas of the model differ after step 4" in error
+    assert checkpoint.latest(run.run_dir) is None
+
+
+def unfreeze(model, position):
+    """Trains the first layer from the third step on."""
+    model[0].requires_grad_(position.global_step >= 2)
+
+
+def freeze(model, position):
+    model[0].requires_grad_(position.global_step < 2)
+
+
+@pytest.mark.parametrize(("function", "word"), [(unfreeze, "trainable"), (freeze, "frozen")])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_parameter_that_is_trained_later_or_no_longer_is_named(tmp_path, num_ranks, function, word):
+    spec = ModelSpec(build=build, set_position=function, optimizer=build_sgd)
+    run = make_run(tmp_path, cut_at(small_config(num_ranks), 6), spec=spec)
+    for error in errors_with_drift(run, rank=None):
+        assert f"requires_grad has changed before step 3: '0.weight' ({word}), '0.bias' ({word})." in error
 
 
 @pytest.mark.parametrize("parallel", [{}, {"sync_batchnorm": True}], ids=str)

@@ -71,13 +71,14 @@ def test_scaling_reaches_the_schedulers_inside_a_scheduler():
     assert scaled == pytest.approx(rates_of(build(functools.partial(sequential, factor=4)), 6))
 
 
-def test_rates_of_a_one_cycle_are_absolute():
+def test_scaling_has_no_effect_on_a_one_cycle_and_is_an_error():
     def one_cycle(model):
         optimizer = sgd()
         scheduler = lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=6)
         return Optimization(optimizer=optimizer, scheduler=scheduler, interval="step")
 
-    assert rates_of(build(one_cycle, lr_scaling="linear"), 6) == rates_of(build(one_cycle), 6)
+    with pytest.raises(ValueError, match=r"^train\.lr_scaling: has no effect on OneCycleLR, whose rates are absolute"):
+        build(one_cycle, lr_scaling="linear")
 
 
 def plateau(monitor):

@@ -46,10 +46,34 @@ def test_an_instance_of_a_module_without_reduction_is_taken_as_it_is():
     assert build_loss(own) is own
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_a_loss_that_reduces_the_rows_is_an_error_that_says_how_to_build_it(reduction):
-    with pytest.raises(ValueError, match=rf"MSELoss reduces.*reduction='{reduction}'.*reduction=\"none\""):
-        build_loss(nn.MSELoss(reduction=reduction))
+def test_a_mean_is_built_without_reduction_and_the_instance_stays_as_it_is():
+    given = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0]))
+    built = build_loss(given)
+    assert (given.reduction, built.reduction) == ("mean", "none")
+    torch.testing.assert_close(built.weight, given.weight)
+
+
+def test_batchmean_sums_the_values_of_a_row():
+    log, target = torch.randn(3, 4).log_softmax(1), torch.randn(3, 4).softmax(1)
+    built = build_loss(nn.KLDivLoss(reduction="batchmean"))
+    torch.testing.assert_close(built(log, target).mean(), nn.KLDivLoss(reduction="batchmean")(log, target))
+
+
+class Contrastive(nn.CrossEntropyLoss):
+    """A loss of the user's own, whose reduction means what its author says."""
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (nn.MSELoss(reduction="sum"), r"MSELoss with reduction='sum', whose gradient grows.*flatten\(1\)\.sum\(1\)"),
+        (nn.CTCLoss(), "CTCLoss with reduction='mean' divides each row by its length"),
+        (Contrastive(), "Contrastive with reduction='mean' reduces the rows to one value"),
+    ],
+)
+def test_a_loss_whose_reduction_is_another_one_is_an_error_with_the_consequence(loss, message):
+    with pytest.raises(ValueError, match=rf"^spec\.loss: .*{message}"):
+        build_loss(loss)
 
 
 def test_names_of_layers_are_a_list():

@@ -33,6 +33,8 @@ class GradientSum:
     """The first NaN or Inf of these ranks; only in the first block."""
     seconds: dict[int, tuple[float, float]] = field(default_factory=dict)
     """Seconds of each of these ranks: waiting for data, computing; only in the first block."""
+    count: float = 0.0
+    """What the mean loss of these rows is over (`count_of`); only in the first block."""
 
     def cut(self, num_blocks: int) -> Iterator[tuple[int, GradientSum]]:
         """Yields near-equal blocks with their numbers. The arrays are views."""
@@ -47,6 +49,7 @@ def add(a: GradientSum, b: GradientSum) -> GradientSum:
     """Adds two gradient sums, or two blocks of the same number, in place. Returns `a` with the sum."""
     a.gradient += b.gradient
     a.loss_sum += b.loss_sum
+    a.count += b.count
     if a.used is not None and b.used is not None:
         a.used |= b.used
     a.buffers = b.buffers if a.buffers is None else a.buffers

@@ -39,6 +39,7 @@ from spark_dl.launch.code import payload
 from spark_dl.launch.failures.root_cause import root_cause
 from spark_dl.parallel.exchange_clock import Seconds
 from spark_dl.parallel.generators import generators_kept
+from spark_dl.parallel.loss import Count
 from spark_dl.parallel.trainable import Scaler, Trainable, build_optimization
 from spark_dl.spark_job import describe, is_connect
 from spark_dl.spec import Batch, Run
@@ -101,20 +102,25 @@ def _parallelize(spark: SparkSession, run: Run, aggregate: Aggregate) -> Trainab
     scaler = Scaler(optimization.optimizer, config, torch.device("cpu"))
     jobs, clock = _Jobs(spark, run, aggregate), _TaskClock(config.launch.num_ranks)
 
-    def forward_backward(micro_batches: Sequence[Batch], rows: int) -> Tensor:
+    def forward_backward(micro_batches: Sequence[Batch], rows: Count) -> Tensor:
         epoch, step, global_step = micro_batches[0]["place"].tolist()
         weights = gradient_sum.to_arrays([*parameters, *buffers])
         scale = float(scaler.scale(torch.ones(())))
         start = time.perf_counter()
-        total = jobs.run(Step(epoch, step, global_step, rows, scale, weights), gradient_sum.frozen(model))
+        total = jobs.run(Step(epoch, step, global_step, int(rows), scale, weights), gradient_sum.frozen(model))
         clock.add(time.perf_counter() - start, total.seconds)
         if total.finding is not None:
             raise NotFiniteError(total.finding)
         gradient_sum.set_gradient(total, parameters)
+        ratio = rows / total.count if total.count else 0.0  # what the mean is over is known with the sum alone
+        if ratio != 1:
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(ratio)
         if total.buffers is not None:
             gradient_sum.from_arrays(total.buffers, buffers)
         scaler.unscale()
-        return torch.tensor(total.loss_sum, dtype=torch.float64)
+        return torch.tensor(total.loss_sum * ratio, dtype=torch.float64)
 
     return Trainable(
         modules=[model],

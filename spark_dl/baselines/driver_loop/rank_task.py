@@ -36,6 +36,7 @@ from spark_dl.data.load.row_names import name_rows
 from spark_dl.launch import gpus
 from spark_dl.launch.code import payload
 from spark_dl.launch.failures.describe import describe, failed_in_task
+from spark_dl.parallel.loss import count_of
 from spark_dl.parallel.stragglers import delay_s
 from spark_dl.parallel.trainable import add_gradients
 from spark_dl.spec import Position, Run
@@ -83,8 +84,8 @@ class Step:
 def part_of_rank(ranks: Iterator[int], *, attempt: Broadcast[Attempt], step: Broadcast[Step]) -> Iterator[GradientSum]:
     """Yields the gradient of a rank's part of a global batch. Called by Spark, in a task whose partition is the rank.
 
-    The sum over all ranks is the gradient of the mean loss over the true rows. Raises RankFailedError, whose message
-    gives the driver the failed rank and the error.
+    The sum over all ranks, times true rows / `count`, is the gradient of the mean loss. Raises RankFailedError, whose
+    message gives the driver the failed rank and the error.
     """
     (rank,) = ranks  # reads all input: Spark does not reuse a worker whose task left some
     try:
@@ -122,7 +123,8 @@ def _compute(kept: _Kept, rank: int, step: Step) -> GradientSum:
     gradient, used = flat_gradient(parameters)
     buffers = to_arrays(list(model.buffers())) if rank == 0 else None  # DDP, too, uses the buffers of rank 0
     seconds = {rank: (data_s, time.perf_counter() - start - data_s)}
-    return GradientSum(gradient, float(total), used, buffers, finding, seconds)
+    count = float(sum(count_of(spec, batch, config) for batch in batches))
+    return GradientSum(gradient, float(total), used, buffers, finding, seconds, count)
 
 
 def _device(run: Run) -> torch.device:

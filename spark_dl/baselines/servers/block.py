@@ -60,14 +60,19 @@ class Block(nn.Module):
         return self._snapshot
 
 
-def shares_of(gradients: Sequence[Gradient], *, by_staleness: bool) -> tuple[list[float], float]:
+def shares_of(
+    gradients: Sequence[Gradient], counts: Sequence[float], *, by_staleness: bool
+) -> tuple[list[float], float]:  # fmt: skip
     """Returns the shares of the gradients in an update, which sum to 1, and the factor of the learning rate.
 
-    Gradients are weighted by their true rows. With `by_staleness`, the learning rate of a gradient is divided by
-    1 + its staleness. Zhang, Gupta, Lian and Liu 2016 (Staleness-aware Async-SGD for Distributed Deep Learning, IJCAI)
-    divide by the staleness. The weights of the sum are then rows / (1 + staleness), and are normalized to 1. The factor
-    makes up for that, so that it also applies to optimizers that ignore the size of a gradient, such as Adam.
+    Gradients are weighted by their true rows, or by what their means are over (`counts`). With `by_staleness`, the
+    learning rate of a gradient is divided by 1 + its staleness. Zhang, Gupta, Lian and Liu 2016 (Staleness-aware
+    Async-SGD for Distributed Deep Learning, IJCAI) divide by the staleness. The weights of the sum are then
+    counts / (1 + staleness), and are normalized to 1. The factor makes up for that, so that it also applies to
+    optimizers that ignore the size of a gradient, such as Adam.
     """
-    weights = [g.rows / (1 + g.staleness) if by_staleness else float(g.rows) for g in gradients]
+    weights = [n / (1 + g.staleness) if by_staleness else n for g, n in zip(gradients, counts, strict=True)]
     total = sum(weights)
-    return [w / total for w in weights], total / sum(g.rows for g in gradients)
+    if not total:  # no mean is over anything: all gradients are 0
+        return [0.0] * len(weights), 1.0
+    return [w / total for w in weights], total / sum(counts)

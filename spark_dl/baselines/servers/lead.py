@@ -74,7 +74,8 @@ class LeadServer:
                 del self._heads[dropped]
         if outcome.used:
             used = [(g.trainer, g.number) for g in outcome.used]
-            shares, lr_factor = shares_of(outcome.used, by_staleness=self._by_staleness)
+            counts = [float(self._heads[key]["count"]) for key in used]
+            shares, lr_factor = shares_of(outcome.used, counts, by_staleness=self._by_staleness)
             self._order("update", used=used, shares=shares, lr_factor=lr_factor)
             self._server.update(used, shares, lr_factor)
             if why := on_update(outcome.used, [self._heads.pop(key) for key in used]):

@@ -46,6 +46,7 @@ from spark_dl.loop import Training
 from spark_dl.parallel.same_model import check_same_model
 from spark_dl.parallel.trainable import OptimizerState, Trainable
 from spark_dl.spec import Run
+from spark_dl.training import early_stop
 from spark_dl.training.finite import WEIGHT, Finding, NotFiniteError, is_finite
 from spark_dl.training.state import seed_generators
 from spark_dl.world import World
@@ -62,6 +63,7 @@ def train(run: Run, world: World) -> dict[str, Any]:
     server, which itself waits for trainers.
     """
     roles = Roles(world.rank, world.world_size, run.config.parallel.servers)
+    run = dataclasses.replace(run, config=early_stop.with_mode(run.spec, run.config))
     seed_generators(run.config.train.seed)  # the same weights on all ranks
     flat = FlatModel(run.spec, world.device, len(roles.servers))
     check_same_model(flat.model, world)
@@ -147,7 +149,7 @@ class _ServedTraining:
         return Trainable(
             modules=[self.flat.model],
             optimizer=self.block.optimizer,
-            forward_backward=lambda batches, rows: add_gradient(run.spec, self.flat, batches, rows, run.config),
+            forward_backward=lambda batches, count: add_gradient(run.spec, self.flat, batches, count, run.config),
             clip_grad_norm=self.block.clip_grad_norm,
             step=self.block.optimizer.step,
             extra_state={"servers": self.server_state},
@@ -228,7 +230,8 @@ class _ServedTraining:
         """Counts an update, on the first server. Returns the reason to pause, or None."""
         training, rows = self.training, sum(g.rows for g in gradients)
         progress, config = training.progress, training.config
-        training.steps.add(sum(head["loss"] for head in heads), rows)
+        count = sum(head["count"] for head in heads) or 1.0
+        training.steps.add(sum(head["loss"] for head in heads) * (rows / count), rows)
         self.pending_staleness += [g.staleness for g in gradients if g.rows]
         training.timer.data_s += sum(head["data_s"] for head in heads) / len(self.roles.trainers)
         if progress.global_step % config.train.log_every == 0:

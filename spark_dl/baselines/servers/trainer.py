@@ -14,17 +14,20 @@ from spark_dl.baselines.servers.flat import FlatModel
 from spark_dl.baselines.servers.mini_batches import MiniBatches
 from spark_dl.baselines.servers.wire import Message, Transport
 from spark_dl.config import Config
+from spark_dl.parallel.loss import Count, count_of
 from spark_dl.parallel.stragglers import delay_s
 from spark_dl.parallel.trainable import add_gradients
 from spark_dl.spec import Batch, ModelSpec
 from spark_dl.training.finite import Finding, NotFiniteError, find_in_gradients, is_finite
 
 
-def add_gradient(spec: ModelSpec, flat: FlatModel, micro_batches: Sequence[Batch], rows: int, config: Config) -> Tensor:
-    """Adds the gradient of (sum of losses) / rows to the flat gradients. Returns the sum. Not collective."""
+def add_gradient(
+    spec: ModelSpec, flat: FlatModel, micro_batches: Sequence[Batch], count: Count, config: Config
+) -> Tensor:  # fmt: skip
+    """Adds the gradient of (sum of losses) / count to the flat gradients. Returns the sum. Not collective."""
     return add_gradients(
         spec, flat.model, micro_batches, config,
-        device=flat.weights.device, scale=lambda losses: losses / max(1, rows),
+        device=flat.weights.device, scale=lambda losses: losses / (count or 1),
     )  # fmt: skip
 
 
@@ -133,11 +136,12 @@ class Trainer:
         self._wire.drain(self._timeout_s)  # the last gradient is sent from the same memory
         self._flat.gradients.zero_()
         rows = sum(int((batch["weight"] > 0).sum()) for batch in micro_batches)
+        count = float(sum(count_of(self._spec, batch, self._config) for batch in micro_batches))
         total = torch.zeros((), device=self._flat.weights.device)
         for batch in micro_batches:
             if self._is_superseded(0.0):
                 return False
-            total += add_gradient(self._spec, self._flat, [batch], rows, self._config)
+            total += add_gradient(self._spec, self._flat, [batch], count, self._config)
         if self._is_superseded(0.0):
             return False
         if (finding := self._find(total, order)) is not None:
@@ -147,7 +151,7 @@ class Trainer:
         gradients = self._flat.gradients.cpu().numpy()
         self._wire.send(
             self._servers[0],
-            {**head, "rows": rows, "loss": float(total), "data_s": data_s},
+            {**head, "rows": rows, "count": count, "loss": float(total), "data_s": data_s},
             gradients[self._flat.blocks[0]],
         )
         for server, block in zip(self._servers[1:], self._flat.blocks[1:], strict=True):

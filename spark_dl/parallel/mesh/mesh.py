@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from spark_dl.parallel import ddp
 from spark_dl.parallel.ddp import DDP
 from spark_dl.parallel.exchange_clock import ExchangeClock, build_clock
+from spark_dl.parallel.loss import Count
 from spark_dl.parallel.mesh.build import Part, build_part
 from spark_dl.parallel.mesh.experts.divide import release_peers
 from spark_dl.parallel.mesh.flat import FlatGradients, local
@@ -124,33 +125,33 @@ class MeshTraining:
         self._groups, self._world, self._config, self._clock = groups, world, config, clock
         self._is_first_step = True
 
-    def forward_backward(self, micro_batches: Sequence[Batch], rows: int) -> Tensor:
+    def forward_backward(self, micro_batches: Sequence[Batch], count: Count) -> Tensor:
         if self._is_first_step:
             _check_same_rows(micro_batches, self._groups, self._world)
             self._is_first_step = False
         pipeline, flat = self._part.pipeline, self._flat
         if isinstance(pipeline, PipeDream):
-            total = pipeline.forward_backward(micro_batches, rows)
+            total = pipeline.forward_backward(micro_batches, count)
             if pipeline.has_gradients:
                 self._exchange()
         elif pipeline is not None:
             if flat is not None:
                 flat.start(len(micro_batches))
             with flat.no_sync() if flat is not None else contextlib.nullcontext():
-                total = pipeline.forward_backward(micro_batches, rows)
+                total = pipeline.forward_backward(micro_batches, count)
             if flat is not None:
                 flat.finish()
         else:
-            total = self._without_pipeline(micro_batches, rows)
+            total = self._without_pipeline(micro_batches, count)
         return total if self._groups.at.tensor == 0 else torch.zeros_like(total)
 
-    def _without_pipeline(self, micro_batches: Sequence[Batch], rows: int) -> Tensor:
+    def _without_pipeline(self, micro_batches: Sequence[Batch], count: Count) -> Tensor:
         flat = self._flat
         if flat is not None:
             flat.start(len(micro_batches))
         total = add_gradients(
             self._spec, self._part.module, micro_batches, self._config, device=self._world.device,
-            scale=lambda losses: losses / rows, call=self._part.inside, clock=self._clock if flat is None else None,
+            scale=lambda losses: losses / count, call=self._part.inside, clock=self._clock if flat is None else None,
             before_last=contextlib.nullcontext if flat is None else flat.no_sync,
         )  # fmt: skip
         if flat is not None:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from spark_dl.parallel.loss import Count
 from spark_dl.parallel.mesh.layers import Layer
 from spark_dl.parallel.mesh.pipeline import check_pipeline
 from spark_dl.parallel.mesh.stage import Boundary, enter
@@ -106,11 +107,11 @@ class PipeDream:
         """Whether this rank has the last stage, and so the output and the loss."""
         return self._stage.is_last
 
-    def forward_backward(self, micro_batches: Sequence[Batch], rows: int) -> Tensor:
+    def forward_backward(self, micro_batches: Sequence[Batch], count: Count) -> Tensor:
         """Computes the forward pass of this mini-batch, and the backward pass of the one that is due.
 
-        All ranks of the pipeline have the same micro-batches, on the CPU. rows: true rows of the global batch.
-        Sets `.grad` to the gradients of the due mini-batch: of the sum of its losses, divided by its `rows`.
+        All ranks of the pipeline have the same micro-batches, on the CPU. count: as of `Trainable`.
+        Sets `.grad` to the gradients of the due mini-batch: of the sum of its losses, divided by its `count`.
         Returns the sum of losses of this mini-batch, a float32 scalar, on the last stage, and 0 on the others.
         Raises ValueError if the shapes of micro-batches differ, in a step or between steps.
         """
@@ -121,7 +122,7 @@ class PipeDream:
         weights = self._weights(mini_batch.version)
         total = torch.zeros((), device=self._stages.device)
         for batch in batches:
-            total += self._forward(mini_batch, batch, rows, weights)
+            total += self._forward(mini_batch, batch, count, weights)
         self._flight.append(mini_batch)
         self._started += 1
         if len(self._flight) > self._delay:
@@ -188,7 +189,7 @@ class PipeDream:
         _wait(sends)
         self._activations = self._gradients = None
 
-    def _forward(self, mini_batch: _MiniBatch, batch: Batch, rows: int, weights: Version) -> Tensor:
+    def _forward(self, mini_batch: _MiniBatch, batch: Batch, count: Count, weights: Version) -> Tensor:
         value: Any = None
         if self._activations is not None:
             self._activations.expect(1)  # one more than this: of the next step, or of settle
@@ -197,7 +198,7 @@ class PipeDream:
             value = self._activations.boundary.wrap([enter(leaf) for leaf in leaves])
         if self._stage.is_last:
             losses = self._stage.loss_sum(batch, value, weights)
-            mini_batch.computed.append((losses / rows,))
+            mini_batch.computed.append((losses / count,))
             return losses.detach()
         tensors = self._stages.boundaries[self._rank].unwrap(self._stage.activation(batch, value, weights))
         mini_batch.computed.append(tensors)

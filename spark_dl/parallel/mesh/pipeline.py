@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from spark_dl.parallel.loss import Count
 from spark_dl.parallel.mesh.layers import Layer, Tied
 from spark_dl.parallel.mesh.stage import Boundary, Stage, enter
 from spark_dl.parallel.mesh.stages import Stages
@@ -71,7 +72,7 @@ class Pipeline:
         self._micro_batches = config.train.accumulation_steps
         self._step: Callable[[int], None] | None = None
         self._batches: list[Batch] = []
-        self._rows = 0
+        self._divisor: Count = 0
         self._losses: list[Tensor] = []
         self._error: Exception | None = None
         self._used: list[nn.Parameter] | None = [] if schedule in _SPLIT else None
@@ -96,15 +97,15 @@ class Pipeline:
         """Returns the parameters that this rank counts in a norm over the model: of tied copies, one counts."""
         return self._stages.counted_parameters()
 
-    def forward_backward(self, micro_batches: Sequence[Batch], rows: int) -> Tensor:
-        """Adds the gradients of the sum of the true rows' losses, divided by `rows`, to `.grad`. Collective.
+    def forward_backward(self, micro_batches: Sequence[Batch], count: Count) -> Tensor:
+        """Adds the gradients of the sum of the true rows' losses, divided by `count`, to `.grad`. Collective.
 
-        All ranks of the pipeline have the same micro-batches, on the CPU. rows: true rows of the global batch.
+        All ranks of the pipeline have the same micro-batches, on the CPU. count: as of `Trainable`.
         Returns the sum of losses, a float32 scalar, on the rank of the last stage, and 0 on the others.
         Raises ValueError if the shapes of micro-batches differ, in a step or between steps.
         """
         assert len(micro_batches) == self._micro_batches
-        self._batches, self._rows = self._stages.take(micro_batches), rows
+        self._batches, self._divisor = self._stages.take(micro_batches), count
         try:
             if self._step is None:
                 self._step = self._build_step()
@@ -142,7 +143,7 @@ class Pipeline:
             if stage.is_last:
                 losses = stage.loss_sum(batch, received)
                 self._losses.append(losses.detach())
-                found: tuple[Tensor, ...] = (losses / self._rows,)
+                found: tuple[Tensor, ...] = (losses / self._divisor,)
             else:
                 found = stages.boundaries[index].unwrap(stage.activation(batch, received))
             if self._schedule in _SPLIT:  # such a schedule detaches them, which torch does not do with views

@@ -207,22 +207,7 @@ def test_wrong_arguments_of_the_optimizer_are_an_error_that_names_the_key():
     ("name", "args"),
     [("OneCycleLR", {"max_lr": 0.3, "total_steps": 20}), ("CyclicLR", {"base_lr": 0.01, "max_lr": 0.1})],
 )
-def test_schedulers_with_rates_of_their_own_are_not_scaled_on_resume(name, args):
-    config = Config(train=Train(scheduler=name, scheduler_args=args, scheduler_interval="step", lr_scaling="linear"))
-
-    def build():
-        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)
-        return optimizer, Schedule(optimizer, config)
-
-    optimizer, schedule = build()
-    for _ in range(5):
-        optimizer.step()
-        schedule.end_step()
-    again, restored = build()
-    again.load_state_dict(optimizer.state_dict())
-    restored.load_state_dict(schedule.state_dict(), 2.0)
-    for _ in range(5):
-        assert again.param_groups[0]["lr"] == pytest.approx(optimizer.param_groups[0]["lr"])
-        for one, its in ((optimizer, schedule), (again, restored)):
-            one.step()
-            its.end_step()
+def test_scaling_has_no_effect_on_absolute_rates_and_is_an_error(name, args):
+    expected = r"^train\.lr_scaling: has no effect with OneCycleLR and CyclicLR, whose rates are absolute"
+    with pytest.raises(ValueError, match=expected):
+        Config(train=Train(scheduler=name, scheduler_args=args, scheduler_interval="step", lr_scaling="linear"))

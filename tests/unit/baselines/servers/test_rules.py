@@ -324,12 +324,15 @@ def gradients(*rows_and_staleness):
 
 
 def test_gradients_are_weighted_by_their_true_rows():
-    assert shares_of(gradients((30, 0), (10, 5), (0, 1)), by_staleness=False) == ([0.75, 0.25, 0.0], 1.0)
+    assert shares_of(gradients((30, 0), (10, 5), (0, 1)), [30.0, 10.0, 0.0], by_staleness=False) == (
+        [0.75, 0.25, 0.0],
+        1.0,
+    )
 
 
 def test_with_a_learning_rate_by_staleness_each_gradient_has_its_own():
     """For plain SGD: lr_factor * share is what each gradient's learning rate is divided into."""
-    shares, factor = shares_of(gradients((10, 0), (10, 1), (20, 3)), by_staleness=True)
+    shares, factor = shares_of(gradients((10, 0), (10, 1), (20, 3)), [10.0, 10.0, 20.0], by_staleness=True)
     assert sum(shares) == pytest.approx(1)
     assert [factor * s for s in shares] == pytest.approx([10 / 40, 10 / 40 / 2, 20 / 40 / 4])
 

@@ -1,0 +1,285 @@
+"""What the mean of a loss is over: weights of classes, labels that count, values of ragged labels, tokens.
+
+Every rank and every micro-batch has another share of it, and the weights are those of one process all the same.
+"""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from spark_dl import ModelSpec, storage, worker
+from spark_dl.data.columns.ragged import from_lengths
+from spark_dl.data.dataset.manifest import read_shards
+from spark_dl.data.load.build import build_loader
+from spark_dl.evaluate import load_model
+from spark_dl.launch.rank.environment import restored_process
+from spark_dl.rundir import checkpoint
+from spark_dl.rundir.weights import load_weights
+from spark_dl.spec import Run
+from spark_dl.training.metrics import read_metrics
+from tests.builders.datasets import write_dataset
+from tests.builders.models import blobs, build_mlp, small_config
+from tests.builders.settings import parallel
+from tests.ranks.launcher import RankFailed, run_ranks
+
+ROWS = 245
+WEIGHTS = torch.tensor([0.2, 3.0, 1.0])
+SGD = {"optimizer_args": {"momentum": 0.9}}
+
+
+def columns():
+    """Points with a class; and rows of 1 to 7 tokens with a tag each, of the classes 1 to 3, so that 0 is padding."""
+    found, rng = blobs(ROWS), np.random.default_rng(5)
+    lengths = rng.integers(1, 8, ROWS)
+    tokens = rng.integers(1, 6, lengths.sum())
+    tags = (tokens + rng.integers(0, 2, len(tokens))) % 3 + 1
+    ignored = np.where(rng.random(ROWS) < 0.2, 2, found["label"] % 2)  # no batch has ignored labels alone
+    return {**found, "ignored": ignored, "tokens": from_lengths(tokens, lengths), "tags": from_lengths(tags, lengths)}
+
+
+class Tagger(nn.Module):
+    """Scores of 4 tags for each token. # tokens: [rows, longest], returns: [rows, 4, longest]"""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.out = nn.Embedding(6, 8), nn.Linear(8, 4)
+
+    def forward(self, tokens):
+        return self.out(self.embed(tokens)).transpose(1, 2)
+
+
+def weighted_mean(model, batch):
+    return F.cross_entropy(model(batch["features"]), batch["label"], weight=WEIGHTS)
+
+
+def mean_of_counted(model, batch):
+    return F.cross_entropy(model(batch["features"]), batch["ignored"], ignore_index=2)
+
+
+def token_losses(model, batch):
+    return F.cross_entropy(model(batch["tokens"]), batch["tags"], reduction="none") * batch["tags_mask"]
+
+
+def mean_over_tokens(model, batch):
+    return token_losses(model, batch).sum() / batch["tags_mask"].sum()
+
+
+def num_tokens(batch):
+    return batch["tags_mask"].sum()
+
+
+def weight_of_labels(batch):
+    return WEIGHTS[batch["label"]].sum()
+
+
+def squares_of_tags(model, batch):
+    return ((model(batch["tokens"])[:, 0] - batch["tags"]).square() * batch["tags_mask"]).sum() / batch[
+        "tags_mask"
+    ].sum()
+
+
+def kl_of_output(model, batch):
+    target = F.one_hot(batch["label"], 3).float() * 0.8 + 0.05
+    return F.kl_div(model(batch["features"]).log_softmax(1), target, reduction="batchmean")
+
+
+def smoothed(model, batch):
+    return F.cross_entropy(model(batch["features"]), batch["label"], weight=WEIGHTS, label_smoothing=0.1)
+
+
+def soft_labels(batch):
+    return {**batch, "label": F.one_hot(batch["label"], 3).float() * 0.8 + 0.05}
+
+
+def log_softmax(model, batch):
+    return model(batch["features"]).log_softmax(1)
+
+
+def first_score(model, batch):
+    return model(batch["tokens"])[:, 0]
+
+
+def squares(output, label):
+    return (output - label.float()).square()
+
+
+POINTS, TAGS = {"features": ("features",)}, {"features": ("tokens",), "label": "tags"}
+CASES = {  # the spec, what a plain loop minimizes, and the columns
+    "class weights": (ModelSpec(build=build_mlp, loss=nn.CrossEntropyLoss(weight=WEIGHTS)), weighted_mean, POINTS),
+    "class weights without reduction": (
+        ModelSpec(build=build_mlp, loss=nn.CrossEntropyLoss(weight=WEIGHTS, reduction="none")), weighted_mean, POINTS,
+    ),
+    "class weights of NLLLoss": (
+        ModelSpec(build=build_mlp, forward=log_softmax, loss=nn.NLLLoss(weight=WEIGHTS)), weighted_mean, POINTS,
+    ),
+    "smoothed": (
+        ModelSpec(build=build_mlp, loss=nn.CrossEntropyLoss(weight=WEIGHTS, label_smoothing=0.1)), smoothed, POINTS,
+    ),
+    "ignore_index": (
+        ModelSpec(build=build_mlp, loss=nn.CrossEntropyLoss(ignore_index=2)), mean_of_counted,
+        {**POINTS, "label": "ignored"},
+    ),
+    "batchmean": (
+        ModelSpec(build=build_mlp, forward=log_softmax, transform=soft_labels,
+                  loss=nn.KLDivLoss(reduction="batchmean")), kl_of_output, POINTS,
+    ),
+    "tags": (ModelSpec(build=Tagger), mean_over_tokens, TAGS),
+    "tags of another loss": (ModelSpec(build=Tagger, forward=first_score, loss=squares), squares_of_tags, TAGS),
+    "count": (
+        ModelSpec(build=Tagger, batch_loss=mean_over_tokens, count=num_tokens),
+        mean_over_tokens, {"features": ("tokens", "tags"), "label": None},
+    ),
+    "count of classes": (
+        ModelSpec(build=build_mlp, batch_loss=weighted_mean, count=weight_of_labels),
+        weighted_mean, POINTS,
+    ),
+}  # fmt: skip
+
+
+def dataset(tmp_path):
+    url = str(tmp_path / "data")
+    if storage.exists(url):
+        return read_shards(url)
+    return write_dataset(url, columns(), group_rows=40, shard_rows=120)
+
+
+def train_rank(run):
+    with restored_process():
+        return worker.main(run).result
+
+
+def trained(tmp_path, name, config, spec=None):
+    given, _, _ = CASES[name]
+    run = Run(spec=spec or given, config=config, train=dataset(tmp_path), run_dir=str(tmp_path / "run"))
+    result = run_ranks(train_rank, config.launch.num_ranks, run)[0]
+    losses = [line["loss"] for line in read_metrics(run.run_dir) if line["kind"] == "step"]
+    return result, losses, load_weights(checkpoint.find(run.run_dir))
+
+
+def plain_loop(tmp_path, name, config):
+    """Losses and weights of a loop over the same global batches, in one process."""
+    spec, loss, _ = CASES[name]
+    torch.manual_seed(config.train.seed)
+    model = spec.build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=config.train.lr, momentum=0.9)
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, accumulation_steps=1))
+    losses = []
+    loader = build_loader(dataset(tmp_path), config, rank=0, world_size=1)
+    for epoch in range(config.train.epochs):
+        for step in loader.epoch(epoch):
+            (batch,) = step.micro_batches
+            rows = {key: value[batch["weight"] > 0] for key, value in batch.items()}
+            optimizer.zero_grad()
+            found = loss(model, rows)
+            found.backward()
+            optimizer.step()
+            losses.append(found.item())
+    return losses, model.state_dict()
+
+
+def config_of(name, num_ranks, train=None, **sections):
+    data = {"label": "label", **CASES[name][2]}
+    return small_config(num_ranks, {**SGD, "lr": 0.02, **(train or {})}, data, **sections)
+
+
+def assert_as_plain_loop(tmp_path, name, config):
+    expected_losses, expected = plain_loop(tmp_path, name, config)
+    _, losses, weights = trained(tmp_path, name, config)
+    np.testing.assert_allclose(losses, expected_losses, rtol=2e-5)
+    for key, value in expected.items():
+        torch.testing.assert_close(weights[key], value, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.sampled(14)
+@pytest.mark.parametrize(("num_ranks", "accumulation_steps"), [(1, 1), (2, 1), (3, 1), (1, 2), (2, 4)])
+@pytest.mark.parametrize("name", CASES)
+def test_the_mean_is_that_of_one_process(tmp_path, name, num_ranks, accumulation_steps):
+    config = config_of(name, num_ranks, {"accumulation_steps": accumulation_steps})
+    assert_as_plain_loop(tmp_path, name, config)
+
+
+STRATEGIES = {
+    "horovod": (2, {"strategy": "horovod"}),
+    "mesh": (2, {"strategy": "mesh"}),
+    "zero1": (2, {"strategy": "mesh", "zero_stage": 1}),
+    "zero3": (2, {"strategy": "mesh", "zero_stage": 3}),
+    "servers": (4, {"strategy": "parameter_server", "num_servers": 1}),
+    "two servers": (4, {"strategy": "parameter_server", "num_servers": 2}),
+    "single": (1, {"strategy": "single"}),
+}
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", ["class weights", "tags", "count", "ignore_index"])
+def test_the_mean_is_that_of_one_process_under_every_strategy(tmp_path, name, strategy):
+    num_ranks, settings = STRATEGIES[strategy]
+    if strategy == "horovod":
+        pytest.importorskip("horovod.torch", reason="no horovod", exc_type=ImportError)
+    streams = {"num_streams": 12} if "servers" in strategy else {}
+    config = config_of(name, num_ranks, parallel=parallel(**settings))
+    config = dataclasses.replace(config, loader=dataclasses.replace(config.loader, **streams))
+    assert_as_plain_loop(tmp_path, name, config)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_the_validation_of_ragged_labels_counts_no_padding(tmp_path, num_ranks):
+    metric = {"accuracy": {"class": "MulticlassAccuracy", "num_classes": 4, "average": "micro"}}
+    config = config_of("tags", num_ranks, {"validation_fraction": 0.3, "metrics": metric, "epochs": 1})
+    result, _, _ = trained(tmp_path, "tags", config)
+    model = load_model(CASES["tags"][0], result["checkpoint"])
+    loader = build_loader(dataset(tmp_path), config, rank=0, world_size=1, split="validation", shuffle=False)
+    losses, right, tokens = 0.0, 0, 0
+    for step in loader.epoch(0):
+        (batch,) = step.micro_batches
+        rows = {key: value[batch["weight"] > 0] for key, value in batch.items()}
+        mask = rows["tags_mask"]
+        with torch.no_grad():
+            losses += float(token_losses(model, rows).sum())
+            right += int(((model(rows["tokens"]).argmax(1) == rows["tags"]) & mask).sum())
+        tokens += int(mask.sum())
+    assert result["metrics"]["loss"] == pytest.approx(losses / tokens, rel=1e-5)
+    assert result["metrics"]["accuracy"] == pytest.approx(right / tokens, abs=1e-6)
+
+
+def all_ignored(batch):
+    return {**batch, "ignored": torch.full_like(batch["ignored"], 2)}
+
+
+def some_left_out(batch):
+    return {**batch, "label": batch["label"].where(batch["label"] != 1, -100)}
+
+
+def test_a_batch_in_which_nothing_counts_changes_no_weight(tmp_path):
+    """Torch's mean over no label is NaN."""
+    loss = nn.CrossEntropyLoss(ignore_index=2)
+    spec = ModelSpec(build=build_mlp, transform=all_ignored, loss=loss)
+    config = config_of("ignore_index", 2, {"epochs": 1})
+    result, losses, weights = trained(tmp_path, "ignore_index", config, spec=spec)
+    torch.manual_seed(config.train.seed)
+    assert losses == [0.0] * len(losses)
+    for key, value in build_mlp().state_dict().items():
+        assert weights[key].equal(value)
+    assert result["train_loss"] == 0
+
+
+def test_labels_that_the_default_leaves_out_are_an_error_that_says_what_to_count(tmp_path):
+    spec = ModelSpec(build=build_mlp, transform=some_left_out)
+    with pytest.raises(RankFailed, match=r"column 'label' has \d+ values of -100.*ModelSpec\(count=lambda batch"):
+        trained(tmp_path, "class weights", config_of("class weights", 1), spec=spec)
+
+
+@pytest.mark.parametrize("name", ["class weights", "ignore_index", "count"])
+def test_a_mean_over_something_else_is_an_error_before_the_first_step(tmp_path, name):
+    _, loss, _ = CASES[name]
+    spec = ModelSpec(build=CASES[name][0].build, batch_loss=loss)
+    config = config_of(name, 1)
+    with pytest.raises(RankFailed, match=r"spec\.batch_loss.*is not a mean over the rows.*ModelSpec\(count="):
+        trained(tmp_path, name, config, spec=spec)
+    assert checkpoint.latest(str(tmp_path / "run")) is None
+    accepted = dataclasses.replace(config, train=dataclasses.replace(config.train, check_batch_loss=False))
+    trained(tmp_path, name, accepted, spec=spec)

@@ -298,11 +298,11 @@ def run_on_dataframe(
         data=data, shards=shards or Shards(), loader=loader or Loader(), validation_fraction=validation_fraction
     )
     check_rank_rows(df, rows.data, rows.shards, rows.loader)
-    dealt, columns = local.deal_rows(df, rows.data, rows.shards, settings.num_ranks)
-    return _call_in_attempts(
-        find_session(df), settings, fn, (), kwargs, settings, columns=columns, settings=rows, source=dealt, env=env,
-        description=describe("run_on_dataframe", settings.num_ranks, name_of(fn)),
-    )  # fmt: skip
+    with local.dealt_rows(df, rows.data, rows.shards, settings.num_ranks) as (dealt, columns):
+        return _call_in_attempts(
+            find_session(df), settings, fn, (), kwargs, settings, columns=columns, settings=rows, source=dealt, env=env,
+            description=describe("run_on_dataframe", settings.num_ranks, name_of(fn)),
+        )  # fmt: skip
 
 
 def _call_in_attempts(
@@ -347,6 +347,8 @@ def _launch_run(
     if not streams:
         results = run_barrier(spark, worker.main, run, task=task, launch=launch, **watch)
     else:
-        dealt, columns = local.deal_rows(data, config.data, config.shards, launch.num_ranks, run.reference_columns)
-        results = run_barrier(spark, worker.main, run, task=task, columns=columns, launch=launch, source=dealt, **watch)
+        rows = local.dealt_rows(data, config.data, config.shards, launch.num_ranks, run.reference_columns)
+        with rows as (dealt, columns):
+            streamed: dict[str, Any] = {"columns": columns, "source": dealt}
+            results = run_barrier(spark, worker.main, run, task=task, launch=launch, **streamed, **watch)
     return dict(results[0])

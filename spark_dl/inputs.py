@@ -161,10 +161,22 @@ def shards_of(
     check_batch_names(config.data.columns, [c.name for c in columns if c.is_ragged], config.data.weight)
     check_reference_columns(columns, reference_columns)
     check_settings(columns, config.data.encode)
+    _check_weight(columns, config.data.weight)
     num_readers = config.data_size
     check_memory(data, columns, config, num_readers, num_datasets)
     warn_of_memory(data, columns, config.loader, num_readers, num_datasets)
     return with_runs(data, config.sequences, config.data.columns)
+
+
+def _check_weight(columns: Sequence[Column], weight: str | None) -> None:
+    """Raises ValueError for weights that are stored as other numbers than their values."""
+    for column in columns:
+        if column.name == weight and column.encoding.kind == "decimal" and column.encoding.scale:
+            raise ValueError(
+                f"data.weight: the column {weight!r} is stored as integers, its decimals times "
+                f"10^{column.encoding.scale}; remove data.encode.{weight}, which then stores their values, and write "
+                "the dataset again"
+            )
 
 
 def _check_policies(config: Config) -> None:

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from spark_dl.config import Config
+from spark_dl.data.columns.source import SourceColumn
 from spark_dl.data.dataset.records import ShardSet
 from spark_dl.inputs import as_source
 from spark_dl.launch.session import find_session
 from spark_dl.scoring import saved_model, udf
 from spark_dl.scoring.dataset import predict_dataset
 from spark_dl.scoring.saved_model import Format
-from spark_dl.scoring.scorer import Scorer, find_scorer, scorer_of
+from spark_dl.scoring.scorer import Scorer, find_scorer, scorer_of, scorer_of_build
 from spark_dl.scoring.tables import added_fields, batch_scorer, open_scorer, pack, trained_sources
 from spark_dl.spec import ModelSpec
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
-    from pyspark.sql.types import DataType
+    from pyspark.sql.types import DataType, StructField
 
 
 def predict(
@@ -39,9 +41,11 @@ def predict(
         or its URL. Tasks then read the dataset as ranks do, in its order, and the result has only the columns `keys`
         and the predictions, as features need not pass through Spark.
     model: a `ModelSpec`, with a checkpoint or a run folder as `checkpoint_url`; or the URL of a model of `save_model`;
-        or a model of `spark_dl.ml`.
+        or a model of `spark_dl.ml`. A `ModelSpec` without a checkpoint is scored with the weights that `spec.build`
+        returns, such as those of a pretrained model, and needs `config`.
 
-    config: settings instead of those of the training run. With `checkpoint.signing_key_file`, the checkpoint must be
+    config: settings instead of those of the training run, such as `loader.rows_at_once`. With
+        `checkpoint.signing_key_file`, the checkpoint must be
         signed with that key.
 
     Each Python worker loads the model once, and uses the GPU that Spark assigned to the task, if any. One value per row
@@ -51,7 +55,8 @@ def predict(
     dropped their rows: drop them in the DataFrame. `data.filters` is not applied.
     Raises ValueError for a missing feature, a checkpoint of another model, or a column name that exists already.
     """
-    scorer, source = find_scorer(model, checkpoint_url, config), as_source(data)
+    source = as_source(data)
+    scorer = find_scorer(model, checkpoint_url, config, data=source)
     if isinstance(source, (str, ShardSet)):
         return predict_dataset(find_session(None, spark), source, scorer, added_fields(scorer), keys)
     if keys:
@@ -63,20 +68,25 @@ def predict_udf(
     model: ModelSpec | str | os.PathLike[str] | Any,
     checkpoint_url: str | os.PathLike[str] | None = None,
     config: Config | None = None,
+    *,
+    data: DataFrame | str | os.PathLike[str] | ShardSet | None = None,
 ) -> Any:
     """Returns a user-defined function of the features, in their order, for DataFrames and Spark SQL.
 
-    The arguments are those of `predict`. The function returns the only column of `spec.predict`, or a struct of all its
-    columns. Register it for SQL: `spark.udf.register("score", spark_dl.predict_udf(model))`. Called on the driver.
+    The arguments are those of `predict`; `data`, rows with the features, is needed without a checkpoint. The function
+    returns the only column of `spec.predict`, or a struct of all its columns. Register it for SQL:
+    `spark.udf.register("score", spark_dl.predict_udf(model))`. Called on the driver.
     """
-    return udf.build_udf(find_scorer(model, checkpoint_url, config))
+    return udf.build_udf(find_scorer(model, checkpoint_url, config, data=data))
 
 
 def save_model(
     url: str | os.PathLike[str],
     spec: ModelSpec,
-    checkpoint_url: str | os.PathLike[str],
+    checkpoint_url: str | os.PathLike[str] | None = None,
     *,
+    config: Config | None = None,
+    data: DataFrame | str | os.PathLike[str] | ShardSet | None = None,
     format: Format = "weights",  # noqa: A002 - the word that Spark and torch use
     signing_key_file: str | None = None,
 ) -> None:
@@ -88,27 +98,78 @@ def save_model(
     format: `"weights"`, the weights as safetensors and the functions of `spec` by their importable names; or
         `"export"`, a program of `torch.export`, which does not need the code of the model.
 
+    config, data: the settings of a model that was not trained here, and rows with its features. Without a checkpoint,
+        the weights are those that `spec.build` returns.
+
     signing_key_file: file with the key that must have signed the checkpoint.
 
     Raises ValueError for a folder that is in use, for a checkpoint with another signature, for functions without an
     importable name (`"weights"`), and for models that `torch.export` does not take (`"export"`).
     """
-    scorer = scorer_of(spec, checkpoint_url, key_file=signing_key_file)
+    if checkpoint_url is None:
+        scorer = scorer_of_build(spec, config, data)
+    elif config is not None or data is not None:
+        raise ValueError("config, data: expected only without a checkpoint, which has its own settings and columns")
+    else:
+        scorer = scorer_of(spec, checkpoint_url, key_file=signing_key_file)
     saved_model.write_saved_model(url, scorer.load(), spec, scorer.config, scorer.columns, format=format)
 
 
 def add_predictions(df: DataFrame, scorer: Scorer, added: dict[str, DataType]) -> DataFrame:
     """Adds the outputs of a scorer to a DataFrame. Lazy. # added: the Spark types of the new columns"""
-    if taken := [name for name in added if name in df.columns]:
-        raise ValueError(
-            f"the DataFrame already has a column {taken[0]!r}, which spec.predict returns; rename one of them"
-        )
+    names, schema = df.columns, df.schema
+    _check_free(df, list(added))
+    sources = trained_sources(schema, scorer)
+    # By position: other columns can have equal names, dots, and types that Arrow does not have.
+    numbered = df.toDF(*(f"c{i}" for i in range(len(names))))
+    sources = tuple(replace(s, path=(f"c{_place_of(s.path[0], names)}", *s.path[1:])) for s in sources)
+    if not all(map(_has_arrow, schema.fields)):
+        found = _by_udf(numbered, scorer, sources, list(added))
+    else:
+        found = _by_arrow(numbered, scorer, sources, added)
+    return found.toDF(*names, *added)
+
+
+def _check_free(df: DataFrame, added: Sequence[str]) -> None:
+    """Raises ValueError for a new column whose name is taken, as Spark compares names."""
+    is_exact = str(df.sparkSession.conf.get("spark.sql.caseSensitive", "false")).lower() == "true"
+    taken = {name if is_exact else name.lower(): name for name in df.columns}
+    for name in added:
+        if (found := taken.get(name if is_exact else name.lower())) is not None:
+            raise ValueError(
+                f"the DataFrame already has a column {found!r}, and spec.predict returns {name!r}; rename one of them"
+            )
+
+
+def _place_of(name: str, names: Sequence[str]) -> int:
+    if names.count(name) > 1:
+        raise ValueError(f"data.features: the DataFrame has {names.count(name)} columns {name!r}; rename or drop some")
+    return names.index(name)
+
+
+def _has_arrow(field: StructField) -> bool:
+    """Whether Arrow has the type of a column."""
+    from pyspark.sql.pandas.types import to_arrow_type
+
+    if field.dataType.typeName() == "timestamp":  # for which some versions of PySpark ask for a time zone
+        return True
+    try:
+        to_arrow_type(field.dataType)
+    except Exception:  # PySpark's, for intervals of years and months
+        return False
+    return True
+
+
+def _by_arrow(
+    numbered: DataFrame, scorer: Scorer, sources: Sequence[SourceColumn], added: Mapping[str, DataType]
+) -> DataFrame:
     from pyspark.sql.types import StructType
 
-    out = StructType(list(df.schema.fields))
-    for name, data_type in added.items():
+    names = [f"added{i}" for i in range(len(added))]
+    out = StructType(list(numbered.schema.fields))
+    for name, data_type in zip(names, added.values(), strict=True):
         out = out.add(name, data_type)
-    packed, names, sources = pack(scorer), list(added), trained_sources(df.schema, scorer)
+    packed, columns = pack(scorer), list(added)
 
     def run_predict(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         score = batch_scorer(open_scorer(packed), sources)
@@ -116,7 +177,18 @@ def add_predictions(df: DataFrame, scorer: Scorer, added: dict[str, DataType]) -
             if batch.num_rows:
                 # One batch for each: Spark reports an error for a task that it ends early, as it has enough rows.
                 found = score(batch)
-                arrays = [*batch.columns, *(found[name] for name in names)]
+                arrays = [*batch.columns, *(found[name] for name in columns)]
                 yield pa.RecordBatch.from_arrays(arrays, names=[*batch.schema.names, *names])
 
-    return df.mapInArrow(run_predict, out)
+    return numbered.mapInArrow(run_predict, out)
+
+
+def _by_udf(numbered: DataFrame, scorer: Scorer, sources: Sequence[SourceColumn], added: Sequence[str]) -> DataFrame:
+    """Adds the outputs by a function of the features alone, so that no other column passes through Python."""
+    from pyspark.sql import functions as F
+
+    features = [F.col(".".join("`" + part.replace("`", "``") + "`" for part in s.path)) for s in sources]
+    scored = numbered.select("*", udf.function_of(scorer)(*features).alias("added"))
+    if len(added) == 1:
+        return scored
+    return scored.select(*numbered.columns, *(F.col("added").getField(name) for name in added))

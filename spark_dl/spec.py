@@ -230,12 +230,34 @@ class ModelSpec:
     def predictions(self, output: Output) -> dict[str, Tensor]:
         """Returns the columns that `predict` adds for an output."""
         if self.predict is not None:
-            return dict(self.predict(output))
+            found = self.predict(output)
+            if not isinstance(found, Mapping) or not all(isinstance(v, Tensor) for v in found.values()):
+                raise ValueError(
+                    "spec.predict: expected a dict of column names to tensors, each with one entry per row, found "
+                    f"{_kinds(found)}"
+                )
+            if named := [name for name in found if not isinstance(name, str)]:
+                raise ValueError(f"spec.predict: expected names of columns, found the key {named[0]!r:.100}")
+            return dict(found)
         if isinstance(output, Tensor):
             return {"prediction": output}
         if isinstance(output, Mapping):
             return {name: value for name, value in output.items() if isinstance(value, Tensor)}
-        return {f"prediction_{i}": value for i, value in enumerate(output)}
+        if isinstance(output, (list, tuple)) and all(isinstance(value, Tensor) for value in output):
+            return {f"prediction_{i}": value for i, value in enumerate(output)}
+        raise ValueError(
+            f"spec.predict: the model returns {_kinds(output)}, expected a tensor, or several by name or position; set "
+            "spec.predict, which returns a dict of column names to tensors"
+        )
+
+
+def _kinds(value: Any) -> str:
+    """Names the type of a value, and of what it has."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name!r:.40}: {type(v).__name__}" for name, v in list(value.items())[:8]) + "}"
+    if isinstance(value, (list, tuple)):
+        return f"a {type(value).__name__} of {', '.join(type(v).__name__ for v in value[:8])}"
+    return f"a {type(value).__name__}"
 
 
 def check_spec(spec: Any) -> None:

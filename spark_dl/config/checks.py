@@ -7,7 +7,7 @@ import difflib
 import importlib
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args, get_type_hints
 
 ENCODINGS: Mapping[str, frozenset[str]] = {
@@ -46,8 +46,12 @@ def check_number(section: Any, name: str, low: float, *, above: bool = False, wh
 
 
 def check_choices(section: Any) -> None:
-    """Checks that every field whose type is a `Literal` has one of its values."""
+    """Checks that every field whose type is a `Literal`, or one or None, has one of its values."""
     for name, hint in get_type_hints(type(section)).items():
+        if (inner := get_args(hint))[1:] == (type(None),) and getattr(inner[0], "__origin__", None) is Literal:
+            if getattr(section, name) is None:
+                continue
+            hint = inner[0]
         choices = get_args(hint)
         if getattr(hint, "__origin__", None) is Literal:
             key = f"{section_name(type(section))}.{name}"
@@ -73,7 +77,13 @@ def suggestion(name: str, known: Sequence[str]) -> str:
     """Returns the end of an error message for an unknown name: the closest known name, or all known names."""
     by_lower = {k.lower(): k for k in known}
     near = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
-    return f"; did you mean {by_lower[near[0]]!r}?" if near else f"; expected one of {', '.join(sorted(known))}"
+    return f"; did you mean {by_lower[near[0]]!r}?" if near else f"; expected one of {listed(sorted(known), str)}"
+
+
+def listed(names: Sequence[str], show: Callable[[str], str] = repr, most: int = 20) -> str:
+    """Returns names for a message, which stays short however many there are."""
+    shown = ", ".join(show(name) if len(name) <= 60 else f"{show(name[:60])}..." for name in names[:most])
+    return f"{shown} and {len(names) - most:,} more" if len(names) > most else shown
 
 
 def missing_on_executors(error: str) -> str | None:

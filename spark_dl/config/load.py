@@ -110,6 +110,9 @@ def parse_config(
 
     more_hints: types of the other arguments of the parser, for messages. Raises ValueError as `load_config` does.
     """
+    parser.parser_mode = _MODE
+    for path in _config_files(args):
+        check_keys_once(path)
     strategy = strategy_of(args)
     known = sections(strategy)
     parser.add_argument("--parallel.strategy", default=strategy, help=f"one of {', '.join(strategies.names())}")
@@ -119,20 +122,91 @@ def parse_config(
         else:
             parser.add_class_arguments(section, name)
     try:
-        parsed = parser.parse_args(list(args)).as_dict()
+        parsed = _plain(parser.parse_args(list(args)).as_dict())
     except jsonargparse.ArgumentError as error:
         raise ValueError(_explain(str(error), strategy, {**hints_of(known), **(more_hints or {})})) from None
     return build_config({name: values for name, values in parsed.items() if name in known}), parsed
 
 
-def strategy_of(args: Sequence[str]) -> str:
-    """Returns `parallel.strategy` from the command line and its `--config` files. The last occurrence wins."""
-    found = DEFAULT_STRATEGY
-    pairs = [
+class _Text(str):
+    """A string inside of a mapping or a list that was read from YAML."""
+
+
+def _read_yaml(text: str) -> Any:
+    """Reads YAML as jsonargparse does, which would read strings in it once more: `"0123"` would be a number.
+
+    It looks at the exact type of a value, so that a string of another type stays as it is. Values of settings
+    themselves, such as `lr`, stay of Python's own type, which its checks of numbers expect.
+    """
+    value = jsonargparse.get_loader("yaml")(text)
+    if not isinstance(value, dict) or not {*value} & {*Config.__dataclass_fields__}:
+        return _marked(value, depth=0)
+    return {section: _marked(settings, depth=-1) for section, settings in value.items()}
+
+
+def _marked(value: Any, *, depth: int) -> Any:
+    if isinstance(value, dict):
+        return {key: _marked(inner, depth=depth + 1) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_marked(inner, depth=depth + 1) for inner in value]
+    return _Text(value) if depth > 0 and isinstance(value, str) else value
+
+
+def _plain(value: Any) -> Any:
+    """Returns parsed values with strings of Python's own type."""
+    if isinstance(value, dict):
+        return {_plain(key): _plain(inner) for key, inner in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_plain, value))
+    return str(value) if isinstance(value, _Text) else value
+
+
+_MODE = "spark_dl"
+jsonargparse.set_loader(_MODE, _read_yaml, (yaml.YAMLError,))
+
+
+def check_keys_once(path: str | Path) -> None:
+    """Raises ValueError for a key or a section that a YAML file has twice, of which YAML would keep the last one."""
+
+    def walk(node: yaml.Node, above: str) -> None:
+        lines: dict[str, int] = {}
+        for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+            name = f"{above}{key.value}"
+            line = key.start_mark.line + 1
+            if isinstance(key, yaml.ScalarNode) and name in lines:
+                raise ValueError(
+                    f"{path}: the key {name!r} is in line {lines[name]} and in line {line}; expected each key once, "
+                    "so merge the two"
+                )
+            lines[name] = line
+            walk(value, f"{name}.")
+        for inner in node.value if isinstance(node, yaml.SequenceNode) else ():
+            walk(inner, above)
+
+    try:
+        root = yaml.compose(Path(path).read_text(), yaml.SafeLoader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return  # the parser says what is wrong
+    if root is not None:
+        walk(root, "")
+
+
+def _pairs(args: Sequence[str]) -> list[tuple[str, str]]:
+    """Returns options of a command line with their values: `--name=value`, or `--name value`."""
+    return [
         (a.partition("=")[0], a.partition("=")[2] if "=" in a else b)
         for a, b in zip(args, [*args, ""][1:], strict=True)
     ]
-    for name, value in pairs:
+
+
+def _config_files(args: Sequence[str]) -> list[str]:
+    return [value for name, value in _pairs(args) if name == "--config" and Path(value).is_file()]
+
+
+def strategy_of(args: Sequence[str]) -> str:
+    """Returns `parallel.strategy` from the command line and its `--config` files. The last occurrence wins."""
+    found = DEFAULT_STRATEGY
+    for name, value in _pairs(args):
         if name == "--parallel.strategy":
             found = value
         elif name in ("--config", "--parallel"):

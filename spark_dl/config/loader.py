@@ -37,6 +37,9 @@ class Loader:
     ragged: Ragged = "pad"
     """Form of ragged columns in batches. `pad` pads each row with zeros to the length of the longest row, and adds
     `<name>_mask`. `offsets` concatenates the values, and adds `<name>_offsets`."""
+    rows_at_once: int | None = may_change(None)
+    """Rows that `predict` passes to the model at once. Null: at most 1,024, and no more than 32 MiB of padded rows,
+    where a value of a ragged column counts as 1 KiB, because models keep a vector for each."""
     proportions: dict[str, float] = field(default_factory=dict)
     """Share of each dataset in every global batch, by name, for training on several datasets."""
     reader: Reader = "spark_dl"
@@ -45,6 +48,8 @@ class Loader:
     def __post_init__(self) -> None:
         for name in ("num_streams", "shuffle_window_rows", "memory_mib", "reader_threads", "prefetch_batches"):
             check_number(self, name, 1, whole=True)
+        if self.rows_at_once is not None:
+            check_number(self, "rows_at_once", 1, whole=True)
         check_bool(self, "shuffle")
         check_choices(self)
         is_mapping = isinstance(self.proportions, Mapping)

@@ -1,6 +1,6 @@
 """Local storage: the rows of a DataFrame on the local disks of the ranks' hosts, without shared storage.
 
-1. `deal_rows` (driver): Spark distributes the rows round-robin to one partition per rank.
+1. `dealt_rows` (driver): Spark distributes the rows round-robin to one partition per rank.
 2. `spill` (rank): the rank's barrier task writes its streamed rows as shards, in bounded memory.
 3. `assemble` (rank): the ranks exchange descriptions of their shards. Each rank then has the same dataset, of which it
    reads its own part, and the plan assigns streams by parts.
@@ -37,7 +37,7 @@ from spark_dl.data.load import loader as loaders
 from spark_dl.data.plan import Segment, Split
 from spark_dl.data.read import rows
 from spark_dl.data.write.partition import PartitionResult, agreed_columns, with_sizes, write_part
-from spark_dl.data.write.shards import select_sources
+from spark_dl.data.write.shards import selected_sources
 from spark_dl.storage.owner import temporary_prefix
 
 if TYPE_CHECKING:
@@ -52,10 +52,11 @@ Gather = Callable[[str, Any], list[Any]]
 """(name, JSON value) -> the values of all ranks. Collective."""
 
 
-def deal_rows(
+@contextlib.contextmanager
+def dealt_rows(
     df: DataFrame, data: Data, layout: Shards, num_ranks: int, reference_columns: Sequence[Column] = ()
-) -> tuple[DataFrame, tuple[SourceColumn, ...]]:
-    """Returns the DataFrame with one partition per rank, and its columns. Lazy. Called on the driver.
+) -> Iterator[tuple[DataFrame, tuple[SourceColumn, ...]]]:
+    """Yields the DataFrame with one partition per rank, and its columns. Lazy. Called on the driver.
 
     Round-robin partitioning is deterministic if the DataFrame is, but the order of rows within a partition depends on
     the arrival of shuffle blocks. Therefore each partition is sorted by a hash of the rows, which is independent of the
@@ -63,11 +64,11 @@ def deal_rows(
     reference_columns: columns whose vocabularies are used.
     Raises ValueError for a missing column or a type that cannot become a tensor.
     """
-    selected, sources = select_sources(df, data.columns, data, layout, reference_columns)
-    order = f"order_{uuid.uuid4().hex}"
-    row_hash = f"xxhash64({', '.join(selected.columns)}) AS {order}"
-    dealt = selected.repartition(num_ranks).selectExpr("*", row_hash)
-    return dealt.sortWithinPartitions(order).drop(order), sources
+    with selected_sources(df, data.columns, data, layout, reference_columns) as (selected, sources):
+        order = f"order_{uuid.uuid4().hex}"
+        row_hash = f"xxhash64({', '.join(selected.columns)}) AS {order}"
+        dealt = selected.repartition(num_ranks).selectExpr("*", row_hash)
+        yield dealt.sortWithinPartitions(order).drop(order), sources
 
 
 @dataclass(frozen=True)

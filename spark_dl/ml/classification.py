@@ -19,6 +19,7 @@ from torch import nn
 from spark_dl.config import Config
 from spark_dl.ml.estimator import TorchEstimator
 from spark_dl.ml.model import TorchModel
+from spark_dl.ml.persistence import quoted
 from spark_dl.scoring.outputs import ClassColumns, Squeezed, single_output
 from spark_dl.scoring.scorer import Scorer
 from spark_dl.spec import ModelSpec
@@ -86,7 +87,7 @@ class TorchClassificationModel(TorchModel, _ClassifierParams):
     def _transform(self, dataset: DataFrame) -> DataFrame:
         found = super()._transform(dataset)
         vectors = [name for kind, name in self.output_columns().items() if kind != "prediction"]
-        return found.withColumns({name: array_to_vector(F.col(f"`{name}`")) for name in vectors}) if vectors else found
+        return found.withColumns({name: array_to_vector(F.col(quoted(name))) for name in vectors}) if vectors else found
 
 
 class TorchClassifier(TorchEstimator, _ClassifierParams):
@@ -137,9 +138,9 @@ class TorchClassifier(TorchEstimator, _ClassifierParams):
 
     def _with_checked_label(self, df: DataFrame, config: Config) -> DataFrame:
         name = config.data.label
-        if name not in df.columns or not isinstance(df.schema[name].dataType, NumericType):
+        if name is None or name not in df.columns or not isinstance(df.schema[name].dataType, NumericType):
             return df
-        label = F.col(f"`{name}`")  # CrossEntropyLoss ignores -100 without a word
+        label = F.col(quoted(name))  # CrossEntropyLoss ignores -100 without a word
         message = F.concat(F.lit(f"{_NO_CLASS} in {name!r}, found "), label.cast("string"))
         is_class = label.isNull() | ((label >= 0) & (label == F.floor(label)))
         return df.withColumn(name, F.when(is_class, label).otherwise(F.raise_error(message)))

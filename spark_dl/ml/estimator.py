@@ -16,11 +16,13 @@ from torch import nn
 from spark_dl import driver, storage
 from spark_dl.config import Config
 from spark_dl.data.dataset.folder import delete_dataset
+from spark_dl.data.write.once import read_once
 from spark_dl.data.write.vocabulary import NO_ROWS
 from spark_dl.ml import persistence
 from spark_dl.ml.model import TorchModel
 from spark_dl.ml.multiple import models_together
 from spark_dl.ml.params import TorchParams
+from spark_dl.ml.persistence import quoted
 from spark_dl.rundir.folder import SHARDS
 from spark_dl.scoring.scorer import scorer_of
 from spark_dl.spec import ModelSpec
@@ -154,8 +156,11 @@ class TorchEstimator(Estimator[TorchModel], TorchParams, MLWritable, MLReadable[
 
     def _fit(self, dataset: DataFrame) -> TorchModel:
         config, run_dir = self._config_for(dataset), self._new_run_dir()
-        train, validation = self._split(self._with_checked_label(dataset, config), self.read_columns(config))
-        with self._errors_of_params():
+        rows = self._with_checked_label(dataset, config)
+        with (
+            self._errors_of_params(),
+            self._split(rows, self.read_columns(config, dataset.schema)) as (train, validation),
+        ):
             result = driver.train(
                 train, self._spec_to_train(config), config, validation=validation, run_dir=run_dir,
                 progress=self.progress, spark=dataset.sparkSession,
@@ -180,9 +185,9 @@ class TorchEstimator(Estimator[TorchModel], TorchParams, MLWritable, MLReadable[
         if len({copy._validation_column() for copy in copies}) > 1:
             raise ValueError("validationIndicatorCol: expected the same one in all param maps with parallelTrials")
         rows = self._with_checked_label(dataset, configs[0])
-        train, validation = copies[0]._split(rows, self.read_columns(configs[0]))
         specs = [c._spec_to_train(config) for c, config in zip(copies, configs, strict=True)]
-        with self._errors_of_params():
+        columns = self.read_columns(configs[0], dataset.schema)
+        with self._errors_of_params(), copies[0]._split(rows, columns) as (train, validation):
             results = train_listed(
                 dataset.sparkSession, train, specs, configs, validation=validation, run_dir=run_dir,
                 parallel_trials=self.getOrDefault(self.parallelTrials), progress=self.progress,
@@ -248,17 +253,23 @@ class TorchEstimator(Estimator[TorchModel], TorchParams, MLWritable, MLReadable[
     def _spec_to_train(self, config: Config) -> ModelSpec:
         return self.spec
 
-    def _split(self, df: DataFrame, columns: list[str]) -> tuple[DataFrame, DataFrame | None]:
-        """Returns the training and the validation rows. Raises ValueError for a column that is missing."""
+    @contextlib.contextmanager
+    def _split(self, df: DataFrame, columns: list[str]) -> Iterator[tuple[DataFrame, DataFrame | None]]:
+        """Yields the training and the validation rows, each row in one of them, also if a UDF decides.
+
+        Raises ValueError for a column that is missing.
+        """
         if not self.isSet(self.validationIndicatorCol):
-            return persistence.select(df, columns), None
+            yield persistence.select(df, columns), None
+            return
         indicator = self.getValidationIndicatorCol()
         rows = persistence.select(df, list(dict.fromkeys([indicator, *columns])))
         if (found := dict(rows.dtypes)[indicator]) != "boolean":
             raise ValueError(f"validationIndicatorCol: expected a boolean column, found {indicator!r} of type {found}")
-        is_validation = F.coalesce(F.col(f"`{indicator}`"), F.lit(False))
-        train, validation = rows.filter(~is_validation), rows.filter(is_validation)
-        return persistence.select(train, columns), persistence.select(validation, columns)
+        is_validation = F.coalesce(F.col(quoted(indicator)), F.lit(False))
+        with read_once(rows, "validationIndicatorCol") as kept:
+            train, validation = kept.filter(~is_validation), kept.filter(is_validation)
+            yield persistence.select(train, columns), persistence.select(validation, columns)
 
     def write(self) -> persistence.EstimatorWriter:
         """Returns a writer of the estimator, by the importable names of its functions."""

@@ -58,7 +58,8 @@ class TorchModel(Model, TorchParams, MLWritable, MLReadable["TorchModel"]):
         return self.trained.load()
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
-        persistence.select(dataset, [name.split(".")[0] for name in self.trained.config.data.features])
+        features = self.trained.config.data.features
+        persistence.select(dataset, [name if name in dataset.columns else name.split(".")[0] for name in features])
         return add_predictions(dataset, self.scorer, self._arrow_fields())
 
     def transformSchema(self, schema: StructType) -> StructType:

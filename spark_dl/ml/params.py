@@ -116,20 +116,25 @@ class TorchParams(HasFeaturesCol, HasLabelCol, HasWeightCol, HasValidationIndica
         """Makes doubles and decimals float32 features, and gives the label the dtype that the loss needs."""
         types = {name: _type_of(schema, name) for name in (*data["features"], data["label"], *data["labels"])}
         decimals = [name for name, kind in types.items() if isinstance(_element(kind), DecimalType)]
-        data["encode"] = {**{name: {"as": "float"} for name in decimals}, **data["encode"]}
+        data["encode"] = {**{name: {"as": "float"} for name in decimals}, **data["encode"]}  # of every scale
         floats = [name for name in data["features"] if name in decimals or _is_double(types[name])]
         of_label = {} if data["label"] is None or label_dtype is None else {data["label"]: label_dtype}
         data["cast"] = {**dict.fromkeys(floats, "float32"), **of_label, **data["cast"]}
 
-    def read_columns(self, config: Config) -> list[str]:
+    def read_columns(self, config: Config, schema: StructType) -> list[str]:
         """The columns of the DataFrame that are read: those of structs by their outermost name."""
-        return list(dict.fromkeys(name if "." not in name else name.split(".")[0] for name in config.stored_columns))
+        return list(dict.fromkeys(_path_of(name, schema)[0] for name in config.stored_columns))
+
+
+def _path_of(name: str, schema: StructType) -> list[str]:
+    """Returns the names from a top-level column to a field; a column with a dot in its name comes first."""
+    return [name] if name in schema.names else name.split(".")
 
 
 def _type_of(schema: StructType, name: str | None) -> Any:
     """Returns the type of a column, or of a field of a struct as `struct.field`; None if there is none."""
     kind: Any = schema
-    for part in (name or "").split("."):
+    for part in _path_of(name or "", schema):
         fields = {field.name: field.dataType for field in getattr(kind, "fields", ())}
         kind = fields.get(part)
     return kind

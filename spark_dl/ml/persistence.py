@@ -9,7 +9,7 @@ from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReader, 
 from pyspark.sql import DataFrame
 
 from spark_dl import storage
-from spark_dl.config.checks import suggestion
+from spark_dl.config.checks import listed, suggestion
 from spark_dl.config.load import build_config
 from spark_dl.scoring import names, saved_model
 from spark_dl.scoring.scorer import saved_scorer
@@ -28,9 +28,15 @@ def select(df: DataFrame, columns: list[str]) -> DataFrame:
     for name in columns:
         if name not in df.columns:
             raise ValueError(
-                f"no column {name!r} in the DataFrame{suggestion(name, df.columns)}; its columns are {df.columns}"
+                f"no column {name!r} in the DataFrame{suggestion(name, df.columns)}; its columns are "
+                f"[{listed(df.columns)}]"
             )
-    return df.select(*(f"`{name}`" for name in columns))
+    return df.select(*map(quoted, columns))
+
+
+def quoted(name: str) -> str:
+    """Returns the name of a top-level column for Spark's functions, which take dots for fields of structs."""
+    return f"`{name.replace('`', '``')}`"
 
 
 class ModelWriter(MLWriter):

@@ -77,14 +77,12 @@ def predict_dataset(
             if batch.num_rows:
                 opened = opened or open_scorer(scoring)
                 _, (task,), _ = payload.unpack_call(packed)
-                yield (
-                    pa.Table.from_batches(
-                        pa.RecordBatch.from_pydict({name: part[name] for name in order})
-                        for part in _score(opened, task, batch.column(0).to_pylist())
-                    )
-                    .combine_chunks()
-                    .to_batches()[0]
-                )
+                parts = [
+                    pa.RecordBatch.from_pydict({name: part[name] for name in order})
+                    for part in _score(opened, task, batch.column(0).to_pylist())
+                ]
+                if parts:  # else all row groups of the task are empty
+                    yield pa.Table.from_batches(parts).combine_chunks().to_batches()[0]
 
     groups = len(shards.group_rows)
     return spark.range(0, groups, 1, _num_tasks(spark, shards, config)).mapInArrow(run_predict, schema)

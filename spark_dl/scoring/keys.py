@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,6 +18,8 @@ from spark_dl import storage
 from spark_dl.config.checks import suggestion
 from spark_dl.data.columns.encoding import Encoding
 from spark_dl.data.dataset.records import ShardSet
+from spark_dl.data.parquet.calendar import rebased
+from spark_dl.data.parquet.filters import NULL_PARTITION
 
 if TYPE_CHECKING:
     from pyspark.sql.types import DataType
@@ -77,7 +82,9 @@ class KeyReader:
         found: dict[str, pa.Array] = {}
         for key in self._keys:
             if key.is_partition:
-                found[key.name] = pa.repeat(pa.scalar(_partition_value(partition[key.name]), key.arrow), rows)
+                found[key.name] = pa.repeat(
+                    pa.scalar(_partition_value(partition[key.name], key.arrow), key.arrow), rows
+                )
             else:
                 assert table is not None
                 found[key.name] = key.restore(_one_array(table.column(key.name)))
@@ -100,7 +107,8 @@ def _external_keys(shards: ShardSet, names: Sequence[str]) -> list[Key]:
     found = []
     for name in names:
         if name in partitions:
-            found.append(Key(name, pa.string(), is_partition=True))
+            values = [dict(shard.partition)[name] for shard in shards.shards]
+            found.append(Key(name, _partition_type(values), is_partition=True))
             continue
         if name not in schema.names:
             raise _missing(name, shards, [*schema.names, *partitions])
@@ -154,12 +162,39 @@ def _as_in_spark(arrow: pa.DataType) -> pa.DataType | None:
     return None if pa.types.is_nested(arrow) else unsigned.get(arrow, arrow)
 
 
-def _open_file(url: str) -> pq.ParquetFile:
-    return pq.ParquetFile(storage.open_input(url), coerce_int96_timestamp_unit="us")
+def _open_file(url: str) -> Any:
+    return rebased(pq.ParquetFile(storage.open_input(url), coerce_int96_timestamp_unit="us"))
 
 
-def _partition_value(text: str) -> str | None:
-    return None if text == "__HIVE_DEFAULT_PARTITION__" else text
+def _partition_type(values: Sequence[str]) -> pa.DataType:
+    """Returns the type that Spark infers for the values of a partition: a number, a date, or else a string.
+
+    Spark reads times as timestamps of the session's time zone, which a dataset does not know; they stay strings.
+    """
+    texts = [text for text in values if text != NULL_PARTITION]
+    if texts and all(re.fullmatch(r"[+-]?[0-9]+", text) for text in texts):
+        largest = max(abs(int(text)) for text in texts)
+        if largest < 2**63:
+            return pa.int32() if largest < 2**31 else pa.int64()
+    elif texts and all(re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text) for text in texts):
+        return pa.float64()
+    elif texts and all(map(_is_date, texts)):
+        return pa.date32()
+    return pa.string()
+
+
+def _is_date(text: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return bool(datetime.date.fromisoformat(text) and re.fullmatch(r"[0-9]{4}-[0-9]{2}-[0-9]{2}", text))
+    return False
+
+
+def _partition_value(text: str, arrow: pa.DataType) -> Any:
+    if text == NULL_PARTITION:
+        return None
+    if pa.types.is_date(arrow):
+        return datetime.date.fromisoformat(text)
+    return int(text) if pa.types.is_integer(arrow) else float(text) if pa.types.is_floating(arrow) else text
 
 
 def _one_array(column: pa.ChunkedArray) -> pa.Array:

@@ -2,30 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import math
 import os
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from spark_dl.config import Config
-from spark_dl.config.checks import suggestion
+from spark_dl.config.checks import listed, suggestion
 from spark_dl.config.load import build_config
 from spark_dl.data.columns.batch import build_batch
 from spark_dl.data.columns.inputs import cast_columns, two_rows_of_zeros
-from spark_dl.data.columns.ragged import Array, Ragged
+from spark_dl.data.columns.ragged import Array, Ragged, from_lengths
 from spark_dl.data.columns.schema import Column
+from spark_dl.data.dataset.records import ShardSet
+from spark_dl.data.write.first_row import first_row_columns
 from spark_dl.evaluate import load_model
+from spark_dl.inputs import as_source, shards_of
 from spark_dl.rundir import checkpoint
 from spark_dl.scoring import saved_model
 from spark_dl.spec import Batch, ModelSpec
 
-ROWS_AT_ONCE = 1024
-"""Rows of one call of the model."""
+MOST_ROWS_AT_ONCE = 1024
+"""Rows of one call of the model, without `loader.rows_at_once`."""
+_BYTES_AT_ONCE, _BYTES_OF_RAGGED_VALUE = 32 << 20, 1 << 10
+"""Bytes of the padded rows of one call. A value of a ragged column, such as a token, counts as a vector of a model."""
 _KEPT_MODELS = 2
 
 _loaded: OrderedDict[tuple[str, str], nn.Module] = OrderedDict()
@@ -46,24 +55,57 @@ class Scorer:
     sha256: str
     """Checksum of the manifest of the checkpoint; empty for a saved model."""
 
+    varying: tuple[tuple[str, str], ...] = ()
+    """New columns with one value for each value of a ragged feature: (name, feature). Their padding is cut off."""
+
     def load(self) -> nn.Module:
         """Loads the model, on the CPU, in evaluation mode. Raises ValueError if the files are missing or damaged."""
+        if not self.url:  # not trained here: the same weights in each task, also if they are random
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(self.config.train.seed)
+                return self.spec.build_to_train().eval()
         if self.sha256:
             return load_model(self.spec, self.url, sha256=self.sha256)
         return saved_model.load_model(self.url)
 
     def outputs(
         self, model: nn.Module, cells: Sequence[Array | Ragged], device: torch.device | str
-    ) -> dict[str, Tensor]:
+    ) -> dict[str, Tensor | Ragged]:
         """Computes the new columns of some rows. # cells: of each feature; returns each (rows, ...)"""
         columns = cast_columns(self.columns, self.config.data.cast)
-        rows = len(cells[0])
-        parts = []
-        for start in range(0, rows, ROWS_AT_ONCE):
-            some = [c[start : start + ROWS_AT_ONCE] for c in cells]
+        parts: list[dict[str, Tensor]] = []
+        lengths: dict[str, list[npt.NDArray[np.int64]]] = {name: [] for name, _ in self.varying}
+        start, rows = 0, len(cells[0])
+        while start < rows or not parts:
+            stop = start + self._rows_at_once([c[start : start + MOST_ROWS_AT_ONCE] for c in cells])
+            some = [c[start:stop] for c in cells]
             batch = self.spec.prepare(build_batch(columns, some, self.config.loader.ragged))
-            parts.append(self.predictions(model, batch, len(some[0]), device))
-        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+            found = dict(self.predictions(model, batch, len(some[0]), device))
+            for name, feature in self.varying:
+                cut = some[self.config.data.features.index(feature)]
+                assert isinstance(cut, Ragged)
+                found[name] = _without_padding(name, found[name], cut, feature)
+                lengths[name].append(cut.lengths)
+            parts.append(found)
+            start = stop
+        whole: dict[str, Tensor | Ragged] = {name: _joined(name, [part[name] for part in parts]) for name in parts[0]}
+        for name, of_parts in lengths.items():
+            whole[name] = from_lengths(cast("Tensor", whole[name]).numpy(), np.concatenate(of_parts))
+        return whole
+
+    def _rows_at_once(self, cells: Sequence[Array | Ragged]) -> int:
+        """Returns how many of some rows the model gets at once, at least one. # cells: of each feature"""
+        if self.config.loader.rows_at_once is not None:
+            return self.config.loader.rows_at_once
+        most = max(1, len(cells[0]))
+        for column, of_column in zip(self.columns, cells, strict=True):
+            if isinstance(of_column, Ragged):
+                longest = max(1, int(of_column.lengths.max(initial=0)))
+                row_bytes = longest * _BYTES_OF_RAGGED_VALUE * math.prod(column.inner)
+            else:
+                row_bytes = column.value_bytes
+            most = min(most, max(1, _BYTES_AT_ONCE // max(1, row_bytes)))
+        return most
 
     def predictions(
         self, model: nn.Module, batch: Batch, rows: int, device: torch.device | str
@@ -73,24 +115,86 @@ class Scorer:
             on_device = {name: tensor.to(device) for name, tensor in batch.items()}
             added = self.spec.predictions(self.spec.output(model, on_device, self.config.data.features))
         for name, value in added.items():
-            if not isinstance(value, Tensor) or value.ndim == 0 or value.shape[0] != rows:
-                raise ValueError(f"spec.predict: column {name!r} must be a tensor with one entry per row")
-        return {name: _storable(value).cpu() for name, value in added.items()}
+            if value.ndim == 0 or value.shape[0] != rows:
+                raise ValueError(
+                    f"spec.predict: expected one entry per row in the column {name!r}, shape ({rows}, ...), found "
+                    f"shape {tuple(value.shape)}"
+                )
+        return {name: _storable(name, value).cpu() for name, value in added.items()}
 
-    def trial(self) -> dict[str, Tensor]:
+    def trial(self) -> dict[str, Tensor | Ragged]:
         """Computes the new columns of two rows of zeros, to know their types. Called on the driver. # each (2, ...)"""
         return self.outputs(self.load(), [two_rows_of_zeros(c) for c in self.columns], "cpu")
 
+    def with_varying(self) -> Scorer:
+        """Returns the scorer, which knows which of its columns have a value for each value of a ragged feature.
 
-def find_scorer(model: Any, checkpoint_url: Any = None, config: Config | None = None) -> Scorer:
+        Called on the driver. Such a column has a second axis that grows with the longest row of the feature.
+        """
+        ragged = [c.name for c in self.columns if c.is_ragged] if self.config.loader.ragged == "pad" else []
+        if not ragged or self.varying:
+            return self
+        model, found = self.load(), []
+        shapes = [self._shapes(model, {}), *(self._shapes(model, {name: 3}) for name in ragged)]
+        for name, shape in shapes[0].items():
+            for feature, changed in zip(ragged, shapes[1:], strict=True):
+                other = changed.get(name, shape)
+                if len(shape) > 1 and other[1:2] == (3,) and shape[1] == 1:
+                    found.append((name, feature))
+                    break
+                if len(shape) > 1 and other[1:2] != shape[1:2]:
+                    raise ValueError(
+                        f"spec.predict: the column {name!r} has {shape[1]} values for a row with 1 value of the "
+                        f"feature {feature!r}, and {other[1]} for rows padded to 3; return one value for each value "
+                        "of it, or as many for every row"
+                    )
+        return replace(self, varying=tuple(found))
+
+    def _shapes(self, model: nn.Module, longest: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of the columns of two rows of zeros; no shapes if the model does not take them."""
+        columns = cast_columns(self.columns, self.config.data.cast)
+        cells = [two_rows_of_zeros(c, longest.get(c.name, 1)) for c in self.columns]
+        try:
+            batch = self.spec.prepare(build_batch(columns, cells, self.config.loader.ragged))
+            return {name: tuple(value.shape) for name, value in self.predictions(model, batch, 2, "cpu").items()}
+        except Exception:
+            if not longest:
+                raise
+            return {}
+
+
+def _without_padding(name: str, value: Tensor, cells: Ragged, feature: str) -> Tensor:
+    """Returns the values of all rows, one after the other. # value: (rows, longest, ...), returns: (values, ...)"""
+    longest = int(cells.lengths.max(initial=0))
+    if value.ndim < 2 or value.shape[1] != longest:
+        raise ValueError(
+            f"spec.predict: expected one value in the column {name!r} for each value of {feature!r}, shape "
+            f"({len(cells)}, {longest}, ...), found shape {tuple(value.shape)}"
+        )
+    return value[torch.arange(longest) < torch.from_numpy(cells.lengths)[:, None]]
+
+
+def _joined(name: str, parts: Sequence[Tensor]) -> Tensor:
+    if len({part.shape[1:] for part in parts}) > 1:
+        shapes = ", ".join(dict.fromkeys(str(tuple(part.shape[1:])) for part in parts))
+        raise ValueError(
+            f"spec.predict: the column {name!r} has entries of the shapes {shapes}, expected one shape in all batches"
+        )
+    return torch.cat(list(parts))
+
+
+def find_scorer(
+    model: Any, checkpoint_url: Any = None, config: Config | None = None, *, data: Any = None
+) -> Scorer:  # fmt: skip
     """Returns the scorer of a `ModelSpec` with a checkpoint, of a model of `spark_dl.ml`, or of a saved model's URL.
 
-    Called on the driver. Raises ValueError for other models, and as `scorer_of` and `read_saved_model` do.
+    Called on the driver. data: rows with the features of a `ModelSpec` without a checkpoint. Raises ValueError for
+    other models, and as `scorer_of` and `read_saved_model` do.
     """
     if isinstance(model, ModelSpec):
-        if checkpoint_url is None:
-            raise ValueError("checkpoint_url: expected a checkpoint, or a run_dir, with a ModelSpec; found None")
-        return scorer_of(model, checkpoint_url, config)
+        return (
+            scorer_of_build(model, config, data) if checkpoint_url is None else scorer_of(model, checkpoint_url, config)
+        )
     if checkpoint_url is not None or config is not None:
         raise ValueError("checkpoint_url, config: expected only with a ModelSpec, as other models have their own")
     if isinstance(model, (str, os.PathLike)):
@@ -106,7 +210,34 @@ def find_scorer(model: Any, checkpoint_url: Any = None, config: Config | None = 
 
 def saved_scorer(saved: saved_model.SavedModel) -> Scorer:
     """Returns the scorer of a saved model."""
-    return Scorer(spec=saved.spec, config=saved.config, columns=saved.columns, url=saved.url, sha256="")
+    found = Scorer(spec=saved.spec, config=saved.config, columns=saved.columns, url=saved.url, sha256="")
+    return found.with_varying()
+
+
+def scorer_of_build(spec: ModelSpec, config: Config | None, data: Any) -> Scorer:
+    """Returns the scorer of the model that `spec.build` returns, with its weights. Called on the driver.
+
+    data: a DataFrame, of which the first row is read, or a dataset, for the types and shapes of the features.
+    Raises ValueError without settings or rows, and for features that only a training can encode.
+    """
+    if config is None or data is None:
+        raise ValueError(
+            "checkpoint_url: expected a checkpoint or a run_dir, found None; or, for the weights of spec.build, config "
+            "(whose data.features are the columns) and data (rows with these columns)"
+        )
+    features = saved_model.features_only(config.data)
+    for name, settings in features.encode.items():
+        if settings.get("as") == "vocabulary" and settings.get("values") is None:
+            raise ValueError(
+                f"data.encode.{name}: no dataset of a training has its vocabulary; set values, or as: hash"
+            )
+    config, source = replace(config, data=features), as_source(data)
+    if isinstance(source, (str, ShardSet)):
+        with contextlib.ExitStack() as until_done:
+            columns = shards_of(source, "", config, until_done, (), reuse=False).select(features.features)
+    else:
+        columns = first_row_columns(source, features.features, features)
+    return Scorer(spec=spec, config=config, columns=columns, url="", sha256="").with_varying()
 
 
 def scorer_of(
@@ -129,11 +260,12 @@ def scorer_of(
     for name in config.data.features:
         if name not in trained:
             raise ValueError(
-                f"data.features: the checkpoint {saved.url} has no column {name!r}, its columns are {list(trained)}"
-                f"{suggestion(name, list(trained))}"
+                f"data.features: the checkpoint {saved.url} has no column {name!r}, its columns are "
+                f"[{listed(list(trained))}]{suggestion(name, list(trained))}"
             )
     features = tuple(trained[name] for name in config.data.features)
-    return Scorer(spec=spec, config=config, columns=features, url=saved.url, sha256=saved.sha256)
+    found = Scorer(spec=spec, config=config, columns=features, url=saved.url, sha256=saved.sha256)
+    return found.with_varying()
 
 
 def loaded_model(scorer: Scorer, packed: bytes, device: torch.device) -> nn.Module:
@@ -150,5 +282,15 @@ def loaded_model(scorer: Scorer, packed: bytes, device: torch.device) -> nn.Modu
     return _loaded[key]
 
 
-def _storable(value: Tensor) -> Tensor:
-    return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
+def _storable(name: str, value: Tensor) -> Tensor:
+    """Returns the value in a type that Spark has. Raises ValueError if there is none."""
+    wider = {
+        torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.uint8: torch.int16,
+        torch.uint16: torch.int32, torch.uint32: torch.int64,
+    }  # fmt: skip
+    value = value.to(wider.get(value.dtype, value.dtype))
+    known = (torch.bool, torch.int8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float64)
+    if value.dtype not in known or value.is_sparse:
+        found = "a sparse tensor" if value.is_sparse else str(value.dtype).removeprefix("torch.")
+        raise ValueError(f"spec.predict: the column {name!r} is {found}, which Spark does not have; convert it")
+    return value

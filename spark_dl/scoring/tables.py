@@ -97,8 +97,15 @@ def batch_scorer(
     return score
 
 
-def to_arrow(value: Tensor) -> pa.Array:
-    """Converts a tensor to a column: [rows] to scalars, [rows, n] to arrays, [rows, n, m] to arrays of arrays."""
+def to_arrow(value: Tensor | Ragged) -> pa.Array:
+    """Converts a tensor to a column: [rows] to scalars, [rows, n] to arrays, [rows, n, m] to arrays of arrays.
+
+    Rows of different lengths become arrays.
+    """
+    if isinstance(value, Ragged):
+        inner = to_arrow(torch.from_numpy(np.ascontiguousarray(value.own_values)))
+        offsets = value.offsets - value.offsets[0]
+        return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), inner)
     array = pa.array(value.detach().cpu().contiguous().reshape(-1).numpy())
     lengths = value.shape
     for axis in range(len(lengths) - 1, 0, -1):

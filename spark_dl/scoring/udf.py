@@ -20,14 +20,19 @@ _VECTOR = ("type", "size", "indices", "values")
 
 def build_udf(scorer: Scorer) -> Any:
     """Returns the function. Called on the driver. Raises ValueError for features that are fields of structs."""
+    if nested := [name for name in scorer.config.data.features if "." in name]:
+        raise ValueError(
+            f"predict_udf: the feature {nested[0]!r} is a field of a struct; use predict, or train on a column"
+        )
+    return function_of(scorer)
+
+
+def function_of(scorer: Scorer) -> Any:
+    """Returns the function of the features, in their order. Called on the driver."""
     import pyspark
     from pyspark.sql import functions
 
     features = scorer.config.data.features
-    if nested := [name for name in features if "." in name]:
-        raise ValueError(
-            f"predict_udf: the feature {nested[0]!r} is a field of a struct; use predict, or train on a column"
-        )
     packed, result = pack(scorer), _result_type(added_fields(scorer))
     is_single = result.typeName() != "struct"
 

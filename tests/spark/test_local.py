@@ -275,8 +275,8 @@ def test_the_memory_of_a_rank_does_not_grow_with_its_rows(spark):
 @pytest.mark.modes("local")
 def test_a_source_that_was_not_dealt_is_an_error(spark):
     launch, data = spark_dl.Launch(num_ranks=3), Data(features=("id",), label=None)
-    dealt, columns = local.deal_rows(spark.range(9), data, Shards(), 2)
-    with pytest.raises(RankError, match="Spark started 2 tasks for 3 ranks"):
+    wrong = pytest.raises(RankError, match="Spark started 2 tasks for 3 ranks")
+    with local.dealt_rows(spark.range(9), data, Shards(), 2) as (dealt, columns), wrong:
         run_barrier(
             spark, spark_dl.worker.call, _rows_of_rank, (), {}, launch, columns=columns,
             settings=local.RowSettings(data=data), launch=launch, source=dealt,

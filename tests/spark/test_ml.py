@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -427,3 +428,40 @@ def test_columns_and_splits_that_exclude_each_other_are_refused_before_training(
         classifier(tmp_path, **both).fit(df)
     with pytest.raises(TypeError, match="saveFormat"):
         classifier(tmp_path, saveFormat="onnx")
+
+
+@pytest.mark.modes("local")
+def test_each_row_is_in_training_or_in_validation_also_if_a_udf_decides(spark, points, tmp_path):
+    """A function that is not deterministic, and does not say so."""
+    chosen = F.udf(lambda i: random.random() < 0.3, "boolean")("id")
+    rows = vectors(points).withColumn("held", chosen)
+    estimator = classifier(tmp_path, epochs=1, validationIndicatorCol="held")
+    ids = sorted(row["id"] for row in rows.collect())
+    with estimator._split(rows, ["id", "features"]) as (train, validation):
+        for _ in range(2):
+            found = [[row["id"] for row in part.collect()] for part in (train, validation)]
+            assert sorted([*found[0], *found[1]]) == ids
+            assert all(found)
+    model = estimator.fit(rows)
+    assert 0 < model.result.rows < len(ids)
+
+
+@pytest.mark.modes("local")
+@pytest.mark.parametrize("name", ["my.features", "my`features"])
+def test_columns_of_any_name_are_features_labels_and_weights(spark, points, tmp_path, name):
+    label, weight = f"{name} label", f"{name} weight"
+    rows = vectors(points).withColumnsRenamed({"features": name, "label": label}).withColumn(weight, F.lit(2.0))
+    estimator = classifier(tmp_path, epochs=1, featuresCol=name, labelCol=label, weightCol=weight)
+    found = estimator.fit(rows).transform(rows)
+    assert found.columns[: len(rows.columns)] == rows.columns
+    assert found.count() == rows.count()
+
+
+@pytest.mark.modes("local")
+def test_weights_of_a_decimal_column_are_their_values(spark, points, tmp_path):
+    """A number with a point in Spark SQL is a decimal."""
+    losses = []
+    for kind in ("DOUBLE", "DECIMAL(2,1)", "DECIMAL(12,6)"):
+        rows = vectors(points).withColumn("w", F.expr(f"CAST(CASE WHEN label = 1 THEN 3.0 ELSE 1.0 END AS {kind})"))
+        losses.append(classifier(tmp_path, epochs=1, weightCol="w").fit(rows).result.train_loss)
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)

@@ -1,5 +1,6 @@
 """Predictions of a dataset by its URL, as a function for Spark SQL, and of saved models."""
 
+import dataclasses
 import datetime
 import time
 
@@ -11,7 +12,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import ArrayType, FloatType
 
 import spark_dl
-from spark_dl import Config, Data, ModelSpec
+from spark_dl import Config, Data, Loader, ModelSpec, Train
 from spark_dl.data.columns.schema import Column
 from spark_dl.scoring.saved_model import load_model, write_saved_model
 from tests.builders.models import blobs, build_mlp
@@ -175,3 +176,179 @@ def test_a_saved_model_of_a_run_predicts_as_its_checkpoint_does(spark, points, t
 def _close(a, b):
     rows = [{row["id"]: row["scores"] for row in df.collect()} for df in (a, b)]
     return all(rows[0][i] == pytest.approx(rows[1][i], abs=1e-5) for i in rows[1])
+
+
+# Columns that predictions only pass on
+
+
+ODD = [
+    ("dots", "id AS `a.b`"), ("backticks", "id AS `a``b`"), ("equal names", "id AS a, id + 1 AS a"),
+    ("names that differ in case", "id AS same, id + 1 AS Same"), ("an interval", "make_ym_interval(1, 2) AS took"),
+    ("a struct with dots", "struct(id AS `x.y`) AS s"), ("a map", "map('k', id) AS m"),
+]  # fmt: skip
+
+
+@pytest.mark.modes("local", "connect")
+@pytest.mark.parametrize("columns", [sql for _, sql in ODD], ids=[name for name, _ in ODD])
+@pytest.mark.parametrize("which", ["one", "two"])
+def test_columns_that_are_only_passed_on_may_be_of_any_kind(spark, points, saved, columns, which):
+    rows = points.selectExpr("id AS at", "features", *SPLIT(columns))
+    found = spark_dl.predict(rows, saved[which])
+    added = ["prediction"] if which == "one" else ["best", "scores"]
+    assert found.columns == [*rows.columns, *added]
+    assert [f.dataType for f in found.schema.fields[: len(rows.columns)]] == [f.dataType for f in rows.schema.fields]
+    numbered = found.toDF(*(f"c{i}" for i in range(len(found.columns))))
+    given = rows.toDF(*(f"c{i}" for i in range(len(rows.columns))))
+    as_text = [
+        F.col(c).cast("string").alias(c) if "make_ym" in columns and c == "c2" else F.col(c) for c in given.columns
+    ]
+    ours = {row["c0"]: row for row in numbered.select(*as_text, *numbered.columns[len(as_text) :]).collect()}
+    theirs = {row["c0"]: row for row in given.select(*as_text).collect()}
+    scores = expected(saved, [theirs[i]["c1"] for i in sorted(theirs)])
+    for i, score in zip(sorted(theirs), scores, strict=True):
+        assert list(ours[i])[: len(rows.columns)] == list(theirs[i])
+        assert list(ours[i])[-1] == pytest.approx(score.tolist(), abs=1e-5)
+
+
+def SPLIT(columns):
+    parts, depth = [""], 0
+    for sign in columns:
+        depth += (sign == "(") - (sign == ")")
+        if sign == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += sign
+    return [part.strip() for part in parts]
+
+
+@pytest.mark.modes("local")
+def test_a_name_that_spark_takes_for_another_is_taken(spark, points, saved):
+    with pytest.raises(ValueError, match=r"already has a column 'Prediction', and spec.predict returns 'prediction'"):
+        spark_dl.predict(points.withColumn("Prediction", F.lit(1)), saved["one"])
+    twice = points.select("features", "features")
+    with pytest.raises(ValueError, match=r"data.features: the DataFrame has 2 columns 'features'; rename or drop some"):
+        spark_dl.predict(twice, saved["one"])
+
+
+@pytest.mark.modes("local")
+def test_errors_about_wide_tables_are_short(spark, saved):
+    wide = spark.range(3).select(*(F.lit(1.0).alias(f"a_rather_long_name_of_a_column_{i}") for i in range(5000)))
+    for call in (
+        lambda: spark_dl.predict(wide, saved["one"]),
+        lambda: spark_dl.write_shards(wide, "never", Data(features=("zzz",), label=None)),
+    ):
+        with pytest.raises(ValueError, match="no column") as caught:
+            call()
+        assert len(str(caught.value)) < 2000
+
+
+# One value for each token
+
+
+class Tagger(torch.nn.Module):
+    """The token, doubled, for each token; and the number of tokens of the row."""
+
+    def forward(self, tokens, tokens_mask):
+        return {"doubled": tokens * 2, "pairs": torch.stack([tokens, -tokens], 2), "count": tokens_mask.sum(1)}
+
+
+def tag(model, batch):
+    return model(batch["tokens"], batch["tokens_mask"])
+
+
+RAGGED = Config(data=Data(features=("tokens",), label=None, encode={"tokens": {"ragged": True}}))
+TAGGER = ModelSpec(build=Tagger, forward=tag)
+
+
+def tokens_of(spark, rows):
+    return spark.range(rows).selectExpr("id", "slice(sequence(id, id + 8), 1, CAST(id % 7 AS INT)) AS tokens")
+
+
+@pytest.mark.modes("local")
+@pytest.mark.parametrize("rows_at_once", [None, 1, 7])
+def test_a_value_for_each_token_has_no_padding(spark, tmp_path, rows_at_once):
+    config = dataclasses.replace(RAGGED, loader=Loader(rows_at_once=rows_at_once))
+    df = tokens_of(spark, 3000).repartition(2)
+    path = str(tmp_path / "tokens")
+    df.write.parquet(path)
+    for found in (
+        spark_dl.predict(df, TAGGER, config=config),
+        spark_dl.predict(path, TAGGER, config=config, keys=["id"], spark=spark),
+        df.select("id", spark_dl.predict_udf(TAGGER, config=config, data=df)("tokens").alias("p")).select("id", "p.*"),
+    ):
+        for row in found.collect():
+            tokens = list(range(row["id"], row["id"] + row["id"] % 7))
+            assert row["doubled"] == [2 * token for token in tokens]
+            assert row["pairs"] == [[token, -token] for token in tokens]
+            assert row["count"] == len(tokens)
+
+
+def with_one_more(model, batch):
+    return torch.nn.functional.pad(batch["tokens"], (1, 0))
+
+
+@pytest.mark.modes("local")
+def test_values_that_are_not_one_for_each_token_are_an_error_before_any_task(spark):
+    spec = ModelSpec(build=Tagger, forward=with_one_more)
+    expected = r"'prediction' has 2 values for a row with 1 value of the feature 'tokens', and 4"
+    with pytest.raises(ValueError, match=expected):
+        spark_dl.predict(tokens_of(spark, 3), spec, config=RAGGED)
+
+
+# Models that were not trained here
+
+
+@pytest.mark.modes("local")
+def test_a_model_that_was_not_trained_here_is_scored_saved_and_used_in_sql(spark, points, tmp_path):
+    spec = ModelSpec(build=build_mlp)
+    config = Config(data=Data(features=("features",), label="label"), train=Train(seed=5))
+    torch.manual_seed(5)
+    model = build_mlp().eval()
+    features = {row["id"]: row["features"] for row in points.collect()}
+    with torch.no_grad():
+        scores = dict(zip(features, model(torch.tensor(list(features.values()))).tolist(), strict=True))
+    spark_dl.save_model(str(tmp_path / "model"), spec, config=config, data=points)
+    by_udf = spark_dl.predict_udf(spec, config=config, data=points)
+    for found in (
+        spark_dl.predict(points, spec, config=config),
+        spark_dl.predict(points, str(tmp_path / "model")),
+        points.select("id", by_udf("features").alias("prediction")),
+    ):
+        for row in found.collect():
+            assert row["prediction"] == pytest.approx(scores[row["id"]], abs=1e-5)
+    with pytest.raises(ValueError, match=r"expected a checkpoint or a run_dir, found None; or, for the weights"):
+        spark_dl.predict(points, spec)
+
+
+@pytest.mark.modes("local")
+def test_partitions_are_keys_of_the_types_that_spark_infers(spark, points, saved, tmp_path):
+    rows = points.limit(6).selectExpr(
+        "features", "id", "CAST(id % 2 AS INT) AS month", "id + 5000000000 AS large", "id / 4 AS rate",
+        "CAST(date_add('2026-01-01', CAST(id AS INT)) AS DATE) AS day", "concat('0x', id) AS word",
+        "CASE WHEN id % 2 = 0 THEN 7 END AS maybe",
+    )  # fmt: skip
+    keys = ["month", "large", "rate", "day", "word", "maybe"]
+    path = str(tmp_path / "data")
+    rows.write.partitionBy(*keys).parquet(path)
+    found, expected_rows = (
+        spark_dl.predict(path, saved["one"], keys=[*keys, "id"], spark=spark),
+        spark.read.parquet(path),
+    )
+    assert [found.schema[key].dataType for key in keys] == [expected_rows.schema[key].dataType for key in keys]
+    assert found.join(expected_rows, ["id", *keys[:-1]]).count() == 6
+    assert found.filter("maybe IS NULL").count() == expected_rows.filter("maybe IS NULL").count()
+
+
+@pytest.mark.modes("local")
+def test_a_file_whose_row_groups_are_all_empty_has_no_predictions(spark, saved, tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    (tmp_path / "data").mkdir()
+    table = pa.table({"features": pa.array([[1.0] * 4] * 3, pa.list_(pa.float32())), "id": [1, 2, 3]})
+    with pq.ParquetWriter(tmp_path / "data" / "a.parquet", table.schema) as writer:
+        writer.write_table(table.slice(0, 0))
+        writer.write_table(table)
+        writer.write_table(table.slice(0, 0))
+    found = spark_dl.predict(str(tmp_path / "data"), saved["one"], keys=["id"], spark=spark)
+    assert sorted(row["id"] for row in found.collect()) == [1, 2, 3]

@@ -1,8 +1,10 @@
 """Every type of a DataFrame as tensors: what Spark itself must be there for."""
 
+import contextlib
 import datetime
 import json
 import os
+import uuid
 import zlib
 from decimal import Decimal
 
@@ -13,14 +15,17 @@ import torch
 from PIL import Image
 from pyspark.ml.linalg import Vectors
 from pyspark.sql import Row
+from pyspark.sql import functions as F
 
 import spark_dl
-from spark_dl import Data, ModelSpec, read_shards, write_shards
+from spark_dl import Data, ModelSpec, Shards, read_shards, write_shards
+from spark_dl.data import local
 from spark_dl.data.columns import cell_codec
 from spark_dl.data.columns.encoding import Encoding
 from spark_dl.data.columns.images import read_image
 from spark_dl.data.columns.policies import Changes
 from spark_dl.data.columns.ragged import Ragged, concatenate
+from spark_dl.data.write.once import read_once
 from tests.builders.images import pixels, png
 from tests.builders.models import CityModel, small_config
 from tests.builders.settings import make_config
@@ -71,7 +76,7 @@ def test_times_do_not_depend_on_the_session_s_time_zone(spark, tmp_path, zone):
 
 def test_B02_decimals_are_exact_or_an_error(spark, tmp_path):
     df = spark.sql("SELECT CAST(id - 1 AS DECIMAL(10,2)) / 8 AS a, CAST(id AS DECIMAL(38,0)) AS b FROM range(4)")
-    shards = write(df, tmp_path, encode={"b": {"as": "float"}})
+    shards = write(df, tmp_path, encode={"a": {"as": "decimal"}, "b": {"as": "float"}})
     scale = shards.columns[0].encoding.scale
     order = np.argsort(read_all(shards)["b"])
     expected = [int(Decimal(i - 1) / 8 * 10**scale) for i in range(4)]
@@ -80,12 +85,92 @@ def test_B02_decimals_are_exact_or_an_error(spark, tmp_path):
         write(spark.sql("SELECT CAST('10000000000000000000' AS DECIMAL(38,0)) AS a"), tmp_path, name="e")
 
 
+def test_decimals_are_their_values_whatever_their_scale(spark, tmp_path):
+    """Spark SQL reads a number with a point as a decimal, so that people do not know that they have one."""
+    df = spark.sql(
+        "SELECT 3.0 AS w, 1.50BD AS price, 12BD AS whole, array(0.5, 1.0) AS x, -0.001 AS small FROM range(3)"
+    )
+    found = read_all(write(df, tmp_path))
+    assert {name: cells[0].tolist() for name, cells in found.items()} == {
+        "w": 3.0, "price": 1.5, "whole": 12, "x": [0.5, 1.0], "small": -0.001,
+    }  # fmt: skip
+    assert str(found["whole"].dtype) == "int64"
+
+
 def test_the_hash_is_that_of_spark_s_crc32(spark, tmp_path):
     df = spark.range(200).selectExpr("concat('ä', id) AS name")
     df = df.selectExpr("name", "crc32(CAST(name AS BINARY)) % 50 AS hash")
     found = read_all(write(df, tmp_path, encode={"name": {"as": "hash", "buckets": 50}}))
     np.testing.assert_array_equal(found["name"], found["hash"])
     assert found["name"][0] == zlib.crc32("ä0".encode()) % 50
+
+
+@pytest.mark.modes("local", "connect")
+def test_the_hash_of_a_string_that_is_no_utf8_is_that_of_spark(spark, tmp_path):
+    """Such as messages of Kafka that are cast to strings."""
+    df = spark.sql("SELECT CAST(X'FF41' AS STRING) AS name, crc32(X'FF41') % 1000 AS hash FROM range(3)")
+    found = read_all(write(df, tmp_path, encode={"name": {"as": "hash", "buckets": 1000}}))
+    np.testing.assert_array_equal(found["name"], found["hash"])
+    with pytest.raises(ValueError, match=r"data.encode.name: found the bytes ff 41, which are no UTF-8"):
+        write(df, tmp_path, name="words", encode={"name": {"as": "vocabulary"}})
+
+
+@pytest.mark.modes("local")
+def test_words_are_those_of_the_rows_that_are_written_also_of_a_udf_that_changes_its_mind(spark, tmp_path):
+    """Every row has a new word each time it is computed."""
+    new_word = F.udf(lambda i: f"{i}-{uuid.uuid4().hex}", "string")
+    df = spark.range(50).select(new_word("id").alias("word"), F.array(new_word("id")).alias("words"))
+    encode = {name: {"as": "vocabulary"} for name in df.columns}
+    shards = write(df, tmp_path, encode=encode)
+    found = read_all(shards)
+    assert sorted(found["word"].tolist()) == list(range(1, 51))  # 0 is an unknown word
+    assert sorted(found["words"][:, 0].tolist()) == list(range(1, 51))
+    with spark_dl_local_rows(df, encode) as sources:
+        assert len(sources[0].encoding.vocabulary) == 50
+
+
+@contextlib.contextmanager
+def spark_dl_local_rows(df, encode):
+    with local.dealt_rows(df, Data(features=tuple(df.columns), label=None, encode=encode), Shards(), 2) as (
+        dealt,
+        sources,
+    ):
+        words = {row["c0"] for row in dealt.collect()}
+        assert words == set(sources[0].encoding.vocabulary)
+        yield sources
+
+
+@pytest.mark.modes("local")
+def test_what_decides_its_rows_is_not_kept(spark, tmp_path):
+    path = str(tmp_path / "rows")
+    spark.range(9).selectExpr("id", "CAST(id AS STRING) AS word").write.parquet(path)
+    decided = spark.read.parquet(path).filter("id > 2").selectExpr("upper(word) AS word", "id + 1 AS more")
+    cached = spark.range(3).select(F.udf(lambda i: i, "bigint")("id")).cache()
+    for df, is_kept in (
+        (decided, False), (spark.range(9), False), (cached, False),
+        (decided.withColumn("r", F.rand()), True), (decided.withColumn("t", F.current_timestamp()), True),
+        (decided.mapInArrow(lambda batches: batches, decided.schema), True),
+    ):  # fmt: skip
+        with read_once(df, "a test") as rows:
+            assert (rows is not df) == is_kept
+            assert sorted(map(str, rows.collect())) == sorted(map(str, rows.collect()))
+            with read_once(rows.filter("true"), "a test within") as again:
+                assert again.count() == rows.count()
+
+
+@pytest.mark.skipif(not hasattr(F, "collate"), reason="collations came with Spark 4")
+def test_strings_with_a_collation_have_a_vocabulary(spark, tmp_path):
+    df = words(spark, *CITIES).coalesce(1).selectExpr("city COLLATE UTF8_LCASE AS city", "tags")
+    shards = write(df, tmp_path, encode={n: {"as": "vocabulary", "ragged": n == "tags"} for n in df.columns})
+    assert read_shards(shards.url).columns[0].encoding.vocabulary == ("Bonn", "Köln", "Aue", "Ulm")
+
+
+def test_the_column_with_too_many_words_is_named(spark, tmp_path):
+    """The limit on all words must not hide those of a small column."""
+    df = spark.range(500).selectExpr("CAST(id AS STRING) AS large", "CASE WHEN id < 1 THEN 'a' END AS few")
+    encode = {"large": {"as": "vocabulary", "max_size": 3}, "few": {"as": "vocabulary", "max_size": 1}}
+    with pytest.raises(ValueError, match=r"^data.encode.large: found more than 3 strings"):
+        write(df, tmp_path, encode=encode, nulls="drop")
 
 
 def words(spark, *cities):
@@ -276,3 +361,49 @@ def test_evaluation_and_prediction_use_the_words_of_the_training_dataset(spark, 
         spark_dl.predict(other, spec, result.checkpoint, config)
     with pytest.raises(ValueError, match=r"column 'city': found the encoding .* as in the training dataset"):
         spark_dl.evaluate(other, spec, result.checkpoint, config)
+
+
+@pytest.mark.parametrize("dictionary", ["true", "false"])
+@pytest.mark.parametrize("kind", ["INT96", "TIMESTAMP_MICROS", "TIMESTAMP_MILLIS"])
+def test_files_of_the_old_calendar_have_the_dates_that_spark_reads(spark, tmp_path, kind, dictionary):
+    """As Spark 2 writes them, and Spark 3 and 4 with LEGACY. Sentinels such as 0001-01-01 are common."""
+    path = str(tmp_path / "old")
+    conf = {
+        "spark.sql.parquet.datetimeRebaseModeInWrite": "LEGACY", "spark.sql.parquet.int96RebaseModeInWrite": "LEGACY",
+        "spark.sql.parquet.outputTimestampType": kind, "spark.sql.session.timeZone": "UTC",
+        "parquet.enable.dictionary": dictionary,
+    }  # fmt: skip
+    before = {key: spark.conf.get(key, None) for key in conf}
+    for key, value in conf.items():
+        spark.conf.set(key, value)
+    try:
+        days = ["0001-01-01", "0100-03-01", "1001-01-01", "1582-10-04", "1582-10-15", "1899-12-31", "2026-01-01"]
+        rows = [(i, day, f"{day} 12:34:56.789") for i, day in enumerate(days)]
+        df = spark.createDataFrame(rows, "id long, day string, at string")
+        df = df.selectExpr(
+            "id", "CAST(day AS DATE) AS day", "CAST(at AS TIMESTAMP) AS at", "array(CAST(day AS DATE)) AS days"
+        )
+        df.coalesce(1).sortWithinPartitions("id").write.parquet(path)
+        expected = read_all(write(spark.read.parquet(path).coalesce(1).sortWithinPartitions("id"), tmp_path))
+        names = ("id", "day", "at", "days")
+        units = {"at": {"as": "timestamp", "unit": "us"}}
+        found = next(iter(read_in_place(path, names, encode=units)))
+        for name in names:
+            np.testing.assert_array_equal(found[name].numpy(), expected[name], err_msg=name)
+        for condition in (
+            ["day", "==", "1001-01-01"],
+            ["day", "<", "1001-01-02"],
+            ["at", "<=", "1001-01-01T12:34:56.789Z"],
+        ):
+            sql = f"{condition[0]} {condition[1].replace('==', '=')} '{condition[2]}'"
+            ids = sorted(row["id"] for row in spark.read.parquet(path).filter(sql).select("id").collect())
+            batches = read_in_place(path, names, filters=[condition])
+            assert sorted(i for batch in batches for i in batch["id"].tolist()) == ids, condition
+    finally:
+        for key, value in before.items():
+            spark.conf.unset(key) if value is None else spark.conf.set(key, value)
+
+
+def read_in_place(path, names, **data):
+    rows = spark_dl.open_dataset(path, batch_size=64, data=Data(features=names, label=None, **data), shuffle=False)
+    return [{n: t[batch["weight"] > 0] for n, t in batch.items()} for batch in rows]

@@ -30,7 +30,7 @@ from spark_dl.bench.peers.loader import image_rows, write_parquet
 from spark_dl.config import Data
 from spark_dl.data.write.shards import write_shards
 from spark_dl.predict import predict
-from spark_dl.scoring.scorer import ROWS_AT_ONCE
+from spark_dl.scoring.scorer import MOST_ROWS_AT_ONCE
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -88,7 +88,7 @@ class _BareForward:
 
     def __init__(self, model: nn.Module, images: np.ndarray[Any, Any], num_threads: int):
         self._model, self._num_threads = model, num_threads
-        self._batches = torch.from_numpy(images).split(ROWS_AT_ONCE)
+        self._batches = torch.from_numpy(images).split(MOST_ROWS_AT_ONCE)
 
     def __call__(self) -> np.ndarray[Any, Any]:
         before = torch.get_num_threads()
@@ -125,7 +125,7 @@ def _batch_udf(model: nn.Module) -> Any:
         return predict_batch
 
     return predict_batch_udf(
-        make_predict_fn, return_type=DoubleType(), batch_size=ROWS_AT_ONCE, input_tensor_shapes=[[784]]
+        make_predict_fn, return_type=DoubleType(), batch_size=MOST_ROWS_AT_ONCE, input_tensor_shapes=[[784]]
     )
 
 

@@ -14,7 +14,7 @@ CHOICES = {
     "number": ("number",),
     "time": ("timestamp",),
     "duration": ("duration",),
-    "decimal": ("decimal", "float"),
+    "decimal": ("float", "decimal"),
     "string": ("vocabulary", "hash", "bytes"),
     "binary": ("bytes", "image"),
 }
@@ -27,8 +27,9 @@ class Encoding:
 
     kind: str = "number"
     """`number`, unchanged; `timestamp`, ticks since 1970-01-01 (UTC, or local time for types without a time zone);
-    `duration`, ticks; `decimal`, the unscaled value; `float`, the float64 nearest to a decimal; `vocabulary`, the index
-    of a string; `hash`, the bucket of a string; `bytes`, UTF-8 or binary; `image`, pixels of a PNG or JPEG file."""
+    `duration`, ticks; `float`, the float64 nearest to a decimal; `decimal`, its unscaled value, an integer;
+    `vocabulary`, the index of a string; `hash`, the bucket of a string; `bytes`, UTF-8 or binary; `image`, pixels of a
+    PNG or JPEG file."""
     unit: str | None = None
     """Unit of ticks: `D`, `s`, `ms`, `us` or `ns`."""
     scale: int | None = None

@@ -37,10 +37,14 @@ def cast_cells(name: str, cells: Array | Ragged, dtype: str) -> Array | Ragged:
     return Ragged(found, cells.offsets) if isinstance(cells, Ragged) else found
 
 
-def two_rows_of_zeros(column: Column) -> Array | Ragged:
-    """Returns cells to try a model with, in the stored dtype. # (2, *cell)"""
+def two_rows_of_zeros(column: Column, longest: int = 1) -> Array | Ragged:
+    """Returns cells to try a model with, in the stored dtype. # (2, *cell)
+
+    longest: length of the second row of a ragged column; that of the first is 1.
+    """
     if column.is_ragged:
-        return from_lengths(np.zeros((2, *column.inner), dtype=column.dtype), np.ones(2, dtype=np.int64))
+        lengths = np.array([1, longest])
+        return from_lengths(np.zeros((1 + longest, *column.inner), dtype=column.dtype), lengths)
     return np.zeros((2, *column.inner), dtype=column.dtype)
 
 

@@ -42,7 +42,8 @@ class Lookup:
         encoding = self._encoding
         if encoding.kind == "hash":
             assert encoding.buckets is not None
-            return np.array([zlib.crc32(w.encode()) % encoding.buckets for w in strings.to_pylist()], dtype=np.int64)
+            words = strings.cast(pa.large_binary()).to_pylist()  # Spark's strings can be other bytes than UTF-8
+            return np.array([zlib.crc32(word) % encoding.buckets for word in words], dtype=np.int64)
         assert encoding.vocabulary is not None
         known = pa.array(encoding.vocabulary, strings.type)
         index = pc.index_in(strings, value_set=known).fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
@@ -76,5 +77,6 @@ def string_indices(column: SourceColumn, strings: pa.Array, lookup: Lookup) -> A
             f"one of {len(column.encoding.vocabulary or ())} known strings; data.encode.{column.name}.unknown: zero "
             "maps all others to 0"
         )
-        raise BadCellsError(column.name, row, f"{distinct[int(rows[row])].as_py()!r:.80}", expected)
+        word = distinct.cast(pa.large_binary())[int(rows[row])].as_py().decode(errors="backslashreplace")
+        raise BadCellsError(column.name, row, f"{word!r:.80}", expected)
     return indices

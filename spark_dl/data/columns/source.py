@@ -163,6 +163,8 @@ def encoded_column(name: str, leaf: Leaf, depth: int, type_name: str, settings: 
     if chosen is not None and chosen not in choices:
         raise ValueError(f"{key}.as: expected one of {list(choices)} for type {type_name}, found {chosen!r}")
     kind = chosen or choices[0]
+    if kind == "float" and chosen is None and leaf.scale == 0:
+        kind = "decimal"  # whole numbers, which int64 holds as they are
     ragged = bool(settings.get("ragged", False))
     if kind in ("bytes", "image"):
         if depth or ragged:

@@ -26,6 +26,7 @@ from spark_dl.data.dataset.shard_table import Shard
 from spark_dl.data.external.files import check_in_all, type_at
 from spark_dl.data.parquet import file as parquet_file
 from spark_dl.data.parquet.byte_budget import ByteBudget
+from spark_dl.data.parquet.calendar import RebasedFile, has_times
 from spark_dl.data.parquet.filters import (
     NULL_PARTITION,
     AnyOf,
@@ -187,6 +188,8 @@ def _count_row_group(
 
     def decide(condition: Condition) -> bool | None:
         if (i := columns.get(condition.column)) is not None and not file.schema.column(i).max_repetition_level:
+            if isinstance(file, RebasedFile) and has_times(condition.values.type):
+                return None  # bounds of the old calendar: the rows decide
             return holds_within(condition, _bounds(metadata.column(i), condition.values.type))
         below = [metadata.column(i) for path, i in columns.items() if path.startswith(f"{condition.column}.")]
         return holds_within(condition, Bounds(has_nulls=not below or any(map(_may_have_nulls, below))))

@@ -17,6 +17,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from spark_dl.data.parquet.calendar import rebased
+
 _log = logging.getLogger("spark_dl")
 
 _BUFFER_BYTES = 128 << 10  # of each column of a row group
@@ -30,7 +32,7 @@ def open_file(
     footer_crc32: int = 0,
     dictionary_columns: Sequence[str] = (),
     buffered: bool = False,
-) -> pq.ParquetFile:
+) -> Any:
     """Opens a local or remote Parquet file. # source: a pyarrow file
 
     footer_bytes, footer_crc32: size and checksum of the end of the file, from the footer; 0 bytes if unknown.
@@ -38,6 +40,7 @@ def open_file(
         in the file. Their decoded size (`decoded_bytes`) is not in the footer.
     buffered: whether column chunks are read in small pieces during decoding; for files on a local disk.
     96-bit timestamps, Spark's default, are read as microseconds, as in a DataFrame. Nanoseconds overflow after 2262.
+    Dates and times of the old calendar are those that Spark reads (`calendar.py`).
     Raises ValueError for another checksum of the footer. Reading a page with a wrong checksum raises OSError.
     """
     options = _options(buffered)
@@ -50,7 +53,7 @@ def open_file(
         options["metadata"] = pq.read_metadata(pa.BufferReader(end))
     file = pq.ParquetFile(source, **options)
     leaves = _dictionary_leaves(file, dictionary_columns)
-    return _with_dictionaries(source, file, leaves, buffered) if leaves else file
+    return _with_dictionaries(source, file, leaves, buffered) if leaves else rebased(file)
 
 
 def reopened(
@@ -60,7 +63,7 @@ def reopened(
     before: Sequence[str],
     dictionary_columns: Sequence[str] = (),
     buffered: bool = False,
-) -> pq.ParquetFile:
+) -> Any:
     """Returns an open file with other dictionary columns; the same file if they are the same as `before`."""
     leaves = _dictionary_leaves(file, dictionary_columns)
     if leaves == _dictionary_leaves(file, before):
@@ -78,8 +81,8 @@ def leaf_in_column(name: str, path: str) -> bool:
     return path == name or path.startswith(f"{name}.")
 
 
-def _with_dictionaries(source: Any, file: pq.ParquetFile, leaves: Sequence[str], buffered: bool) -> pq.ParquetFile:
-    return pq.ParquetFile(source, metadata=file.metadata, read_dictionary=leaves, **_options(buffered))
+def _with_dictionaries(source: Any, file: pq.ParquetFile, leaves: Sequence[str], buffered: bool) -> Any:
+    return rebased(pq.ParquetFile(source, metadata=file.metadata, read_dictionary=leaves, **_options(buffered)))
 
 
 def _options(buffered: bool) -> dict[str, Any]:

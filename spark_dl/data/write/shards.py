@@ -5,6 +5,7 @@ A shard is a Parquet file of at most a fixed number of rows. All its row groups 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -27,9 +28,10 @@ from spark_dl.data.dataset.records import ShardSet
 from spark_dl.data.dataset.shard_table import ShardTable
 from spark_dl.data.write import spark_types
 from spark_dl.data.write.join import join_small
+from spark_dl.data.write.once import read_once
 from spark_dl.data.write.partition import agreed_columns, with_sizes, write_part
 from spark_dl.data.write.tasks import run_tasks, with_host
-from spark_dl.data.write.vocabulary import expression, with_mean_sizes, with_vocabularies
+from spark_dl.data.write.vocabulary import counts_words, expression, with_mean_sizes, with_vocabularies
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -73,12 +75,12 @@ def write_shards(
     names = tuple(columns or data.columns)
     spark_types.source_columns(df.schema, names, data.encode, data.fill, weight=data.weight)  # before any change
     old = prepare_folder(url, overwrite)
-    selected, sources = select_sources(df, names, data, layout, reference_columns)
     token = uuid.uuid4().hex[:8]  # distinguishes these files from those of a killed writer whose tasks still run
     try:
-        parts = run_tasks(
-            selected, _partition_writer(url, sources, data, layout, token), f"spark_dl: writing the rows of {url}"
-        )
+        with selected_sources(df, names, data, layout, reference_columns) as (selected, sources):
+            parts = run_tasks(
+                selected, _partition_writer(url, sources, data, layout, token), f"spark_dl: writing the rows of {url}"
+            )
         written = agreed_columns(sources, parts)
         changes = add_changes(p.changes for p in parts)
         schema.check_reference_columns(written, reference_columns)
@@ -97,19 +99,25 @@ def write_shards(
     return shard_set
 
 
-def select_sources(
+@contextlib.contextmanager
+def selected_sources(
     df: DataFrame, names: Sequence[str], data: Data, layout: Shards, reference_columns: Sequence[Column]
-) -> tuple[DataFrame, tuple[SourceColumn, ...]]:
-    """Selects the columns to write, renamed to c0, c1 ..., and returns them with their source columns.
+) -> Iterator[tuple[DataFrame, tuple[SourceColumn, ...]]]:
+    """Yields the columns to write, renamed to c0, c1 ..., and their source columns.
 
-    Runs Spark jobs for vocabularies and mean sizes. Raises ValueError for a missing column, and for types or settings
-    that cannot become a tensor.
+    Runs Spark jobs for vocabularies and mean sizes. The words of a vocabulary are those of the rows that are written,
+    also if these are not the same in each job. Raises ValueError for a missing column, and for types or settings that
+    cannot become a tensor.
     """
     sources = spark_types.source_columns(df.schema, names, data.encode, data.fill, weight=data.weight)
-    sources = with_vocabularies(df, sources, data.encode, vocabularies_of(reference_columns))
-    if not layout.has_layout:  # otherwise the size of cells is not needed
-        sources = with_mean_sizes(df, sources)
-    return df.select(*(expression(c).alias(f"c{i}") for i, c in enumerate(sources))), sources  # names may have dots
+    known = vocabularies_of(reference_columns)
+    selected = df.select(*(expression(c).alias(f"c{i}") for i, c in enumerate(sources)))  # names may have dots
+    counts = any(counts_words(c, known) for c in sources)
+    with read_once(selected, "a vocabulary") if counts else contextlib.nullcontext(selected) as kept:
+        sources = with_vocabularies(kept, sources, data.encode, known)
+        if not layout.has_layout:  # otherwise the size of cells is not needed
+            sources = with_mean_sizes(kept, sources)
+        yield kept, sources
 
 
 def _partition_writer(url: str, sources: tuple[SourceColumn, ...], data: Data, layout: Shards, token: str) -> Any:

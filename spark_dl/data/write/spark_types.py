@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from spark_dl.config.checks import suggestion
+from spark_dl.config.checks import listed, suggestion
 from spark_dl.data.columns.encoding import Settings
 from spark_dl.data.columns.source import (
     HAS_DOT,
@@ -78,7 +78,7 @@ def _spark_type_at(schema: StructType, name: str) -> tuple[tuple[str, ...], Data
             if name in known:
                 raise ValueError(f"column {name!r}: {HAS_DOT}")
             raise ValueError(
-                f"no column {name!r} in the DataFrame{suggestion(name, known)}; its columns are {list(top)} "
+                f"no column {name!r} in the DataFrame{suggestion(name, known)}; its columns are [{listed(list(top))}] "
                 "(data.features and data.label choose the columns)"
             )
         found = fields[part]

@@ -23,8 +23,9 @@ def with_vocabularies(
 ) -> tuple[SourceColumn, ...]:
     """The columns with their vocabularies: configured, known from another dataset, or counted in the DataFrame.
 
-    One aggregation counts the strings of all columns without a vocabulary, ordered by count, then by code point.
-    Raises ValueError if more than `max_size` strings occur `min_count` times, if none does, and if there are no rows.
+    df: the columns, in their order, as c0, c1 ... One aggregation counts the strings of all columns without a
+    vocabulary, ordered by count, then by code point. Raises ValueError if more than `max_size` strings occur
+    `min_count` times, if none does, and if there are no rows.
     """
     columns = [
         replace(c, encoding=replace(c.encoding, vocabulary=known[c.name]))
@@ -32,13 +33,26 @@ def with_vocabularies(
         else c
         for c in columns
     ]
-    open_ones = {
-        i: c for i, c in enumerate(columns) if c.encoding.kind == "vocabulary" and c.encoding.vocabulary is None
-    }
+    open_ones = {i: c for i, c in enumerate(columns) if counts_words(c, {})}
     if open_ones:
         for i, words in _count_vocabularies(df, open_ones, encode).items():
             columns[i] = replace(columns[i], encoding=replace(columns[i].encoding, vocabulary=words))
     return tuple(columns)
+
+
+def _text(column: str, word: bytes) -> str:
+    try:
+        return word.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"data.encode.{column}: found the bytes {word[:40].hex(' ')}, which are no UTF-8, expected strings; decode "
+            "the column in Spark (decode, or to_varchar), or read it as: bytes"
+        ) from error
+
+
+def counts_words(column: SourceColumn, known: Mapping[str, tuple[str, ...]]) -> bool:
+    """Whether the vocabulary of a column is counted in the DataFrame. known: vocabularies of another dataset."""
+    return column.encoding.kind == "vocabulary" and column.encoding.vocabulary is None and column.name not in known
 
 
 def _count_vocabularies(
@@ -51,8 +65,8 @@ def _count_vocabularies(
     pairs = []
     for i, column in columns.items():
         number = F.lit(i).alias("i")
-        pairs.append(F.transform(_leaves(expression(column), column.depth), _pair_with(number)))
-    empty = F.array().cast("array<struct<i:int,word:string>>")
+        pairs.append(F.transform(_leaves(F.col(f"c{i}"), column.depth), _pair_with(number)))
+    empty = F.array().cast("array<struct<i:int,word:binary>>")
     pair = F.explode(F.concat(*[F.coalesce(p, empty) for p in pairs]))
     counts = df.select(pair.alias("p")).select("p.*").filter("word IS NOT NULL").groupBy("i", "word").count()
     least = F.lit(1)
@@ -63,13 +77,15 @@ def _count_vocabularies(
     )
     found: dict[int, list[tuple[int, str]]] = {i: [] for i in columns}
     for row in rows:
-        found[row["i"]].append((-row["count"], row["word"]))
-    for i, words in found.items():
+        found[row["i"]].append((-row["count"], _text(columns[row["i"]].name, bytes(row["word"]))))
+    for i, words in found.items():  # before columns without words: the limit can have cut those off
         key = f"data.encode.{columns[i].name}"
         if len(words) > most[i]:
             raise ValueError(
                 f"{key}: found more than {most[i]} strings; raise {key}.max_size or {key}.min_count, or set as: hash"
             )
+    for i, words in found.items():
+        key = f"data.encode.{columns[i].name}"
         if not words:
             if df.isEmpty():
                 raise ValueError(f"{NO_ROWS}; training needs at least one")
@@ -82,19 +98,23 @@ def _count_vocabularies(
 def _pair_with(number: Expression) -> Callable[[Expression], Expression]:
     from pyspark.sql import functions as F
 
-    return lambda word: F.struct(number, word.alias("word"))
+    # As bytes: words of columns with other collations have other types, and equal strings there can differ in bytes.
+    return lambda word: F.struct(number, word.cast("binary").alias("word"))
 
 
 def with_mean_sizes(df: DataFrame, columns: Sequence[SourceColumn]) -> tuple[SourceColumn, ...]:
-    """The columns with the mean number of elements per cell, where it varies, estimated from a sample of rows."""
+    """The columns with the mean number of elements per cell, where it varies, estimated from a sample of rows.
+
+    df: the columns, in their order, as c0, c1 ...
+    """
     from pyspark.sql import functions as F
 
     varying = {i: c for i, c in enumerate(columns) if c.ragged or c.encoding.kind == "image"}
     if not varying:
         return tuple(columns)
     sizes = [
-        F.array_size(_leaves(expression(c), c.depth)) if c.depth else F.octet_length(expression(c))
-        for c in varying.values()
+        F.array_size(_leaves(F.col(f"c{i}"), c.depth)) if c.depth else F.octet_length(F.col(f"c{i}"))
+        for i, c in varying.items()
     ]
     sample = df.select(*(size.alias(f"s{i}") for i, size in zip(varying, sizes, strict=True))).limit(_SAMPLE_ROWS)
     means = collect(

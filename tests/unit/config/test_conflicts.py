@@ -73,6 +73,7 @@ EXCLUSIVE = [  # the key that the error names, and settings of which each is val
     ("train.on_nonfinite", PETASTORM, {"on_nonfinite": "rollback"}),
     ("train.check_replicas_every", SERVED, {"check_replicas_every": 5}),
     ("train.check_replicas_every", {"parallel": TreeReduce()}, {"check_replicas_every": 5}),
+    ("train.lr_scaling", {"scheduler": "OneCycleLR", "scheduler_args": {"max_lr": 1.0}}, {"lr_scaling": "linear"}),
     ("train.precision", SERVED, {"precision": "fp16"}),
     ("shards.storage", SERVED, LOCAL),
     ("track.profile_steps", SERVED, {"profile_steps": (1, 2)}),

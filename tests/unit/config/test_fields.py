@@ -11,7 +11,7 @@ from tests.builders.settings import make_config
 
 MAY_CHANGE = {
     "shards.store", "shards.store_ttl_days", "shards.cache_dir", "shards.cache_mib",
-    "loader.reader_threads", "loader.prefetch_batches",
+    "loader.reader_threads", "loader.prefetch_batches", "loader.rows_at_once",
     "train.epochs", "train.max_steps", "train.metrics", "train.early_stop_metric", "train.early_stop_mode",
     "train.early_stop_patience", "train.early_stop_min_delta", "train.log_every",
     "train.on_nonfinite", "train.max_nonfinite", "train.check_replicas_every", "train.check_batch_loss",

@@ -296,3 +296,30 @@ def test_an_override_of_the_strategy_counts_wherever_it_stands(tmp_path):
     assert load_config(path, ["parallel.tree_depth=3", "parallel.strategy=tree_reduce"]).parallel == expected
     assert load_config(path, ["parallel={strategy: tree_reduce, tree_depth: 3}"]).parallel == expected
     assert load_config(path, ["train.lr=1"]).parallel == spark_dl.LocalSGD()
+
+
+@pytest.mark.parametrize("value", ["0123", "no", "1e3", "null", "a: b", "[]", "?", "", "-", "true", "~"])
+def test_a_string_stays_the_string_that_it_is(tmp_path, value):
+    """YAML read it, so it is not read again: zip codes begin with 0, and "no" is a word."""
+    expected = {"zip": value, "list": 3, "flag": False}
+    path = tmp_path / "settings.yaml"
+    path.write_text(json.dumps({"data": {"nulls": "fill", "fill": expected}}))
+    for config in (
+        load_config(path),
+        load_config(overrides={"data.nulls": "fill", "data.fill": expected}),
+        load_config(overrides=["data.nulls=fill", f"data.fill={json.dumps(expected)}"]),
+    ):
+        assert config.data.fill == expected
+        assert [type(v) for v in config.data.fill.values()] == [str, int, bool]
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("data:\n  filters: [[x, '>', 1]]\ntrain:\n  lr: 0.1\ndata:\n  nulls: drop\n", "'data' is in line 1 and in line 5"),
+    ("train:\n  lr: 0.1\n  epochs: 2\n  lr: 0.2\n", "'train.lr' is in line 2 and in line 4"),
+    ("data:\n  encode:\n    a: {as: hash, buckets: 3, as: bytes}\n", "'data.encode.a.as' is in line 3 and in line 3"),
+])  # fmt: skip
+def test_a_key_that_is_there_twice_is_an_error_with_both_lines(tmp_path, text, message):
+    path = tmp_path / "settings.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=f"{path}: the key {message}; expected each key once"):
+        load_config(path)

@@ -158,7 +158,8 @@ def test_nan_counts_as_no_gain(mode):
 
 def test_nan_that_an_older_version_took_for_the_best_is_forgotten():
     progress = Progress(best=math.nan, epochs_without_gain=1)
-    early_stop.decide(progress, Train(early_stop_metric="loss", early_stop_patience=2), {"loss": 5.0}, CPU)
+    train = Train(early_stop_metric="loss", early_stop_mode="min", early_stop_patience=2)
+    early_stop.decide(progress, train, {"loss": 5.0}, CPU)
     assert (progress.best, progress.stopped_early) == (5.0, False)
 
 

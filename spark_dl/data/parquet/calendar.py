@@ -1,0 +1,179 @@
+"""Dates and times of files that were written with the Julian calendar before 1582-10-15, as Spark 2 and Hive did.
+
+Spark 3 says in a file which calendar it has, and rebases what it reads to the proleptic Gregorian one, which Arrow,
+Python and Spark 3 have: a date keeps its year, month and day. See `DataSourceUtils.datetimeRebaseSpec` and
+`RebaseDateTime` of Spark. In a file of the old calendar, 0001-01-01 is two days off without it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+_SPARK, _DATES, _INT96, _ZONE = (
+    f"org.apache.spark.{name}".encode() for name in ("version", "legacyDateTime", "legacyINT96", "timeZone")
+)
+_SWITCH_DAY = -141_427
+"""Days from 1970-01-01 to 1582-10-15, the first day of the Gregorian calendar."""
+_SAFE_S = -2_208_988_800
+"""1900-01-01 in seconds: from then on, all zones have the same times in both calendars (as Spark has it)."""
+_UTC = ("UTC", "Etc/UTC", "Z", "GMT", "Etc/GMT", "+00:00", "Universal", "Zulu")
+_PER_SECOND = {"s": 1, "ms": 1000, "us": 10**6, "ns": 10**9}
+
+
+@dataclass(frozen=True)
+class Calendar:
+    """What the footer of a file says about the calendar of its values."""
+
+    dates: bool
+    """Whether dates and 64-bit timestamps have the old calendar."""
+    int96: bool
+    """Whether 96-bit timestamps have it."""
+    zone: str
+    """The time zone of the session that wrote the file; empty if the file does not have it."""
+    writer: str
+    is_known: bool
+    """Whether the file says which calendar it has. Spark's own files do, other files of parquet-mr do not."""
+
+
+def calendar_of(metadata: pq.FileMetaData) -> Calendar | None:
+    """Returns the calendar of a file whose values may need another one; None if they do not."""
+    found: Mapping[bytes, bytes] = metadata.metadata or {}
+    writer, zone = metadata.created_by or "", found.get(_ZONE, b"").decode(errors="replace")
+    if _SPARK not in found:
+        if not writer.startswith("parquet-mr"):
+            return None  # Arrow and others know one calendar
+        return Calendar(True, True, zone, writer, is_known=False)
+    version = re.match(r"(\d+)\.(\d+)", found[_SPARK].decode(errors="replace"))
+    release = tuple(map(int, version.groups())) if version else (0, 0)
+    dates, int96 = release < (3, 0) or _DATES in found, release < (3, 1) or _INT96 in found
+    name = f"Spark {found[_SPARK].decode(errors='replace')}"
+    return Calendar(dates, int96, zone, name, is_known=True) if dates or int96 else None
+
+
+class RebasedFile:
+    """A Parquet file whose old dates and times are those that Spark reads. All else is as in `pyarrow.parquet`."""
+
+    def __init__(self, file: pq.ParquetFile, calendar: Calendar):
+        self._file, self._calendar = file, calendar
+        leaves = [file.schema.column(i) for i in range(len(file.schema))]
+        self._int96 = {leaf.path for leaf in leaves if leaf.physical_type == "INT96"}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def read_row_group(self, *args: Any, **kwargs: Any) -> pa.Table:
+        """As in pyarrow. Raises ValueError for values that cannot be rebased, with the column and the reason."""
+        table = self._file.read_row_group(*args, **kwargs)
+        columns = {name: self._rebased(name, name, table.column(name)) for name in table.column_names}
+        return pa.Table.from_arrays(list(columns.values()), schema=table.schema)
+
+    def iter_batches(self, *args: Any, **kwargs: Any) -> Iterator[pa.RecordBatch]:
+        """As in pyarrow. Raises as `read_row_group` does."""
+        for batch in self._file.iter_batches(*args, **kwargs):
+            arrays = [self._rebased(name, name, batch.column(i)) for i, name in enumerate(batch.schema.names)]
+            yield pa.RecordBatch.from_arrays(arrays, schema=batch.schema)
+
+    def _rebased(self, column: str, path: str, values: Any) -> Any:
+        if isinstance(values, pa.ChunkedArray):
+            return pa.chunked_array([self._rebased(column, path, chunk) for chunk in values.chunks], values.type)
+        types, arrow = pa.types, values.type
+        if not has_times(arrow):
+            return values
+        if types.is_struct(arrow):
+            inner = [
+                self._rebased(column, f"{path}.{arrow.field(i).name}", values.field(i)) for i in range(arrow.num_fields)
+            ]
+            return pa.StructArray.from_arrays(inner, fields=list(arrow), mask=values.is_null())
+        if types.is_list(arrow) or types.is_large_list(arrow):
+            # Spark and Hive name the levels of a list differently; a timestamp of 96 bits is of one kind in a column.
+            inner_values = self._rebased(column, path, values.values)
+            kind = pa.LargeListArray if types.is_large_list(arrow) else pa.ListArray
+            found = kind.from_arrays(values.offsets, inner_values, type=arrow)
+            return found if not values.null_count else _with_nulls(found, values, kind)
+        return self._rebased_leaf(column, path, values)
+
+    def _rebased_leaf(self, column: str, path: str, values: pa.Array) -> pa.Array:
+        is_int96 = any(leaf == path or leaf.startswith(f"{path}.") for leaf in self._int96)
+        if not (self._calendar.int96 if is_int96 else self._calendar.dates):
+            return values
+        is_date = pa.types.is_date32(values.type)
+        ticks = np.asarray(values.cast(pa.int32() if is_date else pa.int64()).fill_null(0))
+        if is_date:
+            old = ticks < _SWITCH_DAY
+            if not old.any():
+                return values
+            self._check(column, "1582-10-15", needs_zone=False)
+            ticks = np.where(old, gregorian_days(ticks), ticks).astype(np.int32)
+        else:
+            second = _PER_SECOND[values.type.unit]
+            if not (ticks < _SAFE_S * second).any():
+                return values
+            day, old = 86_400 * second, ticks < _SWITCH_DAY * 86_400 * second
+            self._check(column, "1900-01-01", needs_zone=True)
+            days = np.floor_divide(ticks, day)
+            ticks = np.where(old, gregorian_days(days) * day + (ticks - days * day), ticks)
+        mask = np.asarray(values.is_null().to_numpy(zero_copy_only=False)) if values.null_count else None
+        return pa.array(ticks, mask=mask).cast(values.type)
+
+    def _check(self, column: str, before: str, *, needs_zone: bool) -> None:
+        calendar = self._calendar
+        if not calendar.is_known:
+            why = "does not say which calendar it has"
+        elif needs_zone and calendar.zone not in _UTC:
+            why = f"has the old calendar in the time zone {calendar.zone or 'of its writer, which it does not name'}"
+        else:
+            return
+        raise ValueError(
+            f"column {column!r}: found values before {before} in a file of {calendar.writer}, which {why}; read the "
+            "files with Spark, and pass the DataFrame"
+        )
+
+
+def _with_nulls(found: Any, values: Any, kind: Any) -> Any:
+    offsets = np.asarray(values.offsets).astype(object)
+    offsets[:-1][np.asarray(values.is_null().to_numpy(zero_copy_only=False))] = None
+    return kind.from_arrays(pa.array(offsets.tolist(), values.offsets.type), found.values, type=values.type)
+
+
+def has_times(arrow: pa.DataType) -> bool:
+    """Whether there are dates or timestamps in a type, at any depth."""
+    if pa.types.is_date32(arrow) or pa.types.is_timestamp(arrow):
+        return True
+    if pa.types.is_struct(arrow):
+        return any(has_times(arrow.field(i).type) for i in range(arrow.num_fields))
+    return (pa.types.is_list(arrow) or pa.types.is_large_list(arrow)) and has_times(arrow.value_type)
+
+
+def rebased(file: pq.ParquetFile) -> Any:
+    """Returns a file that reads dates and times as Spark does; the same file if there is nothing to rebase."""
+    calendar = calendar_of(file.metadata)
+    if calendar is None or not any(has_times(field.type) for field in file.schema_arrow):
+        return file
+    return RebasedFile(file, calendar)
+
+
+def gregorian_days(days: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """Returns the day of the proleptic Gregorian calendar with the year, month and day that a day has in the Julian
+    one.
+
+    February 29 of a year such as 1000, which only the Julian calendar has, becomes March 1. # days: since 1970-01-01
+
+    Fliegel and Van Flandern's conversion of day numbers (Richards 2013, Explanatory Supplement, chapter 15).
+    """
+    number = days.astype(np.int64) + 2_440_588 + 32_082
+    of_cycle = (4 * number + 3) // 1461
+    rest = number - 1461 * of_cycle // 4
+    month_from_march = (5 * rest + 2) // 153
+    day = rest - (153 * month_from_march + 2) // 5
+    month = month_from_march + 3 - 12 * (month_from_march // 10)
+    year = of_cycle - 4800 + month_from_march // 10
+    first: npt.NDArray[np.int64] = ((year - 1970) * 12 + month - 1).astype("M8[M]").astype("M8[D]").astype(np.int64)
+    return first + day

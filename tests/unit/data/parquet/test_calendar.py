@@ -1,0 +1,90 @@
+"""Days of the Julian calendar with the year, month and day that they have there."""
+
+import datetime
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from spark_dl.data.parquet.calendar import RebasedFile, calendar_of, gregorian_days, rebased
+
+EPOCH = datetime.date(1970, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("julian", "expected"),  # days since 1970-01-01, from RebaseDateTimeSuite of Spark
+    [(-719164, "0001-01-01"), (-719163, "0001-01-02"), (-354280, "1000-01-01"), (-141428, "1582-10-04"),
+     (-682945, "0100-03-01"), (-682946, "0100-03-01")],
+)  # fmt: skip
+def test_a_day_keeps_its_name(julian, expected):
+    (found,) = gregorian_days(np.array([julian]))
+    assert str(EPOCH + datetime.timedelta(days=int(found))) == expected
+
+
+def file_of(tmp_path, writer=None, **metadata):
+    table = pa.table({"day": pa.array([-719164, None, 0], pa.int32()).cast(pa.date32()), "n": [1, 2, 3]})
+    metadata = {f"org.apache.spark.{key}": value for key, value in metadata.items()}
+    pq.write_table(table.replace_schema_metadata(metadata), tmp_path / "a.parquet")
+    return pq.ParquetFile(tmp_path / "a.parquet")
+
+
+@pytest.mark.parametrize(
+    ("metadata", "dates", "int96"),
+    [
+        ({}, False, False), ({"version": "3.5.0"}, False, False), ({"version": "2.4.8"}, True, True),
+        ({"version": "3.0.3"}, False, True), ({"version": "4.0.0", "legacyDateTime": ""}, True, False),
+        ({"version": "4.0.0", "legacyINT96": ""}, False, True), ({"version": "what"}, True, True),
+    ],
+)  # fmt: skip
+def test_what_a_footer_says_of_its_calendar(tmp_path, metadata, dates, int96):
+    found = calendar_of(file_of(tmp_path, **metadata).metadata)
+    assert (found.dates, found.int96) == (dates, int96) if dates or int96 else found is None
+
+
+def test_dates_are_rebased_in_row_groups_and_batches_and_in_lists_and_structs(tmp_path):
+    dates = pa.array([-719164, None, 0], pa.int32()).cast(pa.date32())
+    table = pa.table({
+        "day": dates, "list": pa.array([[0], None, [1, None]], pa.list_(pa.int32())).cast(pa.list_(pa.date32())),
+        "old": pa.ListArray.from_arrays(pa.array([0, 1, None, 2], pa.int32()), dates),
+        "inner": pa.StructArray.from_arrays([dates], names=["x"]), "n": pa.array([1, 2, 3]),
+    })  # fmt: skip
+    metadata = {"org.apache.spark.version": "2.4.8"}
+    pq.write_table(table.replace_schema_metadata(metadata), tmp_path / "a.parquet")
+    file = rebased(pq.ParquetFile(tmp_path / "a.parquet"))
+    assert isinstance(file, RebasedFile)
+    first = datetime.date(1, 1, 1)
+    for found in (file.read_row_group(0), pa.Table.from_batches(list(file.iter_batches(2)))):
+        assert found.column("day").to_pylist() == [first, None, EPOCH]
+        assert found.column("old").to_pylist() == [[first], [None], None]
+        assert found.column("inner").to_pylist() == [{"x": first}, {"x": None}, {"x": EPOCH}]
+        assert found.column("list").to_pylist() == table.column("list").to_pylist()
+        assert found.column("n").to_pylist() == [1, 2, 3]
+
+
+def test_times_before_1900_in_a_zone_are_refused_and_later_ones_are_not(tmp_path):
+    times = pa.array([-3_000_000_000, 0], pa.int64()).cast(pa.timestamp("s")).cast(pa.timestamp("us", "UTC"))
+    for zone, is_refused in (("UTC", False), ("Europe/Berlin", True), (None, True)):
+        metadata = {"org.apache.spark.version": "2.4.8", **({"org.apache.spark.timeZone": zone} if zone else {})}
+        pq.write_table(pa.table({"at": times}).replace_schema_metadata(metadata), tmp_path / "a.parquet")
+        file = rebased(pq.ParquetFile(tmp_path / "a.parquet"))
+        if is_refused:
+            with pytest.raises(
+                ValueError, match=r"column 'at': found values before 1900-01-01 in a file of Spark 2.4.8"
+            ):
+                file.read_row_group(0)
+        else:
+            assert file.read_row_group(0).column("at").to_pylist() == times.to_pylist()  # after 1582
+
+
+def test_a_file_of_parquet_mr_that_does_not_say_its_calendar_is_refused_if_it_matters(tmp_path, monkeypatch):
+    import spark_dl.data.parquet.calendar as calendar
+
+    file = file_of(tmp_path)
+    known = calendar.Calendar(True, True, "", "parquet-mr version 1.8.1", is_known=False)
+    monkeypatch.setattr(calendar, "calendar_of", lambda metadata: known)
+    with pytest.raises(
+        ValueError, match=r"column 'day': found values before 1582-10-15 in a file of parquet-mr version"
+    ):
+        rebased(file).read_row_group(0)
+    assert rebased(file).read_row_group(0, ["n"]).num_rows == 3

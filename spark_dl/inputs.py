@@ -208,7 +208,12 @@ def _shards_of_rows(
 ) -> ShardSet:
     pointer = storage.join(url, STORED)
     if reuse and storage.exists(storage.join(url, MANIFEST)):
-        return read_shards(url)
+        found_before = read_shards(url)
+        _log.warning(
+            "the DataFrame is not read: the run goes on with the %d rows that it has written to %s; for other rows, "
+            "use another run_dir, or overwrite", found_before.rows, url,
+        )  # fmt: skip
+        return found_before
     if reuse and storage.exists(pointer):
         shards, lease = reopen(json.loads(storage.read_bytes(pointer))["url"], run=url)
     else:

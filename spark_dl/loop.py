@@ -19,6 +19,7 @@ from spark_dl.evaluate import evaluate_model
 from spark_dl.gather import sum_over_ranks
 from spark_dl.launch.failures.errors import OtherRankError
 from spark_dl.launch.rank import status
+from spark_dl.parallel.generators import generators_kept
 from spark_dl.parallel.layout import apply_layout, to_device
 from spark_dl.parallel.loss import Count, count_of, counts_elements
 from spark_dl.parallel.module_state import ModuleState
@@ -36,6 +37,7 @@ from spark_dl.training.preemption import Preemption
 from spark_dl.training.profile import build_profile
 from spark_dl.training.replicas import ReplicaCheck, TrainedParameters
 from spark_dl.training.schedule import Schedule
+from spark_dl.training.sparse import check_sparse
 from spark_dl.training.state import Progress, RunState, Saved, seed_generators
 from spark_dl.training.step_times import StepTimer
 from spark_dl.world import World
@@ -124,6 +126,7 @@ class Training:
         self.counts_elements = num_ranks is None and counts_elements(self.spec, self.config, loader.columns)
         self.is_first_step = num_ranks is None  # of this process
         self.trained = TrainedParameters(trainable)
+        check_sparse(trainable.modules, trainable.optimizer, self.config)
         self.replicas = ReplicaCheck(trainable, world, self.config, self.step_check)
         first_step, writes = self.progress.global_step, world.rank == log_rank
         self.log = MetricsLog(
@@ -334,16 +337,19 @@ class Training:
             return {}
         status.enter(status.VALIDATING)
         self.trainable.sync_weights()
-        self._set_position()
+        self._set_position(is_validation=True)
         model = self.trainable.modules[0]
-        return evaluate_model(
-            self.spec, model, self.validation, self.config, self.world, call=self.trainable.call,
-            forward=self.trainable.forward, counts=self.trainable.counts,
-        )  # fmt: skip
+        # What a validation draws must not change the next steps: one that `max_steps` adds has no other counterpart.
+        with generators_kept(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()):
+            return evaluate_model(
+                self.spec, model, self.validation, self.config, self.world, call=self.trainable.call,
+                forward=self.trainable.forward, counts=self.trainable.counts,
+            )  # fmt: skip
 
-    def _set_position(self) -> None:
+    def _set_position(self, *, is_validation: bool = False) -> None:
         if self.spec.set_position is not None:
-            self.spec.set_position(self.trainable.modules[0], self.progress.position)
+            position = dataclasses.replace(self.progress.position, is_validation=is_validation)
+            self.spec.set_position(self.trainable.modules[0], position)
 
     def _end_epoch(self, metrics: dict[str, Any], validation_s: float) -> None:
         progress = self.progress

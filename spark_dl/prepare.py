@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from spark_dl import storage
 from spark_dl.checks.auto import mesh_in_words, plan_mesh_of
-from spark_dl.checks.dtypes import check_dtypes
+from spark_dl.checks.dtypes import check_dtypes, check_transform
 from spark_dl.checks.mesh import fit_mesh
 from spark_dl.config import Config
 from spark_dl.data.columns.schema import Column
@@ -24,6 +24,7 @@ from spark_dl.data.dataset.folder import delete_dataset
 from spark_dl.data.dataset.records import ShardSet
 from spark_dl.data.load.mixture import Mixture, dataset_configs
 from spark_dl.data.load.resume_check import check_rows, for_ranks
+from spark_dl.data.write.vocabulary import NO_ROWS
 from spark_dl.inputs import as_source, check_mixture, check_storage, shards_of, warn_of_few_rows
 from spark_dl.rundir import attempt, checkpoint, generations, signing
 from spark_dl.rundir.folder import SHARDS
@@ -96,6 +97,7 @@ def prepare_run(
             )
             if run.train.columns and spec is not None:  # the columns are unknown with local storage
                 check_dtypes(spec, run.train.select(config.data.columns), config)
+                check_transform(spec, run.train.select(config.data.columns), config)
                 run = replace(run, config=fit_mesh(spec, run.train, config, saved))
             # Only now, so that an earlier run is not deleted for invalid data.
             own = [*datasets.written, *_urls(train), *_urls(validation_shards)]
@@ -199,10 +201,15 @@ class _Datasets:
         _say_stage(self.stage, rows, self.config, name, reuse=self.reuse)
         if not isinstance(rows, (str, ShardSet)) and self.config.shards.storage == "shared":
             self.written.append(url)
-        return shards_of(
-            rows, url, config or self.config, self.until_done, reference_columns,
-            reuse=self.reuse, num_datasets=num_datasets, before_commit=self.before_commit,
-        )  # fmt: skip
+        try:
+            return shards_of(
+                rows, url, config or self.config, self.until_done, reference_columns,
+                reuse=self.reuse, num_datasets=num_datasets, before_commit=self.before_commit,
+            )  # fmt: skip
+        except ValueError as error:
+            if name == "validation" and str(error).startswith(NO_ROWS):
+                raise ValueError(f"validation: {NO_ROWS}; pass at least one row, or no validation") from error
+            raise
 
 
 def _say_stage(stage: Callable[[str], None], rows: Any, config: Config, name: str, *, reuse: bool = False) -> None:

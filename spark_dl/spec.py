@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from spark_dl.config.checks import suggestion
 from spark_dl.optimization import Optimization
@@ -48,6 +49,9 @@ class Position:
     """Steps done in the current epoch."""
     global_step: int
     """Optimizer steps done, over all epochs."""
+    is_validation: bool = False
+    """Whether a validation follows, and not a step. A run that ends within an epoch (`train.max_steps`) has one more
+    than a run that goes on."""
 
 
 class Evaluation(Protocol):
@@ -189,6 +193,11 @@ class ModelSpec:
         if not isinstance(model, nn.Module):
             raise ValueError(f"spec.build: expected a function that returns a torch.nn.Module, it returned {model!r}")
         for name, parameter in model.named_parameters():
+            if is_lazy(parameter):
+                raise ValueError(
+                    f"spec.build: the shape of {name!r} is not known yet, as its module is lazy; call the model once "
+                    "in spec.build, with an example of its features, or give the sizes of its layers"
+                )
             if parameter.is_meta:
                 raise ValueError(
                     f"spec.build: expected weights with values, found {name!r} on the device 'meta'; call to_empty("

@@ -9,11 +9,13 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from spark_dl import strategies
-from spark_dl.checks.dtypes import check_dtypes
+from spark_dl.checks.dtypes import check_dtypes, check_transform
 from spark_dl.checks.storage import check_reach
 from spark_dl.config import Config, Launch
 from spark_dl.data import local
@@ -118,12 +120,17 @@ def call(
             checked_backends(),
             first_compared(world),
         ):
+            process = os.getpid()
+            sys.argv[1:] = []  # those of Spark's worker are no arguments of the function
             try:
                 result = fn(*args, **kwargs)
             except SystemExit as end:
                 if end.code not in (None, 0):
                     raise
                 result = None
+            finally:
+                if os.getpid() != process:  # a forked child that returns, too: its result is not that of the rank
+                    os._exit(0 if sys.exc_info()[0] is None else 1)
         world.report({"kind": "returned"})  # before the group ends, which is an error for ranks that still use it
         return RankResult(world.rank, result)
 
@@ -177,6 +184,7 @@ def _check_streamed(shards: ShardSet, run: Run, world: World, task: str) -> None
     check_reference_columns(shards.columns, run.reference_columns)
     check_memory(shards, shards.select(run.config.data.columns), run.config, run.config.data_size)
     check_dtypes(run.spec, shards.select(run.config.data.columns), run.config)
+    check_transform(run.spec, shards.select(run.config.data.columns), run.config)
     if task == "train":
         saved = None
         if run.checkpoint is not None:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import random
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -18,10 +21,13 @@ from spark_dl.config import Config
 from spark_dl.data.columns.batch import build_batch
 from spark_dl.data.columns.inputs import cast_columns, two_rows_of_zeros
 from spark_dl.data.columns.schema import Column
+from spark_dl.parallel.generators import generators_kept
 from spark_dl.parallel.loss import weighted_loss_sum
 from spark_dl.spec import ModelSpec
 
-_IS_ABOUT_DTYPES = re.compile(r"dtype|scalar type|Double|Half|not implemented for '(Int|Short|Char|Byte|Bool)'")
+_IS_ABOUT_DTYPES = re.compile(
+    r"dtype|scalar type|Double|Half|not implemented for '(Int|Short|Char|Byte|Bool)'|bool tensor"
+)
 
 
 def check_dtypes(spec: ModelSpec, columns: Sequence[Column], config: Config) -> None:
@@ -74,3 +80,36 @@ def _failure(
     except Exception as error:
         return error if _IS_ABOUT_DTYPES.search(str(error)) else None
     return None
+
+
+def check_transform(spec: ModelSpec, columns: Sequence[Column], config: Config) -> None:
+    """Raises ValueError if `spec.transform` draws random numbers. Called on the driver, with two rows of zeros.
+
+    It runs in threads of the loader, beside the model, so that runs with the same seed would draw other numbers. An
+    error of the function is left to the ranks. columns: the columns that are read.
+    """
+    if spec.transform is None:
+        return
+    read = [c for c in cast_columns(columns, config.data.cast) if c.name != config.data.weight]
+    if config.sequences is not None:
+        read = [dataclasses.replace(c, shape=(config.sequences.length, *c.shape)) for c in read]
+    batch = build_batch(read, [two_rows_of_zeros(c) for c in read], config.loader.ragged)
+    batch["weight"] = torch.ones(2)
+    with generators_kept(()):
+        before = _drawn()
+        try:
+            spec.transform({name: tensor.clone() for name, tensor in batch.items()})
+        except Exception:
+            return
+        draws = _drawn() != before
+    if draws:
+        raise ValueError(
+            "spec.transform: it draws random numbers, which two runs with the same seed would not draw alike, nor a "
+            "resumed one; use spec.augment(batch, generator), whose generator is seeded for each step"
+        )
+
+
+def _drawn() -> tuple[Any, ...]:
+    """Returns the states of Python's, NumPy's and PyTorch's generators, to compare them."""
+    name, keys, *rest = np.random.get_state()
+    return random.getstate(), name, np.asarray(keys).tobytes(), rest, torch.get_rng_state().numpy().tobytes()

@@ -89,7 +89,9 @@ def run_barrier(
     if num_tasks == launch.num_ranks:
         attempt = dataclasses.replace(attempt, left_out=frozenset())
     tasks = spark.range(0, num_tasks, 1, num_tasks) if source is None else source
-    listener = None if is_connect(spark) else listen(spark, launch.num_ranks)
+    # Tasks on hosts that are left out do not come to Spark's `allGather`, so that the ranks can meet here alone.
+    meeting_s = launch.start_timeout_s if num_tasks > launch.num_ranks else None
+    listener = None if is_connect(spark) else listen(spark, launch.num_ranks, meeting_s=meeting_s)
     events: queue.Queue[Any] = listener.events if listener else queue.Queue()
     try:
         with worker_env(spark, env or {}):

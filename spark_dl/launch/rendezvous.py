@@ -169,7 +169,10 @@ def _exchange(context: Any, report: Any, message: str, launch: Launch) -> list[s
         if found is not None:
             return found
         if report.tasks is not None and report.tasks.num_tasks > launch.num_ranks:  # the others do not call it
-            raise RuntimeError("not all ranks can reach the driver, so no host can be left out: open the driver's port")
+            raise RuntimeError(
+                "not all ranks have reached the driver's port within launch.start_timeout_s, so no host can be left "
+                "out: open the port, or raise the limit if a rank starts slowly"
+            )
     waits_for_rows = isinstance(report, Reporter) and report.waits_for_rows  # which may take any time
     return all_gather(context, message, None if waits_for_rows else launch.start_timeout_s)
 

@@ -63,12 +63,14 @@ class Address:
 class Listener:
     """Receives events on the driver. `events` has them as dicts, in order of arrival, each with its `task`."""
 
-    def __init__(self, bind_host: str, public_host: str | None = None, *, num_ranks: int = 0):
+    def __init__(
+        self, bind_host: str, public_host: str | None = None, *, num_ranks: int = 0, meeting_s: float | None = None
+    ):  # fmt: skip
         """Listens on a free port of `bind_host`. `public_host` is the host name for executors, by default the same.
 
-        num_ranks: number of ranks that meet here.
+        num_ranks: number of ranks that meet here. meeting_s: how long the first one waits for the others.
         """
-        self._meeting = _Meeting(num_ranks)
+        self._meeting = _Meeting(num_ranks, MEETING_S if meeting_s is None else meeting_s)
         self.events: queue.Queue[dict[str, Any]] = queue.Queue()
         self._secret = os.urandom(32)
         family = socket.AF_INET6 if ":" in bind_host else socket.AF_INET
@@ -176,11 +178,15 @@ class Listener:
             ended.set()
 
 
-def listen(spark: Any, num_ranks: int) -> Listener:
-    """Returns a listener on the bind address of Spark's driver, with the driver's host name for executors."""
+def listen(spark: Any, num_ranks: int, *, meeting_s: float | None = None) -> Listener:
+    """Returns a listener on the bind address of Spark's driver, with the driver's host name for executors.
+
+    meeting_s: how long the ranks wait for each other, if they cannot meet elsewhere.
+    """
     conf = spark.sparkContext.getConf()
     public = conf.get("spark.driver.host")
-    return Listener(conf.get("spark.driver.bindAddress") or public, public, num_ranks=num_ranks)
+    bound = conf.get("spark.driver.bindAddress") or public
+    return Listener(bound, public, num_ranks=num_ranks, meeting_s=meeting_s)
 
 
 Known = Mapping[int, Mapping[str, Any]]
@@ -195,8 +201,8 @@ def with_heartbeats(known: Known, listener: Listener | None) -> dict[int, dict[s
 class _Meeting:
     """Collects one message of each rank, and sends all of them to every rank."""
 
-    def __init__(self, num_ranks: int):
-        self._num_ranks = num_ranks
+    def __init__(self, num_ranks: int, limit_s: float):
+        self._num_ranks, self._limit_s = num_ranks, limit_s
         self._lock = threading.Lock()
         self._messages: dict[int, str] = {}
         self._waiting: list[connection.Connection] = []
@@ -213,7 +219,7 @@ class _Meeting:
             self._messages[task] = message
             self._waiting.append(conn)
             if self._timer is None:
-                self._timer = threading.Timer(MEETING_S, self._give_up)
+                self._timer = threading.Timer(self._limit_s, self._give_up)
                 self._timer.name, self._timer.daemon = "spark_dl meeting", True
                 self._timer.start()
             if self._answer is None and len(self._messages) == self._num_ranks:

@@ -23,7 +23,7 @@ from spark_dl.parallel.exchange.bucket_choice import BucketSize
 from spark_dl.parallel.exchange.exchange import average_whole, build_exchange
 from spark_dl.parallel.exchange_clock import ExchangeClock, build_clock
 from spark_dl.parallel.generators import generators_kept
-from spark_dl.parallel.loss import Count, Inside
+from spark_dl.parallel.loss import Count, Inside, unused_message
 from spark_dl.parallel.module_state import module_state_kept
 from spark_dl.parallel.same_model import check_same_model
 from spark_dl.parallel.trainable import Scaler, Trainable, add_gradients, build_optimization
@@ -238,12 +238,7 @@ def _unused_named(model: nn.Module) -> Iterator[None]:
             raise
         trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         unused = [trained[int(number)] for number in found[1].split()]
-        more = f" and {len(unused) - 8} more" if len(unused) > 8 else ""
-        raise ValueError(
-            f"spec.build: the loss of a step does not depend on the parameters {', '.join(unused[:8])}{more}; set "
-            "parallel.find_unused_parameters to true, use them in the forward pass, or freeze them "
-            "(requires_grad_(False))"
-        ) from error
+        raise ValueError(unused_message(unused)) from error
 
 
 def _run_without_trace(model: nn.Module, backward: Callable[[], object]) -> None:

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from spark_dl.data.columns.schema import Column
 
 _IS_ABOUT_SHAPES = re.compile(
-    r"size|shape|dimension|broadcast|target|dtype|scalar type|class probabilities|out of bounds|can't be cast", re.I
+    r"size|shape|dimension|broadcast|target|dtype|scalar type|class probabilities|out of bounds|can't be cast|"
+    r"bool tensor",
+    re.I,
 )
 _IS_ABOUT_CALLS = re.compile(
     r"positional argument|keyword argument|must be Tensor|out of range|not implemented for|\dD\b|\d-dimensional", re.I
@@ -176,9 +178,9 @@ def _explain(error: Exception, output: Output, batch: Batch, label: str | None) 
             f"{text}The column {label!r} has values from {low.item():g} to {high.item():g} in this batch, and the "
             f"model's output has the shape {tuple(output.shape)}: one class per entry of its second axis"
         )
-    columns = "" if label is None else f", and the column {label!r} is {_in_words(batch[label])}"
+    columns = "" if label is None else f", and the column {label!r} is {in_words(batch[label])}"
     return (
-        f"{text}The model's output is {_in_words(output)}{columns}; change the last layer of the model, spec.loss, or "
+        f"{text}The model's output is {in_words(output)}{columns}; change the last layer of the model, spec.loss, or "
         "the column (data.cast, spec.transform)"
     )
 
@@ -199,14 +201,11 @@ def misfits_named(batch: Batch) -> Iterator[None]:
 def _raise_if_misfit(error: Exception, batch: Batch) -> None:
     if type(error) not in (IndexError, RuntimeError, TypeError, ValueError):  # nor those that are derived, as of memory
         return
-    text, frame = str(error).strip().rstrip("."), error.__traceback__
-    while frame is not None and frame.tb_next is not None:
-        frame = frame.tb_next
-    module = "" if frame is None else str(frame.tb_frame.f_globals.get("__name__"))
-    if module.startswith(_NOT_OF_THE_MODEL) or _IS_OF_A_DEVICE.search(text):
+    text = str(error).strip().rstrip(".")
+    if is_of_exchange(error):
         return
     if _IS_ABOUT_SHAPES.search(text) or _IS_ABOUT_CALLS.search(text):
-        columns = ", ".join(f"{name!r} {_in_words(v)}" for name, v in batch.items() if name != "weight")
+        columns = ", ".join(f"{name!r} {in_words(v)}" for name, v in batch.items() if name != "weight")
         raise ValueError(
             f"the model cannot be computed for a batch: {text}. The batch has the columns {columns}, with the rows "
             "as the first axis; change the model (spec.build, spec.forward), its loss (spec.loss, spec.batch_loss), or "
@@ -214,13 +213,22 @@ def _raise_if_misfit(error: Exception, batch: Batch) -> None:
         ) from error
 
 
-def _in_words(value: Any) -> str:
+def is_of_exchange(error: Exception) -> bool:
+    """Whether an error is about an exchange or a device, and not about the model or its batch."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    module = "" if frame is None else str(frame.tb_frame.f_globals.get("__name__"))
+    return module.startswith(_NOT_OF_THE_MODEL) or bool(_IS_OF_A_DEVICE.search(str(error)))
+
+
+def in_words(value: Any) -> str:
     """Returns the shape and the element type of a tensor, or of the tensors of an output."""
     if isinstance(value, Tensor):
         return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{name!r}: {_in_words(v)}" for name, v in value.items()) + "}"
-    return f"[{', '.join(map(_in_words, value))}]" if isinstance(value, (list, tuple)) else type(value).__name__
+        return "{" + ", ".join(f"{name!r}: {in_words(v)}" for name, v in value.items()) + "}"
+    return f"[{', '.join(map(in_words, value))}]" if isinstance(value, (list, tuple)) else type(value).__name__
 
 
 def _check_not_paired(losses: Any, output: Any, target: Any, label: str | None) -> None:
@@ -336,3 +344,12 @@ def select_rows(batch: Batch, index: Tensor) -> Batch:
                 f"{tuple(tensor.shape)}"
             )
     return {name: tensor[index] for name, tensor in batch.items()}
+
+
+def unused_message(names: Sequence[str]) -> str:
+    """Returns the error about parameters that have no gradient in a step. # names: at least one"""
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return (
+        f"spec.build: the loss of a step does not depend on the parameters {', '.join(names[:8])}{more}; set "
+        "parallel.find_unused_parameters to true, use them in the forward pass, or freeze them (requires_grad_(False))"
+    )

@@ -29,7 +29,7 @@ def create_exclusively(url: str, content: bytes) -> bool:
     Exclusive on local disks and NFS (O_EXCL), on S3 (a conditional put, with boto3), and with fsspec if it has "xb".
     On other storage (GCS, Azure, HDFS with pyarrow, S3 without boto3) it checks for the file, writes it, and reads it
     back: simultaneous writers can all get True. This is logged once per scheme.
-    content: must differ between writers.
+    content: must differ between writers, as a writer knows by it that a file that is there is its own.
     """
     filesystem, path = storage.resolve(url)
     storage.make_folder(storage.dirname(storage.absolute(url)))
@@ -39,7 +39,8 @@ def create_exclusively(url: str, content: bytes) -> bool:
         with storage.explained(url):
             create = _exclusive_put(url, filesystem, path, content)
             if not create():
-                return False
+                # A client repeats a write whose answer was lost, and then its own file is in the way.
+                return storage.read_bytes(url) == content
             is_refused = not create()  # a store that ignores the condition writes twice
     except (ImportError, NotImplementedError) as error:
         _warn_not_exclusive(storage.scheme(url), str(error))

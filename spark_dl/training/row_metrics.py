@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from spark_dl.config import Config
 from spark_dl.config.checks import suggestion
 from spark_dl.gather import gather_tensors
+from spark_dl.parallel.loss import in_words, is_of_exchange
 from spark_dl.spec import Batch, ModelSpec, Output
 
 if TYPE_CHECKING:
@@ -40,9 +41,25 @@ class RowMetric:
     classes_second: bool = False
     """Whether outputs for a ragged label are [rows, classes, longest], as torch's CrossEntropyLoss takes them, and not
     [rows, longest, ...]."""
+    _seen: str = ""
+    """What the last batch was, for messages."""
 
     def update(self, output: Output, batch: Batch) -> None:
-        """Adds the rows of a batch whose weight is above 0."""
+        """Adds the rows of a batch whose weight is above 0. Raises ValueError, with the metric, if it does not take
+        them."""
+        column = "" if self.label is None else f", and its label {self.label!r} {in_words(batch.get(self.label))}"
+        self._seen = f"The output is {in_words(output)}{column}; choose another metric, or its arguments, or the output"
+        try:
+            self._update(output, batch)
+        except (IndexError, RuntimeError, TypeError, ValueError) as error:
+            if self.name in str(error):
+                raise
+            raise ValueError(self._explained(error)) from error
+
+    def _explained(self, error: Exception) -> str:
+        return f"metric {self.name!r}: {str(error).rstrip('.')[:1000]}. {self._seen} (train.metrics, spec.metrics)"
+
+    def _update(self, output: Output, batch: Batch) -> None:
         weight = batch["weight"]
         counts = weight > 0
         if not bool(counts.any()):
@@ -83,7 +100,12 @@ class RowMetric:
         """Returns the value over all ranks, as plain numbers and lists. Collective."""
         with warnings.catch_warnings():  # torchmetrics warns on a rank without true rows
             warnings.filterwarnings("ignore", message=".*was called before the ``update``.*")
-            return _plain(self.metric.compute())
+            try:
+                return _plain(self.metric.compute())
+            except (IndexError, RuntimeError, TypeError, ValueError) as error:
+                if is_of_exchange(error):
+                    raise
+                raise ValueError(self._explained(error)) from error
 
     def _chosen(self, output: Any) -> Any:
         if self.output is None:

@@ -17,7 +17,7 @@ from spark_dl.launch import rendezvous
 from spark_dl.parallel.loss import weighted_loss_sum
 from spark_dl.rundir.checkpoint_files import DamagedError
 from spark_dl.rundir.weights import load_weights
-from tests.builders.models import small_config
+from tests.builders.models import build_mlp, small_config
 from tests.ranks.launcher import RankFailed, run_ranks
 from tests.ranks.runs import cut_at, make_run, resume, train, train_rank
 from tests.ranks.test_parity import assert_same_training
@@ -263,3 +263,71 @@ def test_a_process_that_has_another_rank_in_the_next_run_has_other_shards():
         assert [places for _, _, places in run] == [[rank] * 4 for rank in range(3)]
     ranks = [{pid: rank for pid, rank, _ in run} for run in runs]
     assert any(ranks[0].get(pid) not in (None, rank) for pid, rank in ranks[1].items()), "no process has another rank"
+
+
+class Unused(nn.Module):
+    """Has a layer that no step uses, and one for rows far out alone, which most batches do not have."""
+
+    def __init__(self):
+        super().__init__()
+        self.for_all, self.never, self.for_few = build_mlp(), nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, features):
+        out, few = self.for_all(features), features[:, 0] > 4.0
+        return out.index_add(0, few.nonzero()[:, 0], self.for_few(features[few])) if few.any() else out
+
+
+UNUSED = ModelSpec(build=Unused)
+
+
+@pytest.mark.parametrize("optimizer", [{"momentum": 0.9, "weight_decay": 0.1}])
+@pytest.mark.parametrize(("zero", "num_ranks"), [(0, 2), (1, 2), (1, 3), (2, 2), (2, 3)])
+def test_parameters_that_no_rank_has_used_stay_as_they_are(tmp_path, zero, num_ranks, optimizer):
+    parallel = Mesh(zero_stage=zero, find_unused_parameters=True, bucket_mib=0.0001)
+    train = {"optimizer_args": optimizer, "accumulation_steps": 2}
+    config = small_config(num_ranks, train=train, parallel=parallel)
+    assert_same_training(tmp_path, config, 480, spec=UNUSED)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_parameters_that_a_step_has_not_used_are_named_with_a_setting_that_there_is(tmp_path, zero):
+    config = small_config(2, parallel=Mesh(zero_stage=zero))
+    run = make_run(tmp_path, config, spec=UNUSED)
+    expected = r"does not depend on the parameters .*never.weight.*; set parallel.find_unused_parameters to true"
+    with pytest.raises(RankFailed, match=expected):
+        run_ranks(train_rank, 2, run)
+
+
+class ByRank(nn.Module):
+    """Calls a layer on one rank alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.extra, self.last = nn.Linear(4, 16), nn.Linear(16, 16), nn.Linear(16, 3)
+
+    def forward(self, features):
+        out = self.first(features)
+        return self.last(self.extra(out) if os.environ["RANK"] == "1" else out)
+
+
+def test_zero_3_names_layers_that_some_ranks_do_not_call_before_the_first_step(tmp_path):
+    run = make_run(tmp_path, small_config(2, parallel=Mesh(zero_stage=3)), spec=ModelSpec(build=ByRank))
+    with pytest.raises(RankFailed, match=r"rank 0 calls 'last', rank 1 calls 'extra'; use zero_stage 2"):
+        run_ranks(train_rank, 2, run)
+    with pytest.raises(ValueError, match=r"parallel.find_unused_parameters: expected false with parallel.zero_stage 3"):
+        small_config(2, parallel=Mesh(zero_stage=3, find_unused_parameters=True))
+
+
+def scalar(batch):
+    return {**batch, "temperature": torch.tensor(2.0)}
+
+
+def with_temperature(model, batch):
+    return model(batch["features"]) / batch["temperature"]
+
+
+@pytest.mark.parametrize("parallel", [Mesh(tensor=2), Mesh(zero_stage=1)])
+def test_a_scalar_in_a_batch_is_no_error(tmp_path, parallel):
+    spec = ModelSpec(build=build_mlp, transform=scalar, forward=with_temperature)
+    run = make_run(tmp_path, small_config(2, parallel=parallel, train={"epochs": 1}), spec=spec)
+    assert run_ranks(train_rank, 2, run)[0]["steps"] == 6

@@ -1,9 +1,11 @@
 """spark_dl.launch in every mode: results of all ranks, and one error for each way to fail."""
 
+import argparse
 import concurrent.futures
 import dataclasses
 import datetime
 import importlib
+import multiprocessing
 import os
 import pathlib
 import re
@@ -901,3 +903,63 @@ def test_F25_a_rank_that_stalls_is_an_error_also_where_ranks_cannot_reach_the_dr
 def test_ranks_that_do_not_join_each_other_are_not_waited_for(spark):
     launch = Launch(num_ranks=2, start_timeout_s=1)
     assert barrier.run_barrier(spark, _never_join, 3, launch=launch) == [0, 1]
+
+
+@pytest.fixture
+def points(spark):
+    rows = [(x.tolist(), int(y)) for x, y in zip(*blobs(245).values(), strict=True)]
+    return spark.createDataFrame(rows, "features array<float>, label bigint").coalesce(1).cache()
+
+
+def _leave_autocast():
+    torch.autocast("cpu", dtype=torch.bfloat16).__enter__()
+    return os.getpid()
+
+
+def _pid():
+    return os.getpid()
+
+
+def _parse_arguments():
+    return vars(argparse.ArgumentParser().parse_args())
+
+
+def _fork():
+    is_child = os.fork() == 0
+    if not is_child:
+        time.sleep(0.5)
+    return "child" if is_child else "parent"
+
+
+def _start_method():
+    multiprocessing.set_start_method("spawn")
+    return multiprocessing.get_start_method()
+
+
+@pytest.mark.modes("local", "local-cluster")
+def test_a_worker_in_which_a_function_left_something_is_not_used_again(spark, points, tmp_path):
+    config = small_config(1, train={"epochs": 1})
+    before = spark_dl.train(points, MLP, config, run_dir=tmp_path / "before", progress=False)
+    (left,) = spark_dl.launch(_leave_autocast, num_ranks=1)
+    (next_one,) = spark_dl.launch(_pid, num_ranks=1)
+    assert left != next_one
+    for _ in range(2):
+        spark_dl.launch(_leave_autocast, num_ranks=1)
+        assert spark_dl.launch(_start_method, num_ranks=1) == ["spawn"]
+    after = spark_dl.train(points, MLP, config, run_dir=tmp_path / "after", progress=False)
+    assert after.train_loss == before.train_loss
+    assert spark_dl.evaluate(points, MLP, after.checkpoint, progress=False) == spark_dl.evaluate(
+        points, MLP, before.checkpoint, progress=False
+    )
+
+
+@pytest.mark.modes("local")
+def test_a_worker_of_functions_that_leave_nothing_is_used_again(spark):
+    first, second = ({*spark_dl.launch(_pid, num_ranks=2)} for _ in range(2))
+    assert first & second
+
+
+@pytest.mark.modes("local")
+def test_a_function_has_no_arguments_of_the_worker_and_its_fork_returns_nothing(spark):
+    assert spark_dl.launch(_parse_arguments, num_ranks=1) == [{}]
+    assert spark_dl.launch(_fork, num_ranks=1) == ["parent"]

@@ -1,5 +1,6 @@
 """Files that exactly one of several writers creates, on each kind of store."""
 
+import contextlib
 import http.client
 import logging
 import sys
@@ -78,16 +79,22 @@ def test_without_boto3_it_is_written_and_the_weaker_guarantee_is_logged_once(s3,
     assert "install spark_dl[s3]" in caplog.text
 
 
-class DropsTheCondition(BaseHTTPRequestHandler):
-    """A store that ignores If-None-Match, as some do: all else is passed on to the real one."""
+class Forwards(BaseHTTPRequestHandler):
+    """Passes everything on to a real store, without headers that `left_out` names."""
+
+    left_out = ("expect",)
 
     def forward(self):
         connection = http.client.HTTPConnection(self.server.behind, timeout=20)
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        headers = {k: v for k, v in self.headers.items() if k.lower() not in ("if-none-match", "expect")}
+        headers = {k: v for k, v in self.headers.items() if k.lower() not in self.left_out}
         connection.request(self.command, self.path, body, headers)
         answer = connection.getresponse()
         content = answer.read()
+        if self.loses_the_answer():
+            self.close_connection = True
+            connection.close()
+            return
         self.send_response(answer.status)
         for name, value in answer.getheaders():
             if name.lower() not in ("connection", "transfer-encoding"):
@@ -97,26 +104,57 @@ class DropsTheCondition(BaseHTTPRequestHandler):
             self.wfile.write(content)
         connection.close()
 
+    def loses_the_answer(self):
+        return False
+
     do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = forward  # noqa: N815 - names of the standard library
 
     def log_message(self, *args):
         pass
 
 
-def test_a_store_that_ignores_the_condition_is_noticed(s3, caplog):
-    server = ThreadingHTTPServer(("127.0.0.1", 0), DropsTheCondition)
-    server.behind = s3.address
+class DropsTheCondition(Forwards):
+    """A store that ignores If-None-Match, as some do."""
+
+    left_out = ("if-none-match", "expect")
+
+
+class LosesAnAnswer(Forwards):
+    """The answer to the first conditional write is lost on its way."""
+
+    def loses_the_answer(self):
+        is_lost = self.command == "PUT" and "If-None-Match" in self.headers and not self.server.lost
+        self.server.lost |= is_lost
+        return is_lost
+
+
+@contextlib.contextmanager
+def store_behind(handler, s3):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.behind, server.lost = s3.address, False
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
-        url = f"s3://{BUCKET}/{uuid.uuid4().hex}?endpoint_override=127.0.0.1:{server.server_port}&scheme=http"
-        with caplog.at_level(logging.WARNING, "spark_dl"):
-            assert create_exclusively(url, b"first")
+        yield f"s3://{BUCKET}/{uuid.uuid4().hex}?endpoint_override=127.0.0.1:{server.server_port}&scheme=http", server
     finally:
         server.shutdown()
         thread.join(10)
         server.server_close()
+
+
+def test_a_store_that_ignores_the_condition_is_noticed(s3, caplog):
+    with store_behind(DropsTheCondition, s3) as (url, _), caplog.at_level(logging.WARNING, "spark_dl"):
+        assert create_exclusively(url, b"first")
     assert "the store ignores the condition" in caplog.text
+
+
+def test_a_write_whose_answer_was_lost_is_repeated_and_its_own(s3):
+    """The repeated write finds the file, which is that of the first one: a checkpoint that is committed."""
+    with store_behind(LosesAnAnswer, s3) as (url, server):
+        assert create_exclusively(url, b"mine")
+        assert server.lost
+        assert not create_exclusively(url, b"of another")
+        assert storage.read_bytes(url) == b"mine"
 
 
 def test_no_access_is_an_error_that_says_where_credentials_come_from(own_s3):

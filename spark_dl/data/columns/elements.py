@@ -22,7 +22,7 @@ def numbers(column: SourceColumn, values: pa.Array, lookup: Lookup | None = None
     """
     if is_looked_up(column, values) and not values.null_count:
         return string_indices(column, values, lookup or Lookup(column.encoding))
-    values = decoded(values)
+    values = _typed(column, decoded(values))
     if values.null_count and column.fill is not None:
         values = values.fill_null(fill_scalar(column, column.fill, values.type))
     if values.null_count:
@@ -35,6 +35,21 @@ def numbers(column: SourceColumn, values: pa.Array, lookup: Lookup | None = None
     if types.is_string(values.type) or types.is_large_string(values.type):
         return string_indices(column, values, lookup or Lookup(column.encoding))
     return np.asarray(values.to_numpy(zero_copy_only=False), dtype=column.dtype)
+
+
+def _typed(column: SourceColumn, values: pa.Array) -> pa.Array:
+    """Returns values of a type that all files have: nulls whose writer knew no type, strings that are views."""
+    if str(values.type) == "string_view":
+        return values.cast(pa.string())
+    if not pa.types.is_null(values.type):
+        return values
+    encoding = column.encoding
+    if encoding.is_lookup:
+        return values.cast(pa.string())
+    if encoding.kind in ("timestamp", "duration"):
+        kind = pa.timestamp if encoding.kind == "timestamp" else pa.duration
+        return values.cast(pa.date32() if encoding.unit == "D" else kind(encoding.unit))
+    return values.cast(pa.bool_() if column.dtype == "bool" else pa.from_numpy_dtype(np.dtype(column.dtype)))
 
 
 def elements(column: SourceColumn, found: list[pa.Array], lookup: Lookup | None = None) -> Array:

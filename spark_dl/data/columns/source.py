@@ -133,7 +133,7 @@ def _arrow_leaf(arrow: pa.DataType) -> Leaf | None:
         return Leaf("time", "int64", unit=arrow.unit)
     if types.is_duration(arrow):
         return Leaf("duration", "int64", unit=arrow.unit)
-    if types.is_string(arrow) or types.is_large_string(arrow):
+    if types.is_string(arrow) or types.is_large_string(arrow) or str(arrow) == "string_view":
         return Leaf("string", "int64")
     if types.is_binary(arrow) or types.is_large_binary(arrow) or types.is_fixed_size_binary(arrow):
         return Leaf("binary", "uint8")

@@ -21,7 +21,7 @@ from spark_dl.data.columns.nesting import leaf_type, null_rows
 from spark_dl.data.columns.ragged import Array
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.columns.source import HAS_DOT, NO_NULLS, SourceColumn, arrow_source_column, check_fill
-from spark_dl.data.external.files import File, check_in_all, elements_of, names_below, type_at
+from spark_dl.data.external.files import File, check_in_all, elements_of, names_below, type_at, without_values
 from spark_dl.data.parquet import file as parquet_file
 from spark_dl.data.parquet.file import table_column
 from spark_dl.data.parquet.filters import NULL_PARTITION
@@ -47,7 +47,8 @@ def external_column(
     Raises ValueError for a column that is missing or cannot become a tensor, and for settings that do not fit it.
     """
     is_partition = all(name in partition for partition in partitions.values())
-    arrow = type_at(files[0].schema, name)
+    types = [type_at(file.schema, name) for file in files]
+    arrow = next((found for found in types if not without_values(found)), types[0])
     if name in fields and name in files[0].schema.names and not is_string_or_time(fields[name]):
         column = petastorm_column(fields[name], settings)
         _check_vocabulary(column)

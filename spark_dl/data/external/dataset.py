@@ -27,12 +27,13 @@ from spark_dl.data.dataset.shard_table import Shard, ShardTable
 from spark_dl.data.external.columns import external_column, unit_of
 from spark_dl.data.external.files import (
     File,
+    comparable_type,
     elements_of,
     list_files,
     parents_of,
     read_footer,
     type_at,
-    without_nullability,
+    without_values,
 )
 from spark_dl.data.petastorm import metadata as petastorm_metadata
 from spark_dl.data.petastorm.unischema import Field
@@ -163,10 +164,12 @@ def _check_listed(url: str, files: Sequence[File], listed: Mapping[str, int]) ->
 
 def _check_same_columns(url: str, files: Sequence[File], names: Sequence[str]) -> None:
     """Raises ValueError if a column's type differs between files. Order and other columns may differ."""
-    for (first, other), name in itertools.product(itertools.pairwise(files), names):
-        types: list[Any] = [type_at(f.schema, name) for f in (first, other)]
-        if without_nullability(types[0]) != without_nullability(types[1]):
-            raise ValueError(
-                f"column {name!r} has type {types[0]} in {first.name} and {types[1] or 'is missing'} in {other.name} "
-                f"of {url}; read the files with Spark and write them with one schema"
-            )
+    for name in names:
+        known = [f for f in files if not without_values(type_at(f.schema, name))]
+        for first, other in itertools.pairwise(known):
+            types: list[Any] = [type_at(f.schema, name) for f in (first, other)]
+            if comparable_type(types[0]) != comparable_type(types[1]):
+                raise ValueError(
+                    f"column {name!r} has type {types[0]} in {first.name} and {types[1] or 'is missing'} in "
+                    f"{other.name} of {url}; read the files with Spark and write them with one schema"
+                )

@@ -264,15 +264,33 @@ def check_in_all(url: str, name: str, has: Mapping[str, bool], *, key: str = "")
         )
 
 
-def without_nullability(arrow: pa.DataType | None) -> pa.DataType | None:
-    """Returns the type with nullable elements and fields, to compare the types of files without their nullability."""
+def comparable_type(arrow: pa.DataType | None) -> pa.DataType | None:
+    """Returns the type that files must have in common.
+
+    Writers give hints of which Arrow type Parquet's type was: nullable or not, with 64-bit offsets, views, dictionaries
+    (categories of pandas) or not. Files with other hints have the same values, so the hints do not count.
+    """
     types = pa.types
     if arrow is None:
         return None
+    if types.is_dictionary(arrow):
+        return comparable_type(arrow.value_type)
     if types.is_struct(arrow):
-        return pa.struct([pa.field(f.name, without_nullability(f.type)) for f in arrow])
-    if types.is_large_list(arrow):
-        return pa.large_list(without_nullability(arrow.value_type))
+        return pa.struct([pa.field(f.name, comparable_type(f.type)) for f in arrow])
     if types.is_fixed_size_list(arrow):
-        return pa.list_(without_nullability(arrow.value_type), arrow.list_size)
-    return pa.list_(without_nullability(arrow.value_type)) if types.is_list(arrow) else arrow
+        return pa.list_(comparable_type(arrow.value_type), arrow.list_size)
+    if types.is_list(arrow) or types.is_large_list(arrow):
+        return pa.list_(comparable_type(arrow.value_type))
+    if types.is_large_string(arrow) or is_view(arrow, "string"):
+        return pa.string()
+    return pa.binary() if types.is_large_binary(arrow) or is_view(arrow, "binary") else arrow
+
+
+def is_view(arrow: pa.DataType, of: str) -> bool:
+    """Whether a type is `string_view` or `binary_view`, which older versions of pyarrow do not have."""
+    return str(arrow) == f"{of}_view"
+
+
+def without_values(arrow: pa.DataType | None) -> bool:
+    """Whether a column has only nulls in a file, whose writer did not know its type."""
+    return arrow is not None and pa.types.is_null(arrow)

@@ -23,7 +23,7 @@ from spark_dl.config import Config
 from spark_dl.config.checks import suggestion
 from spark_dl.data.dataset.records import ShardSet
 from spark_dl.data.dataset.shard_table import Shard
-from spark_dl.data.external.files import check_in_all, type_at
+from spark_dl.data.external.files import check_in_all, comparable_type, type_at, without_values
 from spark_dl.data.parquet import file as parquet_file
 from spark_dl.data.parquet.byte_budget import ByteBudget
 from spark_dl.data.parquet.calendar import RebasedFile, has_times
@@ -170,10 +170,9 @@ def _check_file(path: str, file: pq.ParquetFile, shard: Shard, conditions: AnyOf
         raise RuntimeError(f"{path} has row groups of {found} rows, expected {shard.row_groups}")
     for condition in itertools.chain.from_iterable(conditions):
         arrow = type_at(file.schema_arrow, condition.column)
-        expected, plain = condition.values.type, arrow
-        if arrow is not None and pa.types.is_dictionary(arrow):  # large strings are read as dictionaries of small ones
-            plain = expected if parquet_file.small_type(expected) == arrow.value_type else arrow.value_type
-        if plain != expected and not condition.is_of_any_type:
+        expected, is_same = condition.values.type, comparable_type(arrow) == comparable_type(condition.values.type)
+        plain = arrow if arrow is None or not pa.types.is_dictionary(arrow) else arrow.value_type
+        if not (is_same or without_values(arrow) or condition.is_of_any_type):
             raise ValueError(
                 f"data.filters: column {condition.column!r} has type {plain or 'none'} in {path} and "
                 f"{expected} in the first file; read the files with Spark and write them with one schema"

@@ -151,6 +151,12 @@ def _rows_that_hold(condition: Condition, stored: pa.ChunkedArray | pa.Array) ->
             return np.concatenate([np.empty(0, np.bool_), *of_chunks])
         if condition.op != _NOT_NULL:
             stored = stored.cast(stored.type.value_type)
+    if pa.types.is_null(stored.type) and not condition.is_of_any_type:
+        return np.zeros(len(stored), dtype=np.bool_)
+    if str(stored.type) == "string_view":
+        stored = stored.cast(pa.string())
+    if not condition.is_of_any_type and stored.type != condition.values.type:
+        stored = stored.cast(condition.values.type)  # with 32-bit and 64-bit offsets
     if condition.is_of_any_type:
         bad_rows = null_rows if condition.op == _NOT_NULL else nonfinite_rows
         bad = bad_rows(stored.combine_chunks() if isinstance(stored, pa.ChunkedArray) else stored)

@@ -59,6 +59,14 @@ def dumps(value: Any, modules: set[str] | None = None) -> bytes:
     return out.getvalue()
 
 
+_CACHED = type(functools.cache(len))
+
+
+def _cached(function: Any, maxsize: int | None, typed: bool) -> Any:
+    """Returns a function with a cache of its own, which is empty (`functools.lru_cache`). Called on a rank."""
+    return functools.lru_cache(maxsize, typed)(function)
+
+
 @functools.cache
 def _pickler() -> Any:
     from pyspark import cloudpickle
@@ -71,6 +79,10 @@ def _pickler() -> Any:
                 self.modules.add(value.__name__)
             elif isinstance(value, (type, types.FunctionType)) and isinstance(value.__module__, str):
                 self.modules.add(value.__module__)
+            elif isinstance(value, _CACHED) and getattr(value, "__module__", None) == "__main__":
+                # By name, it would be looked for in the main module of a rank, which is another one.
+                options = value.cache_parameters()
+                return _cached, (value.__wrapped__, options["maxsize"], options["typed"])
             # Spark Connect pickles a session as its id, which is not valid on an executor.
             if type(value).__module__ == "pyspark.sql.connect.session" and type(value).__name__ == "SparkSession":
                 raise TypeError("a SparkSession cannot be pickled")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import importlib
+import logging
 import os
 import random
 import signal
@@ -22,8 +23,11 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from spark_dl.launch.rank.process_state import ProcessState
 from spark_dl.launch.rank.store import RankStore
 from spark_dl.world import World
+
+_log = logging.getLogger("spark_dl")
 
 RANK_VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK",
@@ -134,9 +138,11 @@ def applied(env: Mapping[str, str]) -> Iterator[None]:
 def restored_process() -> Iterator[None]:
     """Restores the process after the block: environment, working folder, import path, torch's global settings.
 
-    Random number generators continue where they were before the block.
+    Random number generators continue where they were before the block. What else was changed is restored as far as that
+    is possible (`ProcessState`), and `is_clean` then says that the process is not to be used again.
     """
     _let_torch_hear_of_data_workers()
+    before = ProcessState()
     env, cwd, path, argv = dict(os.environ), os.getcwd(), list(sys.path), list(sys.argv)
     settings = [(setter, getter()) for getter, setter in _TORCH_SETTINGS]
     device = torch.get_default_device()
@@ -165,6 +171,18 @@ def restored_process() -> Iterator[None]:
         _reset_accelerate()
         _forget_meshes()
         _end_compile_workers()
+        if left := before.restore():  # after the settings above, which it also sees
+            _left.extend(left)
+            _log.info("this process is not used again, as a function has changed %s in it", ", ".join(left[:8]))
+
+
+_left: list[str] = []
+"""What functions have left in this process."""
+
+
+def is_clean() -> bool:
+    """Whether nothing was left in this process by a function, as far as is known."""
+    return not _left
 
 
 _TORCH_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (

@@ -23,7 +23,7 @@ from spark_dl.launch.failures.describe import describe, failed_in_task
 from spark_dl.launch.peers import check_versions, versions
 from spark_dl.launch.rank import collectives, status
 from spark_dl.launch.rank.children import ended_with_rank, outliving_env
-from spark_dl.launch.rank.environment import RESTARTS, applied
+from spark_dl.launch.rank.environment import RESTARTS, applied, is_clean
 from spark_dl.launch.rank.output import Output, line_buffered
 from spark_dl.launch.rank.sender import Reporter, Sender, crashes_reported
 from spark_dl.launch.rank.tasks import choose, own_executor
@@ -89,10 +89,6 @@ def rank_task(
     driver = versions()
 
     def run_rank(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        if not has_source:
-            # Spark reuses a Python worker, with torch already imported, only if its input was consumed.
-            for _ in batches:
-                pass
         from pyspark import BarrierTaskContext
 
         context = BarrierTaskContext.get()
@@ -101,6 +97,7 @@ def rank_task(
         executors = [info.address for info in context.getTaskInfos()]
         tasks = choose(executors, context.partitionId(), launch.num_ranks, attempt.left_out)
         if (task := tasks.own) is None:
+            _consume(batches)
             return
         me: dict[str, Any] = {"host": tasks.hosts[task], "pid": os.getpid()}
         limit_s, start_s = _STALL * launch.collective_timeout_s, _START_STALL * launch.start_timeout_s
@@ -133,9 +130,20 @@ def rank_task(
         sender.close()
         # The driver has the output already, if this rank could reach it, or a file.
         is_wanted = not sender.is_connected and not launch.log_dir and _is_wanted(launch, done.rank)
+        if not has_source and is_clean():
+            _consume(batches)
         yield _as_batch(done, result, last_lines if is_wanted else [])
 
     return run_rank
+
+
+def _consume(batches: Iterator[pa.RecordBatch]) -> None:
+    """Reads the input of a task to its end, so that Spark uses this Python worker, which has imported torch, again.
+
+    It ends a worker whose input was not read. That is used for a worker in which a function has left something.
+    """
+    for _ in batches:
+        pass
 
 
 def _task_input(batches: Iterator[pa.RecordBatch], task: int) -> TaskInput:

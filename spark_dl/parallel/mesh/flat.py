@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from spark_dl.parallel.exchange_clock import ExchangeClock
+from spark_dl.parallel.loss import unused_message
 from spark_dl.parallel.mesh.collectives import gather_parts, start_reduce_scatter, start_sum
 from spark_dl.parallel.mesh.groups import Groups, Holders
 
@@ -80,12 +81,20 @@ class FlatGradients:
         kinds: Mapping[str, Hashable] | None = None,
         experts: Collection[str] = (),
         clock: ExchangeClock | None = None,
+        find_unused: bool | None = False,
     ):
         """kinds: of parameters, by name. Those of different kinds are in different buckets.
 
         experts: names of the parameters that only the ranks with the same experts have.
+        find_unused: whether steps may leave out parameters (`Mesh.find_unused_parameters`); None if that is not known,
+            as
+            in pipelines, whose schedules set gradients without hooks.
         """
-        self._stage, self._clock = stage, clock
+        self._stage, self._clock, self._finds_unused = stage, clock, find_unused
+        self._used: set[int] = set()
+        """Ids of the parameters with a gradient on this rank in this step."""
+        self._unused: list[tuple[Bucket, nn.Parameter, int, int]] = []
+        """Parameters without a gradient on all ranks in this step, with their ranges in their buckets."""
         self.buckets = _deal(model, optimizer, groups, bucket_bytes, kinds or {}, experts)
         self._is_exchanging = True
         self._launched = self._to_launch = 0
@@ -99,6 +108,7 @@ class FlatGradients:
     def start(self, num_passes: int) -> None:
         """Prepares the gradients of a step. num_passes: number of its micro-batches."""
         self._launched = 0
+        self._used.clear()
         self._to_launch = len(self.buckets) * (num_passes if self._stage == 2 else 1)
         if not self._handles:  # after those of others, which need the gradients that stage 2 frees
             self._handles = [
@@ -131,7 +141,11 @@ class FlatGradients:
                     bucket.waiting = set(range(len(bucket.parameters)))
 
     def finish(self) -> None:
-        """Waits for all exchanges of a step. Then the gradients are the sums over all data ranks. Collective."""
+        """Waits for all exchanges of a step. Then the gradients are the sums over all data ranks. Collective.
+
+        Raises ValueError if this rank has no gradient of a parameter, unless that is asked for.
+        """
+        self._find_unused()
         while self._launched < self._to_launch:
             self._launch_next()
         with self._clock or contextlib.nullcontext():
@@ -151,7 +165,55 @@ class FlatGradients:
                 if gradient is not None:
                     assert parameter.grad is not None
                     parameter.grad.copy_(gradient)
+                    self._used.add(id(parameter))
         self.finish()
+
+    def _find_unused(self) -> None:
+        if self._finds_unused is None:
+            return
+        missing = [
+            name for bucket in self.buckets for name, p, _, _ in bucket.ranges() if id(p) not in self._used
+        ]  # fmt: skip
+        if not self._finds_unused:
+            if missing:
+                raise ValueError(unused_message(missing))
+            return
+        self._unused = []
+        by_holders: dict[int, list[Bucket]] = {}
+        for bucket in self.buckets:
+            by_holders.setdefault(id(bucket.holders.everyone), []).append(bucket)
+        for buckets in by_holders.values():
+            ranges = [(bucket, *each[1:]) for bucket in buckets for each in bucket.ranges()]
+            own = [id(parameter) in self._used for _, parameter, _, _ in ranges]
+            used = torch.tensor(own, dtype=torch.int32, device=local(buckets[0].parameters[0]).device)
+            if buckets[0].holders.everyone is not None:
+                dist.all_reduce(used, dist.ReduceOp.MAX, group=buckets[0].holders.everyone)
+            self._unused += [found for found, is_used in zip(ranges, used.tolist(), strict=True) if not is_used]
+
+    @contextlib.contextmanager
+    def unused_kept(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Keeps parameters that no rank has used, and their state, as they are in a step of the optimizer."""
+        kept: list[tuple[nn.Parameter, slice, Tensor, dict[str, Tensor]]] = []
+        for bucket, parameter, start, end in self._unused:
+            if bucket.shard is None:
+                parameter.grad = None
+                continue
+            first, last = bucket.shard_range()
+            part = slice(max(start, first) - first, min(end, last) - first)
+            if part.start < part.stop:
+                state = {
+                    key: value[part].clone()
+                    for key, value in optimizer.state[bucket.shard].items()
+                    if isinstance(value, Tensor) and value.shape == bucket.shard.shape
+                }
+                kept.append((bucket.shard, part, bucket.shard.detach()[part].clone(), state))
+        yield
+        with torch.no_grad():
+            for shard, part, weights, state in kept:
+                shard[part] = weights
+                for key, value in optimizer.state[shard].items():
+                    if isinstance(value, Tensor) and value.shape == shard.shape:
+                        value[part] = state.get(key, 0)  # state that the first step has made begins as 0
 
     def gather_weights(self) -> None:
         """Gathers the weights of all shards, after a step of the optimizer. Collective."""
@@ -169,6 +231,7 @@ class FlatGradients:
     def _note(self, bucket: Bucket, index: int) -> Callable[[Tensor], None]:
         def note(parameter: Tensor) -> None:
             bucket.waiting.discard(index)
+            self._used.add(id(parameter))
             if self._is_exchanging:
                 while self._launched < self._to_launch and not self._next.waiting:
                     self._launch_next()

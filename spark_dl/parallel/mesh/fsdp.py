@@ -80,3 +80,50 @@ def _with_shared_parameters(units: Sequence[nn.Module]) -> list[list[nn.Module]]
                 apart.append((other_ids, others))
         groups = [*apart, (ids, modules)]
     return [modules for _, modules in groups]
+
+
+class SameCalls:
+    """Calls a function with a sharded model, and checks in the first call that all ranks call the same modules.
+
+    The ranks gather the weights of a module together. If one of them does not call it, or another one first, tensors of
+    different modules meet, and Gloo aborts the process. Later calls are not checked.
+    """
+
+    def __init__(self, inside: Inside, device: torch.device):
+        self._inside, self._device, self._is_first = inside, device, True
+
+    def __call__(self, function: Any, batch: Any) -> Any:
+        if not self._is_first:
+            return self._inside(function, batch)
+        self._is_first = False
+        named = list(self._inside.model.named_modules())
+        modules: dict[str, nn.Module] = dict(each for each in named if isinstance(each[1], FSDPModule))
+        names = list(modules)
+        handles = [
+            module.register_forward_pre_hook(lambda *_, i=i: self._compare(i, names), prepend=True)
+            for i, module in enumerate(modules.values())
+        ]
+        try:
+            # The hooks of the modules run before those that gather, which were registered earlier.
+            found = self._inside(function, batch)
+            self._compare(len(names), names)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return found
+
+    def _compare(self, index: int, names: Sequence[str]) -> None:
+        """Raises ValueError unless all ranks call the same module next. index: of the module; their number at the
+        end."""
+        own = torch.tensor([index], device=self._device)
+        found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(found, own)
+        called = [int(each) for each in found]
+        if len({*called}) > 1:
+            words = [f"rank {rank} {f'calls {names[i]!r}' if i < len(names) else 'calls no more'}"
+                     for rank, i in enumerate(called[:8])]  # fmt: skip
+            raise ValueError(
+                "parallel.zero_stage: with 3, the ranks gather the weights of a layer together, so all of them must "
+                f"call the same layers in the same order, found that {', '.join(words)}; use zero_stage 2 with "
+                "parallel.find_unused_parameters, or call all layers on each rank"
+            )

@@ -16,10 +16,11 @@ from torch.distributed.tensor import DTensor
 from spark_dl.parallel import ddp
 from spark_dl.parallel.ddp import DDP
 from spark_dl.parallel.exchange_clock import ExchangeClock, build_clock
-from spark_dl.parallel.loss import Count
+from spark_dl.parallel.loss import Call, Count
 from spark_dl.parallel.mesh.build import Part, build_part
 from spark_dl.parallel.mesh.experts.divide import release_peers
 from spark_dl.parallel.mesh.flat import FlatGradients, local
+from spark_dl.parallel.mesh.fsdp import SameCalls
 from spark_dl.parallel.mesh.groups import Groups, build_groups
 from spark_dl.parallel.mesh.pipedream import PipeDream
 from spark_dl.parallel.mesh.pipeline import Pipeline
@@ -45,7 +46,13 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
         spec, model = ddp.build_model(spec, world, config, sync_batchnorm=False, clock=clock)
         optimization = build_optimization(spec, model, config, groups.dims.data)
         plain = ddp.average_gradients(
-            spec, model, optimization, world, config, settings=DDP(bucket_mib=settings.bucket_mib), clock=clock
+            spec,
+            model,
+            optimization,
+            world,
+            config,
+            clock=clock,
+            settings=DDP(bucket_mib=settings.bucket_mib, find_unused_parameters=settings.find_unused_parameters),
         )
         # The size of buckets is no setting here, and other meshes do not have its state.
         extra = {name: part for name, part in plain.extra_state.items() if name != "bucket_size"}
@@ -58,6 +65,7 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
         flat = FlatGradients(
             part.module, optimization.optimizer, groups, stage=settings.zero_stage, clock=clock,
             bucket_bytes=int(settings.bucket_mib * _MIB),
+            find_unused=settings.find_unused_parameters if part.pipeline is None else None,
             experts=part.experts,
             kinds={name: (name in part.cut, is_counted(part, p)) for name, p in part.module.named_parameters()},
         )  # fmt: skip
@@ -89,10 +97,12 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
 
 def _check_same_rows(micro_batches: Sequence[Batch], groups: Groups, world: World) -> None:
     """Raises RuntimeError on all ranks of a copy of the model that do not have the same batches. Collective."""
+    if groups.tensor is None and groups.pipeline is None:
+        return
     checksum = 0
     for batch in micro_batches:
         for name in sorted(batch):
-            checksum = zlib.crc32(batch[name].contiguous().view(torch.uint8).numpy().data, checksum)
+            checksum = zlib.crc32(batch[name].contiguous().reshape(-1).view(torch.uint8).numpy().data, checksum)
     for group in (groups.tensor, groups.pipeline):
         if group is None:
             continue
@@ -124,6 +134,7 @@ class MeshTraining:
         self._spec, self._part, self._optimizer, self._flat = spec, part, optimizer, flat
         self._groups, self._world, self._config, self._clock = groups, world, config, clock
         self._is_first_step = True
+        self._same_calls: SameCalls | None = None
 
     def forward_backward(self, micro_batches: Sequence[Batch], count: Count) -> Tensor:
         if self._is_first_step:
@@ -146,12 +157,15 @@ class MeshTraining:
         return total if self._groups.at.tensor == 0 else torch.zeros_like(total)
 
     def _without_pipeline(self, micro_batches: Sequence[Batch], count: Count) -> Tensor:
-        flat = self._flat
+        flat, inside = self._flat, self._part.inside
         if flat is not None:
             flat.start(len(micro_batches))
+        call: Call | None = inside
+        if inside is not None and self._same_calls is None:
+            self._same_calls = call = SameCalls(inside, self._world.device)
         total = add_gradients(
             self._spec, self._part.module, micro_batches, self._config, device=self._world.device,
-            scale=lambda losses: losses / count, call=self._part.inside, clock=self._clock if flat is None else None,
+            scale=lambda losses: losses / count, call=call, clock=self._clock if flat is None else None,
             before_last=contextlib.nullcontext if flat is None else flat.no_sync,
         )  # fmt: skip
         if flat is not None:
@@ -167,7 +181,8 @@ class MeshTraining:
         if isinstance(self._part.pipeline, PipeDream):
             self._part.pipeline.step(self._optimizer)
             return
-        self._optimizer.step()
+        with self._flat.unused_kept(self._optimizer) if self._flat is not None else contextlib.nullcontext():
+            self._optimizer.step()
         if self._flat is not None:
             self._flat.gather_weights()
 

@@ -78,6 +78,13 @@ EXCLUDES = (
              "is not the same on all ranks of a copy of the model"),
     Conflict("parallel.zero_stage", lambda c: _mesh(c).experts > 1 and _mesh(c).zero_stage == 3,
              "expected 0, 1 or 2 with parallel.experts above 1, as experts are not gathered for each layer, found 3"),
+    Conflict("parallel.find_unused_parameters",
+             lambda c: _mesh(c).find_unused_parameters and _mesh(c).zero_stage == 3,
+             "expected false with parallel.zero_stage 3, whose ranks gather the weights of a layer together, so that "
+             "all of them must call the same layers; use zero_stage 2, or call all layers"),
+    Conflict("parallel.find_unused_parameters",
+             lambda c: _mesh(c).find_unused_parameters and _mesh(c).pipeline > 1,
+             "expected false with parallel.pipeline above 1, whose stages wait for the gradients of all their layers"),
     Conflict("parallel.experts", lambda c: _mesh(c).experts > 1 and _pipes(c, *_SPLIT),
              "expected 1 with parallel.schedule={c.parallel.schedule!r}, which computes the gradients of weights apart "
              "from those of tokens, found {c.parallel.experts}; use 1f1b"),
@@ -137,13 +144,17 @@ class Mesh(Parallel):
     hosts (hybrid sharding)."""
     bucket_mib: float = may_change(25.0)
     """Size of one exchange of gradients, in MiB."""
+    find_unused_parameters: bool = may_change(False)
+    """For models with parameters that some steps do not use. A parameter that no rank uses in a step stays as it is,
+    with its state. The ranks exchange a flag for each parameter in each step. Not with `zero_stage: 3` or
+    `pipeline`."""
 
     def __post_init__(self) -> None:
         for name in ("pipeline", "tensor", "experts", "replicas", "stages_per_rank"):
             check_number(self, name, 1, whole=True)
         check_number(self, "bucket_mib", 0, above=True)
         check_choices(self)
-        check_bool(self, "sequence", "vertical_sync")
+        check_bool(self, "sequence", "vertical_sync", "find_unused_parameters")
         self._check_pipeline()
         if self.replicas > 1 and not self.zero_stage:
             raise ValueError(

@@ -1,9 +1,13 @@
 """The process of a rank: torchrun's variables, what a call leaves behind, and a rank that would train alone."""
 
 import dataclasses
+import io
 import json
+import multiprocessing
+import multiprocessing.context
 import os
 import random
+import socket
 import subprocess
 import sys
 import warnings
@@ -217,3 +221,75 @@ def test_the_device_of_a_step_is_looked_at_once_on_ranks_with_a_gpu_alone(monkey
             optimizer.step()
     optimizer.step()
     assert looked == [{"cpu"}]
+
+
+def leave_autocast():
+    torch.autocast("cpu", dtype=torch.bfloat16).__enter__()
+
+
+def leave_hook():
+    nn.modules.module.register_module_forward_hook(lambda *_: None)
+
+
+def leave_optimizer_hook():
+    register_optimizer_step_pre_hook(lambda *_: None)
+
+
+def leave_patch():
+    original = torch.nn.functional.linear
+    torch.nn.functional.linear = lambda *args: original(*args) * 2
+
+
+def leave_method():
+    nn.Module.train = lambda self, mode=True: self
+
+
+def leave_timeout():
+    socket.setdefaulttimeout(5)
+
+
+def leave_start_method():
+    multiprocessing.set_start_method("spawn")
+
+
+def leave_stdout():
+    sys.stdout = io.StringIO()
+    sys.stdout.close()
+
+
+def outcome():
+    model = nn.Linear(2, 2)
+    with torch.no_grad():
+        model.weight.fill_(0.3)
+        model.bias.fill_(0.1)
+    model.train()
+    return (
+        model(torch.ones(1, 2)).tolist(), model.training, socket.getdefaulttimeout(), sys.stdout,
+        multiprocessing.get_start_method(allow_none=True), len(nn.modules.module._global_forward_hooks),
+    )  # fmt: skip
+
+
+LEFT = [leave_autocast, leave_hook, leave_optimizer_hook, leave_patch, leave_method, leave_timeout, leave_start_method,
+        leave_stdout]  # fmt: skip
+
+
+@pytest.mark.parametrize("leave", LEFT, ids=lambda leave: leave.__name__)
+def test_what_a_function_leaves_reaches_no_other_call_and_the_process_is_not_used_again(leave, monkeypatch):
+    monkeypatch.setattr(environment, "_left", [])
+    monkeypatch.setattr(multiprocessing.context._default_context, "_actual_context", None)
+    before = outcome()
+    for _ in range(2):  # as a second call that does the same
+        with restored_process():
+            leave()
+        assert outcome() == before
+    assert not environment.is_clean()
+    assert len(environment._left) == 2
+
+
+def test_a_training_leaves_nothing(monkeypatch):
+    monkeypatch.setattr(environment, "_left", [])
+    with restored_process():
+        step()
+        torch.manual_seed(3)
+        torch.set_num_threads(2)
+    assert environment.is_clean(), environment._left

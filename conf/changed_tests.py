@@ -18,10 +18,21 @@ def tests_of(changed: str) -> list[Path]:
     if path.parts[0] != "spark_dl":
         return []
     folder = Path("tests/unit", *path.parts[1:-1])
-    for test in (folder / f"test_{path.name}", folder):
-        if test.exists() and test != Path("tests/unit"):
-            return [test]
-    return []
+    named = folder.parent / f"test_{folder.name}.py" if path.name == "__init__.py" else folder / f"test_{path.name}"
+    if path.name != "__init__.py":  # `test_storage_owner.py` beside the folder, for `storage/owner.py`
+        joined = folder.parent / f"test_{folder.name}_{path.name}"
+        named = named if named.exists() or not joined.exists() else joined
+    found = [test for test in (named, folder) if test.exists() and test != Path("tests/unit")][:1]
+    # A file without tests of its own is tested by those of the files that import it.
+    return found or tests_of_importers(path)
+
+
+def tests_of_importers(path: Path) -> list[Path]:
+    """The unit tests that name the module of a file, or else all unit tests."""
+    parts = path.with_suffix("").parts
+    module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    found = [test for test in sorted(Path("tests/unit").rglob("test_*.py")) if module in test.read_text()]
+    return found or [Path("tests/unit")]
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ OPTIONS: dict[str, tuple[Any, Any, str]] = {
     "export": (str | None, None, "safetensors file to write the trained weights to; nothing is overwritten"),
     "no_progress": (bool, False, "do not show a progress bar"),
 }
+FAILED = "predictions_failed"
 EXCLUSIVE = (("resume", "overwrite"), ("resume_from", "overwrite"), ("resume_from", "resume"))
 
 
@@ -42,34 +43,47 @@ def train(job: cli.Job) -> dict[str, Any]:
     )
     if job.args["export"]:
         cli.log.info(f"weights: {spark_dl.export(result.checkpoint, job.args['export'])}")
-    metrics = result.metrics
+    metrics, tested = result.metrics, dict[str, Any]()
     if "test" in datasets:
-        metrics = test(job, spec, datasets["test"], result)
+        metrics, tested = test(job, spec, datasets["test"], result)
     if picture := plots.plot_loss(result.run_dir):
         cli.log.info(f"loss: {picture}")
     names = ("run_dir", "checkpoint", "epochs", "steps", "rows", "train_loss")
     rate = {"rows_per_s": result.rows_per_s, "seconds": time.perf_counter() - start}
-    return {**{name: getattr(result, name) for name in names}, "metrics": metrics, **rate}
+    return {**{name: getattr(result, name) for name in names}, "metrics": metrics, **rate, **tested}
 
 
-def test(job: cli.Job, spec: spark_dl.ModelSpec, data: Any, result: spark_dl.TrainResult) -> dict[str, Any]:
+def test(
+    job: cli.Job, spec: spark_dl.ModelSpec, data: Any, result: spark_dl.TrainResult
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the metrics of the test rows, and where their predictions are, or why there are none."""
     metrics = spark_dl.evaluate(data, spec, result.checkpoint, job.config)
     metrics.pop("rows")
     cli.log.info(f"test: {metrics}")
-    if not isinstance(data, str) and not job.config.sequences:  # predictions need a DataFrame
-        try:
-            write_predictions(job, spec, data, result)
-        except Exception as error:  # keeps the trained model and its metrics
-            cli.log.warning(f"predictions failed: {error}; run jobs/predict.py with another --output")
-    return metrics
+    if isinstance(data, str) or job.config.sequences:  # predictions need a DataFrame
+        return metrics, {}
+    try:
+        path = write_predictions(job, spec, data, result)
+    except Exception as error:  # keeps the trained model and its metrics
+        cli.log.error(f"predictions failed: {error}; run jobs/predict.py with another --output")
+        return metrics, {"predictions": None, FAILED: f"{type(error).__name__}: {error}"}
+    try:
+        draw_predictions(job, data, path, result)
+    except Exception as error:
+        cli.log.warning(f"the predictions are written, but the picture of model.plot failed: {error}")
+    return metrics, {"predictions": path}
 
 
-def write_predictions(job: cli.Job, spec: spark_dl.ModelSpec, data: Any, result: spark_dl.TrainResult) -> None:
+def write_predictions(job: cli.Job, spec: spark_dl.ModelSpec, data: Any, result: spark_dl.TrainResult) -> str:
     run_dir = job.args["run_dir"] or ""
     path = cli.join(run_dir if "://" in run_dir else result.run_dir, "predictions")  # as Spark knows it: s3a, hdfs ...
     predictions = spark_dl.predict(data, spec, result.checkpoint, job.config)
     predictions.write.mode("overwrite").parquet(path)
     cli.log.info(f"predictions: {path}")
+    return path
+
+
+def draw_predictions(job: cli.Job, data: Any, path: str, result: spark_dl.TrainResult) -> None:
     if job.model.plot:
         picture = cli.join(result.run_dir, "predictions.png")
         rows = data.sparkSession.read.parquet(path).limit(1000).collect()
@@ -79,4 +93,4 @@ def write_predictions(job: cli.Job, spec: spark_dl.ModelSpec, data: Any, result:
 
 if __name__ == "__main__":
     settings = cli.parse(__doc__, OPTIONS, exclusive=EXCLUSIVE)
-    cli.run(lambda: train(settings))
+    cli.run(lambda: train(settings), is_success=lambda result: FAILED not in result)

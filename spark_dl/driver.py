@@ -192,7 +192,9 @@ def _train_in_attempts(
         for function in functions:
             function(restart)
 
-    advice = functools.partial(checkpoint.how_to_resume, run.run_dir)
+    def advice() -> str:
+        return generations.advice(run.run_dir, run.generation) or checkpoint.how_to_resume(run.run_dir)
+
     return run_attempts(attempt, run.config.launch, on_restart=on_restart, advice=advice)
 
 

@@ -19,6 +19,10 @@ _log = logging.getLogger("spark_dl")
 _CANCEL_WAIT_S = 30.0
 
 
+class SessionEndedError(RuntimeError):
+    """The Spark session has ended while a job of it ran: it was stopped, or its JVM has ended."""
+
+
 def is_connect(spark: Any) -> bool:
     """Whether this is a Spark Connect session, which has no SparkContext."""
     return type(spark).__module__.startswith("pyspark.sql.connect")

@@ -27,6 +27,10 @@ log = logging.getLogger("spark_dl")
 """Log on standard error. Standard output is for the result."""
 
 
+class UsageError(ValueError):
+    """A setting of a job that cannot be used; nothing was started."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Input:
     """Input rows: files or a table, read by Spark, or datasets that are read in place."""
@@ -76,16 +80,19 @@ class Model:
     """Function (rows, path) that draws a few predicted rows of the test set."""
 
     def spec(self) -> ModelSpec:
-        """Imports the functions. Raises ValueError, with the key, for a function that cannot be imported."""
+        """Imports the functions. Raises UsageError, with the key, for a function that cannot be imported."""
         if not self.build:
-            raise ValueError("model.build: expected 'package.module:name' or 'folder/file.py:name', found nothing")
-        functions = {
-            name: import_object(path, f"model.{name}")
-            for name in ("build", "forward", "predict", "transform", "augment")
-            if (path := getattr(self, name)) is not None
-        }
-        loss = import_object(self.loss, "model.loss") if ":" in self.loss else self.loss
-        metrics = {name: import_object(path, f"model.metrics.{name}") for name, path in self.metrics.items()}
+            raise UsageError("model.build: expected 'package.module:name' or 'folder/file.py:name', found nothing")
+        try:
+            functions = {
+                name: import_object(path, f"model.{name}")
+                for name in ("build", "forward", "predict", "transform", "augment")
+                if (path := getattr(self, name)) is not None
+            }
+            loss = import_object(self.loss, "model.loss") if ":" in self.loss else self.loss
+            metrics = {name: import_object(path, f"model.metrics.{name}") for name, path in self.metrics.items()}
+        except ValueError as error:
+            raise UsageError(str(error)) from error
         return ModelSpec(
             loss=loss, metrics=metrics, layers=self.layers, tensor_plan=self.tensor_plan, **functions
         )  # fmt: skip
@@ -193,8 +200,8 @@ def run(
     """Runs a job, prints its result as one JSON object in the last line of standard output, and exits.
 
     is_success: whether a result is one of success; otherwise the exit code is 1.
-    Exit codes: 0 success; 1 failure, with the error on standard error; 130 after SIGINT, 143 after SIGTERM. `parse`
-    exits with 2 on wrong usage.
+    Exit codes: 0 success; 1 failure, with the error on standard error; 2 for a UsageError, as `parse` has it; 130 after
+    SIGINT, 143 after SIGTERM.
     """
     received: list[int] = []
 
@@ -209,6 +216,8 @@ def run(
         result = work()
     except KeyboardInterrupt:
         _fail("interrupted", 128 + (received or [signal.SIGINT])[0])
+    except UsageError as error:
+        _fail(str(error), 2)
     except Exception as error:
         _fail(f"{error}" if isinstance(error, (ValueError, RuntimeError)) else f"{type(error).__name__}: {error}", 1)
     print(json.dumps(result), flush=True)

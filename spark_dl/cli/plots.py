@@ -46,7 +46,9 @@ def plot_loss(run_dir: str) -> str | None:
     axes.grid(alpha=0.3)
     axes.legend()
     path = storage.join(storage.absolute(run_dir), "loss.png")
-    figure.savefig(path, dpi=120)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=120)
+    storage.write_bytes(path, drawn.getvalue())
     return path
 
 

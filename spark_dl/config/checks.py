@@ -97,9 +97,12 @@ def missing_on_executors(error: str) -> str | None:
             "the executors' Python has another version of spark_dl than the driver; install the same version, or set "
             "PYSPARK_PYTHON to an interpreter that has it"
         )
-    return found and (
+    if not found:
+        return None
+    wheel = " (of the files of --py-files, executors take .zip, .egg and .jar, not .whl: rename a copy to .zip)"
+    return (
         f"the executors' Python has no {found.group(1)}; set PYSPARK_PYTHON to an interpreter that has spark_dl (of "
-        "this version) and torch, or install them there"
+        f"this version) and torch, or install them there{wheel * found.group(1).startswith('spark_dl')}"
     )
 
 

@@ -17,7 +17,12 @@ from spark_dl.config.sequences import Sequences
 from spark_dl.config.shards import Shards
 from spark_dl.config.track import Track
 from spark_dl.config.train import Train
-from spark_dl.parallel.ddp import DDP
+
+
+def _default_strategy() -> Parallel:
+    from spark_dl.parallel.ddp import DDP  # strategies are built on the settings
+
+    return DDP()
 
 
 @named_settings
@@ -31,7 +36,7 @@ class Config:
     sequences: Sequences | None = None
     """Samples of consecutive rows; null: each row is a sample."""
     train: Train = field(default_factory=Train)
-    parallel: Parallel = field(default_factory=DDP)
+    parallel: Parallel = field(default_factory=_default_strategy)
     """Settings of the strategy, such as `spark_dl.DDP(bucket_mib=10)`."""
     launch: Launch = field(default_factory=Launch)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
@@ -51,8 +56,8 @@ class Config:
         for section in dataclasses.fields(self):
             kind: Any = section.type
             if not isinstance(value := getattr(self, section.name), kind):
-                kind = {Parallel: DDP, Sequences | None: Sequences}.get(kind, kind)
-                example = ", or the settings of another strategy" if kind is DDP else ""
+                kind = {Parallel: type(_default_strategy()), Sequences | None: Sequences}.get(kind, kind)
+                example = ", or the settings of another strategy" if section.name == "parallel" else ""
                 raise ValueError(
                     f"{section.name}: expected a spark_dl.{kind.__name__}{example}, found a {type(value).__name__}; "
                     f"pass spark_dl.{kind.__name__}(...), or read settings by key with spark_dl.load_config"

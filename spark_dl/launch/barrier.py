@@ -29,7 +29,7 @@ from spark_dl.launch.session import worker_env
 from spark_dl.launch.starting import StartCheck
 from spark_dl.launch.supervise import Attempt
 from spark_dl.launch.watch import CRASH, Listener, listen, with_heartbeats
-from spark_dl.spark_job import is_connect, is_local_master
+from spark_dl.spark_job import SessionEndedError, is_connect, is_local_master
 
 _log = logging.getLogger("spark_dl")
 
@@ -240,7 +240,7 @@ class _Watch:
     def _root_cause(self, silent: Mapping[int, float]) -> BaseException:
         known = with_heartbeats(self._known, self._listener)
         if why := self._job.why_session_ended():
-            return RuntimeError(f"{why}, so the ranks have ended; build a session, and resume the run")
+            return SessionEndedError(f"{why}, so the ranks have ended; build a session, and resume the run")
         return root_cause(self._failures, known, self._job.error, silent, self._memories())
 
     def _check_limit(self) -> None:

@@ -8,6 +8,7 @@ NOTE: importing torch starts no threads and does not initialize CUDA, so forking
 """
 
 import gc
+import importlib
 import os
 
 # A package that asks whether there is a GPU while it is imported must not start CUDA: forks cannot use it then.
@@ -19,7 +20,9 @@ import torch.distributed
 import torch.optim  # noqa: F401
 from pyspark.daemon import manager
 
-import spark_dl  # noqa: F401
+# What the tasks of ranks and of predictions run. By name, as nothing here depends on it.
+for _name in ("spark_dl.worker", "spark_dl.open_dataset", "spark_dl.scoring.tables"):
+    importlib.import_module(_name)
 
 # Spark's workers collect garbage after every task. For the objects of torch, that takes 0.1 s of CPU time and writes to
 # the pages that forks share. Frozen objects are skipped.

@@ -18,6 +18,8 @@ from spark_dl.world import local_address
 _log = logging.getLogger("spark_dl")
 _COPIES = 6
 """Copies of the results in the heap of the driver's JVM, at most, with some room."""
+_PYTHON_LIMIT = "spark.executor.pyspark.memory"
+_LEAST_PYTHON_BYTES = 3 << 30
 EXECUTORS_WAIT_S = 10.0
 """How long to wait for the next executor of a session that has some."""
 
@@ -44,6 +46,7 @@ def check(spark: Any, launch: Launch, *, at_once: bool = True, executors_wait_s:
             "spark.python.worker.killOnIdleTimeout: found true, expected false, as Spark would kill a rank that trains "
             "and returns no rows; set it to false"
         )
+    warn_of_limit(spark)
     if not at_once:
         if copies := speculation(spark):
             _log.warning("%s; %s", *copies)
@@ -58,6 +61,22 @@ def check(spark: Any, launch: Launch, *, at_once: bool = True, executors_wait_s:
     check_local_gpus(spark, launch)
     check_slots(spark, launch, profile, executors_wait_s)
     return profile
+
+
+def warn_of_limit(spark: Any) -> None:
+    """Warns of a limit of the address space of Python workers in which Arrow and torch do not start.
+
+    Spark sets it by `RLIMIT_AS`. Arrow then fails to allocate and aborts, and Spark says only that the worker crashed.
+    """
+    limit = _conf(spark, _PYTHON_LIMIT) or ""
+    is_mib = limit.strip().isdigit()  # Spark's unit of this setting
+    if limit and _bytes_of(f"{limit}m" if is_mib else limit) < _LEAST_PYTHON_BYTES:
+        _log.warning(
+            "%s: found %s: it limits the address space of each Python worker, of which torch and Arrow need about "
+            "3 GiB; leave it unset, or raise it",
+            _PYTHON_LIMIT,
+            limit,
+        )
 
 
 def speculation(spark: Any) -> tuple[str, str] | None:

@@ -56,7 +56,16 @@ def build_session(name: str, *, master: str | None = None, conf: Mapping[str, st
         conf = {**{key: value for key, value in _DEFAULTS.items() if key not in no_default}, **conf}
     for key, value in conf.items():
         builder = builder.config(key, value)
-    return builder.getOrCreate()
+    from py4j.protocol import Py4JJavaError
+
+    try:
+        return builder.getOrCreate()
+    except Py4JJavaError as error:  # a stack of the JVM, in which the reason is hard to find
+        why = str(error.java_exception).partition("\n")[0]
+        where = conf.get("spark.master") or "that of Spark's settings"
+        raise RuntimeError(
+            f"Spark did not start (master: {where}): {why}; see the lines above of Spark's log"
+        ) from error
 
 
 def find_session(data: Any = None, spark: Any = None) -> Any:

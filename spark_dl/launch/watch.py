@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hmac  # noqa: F401 - by `authenticate`, when there may be no file left to open
 import json
 import logging
 import math
@@ -70,7 +71,7 @@ class Listener:
 
         num_ranks: number of ranks that meet here. meeting_s: how long the first one waits for the others.
         """
-        self._meeting = _Meeting(num_ranks, MEETING_S if meeting_s is None else meeting_s)
+        self._meeting = _Meeting(num_ranks, meeting_s)
         self.events: queue.Queue[dict[str, Any]] = queue.Queue()
         self._secret = os.urandom(32)
         family = socket.AF_INET6 if ":" in bind_host else socket.AF_INET
@@ -201,7 +202,7 @@ def with_heartbeats(known: Known, listener: Listener | None) -> dict[int, dict[s
 class _Meeting:
     """Collects one message of each rank, and sends all of them to every rank."""
 
-    def __init__(self, num_ranks: int, limit_s: float):
+    def __init__(self, num_ranks: int, limit_s: float | None):
         self._num_ranks, self._limit_s = num_ranks, limit_s
         self._lock = threading.Lock()
         self._messages: dict[int, str] = {}
@@ -219,7 +220,7 @@ class _Meeting:
             self._messages[task] = message
             self._waiting.append(conn)
             if self._timer is None:
-                self._timer = threading.Timer(self._limit_s, self._give_up)
+                self._timer = threading.Timer(MEETING_S if self._limit_s is None else self._limit_s, self._give_up)
                 self._timer.name, self._timer.daemon = "spark_dl meeting", True
                 self._timer.start()
             if self._answer is None and len(self._messages) == self._num_ranks:

@@ -61,6 +61,14 @@ def superseded(run_dir: str, generation: int) -> str:
     return f"this is attempt {generation} of the run {run_dir}, and attempt {newest} has started since{who}"
 
 
+def advice(run_dir: str, generation: int) -> str:
+    """Returns what to do after a failure of an attempt that is not the newest; otherwise an empty string."""
+    with contextlib.suppress(OSError):  # the failure says more
+        if why := superseded(run_dir, generation):
+            return f"{why[0].upper()}{why[1:]}. The newer attempt continues; a resume would end it."
+    return ""
+
+
 def check_newest(run_dir: str, generation: int) -> None:
     """Raises RuntimeError if a newer attempt has started."""
     if why := superseded(run_dir, generation):

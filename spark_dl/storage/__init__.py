@@ -154,7 +154,7 @@ def absolute(url: str | os.PathLike[str]) -> str:
     Tasks do not have the working directory of the driver.
     """
     url = text_of(url)
-    if url == "~" or url.startswith("~/"):  # as a shell has it; settings and notebooks have no shell
+    if url.startswith("~/"):  # as a shell has it; settings and notebooks have no shell
         url = os.path.expanduser(url)
     resolved, at = resolve(url)[1], _parse(url)
     return (resolved.rstrip("/") or "/") if is_local(url) else str(replace(at, path=at.path.rstrip("/")))

@@ -65,8 +65,10 @@ def tune(
         settings that replace those of `config`. All other keys are arguments of the function `spec`.
 
     num_trials: number of trials of this run. With `resume`, those of earlier attempts count.
+
     direction: `minimize` or `maximize`, for a new study. The default is known for losses and for classes of
         torchmetrics in `train.metrics` or a `ModelSpec`; metrics of your own need it.
+
     resume: continues the study in `run_dir`, with its shards. Trials that were not finished are trained again.
 
     metric: the value of a trial after the last epoch: `train_loss`, or `loss` or a metric of the validation rows. The

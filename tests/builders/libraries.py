@@ -27,6 +27,11 @@ def open_rows(url):
     )
 
 
+def mean_over_rows(losses, batch, rows):
+    """This rank's part of the mean over the true rows of the global batch: DDP divides the sum by the ranks."""
+    return (losses * batch["weight"]).sum() * int(os.environ.get("WORLD_SIZE", 1)) / rows.batch_rows
+
+
 def weights_of(module):
     return torch.cat([p.detach().flatten() for p in module.parameters()])
 
@@ -41,7 +46,8 @@ def train_alone(url):
         rows.set_epoch(epoch)
         for batch in rows:
             optimizer.zero_grad()
-            nn.functional.cross_entropy(model(batch["features"]), batch["label"]).backward()
+            losses = nn.functional.cross_entropy(model(batch["features"]), batch["label"], reduction="none")
+            mean_over_rows(losses, batch, rows).backward()
             optimizer.step()
     return weights_of(model)
 
@@ -50,13 +56,14 @@ def train_with_lightning(url, devices=None):
     import lightning
 
     class Classifier(lightning.LightningModule):
-        def __init__(self):
+        def __init__(self, rows):
             super().__init__()
-            self.net, self.rows = build_mlp(), 0
+            self.net, self.rows, self.seen = build_mlp(), rows, 0
 
         def training_step(self, batch, batch_idx):
-            self.rows += int(batch["weight"].sum())
-            loss = nn.functional.cross_entropy(self.net(batch["features"]), batch["label"])
+            self.seen += int(batch["weight"].sum())
+            losses = nn.functional.cross_entropy(self.net(batch["features"]), batch["label"], reduction="none")
+            loss = mean_over_rows(losses, batch, self.rows)
             self.log("loss", loss, sync_dist=True)
             return loss
 
@@ -64,16 +71,17 @@ def train_with_lightning(url, devices=None):
             return torch.optim.SGD(self.parameters(), lr=LR)
 
     torch.manual_seed(0)
-    module = Classifier()
+    rows = open_rows(url)
+    module = Classifier(rows)
     trainer = lightning.Trainer(
         accelerator="cpu", devices=devices or int(os.environ["WORLD_SIZE"]), max_epochs=EPOCHS, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    trainer.fit(module, open_rows(url))
+    trainer.fit(module, rows)
     return {
         "rank": trainer.global_rank,
         "world_size": trainer.world_size,
-        "rows": module.rows,
+        "rows": module.seen,
         "weights": weights_of(module),
     }
 
@@ -81,7 +89,7 @@ def train_with_lightning(url, devices=None):
 class BertOnRows(nn.Module):
     """A BERT from a config, without pretrained weights, for labels of rows."""
 
-    def __init__(self):
+    def __init__(self, rows):
         from transformers import BertConfig, BertForSequenceClassification
 
         super().__init__()
@@ -90,12 +98,15 @@ class BertOnRows(nn.Module):
             max_position_embeddings=8, num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
         )  # fmt: skip
         self.bert = BertForSequenceClassification(config)
-        self.rows = 0
+        self.rows, self.seen = rows, 0
 
     def forward(self, features, label, weight):
-        self.rows += int(weight.sum())
+        self.seen += int(weight.sum())
         tokens = (features * 10).long().clamp(0, 49)
-        return self.bert(input_ids=tokens, labels=label)
+        output = self.bert(input_ids=tokens)
+        losses = nn.functional.cross_entropy(output.logits, label, reduction="none")
+        output["loss"] = mean_over_rows(losses, {"weight": weight}, self.rows)
+        return output
 
 
 def train_with_transformers(url, folder, overrides_loader=True):
@@ -103,19 +114,20 @@ def train_with_transformers(url, folder, overrides_loader=True):
 
     class RowsTrainer(Trainer):
         def get_train_dataloader(self):
-            return open_rows(url) if overrides_loader else super().get_train_dataloader()
+            return rows if overrides_loader else super().get_train_dataloader()
 
     torch.manual_seed(0)
     arguments = TrainingArguments(
         output_dir=folder, num_train_epochs=EPOCHS, learning_rate=LR, optim="sgd", lr_scheduler_type="constant",
         max_grad_norm=0, save_strategy="no", report_to="none", disable_tqdm=True,
     )  # fmt: skip
-    trainer = RowsTrainer(model=BertOnRows(), args=arguments, train_dataset=open_rows(url))
+    rows = open_rows(url)
+    trainer = RowsTrainer(model=BertOnRows(rows), args=arguments, train_dataset=rows)
     trainer.train()
     return {
         "rank": arguments.process_index,
         "world_size": arguments.world_size,
-        "rows": trainer.model.rows,
+        "rows": trainer.model.seen,
         "steps": trainer.state.global_step,
         "weights": weights_of(trainer.model),
     }
@@ -133,7 +145,8 @@ def train_with_accelerate(url):
         rows.set_epoch(epoch)
         for batch in rows:
             optimizer.zero_grad()
-            accelerator.backward(nn.functional.cross_entropy(model(batch["features"]), batch["label"]))
+            losses = nn.functional.cross_entropy(model(batch["features"]), batch["label"], reduction="none")
+            accelerator.backward(mean_over_rows(losses, batch, rows))
             optimizer.step()
             seen += int(batch["weight"].sum())
     return {

@@ -159,6 +159,8 @@ def test_the_main_job_through_spark_submit(main_run):
     assert (result["steps"], result["run_dir"]) == (92, str(run_dir))
     assert result["metrics"]["accuracy"] > 0.9
     assert {"loss.png", "predictions.png", "predictions"} <= set(os.listdir(run_dir))
+    assert result["predictions"] == str(run_dir / "predictions")
+    assert (run_dir / "loss.png").stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.long
@@ -255,6 +257,33 @@ def test_standalone_cluster_with_two_workers(prepared, tmp_path):
             stop(process)
 
 
+PLOT_FAILS = """
+def plot(rows, path):
+    raise OSError("no font")
+"""
+PREDICTION_FAILS = """
+def predict(output):
+    raise ValueError("no class has this score")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("code", "file"), [(0, PLOT_FAILS), (1, PREDICTION_FAILS)], ids=["picture", "predictions"])
+def test_a_job_whose_predictions_failed_says_so_and_one_whose_picture_failed_is_a_success(digits, tmp_path, code, file):
+    """A nightly job is watched by its exit code."""
+    (tmp_path / "own.py").write_text(file)
+    name = "predict" if code else "plot"
+    out, err = run_job(
+        *PLAIN, "jobs/train.py", *digits, *LOCAL, "--train.epochs=1", "--run_dir", str(tmp_path / "run"),
+        f"--model.{name}={tmp_path}/own.py:{name}", "--spark_conf", json.dumps(CONF), code=code,
+    )  # fmt: skip
+    result = result_of(out)
+    assert result["metrics"]["accuracy"] > 0
+    assert result["predictions"] == (None if code else str(tmp_path / "run" / "predictions"))
+    assert ("no class has this score" in result.get("predictions_failed", "")) == bool(code)
+    assert ("the predictions are written, but the picture of model.plot failed: no font" in err) == (not code)
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
@@ -268,7 +297,7 @@ def test_standalone_cluster_with_two_workers(prepared, tmp_path):
         (["--train.global_batch_size=100"], 2, "the nearest is 96"),
         (
             ["--model.build=examples/digits.py:build_cnm"],
-            1,
+            2,
             "error: model.build: examples/digits.py has no 'build_cnm'",
         ),
         pytest.param(["--input.path=/nowhere.csv"], 1, "PATH_NOT_FOUND", marks=pytest.mark.slow),

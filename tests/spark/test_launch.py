@@ -518,7 +518,7 @@ def test_B21_a_busy_cluster_is_said_and_is_an_error_after_the_start_timeout(spar
     assert [r["rank"] for r in spark_dl.launch(_sum_of_ranks, 1.0, num_ranks=2)] == [0, 1]
 
 
-def _unreachable(spark, num_ranks):
+def _unreachable(spark, num_ranks, **options):
     listener = Listener("127.0.0.1", num_ranks=num_ranks)
     listener.address = dataclasses.replace(listener.address, port=1)
     return listener

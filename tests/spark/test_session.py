@@ -1,6 +1,7 @@
 """build_session in a process of its own: which settings hold, by where they were made."""
 
 import json
+import socket
 import subprocess
 import sys
 
@@ -76,3 +77,16 @@ def test_spark_defaults_conf_wins_over_our_defaults_in_plain_python(run, tmp_pat
 def test_plain_python_has_our_defaults(run):
     found = run(sys.executable, master="local[2]")
     assert found == {**OURS, "python": sys.executable, "master": "local[2]"}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(200)
+def test_a_master_that_does_not_answer_is_an_error_without_a_stack(tmp_path):
+    """Spark tries for a minute."""
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        master = f"spark://127.0.0.1:{closed.getsockname()[1]}"
+        program = f"import spark_dl; spark_dl.build_session('x', master={master!r})"
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=180)
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"RuntimeError: Spark did not start (master: {master}): java.lang."), done.stderr[-3000:]

@@ -43,6 +43,14 @@ def test_links_lead_somewhere(path):
             assert "://" in target or (path.parent / target).exists(), f"line {number}: {target}"
 
 
+@pytest.mark.parametrize("path", [*PAGES, ROOT / "SECURITY.md"], ids=[*IDS, "SECURITY.md"])
+def test_files_that_are_named_exist(path):
+    """A file is named from the root, from the package, or, as tests are, from `tests`."""
+    named = re.findall(r"`(\w[\w./-]*/[\w.-]+\.(?:cfg|conf|md|py|sh|yaml))(?:::\w+)?`", path.read_text())
+    folders = (ROOT, ROOT / "spark_dl", ROOT / "tests")
+    assert [name for name in named if not any((folder / name).exists() for folder in folders)] == []
+
+
 def headings(path):
     """The anchors of a page, as a code host and Sphinx make them from its headings."""
     lines = [re.match(r"#+ (.*)", line) for _, line in prose(path)]

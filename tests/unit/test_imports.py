@@ -3,7 +3,10 @@
 import ast
 import configparser
 import functools
+import pickle
 import re
+import runpy
+import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -160,7 +163,26 @@ def test_no_arrow_goes_up_the_corridor():
 
 
 def test_there_is_no_circle():
-    graph = {module_of(name): {m for m in ours(path) if m in NAMES} for name, path in MODULES.items()}
+    check_no_circle({module_of(name): {m for m in ours(path) if m in NAMES} for name, path in MODULES.items()})
+
+
+def test_each_module_can_be_imported_first():
+    """As a task does that unpickles a class. Python imports the packages of a module before the module itself."""
+    graph = {}
+    for name, path in MODULES.items():
+        module = module_of(name)
+        found = {i.module.removeprefix("spark_dl").removeprefix(".") for i in imports_of(path) if i.is_at_top}
+        with_packages = {p for m in found & NAMES for p in (m, *packages_of(m))}
+        graph[module] = with_packages - {module, *packages_of(module)}
+    check_no_circle(graph)
+
+
+def packages_of(module):
+    parts = module.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts))]
+
+
+def check_no_circle(graph):
     graph.pop("")  # the public names
     done: set[str] = set()
 
@@ -415,3 +437,45 @@ def test_S20_every_package_of_our_environments_has_one_version(path):
     packages = [line for line in lines if line and not line.startswith("-r ")]
     assert packages
     assert [line for line in packages if not re.fullmatch(r"[\w.\[\]-]+==[\w.+]+(; .*)?", line)] == []
+
+
+def modules_after(statement):
+    """The modules of the package that a new process has after a statement."""
+    program = f"{statement}; import sys; print(*[m for m in sys.modules if m.split('.')[0] == 'spark_dl'])"
+    return subprocess.check_output([sys.executable, "-c", program], text=True, timeout=60).split()
+
+
+def test_an_import_loads_what_it_runs():
+    """A package that imports all of itself makes every task import the driver, the benchmarks and Spark ML."""
+    assert len(modules_after("import spark_dl")) <= 2
+    assert len(modules_after("import spark_dl.world")) <= 5
+    of_ranks = modules_after("import spark_dl.worker")
+    not_of_ranks = ("driver", "bench", "ml", "trials", "planning", "doctor", "cli")
+    assert [m for m in of_ranks if m.split(".")[1:2] and m.split(".")[1] in not_of_ranks] == []
+
+
+def test_public_names_come_before_modules_of_the_same_name():
+    program = (
+        "import spark_dl, spark_dl.launch.barrier, spark_dl.predict, spark_dl.evaluate, spark_dl.open_dataset; "
+        "print(*[type(getattr(spark_dl, n)).__name__ for n in ('launch', 'predict', 'evaluate', 'open_dataset', 'nn')])"
+    )
+    found = subprocess.check_output([sys.executable, "-c", program], text=True, timeout=60).split()
+    assert found == ["function"] * 4 + ["module"]
+    assert {*spark_dl.__all__} <= {*dir(spark_dl)}
+    assert all(hasattr(spark_dl, name) for name in spark_dl.__all__)
+    with pytest.raises(AttributeError, match="module 'spark_dl' has no attribute 'trian'"):
+        spark_dl.trian  # noqa: B018
+
+
+def test_each_module_has_tests_that_make_check_runs():
+    tests_of = runpy.run_path(str(ROOT / "conf" / "changed_tests.py"))["tests_of"]
+    assert [name for name in MODULES if not tests_of(f"spark_dl/{name}")] == []
+    assert [p.as_posix() for p in tests_of("spark_dl/storage/__init__.py")] == ["tests/unit/test_storage.py"]
+
+
+def test_the_package_is_pickled_by_its_name():
+    """A function of a notebook, whose variable `spark_dl` it is, goes to the executors."""
+    from pyspark import cloudpickle
+
+    assert pickle.loads(pickle.dumps(spark_dl)) is spark_dl
+    assert pickle.loads(cloudpickle.dumps(lambda: spark_dl))() is spark_dl

@@ -217,3 +217,11 @@ def test_S13_a_planted_pipe_keeps_nobody_waiting(tmp_path):
     os.mkfifo(tmp_path / "lines")
     with pytest.raises(OSError, match="lines"):
         storage.append(str(tmp_path / "lines"), b"ours")
+
+
+def test_a_tilde_at_the_beginning_is_the_home_folder(tmp_path, monkeypatch):
+    """Settings and notebooks have no shell that replaces it, and a folder of this name would be made."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert storage.absolute("~/runs/1") == str(tmp_path / "runs" / "1")
+    assert storage.absolute("runs/~/1") == str(tmp_path / "runs" / "~" / "1")

@@ -89,7 +89,8 @@ def _first_of_all(
         rank = who.get("rank")
         return RankError(
             f"{f'task {task}' if rank is None else name_of(rank, int(task))} on {host} was killed: its Python process "
-            f"ended without an error. A SIGKILL often comes from the host running out of memory. Spark's error: "
+            "ended without an error. A SIGKILL often comes from the host running out of memory, a crash from the limit "
+            "spark.executor.pyspark.memory, if it is set. Spark's error: "
             f"{_last_lines(text)}",
             **{**_who(who), "host": host, "pid": None},
         )  # fmt: skip
@@ -121,8 +122,8 @@ def _error_of_lost(
     else:
         ended = "killed"
         why = (
-            f": its process ended without an error{peak}. A SIGKILL can come from the host running out of memory; see "
-            "the executor's and the kernel's log"
+            f": its process ended without an error{peak}. A SIGKILL can come from the host running out of memory, or "
+            "from a container that is deleted; see the executor's and the kernel's log"
         )
     return RankError(
         f"{named(who, task)} was {ended}{in_words(**place)}{why}",

@@ -1,11 +1,14 @@
 """Dtypes that do not fit the model are found on the driver, with the setting that mends them."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from spark_dl import ModelSpec
-from spark_dl.checks.dtypes import check_dtypes
+from spark_dl.checks.dtypes import check_dtypes, check_transform
 from spark_dl.data.columns.schema import Column
 from tests.builders.settings import make_config
 
@@ -71,3 +74,40 @@ def test_the_trial_draws_nothing_from_the_generator_of_the_driver():
     drawn = torch.rand(1)
     torch.manual_seed(3)
     assert torch.equal(drawn, torch.rand(1))
+
+
+def draws_of_torch(batch):
+    return {**batch, "x": batch["x"] + torch.randn(1)}
+
+
+def draws_of_numpy(batch):
+    return {**batch, "x": batch["x"] * float(np.random.rand())}
+
+
+def draws_of_python(batch):
+    return {**batch, "x": batch["x"] * random.random()}
+
+
+def draws_of_its_own(batch):
+    return {**batch, "x": batch["x"] + torch.randn(1, generator=torch.Generator().manual_seed(0))}
+
+
+def fails(batch):
+    raise KeyError("y")
+
+
+X = [Column("x", "float32", (3,))]
+
+
+@pytest.mark.parametrize("transform", [draws_of_torch, draws_of_numpy, draws_of_python])
+def test_a_transform_that_draws_random_numbers_is_an_error_and_changes_no_generator(transform):
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    with pytest.raises(ValueError, match=r"spec\.transform: it draws random numbers.*use spec\.augment"):
+        check_transform(ModelSpec(build=build, transform=transform), X, make_config(features=("x",), label=None))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("transform", [None, draws_of_its_own, fails])
+def test_other_transforms_are_left_to_the_ranks(transform):
+    check_transform(ModelSpec(build=build, transform=transform), X, make_config(features=("x",), label=None))

@@ -17,6 +17,15 @@ def test_sizes_are_read_as_spark_writes_them(text, expected):
     assert preflight._bytes_of(text) == expected
 
 
+@pytest.mark.parametrize(("limit", "warns"), [
+    ("512m", True), ("512", True), ("2g", True), ("3g", False), ("4096", False), (None, False),
+])  # fmt: skip
+def test_a_limit_of_python_workers_in_which_torch_does_not_start_is_said(caplog, limit, warns):
+    key = "spark.executor.pyspark.memory"
+    preflight.warn_of_limit(types.SimpleNamespace(conf={} if limit is None else {key: limit}))
+    assert [key in record.getMessage() and limit in record.getMessage() for record in caplog.records] == [True] * warns
+
+
 @pytest.mark.parametrize("key", [
     "spark.network.crypto.enabled", "spark.ssl.enabled", "spark.authenticate.enableSaslEncryption",
 ])  # fmt: skip

@@ -325,6 +325,22 @@ def test_ranks_that_cannot_all_reach_the_driver_meet_elsewhere_and_so_do_those_t
     assert meet(connect(2)) == [None]
 
 
+def test_ranks_that_can_meet_nowhere_else_wait_longer(monkeypatch):
+    """A host is left out, so that the ranks that are not needed have to hear of it here."""
+    monkeypatch.setattr(watch, "MEETING_S", 0.1)
+    listener = Listener("127.0.0.1", num_ranks=2, meeting_s=WAIT_S)
+    first, late = Sender(listener.address, 0), Sender(listener.address, 1)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        waiting = pool.submit(first.exchange, "rank of task 0", WAIT_S)
+        time.sleep(0.5)
+        assert not waiting.done()
+        assert pool.submit(late.exchange, "rank of task 1", WAIT_S).result(WAIT_S) == waiting.result(WAIT_S)
+    first.close()
+    late.close()
+    listener.close()
+    assert waiting.result() == ["rank of task 0", "rank of task 1"]
+
+
 def test_without_an_address_ranks_meet_elsewhere():
     assert Sender(None, 0).exchange("here", WAIT_S) is None
 

@@ -7,6 +7,7 @@ import pytest
 from spark_dl import Config, Data
 from spark_dl.data.dataset.manifest import read_shards
 from spark_dl.rundir import environment
+from spark_dl.spark_job import SessionEndedError
 from spark_dl.spec import Run
 from tests.builders.datasets import write_dataset
 from tests.builders.models import MLP, blobs
@@ -44,6 +45,7 @@ def test_an_attempt_runs_until_its_end_is_recorded(run):
 
 @pytest.mark.parametrize(("error", "outcome"), [
     (RuntimeError("rank 1\n" + "x" * 99_999), environment.FAILED), (KeyboardInterrupt(), environment.INTERRUPTED),
+    (SessionEndedError("the Spark session was stopped"), environment.INTERRUPTED),
 ])  # fmt: skip
 def test_an_error_is_recorded_and_raised(run, error, outcome):
     with pytest.raises(type(error)), environment.recorded(run, {}):

@@ -81,6 +81,9 @@ def test_what_is_at_the_place_of_the_file_is_never_replaced(tmp_path):
     assert (folder / "none").read_bytes() == b"new"
 
 
+GOES_ON = "The newer attempt continues; a resume would end it."
+
+
 def test_the_file_says_who_took_it_and_other_names_do_not_count(tmp_path):
     run_dir = str(tmp_path)
     generations.start_generation(run_dir)
@@ -91,7 +94,8 @@ def test_the_file_says_who_took_it_and_other_names_do_not_count(tmp_path):
     record = generations.read_record(generations.record_url(run_dir, 2))
     assert "attempt 1" in why
     assert f"attempt 2 has started since, on host {record['host']} by process {record['pid']}" in why
-    assert generations.superseded(run_dir, 2) == ""
+    assert generations.superseded(run_dir, 2) == generations.advice(run_dir, 2) == ""
+    assert generations.advice(run_dir, 1) == f"{why.capitalize()[0]}{why[1:]}. {GOES_ON}"
     with pytest.raises(RuntimeError, match="attempt 2 has started since"):
         generations.check_newest(run_dir, 1)
 

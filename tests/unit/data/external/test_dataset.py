@@ -864,3 +864,33 @@ def test_compressed_arrays_that_do_not_fit_are_an_error_before_they_are_unpacked
         assert tracemalloc.get_traced_memory()[1] < 8 << 20
     finally:
         tracemalloc.stop()
+
+
+WORDS = ["a", "b", "a", "c"]
+HINTS = {  # Arrow's types of a column of Parquet strings
+    "pandas 2": pa.array(WORDS, pa.string()),
+    "pandas 3": pa.array(WORDS, pa.large_string()),
+    "categories": pa.array(WORDS).dictionary_encode(),
+    "ordered categories": pa.array(WORDS).cast(pa.dictionary(pa.int8(), pa.string(), ordered=True)),
+    "views": pa.array(WORDS).cast(pa.string_view()),
+}
+
+
+@pytest.mark.parametrize("hint", HINTS)
+@pytest.mark.parametrize("first", ["pandas 2", "categories"])
+def test_files_may_differ_in_arrow_s_hints_of_one_type_of_parquet(tmp_path, first, hint):
+    for name, words in (("0", HINTS[first]), ("1", HINTS[hint])):
+        pq.write_table(pa.table({"word": words, "x": pa.array(range(4), pa.int64())}), tmp_path / f"{name}.parquet")
+    encode = {"word": {"as": "vocabulary", "values": ["a", "b", "c"]}}
+    shards = open_parquet(str(tmp_path), ["word", "x"], data=Data(features=("word", "x"), label=None, encode=encode))
+    batches = [batch for step in steps_of(shards, "word", "x", encode=encode) for batch in step.micro_batches]
+    index = np.concatenate([b["word"].numpy()[b["weight"].numpy() == 1] for b in batches])
+    assert np.unique(index, return_counts=True)[1].tolist() == [4, 2, 2]
+
+
+def test_a_column_that_is_null_in_all_rows_of_a_file_has_the_type_that_other_files_have(tmp_path):
+    ids = pa.array(range(4), pa.int64())
+    pq.write_table(pa.table({"id": ids, "x": pa.nulls(4)}), tmp_path / "0.parquet")
+    pq.write_table(pa.table({"id": ids, "x": pa.array([1.5] * 4, pa.float32())}), tmp_path / "1.parquet")
+    shards = open_parquet(str(tmp_path), ["id", "x"])
+    assert {c.name: c.dtype for c in shards.columns} == {"id": "int64", "x": "float32"}

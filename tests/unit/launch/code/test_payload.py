@@ -11,6 +11,7 @@ import pickle
 import re
 import socket
 import struct
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -395,3 +396,33 @@ def test_B30_a_result_that_is_larger_than_the_driver_can_take_is_an_error_with_b
     assert len(pack_result(result, 6 << 20)) > 5 << 20
     with pytest.raises(ValueError, match=r"has 5 MiB, and the driver can take 4 MiB of each rank; .*maxResultSize"):
         pack_result(result, 4 << 20)
+
+
+NOTEBOOK = """
+import functools, io, pickle, subprocess, sys
+from spark_dl.launch.code.culprit import dumps
+
+calls = []
+
+@functools.lru_cache(maxsize=3)
+def tokenizer(name):
+    calls.append(name)
+    return name.upper()
+
+def build():
+    return tokenizer("a"), tokenizer("a"), tokenizer.cache_info().hits, tokenizer.cache_parameters()["maxsize"]
+
+tokenizer("of the driver")
+out = dumps(build)
+there = "import pickle, sys; print(pickle.loads(sys.stdin.buffer.read())())"
+print(subprocess.run([sys.executable, "-c", there], input=out, capture_output=True, check=True).stdout.decode())
+"""
+
+
+def test_a_cached_function_of_the_main_module_comes_with_an_empty_cache(tmp_path):
+    """As in a notebook, whose main module no rank has."""
+    script = tmp_path / "notebook.py"
+    script.write_text(NOTEBOOK)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "('A', 'A', 1, 3)"

@@ -25,8 +25,8 @@ HEAD = """# Configuration
 
 <!-- Written by docs/write_configuration.py from the docstrings of the settings. Do not edit. -->
 
-This page lists every setting of the package, by section. [Ways in](ways-in.md#as-a-job) has those that only jobs have, `input` and
-`model`. A setting has the same name in YAML, on the command line and in Python:
+This page lists every setting of the package, by section. [Ways in](ways-in.md#as-a-job) has those that only jobs have,
+`input` and `model`. A setting has the same name in YAML, on the command line and in Python:
 
 ```yaml
 train: {epochs: 5, lr: 0.05}

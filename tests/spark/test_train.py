@@ -347,14 +347,16 @@ def interrupt_once(started):
 
 
 @pytest.mark.modes("local")
-def test_resume_goes_on_and_overwrite_starts_anew(spark, points, tmp_path):
+def test_resume_goes_on_and_overwrite_starts_anew(spark, points, tmp_path, caplog):
     run_dir = str(tmp_path / "run")
     config = small_config(2, train={"epochs": 1})
     spark_dl.train(points, MLP, config, run_dir=run_dir, resume=True)  # nothing to resume from: starts
     with pytest.raises(ValueError, match=r"already has checkpoints \(the last one of step 11\); set resume"):
         spark_dl.train(points, MLP, config, run_dir=run_dir)
-    more = small_config(2, train={"epochs": 2})
-    resumed = spark_dl.train(points, MLP, more, run_dir=run_dir, resume=True)
+    more = small_config(2, train={"epochs": 2, "early_stop_mode": "min"})  # as it is saved
+    assert "the DataFrame is not read" not in caplog.text
+    resumed = spark_dl.train(points.limit(300), MLP, more, run_dir=run_dir, resume=True)
+    assert f"the DataFrame is not read: the run goes on with the {points.count()} rows" in caplog.text
     assert (resumed.epochs, resumed.steps) == (2, 22)
     other = small_config(2, train={"epochs": 2, "lr": 0.2})
     with pytest.raises(ValueError, match=r"other settings \(train.lr: was 0.1, now 0.2\)"):
@@ -513,6 +515,11 @@ def test_errors_before_any_rank_starts(spark, points, tmp_path):
 
 
 @pytest.mark.modes("local")
+def test_a_validation_without_rows_is_an_error_that_says_which_rows_are_missing(spark, points, tmp_path):
+    with pytest.raises(ValueError, match=r"^validation: .* pass at least one row, or no validation"):
+        spark_dl.train(points, MLP, small_config(1), validation=points.limit(0), run_dir=str(tmp_path / "run"))
+
+
 def test_B16_an_unwritable_run_dir(spark, points, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="cannot write to the run_dir"):

@@ -136,7 +136,7 @@ def train(
     spark, most_ranks = find_session(data, spark), config.launch.num_ranks
     config = fit_ranks(spark, config, most_ranks)
     check_settings(spark, spec, config, has_validation=validation is not None)
-    config = early_stop.with_mode(spec, config)
+    early_stop.with_mode(spec, config)  # an error that ranks would raise; the settings that are saved are the user's
     tracking.check(config.track)
     options: dict[str, Any] = {"run_dir": run_dir, "resume": resume, "overwrite": overwrite, "spark": spark}
     with (
@@ -178,8 +178,8 @@ def _train_in_attempts(
             _log.info("%s; starting them from the checkpoint", more)
             resizes += 1
             return attempt(this)
-        assert run.config.train.early_stop_mode is not None
-        best = checkpoint.best_url(run.run_dir, run.config.train.early_stop_mode)
+        mode = early_stop.with_mode(run.spec, run.config).train.early_stop_mode
+        best = checkpoint.best_url(run.run_dir, mode or "min")
         return {**result, "restarts": this.number, "best_checkpoint": best}
 
     def grow(left_out: frozenset[str], event: Mapping[str, Any]) -> None:

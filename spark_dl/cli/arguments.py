@@ -15,7 +15,7 @@ import jsonargparse
 
 from spark_dl.config import Config
 from spark_dl.config.kinds import hints_of
-from spark_dl.config.load import describe_settings, parse_config
+from spark_dl.config.load import SettingsParser, describe_settings, parse_config
 from spark_dl.launch.session import build_session
 from spark_dl.spec import ModelSpec, import_object
 from spark_dl.storage import join as join
@@ -126,7 +126,7 @@ def parse(
     exclusive: pairs of options of which at most one may be set.
     """
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)  # for --help
-    parser = jsonargparse.ArgumentParser(
+    parser = SettingsParser(
         description=description,
         epilog=describe_settings() if {"-h", "--help"} & {*sys.argv[1:]} else None,  # loads packages of entry points
         formatter_class=_HelpFormatter,

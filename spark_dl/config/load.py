@@ -98,7 +98,7 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] | Mappi
     pairs = overrides.items() if isinstance(overrides, Mapping) else [o.partition("=")[::2] for o in overrides]
     args = [f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in pairs]
     args = args if path is None else [f"--config={path}", *args]
-    parser = jsonargparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
+    parser = SettingsParser(exit_on_error=False, allow_abbrev=False)
     parser.add_argument("--config", action="config")
     return parse_config(parser, args)[0]
 
@@ -130,6 +130,16 @@ def parse_config(
 
 class _Text(str):
     """A string inside of a mapping or a list that was read from YAML."""
+
+
+class SettingsParser(jsonargparse.ArgumentParser):
+    """A parser whose `--print_config` writes strings of Python's own type."""
+
+    def dump(self, namespace: jsonargparse.Namespace, *args: Any, **kwargs: Any) -> str:
+        plain = namespace.clone()
+        for key, value in namespace.items():
+            plain[key] = _plain(value)
+        return str(super().dump(plain, *args, **kwargs))
 
 
 def _read_yaml(text: str) -> Any:

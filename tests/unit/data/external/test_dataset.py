@@ -866,13 +866,13 @@ def test_compressed_arrays_that_do_not_fit_are_an_error_before_they_are_unpacked
         tracemalloc.stop()
 
 
-WORDS = ["a", "b", "a", "c"]
+STRINGS = ["a", "b", "a", "c"]
 HINTS = {  # Arrow's types of a column of Parquet strings
-    "pandas 2": pa.array(WORDS, pa.string()),
-    "pandas 3": pa.array(WORDS, pa.large_string()),
-    "categories": pa.array(WORDS).dictionary_encode(),
-    "ordered categories": pa.array(WORDS).cast(pa.dictionary(pa.int8(), pa.string(), ordered=True)),
-    "views": pa.array(WORDS).cast(pa.string_view()),
+    "pandas 2": pa.array(STRINGS, pa.string()),
+    "pandas 3": pa.array(STRINGS, pa.large_string()),
+    "categories": pa.array(STRINGS).dictionary_encode(),
+    "ordered categories": pa.array(STRINGS).cast(pa.dictionary(pa.int8(), pa.string(), ordered=True)),
+    "views": pa.array(STRINGS).cast(pa.string_view()),
 }
 
 

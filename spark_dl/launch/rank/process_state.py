@@ -88,9 +88,23 @@ def _put_back(owner: Any, before: dict[str, Any]) -> list[str]:
             continue
         if not (callable(value) or isinstance(value, (property, staticmethod, classmethod))):
             continue  # plain values, which modules keep for themselves
+        if _is_by_itself(now.get(key), owner):
+            continue
         found.append(key)
         setattr(owner, key, value)
     return found
+
+
+def _is_by_itself(value: Any, owner: Any) -> bool:
+    """Whether the package of a module or class has replaced a function, as torch does when it imports its compiler.
+
+    What counts is the file of the code: a wrapper has the module of what it wraps.
+    """
+    package = sys.modules.get(getattr(owner, "__module__", owner.__name__).partition(".")[0])
+    code = getattr(value, "__code__", None)
+    return code is not None and any(
+        code.co_filename.startswith(f"{folder}/") for folder in getattr(package, "__path__", ())
+    )
 
 
 def _global_hooks() -> list[tuple[str, Any]]:

@@ -293,3 +293,30 @@ def test_a_training_leaves_nothing(monkeypatch):
         torch.manual_seed(3)
         torch.set_num_threads(2)
     assert environment.is_clean(), environment._left
+
+
+PLAIN_STATE = """
+import sys
+from spark_dl.launch.rank.process_state import ProcessState
+import torch
+
+before = ProcessState()
+assert "torch._dynamo" not in sys.modules
+seed = torch.manual_seed
+import torch._dynamo  # as an optimizer does, or a collective operation
+assert torch.manual_seed is not seed
+print(before.restore())
+
+def patched(*args, wrapped=torch.manual_seed):
+    return wrapped(*args)
+
+patched.__module__ = torch.manual_seed.__module__
+torch.manual_seed = patched
+print(before.restore())
+"""
+
+
+def test_what_torch_replaces_in_itself_is_not_left_by_a_function():
+    """Else no worker of a plain session would be used again, as its first call imports torch's compiler."""
+    done = subprocess.run([sys.executable, "-c", PLAIN_STATE], capture_output=True, text=True, timeout=100)
+    assert done.stdout.split("\n")[:2] == ["[]", "['torch.manual_seed']"], done.stderr

@@ -117,15 +117,10 @@ def _copied(value: Any) -> Any:
 def _same(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
-    if isinstance(a, Tensor):
-        return (
-            a.shape == b.shape
-            and a.dtype == b.dtype
-            and a.device == b.device
-            and bool(((a == b) | ((a != a) & (b != b))).all())
-        )
-    if isinstance(a, np.ndarray):
-        return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
+    if isinstance(a, (Tensor, np.ndarray)):
+        if a.shape != b.shape or a.dtype != b.dtype or (isinstance(a, Tensor) and a.device != b.device):
+            return False
+        return bool(((a == b) | ((a != a) & (b != b))).all())
     if type(a) in _MAPPINGS:
         return a.keys() == b.keys() and all(_same(v, b[k]) for k, v in a.items())
     if type(a) in (list, tuple, collections.deque):

@@ -34,7 +34,7 @@ class GradientSum:
     seconds: dict[int, tuple[float, float]] = field(default_factory=dict)
     """Seconds of each of these ranks: waiting for data, computing; only in the first block."""
     count: float = 0.0
-    """What the mean loss of these rows is over (`count_of`); only in the first block."""
+    """The divisor of the mean loss of these rows (`count_of`); only in the first block."""
 
     def cut(self, num_blocks: int) -> Iterator[tuple[int, GradientSum]]:
         """Yields near-equal blocks with their numbers. The arrays are views."""

@@ -1,9 +1,8 @@
 """Rows that several jobs read, and that must be the same in each of them.
 
-Spark computes a DataFrame anew in each job. If its rows follow from more than its plan shows, as with a Python UDF,
-they
-can differ from job to job: then a split by a column loses rows and uses others twice, and a vocabulary lacks the words
-of the rows that are written.
+Spark computes a DataFrame again in each job. If the plan does not show all that decides its rows, as with a Python
+UDF, the rows can differ from job to job. Then a split by a column loses some rows and uses others twice, and a
+vocabulary lacks words of the rows that are written.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ def _classes(nodes: Any) -> Iterator[str]:
 
 
 def _is_kept(leaf: Any) -> bool:
-    """Whether the rows of a leaf of a plan stay the same: not those of an RDD, which is computed anew."""
+    """Whether a leaf of a plan has the same rows in each job. An RDD has not: Spark computes it again."""
     name = leaf.getClass().getSimpleName()
     return bool(leaf.rdd().isCheckpointed()) if name == "LogicalRDD" else name != "ExternalRDD"
 

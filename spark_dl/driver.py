@@ -160,27 +160,31 @@ def _train_in_attempts(
     restart: Mapping[str, Any] | None = None
 
     def attempt(this: Attempt) -> dict[str, Any]:
-        nonlocal run, resizes, restart
-        number = this.number + resizes
-        if number:
+        nonlocal resizes
+        while True:
+            try:
+                result = start(dataclasses.replace(this, number=this.number + resizes))
+            except MoreSlotsError as more:
+                _log.info("%s; starting them from the checkpoint", more)
+                resizes += 1
+            else:
+                mode = early_stop.with_mode(run.spec, run.config).train.early_stop_mode
+                best = checkpoint.best_url(run.run_dir, str(mode))
+                return {**result, "restarts": this.number, "best_checkpoint": best}
+
+    def start(this: Attempt) -> dict[str, Any]:
+        nonlocal run, restart
+        if this.number:
             config = fit_ranks(spark, run.config, most_ranks, left_out=this.left_out)
             run, restart = next_attempt(dataclasses.replace(run, config=config), first_generation, restart), None
-        try:
-            with (
-                environment.recorded(run, describe_session(spark)) as record_end,
-                generations.explained(run.run_dir, run.generation),
-            ):
-                on_event: list[OnEvent] = [*functions, functools.partial(grow, this.left_out)]
-                start = dataclasses.replace(this, number=number)
-                result = _launch_run(spark, run, data, shown, task="train", functions=on_event, attempt=start)
-                record_end(result)
-        except MoreSlotsError as more:
-            _log.info("%s; starting them from the checkpoint", more)
-            resizes += 1
-            return attempt(this)
-        mode = early_stop.with_mode(run.spec, run.config).train.early_stop_mode
-        best = checkpoint.best_url(run.run_dir, mode or "min")
-        return {**result, "restarts": this.number, "best_checkpoint": best}
+        with (
+            environment.recorded(run, describe_session(spark)) as record_end,
+            generations.explained(run.run_dir, run.generation),
+        ):
+            on_event: list[OnEvent] = [*functions, functools.partial(grow, this.left_out)]
+            result = _launch_run(spark, run, data, shown, task="train", functions=on_event, attempt=this)
+            record_end(result)
+        return result
 
     def grow(left_out: frozenset[str], event: Mapping[str, Any]) -> None:
         if event["kind"] == "checkpoint":

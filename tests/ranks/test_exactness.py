@@ -15,8 +15,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
+from torch.utils import checkpoint as checkpointing
 
-from spark_dl import ModelSpec, storage, worker
+from spark_dl import ModelSpec, Optimization, storage, worker
 from spark_dl.data.columns.ragged import from_lengths
 from spark_dl.data.dataset.manifest import read_shards
 from spark_dl.data.load.build import build_loader
@@ -234,6 +235,67 @@ class Sparse(nn.Module):
         return self.embed(row)
 
 
+class Averaged(nn.Module):
+    """Trained layers, and an average of their weights, which `set_position` moves before each step."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.average = build_mlp(), build_mlp().requires_grad_(False)
+
+    def forward(self, features):
+        return self.layers(features)
+
+    @torch.no_grad()
+    def move(self, position):
+        if not position.is_validation:
+            for own, trained in zip(self.average.parameters(), self.layers.parameters(), strict=True):
+                own.lerp_(trained, 0.3)
+
+
+class Bag(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bag, self.out = nn.EmbeddingBag(6, 8, mode="sum"), nn.Linear(8, 3)
+
+    def forward(self, tokens, offsets):
+        return self.out(self.bag(tokens, offsets[:-1]))
+
+
+def bagged(model, batch):
+    return model(batch["tokens"], batch["tokens_offsets"])
+
+
+def build_checkpointed():
+    layers = mlp(nn.Tanh(), parametrizations.orthogonal(nn.Linear(16, 16)), nn.Tanh())
+    layers.register_module("2", Checkpointed(layers[2]))
+    return layers
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, inputs):
+        return checkpointing.checkpoint(self.layer, inputs, use_reentrant=False)
+
+
+def muon(model):
+    return torch.optim.Muon([model[0].weight, model[2].weight], lr=0.02)
+
+
+def in_groups(model):
+    groups = [{"params": model[0].parameters(), "lr": 0.01}, {"params": model[2].parameters(), "weight_decay": 0.1}]
+    return torch.optim.AdamW(groups, lr=0.002)
+
+
+def plateau(model):
+    """Each epoch whose loss is not below half of the best one lowers the rate."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.3, patience=0, threshold=0.5)
+    return Optimization(optimizer=optimizer, scheduler=scheduler, monitor="loss")
+
+
 def of_sparse(model, rows):
     return F.cross_entropy(model(rows["row"]), rows["label"])
 
@@ -263,6 +325,14 @@ LAYERS = {
     "gradient penalty": Recipe(ModelSpec(build=build_mlp, batch_loss=gradient_penalty), gradient_penalty),
     "sparse embedding": Recipe(
         ModelSpec(build=Sparse), of_sparse, data={"features": ("row",)}, train={"optimizer": "SGD", "lr": 5.0},
+    ),
+    "orthogonal, checkpointed": Recipe(ModelSpec(build=build_checkpointed), cross_entropy),
+    "EmbeddingBag": Recipe(
+        ModelSpec(build=Bag, forward=bagged), data={**TOKENS, "ragged": "offsets"},
+    ),
+    "an average of the weights by set_position": Recipe(
+        ModelSpec(build=Averaged, set_position=Averaged.move), data={"features": ("features",)},
+        train={"validation_fraction": 0.2},
     ),
     "dropout": Recipe(ModelSpec(build=build_dropout), differs=SEVERAL),
     "randn in the forward pass": Recipe(ModelSpec(build=Noisy), differs=SEVERAL),
@@ -315,8 +385,15 @@ OPTIMIZERS = {
         ("Rprop", 2e-5, {"optimizer": "Rprop", "lr": 0.01}),
         ("ASGD", EXACT, {"optimizer": "ASGD", "lr": 0.05}),
         ("Adafactor", 2e-5, {"optimizer": "Adafactor", "lr": 0.05}),
+        ("a warm-up", EXACT, {"lr": 0.1, "warmup_steps": 5}),
     ]
-}
+} | {
+    "Muon": Recipe(ModelSpec(build=build_mlp, optimizer=muon), cross_entropy, rounding=2e-3),
+    "parameter groups": Recipe(ModelSpec(build=build_mlp, optimizer=in_groups), cross_entropy, rounding=2e-5),
+    "ReduceLROnPlateau": Recipe(
+        ModelSpec(build=build_mlp, optimizer=plateau), train={"epochs": 4, "validation_fraction": 0.2},
+    ),
+}  # fmt: skip
 SCHEDULES = {
     name: Recipe(
         ModelSpec(build=build_mlp), cross_entropy,
@@ -372,9 +449,13 @@ def plain_loop(folder, recipe):
     config = config_of(recipe, 1, 1)
     torch.manual_seed(config.train.seed)
     model = recipe.spec.build()
-    optimizer = getattr(torch.optim, config.train.optimizer)(
-        [p for p in model.parameters() if p.requires_grad], lr=config.train.lr, **config.train.optimizer_args
-    )
+    if recipe.spec.optimizer is not None:
+        optimizer = recipe.spec.optimizer(model)
+    else:
+        optimizer = getattr(torch.optim, config.train.optimizer)(
+            [p for p in model.parameters() if p.requires_grad], lr=config.train.lr, **config.train.optimizer_args
+        )
+    warmup, number = config.train.warmup_steps, 0
     scheduler = None
     if config.train.scheduler is not None:
         scheduler = getattr(torch.optim.lr_scheduler, config.train.scheduler)(optimizer, **config.train.scheduler_args)
@@ -387,6 +468,9 @@ def plain_loop(folder, recipe):
             recipe.loss(model, rows).backward()
             if config.train.clip_grad_norm is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), config.train.clip_grad_norm)
+            number += 1
+            if number <= warmup:
+                optimizer.param_groups[0]["lr"] = config.train.lr * number / warmup
             optimizer.step()
             if scheduler is not None:
                 scheduler.step()

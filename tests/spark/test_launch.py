@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from py4j.protocol import Py4JNetworkError
 from pyspark import BarrierTaskContext
 from pyspark.sql import SparkSession
 
@@ -91,13 +92,29 @@ def test_launch_and_train_work_after_an_interrupted_action_whose_thread_has_no_s
     finally:
         signal.signal(signal.SIGINT, handler)
         thread.join()
-        spark.sparkContext.cancelAllJobs()
+        _cancel_all_jobs(spark)
     assert SparkSession.getActiveSession() is None
     assert spark_dl.launch(_rank, num_ranks=2) == [0, 1]
     url = str(tmp_path / "data")
     write_dataset(url, blobs(48))
     result = spark_dl.train(url, MLP, small_config(2, train={"epochs": 1}), run_dir=str(tmp_path / "run"))
     assert spark_dl.evaluate(url, MLP, result.checkpoint)["rows"] == 48
+
+
+def _cancel_all_jobs(spark):
+    """Ends the jobs after a KeyboardInterrupt, for which py4j makes the JVM close all its connections, in its own time.
+
+    This can meet a connection that was made since (`GatewayClient.send_command` sends the port of the server, which all
+    connections have in common).
+    """
+    end = time.monotonic() + 30
+    while True:
+        try:
+            return spark.sparkContext.cancelAllJobs()
+        except Py4JNetworkError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.1)
 
 
 def _rank():

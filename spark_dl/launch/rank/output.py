@@ -30,6 +30,9 @@ _KEPT_BYTES = 1 << 16
 _PIPE_BYTES = 1 << 20
 _LINES_WITHOUT_FILE = 1000
 _DRAIN_S = 1.0
+_TOGETHER_S = 0.02
+"""How long output is collected before it is read: fewer events, and a crash's own words do not wake this thread while
+faulthandler walks the stacks of all threads, which it does without stopping them: a stack that moves ends its walk."""
 
 
 class Output:
@@ -95,7 +98,7 @@ class Output:
         is_open = True
         while is_open:
             ready, _, _ = select.select([*self._open_pipes, self._wake[0]], [], [])
-            is_open = self._wake[0] not in ready
+            is_open = self._wake[0] not in ready and not select.select([self._wake[0]], [], [], _TOGETHER_S)[0]
             for pipe in list(self._open_pipes):
                 self._drain(pipe)
         for stream, rest in self._rest.items():

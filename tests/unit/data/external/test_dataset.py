@@ -871,8 +871,10 @@ HINTS = {  # Arrow's types of a column of Parquet strings
     "pandas 2": pa.array(STRINGS, pa.string()),
     "pandas 3": pa.array(STRINGS, pa.large_string()),
     "categories": pa.array(STRINGS).dictionary_encode(),
-    "ordered categories": pa.array(STRINGS).cast(pa.dictionary(pa.int8(), pa.string(), ordered=True)),
-    "views": pa.array(STRINGS).cast(pa.string_view()),
+    "ordered categories": pa.DictionaryArray.from_arrays(
+        pa.array([0, 1, 0, 2], pa.int8()), ["a", "b", "c"], ordered=True
+    ),
+    **({"views": pa.array(STRINGS).cast(pa.string_view())} if hasattr(pa, "string_view") else {}),  # pyarrow 16
 }
 
 

@@ -53,6 +53,8 @@ class SavedModel:
     """The settings of the features and of their batches; all others are defaults."""
     columns: tuple[Column, ...]
     """The features, as the model was trained on them."""
+    sha256: str
+    """Checksum of the description, which has that of the weights."""
 
 
 @dataclass(frozen=True)
@@ -118,9 +120,9 @@ def read_saved_model(url: str | os.PathLike[str]) -> SavedModel:
     Raises ValueError if the folder has no model, or a function cannot be imported.
     """
     url = _folder_of(url)
-    described = _read_description(url)
+    described, sha256 = _read_description(url)
     if described["file"] == PROGRAM:
-        spec = ModelSpec(build=functools.partial(load_model, url), loss=_no_loss)
+        spec = ModelSpec(build=functools.partial(load_model, url, sha256=sha256), loss=_no_loss)
     else:
         functions = {
             name: names.object_of(found, f"{storage.join(url, DESCRIPTION)}: functions.{name}")
@@ -128,19 +130,26 @@ def read_saved_model(url: str | os.PathLike[str]) -> SavedModel:
         }
         spec = ModelSpec(loss=_no_loss, **functions)
     config = Config(data=Data(**described["data"]), loader=Loader(ragged=described["ragged"]))
-    return SavedModel(url, spec, config, tuple(Column.from_plain(c) for c in described["columns"]))
+    return SavedModel(url, spec, config, tuple(Column.from_plain(c) for c in described["columns"]), sha256)
 
 
-def load_model(url: str | os.PathLike[str]) -> nn.Module:
+def load_model(url: str | os.PathLike[str], *, sha256: str | None = None) -> nn.Module:
     """Loads a model of `save_model`, on the CPU, in evaluation mode. Needs no Spark. Called on any side.
 
     Load only models that you trust: the modules that the files name are imported, and their functions called. Nothing
     is unpickled. An exported program is called with the features in their order, and returns columns by name.
 
-    Raises ValueError as `read_saved_model` does, and if the file is damaged or the weights are those of another model.
+    sha256: `SavedModel.sha256`, if the description was read before, so that it and the weights are of one model.
+    Raises ValueError as `read_saved_model` does, and if the file is damaged, the weights are those of another model, or
+    the model has been replaced.
     """
     url = _folder_of(url)
-    described = _read_description(url)
+    described, found = _read_description(url)
+    if sha256 is not None and found != sha256:
+        raise ValueError(
+            f"the saved model {url} was replaced after it was read; call predict (predict_udf, load) again, and save "
+            "each model to a folder of its own while others use the last one"
+        )
     path = storage.join(url, described["file"])
     try:
         content = storage.read_bytes(path)
@@ -167,10 +176,12 @@ def _folder_of(url: str | os.PathLike[str]) -> str:
     return inner if not has_own and storage.exists(storage.join(inner, DESCRIPTION)) else url
 
 
-def _read_description(url: str) -> dict[str, Any]:
+def _read_description(url: str) -> tuple[dict[str, Any], str]:
+    """Returns the description of a saved model, and its checksum."""
     path = storage.join(url, DESCRIPTION)
     try:
-        found = json.loads(storage.read_bytes(path))
+        content = storage.read_bytes(path)
+        found = json.loads(content)
     except FileNotFoundError as error:
         raise ValueError(f"{url} has no {DESCRIPTION}, so it is not a saved model; save_model writes one") from error
     except (ValueError, RecursionError) as error:
@@ -183,7 +194,7 @@ def _read_description(url: str) -> dict[str, Any]:
         raise ValueError(
             f"{path}: found the file {found.get('file')!r:.80}, expected {WEIGHTS} or {PROGRAM}; save the model again"
         )
-    return found
+    return found, hashlib.sha256(content).hexdigest()
 
 
 def features_only(data: Data) -> Data:

@@ -53,8 +53,9 @@ class Scorer:
     url: str
     """A checkpoint, or a saved model."""
     sha256: str
-    """Checksum of the manifest of the checkpoint; empty for a saved model."""
-
+    """Checksum of the manifest of the checkpoint, or of the description of the saved model: a task must load the model
+    that the driver has read. Also part of the key by which a Python worker keeps the model."""
+    is_saved_model: bool = False
     varying: tuple[tuple[str, str], ...] = ()
     """New columns with one value for each value of a ragged feature: (name, feature). Their padding is cut off."""
 
@@ -64,9 +65,9 @@ class Scorer:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(self.config.train.seed)
                 return self.spec.build_to_train().eval()
-        if self.sha256:
-            return load_model(self.spec, self.url, sha256=self.sha256)
-        return saved_model.load_model(self.url)
+        if self.is_saved_model:
+            return saved_model.load_model(self.url, sha256=self.sha256)
+        return load_model(self.spec, self.url, sha256=self.sha256)
 
     def outputs(
         self, model: nn.Module, cells: Sequence[Array | Ragged], device: torch.device | str
@@ -210,7 +211,10 @@ def find_scorer(
 
 def saved_scorer(saved: saved_model.SavedModel) -> Scorer:
     """Returns the scorer of a saved model."""
-    found = Scorer(spec=saved.spec, config=saved.config, columns=saved.columns, url=saved.url, sha256="")
+    found = Scorer(
+        spec=saved.spec, config=saved.config, columns=saved.columns, url=saved.url, sha256=saved.sha256,
+        is_saved_model=True,
+    )  # fmt: skip
     return found.with_varying()
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import shutil
 import time
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from pyspark.ml.linalg import Vectors
 from pyspark.sql import functions as F
 from pyspark.sql.types import ArrayType, FloatType
+from torch import nn
 
 import spark_dl
 from spark_dl import Config, Data, Loader, ModelSpec, Train
@@ -176,6 +178,49 @@ def test_a_saved_model_of_a_run_predicts_as_its_checkpoint_does(spark, points, t
 def _close(a, b):
     rows = [{row["id"]: row["scores"] for row in df.collect()} for df in (a, b)]
     return all(rows[0][i] == pytest.approx(rows[1][i], abs=1e-5) for i in rows[1])
+
+
+# Models that are replaced while a session runs
+
+
+def build_constant():
+    model = nn.Linear(4, 1)
+    nn.init.zeros_(model.weight)
+    return model
+
+
+def save_constant(url, value, kind):
+    """Saves a model that predicts a constant, over the one that is there."""
+    model = build_constant().eval()
+    nn.init.constant_(model.bias, value)
+    shutil.rmtree(url, ignore_errors=True)
+    spec, columns = ModelSpec(build=build_constant), (Column("features", "float32", (4,), "list"),)
+    write_saved_model(url, model, spec, Config(data=Data(features=("features",), label=None)), columns, format=kind)
+
+
+WAYS = {
+    "predict": lambda points, shards, url: spark_dl.predict(points, url).select("prediction"),
+    "predict_udf": lambda points, shards, url: points.select(spark_dl.predict_udf(url)("features").alias("prediction")),
+    "a dataset": lambda points, shards, url: spark_dl.predict(shards, url).select("prediction"),
+}
+
+
+@pytest.mark.modes("local")
+@pytest.mark.parametrize("kind", ["weights", "export"])
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_a_model_that_was_replaced_is_the_new_one_or_an_error(spark, points, tmp_path, way, kind):
+    url, shards = str(tmp_path / "m"), str(tmp_path / "data")
+    spark_dl.write_shards(points.select("features"), shards, Data(features=("features",), label=None))
+    for value in (1.0, 100.0, 7.0):
+        save_constant(url, value, kind)
+        found = way(points, shards, url)
+        assert {row[0][0] for row in found.collect()} == {value}  # by workers that have loaded the model before
+    save_constant(url, 8.0, kind)
+    late = way(points, shards, url)
+    save_constant(url, 50.0, kind)
+    with pytest.raises(Exception, match="was replaced after it was read; call predict"):
+        late.collect()
+    assert {row[0][0] for row in way(points, shards, url).collect()} == {50.0}
 
 
 # Columns that predictions only pass on

@@ -18,7 +18,7 @@ from torch import nn
 from spark_dl import Config, Data, Loader, ModelSpec
 from spark_dl.data.columns.schema import Column
 from spark_dl.scoring.saved_model import load_model, read_saved_model, write_saved_model
-from spark_dl.scoring.scorer import Scorer
+from spark_dl.scoring.scorer import Scorer, saved_scorer
 from tests.builders.models import build_dropout_mlp, build_mlp
 
 COLUMNS = (Column("features", "float32", (4,), "list"),)
@@ -67,8 +67,7 @@ def saved(folder, name, kind="weights"):
 
 
 def scorer_at(folder):
-    found = read_saved_model(folder)
-    return Scorer(spec=found.spec, config=found.config, columns=found.columns, url=found.url, sha256="")
+    return saved_scorer(read_saved_model(folder))
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -82,6 +81,22 @@ def test_a_saved_model_predicts_what_the_trained_one_does(tmp_path, name, kind):
     assert outputs.keys() == expected.keys()
     for column, value in expected.items():
         torch.testing.assert_close(outputs[column], value)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_model_that_was_replaced_is_not_loaded_for_its_predecessor(tmp_path, kind):
+    """Vocabulary, settings and weights are of one model, and a Python worker keeps no model for another one."""
+    saved(tmp_path / "m", "plain", kind)
+    before = scorer_at(tmp_path / "m")
+    assert pickle.dumps(scorer_at(tmp_path / "m").sha256) == pickle.dumps(before.sha256)
+    before.load()
+    shutil.rmtree(tmp_path / "m")
+    saved(tmp_path / "m", "plain", kind)
+    for load in (before.load, *([before.spec.build] if kind == "export" else [])):
+        with pytest.raises(ValueError, match="/m was replaced after it was read; call predict"):
+            load()
+    assert scorer_at(tmp_path / "m").sha256 != before.sha256
+    scorer_at(tmp_path / "m").load()
 
 
 def test_only_the_settings_of_features_are_saved(tmp_path):

@@ -88,6 +88,7 @@ def save_model(
     config: Config | None = None,
     data: DataFrame | str | os.PathLike[str] | ShardSet | None = None,
     format: Format = "weights",  # noqa: A002 - the word that Spark and torch use
+    overwrite: bool = False,
     signing_key_file: str | None = None,
 ) -> None:
     """Saves the model of a checkpoint, or of the last one of a run, to a folder that is empty or does not exist.
@@ -97,6 +98,9 @@ def save_model(
 
     format: `"weights"`, the weights as safetensors and the functions of `spec` by their importable names; or
         `"export"`, a program of `torch.export`, which does not need the code of the model.
+
+    overwrite: whether a saved model that is in the folder is replaced. Readers find the whole model of before or the
+        whole new one. A prediction of before whose tasks would have to load the new one is an error.
 
     config, data: the settings of a model that was not trained here, and rows with its features. Without a checkpoint,
         the weights are those that `spec.build` returns.
@@ -112,7 +116,9 @@ def save_model(
         raise ValueError("config, data: expected only without a checkpoint, which has its own settings and columns")
     else:
         scorer = scorer_of(spec, checkpoint_url, key_file=signing_key_file)
-    saved_model.write_saved_model(url, scorer.load(), spec, scorer.config, scorer.columns, format=format)
+    saved_model.write_saved_model(
+        url, scorer.load(), spec, scorer.config, scorer.columns, format=format, overwrite=overwrite
+    )
 
 
 def add_predictions(df: DataFrame, scorer: Scorer, added: dict[str, DataType]) -> DataFrame:

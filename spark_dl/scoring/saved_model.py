@@ -14,6 +14,7 @@ import io
 import json
 import os
 import pickle
+import re
 import tempfile
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -37,6 +38,8 @@ from spark_dl.storage.owner import temporary_prefix
 Format = Literal["weights", "export"]
 FORMATS = get_args(Format)
 DESCRIPTION, WEIGHTS, PROGRAM = "model.json", "model.safetensors", "model.pt2"
+_FILE = re.compile(r"model(-[0-9a-f]{16})?\.(safetensors|pt2)", re.ASCII)
+"""The names of the content. A model that replaces another one has a part of its checksum in the name."""
 STAGE = "model"
 """Folder of the saved model in a saved stage of Spark ML."""
 _FORMAT, _VERSION = "spark_dl.model", 1
@@ -64,14 +67,29 @@ class PackedModel:
     described: dict[str, Any]
     content: bytes
 
-    def write(self, url: str | os.PathLike[str]) -> None:
-        """Writes the folder. Called on the driver. Raises ValueError for a folder that is in use."""
+    def write(self, url: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+        """Writes the folder. Called on the driver.
+
+        overwrite: whether a model that is there is replaced. Readers find the whole model of before or the whole new
+            one: the description is written last, and names a file that the model of before does not have.
+        Raises ValueError for a folder that is in use, or, with `overwrite`, that has no saved model.
+        """
         url = storage.absolute(url)
+        described, before = self.described, None
         if storage.exists(url) and storage.list_names(url):
-            raise ValueError(f"cannot save a model to {url}: the folder is not empty; choose another one, or delete it")
+            if not overwrite:
+                raise ValueError(
+                    f"cannot save a model to {url}: the folder is not empty; choose another one, delete it, or replace "
+                    "the model that is there (overwrite=True)"
+                )
+            before = _read_description(url)[0]["file"]
+            stem, _, ending = described["file"].partition(".")
+            described = {**described, "file": f"{stem}-{described['sha256'][:16]}.{ending}"}
         storage.make_folder(url)
-        storage.write_bytes(storage.join(url, self.described["file"]), self.content)
-        storage.write_bytes(storage.join(url, DESCRIPTION), json.dumps(self.described, indent=1).encode())
+        storage.write_bytes(storage.join(url, described["file"]), self.content)
+        storage.write_bytes(storage.join(url, DESCRIPTION), json.dumps(described, indent=1).encode())
+        if before not in (None, described["file"]):
+            storage.delete_file(storage.join(url, before))
 
 
 def pack_model(
@@ -108,9 +126,9 @@ def pack_model(
     return PackedModel({**described, "file": file, "sha256": hashlib.sha256(content).hexdigest()}, content)
 
 
-def write_saved_model(url: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
-    """Writes a model, with the arguments of `pack_model`, to a folder that is empty or does not exist."""
-    pack_model(*args, **kwargs).write(url)
+def write_saved_model(url: str | os.PathLike[str], *args: Any, overwrite: bool = False, **kwargs: Any) -> None:
+    """Writes a model, with the arguments of `pack_model`, as `PackedModel.write` does."""
+    pack_model(*args, **kwargs).write(url, overwrite=overwrite)
 
 
 def read_saved_model(url: str | os.PathLike[str]) -> SavedModel:
@@ -121,16 +139,34 @@ def read_saved_model(url: str | os.PathLike[str]) -> SavedModel:
     """
     url = _folder_of(url)
     described, sha256 = _read_description(url)
-    if described["file"] == PROGRAM:
-        spec = ModelSpec(build=functools.partial(load_model, url, sha256=sha256), loss=_no_loss)
-    else:
-        functions = {
-            name: names.object_of(found, f"{storage.join(url, DESCRIPTION)}: functions.{name}")
-            for name, found in described["functions"].items()
-        }
-        spec = ModelSpec(loss=_no_loss, **functions)
+    spec = _spec_of(url, described, sha256)
     config = Config(data=Data(**described["data"]), loader=Loader(ragged=described["ragged"]))
     return SavedModel(url, spec, config, tuple(Column.from_plain(c) for c in described["columns"]), sha256)
+
+
+def _spec_of(url: str, described: Mapping[str, Any], sha256: str) -> ModelSpec:
+    if _is_program(described):
+        return ModelSpec(build=functools.partial(load_model, url, sha256=sha256), loss=_no_loss)
+    functions = {
+        name: names.object_of(found, f"{storage.join(url, DESCRIPTION)}: functions.{name}")
+        for name, found in described["functions"].items()
+    }
+    return ModelSpec(loss=_no_loss, **functions)
+
+
+def _is_program(described: Mapping[str, Any]) -> bool:
+    return str(described["file"]).endswith(PROGRAM.partition(".")[2])
+
+
+def _read_content(path: str, sha256: str) -> tuple[bytes, ValueError | None]:
+    """Returns the content of the weights or the program, or the error if it is missing or damaged."""
+    try:
+        content = storage.read_bytes(path)
+    except FileNotFoundError:
+        return b"", ValueError(f"{path} is missing; copy the whole folder of the model")
+    if hashlib.sha256(content).hexdigest() != sha256:
+        return b"", ValueError(f"{path} is damaged: its checksum is not that of {DESCRIPTION}; save the model again")
+    return content, None
 
 
 def load_model(url: str | os.PathLike[str], *, sha256: str | None = None) -> nn.Module:
@@ -145,22 +181,25 @@ def load_model(url: str | os.PathLike[str], *, sha256: str | None = None) -> nn.
     """
     url = _folder_of(url)
     described, found = _read_description(url)
-    if sha256 is not None and found != sha256:
+    path = storage.join(url, described["file"])
+    content, error = b"", None
+    if sha256 in (None, found):
+        content, error = _read_content(path, described["sha256"])
+    if error is not None and _read_description(url)[1] != found:  # replaced between the two
+        if sha256 is None:
+            return load_model(url)
+        found = ""
+    if sha256 not in (None, found):
         raise ValueError(
             f"the saved model {url} was replaced after it was read; call predict (predict_udf, load) again, and save "
             "each model to a folder of its own while others use the last one"
         )
-    path = storage.join(url, described["file"])
-    try:
-        content = storage.read_bytes(path)
-    except FileNotFoundError as error:
-        raise ValueError(f"{path} is missing; copy the whole folder of the model") from error
-    if hashlib.sha256(content).hexdigest() != described["sha256"]:
-        raise ValueError(f"{path} is damaged: its checksum is not that of {DESCRIPTION}; save the model again")
-    if described["file"] == PROGRAM:
+    if error is not None:
+        raise error
+    if _is_program(described):
         _refuse_pickles(content, path)
         return _Program(torch.export.load(io.BytesIO(content)).module())
-    model = read_saved_model(url).spec.build()
+    model = _spec_of(url, described, found).build()
     try:
         model.load_state_dict(safetensors.torch.load(content))
     except RuntimeError as error:
@@ -190,7 +229,7 @@ def _read_description(url: str) -> tuple[dict[str, Any], str]:
         raise ValueError(
             f"{path}: expected the format {_FORMAT!r}, version {_VERSION}; save the model with this version of spark_dl"
         )
-    if found.get("file") not in (WEIGHTS, PROGRAM):  # no other name, which could lead out of the folder
+    if not _FILE.fullmatch(str(found.get("file"))):  # no other name, which could lead out of the folder
         raise ValueError(
             f"{path}: found the file {found.get('file')!r:.80}, expected {WEIGHTS} or {PROGRAM}; save the model again"
         )

@@ -9,13 +9,14 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from spark_dl import Config, Data, Loader, ModelSpec
+from spark_dl import Config, Data, Loader, ModelSpec, storage
 from spark_dl.data.columns.schema import Column
 from spark_dl.scoring.saved_model import load_model, read_saved_model, write_saved_model
 from spark_dl.scoring.scorer import Scorer, saved_scorer
@@ -97,6 +98,53 @@ def test_a_model_that_was_replaced_is_not_loaded_for_its_predecessor(tmp_path, k
             load()
     assert scorer_at(tmp_path / "m").sha256 != before.sha256
     scorer_at(tmp_path / "m").load()
+
+
+@pytest.mark.parametrize("kinds", [(a, b) for a in FORMATS for b in FORMATS], ids="-".join)
+def test_a_model_is_replaced_whole(tmp_path, kinds):
+    """Readers see the model of before or the new one, at each moment of the writes."""
+    models = [trained(SPECS["plain"]) for _ in range(3)]
+    cells = torch.ones(2, 4)
+    at = tmp_path / "m"
+
+    def outputs(model):
+        found = model(cells)
+        return (found["prediction"] if isinstance(found, dict) else found).detach().numpy()
+
+    for number, model in enumerate(models):
+        seen = []
+
+        def write(url, content, number=number, seen=seen, own=storage.write_bytes):
+            own(url, content)
+            seen.append(outputs(load_model(at)) if number or url.endswith("model.json") else None)
+
+        with mock.patch.object(storage, "write_bytes", write):
+            write_saved_model(at, model, SPECS["plain"], CONFIG, COLUMNS, format=kinds[number % 2], overwrite=True)
+        if number:
+            np.testing.assert_allclose(seen[0], outputs(models[number - 1]), rtol=1e-5)
+        np.testing.assert_allclose(seen[1], outputs(model), rtol=1e-5)
+        assert len(os.listdir(at)) == 2
+    with pytest.raises(ValueError, match="the folder is not empty; choose another one, delete it, or replace"):
+        saved(at, "plain")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "mine.txt").write_text("mine")
+    with pytest.raises(ValueError, match="is not a saved model"):
+        write_saved_model(tmp_path / "other", model, SPECS["plain"], CONFIG, COLUMNS, overwrite=True)
+    assert os.listdir(tmp_path / "other") == ["mine.txt"]
+
+
+def test_a_reader_between_two_models_gets_the_new_one(tmp_path):
+    models = [trained(SPECS["plain"]) for _ in range(2)]
+    write_saved_model(tmp_path / "m", models[0], SPECS["plain"], CONFIG, COLUMNS)
+
+    def read(url, own=storage.read_bytes):
+        if url.endswith("model.safetensors"):
+            write_saved_model(tmp_path / "m", models[1], SPECS["plain"], CONFIG, COLUMNS, overwrite=True)
+        return own(url)
+
+    with mock.patch.object(storage, "read_bytes", read):
+        found = load_model(tmp_path / "m")
+    torch.testing.assert_close(found(torch.ones(2, 4)), models[1](torch.ones(2, 4)))
 
 
 def test_only_the_settings_of_features_are_saved(tmp_path):

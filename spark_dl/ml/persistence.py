@@ -47,15 +47,27 @@ class ModelWriter(MLWriter):
         self.instance = instance
 
     def save(self, path: str) -> None:
-        """Writes the model. What cannot be saved is found before `overwrite` deletes anything."""
+        """Writes the model. What cannot be saved is found before `overwrite` deletes anything.
+
+        `overwrite` replaces a model of this class in place: a reader finds the model of before, the new one, or an
+        error in the moment between the two.
+        """
         self._packed = self._pack()
-        super().save(path)
+        stage = storage.join(storage.absolute(path), saved_model.STAGE)
+        if self.shouldOverwrite and storage.exists(storage.join(stage, saved_model.DESCRIPTION)):
+            sha256 = self._packed.write(stage, overwrite=True)
+            self._handleOverwrite(f"{path}/metadata")
+            self._write_metadata(path, sha256)
+        else:
+            super().save(path)
 
     def saveImpl(self, path: str) -> None:
         """Writes the weights, and then the metadata."""
         packed = getattr(self, "_packed", None) or self._pack()
-        packed.write(storage.join(storage.absolute(path), saved_model.STAGE))
-        _write_metadata(self, path, {"facts": self.instance.facts})
+        self._write_metadata(path, packed.write(storage.join(storage.absolute(path), saved_model.STAGE)))
+
+    def _write_metadata(self, path: str, sha256: str) -> None:
+        _write_metadata(self, path, {"facts": self.instance.facts, "model": sha256})
 
     def _pack(self) -> saved_model.PackedModel:
         trained, kind = self.instance.trained, self.instance.getOrDefault(self.instance.saveFormat)
@@ -73,6 +85,11 @@ class ModelReader(MLReader["TorchModel"]):
         """Reads a model that `save` has written."""
         metadata = _read_metadata(self, path, self._cls)
         saved = saved_model.read_saved_model(storage.join(storage.absolute(path), saved_model.STAGE))
+        if metadata.get("model", saved.sha256) != saved.sha256:  # models of before have no checksum there
+            raise ValueError(
+                f"{path}: the model is not that of its metadata; another program replaces it now, load it again, or "
+                "has been stopped while it did, save it again"
+            )
         model = self._cls(saved_scorer(saved), facts=metadata["facts"])
         model._resetUid(metadata["uid"])
         DefaultParamsReader.getAndSetParams(model, metadata)

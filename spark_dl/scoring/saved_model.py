@@ -67,8 +67,8 @@ class PackedModel:
     described: dict[str, Any]
     content: bytes
 
-    def write(self, url: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-        """Writes the folder. Called on the driver.
+    def write(self, url: str | os.PathLike[str], *, overwrite: bool = False) -> str:
+        """Writes the folder. Called on the driver. Returns the checksum of the description, `SavedModel.sha256`.
 
         overwrite: whether a model that is there is replaced. Readers find the whole model of before or the whole new
             one: the description is written last, and names a file that the model of before does not have.
@@ -87,9 +87,11 @@ class PackedModel:
             described = {**described, "file": f"{stem}-{described['sha256'][:16]}.{ending}"}
         storage.make_folder(url)
         storage.write_bytes(storage.join(url, described["file"]), self.content)
-        storage.write_bytes(storage.join(url, DESCRIPTION), json.dumps(described, indent=1).encode())
+        description = json.dumps(described, indent=1).encode()
+        storage.write_bytes(storage.join(url, DESCRIPTION), description)
         if before not in (None, described["file"]):
             storage.delete_file(storage.join(url, before))
+        return hashlib.sha256(description).hexdigest()
 
 
 def pack_model(

@@ -28,6 +28,7 @@ from torch import nn
 
 import spark_dl
 from spark_dl import ModelSpec
+from spark_dl.data.columns.schema import Column
 from spark_dl.ml import (
     TorchClassificationModel,
     TorchClassifier,
@@ -36,10 +37,15 @@ from spark_dl.ml import (
     TorchRegressionModel,
     TorchRegressor,
 )
+from spark_dl.scoring import saved_model
+from spark_dl.scoring.saved_model import read_saved_model, write_saved_model
+from spark_dl.scoring.scorer import saved_scorer
 from tests.builders.models import blobs, build_mlp, small_config
 
 CONFIG = small_config(2, train={"epochs": 4})
 NAMES = ("a", "b", "c", "d")
+NIGHTLY = spark_dl.Config(data=spark_dl.Data(features=("features",), label=None))
+NIGHTLY_COLUMNS = (Column("features", "float32", (4,), "list"),)
 REPOSITORY = Path(__file__).parents[2]
 CONNECT = ("SPARK_REMOTE", "SPARK_LOCAL_REMOTE", "SPARK_CONNECT_MODE_ENABLED")
 
@@ -139,6 +145,36 @@ def test_a_pipeline_fits_transforms_saves_and_loads_in_a_new_process(spark, poin
         row["prediction"] for row in rows
     ]
     np.testing.assert_allclose(probabilities_in_a_new_process(path, features[:5]), expected[:5], atol=1e-5)
+
+
+def stage_of(folder, value):
+    """A stage of Spark ML that predicts a constant."""
+    model = build_linear().eval()
+    nn.init.zeros_(model.weight)
+    nn.init.constant_(model.bias, value)
+    write_saved_model(folder, model, ModelSpec(build=build_linear), NIGHTLY, NIGHTLY_COLUMNS)
+    return TorchModel(saved_scorer(read_saved_model(folder)))
+
+
+@pytest.mark.slow
+@pytest.mark.modes("local")
+def test_a_stage_that_is_replaced_each_night_is_the_new_one_in_the_same_session(spark, tmp_path):
+    df = spark.range(8).select(F.array(*[F.col("id").cast("float")] * 4).alias("features"))
+    path = str(tmp_path / "stage")
+    for night, value in enumerate((1.0, 100.0, 7.0)):
+        stage_of(tmp_path / f"m{night}", value).write().overwrite().save(path)
+        assert {row["prediction"][0] for row in TorchModel.load(path).transform(df).collect()} == {value}
+    assert len(os.listdir(f"{path}/model")) == 2
+    stage_of(tmp_path / "m3", 8.0).write().overwrite().save(path)
+    late = TorchModel.load(path).transform(df)
+    new = saved_model.pack_model(
+        stage_of(tmp_path / "m4", 9.0).load_model(), ModelSpec(build=build_linear), NIGHTLY, NIGHTLY_COLUMNS
+    )
+    new.write(f"{path}/model", overwrite=True)  # the job ends here
+    with pytest.raises(Exception, match="was replaced after it was read"):
+        late.collect()
+    with pytest.raises(ValueError, match="the model is not that of its metadata; another program replaces it now"):
+        TorchModel.load(path)
 
 
 @pytest.mark.long

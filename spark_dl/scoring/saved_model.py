@@ -10,30 +10,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import io
 import json
 import os
-import pickle
 import re
-import tempfile
-import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 import safetensors.torch
-import torch
 from torch import Tensor, nn
 
 from spark_dl import storage
 from spark_dl.config import Config, Data, Loader
-from spark_dl.data.columns.batch import build_batch
-from spark_dl.data.columns.inputs import cast_columns, two_rows_of_zeros
 from spark_dl.data.columns.schema import Column
 from spark_dl.scoring import names
+from spark_dl.scoring.program import export_program, load_program
 from spark_dl.spec import ModelSpec
-from spark_dl.storage.owner import temporary_prefix
 
 Format = Literal["weights", "export"]
 FORMATS = get_args(Format)
@@ -124,7 +116,7 @@ def pack_model(
         }
         content, file = safetensors.torch.save(separate(model.state_dict())), WEIGHTS
     else:
-        content, file = _exported(model, spec, config, columns), PROGRAM
+        content, file = export_program(model, spec, config, columns), PROGRAM
     return PackedModel({**described, "file": file, "sha256": hashlib.sha256(content).hexdigest()}, content)
 
 
@@ -199,9 +191,13 @@ def load_model(url: str | os.PathLike[str], *, sha256: str | None = None) -> nn.
     if error is not None:
         raise error
     if _is_program(described):
-        _refuse_pickles(content, path)
-        return _Program(torch.export.load(io.BytesIO(content)).module())
+        return load_program(content, path)
     model = _spec_of(url, described, found).build()
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"{url}: {described['functions']['build']!r} returned {type(model).__name__}, expected a torch.nn.Module; "
+            "save the model again"
+        )
     try:
         model.load_state_dict(safetensors.torch.load(content))
     except RuntimeError as error:
@@ -263,69 +259,3 @@ def separate(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _no_loss(output: Any, label: Any) -> Any:
     raise RuntimeError("a saved model has no loss; evaluate the checkpoint, with the ModelSpec of its training")
-
-
-def _exported(model: nn.Module, spec: ModelSpec, config: Config, columns: Sequence[Column]) -> bytes:
-    if any(c.is_ragged for c in columns):
-        raise ValueError("format='export' does not support ragged columns; use format='weights'")
-    read = cast_columns(columns, config.data.cast)
-    batch = build_batch(read, [two_rows_of_zeros(c) for c in columns], config.loader.ragged)
-    inputs = tuple(batch[name] for name in config.data.features)
-    rows = torch.export.Dim("rows", min=1)
-    try:
-        program = torch.export.export(
-            _Whole(model, spec, config.data.features), inputs, dynamic_shapes=(tuple({0: rows} for _ in inputs),)
-        )
-    except Exception as error:  # torch.export raises many types
-        cause = str(error).partition("\n")[0]
-        raise ValueError(
-            f"torch.export cannot export the model: {type(error).__name__}: {cause}; use format='weights'"
-        ) from error
-    with tempfile.TemporaryDirectory(prefix=temporary_prefix()) as folder:
-        torch.export.save(program, (path := Path(folder) / PROGRAM))
-        return path.read_bytes()
-
-
-def _refuse_pickles(content: bytes, path: str) -> None:
-    """Raises ValueError for a program with objects that `torch.export.load` would unpickle without restrictions."""
-    with zipfile.ZipFile(io.BytesIO(content)) as archive:
-        for name in archive.namelist():
-            try:
-                if name.endswith("_config.json"):
-                    entries = json.loads(archive.read(name))["config"].values()
-                    is_safe = not any(entry["use_pickle"] for entry in entries)
-                elif is_safe := name.endswith(".pt"):
-                    torch.load(io.BytesIO(archive.read(name)), weights_only=True)
-                else:
-                    is_safe = "custom_obj" not in name and "opaque_obj" not in name
-            except (pickle.UnpicklingError, RuntimeError):
-                is_safe = False
-            if not is_safe:
-                raise ValueError(f"{path}: {name} has pickled objects, which are not loaded; save the model again")
-
-
-class _Whole(nn.Module):
-    """From features to predictions, with the functions of the spec."""
-
-    def __init__(self, model: nn.Module, spec: ModelSpec, features: tuple[str, ...]):
-        super().__init__()
-        self.model, self._spec, self._features = model, spec, features
-
-    def forward(self, *inputs: Tensor) -> dict[str, Tensor]:
-        batch = self._spec.prepare(dict(zip(self._features, inputs, strict=True)))
-        return self._spec.predictions(self._spec.output(self.model, batch, self._features))
-
-
-class _Program(nn.Module):
-    """An exported program, which is always in evaluation mode. Its outputs are the columns by name."""
-
-    def __init__(self, program: nn.Module):
-        super().__init__()
-        self._program = program
-        self.training = False
-
-    def forward(self, *inputs: Tensor) -> Any:
-        return self._program(*inputs)
-
-    def train(self, mode: bool = True) -> _Program:
-        return self

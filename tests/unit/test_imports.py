@@ -304,7 +304,7 @@ REVIEWED = {
     ("launch/code/payload.py", "pickle.loads"): "the user's own code, on its way from the driver to the ranks",
     ("data/petastorm/unischema_reader.py", "pickle.Unpickler"): "creates stubs alone, by exact names; S01 attacks it",
     ("baselines/driver_loop/received.py", "pickle.Unpickler"): "finds arrays and gradient sums alone; S16 attacks it",
-    ("scoring/saved_model.py", "torch.export.load"): "after a check that no member is a pickle; S03 attacks it",
+    ("scoring/program.py", "torch.export.load"): "of an archive that has only what was checked; S03 attacks it",
 }
 """What may be dangerous and was read, with the reason why it is not."""
 UNPICKLE = {f"{m}.{f}" for m in ("pickle", "cloudpickle", "dill", "joblib", "marshal") for f in ("load", "loads")}

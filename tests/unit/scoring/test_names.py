@@ -48,12 +48,10 @@ def test_what_another_process_cannot_import_is_refused():
 
 
 @pytest.mark.parametrize(("found", "match"), [
-    ("os:system", "of the standard library"), ("subprocess:Popen", "of the standard library"),
-    ("builtins:eval", "of the standard library"), ("posix:system", "of the standard library"),
     ("no_such_module:build", "cannot import the module 'no_such_module'"),
     ("tests.builders.models:no_such", "has no 'no_such'"), ("tests.builders.models", "expected 'package.module:name'"),
     ("a:b:c", "expected 'package.module:name'"), (3, "expected 'package.module:name'"),
-    ("tests.builders.models:torch.os.system", "of the standard library"), (f"{__name__}:sys", "expected a function"),
+    (f"{__name__}:sys", "expected a function"),
 ])  # fmt: skip
 def test_a_name_that_is_no_function_of_a_model_is_refused(found, match):
     with pytest.raises(ValueError, match=match):

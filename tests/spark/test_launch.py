@@ -241,6 +241,17 @@ def test_a_script_runs_with_its_arguments_on_all_ranks(spark, tmp_path, capfd):
     assert {"[rank 0] total 1.0 of 2 0", "[rank 1] total 1.0 of 2 1"} <= set(out)
 
 
+def test_a_script_imports_what_was_sent_with_add_py_file(spark, tmp_path_factory):
+    if spark_job.is_connect(spark):
+        pytest.skip("a session of Connect has no addPyFile")
+    folder = tmp_path_factory.mktemp("sent")  # later executors fetch it, too
+    (folder / "sent_to_scripts.py").write_text("value = 5")
+    spark.sparkContext.addPyFile(str(folder / "sent_to_scripts.py"))
+    (folder / "own").mkdir()
+    (folder / "own" / "train.py").write_text("import sent_to_scripts; assert sent_to_scripts.value == 5")
+    spark_dl.launch(folder / "own" / "train.py", num_ranks=1)
+
+
 @pytest.mark.long_in("local-cluster", "connect")
 @pytest.mark.slow
 def test_the_rank_whose_script_failed_first_is_named_with_its_exit_code_and_last_lines(spark, tmp_path):

@@ -25,13 +25,14 @@ _SO_ATTACH_FILTER = getattr(socket, "SO_ATTACH_FILTER", 26)
 _DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)  # BPF_RET, 0 bytes of each packet
 
 
-@contextlib.contextmanager
-def closed_when_connected() -> Iterator[None]:
-    """Closes the ports of each Gloo process group that is made in the block, in `torch` or by it, when it is made."""
+def close_when_connected() -> Callable[[], None]:
+    """Closes the ports of each Gloo process group of this process from now on, in `torch` or by it, when it is made.
+
+    Returns a function that ends this.
+    """
     make: Callable[..., Any] | None = getattr(distributed_c10d, _HELPER, None)
     if make is None or not sys.platform.startswith("linux"):
-        yield
-        return
+        return lambda: None
 
     def make_and_close(*args: Any, **kwargs: Any) -> Any:
         before = _listening()
@@ -44,10 +45,17 @@ def closed_when_connected() -> Iterator[None]:
         return made
 
     setattr(distributed_c10d, _HELPER, make_and_close)
+    return lambda: setattr(distributed_c10d, _HELPER, make)
+
+
+@contextlib.contextmanager
+def closed_when_connected() -> Iterator[None]:
+    """Closes the ports of each Gloo process group that is made in the block, as `close_when_connected` does."""
+    end = close_when_connected()
     try:
         yield
     finally:
-        setattr(distributed_c10d, _HELPER, make)
+        end()
 
 
 def _is_gloo(backend: Any) -> bool:

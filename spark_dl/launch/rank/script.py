@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import signal
 import subprocess
@@ -14,10 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from spark_dl.launch.rank import as_program
 from spark_dl.launch.rank.environment import check_env
 from spark_dl.storage.owner import temporary_prefix
 
 # Replaces itself with the program. Linux kills the program when the process of the rank ends, as in a cancelled job.
+# Isolated (-I): the working folder is the user's, and others may have put modules there.
 _START = (
     "import ctypes, os, sys; libc = ctypes.CDLL(None); hasattr(libc, 'prctl') and libc.prctl(1, 9); "
     "os.getppid() == int(sys.argv[1]) or sys.exit(1); os.execv(sys.executable, [sys.executable, *sys.argv[2:]])"
@@ -81,9 +84,10 @@ def run_script(script: Script, *, gpu_env: Mapping[str, str] | None = None) -> N
     with _on_this_host(script) as command:
         folder = script.folder if os.path.isdir(script.folder) else None
         env = {**os.environ, **(gpu_env or {}), **script.env}
-        env["PYTHONPATH"] = os.pathsep.join([*filter(None, [env.get("PYTHONPATH")]), *_added_path()])
+        of_user = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))  # an empty entry is the working folder
+        env["PYTHONPATH"] = os.pathsep.join([*of_user, *_added_path()])
         child = subprocess.Popen(
-            [sys.executable, "-c", _START, str(os.getpid()), "-u", *command, *script.args],
+            [sys.executable, "-I", "-c", _START, str(os.getpid()), "-u", *_as_program(), *command, *script.args],
             env=env, cwd=folder, stdin=subprocess.DEVNULL,
         )  # fmt: skip
         try:
@@ -99,24 +103,40 @@ def run_script(script: Script, *, gpu_env: Mapping[str, str] | None = None) -> N
 
 @contextlib.contextmanager
 def _on_this_host(script: Script) -> Iterator[list[str]]:
-    """Yields the arguments of Python that start the program: in its place if it is there, else of a copy."""
+    """Yields the arguments of `as_program` for the program: in its place if it is there, else of a copy."""
     if script.source is None:
-        yield ["-m", script.name]
+        yield ["module", script.name]
         return
     with contextlib.suppress(OSError):
         if Path(script.name).read_bytes() == script.source:
-            yield [script.name]
+            yield ["file", script.name]
             return
     with tempfile.TemporaryDirectory(prefix=temporary_prefix()) as folder:
         copy = Path(folder, os.path.basename(script.name))
         copy.write_bytes(script.source)
-        yield [str(copy)]
+        yield ["file", str(copy)]
+
+
+def _as_program() -> list[str]:
+    """Returns the arguments of Python for the module that runs the program."""
+    path = as_program.__file__
+    return [path] if os.path.isfile(path) else ["-c", inspect.getsource(as_program)]  # in an archive (--py-files)
 
 
 def _added_path() -> list[str]:
-    """Returns the entries of the import path that Python does not have by itself, such as the files of --py-files."""
+    """Returns the entries of the import path that Python does not have by itself, such as the files of --py-files.
+
+    Python's `-m`, by which Spark starts its workers, puts the working folder on the path. On an executor it belongs to
+    Spark, and has the files of `addPyFile`. In a local session it is the driver's, where `python train.py` finds
+    nothing.
+    """
     own = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    return [p for p in sys.path if p and not any(p == o or p.startswith(f"{o}{os.sep}") for o in own)]
+    kept = {str(Path(__file__).absolute().parents[3])}  # spark_dl itself
+    if (files := sys.modules.get("pyspark.core.files") or sys.modules.get("pyspark.files")) is not None:
+        kept.add(os.path.abspath(files.SparkFiles._root_directory or "/"))
+    paths = dict.fromkeys(os.path.abspath(p) for p in sys.path if p)
+    paths = {p: None for p in paths if p != os.getcwd() or p in kept}
+    return [p for p in paths if not any(p == o or p.startswith(f"{o}{os.sep}") for o in own)]
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:

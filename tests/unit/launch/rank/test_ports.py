@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from spark_dl import Launch
 from spark_dl.launch.rank.ports import closed_when_connected
+from spark_dl.launch.rank.script import read_script, run_script
 from spark_dl.launch.rendezvous import join
 from tests.builders import sockets
 
@@ -84,3 +85,32 @@ def test_S07_joining_closes_them(monkeypatch):
         assert not any(map(tried, ports))
         assert dist.distributed_c10d._new_process_group_helper is not make
     assert dist.distributed_c10d._new_process_group_helper is make
+
+
+PROGRAM = """
+import sys, torch
+sys.path.append({root!r})
+from tests.unit.launch.rank.test_ports import own_ports, tried
+torch.distributed.init_process_group("gloo", init_method="file://{folder}/store", rank=int(sys.argv[1]), world_size=2)
+assert (ports := own_ports())
+torch.distributed.barrier()
+assert not any(map(tried, ports)), ports
+torch.distributed.barrier()
+open("{folder}/done-" + sys.argv[1], "w").close()
+"""
+
+
+@pytest.mark.slow
+def test_S07_the_ports_of_a_program_close_as_those_of_a_function(tmp_path, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    (tmp_path / "train.py").write_text(PROGRAM.format(folder=tmp_path, root=os.getcwd()))
+    context = multiprocessing.get_context("spawn")
+    ranks = [
+        context.Process(target=run_script, args=(read_script(str(tmp_path / "train.py"), [rank], {}),))
+        for rank in range(2)
+    ]
+    for each in ranks:
+        each.start()
+    for each in ranks:
+        each.join(60)
+    assert {path.name for path in tmp_path.glob("done-*")} == {"done-0", "done-1"}

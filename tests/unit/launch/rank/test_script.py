@@ -1,5 +1,6 @@
 """Programs as the function of a rank: what can be one, and how its end is reported."""
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -7,6 +8,7 @@ import sys
 import time
 
 import pytest
+from pyspark import SparkFiles
 
 from spark_dl.launch.rank.script import Script, ScriptError, read_script, run_script
 
@@ -80,6 +82,72 @@ def test_a_module_runs_as_under_torchrun(tmp_path, monkeypatch):
     run_script(read_script("-m", ["package.job", "0"], {}))
     with pytest.raises(ScriptError, match=r"^-m package.job ended with exit code 3$"):
         run_script(read_script("-m", ["package.job", "3"], {}))
+
+
+LIKE_PYTHON = """
+import multiprocessing, pickle, sys
+class Named: pass
+def work(queue): queue.put(__name__)
+if __name__ == "__main__":
+    assert pickle.loads(pickle.dumps(Named())).__class__ is Named
+    context = multiprocessing.get_context("spawn")
+    worker = context.Process(target=work, args=((queue := context.Queue()),))
+    worker.start()
+    found = [sorted(n for n in globals() if n != "__cached__"), __file__, __spec__, __doc__, __builtins__.__name__,
+             sys.modules["__main__"].Named is Named, sys.argv, sys.path[0], queue.get(timeout=60)]
+    open(sys.argv[1], "w").write(repr(found))
+"""
+
+
+def test_a_program_finds_what_python_would_give_it(tmp_path):
+    """Names, the path, pickles of its classes, and processes that multiprocessing spawns."""
+    script = script_of(tmp_path, LIKE_PYTHON, tmp_path / "out")
+    run_script(script)
+    found = (tmp_path / "out").read_text()
+    subprocess.run([sys.executable, tmp_path / "train.py", tmp_path / "out"], check=True, timeout=60, cwd="/")
+    assert found == (tmp_path / "out").read_text()
+
+
+@pytest.fixture
+def planted(tmp_path, monkeypatch):
+    """A working folder where somebody has put modules, as a worker of a local session finds it; yields what they do."""
+    folder, marker = tmp_path / "shared", tmp_path / "exploded"
+    folder.mkdir()
+    for name in ("ctypes", "os", "io", "runpy", "importlib", "torch", "json", "sitecustomize", "usercustomize",
+                 "random", "encodings", "posixpath", "spark_dl", "as_program", "beside"):  # fmt: skip
+        (folder / f"{name}.py").write_text(f"open({str(marker)!r}, 'a').write({name!r} + ' ')")
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))  # Python's -m does so
+    return marker
+
+
+@pytest.mark.parametrize("path", [None, "", ":/tmp", "/tmp::"])
+@pytest.mark.parametrize("is_there", [True, False])
+def test_S21_a_program_finds_nothing_in_the_working_folder(tmp_path, planted, monkeypatch, path, is_there):
+    if path is not None:
+        monkeypatch.setenv("PYTHONPATH", path)
+    else:
+        monkeypatch.delenv("PYTHONPATH", raising=False)
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "beside.py").write_text("value = 7")
+    text = f"import ctypes, json, os, random, torch; open({str(tmp_path / 'out')!r}, 'w').write(os.getcwd())"
+    script = script_of(tmp_path / "own", ("import beside; assert beside.value == 7; " if is_there else "") + text)
+    if not is_there:  # on a host that does not have it
+        script = dataclasses.replace(script, name="/nowhere/train.py")
+    run_script(script)
+    assert (tmp_path / "out").read_text() == str(tmp_path / "shared")
+    assert not planted.exists(), planted.read_text()
+
+
+def test_a_program_finds_what_was_sent_to_the_executor(tmp_path, monkeypatch):
+    """Spark's entry of the path is `.`, the executor's working folder, which is not the program's."""
+    (tmp_path / "executor").mkdir()
+    (tmp_path / "executor" / "sent_module.py").write_text("value = 3")
+    script = script_of(tmp_path, "import sent_module; assert sent_module.value == 3")
+    monkeypatch.chdir(tmp_path / "executor")
+    monkeypatch.syspath_prepend(".")
+    monkeypatch.setattr(SparkFiles, "_root_directory", ".")
+    run_script(script)
 
 
 @pytest.mark.parametrize(("text", "end"), [

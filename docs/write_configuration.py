@@ -17,6 +17,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import docstring_parser
 
 from spark_dl.config.conflicts import CONFLICTS, Conflict
+from spark_dl.config.fields import fields_of_caller
 from spark_dl.config.load import sections
 from spark_dl.strategies import STRATEGIES
 
@@ -47,6 +48,9 @@ A value on the command line overrides a value in a file. An unknown key causes a
 closest known key.
 Settings that [cannot be used together](#settings-that-cannot-be-used-together) cause an error that names both.
 A [resumed](ways-in.md) run must have the same settings as before; only those marked *may change* can differ.
+`evaluate`, `predict` and `save_model` use the settings of the checkpoint, if they get no `config`. Settings marked
+*of the caller* say where to write or to connect, or what may be sent. They are never taken from a checkpoint, which
+somebody else may have written.
 """
 
 CONFLICTS_HEAD = """## Settings that cannot be used together
@@ -143,6 +147,8 @@ def _table(section: type, prefix: str) -> str:
         meaning = _plain(meanings.get(field.name))
         if field.metadata.get("may_change") or getattr(section, "MAY_CHANGE", False):
             meaning = f"{meaning} *May change.*".strip()
+        if field.name in fields_of_caller(section):
+            meaning = f"{meaning} *Of the caller.*".strip()
         cells = [f"`{prefix}.{field.name}`", _type(hints[field.name]), _default(field), meaning]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"

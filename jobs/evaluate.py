@@ -12,6 +12,7 @@ from spark_dl import cli
 OPTIONS: dict[str, tuple[Any, Any, str]] = {
     "checkpoint_path": (str, None, "a checkpoint, or a run_dir, for its last checkpoint"),
     "dataset": (str, "test", "name of a dataset of the input"),
+    "run_dir": (str | None, None, "folder or URL for the rows of a DataFrame; by default a private one"),
 }
 
 
@@ -22,7 +23,7 @@ def evaluate(job: cli.Job) -> dict[str, Any]:
     spec = job.model.spec()
     spark = job.session("spark_dl evaluate")
     data = cli.dataset(cli.read_datasets(spark, job.input), job.args["dataset"])
-    metrics = spark_dl.evaluate(data, spec, job.args["checkpoint_path"], job.config)
+    metrics = spark_dl.evaluate(data, spec, job.args["checkpoint_path"], job.config, run_dir=job.args["run_dir"])
     rows = metrics.pop("rows")
     return {
         "checkpoint": job.args["checkpoint_path"],

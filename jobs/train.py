@@ -57,7 +57,7 @@ def test(
     job: cli.Job, spec: spark_dl.ModelSpec, data: Any, result: spark_dl.TrainResult
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the metrics of the test rows, and where their predictions are, or why there are none."""
-    metrics = spark_dl.evaluate(data, spec, result.checkpoint, job.config)
+    metrics = spark_dl.evaluate(data, spec, result.checkpoint, job.config, run_dir=result.run_dir)
     metrics.pop("rows")
     cli.log.info(f"test: {metrics}")
     if isinstance(data, str) or job.config.sequences:  # predictions need a DataFrame

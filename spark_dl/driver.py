@@ -24,7 +24,7 @@ from spark_dl.cli.events import OnEvent, RunEvents, as_functions, restart_event
 from spark_dl.cli.progress import Progress
 from spark_dl.cli.rank_output import follow_logs, show_output, with_log_dir
 from spark_dl.config import Config, Data, Launch, Loader, Shards
-from spark_dl.config.load import build_config
+from spark_dl.config.load import as_read
 from spark_dl.data import local
 from spark_dl.data.dataset.records import ShardSet
 from spark_dl.evaluate import load_model
@@ -208,27 +208,36 @@ def evaluate(
     checkpoint_url: str | os.PathLike[str],
     config: Config | None = None,
     *,
+    run_dir: str | os.PathLike[str] | None = None,
     progress: bool = True,
     spark: SparkSession | None = None,
 ) -> dict[str, Any]:
     """Computes the loss and metrics of a checkpoint, or of the last one of a run, over all rows. Called on the driver.
 
-    Every row counts exactly once. The default of `config` is the checkpoint's settings. A DataFrame is first written as
-    shards to the run folder. Returns `{"rows", "loss", <metrics>}`. Raises as `train` does.
+    Every row counts exactly once. Returns `{"rows", "loss", <metrics>}`.
+
+    config: the default is the checkpoint's settings, but for those that say where to write or to connect, such as
+        `shards.store` and `launch.log_dir`: these are not used, as a checkpoint can be somebody else's.
+
+    run_dir: folder or URL that all executors can access, for the rows of a DataFrame, which are written as shards and
+        deleted at the end. The default is the run folder of the checkpoint, if it is a folder of this user; else a
+        private temporary folder in a local session, and the local disks of the ranks on a cluster.
+
+    Raises as `train` does, and ValueError if none of these can have the rows.
     """
     key_file = config.checkpoint.signing_key_file if config else None
     data, saved = as_sources(data), checkpoint.find(checkpoint_url, only_weights=True, key_file=key_file)
-    config = config or evaluation_config(build_config(saved.manifest["config"]), data)
+    config = config or evaluation_config(as_read(saved.manifest["config"]), data)
     spark, most_ranks = find_session(data, spark), config.launch.num_ranks
     config = fit_ranks(spark, config, most_ranks)
     check_settings(spark, spec, config, has_validation=True)
     with (
         Progress("evaluate", enabled=progress) as shown,
-        prepare_evaluation(data, spec, config, saved, stage=shown.stage) as run,
+        prepare_evaluation(data, spec, config, saved, spark=spark, run_dir=run_dir, stage=shown.stage) as run,
     ):
 
         def attempt(this: Attempt) -> dict[str, Any]:
-            fits = fit_ranks(spark, config, most_ranks, left_out=this.left_out) if this.number else config
+            fits = fit_ranks(spark, run.config, most_ranks, left_out=this.left_out) if this.number else run.config
             return _launch_run(spark, dataclasses.replace(run, config=fits), data, shown, task="evaluate", attempt=this)
 
         return run_attempts(attempt, config.launch)

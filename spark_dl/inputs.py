@@ -196,6 +196,17 @@ def is_ours(url: str) -> bool:
         raise storage.error_class(error)(f"cannot read the dataset {url}: {error}; check its permissions") from error
 
 
+def _stored_at(pointer: str, store: str | None) -> str:
+    """Returns the URL of a run's shards in the store. Which store it is, the settings say, and not the run folder."""
+    url = str(json.loads(storage.read_bytes(pointer))["url"])
+    if store is None or storage.dirname(storage.dirname(url)) != storage.absolute(store):
+        raise ValueError(
+            f"shards.store: found {store!r}, but {pointer} says that the rows of this run are at {url}; set "
+            "shards.store to the store of the run, if you trust it, or begin again with overwrite"
+        )
+    return url
+
+
 def _shards_of_rows(
     df: DataFrame,
     url: str,
@@ -215,7 +226,7 @@ def _shards_of_rows(
         )  # fmt: skip
         return found_before
     if reuse and storage.exists(pointer):
-        shards, lease = reopen(json.loads(storage.read_bytes(pointer))["url"], run=url)
+        shards, lease = reopen(_stored_at(pointer, config.shards.store), run=url)
     else:
         shards, found = store_shards(
             df, config.data, url, shards=config.shards, columns=config.stored_columns, run=url,

@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +30,9 @@ from spark_dl.data.write.vocabulary import NO_ROWS
 from spark_dl.inputs import as_source, check_mixture, check_storage, shards_of, warn_of_few_rows
 from spark_dl.rundir import attempt, checkpoint, generations, signing
 from spark_dl.rundir.folder import SHARDS
+from spark_dl.spark_job import is_connect, is_local_master
 from spark_dl.spec import ModelSpec, Run
+from spark_dl.storage.owner import temporary_prefix
 from spark_dl.training import initial
 from spark_dl.training.nonfinite import warn_of_late_checkpoints
 from spark_dl.training.spec_code import code_of, warn_of_changes
@@ -140,22 +144,64 @@ def next_attempt(run: Run, first_generation: int, restart: Mapping[str, Any] | N
 
 @contextlib.contextmanager
 def prepare_evaluation(
-    data: Any, spec: ModelSpec, config: Config, saved: checkpoint.Saved, *, stage: Callable[[str], None]
+    data: Any,
+    spec: ModelSpec,
+    config: Config,
+    saved: checkpoint.Saved,
+    *,
+    spark: Any,
+    run_dir: Any = None,
+    stage: Callable[[str], None],
 ) -> Iterator[Run]:
     """Yields a run that evaluates a checkpoint. Shards of a DataFrame are deleted at the end of the block."""
-    check_storage(config, data)
-    _say_stage(stage, data, config, "evaluate")
-    run_dir = checkpoint.run_dir_of(saved)
-    written = storage.join(run_dir, SHARDS, f"evaluate-{uuid.uuid4().hex[:8]}")
     with contextlib.ExitStack() as until_done:
-        until_done.callback(delete_dataset, written)
+        folder = _own_folder(run_dir, saved)
+        if not isinstance(data, (str, ShardSet)) and not folder:
+            folder, config = _private_place(spark, config, saved, until_done)
+        check_storage(config, data)
+        _say_stage(stage, data, config, "evaluate")
+        written = storage.join(folder, SHARDS, f"evaluate-{uuid.uuid4().hex[:8]}")
+        if folder:
+            until_done.callback(delete_dataset, written)
         shards = shards_of(data, written, config, until_done, saved.columns, reuse=False)
         if shards.columns:
             check_dtypes(spec, shards.select(config.data.columns), config)
         yield Run(
-            spec=spec, config=config, train=for_ranks(shards, config), run_dir=run_dir, checkpoint=saved.url,
+            spec=spec, config=config, train=for_ranks(shards, config), run_dir=folder, checkpoint=saved.url,
             checkpoint_sha256=saved.sha256, reference_columns=saved.columns,
         )  # fmt: skip
+
+
+def _own_folder(run_dir: Any, saved: checkpoint.Saved) -> str:
+    """Returns the folder that the caller names, or the run folder of a checkpoint if it is his; else an empty string.
+
+    Others can read what is written to a run folder of theirs. An object store does not say whose a folder is.
+    """
+    if run_dir is not None:
+        return storage.absolute(run_dir)
+    found = checkpoint.run_dir_of(saved)
+    if not storage.is_local(found) or os.stat(storage.resolve(found)[1]).st_uid != os.geteuid():
+        return ""
+    return found
+
+
+def _private_place(
+    spark: Any, config: Config, saved: checkpoint.Saved, until_done: contextlib.ExitStack
+) -> tuple[str, Config]:
+    """Returns a folder for the rows of a DataFrame, which others cannot read; or settings that need no folder."""
+    if config.shards.storage == "local":
+        return "", config
+    if not is_connect(spark) and is_local_master(spark.conf.get("spark.master", "")):
+        return until_done.enter_context(tempfile.TemporaryDirectory(prefix=temporary_prefix())), config
+    try:
+        shards = replace(config.shards, storage="local", store=None, cache_dir=None, cache_mib=0)
+        return "", replace(config, shards=shards)
+    except ValueError as error:
+        raise ValueError(
+            f"run_dir: expected a folder that all executors can access, for the rows of the DataFrame. "
+            f"{checkpoint.run_dir_of(saved)} is not known to be yours, and the local disks of the ranks cannot have "
+            f"them: {error}"
+        ) from error
 
 
 def as_sources(data: Any) -> Any:

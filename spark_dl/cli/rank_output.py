@@ -70,6 +70,6 @@ def _logs(launch: Launch) -> list[Path]:
 
 def with_log_dir(launch: Launch, run_dir: str) -> Launch:
     """Returns settings with a folder for the output of the ranks, which cannot reach the driver."""
-    if launch.log_dir or launch.output == "none" or not storage.is_local(run_dir):
+    if launch.log_dir or launch.output == "none" or not run_dir or not storage.is_local(run_dir):
         return launch
     return dataclasses.replace(launch, log_dir=storage.resolve(storage.join(run_dir, LOGS))[1])

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from spark_dl.config.checks import check, check_bool, check_choices, check_number
-from spark_dl.config.fields import named_settings
+from spark_dl.config.fields import named_settings, of_caller
 
 OnError = Literal["raise", "warn"]
 
@@ -32,7 +32,7 @@ class Checkpoint:
     """What happens if the storage refuses a checkpoint, for example because a disk is full or read-only. `raise` ends
     the attempt, and the ranks are started again, up to `launch.max_restarts` times. `warn` logs a warning, and training
     goes on; the last checkpoint of the run must be written."""
-    signing_key_file: str | None = None
+    signing_key_file: str | None = of_caller(None)
     """File with a key of at least 32 bytes, on the driver and on the host of rank 0. Checkpoints are signed with it
     (HMAC-SHA256), and a checkpoint with another signature, or without one, is never loaded."""
     strict: bool = False

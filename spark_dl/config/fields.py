@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from spark_dl.config.checks import section_name, suggestion
 
 Section = TypeVar("Section")
-_MAY_CHANGE = {"may_change": True}
+_MAY_CHANGE, _OF_CALLER = "may_change", "of_caller"
 
 
 def may_change(default: Any) -> Any:
@@ -16,16 +16,36 @@ def may_change(default: Any) -> Any:
 
     default: the default value, or a factory such as `dict`.
     """
+    return _marked(default, _MAY_CHANGE)
+
+
+def of_caller(default: Any, *, fixed: bool = False) -> Any:
+    """Declares a field that says where to write or to connect, what proves who somebody is, or what may be sent.
+
+    The caller alone says so: the values of settings that were read from a checkpoint are not used (`as_read`).
+    fixed: whether it must not change on resume.
+    """
+    return _marked(default, _OF_CALLER, *([] if fixed else [_MAY_CHANGE]))
+
+
+def _marked(default: Any, *marks: str) -> Any:
+    metadata = dict.fromkeys(marks, True)
     if callable(default):
-        return field(default_factory=default, metadata=_MAY_CHANGE)
-    return field(default=default, metadata=_MAY_CHANGE)
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def fields_of_caller(section: type) -> list[str]:
+    """Returns the names of the fields of a section that only the caller sets; all of them if it is `OF_CALLER`."""
+    is_whole = getattr(section, "OF_CALLER", False)
+    return [f.name for f in dataclasses.fields(section) if is_whole or f.metadata.get(_OF_CALLER)]
 
 
 def fixed_on_resume(section: type) -> list[str]:
     """Returns the names of the fields of a section that must not change on resume; none if it is `MAY_CHANGE`."""
     if getattr(section, "MAY_CHANGE", False):
         return []
-    return [f.name for f in dataclasses.fields(section) if not f.metadata.get("may_change")]
+    return [f.name for f in dataclasses.fields(section) if not f.metadata.get(_MAY_CHANGE)]
 
 
 def named_settings(section: type[Section]) -> type[Section]:

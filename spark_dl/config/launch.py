@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from spark_dl.config.checks import check, check_bool, check_choices, check_number
-from spark_dl.config.fields import named_settings
+from spark_dl.config.fields import named_settings, of_caller
 
 Device = Literal["auto", "cpu", "cuda"]
 RankOutput = Literal["all", "rank0", "none"]
@@ -44,7 +44,7 @@ class Launch:
     """Number of CPU threads of each rank; 0 uses the number that Spark sets (`spark.task.cpus`)."""
     output: RankOutput = "all"
     """Which ranks' standard output and standard error the driver shows, each line prefixed by its rank."""
-    log_dir: str = ""
+    log_dir: str = of_caller("")
     """Folder for the output of each rank, `rank-<n>.log`. Over Spark Connect, where ranks cannot reach the driver, the
     driver reads it from there while the ranks run, so all hosts need access to the folder; without it, the driver shows
     the last 64 KiB of each rank at the end. Training runs over Connect use the folder `logs` of a local `run_dir`."""
@@ -64,7 +64,7 @@ class Launch:
     """How long a rank of a training goes on after SIGTERM, in seconds, so that all ranks can save a checkpoint at the
     next log line (`train.log_every`). It then ends in any case. 0 ends it at once. Kubernetes kills a process 30 s
     after SIGTERM."""
-    allow_plaintext: bool = False
+    allow_plaintext: bool = of_caller(False)
     """Whether ranks may send gradients to each other unencrypted although Spark encrypts what it sends
     (`spark.network.crypto.enabled`, `spark.ssl.enabled`). Set it if the network itself is private."""
     independent_ranks: bool = False

@@ -21,6 +21,7 @@ import yaml
 from spark_dl import strategies
 from spark_dl.config import Config
 from spark_dl.config.checks import check, suggestion
+from spark_dl.config.fields import fields_of_caller
 from spark_dl.config.kinds import SECTION, explain_value, hints_of
 from spark_dl.config.parallel import Parallel
 
@@ -66,6 +67,23 @@ def build_config(plain: Mapping[str, Any]) -> Config:
             check(key in own or not _is_required(field), f"{name}.{key}", "a value, as there is no default", None)
         built[name] = known[name](**own)
     return Config(**built)
+
+
+def as_read(plain: Mapping[str, Any]) -> Config:
+    """Builds the `Config` of a checkpoint, which need not be the caller's: how rows are read and what is computed.
+
+    Where rows and files are written, and what is connected to, the caller says: fields of `of_caller` have defaults.
+    Raises ValueError as `build_config` does.
+    """
+    found = build_config(plain)
+    kept: dict[str, Any] = {}
+    for field in dataclasses.fields(found):
+        section = getattr(found, field.name)
+        if section is not None:
+            own = set(fields_of_caller(type(section)))
+            values = {f.name: getattr(section, f.name) for f in dataclasses.fields(section) if f.name not in own}
+            kept[field.name] = type(section)(**values)
+    return Config(**kept)
 
 
 def with_settings(plain: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:

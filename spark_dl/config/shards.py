@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from spark_dl.config.checks import check, check_choices, check_number
-from spark_dl.config.fields import may_change, named_settings
+from spark_dl.config.fields import may_change, named_settings, of_caller
 
 Storage = Literal["shared", "local"]
 
@@ -21,14 +21,14 @@ class Shards:
     storage: Storage = "shared"
     """Where shards are written. `shared`: to the run folder, which all executors can access. `local`: to the local
     disks of the ranks' hosts, where the rows are distributed round-robin and deleted at the end of the run."""
-    store: str | None = may_change(None)
+    store: str | None = of_caller(None)
     """Folder or URL of a store for shards. Other runs and users can reuse the shards in it. A key that is computed
     from the DataFrame and the settings identifies the shards."""
     store_ttl_days: float = may_change(30.0)
     """Days without use after which `jobs/prepare.py --clean` deletes shards in the store."""
-    cache_dir: str | None = may_change(None)
+    cache_dir: str | None = of_caller(None)
     """Folder on each host's local disk for copies of remote shards, shared by the ranks of the host and later runs."""
-    cache_mib: int = may_change(0)
+    cache_mib: int = of_caller(0)
     """Maximum size of the copies in MiB; 0 for no copies."""
 
     @property

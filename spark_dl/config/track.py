@@ -18,6 +18,7 @@ class Track:
     """TensorBoard and MLflow, which the driver writes to during training, and profiles of the ranks."""
 
     MAY_CHANGE: ClassVar[bool] = True
+    OF_CALLER: ClassVar[bool] = True
     tensorboard: bool = False
     """Whether to write event files for TensorBoard, to the folder `tensorboard` of the run folder."""
     mlflow: bool = False

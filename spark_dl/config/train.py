@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from spark_dl.config.checks import check, check_bool, check_choices, check_class, check_number
-from spark_dl.config.fields import may_change, named_settings
+from spark_dl.config.fields import may_change, named_settings, of_caller
 
 LrScaling = Literal["none", "linear", "sqrt"]
 Precision = Literal["float32", "bf16", "fp16"]
@@ -89,7 +89,7 @@ class Train:
     """Epochs without an improvement after which all ranks stop."""
     early_stop_min_delta: float = may_change(0.0)
     """Smallest change that counts as an improvement."""
-    init_from: str | None = None
+    init_from: str | None = of_caller(None, fixed=True)
     """A checkpoint, or the folder of a run, whose last checkpoint is used. The model starts with its weights and
     buffers. The optimizer and the scheduler start without a state, and the steps are counted from 0. Strings get the
     vocabularies of that run. A resumed run continues from its own checkpoint."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from spark_dl.config import Config
 from spark_dl.config.checks import listed, suggestion
-from spark_dl.config.load import build_config
+from spark_dl.config.load import as_read
 from spark_dl.data.columns.batch import build_batch
 from spark_dl.data.columns.inputs import cast_columns, two_rows_of_zeros
 from spark_dl.data.columns.ragged import Array, Ragged, from_lengths
@@ -254,7 +254,7 @@ def scorer_of(
     """
     key_file = config.checkpoint.signing_key_file if config and key_file is None else key_file
     saved = checkpoint.find(checkpoint_url, only_weights=True, key_file=key_file)
-    config = config or build_config(saved.manifest["config"])
+    config = config or as_read(saved.manifest["config"])
     if config.sequences is not None:
         raise ValueError(
             f"predict: the model reads sequences (sequences.length={config.sequences.length}), found rows of a "

@@ -346,3 +346,20 @@ def test_over_connect_only_rows_with_a_name_are_found_again(spark, source, tmp_p
     assert re.search(r"the store cannot be used for this DataFrame: over Spark Connect .*key=", caplog.text)
     assert "_manifest.json" in os.listdir(tmp_path / "run" / "shards" / "train")
     assert not os.path.exists(tmp_path / "store")
+
+
+@local
+def test_S22_the_store_of_a_resumed_run_is_that_of_the_settings(spark, source, tmp_path):
+    points = spark.read.parquet(source)
+    config = small_config(2, data={"store": str(tmp_path / "store"), "epochs": 1})
+    spark_dl.train(points, MLP, config, run_dir=str(tmp_path / "run"))
+    pointer = tmp_path / "run" / "shards" / "train" / "part-stored.json"
+    good = pointer.read_text()
+    more = small_config(2, data={"store": str(tmp_path / "store"), "epochs": 2})
+    for url in (str(tmp_path / "other" / "key" / "set"), "s3://other/x/y?endpoint_override=other&scheme=http"):
+        pointer.write_text(json.dumps({"url": url}))
+        with pytest.raises(ValueError, match=r"shards.store: found .*/store', but .* are at .*other.*if you trust it"):
+            spark_dl.train(points, MLP, more, run_dir=str(tmp_path / "run"), resume=True)
+    assert not (tmp_path / "other").exists()
+    pointer.write_text(good)
+    assert spark_dl.train(points, MLP, more, run_dir=str(tmp_path / "run"), resume=True).epochs == 2

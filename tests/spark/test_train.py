@@ -2,8 +2,10 @@
 
 import concurrent.futures
 import dataclasses
+import json
 import os
 import signal
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -18,13 +20,13 @@ from torch.nn import functional
 
 import spark_dl
 from jobs import predict as predict_job
-from spark_dl import Data, ModelSpec, RankError, cli
+from spark_dl import Data, ModelSpec, RankError, cli, prepare, storage
 from spark_dl.config.load import build_config
 from spark_dl.data.parquet import file as parquet_file
 from spark_dl.data.parquet import page_index
 from spark_dl.data.parquet.filters import typed_conditions
 from spark_dl.data.parquet.page_index import IndexedFile
-from spark_dl.rundir import checkpoint, environment
+from spark_dl.rundir import checkpoint, checkpoint_files, environment
 from tests.builders.datasets import write_dataset
 from tests.builders.models import MLP, blobs, build_mlp, same_bits, small_config
 
@@ -84,6 +86,66 @@ def test_train_evaluate_predict(spark, mode, points, tmp_path):
         assert predicted[row["name"]]["label"] == row["label"]
     types = dict(spark_dl.predict(points, spec, result.checkpoint).dtypes)
     assert (types["prediction"], types["probability"]) == ("bigint", "array<float>")
+
+
+def _theirs(url, **sections):
+    """Changes the settings of a checkpoint, with its checksum, as who can write to its folder can."""
+    path = os.path.join(url, "MANIFEST.json")
+    with open(path) as file:
+        manifest = json.load(file)
+    for name, values in sections.items():
+        manifest["config"][name].update(values)
+    manifest["sha256"] = checkpoint_files.digest(manifest)
+    with open(path, "w") as file:
+        json.dump(manifest, file)
+
+
+@pytest.fixture
+def of_somebody_else(spark, points, tmp_path):
+    """A run in the folder of another user, whose checkpoint has settings that write elsewhere; and that place."""
+    result = spark_dl.train(points, MLP, small_config(2), run_dir=str(tmp_path / "run"))
+    other = tmp_path / "other"
+    _theirs(
+        result.checkpoint, shards={"store": str(other / "store")}, launch={"log_dir": str(other / "logs")},
+        track={"mlflow": True, "mlflow_tracking_uri": str(other / "mlflow")},
+    )  # fmt: skip
+    return result, other
+
+
+@pytest.mark.modes("local", "local-cluster")
+def test_S22_a_checkpoint_does_not_say_where_the_rows_of_an_evaluation_go(spark, points, of_somebody_else):
+    result, other = of_somebody_else
+    assert spark_dl.evaluate(points, MLP, result.checkpoint)["rows"] == 500
+    spark_dl.predict(points, MLP, result.checkpoint).collect()
+    assert not other.exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+@pytest.mark.modes("local", "local-cluster")
+@pytest.mark.parametrize("place", ["temporary", "disks of the ranks", "named"])
+def test_S22_an_evaluation_writes_nothing_to_the_run_folder_of_somebody_else(
+    spark, mode, points, tmp_path, of_somebody_else, monkeypatch, place
+):
+    result, _ = of_somebody_else
+    expected = spark_dl.evaluate(points, MLP, result.checkpoint)
+    for folder, _, files in os.walk(result.run_dir):
+        for name in (".", *files):
+            os.chown(os.path.join(folder, name), 65534, 65534)
+    if mode.startswith("local[") and place == "disks of the ranks":  # as on a cluster
+        monkeypatch.setattr(prepare, "is_local_master", lambda master: False)
+    written, resolve = [], storage.make_folder
+    monkeypatch.setattr(storage, "make_folder", lambda url, **more: [written.append(str(url)), resolve(url, **more)][1])
+    before = sorted(str(path) for path in Path(result.run_dir).rglob("*"))
+    more = {"run_dir": tmp_path / "mine"} if place == "named" else {}
+    found = spark_dl.evaluate(points, MLP, result.checkpoint, **more)
+    assert found["rows"] == expected["rows"]
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    assert sorted(str(path) for path in Path(result.run_dir).rglob("*")) == before
+    assert not any(url.startswith(result.run_dir) for url in written)
+    own = [url for url in written if "evaluate-" in url]
+    assert bool(own) == (place == "named" or (place == "temporary" and mode.startswith("local[")))
+    assert all(url.startswith(str(tmp_path / "mine") if place == "named" else tempfile.gettempdir()) for url in own)
+    assert not any(os.path.exists(url) for url in own)
 
 
 @pytest.mark.modes("local")

@@ -1,11 +1,14 @@
 """Which settings a resumed run may change."""
 
 import dataclasses
+import json
+import re
 
 import pytest
 
-from spark_dl import Config, strategies
-from spark_dl.config.load import config_keys, sections
+from spark_dl import Checkpoint, Config, Shards, Track, strategies
+from spark_dl.config.fields import fields_of_caller
+from spark_dl.config.load import as_read, config_keys, sections
 from spark_dl.rundir.checkpoint import Saved, check_same_settings
 from tests.builders.settings import make_config
 
@@ -52,6 +55,40 @@ def test_what_may_change_is_what_is_marked_and_nothing_else(strategy):
     assert {key for key, error in errors.items() if error is None} == marked == expected
     for key, error in errors.items():
         assert error is None or f"({key}: was 'another value', now " in error
+
+
+OF_CALLER = {
+    "shards.store", "shards.cache_dir", "shards.cache_mib", "launch.log_dir", "launch.allow_plaintext",
+    "checkpoint.signing_key_file", "train.init_from",
+    *(key for key in config_keys() if key.startswith("track.")),
+}  # fmt: skip
+PLACE = re.compile(r"url|uri|dir|path|file|folder|store$|host|address|port$|server|endpoint|from$|key$|token|plaintext")
+"""Names of settings that may say where to write or to connect."""
+NO_PLACES = {"launch.exclude_host_after", "parallel.hosts", "parallel.server_k", "parallel.server_mode",
+             "parallel.num_servers"}  # fmt: skip
+
+
+@pytest.mark.parametrize("strategy", strategies.names())
+def test_S22_settings_of_a_checkpoint_do_not_say_where_to_write_or_to_connect(strategy):
+    marked = {f"{name}.{f}" for name, section in sections(strategy).items() for f in fields_of_caller(section)}
+    assert marked == OF_CALLER
+    assert {key for key in config_keys(strategy) if PLACE.search(key.partition(".")[2])} <= OF_CALLER | NO_PLACES
+    usual, config = config_with(strategy), config_with(strategy)
+    theirs = dataclasses.replace(
+        config,
+        shards=Shards(store="s3://other/x?endpoint_override=other", cache_dir="/other", cache_mib=1, rows_per_shard=7),
+        launch=dataclasses.replace(config.launch, log_dir="/other", allow_plaintext=True, device="cpu"),
+        checkpoint=Checkpoint(signing_key_file="/other", keep=7),
+        train=dataclasses.replace(config.train, init_from="s3://other", seed=7),
+        track=Track(mlflow=True, mlflow_tracking_uri="http://other", tensorboard=True),
+    )
+    found = as_read(json.loads(json.dumps(theirs.to_dict())))
+    for key in OF_CALLER:
+        section, _, name = key.partition(".")
+        expected = getattr(getattr(usual, section), name)
+        assert getattr(getattr(found, section), name) == expected, key
+    assert (found.shards.rows_per_shard, found.checkpoint.keep, found.train.seed) == (7, 7, 7)
+    assert (found.parallel, found.sequences, found.data) == (theirs.parallel, theirs.sequences, theirs.data)
 
 
 def test_a_section_that_another_version_has_is_an_error_that_names_it():

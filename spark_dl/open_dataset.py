@@ -31,11 +31,14 @@ def open_dataset(
     validation_fraction: float = 0.0,
     loader: Loader | None = None,
     transform: Callable[[Batch], Any] | None = None,
+    cur_shard: int | None = None,
+    shard_count: int | None = None,
 ) -> RankDataset:
     """Opens a dataset for this rank: an iterable of its batches, with `len`, `set_epoch` and `state_dict`.
 
-    Called on a rank: in `launch`, in `run_on_dataframe`, under torchrun, or alone in a process. The rank and the number
-    of ranks come from the process group or the environment. All ranks must pass the same arguments.
+    Called on a rank: in `launch`, in `run_on_dataframe`, under torchrun, horovodrun, mpirun or srun, or alone in a
+    process. The rank and the number of ranks come from the process group or from the environment of the launcher. All
+    ranks must pass the same arguments.
 
     source: the URL of a dataset, the result of `read_shards`, or the rows that `run_on_dataframe` passes to its
         function, which have their own settings (`data`, `loader`, `validation_fraction`).
@@ -45,12 +48,13 @@ def open_dataset(
     split: the rows to read, if `validation_fraction` is set: `all`, `train` or `validation`.
     loader: how rows are read. `num_streams` is lowered to the largest number that fits the ranks and the batch.
     transform: called with each batch; returns what is yielded, such as `lambda b: (b["features"], b["label"])`.
+    cur_shard, shard_count: the rank and the number of ranks, in place of those that are found.
 
     A batch has the columns by name, [batch_size, ...], and `weight`, [batch_size] float32: 1, or the value of
     `data.weight`, for a true row, 0 for padding. Every row is in exactly one batch of one rank in each epoch.
     Raises ValueError for a missing dataset or column, and for settings that do not fit the dataset.
     """
-    rank, num_ranks = find_place()
+    rank, num_ranks = find_place() if (cur_shard, shard_count) == (None, None) else _place(cur_shard, shard_count)
     _check_arguments(data, batch_size, split, validation_fraction)
     if not isinstance(source, RankRows) and split != "all" and not validation_fraction:
         raise ValueError(f"open_dataset: split={split!r} needs validation_fraction")
@@ -74,7 +78,17 @@ def open_dataset(
         with contextlib.ExitStack() as until_done:
             shards = shards_of(shards, "", config, until_done, reuse=False)
     batches = build_loader(shards, config, rank=rank, world_size=num_ranks, split=split, shuffle=shuffle)
-    return RankDataset(batches, shards, config, shuffle=shuffle, transform=transform)
+    return RankDataset(batches, shards, config, shuffle=shuffle, split=split, transform=transform)
+
+
+def _place(cur_shard: Any, shard_count: Any) -> tuple[int, int]:
+    numbers = [type(n) is int for n in (cur_shard, shard_count)]
+    if not all(numbers) or not 0 <= cur_shard < shard_count:
+        raise ValueError(
+            f"open_dataset: expected cur_shard from 0 on and below shard_count, found cur_shard={cur_shard!r}, "
+            f"shard_count={shard_count!r}"
+        )
+    return cur_shard, shard_count
 
 
 def _check_arguments(data: Any, batch_size: Any, split: Any, validation_fraction: float) -> None:

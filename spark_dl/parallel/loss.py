@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from spark_dl.nn.moe import add_auxiliary_losses, note_rows
-from spark_dl.spec import Batch, ModelSpec, Output
+from spark_dl.spec import Batch, ModelSpec, Output, SumOverRow
 
 if TYPE_CHECKING:
     from spark_dl.config import Config
@@ -51,10 +51,16 @@ def row_losses(spec: ModelSpec, output: Output, batch: Batch, label: str | None)
             raise
         raise ValueError(_explain(error, output, batch, label)) from error
     rows = batch["weight"].shape[0]
-    _check_not_paired(losses, output, target, label)
+    _check_not_repeated(loss, losses, output, target, label)
     if not isinstance(losses, Tensor) or losses.ndim == 0 or losses.shape[0] != rows:
         found = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
-        raise ValueError(f"spec.loss: expected one value per row, shape ({rows},), found {found}; use reduction='none'")
+        change = "use reduction='none'"
+        if f"{label}_offsets" in batch:
+            change = (
+                f"the column {label!r} has all values of all rows (loader.ragged=offsets); sum them within each row by "
+                f"'{label}_offsets', or set loader.ragged to pad"
+            )
+        raise ValueError(f"spec.loss: expected one value per row, shape ({rows},), found {found}; {change}")
     weights = element_weights(spec, batch, label)
     if weights is None:
         return losses.flatten(1).mean(1) if losses.ndim > 1 else losses
@@ -231,23 +237,29 @@ def in_words(value: Any) -> str:
     return f"[{', '.join(map(in_words, value))}]" if isinstance(value, (list, tuple)) else type(value).__name__
 
 
-def _check_not_paired(losses: Any, output: Any, target: Any, label: str | None) -> None:
-    """Raises ValueError if an output [rows, 1] and a label [rows], or the reverse, were broadcast to [rows, rows].
+def _check_not_repeated(loss: Any, losses: Any, output: Any, target: Any, label: str | None) -> None:
+    """Raises ValueError if an output and a label of other shapes were broadcast: [rows, 1] and [rows] to [rows, rows].
 
-    Torch only warns of it. The mean of each row would compare the output of a row with the labels of all rows.
+    Torch only warns of it, at most. Each output would be compared with labels that it is not meant for. A function of
+    the user's own may repeat the label, such as one that compares several quantiles with one value.
     """
     if not (isinstance(losses, Tensor) and isinstance(output, Tensor) and isinstance(target, Tensor)):
         return
-    if losses.shape in (output.shape, target.shape):
+    if output.shape == target.shape or (losses.shape == output.shape and not _is_of_torch(loss)):
         return
     with contextlib.suppress(RuntimeError):  # shapes that cannot be broadcast
         if losses.shape == torch.broadcast_shapes(output.shape, target.shape):
             raise ValueError(
                 f"spec.loss: the model's output has the shape {tuple(output.shape)}, and the column {label!r} the "
-                f"shape {tuple(target.shape)}, so that torch computes {tuple(losses.shape)} losses, each output with "
-                "each label; expected the same shape: return output[:, 0], for example in spec.forward, or change the "
-                "column in spec.transform"
+                f"shape {tuple(target.shape)}, so that torch repeats values, and computes {tuple(losses.shape)} "
+                "losses; expected the same shape: return output[:, 0], for example in spec.forward, change the column "
+                "in spec.transform, or expand the output there if one value is meant for several"
             )
+
+
+def _is_of_torch(loss: Any) -> bool:
+    inner = loss.loss if isinstance(loss, SumOverRow) else loss
+    return type(inner).__module__ == "torch.nn.modules.loss"
 
 
 Call: TypeAlias = Callable[[Callable[[nn.Module, Batch], Any], Batch], Any]

@@ -30,6 +30,8 @@ from spark_dl.storage import local_files
 from spark_dl.storage.credentials import BUCKETS, check_no_credentials
 from spark_dl.storage.outages import error_class as error_class
 
+_BY_LIBHDFS = ("hdfs", "viewfs")
+_first_failures: dict[str, str] = {}
 _BY_PYARROW = ("s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs")
 
 
@@ -51,8 +53,12 @@ class _Location:
 
 def _parse(url: str) -> _Location:
     match = re.match(r"(?i)([a-z][a-z0-9+.-]*)://([^/?]*)([^?]*)\??(.*)\Z", url, re.DOTALL)
-    if match is None and url.startswith("file:/"):  # the form of Hadoop
-        match = re.match(r"(file):()([^?]*)\??(.*)\Z", url, re.DOTALL)
+    if match is None:
+        match = re.match(r"(?i)(file|hdfs|viewfs):()(/[^?]*)\??(.*)\Z", url, re.DOTALL)  # the form of Hadoop
+    if match is None and (found := re.match(r"(?i)([a-z][a-z0-9+.-]+):/", url)):
+        rest = url[found.end() :]
+        way = f"the path /dbfs/{rest}" if found[1].lower() == "dbfs" else f"{found[1]}://{rest}"
+        raise ValueError(f"cannot open {url!r}: expected {way}; a folder of this name here is ./{url}")
     if match is None:
         return _Location("", "", url)
     scheme, host, path, options = match.groups()
@@ -78,7 +84,11 @@ def resolve(url: str) -> tuple[Any, str]:
     except ImportError as error:
         raise ValueError(f"cannot open {url!r}: {at.scheme}:// needs a package that is missing: {error}") from error
     except (ArrowInvalid, ArrowNotImplementedError, OSError, ValueError, TypeError) as error:
-        raise error_class(error)(f"cannot open {url!r}: {error}") from error
+        why = str(error)
+        if at.scheme in _BY_LIBHDFS and ("libhdfs" in why or "libjvm" in why):
+            # The second time, libhdfs only says that it has failed before.
+            why = _first_failures.setdefault(at.scheme, why.partition("\n")[0])
+        raise error_class(error)(f"cannot open {url!r}: {why}") from error
     return filesystem, f"{root.rstrip('/')}{at.path}" if at.path.strip("/") else root
 
 

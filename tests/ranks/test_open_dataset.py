@@ -108,6 +108,57 @@ def test_a_position_in_other_rows_is_an_error_that_names_what_differs(url):
             other.load_state_dict(state)
 
 
+HELD_OUT = {"validation_fraction": 0.2, "split": "train"}
+
+
+@pytest.mark.parametrize(("before", "now", "name"), [
+    ({}, {**HELD_OUT}, "split"), (HELD_OUT, {}, "split"), (HELD_OUT, {**HELD_OUT, "split": "validation"}, "split"),
+    (HELD_OUT, {**HELD_OUT, "validation_fraction": 0.1}, "validation_fraction"),
+    ({"loader": Loader(memory_mib=512)}, {"loader": Loader(memory_mib=8)}, "window_rows"),
+])  # fmt: skip
+def test_a_position_among_other_rows_or_in_another_window_is_refused(tmp_path, before, now, name):
+    """Each row of 8 KiB, so that 8 MiB bound the window."""
+    columns = {"x": np.zeros((4096, 2048), np.float32), "id": np.arange(4096)}
+    write_dataset(str(tmp_path / "data"), columns, group_rows=64, shard_rows=2048)
+    url = str(tmp_path / "data")
+    dataset = spark_dl.open_dataset(url, DATA, batch_size=64, **before)
+    next(iter(dataset))
+    with pytest.raises(ValueError, match=f"load_state_dict: found {name}="):
+        spark_dl.open_dataset(url, DATA, batch_size=64, **now).load_state_dict(dataset.state_dict())
+    spark_dl.open_dataset(url, DATA, batch_size=64, **before).load_state_dict(dataset.state_dict())
+
+
+@pytest.mark.parametrize("change", [{"step": 10_000}, {"step": -5}, {"step": 2.5}, {"step": "a"}, {"step": None},
+                                    {"epoch": -1}, {"epoch": 1.0}, {"step": True}, {"epoch": None}])  # fmt: skip
+def test_what_is_no_position_is_refused(url, change):
+    dataset = spark_dl.open_dataset(url, DATA, batch_size=24)
+    with pytest.raises(ValueError, match=f"expected {next(iter(change))} as a whole number"):
+        dataset.load_state_dict({**dataset.state_dict(), **change})
+    assert len([ids_of(b) for b in dataset]) == len(dataset)
+
+
+def test_a_position_of_an_older_version_is_taken(url):
+    dataset = spark_dl.open_dataset(url, DATA, batch_size=24)
+    state = {k: v for k, v in dataset.state_dict().items() if not k.startswith(("split", "validation", "window"))}
+    dataset.load_state_dict({**state, "step": 3})
+    assert len(list(dataset)) == len(dataset) - 3
+
+
+def test_a_rank_can_be_named(url, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    rows = [
+        row
+        for rank in range(3)
+        for batch in spark_dl.open_dataset(url, DATA, batch_size=10, cur_shard=rank, shard_count=3)
+        for row in ids_of(batch)
+    ]
+    assert sorted(rows) == list(range(ROWS))
+    for wrong in ((3, 3), (0, None), (None, 2), (0.0, 2)):
+        with pytest.raises(ValueError, match="expected cur_shard from 0 on and below shard_count"):
+            spark_dl.open_dataset(url, DATA, batch_size=10, cur_shard=wrong[0], shard_count=wrong[1])
+
+
 def test_it_is_what_training_loops_know(url):
     dataset = spark_dl.open_dataset(url, DATA, batch_size=16)
     assert isinstance(dataset, IterableDataset)

@@ -1,6 +1,7 @@
 """One way of taking URLs apart, on every kind of filesystem."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -56,6 +57,8 @@ def test_a_file_is_replaced_read_at_random_and_missing_ones_are_errors(folder):
         ("s3://b/a#b", "s3://b/a%23b/n%20%23%3F", "s3://b/"),
         ("file:///a", "file:///a/n%20%23%3F", "file:///"),
         ("file:/a/b", "file:///a/b/n%20%23%3F", "file:///a"),
+        ("hdfs:/a/b", "hdfs:///a/b/n%20%23%3F", "hdfs:///a"),
+        ("viewfs:/a b", "viewfs:///a%20b/n%20%23%3F", "viewfs:///"),
         ("/a/b", "/a/b/n #?", "/a"),
         ("a", "a/n #?", ""),
         ("abfss://c@account.dfs.core.windows.net/p", "abfss://c@account.dfs.core.windows.net/p/n%20%23%3F",
@@ -65,6 +68,44 @@ def test_a_file_is_replaced_read_at_random_and_missing_ones_are_errors(folder):
 def test_names_are_put_before_the_options_and_encoded(url, joined, parent):
     assert storage.join(url, "n #?") == joined
     assert storage.dirname(url) == parent
+
+
+@pytest.mark.parametrize(("url", "way"), [
+    ("s3:/b/k", "expected s3://b/k"), ("S3A:/b", "expected S3A://b"),
+    ("gs:/b", "expected gs://b"), ("abfss:/c@a/b", "expected abfss://c@a/b"), ("http:/h/p", "expected http://h/p"),
+    ("dbfs:/data/x", "expected the path /dbfs/data/x"), ("new-fs.v1:/x", "expected new-fs.v1://x"),
+])  # fmt: skip
+@pytest.mark.parametrize("call", [
+    storage.absolute, storage.join, storage.make_folder, storage.resolve, storage.exists, storage.is_local,
+    lambda url: storage.write_bytes(storage.join(url, "f"), b""),
+])  # fmt: skip
+def test_a_url_with_one_slash_is_never_a_folder_here(tmp_path, monkeypatch, url, way, call):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=f"^cannot open .*: {re.escape(way)}.*; a folder of this name here is ./"):
+        call(url)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_with_a_colon_in_its_name_can_be_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    storage.write_bytes("./ab:/f", b"1")
+    assert storage.read_bytes(storage.absolute("./ab:/f")) == b"1"
+
+
+def test_the_cause_of_a_missing_libjvm_is_told_each_time(monkeypatch):
+    """libhdfs tells it once, and then only that a prior attempt has failed."""
+    program = (
+        "from spark_dl import storage\n"
+        "for url in ('hdfs:///x', 'hdfs://name:1/y'):\n"
+        "    try: storage.resolve(url)\n"
+        "    except Exception as error: print(str(error).partition(': ')[2])"
+    )
+    env = {k: v for k, v in os.environ.items() if k not in ("JAVA_HOME", "HADOOP_HOME", "ARROW_LIBHDFS_DIR")}
+    env |= {"JAVA_HOME": "/nowhere", "LD_LIBRARY_PATH": "/nowhere"}
+    out = subprocess.check_output([sys.executable, "-c", program], text=True, timeout=60, env=env).splitlines()
+    assert len(out) == 2
+    assert "Prior attempt" not in out[1]
+    assert out[0] == out[1]
 
 
 @pytest.mark.parametrize(

@@ -170,6 +170,31 @@ def test_B27_an_output_is_not_compared_with_the_labels_of_other_rows(loss, outpu
     assert row_losses(ModelSpec(build=build, loss=loss), torch.ones(output), same, "label").shape == (3,)
 
 
+@pytest.mark.parametrize("loss", ["MSELoss", "L1Loss", "HuberLoss", "PoissonNLLLoss",
+                                  nn.MSELoss(reduction="none"), lambda a, b: (a - b).abs()])  # fmt: skip
+@pytest.mark.parametrize(("output", "label"), [((4, 1), (4, 3)), ((4,), (4, 4)), ((4, 1, 2), (4, 5, 2))])
+def test_B27_an_output_is_not_repeated_for_several_labels(loss, output, label):
+    """The losses have the label's shape: several horizons, or a window of labels as long as the batch has rows."""
+    batch = {"label": torch.zeros(label), "weight": torch.ones(4)}
+    shapes = f"the model's output has the shape {output}, and the column 'label' the shape {label}"
+    with pytest.raises(ValueError, match=f"^spec.loss: {re.escape(shapes)}, so that torch repeats values"):
+        row_losses(ModelSpec(build=build, loss=loss), torch.zeros(output), batch, "label")
+
+
+def test_a_label_is_repeated_by_a_function_of_the_user_alone():
+    batch = {"label": torch.zeros(4, 1), "weight": torch.ones(4)}
+    spec = ModelSpec(build=build, loss=lambda output, label: (output - label).abs())
+    assert row_losses(spec, torch.ones(4, 3), batch, "label").tolist() == [1.0] * 4
+    with pytest.raises(ValueError, match="so that torch repeats values"):
+        row_losses(ModelSpec(build=build, loss="L1Loss"), torch.ones(4, 3), batch, "label")
+
+
+def test_labels_with_offsets_have_a_value_for_each_value_of_a_row():
+    batch = {"label": torch.zeros(9), "label_offsets": torch.arange(5), "weight": torch.ones(4)}
+    with pytest.raises(ValueError, match=r"found shape \(9,\); the column 'label' has all values .*set loader.ragged"):
+        row_losses(ModelSpec(build=build, loss="MSELoss"), torch.zeros(9), batch, "label")
+
+
 def test_B27_an_error_of_the_loss_about_something_else_stays_as_it_is():
     def fail(output, label):
         raise RuntimeError("no such file")

@@ -15,7 +15,10 @@ from spark_dl.data.columns.schema import Column
 from spark_dl.data.dataset.records import ShardSet
 from spark_dl.data.load.build import BatchLoader
 from spark_dl.data.load.resume_check import dataset_digest
+from spark_dl.data.plan import Split
 
+_NEW = ("split", "validation_fraction", "validation_fold", "window_rows", "window_bytes")
+"""What states of version 0 do not have."""
 _CALLERS = 12
 """How many callers are looked at."""
 
@@ -38,16 +41,24 @@ class RankDataset(IterableDataset[Any]):
         config: Config,
         *,
         shuffle: bool,
+        split: Split,
         transform: Callable[[Batch], Any] | None = None,
     ):
         self._loader, self._transform = loader, transform
+        is_shuffled, is_ragged = config.loader.shuffle and shuffle, any(c.is_ragged for c in loader.columns)
         self._order = {
             "global_batch_size": config.train.global_batch_size,
             "num_streams": config.loader.num_streams,
             "shuffle_window_rows": config.loader.shuffle_window_rows,
-            "shuffle": config.loader.shuffle and shuffle,
+            "shuffle": is_shuffled,
             "seed": config.train.seed,
             "rows": dataset_digest(shards),
+            "split": split,
+            "validation_fraction": config.train.validation_fraction if split != "all" else 0.0,
+            "validation_fold": config.train.validation_fold if split != "all" else 0,
+            # loader.memory_mib bounds these, and need not be the same.
+            "window_rows": getattr(loader.plan, "window_rows", None) if is_shuffled else None,
+            "window_bytes": getattr(loader.plan, "window_bytes", None) if is_shuffled and is_ragged else None,
         }
         """All that the order of rows depends on."""
         self._epoch, self._step = 0, 0
@@ -130,13 +141,22 @@ class RankDataset(IterableDataset[Any]):
         settings that their order depends on, differ from those of the state.
         """
         for name, now in self._order.items():
-            if (found := state.get(name)) != now:
+            if (found := state.get(name, now if name in _NEW else None)) != now:
                 raise ValueError(
                     f"load_state_dict: found {name}={found!r}, expected {now!r} as in this dataset; rows would be "
                     "repeated or skipped; open it with the same rows and settings (a global batch is batch_size rows "
-                    "of each rank), or start a new epoch with set_epoch"
+                    "of each rank, and loader.memory_mib bounds window_rows and window_bytes), or start a new epoch "
+                    "with set_epoch"
                 )
-        self._epoch, self._step, self._is_started = int(state["epoch"]), int(state["step"]), False
+        for name, most in (("epoch", None), ("step", len(self))):
+            found = state.get(name)
+            if type(found) is not int or found < 0 or (most is not None and found > most):
+                upto = "" if most is None else f" and up to {most}, the batches of an epoch"
+                raise ValueError(
+                    f"load_state_dict: expected {name} as a whole number from 0 on{upto}, found {found!r}; use a "
+                    "state of state_dict"
+                )
+        self._epoch, self._step, self._is_started = state["epoch"], state["step"], False
         self._finished = None
         if self._step >= len(self):
             self._finished = self._epoch

@@ -11,6 +11,7 @@ import importlib
 import logging
 import os
 import random
+import re
 import signal
 import sys
 import warnings
@@ -109,11 +110,43 @@ def find_run() -> tuple[str, int, str] | None:
     return (run_dir, int(generation), checkpoint) if run_dir else None
 
 
+_PLACES = (
+    ("RANK", "WORLD_SIZE"),  # torchrun, and spark_dl
+    ("HOROVOD_RANK", "HOROVOD_SIZE"),  # horovodrun
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),  # mpirun of Open MPI
+    ("PMI_RANK", "PMI_SIZE"),  # MPICH and Intel MPI
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),  # MVAPICH2
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),  # srun; SLURM_NTASKS is also that of a batch script, which is alone
+)
+"""Variables of launchers: the rank, and the number of ranks."""
+
+
 def find_place() -> tuple[int, int]:
-    """Returns (rank, world size): of the process group, else of the environment, else (0, 1)."""
+    """Returns (rank, world size): of the process group, else of the environment of a launcher, else (0, 1).
+
+    Raises ValueError for variables that are no rank and number of ranks.
+    """
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
-    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    for names in _PLACES:
+        found = [os.environ.get(name) for name in names]
+        is_srun = names[0].startswith("SLURM")
+        if found == [None, None] or (is_srun and found[1] is None and found[0] == "0"):
+            continue
+        if is_srun and found[1] is None:
+            names = (names[0], "SLURM_NTASKS")
+            found[1] = os.environ.get(names[1])
+        if found == [None, "1"]:
+            return 0, 1
+        number = [int(text) if text and re.fullmatch(r"[0-9]{1,9}", text, re.ASCII) else -1 for text in found]
+        if not 0 <= number[0] < number[1]:
+            raise ValueError(
+                f"{names[0]}={found[0]}, {names[1]}={found[1]}: expected the rank of this process, from 0 on, and the "
+                "number of ranks; a launcher such as torchrun, horovodrun, mpirun or srun sets both; remove them for a "
+                "process that is alone"
+            )
+        return number[0], number[1]
+    return 0, 1
 
 
 @contextlib.contextmanager

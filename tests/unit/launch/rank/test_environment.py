@@ -87,6 +87,50 @@ def test_the_place_comes_from_the_environment_or_is_that_of_one_process(monkeypa
     assert find_place() == (2, 3)
 
 
+LAUNCHERS = {
+    "torchrun": {"RANK": "1", "WORLD_SIZE": "3"}, "horovodrun": {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "3"},
+    "mpirun": {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "3"}, "MPICH": {"PMI_RANK": "1", "PMI_SIZE": "3"},
+    "MVAPICH2": {"MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "3"},
+    "srun": {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "3", "SLURM_NTASKS": "6"},
+    "srun without its step": {"SLURM_PROCID": "1", "SLURM_NTASKS": "3"},
+}  # fmt: skip
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    for name in os.environ:
+        if name in ("RANK", "WORLD_SIZE") or name.startswith(("HOROVOD_", "OMPI_", "PMI_", "MV2_", "SLURM_")):
+            monkeypatch.delenv(name)
+    return monkeypatch
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_place_is_that_of_the_launcher(alone, launcher):
+    for name, value in LAUNCHERS[launcher].items():
+        alone.setenv(name, value)
+    assert find_place() == (1, 3)
+
+
+@pytest.mark.parametrize("env", [{}, {"WORLD_SIZE": "1"}, {"SLURM_PROCID": "0", "SLURM_NTASKS": "3"}])
+def test_a_process_without_a_rank_is_alone(alone, env):
+    """A batch script of SLURM has the variables of its job, and no other task."""
+    for name, value in env.items():
+        alone.setenv(name, value)
+    assert find_place() == (0, 1)
+
+
+@pytest.mark.parametrize("found", [
+    ("0", None), (None, "5"), ("3", "3"), ("-1", "3"), ("a", "3"), ("0", "0"), ("", "2"), ("0", ""), ("1.0", "2"),
+])  # fmt: skip
+@pytest.mark.parametrize("names", [("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")])
+def test_variables_that_are_no_rank_are_an_error_that_names_them(alone, names, found):
+    for name, value in zip(names, found, strict=True):
+        if value is not None:
+            alone.setenv(name, value)
+    with pytest.raises(ValueError, match=f"^{names[0]}={found[0]}, {names[1]}={found[1]}: expected the rank"):
+        find_place()
+
+
 def state():
     return {
         "threads": torch.get_num_threads(),

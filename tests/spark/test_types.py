@@ -9,6 +9,7 @@ import zlib
 from decimal import Decimal
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -408,3 +409,21 @@ def test_files_of_the_old_calendar_have_the_dates_that_spark_reads(spark, tmp_pa
 def read_in_place(path, names, **data):
     rows = spark_dl.open_dataset(path, batch_size=64, data=Data(features=names, label=None, **data), shuffle=False)
     return [{n: t[batch["weight"] > 0] for n, t in batch.items()} for batch in rows]
+
+
+@pytest.mark.modes("local")
+def test_a_fill_for_a_time_is_the_same_from_a_dataframe_its_files_and_files_of_others(spark, tmp_path):
+    df = spark.sql("SELECT CAST(id AS DOUBLE) x, IF(id = 1, NULL, TIMESTAMP '2020-01-01 00:00:00') ts FROM range(3)")
+    df.write.parquet(str(tmp_path / "spark"))
+    (tmp_path / "arrow").mkdir()
+    times = pa.array([0, None, 0], pa.timestamp("ns", "UTC"))
+    pq.write_table(pa.table({"x": [0.0, 1.0, 2.0], "ts": times}), tmp_path / "arrow" / "a.parquet", version="2.6")
+    seconds = {"as": "timestamp", "unit": "s"}
+    for fill in (1_700_000_000, "2023-11-14 22:13:20"):
+        data = Data(features=("x", "ts"), label=None, encode={"ts": seconds}, nulls="fill", fill={"ts": fill})
+        spark_dl.write_shards(df, str(tmp_path / f"shards {fill}"), data)
+        for url in (tmp_path / f"shards {fill}", tmp_path / "spark", tmp_path / "arrow"):
+            of_file = data if "shards" not in url.name else Data(features=("x", "ts"), label=None)
+            (batch,) = spark_dl.open_dataset(str(url), of_file, batch_size=3, shuffle=False)
+            found = dict(zip(batch["x"].tolist(), batch["ts"].tolist(), strict=True))
+            assert found[1.0] == 1_700_000_000, (url, fill)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -198,13 +199,16 @@ def check_fill(column: SourceColumn, fill: Any, arrow: pa.DataType) -> None:
 
 
 def fill_scalar(column: SourceColumn, fill: Any, arrow: pa.DataType) -> pa.Scalar:
-    """The value of `data.fill` in the column's type. Raises ValueError if it does not fit."""
+    """The value of `data.fill` in the column's type. Raises ValueError if it does not fit.
+
+    A number for a time is in the column's unit, and a text without a zone is in UTC, as in filters.
+    """
     try:
         if pa.types.is_decimal(arrow):
             return pa.scalar(str(fill)).cast(arrow)
-        if isinstance(fill, str) != (pa.types.is_string(arrow) or pa.types.is_large_string(arrow)) and not (
-            isinstance(fill, str) and pa.types.is_temporal(arrow)
-        ):
+        if pa.types.is_temporal(arrow):
+            return _time(fill, column.encoding.unit, arrow)
+        if isinstance(fill, str) != (pa.types.is_string(arrow) or pa.types.is_large_string(arrow)):
             raise ValueError("a value of another type")
         if isinstance(fill, bool) != pa.types.is_boolean(arrow):
             raise ValueError("a boolean is not a number")
@@ -216,3 +220,21 @@ def fill_scalar(column: SourceColumn, fill: Any, arrow: pa.DataType) -> pa.Scala
         raise ValueError(
             f"data.fill.{column.name}: expected a value of type {arrow}, found {fill!r} ({error})"
         ) from error
+
+
+def _time(fill: Any, unit: str | None, arrow: pa.DataType) -> pa.Scalar:
+    """Returns a date, a time or a duration. # unit: of numbers"""
+    if isinstance(fill, str) and not pa.types.is_duration(arrow):
+        if pa.types.is_timestamp(arrow) and arrow.tz:
+            with contextlib.suppress(pa.ArrowInvalid):  # a text with a zone
+                return pa.scalar(fill).cast(pa.timestamp(arrow.unit)).cast(arrow)
+        return pa.scalar(fill).cast(arrow)
+    if type(fill) is not int:
+        raise ValueError("a value of another type")
+    if unit == "D":
+        return pa.scalar(fill, pa.date32()).cast(arrow)
+    ticks = pa.duration(unit) if pa.types.is_duration(arrow) else pa.timestamp(unit, getattr(arrow, "tz", None))
+    found = pa.scalar(fill, ticks).cast(arrow)
+    if pa.types.is_date(arrow) and found.cast(ticks).value != fill:
+        raise ValueError("not at the beginning of a day")
+    return found

@@ -10,7 +10,7 @@ import pytest
 
 from spark_dl.data.columns.cells import read_cells
 from spark_dl.data.columns.encoding import Encoding
-from spark_dl.data.columns.source import BadCellsError, SourceColumn
+from spark_dl.data.columns.source import BadCellsError, SourceColumn, check_fill
 from tests.builders.cells import vectors
 
 DTYPES = ["bool", "int8", "int16", "int32", "int64", "float32", "float64"]
@@ -315,6 +315,47 @@ def test_nulls_are_filled(source, stored, expected):
     found = read_cells(source, stored)
     assert found.dtype == source.dtype
     assert found.tolist() == expected
+
+
+@pytest.mark.parametrize("stored", [
+    pa.timestamp("s"), pa.timestamp("ms", "UTC"), pa.timestamp("us"), pa.timestamp("us", "Europe/Berlin"),
+    pa.timestamp("ns", "UTC"), pa.timestamp("ns"),
+])  # fmt: skip
+@pytest.mark.parametrize(("unit", "fill"), [
+    ("s", 1_700_000_000), ("ms", 1_700_000_000_000), ("us", 1_700_000_000_000_000), ("ns", 1_700_000_000_000_000_000),
+    ("s", "2023-11-14 22:13:20"), ("us", "2023-11-14T22:13:20"),
+])  # fmt: skip
+def test_a_time_that_is_filled_is_in_the_column_s_unit_whatever_unit_is_stored(stored, unit, fill):
+    """And a text without a zone is in UTC, as in filters."""
+    source = column("timestamp", unit=unit, fill=fill)
+    ticks = 1_700_000_000 * {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}[unit]
+    assert read_cells(source, pa.array([None, 0], stored)).tolist() == [ticks, 0]
+    check_fill(source, fill, stored)
+
+
+@pytest.mark.parametrize(("unit", "fill", "stored", "expected"), [
+    ("D", 19_675, pa.timestamp("us"), 19_675), ("D", 19_675, pa.date32(), 19_675),
+    ("D", "2023-11-14", pa.date32(), 19_675), ("s", 86_400, pa.date32(), 86_400),
+    ("us", "2023-11-14 22:13:20+01:00", pa.timestamp("us", "UTC"), 1_699_996_400_000_000),
+])  # fmt: skip
+def test_dates_and_texts_with_a_zone_are_filled(unit, fill, stored, expected):
+    assert read_cells(column("timestamp", unit=unit, fill=fill), pa.array([None], stored)).tolist() == [expected]
+
+
+def test_a_duration_that_is_filled_is_in_the_column_s_unit():
+    for stored in (pa.duration("us"), pa.duration("ns"), pa.duration("s")):
+        assert read_cells(column("duration", unit="s", fill=90), pa.array([None], stored)).tolist() == [90]
+
+
+@pytest.mark.parametrize(("unit", "fill", "stored"), [
+    ("s", 1.5, pa.timestamp("us")), ("s", True, pa.timestamp("us")), ("s", "soon", pa.timestamp("us", "UTC")),
+    ("us", 1_700_000_000_123_456, pa.timestamp("s")), ("s", 2**62, pa.timestamp("ns")), ("s", "1 h", pa.duration("s")),
+    ("s", 5, pa.date32()),
+])  # fmt: skip
+def test_what_is_no_time_of_the_column_is_refused(unit, fill, stored):
+    kind = "duration" if pa.types.is_duration(stored) else "timestamp"
+    with pytest.raises(ValueError, match="data.fill.c: expected a value of type"):
+        check_fill(column(kind, unit=unit, fill=fill), fill, stored)
 
 
 def test_null_vectors_are_filled():

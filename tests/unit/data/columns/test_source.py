@@ -139,7 +139,8 @@ def test_settings_of_a_column_that_is_not_read():
 
 @pytest.mark.parametrize(("name", "value"), [
     ("flag", True), ("byte", 127), ("float", 0.1), ("double", 3), ("price", 9.99), ("price", "1"), ("image", 0.5),
-    ("vector", 0), ("day", "2020-01-31"), ("when", "2020-01-31T10:00:00Z"), ("local", "2020-01-31 10:00:00"),
+    ("vector", 0), ("day", "2020-01-31"), ("day", 3), ("when", 3), ("took", 3),
+    ("when", "2020-01-31T10:00:00Z"), ("local", "2020-01-31 10:00:00"),
 ])  # fmt: skip
 def test_fills_that_fit(name, value):
     assert source_columns(FIELDS, [name], {}, {name: value})[0].fill == value
@@ -147,7 +148,7 @@ def test_fills_that_fit(name, value):
 
 @pytest.mark.parametrize(("name", "value"), [
     ("byte", 128), ("long", 0.5), ("long", "3"), ("float", "x"), ("price", 9.999), ("price", "x"), ("image", "x"),
-    ("day", "2020-02-31"), ("day", 3), ("vector", "x"), ("blob", "x"), ("float", 1e300), ("float", -1e39),
+    ("day", "2020-02-31"), ("day", 3.5), ("vector", "x"), ("blob", "x"), ("float", 1e300), ("float", -1e39),
     ("byte", True), ("flag", 1), ("flag", 0.0), ("image", 1e39), ("double", False), ("price", True), ("flag", "true"),
     ("when", True),
 ])  # fmt: skip

@@ -77,7 +77,12 @@ def suggestion(name: str, known: Sequence[str]) -> str:
     """Returns the end of an error message for an unknown name: the closest known name, or all known names."""
     by_lower = {k.lower(): k for k in known}
     near = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
-    return f"; did you mean {by_lower[near[0]]!r}?" if near else f"; expected one of {listed(sorted(known), str)}"
+    return f"; did you mean {by_lower[near[0]]!r}?" if near else f"; expected one of {listed(sorted(known), printable)}"
+
+
+def printable(text: str) -> str:
+    """Returns a text for a message: control characters, which could pretend to be other lines of a log, are escaped."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def listed(names: Sequence[str], show: Callable[[str], str] = repr, most: int = 20) -> str:

@@ -26,6 +26,8 @@ from spark_dl.config.kinds import SECTION, explain_value, hints_of
 from spark_dl.config.parallel import Parallel
 
 DEFAULT_STRATEGY = "ddp"
+_MOST_VALUES = 1_000_000
+"""Values of a settings file: more than a vocabulary in it has."""
 
 
 def sections(strategy: str = DEFAULT_STRATEGY) -> dict[str, type]:
@@ -194,9 +196,17 @@ jsonargparse.set_loader(_MODE, _read_yaml, (yaml.YAMLError,))
 
 
 def check_keys_once(path: str | Path) -> None:
-    """Raises ValueError for a key or a section that a YAML file has twice, of which YAML would keep the last one."""
+    """Raises ValueError for a key or a section that a YAML file has twice, of which YAML would keep the last one.
+
+    And for aliases of aliases, by which a small file stands for more values than fit into the memory.
+    """
+    values = 0
 
     def walk(node: yaml.Node, above: str) -> None:
+        nonlocal values
+        values += 1
+        if values > _MOST_VALUES:
+            raise ValueError(f"{path}: found more than {_MOST_VALUES:,} values with its aliases (*name); use fewer")
         lines: dict[str, int] = {}
         for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
             name = f"{above}{key.value}"

@@ -17,8 +17,16 @@ _log = logging.getLogger("spark_dl")
 
 _PROGRESS = "spark.ui.showConsoleProgress"
 _DAEMON = "spark.python.daemon.module"
-_SECRET = re.compile(r"(?i)secret|passw|token|(access|account|private)[._-]?key|azure[.]sas[.]|encryption[.]key$")
-"""The keys whose values are not shown: those of Spark's `spark.redaction.regex`, and keys of Azure, Google and S3."""
+_SECRET = re.compile(
+    r"(?i)secret|passw|passphrase|pwd$|token|credential|(access|account|private|api|storage|shared|signing)[._-]?key"
+    r"|azure[.]sas[.]|encryption[.]key$|connection[._-]?string"
+)
+"""The keys whose values are not shown: those of Spark, and of Azure, Google, S3 and common services."""
+_SECRET_VALUE = re.compile(
+    r"(?i)(passw|passwd|password|pwd|accountkey|sharedaccesskey|secret|token)\w*=|://[^/@\s]*:[^/@\s]+@"
+)
+"""Values with a secret in them, such as the URL of a database."""
+_REDACTION = "spark.redaction.regex"
 
 
 def build_session(name: str, *, master: str | None = None, conf: Mapping[str, str] | None = None) -> Any:
@@ -53,7 +61,8 @@ def build_session(name: str, *, master: str | None = None, conf: Mapping[str, st
             os.environ["PYSPARK_PYTHON"] = found["spark.pyspark.python"]
         # Files of `--py-files` are on the path of a worker, but not on the path of the daemon that starts it.
         no_default = {*found, _DAEMON} if found.get("spark.submit.pyFiles") else {*found}
-        conf = {**{key: value for key, value in _DEFAULTS.items() if key not in no_default}, **conf}
+        defaults = {**_DEFAULTS, _REDACTION: _redaction()}  # of Spark's UI and event log
+        conf = {**{key: value for key, value in defaults.items() if key not in no_default}, **conf}
     for key, value in conf.items():
         builder = builder.config(key, value)
     from py4j.protocol import Py4JJavaError
@@ -152,7 +161,6 @@ _DEFAULTS = {
     "spark.log.level": "ERROR",
     _PROGRESS: "false",  # the jobs show their own progress
     _DAEMON: "spark_dl.launch.daemon",  # new ranks need not import torch
-    "spark.redaction.regex": _SECRET.pattern,  # in the UI and the event log
 }
 
 
@@ -167,12 +175,24 @@ def _user_settings(conf: Mapping[str, str]) -> dict[str, str]:
     is_submitted = "PYSPARK_GATEWAY_PORT" in os.environ
     # PySpark writes this conf to the command line of the JVM, which every user of the host can read. The session gets
     # the secrets from its builder, when the JVM runs.
-    shown = {key: value for key, value in conf.items() if not _SECRET.search(key)}
+    shown = {key: v for key, v in conf.items() if not (_SECRET.search(key) or _SECRET_VALUE.search(str(v)))}
     SparkContext._ensure_initialized(conf=SparkConf().setAll(shown.items()))
     found = dict(SparkConf().getAll())
     if not is_submitted and _PROGRESS not in conf and found.get(_PROGRESS) == "true":
         del found[_PROGRESS]  # not set by the user: Spark sets it, as it takes plain Python for a shell
     return found
+
+
+def _redaction() -> str:
+    """Returns a pattern for `spark.redaction.regex` that hides what Spark's own hides, and more. The JVM runs."""
+    from pyspark import SparkContext
+
+    jvm: Any = SparkContext._jvm
+    own = "(?i)secret|password|token|access[.]?key"
+    with contextlib.suppress(Exception):  # of another version of Spark
+        package = getattr(jvm.org.apache.spark.internal.config, "package$")
+        own = getattr(package, "MODULE$").SECRET_REDACTION_PATTERN().defaultValueString()
+    return f"(?:{own})|(?:{_SECRET.pattern})"
 
 
 def _pyspark_home() -> str:

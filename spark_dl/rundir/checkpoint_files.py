@@ -14,6 +14,7 @@ import os
 import pickle
 import re
 import shutil
+import zipfile
 from collections.abc import Iterator, Mapping
 from typing import IO, Any, cast
 
@@ -159,6 +160,7 @@ def read(url: str, manifest: Mapping[str, Any], name: str) -> Any:
     except FileNotFoundError:
         raise DamagedError(path, f"it is missing, expected {entry['bytes']} bytes") from None
     _compare(path, entry, len(data), hashlib.sha256(data).hexdigest())
+    _check_stored(path, data)
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except _NO_WEIGHTS as error:
@@ -169,6 +171,20 @@ def read(url: str, manifest: Mapping[str, Any], name: str) -> Any:
         raise DamagedError(
             path, f"expected tensors and plain data, found {what}; it was not loaded, and no spark_dl wrote it"
         ) from None
+
+
+def _check_stored(path: str, data: bytes) -> None:
+    """Raises DamagedError for compressed files in an archive, which can take a thousand times the memory.
+
+    torch does not compress. What is no archive it says itself.
+    """
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            files = archive.infolist()
+    except (zipfile.BadZipFile, NotImplementedError, ValueError):
+        return
+    if any(f.compress_type != zipfile.ZIP_STORED for f in files) or sum(f.file_size for f in files) > len(data):
+        raise DamagedError(path, "it is compressed, which torch's files are not; it was not loaded")
 
 
 def _compare(path: str, entry: Mapping[str, Any], size: int | None, sha256: str | None = None) -> None:

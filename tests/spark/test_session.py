@@ -90,3 +90,49 @@ def test_a_master_that_does_not_answer_is_an_error_without_a_stack(tmp_path):
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=180)
     last = done.stderr.splitlines()[-1]
     assert last.startswith(f"RuntimeError: Spark did not start (master: {master}): java.lang."), done.stderr[-3000:]
+
+
+HIDDEN = {
+    "spark.sql.catalog.polaris.credential": "id:x", "fs.adl.oauth2.credential": "x",
+    "spark.executorEnv.GOOGLE_CREDENTIALS": "x",
+    "spark.hadoop.fs.s3a.secret.key": "x", "spark.hadoop.fs.azure.account.key.a": "x", "spark.ssl.keyPassword": "x",
+    "spark.executorEnv.WANDB_API_KEY": "x", "spark.executorEnv.SNOWFLAKE_PWD": "x", "spark.my.passphrase": "x",
+    "spark.executorEnv.AZURE_STORAGE_KEY": "x", "spark.executorEnv.MONGO_CONNECTION_STRING": "x",
+}  # fmt: skip
+BY_VALUE = {"spark.my.url": "jdbc:x://h/d?user=u&password=MARKER-v", "spark.my.db": "postgresql://u:MARKER-v@h/d"}
+SEEN = {"spark.sql.shuffle.partitions": "7", "spark.my.keyword": "seen", "spark.my.url2": "s3://bucket/x?region=y"}
+REDACTED = """
+import contextlib, glob, json, os, sys, spark_dl
+spark = spark_dl.build_session("test", master="local[1]", conf=json.loads(sys.argv[1]))
+jvm = spark.sparkContext._jvm
+pattern = getattr(getattr(jvm.org.apache.spark.internal.config, "package$"), "MODULE$").SECRET_REDACTION_PATTERN()
+regex = jvm.java.util.regex.Pattern.compile(spark.conf.get("spark.redaction.regex"))
+found = {key: "hidden" if regex.matcher(key).find() else value for key, value in spark.sparkContext.getConf().getAll()}
+commands = []
+for path in glob.glob("/proc/[0-9]*/cmdline"):
+    with contextlib.suppress(OSError):
+        line = open(path, "rb").read().decode(errors="replace")
+        if "spark.my.keyword=seen" in line:
+            commands.append(line)
+print(json.dumps({"shown": found, "commands": commands, "default": pattern.defaultValueString(),
+                  "regex": spark.conf.get("spark.redaction.regex")}))
+spark.stop()
+"""
+
+
+@pytest.mark.slow
+def test_S09_what_spark_hides_stays_hidden_and_more_is(tmp_path):
+    (tmp_path / "script.py").write_text(REDACTED)
+    conf = {**{key: f"MARKER-{value}" for key, value in HIDDEN.items()}, **BY_VALUE, **SEEN}
+    env = {**environment(), "PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, str(tmp_path / "script.py"), json.dumps(conf)]
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["default"] in found["regex"]
+    for key in HIDDEN:
+        assert found["shown"][key] == "hidden", key
+    for key, value in SEEN.items():
+        assert found["shown"][key] == value
+    assert found["commands"]
+    assert not [line for line in found["commands"] if "MARKER" in line]

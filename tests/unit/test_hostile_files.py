@@ -1,9 +1,11 @@
 """Files of datasets, runs and models that lead out of their folder, name Python objects, or nest for ever."""
 
 import hashlib
+import io
 import json
 import os
 import re
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,7 @@ import yaml
 
 import spark_dl
 from spark_dl import Config, load_config
+from spark_dl.config.checks import suggestion
 from spark_dl.data.columns.schema import Column
 from spark_dl.rundir import checkpoint, generations
 from spark_dl.rundir.checkpoint_files import DamagedError, digest
@@ -151,3 +154,33 @@ def test_S15_json_of_any_depth_is_one_error_that_names_the_file(tmp_path, made, 
     (folder / name).write_bytes(content + b"\n" if content else b"x\n")
     with pytest.raises(ValueError, match=re.escape(name)):
         read(str(folder))
+
+
+def test_S23_a_compressed_checkpoint_is_refused_before_it_takes_the_memory(tmp_path):
+    content, out = io.BytesIO(saved({"0": {"w": torch.zeros(1 << 20)}})), io.BytesIO()
+    with zipfile.ZipFile(content) as plain, zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as packed:
+        for name in plain.namelist():
+            packed.writestr(name, plain.read(name))
+    assert len(out.getvalue()) < 100_000  # of 4 MiB
+    handmade(tmp_path / "run", 1, files={"model.pt": out.getvalue()})
+    with pytest.raises(DamagedError, match=r"model.pt.*it is compressed, which torch's files are not"):
+        checkpoint.load(checkpoint.find(str(tmp_path / "run")), "model.pt")
+
+
+def test_S23_aliases_that_stand_for_more_values_than_fit_into_the_memory_are_refused(tmp_path):
+    """600 bytes for 10^9 values."""
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 9)]
+    (tmp_path / "run.yaml").write_text("\n".join([*lines, "train: {metrics: *a8}"]))
+    with pytest.raises(ValueError, match=r"run.yaml: found more than 1,000,000 values with its aliases"):
+        load_config(tmp_path / "run.yaml")
+
+
+def test_aliases_that_people_use_are_read(tmp_path):
+    (tmp_path / "run.yaml").write_text("data: {fill: {a: &one 1, b: *one}, nulls: fill}")
+    assert load_config(tmp_path / "run.yaml").data.fill == {"a": 1, "b": 1}
+
+
+def test_S23_names_with_control_characters_are_escaped_in_messages():
+    text = suggestion("x", ["a\x1b]0;owned\x07\nERROR all is lost", "Größe"])
+    assert text == "; expected one of Größe, a\\x1b]0;owned\\x07\\nERROR all is lost"

@@ -131,8 +131,8 @@ def train(
     `launch.max_restarts` are done.
     """
     start, functions = time.perf_counter(), as_functions(on_event)
-    config, data = config or Config(), as_sources(data)
-    validation = None if validation is None else as_sources(validation)
+    config, data = config or Config(), as_sources(data, "train")
+    validation = None if validation is None else as_sources(validation, "train")
     spark, most_ranks = find_session(data, spark), config.launch.num_ranks
     config = fit_ranks(spark, config, most_ranks)
     check_settings(spark, spec, config, has_validation=validation is not None)
@@ -226,7 +226,7 @@ def evaluate(
     Raises as `train` does, and ValueError if none of these can have the rows.
     """
     key_file = config.checkpoint.signing_key_file if config else None
-    data, saved = as_sources(data), checkpoint.find(checkpoint_url, only_weights=True, key_file=key_file)
+    data, saved = as_sources(data, "evaluate"), checkpoint.find(checkpoint_url, only_weights=True, key_file=key_file)
     config = config or evaluation_config(as_read(saved.manifest["config"]), data)
     spark, most_ranks = find_session(data, spark), config.launch.num_ranks
     config = fit_ranks(spark, config, most_ranks)

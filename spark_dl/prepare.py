@@ -30,7 +30,7 @@ from spark_dl.data.write.vocabulary import NO_ROWS
 from spark_dl.inputs import as_source, check_mixture, check_storage, shards_of, warn_of_few_rows
 from spark_dl.rundir import attempt, checkpoint, generations, signing
 from spark_dl.rundir.folder import SHARDS
-from spark_dl.spark_job import is_connect, is_local_master
+from spark_dl.spark_job import is_connect, is_local_master, refuse_stream
 from spark_dl.spec import ModelSpec, Run
 from spark_dl.storage.owner import temporary_prefix
 from spark_dl.training import initial
@@ -204,8 +204,13 @@ def _private_place(
         ) from error
 
 
-def as_sources(data: Any) -> Any:
-    """Returns one dataset, or several by name, as `as_source` does. Raises ValueError for other types."""
+def as_sources(data: Any, call: str) -> Any:
+    """Returns one dataset, or several by name, as `as_source` does. Raises ValueError for other types and streams.
+
+    call: names the caller in errors.
+    """
+    for source in data.values() if isinstance(data, Mapping) else [data]:
+        refuse_stream(source, call)
     return {name: as_source(d) for name, d in data.items()} if isinstance(data, Mapping) else as_source(data)
 
 

@@ -33,6 +33,16 @@ def is_local_master(master: str) -> bool:
     return re.match(r"local(\[|$)", master) is not None
 
 
+def refuse_stream(data: Any, call: str) -> None:
+    """Raises ValueError for a streaming DataFrame, whose rows have no end. Called on the driver, before any job."""
+    if getattr(data, "isStreaming", False):
+        raise ValueError(
+            f"{call}: found a streaming DataFrame, which has no end; expected the rows of a table: call it for each "
+            f"batch, df.writeStream.foreachBatch(lambda batch, number: {call}(batch, ...)); predict and transform take "
+            "a stream"
+        )
+
+
 def describe(call: str, num_ranks: int, subject: str) -> str:
     """Returns the description of the job of some ranks, such as `spark_dl train: 2 ranks, /data/runs/digits`."""
     return f"spark_dl {call}: {num_ranks} rank{'s' * (num_ranks != 1)}, {subject}"

@@ -25,6 +25,7 @@ from spark_dl.ml.params import TorchParams
 from spark_dl.ml.persistence import quoted
 from spark_dl.rundir.folder import SHARDS
 from spark_dl.scoring.scorer import scorer_of
+from spark_dl.spark_job import refuse_stream
 from spark_dl.spec import ModelSpec
 from spark_dl.trials.listed import train_listed
 
@@ -158,6 +159,7 @@ class TorchEstimator(Estimator[TorchModel], TorchParams, MLWritable, MLReadable[
         config, run_dir = self._config_for(dataset), self._new_run_dir()
         rows = self._with_checked_label(dataset, config)
         with (
+            _rows_deleted(run_dir),
             self._errors_of_params(),
             self._split(rows, self.read_columns(config, dataset.schema)) as (train, validation),
         ):
@@ -165,7 +167,6 @@ class TorchEstimator(Estimator[TorchModel], TorchParams, MLWritable, MLReadable[
                 train, self._spec_to_train(config), config, validation=validation, run_dir=run_dir,
                 progress=self.progress, spark=dataset.sparkSession,
             )  # fmt: skip
-        _delete_rows(run_dir)
         return self._model_of(result, config)
 
     def fitMultiple(self, dataset: DataFrame, paramMaps: Sequence[Any]) -> Any:
@@ -187,12 +188,15 @@ class TorchEstimator(Estimator[TorchModel], TorchParams, MLWritable, MLReadable[
         rows = self._with_checked_label(dataset, configs[0])
         specs = [c._spec_to_train(config) for c, config in zip(copies, configs, strict=True)]
         columns = self.read_columns(configs[0], dataset.schema)
-        with self._errors_of_params(), copies[0]._split(rows, columns) as (train, validation):
+        with (
+            _rows_deleted(run_dir),
+            self._errors_of_params(),
+            copies[0]._split(rows, columns) as (train, validation),
+        ):
             results = train_listed(
                 dataset.sparkSession, train, specs, configs, validation=validation, run_dir=run_dir,
                 parallel_trials=self.getOrDefault(self.parallelTrials), progress=self.progress,
             )  # fmt: skip
-        _delete_rows(run_dir)
         return [c._model_of(*found) for c, *found in zip(copies, results, configs, strict=True)]
 
     @contextlib.contextmanager
@@ -210,6 +214,7 @@ class TorchEstimator(Estimator[TorchModel], TorchParams, MLWritable, MLReadable[
             ) from error
 
     def _config_for(self, dataset: DataFrame) -> Config:
+        refuse_stream(dataset, "fit")
         config = self.build_config(self.config, dataset.schema, self._label_dtype())
         self._check_columns(dataset, config)
         return config
@@ -281,7 +286,11 @@ class TorchEstimator(Estimator[TorchModel], TorchParams, MLWritable, MLReadable[
         return persistence.EstimatorReader(cls)
 
 
-def _delete_rows(run_dir: str) -> None:
-    """Deletes the shards of a fit. It is not resumed, so they are not needed any more."""
-    for name in ("train", "validation"):
-        delete_dataset(storage.join(run_dir, SHARDS, name))
+@contextlib.contextmanager
+def _rows_deleted(run_dir: str) -> Iterator[None]:
+    """Deletes the shards of a fit at the end of the block, also if it failed: a fit is not resumed."""
+    try:
+        yield
+    finally:
+        for name in ("train", "validation"):
+            delete_dataset(storage.join(run_dir, SHARDS, name))

@@ -173,17 +173,20 @@ def read(url: str, manifest: Mapping[str, Any], name: str) -> Any:
         ) from None
 
 
-def _check_stored(path: str, data: bytes) -> None:
-    """Raises DamagedError for compressed files in an archive, which can take a thousand times the memory.
+_SMALL = 1 << 20
 
-    torch does not compress. What is no archive it says itself.
+
+def _check_stored(path: str, data: bytes) -> None:
+    """Raises DamagedError for an archive that takes much more memory than it has bytes: up to a thousand times.
+
+    torch does not compress weights. What is no archive, or a program, it says itself.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             files = archive.infolist()
     except (zipfile.BadZipFile, NotImplementedError, ValueError):
         return
-    if any(f.compress_type != zipfile.ZIP_STORED for f in files) or sum(f.file_size for f in files) > len(data):
+    if sum(f.file_size for f in files) > 2 * len(data) + _SMALL:
         raise DamagedError(path, "it is compressed, which torch's files are not; it was not loaded")
 
 

@@ -87,8 +87,8 @@ def tune(
     and RankError if a process is killed. The study keeps the finished trials.
     """
     start, goal = time.perf_counter(), Goal(metric, num_folds)
-    config, data = config or Config(), as_sources(data)
-    validation = None if validation is None else as_sources(validation)
+    config, data = config or Config(), as_sources(data, "tune")
+    validation = None if validation is None else as_sources(validation, "tune")
     config = _check(config, spec, suggest, goal, num_trials, parallel_trials, has_validation=validation is not None)
     direction = _direction(direction, metric, spec, config, study)
     _check_study(study, direction)

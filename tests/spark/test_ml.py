@@ -27,7 +27,7 @@ from pyspark.sql.types import ArrayType, DoubleType, FloatType, LongType
 from torch import nn
 
 import spark_dl
-from spark_dl import ModelSpec
+from spark_dl import ModelSpec, RankError
 from spark_dl.data.columns.schema import Column
 from spark_dl.ml import (
     TorchClassificationModel,
@@ -40,7 +40,8 @@ from spark_dl.ml import (
 from spark_dl.scoring import saved_model
 from spark_dl.scoring.saved_model import read_saved_model, write_saved_model
 from spark_dl.scoring.scorer import saved_scorer
-from tests.builders.models import blobs, build_mlp, small_config
+from tests.builders.models import MLP, blobs, build_mlp, small_config
+from tests.builders.settings import make_config
 
 CONFIG = small_config(2, train={"epochs": 4})
 NAMES = ("a", "b", "c", "d")
@@ -501,3 +502,32 @@ def test_weights_of_a_decimal_column_are_their_values(spark, points, tmp_path):
         rows = vectors(points).withColumn("w", F.expr(f"CAST(CASE WHEN label = 1 THEN 3.0 ELSE 1.0 END AS {kind})"))
         losses.append(classifier(tmp_path, epochs=1, weightCol="w").fit(rows).result.train_loss)
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
+
+
+@pytest.mark.modes("local", "connect")
+def test_a_stream_is_refused_with_the_way_that_works(spark, tmp_path):
+    stream = spark.readStream.format("rate").load().selectExpr("CAST(value AS FLOAT) AS x", "value AS y")
+    config = make_config(features=("x",), label="y")
+    for call, name in (
+        (lambda: spark_dl.train(stream, MLP, config, run_dir=str(tmp_path / "run")), "train"),
+        (lambda: spark_dl.train({"a": stream}, MLP, config, run_dir=str(tmp_path / "run")), "train"),
+        (lambda: spark_dl.write_shards(stream, str(tmp_path / "shards")), "write_shards"),
+        (lambda: spark_dl.run_on_dataframe(print, stream), "run_on_dataframe"),
+        (lambda: spark_dl.evaluate(stream, MLP, str(tmp_path / "run")), "evaluate"),
+        (lambda: TorchClassifier(build_mlp, featuresCol="x", labelCol="y").fit(stream), "fit"),
+    ):
+        with pytest.raises(ValueError, match=rf"^{name}: found a streaming DataFrame, .*foreachBatch.*{name}\(batch"):
+            call()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.modes("local")
+def test_a_fit_that_fails_leaves_no_copy_of_the_rows(spark, tmp_path):
+    def fail():
+        raise RuntimeError("the model of the user")
+
+    rows = spark.range(64).selectExpr("array(CAST(id AS FLOAT)) AS features", "id % 2 AS label")
+    estimator = TorchClassifier(fail, runDir=str(tmp_path))
+    with pytest.raises((RankError, ValueError, RuntimeError), match="the model of the user"):
+        estimator.fit(rows)
+    assert not list(tmp_path.rglob("*.parquet"))

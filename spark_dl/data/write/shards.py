@@ -32,6 +32,7 @@ from spark_dl.data.write.once import read_once
 from spark_dl.data.write.partition import agreed_columns, with_sizes, write_part
 from spark_dl.data.write.tasks import run_tasks, with_host
 from spark_dl.data.write.vocabulary import counts_words, expression, with_mean_sizes, with_vocabularies
+from spark_dl.spark_job import refuse_stream
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -70,6 +71,7 @@ def write_shards(
     `overwrite` for a folder that already holds a dataset. Raises RuntimeError if a task cannot write. Nothing of a
     failed write is left at `url`.
     """
+    refuse_stream(df, "write_shards")
     data, layout = data or Data(), shards or Shards()
     url = storage.absolute(url)
     names = tuple(columns or data.columns)

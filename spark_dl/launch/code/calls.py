@@ -10,6 +10,7 @@ from typing import Any
 
 from spark_dl.config import Launch
 from spark_dl.launch.rank.script import read_script, run_script
+from spark_dl.spark_job import refuse_stream
 
 
 def launch_settings(settings: Launch | None, num_ranks: int | None) -> Launch:
@@ -56,6 +57,7 @@ def check_dataframe(df: Any) -> None:
             f"run_on_dataframe: expected a function and a DataFrame of Spark, found a {type(df).__name__}; for a "
             "dataset by its URL, use spark_dl.open_dataset in spark_dl.launch"
         )
+    refuse_stream(df, "run_on_dataframe")
 
 
 def check_call(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

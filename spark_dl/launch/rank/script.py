@@ -135,8 +135,11 @@ def _added_path() -> list[str]:
     if (files := sys.modules.get("pyspark.core.files") or sys.modules.get("pyspark.files")) is not None:
         kept.add(os.path.abspath(files.SparkFiles._root_directory or "/"))
     paths = dict.fromkeys(os.path.abspath(p) for p in sys.path if p)
-    paths = {p: None for p in paths if p != os.getcwd() or p in kept}
-    return [p for p in paths if not any(p == o or p.startswith(f"{o}{os.sep}") for o in own)]
+    # A standalone worker of a PySpark that pip has installed has the executor's folder below site-packages.
+    return [
+        p for p in paths
+        if p in kept or (p != os.getcwd() and not any(p == o or p.startswith(f"{o}{os.sep}") for o in own))
+    ]  # fmt: skip
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:

@@ -55,7 +55,10 @@ def test_a_child_with_a_session_of_its_own_ends_with_the_rank(end):
     if end == "killed":
         environ = pathlib.Path(f"/proc/{pids[0]}/environ").read_bytes().split(b"\0")
         mark = next(each for each in environ if each.startswith(b"SPARK_DL_RANK="))
-        assert set(pids[:2]) <= set(sleepers(mark))
+        deadline = time.monotonic() + 10
+        while not set(pids[:2]) <= set(sleepers(mark)):  # setsid becomes sh, and has no environment meanwhile
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
         assert rank.pid not in sleepers(mark)
         rank.send_signal(signal.SIGKILL)
     rank.wait(60)

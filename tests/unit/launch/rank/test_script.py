@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 
 import pytest
@@ -139,8 +140,11 @@ def test_S21_a_program_finds_nothing_in_the_working_folder(tmp_path, planted, mo
     assert not planted.exists(), planted.read_text()
 
 
-def test_a_program_finds_what_was_sent_to_the_executor(tmp_path, monkeypatch):
+@pytest.mark.parametrize("is_below_site_packages", [False, True])
+def test_a_program_finds_what_was_sent_to_the_executor(tmp_path, monkeypatch, is_below_site_packages):
     """Spark's entry of the path is `.`, the executor's working folder, which is not the program's."""
+    if is_below_site_packages:
+        monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     (tmp_path / "executor").mkdir()
     (tmp_path / "executor" / "sent_module.py").write_text("value = 3")
     script = script_of(tmp_path, "import sent_module; assert sent_module.value == 3")

@@ -188,11 +188,11 @@ def _redaction() -> str:
     from pyspark import SparkContext
 
     jvm: Any = SparkContext._jvm
-    own = "(?i)secret|password|token|access[.]?key"
+    of_spark = "(?i)secret|password|token|access[.]?key"
     with contextlib.suppress(Exception):  # of another version of Spark
         package = getattr(jvm.org.apache.spark.internal.config, "package$")
-        own = getattr(package, "MODULE$").SECRET_REDACTION_PATTERN().defaultValueString()
-    return f"(?:{own})|(?:{_SECRET.pattern})"
+        of_spark = getattr(package, "MODULE$").SECRET_REDACTION_PATTERN().defaultValueString()
+    return f"(?:{of_spark})|(?:{_SECRET.pattern})"
 
 
 def _pyspark_home() -> str:

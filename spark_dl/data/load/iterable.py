@@ -18,7 +18,7 @@ from spark_dl.data.load.resume_check import dataset_digest
 from spark_dl.data.plan import Split
 
 _NEW = ("split", "validation_fraction", "validation_fold", "window_rows", "window_bytes")
-"""What states of version 0 do not have."""
+"""Keys that a state saved by an earlier version does not have."""
 _CALLERS = 12
 """How many callers are looked at."""
 

@@ -1,5 +1,6 @@
 """Which DataFrames share their shards: those whose rows are surely the same, and no others."""
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -83,6 +84,13 @@ def test_a_second_run_finds_the_shards_and_any_change_does_not(spark, source, tm
 
     fresh = subprocess.run([sys.executable, "-c", FRESH, source], capture_output=True, text=True, timeout=100)
     assert re.findall("key (.*)", fresh.stdout) == [storage.name(storage.dirname(url))], fresh.stderr[-2000:]
+    away = {**os.environ, "TZ": "Asia/Tokyo"}  # a reader of text makes other times there, and its plan is the same
+    abroad = subprocess.run(
+        [sys.executable, "-c", FRESH, source], capture_output=True, text=True, timeout=100, env=away
+    )
+    assert re.findall("key (.*)", abroad.stdout) not in ([], re.findall("key (.*)", fresh.stdout)), abroad.stderr[
+        -2000:
+    ]
 
     more = small_config(1, train={"epochs": 2}, data={"store": store})
     resumed = spark_dl.train(df, MLP, more, run_dir=str(tmp_path / "second"), resume=True)
@@ -169,6 +177,19 @@ def test_equal_plans_have_equal_keys_and_others_do_not(spark, source, tmp_path):
         finally:
             spark.conf.set(name, as_it_was)
     assert spark.conf.get("spark.sql.debug.maxToStringFields") == "25"
+    with another_active_session(spark) as other:  # as createDataFrame of a second session leaves it
+        assert keys == [key(plan()) for plan in plans]
+        assert other.conf.get("spark.sql.debug.maxToStringFields") == "25"
+
+
+@contextlib.contextmanager
+def another_active_session(spark):
+    other = spark.newSession()
+    other.createDataFrame([(1,)], "a int")
+    try:
+        yield other
+    finally:
+        spark.createDataFrame([(1,)], "a int")
 
 
 IN_KEY = [

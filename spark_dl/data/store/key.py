@@ -115,7 +115,8 @@ def _plan(df: DataFrame) -> dict[str, Any]:
         "text": re.sub(r"#\d+L?", "#", _text(df, plan)),
         "relations": relations,
         "files": _versions(df.inputFiles()) if relations else [],
-        "conf": {name: df.sparkSession.conf.get(name, None) for name in _CONF},
+        # As they hold, set or not: the default of the time zone is the host's, and others differ by version of Spark.
+        "conf": {name: df.sparkSession.conf.get(name) for name in _CONF},
     }
 
 
@@ -167,14 +168,18 @@ def _normalised(nodes: Any) -> Any:
 
 
 def _text(df: DataFrame, plan: Any) -> str:
-    """The plan as Spark prints it, without truncation."""
-    conf, name = df.sparkSession.conf, "spark.sql.debug.maxToStringFields"
-    before = conf.get(name, None)
-    conf.set(name, str(2**31 - 1))
+    """The plan as Spark prints it, without truncation.
+
+    Spark takes the length from the session that is active in this thread, which need not be the session of `df`.
+    """
+    jvm: Any = df.sparkSession.sparkContext._jvm
+    conf, name = jvm.org.apache.spark.sql.internal.SQLConf.get(), "spark.sql.debug.maxToStringFields"
+    before = conf.getConfString(name) if conf.contains(name) else None
+    conf.setConfString(name, str(2**31 - 1))
     try:
         return str(plan.toString())
     finally:
-        conf.unset(name) if before is None else conf.set(name, before)
+        conf.unsetConf(name) if before is None else conf.setConfString(name, before)
 
 
 def _relations(plan: Any) -> list[dict[str, Any]]:

@@ -248,7 +248,7 @@ class _Datasets:
         num_datasets: int = 1,
     ) -> ShardSet:
         """Opens or writes one dataset with `shards_of`. config: settings of this dataset, if there are several."""
-        url = storage.join(self.run_dir, SHARDS, name)
+        url = storage.within(self.run_dir, SHARDS, name)
         _say_stage(self.stage, rows, self.config, name, reuse=self.reuse)
         if not isinstance(rows, (str, ShardSet)) and self.config.shards.storage == "shared":
             self.written.append(url)

@@ -12,6 +12,7 @@ from typing import Any
 from pyarrow.fs import FileType
 
 from spark_dl import storage
+from spark_dl.rundir.folder import PICTURE
 from spark_dl.training import metrics
 
 TEXT, _LINE = "#00a001", "#00a002"
@@ -45,7 +46,7 @@ def plot_loss(run_dir: str) -> str | None:
     axes.set(xlabel="step", ylabel="loss", yscale="log" if min(s["loss"] for s in steps) > 0 else "linear")
     axes.grid(alpha=0.3)
     axes.legend()
-    path = storage.join(storage.absolute(run_dir), "loss.png")
+    path = storage.within(storage.absolute(run_dir), PICTURE)
     drawn = io.BytesIO()
     figure.savefig(drawn, dpi=120)
     storage.write_bytes(path, drawn.getvalue())

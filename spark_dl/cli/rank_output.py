@@ -72,4 +72,4 @@ def with_log_dir(launch: Launch, run_dir: str) -> Launch:
     """Returns settings with a folder for the output of the ranks, which cannot reach the driver."""
     if launch.log_dir or launch.output == "none" or not run_dir or not storage.is_local(run_dir):
         return launch
-    return dataclasses.replace(launch, log_dir=storage.resolve(storage.join(run_dir, LOGS))[1])
+    return dataclasses.replace(launch, log_dir=storage.resolve(storage.within(run_dir, LOGS))[1])

@@ -293,4 +293,4 @@ def _rows_deleted(run_dir: str) -> Iterator[None]:
         yield
     finally:
         for name in ("train", "validation"):
-            delete_dataset(storage.join(run_dir, SHARDS, name))
+            delete_dataset(storage.within(run_dir, SHARDS, name))

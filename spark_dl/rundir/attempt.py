@@ -139,6 +139,6 @@ def take_over(run: Run, *, overwrite: bool, keep: Sequence[str], restart: Mappin
         if restart is not None:
             metrics.add_restart(run.run_dir, restart, from_start=run.checkpoint is None)
         elif run.checkpoint is None:  # of an attempt without a checkpoint
-            storage.delete_file(storage.join(run.run_dir, metrics.FILE))
+            storage.delete_file(storage.within(run.run_dir, metrics.FILE))
         content = yaml.safe_dump(run.config.to_dict(), sort_keys=False)
-        storage.write_bytes(storage.join(run.run_dir, CONFIG), content.encode())
+        storage.write_bytes(storage.within(run.run_dir, CONFIG), content.encode())

@@ -70,7 +70,7 @@ class NoCheckpointError(ValueError):
 
 def folder(run_dir: str) -> str:
     """Returns the folder of a run's checkpoints."""
-    return storage.join(run_dir, FOLDER)
+    return storage.within(run_dir, FOLDER)
 
 
 def folders(run_dir: str) -> list[tuple[tuple[int, int], str]]:

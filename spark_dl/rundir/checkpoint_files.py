@@ -229,8 +229,9 @@ def read_manifest(url: str) -> dict[str, Any]:
     Raises DamagedError, FileNotFoundError and other OSError, and ValueError for another version of the format.
     """
     path = storage.join(url, MANIFEST)
-    if storage.is_link(path):
-        raise DamagedError(path, "it is a symbolic link")
+    for part in (url, path) if parse_name(storage.name(url)) else (path,):  # `latest` may be a link to a checkpoint
+        if storage.is_link(part):
+            raise DamagedError(part, "it is a symbolic link")
     try:
         manifest = json.loads(storage.read_bytes(path))
     except OSError:

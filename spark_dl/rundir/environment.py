@@ -54,7 +54,7 @@ class Attempt:
 
 def read(run_dir: str) -> tuple[list[Attempt], list[str]]:
     """Returns the attempts of a run, oldest first, and a text for each damaged file."""
-    folder = storage.join(run_dir, FOLDER)
+    folder = storage.within(run_dir, FOLDER)
     attempts: dict[int, Attempt] = {}
     problems: list[str] = []
     for name in storage.list_names(folder):
@@ -159,7 +159,7 @@ def _end(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write(run: Run, part: str, about: Mapping[str, Any]) -> None:
-    url = storage.join(run.run_dir, FOLDER, f"{run.generation:06d}-{part}.json")
+    url = storage.within(run.run_dir, FOLDER, f"{run.generation:06d}-{part}.json")
     try:
         storage.write_bytes(url, json.dumps(about, indent=1).encode())
     except OSError as error:  # the run itself goes on, or has an error of its own

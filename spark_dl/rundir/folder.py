@@ -38,6 +38,7 @@ STUDY = "study.log"
 TENSORBOARD = "tensorboard"
 EVENT_FILE_END = ".spark_dl"
 """The end of the names of event files, which tells them from those of other programs."""
+PICTURE = "loss.png"
 MLFLOW = "mlflow.json"
 """The MLflow run of this run."""
 PROFILE = "profile"
@@ -56,7 +57,7 @@ _SHARD_SET = re.compile(r"train|train-.+|validation|evaluate-[0-9a-f]{8}")
 
 def trial_dir(run_dir: str, number: int, fold: int | None = None) -> str:
     """Returns the run folder of a trial, or of the training of one of its folds."""
-    return storage.join(run_dir, TRIALS, f"{number:04d}" + ("" if fold is None else f"-fold-{fold}"))
+    return storage.within(run_dir, TRIALS, f"{number:04d}" + ("" if fold is None else f"-fold-{fold}"))
 
 
 def has_trials(run_dir: str) -> bool:
@@ -66,31 +67,24 @@ def has_trials(run_dir: str) -> bool:
 
 def _trials(run_dir: str) -> list[str]:
     """Returns the run folders of the trials of a run."""
-    folder = storage.join(run_dir, TRIALS)
+    folder = storage.within(run_dir, TRIALS)
     named = [storage.join(folder, name) for name in storage.list_names(folder) if _TRIAL.fullmatch(name)]
     return [trial for trial in named if storage.is_link(trial) or _is_marked(trial)]
 
 
 def check_folder(run_dir: str, *, overwrite: bool) -> None:
-    """Raises ValueError for a folder with files but without the mark of a run, and with `overwrite` for links in it.
+    """Raises ValueError for a folder with files but without the mark of a run, and for links in it.
 
-    A link in the place of the mark is always an error, as it would be the mark of another run.
+    Without `overwrite`, a link among the files of a checkpoint is left to who reads it: that checkpoint is damaged.
     """
     _warn_of_others(run_dir)
-    found = [name for name in _NAMES if _holds(storage.join(run_dir, name))]
-    found += [name for name in (TENSORBOARD, PROFILE, MLFLOW) if storage.is_link(storage.join(run_dir, name))]
-    if storage.is_link(mark := storage.join(run_dir, generations.FOLDER)):
-        raise ValueError(
-            f"{mark} is a symbolic link to {os.readlink(storage.absolute(mark))}, expected the run's own folder; "
-            "nothing was changed: remove the link, or use another run_dir"
-        )
+    _check_links(run_dir, deep=overwrite)
+    found = [name for name in _NAMES if _holds(storage.within(run_dir, name))]
     if found and not _is_marked(run_dir):
         raise ValueError(
             f"{run_dir} contains {', '.join(found)} without the mark of a run ({generations.FOLDER}/000001), so this "
             "version of spark_dl did not write them; nothing was changed: use another run_dir, or move them"
         )
-    if overwrite:
-        _check_links(run_dir)
 
 
 def _warn_of_others(run_dir: str) -> None:
@@ -105,7 +99,7 @@ def _warn_of_others(run_dir: str) -> None:
 
 def delete_checkpoints(run_dir: str) -> None:
     """Deletes the checkpoints of earlier runs. Raises ValueError for links, before anything is deleted."""
-    _check_links(run_dir)
+    _check_links(run_dir, deep=True)
     for url in _checkpoints(run_dir):
         checkpoint_files.delete(url)
 
@@ -122,7 +116,7 @@ def delete_run(run_dir: str, keep: Collection[str]) -> None:
         own = storage.identity(url)
         if not any(at == own or at.startswith(f"{own}/") for at in used):
             delete_dataset(url)
-    files = (storage.join(run_dir, name) for name in (metrics.FILE, MLFLOW, STUDY))
+    files = (storage.within(run_dir, name) for name in (metrics.FILE, MLFLOW, STUDY))
     for url in (*files, *_small_files(run_dir)):
         storage.delete_file(url)
     for trial in _trials(run_dir):
@@ -137,7 +131,7 @@ def _holds(url: str) -> bool:
 
 
 def _is_marked(run_dir: str) -> bool:
-    folder = storage.join(run_dir, generations.FOLDER)
+    folder = storage.within(run_dir, generations.FOLDER)
     for name in storage.list_names(folder):
         try:
             generations.read_record(storage.join(folder, name))
@@ -153,7 +147,7 @@ def _checkpoints(run_dir: str) -> list[str]:
 
 
 def _shard_sets(run_dir: str) -> list[str]:
-    folder = storage.join(run_dir, SHARDS)
+    folder = storage.within(run_dir, SHARDS)
     return [storage.join(folder, name) for name in storage.list_names(folder) if _SHARD_SET.fullmatch(name)]
 
 
@@ -161,24 +155,27 @@ def _small_files(run_dir: str) -> list[str]:
     """The output of ranks, event files and profiles."""
     found = []
     for folder, is_own in _SMALL_FILES.items():
-        url = storage.join(run_dir, folder)
+        url = storage.within(run_dir, folder)
         found += [storage.join(url, name) for name in storage.list_names(url) if is_own.fullmatch(name)]
     return found
 
 
-def _check_links(run_dir: str) -> None:
-    """Raises ValueError for the first link that `overwrite` would delete. The run folder itself can be a link."""
+def _check_links(run_dir: str, *, deep: bool) -> None:
+    """Raises ValueError for the first link below a run folder in the place of a file or folder of a run.
+
+    The run folder itself can be a link. deep: whether to look into checkpoints, shards and trials, too, which is for
+    those who delete them.
+    """
     if not storage.is_local(run_dir):
         return
-    top = [storage.join(run_dir, name) for name in (generations.FOLDER, *_NAMES, MLFLOW, TENSORBOARD, PROFILE)]
+    for name in (generations.FOLDER, *_NAMES, MLFLOW, TENSORBOARD, PROFILE, PICTURE):
+        storage.within(run_dir, name)
     folders = [*_checkpoints(run_dir), *_shard_sets(run_dir)]
-    files = [(storage.join(folder, name), name) for folder in folders for name in storage.list_names(folder)]
-    known = [url for url, name in files if is_dataset_file(name) or checkpoint_files.is_own_file(name)]
-    for url in (*top, *folders, *known, *_small_files(run_dir), *_trials(run_dir)):
-        if storage.is_link(url):
-            raise ValueError(
-                f"{url} is a symbolic link to {os.readlink(storage.absolute(url))}: overwrite does not "
-                "follow links, and nothing was changed; remove the link, or use another run_dir"
-            )
-    for trial in _trials(run_dir):
-        _check_links(trial)
+    for url in (*folders, *_small_files(run_dir), *(trials := _trials(run_dir))):
+        storage.within(storage.dirname(url), storage.name(url))
+    for folder in folders if deep else ():
+        for name in storage.list_names(folder):
+            if is_dataset_file(name) or checkpoint_files.is_own_file(name):
+                storage.within(folder, name)
+    for trial in trials if deep else ():
+        _check_links(trial, deep=True)

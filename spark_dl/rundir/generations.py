@@ -44,7 +44,7 @@ def start_generation(run_dir: str, *, after: int = 0) -> int:
 
 def read_generation(run_dir: str) -> int:
     """Returns the newest generation of a run; 0 before the first attempt."""
-    names = storage.list_names(storage.join(run_dir, FOLDER))
+    names = storage.list_names(storage.within(run_dir, FOLDER))
     return max((int(name) for name in names if re.fullmatch(r"\d{6,}", name)), default=0)
 
 
@@ -102,7 +102,7 @@ def damage(run_dir: str, *, at_least: int = 0) -> str:
 
 def record_url(run_dir: str, generation: int) -> str:
     """Returns the URL of a generation's file."""
-    return storage.join(run_dir, FOLDER, f"{generation:06d}")
+    return storage.within(run_dir, FOLDER, f"{generation:06d}")
 
 
 def read_record(url: str) -> dict[str, Any]:

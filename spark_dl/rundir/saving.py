@@ -122,7 +122,7 @@ def save(
     Raises on every rank: BadStateError if any rank has a problem, RuntimeError if a newer attempt of the run has
     started, and NotWrittenError if any rank cannot write its files.
     """
-    url = storage.join(checkpoint.folder(run_dir), checkpoint_files.folder_name(step, generation))
+    url = storage.within(checkpoint.folder(run_dir), checkpoint_files.folder_name(step, generation))
     written: list[dict[str, Any]] = []
     own, sha256 = _Problem(problem, of_state=bool(problem)), ""
     try:

@@ -184,6 +184,24 @@ def join(url: str, *names: str) -> str:
     return str(replace(at, path=posixpath.join(at.path or ("/" if at.scheme else ""), *names)))
 
 
+def within(folder: str, *names: str) -> str:
+    """Returns the URL of what is in a folder of ours, as `join` does, by a way that leads nowhere else.
+
+    All paths below a run folder are made here. The folder itself may be a link, as its user named it; below it, another
+    user may have planted one, and what is written, deleted or read through it is not the run's. Raises ValueError for a
+    symbolic link among the names; it takes one `lstat` for each.
+    """
+    url = folder
+    for name in names:
+        url = join(url, name)
+        if is_link(url):
+            raise ValueError(
+                f"{url} is a symbolic link to {os.readlink(resolve(url)[1])}, expected a file or folder of the run "
+                "itself; nothing was changed: remove the link, or use another run_dir"
+            )
+    return url
+
+
 def dirname(url: str) -> str:
     """Returns the URL of the parent folder."""
     at = _parse(url)

@@ -181,7 +181,7 @@ def _check_active(active: Any, track: Track) -> None:
 
 def _saved_run(run_dir: str, uri: str) -> str | None:
     """Returns the id of the MLflow run of earlier attempts; None if there is none on this server."""
-    url = storage.join(run_dir, MLFLOW)
+    url = storage.within(run_dir, MLFLOW)
     if not storage.exists(url):
         return None
     try:
@@ -204,7 +204,7 @@ def _reopen(client: MlflowClient, uri: str, run_id: str, run_dir: str) -> Mlflow
     if not is_there:
         raise ValueError(
             f"track.mlflow: the MLflow run {run_id} of earlier attempts has been deleted; restore it, or delete "
-            f"{storage.join(run_dir, MLFLOW)} to log to a new run"
+            f"{storage.within(run_dir, MLFLOW)} to log to a new run"
         )
     client.update_run(run_id, status="RUNNING")
     return MlflowRun(client, uri, run_id, found.info.experiment_id, is_own=True, logged_steps=_last_steps(found))
@@ -254,7 +254,7 @@ def _log_start(logged: MlflowRun, run: Run) -> None:
 
     client, run_id = logged.client, logged.run_id
     saved = {"tracking_uri": without_password(logged.uri), "experiment_id": logged.experiment_id, "run_id": run_id}
-    storage.write_bytes(storage.join(run.run_dir, MLFLOW), json.dumps(saved).encode())
+    storage.write_bytes(storage.within(run.run_dir, MLFLOW), json.dumps(saved).encode())
     before: Mapping[str, str] = client.get_run(run_id).data.params
     params = {as_key(name, _LONGEST_KEY): as_value(value, _LONGEST_VALUE) for name, value in _params(run).items()}
     if changed := sorted(name for name in params if before.get(name, params[name]) != params[name]):

@@ -94,7 +94,7 @@ def read_run(run_dir: str) -> RunLog:
     if has_trials(run_dir) and not recorded:
         raise ValueError(
             f"{run_dir} is a run of spark_dl.tune, which has no report; write one of a trial, such as "
-            f"{storage.join(run_dir, TRIALS, '0000')}"
+            f"{storage.within(run_dir, TRIALS, '0000')}"
         )
     attempts = _attempts(run_dir, recorded, is_legacy=not recorded and bool(lines))
     kept = frozenset(storage.list_names(checkpoint.folder(run_dir)))
@@ -111,7 +111,7 @@ def number(value: Any) -> float | None:
 def _attempts(run_dir: str, recorded: Sequence[environment.Attempt], *, is_legacy: bool) -> list[Attempt]:
     found = {attempt.generation: attempt for attempt in recorded}
     first = min(found, default=0)  # those before it belong to runs that were overwritten, of which nothing else is left
-    for name in storage.list_names(storage.join(run_dir, generations.FOLDER)):
+    for name in storage.list_names(storage.within(run_dir, generations.FOLDER)):
         if name.isdecimal() and int(name) >= first:
             found.setdefault(int(name), environment.Attempt(int(name)))
     if not found:
@@ -207,7 +207,7 @@ def last_sign(attempt: Attempt) -> float:
 def _config(run_dir: str, attempts: Sequence[Attempt]) -> Mapping[str, Any]:
     found = attempts[-1].about.get("config")
     if found is None:
-        url = storage.join(run_dir, CONFIG)
+        url = storage.within(run_dir, CONFIG)
         try:
             found = yaml.safe_load(storage.read_bytes(url)) if storage.exists(url) else {}
         except (OSError, ValueError, RecursionError, yaml.YAMLError):

@@ -55,7 +55,7 @@ class _EventFiles:
     def __init__(self, run: Run, first_step: int, folder: str):
         from torch.utils.tensorboard import SummaryWriter
 
-        self.url = storage.join(run.run_dir, TENSORBOARD)
+        self.url = storage.within(run.run_dir, TENSORBOARD)
         self._local = None if storage.is_local(run.run_dir) else folder
         if self._local is None:
             storage.make_folder(self.url)  # private, as TensorBoard's own folder would not be

@@ -102,4 +102,4 @@ def tracking(run: Run, *, resume: bool) -> Iterator[Tracker]:
 
 
 def _has_profiles(run_dir: str) -> bool:
-    return bool(storage.list_names(storage.join(run_dir, PROFILE)))
+    return bool(storage.list_names(storage.within(run_dir, PROFILE)))

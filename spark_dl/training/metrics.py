@@ -45,7 +45,7 @@ class MetricsLog:
     ):
         """goes_on: whether lines that cannot be written are kept, and written when this is possible again."""
         self._goes_on, self._is_behind = goes_on, False
-        self._url, self._run_dir, self._generation = storage.join(run_dir, FILE), run_dir, generation
+        self._url, self._run_dir, self._generation = storage.within(run_dir, FILE), run_dir, generation
         self.writes, self._report = writes, report
         self._lines: list[str] = []
         self._is_local = storage.is_local(run_dir)
@@ -158,9 +158,9 @@ def add_restart(run_dir: str, line: Mapping[str, Any], *, from_start: bool) -> N
     from_start: whether the run has no checkpoint, so that of the other lines only those of restarts are kept.
     Raises OSError if the file cannot be written.
     """
-    url = storage.join(run_dir, FILE)
+    url = storage.within(run_dir, FILE)
     before = b""
-    if from_start and not storage.is_link(url):
+    if from_start:
         kept = [old for old in read_valid_lines(run_dir)[0] if old["kind"] == _RESTART]
         before = "".join(json.dumps(old) + "\n" for old in kept).encode()
     elif not from_start and storage.exists(url):
@@ -174,9 +174,7 @@ def read_metrics(run_dir: str) -> list[dict[str, Any]]:
 
     Raises ValueError if the file is a symbolic link or is damaged.
     """
-    url = storage.join(run_dir, FILE)
-    if storage.is_link(url):
-        raise ValueError(f"{url} is a symbolic link, expected the run's own file; remove the link")
+    url = storage.within(run_dir, FILE)
     lines, damaged = read_valid_lines(run_dir)
     if damaged:
         number, line = damaged[0]
@@ -189,7 +187,7 @@ def read_metrics(run_dir: str) -> list[dict[str, Any]]:
 
 def read_valid_lines(run_dir: str) -> tuple[list[dict[str, Any]], list[tuple[int, bytes]]]:
     """Returns the complete lines of a run as dicts, and the damaged lines with their numbers."""
-    url = storage.join(run_dir, FILE)
+    url = storage.within(run_dir, FILE)
     if not storage.exists(url):
         return [], []
     valid, damaged = [], []

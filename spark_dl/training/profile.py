@@ -32,7 +32,7 @@ class StepProfile:
         """first_step: number of steps that are done already."""
         assert run.config.track.profile_steps is not None
         self._first, self._last = run.config.track.profile_steps
-        self._url = storage.join(run.run_dir, PROFILE, TRACE.format(world.rank))
+        self._url = storage.within(run.run_dir, PROFILE, TRACE.format(world.rank))
         self._activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if world.device.type == "cuda" else [])]
         self._step = first_step
         self._profiler: Any = None

@@ -224,7 +224,7 @@ def _open_study(direction: Direction | None, run: Run, *, resume: bool) -> Any:
     optuna = import_optuna()
     found = None
     if storage.is_local(run.run_dir):
-        url = storage.join(run.run_dir, STUDY)
+        url = storage.within(run.run_dir, STUDY)
         storage.append(url, b"")  # Optuna would create it readable for all, and follow a link
         path = storage.resolve(url)[1]
         found = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(path))

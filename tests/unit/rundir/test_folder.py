@@ -7,11 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spark_dl import Config, Data, storage
+from spark_dl import Config, Data, Launch, storage
+from spark_dl.cli.plots import plot_loss
+from spark_dl.cli.rank_output import with_log_dir
 from spark_dl.data.store import store
 from spark_dl.data.write.arrays import write_arrays
-from spark_dl.rundir import attempt, generations
-from spark_dl.rundir.folder import check_folder, delete_run
+from spark_dl.rundir import attempt, checkpoint, generations
+from spark_dl.rundir.folder import check_folder, delete_run, trial_dir
+from spark_dl.training import metrics
 from tests.unit.rundir.test_checkpoint import handmade
 
 OURS = ("checkpoints/step-00000001.gen-0001", "shards/train", "shards/train-a b", "shards/validation",
@@ -84,7 +87,10 @@ def test_B33_a_loop_of_links_is_an_error_that_names_the_folder(tmp_path, how, pl
     loop.parent.mkdir(exist_ok=True)
     loop.symlink_to(loop)
     run_dir = tmp_path / "run" if place == "checkpoints" else loop / place
-    with pytest.raises(ValueError, match=rf"^cannot read the run_dir {run_dir}: .*symbolic links.*; check the path"):
+    found = rf"cannot read the run_dir {run_dir}: .*symbolic links.*; check the path"
+    if place == "checkpoints":
+        found = f"{loop} is a symbolic link to {loop}, expected"
+    with pytest.raises(ValueError, match=f"^{found}"):
         begin(run_dir, **how)
 
 
@@ -188,6 +194,45 @@ def test_S13_a_run_that_begins_follows_no_planted_link(tmp_path, name):
     assert files(tmp_path / "victim") == before
     (tmp_path / "run" / name).unlink()
     assert attempt.begin_attempt(str(tmp_path / "run"), Config(), resume=False, overwrite=False) == (1, None)
+
+
+PLANTED = ("checkpoints", OURS[0], "shards", "shards/train", "environment", "logs", "tensorboard", "profile", "loss.png",
+           "mlflow.json", "metrics.jsonl", "config.yaml", "study.log", "trials", "trials/0000")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_S13_a_resume_follows_no_link_below_the_run_folder(tmp_path, name):
+    """`checkpoints` as a link to another run's: a resume deleted both checkpoints of that run."""
+    a_run(tmp_path / "victim")
+    (tmp_path / "victim/loss.png").write_text("theirs")
+    a_run(tmp_path / "victim/trials/0000")
+    run_dir = a_run(tmp_path / "run")
+    if (run_dir / name).exists():
+        (run_dir / name).rename(tmp_path / "aside")
+    (run_dir / name).parent.mkdir(exist_ok=True)
+    (run_dir / name).symlink_to(tmp_path / "victim" / name)
+    before = files(tmp_path / "victim")
+    with pytest.raises(ValueError, match=rf"^{run_dir}/{name} is a symbolic link to {tmp_path}/victim/{name}, exp"):
+        attempt.begin_attempt(str(run_dir), Config(), resume=True, overwrite=False)
+    assert files(tmp_path / "victim") == before
+    assert not (run_dir / "generations/000002").exists()
+
+
+def test_S13_each_way_to_a_part_of_a_run_refuses_a_link(tmp_path):
+    """Also where no attempt begins: plots, logs, metrics, settings, trials, and checkpoints that are looked up."""
+    run_dir = a_run(tmp_path / "run")
+    uses = {
+        "loss.png": plot_loss, "checkpoints": checkpoint.list_checkpoints, "metrics.jsonl": metrics.read_metrics,
+        "logs": lambda run: with_log_dir(Launch(), run), "trials": lambda run: trial_dir(run, 3),
+        "generations": generations.read_generation,
+    }  # fmt: skip
+    (run_dir / "metrics.jsonl").write_text('{"kind": "step", "step": 1, "time": 0.0, "loss": 1.0}\n')
+    for name, use in uses.items():
+        if (run_dir / name).exists():
+            (run_dir / name).rename(tmp_path / name)
+        (run_dir / name).symlink_to(tmp_path / name)
+        with pytest.raises(ValueError, match=f"{run_dir}/{name} is a symbolic link to {tmp_path}/{name}, expected"):
+            use(str(run_dir))
 
 
 @pytest.mark.parametrize(("mode", "warns"), [(0o777, True), (0o1777, True), (0o770, False), (0o755, False)])

@@ -226,7 +226,8 @@ def _shards_of_rows(
         )  # fmt: skip
         return found_before
     if reuse and storage.exists(pointer):
-        shards, lease = reopen(_stored_at(pointer, config.shards.store), run=url)
+        at = _stored_at(pointer, config.shards.store)
+        shards, lease = reopen(at, run=url, trusted=config.shards.trusted_writers)
     else:
         shards, found = store_shards(
             df, config.data, url, shards=config.shards, columns=config.stored_columns, run=url,

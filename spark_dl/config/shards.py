@@ -1,5 +1,6 @@
 """The section `shards`: the layout of a DataFrame's rows in files, and the location of these files."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,6 +25,9 @@ class Shards:
     store: str | None = of_caller(None)
     """Folder or URL of a store for shards. Other runs and users can reuse the shards in it. A key that is computed
     from the DataFrame and the settings identifies the shards."""
+    trusted_writers: tuple[str, ...] = of_caller(())
+    """Other users whose shards in a store on local disks or NFS are used, by name or user id; `["*"]` for everybody who
+    can write there. By default, only what this user has written is used, and what only this user can change."""
     store_ttl_days: float = may_change(30.0)
     """Days without use after which `jobs/prepare.py --clean` deletes shards in the store."""
     cache_dir: str | None = of_caller(None)
@@ -42,6 +46,10 @@ class Shards:
         check_choices(self)
         is_url = self.store is None or (isinstance(self.store, str) and self.store != "")
         check(is_url, "shards.store", "a folder or URL", self.store)
+        is_list = isinstance(self.trusted_writers, Sequence) and not isinstance(self.trusted_writers, str)
+        is_names = is_list and all(isinstance(name, str) and name for name in self.trusted_writers)
+        check(is_names, "shards.trusted_writers", "a list of names of users", self.trusted_writers)
+        object.__setattr__(self, "trusted_writers", tuple(self.trusted_writers))
         check_number(self, "store_ttl_days", 0)
         is_path = self.cache_dir is None or (isinstance(self.cache_dir, str) and self.cache_dir.startswith("/"))
         check(is_path, "shards.cache_dir", "an absolute path on the local disk", self.cache_dir)

@@ -2,7 +2,7 @@
 
 New files have mode 0600 and new folders 0700, whatever the umask. The exception is a folder with the set-group-ID bit
 (`chmod g+rwxs`), by which users of Unix share a folder: there the group gets with each new file and folder what it has
-with the folder that contains it.
+with the folder that contains it, and a new folder gets its sticky bit (`chmod +t`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # nor a named pipe, which would block
 
 
-def make_folder(path: str) -> None:
-    """Creates a folder and its parents. Existing ones keep their mode."""
+def make_folder(path: str, *, own: bool = False) -> None:
+    """Creates a folder and its parents. Existing ones keep their mode. own: whether the group may only read it."""
     path = os.path.abspath(path)
     if os.path.isdir(path):
         return
@@ -32,7 +32,8 @@ def make_folder(path: str) -> None:
             raise  # a file, or a link that leads nowhere; otherwise another process was faster
         return
     if bits := _group_bits(parent):
-        os.chmod(path, stat.S_ISGID | 0o700 | bits)
+        sticky = os.stat(parent).st_mode & stat.S_ISVTX
+        os.chmod(path, stat.S_ISGID | sticky | 0o700 | (bits & 0o050 if own else bits))
     sync_folder(parent)  # the name of the folder must be as durable as what is written to it
 
 

@@ -45,8 +45,8 @@ def leases(folder, key=KEY):
     return storage.list_names(storage.join(folder, key, "leases"))
 
 
-def hold(folder, key=KEY, writer=write):
-    return find_or_write(folder, key, writer, run="a test")
+def hold(folder, key=KEY, writer=write, trusted=()):
+    return find_or_write(folder, key, writer, run="a test", trusted=trusted)
 
 
 def test_what_was_written_is_found_again_with_its_age(folder, caplog):
@@ -251,7 +251,7 @@ os.setuid(65534)
 if sys.argv[2] == "clean":
     print(sorted(store.clean_store(sys.argv[1], ttl_days=0).items()))
 else:
-    print(store.find_or_write(sys.argv[1], sys.argv[2], None, run="of nobody"))
+    print(store.find_or_write(sys.argv[1], sys.argv[2], None, run="of nobody", trusted=sys.argv[3:]))
 """
 
 
@@ -284,24 +284,84 @@ def test_another_user_who_may_not_use_the_store_is_told_what_to_change(tmp_path,
     assert re.search(said, done.stderr.splitlines()[-1])
 
 
-def test_S13_users_of_a_group_share_a_store_with_the_set_group_id_bit(tmp_path):
+@pytest.mark.parametrize("trusted", [("root",), ("*",)])
+def test_S13_users_of_a_group_share_a_store_with_the_set_group_id_bit(tmp_path, trusted):
     if os.geteuid() != 0:
         pytest.skip("only root can start a process of another user")
     store_folder = tmp_path / "store"
     store_folder.mkdir()
     os.chown(store_folder, -1, 65534)
-    os.chmod(store_folder, 0o2770)
+    os.chmod(store_folder, 0o3770)
     umask = os.umask(0o077)
     try:
-        held = hold(str(store_folder))
+        held = hold(str(store_folder), trusted=trusted)
     finally:
         os.umask(umask)
-    done = as_nobody(tmp_path, KEY)
+    done = as_nobody(tmp_path, KEY, *trusted)
     assert done.returncode == 0, done.stderr
     assert names(str(store_folder)) == [held[1].name]
     assert "shards found in the store" in done.stderr or names(str(store_folder))[0] in done.stdout
     held[1].release()
-    assert {os.stat(path).st_mode & 0o7777 for path, _, _ in os.walk(store_folder)} == {0o2770}
+    modes = {path: os.stat(path).st_mode & 0o7777 for path, _, _ in os.walk(store_folder)}
+    own = modes.pop(held[0].url)
+    assert own == (0o3770 if "*" in trusted else 0o3750)
+    assert {*modes.values()} == {0o3770}
+    assert os.stat(f"{held[0].url}/_manifest.json").st_mode & 0o777 == (0o660 if "*" in trusted else 0o640)
+
+
+@pytest.fixture
+def planted(tmp_path):
+    """A store that a group shares, in which another user has written other rows under the key, a long time ago."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a file to another user")
+    folder = str(tmp_path / "store")
+    theirs = f"{folder}/{KEY}/abcdefabcdef"
+    write_arrays({"x": np.arange(7)}, theirs, Data())
+    os.utime(f"{theirs}/_manifest.json", (1, 1))
+    for path, _, files in os.walk(folder):
+        for name in (path, *(os.path.join(path, file) for file in files)):
+            os.chown(name, 65534, 65534)
+    os.chmod(f"{folder}/{KEY}", 0o777)
+    return folder
+
+
+def test_S24_rows_that_another_user_has_put_under_a_key_are_not_used(planted, caplog):
+    theirs = f"{planted}/{KEY}/abcdefabcdef"
+    for _ in range(2):
+        shards, lease = hold(planted)
+        assert (shards.rows, shards.url == theirs) == (100, False)
+        lease.release()
+    assert re.search(f"{theirs} are not used: .* was written by the user nobody; .*trusted_writers", caplog.text)
+    assert len(names(planted)) == 2  # ours was found the second time
+    with pytest.raises(ValueError, match=r"written by another user.*set shards\.trusted_writers"):
+        reopen(theirs, run="resumed")
+
+
+@pytest.mark.parametrize("trusted", [("nobody",), ("65534",), ("*",)])
+def test_S24_rows_of_a_user_who_is_trusted_are_used(planted, trusted):
+    shards, lease = hold(planted, trusted=trusted)
+    assert (shards.rows, shards.url) == (7, f"{planted}/{KEY}/abcdefabcdef")
+    lease.release()
+    reopen(shards.url, run="resumed", trusted=trusted)[1].release()
+
+
+@pytest.mark.parametrize("name", ["", "_manifest.json"])
+def test_S24_own_rows_that_others_can_change_are_not_used(tmp_path, caplog, name):
+    folder = str(tmp_path / "store")
+    mine = hold(folder)
+    mine[1].release()
+    os.chmod(os.path.join(mine[0].url, name), 0o770)
+    again = hold(folder)
+    again[1].release()
+    assert again[0].url != mine[0].url
+    assert "can be changed by other users (mode " in caplog.text
+
+
+def test_S24_users_that_cannot_be_known_are_an_error(tmp_path):
+    with pytest.raises(ValueError, match=r"shards.trusted_writers: expected users that .* knows.*'no such user'"):
+        hold(str(tmp_path), trusted=("no such user",))
+    with pytest.raises(ValueError, match=r"shards.trusted_writers: expected nothing for s3://a/b, as an object store"):
+        hold("s3://a/b", trusted=("nobody",))
 
 
 @pytest.mark.slow

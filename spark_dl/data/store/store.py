@@ -7,6 +7,10 @@ Object stores have no rename and not all have exclusive writes, so the store doe
 both write a dataset, and the one with the older manifest wins: the other writer uses it and removes its own. A reader
 writes its lease, and then checks the manifest again. A cleaner deletes the manifest, and then checks for leases again.
 Therefore a dataset is not deleted while it is read, whatever the order of these steps.
+
+A store can be shared with other users, who could put other rows under a key. So a dataset is used only if this user
+wrote it, or a user that `shards.trusted_writers` names, and if nobody else can write to its folder. Object stores do
+not say who wrote a file: there, everybody who can write to the bucket is trusted.
 """
 
 from __future__ import annotations
@@ -14,8 +18,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import pwd
 import re
 import socket
+import stat
 import threading
 import time
 import uuid
@@ -25,12 +31,14 @@ from typing import TYPE_CHECKING
 
 from spark_dl import storage
 from spark_dl.config import Data, Shards
+from spark_dl.config.checks import check
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.dataset.folder import delete_dataset
 from spark_dl.data.dataset.manifest import MANIFEST, read_shards
 from spark_dl.data.dataset.records import ShardSet
 from spark_dl.data.store.key import NoKeyError, store_key
 from spark_dl.data.write.shards import write_shards
+from spark_dl.storage import local_files
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -143,7 +151,7 @@ def store_shards(
                     )
                 return written
 
-            return find_or_write(layout.store, found, write, run=run)
+            return find_or_write(layout.store, found, write, run=run, trusted=layout.trusted_writers)
         except NoKeyError as error:
             reason = f"the store cannot be used for this DataFrame: {error}"
             _log.info("%s", reason)
@@ -165,20 +173,28 @@ def store_shards(
     ), None
 
 
-def find_or_write(store: str, key: str, write: Callable[[str], ShardSet], *, run: str) -> tuple[ShardSet, Lease]:
-    """Returns the dataset of a key, from the store or from `write(url)`, and a lease. Called on the driver."""
+def find_or_write(
+    store: str, key: str, write: Callable[[str], ShardSet], *, run: str, trusted: Sequence[str] = ()
+) -> tuple[ShardSet, Lease]:
+    """Returns the dataset of a key, from the store or from `write(url)`, and a lease. Called on the driver.
+
+    trusted: `shards.trusted_writers`.
+    """
+    is_ours = _is_ours(store, trusted)
     folder = storage.join(storage.absolute(store), key)
     try:
-        if found := _open(folder, run):
+        if found := _open(folder, run, is_ours):
             return found
     except PermissionError as error:
         raise NoLeaseError(f"shards.store: cannot read {folder}: {error}; {_SHARE}") from error
     own = Lease(folder, uuid.uuid4().hex[:12], run)
     url = storage.join(folder, own.name)
     try:
+        if storage.is_local(url) and "*" not in trusted:
+            local_files.make_folder(storage.absolute(url), own=True)
         shards = write(url)
-        first = _committed(folder)[0][1]
-        if first != own.name and (found := _open(folder, run)):
+        first = _committed(folder, is_ours)[0][1]
+        if first != own.name and (found := _open(folder, run, is_ours)):
             _log.info("another run has written the same shards at the same time; using them")
             own.drop()
             _remove(folder, own.name)
@@ -190,11 +206,63 @@ def find_or_write(store: str, key: str, write: Callable[[str], ShardSet], *, run
     return shards, own
 
 
-def reopen(url: str, *, run: str) -> tuple[ShardSet, Lease]:
-    """Opens a dataset of the store by its URL for a resumed run, and takes a lease.
+def _is_ours(store: str, trusted: Sequence[str]) -> Callable[[str], bool]:
+    """Returns a function that says whether the dataset at a URL of a store may be used, and logs why it may not."""
+    if not storage.is_local(store):
+        expected = f"nothing for {store}, as an object store does not say which user wrote a file: all are trusted"
+        check(not trusted or [*trusted] == ["*"], "shards.trusted_writers", expected, list(trusted))
+    users = {os.geteuid(), 0, *(_user_id(name) for name in trusted if name != "*")}
 
-    Raises ValueError if it was deleted.
+    def is_ours(url: str) -> bool:
+        if "*" in trusted or not storage.is_local(url):
+            return True
+        for path in (url, storage.join(url, MANIFEST)):
+            try:
+                found = os.lstat(storage.absolute(path))
+            except FileNotFoundError:  # another process has cleaned it
+                return False
+            if found.st_uid not in users:
+                why = f"was written by {_user_name(found.st_uid)}"
+            elif found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                why = f"can be changed by other users (mode {stat.filemode(found.st_mode)})"
+            else:
+                continue
+            _log.warning(
+                "the shards %s are not used: %s %s; to use what other users can write, set shards.trusted_writers",
+                url, path, why,
+            )  # fmt: skip
+            return False
+        return True
+
+    return is_ours
+
+
+def _user_id(name: str) -> int:
+    try:
+        return int(name) if name.isdecimal() else pwd.getpwnam(name).pw_uid
+    except KeyError:
+        raise ValueError(
+            f"shards.trusted_writers: expected users that the driver's host knows, or user ids, found {name!r}"
+        ) from None
+
+
+def _user_name(user_id: int) -> str:
+    try:
+        return f"the user {pwd.getpwuid(user_id).pw_name}"
+    except KeyError:
+        return f"the user with the id {user_id}"
+
+
+def reopen(url: str, *, run: str, trusted: Sequence[str] = ()) -> tuple[ShardSet, Lease]:
+    """Opens a dataset of the store by its URL for a resumed run, and takes a lease. trusted: as for `find_or_write`.
+
+    Raises ValueError if it was deleted, or is of another user.
     """
+    if storage.exists(storage.join(url, MANIFEST)) and not _is_ours(url, trusted)(url):
+        raise ValueError(
+            f"the shards that this run was trained on, {url}, were written by another user, or others can change them; "
+            "set shards.trusted_writers, or start again with overwrite, or in another run_dir"
+        )
     lease = Lease(storage.dirname(url), storage.name(url), run)
     try:
         return read_shards(url), lease
@@ -208,9 +276,9 @@ def reopen(url: str, *, run: str) -> tuple[ShardSet, Lease]:
         ) from error
 
 
-def _open(folder: str, run: str) -> tuple[ShardSet, Lease] | None:
-    """Returns the oldest dataset of a key with a lease, or None."""
-    for mtime_s, name in _committed(folder):
+def _open(folder: str, run: str, is_ours: Callable[[str], bool]) -> tuple[ShardSet, Lease] | None:
+    """Returns the oldest dataset of a key that may be used with a lease, or None."""
+    for mtime_s, name in _committed(folder, is_ours):
         lease = Lease(folder, name, run)
         url = storage.join(folder, name)
         if storage.exists(storage.join(url, MANIFEST)):
@@ -226,12 +294,12 @@ def _open(folder: str, run: str) -> tuple[ShardSet, Lease] | None:
     return None
 
 
-def _committed(folder: str) -> list[tuple[float, str]]:
-    """Returns (time of the manifest, name) of the datasets of a key, oldest first."""
+def _committed(folder: str, is_ours: Callable[[str], bool]) -> list[tuple[float, str]]:
+    """Returns (time of the manifest, name) of the datasets of a key that may be used, oldest first."""
     found = []
     for name in _names(folder):
         manifest = storage.info(storage.join(folder, name, MANIFEST))
-        if manifest.size is not None:
+        if manifest.size is not None and is_ours(storage.join(folder, name)):
             found.append((manifest.mtime_ns / 1e9, name))
     return sorted(found)
 

@@ -95,6 +95,7 @@ INVALID = [  # section, key, invalid values, and invalid combinations of values
     (Shards, "shards.rows_per_shard", [-1, 1.5, "8", True, None]),
     (Shards, "shards.storage", ["disk", "", 1, None]),
     (Shards, "shards.store", ["", 1]),
+    (Shards, "shards.trusted_writers", ["root", [""], [1], 1, None]),
     (Shards, "shards.store_ttl_days", [-1, "1", None]),
     (Shards, "shards.cache_dir", ["relative", 1], [{"cache_mib": 8}]),
     (Shards, "shards.cache_mib", [-1, 2.0, None], [{"cache_dir": "/c"}, {"cache_mib": 0, "cache_dir": "/c"}]),

@@ -13,7 +13,7 @@ from spark_dl.rundir.checkpoint import Saved, check_same_settings
 from tests.builders.settings import make_config
 
 MAY_CHANGE = {
-    "shards.store", "shards.store_ttl_days", "shards.cache_dir", "shards.cache_mib",
+    "shards.store", "shards.trusted_writers", "shards.store_ttl_days", "shards.cache_dir", "shards.cache_mib",
     "loader.reader_threads", "loader.prefetch_batches", "loader.rows_at_once",
     "train.epochs", "train.max_steps", "train.metrics", "train.early_stop_metric", "train.early_stop_mode",
     "train.early_stop_patience", "train.early_stop_min_delta", "train.log_every",
@@ -58,7 +58,8 @@ def test_what_may_change_is_what_is_marked_and_nothing_else(strategy):
 
 
 OF_CALLER = {
-    "shards.store", "shards.cache_dir", "shards.cache_mib", "launch.log_dir", "launch.allow_plaintext",
+    "shards.store", "shards.trusted_writers", "shards.cache_dir", "shards.cache_mib", "launch.log_dir",
+    "launch.allow_plaintext",
     "checkpoint.signing_key_file", "train.init_from",
     *(key for key in config_keys() if key.startswith("track.")),
 }  # fmt: skip
@@ -76,7 +77,13 @@ def test_S22_settings_of_a_checkpoint_do_not_say_where_to_write_or_to_connect(st
     usual, config = config_with(strategy), config_with(strategy)
     theirs = dataclasses.replace(
         config,
-        shards=Shards(store="s3://other/x?endpoint_override=other", cache_dir="/other", cache_mib=1, rows_per_shard=7),
+        shards=Shards(
+            store="s3://other/x?endpoint_override=other",
+            trusted_writers=("*",),
+            cache_dir="/other",
+            cache_mib=1,
+            rows_per_shard=7,
+        ),
         launch=dataclasses.replace(config.launch, log_dir="/other", allow_plaintext=True, device="cpu"),
         checkpoint=Checkpoint(signing_key_file="/other", keep=7),
         train=dataclasses.replace(config.train, init_from="s3://other", seed=7),

@@ -196,8 +196,8 @@ def test_S13_a_run_that_begins_follows_no_planted_link(tmp_path, name):
     assert attempt.begin_attempt(str(tmp_path / "run"), Config(), resume=False, overwrite=False) == (1, None)
 
 
-PLANTED = ("checkpoints", OURS[0], "shards", "shards/train", "environment", "logs", "tensorboard", "profile", "loss.png",
-           "mlflow.json", "metrics.jsonl", "config.yaml", "study.log", "trials", "trials/0000")  # fmt: skip
+PLANTED = ("checkpoints", OURS[0], "shards", "shards/train", "environment", "logs", "tensorboard", "profile",
+           "loss.png", "mlflow.json", "metrics.jsonl", "config.yaml", "study.log", "trials", "trials/0000")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PLANTED)

@@ -54,7 +54,9 @@ def begin_attempt(
     with explained(READ, run_dir):
         found = _check_resume(run_dir, config, resume) if resume else None
     with explained(WRITE, run_dir):
-        generation = checkpoint.start_generation(run_dir, after=checkpoint.newest_attempt(run_dir))
+        generation = checkpoint.start_generation(
+            run_dir, after=checkpoint.newest_attempt(run_dir), run_id=found.manifest.get("run") if found else None
+        )
     # Ranks of an older attempt could save until now. The new generation fences them.
     saved = found
     if resume is True:

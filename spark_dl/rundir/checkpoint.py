@@ -32,6 +32,7 @@ from spark_dl.rundir.checkpoint_files import (
     parse_name,
     rank_file,
 )
+from spark_dl.rundir.generations import read_run_id
 from spark_dl.rundir.generations import start_generation as start_generation
 
 _log = logging.getLogger("spark_dl")
@@ -178,7 +179,7 @@ def last_valid(
             saved = _open(url)
             if saved is None:
                 continue
-            signing.check(storage.join(url, MANIFEST), saved.manifest, key_file)
+            _check_signature(saved, key_file)
             if saved != trusted:
                 checkpoint_files.check_contents(url, saved.manifest, only_weights=only_weights)
         except (DamagedError, signing.SignatureError) as error:
@@ -256,13 +257,23 @@ def find(url: str | os.PathLike[str], *, only_weights: bool = False, key_file: s
         saved = _open(url)
         if saved is None:
             raise NoCheckpointError(f"no checkpoint at {url}: it has no {MANIFEST}")
-        signing.check(storage.join(url, MANIFEST), saved.manifest, key_file)
+        _check_signature(saved, key_file)
         checkpoint_files.check_contents(url, saved.manifest, only_weights=only_weights)
         return saved
     saved = last_valid(url, only_weights=only_weights, key_file=key_file)
     if saved is None:
         raise NoCheckpointError(f"no checkpoint at {url}: expected a checkpoint, or a run folder with checkpoints")
     return saved
+
+
+def _check_signature(saved: Saved, key_file: str | None) -> None:
+    """Raises SignatureError unless the key in the file has signed the checkpoint, for the run in whose folder it is.
+
+    key_file: None if it need not be signed.
+    """
+    if key_file is not None:
+        run_id = None if (run_dir := run_dir_of(saved)) == saved.url else read_run_id(run_dir)
+        signing.check(storage.join(saved.url, MANIFEST), saved.manifest, key_file, run_id=run_id)
 
 
 def run_dir_of(saved: Saved) -> str:

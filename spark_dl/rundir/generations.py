@@ -3,7 +3,8 @@
     <run_dir>/generations/000003      created exclusively: the driver that took it, with a checksum
 
 The file name is the number, so a damaged file does not lose it. A rank commits a checkpoint only if its generation is
-the newest one. The first file is also the mark of a run folder.
+the newest one. The first file is also the mark of a run folder. All files have the id of the run, which its signed
+checkpoints have, too.
 """
 
 from __future__ import annotations
@@ -27,15 +28,17 @@ FORMAT = "spark_dl.generation"
 _MAX_TRIES = 1000
 
 
-def start_generation(run_dir: str, *, after: int = 0) -> int:
+def start_generation(run_dir: str, *, after: int = 0, run_id: str | None = None) -> int:
     """Starts a new attempt of a run, and fences the ranks of older attempts. Called on the driver.
 
+    run_id: id of the run if the folder does not have it, as when only its checkpoints were copied; else a new one.
     Returns its generation, which is above all existing ones and above `after`. Raises OSError if the run folder is not
     writable.
     """
     first = max(read_generation(run_dir), after) + 1
+    run_id = read_run_id(run_dir) or run_id or uuid.uuid4().hex
     for generation in range(first, first + _MAX_TRIES):
-        if create_exclusively(record_url(run_dir, generation), _record(generation)):
+        if create_exclusively(record_url(run_dir, generation), _record(generation, run_id)):
             return generation
     raise RuntimeError(
         f"other drivers took the generations {first} to {first + _MAX_TRIES - 1} of {run_dir}; stop them"
@@ -46,6 +49,15 @@ def read_generation(run_dir: str) -> int:
     """Returns the newest generation of a run; 0 before the first attempt."""
     names = storage.list_names(storage.within(run_dir, FOLDER))
     return max((int(name) for name in names if re.fullmatch(r"\d{6,}", name)), default=0)
+
+
+def read_run_id(run_dir: str) -> str | None:
+    """Returns the id of a run, from its oldest attempt that can be read; None without any."""
+    for name in storage.list_names(storage.within(run_dir, FOLDER)):
+        with contextlib.suppress(ValueError):
+            record = read_record(storage.within(run_dir, FOLDER, name))
+            return str(record.get("run", record.get("id")))
+    return None
 
 
 def superseded(run_dir: str, generation: int) -> str:
@@ -106,7 +118,10 @@ def record_url(run_dir: str, generation: int) -> str:
 
 
 def read_record(url: str) -> dict[str, Any]:
-    """Reads the driver of a generation: `generation`, `host`, `pid`, `started`. Raises ValueError if it is damaged."""
+    """Reads the driver of a generation: `generation`, `host`, `pid`, `started`, and the id of the `run`.
+
+    Raises ValueError if it is damaged.
+    """
     if storage.is_link(url):
         raise ValueError(f"{url} is damaged: it is a symbolic link")
     try:
@@ -122,13 +137,14 @@ def read_record(url: str) -> dict[str, Any]:
     return record
 
 
-def _record(generation: int) -> bytes:
+def _record(generation: int, run_id: str) -> bytes:
     record = {
         "format": FORMAT,
         "generation": generation,
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "run": run_id,
         "id": uuid.uuid4().hex,
     }
     return json.dumps({**record, "crc32": _crc32(record)}).encode()

@@ -18,7 +18,7 @@ from spark_dl.data.columns.schema import Column
 from spark_dl.gather import gather_json
 from spark_dl.rundir import checkpoint, checkpoint_files, rank_state, tensor_files
 from spark_dl.rundir.checkpoint_files import MANIFEST, MODEL, TRAINING, UNFINISHED, rank_file
-from spark_dl.rundir.generations import superseded
+from spark_dl.rundir.generations import read_run_id, superseded
 
 if TYPE_CHECKING:
     from spark_dl.parallel.mesh.state import MeshState
@@ -170,7 +170,7 @@ def _commit(run_dir: str, url: str, manifest: Mapping[str, Any], key: bytes | No
         if why := superseded(run_dir, manifest["generation"]):
             checkpoint_files.delete(url)
             return _Problem(why), ""
-        sha256 = checkpoint_files.write_manifest(url, manifest, key)
+        sha256 = checkpoint_files.write_manifest(url, {**manifest, "run": read_run_id(run_dir)}, key)
     except OSError as error:
         # A manifest that exists is that of another job.
         return _Problem(f"cannot commit it: {error}", of_storage=not isinstance(error, FileExistsError)), ""

@@ -1,7 +1,8 @@
 """Signatures of checkpoints: an HMAC-SHA256 (RFC 2104) in the manifest, over all of its other values.
 
 The manifest has the SHA-256 of every file, so its signature covers all of the checkpoint. Checksums alone find what
-has been damaged; somebody who can write to the folder can compute them again. The signature needs the key.
+has been damaged; somebody who can write to the folder can compute them again. The signature needs the key. It covers
+the id of the run, which is also in the files of its attempts, so that a checkpoint of another run is none of this one.
 """
 
 from __future__ import annotations
@@ -55,10 +56,11 @@ def signature(manifest: Mapping[str, Any], key: bytes) -> str:
     return hmac.new(key, json.dumps(rest, sort_keys=True).encode(), hashlib.sha256).hexdigest()
 
 
-def check(path: str, manifest: Mapping[str, Any], key_file: str | None) -> None:
-    """Raises SignatureError unless the manifest at `path` is signed with the key in the file. None: it need not be."""
-    if key_file is None:
-        return
+def check(path: str, manifest: Mapping[str, Any], key_file: str, *, run_id: str | None) -> None:
+    """Raises SignatureError unless the manifest at `path` is signed with the key in the file.
+
+    run_id: of the run that it must be of; None: of any run.
+    """
     found = manifest.get(FIELD)
     if found is None:
         raise SignatureError(
@@ -71,6 +73,12 @@ def check(path: str, manifest: Mapping[str, Any], key_file: str | None) -> None:
             path, f"its signature is not of the key in {key_file}",
             "set checkpoint.signing_key_file to the key that signed it; if that is this key, somebody has changed the "
             "checkpoint",
+        )  # fmt: skip
+    if run_id is not None and manifest.get("run") != run_id:
+        raise SignatureError(
+            path, f"it was signed for the run {manifest.get('run')}, and this is the folder of the run {run_id}",
+            "somebody has put the checkpoint of another run here: restore that of this run; to use the other one, name "
+            "it where its own run has saved it",
         )  # fmt: skip
 
 

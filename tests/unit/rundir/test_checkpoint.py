@@ -355,9 +355,9 @@ def test_what_an_older_attempt_saves_while_another_begins_is_gone_on_from(tmp_pa
     handmade(tmp_path, 1)
     start = checkpoint.start_generation
 
-    def save_and_start(run_dir, *, after):
+    def save_and_start(run_dir, **options):
         handmade(tmp_path, 2)
-        return start(run_dir, after=after)
+        return start(run_dir, **options)
 
     monkeypatch.setattr(checkpoint, "start_generation", save_and_start)
     generation, saved = attempt.begin_attempt(str(tmp_path), Config(), resume=True, overwrite=False)

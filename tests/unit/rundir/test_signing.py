@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -24,8 +25,8 @@ def key_file(tmp_path):
     return str(path)
 
 
-def signed(run_dir, key_file, step, generation=0):
-    return save(run_dir, step=step, generation=generation, key=signing.read_key(key_file))
+def signed(run_dir, key_file, step, generation=0, config=None):
+    return save(run_dir, step=step, generation=generation, key=signing.read_key(key_file), config=config)
 
 
 def forge(url, change):
@@ -91,6 +92,54 @@ def test_S04_the_checkpoint_of_another_key_is_refused_on_resume(tmp_path, group,
     assert steps(tmp_path) == [1]  # it is still there
 
 
+@pytest.fixture
+def swapped(tmp_path, group, key_file):
+    """Runs A and B of one key. The signed checkpoint of step 2 in A is that of B, by somebody who has no key."""
+    urls = []
+    for name in ("A", "B"):
+        generation = checkpoint.start_generation(str(tmp_path / name))
+        urls += [signed(tmp_path / name, key_file, step, generation) for step in (1, 2)]
+    shutil.rmtree(urls[1])
+    shutil.copytree(urls[3], urls[1])
+    return urls
+
+
+def test_S04_a_signed_checkpoint_of_another_run_is_refused_in_place_of_this_run_s(tmp_path, swapped, key_file, caplog):
+    bad = swapped[1]
+    with pytest.raises(
+        ValueError, match=rf"^{bad}/MANIFEST\.json: it was signed for the run \w+, and this is the folder"
+    ):
+        checkpoint.find(bad, key_file=key_file)
+    config = Config(checkpoint=Checkpoint(signing_key_file=key_file))
+    for resume in (True, swapped[0]):
+        assert attempt.begin_attempt(str(tmp_path / "A"), config, resume=resume, overwrite=False)[1].url == swapped[0]
+    assert f"newer ones cannot be used: {bad}/MANIFEST.json: it was signed for the run" in caplog.text
+    with pytest.raises(ValueError, match="it was signed for the run"):
+        attempt.begin_attempt(str(tmp_path / "A"), config, resume=bad, overwrite=False)
+    strict = Config(checkpoint=Checkpoint(signing_key_file=key_file, strict=True))
+    with pytest.raises(ValueError, match=r"checkpoint\.strict: .*it was signed for the run"):
+        attempt.begin_attempt(str(tmp_path / "A"), strict, resume=True, overwrite=False)
+    assert checkpoint.find(bad).step == 2  # without a key, it is a checkpoint
+
+
+def test_a_run_keeps_its_id_in_each_attempt_and_where_it_is_copied_or_moved(tmp_path, group, key_file):
+    config = Config(checkpoint=Checkpoint(signing_key_file=key_file))
+    generation = checkpoint.start_generation(str(tmp_path / "A"))
+    signed(tmp_path / "A", key_file, 1, generation)
+    generation, _ = attempt.begin_attempt(str(tmp_path / "A"), config, resume=True, overwrite=False)
+    url = signed(tmp_path / "A", key_file, 2, generation)
+    (tmp_path / "A/generations/000001").write_text("damaged")
+    assert checkpoint.find(url, key_file=key_file).step == 2
+    shutil.copytree(tmp_path / "A", tmp_path / "moved")
+    shutil.copytree(tmp_path / "A/checkpoints", tmp_path / "only/checkpoints")
+    shutil.copytree(url, tmp_path / "best")
+    for copied in ("moved", "only"):
+        for _ in range(2):
+            begun = attempt.begin_attempt(str(tmp_path / copied), config, resume=True, overwrite=False)
+            assert begun[1].step == 2
+    assert checkpoint.find(tmp_path / "best", key_file=key_file).step == 2
+
+
 def test_an_unsigned_run_is_resumed_without_the_key_and_says_so_with_it(tmp_path, group, key_file):
     url = save(tmp_path, step=1)
     config = Config(checkpoint=Checkpoint(signing_key_file=key_file))
@@ -117,7 +166,7 @@ def test_a_signed_run_that_goes_on_without_its_key_warns_once(tmp_path, group, k
     write_dataset(data, rows, **settings)
     config = Config(data=Data(**settings), checkpoint=Checkpoint(signing_key_file=key_file if has_key else None))
     run_dir = str(tmp_path / "run")
-    url = save(run_dir, config=config, key=signing.read_key(key_file))
+    url = signed(run_dir, key_file, 1, checkpoint.start_generation(run_dir), config=config)
     with prepare_run(data, SPEC, config, run_dir=run_dir, resume=True) as run:
         assert next_attempt(run, run.generation).checkpoint == run.checkpoint == url  # a restart has the same settings
     assert len(warned(caplog)) == (not has_key)

@@ -23,6 +23,20 @@ class SessionEndedError(RuntimeError):
     """The Spark session has ended while a job of it ran: it was stopped, or its JVM has ended."""
 
 
+def check_session(spark: Any) -> None:
+    """Raises SessionEndedError if a session was stopped, or its JVM has ended. Not over Spark Connect."""
+    if is_connect(spark):
+        return
+    context, why = spark.sparkContext._jsc, ""
+    try:
+        if context is None or context.sc().isStopped():
+            why = "the Spark session was stopped (spark.stop())"
+    except Exception:  # of py4j or its socket
+        why = "the JVM of Spark's driver has ended; its log, or that of the kernel, may say why"
+    if why:
+        raise SessionEndedError(f"{why}, so the ranks have ended; build a session, and resume the run")
+
+
 def is_connect(spark: Any) -> bool:
     """Whether this is a Spark Connect session, which has no SparkContext."""
     return type(spark).__module__.startswith("pyspark.sql.connect")

@@ -29,7 +29,7 @@ from spark_dl.launch.session import worker_env
 from spark_dl.launch.starting import StartCheck
 from spark_dl.launch.supervise import Attempt
 from spark_dl.launch.watch import CRASH, Listener, listen, with_heartbeats
-from spark_dl.spark_job import SessionEndedError, is_connect, is_local_master
+from spark_dl.spark_job import check_session, is_connect, is_local_master
 
 _log = logging.getLogger("spark_dl")
 
@@ -80,40 +80,46 @@ def run_barrier(
     cannot run the job or does not start it within `launch.start_timeout_s`, RankError if a rank fails, TimeoutError if
     the ranks run for longer than `limit_s`.
     """
-    profile = preflight.check(spark, launch, executors_wait_s=launch.start_timeout_s if attempt.number else None)
-    preflight.check_log_dir(launch)
-    if source is not None:
-        preflight.check_disks(spark)
-    packed = payload.pack_call(fn, args, kwargs)
-    num_tasks = preflight.num_tasks(spark, launch.num_ranks, profile, attempt.left_out if source is None else ())
-    if num_tasks == launch.num_ranks:
-        attempt = dataclasses.replace(attempt, left_out=frozenset())
-    tasks = spark.range(0, num_tasks, 1, num_tasks) if source is None else source
-    # Tasks on hosts that are left out do not come to Spark's `allGather`, so that the ranks can meet here alone.
-    meeting_s = launch.start_timeout_s if num_tasks > launch.num_ranks else None
-    listener = None if is_connect(spark) else listen(spark, launch.num_ranks, meeting_s=meeting_s)
-    events: queue.Queue[Any] = listener.events if listener else queue.Queue()
     try:
-        with worker_env(spark, env or {}):
-            task = rank_task(
-                packed, listener.address if listener else None, launch, has_source=source is not None,
-                result_limit_bytes=preflight.result_limit_bytes(spark, launch.num_ranks), secret=os.urandom(32),
-                has_log=not is_local_master(spark.conf.get("spark.master", "")), attempt=attempt,
-                env={**(env or {}), **begin()},
-            )  # fmt: skip
-            # Without a profile, also on Spark 3.5, which has no such argument.
-            df = tasks.mapInArrow(task, SCHEMA, barrier=True, **({} if profile is None else {"profile": profile}))
-        job = RankJob(spark, df, launch.num_ranks, events, description=description, computes_first=source is not None)
+        profile = preflight.check(spark, launch, executors_wait_s=launch.start_timeout_s if attempt.number else None)
+        preflight.check_log_dir(launch)
+        if source is not None:
+            preflight.check_disks(spark)
+        packed = payload.pack_call(fn, args, kwargs)
+        num_tasks = preflight.num_tasks(spark, launch.num_ranks, profile, attempt.left_out if source is None else ())
+        if num_tasks == launch.num_ranks:
+            attempt = dataclasses.replace(attempt, left_out=frozenset())
+        tasks = spark.range(0, num_tasks, 1, num_tasks) if source is None else source
+        # Tasks on hosts that are left out do not come to Spark's `allGather`, so that the ranks can meet here alone.
+        meeting_s = launch.start_timeout_s if num_tasks > launch.num_ranks else None
+        listener = None if is_connect(spark) else listen(spark, launch.num_ranks, meeting_s=meeting_s)
+        events: queue.Queue[Any] = listener.events if listener else queue.Queue()
         try:
-            watch = _Watch(job, launch, on_event, on_ask, listener, None if listener else poll or list, limit_s)
-            watch.run(events)
-        except BaseException:
-            job.cancel()
-            raise
-    finally:
-        if listener:
-            listener.close()
-    return _results(job, launch.num_ranks, on_event)
+            with worker_env(spark, env or {}):
+                task = rank_task(
+                    packed, listener.address if listener else None, launch, has_source=source is not None,
+                    result_limit_bytes=preflight.result_limit_bytes(spark, launch.num_ranks), secret=os.urandom(32),
+                    has_log=not is_local_master(spark.conf.get("spark.master", "")), attempt=attempt,
+                    env={**(env or {}), **begin()},
+                )  # fmt: skip
+                # Without a profile, also on Spark 3.5, which has no such argument.
+                df = tasks.mapInArrow(task, SCHEMA, barrier=True, **({} if profile is None else {"profile": profile}))
+            job = RankJob(
+                spark, df, launch.num_ranks, events, description=description, computes_first=source is not None
+            )
+            try:
+                watch = _Watch(job, launch, on_event, on_ask, listener, None if listener else poll or list, limit_s)
+                watch.run(events)
+            except BaseException:
+                job.cancel()
+                raise
+        finally:
+            if listener:
+                listener.close()
+        return _results(job, launch.num_ranks, on_event)
+    except Exception:  # such as of py4j, which has lost its JVM
+        check_session(spark)
+        raise
 
 
 def _results(job: RankJob, num_ranks: int, on_event: Callable[[Event], None] | None) -> list[Any]:
@@ -239,8 +245,6 @@ class _Watch:
 
     def _root_cause(self, silent: Mapping[int, float]) -> BaseException:
         known = with_heartbeats(self._known, self._listener)
-        if why := self._job.why_session_ended():
-            return SessionEndedError(f"{why}, so the ranks have ended; build a session, and resume the run")
         return root_cause(self._failures, known, self._job.error, silent, self._memories())
 
     def _check_limit(self) -> None:

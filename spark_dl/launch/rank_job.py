@@ -88,18 +88,6 @@ class RankJob:
         of_ranks = self._spark.sparkContext._jsc.sc().statusTracker().getJobIdsForTag(RANKS)
         return any(stage.numActiveTasks for stage in self._stages({*of_ranks} - self._own_ids()))
 
-    def why_session_ended(self) -> str:
-        """Returns what has ended the Spark session; empty while it runs, and over Spark Connect."""
-        if is_connect(self._spark):
-            return ""
-        context = self._spark.sparkContext._jsc
-        try:
-            if context is None or context.sc().isStopped():
-                return "the Spark session was stopped (spark.stop())"
-        except Exception:  # of py4j or its socket
-            return "the JVM of Spark's driver has ended; its log, or that of the kernel, may say why"
-        return ""
-
     def _own_ids(self) -> set[int]:
         """Returns the ids of the Spark jobs of these ranks."""
         return {*self._spark.sparkContext.statusTracker().getJobIdsForGroup(self._job.name)}

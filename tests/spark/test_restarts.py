@@ -302,7 +302,10 @@ spark = spark_dl.build_session("test", master="local[2]")
 jvm = spark.sparkContext._jvm.java.lang.ProcessHandle.current().pid()
 
 def end():
-    time.sleep(1)
+    if sys.argv[3] == "ranks run":
+        while not (os.path.exists(sys.argv[2]) and open(sys.argv[2]).read()):
+            time.sleep(0.05)
+        time.sleep(0.5)
     spark.stop() if sys.argv[1] == "stop" else os.kill(jvm, signal.SIGKILL)
 
 def wait(path):
@@ -314,14 +317,19 @@ def wait(path):
 
 settings = spark_dl.Launch(num_ranks=1, max_restarts=3, start_timeout_s=30)
 spark_dl.launch(lambda: None, num_ranks=1)
-threading.Thread(target=end).start()
+if sys.argv[3] == "before":
+    end()
+else:
+    threading.Thread(target=end).start()
 start = time.monotonic()
 try:
-    spark_dl.launch(wait, sys.argv[2], settings=settings)
+    spark_dl.launch(wait, sys.argv[2], settings=settings, spark=spark)
 except spark_dl.RankError as error:
     print("RankError", error)
 except RuntimeError as error:
     print(error, time.monotonic() - start < 30)
+if not os.path.exists(sys.argv[2]):
+    os._exit(0)
 rank, start = int(open(sys.argv[2]).read()), time.monotonic()
 while os.path.exists(f"/proc/{{rank}}") and time.monotonic() - start < 10:
     time.sleep(0.1)
@@ -331,21 +339,22 @@ os._exit(0)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("when", ["ranks run", pytest.param("before", marks=pytest.mark.long)])
 @pytest.mark.parametrize(("how", "cause"), [
     pytest.param("stop", "the Spark session was stopped (spark.stop())", marks=pytest.mark.long),
     ("kill", "the JVM of Spark's driver has ended"),
 ])  # fmt: skip
-def test_B35_a_session_that_ends_is_the_cause_and_not_a_killed_rank(tmp_path, how, cause):
+def test_B35_a_session_that_ends_is_the_cause_and_not_a_killed_rank(tmp_path, how, cause, when):
     (tmp_path / "script.py").write_text(SESSION_ENDS)
     done = subprocess.run(
-        [sys.executable, tmp_path / "script.py", how, tmp_path / "pid"], env=job_environment(), cwd=tmp_path,
+        [sys.executable, tmp_path / "script.py", how, tmp_path / "pid", when], env=job_environment(), cwd=tmp_path,
         timeout=100, capture_output=True, text=True,
     )  # fmt: skip
-    last = done.stdout.splitlines()[-2:]
-    assert len(last) == 2, done.stderr[-4000:]
+    last = done.stdout.splitlines()
+    assert len(last) == (2 if when == "ranks run" else 1), done.stderr[-4000:]
     assert last[0].startswith(cause), (last, done.stderr[-2000:])
     assert last[0].endswith("build a session, and resume the run True")
-    assert last[1] == "the rank has ended"
+    assert last[1:] == ["the rank has ended"] * (when == "ranks run")
 
 
 def leave_traces_and_fail(folder):

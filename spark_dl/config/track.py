@@ -1,12 +1,12 @@
 """The section `track`: where the metrics of a run go beside its folder, and profiles of its ranks."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from spark_dl.config.checks import check, check_bool
 from spark_dl.config.fields import named_settings
+from spark_dl.storage.credentials import secrets_of
 
 _TEXTS = ("mlflow_tracking_uri", "mlflow_experiment_name", "mlflow_run_name", "mlflow_registered_model_name")
 _OF_MLFLOW = (*_TEXTS, "mlflow_tags", "mlflow_log_model", "mlflow_log_checkpoint")
@@ -68,11 +68,11 @@ class Track:
                     f"track.{name}: found {getattr(self, name)!r}, which needs track.mlflow; set track.mlflow to true, "
                     "or remove it"
                 )
-        if re.search(r"://[^/]*:[^/]*@", self.mlflow_tracking_uri):
+        if secrets_of(self.mlflow_tracking_uri):
             raise ValueError(
-                "track.mlflow_tracking_uri: found a URL with a password, which would be stored in the run folder; "
-                "remove it, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD on the driver, or for a "
-                "database MLFLOW_TRACKING_URI"
+                "track.mlflow_tracking_uri: found a URL with a password, a key or a token, which would be stored in "
+                "the run folder; remove it, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD on the "
+                "driver, or for a database MLFLOW_TRACKING_URI"
             )
         if self.mlflow_registered_model_name and not self.mlflow_log_model:
             raise ValueError(

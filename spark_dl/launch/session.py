@@ -5,27 +5,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import re
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from spark_dl.launch.rank.environment import check_env
 from spark_dl.spark_job import is_connect
+from spark_dl.storage.credentials import HIDDEN_NAMES, is_secret
 
 _log = logging.getLogger("spark_dl")
 
 _PROGRESS = "spark.ui.showConsoleProgress"
 _DAEMON = "spark.python.daemon.module"
-_SECRET = re.compile(
-    r"(?i)secret|passw|passphrase|pwd$|token|credential|(access|account|private|api|storage|shared|signing)[._-]?key"
-    r"|azure[.]sas[.]|encryption[.]key$|connection[._-]?string"
-)
-"""The keys whose values are not shown: those of Spark, and of Azure, Google, S3 and common services."""
-_SECRET_VALUE = re.compile(
-    r"(?i)(passw|passwd|password|pwd|accountkey|sharedaccesskey|secret|token)\w*=|://[^/@\s]*:[^/@\s]+@"
-)
-"""Values with a secret in them, such as the URL of a database."""
 _REDACTION = "spark.redaction.regex"
 
 
@@ -175,7 +166,7 @@ def _user_settings(conf: Mapping[str, str]) -> dict[str, str]:
     is_submitted = "PYSPARK_GATEWAY_PORT" in os.environ
     # PySpark writes this conf to the command line of the JVM, which every user of the host can read. The session gets
     # the secrets from its builder, when the JVM runs.
-    shown = {key: v for key, v in conf.items() if not (_SECRET.search(key) or _SECRET_VALUE.search(str(v)))}
+    shown = {key: v for key, v in conf.items() if not is_secret(key, str(v))}
     SparkContext._ensure_initialized(conf=SparkConf().setAll(shown.items()))
     found = dict(SparkConf().getAll())
     if not is_submitted and _PROGRESS not in conf and found.get(_PROGRESS) == "true":
@@ -192,7 +183,7 @@ def _redaction() -> str:
     with contextlib.suppress(Exception):  # of another version of Spark
         package = getattr(jvm.org.apache.spark.internal.config, "package$")
         of_spark = getattr(package, "MODULE$").SECRET_REDACTION_PATTERN().defaultValueString()
-    return f"(?:{of_spark})|(?:{_SECRET.pattern})"
+    return f"(?:{of_spark})|(?:{HIDDEN_NAMES})"
 
 
 def _pyspark_home() -> str:

@@ -11,12 +11,16 @@ import hashlib
 import hmac
 import json
 import logging
+import os
+import stat
 from collections.abc import Mapping
 from typing import Any
 
 _log = logging.getLogger("spark_dl")
 FIELD = "hmac_sha256"
 _MIN_KEY_BYTES = 32
+_warned: set[str] = set()
+"""Files of keys that this process has warned of."""
 
 
 class SignatureError(ValueError):
@@ -33,11 +37,12 @@ class SignatureError(ValueError):
 def read_key(path: str) -> bytes:
     """Reads the key of `checkpoint.signing_key_file`. Called on the driver, and on rank 0.
 
-    Raises ValueError if the file cannot be read, or has less than 32 bytes.
+    Raises ValueError if the file cannot be read, has less than 32 bytes, or can be changed by another user, who could
+    sign what he likes. Logs a warning, once, if every user of the host can read it.
     """
     try:
         with open(path, "rb") as file:
-            key = file.read()
+            found, key = os.fstat(file.fileno()), file.read()
     except OSError as error:
         raise ValueError(
             f"checkpoint.signing_key_file: cannot read {path}: {error}; the driver and the host of rank 0 need it"
@@ -47,6 +52,18 @@ def read_key(path: str) -> bytes:
             f"checkpoint.signing_key_file: expected at least {_MIN_KEY_BYTES} bytes in {path}, found {len(key)}; make "
             f"one with: head -c {_MIN_KEY_BYTES} /dev/urandom > {path}"
         )
+    mode = f"mode {stat.filemode(found.st_mode)}, user id {found.st_uid}"
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or found.st_uid not in (os.geteuid(), 0):
+        raise ValueError(
+            f"checkpoint.signing_key_file: other users can change {path} ({mode}), and sign with a key of theirs; make "
+            "a new key in a file of your own, with mode 0600"
+        )
+    if found.st_mode & stat.S_IROTH and path not in _warned:
+        _warned.add(path)
+        _log.warning(
+            "checkpoint.signing_key_file: every user of this host can read %s (%s), and sign with it; chmod 0600, and "
+            "make a new key if somebody may have read it", path, mode,
+        )  # fmt: skip
     return key
 
 

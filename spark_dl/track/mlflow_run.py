@@ -24,9 +24,10 @@ from spark_dl.config import Track
 from spark_dl.data.load.mixture import Mixture
 from spark_dl.rundir.folder import CONFIG, MLFLOW
 from spark_dl.spec import Run
+from spark_dl.storage.credentials import without_secrets
 from spark_dl.storage.owner import temporary_prefix
 from spark_dl.track.background import Background, Event
-from spark_dl.track.mlflow_server import answers, connect, explained, without_password
+from spark_dl.track.mlflow_server import answers, connect, explained
 from spark_dl.track.values import as_key, as_value, flatten, metrics_of, name_of
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class MlflowRun:
     @property
     def name(self) -> str:
         """The server and the run, for messages."""
-        at = without_password(self.uri).rstrip("/")
+        at = without_secrets(self.uri).rstrip("/")
         if at.startswith(("http://", "https://")):
             return f"MLflow ({at}/#/experiments/{self.experiment_id}/runs/{self.run_id})"
         return f"MLflow ({at}, run {self.run_id})"
@@ -168,7 +169,7 @@ def _check_active(active: Any, track: Track) -> None:
     found = mlflow.get_tracking_uri()
     if track.mlflow_tracking_uri and track.mlflow_tracking_uri.rstrip("/") != found.rstrip("/"):
         raise ValueError(
-            f"track.mlflow_tracking_uri: expected {without_password(found)!r}, the server of the active MLflow run, "
+            f"track.mlflow_tracking_uri: expected {without_secrets(found)!r}, the server of the active MLflow run, "
             f"found {track.mlflow_tracking_uri!r}; remove it, or end the active run before"
         )
     name = track.mlflow_experiment_name
@@ -186,7 +187,7 @@ def _saved_run(run_dir: str, uri: str) -> str | None:
         return None
     try:
         saved = json.loads(storage.read_bytes(url))
-        return str(saved["run_id"]) if saved["tracking_uri"] == without_password(uri) else None
+        return str(saved["run_id"]) if saved["tracking_uri"] == without_secrets(uri) else None
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{url} is damaged ({error}); delete it to log to a new MLflow run") from error
 
@@ -253,7 +254,7 @@ def _log_start(logged: MlflowRun, run: Run) -> None:
     from mlflow.entities import Param, RunTag
 
     client, run_id = logged.client, logged.run_id
-    saved = {"tracking_uri": without_password(logged.uri), "experiment_id": logged.experiment_id, "run_id": run_id}
+    saved = {"tracking_uri": without_secrets(logged.uri), "experiment_id": logged.experiment_id, "run_id": run_id}
     storage.write_bytes(storage.within(run.run_dir, MLFLOW), json.dumps(saved).encode())
     before: Mapping[str, str] = client.get_run(run_id).data.params
     params = {as_key(name, _LONGEST_KEY): as_value(value, _LONGEST_VALUE) for name, value in _params(run).items()}

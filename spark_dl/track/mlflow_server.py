@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from spark_dl.config import Track
+from spark_dl.storage.credentials import without_secrets
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -31,7 +31,7 @@ def connect(track: Track) -> tuple[MlflowClient, str]:
     uri = track.mlflow_tracking_uri or mlflow.get_tracking_uri()
     if not answers(uri):
         raise RuntimeError(
-            f"track.mlflow: the server {without_password(uri)} does not answer; start it, set "
+            f"track.mlflow: the server {without_secrets(uri)} does not answer; start it, set "
             "track.mlflow_tracking_uri or MLFLOW_TRACKING_URI to another one, or set track.mlflow to false"
         )
     with explained(uri):
@@ -58,11 +58,6 @@ def answers(uri: str) -> bool:
     return True
 
 
-def without_password(uri: str) -> str:
-    """Returns a URI without the user and the password in it."""
-    return re.sub(r"://[^/]*@", "://", uri)
-
-
 @contextlib.contextmanager
 def explained(uri: str) -> Iterator[None]:
     """Raises RuntimeError with the server for any error of MLflow, but not for errors of the settings."""
@@ -71,4 +66,5 @@ def explained(uri: str) -> Iterator[None]:
     except ValueError:
         raise
     except Exception as error:  # of HTTP, of a database or of MLflow
-        raise RuntimeError(f"track.mlflow: cannot use MLflow at {without_password(uri)}: {error}") from error
+        why = without_secrets(uri, str(error))
+        raise RuntimeError(f"track.mlflow: cannot use MLflow at {without_secrets(uri)}: {why}") from error

@@ -108,6 +108,10 @@ def test_the_cause_of_a_missing_libjvm_is_told_each_time(monkeypatch):
     assert out[0] == out[1]
 
 
+NAMES = ("apikey", "api_key", "auth", "passwd", "pass", "code", "jwt", "accessKey", "bearer", "Authorization",
+         "X-Api-Key")  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "url",
     [
@@ -122,6 +126,14 @@ def test_the_cause_of_a_missing_libjvm_is_told_each_time(monkeypatch):
         "gs://key:a?MARKER@bucket/x",
         "hdfs://user:MARKER/x@namenode:8020/x",
         "abfss://c@a:MARKER/7@a.dfs.core.windows.net/x",
+        "https://ghp_MARKER@host/x",
+        "https://MARKER@host/x",
+        "sftp://glpat-MARKER@host/x",
+        *(f"https://host/x?region=eu&{name}=MARKER" for name in NAMES),
+        "abfss://c@a.dfs.core.windows.net/x?connection_string=AccountName=a;AccountKey=MARKER",
+        "abfss://c@a.dfs.core.windows.net/x?conn=AccountName%3Da%3BAccountKey%3DMARKER",
+        "https://host/x?to=hf_MARKER",
+        "https://host/x?to=eyJMARKER.eyJMARKER.x",
     ],
 )
 def test_credentials_in_a_url_are_refused_and_not_repeated(url):
@@ -142,6 +154,9 @@ def test_credentials_in_a_url_are_refused_and_not_repeated(url):
         "hdfs://[::1]:8020/a@b",
         "hdfs://user@namenode:8020/a@b",
         "abfss://c@localhost:10000/a@b",
+        "sftp://user@host/x",
+        "s3://bucket/x?role_arn=arn:aws:iam::1:role/key-reader&session_name=keys&endpoint_override=token-host:9000",
+        "s3://bucket/code/token?region=auth-1&tls_ca_file_path=/a/b",
         "/data/user:name@host/x",
         "file:///data/user:name@host/x",
     ],

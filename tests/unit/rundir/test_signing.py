@@ -1,6 +1,7 @@
 """Signed checkpoints: what somebody else has changed is never loaded."""
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -22,7 +23,29 @@ from tests.unit.rundir.test_checkpoint import save, steps
 def key_file(tmp_path):
     path = tmp_path / "key"
     path.write_bytes(bytes(range(32)))
+    path.chmod(0o600)
     return str(path)
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o400, 0o640, 0o644, 0o604, 0o660, 0o606, 0o666])
+def test_S04_a_key_that_others_can_write_is_an_error_and_one_that_all_can_read_a_warning(key_file, caplog, mode):
+    Path(key_file).chmod(mode)
+    if mode & 0o022:
+        with pytest.raises(ValueError, match=rf"signing_key_file: other users can change {key_file} \(mode -rw.*0600"):
+            signing.read_key(key_file)
+        return
+    for _ in range(2):
+        signing.read_key(key_file)
+    said = [r.message for r in caplog.records if f"every user of this host can read {key_file}" in r.message]
+    assert len(said) == bool(mode & 0o004)
+
+
+def test_S04_the_key_of_another_user_is_an_error(key_file):
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a file to another user")
+    os.chown(key_file, 65534, 65534)
+    with pytest.raises(ValueError, match="other users can change .* user id 65534"):
+        signing.read_key(key_file)
 
 
 def signed(run_dir, key_file, step, generation=0, config=None):

@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import time
+import urllib.parse
 from pathlib import Path
 
 import mlflow
@@ -18,6 +19,7 @@ from spark_dl import ModelSpec, Track, storage, worker
 from spark_dl.data.columns.schema import Column
 from spark_dl.evaluate import load_model
 from spark_dl.rundir import checkpoint
+from spark_dl.storage.credentials import without_secrets
 from spark_dl.track import mlflow_model, mlflow_server, tracking
 from tests.builders.datasets import write_dataset
 from tests.builders.models import MLP, small_config
@@ -380,8 +382,42 @@ def test_a_profile_that_was_not_reached_is_a_warning(tmp_path, caplog):
 
 
 @pytest.mark.parametrize(("uri", "shown"), [
-    ("http://me:secret@host:5000/x", "http://host:5000/x"), ("sqlite:///a@b.db", "sqlite:///a@b.db"),
-    ("postgresql://u:p@db/mlflow", "postgresql://db/mlflow"), ("databricks", "databricks"),
+    ("http://me:MARKER@host:5000/x", "http://host:5000/x"), ("https://MARKER@host/x", "https://host/x"),
+    ("postgresql://u:MARKER@db/mlflow", "postgresql://db/mlflow"),
+    ("postgresql://u:MA/RKER?@db/mlflow", "postgresql://db/mlflow"),
+    ("mysql+pymysql://db/mlflow?user=u&password=MARKER&ssl=1", "mysql+pymysql://db/mlflow?user=u&password=***&ssl=1"),
+    ("postgresql:///mlflow?host=db&passwd=MA%2FRKER", "postgresql:///mlflow?host=db&passwd=***"),
 ])  # fmt: skip
-def test_S09_a_password_is_never_shown(uri, shown):
-    assert mlflow_server.without_password(uri) == shown
+def test_S09_a_password_is_never_shown_nor_taken_from_the_settings(uri, shown):
+    assert without_secrets(uri) == shown
+    with pytest.raises(
+        ValueError, match=r"track.mlflow_tracking_uri: found a URL with a password, .*_TRACKING_URI"
+    ) as e:
+        Track(mlflow=True, mlflow_tracking_uri=uri)
+    assert "MA" not in str(e.value)
+    with pytest.raises(RuntimeError, match="cannot use MLflow at") as e, mlflow_server.explained(uri):
+        raise OSError(f"no route to {uri}, with {urllib.parse.unquote(uri)}")
+    assert "MA" not in str(e.value)
+
+
+@pytest.mark.parametrize("uri", ["sqlite:///a@b.db", "databricks", "databricks://profile", "http://host:5000/x",
+                                 "postgresql://u@db/mlflow?sslmode=require"])  # fmt: skip
+def test_uris_without_a_password_are_taken(uri):
+    assert Track(mlflow=True, mlflow_tracking_uri=uri).mlflow_tracking_uri == uri
+    assert without_secrets(uri) == uri.replace("u@", "")
+
+
+def test_S09_the_password_of_a_database_is_in_nothing_that_a_run_writes(tmp_path, monkeypatch, caplog):
+    """SQLite ignores the password, as a server would not."""
+    caplog.set_level(logging.DEBUG)
+    uri = f"sqlite:///file:{tmp_path}/mlflow.db?uri=true&password=MARKER-of-the-database"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    run = make_run(tmp_path, config_with(uri, mlflow_tracking_uri=""))
+    train(run)
+    found = found_run(run, uri)[0]
+    assert found.info.status == "FINISHED"
+    written = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.name != "mlflow.db"]
+    assert not any(b"MARKER-of-the-database" in content for content in written)
+    ours = [record.getMessage() for record in caplog.records if record.name.startswith("spark_dl")]
+    assert ours
+    assert "MARKER-of-the-database" not in f"{ours}{found.data.params}{found.data.tags}"

@@ -1,9 +1,8 @@
 """TCP connections between ranks, in addition to those of the process group.
 
 A rank opens a port and publishes it by name in the run's store, and other ranks connect to it. Both sides of a
-connection prove that they know the token in the store, without sending it (the HMAC challenge of
-`multiprocessing.connection`). Other programs on the network therefore cannot connect, not even with messages that they
-have overheard.
+connection prove that they know the token in the store, without sending it (`watch.authenticate`). Other programs on the
+network therefore cannot connect, not even with messages that they have overheard.
 """
 
 from __future__ import annotations

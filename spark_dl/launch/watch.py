@@ -4,9 +4,10 @@
 The ranks also meet here: each sends a message, and gets those of all ranks. Spark's `allGather` does the same, but its
 JVM looks for the messages once a second. A rank can also ask the driver a question, and waits for the answer.
 
-Connections are authenticated with the run's secret (HMAC challenge of `multiprocessing.connection`). Events are JSON,
-never pickle. If a connection ends without a final event, the rank was killed. An idle rank sends a heartbeat each
-second. Without heartbeats, the host is cut off or the process hangs.
+Connections are authenticated with the run's secret: each side proves that it knows it, by an HMAC-SHA256 of a random
+question. (`multiprocessing.connection` does the same with MD5 before Python 3.12, which hosts in FIPS mode refuse.)
+Events are JSON, never pickle. If a connection ends without a final event, the rank was killed. An idle rank sends a
+heartbeat each second. Without heartbeats, the host is cut off or the process hangs.
 Over Spark Connect executors cannot reach the driver. There is no listener, and the failure of a rank is read from
 Spark's error.
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hmac  # noqa: F401 - by `authenticate`, when there may be no file left to open
+import hmac
 import json
 import logging
 import math
@@ -26,7 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from multiprocessing import connection
+from multiprocessing import AuthenticationError, connection
 from typing import Any
 
 from spark_dl.launch.rank.collectives import Progress
@@ -48,6 +49,10 @@ _CRASH_WAIT_S = 1.0
 """How long a lost connection waits for what the process has written about its end."""
 _ACCEPT_AGAIN_S = 0.1
 """How long to wait after a connection could not be taken, for example as too many files are open."""
+_QUESTION_BYTES = 32
+_CLIENT, _SERVER = b"client", b"server"
+"""The roles in a proof, so that what one side has proved is no proof of the other side."""
+_RIGHT, _WRONG = b"right", b"wrong"
 _LEAVE = b"null"
 """The answer to ranks that shall use `allGather`, as some ranks cannot reach the driver."""
 
@@ -279,8 +284,8 @@ def connect(address: Address, proof_s: float = _PROOF_S, *, lost_s: float = math
         timer.daemon = True
         timer.start()
         try:
-            connection.answer_challenge(conn, address.secret)  # type: ignore[attr-defined]
-            connection.deliver_challenge(conn, address.secret)  # type: ignore[attr-defined]
+            _prove(conn, address.secret, _CLIENT)
+            _ask_for_proof(conn, address.secret, _SERVER)
         except (EOFError, ConnectionError):
             conn.close()
             if is_last or time.monotonic() >= end:
@@ -310,13 +315,35 @@ def authenticate(conn: connection.Connection, secret: bytes) -> bool:
     timer.daemon = True
     timer.start()
     try:
-        connection.deliver_challenge(conn, secret)  # type: ignore[attr-defined]
-        connection.answer_challenge(conn, secret)  # type: ignore[attr-defined]
-    except (OSError, EOFError, connection.AuthenticationError, AssertionError, ValueError):  # type: ignore[attr-defined]
+        _ask_for_proof(conn, secret, _CLIENT)
+        _prove(conn, secret, _SERVER)
+    except (OSError, EOFError, AuthenticationError):
         return False
     finally:
         timer.cancel()
     return True
+
+
+def _ask_for_proof(conn: connection.Connection, secret: bytes, role: bytes) -> None:
+    """Raises AuthenticationError unless the other side, in its role, knows the secret. Tells it the result."""
+    question = os.urandom(_QUESTION_BYTES)
+    conn.send_bytes(question)
+    is_right = hmac.compare_digest(conn.recv_bytes(_QUESTION_BYTES), _proof(secret, role, question))
+    conn.send_bytes(_RIGHT if is_right else _WRONG)
+    if not is_right:
+        raise AuthenticationError("the other side does not know the secret")
+
+
+def _prove(conn: connection.Connection, secret: bytes, role: bytes) -> None:
+    """Answers `_ask_for_proof`. Raises AuthenticationError if the other side does not take the answer."""
+    question = conn.recv_bytes(_QUESTION_BYTES)
+    conn.send_bytes(_proof(secret, role, question))
+    if conn.recv_bytes(len(_RIGHT)) != _RIGHT:
+        raise AuthenticationError("the other side has another secret")
+
+
+def _proof(secret: bytes, role: bytes, question: bytes) -> bytes:
+    return hmac.digest(secret, role + question, "sha256")
 
 
 def shut(conn: connection.Connection) -> None:

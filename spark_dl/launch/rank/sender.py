@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from multiprocessing import connection
+from multiprocessing import AuthenticationError, connection
 from typing import Any
 
 from spark_dl.launch.rank import memory, sigterm, status
@@ -213,7 +213,7 @@ class Sender:
     def _work(self, address: Address) -> None:
         try:
             conn = connect(address, lost_s=self._lost_s)
-        except (OSError, EOFError, connection.AuthenticationError):  # type: ignore[attr-defined]
+        except (OSError, EOFError, AuthenticationError):
             return  # the driver cannot be reached; Spark still returns results and errors
         else:
             self._conn, self.is_connected = conn, True
@@ -296,7 +296,7 @@ def crashes_reported(address: Address | None, task: int) -> Iterator[None]:
     They go into a connection of their own, to which the handler of the signal writes, as nothing else runs any more.
     """
     with contextlib.ExitStack() as cleanup:
-        with contextlib.suppress(OSError, EOFError, connection.AuthenticationError):  # type: ignore[attr-defined]
+        with contextlib.suppress(OSError, EOFError, AuthenticationError):
             if address is not None:
                 conn = connect(address)
                 cleanup.enter_context(_not_in_forks(conn))

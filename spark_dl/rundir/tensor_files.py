@@ -132,6 +132,9 @@ class TensorFiles:
                 f"{self.url}: {name!r} has the shape {entry['shape']} there, and {list(shape)} in the model; it was "
                 "saved by another model"
             )
+        if not isinstance(getattr(torch, str(entry["dtype"]), None), torch.dtype):
+            manifest = storage.join(self.url, checkpoint_files.MANIFEST)
+            raise DamagedError(manifest, f"{name!r} has the dtype {entry['dtype']!r:.80}, expected one of torch")
         return entry
 
     def _pieces(self, name: str, plain: Iterable[Any]) -> list[Piece]:

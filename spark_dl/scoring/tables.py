@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
 
+_DECODED_BYTES = 64 << 20
+"""Bytes of the features of the rows that are decoded at once."""
+
+
 def pack(scorer: Scorer) -> bytes:
     """Pickles a scorer for tasks. Called on the driver. Raises ValueError for functions that cannot be pickled."""
     return payload.pack_call(None, (), {"scorer": scorer})
@@ -80,11 +84,21 @@ def open_scorer(packed: bytes) -> OpenScorer:
 def batch_scorer(
     opened: OpenScorer, sources: Sequence[SourceColumn]
 ) -> Callable[[pa.RecordBatch], dict[str, pa.Array]]:
-    """Returns a function that computes the new columns of a batch of rows, by name. Called in a task."""
+    """Returns a function that computes the new columns of a batch of rows, by name. Called in a task.
+
+    The rows are decoded in pieces of bounded size: Spark's batch of 10,000 small files can be gigabytes of pixels.
+    """
     scorer, context = opened.scorer, opened.context
+    at_once = max(1, _DECODED_BYTES // max(1, sum(column.value_bytes for column in scorer.columns)))
     rows = 0
 
     def score(batch: pa.RecordBatch) -> dict[str, pa.Array]:
+        pieces = [score_piece(batch.slice(start, at_once)) for start in range(0, max(1, batch.num_rows), at_once)]
+        if len(pieces) == 1:
+            return pieces[0]
+        return {name: pa.concat_arrays([piece[name] for piece in pieces]) for name in pieces[0]}
+
+    def score_piece(batch: pa.RecordBatch) -> dict[str, pa.Array]:
         nonlocal rows
         try:
             cells = _features(sources, scorer.columns, batch, scorer.config.data)

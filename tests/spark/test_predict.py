@@ -2,12 +2,15 @@
 
 import dataclasses
 import datetime
+import io
+import resource
 import shutil
 import time
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from pyspark.ml.linalg import Vectors
 from pyspark.sql import functions as F
 from pyspark.sql.types import ArrayType, FloatType
@@ -17,7 +20,7 @@ import spark_dl
 from spark_dl import Config, Data, Loader, ModelSpec, Train
 from spark_dl.data.columns.schema import Column
 from spark_dl.scoring.saved_model import load_model, write_saved_model
-from tests.builders.models import blobs, build_mlp
+from tests.builders.models import blobs, build_mlp, small_config
 
 ROWS = 300
 START = datetime.datetime(2026, 1, 1, tzinfo=datetime.timezone.utc)
@@ -397,3 +400,27 @@ def test_a_file_whose_row_groups_are_all_empty_has_no_predictions(spark, saved, 
         writer.write_table(table.slice(0, 0))
     found = spark_dl.predict(str(tmp_path / "data"), saved["one"], keys=["id"], spark=spark)
     assert sorted(row["id"] for row in found.collect()) == [1, 2, 3]
+
+
+def memory_of(outputs):
+    """The most memory that this process has had so far, in MiB, in each row."""
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return {"mean": outputs[:, 0], "most_mib": torch.full((len(outputs),), most)}
+
+
+@pytest.mark.slow
+@pytest.mark.modes("local")
+def test_pixels_of_small_files_are_decoded_in_pieces_of_bounded_memory(spark, tmp_path):
+    """4,000 files of 1 KB and 768 KB of pixels each came in one batch of Spark: 3 GB, and its copies."""
+    flat = io.BytesIO()
+    Image.new("RGB", (512, 512), (7, 7, 7)).save(flat, "PNG")
+    df = spark.range(4000).select(F.lit(bytearray(flat.getvalue())).alias("photo")).coalesce(1)
+    config = small_config(1, data={"features": ("photo",), "label": None, "encode": {"photo": {"as": "image"}}})
+    spec = ModelSpec(
+        build=nn.Identity, loss="MSELoss", predict=memory_of,
+        forward=lambda model, batch: model(batch["photo"][:, 0, 0].float()),
+    )  # fmt: skip
+    found = spark_dl.predict(df, spec, config=config).agg(F.min("mean"), F.max("mean"), F.max("most_mib"))
+    low, high, most_mib = found.first()
+    assert (low, high) == (7.0, 7.0)
+    assert most_mib < 1500

@@ -19,6 +19,7 @@ from spark_dl.config.checks import suggestion
 from spark_dl.data.columns.schema import Column
 from spark_dl.rundir import checkpoint, generations
 from spark_dl.rundir.checkpoint_files import DamagedError, digest
+from spark_dl.rundir.tensor_files import KINDS, TensorFiles
 from spark_dl.scoring.saved_model import load_model, read_saved_model, write_saved_model
 from spark_dl.spec import ModelSpec
 from spark_dl.track.run_log import read_run
@@ -184,3 +185,11 @@ def test_aliases_that_people_use_are_read(tmp_path):
 def test_S23_names_with_control_characters_are_escaped_in_messages():
     text = suggestion("x", ["a\x1b]0;owned\x07\nERROR all is lost", "Größe"])
     assert text == "; expected one of Größe, a\\x1b]0;owned\\x07\\nERROR all is lost"
+
+
+@pytest.mark.parametrize("dtype", ["load", "nn", "__name__", "float99", 7, None, ["float32"]])
+def test_S23_a_manifest_with_a_dtype_that_is_none_of_torch_is_damaged(dtype):
+    entry = {"dtype": dtype, "shape": [2], "files": {}}
+    files = TensorFiles("/run/checkpoints/x", {"tensors": {"tied": {}, KINDS[0]: {"w": entry}}}, KINDS[0])
+    with pytest.raises(DamagedError, match=r"/run/checkpoints/x/MANIFEST.json is damaged: 'w' has the dtype "):
+        files.read_whole()

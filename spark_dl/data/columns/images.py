@@ -12,6 +12,10 @@ import numpy.typing as npt
 Array = npt.NDArray[Any]
 
 
+_MOST_PIXELS = 1 << 27
+"""A camera has 108 million. A file of some kilobytes can claim more, and Pillow itself would decode 178 million."""
+
+
 class OtherSizeError(ValueError):
     """An image whose height or width is not the expected one."""
 
@@ -21,8 +25,8 @@ def read_image(cell: Any, shape: Sequence[int | None] = (), *, resize: Sequence[
 
     cell: bytes of the file. shape: expected shape; height and width are checked before the pixels are decoded.
     resize: height and width that 8-bit images are scaled to, by linear interpolation over all pixels.
-    Raises OtherSizeError for another height or width, ValueError for another mode, and Pillow's errors for bytes that
-    are not an image.
+    Raises OtherSizeError for another height or width, ValueError for another mode and for more than 2^27 pixels, before
+    they are decoded, and Pillow's errors for bytes that are not an image.
     """
     from PIL import Image
 
@@ -65,9 +69,15 @@ def _opened(cell: Any) -> Any:
     from PIL import Image, UnidentifiedImageError
 
     try:
-        return Image.open(io.BytesIO(cell), formats=("PNG", "JPEG"))
+        image = Image.open(io.BytesIO(cell), formats=("PNG", "JPEG"))
     except UnidentifiedImageError:  # its message is the address of the bytes
         raise ValueError("not a PNG or JPEG file") from None
+    if image.height * image.width > _MOST_PIXELS:
+        raise ValueError(
+            f"an image of {image.height} x {image.width} pixels, expected at most {_MOST_PIXELS:,}; scale or cut it "
+            "before"
+        )
+    return image
 
 
 def _mode(image: Any, cell: Any) -> str:

@@ -20,6 +20,9 @@ from spark_dl.data.dataset.folder import is_own_shard
 from spark_dl.data.dataset.manifest import MANIFEST
 from spark_dl.data.parquet import file as parquet_file
 
+MOST_ROWS = (1 << 31) - 1
+"""Of a row group. A damaged or hostile footer can claim any number, for which memory would be asked."""
+
 
 @dataclass(frozen=True)
 class File:
@@ -180,6 +183,11 @@ def read_footer(url: str, is_folder: bool, names: Sequence[str], name: str, size
         with storage.open_input(path) as source:
             footer = parquet_file.open_file(source)
             rows = tuple(footer.metadata.row_group(i).num_rows for i in range(footer.metadata.num_row_groups))
+            if not all(0 <= group <= MOST_ROWS for group in rows) or sum(rows) != footer.metadata.num_rows:
+                raise pa.ArrowInvalid(
+                    f"its footer has row groups of {list(rows[:20])} rows and {footer.metadata.num_rows} rows in all; "
+                    f"expected their sum, and 0 to {MOST_ROWS} in each"
+                )
             return File(name, size, rows, footer.schema_arrow, _sizes(footer, names), _nulls(footer, names))
     except PermissionError as error:
         raise ValueError(f"{path} cannot be read: {error}; check its owner and mode") from error

@@ -21,6 +21,8 @@ from spark_dl.data.dataset.shard_table import Shard
 from spark_dl.data.parquet import file as parquet_file
 
 _ROW_GROUP_BYTES = 4 << 20
+_DECODED_BYTES = 64 << 20
+"""Bytes of a row group in memory, of which a reader has several. Images can be much smaller in their files."""
 _SHARD_BYTES = 64 << 20
 _PAGE_BYTES = 1 << 30
 """Page size that makes each column of a row group one page, which is read without a decoder."""
@@ -28,8 +30,10 @@ _PAGE_BYTES = 1 << 30
 
 def rows_per_file(columns: Iterable[Column], layout: Shards) -> tuple[int, int]:
     """Rows of a row group and of a shard: the configured numbers, or numbers from the size of a row."""
+    columns = [*columns]
     row_bytes = max(1, sum(c.row_bytes for c in columns))
-    group = layout.rows_per_row_group or max(1, min(1 << 16, 1 << (_ROW_GROUP_BYTES // row_bytes).bit_length() >> 1))
+    most = min(1 << 16, _ROW_GROUP_BYTES // row_bytes, _DECODED_BYTES // max(1, sum(c.value_bytes for c in columns)))
+    group = layout.rows_per_row_group or max(1, 1 << most.bit_length() >> 1)
     shard = layout.rows_per_shard or max(1, _SHARD_BYTES // row_bytes)
     return group, -(-shard // group) * group
 

@@ -1,6 +1,8 @@
 """Images: their shape from the header, their pixels, and what is none."""
 
 import io
+import struct
+import zlib
 
 import numpy as np
 import pytest
@@ -32,6 +34,19 @@ def test_other_modes_are_an_error(mode):
 def test_what_is_no_image_is_an_error(damage):
     with pytest.raises(ValueError, match="a cell that is not a PNG or JPEG image"):
         image_shape(damage(png((40, 40))))
+
+
+@pytest.mark.parametrize("size", [(13_300, 13_400), (1, 1 << 28), (60_000, 60_000)])
+def test_S23_an_image_that_claims_too_many_pixels_is_not_decoded(size):
+    """In 26 kB: the header alone, with its checksum, as no pixel is read."""
+    file = bytearray(png((4, 4)))
+    file[16:24] = struct.pack(">II", size[1], size[0])
+    file[29:33] = struct.pack(">I", zlib.crc32(file[12:29]))
+    for read in (lambda: read_image(bytes(file), resize=(8, 8)), lambda: image_shape(bytes(file), (8, 8))):
+        with pytest.raises(
+            (ValueError, Image.DecompressionBombError), match=r"image of \d+ x \d+ pixels|exceeds limit"
+        ):
+            read()
 
 
 def test_an_image_of_another_size_is_not_unpacked():

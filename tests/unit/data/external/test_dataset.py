@@ -22,6 +22,7 @@ from spark_dl.data.columns.schema import Column
 from spark_dl.data.external.dataset import open_parquet
 from spark_dl.data.external.row_counts import filter_rows
 from spark_dl.data.load.loader import Loader
+from spark_dl.data.parquet import thrift
 from spark_dl.data.parquet.file import table_column
 from spark_dl.data.petastorm.metadata import ROW_GROUPS_KEY, write_common_metadata
 from spark_dl.data.petastorm.unischema import Codec, Field, Unischema
@@ -896,3 +897,23 @@ def test_a_column_that_is_null_in_all_rows_of_a_file_has_the_type_that_other_fil
     pq.write_table(pa.table({"id": ids, "x": pa.array([1.5] * 4, pa.float32())}), tmp_path / "1.parquet")
     shards = open_parquet(str(tmp_path), ["id", "x"])
     assert {c.name: c.dtype for c in shards.columns} == {"id": "int64", "x": "float32"}
+
+
+@pytest.mark.parametrize("rows", [10**12, 2**62, -5, 2**31, 99])
+@pytest.mark.parametrize("where", ["file", "group", "both"])
+def test_S23_a_footer_with_a_number_of_rows_that_cannot_be_is_an_error_that_names_the_file(tmp_path, rows, where):
+    path = tmp_path / "d.parquet"
+    pq.write_table(pa.table({"x": np.arange(100.0)}), path)
+    content = path.read_bytes()
+    footer_at = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
+    footer, _ = thrift.read_struct(content[footer_at:-8])
+    if where != "group":
+        footer[3] = thrift.Field(thrift.I64, rows)
+    if where != "file":
+        footer[4].value.items[0][3] = thrift.Field(thrift.I64, rows)
+    end = thrift.write_struct(footer)
+    path.write_bytes(content[:footer_at] + end + len(end).to_bytes(4, "little") + b"PAR1")
+    if (rows, where) == (99, "both"):
+        return  # a footer that could be
+    with pytest.raises(ValueError, match=r"d\.parquet .* is not a readable Parquet file: "):
+        open_parquet(str(path), Data(features=("x",), label=None))

@@ -5,10 +5,13 @@ import pyarrow as pa
 import pytest
 
 from spark_dl import Data, Shards
+from spark_dl.data.columns.encoding import Encoding
 from spark_dl.data.columns.ragged import from_lengths
+from spark_dl.data.columns.schema import Column
 from spark_dl.data.columns.source import SourceColumn
 from spark_dl.data.write.arrays import write_arrays
 from spark_dl.data.write.partition import write_part
+from spark_dl.data.write.writer import rows_per_file
 from tests.builders.cells import vectors
 
 
@@ -77,3 +80,11 @@ def test_arrays_of_what_is_no_number_are_refused_before_anything_is_written(tmp_
     with pytest.raises(ValueError, match="column 'x': found the dtype .* in this machine's byte order.*; convert it"):
         write_arrays({"x": from_lengths(values, TWO) if kind == "ragged" else values}, str(tmp_path / "d"))
     assert not (tmp_path / "d").exists()
+
+
+@pytest.mark.parametrize(("mean_size", "most"), [(500, 256), (1 << 20, 2), (200_000, 16)])
+def test_a_row_group_of_images_fits_into_memory_when_it_is_decoded(mean_size, most):
+    """Masks of 512 x 512 take 0.5 KB in a file: 4 MiB of files were 2 GiB of pixels."""
+    column = Column("mask", "uint8", (512, 512), codec="image", encoding=Encoding("image"), mean_size=mean_size)
+    assert rows_per_file([column], Shards())[0] == most
+    assert rows_per_file(iter([column]), Shards(rows_per_row_group=7))[0] == 7

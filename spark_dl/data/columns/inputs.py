@@ -21,7 +21,8 @@ def cast_cells(name: str, cells: Array | Ragged, dtype: str) -> Array | Ragged:
     """Returns cells in another dtype; the same cells if they have it already.
 
     Numbers are rounded to the nearest value of a floating-point dtype. Raises ValueError for a number that is too large
-    for the dtype, and for a fraction or NaN where the dtype is an integer or bool.
+    for the dtype, for a fraction or NaN where the dtype is an integer or bool, and for different integers, such as ids
+    or times, that are equal in a floating-point dtype.
     """
     values: Any = cells.values if isinstance(cells, Ragged) else cells
     if str(values.dtype) == dtype:
@@ -34,7 +35,25 @@ def cast_cells(name: str, cells: Array | Ragged, dtype: str) -> Array | Ragged:
             f"column {name!r}: found the value {values[~is_same][0]} of {values.dtype}, expected values that "
             f"{dtype} can hold (data.cast.{name}); choose another dtype, or change the values"
         )
+    if found.dtype.kind == "f" and values.dtype.kind in "iu":
+        _check_different(name, values.reshape(-1), found.reshape(-1))
     return Ragged(found, cells.offsets) if isinstance(cells, Ragged) else found
+
+
+def _check_different(name: str, values: Array, found: Array) -> None:
+    """Raises ValueError for integers that are different in `values` # (n,) and equal in `found` # (n,)"""
+    whole = 2 ** (np.finfo(found.dtype).nmant + 1)  # up to which each integer is a value of the dtype
+    if values.size == 0 or max(abs(int(values.max())), abs(int(values.min()))) <= whole:
+        return
+    order = np.argsort(values)
+    ordered, rounded = values[order], found[order]
+    same = (rounded[1:] == rounded[:-1]) & (ordered[1:] != ordered[:-1])
+    if same.any():
+        at = int(np.argmax(same))
+        raise ValueError(
+            f"column {name!r}: found the values {ordered[at]} and {ordered[at + 1]}, which are both {rounded[at]} in "
+            f"{found.dtype} (data.cast.{name}); cast to float64, or subtract a common start, such as that of a time"
+        )
 
 
 def two_rows_of_zeros(column: Column, longest: int = 1) -> Array | Ragged:

@@ -9,6 +9,7 @@ arithmetic, so the plan knows the number of samples in advance, and a rank can f
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,6 +25,10 @@ from spark_dl.data.plan import Ints, Segment, Split
 from spark_dl.data.read.current import CurrentReads
 from spark_dl.data.read.rows import Limits, Rows
 from spark_dl.data.store.cache import DiskCache
+
+_log = logging.getLogger("spark_dl")
+_ROUNDING = 1e-9
+"""By how much more than `max_gap`, of 1, the steps of a floating-point order may be, whose rows may be sums."""
 
 _READERS = 4
 _AT_ONCE = 1024
@@ -188,6 +193,10 @@ def with_runs(shards: ShardSet, sequences: Sequences | None, names: Sequence[str
             "raise sequences.max_gap (sequences.group and sequences.max_gap end a run; rows of a group must be "
             "consecutive)"
         )
+    _log.info(
+        "sequences: the %d rows of %s are %d runs, of up to %d rows, and give %d samples of %d rows",
+        shards.rows, shards.url, len(starts), index.longest_run, index.samples, sequences.length,
+    )  # fmt: skip
     return dataclasses.replace(shards, run_starts=starts)
 
 
@@ -211,6 +220,11 @@ def _find_runs(shards: ShardSet, sequences: Sequences) -> Ints:
             raise ValueError(
                 f"sequences.order, sequences.group: expected columns of one number per row, found column "
                 f"{column.name!r} of dtype {column.dtype} and shape {column.shape}"
+            )
+        if column.name == sequences.group and column.encoding.kind == "hash":
+            raise ValueError(
+                f"sequences.group: column {column.name!r} is encoded as one of {column.encoding.buckets} hash buckets, "
+                f"which different groups share; {_own_group(column.name)}"
             )
     rows = Rows(shards, columns, 0.0, 0, "all")
 
@@ -245,19 +259,50 @@ def _breaks(shards: ShardSet, sequences: Sequences, cells: Sequence[Array], numb
     order = cells[0] if sequences.order else None
     is_new = np.zeros(max(0, len(cells[0]) - 1), dtype=bool)
     if sequences.group:
-        is_new |= cells[-1][1:] != cells[-1][:-1]
+        groups = cells[-1]
+        is_new |= groups[1:] != groups[:-1]
+        _check_known(shards, sequences.group, groups, number, first)
     if order is not None:
         back = ~(order[1:] >= order[:-1]) & ~is_new
         if back.any():
             raise _order_error(shards, sequences, order, int(np.argmax(back)), number, first)
         if sequences.max_gap is not None:
-            is_new |= _steps(order) > sequences.max_gap
+            is_new |= _steps(order) > sequences.max_gap * (1 + _ROUNDING * (order.dtype.kind == "f"))
     return np.flatnonzero(is_new) + 1
 
 
+def _check_known(shards: ShardSet, name: str, groups: Array, number: int, first: int) -> None:
+    """Raises ValueError for consecutive rows whose group is not in the vocabulary: they can be of two groups."""
+    encoding = shards.select([name])[0].encoding
+    if encoding.vocabulary is None or encoding.unknown != "zero":
+        return
+    unknown = (groups[1:] == 0) & (groups[:-1] == 0)
+    if unknown.any():
+        shard, group, _ = shards.shards.place_of(number)
+        at = int(np.argmax(unknown))
+        raise ValueError(
+            f"sequences.group: column {name!r} has words that are not in its vocabulary, which all have the number 0, "
+            f"so that groups cannot be told apart: in rows {first + at} and {first + at + 1} of row group {group} of "
+            f"{shards.shards.name_of(shard)} in {shards.url}; {_own_group(name)}"
+        )
+
+
+def _own_group(name: str) -> str:
+    return (
+        f"group by a number that is not encoded, such as that of df.withColumn('{name}_id', F.xxhash64('{name}')), "
+        f"with sequences.group: {name}_id"
+    )
+
+
 def _steps(order: Array) -> Array:
-    """Returns the differences of consecutive rows in ascending order. uint64 has room for the whole range of int64."""
-    return np.diff(order.astype(np.uint64 if order.dtype.kind in "iu" else np.float64))
+    """Returns the differences of consecutive rows in ascending order. uint64 has room for the whole range of int64.
+
+    Of floating-point numbers, less one rounding error: 0.3 - 0.2 is more than 0.1.
+    """
+    if order.dtype.kind in "iu":
+        return np.diff(order.astype(np.uint64))
+    errors = np.spacing(np.maximum(np.abs(order[1:]), np.abs(order[:-1]))).astype(np.float64)
+    return np.diff(order.astype(np.float64)) - np.where(np.isfinite(errors), errors, 0.0)
 
 
 def _order_error(shards: ShardSet, sequences: Sequences, order: Array, at: int, number: int, first: int) -> ValueError:

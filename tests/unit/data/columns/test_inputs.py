@@ -84,3 +84,25 @@ def test_a_weight_that_is_negative_or_not_finite_is_an_error_that_names_the_colu
 def test_weights_are_one_number_per_row():
     with pytest.raises(ValueError, match=r"data.weight: expected one number per row in column 'w'"):
         row_weights("w", np.ones((2, 1)), np.ones(2, np.float32))
+
+
+@pytest.mark.parametrize(("values", "dtype", "is_error"), [
+    ((1 << 40) + np.arange(64), "float32", True), (1_790_000_000 + np.arange(48), "float32", True),
+    (-(1 << 40) - np.arange(64), "float32", True), (np.array([2049, 2050, 2048], np.int16), "float16", True),
+    (np.array([1 << 62, (1 << 62) + 1]), "float64", True),
+    (np.array([1 << 63, (1 << 63) + 1], np.uint64), "float64", True),
+    ((1 << 40) + np.arange(64), "float64", False), (np.arange(2000), "float16", False),
+    (np.array([(1 << 40) + 1] * 64), "float32", False), ((1 << 40) + (1 << 20) * np.arange(64) + 1, "float32", False),
+    (np.array([2**24 + 1, 2**30 + 7]), "float32", False), (np.zeros(0, np.int64), "float32", False),
+    (np.array([[1 << 40, (1 << 40) + 1]]), "float32", True),
+])  # fmt: skip
+def test_integers_that_a_cast_makes_equal_are_an_error(values, dtype, is_error):
+    """64 ids near 2^40 were one value in float32, without a word. Rounding that keeps them apart is asked for."""
+    for cells in (values, from_lengths(values, np.array([len(values)]))):
+        if is_error:
+            with pytest.raises(
+                ValueError, match=rf"column 'id': found the values -?\d+ and -?\d+, which are both .*{dtype}"
+            ):
+                cast_cells("id", cells, dtype)
+        else:
+            assert str(getattr(cast_cells("id", cells, dtype), "values", cast_cells("id", cells, dtype)).dtype) == dtype

@@ -1,6 +1,8 @@
 """Sequences: every valid sample once, with the rows that a loop over single rows gives, across row groups and files."""
 
+import dataclasses
 import itertools
+import logging
 
 import numpy as np
 import pyarrow as pa
@@ -8,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from spark_dl.data.columns.encoding import Encoding
 from spark_dl.data.columns.ragged import from_lengths
 from spark_dl.data.external.dataset import open_parquet
 from spark_dl.data.load.build import build_loader
@@ -176,6 +179,49 @@ def test_the_order_may_be_any_number_and_its_steps_do_not_wrap_round(tmp_path):
         by = {"sequence_order": "time", "sequence_max_gap": 100}
         starts = runs_of(shards, settings(features=("time",), label=None, sequence_length=2, **by)).run_starts.tolist()
         assert starts == ([0, 3] if dtype[0] == "u" else [0, 2, 3]), dtype
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("first", [0.0, -3.0, 1000.0])
+def test_steps_of_the_size_of_max_gap_are_no_gap(tmp_path, dtype, first):
+    """0.3 - 0.2 is more than 0.1, as numbers are rounded."""
+    time = (first + np.arange(60) * 0.1).astype(dtype)
+    time[40:] += dtype == "float64" or 0.5
+    shards = write_dataset(str(tmp_path / "d"), {"time": time}, 20, 40)
+    config = settings(features=("time",), label=None, sequence_length=4, sequence_order="time", sequence_max_gap=0.1)
+    assert runs_of(shards, config).run_starts.tolist() == [0, 40]
+
+
+def device_rows(tmp_path, devices, encoding):
+    """A dataset of a device's values, ten rows each, with the devices as they are encoded."""
+    device = np.repeat(devices, 10).astype(np.int64)
+    shards = write_dataset(str(tmp_path / "d"), {"v": np.arange(len(device)) * 1.0, "device": device}, 7, 14)
+    columns = tuple(dataclasses.replace(c, encoding=encoding) if c.name == "device" else c for c in shards.columns)
+    return dataclasses.replace(shards, columns=columns)
+
+
+@pytest.mark.parametrize(("encoding", "devices", "message"), [
+    (Encoding("vocabulary", vocabulary=("a", "b", "c")), [1, 2, 0, 3],
+     r"words that are not in its vocabulary, .*in rows 0 and 1 of row group \d of .*F\.xxhash64\('device'\)\), with "
+     "sequences.group: device_id"),
+    (Encoding("hash", buckets=4), [1, 2, 3], r"is encoded as one of 4 hash buckets, which different groups .*xxhash64"),
+    (Encoding("vocabulary", vocabulary=("a", "b", "c")), [1, 2, 3, 1], None),
+    (Encoding("vocabulary", vocabulary=("a", "b", "c"), unknown="error"), [0, 1, 2], None),
+])  # fmt: skip
+def test_groups_that_their_encoding_does_not_tell_apart_are_an_error(tmp_path, encoding, devices, message, caplog):
+    """Validation on new devices gave 27 samples, 6 of them with rows of two devices."""
+    caplog.set_level(logging.INFO, "spark_dl")
+    shards = device_rows(tmp_path, devices, encoding)
+    config = settings(features=("v",), label=None, sequence_length=4, sequence_group="device")
+    if message is None:
+        assert len(runs_of(shards, config).run_starts) == len(devices)
+        rows, runs = 10 * len(devices), len(devices)
+        assert (
+            f"the {rows} rows of {shards.url} are {runs} runs, of up to 10 rows, and give {7 * runs} s" in caplog.text
+        )
+    else:
+        with pytest.raises(ValueError, match=f"sequences.group: column 'device' .*{message}"):
+            runs_of(shards, config)
 
 
 def test_a_time_that_is_no_number_is_an_error(tmp_path):

@@ -77,8 +77,17 @@ class Data:
         check(isinstance(self.encode, Mapping), "data.encode", "a mapping of columns to settings", self.encode)
         for name, settings in self.encode.items():
             check_encoding(f"data.encode.{name}", settings)
+        self._scale_labels_by_nearest()
         object.__setattr__(self, "filters", full_filters(self.filters))
         self._check_fill()
+
+    def _scale_labels_by_nearest(self) -> None:
+        """Sets `interpolation` of labels that are images: between class 0 and class 4 there is no class 2."""
+        encode = dict(self.encode)
+        for name in (self.label, *self.labels):
+            if name is not None and (settings := encode.get(name, {})).get("resize"):
+                encode[name] = {"interpolation": "nearest", **settings}
+        object.__setattr__(self, "encode", encode)
 
     def _check_cast(self) -> None:
         check(isinstance(self.cast, Mapping), "data.cast", "a mapping of columns to dtypes", self.cast)

@@ -143,7 +143,7 @@ def save(
             "generation": generation,
             "world_size": world_size,
             "files": {f["name"]: f for r in reports for f in r["files"]},
-            "columns": [dataclasses.asdict(c) for c in columns],
+            "columns": [c.to_plain() for c in columns],
             "config": config.to_dict(),
             "rows": rows,
             "score": score,

@@ -107,7 +107,7 @@ def pack_model(
         "version": _VERSION,
         "data": dataclasses.asdict(features_only(config.data)),
         "ragged": config.loader.ragged,
-        "columns": [dataclasses.asdict(c) for c in columns],
+        "columns": [c.to_plain() for c in columns],
     }
     if format == "weights":
         functions = {name: getattr(spec, name) for name in _FUNCTIONS}

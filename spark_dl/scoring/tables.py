@@ -48,6 +48,8 @@ def trained_sources(fields: StructType, scorer: Scorer) -> tuple[SourceColumn, .
     sources = spark_types.source_columns(fields, names, encode, fill)
     for found, column in zip(sources, columns, strict=True):
         expected = replace(column.encoding, vocabulary=found.encoding.vocabulary)
+        if "orientation" not in encode.get(column.name, {}):  # of a model from before there was this setting
+            expected = replace(expected, orientation=found.encoding.orientation)
         if found.encoding != expected:
             raise ValueError(
                 f"column {column.name!r}: found the encoding {found.encoding}, the model was trained on {expected}"

@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import io
 import json
 import os
 import uuid
@@ -17,6 +18,7 @@ from PIL import Image
 from pyspark.ml.linalg import Vectors
 from pyspark.sql import Row
 from pyspark.sql import functions as F
+from torch import nn
 
 import spark_dl
 from spark_dl import Data, ModelSpec, Shards, read_shards, write_shards
@@ -27,7 +29,7 @@ from spark_dl.data.columns.images import read_image
 from spark_dl.data.columns.policies import Changes
 from spark_dl.data.columns.ragged import Ragged, concatenate
 from spark_dl.data.write.once import read_once
-from tests.builders.images import pixels, png
+from tests.builders.images import other, pixels, png, turned
 from tests.builders.models import CityModel, small_config
 from tests.builders.settings import make_config
 
@@ -300,7 +302,7 @@ def test_images_are_checked_stored_as_files_and_decoded(spark, tmp_path):
     df = spark.createDataFrame([Row(id=i, photo=bytearray(png((4, 5, 3), i))) for i in range(20)]).repartition(3)
     encode = {"photo": {"as": "image"}}
     shards = write(df, tmp_path, encode=encode, rows_per_row_group=8, rows_per_shard=16)
-    assert (shards.columns[1].shape, shards.columns[1].encoding) == ((4, 5, 3), Encoding("image"))
+    assert (shards.columns[1].shape, shards.columns[1].encoding) == ((4, 5, 3), Encoding.of_image({}))
     found = read_all(shards)
     for number, image in zip(found["id"], found["photo"], strict=True):
         np.testing.assert_array_equal(image, pixels((4, 5, 3), number))
@@ -313,13 +315,51 @@ def test_images_are_checked_stored_as_files_and_decoded(spark, tmp_path):
         write(other, tmp_path, shards.columns, "f", encode=encode)
 
 
+@pytest.mark.modes("local")
+def test_photos_and_masks_are_the_same_from_shards_files_and_in_predictions(spark, tmp_path):
+    """Photos that a turned camera has taken, in several modes, and masks with the classes 0 and 4."""
+    rows = []
+    for i in range(12):
+        mask = np.zeros((40 + i, 30), np.uint8)
+        mask[10:20, 5:20] = 4
+        Image.fromarray(mask).save(masked := io.BytesIO(), "PNG")
+        photo = turned(1 + i % 8)[0] if i % 3 else other(("P", "RGBA", "1", "LA")[i // 3])
+        rows.append(Row(id=i, photo=bytearray(photo), mask=bytearray(masked.getvalue())))
+    df = spark.createDataFrame(rows).repartition(3)
+    encode = {"photo": {"as": "image", "resize": [8, 6], "mode": "RGB"}, "mask": {"as": "image", "resize": [28, 28]}}
+    data = Data(features=("id", "photo"), label="mask", encode=encode)
+    shards = write_shards(df, str(tmp_path / "d"), data, shards=Shards(rows_per_row_group=4))
+    found = read_all(read_shards(shards.url))
+    assert {*np.unique(found["mask"])} == {0, 4}
+    for number, pixels_ in zip(found["id"], found["photo"], strict=True):
+        expected = read_image(bytes(rows[number].photo), (), Encoding.of_image(encode["photo"]))
+        np.testing.assert_array_equal(pixels_, expected)
+        if number % 3:
+            assert pixels_[:, 0].max() < 60 < 160 < pixels_[:, -1].min()
+    df.write.parquet(str(tmp_path / "files"))
+    (in_place,) = read_in_place(str(tmp_path / "files"), data.columns, encode=data.encode)
+    order = np.argsort(in_place["id"].numpy())
+    for name in ("photo", "mask"):
+        np.testing.assert_array_equal(in_place[name].numpy()[order], found[name][np.argsort(found["id"])])
+    spec = ModelSpec(
+        build=nn.Identity, loss="MSELoss", predict=lambda sums: {"sum": sums},
+        forward=lambda model, batch: model(batch["photo"].double().sum((1, 2, 3))),
+    )  # fmt: skip
+    config = small_config(1, data={"features": ("photo",), "label": None, "encode": {"photo": encode["photo"]}})
+    sums = {row["id"]: row["sum"] for row in spark_dl.predict(df, spec, config=config).select("id", "sum").collect()}
+    assert sums == {int(i): float(p.astype(np.float64).sum()) for i, p in zip(found["id"], found["photo"], strict=True)}
+    cut = spark.createDataFrame([Row(id=20, photo=bytearray(turned(1)[0][:-250]), mask=rows[0].mask)])
+    with pytest.raises(ValueError, match=r"column 'photo': (?i:.*truncated)"):
+        write_shards(df.union(cut), str(tmp_path / "cut"), data)
+
+
 def test_images_of_several_shapes_are_scaled_when_they_are_read(spark, tmp_path):
     shapes = [(4 + i % 3, 5 + i % 2, 3) for i in range(20)]
     df = spark.createDataFrame([Row(id=i, photo=bytearray(png(s, i))) for i, s in enumerate(shapes)]).repartition(3)
     encode = {"photo": {"as": "image", "resize": [4, 5]}}
     shards = write(df, tmp_path, encode=encode, rows_per_row_group=8)
     assert read_shards(shards.url).columns == shards.columns
-    assert (shards.columns[1].shape, shards.columns[1].encoding) == ((4, 5, 3), Encoding("image", resize=(4, 5)))
+    assert (shards.columns[1].shape, shards.columns[1].encoding) == ((4, 5, 3), Encoding.of_image({"resize": [4, 5]}))
     found = read_all(shards)
     assert sorted(found["id"]) == list(range(20))
     for number, image in zip(found["id"], found["photo"], strict=True):

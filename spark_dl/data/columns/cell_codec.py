@@ -124,7 +124,7 @@ def _decode_images(column: Column, files: Array | Ragged, rows: npt.NDArray[np.i
     for i in range(len(files)):  # Pillow opens one at a time
         row = i if rows is None else rows[i]
         try:
-            image = images.read_image(files[i : i + 1].own_values, column.inner, resize=column.encoding.resize)
+            image = images.read_image(files[i : i + 1].own_values, column.inner, column.encoding)
         except images.OtherSizeError as error:
             raise ValueError(
                 f"column {column.name!r}, row {row}: found {error}, expected the shape {column.shape}; "

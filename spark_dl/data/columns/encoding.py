@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,9 @@ CHOICES = {
     "binary": ("bytes", "image"),
 }
 """Values of `as` for each family of types. The first is the default; strings have no default."""
+
+
+IMAGE_MODES, ORIENTATIONS, INTERPOLATIONS = ("RGB", "L", "unchanged"), ("apply", "ignore"), ("bilinear", "nearest")
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,25 @@ class Encoding:
     and maps the first known string to 0."""
     resize: tuple[int, int] | None = None
     """Height and width that images are scaled to; None if all images have one shape."""
+    mode: str | None = None
+    """`RGB` or `L` if images are converted to it; `unchanged` if the indices of palettes are read; None if all images
+    are gray levels or RGB."""
+    orientation: str = "ignore"
+    """`apply` if images are turned as their EXIF data say. Datasets that do not say it were written without."""
+    interpolation: str = "bilinear"
+    """`bilinear` or `nearest`: how images are scaled."""
+    formats: tuple[str, ...] | None = None
+    """The formats of images, as Pillow names them; None for PNG and JPEG."""
+
+    @classmethod
+    def of_image(cls, settings: Mapping[str, Any]) -> Encoding:
+        """Returns the encoding of images with the settings of `data.encode`."""
+        size, formats = settings.get("resize"), settings.get("formats")
+        return cls(
+            "image", resize=size and (size[0], size[1]), mode=settings.get("mode"),
+            orientation=settings.get("orientation", "apply"), interpolation=settings.get("interpolation", "bilinear"),
+            formats=formats and tuple(formats),
+        )  # fmt: skip
 
     @property
     def is_lookup(self) -> bool:
@@ -62,7 +84,7 @@ class Encoding:
 
         Raises ValueError for invalid values, TypeError for unknown keys.
         """
-        is_value = {
+        is_value: dict[str, Callable[[Any], bool]] = {
             "kind": lambda v: v in [choice for choices in CHOICES.values() for choice in choices],
             "unit": lambda v: v in (None, "D", "s", "ms", "us", "ns"),
             "scale": lambda v: v is None or (type(v) is int and abs(v) < 2**31),
@@ -72,6 +94,10 @@ class Encoding:
             "resize": lambda v: (
                 v is None or (isinstance(v, list) and [type(n) is int and n > 0 for n in v] == [True] * 2)
             ),
+            "mode": lambda v: v in (None, *IMAGE_MODES),
+            "orientation": lambda v: v in ORIENTATIONS,
+            "interpolation": lambda v: v in INTERPOLATIONS,
+            "formats": lambda v: v is None or (isinstance(v, list) and v != [] and all(type(f) is str for f in v)),
         }
         for key, value in plain.items():
             if key in is_value and not is_value[key](value):

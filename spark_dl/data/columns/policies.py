@@ -161,9 +161,9 @@ def _check_images(column: SourceColumn, cells: Array | Ragged, known: Shape | No
     first = known
     for row in range(len(cells)):  # Pillow opens one image at a time
         try:
-            shape = images.image_shape(cells[row : row + 1].own_values, column.encoding.resize)
+            shape = images.image_shape(cells[row : row + 1].own_values, column.encoding)
         except ValueError as error:
-            raise BadCellsError(column.name, row, str(error), "8-bit PNG or JPEG images") from None
+            raise BadCellsError(column.name, row, str(error), "whole 8-bit images") from None
         first = first or shape
         if shape != first:
             resize = (

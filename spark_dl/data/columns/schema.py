@@ -7,6 +7,7 @@ buffer, without a copy per row. Scalars are stored as their own Parquet type, ra
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -103,9 +104,20 @@ class Column:
             return rows * self.value_bytes
         return np.dtype(self.dtype).itemsize * elements + 8 * rows
 
+    def to_plain(self) -> dict[str, Any]:
+        """Returns what `from_plain` restores.
+
+        Settings that were added later are left out where they are not set, so that digests of older datasets stay the
+        same, and earlier versions read what does not need them.
+        """
+        plain = dataclasses.asdict(self)
+        encoding, usual = plain["encoding"], Encoding(self.encoding.kind)
+        plain["encoding"] = {k: v for k, v in encoding.items() if k not in _ADDED or v != getattr(usual, k)}
+        return plain
+
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Column:
-        """Restores a column from `dataclasses.asdict` after a JSON round trip.
+        """Restores a column from `to_plain` after a JSON round trip.
 
         Raises ValueError for invalid values, TypeError or LookupError for unknown or missing keys.
         """
@@ -132,6 +144,7 @@ def _is_shape(value: tuple[Any, ...]) -> bool:
 
 OWN_CODECS = ("scalar", "ndarray", "list", "binary", "image")
 """Codecs of our own shards."""
+_ADDED = ("mode", "orientation", "interpolation", "formats")
 _IS_VALUE: Mapping[str, Callable[[Any], bool]] = {
     "name": lambda v: type(v) is str and v != "",
     "dtype": _is_dtype,
@@ -180,7 +193,8 @@ def check_settings(columns: Sequence[Column], encode: Settings) -> None:
         encoding = column.encoding
         found = {"as": encoding.kind, "ragged": column.is_ragged, "unit": encoding.unit, "buckets": encoding.buckets,
                  "values": list(encoding.vocabulary or ()), "unknown": encoding.unknown,
-                 "resize": list(encoding.resize or ())}  # fmt: skip
+                 "resize": list(encoding.resize or ()), "mode": encoding.mode, "orientation": encoding.orientation,
+                 "interpolation": encoding.interpolation, "formats": list(encoding.formats or ())}  # fmt: skip
         for key, asked in encode.get(column.name, {}).items():
             if found.get(key, asked) != (list(asked) if isinstance(asked, tuple) else asked):
                 raise ValueError(
@@ -194,7 +208,7 @@ def cell_shape(codec: str, cells: Array | Ragged, encoding: Encoding) -> tuple[i
     if not isinstance(cells, Ragged):
         return cells.shape[1:]
     is_image = codec == "image"
-    return images.image_shape(cells[0:1].own_values, encoding.resize) if is_image else (None, *cells.inner)
+    return images.image_shape(cells[0:1].own_values, encoding) if is_image else (None, *cells.inner)
 
 
 def empty_first_cell(name: str, where: str) -> str:

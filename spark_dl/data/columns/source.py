@@ -170,9 +170,8 @@ def encoded_column(name: str, leaf: Leaf, depth: int, type_name: str, settings: 
     if kind in ("bytes", "image"):
         if depth or ragged:
             raise ValueError(f"{key}: expected a column without arrays for as: {kind}, found type {type_name}")
-        size = settings.get("resize")
-        resize = None if size is None else (size[0], size[1])
-        return SourceColumn(name, "uint8", "scalar", 0, kind == "bytes", Encoding(kind, resize=resize))
+        encoding = Encoding.of_image(settings) if kind == "image" else Encoding(kind)
+        return SourceColumn(name, "uint8", "scalar", 0, kind == "bytes", encoding)
     if ragged and not depth:
         raise ValueError(f"{key}.ragged: expected an array, found type {type_name}")
     values = settings.get("values")

@@ -126,7 +126,7 @@ def commit(shard_set: ShardSet) -> ShardSet:
         "version": VERSION,
         "spark_dl": __version__,
         "rows": shard_set.rows,
-        "columns": [asdict(c) for c in shard_set.columns],
+        "columns": [c.to_plain() for c in shard_set.columns],
         "shards": [{"rows": s.rows, **vars(s)} for s in shard_set.shards],
         "changes": asdict(shard_set.changes),
         **({"rules": asdict(shard_set.rules)} if shard_set.rules else {}),

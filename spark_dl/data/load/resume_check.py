@@ -12,7 +12,6 @@ import itertools
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any, overload
 
 from spark_dl.config import Config
@@ -35,7 +34,7 @@ def dataset_digest(data: ShardSet | Mixture) -> dict[str, Any]:
     if data.digest is not None:
         return dict(data.digest)
     files = _files(data)
-    columns = [asdict(c) for c in data.columns]
+    columns = [c.to_plain() for c in data.columns]
     if data.placement is None:
         passing = data.filtered.group_rows.tolist() if data.filtered else None
         return {"rows": data.rows, "shards": len(files), "sha256": _digest(columns, files, passing)}

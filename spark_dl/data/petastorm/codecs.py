@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import decimal
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from spark_dl.data.columns.encoding import Encoding
 from spark_dl.data.columns.images import OtherSizeError, read_image
 from spark_dl.data.columns.ragged import Array
 from spark_dl.data.columns.source import NO_NULLS
@@ -34,15 +35,15 @@ class OtherShapeError(CellError):
 
 
 def decode(
-    field: Field, array: pa.Array | pa.ChunkedArray, *, resize: Sequence[int] | None = None
+    field: Field, array: pa.Array | pa.ChunkedArray, encoding: Encoding | None = None
 ) -> Array | list[Array | None]:
     """Decodes the cells of a stored column, to an array [rows, *shape] or a list of arrays.
 
     An array has the field's dtype. Strings, bytes and decimals of scalar fields become an object array of Python's
     `str`, `bytes` and `Decimal`, with None for null. If the field's shape varies, or the column has nulls, a list with
     one array [*shape] per row, or None for null, is returned. `.npy` cells with the same header become one read-only
-    view of the Arrow buffer. Values of a hive partition may be passed as an array of strings. Images are resized to
-    `resize` (height, width).
+    view of the Arrow buffer. Values of a hive partition may be passed as an array of strings. Images are read as
+    their `encoding` says.
 
     Raises ValueError, with the field and the row, for a cell that does not have the field's dtype and shape
     (OtherShapeError), for a null in a field without nulls, and for a number outside the dtype's range.
@@ -64,7 +65,7 @@ def decode(
     readers: dict[str, Callable[[memoryview], Array]] = {
         "ndarray": read_npy,
         "compressed_ndarray": read_npz,
-        "image": lambda cell: read_image(cell, field.shape, resize=resize),
+        "image": lambda cell: read_image(cell, field.shape, encoding),
     }
     return _together(field, [_read_cell(field, i, cell, readers[kind]) for i, cell in enumerate(cells)])
 

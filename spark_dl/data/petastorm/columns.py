@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from spark_dl.config.checks import ENCODINGS
 from spark_dl.data.columns.encoding import Encoding
 from spark_dl.data.columns.lookup import Lookup, string_indices
 from spark_dl.data.columns.ragged import Array, Ragged, from_lengths
@@ -39,7 +40,7 @@ def petastorm_column(field: Field, settings: Mapping[str, Any]) -> Column:
         return _string_column(field, settings)
     kind = field.codec.kind if field.codec else "scalar"  # without a codec Petastorm reads what Parquet holds
     can_be_ragged, is_image = field.shape[:1] == (None,) and "ndarray" in kind, kind == "image"
-    has_image_settings = is_image and settings.get("as") == "image" and settings.keys() <= {"as", "resize"}
+    has_image_settings = is_image and settings.get("as") == "image" and settings.keys() <= {"as", *ENCODINGS["image"]}
     if settings and not (has_image_settings or (can_be_ragged and settings.keys() == {"ragged"})):
         only = (
             "{ragged: true} or {ragged: false}"
@@ -60,11 +61,11 @@ def petastorm_column(field: Field, settings: Mapping[str, Any]) -> Column:
         raise _ragged_not_set(field)
     image_format = f".{field.codec.image_format}" if field.codec and field.codec.image_format else ""
     column = Column(field.name, field.dtype, field.shape, f"petastorm.{kind}{image_format}")
-    if settings.get("resize"):
-        height, width = settings["resize"]
-        encoding = Encoding("image", resize=(height, width))
-        return dataclasses.replace(column, shape=(height, width, *field.shape[2:]), encoding=encoding)
-    return dataclasses.replace(column, encoding=Encoding("image")) if settings.get("as") else column
+    if not has_image_settings:
+        return column
+    encoding = Encoding.of_image(settings)
+    channels = {"RGB": (3,), "L": ()}.get(encoding.mode or "", field.shape[2:])
+    return dataclasses.replace(column, shape=(*(encoding.resize or field.shape[:2]), *channels), encoding=encoding)
 
 
 def _string_column(field: Field, settings: Mapping[str, Any]) -> Column:
@@ -94,7 +95,7 @@ def _ragged_not_set(field: Field) -> ValueError:
 
 def shape_of(column: Column, cell: pa.Array) -> tuple[int, ...] | None:
     """Returns the shape of a cell; None for a null. # cell: (1,), stored"""
-    (value,) = codecs.decode(_field(column, is_nullable=True), cell, resize=column.encoding.resize)
+    (value,) = codecs.decode(_field(column, is_nullable=True), cell, column.encoding)
     return None if value is None else value.shape
 
 
@@ -115,7 +116,7 @@ def decode(
     lookup = lookup or Lookup(column.encoding)
     field = _field(column, is_nullable=column.fill is not None)
     try:
-        cells = codecs.decode(field, stored, resize=column.encoding.resize)
+        cells = codecs.decode(field, stored, column.encoding)
         if column.encoding.is_lookup:
             cells = _looked_up(column, list(cells), lookup)
     except codecs.CellError as found:

@@ -68,7 +68,7 @@ def test_spark_types_keep_their_width(name, dtype, kind, depth):
     ("text", {"as": "vocabulary", "unknown": "error"}, "int64", Encoding("vocabulary", unknown="error")),
     ("text", {"as": "bytes"}, "uint8", Encoding("bytes")),
     ("blob", {}, "uint8", Encoding("bytes")),
-    ("blob", {"as": "image"}, "uint8", Encoding("image")),
+    ("blob", {"as": "image"}, "uint8", Encoding("image", orientation="apply")),
     ("user.home.city", {"as": "hash", "buckets": 2}, "int64", Encoding("hash", buckets=2)),
     ("days", {}, "int32", Encoding("timestamp", unit="D")),
     ("words", {"as": "hash", "buckets": 5, "ragged": True}, "int64", Encoding("hash", buckets=5)),

@@ -916,4 +916,4 @@ def test_S23_a_footer_with_a_number_of_rows_that_cannot_be_is_an_error_that_name
     if (rows, where) == (99, "both"):
         return  # a footer that could be
     with pytest.raises(ValueError, match=r"d\.parquet .* is not a readable Parquet file: "):
-        open_parquet(str(path), Data(features=("x",), label=None))
+        open_parquet(str(path), ["x"])

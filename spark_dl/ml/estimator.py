@@ -231,6 +231,11 @@ class TorchEstimator(Estimator[TorchModel], TorchParams, MLWritable, MLReadable[
 
     def _check_columns(self, dataset: DataFrame, config: Config) -> None:
         """Raises ValueError for params that exclude each other, and for output columns that exist."""
+        if config.sequences is not None:
+            raise ValueError(
+                "sequences: a fitted model scores the rows of a DataFrame, and this one would read windows of rows; "
+                "train it with spark_dl.train, and call the model of TrainResult.load_model on your own sequences"
+            )
         if self.isSet(self.validationIndicatorCol) and config.train.validation_fraction:
             raise ValueError(
                 "validationIndicatorCol: found it together with train.validation_fraction="

@@ -257,8 +257,8 @@ def scorer_of(
     config = config or as_read(saved.manifest["config"])
     if config.sequences is not None:
         raise ValueError(
-            f"predict: the model reads sequences (sequences.length={config.sequences.length}), found rows of a "
-            "DataFrame; call the model of TrainResult.load_model on your own sequences"
+            f"the model reads sequences (sequences.length={config.sequences.length}), which predict, predict_udf and "
+            "save_model do not form from rows; call the model of TrainResult.load_model on your own sequences"
         )
     trained = {c.name: c for c in saved.columns}
     for name in config.data.features:

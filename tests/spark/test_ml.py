@@ -363,6 +363,7 @@ def test_what_cannot_be_fitted_or_transformed_is_refused_before_any_rank_starts(
         (classifier(tmp_path, labelCol="minus"), "labelCol: expected classes 0, 1, 2 ... in 'minus', found -100"),
         (classifier(tmp_path, labelCol="half"), "labelCol: expected classes 0, 1, 2 ... in 'half', found 0.5"),
         (classifier(tmp_path, validationIndicatorCol="never"), "validationIndicatorCol.*'never'"),
+        (classifier(tmp_path, settings={"sequences.length": 2}), "^sequences: a fitted model scores the rows"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=match):
             estimator.fit(wrong)

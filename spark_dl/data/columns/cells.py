@@ -89,7 +89,8 @@ def _fixed_length(column: SourceColumn, found: list[pa.Array], level: int, known
     length, bad = one_length(lengths, known[level] if known else None)
     if bad is not None:
         unequal = f"arrays of lengths {sorted({int(n) for n in np.unique(lengths)})[:8]}"
-        ask = "" if level else f", or set data.encode.{column.name}: {{ragged: true}}"
+        ask = "; only the first axis of a ragged column can vary" if column.ragged else ""
+        ask = ask if level else f", or set data.encode.{column.name}: {{ragged: true}}"
         expected = f"one length; {shape_source(known)} {length}{ask}"
         raise BadCellsError(column.name, int(rows_of_level(found, level)[bad]), unequal, expected)
     return length

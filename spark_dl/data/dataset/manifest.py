@@ -153,7 +153,7 @@ def _write_petastorm_metadata(shard_set: ShardSet) -> None:
             shard_set.url, arrow, unischema=unischema, row_groups_per_file=row_groups
         )
     except ValueError as error:  # for example, a column name with a space
-        _log.warning("Petastorm's make_reader cannot open %s: %s", shard_set.url, error)
+        _log.info("Petastorm's make_reader cannot open %s, and spark_dl can: %s", shard_set.url, error)
         # Metadata of the replaced dataset would be wrong.
         storage.delete_file(storage.join(shard_set.url, petastorm_metadata.COMMON_METADATA))
 

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -279,7 +279,7 @@ class Rows:
             return arrays
         except Exception as error:
             passing_rows = "the rows that pass data.filters of " if passing < rows else ""
-            raise RuntimeError(f"cannot read {passing_rows}row group {group} of {url}: {error}") from error
+            raise _unreadable(f"cannot read {passing_rows}row group {group} of {url}: {error}", error) from error
 
     def _unknown_bytes(self, stored: Mapping[str, pa.ChunkedArray]) -> dict[str, int]:
         """Returns the decoded bytes of stored columns, by name, that the footer does not give.
@@ -341,6 +341,13 @@ class Rows:
 def _one_row(column: Column, cell: Array) -> Array | Ragged:
     """Returns a cell as a column of one row."""
     return from_lengths(cell, np.array([len(cell)])) if column.is_ragged else cell[None]
+
+
+def _unreadable(text: str, cause: Exception) -> RuntimeError:
+    """Returns the error of a row group. The next attempt finds the same cells; a storage may answer then."""
+    error: Any = RuntimeError(text)
+    error.is_retryable = not isinstance(cause, ValueError) or isinstance(cause, pa.ArrowException)
+    return cast("RuntimeError", error)
 
 
 def _unknown_bytes(column: Column, stored: pa.ChunkedArray) -> int:

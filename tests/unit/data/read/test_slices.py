@@ -12,6 +12,7 @@ from spark_dl.data.load.loader import Loader
 from spark_dl.data.plan import Segment
 from spark_dl.data.read.rows import Rows
 from spark_dl.data.read.shard_file import SLICE_BYTES
+from spark_dl.launch.failures.describe import is_retryable
 from tests.builders.cells import vectors
 from tests.builders.settings import make_config
 
@@ -200,8 +201,9 @@ def with_nan(x, row):
 def test_errors_name_the_row_of_the_row_group(tmp_path, damage, message, row):
     shards = open_parquet(write(tmp_path, damage(numbers(), GROUP + row)), [*FEATURES, "id"])
     match = rf"cannot read row group 1 of .*a.parquet: column 'x': {message}.*first in row {row} of the row group"
-    with pytest.raises(RuntimeError, match=match):
+    with pytest.raises(RuntimeError, match=match) as caught:
         rows_of(shards, config())
+    assert not is_retryable(caught.value)  # the cell is the same in another attempt
 
 
 @pytest.mark.parametrize("first", [200, 500])

@@ -30,6 +30,8 @@ _OF_THE_TRAINER = (
     "teardown", "train_dataloader", "transfer_batch_to_device", "val_dataloader",
 )  # fmt: skip
 """Methods that Lightning's Trainer calls, and spark_dl does not; beside those whose names begin with `on_`."""
+_REMOVED = ("training_epoch_end", "training_step_end", "validation_epoch_end", "validation_step_end")
+"""Methods that the Trainer of Lightning 1 called, and that of Lightning 2 refuses."""
 _OF_TESTS = "on_test_"
 """Beginning of the names of methods that are called by `Trainer.test` alone, which has no counterpart here."""
 
@@ -106,7 +108,7 @@ def _check(model: Any, base: type, ignore_hooks: Sequence[str]) -> None:
 
 def _check_hooks(model: nn.Module, base: type, ignore_hooks: Sequence[str]) -> None:
     own = [n for n in dir(base) if n.startswith("on_") and callable(getattr(base, n)) and not n.startswith(_OF_TESTS)]
-    hooks = [*own, *(name for name in _OF_THE_TRAINER if hasattr(base, name))]
+    hooks = [*own, *(name for name in _OF_THE_TRAINER if hasattr(base, name)), *_REMOVED]
     for name in ignore_hooks:
         if name not in hooks:
             raise ValueError(f"ignore_hooks: no method {name!r} that spark_dl leaves out{suggestion(name, hooks)}")

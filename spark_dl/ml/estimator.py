@@ -223,8 +223,10 @@ class TorchEstimator(Estimator[TorchModel], TorchParams, MLWritable, MLReadable[
         return storage.join(storage.absolute(self.getOrDefault(self.runDir)), f"{self.uid}-{uuid.uuid4().hex[:8]}")
 
     def _model_of(self, result: driver.TrainResult, config: Config) -> TorchModel:
-        model: TorchModel = self._copyValues(self._model(scorer_of(self.spec, result.checkpoint, config), result))
-        return model
+        model = self._model(scorer_of(self.spec, result.checkpoint, config), result)
+        model._resetUid(self.uid)  # so that the params of the estimator are those of the model, as in Spark ML
+        copied: TorchModel = self._copyValues(model)
+        return copied
 
     def _validation_column(self) -> str | None:
         return self.getValidationIndicatorCol() if self.isSet(self.validationIndicatorCol) else None

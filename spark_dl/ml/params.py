@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 from pyspark.ml.param import Param, Params, TypeConverters
 from pyspark.ml.param.shared import HasFeaturesCol, HasLabelCol, HasSeed, HasValidationIndicatorCol, HasWeightCol
 from pyspark.sql.types import ArrayType, DecimalType, DoubleType, StructType
@@ -20,6 +22,12 @@ _SETTINGS = {
     "numRanks": "launch.num_ranks",
 }
 """Keys of the settings that have a param of their own."""
+
+
+def _to_settings(value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"expected settings by key, such as {{'train.optimizer': 'Adam'}}, found {value!r}")
+    return {key: of_key.item() if isinstance(of_key, np.generic) else of_key for key, of_key in value.items()}
 
 
 def _to_format(value: Any) -> str:
@@ -46,8 +54,7 @@ class TorchParams(HasFeaturesCol, HasLabelCol, HasWeightCol, HasValidationIndica
     )
     lr = Param(Params._dummy(), "lr", "learning rate.", TypeConverters.toFloat)
     settings = Param(
-        Params._dummy(), "settings", "any settings by key, such as {'train.optimizer': 'Adam'}.",
-        TypeConverters.identity,
+        Params._dummy(), "settings", "any settings by key, such as {'train.optimizer': 'Adam'}.", _to_settings,
     )  # fmt: skip
     runDir = Param(
         Params._dummy(), "runDir", "folder or URL for the runs of fit; each call makes a folder there. All executors "
@@ -65,6 +72,46 @@ class TorchParams(HasFeaturesCol, HasLabelCol, HasWeightCol, HasValidationIndica
         super().__init__()
         self._defaultParamMap.pop(self.seed)  # type: ignore[attr-defined]  # Spark's own default, which is not used
         self._setDefault(labelCol="label", runDir="runs", saveFormat="weights", parallelTrials=1)  # type: ignore[attr-defined]
+
+    def getNumRanks(self) -> int:
+        """Returns the number of ranks."""
+        return int(self.getOrDefault(self.numRanks))
+
+    def getEpochs(self) -> int:
+        """Returns the number of passes over the data."""
+        return int(self.getOrDefault(self.epochs))
+
+    def getGlobalBatchSize(self) -> int:
+        """Returns the rows of one optimizer step, over all ranks."""
+        return int(self.getOrDefault(self.globalBatchSize))
+
+    def getLr(self) -> float:
+        """Returns the learning rate."""
+        return float(self.getOrDefault(self.lr))
+
+    def getRunDir(self) -> str:
+        """Returns the folder or URL of the runs."""
+        return str(self.getOrDefault(self.runDir))
+
+    def getSettings(self) -> dict[str, Any]:
+        """Returns the settings by key; empty if they are not set."""
+        return dict(self.getOrDefault(self.settings)) if self.isSet(self.settings) else {}
+
+    def getFeaturesCols(self) -> list[str]:
+        """Returns the feature columns, also if there is one."""
+        return list(self.feature_columns())
+
+    def getLabelCols(self) -> list[str]:
+        """Returns the label columns, also if there is one."""
+        return list(self.getOrDefault(self.labelCols)) if self.isSet(self.labelCols) else [self.getLabelCol()]
+
+    def getSaveFormat(self) -> str:
+        """Returns how models are saved."""
+        return str(self.getOrDefault(self.saveFormat))
+
+    def getParallelTrials(self) -> int:
+        """Returns the number of param maps whose models are trained at the same time."""
+        return int(self.getOrDefault(self.parallelTrials))
 
     def set_given(self, given: dict[str, Any]) -> None:
         """Sets the params that are not None. A list as `featuresCol` becomes `featuresCols`."""
@@ -92,7 +139,7 @@ class TorchParams(HasFeaturesCol, HasLabelCol, HasWeightCol, HasValidationIndica
 
         label_dtype: dtype of the label in batches; None keeps that of the column.
         """
-        settings = self.getOrDefault(self.settings) if self.isSet(self.settings) else {}
+        settings = self.getSettings()
         own = {key: self.getOrDefault(name) for name, key in _SETTINGS.items() if self.isSet(self.getParam(name))}
         changed = with_settings(base.to_dict(), {**settings, **own})
         changed["data"] |= self._columns(changed["data"])

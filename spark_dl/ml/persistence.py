@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import pyspark
+from pyspark.ml.param import Params
 from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReader, MLWriter
 from pyspark.sql import DataFrame
 
@@ -52,6 +54,7 @@ class ModelWriter(MLWriter):
         `overwrite` replaces a model of this class in place: a reader finds the model of before, the new one, or an
         error in the moment between the two.
         """
+        _check_params(self.instance)
         self._packed = self._pack()
         stage = storage.join(storage.absolute(path), saved_model.STAGE)
         if self.shouldOverwrite and storage.exists(storage.join(stage, saved_model.DESCRIPTION)):
@@ -105,6 +108,7 @@ class EstimatorWriter(MLWriter):
 
     def save(self, path: str) -> None:
         """Writes the estimator. What cannot be saved is found before `overwrite` deletes anything."""
+        _check_params(self.instance)
         self._describe()
         super().save(path)
 
@@ -161,6 +165,15 @@ def _name_of_loss(spec: ModelSpec) -> Any:
             "top of a module that calls it"
         )
     return names.name_of(spec.loss, "spec.loss")
+
+
+def _check_params(instance: Params) -> None:
+    """Raises ValueError for a param that JSON, in which Spark keeps them, cannot hold."""
+    for param, value in instance.extractParamMap().items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{param.name}: cannot be saved, as {error}; found {value!r:.200}") from error
 
 
 def _write_metadata(writer: MLWriter, path: str, extra: dict[str, Any]) -> None:

@@ -439,10 +439,46 @@ class OneInput(nn.Linear):
 
 @pytest.mark.slow
 @pytest.mark.modes("local")
+def test_params_of_an_estimator_are_those_of_its_model_as_in_spark_ml(spark, points, tmp_path):
+    df = vectors(points).withColumn("label", F.col("label").cast("long"))
+    for estimator in (
+        classifier(tmp_path, epochs=1),
+        TorchEstimator(MLP, featuresCol="features", runDir=str(tmp_path)),
+    ):
+        model = estimator.setEpochs(1).setNumRanks(1).setLr(0.5).fit(df)
+        assert model.uid == estimator.uid
+        assert model.getOrDefault(estimator.lr) == model.getLr() == 0.5
+    assert (estimator.getNumRanks(), estimator.getEpochs(), estimator.getRunDir()) == (1, 1, str(tmp_path))
+    assert (estimator.getFeaturesCols(), estimator.getLabelCols(), estimator.getSettings()) == (
+        ["features"],
+        ["label"],
+        {},
+    )
+    assert estimator.getGlobalBatchSize() == spark_dl.Train().global_batch_size
+    assert (estimator.getSaveFormat(), estimator.getParallelTrials()) == ("weights", 1)
+    estimator = classifier(tmp_path, epochs=1)
+    model = estimator.fit(df)
+    for found in (
+        model.transform(df, {estimator.predictionCol: "p2"}),
+        model.copy({estimator.predictionCol: "p2"}).transform(df),
+        Pipeline(stages=[estimator]).fit(df).transform(df, {estimator.predictionCol: "p2"}),
+    ):
+        assert "p2" in found.columns
+        assert "prediction" not in found.columns
+
+
+@pytest.mark.modes("local")
 def test_what_cannot_be_saved_leaves_the_model_that_was_saved_before(spark, points, tmp_path):
-    model = classifier(tmp_path).fit(vectors(points))
+    model = classifier(tmp_path, settings={"train.log_every": np.int64(5)}).fit(vectors(points))
     path = str(tmp_path / "saved")
     model.save(path)
+    assert TorchClassificationModel.load(path).getSettings() == {"train.log_every": 5}
+    for unsaved, folder in ((model.copy(), path), (classifier(tmp_path), str(tmp_path / "estimator"))):
+        unsaved.write().overwrite().save(folder)
+        bad = unsaved.copy({unsaved.settings: {"train.log_every": {1, 2}}})
+        with pytest.raises(ValueError, match=r"^settings: cannot be saved, as Object of type set is not JSON"):
+            bad.write().overwrite().save(folder)
+        assert type(unsaved).load(folder).uid == unsaved.uid
     local = TorchClassificationModel(
         dataclasses.replace(model.trained, spec=ModelSpec(build=lambda: build_mlp())), None
     )

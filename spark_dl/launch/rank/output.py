@@ -23,8 +23,8 @@ Event = Mapping[str, Any]
 
 _STREAMS = {1: "stdout", 2: "stderr"}
 _READ_BYTES = 1 << 16
-_LINE_BYTES = 1 << 14
-"""A longer line is cut into several."""
+_LINE_BYTES = 1 << 16
+"""A longer line is cut into several, which end and begin with `...`."""
 _KEPT_BYTES = 1 << 16
 """How much of the end of the output is kept in memory."""
 _PIPE_BYTES = 1 << 20
@@ -115,8 +115,10 @@ class Output:
                         os.write(self._saved[fd], chunk)
                 *lines, rest = (self._rest[_STREAMS[fd]] + chunk).split(b"\n")
                 while len(rest) > _LINE_BYTES:
-                    lines.append(rest[:_LINE_BYTES])
-                    rest = rest[_LINE_BYTES:]
+                    ends = (end for end in range(_LINE_BYTES, _LINE_BYTES - 4, -1) if rest[end] & 0xC0 != 0x80)
+                    end = next(ends, _LINE_BYTES)  # between two characters
+                    lines.append(rest[:end] + b" ...")
+                    rest = b"... " + rest[end:]
                 self._rest[_STREAMS[fd]] = rest
                 if lines:
                     self._pass_on(_STREAMS[fd], lines)

@@ -113,6 +113,17 @@ def test_a_module_that_cannot_be_trained_is_an_error_that_says_why(build, error,
         ModelSpec.from_lightning(build)
 
 
+class OfLightning1(Classifier):
+    def validation_epoch_end(self, outputs):
+        self.log("accuracy", 1.0)
+
+
+def test_hooks_that_lightning_has_removed_are_an_error_as_in_its_trainer():
+    with pytest.raises(ValueError, match=r"OfLightning1 overrides validation_epoch_end, which spark_dl does not call"):
+        ModelSpec.from_lightning(OfLightning1)
+    assert ModelSpec.from_lightning(OfLightning1, ignore_hooks=["validation_epoch_end"]).build is OfLightning1
+
+
 class WithHooks(Classifier):
     def on_train_epoch_end(self):
         pass

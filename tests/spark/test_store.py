@@ -199,7 +199,8 @@ IN_KEY = [
     {"features": ("label",), "label": None, "weight": "id"},
 ]  # fmt: skip
 NOT_IN_KEY = [
-    {"storage": "local"}, {"store": "x"}, {"store_ttl_days": 1.0}, {"cache_dir": "/c", "cache_mib": 1},
+    {"storage": "local"}, {"store": "x"}, {"store_ttl_days": 1.0}, {"trusted_writers": ("x",)},
+    {"cache_dir": "/c", "cache_mib": 1},
     {"cast": {"label": "float32"}},
     {"shuffle": False, "num_streams": 32, "ragged": "offsets"}, {"seed": 3, "validation_fraction": 0.1},
 ]  # fmt: skip

@@ -329,11 +329,12 @@ except spark_dl.RankError as error:
 except RuntimeError as error:
     print(error, time.monotonic() - start < 30)
 if not os.path.exists(sys.argv[2]):
+    sys.stdout.flush()
     os._exit(0)
 rank, start = int(open(sys.argv[2]).read()), time.monotonic()
 while os.path.exists(f"/proc/{{rank}}") and time.monotonic() - start < 10:
     time.sleep(0.1)
-print("the rank lives on" if os.path.exists(f"/proc/{{rank}}") else "the rank has ended")
+print("the rank lives on" if os.path.exists(f"/proc/{{rank}}") else "the rank has ended", flush=True)
 os._exit(0)
 """
 

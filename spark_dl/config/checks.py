@@ -10,6 +10,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args, get_type_hints
 
+IMAGE_CHOICES = {
+    "mode": ("RGB", "L", "unchanged"), "orientation": ("apply", "ignore"), "interpolation": ("bilinear", "nearest")
+}  # fmt: skip
+"""The settings of images that have one of a few values."""
 ENCODINGS: Mapping[str, frozenset[str]] = {
     "number": frozenset(),
     "timestamp": frozenset({"unit"}),
@@ -19,12 +23,9 @@ ENCODINGS: Mapping[str, frozenset[str]] = {
     "vocabulary": frozenset({"min_count", "max_size", "values", "unknown"}),
     "hash": frozenset({"buckets"}),
     "bytes": frozenset(),
-    "image": frozenset({"resize", "mode", "orientation", "interpolation", "formats"}),
+    "image": frozenset({"resize", "formats", *IMAGE_CHOICES}),
 }
 """The values of `as` in `data.encode`, and the other settings that each of them takes."""
-_OF_IMAGES = {
-    "mode": ("RGB", "L", "unchanged"), "orientation": ("apply", "ignore"), "interpolation": ("bilinear", "nearest")
-}  # fmt: skip
 FILTER_OPS = ("==", "!=", "<", "<=", ">", ">=", "in", "not in")
 Conditions = tuple[tuple[tuple[str, str, Any], ...], ...]
 """`data.filters` in disjunctive normal form: a row passes if all (column, op, value) of any inner tuple hold."""
@@ -135,7 +136,7 @@ def check_encoding(key: str, settings: Any) -> None:
     size = settings.get("resize", [1, 1])
     is_size = _is_list(size) and len(size) == 2 and all(type(n) is int and 1 <= n < 2**16 for n in size)
     check(is_size, f"{key}.resize", "[height, width] in pixels", size)
-    for name, choices in _OF_IMAGES.items():
+    for name, choices in IMAGE_CHOICES.items():
         check(settings.get(name, choices[0]) in choices, f"{key}.{name}", f"one of {list(choices)}", settings.get(name))
     formats = settings.get("formats", ["PNG"])
     are_formats = _is_list(formats) and len(formats) > 0 and all(isinstance(name, str) for name in formats)

@@ -39,7 +39,10 @@ def secrets_of(url: str) -> list[str]:
     """Returns the passwords, keys and tokens in the URL of a service or a database, as they are written in it."""
     found = []
     if user := _USER.search(url):
-        found = [user[2][1:]] if user[2] else [user[1]] if _is_token(url.partition(":")[0], user[1]) else []
+        if user[2]:
+            found.append(user[2][1:])
+        elif _is_token(url.partition(":")[0], user[1]):
+            found.append(user[1])
     for pair in re.split("[&;]", url.partition("?")[2]):
         name, _, value = pair.partition("=")
         if _is_secret_option(unquote(name), unquote(value)):

@@ -163,7 +163,7 @@ def add_restart(run_dir: str, line: Mapping[str, Any], *, from_start: bool) -> N
     if from_start:
         kept = [old for old in read_valid_lines(run_dir)[0] if old["kind"] == _RESTART]
         before = "".join(json.dumps(old) + "\n" for old in kept).encode()
-    elif not from_start and storage.exists(url):
+    elif storage.exists(url):
         before = storage.read_bytes(url)
         before = before[: before.rfind(b"\n") + 1]  # a rank can be killed in the middle of a line
     storage.write_bytes(url, before + json.dumps(line).encode() + b"\n")

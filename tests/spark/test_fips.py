@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from tests.spark.conftest import REPOSITORY
-from tests.spark.test_restarts import job_environment
+from tests.spark.test_jobs import environment as job_environment
 
 REFUSES = """
 import hashlib, hmac

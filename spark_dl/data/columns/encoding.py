@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from spark_dl.config.checks import IMAGE_CHOICES
+
 Settings = Mapping[str, Mapping[str, Any]]
 """`data.encode`: settings by column."""
 MAX_VOCABULARY = 100_000
@@ -19,9 +21,6 @@ CHOICES = {
     "binary": ("bytes", "image"),
 }
 """Values of `as` for each family of types. The first is the default; strings have no default."""
-
-
-IMAGE_MODES, ORIENTATIONS, INTERPOLATIONS = ("RGB", "L", "unchanged"), ("apply", "ignore"), ("bilinear", "nearest")
 
 
 @dataclass(frozen=True)
@@ -94,9 +93,9 @@ class Encoding:
             "resize": lambda v: (
                 v is None or (isinstance(v, list) and [type(n) is int and n > 0 for n in v] == [True] * 2)
             ),
-            "mode": lambda v: v in (None, *IMAGE_MODES),
-            "orientation": lambda v: v in ORIENTATIONS,
-            "interpolation": lambda v: v in INTERPOLATIONS,
+            "mode": lambda v: v in (None, *IMAGE_CHOICES["mode"]),
+            "orientation": lambda v: v in IMAGE_CHOICES["orientation"],
+            "interpolation": lambda v: v in IMAGE_CHOICES["interpolation"],
             "formats": lambda v: v is None or (isinstance(v, list) and v != [] and all(type(f) is str for f in v)),
         }
         for key, value in plain.items():

@@ -39,7 +39,7 @@ def read_image(cell: Any, shape: Sequence[int | None] = (), how: Encoding | None
                     raise OtherSizeError("an image of {} x {} pixels".format(*_size(image, turned)))
             if how.mode is None and turned == 1:
                 return _as_stored(cell, image, how)
-        return _converted(image, cell, how)
+        return _converted(image, cell, how, is_turned=turned != 1)
 
 
 def _as_stored(cell: Any, image: Any, how: Encoding) -> Array:
@@ -53,12 +53,12 @@ def _as_stored(cell: Any, image: Any, how: Encoding) -> Array:
     return deep
 
 
-def _converted(image: Any, cell: Any, how: Encoding) -> Array:
+def _converted(image: Any, cell: Any, how: Encoding, *, is_turned: bool) -> Array:
     """The pixels of an 8-bit image: turned, converted to a mode and scaled, in this order."""
     from PIL import Image, ImageOps
 
     _check_mode(_mode(image, cell), how)
-    if _orientation(image, how) != 1:
+    if is_turned:
         image = ImageOps.exif_transpose(image)
     if how.mode in ("RGB", "L"):
         if image.mode.startswith("I"):  # 16 bits, of which Pillow would cut off the high ones
@@ -84,10 +84,10 @@ def image_shape(cell: Any, how: Encoding | None = None) -> tuple[int, ...]:
         with _opened(cell, how) as image:
             mode = _mode(image, cell)
             shape = _size(image, _orientation(image, how)) if how.resize is None else tuple(how.resize)
-            if (image.format == "JPEG" and bytes(cell[-2:]) != _JPEG_END) or image.format not in ("JPEG", "PNG"):
-                image.load()  # bytes may follow the end of a whole file; Pillow verifies nothing of a JPEG
-            else:
+            if image.format == "PNG" or (image.format == "JPEG" and bytes(cell[-2:]) == _JPEG_END):
                 image.verify()
+            else:  # Pillow verifies nothing of other formats, and bytes may follow the end of a whole JPEG
+                image.load()
     except Exception as error:  # Pillow does not define what it raises for bytes that are not an image
         named = " or ".join(how.formats or ("PNG", "JPEG"))
         raise ValueError(f"a cell that is not a {named} image ({type(error).__name__}: {error!s:.200})") from error

@@ -21,7 +21,7 @@ from spark_dl.data.dataset.manifest import MANIFEST
 from spark_dl.data.parquet import file as parquet_file
 
 MOST_ROWS = (1 << 31) - 1
-"""Of a row group. A damaged or hostile footer can claim any number, for which memory would be asked."""
+"""The most rows of a row group. A damaged or hostile footer can claim any number, and memory would be taken for it."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ arithmetic, so the plan knows the number of samples in advance, and a rank can f
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +29,7 @@ from spark_dl.data.store.cache import DiskCache
 
 _log = logging.getLogger("spark_dl")
 _ROUNDING = 1e-9
-"""By how much more than `max_gap`, of 1, the steps of a floating-point order may be, whose rows may be sums."""
+"""How much a step of a floating-point order may exceed `max_gap`, relative to it: such numbers are often rounded."""
 
 _READERS = 4
 _AT_ONCE = 1024
@@ -224,15 +225,18 @@ def _find_runs(shards: ShardSet, sequences: Sequences) -> Ints:
         if column.name == sequences.group and column.encoding.kind == "hash":
             raise ValueError(
                 f"sequences.group: column {column.name!r} is encoded as one of {column.encoding.buckets} hash buckets, "
-                f"which different groups share; {_own_group(column.name)}"
+                f"which different groups share; {_way_to_group(column.name)}"
             )
+    last = columns[-1].encoding
+    has_unknown = bool(sequences.group) and last.vocabulary is not None and last.unknown == "zero"
+    breaks = functools.partial(_breaks, shards, sequences, has_unknown)
     rows = Rows(shards, columns, 0.0, 0, "all")
 
     def scan(number: int) -> _Scan:
         count = int(rows.group_rows[number])
         cells: list[Array] = [np.empty(count, dtype=c.dtype) for c in columns]
         rows.read_into([Segment(number, 0, count)], cells)
-        starts = _breaks(shards, sequences, cells, number, 0)
+        starts = breaks(cells, number, 0)
         return _Scan(starts, [c[:1] for c in cells], [c[-1:] for c in cells])
 
     found, first_row, before = [np.zeros(1, dtype=np.int64)], 0, None
@@ -243,7 +247,7 @@ def _find_runs(shards: ShardSet, sequences: Sequences) -> Ints:
             for number, group in zip(some, pool.map(scan, some), strict=True):
                 if before is not None:
                     border = [np.concatenate(pair) for pair in zip(before.last, group.first, strict=True)]
-                    found.append(_breaks(shards, sequences, border, number, -1) + (first_row - 1))
+                    found.append(breaks(border, number, -1) + (first_row - 1))
                 found.append(group.starts + first_row)
                 first_row, before = first_row + int(rows.group_rows[number]), group
     finally:
@@ -251,17 +255,22 @@ def _find_runs(shards: ShardSet, sequences: Sequences) -> Ints:
     return np.concatenate(found)
 
 
-def _breaks(shards: ShardSet, sequences: Sequences, cells: Sequence[Array], number: int, first: int) -> Ints:
+def _breaks(
+    shards: ShardSet, sequences: Sequences, has_unknown: bool, cells: Sequence[Array], number: int, first: int
+) -> Ints:
     """Returns the rows that begin a run, without the first row. # each (rows,) -> (breaks,)
 
-    Raises ValueError if the order decreases. For its message, the first row is row `first` of row group `number`.
+    has_unknown: whether the group has the number 0 for all words that its vocabulary lacks.
+    Raises ValueError if the order decreases, and for groups that cannot be told apart. For its message, the first row
+    is row `first` of row group `number`.
     """
     order = cells[0] if sequences.order else None
     is_new = np.zeros(max(0, len(cells[0]) - 1), dtype=bool)
     if sequences.group:
         groups = cells[-1]
         is_new |= groups[1:] != groups[:-1]
-        _check_known(shards, sequences.group, groups, number, first)
+        if has_unknown:
+            _check_known(shards, sequences.group, groups, number, first)
     if order is not None:
         back = ~(order[1:] >= order[:-1]) & ~is_new
         if back.any():
@@ -273,9 +282,6 @@ def _breaks(shards: ShardSet, sequences: Sequences, cells: Sequence[Array], numb
 
 def _check_known(shards: ShardSet, name: str, groups: Array, number: int, first: int) -> None:
     """Raises ValueError for consecutive rows whose group is not in the vocabulary: they can be of two groups."""
-    encoding = shards.select([name])[0].encoding
-    if encoding.vocabulary is None or encoding.unknown != "zero":
-        return
     unknown = (groups[1:] == 0) & (groups[:-1] == 0)
     if unknown.any():
         shard, group, _ = shards.shards.place_of(number)
@@ -283,11 +289,11 @@ def _check_known(shards: ShardSet, name: str, groups: Array, number: int, first:
         raise ValueError(
             f"sequences.group: column {name!r} has words that are not in its vocabulary, which all have the number 0, "
             f"so that groups cannot be told apart: in rows {first + at} and {first + at + 1} of row group {group} of "
-            f"{shards.shards.name_of(shard)} in {shards.url}; {_own_group(name)}"
+            f"{shards.shards.name_of(shard)} in {shards.url}; {_way_to_group(name)}"
         )
 
 
-def _own_group(name: str) -> str:
+def _way_to_group(name: str) -> str:
     return (
         f"group by a number that is not encoded, such as that of df.withColumn('{name}_id', F.xxhash64('{name}')), "
         f"with sequences.group: {name}_id"

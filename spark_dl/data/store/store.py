@@ -180,21 +180,21 @@ def find_or_write(
 
     trusted: `shards.trusted_writers`.
     """
-    is_ours = _is_ours(store, trusted)
+    user_ids = _trusted_ids(store, trusted)
     folder = storage.join(storage.absolute(store), key)
     try:
-        if found := _open(folder, run, is_ours):
+        if found := _open(folder, run, user_ids):
             return found
     except PermissionError as error:
         raise NoLeaseError(f"shards.store: cannot read {folder}: {error}; {_SHARE}") from error
     own = Lease(folder, uuid.uuid4().hex[:12], run)
     url = storage.join(folder, own.name)
     try:
-        if storage.is_local(url) and "*" not in trusted:
+        if user_ids is not None:
             local_files.make_folder(storage.absolute(url), own=True)
         shards = write(url)
-        first = _committed(folder, is_ours)[0][1]
-        if first != own.name and (found := _open(folder, run, is_ours)):
+        first = _committed(folder, user_ids)[0][1]
+        if first != own.name and (found := _open(folder, run, user_ids)):
             _log.info("another run has written the same shards at the same time; using them")
             own.drop()
             _remove(folder, own.name)
@@ -206,35 +206,38 @@ def find_or_write(
     return shards, own
 
 
-def _is_ours(store: str, trusted: Sequence[str]) -> Callable[[str], bool]:
-    """Returns a function that says whether the dataset at a URL of a store may be used, and logs why it may not."""
+def _trusted_ids(store: str, trusted: Sequence[str]) -> frozenset[int] | None:
+    """Returns the ids of the users whose datasets are used; None for everybody who can write to the store."""
     if not storage.is_local(store):
         expected = f"nothing for {store}, as an object store does not say which user wrote a file: all are trusted"
         check(not trusted or [*trusted] == ["*"], "shards.trusted_writers", expected, list(trusted))
-    users = {os.geteuid(), 0, *(_user_id(name) for name in trusted if name != "*")}
+        return None
+    names = [name for name in trusted if name != "*"]
+    ids = frozenset({os.geteuid(), 0, *map(_user_id, names)})
+    return None if len(names) < len(trusted) else ids
 
-    def is_ours(url: str) -> bool:
-        if "*" in trusted or not storage.is_local(url):
-            return True
-        for path in (url, storage.join(url, MANIFEST)):
-            try:
-                found = os.lstat(storage.absolute(path))
-            except FileNotFoundError:  # another process has cleaned it
-                return False
-            if found.st_uid not in users:
-                why = f"was written by {_user_name(found.st_uid)}"
-            elif found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-                why = f"can be changed by other users (mode {stat.filemode(found.st_mode)})"
-            else:
-                continue
-            _log.warning(
-                "the shards %s are not used: %s %s; to use what other users can write, set shards.trusted_writers",
-                url, path, why,
-            )  # fmt: skip
-            return False
+
+def _is_usable(url: str, user_ids: frozenset[int] | None) -> bool:
+    """Whether the users of `_trusted_ids` have written a dataset, and nobody else can change it. Logs why not."""
+    if user_ids is None:
         return True
-
-    return is_ours
+    for path in (url, storage.join(url, MANIFEST)):
+        try:
+            found = os.lstat(storage.absolute(path))
+        except FileNotFoundError:  # another process has cleaned it
+            return False
+        if found.st_uid not in user_ids:
+            why = f"was written by {_user_name(found.st_uid)}"
+        elif found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            why = f"can be changed by other users (mode {stat.filemode(found.st_mode)})"
+        else:
+            continue
+        _log.warning(
+            "the shards %s are not used: %s %s; to use what other users can write, set shards.trusted_writers",
+            url, path, why,
+        )  # fmt: skip
+        return False
+    return True
 
 
 def _user_id(name: str) -> int:
@@ -258,7 +261,7 @@ def reopen(url: str, *, run: str, trusted: Sequence[str] = ()) -> tuple[ShardSet
 
     Raises ValueError if it was deleted, or is of another user.
     """
-    if storage.exists(storage.join(url, MANIFEST)) and not _is_ours(url, trusted)(url):
+    if storage.exists(storage.join(url, MANIFEST)) and not _is_usable(url, _trusted_ids(url, trusted)):
         raise ValueError(
             f"the shards that this run was trained on, {url}, were written by another user, or others can change them; "
             "set shards.trusted_writers, or start again with overwrite, or in another run_dir"
@@ -276,9 +279,9 @@ def reopen(url: str, *, run: str, trusted: Sequence[str] = ()) -> tuple[ShardSet
         ) from error
 
 
-def _open(folder: str, run: str, is_ours: Callable[[str], bool]) -> tuple[ShardSet, Lease] | None:
+def _open(folder: str, run: str, user_ids: frozenset[int] | None) -> tuple[ShardSet, Lease] | None:
     """Returns the oldest dataset of a key that may be used with a lease, or None."""
-    for mtime_s, name in _committed(folder, is_ours):
+    for mtime_s, name in _committed(folder, user_ids):
         lease = Lease(folder, name, run)
         url = storage.join(folder, name)
         if storage.exists(storage.join(url, MANIFEST)):
@@ -294,12 +297,12 @@ def _open(folder: str, run: str, is_ours: Callable[[str], bool]) -> tuple[ShardS
     return None
 
 
-def _committed(folder: str, is_ours: Callable[[str], bool]) -> list[tuple[float, str]]:
+def _committed(folder: str, user_ids: frozenset[int] | None) -> list[tuple[float, str]]:
     """Returns (time of the manifest, name) of the datasets of a key that may be used, oldest first."""
     found = []
     for name in _names(folder):
         manifest = storage.info(storage.join(folder, name, MANIFEST))
-        if manifest.size is not None and is_ours(storage.join(folder, name)):
+        if manifest.size is not None and _is_usable(storage.join(folder, name), user_ids):
             found.append((manifest.mtime_ns / 1e9, name))
     return sorted(found)
 

@@ -39,7 +39,7 @@ def predict(
 
     data: a DataFrame, whose rows keep their partition and order, and which can be a streaming DataFrame; or a dataset
         or its URL. Tasks then read the dataset as ranks do, in its order, and the result has only the columns `keys`
-        and the predictions, as features need not pass through Spark.
+        and the predictions, as features need not pass through Spark. Keys have their types and values in the table.
     model: a `ModelSpec`, with a checkpoint or a run folder as `checkpoint_url`; or the URL of a model of `save_model`;
         or a model of `spark_dl.ml`. A `ModelSpec` without a checkpoint is scored with the weights that `spec.build`
         returns, such as those of a pretrained model, and needs `config`.

@@ -10,7 +10,7 @@ import json
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,15 +120,22 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] | Mappi
     args = args if path is None else [f"--config={path}", *args]
     parser = SettingsParser(exit_on_error=False, allow_abbrev=False)
     parser.add_argument("--config", action="config")
-    return parse_config(parser, args)[0]
+    # On a command line, null is no value; in a mapping, "null" is a text.
+    texts = {key: value for key, value in pairs if isinstance(overrides, Mapping) and isinstance(value, str)}
+    return parse_config(parser, args, texts=texts)[0]
 
 
 def parse_config(
-    parser: jsonargparse.ArgumentParser, args: Sequence[str], more_hints: Mapping[str, Any] | None = None
+    parser: jsonargparse.ArgumentParser,
+    args: Sequence[str],
+    more_hints: Mapping[str, Any] | None = None,
+    *,
+    texts: Mapping[str, str] | None = None,
 ) -> tuple[Config, dict[str, Any]]:
     """Adds all settings to a parser that has `--config`, and parses. Returns the settings and all parsed values.
 
-    more_hints: types of the other arguments of the parser, for messages. Raises ValueError as `load_config` does.
+    more_hints: types of the other arguments of the parser, for messages. texts: values of settings that can be any
+    text, which are not read as YAML. Raises ValueError as `load_config` does.
     """
     parser.parser_mode = _MODE
     for path in _config_files(args):
@@ -145,11 +152,14 @@ def parse_config(
         parsed = _plain(parser.parse_args(list(args)).as_dict())
     except jsonargparse.ArgumentError as error:
         raise ValueError(_explain(str(error), strategy, {**hints_of(known), **(more_hints or {})})) from None
+    for key in _keys_of_text(strategy) & (texts or {}).keys():
+        of_section, _, of_setting = key.partition(".")
+        parsed[of_section][of_setting] = (texts or {})[key]
     return build_config({name: values for name, values in parsed.items() if name in known}), parsed
 
 
 class _Text(str):
-    """A string inside of a mapping or a list that was read from YAML."""
+    """A string of YAML that stays what it is."""
 
 
 class SettingsParser(jsonargparse.ArgumentParser):
@@ -165,13 +175,32 @@ class SettingsParser(jsonargparse.ArgumentParser):
 def _read_yaml(text: str) -> Any:
     """Reads YAML as jsonargparse does, which would read strings in it once more: `"0123"` would be a number.
 
-    It looks at the exact type of a value, so that a string of another type stays as it is. Values of settings
-    themselves, such as `lr`, stay of Python's own type, which its checks of numbers expect.
+    It looks at the exact type of a value, so that a string of another type stays as it is. Values of settings that are
+    numbers, such as `lr`, stay of Python's own type, which its checks of numbers expect.
     """
     value = jsonargparse.get_loader("yaml")(text)
     if not isinstance(value, dict) or not {*value} & {*Config.__dataclass_fields__}:
-        return _marked(value, depth=0)
-    return {section: _marked(settings, depth=-1) for section, settings in value.items()}
+        is_word = value is None and text.strip()[:1] in ("#", "&")  # of a command line: no comment, and no anchor
+        return _Text(text) if is_word else _marked(value, depth=0)
+    parallel = value.get("parallel")
+    strategy = parallel.get("strategy") if isinstance(parallel, dict) else None
+    of_text = _keys_of_text(strategy if strategy in strategies.names() else DEFAULT_STRATEGY)
+    return {section: _marked_section(section, settings, of_text) for section, settings in value.items()}
+
+
+def _marked_section(section: str, settings: Any, of_text: Collection[str]) -> Any:
+    if not isinstance(settings, dict):
+        return _marked(settings, depth=-1)
+    return {name: _marked(v, depth=1 if f"{section}.{name}" in of_text else 0) for name, v in settings.items()}
+
+
+def _keys_of_text(strategy: str) -> set[str]:
+    """Returns the settings whose values can be any text."""
+    return {key for key, hint in hints_of(sections(strategy)).items() if str in (hint, *_options(hint))}
+
+
+def _options(hint: Any) -> tuple[Any, ...]:
+    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else ()
 
 
 def _marked(value: Any, *, depth: int) -> Any:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from spark_dl.config import Config
+from spark_dl.config import Config, Loader
 from spark_dl.data.columns.ragged import Array, Ragged
 from spark_dl.data.dataset.records import ShardSet
 from spark_dl.data.load.resume_check import for_ranks
@@ -56,9 +56,14 @@ def predict_dataset(
     from pyspark.sql.types import StructType
 
     features = features_only(scorer.config.data)
-    if features.nulls == "drop" or features.nonfinite == "drop":  # every row gets a prediction
-        features = dataclasses.replace(features, nulls="error", nonfinite="error")
-    loader = dataclasses.replace(scorer.config.loader, reader="spark_dl", proportions={})
+    # Every row gets a prediction.
+    nulls, nonfinite = ("error" if policy == "drop" else policy for policy in (features.nulls, features.nonfinite))
+    features = dataclasses.replace(features, nulls=nulls, nonfinite=nonfinite)  # type: ignore[arg-type]
+    # Without what the batches of the training need.
+    usual = Loader()
+    loader = dataclasses.replace(
+        scorer.config.loader, reader=usual.reader, proportions=usual.proportions, num_streams=usual.num_streams
+    )
     config = Config(data=as_written(features, data), loader=loader)
     with contextlib.ExitStack() as until_done:
         shards = shards_of(data, "", config, until_done, scorer.columns, reuse=False)

@@ -18,11 +18,17 @@ from spark_dl import storage
 from spark_dl.config.checks import suggestion
 from spark_dl.data.columns.encoding import Encoding
 from spark_dl.data.dataset.records import ShardSet
-from spark_dl.data.parquet.calendar import rebased
+from spark_dl.data.dataset.shard_table import Shard
+from spark_dl.data.parquet.file import open_file
 from spark_dl.data.parquet.filters import NULL_PARTITION
 
 if TYPE_CHECKING:
     from pyspark.sql.types import DataType
+
+
+_TICKS_PER_DAY = {"D": 1, "s": 86_400, "ms": 86_400_000, "us": 86_400_000_000, "ns": 86_400_000_000_000}
+_EXACT_DIGITS = 15
+"""Decimals of as many digits differ as float64, too."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +56,13 @@ class Key:
         if encoding.vocabulary is not None:
             words = [None, *encoding.vocabulary] if encoding.unknown == "zero" else [*encoding.vocabulary]
             return pc.take(pa.array(words, pa.string()), stored)
-        ticks = stored.cast(pa.int32() if encoding.unit == "D" else pa.int64())
-        return ticks.view(_ticks(encoding)).cast(self.arrow)
+        if pa.types.is_decimal(self.arrow):
+            return _decimals(stored, self.arrow, is_float=encoding.kind == "float")
+        assert encoding.unit is not None
+        ticks = stored.cast(pa.int64()).to_numpy()
+        if pa.types.is_date(self.arrow):
+            return pa.array((ticks // _TICKS_PER_DAY[encoding.unit]).astype(np.int32)).view(self.arrow)
+        return pa.array(ticks // 1000 if encoding.unit == "ns" else ticks).view(self.arrow)
 
 
 def find_keys(shards: ShardSet, names: Sequence[str]) -> tuple[Key, ...]:
@@ -77,7 +88,7 @@ class KeyReader:
         """Returns the key columns of a row group, by name."""
         shard, number, rows = self._shards.shards.place_of(group)
         stored = [key.name for key in self._keys if not key.is_partition]
-        table = self._open(shard).read_row_group(number, stored, use_threads=False) if stored else None
+        table = self._read(shard, number, stored) if stored else None
         partition = dict(self._shards.shards.partition_of(shard))
         found: dict[str, pa.Array] = {}
         for key in self._keys:
@@ -90,19 +101,21 @@ class KeyReader:
                 found[key.name] = key.restore(_one_array(table.column(key.name)))
         return found
 
-    def _open(self, shard: int) -> pq.ParquetFile:
-        if self._opened is None or self._opened[0] != shard:
-            url = storage.join(self._shards.url, self._shards.shards.name_of(shard))
-            self._opened = shard, _open_file(url)
-        return self._opened[1]
+    def _read(self, shard: int, number: int, names: list[str]) -> pa.Table:
+        found = self._shards.shards[shard]
+        url = storage.join(self._shards.url, found.name)
+        try:
+            if self._opened is None or self._opened[0] != shard:
+                self._opened = shard, _open_file(url, found)
+            return self._opened[1].read_row_group(number, names, use_threads=False)
+        except (OSError, ValueError) as error:
+            raise RuntimeError(f"cannot read the keys of row group {number} of {url}: {error}") from error
 
 
 def _external_keys(shards: ShardSet, names: Sequence[str]) -> list[Key]:
     first = shards.shards[0]
-    file = _open_file(storage.join(shards.url, first.name))
+    file = _open_file(storage.join(shards.url, first.name), first)
     schema = file.schema_arrow
-    leaves = [file.schema.column(i) for i in range(len(file.schema))]
-    instants = {leaf.path for leaf in leaves if leaf.physical_type == "INT96"}
     partitions = dict(first.partition)
     found = []
     for name in names:
@@ -112,8 +125,7 @@ def _external_keys(shards: ShardSet, names: Sequence[str]) -> list[Key]:
             continue
         if name not in schema.names:
             raise _missing(name, shards, [*schema.names, *partitions])
-        # Spark writes its timestamps as INT96, for which Arrow has no time zone.
-        arrow = pa.timestamp("us", "UTC") if name in instants else _as_in_spark(schema.field(name).type)
+        arrow = _as_in_spark(schema.field(name).type)
         if arrow is None:
             raise ValueError(f"keys: column {name!r} has type {schema.field(name).type}, expected one value per row")
         found.append(Key(name, arrow))
@@ -132,21 +144,39 @@ def _own_key(shards: ShardSet, name: str) -> Key:
     if encoding.vocabulary is not None:
         return Key(name, pa.string(), encoding)
     if encoding.kind in ("timestamp", "duration"):
-        ticks = _ticks(encoding)
-        day = ticks if encoding.unit == "D" else None
-        return Key(
-            name, day or (pa.timestamp("us", "UTC") if encoding.kind == "timestamp" else pa.duration("us")), encoding
-        )
+        return Key(name, _time_type(name, encoding), encoding)
+    if (found := re.fullmatch(r"decimal\(([0-9]+),([0-9]+)\)", encoding.source_type or "")) is not None:
+        precision, scale = map(int, found.groups())
+        if encoding.kind == "decimal" or precision <= _EXACT_DIGITS:
+            return Key(name, pa.decimal128(precision, scale), encoding)
     raise ValueError(
         f"keys: column {name!r} is stored as {encoding.kind}, from which its values cannot be restored; choose a "
-        "column of numbers, times, or strings with a vocabulary"
+        "column of numbers, times, decimals (as: decimal, or up to 15 digits), or strings with a vocabulary; datasets "
+        "that earlier versions wrote do not have the types of decimals"
     )
 
 
-def _ticks(encoding: Encoding) -> pa.DataType:
+def _time_type(name: str, encoding: Encoding) -> pa.DataType:
+    """Returns the type of a time in Spark. Raises ValueError if its unit has cut off what Spark's type has."""
+    if encoding.source_type == "date" or (encoding.source_type is None and encoding.unit == "D"):
+        return pa.date32()
+    if encoding.unit not in ("us", "ns"):
+        raise ValueError(
+            f"keys: column {name!r} is stored in the unit {encoding.unit}, which cuts off fractions, so that its "
+            f"values would not be the table's; write the dataset without data.encode.{name}.unit, and let the model "
+            "divide"
+        )
     if encoding.kind == "duration":
-        return pa.duration(encoding.unit)
-    return pa.date32() if encoding.unit == "D" else pa.timestamp(encoding.unit, "UTC")
+        return pa.duration("us")
+    return pa.timestamp("us", None if encoding.source_type == "timestamp_ntz" else "UTC")
+
+
+def _decimals(stored: pa.Array, arrow: pa.DataType, *, is_float: bool) -> pa.Array:
+    """Returns the decimals that are stored as unscaled integers, or as the nearest float64 of at most 15 digits."""
+    numbers = stored.to_numpy()
+    low = np.rint(numbers * 10.0**arrow.scale).astype(np.int64) if is_float else numbers
+    words = np.stack([low, low >> 63], axis=1)  # Arrow's decimals are integers of 128 bits
+    return pa.Array.from_buffers(arrow, len(low), [None, pa.py_buffer(words.tobytes())])
 
 
 def _as_in_spark(arrow: pa.DataType) -> pa.DataType | None:
@@ -162,8 +192,8 @@ def _as_in_spark(arrow: pa.DataType) -> pa.DataType | None:
     return None if pa.types.is_nested(arrow) else unsigned.get(arrow, arrow)
 
 
-def _open_file(url: str) -> Any:
-    return rebased(pq.ParquetFile(storage.open_input(url), coerce_int96_timestamp_unit="us"))
+def _open_file(url: str, shard: Shard) -> Any:
+    return open_file(storage.open_input(url), footer_bytes=shard.footer_bytes, footer_crc32=shard.footer_crc32)
 
 
 def _partition_type(values: Sequence[str]) -> pa.DataType:

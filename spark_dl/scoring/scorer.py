@@ -26,7 +26,7 @@ from spark_dl.data.columns.schema import Column
 from spark_dl.data.dataset.records import ShardSet
 from spark_dl.data.write.first_row import first_row_columns
 from spark_dl.evaluate import load_model
-from spark_dl.inputs import as_source, shards_of
+from spark_dl.inputs import as_source, as_written, shards_of
 from spark_dl.rundir import checkpoint
 from spark_dl.scoring import saved_model
 from spark_dl.spec import Batch, ModelSpec
@@ -238,7 +238,8 @@ def scorer_of_build(spec: ModelSpec, config: Config | None, data: Any) -> Scorer
     config, source = replace(config, data=features), as_source(data)
     if isinstance(source, (str, ShardSet)):
         with contextlib.ExitStack() as until_done:
-            columns = shards_of(source, "", config, until_done, (), reuse=False).select(features.features)
+            to_read = replace(config, data=as_written(features, source))
+            columns = shards_of(source, "", to_read, until_done, (), reuse=False).select(features.features)
     else:
         columns = first_row_columns(source, features.features, features)
     return Scorer(spec=spec, config=config, columns=columns, url="", sha256="").with_varying()

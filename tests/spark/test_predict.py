@@ -98,6 +98,64 @@ def test_keys_of_shards_are_restored_and_those_of_partitions_read(spark, points,
 
 
 @pytest.mark.modes("local")
+def test_keys_of_shards_have_the_types_and_values_of_the_table(spark, saved, tmp_path):
+    """In a zone with daylight saving time: a local time that became an instant found the rows of other hours."""
+    before = spark.conf.get("spark.sql.session.timeZone")
+    spark.conf.set("spark.sql.session.timeZone", "Europe/Berlin")
+    made = {
+        "at": "timestamp_micros(i * 3600000001L)", "wall": "CAST(timestamp_micros(i * 3600000001L) AS TIMESTAMP_NTZ)",
+        "fine": "timestamp_millis(i)", "day": "date_sub(DATE'1970-01-01', i)", "noon": "date_add(DATE'2026-03-29', i)",
+        "took": "make_dt_interval(0, i, 0, 0.000001)", "price": "CAST(i - 3.25 AS DECIMAL(9, 2))",
+        "exact": "CAST(i AS DECIMAL(20, 2)) - CAST(90000000000000000.25 AS DECIMAL(20, 2))",
+        "whole": "CAST(-i AS DECIMAL(18, 0))", "flag": "i % 2 = 0", "small": "CAST(i AS TINYINT)",
+    }  # fmt: skip
+    try:
+        df = spark.range(48).selectExpr("array(CAST(id AS FLOAT), 0f, 0f, 0f) AS features", "CAST(id AS INT) AS i")
+        df = df.selectExpr("*", *(f"{sql} AS {name}" for name, sql in made.items())).cache()
+        encode = {"exact": {"as": "decimal"}, "fine": {"as": "timestamp", "unit": "ns"},
+                  "noon": {"as": "timestamp", "unit": "s"}}  # fmt: skip
+        data = Data(features=tuple(df.columns), label=None, encode=encode)
+        shards = spark_dl.write_shards(df, str(tmp_path / "shards"), data)
+        found = spark_dl.predict(shards, saved["two"], keys=["i", *made])
+        assert [found.schema[name].dataType for name in made] == [df.schema[name].dataType for name in made]
+        assert found.join(df, ["i", *made]).count() == 48
+    finally:
+        spark.conf.set("spark.sql.session.timeZone", before)
+
+
+@pytest.mark.modes("local")
+@pytest.mark.parametrize(("column", "settings", "match"), [
+    ("current_timestamp()", {"as": "timestamp", "unit": "s"}, "stored in the unit s, which cuts off fractions"),
+    ("make_dt_interval(1)", {"as": "duration", "unit": "ms"}, "stored in the unit ms, which cuts off fractions"),
+    ("CAST(1 AS DECIMAL(16, 2))", {}, "stored as float, from which its values cannot be restored"),
+])  # fmt: skip
+def test_keys_that_have_lost_digits_are_refused(spark, saved, tmp_path, column, settings, match):
+    df = spark.range(2).selectExpr("array(CAST(id AS FLOAT), 0f, 0f, 0f) AS features", f"{column} AS k")
+    data = Data(features=("features", "k"), label=None, encode={"k": settings} if settings else {})
+    shards = spark_dl.write_shards(df, str(tmp_path / "shards"), data)
+    with pytest.raises(ValueError, match=f"keys: column 'k' is {match}"):
+        spark_dl.predict(shards, saved["two"], keys=["k"])
+
+
+@pytest.mark.modes("local")
+def test_a_dataset_is_scored_whatever_batches_and_rules_the_training_had(spark, tmp_path):
+    """Streams that do not fit the usual batch; one policy that drops and one that fills; a fill of shards."""
+    rows = [(i, float("nan") if i % 3 else float(i)) for i in range(12)]
+    df = spark.createDataFrame(rows, "id bigint, x double")
+    df.write.parquet(str(tmp_path / "data"))
+    data = Data(features=("id", "x"), label=None, nulls="drop", nonfinite="fill", fill={"x": -1.5, "id": 7})
+    shards = spark_dl.write_shards(df, str(tmp_path / "shards"), data)
+    spec = ModelSpec(build=nn.Identity, forward=lambda model, batch: batch["x"])
+    config = Config(
+        data=dataclasses.replace(data, features=("x",), fill={"x": -1.5}), loader=Loader(num_streams=24),
+        train=Train(global_batch_size=48),
+    )  # fmt: skip
+    for source in (shards, str(tmp_path / "data")):
+        found = spark_dl.predict(source, spec, config=config, keys=["id"], spark=spark).collect()
+        assert {row["id"]: row["prediction"] for row in found} == {i: -1.5 if i % 3 else float(i) for i in range(12)}
+
+
+@pytest.mark.modes("local")
 def test_other_keys_are_refused(spark, points, saved, tmp_path):
     points.write.parquet(str(tmp_path / "data"))
     shards = spark_dl.write_shards(

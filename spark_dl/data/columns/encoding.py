@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from spark_dl.config.checks import IMAGE_CHOICES
@@ -21,6 +22,7 @@ CHOICES = {
     "binary": ("bytes", "image"),
 }
 """Values of `as` for each family of types. The first is the default; strings have no default."""
+_SOURCE_TYPES = r"date|timestamp|timestamp_ntz|decimal\([0-9]{1,2},[0-9]{1,2}\)"
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,9 @@ class Encoding:
     """`bilinear` or `nearest`: how images are scaled."""
     formats: tuple[str, ...] | None = None
     """The formats of images, as Pillow names them; None for PNG and JPEG."""
+    source_type: str | None = field(default=None, compare=False)
+    """Spark's type of a time or a decimal before it was encoded, such as `timestamp_ntz` or `decimal(8,2)`, so that
+    keys get it back. Not compared: datasets of before do not have it."""
 
     @classmethod
     def of_image(cls, settings: Mapping[str, Any]) -> Encoding:
@@ -96,6 +101,7 @@ class Encoding:
             "mode": lambda v: v in (None, *IMAGE_CHOICES["mode"]),
             "orientation": lambda v: v in IMAGE_CHOICES["orientation"],
             "interpolation": lambda v: v in IMAGE_CHOICES["interpolation"],
+            "source_type": lambda v: v is None or (type(v) is str and re.fullmatch(_SOURCE_TYPES, v) is not None),
             "formats": lambda v: v is None or (isinstance(v, list) and v != [] and all(type(f) is str for f in v)),
         }
         for key, value in plain.items():

@@ -144,7 +144,7 @@ def _is_shape(value: tuple[Any, ...]) -> bool:
 
 OWN_CODECS = ("scalar", "ndarray", "list", "binary", "image")
 """Codecs of our own shards."""
-_ADDED = ("mode", "orientation", "interpolation", "formats")
+_ADDED = ("mode", "orientation", "interpolation", "formats", "source_type")
 _IS_VALUE: Mapping[str, Callable[[Any], bool]] = {
     "name": lambda v: type(v) is str and v != "",
     "dtype": _is_dtype,

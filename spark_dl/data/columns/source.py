@@ -58,6 +58,8 @@ class Leaf:
     dtype: str
     unit: str | None = None
     scale: int | None = None
+    source_type: str | None = None
+    """Spark's type of a time or a decimal."""
 
 
 class BadCellsError(ValueError):
@@ -183,6 +185,7 @@ def encoded_column(name: str, leaf: Leaf, depth: int, type_name: str, settings: 
         buckets=settings.get("buckets"),
         vocabulary=None if values is None else tuple(values),
         unknown=settings.get("unknown", "zero"),
+        source_type=leaf.source_type,
     )
     dtype = "float64" if kind == "float" else leaf.dtype
     if leaf.family == "time":

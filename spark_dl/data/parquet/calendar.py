@@ -1,14 +1,17 @@
-"""Dates and times of files that were written with the Julian calendar before 1582-10-15, as Spark 2 and Hive did.
+"""Dates and times as Spark reads them: 96-bit timestamps as instants, and old calendars as the new one.
 
-Spark 3 says in a file which calendar it has, and rebases what it reads to the proleptic Gregorian one, which Arrow,
-Python and Spark 3 have: a date keeps its year, month and day. See `DataSourceUtils.datetimeRebaseSpec` and
-`RebaseDateTime` of Spark. In a file of the old calendar, 0001-01-01 is two days off without it.
+A timestamp of 96 bits, which is Spark's default, is an instant; Arrow reads it without a time zone.
+
+Spark 2 and Hive wrote days before 1582-10-15 with the Julian calendar. Spark 3 says in a file which calendar it has,
+and rebases what it reads to the proleptic Gregorian one, which Arrow, Python and Spark 3 have: a date keeps its year,
+month and day. See `DataSourceUtils.datetimeRebaseSpec` and `RebaseDateTime` of Spark. In a file of the old calendar,
+0001-01-01 is two days off without it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,12 +62,28 @@ def calendar_of(metadata: pq.FileMetaData) -> Calendar | None:
 
 
 class RebasedFile:
-    """A Parquet file whose old dates and times are those that Spark reads. All else is as in `pyarrow.parquet`."""
+    """A Parquet file whose dates and times are those that Spark reads. All else is as in `pyarrow.parquet`."""
 
-    def __init__(self, file: pq.ParquetFile, calendar: Calendar):
-        self._file, self._calendar = file, calendar
-        leaves = [file.schema.column(i) for i in range(len(file.schema))]
-        self._int96 = {leaf.path for leaf in leaves if leaf.physical_type == "INT96"}
+    def __init__(self, file: pq.ParquetFile, calendar: Calendar | None, int96: Collection[str]):
+        self._file, self._calendar, self._int96 = file, calendar, int96
+        self.schema_arrow = pa.schema(map(self._with_zone, file.schema_arrow), file.schema_arrow.metadata)
+
+    def _with_zone(self, field: pa.Field) -> pa.Field:
+        return field.with_type(self._type(field.name, field.type))
+
+    def _type(self, path: str, arrow: pa.DataType) -> pa.DataType:
+        """Returns the type of a column, or of values in it, with the zone of the timestamps of 96 bits."""
+        types = pa.types
+        if types.is_struct(arrow):
+            return pa.struct([f.with_type(self._type(f"{path}.{f.name}", f.type)) for f in arrow])
+        if types.is_list(arrow) or types.is_large_list(arrow):
+            inner = arrow.value_field.with_type(self._type(path, arrow.value_type))
+            return pa.large_list(inner) if types.is_large_list(arrow) else pa.list_(inner)
+        return pa.timestamp(arrow.unit, "UTC") if types.is_timestamp(arrow) and self._is_int96(path) else arrow
+
+    def _is_int96(self, path: str) -> bool:
+        # Spark and Hive name the levels of a list differently; a timestamp of 96 bits is of one kind in a column.
+        return any(leaf == path or leaf.startswith(f"{path}.") for leaf in self._int96)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
@@ -73,18 +92,18 @@ class RebasedFile:
         """As in pyarrow. Raises ValueError for values that cannot be rebased, with the column and the reason."""
         table = self._file.read_row_group(*args, **kwargs)
         columns = {name: self._rebased(name, name, table.column(name)) for name in table.column_names}
-        return pa.Table.from_arrays(list(columns.values()), schema=table.schema)
+        return pa.Table.from_arrays(list(columns.values()), schema=pa.schema(map(self._with_zone, table.schema)))
 
     def iter_batches(self, *args: Any, **kwargs: Any) -> Iterator[pa.RecordBatch]:
         """As in pyarrow. Raises as `read_row_group` does."""
         for batch in self._file.iter_batches(*args, **kwargs):
             arrays = [self._rebased(name, name, batch.column(i)) for i, name in enumerate(batch.schema.names)]
-            yield pa.RecordBatch.from_arrays(arrays, schema=batch.schema)
+            yield pa.RecordBatch.from_arrays(arrays, schema=pa.schema(map(self._with_zone, batch.schema)))
 
     def _rebased(self, column: str, path: str, values: Any) -> Any:
+        types, arrow = pa.types, self._type(path, values.type)
         if isinstance(values, pa.ChunkedArray):
-            return pa.chunked_array([self._rebased(column, path, chunk) for chunk in values.chunks], values.type)
-        types, arrow = pa.types, values.type
+            return pa.chunked_array([self._rebased(column, path, chunk) for chunk in values.chunks], arrow)
         if not has_times(arrow):
             return values
         if types.is_struct(arrow):
@@ -93,16 +112,15 @@ class RebasedFile:
             ]
             return pa.StructArray.from_arrays(inner, fields=list(arrow), mask=values.is_null())
         if types.is_list(arrow) or types.is_large_list(arrow):
-            # Spark and Hive name the levels of a list differently; a timestamp of 96 bits is of one kind in a column.
             inner_values = self._rebased(column, path, values.values)
             kind = pa.LargeListArray if types.is_large_list(arrow) else pa.ListArray
             found = kind.from_arrays(values.offsets, inner_values, type=arrow)
             return found if not values.null_count else _with_nulls(found, values, kind)
-        return self._rebased_leaf(column, path, values)
+        found = values if self._calendar is None else self._rebased_leaf(column, path, values, self._calendar)
+        return found if found.type == arrow else found.view(arrow)
 
-    def _rebased_leaf(self, column: str, path: str, values: pa.Array) -> pa.Array:
-        is_int96 = any(leaf == path or leaf.startswith(f"{path}.") for leaf in self._int96)
-        if not (self._calendar.int96 if is_int96 else self._calendar.dates):
+    def _rebased_leaf(self, column: str, path: str, values: pa.Array, calendar: Calendar) -> pa.Array:
+        if not (calendar.int96 if self._is_int96(path) else calendar.dates):
             return values
         is_date = pa.types.is_date32(values.type)
         ticks = np.asarray(values.cast(pa.int32() if is_date else pa.int64()).fill_null(0))
@@ -110,31 +128,31 @@ class RebasedFile:
             old = ticks < _SWITCH_DAY
             if not old.any():
                 return values
-            self._check(column, "1582-10-15", needs_zone=False)
+            _check(column, "1582-10-15", calendar, needs_zone=False)
             ticks = np.where(old, gregorian_days(ticks), ticks).astype(np.int32)
         else:
             second = _PER_SECOND[values.type.unit]
             if not (ticks < _SAFE_S * second).any():
                 return values
             day, old = 86_400 * second, ticks < _SWITCH_DAY * 86_400 * second
-            self._check(column, "1900-01-01", needs_zone=True)
+            _check(column, "1900-01-01", calendar, needs_zone=True)
             days = np.floor_divide(ticks, day)
             ticks = np.where(old, gregorian_days(days) * day + (ticks - days * day), ticks)
         mask = np.asarray(values.is_null().to_numpy(zero_copy_only=False)) if values.null_count else None
         return pa.array(ticks, mask=mask).cast(values.type)
 
-    def _check(self, column: str, before: str, *, needs_zone: bool) -> None:
-        calendar = self._calendar
-        if not calendar.is_known:
-            why = "does not say which calendar it has"
-        elif needs_zone and calendar.zone not in _UTC:
-            why = f"has the old calendar in the time zone {calendar.zone or 'of its writer, which it does not name'}"
-        else:
-            return
-        raise ValueError(
-            f"column {column!r}: found values before {before} in a file of {calendar.writer}, which {why}; read the "
-            "files with Spark, and pass the DataFrame"
-        )
+
+def _check(column: str, before: str, calendar: Calendar, *, needs_zone: bool) -> None:
+    if not calendar.is_known:
+        why = "does not say which calendar it has"
+    elif needs_zone and calendar.zone not in _UTC:
+        why = f"has the old calendar in the time zone {calendar.zone or 'of its writer, which it does not name'}"
+    else:
+        return
+    raise ValueError(
+        f"column {column!r}: found values before {before} in a file of {calendar.writer}, which {why}; read the "
+        "files with Spark, and pass the DataFrame"
+    )
 
 
 def _with_nulls(found: Any, values: Any, kind: Any) -> Any:
@@ -153,11 +171,13 @@ def has_times(arrow: pa.DataType) -> bool:
 
 
 def rebased(file: pq.ParquetFile) -> Any:
-    """Returns a file that reads dates and times as Spark does; the same file if there is nothing to rebase."""
-    calendar = calendar_of(file.metadata)
-    if calendar is None or not any(has_times(field.type) for field in file.schema_arrow):
+    """Returns a file that reads dates and times as Spark does; the same file if there is nothing to change."""
+    if not any(has_times(field.type) for field in file.schema_arrow):
         return file
-    return RebasedFile(file, calendar)
+    leaves = [file.schema.column(i) for i in range(len(file.schema))]
+    int96 = {leaf.path for leaf in leaves if leaf.physical_type == "INT96"}
+    calendar = calendar_of(file.metadata)
+    return RebasedFile(file, calendar, int96) if calendar is not None or int96 else file
 
 
 def gregorian_days(days: npt.NDArray[Any]) -> npt.NDArray[np.int64]:

@@ -115,11 +115,11 @@ def _spark_leaf(data_type: Any) -> Leaf | None:
     if kind in _NUMBERS:
         return Leaf("number", _NUMBERS[kind])
     if kind == "decimal":
-        return Leaf("decimal", "int64", scale=data_type.scale)
+        return Leaf("decimal", "int64", scale=data_type.scale, source_type=data_type.simpleString())
     return {
-        "date": Leaf("time", "int32", unit="D"),
-        "timestamp": Leaf("time", "int64", unit="us"),
-        "timestamp_ntz": Leaf("time", "int64", unit="us"),
+        "date": Leaf("time", "int32", unit="D", source_type="date"),
+        "timestamp": Leaf("time", "int64", unit="us", source_type="timestamp"),
+        "timestamp_ntz": Leaf("time", "int64", unit="us", source_type="timestamp_ntz"),
         "daytimeinterval": Leaf("duration", "int64", unit="us"),
         "string": Leaf("string", "int64"),
         "char": Leaf("string", "int64"),

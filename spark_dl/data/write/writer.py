@@ -24,6 +24,9 @@ _ROW_GROUP_BYTES = 4 << 20
 _DECODED_BYTES = 64 << 20
 """Bytes of a row group in memory, of which a reader has several. Images can be much smaller in their files."""
 _SHARD_BYTES = 64 << 20
+_NAME = "spark_dl.shard"
+"""The name of a shard in its footer: shards of equal sizes have other checksums, so that one in the place of another is
+found."""
 _PAGE_BYTES = 1 << 30
 """Page size that makes each column of a row group one page, which is read without a decoder."""
 
@@ -115,12 +118,17 @@ class ShardWriter:
         cells = [cell_codec.encode(c, a) for c, a in zip(self.columns, arrays, strict=True)]
         table = pa.Table.from_arrays(cells, schema=pa.schema([cell_codec.arrow_field(c) for c in self.columns]))
         if self._file is None:
-            self._sink = _HashingSink(storage.join(self._url, self._next_name()))
+            name = self._next_name()
+            self._sink = _HashingSink(storage.join(self._url, name))
             scalars = [c.name for c in self.columns if c.codec == "scalar"]
             self._file = parquet_file.open_writer(
-                self._sink, table.schema, compression="none", use_dictionary=False, write_statistics=scalars,
+                self._sink,
+                table.schema.with_metadata({_NAME: name}),
+                compression="none",
+                use_dictionary=False,
+                write_statistics=scalars,
                 data_page_size=_PAGE_BYTES,
-            )  # fmt: skip
+            )
         self._file.write_table(table, row_group_size=len(arrays[0]))
         self._groups.append(len(arrays[0]))
         for column, array in zip(self.columns, arrays, strict=True):

@@ -313,6 +313,21 @@ def test_a_string_stays_the_string_that_it_is(tmp_path, value):
         assert [type(v) for v in config.data.fill.values()] == [str, int, bool]
 
 
+@pytest.mark.parametrize("value", ["null", "~", "#x", "&x", "0123", "no", "1.0", "[]", "'", "a: b"])
+def test_a_quoted_word_is_a_value_of_a_setting(tmp_path, value):
+    """A column can be called "null", and was no column; a word of the command line is no comment of YAML."""
+    path = tmp_path / "settings.yaml"
+    path.write_text(json.dumps({"data": {"label": value}, "checkpoint": {"signing_key_file": value}}))
+    for config in (
+        load_config(path),
+        load_config(overrides={"data.label": value, "checkpoint.signing_key_file": value}),
+    ):
+        assert (config.data.label, config.checkpoint.signing_key_file) == (value, value)
+    assert load_config(overrides=["data.label=null"]).data.label is None
+    assert load_config(overrides={"data.label": None}).data.label is None
+    assert load_config(overrides=["data.label=#x"]).data.label == "#x"
+
+
 @pytest.mark.parametrize(("text", "message"), [
     ("data:\n  filters: [[x, '>', 1]]\ntrain:\n  lr: 0.1\ndata:\n  nulls: drop\n", "'data' is in line 1 and in line 5"),
     ("train:\n  lr: 0.1\n  epochs: 2\n  lr: 0.2\n", "'train.lr' is in line 2 and in line 4"),

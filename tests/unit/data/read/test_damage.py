@@ -7,6 +7,7 @@ from spark_dl.data.external.row_counts import filter_rows
 from spark_dl.data.parquet import file as parquet_file
 from spark_dl.data.plan import Segment
 from spark_dl.data.read.rows import Rows
+from spark_dl.scoring import keys
 from tests.builders.datasets import write_dataset
 from tests.builders.settings import make_config
 
@@ -54,6 +55,29 @@ def test_F15_a_flipped_bit_anywhere_gives_an_error_or_the_same_rows(tmp_path):
         for a, b in zip(found, expected, strict=True):
             np.testing.assert_array_equal(a, b, err_msg=f"bit {bit} of byte {position}")
     assert errors > len(content) / 3
+
+
+def test_a_shard_in_the_place_of_another_is_an_error(tmp_path):
+    """Two shards of one size had one footer, and rows of one were read for those of the other."""
+    shards = write_dataset(str(tmp_path / "d"), {"x": ROWS["x"]}, group_rows=4, shard_rows=12)
+    first, second = (tmp_path / "d" / shard.name for shard in shards.shards)
+    assert first.stat().st_size == second.stat().st_size
+    first.write_bytes(second.read_bytes())
+    assert "the footer's checksum does not match its bytes" in error_or_rows(shards)
+
+
+@pytest.mark.skipif(not parquet_file.HAS_CHECKSUMS, reason="pyarrow 14 has no checksums of pages")
+def test_a_damaged_key_is_an_error(tmp_path):
+    """Keys are read beside the features, from columns that nothing else reads."""
+    shards = write_dataset(str(tmp_path / "d"), ROWS, group_rows=8, shard_rows=24)
+    path = tmp_path / "d" / shards.shards[0].name
+    found = keys.find_keys(shards, ["id"])
+    assert keys.KeyReader(shards, found).read(1)["id"].to_pylist() == [*range(8, 16)]
+    content, page = bytearray(path.read_bytes()), np.arange(8, 16).tobytes()
+    content[content.index(page)] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(RuntimeError, match=f"cannot read the keys of row group 1 of {path}: .*"):
+        keys.KeyReader(shards, found).read(1)
 
 
 def test_a_flipped_bit_of_a_footer_is_an_error_of_filters_too(tmp_path):

@@ -1,10 +1,11 @@
 # Every target makes .venv by itself when it is missing or out of date; no environment need be activated.
 PY := .venv/bin/python
 ARGS ?= --overwrite
+MINUTES ?= 10
 # Hundreds of processes of the tests import the package: they do not compile it each time, whatever the shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-slow test-long test-gpu test-oldest check lint type docs bench clean setup setup-all setup-petastorm setup-peers setup-oldest setup-horovod
+.PHONY: train test test-slow test-long fuzz test-gpu test-oldest check lint type docs bench clean setup setup-all setup-petastorm setup-peers setup-oldest setup-horovod
 
 setup:
 	@./conf/setup_env.sh
@@ -47,6 +48,9 @@ test-slow: setup-all .venv/spark.jsa ## slow tests: whole jobs, kills, clusters,
 
 test-long: setup-all .venv/spark.jsa .data/flights.csv.zip ## tests that take minutes, and those that repeat others with other numbers or on another cluster; before a release
 	@CUDA_VISIBLE_DEVICES= $(PY) -m pytest --numprocesses=3 --no-loadscope-reorder -m long
+
+fuzz: setup ## random tables, states, settings and damage, for `make fuzz MINUTES=10`; what falls is kept as a test
+	@CUDA_VISIBLE_DEVICES= $(PY) -m tests.fuzz --minutes $(MINUTES)
 
 test-gpu: setup .venv/spark.jsa ## all tests that need a GPU; `make test-gpu DEVICE=cpu` runs them on the CPU in its place
 	@SPARK_DL_TEST_DEVICE=$(DEVICE) $(PY) -m pytest tests/gpu

@@ -46,8 +46,8 @@ def pytest_collection_modifyitems(items):
         if item.get_closest_marker("long") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(_LONG_S))
     order = {
-        "ranks": 0, "local 0": 0, "local 1": 0, "gpu": 0, "local-cluster": 1, "connect": 2, "hosts": 3, "package": 3,
-        "tests/spark/test_jobs.py": 3, "petastorm": 4, "spark": 5, "storage": 6, "unit": 7,
+        "ranks": 0, "local 0": 0, "local 1": 0, "gpu": 0, "local-cluster": 1, "fuzz": 1, "connect": 2, "hosts": 3,
+        "package": 3, "tests/spark/test_jobs.py": 3, "petastorm": 4, "spark": 5, "storage": 6, "unit": 7,
     }  # fmt: skip
     items.sort(key=lambda item: order.get(_costly_fixture(item.nodeid), order[item.nodeid.split("/")[1]]))
 
@@ -85,6 +85,8 @@ def _costly_fixture(nodeid):
         return f"ranks {half}"
     if folder == "spark" and mode:
         return f"local {half}" if mode.group(1) == "local" else mode.group(1)
+    if path.startswith("tests/fuzz/"):
+        return "fuzz"
     return folder if folder in ("hosts", "gpu") else path
 
 

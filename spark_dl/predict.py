@@ -18,12 +18,20 @@ from spark_dl.scoring import saved_model, udf
 from spark_dl.scoring.dataset import predict_dataset
 from spark_dl.scoring.saved_model import Format
 from spark_dl.scoring.scorer import Scorer, find_scorer, scorer_of, scorer_of_build
-from spark_dl.scoring.tables import added_fields, batch_scorer, open_scorer, pack, trained_sources
+from spark_dl.scoring.tables import (
+    added_fields,
+    batch_scorer,
+    first_outputs,
+    open_scorer,
+    pack,
+    trained_sources,
+    with_declared,
+)
 from spark_dl.spec import ModelSpec
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
-    from pyspark.sql.types import DataType, StructField
+    from pyspark.sql.types import DataType, StructField, StructType
 
 
 def predict(
@@ -33,6 +41,7 @@ def predict(
     config: Config | None = None,
     *,
     keys: Sequence[str] = (),
+    output_schema: StructType | str | None = None,
     spark: SparkSession | None = None,
 ) -> DataFrame:
     """Adds the columns of `spec.predict` to a DataFrame, or computes them for a dataset. Lazy. Called on the driver.
@@ -48,6 +57,10 @@ def predict(
         `checkpoint.signing_key_file`, the checkpoint must be
         signed with that key.
 
+    output_schema: the columns that the model adds, such as `"prediction float, scores array<float>"`. By default, the
+        model computes two rows of zeros on the driver to know them, and, if it does not take zeros, the first rows of
+        `data`, which runs a job. A streaming DataFrame has no first rows.
+
     Each Python worker loads the model once, and uses the GPU that Spark assigned to the task, if any. One value per row
     becomes a scalar column; more values become (nested) arrays.
 
@@ -56,12 +69,12 @@ def predict(
     Raises ValueError for a missing feature, a checkpoint of another model, or a column name that exists already.
     """
     source = as_source(data)
-    scorer = find_scorer(model, checkpoint_url, config, data=source)
+    scorer = with_declared(find_scorer(model, checkpoint_url, config, data=source), output_schema)
     if isinstance(source, (str, ShardSet)):
-        return predict_dataset(find_session(None, spark), source, scorer, added_fields(scorer), keys)
+        return predict_dataset(find_session(None, spark), source, scorer, keys)
     if keys:
         raise ValueError(f"keys: found {list(keys)} with a DataFrame, which keeps all its columns; remove keys")
-    return add_predictions(source, scorer, added_fields(scorer))
+    return add_predictions(source, scorer, added_fields(scorer, first_outputs(source, scorer)))
 
 
 def predict_udf(
@@ -70,6 +83,7 @@ def predict_udf(
     config: Config | None = None,
     *,
     data: DataFrame | str | os.PathLike[str] | ShardSet | None = None,
+    output_schema: StructType | str | None = None,
 ) -> Any:
     """Returns a user-defined function of the features, in their order, for DataFrames and Spark SQL.
 
@@ -77,7 +91,8 @@ def predict_udf(
     returns the only column of `spec.predict`, or a struct of all its columns. Register it for SQL:
     `spark.udf.register("score", spark_dl.predict_udf(model))`. Called on the driver.
     """
-    return udf.build_udf(find_scorer(model, checkpoint_url, config, data=data))
+    scorer = with_declared(find_scorer(model, checkpoint_url, config, data=data), output_schema)
+    return udf.build_udf(scorer, first_outputs(as_source(data), scorer) if hasattr(data, "sparkSession") else None)
 
 
 def save_model(
@@ -130,7 +145,7 @@ def add_predictions(df: DataFrame, scorer: Scorer, added: dict[str, DataType]) -
     numbered = df.toDF(*(f"c{i}" for i in range(len(names))))
     sources = tuple(replace(s, path=(f"c{_place_of(s.path[0], names)}", *s.path[1:])) for s in sources)
     if not all(map(_has_arrow, schema.fields)):
-        found = _by_udf(numbered, scorer, sources, list(added))
+        found = _by_udf(numbered, scorer, sources, added)
     else:
         found = _by_arrow(numbered, scorer, sources, added)
     return found.toDF(*names, *added)
@@ -189,12 +204,14 @@ def _by_arrow(
     return numbered.mapInArrow(run_predict, out)
 
 
-def _by_udf(numbered: DataFrame, scorer: Scorer, sources: Sequence[SourceColumn], added: Sequence[str]) -> DataFrame:
+def _by_udf(
+    numbered: DataFrame, scorer: Scorer, sources: Sequence[SourceColumn], added: dict[str, DataType]
+) -> DataFrame:
     """Adds the outputs by a function of the features alone, so that no other column passes through Python."""
     from pyspark.sql import functions as F
 
     features = [F.col(".".join("`" + part.replace("`", "``") + "`" for part in s.path)) for s in sources]
-    scored = numbered.select("*", udf.function_of(scorer)(*features).alias("added"))
+    scored = numbered.select("*", udf.function_of(scorer, added)(*features).alias("added"))
     if len(added) == 1:
         return scored
     return scored.select(*numbered.columns, *(F.col("added").getField(name) for name in added))

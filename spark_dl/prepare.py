@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from spark_dl import storage
 from spark_dl.checks.auto import mesh_in_words, plan_mesh_of
-from spark_dl.checks.dtypes import check_dtypes, check_transform
+from spark_dl.checks.dtypes import check_dtypes, check_predict, check_transform
 from spark_dl.checks.mesh import fit_mesh
 from spark_dl.config import Config
 from spark_dl.data.columns.schema import Column
@@ -102,6 +102,7 @@ def prepare_run(
             if run.train.columns and spec is not None:  # the columns are unknown with local storage
                 check_dtypes(spec, run.train.select(config.data.columns), config)
                 check_transform(spec, run.train.select(config.data.columns), config)
+                check_predict(spec, run.train.select(config.data.columns), config)
                 run = replace(run, config=fit_mesh(spec, run.train, config, saved))
             # Only now, so that an earlier run is not deleted for invalid data.
             own = [*datasets.written, *_urls(train), *_urls(validation_shards)]

@@ -260,6 +260,16 @@ class ModelSpec:
         )
 
 
+def check_rows(added: Mapping[str, Tensor], rows: int) -> None:
+    """Raises ValueError for a column of `spec.predict` that does not have one entry per row."""
+    for name, value in added.items():
+        if value.ndim == 0 or value.shape[0] != rows:
+            raise ValueError(
+                f"spec.predict: expected one entry per row in the column {name!r}, shape ({rows}, ...), found "
+                f"shape {tuple(value.shape)}"
+            )
+
+
 def _kinds(value: Any) -> str:
     """Names the type of a value, and of what it has."""
     if isinstance(value, Mapping):

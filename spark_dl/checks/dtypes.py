@@ -23,7 +23,7 @@ from spark_dl.data.columns.inputs import cast_columns, two_rows_of_zeros
 from spark_dl.data.columns.schema import Column
 from spark_dl.parallel.generators import generators_kept
 from spark_dl.parallel.loss import weighted_loss_sum
-from spark_dl.spec import ModelSpec
+from spark_dl.spec import ModelSpec, check_rows
 
 _IS_ABOUT_DTYPES = re.compile(
     r"dtype|scalar type|Double|Half|not implemented for '(Int|Short|Char|Byte|Bool)'|bool tensor"
@@ -80,6 +80,33 @@ def _failure(
     except Exception as error:
         return error if _IS_ABOUT_DTYPES.search(str(error)) else None
     return None
+
+
+def check_predict(spec: ModelSpec, columns: Sequence[Column], config: Config) -> None:
+    """Raises ValueError if `spec.predict` returns what `predict` would refuse after the training.
+
+    Called on the driver. Builds the model and computes two rows of zeros, but only if there is a `spec.predict`. Errors
+    that the zeros can have caused are left to the ranks. columns: the columns that are read.
+    """
+    if spec.predict is None or config.sequences is not None:
+        return
+    features = [c for c in cast_columns(columns, config.data.cast) if c.name in config.data.features]
+    with generators_kept(()), torch.inference_mode():
+        try:
+            batch = build_batch(features, [two_rows_of_zeros(c) for c in features], config.loader.ragged)
+            output = spec.output(spec.build_to_train().eval(), spec.prepare(batch), config.data.features)
+        except Exception:
+            return
+        try:
+            check_rows(spec.predictions(output), 2)
+        except Exception as error:
+            if str(error).startswith("spec.predict: "):
+                raise
+            if isinstance(error, (AttributeError, LookupError, TypeError)):  # which no value of a row has caused
+                raise ValueError(
+                    f"spec.predict: it raises {type(error).__name__} for the output of the model ({error}), so that "
+                    "predict would fail after the training"
+                ) from error
 
 
 def check_transform(spec: ModelSpec, columns: Sequence[Column], config: Config) -> None:

@@ -196,7 +196,7 @@ def _gpu_index(peer: Peer) -> int:
 
 
 def child_env(me: Peer, local: Sequence[Peer]) -> dict[str, str]:
-    """Returns CUDA_VISIBLE_DEVICES for a child process of a rank. Empty on the CPU.
+    """Returns CUDA_VISIBLE_DEVICES for a child process of a rank, which sees no GPU if the rank is on the CPU.
 
     In the child, the GPU of local rank n has the index n, as programs for torchrun expect. Ranks that share a GPU see
     only their own.
@@ -204,7 +204,7 @@ def child_env(me: Peer, local: Sequence[Peer]) -> dict[str, str]:
     local: the ranks of the same place, by local rank.
     """
     if not me.names:
-        return {}
+        return {"CUDA_VISIBLE_DEVICES": ""}
     by_turn = [name for names in zip_longest(*(p.names for p in local)) for name in names if name is not None]
     names = list(me.names) if len(by_turn) > len(set(by_turn)) else by_turn
     return {"CUDA_VISIBLE_DEVICES": ",".join(names)}

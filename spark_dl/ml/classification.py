@@ -22,6 +22,7 @@ from spark_dl.ml.model import TorchModel
 from spark_dl.ml.persistence import quoted
 from spark_dl.scoring.outputs import ClassColumns, Squeezed, single_output
 from spark_dl.scoring.scorer import Scorer
+from spark_dl.scoring.tables import Outputs, trial
 from spark_dl.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -59,8 +60,8 @@ class _ClassifierParams(HasPredictionCol, HasProbabilityCol, HasRawPredictionCol
 class TorchClassificationModel(TorchModel, _ClassifierParams):
     """Adds `prediction` (double), `probability` and `rawPrediction` (vectors with one entry per class)."""
 
-    def _find_facts(self) -> dict[str, Any]:
-        output = single_output(self.trained.trial())
+    def _find_facts(self, of_first_rows: Callable[[], Outputs] | None) -> dict[str, Any]:
+        output = single_output(trial(self.trained, of_first_rows))
         return {"numClasses": 2 if output.ndim == 1 or output.shape[1] == 1 else int(output.shape[1])}
 
     @property

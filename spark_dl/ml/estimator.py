@@ -167,7 +167,7 @@ class TorchEstimator(Estimator[TorchModel], TorchParams, MLWritable, MLReadable[
                 train, self._spec_to_train(config), config, validation=validation, run_dir=run_dir,
                 progress=self.progress, spark=dataset.sparkSession,
             )  # fmt: skip
-        return self._model_of(result, config)
+        return self._model_of(result, config, dataset)
 
     def fitMultiple(self, dataset: DataFrame, paramMaps: Sequence[Any]) -> Any:
         """Fits a model for each param map, `parallelTrials` of them at the same time.
@@ -197,7 +197,7 @@ class TorchEstimator(Estimator[TorchModel], TorchParams, MLWritable, MLReadable[
                 dataset.sparkSession, train, specs, configs, validation=validation, run_dir=run_dir,
                 parallel_trials=self.getOrDefault(self.parallelTrials), progress=self.progress,
             )  # fmt: skip
-        return [c._model_of(*found) for c, *found in zip(copies, results, configs, strict=True)]
+        return [c._model_of(*found, dataset) for c, *found in zip(copies, results, configs, strict=True)]
 
     @contextlib.contextmanager
     def _errors_of_params(self) -> Iterator[None]:
@@ -222,8 +222,8 @@ class TorchEstimator(Estimator[TorchModel], TorchParams, MLWritable, MLReadable[
     def _new_run_dir(self) -> str:
         return storage.join(storage.absolute(self.getOrDefault(self.runDir)), f"{self.uid}-{uuid.uuid4().hex[:8]}")
 
-    def _model_of(self, result: driver.TrainResult, config: Config) -> TorchModel:
-        model = self._model(scorer_of(self.spec, result.checkpoint, config), result)
+    def _model_of(self, result: driver.TrainResult, config: Config, rows: DataFrame) -> TorchModel:
+        model = self._model(scorer_of(self.spec, result.checkpoint, config), result, rows=rows)
         model._resetUid(self.uid)  # so that the params of the estimator are those of the model, as in Spark ML
         copied: TorchModel = self._copyValues(model)
         return copied

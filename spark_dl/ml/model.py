@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pyspark.ml import Model
@@ -17,7 +17,7 @@ from spark_dl.ml import persistence
 from spark_dl.ml.params import TorchParams
 from spark_dl.predict import add_predictions
 from spark_dl.scoring.scorer import Scorer
-from spark_dl.scoring.tables import added_fields
+from spark_dl.scoring.tables import Outputs, added_fields, first_outputs
 
 
 class TorchModel(Model, TorchParams, MLWritable, MLReadable["TorchModel"]):
@@ -27,16 +27,25 @@ class TorchModel(Model, TorchParams, MLWritable, MLReadable["TorchModel"]):
     to the task, if any. The DataFrame can be a streaming DataFrame.
     """
 
-    def __init__(self, trained: Scorer, result: TrainResult | None = None, facts: Mapping[str, Any] | None = None):
+    def __init__(
+        self,
+        trained: Scorer,
+        result: TrainResult | None = None,
+        facts: Mapping[str, Any] | None = None,
+        *,
+        rows: DataFrame | None = None,
+    ):
+        """Called by the estimator, with the rows that it was trained on, and by the reader, with the facts."""
         super().__init__()
         self.trained = trained
         self.result = result
         """The result of the training, with the history of its losses; None for a model that was loaded."""
-        self.facts = dict(facts or self._find_facts())
+        self.facts = dict(facts or self._find_facts(None if rows is None else first_outputs(rows, trained)))
         """What is known of the outputs, as JSON, so that `transform` need not load the model on the driver."""
 
-    def _find_facts(self) -> dict[str, Any]:
-        return {"added": {name: kind.jsonValue() for name, kind in added_fields(self.trained).items()}}
+    def _find_facts(self, of_first_rows: Callable[[], Outputs] | None) -> dict[str, Any]:
+        added = added_fields(self.trained, of_first_rows)
+        return {"added": {name: kind.jsonValue() for name, kind in added.items()}}
 
     @property
     def scorer(self) -> Scorer:

@@ -15,6 +15,7 @@ from spark_dl.ml.estimator import TorchEstimator
 from spark_dl.ml.model import TorchModel
 from spark_dl.scoring.outputs import Squeezed, ValueColumn
 from spark_dl.scoring.scorer import Scorer
+from spark_dl.scoring.tables import Outputs, trial
 from spark_dl.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -32,8 +33,8 @@ class _RegressorParams(HasPredictionCol):
 class TorchRegressionModel(TorchModel, _RegressorParams):
     """Adds `prediction` (double)."""
 
-    def _find_facts(self) -> dict[str, Any]:
-        ValueColumn("prediction")(self.trained.trial())
+    def _find_facts(self, of_first_rows: Callable[[], Outputs] | None) -> dict[str, Any]:
+        ValueColumn("prediction")(trial(self.trained, of_first_rows))
         return {"outputs": 1}
 
     @property

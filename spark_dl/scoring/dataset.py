@@ -24,11 +24,10 @@ from spark_dl.launch.code import payload
 from spark_dl.scoring import keys
 from spark_dl.scoring.saved_model import features_only
 from spark_dl.scoring.scorer import Scorer
-from spark_dl.scoring.tables import OpenScorer, open_scorer, pack
+from spark_dl.scoring.tables import OpenScorer, Outputs, added_fields, open_scorer, pack
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
-    from pyspark.sql.types import DataType
 
 _TASK_BYTES = 128 << 20
 """Decoded bytes of the row groups of a task, as its output is one batch."""
@@ -44,12 +43,10 @@ class _Task:
     keys: tuple[keys.Key, ...]
 
 
-def predict_dataset(
-    spark: SparkSession, data: str | ShardSet, scorer: Scorer, added: dict[str, DataType], names: Sequence[str]
-) -> DataFrame:
+def predict_dataset(spark: SparkSession, data: str | ShardSet, scorer: Scorer, names: Sequence[str]) -> DataFrame:
     """Returns a DataFrame with the keys and the predictions of all rows of a dataset. Lazy. Called on the driver.
 
-    # added: the Spark types of the predictions; names: the columns of the keys
+    # names: the columns of the keys
 
     Raises ValueError for invalid keys, and as `shards_of` does.
     """
@@ -67,6 +64,7 @@ def predict_dataset(
     config = Config(data=as_written(features, data), loader=loader)
     with contextlib.ExitStack() as until_done:
         shards = shards_of(data, "", config, until_done, scorer.columns, reuse=False)
+    added = added_fields(scorer, lambda: _first_outputs(scorer, shards, config))
     found = keys.find_keys(shards, names)
     if taken := [name for name in added if name in names]:
         raise ValueError(f"keys: the predictions have a column {taken[0]!r}, too; rename it in spec.predict")
@@ -91,6 +89,19 @@ def predict_dataset(
 
     groups = len(shards.group_rows)
     return spark.range(0, groups, 1, _num_tasks(spark, shards, config)).mapInArrow(run_predict, schema)
+
+
+def _first_outputs(scorer: Scorer, shards: ShardSet, config: Config) -> Outputs:
+    """Computes the new columns of the first row on the driver."""
+    data = config.data
+    columns = shards.select(data.features)
+    rows = Rows(shards, columns, 0.0, 0, "all", nonfinite=data.nonfinite, fill=data.fill)
+    out: list[Any] = [[] if c.is_ragged else np.empty((1, *c.inner), dtype=c.dtype) for c in columns]
+    try:
+        rows.read_into([Segment(int(np.flatnonzero(shards.group_rows)[0]), 0, 1)], out)
+    finally:
+        rows.end_thread()
+    return scorer.outputs(scorer.load(), [o[0] if isinstance(o, list) else o for o in out], "cpu")
 
 
 def _num_tasks(spark: Any, shards: ShardSet, config: Config) -> int:

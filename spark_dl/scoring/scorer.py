@@ -29,7 +29,7 @@ from spark_dl.evaluate import load_model
 from spark_dl.inputs import as_source, as_written, shards_of
 from spark_dl.rundir import checkpoint
 from spark_dl.scoring import saved_model
-from spark_dl.spec import Batch, ModelSpec
+from spark_dl.spec import Batch, ModelSpec, check_rows
 
 MOST_ROWS_AT_ONCE = 1024
 """Rows of one call of the model, without `loader.rows_at_once`."""
@@ -58,6 +58,8 @@ class Scorer:
     is_saved_model: bool = False
     varying: tuple[tuple[str, str], ...] = ()
     """New columns with one value for each value of a ragged feature: (name, feature). Their padding is cut off."""
+    output_schema: str = ""
+    """The new columns as the caller declared them, as JSON of Spark's StructType; empty if a trial finds them."""
 
     def load(self) -> nn.Module:
         """Loads the model, on the CPU, in evaluation mode. Raises ValueError if the files are missing or damaged."""
@@ -115,12 +117,7 @@ class Scorer:
         with torch.inference_mode():
             on_device = {name: tensor.to(device) for name, tensor in batch.items()}
             added = self.spec.predictions(self.spec.output(model, on_device, self.config.data.features))
-        for name, value in added.items():
-            if value.ndim == 0 or value.shape[0] != rows:
-                raise ValueError(
-                    f"spec.predict: expected one entry per row in the column {name!r}, shape ({rows}, ...), found "
-                    f"shape {tuple(value.shape)}"
-                )
+        check_rows(added, rows)
         return {name: _storable(name, value).cpu() for name, value in added.items()}
 
     def trial(self) -> dict[str, Tensor | Ragged]:
@@ -130,7 +127,8 @@ class Scorer:
     def with_varying(self) -> Scorer:
         """Returns the scorer, which knows which of its columns have a value for each value of a ragged feature.
 
-        Called on the driver. Such a column has a second axis that grows with the longest row of the feature.
+        Called on the driver. Such a column has a second axis that grows with the longest row of the feature. There is
+        none for a model that does not take zeros: its padded columns have one length in all batches, or are an error.
         """
         ragged = [c.name for c in self.columns if c.is_ragged] if self.config.loader.ragged == "pad" else []
         if not ragged or self.varying:
@@ -159,8 +157,6 @@ class Scorer:
             batch = self.spec.prepare(build_batch(columns, cells, self.config.loader.ragged))
             return {name: tuple(value.shape) for name, value in self.predictions(model, batch, 2, "cpu").items()}
         except Exception:
-            if not longest:
-                raise
             return {}
 
 

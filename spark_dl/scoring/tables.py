@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,20 +17,25 @@ from torch import Tensor, nn
 from spark_dl.config import Data
 from spark_dl.data.columns import cell_codec
 from spark_dl.data.columns.policies import clean_batch
-from spark_dl.data.columns.ragged import Array, Ragged
+from spark_dl.data.columns.ragged import Array, Ragged, from_lengths
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.columns.source import BadCellsError, SourceColumn
 from spark_dl.data.write import spark_types
+from spark_dl.data.write.vocabulary import expression
 from spark_dl.launch import gpus
 from spark_dl.launch.code import payload
 from spark_dl.scoring.scorer import Scorer, loaded_model
+from spark_dl.spark_job import collect
 
 if TYPE_CHECKING:
-    from pyspark.sql.types import StructType
+    from pyspark.sql import DataFrame
+    from pyspark.sql.types import DataType, StructType
 
-
+_log = logging.getLogger("spark_dl")
 _DECODED_BYTES = 64 << 20
 """Bytes of the features of the rows that are decoded at once."""
+_TRIED_ROWS = 1000
+"""Rows of which the first two that training would keep tell what the model returns."""
 
 
 def pack(scorer: Scorer) -> bytes:
@@ -69,7 +76,8 @@ class OpenScorer:
 
     def arrays(self, cells: Sequence[Array | Ragged]) -> dict[str, pa.Array]:
         """Computes the new columns of some rows, by name. # cells: of each feature, (rows, *cell)"""
-        return {name: to_arrow(v) for name, v in self.scorer.outputs(self.model, cells, self.device).items()}
+        found = {name: to_arrow(v) for name, v in self.scorer.outputs(self.model, cells, self.device).items()}
+        return _as_declared(found, declared_fields(self.scorer)) if self.scorer.output_schema else found
 
 
 def open_scorer(packed: bytes) -> OpenScorer:
@@ -130,11 +138,129 @@ def to_arrow(value: Tensor | Ragged) -> pa.Array:
     return array
 
 
-def added_fields(scorer: Scorer) -> dict[str, Any]:
-    """Returns the names and Spark types of the new columns. Called on the driver; computes two rows there."""
+Outputs = dict[str, Tensor | Ragged]
+"""New columns by name, each (rows, ...)."""
+
+
+def trial(scorer: Scorer, of_first_rows: Callable[[], Outputs] | None = None) -> Outputs:
+    """Returns new columns of the types and shapes that the model computes. Called on the driver.
+
+    The model gets two rows of zeros there. Some functions do not take zeros, such as an embedding of years, or one that
+    decodes files; they get the first rows.
+
+    of_first_rows: computes the columns of the first rows; None if there are no rows yet. Raises ValueError without it.
+    """
+    try:
+        return scorer.trial()
+    except Exception as error:
+        if str(error).startswith("spec.predict: "):
+            raise
+        if of_first_rows is None:
+            raise ValueError(
+                "the types of the columns that the model adds are not known: it was tried on two rows of zeros, and "
+                f"failed ({type(error).__name__}: {error}); declare them, output_schema='prediction float', or pass "
+                "rows that are there, data=..."
+            ) from error
+        _log.info("the model does not take rows of zeros (%s); the first rows tell what it returns", error)
+    return of_first_rows()
+
+
+def first_outputs(df: DataFrame, scorer: Scorer) -> Callable[[], Outputs] | None:
+    """Returns what computes new columns like those of the first rows of a DataFrame; None for a stream."""
+    return None if df.isStreaming else lambda: _outputs_of_first_rows(df, scorer)
+
+
+def _outputs_of_first_rows(df: DataFrame, scorer: Scorer) -> Outputs:
+    sources, packed = trained_sources(df.schema, scorer), pack(scorer)
+    first = df.select(*(expression(source).alias(f"c{i}") for i, source in enumerate(sources))).limit(_TRIED_ROWS)
+
+    def describe(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for batch in batches:
+            opened = open_scorer(packed)
+            data = opened.scorer.config.data
+            cells = _trained_cells(sources, opened.scorer.columns, batch.columns, data, may_drop=True)
+            if len(cells[0]):
+                cells = [of_column[:2] for of_column in cells]
+                found = opened.scorer.outputs(opened.model, cells, opened.device)
+                yield pa.RecordBatch.from_pydict({"outputs": [json.dumps({k: _kind(v) for k, v in found.items()})]})
+
+    rows = collect(first.mapInArrow(describe, "outputs string"), "spark_dl: predicting the first rows")
+    if not rows:
+        raise ValueError(
+            "the model does not take rows of zeros, and there are no rows to try it on, so that the types of the "
+            "columns that it adds are not known; declare them, output_schema='prediction float'"
+        )
+    return {name: _zeros(*kind) for name, kind in json.loads(rows[0]["outputs"]).items()}
+
+
+def _kind(value: Tensor | Ragged) -> tuple[str, list[int], bool]:
+    """Returns the dtype of a column, the shape of a cell without a varying axis, and whether there is one."""
+    if isinstance(value, Ragged):
+        return str(value.own_values.dtype), [*value.inner], True
+    return str(value.dtype).removeprefix("torch."), [*value.shape[1:]], False
+
+
+def _zeros(dtype: str, shape: Sequence[int], is_ragged: bool) -> Tensor | Ragged:
+    if is_ragged:
+        return from_lengths(np.zeros((2, *shape), dtype), np.ones(2, dtype=np.int64))
+    return torch.zeros((2, *shape), dtype=getattr(torch, dtype))
+
+
+def added_fields(scorer: Scorer, of_first_rows: Callable[[], Outputs] | None = None) -> dict[str, Any]:
+    """Returns the names and Spark types of the new columns. Called on the driver. # of_first_rows: as for `trial`"""
     from pyspark.sql.pandas.types import from_arrow_type
 
-    return {name: from_arrow_type(to_arrow(value).type) for name, value in scorer.trial().items()}
+    if scorer.output_schema:
+        return declared_fields(scorer)
+    return {name: from_arrow_type(to_arrow(value).type) for name, value in trial(scorer, of_first_rows).items()}
+
+
+def with_declared(scorer: Scorer, output_schema: StructType | str | None) -> Scorer:
+    """Returns the scorer with the new columns as the caller declared them, in Spark's words or as a StructType.
+
+    Called on the driver. Raises ValueError for another value, and for a type that Arrow does not have.
+    """
+    from pyspark.sql.pandas.types import to_arrow_schema
+    from pyspark.sql.types import StructType, _parse_datatype_string
+
+    if output_schema is None:
+        return scorer
+    try:
+        found = _parse_datatype_string(output_schema) if isinstance(output_schema, str) else output_schema
+        if not isinstance(found, StructType) or not found.fields:
+            raise TypeError(f"a {type(found).__name__}")
+        to_arrow_schema(found)
+    except Exception as error:  # PySpark's
+        words = (str(error).strip().splitlines() or [""])[0]
+        raise ValueError(
+            f"output_schema: expected the new columns, such as 'prediction float, scores array<float>', found "
+            f"{output_schema!r} ({words})"
+        ) from None
+    return replace(scorer, output_schema=found.json())
+
+
+def declared_fields(scorer: Scorer) -> dict[str, Any]:
+    """Returns the names and Spark types of the new columns, as they were declared."""
+    from pyspark.sql.types import StructType
+
+    return {field.name: field.dataType for field in StructType.fromJson(json.loads(scorer.output_schema))}
+
+
+def _as_declared(found: Mapping[str, pa.Array], declared: Mapping[str, DataType]) -> dict[str, pa.Array]:
+    """Returns the new columns with the declared types. Raises ValueError for others. Called in a task."""
+    from pyspark.sql.pandas.types import to_arrow_type
+
+    if found.keys() != declared.keys():
+        raise ValueError(
+            f"output_schema: expected the columns {list(found)} that the model adds, found {list(declared)}"
+        )
+    try:
+        return {name: found[name].cast(to_arrow_type(kind)) for name, kind in declared.items()}
+    except pa.ArrowException as error:
+        types = ", ".join(f"{name} {array.type}" for name, array in found.items())
+        raise ValueError(
+            f"output_schema: the model adds {types}, which does not fit what was declared ({error})"
+        ) from error
 
 
 def _features(
@@ -146,7 +272,18 @@ def _features(
     """
     stored = [batch.column(batch.schema.get_field_index(s.path[0])) for s in sources]
     found = [pc.struct_field(a, list(s.path[1:])) if s.path[1:] else a for s, a in zip(sources, stored, strict=True)]
-    values, _ = clean_batch(sources, found, data, may_drop=False)
+    return _trained_cells(sources, columns, found, data, may_drop=False)
+
+
+def _trained_cells(
+    sources: Sequence[SourceColumn],
+    columns: Sequence[Column],
+    arrays: Sequence[pa.Array],
+    data: Data,
+    *,
+    may_drop: bool,
+) -> list[Array | Ragged]:
+    values, _ = clean_batch(sources, arrays, data, may_drop=may_drop)
     return [_as_trained(column, cells) for column, cells in zip(columns, values, strict=True)]
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 
 from spark_dl.scoring.scorer import Scorer
-from spark_dl.scoring.tables import OpenScorer, added_fields, batch_scorer, open_scorer, pack, trained_sources
+from spark_dl.scoring.tables import OpenScorer, Outputs, added_fields, batch_scorer, open_scorer, pack, trained_sources
 
 if TYPE_CHECKING:
     from pyspark.sql.types import DataType, StructType
@@ -18,22 +18,25 @@ _VECTOR = ("type", "size", "indices", "values")
 """The fields of a vector of Spark ML, as Arrow has it."""
 
 
-def build_udf(scorer: Scorer) -> Any:
-    """Returns the function. Called on the driver. Raises ValueError for features that are fields of structs."""
+def build_udf(scorer: Scorer, of_first_rows: Callable[[], Outputs] | None = None) -> Any:
+    """Returns the function. Called on the driver. Raises ValueError for features that are fields of structs.
+
+    of_first_rows: as for `tables.trial`.
+    """
     if nested := [name for name in scorer.config.data.features if "." in name]:
         raise ValueError(
             f"predict_udf: the feature {nested[0]!r} is a field of a struct; use predict, or train on a column"
         )
-    return function_of(scorer)
+    return function_of(scorer, added_fields(scorer, of_first_rows))
 
 
-def function_of(scorer: Scorer) -> Any:
-    """Returns the function of the features, in their order. Called on the driver."""
+def function_of(scorer: Scorer, types: dict[str, DataType]) -> Any:
+    """Returns the function of the features, in their order. Called on the driver. # types: of its columns"""
     import pyspark
     from pyspark.sql import functions
 
     features = scorer.config.data.features
-    packed, result = pack(scorer), _result_type(added_fields(scorer))
+    packed, result = pack(scorer), _result_type(types)
     is_single = result.typeName() != "struct"
 
     def score(opened: OpenScorer, found: pa.Array | tuple[pa.Array, ...]) -> pa.Array:

@@ -858,11 +858,11 @@ def by_url(spark, source, case, config, keys, df):
                 raise
             note(f"key refused: {kind_of(str(error), case)}")
             keys.remove(bad[0])
-    check_keys(found, df, case, keys)
+    check_keys(found, df, case, keys, is_filled=not isinstance(source, str))  # files have their nulls
     return predicted(found, case)
 
 
-def check_keys(found, df, case, keys):
+def check_keys(found, df, case, keys, *, is_filled):
     from pyspark.sql import functions as F
 
     expected = {}
@@ -873,9 +873,9 @@ def check_keys(found, df, case, keys):
                 f"key {c.feature!r} is {found.schema[c.feature].dataType}, and {kind} in the table"
             )
             x, leaf = quoted(c.feature), leaf_at(df, c)[0]
-            if case.fills and c.raw_fill is not None:
+            if is_filled and case.fills and c.raw_fill is not None:
                 x = filled(x, leaf, 0, c, case)
-            if c.encode.get("as") == "vocabulary":
+            if is_filled and c.encode.get("as") == "vocabulary":
                 known = ", ".join(judge.literal("string", word) for word in words_of(df, case, c))
                 x = f"CASE WHEN array_contains(array({known}), {x}) THEN {x} END" if known else "NULL"
             expected[c.feature] = x

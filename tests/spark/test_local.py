@@ -42,6 +42,20 @@ def _rows_of_rank(rows, batch_size):
             "ended_with_rank": [command_of(pid) for pid in marked(os.environ[MARK].__eq__)]}  # fmt: skip
 
 
+def _weights_of_rank(rows):
+    return [
+        pair for batch in rows.batches(4) for pair in zip(batch["x"].tolist(), batch["weight"].tolist(), strict=True)
+    ]
+
+
+@pytest.mark.modes("local")
+def test_a_column_that_is_called_weight_has_the_weights_of_the_rows(spark):
+    df = spark.range(10).selectExpr("CAST(id AS FLOAT) AS x", "id / 2 AS weight")
+    found = spark_dl.run_on_dataframe(_weights_of_rank, df, num_ranks=2)
+    pairs = [(x, weight) for of_rank in found for x, weight in of_rank if weight]
+    assert sorted(pairs) == [(float(i), i / 2) for i in range(1, 10)]
+
+
 @pytest.mark.long_in("connect")
 def test_every_row_reaches_one_rank(spark):
     df = spark.range(0, 1003, 1, 5).selectExpr("id", "array(CAST(id AS FLOAT), 1.5f) AS a")

@@ -6,6 +6,7 @@ import io
 import resource
 import shutil
 import time
+import wave
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from torch import nn
 import spark_dl
 from spark_dl import Config, Data, Loader, ModelSpec, Train
 from spark_dl.data.columns.schema import Column
+from spark_dl.ml import TorchEstimator
 from spark_dl.scoring.saved_model import load_model, write_saved_model
 from tests.builders.models import blobs, build_mlp, small_config
 
@@ -153,6 +155,131 @@ def test_a_dataset_is_scored_whatever_batches_and_rules_the_training_had(spark, 
     for source in (shards, str(tmp_path / "data")):
         found = spark_dl.predict(source, spec, config=config, keys=["id"], spark=spark).collect()
         assert {row["id"]: row["prediction"] for row in found} == {i: -1.5 if i % 3 else float(i) for i in range(12)}
+
+
+def decode_sound(batch):
+    """What a user does with files: those of one byte, which a trial would have, are none."""
+    words = [bytes(row[mask].tolist()) for row, mask in zip(batch["file"], batch["file_mask"], strict=True)]
+    found = [wave.Wave_read(io.BytesIO(word)).readframes(4) for word in words]
+    return {**batch, "sound": torch.tensor([[*frames] for frames in found], dtype=torch.float32)}
+
+
+def sound(i):
+    buffer = io.BytesIO()
+    with wave.open(buffer, "wb") as file:
+        file.setparams((1, 1, 8000, 4, "NONE", ""))
+        file.writeframes(bytes([i, i + 1, i + 2, i + 3]))
+    return buffer.getvalue()
+
+
+def of_year(model, batch):
+    return model(batch["year"] - 1990)[:, 0]
+
+
+def of_spread(model, batch):
+    mean = model(batch["spread"][:, None])[:, 0]
+    return torch.distributions.Normal(mean.detach(), batch["spread"]).cdf(mean) + 0 * mean
+
+
+def of_length(model, batch):
+    """Padded windows with a column of lengths, by which the last value is found."""
+    last = batch["window"][torch.arange(len(batch["length"])), batch["length"].long() - 1]
+    assert (batch["length"] > 0).all()
+    return model(last[:, None])[:, 0]
+
+
+def of_sound(model, batch):
+    return model(batch["sound"])[:, 0]
+
+
+def build_line(values=1):
+    return nn.Linear(values, 1)
+
+
+PICKY = {
+    "year": (ModelSpec(build=lambda: nn.Embedding(30, 1), forward=of_year, loss="MSELoss"), ("year",)),
+    "spread": (ModelSpec(build=build_line, forward=of_spread, loss="MSELoss"), ("spread",)),
+    "length": (ModelSpec(build=build_line, forward=of_length, loss="MSELoss"), ("window", "length")),
+    "sound": (
+        ModelSpec(build=lambda: build_line(4), transform=decode_sound, forward=of_sound, loss="MSELoss"), ("file",)
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def picky_rows(spark):
+    rows = [(2000 + i, 0.5 + i, [0.1 * i, 0.2, 0.3], 1 + i % 3, sound(i), float(i % 2)) for i in range(12)]
+    schema = "year int, spread float, window array<float>, length int, file binary, label float"
+    return spark.createDataFrame(rows, schema).cache()
+
+
+@pytest.mark.modes("local")
+@pytest.mark.parametrize("kind", PICKY)
+def test_models_that_do_not_take_zeros_are_scored(spark, picky_rows, tmp_path, kind):
+    spec, features = PICKY[kind]
+    train = {"epochs": 1, "global_batch_size": 24}
+    config = small_config(1, data={"features": features, "label": "label"}, train=train)
+    result = spark_dl.train(picky_rows, spec, config, run_dir=str(tmp_path / "run"))
+    with_key = picky_rows.withColumn("id", F.col("year"))
+    found = {row["id"]: row["prediction"] for row in spark_dl.predict(with_key, spec, result.checkpoint).collect()}
+    assert len(found) == 12
+    assert all(isinstance(value, float) for value in found.values())
+    with_key.write.parquet(str(tmp_path / "data"))
+    function = spark_dl.predict_udf(spec, result.checkpoint, data=with_key)
+    declared = spark_dl.predict_udf(spec, result.checkpoint, output_schema="prediction float")
+    fitted = TorchEstimator(spec, config, runDir=str(tmp_path / "fit")).fit(with_key)
+    assert fitted.transform(with_key).count() == 12
+    for other in (
+        spark_dl.predict(str(tmp_path / "data"), spec, result.checkpoint, keys=["id"], spark=spark),
+        with_key.select("id", function(*features).alias("prediction")),
+        with_key.select("id", declared(*features).alias("prediction")),
+    ):
+        assert {row["id"]: row["prediction"] for row in other.collect()} == pytest.approx(found)
+
+
+@pytest.mark.modes("local")
+@pytest.mark.parametrize(("predict", "match"), [
+    (lambda output: output, "expected a dict of column names to tensors"),
+    (lambda output: {"mean": output.mean()}, r"expected one entry per row in the column 'mean', shape \(2, ...\)"),
+    (lambda output: {"first": output["logits"]}, "it raises IndexError|it raises TypeError"),
+    (lambda output: {"all": output.reshape(-1)}, r"expected one entry per row in the column 'all'"),
+])  # fmt: skip
+def test_a_predict_that_returns_the_wrong_thing_is_refused_before_training(spark, tmp_path, predict, match):
+    spec = ModelSpec(build=build_mlp, predict=predict)
+    df = spark.createDataFrame(
+        [([1.0, 2.0, 3.0, 4.0], i % 3) for i in range(48)], "features array<float>, label bigint"
+    )
+    config = small_config(1)
+    with pytest.raises(ValueError, match=f"spec.predict: .*({match})"):
+        spark_dl.train(df, spec, config, run_dir=str(tmp_path / "run"))
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    with pytest.raises(ValueError, match=f"spec.predict: .*({match})"):
+        TorchEstimator(spec, config, runDir=str(tmp_path / "fit")).fit(df)
+
+
+@pytest.mark.modes("local")
+def test_columns_can_be_declared_and_streams_need_it_where_zeros_are_no_rows(spark, picky_rows, tmp_path):
+    spec, features = PICKY["year"]
+    train = {"epochs": 1, "global_batch_size": 24}
+    config = small_config(1, data={"features": features, "label": "label"}, train=train)
+    saved = spark_dl.train(picky_rows, spec, config, run_dir=str(tmp_path / "run")).checkpoint
+    found = spark_dl.predict(picky_rows, spec, saved, output_schema="prediction double")
+    assert found.schema["prediction"].dataType.typeName() == "double"
+    assert found.count() == 12
+    picky_rows.write.parquet(str(tmp_path / "data"))
+    stream = spark.readStream.schema(picky_rows.schema).parquet(str(tmp_path / "data"))
+    with pytest.raises(ValueError, match=r"tried on two rows of zeros, and failed .*declare them, output_schema="):
+        spark_dl.predict(stream, spec, saved)
+    query = spark_dl.predict(stream, spec, saved, output_schema="prediction float").writeStream.format("memory")
+    query = query.queryName("declared").trigger(availableNow=True).start()
+    assert query.awaitTermination(60)
+    assert spark.table("declared").count() == 12
+    for wrong in ("prediction", "", 3):
+        with pytest.raises(ValueError, match="output_schema: expected the new columns, such as"):
+            spark_dl.predict(picky_rows, spec, saved, output_schema=wrong)
+    for wrong, match in (("other float", "expected the columns"), ("prediction array<int>", "does not fit what was")):
+        with pytest.raises(Exception, match=f"output_schema: .*{match}"):
+            spark_dl.predict(picky_rows, spec, saved, output_schema=wrong).collect()
 
 
 @pytest.mark.modes("local")

@@ -73,6 +73,7 @@ def torchrun_env(world: World, *, group_rank: int, num_groups: int, run_id: str)
     if world.device.type == "cpu":
         # Without it, Accelerate and the Trainer of transformers take a rank on a CPU for a process of its own.
         env["ACCELERATE_USE_CPU"] = os.environ.get("ACCELERATE_USE_CPU", "true")
+        env["CUDA_VISIBLE_DEVICES"] = ""  # GPUs of the host are not this rank's
     return env
 
 

@@ -78,6 +78,12 @@ def test_accelerate_is_told_of_a_cpu_unless_the_user_has_said_something(store, m
     assert env_of(0, store)["ACCELERATE_USE_CPU"] == "false"
 
 
+def test_a_rank_on_the_cpu_sees_no_gpu(store):
+    """A host may have some, which libraries would take."""
+    assert env_of(0, store)["CUDA_VISIBLE_DEVICES"] == ""
+    assert "CUDA_VISIBLE_DEVICES" not in env_of(0, store, device="cuda:0")
+
+
 def test_the_place_comes_from_the_environment_or_is_that_of_one_process(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)

@@ -269,10 +269,11 @@ def launch(
     run_dir: folder or URL for the function's own checkpoints, which it reads and writes with `open_checkpoints`. After
         a failure, the ranks go on from the last one.
 
-    Returns the results of the ranks by rank: numbers, strings, arrays and tensors, in dicts, lists and tuples; of a
-    program None. The environment is as under torchrun: `torch.distributed.init_process_group()` joins the group of all
-    ranks, and TORCHELASTIC_RESTART_COUNT is the number of failed attempts. A function that takes an optimizer step
-    without the group fails, unless `launch.independent_ranks` is set.
+    Returns the results of the ranks by rank: numbers, strings, bytes, dates, arrays and tensors, in dicts, lists,
+    tuples and sets; of a program None. Other objects are an error, as nothing that a rank sends is unpickled. The
+    environment is as under torchrun: `torch.distributed.init_process_group()` joins the group of all ranks, and
+    TORCHELASTIC_RESTART_COUNT is the number of failed attempts. A function that takes an optimizer step without the
+    group fails, unless `launch.independent_ranks` is set.
     Raises as `run_barrier` does, in particular RankError with the traceback, or the exit code, of the first rank that
     failed.
     """

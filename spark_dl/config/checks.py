@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args, get_type_hints
 
 IMAGE_CHOICES = {
-    "mode": ("RGB", "L", "unchanged"), "orientation": ("apply", "ignore"), "interpolation": ("bilinear", "nearest")
+    "mode": ("RGB", "L", "unchanged"), "orientation": ("apply", "ignore"), "interpolation": ("bilinear", "nearest"),
+    "bad": ("raise", "drop", "null"),
 }  # fmt: skip
 """The settings of images that have one of a few values."""
 ENCODINGS: Mapping[str, frozenset[str]] = {

@@ -241,13 +241,15 @@ def features_only(data: Data) -> Data:
     def of_features(settings: Mapping[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in settings.items() if name in kept}
 
+    # Every row gets a prediction: a bad image is an error, and none that is dropped.
+    encode = {n: {k: v for k, v in how.items() if k != "bad"} for n, how in of_features(data.encode).items()}
     fill = of_features(data.fill)
     can_fill = {"nulls": data.nulls, "nonfinite": data.nonfinite} if fill else {
         "nulls": "error" if data.nulls == "fill" else data.nulls,
         "nonfinite": "error" if data.nonfinite == "fill" else data.nonfinite,
     }  # fmt: skip
     return Data(
-        features=data.features, label=None, encode=of_features(data.encode), cast=of_features(data.cast), fill=fill,
+        features=data.features, label=None, encode=encode, cast=of_features(data.cast), fill=fill,
         **can_fill,
     )  # fmt: skip
 

@@ -1,5 +1,6 @@
 """Random damage to the files of a run: what reads them gives what it gave before, or an error."""
 
+import atexit
 import functools
 import pathlib
 import shutil
@@ -42,6 +43,7 @@ def cases():
 def run_folder():
     """A run of two epochs with its dataset, made once: `data`, `run`."""
     folder = pathlib.Path(tempfile.mkdtemp(prefix="spark-dl-fuzz-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     data = write_dataset(str(folder / "data"), blobs(96), group_rows=16, shard_rows=48)
     spark_dl.train(data, SPEC, config_of(epochs=2), run_dir=str(folder / "run"))
     return folder

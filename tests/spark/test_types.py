@@ -247,7 +247,7 @@ def test_B03_dropped_and_filled_rows_are_counted_logged_and_kept(spark, tmp_path
     shards = write(spark.sql(NULLS), tmp_path, nulls="drop", nonfinite="drop")
     assert shards.rows == 80
     assert shards.changes == Changes(20, {"a": 10, "b": 10}, {}) == read_shards(shards.url).changes
-    assert "20 rows dropped for nulls, NaN or Inf in {'a': 10, 'b': 10}" in caplog.text
+    assert "20 rows dropped for nulls, NaN, Inf or bad images in {'a': 10, 'b': 10}" in caplog.text
     assert sorted(read_all(shards)["id"].tolist()) == [i for i in range(100) if i % 10 not in (3, 4)]
     shards = write(spark.sql(NULLS), tmp_path, name="e", nulls="fill", nonfinite="fill", fill={"a": -1, "b": 0.5})
     found = read_all(shards)
@@ -255,7 +255,9 @@ def test_B03_dropped_and_filled_rows_are_counted_logged_and_kept(spark, tmp_path
     assert shards.changes == Changes(0, {}, {"a": 10, "b": 10})
     assert sorted(found["id"][found["a"] == -1].tolist()) == [*range(3, 100, 10)]
     assert sorted(found["id"][found["b"] == 0.5].tolist()) == [*range(4, 100, 10)]
-    with pytest.raises(ValueError, match="the DataFrame has no rows: 100 were dropped for nulls, NaN or Inf"):
+    with pytest.raises(
+        ValueError, match="the DataFrame has no rows: 100 were dropped for nulls, NaN, Inf or bad images"
+    ):
         write(spark.range(100).selectExpr("nullif(id, id) AS a"), tmp_path, name="f", nulls="drop")
 
 
@@ -351,6 +353,42 @@ def test_photos_and_masks_are_the_same_from_shards_files_and_in_predictions(spar
     cut = spark.createDataFrame([Row(id=20, photo=bytearray(turned(1)[0][:-250]), mask=rows[0].mask)])
     with pytest.raises(ValueError, match=r"column 'photo': (?i:.*truncated)"):
         write_shards(df.union(cut), str(tmp_path / "cut"), data)
+
+
+def test_images_that_are_not_whole_are_dropped_and_counted_if_the_settings_say_so(spark, tmp_path, caplog):
+    files = [png((4, 5, 3), i) for i in range(12)]
+    files[3], files[7], files[8] = files[3][:-30], b"no image", b""
+    rows = [Row(id=i, photo=bytearray(file)) for i, file in enumerate(files)] + [Row(id=12, photo=None)]
+    df = spark.createDataFrame(rows, "id bigint, photo binary").repartition(3)
+
+    def written(name, bad, **settings):
+        return write(df, tmp_path, name=name, encode={"photo": {"as": "image", "bad": bad}}, **settings)
+
+    shards = written("dropped", "drop", nulls="drop")
+    assert sorted(read_all(shards)["id"].tolist()) == [0, 1, 2, 4, 5, 6, 9, 10, 11]
+    assert shards.changes == Changes(4, {"photo": 4}, {})
+    assert "4 rows dropped for nulls, NaN, Inf or bad images in {'photo': 4}" in caplog.text
+    assert sorted(read_all(written("nulls", "null", nulls="drop"))["id"].tolist()) == [0, 1, 2, 4, 5, 6, 9, 10, 11]
+    with pytest.raises(ValueError, match=r"column 'photo': found null\(s\) in"):
+        written("a null is one still", "null")
+    for bad in ("raise", "drop"):
+        with pytest.raises(ValueError, match=r"column 'photo': found (null|a cell that is not)"):
+            written(f"refused {bad}", bad)
+    with pytest.raises(ValueError, match=r"whole 8-bit images \(data.encode.photo.bad: drop leaves the others out\)"):
+        write(df.filter("id <> 12"), tmp_path, name="advice", encode={"photo": {"as": "image"}})
+    df.write.parquet(str(tmp_path / "files"))
+    encode = {"photo": {"as": "image", "bad": "drop"}}
+    with pytest.raises(ValueError, match="data.encode.photo.bad: expected raise for files that are read in place"):
+        read_in_place(str(tmp_path / "files"), ["id", "photo"], encode=encode, nulls="drop")
+    # A model that was trained so gives each row a prediction, or an error.
+    spec = ModelSpec(build=nn.Identity, forward=lambda model, batch: model(batch["photo"].float().sum((1, 2, 3))))
+    config = small_config(1, data={"features": ("photo",), "label": None, "encode": encode, "nulls": "drop"})
+    good = df.filter("id NOT IN (3, 7, 8, 12)")
+    assert spark_dl.predict(good, spec, config=config).count() == 9
+    good.write.parquet(str(tmp_path / "good"))
+    assert spark_dl.predict(str(tmp_path / "good"), spec, config=config, spark=spark).count() == 9
+    with pytest.raises(Exception, match="column 'photo': found a cell that is not"):
+        spark_dl.predict(df.filter("id <> 12"), spec, config=config).collect()
 
 
 def test_images_of_several_shapes_are_scaled_when_they_are_read(spark, tmp_path):

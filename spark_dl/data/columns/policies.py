@@ -10,6 +10,7 @@ from typing import Any, get_args
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from spark_dl.config.data import Data, Nonfinite, Nulls
 from spark_dl.data.columns import images
@@ -121,6 +122,16 @@ def clean_batch(
     keep: Mask = np.ones(len(arrays[0]), dtype=bool)
     dropped: dict[str, Mask] = {}
     filled: dict[str, Mask] = {}
+    arrays = list(arrays)
+    for i, column in enumerate(columns):
+        what = data.encode.get(column.name, {}).get("bad", "raise")
+        if what == "null" or (what == "drop" and may_drop):
+            bad = _bad_images(column, arrays[i])
+            if what == "null":
+                arrays[i] = pc.if_else(pa.array(bad), pa.scalar(None, arrays[i].type), arrays[i])
+            elif bad.any():
+                dropped[column.name] = bad
+                keep &= ~bad
     for column, array in zip(columns, arrays, strict=True):
         for policy, rows in (
             (_checked_policy(column, "nulls", nulls := null_rows(array), data.nulls, may_drop), nulls),
@@ -156,6 +167,21 @@ def clean_batch(
     return values, changes
 
 
+def _bad_images(column: SourceColumn, array: pa.Array) -> Mask:
+    """Returns which cells are no whole image of the settings; nulls are not among them."""
+
+    def is_bad(cell: pa.Scalar) -> bool:
+        if not cell.is_valid:
+            return False
+        try:
+            images.image_shape(np.frombuffer(cell.as_buffer(), np.uint8), column.encoding)
+        except ValueError:
+            return True
+        return False
+
+    return np.fromiter(map(is_bad, array), bool, len(array))
+
+
 def _check_images(column: SourceColumn, cells: Array | Ragged, known: Shape | None) -> None:
     assert isinstance(cells, Ragged)
     first = known
@@ -163,7 +189,8 @@ def _check_images(column: SourceColumn, cells: Array | Ragged, known: Shape | No
         try:
             shape = images.image_shape(cells[row : row + 1].own_values, column.encoding)
         except ValueError as error:
-            raise BadCellsError(column.name, row, str(error), "whole 8-bit images") from None
+            expected = f"whole 8-bit images (data.encode.{column.name}.bad: drop leaves the others out)"
+            raise BadCellsError(column.name, row, str(error), expected) from None
         first = first or shape
         if shape != first:
             resize = (

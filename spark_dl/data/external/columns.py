@@ -152,6 +152,11 @@ def partition_cells(column: Column, value: str, rows: int) -> Array:
 
 def _arrow_column(source: SourceColumn, arrow: pa.DataType, url: str, files: Sequence[File], data: Data) -> Column:
     _check_vocabulary(source)
+    if data.encode.get(source.name, {}).get("bad", "raise") != "raise":
+        raise ValueError(
+            f"data.encode.{source.name}.bad: expected raise for files that are read in place, whose images are not "
+            "looked at before training; write them with write_shards, which leaves bad ones out"
+        )
     source = dataclasses.replace(source, fill=_fill(source, arrow, data))
     kind = source.encoding.kind
     codec = "vector" if source.kind == "vector" else "list" if source.kind == "array" else schema.codec_of(source)

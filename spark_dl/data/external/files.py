@@ -192,10 +192,35 @@ def read_footer(url: str, is_folder: bool, names: Sequence[str], name: str, size
     except PermissionError as error:
         raise ValueError(f"{path} cannot be read: {error}; check its owner and mode") from error
     except (pa.ArrowException, OSError) as error:
-        raise ValueError(
-            f"{path} ({size} bytes) is not a readable Parquet file: {error}; remove files that are not data, or "
-            "write the dataset again"
-        ) from error
+        advice = _owner_of(url, name) or "remove files that are not data, or write the dataset again"
+        raise ValueError(f"{path} ({size} bytes) is not a readable Parquet file: {error}; {advice}") from error
+
+
+_OWNERS = (
+    (
+        {"commits", "offsets", "metadata"},
+        "the checkpoint of a streaming query, which needs it to go on; set the query's checkpointLocation to a folder "
+        "outside of the data, and move it there",
+    ),
+    (
+        {"checkpoints", "config.yaml"},
+        "a run folder of spark_dl; choose a run_dir outside of the data, and move it there",
+    ),
+)
+"""What is in a folder that is not data, and what to do with it. Its user would lose it with the files."""
+
+
+def _owner_of(url: str, name: str) -> str:
+    """Returns which folder that is not data has a file, and what to do; empty if none is known."""
+    folder = posixpath.dirname(name)
+    while folder:
+        with contextlib.suppress(OSError):
+            listed = set(storage.list_names(storage.join(url, folder)))
+            for has, what in _OWNERS:
+                if has <= listed:
+                    return f"{storage.join(url, folder)} is {what}"
+        folder = posixpath.dirname(folder)
+    return ""
 
 
 def _sizes(footer: pq.ParquetFile, names: Sequence[str]) -> Mapping[str, tuple[tuple[int, int], ...]]:

@@ -112,7 +112,9 @@ def agreed_columns(sources: Sequence[SourceColumn], parts: Sequence[PartitionRes
     filled = [p for p in parts if p.shards]
     if not filled:
         changes = add_changes(p.changes for p in parts)
-        dropped = f": {changes.dropped_rows} were dropped for nulls, NaN or Inf" if changes.dropped_rows else ""
+        dropped = (
+            f": {changes.dropped_rows} were dropped for nulls, NaN, Inf or bad images" if changes.dropped_rows else ""
+        )
         raise ValueError(f"{NO_ROWS}{dropped}; training needs at least one")
     columns = []
     for i, column in enumerate(sources):

@@ -96,7 +96,7 @@ def write_shards(
         raise
     delete_replaced(url, old, shard_set, token)
     if changes.dropped_rows or changes.filled:
-        _log.warning("%s: %d rows dropped for nulls, NaN or Inf in %s; rows filled: %s",
+        _log.warning("%s: %d rows dropped for nulls, NaN, Inf or bad images in %s; rows filled: %s",
                      url, changes.dropped_rows, dict(changes.dropped), dict(changes.filled))  # fmt: skip
     return shard_set
 

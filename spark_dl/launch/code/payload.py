@@ -1,16 +1,19 @@
 """Serialization of calls and results between the driver and the ranks.
 
-Calls are pickled with Spark's cloudpickle. Results are data only: JSON, NumPy arrays and tensors, in dicts, lists and
-tuples. The driver never unpickles data from a rank.
+Calls are pickled with Spark's cloudpickle. Results are data only: JSON, NumPy arrays and tensors, in dicts, lists,
+tuples and sets. The driver never unpickles data from a rank.
 """
 
 from __future__ import annotations
 
+import datetime
+import decimal
 import io
 import json
 import pickle
 import struct
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -67,6 +70,15 @@ def unpack_call(packed: bytes) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     return call
 
 
+_WITH_TEXT: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
+    "Decimal": (decimal.Decimal, str, decimal.Decimal),
+    "date": (datetime.date, datetime.date.isoformat, datetime.date.fromisoformat),
+    "datetime": (datetime.datetime, datetime.datetime.isoformat, datetime.datetime.fromisoformat),
+    "complex": (complex, repr, complex),
+}
+"""Types of results that are sent as text, by their names, with the functions that write and read it."""
+
+
 def pack_result(result: Any, limit_bytes: int | None = None) -> bytes:
     """Returns a rank's result as bytes: a JSON tree, and then its arrays in NumPy's format.
 
@@ -98,7 +110,9 @@ def unpack_result(packed: bytes) -> Any:
         (length,) = struct.unpack_from("<Q", packed)
         tree = json.loads(packed[8 : 8 + length])
         return _from_tree(tree, io.BytesIO(packed[8 + length :]))
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, RecursionError, struct.error) as error:
+    except (
+        ValueError, TypeError, KeyError, AttributeError, RuntimeError, RecursionError, ArithmeticError, struct.error,
+    ) as error:  # fmt: skip
         raise ValueError(
             f"a rank sent {len(packed)} bytes that are not the result of a rank ({type(error).__name__}: {error}); it "
             "runs another version of spark_dl, or something else than spark_dl"
@@ -124,6 +138,14 @@ def _to_tree(value: Any, path: str, arrays: list[np.ndarray[Any, Any]]) -> Any:
             raise TypeError(f"{path}: cannot return an array of Python objects or a masked array from a rank")
         arrays.append(np.asarray(value))
         return {"kind": "array" if isinstance(value, np.ndarray) else "scalar"}
+    if isinstance(value, (bytes, bytearray)):
+        arrays.append(np.frombuffer(value, np.uint8) if value else np.empty(0, np.uint8))
+        return {"kind": type(value).__name__}
+    if (name := type(value).__name__) in _WITH_TEXT and type(value) is _WITH_TEXT[name][0]:
+        return {"kind": name, "text": _WITH_TEXT[name][1](value)}
+    if type(value) in (set, frozenset):
+        items = [_to_tree(v, f"{path} item", arrays) for v in value]
+        return {"kind": name, "items": items}
     if isinstance(value, (list, tuple)):
         items = [_to_tree(v, f"{path}[{i}]", arrays) for i, v in enumerate(value)]
         return items if type(value) is list else {"kind": "tuple", "items": items}
@@ -131,8 +153,9 @@ def _to_tree(value: Any, path: str, arrays: list[np.ndarray[Any, Any]]) -> Any:
         pairs = [[_to_key(k, path), _to_tree(v, f"{path}[{k!r}]", arrays)] for k, v in value.items()]
         return {"kind": "dict", "items": pairs}
     raise TypeError(
-        f"{path}: cannot return a {type(value).__module__}.{type(value).__qualname__} from a rank; return numbers, "
-        "strings, NumPy arrays and tensors, in dicts, lists and tuples (for a model, its state_dict())"
+        f"{path}: cannot return a {type(value).__module__}.{type(value).__qualname__} from a rank, as the driver "
+        "unpickles nothing; return numbers, strings, bytes, dates, NumPy arrays and tensors, in dicts, lists, tuples "
+        "and sets (for a model, its state_dict(); for another object, bytes of its own format)"
     )
 
 
@@ -152,6 +175,10 @@ def _from_tree(tree: Any, arrays: io.BytesIO) -> Any:
         return tree
     if tree["kind"] == "tuple":
         return tuple(_from_tree(t, arrays) for t in tree["items"])
+    if tree["kind"] in ("set", "frozenset"):
+        return {"set": set, "frozenset": frozenset}[tree["kind"]](_from_tree(t, arrays) for t in tree["items"])
+    if tree["kind"] in _WITH_TEXT:
+        return _WITH_TEXT[tree["kind"]][2](tree["text"])
     if tree["kind"] == "dict":
         return {_from_tree(k, arrays): _from_tree(v, arrays) for k, v in tree["items"]}
     array = np.lib.format.read_array(arrays, allow_pickle=False)
@@ -163,4 +190,6 @@ def _from_tree(tree: Any, arrays: io.BytesIO) -> Any:
             return torch.empty(tree["shape"], dtype=dtype)
         tensor = torch.from_numpy(array)
         return (tensor if tensor.dtype == dtype else tensor.view(dtype)).reshape(tree["shape"])
+    if tree["kind"] in ("bytes", "bytearray"):
+        return {"bytes": bytes, "bytearray": bytearray}[tree["kind"]](array.tobytes())
     return array if tree["kind"] == "array" else array[()]

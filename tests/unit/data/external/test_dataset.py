@@ -221,6 +221,21 @@ def test_B13_what_cannot_be_read_is_an_error_that_names_it(tmp_path):
     fails(r"notes.txt \(7 bytes\) is not a readable Parquet file.*; remove files that are not data")
 
 
+@pytest.mark.parametrize(("names", "what"), [
+    (("metadata", "commits/0", "offsets/0"), "the checkpoint of a streaming query, .* checkpointLocation .* outside"),
+    (("config.yaml", "checkpoints/step-1/model.pt"), "a run folder of spark_dl; choose a run_dir outside of the data"),
+])  # fmt: skip
+def test_B13_what_others_need_in_the_folder_is_not_said_to_be_removed(tmp_path, names, what):
+    pq.write_table(table(), tmp_path / "a.parquet")
+    for name in names:
+        path = tmp_path / "inner" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("x")
+    with pytest.raises(ValueError, match=f"is not a readable Parquet file: .*{tmp_path}/inner is {what}") as caught:
+        open_parquet(str(tmp_path), ["id"])
+    assert "remove" not in str(caught.value)
+
+
 def spoil_magic(content):
     return content[:-1] + b"X"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pyspark.ml import Estimator
@@ -55,7 +56,8 @@ class TorchEstimator(Estimator[TorchModel], TorchParams, MLWritable, MLReadable[
     parallelTrials: number of models that `CrossValidator` and `TrainValidationSplit` train at the same time, each on
         `numRanks` ranks, in one barrier job for all param maps. The default, 1, is a job for each of them.
 
-    The model adds the columns of `spec.predict`, for any number of outputs.
+    The model adds the columns of `spec.predict`, for any number of outputs. With `train.early_stop_metric`, it is that
+    of the best epoch, else that of the last one.
     """
 
     _model = TorchModel
@@ -217,13 +219,17 @@ class TorchEstimator(Estimator[TorchModel], TorchParams, MLWritable, MLReadable[
         refuse_stream(dataset, "fit")
         config = self.build_config(self.config, dataset.schema, self._label_dtype())
         self._check_columns(dataset, config)
+        if config.train.early_stop_metric is not None and not config.checkpoint.keep_best:
+            config = replace(config, checkpoint=replace(config.checkpoint, keep_best=1))  # for `_model_of`
         return config
 
     def _new_run_dir(self) -> str:
         return storage.join(storage.absolute(self.getOrDefault(self.runDir)), f"{self.uid}-{uuid.uuid4().hex[:8]}")
 
     def _model_of(self, result: driver.TrainResult, config: Config, rows: DataFrame) -> TorchModel:
-        model = self._model(scorer_of(self.spec, result.checkpoint, config), result, rows=rows)
+        # With early stopping, the last epochs are those that were no better.
+        best = result.best_checkpoint if config.train.early_stop_metric is not None else None
+        model = self._model(scorer_of(self.spec, best or result.checkpoint, config), result, rows=rows)
         model._resetUid(self.uid)  # so that the params of the estimator are those of the model, as in Spark ML
         copied: TorchModel = self._copyValues(model)
         return copied

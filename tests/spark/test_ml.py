@@ -248,6 +248,20 @@ def test_weights_validation_rows_and_lists_of_columns(spark, points, tmp_path):
     assert spark_dl.predict(df, str(tmp_path / "saved" / "model")).columns[-2:] == ["classes", "amount"]
 
 
+@pytest.mark.modes("local")
+def test_with_early_stopping_the_model_is_that_of_the_best_epoch(spark, points, tmp_path):
+    """The step is so large that the loss grows from epoch to epoch."""
+    df = points.withColumn("features", F.array(*NAMES))
+    settings = {"train.early_stop_metric": "loss", "train.early_stop_patience": 2}
+    named = {"featuresCol": "features", "labelCol": "target", "validationIndicatorCol": "held", "progress": False}
+    estimator = TorchRegressor(build_linear, CONFIG, settings=settings, lr=1.9, runDir=str(tmp_path / "runs"), **named)
+    fitted = estimator.fit(df)
+    losses = [epoch["metrics"]["loss"] for epoch in fitted.result.history]
+    assert losses[-1] > 2 * min(losses)
+    error = fitted.transform(df.filter("held")).selectExpr("avg(pow(prediction - target, 2)) AS loss").collect()[0]
+    assert error["loss"] == pytest.approx(min(losses), rel=1e-4)
+
+
 @pytest.mark.slow
 @pytest.mark.modes("local")
 def test_one_logit_is_a_binary_classifier_and_columns_can_be_left_out(spark, points, tmp_path):

@@ -1,5 +1,6 @@
 """Predictions of a dataset by its URL, as a function for Spark SQL, and of saved models."""
 
+import contextlib
 import dataclasses
 import datetime
 import io
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from pyspark.errors import StreamingQueryException
 from pyspark.ml.linalg import Vectors
 from pyspark.sql import functions as F
 from pyspark.sql.types import ArrayType, FloatType
@@ -409,6 +411,36 @@ def test_a_model_that_was_replaced_is_the_new_one_or_an_error(spark, points, tmp
     with pytest.raises(Exception, match="was replaced after it was read; call predict"):
         late.collect()
     assert {row[0][0] for row in way(points, shards, url).collect()} == {50.0}
+
+
+@pytest.mark.modes("local")
+@pytest.mark.parametrize("way", ["predict", "predict_udf"])
+def test_a_running_stream_keeps_its_model_or_ends(spark, points, tmp_path, way):
+    """A batch after the replacement has the weights of before, or is an error; never those that came later."""
+    url, incoming = str(tmp_path / "m"), str(tmp_path / "incoming")
+    save_constant(url, 1.0, "weights")
+    some = points.select("features").limit(8).coalesce(1)
+    some.write.parquet(incoming)
+    stream = spark.readStream.schema(some.schema).parquet(incoming)
+    scored = WAYS[way](stream, None, url).selectExpr("prediction[0] AS value")
+    writer = scored.writeStream.format("parquet").option("checkpointLocation", str(tmp_path / "query"))
+    query = writer.start(str(tmp_path / "scored"))
+    try:
+        query.processAllAvailable()
+        save_constant(url, 100.0, "weights")
+        some.write.mode("append").parquet(incoming)
+        with contextlib.suppress(StreamingQueryException):
+            query.processAllAvailable()
+        assert query.exception() is None or "was replaced after it was read; call predict" in str(query.exception())
+    finally:
+        query.stop()
+    found = [row["value"] for row in spark.read.parquet(str(tmp_path / "scored")).collect()]
+    assert found in ([1.0] * 8, [1.0] * 16)
+    # A query that is started again finds the new model.
+    again = WAYS[way](stream, None, url).selectExpr("prediction[0] AS value").writeStream.format("memory")
+    again = again.queryName(f"again_{way}").trigger(availableNow=True).start()
+    assert again.awaitTermination(60)
+    assert {row["value"] for row in spark.table(f"again_{way}").collect()} == {100.0}
 
 
 # Columns that predictions only pass on

@@ -24,9 +24,9 @@ _ROW_GROUP_BYTES = 4 << 20
 _DECODED_BYTES = 64 << 20
 """Bytes of a row group in memory, of which a reader has several. Images can be much smaller in their files."""
 _SHARD_BYTES = 64 << 20
-_NAME = "spark_dl.shard"
-"""The name of a shard in its footer: shards of equal sizes have other checksums, so that one in the place of another is
-found."""
+_ROWS = "spark_dl.rows"
+"""The checksum of the rows in the footer: shards of equal sizes have other footers, so that one in the place of another
+is found, and a dataset that is written again has the same bytes."""
 _PAGE_BYTES = 1 << 30
 """Page size that makes each column of a row group one page, which is read without a decoder."""
 
@@ -118,17 +118,12 @@ class ShardWriter:
         cells = [cell_codec.encode(c, a) for c, a in zip(self.columns, arrays, strict=True)]
         table = pa.Table.from_arrays(cells, schema=pa.schema([cell_codec.arrow_field(c) for c in self.columns]))
         if self._file is None:
-            name = self._next_name()
-            self._sink = _HashingSink(storage.join(self._url, name))
+            self._sink = _HashingSink(storage.join(self._url, self._next_name()))
             scalars = [c.name for c in self.columns if c.codec == "scalar"]
             self._file = parquet_file.open_writer(
-                self._sink,
-                table.schema.with_metadata({_NAME: name}),
-                compression="none",
-                use_dictionary=False,
-                write_statistics=scalars,
+                self._sink, table.schema, compression="none", use_dictionary=False, write_statistics=scalars,
                 data_page_size=_PAGE_BYTES,
-            )
+            )  # fmt: skip
         self._file.write_table(table, row_group_size=len(arrays[0]))
         self._groups.append(len(arrays[0]))
         for column, array in zip(self.columns, arrays, strict=True):
@@ -144,6 +139,8 @@ class ShardWriter:
     def _end_shard(self) -> None:
         if self._file is None or self._sink is None:
             return
+        if hasattr(self._file, "add_key_value_metadata"):  # not in pyarrow 14
+            self._file.add_key_value_metadata({_ROWS: self._sink.digest})
         footer_start = self._sink.begin_footer()
         self._file.close()
         size, digest, crc32 = self._sink.finish()
@@ -179,6 +176,11 @@ class _HashingSink:
 
     def flush(self) -> None:
         self._stream.flush()
+
+    @property
+    def digest(self) -> str:
+        """The checksum of what was written so far."""
+        return self._hash.hexdigest()
 
     def begin_footer(self) -> int:
         """Marks the beginning of the footer and returns its position. Called before the footer is written."""

@@ -26,6 +26,7 @@ def open_dataset(
     *,
     batch_size: int,
     shuffle: bool = True,
+    drop_last: bool = False,
     seed: int = 0,
     split: Split = "all",
     validation_fraction: float = 0.0,
@@ -45,17 +46,20 @@ def open_dataset(
 
     data: the columns of a batch; the default is all columns, if spark_dl wrote the dataset.
     batch_size: rows of each batch of this rank. The last batch is filled with rows whose `weight` is 0.
+    drop_last: whether the last batch of an epoch is left out on all ranks if it is not full, as by a DataLoader of
+        torch. Each epoch leaves out other rows if they are shuffled.
     split: the rows to read, if `validation_fraction` is set: `all`, `train` or `validation`.
     loader: how rows are read. `num_streams` is lowered to the largest number that fits the ranks and the batch.
     transform: called with each batch; returns what is yielded, such as `lambda b: (b["features"], b["label"])`.
     cur_shard, shard_count: the rank and the number of ranks, in place of those that are found.
 
     A batch has the columns by name, [batch_size, ...], and `weight`, [batch_size] float32: 1, or the value of
-    `data.weight`, for a true row, 0 for padding. Every row is in exactly one batch of one rank in each epoch.
+    `data.weight`, for a true row, 0 for padding. Every row is in exactly one batch of one rank in each epoch,
+    unless `drop_last` is set.
     Raises ValueError for a missing dataset or column, and for settings that do not fit the dataset.
     """
     rank, num_ranks = find_place() if (cur_shard, shard_count) == (None, None) else _place(cur_shard, shard_count)
-    _check_arguments(data, batch_size, split, validation_fraction)
+    _check_arguments(data, batch_size, drop_last, split, validation_fraction)
     if not isinstance(source, RankRows) and split != "all" and not validation_fraction:
         raise ValueError(f"open_dataset: split={split!r} needs validation_fraction")
     if isinstance(source, RankRows):
@@ -63,6 +67,11 @@ def open_dataset(
             raise ValueError(
                 "open_dataset: found rows of run_on_dataframe with data, loader or validation_fraction; pass these to "
                 "run_on_dataframe"
+            )
+        if drop_last:
+            raise ValueError(
+                "open_dataset: drop_last: expected false for the rows of run_on_dataframe, of which ranks have "
+                "different numbers; rows of weight 0 fill their batches"
             )
         shards = source.dataset
         config = source.config(batch_size, seed=seed)
@@ -78,7 +87,7 @@ def open_dataset(
         with contextlib.ExitStack() as until_done:
             shards = shards_of(shards, "", config, until_done, reuse=False)
     batches = build_loader(shards, config, rank=rank, world_size=num_ranks, split=split, shuffle=shuffle)
-    return RankDataset(batches, shards, config, shuffle=shuffle, split=split, transform=transform)
+    return RankDataset(batches, shards, config, shuffle=shuffle, split=split, transform=transform, drop_last=drop_last)
 
 
 def _place(cur_shard: Any, shard_count: Any) -> tuple[int, int]:
@@ -91,9 +100,11 @@ def _place(cur_shard: Any, shard_count: Any) -> tuple[int, int]:
     return cur_shard, shard_count
 
 
-def _check_arguments(data: Any, batch_size: Any, split: Any, validation_fraction: float) -> None:
+def _check_arguments(data: Any, batch_size: Any, drop_last: Any, split: Any, validation_fraction: float) -> None:
     if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
         raise ValueError(f"open_dataset: batch_size: expected an integer >= 1, found {batch_size!r}")
+    if not isinstance(drop_last, bool):
+        raise ValueError(f"open_dataset: drop_last: expected true or false, found {drop_last!r}")
     if data is not None and not isinstance(data, Data):
         raise ValueError(f"open_dataset: data: expected a spark_dl.Data, found {type(data).__name__}")
     if split not in get_args(Split):

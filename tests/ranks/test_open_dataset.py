@@ -1,5 +1,6 @@
 """A dataset for a loop of the user's own: every row once on one rank, in an order that can be continued anywhere."""
 
+import functools
 import pickle
 
 import numpy as np
@@ -46,6 +47,32 @@ def test_every_row_is_in_one_batch_of_one_rank_in_each_epoch(url, world_size, ba
     assert {rank["len"] for rank in ranks} == {len(b) for rank in ranks for b in rank["batches"]}
     assert {(rank["rows"], rank["epoch"]) for rank in ranks} == {(ROWS, 1)}
     assert ranks[0]["batches"][0] != ranks[0]["batches"][1]
+
+
+@pytest.mark.parametrize(("world_size", "batch_size", "steps"), [(1, 16, 15), (2, 16, 7), (3, 10, 8), (1, 49, 5)])
+def test_the_last_batch_is_left_out_on_all_ranks_if_it_is_not_full(url, world_size, batch_size, steps):
+    kept = run_ranks(functools.partial(read_epochs, drop_last=True), world_size, url, 2, batch_size)
+    whole = run_ranks(read_epochs, world_size, url, 2, batch_size)
+    for some, all_of_rank in zip(kept, whole, strict=True):
+        assert some["batches"] == [epoch[:steps] for epoch in all_of_rank["batches"]]
+        assert {len(batch) for epoch in some["batches"] for batch in epoch} == {batch_size}
+        assert (some["len"], some["rows"]) == (steps, steps * batch_size * world_size)
+
+
+def test_a_position_at_the_end_of_full_batches_is_the_next_epoch(url):
+    dataset = spark_dl.open_dataset(url, DATA, batch_size=16, drop_last=True)
+    first, second = [[ids_of(batch) for batch in dataset] for _ in range(2)]
+    batches = iter(again := spark_dl.open_dataset(url, DATA, batch_size=16, drop_last=True))
+    assert [ids_of(next(batches)) for _ in range(15)] == first
+    state = again.state_dict()
+    batches.close()
+    last = spark_dl.open_dataset(url, DATA, batch_size=16, drop_last=True)
+    last.load_state_dict(state)
+    assert [ids_of(batch) for batch in last] == second
+    with pytest.raises(ValueError, match="drop_last leaves no batch: found 245 rows, and a batch of all ranks has 246"):
+        spark_dl.open_dataset(url, DATA, batch_size=246, drop_last=True)
+    with pytest.raises(ValueError, match="drop_last: expected true or false, found 1"):
+        spark_dl.open_dataset(url, DATA, batch_size=16, drop_last=1)
 
 
 def test_global_batches_do_not_depend_on_the_number_of_ranks(url):

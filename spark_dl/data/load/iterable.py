@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
@@ -43,11 +44,20 @@ class RankDataset(IterableDataset[Any]):
         shuffle: bool,
         split: Split,
         transform: Callable[[Batch], Any] | None = None,
+        drop_last: bool = False,
     ):
+        """drop_last: whether the last batch is left out if it is not full. Raises ValueError if it is the only one."""
         self._loader, self._transform = loader, transform
+        global_batch = config.train.global_batch_size
+        self._steps = loader.plan.rows // global_batch if drop_last else loader.plan.steps
+        if not self._steps:
+            raise ValueError(
+                f"open_dataset: drop_last leaves no batch: found {loader.plan.rows} rows, and a batch of all ranks has "
+                f"{global_batch}"
+            )
         is_shuffled, is_ragged = config.loader.shuffle and shuffle, any(c.is_ragged for c in loader.columns)
-        self._order = {
-            "global_batch_size": config.train.global_batch_size,
+        self._order: dict[str, Any] = {
+            "global_batch_size": global_batch,
             "num_streams": config.loader.num_streams,
             "shuffle_window_rows": config.loader.shuffle_window_rows,
             "shuffle": is_shuffled,
@@ -71,12 +81,12 @@ class RankDataset(IterableDataset[Any]):
 
     def __len__(self) -> int:
         """Returns the batches of an epoch, the same number on all ranks."""
-        return self._loader.plan.steps
+        return self._steps
 
     @property
     def rows(self) -> int:
-        """Rows of an epoch over all ranks, without padding."""
-        return self._loader.plan.rows
+        """Rows of an epoch over all ranks, without padding, and without those that `drop_last` leaves out."""
+        return min(self._loader.plan.rows, self._steps * int(self._order["global_batch_size"]))
 
     @property
     def columns(self) -> tuple[Column, ...]:
@@ -121,7 +131,7 @@ class RankDataset(IterableDataset[Any]):
         if start_step >= len(self):
             return
         with closing(self._loader.epoch(epoch, start_step)) as steps:
-            for step in steps:
+            for step in itertools.islice(steps, self._steps - start_step):
                 batch = step.micro_batches[0]
                 self._epoch, self._step, self.batch_rows = epoch, step.step + 1, step.rows
                 yield batch if self._transform is None else self._transform(batch)

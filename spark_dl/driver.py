@@ -303,8 +303,8 @@ def run_on_dataframe(
     `rows` is a `RankRows`: `rows.batches(64, epoch=0)` yields the batches of the rank, the same number on all ranks.
     The rows are streamed to the ranks, which write them to local disks in bounded memory. Shared storage is not needed.
     data: the columns; by default all columns of the DataFrame, of which one named `weight` has the weights of the rows.
-    shards: the layout of the rows on disk. loader: how rows are read. validation_fraction: fraction of rows for
-        `rows.loader(..., split="validation")`.
+    shards: the layout of the rows on disk. loader: how rows are read.
+    validation_fraction: fraction of rows for `rows.loader(..., split="validation")`.
     Raises as `launch` does, and ValueError for rows that cannot be converted to tensors and for an empty DataFrame.
     """
     settings = launch_settings(settings, num_ranks)

@@ -46,8 +46,7 @@ def open_dataset(
 
     data: the columns of a batch; the default is all columns, if spark_dl wrote the dataset.
     batch_size: rows of each batch of this rank. The last batch is filled with rows whose `weight` is 0.
-    drop_last: whether the last batch of an epoch is left out on all ranks if it is not full, as by a DataLoader of
-        torch. Each epoch leaves out other rows if they are shuffled.
+    drop_last: whether the last batch of an epoch is left out on all ranks if it is not full, as by torch's DataLoader.
     split: the rows to read, if `validation_fraction` is set: `all`, `train` or `validation`.
     loader: how rows are read. `num_streams` is lowered to the largest number that fits the ranks and the batch.
     transform: called with each batch; returns what is yielded, such as `lambda b: (b["features"], b["label"])`.

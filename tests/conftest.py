@@ -85,8 +85,6 @@ def _costly_fixture(nodeid):
         return f"ranks {half}"
     if folder == "spark" and mode:
         return f"local {half}" if mode.group(1) == "local" else mode.group(1)
-    if path.startswith("tests/fuzz/"):
-        return "fuzz"
     return folder if folder in ("hosts", "gpu") else path
 
 

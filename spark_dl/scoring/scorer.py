@@ -120,9 +120,9 @@ class Scorer:
         check_rows(added, rows)
         return {name: _storable(name, value).cpu() for name, value in added.items()}
 
-    def trial(self) -> dict[str, Tensor | Ragged]:
+    def outputs_of_zeros(self, model: nn.Module) -> dict[str, Tensor | Ragged]:
         """Computes the new columns of two rows of zeros, to know their types. Called on the driver. # each (2, ...)"""
-        return self.outputs(self.load(), [two_rows_of_zeros(c) for c in self.columns], "cpu")
+        return self.outputs(model, [two_rows_of_zeros(c) for c in self.columns], "cpu")
 
     def with_varying(self) -> Scorer:
         """Returns the scorer, which knows which of its columns have a value for each value of a ragged feature.

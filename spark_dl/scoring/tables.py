@@ -150,8 +150,9 @@ def trial(scorer: Scorer, of_first_rows: Callable[[], Outputs] | None = None) ->
 
     of_first_rows: computes the columns of the first rows; None if there are no rows yet. Raises ValueError without it.
     """
+    model = scorer.load()
     try:
-        return scorer.trial()
+        return scorer.outputs_of_zeros(model)
     except Exception as error:
         if str(error).startswith("spec.predict: "):
             raise

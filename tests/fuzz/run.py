@@ -1,6 +1,7 @@
 """Runs rounds of random cases, and keeps what falls as tests."""
 
 import hashlib
+import importlib
 import itertools
 import pathlib
 import shutil
@@ -29,11 +30,8 @@ _TEXT = '''"""Found by `make fuzz`: {error}"""
 # fmt: off
 from tests.fuzz.{name} import *
 
+NAME = {name!r}
 CASE = {case!r}
-
-
-def test_{name}_{number}(spark, tmp_path):
-    check(spark, tmp_path / "case", CASE)
 '''
 _numbers = itertools.count()
 
@@ -50,12 +48,12 @@ class Failure:
         return f"{type(self.error).__name__}: {str(self.error)[:600]}\n{self.case!r}"
 
     def keep(self):
-        """Writes the case as a test. Returns its path."""
+        """Writes the case as Python. Returns its path."""
         number = hashlib.sha256(repr(self.case).encode()).hexdigest()[:8]
         error = " ".join(f"{type(self.error).__name__}: {self.error}".split())[:200]
         error = error.replace("\\", "/").replace('"', "'")
-        path = FOUND / f"test_{self.name}_{number}.py"
-        path.write_text(_TEXT.format(error=error, name=self.name, case=self.case, number=number))
+        path = FOUND / f"{self.name}_{number}.py"
+        path.write_text(_TEXT.format(error=error, name=self.name, case=self.case))
         return path
 
 
@@ -82,3 +80,18 @@ def run_round(name, spark, folder, *, seed, cases, shrink=True):
     except Exception as error:  # of the smallest case, which ran last
         return len(ran), Failure(name, ran[-1], error)
     return len(ran), None
+
+
+def found_cases():
+    """The paths of the cases that were found before."""
+    return sorted(path for path in FOUND.glob("*.py") if path.name != "__init__.py")
+
+
+def try_found(path, spark, folder):
+    """Tries a case that was found before. Returns a Failure or None."""
+    found = importlib.import_module(f"tests.fuzz.found.{path.stem}")
+    try:
+        PROPERTIES[found.NAME].check(spark, pathlib.Path(folder, str(next(_numbers))), found.CASE)
+    except Exception as error:
+        return Failure(found.NAME, found.CASE, error)
+    return None

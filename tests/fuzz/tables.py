@@ -804,7 +804,8 @@ def _check_predictions(spark, df, shards, case, folder):
         data = replace(
             found.data, cast={**{k: v for k, v in floats.items() if is_double(df, some, k)}, **found.data.cast}
         )
-        estimator = TorchEstimator(ECHO, run_config(replace(found, data=data), folder))
+        config = run_config(replace(found, data=data))
+        estimator = TorchEstimator(ECHO, config, runDir=str(folder / "fits"), progress=False)
         return predicted(estimator.fit(rows).transform(rows), some)
 
     check_way("predict_udf", case, want, by_function)
@@ -829,7 +830,7 @@ def is_double(df, case, feature):
     return not (c.encode.get("as") == "decimal" or (c.encode.get("as") is None and c.type.endswith(",0)")))
 
 
-def run_config(config, folder):
+def run_config(config):
     """Settings that train one step on one rank."""
     train = replace(config.train, max_steps=1, global_batch_size=4)
     loader = replace(config.loader, num_streams=1)

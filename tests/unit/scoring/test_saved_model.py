@@ -17,6 +17,7 @@ from spark_dl import Config, Data, Loader, ModelSpec, storage
 from spark_dl.data.columns.schema import Column
 from spark_dl.scoring.saved_model import load_model, read_saved_model, write_saved_model
 from spark_dl.scoring.scorer import Scorer, saved_scorer
+from spark_dl.scoring.tables import trial
 from tests.builders.models import build_dropout_mlp, build_mlp
 
 COLUMNS = (Column("features", "float32", (4,), "list"),)
@@ -154,6 +155,7 @@ def test_only_the_settings_of_features_are_saved(tmp_path):
 LOAD = """
 import sys, torch
 from spark_dl.scoring.saved_model import load_model
+from spark_dl.scoring.tables import trial
 output = load_model(sys.argv[1])(torch.ones(2, 4))
 print((output["prediction"] if isinstance(output, dict) else output).tolist())
 assert not {name.split(".")[0] for name in sys.modules} & {"pyspark", "py4j", "tests"} - set(sys.argv[2:])
@@ -191,7 +193,7 @@ def test_a_folder_that_is_in_use_and_functions_without_a_name_are_refused(tmp_pa
         write_saved_model(tmp_path / "m", build_mlp(), spec, CONFIG, COLUMNS)
     assert not (tmp_path / "m").exists()
     write_saved_model(tmp_path / "m", build_mlp().eval(), spec, CONFIG, COLUMNS, format="export")
-    assert scorer_at(tmp_path / "m").trial().keys() == {"y"}
+    assert trial(scorer_at(tmp_path / "m")).keys() == {"y"}
 
 
 def test_what_torch_export_does_not_take_is_refused(tmp_path):

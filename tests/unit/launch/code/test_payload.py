@@ -133,7 +133,7 @@ def test_many_arrays_each_find_their_place():
     datetime.date(1, 1, 1), datetime.datetime(2026, 3, 29, 2, 30, 0, 7),
     datetime.datetime(2026, 3, 29, tzinfo=datetime.timezone(datetime.timedelta(hours=5, minutes=45))),
     {"of all": [b"x", {b"y"}, {"d": Decimal(1)}], "array": np.arange(3)},
-], ids=repr)  # fmt: skip
+])  # fmt: skip
 def test_bytes_sets_dates_and_decimals_come_back_as_they_are(value):
     assert_same(round_trip(value), value)
     assert type(round_trip(value)) is type(value)

@@ -51,12 +51,12 @@ def is_nonfinite(expression, leaf, depth):
     if leaf not in FLOATS:
         return "false"
     if not depth:
-        return f"coalesce({_nonfinite(expression)}, false)"
+        return f"coalesce({is_nonfinite_value(expression)}, false)"
     x = f"x{next(_lambdas)}"
     return f"coalesce(exists({expression}, {x} -> {is_nonfinite(x, leaf, depth - 1)}), false)"
 
 
-def _nonfinite(x):
+def is_nonfinite_value(x):
     return f"(isnan({x}) OR abs({x}) = CAST('Infinity' AS DOUBLE))"
 
 

@@ -482,7 +482,7 @@ def filled(x, leaf, depth, column, case):
             x = f"coalesce({x}, {whole})" if depth == 1 or not column.is_ragged else f"coalesce({x}, array())"
         x = judge.each(x, depth, lambda y: f"coalesce({y}, {value})")
     if case.nonfinite == "fill" and leaf in judge.FLOATS:
-        x = judge.each(x, depth, lambda y: f"CASE WHEN {judge._nonfinite(y)} THEN {value} ELSE {y} END")
+        x = judge.each(x, depth, lambda y: f"CASE WHEN {judge.is_nonfinite_value(y)} THEN {value} ELSE {y} END")
     return x
 
 
@@ -515,14 +515,11 @@ def sql_of(df, case, condition, *, is_filled):
     ]
     op = {"==": "=", "in": "IN", "not in": "NOT IN"}.get(condition.op, condition.op)
     right = f"({', '.join(values)})" if condition.op.endswith("in") else values[0]
-    if leaf in judge.FLOATS:
-        nan = (
-            f"(isnan({x}) OR {x} {op} {right})"
-            if condition.op in ("!=", "not in")
-            else f"(NOT isnan({x}) AND {x} {op} {right})"
-        )
-        return nan
-    return f"{x} {op} {right}"
+    if leaf not in judge.FLOATS:
+        return f"{x} {op} {right}"
+    if condition.op in ("!=", "not in"):
+        return f"(isnan({x}) OR {x} {op} {right})"
+    return f"(NOT isnan({x}) AND {x} {op} {right})"
 
 
 def filters_of(case):
@@ -605,16 +602,9 @@ def attempt(way, case, call):
 
 
 def names_column(text, column):
-    shown = {
-        repr(column.feature),
-        json.dumps(column.feature),
-        f"data.encode.{column.feature}",
-        f"data.fill.{column.feature}",
-        f"data.cast.{column.feature}",
-        "data.filters",
-        repr(column.name),
-    }
-    return any(s in text for s in shown - ({"data.filters"}))
+    """Whether an error names a column, or a setting of it."""
+    keys = (f"data.{section}.{column.feature}" for section in ("encode", "fill", "cast"))
+    return any(shown in text for shown in (repr(column.feature), json.dumps(column.feature), repr(column.name), *keys))
 
 
 def is_about_all(text):
@@ -643,7 +633,7 @@ def check_way(way, case, want, call):
 
 
 def write_files(df, case, folder):
-    """Writes the table with another program. Raises Unwritable if it cannot."""
+    """Writes the table with another program. Raises what that program does if it cannot."""
     url = str(folder / "files")
     kind, _, how = case.writer.partition(" ")
     if kind == "spark":
@@ -798,12 +788,8 @@ def _check_predictions(spark, df, shards, case, folder):
 
     def by_stage(some):
         found = settings(some)  # estimators make float32 of doubles that have no cast
-        floats = {
-            c.feature: "float64" for c in some.columns if c.type in ("double", "vector") or c.type[0:7] == "decimal"
-        }
-        data = replace(
-            found.data, cast={**{k: v for k, v in floats.items() if is_double(df, some, k)}, **found.data.cast}
-        )
+        floats = {c.feature: "float64" for c in some.columns if is_double(c)}
+        data = replace(found.data, cast={**floats, **found.data.cast})
         config = run_config(replace(found, data=data))
         estimator = TorchEstimator(ECHO, config, runDir=str(folder / "fits"), progress=False)
         return predicted(estimator.fit(rows).transform(rows), some)
@@ -822,12 +808,11 @@ def _check_predictions(spark, df, shards, case, folder):
     )
 
 
-def is_double(df, case, feature):
+def is_double(column):
     """Whether a feature becomes float64: decimals can become integers."""
-    c = next(c for c in case.columns if c.feature == feature)
-    if not c.type.startswith("decimal"):
-        return True
-    return not (c.encode.get("as") == "decimal" or (c.encode.get("as") is None and c.type.endswith(",0)")))
+    if not column.type.startswith("decimal"):
+        return column.type in ("double", "vector")
+    return column.encode.get("as", "decimal" if column.type.endswith(",0)") else "float") == "float"
 
 
 def run_config(config):

@@ -119,19 +119,11 @@ def clean_batch(
     Raises BadCellsError for values that the settings do not allow and for cells that cannot be stored; its row counts
     from the start of the batch.
     """
+    arrays, dropped = _without_bad_images(columns, arrays, data, may_drop)
     keep: Mask = np.ones(len(arrays[0]), dtype=bool)
-    dropped: dict[str, Mask] = {}
+    for bad in dropped.values():
+        keep &= ~bad
     filled: dict[str, Mask] = {}
-    arrays = list(arrays)
-    for i, column in enumerate(columns):
-        what = data.encode.get(column.name, {}).get("bad", "raise")
-        if what == "null" or (what == "drop" and may_drop):
-            bad = _bad_images(column, arrays[i])
-            if what == "null":
-                arrays[i] = pc.if_else(pa.array(bad), pa.scalar(None, arrays[i].type), arrays[i])
-            elif bad.any():
-                dropped[column.name] = bad
-                keep &= ~bad
     for column, array in zip(columns, arrays, strict=True):
         for policy, rows in (
             (_checked_policy(column, "nulls", nulls := null_rows(array), data.nulls, may_drop), nulls),
@@ -165,6 +157,21 @@ def clean_batch(
         filled={name: n for name, n in counts.items() if n},
     )
     return values, changes
+
+
+def _without_bad_images(
+    columns: Sequence[SourceColumn], arrays: Sequence[pa.Array], data: Data, may_drop: bool
+) -> tuple[list[pa.Array], dict[str, Mask]]:
+    """Returns the cells with nulls for bad images, where `bad` says so, and the rows that it drops, by column."""
+    arrays, dropped = list(arrays), {}
+    for i, column in enumerate(columns):
+        policy = data.encode.get(column.name, {}).get("bad", "raise")
+        if policy == "null":
+            bad = pa.array(_bad_images(column, arrays[i]))
+            arrays[i] = pc.if_else(bad, pa.scalar(None, arrays[i].type), arrays[i])
+        elif policy == "drop" and may_drop and (rows := _bad_images(column, arrays[i])).any():
+            dropped[column.name] = rows
+    return arrays, dropped
 
 
 def _bad_images(column: SourceColumn, array: pa.Array) -> Mask:

@@ -207,7 +207,8 @@ _OWNERS = (
         "a run folder of spark_dl; choose a run_dir outside of the data, and move it there",
     ),
 )
-"""What is in a folder that is not data, and what to do with it. Its user would lose it with the files."""
+"""Folders that are not data, by the names that they contain, and what to do with each. To delete their files would
+break the query or the run that needs them."""
 
 
 def _owner_of(url: str, name: str) -> str:

@@ -506,10 +506,15 @@ def cast(value, column):
 
 
 def sql_of(df, case, condition, *, is_filled):
-    """A condition of `data.filters` in SQL. As documented, a null meets none, and NaN meets != and not in."""
+    """A condition of `data.filters` in SQL. As documented, a null meets none, and NaN meets != and not in.
+
+    is_filled: whether nulls are compared as the value that fills them, as in shards.
+    """
     column = next(c for c in case.columns if c.name == condition.column)
-    leaf, _ = leaf_at(df, column)
+    leaf, depth = leaf_at(df, column)
     x = quoted(*column.path)
+    if is_filled and case.fills and column.raw_fill is not None:
+        x = filled(x, leaf, depth, column, case)
     values = [
         judge.literal(leaf if leaf in TYPES or leaf.startswith("decimal") else column.type, v) for v in condition.values
     ]

@@ -123,6 +123,11 @@ def test_keys_of_shards_have_the_types_and_values_of_the_table(spark, saved, tmp
         found = spark_dl.predict(shards, saved["two"], keys=["i", *made])
         assert [found.schema[name].dataType for name in made] == [df.schema[name].dataType for name in made]
         assert found.join(df, ["i", *made]).count() == 48
+        df.write.parquet(str(tmp_path / "files"))
+        in_place = str(tmp_path / "files")
+        found = spark_dl.predict(in_place, saved["two"], keys=["i", *made])
+        assert [found.schema[name].dataType for name in made] == [df.schema[name].dataType for name in made]
+        assert found.join(df, ["i", *made]).count() == 48
     finally:
         spark.conf.set("spark.sql.session.timeZone", before)
 

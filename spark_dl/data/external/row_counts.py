@@ -26,7 +26,7 @@ from spark_dl.data.dataset.shard_table import Shard
 from spark_dl.data.external.files import check_in_all, comparable_type, type_at, without_values
 from spark_dl.data.parquet import file as parquet_file
 from spark_dl.data.parquet.byte_budget import ByteBudget
-from spark_dl.data.parquet.calendar import RebasedFile, has_times
+from spark_dl.data.parquet.calendar import RebasedFile, may_change
 from spark_dl.data.parquet.filters import (
     NULL_PARTITION,
     AnyOf,
@@ -187,7 +187,7 @@ def _count_row_group(
 
     def decide(condition: Condition) -> bool | None:
         if (i := columns.get(condition.column)) is not None and not file.schema.column(i).max_repetition_level:
-            if isinstance(file, RebasedFile) and has_times(condition.values.type):
+            if isinstance(file, RebasedFile) and may_change(condition.values.type):
                 return None  # bounds of the old calendar: the rows decide
             return holds_within(condition, _bounds(metadata.column(i), condition.values.type))
         below = [metadata.column(i) for path, i in columns.items() if path.startswith(f"{condition.column}.")]

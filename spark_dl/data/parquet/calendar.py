@@ -1,6 +1,8 @@
-"""Dates and times as Spark reads them: 96-bit timestamps as instants, and old calendars as the new one.
+"""Dates, times and intervals as Spark reads them.
 
 A timestamp of 96 bits, which is Spark's default, is an instant; Arrow reads it without a time zone.
+
+Parquet has no intervals. Spark writes integers, and the type into the footer, as JSON, where it looks for it.
 
 Spark 2 and Hive wrote days before 1582-10-15 with the Julian calendar. Spark 3 says in a file which calendar it has,
 and rebases what it reads to the proleptic Gregorian one, which Arrow, Python and Spark 3 have: a date keeps its year,
@@ -10,6 +12,8 @@ month and day. See `DataSourceUtils.datetimeRebaseSpec` and `RebaseDateTime` of 
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -23,6 +27,9 @@ import pyarrow.parquet as pq
 _SPARK, _DATES, _INT96, _ZONE = (
     f"org.apache.spark.{name}".encode() for name in ("version", "legacyDateTime", "legacyINT96", "timeZone")
 )
+_SCHEMA = b"org.apache.spark.sql.parquet.row.metadata"
+_DAY_TIME, _YEAR_MONTH = pa.duration("us"), pa.month_day_nano_interval()
+_STORED = {_DAY_TIME: pa.int64(), _YEAR_MONTH: pa.int32()}
 _SWITCH_DAY = -141_427
 """Days from 1970-01-01 to 1582-10-15, the first day of the Gregorian calendar."""
 _SAFE_S = -2_208_988_800
@@ -62,23 +69,34 @@ def calendar_of(metadata: pq.FileMetaData) -> Calendar | None:
 
 
 class RebasedFile:
-    """A Parquet file whose dates and times are those that Spark reads. All else is as in `pyarrow.parquet`."""
+    """A Parquet file whose dates, times and intervals are those that Spark reads. All else is as in `pyarrow.parquet`.
 
-    def __init__(self, file: pq.ParquetFile, calendar: Calendar | None, int96: Collection[str]):
-        self._file, self._calendar, self._int96 = file, calendar, int96
-        self.schema_arrow = pa.schema(map(self._with_zone, file.schema_arrow), file.schema_arrow.metadata)
+    int96: leaves of 96-bit timestamps. intervals: types of intervals, by path without the levels of lists.
+    """
 
-    def _with_zone(self, field: pa.Field) -> pa.Field:
+    def __init__(
+        self,
+        file: pq.ParquetFile,
+        calendar: Calendar | None,
+        int96: Collection[str],
+        intervals: Mapping[str, pa.DataType] | None = None,
+    ):
+        self._file, self._calendar, self._int96, self._intervals = file, calendar, int96, intervals or {}
+        self.schema_arrow = pa.schema(map(self._as_in_spark, file.schema_arrow), file.schema_arrow.metadata)
+
+    def _as_in_spark(self, field: pa.Field) -> pa.Field:
         return field.with_type(self._type(field.name, field.type))
 
     def _type(self, path: str, arrow: pa.DataType) -> pa.DataType:
-        """Returns the type of a column, or of values in it, with the zone of the timestamps of 96 bits."""
+        """Returns the type of a column, or of values in it, that Spark has."""
         types = pa.types
         if types.is_struct(arrow):
             return pa.struct([f.with_type(self._type(f"{path}.{f.name}", f.type)) for f in arrow])
         if types.is_list(arrow) or types.is_large_list(arrow):
             inner = arrow.value_field.with_type(self._type(path, arrow.value_type))
             return pa.large_list(inner) if types.is_large_list(arrow) else pa.list_(inner)
+        if (interval := self._intervals.get(path)) is not None and arrow == _STORED[interval]:
+            return interval
         return pa.timestamp(arrow.unit, "UTC") if types.is_timestamp(arrow) and self._is_int96(path) else arrow
 
     def _is_int96(self, path: str) -> bool:
@@ -92,19 +110,21 @@ class RebasedFile:
         """As in pyarrow. Raises ValueError for values that cannot be rebased, with the column and the reason."""
         table = self._file.read_row_group(*args, **kwargs)
         columns = {name: self._rebased(name, name, table.column(name)) for name in table.column_names}
-        return pa.Table.from_arrays(list(columns.values()), schema=pa.schema(map(self._with_zone, table.schema)))
+        return pa.Table.from_arrays(list(columns.values()), schema=pa.schema(map(self._as_in_spark, table.schema)))
 
     def iter_batches(self, *args: Any, **kwargs: Any) -> Iterator[pa.RecordBatch]:
         """As in pyarrow. Raises as `read_row_group` does."""
         for batch in self._file.iter_batches(*args, **kwargs):
             arrays = [self._rebased(name, name, batch.column(i)) for i, name in enumerate(batch.schema.names)]
-            yield pa.RecordBatch.from_arrays(arrays, schema=pa.schema(map(self._with_zone, batch.schema)))
+            yield pa.RecordBatch.from_arrays(arrays, schema=pa.schema(map(self._as_in_spark, batch.schema)))
 
     def _rebased(self, column: str, path: str, values: Any) -> Any:
         types, arrow = pa.types, self._type(path, values.type)
         if isinstance(values, pa.ChunkedArray):
             return pa.chunked_array([self._rebased(column, path, chunk) for chunk in values.chunks], arrow)
-        if not has_times(arrow):
+        if arrow == _YEAR_MONTH:
+            raise ValueError(f"column {column!r} has intervals of months, which cannot be read; convert it with Spark")
+        if not may_change(arrow):
             return values
         if types.is_struct(arrow):
             inner = [
@@ -116,7 +136,8 @@ class RebasedFile:
             kind = pa.LargeListArray if types.is_large_list(arrow) else pa.ListArray
             found = kind.from_arrays(values.offsets, inner_values, type=arrow)
             return found if not values.null_count else _with_nulls(found, values, kind)
-        found = values if self._calendar is None else self._rebased_leaf(column, path, values, self._calendar)
+        calendar = None if arrow == _DAY_TIME else self._calendar
+        found = values if calendar is None else self._rebased_leaf(column, path, values, calendar)
         return found if found.type == arrow else found.view(arrow)
 
     def _rebased_leaf(self, column: str, path: str, values: pa.Array, calendar: Calendar) -> pa.Array:
@@ -158,26 +179,46 @@ def _check(column: str, before: str, calendar: Calendar, *, needs_zone: bool) ->
 def _with_nulls(found: Any, values: Any, kind: Any) -> Any:
     offsets = np.asarray(values.offsets).astype(object)
     offsets[:-1][np.asarray(values.is_null().to_numpy(zero_copy_only=False))] = None
-    return kind.from_arrays(pa.array(offsets.tolist(), values.offsets.type), found.values, type=values.type)
+    return kind.from_arrays(pa.array(offsets.tolist(), values.offsets.type), found.values, type=found.type)
 
 
-def has_times(arrow: pa.DataType) -> bool:
-    """Whether there are dates or timestamps in a type, at any depth."""
-    if pa.types.is_date32(arrow) or pa.types.is_timestamp(arrow):
+def may_change(arrow: pa.DataType) -> bool:
+    """Whether there are dates, timestamps or intervals in a type, at any depth."""
+    if pa.types.is_date32(arrow) or pa.types.is_timestamp(arrow) or arrow in _STORED:
         return True
     if pa.types.is_struct(arrow):
-        return any(has_times(arrow.field(i).type) for i in range(arrow.num_fields))
-    return (pa.types.is_list(arrow) or pa.types.is_large_list(arrow)) and has_times(arrow.value_type)
+        return any(may_change(arrow.field(i).type) for i in range(arrow.num_fields))
+    return (pa.types.is_list(arrow) or pa.types.is_large_list(arrow)) and may_change(arrow.value_type)
 
 
 def rebased(file: pq.ParquetFile) -> Any:
-    """Returns a file that reads dates and times as Spark does; the same file if there is nothing to change."""
-    if not any(has_times(field.type) for field in file.schema_arrow):
+    """Returns a file that reads dates, times and intervals as Spark does; the same file if nothing has to change."""
+    intervals = dict(_intervals_of(file.metadata))
+    if not intervals and not any(may_change(field.type) for field in file.schema_arrow):
         return file
     leaves = [file.schema.column(i) for i in range(len(file.schema))]
     int96 = {leaf.path for leaf in leaves if leaf.physical_type == "INT96"}
     calendar = calendar_of(file.metadata)
-    return RebasedFile(file, calendar, int96) if calendar is not None or int96 else file
+    has_change = calendar is not None or int96 or intervals
+    return RebasedFile(file, calendar, int96, intervals) if has_change else file
+
+
+def _intervals_of(metadata: pq.FileMetaData) -> Iterator[tuple[str, pa.DataType]]:
+    """Yields path and type of each interval in the schema that Spark has written into a footer."""
+    text = (metadata.metadata or {}).get(_SCHEMA, b"")
+    if b"interval" in text:
+        with contextlib.suppress(ValueError):  # a schema that Spark cannot read either, and does without
+            yield from _intervals_in("", json.loads(text))
+
+
+def _intervals_in(path: str, spark: Any) -> Iterator[tuple[str, pa.DataType]]:
+    if isinstance(spark, str) and spark.startswith("interval "):
+        yield path, _YEAR_MONTH if re.search("year|month", spark) else _DAY_TIME
+    elif isinstance(spark, dict) and spark.get("type") == "array":
+        yield from _intervals_in(path, spark.get("elementType"))
+    elif isinstance(spark, dict) and spark.get("type") == "struct":
+        for field in spark.get("fields", ()):
+            yield from _intervals_in(f"{path}.{field['name']}" if path else field["name"], field.get("type"))
 
 
 def gregorian_days(days: npt.NDArray[Any]) -> npt.NDArray[np.int64]:

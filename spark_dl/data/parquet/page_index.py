@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from spark_dl.data.parquet import file as parquet_file
-from spark_dl.data.parquet.calendar import RebasedFile, has_times
+from spark_dl.data.parquet.calendar import RebasedFile, may_change
 from spark_dl.data.parquet.file import table_column
 from spark_dl.data.parquet.filters import AnyOf, Bounds, Condition, Mask, columns_of, holds_within, passing_rows
 from spark_dl.data.parquet.thrift import (
@@ -183,7 +183,7 @@ class IndexedFile:
         described = self._leaves[leaf]
         if described.path != condition.column or described.max_repetition_level:  # a struct or a list
             return None
-        if isinstance(self._file, RebasedFile) and has_times(condition.values.type):  # bounds of the old calendar
+        if isinstance(self._file, RebasedFile) and may_change(condition.values.type):  # bounds of the old calendar
             return None
         offset, length = (value_of(value_of(self._row_group(group), _COLUMNS)[leaf], n) for n in _COLUMN_INDEX)
         if not offset:

@@ -1,6 +1,7 @@
 """Days of the Julian calendar with the year, month and day that they have there."""
 
 import datetime
+import json
 
 import numpy as np
 import pyarrow as pa
@@ -60,6 +61,47 @@ def test_dates_are_rebased_in_row_groups_and_batches_and_in_lists_and_structs(tm
         assert found.column("inner").to_pylist() == [{"x": first}, {"x": None}, {"x": EPOCH}]
         assert found.column("list").to_pylist() == table.column("list").to_pylist()
         assert found.column("n").to_pylist() == [1, 2, 3]
+
+
+def test_lists_of_96_bit_timestamps_with_nulls_are_instants(tmp_path):
+    times = pa.array([[5], None, [None, 7]], pa.list_(pa.timestamp("us")))
+    pq.write_table(pa.table({"a": times}), tmp_path / "a.parquet", use_deprecated_int96_timestamps=True)
+    file = rebased(pq.ParquetFile(tmp_path / "a.parquet", coerce_int96_timestamp_unit="us"))
+    found = file.read_row_group(0).column("a")
+    assert found.type.value_type == pa.timestamp("us", "UTC")
+    assert found.cast(times.type).to_pylist() == times.to_pylist()
+
+
+def test_intervals_have_the_types_that_spark_has_written_into_the_footer(tmp_path):
+    ticks = pa.array([5, None, -7])
+    table = pa.table({
+        "took": ticks, "list": pa.array([[5], None, [None, 2]]), "months": pa.array([1, 2, 3], pa.int32()),
+        "inner": pa.StructArray.from_arrays([ticks, ticks], names=["x", "n"]), "n": ticks, "day": pa.array([0, 1, 2]),
+    })  # fmt: skip
+    fields = {
+        "took": "interval day to second", "list": {"type": "array", "elementType": "interval hour"}, "n": "long",
+        "months": "interval year to month", "day": "date",
+        "inner": {"type": "struct", "fields": [{"name": "x", "type": "interval day"}, {"name": "n", "type": "long"}]},
+    }  # fmt: skip
+    schema = {"type": "struct", "fields": [{"name": name, "type": kind} for name, kind in fields.items()]}
+    metadata = {"org.apache.spark.version": "4.0.0", "org.apache.spark.sql.parquet.row.metadata": json.dumps(schema)}
+    pq.write_table(table.replace_schema_metadata(metadata), tmp_path / "a.parquet")
+    file = rebased(pq.ParquetFile(tmp_path / "a.parquet"))
+    interval = pa.duration("us")
+    read = ["took", "list", "inner", "n", "day"]
+    for found in (
+        file.read_row_group(0, columns=read),
+        pa.Table.from_batches(list(file.iter_batches(2, columns=read))),
+    ):
+        assert found.schema.field("took").type == interval
+        assert found.column("took").cast(pa.int64()).to_pylist() == ticks.to_pylist()
+        assert found.column("list").type.value_type == interval
+        assert found.column("list").cast(pa.list_(pa.int64())).to_pylist() == table.column("list").to_pylist()
+        assert found.schema.field("inner").type.field("x").type == interval
+        assert found.select(["n", "day"]).equals(table.select(["n", "day"]))
+    assert file.schema_arrow.field("months").type == pa.month_day_nano_interval()
+    with pytest.raises(ValueError, match="column 'months' has intervals of months"):
+        file.read_row_group(0)
 
 
 def test_times_before_1900_in_a_zone_are_refused_and_later_ones_are_not(tmp_path):

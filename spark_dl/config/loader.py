@@ -42,14 +42,19 @@ class Loader:
     where a value of a ragged column counts as 1 KiB, because models keep a vector for each."""
     proportions: dict[str, float] = field(default_factory=dict)
     """Share of each dataset in every global batch, by name, for training on several datasets."""
+    epoch_size: int | None = None
+    """Number of rows of an epoch of several datasets, rounded up to whole global batches. Each dataset goes on in the
+    next epoch where it was at the end of this one. Null: an epoch ends with the dataset that takes the most steps, and
+    all begin again."""
     reader: Reader = "spark_dl"
     """Reader of shards. `petastorm` uses the package of that name, for comparison; it must be installed."""
 
     def __post_init__(self) -> None:
         for name in ("num_streams", "shuffle_window_rows", "memory_mib", "reader_threads", "prefetch_batches"):
             check_number(self, name, 1, whole=True)
-        if self.rows_at_once is not None:
-            check_number(self, "rows_at_once", 1, whole=True)
+        for name in ("rows_at_once", "epoch_size"):
+            if getattr(self, name) is not None:
+                check_number(self, name, 1, whole=True)
         check_bool(self, "shuffle")
         check_choices(self)
         is_mapping = isinstance(self.proportions, Mapping)
@@ -57,3 +62,6 @@ class Loader:
         for name, share in self.proportions.items():
             is_number = isinstance(share, (int, float)) and not isinstance(share, bool) and math.isfinite(share)
             check(is_number and share > 0, f"loader.proportions.{name}", "a finite number > 0", share)
+        is_used = self.epoch_size is None or bool(self.proportions)
+        check(is_used, "loader.epoch_size", "null without loader.proportions, as one dataset has an epoch of its own",
+              self.epoch_size)  # fmt: skip

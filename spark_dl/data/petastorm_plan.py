@@ -37,10 +37,10 @@ class PetastormPlan:
         """Rows that are not used in an epoch."""
         return sum(self.rank_rows) - self.rows
 
-    def batch_rows(self, step: int) -> int:
+    def batch_rows(self, step: int, epoch: int = 0) -> int:
         """Returns the true rows of global batch `step`, over all ranks."""
         return self.rows_before(step + 1) - self.rows_before(step)
 
-    def rows_before(self, step: int) -> int:
+    def rows_before(self, step: int, epoch: int = 0) -> int:
         """Returns the true rows of the global batches before `step`, over all ranks."""
         return sum(min(rows, step * self.rank_batch(rank)) for rank, rows in enumerate(self.rank_rows))

@@ -185,11 +185,11 @@ class Plan:
         """Rows of each stream in each global batch."""
         return self.global_batch_size // self.num_streams
 
-    def batch_rows(self, step: int) -> int:
+    def batch_rows(self, step: int, epoch: int = 0) -> int:
         """Returns the true rows (with weight 1) of global batch `step`, over all ranks."""
         return self.rows_before(step + 1) - self.rows_before(step)
 
-    def rows_before(self, step: int) -> int:
+    def rows_before(self, step: int, epoch: int = 0) -> int:
         """Returns the true rows of the global batches before `step`, over all ranks."""
         return int(np.minimum(self._stream_rows, step * self.stream_batch).sum())
 

@@ -59,7 +59,11 @@ def predict_dataset(spark: SparkSession, data: str | ShardSet, scorer: Scorer, n
     # Without what the batches of the training need.
     usual = Loader()
     loader = dataclasses.replace(
-        scorer.config.loader, reader=usual.reader, proportions=usual.proportions, num_streams=usual.num_streams
+        scorer.config.loader,
+        reader=usual.reader,
+        proportions=usual.proportions,
+        epoch_size=usual.epoch_size,
+        num_streams=usual.num_streams,
     )
     config = Config(data=as_written(features, data), loader=loader)
     with contextlib.ExitStack() as until_done:

@@ -274,7 +274,7 @@ def test_a_mixture_and_fp16(spark, tmp_path):
         for name, rows in (("many", 245), ("few", 50))
     }
     train = {"global_batch_size": 96, "precision": "fp16"}
-    mixed = {"proportions": {"many": 3, "few": 1}}
+    mixed = {"proportions": {"many": 3, "few": 1}, "epoch_size": 300}
     config = config_of("shuffle_reduce", 3, train=train, data=mixed)
     run = make_run(tmp_path, config, train=Mixture(datasets))
     alone = dataclasses.replace(run, config=small_config(1, train=train, data=mixed), run_dir=str(tmp_path / "alone"))

@@ -165,7 +165,7 @@ class _Places:
     def epoch(self, epoch: int, start_step: int = 0) -> Generator[StepBatches, None, None]:
         for step in range(start_step, self.plan.steps):
             place = torch.tensor([epoch, step, epoch * self.plan.steps + step])
-            yield StepBatches(step, [{"place": place}], self.plan.batch_rows(step))
+            yield StepBatches(step, [{"place": place}], self.plan.batch_rows(step, epoch))
 
     def name_rows(self, epoch: int, step: int) -> str:
         """Returns no rows: the ranks name theirs."""

@@ -239,7 +239,8 @@ class _ServedTraining:
         every = config.checkpoint.every_steps
         if self._coordinator.is_done:
             return "epoch"
-        if progress.epoch_rows == training.loader.plan.rows:
+        plan = training.loader.plan
+        if progress.epoch_rows == plan.rows_before(plan.steps, progress.epoch):
             return None  # the remaining mini-batches have no true row, and end the epoch without an update
         if training.is_over():
             return "over"

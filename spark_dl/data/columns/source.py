@@ -46,6 +46,8 @@ class SourceColumn:
     """Names from the outermost struct to the field; a top-level column has one."""
     fill: Any = None
     """Value of `data.fill` that replaces nulls, NaN and Inf, in the source type; None if they are not filled."""
+    empty_is_null: bool = False
+    """Whether an empty cell is a null: the pixels of a file that Spark's image source could not read."""
     mean_size: float | None = None
     """Mean number of elements per cell where it varies; for images, mean bytes of the file."""
 

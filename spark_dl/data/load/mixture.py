@@ -1,7 +1,8 @@
 """Mixtures: several datasets mixed by proportion, with a share of each dataset in every global batch.
 
 Each dataset has its own plan and loader. An epoch of the mixture uses every row of every dataset at least once: the
-dataset with the most steps sets the length, and shorter datasets start again in a new order. So the position of a
+dataset with the most steps sets the length, and shorter datasets start again in a new order. With `loader.epoch_size`,
+an epoch has so many rows, and each dataset goes on where it was at the end of the epoch before. So the position of a
 mixture is (epoch, step), too, and the order does not depend on the number of ranks.
 """
 
@@ -97,28 +98,36 @@ class MixedPlan:
     """The combined steps of several plans in an epoch."""
 
     plans: tuple[Plan, ...]
+    epoch_steps: int | None = None
+    """Global batches of an epoch (`loader.epoch_size`); None for those of the dataset that has the most."""
 
     @cached_property
     def steps(self) -> int:
         """Global batches of an epoch, the same for all ranks."""
-        return max(plan.steps for plan in self.plans)
+        return self.epoch_steps or max(plan.steps for plan in self.plans)
 
     @cached_property
     def rows(self) -> int:
-        """Rows that an epoch uses, with the repeated rows of shorter datasets."""
+        """Rows that the first epoch uses, with the repeated rows of shorter datasets."""
         return self.rows_before(self.steps)
 
-    def batch_rows(self, step: int) -> int:
+    def batch_rows(self, step: int, epoch: int = 0) -> int:
         """Returns the true rows of global batch `step`, over all ranks."""
-        return sum(plan.batch_rows(step % plan.steps) for plan in self.plans)
+        return sum(plan.batch_rows(self.place(plan, epoch, step)[1]) for plan in self.plans)
 
-    def rows_before(self, step: int) -> int:
+    def rows_before(self, step: int, epoch: int = 0) -> int:
         """Returns the true rows of an epoch's global batches before `step`, over all ranks."""
-        return sum(step // plan.steps * plan.rows + plan.rows_before(step % plan.steps) for plan in self.plans)
 
-    def passes(self, plan: Plan) -> int:
-        """Returns the number of times that an epoch starts a plan's dataset."""
-        return -(-self.steps // plan.steps)
+        def rows(plan: Plan, step: int) -> int:
+            number, own = self.place(plan, epoch, step)
+            return number * plan.rows + plan.rows_before(own)
+
+        return sum(rows(plan, step) - rows(plan, 0) for plan in self.plans)
+
+    def place(self, plan: Plan, epoch: int, step: int) -> tuple[int, int]:
+        """Returns how often a plan's dataset has been read before a step of the mixture, and its own step there."""
+        per_epoch = self.steps if self.epoch_steps else -(-self.steps // plan.steps) * plan.steps
+        return divmod(epoch * per_epoch + step, plan.steps)
 
 
 class MixedLoader:
@@ -145,7 +154,11 @@ class MixedLoader:
             name: Loader(mixture.datasets[name], share, rank=rank, num_datasets=len(configs), **options)
             for name, share in configs.items()
         }
-        self.plan = MixedPlan(tuple(loader.plan for loader in self._loaders.values()))
+        size = config.loader.epoch_size
+        self.plan = MixedPlan(
+            tuple(loader.plan for loader in self._loaders.values()),
+            None if size is None else -(-size // config.train.global_batch_size),
+        )
         self._rank = rank
         memory_mib = config.loader.memory_mib
         self._builder = BatchBuilder(
@@ -165,9 +178,8 @@ class MixedLoader:
         """Names the rows of this rank in a step, of each dataset, for messages."""
         named = []
         for name, loader in self._loaders.items():
-            number, own_step = divmod(step, loader.plan.steps)
-            first = epoch * self.plan.passes(loader.plan)
-            named.append(f"of the dataset {name!r}: {loader.name_rows(first + number, own_step)}")
+            number, own_step = self.plan.place(loader.plan, epoch, step)
+            named.append(f"of the dataset {name!r}: {loader.name_rows(number, own_step)}")
         return "; ".join(named)
 
     def _batches(self, epoch: int, start_step: int, room: PrefetchBudget) -> Generator[list[StepBatches], None, None]:
@@ -180,13 +192,12 @@ class MixedLoader:
                 parts, key = [next(source) for source in sources], (epoch, step, self._rank)
                 room.take(self._builder.bytes_of(parts, key))
                 batches = self._builder.build(parts, key)
-                yield [StepBatches(step, batches, self.plan.batch_rows(step))]
+                yield [StepBatches(step, batches, self.plan.batch_rows(step, epoch))]
 
     def _endless(self, loader: Loader, epoch: int, start_step: int) -> Generator[StepRows, None, None]:
-        first = epoch * self.plan.passes(loader.plan)
-        number, step = divmod(start_step, loader.plan.steps)
+        number, step = self.plan.place(loader.plan, epoch, start_step)
         while True:
-            with contextlib.closing(loader.steps(first + number, step)) as bundles:
+            with contextlib.closing(loader.steps(number, step)) as bundles:
                 for bundle in bundles:
                     yield from bundle
             number, step = number + 1, 0

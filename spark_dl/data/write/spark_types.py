@@ -34,6 +34,7 @@ _NUMBERS = {
     "float": "float32",
     "double": "float64",
 }
+_IMAGE = ["origin", "height", "width", "nChannels", "mode", "data"]
 
 
 def source_columns(
@@ -60,7 +61,7 @@ def source_columns(
         value = (fill or {}).get(name)
         if value is not None:
             _check_spark_fill(column, value, found)
-        columns.append(dataclasses.replace(column, path=path, fill=value))
+        columns.append(dataclasses.replace(column, path=path, fill=value, empty_is_null=_has_pixels(schema, path)))
     check_batch_names(names, [c.name for c in columns if c.ragged], weight)
     return tuple(columns)
 
@@ -83,6 +84,13 @@ def _spark_type_at(schema: StructType, name: str) -> tuple[tuple[str, ...], Data
             )
         found = fields[part]
     return path, found
+
+
+def _has_pixels(schema: StructType, path: Sequence[str]) -> bool:
+    """Whether a field has the pixels of Spark's image source. See `ImageSchema` of Spark."""
+    if len(path) < 2 or path[-1] != "data":
+        return False
+    return _spark_type_at(schema, ".".join(path[:-1]))[1].fieldNames() == _IMAGE  # type: ignore[attr-defined, no-any-return]
 
 
 def _fields_below(prefix: str, data_type: DataType) -> list[str]:

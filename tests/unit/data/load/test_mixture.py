@@ -45,7 +45,7 @@ def test_the_plan_counts_the_rows_of_datasets_that_begin_again():
     plans = (Plan((100,), 32, 4), Plan((50,), 8, 4), Plan((5,), 8, 4))
     plan = MixedPlan(plans)
     assert plan.steps == 7
-    assert [plan.passes(p) for p in plans] == [2, 1, 7]
+    assert [plan.place(p, 1, 0) for p in plans] == [(2, 0), (1, 0), (7, 0)]
     rows = [sum(p.batch_rows(s % p.steps) for p in plans) for s in range(7)]
     assert [plan.batch_rows(s) for s in range(7)] == rows
     assert [plan.rows_before(s) for s in range(8)] == [sum(rows[:s]) for s in range(8)]
@@ -67,10 +67,10 @@ def mixture(folder, sizes):
     )
 
 
-def config(**proportions):
+def config(epoch_size=None, **proportions):
     return make_config(
         features=("x",), label="id", num_streams=STREAMS, shuffle_window_rows=30, proportions=proportions,
-        global_batch_size=BATCH,
+        global_batch_size=BATCH, epoch_size=epoch_size,
     )  # fmt: skip
 
 
@@ -102,6 +102,27 @@ def test_an_epoch_can_be_taken_up_at_any_step(tmp_path):
     whole = ids(loader, epoch=1)
     for start in range(len(whole)):
         assert ids(loader, epoch=1, start=start) == whole[start:]
+
+
+@pytest.mark.parametrize(("epoch_size", "world_size"), [(40, 1), (100, 2), (401, 3), (560, 1), (1000, 1)])
+def test_with_an_epoch_size_each_dataset_goes_on_where_it_was(tmp_path, epoch_size, world_size):
+    mixed, settings = mixture(tmp_path, {"a": 200, "b": 30}), config(a=0.7, b=0.3, epoch_size=epoch_size)
+    loaders = [MixedLoader(mixed, settings, rank=r, world_size=world_size) for r in range(world_size)]
+    plan, seen = loaders[0].plan, []
+    assert plan.steps == -(-epoch_size // BATCH)
+    for epoch in range(12):
+        by_rank = [ids(loader, epoch) for loader in loaders]
+        steps = [sorted(itertools.chain(*parts)) for parts in zip(*by_rank, strict=True)]
+        assert [len(step) for step in steps] == [plan.batch_rows(s, epoch) for s in range(plan.steps)]
+        assert len(list(itertools.chain(*steps))) == plan.rows_before(plan.steps, epoch)
+        assert [len(step) for step in ids(MixedLoader(mixed, settings, rank=0, world_size=1), epoch, start=1)] == [
+            len(step) for step in steps[1:]
+        ]
+        seen += itertools.chain(*steps)
+    counts = collections.Counter(seen)
+    for first, rows in ((0, 200), (1000, 30)):  # no row comes again before each has come
+        found = [counts[first + i] for i in range(rows)]
+        assert max(found) - min(found) <= 1
 
 
 def test_micro_batches_have_rows_of_each_dataset(tmp_path):

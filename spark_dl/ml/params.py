@@ -160,11 +160,16 @@ class TorchParams(HasFeaturesCol, HasLabelCol, HasWeightCol, HasValidationIndica
         return found
 
     def _add_conversions(self, data: dict[str, Any], schema: StructType, label_dtype: str | None) -> None:
-        """Makes doubles and decimals float32 features, and gives the label the dtype that the loss needs."""
+        """Makes doubles and decimals float32 features, and gives the label the dtype that the loss needs.
+
+        Decimals with `as: decimal` are integers, whose digits float32 may not have.
+        """
         types = {name: _type_of(schema, name) for name in (*data["features"], data["label"], *data["labels"])}
         decimals = [name for name, kind in types.items() if isinstance(_element(kind), DecimalType)]
-        data["encode"] = {**{name: {"as": "float"} for name in decimals}, **data["encode"]}  # of every scale
-        floats = [name for name in data["features"] if name in decimals or _is_double(types[name])]
+        encode = {name: {"as": "float", **data["encode"].get(name, {})} for name in decimals}  # of every scale
+        data["encode"] = {**data["encode"], **encode}
+        doubles = [name for name, settings in encode.items() if settings["as"] == "float"]
+        floats = [name for name in data["features"] if name in doubles or _is_double(types[name])]
         of_label = {} if data["label"] is None or label_dtype is None else {data["label"]: label_dtype}
         data["cast"] = {**dict.fromkeys(floats, "float32"), **of_label, **data["cast"]}
 

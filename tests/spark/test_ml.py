@@ -432,6 +432,13 @@ def test_settings_of_the_config_and_by_key_hold_unless_a_param_is_set(spark, poi
     listed = TorchEstimator(build_mlp).setFeaturesCol(["a", "b"])
     assert config_of(listed).data.features == ("a", "b")
     assert config_of(listed.setFeaturesCol("features")).data.features == ("features",)
+    schema = spark.createDataFrame([], "price decimal(5,2), whole decimal(9,0), cents decimal(5,2), y double").schema
+    encode = {"cents": {"as": "decimal"}, "whole": {}}
+    data = {"features": ("price", "whole", "cents"), "label": "y", "encode": encode}
+    estimator = TorchEstimator(build_mlp, small_config(1, data=data))
+    found = estimator.build_config(estimator.config, schema, None).data
+    assert found.encode == {"price": {"as": "float"}, "whole": {"as": "float"}, "cents": {"as": "decimal"}}
+    assert found.cast == {"price": "float32", "whole": "float32"}
 
 
 @pytest.mark.long

@@ -115,7 +115,7 @@ def evaluate_model(
                         own.update(true_rows(batch, model))
                 if metrics and output is None:  # these functions return none
                     with autocast(batch, config):
-                        output = call(lambda model, batch: spec.output(model, batch, config.data.features), batch)
+                        output = call(lambda model, batch: spec.output(model, batch, config.inputs), batch)
                 for row_metric in metrics:
                     assert output is not None
                     row_metric.update(output, batch)

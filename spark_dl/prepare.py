@@ -21,6 +21,7 @@ from spark_dl.checks.auto import mesh_in_words, plan_mesh_of
 from spark_dl.checks.dtypes import check_dtypes, check_predict, check_transform
 from spark_dl.checks.mesh import fit_mesh
 from spark_dl.config import Config
+from spark_dl.data.columns.inputs import check_assembled
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.dataset.folder import delete_dataset
 from spark_dl.data.dataset.records import ShardSet
@@ -100,6 +101,7 @@ def prepare_run(
                 reference_columns=tuple(before),
             )
             if run.train.columns and spec is not None:  # the columns are unknown with local storage
+                check_assembled(run.train.select(config.data.columns), config.data)
                 check_dtypes(spec, run.train.select(config.data.columns), config)
                 check_transform(spec, run.train.select(config.data.columns), config)
                 check_predict(spec, run.train.select(config.data.columns), config)

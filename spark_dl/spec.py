@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from spark_dl.config.checks import suggestion
+from spark_dl.config.data import Assembled
 from spark_dl.optimization import Optimization
 
 if TYPE_CHECKING:
@@ -79,7 +80,8 @@ class ModelSpec:
         weights of the labels. If the label is ragged, it is the mean over its values, without padding. The default is
         `CrossEntropyLoss`.
     forward: called with (model, batch); returns the output. `model` is what `build` returns, and the function may call
-        parts of it. The default calls the model with the columns of `data.features`, in this order.
+        parts of it. The default calls the model with the columns of `data.features`, in this order, or with one tensor
+        of them all (`data.assemble`).
     transform: called with each batch on the CPU, in a thread of the loader or in `predict`; returns the batch for
         `forward` and the loss. It must keep the number and the order of rows.
     augment: called after `transform` with (batch, generator), in training only. The `torch.Generator` is seeded by
@@ -232,9 +234,12 @@ class ModelSpec:
             raise ValueError(f"spec.{name}: expected a mapping of names to tensors, found {type(out).__name__}")
         return {**out, "weight": batch["weight"]} if "weight" in batch else out
 
-    def output(self, model: nn.Module, batch: Batch, features: tuple[str, ...]) -> Output:
-        """Computes the model's output for a batch. Called on a rank, or in a task of `predict`."""
-        return self.forward(model, batch) if self.forward else model(*(batch[name] for name in features))
+    def output(self, model: nn.Module, batch: Batch, inputs: tuple[str, ...] | Assembled) -> Output:
+        """Computes the model's output for a batch. Called on a rank, or in a task of `predict`.
+
+        inputs: the features as the model gets them, `Config.inputs`.
+        """
+        return self.forward(model, batch) if self.forward else model(*_arguments(batch, inputs))
 
     def predictions(self, output: Output) -> dict[str, Tensor]:
         """Returns the columns that `predict` adds for an output."""
@@ -258,6 +263,14 @@ class ModelSpec:
             f"spec.predict: the model returns {_kinds(output)}, expected a tensor, or several by name or position; set "
             "spec.predict, which returns a dict of column names to tensors"
         )
+
+
+def _arguments(batch: Batch, inputs: tuple[str, ...] | Assembled) -> list[Tensor]:
+    """Returns the features of a batch as the model gets them: each by itself, or all as one tensor # [rows, n]"""
+    if not isinstance(inputs, Assembled):
+        return [batch[name] for name in inputs]
+    axis, columns = inputs.cell_axis, [batch[name] for name in inputs.names]
+    return [torch.cat([t.flatten(axis) if t.ndim > axis else t.unsqueeze(axis) for t in columns], dim=axis)]
 
 
 def check_rows(added: Mapping[str, Tensor], rows: int) -> None:

@@ -94,7 +94,7 @@ def check_predict(spec: ModelSpec, columns: Sequence[Column], config: Config) ->
     with generators_kept(()), torch.inference_mode():
         try:
             batch = build_batch(features, [two_rows_of_zeros(c) for c in features], config.loader.ragged)
-            output = spec.output(spec.build_to_train().eval(), spec.prepare(batch), config.data.features)
+            output = spec.output(spec.build_to_train().eval(), spec.prepare(batch), config.inputs)
         except Exception:
             return
         try:

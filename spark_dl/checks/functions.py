@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from spark_dl.config import Config, Train
+from spark_dl.scoring.outputs import Squeezed
 from spark_dl.spec import ModelSpec
 
 
@@ -69,7 +70,14 @@ CONFLICTS = (
     FunctionConflict("loader.ragged", lambda s, c: _by_batch(s) and c.loader.ragged == "offsets",
                      "expected 'pad' with spec.batch_loss and spec.evaluation, which get the true rows of a batch, "
                      "found 'offsets'"),
+    FunctionConflict("data.assemble", lambda s, c: c.data.assemble is not None and _gets_batches(s),
+                     "expected null with spec.forward, spec.batch_loss and spec.evaluation, which get the columns of "
+                     "the batch, found {c.data.assemble}"),
 )  # fmt: skip
+
+
+def _gets_batches(spec: ModelSpec) -> bool:
+    return _by_batch(spec) or not isinstance(spec.forward, (type(None), Squeezed))
 
 
 def _splits_batches(config: Config) -> bool:

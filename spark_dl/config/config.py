@@ -7,7 +7,7 @@ from typing import Any
 
 from spark_dl.config.checkpoint import Checkpoint
 from spark_dl.config.conflicts import check_conflicts
-from spark_dl.config.data import Data
+from spark_dl.config.data import Assembled, Data
 from spark_dl.config.faults import Faults
 from spark_dl.config.fields import named_settings
 from spark_dl.config.launch import Launch
@@ -67,6 +67,13 @@ class Config:
     def stored_columns(self) -> tuple[str, ...]:
         """Columns that a dataset must have: those that are read, and those that `sequences` uses."""
         return tuple(dict.fromkeys((*self.data.columns, *(self.sequences.columns if self.sequences else ()))))
+
+    @property
+    def inputs(self) -> tuple[str, ...] | Assembled:
+        """The features as the model gets them: each by itself, or all as one tensor."""
+        if self.data.assemble is None:
+            return self.data.features
+        return Assembled(self.data.features, cell_axis=1 if self.sequences is None else 2)
 
     @property
     def num_trainers(self) -> int:

@@ -14,6 +14,15 @@ DTYPES = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float3
 """Values of `data.cast`: the NumPy dtypes that torch has too."""
 
 
+@dataclass(frozen=True)
+class Assembled:
+    """Features that the model gets as one tensor (`data.assemble`)."""
+
+    names: tuple[str, ...]
+    cell_axis: int
+    """The first axis of a cell: 1, or 2 in samples of several rows (`sequences`)."""
+
+
 @named_settings
 @dataclass(frozen=True, kw_only=True)
 class Data:
@@ -37,6 +46,11 @@ class Data:
     cast: dict[str, str] = field(default_factory=dict)
     """NumPy dtypes, by column, in which batches have the columns: `{features: float32, label: int64}`. Stored columns
     keep their dtypes. Spark ML vectors are float64, and most models are float32."""
+    assemble: str | None = None
+    """NumPy dtype in which the model gets all features as one tensor, # [rows, n], as from Spark's `VectorAssembler`:
+    `float32` for most models. A column of numbers is one of its columns, a vector of k is k of them, in the order of
+    `features`. With `sequences` the tensor is # [rows, length, n]. It sets `cast` of the features. Null: the model gets
+    each feature as an argument of its own."""
     encode: dict[str, dict[str, Any]] = field(default_factory=dict)
     """How columns become numbers, for columns that can be converted in several ways: `{city: {as: vocabulary,
     min_count: 2}, name: {as: hash, buckets: 1000}, text: {as: bytes}, photo: {as: image, resize: [224, 224]}, price:
@@ -72,6 +86,7 @@ class Data:
             check(is_name, "data.features, data.label and data.labels", "column names", name)
         check(len(set(self.columns)) == len(self.columns), "data.features", "each column once", self.columns)
         self._check_cast()
+        self._check_assemble()
         check_bool(self, "require_success")
         check_choices(self)
         check(isinstance(self.encode, Mapping), "data.encode", "a mapping of columns to settings", self.encode)
@@ -95,6 +110,15 @@ class Data:
             if name not in self.columns:
                 raise ValueError(f"data.cast.{name}: no such column is read{suggestion(name, list(self.columns))}")
             check(dtype in DTYPES, f"data.cast.{name}", f"one of {list(DTYPES)}", dtype)
+
+    def _check_assemble(self) -> None:
+        if self.assemble is None:
+            return
+        check(self.assemble in DTYPES, "data.assemble", f"one of {list(DTYPES)}", self.assemble)
+        object.__setattr__(self, "cast", {**dict.fromkeys(self.features, self.assemble), **self.cast})
+        for name in self.features:
+            check(self.cast[name] == self.assemble, f"data.cast.{name}", f"{self.assemble}, as data.assemble makes one "
+                  "tensor of all features", self.cast[name])  # fmt: skip
 
     def _check_fill(self) -> None:
         check(isinstance(self.fill, Mapping), "data.fill", "a mapping of columns to values", self.fill)

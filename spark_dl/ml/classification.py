@@ -150,4 +150,4 @@ class TorchClassifier(TorchEstimator, _ClassifierParams):
         return "float32" if isinstance(self.spec.loss, nn.BCEWithLogitsLoss) else "int64"
 
     def _spec_to_train(self, config: Config) -> ModelSpec:
-        return dataclasses.replace(self.spec, forward=Squeezed(self.spec, config.data.features))
+        return dataclasses.replace(self.spec, forward=Squeezed(self.spec, config.inputs))

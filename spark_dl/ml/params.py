@@ -171,7 +171,7 @@ class TorchParams(HasFeaturesCol, HasLabelCol, HasWeightCol, HasValidationIndica
         doubles = [name for name, settings in encode.items() if settings["as"] == "float"]
         floats = [name for name in data["features"] if name in doubles or _is_double(types[name])]
         of_label = {} if data["label"] is None or label_dtype is None else {data["label"]: label_dtype}
-        data["cast"] = {**dict.fromkeys(floats, "float32"), **of_label, **data["cast"]}
+        data["cast"] = {**dict.fromkeys(floats, data["assemble"] or "float32"), **of_label, **data["cast"]}
 
     def read_columns(self, config: Config, schema: StructType) -> list[str]:
         """The columns of the DataFrame that are read: those of structs by their outermost name."""

@@ -86,4 +86,4 @@ class TorchRegressor(TorchEstimator, _RegressorParams):
         return "float32"
 
     def _spec_to_train(self, config: Config) -> ModelSpec:
-        return dataclasses.replace(self.spec, forward=Squeezed(self.spec, config.data.features))
+        return dataclasses.replace(self.spec, forward=Squeezed(self.spec, config.inputs))

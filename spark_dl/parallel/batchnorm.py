@@ -44,7 +44,7 @@ def synchronize_batchnorm(
 
     def forward(module: nn.Module, batch: Batch) -> Output:
         set_weights(batch)
-        return spec.output(module, batch, config.data.features)
+        return spec.output(module, batch, config.inputs)
 
     def batch_loss(module: nn.Module, batch: Batch) -> Tensor:
         assert spec.batch_loss is not None

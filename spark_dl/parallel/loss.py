@@ -298,7 +298,7 @@ def weighted_loss_sum(
             losses = _batch_loss_sum(spec, model, batch, config, call)
         else:
             note_rows(model, batch["weight"])
-            output = call(lambda model, batch: spec.output(model, batch, config.data.features), batch)
+            output = call(lambda model, batch: spec.output(model, batch, config.inputs), batch)
     if output is not None:
         losses = loss_sum(spec, output, batch, config)
     return output, add_auxiliary_losses(model, losses, lambda: count_of(spec, batch, config))

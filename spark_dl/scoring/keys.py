@@ -19,6 +19,7 @@ from spark_dl.config.checks import suggestion
 from spark_dl.data.columns.encoding import Encoding
 from spark_dl.data.dataset.records import ShardSet
 from spark_dl.data.dataset.shard_table import Shard
+from spark_dl.data.parquet.calendar import intervals_of
 from spark_dl.data.parquet.file import open_file
 from spark_dl.data.parquet.filters import NULL_PARTITION
 
@@ -115,7 +116,7 @@ class KeyReader:
 def _external_keys(shards: ShardSet, names: Sequence[str]) -> list[Key]:
     first = shards.shards[0]
     file = _open_file(storage.join(shards.url, first.name), first)
-    schema = file.schema_arrow
+    schema, intervals = file.schema_arrow, intervals_of(file.metadata)
     partitions = dict(first.partition)
     found = []
     for name in names:
@@ -128,6 +129,8 @@ def _external_keys(shards: ShardSet, names: Sequence[str]) -> list[Key]:
         arrow = _as_in_spark(schema.field(name).type)
         if arrow is None:
             raise ValueError(f"keys: column {name!r} has type {schema.field(name).type}, expected one value per row")
+        if pa.types.is_duration(arrow) and name not in intervals:
+            arrow = pa.int64()  # Arrow's own type, which Spark does not know
         found.append(Key(name, arrow))
     return found
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spark_dl.config.data import Assembled
 from spark_dl.spec import Batch, ModelSpec, Output
 
 
@@ -17,10 +18,10 @@ class Squeezed:
     """A `forward` whose output has no second axis of length 1, as labels do not have it. # [rows, 1] to [rows]"""
 
     spec: ModelSpec
-    features: tuple[str, ...]
+    inputs: tuple[str, ...] | Assembled
 
     def __call__(self, model: nn.Module, batch: Batch) -> Output:
-        output = self.spec.output(model, batch, self.features)
+        output = self.spec.output(model, batch, self.inputs)
         return output.squeeze(1) if isinstance(output, Tensor) and output.ndim == 2 and output.shape[1] == 1 else output
 
 

@@ -109,7 +109,7 @@ def export_program(model: nn.Module, spec: ModelSpec, config: Config, columns: S
     rows = torch.export.Dim("rows", min=1)
     try:
         program = torch.export.export(
-            _Whole(model, spec, config.data.features), inputs, dynamic_shapes=(tuple({0: rows} for _ in inputs),)
+            _Whole(model, spec, config), inputs, dynamic_shapes=(tuple({0: rows} for _ in inputs),)
         )
     except Exception as error:  # torch.export raises many types
         cause = str(error).partition("\n")[0]
@@ -149,13 +149,13 @@ def load_program(content: bytes, path: str) -> Program:
 class _Whole(nn.Module):
     """From features to predictions, with the functions of the spec."""
 
-    def __init__(self, model: nn.Module, spec: ModelSpec, features: tuple[str, ...]):
+    def __init__(self, model: nn.Module, spec: ModelSpec, config: Config):
         super().__init__()
-        self.model, self._spec, self._features = model, spec, features
+        self.model, self._spec, self._features, self._inputs = model, spec, config.data.features, config.inputs
 
     def forward(self, *inputs: Tensor) -> dict[str, Tensor]:
         batch = self._spec.prepare(dict(zip(self._features, inputs, strict=True)))
-        return self._spec.predictions(self._spec.output(self.model, batch, self._features))
+        return self._spec.predictions(self._spec.output(self.model, batch, self._inputs))
 
 
 class _RefusedError(Exception):

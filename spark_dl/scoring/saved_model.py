@@ -117,6 +117,7 @@ def pack_model(
         content, file = safetensors.torch.save(separate(model.state_dict())), WEIGHTS
     else:
         content, file = export_program(model, spec, config, columns), PROGRAM
+        described["data"]["assemble"] = None  # the program does it
     return PackedModel({**described, "file": file, "sha256": hashlib.sha256(content).hexdigest()}, content)
 
 
@@ -250,7 +251,7 @@ def features_only(data: Data) -> Data:
     }  # fmt: skip
     return Data(
         features=data.features, label=None, encode=encode, cast=of_features(data.cast), fill=fill,
-        **can_fill,
+        assemble=data.assemble, **can_fill,
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from spark_dl.config import Config
 from spark_dl.config.checks import listed, suggestion
 from spark_dl.config.load import as_read
 from spark_dl.data.columns.batch import build_batch
-from spark_dl.data.columns.inputs import cast_columns, two_rows_of_zeros
+from spark_dl.data.columns.inputs import cast_columns, check_assembled, two_rows_of_zeros
 from spark_dl.data.columns.ragged import Array, Ragged, from_lengths
 from spark_dl.data.columns.schema import Column
 from spark_dl.data.dataset.records import ShardSet
@@ -116,7 +116,7 @@ class Scorer:
         """Computes the new columns of a batch. # returns each (rows, ...), on the CPU"""
         with torch.inference_mode():
             on_device = {name: tensor.to(device) for name, tensor in batch.items()}
-            added = self.spec.predictions(self.spec.output(model, on_device, self.config.data.features))
+            added = self.spec.predictions(self.spec.output(model, on_device, self.config.inputs))
         check_rows(added, rows)
         return {name: _storable(name, value).cpu() for name, value in added.items()}
 
@@ -129,7 +129,9 @@ class Scorer:
 
         Called on the driver. Such a column has a second axis that grows with the longest row of the feature. There is
         none for a model that does not take zeros: its padded columns have one length in all batches, or are an error.
+        Raises ValueError for a ragged feature that would be a part of one tensor.
         """
+        check_assembled(self.columns, self.config.data)
         ragged = [c.name for c in self.columns if c.is_ragged] if self.config.loader.ragged == "pad" else []
         if not ragged or self.varying:
             return self

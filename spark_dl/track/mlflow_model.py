@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from spark_dl.config import Config
 from spark_dl.data.columns.batch import build_batch
 from spark_dl.data.columns.inputs import cast_columns, two_rows_of_zeros
 from spark_dl.data.columns.schema import Column
@@ -139,7 +140,7 @@ def _save(model: nn.Module, run: Run, example: Example, path: str, **options: An
     import mlflow.pytorch
     from mlflow.models import infer_signature
 
-    program = _Program(model, run.spec, run.config.data.features)
+    program = _Program(model, run.spec, run.config)
     arrays = list(example.inputs.values())
     try:
         with torch.inference_mode():
@@ -175,10 +176,11 @@ class _Program(nn.Module):
     `forward` has as many parameters as there are features, because MLflow gives torch.export a shape for each of them.
     """
 
-    def __init__(self, model: nn.Module, spec: ModelSpec, features: tuple[str, ...]):
+    def __init__(self, model: nn.Module, spec: ModelSpec, config: Config):
         super().__init__()
         self.model = model
-        self.forward: Callable[..., Any] = _with_parameters(_Compute(model, spec, features), len(features))
+        compute, count = _Compute(model, spec, config), len(config.data.features)
+        self.forward: Callable[..., Any] = _with_parameters(compute, count)
         self.eval()
 
 
@@ -186,11 +188,11 @@ class _Program(nn.Module):
 class _Compute:
     model: nn.Module
     spec: ModelSpec
-    features: tuple[str, ...]
+    config: Config
 
     def __call__(self, *inputs: Tensor) -> Any:
-        batch = self.spec.prepare(dict(zip(self.features, inputs, strict=True)))
-        return self.spec.output(self.model, batch, self.features)
+        batch = self.spec.prepare(dict(zip(self.config.data.features, inputs, strict=True)))
+        return self.spec.output(self.model, batch, self.config.inputs)
 
 
 def _with_parameters(compute: Callable[..., Any], count: int) -> Callable[..., Any]:

@@ -508,7 +508,7 @@ def cast(value, column):
 def sql_of(df, case, condition, *, is_filled):
     """A condition of `data.filters` in SQL. As documented, a null meets none, and NaN meets != and not in.
 
-    is_filled: whether nulls are compared as the value that fills them, as in shards.
+    is_filled: whether values are compared as shards have them: with nulls filled, and times in their unit.
     """
     column = next(c for c in case.columns if c.name == condition.column)
     leaf, depth = leaf_at(df, column)
@@ -518,6 +518,9 @@ def sql_of(df, case, condition, *, is_filled):
     values = [
         judge.literal(leaf if leaf in TYPES or leaf.startswith("decimal") else column.type, v) for v in condition.values
     ]
+    if is_filled and leaf in ("timestamp", "timestamp_ntz"):
+        micros, unit = judge.number(leaf, x, {}, []), judge.MICROS.get(column.encode.get("unit"), 1)
+        x, values = f"({micros} - pmod({micros}, {unit}))", [f"{v}L" for v in condition.values]
     op = {"==": "=", "in": "IN", "not in": "NOT IN"}.get(condition.op, condition.op)
     right = f"({', '.join(values)})" if condition.op.endswith("in") else values[0]
     if leaf not in judge.FLOATS:

@@ -249,6 +249,37 @@ def test_weights_validation_rows_and_lists_of_columns(spark, points, tmp_path):
 
 
 @pytest.mark.modes("local")
+def test_a_list_of_columns_is_one_vector_of_the_model(spark, points, tmp_path):
+    """As with VectorAssembler: the same model, and the same predictions of each way."""
+    columns, settings = [*NAMES, "id"], {"data.assemble": "float32", "train.seed": 3}
+    assert points.schema["id"].dataType == LongType()
+    df = points.withColumn("id", F.col("id") % 7).withColumn("all", F.array(*NAMES, F.col("id").cast("float")))
+    of_list, of_vector = (
+        TorchRegressor(
+            ModelSpec(build=_Wide, loss="MSELoss"), CONFIG, settings=chosen, featuresCol=features, labelCol="target",
+            epochs=1, runDir=str(tmp_path / "runs"), progress=False,
+        ).fit(df)
+        for features, chosen in ((columns, settings), ("all", {"train.seed": 3}))
+    )  # fmt: skip
+    expected = sorted(of_vector.transform(df).select("id", "prediction").collect())
+    assert sorted(of_list.transform(df).select("id", "prediction").collect()) == expected
+    for form in ("weights", "export"):
+        of_list.set(of_list.saveFormat, form)
+        of_list.save(str(tmp_path / form))
+        found = spark_dl.predict(df, str(tmp_path / form / "model")).selectExpr("id", "prediction[0] AS prediction")
+        assert sorted(found.collect()) == expected
+    data = {"features": ("all", "id"), "label": "target", "assemble": "float32", "encode": {"all": {"ragged": True}}}
+    ragged = small_config(2, data=data)
+    with pytest.raises(ValueError, match="data.assemble: column 'all' has arrays of varying length"):
+        spark_dl.train(df, ModelSpec(build=_Wide, loss="MSELoss"), ragged, run_dir=str(tmp_path / "ragged"))
+
+
+class _Wide(nn.Linear):
+    def __init__(self):
+        super().__init__(len(NAMES) + 1, 1)
+
+
+@pytest.mark.modes("local")
 def test_with_early_stopping_the_model_is_that_of_the_best_epoch(spark, points, tmp_path):
     """The step is so large that the loss grows from epoch to epoch."""
     df = points.withColumn("features", F.array(*NAMES))

@@ -10,6 +10,8 @@ import time
 import wave
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
@@ -84,6 +86,23 @@ def test_a_dataset_by_its_url_is_scored_with_keys_alone(spark, points, saved, tm
     assert found.join(points, keys).count() == ROWS
     assert len(found.take(5)) == 5
     assert spark_dl.predict(str(tmp_path / "data"), saved["one"], spark=spark).count() == ROWS
+
+
+@pytest.mark.modes("local")
+def test_keys_of_files_of_other_writers_have_the_types_that_spark_reads(spark, saved, tmp_path):
+    table = pa.table({
+        "features": pa.array([[1.0, 2.0, 3.0, 4.0]] * 3, pa.list_(pa.float32())), "id": [1, 2, 3],
+        "took": pa.array([1, 2, 3], pa.duration("us")), "fine": pa.array([1, 2, 3], pa.duration("ns")),
+        "small": pa.array([1, 2, 3], pa.uint8()), "large": pa.array([1, 2, 3], pa.uint64()),
+        "word": pa.array(["a", "b", "a"]).dictionary_encode(), "day": pa.array([1, 2, 3], pa.date32()),
+    })  # fmt: skip
+    (tmp_path / "data").mkdir()
+    pq.write_table(table, tmp_path / "data" / "a.parquet")
+    keys = table.column_names[1:]
+    found = spark_dl.predict(str(tmp_path / "data"), saved["one"], keys=keys, spark=spark)
+    there = spark.read.parquet(str(tmp_path / "data"))
+    assert [found.schema[key].dataType for key in keys] == [there.schema[key].dataType for key in keys]
+    assert sorted(found.select(keys).collect()) == sorted(there.select(keys).collect())
 
 
 @pytest.mark.slow

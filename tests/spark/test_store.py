@@ -201,7 +201,7 @@ IN_KEY = [
 NOT_IN_KEY = [
     {"storage": "local"}, {"store": "x"}, {"store_ttl_days": 1.0}, {"trusted_writers": ("x",)},
     {"cache_dir": "/c", "cache_mib": 1},
-    {"cast": {"label": "float32"}},
+    {"cast": {"label": "float32"}}, {"assemble": "float32"},
     {"shuffle": False, "num_streams": 32, "ragged": "offsets"}, {"seed": 3, "validation_fraction": 0.1},
 ]  # fmt: skip
 

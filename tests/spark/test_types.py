@@ -355,6 +355,20 @@ def test_photos_and_masks_are_the_same_from_shards_files_and_in_predictions(spar
         write_shards(df.union(cut), str(tmp_path / "cut"), data)
 
 
+@pytest.mark.modes("local")
+def test_files_that_spark_s_image_source_cannot_read_are_nulls(spark, tmp_path):
+    """It gives no bytes for them, which were a black image."""
+    (tmp_path / "images").mkdir()
+    for i in range(3):
+        (tmp_path / "images" / f"{i}.png").write_bytes(png((4, 4, 3), i))
+    (tmp_path / "images" / "broken.png").write_bytes(b"no image")
+    df = spark.read.format("image").load(str(tmp_path / "images"))
+    with pytest.raises(ValueError, match=r"column 'image.data': found null\(s\) in 1 row"):
+        write_shards(df, str(tmp_path / "refused"), Data(features=("image.data",), label=None))
+    shards = write_shards(df, str(tmp_path / "shards"), Data(features=("image.data",), label=None, nulls="drop"))
+    assert (shards.rows, shards.changes) == (3, Changes(1, {"image.data": 1}, {}))
+
+
 def test_images_that_are_not_whole_are_dropped_and_counted_if_the_settings_say_so(spark, tmp_path, caplog):
     files = [png((4, 5, 3), i) for i in range(12)]
     files[3], files[7], files[8] = files[3][:-30], b"no image", b""

@@ -1,12 +1,13 @@
 """A model and its loss, as the user gives them."""
 
+import dataclasses
 import re
 
 import pytest
 import torch
 from torch import nn
 
-from spark_dl import Config, Data, ModelSpec, Train, import_object
+from spark_dl import Config, Data, ModelSpec, Sequences, Train, import_object
 from spark_dl.parallel.loss import row_losses, weighted_loss_sum
 from spark_dl.spec import build_loss
 
@@ -228,6 +229,23 @@ def test_the_model_is_called_with_the_features_in_their_order():
     spec = ModelSpec(build=build)
     assert spec.output(Pair(), batch, ("a", "b")).item() == 2
     assert spec.output(Pair(), batch, ("b", "a")).item() == -2
+
+
+@pytest.mark.parametrize("sequences", [None, Sequences(length=3)], ids=["rows", "windows"])
+def test_features_are_assembled_to_one_tensor_in_their_order(sequences):
+    config = Config(data=Data(features=("a", "v", "m"), label=None, assemble="float32"), sequences=sequences)
+    assert config.data.cast == {"a": "float32", "v": "float32", "m": "float32"}
+    lead = (5,) if sequences is None else (5, 3)
+    batch = {"a": torch.randn(lead), "v": torch.randn(*lead, 2), "m": torch.randn(*lead, 2, 2), "b": torch.randn(lead)}
+    spec = ModelSpec(build=build)
+    found = spec.output(nn.Identity(), batch, config.inputs)
+    assert found.shape == (*lead, 7)
+    assert torch.equal(found[..., 0], batch["a"])
+    assert torch.equal(found[..., 1:3], batch["v"])
+    assert torch.equal(found[..., 3:].reshape(*lead, 2, 2), batch["m"])
+    empty = spec.output(nn.Identity(), {name: cells[:0] for name, cells in batch.items()}, config.inputs)
+    assert empty.shape == (0, *lead[1:], 7)
+    assert Config(data=Data(**dataclasses.asdict(config.data))).data == config.data
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("float32", torch.float32), ("bf16", torch.bfloat16)])

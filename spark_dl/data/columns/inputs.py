@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from spark_dl.config import Data
 from spark_dl.data.columns.ragged import Array, Ragged, from_lengths
 from spark_dl.data.columns.schema import Column
 
@@ -15,6 +16,16 @@ from spark_dl.data.columns.schema import Column
 def cast_columns(columns: Sequence[Column], cast: Mapping[str, str]) -> tuple[Column, ...]:
     """Returns the columns as they are in a batch, with the dtypes of `data.cast`."""
     return tuple(dataclasses.replace(c, dtype=cast.get(c.name, c.dtype)) for c in columns)
+
+
+def check_assembled(columns: Sequence[Column], data: Data) -> None:
+    """Raises ValueError for a feature of varying length with `data.assemble`. # columns: the features, and others"""
+    for column in columns if data.assemble is not None else ():
+        if column.name in data.features and column.is_ragged:
+            raise ValueError(
+                f"data.assemble: column {column.name!r} has arrays of varying length, expected numbers, or arrays of "
+                "one length; leave it out of data.features, or set data.assemble to null"
+            )
 
 
 def cast_cells(name: str, cells: Array | Ragged, dtype: str) -> Array | Ragged:

@@ -193,7 +193,7 @@ def may_change(arrow: pa.DataType) -> bool:
 
 def rebased(file: pq.ParquetFile) -> Any:
     """Returns a file that reads dates, times and intervals as Spark does; the same file if nothing has to change."""
-    intervals = dict(_intervals_of(file.metadata))
+    intervals = intervals_of(file.metadata)
     if not intervals and not any(may_change(field.type) for field in file.schema_arrow):
         return file
     leaves = [file.schema.column(i) for i in range(len(file.schema))]
@@ -203,12 +203,12 @@ def rebased(file: pq.ParquetFile) -> Any:
     return RebasedFile(file, calendar, int96, intervals) if has_change else file
 
 
-def _intervals_of(metadata: pq.FileMetaData) -> Iterator[tuple[str, pa.DataType]]:
-    """Yields path and type of each interval in the schema that Spark has written into a footer."""
+def intervals_of(metadata: pq.FileMetaData) -> dict[str, pa.DataType]:
+    """Returns path and type of each interval in the schema that Spark has written into a footer."""
     text = (metadata.metadata or {}).get(_SCHEMA, b"")
-    if b"interval" in text:
-        with contextlib.suppress(ValueError):  # a schema that Spark cannot read either, and does without
-            yield from _intervals_in("", json.loads(text))
+    with contextlib.suppress(ValueError):  # a schema that Spark cannot read either, and does without
+        return dict(_intervals_in("", json.loads(text))) if b"interval" in text else {}
+    return {}
 
 
 def _intervals_in(path: str, spark: Any) -> Iterator[tuple[str, pa.DataType]]:

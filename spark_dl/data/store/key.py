@@ -56,7 +56,7 @@ _CONF = (
 )  # fmt: skip
 """Session settings that change the result of a plan."""
 _STAT_THREADS = 16
-_OF_BATCHES = ("labels", "weight", "cast")
+_OF_BATCHES = ("labels", "weight", "cast", "assemble")
 """Settings of `data` that do not change the content of shards, beside the names of the columns."""
 
 

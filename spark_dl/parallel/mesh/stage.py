@@ -97,7 +97,7 @@ class Stage:
         note_rows(self._model, batch["weight"])
         try:
             with misfits_named(batch), autocast(batch, self._config), self._in_place_of_model(received, weights):
-                self._spec.output(self._model, batch, self._config.data.features)
+                self._spec.output(self._model, batch, self._config.inputs)
         except _Left as left:
             return left.value
         raise AssertionError  # forward_replaced has raised
@@ -112,7 +112,7 @@ class Stage:
         """Returns the output of the model. For the last stage."""
         assert self.is_last
         with autocast(batch, self._config), self._in_place_of_model(received, None):
-            return self._spec.output(self._model, batch, self._config.data.features)
+            return self._spec.output(self._model, batch, self._config.inputs)
 
     def _in_place_of_model(
         self, received: Any, weights: Weights | None
@@ -183,7 +183,7 @@ def find_boundaries(
             misfits_named(batch), autocast(batch, config), generators_kept(gpus), torch.enable_grad(),
             forward_replaced(model, forward),
         ):  # fmt: skip
-            spec.output(model, batch, config.data.features)
+            spec.output(model, batch, config.inputs)
     except _Left:
         pass
     return [boundary_of(layer.name, value) for layer, value in found]

@@ -61,7 +61,7 @@ def _output(
     replaced = contextlib.nullcontext() if chain is None else forward_replaced(model, forward)
     try:
         with state_kept(model), torch.no_grad(), autocast(batch, config), replaced:
-            return spec.output(model, batch, config.data.features)
+            return spec.output(model, batch, config.inputs)
     except Exception as error:
         if not layer:
             raise
@@ -168,7 +168,7 @@ def _passes(
         parameter.grad = None
     try:
         with state_kept(model), torch.enable_grad(), autocast(batch, config), forward_replaced(model, forward):
-            spec.output(model, batch, config.data.features)
+            spec.output(model, batch, config.inputs)
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient

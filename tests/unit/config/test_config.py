@@ -51,6 +51,8 @@ INVALID = [  # section, key, invalid values, and invalid combinations of values
         [{"features": ("",)}, {"features": (3,)}, {"label": ""}, {"label": 3}],
     ),
     (Data, "data.require_success", [0, "no", None]),
+    (Data, "data.assemble", ["float", "vector", True, 3]),
+    (Data, "data.cast.features", [], [{"assemble": "float32", "cast": {"features": "float64"}}]),
     (Data, "data.nulls", ["allow", "Drop", None, True]),
     (Data, "data.nonfinite", ["raise", None, True]),
     (Data, "data.encode", ["hash", None, ["c"], 3]),

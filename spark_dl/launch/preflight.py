@@ -166,6 +166,12 @@ def check_slots(spark: Any, launch: Launch, profile: Any = None, wait_s: float |
             f"{about}); lower launch.num_ranks, or give the application more executors"
             f"{', cores or GPUs' if about else ' or cores'}"
         )
+    if slots is not None and slots > num_ranks == Launch().num_ranks:
+        _log.info(
+            "1 rank starts, and the cluster has %d slots: launch.num_ranks asks for more, and with launch.min_ranks=1 "
+            "train and evaluate take as many as there are, up to it",
+            slots,
+        )
 
 
 def _has_executors(spark: Any) -> bool:

@@ -5,6 +5,7 @@ import concurrent.futures
 import dataclasses
 import datetime
 import importlib
+import logging
 import multiprocessing
 import os
 import pathlib
@@ -25,7 +26,7 @@ from pyspark.sql import SparkSession
 
 import spark_dl
 from spark_dl import Launch, RankError, spark_job
-from spark_dl.launch import barrier, rendezvous, session, starting
+from spark_dl.launch import barrier, preflight, rendezvous, session, starting
 from spark_dl.launch.rank.task import RankResult
 from spark_dl.launch.supervise import Attempt
 from spark_dl.launch.watch import Listener
@@ -506,6 +507,16 @@ def test_B23_a_gpu_that_no_rank_can_get_is_an_error_before_any_task(spark, mode,
     expected, settings = (RankError if mode == "connect" else ValueError), spark_dl.Launch(num_ranks=2, **settings)
     with pytest.raises(expected, match=r"launch\.(device: found 'cuda', but|gpus_per_rank: expected at most)"):
         spark_dl.launch(_sum_of_ranks, 1.0, settings=settings)
+
+
+@pytest.mark.modes("local", "local-cluster")
+def test_the_slots_that_one_rank_leaves_are_said(spark, caplog):
+    caplog.set_level(logging.INFO, "spark_dl")
+    spark_dl.launch(os.getpid, num_ranks=2)
+    assert "1 rank starts" not in caplog.text
+    spark_dl.launch(os.getpid)
+    slots = preflight.num_slots(spark)
+    assert f"1 rank starts, and the cluster has {slots} slots: launch.num_ranks asks for more" in caplog.text
 
 
 @pytest.mark.long_in("connect")

@@ -114,6 +114,11 @@ def number(leaf, x, encode, words):
     return _micros(x) if leaf.startswith("interval day") else x
 
 
+def is_float(leaf, encode):
+    """Whether a decimal becomes the nearest float64."""
+    return encode.get("as", "decimal" if leaf.endswith(",0)") else "float") == "float"
+
+
 def finished(leaf, encode):
     """Returns what makes the number of a value of `number`. Spark's division of decimals rounds, and Python's not."""
     unit = encode.get("unit") or ("D" if leaf == "date" else "us")
@@ -121,7 +126,5 @@ def finished(leaf, encode):
         return lambda micros: micros * 1000 if unit == "ns" else int(micros) // MICROS[unit]
     if leaf.startswith("decimal"):
         scale = int(leaf[:-1].partition(",")[2])
-        if encode.get("as") == "decimal" or (encode.get("as") is None and not scale):
-            return lambda value: int(value.scaleb(scale, EXACT))
-        return float
+        return float if is_float(leaf, encode) else lambda value: int(value.scaleb(scale, EXACT))
     return list if leaf == "binary" or encode.get("as") == "bytes" else lambda value: value

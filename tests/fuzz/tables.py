@@ -59,7 +59,7 @@ WRITERS = ("spark", "spark int96", "pyarrow", "pyarrow dictionary", "pyarrow lar
 DECIMALS = ("decimal(5,2)", "decimal(9,0)", "decimal(18,4)", "decimal(20,0)", "decimal(38,18)", "decimal(38,38)")
 TIMES = ("date", "timestamp", "timestamp_ntz", "interval day to second")
 TYPES = ("boolean", *judge.WHOLE, *judge.FLOATS, *DECIMALS, *TIMES, "string", "binary", "vector")
-ID = "row id"
+ID, WEIGHT = "row id", "row weight"
 nan, inf = math.nan, math.inf  # as values are written
 
 
@@ -128,6 +128,10 @@ class Case:
     ragged: str = "pad"
     through_ml: bool = False
     """Whether an estimator is trained, too."""
+    label: str | None = None
+    """The column that is the label where a dataset is read; elsewhere it is a feature."""
+    is_weighted: bool = False
+    """Whether rows have weights where a dataset is read."""
 
     @property
     def rows(self):
@@ -142,13 +146,16 @@ class Case:
         left = tuple(c for c in self.columns if c.name != name)
         filters = tuple(f for f in self.filters if f.column != name)
         return replace(
-            self, columns=left, filters=filters, partition=None if self.partition == name else self.partition
-        )
+            self, columns=left, filters=filters, partition=None if self.partition == name else self.partition,
+            label=None if self.label == name else self.label,
+        )  # fmt: skip
 
     def data(self, **others):
         columns = self.columns
+        features, labels = ([c.feature for c in columns if (c.name == self.label) is kind] for kind in (False, True))
         return Data(
-            features=(ID, *(c.feature for c in columns)), label=None, nulls=self.nulls, nonfinite=self.nonfinite,
+            features=(ID, *features), label=labels[0] if labels else None, weight=WEIGHT if self.is_weighted else None,
+            nulls=self.nulls, nonfinite=self.nonfinite,
             encode={c.feature: c.encode for c in columns if c.encode},
             cast={c.feature: c.cast for c in columns if c.cast},
             fill={c.feature: c.fill for c in columns if c.fill is not None and self.fills},
@@ -340,7 +347,7 @@ def cases(draw):
     return Case(
         found, nulls, nonfinite, draw(st.sampled_from(ZONES)), draw(st.booleans()), writer, partition, filters,
         draw(st.integers(1, 3)), draw(st.integers(1, 5)), draw(st.sampled_from(["pad", "offsets"])),
-        draw(st.integers(0, 14)) == 14,
+        draw(st.integers(0, 14)) == 14, draw(st.sampled_from([None, *names])), draw(st.booleans()),
     )  # fmt: skip
 
 
@@ -375,7 +382,7 @@ def data_frame(spark, case):
             cells.append(c.cells)
     rows = list(zip(*cells, strict=True))
     df = spark.createDataFrame(rows, StructType(fields)).repartition(case.partitions, "r")
-    made, structs = [F.col("r").alias(ID)], {}
+    made, structs = [F.col("r").alias(ID), (F.col("r") % 3 + 0.5).alias(WEIGHT)], {}
     for i, c in enumerate(case.columns):
         depth = 0 if c.type == "vector" else c.depth
         expression = judge.each(f"r{i}", depth, lambda x, kind=c.type: judge.from_raw(kind, x))
@@ -521,6 +528,8 @@ def sql_of(df, case, condition, *, is_filled):
     if is_filled and leaf in ("timestamp", "timestamp_ntz"):
         micros, unit = judge.number(leaf, x, {}, []), judge.MICROS.get(column.encode.get("unit"), 1)
         x, values = f"({micros} - pmod({micros}, {unit}))", [f"{v}L" for v in condition.values]
+    if is_filled and leaf.startswith("decimal") and judge.is_float(leaf, column.encode):
+        x, values = f"CAST(CAST({x} AS STRING) AS DOUBLE)", [f"CAST('{v}' AS DOUBLE)" for v in condition.values]
     op = {"==": "=", "in": "IN", "not in": "NOT IN"}.get(condition.op, condition.op)
     right = f"({', '.join(values)})" if condition.op.endswith("in") else values[0]
     if leaf not in judge.FLOATS:
@@ -565,8 +574,14 @@ def opened(source, data, case):
         for row in np.flatnonzero(batch["weight"].numpy() > 0).tolist():
             key = batch[ID][row].item()
             assert key not in found, f"row {key} was read twice"
+            weight = batch["weight"][row].item()
+            assert weight == (weight_of(key) if case.is_weighted else 1.0), f"row {key} has the weight {weight}"
             found[key] = {c.feature: cell_of(batch, c, row, case) for c in case.columns}
     return found
+
+
+def weight_of(row):
+    return 0.5 + row % 3
 
 
 def cell_of(batch, column, row, case):
@@ -738,6 +753,8 @@ def _check_all(spark, folder, case):
         listed = replace(
             here,
             ragged="pad",
+            label=None,
+            is_weighted=False,
             columns=tuple(c for c in here.columns if c.encode.get("as") != "vocabulary" or "values" in c.encode),
         )
         keys = [ID, *(c.feature for c in listed.columns if not c.depth and not c.struct)]
@@ -766,7 +783,7 @@ def _check_predictions(spark, df, shards, case, folder):
     from pyspark.sql import functions as F
 
     # Padded: a model that returns the values of all rows in one, as offsets have them, is refused.
-    case = replace(case, ragged="pad")
+    case = replace(case, ragged="pad", label=None, is_weighted=False)
     config = replace(make_config(ragged="pad", rows_at_once=2), data=with_words(case.data(), shards))
     kept = sorted(expected_rows(df, case))
     if not kept:

@@ -245,6 +245,8 @@ def _stored_value(value: Any, arrow: pa.DataType, encoding: Encoding) -> pa.Arra
         return _value(value, ticks).cast(pa.int32() if encoding.unit == "D" else pa.int64()).cast(arrow)
     if encoding.kind == "decimal":
         return _value(Decimal(_number_string(value)).scaleb(encoding.scale or 0), pa.decimal128(38, 0)).cast(arrow)
+    if encoding.kind == "float" and isinstance(value, str):  # of a decimal
+        return _value(float(Decimal(value)), arrow)
     return _value(value, arrow)
 
 

@@ -374,17 +374,20 @@ def test_values_that_do_not_fit_the_type(table, name, value):
 
 def test_what_the_numbers_of_our_own_shards_mean(tmp_path):
     ticks = np.array([1_709_251_200 + 86_400 * i for i in range(40)], dtype=np.int64)
-    plain = dataset(tmp_path, 40, when=ticks, word=np.arange(40) % 4, price=np.arange(40) * 50)
+    plain = dataset(tmp_path, 40, when=ticks, word=np.arange(40) % 4, price=np.arange(40) * 50,
+                    share=np.arange(40) / 10)  # fmt: skip
     meant = {
         "when": Encoding("timestamp", unit="s"),
         "word": Encoding("vocabulary", vocabulary=("a", "b", "c")),
         "price": Encoding("decimal", scale=2),
+        "share": Encoding("float", source_type="decimal(5,2)"),
     }
     columns = tuple(Column(c.name, c.dtype, encoding=meant.get(c.name, Encoding())) for c in plain.columns)
     shards = ShardSet(plain.url, columns, plain.shards)
     assert sorted(read(filtered(shards, ["when", "<", "2024-03-04"]))) == [0, 1, 2]
     assert sorted(read(filtered(shards, [["word", "==", "b"], ["id", "<", 8]]))) == [2, 6]
     assert sorted(read(filtered(shards, ["price", "<=", "1.5"]))) == [0, 1, 2, 3]
+    assert sorted(read(filtered(shards, ["share", "in", ["0.30", "1.70", "1.701"]]))) == [3, 17]
     with pytest.raises(ValueError, match="no such word"):
         filtered(shards, ["word", "==", "d"])
     with pytest.raises(ValueError, match="have no order"):

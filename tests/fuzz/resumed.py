@@ -90,6 +90,7 @@ def check(spark, folder, case):
     assert sorted(seen) == list(range(max(seen) + 1))
     for epoch, found in seen.items():
         assert set(found.values()) == {1}, f"epoch {epoch}: rows were read twice: {found}"
-        assert seen[0].keys() == found.keys(), f"epoch {epoch}: other rows than in the first"
+        is_whole = epoch < changed.train.epochs  # a run that goes on with fewer epochs than it has done stays there
+        assert seen[0].keys() == found.keys() or not is_whole, f"epoch {epoch}: other rows than in the first"
     if not changed.train.validation_fraction:
         assert len(seen[0]) == case.rows, f"{case.rows - len(seen[0])} rows were never read"

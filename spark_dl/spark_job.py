@@ -37,6 +37,14 @@ def check_session(spark: Any) -> None:
         raise SessionEndedError(f"{why}, so the ranks have ended; build a session, and resume the run")
 
 
+def refuse_ended(spark: Any) -> None:
+    """Raises ValueError for a session that was stopped before the call. Not over Spark Connect."""
+    if not is_connect(spark) and spark.sparkContext._jsc is None:
+        raise ValueError(
+            "the Spark session of this call has ended (spark.stop()); build a session, and read the DataFrame with it"
+        )
+
+
 def is_connect(spark: Any) -> bool:
     """Whether this is a Spark Connect session, which has no SparkContext."""
     return type(spark).__module__.startswith("pyspark.sql.connect")

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from spark_dl.launch.rank.environment import check_env
-from spark_dl.spark_job import is_connect
+from spark_dl.spark_job import is_connect, refuse_ended
 from spark_dl.storage.credentials import HIDDEN_NAMES, is_secret
 
 _log = logging.getLogger("spark_dl")
@@ -28,12 +28,22 @@ def build_session(name: str, *, master: str | None = None, conf: Mapping[str, st
     conf: Spark settings. They override the settings of `spark-submit` and of properties files, which override the
         defaults of this function. Ignored for Spark Connect, with a warning, as the server has its own settings.
 
-    Executors run the driver's Python unless PYSPARK_PYTHON or `spark.pyspark.python` sets another one.
+    Executors run the driver's Python unless PYSPARK_PYTHON or `spark.pyspark.python` sets another one. The environment
+    of the driver is as before when this function returns.
     """
+    before = dict(os.environ)
+    try:
+        return _build_session(name, master, dict(conf or {}))
+    finally:
+        for key in ("PYSPARK_PYTHON", "SPARK_HOME"):
+            if key not in before:
+                os.environ.pop(key, None)
+
+
+def _build_session(name: str, master: str | None, conf: dict[str, str]) -> Any:
     from pyspark import SparkContext
     from pyspark.sql import SparkSession
 
-    conf = dict(conf or {})
     is_python_set = "PYSPARK_PYTHON" in os.environ
     if not is_python_set:
         os.environ["PYSPARK_PYTHON"] = conf.get("spark.pyspark.python", sys.executable)
@@ -114,6 +124,7 @@ def _with_own_python(spark: Any) -> Any:
 
     Spark's default is `python3` of the path, which outside an activated environment is not the driver's Python.
     """
+    refuse_ended(spark)
     if is_connect(spark) or "PYSPARK_PYTHON" in os.environ:
         return spark
     conf = spark.sparkContext.getConf()

@@ -17,7 +17,8 @@ SCRIPT = f"""
 import json, os, sys, spark_dl
 spark = spark_dl.build_session("test", **json.loads(sys.argv[1]))
 found = {{key: spark.sparkContext.getConf().get(key) for key in {list(OURS)}}}
-print(json.dumps({{**found, "python": os.environ["PYSPARK_PYTHON"], "master": spark.sparkContext.master}}))
+python = spark.sparkContext.pythonExec
+print(json.dumps({{**found, "python": python, "master": spark.sparkContext.master}}))
 spark.stop()
 """
 
@@ -77,6 +78,40 @@ def test_spark_defaults_conf_wins_over_our_defaults_in_plain_python(run, tmp_pat
 def test_plain_python_has_our_defaults(run):
     found = run(sys.executable, master="local[2]")
     assert found == {**OURS, "python": sys.executable, "master": "local[2]"}
+
+
+SECOND = """
+import os, sys, spark_dl
+before, link = dict(os.environ), sys.argv[1]
+spark = spark_dl.build_session("first", master="local[1]")
+assert spark.sparkContext.pythonExec == sys.executable
+df = spark.range(3)
+spark.stop()
+try:
+    spark_dl.train(df, spark_dl.ModelSpec(build=dict))
+except ValueError as error:
+    print(error)
+spark = spark_dl.build_session("second", master="local[1]", conf={"spark.pyspark.python": link})
+assert spark.sparkContext.pythonExec == link
+added = dict(os.environ.items() - before.items())
+assert added.keys() <= {"SPARK_AUTH_SOCKET_TIMEOUT", "SPARK_BUFFER_SIZE"}, added  # which PySpark sets
+print(*spark_dl.launch(lambda: os.environ["OF_PYTHON"]))
+"""
+
+
+@pytest.mark.slow
+def test_a_second_session_has_its_own_python_and_the_driver_its_own_variables(tmp_path):
+    """The first one's Python was that of all. A DataFrame of the first session was an error without a reason."""
+    (tmp_path / "python").write_text(f'#!/bin/sh\nOF_PYTHON=second exec {sys.executable} "$@"\n')
+    (tmp_path / "python").chmod(0o755)
+    env = {**environment(), "PYTHONPATH": str(REPOSITORY)}
+    del env["PYSPARK_PYTHON"]
+    command = [sys.executable, "-c", SECOND, str(tmp_path / "python")]
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-4000:]
+    ended, python = done.stdout.splitlines()
+    assert ended.startswith("the Spark session of this call has ended (spark.stop())")
+    assert python == "second"
 
 
 @pytest.mark.long

@@ -45,8 +45,18 @@ def sources_of(names: Collection[str]) -> dict[str, Source]:
     for name, module in list(sys.modules.items()):
         path = _source_path(module, folders)
         if path is not None:
-            found[name] = Source(path, hasattr(module, "__path__"), Path(path).read_text())
+            found[name] = Source(path, hasattr(module, "__path__"), _text_of(name, path))
     return found if sum(len(source.text) for source in found.values()) <= _MAX_BYTES else {}
+
+
+def _text_of(name: str, path: str) -> str:
+    """Returns the source of a module, in the encoding that it names. Raises ValueError for a file that is no text."""
+    try:
+        return importlib.util.decode_source(Path(path).read_bytes())
+    except (UnicodeDecodeError, SyntaxError, OSError) as error:
+        raise ValueError(
+            f"cannot send the module {name!r} to the ranks: {path}: {error}; save it in the encoding that it names"
+        ) from error
 
 
 def _project_folders() -> tuple[str, ...]:

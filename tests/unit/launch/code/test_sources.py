@@ -97,3 +97,19 @@ def test_installed_packages_and_ours_are_not_sent(tmp_path, project):
     )
     names = ["models", "models.mlp", "models.parts.layer", "models.sizes"]
     assert python(project, ["-c", program]) == ([f"{names} {{}} {{}}"], "")
+
+
+def test_a_module_is_sent_in_the_encoding_that_it_names(project, tmp_path):
+    """One old file stopped all calls."""
+    text = "# -*- coding: latin-1 -*-\nDEPTH = len('fünf')\n"
+    (project / "models" / "sizes.py").write_bytes(text.encode("latin-1"))
+    call = pack(project, tmp_path / "call")
+    assert python(tmp_path, ["-c", RANK], call)[0] == ["56"]
+
+
+def test_a_module_that_is_no_text_is_named(project, tmp_path):
+    program = (project / "pack.py").read_text()
+    no_text = "open(mlp.sizes.__file__, 'wb').write(b'\\xff')"
+    (project / "pack.py").write_text(program.replace("\nfrom spark_dl", f"\n{no_text}\nfrom spark_dl", 1))
+    _, errors = python(project, [project / "pack.py"], tmp_path / "call", "build")
+    assert "ValueError: cannot send the module 'models.sizes' to the ranks: " in errors

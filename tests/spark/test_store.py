@@ -168,18 +168,52 @@ def test_equal_plans_have_equal_keys_and_others_do_not(spark, source, tmp_path):
     before = key(df)
     for name, value in (
         ("spark.sql.session.timeZone", "Asia/Tokyo"), ("spark.sql.parquet.datetimeRebaseModeInRead", "LEGACY"),
-        ("spark.sql.parquet.int96RebaseModeInRead", "LEGACY"),
+        ("spark.sql.parquet.int96RebaseModeInRead", "LEGACY"), ("spark.sql.parquet.int96TimestampConversion", "true"),
+        ("spark.sql.csv.parser.columnPruning.enabled", "false"), ("spark.sql.json.enablePartialResults", "false"),
+        ("spark.sql.legacy.castComplexTypesToString.enabled", "true"), ("spark.sql.of.another.version", "1"),
     ):  # fmt: skip
-        as_it_was = spark.conf.get(name)
-        try:
-            spark.conf.set(name, value)
+        with setting(spark, name, value):
             assert key(df) != before, name
-        finally:
-            spark.conf.set(name, as_it_was)
+    harmless = {
+        "spark.sql.adaptive.enabled": "false", "spark.sql.shuffle.partitions": "3", "spark.sql.catalog.a": "x.y",
+        "spark.sql.json.enablePartialResults": "true",  # the default
+    }  # fmt: skip
+    for name, value in harmless.items():
+        with setting(spark, name, value):
+            assert key(df) == before, name
     assert spark.conf.get("spark.sql.debug.maxToStringFields") == "25"
     with another_active_session(spark) as other:  # as createDataFrame of a second session leaves it
         assert keys == [key(plan()) for plan in plans]
         assert other.conf.get("spark.sql.debug.maxToStringFields") == "25"
+
+
+@contextlib.contextmanager
+def setting(spark, name, value):
+    before = spark.conf.get(name, None)
+    spark.conf.set(name, value)
+    try:
+        yield
+    finally:
+        spark.conf.unset(name) if before is None else spark.conf.set(name, before)
+
+
+@local
+def test_a_table_whose_partitions_swap_their_folders_has_another_key(spark, tmp_path):
+    """The files stay as they are, and the rows do not."""
+    for name, rows in (("a", 2), ("b", 3)):
+        spark.range(rows).write.parquet(str(tmp_path / name))
+    spark.sql("CREATE TABLE swapped (id BIGINT, p INT) USING parquet PARTITIONED BY (p)")
+    try:
+        for p, name in ((1, "a"), (2, "b")):
+            spark.sql(f"ALTER TABLE swapped ADD PARTITION (p={p}) LOCATION '{tmp_path / name}'")
+        before, again = (key(spark.table("swapped"), features=("p",), label=None) for _ in range(2))
+        assert before == again
+        for p, name in ((1, "b"), (2, "a")):
+            spark.sql(f"ALTER TABLE swapped PARTITION (p={p}) SET LOCATION '{tmp_path / name}'")
+        assert spark.table("swapped").filter("p = 1").count() == 3
+        assert key(spark.table("swapped"), features=("p",), label=None) != before
+    finally:
+        spark.sql("DROP TABLE swapped")
 
 
 @contextlib.contextmanager
@@ -213,7 +247,7 @@ def test_a_key_changes_with_what_shards_hold_and_with_no_other_setting(spark, so
     assert len({*keys}) == len(keys)
     assert {key(df, **fields) for fields in NOT_IN_KEY} == {key(df)}
     tried = {name for fields in IN_KEY for name in fields}
-    only_of_batches = {"cast"}
+    only_of_batches = {"cast", "assemble"}
     assert tried | only_of_batches == {f.name for f in dataclasses.fields(Data)} | {
         "rows_per_row_group",
         "rows_per_shard",

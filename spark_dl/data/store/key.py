@@ -54,7 +54,24 @@ _CONF = (
     "spark.sql.files.ignoreMissingFiles", "spark.sql.columnNameOfCorruptRecord",
     "spark.sql.parquet.datetimeRebaseModeInRead", "spark.sql.parquet.int96RebaseModeInRead",
 )  # fmt: skip
-"""Session settings that change the result of a plan."""
+"""Session settings that change the result of a plan, and whose defaults differ by host, or by version of Spark."""
+_HARMLESS = (
+    # How rows are computed, and not which.
+    "adaptive.", "autoBroadcastJoinThreshold", "broadcastTimeout", "cbo.", "codegen.", "files.maxPartition",
+    "files.minPartitionNum", "files.openCostInBytes", "join.", "shuffle.", "sources.parallelPartitionDiscovery.",
+    "statistics.",
+    # What people see.
+    "artifact.", "debug.", "event.", "maxPlanStringLength", "pyspark.", "queryExecutionListeners", "repl.",
+    "thriftServer.", "ui.",
+    # Plans that have no key: of Python's rows, of cached ones, of streams.
+    "execution.arrow.", "inMemoryColumnarStorage.", "streaming.",
+    # How files are written.
+    "parquet.compression.", "parquet.outputTimestampType", "parquet.writeLegacyFormat",
+    "sources.partitionOverwriteMode",
+    # Where tables are. Their files are in the key.
+    "catalog.", "catalogImplementation", "hive.metastore.", "warehouse.dir",
+)  # fmt: skip
+"""Settings `spark.sql.<...>` that change no row of a plan that has a key. Any other one that is set is in the key."""
 _STAT_THREADS = 16
 _OF_BATCHES = ("labels", "weight", "cast", "assemble")
 """Settings of `data` that do not change the content of shards, beside the names of the columns."""
@@ -108,16 +125,30 @@ def _plan(df: DataFrame) -> dict[str, Any]:
         raise NoKeyError("its plan is not deterministic (rand, uuid, shuffle ...)")
     if "InMemoryRelation" in execution.withCachedData().toString():
         raise NoKeyError("it is cached in Spark's memory, which may be older than its files")
-    relations = _relations(plan)
+    relations = _relations(df.sparkSession.sparkContext._jvm, plan)
     return {
         "plan": _normalised(nodes),
         # The printed plan has details that the JSON omits, such as the mode of a cast. Column ids differ by session.
         "text": re.sub(r"#\d+L?", "#", _text(df, plan)),
         "relations": relations,
         "files": _versions(df.inputFiles()) if relations else [],
-        # As they hold, set or not: the default of the time zone is the host's, and others differ by version of Spark.
-        "conf": {name: df.sparkSession.conf.get(name) for name in _CONF},
+        "conf": {**_settings(df), **{name: df.sparkSession.conf.get(name) for name in _CONF}},  # these, set or not
     }
+
+
+def _settings(df: Any) -> dict[str, str]:
+    """Returns a session's settings of Spark SQL that are not its defaults, nor known to be harmless."""
+    entries = df._jdf.sparkSession().sessionState().conf().getAllConfs().iterator()
+    usual, found = df.sparkSession.sparkContext._jvm.org.apache.spark.sql.internal.SQLConf(), {}
+    while entries.hasNext():
+        entry = entries.next()
+        name, value = entry._1(), entry._2()
+        if name.startswith("spark.sql.") and not name.removeprefix("spark.sql.").startswith(_HARMLESS):
+            with contextlib.suppress(Exception):  # py4j: a setting that Spark does not know has no default
+                if usual.getConfString(name) == value:
+                    continue
+            found[name] = value
+    return found
 
 
 def _check_nodes(nodes: Any) -> None:
@@ -182,7 +213,7 @@ def _text(df: DataFrame, plan: Any) -> str:
         conf.unsetConf(name) if before is None else conf.setConfString(name, before)
 
 
-def _relations(plan: Any) -> list[dict[str, Any]]:
+def _relations(jvm: Any, plan: Any) -> list[dict[str, Any]]:
     """Format, options, folders and columns of each file relation, in the order of the plan."""
     leaves, found = plan.collectLeaves(), []
     for i in range(leaves.size()):
@@ -208,9 +239,22 @@ def _relations(plan: Any) -> list[dict[str, Any]]:
                 "options": sorted(pairs),
                 "folders": [roots.apply(r).toString() for r in range(roots.size())],
                 "columns": [relation.dataSchema().json(), relation.partitionSchema().json()],
+                "partitions": _partitions(jvm, relation) if index.endswith("CatalogFileIndex") else [],
             }
         )
     return found
+
+
+def _partitions(jvm: Any, relation: Any) -> list[list[str]]:
+    """Returns the folder and the values of each partition of a table, which can have any folder."""
+    nothing = getattr(getattr(jvm.scala.collection.immutable, "Nil$"), "MODULE$")
+    listed, found = relation.location().listFiles(nothing, nothing), []
+    for i in range(listed.size()):
+        partition = listed.apply(i)
+        if partition.files().nonEmpty():
+            folder = partition.files().head().getPath().getParent().toString()
+            found.append([folder, partition.values().toString()])
+    return sorted(found)
 
 
 def reason_without_key(file_format: str, index: str) -> str | None:

@@ -262,7 +262,7 @@ def launch(
         process of its own on each rank, from the driver's working folder if the executor has it.
 
     num_ranks: by default that of `settings`.
-    env: environment variables of the ranks, set before anything is imported there.
+    env: environment variables of the ranks, set when the function is called. A program starts with them.
     settings: time limits, the device, `max_restarts`, and `output`: which ranks' output the driver shows.
     resume: goes on from the last checkpoint of an earlier call. overwrite: deletes these, once the call can start.
 

@@ -23,9 +23,9 @@ from spark_dl.launch.code import payload
 from spark_dl.launch.failures.root_cause import root_cause
 from spark_dl.launch.failures.stalled import SILENCE_S
 from spark_dl.launch.rank import memory
+from spark_dl.launch.rank.environment import check_env
 from spark_dl.launch.rank.task import ROOT_CAUSE_WAIT_S, SCHEMA, RankResult, rank_task
 from spark_dl.launch.rank_job import RankJob
-from spark_dl.launch.session import worker_env
 from spark_dl.launch.starting import StartCheck
 from spark_dl.launch.supervise import Attempt
 from spark_dl.launch.watch import CRASH, Listener, listen, with_heartbeats
@@ -69,7 +69,7 @@ def run_barrier(
     on_ask: called in the driver's thread with each question of a rank (`Reporter.ask`); returns answers by task, also
         to earlier questions of other ranks. Not over Spark Connect.
     source: a DataFrame with one partition per rank. The ranks get its rows: `fn(..., rows=TaskInput)`.
-    env: environment variables of the ranks, which are set before their Python starts.
+    env: environment variables of the user for the ranks, set when the function is called.
     begin: called after all checks of the call, before its job is started; returns further variables of the ranks, which
         are set when the function is called.
     attempt: with the hosts to leave out. After a failure, the cluster has `launch.start_timeout_s` to replace lost
@@ -80,6 +80,7 @@ def run_barrier(
     cannot run the job or does not start it within `launch.start_timeout_s`, RankError if a rank fails, TimeoutError if
     the ranks run for longer than `limit_s`.
     """
+    check_env(env or {})
     try:
         profile = preflight.check(spark, launch, executors_wait_s=launch.start_timeout_s if attempt.number else None)
         preflight.check_log_dir(launch)
@@ -95,15 +96,14 @@ def run_barrier(
         listener = None if is_connect(spark) else listen(spark, launch.num_ranks, meeting_s=meeting_s)
         events: queue.Queue[Any] = listener.events if listener else queue.Queue()
         try:
-            with worker_env(spark, env or {}):
-                task = rank_task(
-                    packed, listener.address if listener else None, launch, has_source=source is not None,
-                    result_limit_bytes=preflight.result_limit_bytes(spark, launch.num_ranks), secret=os.urandom(32),
-                    has_log=not is_local_master(spark.conf.get("spark.master", "")), attempt=attempt,
-                    env={**(env or {}), **begin()},
-                )  # fmt: skip
-                # Without a profile, also on Spark 3.5, which has no such argument.
-                df = tasks.mapInArrow(task, SCHEMA, barrier=True, **({} if profile is None else {"profile": profile}))
+            task = rank_task(
+                packed, listener.address if listener else None, launch, has_source=source is not None,
+                result_limit_bytes=preflight.result_limit_bytes(spark, launch.num_ranks), secret=os.urandom(32),
+                has_log=not is_local_master(spark.conf.get("spark.master", "")), attempt=attempt,
+                env=env or {}, run_env=begin(),
+            )  # fmt: skip
+            # Without a profile, also on Spark 3.5, which has no such argument.
+            df = tasks.mapInArrow(task, SCHEMA, barrier=True, **({} if profile is None else {"profile": profile}))
             job = RankJob(
                 spark, df, launch.num_ranks, events, description=description, computes_first=source is not None
             )

@@ -6,10 +6,9 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from spark_dl.launch.rank.environment import check_env
 from spark_dl.spark_job import is_connect, refuse_ended
 from spark_dl.storage.credentials import HIDDEN_NAMES, is_secret
 
@@ -131,32 +130,6 @@ def _with_own_python(spark: Any) -> Any:
     if (conf.get("spark.master") or "").startswith("local") and not conf.get("spark.pyspark.python"):
         spark.sparkContext.pythonExec = sys.executable
     return spark
-
-
-@contextlib.contextmanager
-def worker_env(spark: Any, env: Mapping[str, str]) -> Iterator[None]:
-    """Sets environment variables for the Python workers of the functions that are given to Spark in the block.
-
-    Spark starts Python workers of their own for each set of variables, so they are set before anything is imported.
-    Raises ValueError over Spark Connect, where the server sets the variables of its workers.
-    """
-    check_env(env)
-    if not env:
-        yield
-        return
-    if is_connect(spark):
-        raise ValueError(
-            "env: found variables over Spark Connect, whose server starts the Python workers; set "
-            f"spark.executorEnv.{next(iter(env))} there, or run a script, whose process gets them"
-        )
-    environment = spark.sparkContext.environment
-    before = dict(environment)
-    environment.update(env)
-    try:
-        yield
-    finally:
-        environment.clear()
-        environment.update(before)
 
 
 _DEFAULTS = {

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import tempfile
 import time
+from unittest import mock
 
 import pytest
 
@@ -15,7 +16,6 @@ from spark_dl.doctor import ask, on_rank
 from spark_dl.launch.barrier import run_barrier
 from spark_dl.launch.rank.marked import MARK, mark_of
 from spark_dl.launch.rank.task import local_folders
-from spark_dl.launch.session import worker_env
 from spark_dl.storage.owner import temporary_prefix
 from spark_dl.world import address_of
 from tests.builders.leftovers import dead_owner, kill_watcher, only_reaper, sleeping
@@ -89,7 +89,7 @@ def test_the_interface_that_ranks_use_is_measured(spark):
     others = [name for _, name in socket.if_nameindex() if address_of("localhost", name) != rank["address"]]
     if not others:
         pytest.skip("this host has one interface")
-    with worker_env(spark, {"GLOO_SOCKET_IFNAME": others[0]}):
+    with mock.patch.dict(spark.sparkContext.environment, {"GLOO_SOCKET_IFNAME": others[0]}):
         (changed,) = spark_dl.diagnose(small_config(1), spark=spark).ranks
     assert (changed["interface"], changed["address"]) == (others[0], address_of("localhost", others[0]))
     assert changed["address"] != rank["address"]

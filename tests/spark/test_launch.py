@@ -2,6 +2,7 @@
 
 import argparse
 import concurrent.futures
+import contextlib
 import dataclasses
 import datetime
 import importlib
@@ -196,27 +197,59 @@ def test_over_connect_output_comes_while_the_ranks_run(spark, tmp_path, capfd):
 def _import_late():
     import torch
 
-    return os.environ["LATE"], torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
+    threads = torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
+    return os.environ.get("LATE"), *threads, str(dist.get_debug_level())
 
 
 @pytest.mark.long_in("local-cluster")
 @pytest.mark.slow
-@pytest.mark.modes("local", "local-cluster")
-def test_variables_are_set_before_anything_is_imported(spark):
-    env = {"LATE": "1", "OMP_NUM_THREADS": "3"}
-    assert spark_dl.launch(_import_late, num_ranks=2, env=env) == [("1", 3, "3")] * 2
-    assert spark_dl.launch(lambda: os.environ.get("LATE"), num_ranks=1) == [None]
+@pytest.mark.modes("local", "local-cluster", "connect")
+def test_variables_are_set_before_the_call_and_nothing_of_them_stays(spark, tmp_path, mode, caplog):
+    env = {"LATE": "1", "OMP_NUM_THREADS": "3", "TORCH_DISTRIBUTED_DEBUG": "INFO"}
+    found = spark_dl.launch(_import_late, num_ranks=2, env=env)
+    assert found == [("1", 3, "3", "DebugLevel.INFO")] * 2
+    for _ in range(2):
+        late, _, _, debug = spark_dl.launch(_import_late, num_ranks=2)[0]
+        assert (late, debug) == (None, "DebugLevel.OFF")
+    assert "env: " not in caplog.text
+    spark_dl.launch(_import_late, num_ranks=1, env={"KMP_AFFINITY": "none"})
+    assert "env: KMP_AFFINITY: read when Python or torch starts, which is before the call" in caplog.text
     with pytest.raises(ValueError, match=r"env: expected names and values of type str, found 'LATE': 1"):
         spark_dl.launch(_rank, env={"LATE": 1})
-
-
-@pytest.mark.modes("connect")
-def test_variables_over_connect_are_an_error_but_for_scripts(spark, tmp_path):
-    with pytest.raises(ValueError, match=r"set spark\.executorEnv\.LATE there, or run a script"):
-        spark_dl.launch(_rank, num_ranks=1, env={"LATE": "1"})
     (tmp_path / "print.py").write_text(f"import os; open({str(tmp_path / 'out')!r}, 'w').write(os.environ['LATE'])")
     spark_dl.launch(tmp_path / "print.py", num_ranks=1, env={"LATE": "1"})
     assert (tmp_path / "out").read_text() == "1"
+
+
+@pytest.mark.slow
+@pytest.mark.modes("local")
+def test_variables_of_a_call_reach_no_other_thread_and_start_no_daemon(spark):
+    """They were in `sparkContext.environment`: each set of them had a daemon with torch, 240 MiB, for good."""
+    before = dict(spark.sparkContext.environment)
+    daemons = _daemons()
+
+    def call(number):
+        env = {"TOKEN": str(number)} if number % 3 else None
+        return number, spark_dl.launch(lambda: os.environ.get("TOKEN"), num_ranks=1, env=env)[0]
+
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        found = dict(pool.map(call, range(9)))
+    assert found == {number: str(number) if number % 3 else None for number in range(9)}
+    assert spark.sparkContext.environment == before
+    assert len(_daemons() - daemons) <= 1
+
+
+def _daemons():
+    """The processes of Spark's Python daemons."""
+    found = set()
+    for folder in pathlib.Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+            is_daemon = b"spark_dl.launch.daemon" in words or b"pyspark.daemon" in words
+            if is_daemon and b"java" in (pathlib.Path("/proc") / parent / "cmdline").read_bytes():
+                found.add(folder.name)
+    return found
 
 
 SCRIPT = """

@@ -37,8 +37,18 @@ RANK_VARIABLES = (
 """Variables that each rank has its own value of, or that the ranks meet by."""
 
 
+_READ_AT_START = (
+    "GOMP_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "TORCH_CPP_LOG_LEVEL", "TORCH_LOGS",
+    "TORCHDYNAMO_", "TORCHINDUCTOR_",
+)  # fmt: skip
+_READ_AGAIN = ("OMP_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR")
+
+
 def check_env(env: Mapping[str, str]) -> None:
-    """Raises ValueError for environment variables of the user that ranks cannot get. Called on the driver."""
+    """Raises ValueError for environment variables of the user that ranks cannot get. Called on the driver.
+
+    Logs a warning for those that are read when Python, or torch, starts.
+    """
     if not isinstance(env, Mapping):
         raise ValueError(f"env: expected a mapping of names to values, found {env!r:.200}")
     for name, value in env.items():
@@ -46,6 +56,11 @@ def check_env(env: Mapping[str, str]) -> None:
             raise ValueError(f"env: {name} is set by spark_dl on each rank; remove it")
         if not isinstance(name, str) or not isinstance(value, str):
             raise ValueError(f"env: expected names and values of type str, found {name!r}: {value!r}")
+    if early := [name for name in env if name.startswith(_READ_AT_START) and name not in _READ_AGAIN]:
+        _log.warning(
+            "env: %s: read when Python or torch starts, which is before the call; set spark.executorEnv.%s, or run a "
+            "program, launch('train.py', env=...)", ", ".join(early), early[0],
+        )  # fmt: skip
 
 
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
@@ -152,20 +167,19 @@ def find_place() -> tuple[int, int]:
 
 @contextlib.contextmanager
 def applied(env: Mapping[str, str]) -> Iterator[None]:
-    """Sets the user's environment variables in the block.
-
-    The Python worker was started with them, except OMP_NUM_THREADS, which Spark replaces by `spark.task.cpus`.
-    """
+    """Sets environment variables in the block, and what torch has made of them when it was imported."""
     before, threads = dict(os.environ), torch.get_num_threads()
     os.environ.update(env)
     if "OMP_NUM_THREADS" in env:
         torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
+    dist.set_debug_level_from_env()  # TORCH_DISTRIBUTED_DEBUG
     try:
         yield
     finally:
         os.environ.clear()
         os.environ.update(before)
         torch.set_num_threads(threads)
+        dist.set_debug_level_from_env()
 
 
 @contextlib.contextmanager

@@ -72,6 +72,7 @@ def rank_task(
     launch: Launch,
     *,
     env: Mapping[str, str],
+    run_env: Mapping[str, str],
     has_source: bool,
     has_log: bool,
     secret: bytes,
@@ -81,7 +82,8 @@ def rank_task(
     """Returns the function that Spark runs as the task of one rank. Called on the driver.
 
     packed: the call, of `payload.pack_call`. address: that of the driver's listener.
-    env: environment variables of the user and of the attempt. attempt: with the hosts whose tasks are not ranks.
+    env: environment variables of the user. run_env: those of the run.
+    attempt: with the hosts whose tasks are not ranks.
     has_source: whether the input of the task are rows for the function.
     secret: of the store that the ranks share. result_limit_bytes: of the result of a rank.
     has_log: whether this process writes to the log of an executor, and not to the terminal of the driver.
@@ -110,7 +112,7 @@ def rank_task(
                 _reported_exit(sender, output, report),
                 crashes_reported(address, task),
                 ended_with_rank(),
-                applied({**env, RESTARTS: str(attempt.number)}),
+                applied({**env, **run_env, RESTARTS: str(attempt.number)}),
             ):
                 check_versions(driver, versions(), me["host"])
                 tasks.check(launch.num_ranks)
@@ -130,7 +132,8 @@ def rank_task(
         sender.close()
         # The driver has the output already, if this rank could reach it, or a file.
         is_wanted = not sender.is_connected and not launch.log_dir and _is_wanted(launch, done.rank)
-        if not has_source and is_clean():
+        # Libraries keep what they have read from variables: a worker that had some is not used again.
+        if not has_source and is_clean() and not env:
             _consume(batches)
         yield _as_batch(done, result, last_lines if is_wanted else [])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import socket
 import struct
 from collections.abc import Callable, Mapping
@@ -101,8 +102,17 @@ def local_address(host: str) -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """Returns the network interface with this IPv4 address, or None."""
+    """Returns the network interface with this IP address, or None."""
+    if ":" in address:
+        return _ipv6_interfaces().get(ipaddress.ip_address(address.partition("%")[0]))
     return next((name for _, name in socket.if_nameindex() if _ipv4_of(name) == address), None)
+
+
+def _ipv6_interfaces() -> dict[Any, str]:
+    """Returns the network interfaces of this host by their IPv6 addresses. See proc_net(5)."""
+    with contextlib.suppress(OSError), open("/proc/net/if_inet6") as file:
+        return {ipaddress.IPv6Address(bytes.fromhex(line.split()[0])): line.split()[-1] for line in file}
+    return {}
 
 
 def _ipv4_of(interface: str) -> str | None:

@@ -33,6 +33,7 @@ from typing import Any
 from spark_dl.launch.rank.collectives import Progress
 from spark_dl.launch.rank.memory import Memory
 from spark_dl.launch.rank.status import Status
+from spark_dl.world import local_address
 
 _log = logging.getLogger("spark_dl")
 CRASH = "crash"
@@ -79,9 +80,9 @@ class Listener:
         self._meeting = _Meeting(num_ranks, meeting_s)
         self.events: queue.Queue[dict[str, Any]] = queue.Queue()
         self._secret = os.urandom(32)
-        family = socket.AF_INET6 if ":" in bind_host else socket.AF_INET
-        self._socket = socket.socket(family)
-        self._socket.bind((bind_host, 0))
+        bound = local_address(bind_host)
+        self._socket = socket.socket(socket.AF_INET6 if ":" in bound else socket.AF_INET)
+        self._socket.bind((bound, 0))
         self._socket.listen(1024)
         self.address = Address(public_host or bind_host, self._socket.getsockname()[1], self._secret)
         self._connections: set[connection.Connection] = set()
@@ -190,8 +191,8 @@ def listen(spark: Any, num_ranks: int, *, meeting_s: float | None = None) -> Lis
     meeting_s: how long the ranks wait for each other, if they cannot meet elsewhere.
     """
     conf = spark.sparkContext.getConf()
-    public = conf.get("spark.driver.host")
-    bound = conf.get("spark.driver.bindAddress") or public
+    public = conf.get("spark.driver.host").strip("[]")  # Spark writes IPv6 addresses in brackets
+    bound = (conf.get("spark.driver.bindAddress") or public).strip("[]")
     return Listener(bound, public, num_ranks=num_ranks, meeting_s=meeting_s)
 
 

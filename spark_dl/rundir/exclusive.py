@@ -79,7 +79,10 @@ def _exclusive_put(url: str, filesystem: Any, path: str, content: bytes) -> Call
 
     def create() -> bool:
         try:
-            with filesystem.handler.fs.open(path, "xb") as file:
+            file = filesystem.handler.fs.open(path, "xb")
+            if file is None:  # of the memory of fsspec before 2024
+                raise NotImplementedError("no exclusive write")
+            with file:
                 file.write(content)
         except FileExistsError:
             return False

@@ -1,9 +1,11 @@
 """build_session in a process of its own: which settings hold, by where they were made."""
 
 import json
+import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -112,6 +114,44 @@ def test_a_second_session_has_its_own_python_and_the_driver_its_own_variables(tm
     ended, python = done.stdout.splitlines()
     assert ended.startswith("the Spark session of this call has ended (spark.stop())")
     assert python == "second"
+
+
+IPV6 = """
+import os, sys, torch, torch.distributed as dist, spark_dl
+from spark_dl import Config, Launch, ModelSpec, ParameterServer
+conf = {"spark.driver.host": sys.argv[1]} if len(sys.argv) > 1 else {}
+spark = spark_dl.build_session("test", master="local[2]", conf=conf)
+
+def total():
+    dist.init_process_group("gloo")
+    dist.all_reduce(ones := torch.ones(1))
+    return ones.item(), os.environ["MASTER_ADDR"]
+
+print(spark_dl.launch(total, num_ranks=2))
+df = spark.range(64).selectExpr("array(float(id), 1f) AS features", "id % 2 AS label")
+spec = ModelSpec(build=lambda: torch.nn.Linear(2, 2), loss="CrossEntropyLoss")
+for parallel in (spark_dl.DDP(all_reduce="ring"), ParameterServer()):
+    config = Config(launch=Launch(num_ranks=2), parallel=parallel)
+    print(spark_dl.train(df, spec, config, run_dir=parallel.strategy, progress=False).rows)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("driver", ["", "[::1]", "a-name-of-ipv6"])
+def test_ranks_meet_over_ipv6(tmp_path, driver):
+    """With the address of IPv6, as Spark and as people write it, and with a name that has no other one."""
+    if not os.path.exists("/proc/net/if_inet6"):
+        pytest.skip("this host has no IPv6")
+    if driver.startswith("a-name"):
+        names = [line.split() for line in Path("/etc/hosts").read_text().splitlines()]
+        driver = next((line[1] for line in names if line[:1] == ["::1"] and line[1] != "localhost"), "")
+        if not driver:
+            pytest.skip("/etc/hosts has no name of ::1 beside localhost")
+    env = {**environment(), "PYTHONPATH": str(REPOSITORY), "SPARK_LOCAL_IP": "::1"}
+    command = [sys.executable, "-c", IPV6, *filter(None, [driver])]
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.splitlines() == ["[(2.0, '::1'), (2.0, '::1')]", "64", "64"]
 
 
 @pytest.mark.long

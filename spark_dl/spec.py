@@ -404,14 +404,15 @@ def import_object(path: str, key: str) -> Any:
 def _import_file(where: str, key: str) -> Any:
     if not Path(where).is_file():
         raise ValueError(f"{key}: no file {where!r} (the working directory is {Path.cwd()})")
-    name = f"_spark_dl_file_{Path(where).stem}"
+    name, text = f"_spark_dl_file_{Path(where).stem}", Path(where).read_bytes()
     loaded = sys.modules.get(name)
-    if loaded is not None and loaded.__file__ == str(Path(where).resolve()):
+    if loaded is not None and loaded.__file__ == str(Path(where).resolve()) and loaded._spark_dl_text == text:
         return loaded
     spec = importlib.util.spec_from_file_location(name, Path(where).resolve())
     if spec is None or spec.loader is None:
         raise ValueError(f"{key}: {where!r} is not a Python file")
     module = importlib.util.module_from_spec(spec)
+    module._spark_dl_text = text  # type: ignore[attr-defined]
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module

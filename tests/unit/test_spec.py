@@ -264,10 +264,13 @@ def test_an_object_of_a_module():
     assert import_object("torch.nn:Linear", "model.build") is nn.Linear
 
 
-def test_an_object_of_a_file_is_loaded_once(tmp_path):
+def test_an_object_of_a_file_is_loaded_once_and_again_when_the_file_was_edited(tmp_path):
     path = tmp_path / "my_model.py"
     path.write_text("VALUE = object()\n")
-    assert import_object(f"{path}:VALUE", "model.build") is import_object(f"{path}:VALUE", "model.build")
+    before = import_object(f"{path}:VALUE", "model.build")
+    assert import_object(f"{path}:VALUE", "model.build") is before
+    path.write_text("VALUE = 'edited'\n")
+    assert import_object(f"{path}:VALUE", "model.build") == "edited"
 
 
 @pytest.mark.parametrize(("path", "message"), [

@@ -47,15 +47,10 @@ class _Place:
         return _Place(self.root, name)
 
 
-def dumps(value: Any, modules: set[str] | None = None) -> bytes:
-    """Pickles an object with Spark's cloudpickle. Raises the errors of parts that cannot be pickled.
-
-    modules: gets the names of the modules whose functions and classes are found in the object.
-    """
+def dumps(value: Any) -> bytes:
+    """Pickles an object with Spark's cloudpickle. Raises the errors of parts that cannot be pickled."""
     out = io.BytesIO()
-    pickler = _pickler()(out)
-    pickler.modules = set() if modules is None else modules
-    pickler.dump(value)
+    _pickler()(out).dump(value)
     return out.getvalue()
 
 
@@ -72,14 +67,8 @@ def _pickler() -> Any:
     from pyspark import cloudpickle
 
     class Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
-        modules: set[str]
-
         def reducer_override(self, value: Any) -> Any:
-            if isinstance(value, types.ModuleType):
-                self.modules.add(value.__name__)
-            elif isinstance(value, (type, types.FunctionType)) and isinstance(value.__module__, str):
-                self.modules.add(value.__module__)
-            elif isinstance(value, _CACHED) and getattr(value, "__module__", None) == "__main__":
+            if isinstance(value, _CACHED) and getattr(value, "__module__", None) == "__main__":
                 # By name, it would be looked for in the main module of a rank, which is another one.
                 options = value.cache_parameters()
                 return _cached, (value.__wrapped__, options["maxsize"], options["typed"])

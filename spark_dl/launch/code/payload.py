@@ -35,7 +35,7 @@ class MissingModuleError(RuntimeError):
 
 
 def pack_call(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    """Pickles a call, with the sources of modules beside the user's program. Called on the driver.
+    """Pickles a call, with the sources of the modules beside the user's program. Called on the driver.
 
     Raises ValueError that names the part that cannot be pickled.
     """
@@ -44,12 +44,11 @@ def pack_call(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
     for name, module in list(sys.modules.items()):
         if name.startswith(_FILE_MODULES):  # modules that were loaded from a file path exist only on the driver
             cloudpickle.register_pickle_by_value(module)
-    modules: set[str] = set()
     try:
-        call = dumps((fn, args, kwargs), modules)
+        call = dumps((fn, args, kwargs))
     except Exception as error:
         raise ValueError(describe_culprit(fn, args, kwargs)) from error
-    packed = pickle.dumps((sources.sources_of(modules), call))
+    packed = pickle.dumps((sources.project(), call))
     compressed: bytes = pa.Codec("zstd", compression_level=_LEVEL).compress(packed, asbytes=True)
     return struct.pack("<Q", len(packed)) + compressed
 

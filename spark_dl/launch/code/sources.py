@@ -1,8 +1,8 @@
-"""Modules of the user's project, on their way to processes that cannot import them.
+"""Modules of the user's project, on their way to the ranks.
 
-A function or class in a module beside the user's program is pickled by its name. Executors do not have such modules,
-even in local mode, unless they were sent with `--py-files`. So their source travels with the call, and is used by a
-process that finds the module nowhere else.
+A function or class in a module beside the user's program is pickled by its name. Executors do not have such modules, or
+have an older text of them: an installed wheel, an image, a Python worker that has imported them before they were
+edited. So the source of what is loaded on the driver travels with each call, and is what ranks import.
 """
 
 from __future__ import annotations
@@ -11,13 +11,18 @@ import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import logging
 import os
 import sys
 import sysconfig
-from collections.abc import Collection
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
+
+_log = logging.getLogger("spark_dl")
 
 _NEVER_SENT = {"__main__", "spark_dl", "pyspark", "torch"}
 _MAX_BYTES = 16 << 20
@@ -32,21 +37,68 @@ class Source(NamedTuple):
     text: str
 
 
-def sources_of(names: Collection[str]) -> dict[str, Source]:
-    """Returns the sources of all loaded modules of the user's project, if one of `names` is such a module.
+@dataclass(frozen=True)
+class Project:
+    """The modules of the user's project that are loaded on the driver."""
 
-    The user's project is the working folder and the folder of the program, without installed packages. Called on the
-    driver. Returns nothing for more than 16 MiB, which is not a project's code; send it with `--py-files`.
+    sources: dict[str, Source] = field(default_factory=dict)
+    process: str = ""
+    """The process that has loaded them, which is not to import them again."""
+
+
+_PROCESS = uuid.uuid4().hex
+
+
+class _Known(NamedTuple):
+    spec: Any
+    """Another one after `importlib.reload`."""
+    stamp: tuple[int, int]
+    source: Source
+
+
+_known: dict[str, _Known] = {}
+"""The modules of earlier calls, as they were loaded."""
+
+
+def project() -> Project:
+    """Returns the loaded modules of the user's project, with their sources. Called on the driver.
+
+    The project is the working folder and the folder of the program, without installed packages. Nothing for more than
+    16 MiB, which is not a project's code; send it with `--py-files`.
+    A module that was edited and not reloaded is sent as it was at the first call, with a warning.
     """
     folders = _project_folders()
-    if not any(_source_path(sys.modules.get(name), folders) for name in names):
-        return {}
     found = {}
     for name, module in list(sys.modules.items()):
         path = _source_path(module, folders)
         if path is not None:
-            found[name] = Source(path, hasattr(module, "__path__"), _text_of(name, path))
-    return found if sum(len(source.text) for source in found.values()) <= _MAX_BYTES else {}
+            found[name] = _source_of(name, module, path)
+    small = sum(len(source.text) for source in found.values()) <= _MAX_BYTES
+    return Project(found if small else {}, _PROCESS)
+
+
+def _source_of(name: str, module: Any, path: str) -> Source:
+    spec, status = getattr(module, "__spec__", None), os.stat(path)
+    known, stamp = _known.get(name), (status.st_mtime_ns, status.st_size)
+    is_known = known is not None and known.spec is spec and known.source.path == path
+    if known is None or not is_known or (known.stamp != stamp and _patched().get(name) == status.st_mtime):
+        source = Source(path, hasattr(module, "__path__"), _text_of(name, path))
+    else:
+        source = known.source
+        if known.stamp != stamp and _text_of(name, path) != source.text:
+            _log.warning(
+                "%s was edited and not loaded again: the ranks run the text that was loaded; importlib.reload(%s), or "
+                "a new kernel, takes the new one", path, name,
+            )  # fmt: skip
+    _known[name] = _Known(spec, stamp, source)
+    return source
+
+
+def _patched() -> Mapping[str, float]:
+    """Returns the times of the files that IPython's autoreload has loaded, by module: it patches modules in place."""
+    get_shell = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    registry = getattr(getattr(get_shell and get_shell(), "magics_manager", None), "registry", {})
+    return getattr(getattr(registry.get("AutoreloadMagics"), "_reloader", None), "modules_mtimes", {})
 
 
 def _text_of(name: str, path: str) -> str:
@@ -83,56 +135,72 @@ def _source_path(module: Any, folders: tuple[str, ...]) -> str | None:
     return file if os.path.isfile(file) else None
 
 
-def install(sources: dict[str, Source]) -> None:
-    """Makes modules importable that this process does not find elsewhere. Called where a call is unpickled.
+def install(sent: Project) -> None:
+    """Makes the modules of a call what this process imports. Called where a call is unpickled.
 
-    Replaces the sources of an earlier call, and forgets modules that were imported from them: the project can have
-    changed, and Spark reuses its Python workers.
+    If a module has another text than that of an earlier call, or was found elsewhere, all modules of the project are
+    forgotten: others may have what they took from it. Spark reuses its Python workers.
     """
-    if not sources:  # of a call that needs no module: those of an earlier call can be in use
+    if not sent.sources or sent.process == _PROCESS:
         return
-    for finder in [f for f in sys.meta_path if isinstance(f, _Finder)]:
-        if finder.sources == sources:
-            return
-        sys.meta_path.remove(finder)
-        for name in [name for name, module in sys.modules.items() if _is_of(module, finder)]:
+    finder = next((f for f in sys.meta_path if isinstance(f, _Finder)), None)
+    if finder is None:
+        sys.meta_path.insert(0, finder := _Finder())
+    loaded = [name for name in sent.sources if name in sys.modules]
+    if any(finder.loaded.get(name) != sent.sources[name] or not _is_ours(sys.modules[name]) for name in loaded):
+        for name in [name for name, module in sys.modules.items() if _is_ours(module) or name in sent.sources]:
             del sys.modules[name]
-    sys.meta_path.append(_Finder(sources))  # the last one: what is installed comes first
+        finder.loaded.clear()
+    finder.sources = sent.sources
 
 
-def _is_of(module: ModuleType, finder: _Finder) -> bool:
-    return getattr(getattr(module, "__spec__", None), "loader", None) is finder
+def _is_ours(module: ModuleType) -> bool:
+    return isinstance(getattr(getattr(module, "__spec__", None), "loader", None), _Loader)
 
 
-class _Finder(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
-    """Finds and loads modules by their sources."""
+class _Loader(importlib.machinery.SourceFileLoader):
+    """Loads a module from a source that was sent. Files beside it are found where the driver's host has them."""
 
-    def __init__(self, sources: dict[str, Source]):
-        self.sources = sources
-
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        """Returns the spec of a module of the project; also of a folder without `__init__.py` above one."""
-        source = self.sources.get(fullname)
-        if source is not None:
-            spec = importlib.util.spec_from_loader(fullname, self, origin=source.path, is_package=source.is_package)
-            assert spec is not None
-            spec.has_location = True  # `__file__`, for tracebacks
-            return spec
-        if any(name.startswith(f"{fullname}.") for name in self.sources):
-            namespace = importlib.machinery.ModuleSpec(fullname, None, is_package=True)
-            namespace.submodule_search_locations = []
-            return namespace
-        return None
-
-    def is_package(self, fullname: str) -> bool:
-        """Whether a module is a package."""
-        return self.sources[fullname].is_package
+    def __init__(self, fullname: str, source: Source):
+        super().__init__(fullname, source.path)
+        self._source = source
 
     def get_source(self, fullname: str) -> str:
         """Returns the source, also for tracebacks and `inspect`."""
-        return self.sources[fullname].text
+        return self._source.text
 
     def get_code(self, fullname: str) -> Any:
-        """Returns the code of a module, compiled with the path of its file on the driver."""
-        source = self.sources[fullname]
-        return self.source_to_code(source.text, source.path)
+        """Returns the code of the module, compiled with the path of its file on the driver."""
+        return self.source_to_code(self._source.text, self._source.path)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds the modules of the project. The first of all finders: what the driver has loaded is what ranks run."""
+
+    def __init__(self) -> None:
+        self.sources: dict[str, Source] = {}
+        self.loaded: dict[str, Source] = {}
+        """What was found here, by name."""
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        """Returns the spec of a module of the project; also of a folder without `__init__.py` above one.
+
+        What the driver has not loaded of a package is looked for where this process would find the package.
+        """
+        source = self.sources.get(fullname)
+        if source is None and not any(name.startswith(f"{fullname}.") for name in self.sources):
+            return None
+        elsewhere = importlib.machinery.PathFinder.find_spec(fullname, path)
+        own = [*((elsewhere and elsewhere.submodule_search_locations) or [])]
+        if source is None:
+            namespace = importlib.machinery.ModuleSpec(fullname, None, is_package=True)
+            namespace.submodule_search_locations = own
+            return namespace
+        self.loaded[fullname] = source
+        beside = [folder] if source.is_package and os.path.isdir(folder := os.path.dirname(source.path)) else []
+        return importlib.util.spec_from_file_location(
+            fullname,
+            source.path,
+            loader=_Loader(fullname, source),
+            submodule_search_locations=[*beside, *own] if source.is_package else None,
+        )

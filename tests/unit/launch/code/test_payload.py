@@ -234,7 +234,7 @@ def test_code_from_a_file_needs_no_file_on_the_ranks(tmp_path, monkeypatch):
 
 def test_what_repeats_takes_few_bytes_on_the_way():
     packed = pack_call(len, (np.full(1_000_000, 1024),), {})
-    assert len(packed) < 10_000
+    assert len(packed) < 100_000  # with the sources of the tests
     np.testing.assert_array_equal(unpack_call(packed)[1][0], np.full(1_000_000, 1024))
 
 

@@ -1,4 +1,4 @@
-"""Modules beside the user's program: sent with a call, and used only by a process that has them nowhere else."""
+"""Modules beside the user's program: sent with a call, and what ranks run, whatever they have themselves."""
 
 import os
 import subprocess
@@ -63,14 +63,53 @@ def test_a_module_beside_the_program_reaches_a_process_that_does_not_have_it(tmp
     assert python("/", ["-c", RANK], call) == (["42"], "")
 
 
-@pytest.mark.long
 @pytest.mark.slow
-def test_a_process_that_has_the_module_uses_its_own(tmp_path, project):
+def test_the_driver_s_modules_come_before_those_of_the_process_which_has_the_others(tmp_path, project):
+    """An older wheel on the executors: what the driver has loaded is what runs, and what it has not is found there."""
     call = pack(project, tmp_path / "call")
     other = tmp_path / "installed" / "models"
     other.mkdir(parents=True)
     (other / "mlp.py").write_text("def build(factor):\n    return 'its own'\n")
-    assert python("/", ["-c", RANK], call, path=[tmp_path / "installed"]) == (["its own"], "")
+    (other / "extra.py").write_text("WORD = 'of the wheel'\n")
+    rank = RANK + "import models.extra; print(models.extra.WORD)"
+    assert python("/", ["-c", rank], call, path=[tmp_path / "installed"]) == (["42", "of the wheel"], "")
+    imported_before = "import models.mlp\n" + RANK
+    assert python("/", ["-c", imported_before], call, path=[tmp_path / "installed"]) == (["42"], "")
+
+
+EDITED = """
+import importlib, os, sys, models.sizes as sizes, models.mlp as mlp
+from spark_dl.launch.code import payload
+def pack(name):
+    importlib.reload(mlp)
+    open(name, "wb").write(payload.pack_call(mlp.build, (2,), {}))
+pack("first")
+open(sizes.__file__, "w").write("DEPTH = 7\\n")
+pack("edited")
+pack("edited again")
+importlib.reload(sizes)
+pack("reloaded")
+"""
+
+
+@pytest.mark.slow
+def test_what_is_loaded_is_sent_and_an_edit_that_is_not_is_said_once(tmp_path, project):
+    """Also in the folder of the modules, which Python looks in first, as a worker of local mode does."""
+    said = python(project, ["-c", EDITED])[1]
+    assert said.count("sizes.py was edited and not loaded again: the ranks run the text that was loaded") == 1
+    calls = [project / name for name in ("first", "edited", "edited again", "reloaded", "first")]
+    for folder in ("/", project):
+        assert python(folder, ["-c", RANK], *calls) == (["42", "42", "42", "98", "42"], ""), folder
+
+
+@pytest.mark.slow
+def test_a_package_finds_its_files(tmp_path, project):
+    (project / "models" / "words.txt").write_text("rome oslo")
+    text = (project / "models" / "mlp.py").read_text()
+    read = "resources.files('models').joinpath('words.txt').read_text()"
+    read = f"from importlib import resources\ndef build(factor):\n    return {read}\n"
+    (project / "models" / "mlp.py").write_text(text + read)
+    assert python("/", ["-c", RANK], pack(project, tmp_path / "call")) == (["rome oslo"], "")
 
 
 @pytest.mark.long
@@ -92,11 +131,10 @@ def test_a_traceback_has_the_lines_of_the_module(tmp_path, project):
 def test_installed_packages_and_ours_are_not_sent(tmp_path, project):
     program = (
         "import json, os, sys, numpy, torch, models.mlp, spark_dl\n"
-        "from spark_dl.launch.code.sources import sources_of\n"
-        "print(sorted(sources_of({'models.mlp'})), sources_of({'numpy', 'spark_dl.spec', 'json'}), sources_of(set()))"
+        "from spark_dl.launch.code.sources import project\nprint(sorted(project().sources))"
     )
     names = ["models", "models.mlp", "models.parts.layer", "models.sizes"]
-    assert python(project, ["-c", program]) == ([f"{names} {{}} {{}}"], "")
+    assert python(project, ["-c", program]) == ([str(names)], "")
 
 
 def test_a_module_is_sent_in_the_encoding_that_it_names(project, tmp_path):

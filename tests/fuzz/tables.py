@@ -792,8 +792,8 @@ def _check_predictions(spark, df, shards, case, folder):
 
     row_id = F.col(quoted(ID))
 
-    def want(some):
-        return expected_rows(rows, some)
+    def want(some):  # with the words of all rows, as the dataset has them
+        return {row: cells for row, cells in expected_rows(df, some).items() if row in kept}
 
     def settings(some):
         return replace(config, data=with_words(some.data(), shards))
@@ -828,7 +828,7 @@ def _check_predictions(spark, df, shards, case, folder):
     check_way(
         "predict of shards",
         case,
-        lambda some: {row: cells for row, cells in expected_rows(df, some).items() if row in kept},
+        want,
         lambda some: by_url(spark, shards, some, settings(some), keys, df),
     )
 

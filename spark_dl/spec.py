@@ -414,5 +414,11 @@ def _import_file(where: str, key: str) -> Any:
     module = importlib.util.module_from_spec(spec)
     module._spark_dl_text = text  # type: ignore[attr-defined]
     sys.modules[name] = module
-    spec.loader.exec_module(module)
+    # Not by the loader: its compiled file has the time in whole seconds, and an edit can be in the same one.
+    code = compile(text, str(Path(where).resolve()), "exec", dont_inherit=True)
+    try:
+        exec(code, module.__dict__)  # noqa: S102 - the user's own file
+    except BaseException:  # a half of the module would be found by the next call
+        del sys.modules[name]
+        raise
     return module

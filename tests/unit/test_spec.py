@@ -269,6 +269,10 @@ def test_an_object_of_a_file_is_loaded_once_and_again_when_the_file_was_edited(t
     path.write_text("VALUE = object()\n")
     before = import_object(f"{path}:VALUE", "model.build")
     assert import_object(f"{path}:VALUE", "model.build") is before
+    path.write_text("VALUE = 1 / 0\n")
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            import_object(f"{path}:VALUE", "model.build")
     path.write_text("VALUE = 'edited'\n")
     assert import_object(f"{path}:VALUE", "model.build") == "edited"
 

@@ -129,7 +129,8 @@ def _source_path(module: Any, folders: tuple[str, ...]) -> str | None:
     file = getattr(module, "__file__", None)
     if not isinstance(file, str) or not file.endswith(".py") or not file.startswith(folders):
         return None
-    is_installed = "site-packages" in file or file.startswith(_installed_folders())
+    has_part = "site-packages" in file or "dist-packages" in file  # the latter on Debian
+    is_installed = has_part or file.startswith(_installed_folders())
     if is_installed or getattr(module, "__name__", "").partition(".")[0] in _NEVER_SENT:
         return None
     return file if os.path.isfile(file) else None

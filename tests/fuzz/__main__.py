@@ -19,7 +19,7 @@ from tqdm import tqdm
 from tests.fuzz import errors, run
 from tests.spark.conftest import CONF, FAST_JVM, REPOSITORY
 
-SAMPLE = {"tables": 20, "windows": 12, "states": 60, "resumed": 12, "settings": 30, "damage": 40}
+SAMPLE = {"tables": 14, "windows": 10, "states": 60, "resumed": 10, "settings": 30, "damage": 30}
 """Cases of each kind in `make test-slow`. Together, they take about two minutes."""
 
 

@@ -16,7 +16,7 @@ import urllib.request
 
 import spark_dl
 from tests.builders.models import MLP, blobs, small_config
-from tests.spark.conftest import FAST_JVM
+from tests.spark.conftest import FAST_JVM, SPARK_HOME
 
 MARKER, SEEN = "m4rk3rs3cr3t", "s33nbyall"
 CONF = {
@@ -86,7 +86,7 @@ def main(folder):
     spark = spark_dl.build_session(SEEN, master="local-cluster[1,2,768]", conf=conf)
     settings = spark_dl.Launch(num_ranks=2, start_timeout_s=100, collective_timeout_s=60)
     answer = {"conf": {key: spark.conf.get(key, None) for key in CONF if MARKER not in CONF[key]}}
-    answer["logs"] = f"{os.environ['SPARK_HOME']}/work/{spark.sparkContext.applicationId}"
+    answer["logs"] = f"{SPARK_HOME}/work/{spark.sparkContext.applicationId}"
     try:
         spark_dl.launch(look_around, settings=settings, spark=spark)
     except ValueError as error:

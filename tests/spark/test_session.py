@@ -137,7 +137,7 @@ for parallel in (spark_dl.DDP(all_reduce="ring"), ParameterServer()):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("driver", ["", "[::1]", "a-name-of-ipv6"])
+@pytest.mark.parametrize("driver", ["", *(pytest.param(d, marks=pytest.mark.long) for d in ("[::1]", "a-name"))])
 def test_ranks_meet_over_ipv6(tmp_path, driver):
     """With the address of IPv6, as Spark and as people write it, and with a name that has no other one."""
     if not os.path.exists("/proc/net/if_inet6"):

@@ -12,6 +12,7 @@ import pyarrow as pa
 from spark_dl.config import Config
 from spark_dl.data.columns.source import SourceColumn
 from spark_dl.data.dataset.records import ShardSet
+from spark_dl.data.write.vocabulary import expression
 from spark_dl.inputs import as_source
 from spark_dl.launch.session import find_session
 from spark_dl.scoring import saved_model, udf
@@ -210,7 +211,7 @@ def _by_udf(
     """Adds the outputs by a function of the features alone, so that no other column passes through Python."""
     from pyspark.sql import functions as F
 
-    features = [F.col(".".join("`" + part.replace("`", "``") + "`" for part in s.path)) for s in sources]
+    features = map(expression, sources)
     scored = numbered.select("*", udf.function_of(scorer, added)(*features).alias("added"))
     if len(added) == 1:
         return scored

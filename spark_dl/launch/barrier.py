@@ -23,7 +23,7 @@ from spark_dl.launch.code import payload
 from spark_dl.launch.failures.root_cause import root_cause
 from spark_dl.launch.failures.stalled import SILENCE_S
 from spark_dl.launch.rank import memory
-from spark_dl.launch.rank.environment import check_env
+from spark_dl.launch.rank.environment import check_env, warn_of_late
 from spark_dl.launch.rank.task import ROOT_CAUSE_WAIT_S, SCHEMA, RankResult, rank_task
 from spark_dl.launch.rank_job import RankJob
 from spark_dl.launch.starting import StartCheck
@@ -81,6 +81,8 @@ def run_barrier(
     the ranks run for longer than `limit_s`.
     """
     check_env(env or {})
+    if not attempt.number:
+        warn_of_late(env or {})
     try:
         profile = preflight.check(spark, launch, executors_wait_s=launch.start_timeout_s if attempt.number else None)
         preflight.check_log_dir(launch)

@@ -30,13 +30,12 @@ def build_session(name: str, *, master: str | None = None, conf: Mapping[str, st
     Executors run the driver's Python unless PYSPARK_PYTHON or `spark.pyspark.python` sets another one. The environment
     of the driver is as before when this function returns.
     """
-    before = dict(os.environ)
+    unset = [key for key in ("PYSPARK_PYTHON", "SPARK_HOME") if key not in os.environ]
     try:
         return _build_session(name, master, dict(conf or {}))
     finally:
-        for key in ("PYSPARK_PYTHON", "SPARK_HOME"):
-            if key not in before:
-                os.environ.pop(key, None)
+        for key in unset:
+            os.environ.pop(key, None)
 
 
 def _build_session(name: str, master: str | None, conf: dict[str, str]) -> Any:

@@ -21,7 +21,7 @@ from pyspark.sql import functions as F
 from torch import nn
 
 import spark_dl
-from spark_dl import Data, ModelSpec, Shards, read_shards, write_shards
+from spark_dl import Config, Data, ModelSpec, Shards, read_shards, write_shards
 from spark_dl.data import local
 from spark_dl.data.columns import cell_codec
 from spark_dl.data.columns.encoding import Encoding
@@ -367,6 +367,10 @@ def test_files_that_spark_s_image_source_cannot_read_are_nulls(spark, tmp_path):
         write_shards(df, str(tmp_path / "refused"), Data(features=("image.data",), label=None))
     shards = write_shards(df, str(tmp_path / "shards"), Data(features=("image.data",), label=None, nulls="drop"))
     assert (shards.rows, shards.changes) == (3, Changes(1, {"image.data": 1}, {}))
+    data = Data(features=("image.data",), label=None, encode={"image.data": {"as": "bytes"}})
+    spec = ModelSpec(build=nn.Identity, predict=lambda pixels: {"mean": pixels.float().mean(1)})
+    with pytest.raises(Exception, match=r"column 'image.data': found .*null"):
+        spark_dl.predict(df, spec, None, Config(data=data)).collect()
 
 
 def test_images_that_are_not_whole_are_dropped_and_counted_if_the_settings_say_so(spark, tmp_path, caplog):

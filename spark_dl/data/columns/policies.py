@@ -119,6 +119,7 @@ def clean_batch(
     Raises BadCellsError for values that the settings do not allow and for cells that cannot be stored; its row counts
     from the start of the batch.
     """
+    arrays = [_empty_as_null(a) if c.empty_is_null else a for c, a in zip(columns, arrays, strict=True)]
     arrays, dropped = _without_bad_images(columns, arrays, data, may_drop)
     keep: Mask = np.ones(len(arrays[0]), dtype=bool)
     for bad in dropped.values():
@@ -157,6 +158,10 @@ def clean_batch(
         filled={name: n for name, n in counts.items() if n},
     )
     return values, changes
+
+
+def _empty_as_null(array: pa.Array) -> pa.Array:
+    return pc.if_else(pc.equal(pc.binary_length(array), 0), pa.scalar(None, array.type), array)
 
 
 def _without_bad_images(

@@ -127,8 +127,7 @@ def expression(column: SourceColumn) -> Expression:
     """The Spark expression of a column or a struct field."""
     from pyspark.sql import functions as F
 
-    found = F.col(".".join("`" + part.replace("`", "``") + "`" for part in column.path))
-    return F.when(F.octet_length(found) > 0, found) if column.empty_is_null else found
+    return F.col(".".join("`" + part.replace("`", "``") + "`" for part in column.path))
 
 
 def _leaves(array: Any, depth: int) -> Any:

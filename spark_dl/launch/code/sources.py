@@ -159,6 +159,14 @@ def _is_ours(module: ModuleType) -> bool:
     return isinstance(getattr(getattr(module, "__spec__", None), "loader", None), _Loader)
 
 
+def _is_own_folder(folder: str) -> bool:
+    """Whether there is such a folder here, of this user or of root: on another host, anybody may have made one."""
+    try:
+        return os.stat(folder).st_uid in (0, os.getuid())
+    except OSError:
+        return False
+
+
 class _Loader(importlib.machinery.SourceFileLoader):
     """Loads a module from a source that was sent. Files beside it are found where the driver's host has them."""
 
@@ -181,7 +189,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     def __init__(self) -> None:
         self.sources: dict[str, Source] = {}
         self.loaded: dict[str, Source] = {}
-        """What was found here, by name."""
+        """The sources from which modules were loaded, by module."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         """Returns the spec of a module of the project; also of a folder without `__init__.py` above one.
@@ -192,16 +200,16 @@ class _Finder(importlib.abc.MetaPathFinder):
         if source is None and not any(name.startswith(f"{fullname}.") for name in self.sources):
             return None
         elsewhere = importlib.machinery.PathFinder.find_spec(fullname, path)
-        own = [*((elsewhere and elsewhere.submodule_search_locations) or [])]
+        installed = [*((elsewhere and elsewhere.submodule_search_locations) or [])]
         if source is None:
             namespace = importlib.machinery.ModuleSpec(fullname, None, is_package=True)
-            namespace.submodule_search_locations = own
+            namespace.submodule_search_locations = installed
             return namespace
         self.loaded[fullname] = source
-        beside = [folder] if source.is_package and os.path.isdir(folder := os.path.dirname(source.path)) else []
+        beside = [folder] if _is_own_folder(folder := os.path.dirname(source.path)) else []
         return importlib.util.spec_from_file_location(
             fullname,
             source.path,
             loader=_Loader(fullname, source),
-            submodule_search_locations=[*beside, *own] if source.is_package else None,
+            submodule_search_locations=[*beside, *installed] if source.is_package else None,
         )

@@ -45,10 +45,7 @@ _READ_AGAIN = ("OMP_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR")
 
 
 def check_env(env: Mapping[str, str]) -> None:
-    """Raises ValueError for environment variables of the user that ranks cannot get. Called on the driver.
-
-    Logs a warning for those that are read when Python, or torch, starts.
-    """
+    """Raises ValueError for environment variables of the user that ranks cannot get. Called on the driver."""
     if not isinstance(env, Mapping):
         raise ValueError(f"env: expected a mapping of names to values, found {env!r:.200}")
     for name, value in env.items():
@@ -56,6 +53,10 @@ def check_env(env: Mapping[str, str]) -> None:
             raise ValueError(f"env: {name} is set by spark_dl on each rank; remove it")
         if not isinstance(name, str) or not isinstance(value, str):
             raise ValueError(f"env: expected names and values of type str, found {name!r}: {value!r}")
+
+
+def warn_of_late(env: Mapping[str, str]) -> None:
+    """Logs a warning for variables of a function that are read when Python, or torch, starts. Called on the driver."""
     if early := [name for name in env if name.startswith(_READ_AT_START) and name not in _READ_AGAIN]:
         _log.warning(
             "env: %s: read when Python or torch starts, which is before the call; set spark.executorEnv.%s, or run a "

@@ -250,13 +250,15 @@ class Training:
         loss, finding = self.nonfinite.forward_backward(batch.micro_batches, count, number)
         if before is not None:
             self._warn_of_unsaved(before.changed_unsaved())
-            self.is_first_step = False
         if finding is not None:
             return self._end_left_out(batch, finding)
         if self.config.train.clip_grad_norm is not None:
             trainable.clip_grad_norm(self.config.train.clip_grad_norm)
         with self.schedule.warm(progress.global_step) as self.steps.lr:
             trainable.step()
+        if self.is_first_step:
+            self.state.check()
+            self.is_first_step = False
         self.experts.end_step()
         trainable.optimizer.zero_grad()
         self._count_step()

@@ -5,6 +5,8 @@ import functools
 from dataclasses import field
 from typing import Any, TypeVar
 
+import numpy as np
+
 from spark_dl.config.checks import section_name, suggestion
 
 Section = TypeVar("Section")
@@ -48,10 +50,24 @@ def fixed_on_resume(section: type) -> list[str]:
     return [f.name for f in dataclasses.fields(section) if not f.metadata.get(_MAY_CHANGE)]
 
 
+def as_numbers(value: Any) -> Any:
+    """Returns a value with the numbers of NumPy scalars in it, such as those of `np.logspace`, also in dicts and lists.
+
+    YAML, JSON and checkpoints hold numbers.
+    """
+    if isinstance(value, np.generic):
+        return value.item()
+    if type(value) is dict:
+        return {as_numbers(key): as_numbers(part) for key, part in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(as_numbers(part) for part in value)
+    return value
+
+
 def named_settings(section: type[Section]) -> type[Section]:
     """Makes a dataclass of settings raise ValueError for an unknown name, with the closest known name, as YAML does.
 
-    A class decorator, above `@dataclass`.
+    NumPy scalars among the values become numbers. A class decorator, above `@dataclass`.
     """
     init: Any = section.__init__
     name = section_name(section)
@@ -63,7 +79,7 @@ def named_settings(section: type[Section]) -> type[Section]:
         for key in (f"{prefix}{name}" for name in settings):
             if key not in known:
                 raise ValueError(f"unknown config key {key!r}{suggestion(key, known) if known else '; there are none'}")
-        init(self, *args, **settings)
+        init(self, *map(as_numbers, args), **{key: as_numbers(value) for key, value in settings.items()})
 
     changed: Any = section
     changed.__init__ = checked

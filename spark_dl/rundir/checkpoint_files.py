@@ -82,6 +82,17 @@ def delete(url: str) -> None:
     storage.delete_known(url, is_own_file, first=MANIFEST)
 
 
+class NotLoadedError(ValueError):
+    """A file of a checkpoint is as it was written, and has other objects than tensors and plain data."""
+
+    def __init__(self, path: str, cause: str):
+        super().__init__(
+            f"{path} was not loaded: {cause}. Its checksum is right, so it was written like this: by an earlier "
+            "spark_dl, which did not check what it saved, or by another program. Resume from another checkpoint, or "
+            "train again"
+        )
+
+
 class _Hashed:
     """A file that is hashed while it is written, without a copy in memory."""
 
@@ -151,7 +162,7 @@ def _tensor_bytes(content: Any) -> int:
 
 
 def read(url: str, manifest: Mapping[str, Any], name: str) -> Any:
-    """Loads a file to the CPU, and checks it against the manifest. Raises DamagedError and OSError."""
+    """Loads a file to the CPU, and checks it against the manifest. Raises DamagedError, NotLoadedError and OSError."""
     entry, path = manifest["files"].get(name), storage.join(url, name)
     if entry is None:
         raise DamagedError(path, "it is not in the manifest")
@@ -161,23 +172,34 @@ def read(url: str, manifest: Mapping[str, Any], name: str) -> Any:
         raise DamagedError(path, f"it is missing, expected {entry['bytes']} bytes") from None
     _compare(path, entry, len(data), hashlib.sha256(data).hexdigest())
     _check_stored(path, data)
+    return _load(path, io.BytesIO(data))
+
+
+def read_back(url: str, entry: Mapping[str, Any]) -> None:
+    """Raises as `read` does for a file that was just written, if it could not be loaded. No copy if it is local."""
+    path = storage.join(url, entry["name"])
+    if storage.is_local(path):
+        _load(path, storage.resolve(path)[1], mmap=True)
+    else:
+        read(url, {"files": {entry["name"]: entry}}, entry["name"])
+
+
+def _load(path: str, file: Any, *, mmap: bool = False) -> Any:
     try:
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
     except _NO_WEIGHTS as error:
         found = re.search(r"GLOBAL (\S+)", str(error))
         what = f"the object {found[1]}" if found else str(error).partition("\n")[0]
         if "weights_only" in what:  # torch advises to set it to False, which would run the file's code
             what = "a pickle or a program"
-        raise DamagedError(
-            path, f"expected tensors and plain data, found {what}; it was not loaded, and no spark_dl wrote it"
-        ) from None
+        raise NotLoadedError(path, f"expected tensors and plain data, found {what}") from None
 
 
 _SMALL = 1 << 20
 
 
 def _check_stored(path: str, data: bytes) -> None:
-    """Raises DamagedError for an archive that takes much more memory than it has bytes: up to a thousand times.
+    """Raises NotLoadedError for an archive that takes much more memory than it has bytes: up to a thousand times.
 
     torch does not compress weights. What is no archive, or a program, it says itself.
     """
@@ -187,7 +209,7 @@ def _check_stored(path: str, data: bytes) -> None:
     except (zipfile.BadZipFile, NotImplementedError, ValueError):
         return
     if sum(f.file_size for f in files) > 2 * len(data) + _SMALL:
-        raise DamagedError(path, "it is compressed, which torch's files are not; it was not loaded")
+        raise NotLoadedError(path, "it is compressed, which torch's files are not")
 
 
 def _compare(path: str, entry: Mapping[str, Any], size: int | None, sha256: str | None = None) -> None:

@@ -20,7 +20,7 @@ from spark_dl.launch.rank.environment import find_place, find_run, run_env
 from spark_dl.rundir import attempt, checkpoint, generations, rank_state, saving
 from spark_dl.rundir.checkpoint_files import MODEL, parse_name, rank_file
 from spark_dl.rundir.folder import delete_checkpoints
-from spark_dl.training.schedule import plain_state
+from spark_dl.rundir.plain import plain_state
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from spark_dl.config import Config
@@ -34,6 +34,13 @@ def _state_of_rank(saved: Saved, rank: int) -> dict[str, Any]:
     """Returns the state of one rank of the checkpoint, by name."""
     state: dict[str, Any] = load(saved, rank_file(rank))["state"]
     return state
+
+
+def settings_of_ranks(saved: Saved, rank: int) -> Iterator[dict[str, Any]]:
+    """Yields the settings of the ranks' optimizers (`saving.contents`), first of this rank, if it was one."""
+    ranks: int = saved.manifest["world_size"]
+    for other in sorted(range(ranks), key=lambda other: other != rank):
+        yield load(saved, rank_file(other))["settings"]
 
 
 def restore_random_state(saved: Saved, rank: int, world_size: int, config: Config) -> bool:

@@ -36,7 +36,7 @@ class NotWrittenError(RuntimeError):
 
 
 class BadStateError(RuntimeError):
-    """The state of a rank must not be saved, as it has NaN or Inf. All ranks raise it."""
+    """The state of a rank must not be saved: it has NaN or Inf, or could not be loaded again. All ranks raise it."""
 
     is_retryable = False
     """The same rows and weights give it again."""
@@ -80,13 +80,17 @@ def contents(
     model: Mapping[str, Any] | None = None,
     tensors: MeshState | None = None,
     of_rank: Mapping[str, Any] | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> Contents:
     """Returns what a rank writes. The tensors are those of the run: they change with the next step.
 
     model: weights that are the same on all ranks. tensors: in its place, weights and optimizer of which ranks have
         different parts. training: other state that is the same on all ranks. of_rank: state of this rank only.
+    settings: of this rank's optimizer, which has other groups than that of other ranks.
     """
     files: dict[str, Any] = {rank_file(rank): {"random": rank_state.random_state(), "state": of_rank or {}}}
+    if settings is not None:
+        files[rank_file(rank)]["settings"] = settings
     own, about = tensor_files.of_rank(tensors, rank)
     files |= own
     if rank == 0:
@@ -109,6 +113,7 @@ def save(
     problem: str = "",
     in_use: str = "",
     key: bytes | None = None,
+    read_back: bool = False,
     gather: Callable[[Any], list[Any]] = gather_json,
 ) -> Commit:
     """Writes and commits a checkpoint, and deletes those that `checkpoint.keep` and `keep_best` do not keep.
@@ -118,6 +123,7 @@ def save(
         (`training/spec_code.py`). score: the value for `keep_best`. in_use: URL of a checkpoint to keep.
     problem: the reason why the state of this rank must not be saved, or empty.
     key: signs the manifest; of rank 0. gather: returns the JSON values of all ranks, by rank.
+    read_back: whether each rank loads its files again before the commit.
 
     Raises on every rank: BadStateError if any rank has a problem, RuntimeError if a newer attempt of the run has
     started, and NotWrittenError if any rank cannot write its files.
@@ -130,6 +136,10 @@ def save(
             if found.rank == 0:  # so that an attempt that ends here is not taken for one whose manifest was lost
                 checkpoint_files.begin(url, found.files)
             written = [checkpoint_files.write(url, name, content) for name, content in found.files.items()]
+            for entry in written if read_back else ():
+                checkpoint_files.read_back(url, entry)
+    except ValueError as error:
+        own = _Problem(f"rank {found.rank} cannot load what it has written: {error}", of_state=True)
     except OSError as error:
         own = _Problem(f"rank {found.rank} cannot write to {url}: {error}", of_storage=True)
     # The manifest is written only after every rank has written its file.

@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from spark_dl.rundir.plain import plain_state
 
 _LAST_WAIT_S = 5.0
 
@@ -27,23 +29,19 @@ class StateCopy:
     def of(self, state: Any) -> Any:
         """Returns the copy. It is valid until the next call."""
         before, self._tensors = self._tensors, {}
-        found = self._copy(state, "", before, {})
+        done: dict[Any, Tensor] = {}
+
+        def copied(path: str, tensor: Tensor) -> Tensor:
+            # Tied weights have two names and one memory, which the file shall have once, too.
+            own = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+            if own not in done or not tensor.numel():
+                done[own] = self._tensors[path] = _copy_of(tensor.detach(), before.get(path))
+            return done[own]
+
+        found = plain_state(state, "", on_tensor=copied)
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         return found
-
-    def _copy(self, value: Any, path: str, before: Mapping[str, Tensor], done: dict[Any, Tensor]) -> Any:
-        if isinstance(value, Tensor):
-            # Tied weights have two names and one memory, which the file shall have once, too.
-            own = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
-            if own not in done or not value.numel():
-                done[own] = self._tensors[path] = _copy_of(value.detach(), before.get(path))
-            return done[own]
-        if isinstance(value, Mapping):
-            return {key: self._copy(part, f"{path}/{key}", before, done) for key, part in value.items()}
-        if isinstance(value, list | tuple):
-            return type(value)(self._copy(part, f"{path}/{i}", before, done) for i, part in enumerate(value))
-        return value
 
 
 def _copy_of(tensor: Tensor, into: Tensor | None) -> Tensor:

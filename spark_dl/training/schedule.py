@@ -11,8 +11,9 @@ import torch
 from torch.optim import Optimizer, lr_scheduler
 
 from spark_dl.config import Config
-from spark_dl.optimization import Optimization, scale_rates
+from spark_dl.optimization import Optimization
 from spark_dl.parallel.trainable import build_optimizer
+from spark_dl.rundir.plain import plain_state
 
 
 class Schedule:
@@ -43,6 +44,9 @@ class Schedule:
     def warm(self, global_step: int) -> Iterator[float]:
         """Sets the learning rates of this step for the block. Yields the rate of the first parameter group."""
         groups = self._optimizer.param_groups
+        for group in groups:
+            if isinstance(group["lr"], np.generic):  # as of a LambdaLR with np.cos; a resumed run has numbers, too
+                group["lr"] = group["lr"].item()
         full = [group["lr"] for group in groups]
         factor = min(1.0, (global_step + 1) / self._train.warmup_steps) if self._train.warmup_steps else 1.0
         for group, lr in zip(groups, full, strict=True):
@@ -91,17 +95,16 @@ class Schedule:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns a state for `torch.load(weights_only=True)`. Raises ValueError if the scheduler has other objects."""
+        """Returns what a checkpoint can hold of the scheduler. Raises ValueError if it has other objects."""
         if self.scheduler is None:
             return {}
         owner = f"train.scheduler: {type(self.scheduler).__name__}"
-        return plain_state(self.scheduler.state_dict(), owner, without_functions=True)  # type: ignore[no-any-return]
+        return plain_state(self.scheduler.state_dict(), owner, of_scheduler=True)  # type: ignore[no-any-return]
 
-    def load_state_dict(self, state: dict[str, Any], lr_ratio: float) -> None:
-        """Restores the scheduler. lr_ratio: current factor of `train.lr_scaling` over the saved one."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores the scheduler."""
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state)
-        scale_rates(self._optimizer, self.scheduler, lr_ratio)
 
 
 def check_optimization(config: Config) -> None:
@@ -120,25 +123,3 @@ def check_optimization(config: Config) -> None:
     except Exception as error:
         name, args = type(scheduler).__name__, config.train.scheduler_args
         raise ValueError(f"train.scheduler_args: {name} fails with {args}: {type(error).__name__}: {error}") from error
-
-
-def plain_state(value: Any, owner: str, *, without_functions: bool = False) -> Any:
-    """Returns a state dict that `torch.load(weights_only=True)` accepts: without defaultdicts and counters.
-
-    without_functions: leaves out functions, which torch's schedulers have in their state and make again.
-    Raises ValueError, with owner, key and type, for values that are not tensors, numbers or strings.
-    """
-    if isinstance(value, dict):
-        items = ((k, v) for k, v in value.items() if not (without_functions and callable(v)))
-        return {k: plain_state(v, f"{owner}[{k!r}]", without_functions=without_functions) for k, v in items}
-    if isinstance(value, (list, tuple)):
-        parts = (plain_state(v, f"{owner}[{i}]", without_functions=without_functions) for i, v in enumerate(value))
-        return type(value)(parts)
-    if isinstance(value, np.generic):
-        return value.item()
-    if value is None or isinstance(value, (torch.Tensor, int, float, str)):
-        return value
-    raise ValueError(
-        f"{owner}: found a {type(value).__module__}.{type(value).__qualname__} in its state, which cannot be saved "
-        "in a checkpoint; expected tensors, numbers and strings, in dicts, lists and tuples"
-    )

@@ -7,7 +7,7 @@ import functools
 import logging
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias
 
@@ -20,11 +20,13 @@ from spark_dl.data.load.resume_check import dataset_digest
 from spark_dl.gather import StoreGather, gather_json
 from spark_dl.parallel.trainable import Trainable, lr_factor
 from spark_dl.rundir import checkpoint, rank_files, saving, signing
+from spark_dl.rundir.plain import plain_state
 from spark_dl.rundir.tensor_files import TensorFiles
 from spark_dl.spec import Position, Run
 from spark_dl.training import early_stop
 from spark_dl.training.background_save import BackgroundSave, StateCopy
 from spark_dl.training.finite import StateCheck
+from spark_dl.training.optimizer_settings import OptimizerSettings, by_name, group_names
 from spark_dl.training.schedule import Schedule
 from spark_dl.world import World, no_driver
 
@@ -140,6 +142,13 @@ class RunState:
         """Checksum of its manifest."""
         self.saved_step: int | None = None
         """Step of the last checkpoint that was begun or restored."""
+        self._has_saved = False
+        optimizer = trainable.optimizer
+        self._owner = f"{'spec' if run.spec.optimizer else 'train'}.optimizer: {type(optimizer).__name__}"
+        self._names = (
+            group_names(optimizer, trainable.modules[0]) if trainable.state is None else trainable.state.group_names()
+        )
+        self._settings = OptimizerSettings(optimizer, schedule, self._names, self._owner)
         if run.checkpoint is not None:
             self._restore(checkpoint.open_checkpoint(run.checkpoint, sha256=run.checkpoint_sha256))
         self._check = StateCheck(trainable.modules, self.saved_url)
@@ -147,12 +156,44 @@ class RunState:
         self._key = signing.read_key(key_file) if key_file and world.rank == 0 else None
         self._background = BackgroundSave() if run.config.checkpoint.asynchronous else None
         self._copy, self._begun = StateCopy(), Committed("", 0, 0, 0.0)
+        self.check()
         self._goes_on = False
         """Whether training goes on if the storage refuses the checkpoint that was begun last."""
         self._gather = gather_json
         if self._background is not None and world.world_size > 1:
             # A group of its own, or the one of the training, would mix with the collectives of the steps.
             self._gather = StoreGather(world.store, world.rank, world.world_size, f"checkpoints/{run.generation}")
+
+    def check(self) -> None:
+        """Raises ValueError, with the object, if this rank has a state that a checkpoint cannot hold. Not collective.
+
+        Called before the first step, and after it, when the optimizer has its state.
+        """
+        self._plain()
+        if (parts := self._trainable.state) is not None:
+            parts.weights()
+            parts.optimizer_state()
+
+    def _plain(self) -> dict[str, Any]:
+        """Returns the state of this rank as a checkpoint holds it. The tensors are those of the run."""
+        trainable = self._trainable
+        extra = {name: part.state_dict() for name, part in trainable.extra_state.items()}
+        of_rank = {name: part.state_dict() for name, part in trainable.rank_state.items()}
+        model = {str(i): module.state_dict() for i, module in enumerate(trainable.modules)}
+        optimizer = trainable.optimizer.state_dict()
+        if trainable.state is None:
+            model = {i: plain_state(state, "spec.build: the model") for i, state in model.items()}
+            optimizer = plain_state(optimizer, self._owner)
+        return {
+            "model": model,
+            "training": {
+                "optimizer": optimizer,
+                "settings": self._settings.state_dict(),
+                "extra": plain_state(extra, "the training"),
+                "lr_factor": lr_factor(self._run.config, self._num_ranks),
+            },
+            "rank": plain_state(of_rank, "the rank"),
+        }
 
     def save(self, *, is_last: bool) -> Saved | None:
         """Writes a checkpoint. Collective. Raises as `rundir.saving.save` does, also for NaN and Inf.
@@ -161,29 +202,23 @@ class RunState:
         is_last: whether it is the last one of the run, without which the run has no result.
         """
         start = time.perf_counter()
-        trainable, world, config = self._trainable, self._world, self._run.config
-        parts = trainable.state
-        model = {str(i): module.state_dict() for i, module in enumerate(trainable.modules)}
-        optimizer = trainable.optimizer.state_dict()
-        training = {
-            "optimizer": optimizer if parts is None else {"param_groups": _settings_of(optimizer)},
-            "scheduler": self._schedule.state_dict(),
-            "extra": {name: part.state_dict() for name, part in trainable.extra_state.items()},
-            "progress": dataclasses.asdict(self.progress),
-            "lr_factor": lr_factor(config, self._num_ranks),
-        }
-        of_rank = {name: part.state_dict() for name, part in trainable.rank_state.items()}
-        state = {"model": model, "training": {**training, "optimizer": optimizer}, "rank": of_rank}
+        world, config, parts = self._world, self._run.config, self._trainable.state
+        state = self._plain()
+        training, of_rank = {**state["training"], "progress": dataclasses.asdict(self.progress)}, state["rank"]
+        if parts is not None:
+            del training["optimizer"]
         found = saving.contents(
-            world.rank, model=model if parts is None else None, training=training, tensors=parts, of_rank=of_rank
-        )
+            world.rank, model=state["model"] if parts is None else None, training=training, tensors=parts,
+            of_rank=of_rank, settings=None if parts is None else training["settings"],
+        )  # fmt: skip
         write = functools.partial(
             saving.save, self._run.run_dir,
             world_size=world.world_size, generation=self._run.generation, step=self.progress.global_step,
             config=config, columns=self._columns, rows={**self._dataset, "step_of_epoch": self.progress.step},
             code=self._run.code, score=self._score(), problem=self._check.problem(state, world.rank, self.saved_url),
-            key=self._key, gather=self._gather,
+            key=self._key, gather=self._gather, read_back=not self._has_saved,
         )  # fmt: skip
+        self._has_saved = True
         self.saved_step = self.progress.global_step
         self._goes_on = config.checkpoint.on_error == "warn" and not is_last
         self._begun = self._committed("", 0.0)
@@ -253,15 +288,25 @@ class RunState:
     def _restore(self, saved: checkpoint.Saved) -> None:
         trainable, world, train = self._trainable, self._world, self._run.config.train
         state = checkpoint.load(saved, "training.pt")
+        if "settings" not in state:  # of a version before
+            ratio = lr_factor(self._run.config, self._num_ranks) / state["lr_factor"]
+            groups = state["optimizer"]["param_groups"]
+            state["settings"] = self._settings.of_older(groups, state["scheduler"], ratio)
+            of_ranks = iter([state["settings"]])
+        elif trainable.state is None:
+            of_ranks = iter([state["settings"]])
+        else:
+            of_ranks = rank_files.settings_of_ranks(saved, world.rank)
         if trainable.state is not None:
-            _load_parts(trainable, saved, state["optimizer"]["param_groups"])
+            _load_parts(trainable, saved)
         else:
             weights = checkpoint.load(saved, "model.pt")
             for i, module in enumerate(trainable.modules):
                 module.load_state_dict(weights[str(i)])
-            trainable.optimizer.load_state_dict(state["optimizer"])
-        now = lr_factor(self._run.config, self._num_ranks)
-        self._schedule.load_state_dict(state["scheduler"], now / state["lr_factor"])
+            own = trainable.optimizer.state_dict()
+            own["state"] = by_name(state["optimizer"]["state"], state["settings"]["names"], self._names)
+            trainable.optimizer.load_state_dict(own)
+        self._settings.load_state_dict(of_ranks, tells=world.rank == 0)
         for name, part in trainable.extra_state.items():
             part.load_state_dict(state["extra"][name])
         if trainable.rank_state:
@@ -276,18 +321,11 @@ class RunState:
             seed_generators(train.seed + 1 + world.seed_rank + 100_003 * self.progress.global_step)
 
 
-def _settings_of(optimizer: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the groups of an optimizer's `state_dict` without their parameters, which differ between ranks."""
-    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer["param_groups"]]
-
-
-def _load_parts(trainable: Trainable, saved: checkpoint.Saved, groups: Sequence[Mapping[str, Any]]) -> None:
+def _load_parts(trainable: Trainable, saved: checkpoint.Saved) -> None:
     """Loads what this rank has of the weights and of the optimizer's state, from any mesh."""
     assert trainable.state is not None
     model, optimizer = (TensorFiles(saved.url, saved.manifest, kind) for kind in ("model", "optimizer"))
     trainable.state.load(model.read, optimizer.read, optimizer.shapes)
-    for group, before in zip(trainable.optimizer.param_groups, groups, strict=True):
-        group.update(before)
 
 
 def seed_generators(seed: int) -> None:

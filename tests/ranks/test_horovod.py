@@ -99,7 +99,7 @@ def test_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path, num_ranks
     for slot, state in training["optimizer"]["state"].items():
         assert same_bits(state, training_again["optimizer"]["state"][slot])
     assert training["progress"] == training_again["progress"]
-    assert training["scheduler"] == training_again["scheduler"]
+    assert training["settings"] == training_again["settings"]
 
 
 def build_other_weights_on_each_rank():

@@ -117,7 +117,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path, num_ran
     ends = train(whole), resume(cut, train(cut), config)
     assert_same_to_the_bit(*ends)
     states = [checkpoint.load(end, "training.pt") for end in ends]
-    assert states[0]["scheduler"] == states[1]["scheduler"]
+    assert states[0]["settings"] == states[1]["settings"]
     assert states[0]["progress"] == states[1]["progress"]
 
 

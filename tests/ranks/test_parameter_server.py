@@ -282,7 +282,7 @@ def test_a_resumed_sync_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path, nu
         assert a
         assert same_bits(a, b), name
     a, b = (checkpoint.load(end, "training.pt") for end in ends)
-    assert a["scheduler"] == b["scheduler"]
+    assert a["settings"] == b["settings"]
     assert a["progress"] == b["progress"]
     assert result["history"] == whole_result["history"]
     assert result["staleness"] == whole_result["staleness"]

@@ -71,7 +71,7 @@ def test_resumed_run_equals_uninterrupted_one_bit_for_bit(tmp_path, num_ranks, s
 
     (weights, training), (weights_again, training_again) = final_state(whole), final_state(resumed)
     assert same_bits(weights, weights_again)
-    assert training["scheduler"] == training_again["scheduler"]
+    assert training["settings"] == training_again["settings"]
     for slot, state in training["optimizer"]["state"].items():
         assert same_bits(state, training_again["optimizer"]["state"][slot])
     assert training["progress"] == training_again["progress"]

@@ -168,6 +168,13 @@ class MeshState:
                     count = local(parameter).numel()
                     yield parameter, [_Slice(name, 0, count, 0, layout, self._writes(name, parameter))]
 
+    def group_names(self) -> list[list[str]]:
+        """Returns the names of the model's parameters that each group of the optimizer is made of."""
+        of_shard = {id(bucket.shard): bucket.names for bucket in self._buckets}
+        names = {id(parameter): [name] for name, parameter in self._model.named_parameters()}
+        groups = self._optimizer.param_groups
+        return [[name for p in group["params"] for name in of_shard.get(id(p)) or names[id(p)]] for group in groups]
+
     def optimizer_state(self) -> dict[str, Held]:
         """Returns the tensors of the optimizer's state, by `<parameter>/<key>`, such as `fc.weight/exp_avg`.
 

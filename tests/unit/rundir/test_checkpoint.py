@@ -21,7 +21,7 @@ from spark_dl.data.columns.schema import Column
 from spark_dl.launch.failures.describe import is_retryable
 from spark_dl.launch.rendezvous import join
 from spark_dl.rundir import attempt, checkpoint, checkpoint_files, rank_files, saving
-from spark_dl.rundir.checkpoint_files import DamagedError
+from spark_dl.rundir.checkpoint_files import NotLoadedError
 from spark_dl.rundir.generations import read_generation
 
 COLUMNS = (Column("features", "float32", (2, 3), "ndarray"), Column("label", "int64"))
@@ -329,7 +329,7 @@ def test_S03_a_checkpoint_that_would_run_code_is_one_error_and_runs_nothing(tmp_
     (tmp_path / "out").mkdir()
     content = HOSTILE[how](Touch(tmp_path / "out" / "was here"), tmp_path / "out")
     handmade(tmp_path / "run", 1, files={"model.pt": content})
-    with pytest.raises(DamagedError, match=r"/model\.pt is damaged: expected tensors and plain data") as error:
+    with pytest.raises(NotLoadedError, match=r"/model\.pt was not loaded: expected tensors and plain data") as error:
         checkpoint.load(checkpoint.latest(str(tmp_path / "run")), "model.pt")
     assert "weights_only" not in str(error.value)
     assert list((tmp_path / "out").iterdir()) == []

@@ -168,8 +168,8 @@ def _train_in_attempts(
                 _log.info("%s; starting them from the checkpoint", more)
                 resizes += 1
             else:
-                mode = early_stop.with_mode(run.spec, run.config).train.early_stop_mode
-                best = checkpoint.best_url(run.run_dir, str(mode))
+                told = early_stop.with_mode(run.spec, run.config).train
+                best = checkpoint.best_url(run.run_dir, str(told.early_stop_mode), told.early_stop_metric or "loss")
                 return {**result, "restarts": this.number, "best_checkpoint": best}
 
     def start(this: Attempt) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from spark_dl.parallel.loss import (
     weighted_loss_sum,
 )
 from spark_dl.rundir import checkpoint
-from spark_dl.rundir.weights import load_weights
+from spark_dl.rundir.weights import load_into, load_weights
 from spark_dl.spec import Batch, ModelSpec, Output, Run
 from spark_dl.training.row_metrics import build_metrics
 from spark_dl.world import World
@@ -54,10 +54,7 @@ def load_model(spec: ModelSpec, checkpoint_url: str, *, sha256: str | None = Non
     """
     model = spec.build()
     weights = load_weights(checkpoint.open_checkpoint(checkpoint_url, sha256=sha256))
-    try:
-        model.load_state_dict(weights)
-    except RuntimeError as error:
-        raise ValueError(f"the weights of {checkpoint_url} do not fit the model of spec.build: {error}") from error
+    load_into(model, weights, f"the weights of {checkpoint_url}")
     return model.eval()
 
 

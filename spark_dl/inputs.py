@@ -8,7 +8,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from spark_dl import storage
 from spark_dl.config import Config, Data, Loader, Shards
@@ -16,7 +16,7 @@ from spark_dl.config.data import Nonfinite
 from spark_dl.data.columns.policies import check_rules
 from spark_dl.data.columns.schema import Column, check_reference_columns, check_settings, vocabularies_of
 from spark_dl.data.columns.source import check_batch_names
-from spark_dl.data.dataset.folder import STORED, delete_dataset
+from spark_dl.data.dataset.folder import SOURCE, STORED, delete_dataset
 from spark_dl.data.dataset.manifest import MANIFEST, read_shards
 from spark_dl.data.dataset.memory import check_memory, warn_of_memory
 from spark_dl.data.dataset.records import ShardSet
@@ -26,12 +26,14 @@ from spark_dl.data.external.row_counts import filter_rows
 from spark_dl.data.load.mixture import batch_shares
 from spark_dl.data.plan import rows_held_out
 from spark_dl.data.read.sequences import with_runs
+from spark_dl.data.store.key import NoKeyError, store_key
 from spark_dl.data.store.store import reopen, store_shards
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 _log = logging.getLogger("spark_dl")
+Reuse: TypeAlias = Literal["no", "same", "any"]
 
 
 def as_source(data: Any) -> Any:
@@ -131,11 +133,14 @@ def shards_of(
     until_done: contextlib.ExitStack,
     reference_columns: Sequence[Column] = (),
     *,
-    reuse: bool,
+    reuse: Reuse,
     num_datasets: int = 1,
     before_commit: Callable[[], None] | None = None,
 ) -> ShardSet:
     """Opens a dataset, or writes a DataFrame as one. A resumed run opens the dataset that it wrote before.
+
+    reuse: "no" writes the DataFrame; "same" uses the rows that the run has written, and refuses a DataFrame of other
+    rows; "any" uses them if the DataFrame is known to have the same, and else writes it.
 
     reference_columns: columns of the training dataset. The columns must match them, and have their vocabularies.
     until_done: shards of a store are not deleted until this stack is closed.
@@ -214,29 +219,84 @@ def _shards_of_rows(
     until_done: contextlib.ExitStack,
     reference_columns: Sequence[Column],
     *,
-    reuse: bool,
+    reuse: Reuse,
     before_commit: Callable[[], None] | None,
 ) -> ShardSet:
     pointer = storage.join(url, STORED)
-    if reuse and storage.exists(storage.join(url, MANIFEST)):
-        found_before = read_shards(url)
-        _log.warning(
-            "the DataFrame is not read: the run goes on with the %d rows that it has written to %s; for other rows, "
-            "use another run_dir, or overwrite", found_before.rows, url,
-        )  # fmt: skip
-        return found_before
-    if reuse and storage.exists(pointer):
-        at = _stored_at(pointer, config.shards.store)
-        shards, lease = reopen(at, run=url, trusted=config.shards.trusted_writers)
-    else:
-        shards, found = store_shards(
-            df, config.data, url, shards=config.shards, columns=config.stored_columns, run=url,
-            reference_columns=reference_columns, before_commit=before_commit,
-        )  # fmt: skip
-        if found is None:
-            return shards
-        lease = found
-    until_done.callback(lease.release)
-    delete_dataset(url)  # an earlier attempt without the store may have written it
-    storage.write_bytes(pointer, json.dumps({"url": shards.url}).encode())
+    is_stored = storage.exists(pointer)
+    source: dict[str, Any] | None = None
+    if reuse != "no" and (is_stored or storage.exists(storage.join(url, MANIFEST))):
+        source = _source_of(df, config)
+        if is_stored:
+            at = _stored_at(pointer, config.shards.store)
+            found_before, lease = reopen(at, run=url, trusted=config.shards.trusted_writers)
+            until_done.callback(lease.release)
+        else:
+            found_before = read_shards(url)
+        if _is_used_again(df, source, url, found_before, config, reuse):
+            return found_before
+    source = source or _source_of(df, config)
+    shards, found = store_shards(
+        df, config.data, url, shards=config.shards, columns=config.stored_columns, run=url,
+        reference_columns=reference_columns, before_commit=before_commit,
+    )  # fmt: skip
+    if found is not None:
+        until_done.callback(found.release)
+        delete_dataset(url)  # an earlier attempt without the store may have written it
+        storage.write_bytes(pointer, json.dumps({"url": shards.url}).encode())
+    storage.write_bytes(storage.join(url, SOURCE), json.dumps(source).encode())
     return shards
+
+
+def _source_of(df: DataFrame, config: Config) -> dict[str, Any]:
+    """Returns what a resumed run knows a DataFrame by: its columns, and the key of its rows, if its plan has one."""
+    try:
+        key = store_key(df, config.data, config.shards, config.stored_columns)
+    except NoKeyError:
+        key = None
+    stored = config.stored_columns
+    fields = [f for f in df.schema.fields if any(c == f.name or c.startswith(f"{f.name}.") for c in stored)]
+    return {"key": key, "columns": [[field.name, field.dataType.simpleString()] for field in fields]}
+
+
+def _is_used_again(
+    df: DataFrame, source: Mapping[str, Any], url: str, written: ShardSet, config: Config, reuse: Reuse
+) -> bool:
+    """Whether a run goes on with the rows that it has written, and not with those of the DataFrame.
+
+    source: that of the DataFrame now. Raises ValueError if it needs the rows that it has written and the DataFrame has
+    others.
+    """
+    path = storage.join(url, SOURCE)
+    before = json.loads(storage.read_bytes(path)) if storage.exists(path) else {"key": None, "columns": None}
+    why = ""
+    if None not in (source["key"], before["key"]):
+        if source["key"] == before["key"]:
+            return True
+        why = "its plan, its files or settings of the session have changed"
+    if before["columns"] not in (None, source["columns"]):
+        why = "its columns have changed"
+    if reuse == "any":
+        _log.warning(
+            "%s: the rows of the DataFrame are %s the %d that the run was on; it goes on with those of the DataFrame",
+            url, "others than" if why else "not known to be", written.rows,
+        )  # fmt: skip
+        return False
+    if not why and not _drops_rows(config.data) and (rows := df.count()) != written.rows:
+        why = f"it has {rows} rows"
+    if why:
+        raise ValueError(
+            f"cannot resume: the DataFrame has other rows than the {written.rows} that the run has written to {url} "
+            f"({why}), which it needs in the middle of an epoch, with train.validation_fraction, and for the other "
+            f"trials of a study; pass {url!r} in the place of the DataFrame to go on with these, or resume from the "
+            "end of an epoch without train.validation_fraction, after which other rows are trained on"
+        )
+    _log.warning(
+        "the DataFrame is not read: the run goes on with the %d rows that it has written to %s; that they are the same "
+        "is known of their number and columns only", written.rows, url,
+    )  # fmt: skip
+    return True
+
+
+def _drops_rows(data: Data) -> bool:
+    return "drop" in (data.nulls, data.nonfinite) or any(how.get("bad") == "drop" for how in data.encode.values())

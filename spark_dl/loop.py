@@ -185,7 +185,9 @@ class Training:
 
     def _run_epochs(self, train_epoch: Callable[[], bool]) -> dict[str, Any]:
         start, rows_before = time.perf_counter(), self.progress.rows
-        metrics: dict[str, Any] = self.progress.history[-1]["metrics"] if self.progress.history else {}
+        metrics: dict[str, Any] = self.progress.metrics or (
+            self.progress.history[-1]["metrics"] if self.progress.history else {}
+        )
         while self.progress.epoch < self.config.train.epochs and not self.is_over():
             try:
                 is_whole = train_epoch()
@@ -193,7 +195,7 @@ class Training:
                 self._go_back(error)
                 continue
             validation_start = time.perf_counter()
-            metrics = self._validate()
+            metrics = self.progress.metrics = self._validate()
             if is_whole:
                 self._end_epoch(metrics, time.perf_counter() - validation_start)
         self._save_this_step(is_last=True)

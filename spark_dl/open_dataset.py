@@ -84,7 +84,7 @@ def open_dataset(
             launch=Launch(num_ranks=num_ranks),
         )
         with contextlib.ExitStack() as until_done:
-            shards = shards_of(shards, "", config, until_done, reuse=False)
+            shards = shards_of(shards, "", config, until_done, reuse="no")
     batches = build_loader(shards, config, rank=rank, world_size=num_ranks, split=split, shuffle=shuffle)
     return RankDataset(batches, shards, config, shuffle=shuffle, split=split, transform=transform, drop_last=drop_last)
 

@@ -20,6 +20,7 @@ from spark_dl import storage
 from spark_dl.checks.auto import mesh_in_words, plan_mesh_of
 from spark_dl.checks.dtypes import check_dtypes, check_predict, check_transform
 from spark_dl.checks.mesh import fit_mesh
+from spark_dl.checks.training import check_training
 from spark_dl.config import Config
 from spark_dl.data.columns.inputs import check_assembled
 from spark_dl.data.columns.schema import Column
@@ -28,7 +29,7 @@ from spark_dl.data.dataset.records import ShardSet
 from spark_dl.data.load.mixture import Mixture, dataset_configs
 from spark_dl.data.load.resume_check import check_rows, for_ranks
 from spark_dl.data.write.vocabulary import NO_ROWS
-from spark_dl.inputs import as_source, check_mixture, check_storage, shards_of, warn_of_few_rows
+from spark_dl.inputs import Reuse, as_source, check_mixture, check_storage, shards_of, warn_of_few_rows
 from spark_dl.rundir import attempt, checkpoint, generations, signing
 from spark_dl.rundir.folder import SHARDS
 from spark_dl.spark_job import is_connect, is_local_master, refuse_stream
@@ -74,7 +75,7 @@ def prepare_run(
             code = {} if spec is None else code_of(spec)
             _warn(spec, config, saved, code)  # not in each restart, which has the same settings
             spec, before = initial.begin(spec, config, saved, run_dir, overwrite=overwrite)
-            reuse = saved is not None or reuse_shards
+            reuse = _reuse(saved, config, reuse_shards)
             datasets = _Datasets(run_dir, config, until_done, reuse, check_newest, stage)
             train = datasets.to_train_on(data, before)
             if config.parallel.planned:
@@ -105,6 +106,7 @@ def prepare_run(
                 check_dtypes(spec, run.train.select(config.data.columns), config)
                 check_transform(spec, run.train.select(config.data.columns), config)
                 check_predict(spec, run.train.select(config.data.columns), config)
+                check_training(spec, run.train, config, saved)
                 run = replace(run, config=fit_mesh(spec, run.train, config, saved))
             # Only now, so that an earlier run is not deleted for invalid data.
             own = [*datasets.written, *_urls(train), *_urls(validation_shards)]
@@ -166,7 +168,7 @@ def prepare_evaluation(
         written = storage.join(folder, SHARDS, f"evaluate-{uuid.uuid4().hex[:8]}")
         if folder:
             until_done.callback(delete_dataset, written)
-        shards = shards_of(data, written, config, until_done, saved.columns, reuse=False)
+        shards = shards_of(data, written, config, until_done, saved.columns, reuse="no")
         if shards.columns:
             check_dtypes(spec, shards.select(config.data.columns), config)
         yield Run(
@@ -217,6 +219,13 @@ def as_sources(data: Any, call: str) -> Any:
     return {name: as_source(d) for name, d in data.items()} if isinstance(data, Mapping) else as_source(data)
 
 
+def _reuse(saved: checkpoint.Saved | None, config: Config, reuse_shards: bool) -> Reuse:
+    if saved is None:
+        return "same" if reuse_shards else "no"
+    at_end = (saved.manifest.get("rows") or {}).get("step_of_epoch") == 0
+    return "any" if at_end and not config.train.validation_fraction else "same"
+
+
 @dataclass(frozen=True)
 class _Datasets:
     """Opens and writes the datasets of one attempt."""
@@ -224,8 +233,8 @@ class _Datasets:
     run_dir: str
     config: Config
     until_done: contextlib.ExitStack
-    reuse: bool
-    """Whether to use the shards of an earlier attempt."""
+    reuse: Reuse
+    """Which shards of an earlier attempt are used again."""
     before_commit: Callable[[], None]
     stage: Callable[[str], None]
     written: list[str] = field(default_factory=list)
@@ -252,13 +261,15 @@ class _Datasets:
     ) -> ShardSet:
         """Opens or writes one dataset with `shards_of`. config: settings of this dataset, if there are several."""
         url = storage.within(self.run_dir, SHARDS, name)
-        _say_stage(self.stage, rows, self.config, name, reuse=self.reuse)
+        # Other validation rows change no step: the scores of the old ones are left behind.
+        reuse: Reuse = "any" if name == "validation" and self.reuse != "no" else self.reuse
+        _say_stage(self.stage, rows, self.config, name, reuse=reuse != "no")
         if not isinstance(rows, (str, ShardSet)) and self.config.shards.storage == "shared":
             self.written.append(url)
         try:
             return shards_of(
                 rows, url, config or self.config, self.until_done, reference_columns,
-                reuse=self.reuse, num_datasets=num_datasets, before_commit=self.before_commit,
+                reuse=reuse, num_datasets=num_datasets, before_commit=self.before_commit,
             )  # fmt: skip
         except ValueError as error:
             if name == "validation" and str(error).startswith(NO_ROWS):

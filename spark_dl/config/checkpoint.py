@@ -21,9 +21,10 @@ class Checkpoint:
     """Number of epochs between two checkpoints. A checkpoint is always saved at the end of training."""
     keep: int = 2
     """Number of checkpoints to keep. The newest are kept."""
-    keep_best: int = 0
+    keep_best: int | None = None
     """Number of further checkpoints to keep: those of the ends of epochs with the best value of
-    `train.early_stop_metric`, or of the validation loss without one. `train.early_stop_mode` says what is better."""
+    `train.early_stop_metric`, or of the validation loss without one. `train.early_stop_mode` says what is better. Null
+    is 1 with validation rows, and 0 without."""
     asynchronous: bool = False
     """Write checkpoints while training goes on. Training stands still for a copy of the state alone, which needs as
     much memory of the host as the state has. A checkpoint begins only when the one before is written. If writing that
@@ -43,7 +44,8 @@ class Checkpoint:
         check_number(self, "every_steps", 0, whole=True)
         check_number(self, "every_epochs", 1, whole=True)
         check_number(self, "keep", 1, whole=True)
-        check_number(self, "keep_best", 0, whole=True)
+        if self.keep_best is not None:
+            check_number(self, "keep_best", 0, whole=True)
         check_bool(self, "strict", "asynchronous")
         check_choices(self)
         if (path := self.signing_key_file) is not None:

@@ -219,7 +219,7 @@ class TorchEstimator(Estimator[TorchModel], TorchParams, MLWritable, MLReadable[
         refuse_stream(dataset, "fit")
         config = self.build_config(self.config, dataset.schema, self._label_dtype())
         self._check_columns(dataset, config)
-        if config.train.early_stop_metric is not None and not config.checkpoint.keep_best:
+        if config.train.early_stop_metric is not None and config.checkpoint.keep_best == 0:
             config = replace(config, checkpoint=replace(config.checkpoint, keep_best=1))  # for `_model_of`
         return config
 

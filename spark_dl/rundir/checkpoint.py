@@ -40,6 +40,18 @@ FOLDER = "checkpoints"
 
 
 @dataclass(frozen=True)
+class Score:
+    """The value by which the best checkpoints are kept. Values of other metrics cannot be compared with it."""
+
+    value: float
+    metric: str
+    mode: str
+    """Which value is better: "min" or "max"."""
+    rows: str | None = None
+    """Checksum of the validation dataset; None if it is a part of the training rows."""
+
+
+@dataclass(frozen=True)
 class Saved:
     """A committed checkpoint."""
 
@@ -58,6 +70,18 @@ class Saved:
         """The value by which the best checkpoints are kept; None for one that was saved within an epoch."""
         found = self.manifest.get("score")
         return float(found) if isinstance(found, int | float) else None
+
+    @property
+    def branch(self) -> list[tuple[int, int]]:
+        """Earlier attempts that it goes on from: [generation, step of their last checkpoint that counts], in order."""
+        return [(int(generation), int(step)) for generation, step in self.manifest.get("branch", [])]
+
+    def is_before(self, other: Saved) -> bool:
+        """Whether another checkpoint goes on from this one, or is it: a resume from an earlier one leaves the rest."""
+        if "branch" not in other.manifest:  # of a version before
+            return True
+        last = dict([*other.branch, (other.generation, other.step)])
+        return self.step <= last.get(self.generation, -1)
 
     @property
     def columns(self) -> tuple[Column, ...]:
@@ -143,18 +167,26 @@ def how_to_resume(run_dir: str) -> str:
     return f"The last checkpoint is {saved.url} (step {saved.step}). {resume} goes on from it."
 
 
-def by_score(found: Sequence[Saved], mode: str) -> list[Saved]:
+def by_score(found: Sequence[Saved], mode: str, metric: str = "loss") -> list[Saved]:
     """Returns the checkpoints that have a score, the best first: the lowest (mode "min") or the highest ("max").
 
-    Of equal ones the oldest is first, as in early stopping.
+    Of equal ones the oldest is first, as in early stopping. Those with the score of another metric are left out, and
+    those from which the newest one does not go on, as the run went back to an earlier one.
     """
-    scored = [saved for saved in found if saved.score is not None and not math.isnan(saved.score)]
+    named: dict[str, Any] = {"metric": metric, "mode": mode, "rows": None}
+    scored = [
+        saved
+        for saved in found
+        if saved.score is not None and not math.isnan(saved.score) and saved.is_before(found[-1])
+        if [saved.manifest.get("score_of", named).get(key) for key in ("metric", "mode")] == [metric, mode]
+    ]
+    scored = [s for s in scored if s.manifest.get("score_of") == scored[-1].manifest.get("score_of")]
     return sorted(scored, key=lambda saved: (saved.score or 0.0) * (1 if mode == "min" else -1))
 
 
-def best_url(run_dir: str, mode: str) -> str | None:
+def best_url(run_dir: str, mode: str, metric: str = "loss") -> str | None:
     """Returns the URL of the best checkpoint of a run; None if none has a score."""
-    found = by_score(list_checkpoints(run_dir), mode)
+    found = by_score(list_checkpoints(run_dir), mode, metric)
     return found[0].url if found else None
 
 

@@ -108,8 +108,11 @@ def save(
     config: Config,
     columns: Sequence[Column],
     rows: Mapping[str, Any] | None = None,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+    classes: Mapping[str, str] | None = None,
     code: Mapping[str, str] | None = None,
-    score: float | None = None,
+    score: checkpoint.Score | None = None,
+    branch: Sequence[Sequence[int]] = (),
     problem: str = "",
     in_use: str = "",
     key: bytes | None = None,
@@ -119,8 +122,9 @@ def save(
     """Writes and commits a checkpoint, and deletes those that `checkpoint.keep` and `keep_best` do not keep.
 
     Collective.
-    rows: digest of the training rows (`data/load/resume_check.py`). code: checksums of the user's functions
-        (`training/spec_code.py`). score: the value for `keep_best`. in_use: URL of a checkpoint to keep.
+    rows: digest of the training rows (`data/load/resume_check.py`). shapes: of the weights, by name. classes: of the
+        optimizer and its scheduler. code: checksums of the user's functions (`training/spec_code.py`). score: the value
+        for `keep_best`. branch: `Saved.branch`. in_use: URL of a checkpoint to keep.
     problem: the reason why the state of this rank must not be saved, or empty.
     key: signs the manifest; of rank 0. gather: returns the JSON values of all ranks, by rank.
     read_back: whether each rank loads its files again before the commit.
@@ -133,6 +137,8 @@ def save(
     own, sha256 = _Problem(problem, of_state=bool(problem)), ""
     try:
         if not problem:
+            if found.rank == 0 and read_back:  # those of an earlier attempt that kept more can fill the disk
+                _delete_old(run_dir, config, generation, in_use)
             if found.rank == 0:  # so that an attempt that ends here is not taken for one whose manifest was lost
                 checkpoint_files.begin(url, found.files)
             written = [checkpoint_files.write(url, name, content) for name, content in found.files.items()]
@@ -156,7 +162,11 @@ def save(
             "columns": [c.to_plain() for c in columns],
             "config": config.to_dict(),
             "rows": rows,
-            "score": score,
+            "score": None if score is None else score.value,
+            **({} if score is None else {"score_of": {"metric": score.metric, "mode": score.mode, "rows": score.rows}}),
+            "branch": [list(pair) for pair in branch],
+            **({"shapes": dict(shapes)} if shapes and found.tensors is None else {}),
+            **({"optimizer": dict(classes)} if classes else {}),
             **({"code": dict(code)} if code else {}),
             **tensor_files.merge([r["tensors"] for r in reports]),
         }
@@ -205,10 +215,12 @@ def _delete_old(run_dir: str, config: Config, generation: int, in_use: str) -> N
     Logs a warning if it cannot, because the new checkpoint is committed and training can continue.
     """
     keep, keep_best = config.checkpoint.keep, config.checkpoint.keep_best
+    keep_best = 1 if keep_best is None else keep_best
+    mode, metric = config.train.early_stop_mode or "min", config.train.early_stop_metric or "loss"
     try:
         whole = checkpoint.list_checkpoints(run_dir)
         urls = [saved.url for saved in whole]
-        best = checkpoint.by_score(whole, config.train.early_stop_mode or "min")[:keep_best]
+        best = checkpoint.by_score(whole, mode, metric)[:keep_best]
         kept = {*urls[-keep:], *(saved.url for saved in best), in_use}
         others = [url for (attempt, _), url in checkpoint.folders(run_dir) if url not in urls and attempt < generation]
         for url in (*urls, *others):

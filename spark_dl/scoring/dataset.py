@@ -67,7 +67,7 @@ def predict_dataset(spark: SparkSession, data: str | ShardSet, scorer: Scorer, n
     )
     config = Config(data=as_written(features, data), loader=loader)
     with contextlib.ExitStack() as until_done:
-        shards = shards_of(data, "", config, until_done, scorer.columns, reuse=False)
+        shards = shards_of(data, "", config, until_done, scorer.columns, reuse="no")
     added = added_fields(scorer, lambda: _first_outputs(scorer, shards, config))
     found = keys.find_keys(shards, names)
     if taken := [name for name in added if name in names]:

@@ -154,7 +154,8 @@ class _Whole(nn.Module):
         self.model, self._spec, self._features, self._inputs = model, spec, config.data.features, config.inputs
 
     def forward(self, *inputs: Tensor) -> dict[str, Tensor]:
-        batch = self._spec.prepare(dict(zip(self._features, inputs, strict=True)))
+        weight = torch.ones(inputs[0].shape[0], device=inputs[0].device)
+        batch = self._spec.prepare({"weight": weight, **dict(zip(self._features, inputs, strict=True))})
         return self._spec.predictions(self._spec.output(self.model, batch, self._inputs))
 
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from spark_dl import storage
 from spark_dl.config import Config, Data, Loader
 from spark_dl.data.columns.schema import Column
+from spark_dl.rundir.weights import load_into, plain_name
 from spark_dl.scoring import names
 from spark_dl.scoring.program import export_program, load_program
 from spark_dl.spec import ModelSpec
@@ -199,10 +200,7 @@ def load_model(url: str | os.PathLike[str], *, sha256: str | None = None) -> nn.
             f"{url}: {described['functions']['build']!r} returned {type(model).__name__}, expected a torch.nn.Module; "
             "save the model again"
         )
-    try:
-        model.load_state_dict(safetensors.torch.load(content))
-    except RuntimeError as error:
-        raise ValueError(f"the weights of {url} do not fit the model of its build function: {error}") from error
+    load_into(model, safetensors.torch.load(content), f"the weights of {url}")
     return model.eval()
 
 
@@ -257,7 +255,7 @@ def features_only(data: Data) -> Data:
 
 def separate(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns contiguous tensors that share no memory, as safetensors needs. Tied weights are stored twice."""
-    return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in state.items()}
+    return {plain_name(name): tensor.detach().cpu().clone().contiguous() for name, tensor in state.items()}
 
 
 def _no_loss(output: Any, label: Any) -> Any:

@@ -82,7 +82,7 @@ class Scorer:
         while start < rows or not parts:
             stop = start + self._rows_at_once([c[start : start + MOST_ROWS_AT_ONCE] for c in cells])
             some = [c[start:stop] for c in cells]
-            batch = self.spec.prepare(build_batch(columns, some, self.config.loader.ragged))
+            batch = self.spec.prepare(self._batch(columns, some))
             found = dict(self.predictions(model, batch, len(some[0]), device))
             for name, feature in self.varying:
                 cut = some[self.config.data.features.index(feature)]
@@ -95,6 +95,10 @@ class Scorer:
         for name, of_parts in lengths.items():
             whole[name] = from_lengths(cast("Tensor", whole[name]).numpy(), np.concatenate(of_parts))
         return whole
+
+    def _batch(self, columns: Sequence[Column], cells: Sequence[Array | Ragged]) -> Batch:
+        """Builds the batch of some rows, each of which has the weight 1, as rows to train on have. # cells: as there"""
+        return {"weight": torch.ones(len(cells[0])), **build_batch(columns, cells, self.config.loader.ragged)}
 
     def _rows_at_once(self, cells: Sequence[Array | Ragged]) -> int:
         """Returns how many of some rows the model gets at once, at least one. # cells: of each feature"""
@@ -156,7 +160,7 @@ class Scorer:
         columns = cast_columns(self.columns, self.config.data.cast)
         cells = [two_rows_of_zeros(c, longest.get(c.name, 1)) for c in self.columns]
         try:
-            batch = self.spec.prepare(build_batch(columns, cells, self.config.loader.ragged))
+            batch = self.spec.prepare(self._batch(columns, cells))
             return {name: tuple(value.shape) for name, value in self.predictions(model, batch, 2, "cpu").items()}
         except Exception:
             return {}
@@ -237,7 +241,7 @@ def scorer_of_build(spec: ModelSpec, config: Config | None, data: Any) -> Scorer
     if isinstance(source, (str, ShardSet)):
         with contextlib.ExitStack() as until_done:
             to_read = replace(config, data=as_written(features, source))
-            columns = shards_of(source, "", to_read, until_done, (), reuse=False).select(features.features)
+            columns = shards_of(source, "", to_read, until_done, (), reuse="no").select(features.features)
     else:
         columns = first_row_columns(source, features.features, features)
     return Scorer(spec=spec, config=config, columns=columns, url="", sha256="").with_varying()

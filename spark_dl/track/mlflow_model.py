@@ -191,7 +191,8 @@ class _Compute:
     config: Config
 
     def __call__(self, *inputs: Tensor) -> Any:
-        batch = self.spec.prepare(dict(zip(self.config.data.features, inputs, strict=True)))
+        weight = torch.ones(inputs[0].shape[0], device=inputs[0].device)
+        batch = self.spec.prepare({"weight": weight, **dict(zip(self.config.data.features, inputs, strict=True))})
         return self.spec.output(self.model, batch, self.config.inputs)
 
 

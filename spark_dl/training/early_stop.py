@@ -97,9 +97,13 @@ def ask(progress: Progress, entry: Mapping[str, Any], world: World) -> None:
     progress.stopped_early |= bool(stop)
 
 
-def take_up(progress: Progress, before: Train, train: Train) -> None:
-    """Applies the current settings to resumed early stopping. Another metric or mode starts it again."""
-    if (before.early_stop_metric, before.early_stop_mode) != (train.early_stop_metric, train.early_stop_mode):
+def take_up(progress: Progress, before: Train, train: Train, *, same_rows: bool = True) -> None:
+    """Applies the current settings to resumed early stopping. Another metric or mode, or other rows, start it again.
+
+    same_rows: whether the validation rows are those of before.
+    """
+    settings = {(each.early_stop_metric, each.early_stop_mode) for each in (before, train)}
+    if not same_rows or len(settings) > 1:
         progress.best, progress.epochs_without_gain = None, 0
     progress.stopped_early = progress.epochs_without_gain >= train.early_stop_patience
 

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from spark_dl.config import Config
-from spark_dl.data.columns.schema import Column
+from spark_dl.data.columns.schema import Column, check_reference_columns
 from spark_dl.rundir import checkpoint, signing
-from spark_dl.rundir.weights import load_weights
+from spark_dl.rundir.weights import load_into, load_weights
 from spark_dl.spec import ModelSpec, Run
-
-_NAMED = 5
-"""Names of parameters in an error."""
 
 
 @dataclass(frozen=True)
@@ -30,14 +27,20 @@ class InitialWeights:
     """Checksum of its manifest, which was checked before."""
 
     def __call__(self) -> nn.Module:
-        """Builds the model with the weights. Raises as `load_initial_weights` does, and for a damaged checkpoint."""
+        """Builds the model with the weights. Raises as `load_into` does, and for a damaged checkpoint."""
         return self.load_into(self.build())
 
     def load_into(self, model: nn.Module) -> nn.Module:
         """Returns the model with the weights."""
         saved = checkpoint.open_checkpoint(self.url, sha256=self.sha256)
         if isinstance(model, nn.Module):  # another type is reported by the caller
-            load_initial_weights(model, load_weights(saved), self.url)
+            try:
+                load_into(model, load_weights(saved), f"the weights of {self.url}", same_dtypes=True)
+            except ValueError as error:
+                raise ValueError(
+                    f"train.init_from: {error}; build the same model, or leave out train.init_from and load the parts "
+                    "that fit in spec.build"
+                ) from None
         return model
 
 
@@ -51,10 +54,10 @@ def begin(
     Raises ValueError if the checkpoint is missing or damaged, if its weights are those of another model, or if
     `overwrite` would delete it.
     """
-    if config.train.init_from is None:
-        return spec, ()
     if saved is not None:
         return spec, saved.columns
+    if config.train.init_from is None:
+        return spec, ()
     found = _find(config.train.init_from, config)
     signing.warn_if_ignored(found.url, found.manifest, config.checkpoint.signing_key_file)
     if overwrite and checkpoint.run_dir_of(found) == run_dir:
@@ -74,6 +77,8 @@ def for_rank(run: Run) -> Run:
     if url is None or run.checkpoint is not None or isinstance(run.spec.build, InitialWeights):
         return run
     found = _find(url, run.config)
+    if run.train.columns:
+        check_reference_columns(run.train.select(run.config.data.columns), found.columns)
     spec = dataclasses.replace(run.spec, build=InitialWeights(run.spec.build, found.url, found.sha256))
     return dataclasses.replace(run, spec=spec)
 
@@ -96,37 +101,3 @@ def _check_fits(weights: InitialWeights) -> None:
         except Exception:
             return
         weights.load_into(model)
-
-
-def load_initial_weights(model: nn.Module, weights: Mapping[str, Tensor], url: str) -> None:
-    """Loads the weights and buffers of a checkpoint. Raises ValueError unless names, shapes and dtypes are the same."""
-    own = model.state_dict()
-    problems = []
-    if missing := [name for name in own if name not in weights]:
-        problems.append(f"not in the checkpoint: {_list(missing)}")
-    if unknown := [name for name in weights if name not in own]:
-        problems.append(f"not in the model: {_list(unknown)}")
-    different = [
-        f"{name}: {_describe(weights[name])} in the checkpoint, {_describe(value)} in the model"
-        for name, value in own.items()
-        if name in weights and _describe(weights[name]) != _describe(value)
-    ]
-    if different:
-        problems.append(_list(different))
-    if problems:
-        raise ValueError(
-            f"train.init_from: the weights of {url} do not fit the model of spec.build ({'; '.join(problems)}); build "
-            "the same model, or leave out train.init_from and load the parts that fit in spec.build"
-        )
-    model.load_state_dict(weights)
-
-
-def _describe(value: object) -> str:
-    if not isinstance(value, Tensor):  # of get_extra_state
-        return type(value).__name__
-    return f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
-
-
-def _list(names: list[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return f"{', '.join(names[:_NAMED])}{more}"

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from spark_dl.rundir.plain import plain_state
+from spark_dl.rundir.weights import plain_name
 from spark_dl.training.schedule import Schedule
 
 _log = logging.getLogger("spark_dl")
@@ -31,7 +32,7 @@ _SHOWN = 4
 
 def group_names(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
     """Returns the names of the parameters of each group; the place of one that is not the model's."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
     return [
         [names.get(id(parameter), f"{i}/{k}") for k, parameter in enumerate(group["params"])]
         for i, group in enumerate(optimizer.param_groups)
@@ -79,8 +80,7 @@ class OptimizerSettings:
     def state_dict(self) -> dict[str, Any]:
         """Returns what a checkpoint holds of the settings. Raises ValueError for what it cannot hold."""
         return {
-            "optimizer": type(self._optimizer).__name__,
-            "scheduler": type(self._schedule.scheduler).__name__,
+            **classes_of(self._optimizer, self._schedule),
             "names": [list(names) for names in self._names],
             "groups": self._groups(),
             "built": self._built,
@@ -159,7 +159,7 @@ class OptimizerSettings:
         return sources
 
     def _check_classes(self, found: Mapping[str, Any]) -> None:
-        now = {"optimizer": type(self._optimizer).__name__, "scheduler": type(self._schedule.scheduler).__name__}
+        now = classes_of(self._optimizer, self._schedule)
         check_classes({key: found[key] for key in now}, now)
 
     def _check_settings(self, i: int, sources: Sequence[_Source]) -> None:
@@ -173,6 +173,11 @@ class OptimizerSettings:
                     "settings when the checkpoint was saved; keep the groups, or begin another run with "
                     "train.init_from"
                 )
+
+
+def classes_of(optimizer: torch.optim.Optimizer, schedule: Schedule) -> dict[str, str]:
+    """Returns the names of the classes of an optimizer and its scheduler."""
+    return {"optimizer": type(optimizer).__name__, "scheduler": type(schedule.scheduler).__name__}
 
 
 def check_classes(before: Mapping[str, str], now: Mapping[str, str]) -> None:

@@ -62,6 +62,13 @@ class Schedule:
         if self.scheduler is not None and self._interval == "step" and step % self._frequency == 0:
             self.scheduler.step()
 
+    def calls(self, total_steps: int, steps_per_epoch: int) -> int:
+        """Returns how often a run of so many steps steps the scheduler."""
+        epochs, rest = divmod(total_steps, steps_per_epoch)
+        if self._interval == "epoch":
+            return epochs // self._frequency
+        return epochs * (steps_per_epoch // self._frequency) + rest // self._frequency
+
     def end_epoch(self, train_loss: float, metrics: Mapping[str, Any] | None = None, *, epoch: int = 1) -> None:
         """Must be called after every epoch. metrics: of the validation rows. epoch: number of epochs so far.
 

@@ -7,26 +7,28 @@ import functools
 import logging
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from spark_dl.config import Train
 from spark_dl.data.columns.schema import Column
-from spark_dl.data.load.resume_check import dataset_digest
+from spark_dl.data.load.resume_check import VALIDATION, dataset_digest
 from spark_dl.gather import StoreGather, gather_json
 from spark_dl.parallel.trainable import Trainable, lr_factor
 from spark_dl.rundir import checkpoint, rank_files, saving, signing
 from spark_dl.rundir.plain import plain_state
 from spark_dl.rundir.tensor_files import TensorFiles
+from spark_dl.rundir.weights import load_into, plain_name
 from spark_dl.spec import Position, Run
 from spark_dl.training import early_stop
 from spark_dl.training.background_save import BackgroundSave, StateCopy
 from spark_dl.training.finite import StateCheck
-from spark_dl.training.optimizer_settings import OptimizerSettings, by_name, group_names
+from spark_dl.training.optimizer_settings import OptimizerSettings, by_name, classes_of, group_names
 from spark_dl.training.schedule import Schedule
 from spark_dl.world import World, no_driver
 
@@ -57,6 +59,8 @@ class Progress:
     """Checkpoints that could not be written (`checkpoint.on_error`)."""
     history: list[dict[str, Any]] = field(default_factory=list)
     """One dict per finished epoch."""
+    metrics: dict[str, Any] = field(default_factory=dict)
+    """Values of the last validation, which an epoch that `max_steps` ends early has, too."""
     best: float | None = None
     epochs_without_gain: int = 0
     stopped_early: bool = False
@@ -135,6 +139,7 @@ class RunState:
         self._run, self._world, self._trainable, self._schedule = run, world, trainable, schedule
         self._columns, self._num_ranks = columns, num_ranks
         self._dataset = dataset_digest(run.train)
+        self._validation = None if run.validation is None else dataset_digest(run.validation)
         self.progress = Progress()
         self.saved_url: str | None = None
         """URL of the last checkpoint that was committed or restored."""
@@ -143,6 +148,7 @@ class RunState:
         self.saved_step: int | None = None
         """Step of the last checkpoint that was begun or restored."""
         self._has_saved = False
+        self._branch: list[tuple[int, int]] = []
         optimizer = trainable.optimizer
         self._owner = f"{'spec' if run.spec.optimizer else 'train'}.optimizer: {type(optimizer).__name__}"
         self._names = (
@@ -182,7 +188,7 @@ class RunState:
         model = {str(i): module.state_dict() for i, module in enumerate(trainable.modules)}
         optimizer = trainable.optimizer.state_dict()
         if trainable.state is None:
-            model = {i: plain_state(state, "spec.build: the model") for i, state in model.items()}
+            model = {i: _plain_names(plain_state(state, "spec.build: the model")) for i, state in model.items()}
             optimizer = plain_state(optimizer, self._owner)
         return {
             "model": model,
@@ -211,11 +217,15 @@ class RunState:
             world.rank, model=state["model"] if parts is None else None, training=training, tensors=parts,
             of_rank=of_rank, settings=None if parts is None else training["settings"],
         )  # fmt: skip
+        rows = {**self._dataset, "step_of_epoch": self.progress.step, VALIDATION: self._validation}
         write = functools.partial(
             saving.save, self._run.run_dir,
             world_size=world.world_size, generation=self._run.generation, step=self.progress.global_step,
-            config=config, columns=self._columns, rows={**self._dataset, "step_of_epoch": self.progress.step},
-            code=self._run.code, score=self._score(), problem=self._check.problem(state, world.rank, self.saved_url),
+            config=config, columns=self._columns, rows=rows,
+            code=self._run.code, shapes=_shapes_of(state["model"]["0"]),
+            classes=classes_of(self._trainable.optimizer, self._schedule), score=self._score(), branch=self._branch,
+            problem=self._check.problem(state, world.rank, self.saved_url),
+            in_use="" if self._has_saved else self.saved_url or "",
             key=self._key, gather=self._gather, read_back=not self._has_saved,
         )  # fmt: skip
         self._has_saved = True
@@ -267,12 +277,17 @@ class RunState:
             _log.warning("checkpoint.on_error: %s; training goes on", error)
         return NotWritten(error.url, self._begun.epoch, self._begun.global_step, error.reason)
 
-    def _score(self) -> float | None:
+    def _score(self) -> checkpoint.Score | None:
         """The value for `checkpoint.keep_best`: of the validation after the last epoch, if this is its end."""
         if self.progress.step or not self.progress.history:
             return None
-        found = self.progress.history[-1]["metrics"].get(self._run.config.train.early_stop_metric or "loss")
-        return float(found) if isinstance(found, int | float) else None
+        train = self._run.config.train
+        metric = train.early_stop_metric or "loss"
+        found = self.progress.history[-1]["metrics"].get(metric)
+        if not isinstance(found, int | float):
+            return None
+        rows = None if self._validation is None else str(self._validation.get("sha256"))
+        return checkpoint.Score(float(found), metric, train.early_stop_mode or "min", rows)
 
     def go_back(self) -> None:
         """Loads the last checkpoint of this run again. Every rank calls it, at the same step.
@@ -302,7 +317,7 @@ class RunState:
         else:
             weights = checkpoint.load(saved, "model.pt")
             for i, module in enumerate(trainable.modules):
-                module.load_state_dict(weights[str(i)])
+                load_into(module, weights[str(i)], f"cannot resume: the weights of {saved.url}")
             own = trainable.optimizer.state_dict()
             own["state"] = by_name(state["optimizer"]["state"], state["settings"]["names"], self._names)
             trainable.optimizer.load_state_dict(own)
@@ -314,11 +329,26 @@ class RunState:
             for name, part in trainable.rank_state.items():
                 part.load_state_dict(of_rank[name])
         self.progress = Progress(**state["progress"])
-        early_stop.take_up(self.progress, Train(**saved.manifest["config"]["train"]), train)
+        rows = saved.manifest.get("rows") or {}
+        is_same = rows.get(VALIDATION, self._validation) == self._validation
+        early_stop.take_up(self.progress, Train(**saved.manifest["config"]["train"]), train, same_rows=is_same)
         self.saved_url, self.saved_step = saved.url, self.progress.global_step
         self._saved_sha256 = saved.sha256
+        if saved.generation != self._run.generation:
+            self._branch = [*saved.branch, (saved.generation, saved.step)]
         if not rank_files.restore_random_state(saved, world.rank, world.world_size, self._run.config):
             seed_generators(train.seed + 1 + world.seed_rank + 100_003 * self.progress.global_step)
+
+
+def _shapes_of(model: Mapping[str, Any]) -> dict[str, list[int]]:
+    return {name: list(value.shape) for name, value in model.items() if isinstance(value, Tensor)}
+
+
+def _plain_names(state: dict[str, Any]) -> dict[str, Any]:
+    """Returns a state dict without the names that `torch.compile` adds, in which parts of a model can be compiled."""
+    if not any(name != plain_name(name) for name in state):
+        return state
+    return {plain_name(name): value for name, value in state.items()}
 
 
 def _load_parts(trainable: Trainable, saved: checkpoint.Saved) -> None:

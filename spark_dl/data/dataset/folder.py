@@ -14,9 +14,11 @@ _PROBE = "_probe"
 """A file that is written to check for write access."""
 STORED = "part-stored.json"
 """The file with the URL of shards in a store, instead of shards."""
+SOURCE = "_source.json"
+"""The file that says which DataFrame a run has written, by which a resumed run knows it again."""
 _OWN_SHARD = re.compile(r"part-[0-9a-f]{8}-(\d{4,}|(joined-)?\d{5,}-\d+-\d{4,})\.parquet")
 """Names of shards by `write_arrays` and `write_shards`. Files of Spark and pyarrow also start with `part-`."""
-_OWN_NAMES = (MANIFEST, petastorm_metadata.COMMON_METADATA, _PROBE, STORED)
+_OWN_NAMES = (MANIFEST, petastorm_metadata.COMMON_METADATA, _PROBE, STORED, SOURCE)
 
 
 def prepare_folder(url: str, overwrite: bool) -> list[str]:

@@ -20,6 +20,8 @@ from spark_dl.data.load.mixture import Mixture
 from spark_dl.data.plan import check_held_out
 
 _log = logging.getLogger("spark_dl")
+VALIDATION = "validation"
+"""In a checkpoint's `rows`: the digest of the validation dataset, or None."""
 
 
 def dataset_digest(data: ShardSet | Mixture) -> dict[str, Any]:
@@ -96,7 +98,7 @@ def check_same_rows(saved: Mapping[str, Any] | None, shards: ShardSet | Mixture,
         _log.warning("the checkpoint has no digest of its rows, so they cannot be compared with the current rows")
         return
     now = dataset_digest(shards)
-    before = {key: value for key, value in saved.items() if key != "step_of_epoch"}
+    before = {key: value for key, value in saved.items() if key not in ("step_of_epoch", VALIDATION)}
     if before == now:
         return
     if saved.get("step_of_epoch") == 0 and not validation_fraction:

@@ -238,7 +238,7 @@ INVALID = [  # section, key, invalid values, and invalid combinations of values
     (Checkpoint, "checkpoint.every_steps", [-1, 2.0, True, None]),
     (Checkpoint, "checkpoint.every_epochs", [0, -1, 2.0, None]),
     (Checkpoint, "checkpoint.keep", [0, -1, 2.0, None]),
-    (Checkpoint, "checkpoint.keep_best", [-1, 2.0, None]),
+    (Checkpoint, "checkpoint.keep_best", [-1, 2.0]),
     (Checkpoint, "checkpoint.strict", ["yes", 1, None]),
     (Checkpoint, "checkpoint.asynchronous", ["yes", 1, None]),
     (Checkpoint, "checkpoint.on_error", ["ignore", "", None, True]),

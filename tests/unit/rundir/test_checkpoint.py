@@ -137,7 +137,7 @@ def test_the_newest_are_kept_and_the_others_deleted(tmp_path, group):
 def test_the_best_are_kept_beside_the_newest(tmp_path, group, mode, best):
     config = Config(checkpoint=Checkpoint(keep=1, keep_best=2), train=Train(early_stop_mode=mode))
     for step, score in enumerate([0.9, 0.1, 0.8, 0.2, 0.5, None, float("nan"), 0.5, None], 1):
-        save(tmp_path, step=step, config=config, score=score)
+        save(tmp_path, step=step, config=config, score=None if score is None else checkpoint.Score(score, "loss", mode))
     assert steps(tmp_path) == [*best, 9]
     found = checkpoint.by_score(checkpoint.list_checkpoints(str(tmp_path)), mode)
     assert found[0].step == {"min": 2, "max": 1}[mode]

@@ -106,4 +106,4 @@ def test_a_resumed_run_keeps_its_own_weights_and_the_columns_of_its_checkpoint(t
     spec, saved = ModelSpec(build=build), checkpoint.latest(trained[0])
     assert begin(spec, "/gone", saved=saved) == (spec, saved.columns)
     without = dataclasses.replace(Config(), train=Train())
-    assert initial.begin(spec, without, saved, "/other", overwrite=False) == (spec, ())
+    assert initial.begin(spec, without, saved, "/other", overwrite=False) == (spec, saved.columns)

@@ -72,11 +72,26 @@ def split_values(values: Any, base: Config) -> tuple[Config, dict[str, Any]]:
                 f"suggest: expected settings of {', '.join(TUNED)}, found {section!r}, which is the same for all "
                 "trials, as they share the ranks and one dataset; set it in config"
             )
+    if path := _other_key({key: value for key, value in values.items() if "." not in key}):
+        raise ValueError(f"suggest: expected strings as keys, which JSON has, found {path}")
     try:
         arguments = json.loads(json.dumps({key: value for key, value in values.items() if "." not in key}))
     except TypeError as error:
         raise ValueError(f"suggest: expected numbers, strings, lists and dicts: {error}") from None
     return build_config(with_settings(base.to_dict(), settings)), arguments
+
+
+def _other_key(value: Any, path: str = "") -> str:
+    """Returns the first key in nested dicts that is not a string, with where it is; empty without any."""
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            if not isinstance(key, str):
+                return f"{key!r} in {path}"
+            if found := _other_key(part, f"{path}.{key}" if path else key):
+                return found
+    if isinstance(value, list | tuple):
+        return next(filter(None, (_other_key(part, f"{path}[{i}]") for i, part in enumerate(value))), "")
+    return ""
 
 
 def spec_of(spec: Spec, arguments: Mapping[str, Any]) -> ModelSpec:

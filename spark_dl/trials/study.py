@@ -7,14 +7,17 @@ without an error that has failed was lost with its driver or its job. A resumed 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from spark_dl.config import Config
+from spark_dl.config.fields import as_numbers
 from spark_dl.config.load import build_config, with_settings
 from spark_dl.driver import TrainResult
 from spark_dl.rundir import generations
@@ -28,10 +31,16 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("spark_dl")
 
-RUN_DIR, VALUES, RESULTS, ERROR, RETRY_OF = (
-    f"spark_dl:{name}" for name in ("run_dir", "values", "results", "error", "retry_of")
+RUN, RUN_DIR, GOAL, VALUES, RESULTS, ERROR, RETRY_OF = (
+    f"spark_dl:{name}" for name in ("run", "run_dir", "goal", "values", "results", "error", "retry_of")
 )
-"""Attributes of the trials of a study. `run_dir` is that of the whole run."""
+"""Attributes of the trials of a study. `run` is the id of the whole run, whose folder can be moved, and `run_dir` the
+folder then. `goal` is what the values of trials need to have in common."""
+
+_COMPARED = ("data", "sequences", "train", "parallel")
+"""Sections that decide what a trial trains."""
+_HARMLESS = ("log_every", "check_replicas_every", "check_batch_loss", "compile", "channels_last")
+"""Settings of `train` that change no value of a trial."""
 
 Check = Callable[[ModelSpec, Config], None]
 
@@ -43,6 +52,17 @@ class Goal:
     metric: str
     """`train_loss`, or a value of the validation rows."""
     num_folds: int = 0
+
+    def of_trials(self, direction: Direction, config: Config) -> dict[str, Any]:
+        """Returns what trials must have in common, so that their values can be compared, as JSON."""
+        settings = {
+            f"{name}.{key}": value
+            for name, section in config.to_dict().items()
+            if isinstance(section, dict) and name in _COMPARED
+            for key, value in section.items()
+            if name != "train" or key not in _HARMLESS
+        }
+        return {"metric": self.metric, "direction": direction, "num_folds": self.num_folds, **settings}
 
     def value(self, train_loss: float | None, values: Mapping[str, Any]) -> float:
         """Returns the value of a trial. Raises ValueError if it has no such value, or not one finite number."""
@@ -66,6 +86,10 @@ class _Running:
     is_pruned: bool = False
 
 
+class _OtherSpaceError(Exception):
+    """The study has trials in which a parameter has other choices."""
+
+
 class StudyTrials:
     """The trainings of a study, as `Trials`: one for each trial, or one for each fold of a trial."""
 
@@ -87,6 +111,8 @@ class StudyTrials:
         """Trainings that no group has got yet."""
         self._running: dict[int, _Running] = {}
         self._ended = len(_ended(study, run.run_dir))
+        self._has_begun = False
+        """Whether `suggest` has chosen settings in this call."""
         self._is_over = False
         """Whether the sampler has no more settings to choose, such as those of a grid."""
 
@@ -148,16 +174,31 @@ class StudyTrials:
         generations.check_newest(self._run.run_dir, self._run.generation)
         trial = self._study.ask()
         trial.set_user_attr(RUN_DIR, self._run.run_dir)
+        trial.set_user_attr(RUN, generations.read_run_id(self._run.run_dir))
+        trial.set_user_attr(GOAL, self._goal.of_trials(direction_of(self._study), self._run.config))
+        is_first = not self._running and not self._has_begun
         self._running[trial.number] = _Running(trial)
         try:
-            values = self._suggest(trial)
+            try:
+                values = as_numbers(self._suggest(trial))
+            except ValueError as error:
+                if is_first and ("dynamic value space" in str(error) or "different distribution" in str(error)):
+                    raise _OtherSpaceError(error) from error
+                raise
             if isinstance(values, Mapping):
                 trial.set_user_attr(VALUES, dict(values))
             config, arguments = split_values(values, self._run.config)
             self._check(spec_of(self._spec, arguments), config)
             self._orders += [self._begin(trial.number, config, arguments, fold) for fold in self._folds()]
+            self._has_begun = True
         except optuna.TrialPruned:
             self._end(trial.number, "pruned")
+        except _OtherSpaceError as error:
+            self.lose()
+            raise ValueError(
+                f"suggest: it chooses from other values than the trials that the study has ({error}), so that their "
+                "values cannot be compared; restore them, or use another run_dir or study"
+            ) from error
         except Exception as error:  # of the user's functions, too
             self._fail(trial.number, f"{type(error).__name__}: {error}")
 
@@ -195,13 +236,26 @@ class StudyTrials:
                 _tell(self._study, number, "failed")
 
 
-def take_up(study: optuna.Study, run_dir: str) -> None:
+def take_up(study: optuna.Study, run_dir: str, goal: Mapping[str, Any] | None = None) -> None:
     """Queues the trials again that an earlier attempt of this run has lost, with the same values.
 
-    Called when the run has a new generation, so the earlier attempt gives out no more trials. Raises ValueError if the
-    study does not have the trials of the run.
+    Called when the run has a new generation, so the earlier attempt gives out no more trials. goal: `Goal.of_trials`.
+    Raises ValueError if the study does not have the trials of the run, or if these have another goal.
     """
     own = _own(study, run_dir)
+    for trial in own:
+        now = json.loads(json.dumps(goal or {}))
+        before = trial.user_attrs.get(GOAL, now)
+        if goal is not None and before != now:
+            differ = [
+                f"{key}: was {before.get(key)!r}, now {now.get(key)!r}"
+                for key in sorted(before.keys() | now.keys())
+                if before.get(key) != now.get(key)
+            ]
+            raise ValueError(
+                f"cannot resume the study of {run_dir}, as the values of its trials could not be compared with those "
+                f"of new ones ({'; '.join(differ)}); restore the settings, or use another run_dir"
+            )
     if not own and has_trials(run_dir):
         raise ValueError(
             f"study: found none of the trials of {run_dir}; to resume, pass the study of the earlier attempt from its "
@@ -213,7 +267,8 @@ def take_up(study: optuna.Study, run_dir: str) -> None:
     again = {trial.user_attrs.get(RETRY_OF) for trial in own}
     for trial in _own(study, run_dir):
         if _is_lost(trial) and trial.number not in again:
-            study.enqueue_trial(trial.params, user_attrs={RUN_DIR: run_dir, RETRY_OF: trial.number})
+            again_attrs = {RUN_DIR: run_dir, RUN: generations.read_run_id(run_dir), RETRY_OF: trial.number}
+            study.enqueue_trial(trial.params, user_attrs=again_attrs)
 
 
 def _tell(study: optuna.Study, number: int, state: State, value: float | None = None) -> bool:
@@ -233,7 +288,7 @@ def _tell(study: optuna.Study, number: int, state: State, value: float | None = 
 
 def results_of(study: optuna.Study, run_dir: str, base: Config) -> tuple[TrialResult, ...]:
     """Returns the finished trials of a run, by number."""
-    return tuple(_result(trial, base) for trial in _ended(study, run_dir))
+    return tuple(_result(trial, base, run_dir) for trial in _ended(study, run_dir))
 
 
 def best_value(study: optuna.Study, run_dir: str) -> float | None:
@@ -254,8 +309,15 @@ def _states() -> dict[State, optuna.trial.TrialState]:
 
 
 def _own(study: optuna.Study, run_dir: str) -> list[optuna.trial.FrozenTrial]:
-    """Returns the trials of a run; a study can have others, too."""
-    return [trial for trial in study.get_trials(deepcopy=False) if trial.user_attrs.get(RUN_DIR) == run_dir]
+    """Returns the trials of a run, whose folder may have been moved; a study can have others, too."""
+    run_id = generations.read_run_id(run_dir)
+
+    def is_own(attributes: Mapping[str, Any]) -> bool:
+        if run_id is not None and RUN in attributes:
+            return bool(attributes[RUN] == run_id)
+        return attributes.get(RUN_DIR) == run_dir
+
+    return [trial for trial in study.get_trials(deepcopy=False) if is_own(trial.user_attrs)]
 
 
 def _ended(study: optuna.Study, run_dir: str) -> list[optuna.trial.FrozenTrial]:
@@ -266,7 +328,9 @@ def _is_lost(trial: optuna.trial.FrozenTrial) -> bool:
     return trial.state.name == "FAIL" and ERROR not in trial.user_attrs
 
 
-def _result(trial: optuna.trial.FrozenTrial, base: Config) -> TrialResult:
+def _result(trial: optuna.trial.FrozenTrial, base: Config, run_dir: str) -> TrialResult:
+    if trial.user_attrs.get(GOAL, {}).get("num_folds"):  # the folds are those of the study: its best settings have none
+        base = dataclasses.replace(base, train=dataclasses.replace(base.train, validation_fraction=0.0))
     values = trial.user_attrs.get(VALUES, {})
     config = None
     with contextlib.suppress(ValueError):
@@ -279,8 +343,20 @@ def _result(trial: optuna.trial.FrozenTrial, base: Config) -> TrialResult:
         config=config if VALUES in trial.user_attrs else None,
         results=tuple(
             TrainResult(**{**found, "history": history_of(found["run_dir"])})
-            for found in trial.user_attrs.get(RESULTS, ())
+            for found in _moved(trial.user_attrs.get(RESULTS, ()), trial.user_attrs.get(RUN_DIR), run_dir)
         ),
         error=trial.user_attrs.get(ERROR, ""),
         seconds=trial.duration.total_seconds() if trial.duration else 0.0,
     )
+
+
+def _moved(results: Sequence[Mapping[str, Any]], before: str | None, run_dir: str) -> list[dict[str, Any]]:
+    """Returns the results of a trial with the URLs that they have now. before: the folder of the run then."""
+    if before is None or before == run_dir:
+        return [dict(found) for found in results]
+
+    def moved(value: Any) -> Any:
+        is_inside = isinstance(value, str) and value.startswith(f"{before}/")
+        return f"{run_dir}{value[len(before) :]}" if is_inside else value
+
+    return [{key: moved(value) for key, value in found.items()} for found in results]

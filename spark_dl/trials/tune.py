@@ -104,7 +104,8 @@ def tune(
     ):
         study = study or _open_study(direction, run, resume=resume)
         if resume:
-            take_up(study, run.run_dir)
+            _check_study(study, direction)
+            take_up(study, run.run_dir, goal.of_trials(direction_of(study), run.config))
         _run(search, study, run, shown)
     return _result(study, run, metric, time.perf_counter() - start)
 

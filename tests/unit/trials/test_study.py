@@ -1,8 +1,11 @@
 """The trials of a real study of Optuna, whose trainings are made up: values, failures, pruning, folds, restarts."""
 
+import dataclasses
 import html.parser
 import json
+import re
 
+import numpy as np
 import optuna
 import pytest
 from optuna.trial import TrialState
@@ -10,6 +13,7 @@ from optuna.trial import TrialState
 from spark_dl import TuneResult
 from spark_dl.rundir import generations
 from spark_dl.spec import Run
+from spark_dl.trials.order import split_values
 from spark_dl.trials.study import Goal, StudyTrials, best_value, direction_of, results_of, take_up
 from tests.builders.models import MLP
 from tests.builders.settings import make_config
@@ -295,3 +299,76 @@ def test_a_notebook_shows_a_table_with_the_best_trial(tmp_path):
     json.dumps([dict(trial.values) for trial in found.trials])
     with pytest.raises(ValueError, match="none of 0 trials is complete"):
         _ = TuneResult("/r", "loss", "minimize", (), study, 1.5).best
+
+
+def test_R3_a_study_is_not_resumed_with_another_goal_or_other_settings(tmp_path):
+    study = new_study()
+    trials, _ = start(tmp_path, study, num_trials=1)
+    train_all(trials, lr_of)
+    before = Goal("loss").of_trials("minimize", BASE)
+    take_up(study, str(tmp_path), before)
+    longer = dataclasses.replace(
+        BASE, train=dataclasses.replace(BASE.train, epochs=BASE.train.epochs + 4, log_every=77)
+    )
+    for goal, message in (
+        (Goal("acc").of_trials("minimize", BASE), "metric: was 'loss', now 'acc'"),
+        (Goal("loss").of_trials("maximize", BASE), "direction: was 'minimize', now 'maximize'"),
+        (Goal("loss", 3).of_trials("minimize", BASE), "num_folds: was 0, now 3"),
+        (
+            Goal("loss").of_trials("minimize", longer),
+            f"train.epochs: was {BASE.train.epochs}, now 7",
+        ),
+    ):
+        with pytest.raises(ValueError, match=rf"cannot resume the study of .* \({re.escape(message)}\); restore"):
+            take_up(study, str(tmp_path), goal)
+
+
+def test_R11_the_folder_of_a_study_can_be_moved(tmp_path):
+    study = new_study()
+    trials, _ = start(tmp_path / "a", study, num_trials=2)
+    train_all(trials, lr_of)
+    before = results_of(study, str(tmp_path / "a"), BASE)
+    (tmp_path / "a").rename(tmp_path / "b")
+    take_up(study, str(tmp_path / "b"))
+    found = results_of(study, str(tmp_path / "b"), BASE)
+    assert [(t.number, t.value) for t in found] == [(t.number, t.value) for t in before]
+    assert [t.result.run_dir for t in found] == [t.result.run_dir.replace("/a/", "/b/") for t in before]
+    again, _ = start(tmp_path / "b", study, num_trials=2)
+    assert again.next() is None
+
+
+def test_R16_numbers_of_numpy_are_numbers_and_a_key_that_JSON_does_not_have_is_named(tmp_path):
+    def numbers(trial):
+        return {"train.lr": np.float64(trial.suggest_float("lr", 0.1, 1)), "train.epochs": np.int64(2)}
+
+    study = new_study()
+    trials, _ = start(tmp_path, study, numbers, num_trials=1)
+    order = trials.next()
+    assert order.config.train.epochs == 2
+    assert study.trials[0].user_attrs["spark_dl:values"] == {"train.lr": lr_of(order), "train.epochs": 2}
+    with pytest.raises(
+        ValueError, match=r"suggest: expected strings as keys, which JSON has, found 1 in sizes\[0\]\.all"
+    ):
+        split_values({"sizes": [{"all": {1: 64}}]}, BASE)
+
+
+def test_R18_the_best_settings_of_folds_train_on_all_rows(tmp_path):
+    study = new_study()
+    trials, _ = start(tmp_path, study, num_trials=1, num_folds=4)
+    train_all(trials, lr_of)
+    folds = dataclasses.replace(BASE, train=dataclasses.replace(BASE.train, validation_fraction=0.25))
+    (trial,) = results_of(study, str(tmp_path), folds)
+    assert trial.config.train.validation_fraction == 0
+
+
+def test_R25_other_choices_than_those_of_the_study_are_one_error(tmp_path):
+    def of(*choices):
+        return lambda trial: {"train.lr": trial.suggest_categorical("lr", choices)}
+
+    study = new_study()
+    trials, _ = start(tmp_path, study, of(0.1, 0.2), num_trials=1)
+    train_all(trials, lr_of)
+    resumed, _ = start(tmp_path, study, of(0.1, 0.2, 0.3), num_trials=9)
+    with pytest.raises(ValueError, match=r"^suggest: it chooses from other values than the trials that the study has"):
+        resumed.prepare()
+    assert len(results_of(study, str(tmp_path), BASE)) == 1, "the trial that could not begin does not count"

@@ -22,6 +22,8 @@ from spark_dl import storage
 from spark_dl._version import __version__
 from spark_dl.config import Track
 from spark_dl.data.load.mixture import Mixture
+from spark_dl.rundir import checkpoint
+from spark_dl.rundir.checkpoint_files import parse_name
 from spark_dl.rundir.folder import CONFIG, MLFLOW
 from spark_dl.spec import Run
 from spark_dl.storage.credentials import without_secrets
@@ -29,6 +31,7 @@ from spark_dl.storage.owner import temporary_prefix
 from spark_dl.track.background import Background, Event
 from spark_dl.track.mlflow_server import answers, connect, explained
 from spark_dl.track.values import as_key, as_value, flatten, metrics_of, name_of
+from spark_dl.training.metrics import read_metrics
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -158,6 +161,9 @@ def _open_run(client: MlflowClient, uri: str, run: Run, *, resume: bool) -> Mlfl
         steps = _last_steps(found) if saved_id == found.info.run_id else {}
         return MlflowRun(client, uri, found.info.run_id, found.info.experiment_id, is_own=False, logged_steps=steps)
     if saved_id is not None:
+        step = _went_back_to(run)
+        if step is not None:
+            return _branch_off(client, uri, saved_id, run, step)
         return _reopen(client, uri, saved_id, run.run_dir)
     return _create(client, uri, track, storage.name(run.run_dir))
 
@@ -190,6 +196,32 @@ def _saved_run(run_dir: str, uri: str) -> str | None:
         return str(saved["run_id"]) if saved["tracking_uri"] == without_secrets(uri) else None
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{url} is damaged ({error}); delete it to log to a new MLflow run") from error
+
+
+def _went_back_to(run: Run) -> int | None:
+    """Returns the step of a checkpoint that the user has gone back to; None for a run that goes on from the last."""
+    last = checkpoint.latest(run.run_dir)
+    named = None if run.checkpoint is None else parse_name(storage.name(run.checkpoint))
+    if last is None or named is None or (last.generation, last.step) == named:
+        return None
+    return named[1]
+
+
+def _branch_off(client: MlflowClient, uri: str, saved_id: str, run: Run, step: int) -> MlflowRun:
+    """Creates an MLflow run with the metrics up to a step, as those after it stay in the run that was left.
+
+    MLflow cannot take back a metric. The tags of both runs name the other.
+    """
+    from mlflow.exceptions import MlflowException
+
+    new = _create(client, uri, run.config.track, storage.name(run.run_dir))
+    client.set_tag(new.run_id, "spark_dl.branch_of", saved_id)
+    with contextlib.suppress(MlflowException):  # the run that was left has been deleted
+        client.set_tag(saved_id, "spark_dl.left_at_step", str(step))
+        client.set_tag(saved_id, "spark_dl.continued_by", new.run_id)
+    new.write([line for line in read_metrics(run.run_dir) if line["step"] <= step])
+    _log.info("%s: the metrics after step %d stay in the MLflow run %s", new.name, step, saved_id)
+    return new
 
 
 def _reopen(client: MlflowClient, uri: str, run_id: str, run_dir: str) -> MlflowRun:

@@ -168,6 +168,25 @@ def test_a_resumed_run_goes_on_in_the_same_runs_and_no_step_is_doubled(tmp_path,
     assert [(s.step, s.value) for s in losses] == [(step, pytest.approx(value)) for step, value in logged]
 
 
+def test_R9_a_run_that_goes_back_to_a_checkpoint_has_a_run_of_mlflow_with_the_steps_of_its_branch(tmp_path, uri):
+    run = make_run(tmp_path, config_with(uri, train={"epochs": 3, "keep": 9}))
+    train(run)
+    left, client = found_run(run, uri)
+    first, *_, last = checkpoint.list_checkpoints(run.run_dir)
+    generation = checkpoint.start_generation(run.run_dir)
+    train(dataclasses.replace(run, checkpoint=first.url, generation=generation), resume=True)
+    found, client = found_run(run, uri)
+    assert found.info.run_id != left.info.run_id
+    assert found.data.tags["spark_dl.branch_of"] == left.info.run_id
+    tags = client.get_run(left.info.run_id).data.tags
+    assert (tags["spark_dl.left_at_step"], tags["spark_dl.continued_by"]) == (str(first.step), found.info.run_id)
+    lines = [json.loads(line) for line in Path(run.run_dir, "metrics.jsonl").read_text().splitlines()]
+    losses = [(line["step"], pytest.approx(line["loss"])) for line in lines if line["kind"] == "step"]
+    assert history(client, found.info.run_id, "train/loss") == losses
+    assert [step for step, _ in losses] == list(range(1, last.step + 1))
+    assert len(history(client, left.info.run_id, "train/loss")) == last.step
+
+
 def interrupted_at(run, step):
     """Trains until a step, at which the user interrupts the driver."""
     os.makedirs(run.run_dir, exist_ok=True)

@@ -145,6 +145,12 @@ def train(
         tracking.tracking(run, resume=bool(resume)) as tracker,
     ):
         result = _train_in_attempts(spark, run, data, shown, [tracker.put, *functions], most_ranks)
+        if run.checkpoint is not None and result["checkpoint"] == run.checkpoint:
+            _log.warning(
+                "no step was trained: the checkpoint %s has %d epochs and %d steps, and the settings ask for no more "
+                "(train.epochs, train.max_steps), or early stopping has ended the run",
+                run.checkpoint, result["epochs"], result["steps"],
+            )  # fmt: skip
         tracker.finish(result, shown.stage)
     return TrainResult(**{**result, "run_dir": run.run_dir, "seconds": time.perf_counter() - start})
 

@@ -178,14 +178,17 @@ def prepare_evaluation(
 
 
 def _own_folder(run_dir: Any, saved: checkpoint.Saved) -> str:
-    """Returns the folder that the caller names, or the run folder of a checkpoint if it is his; else an empty string.
+    """Returns the folder that the caller names, or the run folder of a checkpoint if he can write to it and it is his.
+
+    Else returns an empty string.
 
     Others can read what is written to a run folder of theirs. An object store does not say whose a folder is.
     """
     if run_dir is not None:
         return storage.absolute(run_dir)
     found = checkpoint.run_dir_of(saved)
-    if not storage.is_local(found) or os.stat(storage.resolve(found)[1]).st_uid != os.geteuid():
+    path = storage.resolve(found)[1] if storage.is_local(found) else None
+    if path is None or os.stat(path).st_uid != os.geteuid() or not os.access(path, os.W_OK):
         return ""
     return found
 

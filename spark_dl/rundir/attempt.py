@@ -6,6 +6,7 @@ All functions are called on the driver.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -66,7 +67,23 @@ def begin_attempt(
             )
     if saved is not None:
         checkpoint.check_same_settings(saved, config)
+    elif resume is True:
+        _warn_of_nothing(run_dir)
     return generation, saved
+
+
+def _warn_of_nothing(run_dir: str) -> None:
+    """Logs that there is nothing to resume; a warning if a run beside it has a name that is nearly the same."""
+    parent, name = storage.dirname(run_dir), storage.name(run_dir)
+    with contextlib.suppress(OSError):  # another folder than that of the run, which need not be readable
+        for near in difflib.get_close_matches(name, [n for n in storage.list_names(parent) if n != name], n=3):
+            if checkpoint.folders(storage.join(parent, near)):
+                _log.warning(
+                    "resume: %s has no checkpoint, so the run begins from the start; %s has some, if you mean that",
+                    run_dir, storage.join(parent, near),
+                )  # fmt: skip
+                return
+    _log.info("resume: %s has no checkpoint, so the run begins from the start", run_dir)
 
 
 @contextlib.contextmanager

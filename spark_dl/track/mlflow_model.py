@@ -191,6 +191,13 @@ class _Compute:
     config: Config
 
     def __call__(self, *inputs: Tensor) -> Any:
+        data = self.config.data
+        if data.nonfinite == "fill":  # as the rows to train on, and as predict does
+            pairs = zip(data.features, inputs, strict=True)
+            inputs = tuple(
+                torch.where(torch.isfinite(x), x, float(data.fill.get(name, 0))) if x.is_floating_point() else x
+                for name, x in pairs
+            )
         weight = torch.ones(inputs[0].shape[0], device=inputs[0].device)
         batch = self.spec.prepare({"weight": weight, **dict(zip(self.config.data.features, inputs, strict=True))})
         return self.spec.output(self.model, batch, self.config.inputs)

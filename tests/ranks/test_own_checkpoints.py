@@ -1,7 +1,10 @@
 """Checkpoints of a function of the user's own: what `save` refuses, on all ranks at once."""
 
+import collections
+import enum
 import os
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 
@@ -63,3 +66,20 @@ def save_function(run_dir):
 def test_a_function_in_the_state_is_an_error_and_not_left_out(tmp_path):
     with pytest.raises(RankFailed, match=r"save: state\['f'\]: found a builtins.builtin_function_or_method"):
         run_ranks(save_function, 1, str(tmp_path))
+
+
+Level = enum.IntEnum("Level", "LOW HIGH")
+Place = collections.namedtuple("Place", "row column")
+OF_OTHER_TYPES = {"IntEnum": Level.HIGH, "namedtuple": Place(1, 2), "array": np.zeros(2)}
+
+
+def save_other(run_dir, kind):
+    save(run_dir, "", 1, state={"w": [OF_OTHER_TYPES[kind]]})
+
+
+@pytest.mark.parametrize("kind", OF_OTHER_TYPES)
+def test_R27_an_object_that_could_not_be_loaded_again_is_an_error_when_it_is_saved(tmp_path, kind):
+    with pytest.raises(
+        RankFailed, match=rf"save: state\['w'\]\[0\]: found a .*{type(OF_OTHER_TYPES[kind]).__qualname__}"
+    ):
+        run_ranks(save_other, 1, str(tmp_path), kind)

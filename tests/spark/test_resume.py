@@ -1,8 +1,10 @@
 """A run that goes on from a checkpoint with other rows, words, models, metrics: right, or an error on the driver."""
 
 import dataclasses
+import os
 
 import pytest
+import torch
 from pyspark.sql import functions as F
 from torch import nn
 from torch.optim import SGD, Adam, lr_scheduler
@@ -138,7 +140,7 @@ def test_R14_R13_a_model_or_an_optimizer_of_another_shape_or_class_is_one_error_
     with pytest.raises(ValueError, match=message):
         spark_dl.train(url, classes(7), without_rate(2), **options, resume=True)
     adam = dataclasses.replace(classes(3), optimizer=lambda model: Adam(model.parameters()))
-    with pytest.raises(ValueError, match="cannot resume: the optimizer was AdamW, and is Adam now"):
+    with pytest.raises(ValueError, match="cannot resume: the optimizer was SGD, and is Adam now"):
         spark_dl.train(url, adam, without_rate(2), **options, resume=True)
     assert [saved.generation for saved in checkpoint.list_checkpoints(run_dir)] == [1]
 
@@ -202,3 +204,49 @@ def test_R22_a_run_that_is_over_has_the_metrics_of_its_last_step(spark, tmp_path
     again = spark_dl.train(url, MLP, settings, **options, resume=True)
     assert first.metrics == again.metrics
     assert again.metrics != again.history[-1]["metrics"]
+
+
+@pytest.mark.modes("local")
+def test_R21_a_folder_whose_name_is_mistyped_and_a_run_that_is_over_are_told(spark, tmp_path, caplog):
+    url = str(tmp_path / "data")
+    write_dataset(url, blobs(96))
+    spark_dl.train(url, MLP, config(2), run_dir=str(tmp_path / "nightly"), spark=spark)
+    spark_dl.train(url, MLP, config(1), run_dir=str(tmp_path / "nightli"), spark=spark, resume=True)
+    assert f"begins from the start; {tmp_path / 'nightly'} has some, if you mean that" in caplog.text
+    caplog.clear()
+    again = spark_dl.train(url, MLP, config(1), run_dir=str(tmp_path / "nightly"), spark=spark, resume=True)
+    assert again.epochs == 2
+    assert "no step was trained: the checkpoint" in caplog.text
+
+
+def build_compiled():
+    return nn.Sequential(torch.compile(nn.Linear(4, 16)), nn.Tanh(), nn.Linear(16, 3))
+
+
+def by_weight(model, batch):
+    return model(batch["features"]) * batch["weight"][:, None]
+
+
+@pytest.mark.modes("local")
+def test_R12_R23_a_model_that_reads_the_weights_of_rows_predicts_and_a_compiled_one_has_plain_names(spark, tmp_path):
+    rows = frame(spark, 96)
+    settings = dataclasses.replace(config(1), data=spark_dl.Data(features=("features",), label="label"))
+    spec = ModelSpec(build=build_mlp, forward=by_weight)
+    run = spark_dl.train(rows, spec, settings, run_dir=str(tmp_path / "run"))
+    found = spark_dl.predict(rows, spec, run.run_dir)
+    assert found.count() == 96
+    spark_dl.save_model(tmp_path / "program", spec, run.checkpoint, format="export")
+    assert spark_dl.predict(rows, str(tmp_path / "program")).exceptAll(found).isEmpty()
+    compiled = spark_dl.train(rows, ModelSpec(build=build_compiled), settings, run_dir=str(tmp_path / "compiled"))
+    weights = compiled.load_model(MLP).state_dict()
+    assert sorted(weights) == ["0.bias", "0.weight", "2.bias", "2.weight"]
+
+
+@pytest.mark.modes("local")
+def test_R26_a_run_that_one_may_only_read_is_evaluated(spark, tmp_path, monkeypatch):
+    rows, run_dir = frame(spark, 96), str(tmp_path / "run")
+    result = spark_dl.train(rows, MLP, config(1), run_dir=run_dir)
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != run_dir and access(path, mode))
+    assert spark_dl.evaluate(rows, MLP, result.checkpoint)["rows"] == 96
+    assert os.listdir(tmp_path / "run" / "shards") == ["train"]

@@ -36,8 +36,11 @@ def group(monkeypatch):
         yield
 
 
+ABOUT = ("problem", "rows", "score", "key", "branch", "read_back", "in_use")
+
+
 def save(run_dir, step=1, generation=0, config=None, **parts):
-    about = {name: parts.pop(name) for name in ("problem", "rows", "score", "key") if name in parts}
+    about = {name: parts.pop(name) for name in ABOUT if name in parts}
     content = {"model": {"w": torch.arange(3.0)}, "training": {"progress": {"epoch": 1}}, **parts}
     return saving.save(
         str(run_dir),
@@ -141,6 +144,50 @@ def test_the_best_are_kept_beside_the_newest(tmp_path, group, mode, best):
     assert steps(tmp_path) == [*best, 9]
     found = checkpoint.by_score(checkpoint.list_checkpoints(str(tmp_path)), mode)
     assert found[0].step == {"min": 2, "max": 1}[mode]
+
+
+def test_R6_scores_of_other_metrics_modes_and_rows_are_not_compared(tmp_path, group):
+    config = Config(checkpoint=Checkpoint(keep=9), train=Train(early_stop_mode="max", early_stop_metric="acc"))
+    scores = [(9.0, "loss", "min", "a"), (0.1, "acc", "max", "a"), (0.9, "acc", "max", "b"), (0.8, "acc", "max", "a")]
+    for step, score in enumerate([*scores, (0.7, "acc", "max", "a")], 1):
+        save(tmp_path, step=step, config=config, score=checkpoint.Score(*score))
+    found = checkpoint.list_checkpoints(str(tmp_path))
+    assert [saved.step for saved in checkpoint.by_score(found, "max", "acc")] == [4, 5, 2]
+    assert [saved.step for saved in checkpoint.by_score(found, "min", "loss")] == [1]
+
+
+def test_R20_a_branch_that_was_left_has_no_best_checkpoint(tmp_path, group):
+    config = Config(checkpoint=Checkpoint(keep=9))
+    score = {step: checkpoint.Score(1 / step, "loss", "min") for step in (1, 2, 3)}
+    for step in (1, 2, 3):
+        save(tmp_path, step=step, generation=1, config=config, score=score[step])
+    save(tmp_path, step=2, generation=2, config=config, score=checkpoint.Score(0.9, "loss", "min"), branch=[(1, 1)])
+    found = checkpoint.list_checkpoints(str(tmp_path))
+    assert [(s.generation, s.step) for s in checkpoint.by_score(found, "min")] == [(2, 2), (1, 1)]
+
+
+def test_R17_what_a_lower_keep_does_not_need_is_deleted_before_the_next_checkpoint_is_written(
+    tmp_path, group, monkeypatch
+):
+    urls = [save(tmp_path, step=step, config=Config(checkpoint=Checkpoint(keep=3))) for step in (1, 2, 3)]
+    there = []
+    real = checkpoint_files.begin
+    monkeypatch.setattr(checkpoint_files, "begin", lambda *args: (there.append(steps(tmp_path)), real(*args)))
+    save(tmp_path, step=4, config=Config(checkpoint=Checkpoint(keep=1)), read_back=True, in_use=urls[0])
+    assert there == [[1, 3]], "the newest, and the one that the run goes on from"
+    assert steps(tmp_path) == [1, 4]
+
+
+def test_R1_what_cannot_be_loaded_again_is_not_committed(tmp_path, group, monkeypatch):
+    def fail(url, entry):
+        raise checkpoint_files.NotLoadedError(entry["name"], "found the object x.Y")
+
+    monkeypatch.setattr(checkpoint_files, "read_back", fail)
+    with pytest.raises(saving.BadStateError, match=r"rank 0 cannot load what it has written: .*found the object x\.Y"):
+        save(tmp_path, step=1, read_back=True)
+    assert steps(tmp_path) == []
+    save(tmp_path, step=2)
+    assert steps(tmp_path) == [2]
 
 
 def test_deleting_begins_with_the_manifest(tmp_path, group, monkeypatch):

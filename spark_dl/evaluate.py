@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from spark_dl.gather import sum_over_ranks
 from spark_dl.parallel.layout import to_device
 from spark_dl.parallel.loss import (
     Call,
+    EvaluationMode,
     autocast,
     check_ignored,
     count_of,
@@ -24,6 +26,7 @@ from spark_dl.parallel.loss import (
     loss_sum,
     true_rows,
     weighted_loss_sum,
+    without_gradient,
 )
 from spark_dl.rundir import checkpoint
 from spark_dl.rundir.weights import load_into, load_weights
@@ -85,7 +88,8 @@ def evaluate_model(
     is_counted = counts_elements(spec, config, loader.columns)
     total = torch.zeros(2, dtype=torch.float64, device=world.device)  # of losses, and what their mean is over
     report_at = time.monotonic() + _REPORT_S
-    with _in_evaluation_mode(model), torch.inference_mode():
+    compute = EvaluationMode()
+    with _in_evaluation_mode(model), torch.no_grad():
         for step in loader.epoch(0):
             if world.rank == 0 and time.monotonic() >= report_at:
                 world.report({"kind": "evaluation", "step": step.step, "steps": loader.plan.steps})
@@ -97,25 +101,26 @@ def evaluate_model(
                 if is_counted and counts:
                     total[1] += count_of(spec, batch, config)
                 if forward is not None:
-                    with autocast(batch, config):
+                    with torch.inference_mode(), autocast(batch, config):
                         output = forward(batch)
                         if output is None or not counts:
                             continue
                         total[0] += loss_sum(spec, output, batch, config)
                 elif own is None:
-                    output, losses = weighted_loss_sum(spec, model, batch, config, call=call)
+                    output, losses = compute(
+                        functools.partial(weighted_loss_sum, spec, model, batch, config, call=call)
+                    )
                     if not counts:
                         continue
-                    total[0] += losses
+                    total[0] += losses.detach()
                 elif bool((batch["weight"] > 0).any()):
-                    with autocast(batch, config):
+                    with torch.inference_mode(), autocast(batch, config):
                         own.update(true_rows(batch, model))
                 if metrics and output is None:  # these functions return none
-                    with autocast(batch, config):
-                        output = call(lambda model, batch: spec.output(model, batch, config.inputs), batch)
+                    output = compute(functools.partial(_output, spec, batch, config, call))
                 for row_metric in metrics:
                     assert output is not None
-                    row_metric.update(output, batch)
+                    row_metric.update(without_gradient(output), batch)
     sum_over_ranks(total)
     values = {row_metric.name: row_metric.compute() for row_metric in metrics}
     count = float(total[1]) if is_counted else loader.plan.rows
@@ -125,6 +130,12 @@ def evaluate_model(
             f"train.metrics, spec.metrics: spec.evaluation has a value {taken[0]!r}, too; rename one of them"
         )
     return {**found, **values}
+
+
+def _output(spec: ModelSpec, batch: Batch, config: Config, call: Call) -> Output:
+    with autocast(batch, config):
+        found: Output = call(lambda model, batch: spec.output(model, batch, config.inputs), batch)
+        return found
 
 
 @contextlib.contextmanager

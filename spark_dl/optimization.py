@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
@@ -26,6 +28,9 @@ class Optimization:
     monitor: str | None = None
     """Value that `ReduceLROnPlateau` reads: `loss` or another metric of the validation rows, or `train_loss`. None:
     the validation loss, or the training loss without validation rows."""
+    elementwise: bool = False
+    """Whether an optimizer of your own updates each element of the weights by itself, as SGD and Adam do. Ranks that
+    have parts of the weights (`parallel.strategy` mesh with ZeRO, tensor or expert ranks) need one that does."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.optimizer, Optimizer) or isinstance(self.optimizer, LBFGS):
@@ -48,6 +53,29 @@ class Optimization:
             raise ValueError("spec.optimizer: expected interval 'epoch' for ReduceLROnPlateau, found 'step'")
         if not isinstance(self.frequency, int) or self.frequency < 1:
             raise ValueError(f"spec.optimizer: expected an integer frequency of at least 1, found {self.frequency!r}")
+
+
+def check_elementwise(optimization: Optimization, known: Sequence[str]) -> None:
+    """Raises ValueError for an optimizer that needs whole tensors, where ranks have parts of them.
+
+    known: the optimizers of `torch.optim` that update each element by itself. A subclass with a `step` of its own is
+    another one.
+    """
+    optimizer, name = optimization.optimizer, type(optimization.optimizer).__name__
+    own = inspect.unwrap(type(optimizer).step)
+    classes = [getattr(torch.optim, each) for each in known]
+    is_known = any(isinstance(optimizer, cls) and own is inspect.unwrap(cls.step) for cls in classes)
+    if not is_known and not optimization.elementwise:
+        raise ValueError(
+            f"spec.optimizer: expected one of {', '.join(known)} with parallel.strategy='mesh', whose ranks have parts "
+            f"of the weights, found {name}; if it updates each element by itself, return "
+            "Optimization(optimizer=..., elementwise=True), else use ddp"
+        )
+
+
+def trained_by(optimizer: Optimizer) -> list[Tensor]:
+    """Returns the parameters of an optimizer. Others of the model keep gradients that no step uses or clears."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def check_parameters(optimizer: Optimizer, model: nn.Module) -> None:

@@ -299,6 +299,11 @@ def check_spec(spec: Any) -> None:
             f"spec: expected a spark_dl.ModelSpec, found a {type(spec).__name__}; pass ModelSpec(build=function), with "
             "a function that returns the model"
         )
+    if isinstance(spec.loss, nn.Module) and (name := next((n for n, _ in spec.loss.named_parameters()), None)):
+        raise ValueError(
+            f"spec.loss: {type(spec.loss).__name__} has the parameter {name!r}, which no optimizer would train and no "
+            "checkpoint have; make the loss a part of the model in spec.build, and call it in spec.batch_loss"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class _AllToAll(torch.autograd.Function):
         return _exchange(rows, sent, got, peers)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         return _exchange(grad, ctx.got, ctx.sent, ctx.peers), None, None, None
 

@@ -176,7 +176,14 @@ class MoE(nn.Module):
             share = (counts / counts.sum().clamp(min=1)).to(choice.scores.dtype)
             scores = choice.scores if is_true is None else choice.scores[is_true]
             mean_score = scores.sum(0) / max(len(scores), 1)
-            self.auxiliary_loss = self.loss_weight * self.num_experts * (share * mean_score).sum()
+            auxiliary = self.loss_weight * self.num_experts * (share * mean_score).sum()
+            # A layer can be called several times for a batch.
+            self.auxiliary_loss = auxiliary if self.auxiliary_loss is None else self.auxiliary_loss + auxiliary
+
+    @property
+    def router_is_trained(self) -> bool:
+        """Whether a parameter of the router requires a gradient."""
+        return any(parameter.requires_grad for parameter in self.router.parameters())
 
     def take_counts(self) -> Tensor:
         """Returns how often each expert was chosen in training since the last call, and last how often a choice was
@@ -217,7 +224,7 @@ def note_rows(model: nn.Module, weight: Tensor) -> None:
     """Tells all mixtures of experts of a model the weights of the rows of the next batch. # weight: [rows]"""
     for module in model.modules():
         if isinstance(module, MoE):
-            module.row_weight = weight
+            module.row_weight, module.auxiliary_loss = weight, None
 
 
 def add_auxiliary_losses(model: nn.Module, losses: Tensor, count: Callable[[], Tensor]) -> Tensor:
@@ -230,6 +237,12 @@ def add_auxiliary_losses(model: nn.Module, losses: Tensor, count: Callable[[], T
     for module in model.modules():
         if isinstance(module, MoE) and module.auxiliary_loss is not None:
             auxiliary, module.auxiliary_loss = module.auxiliary_loss, None
+            if losses.requires_grad and not auxiliary.requires_grad and module.router_is_trained:
+                raise ValueError(
+                    "MoE(balance='loss'): the layer was called without gradients, as in "
+                    "checkpoint(..., use_reentrant=True), so that its loss would balance nothing; use "
+                    "use_reentrant=False, or balance='bias'"
+                )
             losses = _WithGradientOf.apply(losses, (auxiliary * count()).to(losses))
     return losses
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -140,6 +141,7 @@ class _Normalize(torch.autograd.Function):
         return output, mean, variance, count
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, row_weight, weight, mean, inverse_std = ctx.saved_tensors
         shape = (1, -1, *[1] * (x.ndim - 2))

@@ -17,7 +17,7 @@ from spark_dl.config.checks import check, check_bool, check_choices, check_numbe
 from spark_dl.config.fields import named_settings
 from spark_dl.config.parallel import Parallel
 from spark_dl.nn.moe import moe_layers
-from spark_dl.optimization import Optimization
+from spark_dl.optimization import Optimization, trained_by
 from spark_dl.parallel.batchnorm import synchronize_batchnorm
 from spark_dl.parallel.exchange.bucket_choice import BucketSize
 from spark_dl.parallel.exchange.exchange import average_whole, build_exchange
@@ -205,7 +205,7 @@ def average_gradients(
         optimizer=optimization.optimizer,
         optimization=optimization,
         forward_backward=forward_backward,
-        clip_grad_norm=lambda norm: nn.utils.clip_grad_norm_(model.parameters(), norm),
+        clip_grad_norm=lambda norm: nn.utils.clip_grad_norm_(trained_by(optimization.optimizer), norm),
         step=scaler.step,
         skip_step=scaler.skip,
         extra_state={"bucket_size": bucket_size, **scaler.state},
@@ -233,6 +233,11 @@ def _unused_named(model: nn.Module) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        if "mark a variable ready only once" in str(error):
+            raise ValueError(
+                "a parameter got its gradient in several parts, as of a module that is called several times in "
+                "checkpoint(..., use_reentrant=True); use use_reentrant=False, or set parallel.static_graph to true"
+            ) from error
         found = re.search(r"indices which did not receive grad for rank \d+: ([\d ]+)", str(error))
         if "not used in producing loss" not in str(error) or found is None:
             raise

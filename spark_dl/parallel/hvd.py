@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from spark_dl.config.checks import check_bool, check_choices, check_number
 from spark_dl.config.fields import named_settings
 from spark_dl.config.parallel import Parallel
+from spark_dl.optimization import trained_by
 from spark_dl.parallel.exchange_clock import build_clock
 from spark_dl.parallel.loss import Count
 from spark_dl.parallel.same_model import check_same_model
@@ -126,7 +127,7 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
         modules=[model],
         optimizer=optimizer,
         forward_backward=forward_backward,
-        clip_grad_norm=lambda norm: nn.utils.clip_grad_norm_(model.parameters(), norm),
+        clip_grad_norm=lambda norm: nn.utils.clip_grad_norm_(trained_by(optimizer), norm),
         step=step,
         skip_step=scaler.skip,
         extra_state=scaler.state,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from spark_dl.config import Config
     from spark_dl.data.columns.schema import Column
 
+T = TypeVar("T")
+_NEEDS_GRADIENTS = re.compile("does not require grad|[Ii]nference tensor")
 _IS_ABOUT_SHAPES = re.compile(
     r"size|shape|dimension|broadcast|target|dtype|scalar type|class probabilities|out of bounds|can't be cast|"
     r"bool tensor",
@@ -365,3 +367,37 @@ def unused_message(names: Sequence[str]) -> str:
         f"spec.build: the loss of a step does not depend on the parameters {', '.join(names[:8])}{more}; set "
         "parallel.find_unused_parameters to true, use them in the forward pass, or freeze them (requires_grad_(False))"
     )
+
+
+class EvaluationMode:
+    """Calls functions without gradients, or with them for a model that computes derivatives in its forward or loss.
+
+    Such as forces, the derivatives of an energy by positions. It is known after the first call.
+    """
+
+    def __init__(self) -> None:
+        self._needs_gradients = False
+
+    def __call__(self, function: Callable[[], T]) -> T:
+        """Returns what a function returns. It is called again, with gradients, if it needs them."""
+        if not self._needs_gradients:
+            try:
+                with torch.inference_mode():
+                    return function()
+            except RuntimeError as error:
+                if not _NEEDS_GRADIENTS.search(str(error)):
+                    raise
+                self._needs_gradients = True
+        with torch.enable_grad():
+            return function()
+
+
+def without_gradient(output: Any) -> Any:
+    """Returns an output with its tensors detached."""
+    if isinstance(output, Tensor):
+        return output.detach()
+    if type(output) in (list, tuple):
+        return type(output)(without_gradient(part) for part in output)
+    if type(output) is dict:
+        return {name: without_gradient(part) for name, part in output.items()}
+    return output

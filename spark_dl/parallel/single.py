@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from spark_dl.config.fields import named_settings
 from spark_dl.config.parallel import Parallel
-from spark_dl.optimization import Optimization
+from spark_dl.optimization import Optimization, trained_by
 from spark_dl.parallel.exchange_clock import build_clock
 from spark_dl.parallel.loss import Call, Count, Inside
 from spark_dl.parallel.trainable import Scaler, Trainable, add_gradients, build_optimization
@@ -95,7 +95,7 @@ def train_alone(
         optimizer=optimization.optimizer,
         optimization=optimization,
         forward_backward=forward_backward,
-        clip_grad_norm=lambda norm: nn.utils.clip_grad_norm_(model.parameters(), norm),
+        clip_grad_norm=lambda norm: nn.utils.clip_grad_norm_(trained_by(optimization.optimizer), norm),
         step=scaler.step,
         skip_step=scaler.skip,
         extra_state=scaler.state,

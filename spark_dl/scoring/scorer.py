@@ -27,6 +27,7 @@ from spark_dl.data.dataset.records import ShardSet
 from spark_dl.data.write.first_row import first_row_columns
 from spark_dl.evaluate import load_model
 from spark_dl.inputs import as_source, as_written, shards_of
+from spark_dl.parallel.loss import EvaluationMode
 from spark_dl.rundir import checkpoint
 from spark_dl.scoring import saved_model
 from spark_dl.spec import Batch, ModelSpec, check_rows
@@ -118,11 +119,10 @@ class Scorer:
         self, model: nn.Module, batch: Batch, rows: int, device: torch.device | str
     ) -> Mapping[str, Tensor]:
         """Computes the new columns of a batch. # returns each (rows, ...), on the CPU"""
-        with torch.inference_mode():
-            on_device = {name: tensor.to(device) for name, tensor in batch.items()}
-            added = self.spec.predictions(self.spec.output(model, on_device, self.config.inputs))
+        on_device = {name: tensor.to(device) for name, tensor in batch.items()}
+        added = EvaluationMode()(lambda: self.spec.predictions(self.spec.output(model, on_device, self.config.inputs)))
         check_rows(added, rows)
-        return {name: _storable(name, value).cpu() for name, value in added.items()}
+        return {name: _storable(name, value.detach()).cpu() for name, value in added.items()}
 
     def outputs_of_zeros(self, model: nn.Module) -> dict[str, Tensor | Ragged]:
         """Computes the new columns of two rows of zeros, to know their types. Called on the driver. # each (2, ...)"""

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import cloudpickle
+
 from spark_dl import storage, worker
 from spark_dl.data.dataset.manifest import read_shards
 from spark_dl.rundir import checkpoint, rank_files
@@ -15,6 +17,16 @@ def train_rank(run):
     return worker.main(run).result
 
 
+def _call(pickled):
+    function, *args = cloudpickle.loads(pickled)
+    return function(*args)
+
+
+def on_ranks(function, run, *args):
+    """What a function returns on each rank. Models and optimizers of a test may be closures."""
+    return run_ranks(_call, run.config.launch.num_ranks, cloudpickle.dumps((function, run, *args)))
+
+
 def make_run(tmp_path, config, *, spec=MLP, rows=245, name="run", **run):
     url = str(tmp_path / f"data-{rows}")
     shards = read_shards(url) if storage.exists(url) else write_dataset(url, blobs(rows), group_rows=40, shard_rows=120)
@@ -23,7 +35,7 @@ def make_run(tmp_path, config, *, spec=MLP, rows=245, name="run", **run):
 
 def train(run):
     """The checkpoint that a run ends with."""
-    run_ranks(train_rank, run.config.launch.num_ranks, run)
+    on_ranks(train_rank, run)
     return checkpoint.latest(run.run_dir)
 
 

@@ -5,7 +5,6 @@ import datetime
 import logging
 import re
 
-import cloudpickle
 import numpy as np
 import pytest
 import torch
@@ -16,29 +15,10 @@ from spark_dl import Mesh, ModelSpec, Optimization
 from spark_dl.rundir import checkpoint
 from spark_dl.rundir.weights import load_weights
 from tests.builders.models import build_mlp, same_bits, small_config
-from tests.ranks.launcher import RankFailed, run_ranks
-from tests.ranks.runs import assert_same_to_the_bit, cut_at, make_run, train_rank
+from tests.ranks.launcher import RankFailed
+from tests.ranks.runs import assert_same_to_the_bit, cut_at, make_run, on_ranks, resume, train, train_rank
 
 FIRST, LAST = 4, 8
-
-
-def _call(pickled):
-    function, *args = cloudpickle.loads(pickled)
-    return function(*args)
-
-
-def on_ranks(function, run, *args):
-    """What a function returns on each rank. Models and optimizers of a test may be closures."""
-    return run_ranks(_call, run.config.launch.num_ranks, cloudpickle.dumps((function, run, *args)))
-
-
-def train(run):
-    on_ranks(train_rank, run)
-    return checkpoint.latest(run.run_dir)
-
-
-def resume(run, saved):
-    return train(dataclasses.replace(run, checkpoint=saved.url, generation=checkpoint.start_generation(run.run_dir)))
 
 
 def config(num_ranks=1, **fields):

@@ -18,7 +18,7 @@ from spark_dl import Config, load_config
 from spark_dl.config.checks import suggestion
 from spark_dl.data.columns.schema import Column
 from spark_dl.rundir import checkpoint, generations
-from spark_dl.rundir.checkpoint_files import DamagedError, digest
+from spark_dl.rundir.checkpoint_files import DamagedError, NotLoadedError, digest
 from spark_dl.rundir.tensor_files import KINDS, TensorFiles
 from spark_dl.scoring.saved_model import load_model, read_saved_model, write_saved_model
 from spark_dl.spec import ModelSpec
@@ -164,7 +164,7 @@ def test_S23_a_compressed_checkpoint_is_refused_before_it_takes_the_memory(tmp_p
             packed.writestr(name, plain.read(name))
     assert len(out.getvalue()) < 100_000  # of 4 MiB
     handmade(tmp_path / "run", 1, files={"model.pt": out.getvalue()})
-    with pytest.raises(DamagedError, match=r"model.pt.*it is compressed, which torch's files are not"):
+    with pytest.raises(NotLoadedError, match=r"model.pt.*it is compressed, which torch's files are not"):
         checkpoint.load(checkpoint.find(str(tmp_path / "run")), "model.pt")
 
 

@@ -50,6 +50,11 @@ def build_exchange(model: nn.Module, world: World, settings: DDP, *, timeout_s: 
     if settings.compression == "bf16":
         check_can_sum(torch.bfloat16, world.device)
         return Exchange(functools.partial(default_hooks.bf16_compress_hook, None))  # type: ignore[arg-type]
+    if name := next((name for name, p in model.named_parameters() if p.is_complex()), None):
+        raise ValueError(
+            f"parallel.compression: found {settings.compression!r} with complex weights ({name!r}), which it does not "
+            "compress; set it to none"
+        )
     state: dict[str, Any] = {}
     average: Average
     if settings.compression == "threshold":

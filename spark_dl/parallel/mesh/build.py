@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch import nn
 
+from spark_dl.config.conflicts import ELEMENTWISE
+from spark_dl.optimization import Optimization, check_elementwise
 from spark_dl.parallel.loss import Inside
 from spark_dl.parallel.mesh.experts.divide import connect_experts, cut_experts, find_experts
 from spark_dl.parallel.mesh.fsdp import default_units, shard_fully
@@ -19,10 +21,21 @@ from spark_dl.parallel.mesh.pieces import Layout, of_boxes
 from spark_dl.parallel.mesh.pipedream import PipeDream
 from spark_dl.parallel.mesh.pipeline import Pipeline
 from spark_dl.parallel.mesh.settings import Mesh
+from spark_dl.parallel.mesh.stage import OtherStage
 from spark_dl.parallel.mesh.tensor.parallelize import parallelize_tensors
 from spark_dl.parallel.mesh.tensor.plan import resolve_tensor_plan
 from spark_dl.parallel.mesh.tensor.words import COLUMNS, ROWS
+from spark_dl.parallel.replaced import (
+    check_hooks,
+    check_shardable,
+    check_unshared,
+    marks_of,
+    names_of,
+    replace_parameters,
+    set_marks,
+)
 from spark_dl.parallel.same_model import check_same_model
+from spark_dl.parallel.trainable import build_optimization
 from spark_dl.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -37,6 +50,9 @@ class Part:
 
     module: nn.Module
     """The model, with the layers that this rank has. Parameters have their names in the whole model."""
+    optimization: Optimization
+    """The optimizer and its schedule, with the groups of the whole model, and of their parameters what this rank has.
+    """
     cut: Mapping[str, Layout] = field(default_factory=dict)
     """What this rank has of the parameters that are cut over tensor ranks, by name."""
     experts: Mapping[str, Layout] = field(default_factory=dict)
@@ -58,6 +74,13 @@ def build_part(
     assert isinstance(settings, Mesh)
     model = spec.build_to_train()
     check_same_model(model, world)
+    if settings.zero_stage or settings.model > 1:
+        check_unshared(model, "parallel.strategy='mesh'")
+    # Of the whole model, before anything is cut: a function can choose parameters by their place, or by their marks.
+    optimization = build_optimization(spec, model, config, groups.dims.data)
+    if spec.optimizer is not None and (settings.zero_stage or settings.tensor > 1 or settings.experts > 1):
+        check_elementwise(optimization, ELEMENTWISE)
+    names = names_of(model)
     plan = None
     if settings.tensor > 1:
         plan = resolve_tensor_plan(model, spec.tensor_plan, settings.tensor, sequence=settings.sequence)
@@ -70,6 +93,7 @@ def build_part(
         sizes = [float(1 + sum(p.numel() for p in layer.module.parameters())) for layer in chain]
         cut = cut_of(chain, settings, plan or {}, sizes)
         if settings.schedule == "pipedream":
+            check_hooks(model, {name for name, _ in model.named_parameters()}, "parallel.schedule='pipedream'")
             pipeline = PipeDream(
                 spec, model, chain, cut, config, group=groups.pipeline, device=world.device,
                 vertical_sync=settings.vertical_sync,
@@ -80,9 +104,10 @@ def build_part(
                 schedule=settings.schedule, stages_per_rank=settings.stages_per_rank,
             )  # fmt: skip
     model.to(world.device)
-    own = dict(model.named_modules())
+    own = {name for name, module in model.named_modules() if not isinstance(module, OtherStage)}
     layouts: dict[str, Layout] = {}
     mesh = groups.device_mesh(world.device.type)
+    marks = marks_of(model)
     if plan is not None:
         assert mesh is not None
         slices = parallelize_tensors(
@@ -90,6 +115,7 @@ def build_part(
             sequence=settings.sequence,
         )  # fmt: skip
         layouts = {name: of_boxes(s.shape, s.boxes) for name, s in slices.items() if not s.is_replicated}
+        set_marks(model, marks)
     _broadcast(model, groups, experts)
     connect_experts(model, layers, groups, clock)
     inside = None
@@ -99,9 +125,13 @@ def build_part(
         if chain is None:
             chain = build_chain(model, spec.layers) if spec.layers is not None else None
         units = default_units(model) if chain is None else [layer.module for layer in chain if layer.name in own]
+        check_hooks(model, {name for name, _ in model.named_parameters()}, "parallel.zero_stage=3")
+        check_shardable(model)
         # A pipeline calls the layers, and never the model.
         inside = shard_fully(model, units, mesh[axes], with_rest=pipeline is None)
-    return Part(model, layouts, experts, pipeline, inside)
+        set_marks(model, marks)
+    replace_parameters(optimization.optimizer, names, model)
+    return Part(model, optimization, layouts, experts, pipeline, inside)
 
 
 def cut_of(chain: Sequence[Layer], settings: Mesh, plan: Mapping[str, str], times: Sequence[float]) -> list[int]:

@@ -91,6 +91,8 @@ class FlatGradients:
             in pipelines, whose schedules set gradients without hooks.
         """
         self._stage, self._clock, self._finds_unused = stage, clock, find_unused
+        self._fired: set[int] = set()
+        """Ids of the parameters whose gradient this backward pass has completed."""
         self._used: set[int] = set()
         """Ids of the parameters with a gradient on this rank in this step."""
         self._unused: list[tuple[Bucket, nn.Parameter, int, int]] = []
@@ -109,6 +111,7 @@ class FlatGradients:
         """Prepares the gradients of a step. num_passes: number of its micro-batches."""
         self._launched = 0
         self._used.clear()
+        self._fired.clear()
         self._to_launch = len(self.buckets) * (num_passes if self._stage == 2 else 1)
         if not self._handles:  # after those of others, which need the gradients that stage 2 frees
             self._handles = [
@@ -136,6 +139,7 @@ class FlatGradients:
             yield
         finally:
             self._is_exchanging = True
+            self._fired.clear()
             if self._stage < 2:
                 for bucket in self.buckets:
                     bucket.waiting = set(range(len(bucket.parameters)))
@@ -230,6 +234,13 @@ class FlatGradients:
 
     def _note(self, bucket: Bucket, index: int) -> Callable[[Tensor], None]:
         def note(parameter: Tensor) -> None:
+            if id(parameter) in self._fired and self._finds_unused is not None:
+                raise ValueError(
+                    f"the parameter {bucket.names[index]!r} got its gradient in several parts, in backward passes "
+                    "within the backward pass, as of a module that is called several times in checkpoint(..., "
+                    "use_reentrant=True); the first part would be exchanged alone: use use_reentrant=False"
+                )
+            self._fired.add(id(parameter))
             bucket.waiting.discard(index)
             self._used.add(id(parameter))
             if self._is_exchanging:

@@ -59,8 +59,7 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
         state = MeshState(model, optimization.optimizer, groups)
         return dataclasses.replace(plain, state=state, extra_state=extra)
     part = build_part(spec, world, config, groups, clock)
-    optimization = build_optimization(spec, part.module, config, groups.dims.data)
-    flat = None
+    optimization, flat = part.optimization, None
     if settings.zero_stage < 3:
         flat = FlatGradients(
             part.module, optimization.optimizer, groups, stage=settings.zero_stage, clock=clock,

@@ -270,7 +270,28 @@ def to_meta(module: nn.Module, kept: Sequence[nn.Module]) -> None:
                 each._buffers[name] = torch.empty_like(buffer, device="meta")
 
 
+class OtherStage(nn.Module):
+    """The place of a layer that another stage has, so that those of this rank keep theirs: `model[4]`, `model.head`.
+
+    It has no parameters, so that functions such as `requires_grad_` do nothing to it.
+    """
+
+    def __init__(self, name: str):
+        super().__init__()
+        self.name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        try:
+            return super().__getattr__(attribute)
+        except AttributeError:
+            raise AttributeError(
+                f"the layer {self.__dict__.get('name')!r} is on another stage of the pipeline, and has no "
+                f"{attribute!r} on this rank; a function that gets the model on each rank, such as spec.set_position, "
+                "can look for parameters by their names, model.named_parameters()"
+            ) from None
+
+
 def remove_layer(model: nn.Module, name: str) -> None:
     """Removes a layer from the model, so that parameters, buffers and states of the model are of what is left."""
     parent, _, last = name.rpartition(".")
-    del model.get_submodule(parent)._modules[last]
+    model.get_submodule(parent)._modules[last] = OtherStage(name)

@@ -87,6 +87,12 @@ class MeshState:
                 continue
             if name not in bucketed:
                 found[name] = Held(local(tensor).reshape(-1), self._layout(name, tensor), self._writes(name, tensor))
+            elif not tensor.numel():  # no bucket has a part of it
+                found[name] = Held(
+                    local(tensor).reshape(-1),
+                    Layout(tuple(tensor.shape), ()),
+                    self._writes(name, tensor, is_sharded=True),
+                )
             elif name in sliced:
                 part = sliced[name]
                 flat = local(tensor).reshape(-1)

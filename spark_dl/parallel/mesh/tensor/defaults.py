@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from spark_dl.parallel.mesh.tensor.words import is_linear
+
 ELEMENTWISE = (
     nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid,
     nn.LogSigmoid, nn.Softplus, nn.Softsign, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.Tanhshrink, nn.Hardshrink,
@@ -91,7 +93,7 @@ def _of_sequentials(model: nn.Module) -> dict[str, str]:
             continue
         prefix, last = f"{name}." if name else "", None
         for child_name, child in module.named_children():
-            if isinstance(child, nn.Linear):
+            if isinstance(child, nn.Linear) and is_linear(child):
                 if last is not None and last[1] == child.in_features:
                     found |= {prefix + last[0]: "colwise", prefix + child_name: "rowwise"}
                     last = None
@@ -110,5 +112,6 @@ def _of_transformer_layers(model: nn.Module) -> dict[str, str]:
             prefix = f"{name}." if name else ""
             heads = [n for n, child in module.named_children() if isinstance(child, nn.MultiheadAttention)]
             found |= {prefix + n: "heads" for n in heads}
-            found |= {f"{prefix}linear1": "colwise", f"{prefix}linear2": "rowwise"}
+            if is_linear(module.linear1) and is_linear(module.linear2):
+                found |= {f"{prefix}linear1": "colwise", f"{prefix}linear2": "rowwise"}
     return found

@@ -23,6 +23,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from spark_dl.parallel.mesh.collectives import start_reduce_scatter
@@ -108,6 +109,7 @@ class _Exchange(torch.autograd.Function):
         return there(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return ctx.back(grads[0]), None, None
 
@@ -124,6 +126,7 @@ class _EqualGradients(torch.autograd.Function):
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         found = [grad for grad in grads if grad is not None]
         exchanged: list[Tensor] = []

@@ -20,6 +20,7 @@ from spark_dl.parallel.mesh.tensor.sequence import KEY as SEQUENCE_KEY
 from spark_dl.parallel.mesh.tensor.sequence import Stack, find_stacks
 from spark_dl.parallel.mesh.tensor.styles import Columns, Rows, Vocabulary
 from spark_dl.parallel.mesh.tensor.words import COLUMNS, ROWS, Box, cuts, is_norm, take
+from spark_dl.parallel.replaced import check_hooks
 
 _SUMS = "replicated_with_grad_allreduce"
 
@@ -99,6 +100,7 @@ def _cut_parameters(model: nn.Module, plan: Mapping[str, str], ranks: TensorRank
             name = f"{module_name}.{own}" if module_name else own
             parent, _, attribute = name.rpartition(".")
             whole = model.get_submodule(parent)._parameters.get(attribute)
+            check_hooks(model, {name}, "parallel.tensor")
             if whole is None or name in found:  # a bias that is off, or cut with the one that shares it
                 continue
             shape = tuple(whole.shape)
@@ -147,6 +149,11 @@ def _equalize(
     on_slices = stack is not None and not stack.gathers(name) and is_norm(module)
 
     def call(inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if name not in plan and flow.columns is not None and _first_size(args, kwargs) == flow.columns.numel():
+            raise ValueError(
+                f"spec.tensor_plan: {name!r} has whole parameters and gets a slice, the outputs of "
+                f"{flow.columns_of!r}, so each rank has a part of their gradients; set {_SUMS!r} for it"
+            )
         if on_slices and stack is not None:
             map_input(lambda x: _expect_slice(x, name, stack.axis, flow), args, kwargs)
         own = {key: p for key, p in module._parameters.items() if p is not None and p.requires_grad}
@@ -172,6 +179,11 @@ def _equalize(
         return joined(call(inner, *map_input(slice_input, args, kwargs)), 1, lengths[0], flow.ranks)
 
     wrap_forward(module, around)
+
+
+def _first_size(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """Returns the number of elements of the first tensor of a call; 0 without any."""
+    return next((value.numel() for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), 0)
 
 
 def _expect_slice(x: Tensor, name: str, axis: int, flow: Flow) -> Tensor:

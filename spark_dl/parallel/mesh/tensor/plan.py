@@ -95,6 +95,8 @@ def _check_fit(name: str, word: str, module: nn.Module) -> None:
     kind, expected = type(module).__name__, None
     if word in COLUMNS or word in ROWS:
         expected = None if is_linear(module) else "a linear layer"
+        if expected and isinstance(module, nn.Linear):
+            expected = "a linear layer with the forward and the weight of nn.Linear ('replicate' keeps it whole)"
         if isinstance(module, nn.MultiheadAttention):
             expected = "a linear layer ('heads' cuts a MultiheadAttention)"
     elif word == "vocab" and not isinstance(module, nn.Embedding):

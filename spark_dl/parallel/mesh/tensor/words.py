@@ -39,7 +39,19 @@ _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 
 
 def is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or is_conv1d(module)
+    """Whether a module is a linear layer that computes what `nn.Linear` does, with a weight of its own.
+
+    A subclass with another `forward`, such as one of LoRA, or a weight that is computed (weight_norm), would be another
+    layer once it is cut.
+    """
+    if is_conv1d(module):
+        return True
+    return (
+        isinstance(module, nn.Linear)
+        and type(module).forward is nn.Linear.forward
+        and "forward" not in vars(module)
+        and module._parameters.get("weight") is not None
+    )
 
 
 def is_conv1d(module: nn.Module) -> bool:

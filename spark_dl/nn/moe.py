@@ -54,6 +54,8 @@ class MoE(nn.Module):
     their balance and their capacity. None: all rows count. Set by `note_rows`. # [rows]"""
     auxiliary_loss: Tensor | None = None
     """The auxiliary loss of the last forward pass in training, with `balance` "loss". A scalar."""
+    auxiliary_losses: list[Tensor] | None = None
+    """The auxiliary losses of all forward passes of a batch, as a layer can be called twice. Begun by `note_rows`."""
     sum_over_data: Callable[[Tensor], None] | None = None
     """Sums a tensor over the ranks that have other tokens, in place. Collective. None: there are none."""
     peers: Peers | None = None
@@ -176,9 +178,9 @@ class MoE(nn.Module):
             share = (counts / counts.sum().clamp(min=1)).to(choice.scores.dtype)
             scores = choice.scores if is_true is None else choice.scores[is_true]
             mean_score = scores.sum(0) / max(len(scores), 1)
-            auxiliary = self.loss_weight * self.num_experts * (share * mean_score).sum()
-            # A layer can be called several times for a batch.
-            self.auxiliary_loss = auxiliary if self.auxiliary_loss is None else self.auxiliary_loss + auxiliary
+            self.auxiliary_loss = self.loss_weight * self.num_experts * (share * mean_score).sum()
+            if self.auxiliary_losses is not None:
+                self.auxiliary_losses.append(self.auxiliary_loss)
 
     @property
     def router_is_trained(self) -> bool:
@@ -224,7 +226,7 @@ def note_rows(model: nn.Module, weight: Tensor) -> None:
     """Tells all mixtures of experts of a model the weights of the rows of the next batch. # weight: [rows]"""
     for module in model.modules():
         if isinstance(module, MoE):
-            module.row_weight, module.auxiliary_loss = weight, None
+            module.row_weight, module.auxiliary_losses = weight, []
 
 
 def add_auxiliary_losses(model: nn.Module, losses: Tensor, count: Callable[[], Tensor]) -> Tensor:
@@ -236,7 +238,8 @@ def add_auxiliary_losses(model: nn.Module, losses: Tensor, count: Callable[[], T
     """
     for module in model.modules():
         if isinstance(module, MoE) and module.auxiliary_loss is not None:
-            auxiliary, module.auxiliary_loss = module.auxiliary_loss, None
+            auxiliary = torch.stack(module.auxiliary_losses or [module.auxiliary_loss]).sum()
+            module.auxiliary_loss = module.auxiliary_losses = None
             if losses.requires_grad and not auxiliary.requires_grad and module.router_is_trained:
                 raise ValueError(
                     "MoE(balance='loss'): the layer was called without gradients, as in "

@@ -174,6 +174,31 @@ class Energy(nn.Module):
         return out + force[:, :3]
 
 
+# What no check knows, and the first step shows
+
+
+def with_norm(model, batch):
+    out = model(batch["features"])
+    return {"out": out, "norm": sum(p.pow(2).sum() for p in model.parameters()).expand(len(out))}
+
+
+def plus_norm(output, label):
+    return F.cross_entropy(output["out"], label, reduction="none") + 0.01 * output["norm"]
+
+
+class Outside(nn.Module):
+    """Its words are used as a linear layer, too, after which each rank has other columns."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.words, self.head = nn.Linear(4, 8), nn.Embedding(6, 8), nn.Linear(8, 3)
+
+    def forward(self, features):
+        ids = (features[:, 0] > 0).long()
+        x = torch.tanh(self.first(features)) + self.words(ids)
+        return self.head(x + F.linear(x, self.words.weight).logsumexp(1, keepdim=True))
+
+
 # Optimizers
 
 
@@ -208,6 +233,8 @@ def of_matrices(model):
     return Muon([p for p in model.parameters() if p.ndim == 2], lr=0.02)
 
 
+UNEQUAL = r"parallel\.check_first_step: the gradient of '[\w.]+' in the first step differs"
+MIXED = "mixed torch.Tensor and DTensor"  # torch's own text, in the first forward pass
 CUT = ("zero 1", "zero 2", "zero 3", "tensor")
 WHOLE = r"spec\.optimizer: expected one of SGD, .*, found \w+; if it updates each element by itself"
 HOOK = r"spec\.build: the parameter '2\.weight' has a hook"
@@ -263,6 +290,14 @@ TIES = {
         ModelSpec(build=lambda: WithParameter(torch.tensor(0.5)), optimizer=sgd),
         {"zero 3": "'extra' is a scalar"},
     ),
+    "norm of all weights in forward": (
+        ModelSpec(build=chain, optimizer=sgd, forward=with_norm, loss=plus_norm),
+        {"pipeline": UNEQUAL},
+    ),
+    "weight used outside its module": (
+        ModelSpec(build=Outside, optimizer=sgd, tensor_plan={"words": "vocab"}),
+        {"tensor": UNEQUAL},
+    ),
     "derivative": (ModelSpec(build=Energy, optimizer=sgd), {}),
     "Adafactor": (
         ModelSpec(build=chain, optimizer=lambda m: Adafactor(m.parameters(), lr=0.05)),
@@ -309,20 +344,29 @@ def expected(tmp_path_factory):
     return of
 
 
-NOT_IN_A_CHAIN = ("called three times", "called three times, not reentrant", "empty", "scalar", "derivative")
+NOT_IN_A_CHAIN = (
+    "called three times",
+    "called three times, not reentrant",
+    "empty",
+    "scalar",
+    "derivative",
+    "weight used outside its module",
+)
+OUTSIDE = ("weight used outside its module", "tensor")
 GRID = [
     (tie, mesh)
     for tie in TIES
     for mesh in MESHES
     if mesh != "pipedream" or tie in ("hook", "mark")
-    if mesh not in ("pipeline", "tensor") or tie not in NOT_IN_A_CHAIN
+    if mesh not in ("pipeline", "tensor") or tie not in NOT_IN_A_CHAIN or (tie, mesh) == OUTSIDE
     if (tie, mesh) not in (("called three times", "zero 3"), ("derivative", "zero 3"))
 ]
 SAMPLE = {
     ("place", "pipeline"), ("place in set_position", "pipeline"), ("place", "zero 3"), ("memory", "pipeline"),
     ("AdamW of one layer, clipped", "pipeline"), ("called three times", "ddp"), ("called three times", "zero 1"),
     ("called three times", "zero 2"), ("empty", "zero 1"), ("empty", "zero 3"), ("scalar", "zero 3"),
-    ("scalar", "zero 2"),
+    ("scalar", "zero 2"), ("norm of all weights in forward", "pipeline"), ("norm of all weights in forward", "zero 1"),
+    OUTSIDE,
     ("mark", "zero 3"), ("mark", "tensor"), ("hook", "zero 3"), ("hook", "zero 1"), ("hook", "tensor"),
     ("hook", "pipedream"), ("memory", "zero 1"), ("memory", "tensor"), ("LoRA", "tensor"), ("scaled weight", "tensor"),
     ("subclass by name", "tensor"), ("weight_norm", "tensor"), ("PReLU between slices", "tensor"),

@@ -9,7 +9,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from tests.spark.conftest import REPOSITORY, SPARK_HOME
+from tests.spark.conftest import REPOSITORY, SPARK_HOME, connect_server
 from tests.spark.test_jobs import environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -33,8 +33,9 @@ FIRST = """
 %load_ext autoreload
 %autoreload 2
 import json, features, spark_dl
+from pyspark.sql import SparkSession
 from spark_dl import Config, Data, Launch, ModelSpec, Train
-spark = spark_dl.build_session("test", master={master!r})
+spark = {session}
 df = spark.createDataFrame([([float(i)], [0.0]) for i in range(8)], "x array<float>, y array<float>")
 data = Data(features=("x",), label="y")
 config = Config(data=data, train=Train(lr=1e-12, global_batch_size=16, epochs=1), launch=Launch(num_ranks=2))
@@ -43,7 +44,7 @@ trained = []
 """
 CALL = """
 spec = ModelSpec(build=features.build, loss="MSELoss", transform=features.scaled)
-result = spark_dl.train(df, spec, config, run_dir=f"run{next(places)}", progress=False)
+result = spark_dl.train(df, spec, config, run_dir=f"run{{next(places)}}", progress=False)
 trained.append(result.checkpoint)
 sums = [
     spark_dl.predict(df, spec, trained[0]).selectExpr("round(sum(prediction[0]), 3)").first()[0],
@@ -52,31 +53,51 @@ sums = [
 def inside():
     import features
     return features.SCALE
+def tuned():
+    if not {tunes}:
+        return result.history[-1]["train_loss"]
+    return spark_dl.tune(
+        df, spec, lambda trial: {{}}, config, num_trials=1, metric="train_loss", run_dir=f"tuned{{next(places)}}",
+        progress=False,
+    ).best.value
 print("found", json.dumps([
     spark_dl.launch(features.scale), spark_dl.launch(lambda: features.SCALE), spark_dl.launch(inside),
     round(result.history[-1]["train_loss"], 3),
-    round(spark_dl.evaluate(df, spec, trained[0], progress=False)["loss"], 3), *sums,
+    round(spark_dl.evaluate(df, spec, trained[0], progress=False)["loss"], 3), *sums, round(tuned(), 3),
 ]))
 """
 EDIT = "open('features.py', 'w').write({text!r})"
 
 
-@pytest.mark.parametrize("master", ["local[2]", pytest.param("local-cluster[2,1,1024]", marks=pytest.mark.long)])
+@pytest.mark.parametrize("master", [
+    "local[2]", *(pytest.param(name, marks=pytest.mark.long) for name in ("local-cluster[2,1,1024]", "connect"))
+])  # fmt: skip
 def test_an_edited_module_is_what_every_call_runs(tmp_path, monkeypatch, master):
     """In local mode the workers start in the folder of the module, and kept what they had imported from there."""
+    if master == "connect":
+        (tmp_path / "server").mkdir()
+        with connect_server(tmp_path / "server") as url:
+            check_edits(tmp_path, monkeypatch, f"SparkSession.builder.remote({url!r}).getOrCreate()", tunes=False)
+    else:
+        check_edits(tmp_path, monkeypatch, f"spark_dl.build_session('test', master={master!r})", tunes=True)
+
+
+def check_edits(tmp_path, monkeypatch, session, *, tunes):
+    """tunes: whether `tune` is called, too, which Connect does not have."""
+    call = CALL.format(tunes=tunes)
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     (tmp_path / "features.py").write_text(FEATURES.format(scale=1.0))
     edit = EDIT.format(text=FEATURES.format(scale=3.0))
     notebook = nbformat.v4.new_notebook()
-    notebook.cells = [nbformat.v4.new_code_cell(s) for s in (FIRST.format(master=master), CALL, edit, CALL)]
+    notebook.cells = [nbformat.v4.new_code_cell(s) for s in (FIRST.format(session=session), call, edit, call)]
     found = NotebookClient(
         notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
     )
-    cells = [c for c in found.execute().cells if c.source == CALL]
+    cells = [c for c in found.execute().cells if c.source == call]
     lines = ["".join(o.get("text", "") for o in cell.outputs) for cell in cells]
     before, after = (json.loads(text.partition("found ")[2].splitlines()[0]) for text in lines)
-    assert before == [[1.0], [1.0], [1.0], 17.5, 17.5, 28.0, 28.0]
-    assert after == [[3.0], [3.0], [3.0], 157.5, 157.5, 84.0, 84.0]
+    assert before == [[1.0], [1.0], [1.0], 17.5, 17.5, 28.0, 28.0, 17.5]
+    assert after == [[3.0], [3.0], [3.0], 157.5, 157.5, 84.0, 84.0, 157.5]
 
 
 JOB = """

@@ -22,10 +22,11 @@ def state_of(saved: Saved) -> dict[str, Any]:
     and `ranks` (what a strategy keeps on each rank). Raises DamagedError for a damaged file.
     """
     training = dict(checkpoint.load(saved, TRAINING))
-    optimizer: dict[str, Any] = {"settings": training.pop("optimizer")}
+    ranks = [checkpoint.load(saved, rank_file(rank)) for rank in range(saved.manifest["world_size"])]
+    optimizer: dict[str, Any] = {"settings": training.pop("settings"), "state": training.pop("optimizer", None)}
     if "tensors" in saved.manifest:  # ranks have different parts of it
         optimizer["tensors"] = TensorFiles(saved.url, saved.manifest, "optimizer").read_whole()
-    ranks = [checkpoint.load(saved, rank_file(rank)) for rank in range(saved.manifest["world_size"])]
+        optimizer["of ranks"] = [rank["settings"] for rank in ranks]
     return {
         "weights": load_weights(saved),
         "optimizer": optimizer,

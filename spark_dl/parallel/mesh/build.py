@@ -58,6 +58,8 @@ class Part:
     experts: Mapping[str, Layout] = field(default_factory=dict)
     """What this rank has of the parameters of experts, by name, if other ranks have other experts."""
     pipeline: Pipeline | PipeDream | None = None
+    model_bytes: int = 0
+    """Of the weights of the whole model."""
     inside: Inside | None = None
     """What calls functions with the module, if only then its weights are whole (ZeRO-3)."""
 
@@ -80,7 +82,7 @@ def build_part(
     optimization = build_optimization(spec, model, config, groups.dims.data)
     if spec.optimizer is not None and (settings.zero_stage or settings.tensor > 1 or settings.experts > 1):
         check_elementwise(optimization, ELEMENTWISE)
-    names = names_of(model)
+    names, model_bytes = names_of(model), sum(p.numel() * p.element_size() for p in model.parameters())
     plan = None
     if settings.tensor > 1:
         plan = resolve_tensor_plan(model, spec.tensor_plan, settings.tensor, sequence=settings.sequence)
@@ -131,7 +133,7 @@ def build_part(
         inside = shard_fully(model, units, mesh[axes], with_rest=pipeline is None)
         set_marks(model, marks)
     replace_parameters(optimization.optimizer, names, model)
-    return Part(model, optimization, layouts, experts, pipeline, inside)
+    return Part(model, optimization, layouts, experts, pipeline, model_bytes, inside)
 
 
 def cut_of(chain: Sequence[Layer], settings: Mesh, plan: Mapping[str, str], times: Sequence[float]) -> list[int]:

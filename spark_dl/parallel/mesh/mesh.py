@@ -19,6 +19,7 @@ from spark_dl.parallel.exchange_clock import ExchangeClock, build_clock
 from spark_dl.parallel.loss import Call, Count
 from spark_dl.parallel.mesh.build import Part, build_part
 from spark_dl.parallel.mesh.experts.divide import release_peers
+from spark_dl.parallel.mesh.first_step import FirstStepCheck
 from spark_dl.parallel.mesh.flat import FlatGradients, local
 from spark_dl.parallel.mesh.fsdp import SameCalls
 from spark_dl.parallel.mesh.groups import Groups, build_groups
@@ -68,7 +69,16 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
             experts=part.experts,
             kinds={name: (name in part.cut, is_counted(part, p)) for name, p in part.module.named_parameters()},
         )  # fmt: skip
-    training = MeshTraining(spec, part, optimization.optimizer, flat, groups, world, config, clock)
+    state = MeshState(
+        part.module, optimization.optimizer, groups, buckets=flat.buckets if flat else (), cut=part.cut,
+        experts=part.experts,
+    )  # fmt: skip
+    check = None
+    if settings.check_first_step and not isinstance(part.pipeline, PipeDream):  # whose gradients are late
+        check = FirstStepCheck(
+            spec, part.module, state, optimization.optimizer, groups, world, config, model_bytes=part.model_bytes
+        )
+    training = MeshTraining(spec, part, optimization.optimizer, flat, groups, world, config, clock, check)
     return Trainable(
         modules=[part.module],
         optimizer=optimization.optimizer,
@@ -82,14 +92,7 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
         sync_weights=training.sync_weights,
         sum_over_data=training.sum_over_data,
         clock=clock,
-        state=MeshState(
-            part.module,
-            optimization.optimizer,
-            groups,
-            buckets=flat.buckets if flat else (),
-            cut=part.cut,
-            experts=part.experts,
-        ),
+        state=state,
         close=training.close,
     )
 
@@ -129,16 +132,19 @@ class MeshTraining:
     def __init__(
         self, spec: ModelSpec, part: Part, optimizer: torch.optim.Optimizer, flat: FlatGradients | None,
         groups: Groups, world: World, config: Config, clock: ExchangeClock | None,
+        check: FirstStepCheck | None = None,
     ):  # fmt: skip
         self._spec, self._part, self._optimizer, self._flat = spec, part, optimizer, flat
         self._groups, self._world, self._config, self._clock = groups, world, config, clock
-        self._is_first_step = True
+        self._is_first_step, self._check = True, check
         self._same_calls: SameCalls | None = None
 
     def forward_backward(self, micro_batches: Sequence[Batch], count: Count) -> Tensor:
         if self._is_first_step:
             _check_same_rows(micro_batches, self._groups, self._world)
             self._is_first_step = False
+            if self._check is not None:
+                self._check.compare(micro_batches, count, self.forward_backward)
         pipeline, flat = self._part.pipeline, self._flat
         if isinstance(pipeline, PipeDream):
             total = pipeline.forward_backward(micro_batches, count)

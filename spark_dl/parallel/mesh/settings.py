@@ -149,12 +149,17 @@ class Mesh(Parallel):
     with its state. The ranks exchange a flag for each parameter in each step. Not with `zero_stage: 3` or
     `pipeline`."""
 
+    check_first_step: bool = may_change(True)
+    """Whether the gradients of the first step are compared with those of the whole model on one rank, without
+    dropout, so that nothing the user has tied to his model is lost unnoticed. Each rank builds the whole model for it,
+    if its weights have at most 256 MiB."""
+
     def __post_init__(self) -> None:
         for name in ("pipeline", "tensor", "experts", "replicas", "stages_per_rank"):
             check_number(self, name, 1, whole=True)
         check_number(self, "bucket_mib", 0, above=True)
         check_choices(self)
-        check_bool(self, "sequence", "vertical_sync", "find_unused_parameters")
+        check_bool(self, "sequence", "vertical_sync", "find_unused_parameters", "check_first_step")
         self._check_pipeline()
         if self.replicas > 1 and not self.zero_stage:
             raise ValueError(

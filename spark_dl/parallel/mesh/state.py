@@ -181,6 +181,15 @@ class MeshState:
         groups = self._optimizer.param_groups
         return [[name for p in group["params"] for name in of_shard.get(id(p)) or names[id(p)]] for group in groups]
 
+    def gradients(self) -> Iterator[tuple[str, Layout, Tensor]]:
+        """Yields what this rank has of the gradients that the optimizer gets: the parameter, its layout, elements."""
+        for parameter, slices in self._optimized():
+            flat = None if parameter.grad is None else local(parameter.grad).detach().to_dense().reshape(-1)
+            for part in slices:
+                length = part.stop - part.start
+                own = torch.zeros(length) if flat is None else flat[part.start : part.stop]
+                yield part.name, part.layout, own
+
     def optimizer_state(self) -> dict[str, Held]:
         """Returns the tensors of the optimizer's state, by `<parameter>/<key>`, such as `fc.weight/exp_avg`.
 

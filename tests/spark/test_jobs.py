@@ -269,7 +269,8 @@ def predict(output):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("code", "file"), [
-    pytest.param(0, PLOT_FAILS, id="picture", marks=pytest.mark.long), pytest.param(1, PREDICTION_FAILS, id="predictions")
+    pytest.param(0, PLOT_FAILS, id="picture", marks=pytest.mark.long),
+    pytest.param(1, PREDICTION_FAILS, id="predictions"),
 ])  # fmt: skip
 def test_a_job_whose_predictions_failed_says_so_and_one_whose_picture_failed_is_a_success(digits, tmp_path, code, file):
     """A nightly job is watched by its exit code."""

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import math
 import os
 import sys
 import time
@@ -440,3 +441,11 @@ def test_S09_the_password_of_a_database_is_in_nothing_that_a_run_writes(tmp_path
     ours = [record.getMessage() for record in caplog.records if record.name.startswith("spark_dl")]
     assert ours
     assert "MARKER-of-the-database" not in f"{ours}{found.data.params}{found.data.tags}"
+
+
+def test_R24_an_exported_model_fills_what_is_not_finite_as_predict_does():
+    model = nn.Linear(2, 1)
+    config = small_config(1, data={"features": ("x",), "label": None, "nonfinite": "fill", "fill": {"x": 2.0}})
+    compute = mlflow_model._Compute(model, ModelSpec(build=lambda: model), config)
+    found = compute(torch.tensor([[1.0, math.nan], [math.inf, 3.0]]))
+    assert torch.equal(found, model(torch.tensor([[1.0, 2.0], [2.0, 3.0]])))

@@ -74,7 +74,8 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
         experts=part.experts,
     )  # fmt: skip
     check = None
-    if settings.check_first_step and not isinstance(part.pipeline, PipeDream):  # whose gradients are late
+    # The gradients of PipeDream are late, and what `set_position` has set, a model that is built anew does not have.
+    if settings.check_first_step and spec.set_position is None and not isinstance(part.pipeline, PipeDream):
         check = FirstStepCheck(
             spec, part.module, state, optimization.optimizer, groups, world, config, model_bytes=part.model_bytes
         )

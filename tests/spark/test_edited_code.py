@@ -74,18 +74,19 @@ EDIT = "open('features.py', 'w').write({text!r})"
 ])  # fmt: skip
 def test_an_edited_module_is_what_every_call_runs(tmp_path, monkeypatch, master):
     """In local mode the workers start in the folder of the module, and kept what they had imported from there."""
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     if master == "connect":
+        monkeypatch.setenv("PYSPARK_PYTHON", sys.executable)
         (tmp_path / "server").mkdir()
         with connect_server(tmp_path / "server") as url:
-            check_edits(tmp_path, monkeypatch, f"SparkSession.builder.remote({url!r}).getOrCreate()", tunes=False)
+            check_edits(tmp_path, f"SparkSession.builder.remote({url!r}).getOrCreate()", tunes=False)
     else:
-        check_edits(tmp_path, monkeypatch, f"spark_dl.build_session('test', master={master!r})", tunes=True)
+        check_edits(tmp_path, f"spark_dl.build_session('test', master={master!r})", tunes=True)
 
 
-def check_edits(tmp_path, monkeypatch, session, *, tunes):
+def check_edits(tmp_path, session, *, tunes):
     """tunes: whether `tune` is called, too, which Connect does not have."""
     call = CALL.format(tunes=tunes)
-    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     (tmp_path / "features.py").write_text(FEATURES.format(scale=1.0))
     edit = EDIT.format(text=FEATURES.format(scale=3.0))
     notebook = nbformat.v4.new_notebook()

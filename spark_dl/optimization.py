@@ -81,7 +81,7 @@ def trained_by(optimizer: Optimizer) -> list[Tensor]:
 def check_parameters(optimizer: Optimizer, model: nn.Module) -> None:
     """Raises ValueError if an optimizer has parameters that are not the model's, or none that requires a gradient."""
     own = {id(parameter) for parameter in model.parameters()}
-    found = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    found = trained_by(optimizer)
     if not all(id(parameter) in own for parameter in found):
         raise ValueError("spec.optimizer: the optimizer has parameters that are not parameters of the model")
     if not any(parameter.requires_grad for parameter in found):

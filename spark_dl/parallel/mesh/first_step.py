@@ -126,9 +126,7 @@ class FirstStepCheck:
         is_first = self._groups.at.tensor == self._groups.at.pipeline == 0
         _sum(flat if is_first else flat.zero_(), self._world)
         parts = flat.split([gradient.numel() for gradient in found.values()])
-        return dict(
-            zip(found, (part.view(g.shape) for part, g in zip(parts, found.values(), strict=True)), strict=True)
-        )
+        return {name: part.view(g.shape) for (name, g), part in zip(found.items(), parts, strict=True)}
 
     def _sum_over_data(self, tensor: Tensor) -> None:
         if self._groups.data is not None:

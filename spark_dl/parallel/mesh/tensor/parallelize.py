@@ -20,7 +20,7 @@ from spark_dl.parallel.mesh.tensor.sequence import KEY as SEQUENCE_KEY
 from spark_dl.parallel.mesh.tensor.sequence import Stack, find_stacks
 from spark_dl.parallel.mesh.tensor.styles import Columns, Rows, Vocabulary
 from spark_dl.parallel.mesh.tensor.words import COLUMNS, ROWS, Box, cuts, is_norm, take
-from spark_dl.parallel.replaced import check_hooks
+from spark_dl.parallel.replaced import check_hooks, names_of
 
 _SUMS = "replicated_with_grad_allreduce"
 
@@ -91,9 +91,7 @@ def _own_names(name: str, module: nn.Module) -> list[str]:
 
 def _cut_parameters(model: nn.Module, plan: Mapping[str, str], ranks: TensorRanks) -> dict[str, Slice]:
     """Replaces the parameters that the plan cuts by this rank's slices, in all modules that share them."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
+    names = names_of(model)
     found: dict[str, Slice] = {}
     for module_name, word in plan.items():
         for own, cut in cuts(word, model.get_submodule(module_name)).items():

@@ -125,15 +125,21 @@ def _installed_folders() -> tuple[str, ...]:
 
 
 def _source_path(module: Any, folders: tuple[str, ...]) -> str | None:
-    """Returns the file of a module of the project; None for any other module. Called for thousands of modules."""
+    """Returns the file of a module of the project; None for any other module."""
     file = getattr(module, "__file__", None)
-    if not isinstance(file, str) or not file.endswith(".py") or not file.startswith(folders):
+    if not isinstance(file, str) or not _is_in_project(file, folders):
         return None
+    is_ours = getattr(module, "__name__", "").partition(".")[0] in _NEVER_SENT
+    return None if is_ours or not os.path.isfile(file) else file
+
+
+@functools.cache
+def _is_in_project(file: str, folders: tuple[str, ...]) -> bool:
+    """Whether a file is in one of the folders, and not installed. Kept, as each call asks for thousands of modules."""
+    if not file.endswith(".py") or not file.startswith(folders):
+        return False
     has_part = "site-packages" in file or "dist-packages" in file  # the latter on Debian
-    is_installed = has_part or file.startswith(_installed_folders())
-    if is_installed or getattr(module, "__name__", "").partition(".")[0] in _NEVER_SENT:
-        return None
-    return file if os.path.isfile(file) else None
+    return not has_part and not file.startswith(_installed_folders())
 
 
 def install(sent: Project) -> None:

@@ -364,8 +364,9 @@ def unused_message(names: Sequence[str]) -> str:
     """Returns the error about parameters that have no gradient in a step. # names: at least one"""
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
     return (
-        f"spec.build: the loss of a step does not depend on the parameters {', '.join(names[:8])}{more}; set "
-        "parallel.find_unused_parameters to true, use them in the forward pass, or freeze them (requires_grad_(False))"
+        f"spec.build: the loss of a step does not depend on the parameters {', '.join(names[:8])}{more}; use them in "
+        "the forward pass, freeze them (requires_grad_(False)), or, without a pipeline, set "
+        "parallel.find_unused_parameters to true"
     )
 
 

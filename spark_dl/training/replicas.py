@@ -51,28 +51,27 @@ class Drift:
 
 
 class TrainedParameters:
-    """The parameters that are trained in the first step of this process, which must stay those that are."""
+    """The parameters that are trained as the model was built, which must stay those that are."""
 
     def __init__(self, trainable: Trainable):
         self._named = [(n, p) for module in trainable.modules for n, p in module.named_parameters()]
-        self._before: list[bool] | None = None
+        self._built = [p.requires_grad for _, p in self._named]
 
     def check(self, global_step: int) -> None:
-        """Raises ValueError if a parameter has become trainable, or is frozen, since the first call. On every rank.
+        """Raises ValueError if a parameter has become trainable, or is frozen, since the model was built.
 
-        What exchanges gradients, and the optimizer of `train.optimizer`, have the parameters of the first step.
+        Called on every rank. What exchanges gradients, and the optimizer of `train.optimizer`, have the parameters
+        that were trainable then.
         """
         now = [p.requires_grad for _, p in self._named]
-        if self._before is None or now == self._before:
-            self._before = now
+        if now == self._built:
             return
-        before = self._before
-        changed = [(name, is_) for (name, _), was, is_ in zip(self._named, before, now, strict=True) if was != is_]
+        changed = [(name, is_) for (name, _), was, is_ in zip(self._named, self._built, now, strict=True) if was != is_]
         names = ", ".join(f"{name!r} ({'trainable' if is_ else 'frozen'})" for name, is_ in changed[:8])
         more = f" and {len(changed) - 8} more" if len(changed) > 8 else ""
         raise ValueError(
             f"requires_grad has changed before step {global_step}: {names}{more}. The ranks exchange the gradients of "
-            "the parameters that were trainable in the first step; leave requires_grad as spec.build sets it, and "
+            "the parameters that are trainable in spec.build; leave requires_grad as it sets it, and "
             "freeze a part for some time by a learning rate of 0 for its parameter group (spec.optimizer)"
         )
 

@@ -293,7 +293,7 @@ def test_parameters_that_no_rank_has_used_stay_as_they_are(tmp_path, zero, num_r
 def test_parameters_that_a_step_has_not_used_are_named_with_a_setting_that_there_is(tmp_path, zero):
     config = small_config(2, parallel=Mesh(zero_stage=zero))
     run = make_run(tmp_path, config, spec=UNUSED)
-    expected = r"does not depend on the parameters .*never.weight.*; set parallel.find_unused_parameters to true"
+    expected = r"does not depend on the parameters .*never.weight.*, set parallel.find_unused_parameters to true"
     with pytest.raises(RankFailed, match=expected):
         run_ranks(train_rank, 2, run)
 

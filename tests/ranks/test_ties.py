@@ -10,6 +10,7 @@ from torch.optim import SGD, Adafactor, AdamW, Muon
 from torch.utils.checkpoint import checkpoint
 
 from spark_dl import ModelSpec, Optimization
+from spark_dl.parallel.ddp import DDP
 from spark_dl.parallel.mesh.settings import Mesh
 from spark_dl.rundir.weights import load_weights
 from tests.builders.models import small_config
@@ -79,6 +80,32 @@ def build_factors():
 def set_factors(model, position):
     model[1].factor = 1 / (1 + position.global_step)
     model[5].factor = 1 + position.global_step / 4
+
+
+# Parameters that are frozen, trained later, or never used
+
+
+def decayed(model):
+    return AdamW(model.parameters(), lr=0.01, weight_decay=0.3)
+
+
+def freeze(model, position):
+    model[2].requires_grad_(position.global_step < 2)
+
+
+def thaw(model, position):
+    model[2].requires_grad_(position.global_step >= 2)
+
+
+class Spare(nn.Module):
+    """Has a parameter that nothing uses, as layers that were switched off have."""
+
+    def __init__(self):
+        super().__init__()
+        self.spare = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return torch.tanh(x)
 
 
 # Hooks
@@ -240,12 +267,26 @@ WHOLE = r"spec\.optimizer: expected one of SGD, .*, found \w+; if it updates eac
 HOOK = r"spec\.build: the parameter '2\.weight' has a hook"
 SHARED = r"spec\.build: the parameters '2\.weight' and '4\.weight' share memory"
 SUBCLASS = r"'rowwise' expects a linear layer with the forward and the weight of nn\.Linear .*found LoRA for '2'"
+CHANGED = r"requires_grad has changed before step \d: '2\.weight'"
+UNUSED = r"the loss of a step does not depend on the parameters .*spare"
 SLICES = r"spec\.tensor_plan: '1' has whole parameters and gets a slice, the outputs of '0'"
 # What a user ties: (spec, what is not right with which strategy)
 TIES = {
     "mark": (ModelSpec(build=build_marked, optimizer=by_marks), {}),
     "place": (ModelSpec(build=chain, optimizer=by_place), {}),
     "place in set_position": (ModelSpec(build=build_factors, optimizer=sgd, set_position=set_factors), {}),
+    "frozen later": (
+        ModelSpec(build=chain, optimizer=decayed, set_position=freeze),
+        dict.fromkeys(MESHES, CHANGED),
+    ),
+    "trained later": (
+        ModelSpec(build=chain, optimizer=decayed, set_position=thaw),
+        dict.fromkeys(MESHES, CHANGED),
+    ),
+    "never used": (
+        ModelSpec(build=lambda: chain(middle=Spare), optimizer=decayed),
+        dict.fromkeys(("ddp", "zero 1", "zero 2", "tensor", "pipeline"), UNUSED),
+    ),
     "hook": (
         ModelSpec(build=build_hooked, optimizer=sgd, tensor_plan={"0": "colwise", "2": "rowwise"}),
         {"zero 3": HOOK, "tensor": HOOK, "pipedream": HOOK},
@@ -292,11 +333,11 @@ TIES = {
     ),
     "norm of all weights in forward": (
         ModelSpec(build=chain, optimizer=sgd, forward=with_norm, loss=plus_norm),
-        {"pipeline": UNEQUAL},
+        {"pipeline": UNEQUAL, "zero 3": MIXED},
     ),
     "weight used outside its module": (
         ModelSpec(build=Outside, optimizer=sgd, tensor_plan={"words": "vocab"}),
-        {"tensor": UNEQUAL},
+        {"tensor": UNEQUAL, "zero 3": MIXED},
     ),
     "derivative": (ModelSpec(build=Energy, optimizer=sgd), {}),
     "Adafactor": (
@@ -323,7 +364,7 @@ TIES = {
 }
 
 
-def settings(num_ranks, mesh, *, clips):
+def settings(num_ranks, mesh, *, clips=False):
     fields = {"epochs": 9, "max_steps": STEPS, "accumulation_steps": 2, "clip_grad_norm": 0.05 if clips else None}
     return small_config(num_ranks, train=fields, **({} if mesh is None else {"parallel": mesh}))
 
@@ -337,7 +378,8 @@ def expected(tmp_path_factory):
         if tie not in found:
             folder = tmp_path_factory.mktemp("one")
             spec = TIES[tie][0]
-            run = make_run(folder, settings(1, None, clips="clipped" in tie), spec=spec)
+            finds_unused = DDP(find_unused_parameters=tie == "never used")
+            run = make_run(folder, settings(1, finds_unused, clips="clipped" in tie), spec=spec)
             found[tie] = load_weights(train(run))
         return found[tie]
 
@@ -357,7 +399,7 @@ GRID = [
     (tie, mesh)
     for tie in TIES
     for mesh in MESHES
-    if mesh != "pipedream" or tie in ("hook", "mark")
+    if mesh != "pipedream" or tie in ("hook", "mark", "frozen later", "trained later")
     if mesh not in ("pipeline", "tensor") or tie not in NOT_IN_A_CHAIN or (tie, mesh) == OUTSIDE
     if (tie, mesh) not in (("called three times", "zero 3"), ("derivative", "zero 3"))
 ]
@@ -372,6 +414,8 @@ SAMPLE = {
     ("subclass by name", "tensor"), ("weight_norm", "tensor"), ("PReLU between slices", "tensor"),
     ("PReLU that is told", "tensor"), ("LoRA in an own plan", "tensor"), ("Adafactor", "zero 1"), ("Muon", "tensor"),
     ("subclass of SGD", "zero 2"), ("own", "zero 1"), ("own with a flag", "tensor"),
+    ("frozen later", "pipeline"), ("trained later", "zero 2"), ("trained later", "tensor"), ("never used", "pipeline"),
+    ("never used", "zero 3"), ("never used", "tensor"),
     ("AdamW of one layer, clipped", "ddp"), ("AdamW of one layer, clipped", "zero 1"),
 }  # fmt: skip
 
@@ -411,4 +455,11 @@ def test_M9_derivatives_of_derivatives_through_an_exchange_of_tensor_ranks_are_a
 def test_M2_what_a_layer_of_another_stage_has_is_an_error_that_names_it(tmp_path):
     spec = ModelSpec(build=chain, optimizer=sgd, set_position=lambda model, position: model[6].weight.mul_(1))
     with pytest.raises(RankFailed, match=r"the layer '6' is on another stage of the pipeline, and has no 'weight'"):
-        train(make_run(tmp_path, settings(2, MESHES["pipeline"], clips=False), spec=spec))
+        train(make_run(tmp_path, settings(2, MESHES["pipeline"]), spec=spec))
+
+
+def test_M12_a_schedule_without_hooks_names_a_parameter_that_is_never_used(tmp_path):
+    spec = ModelSpec(build=lambda: chain(middle=Spare), optimizer=decayed)
+    mesh = Mesh(pipeline=2, stages=(4, 3), schedule="zero_bubble")
+    with pytest.raises(RankFailed, match=UNUSED):
+        train(make_run(tmp_path, settings(2, mesh), spec=spec))

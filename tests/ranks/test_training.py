@@ -408,7 +408,7 @@ def _mean_loss(output, label):
         ),
         (
             ModelSpec(build=WithUnused),
-            "does not depend on the parameters unused.weight, unused.bias; set parallel.find",
+            "does not depend on the parameters unused.weight, unused.bias; use them in the forward pass",
         ),
     ],
 )

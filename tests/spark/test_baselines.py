@@ -266,6 +266,24 @@ def test_weights_that_are_not_trained_are_those_of_the_driver(spark, tmp_path, s
     assert_close({"w": weights["last.weight"]}, {"w": model.last.weight.detach()})
 
 
+def _freeze(model, position):
+    model[0].requires_grad_(position.global_step < 2)
+
+
+def _thaw(model, position):
+    model[0].requires_grad_(position.global_step >= 2)
+
+
+@pytest.mark.modes("local")
+@pytest.mark.parametrize(("function", "step"), [(_freeze, 3), (_thaw, 1)], ids=["frozen later", "trained later"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_M17_a_part_that_is_frozen_or_trained_later_is_named(spark, tmp_path, strategy, function, step):
+    spec = dataclasses.replace(MLP, set_position=function)
+    run = make_run(tmp_path, config_of(strategy, 2), spec=spec)
+    with pytest.raises(ValueError, match=rf"requires_grad has changed before step {step}: '0\.weight' \(frozen\)"):
+        train_from_driver(spark, run)
+
+
 @pytest.mark.slow
 @pytest.mark.modes("local")
 def test_a_mixture_and_fp16(spark, tmp_path):

@@ -87,8 +87,7 @@ class FlatGradients:
 
         experts: names of the parameters that only the ranks with the same experts have.
         find_unused: whether steps may leave out parameters (`Mesh.find_unused_parameters`); None if that is not known,
-            as
-            in pipelines, whose schedules set gradients without hooks.
+            as in pipelines whose schedules set gradients without hooks.
         """
         self._stage, self._clock, self._finds_unused = stage, clock, find_unused
         self._fired: set[int] = set()
@@ -234,7 +233,7 @@ class FlatGradients:
 
     def _note(self, bucket: Bucket, index: int) -> Callable[[Tensor], None]:
         def note(parameter: Tensor) -> None:
-            if id(parameter) in self._fired and self._finds_unused is not None:
+            if id(parameter) in self._fired and self._is_exchanging and self._finds_unused is not None:
                 raise ValueError(
                     f"the parameter {bucket.names[index]!r} got its gradient in several parts, in backward passes "
                     "within the backward pass, as of a module that is called several times in checkpoint(..., "

@@ -61,11 +61,12 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
         return dataclasses.replace(plain, state=state, extra_state=extra)
     part = build_part(spec, world, config, groups, clock)
     optimization, flat = part.optimization, None
+    hooks_run = part.pipeline is None or (isinstance(part.pipeline, Pipeline) and part.pipeline.runs_hooks)
     if settings.zero_stage < 3:
         flat = FlatGradients(
             part.module, optimization.optimizer, groups, stage=settings.zero_stage, clock=clock,
             bucket_bytes=int(settings.bucket_mib * _MIB),
-            find_unused=settings.find_unused_parameters if part.pipeline is None else None,
+            find_unused=settings.find_unused_parameters if hooks_run else None,
             experts=part.experts,
             kinds={name: (name in part.cut, is_counted(part, p)) for name, p in part.module.named_parameters()},
         )  # fmt: skip

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from spark_dl.parallel.loss import Count
+from spark_dl.parallel.loss import Count, unused_message
 from spark_dl.parallel.mesh.layers import Layer, Tied
 from spark_dl.parallel.mesh.stage import Boundary, Stage, enter
 from spark_dl.parallel.mesh.stages import Stages
@@ -89,6 +89,11 @@ class Pipeline:
         return self._stages.tied
 
     @property
+    def runs_hooks(self) -> bool:
+        """Whether the hooks of parameters run in the backward pass, as the schedule computes all gradients there."""
+        return self._schedule not in _SPLIT
+
+    @property
     def is_last(self) -> bool:
         """Whether this rank has the last stage, and so the output and the loss."""
         return self._stages.last_rank == self._stages.rank
@@ -156,8 +161,17 @@ class Pipeline:
             raise
 
     def _check_gradients(self) -> None:
-        """Raises RuntimeError if a schedule has left out the gradient of a parameter, in the first step."""
-        used, self._used = self._used or [], None
+        """Raises RuntimeError if a schedule has left out the gradient of a parameter, in the first step.
+
+        Raises ValueError for parameters that no loss depends on.
+        """
+        if self._used is None:
+            return
+        used, self._used = self._used, None
+        known = {id(parameter) for parameter in used}
+        trained = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
+        if unused := [name for name, parameter in trained if id(parameter) not in known]:
+            raise ValueError(unused_message(unused))
         missing = {id(parameter) for parameter in used if parameter.grad is None}
         names = [name for name, parameter in self.module.named_parameters() if id(parameter) in missing]
         if names:

@@ -127,11 +127,18 @@ def test_local_sgd_compares_weights_after_averages_only(every, settings):
         make_config(parallel=LocalSGD(sync_every_steps=4, **settings), check_replicas_every=every)
 
 
+def test_M19_local_sgd_does_not_take_fp16():
+    with pytest.raises(
+        ValueError, match=r"^train\.precision: expected float32 or bf16 with .*'local_sgd'.* found fp16"
+    ):
+        make_config(parallel=LocalSGD(), precision="fp16")
+
+
 @pytest.mark.parametrize("settings", [
     {"parallel": DDP(compression="fp16"), "precision": "fp16"}, {"parallel": DDP(compression="topk"),
                                                                 "precision": "bf16"},
     {"parallel": ParameterServer(), "num_ranks": 2, "clip_grad_norm": 1.0, "precision": "bf16", "optimizer": "AdamW"},
-    {"parallel": LocalSGD(), "precision": "fp16", "optimizer": "Adafactor", "clip_grad_norm": 1.0},
+    {"parallel": LocalSGD(), "precision": "bf16", "optimizer": "Adafactor", "clip_grad_norm": 1.0},
     {"metrics": {}, "label": None},
     {"parallel": DDP(compression="bf16"), "gpus_per_rank": 0.5},
     {"parallel": DDP(all_reduce="ring", compression="none"), "gpus_per_rank": 1},

@@ -269,6 +269,7 @@ SHARED = r"spec\.build: the parameters '2\.weight' and '4\.weight' share memory"
 SUBCLASS = r"'rowwise' expects a linear layer with the forward and the weight of nn\.Linear .*found LoRA for '2'"
 CHANGED = r"requires_grad has changed before step \d: '2\.weight'"
 UNUSED = r"the loss of a step does not depend on the parameters .*spare"
+FREED = r"parallel\.zero_stage: with 3, the weights of a layer are freed"
 SLICES = r"spec\.tensor_plan: '1' has whole parameters and gets a slice, the outputs of '0'"
 # What a user ties: (spec, what is not right with which strategy)
 TIES = {
@@ -320,6 +321,7 @@ TIES = {
         {
             "ddp": "set parallel.static_graph to true",
             **dict.fromkeys(("zero 1", "zero 2"), "got its gradient in several parts"),
+            "zero 3": FREED,
         },
     ),
     "called three times, not reentrant": (ModelSpec(build=lambda: Repeated(is_reentrant=False), optimizer=sgd), {}),
@@ -339,7 +341,7 @@ TIES = {
         ModelSpec(build=Outside, optimizer=sgd, tensor_plan={"words": "vocab"}),
         {"tensor": UNEQUAL, "zero 3": MIXED},
     ),
-    "derivative": (ModelSpec(build=Energy, optimizer=sgd), {}),
+    "derivative": (ModelSpec(build=Energy, optimizer=sgd), {"zero 3": FREED}),
     "Adafactor": (
         ModelSpec(build=chain, optimizer=lambda m: Adafactor(m.parameters(), lr=0.05)),
         dict.fromkeys(CUT, WHOLE),
@@ -401,7 +403,6 @@ GRID = [
     for mesh in MESHES
     if mesh != "pipedream" or tie in ("hook", "mark", "frozen later", "trained later")
     if mesh not in ("pipeline", "tensor") or tie not in NOT_IN_A_CHAIN or (tie, mesh) == OUTSIDE
-    if (tie, mesh) not in (("called three times", "zero 3"), ("derivative", "zero 3"))
 ]
 SAMPLE = {
     ("place", "pipeline"), ("place in set_position", "pipeline"), ("place", "zero 3"), ("memory", "pipeline"),
@@ -415,7 +416,7 @@ SAMPLE = {
     ("PReLU that is told", "tensor"), ("LoRA in an own plan", "tensor"), ("Adafactor", "zero 1"), ("Muon", "tensor"),
     ("subclass of SGD", "zero 2"), ("own", "zero 1"), ("own with a flag", "tensor"),
     ("frozen later", "pipeline"), ("trained later", "zero 2"), ("trained later", "tensor"), ("never used", "pipeline"),
-    ("never used", "zero 3"), ("never used", "tensor"),
+    ("never used", "zero 3"), ("called three times", "zero 3"), ("derivative", "zero 3"), ("never used", "tensor"),
     ("AdamW of one layer, clipped", "ddp"), ("AdamW of one layer, clipped", "zero 1"),
 }  # fmt: skip
 

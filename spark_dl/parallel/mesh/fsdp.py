@@ -3,7 +3,8 @@ arXiv:2304.11277)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
 from spark_dl.parallel.loss import Inside
 from spark_dl.parallel.mesh.collectives import start_reduce_scatter
@@ -80,6 +82,27 @@ def _with_shared_parameters(units: Sequence[nn.Module]) -> list[list[nn.Module]]
                 apart.append((other_ids, others))
         groups = [*apart, (ids, modules)]
     return [modules for _, modules in groups]
+
+
+@contextlib.contextmanager
+def whole_again_named(model: nn.Module) -> Iterator[None]:
+    """Raises ValueError in place of torch's error if the forward or backward pass needs weights that are freed.
+
+    Or if it leaves weights gathered, whose gradients would never be exchanged.
+    """
+    cause = None
+    try:
+        yield
+    except RuntimeError as error:
+        if "storage of size 0" not in str(error):
+            raise
+        cause = error
+    if cause is not None or not all(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise ValueError(
+            "parallel.zero_stage: with 3, the weights of a layer are freed after its forward and its backward pass, "
+            "and this model needs them within another backward pass, as for derivatives in its forward or for "
+            "checkpoint(..., use_reentrant=True); use zero_stage 2, or use_reentrant=False"
+        ) from cause
 
 
 class SameCalls:

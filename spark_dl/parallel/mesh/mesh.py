@@ -21,7 +21,7 @@ from spark_dl.parallel.mesh.build import Part, build_part
 from spark_dl.parallel.mesh.experts.divide import release_peers
 from spark_dl.parallel.mesh.first_step import FirstStepCheck
 from spark_dl.parallel.mesh.flat import FlatGradients, local
-from spark_dl.parallel.mesh.fsdp import SameCalls
+from spark_dl.parallel.mesh.fsdp import SameCalls, whole_again_named
 from spark_dl.parallel.mesh.groups import Groups, build_groups
 from spark_dl.parallel.mesh.pipedream import PipeDream
 from spark_dl.parallel.mesh.pipeline import Pipeline
@@ -170,11 +170,12 @@ class MeshTraining:
         call: Call | None = inside
         if inside is not None and self._same_calls is None:
             self._same_calls = call = SameCalls(inside, self._world.device)
-        total = add_gradients(
-            self._spec, self._part.module, micro_batches, self._config, device=self._world.device,
-            scale=lambda losses: losses / count, call=call, clock=self._clock if flat is None else None,
-            before_last=contextlib.nullcontext if flat is None else flat.no_sync,
-        )  # fmt: skip
+        with contextlib.nullcontext() if inside is None else whole_again_named(self._part.module):
+            total = add_gradients(
+                self._spec, self._part.module, micro_batches, self._config, device=self._world.device,
+                scale=lambda losses: losses / count, call=call, clock=self._clock if flat is None else None,
+                before_last=contextlib.nullcontext if flat is None else flat.no_sync,
+            )  # fmt: skip
         if flat is not None:
             flat.finish()
         return total

@@ -27,6 +27,8 @@ _BY_GROUP = (
     "base_lrs", "_last_lr", "min_lrs", "max_lrs", "base_momentums", "max_momentums", "lr_lambdas",
 )  # fmt: skip
 """What torch's schedulers hold in a list with an item for each group."""
+_WITH_STATE = ("amsgrad", "centered", "momentum")
+"""Settings of torch's optimizers for which they have a further state in each parameter, from its first step on."""
 _SHOWN = 4
 
 
@@ -104,18 +106,27 @@ class OptimizerSettings:
             **self.state_dict(), "groups": settings, "built": built, "schedule": schedule, "schedule_built": scheduled,
         }  # fmt: skip
 
+    def check_classes(self, saved: Mapping[str, Any]) -> None:
+        """Raises ValueError if a checkpoint is of another class of optimizer or scheduler.
+
+        saved: what `state_dict` returned.
+        """
+        now = classes_of(self._optimizer, self._schedule)
+        check_classes({key: saved[key] for key in now}, now)
+
     def load_state_dict(self, saved: Iterable[Mapping[str, Any]], *, tells: bool = False) -> None:
         """Takes the settings of a checkpoint, and of what the user has changed the new ones.
 
         saved: what `state_dict` returned on the ranks, of which the first that has a parameter counts.
         tells: whether to log what has changed.
-        Raises ValueError for another class of optimizer or scheduler, and for groups that were divided in another way.
+        Raises ValueError for groups that were divided in another way, and for settings that need a state.
         """
         sources = self._sources(saved)
         changed: list[str] = []
         for i, (group, source) in enumerate(zip(self._optimizer.param_groups, sources, strict=True)):
             if source is not None:
                 then, before, now = source.saved["built"][source.at], source.saved["groups"][source.at], self._built[i]
+                self._check_state(i, before, now)
                 group.update(_merged_group(before, then, now))
                 changed += [
                     f"{key} of {_listed(self._names[i])} was {then.get(key)!r}, is {now.get(key)!r}"
@@ -142,7 +153,6 @@ class OptimizerSettings:
         wanted = {name for names in self._names for name in names}
         for found in saved:
             first = first or found
-            self._check_classes(found)
             for at, names in enumerate(found["names"]):
                 for name in names:
                     places.setdefault(name, _Source(found, at))
@@ -158,9 +168,17 @@ class OptimizerSettings:
             sources.append(of_names[0] if of_names else None)
         return sources
 
-    def _check_classes(self, found: Mapping[str, Any]) -> None:
-        now = classes_of(self._optimizer, self._schedule)
-        check_classes({key: found[key] for key in now}, now)
+    def _check_state(self, i: int, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+        """Raises ValueError for a setting whose state the checkpoint does not have."""
+        if isinstance(self._optimizer, torch.optim.SGD):  # which begins its momentum in any step
+            return
+        for key in _WITH_STATE:
+            if now.get(key) and not before.get(key):
+                raise ValueError(
+                    f"cannot resume: {key} of {_listed(self._names[i])} was {before.get(key)!r}, and is {now[key]!r} "
+                    "now, for which the optimizer needs a state from its first step on; restore it, or begin another "
+                    "run with train.init_from"
+                )
 
     def _check_settings(self, i: int, sources: Sequence[_Source]) -> None:
         """Raises ValueError if parameters of a group had different settings."""

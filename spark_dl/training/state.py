@@ -312,6 +312,7 @@ class RunState:
             of_ranks = iter([state["settings"]])
         else:
             of_ranks = rank_files.settings_of_ranks(saved, world.rank)
+        self._settings.check_classes(state["settings"])  # torch would fail at the state of another class
         if trainable.state is not None:
             _load_parts(trainable, saved)
         else:

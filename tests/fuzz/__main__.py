@@ -19,7 +19,10 @@ from tqdm import tqdm
 from tests.fuzz import errors, run
 from tests.spark.conftest import CONF, FAST_JVM, REPOSITORY
 
-SAMPLE = {"tables": 14, "windows": 10, "states": 60, "resumed": 10, "settings": 30, "damage": 30}
+SAMPLE = {
+    "tables": 12, "windows": 10, "states": 60, "resumed": 10, "settings": 30, "damage": 26, "keys": 8, "ties": 5,
+    "changes": 5,
+}  # fmt: skip
 """Cases of each kind in `make test-slow`. Together, they take about two minutes."""
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import hypothesis
 from hypothesis import HealthCheck, Phase, given, settings
 
-from tests.fuzz import damage, resumed, states, tables, windows
+from tests.fuzz import changes, damage, keys, resumed, states, tables, ties, windows
 from tests.fuzz import settings as settings_
 
 PROPERTIES = {
@@ -20,6 +20,9 @@ PROPERTIES = {
     "resumed": resumed,
     "settings": settings_,
     "damage": damage,
+    "keys": keys,
+    "ties": ties,
+    "changes": changes,
 }
 """Modules with `cases`, a strategy, and `check`, called with the session, a folder that does not exist, and a case. The
 text of a case can be evaluated in its module."""

@@ -216,6 +216,8 @@ class MeshState:
         """Loads what this rank has of a checkpoint, whatever mesh it was saved on. Not collective.
 
         saved: shape of each tensor of the optimizer's state in the checkpoint, by `<parameter>/<key>`.
+
+        Raises ValueError for a parameter without a state there, whose shard has others with one.
         """
         tied = self.tied()
         own = [(name, tensor) for name, tensor in self._named() if name not in tied]
@@ -226,7 +228,15 @@ class MeshState:
         for parameter, slices in self._optimized():
             state = self._optimizer.state[parameter]
             state.clear()
-            for key in sorted({name.rpartition("/")[2] for part in slices for name in saved if _of(name, part.name)}):
+            keys = {name.rpartition("/")[2] for part in slices for name in saved if _of(name, part.name)}
+            if lacking := [part.name for part in slices if any(f"{part.name}/{key}" not in saved for key in keys)]:
+                others = ", ".join(part.name for part in slices if part.name not in lacking)
+                raise ValueError(
+                    f"cannot resume: the checkpoint has no state of the optimizer for {', '.join(lacking[:8])}, which "
+                    f"is new, and parallel.zero_stage keeps it in one tensor with that of {others}; "
+                    "freeze what was frozen, or begin another run with train.init_from"
+                )
+            for key in sorted(keys):
                 state[key] = self._read_state(parameter, slices, key, read_optimizer, saved)
 
     def _read_state(

@@ -13,7 +13,18 @@ from spark_dl.config.checks import suggestion
 from spark_dl.parallel.mesh.tensor.defaults import default_plan
 from spark_dl.parallel.mesh.tensor.sequence import KEY as SEQUENCE_KEY
 from spark_dl.parallel.mesh.tensor.sequence import find_stacks
-from spark_dl.parallel.mesh.tensor.words import ALIASES, COLUMNS, ROWS, WORDS, inputs, is_linear, is_norm, outputs
+from spark_dl.parallel.mesh.tensor.words import (
+    ALIASES,
+    COLUMNS,
+    ROWS,
+    WORDS,
+    cuts,
+    inputs,
+    is_linear,
+    is_norm,
+    outputs,
+)
+from spark_dl.parallel.replaced import names_of
 
 KEY = "spec.tensor_plan"
 _SLICED = tuple(word for word in COLUMNS if word != "colwise_gather_output")
@@ -144,11 +155,25 @@ def _with_tied(model: nn.Module, plan: dict[str, str]) -> dict[str, str]:
         cut = {word for word in of_each.values() if word in COLUMNS or word in ROWS or word == "vocab"}
         is_over_vocabulary = {*of_each.values()} <= {"vocab", "colwise_gather_output"}
         if cut and len({*of_each.values()}) > 1 and not is_over_vocabulary:
-            raise ValueError(
-                f"{KEY}: modules that share a weight must be cut in the same way, found "
-                f"{', '.join(f'{word!r} for {name!r}' for name, word in of_each.items())}"
-            )
+            raise _unlike(of_each)
+    cut_of = {
+        f"{name}.{own}": cut
+        for name, word in found.items()
+        for own, cut in cuts(word, model.get_submodule(name)).items()
+    }
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for names in names_of(model).values():
+        owners_of = {name: modules[name.rpartition(".")[0]] for name in names}
+        # Others, such as the head of Hugging Face's BERT, hold a parameter of a layer and do not use it.
+        using = [name for name, m in owners_of.items() if is_linear(m) or isinstance(m, (nn.Linear, nn.Embedding))]
+        if len({cut_of.get(name) for name in using}) > 1:
+            raise _unlike({name: found.get(name.rpartition(".")[0]) for name in using})
     return found
+
+
+def _unlike(words: Mapping[str, str | None]) -> ValueError:
+    each = ", ".join(f"{word or 'replicate'!r} for {name!r}" for name, word in words.items())
+    return ValueError(f"{KEY}: modules that share a parameter must be cut in the same way, found {each}")
 
 
 def _check_sizes(model: nn.Module, plan: Mapping[str, str], num_ranks: int) -> None:

@@ -94,6 +94,12 @@ HEADS, PAIR = (
 )
 
 
+def tied_biases():
+    model = mlp(4, 8, 8)
+    model[2].bias = model[0].bias
+    return model
+
+
 @pytest.mark.parametrize(("model", "plan", "expected"), [
     (Encoder(), {"layers.layer.*.linear1": "colwise"},
      "no module of the model has the name 'layers.layer.*.linear1'; did you mean 'layers.layers.*.linear1'"),
@@ -119,6 +125,8 @@ HEADS, PAIR = (
      "expected a plan for Sequential, found None: the model brings no plan"),
     (*tied(embed="vocab", head="colwise"),
      "must be cut in the same way, found 'vocab' for 'embed', 'colwise' for 'head'"),
+    (tied_biases(), {"0": "colwise", "2": "rowwise"},
+     "share a parameter must be cut in the same way, found 'colwise' for '0.bias', 'rowwise' for '2.bias'"),
     (mlp(4, 8, 8), {"0": "colwise"},
      "'colwise' for '0' leaves slices of its outputs on the ranks, and no layer after it takes them; expected "
      "'rowwise' for the next linear layer, or 'colwise_gather_output' for this one"),

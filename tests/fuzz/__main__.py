@@ -20,8 +20,8 @@ from tests.fuzz import errors, run
 from tests.spark.conftest import CONF, FAST_JVM, REPOSITORY
 
 SAMPLE = {
-    "tables": 12, "windows": 10, "states": 60, "resumed": 10, "settings": 30, "damage": 26, "keys": 8, "ties": 5,
-    "changes": 5,
+    "tables": 10, "windows": 7, "states": 40, "resumed": 7, "settings": 20, "damage": 18, "keys": 6, "ties": 4,
+    "changes": 4,
 }  # fmt: skip
 """Cases of each kind in `make test-slow`. Together, they take about two minutes."""
 

@@ -261,6 +261,7 @@ def of_matrices(model):
 
 
 UNEQUAL = r"parallel\.check_first_step: the gradient of '[\w.]+' in the first step differs"
+UNEQUAL_LOSS = r"parallel\.check_first_step: the loss in the first step differs"
 MIXED = "mixed torch.Tensor and DTensor"  # torch's own text, in the first forward pass
 CUT = ("zero 1", "zero 2", "zero 3", "tensor")
 WHOLE = r"spec\.optimizer: expected one of SGD, .*, found \w+; if it updates each element by itself"
@@ -335,7 +336,7 @@ TIES = {
     ),
     "norm of all weights in forward": (
         ModelSpec(build=chain, optimizer=sgd, forward=with_norm, loss=plus_norm),
-        {"pipeline": UNEQUAL, "zero 3": MIXED},
+        {"pipeline": UNEQUAL, "tensor": UNEQUAL_LOSS, "zero 3": MIXED},
     ),
     "weight used outside its module": (
         ModelSpec(build=Outside, optimizer=sgd, tensor_plan={"words": "vocab"}),
@@ -464,3 +465,15 @@ def test_M12_a_schedule_without_hooks_names_a_parameter_that_is_never_used(tmp_p
     mesh = Mesh(pipeline=2, stages=(4, 3), schedule="zero_bubble")
     with pytest.raises(RankFailed, match=UNUSED):
         train(make_run(tmp_path, settings(2, mesh), spec=spec))
+
+
+def with_fixed_norm(model, batch):
+    out = model(batch["features"])
+    return {"out": out, "norm": sum(p.detach().pow(2).sum() for p in model.parameters()).expand(len(out))}
+
+
+def test_M_a_loss_that_a_stage_knows_in_part_is_named(tmp_path):
+    """Its gradients are those of the whole model."""
+    spec = ModelSpec(build=chain, optimizer=sgd, forward=with_fixed_norm, loss=plus_norm)
+    with pytest.raises(RankFailed, match=UNEQUAL_LOSS):
+        train(make_run(tmp_path, settings(2, MESHES["pipeline"]), spec=spec))

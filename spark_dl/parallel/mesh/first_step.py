@@ -36,7 +36,7 @@ MOST_BYTES = 256 << 20
 _TOLERANCE = {"float32": 0.02, "bf16": 0.2}
 """Difference of a gradient, in its norm. Convolutions of GPUs round float32 to 10 bits."""
 _SMALL = 1e-4
-"""Gradients below this part of the gradient of the model are rounding."""
+"""Gradients below this part of the gradient of the model are rounding, and losses of a row below it."""
 
 
 class FirstStepCheck:
@@ -67,32 +67,32 @@ class FirstStepCheck:
         start = time.perf_counter()
         gpus = [self._world.device.index] if self._world.device.type == "cuda" else []
         with generators_kept(gpus), module_state_kept(self._module), _without_dropout(self._module):
-            forward_backward(micro_batches, count)
+            losses = float(forward_backward(micro_batches, count))
             own = [(name, layout, value.float().cpu().clone()) for name, layout, value in self._state.gradients()]
             self._optimizer.zero_grad()
             self._module.zero_grad()
-            expected = self._of_whole(micro_batches, count)
-            worst = self._worst(own, expected)
+            expected, expected_losses = self._of_whole(micro_batches, count)
+            worst = self._worst(own, expected) or self._of_losses(losses, expected_losses, count)
             if worst is not None:
                 torch.manual_seed(self._config.train.seed + 1)
-                again = self._of_whole(micro_batches, count)
+                again, _ = self._of_whole(micro_batches, count)
                 if any(not torch.allclose(again[name], value) for name, value in expected.items()):
                     worst = None
         for layer in moe_layers(self._module).values():
             layer.take_counts()  # only steps count
         if worst is not None:
-            name, ratio = worst
+            what, ratio = worst
             raise ValueError(
-                f"parallel.check_first_step: the gradient of {name!r} in the first step differs from that of the whole "
-                f"model by {ratio:.2g} of its norm, so the mesh would train another model; something is tied to the "
+                f"parallel.check_first_step: {what} in the first step differs from that of the whole "
+                f"model by {ratio:.2g} of it, so the mesh would train another model; something is tied to the "
                 "parameters or the modules that it replaces, as a weight that is used outside its module. Use ddp, "
                 "leave these layers whole (spec.tensor_plan, spec.layers), or set it to false"
             )
         if self._world.rank == 0:
             _log.info("the first step has the gradients of the whole model (%.2f s)", time.perf_counter() - start)
 
-    def _of_whole(self, micro_batches: Sequence[Batch], count: Count) -> dict[str, Tensor]:
-        """Returns the gradients of the whole model, with the weights that the ranks have. Collective."""
+    def _of_whole(self, micro_batches: Sequence[Batch], count: Count) -> tuple[dict[str, Tensor], float]:
+        """Returns the gradients and the loss of the whole model, with the weights that the ranks have. Collective."""
         whole = self._spec.build_to_train().to(self._world.device)
         first: dict[int, str] = {}  # of tied tensors, which a rank has under one name
         for name, tensor in whole.state_dict(keep_vars=True).items():
@@ -113,7 +113,7 @@ class FirstStepCheck:
         for layer in moe_layers(whole).values():  # whose balance is that of all tokens
             layer.sum_over_data = self._sum_over_data
         with _without_dropout(whole):
-            add_gradients(
+            losses = add_gradients(
                 self._spec, whole, micro_batches, self._config, device=self._world.device,
                 scale=lambda losses: losses / count,
             )  # fmt: skip
@@ -121,12 +121,12 @@ class FirstStepCheck:
             name: torch.zeros_like(p) if p.grad is None else p.grad.detach().to_dense()
             for name, p in whole.named_parameters(remove_duplicate=False)
         }
-        flat = torch.cat([gradient.float().cpu().reshape(-1) for gradient in found.values()])
+        flat = torch.cat([*(g.float().cpu().reshape(-1) for g in found.values()), losses.float().cpu().view(1)])
         # Ranks of a copy of the model have the same rows.
         is_first = self._groups.at.tensor == self._groups.at.pipeline == 0
         _sum(flat if is_first else flat.zero_(), self._world)
-        parts = flat.split([gradient.numel() for gradient in found.values()])
-        return {name: part.view(g.shape) for (name, g), part in zip(found.items(), parts, strict=True)}
+        parts = flat[:-1].split([gradient.numel() for gradient in found.values()])
+        return {name: p.view(g.shape) for (name, g), p in zip(found.items(), parts, strict=True)}, float(flat[-1])
 
     def _sum_over_data(self, tensor: Tensor) -> None:
         if self._groups.data is not None:
@@ -135,7 +135,7 @@ class FirstStepCheck:
     def _worst(
         self, own: Sequence[tuple[str, Layout, Tensor]], expected: dict[str, Tensor]
     ) -> tuple[str, float] | None:
-        """Returns the first parameter of the model whose gradient differs on some rank, and by how much. Collective."""
+        """Returns the first gradient of the model that differs on some rank, and by what part of it. Collective."""
         whole = float(torch.sqrt(sum(value.square().sum() for value in expected.values())))  # type: ignore[arg-type]
         order = {name: i for i, name in enumerate(expected)}
         found: list[tuple[int, float]] = []
@@ -150,7 +150,14 @@ class FirstStepCheck:
         of_ranks = [torch.empty_like(first) for _ in range(self._world.world_size)]
         dist.all_gather(of_ranks, first)
         index, ratio = min(each.tolist() for each in of_ranks)
-        return None if index == len(order) else (list(order)[int(index)], ratio)
+        return None if index == len(order) else (f"the gradient of {list(order)[int(index)]!r}", ratio)
+
+    def _of_losses(self, own: float, expected: float, count: Count) -> tuple[str, float] | None:
+        """Returns the loss if it differs, and by what part of it. Collective. # own: of this rank, expected: of all"""
+        total = torch.tensor([own])
+        _sum(total, self._world)
+        ratio = abs(float(total) - expected) / max(abs(expected), _SMALL * float(count))
+        return ("the loss", ratio) if ratio > _TOLERANCE[self._config.train.precision] else None
 
 
 @contextlib.contextmanager

@@ -150,9 +150,9 @@ class Mesh(Parallel):
     `pipeline`."""
 
     check_first_step: bool = may_change(True)
-    """Whether the gradients of the first step are compared with those of the whole model on one rank, without
-    dropout, so that nothing the user has tied to his model is lost unnoticed. Each rank builds the whole model for it,
-    if its weights have at most 256 MiB. Not done with `ModelSpec.set_position`, or with `pipedream`."""
+    """Whether the gradients and the loss of the first step are compared with those of the whole model on one rank,
+    without dropout, so that nothing the user has tied to his model is lost unnoticed. Each rank builds the whole model
+    for it, if its weights have at most 256 MiB. Not done with `ModelSpec.set_position`, or with `pipedream`."""
 
     def __post_init__(self) -> None:
         for name in ("pipeline", "tensor", "experts", "replicas", "stages_per_rank"):

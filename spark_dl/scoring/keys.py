@@ -47,7 +47,7 @@ class Key:
         """Returns the type of the column in Spark. Called on the driver."""
         from pyspark.sql.pandas.types import from_arrow_type
 
-        return from_arrow_type(self.arrow)
+        return from_arrow_type(self.arrow, prefer_timestamp_ntz=True)  # not the default of Spark 3.5
 
     def restore(self, stored: pa.Array) -> pa.Array:
         """Returns stored values as they were before they were encoded."""

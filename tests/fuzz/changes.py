@@ -1,7 +1,6 @@
 """Random changes of a model and its optimizer between a stop and a resume: what a plain loop trains, or an error."""
 
 import functools
-import math
 import zlib
 from dataclasses import dataclass, replace
 
@@ -16,7 +15,7 @@ from spark_dl.rundir.weights import load_weights
 from tests.builders.models import blobs, small_config
 from tests.fuzz.errors import note, without_digits
 from tests.ranks.launcher import RankFailed
-from tests.ranks.runs import make_run, resume, train
+from tests.ranks.runs import distance, make_run, resume, train
 
 ROWS = 48
 """All in one step, so that a plain loop needs no order of rows."""
@@ -124,8 +123,7 @@ def check(spark, folder, case):
             note(f"changes: {without_digits(lines[0])}")
             return
         assert saved.step == done
-    expected, found = plain(case), load_weights(saved)
-    moved = math.sqrt(sum(float((found[name] - value).square().sum()) for name, value in expected.items()))
+    moved = distance(load_weights(saved), plain(case))
     assert moved < 1e-5, f"the weights differ by {moved:.3g}"
     note("changes: right")
 

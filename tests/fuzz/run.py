@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 from tests.fuzz import changes, damage, keys, resumed, states, tables, ties, windows
 from tests.fuzz import settings as settings_
+from tests.ranks.launcher import RankFailed
 
 PROPERTIES = {
     "tables": tables,
@@ -53,7 +54,10 @@ class Failure:
     def keep(self):
         """Writes the case as Python. Returns its path."""
         number = hashlib.sha256(repr(self.case).encode()).hexdigest()[:8]
-        error = " ".join(f"{type(self.error).__name__}: {self.error}".split())[:200]
+        text = str(self.error)
+        if isinstance(self.error, RankFailed):  # a traceback, with paths of this machine
+            text = text.strip().splitlines()[-1]
+        error = " ".join(f"{type(self.error).__name__}: {text}".split())[:200]
         error = error.replace("\\", "/").replace('"', "'")
         path = FOUND / f"{self.name}_{number}.py"
         path.write_text(_TEXT.format(error=error, name=self.name, case=self.case))

@@ -1,7 +1,6 @@
 """Random models with what users tie to them, in random meshes: the weights of one process, or an error."""
 
 import functools
-import math
 from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
@@ -13,7 +12,7 @@ from spark_dl.rundir.weights import load_weights
 from tests.builders.models import small_config
 from tests.fuzz.errors import note, without_digits
 from tests.ranks.launcher import RankFailed
-from tests.ranks.runs import make_run, train
+from tests.ranks.runs import distance, make_run, train
 from tests.ranks.test_ties import LoRA, Named, OwnSgd, Scaled, SignByNorm, Spare, weight_normed
 
 LINEAR = {"plain": nn.Linear, "LoRA": LoRA, "scaled": Scaled, "named": Named, "weight_norm": weight_normed}
@@ -143,6 +142,6 @@ def check(spark, folder, case):
                 raise
             note(f"{'mesh' if number else 'one process'}: {without_digits(lines[0] if lines else _OF_TORCH)}")
             return
-    moved = math.sqrt(sum(float((found[1][name] - value).square().sum()) for name, value in found[0].items()))
+    moved = distance(found[1], found[0])
     assert moved < 1e-5, f"the weights differ by {moved:.3g}"
     note(f"ties: right in {case.mesh}")

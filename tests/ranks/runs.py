@@ -1,6 +1,7 @@
 """Whole training runs on ranks, in one piece or cut in two."""
 
 import dataclasses
+import math
 
 import cloudpickle
 
@@ -47,6 +48,11 @@ def resume(run, saved, config=None):
 
 def cut_at(config, step):
     return dataclasses.replace(config, train=dataclasses.replace(config.train, max_steps=step))
+
+
+def distance(weights, expected):
+    """The norm of the difference of two models, over the tensors of `expected`."""
+    return math.sqrt(sum(float((weights[name] - value).square().sum()) for name, value in expected.items()))
 
 
 def rank_states(saved):

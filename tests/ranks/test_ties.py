@@ -1,7 +1,5 @@
 """What users tie to their model, under each strategy: the weights of a plain loop, or an error; no third outcome."""
 
-import math
-
 import pytest
 import torch
 from torch import nn
@@ -15,7 +13,7 @@ from spark_dl.parallel.mesh.settings import Mesh
 from spark_dl.rundir.weights import load_weights
 from tests.builders.models import small_config
 from tests.ranks.launcher import RankFailed
-from tests.ranks.runs import make_run, train
+from tests.ranks.runs import distance, make_run, train
 
 STEPS = 6
 MESHES = {
@@ -436,8 +434,7 @@ def test_M_weights_of_one_process_or_an_error(tmp_path, expected, tie, mesh):
     if mesh == "pipedream":  # late gradients: another algorithm
         assert all(value.isfinite().all() for value in found.values())
         return
-    whole = expected(tie)
-    moved = math.sqrt(sum(float((found[name] - value).square().sum()) for name, value in whole.items()))
+    moved = distance(found, expected(tie))
     assert moved < 1e-5, moved
 
 

@@ -1,4 +1,4 @@
-"""Found by `make fuzz`: RankFailed: rank 0: Traceback (most recent call last): File '/tmp/next/tests/ranks/launcher.py', line 112, in _serve connection.send((fn(*args), None)) ^^^^^^^^^ File '/tmp/next/tests/ranks/runs.py',"""
+"""Found by `make fuzz`: RankFailed: KeyError: 'head.bias/momentum_buffer'"""
 
 # ruff: noqa
 # fmt: off

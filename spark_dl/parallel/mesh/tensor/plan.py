@@ -53,6 +53,7 @@ def resolve_tensor_plan(
     for name, word in found.items():
         _check_fit(name, word, modules[name])
     found = _with_tied(model, found)
+    _check_shared(model, found)
     _check_sizes(model, found, num_ranks)
     _check_pairs(model, found)
     if sequence and not find_stacks(model, found):
@@ -156,9 +157,14 @@ def _with_tied(model: nn.Module, plan: dict[str, str]) -> dict[str, str]:
         is_over_vocabulary = {*of_each.values()} <= {"vocab", "colwise_gather_output"}
         if cut and len({*of_each.values()}) > 1 and not is_over_vocabulary:
             raise _unlike(of_each)
+    return found
+
+
+def _check_shared(model: nn.Module, plan: Mapping[str, str]) -> None:
+    """Raises ValueError for a parameter that layers share and that the plan cuts in different ways."""
     cut_of = {
         f"{name}.{own}": cut
-        for name, word in found.items()
+        for name, word in plan.items()
         for own, cut in cuts(word, model.get_submodule(name)).items()
     }
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -167,8 +173,7 @@ def _with_tied(model: nn.Module, plan: dict[str, str]) -> dict[str, str]:
         # Others, such as the head of Hugging Face's BERT, hold a parameter of a layer and do not use it.
         using = [name for name, m in owners_of.items() if is_linear(m) or isinstance(m, (nn.Linear, nn.Embedding))]
         if len({cut_of.get(name) for name in using}) > 1:
-            raise _unlike({name: found.get(name.rpartition(".")[0]) for name in using})
-    return found
+            raise _unlike({name: plan.get(name.rpartition(".")[0]) for name in using})
 
 
 def _unlike(words: Mapping[str, str | None]) -> ValueError:

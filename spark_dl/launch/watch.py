@@ -152,7 +152,7 @@ class Listener:
                 if (used := event.pop("memory", None)) is not None:
                     self.memories[task] = used
                 if kind == "alive" and (progress := event.get("progress")) is not None:
-                    self.progress[task] = {"number": int(progress["number"]), "is_open": progress["is_open"]}
+                    self.progress[task] = {"number": int(progress["number"])}
                 if kind == "meet":
                     self._meeting.add(task, event["message"], conn)
                 elif kind != "alive":

@@ -31,7 +31,8 @@ from spark_dl.config import Shards
 _log = logging.getLogger("spark_dl")
 
 _CHUNK_BYTES = 4 << 20
-_LOCK_FILES = 64
+_LOCK_FILES = 1024
+"""Files that share one are downloaded one after the other: few of them, and no file of a lock for each cached one."""
 _LOCK_WAIT_S = 300.0
 _LOCK_POLL_S = 0.02
 _FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
@@ -71,12 +72,16 @@ def open_input(url: str, *, cache: DiskCache | None = None, sha256: str = "", si
     path = os.path.join(cache.folder, name)
     entry = _open_entry(path, sha256, size)
     if entry is None:
-        with _locked(os.path.join(cache.folder, f"lock-{int(name, 16) % _LOCK_FILES:02d}")) as is_mine:
+        with _locked(os.path.join(cache.folder, f"{_lock_of(name)}")) as is_mine:
             # Another process may have downloaded it in the meantime.
             entry = _open_entry(path, sha256, size)
             if entry is None and is_mine:
                 entry = _fetch(url, cache, path, sha256, size)
     return entry or storage.open_input(url)
+
+
+def _lock_of(name: str) -> str:
+    return f"lock-{int(name, 16) % _LOCK_FILES:04d}"
 
 
 def _check_folder(folder: str) -> None:

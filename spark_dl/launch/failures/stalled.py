@@ -52,13 +52,13 @@ def _doing(who: Mapping[str, Any]) -> str:
     if who.get("is_done") or who.get("is_returned"):
         return "has returned"
     files = re.findall(r'File "([^"]+)"', who.get("stack", "").partition("\nThread ")[0])
-    is_open = (who.get("progress") or {}).get("is_open", False)
+    last = who.get("collective")
     # Only the innermost frame: pipelines and FSDP of torch call the model from there.
-    if is_open or "/torch/distributed/" in "".join(files[-1:]):
-        last = who.get("collective")
+    if (last and last["is_open"]) or "/torch/distributed/" in "".join(files[-1:]):
         return f"waiting in collective {mismatch.numbered(last)}" if last else "waiting in a collective operation"
     phase = who.get("phase", "")
     if who.get("rank") is None:
         return "starting"
-    other = "computing, or waiting for other ranks" if is_open is None else "computing"
+    # Without stacks, or where the flight recorder is off, only the number of the last operation is known.
+    other = "computing, or waiting for other ranks" if not last and mismatch.last_number(who) else "computing"
     return phase if phase in (READING, SAVING, LOADING) else other

@@ -15,30 +15,6 @@ class Progress(TypedDict):
 
     number: int
     """Number of the last operation of the default process group, from 1; 0 before the first one."""
-    is_open: bool | None
-    """Whether an operation of any group has begun and has not ended; None if the flight recorder has none of them."""
-
-
-_earlier: dict[str, Any] = {}
-"""Counts of the process groups of earlier tasks of this process, by group."""
-
-
-def reset() -> None:
-    """Forgets the operations of earlier tasks of this process, of which some can look as if they had not ended."""
-    _earlier.clear()
-    _earlier.update(_counts())
-
-
-def _counts() -> dict[str, Any]:
-    """Returns how many operations of each process group have begun and ended, of all that this process has had."""
-    if "torch.distributed" not in sys.modules:
-        return {}
-    with contextlib.suppress(Exception):  # another version of torch has other names
-        from torch._C import _distributed_c10d
-
-        found = json.loads(_distributed_c10d._dump_fr_trace_json(includeCollectives=False))  # type: ignore[attr-defined]
-        return dict(found.get("pg_status", {}))
-    return {}
 
 
 def progress() -> Progress | None:
@@ -48,12 +24,8 @@ def progress() -> Progress | None:
     """
     dist: Any = sys.modules.get("torch.distributed")  # an import statement would wait while another thread imports it
     with contextlib.suppress(Exception):  # the group ends meanwhile
-        if dist is None or (group := dist.group.WORLD) is None:
-            return None
-        number = int(group._get_sequence_number_for_group())
-        own = [counts for name, counts in _counts().items() if counts != _earlier.get(name)]
-        is_open = any(int(c["last_enqueued_collective"]) > int(c["last_completed_collective"]) for c in own)
-        return {"number": number, "is_open": is_open if own or not number else None}
+        if dist is not None and (group := dist.group.WORLD) is not None:
+            return {"number": int(group._get_sequence_number_for_group())}
     return None
 
 
@@ -61,6 +33,9 @@ def last_collective() -> dict[str, Any] | None:
     """Returns the last collective operation that this task has begun; None without one.
 
     `number` counts the operations of a process group, from 1; `name` is its name, `tensors` their shapes and types.
+    `is_open` says whether an operation of any group has begun and has not ended, by what is recorded of each of them.
+    The counts of a group (`pg_status`) do not tell: each thread of Gloo sets the last one that ended when it gets to
+    it, and the number of an earlier operation can replace that of a later one.
     """
     if "torch.distributed" not in sys.modules:
         return None
@@ -76,5 +51,6 @@ def last_collective() -> dict[str, Any] | None:
                 "group": last["process_group"][1], "number": last["collective_seq_id"],
                 "name": last["profiling_name"].rpartition(":")[2],
                 "tensors": ", ".join(f"{sizes} {dtype}" for sizes, dtype in tensors),
+                "is_open": any(not entry["retired"] for entry in own),
             }  # fmt: skip
     return None

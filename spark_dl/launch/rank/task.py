@@ -21,7 +21,7 @@ from spark_dl.config import Launch
 from spark_dl.launch.code import payload
 from spark_dl.launch.failures.describe import describe, failed_in_task
 from spark_dl.launch.peers import check_versions, versions
-from spark_dl.launch.rank import collectives, status
+from spark_dl.launch.rank import status
 from spark_dl.launch.rank.children import ended_with_rank, outliving_env
 from spark_dl.launch.rank.environment import RESTARTS, applied, is_clean
 from spark_dl.launch.rank.output import Output, line_buffered
@@ -95,7 +95,6 @@ def rank_task(
 
         context = BarrierTaskContext.get()
         status.reset()
-        collectives.reset()
         executors = [info.address for info in context.getTaskInfos()]
         tasks = choose(executors, context.partitionId(), launch.num_ranks, attempt.left_out)
         if (task := tasks.own) is None:

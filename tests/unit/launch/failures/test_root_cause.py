@@ -158,20 +158,20 @@ def test_the_error_of_a_hang_has_the_place_and_the_stacks_of_all_ranks():
 
 
 def test_F04_a_line_for_each_rank_says_what_it_did_and_the_error_by_what_the_silent_one_is_behind():
-    called = {"name": "all_reduce", "tensors": "[3, 4] Float", "group": "default_pg", "number": 7}
-    waits, at = {"number": 7, "is_open": True}, {"phase": "training", "step": 3, "silent_s": 0.44}
+    called = {"name": "all_reduce", "tensors": "[3, 4] Float", "group": "default_pg", "number": 7, "is_open": False}
+    at = {"phase": "training", "step": 3, "silent_s": 0.44}
     known = {
         0: {**KNOWN[0], **at, "stack": 'Thread MainThread:\n  File "/torch/distributed/pipelining/s.py", line 1\n'
             '  File "/model.py", line 2\nThread y:\n  File "/torch/distributed/z.py", line 3',
-            "collective": called, "progress": {"number": 7, "is_open": False}},
-        1: {**KNOWN[1], **at, "stack": "Thread MainThread:\n  x", "collective": called, "progress": waits},
-        2: {**KNOWN[2], **at, "silent_s": 9.31, "progress": {"number": 6, "is_open": True}},
-        3: {"rank": 3, "host": "h", "pid": 3, **at, "phase": "reading rows",
-            "progress": {"number": 6, "is_open": False}},
+            "collective": called, "progress": {"number": 7}},
+        1: {**KNOWN[1], **at, "stack": "Thread MainThread:\n  x", "collective": {**called, "is_open": True}},
+        2: {**KNOWN[2], **at, "silent_s": 9.31, "progress": {"number": 6}},
+        3: {"rank": 3, "host": "h", "pid": 3, **at, "phase": "reading rows", "progress": {"number": 6}},
         4: {"rank": 4, "host": "h", "pid": 4, "is_returned": True},
         5: {"rank": 5, "host": "h", "pid": 5, "stack": 'Thread MainThread:\n  File "/torch/distributed/z.py", line 1'},
-        6: {"rank": 6, "host": "h", "pid": 6, "progress": {"number": 6, "is_open": None}},
+        6: {"rank": 6, "host": "h", "pid": 6, "progress": {"number": 6}},
         7: {"host": "h", "pid": 7},
+        8: {"rank": 8, "host": "h", "pid": 8, "progress": {"number": 0}},
     }  # fmt: skip
     error = root_cause([], known, None, {2: 9.3})
     assert error.reason.endswith(
@@ -188,6 +188,7 @@ def test_F04_a_line_for_each_rank_says_what_it_did_and_the_error_by_what_the_sil
         ["4", "h", "has returned"],
         ["5", "h", "waiting in a collective operation"],
         ["6", "h", "computing, or waiting for other ranks", "6"],
+        ["8", "h", "computing", "0"],
         ["task 7", "h", "starting"],
     ]
     known[0] |= {"collective": {**called, "group": "0"}}

@@ -1,4 +1,4 @@
-"""How far a rank has come in its collective operations, which each heartbeat says."""
+"""How far a rank has come in its collective operations: the number in each heartbeat, and the operation with stacks."""
 
 import subprocess
 import sys
@@ -7,35 +7,40 @@ RANK = """
 import sys, threading, time
 import torch
 import torch.distributed as dist
-from spark_dl.launch.rank import collectives
-from spark_dl.launch.rank.collectives import progress
+from spark_dl.launch.rank import status
+from spark_dl.launch.rank.collectives import last_collective, progress
 
-def wait_for(expected):
+def wait_for(number, is_open):
     # The recorder learns of the end of an operation a little later than its caller.
     end = time.monotonic() + 20
-    while progress() != expected:
-        assert time.monotonic() < end, (progress(), expected)
+    while (found := last_collective()) is None or (found["number"], found["is_open"]) != (number, is_open):
+        assert time.monotonic() < end, (found, number, is_open)
         time.sleep(0.01)
+    assert progress() == {"number": number}
 
 assert progress() is None
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=int(sys.argv[2]), world_size=2)
-assert progress() == {"number": 0, "is_open": False}
-for _ in range(3):
+assert progress() == {"number": 0}
+assert last_collective() is None
+for number in range(1, 1001):
     dist.all_reduce(torch.ones(2))
-wait_for({"number": 3, "is_open": False})
+    if number % 5 == 0:  # where threads of Gloo overtake each other, one that has ended must not look open
+        wait_for(number, False)
 store = dist.distributed_c10d._get_default_store()
 if dist.get_rank() == 1:
     store.wait(["seen"])
-    assert progress() == {"number": 3, "is_open": False}
+    wait_for(1000, False)
 waiting = threading.Thread(target=dist.all_reduce, args=(torch.ones(2),))
 waiting.start()
 if dist.get_rank() == 0:
-    wait_for({"number": 4, "is_open": True})
-    collectives.reset()  # as of an earlier task, whose operation never ended
-    assert progress() == {"number": 4, "is_open": None}
+    wait_for(1001, True)
+    status.reset()  # as of an earlier task, whose operation never ended
+    assert progress() == {"number": 1001}
+    assert last_collective() is None
     store.set("seen", "1")
 waiting.join()
-wait_for({"number": 4, "is_open": False})
+dist.all_reduce(torch.ones(2))
+wait_for(1002, False)
 dist.destroy_process_group()
 assert progress() is None
 """

@@ -1,5 +1,7 @@
 """What users tie to their model, under each strategy: the weights of a plain loop, or an error; no third outcome."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -258,8 +260,8 @@ def of_matrices(model):
     return Muon([p for p in model.parameters() if p.ndim == 2], lr=0.02)
 
 
-UNEQUAL = r"parallel\.check_first_step: the gradient of '[\w.]+' in the first step differs"
-UNEQUAL_LOSS = r"parallel\.check_first_step: the loss in the first step differs"
+UNEQUAL = r"parallel\.check_first_step_mib: the gradient of '[\w.]+' in the first step differs"
+UNEQUAL_LOSS = r"parallel\.check_first_step_mib: the loss in the first step differs"
 MIXED = "mixed torch.Tensor and DTensor"  # torch's own text, in the first forward pass
 CUT = ("zero 1", "zero 2", "zero 3", "tensor")
 WHOLE = r"spec\.optimizer: expected one of SGD, .*, found \w+; if it updates each element by itself"
@@ -464,6 +466,12 @@ def test_M12_a_schedule_without_hooks_names_a_parameter_that_is_never_used(tmp_p
         train(make_run(tmp_path, settings(2, mesh), spec=spec))
 
 
+def build_wide():
+    return nn.Sequential(
+        nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 640), nn.Tanh(), nn.Linear(640, 640), nn.Tanh(), nn.Linear(640, 3)
+    )  # fmt: skip
+
+
 def with_fixed_norm(model, batch):
     out = model(batch["features"])
     return {"out": out, "norm": sum(p.detach().pow(2).sum() for p in model.parameters()).expand(len(out))}
@@ -474,3 +482,11 @@ def test_M_a_loss_that_a_stage_knows_in_part_is_named(tmp_path):
     spec = ModelSpec(build=chain, optimizer=sgd, forward=with_fixed_norm, loss=plus_norm)
     with pytest.raises(RankFailed, match=UNEQUAL_LOSS):
         train(make_run(tmp_path, settings(2, MESHES["pipeline"]), spec=spec))
+
+
+@pytest.mark.parametrize(("mib", "is_compared"), [(0, False), (1, False), (2, True)])
+def test_M_the_first_step_is_compared_up_to_the_size_that_is_set(tmp_path, mib, is_compared):
+    spec = ModelSpec(build=build_wide, forward=with_fixed_norm, loss=plus_norm)  # weights of 1.6 MiB
+    run = make_run(tmp_path, settings(2, Mesh(pipeline=2, stages=(4, 3), check_first_step_mib=mib)), spec=spec)
+    with pytest.raises(RankFailed, match=UNEQUAL_LOSS) if is_compared else contextlib.nullcontext():
+        train(run)

@@ -74,7 +74,7 @@ CASES = [  # the strategy, its settings, the number of ranks, the model
     ("ddp", {"compression": "topk", "topk_ratio": 0.1, **LATE}, 2, MLP),
     *(("mesh", {"zero_stage": stage}, 2, MLP) for stage in (0, 1, 2, 3)),
     ("mesh", {"zero_stage": 3, "replicas": 2, "bucket_mib": 0.01}, 4, MLP),
-    ("mesh", {"zero_stage": 1, "find_unused_parameters": True, "check_first_step": False}, 2, MLP),
+    ("mesh", {"zero_stage": 1, "find_unused_parameters": True, "check_first_step_mib": 0}, 2, MLP),
     ("mesh", {"tensor": 2, "sequence": True}, 2, POSITIONS),
     ("mesh", {"experts": 2}, 2, EXPERTS),
     *(("mesh", {**PIPELINE, "schedule": schedule}, 2, CHAIN) for schedule in ("naive", "gpipe")),

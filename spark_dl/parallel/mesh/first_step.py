@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from spark_dl.world import World
 
 _log = logging.getLogger("spark_dl")
-MOST_BYTES = 256 << 20
-"""Bytes of the weights of the largest model that is compared, which each rank builds whole for it."""
 _TOLERANCE = {"float32": 0.02, "bf16": 0.2}
 """Difference of a gradient, in its norm. Convolutions of GPUs round float32 to 10 bits."""
 _SMALL = 1e-4
@@ -44,9 +42,13 @@ class FirstStepCheck:
 
     def __init__(
         self, spec: ModelSpec, module: nn.Module, state: MeshState, optimizer: torch.optim.Optimizer, groups: Groups,
-        world: World, config: Config, *, model_bytes: int,
+        world: World, config: Config, *, model_bytes: int, most_mib: int,
     ):  # fmt: skip
-        """module: what this rank has of the model. model_bytes: of the weights of the whole model."""
+        """module: what this rank has of the model. model_bytes: of the weights of the whole model.
+
+        most_mib: of the largest model that is compared.
+        """
+        self._most_mib = most_mib
         self._spec, self._module, self._state, self._optimizer = spec, module, state, optimizer
         self._groups, self._world, self._config, self._bytes = groups, world, config, model_bytes
 
@@ -57,11 +59,11 @@ class FirstStepCheck:
 
         Models that draw other random numbers are left out. Raises ValueError on all ranks for a gradient that differs.
         """
-        if self._bytes > MOST_BYTES:
+        if self._bytes > self._most_mib << 20:
             if self._world.rank == 0:
                 _log.info(
-                    "parallel.check_first_step: not done for a model of %d MiB, above %d MiB", self._bytes >> 20,
-                    MOST_BYTES >> 20,
+                    "parallel.check_first_step_mib: the first step is not compared with that of the whole model, which "
+                    "has %d MiB, above %d MiB", self._bytes >> 20, self._most_mib,
                 )  # fmt: skip
             return
         start = time.perf_counter()
@@ -83,10 +85,10 @@ class FirstStepCheck:
         if worst is not None:
             what, ratio = worst
             raise ValueError(
-                f"parallel.check_first_step: {what} in the first step differs from that of the whole "
+                f"parallel.check_first_step_mib: {what} in the first step differs from that of the whole "
                 f"model by {ratio:.2g} of it, so the mesh would train another model; something is tied to the "
                 "parameters or the modules that it replaces, as a weight that is used outside its module. Use ddp, "
-                "leave these layers whole (spec.tensor_plan, spec.layers), or set it to false"
+                "leave these layers whole (spec.tensor_plan, spec.layers), or set it to 0"
             )
         if self._world.rank == 0:
             _log.info("the first step has the gradients of the whole model (%.2f s)", time.perf_counter() - start)

@@ -76,10 +76,11 @@ def parallelize(spec: ModelSpec, world: World, config: Config) -> Trainable:
     )  # fmt: skip
     check = None
     # The gradients of PipeDream are late, and what `set_position` has set, a model that is built anew does not have.
-    if settings.check_first_step and spec.set_position is None and not isinstance(part.pipeline, PipeDream):
+    if settings.check_first_step_mib and spec.set_position is None and not isinstance(part.pipeline, PipeDream):
         check = FirstStepCheck(
-            spec, part.module, state, optimization.optimizer, groups, world, config, model_bytes=part.model_bytes
-        )
+            spec, part.module, state, optimization.optimizer, groups, world, config, model_bytes=part.model_bytes,
+            most_mib=settings.check_first_step_mib,
+        )  # fmt: skip
     training = MeshTraining(spec, part, optimization.optimizer, flat, groups, world, config, clock, check)
     return Trainable(
         modules=[part.module],

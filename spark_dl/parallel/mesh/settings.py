@@ -149,17 +149,19 @@ class Mesh(Parallel):
     with its state. The ranks exchange a flag for each parameter in each step. Not with `zero_stage: 3` or
     `pipeline`."""
 
-    check_first_step: bool = may_change(True)
-    """Whether the gradients and the loss of the first step are compared with those of the whole model on one rank,
-    without dropout, so that nothing the user has tied to his model is lost unnoticed. Each rank builds the whole model
-    for it, if its weights have at most 256 MiB. Not done with `ModelSpec.set_position`, or with `pipedream`."""
+    check_first_step_mib: int = may_change(256)
+    """Up to this size of a model's weights, in MiB, the gradients and the loss of the first step are compared with the
+    whole model's, without dropout, so that nothing the user has tied to his model is lost unnoticed. Each rank builds
+    the whole model for it, and holds its gradients and two copies in its memory. 0: they are not compared, as with
+    `ModelSpec.set_position` and with `pipedream`."""
 
     def __post_init__(self) -> None:
         for name in ("pipeline", "tensor", "experts", "replicas", "stages_per_rank"):
             check_number(self, name, 1, whole=True)
         check_number(self, "bucket_mib", 0, above=True)
+        check_number(self, "check_first_step_mib", 0, whole=True)
         check_choices(self)
-        check_bool(self, "sequence", "vertical_sync", "find_unused_parameters", "check_first_step")
+        check_bool(self, "sequence", "vertical_sync", "find_unused_parameters")
         self._check_pipeline()
         if self.replicas > 1 and not self.zero_stage:
             raise ValueError(

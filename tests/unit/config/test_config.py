@@ -199,7 +199,7 @@ INVALID = [  # section, key, invalid values, and invalid combinations of values
     (Mesh, "parallel.experts", [0, -1, 2.0, True, None]),
     (Mesh, "parallel.zero_stage", [-1, 4, "1", None]),
     (Mesh, "parallel.find_unused_parameters", [0, 1, "true", None]),
-    (Mesh, "parallel.check_first_step", [0, 1, "true", None]),
+    (Mesh, "parallel.check_first_step_mib", [-1, 2.5, True, "256", None]),
     (Mesh, "parallel.replicas", [0, -1, 2.0, True, None, 2]),
     (Mesh, "parallel.schedule", ["pipe", None, 1]),
     (Mesh, "parallel.stages", ["12", 3, (1, 0), (1.5,)]),

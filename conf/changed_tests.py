@@ -1,6 +1,7 @@
 """Prints the unit tests of the files that differ from a revision (HEAD by default), for `make check`.
 
-Tests mirror the package: `spark_dl/a/b.py` is tested in `tests/unit/a/test_b.py`, or else in the folder `tests/unit/a`.
+Tests mirror the package: `spark_dl/a/b.py` is tested in `tests/unit/a/test_b.py`, or else in the folder `tests/unit/a`; `benchmarks` by
+`tests/benchmarks`.
 """
 
 import subprocess
@@ -8,31 +9,36 @@ import sys
 from pathlib import Path
 
 
+TESTS = {"spark_dl": Path("tests/unit"), "benchmarks": Path("tests/benchmarks")}
+"""The folder with the unit tests of each package."""
+
+
 def tests_of(changed: str) -> list[Path]:
     """The unit tests of one file of the repository."""
     path = Path(changed)
-    if path.parts[:2] == ("tests", "unit"):
+    if Path(*path.parts[:2]) in TESTS.values():
         return [path] if path.name.startswith("test_") and path.exists() else []
     if path.suffix == ".md" or path.parts[0] == "docs":
         return [Path("tests/unit/test_docs.py")]
-    if path.parts[0] != "spark_dl":
+    if path.parts[0] not in TESTS:
         return []
-    folder = Path("tests/unit", *path.parts[1:-1])
+    top = TESTS[path.parts[0]]
+    folder = top.joinpath(*path.parts[1:-1])
     named = folder.parent / f"test_{folder.name}.py" if path.name == "__init__.py" else folder / f"test_{path.name}"
     if path.name != "__init__.py":  # `test_storage_owner.py` beside the folder, for `storage/owner.py`
         joined = folder.parent / f"test_{folder.name}_{path.name}"
         named = named if named.exists() or not joined.exists() else joined
-    found = [test for test in (named, folder) if test.exists() and test != Path("tests/unit")][:1]
+    found = [test for test in (named, folder) if test.exists() and test != top][:1]
     # A file without tests of its own is tested by those of the files that import it.
-    return found or tests_of_importers(path)
+    return found or tests_of_importers(path, top)
 
 
-def tests_of_importers(path: Path) -> list[Path]:
+def tests_of_importers(path: Path, top: Path) -> list[Path]:
     """The unit tests that name the module of a file, or else all unit tests."""
     parts = path.with_suffix("").parts
     module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-    found = [test for test in sorted(Path("tests/unit").rglob("test_*.py")) if module in test.read_text()]
-    return found or [Path("tests/unit")]
+    found = [test for test in sorted(top.rglob("test_*.py")) if module in test.read_text()]
+    return found or [top]
 
 
 def main() -> None:

@@ -79,7 +79,7 @@ if [ "${1:-}" = peers ]; then
     pip_of $env --no-deps -r conf/requirements/peers.txt || fail "pip could not install conf/requirements/peers.txt into $env"
     add_venv_behind $env
     $env/bin/python -c 'import sys; from importlib.util import find_spec, module_from_spec
-sys.modules["streaming"] = module_from_spec(find_spec("streaming")) # as spark_dl/bench/peers/dataset_peers.py does
+sys.modules["streaming"] = module_from_spec(find_spec("streaming")) # as benchmarks/peers/dataset_peers.py does
 import ray.data, streaming.base, torch, webdataset' || fail "$env is made, but its loaders cannot be imported there"
     echo "$key $PWD" >$env/.made-from
     say "done"

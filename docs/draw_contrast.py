@@ -6,10 +6,12 @@ python docs/draw_contrast.py
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
-from spark_dl.bench.exchange.figures import draw
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the benchmarks stand beside the package
+from benchmarks.exchange.figures import draw
 
 FOLDER = Path(__file__).parent
 BARS = {

@@ -12,10 +12,13 @@ What the links of a network make of it, `jobs/bench.py exchange` measures.
 import argparse
 import sys
 import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the benchmarks stand beside the package
 
 import spark_dl
-from spark_dl.bench.exchange import compare, error_runtime, report
-from spark_dl.bench.exchange.log import Log
+from benchmarks.exchange import compare, error_runtime, report
+from benchmarks.exchange.log import Log
 
 
 def parse() -> argparse.Namespace:

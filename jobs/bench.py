@@ -3,19 +3,22 @@
 import argparse
 import dataclasses
 import sys
+from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the benchmarks stand beside the package
+
+from benchmarks import filters, scale, trials
+from benchmarks.exchange import compare, report
+from benchmarks.exchange.answers import answers
+from benchmarks.exchange.log import Log
+from benchmarks.exchange.options import add_arguments, from_arguments, list_of
+from benchmarks.faults import chaos, job, recovery
+from benchmarks.literature import literature
+from benchmarks.parallel import parallel
+from benchmarks.parallel import report as parallel_report
+from benchmarks.peers import gpu, launch, loader, predict, shards, step, track
 from spark_dl import build_session, cli
-from spark_dl.bench import filters, scale, trials
-from spark_dl.bench.exchange import compare, report
-from spark_dl.bench.exchange.answers import answers
-from spark_dl.bench.exchange.log import Log
-from spark_dl.bench.exchange.options import add_arguments, from_arguments, list_of
-from spark_dl.bench.faults import chaos, job, recovery
-from spark_dl.bench.literature import literature
-from spark_dl.bench.parallel import parallel
-from spark_dl.bench.parallel import report as parallel_report
-from spark_dl.bench.peers import gpu, launch, loader, predict, shards, step, track
 
 
 def bench_launch(args: argparse.Namespace) -> dict[str, Any]:

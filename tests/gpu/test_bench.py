@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from spark_dl.bench.peers import gpu
+from benchmarks.peers import gpu
 from tests.spark.conftest import REPOSITORY
 
 LOOPS = {"loader": ("spark_dl", "on_device"), "worker": ("worker", "bare"), "nccl": ("ddp", "single"),

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from spark_dl.bench.testbed import reap, testbed
+from benchmarks.testbed import reap, testbed
 from tests.spark.conftest import FAST_JVM
 
 REPOSITORY = pathlib.Path(__file__).parents[2]

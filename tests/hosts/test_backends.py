@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from spark_dl.bench.testbed import backends
+from benchmarks.testbed import backends
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 MIB, RATE_MBIT = 2.0, 400.0

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from spark_dl.bench.testbed import netns, testbed
-from spark_dl.bench.testbed.reap import run_tool
+from benchmarks.testbed import netns, testbed
+from benchmarks.testbed.reap import run_tool
 from spark_dl.rundir import checkpoint
 from tests.builders.datasets import write_dataset
 from tests.builders.models import blobs, same_bits

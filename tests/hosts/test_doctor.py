@@ -9,8 +9,8 @@ import threading
 
 import pytest
 
-from spark_dl.bench.testbed.reap import run_tool
-from spark_dl.bench.testbed.standalone import start_spark
+from benchmarks.testbed.reap import run_tool
+from benchmarks.testbed.standalone import start_spark
 from tests.hosts.conftest import REPOSITORY
 from tests.spark.conftest import FAST_JVM
 

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from spark_dl.bench.model.profiles import PROFILES
-from spark_dl.bench.testbed import testbed
-from spark_dl.bench.testbed.standalone import start_spark
+from benchmarks.model.profiles import PROFILES
+from benchmarks.testbed import testbed
+from benchmarks.testbed.standalone import start_spark
 from spark_dl.parallel.exchange.buckets import CANDIDATES_MIB
 from tests.hosts.conftest import REPOSITORY, parts
 from tests.spark.conftest import FAST_JVM

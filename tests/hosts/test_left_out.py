@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from spark_dl.bench.testbed.standalone import start_spark
+from benchmarks.testbed.standalone import start_spark
 from spark_dl.rundir import checkpoint
 from tests.builders.datasets import write_dataset
 from tests.builders.models import blobs

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from spark_dl.bench.testbed import testbed
-from spark_dl.bench.testbed.standalone import start_spark
+from benchmarks.testbed import testbed
+from benchmarks.testbed.standalone import start_spark
 from tests.builders import libraries
 from tests.builders.datasets import write_dataset
 from tests.builders.models import blobs

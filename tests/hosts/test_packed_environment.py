@@ -17,7 +17,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from spark_dl.bench.testbed.standalone import start_spark
+from benchmarks.testbed.standalone import start_spark
 from tests.hosts.conftest import REPOSITORY
 from tests.spark.conftest import FAST_JVM, SPARK_HOME
 

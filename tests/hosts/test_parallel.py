@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from spark_dl.bench.exchange.log import Log
-from spark_dl.bench.parallel import parallel
+from benchmarks.exchange.log import Log
+from benchmarks.parallel import parallel
 from tests.hosts.conftest import parts
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from spark_dl.bench.testbed import reap, testbed
-from spark_dl.bench.testbed.standalone import start_spark
+from benchmarks.testbed import reap, testbed
+from benchmarks.testbed.standalone import start_spark
 from tests.hosts.conftest import REPOSITORY, parts, state_of, wait_until
 
 PYTHON = [sys.executable, "-I", "-S", "-c"]
@@ -261,7 +261,7 @@ def test_sixteen_hosts(hosts):
 
 MAKER = """
 import subprocess, sys
-from spark_dl.bench.testbed import reap, testbed
+from benchmarks.testbed import reap, testbed
 with testbed.hosts(2, rate_mbit=100) as bed:
     processes = [bed.popen(host, ["sleep", "600"]) for host in bed.hosts]
     guard, = (p for p in open(f"/proc/self/task/{__import__('os').getpid()}/children").read().split()
@@ -313,7 +313,7 @@ def test_what_a_maker_and_its_guard_leave_that_are_both_killed_is_reaped_and_not
         dead.wait()
         assert len(parts(left)) == 8
         assert left in reap.leftovers()
-        command = [sys.executable, "-m", "spark_dl.bench.testbed", "--reap"]
+        command = [sys.executable, "-m", "benchmarks.testbed", "--reap"]
         out = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, check=True, timeout=60).stdout
         assert f"removed {left}\n" in out
         assert parts(left) == set()
@@ -323,7 +323,7 @@ def test_what_a_maker_and_its_guard_leave_that_are_both_killed_is_reaped_and_not
         assert left not in reap.leftovers()
 
 
-UNAVAILABLE = "import os, sys; from spark_dl.bench.testbed import testbed; {}; print(testbed.unavailable())"
+UNAVAILABLE = "import os, sys; from benchmarks.testbed import testbed; {}; print(testbed.unavailable())"
 
 
 def reason(*command):

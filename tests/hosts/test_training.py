@@ -15,8 +15,8 @@ import time
 import pytest
 import torch
 
-from spark_dl.bench.testbed import testbed
-from spark_dl.bench.testbed.standalone import start_spark
+from benchmarks.testbed import testbed
+from benchmarks.testbed.standalone import start_spark
 from spark_dl.rundir import checkpoint
 from tests.builders import sockets
 from tests.builders.datasets import write_dataset

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.exchange.accelerator import accelerator_spec, build_accelerator
+from benchmarks.exchange.breakdown import break_down, recording_hook, shared_intervals
+from benchmarks.model.profiles import PROFILES
 from spark_dl import DDP, Checkpoint, worker
-from spark_dl.bench.exchange.accelerator import accelerator_spec, build_accelerator
-from spark_dl.bench.exchange.breakdown import break_down, recording_hook, shared_intervals
-from spark_dl.bench.model.profiles import PROFILES
 from spark_dl.parallel.exchange.buckets import assign_buckets
 from spark_dl.rundir import checkpoint
 from spark_dl.spec import Run

@@ -2,7 +2,7 @@
 
 import pytest
 
-from spark_dl.bench.parallel import held
+from benchmarks.parallel import held
 from spark_dl.config import Launch
 from spark_dl.launch import rendezvous
 from spark_dl.parallel.mesh.planner.memory import STATES

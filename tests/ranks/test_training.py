@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.faults import ledger
 from spark_dl import DDP, Checkpoint, Config, Launch, ModelSpec, worker
-from spark_dl.bench.faults import ledger
 from spark_dl.data.dataset.manifest import read_shards
 from spark_dl.launch import rendezvous
 from spark_dl.rundir import attempt, checkpoint, rank_files, saving

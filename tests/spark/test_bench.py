@@ -8,8 +8,8 @@ import sys
 import numpy as np
 import pytest
 
-from spark_dl.bench.peers.loader import PEERS
-from spark_dl.bench.peers.predict import _check_same
+from benchmarks.peers.loader import PEERS
+from benchmarks.peers.predict import _check_same
 from tests.spark.conftest import FAST_JVM, REPOSITORY
 
 DATASETS = ("mosaic_streaming", "webdataset", "ray_data")

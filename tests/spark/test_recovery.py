@@ -11,12 +11,12 @@ import psutil
 import pytest
 
 import spark_dl
+from benchmarks.faults import job
+from benchmarks.faults.job import Job, read_events
+from benchmarks.faults.killer import Killer, kill_executor
+from benchmarks.faults.ledger import DATA, Ledger, build_spec, read_ledger, settings, write_rows
+from benchmarks.faults.state import checksums, state_of
 from spark_dl import Checkpoint, Config, Launch
-from spark_dl.bench.faults import job
-from spark_dl.bench.faults.job import Job, read_events
-from spark_dl.bench.faults.killer import Killer, kill_executor
-from spark_dl.bench.faults.ledger import DATA, Ledger, build_spec, read_ledger, settings, write_rows
-from spark_dl.bench.faults.state import checksums, state_of
 from spark_dl.rundir import checkpoint
 from tests.hosts.conftest import wait_until
 from tests.spark.conftest import REPOSITORY

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 import spark_dl
+from benchmarks.faults import state as bench_state
 from spark_dl import Checkpoint, Launch, ModelSpec, RankError
-from spark_dl.bench.faults import state as bench_state
 from spark_dl.rundir import checkpoint, environment
 from spark_dl.training.metrics import read_metrics
 from tests.builders.datasets import write_dataset

@@ -11,7 +11,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import spark_dl
-from spark_dl.bench.peers.track import MlflowServer
+from benchmarks.peers.track import MlflowServer
 from spark_dl.ml import TorchClassifier
 from tests.builders.models import MLP, blobs, build_mlp, small_config
 

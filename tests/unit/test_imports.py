@@ -20,7 +20,8 @@ PACKAGE = Path(spark_dl.__file__).parent
 ROOT = PACKAGE.parent
 MODULES = {p.relative_to(PACKAGE).as_posix(): p for p in sorted(PACKAGE.rglob("*.py"))}
 SCRIPTS = {p.relative_to(ROOT).as_posix(): p for folder in ("jobs", "examples") for p in (ROOT / folder).rglob("*.py")}
-ALL = {**MODULES, **SCRIPTS}
+BENCHMARKS = {p.relative_to(ROOT).as_posix(): p for p in sorted((ROOT / "benchmarks").rglob("*.py"))}
+ALL = {**MODULES, **SCRIPTS, **BENCHMARKS}
 
 
 class Import(NamedTuple):
@@ -114,7 +115,7 @@ def test_the_package_is_found():
 
 def test_pyspark_is_imported_on_the_driver_s_side_and_when_it_is_needed():
     driver_side = ("cli/", "driver.py", "prepare.py", "checks/settings.py", "inputs.py", "predict.py", "data/write/",
-                   "data/store/", "data/local.py", "launch/", "ml/", "scoring/", "baselines/", "bench/",
+                   "data/store/", "data/local.py", "launch/", "ml/", "scoring/", "baselines/",
                    "doctor/", "trials/tune.py")  # fmt: skip
     at_top = ("ml/", "launch/daemon.py")  # Spark ML's classes, and what Spark itself starts
     for name, path in MODULES.items():
@@ -198,7 +199,7 @@ def check_no_circle(graph):
 
 
 def test_no_module_imports_the_package_that_imports_it():
-    names = [name for name in MODULES if not name.startswith(("bench/", "launch/daemon"))]
+    names = [name for name in MODULES if not name.startswith("launch/daemon")]
     assert [name for name in names if "" in ours(MODULES[name])] == []
 
 
@@ -215,21 +216,24 @@ def test_every_package_that_is_imported_is_declared():
     assert at_top <= known
 
 
-PURE = ("data/plan.py", "parallel/exchange/buckets.py", "parallel/exchange/rounds.py", "parallel/cost/cost.py",
-        "parallel/cost/work.py", "parallel/cost/collectives.py", "parallel/mesh/dims.py",
-        *files("parallel/mesh/planner/"), "bench/model/staleness.py", "bench/model/profiles.py")  # fmt: skip
+PURE = {
+    **files("data/plan.py", "parallel/exchange/buckets.py", "parallel/exchange/rounds.py", "parallel/cost/cost.py",
+            "parallel/cost/work.py", "parallel/cost/collectives.py", "parallel/mesh/dims.py", "parallel/mesh/planner/"),
+    **{name: BENCHMARKS[name] for name in ("benchmarks/model/staleness.py", "benchmarks/model/profiles.py")},
+}  # fmt: skip
 
 
 def test_plans_and_models_of_cost_are_pure():
-    pure = {f"spark_dl.{module.removesuffix('.py').replace('/', '.')}" for module in PURE}
-    for name in PURE:
-        needed = {top_name(i.module) for i in imports_of(MODULES[name]) if i.module not in pure}
+    pure = {module_of(path.relative_to(ROOT).as_posix()) for path in PURE.values()}
+    for name, path in PURE.items():
+        needed = {top_name(i.module) for i in imports_of(path) if i.module not in pure}
         assert needed <= {*sys.stdlib_module_names, "numpy"}, name
         assert not needed & {"os", "io", "pathlib", "time", "random", "socket", "threading"}, name
 
 
 def test_the_guard_of_a_testbed_needs_the_standard_library_alone():
-    assert {top_name(i.module) for i in imports_of(MODULES["bench/testbed/reap.py"])} <= set(sys.stdlib_module_names)
+    path = BENCHMARKS["benchmarks/testbed/reap.py"]
+    assert {top_name(i.module) for i in imports_of(path)} <= set(sys.stdlib_module_names)
 
 
 def test_the_rules_of_parameter_servers_are_pure():
@@ -257,7 +261,7 @@ ON_RANKS = ("data/", "launch/", "parallel/", "baselines/servers/", "rundir/", "t
 
 
 def test_what_runs_on_ranks_knows_nothing_of_the_driver_s_side():
-    above = {"driver", "prepare", "inputs", "cli", "predict", "track", "ml", "scoring", "bench", "trials", "planning"}
+    above = {"driver", "prepare", "inputs", "cli", "predict", "track", "ml", "scoring", "trials", "planning"}
     for name, path in files(*ON_RANKS).items():
         found = ours(path) - {"trials.order"}
         assert not {module.split(".")[0] for module in found} & above, name
@@ -272,7 +276,7 @@ def test_baselines_are_made_of_what_all_ways_of_training_have_in_common():
 
 
 def test_jobs_and_examples_use_the_public_names():
-    open_to_jobs = {"cli", "bench"}
+    open_to_jobs = {"cli"}
     for name, node in [(name, node) for name, path in SCRIPTS.items() for node in nodes_of(path)]:
         used = set()
         if isinstance(node, ast.ImportFrom) and top_name(node.module) == "spark_dl":
@@ -448,11 +452,11 @@ def modules_after(statement):
 
 
 def test_an_import_loads_what_it_runs():
-    """A package that imports all of itself makes every task import the driver, the benchmarks and Spark ML."""
+    """A package that imports all of itself makes every task import the driver and Spark ML."""
     assert len(modules_after("import spark_dl")) <= 2
     assert len(modules_after("import spark_dl.world")) <= 5
     of_ranks = modules_after("import spark_dl.worker")
-    not_of_ranks = ("driver", "bench", "ml", "trials", "planning", "doctor", "cli")
+    not_of_ranks = ("driver", "ml", "trials", "planning", "doctor", "cli")
     assert [m for m in of_ranks if m.split(".")[1:2] and m.split(".")[1] in not_of_ranks] == []
 
 

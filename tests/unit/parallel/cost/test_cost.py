@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from spark_dl.bench.model.profiles import resnet50
+from benchmarks.model.profiles import resnet50
 from spark_dl.parallel.cost.cost import (
     Network,
     Point,

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spark_dl.bench.model.profiles import PROFILES
+from benchmarks.model.profiles import PROFILES
 from spark_dl.parallel.exchange.buckets import (  # fmt: skip
     CANDIDATES_MIB,
     MIB,
